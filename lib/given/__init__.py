@@ -1,0 +1,1 @@
+"""What the chapters use and nobody grades: data, plots, ranks, devices, weights."""
