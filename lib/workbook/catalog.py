@@ -145,7 +145,9 @@ def find(what: str) -> tuple[Chapter, Exercise | None]:
         if what.rstrip("/") in (f"tests/chapter_{chapter.number:02d}", f"chapter_{chapter.number:02d}"):
             return chapter, None
     matches = [
-        e for e in all_exercises() if what in (e.number, e.name) or (module.split(".")[-1] == e.module and name == e.name)
+        e
+        for e in all_exercises()
+        if what in (e.number, e.name) or (module.split(".")[-1] == e.module and name == e.name)
     ]
     if len(matches) == 1:
         return chapters()[matches[0].module], matches[0]

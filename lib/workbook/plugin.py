@@ -1,0 +1,298 @@
+"""The pytest plugin: whose code a chapter's tests grade, each in a process of its own, and what a failure says."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from lib.workbook import grading, isolate, messages, resolve
+from lib.workbook.alarm import alarm
+from lib.workbook.catalog import BookError, chapters, find
+from lib.workbook.stubs import write_atomically
+from lib.workbook.summary import Marks
+
+TIME_LIMIT_S = 10.0
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("workbook", "The Scaling Workbook")
+    group.addoption("--reference", action="store_true", help="grade the reference instead of your answers")
+    group.addoption("--mine", action="store_true", help="your answers everywhere, in the other chapters too")
+    group.addoption("--mistakes", action="store_true", help="prove that the tests catch every known mistake")
+    group.addoption("--record", action="store_true", help="with --reference: write the oracles' recorded values")
+    group.addoption("--exercise", action="append", default=[], metavar="NAME", help="only the tests of this exercise")
+    group.addoption("--marks", metavar="FILE", help="write the marks of every exercise as JSON")
+    group.addoption("--no-isolate", action="store_true", help="run checks inside pytest's own process, for a debugger")
+
+
+def pytest_configure(config):
+    options = config.option
+    if options.mine and (options.reference or options.mistakes):
+        raise pytest.UsageError("--mine grades your answers, --reference and --mistakes the book's: choose one")
+    if options.record and not options.reference:
+        raise pytest.UsageError("--record writes what the oracles give: use it with --reference")
+    grading.RECORDING.update(live=options.reference, write=options.record)
+    config.workbook_marks = Marks()
+    try:
+        resolve.world()
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
+
+
+def pytest_report_header(config):
+    return f"workbook: {_described(config)}"
+
+
+def _described(config) -> str:
+    if config.option.reference:
+        return "grading the reference (solutions/)"
+    if config.option.mistakes:
+        return "grading the known mistakes: each must be caught"
+    if config.option.mine:
+        return "grading your answers (lib/), which also stand in for the other chapters'"
+    return "grading your answers (lib/); names of other chapters are the reference's"
+
+
+def world_of(config, module: str) -> str:
+    """The world in which the tests of one chapter run."""
+    if config.option.reference or config.option.mistakes:
+        return "reference"
+    return "mine" if config.option.mine else f"only:{module}"
+
+
+# ---- collection ------------------------------------------------------------------------------------------------------
+
+
+def _chapter_of(path: Path):
+    for chapter in chapters().values():
+        if path.is_relative_to(chapter.tests):
+            return chapter
+    return None
+
+
+def exercise_of(chapter, test_name: str):
+    """The exercise whose name follows ``test_``: the longest that fits.
+
+    Raises:
+        UsageError: none does.
+    """
+    stem = test_name.split("[")[0].removeprefix("test_")
+    fitting = [e for e in chapter.exercises if stem == e.name or stem.startswith(e.name + "_")]
+    if not fitting:
+        names = ", ".join(e.name for e in chapter.exercises)
+        raise pytest.UsageError(f"{chapter.tests.name}: {test_name} is named after no exercise; they are {names}")
+    return max(fitting, key=lambda e: len(e.name))
+
+
+def pytest_collection_modifyitems(config, items):
+    wanted = []
+    for what in config.option.exercise:
+        try:
+            wanted.append(find(what))
+        except BookError as error:
+            raise pytest.UsageError(str(error)) from error
+    kept, dropped = [], []
+    for item in items:
+        chapter = _chapter_of(item.path)
+        item.workbook_exercise = exercise = exercise_of(chapter, item.originalname) if chapter else None
+        if exercise is not None:
+            item.extra_keyword_matches.add(exercise.name)
+        maintainers = getattr(getattr(item, "function", None), "workbook_oracle", False) and not config.option.reference
+        unwanted = wanted and not any(
+            exercise is not None and exercise.module == c.module and e in (None, exercise) for c, e in wanted
+        )
+        beside = config.option.mistakes and exercise is None
+        (dropped if maintainers or unwanted or beside else kept).append(item)
+        if item.get_closest_marker("gpu") and not _has_accelerator():
+            item.add_marker(
+                pytest.mark.skip(reason="needs an accelerator: run `pytest -m gpu` on a machine that has one")
+            )
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+    items[:] = _mistake_items(kept) if config.option.mistakes else kept
+
+
+def _has_accelerator() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+class MistakeItem(pytest.Item):
+    """One wrong answer, which at least one of its exercise's tests must catch."""
+
+    def __init__(self, *, mistake, tests, **kwargs):
+        super().__init__(**kwargs)
+        self.mistake, self.tests = mistake, tests
+        self.workbook_exercise = tests[0].workbook_exercise
+
+    def runtest(self):
+        os.environ[resolve.VARIABLE] = "reference"
+        with grading.standing_in(self.mistake):
+            for test in self.tests:
+                for report in _pytest_runtestprotocol(test):
+                    if report.failed:
+                        self.add_report_section("call", "caught", f"{test.name}\n{report.longrepr}")
+                        return
+        raise AssertionError(f"no test catches the mistake of {self.mistake.name}: {self.mistake.sentence}")
+
+    def repr_failure(self, excinfo, style=None):
+        return str(excinfo.value)
+
+    def reportinfo(self):
+        return self.path, 0, self.name
+
+
+def _pytest_runtestprotocol(test):
+    from _pytest.runner import runtestprotocol
+
+    return runtestprotocol(test, log=False, nextitem=None)
+
+
+def _mistake_items(items) -> list:
+    by_exercise: dict = {}
+    for item in items:
+        by_exercise.setdefault(item.workbook_exercise, []).append(item)
+    made = []
+    for exercise, tests in by_exercise.items():
+        for wrong in grading.mistakes_of(exercise.module, exercise.name):
+            name = f"{exercise.name}[{wrong.implementation.__name__}]"
+            made.append(MistakeItem.from_parent(tests[0].parent, name=name, mistake=wrong, tests=tests))
+    return made
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+
+
+def _limit(item, marker: str, default):
+    found = item.get_closest_marker(marker)
+    return float(found.args[0]) if found else default
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item, nextitem):
+    exercise = getattr(item, "workbook_exercise", None)
+    before = os.environ.get(resolve.VARIABLE)
+    if exercise is None:
+        return None
+    os.environ[resolve.VARIABLE] = world_of(item.config, exercise.module)
+    resolve.sync()
+    grading.case("")
+    try:
+        if isinstance(item, MistakeItem):
+            _protocol_without_setup(item)
+            return True
+        if not _isolated(item):
+            return None  # pytest's own protocol; the limit is set in pytest_runtest_call
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        for report in isolate.run(item, _limit(item, "time_limit", TIME_LIMIT_S), _limit(item, "memory_limit", None)):
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+    finally:
+        if before is None and isinstance(item, MistakeItem):
+            os.environ.pop(resolve.VARIABLE, None)
+
+
+def _isolated(item) -> bool:
+    option = item.config.option
+    by_hand = option.no_isolate or option.usepdb or getattr(option, "trace", False)
+    trusted = option.reference or option.mistakes
+    return hasattr(os, "fork") and not by_hand and not trusted and "ranks" not in item.fixturenames
+
+
+def _protocol_without_setup(item) -> None:
+    """A mistake's item runs whole tests inside its call, so it has no fixtures of its own."""
+    from _pytest.runner import CallInfo
+
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    call = CallInfo.from_call(item.runtest, when="call")
+    report = item.ihook.pytest_runtest_makereport(item=item, call=call)
+    item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_call(item):
+    if getattr(item, "workbook_exercise", None) is None or isolate.inside() or item.config.option.usepdb:
+        yield
+        return
+    with alarm(_limit(item, "time_limit", TIME_LIMIT_S) * (2 if "ranks" in item.fixturenames else 1)):
+        yield
+
+
+@pytest.hookimpl(hookwrapper=True, tryfirst=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    exercise = getattr(item, "workbook_exercise", None)
+    if exercise is None or isinstance(item, MistakeItem):
+        return
+    report = outcome.get_result()
+    report.workbook = messages.facts(exercise)
+    if call.excinfo is not None and report.failed:
+        messages.explain(item, call.excinfo, report)
+    if report.when == "call":
+        report.user_properties += [
+            ("exercise", f"{exercise.number} {exercise.name}"),
+            ("graded", report.workbook["graded"]),
+        ]
+
+
+# ---- reporting -------------------------------------------------------------------------------------------------------
+
+
+def pytest_report_teststatus(report, config):
+    if report.failed and getattr(report, "workbook", {}).get("state") == "not started":
+        return "not started", "n", "NOT STARTED"
+    return None
+
+
+def pytest_runtest_logreport(report):
+    if _session_config is not None:
+        _session_config.workbook_marks.add(report)
+
+
+_session_config = None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session):
+    global _session_config
+    _session_config = session.config
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    file = session.config.option.marks
+    if file and not hasattr(session.config, "workerinput"):
+        marks = session.config.workbook_marks.as_json(_described(session.config))
+        write_atomically(Path(file), json.dumps(marks, indent=2, ensure_ascii=False) + "\n")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.option.mistakes or config.option.reference or not config.workbook_marks.rows:
+        return
+    terminalreporter.section("exercises")
+    for line in config.workbook_marks.table():
+        terminalreporter.write_line(line)
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ranks(request):
+    """Run a module-level function on 1 to 4 warm processes: ``ranks(fn, *args, n_ranks=4, backend="gloo")``."""
+    from lib.given.ranks import pool
+
+    limit = _limit(request.node, "time_limit", TIME_LIMIT_S)
+    started = time.monotonic()
+
+    def run(fn, *args, n_ranks: int = 4, backend: str = "gloo", time_limit_s: float | None = None):
+        env = {resolve.VARIABLE: os.environ[resolve.VARIABLE], grading.MISTAKE: os.environ.get(grading.MISTAKE, "")}
+        left = max(1.0, limit - (time.monotonic() - started))
+        return pool(backend).run(fn, *args, n_ranks=n_ranks, time_limit_s=time_limit_s or left, env=env)
+
+    return run

@@ -107,11 +107,15 @@ def write_stubs(check: bool = False) -> list[str]:
             continue
         where = chapter.mine.relative_to(ROOT)
         if check:
-            difference = difflib.unified_diff((now or "").splitlines(), stub.splitlines(), str(where), "stub", lineterm="", n=1)
+            difference = difflib.unified_diff(
+                (now or "").splitlines(), stub.splitlines(), str(where), "stub", lineterm="", n=1
+            )
             lines.append("\n".join(list(difference)[:20]))
         elif now is not None and _digest(now) != recorded.get(chapter.module):
             fresh[chapter.module] = recorded.get(chapter.module, "")
-            lines.append(f"{where} was begun: left as it is (workbook reset {chapter.module} starts it anew and keeps a copy)")
+            lines.append(
+                f"{where} was begun: left as it is (workbook reset {chapter.module} starts it anew and keeps a copy)"
+            )
         else:
             write_atomically(chapter.mine, stub)
             lines.append(f"{where} written")

@@ -1,0 +1,419 @@
+"""What a test is written with: the graded names, cases, expectations, mistakes and recorded oracles."""
+
+import importlib
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lib.workbook import resolve
+from lib.workbook.catalog import BookError, chapters
+
+MISTAKE = "WORKBOOK_MISTAKE"
+_case = ""
+RECORDING: dict[str, bool] = {"live": False, "write": False}
+
+
+class Wrong(AssertionError):
+    """An answer that is wrong, with what the report needs to say how.
+
+    Attributes:
+        problem: What is wrong, in a few words.
+        rows: (label, text) pairs that follow it.
+        answer: What the learner's code gave, for comparison with the mistakes'.
+        case: The case it was on.
+    """
+
+    def __init__(self, problem: str, rows: Sequence[tuple[str, str]] = (), answer: Any = None, read: str | None = None):
+        super().__init__(problem)
+        self.problem, self.rows, self.answer, self.read, self.case = problem, list(rows), answer, read, _case
+
+
+class Graded:
+    """The graded names of one chapter, looked up when they are used."""
+
+    def __init__(self, module: str):
+        if module not in chapters():
+            raise BookError(f"no chapter grades {module!r}; chapters are {', '.join(chapters())}")
+        self._module = module
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        wrong = active_mistake()
+        if wrong is not None and (wrong.module, wrong.name) == (self._module, name):
+            return wrong.implementation
+        return resolve.answer(self._module, name)
+
+    def __reduce__(self):
+        return graded, (self._module,)
+
+
+def graded(module: str) -> Any:
+    """The graded names of ``lib.<module>``, as attributes: the learner's, the reference's or a mistake's."""
+    return Graded(module)
+
+
+def case(description: str) -> None:
+    """Name the case that the following lines of a test are about; a failure shows it."""
+    global _case
+    _case = description
+
+
+def current_case() -> str:
+    return _case
+
+
+# ---- expectations ----------------------------------------------------------------------------------------------------
+
+
+def _tolerances(dtype, atol, rtol) -> tuple[float, float]:
+    """PyTorch's default tolerances of a dtype, wherever a test names none."""
+    defaults = {"float16": (1e-3, 1e-5), "bfloat16": (1.6e-2, 1e-5), "float32": (1.3e-6, 1e-5), "float64": (1e-7, 1e-7)}
+    defaults |= {"complex64": (1.3e-6, 1e-5), "complex128": (1e-7, 1e-7)}
+    default_rtol, default_atol = defaults.get(str(dtype).removeprefix("torch."), (0.0, 0.0))
+    return default_atol if atol is None else atol, default_rtol if rtol is None else rtol
+
+
+def _is_array(value) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def _show(value) -> str:
+    if isinstance(value, complex):
+        return f"{value.real:.4g}{value.imag:+.4g}i"
+    if isinstance(value, float):
+        return f"{value:.4g}" if not 1e-3 < abs(value) < 1e6 else f"{value:.6g}"
+    text = repr(value)
+    return text if len(text) <= 100 else text[:60] + " … " + text[-30:]
+
+
+def expect_close(actual, expected, *, atol=None, rtol=None, name="out", answer=None, read=None) -> None:
+    """Numbers equal within a tolerance: tensors, arrays and floats, alone or in tuples, lists and dicts.
+
+    Args:
+        atol: Absolute tolerance; by default the dtype's.
+        rtol: Relative tolerance; by default the dtype's.
+        name: What the report calls the value.
+        answer: The learner's own output, where ``actual`` is only a property of it.
+        read: Where the chapter explains it, as "equation (2.4)".
+
+    Raises:
+        Wrong: the type, then the shape, the dtype or a value differs.
+    """
+    answer = actual if answer is None else answer
+    if isinstance(expected, Mapping):
+        _same_type(actual, Mapping, "a dict", name, answer, read)
+        if set(actual) != set(expected):
+            raise Wrong(
+                "wrong keys", [("keys", f"{_show(sorted(actual))}, expected {_show(sorted(expected))}")], answer, read
+            )
+        for key in expected:
+            expect_close(
+                actual[key], expected[key], atol=atol, rtol=rtol, name=f"{name}[{key!r}]", answer=answer, read=read
+            )
+    elif isinstance(expected, tuple | list):
+        _same_type(actual, tuple | list, f"a {type(expected).__name__}", name, answer, read)
+        if len(actual) != len(expected):
+            raise Wrong(
+                "wrong length", [("length", f"{name} has {len(actual)}, expected {len(expected)}")], answer, read
+            )
+        for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
+            expect_close(a, e, atol=atol, rtol=rtol, name=f"{name}[{i}]", answer=answer, read=read)
+    elif _is_array(expected):
+        _close_arrays(actual, expected, atol, rtol, name, answer, read)
+    else:
+        _close_numbers(actual, expected, atol, rtol, name, answer, read)
+
+
+def _same_type(actual, wanted, described, name, answer, read) -> None:
+    if not isinstance(actual, wanted):
+        given = "nothing (is a `return` missing?)" if actual is None else f"a {type(actual).__name__}: {_show(actual)}"
+        raise Wrong("wrong type", [("type", f"{name} is {given}, expected {described}")], answer, read)
+
+
+def _close_numbers(actual, expected, atol, rtol, name, answer, read) -> None:
+    if _is_array(actual) and getattr(actual, "ndim", 1) == 0:
+        actual = actual.item()
+    _same_type(actual, int | float | complex, "a number", name, answer, read)
+    atol, rtol = _tolerances("float64", atol, rtol)
+    both_nan = actual != actual and expected != expected
+    infinite = math.isinf(abs(expected)) or math.isinf(abs(actual))
+    near = actual == expected if infinite else abs(actual - expected) <= atol + rtol * abs(expected)
+    if not (near or both_nan):
+        raise Wrong("wrong value", [("value", f"{name} = {_show(actual)}, expected {_show(expected)}")], answer, read)
+
+
+def _close_arrays(actual, expected, atol, rtol, name, answer, read) -> None:
+    import torch
+
+    is_tensor = isinstance(expected, torch.Tensor)
+    kind = f"{'a tensor' if is_tensor else 'an array'} of shape {tuple(expected.shape)}"
+    _same_type(actual, type(expected) if not is_tensor else torch.Tensor, kind, name, answer, read)
+    if tuple(actual.shape) != tuple(expected.shape):
+        shapes = f"{name}.shape = {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+        raise Wrong("wrong shape", [("shape", shapes)], answer, read)
+    if actual.dtype != expected.dtype:
+        dtypes = f"{name}.dtype = {actual.dtype}, expected {expected.dtype}"
+        raise Wrong("wrong dtype (shape is right)", [("dtype", dtypes)], answer, read)
+    if is_tensor and actual.device != expected.device:
+        raise Wrong(
+            "wrong device", [("device", f"{name} is on {actual.device}, expected {expected.device}")], answer, read
+        )
+    a, e = (torch.as_tensor(v).detach().cpu() for v in (actual, expected))
+    atol, rtol = _tolerances(a.dtype, atol, rtol)
+    wide = torch.complex128 if a.is_complex() else torch.float64 if a.is_floating_point() else a.dtype
+    bad = ~torch.isclose(a.to(wide), e.to(wide), atol=atol, rtol=rtol, equal_nan=True)
+    if bad.any():
+        place = tuple(bad.nonzero()[0].tolist())
+        at = f"{name}[{', '.join(map(str, place))}]" if place else name
+        values = f"{at} = {_show(a[place].item())}, expected {_show(e[place].item())}   ({int(bad.sum())} of {bad.numel()} wrong)"
+        raise Wrong("wrong values (shape and dtype are right)", [("first wrong", values)], answer, read)
+
+
+def expect_equal(actual, expected, *, name="out", answer=None, read=None) -> None:
+    """Exactly equal Python values; the report shows the first difference.
+
+    Raises:
+        Wrong: the type or a value differs.
+    """
+    answer = actual if answer is None else answer
+    if actual == expected and (type(actual) is type(expected) or not isinstance(expected, bool | str | bytes)):
+        return
+    if actual is None or not isinstance(actual, type(expected)):
+        _same_type(actual, type(expected), f"a {type(expected).__name__}: {_show(expected)}", name, answer, read)
+    place, a, e = _first_difference(actual, expected, name)
+    raise Wrong("wrong result", [("first wrong", f"{place} = {a}, expected {e}")], answer, read)
+
+
+def _first_difference(actual, expected, name) -> tuple[str, str, str]:
+    if isinstance(expected, Mapping):
+        for key in expected:
+            if key not in actual:
+                return f"{name}[{key!r}]", "missing", _show(expected[key])
+            if actual[key] != expected[key]:
+                return _first_difference(actual[key], expected[key], f"{name}[{key!r}]")
+        extra = next(key for key in actual if key not in expected)
+        return f"{name}[{extra!r}]", _show(actual[extra]), "no such key"
+    if (
+        isinstance(expected, str | bytes)
+        and isinstance(actual, type(expected))
+        and max(len(actual), len(expected)) > 40
+    ):
+        at = next(
+            (i for i, (a, e) in enumerate(zip(actual, expected, strict=False)) if a != e),
+            min(len(actual), len(expected)),
+        )
+        start = max(0, at - 10)
+        return f"{name}[{at}:]", f"…{actual[start : at + 20]!r}", f"…{expected[start : at + 20]!r}"
+    if isinstance(expected, tuple | list) and isinstance(actual, tuple | list):
+        for i, (a, e) in enumerate(zip(actual, expected, strict=False)):
+            if a != e:
+                place, a_shown, e_shown = _first_difference(a, e, f"{name}[{i}]")
+                whole = f"   (whole: {_show(actual)}, expected {_show(expected)})" if len(expected) <= 12 else ""
+                return place, a_shown, e_shown + ("" if "(whole" in e_shown else whole)
+        return f"len({name})", f"{len(actual)}: {_show(actual)}", f"{len(expected)}: {_show(expected)}"
+    return name, _show(actual), _show(expected)
+
+
+def expect_true(condition, problem: str, *, answer=None, read=None) -> None:
+    """A property that holds; ``problem`` says in a sentence what does not.
+
+    Raises:
+        Wrong: ``condition`` is false.
+    """
+    if not condition:
+        raise Wrong(problem, (), answer, read)
+
+
+@contextmanager
+def expect_raises(error: type[BaseException], *mentions: str, read: str | None = None):
+    """The block raises ``error``, and its message holds every one of ``mentions``.
+
+    Raises:
+        Wrong: it raises nothing, another error, or a message that does not say enough.
+    """
+    wanted = error.__name__ + (f" that mentions {' and '.join(map(repr, mentions))}" if mentions else "")
+    try:
+        yield
+    except NotImplementedError as caught:
+        if is_stub_error(caught) or not issubclass(error, NotImplementedError):
+            raise
+        _check_message(caught, mentions, wanted, read)
+    except resolve.AnswerError:
+        raise
+    except error as caught:
+        _check_message(caught, mentions, wanted, read)
+    except Exception as caught:
+        got = f"{type(caught).__name__}: {caught}"
+        raise Wrong("wrong error", [("raised", f"{got}, expected a {wanted}")], got, read) from caught
+    else:
+        raise Wrong("no error", [("raised", f"nothing, expected a {wanted}")], "no error", read)
+
+
+def _check_message(caught, mentions, wanted, read) -> None:
+    missing = [m for m in mentions if m not in str(caught)]
+    if missing:
+        got = f"{type(caught).__name__}: {caught}"
+        raise Wrong("the error does not say enough", [("raised", f"{got}, expected a {wanted}")], got, read) from caught
+
+
+def is_stub_error(error: BaseException | None) -> str | None:
+    """The text of a stub's NotImplementedError, wherever in a chain of causes it stands."""
+    seen = 0
+    while error is not None and seen < 10:
+        text = str(error.args[0]) if isinstance(error, NotImplementedError) and error.args else ""
+        if re.match(r"Exercise \d+\.\d+", text):
+            return text
+        error, seen = error.__cause__ or getattr(error, "error", None) or error.__context__, seen + 1
+    return None
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A plausible wrong answer, with the sentence that names the misconception."""
+
+    module: str
+    name: str
+    sentence: str
+    implementation: Any
+    key: str
+
+
+def mistake(name: str, sentence: str) -> Callable:
+    """Mark a function or class of ``tests/chapter_NN/mistakes.py`` as a wrong answer to exercise ``name``.
+
+    Args:
+        name: The graded name.
+        sentence: The misconception; it completes "looks like …".
+    """
+
+    def register(implementation):
+        home = sys.modules[implementation.__module__]
+        module = next(c.module for c in chapters().values() if c.tests.name == home.__name__.split(".")[-2])
+        chapters()[module].exercise(name)
+        found = home.__dict__.setdefault("MISTAKES", [])
+        found.append(Mistake(module, name, sentence, implementation, f"{home.__name__}:{len(found)}"))
+        return implementation
+
+    return register
+
+
+def mistakes_of(module: str, name: str | None = None) -> list[Mistake]:
+    """The mistakes of a chapter, or of one exercise of it."""
+    home = f"tests.{chapters()[module].tests.name}.mistakes"
+    if not (chapters()[module].tests / "mistakes.py").exists():
+        return []
+    found = getattr(importlib.import_module(home), "MISTAKES", [])
+    return [m for m in found if name in (None, m.name)]
+
+
+def active_mistake() -> Mistake | None:
+    """The mistake that stands in for an answer at this moment, named by the environment so that ranks see it too."""
+    key = os.environ.get(MISTAKE)
+    if not key:
+        return None
+    home, _, index = key.rpartition(":")
+    return importlib.import_module(home).MISTAKES[int(index)]
+
+
+@contextmanager
+def standing_in(wrong: Mistake):
+    """Let a mistake stand in for the graded name it belongs to."""
+    os.environ[MISTAKE] = wrong.key
+    try:
+        yield
+    finally:
+        os.environ.pop(MISTAKE, None)
+
+
+def same_answer(a, b) -> bool:
+    """Whether two wrong answers are the same numbers."""
+    if a is None or b is None:
+        return False
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return set(a) == set(b) and all(same_answer(a[k], b[k]) for k in a)
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(same_answer(x, y) or x is y is None for x, y in zip(a, b, strict=True))
+    if _is_array(a) and _is_array(b):
+        import torch
+
+        a, b = torch.as_tensor(a).detach().cpu(), torch.as_tensor(b).detach().cpu()
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        wide = torch.complex128 if a.is_complex() else torch.float64
+        return torch.allclose(a.to(wide), b.to(wide), rtol=1e-4, atol=1e-6, equal_nan=True)
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9) or (a != a and b != b)
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except Exception:
+        return False
+
+
+# ---- oracles ---------------------------------------------------------------------------------------------------------
+
+
+def oracle(test: Callable) -> Callable:
+    """A test that needs maintainers' packages: collected with ``--reference`` only."""
+    test.workbook_oracle = True  # type: ignore[attr-defined]
+    return test
+
+
+def recorded(name: str, compute: Callable):
+    """A value of an oracle: computed live under ``--reference``, read from the chapter's record in a learner's run.
+
+    Args:
+        name: The record's key; unique in the chapter.
+        compute: Runs the oracle and returns a tensor; imports what it needs inside.
+
+    Raises:
+        BookError: the record lacks the value, or no longer agrees with the oracle.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    path = _record_path(Path(sys._getframe(1).f_code.co_filename))
+    stored = load_file(path) if path.exists() else {}
+    if not RECORDING["live"]:
+        if name not in stored:
+            raise BookError(
+                f"{path} has no value {name!r}; a maintainer writes it with: pytest --reference --record {path.parent}"
+            )
+        return stored[name]
+    value = compute().detach().contiguous()
+    if RECORDING["write"]:
+        _write_record(path, {**stored, name: value})
+    elif name not in stored or not torch.allclose(stored[name].double(), value.double(), rtol=1e-4, atol=1e-5):
+        raise BookError(
+            f"{path}: {name!r} is missing or no longer agrees with the oracle; write it with: pytest --reference --record"
+        )
+    return value
+
+
+def _record_path(test_file: Path) -> Path:
+    return test_file.with_name("oracle.safetensors")
+
+
+def _write_record(path: Path, values: dict) -> None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    from safetensors.torch import save_file
+
+    versions = {}
+    for package in ("torch", "transformers", "tokenizers", "tiktoken"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    save_file(dict(sorted(values.items())), temporary, metadata=versions)
+    os.replace(temporary, path)

@@ -1,0 +1,162 @@
+"""What a failed check says: what is wrong, on which case, what it looks like, where to read, how to run it again."""
+
+import linecache
+import traceback
+from pathlib import Path
+
+from lib.workbook import grading, resolve
+from lib.workbook.alarm import TimeLimit, alarm
+from lib.workbook.catalog import ROOT, BookError, Exercise, chapters
+from lib.workbook.stubs import marker_lines
+
+LABEL_WIDTH = 12
+
+
+def facts(exercise: Exercise) -> dict:
+    """What every report carries: the exercise, and the file and line that were graded."""
+    return {
+        "chapter": exercise.chapter,
+        "module": exercise.module,
+        "number": exercise.number,
+        "name": exercise.name,
+        "graded": graded_place(exercise),
+        "state": "passed",
+    }
+
+
+def graded_place(exercise: Exercise) -> str:
+    """``lib/rope.py:34``, or why there is no such place."""
+    wrong = grading.active_mistake()
+    try:
+        found = wrong.implementation if wrong else resolve.answer(exercise.module, exercise.name)
+        place = resolve.provenance(found)
+    except resolve.AnswerError:
+        return f"lib/{exercise.module}.py"
+    return f"lib/{exercise.module}.py" if place is None else shown(*place)
+
+
+def shown(path, line: int) -> str:
+    """A place, relative to the project where it lies in it."""
+    path = Path(path)
+    return f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}:{line}"
+
+
+def code_line(file: str, line: int) -> str:
+    return f"{shown(file, line)}   {linecache.getline(str(file), line).strip()}"
+
+
+def case_of(item) -> str:
+    """The case that the test named, else its parameters, else its own name."""
+    callspec = getattr(item, "callspec", None)
+    return grading.current_case() or (callspec.id if callspec else item.name)
+
+
+def layout(exercise: Exercise, problem: str, rows, read: str | None = None) -> str:
+    """The report as a learner reads it."""
+    ending = [
+        ("graded", graded_place(exercise)),
+        ("read", f"chapter {exercise.chapter}, {read or f'exercise {exercise.number}'}"),
+        ("again", f"pytest tests/chapter_{exercise.chapter:02d} -k {exercise.name}"),
+    ]
+    lines = [f"{exercise.name}: {problem}"]
+    for label, text in [*rows, *ending]:
+        first, *more = str(text).splitlines() or [""]
+        lines.append(f"  {label:<{LABEL_WIDTH}} {first}")
+        lines += [f"  {'':<{LABEL_WIDTH}} {line}" for line in more]
+    return "\n".join(lines)
+
+
+def explain(item, excinfo, report) -> None:
+    """Turn the exception of a check into the report's text and state."""
+    exercise, error = item.workbook_exercise, excinfo.value
+    inner = getattr(error, "error", None)  # a rank's own exception, inside the failure of its run
+    wrong = next((e for e in (error, inner) if isinstance(e, grading.Wrong)), None)
+    stub = grading.is_stub_error(error)
+    if stub is not None:
+        _not_started(exercise, stub, report)
+        return
+    if wrong is not None:
+        rows = [("case", wrong.case or case_of(item)), *wrong.rows]
+        if looks := diagnose(item, wrong):
+            rows.append(("looks like", looks))
+        problem, read = wrong.problem, wrong.read
+    elif isinstance(error, BookError):
+        problem, rows, read = "the book is at fault here, not you", [("because", str(error))], None
+    elif isinstance(error, resolve.AnswerError):
+        problem, rows, read = "cannot be graded", [("because", str(error))], None
+    elif hasattr(error, "per_rank"):
+        first, *more = str(error).splitlines() or [type(error).__name__]
+        problem, rows, read = first, [("case", case_of(item)), *([("ranks", "\n".join(more))] if more else [])], None
+    else:
+        problem, rows, read = _raised(item, error)
+    report.longrepr = layout(exercise, problem, rows, read)
+    report.workbook |= {"state": "wrong", "problem": problem, "case": dict(rows).get("case", "")}
+
+
+def _not_started(exercise: Exercise, stub: str, report) -> None:
+    number, _, what = stub.removeprefix("Exercise ").partition(":")
+    chapter = chapters()[exercise.module]
+    try:
+        line = marker_lines(chapter.mine.read_text(encoding="utf-8")).get(exercise.name, exercise.line)
+    except (OSError, SyntaxError):
+        line = exercise.line
+    if number == exercise.number:
+        step = f"{what.strip()}: lib/{exercise.module}.py:{line}"
+    else:
+        step = f"first {stub[0].lower()}{stub[1:]}"
+    report.longrepr = f"{exercise.name}: not started ({step})"
+    report.workbook |= {"state": "not started", "problem": "not started", "next": step}
+
+
+def _raised(item, error: BaseException):
+    """An exception that no expectation made: the learner's own lines of the traceback."""
+    trace = traceback.extract_tb(error.__traceback__)
+    lib = str(ROOT / "lib")
+    mine = [f for f in trace if f.filename.startswith(lib) and not f.filename.startswith(lib + "/workbook")]
+    rows = [("case", case_of(item))]
+    if mine:
+        rows.append(("at", "\n".join(code_line(f.filename, f.lineno or 1) for f in mine[-4:])))
+    elif trace:
+        own = [f for f in trace if f.filename.startswith(str(ROOT / "tests"))]
+        rows += [("in the test", code_line(f.filename, f.lineno or 1)) for f in own[-1:]]
+    if isinstance(error, TimeLimit):
+        return f"was {error}, the limit of this check", rows, None
+    message = str(error).strip()
+    head, *more = message.splitlines() or [""]
+    if more:
+        rows.append(("message", "\n".join(more[:12])))
+    return f"raised {type(error).__name__}{': ' + head if head else ''}", rows, None
+
+
+def diagnose(item, wrong: grading.Wrong, time_limit_s: float = 3.0) -> str:
+    """The sentence of the mistake that gives the same wrong numbers on the same case, if one does."""
+    exercise = item.workbook_exercise
+    if grading.active_mistake() is not None or resolve.flavor(exercise.module) == "reference":
+        return ""
+    names = getattr(getattr(item, "_fixtureinfo", None), "argnames", ())
+    arguments = {name: item.funcargs[name] for name in names}
+    sentences = []
+    try:
+        with alarm(time_limit_s):
+            for known in grading.mistakes_of(exercise.module, exercise.name):
+                with grading.standing_in(known):
+                    other = _outcome(item, arguments)
+                alike = other is not None and (other.case, other.problem) == (wrong.case, wrong.problem)
+                if alike and grading.same_answer(other.answer, wrong.answer):
+                    sentences.append(known.sentence)
+    except TimeLimit:
+        pass
+    grading.case(wrong.case)
+    return ", or: ".join(dict.fromkeys(sentences)) if len(set(sentences)) <= 2 else ""
+
+
+def _outcome(item, arguments) -> grading.Wrong | None:
+    grading.case("")
+    try:
+        item.obj(**arguments)
+    except grading.Wrong as other:
+        return other
+    except Exception as error:
+        inner = getattr(error, "error", None)
+        return inner if isinstance(inner, grading.Wrong) else None
+    return None

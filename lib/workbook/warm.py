@@ -1,0 +1,166 @@
+"""A warm process that has imported PyTorch and pytest, and forks itself for every check.
+
+Run as a script (``python -P lib/workbook/warm.py SOCKET``), it imports nothing of the book's, so that each fork sees the
+files as they are now. Where there is no fork (Windows) and on macOS, whose frameworks do not survive one, a check starts
+a fresh process instead.
+"""
+
+import hashlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+
+HERE = Path(__file__).resolve()
+PRELOADED = (
+    "torch",
+    "numpy",
+    "pytest",
+    "_pytest.main",
+    "xdist.plugin",
+    "pytest_timeout",
+    "einops",
+    "jaxtyping",
+    "regex",
+    "yaml",
+    "safetensors.torch",
+    "rich.table",
+)
+IDLE_S = 1800.0
+INHERITED = ("PATH", "HOME", "PYTHONPATH", "VIRTUAL_ENV", "WORKBOOK_ROOT", "WORKBOOK_WORLD")
+
+
+def can_fork() -> bool:
+    return sys.platform == "linux" and hasattr(os, "fork")
+
+
+# ---- the client's side -----------------------------------------------------------------------------------------------
+
+
+def address(root: Path) -> str:
+    """A socket that only this user, this checkout, this Python and this version of the file share."""
+    key = "|".join(
+        [str(root), sys.executable, str(HERE.stat().st_mtime_ns), *(os.environ.get(n, "") for n in INHERITED)]
+    )
+    folder = Path(tempfile.gettempdir()) / f"workbook-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    folder.chmod(0o700)
+    return str(folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.sock")
+
+
+def run_pytest(arguments: list[str], root: Path) -> tuple[int, str]:
+    """Exit status and output of ``pytest ARGUMENTS`` in the project, from the warm process where there can be one."""
+    if can_fork() and os.environ.get("WORKBOOK_COLD", "") == "":
+        connection = _connect(root)
+        if connection is not None:
+            with connection:
+                connection.send(arguments)
+                try:
+                    return connection.recv()
+                except EOFError:
+                    pass  # the warm process is gone: do without it
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return done.returncode, done.stdout
+
+
+def _connect(root: Path, patience_s: float = 20.0) -> Connection | None:
+    where = address(root)
+    try:
+        return Client(where, "AF_UNIX")
+    except (FileNotFoundError, ConnectionRefusedError):
+        pass
+    log = open(where + ".log", "wb")
+    server = subprocess.Popen(
+        [sys.executable, "-P", str(HERE), where],
+        cwd=root,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+    log.close()
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            return Client(where, "AF_UNIX")
+        except (FileNotFoundError, ConnectionRefusedError):
+            time.sleep(0.02)
+    return None
+
+
+# ---- the warm process ------------------------------------------------------------------------------------------------
+
+
+def serve(where: str) -> None:
+    """Answer checks until nobody has asked for half an hour, or another process took over the socket."""
+    import gc
+    import importlib
+
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.freeze()
+    waiting = f"{where}.{os.getpid()}"
+    with Listener(waiting, "AF_UNIX") as listener:
+        os.replace(waiting, where)
+        mine = os.stat(where).st_ino
+        while select.select([listener._listener._socket], [], [], IDLE_S)[0]:  # type: ignore[attr-defined]
+            with listener.accept() as connection:
+                try:
+                    _answer(connection)
+                except (EOFError, ConnectionError):
+                    continue
+            if not os.path.exists(where) or os.stat(where).st_ino != mine:
+                return
+        os.unlink(where)
+
+
+def _answer(connection: Connection) -> None:
+    """Fork, run one pytest in the child, send what came of it; end the child when the asker goes away."""
+    arguments = connection.recv()
+    with tempfile.TemporaryFile() as output:
+        pid = os.fork()
+        if pid == 0:
+            _check(arguments, output)
+        done = os.pidfd_open(pid)
+        try:
+            ready, _, _ = select.select([done, connection], [], [])
+            if done not in ready:
+                os.killpg(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+        finally:
+            os.close(done)
+        output.seek(0)
+        connection.send((os.waitstatus_to_exitcode(status), output.read().decode(errors="replace")))
+
+
+def _check(arguments: list[str], output) -> None:
+    status = 3
+    try:
+        os.setsid()
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+        import pytest
+
+        sys.argv = ["pytest", *arguments]
+        status = int(pytest.main(arguments))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
