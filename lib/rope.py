@@ -87,6 +87,7 @@ def apply_rope(x: Float[Tensor, "b t h d"], rope: Complex[Tensor, "t half_d"]) -
         ValueError: ``rope`` is not ``[T, D/2]``; the message names the shape that it has and the one that it should
             have. (A table of one row would broadcast, and every token would stand at the same position.)
 
+    Cost: a few operations on whole tensors the size of ``x``: no ``[D, D]`` matrix, no loop over positions.
     Source: RoFormer (arXiv:2104.09864), section 3.4.2.
     Convention: pairs are neighbours, (2i, 2i + 1), as in the paper and in Meta's code. GPT-NeoX and Transformers pair
         feature i with i + D/2: see ``interleaved_to_half``.
@@ -102,7 +103,7 @@ def interleaved_to_half(weight: Float[Tensor, "h_d c"], n_heads: int) -> Float[T
         n_heads: Number of heads H in ``weight`` (for keys under grouped queries: the number of key heads).
 
     Returns:
-        The same rows, so ordered that the pairs of each head are its rows (i, i + D/2). A copy.
+        The same rows, so ordered that the pairs of each head are its rows (i, i + D/2). ``weight`` is left unchanged.
 
     Source: Transformers' ``convert_llama_weights_to_hf.py``, which calls it ``permute``.
     """
@@ -117,8 +118,8 @@ def half_to_interleaved(weight: Float[Tensor, "h_d c"], n_heads: int) -> Float[T
         n_heads: Number of heads H in ``weight``.
 
     Returns:
-        The same rows, so ordered that the pairs of each head are its rows (2i, 2i + 1). The inverse of
-        ``interleaved_to_half``. A copy.
+        The same rows, so ordered that the pairs of each head are its rows (2i, 2i + 1): what ``interleaved_to_half``
+        undoes. ``weight`` is left unchanged.
     """
     raise NotImplementedError("Exercise 2.6: write half_to_interleaved")
 
