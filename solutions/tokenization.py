@@ -1,0 +1,359 @@
+"""Text to numbers and back: a table of words, byte-pair encoding, and the embedding that reads the numbers."""
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice, pairwise, tee
+
+import regex
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+# GPT-2's pre-tokenization: contractions, words, numbers and punctuation each keep the one space before them.
+PRE_TOKEN = regex.compile(r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+
+Symbols = tuple[bytes, ...]
+Pair = tuple[bytes, bytes]
+
+
+class WordTokenizer:
+    """A table of words, each with a number. (Exercise 1.1)
+
+    Words are what white space separates, in lower case. The table begins with the words of a text, in sorted order.
+
+    Args:
+        text: Where the first words come from; the id of each is its position among them, sorted.
+
+    Convention: the table is open. Where other tokenizers answer ``<unk>``, this one gives a new word the next id.
+
+    Source: any text editor's word count; the way of early neural language models, which closed the table.
+    """
+
+    def __init__(self, text: str):
+        ### BEGIN SOLUTION
+        words = sorted(set(text.lower().split()))
+        self.ids = {word: i for i, word in enumerate(words)}
+        self.words = dict(enumerate(words))
+        ### END SOLUTION
+
+    def encode(self, text: str) -> list[int]:
+        """The id of each word; a word never seen before gets the next free id, and keeps it."""
+        ### BEGIN SOLUTION
+        ids = []
+        for word in text.lower().split():
+            i = self.ids.setdefault(word, len(self.ids))
+            self.words[i] = word
+            ids.append(i)
+        return ids
+        ### END SOLUTION
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The words of the ids, with one space between them.
+
+        Raises:
+            KeyError: an id that no word has; it names the id.
+        """
+        ### BEGIN SOLUTION
+        return " ".join(self.words[i] for i in ids)
+        ### END SOLUTION
+
+
+def count_pairs(word_counts: Mapping[Symbols, int]) -> Counter[Pair]:
+    """How often each pair of neighbouring symbols stands in a text. (Exercise 1.2)
+
+    Args:
+        word_counts: Each distinct word, as a tuple of its symbols, with how often the text has it.
+
+    Returns:
+        The count of each pair over the whole text: a word that occurs n times counts n times.
+
+    Convention: positions are counted, so ``aaa`` holds the pair ``(a, a)`` twice, although only one can be merged.
+
+    Source: Sennrich et al. (arXiv:1508.07909), algorithm 1, ``get_stats``.
+    """
+    ### BEGIN SOLUTION
+    pairs: Counter[Pair] = Counter()
+    for symbols, count in word_counts.items():
+        for pair in pairwise(symbols):
+            pairs[pair] += count
+    return pairs
+    ### END SOLUTION
+
+
+def merge_pair(symbols: Sequence[bytes], pair: Pair) -> Symbols:
+    """Join every occurrence of a pair into one symbol. (Exercise 1.3)
+
+    Args:
+        symbols: The symbols of one word.
+        pair: The two neighbours to join.
+
+    Returns:
+        The word with its new symbols, as a tuple; ``symbols`` is left as it was.
+
+    Convention: left to right without overlap, so ``(a, a)`` turns ``aaa`` into ``aa a``.
+
+    Source: Sennrich et al. (arXiv:1508.07909), algorithm 1, ``merge_vocab``.
+    """
+    ### BEGIN SOLUTION
+    left, right = pair
+    merged: list[bytes] = []
+    at = 0
+    while at < len(symbols):
+        if symbols[at] == left and at + 1 < len(symbols) and symbols[at + 1] == right:
+            merged.append(left + right)
+            at += 2
+        else:
+            merged.append(symbols[at])
+            at += 1
+    return tuple(merged)
+    ### END SOLUTION
+
+
+### BEGIN SOLUTION
+def _special_pattern(special_tokens: Sequence[str]) -> regex.Pattern:
+    """What splits a text at its special tokens, and keeps them; the longest is tried first."""
+    longest_first = sorted(special_tokens, key=len, reverse=True)
+    return regex.compile("(" + ("|".join(map(regex.escape, longest_first)) or "(?!)") + ")")
+
+
+def _bytes_of(word: str) -> Symbols:
+    return tuple(bytes([byte]) for byte in word.encode())
+
+
+class _LargestFirst(tuple):
+    """An entry of a heap that gives up its largest entry first."""
+
+    __slots__ = ()
+    __lt__ = tuple.__gt__  # type: ignore[assignment]
+
+
+class _PairIndex:
+    """Pair counts that follow the merges: only the words that hold the merged pair are counted again."""
+
+    def __init__(self, word_counts: Mapping[Symbols, int]):
+        self.words, self.word_counts = list(word_counts), list(word_counts.values())
+        self.counts = count_pairs(word_counts)
+        self.words_with = defaultdict(set)
+        for n, symbols in enumerate(self.words):
+            for pair in pairwise(symbols):
+                self.words_with[pair].add(n)
+        self.heap = [_LargestFirst((count, pair)) for pair, count in self.counts.items()]
+        heapq.heapify(self.heap)
+
+    def most_frequent(self) -> Pair | None:
+        """The pair with the highest count; among equals the greatest. None when every word is one symbol."""
+        while self.heap:
+            count, pair = heapq.heappop(self.heap)
+            if count == self.counts[pair]:
+                return pair
+            if self.counts[pair]:  # the count has fallen since: back to its new place
+                heapq.heappush(self.heap, _LargestFirst((self.counts[pair], pair)))
+        return None
+
+    def merge(self, pair: Pair) -> None:
+        """Join the pair everywhere, and bring the counts up to date."""
+        grown = set()
+        for n in self.words_with.pop(pair):
+            before, count = self.words[n], self.word_counts[n]
+            self.words[n] = after = merge_pair(before, pair)
+            for old in pairwise(before):
+                self.counts[old] -= count
+            for new in pairwise(after):
+                self.counts[new] += count
+                self.words_with[new].add(n)
+            grown.update(pairwise(after))
+        for new in grown:
+            heapq.heappush(self.heap, _LargestFirst((self.counts[new], new)))
+
+
+### END SOLUTION
+
+
+def train_bpe(text: str, vocab_size: int, special_tokens: Sequence[str] = ()) -> tuple[dict[int, bytes], list[Pair]]:
+    """Learn a vocabulary by joining the most frequent pair, again and again. (Exercise 1.4)
+
+    The text is cut at its special tokens, and the rest into words by ``PRE_TOKEN``; pairs are counted inside words.
+    Pair counts are updated after each merge, not counted anew: a merge costs as much as the words that it changes.
+
+    Args:
+        text: What to learn from.
+        vocab_size: How many tokens to end with: 256 bytes, the special tokens and the merges. Training stops earlier
+            when no pair is left.
+        special_tokens: Strings that stay whole; no pair is counted inside one or across one.
+
+    Returns:
+        The vocabulary (id to bytes) and the merges in the order in which they were made.
+
+    Raises:
+        ValueError: ``vocab_size`` has no room for the 256 bytes and the special tokens; it shows the sum.
+
+    Convention: ids 0 to 255 are the bytes, then come the merges in order, then the special tokens as given (GPT-2's
+    order; others put special tokens first). Of pairs with equal counts the lexicographically greater is merged.
+
+    Source: Sennrich et al. (arXiv:1508.07909), section 3.2; on bytes: GPT-2 (Radford et al. 2019), section 2.2.
+    """
+    ### BEGIN SOLUTION
+    n_merges = vocab_size - 256 - len(special_tokens)
+    if n_merges < 0:
+        raise ValueError(
+            f"vocab_size {vocab_size} is too small: 256 bytes + {len(special_tokens)} special tokens "
+            f"= {256 + len(special_tokens)}"
+        )
+    pieces = _special_pattern(special_tokens).split(text)[::2]
+    word_counts = Counter(chain.from_iterable(map(PRE_TOKEN.findall, pieces)))
+    index = _PairIndex({_bytes_of(word): count for word, count in word_counts.items()})
+    merges: list[Pair] = []
+    while len(merges) < n_merges and (pair := index.most_frequent()):
+        merges.append(pair)
+        index.merge(pair)
+    tokens = [bytes([byte]) for byte in range(256)]
+    tokens += [left + right for left, right in merges]
+    tokens += [token.encode() for token in special_tokens]
+    return dict(enumerate(tokens)), merges
+    ### END SOLUTION
+
+
+### BEGIN SOLUTION
+class _WordIds(dict):
+    """The ids of each word met lately; a word that is not here is merged when it is asked for."""
+
+    max_words = 4096
+
+    def __init__(self, ids: Mapping[bytes, int], merges: Sequence[Pair]):
+        super().__init__()
+        self.ids = ids
+        self.ranks = {pair: rank for rank, pair in enumerate(merges)}
+
+    def __missing__(self, word: str) -> tuple[int, ...]:
+        symbols = _bytes_of(word)
+        while len(symbols) > 1:
+            first = min(pairwise(symbols), key=lambda pair: self.ranks.get(pair, len(self.ranks)))
+            if first not in self.ranks:
+                break
+            symbols = merge_pair(symbols, first)
+        if len(self) >= self.max_words:
+            self.clear()
+        self[word] = ids = tuple(self.ids[symbol] for symbol in symbols)
+        return ids
+
+
+def _settled(text: str, special: regex.Pattern, longest: int) -> Iterator[tuple[str, int, bool]]:
+    """The tokens to be (text, where it ends, whether it is special) that no continuation of the text can change.
+
+    A special token may begin in the last ``longest - 1`` characters and end beyond them. Of the words before those,
+    the last may go on, and the one before it may join it: ``'`` and ``r`` become ``'re``.
+    """
+    start, open_from = 0, len(text) - max(longest - 1, 0)
+    for match in special.finditer(text):
+        if match.start() >= open_from:
+            break
+        yield from _words(text, start, match.start())
+        yield match[0], match.end(), True
+        start = match.end()
+    words, later = tee(_words(text, start, max(start, open_from)))
+    yield from (word for word, _ in zip(words, islice(later, 2, None), strict=False))
+
+
+def _words(text: str, start: int, end: int) -> Iterator[tuple[str, int, bool]]:
+    yield from ((match[0], match.end(), False) for match in PRE_TOKEN.finditer(text, start, end))
+
+
+### END SOLUTION
+
+
+class BPETokenizer:
+    """Byte-pair encoding with a given vocabulary. (Exercise 1.5)
+
+    A text is cut at its special tokens first, the longest that fits winning, and the rest into words by ``PRE_TOKEN``.
+    Inside a word the pair that was merged earliest in training is joined, until no pair of the word is a merge.
+    The ids of a word are kept: to meet it again costs a look in a dictionary, not its merges.
+
+    Args:
+        vocab: Bytes of each id.
+        merges: The pairs in the order in which training made them.
+        special_tokens: Strings that each become one id; those that ``vocab`` lacks are appended to it.
+
+    Convention: the text is not changed (no lower case, no Unicode normalization, no space put in front), so that
+    ``decode(encode(text)) == text`` for every text.
+
+    Source: GPT-2 (Radford et al. 2019), section 2.2.
+    """
+
+    def __init__(self, vocab: Mapping[int, bytes], merges: Sequence[Pair], special_tokens: Sequence[str] = ()):
+        ### BEGIN SOLUTION
+        self.vocab = dict(vocab)
+        self.ids = {token: i for i, token in self.vocab.items()}
+        self.special_tokens = list(special_tokens or ())
+        for token in self.special_tokens:
+            if token.encode() not in self.ids:
+                self.ids[token.encode()] = i = max(self.vocab, default=-1) + 1
+                self.vocab[i] = token.encode()
+        self._special = _special_pattern(self.special_tokens)
+        self._word_ids = _WordIds(self.ids, merges)
+        ### END SOLUTION
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text."""
+        ### BEGIN SOLUTION
+        ids: list[int] = []
+        for n, piece in enumerate(self._special.split(text)):
+            if n % 2:
+                ids.append(self.ids[piece.encode()])
+            else:
+                ids.extend(chain.from_iterable(map(self._word_ids.__getitem__, PRE_TOKEN.findall(piece))))
+        return ids
+        ### END SOLUTION
+
+    def encode_iterable(self, chunks: Iterable[str]) -> Iterator[int]:
+        """The ids of a text that arrives in pieces, one by one, as soon as they are certain.
+
+        Whatever the cuts, the ids are those of ``encode("".join(chunks))``: words, contractions, runs of spaces and
+        special tokens may go across a cut. Only the end that is not certain yet is kept: memory does not grow with
+        the text.
+
+        Args:
+            chunks: Strings: an open file, lines, blocks of any size, empty ones too.
+        """
+        ### BEGIN SOLUTION
+        longest = max(map(len, self.special_tokens), default=0)
+        buffer, enough = "", 0
+        for chunk in chunks:
+            buffer += chunk
+            if len(buffer) < enough:  # a word that goes on and on is looked at when it has doubled, not at every chunk
+                continue
+            end = 0
+            for token, end, is_special in _settled(buffer, self._special, longest):  # noqa: B007
+                yield from (self.ids[token.encode()],) if is_special else self._word_ids[token]
+            buffer = buffer[end:]
+            enough = 2 * len(buffer)
+        yield from self.encode(buffer)
+        ### END SOLUTION
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of the ids; bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+            KeyError: an id that is not in the vocabulary; it names the id.
+        """
+        ### BEGIN SOLUTION
+        return b"".join(self.vocab[i] for i in ids).decode(errors="replace")
+        ### END SOLUTION
+
+
+def embed(ids: Int[Tensor, "..."], weight: Float[Tensor, "v c"]) -> Float[Tensor, "... c"]:
+    """The vectors of tokens, as a product of one-hot rows with the table. (Exercise 1.6)
+
+    Args:
+        ids: Token ids, of any shape.
+        weight: One row of width C for each of the V tokens.
+
+    Returns:
+        The rows of ``weight``, in its dtype. Row i of its gradient sums the gradients of the places that hold token i.
+
+    Source: this chapter's last section; ``torch.nn.functional.embedding`` gives the same without the product.
+    """
+    ### BEGIN SOLUTION
+    one_hot = torch.nn.functional.one_hot(ids, num_classes=len(weight))
+    return one_hot.to(weight.dtype) @ weight
+    ### END SOLUTION
