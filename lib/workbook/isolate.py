@@ -57,7 +57,7 @@ def run(item, time_limit_s: float, memory_limit_mb: float | None) -> list[TestRe
             reports = [item.config.hook.pytest_report_from_serializable(config=item.config, data=r) for r in reports]
             if memory_limit_mb is None or growth_mb <= memory_limit_mb:
                 return reports
-            ended = f"took {growth_mb:.0f} MB of memory, and promises to stay under {memory_limit_mb:g} MB"
+            ended = f"took {growth_mb:.0f} MB of memory, more than the {memory_limit_mb:g} MB under which it promises to stay"
         stacks.seek(0)
         text = stacks.read().decode(errors="replace")
         return [_ended_report(item, ended or _death(status), text, started)]
@@ -121,7 +121,7 @@ def _watch(pid: int, reader: int, time_limit_s: float, memory_limit_mb: float) -
         if time.monotonic() > deadline:
             return b"", f"was not finished after {time_limit_s:g} s, the limit of this check"
         if _resident_mb(pid) - base > memory_limit_mb:
-            return b"", f"took more than {memory_limit_mb:g} MB of memory, the limit of this check"
+            return b"", f"took more than {memory_limit_mb:g} MB of memory, under which it promises to stay"
 
 
 def _stack_of(pid: int) -> None:

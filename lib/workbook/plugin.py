@@ -233,10 +233,15 @@ def pytest_runtest_makereport(item, call):
     report.workbook = messages.facts(exercise)
     if call.excinfo is not None and report.failed:
         messages.explain(item, call.excinfo, report)
-    if report.when == "call":
-        report.user_properties += [
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    exercise = getattr(item, "workbook_exercise", None)
+    if exercise is not None:
+        item.user_properties += [
             ("exercise", f"{exercise.number} {exercise.name}"),
-            ("graded", report.workbook["graded"]),
+            ("graded", messages.graded_place(exercise)),
         ]
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 
@@ -22,8 +23,6 @@ PRELOADED = (
     "numpy",
     "pytest",
     "_pytest.main",
-    "xdist.plugin",
-    "pytest_timeout",
     "einops",
     "jaxtyping",
     "regex",
@@ -155,7 +154,10 @@ def _check(arguments: list[str], output) -> None:
         import pytest
 
         sys.argv = ["pytest", *arguments]
-        status = int(pytest.main(arguments))
+        early = "ignore::pytest.PytestAssertRewriteWarning"  # plugins among what was imported beforehand
+        status = int(pytest.main([*arguments, "-W", early]))
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

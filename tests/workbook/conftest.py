@@ -1,0 +1,88 @@
+"""A toy book of two chapters, on which the machinery is tried: the real lib/workbook, tiny exercises, no torch."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lib.workbook.catalog import ROOT
+
+HERE = Path(__file__).parent
+collect_ignore = ["toy"]
+
+
+class Book:
+    """A checkout in a folder of its own, and the programs that a learner runs in it."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.env = {
+            **{k: v for k, v in os.environ.items() if not k.startswith(("WORKBOOK_", "PYTEST_", "COV_"))},
+            "PYTHONPATH": str(root),
+            "COLUMNS": "160",
+            "NO_COLOR": "1",
+        }
+
+    def run(self, *command, **env) -> subprocess.CompletedProcess:
+        environment = {**self.env, **env}
+        done = subprocess.run(command, cwd=self.root, env=environment, capture_output=True, text=True, timeout=120)
+        done.out = done.stdout + done.stderr
+        return done
+
+    def python(self, code: str, **env):
+        return self.run(sys.executable, "-c", code, **env)
+
+    def pytest(self, *arguments, **env):
+        return self.run(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments, **env)
+
+    def workbook(self, *arguments, **env):
+        return self.run(sys.executable, "-c", "from lib.workbook.cli import main; main()", *arguments, **env)
+
+    def marks(self, *arguments) -> dict[str, dict]:
+        file = self.root / "marks.json"
+        self.pytest("--marks", str(file), *arguments)
+        return {row["name"]: row for row in json.loads(file.read_text())["exercises"]}
+
+    def mine(self, module: str) -> Path:
+        return self.root / "lib" / f"{module}.py"
+
+    def write(self, module: str, old: str, new: str) -> None:
+        """Edit the learner's file: ``old`` must stand there once."""
+        path = self.mine(module)
+        text = path.read_text()
+        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {path}"
+        path.write_text(text.replace(old, new))
+
+    def answer(self, name: str, code: str, module: str = "toy") -> None:
+        """Put ``code`` in the place of the stub's raise."""
+        text = self.mine(module).read_text()
+        text, n = re.subn(rf'raise NotImplementedError\("Exercise [\d.]+: write {re.escape(name)}"\)', code, text)
+        assert n == 1, f"no stub of {name} in lib/{module}.py"
+        self.mine(module).write_text(text)
+
+
+@pytest.fixture(scope="session")
+def toy_template(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("template") / "toybook"
+    shutil.copytree(HERE / "toy", root)
+    ignore = shutil.ignore_patterns("__pycache__", "stubs.json")
+    shutil.copytree(ROOT / "lib" / "workbook", root / "lib" / "workbook", ignore=ignore)
+    shutil.copytree(ROOT / "lib" / "given", root / "lib" / "given", ignore=ignore)
+    shutil.copy(ROOT / "lib" / "__init__.py", root / "lib")
+    shutil.copy(ROOT / "pyproject.toml", root)
+    done = Book(root).workbook("stubs")
+    assert done.returncode == 0, done.out
+    return root
+
+
+@pytest.fixture
+def book(toy_template, tmp_path) -> Book:
+    """A fresh toy book whose learner has written nothing."""
+    root = tmp_path / "toybook"
+    shutil.copytree(toy_template, root)
+    return Book(root)

@@ -1,0 +1,10 @@
+"""What stands on the toys."""
+
+from solutions.toy import double
+
+
+def quadruple(x: int) -> int:
+    """Four times a number. (Exercise 2.1)"""
+    ### BEGIN SOLUTION
+    return double(double(x))
+    ### END SOLUTION
