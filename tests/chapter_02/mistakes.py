@@ -191,6 +191,14 @@ def turned_backwards(x, rope):
     return reference.apply_rope(x, rope.conj().resolve_conj())
 
 
+@mistake("apply_rope", "the odd feature of a pair was taken as the real part: it is the imaginary one")
+def parts_exchanged(x, rope):
+    _check(x, rope)
+    return _turn(x.float().unflatten(-1, (-1, 2)).flip(-1).flatten(-2), rope.real[:, None], rope.imag[:, None]).to(
+        x.dtype
+    )
+
+
 @mistake("apply_rope", "the table runs along the heads instead of the positions")
 def turned_by_head(x, rope):
     _check(x, rope)

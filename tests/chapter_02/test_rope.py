@@ -222,7 +222,7 @@ def test_precompute_rope_equals_transformers():
 
 
 def test_apply_rope_by_hand():
-    case("b=1 t=4 h=1 d=4: each vector (1, 2, 3, 4); pair 0 turns by a quarter a position, pair 1 by a half")
+    case("b=1 t=4 h=1 d=4, float32: vectors (1, 2, 3, 4), turned by quarters and halves of a circle")
     x = torch.tensor([1.0, 2.0, 3.0, 4.0]).expand(1, 4, 1, 4).clone()
     table = make_table(torch.arange(4.0)[:, None] * torch.tensor([math.pi / 2, math.pi]))
     expected = torch.tensor([[1.0, 2, 3, 4], [-2, 1, -3, -4], [-1, -2, 3, 4], [2, -1, -3, -4]])
