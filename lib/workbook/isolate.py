@@ -2,10 +2,9 @@
 
 import contextlib
 import faulthandler
+import multiprocessing
 import os
-import pickle
 import re
-import select
 import signal
 import sys
 import tempfile
@@ -14,7 +13,7 @@ import time
 from _pytest.reports import TestReport
 from _pytest.runner import runtestprotocol
 
-from lib.workbook import messages
+from lib.workbook import messages, resolve
 from lib.workbook.catalog import ROOT
 
 MEMORY_LIMIT_MB = 6144.0
@@ -26,65 +25,107 @@ def inside() -> bool:
     return _inside
 
 
+class Child:
+    """A forked process that runs the tests it is told to, one after the other, until one of them ends it."""
+
+    def __init__(self, session):
+        self.config = session.config
+        self.world = os.environ.get(resolve.VARIABLE)
+        self.stacks = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the child)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pipe, theirs = multiprocessing.Pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _serve(session, theirs, self.stacks, self.pipe)
+        theirs.close()
+
+    def run(self, item, time_limit_s: float, memory_limit_mb: float | None) -> list[TestReport]:
+        """The reports of one test; the child is gone afterwards if the test had to be ended."""
+        started = time.time()
+        self.pipe.send((item.session.items.index(item), memory_limit_mb is not None))
+        try:
+            ended = self._wait(time_limit_s, memory_limit_mb or MEMORY_LIMIT_MB)
+            data, growth_mb = (None, 0.0) if ended else self.pipe.recv()
+        except (EOFError, ConnectionError):
+            ended, data, growth_mb = "", None, 0.0
+        except BaseException:
+            self.end()
+            raise
+        if data is not None and growth_mb <= (memory_limit_mb or MEMORY_LIMIT_MB):
+            return [self.config.hook.pytest_report_from_serializable(config=self.config, data=r) for r in data]
+        if data is not None:
+            ended = f"took {growth_mb:.0f} MB of memory, more than the {memory_limit_mb:g} MB under which it promises to stay"
+        elif ended:
+            _write_stack(self.pid)
+        status = self.end()
+        self.stacks.seek(0)
+        return [_ended_report(item, ended or _death(status), self.stacks.read().decode(errors="replace"), started)]
+
+    def _wait(self, time_limit_s: float, memory_limit_mb: float) -> str:
+        """Why the child has to be ended; empty once it answers."""
+        deadline, base = time.monotonic() + time_limit_s, _resident_mb(self.pid)
+        while not self.pipe.poll(0.05):
+            if time.monotonic() > deadline:
+                return f"was not finished after {time_limit_s:g} s, the limit of this check"
+            if _resident_mb(self.pid) - base > memory_limit_mb:
+                return f"took more than {memory_limit_mb:g} MB of memory, under which it promises to stay"
+        return ""
+
+    def end(self) -> int:
+        """Kill the child and whatever it started; return its exit status."""
+        global _child
+        self.pipe.close()
+        _kill(self.pid)
+        _, status = os.waitpid(self.pid, 0)
+        _kill(self.pid)
+        _child = None if _child is self else _child
+        return status
+
+
+_child: Child | None = None
+
+
 def run(item, time_limit_s: float, memory_limit_mb: float | None) -> list[TestReport]:
-    """The reports of one test, run in a forked process."""
+    """The reports of one test, run in a process of its own or in one that ran only checks of the same chapter."""
+    global _child
     if "tmp_path" in item.fixturenames:
         item.config._tmp_path_factory.getbasetemp()  # made here once, not anew in every child
-    sys.stdout.flush()
-    sys.stderr.flush()
-    reader, writer = os.pipe()
-    with tempfile.TemporaryFile() as stacks:
-        started = time.time()
-        pid = os.fork()
-        if pid == 0:
-            _child(item, reader, writer, stacks, memory_limit_mb)
-        os.close(writer)
-        try:
-            payload, ended = _watch(pid, reader, time_limit_s, memory_limit_mb or MEMORY_LIMIT_MB)
-        except BaseException:
-            _kill(pid)
-            os.waitpid(pid, 0)
-            raise
-        finally:
-            os.close(reader)
-        if ended:
-            _stack_of(pid)
-            _kill(pid)
-        _, status = os.waitpid(pid, 0)
-        _kill(pid)  # whatever the check itself started
-        if payload and not ended:
-            reports, growth_mb = pickle.loads(payload)
-            reports = [item.config.hook.pytest_report_from_serializable(config=item.config, data=r) for r in reports]
-            if memory_limit_mb is None or growth_mb <= memory_limit_mb:
-                return reports
-            ended = f"took {growth_mb:.0f} MB of memory, more than the {memory_limit_mb:g} MB under which it promises to stay"
-        stacks.seek(0)
-        text = stacks.read().decode(errors="replace")
-        return [_ended_report(item, ended or _death(status), text, started)]
+    if _child is not None and (memory_limit_mb is not None or _child.world != os.environ.get(resolve.VARIABLE)):
+        _child.end()
+    if _child is None:
+        _child = Child(item.session)
+    return _child.run(item, time_limit_s, memory_limit_mb)
 
 
-def _child(item, reader: int, writer: int, stacks, memory_limit_mb: float | None) -> None:
-    """Run the test, send its reports, and leave without a trace."""
+def finish() -> None:
+    """End the child that is left when the session is over."""
+    if _child is not None and not _inside:
+        _child.end()
+
+
+def _serve(session, pipe, stacks, parents_end) -> None:
+    """In the child: run what is asked for, send the reports, and leave without a trace."""
     global _inside
-    status = 1
     try:
         _inside = True
-        os.close(reader)
+        parents_end.close()
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         faulthandler.enable(stacks, all_threads=False)
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-        before = _peak_mb(start_anew=True)
-        reports = runtestprotocol(item, log=False, nextitem=None)
-        growth = _peak_mb() - before
-        hook = item.config.hook
-        data = [hook.pytest_report_to_serializable(config=item.config, report=r) for r in reports]
-        view = memoryview(pickle.dumps((data, growth)))
-        while view:
-            view = view[os.write(writer, view) :]
-        status = 0
+        while True:
+            index, measure = pipe.recv()
+            item = session.items[index]
+            before = _peak_mb(start_anew=True) if measure else 0.0
+            reports = runtestprotocol(item, log=False, nextitem=None)
+            growth = _peak_mb() - before if measure else 0.0
+            to_data = item.config.hook.pytest_report_to_serializable
+            pipe.send(([to_data(config=item.config, report=r) for r in reports], growth))
+    except EOFError:
+        pass
     finally:
-        os._exit(status)
+        os._exit(0)
 
 
 def _peak_mb(start_anew: bool = False) -> float:
@@ -107,24 +148,7 @@ def _resident_mb(pid: int) -> float:
         return 0.0
 
 
-def _watch(pid: int, reader: int, time_limit_s: float, memory_limit_mb: float) -> tuple[bytes, str]:
-    """What the child sent, and why it was ended (empty if it finished by itself)."""
-    chunks: list[bytes] = []
-    deadline = time.monotonic() + time_limit_s
-    base = _resident_mb(pid)
-    while True:
-        if select.select([reader], [], [], 0.05)[0]:
-            chunk = os.read(reader, 1 << 20)
-            if not chunk:
-                return b"".join(chunks), ""
-            chunks.append(chunk)
-        if time.monotonic() > deadline:
-            return b"", f"was not finished after {time_limit_s:g} s, the limit of this check"
-        if _resident_mb(pid) - base > memory_limit_mb:
-            return b"", f"took more than {memory_limit_mb:g} MB of memory, under which it promises to stay"
-
-
-def _stack_of(pid: int) -> None:
+def _write_stack(pid: int) -> None:
     """Have the child write down where it is; faulthandler does so also while a C call does not return."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGUSR1)

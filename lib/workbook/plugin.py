@@ -270,6 +270,7 @@ def pytest_sessionstart(session):
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
+    isolate.finish()
     file = session.config.option.marks
     if file and not hasattr(session.config, "workerinput"):
         marks = session.config.workbook_marks.as_json(_described(session.config))

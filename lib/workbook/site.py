@@ -87,13 +87,13 @@ def write_toc(book: dict) -> str:
     solved = [{"file": f"solutions/{c.module}"} for c in chapters().values() if solution_page(c).exists()]
     if solved:
         subtrees.append({"caption": "Solutions", "entries": solved})
-    toc = {"root": first["file"].removesuffix(".md"), "subtrees": subtrees}
+    toc = {"root": first["file"].removesuffix(".md"), **({"subtrees": subtrees} if subtrees else {})}
     write_if_new(ROOT / "_build" / "toc.yml", yaml.safe_dump(toc, sort_keys=False))
     return "_build/toc.yml"
 
 
 def code_digest() -> str:
-    """A name for the code that the cells run: it changes whenever lib's own parts, a reference or a measurement does."""
+    """A name for what the cells run: it changes when lib's own parts, a reference or a measurement does."""
     mine = {chapter.mine for chapter in chapters().values()}
     files = [*ROOT.glob("lib/**/*.py"), *ROOT.glob("solutions/*.py"), *ROOT.glob("chapters/measurements/*.json")]
     digest = hashlib.sha256()
@@ -129,7 +129,7 @@ def solution_page(chapter: Chapter) -> Path:
 
 
 def write_solution_pages() -> None:
-    """Write a page of answers for each chapter; the heading of an exercise is its name, so rope.html#apply-rope is one."""
+    """Write each chapter's page of answers; an exercise's heading is its name, hence rope.html#apply-rope."""
     for chapter in chapters().values():
         if chapter.path.exists():
             write_if_new(solution_page(chapter), _solutions(chapter))
@@ -138,9 +138,10 @@ def write_solution_pages() -> None:
 def _solutions(chapter: Chapter) -> str:
     source = chapter.reference.read_text(encoding="utf-8")
     targets = re.findall(r"^\(([\w-]+)\)=$", chapter.path.read_text(encoding="utf-8"), re.MULTILINE)
+    page = f"../{chapter.path.relative_to(ROOT).as_posix()}"
     lines = [
         f"{JUPYTEXT_HEADER}\n# {chapter.title}: solutions\n",
-        f"One good answer to each exercise of [chapter {chapter.number}](../{chapter.path.relative_to(ROOT).as_posix()}).",
+        f"One good answer to each exercise of [chapter {chapter.number}]({page}).",
         "Yours may differ and be as good: the checks decide.\n",
     ]
     for exercise in chapter.exercises:

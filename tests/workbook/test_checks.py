@@ -199,7 +199,7 @@ def test_check_shows_the_table_and_the_first_report(book):
     assert done.returncode == 1
     assert "✗   1.1 double   wrong" in done.out
     assert "looks like   squared instead of doubled" in done.out
-    assert "·  1.2 Tally" in done.out
+    assert "·   1.2 Tally" in done.out
 
 
 def test_check_one_exercise_by_name_and_number(book):
