@@ -1,0 +1,87 @@
+"""The site's settings: Sphinx with the book theme, from book.yml. ``workbook site`` builds it."""
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import yaml  # noqa: E402
+
+from lib.workbook import site  # noqa: E402
+
+book = yaml.safe_load((HERE / "book.yml").read_text(encoding="utf-8"))["project"]
+mathjax = Path(find_spec("sphinx-mathjax-offline").submodule_search_locations[0], "static/mathjax/tex-svg.js")
+
+project = book["title"]
+author = "The authors of the Scaling Workbook"
+project_copyright = "code MIT, prose CC BY 4.0"
+language = "en"
+
+extensions = [
+    "myst_nb",
+    "sphinx_external_toc",
+    "sphinx_design",
+    "sphinx_copybutton",
+    "sphinx_togglebutton",
+]
+external_toc_path = site.write_toc(book)
+external_toc_exclude_missing = True
+exclude_patterns = ["_build", "notebooks", ".*"]
+
+# Equations are numbered (2.4): the fourth of chapter 2.
+numfig = True
+numfig_secnum_depth = 1
+math_numfig = True
+math_eqref_format = "({number})"
+
+myst_enable_extensions = ["amsmath", "attrs_inline", "colon_fence", "deflist", "dollarmath", "substitution", "tasklist"]
+myst_heading_anchors = 3
+
+# Every cell runs. The cache is one of its code: a changed lib/ or solutions/ runs every cell anew.
+code = site.code_digest()
+nb_execution_mode = "force" if os.environ.get("CI") else "cache"
+nb_execution_cache_path = str(HERE / "_build" / ".jupyter_cache" / code)
+nb_execution_raise_on_error = True
+nb_execution_show_tb = True
+nb_execution_timeout = 300
+nb_merge_streams = True
+
+# Nothing is fetched from another host, mathematics included.
+mathjax_path = mathjax.name
+mathjax3_config = {
+    "tex": {"packages": {"[+]": ["boldsymbol"]}, "macros": {"R": r"\mathbb{R}"}},
+    "options": {"enableMenu": False},
+    "svg": {"mtextInheritFont": True},
+}
+
+html_theme = "sphinx_book_theme"
+html_title = project
+html_logo = "_static/logo.svg"
+html_favicon = "_static/favicon.svg"
+html_static_path = ["_static", str(mathjax)]
+html_css_files = ["workbook.css"]
+html_show_sourcelink = False
+html_copy_source = True
+html_sourcelink_suffix = ""
+html_last_updated_fmt = None
+html_theme_options = {
+    "navbar_persistent": [],  # else the search bar stands twice
+    "use_download_button": True,
+    "use_fullscreen_button": False,
+    "home_page_in_toc": True,
+    "show_navbar_depth": 1,
+    "show_toc_level": 2,
+    "logo": {"text": project},
+}
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+togglebutton_hint = "Show"
+togglebutton_hint_hide = "Hide"
+
+
+def setup(app):
+    app.add_config_value("workbook_code", code, "env")
+    app.connect("html-page-context", site.offer_notebook)

@@ -1,0 +1,101 @@
+"""Four ranks beside a notebook: MPI processes that run a ``%%px`` cell, each with its own output."""
+
+import atexit
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT_ENVIRONMENT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+"""What Open MPI asks for in a container; MPICH needs nothing."""
+
+
+def mpiexec() -> str:
+    """The launcher of the MPI that was installed beside this Python, else the system's.
+
+    Raises:
+        FileNotFoundError: there is neither.
+    """
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise FileNotFoundError("no mpiexec: install an MPI, for example with `pip install mpich`")
+    return found
+
+
+class Ranks:
+    """MPI processes beside the kernel; ``with`` or ``stop()`` ends them, and so does the end of the kernel."""
+
+    def __init__(self, n: int = 4, timeout_s: float = 60):
+        import ipyparallel
+        from traitlets.config import Config
+
+        for name, value in ROOT_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        self._folder = tempfile.TemporaryDirectory(prefix="workbook-ranks-")
+        config = Config()
+        config.MPILauncher.mpi_cmd = [mpiexec()]
+        config.Cluster.controller_ip = "127.0.0.1"
+        self.n = n
+        self._cluster = ipyparallel.Cluster(
+            n=n, engines="mpi", config=config, profile_dir=self._folder.name, log_level=logging.ERROR
+        )
+        atexit.register(self.stop)
+        try:
+            self._cluster.start_cluster_sync()
+            self.client = self._cluster.connect_client_sync()
+            self.client.wait_for_engines(n, timeout=timeout_s, interactive=False)
+        except BaseException:
+            self.stop()
+            raise
+        self.view = self.client[:]
+        self.view.block = True
+        self._register()
+
+    def _register(self) -> None:
+        """Make ``%%px`` mean these ranks, in their order and without a progress bar, where there is an IPython."""
+        from IPython.core.getipython import get_ipython
+
+        shell = get_ipython()
+        if shell is None:
+            return
+        self.view.activate()
+        magics = shell.magics_manager.registry["ParallelMagics"]
+        magics.progress_after_seconds = -1
+        magics.stream_output = False
+
+    def __repr__(self) -> str:
+        return f"{self.n} MPI ranks; %%px runs a cell on each" if self._folder else "stopped"
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End every rank; a second call does nothing."""
+        if self._folder is None:
+            return
+        atexit.unregister(self.stop)
+        if getattr(self, "client", None) is not None:
+            self.client.close()
+        self._cluster.stop_cluster_sync()
+        self._folder.cleanup()
+        self._folder = None
+
+
+def start(n: int = 4, timeout_s: float = 60) -> Ranks:
+    """Start ``n`` MPI ranks and register ``%%px``, which runs a cell on each of them.
+
+    Args:
+        n: How many; four suit two cores.
+        timeout_s: How long the start may take.
+    """
+    return Ranks(n, timeout_s)
