@@ -1,0 +1,196 @@
+"""The process that keeps the ranks of one pool: starts them, tells how they end, and leaves none behind.
+
+``python -P keeper.py BACKEND FD PARENT MPIEXEC LOG``. For gloo it has imported torch and forks a rank in milliseconds; for MPI
+it starts mpiexec. It imports nothing of the project, so that a fork sees the project as it is on disk.
+
+Commands: ("start", tag, n_ranks, runner, address), ("reuse", tag, runner), ("finish", tag), ("end", tag).
+Events: ("ready", ""), ("exit", tag, rank, status), ("world", tag, is_alive), ("ended", tag).
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import pickle
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import psutil
+
+RANK = str(Path(__file__).with_name("rank.py"))
+# einops and jaxtyping only because almost every module that is run imports them
+PRELOADED = ("numpy", "torch", "torch.distributed", "einops", "jaxtyping")
+
+
+class Keeper:
+    def __init__(self, backend: str, control: Connection, mpiexec: str, log: str):
+        self.backend, self.control, self.mpiexec, self.log = backend, control, mpiexec, log
+        self.children: dict[int, int | None] = {}  # process: its rank, None for mpiexec
+        self.tag, self.runner = "", 0
+        self.segments: set[str] = set()  # what MPI would leave in /dev/shm
+        self.wake, wake_end = os.pipe()
+        os.set_blocking(wake_end, False)
+        signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans of ranks come here, to be ended
+        if backend == "gloo":
+            for name in PRELOADED:
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(name)
+        self.serve = runpy.run_path(RANK)
+        gc.freeze()
+
+    def keep(self, parent: int) -> None:
+        """Obey until the parent is gone."""
+        self.control.send_bytes(pickle.dumps(("ready", "")))
+        while os.getppid() == parent:
+            ready = wait([self.control, self.wake], timeout=1.0)
+            if self.wake in ready:
+                os.read(self.wake, 4096)
+            self.reap()
+            if self.runner and not _lives(self.runner):
+                self.end_all()
+            if self.control in ready:
+                try:
+                    command, *rest = pickle.loads(self.control.recv_bytes())
+                except (EOFError, OSError):
+                    return
+                getattr(self, command)(*rest)
+
+    def tell(self, *event) -> None:
+        with contextlib.suppress(OSError):
+            self.control.send_bytes(pickle.dumps(event))
+
+    # ---- commands ----
+
+    def start(self, tag: str, n_ranks: int, runner: int, address: str) -> None:
+        self.end_all()
+        self.tag, self.runner = tag, runner
+        if self.backend == "mpi":
+            self.start_mpi(n_ranks, address)
+            return
+        for rank in range(n_ranks):
+            pid = os.fork()
+            if pid == 0:
+                self.be_rank(rank, n_ranks, address)
+            self.children[pid] = rank
+
+    def reuse(self, tag: str, runner: int) -> None:
+        alive = self.tag == tag and bool(self.children)
+        if alive:
+            self.runner = runner
+            self.segments = {path for child in psutil.Process().children(True) for path in _shared_memory(child.pid)}
+        self.tell("world", tag, alive)
+
+    def finish(self, tag: str) -> None:
+        if tag == self.tag:
+            self.runner = 0
+
+    def end(self, tag: str) -> None:
+        self.end_all()
+        self.tell("ended", tag)
+
+    # ---- processes ----
+
+    def be_rank(self, rank: int, n_ranks: int, address: str) -> None:
+        """What a forked child does; never returns."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self.serve["end_with_parent"]()
+        self.control.close()
+        try:
+            self.serve["serve"](address, self.tag, rank, n_ranks)
+        except BaseException:
+            traceback.print_exc()  # into the keeper's log
+        finally:
+            os._exit(1)
+
+    def start_mpi(self, n_ranks: int, address: str) -> None:
+        environment = {k: v for k, v in os.environ.items() if not re.match(r"PMIX?_|OMPI_COMM_|HYDI_", k)}
+        for name, value in MPI_SETTINGS.items():
+            environment.setdefault(name, value)
+        command = [self.mpiexec, "-n", str(n_ranks), sys.executable, "-P", RANK, address, self.tag]
+        with open(self.log, "w") as log:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+        self.children[process.pid] = None
+        process.returncode = 0  # it is reaped below, and not by subprocess
+
+    def reap(self) -> None:
+        """Tell of every child that has ended."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                if pid in self.children:
+                    self.tell("exit", self.tag, self.children.pop(pid), status)
+
+    def end_all(self) -> None:
+        """End every descendant, and those that come to light meanwhile; then wait until they are gone."""
+        self.runner = 0
+        while _has_children():
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error, OSError):
+                    process.kill()
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            time.sleep(0.002)
+        self.children.clear()
+        for path in self.segments:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        self.segments = set()
+
+
+MPI_SETTINGS = {
+    "OMP_NUM_THREADS": "1",
+    "HYDRA_LAUNCHER": "fork",  # also within a Slurm allocation
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _shared_memory(pid: int) -> set[str]:
+    """The segments in /dev/shm that an MPI rank has open, which MPI leaves there when it is ended."""
+    try:
+        return set(re.findall(r"/dev/shm/mpich_\S+", Path(f"/proc/{pid}/maps").read_text()))
+    except OSError:
+        return set()
+
+
+if __name__ == "__main__":
+    backend, control, parent, mpiexec, log = sys.argv[1:]
+    keeper = Keeper(backend, Connection(int(control)), mpiexec, log)
+    try:
+        keeper.keep(int(parent))
+    finally:
+        keeper.end_all()
