@@ -81,16 +81,11 @@ def _connect(root: Path, patience_s: float = 20.0) -> Connection | None:
         return Client(where, "AF_UNIX")
     except (FileNotFoundError, ConnectionRefusedError):
         pass
-    log = open(where + ".log", "wb")
-    server = subprocess.Popen(
-        [sys.executable, "-P", str(HERE), where],
-        cwd=root,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-    )
-    log.close()
+    command = [sys.executable, "-P", str(HERE), where]
+    with open(where + ".log", "wb") as log:
+        server = subprocess.Popen(
+            command, cwd=root, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline and server.poll() is None:
         try:

@@ -1,0 +1,194 @@
+"""The book as a whole fits together: chapters, exercises, mistakes, hints, measurements, and the habits of its code."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from lib.workbook import grading
+from lib.workbook.catalog import EXERCISE_NUMBER, ROOT, all_exercises, chapters, find, pages
+from lib.workbook.stubs import make_stub, marker_lines
+
+CHAPTERS = list(chapters().values())
+EXERCISES = all_exercises()
+by_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda c: c.module)
+by_exercise = pytest.mark.parametrize("exercise", EXERCISES, ids=lambda e: f"{e.number}-{e.name}")
+CONTRACT = {
+    "tokenization": ["WordTokenizer", "count_pairs", "merge_pair", "train_bpe", "BPETokenizer", "embed"],
+    "rope": [
+        "rope_frequencies",
+        "rotation_matrix",
+        "precompute_rope",
+        "apply_rope",
+        "interleaved_to_half",
+        "half_to_interleaved",
+        "interpolate_positions",
+    ],
+}
+
+
+def test_every_page_of_the_book_is_there_and_every_chapter_is_in_the_book():
+    listed = {entry["file"] for entry in pages()}
+    assert [file for file in listed if not (ROOT / file).exists()] == []
+    found = {str(path.relative_to(ROOT)) for path in (ROOT / "chapters").glob("[0-9][0-9]_*.md")}
+    assert found <= listed
+
+
+def test_every_reference_is_a_chapter():
+    modules = {path.stem for path in (ROOT / "solutions").glob("*.py")} - {"__init__"}
+    assert modules == set(chapters())
+
+
+@by_chapter
+def test_the_graded_names_are_the_contracts(chapter):
+    names = [e.name for e in chapter.exercises]
+    assert [name for name in CONTRACT[chapter.module] if name not in names] == []
+    numbers = [e.number for e in chapter.exercises]
+    assert numbers == [f"{chapter.number}.{i}" for i in range(1, len(numbers) + 1)]
+
+
+@by_chapter
+def test_stubs_name_every_exercise_and_hide_every_answer(chapter):
+    stub = make_stub(chapter)
+    assert set(marker_lines(stub)) == {e.name for e in chapter.exercises}
+    assert "SOLUTION" not in stub
+    assert "solutions" not in stub
+    compile(stub, str(chapter.mine), "exec")
+
+
+@by_chapter
+def test_hidden_helpers_begin_with_an_underscore(chapter):
+    stub_names = {getattr(n, "name", None) for n in ast.parse(make_stub(chapter)).body}
+    tree = ast.parse(chapter.reference.read_text())
+    hidden = [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name not in stub_names]
+    assert [name for name in hidden if not name.startswith("_")] == []
+
+
+@by_exercise
+def test_docstrings_state_the_contract(exercise):
+    assert EXERCISE_NUMBER.search(exercise.doc.splitlines()[0])
+    assert exercise.summary.endswith((".", "?"))
+    if exercise.name[0].islower():
+        assert "Returns:" in exercise.doc or "Yields:" in exercise.doc
+
+
+@by_exercise
+def test_every_exercise_has_three_mistakes_with_their_own_sentences(exercise):
+    sentences = [m.sentence for m in grading.mistakes_of(exercise.module, exercise.name)]
+    assert len(set(sentences)) == len(sentences) >= 3
+    assert [s for s in sentences if s.endswith(".") or "looks like" in s] == []
+
+
+@by_exercise
+def test_every_exercise_has_its_place_its_card_and_three_hints_in_the_chapter(exercise):
+    text = chapters()[exercise.module].path.read_text()
+    assert f"({exercise.label})=" in text
+    assert f'exercise("{exercise.name}")' in text
+    after = text.split(f"({exercise.label})=")[1].split("\n(ex-")[0]
+    assert len(re.findall(r":::+\{dropdown\} Hint [123]", after)) == 3
+
+
+@by_chapter
+def test_every_test_is_named_after_an_exercise_and_every_exercise_has_tests(chapter):
+    from lib.workbook.plugin import exercise_of
+
+    tests = [
+        node.name
+        for path in sorted(chapter.tests.glob("test_*.py"))
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    graded = {exercise_of(chapter, name).name for name in tests}
+    assert graded == {e.name for e in chapter.exercises}
+
+
+@by_chapter
+def test_no_test_reads_a_clock(chapter):
+    text = "".join(path.read_text() for path in chapter.tests.glob("*.py"))
+    assert not re.search(r"perf_counter|time\.time\(|monotonic|timeit", text)
+
+
+@by_chapter
+def test_a_module_is_short_and_its_functions_shorter(chapter):
+    lines = chapter.reference.read_text().splitlines()
+    assert len(lines) <= 300
+    for node in ast.walk(ast.parse("\n".join(lines))):
+        if isinstance(node, ast.FunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            first, last = (body[0].lineno, node.end_lineno) if body else (0, 0)
+            code = [text for text in lines[first - 1 : last] if text.strip() and not text.strip().startswith("#")]
+            limit = 60 if node.decorator_list and "jit" in ast.unparse(node.decorator_list[0]) else 25
+            assert len(code) <= limit, f"{chapter.module}.{node.name} has {len(code)} lines"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "chapters").glob("*.md")), ids=lambda p: p.name)
+def test_chapters_are_in_canonical_form(path):
+    jupytext = [sys.executable, "-m", "jupytext", "--to", "md:myst", "--output", "-", str(path)]
+    done = subprocess.run(jupytext, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == path.read_text(), f"run: jupytext --to md:myst --output {path} {path}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "chapters").glob("*.md")), ids=lambda p: p.name)
+def test_cells_are_short(path):
+    cells = re.findall(r"```\{code-cell\}[^\n]*\n(.*?)```", path.read_text(), re.DOTALL)
+    long = []
+    for cell in cells:
+        code = re.sub(r"\A(:[^\n]*\n|---\n.*?\n---\n)+", "", cell, flags=re.DOTALL)
+        lines = [line for line in code.splitlines() if line.strip()]
+        if len(lines) > 15:
+            long.append(code)
+    assert long == []
+
+
+def test_measurements_say_where_they_come_from():
+    import json
+
+    for path in sorted((ROOT / "chapters" / "measurements").glob("*.json")):
+        record = json.loads(path.read_text())
+        for field in ("machine", "versions", "date"):
+            assert field in record, f"{path.name} has no {field}"
+        assert (ROOT / "lib" / "bench" / f"{path.stem}.py").exists(), (
+            f"no program lib/bench/{path.stem}.py made {path.name}"
+        )
+
+
+def test_import_lib_touches_no_accelerator_no_mpi_and_no_torch():
+    code = "import sys, lib; print([m for m in ('torch', 'mpi4py.MPI', 'numpy', 'datasets') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+def test_given_and_runs_know_nothing_of_exercises():
+    for folder in ("given", "runs", "bench"):
+        for path in (ROOT / "lib" / folder).rglob("*.py"):
+            text = path.read_text()
+            assert "solutions" not in text.replace("'solutions", "").replace('"solutions', ""), path
+            assert not re.search(r"from lib\.workbook|import lib\.workbook", text), path
+
+
+def test_find_takes_every_way_of_naming():
+    chapter, exercise = find("2.4")
+    assert (chapter.module, exercise.name) == ("rope", "apply_rope")
+    for what in ("2", "02", "rope", "tests/chapter_02", "tests/chapter_02/"):
+        assert find(what) == (chapter, None)
+    for what in ("apply_rope", "rope.apply_rope", "lib.rope.apply_rope"):
+        assert find(what) == (chapter, exercise)
+
+
+def test_no_path_of_a_machine_stands_in_the_book():
+    done = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT)
+    for name in done.stdout.split():
+        path = ROOT / name
+        if path.suffix in (".py", ".md", ".yml", ".toml", ".json") and path.exists():
+            assert not re.search(r"/(home|root|Users|work)/\w", path.read_text()), name
+
+
+def test_the_command_lists_what_the_readme_says():
+    cli = importlib.import_module("lib.workbook.cli")
+    commands = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
+    for name in re.findall(r"`workbook (\w+)", (ROOT / "README.md").read_text()):
+        assert name in commands
