@@ -117,8 +117,8 @@ def _special_pattern(special_tokens: Sequence[str]) -> regex.Pattern:
     return regex.compile("(" + ("|".join(map(regex.escape, longest_first)) or "(?!)") + ")")
 
 
-def _bytes_of(word: str) -> Symbols:
-    return tuple(bytes([byte]) for byte in word.encode())
+def _bytes_of(word: str) -> list[bytes]:
+    return [bytes([byte]) for byte in word.encode()]
 
 
 class _LargestFirst(tuple):
@@ -153,7 +153,7 @@ class _PairIndex:
 
     def merge(self, pair: Pair) -> None:
         """Join the pair everywhere, and bring the counts up to date."""
-        grown = set()
+        grown: set[Pair] = set()
         for n in self.words_with.pop(pair):
             before, count = self.words[n], self.word_counts[n]
             self.words[n] = after = merge_pair(before, pair)
@@ -202,7 +202,7 @@ def train_bpe(text: str, vocab_size: int, special_tokens: Sequence[str] = ()) ->
         )
     pieces = _special_pattern(special_tokens).split(text)[::2]
     word_counts = Counter(chain.from_iterable(map(PRE_TOKEN.findall, pieces)))
-    index = _PairIndex({_bytes_of(word): count for word, count in word_counts.items()})
+    index = _PairIndex({tuple(_bytes_of(word)): count for word, count in word_counts.items()})
     merges: list[Pair] = []
     while len(merges) < n_merges and (pair := index.most_frequent()):
         merges.append(pair)
@@ -218,15 +218,15 @@ def train_bpe(text: str, vocab_size: int, special_tokens: Sequence[str] = ()) ->
 class _WordIds(dict):
     """The ids of each word met lately; a word that is not here is merged when it is asked for."""
 
-    max_words = 4096
+    max_words = 2048  # half a megabyte
 
     def __init__(self, ids: Mapping[bytes, int], merges: Sequence[Pair]):
         super().__init__()
         self.ids = ids
         self.ranks = {pair: rank for rank, pair in enumerate(merges)}
 
-    def __missing__(self, word: str) -> tuple[int, ...]:
-        symbols = _bytes_of(word)
+    def __missing__(self, word: str) -> list[int]:
+        symbols: Sequence[bytes] = _bytes_of(word)
         while len(symbols) > 1:
             first = min(pairwise(symbols), key=lambda pair: self.ranks.get(pair, len(self.ranks)))
             if first not in self.ranks:
@@ -234,7 +234,7 @@ class _WordIds(dict):
             symbols = merge_pair(symbols, first)
         if len(self) >= self.max_words:
             self.clear()
-        self[word] = ids = tuple(self.ids[symbol] for symbol in symbols)
+        self[word] = ids = [self.ids[symbol] for symbol in symbols]
         return ids
 
 
@@ -324,7 +324,7 @@ class BPETokenizer:
                 continue
             end = 0
             for token, end, is_special in _settled(buffer, self._special, longest):  # noqa: B007
-                yield from (self.ids[token.encode()],) if is_special else self._word_ids[token]
+                yield from [self.ids[token.encode()]] if is_special else self._word_ids[token]
             buffer = buffer[end:]
             enough = 2 * len(buffer)
         yield from self.encode(buffer)
