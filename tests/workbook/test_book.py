@@ -79,7 +79,7 @@ def test_docstrings_state_the_contract(exercise):
 def test_every_exercise_has_three_mistakes_with_their_own_sentences(exercise):
     sentences = [m.sentence for m in grading.mistakes_of(exercise.module, exercise.name)]
     assert len(set(sentences)) == len(sentences) >= 3
-    assert [s for s in sentences if s.endswith(".") or "looks like" in s] == []
+    assert [s for s in sentences if s.endswith(".") or s.startswith("looks like")] == []
 
 
 @by_exercise
@@ -114,7 +114,8 @@ def test_no_test_reads_a_clock(chapter):
 @by_chapter
 def test_a_module_is_short_and_its_functions_shorter(chapter):
     lines = chapter.reference.read_text().splitlines()
-    assert len(lines) <= 300
+    marks = ("### BEGIN SOLUTION", "### END SOLUTION", "")
+    assert len([line for line in lines if line.strip() not in marks]) <= 300
     for node in ast.walk(ast.parse("\n".join(lines))):
         if isinstance(node, ast.FunctionDef):
             body = node.body[1:] if ast.get_docstring(node) else node.body
