@@ -59,7 +59,8 @@ def angle_errors() -> dict[str, float]:
 
 
 def main() -> None:
-    shape = {"batch": BATCH, "n_positions": N_POSITIONS, "n_heads": N_HEADS, "head_dim": HEAD_DIM}
+    torch.set_num_threads(1)  # two threads on two busy cores wait for each other
+    shape = {"batch": BATCH, "n_positions": N_POSITIONS, "n_heads": N_HEADS, "head_dim": HEAD_DIM, "threads": 1}
     with torch.no_grad():
         record("rope", {"shape": shape, "angle_error_rad": angle_errors(), **rotation_times()})
 
