@@ -191,5 +191,6 @@ def _ended_report(item, why: str, stack: str, started: float) -> TestReport:
         start=started,
         stop=time.time(),
     )
-    report.workbook = {**messages.facts(exercise), "state": "wrong", "problem": why, "case": messages.case_of(item)}
+    told = {"state": "wrong", "problem": why, "case": messages.case_of(item)}
+    report.workbook = messages.facts(exercise) | told  # type: ignore[attr-defined]
     return report

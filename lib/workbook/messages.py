@@ -66,6 +66,14 @@ def layout(exercise: Exercise, problem: str, rows, read: str | None = None) -> s
     return "\n".join(lines)
 
 
+def in_one_line(report) -> str:
+    """The later failures of one exercise: what, and on which case."""
+    facts = report.workbook
+    if facts["state"] == "not started":
+        return str(report.longrepr)
+    return f"{facts['name']}: {facts['problem']} ({facts['case']})"
+
+
 def explain(item, excinfo, report) -> None:
     """Turn the exception of a check into the report's text and state."""
     exercise, error = item.workbook_exercise, excinfo.value
@@ -141,8 +149,9 @@ def diagnose(item, wrong: grading.Wrong, time_limit_s: float = 3.0) -> str:
             for known in grading.mistakes_of(exercise.module, exercise.name):
                 with grading.standing_in(known):
                     other = _outcome(item, arguments)
-                alike = other is not None and (other.case, other.problem) == (wrong.case, wrong.problem)
-                if alike and grading.same_answer(other.answer, wrong.answer):
+                if other is None or (other.case, other.problem) != (wrong.case, wrong.problem):
+                    continue
+                if grading.same_answer(other.answer, wrong.answer):
                     sentences.append(known.sentence)
     except TimeLimit:
         pass

@@ -188,6 +188,8 @@ def pytest_runtest_protocol(item, nextitem):
             return None  # pytest's own protocol; the limit is set in pytest_runtest_call
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         for report in isolate.run(item, _limit(item, "time_limit", TIME_LIMIT_S), _limit(item, "memory_limit", None)):
+            if report.failed and item.config.workbook_marks.failed_before(exercise):
+                report.longrepr = messages.in_one_line(report)
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True

@@ -133,7 +133,7 @@ class _Loader(importlib.abc.Loader):
 
 def stamp(chapter: Chapter) -> tuple:
     """Changes when the learner's file or the reference does."""
-    marks = []
+    marks: list[tuple[int, int] | None] = []
     for path in (chapter.mine, chapter.reference):
         try:
             status = path.stat()

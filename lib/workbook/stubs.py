@@ -26,7 +26,7 @@ def _owners(tree: ast.Module, graded: dict[str, str]) -> list[tuple[int, int, st
     """(first line, last line, exercise number, what is to be written) of each function; the innermost comes last."""
     spans = []
     for node in tree.body:
-        if getattr(node, "name", None) in graded:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in graded:
             number = graded[node.name]
             spans.append((node.lineno, node.end_lineno or node.lineno, number, node.name))
             for child in ast.walk(node):
@@ -147,7 +147,7 @@ def marker_lines(source: str) -> dict[str, int]:
     found = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            lines = [inner.lineno for inner in ast.walk(node) if _is_marker(inner)]
+            lines = [inner.lineno for inner in ast.walk(node) if isinstance(inner, ast.Raise) and _is_marker(inner)]
             if lines:
                 found[node.name] = min(lines)
     return found
@@ -172,7 +172,7 @@ def reference_imports(source: str) -> int | None:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             names = [node.value]
         if any(name == "solutions" or re.match(r"solutions\.\w+$", name) for name in names):
-            return node.lineno
+            return getattr(node, "lineno", 1)
     return None
 
 

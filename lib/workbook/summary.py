@@ -41,6 +41,10 @@ class Marks:
             if row["failed"] == 1:
                 row.update(problem=facts.get("problem", ""), case=facts.get("case", ""), report=str(report.longrepr))
 
+    def failed_before(self, exercise) -> bool:
+        """Whether a check of this exercise has failed already, and so has had its whole report."""
+        return self.rows.get((exercise.chapter, exercise.name), {}).get("failed", 0) > 0
+
     @staticmethod
     def state(row: dict) -> str:
         """``wrong`` where a check failed, else ``not started`` while a stub is left, else ``passed``."""

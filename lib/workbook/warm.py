@@ -130,7 +130,7 @@ def _answer(connection: Connection) -> None:
             _check(arguments, output)
         done = os.pidfd_open(pid)
         try:
-            ready, _, _ = select.select([done, connection], [], [])
+            ready = select.select([done, connection.fileno()], [], [])[0]
             if done not in ready:
                 os.killpg(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
