@@ -106,14 +106,13 @@ def documents(chapter: str) -> list[str]:
     Raises:
         BookError: there is no such chapter.
     """
-    for page in pages():
-        match = CHAPTER_FILE.fullmatch(page["file"])
-        if match and not Path(ROOT, "solutions", f"{match['module']}.py").exists():
-            if chapter in (match["module"], match["number"], str(int(match["number"]))):
-                return [page["file"]]
+    ungraded = [m for p in pages() if (m := CHAPTER_FILE.fullmatch(p["file"])) and int(m["number"]) == 0]
+    for match in ungraded:
+        if chapter in (match["module"], match["number"], str(int(match["number"]))):
+            return [match[0]]
     found, _ = find(chapter)
-    mine = found.mine.relative_to(ROOT).as_posix()
-    return [found.path.relative_to(ROOT).as_posix(), *([mine] if found.mine.exists() else [])]
+    both = found.path, found.mine
+    return [path.relative_to(ROOT).as_posix() for path in both if path.exists()]
 
 
 def open_in_workspace(chapter: str | None) -> None:
