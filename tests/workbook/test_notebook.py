@@ -1,0 +1,110 @@
+"""The book inside a kernel: cards, %check, and what a session of a learner looks like."""
+
+import json
+
+import pytest
+
+from lib.workbook import notebook
+from lib.workbook.catalog import BookError, all_exercises
+
+SESSION = """
+import json, os, sys, time
+from IPython.testing.globalipapp import start_ipython
+shell = start_ipython()
+out = []
+
+def cell(code):
+    result = shell.run_cell(code)
+    shown = result.result
+    out.append(shown._repr_html_() if hasattr(shown, "_repr_html_") else repr(shown))
+
+def edit(old, new):
+    text = open("lib/toy.py").read()
+    open("lib/toy.py", "w").write(text.replace(old, new))
+    os.utime("lib/toy.py", ns=(time.time_ns(), time.time_ns()))
+
+stub = 'raise NotImplementedError("Exercise 1.1: write double")'
+cell("from lib.toy import double\\nfrom lib.workbook.notebook import exercise\\ndouble(4)")
+cell("exercise('double')")
+cell("%check double")
+edit(stub, "return x * x")
+cell("double(4)")
+cell("%check double")
+edit("return x * x", "if x > 100:\\n        raise ValueError(x)\\n    return 2 * x")
+cell("double(4)")
+cell("%check double")
+cell("%check")
+cell("%check dubble")
+open("out.json", "w").write(json.dumps(out))
+"""
+
+
+def test_a_learners_session(book):
+    done = book.python(SESSION)
+    assert done.returncode == 0, done.out
+    out = json.loads((book.root / "out.json").read_text())
+    assert out[0] == "8"
+    assert "Exercise 1.1 · <code>double</code>" in out[1]
+    assert "def double(x: int) -&gt; int" in out[1]
+    assert "not started" in out[2]
+    assert out[3] == "16"
+    assert "looks like   squared instead of doubled" in out[4]
+    assert "✗ wrong" in out[4]
+    assert out[5] == "8"
+    assert "✓ passed" in out[6]
+    assert "%check takes one chapter or exercise" in out[7]
+    assert "did you mean double?" in out[8]
+
+
+def test_the_solution_is_one_click_away_on_the_site_only(book):
+    code = "from lib.workbook.notebook import exercise; print(exercise('double')._repr_html_())"
+    assert "../solutions/toy.html#double" in book.python(code, WORKBOOK_LINKS="site").stdout
+    plain = book.python(code).stdout
+    assert "href" not in plain
+    assert "workbook solution double" in plain
+
+
+@pytest.mark.parametrize("exercise", all_exercises(), ids=lambda e: e.name)
+def test_every_card_has_its_contract(exercise):
+    card = notebook.exercise(f"{exercise.module}.{exercise.name}")
+    assert f"Exercise {exercise.number}" in card.page
+    assert "(Exercise" not in card.page
+    assert card.page.count("<dl>") == card.page.count("</dl>")
+    assert f"lib/{exercise.module}.py" in card.page
+
+
+def test_a_contract_is_laid_out_by_its_sections():
+    doc = """What it does. (Exercise 9.1)
+
+    A second paragraph
+    of two lines.
+
+    Args:
+        x: The first,
+            which goes on.
+        y: The second.
+
+    Returns:
+        Its sum.
+
+    Raises:
+        ValueError: ``x`` is odd.
+
+    Source: RoFormer (arXiv:2104.09864), section 3.
+    """
+    import inspect
+
+    page = notebook.contract(inspect.cleandoc(doc))
+    assert page == (
+        "<p>What it does.</p><p>A second paragraph of two lines.</p>"
+        "<p><strong>Args</strong></p><dl><dt><code>x</code></dt><dd>The first, which goes on.</dd>"
+        "<dt><code>y</code></dt><dd>The second.</dd></dl>"
+        "<p><strong>Returns.</strong> Its sum.</p>"
+        "<p><strong>Raises</strong></p><dl><dt><code>ValueError</code></dt><dd><code>x</code> is odd.</dd></dl>"
+        '<p><strong>Source.</strong> RoFormer (<a href="https://arxiv.org/abs/2104.09864">arXiv:2104.09864</a>), section 3.</p>'
+    )
+
+
+def test_a_card_of_a_chapter_is_an_error():
+    with pytest.raises(BookError, match="is a chapter"):
+        notebook.exercise("rope")
