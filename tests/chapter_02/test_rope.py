@@ -197,7 +197,9 @@ def test_precompute_rope_knows_position_100_000():
     table = rope.precompute_rope(8, 100_001)
     expected = make_table(make_angles(100_001, 8))[-1]
     # float32 angles are off by up to 0.004 there, bfloat16's by hundreds of radians
-    expect_close(table[-1], expected, atol=0.01, name="out[100000]", answer=table, read="A clock read in bfloat16")
+    expect_close(
+        table[-1], expected, atol=0.01, name="out[100000]", answer=table, read='section "A clock read in bfloat16"'
+    )
 
 
 def test_precompute_rope_refuses_odd_width():
