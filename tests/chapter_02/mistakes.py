@@ -95,6 +95,16 @@ def matrix_of_one_speed(position, head_dim, theta=10_000.0):
     return _blocks(position, head_dim, 1.0, lambda c, s: [[c, -s], [s, c]])
 
 
+@mistake("rotation_matrix", "the frequencies grow instead of falling: mend rope_frequencies first")
+def matrix_of_growing_frequencies(position, head_dim, theta=10_000.0):
+    return reference.rotation_matrix(position, head_dim, 1 / theta)
+
+
+@mistake("rotation_matrix", "the frequencies have the exponent -i/D, not -2i/D: mend rope_frequencies first")
+def matrix_of_exponent_without_two(position, head_dim, theta=10_000.0):
+    return reference.rotation_matrix(position, head_dim, theta**0.5)
+
+
 # ---- 2.3 precompute_rope ---------------------------------------------------------------------------------------------
 
 
@@ -149,6 +159,16 @@ def table_of_fixed_base(head_dim, context_len, theta=10_000.0, device=None):
 @mistake("precompute_rope", "the device asked for is ignored")
 def table_on_cpu(head_dim, context_len, theta=10_000.0, device=None):
     return reference.precompute_rope(head_dim, context_len, theta)
+
+
+@mistake("precompute_rope", "the frequencies grow instead of falling: mend rope_frequencies first")
+def table_of_growing_frequencies(head_dim, context_len, theta=10_000.0, device=None):
+    return reference.precompute_rope(head_dim, context_len, 1 / theta, device)
+
+
+@mistake("precompute_rope", "the frequencies have the exponent -i/D, not -2i/D: mend rope_frequencies first")
+def table_of_exponent_without_two(head_dim, context_len, theta=10_000.0, device=None):
+    return reference.precompute_rope(head_dim, context_len, theta**0.5, device)
 
 
 # ---- 2.4 apply_rope --------------------------------------------------------------------------------------------------
