@@ -1,0 +1,54 @@
+"""Chromium, driven by Playwright, for the tests of the site and of JupyterLab; nothing it loads may come from elsewhere."""
+
+import os
+import shutil
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import pytest
+
+ARGUMENTS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-default-browser-check",
+    "--no-first-run",
+)
+
+
+def missing(what: str):
+    """A tool that the tests need is not there: a failure in CI, a skip at home."""
+    (pytest.fail if os.environ.get("CI") else pytest.skip)(what)
+
+
+@contextmanager
+def chromium():
+    """A browser, closed at the end."""
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if program is None:
+        missing("no Chromium: `apt-get install chromium`")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        missing("no Playwright: `pip install -e .[test]`")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=list(ARGUMENTS))
+        yield browser
+        browser.close()
+
+
+def is_foreign(address: str) -> bool:
+    """Whether a request leaves this machine."""
+    return urlsplit(address).hostname not in (None, "127.0.0.1", "localhost")
+
+
+def record_faults(page, faults: list[str]) -> None:
+    """Append what a page asks of others, fails to get, or complains of."""
+    page.on("request", lambda r: faults.append(f"asks another host: {r.url}") if is_foreign(r.url) else None)
+    page.on("requestfailed", lambda r: faults.append(f"failed request: {r.url}"))
+    page.on("response", lambda r: faults.append(f"{r.status}: {r.url}") if r.status >= 400 else None)
+    page.on("pageerror", lambda e: faults.append(f"script error: {e}"))
+    page.on("console", lambda m: faults.append(f"console error: {m.text}") if m.type == "error" else None)
