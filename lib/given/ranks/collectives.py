@@ -18,10 +18,12 @@ _CALLS: dict[str, tuple[str, str]] = {
     "broadcast": ("tensor", "tensor"),
     "all_gather": ("tensor", "tensor"),
     "all_gather_into_tensor": ("input_tensor", "input_tensor"),
+    "all_gather_single": ("input", "input"),
     "gather": ("tensor", "tensor"),
     "scatter": ("scatter_list", "tensor"),
     "reduce_scatter": ("input_list", "output"),
     "reduce_scatter_tensor": ("input", "output"),
+    "reduce_scatter_single": ("input", "output"),
     "all_to_all_single": ("input", ""),
     "all_to_all": ("input_tensor_list", ""),
     "barrier": ("", ""),
@@ -60,7 +62,7 @@ def record_collectives(journal: Journal) -> None:
 
     ``batch_isend_irecv`` needs none: it calls ``isend`` and ``irecv``, which are recorded.
     """
-    for name in _CALLS:
+    for name in filter(functools.partial(hasattr, distributed_c10d), _CALLS):
         function = _recorded(name, getattr(distributed_c10d, name), journal)
         setattr(distributed_c10d, name, function)
         setattr(dist, name, function)

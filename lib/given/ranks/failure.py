@@ -4,14 +4,16 @@ import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lib.given.ranks.ledger import Ledger
 from lib.given.ranks.places import code_at, is_user_file, shown
 from lib.given.ranks.views import View, blockers, grouped, mismatch, ranks_text
 
 KINDS = ("raised", "died", "deadlock", "time", "missing")
-_ECHO = re.compile(
-    r"closed by peer|reset by peer|broken pipe|connection refused|timed out|timeout|gloo.transport|socket", re.IGNORECASE
+ECHO = re.compile(
+    r"closed by peer|reset by peer|broken pipe|connection refused|timed out|timeout|gloo.transport|socket",
+    re.IGNORECASE,
 )
 
 
@@ -32,13 +34,14 @@ class RankState:
 
     def __str__(self) -> str:
         said = {"returned": "has returned", "starts": "has not begun", "died": f"died ({self.detail})"}
-        words = "" if self.status == "waits" else said.get(self.status, "")
+        words = said.get(self.status, "")
         if self.status == "raised":
-            words = f"raised {self.detail.splitlines()[0] if self.detail else ''}"
+            lost = bool(ECHO.search(self.detail))
+            words = "lost its connection to a rank that ended" if lost else f"raised {self.detail.splitlines()[0]}"
         return "  ".join(["", f"rank {self.rank}", *filter(None, [self.where, self.code, words])])
 
 
-class RankFailure(Exception):  # noqa: N818 - it is what happened to a rank
+class RankFailure(Exception):
     """A run that did not end well.
 
     ``kind`` is "raised", "died", "deadlock" (ranks that wait for each other or call different things), "time" (a rank still
@@ -78,7 +81,7 @@ class Outcome:
     @property
     def is_echo(self) -> bool:
         """Whether the exception only says that another rank has gone."""
-        return self.status == "raised" and bool(_ECHO.search(self.text))
+        return self.status == "raised" and bool(ECHO.search(self.text))
 
 
 def explain(views: list[View], outcomes: dict[int, Outcome], stacks: dict[int, Path], limit_s: float | None):
@@ -91,7 +94,7 @@ def explain(views: list[View], outcomes: dict[int, Outcome], stacks: dict[int, P
     else:
         kind, lines = _waiting(views, states, limit_s), [_headline(views, states, limit_s)]
         lines += [str(state) for state in states]
-    if disagreement and (kind != "raised" or disagreement not in lines[0]):
+    if disagreement and disagreement not in lines[0]:
         lines.append(f"the ranks disagree: {disagreement}")
     return kind, culprit, "\n".join(lines), states
 
@@ -104,12 +107,12 @@ def _state(view: View, outcome: Outcome | None, stack: Path) -> RankState:
         where, code = (outcome.frames[-1][0], outcome.frames[-1][2]) if outcome.frames else ("", "")
         trace = tuple(f"{at} in {name}  {code}" if name else f"{at}  {code}" for at, name, code in outcome.frames)
         return RankState(rank=view.rank, status="raised", detail=outcome.text, where=where, code=code, traceback=trace)
-    if outcome is not None and outcome.status == "returned":
+    if view.phase == "returned" or (outcome is not None and outcome.status == "returned"):
         return RankState(rank=view.rank, status="returned")
     if view.open:
         where = view.waits_at
         record = view.calls[next(reversed(view.open))]
-    facts = {"rank": view.rank, "where": where, "code": code_at(where), "traceback": tuple(frames)}
+    facts: dict[str, Any] = {"rank": view.rank, "where": where, "code": code_at(where), "traceback": tuple(frames)}
     if outcome is not None:
         inside = f" in {record.with_peer}" if record is not None else ""
         return RankState(status="died", detail=outcome.text + inside, **facts)
@@ -132,30 +135,32 @@ def _frames(stack: Path) -> list[str]:
 def _culprit(outcomes: dict[int, Outcome]) -> int | None:
     """The rank that began it: what it raised is no echo of another's end; the first one, if several."""
 
-    def order(rank: int):
-        outcome = outcomes[rank]
-        return (outcome.is_echo, outcome.at, rank) if outcome.status == "raised" else (False, outcome.at, rank)
-
-    return min((rank for rank, outcome in outcomes.items() if outcome.status != "returned"), key=order, default=None)
+    bad = {rank: outcome for rank, outcome in outcomes.items() if outcome.status != "returned"}
+    if not bad:
+        return None
+    first = min(bad.values(), key=lambda outcome: (outcome.is_echo, outcome.at))
+    return min(rank for rank, outcome in bad.items() if outcome.text == first.text)
 
 
 def _gone(views, outcomes, states, culprit: int, disagreement: str) -> tuple[str, list[str]]:
     """Kind and message for a rank that raised or died."""
-    state, outcome = states[culprit], outcomes[culprit]
+    view, state, outcome = views[culprit], states[culprit], outcomes[culprit]
+    if disagreement and (view.failed_in is not None or view.open):
+        return "deadlock", [disagreement, *map(str, states)]  # as the backend's own message would not say
+    at = f" at {state.where}" if state.where else ""
     if outcome.status == "died":
-        at = f" at {state.where}" if state.where else ""
+        if not view.open and not at and view.calls:
+            at = f" after {view.calls[-1].with_peer} at {view.calls[-1].where}"
+        code = [f"    {state.code}"] if state.code else []
         inside = state.detail.removeprefix(outcome.text)
         others = [str(s) for s in states if s.rank != culprit]
-        return "died", [f"rank {culprit} died ({outcome.text}){inside}{at}", f"    {state.code}", *others]
+        return "died", [f"rank {culprit} died ({outcome.text}){inside}{at}", *code, *others]
     same = [s.rank for s in states if s.status == "raised" and s.detail == state.detail and s.rank != culprit]
-    if disagreement and views[culprit].failed_in is not None:
-        return "deadlock", [disagreement, *map(str, states)]
-    at = f" at {state.where}" if state.where else ""
     too = f" (so did {ranks_text(same)})" if same else ""
     text = state.detail if "\n" not in state.detail else state.detail.rstrip() + "\n"
     others = [str(s) for s in states if s.rank != culprit and s.rank not in same]
     trace = [f"    {line}" for line in state.traceback]
-    return "raised", [f"rank {culprit} raised {text}{at}{too}", *trace, *others]
+    return "raised", [f"rank {culprit} raised {text},{at}{too}".replace("\n,", "\n").removesuffix(","), *trace, *others]
 
 
 def _waiting(views: list[View], states: list[RankState], limit_s: float | None) -> str:
@@ -171,7 +176,12 @@ def _headline(views: list[View], states: list[RankState], limit_s: float | None)
     said = []
     if waiting:
         since = time.monotonic() - max(views[s.rank].waits_since for s in waiting)
-        told = grouped([s.rank for s in waiting], [f"in {s.detail}" for s in waiting], "waits", "wait")
+        records = [views[s.rank].waits_in for s in waiting]
+        streams = {r.stream: r for r in records if r is not None and r.is_collective}
+        parts = [f"in {s.detail}" for s in waiting]
+        if len(streams) > 1:
+            parts = [f"{part} on group {r.stream!r}" for part, r in zip(parts, records, strict=True) if r is not None]
+        told = grouped([s.rank for s in waiting], parts, "waits", "wait")
         said.append(f"{told}, since {since:.0f} s")
     for state in states:
         missed = _missed(state.rank, views)

@@ -45,6 +45,9 @@ class Handle:
     def __post_init__(self):
         mpiexec = _require(self.backend)
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        if len(str(self.folder)) > 90:  # a socket's path has about a hundred characters
+            self.folder.rmdir()
+            self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir="/tmp"))
         self.address = str(self.folder / "socket")
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(self.address)
@@ -63,7 +66,6 @@ class Handle:
                 env=_environment(),
             )
         self.control = Connection(ours.detach())
-        self.is_ready = False
 
     def log(self, name: str) -> str:
         """What the keeper or mpiexec has said."""
@@ -95,7 +97,7 @@ class Handle:
         try:
             while self.control.poll(timeout_s):
                 event = pickle.loads(self.control.recv_bytes())
-                if event[1] in ("", self.tag):
+                if event[1] == self.tag:
                     return event
         except (EOFError, OSError):
             raise self.broken("the process that keeps the ranks has ended") from None
@@ -118,9 +120,6 @@ class Handle:
 
     def connect(self, n_ranks: int) -> list[Worker]:
         """Processes for the next task, warm where there are such."""
-        if not self.is_ready:
-            self.hear_of("ready")
-            self.is_ready = True
         if self.workers and self.backend == "mpi" and self.n_tasks < 200:
             self.tell("reuse", self.tag, os.getpid())
             if self.hear_of("world")[2]:

@@ -4,7 +4,7 @@
 it starts mpiexec. It imports nothing of the project, so that a fork sees the project as it is on disk.
 
 Commands: ("start", tag, n_ranks, runner, address), ("reuse", tag, runner), ("finish", tag), ("end", tag).
-Events: ("ready", ""), ("exit", tag, rank, status), ("world", tag, is_alive), ("ended", tag).
+Events: ("exit", tag, rank, status), ("world", tag, is_alive), ("ended", tag).
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import os
 import pickle
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,7 +52,6 @@ class Keeper:
 
     def keep(self, parent: int) -> None:
         """Obey until the parent is gone."""
-        self.control.send_bytes(pickle.dumps(("ready", "")))
         while os.getppid() == parent:
             ready = wait([self.control, self.wake], timeout=1.0)
             if self.wake in ready:
@@ -194,3 +194,4 @@ if __name__ == "__main__":
         keeper.keep(int(parent))
     finally:
         keeper.end_all()
+        shutil.rmtree(Path(log).parent, ignore_errors=True)

@@ -8,20 +8,26 @@ from mpi4py import MPI
 
 from lib.given.ranks.journal import Journal
 
-_SENDS = "send bsend ssend isend ibsend issend Send Bsend Ssend Rsend Isend Ibsend Issend Irsend".split()
-_RECEIVES = "recv irecv Recv Irecv".split()
-_BOTH = "sendrecv Sendrecv Sendrecv_replace Isendrecv Isendrecv_replace".split()
-_PICKLED = "barrier bcast gather scatter allgather alltoall reduce allreduce scan exscan".split()
-_BUFFERS = (
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_SENDS = _names("send bsend ssend isend ibsend issend Send Bsend Ssend Rsend Isend Ibsend Issend Irsend")
+_RECEIVES = _names("recv irecv Recv Irecv")
+_BOTH = _names("sendrecv Sendrecv Sendrecv_replace Isendrecv Isendrecv_replace")
+_PICKLED = _names("barrier bcast gather scatter allgather alltoall reduce allreduce scan exscan")
+_BUFFERS = _names(
     "Barrier Bcast Gather Gatherv Scatter Scatterv Allgather Allgatherv Alltoall Alltoallv Alltoallw Reduce Allreduce "
     "Reduce_scatter Reduce_scatter_block Scan Exscan"
-).split()
-_COLLECTIVES = _PICKLED + _BUFFERS + ["I" + name.lower() for name in _BUFFERS]
-_WAITS = "probe Probe mprobe Mprobe".split()
-_NEW_COMMS = "Split Split_type Dup Dup_with_info Clone Create Create_group Create_cart Create_graph".split()
+)
+_COLLECTIVES = (*_PICKLED, *_BUFFERS, *("I" + name.lower() for name in _BUFFERS))
+_WAITS = _names("probe Probe mprobe Mprobe")
+_NEW_COMMS = _names("Split Split_type Dup Dup_with_info Clone Create Create_group Create_cart Create_graph")
 _FROM_ROOT = ("bcast", "scatter", "scatterv")
 _TO_ROOT = ("gather", "gatherv", "reduce")
 _ALIKE = ("bcast", "gather", "allgather", "reduce", "allreduce", "scan", "exscan", "alltoall")
+_REQUEST = MPI.Request  # a task finds RecordedRequest in its place
 _PAYLOADS = ("buf", "obj", "sendbuf", "sendobj")
 
 
@@ -95,7 +101,7 @@ def _method(name: str, base: type):
             return plain(self, *args, **kwargs)  # which says what is wrong with the arguments
         with journal.call(name, **facts) as index:
             result = plain(self, *args, **kwargs)
-        if isinstance(result, MPI.Request):
+        if isinstance(result, _REQUEST):
             return RecordedRequest(result)._adopt(journal, index)
         return adopt(result, self.context) if name in _NEW_COMMS else result
 
@@ -147,12 +153,13 @@ def _sizes(payload: Any, pickled: bool) -> tuple[int, int | None, str]:
     data, *rest = payload if isinstance(payload, list | tuple) else (payload,)
     counts = [part for part in rest if isinstance(part, int)]
     types = [part for part in rest if isinstance(part, MPI.Datatype)]
+    dtype = str(getattr(data, "dtype", "")).removeprefix("torch.")
     if counts and types:
-        return counts[0] * types[0].Get_size(), counts[0], types[0].Get_name().removeprefix("MPI_").lower()
+        return counts[0] * types[0].Get_size(), counts[0], dtype
     size = getattr(data, "size", None)
     n_elements = data.numel() if hasattr(data, "numel") else size if isinstance(size, int) else None
     n_bytes = data.nbytes if hasattr(data, "nbytes") else memoryview(data).nbytes
-    return n_bytes, n_elements, str(getattr(data, "dtype", "")).removeprefix("torch.")
+    return n_bytes, n_elements, dtype
 
 
 def _wait_method(name: str):

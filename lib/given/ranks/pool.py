@@ -71,11 +71,9 @@ class Pool:
         """Call ``function`` on each of ``n_ranks`` ranks and gather what it returns.
 
         Args:
-            function: Defined at the top level of a module; called as ``function(rank, world_size, *args)`` among gloo
-                ranks, whose default process group exists, and as ``function(comm, *args)`` among MPI ranks.
-            args: Anything that pickle takes.
-            n_ranks: From 1 to 4.
-            time_limit_s: Seconds from when all ranks have begun; what they import first has 30 s more.
+            function: Of a module's top level; called as ``function(rank, world_size, *args)`` among gloo ranks, whose
+                default process group exists, and as ``function(comm, *args)`` among MPI ranks. Arguments are pickled.
+            time_limit_s: Seconds from when all ranks have begun; what they import before that has 30 s.
             env: Set in each rank's environment before anything of the project is imported.
             show_output: Print what the ranks printed, each line with its rank.
 
@@ -85,8 +83,8 @@ class Pool:
         """
         if not 1 <= n_ranks <= MAX_RANKS:
             raise ValueError(f"n_ranks is {n_ranks}, and a pool has 1 to {MAX_RANKS} ranks")
-        header = {"backend": self.backend, "n_ranks": n_ranks, "time_limit_s": time_limit_s, "env": dict(env or {})}
-        header.update(function=_named(function), args=pickle.dumps(args), path=list(sys.path), cwd=os.getcwd())
+        header = {**_surroundings(), "backend": self.backend, "n_ranks": n_ranks, "time_limit_s": time_limit_s}
+        header.update(env=dict(env or {}), function=_named(function), args=pickle.dumps(args))
         with self._lock:
             self.warm()
             assert self._handle is not None
@@ -159,6 +157,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_locks)
 
 
+def _surroundings() -> dict[str, Any]:
+    return {"path": list(sys.path), "cwd": os.getcwd()}
+
+
 def _named(function: Callable) -> tuple[str, str, str | None]:
     """Module, qualified name and file by which a rank finds the function."""
     module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", "<none>")
@@ -167,7 +169,9 @@ def _named(function: Callable) -> tuple[str, str, str | None]:
     source = sys.modules.get(module) or importlib.import_module(module)
     file = getattr(source, "__file__", None)
     if module == "__main__" and not file:
-        raise ValueError(f"{qualname} is defined in a notebook or a shell: put it into a file, from which ranks import it")
+        raise ValueError(
+            f"{qualname} is defined in a notebook or a shell: put it into a file, from which ranks import it"
+        )
     return module, qualname, str(Path(file).resolve()) if file else None
 
 
@@ -177,7 +181,6 @@ def _send(workers: list[Worker], header: dict) -> None:
             worker.connection.send_bytes(pickle.dumps(header))
         except OSError:
             continue  # it has died, as its closed connection will tell
-    return None
 
 
 def _show(outputs: list[str]) -> None:

@@ -5,6 +5,7 @@ in each process that it forks.
 """
 
 import ctypes
+import importlib
 import os
 import pickle
 import signal
@@ -24,6 +25,7 @@ def serve(address: str, tag: str, rank: int, world_size: int) -> None:
     try:
         connection = Client(address, "AF_UNIX")
         connection.send_bytes(pickle.dumps((tag, rank, os.getpid(), world_size)))
+        open(f"{os.path.dirname(address)}/rank-{os.getpid()}", "w").close()
         environment = dict(os.environ)
         while True:
             header = pickle.loads(connection.recv_bytes())
@@ -44,7 +46,7 @@ def _enter(header: dict, environment: dict[str, str]) -> None:
     os.environ.update(header["env"])
     os.chdir(header["cwd"])
     sys.path[:] = header["path"]
-    sys.path_importer_cache.clear()
+    importlib.invalidate_caches()
     for name in [name for name, module in sys.modules.items() if _is_ours(name, module)]:
         del sys.modules[name]
 
@@ -65,8 +67,26 @@ def _is_ours(name: str, module) -> bool:
     return name != "__main__" and any(not os.path.realpath(file).startswith(_INSTALLED) for file in files)
 
 
-if __name__ == "__main__":
+def _watched(folder: str) -> None:
+    """Go on in a child, whose end this process writes into ``death-PID`` instead of telling mpiexec, which would end the others.
+
+    A child that ends before its task's caller knows of it is left to mpiexec.
+    """
     end_with_parent()
+    pid = os.fork()
+    if pid == 0:
+        end_with_parent()
+        return
+    status = os.waitpid(pid, 0)[1]
+    if status and os.path.exists(f"{folder}/rank-{pid}"):
+        with open(f"{folder}/death-{pid}", "w") as file:
+            file.write(f"{status}\n")
+        signal.pause()
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
+if __name__ == "__main__":
+    _watched(os.path.dirname(sys.argv[1]))
     from mpi4py import MPI
 
     serve(sys.argv[1], sys.argv[2], MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())

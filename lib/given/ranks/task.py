@@ -60,7 +60,8 @@ def _find(module: str, qualname: str, file: str | None):
         if not file:
             raise ModuleNotFoundError(f"no module named {module!r}, and it has no file")
         spec = importlib.util.spec_from_file_location("__ranks_main__" if module == "__main__" else module, file)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         found = sys.modules[module] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(found)
     for name in qualname.split("."):
@@ -119,9 +120,7 @@ def _gloo(header: dict, rank: int, journal: Journal):
     torch.set_num_threads(1)
     store = dist.FileStore(f"{header['folder']}/store", header["n_ranks"])
     patience = datetime.timedelta(seconds=header["time_limit_s"] + 120)  # ours ends first, and says more
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=header["n_ranks"], timeout=patience
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=header["n_ranks"], timeout=patience)
     record_collectives(journal)
     yield rank, header["n_ranks"]
 

@@ -58,6 +58,10 @@ class View:
         return self._offset > 0
 
     @property
+    def is_starting(self) -> bool:
+        return self.phase in ("starting", "importing")
+
+    @property
     def is_over(self) -> bool:
         return self.phase in ("returned", "raised", "dead")
 

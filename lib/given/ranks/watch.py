@@ -3,7 +3,6 @@
 import contextlib
 import os
 import pickle
-import re
 import signal
 import time
 from multiprocessing.connection import wait
@@ -17,6 +16,7 @@ IMPORT_LIMIT_S = 30.0  # before the function is called
 SETTLED_S = 2.0  # for so long all must wait before a deadlock is called one
 GONE_S = 0.5  # the same, where they wait for a rank that has returned
 ECHO_S = 1.0  # for so long a root cause may come after what it caused
+LATE_S = 3.0  # for so long a rank that has not begun is awaited after another has raised: it may well raise the same
 
 
 class Watch:
@@ -62,14 +62,19 @@ class Watch:
                 self.outcomes[worker.rank] = Outcome("died", text=self._cause_of_death(worker))
 
     def _cause_of_death(self, worker: Worker) -> str:
-        """How a rank ended whose connection has closed."""
+        """How a rank ended whose connection has closed; its keeper or its guard says so."""
+        note = self.handle.folder / f"death-{worker.pid}"
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline:
-            event = self.handle.hear(0.2)
-            if event and event[0] == "exit" and event[2] in (worker.rank, None):
-                return _death(event[3]) if event[2] is not None else _mpi_death(self.handle.log("mpiexec"), event[3])
-            if event and event[0] == "exit" and event[2] not in self.outcomes:
+            event = self.handle.hear(0.05)
+            if event and event[0] == "exit" and event[2] == worker.rank:
+                return _death(event[3])
+            if event and event[0] == "exit" and event[2] is not None and event[2] not in self.outcomes:
                 self.outcomes[event[2]] = Outcome("died", text=_death(event[3]))
+            if note.exists() and note.read_text().endswith("\n"):
+                return _death(int(note.read_text()))
+            if event and event[0] == "exit" and event[2] is None:
+                return "mpiexec ended: " + (self.handle.log("mpiexec")[-500:] or _death(event[3]))
         return "it ended without a word"
 
     def _read(self) -> None:
@@ -80,13 +85,17 @@ class Watch:
 
     def _await_cause(self) -> None:
         """Give the rank that began it the time to say so."""
-        deadline = time.monotonic() + ECHO_S
+        began = time.monotonic()
         self._receive(0.1)
-        while time.monotonic() < deadline and len(self.outcomes) < len(self.workers):
-            if any(o.status == "died" or (o.status == "raised" and not o.is_echo) for o in self.outcomes.values()):
-                break
-            self._receive(0.1)
         self._read()
+        while len(self.outcomes) < len(self.workers):
+            bad = [outcome for outcome in self.outcomes.values() if outcome.status != "returned"]
+            late = any(v.is_starting or (v.is_over and v.rank not in self.outcomes) for v in self.views)
+            patience = LATE_S if late else ECHO_S if all(outcome.is_echo for outcome in bad) else 0.0
+            if time.monotonic() - began >= patience:
+                break
+            self._receive(0.05)
+            self._read()
 
     def _is_deadlock(self) -> bool:
         """Whether no rank can go on, and has not been able to for long enough."""
@@ -99,10 +108,10 @@ class Watch:
         return time.monotonic() - latest > (GONE_S if gone else SETTLED_S)
 
     def _deadline(self) -> float:
-        if all(v.phase not in ("starting", "importing") for v in self.views):
+        if not any(v.is_starting for v in self.views):
             begun = [v.phase_at for v in self.views if v.phase == "running"]
             return max(begun, default=time.monotonic()) + self.time_limit_s
-        return self.began_at + IMPORT_LIMIT_S + self.time_limit_s
+        return self.began_at + max(IMPORT_LIMIT_S, self.time_limit_s)
 
     def _failure(self, limit_s: float | None) -> RankFailure:
         self._ask_where()
@@ -164,12 +173,3 @@ def _death(status: int) -> str:
     if os.WIFSIGNALED(status):
         return f"signal {os.WTERMSIG(status)}, {signal.Signals(os.WTERMSIG(status)).name}"
     return f"exit status {os.WEXITSTATUS(status)}"
-
-
-def _mpi_death(log: str, status: int) -> str:
-    """How the first rank ended, as far as mpiexec tells."""
-    found = re.search(r"signal (\d+)", log)
-    if found:
-        return f"signal {found[1]}, {signal.Signals(int(found[1])).name}"
-    found = re.search(r"exit(?:ed)?\W.*?code:?\W+(\d+)", log, re.IGNORECASE)
-    return f"exit status {found[1]}" if found else _death(status)
