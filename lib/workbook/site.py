@@ -40,7 +40,7 @@ def build(destination: str | Path = "_build/html", execute: bool = True) -> None
     write_solution_pages()
     command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q"]
     if not execute:
-        command += ["-D", "nb_execution_mode=off"]
+        command += ["-D", "nb_execution_mode=off", "-D", "suppress_warnings=misc.highlighting_failure"]
     command += [str(ROOT), str(ROOT / destination)]
     finished = subprocess.run(command, cwd=ROOT, env=environment())
     if finished.returncode:
@@ -84,7 +84,11 @@ def write_toc(book: dict) -> str:
                 entries.append({"file": entry["file"].removesuffix(".md")})
         if entries:
             subtrees.append({"caption": part["title"], "numbered": 1, "entries": entries})
-    solved = [{"file": f"solutions/{c.module}"} for c in chapters().values() if solution_page(c).exists()]
+    solved = [
+        {"file": f"solutions/{chapter.module}", "title": f"{chapter.number}. {chapter.title}"}
+        for chapter in chapters().values()
+        if solution_page(chapter).exists()
+    ]
     if solved:
         subtrees.append({"caption": "Solutions", "entries": solved})
     toc = {"root": first["file"].removesuffix(".md"), **({"subtrees": subtrees} if subtrees else {})}

@@ -40,7 +40,8 @@ MATH_LEFT = """() => [...document.querySelectorAll('.math')].filter(e => !e.quer
 MATH_ERRORS = (
     "() => [...document.querySelectorAll('[data-mml-node=merror], mjx-merror')].map(e => e.outerHTML.slice(0, 200))"
 )
-NO_ALT = "() => [...document.images].filter(i => !i.alt.trim()).map(i => i.outerHTML.slice(0, 120))"
+NO_ALT = """() => [...document.images]
+  .filter(i => i.closest('.bd-article') ? !i.alt.trim() : !i.hasAttribute('alt')).map(i => i.outerHTML.slice(0, 120))"""
 BROKEN_IMAGES = "() => [...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src.slice(0, 120))"
 
 
