@@ -218,20 +218,15 @@ def train_bpe(text: str, vocab_size: int, special_tokens: Sequence[str] = ()) ->
 class _WordIds(dict):
     """The ids of each word met lately; a word that is not here is merged when it is asked for."""
 
-    max_words = 2048  # half a megabyte
-
-    def __init__(self, ids: Mapping[bytes, int], merges: Sequence[Pair]):
+    def __init__(self, ids: Mapping[bytes, int], ranks: Mapping[Pair, int], max_words: int):
         super().__init__()
-        self.ids = ids
-        self.ranks = {pair: rank for rank, pair in enumerate(merges)}
+        self.ids, self.ranks, self.max_words = ids, ranks, max_words
+        self.merges = list(ranks)
 
     def __missing__(self, word: str) -> list[int]:
         symbols: Sequence[bytes] = _bytes_of(word)
-        while len(symbols) > 1:
-            first = min(pairwise(symbols), key=lambda pair: self.ranks.get(pair, len(self.ranks)))
-            if first not in self.ranks:
-                break
-            symbols = merge_pair(symbols, first)
+        while known := [self.ranks[pair] for pair in pairwise(symbols) if pair in self.ranks]:
+            symbols = merge_pair(symbols, self.merges[min(known)])
         if len(self) >= self.max_words:
             self.clear()
         self[word] = ids = [self.ids[symbol] for symbol in symbols]
@@ -290,7 +285,8 @@ class BPETokenizer:
                 self.ids[token.encode()] = i = max(self.vocab, default=-1) + 1
                 self.vocab[i] = token.encode()
         self._special = _special_pattern(self.special_tokens)
-        self._word_ids = _WordIds(self.ids, merges)
+        self._ranks = {pair: rank for rank, pair in enumerate(merges)}
+        self._word_ids = _WordIds(self.ids, self._ranks, max_words=100_000)
         ### END SOLUTION
 
     def encode(self, text: str) -> list[int]:
@@ -317,6 +313,7 @@ class BPETokenizer:
         """
         ### BEGIN SOLUTION
         longest = max(map(len, self.special_tokens), default=0)
+        word_ids = _WordIds(self.ids, self._ranks, max_words=2048)  # its own: half a megabyte at most
         buffer, enough = "", 0
         for chunk in chunks:
             buffer += chunk
@@ -324,7 +321,7 @@ class BPETokenizer:
                 continue
             end = 0
             for token, end, is_special in _settled(buffer, self._special, longest):  # noqa: B007
-                yield from [self.ids[token.encode()]] if is_special else self._word_ids[token]
+                yield from [self.ids[token.encode()]] if is_special else word_ids[token]
             buffer = buffer[end:]
             enough = 2 * len(buffer)
         yield from self.encode(buffer)

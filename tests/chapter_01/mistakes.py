@@ -334,7 +334,7 @@ class _WithMerge(reference.BPETokenizer):
                 self[word] = ids = [self.ids[symbol] for symbol in symbols]
                 return ids
 
-        self._word_ids = Words(self.ids, merges)
+        self._word_ids = Words(self.ids, self._ranks, 100_000)
 
 
 @mistake("BPETokenizer", "the longest token that fits is taken from the left; the order of the merges is not asked")

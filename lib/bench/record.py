@@ -1,0 +1,112 @@
+"""Measure, and keep what was measured with the machine that it was measured on."""
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+MEASUREMENTS = Path(__file__).parents[2] / "chapters" / "measurements"
+PACKAGES = ("torch", "numpy", "triton", "regex", "tokenizers", "tiktoken", "sentencepiece", "transformers", "mpi4py")
+
+
+def measure(run: Callable[[], Any], n_repeats: int = 10, n_warmup: int = 2) -> dict[str, float]:
+    """Time a call, in seconds: the median, the 10th and the 90th percentile.
+
+    Args:
+        run: What is timed; it waits for the device itself.
+        n_repeats: How many calls count.
+        n_warmup: How many calls before them do not.
+    """
+    times = []
+    for repeat in range(n_warmup + n_repeats):
+        start = time.perf_counter()
+        run()
+        if repeat >= n_warmup:
+            times.append(time.perf_counter() - start)
+    return spread(times)
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, 10th and 90th percentile of repeated measurements, and how many there were."""
+    tenths = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else values * 9
+    return {"median": statistics.median(values), "p10": tenths[0], "p90": tenths[-1], "n": len(values)}
+
+
+def machine() -> dict[str, Any]:
+    """What a measurement depends on: the processor, its cores, the accelerator if there is one, the versions."""
+    found = {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": _versions(),
+    }
+    torch = sys.modules.get("torch")  # only where the program uses it
+    if torch is not None and torch.cuda.is_available():
+        found["accelerators"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _cpu_name() -> str:
+    """The processor's name as the system gives it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def record(name: str, results: dict[str, Any], folder: Path = MEASUREMENTS) -> Path:
+    """Write results with the machine and the date; whoever reads meanwhile sees the old file or the new one, whole.
+
+    Args:
+        name: The file's name without its suffix.
+        results: What JSON can hold; units stand at the end of the keys, as in ``train_s``.
+        folder: Where it goes.
+    """
+    path = folder / f"{name}.json"
+    date = datetime.now(UTC).strftime("%Y-%m-%d")
+    text = json.dumps({"name": name, "date": date, "machine": machine(), "results": results}, indent=2)
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+    print(f"wrote {path.name}")
+    return path
+
+
+def load(name: str, folder: Path = MEASUREMENTS) -> dict[str, Any]:
+    """What was recorded: ``results``, ``machine`` and ``date``.
+
+    Raises:
+        FileNotFoundError: nothing of that name is recorded; the message lists what is.
+    """
+    path = folder / f"{name}.json"
+    if not path.exists():
+        there = ", ".join(sorted(p.stem for p in folder.glob("*.json"))) or "none"
+        raise FileNotFoundError(f"no measurement {name!r}: recorded are {there}; python -m lib.bench.{name} makes it")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def where(measured: dict[str, Any]) -> str:
+    """The machine and the date of a measurement in one line, for the caption of a figure or table."""
+    m = measured["machine"]
+    on = ", ".join(m.get("accelerators", [])) or f"{m['cores']} cores of an {m['cpu']}"
+    return f"measured on {on}, Python {m['python']}, {measured['date']}"
