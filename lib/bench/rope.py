@@ -3,30 +3,14 @@
 Run ``python -m lib.bench.rope``; it writes ``chapters/measurements/rope.json``.
 """
 
-import statistics
-import time
-from collections.abc import Callable
-
 import torch
 
-from lib.bench.record import record
+from lib.bench.record import measure, record
 from lib.rope import apply_rope, precompute_rope, rope_frequencies, rotation_matrix
 
 BATCH, N_POSITIONS, N_HEADS, HEAD_DIM = 1, 1024, 8, 64
-N_REPEATS = 30
+N_REPEATS = 200
 FAR = 100_000
-
-
-def time_ms(run: Callable[[], object]) -> dict[str, float]:
-    """Median, 10th and 90th percentile of ``N_REPEATS`` runs after three to warm up, in milliseconds."""
-    times = []
-    for repeat in range(N_REPEATS + 3):
-        start = time.perf_counter()
-        run()
-        if repeat >= 3:
-            times.append(1e3 * (time.perf_counter() - start))
-    tenths = statistics.quantiles(times, n=10)
-    return {"median": statistics.median(times), "p10": tenths[0], "p90": tenths[-1]}
 
 
 def rotation_times() -> dict[str, dict[str, float]]:
@@ -41,9 +25,9 @@ def rotation_times() -> dict[str, dict[str, float]]:
         return x * cos + torch.cat([-high, low], dim=-1) * sin
 
     return {
-        "complex_ms": time_ms(lambda: apply_rope(x, rope)),
-        "split_halves_ms": time_ms(split_halves),
-        "matrices_ms": time_ms(lambda: torch.einsum("tij,bthj->bthi", matrices, x)),
+        "complex_s": measure(lambda: apply_rope(x, rope), N_REPEATS, n_warmup=20),
+        "split_halves_s": measure(split_halves, N_REPEATS, n_warmup=20),
+        "matrices_s": measure(lambda: torch.einsum("tij,bthj->bthi", matrices, x), N_REPEATS, n_warmup=20),
     }
 
 
