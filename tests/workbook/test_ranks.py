@@ -323,14 +323,13 @@ def test_gloo_wait_of_an_async_call():
     assert line_of("work.wait()  # for nothing") in found.message
 
 
-@pytest.mark.parametrize(
-    ("loop", "text"), [(programs.loop, "while rank == culprit"), (programs.loop_in_c, "re.match(")]
-)
+@pytest.mark.parametrize(("loop", "text"), [(programs.loop, "all(iter("), (programs.loop_in_c, "re.match(")])
 def test_gloo_endless_loop(loop, text):
     found = failure("gloo", loop, 1, n_ranks=3, time_limit_s=1)
     where = line_of(text)
     assert found.kind == "time"
-    assert f"ranks 0 and 2 wait in barrier #1, since 1 s; rank 1 is still computing at {where}" in found.message
+    assert found.message.startswith("ranks 0 and 2 wait in barrier #1, since ")
+    assert f" s; rank 1 is still computing at {where} and never reached barrier #1" in found.message
     assert f"  rank 1  {where}  {text}" in found.message
     assert "(the limit is 1 s)" in found.message
 
@@ -394,7 +393,7 @@ def test_mpi_rank_returns_early():
 def test_mpi_endless_loop():
     found = failure("mpi", mpi_programs.loop, 1, n_ranks=2, time_limit_s=1)
     assert found.kind == "time"
-    assert f"rank 1 is still computing at {line_of('while comm.rank == culprit', mpi_programs)}" in found.message
+    assert f"rank 1 is still computing at {line_of('all(iter(', mpi_programs)}" in found.message
 
 
 @mpi

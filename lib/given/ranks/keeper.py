@@ -27,8 +27,8 @@ from pathlib import Path
 import psutil
 
 RANK = str(Path(__file__).with_name("rank.py"))
-# einops and jaxtyping only because almost every module that is run imports them
-PRELOADED = ("numpy", "torch", "torch.distributed", "einops", "jaxtyping")
+# beyond torch, what almost every module that is run imports
+PRELOADED = ("numpy", "torch", "torch.distributed", "einops", "jaxtyping", "yaml")
 
 
 class Keeper:
@@ -116,8 +116,12 @@ class Keeper:
 
     def start_mpi(self, n_ranks: int, address: str) -> None:
         environment = {k: v for k, v in os.environ.items() if not re.match(r"PMIX?_|OMPI_COMM_|HYDI_", k)}
-        for name, value in MPI_SETTINGS.items():
-            environment.setdefault(name, value)
+        environment = {
+            **MPI_SETTINGS,
+            **environment,
+            "TMPDIR": str(Path(self.log).parent),
+        }  # where Open MPI leaves folders
+        environment["RANKS_TMPDIR"] = os.environ.get("TMPDIR", "")
         command = [self.mpiexec, "-n", str(n_ranks), sys.executable, "-P", RANK, address, self.tag]
         with open(self.log, "w") as log:
             process = subprocess.Popen(
@@ -182,7 +186,9 @@ def _lives(pid: int) -> bool:
 def _shared_memory(pid: int) -> set[str]:
     """The segments in /dev/shm that an MPI rank has open, which MPI leaves there when it is ended."""
     try:
-        return set(re.findall(r"/dev/shm/mpich_\S+", Path(f"/proc/{pid}/maps").read_text()))
+        return set(
+            re.findall(r"/dev/shm/(?:mpich_|sm_segment|vader_segment)\S+", Path(f"/proc/{pid}/maps").read_text())
+        )
     except OSError:
         return set()
 

@@ -4,6 +4,7 @@
 in each process that it forks.
 """
 
+import contextlib
 import ctypes
 import importlib
 import os
@@ -24,8 +25,8 @@ def serve(address: str, tag: str, rank: int, world_size: int) -> None:
     """Connect, then do each task that comes; never returns."""
     try:
         connection = Client(address, "AF_UNIX")
-        connection.send_bytes(pickle.dumps((tag, rank, os.getpid(), world_size)))
         open(f"{os.path.dirname(address)}/rank-{os.getpid()}", "w").close()
+        connection.send_bytes(pickle.dumps((tag, rank, os.getpid(), world_size)))
         environment = dict(os.environ)
         while True:
             header = pickle.loads(connection.recv_bytes())
@@ -44,7 +45,8 @@ def _enter(header: dict, environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     os.environ.update(header["env"])
-    os.chdir(header["cwd"])
+    with contextlib.suppress(OSError):
+        os.chdir(header["cwd"])
     sys.path[:] = header["path"]
     importlib.invalidate_caches()
     for name in [name for name, module in sys.modules.items() if _is_ours(name, module)]:
@@ -89,4 +91,7 @@ if __name__ == "__main__":
     _watched(os.path.dirname(sys.argv[1]))
     from mpi4py import MPI
 
+    del os.environ["TMPDIR"]  # which was for MPI itself
+    if theirs := os.environ.pop("RANKS_TMPDIR"):
+        os.environ["TMPDIR"] = theirs
     serve(sys.argv[1], sys.argv[2], MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
