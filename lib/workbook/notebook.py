@@ -19,7 +19,9 @@ STYLE = """<style>
 .workbook-exercise dl {margin: .4em 0; display: grid; grid-template-columns: max-content 1fr; gap: .15em 1em}
 .workbook-exercise dt {font-weight: 600} .workbook-exercise dd {margin: 0}
 .workbook-exercise p {margin: .4em 0}
-.workbook-check table {border-collapse: collapse; margin: .2em 0} .workbook-check td {padding: .15em .8em .15em 0; text-align: left}
+.workbook-check table {border-collapse: collapse; margin: .2em 0; border: 0; font-size: 1em}
+.workbook-check tr, .workbook-exercise pre code {background: none !important; border: 0}
+.workbook-check td {padding: .15em .8em .15em 0; text-align: left !important; vertical-align: top; white-space: normal}
 </style>"""
 SECTION = re.compile(r"^(Args|Arguments|Returns|Yields|Raises|Attributes|Source|Convention|Cost|Note):\s*(.*)$")
 COLOURS = {"passed": "#2e9e5b", "wrong": "#d9534f", "not started": "#b58900", "skipped": "#3b82c4"}
