@@ -3,6 +3,8 @@
 import html
 from collections.abc import Iterable, Mapping
 
+from matplotlib.patches import Rectangle
+
 from lib.given.plots import COLOURS
 
 
@@ -50,3 +52,24 @@ def show_pieces(pieces: Iterable[bytes | str], caption: str = "", titles: Iterab
     start = f'<span style="opacity:.75">{html.escape(caption)} · {len(shown)} tokens</span><br>' if caption else ""
     page = f'<div style="font-family:monospace;line-height:1.9;overflow-wrap:anywhere">{start}{"".join(boxes)}</div>'
     return Html(page, (f"{caption}: " if caption else "") + "|".join(shown))
+
+
+def draw_merges(ax, steps: Iterable[Iterable[bytes]]) -> None:
+    """A word being merged: one row of boxes a step, from its bytes at the top to its tokens at the bottom.
+
+    Args:
+        ax: The axes to draw on; they lose their frame.
+        steps: The symbols of the word after each merge.
+    """
+    steps = [list(step) for step in steps]
+    for row, symbols in enumerate(steps):
+        left = 0
+        new = set(symbols) - set(steps[row - 1]) if row else set()
+        for symbol in symbols:
+            colour = COLOURS[1] if symbol in new else COLOURS[0]
+            box = {"facecolor": colour + "33", "edgecolor": colour, "linewidth": 1.2}
+            ax.add_patch(Rectangle((left + 0.05, -row - 0.4), len(symbol) - 0.1, 0.8, **box))
+            ax.text(left + len(symbol) / 2, -row, readable(symbol), ha="center", va="center", family="monospace")
+            left += len(symbol)
+    ax.set(xlim=(0, sum(map(len, steps[0]))), ylim=(-len(steps) + 0.4, 0.6))
+    ax.axis("off")

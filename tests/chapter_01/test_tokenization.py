@@ -254,7 +254,7 @@ def test_train_bpe_by_hand():
     case("ten words: low 5, lower 2, newest 3")
     _, merges = tokenization.train_bpe("low low low low low lower lower newest newest newest", 261)
     expected = [(b"o", b"w"), (b"l", b"ow"), (b" ", b"low"), (b"w", b"e"), (b"we", b"s")]
-    expect_equal(merges, expected, name="merges", read=PAIRS)
+    expect_equal(merges, expected, name="merges", read=MERGE)
 
 
 def test_train_bpe_vocabulary():
@@ -266,7 +266,7 @@ def test_train_bpe_vocabulary():
 
 def test_train_bpe_ties():
     case("ba and ab once each: the greater pair is (b, a)")
-    expect_equal(tokenization.train_bpe("ab\nba\ncab\nzba", 257)[1], [(b"b", b"a")], name="merges", read=PAIRS)
+    expect_equal(tokenization.train_bpe("ab\nba\ncab\nzba", 257)[1], [(b"b", b"a")], name="merges", read=MERGE)
     case("az and abc once each: (ab, c) is greater than (a, z), although abc is less than az")
     expect_equal(tokenization.train_bpe("ab\nab\nabc\naz", 258)[1], [(b"a", b"b"), (b"ab", b"c")], name="merges")
 
@@ -274,7 +274,7 @@ def test_train_bpe_ties():
 def test_train_bpe_words_are_not_joined():
     case("a word keeps the space before it, and no pair spans two words")
     _, merges = tokenization.train_bpe("x y x y x y", 300)
-    expect_equal(merges, [(b" ", b"y"), (b" ", b"x")], name="merges", read=PAIRS)
+    expect_equal(merges, [(b" ", b"y"), (b" ", b"x")], name="merges", read=MERGE)
     case("contractions, numbers and punctuation are words of their own")
     _, merges = tokenization.train_bpe("a1's a1's !?a", 300)
     expected = plain_bpe("a1's a1's !?a", 44)
