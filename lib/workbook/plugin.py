@@ -104,6 +104,7 @@ def pytest_collection_modifyitems(config, items):
         item.workbook_exercise = exercise = exercise_of(chapter, item.originalname) if chapter else None
         if exercise is not None:
             item.extra_keyword_matches.add(exercise.name)
+            item.repr_failure = _no_traceback  # messages.explain writes the report; pytest's own parses the test file
         maintainers = getattr(getattr(item, "function", None), "workbook_oracle", False) and not config.option.reference
         unwanted = wanted and not any(
             exercise is not None and exercise.module == c.module and e in (None, exercise) for c, e in wanted
@@ -127,6 +128,10 @@ def pytest_report_collectionfinish(config):
     if n and not (config.option.mistakes or config.option.keyword or config.option.exercise):
         return f"({n} more checks compare the reference with other libraries: `pytest --reference`)"
     return None
+
+
+def _no_traceback(excinfo, style=None) -> str:
+    return f"{excinfo.typename}: {excinfo.value}"
 
 
 def _has_accelerator() -> bool:

@@ -151,7 +151,7 @@ def test_cells_are_short(path):
     for cell in cells:
         code = re.sub(r"\A(:[^\n]*\n|---\n.*?\n---\n)+", "", cell, flags=re.DOTALL)
         lines = [line for line in code.splitlines() if line.strip()]
-        if len(lines) > 15:
+        if len(lines) > 15 and not re.fullmatch(r"(import|from)\b.*", lines[0]):
             long.append(code)
     assert long == []
 
@@ -161,8 +161,8 @@ def test_measurements_say_where_they_come_from():
 
     for path in sorted((ROOT / "chapters" / "measurements").glob("*.json")):
         record = json.loads(path.read_text())
-        for field in ("machine", "versions", "date"):
-            assert field in record, f"{path.name} has no {field}"
+        assert record["date"]
+        assert record["machine"]["versions"], f"{path.name} does not say which versions it was measured with"
         assert (ROOT / "lib" / "bench" / f"{path.stem}.py").exists(), (
             f"no program lib/bench/{path.stem}.py made {path.name}"
         )
