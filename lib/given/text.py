@@ -67,8 +67,8 @@ def draw_merges(ax, steps: Iterable[Iterable[bytes]]) -> None:
         new = set(symbols) - set(steps[row - 1]) if row else set()
         for symbol in symbols:
             colour = COLOURS[1] if symbol in new else COLOURS[0]
-            box = {"facecolor": colour + "33", "edgecolor": colour, "linewidth": 1.2}
-            ax.add_patch(Rectangle((left + 0.05, -row - 0.4), len(symbol) - 0.1, 0.8, **box))
+            corner, width = (left + 0.05, -row - 0.4), len(symbol) - 0.1
+            ax.add_patch(Rectangle(corner, width, 0.8, facecolor=colour + "33", edgecolor=colour, linewidth=1.2))
             ax.text(left + len(symbol) / 2, -row, readable(symbol), ha="center", va="center", family="monospace")
             left += len(symbol)
     ax.set(xlim=(0, sum(map(len, steps[0]))), ylim=(-len(steps) + 0.4, 0.6))
