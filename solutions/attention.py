@@ -18,17 +18,18 @@ def softmax(x: Float[Tensor, "..."], dim: int) -> Float[Tensor, "..."]:
         dim: The dimension along which the weights sum to one.
 
     Returns:
-        The shape and dtype of ``x``. Finite for scores as large as the dtype holds; a row of nothing but ``-inf`` gives
-        zeros, never NaN.
+        The shape and dtype of ``x``; float16 and bfloat16 are computed in float32 and rounded once. Finite for scores
+        as large as the dtype holds. A row of nothing but ``-inf`` gives zeros, never NaN, and so does its gradient.
 
     Source: Vaswani and others (arXiv:1706.03762), section 3.2.1.
     Convention: PyTorch's softmax gives NaN for a row of ``-inf``; its ``scaled_dot_product_attention`` gives zeros, as here.
     """
     ### BEGIN SOLUTION
-    largest = x.amax(dim, keepdim=True)
-    weights = torch.exp(x - largest.masked_fill(largest == -math.inf, 0.0))
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))  # a float16 sum overflows at 65,504
+    largest = wide.detach().amax(dim, keepdim=True)
+    weights = torch.exp(wide - largest.masked_fill(largest == -math.inf, 0.0))
     total = weights.sum(dim, keepdim=True)
-    return weights / total.masked_fill(total == 0.0, 1.0)
+    return (weights / total.masked_fill(total == 0.0, 1.0)).to(x.dtype)
     ### END SOLUTION
 
 
@@ -67,12 +68,14 @@ def scaled_dot_product_attention(
         mask: Boolean, broadcast to ``[..., T, S]``, True where a query may attend; None lets every query see every key.
 
     Returns:
-        ``[..., T, Dv]`` in the dtype of ``q``. A query that may attend to nothing gets zeros.
+        ``[..., T, Dv]`` in the dtype of ``q``. A query that may attend to nothing gets zeros. In float16 only the scores
+        after the division by ``sqrt(D)`` need fit below 65,504: divide before the product.
 
+    Cost: a few operations on whole tensors, none larger than the ``[..., T, S]`` of scores or the inputs; no loop.
     Source: Vaswani and others (arXiv:1706.03762), equation (1).
     """
     ### BEGIN SOLUTION
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    scores = q / math.sqrt(q.shape[-1]) @ k.transpose(-2, -1)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
     return softmax(scores, dim=-1) @ v
@@ -144,7 +147,11 @@ class KVCache:
         device: Where they live.
 
     Attributes:
+        keys: ``[B, G, max_len, D]``, zeros where nothing was written yet; ``values`` likewise.
         length: Positions held so far.
+
+    Convention: made for generation, under ``torch.no_grad()``. An update writes in place, so that after a second one
+        PyTorch refuses to go backward through the first.
     """
 
     def __init__(self, batch: int, n_kv_heads: int, max_len: int, head_dim: int, dtype=torch.float32, device=None):
@@ -162,7 +169,8 @@ class KVCache:
             v: New values ``[B, G, T, D]``.
 
         Returns:
-            All keys and all values so far ``[B, G, length, D]``, as views of the cache's own memory.
+            All keys and all values so far ``[B, G, length, D]``, as views of the cache's own memory: the past is never
+            copied.
 
         Raises:
             ValueError: they do not fit; the message shows the arithmetic, and the cache is as it was.
