@@ -73,3 +73,19 @@ def draw_merges(ax, steps: Iterable[Iterable[bytes]]) -> None:
             left += len(symbol)
     ax.set(xlim=(0, sum(map(len, steps[0]))), ylim=(-len(steps) + 0.4, 0.6))
     ax.axis("off")
+
+
+def show_numbers(numbers: Mapping[str, str], heading: str = "your run") -> Html:
+    """A table of two columns: what was measured, and what came out.
+
+    Args:
+        numbers: The value of each thing, as it should read.
+        heading: What stands above the values.
+    """
+    cell = 'style="text-align:left;padding:.2em 1.2em .2em 0;border-bottom:1px solid rgba(127,127,127,.3)"'
+    rows = [
+        f"<tr><td {cell}>{html.escape(name)}</td><td {cell}>{html.escape(v)}</td></tr>" for name, v in numbers.items()
+    ]
+    head = f"<tr><th {cell}></th><th {cell}>{html.escape(heading)}</th></tr>"
+    table = f'<table style="border-collapse:collapse;margin:1em 0"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table>'
+    return Html(table, "\n".join(f"{name}: {value}" for name, value in numbers.items()))
