@@ -202,7 +202,9 @@ def scaled_after_softmax(q, k, v, mask=None):
     return _attend(q, k, v, mask, 1.0) / math.sqrt(q.shape[-1])
 
 
-@mistake("scaled_dot_product_attention", "the softmax runs over the queries: the weights of one query should sum to one")
+@mistake(
+    "scaled_dot_product_attention", "the softmax runs over the queries: the weights of one query should sum to one"
+)
 def softmax_over_queries(q, k, v, mask=None):
     return _attend(q, k, v, mask, weigh=lambda scores, dim: reference.softmax(scores, -2))
 
@@ -288,7 +290,9 @@ def query_by_query(q, k, v, mask=None):
     return torch.cat(rows, dim=-2)
 
 
-@mistake("scaled_dot_product_attention", "a tensor of T x S x D products is made, where a matrix product sums as it goes")
+@mistake(
+    "scaled_dot_product_attention", "a tensor of T x S x D products is made, where a matrix product sums as it goes"
+)
 def all_products_at_once(q, k, v, mask=None):
     products = (q / math.sqrt(q.shape[-1]))[..., :, None, :] * k[..., None, :, :]
     scores = products.sum(-1)

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -517,7 +517,9 @@ def test_repeat_kv_by_hand():
     expect_close(attention.repeat_kv(x, 3), expected, read=GROUPS)
 
 
-@pytest.mark.parametrize(("b", "g", "t", "d", "r"), [(1, 1, 1, 1, 4), (2, 3, 5, 2, 2), (3, 2, 4, 3, 1), (2, 4, 3, 1, 5)])
+@pytest.mark.parametrize(
+    ("b", "g", "t", "d", "r"), [(1, 1, 1, 1, 4), (2, 3, 5, 2, 2), (3, 2, 4, 3, 1), (2, 4, 3, 1, 5)]
+)
 def test_repeat_kv_head_by_head(b, g, t, d, r):
     case(f"b={b} g={g} t={t} d={d}, n_repeats={r}")
     x = randn(b, g, t, d)
@@ -614,7 +616,9 @@ def test_KVCache_refuses_what_does_not_fit(held, more):
         cache.update(randn(1, 1, more, 2, seed=1), randn(1, 1, more, 2, seed=1))
     case(f"max_len=4, holds {held}, and refused {more} more: what it holds now")
     expect_equal(cache.length, held, name="length", read="the contract of exercise 3.7, under Raises")
-    expect_close(cache.keys[:, :, :held], k[:, :, :held], name="keys", read="the contract of exercise 3.7, under Raises")
+    expect_close(
+        cache.keys[:, :, :held], k[:, :, :held], name="keys", read="the contract of exercise 3.7, under Raises"
+    )
     if held < 4:
         case(f"max_len=4, holds {held}, and refused {more} more: {4 - held} that fit")
         keys, _ = cache.update(k[:, :, held:], k[:, :, held:])
@@ -712,7 +716,9 @@ def test_MultiHeadAttention_has_these_weights(c, h, g):
     expect_equal(actual, expected, name="parameters", read="the contract of exercise 3.8, under Attributes")
 
 
-@pytest.mark.parametrize(("b", "t", "c", "h", "g"), [(1, 1, 4, 1, 1), (2, 5, 8, 2, 2), (2, 3, 12, 6, 2), (3, 4, 8, 4, 1)])
+@pytest.mark.parametrize(
+    ("b", "t", "c", "h", "g"), [(1, 1, 4, 1, 1), (2, 5, 8, 2, 2), (2, 3, 12, 6, 2), (3, 4, 8, 4, 1)]
+)
 @pytest.mark.parametrize("causal", [False, True])
 def test_MultiHeadAttention_equals_torch(b, t, c, h, g, causal):
     case(f"b={b} t={t} c={c} h={h} g={g}, {'causal mask' if causal else 'no mask'}")
@@ -827,7 +833,11 @@ def test_MultiHeadAttention_properties():
     from hypothesis import strategies as st
 
     @settings(max_examples=30, deadline=None, database=None, derandomize=True)
-    @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.sampled_from([(4, 4), (4, 2), (3, 1)]), st.integers(0, 99))
+    @given(
+        st.lists(st.integers(1, 4), min_size=1, max_size=5),
+        st.sampled_from([(4, 4), (4, 2), (3, 1)]),
+        st.integers(0, 99),
+    )
     def holds(chunks, heads, seed):
         (h, g), total, n = heads, sum(chunks), 0
         layer, x = make_layer(4 * h, h, g, seed), randn(2, total, 4 * h, seed=seed + 9)
@@ -836,7 +846,9 @@ def test_MultiHeadAttention_properties():
         with torch.no_grad():
             for chunk in chunks:
                 case(f"h={h} g={g} seed={seed}, chunks {chunks}: {chunk} after {n}")
-                out = layer(x[:, n : n + chunk], make_table(make_angles(n, n + chunk, 4)), lower(chunk, n + chunk), cache)
+                out = layer(
+                    x[:, n : n + chunk], make_table(make_angles(n, n + chunk, 4)), lower(chunk, n + chunk), cache
+                )
                 expect_close(out, expected[:, n : n + chunk], atol=1e-4, read=CACHE)
                 n += chunk
 
