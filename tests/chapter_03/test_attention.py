@@ -4,6 +4,7 @@ The tests build masks, rotations and caches themselves, and compare with PyTorch
 """
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -18,6 +19,11 @@ attention = graded("attention")
 MEAN, SOFTMAX, SHIFTED, MASK = (f"equation (3.{n})" for n in (1, 2, 3, 4))
 ATTENTION, HEADS, GROUPS, CACHE = (f"equation (3.{n})" for n in (6, 7, 8, 9))
 INF = math.inf
+
+FLOATS = (torch.float32, torch.float64)
+SIZES = [(1, 1, 1, 1), (5, 5, 8, 8), (3, 7, 4, 5), (6, 2, 3, 9)]  # t, s, d, dv
+LAYERS = [(1, 1, 4, 1, 1), (2, 5, 8, 2, 2), (2, 3, 12, 6, 2), (3, 4, 8, 4, 1)]  # b, t, c, h, g
+CHUNKS = [(7,), (1, 1, 1, 1, 1, 1, 1), (4, 3), (1, 5, 1)]
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -97,20 +103,19 @@ def test_softmax_by_hand():
     expect_close(attention.softmax(x, 1), expected, atol=1e-6, read=SOFTMAX)
 
 
-@pytest.mark.parametrize(("shape", "dim"), [((5,), 0), ((3, 4), 0), ((3, 4), -1), ((2, 3, 5), 1), ((2, 3, 5), -3)])
-def test_softmax_sums_to_one(shape, dim):
-    case(f"x {list(shape)}, dim={dim}: the sums along it")
-    out = attention.softmax(randn(*shape, seed=len(shape)), dim)
-    sums = out.sum(dim)
-    expect_close(sums, torch.ones_like(sums), atol=1e-5, name="out.sum(dim)", answer=out, read=SOFTMAX)
+def test_softmax_sums_to_one():
+    for shape, dim in [((5,), 0), ((3, 4), 0), ((3, 4), -1), ((2, 3, 5), 1), ((2, 3, 5), -3)]:
+        case(f"x {list(shape)}, dim={dim}: the sums along it")
+        out = attention.softmax(randn(*shape, seed=len(shape)), dim)
+        sums = out.sum(dim)
+        expect_close(sums, torch.ones_like(sums), atol=1e-5, name="out.sum(dim)", answer=out, read=SOFTMAX)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("shape", "dim"), [((7,), 0), ((3, 4), 0), ((3, 4), 1), ((2, 3, 5), -2)])
-def test_softmax_equals_torch(shape, dim, dtype):
-    case(f"x {list(shape)}, dim={dim}, {name_of(dtype)}")
-    x = 3 * randn(*shape, seed=1, dtype=dtype)
-    expect_close(attention.softmax(x, dim), torch.softmax(x, dim), atol=1e-6, read=SOFTMAX)
+def test_softmax_equals_torch():
+    for (shape, dim), dtype in product([((7,), 0), ((3, 4), 0), ((3, 4), 1), ((2, 3, 5), -2)], FLOATS):
+        case(f"x {list(shape)}, dim={dim}, {name_of(dtype)}")
+        x = 3 * randn(*shape, seed=1, dtype=dtype)
+        expect_close(attention.softmax(x, dim), torch.softmax(x, dim), atol=1e-6, read=SOFTMAX)
 
 
 def test_softmax_does_not_see_a_shift():
@@ -232,10 +237,10 @@ def test_causal_mask_by_hand():
     expect_close(attention.causal_mask(2, 5), expected, read=MASK)
 
 
-@pytest.mark.parametrize(("t", "s"), [(1, 1), (1, 7), (4, 4), (3, 11), (5, 6), (4, 2), (1, 0)])
-def test_causal_mask_by_formula(t, s):
-    case(f"n_queries={t}, n_keys={s}")
-    expect_close(attention.causal_mask(t, s), lower(t, s), read=MASK)
+def test_causal_mask_by_formula():
+    for t, s in [(1, 1), (1, 7), (4, 4), (3, 11), (5, 6), (4, 2), (1, 0)]:
+        case(f"n_queries={t}, n_keys={s}")
+        expect_close(attention.causal_mask(t, s), lower(t, s), read=MASK)
 
 
 def test_causal_mask_of_late_queries_is_the_end_of_the_whole_mask():
@@ -306,13 +311,12 @@ def test_scaled_dot_product_attention_of_a_query_that_sees_nothing():
     expect_close(out, expected, atol=1e-5, read='section "A row with nothing to see"')
 
 
-@pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 1, 2)])
-@pytest.mark.parametrize(("t", "s", "d", "dv"), [(1, 1, 1, 1), (5, 5, 8, 8), (3, 7, 4, 5), (6, 2, 3, 9)])
-def test_scaled_dot_product_attention_equals_torch(lead, t, s, d, dv):
-    case(f"q {[*lead, t, d]}, k {[*lead, s, d]}, v {[*lead, s, dv]}")
-    q, k, v = randn(*lead, t, d), randn(*lead, s, d, seed=1), randn(*lead, s, dv, seed=2)
-    expected = torch_attention(q, k, v).float()
-    expect_close(attention.scaled_dot_product_attention(q, k, v), expected, atol=1e-5, read=ATTENTION)
+def test_scaled_dot_product_attention_equals_torch():
+    for lead, (t, s, d, dv) in product([(), (3,), (2, 3), (2, 1, 2)], SIZES):
+        case(f"q {[*lead, t, d]}, k {[*lead, s, d]}, v {[*lead, s, dv]}")
+        q, k, v = randn(*lead, t, d), randn(*lead, s, d, seed=1), randn(*lead, s, dv, seed=2)
+        expected = torch_attention(q, k, v).float()
+        expect_close(attention.scaled_dot_product_attention(q, k, v), expected, atol=1e-5, read=ATTENTION)
 
 
 @pytest.mark.parametrize("shape", [(3, 6), (2, 1, 3, 6), (2, 1, 1, 6), (2, 4, 3, 6), (3, 1)])
@@ -716,15 +720,12 @@ def test_MultiHeadAttention_has_these_weights(c, h, g):
     expect_equal(actual, expected, name="parameters", read="the contract of exercise 3.8, under Attributes")
 
 
-@pytest.mark.parametrize(
-    ("b", "t", "c", "h", "g"), [(1, 1, 4, 1, 1), (2, 5, 8, 2, 2), (2, 3, 12, 6, 2), (3, 4, 8, 4, 1)]
-)
-@pytest.mark.parametrize("causal", [False, True])
-def test_MultiHeadAttention_equals_torch(b, t, c, h, g, causal):
-    case(f"b={b} t={t} c={c} h={h} g={g}, {'causal mask' if causal else 'no mask'}")
-    layer, x, mask = make_layer(c, h, g), randn(b, t, c, seed=9), lower(t, t) if causal else None
-    expected = expected_of(weights_of(layer), x, h, g, mask=mask).float()
-    expect_close(layer(x, mask=mask).detach(), expected, atol=1e-4, read=GROUPS if g < h else HEADS)
+def test_MultiHeadAttention_equals_torch():
+    for (b, t, c, h, g), causal in product(LAYERS, (False, True)):
+        case(f"b={b} t={t} c={c} h={h} g={g}, {'causal mask' if causal else 'no mask'}")
+        layer, x, mask = make_layer(c, h, g), randn(b, t, c, seed=9), lower(t, t) if causal else None
+        expected = expected_of(weights_of(layer), x, h, g, mask=mask).float()
+        expect_close(layer(x, mask=mask).detach(), expected, atol=1e-4, read=GROUPS if g < h else HEADS)
 
 
 @pytest.mark.parametrize(("h", "g"), [(2, 2), (4, 2), (6, 1)])
@@ -760,19 +761,17 @@ def test_MultiHeadAttention_gives_the_cache_what_is_new():
         expect_equal(cache.given[-1:], [(shape, shape)], name="given", answer=out, read=CACHE)
 
 
-@pytest.mark.parametrize("with_rope", [False, True])
-@pytest.mark.parametrize("chunks", [(7,), (1, 1, 1, 1, 1, 1, 1), (4, 3), (1, 5, 1)])
-@pytest.mark.parametrize("g", [1, 2, 4])
-def test_MultiHeadAttention_with_a_cache_equals_the_whole(chunks, g, with_rope):
-    layer, x, cache, n = make_layer(16, 4, g), randn(2, 7, 16, seed=9), Notes(), 0
-    angles = make_angles(0, 7, 4) if with_rope else None
-    expected = expected_of(weights_of(layer), x, 4, g, angles, lower(7, 7)).float()
-    for chunk in chunks:
-        case(f"b=2 c=16 h=4 g={g}, {chunk} positions after {n} in the cache{', with rope' if with_rope else ''}")
-        rope = make_table(make_angles(n, n + chunk, 4)) if with_rope else None
-        out = layer(x[:, n : n + chunk], rope, lower(chunk, n + chunk), cache).detach()
-        expect_close(out, expected[:, n : n + chunk], atol=1e-4, read=CACHE)
-        n += chunk
+def test_MultiHeadAttention_with_a_cache_equals_the_whole():
+    for chunks, g, with_rope in product(CHUNKS, (1, 2, 4), (False, True)):
+        layer, x, cache, n = make_layer(16, 4, g), randn(2, 7, 16, seed=9), Notes(), 0
+        angles = make_angles(0, 7, 4) if with_rope else None
+        expected = expected_of(weights_of(layer), x, 4, g, angles, lower(7, 7)).float()
+        for chunk in chunks:
+            case(f"b=2 c=16 h=4 g={g}, {chunk} positions after {n} in the cache{', with rope' if with_rope else ''}")
+            rope = make_table(make_angles(n, n + chunk, 4)) if with_rope else None
+            out = layer(x[:, n : n + chunk], rope, lower(chunk, n + chunk), cache).detach()
+            expect_close(out, expected[:, n : n + chunk], atol=1e-4, read=CACHE)
+            n += chunk
 
 
 def test_MultiHeadAttention_without_a_mask_sees_the_whole_cache():
