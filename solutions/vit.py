@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lib.given.vit import (
+from lib.given.vit import (  # noqa: F401
     TINY,
     VIT_B_16,
     VIT_GIANT_14,
