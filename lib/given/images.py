@@ -149,11 +149,17 @@ def _rows(source: str | os.PathLike, split: str, image: str) -> Iterator[tuple[s
     files = _files_of(source, split)
     parts = [(str(p), {"path": BUILDERS[p.suffix], "data_files": {split: str(p)}}) for p in files]
     for name, what in parts or [(str(source), {"path": DATA_SETS.get(str(source), {}).get("path", str(source))})]:
-        rows = load_dataset(**what, split=split, streaming=True)
-        if isinstance((rows.features or {}).get(image), Image):
-            rows = rows.cast_column(image, Image(decode=False))
-        for number, row in enumerate(rows, start=1):
-            yield f"{name}, row {number}", row, rows.features
+        number = 0
+        try:
+            rows = load_dataset(**what, split=split, streaming=True)
+            if isinstance((rows.features or {}).get(image), Image):
+                rows = rows.cast_column(image, Image(decode=False))
+            for number, row in enumerate(rows, start=1):
+                yield f"{name}, row {number}", row, rows.features
+        except (ValueError, OSError) as error:
+            if not files:
+                raise
+            raise ValueError(f"{name}, after row {number}: the file cannot be read ({error})") from None
 
 
 def _picture(where: str, row: dict, column: str, before: list[Tensor]) -> Tensor:
