@@ -8,18 +8,13 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lib.given.vit import (  # noqa: F401
-    TINY,
-    VIT_B_16,
-    VIT_GIANT_14,
-    VIT_GIGANTIC_14,
-    VIT_H_14,
-    VIT_L_16,
-    ViTConfig,
-    hf_names,
-    modern_hf_names,
-    timm_names,
-)
+from lib.given.vit import TINY as TINY
+from lib.given.vit import VIT_B_16 as VIT_B_16
+from lib.given.vit import VIT_GIANT_14 as VIT_GIANT_14
+from lib.given.vit import VIT_GIGANTIC_14 as VIT_GIGANTIC_14
+from lib.given.vit import VIT_H_14 as VIT_H_14
+from lib.given.vit import VIT_L_16 as VIT_L_16
+from lib.given.vit import ViTConfig, hf_names, modern_hf_names, timm_names
 from solutions.attention import merge_heads, scaled_dot_product_attention, split_heads
 
 
@@ -141,7 +136,7 @@ class ImageEmbeddings(nn.Module):
         ### BEGIN SOLUTION
         self.proj = nn.Conv2d(config.channels, config.dim, config.patch_size, stride=config.patch_size)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, config.dim))
-        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, 1 + config.n_patches, config.dim))
+        self.pos_embed = nn.Parameter(torch.normal(0.0, 0.02, (1, 1 + config.n_patches, config.dim)))
         ### END SOLUTION
 
     def forward(self, images: Float[Tensor, "b ch height width"]) -> Float[Tensor, "b n_plus_1 c"]:

@@ -522,6 +522,7 @@ def test_VisionTransformer_by_hand(pooling):
     expect_close(fill(vit.VisionTransformer(c), values, MODEL)(images), expected, atol=1e-4, read=MODEL)
 
 
+@pytest.mark.time_limit(60)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_VisionTransformer_equals_transformers(variant):
     batch, c = VARIANTS[variant]
@@ -719,6 +720,7 @@ def test_resize_positions_equals_interpolate(old, new):
     expect_close(vit.resize_positions(pos_embed, old, new), expected, atol=1e-5, read=RESIZE)
 
 
+@pytest.mark.time_limit(60)
 @pytest.mark.parametrize("new", [(4, 4), (3, 5)])
 def test_resize_positions_equals_transformers(new):
     case(f"dim=12, (2, 2) to {new}, as in Transformers")
