@@ -1,0 +1,189 @@
+"""Images: scikit-learn's digits and a photograph, which are on the machine, and CIFAR-10 or your own files by the same call."""
+
+import functools
+import io
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+# Each name, what `datasets.load_dataset` takes for it, and where its rows hold the picture and the class.
+DATA_SETS = {"cifar10": {"path": "uoft-cs/cifar10", "image": "img", "label": "label"}}
+BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+SPLIT_SEED = 0
+N_DIGITS_TEST = 360
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """Pictures with their classes.
+
+    Attributes:
+        images: Float32 ``[n, ch, height, width]``, from 0 to 1.
+        labels: Int64 ``[n]``.
+        classes: What the labels stand for.
+    """
+
+    images: Tensor
+    labels: Tensor
+    classes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+def load_images(
+    source: str | os.PathLike,
+    split: str = "train",
+    *,
+    image: str | None = None,
+    label: str | None = None,
+    limit: int | None = None,
+    progress: bool = False,
+) -> Images:
+    """The pictures of a data set or of your own files.
+
+    Args:
+        source: "digits" (8 x 8, grayscale, on every machine), "cifar10", any data set on the Hugging Face hub as
+            "owner/name", a .parquet or .jsonl file, or a folder of them.
+        split: "train" or "test". Files: the folder's files whose names begin with it; a single file is read whole.
+        image: Column of the pictures, "img" unless told: as ``datasets`` writes them, with their bytes or their path.
+        label: Column of the classes, "label" unless told: whole numbers from 0.
+        limit: Read no more than this many.
+        progress: Show a bar that counts pictures.
+
+    Raises:
+        FileNotFoundError: no such file, folder or data set; the message says what there is.
+        ValueError: a row lacks a column, or its picture is cut short, or not of the size of the first; the message names
+            the file and the row, from 1.
+    """
+    if str(source) == "digits":
+        digits = _digits(split)
+        return Images(images=digits.images[:limit], labels=digits.labels[:limit], classes=digits.classes)
+    known = DATA_SETS.get(str(source), {})
+    image, label = image or known.get("image", "img"), label or known.get("label", "label")
+    rows = _rows(source, split, image)
+    if progress:
+        from tqdm.auto import tqdm
+
+        rows = tqdm(rows, desc=Path(source).name, unit=" images", total=limit)
+    pictures, labels, names = [], [], None
+    for where, row, found in rows:
+        if limit is not None and len(pictures) >= limit:
+            break
+        pictures.append(_picture(where, row, image, pictures))
+        labels.append(_class(where, row, label))
+        names = names or getattr((found or {}).get(label), "names", None)
+    if not pictures:
+        raise ValueError(f"{source}, split {split!r}: there is no row in it")
+    names = names or [str(i) for i in range(max(labels) + 1)]
+    return Images(images=torch.stack(pictures), labels=torch.tensor(labels), classes=tuple(names))
+
+
+@functools.cache
+def _digits(split: str) -> Images:
+    """1797 scanned digits in a fixed order drawn by lot: the last 360 are the test."""
+    from sklearn.datasets import load_digits
+
+    if split not in ("train", "test"):
+        raise ValueError(f"digits have the splits train and test, not {split!r}")
+    data = load_digits()
+    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(SPLIT_SEED))
+    chosen = order[:-N_DIGITS_TEST] if split == "train" else order[-N_DIGITS_TEST:]
+    pixels = torch.from_numpy(data.images).float()[:, None] / 16  # the scans have 17 shades
+    labels = torch.from_numpy(data.target).long()
+    return Images(images=pixels[chosen], labels=labels[chosen], classes=tuple(map(str, data.target_names)))
+
+
+def photograph(height: int | None = None, width: int | None = None) -> Tensor:
+    """Rear Admiral Grace Hopper, in colour: float32 ``[3, height, width]`` from 0 to 1; matplotlib's sample data.
+
+    Args:
+        height: Scale to this many pixels; None keeps the picture's 600.
+        width: Scale to this many pixels; None keeps the picture's 512.
+    """
+    from matplotlib import cbook
+    from PIL import Image
+
+    with cbook.get_sample_data("grace_hopper.jpg") as file, Image.open(file) as picture:
+        size = (width or picture.width, height or picture.height)
+        return _pixels(picture.convert("RGB").resize(size, Image.Resampling.BICUBIC))
+
+
+def _pixels(picture) -> Tensor:
+    """A PIL image as ``[ch, height, width]`` from 0 to 1: grayscale stays so, everything else becomes colour."""
+    import numpy as np
+
+    array = np.array(picture if picture.mode == "L" else picture.convert("RGB"), dtype=np.float32) / 255
+    return torch.from_numpy(array[None] if array.ndim == 2 else array.transpose(2, 0, 1).copy())
+
+
+def _files_of(source: str | os.PathLike, split: str) -> list[Path]:
+    """The files that a path stands for; none for the name of a data set."""
+    path, kinds = Path(source), f"the kinds are {', '.join(BUILDERS)}"
+    if path.is_file():
+        if path.suffix not in BUILDERS:
+            raise FileNotFoundError(f"{path}: cannot read {path.suffix or 'a file without suffix'}; {kinds}")
+        return [path]
+    if path.is_dir():
+        files = sorted(p for p in path.rglob(f"{split}*") if p.suffix in BUILDERS and p.is_file())
+        if not files:
+            raise FileNotFoundError(f"{path} holds no file whose name begins with {split!r}; {kinds}")
+        return files
+    on_hub = str(source).count("/") == 1 and not str(source).startswith((".", "/")) and not path.suffix
+    if str(source) not in DATA_SETS and not on_hub:
+        there = ", ".join(["digits", *DATA_SETS])
+        raise FileNotFoundError(
+            f"no file or folder {path} (searched from {Path.cwd()}), and no data set: those are {there} or owner/name on the hub"
+        )
+    return []
+
+
+def _rows(source: str | os.PathLike, split: str, image: str) -> Iterator[tuple[str, dict, dict | None]]:
+    """("file, row n", the row, its features) of every row, pictures not yet decoded."""
+    from datasets import Image, load_dataset
+
+    files = _files_of(source, split)
+    parts = [(str(p), {"path": BUILDERS[p.suffix], "data_files": {split: str(p)}}) for p in files]
+    for name, what in parts or [(str(source), {"path": DATA_SETS.get(str(source), {}).get("path", str(source))})]:
+        number = 0
+        try:
+            rows = load_dataset(**what, split=split, streaming=True)
+            if isinstance((rows.features or {}).get(image), Image):
+                rows = rows.cast_column(image, Image(decode=False))
+            for number, row in enumerate(rows, start=1):
+                yield f"{name}, row {number}", row, rows.features
+        except (ValueError, OSError) as error:
+            if not files:
+                raise
+            raise ValueError(f"{name}, after row {number}: the file cannot be read ({error})") from None
+
+
+def _picture(where: str, row: dict, column: str, before: list[Tensor]) -> Tensor:
+    from PIL import Image
+
+    cell = row.get(column)
+    if not isinstance(cell, dict) or not (cell.get("bytes") or cell.get("path")):
+        raise ValueError(f"{where}: no picture in column {column!r}; its columns are {sorted(row)}")
+    try:
+        with Image.open(io.BytesIO(cell["bytes"]) if cell.get("bytes") else cell["path"]) as picture:
+            pixels = _pixels(picture)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{where}: there is no file {cell['path']}") from None
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"{where}: the picture in column {column!r} cannot be read ({error})") from None
+    if before and pixels.shape != before[0].shape:
+        raise ValueError(f"{where}: the picture is {list(pixels.shape)}, the first one is {list(before[0].shape)}")
+    return pixels
+
+
+def _class(where: str, row: dict, column: str) -> int:
+    value = row.get(column)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(
+            f"{where}: no class (a whole number from 0) in column {column!r}, but {value!r}; its columns are {sorted(row)}"
+        )
+    return value

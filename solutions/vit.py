@@ -1,0 +1,387 @@
+"""The vision transformer: an image cut into patches, and the patches read as words."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lib.given.vit import TINY as TINY
+from lib.given.vit import VIT_B_16 as VIT_B_16
+from lib.given.vit import VIT_GIANT_14 as VIT_GIANT_14
+from lib.given.vit import VIT_GIGANTIC_14 as VIT_GIGANTIC_14
+from lib.given.vit import VIT_H_14 as VIT_H_14
+from lib.given.vit import VIT_L_16 as VIT_L_16
+from lib.given.vit import ViTConfig, hf_names, modern_hf_names, timm_names
+from solutions.attention import merge_heads, scaled_dot_product_attention, split_heads
+
+
+### BEGIN SOLUTION
+def _check_sides(height: int, width: int, patch: int) -> None:
+    for name, side in (("height", height), ("width", width)):
+        if side % patch:
+            raise ValueError(
+                f"{name} {side} is no multiple of patch {patch}: {side} = {side // patch} x {patch} + {side % patch}"
+            )
+
+
+### END SOLUTION
+def patchify_unfold(images: Float[Tensor, "b ch height width"], patch: int) -> Float[Tensor, "b n ch_p_p"]:
+    """Cut images into patches, with a sliding window that steps by its own size. (Exercise 5.1)
+
+    Args:
+        images: ``[B, ch, height, width]``.
+        patch: Side P of a patch, in pixels.
+
+    Returns:
+        ``[B, N, ch*P*P]``: patches row by row from the top left; inside a patch all of channel 0 first (row by row), then
+        channel 1, and so on.
+
+    Raises:
+        ValueError: a side is no multiple of ``patch``; the message shows the arithmetic, as "10 = 2 x 4 + 2".
+
+    Source: Dosovitskiy and others (arXiv:2010.11929), section 3.1.
+    Convention: channel-major, as PyTorch's convolutions; the paper's own code (JAX) has the channel last.
+    """
+    ### BEGIN SOLUTION
+    _check_sides(images.shape[2], images.shape[3], patch)
+    return F.unfold(images, kernel_size=patch, stride=patch).transpose(1, 2)
+    ### END SOLUTION
+
+
+def patchify_einops(images: Float[Tensor, "b ch height width"], patch: int) -> Float[Tensor, "b n ch_p_p"]:
+    """The same cut as one rearrangement of axes. (Exercise 5.2)
+
+    Args:
+        images: ``[B, ch, height, width]``, of any dtype.
+        patch: Side P of a patch, in pixels.
+
+    Returns:
+        What ``patchify_unfold`` gives.
+
+    Raises:
+        ValueError: a side is no multiple of ``patch``; the message shows the arithmetic, as "10 = 2 x 4 + 2".
+    """
+    ### BEGIN SOLUTION
+    _check_sides(images.shape[2], images.shape[3], patch)
+    return rearrange(images, "b ch (row p1) (column p2) -> b (row column) (ch p1 p2)", p1=patch, p2=patch)
+    ### END SOLUTION
+
+
+def unpatchify(
+    patches: Float[Tensor, "b n ch_p_p"], patch: int, height: int, width: int
+) -> Float[Tensor, "b ch height width"]:
+    """Put the patches back together: the exact inverse. (Exercise 5.3)
+
+    Args:
+        patches: ``[B, N, ch*P*P]``.
+        patch: Side P of a patch.
+        height: Of the image, in pixels.
+        width: Of the image, in pixels.
+
+    Returns:
+        ``[B, ch, height, width]``.
+
+    Raises:
+        ValueError: a side is no multiple of ``patch``, or N patches do not fill the image; the message shows the
+            arithmetic.
+    """
+    ### BEGIN SOLUTION
+    _check_sides(height, width, patch)
+    rows, columns = height // patch, width // patch
+    if patches.shape[1] != rows * columns:
+        raise ValueError(
+            f"{height} x {width} takes {rows} x {columns} = {rows * columns} patches, got {patches.shape[1]}"
+        )
+    pattern = "b (row column) (ch p1 p2) -> b ch (row p1) (column p2)"
+    return rearrange(patches, pattern, row=rows, p1=patch, p2=patch)
+    ### END SOLUTION
+
+
+def conv_from_linear(weight: Float[Tensor, "c ch_p_p"], channels: int, patch: int) -> Float[Tensor, "c ch p p"]:
+    """The convolution kernel that does to an image what a matrix does to its patches. (Exercise 5.4)
+
+    Args:
+        weight: Of a ``nn.Linear`` from a patch to the model width, ``[C, ch*P*P]``.
+        channels: Number ch of channels.
+        patch: Side P of a patch.
+
+    Returns:
+        ``[C, ch, P, P]``, for ``F.conv2d(images, kernel, stride=patch)``.
+    """
+    ### BEGIN SOLUTION
+    return rearrange(weight, "c (ch p1 p2) -> c ch p1 p2", ch=channels, p1=patch)
+    ### END SOLUTION
+
+
+class ImageEmbeddings(nn.Module):
+    """Patches as vectors, a class token before them, and a learned position for each. (Exercise 5.5)
+
+    Args:
+        config: Sizes.
+
+    Attributes:
+        proj: ``nn.Conv2d`` from ch channels to C, with kernel and stride P and a bias.
+        cls_token: Parameter ``[1, 1, C]``, zero at first.
+        pos_embed: Parameter ``[1, 1 + N, C]``, normal at first, with standard deviation 0.02; row 0 is the class token's.
+
+    Source: Dosovitskiy and others (arXiv:2010.11929), equation (1).
+    """
+
+    def __init__(self, config: ViTConfig):
+        super().__init__()
+        self.config = config
+        ### BEGIN SOLUTION
+        self.proj = nn.Conv2d(config.channels, config.dim, config.patch_size, stride=config.patch_size)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, config.dim))
+        self.pos_embed = nn.Parameter(torch.normal(0.0, 0.02, (1, 1 + config.n_patches, config.dim)))
+        ### END SOLUTION
+
+    def forward(self, images: Float[Tensor, "b ch height width"]) -> Float[Tensor, "b n_plus_1 c"]:
+        """``[B, ch, height, width]`` to ``[B, 1 + N, C]``.
+
+        Raises:
+            ValueError: the images have other sides or channels than the config; the message shows both shapes.
+        """
+        ### BEGIN SOLUTION
+        size = self.config.image_size
+        if images.shape[1:] != (self.config.channels, size, size):
+            raise ValueError(
+                f"images are {list(images.shape)}, the config wants [B, {self.config.channels}, {size}, {size}]"
+            )
+        patches = rearrange(self.proj(images), "b c row column -> b (row column) c")
+        tokens = torch.cat([self.cls_token.expand(len(images), -1, -1), patches], dim=1)
+        return tokens + self.pos_embed
+        ### END SOLUTION
+
+
+class EncoderAttention(nn.Module):
+    """Attention in which every token sees every other. (Exercise 5.6)
+
+    Args:
+        config: Sizes.
+
+    Attributes:
+        wq: ``nn.Linear`` C to C with a bias; so are ``wk``, ``wv`` and ``wo``.
+    """
+
+    def __init__(self, config: ViTConfig):
+        super().__init__()
+        self.n_heads = config.n_heads
+        ### BEGIN SOLUTION
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(config.dim, config.dim) for _ in range(4))
+        ### END SOLUTION
+
+    def forward(self, x: Float[Tensor, "b t c"]) -> Float[Tensor, "b t c"]:
+        """``[B, T, C]`` to ``[B, T, C]``; there is no mask."""
+        ### BEGIN SOLUTION
+        q, k, v = (split_heads(project(x), self.n_heads) for project in (self.wq, self.wk, self.wv))
+        return self.wo(merge_heads(scaled_dot_product_attention(q, k, v)))
+        ### END SOLUTION
+
+
+class MLP(nn.Module):
+    """Two layers with a GELU between them, applied to each token alone. (Exercise 5.7)
+
+    Args:
+        config: Sizes; ``gelu`` says which form: "exact", with the error function, or its "tanh" approximation.
+
+    Attributes:
+        fc1: ``nn.Linear`` C to F with a bias.
+        fc2: ``nn.Linear`` F to C with a bias.
+
+    Source: Hendrycks and Gimpel (arXiv:1606.08415), section 2.
+    Convention: timm and Transformers take the exact form, the paper's own code (JAX) the approximation.
+    """
+
+    def __init__(self, config: ViTConfig):
+        super().__init__()
+        ### BEGIN SOLUTION
+        self.approximate = "tanh" if config.gelu == "tanh" else "none"
+        self.fc1 = nn.Linear(config.dim, config.hidden_dim)
+        self.fc2 = nn.Linear(config.hidden_dim, config.dim)
+        ### END SOLUTION
+
+    def forward(self, x: Float[Tensor, "... c"]) -> Float[Tensor, "... c"]:
+        """The shape of ``x``."""
+        ### BEGIN SOLUTION
+        return self.fc2(F.gelu(self.fc1(x), approximate=self.approximate))
+        ### END SOLUTION
+
+
+class ViTBlock(nn.Module):
+    """Attention and an MLP, each added to what comes in, each behind a LayerNorm. (Exercise 5.8)
+
+    Args:
+        config: Sizes; every LayerNorm takes ``eps``.
+
+    Attributes:
+        norm1: ``nn.LayerNorm`` before ``attn``, an ``EncoderAttention``.
+        norm2: ``nn.LayerNorm`` before ``mlp``, an ``MLP``.
+
+    Source: Dosovitskiy and others (arXiv:2010.11929), equations (2) and (3).
+    """
+
+    def __init__(self, config: ViTConfig):
+        super().__init__()
+        ### BEGIN SOLUTION
+        self.norm1 = nn.LayerNorm(config.dim, eps=config.eps)
+        self.attn = EncoderAttention(config)
+        self.norm2 = nn.LayerNorm(config.dim, eps=config.eps)
+        self.mlp = MLP(config)
+        ### END SOLUTION
+
+    def forward(self, x: Float[Tensor, "b t c"]) -> Float[Tensor, "b t c"]:
+        """``[B, T, C]`` to ``[B, T, C]``."""
+        ### BEGIN SOLUTION
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+        ### END SOLUTION
+
+
+class VisionTransformer(nn.Module):
+    """The whole model: images in, one score a class out. (Exercise 5.9)
+
+    Args:
+        config: Sizes; ``pooling`` says what the head sees, after ``norm``: the class "token", or the "mean" of the N
+            patches without it.
+
+    Attributes:
+        embeddings: ``ImageEmbeddings``.
+        blocks: ``nn.ModuleList`` of L ``ViTBlock``.
+        norm: ``nn.LayerNorm`` after the last block.
+        head: ``nn.Linear`` C to the number of classes, with a bias.
+
+    Source: Dosovitskiy and others (arXiv:2010.11929), equation (4).
+    Convention: the mean is taken after the norm, as in Google's big_vision; timm takes it before.
+    """
+
+    def __init__(self, config: ViTConfig):
+        super().__init__()
+        self.config = config
+        ### BEGIN SOLUTION
+        self.embeddings = ImageEmbeddings(config)
+        self.blocks = nn.ModuleList(ViTBlock(config) for _ in range(config.n_layers))
+        self.norm = nn.LayerNorm(config.dim, eps=config.eps)
+        self.head = nn.Linear(config.dim, config.n_classes)
+        ### END SOLUTION
+
+    def forward(self, images: Float[Tensor, "b ch height width"]) -> Float[Tensor, "b n_classes"]:
+        """Logits ``[B, n_classes]`` of images ``[B, ch, height, width]``."""
+        ### BEGIN SOLUTION
+        x = self.embeddings(images)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        return self.head(x[:, 0] if self.config.pooling == "token" else x[:, 1:].mean(dim=1))
+        ### END SOLUTION
+
+
+def count_parameters(config: ViTConfig) -> int:
+    """How many numbers the model learns, without building it. (Exercise 5.10)
+
+    Args:
+        config: Sizes.
+
+    Returns:
+        Exactly the number of elements in all parameters of ``VisionTransformer(config)``.
+    """
+    ### BEGIN SOLUTION
+    C, F_ = config.dim, config.hidden_dim  # noqa: N806
+    embeddings = (config.patch_dim + 1) * C + C + (1 + config.n_patches) * C
+    block = 4 * (C + 1) * C + (C + 1) * F_ + (F_ + 1) * C + 2 * 2 * C
+    return embeddings + config.n_layers * block + 2 * C + (C + 1) * config.n_classes
+    ### END SOLUTION
+
+
+### BEGIN SOLUTION
+def _rename(state_dict: Mapping[str, Tensor], config: ViTConfig, names: dict[str, str]) -> dict[str, Tensor]:
+    """Our names for theirs, or one error that lists all that is wrong."""
+    with torch.device("meta"):
+        wanted = {ours: list(tensor.shape) for ours, tensor in VisionTransformer(config).state_dict().items()}
+    problems = [f"{name} is extra" for name in sorted(state_dict.keys() - set(names.values()))]
+    for ours, theirs in names.items():
+        if theirs not in state_dict:
+            problems.append(f"{theirs} is missing")
+        elif list(state_dict[theirs].shape) != wanted[ours]:
+            problems.append(f"{theirs} is {list(state_dict[theirs].shape)}, expected {wanted[ours]}")
+    if problems:
+        raise ValueError(f"{len(problems)} tensors do not fit the config:\n  " + "\n  ".join(problems))
+    return {ours: state_dict[theirs] for ours, theirs in names.items()}
+
+
+### END SOLUTION
+def convert_hf_state_dict(state_dict: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
+    """Transformers' weights under our names. (Exercise 5.11)
+
+    Args:
+        state_dict: Of ``ViTForImageClassification``; ``modern_hf_names`` turns a file of version 4 into one of version 5.
+        config: What the weights should fit; ``hf_names`` lists our name and theirs for each.
+
+    Returns:
+        What ``VisionTransformer(config).load_state_dict`` takes.
+
+    Raises:
+        ValueError: a tensor is missing, extra or misshapen: one error that names all of them, as they are called there.
+    """
+    ### BEGIN SOLUTION
+    return _rename(modern_hf_names(state_dict), config, hf_names(config))
+    ### END SOLUTION
+
+
+def convert_timm_state_dict(state_dict: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
+    """timm's weights under our names, its fused projections split. (Exercise 5.12)
+
+    Args:
+        state_dict: Of ``timm.models.VisionTransformer``: ``blocks.{i}.attn.qkv.weight`` ``[3C, C]`` holds the rows of all
+            queries, then of all keys, then of all values; its bias ``[3C]`` likewise.
+        config: What the weights should fit; ``timm_names`` lists our name and theirs for all others.
+
+    Returns:
+        What ``VisionTransformer(config).load_state_dict`` takes.
+
+    Raises:
+        ValueError: a tensor is missing, extra or misshapen: one error that names all of them, as they are called there.
+    """
+    ### BEGIN SOLUTION
+    names, split = timm_names(config), dict(state_dict)
+    for i in range(config.n_layers):
+        for part in ("weight", "bias"):
+            fused = f"blocks.{i}.attn.qkv.{part}"
+            names |= {f"blocks.{i}.attn.w{which}.{part}": f"{fused} ({which})" for which in "qkv"}
+            if fused in split:
+                thirds = split.pop(fused).chunk(3)
+                split |= {f"{fused} ({which})": third for which, third in zip("qkv", thirds, strict=False)}
+    return _rename(split, config, names)
+    ### END SOLUTION
+
+
+def resize_positions(
+    pos_embed: Float[Tensor, "1 n_plus_1 c"], old_grid: tuple[int, int], new_grid: tuple[int, int]
+) -> Float[Tensor, "1 m_plus_1 c"]:
+    """Positions for images of another size, interpolated from the learned ones. (Exercise 5.13)
+
+    Args:
+        pos_embed: ``[1, 1 + N, C]``; row 0 is the class token's.
+        old_grid: Rows and columns of the N patches.
+        new_grid: Rows and columns wanted.
+
+    Returns:
+        ``[1, 1 + rows*columns, C]``: row 0 as it was, the others bicubic between the old ones, corners not aligned.
+
+    Raises:
+        ValueError: N is not rows times columns of ``old_grid``; the message shows the arithmetic.
+
+    Source: Dosovitskiy and others (arXiv:2010.11929), section 3.2.
+    Convention: plain bicubic, as in Transformers; timm switches antialiasing on, which gives slightly other numbers.
+    """
+    ### BEGIN SOLUTION
+    (rows, columns), n = old_grid, pos_embed.shape[1] - 1
+    if n != rows * columns:
+        raise ValueError(f"{rows} x {columns} = {rows * columns} positions, but pos_embed has 1 + {n}")
+    grid = rearrange(pos_embed[:, 1:], "one (row column) c -> one c row column", row=rows)
+    resized = F.interpolate(grid, size=tuple(new_grid), mode="bicubic", align_corners=False)
+    return torch.cat([pos_embed[:, :1], rearrange(resized, "one c row column -> one (row column) c")], dim=1)
+    ### END SOLUTION
