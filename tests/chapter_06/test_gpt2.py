@@ -115,7 +115,8 @@ def hf_model(config: GPT2Config, weights: dict[str, Tensor]):
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**hf_settings(config), **ends)).eval()
     missing, unexpected = model.load_state_dict(as_hf(weights), strict=False)
-    assert set(missing) <= {"lm_head.weight"} and not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    assert not unexpected
     model.tie_weights()
     return model
 
@@ -231,7 +232,9 @@ def test_CausalSelfAttention_by_hand():
     expect_close(module(x), torch.tensor([[[1.0, 0.0], [2.0, 1.0], [2.0, 4.0]]]), read=FUSED)
 
 
-@pytest.mark.parametrize(("batch", "length", "dim", "n_heads"), [(1, 3, 4, 2), (2, 5, 6, 3), (2, 1, 8, 1), (1, 6, 8, 8)])
+@pytest.mark.parametrize(
+    ("batch", "length", "dim", "n_heads"), [(1, 3, 4, 2), (2, 5, 6, 3), (2, 1, 8, 1), (1, 6, 8, 8)]
+)
 def test_CausalSelfAttention_equals_torch(batch, length, dim, n_heads):
     case(f"b={batch} t={length} c={dim} h={n_heads}, random weights and biases")
     config = GPT2Config(vocab_size=3, context_len=8, dim=dim, n_layers=1, n_heads=n_heads)
@@ -455,7 +458,9 @@ def test_GPT2_equals_transformers(seed):
     expected = recorded(f"logits_and_loss_{seed}", lambda: hf_logits_and_loss(SMALL, seed))
     with torch.no_grad():
         logits, loss = model(tokens[:, :-1], tokens[:, 1:])
-    expect_close(logits.flatten(), expected[:-1], atol=1e-4, rtol=1e-4, name="logits.flatten()", answer=logits, read=HEAD)
+    expect_close(
+        logits.flatten(), expected[:-1], atol=1e-4, rtol=1e-4, name="logits.flatten()", answer=logits, read=HEAD
+    )
     expect_close(loss, expected[-1], atol=1e-4, name="loss", read=LOSS)
 
 
@@ -605,7 +610,9 @@ def test_convert_hf_state_dict_of_transformers_own_model():
 # ---- 6.11 load_pretrained --------------------------------------------------------------------------------------------
 
 
-def write_checkpoint(folder: Path, tensors: dict[str, Tensor], config: GPT2Config = SMALL, n_shards: int = 1, **changes):
+def write_checkpoint(
+    folder: Path, tensors: dict[str, Tensor], config: GPT2Config = SMALL, n_shards: int = 1, **changes
+):
     """A folder as Transformers writes it."""
     from safetensors.torch import save_file
 
