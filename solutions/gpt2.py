@@ -63,7 +63,7 @@ def gelu_tanh(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         The shape and dtype of ``x``.
 
     Source: Hendrycks and Gimpel (arXiv:1606.08415), section 2.
-    Convention: GPT-2 was trained with this formula ("gelu_new" in Transformers); ViT and BERT use the exact function.
+    Convention: GPT-2 was trained with this formula, "gelu_new" in Transformers; there, ViT and BERT have the exact one.
     """
     ### BEGIN SOLUTION
     inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)
