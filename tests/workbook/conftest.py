@@ -13,7 +13,7 @@ import pytest
 from lib.workbook.catalog import ROOT
 
 HERE = Path(__file__).parent
-collect_ignore = ["toy"]
+collect_ignore = ["toy", "toy_ranks"]
 
 
 class Book:
