@@ -47,7 +47,7 @@ GPT2_SMALL = GPT2Config()
 GPT2_MEDIUM = GPT2Config(dim=1024, n_layers=24, n_heads=16)
 GPT2_LARGE = GPT2Config(dim=1280, n_layers=36, n_heads=20)
 GPT2_XL = GPT2Config(dim=1600, n_layers=48, n_heads=25)
-TINY = GPT2Config(vocab_size=512, context_len=64, dim=96, n_layers=4, n_heads=4)
+TINY = GPT2Config(vocab_size=512, context_len=64, dim=128, n_layers=2, n_heads=2)
 
 # What Transformers' config.json calls the fields of GPT2Config.
 FIELDS = {
