@@ -18,8 +18,9 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 
 gpt2 = graded("gpt2")
 
-NORM, GELU, FUSED, BLOCK = (f"equation (6.{n})" for n in (1, 2, 3, 4))
-INIT, PADDED, HEAD, LOSS, FIRST_LOSS, COUNT = (f"equation (6.{n})" for n in (6, 7, 8, 9, 10, 11))
+NORM, GELU, FUSED, INIT, PADDED, LOSS, FIRST_LOSS, COUNT = (f"equation (6.{n})" for n in (1, 2, 3, 6, 7, 9, 10, 11))
+BLOCK = "equation (6.4); a block is made of exercises 6.1 to 6.4: mend those first"
+HEAD = "equation (6.8); the model is made of exercises 6.1 to 6.6: mend those first"
 SMALL = GPT2Config(vocab_size=11, context_len=6, dim=8, n_layers=2, n_heads=2)
 ONE = GPT2Config(vocab_size=7, context_len=4, dim=4, n_layers=1, n_heads=2)
 
