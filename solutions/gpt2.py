@@ -324,9 +324,8 @@ def load_pretrained(name_or_path: str | os.PathLike) -> GPT2:
     config, problems = read_config(folder)
     tensors, unreadable = read_tensors(folder)
     state, problems = convert_hf_state_dict(tensors), problems + unreadable
-    if config is not None and state:
-        with torch.device("meta"):  # shapes without memory
-            model = GPT2(config)
+    if config is not None and (tensors or not unreadable):
+        model = GPT2(config)
         problems += _differences(model.state_dict(), state)
     if problems:
         raise ValueError(f"{folder} does not fit:\n" + "\n".join(f"- {problem}" for problem in problems))
@@ -340,8 +339,8 @@ def _differences(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[
     """What is missing, unexpected or of another shape, in words."""
     problems = [f"{name} is missing" for name in expected if name not in found]
     problems += [f"{name} is unexpected" for name in found if name not in expected]
-    for name in expected.keys() & found.keys():
-        if expected[name].shape != found[name].shape:
+    for name in expected:
+        if name in found and expected[name].shape != found[name].shape:
             problems.append(f"{name} is {list(found[name].shape)}, expected {list(expected[name].shape)}")
     return problems
 
