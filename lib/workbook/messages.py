@@ -10,6 +10,7 @@ from lib.workbook.catalog import ROOT, BookError, Exercise, chapters
 from lib.workbook.stubs import marker_lines
 
 LABEL_WIDTH = 12
+DETAILS = ("raised", "expected", "first wrong", "value", "shape", "dtype", "at")  # what a one-line report keeps
 
 
 def facts(exercise: Exercise) -> dict:
@@ -100,9 +101,7 @@ def explain(item, excinfo, report) -> None:
         problem, rows, read = _raised(item, error)
     report.longrepr = layout(exercise, problem, rows, read)
     found = dict(rows)
-    detail = "; ".join(
-        f"{k} {found[k]}" for k in ("raised", "expected", "first wrong", "value", "shape", "dtype") if k in found
-    )
+    detail = "; ".join(f"{k} {found[k].splitlines()[-1]}" for k in DETAILS if found.get(k))
     report.workbook |= {"state": "wrong", "problem": problem, "case": found.get("case", ""), "detail": detail}
 
 

@@ -124,8 +124,8 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_report_collectionfinish(config):
     n = getattr(config, "workbook_maintainers", 0)
-    if n and not config.option.mistakes:
-        return f"(left to `pytest --reference`, since they need the maintainers' packages: {n} of the checks)"
+    if n and not (config.option.mistakes or config.option.keyword or config.option.exercise):
+        return f"({n} more checks compare the reference with other libraries: `pytest --reference`)"
     return None
 
 
