@@ -396,7 +396,7 @@ def test_init_weights_works_in_place_and_keeps_gradients():
 # ---- 6.7 pad_vocab ---------------------------------------------------------------------------------------------------
 
 
-def test_pad_vocab_of_gpt2():
+def test_pad_vocab_of_50257():
     case("n=50257")
     expect_equal(gpt2.pad_vocab(50_257), 50_304, read=PADDED)
 
@@ -423,7 +423,7 @@ def make_model(config: GPT2Config, seed: int = 0) -> tuple[nn.Module, dict[str, 
     return filled(gpt2.GPT2(config), weights, "6.8"), weights
 
 
-def test_GPT2_without_blocks_by_hand():
+def test_GPT2_by_hand():
     case("v=3 c=2, no block: token plus position, normalised, times each token's row")
     config = GPT2Config(vocab_size=3, context_len=2, dim=2, n_layers=0, n_heads=1, norm_eps=1e-12)
     wte = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]])
@@ -508,7 +508,7 @@ def test_GPT2_gradient_reaches_the_embedding_from_both_ends():
     expect_close(found, expected, atol=1e-5, name="gradient of wte.weight", read=HEAD)
 
 
-def test_GPT2_starts_as_init_weights_says():
+def test_GPT2_starts_small():
     case("v=1000 c=64 l=2: the spread of the weights, and the first loss beside ln(1000) = 6.908")
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=1000, context_len=32, dim=64, n_layers=2, n_heads=4)
