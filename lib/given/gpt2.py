@@ -1,0 +1,143 @@
+"""GPT-2's sizes, and its checkpoints as Transformers writes them: found, opened and checked, not yet converted."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT2Config:
+    """The shape of a GPT-2.
+
+    Attributes:
+        vocab_size: Tokens V that exist.
+        context_len: Positions T at most.
+        dim: Model width C; a multiple of ``n_heads``.
+        n_layers: Blocks L.
+        n_heads: Heads H.
+        norm_eps: Added to the variance in every layer norm.
+        padded_vocab_size: Rows of the embedding, at least ``vocab_size``; None means as many as there are tokens.
+    """
+
+    vocab_size: int = 50_257
+    context_len: int = 1024
+    dim: int = 768
+    n_layers: int = 12
+    n_heads: int = 12
+    norm_eps: float = 1e-5
+    padded_vocab_size: int | None = None
+
+    def __post_init__(self):
+        if self.dim % self.n_heads:
+            raise ValueError(f"dim = {self.dim} is no multiple of n_heads = {self.n_heads}")
+        if self.padded_vocab_size is not None and self.padded_vocab_size < self.vocab_size:
+            raise ValueError(f"padded_vocab_size = {self.padded_vocab_size} is below vocab_size = {self.vocab_size}")
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the embedding, padding included."""
+        return self.padded_vocab_size or self.vocab_size
+
+
+GPT2_SMALL = GPT2Config()
+GPT2_MEDIUM = GPT2Config(dim=1024, n_layers=24, n_heads=16)
+GPT2_LARGE = GPT2Config(dim=1280, n_layers=36, n_heads=20)
+GPT2_XL = GPT2Config(dim=1600, n_layers=48, n_heads=25)
+TINY = GPT2Config(vocab_size=512, context_len=64, dim=128, n_layers=2, n_heads=2)
+
+# What Transformers' config.json calls the fields of GPT2Config.
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "n_positions": "context_len",
+    "n_embd": "dim",
+    "n_layer": "n_layers",
+    "n_head": "n_heads",
+}
+# Settings that this model has no switch for, and the values under which it computes the same.
+FIXED = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+}
+INDEX = "model.safetensors.index.json"
+
+
+def find_checkpoint(name_or_path: str | os.PathLike) -> Path:
+    """The folder of a checkpoint: one that is there, or a name on the hub, fetched into its cache.
+
+    Raises:
+        FileNotFoundError: it is neither; the message says what was tried.
+    """
+    folder = Path(name_or_path)
+    if folder.is_dir():
+        return folder
+    name = str(name_or_path)
+    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise FileNotFoundError(f"no folder {name} (searched from {Path.cwd()})")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["config.json", "model*.safetensors", INDEX]))
+    except Exception as error:
+        raise FileNotFoundError(f"no folder {name}, and the hub did not give it: {error}") from error
+
+
+def read_config(folder: Path) -> tuple[GPT2Config | None, list[str]]:
+    """What ``config.json`` says, and all that is wrong with it; no config where it cannot be made."""
+    try:
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None, ["config.json is missing"]
+    except ValueError as error:
+        return None, [f"config.json is no JSON: {error}"]
+    problems = [f"config.json has no {name}" for name in FIELDS if name not in settings]
+    for name, allowed in FIXED.items():
+        if settings.get(name, allowed[0]) not in allowed:
+            problems.append(f"config.json: {name} = {settings[name]!r}, this model has {allowed[0]!r}")
+    dim, hidden = settings.get("n_embd"), settings.get("n_inner")
+    if hidden is not None and dim is not None and hidden != 4 * dim:
+        problems.append(f"config.json: n_inner = {hidden}, this model has 4 x {dim}")
+    if any(name not in settings for name in FIELDS):
+        return None, problems
+    sizes = {ours: settings[theirs] for theirs, ours in FIELDS.items()}
+    try:
+        return GPT2Config(**sizes, norm_eps=settings.get("layer_norm_epsilon", 1e-5)), problems
+    except ValueError as error:
+        return None, [*problems, f"config.json: {error}"]
+
+
+def read_tensors(folder: Path) -> tuple[dict[str, Tensor], list[str]]:
+    """All tensors of ``model.safetensors``, or of the shards that its index lists, and all that is wrong with them."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Tensor] = {}
+    files, problems = _tensor_files(folder)
+    for name in files:
+        try:
+            tensors |= load_file(folder / name)
+        except FileNotFoundError:
+            problems.append(f"{name} is missing")
+        except Exception as error:  # safetensors has its own error class for a header or a length that does not fit
+            problems.append(f"{name} cannot be read (cut off?): {error}")
+    for name, tensor in tensors.items():
+        if not torch.is_floating_point(tensor) and not name.endswith("attn.bias"):
+            problems.append(f"{name} is {tensor.dtype}, no floating-point numbers")
+    return tensors, problems
+
+
+def _tensor_files(folder: Path) -> tuple[list[str], list[str]]:
+    if (folder / INDEX).exists():
+        try:
+            return sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())), []
+        except (ValueError, KeyError, AttributeError) as error:
+            return [], [f"{INDEX} cannot be read: {error}"]
+    if (folder / "model.safetensors").exists():
+        return ["model.safetensors"], []
+    others = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "nothing else"
+    return [], [f"model.safetensors is missing (there is {others})"]
