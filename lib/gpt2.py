@@ -249,5 +249,3 @@ def load_pretrained(name_or_path: str | os.PathLike) -> GPT2:
             ``read_tensors`` report, each missing tensor, each unexpected one, and each of another shape with both shapes.
     """
     raise NotImplementedError("Exercise 6.11: write load_pretrained")
-
-

@@ -36,6 +36,17 @@ class Exercise:
         return EXERCISE_NUMBER.sub("", self.doc.strip().splitlines()[0]).strip()
 
     @property
+    def keyword(self) -> str:
+        """What ``pytest -k`` takes to select it and no other: a name that its module has too ends in an underscore."""
+        return f"{self.name}_" if self.name.lower() in self.module else self.name
+
+    @property
+    def handle(self) -> str:
+        """The shortest name that ``workbook check`` and ``%check`` understand."""
+        alone = sum(e.name == self.name for e in all_exercises()) == 1
+        return self.name if alone else f"{self.module}.{self.name}"
+
+    @property
     def label(self) -> str:
         """The target of cross-references to the exercise."""
         return f"ex-{self.module}-{self.name}".replace("_", "-").lower()

@@ -57,7 +57,7 @@ def layout(exercise: Exercise, problem: str, rows, read: str | None = None) -> s
     ending = [
         ("graded", graded_place(exercise)),
         ("read", f"chapter {exercise.chapter}, {read or f'exercise {exercise.number}'}"),
-        ("again", f"pytest tests/chapter_{exercise.chapter:02d} -k {exercise.name}"),
+        ("again", f"pytest tests/chapter_{exercise.chapter:02d} -k {exercise.keyword}"),
     ]
     lines = [f"{exercise.name}: {problem}"]
     for label, text in [*rows, *ending]:

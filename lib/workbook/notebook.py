@@ -53,8 +53,8 @@ def exercise(name: str) -> Shown:
         f"<h4>Exercise {found.number}{stretch} · <code>{html.escape(found.name)}</code></h4>",
         f"<pre><code>{html.escape(signature(chapter, found))}</code></pre>",
         contract(found.doc),
-        f"<p>Write it in <code>lib/{found.module}.py</code>, then run <code>%check {found.name}</code> in a cell or "
-        f"<code>pytest tests/chapter_{found.chapter:02d} -k {found.name}</code> in a terminal. {_solution_link(found)}</p>",
+        f"<p>Write it in <code>lib/{found.module}.py</code>, then run <code>%check {found.handle}</code> in a cell or "
+        f"<code>pytest tests/chapter_{found.chapter:02d} -k {found.keyword}</code> in a terminal. {_solution_link(found)}</p>",
     ]
     return Shown(
         f'{STYLE}<div class="workbook-exercise">{"".join(parts)}</div>',
@@ -66,7 +66,7 @@ def _solution_link(found: Exercise) -> str:
     """A link on the site, a command elsewhere: one click or one line away, never on the page."""
     if os.environ.get("WORKBOOK_LINKS") == "site":
         return f'<a href="../solutions/{found.module}.html#{found.name.lower().replace("_", "-")}">The solution</a>.'
-    return f"The solution: <code>workbook solution {found.name}</code>."
+    return f"The solution: <code>workbook solution {found.handle}</code>."
 
 
 def signature(chapter: Chapter, found: Exercise) -> str:

@@ -66,7 +66,7 @@ def make_stub(chapter: Chapter, source: str | None = None) -> str:
             out.append(line)
     if begun:
         raise BookError(f"{path}:{begun}: {BEGIN} without {END}")
-    text = as_lib("\n".join(out) + "\n")
+    text = as_lib("\n".join(out).rstrip("\n") + "\n")
     return re.sub(r"\n{4,}", "\n\n\n", text)
 
 

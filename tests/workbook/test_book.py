@@ -137,7 +137,7 @@ def test_every_exercise_has_three_mistakes_with_their_own_sentences(exercise):
 def test_every_exercise_has_its_place_its_card_and_three_hints_in_the_chapter(exercise):
     text = chapters()[exercise.module].path.read_text()
     assert f"({exercise.label})=" in text
-    assert f'exercise("{exercise.name}")' in text
+    assert f'exercise("{exercise.handle}")' in text
     after = text.split(f"({exercise.label})=")[1].split("\n(ex-")[0]
     assert len(re.findall(r":::+\{dropdown\} Hint [123]", after)) == 3
 
