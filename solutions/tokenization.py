@@ -21,9 +21,14 @@ class WordTokenizer:
     """A table of words, each with a number. (Exercise 1.1)
 
     Words are what white space separates, in lower case. The table begins with the words of a text, in sorted order.
+    ``encode`` gives a word that it has never seen the next free id and remembers it; ``decode`` joins the words of the
+    ids with spaces.
 
     Args:
         text: Where the first words come from; the id of each is its position among them, sorted.
+
+    Raises:
+        KeyError: ``decode`` meets an id that no word has; the error names it.
 
     Convention: the table is open. Where other tokenizers answer ``<unk>``, this one gives a new word the next id.
 
@@ -263,11 +268,16 @@ class BPETokenizer:
     A text is cut at its special tokens first, the longest that fits winning, and the rest into words by ``PRE_TOKEN``.
     Inside a word the pair that was merged earliest in training is joined, until no pair of the word is a merge.
     The ids of a word are kept: to meet it again costs a look in a dictionary, not its merges.
+    ``encode_iterable`` gives the same ids for a text in chunks, wherever they are cut, one by one and as soon as they
+    are certain; its memory does not grow with the text. ``decode`` turns bytes that are not UTF-8 into U+FFFD.
 
     Args:
-        vocab: Bytes of each id.
+        vocab: Bytes of each id; it is left as it was.
         merges: The pairs in the order in which training made them.
-        special_tokens: Strings that each become one id; those that ``vocab`` lacks are appended to it.
+        special_tokens: Strings that each become one id; those that ``vocab`` lacks get the next ids.
+
+    Raises:
+        KeyError: ``decode`` meets an id that is not in the vocabulary; the error names it.
 
     Convention: the text is not changed (no lower case, no Unicode normalization, no space put in front), so that
     ``decode(encode(text)) == text`` for every text.

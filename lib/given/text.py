@@ -67,9 +67,25 @@ def draw_merges(ax, steps: Iterable[Iterable[bytes]]) -> None:
         new = set(symbols) - set(steps[row - 1]) if row else set()
         for symbol in symbols:
             colour = COLOURS[1] if symbol in new else COLOURS[0]
-            box = {"facecolor": colour + "33", "edgecolor": colour, "linewidth": 1.2}
-            ax.add_patch(Rectangle((left + 0.05, -row - 0.4), len(symbol) - 0.1, 0.8, **box))
+            corner, width = (left + 0.05, -row - 0.4), len(symbol) - 0.1
+            ax.add_patch(Rectangle(corner, width, 0.8, facecolor=colour + "33", edgecolor=colour, linewidth=1.2))
             ax.text(left + len(symbol) / 2, -row, readable(symbol), ha="center", va="center", family="monospace")
             left += len(symbol)
     ax.set(xlim=(0, sum(map(len, steps[0]))), ylim=(-len(steps) + 0.4, 0.6))
     ax.axis("off")
+
+
+def show_numbers(numbers: Mapping[str, str], heading: str = "your run") -> Html:
+    """A table of two columns: what was measured, and what came out.
+
+    Args:
+        numbers: The value of each thing, as it should read.
+        heading: What stands above the values.
+    """
+    cell = 'style="text-align:left;padding:.2em 1.2em .2em 0;border-bottom:1px solid rgba(127,127,127,.3)"'
+    rows = [
+        f"<tr><td {cell}>{html.escape(name)}</td><td {cell}>{html.escape(v)}</td></tr>" for name, v in numbers.items()
+    ]
+    head = f"<tr><th {cell}></th><th {cell}>{html.escape(heading)}</th></tr>"
+    table = f'<table style="border-collapse:collapse;margin:1em 0"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table>'
+    return Html(table, "\n".join(f"{name}: {value}" for name, value in numbers.items()))

@@ -359,6 +359,7 @@ def test_train_bpe_counts_only_what_changed():
         f"40 merges that change one word each ran more than {limit:,} lines of Python: "
         f"every word is looked at again after each merge, where one has changed",
         answer="recount",
+        read='"Write the dictionary"',
     )
 
 
@@ -570,6 +571,7 @@ def test_BPETokenizer_remembers_words():
         f"ran {lines if lines <= 200_000 else 'more than 200,000'} lines of Python for 4,000 words that it had met: "
         f"each is merged again",
         answer="no cache",
+        read='"Text to numbers"',
     )
 
 

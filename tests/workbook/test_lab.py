@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ STUB = 'raise NotImplementedError("Exercise {number}: write apply_rope")'
 WRONG = """pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     turned = pairs * torch.complex(rope.imag, rope.real)[:, None, :]
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)"""
-RIGHT = WRONG.replace("torch.complex(rope.imag, rope.real)", "rope")
+RIGHT = re.compile(r"def apply_rope\(.*?### BEGIN SOLUTION\n\s*(.*?)\n\s*### END SOLUTION", re.DOTALL)
 
 
 # ---- without a browser -----------------------------------------------------------------------------------------------
@@ -121,13 +122,15 @@ def browser():
 
 
 @pytest.fixture
-def page(browser):
+def page(browser, request):
     context = browser.new_context(viewport={"width": 1500, "height": 950})
     page = context.new_page()
-    page.set_default_timeout(60_000)
+    page.set_default_timeout(45_000)
     page.foreign = []
     page.on("request", lambda r: page.foreign.append(r.url) if is_foreign(r.url) else None)
     yield page
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SCREENSHOTS / f"lab-{request.node.name}.png")
     context.close()
 
 
@@ -190,10 +193,10 @@ def test_a_learner_who_has_written_nothing_runs_every_cell(page, project, open_l
         if not paired.exists():
             return False
         cells = [c for c in json.loads(paired.read_text())["cells"] if c["cell_type"] == "code"]
-        return all(c["execution_count"] for c in cells if "".join(c["source"]).strip())
+        failed = [o for c in cells for o in c["outputs"] if o["output_type"] == "error"]
+        return bool(failed) or all(c["execution_count"] for c in cells if "".join(c["source"]).strip())
 
     wait_until(all_ran, "every cell has run", 180)
-    page.screenshot(path=SCREENSHOTS / "lab-run.png") if SCREENSHOTS.exists() else None
     outputs = [o for c in json.loads(paired.read_text())["cells"] for o in c.get("outputs", [])]
     errors = [(o["ename"], o["evalue"]) for o in outputs if o["output_type"] == "error"]
     assert errors == []
@@ -231,10 +234,10 @@ def test_a_wrong_answer_is_explained_and_the_right_one_passes(page, project, ope
     assert "looks like" in said
     assert "sine and cosine exchanged" in said
     assert "pytest tests/chapter_02 -k apply_rope" in said
-    if SCREENSHOTS.exists():
-        page.screenshot(path=SCREENSHOTS / "lab-wrong.png")
+    page.screenshot(path=SCREENSHOTS / "lab-wrong.png")
 
-    mine.write_text(blank.replace(stub, RIGHT), encoding="utf-8")
+    answer = RIGHT.search(rope.reference.read_text(encoding="utf-8"))[1]
+    mine.write_text(blank.replace(stub, answer), encoding="utf-8")
     page.keyboard.press("Control+Enter")
     cell.locator(".workbook-check:has-text('passed')").wait_for()
     assert "first wrong" not in cell.inner_text()

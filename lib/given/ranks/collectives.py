@@ -18,7 +18,7 @@ _CALLS: dict[str, tuple[str, str]] = {
     "broadcast": ("tensor", "tensor"),
     "all_gather": ("tensor", "tensor"),
     "all_gather_into_tensor": ("input_tensor", "input_tensor"),
-    "all_gather_single": ("input", "input"),
+    "all_gather_single": ("input_tensor", "input_tensor"),
     "gather": ("tensor", "tensor"),
     "scatter": ("scatter_list", "tensor"),
     "reduce_scatter": ("input_list", "output"),
