@@ -475,12 +475,6 @@ def counts_norm_biases(config):
     return _count(config, norms=4, last=2)
 
 
-@mistake("count_parameters", "a model is built to be counted")
-def counts_by_building(config):
-    with torch.device("meta"):
-        return sum(p.numel() for p in reference.Llama(config).parameters())
-
-
 # ---- 4.7 inference_memory_gb -----------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ MEMORY, CACHE, TEMPERATURE, NUCLEUS = (f"equation (4.{n})" for n in (6, 7, 8, 9)
 CONVERT, GENERATE = ("the contract of exercise 4.9", "the contract of exercise 4.11")
 
 PLAIN = LlamaConfig(vocab_size=23, dim=16, n_layers=2, n_heads=4, hidden_dim=24, context_len=16)
-GROUPED = LlamaConfig(vocab_size=19, dim=24, n_layers=2, n_heads=6, n_kv_heads=2, hidden_dim=20, context_len=32)
+GROUPED = LlamaConfig(vocab_size=19, dim=36, n_layers=2, n_heads=6, n_kv_heads=2, hidden_dim=20, context_len=32)
 CONFIGS = pytest.mark.parametrize("config", [PLAIN, GROUPED], ids=["plain", "grouped"])
 
 
@@ -352,7 +352,7 @@ def test_TransformerBlock_hands_the_cache_to_attention():
 
     case(f"positions 0 to 2, then 3 and 4 with the cache, {named(GROUPED)}")
     block, weights = make_block(GROUPED)
-    x, cache = randn(2, 5, 24), KVCache(2, 2, 5, 4)
+    x, cache = randn(2, 5, 36), KVCache(2, 2, 5, 6)
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
     first = block(x[:, :3], make_rope(GROUPED, 0, 3), mask[:3, :3], cache)
     expect_equal(cache.length, 3, name="cache.length", answer=first, read="the contract of exercise 4.4")
@@ -445,7 +445,7 @@ def test_Llama_make_cache_has_one_for_each_layer():
     cache = model.make_cache(3, 10)
     expect_equal(len(cache), 2, name="len(cache)", read="the contract of make_cache, exercise 4.5")
     shape = (tuple(cache[0].keys.shape), str(cache[0].keys.dtype), cache[0].length)
-    expected = ((3, 2, 10, 4), "torch.bfloat16", 0)
+    expected = ((3, 2, 10, 6), "torch.bfloat16", 0)
     expect_equal(shape, expected, name="shape, dtype, length", read="the contract of make_cache, exercise 4.5")
 
 
@@ -550,21 +550,23 @@ def test_kv_cache_bytes_of_llama_2(config, batch, length, n_bytes):
 
 def test_kv_cache_bytes_in_float32():
     case(f"batch=3, length=7, 4 bytes a value, {named(GROUPED)}")
-    expect_equal(llama.kv_cache_bytes(GROUPED, 3, 7, 4), 2 * 2 * 3 * 2 * 7 * 4 * 4, read=CACHE)
+    expect_equal(llama.kv_cache_bytes(GROUPED, 3, 7, 4), 2 * 2 * 3 * 2 * 7 * 6 * 4, read=CACHE)
 
 
 # ---- 4.9 convert_hf_state_dict ---------------------------------------------------------------------------------------
 
 
 def test_convert_hf_state_dict_by_hand():
-    case("one layer, C=4, H=2, G=1: row r of each projection holds r")
-    config = LlamaConfig(vocab_size=3, dim=8, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=2)
+    case("one layer, C=18, H=3, G=1, D=6: row r of each projection holds r")
+    config = LlamaConfig(vocab_size=3, dim=18, n_layers=1, n_heads=3, n_kv_heads=1, hidden_dim=2)
     theirs = {n: torch.arange(s[0]).float()[:, None].expand(s) if len(s) > 1 else torch.ones(s)
               for n, (_, s) in hf_tensors(config).items()}  # fmt: skip
     out = llama.convert_hf_state_dict(theirs, config)
     expect_equal(sorted(out), sorted(meta_shapes(config)), name="names", answer=out, read=CONVERT)
     rows = {name: out[f"layers.0.attention.{name}.weight"][:, 0].int().tolist() for name in ("wq", "wk", "wv", "wo")}
-    expected = {"wq": [0, 2, 1, 3, 4, 6, 5, 7], "wk": [0, 2, 1, 3], "wv": [0, 1, 2, 3], "wo": [*range(8)]}
+    turned = [0, 3, 1, 4, 2, 5]
+    queries = [6 * head + row for head in range(3) for row in turned]
+    expected = {"wq": queries, "wk": turned, "wv": [*range(6)], "wo": [*range(18)]}
     expect_equal(rows, expected, name="rows", read=CONVERT)
 
 
@@ -594,7 +596,7 @@ def test_convert_hf_state_dict_lists_all_that_is_wrong():
     theirs["lm_head.weight"] = torch.ones(19, 25)
     theirs["model.layers.0.self_attn.k_proj.weight"] = torch.ones(24, 24)
     mentions = [*missing, "model.layers.2.mlp.up_proj.weight", "lm_head.bias", "lm_head.weight", "25"]
-    with expect_raises(ValueError, *mentions, "model.layers.0.self_attn.k_proj.weight", "8", read=CONVERT):
+    with expect_raises(ValueError, *mentions, "model.layers.0.self_attn.k_proj.weight", "12", read=CONVERT):
         llama.convert_hf_state_dict(theirs, GROUPED)
 
 
