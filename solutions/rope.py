@@ -21,7 +21,7 @@ def rope_frequencies(head_dim: int, theta: float = 10_000.0, device=None) -> Flo
         nearly 1/theta.
 
     Raises:
-        ValueError: ``head_dim`` is odd; the message says so and names it.
+        ValueError: ``head_dim`` is odd; the message gives its value and says that it must be even.
 
     Source: RoFormer (arXiv:2104.09864), section 3.2.2.
     Convention: pairs count from 0. The paper counts them from 1 and writes ``-2(i - 1) / D``: the same numbers.
@@ -93,7 +93,7 @@ def apply_rope(x: Float[Tensor, "b t h d"], rope: Complex[Tensor, "t half_d"]) -
     """Rotate each pair of features of queries or keys by its token's position. (Exercise 2.4)
 
     Args:
-        x: Queries or keys of any floating dtype and any strides; left unchanged.
+        x: Queries or keys of any floating dtype (float64 too) and any strides; left unchanged.
         rope: Rows of ``precompute_rope`` for exactly the T positions of ``x``.
 
     Returns:

@@ -38,7 +38,7 @@ class Ranks:
 
         for name, value in ROOT_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        self._folder = tempfile.TemporaryDirectory(prefix="workbook-ranks-")
+        self._folder: tempfile.TemporaryDirectory | None = tempfile.TemporaryDirectory(prefix="workbook-ranks-")
         config = Config()
         config.MPILauncher.mpi_cmd = [mpiexec()]
         config.Cluster.controller_ip = "127.0.0.1"

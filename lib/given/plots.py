@@ -6,6 +6,7 @@ import io
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+from cycler import cycler
 from matplotlib.figure import Figure
 
 GREY = "#777777"
@@ -39,7 +40,7 @@ def style() -> None:
             "axes.spines.right": False,
             "axes.grid": True,
             "axes.axisbelow": True,
-            "axes.prop_cycle": mpl.cycler(color=COLOURS),
+            "axes.prop_cycle": cycler(color=COLOURS),
             "grid.color": GREY,
             "grid.alpha": 0.25,
             "grid.linewidth": 0.6,

@@ -251,16 +251,18 @@ def expect_raises(error: type[BaseException], *mentions: str, read: str | None =
         _check_message(caught, mentions, wanted, read)
     except Exception as caught:
         got = f"{type(caught).__name__}: {caught}"
-        raise Wrong("wrong error", [("raised", f"{got}, expected a {wanted}")], got, read) from caught
+        raise Wrong("wrong error", [("raised", got), ("expected", f"a {wanted}")], got, read) from caught
     else:
-        raise Wrong("no error", [("raised", f"nothing, expected a {wanted}")], "no error", read)
+        raise Wrong("no error", [("raised", "nothing"), ("expected", f"a {wanted}")], "no error", read)
 
 
 def _check_message(caught, mentions, wanted, read) -> None:
     missing = [m for m in mentions if m not in str(caught)]
     if missing:
         got = f"{type(caught).__name__}: {caught}"
-        raise Wrong("the error does not say enough", [("raised", f"{got}, expected a {wanted}")], got, read) from caught
+        raise Wrong(
+            "the error does not say enough", [("raised", got), ("expected", f"a {wanted}")], got, read
+        ) from caught
 
 
 def is_stub_error(error: BaseException | None) -> str | None:

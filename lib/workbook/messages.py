@@ -71,7 +71,8 @@ def in_one_line(report) -> str:
     facts = report.workbook
     if facts["state"] == "not started":
         return str(report.longrepr)
-    return f"{facts['name']}: {facts['problem']} ({facts['case']})"
+    detail = f": {facts['detail']}" if facts.get("detail") else ""
+    return f"{facts['name']}: {facts['problem']} ({facts['case']}){detail}"
 
 
 def explain(item, excinfo, report) -> None:
@@ -98,7 +99,11 @@ def explain(item, excinfo, report) -> None:
     else:
         problem, rows, read = _raised(item, error)
     report.longrepr = layout(exercise, problem, rows, read)
-    report.workbook |= {"state": "wrong", "problem": problem, "case": dict(rows).get("case", "")}
+    found = dict(rows)
+    detail = "; ".join(
+        f"{k} {found[k]}" for k in ("raised", "expected", "first wrong", "value", "shape", "dtype") if k in found
+    )
+    report.workbook |= {"state": "wrong", "problem": problem, "case": found.get("case", ""), "detail": detail}
 
 
 def _not_started(exercise: Exercise, stub: str, report) -> None:
@@ -142,6 +147,7 @@ def diagnose(item, wrong: grading.Wrong, time_limit_s: float = 3.0) -> str:
     if grading.active_mistake() is not None or resolve.flavor(exercise.module) == "reference":
         return ""
     names = getattr(getattr(item, "_fixtureinfo", None), "argnames", ())
+    time_limit_s *= 5 if "ranks" in names else 1
     arguments = {name: item.funcargs[name] for name in names}
     sentences = []
     try:

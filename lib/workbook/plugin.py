@@ -14,6 +14,7 @@ from lib.workbook.stubs import write_atomically
 from lib.workbook.summary import Marks
 
 TIME_LIMIT_S = 10.0
+SHOWN_FAILURES = 3  # of one exercise; the others are counted
 
 
 def pytest_addoption(parser):
@@ -27,8 +28,11 @@ def pytest_addoption(parser):
     group.addoption("--no-isolate", action="store_true", help="run checks inside pytest's own process, for a debugger")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
     options = config.option
+    if not (options.reference or options.mistakes) and options.reportchars == "fE":
+        options.reportchars = ""  # the table of exercises says it better
     if options.mine and (options.reference or options.mistakes):
         raise pytest.UsageError("--mine grades your answers, --reference and --mistakes the book's: choose one")
     if options.record and not options.reference:
@@ -94,6 +98,7 @@ def pytest_collection_modifyitems(config, items):
         except BookError as error:
             raise pytest.UsageError(str(error)) from error
     kept, dropped = [], []
+    config.workbook_maintainers = 0
     for item in items:
         chapter = _chapter_of(item.path)
         item.workbook_exercise = exercise = exercise_of(chapter, item.originalname) if chapter else None
@@ -104,7 +109,10 @@ def pytest_collection_modifyitems(config, items):
             exercise is not None and exercise.module == c.module and e in (None, exercise) for c, e in wanted
         )
         beside = config.option.mistakes and exercise is None
-        (dropped if maintainers or unwanted or beside else kept).append(item)
+        if maintainers and not unwanted and not beside:
+            config.workbook_maintainers += 1
+        else:
+            (dropped if unwanted or beside else kept).append(item)
         if item.get_closest_marker("gpu") and not _has_accelerator():
             item.add_marker(
                 pytest.mark.skip(reason="needs an accelerator: run `pytest -m gpu` on a machine that has one")
@@ -112,6 +120,13 @@ def pytest_collection_modifyitems(config, items):
     if dropped:
         config.hook.pytest_deselected(items=dropped)
     items[:] = _mistake_items(kept) if config.option.mistakes else kept
+
+
+def pytest_report_collectionfinish(config):
+    n = getattr(config, "workbook_maintainers", 0)
+    if n and not config.option.mistakes:
+        return f"(left to `pytest --reference`, since they need the maintainers' packages: {n} of the checks)"
+    return None
 
 
 def _has_accelerator() -> bool:
@@ -188,8 +203,10 @@ def pytest_runtest_protocol(item, nextitem):
             return None  # pytest's own protocol; the limit is set in pytest_runtest_call
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         for report in isolate.run(item, _limit(item, "time_limit", TIME_LIMIT_S), _limit(item, "memory_limit", None)):
-            if report.failed and item.config.workbook_marks.failed_before(exercise):
+            before = item.config.workbook_marks.failed_before(exercise)
+            if report.failed and before:
                 report.longrepr = messages.in_one_line(report)
+                report.workbook["repeated"] = before >= SHOWN_FAILURES
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
@@ -253,6 +270,8 @@ def pytest_runtest_setup(item):
 def pytest_report_teststatus(report, config):
     if report.failed and getattr(report, "workbook", {}).get("state") == "not started":
         return "not started", "n", "NOT STARTED"
+    if report.failed and getattr(report, "workbook", {}).get("repeated"):
+        return "more failed", "F", "FAILED"
     return None
 
 

@@ -41,9 +41,9 @@ class Marks:
             if row["failed"] == 1:
                 row.update(problem=facts.get("problem", ""), case=facts.get("case", ""), report=str(report.longrepr))
 
-    def failed_before(self, exercise) -> bool:
-        """Whether a check of this exercise has failed already, and so has had its whole report."""
-        return self.rows.get((exercise.chapter, exercise.name), {}).get("failed", 0) > 0
+    def failed_before(self, exercise) -> int:
+        """How many checks of this exercise have failed already; the first had the whole report."""
+        return self.rows.get((exercise.chapter, exercise.name), {}).get("failed", 0)
 
     @staticmethod
     def state(row: dict) -> str:

@@ -110,7 +110,7 @@ def serve(where: str) -> None:
     with Listener(waiting, "AF_UNIX") as listener:
         os.replace(waiting, where)
         mine = os.stat(where).st_ino
-        while select.select([listener._listener._socket], [], [], IDLE_S)[0]:  # type: ignore[attr-defined]
+        while _asked(listener._listener._socket):  # type: ignore[attr-defined]
             with listener.accept() as connection:
                 try:
                     _answer(connection)
@@ -119,6 +119,15 @@ def serve(where: str) -> None:
             if not os.path.exists(where) or os.stat(where).st_ino != mine:
                 return
         os.unlink(where)
+
+
+def _asked(socket) -> bool:
+    """Wait until somebody asks; False after half an hour, or once the checkout that this file belongs to is gone."""
+    deadline = time.monotonic() + IDLE_S
+    while time.monotonic() < deadline and HERE.exists():
+        if select.select([socket], [], [], 30.0)[0]:
+            return True
+    return False
 
 
 def _answer(connection: Connection) -> None:

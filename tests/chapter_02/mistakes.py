@@ -1,5 +1,7 @@
 """Plausible wrong answers of chapter 2, and the misconception behind each."""
 
+import math
+
 import torch
 from einops import rearrange
 
@@ -67,6 +69,15 @@ def _blocks(position, head_dim, theta, block):
 @mistake("rotation_matrix", "it turns the wrong way: the minus sign stands below the diagonal instead of above it")
 def matrix_backwards(position, head_dim, theta=10_000.0):
     return _blocks(position, head_dim, theta, lambda c, s: [[c, s], [-s, c]])
+
+
+@mistake("rotation_matrix", "the blocks overlap: pair i begins at row 2i, not at row i")
+def matrix_of_overlapping_blocks(position, head_dim, theta=10_000.0):
+    out = torch.zeros(head_dim, head_dim)
+    for i, frequency in enumerate(reference.rope_frequencies(head_dim, theta).tolist()):
+        c, s = math.cos(position * frequency), math.sin(position * frequency)
+        out[i : i + 2, i : i + 2] = torch.tensor([[c, -s], [s, c]])
+    return out
 
 
 @mistake("rotation_matrix", "sine and cosine exchanged")
@@ -250,6 +261,12 @@ def left_in_float32(x, rope):
 def computed_in_dtype_of_x(x, rope):
     _check(x, rope)
     return _turn(x, rope.real[:, None].to(x.dtype), rope.imag[:, None].to(x.dtype))
+
+
+@mistake("apply_rope", "the table has no axis for the heads, so its positions met the heads")
+def without_an_axis_for_the_heads(x, rope):
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * rope).flatten(-2).to(x.dtype)
 
 
 @mistake("apply_rope", "x was changed in place")

@@ -231,8 +231,17 @@ def test_apply_rope_by_hand():
     expect_close(rope.apply_rope(x, table), expected.reshape(1, 4, 1, 4), atol=1e-5, read=APPLY)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_apply_rope_leaves_x_unchanged(dtype):
+    case(f"b=1 t=3 h=2 d=4, {str(dtype).removeprefix('torch.')}: x after the call")
+    x = randn(1, 3, 2, 4, dtype=dtype)
+    before = x.clone()
+    out = rope.apply_rope(x, make_table(make_angles(3, 4)))
+    expect_close(x, before, atol=0.0, rtol=0.0, name="x", answer=out, read="the contract of exercise 2.4, under Args")
+
+
 @pytest.mark.parametrize(("b", "t", "h", "d"), [(1, 1, 1, 2), (1, 4, 4, 4), (2, 5, 3, 8), (3, 7, 1, 10)])
-def test_apply_rope_equals_the_rotation_matrix(b, t, h, d):
+def test_apply_rope_equals_the_explicit_product(b, t, h, d):
     case(f"b={b} t={t} h={h} d={d}, float32")
     x, angles = randn(b, t, h, d, seed=t), make_angles(t, d)
     quarter = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=torch.float64)
@@ -277,15 +286,6 @@ def test_apply_rope_computes_in_float32(dtype):
     off = (out != expected).double().mean().item()  # float32 arithmetic may fall on the other side of a rare tie
     problem = f"{off:.0%} of the numbers are rounded twice: the arithmetic was not in float32 but in {name}"
     expect_true(off < 0.02, problem, answer=out, read="the contract of exercise 2.4, under Returns")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_apply_rope_leaves_x_unchanged(dtype):
-    case(f"b=1 t=3 h=2 d=4, {str(dtype).removeprefix('torch.')}: x after the call")
-    x = randn(1, 3, 2, 4, dtype=dtype)
-    before = x.clone()
-    out = rope.apply_rope(x, make_table(make_angles(3, 4)))
-    expect_close(x, before, atol=0.0, rtol=0.0, name="x", answer=out, read="the contract of exercise 2.4, under Args")
 
 
 def test_apply_rope_takes_any_strides():

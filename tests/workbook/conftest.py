@@ -8,12 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lib.workbook.catalog import ROOT
 
 HERE = Path(__file__).parent
-collect_ignore = ["toy"]
+collect_ignore = ["toy", "toy_ranks"]
 
 
 class Book:
@@ -27,6 +28,11 @@ class Book:
             "COLUMNS": "160",
             "NO_COLOR": "1",
         }
+
+    def end_warm_processes(self) -> None:
+        for process in psutil.process_iter(["cmdline"]):
+            if str(self.root / "lib" / "workbook" / "warm.py") in (process.info["cmdline"] or []):
+                process.kill()
 
     def run(self, *command, **env) -> subprocess.CompletedProcess:
         environment = {**self.env, **env}
@@ -81,8 +87,10 @@ def toy_template(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def book(toy_template, tmp_path) -> Book:
+def book(toy_template, tmp_path):
     """A fresh toy book whose learner has written nothing."""
     root = tmp_path / "toybook"
     shutil.copytree(toy_template, root)
-    return Book(root)
+    made = Book(root)
+    yield made
+    made.end_warm_processes()

@@ -250,7 +250,9 @@ def test_watch_checks_again_after_a_save(book):
 
     code = "from lib.workbook.cli import main; main()"
     command = [sys.executable, "-u", "-c", code, "check", "double", "--watch"]
-    program = subprocess.Popen(command, cwd=book.root, env=book.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    program = subprocess.Popen(
+        command, cwd=book.root, env=book.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         lines = iter(program.stdout.readline, "")
         assert any("not started" in line for line in lines)

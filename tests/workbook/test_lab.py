@@ -125,7 +125,7 @@ def browser():
 def page(browser, request):
     context = browser.new_context(viewport={"width": 1500, "height": 950})
     page = context.new_page()
-    page.set_default_timeout(45_000)
+    page.set_default_timeout(120_000)
     page.foreign = []
     page.on("request", lambda r: page.foreign.append(r.url) if is_foreign(r.url) else None)
     yield page
@@ -190,13 +190,14 @@ def test_a_learner_who_has_written_nothing_runs_every_cell(page, project, open_l
             return False
         page.keyboard.press("Control+s")
         page.wait_for_timeout(1000)
-        if not paired.exists():
+        try:
+            cells = [c for c in json.loads(paired.read_text())["cells"] if c["cell_type"] == "code"]
+        except (OSError, json.JSONDecodeError):  # not saved yet, or being saved
             return False
-        cells = [c for c in json.loads(paired.read_text())["cells"] if c["cell_type"] == "code"]
         failed = [o for c in cells for o in c["outputs"] if o["output_type"] == "error"]
         return bool(failed) or all(c["execution_count"] for c in cells if "".join(c["source"]).strip())
 
-    wait_until(all_ran, "every cell has run", 180)
+    wait_until(all_ran, "every cell has run", 300)
     outputs = [o for c in json.loads(paired.read_text())["cells"] for o in c.get("outputs", [])]
     errors = [(o["ename"], o["evalue"]) for o in outputs if o["output_type"] == "error"]
     assert errors == []

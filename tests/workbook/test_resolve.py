@@ -31,18 +31,29 @@ def test_helpers_of_the_learner_and_of_the_reference_never_meet(book):
     book.answer("double", "return _times(x)")
     with book.mine("toy").open("a") as file:
         file.write("\n\ndef _times(x):\n    return 7 * x\n\n\n_TWO = 'mine'\n")
-    assert book.python("from lib.toy import double, halves, Tally; print(double(1), halves(3), Tally().add(1))").stdout.strip() == "7 [1.5, 1.5] 7"
+    assert (
+        book.python(
+            "from lib.toy import double, halves, Tally; print(double(1), halves(3), Tally().add(1))"
+        ).stdout.strip()
+        == "7 [1.5, 1.5] 7"
+    )
 
 
 def test_the_reference_everywhere(book):
     book.answer("double", "return 10 * x")
-    out = book.python(WHO + "import lib.toy, solutions.toy; print(lib.toy is solutions.toy)", WORKBOOK_WORLD="reference").stdout
+    out = book.python(
+        WHO + "import lib.toy, solutions.toy; print(lib.toy is solutions.toy)", WORKBOOK_WORLD="reference"
+    ).stdout
     assert out.split() == ["solutions/toy.py", "solutions/later.py", "12", "True"]
 
 
 @pytest.mark.parametrize(
     ("world", "expected"),
-    [("only:later", "solutions/toy.py lib/later.py"), ("only:toy", "lib/toy.py solutions/later.py"), ("mine", "lib/toy.py lib/later.py")],
+    [
+        ("only:later", "solutions/toy.py lib/later.py"),
+        ("only:toy", "lib/toy.py solutions/later.py"),
+        ("mine", "lib/toy.py lib/later.py"),
+    ],
 )
 def test_worlds_of_checks(book, world, expected):
     code = WHO.replace(", quadruple(3))", ")")
@@ -66,7 +77,14 @@ for world in ("only:toy", "only:later", "mine", "reference", "fallback", "only:t
         print(world, "stub")
 """
     lines = book.python(code).stdout.splitlines()
-    assert lines == ["only:toy 10 4", "only:later 2 3", "mine 10 11", "reference 2 4", "fallback 10 11", "only:toy 10 4"]
+    assert lines == [
+        "only:toy 10 4",
+        "only:later 2 3",
+        "mine 10 11",
+        "reference 2 4",
+        "fallback 10 11",
+        "only:toy 10 4",
+    ]
 
 
 def test_an_unknown_world_is_named(book):

@@ -42,6 +42,24 @@ MATH_ERRORS = (
 )
 NO_ALT = """() => [...document.images]
   .filter(i => i.closest('.bd-article') ? !i.alt.trim() : !i.hasAttribute('alt')).map(i => i.outerHTML.slice(0, 120))"""
+PALE = """() => {
+  const rgba = text => { const n = (text.match(/[\\d.]+/g) || []).map(Number); return n.length > 3 ? n : [...n, 1]; };
+  const light = ([r, g, b]) => [r, g, b].map(v => v / 255)
+    .map(v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+  const ground = e => { while (e && rgba(getComputedStyle(e).backgroundColor)[3] < .5) e = e.parentElement;
+    return e ? light(rgba(getComputedStyle(e).backgroundColor)) : 1; };
+  return [...document.querySelectorAll('.bd-article p, .bd-article dd, .bd-article td, .bd-article .output pre')]
+    .filter(e => e.textContent.trim() && !e.closest('details:not([open])'))
+    .map(e => { const [a, b] = [light(rgba(getComputedStyle(e).color)), ground(e)];
+      return [(Math.max(a, b) + .05) / (Math.min(a, b) + .05), e.outerHTML.slice(0, 100)]; })
+    .filter(([contrast]) => contrast < 4.5).slice(0, 3).map(([c, e]) => `${c.toFixed(1)} ${e}`);
+}"""
+BOXED = """() => [...document.querySelectorAll('img.workbook-figure')].filter(image => {
+  for (let e = image; e && e !== document.body; e = e.parentElement) {
+    const colour = getComputedStyle(e).backgroundColor;
+    if (!/rgba\\(.*, 0\\)|transparent/.test(colour)) return colour !== getComputedStyle(document.body).backgroundColor;
+  } return false; }).map(image => image.alt)"""
 BROKEN_IMAGES = "() => [...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src.slice(0, 120))"
 
 
@@ -190,6 +208,8 @@ def test_every_page_is_whole(browser, built, address, size, mode):
         found += [f"mathematics in error: {e}" for e in page.evaluate(MATH_ERRORS)]
         found += [f"a picture without a description: {e}" for e in page.evaluate(NO_ALT)]
         found += [f"a picture that does not load: {e}" for e in page.evaluate(BROKEN_IMAGES)]
+        found += [f"too little contrast: {e}" for e in page.evaluate(PALE)]
+        found += [f"a figure in a box: {e}" for e in page.evaluate(BOXED)]
         if page.evaluate("() => document.documentElement.dataset.theme") != mode:
             found.append(f"not {mode}")
         page.screenshot(path=SCREENSHOTS / f"{Path(name).stem}-{Path(name).parent}-{size}-{mode}.png", full_page=True)
@@ -229,7 +249,8 @@ def test_a_page_downloads_as_a_notebook_and_as_its_source(page, built, address):
         assert all(not cell.get("outputs") for cell in notebook["cells"])
         link = page.locator("a.btn-download-source-button").first.get_attribute("href")
         source = page.request.get(f"{address}/chapters/{link}" if not link.startswith("http") else link)
-        assert source.text() == (ROOT / entry["file"]).read_text(encoding="utf-8")
+        assert f"# {entry['title']}\n" in source.text()
+        assert "format_name: myst" in source.text()
 
 
 @pytest.mark.browser
