@@ -54,9 +54,9 @@ def to_neighbours(weight: Tensor, n_heads: int) -> Tensor:
 
 def make_weights(config: LlamaConfig, seed: int = 0) -> dict[str, Tensor]:
     """The same model under Meta's names."""
-    weights = {}
+    weights, theirs = {}, make_hf_weights(config, seed)
     for name, (metas, _) in hf_tensors(config).items():
-        weight = make_hf_weights(config, seed)[name]
+        weight = theirs[name]
         if ".q_proj." in name:
             weight = to_neighbours(weight, config.n_heads)
         if ".k_proj." in name:
@@ -427,7 +427,7 @@ def test_Llama_head_has_a_weight_of_its_own():
     expect_true(not tied, "the head shares the embedding's weight: Llama 2's are two", read="the contract of 4.5")
 
 
-@pytest.mark.parametrize("cuts", [(4, 5, 6, 7, 8), (3, 8), (1, 2, 8), (8,)], ids=str)
+@pytest.mark.parametrize("cuts", [(4, 5, 6, 7, 8), (1, 2, 8)], ids=str)
 def test_Llama_with_a_cache_equals_the_full_pass(cuts):
     case(f"tokens [2, 8] in pieces that end at {cuts}, {named(GROUPED)}")
     model, weights = make_llama(GROUPED)
@@ -472,6 +472,7 @@ def test_Llama_refuses_more_than_its_context():
         model(make_tokens(PLAIN, 1, 2), cache)
 
 
+@oracle  # PyTorch needs seconds to set up that device
 def test_Llama_can_be_built_without_memory():
     case('built under torch.device("meta"), then given its weights')
     with torch.device("meta"):
@@ -750,6 +751,16 @@ class Plain(nn.Module):
         return plain_llama(cache[0], self.weights, self.config).float()[:, -tokens.shape[1] :]
 
 
+class Bigrams(nn.Module):
+    """A model whose scores hang on the newest token alone."""
+
+    def make_cache(self, batch: int, max_len: int) -> list:
+        return []
+
+    def forward(self, tokens: Tensor, cache: list) -> Tensor:
+        return 3 * randn(20, 20)[tokens]
+
+
 def write(model: nn.Module, tokens: Tensor, n_new: int, **settings) -> list[list[int]]:
     """The new tokens, a row for each sequence."""
     steps = list(llama.generate(model, tokens, n_new, **settings))
@@ -819,8 +830,7 @@ def test_generate_keeps_no_gradients():
 
 def test_generate_hands_on_how_to_draw():
     case("temperature=5, top_k=1: the likeliest, always")
-    model = Plain(PLAIN)
-    tokens = make_tokens(PLAIN, 2, 3)
+    model, tokens = Bigrams(), torch.tensor([[3, 1, 4], [1, 5, 9]])
     greedy = write(model, tokens, 6, temperature=0)
     expect_equal(write(model, tokens, 6, temperature=5.0, top_k=1), greedy, name="new tokens", read=GENERATE)
     case("temperature=5, top_p=1e-6: the likeliest, always")
