@@ -82,7 +82,7 @@ class Plan:
         rows = {
             "app": f"{APP}: one class; its @enter loads the weights, its method writes text and streams it back",
             "image": f"debian_slim, Python {sys.version_info.major}.{sys.version_info.minor}, pip install {' '.join(PACKAGES)}; "
-            "lib/ and solutions/ of this book on top",
+            "this book on top",
             "volume": f"{VOLUME} at {WEIGHTS}, made if it is not there; holds {self.repository} after the first run",
             "secret": f"{SECRET} (HF_TOKEN)",
             "memory": f"{count_parameters(PRESETS[self.model]):,} weights of {self.bits} bits x 1.2 = {self.memory_gb:.1f} GB",

@@ -251,7 +251,7 @@ def test_RMSNorm_passes_gradients_back():
 # ---- 4.2 swiglu_hidden_dim -------------------------------------------------------------------------------------------
 
 
-def test_swiglu_hidden_dim_of_llama_2():
+def test_swiglu_hidden_dim_of_the_presets():
     case("7B (4096), 13B (5120) and 70B (8192, multiple_of=4096, multiplier=1.3)")
     widths = [llama.swiglu_hidden_dim(4096), llama.swiglu_hidden_dim(5120), llama.swiglu_hidden_dim(8192, 4096, 1.3)]
     expect_equal(widths, [11_008, 13_824, 28_672], read=WIDTH)
@@ -501,7 +501,7 @@ def test_Llama_learns():
     [(LLAMA_2_7B, 6_738_415_616), (LLAMA_2_13B, 13_015_864_320), (LLAMA_2_70B, 68_976_648_192)],
     ids=["7B", "13B", "70B"],
 )
-def test_count_parameters_of_llama_2(config, n):
+def test_count_parameters_of_the_presets(config, n):
     case(named(config))
     expect_equal(llama.count_parameters(config), n, read=COUNT)
 
@@ -544,7 +544,7 @@ def test_inference_memory_gb_defaults():
     [(LLAMA_2_7B, 1, 1, 524_288), (LLAMA_2_7B, 1, 4096, 2**31), (LLAMA_2_70B, 8, 4096, 10_737_418_240)],
     ids=["7B, one token", "7B, full context", "70B, eight of them"],
 )
-def test_kv_cache_bytes_of_llama_2(config, batch, length, n_bytes):
+def test_kv_cache_bytes_of_the_presets(config, batch, length, n_bytes):
     case(f"batch={batch}, length={length}, {named(config)}")
     expect_equal(llama.kv_cache_bytes(config, batch, length), n_bytes, read=CACHE)
 
@@ -855,7 +855,7 @@ def test_generate_equals_transformers(config):
 
 
 @pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
-def test_generate_with_your_Llama_equals_transformers():
+def test_generate_with_your_model_equals_transformers():
     case(f"the same with your Llama, {named(GROUPED)}")
     tokens = make_tokens(GROUPED, 2, 4, seed=2)
     expected = recorded("greedy_g2", lambda: transformers_greedy(GROUPED, tokens, 7))
