@@ -1,0 +1,1 @@
+"""Runs at full size: programs for machines with accelerators."""
