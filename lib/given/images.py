@@ -70,7 +70,9 @@ def load_images(
         from tqdm.auto import tqdm
 
         rows = tqdm(rows, desc=Path(source).name, unit=" images", total=limit)
-    pictures, labels, names = [], [], None
+    pictures: list = []
+    labels: list[int] = []
+    names = None
     for where, row, found in rows:
         if limit is not None and len(pictures) >= limit:
             break
@@ -108,7 +110,7 @@ def photograph(height: int | None = None, width: int | None = None) -> Tensor:
     from matplotlib import cbook
     from PIL import Image
 
-    with cbook.get_sample_data("grace_hopper.jpg") as file, Image.open(file) as picture:
+    with cbook.get_sample_data("grace_hopper.jpg") as file, Image.open(file) as picture:  # type: ignore[union-attr]
         size = (width or picture.width, height or picture.height)
         return _pixels(picture.convert("RGB").resize(size, Image.Resampling.BICUBIC))
 

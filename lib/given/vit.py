@@ -137,7 +137,7 @@ def _names(n_layers: int, outer: dict[str, str], block: dict[str, str], layer: s
     modules = dict(outer)
     for i in range(n_layers):
         modules |= {f"blocks.{i}.{ours}": f"{layer}.{i}.{theirs}" for ours, theirs in block.items()}
-    names = {}
+    names: dict[str, str] = {}
     for ours, theirs in modules.items():
         bare = ours.endswith(("cls_token", "pos_embed"))
         names |= {ours: theirs} if bare else {f"{ours}.{part}": f"{theirs}.{part}" for part in ("weight", "bias")}

@@ -25,7 +25,7 @@ PACKAGES = ("torch>=2.11,<2.14", "numpy", "einops", "jaxtyping", "safetensors", 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A card that Modal rents; its list price, read in May 2026 (modal.com/pricing has today's)."""
+    """A card that Modal rents, and about what an hour of it costs: a guide for choosing; modal.com/pricing has today's price."""
 
     name: str
     memory_gb: int
