@@ -180,18 +180,21 @@ def train_bpe(text: str, vocab_size: int, special_tokens: Sequence[str] = ()) ->
 
     The text is cut at its special tokens, and the rest into words by ``PRE_TOKEN``; pairs are counted inside words.
     Pair counts are updated after each merge, not counted anew: a merge costs as much as the words that it changes.
+    Finding the best pair may look at all pairs.
 
     Args:
         text: What to learn from.
         vocab_size: How many tokens to end with: 256 bytes, the special tokens and the merges. Training stops earlier
             when no pair is left.
-        special_tokens: Strings that stay whole; no pair is counted inside one or across one.
+        special_tokens: Strings that stay whole, the longest that fits winning; no pair is counted inside one or across
+            one.
 
     Returns:
         The vocabulary (id to bytes) and the merges in the order in which they were made.
 
     Raises:
-        ValueError: ``vocab_size`` has no room for the 256 bytes and the special tokens; it shows the sum.
+        ValueError: ``vocab_size`` has no room for the 256 bytes and the special tokens; the error names
+            ``vocab_size`` and the least it could be (256 plus the special tokens).
 
     Convention: ids 0 to 255 are the bytes, then come the merges in order, then the special tokens as given (GPT-2's
     order; others put special tokens first). Of pairs with equal counts the lexicographically greater is merged.
@@ -266,15 +269,18 @@ class BPETokenizer:
     """Byte-pair encoding with a given vocabulary. (Exercise 1.5)
 
     A text is cut at its special tokens first, the longest that fits winning, and the rest into words by ``PRE_TOKEN``.
-    Inside a word the pair that was merged earliest in training is joined, until no pair of the word is a merge.
-    The ids of a word are kept: to meet it again costs a look in a dictionary, not its merges.
+    Inside a word the pair that comes first in ``merges`` is joined, everywhere in the word, until no pair of the word
+    is a merge. That looks at the pairs of the word, not at all merges. The ids of a word are kept: to meet it again
+    costs a look in a dictionary, not its merges.
     ``encode_iterable`` gives the same ids for a text in chunks, wherever they are cut, one by one and as soon as they
-    are certain; its memory does not grow with the text. ``decode`` turns bytes that are not UTF-8 into U+FFFD.
+    are certain; its memory does not grow with the text, so it bounds the table of words that
+    it keeps. ``decode`` turns bytes that are not UTF-8 into U+FFFD.
 
     Args:
         vocab: Bytes of each id; it is left as it was.
         merges: The pairs in the order in which training made them.
-        special_tokens: Strings that each become one id; those that ``vocab`` lacks get the next ids.
+        special_tokens: Strings that each become one id; those that ``vocab`` lacks get the next ids (one above the
+            largest).
 
     Raises:
         KeyError: ``decode`` meets an id that is not in the vocabulary; the error names it.
@@ -315,8 +321,8 @@ class BPETokenizer:
         """The ids of a text that arrives in pieces, one by one, as soon as they are certain.
 
         Whatever the cuts, the ids are those of ``encode("".join(chunks))``: words, contractions, runs of spaces and
-        special tokens may go across a cut. Only the end that is not certain yet is kept: memory does not grow with
-        the text.
+        special tokens may go across a cut. Only the end that is not certain yet is kept, and a table of words
+        that is bounded: memory does not grow with the text.
 
         Args:
             chunks: Strings: an open file, lines, blocks of any size, empty ones too.
