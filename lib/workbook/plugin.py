@@ -243,7 +243,10 @@ def pytest_runtest_call(item):
     if getattr(item, "workbook_exercise", None) is None or isolate.inside() or item.config.option.usepdb:
         yield
         return
-    with alarm(_limit(item, "time_limit", TIME_LIMIT_S) * (2 if "ranks" in item.fixturenames else 1)):
+    patience = (
+        6 if item.config.option.reference else 2 if "ranks" in item.fixturenames else 1
+    )  # live oracles import slowly
+    with alarm(patience * _limit(item, "time_limit", TIME_LIMIT_S)):
         yield
 
 
