@@ -42,6 +42,16 @@ class KeepsCase(reference.WordTokenizer):
         return ids
 
 
+@mistake("WordTokenizer", "the text is put in lower case in one place, not in the other")
+class LowersOnce(reference.WordTokenizer):
+    def encode(self, text):
+        ids = []
+        for word in text.split():
+            ids.append(self.ids.setdefault(word, len(self.ids)))
+            self.words[ids[-1]] = word
+        return ids
+
+
 @mistake("WordTokenizer", "a new word is sorted in, which gives other words new ids")
 class SortsNewWordsIn(reference.WordTokenizer):
     def encode(self, text):
@@ -170,6 +180,18 @@ def loses_the_last(symbols, pair):
     return tuple(merged)
 
 
+@mistake("merge_pair", "i += 1 inside a for loop over a range skips nothing: the second symbol comes again")
+def skips_nothing(symbols, pair):
+    merged = []
+    for i in range(len(symbols)):
+        if tuple(symbols[i : i + 2]) == tuple(pair):
+            merged.append(pair[0] + pair[1])
+            i += 1
+        else:
+            merged.append(symbols[i])
+    return tuple(merged)
+
+
 @mistake("merge_pair", "the bytes of two neighbours are compared together, so (ab, c) passes for (a, bc)")
 def by_their_bytes(symbols, pair):
     merged, at = [], 0
@@ -258,6 +280,18 @@ def special_tokens_deleted(text, vocab_size, special_tokens=()):
 @mistake("train_bpe", "the shortest special token is tried first, so a longer one that begins with it is never found")
 def shortest_cut_out(text, vocab_size, special_tokens=()):
     pattern = "|".join(regex.escape(s) for s in sorted(special_tokens, key=len)) or "(?!)"
+    return _train(text, vocab_size, special_tokens, split=lambda text: regex.split(pattern, text))
+
+
+@mistake("train_bpe", "the special tokens are tried as they were given, not the longest first")
+def special_tokens_as_given(text, vocab_size, special_tokens=()):
+    pattern = "|".join(map(regex.escape, special_tokens)) or "(?!)"
+    return _train(text, vocab_size, special_tokens, split=lambda text: regex.split(pattern, text))
+
+
+@mistake("train_bpe", "special tokens are put into a pattern unescaped, where | means or")
+def special_tokens_as_patterns(text, vocab_size, special_tokens=()):
+    pattern = "|".join(sorted(special_tokens, key=len, reverse=True)) or "(?!)"
     return _train(text, vocab_size, special_tokens, split=lambda text: regex.split(pattern, text))
 
 
@@ -364,6 +398,35 @@ class OrderOfIds(_WithMerge):
         for left, right in sorted(merges, key=lambda pair: self.ids[pair[0] + pair[1]]):
             symbols = reference.merge_pair(symbols, (left, right))
         return symbols
+
+
+@mistake("BPETokenizer", "the merges are gone through once: a pair that a later merge makes is not joined")
+class GoesThroughTheMergesOnce(_WithMerge):
+    def merge_word(self, symbols, merges):
+        for pair in merges:
+            symbols = reference.merge_pair(symbols, pair)
+        return symbols
+
+
+@mistake("BPETokenizer", "every word goes through all merges, again and again until none is left")
+class GoesThroughAllMerges(_WithMerge):
+    def merge_word(self, symbols, merges):
+        before = None
+        while symbols != before:
+            before = symbols
+            for pair in merges:
+                symbols = reference.merge_pair(symbols, pair)
+        return symbols
+
+
+@mistake("BPETokenizer", "the next id is taken from the length of the vocabulary, not from its largest id")
+class NextIdIsTheLength(reference.BPETokenizer):
+    def __init__(self, vocab, merges, special_tokens=()):
+        vocab = dict(vocab)
+        for token in special_tokens:
+            if token.encode() not in vocab.values():
+                vocab[len(vocab)] = token.encode()
+        super().__init__(vocab, merges, special_tokens)
 
 
 @mistake("BPETokenizer", "merges are made across words: the text is not cut by PRE_TOKEN first")
@@ -481,6 +544,52 @@ class CutsSpecialTokens(reference.BPETokenizer):
             for token, end, special in reference._settled(buffer, self._special, 0):  # noqa: B007
                 yield from [self.ids[token.encode()]] if special else self._word_ids[token]
             buffer = buffer[end:]
+        yield from self.encode(buffer)
+
+
+@mistake("BPETokenizer", "the certain words are joined and then encoded, without what follows them: the cut changes")
+class EncodesTheJoin(reference.BPETokenizer):
+    def encode_iterable(self, chunks):
+        longest = max(map(len, self.special_tokens), default=0)
+        buffer = ""
+        for chunk in chunks:
+            buffer += chunk
+            end = max((end for _, end, _ in reference._settled(buffer, self._special, longest)), default=0)
+            yield from self.encode(buffer[:end])
+            buffer = buffer[end:]
+        yield from self.encode(buffer)
+
+
+@mistake("BPETokenizer", "the whole buffer is scanned again for every chunk: a long word costs its square")
+class ScansAgain(reference.BPETokenizer):
+    def encode_iterable(self, chunks):
+        longest = max(map(len, self.special_tokens), default=0)
+        buffer = ""
+        for chunk in chunks:
+            buffer += chunk
+            end = 0
+            for token, end, special in reference._settled(buffer, self._special, longest):  # noqa: B007
+                yield from [self.ids[token.encode()]] if special else self._word_ids[token]
+            buffer = buffer[end:]
+        yield from self.encode(buffer)
+
+
+@mistake("BPETokenizer", "every word met is kept, in a stream too: its table grows with the text")
+class KeepsEveryWord(reference.BPETokenizer):
+    def encode_iterable(self, chunks):
+        longest = max(map(len, self.special_tokens), default=0)
+        buffer, enough, words = "", 0, {}
+        for chunk in chunks:
+            buffer += chunk
+            if len(buffer) < enough:
+                continue
+            end = 0
+            for token, end, special in reference._settled(buffer, self._special, longest):  # noqa: B007
+                if not special and token not in words:
+                    words[token] = list(self._word_ids[token])
+                yield from [self.ids[token.encode()]] if special else words[token]
+            buffer = buffer[end:]
+            enough = 2 * len(buffer)
         yield from self.encode(buffer)
 
 

@@ -9,6 +9,7 @@ import random
 import sys
 import tracemalloc
 from collections import Counter
+from contextlib import suppress
 from functools import cache
 
 import pytest
@@ -19,6 +20,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.given.data import language_reference
+from lib.workbook.alarm import TimeLimit, alarm
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle, recorded
 
 tokenization = graded("tokenization")
@@ -84,6 +86,15 @@ def make_text(rng: random.Random, length: int) -> str:
     atoms = [" ", "  ", "\n", "\t", "'", "'s", "r", "e", "l", "the", "ruler", "26", "!", "é", "王", "🙂", "\u00a0"]
     atoms += ["<|a|>", "<|a|><|b|>", "<|", "|>", "<|b", "a"]
     return "".join(rng.choice(atoms) for _ in range(length))
+
+
+def expect_same_pieces(tokenizer, chunks: list[str], ids: list[int]) -> None:
+    """A stream gives the ids of the whole text; a failure shows the bytes of the tokens beside them."""
+    streamed = list(tokenizer.encode_iterable(chunks))
+    if streamed != ids:
+        pieces, expected = ([tokenizer.decode([i]) for i in some] for some in (streamed, ids))
+        expect_equal(pieces, expected, name="pieces", answer=streamed, read='"Text to numbers"')
+    expect_equal(streamed, ids, name="ids")
 
 
 def cut(text: str, rng: random.Random, n_cuts: int) -> list[str]:
@@ -282,7 +293,7 @@ def test_train_bpe_words_are_not_joined():
 
 
 def test_train_bpe_special_tokens_are_cut_out():
-    case("a special token that is the most frequent string")
+    case('special token "<|z|>", text "xy<|z|>" nine times, then "<|": no part of "<|z|>" is counted')
     _, merges = tokenization.train_bpe("xy<|z|>" * 9 + "<|", 300, ["<|z|>"])
     expect_equal(merges, [(b"x", b"y"), (b"<", b"|")], name="merges")
     case("no pair goes across a special token")
@@ -290,6 +301,9 @@ def test_train_bpe_special_tokens_are_cut_out():
     expect_equal(merges, [(b"c", b"d"), (b"a", b"b")], name="merges")
     case("special tokens <a> and <a><b>: the longer is cut out whole")
     _, merges = tokenization.train_bpe("x<a><b>" * 3, 300, ["<a>", "<a><b>"])
+    expect_equal(merges, [], name="merges")
+    case("special tokens b, bc and bcde, of the text xbcdexbcde: the longest is cut out whole, whatever their order")
+    _, merges = tokenization.train_bpe("xbcdexbcde", 300, ["bc", "bcde", "b"])
     expect_equal(merges, [], name="merges")
 
 
@@ -386,6 +400,29 @@ def test_BPETokenizer_earliest_merge_first():
     expect_equal(tokenizer.encode("abc"), [97, 256], name="ids", read="equation (1.3)")
 
 
+@pytest.mark.time_limit(40)
+def test_BPETokenizer_encode_iterable_keeps_few_words():
+    n_words = 30_000
+    case(f"a stream of {n_words:,} different words")
+    tokenizer = hand_made()
+    tracemalloc.start()
+    try:
+        for _ in tokenizer.encode_iterable(f" {n}" for n in range(n_words)):
+            pass
+        peak_kb = tracemalloc.get_traced_memory()[1] // 1000
+    finally:
+        tracemalloc.stop()
+    problem = f"took {peak_kb:,} kB for {n_words:,} different words: the table of words grows with the stream"
+    expect_true(peak_kb < 3000, problem, answer="grows")
+
+
+def test_BPETokenizer_until_no_pair_is_a_merge():
+    case('"abc", merges a+bc then b+c: when b+c has been joined, a+bc stands there')
+    merges = [(b"a", b"bc"), (b"b", b"c")]
+    tokenizer = tokenization.BPETokenizer({0: b"a", 1: b"b", 2: b"c", 3: b"bc", 4: b"abc"}, merges)
+    expect_equal(tokenizer.encode("abc"), [4], name="ids", read="equation (1.3)")
+
+
 def test_BPETokenizer_rank_is_not_id():
     case('"abc", merges b+c then a+b, whose ids run the other way, and bytes whose ids are not their values')
     merges = [(b"b", b"c"), (b"a", b"b")]
@@ -437,7 +474,7 @@ def test_BPETokenizer_special_tokens():
     case("a special token that the vocabulary lacks is appended")
     expect_equal(tokenizer.encode(f"the{END} cat"), [259, 261, 257, 97, 116], name="ids")
     expect_equal(tokenizer.decode([261, 261]), END + END, name="text")
-    case("a special token that the vocabulary has keeps its id")
+    case("a special token that the vocabulary has keeps its id (300); the next new one gets 301, one above the largest")
     merges = [(b"<", b"|")]
     vocab = {**as_vocab(merges), 300: b"<|x|>"}
     with_one = tokenization.BPETokenizer(vocab, merges, ["<|x|>", "<|y|>"])
@@ -492,7 +529,7 @@ def test_BPETokenizer_encode_iterable_wherever_it_is_cut(seed):
         text = make_text(rng, rng.randrange(1, 14))
         pieces = cut(text, rng, rng.randrange(1, 6)) if n % 3 else list(text)
         case(f"chunks {pieces}")
-        expect_equal(list(tokenizer.encode_iterable(pieces)), tokenizer.encode(text), name="ids")
+        expect_same_pieces(tokenizer, pieces, tokenizer.encode(text))
 
 
 @pytest.mark.parametrize("text", ["we're we'll", "a  b   \n\n  c", "x \t ", "it's 2026!", "  ", "\n\n \n", "'re'"])
@@ -501,14 +538,20 @@ def test_BPETokenizer_encode_iterable_at_every_cut(text):
     expected = tokenizer.encode(text)
     for at in range(len(text) + 1):
         case(f"chunks {[text[:at], text[at:]]}")
-        expect_equal(list(tokenizer.encode_iterable([text[:at], text[at:]])), expected, name="ids")
+        expect_same_pieces(tokenizer, [text[:at], text[at:]], expected)
 
 
+@pytest.mark.time_limit(30)
 def test_BPETokenizer_encode_iterable_long_word():
-    case("one word of 20,000 letters that arrives letter by letter")
-    tokenizer = make_tokenizer()
     word = "ab" * 10_000
-    expect_equal(list(tokenizer.encode_iterable(word)), tokenizer.encode(word), name="ids")
+    case(f"one word of {len(word):,} characters, in chunks of 1")
+    tokenizer = make_tokenizer()
+    expected, ids = tokenizer.encode(word), None
+    with suppress(TimeLimit), alarm(5):
+        ids = list(tokenizer.encode_iterable(word))
+    problem = "its ids had not been given after 5 s: the whole buffer is scanned again for every chunk"
+    expect_true(ids is not None, problem, answer="scans again", read='"Text to numbers"')
+    expect_equal(ids, expected, name="ids")
 
 
 def test_BPETokenizer_encode_iterable_is_lazy():
@@ -558,6 +601,21 @@ def test_BPETokenizer_encode_iterable_memory():
         tracemalloc.stop()
     problem = f"took {peak_kb} kB for a stream of 600 kB: memory grows with the stream"
     expect_true(peak_kb < 200, problem, answer="grows")
+
+
+def test_BPETokenizer_looks_at_the_pairs_of_a_word():
+    merges = list(itertools.product([bytes([b]) for b in b"abcdefghijklmnopqrst"], repeat=2))
+    tokenizer = tokenization.BPETokenizer(as_vocab(merges), merges)
+    words = [" " + "".join(letters) for letters in itertools.product("uvwx", repeat=3)]
+    case(f"{len(words)} different words of 4 symbols, {len(merges)} merges, none of which they hold")
+    limit = 200 * len(words)
+    lines = count_lines(tokenizer.encode, "".join(words), limit=limit)
+    expect_true(
+        lines < limit,
+        f"ran more than {limit:,} lines of Python for {len(words)} words: every word goes through all merges",
+        answer="all merges",
+        read="equation (1.3)",
+    )
 
 
 def test_BPETokenizer_remembers_words():
