@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import threading
+import time
 
 
 class TimeLimit(BaseException):
@@ -19,10 +20,11 @@ def alarm(seconds: float):
     def ring(number, frame):
         raise TimeLimit(f"not finished after {seconds:g} s")
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before, started = signal.signal(signal.SIGALRM, ring), time.monotonic()
+    outer, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        left = max(0.01, outer - (time.monotonic() - started)) if outer else 0
+        signal.setitimer(signal.ITIMER_REAL, left)
         signal.signal(signal.SIGALRM, before)

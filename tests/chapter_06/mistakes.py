@@ -666,7 +666,7 @@ def head_dropped(state_dict):
     return converted
 
 
-@mistake("convert_hf_state_dict", "names keep the prefix transformer.")
+@mistake("convert_hf_state_dict", "names keep the prefix `transformer`")
 def prefix_kept(state_dict):
     return {f"transformer.{name}": tensor for name, tensor in reference.convert_hf_state_dict(state_dict).items()}
 
