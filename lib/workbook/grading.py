@@ -27,11 +27,13 @@ class Wrong(AssertionError):
         rows: (label, text) pairs that follow it.
         answer: What the learner's code gave, for comparison with the mistakes'.
         case: The case it was on.
+        gap: The largest difference between the answer and what was expected, where both are arrays.
     """
 
     def __init__(self, problem: str, rows: Sequence[tuple[str, str]] = (), answer: Any = None, read: str | None = None):
         super().__init__(problem)
         self.problem, self.rows, self.answer, self.read, self.case = problem, list(rows), answer, read, _case
+        self.gap: float | None = None
 
 
 class Graded:
@@ -172,8 +174,27 @@ def _close_arrays(actual, expected, atol, rtol, name, answer, read) -> None:
     if bad.any():
         place = tuple(bad.nonzero()[0].tolist())
         at = f"{name}[{', '.join(map(str, place))}]" if place else name
-        values = f"{at} = {_show(a[place].item())}, expected {_show(e[place].item())}   ({int(bad.sum())} of {bad.numel()} wrong)"
-        raise Wrong("wrong values (shape and dtype are right)", [("first wrong", values)], answer, read)
+        shown = _apart(a[place].item(), e[place].item())
+        values = f"{at} = {shown[0]}, expected {shown[1]}   ({int(bad.sum())} of {bad.numel()} wrong)"
+        wrong = Wrong("wrong values (shape and dtype are right)", [("first wrong", values)], answer, read)
+        if answer is actual and a.is_floating_point():
+            wrong.gap = float((a.to(wide) - e.to(wide))[bad].abs().max())
+        raise wrong
+
+
+def _apart(a, b) -> tuple[str, str]:
+    """Two numbers with as many digits as it takes to see that they differ."""
+    short = _show(a), _show(b)
+    return short if short[0] != short[1] else (repr(a), repr(b))
+
+
+def further_apart(a, b, gap: float | None) -> bool:
+    """Whether two arrays differ by more than a fifth of ``gap``, so that they are not the same mistake."""
+    import torch
+
+    if gap is None or not (_is_array(a) and _is_array(b)) or not math.isfinite(gap):
+        return False
+    return not float((torch.as_tensor(a).double() - torch.as_tensor(b).double()).abs().max()) <= gap / 5
 
 
 def expect_equal(actual, expected, *, name="out", answer=None, read=None) -> None:

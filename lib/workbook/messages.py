@@ -1,6 +1,7 @@
 """What a failed check says: what is wrong, on which case, what it looks like, where to read, how to run it again."""
 
 import linecache
+import re
 import traceback
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from lib.workbook.alarm import TimeLimit, alarm
 from lib.workbook.catalog import ROOT, BookError, Exercise, chapters
 from lib.workbook.stubs import marker_lines
 
-LABEL_WIDTH = 12
+LABEL_WIDTH, MESSAGE_WIDTH = 12, 300
 DETAILS = ("raised", "expected", "first wrong", "value", "shape", "dtype", "at")  # what a one-line report keeps
 
 
@@ -72,8 +73,9 @@ def in_one_line(report) -> str:
     facts = report.workbook
     if facts["state"] == "not started":
         return str(report.longrepr)
+    case = f" ({facts['case']})" if facts["case"] else ""
     detail = f": {facts['detail']}" if facts.get("detail") else ""
-    return f"{facts['name']}: {facts['problem']} ({facts['case']}){detail}"
+    return f"{facts['name']}: {facts['problem']}{case}{detail}"
 
 
 def explain(item, excinfo, report) -> None:
@@ -93,16 +95,22 @@ def explain(item, excinfo, report) -> None:
     elif isinstance(error, BookError):
         problem, rows, read = "the book is at fault here, not you", [("because", str(error))], None
     elif isinstance(error, resolve.AnswerError):
-        problem, rows, read = "cannot be graded", [("because", str(error))], None
+        problem, rows, read = f"cannot be graded: {error}", [("case", "")], None
     elif hasattr(error, "per_rank"):
         first, *more = str(error).splitlines() or [type(error).__name__]
         problem, rows, read = first, [("case", case_of(item)), *([("ranks", "\n".join(more))] if more else [])], None
     else:
         problem, rows, read = _raised(item, error)
+    rows = [(label, text) for label, text in rows if text]
     report.longrepr = layout(exercise, problem, rows, read)
     found = dict(rows)
-    detail = "; ".join(f"{k} {found[k].splitlines()[-1]}" for k in DETAILS if found.get(k))
+    detail = "; ".join(f"{k} {_line(k, found[k])}" for k in DETAILS if found.get(k))
     report.workbook |= {"state": "wrong", "problem": problem, "case": found.get("case", ""), "detail": detail}
+
+
+def _line(label: str, text: str) -> str:
+    """A row in one line: of a traceback the last, of a message all of it."""
+    return text.splitlines()[-1] if label == "at" else " ".join(text.split())[:MESSAGE_WIDTH]
 
 
 def _not_started(exercise: Exercise, stub: str, report) -> None:
@@ -133,10 +141,12 @@ def _raised(item, error: BaseException):
         rows += [("in the test", code_line(f.filename, f.lineno or 1)) for f in own[-1:]]
     if isinstance(error, TimeLimit):
         return f"was {error}, the limit of this check", rows, None
-    message = str(error).strip()
+    message = re.sub(r"\s*\(Triggered internally at [^)]*\)", "", str(error).strip())
     head, *more = message.splitlines() or [""]
     if more:
         rows.append(("message", "\n".join(more[:12])))
+    if len(head) > MESSAGE_WIDTH:
+        head = head[:MESSAGE_WIDTH] + " …"
     return f"raised {type(error).__name__}{': ' + head if head else ''}", rows, None
 
 
@@ -145,6 +155,8 @@ def diagnose(item, wrong: grading.Wrong, time_limit_s: float = 3.0) -> str:
     exercise = item.workbook_exercise
     if grading.active_mistake() is not None or resolve.flavor(exercise.module) == "reference":
         return ""
+    if item.get_closest_marker("memory_limit"):
+        return ""  # what a mistake takes would be laid to the answer
     names = getattr(getattr(item, "_fixtureinfo", None), "argnames", ())
     time_limit_s *= 5 if "ranks" in names else 1
     arguments = {name: item.funcargs[name] for name in names}
@@ -156,7 +168,9 @@ def diagnose(item, wrong: grading.Wrong, time_limit_s: float = 3.0) -> str:
                     other = _outcome(item, arguments)
                 if other is None or (other.case, other.problem) != (wrong.case, wrong.problem):
                     continue
-                if grading.same_answer(other.answer, wrong.answer):
+                if grading.same_answer(other.answer, wrong.answer) and not grading.further_apart(
+                    other.answer, wrong.answer, wrong.gap
+                ):
                     sentences.append(known.sentence)
     except TimeLimit:
         pass

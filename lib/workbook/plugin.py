@@ -112,8 +112,7 @@ def pytest_collection_modifyitems(config, items):
         beside = config.option.mistakes and exercise is None
         if maintainers and not unwanted and not beside:
             config.workbook_maintainers += 1
-        else:
-            (dropped if unwanted or beside else kept).append(item)
+        (dropped if maintainers or unwanted or beside else kept).append(item)
         if item.get_closest_marker("gpu") and not _has_accelerator():
             item.add_marker(
                 pytest.mark.skip(reason="needs an accelerator: run `pytest -m gpu` on a machine that has one")
@@ -126,7 +125,9 @@ def pytest_collection_modifyitems(config, items):
 def pytest_report_collectionfinish(config):
     n = getattr(config, "workbook_maintainers", 0)
     if n and not (config.option.mistakes or config.option.keyword or config.option.exercise):
-        return f"({n} more checks compare the reference with other libraries: `pytest --reference`)"
+        return (
+            f"(deselected: {n} checks that compare the reference with other libraries; `pytest --reference` runs them)"
+        )
     return None
 
 
@@ -279,7 +280,7 @@ def pytest_report_teststatus(report, config):
     if report.failed and getattr(report, "workbook", {}).get("state") == "not started":
         return "not started", "n", "NOT STARTED"
     if report.failed and getattr(report, "workbook", {}).get("repeated"):
-        return "more failed", "F", "FAILED"
+        return "failed but not shown", "F", "FAILED"
     return None
 
 

@@ -88,7 +88,8 @@ def describe(row: dict) -> str:
     """What the table says after the state."""
     if row["state"] == "wrong":
         of = row["failed"] + row["passed"] + row["not_started"]
-        return f"{row['failed']} of {of} checks fail: {row['problem']}" + (f" ({row['case']})" if row["case"] else "")
+        problem = row["problem"] if len(row["problem"]) <= 100 else row["problem"][:97] + "…"
+        return f"{row['failed']} of {of} checks fail: {problem}" + (f" ({row['case']})" if row["case"] else "")
     if row["state"] == "not started":
         done = f"{row['passed']} checks pass already; " if row["passed"] else ""
         return done + row["next"]

@@ -1,0 +1,85 @@
+"""The expectations that tests are written with: what passes, and what each failure says."""
+
+import numpy as np
+import pytest
+import torch
+
+from lib.workbook import grading
+from lib.workbook.grading import Wrong, expect_close, expect_equal, expect_raises, expect_true, same_answer
+
+
+def said(call, *arguments, **options) -> tuple[str, dict]:
+    with pytest.raises(Wrong) as caught:
+        call(*arguments, **options)
+    return caught.value.problem, dict(caught.value.rows)
+
+
+def test_close_looks_at_type_then_shape_then_dtype_then_values():
+    expected = torch.ones(2, 2)
+    assert said(expect_close, None, expected)[1]["type"].startswith("out is nothing (is a `return` missing?)")
+    assert said(expect_close, [1.0], expected)[0] == "wrong type"
+    assert said(expect_close, torch.ones(4), expected)[1] == {"shape": "out.shape = (4,), expected (2, 2)"}
+    assert said(expect_close, expected.double(), expected)[0] == "wrong dtype (shape is right)"
+    problem, rows = said(expect_close, torch.tensor([[1.0, 1.0], [3.0, 1.0]]), expected)
+    assert problem == "wrong values (shape and dtype are right)"
+    assert rows == {"first wrong": "out[1, 0] = 3, expected 1   (1 of 4 wrong)"}
+
+
+@pytest.mark.parametrize("value", [torch.tensor([float("nan"), 1.0]), np.array([1.0, 2.0]), 3.5, {"a": [1.0, (2.0,)]}])
+def test_close_takes_what_is_equal(value):
+    expect_close(value, value)
+
+
+def test_close_names_the_place_inside_a_structure():
+    assert said(expect_close, {"a": [1.0, 2.5]}, {"a": [1.0, 2.0]})[1] == {"value": "out['a'][1] = 2.5, expected 2"}
+    assert said(expect_close, [1.0], [1.0, 2.0])[1] == {"length": "out has 1, expected 2"}
+    assert said(expect_close, {"b": 1.0}, {"a": 1.0})[0] == "wrong keys"
+
+
+def test_close_shows_as_many_digits_as_it_takes():
+    a, b = torch.tensor([0.1], dtype=torch.float64), torch.tensor([0.1 + 1e-6], dtype=torch.float64)
+    text = said(expect_close, a, b)[1]["first wrong"]
+    assert text.startswith("out[0] = 0.1, expected 0.100001")
+
+
+def test_equal_shows_the_first_difference():
+    assert said(expect_equal, [1, 2, 4], [1, 2, 3])[1]["first wrong"].startswith("out[2] = 4, expected 3")
+    assert said(expect_equal, {"a": 1}, {"a": 1, "b": 2})[1]["first wrong"] == "out['b'] = missing, expected 2"
+    assert said(expect_equal, "x" * 60 + "y", "x" * 60 + "z")[1]["first wrong"].startswith("out[60:]")
+    assert said(expect_equal, 1, True)[0] == "wrong type"
+
+
+def test_raises_wants_the_type_and_the_mentions():
+    with expect_raises(ValueError, "7"):
+        raise ValueError("7 is odd")
+    with pytest.raises(Wrong, match="does not say enough"), expect_raises(ValueError, "7"):
+        raise ValueError("odd")
+    with pytest.raises(Wrong, match="wrong error"), expect_raises(ValueError):
+        raise KeyError("7")
+    with pytest.raises(Wrong, match="no error"), expect_raises(ValueError):
+        pass
+    with pytest.raises(NotImplementedError), expect_raises(RuntimeError):
+        raise NotImplementedError("Exercise 1.1: write it")
+
+
+def test_true_says_its_sentence():
+    expect_true(True, "never said")
+    assert said(expect_true, False, "3 is odd")[0] == "3 is odd"
+
+
+def test_answers_are_compared_as_numbers():
+    assert same_answer(torch.tensor([1.0, float("nan")]), torch.tensor([1.0 + 1e-7, float("nan")]))
+    assert not same_answer(torch.ones(2), torch.ones(3))
+    assert same_answer({"a": (1, "x")}, {"a": (1, "x")})
+    assert not same_answer(1, 1.0)
+    assert not same_answer(None, None)
+
+
+def test_a_mistake_that_differs_by_as_much_as_the_answer_is_not_the_same():
+    assert grading.further_apart(torch.tensor([1.0]), torch.tensor([1.0 + 1e-5]), gap=2e-5)
+    assert not grading.further_apart(torch.tensor([2.0]), torch.tensor([2.0 + 1e-6]), gap=1.0)
+
+
+def test_an_unknown_chapter_is_named():
+    with pytest.raises(grading.BookError, match="'roop'"):
+        grading.graded("roop")
