@@ -18,8 +18,8 @@ def softmax(x: Float[Tensor, "..."], dim: int) -> Float[Tensor, "..."]:
         dim: The dimension along which the weights sum to one.
 
     Returns:
-        The shape and dtype of ``x``; float16 and bfloat16 are computed in float32 and rounded once. Finite for scores
-        as large as the dtype holds. A row of nothing but ``-inf`` gives zeros, never NaN, and so does its gradient.
+        The shape and dtype of ``x``; float16 and bfloat16 are computed in float32 and rounded once, float64 in
+        float64. Finite for scores as large as the dtype holds. A row of nothing but ``-inf`` gives zeros, never NaN, and so does its gradient.
 
     Source: Vaswani and others (arXiv:1706.03762), section 3.2.1.
     Convention: PyTorch's softmax gives NaN for a row of ``-inf``; its ``scaled_dot_product_attention`` gives zeros, as here.
@@ -61,7 +61,7 @@ def scaled_dot_product_attention(
 
     Returns:
         ``[..., T, Dv]`` in the dtype of ``q``. A query that may attend to nothing gets zeros. In float16 only the scores
-        after the division by ``sqrt(D)`` need fit below 65,504: divide before the product.
+        after the division by ``sqrt(D)`` need to fit below 65,504: divide before the product.
 
     Cost: a few operations on whole tensors, none larger than the ``[..., T, S]`` of scores or the inputs; no loop.
     Source: Vaswani and others (arXiv:1706.03762), equation (1).
@@ -187,8 +187,10 @@ class MultiHeadAttention(nn.Module):
 
         Args:
             x: ``[B, T, C]``.
-            rope: Rotations ``[T, D/2]`` of these T positions, for queries and keys; None rotates nothing.
-            mask: Boolean, True where a query may attend, broadcast to ``[B, H, T, S]``; None lets every position attend to every other.
+            rope: Rotations ``[T, D/2]`` of these T positions, for queries and keys; None rotates nothing. ``apply_rope``
+                takes ``[B, T, H, D]``, heads after positions, where ``split_heads`` gives ``[B, H, T, D]``.
+            mask: Boolean, True where a query may attend, broadcast to ``[B, H, T, S]``; None lets every position attend to
+                every other. A mask ``[B, T, S]`` does not broadcast: give it a head axis, ``[B, 1, T, S]``.
             cache: Holds the S - T positions before; the new ones are appended (rotated) to it.
 
         Returns:

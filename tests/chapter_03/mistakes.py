@@ -34,7 +34,7 @@ def uniform_for_nothing(x, dim):
     return torch.softmax(x.clamp(min=torch.finfo(x.dtype).min / 2), dim)
 
 
-@mistake("softmax", "NaN is replaced afterwards: the output is right, and its gradient is still NaN")
+@mistake("softmax", "the NaN is replaced afterwards, but the gradient still runs through it: keep it from arising")
 def nan_replaced(x, dim):
     return torch.nan_to_num(torch.softmax(x, dim))
 
@@ -88,6 +88,11 @@ def in_its_own_dtype(x, dim):
 @mistake("softmax", "the weights are left in float32 instead of going back to the dtype of x")
 def left_in_float32(x, dim):
     return reference.softmax(_wide(x), dim)
+
+
+@mistake("softmax", "float64 is cast down to float32")
+def float64_cast_down(x, dim):
+    return reference.softmax(x.float(), dim).to(x.dtype)
 
 
 @mistake("softmax", "x was changed in place")
@@ -648,6 +653,24 @@ class CachesBeforeTurning(_Layer):
             return super().forward(x, rope, mask)
         q, k, v = self.project(x, None)
         k, v = cache.update(k, v)
+        return self.wo(reference.merge_heads(self.attend(self.turn(q, rope), self.share(k), self.share(v), mask)))
+
+
+@mistake("MultiHeadAttention", "apply_rope was given [B, H, T, D], where it takes [B, T, H, D]")
+class TurnsByHead(_Layer):
+    def turn(self, x, rope):
+        return x if rope is None else apply_rope(x, rope)
+
+
+@mistake("MultiHeadAttention", "the keys are rotated after they are cached, so the old ones are turned again")
+class TurnsTheOldAgain(_Layer):
+    def forward(self, x, rope=None, mask=None, cache=None):
+        if cache is None or rope is None:
+            return super().forward(x, rope, mask, cache)
+        q, k, v = self.project(x, None)
+        k, v = cache.update(k, v)
+        rows = rope.expand(k.shape[2], -1) if len(rope) == 1 else rope  # more rows than one do not fit, and raise
+        k = self.turn(k, rows)
         return self.wo(reference.merge_heads(self.attend(self.turn(q, rope), self.share(k), self.share(v), mask)))
 
 
