@@ -130,7 +130,7 @@ class TransformerBlock(nn.Module):
         mask: Bool[Tensor, "t s"] | None = None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "b t c"]:
-        """One block: ``x`` with what attention and feed-forward add to it. ``rope``, ``mask``, ``cache`` are for attention."""
+        """One block: ``x`` with what attention and feed-forward add to it; the call is ``attention(x, rope, mask, cache)``."""
         ### BEGIN SOLUTION
         x = x + self.attention(self.attention_norm(x), rope, mask, cache)
         return x + self.feed_forward(self.ffn_norm(x))
@@ -185,7 +185,7 @@ class Llama(nn.Module):
             Logits ``[B, T, V]``, float32 whatever the weights' dtype.
 
         Raises:
-            ValueError: a position would be ``context_len`` or more; the message names both numbers.
+            ValueError: the cache's length + T is more than ``context_len``; the message names that sum and ``context_len``.
         """
         ### BEGIN SOLUTION
         start = cache[0].length if cache else 0
@@ -299,7 +299,7 @@ def sample_next(
     Args:
         logits: ``[B, V]``; left unchanged.
         temperature: Divides the logits first; 0 takes the likeliest token, whatever the rest says.
-        top_k: Then only the k likeliest may be drawn (all of them, if V is less).
+        top_k: Then only the k likeliest may be drawn (all of them, if V is less). Ties with the k-th may stay.
         top_p: Then only the likeliest whose probabilities, after the two steps above, sum to p: as few as reach it, so the one that crosses
             p may still be drawn, and one is always left.
         generator: Where the chance comes from.

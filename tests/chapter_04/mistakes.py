@@ -47,6 +47,14 @@ class NormInHalf(reference.RMSNorm):
         return (self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))).to(x.dtype)
 
 
+@mistake("RMSNorm", "cast before the weight's product: that is Meta's order, and here the cast comes last")
+class NormWeighsAfterTheCast(reference.RMSNorm):
+    def forward(self, x):
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight.to(x.dtype) * normed.to(x.dtype)
+
+
 @mistake("RMSNorm", "the result stays in float32, whatever came in")
 class NormStaysWide(reference.RMSNorm):
     def forward(self, x):
@@ -624,8 +632,9 @@ def shapes_unchecked(state_dict, config):
 
 
 def _sample(
-    logits, temperature, top_k, top_p, generator, *, strict=False, keep_first=True, top_p_first=False, by_logits=False
-):
+    logits, temperature, top_k, top_p, generator, *, strict=False, keep_first=True, top_p_first=False, by_logits=False,
+    one_more=False,
+):  # fmt: skip
     if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
         raise ValueError(f"temperature {temperature}, top_k {top_k}, top_p {top_p}")
     if temperature == 0:
@@ -640,7 +649,7 @@ def _sample(
             judged = judged / judged.sum(-1, keepdim=True)
     if top_p is not None:
         before = judged.cumsum(-1) - (0 if strict else judged)
-        drop = before > top_p if strict else before >= top_p
+        drop = before > top_p if strict or one_more else before >= top_p
         if keep_first:
             drop[..., 0] = False
         p = p.masked_fill(drop, 0)
@@ -650,6 +659,11 @@ def _sample(
 @mistake("sample_next", "top_p drops the token that crosses the threshold")
 def crossing_dropped(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     return _sample(logits, temperature, top_k, top_p, generator, strict=True)
+
+
+@mistake("sample_next", "a token more than top_p needs stays, where the sum before it is p exactly")
+def exactly_met(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    return _sample(logits, temperature, top_k, top_p, generator, one_more=True)
 
 
 @mistake("sample_next", "top_p looks at the probabilities from before top_k, which no longer sum to 1")
@@ -732,7 +746,7 @@ def top_k_too_large(logits, temperature=1.0, top_k=None, top_p=None, generator=N
 
 def _generate(
     model, tokens, n, temperature, top_k, top_p, eos_id, generator, *, whole=False, fill=True, prompt_eos=False,
-    stop=all, sample=reference.sample_next, position=-1, room=None, before=False,
+    stop=all, sample=reference.sample_next, position=-1, room=None, before=False, once_more=False,
 ):  # fmt: skip
     cache = model.make_cache(len(tokens), tokens.shape[1] + n if room is None else room)
     done = (
@@ -751,6 +765,8 @@ def _generate(
         if stop(done.tolist()):
             return
         tokens = text if whole else new[:, None]
+    if once_more:
+        model(tokens, cache)
 
 
 def _variant(name, sentence, no_grad=True, **changed):
@@ -775,6 +791,9 @@ whole_text = _variant(
     "whole_text",
     "the whole text is passed again at each step, where the cache holds all but the newest token",
     whole=True,
+)
+once_more = _variant(
+    "once_more", "the model is run once more after the last token, for a token that nobody asked for", once_more=True
 )
 first_only = _variant(
     "first_only", "it stops as soon as any sequence has ended, where the others still write", stop=any

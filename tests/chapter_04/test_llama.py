@@ -199,7 +199,7 @@ def test_RMSNorm_has_one_weight_of_ones():
     expect_equal(list(norm.state_dict()), ["weight"], name="state dict", read="the contract of exercise 4.1")
 
 
-@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 11), (1, 2, 3, 64)])
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 11), (1, 2, 3, 64)], ids=["1d", "2d", "3d", "4d"])
 def test_RMSNorm_equals_torch(shape):
     case(f"x of {list(shape)}, eps=1e-5")
     x, weight = 3 * randn(*shape) + 1, randn(shape[-1], seed=1)
@@ -216,7 +216,7 @@ def test_RMSNorm_forgets_the_scale():
     expect_close(norm(1000 * x), out, atol=1e-5, name="norm(1000 x)", answer=out, read=NORM)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 def test_RMSNorm_computes_in_float32(dtype):
     case(f"x of [4, 512], values near 400, {str(dtype).removeprefix('torch.')}")
     x = (400 * randn(4, 512)).to(dtype)
@@ -226,6 +226,21 @@ def test_RMSNorm_computes_in_float32(dtype):
     off = (out != expected).double().mean().item()
     problem = f"{off:.0%} of the numbers are rounded more than once: the statistics were not in float32"
     expect_true(off < 0.02, problem, answer=out, read="the contract of exercise 4.1, under Returns")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_RMSNorm_weighs_in_float32(dtype):
+    name = str(dtype).removeprefix("torch.")
+    case(f"x of [4, 512], {name}; the weight float32, between 0.5 and 1.5")
+    x, weight = randn(4, 512).to(dtype), 0.5 + torch.rand(512, generator=torch.Generator().manual_seed(1))
+    norm = llama.RMSNorm(512)
+    norm.load_state_dict({"weight": weight})
+    out = norm(x)
+    expected = plain_norm(x.double(), weight, 1e-5).to(dtype)
+    expect_close(out, expected, atol=0.05, rtol=0.05, read="the contract of exercise 4.1")
+    off = (out != expected).double().mean().item()
+    problem = f"{off:.0%} of the numbers are rounded more than once: the weight's product was not in float32"
+    expect_true(off < 0.02, problem, answer=out, read="the contract of exercise 4.1, under Convention")
 
 
 def test_RMSNorm_keeps_the_inputs_dtype_with_float32_weights():
@@ -267,6 +282,7 @@ def test_swiglu_hidden_dim_of_the_presets():
         (3072, 256, 1.0, 8192),
         (1, 5, 1.0, 5),
     ],
+    ids=["exact", "drops", "widens", "up", "multiple_already", "tiny"],
 )
 def test_swiglu_hidden_dim_rounds(dim, multiple_of, multiplier, width):
     case(f"dim={dim}, multiple_of={multiple_of}, multiplier={multiplier}")
@@ -290,7 +306,7 @@ def test_SwiGLU_by_hand():
     expect_close(layer(torch.tensor([1.0, 2.0])), torch.tensor([first + second, second]), atol=1e-5, read=GATE)
 
 
-@pytest.mark.parametrize(("shape", "hidden_dim"), [((5, 6), 10), ((2, 3, 8), 4), ((4,), 4)])
+@pytest.mark.parametrize(("shape", "hidden_dim"), [((5, 6), 10), ((2, 3, 8), 4), ((4,), 4)], ids=["2d", "3d", "1d"])
 def test_SwiGLU_by_formula(shape, hidden_dim):
     C = shape[-1]
     case(f"x of {list(shape)}, F={hidden_dim}")
@@ -427,7 +443,7 @@ def test_Llama_head_has_a_weight_of_its_own():
     expect_true(not tied, "the head shares the embedding's weight: Llama 2's are two", read="the contract of 4.5")
 
 
-@pytest.mark.parametrize("cuts", [(4, 5, 6, 7, 8), (1, 2, 8)], ids=str)
+@pytest.mark.parametrize("cuts", [(4, 5, 6, 7, 8), (1, 2, 8)], ids=["prompt_then_one_by_one", "uneven"])
 def test_Llama_with_a_cache_equals_the_full_pass(cuts):
     case(f"tokens [2, 8] in pieces that end at {cuts}, {named(GROUPED)}")
     model, weights = make_llama(GROUPED)
@@ -525,6 +541,7 @@ def test_count_parameters_builds_nothing():
 @pytest.mark.parametrize(
     ("n", "bits", "overhead", "gb"),
     [(7e9, 32, 1.2, 33.6), (7e9, 16, 1.2, 16.8), (70e9, 4, 1.2, 42.0), (13e9, 8, 1.0, 13.0), (1e9, 16, 1.5, 3.0)],
+    ids=["7B_32_bits", "7B_16_bits", "70B_4_bits", "13B_bare", "1B_half_more"],
 )
 def test_inference_memory_gb(n, bits, overhead, gb):
     case(f"{n:.0e} weights of {bits} bits, overhead {overhead}")
@@ -646,7 +663,23 @@ def draw_shares(seed: int = 0, **settings) -> tuple[list[float], list[float]]:
         ({"temperature": 0.5, "top_p": 0.6}, [0, 1, 0, 0]),
         ({"temperature": 2.0, "top_p": 0.6}, [0, 0.5**0.5, 0, 0.25**0.5]),
     ],
-    ids=str,
+    ids=[
+        "defaults",
+        "colder",
+        "hotter",
+        "k_1",
+        "k_2",
+        "k_past_all",
+        "p_two_left",
+        "p_one_left",
+        "p_three_left",
+        "p_tiny",
+        "p_1",
+        "k_then_p",
+        "k_renormalised",
+        "colder_then_p",
+        "hotter_then_p",
+    ],
 )
 def test_sample_next_draws_in_proportion(settings, expected):
     case(f"tokens of probability {SHARES}, {N_DRAWS} draws, {settings or 'defaults'}: their shares")
@@ -660,7 +693,17 @@ def test_sample_next_draws_in_proportion(settings, expected):
     expect_close(shares, expected, atol=0.04, rtol=0.0, name="shares", answer=tenths, read=read)
 
 
-@pytest.mark.parametrize("settings", [{}, {"top_k": 2}, {"top_p": 0.1}], ids=str)
+@pytest.mark.parametrize(("top_p", "n_left"), [(0.5, 1), (0.75, 2), (0.875, 3)], ids=["one_left", "two", "three"])
+def test_sample_next_top_p_met_exactly(top_p, n_left):
+    # powers of two: their softmax and its sums have no rounding
+    case(f"tokens of probability 0.5, 0.25, 0.125, 0.125, top_p={top_p}: met exactly by the first {n_left}")
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log().expand(N_DRAWS, 4)
+    drawn = llama.sample_next(logits, top_p=top_p, generator=torch.Generator().manual_seed(0))
+    found = len(set(drawn.tolist()))
+    expect_equal(found, n_left, name="tokens that were drawn", answer=found, read=NUCLEUS)
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 2}, {"top_p": 0.1}], ids=["defaults", "k", "p"])
 def test_sample_next_at_temperature_0_takes_the_likeliest(settings):
     case(f"three rows, temperature=0, {settings or 'no more'}")
     logits = torch.tensor([[0.0, 3.0, 1.0], [-1.0, -2.0, -0.5], [1e4, 0.0, -1e4]])
@@ -702,7 +745,7 @@ def test_sample_next_leaves_the_logits_alone():
 @pytest.mark.parametrize(
     ("settings", "named_value"),
     [({"temperature": -0.5}, "-0.5"), ({"top_k": 0}, "0"), ({"top_p": 0.0}, "0"), ({"top_p": 1.5}, "1.5")],
-    ids=str,
+    ids=["negative_temperature", "k_0", "p_0", "p_above_1"],
 )
 def test_sample_next_refuses(settings, named_value):
     case(str(settings))
@@ -729,8 +772,10 @@ class Scripted(nn.Module):
 
     def forward(self, tokens: Tensor, cache: list | None = None) -> Tensor:
         expect_true(cache is not None, "the model was run without its cache", read=GENERATE)
-        step = len(self.asked)
+        step, n_steps = len(self.asked), self.script.shape[1]
         self.asked.append(tokens.tolist())
+        problem = f"the model was asked for step {step + 1} of {n_steps}: it should run exactly max_new_tokens times"
+        expect_true(step < n_steps, problem, answer=self.asked, read=GENERATE)
         logits = torch.zeros(*tokens.shape, self.vocab_size)
         logits[:, -1].scatter_(1, self.script[:, step, None], 50.0)
         return logits + self.weight
