@@ -119,6 +119,10 @@ def test_softmax_equals_torch():
 
 
 def test_softmax_keeps_float64():
+    case("float64: 10^8 and 10^8 + 1, which float32 cannot tell apart, and 9 * 10^7")
+    x = torch.tensor([1e8, 1e8 + 1, 9e7], dtype=torch.float64)
+    expected = torch.tensor([1 / (1 + math.e), math.e / (1 + math.e), 0.0], dtype=torch.float64)
+    expect_close(attention.softmax(x, 0), expected, read=SOFTMAX_RETURNS)
     for shape, dim in [((7,), 0), ((3, 4), 1)]:
         case(f"x {list(shape)} of float64, dim={dim}: the result in float64, to 12 digits")
         x = 3 * randn(*shape, seed=1, dtype=torch.float64)
@@ -207,7 +211,7 @@ def test_softmax_has_no_nan_in_its_gradient():
     out.backward(torch.tensor([[1.0, 0.0, 5.0], [1.0, 2.0, 3.0]]))
     p = 1 / (1 + math.e)
     expected = torch.tensor([[p * (1 - p), -p * (1 - p), 0.0], [0.0, 0.0, 0.0]])
-    expect_close(x.grad, expected, atol=1e-6, name="x.grad", read=SOFTMAX_RETURNS)
+    expect_close(x.grad, expected, atol=1e-6, name="x.grad", answer=(out, x.grad), read=SOFTMAX_RETURNS)
 
 
 @oracle
@@ -737,12 +741,21 @@ def test_MultiHeadAttention_equals_torch():
         expect_close(layer(x, mask=mask).detach(), expected, atol=1e-4, read=GROUPS if g < h else HEADS)
 
 
-@pytest.mark.parametrize(("t", "h", "g"), [(2, 2, 2), (5, 2, 2), (5, 4, 2), (5, 6, 1)])
-def test_MultiHeadAttention_turns_queries_and_keys(t, h, g):
-    case(f"b=2 t={t} d=4 h={h} g={g}, with rope and a causal mask")
-    layer, x, angles = make_layer(4 * h, h, g), randn(2, t, 4 * h, seed=9), make_angles(0, t, 4)
-    expected = expected_of(weights_of(layer), x, h, g, angles, lower(t, t)).float()
-    out = layer(x, rope=make_table(angles), mask=lower(t, t)).detach()
+def test_MultiHeadAttention_turns_keys_by_their_position():
+    case("b=1 t=2 d=4 h=2 g=2, with rope and a causal mask: the keys that the cache is given, [B, G, T, D]")
+    layer, x, angles, cache = make_layer(8, 2), randn(1, 2, 8, seed=9), make_angles(0, 2, 4), Notes()
+    expected = turn((x.double() @ weights_of(layer)[1].T).unflatten(-1, (2, 4)).transpose(1, 2), angles).float()
+    out = layer(x, make_table(angles), lower(2, 2), cache).detach()
+    keys = torch.cat([torch.zeros(1, 2, 0, 4), *cache.keys], dim=2).detach()
+    expect_close(keys, expected, atol=1e-4, name="keys", answer=(keys, out), read='section "The layer"')
+
+
+@pytest.mark.parametrize(("h", "g"), [(2, 2), (4, 2), (6, 1)])
+def test_MultiHeadAttention_turns_queries_and_keys(h, g):
+    case(f"b=2 t=5 d=4 h={h} g={g}, with rope and a causal mask")
+    layer, x, angles = make_layer(4 * h, h, g), randn(2, 5, 4 * h, seed=9), make_angles(0, 5, 4)
+    expected = expected_of(weights_of(layer), x, h, g, angles, lower(5, 5)).float()
+    out = layer(x, rope=make_table(angles), mask=lower(5, 5)).detach()
     expect_close(out, expected, atol=1e-4, read=HEADS)
 
 
@@ -777,7 +790,8 @@ def test_MultiHeadAttention_with_a_cache_equals_the_whole():
         angles = make_angles(0, 7, 4) if with_rope else None
         expected = expected_of(weights_of(layer), x, 4, g, angles, lower(7, 7)).float()
         for chunk in chunks:
-            case(f"b=2 c=16 h=4 g={g}, {chunk} positions after {n} in the cache{', with rope' if with_rope else ''}")
+            new = "1 position" if chunk == 1 else f"{chunk} positions"
+            case(f"b=2 c=16 h=4 g={g}, {new} after {n} in the cache{', with rope' if with_rope else ''}")
             rope = make_table(make_angles(n, n + chunk, 4)) if with_rope else None
             out = layer(x[:, n : n + chunk], rope, lower(chunk, n + chunk), cache).detach()
             expect_close(out, expected[:, n : n + chunk], atol=1e-4, read=CACHE)
