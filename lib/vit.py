@@ -112,7 +112,8 @@ class ImageEmbeddings(nn.Module):
         """``[B, ch, height, width]`` to ``[B, 1 + N, C]``.
 
         Raises:
-            ValueError: the images have other sides or channels than the config; the message shows both shapes.
+            ValueError: the images have other sides or channels than the config; the message shows the images'
+                ``[ch, height, width]`` and the config's.
         """
         raise NotImplementedError("Exercise 5.5: write ImageEmbeddings.forward")
 
@@ -217,6 +218,8 @@ def count_parameters(config: ViTConfig) -> int:
 
     Returns:
         Exactly the number of elements in all parameters of ``VisionTransformer(config)``.
+
+    Cost: arithmetic on the config; under 64 MB even for G/14.
     """
     raise NotImplementedError("Exercise 5.10: write count_parameters")
 
@@ -225,7 +228,8 @@ def convert_hf_state_dict(state_dict: Mapping[str, Tensor], config: ViTConfig) -
     """Transformers' weights under our names. (Exercise 5.11)
 
     Args:
-        state_dict: Of ``ViTForImageClassification``; ``modern_hf_names`` turns a file of version 4 into one of version 5.
+        state_dict: Of ``ViTForImageClassification``; names of Transformers 4 are taken too (pass it through
+            ``modern_hf_names`` first).
         config: What the weights should fit; ``hf_names`` lists our name and theirs for each.
 
     Returns:

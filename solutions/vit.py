@@ -143,14 +143,13 @@ class ImageEmbeddings(nn.Module):
         """``[B, ch, height, width]`` to ``[B, 1 + N, C]``.
 
         Raises:
-            ValueError: the images have other sides or channels than the config; the message shows both shapes.
+            ValueError: the images have other sides or channels than the config; the message shows the images'
+                ``[ch, height, width]`` and the config's.
         """
         ### BEGIN SOLUTION
-        size = self.config.image_size
-        if images.shape[1:] != (self.config.channels, size, size):
-            raise ValueError(
-                f"images are {list(images.shape)}, the config wants [B, {self.config.channels}, {size}, {size}]"
-            )
+        wanted = [self.config.channels, self.config.image_size, self.config.image_size]
+        if list(images.shape[1:]) != wanted:
+            raise ValueError(f"images of [ch, height, width] = {list(images.shape[1:])}, the config wants {wanted}")
         patches = rearrange(self.proj(images), "b c row column -> b (row column) c")
         tokens = torch.cat([self.cls_token.expand(len(images), -1, -1), patches], dim=1)
         return tokens + self.pos_embed
@@ -287,6 +286,8 @@ def count_parameters(config: ViTConfig) -> int:
 
     Returns:
         Exactly the number of elements in all parameters of ``VisionTransformer(config)``.
+
+    Cost: arithmetic on the config; under 64 MB even for G/14.
     """
     ### BEGIN SOLUTION
     C, F_ = config.dim, config.hidden_dim  # noqa: N806
@@ -317,7 +318,8 @@ def convert_hf_state_dict(state_dict: Mapping[str, Tensor], config: ViTConfig) -
     """Transformers' weights under our names. (Exercise 5.11)
 
     Args:
-        state_dict: Of ``ViTForImageClassification``; ``modern_hf_names`` turns a file of version 4 into one of version 5.
+        state_dict: Of ``ViTForImageClassification``; names of Transformers 4 are taken too (pass it through
+            ``modern_hf_names`` first).
         config: What the weights should fit; ``hf_names`` lists our name and theirs for each.
 
     Returns:

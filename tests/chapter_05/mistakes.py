@@ -74,7 +74,10 @@ def einops_columns_first(images, patch):
     return rearrange(images, "b ch (r p) (c q) -> b (c r) (ch p q)", p=patch, q=patch)
 
 
-@mistake("patchify_einops", "(p r) where (r p) is meant: each patch takes pixels from all over the image")
+@mistake(
+    "patchify_einops",
+    "the offset inside the patch stands before the patch's row, e.g. (p h) where (h p) is meant: each patch takes pixels from all over the image",
+)
 def einops_strided(images, patch):
     _check(images, patch)
     return rearrange(images, "b ch (p r) (q c) -> b (r c) (ch p q)", p=patch, q=patch)
@@ -119,7 +122,10 @@ def back_columns_first(patches, patch, height, width):
     return rearrange(patches, "b (c r) (ch p q) -> b ch (r p) (c q)", r=height // patch, p=patch, q=patch)
 
 
-@mistake("unpatchify", "(p r) where (r p) is meant: neighbours of a patch are spread over the image")
+@mistake(
+    "unpatchify",
+    "the offset inside the patch stands before the patch's row, e.g. (p h) where (h p) is meant: neighbours of a patch are spread over the image",
+)
 def back_strided(patches, patch, height, width):
     reference.unpatchify(patches, patch, height, width)
     return rearrange(patches, "b (r c) (ch p q) -> b ch (p r) (q c)", r=height // patch, p=patch, q=patch)
@@ -153,6 +159,14 @@ def kernel_of_transposed_convolution(weight, channels, patch):
 @mistake("conv_from_linear", "the kernel is mirrored, as mathematics has it; PyTorch's conv2d does not turn it over")
 def kernel_flipped(weight, channels, patch):
     return reference.conv_from_linear(weight, channels, patch).flip(2, 3)
+
+
+@mistake(
+    "conv_from_linear",
+    "the weight was transposed: rows are already the output channels, only the axis ch*P*P is to be split",
+)
+def kernel_of_transposed_weight(weight, channels, patch):
+    return weight.T.reshape(len(weight), channels, patch, patch)
 
 
 # ---- 5.5 ImageEmbeddings ---------------------------------------------------------------------------------------------
@@ -435,7 +449,7 @@ class PlainList(reference.VisionTransformer):
 # ---- 5.10 count_parameters -------------------------------------------------------------------------------------------
 
 
-@mistake("count_parameters", "the class token is not counted")
+@mistake("count_parameters", "C too few: the class token, or its own row among the 1 + N positions, is not counted")
 def without_token(config):
     return reference.count_parameters(config) - config.dim
 
@@ -522,9 +536,7 @@ def hf_norms_exchanged(state_dict, config):
     }
 
 
-@mistake(
-    "convert_hf_state_dict", "only the names of Transformers 5 are known: files on the hub have those of version 4"
-)
+@mistake("convert_hf_state_dict", "version 4's names are not renamed: see modern_hf_names")
 def hf_new_names_only(state_dict, config):
     missing = set(hf_names(config).values()) - set(state_dict)
     if len(missing) > 3:
@@ -562,7 +574,9 @@ def timm_by_head(state_dict, config):
     )
 
 
-@mistake("convert_timm_state_dict", "the order is keys, queries, values")
+@mistake(
+    "convert_timm_state_dict", "keys taken for queries: the blocks of qkv stand in the order queries, keys, values"
+)
 def timm_keys_first(state_dict, config):
     return _resplit(state_dict, config, lambda w: (w.chunk(3)[1], w.chunk(3)[0], w.chunk(3)[2]))
 
