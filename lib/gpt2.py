@@ -33,7 +33,7 @@ def layer_norm(
         eps: Added to the variance, under the root.
 
     Returns:
-        The shape and dtype of ``x``; mean and variance are taken in float32 at least.
+        The shape and dtype of ``x``; mean and variance are taken in float32 at least (float64 stays float64).
 
     Source: Ba and others (arXiv:1607.06450), equation (4).
     Convention: the variance divides by C, not by C - 1. RMSNorm (chapter 4) has neither mean nor bias.
@@ -133,14 +133,16 @@ class Block(nn.Module):
 def init_weights(module: nn.Module, n_layers: int) -> None:
     """Set every weight to GPT-2's random start, in place. (Exercise 6.6)
 
+    Weights of ``nn.Embedding`` and ``nn.Linear`` become normal with mean 0 and standard deviation 0.02; those of the
+    linear maps whose name ends in ``c_proj``, which write to the residual stream, ``0.02 / sqrt(2 * n_layers)``. Biases of
+    linear maps, where there are any, are 0. Layer norms are left as they are.
+
     Args:
         module: A whole model or a part of it.
         n_layers: Blocks L of the whole model.
 
     Returns:
-        Nothing. Weights of ``nn.Embedding`` and ``nn.Linear`` are normal with mean 0 and standard deviation 0.02; those
-        of the linear maps named ``c_proj``, which write to the residual stream, ``0.02 / sqrt(2 * n_layers)``. Biases of
-        linear maps are 0. Layer norms are left as they are.
+        Nothing.
 
     Source: Radford and others (2019), section 2.3.
     Convention: OpenAI's code drew the positions with 0.01; Transformers and nanoGPT draw them with 0.02, as here.
@@ -172,7 +174,7 @@ class GPT2(nn.Module):
         wte: ``nn.Embedding`` of ``config.n_rows`` tokens (V, or more if padded), which is also the head.
         wpe: ``nn.Embedding`` of ``config.context_len`` positions.
         h: ``nn.ModuleList`` of L ``Block``.
-        ln_f: ``LayerNorm`` after the last block.
+        ln_f: ``LayerNorm`` after the last block, with ``config.norm_eps``.
 
     There are no other parameters: the head is ``wte.weight`` itself. The weights start as ``init_weights`` sets them.
 

@@ -71,6 +71,16 @@ def norm_in_dtype(x, weight, bias, eps=1e-5):
     return centred * torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps) * weight + bias
 
 
+@mistake("layer_norm", "only float16 is widened; bfloat16 rounds a mean near 300 by up to 1")
+def norm_in_bfloat16(x, weight, bias, eps=1e-5):
+    return (norm_in_dtype if x.dtype == torch.bfloat16 else reference.layer_norm)(x, weight, bias, eps)
+
+
+@mistake("layer_norm", "computed in float32 although x is float64: 'float32 at least' means that float64 stays float64")
+def norm_narrowed(x, weight, bias, eps=1e-5):
+    return reference.layer_norm(x.float(), weight.float(), bias.float(), eps).to(x.dtype)
+
+
 @mistake("layer_norm", "the variance is the mean square less the squared mean, which cancels far from zero")
 def cancelling(x, weight, bias, eps=1e-5):
     wide = _wide(x)
@@ -225,6 +235,12 @@ class _MLP(reference.MLP):
 
     def forward(self, x):
         return self.c_proj(self.activate(self.c_fc(x)))
+
+
+@mistake("MLP", "the exact GELU; GPT-2 was trained with gelu_tanh")
+class WithExactGELU(_MLP):
+    def activate(self, x):
+        return functional.gelu(x)
 
 
 @mistake("MLP", "the activation is ReLU")
@@ -544,6 +560,29 @@ class WithoutCheck(_GPT2):
 class PaddingWins(_GPT2):
     def head(self, x):
         return functional.linear(self.ln_f(x), self.wte.weight)
+
+
+@mistake("GPT2", "the loss still counts the padding rows: cut before the cross-entropy")
+class PaddingCounts(_GPT2):
+    def head(self, x):
+        return functional.linear(self.ln_f(x), self.wte.weight)
+
+    def forward(self, tokens, targets=None):
+        logits, loss = super().forward(tokens, targets)
+        return logits[..., : self.config.vocab_size], loss
+
+
+@mistake("GPT2", "the last norm does not take norm_eps from the config")
+class LastNormFixedEps(_GPT2):
+    def __init__(self, config):
+        super().__init__(config)
+        self.ln_f.eps = 1e-5
+
+
+@mistake("GPT2", "the positions are made on the CPU: torch.arange needs device=tokens.device")
+class PositionsOnCPU(_GPT2):
+    def places(self, tokens):
+        return self.wpe(torch.arange(tokens.shape[1]))
 
 
 @mistake("GPT2", "the probabilities are returned, where the logits should be")

@@ -19,8 +19,9 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 gpt2 = graded("gpt2")
 
 NORM, GELU, FUSED, INIT, PADDED, LOSS, FIRST_LOSS, COUNT = (f"equation (6.{n})" for n in (1, 2, 3, 6, 7, 9, 10, 11))
-BLOCK = "equation (6.4); a block is made of exercises 6.1 to 6.4: mend those first"
-HEAD = "equation (6.8); the model is made of exercises 6.1 to 6.6: mend those first"
+BLOCK = "equation (6.4); a block is made of exercises 6.1 to 6.4: if they do not pass, mend those first"
+HEAD = "equation (6.8); the model is made of exercises 6.1 to 6.6: if they do not pass, mend those first"
+LOADS = "the contract of exercise 6.11; it uses 6.8 and 6.10: if they do not pass, mend those first"
 SMALL = GPT2Config(vocab_size=11, context_len=6, dim=8, n_layers=2, n_heads=2)
 ONE = GPT2Config(vocab_size=7, context_len=4, dim=4, n_layers=1, n_heads=2)
 
@@ -156,6 +157,16 @@ def test_layer_norm_far_from_zero():
     expect_close(gpt2.layer_norm(x, torch.ones(32), torch.zeros(32)), expected, atol=1e-3, read=NORM)
 
 
+def test_layer_norm_stays_in_float64():
+    case("x [3, 64], float64, around 30,000 with a spread of 1: float32 would keep two digits after the point")
+    x = randn(3, 64, dtype=torch.float64) + 30_000.0
+    ones, zeros = torch.ones(64, dtype=torch.float64), torch.zeros(64, dtype=torch.float64)
+    expected = functional.layer_norm(x, (64,))
+    expect_close(
+        gpt2.layer_norm(x, ones, zeros), expected, atol=1e-8, read="the contract of exercise 6.1, under Returns"
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_layer_norm_keeps_the_dtype_and_counts_wide(dtype):
     case(f"x [3, 64], {str(dtype)[6:]}, with a feature of 300")
@@ -166,6 +177,15 @@ def test_layer_norm_keeps_the_dtype_and_counts_wide(dtype):
     atol = {torch.float16: 2e-3, torch.bfloat16: 3e-2, torch.float64: 1e-9}[dtype]
     answer = gpt2.layer_norm(x, weight, bias)
     expect_close(answer, expected, atol=atol, read="the contract of exercise 6.1")
+
+
+def test_layer_norm_counts_wide_in_bfloat16():
+    case("x [3, 64], bfloat16, around 300 with a spread of 4: there, bfloat16 has only every second whole number")
+    x = (300.0 + 4.0 * randn(3, 64)).to(torch.bfloat16)
+    expected = functional.layer_norm(x.double(), (64,)).to(torch.bfloat16)
+    ones, zeros = torch.ones(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16)
+    answer = gpt2.layer_norm(x, ones, zeros)
+    expect_close(answer, expected, atol=3e-2, read="the contract of exercise 6.1, under Returns")
 
 
 def test_layer_norm_passes_gradients():
@@ -359,7 +379,8 @@ def started(n_layers: int) -> tuple[nn.Module, dict[str, float]]:
 
 @pytest.mark.parametrize("n_layers", [12, 2, 48])
 def test_init_weights_scales_what_writes_to_the_stream(n_layers):
-    case(f"n_layers={n_layers}: c_proj has a standard deviation of 0.02 / sqrt({2 * n_layers}), all else of 0.02")
+    scaled = f"c_proj has a standard deviation of 0.02 / sqrt({2 * n_layers}), all else of 0.02"
+    case(f"n_layers={n_layers}: {scaled}; mlp.c_proj has no bias (None)")
     module, answer = started(n_layers)
     small = 0.02 / math.sqrt(2 * n_layers)
     expected = {name: small if "c_proj" in name else 0.02 for name in spreads(module)}
@@ -376,7 +397,7 @@ def test_init_weights_centres_and_shapes_the_draw():
 
 
 def test_init_weights_clears_biases_and_leaves_norms():
-    case("n_layers=2: biases of linear maps, and the norms")
+    case("n_layers=2: biases of linear maps (mlp.c_proj has none), and the norms")
     module, _ = started(2)
     for name, parameter in module.named_parameters():
         if parameter.dim() == 1:
@@ -493,8 +514,37 @@ def test_GPT2_padding_takes_no_probability():
     expected = logits_of(tokens, weights, config)
     expect_close(logits, expected, atol=1e-4, name="logits", read=PADDED)
     expect_close(
-        loss, functional.cross_entropy(expected.flatten(0, 1), targets.flatten()), atol=1e-4, name="loss", read=PADDED
+        loss,
+        functional.cross_entropy(expected.flatten(0, 1), targets.flatten()),
+        atol=1e-4,
+        name="loss",
+        read="the contract of exercise 6.8, under Returns",
     )
+
+
+def test_GPT2_last_norm_uses_the_eps_of_the_config():
+    case("v=7 c=4, no block, norm_eps=0.3")
+    config = GPT2Config(vocab_size=7, context_len=4, dim=4, n_layers=0, n_heads=2, norm_eps=0.3)
+    model, weights = make_model(config)
+    tokens = draw_tokens(config, 1, 3)
+    read = "the contract of exercise 6.8, under Attributes"
+    expect_close(model(tokens)[0], logits_of(tokens, weights, config), atol=1e-4, name="logits", read=read)
+
+
+def test_GPT2_works_on_any_device():
+    case('model and tokens on the device "meta" (shapes without numbers), no block, t=3')
+    config = GPT2Config(vocab_size=7, context_len=4, dim=4, n_layers=0, n_heads=2)
+    model, read = make_model(config)[0].to("meta"), "torch.arange's device="
+    looked_up: list[torch.device] = []
+    model.wpe.register_forward_pre_hook(lambda _, given: looked_up.append(given[0].device))
+    tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
+    try:
+        logits, _ = model(tokens)
+    except RuntimeError as error:
+        expect_true(False, f"it does not run beside tokens on another device: {error}", read=read)
+    where = [str(device) for device in looked_up if device != tokens.device]
+    expect_true(not where, f"positions are made on {where[:1]}, tokens are on meta", answer=where, read=read)
+    expect_equal(str(logits.device), "meta", name="the logits' device", read=read)
 
 
 def test_GPT2_gradient_reaches_the_embedding_from_both_ends():
@@ -631,7 +681,7 @@ def write_checkpoint(
 
 def expect_loaded(folder: Path, weights: dict[str, Tensor], config: GPT2Config = SMALL) -> None:
     model = gpt2.load_pretrained(folder)
-    read = "the contract of exercise 6.11"
+    read = LOADS
     expect_true(isinstance(model, nn.Module), f"a {type(model).__name__} came back, expected a model", read=read)
     tokens = draw_tokens(config, 2, config.context_len)
     with torch.no_grad():
@@ -664,7 +714,9 @@ def test_load_pretrained_gives_transformers_logits(tmp_path):
     tokens = draw_tokens(SMALL, 2, SMALL.context_len)
     with torch.no_grad():
         logits = gpt2.load_pretrained(str(folder))(tokens[:, :-1])[0]
-    expect_close(logits.flatten(), expected[:-1], atol=1e-4, rtol=1e-4, name="logits.flatten()", answer=logits)
+    expect_close(
+        logits.flatten(), expected[:-1], atol=1e-4, rtol=1e-4, name="logits.flatten()", answer=logits, read=LOADS
+    )
 
 
 def test_load_pretrained_lists_all_that_is_wrong(tmp_path):
@@ -674,10 +726,10 @@ def test_load_pretrained_lists_all_that_is_wrong(tmp_path):
     tensors["transformer.wpe.weight"] = torch.zeros(5, 8)
     tensors["transformer.h.0.attn.strange.weight"] = torch.zeros(2)
     folder = write_checkpoint(tmp_path / "model", tensors, activation_function="relu")
-    with expect_raises(ValueError, "h.1.ln_2.bias", "wpe.weight", "strange", "relu", read="the contract of 6.11"):
+    with expect_raises(ValueError, "h.1.ln_2.bias", "wpe.weight", "strange", "relu", read=LOADS):
         gpt2.load_pretrained(folder)
     case("wpe.weight is [5, 8] and should be [6, 8]: the message shows both")
-    with expect_raises(ValueError, "[5, 8]", "[6, 8]", read="the contract of exercise 6.11"):
+    with expect_raises(ValueError, "[5, 8]", "[6, 8]", read=LOADS):
         gpt2.load_pretrained(folder)
 
 
@@ -689,20 +741,20 @@ def test_load_pretrained_names_every_broken_file(tmp_path):
     (folder / "config.json").write_text(json.dumps(settings))
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
-    with expect_raises(ValueError, "n_head", "model.safetensors", read="the contract of exercise 6.11"):
+    with expect_raises(ValueError, "n_head", "model.safetensors", read=LOADS):
         gpt2.load_pretrained(folder)
 
 
 def test_load_pretrained_of_an_empty_folder(tmp_path):
     case("a folder with a pytorch_model.bin and nothing else: both missing files are named")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with expect_raises(ValueError, "config.json", "model.safetensors", read="the contract of exercise 6.11"):
+    with expect_raises(ValueError, "config.json", "model.safetensors", read=LOADS):
         gpt2.load_pretrained(tmp_path)
 
 
 def test_load_pretrained_of_no_folder(tmp_path):
     case("a path that is not there")
-    with expect_raises(FileNotFoundError, "nowhere", read="the contract of exercise 6.11"):
+    with expect_raises(FileNotFoundError, "nowhere", read=LOADS):
         gpt2.load_pretrained(tmp_path / "nowhere" / "model")
 
 
