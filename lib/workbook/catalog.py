@@ -37,8 +37,13 @@ class Exercise:
 
     @property
     def keyword(self) -> str:
-        """What ``pytest -k`` takes to select it and no other: a name that its module has too ends in an underscore."""
-        return f"{self.name}_" if self.name.lower() in self.module else self.name
+        """What ``pytest -k``, which ignores case, takes to select it and no other."""
+        if self.name.lower() in self.module:
+            return f"{self.name}_"  # the file is called after the module, and would match
+        longer = [
+            e.name for e in chapters()[self.module].exercises if self.name.lower() in e.name.lower() and e != self
+        ]
+        return f'"{self.name} and not {" and not ".join(longer)}"' if longer else self.name
 
     @property
     def handle(self) -> str:

@@ -194,7 +194,8 @@ def further_apart(a, b, gap: float | None) -> bool:
 
     if gap is None or not (_is_array(a) and _is_array(b)) or not math.isfinite(gap):
         return False
-    return not float((torch.as_tensor(a).double() - torch.as_tensor(b).double()).abs().max()) <= gap / 5
+    a, b = (torch.as_tensor(value).detach().cpu().double() for value in (a, b))
+    return not float((a - b).abs().max()) <= gap / 5
 
 
 def expect_equal(actual, expected, *, name="out", answer=None, read=None) -> None:

@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 
 from _pytest.reports import TestReport
 from _pytest.runner import runtestprotocol
@@ -123,7 +124,11 @@ def _serve(session, pipe, stacks, parents_end) -> None:
             to_data = item.config.hook.pytest_report_to_serializable
             pipe.send(([to_data(config=item.config, report=r) for r in reports], growth))
     except EOFError:
-        pass
+        os._exit(0)
+    except BaseException:  # a fault of the machinery's own, to be seen in the report
+        faulthandler.dump_traceback(stacks)
+        os.write(stacks.fileno(), traceback.format_exc().encode())
+        os._exit(1)
     finally:
         os._exit(0)
 
@@ -180,6 +185,8 @@ def _ended_report(item, why: str, stack: str, started: float) -> TestReport:
     rows = [("case", messages.case_of(item))]
     if mine:
         rows.append(("at", messages.code_line(*mine[0])))
+    if "Traceback" in stack:
+        rows.append(("the book's", stack[stack.index("Traceback") :].strip()))
     report = TestReport(
         nodeid=item.nodeid,
         location=item.location,

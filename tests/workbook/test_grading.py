@@ -77,6 +77,7 @@ def test_answers_are_compared_as_numbers():
 
 def test_a_mistake_that_differs_by_as_much_as_the_answer_is_not_the_same():
     assert grading.further_apart(torch.tensor([1.0]), torch.tensor([1.0 + 1e-5]), gap=2e-5)
+    assert not grading.further_apart(torch.tensor([2.0], requires_grad=True), torch.tensor([2.0]), gap=1.0)
     assert not grading.further_apart(torch.tensor([2.0]), torch.tensor([2.0 + 1e-6]), gap=1.0)
 
 
