@@ -237,7 +237,7 @@ class GPT2(nn.Module):
         """Predict the token after each.
 
         Args:
-            tokens: Ids ``[B, T]``, at most ``context_len`` of them in a row.
+            tokens: Ids ``[B, T]``, at most ``context_len`` of them in a row; on whatever device the model is.
             targets: Ids ``[B, T]``: the token that follows each; already shifted.
 
         Returns:

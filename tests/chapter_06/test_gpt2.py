@@ -534,7 +534,7 @@ def test_GPT2_last_norm_uses_the_eps_of_the_config():
 def test_GPT2_works_on_any_device():
     case('model and tokens on the device "meta" (shapes without numbers), no block, t=3')
     config = GPT2Config(vocab_size=7, context_len=4, dim=4, n_layers=0, n_heads=2)
-    model, read = make_model(config)[0].to("meta"), "torch.arange's device="
+    model, read = make_model(config)[0].to("meta"), "the contract of exercise 6.8; torch.arange takes a device"
     looked_up: list[torch.device] = []
     model.wpe.register_forward_pre_hook(lambda _, given: looked_up.append(given[0].device))
     tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
