@@ -272,6 +272,22 @@ def test_swiglu_hidden_dim_of_the_presets():
     expect_equal(widths, [11_008, 13_824, 28_672], read=WIDTH)
 
 
+@oracle
+def test_swiglu_hidden_dim_is_the_next_multiple():
+    from hypothesis import given, settings
+    from hypothesis import strategies as st
+
+    @settings(deadline=None, max_examples=100)
+    @given(st.integers(2, 20_000), st.integers(1, 5_000))
+    def check(dim, multiple_of):
+        case(f"dim={dim} multiple_of={multiple_of}")
+        width, wanted = llama.swiglu_hidden_dim(dim, multiple_of), 2 * 4 * dim // 3
+        expect_true(width % multiple_of == 0, f"{width} is no multiple of {multiple_of}", answer=width)
+        expect_true(wanted <= width < wanted + multiple_of, f"{width} is not the next from {wanted} on", answer=width)
+
+    check()
+
+
 @pytest.mark.parametrize(
     ("dim", "multiple_of", "multiplier", "width"),
     [

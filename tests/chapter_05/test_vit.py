@@ -284,6 +284,25 @@ def test_unpatchify_refuses_patches_that_do_not_fill_the_image(n, height, width,
         vit.unpatchify(randn(1, n, 12), 2, height, width)
 
 
+@oracle
+def test_unpatchify_undoes_any_cut():
+    from hypothesis import given, settings
+    from hypothesis import strategies as st
+
+    few = st.integers(1, 4)
+
+    @settings(deadline=None, max_examples=60)
+    @given(few, few, few, few, few)
+    def check(b, ch, patch, rows, columns):
+        height, width = rows * patch, columns * patch
+        case(f"b={b} ch={ch} height={height} width={width} patch={patch}")
+        images = torch.arange(b * ch * height * width).reshape(b, ch, height, width).float()
+        patches = F.unfold(images, patch, stride=patch).transpose(1, 2)
+        expect_close(vit.unpatchify(patches, patch, height, width), images)
+
+    check()
+
+
 def test_unpatchify_refuses_sides_that_are_no_multiple():
     case("4 patches of 2 x 2 into 5 x 4")
     with expect_raises(ValueError, "5", "2", read="the contract of exercise 5.3, under Raises"):
