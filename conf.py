@@ -48,6 +48,7 @@ nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_execution_timeout = 300
 nb_merge_streams = True
+nb_render_markdown_format = "myst"  # else a table that a cell writes stays raw text
 
 # Nothing is fetched from another host, mathematics included.
 mathjax_path = mathjax.name
