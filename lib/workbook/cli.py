@@ -140,7 +140,7 @@ def stubs(check: Annotated[bool, typer.Option("--check", help="change nothing; e
     for line in lines:
         typer.echo(line)
     if check and lines:
-        typer.echo("lib/ differs from what `workbook stubs` makes of solutions/")
+        typer.echo("run `workbook stubs`: it makes lib/ and its record from solutions/")
         raise typer.Exit(1)
     if not lines:
         typer.echo("every stub is as the reference says")

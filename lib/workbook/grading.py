@@ -417,9 +417,8 @@ def recorded(name: str, compute: Callable):
     if RECORDING["write"]:
         _write_record(path, {**stored, name: value})
     elif name not in stored or not torch.allclose(stored[name].double(), value.double(), rtol=1e-4, atol=1e-5):
-        raise BookError(
-            f"{path}: {name!r} is missing or no longer agrees with the oracle; write it with: pytest --reference --record"
-        )
+        why = "no longer agrees with the oracle" if name in stored else "is not recorded"
+        raise BookError(f"{path}: {name!r} {why}; write it with: pytest --reference --record {path.parent}")
     return value
 
 

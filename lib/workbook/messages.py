@@ -11,6 +11,7 @@ from lib.workbook.catalog import ROOT, BookError, Exercise, chapters
 from lib.workbook.stubs import marker_lines
 
 LABEL_WIDTH, MESSAGE_WIDTH = 12, 300
+BOOKS_FAULT = "the book is at fault here, not you"
 DETAILS = ("raised", "expected", "first wrong", "value", "shape", "dtype", "at")  # what a one-line report keeps
 
 
@@ -93,7 +94,7 @@ def explain(item, excinfo, report) -> None:
             rows.append(("looks like", looks))
         problem, read = wrong.problem, wrong.read
     elif isinstance(error, BookError):
-        problem, rows, read = "the book is at fault here, not you", [("because", str(error))], None
+        problem, rows, read = BOOKS_FAULT, [("because", str(error))], None
     elif isinstance(error, resolve.AnswerError):
         problem, rows, read = f"cannot be graded: {error}", [("case", "")], None
     elif hasattr(error, "per_rank"):

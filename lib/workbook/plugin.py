@@ -154,6 +154,8 @@ class MistakeItem(pytest.Item):
         with grading.standing_in(self.mistake):
             for test in self.tests:
                 for report in _pytest_runtestprotocol(test):
+                    if getattr(report, "workbook", {}).get("problem", "").startswith(messages.BOOKS_FAULT):
+                        raise AssertionError(f"{test.name} did not grade the mistake: {report.longrepr}")
                     if report.failed:
                         self.add_report_section("call", "caught", f"{test.name}\n{report.longrepr}")
                         return

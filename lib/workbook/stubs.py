@@ -121,7 +121,7 @@ def write_stubs(check: bool = False) -> list[str]:
             lines.append(f"{where} written")
     record = json.dumps(fresh, indent=2, sort_keys=True) + "\n"
     if check and (not RECORD.exists() or RECORD.read_text() != record):
-        lines.append(f"{RECORD.relative_to(ROOT)} is out of date")
+        lines.append(f"{RECORD.relative_to(ROOT)} is out of date: run `workbook stubs`, and commit it with lib/")
     elif not check and (not RECORD.exists() or RECORD.read_text() != record):
         write_atomically(RECORD, record)
     return lines

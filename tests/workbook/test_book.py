@@ -96,7 +96,7 @@ def test_every_reference_is_a_chapter():
 @by_chapter
 def test_the_graded_names_are_the_contracts(chapter):
     names = [e.name for e in chapter.exercises]
-    assert [name for name in CONTRACT[chapter.module] if name not in names] == []
+    assert sorted(names) == sorted(CONTRACT[chapter.module]), "CONTRACT lists the graded names: add a new one there"
     numbers = [e.number for e in chapter.exercises]
     assert numbers == [f"{chapter.number}.{i}" for i in range(1, len(numbers) + 1)]
 
@@ -130,7 +130,9 @@ def test_docstrings_state_the_contract(exercise):
 def test_every_exercise_has_three_mistakes_with_their_own_sentences(exercise):
     sentences = [m.sentence for m in grading.mistakes_of(exercise.module, exercise.name)]
     assert len(set(sentences)) == len(sentences) >= 3
-    assert [s for s in sentences if s.endswith(".") or s.startswith("looks like")] == []
+    assert [s for s in sentences if s.endswith(".") or s.startswith("looks like")] == [], (
+        "it completes 'looks like', without a period"
+    )
 
 
 @by_exercise
@@ -139,7 +141,16 @@ def test_every_exercise_has_its_place_its_card_and_three_hints_in_the_chapter(ex
     assert f"({exercise.label})=" in text
     assert f'exercise("{exercise.handle}")' in text
     after = text.split(f"({exercise.label})=")[1].split("\n(ex-")[0]
-    assert len(re.findall(r":::+\{dropdown\} Hint [123]", after)) == 3
+    for n in (1, 2, 3):
+        assert len(re.findall(rf":::+\{{dropdown\}} Hint {n}", after)) == 1, (
+            f"{exercise.name}: hint {n} is missing, or twice"
+        )
+
+
+@by_chapter
+def test_equations_are_labelled_in_the_order_of_the_page(chapter):
+    labels = re.findall(r"^:label: eq-([\w-]+)-(\d+)$", chapter.path.read_text(), re.MULTILINE)
+    assert labels == [(chapter.module, str(n)) for n in range(1, len(labels) + 1)]
 
 
 @by_chapter
