@@ -231,7 +231,7 @@ def test_not_written_yet(backend, chapter):
     found = failure(backend, function, n_ranks=4)
     assert isinstance(found.error, NotImplementedError)
     assert str(found.error) == f"Exercise {chapter}.{2 if chapter == 10 else 1}: write me"
-    assert "(so did ranks 1, 2 and 3)" in found.message
+    assert "(so did rank" in found.message  # a rank that had not begun yet is not waited for
 
 
 def test_gloo_what_cannot_be_pickled():
