@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import mmap
 import multiprocessing
 import os
 import re
@@ -14,7 +15,7 @@ import traceback
 from _pytest.reports import TestReport
 from _pytest.runner import runtestprotocol
 
-from lib.workbook import messages, resolve
+from lib.workbook import grading, messages, resolve
 from lib.workbook.catalog import ROOT
 
 MEMORY_LIMIT_MB = 6144.0
@@ -35,6 +36,7 @@ class Child:
         self.stacks = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the child)
         sys.stdout.flush()
         sys.stderr.flush()
+        grading.BOARD = mmap.mmap(-1, 1024)  # shared after the fork
         self.pipe, theirs = multiprocessing.Pipe()
         self.pid = os.fork()
         if self.pid == 0:
@@ -182,7 +184,8 @@ def _ended_report(item, why: str, stack: str, started: float) -> TestReport:
         for file, line, _ in frames
         if file.startswith(str(ROOT / "lib") + os.sep) and "workbook" not in file
     ]
-    rows = [("case", messages.case_of(item))]
+    board = bytes(grading.BOARD or b"").rstrip(b"\0").decode(errors="ignore")
+    rows = [("case", board or messages.case_of(item))]
     if mine:
         rows.append(("at", messages.code_line(*mine[0])))
     if "Traceback" in stack:
@@ -198,6 +201,6 @@ def _ended_report(item, why: str, stack: str, started: float) -> TestReport:
         start=started,
         stop=time.time(),
     )
-    told = {"state": "wrong", "problem": why, "case": messages.case_of(item)}
+    told = {"state": "wrong", "problem": why, "case": rows[0][1]}
     report.workbook = messages.facts(exercise) | told  # type: ignore[attr-defined]
     return report

@@ -81,6 +81,7 @@ def test_an_endless_loop_is_ended_and_its_line_shown(book, loop):
     marks = book.marks("tests/chapter_01")
     assert marks["halves"]["state"] == "wrong"
     assert "not finished after 2 s" in marks["halves"]["report"]
+    assert "case         x=3" in marks["halves"]["report"]
     assert loop.split(";")[-1].strip()[:9] in marks["halves"]["report"]
     assert marks["double"]["state"] == "passed"
     assert marks["Tally"]["state"] == "passed"
