@@ -89,3 +89,9 @@ def show_numbers(numbers: Mapping[str, str], heading: str = "your run") -> Html:
     head = f"<tr><th {cell}></th><th {cell}>{html.escape(heading)}</th></tr>"
     table = f'<table style="border-collapse:collapse;margin:1em 0"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table>'
     return Html(table, "\n".join(f"{name}: {value}" for name, value in numbers.items()))
+
+
+def show_text(text: str) -> Html:
+    """Text as it is, with its line breaks, wrapped where a line is too long; an update of the same display replaces it."""
+    style = "white-space:pre-wrap;overflow-wrap:anywhere;margin:.5em 0"
+    return Html(f'<pre style="{style}">{html.escape(text)}</pre>', text)
