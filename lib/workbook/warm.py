@@ -153,6 +153,7 @@ def _check(arguments: list[str], output) -> None:
     status = 3
     try:
         os.setsid()
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # a check needs the book's plugin only, and they cost time
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
         import pytest
