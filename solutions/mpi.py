@@ -1,0 +1,189 @@
+"""Message passing: processes that share nothing, and the collectives that are made of their messages."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+if TYPE_CHECKING:  # a module that imports MPI starts it; what takes a communicator need not
+    from mpi4py import MPI
+
+Array = TypeVar("Array", bound=np.ndarray)
+
+
+def scatter_scale_average(comm: "MPI.Comm", values: Sequence[float] | None, factor: float = 0.5) -> float:
+    """The mean of numbers that lie on rank 0, each scaled by another rank. (Exercise 9.1)
+
+    Rank 0 scatters the numbers, every rank multiplies its own by ``factor``, rank 0 gets their sum by a reduce, divides it
+    by R and broadcasts the mean.
+
+    Args:
+        comm: The communicator, of R ranks.
+        values: On rank 0 a sequence of R numbers, left unchanged; what the other ranks pass is not looked at.
+        factor: What each number is multiplied by.
+
+    Returns:
+        The mean of ``factor * value``, the same on every rank: 35.25 for 39, 72, 129, 42 and one half.
+
+    Raises:
+        ValueError: rank 0's sequence does not hold R numbers; on every rank, with both counts. (A rank that raised alone
+            would leave the others waiting.)
+
+    Cost: one scatter, one reduce, one broadcast; no barrier. (An all-reduce may take the place of the last two.)
+    """
+    ### BEGIN SOLUTION
+    n_ranks, is_root = comm.Get_size(), comm.Get_rank() == 0
+    parts: list[Any] = list(values) if is_root else []  # type: ignore[arg-type]
+    if is_root and len(parts) != n_ranks:
+        parts = [ValueError(f"{len(parts)} values for {n_ranks} ranks: expected one for each")] * n_ranks
+    part = comm.scatter(parts, root=0)
+    if isinstance(part, ValueError):
+        raise part
+    total: Any = comm.reduce(part * factor, root=0)
+    return comm.bcast(total / n_ranks if is_root else None, root=0)
+    ### END SOLUTION
+
+
+def tree_broadcast(comm: "MPI.Comm", array: Array, root: int = 0) -> Array:
+    """Copy the root's array to every rank, along a binomial tree of messages. (Exercise 9.2)
+
+    Args:
+        comm: The communicator, of R ranks.
+        array: NumPy array, of one shape and dtype on all ranks, any strides. The root's is sent and left unchanged; the
+            others' are overwritten.
+        root: The rank whose array all shall have.
+
+    Returns:
+        ``array`` itself, which now holds the root's numbers.
+
+    Raises:
+        ValueError: ``root`` is not from 0 to R - 1; the message names both.
+
+    Cost: ``ceil(log2 R)`` rounds, in each of which a rank sends to or receives from at most one other; R - 1 messages in
+        all; no collective.
+    Convention: filled in place and returned, so that it can stand where ``comm.Bcast(array, root)`` stood.
+    """
+    ### BEGIN SOLUTION
+    n_ranks = comm.Get_size()
+    if not 0 <= root < n_ranks:
+        raise ValueError(f"root is {root}, expected one of the {n_ranks} ranks 0 to {n_ranks - 1}")
+    place, reach = (comm.Get_rank() - root) % n_ranks, 1  # places count from the root; those below reach have the array
+    buffer = np.asarray(array, order="C")  # MPI takes numbers that lie side by side
+    while reach < n_ranks:
+        if place < reach and place + reach < n_ranks:
+            comm.Send(buffer, dest=(place + reach + root) % n_ranks)
+        elif reach <= place < 2 * reach:
+            comm.Recv(buffer, source=(place - reach + root) % n_ranks)
+        reach *= 2
+    if buffer is not array and place != 0:
+        array[...] = buffer
+    return array
+    ### END SOLUTION
+
+
+def ring_all_reduce(comm: "MPI.Comm", array: np.ndarray) -> np.ndarray:
+    """The sum of all ranks' arrays, on every rank, by messages to the right neighbour only. (Exercise 9.3)
+
+    The array is cut into R chunks whose lengths differ by at most one (some are empty if it is shorter than R). R - 1 steps
+    of reduce-scatter leave each rank with one chunk that is summed; R - 1 steps of all-gather pass the sums on.
+
+    Args:
+        comm: The communicator, of R ranks.
+        array: NumPy array, float32 or float64, of one shape and dtype on all ranks; any shape, any strides.
+
+    Returns:
+        A new array of the shape and dtype of ``array``, with the same bits on every rank.
+
+    Source: Patarasuk and Yuan (2009), Bandwidth optimal all-reduce algorithms for clusters of workstations.
+    Convention: ``array`` is left unchanged; ``comm.Allreduce`` fills a buffer that it is given instead.
+    Cost: 2 (R - 1) messages a rank, each of at most ``ceil(n / R)`` of the n elements; no collective. It may not deadlock
+        at any size of message, so no rank may wait for a send to end before it receives.
+    """
+    ### BEGIN SOLUTION
+    rank, n_ranks = comm.Get_rank(), comm.Get_size()
+    right, left = (rank + 1) % n_ranks, (rank - 1) % n_ranks
+    total = np.array(array, order="C")
+    chunks = np.array_split(total.reshape(-1), n_ranks)
+    inbox = np.empty_like(chunks[0])  # the longest
+    for step in range(n_ranks - 1):  # reduce-scatter: what comes in is added
+        mine, theirs = chunks[(rank - step) % n_ranks], chunks[(rank - step - 1) % n_ranks]
+        received = inbox[: theirs.size]
+        comm.Sendrecv(mine, dest=right, recvbuf=received, source=left)
+        theirs += received
+    for step in range(n_ranks - 1):  # all-gather: what comes in is the sum
+        mine, theirs = chunks[(rank - step + 1) % n_ranks], chunks[(rank - step) % n_ranks]
+        comm.Sendrecv(mine, dest=right, recvbuf=theirs, source=left)
+    return total
+    ### END SOLUTION
+
+
+def all_reduce_seconds(n_bytes: float, n_ranks: int, latency_s: float, bandwidth: float, algorithm: str) -> float:
+    """How long an all-reduce takes, if a message of n bytes takes latency + n / bandwidth. (Exercise 9.4)
+
+    Args:
+        n_bytes: Size of the array on each rank.
+        n_ranks: Ranks R, from 1.
+        latency_s: Seconds that a message takes however short it is.
+        bandwidth: Bytes a second.
+        algorithm: ``"naive"`` (to rank 0 one after the other, and back), ``"tree"`` (to the root of a binomial tree, and
+            back) or ``"ring"``.
+
+    Returns:
+        Seconds; 0 for one rank.
+
+    Raises:
+        ValueError: another algorithm; the message names it and the three.
+        ValueError: ``n_ranks`` is below 1; the message names it.
+
+    Source: Thakur, Rabenseifner and Gropp (2005), Optimization of collective communication operations in MPICH, section 3.
+    Convention: additions are free, and each rank sends and receives at once but one message each.
+    """
+    ### BEGIN SOLUTION
+    if n_ranks < 1:
+        raise ValueError(f"n_ranks is {n_ranks}, expected at least 1")
+    n_rounds = (n_ranks - 1).bit_length()  # ceil(log2 R), without a rounded logarithm
+    costs = {
+        "naive": (2 * (n_ranks - 1), n_bytes),
+        "tree": (2 * n_rounds, n_bytes),
+        "ring": (2 * (n_ranks - 1), n_bytes / n_ranks),
+    }
+    if algorithm not in costs:
+        raise ValueError(f"no algorithm {algorithm!r}: expected one of {', '.join(costs)}")
+    n_messages, message_bytes = costs[algorithm]
+    return n_messages * (latency_s + message_bytes / bandwidth)
+    ### END SOLUTION
+
+
+def average_gradients_mpi(comm: "MPI.Comm", module: nn.Module) -> None:
+    """Replace every gradient by its mean over the ranks, with one all-reduce for the whole module. (Exercise 9.5)
+
+    Args:
+        comm: The communicator, of R ranks.
+        module: The same module on every rank, after a backward pass of its own; any floating dtypes, also several.
+
+    Returns:
+        Nothing; ``p.grad`` changes in place and keeps its dtype, shape and device. Parameters and buffers are untouched.
+
+    Cost: one ``Allreduce`` (or ``Iallreduce``) of a NumPy buffer, and no other message.
+    Convention: a gradient that is None counts as zeros, for the sum is still divided by R; a parameter without a gradient on
+        *every* rank keeps None, so that the optimizer leaves it alone, as in one process. Frozen parameters
+        (``requires_grad=False``) are left out. The sum is taken in float32 at least, in float64 if any parameter is.
+    """
+    ### BEGIN SOLUTION
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    dtype = torch.float32
+    for p in parameters:
+        dtype = torch.promote_types(dtype, p.dtype)
+    parts = [(torch.zeros_like(p) if p.grad is None else p.grad).detach().flatten() for p in parameters]
+    has_grad = torch.tensor([p.grad is not None for p in parameters])
+    flat = torch.cat([part.to("cpu", dtype) for part in [*parts, has_grad]])  # the flags travel in the same buffer
+    total = torch.empty_like(flat)
+    comm.Allreduce(flat.numpy(), total.numpy())
+    *sums, n_with_grad = total.split([p.numel() for p in parameters] + [len(parameters)])
+    for p, grad_sum, n in zip(parameters, sums, n_with_grad.tolist(), strict=True):
+        if n > 0:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            p.grad.copy_(grad_sum.div_(comm.Get_size()).view(p.shape))
+    ### END SOLUTION

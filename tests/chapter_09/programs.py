@@ -1,0 +1,193 @@
+"""What the tests of chapter 9 run on MPI ranks. Each returns what it found, and the test that sent it judges."""
+
+import numpy as np
+import torch
+from torch import nn
+
+from lib.workbook.grading import graded
+
+mpi = graded("mpi")
+
+
+def scattered(comm, runs):
+    """``scatter_scale_average`` of each run's values, which only rank 0 is given; the others pass what they please."""
+    elsewhere = (None, [], "nothing", [1.0])[comm.rank]
+    return [mpi.scatter_scale_average(comm, values if comm.rank == 0 else elsewhere, *rest) for values, *rest in runs]
+
+
+def scattered_wrongly(comm, values):
+    """The error's text on this rank, or None if there was none; and whether the ranks can still talk."""
+    text = None
+    try:
+        mpi.scatter_scale_average(comm, values if comm.rank == 0 else None)
+    except ValueError as error:
+        text = str(error)
+    return text, comm.allreduce(1)
+
+
+def kept(comm, values):
+    mpi.scatter_scale_average(comm, values)
+    return values
+
+
+def made(kind, n, rank, dtype="float32"):
+    """An array of n numbers that no other rank has, laid out in the way that ``kind`` says."""
+    flat = np.random.default_rng([n, rank]).standard_normal(n).astype(dtype)
+    if kind == "every other":
+        wide = np.zeros(2 * n, dtype)
+        wide[::2] = flat
+        return wide[::2]
+    if kind == "transposed":
+        return flat.reshape(-1, 2).T
+    if kind == "columns first":
+        return np.asfortranarray(flat.reshape(2, -1))
+    if kind == "a number":
+        return flat[:1].reshape(())
+    return flat
+
+
+def reduced(comm, kinds):
+    """For each (kind, n, dtype): the ring's sum, MPI's, and whether the input is as it was."""
+    found = []
+    for kind, n, dtype in kinds:
+        array = made(kind, n, comm.rank, dtype)
+        before, total = array.copy(), np.empty_like(array, order="C")
+        ours = mpi.ring_all_reduce(comm, array)
+        comm.Allreduce(np.array(before, order="C"), total)
+        found.append((ours, total, np.array_equal(array, before) and ours is not array))
+    return found
+
+
+def reduced_once(comm, array):
+    return mpi.ring_all_reduce(comm, array * 10**comm.rank)
+
+
+def reduced_large(comm, n):
+    """Whether the sum is right; the arrays are too large to be sent back."""
+    total = mpi.ring_all_reduce(comm, np.full(n, comm.rank + 1.0))
+    return total.shape == (n,) and bool((total == sum(range(1, comm.size + 1))).all())
+
+
+def broadcast(comm, kinds, roots):
+    """For each (kind, n, dtype) and root: what came back, MPI's, and whether what came back is the array itself."""
+    found = []
+    for kind, n, dtype in kinds:
+        for root in roots:
+            array = made(kind, n, comm.rank, dtype)
+            theirs = np.array(array, order="C")
+            comm.Bcast(theirs, root=root)
+            ours = mpi.tree_broadcast(comm, array, root=root)
+            found.append((np.array(array), theirs, ours is array))
+    return found
+
+
+def broadcast_once(comm, root, n=4):
+    array = np.arange(n) + 10.0 * comm.rank
+    mpi.tree_broadcast(comm, array, root)
+    return array
+
+
+def broadcast_from_nowhere(comm, root):
+    try:
+        mpi.tree_broadcast(comm, np.zeros(2), root)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def broadcast_read_only(comm):
+    """The root's array may be one that cannot be written."""
+    array = np.full(3, float(comm.rank))
+    array.flags.writeable = comm.rank != 1
+    return mpi.tree_broadcast(comm, array, root=1)
+
+
+def broadcast_large(comm, n, root):
+    array = np.full(n, float(comm.rank))
+    mpi.tree_broadcast(comm, array, root)
+    return bool((array == root).all())
+
+
+class Mixed(nn.Module):
+    """Parameters of four dtypes, one of them frozen, one tied, one without elements; and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(2, 3))
+        self.b = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        self.c = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.h = nn.Parameter(torch.ones(5, dtype=torch.float16))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.tied = self.a
+        self.empty = nn.Parameter(torch.ones(0, 2))
+        self.register_buffer("mean", torch.zeros(2))
+
+
+def averaged(comm, grads):
+    """Gradients of named vectors after averaging; ``grads[rank][name]`` is what each begins with, or None."""
+    names = list(grads[0])
+    module = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in names})
+    for name in names:
+        if (begin := grads[comm.rank][name]) is not None:
+            module[name].grad = torch.tensor(begin)
+    returned = mpi.average_gradients_mpi(comm, module)
+    assert returned is None, f"average_gradients_mpi returned {returned!r}, expected nothing"
+    return {name: module[name].grad for name in names}
+
+
+def averaged_mixed(comm):
+    """Gradients, MPI's averages of them, and whether gradients, parameters and buffers are the objects they were."""
+    module = Mixed()
+    generator = torch.Generator().manual_seed(comm.rank)
+    for p in module.parameters():
+        if p.requires_grad:
+            p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
+    module.mean += comm.rank
+    before = {name: p.grad for name, p in module.named_parameters() if p.requires_grad}
+    expected = {}
+    for name, grad in before.items():
+        buffer = grad.double().numpy().copy()
+        total = np.empty_like(buffer)
+        comm.Allreduce(buffer, total)
+        expected[name] = torch.from_numpy(np.asarray(total / comm.size)).to(grad.dtype)
+    mpi.average_gradients_mpi(comm, module)
+    after = {name: p.grad for name, p in module.named_parameters() if p.requires_grad}
+    same = {name: after[name] is grad for name, grad in before.items()}
+    untouched = all(bool((p == 1).all()) for p in module.parameters()) and module.frozen.grad is None
+    return after, expected, same, untouched and module.mean.tolist() == [comm.rank] * 2
+
+
+def averaged_precisely(comm):
+    """Numbers that a sum in a narrow dtype would spoil: float64's digits, and float16's range."""
+    module = nn.ParameterDict({"wide": nn.Parameter(torch.zeros(1, dtype=torch.float64))})
+    module["wide"].grad = torch.tensor([1 + comm.rank * 2.0**-40], dtype=torch.float64)
+    mpi.average_gradients_mpi(comm, module)
+    half = nn.ParameterDict({"narrow": nn.Parameter(torch.zeros(1, dtype=torch.float16))})
+    half["narrow"].grad = torch.tensor([50_000.0], dtype=torch.float16)
+    mpi.average_gradients_mpi(comm, half)
+    return module["wide"].grad, half["narrow"].grad
+
+
+def averaged_layouts(comm):
+    """A gradient whose strides are not its shape's, and a module that has nothing to average."""
+    linear = nn.Linear(3, 2, bias=False)
+    linear.weight.grad = (torch.arange(6.0).reshape(3, 2) * (comm.rank + 1)).T
+    mpi.average_gradients_mpi(comm, linear)
+    mpi.average_gradients_mpi(comm, nn.ReLU())
+    return linear.weight.grad.contiguous()
+
+
+def trained(comm, n_steps, batch):
+    """Weights after some steps on this rank's share of each batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3)).double()
+    x, y = torch.randn(n_steps, batch, 5, dtype=torch.float64), torch.randint(3, (n_steps, batch))
+    share = slice(comm.rank * batch // comm.size, (comm.rank + 1) * batch // comm.size)
+    for step in range(n_steps):
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x[step, share]), y[step, share]).backward()
+        mpi.average_gradients_mpi(comm, model)
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.3 * p.grad  # PyTorch's optimizers take seconds to import
+    return {name: value.detach() for name, value in model.state_dict().items()}

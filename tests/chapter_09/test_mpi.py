@@ -1,0 +1,324 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
+from tests.chapter_09 import programs
+
+mpi = graded("mpi")
+ARTICLE = [39, 72, 129, 42]
+SCATTER, TREE, RING, COST, MEAN = (f"equation (9.{n})" for n in range(1, 6))
+pytestmark = pytest.mark.time_limit(30)
+
+
+def messages(result):
+    return [ledger.n_messages for ledger in result.ledgers]
+
+
+def collectives(result):
+    return [ledger.count() - sum(r.to is not None or r.source is not None for r in ledger.records)
+            for ledger in result.ledgers]  # fmt: skip
+
+
+def expect_no_collective(result, read):
+    names = [sorted({r.op for r in ledger.records if r.is_collective}) for ledger in result.ledgers]
+    expect_equal(names, [[] for _ in names], name="collectives that rank", read=read)
+    expect_equal(result.mismatch(), "", name="what the ranks disagree on", read=read)
+
+
+# ---- 9.1 scatter_scale_average ----
+
+
+def test_scatter_scale_average_of_the_article(ranks):
+    case("4 ranks, values 39 72 129 42 on rank 0, factor left at one half")
+    result = ranks(programs.scattered, [(ARTICLE,)], n_ranks=4, backend="mpi")
+    expect_close(result.values, [[35.25]] * 4, name="mean on rank", read=SCATTER)
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 4])
+def test_scatter_scale_average_of_other_values(ranks, n_ranks):
+    case(f"{n_ranks} ranks: factors 2, -1 and 0.3; lists, tuples and arrays; each with one value for a rank")
+    values = [2.5, -7.0, 11.0, 0.125][:n_ranks]
+    runs = [(values, 2), (tuple(values), -1), (np.array(values), 0.3), ([7] * n_ranks, 0.5)]
+    result = ranks(programs.scattered, runs, n_ranks=n_ranks, backend="mpi")
+    mean = sum(values) / n_ranks
+    expect_close(result.values, [[2 * mean, -mean, 0.3 * mean, 3.5]] * n_ranks, name="means on rank", read=SCATTER)
+
+
+def test_scatter_scale_average_leaves_its_values(ranks):
+    case("4 ranks, the list on rank 0 afterwards")
+    result = ranks(programs.kept, list(ARTICLE), n_ranks=4, backend="mpi")
+    expect_equal(result.values[0], ARTICLE, name="values on rank 0 afterwards", read=SCATTER)
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0], [1.0, 2.0, 3.0, 4.0, 5.0], []])
+def test_scatter_scale_average_of_the_wrong_number_of_values(ranks, values):
+    case(f"3 ranks, {len(values)} values: a ValueError on every rank, none left waiting")
+    result = ranks(programs.scattered_wrongly, values, n_ranks=3, backend="mpi")
+    expect_equal([alive for _, alive in result.values], [3] * 3, name="ranks that rank can reach afterwards")
+    for rank, (text, _) in enumerate(result.values):
+        expect_true(text is not None, f"rank {rank} raised nothing, expected a ValueError on every rank", read=SCATTER)
+        said = all(number in text for number in (str(len(values)), "3"))
+        expect_true(said, f"rank {rank} raised {text!r}, expected a message with {len(values)} and 3", read=SCATTER)
+
+
+def test_scatter_scale_average_counts_its_collectives(ranks):
+    case("4 ranks: one scatter, one reduce, one broadcast (or one scatter, one all-reduce); no barrier")
+    result = ranks(programs.scattered, [(ARTICLE,)], n_ranks=4, backend="mpi")
+    for ledger in result.ledgers:
+        used = sorted(r.op.lower() for r in ledger.records)
+        allowed = (["bcast", "reduce", "scatter"], ["allreduce", "scatter"])
+        expect_true(used in allowed, f"rank {ledger.rank} calls {', '.join(used)}", answer=used, read=SCATTER)
+
+
+# ---- 9.2 tree_broadcast ----
+
+
+def test_tree_broadcast_by_hand(ranks):
+    case("3 ranks, root 1; rank r begins with 10 r, 10 r + 1, 10 r + 2, 10 r + 3")
+    result = ranks(programs.broadcast_once, 1, n_ranks=3, backend="mpi")
+    expect_close(result.values, [np.arange(4) + 10.0] * 3, name="array on rank", read=TREE)
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 4])
+def test_tree_broadcast_from_every_root(ranks, n_ranks):
+    case(f"{n_ranks} ranks, every root; float32 and float64; vectors, matrices, strided, one number, none")
+    kinds = [("flat", 7, "float32"), ("flat", 5, "float64"), ("every other", 6, "float32"), ("transposed", 6, "float64")]
+    kinds += [("columns first", 8, "float32"), ("a number", 1, "float64"), ("flat", 0, "float32")]
+    result = ranks(programs.broadcast, kinds, range(n_ranks), n_ranks=n_ranks, backend="mpi")
+    for found in result.values:
+        for i, (ours, theirs, is_same) in enumerate(found):
+            kind, n, dtype = kinds[i // n_ranks]
+            case(f"{n_ranks} ranks, root {i % n_ranks}, {n} numbers, {kind}, {dtype}")
+            expect_close(ours, theirs, atol=0, rtol=0, name="array", read=TREE)
+            expect_true(is_same, "what is returned is not the array that was given", read=TREE)
+
+
+def test_tree_broadcast_of_an_array_that_cannot_be_written(ranks):
+    case("3 ranks, root 1, whose array is read-only")
+    result = ranks(programs.broadcast_read_only, n_ranks=3, backend="mpi")
+    expect_close(result.values, [np.ones(3)] * 3, name="array on rank", read=TREE)
+
+
+@pytest.mark.parametrize(("n_ranks", "root"), [(2, 1), (3, 0), (3, 2), (4, 0), (4, 1), (4, 3)])
+def test_tree_broadcast_counts_its_rounds(ranks, n_ranks, root):
+    case(f"{n_ranks} ranks, root {root}: each other rank receives once, in {math.ceil(math.log2(n_ranks))} rounds")
+    result = ranks(programs.broadcast_once, root, n_ranks=n_ranks, backend="mpi")
+    expect_no_collective(result, TREE)
+    sent_to = [[r.to for r in ledger.records if r.to is not None] for ledger in result.ledgers]
+    received = [sum(to.count(rank) for to in sent_to) for rank in range(n_ranks)]
+    expect_equal(received, [int(rank != root) for rank in range(n_ranks)], name="messages to rank", read=TREE)
+    ready, todo = {root: 0}, [root]
+    for rank in todo:  # grows while it is walked
+        for nth, to in enumerate(sent_to[rank], start=1):
+            ready[to] = ready[rank] + nth
+            todo.append(to)
+    rounds = max(ready.values())
+    at_most = math.ceil(math.log2(n_ranks))
+    expect_true(rounds <= at_most, f"the last rank has the array after {rounds} rounds, expected {at_most}",
+                answer=sent_to, read=TREE)  # fmt: skip
+    sizes = {r.n_bytes for ledger in result.ledgers for r in ledger.records if r.to is not None}
+    expect_equal(sizes, {32}, name="bytes of a message of 4 float64", read=TREE)
+
+
+def test_tree_broadcast_of_large_arrays(ranks):
+    case("4 ranks, root 2, 8 MB: no send ends before it is received")
+    result = ranks(programs.broadcast_large, 1_000_000, 2, n_ranks=4, backend="mpi")
+    expect_equal(result.values, [True] * 4, name="right on rank", read=TREE)
+
+
+@pytest.mark.parametrize("root", [4, -1])
+def test_tree_broadcast_from_no_rank(ranks, root):
+    case(f"4 ranks, root {root}: a ValueError on every rank")
+    result = ranks(programs.broadcast_from_nowhere, root, n_ranks=4, backend="mpi")
+    for rank, text in enumerate(result.values):
+        said = text is not None and str(root) in text and ("4" in text or "3" in text)
+        expect_true(said, f"rank {rank}: {text!r}, expected a ValueError that names {root} and the ranks", read=TREE)
+
+
+# ---- 9.3 ring_all_reduce ----
+
+
+def test_ring_all_reduce_by_hand(ranks):
+    case("3 ranks with 1 2 3 4 5 6, ten times it, a hundred times it")
+    result = ranks(programs.reduced_once, np.arange(1.0, 7.0), n_ranks=3, backend="mpi")
+    expect_close(result.values, [111 * np.arange(1.0, 7.0)] * 3, name="sum on rank", read=RING)
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 4])
+def test_ring_all_reduce_beside_mpi(ranks, n_ranks):
+    case(f"{n_ranks} ranks; lengths 0 to 9, 101; matrices, strided, one number; float32 and float64")
+    kinds = [("flat", n, "float32") for n in (*range(10), 101)] + [("flat", 13, "float64")]
+    kinds += [("every other", 6, "float32"), ("transposed", 10, "float64"), ("columns first", 14, "float32")]
+    kinds += [("a number", 1, "float64")]
+    result = ranks(programs.reduced, kinds, n_ranks=n_ranks, backend="mpi")
+    for rank, found in enumerate(result.values):
+        for i, (ours, theirs, is_kept) in enumerate(found):
+            kind, n, dtype = kinds[i]
+            case(f"{n_ranks} ranks, {n} numbers, {kind}, {dtype}")
+            atol = 1e-6 if dtype == "float32" else 1e-14  # sums of up to 4, in another order
+            expect_close(ours, theirs, atol=atol, rtol=0, name=f"sum on rank {rank}", read=RING)
+            expect_true(is_kept, f"rank {rank}: the array that was given has changed, or is what came back", read=RING)
+            same = ours.tobytes() == result.values[0][i][0].tobytes()
+            expect_true(same, f"ranks 0 and {rank} have sums whose last bits differ", read=RING)
+
+
+@pytest.mark.parametrize(("n_ranks", "n"), [(1, 5), (2, 7), (3, 8), (4, 12), (4, 101), (4, 2), (3, 0)])
+def test_ring_all_reduce_counts_its_messages(ranks, n_ranks, n):
+    bound = math.ceil(n / n_ranks) * 8
+    case(f"{n_ranks} ranks, {n} float64: {2 * (n_ranks - 1)} messages a rank, none above {bound} bytes")
+    result = ranks(programs.reduced_once, np.arange(float(n)), n_ranks=n_ranks, backend="mpi")
+    expect_no_collective(result, RING)
+    if n >= n_ranks:  # an empty message need not be sent
+        expect_equal(messages(result), [2 * (n_ranks - 1)] * n_ranks, name="messages of rank", read=RING)
+    else:
+        few = all(sent <= 2 * (n_ranks - 1) for sent in messages(result))
+        expect_true(few, f"messages of each rank: {messages(result)}", answer=messages(result), read=RING)
+    for ledger in result.ledgers:
+        sends = [r for r in ledger.records if r.to is not None]
+        largest = max((r.n_bytes for r in sends), default=0)
+        expect_true(largest <= bound, f"rank {ledger.rank} sends {largest} bytes in a message, expected at most {bound}",
+                    answer=largest, read=RING)  # fmt: skip
+        to = {r.to for r in sends}
+        expect_true(len(to) <= 1, f"rank {ledger.rank} sends to ranks {sorted(to)}, expected one neighbour", answer=to,
+                    read=RING)  # fmt: skip
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3, 4])
+def test_ring_all_reduce_of_large_arrays(ranks, n_ranks):
+    case(f"{n_ranks} ranks, 4 MB a message: no send ends before it is received")
+    result = ranks(programs.reduced_large, n_ranks * 500_000 + 1, n_ranks=n_ranks, backend="mpi")
+    expect_equal(result.values, [True] * n_ranks, name="right on rank", read=RING)
+
+
+# ---- 9.4 all_reduce_seconds ----
+
+
+def test_all_reduce_seconds_by_hand():
+    case("700 bytes, 7 ranks, 1 s a message, 100 bytes/s: a message of all takes 8 s, one of a seventh takes 2 s")
+    found = {name: mpi.all_reduce_seconds(700, 7, 1.0, 100.0, name) for name in ("naive", "tree", "ring")}
+    expect_close(found, {"naive": 96.0, "tree": 48.0, "ring": 24.0}, name="seconds", read=COST)
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 4, 5, 8, 9, 64, 65, 1024, 1025])
+def test_all_reduce_seconds_of_latency_and_of_bandwidth(n_ranks):
+    case(f"{n_ranks} ranks; messages without bytes, then without latency")
+    rounds = sum(2**k < n_ranks for k in range(12))
+    latency = {"naive": 2 * (n_ranks - 1), "tree": 2 * rounds, "ring": 2 * (n_ranks - 1)}
+    size = {"naive": 2 * (n_ranks - 1), "tree": 2 * rounds, "ring": 2 * (n_ranks - 1) / n_ranks}
+    for name in latency:
+        expect_close(mpi.all_reduce_seconds(0, n_ranks, 3e-6, 1e9, name), 3e-6 * latency[name], atol=1e-15, name=name,
+                     read=COST)  # fmt: skip
+        expect_close(mpi.all_reduce_seconds(4e9, n_ranks, 0.0, 1e9, name), 4.0 * size[name], name=name, read=COST)
+
+
+def test_all_reduce_seconds_by_name():
+    case("arguments by their names")
+    seconds = mpi.all_reduce_seconds(n_bytes=8, n_ranks=2, latency_s=1, bandwidth=4, algorithm="ring")
+    expect_close(seconds, 4.0, name="seconds", read=COST)
+
+
+@pytest.mark.parametrize("name", ["star", "Ring", ""])
+def test_all_reduce_seconds_of_another_algorithm(name):
+    case(f"algorithm {name!r}")
+    with expect_raises(ValueError, repr(name), "naive", "tree", "ring", read=COST):
+        mpi.all_reduce_seconds(8, 2, 1.0, 1.0, name)
+
+
+@pytest.mark.parametrize("n_ranks", [0, -2])
+def test_all_reduce_seconds_of_no_ranks(n_ranks):
+    case(f"n_ranks = {n_ranks}")
+    with expect_raises(ValueError, str(n_ranks), read=COST):
+        mpi.all_reduce_seconds(8, n_ranks, 1.0, 1.0, "ring")
+
+
+@oracle
+def test_all_reduce_seconds_keeps_its_laws():
+    """Slower parts make it slower in proportion; no algorithm is better than the bound, none worse than the naive one."""
+    from hypothesis import given
+    from hypothesis import strategies as st
+
+    @given(st.integers(0, 10**12), st.integers(2, 5000), st.floats(1e-7, 1.0), st.floats(1e3, 1e12))
+    def check(n_bytes, n_ranks, latency_s, bandwidth):
+        ring, tree, naive = (
+            mpi.all_reduce_seconds(n_bytes, n_ranks, latency_s, bandwidth, a) for a in ("ring", "tree", "naive")
+        )
+        assert max(ring, tree) <= naive * (1 + 1e-12)
+        assert min(ring, tree) >= 2 * (n_ranks - 1) / n_ranks * n_bytes / bandwidth
+        slower = mpi.all_reduce_seconds(n_bytes, n_ranks, 2 * latency_s, bandwidth / 2, "ring")
+        assert math.isclose(slower, 2 * ring, rel_tol=1e-9)
+
+    check()
+
+
+# ---- 9.5 average_gradients_mpi ----
+
+
+def test_average_gradients_mpi_by_hand(ranks):
+    case("3 ranks, gradients (3, 6), (30, 60), (300, 600) of one parameter, and others of a second")
+    grads = [{"a": [3.0 * 10**r, 6.0 * 10**r], "b": [1.0 + r, -5.0 * r]} for r in range(3)]
+    result = ranks(programs.averaged, grads, n_ranks=3, backend="mpi")
+    mean = {"a": torch.tensor([111.0, 222.0]), "b": torch.tensor([2.0, -5.0])}
+    expect_close(result.values, [mean] * 3, name="gradient on rank", read=MEAN)
+
+
+def test_average_gradients_mpi_where_some_are_none(ranks):
+    case("4 ranks; gradients: a on all ranks, b on rank 2 only, c on ranks 0 and 3, d on none")
+    grads = [
+        {"a": [4.0, r], "b": [8.0, 4.0] if r == 2 else None, "c": [0.0, 2.0 + r] if r in (0, 3) else None, "d": None}
+        for r in range(4)
+    ]
+    result = ranks(programs.averaged, grads, n_ranks=4, backend="mpi")
+    mean = {"a": torch.tensor([4.0, 1.5]), "b": torch.tensor([2.0, 1.0]), "c": torch.tensor([0.0, 1.75])}
+    for rank, found in enumerate(result.values):
+        present = {name: grad for name, grad in found.items() if name != "d"}
+        expect_close(present, mean, name=f"gradient on rank {rank}", read=MEAN)
+        expect_true(found["d"] is None, f"d has a gradient on rank {rank}, though no rank computed one", read=MEAN)
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3])
+def test_average_gradients_mpi_of_several_dtypes(ranks, n_ranks):
+    case(f"{n_ranks} ranks; float32, bfloat16, float64, float16, a tied, a frozen and an empty parameter, a buffer")
+    result = ranks(programs.averaged_mixed, n_ranks=n_ranks, backend="mpi")
+    for rank, (after, expected, same, is_untouched) in enumerate(result.values):
+        expect_close(after, expected, name=f"gradient on rank {rank}", read=MEAN)
+        expect_equal(same, dict.fromkeys(same, True), name="is the gradient still the same tensor", read=MEAN)
+        expect_true(is_untouched, f"a parameter, a frozen one or a buffer changed on rank {rank}", read=MEAN)
+
+
+def test_average_gradients_mpi_keeps_its_digits(ranks):
+    case("3 ranks; float64 gradients that differ by 2**-40, and float16 gradients of 50,000")
+    result = ranks(programs.averaged_precisely, n_ranks=3, backend="mpi")
+    wide, half = torch.tensor([1 + 2.0**-40], dtype=torch.float64), torch.tensor([50_000.0], dtype=torch.float16)
+    for rank, (found_wide, found_half) in enumerate(result.values):
+        expect_close(found_wide - 1, wide - 1, atol=1e-15, rtol=0, name=f"gradient - 1 on rank {rank}", read=MEAN)
+        expect_close(found_half, half, name=f"gradient on rank {rank}", read=MEAN)
+
+
+def test_average_gradients_mpi_of_other_layouts(ranks):
+    case("2 ranks; a transposed gradient, and a module without parameters")
+    result = ranks(programs.averaged_layouts, n_ranks=2, backend="mpi")
+    mean = (torch.arange(6.0).reshape(3, 2) * 1.5).T.contiguous()
+    expect_close(result.values, [mean] * 2, name="gradient on rank", read=MEAN)
+
+
+def test_average_gradients_mpi_makes_four_ranks_one(ranks):
+    case("5 steps of gradient descent on batches of 12: on 4 ranks with 3 each, and on 1 rank")
+    one, four = (ranks(programs.trained, 5, 12, n_ranks=n, backend="mpi").values for n in (1, 4))
+    for rank, weights in enumerate(four):
+        expect_close(weights, one[0], atol=1e-10, rtol=0, name=f"weights on rank {rank}", read=MEAN)
+
+
+def test_average_gradients_mpi_counts_its_messages(ranks):
+    case("2 ranks, 3 parameters of 2 float32: one Allreduce of a buffer")
+    grads = [{"a": [1.0, 2.0], "b": [3.0, 4.0], "c": [5.0, 6.0]}] * 2
+    result = ranks(programs.averaged, grads, n_ranks=2, backend="mpi")
+    for ledger in result.ledgers:
+        used = [r.op for r in ledger.records]
+        expect_true(used in (["Allreduce"], ["Iallreduce"]), f"rank {ledger.rank} calls {', '.join(used) or 'nothing'}",
+                    answer=used, read=MEAN)  # fmt: skip
+        n_bytes = ledger.bytes_sent
+        expect_true(24 <= n_bytes <= 48, f"rank {ledger.rank} sends {n_bytes} bytes, expected 24 and a flag for each",
+                    answer=n_bytes, read=MEAN)  # fmt: skip
