@@ -1,0 +1,21 @@
+"""Scatter, halve, reduce, broadcast: ``mpiexec -n 4 python -m mpi4py -m lib.runs.hello_parallel``; beside it the same in C."""
+
+import sys
+
+from mpi4py import MPI
+
+
+def main() -> None:
+    comm = MPI.COMM_WORLD
+    rank, n_ranks = comm.Get_rank(), comm.Get_size()
+    values = [39, 72, 129, 42] if rank == 0 else None
+    mine = comm.scatter(values, root=0)
+    mine = mine / 2  # a float, whatever it was
+    total = comm.reduce(mine, op=MPI.SUM, root=0)
+    mean = total / n_ranks if rank == 0 else None
+    mean = comm.bcast(mean, root=0)
+    sys.stdout.write(f"rank {rank} of {n_ranks} in Python: my half {mine:g}, the mean {mean:g}\n")
+
+
+if __name__ == "__main__":
+    main()
