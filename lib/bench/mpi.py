@@ -18,7 +18,7 @@ from lib.given.launch import mpirun
 
 RANKS = (2, 4)
 SIZES = tuple(8 * 8**k for k in range(8))  # 8 B to 16 MiB
-SMALL_S = 0.4  # how long each size is measured, at most
+SIZE_S = 1.0  # about how long each size is measured
 
 
 def naive_all_reduce(comm, array):
@@ -73,7 +73,13 @@ def measure_ranks(comm, seconds: float) -> dict:
     """Seconds of each algorithm at each size, the competitors in turn; the slowest rank counts."""
     from lib.mpi import ring_all_reduce
 
-    programs = {"naive": naive_all_reduce, "tree": tree_all_reduce, "ring": ring_all_reduce, "MPI": mpi_all_reduce, "ping": ping}
+    programs = {
+        "naive": naive_all_reduce,
+        "tree": tree_all_reduce,
+        "ring": ring_all_reduce,
+        "MPI": mpi_all_reduce,
+        "ping": ping,
+    }
     times: dict = {name: {} for name in programs}
     for n_bytes in SIZES:
         array = np.ones(n_bytes // 8)
@@ -102,7 +108,7 @@ def main() -> None:
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)  # set for the ranks that mpiexec starts
     parser.add_argument("--tiny", action="store_true", help="a few seconds, and nothing is written")
     options = parser.parse_args()
-    seconds = 0.02 if options.tiny else SMALL_S
+    seconds = 0.02 if options.tiny else SIZE_S
     if options.inside:
         from mpi4py import MPI
 
@@ -115,12 +121,21 @@ def main() -> None:
         for n_ranks in RANKS:
             out = Path(folder, f"{n_ranks}.json")
             tiny = ["--tiny"] if options.tiny else []
-            said = mpirun(n_ranks, "python", "-m", "mpi4py", "-m", "lib.bench.mpi", "--inside", str(out), *tiny, timeout_s=300)
+            said = mpirun(
+                n_ranks, "python", "-m", "mpi4py", "-m", "lib.bench.mpi", "--inside", str(out), *tiny, timeout_s=300
+            )
             if not out.exists():
                 sys.exit(said)
             results["seconds"][str(n_ranks)] = json.loads(out.read_text())
     if options.tiny:
-        print(json.dumps({n: {name: times["8"]["median"] for name, times in found.items()} for n, found in results["seconds"].items()}))
+        print(
+            json.dumps(
+                {
+                    n: {name: times["8"]["median"] for name, times in found.items()}
+                    for n, found in results["seconds"].items()
+                }
+            )
+        )
     else:
         record("mpi", results)
 

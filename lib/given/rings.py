@@ -55,7 +55,9 @@ def draw_tree(n_ranks: int = 8) -> Figure:
     for moment in range(n_rounds + 1):
         for rank in range(n_ranks):
             has = rank < 2**moment
-            ax.plot(rank, moment, "o", markersize=17, color=COLOURS[0] if has else "none", markeredgecolor=GREY, zorder=3)
+            ax.plot(
+                rank, moment, "o", markersize=17, color=COLOURS[0] if has else "none", markeredgecolor=GREY, zorder=3
+            )
             ax.text(rank, moment, str(rank), ha="center", va="center", color="white" if has else GREY, zorder=4)
         for rank in range(2**moment if moment < n_rounds else 0):
             if rank + 2**moment < n_ranks:

@@ -19,7 +19,7 @@ int main(int argc, char **argv) {
     MPI_Reduce(&mine, &total, 1, MPI_INT, MPI_SUM, 0, MPI_COMM_WORLD);
     if (rank == 0) mean = (float)total / n_ranks;
     MPI_Bcast(&mean, 1, MPI_FLOAT, 0, MPI_COMM_WORLD);
-    printf("rank %d of %d in C: my half %d, the mean %g\n", rank, n_ranks, mine, mean);
+    printf("rank %d of %d in C: my half %d, the mean %.2f\n", rank, n_ranks, mine, mean);
     MPI_Finalize();
     return 0;
 }

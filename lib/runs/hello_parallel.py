@@ -14,7 +14,7 @@ def main() -> None:
     total = comm.reduce(mine, op=MPI.SUM, root=0)
     mean = total / n_ranks if rank == 0 else None
     mean = comm.bcast(mean, root=0)
-    sys.stdout.write(f"rank {rank} of {n_ranks} in Python: my half {mine:g}, the mean {mean:g}\n")
+    sys.stdout.write(f"rank {rank} of {n_ranks} in Python: my half {mine:g}, the mean {mean:.2f}\n")
 
 
 if __name__ == "__main__":

@@ -22,14 +22,16 @@ from lib.vit import TINY, VisionTransformer
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-def train(comm, n_steps: int = 60, batch: int = 64, lr: float = 0.05, dtype: str = "float32", average: bool = True) -> dict:
-    """Train with momentum; ``losses`` are of the whole batch.
+def train(
+    comm, n_steps: int = 60, batch: int = 64, lr: float = 3e-3, dtype: str = "float32", average: bool = True
+) -> dict:
+    """Train as chapter 5 does; ``losses`` are of the whole batch.
 
     Args:
         comm: The communicator; its R ranks divide ``batch`` evenly.
         n_steps: Steps.
         batch: Images a step, over all ranks.
-        lr: Learning rate of SGD with momentum 0.9.
+        lr: Learning rate of AdamW.
         dtype: "float32" or "float64".
         average: Whether gradients are averaged; without it, R models go R ways.
 
@@ -38,13 +40,15 @@ def train(comm, n_steps: int = 60, batch: int = 64, lr: float = 0.05, dtype: str
     """
     rank, n_ranks = comm.Get_rank(), comm.Get_size()
     if batch % n_ranks:
-        raise ValueError(f"batch {batch} is no multiple of {n_ranks} ranks: {batch} = {batch // n_ranks} x {n_ranks} + {batch % n_ranks}")
+        share, rest = divmod(batch, n_ranks)
+        raise ValueError(f"batch {batch} is no multiple of {n_ranks} ranks: {batch} = {share} x {n_ranks} + {rest}")
     torch.set_num_threads(1)
     torch.manual_seed(rank)  # each rank would begin with weights of its own
     model = VisionTransformer(TINY).to(DTYPES[dtype])
+    model.embeddings.pos_embed.data *= 50  # a spread of 1, as in chapter 5
     for p in model.parameters():
         tree_broadcast(comm, p.detach().numpy())  # rank 0's, in place
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05)
     data, order = load_images("digits", "train"), torch.Generator().manual_seed(0)
     images, losses = ((data.images - 0.3) / 0.37).to(DTYPES[dtype]), []
     for _ in range(n_steps):

@@ -61,7 +61,9 @@ def from_own_values(comm, values, factor=0.5):
     return comm.allreduce(values[comm.rank] * factor) / comm.size
 
 
-@mistake("scatter_scale_average", "rank 0 computes alone and broadcasts the result; the others have no part in the work")
+@mistake(
+    "scatter_scale_average", "rank 0 computes alone and broadcasts the result; the others have no part in the work"
+)
 def root_computes(comm, values, factor=0.5):
     _check_count(comm, values)
     return comm.bcast(sum(v * factor for v in values) / comm.size if comm.rank == 0 else None)
@@ -120,7 +122,9 @@ def from_rank_0(comm, array, root=0):
     return _walk(comm, array, comm.rank, lambda place: place)
 
 
-@mistake("tree_broadcast", "the root sends to all others one after the other: R - 1 rounds, while the others stand idle")
+@mistake(
+    "tree_broadcast", "the root sends to all others one after the other: R - 1 rounds, while the others stand idle"
+)
 def star(comm, array, root=0):
     _check_root(comm, root)
     buffer = np.asarray(array, order="C")
@@ -427,7 +431,9 @@ def one_each(comm, module):
             _each(comm, p)
 
 
-@mistake("average_gradients_mpi", "None becomes zeros even where no rank has a gradient, and the optimizer then moves it")
+@mistake(
+    "average_gradients_mpi", "None becomes zeros even where no rank has a gradient, and the optimizer then moves it"
+)
 def zeros_for_all(comm, module):
     for p in module.parameters():
         if p.requires_grad and p.grad is None:
@@ -435,7 +441,9 @@ def zeros_for_all(comm, module):
     reference.average_gradients_mpi(comm, module)
 
 
-@mistake("average_gradients_mpi", "a rank leaves out the parameters that have no gradient there: buffers of many lengths")
+@mistake(
+    "average_gradients_mpi", "a rank leaves out the parameters that have no gradient there: buffers of many lengths"
+)
 def leaves_out_none(comm, module):
     with_grad = [p for p in module.parameters() if p.grad is not None]
     flat = torch.cat([p.grad.flatten().double() for p in with_grad] or [torch.zeros(0)])
@@ -456,9 +464,9 @@ def by_those_present(comm, module):
 
 @mistake("average_gradients_mpi", "the buffer is float32, and float64 gradients lose their digits")
 def narrow_buffer(comm, module):
-    wide = {p: p.grad for p in module.parameters() if p.grad is not None and p.dtype == torch.float64}
-    for p, grad in wide.items():
-        grad.copy_(grad.float())
+    for p in module.parameters():
+        if p.grad is not None and p.dtype == torch.float64:
+            p.grad.copy_(p.grad.float())
     reference.average_gradients_mpi(comm, module)
 
 
@@ -470,7 +478,9 @@ def sum_in_half(comm, module):
             p.grad.copy_(p.grad * comm.size / comm.size)
 
 
-@mistake("average_gradients_mpi", "each gradient becomes a new tensor; whoever held the old one sees nothing of the mean")
+@mistake(
+    "average_gradients_mpi", "each gradient becomes a new tensor; whoever held the old one sees nothing of the mean"
+)
 def new_tensors(comm, module):
     reference.average_gradients_mpi(comm, module)
     for p in module.parameters():

@@ -85,7 +85,12 @@ def test_tree_broadcast_by_hand(ranks):
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 4])
 def test_tree_broadcast_from_every_root(ranks, n_ranks):
     case(f"{n_ranks} ranks, every root; float32 and float64; vectors, matrices, strided, one number, none")
-    kinds = [("flat", 7, "float32"), ("flat", 5, "float64"), ("every other", 6, "float32"), ("transposed", 6, "float64")]
+    kinds = [
+        ("flat", 7, "float32"),
+        ("flat", 5, "float64"),
+        ("every other", 6, "float32"),
+        ("transposed", 6, "float64"),
+    ]
     kinds += [("columns first", 8, "float32"), ("a number", 1, "float64"), ("flat", 0, "float32")]
     result = ranks(programs.broadcast, kinds, range(n_ranks), n_ranks=n_ranks, backend="mpi")
     for found in result.values:
