@@ -15,14 +15,17 @@ def scattered(comm, runs):
     return [mpi.scatter_scale_average(comm, values if comm.rank == 0 else elsewhere, *rest) for values, *rest in runs]
 
 
-def scattered_wrongly(comm, values):
-    """The error's text on this rank, or None if there was none; and whether the ranks can still talk."""
-    text = None
+def scattered_wrongly(comm, lists):
+    """The error's text on this rank for each list, or None if there was none."""
+    return [_error(mpi.scatter_scale_average, comm, values if comm.rank == 0 else None) for values in lists]
+
+
+def _error(function, *args):
     try:
-        mpi.scatter_scale_average(comm, values if comm.rank == 0 else None)
+        function(*args)
     except ValueError as error:
-        text = str(error)
-    return text, comm.allreduce(1)
+        return str(error)
+    return None
 
 
 def kept(comm, values):
@@ -87,12 +90,8 @@ def broadcast_once(comm, root, n=4):
     return array
 
 
-def broadcast_from_nowhere(comm, root):
-    try:
-        mpi.tree_broadcast(comm, np.zeros(2), root)
-    except ValueError as error:
-        return str(error)
-    return None
+def broadcast_from_nowhere(comm, roots):
+    return [_error(mpi.tree_broadcast, comm, np.zeros(2), root) for root in roots]
 
 
 def broadcast_read_only(comm):
