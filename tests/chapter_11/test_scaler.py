@@ -224,13 +224,20 @@ class _Counter(TorchDispatchMode):
         self.reads = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.reads += func.name().split("::")[1].split(".")[0] in ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
+        self.reads += func.name().split("::")[1].split(".")[0] in (
+            "_local_scalar_dense",
+            "nonzero",
+            "equal",
+            "is_nonzero",
+        )
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("gradient", [1.0, torch.inf])
 def test_GradScaler_reads_one_value_a_step(gradient):
-    case(f"eight parameters, five steps, gradient {gradient}: reads by the host in scale, backward, unscale_, step, update")
+    case(
+        f"eight parameters, five steps, gradient {gradient}: reads by the host in scale, backward, unscale_, step, update"
+    )
     weights, scaler = [parameter(1.0, 2.0) for _ in range(8)], amp.GradScaler(**settings(growth_interval=1))
     optimizer = torch.optim.SGD(weights, lr=1e-3)
     with _Counter() as counter:
