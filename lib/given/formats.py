@@ -35,11 +35,11 @@ def draw_bits(ax: Axes, value: float, formats: Mapping[str, tuple[int, int, bool
             colour = COLOURS[1] if place == 0 else COLOURS[0] if place <= exponent_bits else COLOURS[2]
             # exponents end at the same column, so that the binary point is one line
             left = place - exponent_bits + 8
-            look = {"facecolor": colour if bit == "1" else "none", "edgecolor": colour}
-            ax.add_patch(Rectangle((left + 0.1, -row - 0.4), 0.8, 0.8, linewidth=1.2, **look))
+            fill = colour if bit == "1" else "none"
+            ax.add_patch(Rectangle((left + 0.1, -row - 0.4), 0.8, 0.8, facecolor=fill, edgecolor=colour))
         ax.text(-0.3, -row, name, ha="right", va="center")
-    for text, place, colour in (("sign, exponent", 4.5, COLOURS[0]), ("mantissa", 20.5, COLOURS[2])):
-        ax.text(place, 0.9, text, ha="center", color=colour)
+    for text, middle, hue in (("sign, exponent", 4.5, COLOURS[0]), ("mantissa", 20.5, COLOURS[2])):
+        ax.text(middle, 0.9, text, ha="center", color=hue)
     ax.axvline(9, color=GREY, linewidth=0.8, linestyle=":")
     ax.set(xlim=(-7.5, 32.5), ylim=(-len(formats) + 0.4, 1.5))
     ax.axis("off")

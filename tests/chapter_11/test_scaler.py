@@ -58,6 +58,7 @@ def test_GradScaler_starts_as_torchs():
     scaler, theirs = amp.GradScaler(), torch.amp.GradScaler("cpu")
     expect_close(scaler.get_scale(), theirs.get_scale(), name="scale", read="the contract of exercise 11.4")
     expect_equal(dict(scaler.state_dict()), theirs.state_dict(), name="state_dict()")
+    expect_close(scaler.scale(torch.tensor(0.5)), theirs.scale(torch.tensor(0.5)), name="scale(0.5)", read=RULE)
 
 
 def test_GradScaler_unscales_in_place_once():
