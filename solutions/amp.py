@@ -1,0 +1,375 @@
+"""Mixed precision: number formats, rounding, loss scaling, and which operation runs in which dtype."""
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+from lib.given.autocast import PRODUCTS, REDUCTIONS
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """A binary floating-point format: one sign bit, an exponent, a mantissa. (Exercise 11.1)
+
+    Args:
+        exponent_bits: Width E of the exponent, 2 to 11; its bias is ``2**(E - 1) - 1``. The least stored exponent holds
+            zero and the subnormals.
+        mantissa_bits: Width M of the fraction, 1 to 52.
+        has_infinity: True: the greatest stored exponent is kept for infinity and NaN, as IEEE 754 has it. False: it holds
+            numbers, and only its all-ones mantissa is NaN. A format of 11 exponent bits must have infinity.
+
+    Raises:
+        ValueError: a width is out of its range; the message names it and the range.
+
+    Source: IEEE 754-2019, section 3; Micikevicius and others (arXiv:2209.05433), table 1, for the two formats of 8 bits.
+    Convention: ``mantissa_bits`` counts the stored bits; texts that count the implied leading 1 say 24 for float32.
+    """
+
+    exponent_bits: int
+    mantissa_bits: int
+    has_infinity: bool = True
+
+    def __post_init__(self):
+        ### BEGIN SOLUTION
+        widest = 11 if self.has_infinity else 10
+        if not 2 <= self.exponent_bits <= widest:
+            raise ValueError(f"exponent_bits = {self.exponent_bits}, expected 2 to {widest}")
+        if not 1 <= self.mantissa_bits <= 52:
+            raise ValueError(f"mantissa_bits = {self.mantissa_bits}, expected 1 to 52")
+        ### END SOLUTION
+
+    @property
+    def max(self) -> float:
+        """The greatest finite number: 65,504 for float16."""
+        ### BEGIN SOLUTION
+        bias = 2 ** (self.exponent_bits - 1) - 1
+        if self.has_infinity:
+            return (2 - self.epsilon) * 2.0**bias
+        return (2 - 2 * self.epsilon) * 2.0 ** (bias + 1)
+        ### END SOLUTION
+
+    @property
+    def min_normal(self) -> float:
+        """The least positive number with all its mantissa bits: ``2**-14`` for float16."""
+        ### BEGIN SOLUTION
+        return 2.0 ** (2 - 2 ** (self.exponent_bits - 1))
+        ### END SOLUTION
+
+    @property
+    def min_subnormal(self) -> float:
+        """The least positive number: ``2**-24``, about 6e-8, for float16."""
+        ### BEGIN SOLUTION
+        return self.min_normal * self.epsilon
+        ### END SOLUTION
+
+    @property
+    def epsilon(self) -> float:
+        """The distance from 1 to the next greater number: ``2**-10`` for float16."""
+        ### BEGIN SOLUTION
+        return 2.0**-self.mantissa_bits
+        ### END SOLUTION
+
+
+def round_to_format(x: Float[Tensor, "..."], fmt: FloatFormat) -> Float[Tensor, "..."]:
+    """Each number moved to the nearest one that the format has; of two equally near, to the even one. (Exercise 11.2)
+
+    Args:
+        x: Any shape, any floating dtype; left unchanged.
+        fmt: A ``FloatFormat``.
+
+    Returns:
+        The shape and dtype of ``x``. Bit for bit what a cast to the format and back gives: subnormals are kept, what rounds
+        beyond ``fmt.max`` is infinite, zeros keep their sign, NaN stays NaN. A format without infinity has ``fmt.max``,
+        with the sign of x, in the place of infinity.
+
+    Raises:
+        ValueError: ``x`` is of no floating dtype; the message names it.
+
+    Source: IEEE 754-2019, section 4.3.1, roundTiesToEven.
+    Convention: float8_e4m3fn saturates at 448, as PyTorch does from 2.12; before, it gave NaN. float64 is rounded once;
+        PyTorch takes float64 to float16 by way of float32, and is off by one place in a few of 100,000 numbers.
+    """
+    ### BEGIN SOLUTION
+    if not x.is_floating_point():
+        raise ValueError(f"x has dtype {x.dtype}, expected floating-point numbers")
+    wide = x.double()  # room to divide and multiply by powers of two without any rounding
+    exponent = torch.frexp(wide.abs().clamp(min=fmt.min_normal)).exponent - 1  # frexp's fraction is in [1/2, 1)
+    spacing = torch.exp2(exponent.double()) * fmt.epsilon
+    rounded = torch.round(wide / spacing) * spacing  # torch.round takes ties to even
+    beyond = torch.inf if fmt.has_infinity else fmt.max
+    rounded = torch.where(rounded.abs() > fmt.max, torch.copysign(torch.full_like(wide, beyond), wide), rounded)
+    return rounded.to(x.dtype)
+    ### END SOLUTION
+
+
+def accumulate(
+    values: Tensor | Iterable[float], accumulator_dtype: torch.dtype, value_dtype: torch.dtype
+) -> Float[Tensor, ""]:
+    """Numbers added one after another to a running total, which is rounded after each. (Exercise 11.3)
+
+    Args:
+        values: Numbers in the order in which they are added.
+        accumulator_dtype: Dtype of the total, which begins at 0.
+        value_dtype: Dtype to which each number is rounded before it is added.
+
+    Returns:
+        The total, a tensor without dimensions, in ``accumulator_dtype``: what ``total += value`` gives.
+
+    Source: Stanford CS336, assignment 2, problem mixed_precision_accumulation.
+    """
+    ### BEGIN SOLUTION
+    if not isinstance(values, Tensor):
+        values = torch.tensor(list(values), dtype=torch.float64)
+    total = torch.zeros((), dtype=accumulator_dtype, device=values.device)
+    for value in values.detach().flatten().to(value_dtype):
+        total += value
+    return total
+    ### END SOLUTION
+
+
+class GradScaler:
+    """Multiplies the loss so that small gradients survive float16, and divides them again before the step. (Exercise 11.4)
+
+    Args:
+        init_scale: First factor.
+        growth_factor: What the scale is multiplied by after ``growth_interval`` updates in a row without inf or NaN.
+        backoff_factor: What it is multiplied by after an update with inf or NaN.
+        growth_interval: Updates without inf or NaN between two growths.
+
+    A step is ``scaler.scale(loss).backward()``, ``scaler.step(optimizer)``, ``scaler.update()``; whoever clips gradients
+    calls ``scaler.unscale_(optimizer)`` before. Several optimizers may be stepped between two updates; one with inf or NaN
+    does not keep another from its step.
+
+    Source: Micikevicius and others (arXiv:1710.03740), section 3.2; ``torch.amp.GradScaler``.
+    Cost: at most one value read back by the host for each optimizer's step, none in ``scale``, ``unscale_`` and ``update``.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ):
+        self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
+        self._scale = torch.tensor(float(init_scale), dtype=torch.float32)
+        self._growth_tracker = torch.zeros((), dtype=torch.int32)  # updates without inf or NaN since the last change
+        self._found: dict[int, Tensor] = {}  # id of an unscaled optimizer -> bool tensor: has it inf or NaN?
+        self._stepped: set[int] = set()  # ids of the optimizers stepped since the last update
+
+    def scale(self, outputs: Any) -> Any:
+        """A loss times the scale; or a list or tuple of them, nested or not, each times the scale, in the same structure.
+
+        The scale and its counter move to the losses' device.
+        """
+        ### BEGIN SOLUTION
+        if isinstance(outputs, Tensor):
+            self._scale = self._scale.to(outputs.device, non_blocking=True)
+            self._growth_tracker = self._growth_tracker.to(outputs.device, non_blocking=True)
+            return outputs * self._scale
+        if isinstance(outputs, Iterable):
+            scaled = [self.scale(output) for output in outputs]
+            return tuple(scaled) if isinstance(outputs, tuple) else scaled
+        raise ValueError(f"outputs is a {type(outputs).__name__}, expected tensors or an iterable of them")
+        ### END SOLUTION
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of an optimizer's parameters by the scale, in place, and note whether one is inf or NaN.
+
+        Raises:
+            RuntimeError: this optimizer was unscaled or stepped since the last ``update``; or it has no gradient.
+            ValueError: a gradient is float16: its parameter should be float32.
+        """
+        ### BEGIN SOLUTION
+        if id(optimizer) in self._stepped:
+            raise RuntimeError("unscale_() after step(): call update() between them")
+        if id(optimizer) in self._found:
+            raise RuntimeError("unscale_() has already been called for this optimizer since the last update()")
+        params = [
+            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p.grad.numel()
+        ]
+        if not params:
+            raise RuntimeError("this optimizer has no gradient: call scale(loss).backward() first")
+        if any(p.grad.dtype == torch.float16 for p in params):
+            raise ValueError("a gradient is float16, expected float32: the parameters of a scaled run stay in float32")
+        grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in params]
+        inverse, found = self._scale.double().reciprocal().float(), []
+        for kind in {(grad.device, grad.dtype) for grad in grads}:
+            alike = [grad for grad in grads if (grad.device, grad.dtype) == kind]
+            torch._foreach_mul_(alike, inverse.to(kind[0]))  # one kernel for many tensors, as torch.optim does it
+            largest = torch.stack(torch._foreach_norm(alike, torch.inf))
+            found.append((~largest.isfinite()).any().to(self._scale.device))
+        self._found[id(optimizer)] = torch.stack(found).any()
+        ### END SOLUTION
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Unscale if that was not done, then step unless a gradient is inf or NaN.
+
+        Returns:
+            What ``optimizer.step(*args, **kwargs)`` returns, or None if the step is skipped.
+
+        Raises:
+            RuntimeError: this optimizer was stepped since the last ``update``; or a ``closure`` is given, which would be run
+                after the check.
+        """
+        ### BEGIN SOLUTION
+        if "closure" in kwargs or args:
+            raise RuntimeError("step() takes no closure: its gradients would not be checked")
+        if id(optimizer) in self._stepped:
+            raise RuntimeError("step() has already been called for this optimizer since the last update()")
+        if id(optimizer) not in self._found:
+            self.unscale_(optimizer)
+        self._stepped.add(id(optimizer))
+        if self._found[id(optimizer)].item():  # the one place where the host waits
+            return None
+        return optimizer.step(*args, **kwargs)
+        ### END SOLUTION
+
+    def update(self) -> None:
+        """Back off if any optimizer unscaled since the last update had inf or NaN, else count, and grow in time.
+
+        A growth that would make the scale infinite is left out, and the count begins again all the same.
+
+        Raises:
+            RuntimeError: nothing was unscaled or stepped since the last update.
+        """
+        ### BEGIN SOLUTION
+        if not self._found:
+            raise RuntimeError("update() before step(): no optimizer was checked since the last update()")
+        found = torch.stack(list(self._found.values())).any()
+        count = torch.where(found, 0, self._growth_tracker + 1)
+        grown = self._scale * self.growth_factor
+        grows = (count == self.growth_interval) & grown.isfinite()
+        kept = torch.where(grows, grown, self._scale)
+        self._scale = torch.where(found, self._scale * self.backoff_factor, kept)
+        self._growth_tracker = torch.where(count == self.growth_interval, 0, count).to(torch.int32)
+        self._found, self._stepped = {}, set()
+        ### END SOLUTION
+
+    def get_scale(self) -> float:
+        """The scale as a number; the host waits for it."""
+        return self._scale.item()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, under the keys of ``torch.amp.GradScaler``."""
+        settings = {name: getattr(self, name) for name in ("growth_factor", "backoff_factor", "growth_interval")}
+        return {"scale": self.get_scale(), "_growth_tracker": int(self._growth_tracker), **settings}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on as the scaler did that gave the ``state_dict``, ours or PyTorch's."""
+        for name in ("growth_factor", "backoff_factor", "growth_interval"):
+            setattr(self, name, state_dict[name])
+        self._scale = torch.full_like(self._scale, state_dict["scale"])
+        self._growth_tracker = torch.full_like(self._growth_tracker, state_dict["_growth_tracker"])
+
+
+### BEGIN SOLUTION
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors in ``dtype``, wherever they stand in lists and tuples; float64 and all else as it is."""
+    if isinstance(value, list | tuple):
+        return type(value)(_cast(part, dtype) for part in value)
+    if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64:
+        return value.to(dtype)
+    return value
+
+
+_inside = threading.local()  # .busy: a region further in has decided about the running operation
+
+
+### END SOLUTION
+class MiniAutocast(TorchFunctionMode):
+    """Inside ``with MiniAutocast(dtype):`` products run in ``dtype`` and reductions in float32. (Exercise 11.5)
+
+    Args:
+        dtype: Of the products: float16, bfloat16, or float32, which switches an outer region off.
+        device_type: Whose rules: "cuda", or "cpu" with its shorter list of reductions.
+
+    The floating-point tensors among the arguments of an operation whose name is in ``PRODUCTS`` are cast to ``dtype``; of one
+    in ``REDUCTIONS[device_type]``, to float32; every other operation runs as it is. float64 is never cast. Regions nest, and
+    the innermost decides. Parameters stay as they are, and their gradients come in their own dtype.
+
+    Raises:
+        ValueError: ``dtype`` is none of the three, or there are no rules for ``device_type``; the message names it.
+
+    Source: ``torch.autocast``. Both lists are in ``lib/given/autocast.py``.
+    Convention: these are CUDA's rules, on any device. ``torch.autocast("cpu")`` keeps softmax, norms and sums narrow.
+    """
+
+    def __init__(self, dtype: torch.dtype, device_type: str = "cuda"):
+        super().__init__()
+        ### BEGIN SOLUTION
+        if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise ValueError(f"dtype = {dtype}, expected torch.float16, torch.bfloat16 or torch.float32")
+        if device_type not in REDUCTIONS:
+            raise ValueError(f"device_type = {device_type!r}, expected one of {', '.join(REDUCTIONS)}")
+        self.dtype, self.reductions = dtype, REDUCTIONS[device_type]
+        ### END SOLUTION
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Called for every operation in the region, with the function that PyTorch was about to run."""
+        kwargs = kwargs or {}
+        ### BEGIN SOLUTION
+        if getattr(_inside, "busy", False):
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        dtype = self.dtype if name in PRODUCTS else torch.float32 if name in self.reductions else None
+        _inside.busy = True
+        try:
+            if dtype is not None:
+                args = _cast(args, dtype)
+                kwargs = {key: _cast(value, dtype) for key, value in kwargs.items()}
+            return func(*args, **kwargs)
+        finally:
+            _inside.busy = False
+        ### END SOLUTION
+
+
+def autocast_dtypes(model: nn.Module, x: Tensor, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtype that every layer's output would have under ``torch.autocast``, predicted by its rules. (Exercise 11.6)
+
+    Args:
+        model: Any module; afterwards it has no more hooks, gradients or changed buffers than before.
+        x: What ``model(x)`` takes. On the CPU the CPU's rules hold; anywhere else, CUDA's. A model and an ``x`` on the
+            "meta" device have no numbers: the prediction costs nothing and needs no GPU.
+        dtype: float16 or bfloat16.
+
+    Returns:
+        Name to dtype, in the order of ``model.named_modules()``, for each module without submodules that was called. A
+        model that has no submodules is named "". Of an output of several tensors the first counts; of several calls the last.
+    """
+    ### BEGIN SOLUTION
+    layers = {name: module for name, module in model.named_modules() if not list(module.children())}
+    found: dict[str, torch.dtype] = {}
+
+    def note(name: str) -> Callable:
+        return lambda module, inputs, output: found.update({name: _first_tensor(output).dtype})
+
+    handles = [layer.register_forward_hook(note(name)) for name, layer in layers.items()]
+    rules = "cpu" if x.device.type == "cpu" else "cuda"
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(), MiniAutocast(dtype, rules):
+            functional_call(model, buffers, (x,))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: found[name] for name in layers if name in found}
+    ### END SOLUTION
+
+
+### BEGIN SOLUTION
+def _first_tensor(output: Any) -> Tensor:
+    """A layer's output, or the first tensor of a tuple or dict of them."""
+    while not isinstance(output, Tensor):
+        output = next(iter(output.values() if isinstance(output, dict) else output))
+    return output
+
+
+### END SOLUTION

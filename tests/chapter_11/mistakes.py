@@ -1,0 +1,599 @@
+"""What goes wrong when people write mixed precision."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+from lib.given.autocast import PRODUCTS, REDUCTIONS
+from lib.workbook.grading import mistake
+from solutions import amp as reference
+
+# ---- 11.1 FloatFormat ------------------------------------------------------------------------------------------------
+
+
+@mistake("FloatFormat", "the greatest number is a power of two: the mantissa of all ones nearly doubles it")
+@dataclass(frozen=True)
+class PowerOfTwo(reference.FloatFormat):
+    @property
+    def max(self):
+        return 2.0 ** (2 ** (self.exponent_bits - 1) - 1 + (not self.has_infinity))
+
+
+@mistake("FloatFormat", "the bias is 2**(E - 1), one too many")
+@dataclass(frozen=True)
+class BiasOneMore(reference.FloatFormat):
+    @property
+    def min_normal(self):
+        return 2.0 ** (1 - 2 ** (self.exponent_bits - 1))
+
+    @property
+    def max(self):
+        return super().max / 2
+
+
+@mistake("FloatFormat", "without infinity the greatest exponent is left unused all the same")
+@dataclass(frozen=True)
+class NoExtraExponent(reference.FloatFormat):
+    @property
+    def max(self):
+        return (2 - self.epsilon) * 2.0 ** (2 ** (self.exponent_bits - 1) - 1)
+
+
+@mistake("FloatFormat", "without infinity the mantissa of all ones counts as a number, where it is NaN")
+@dataclass(frozen=True)
+class NanIsANumber(reference.FloatFormat):
+    @property
+    def max(self):
+        return (2 - self.epsilon) * 2.0 ** (2 ** (self.exponent_bits - 1) - 1 + (not self.has_infinity))
+
+
+@mistake("FloatFormat", "the least number is taken to be the least normal one: subnormals go on below it")
+@dataclass(frozen=True)
+class WithoutSubnormals(reference.FloatFormat):
+    @property
+    def min_subnormal(self):
+        return self.min_normal
+
+
+@mistake(
+    "FloatFormat", "epsilon is half the distance from 1 to the next number: that is the rounding error, not the step"
+)
+@dataclass(frozen=True)
+class HalfEpsilon(reference.FloatFormat):
+    @property
+    def epsilon(self):
+        return 2.0 ** -(self.mantissa_bits + 1)
+
+    @property
+    def max(self):
+        return reference.FloatFormat(self.exponent_bits, self.mantissa_bits, self.has_infinity).max
+
+    @property
+    def min_subnormal(self):
+        return 2 * self.min_normal * self.epsilon
+
+
+@mistake("FloatFormat", "widths that no format has are taken without an error")
+@dataclass(frozen=True)
+class AnyWidth(reference.FloatFormat):
+    def __post_init__(self):
+        pass
+
+
+# ---- 11.2 round_to_format --------------------------------------------------------------------------------------------
+
+
+def _round(x, fmt, nearest=torch.round, least=None, beyond=None, wide=torch.float64):
+    wide_x = x.to(wide)
+    exponent = torch.frexp(wide_x.abs().clamp(min=fmt.min_normal if least is None else least)).exponent - 1
+    spacing = torch.exp2(exponent.to(wide)) * fmt.epsilon
+    rounded = nearest(wide_x / spacing) * spacing
+    far = beyond if beyond is not None else torch.inf if fmt.has_infinity else fmt.max
+    rounded = torch.where(rounded.abs() > fmt.max, torch.copysign(torch.full_like(wide_x, far), wide_x), rounded)
+    return rounded.to(x.dtype)
+
+
+def _checked(x):
+    if not x.is_floating_point():
+        raise ValueError(f"x has dtype {x.dtype}")
+
+
+@mistake("round_to_format", "ties go away from zero, where they go to the even number")
+def ties_away(x, fmt):
+    _checked(x)
+    return _round(x, fmt, lambda v: torch.copysign((v.abs() + 0.5).floor(), v))
+
+
+@mistake("round_to_format", "the bits that do not fit are cut off, where the nearest number is wanted")
+def cut(x, fmt):
+    _checked(x)
+    return _round(x, fmt, torch.trunc)
+
+
+@mistake(
+    "round_to_format",
+    "the spacing goes on shrinking below the least normal number, where subnormals are equally far apart",
+)
+def no_subnormals(x, fmt):
+    _checked(x)
+    return _round(x, fmt, least=0.0)
+
+
+@mistake("round_to_format", "what is below the least normal number becomes 0, where subnormals go on")
+def flushed(x, fmt):
+    _checked(x)
+    return torch.where(x.double().abs() < fmt.min_normal, torch.zeros_like(x), _round(x, fmt))
+
+
+@mistake(
+    "round_to_format", "what is beyond max is compared before rounding: 65,519 becomes infinite, where it rounds down"
+)
+def overflow_first(x, fmt):
+    _checked(x)
+    far = torch.inf if fmt.has_infinity else fmt.max
+    return torch.where(x.abs() > fmt.max, torch.copysign(torch.full_like(x, far), x), _round(x, fmt))
+
+
+@mistake("round_to_format", "overflow stops at the greatest number, where a format with infinity gives infinity")
+def saturated(x, fmt):
+    _checked(x)
+    return _round(x, fmt, beyond=fmt.max)
+
+
+@mistake("round_to_format", "a format without infinity gives infinity all the same")
+def infinite(x, fmt):
+    _checked(x)
+    return _round(x, fmt, beyond=torch.inf)
+
+
+@mistake("round_to_format", "a format without infinity overflows to NaN, as PyTorch did before 2.12; here it saturates")
+def overflow_to_nan(x, fmt):
+    _checked(x)
+    return _round(x, fmt, beyond=torch.inf if fmt.has_infinity else torch.nan)
+
+
+@mistake("round_to_format", "the sign of zero is lost")
+def sign_lost(x, fmt):
+    _checked(x)
+    return _round(x, fmt) + 0.0
+
+
+@mistake("round_to_format", "float64 goes through float32 first, and a number just off a tie is rounded twice")
+def rounded_twice(x, fmt):
+    _checked(x)
+    return _round(x.float() if x.dtype == torch.float64 else x, fmt).to(x.dtype)
+
+
+@mistake("round_to_format", "the result has another dtype than x")
+def left_wide(x, fmt):
+    _checked(x)
+    return _round(x.double(), fmt)
+
+
+@mistake("round_to_format", "integers are taken without an error")
+def any_dtype(x, fmt):
+    return _round(x.float(), fmt) if not x.is_floating_point() else _round(x, fmt)
+
+
+# ---- 11.3 accumulate -------------------------------------------------------------------------------------------------
+
+
+def _values(values):
+    return values if isinstance(values, Tensor) else torch.tensor(list(values), dtype=torch.float64)
+
+
+@mistake("accumulate", "the whole tensor is summed at once: torch.sum adds in float32 and rounds at the end")
+def summed_at_once(values, accumulator_dtype, value_dtype):
+    return _values(values).to(value_dtype).float().sum().to(accumulator_dtype)
+
+
+@mistake("accumulate", "the values are not rounded to value_dtype before they are added")
+def values_unrounded(values, accumulator_dtype, value_dtype):
+    total = torch.zeros((), dtype=accumulator_dtype)
+    for value in _values(values).flatten().double():
+        total += value
+    return total
+
+
+@mistake("accumulate", "the total is rounded once at the end, where it is rounded after each addition")
+def rounded_at_the_end(values, accumulator_dtype, value_dtype):
+    return reference.accumulate(values, torch.float32, value_dtype).to(accumulator_dtype)
+
+
+@mistake("accumulate", "the two dtypes are exchanged")
+def dtypes_exchanged(values, accumulator_dtype, value_dtype):
+    return reference.accumulate(values, value_dtype, accumulator_dtype).to(accumulator_dtype)
+
+
+@mistake("accumulate", "total = total + value lets the total take the wider dtype; += keeps its own")
+def promoted(values, accumulator_dtype, value_dtype):
+    total = torch.zeros((), dtype=accumulator_dtype)
+    for value in _values(values).flatten().to(value_dtype):
+        total = total + value
+    return total
+
+
+@mistake("accumulate", "the result is a Python number")
+def a_number(values, accumulator_dtype, value_dtype):
+    return reference.accumulate(values, accumulator_dtype, value_dtype).item()
+
+
+# ---- 11.4 GradScaler -------------------------------------------------------------------------------------------------
+
+
+class _Scaler(reference.GradScaler):
+    """The reference, with the parts that a mistake changes."""
+
+    def _grads(self, optimizer):
+        return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+@mistake("GradScaler", "a step with inf is taken all the same: only the scale changes")
+class NeverSkips(_Scaler):
+    def step(self, optimizer, *args, **kwargs):
+        result = super().step(optimizer, *args, **kwargs)
+        return optimizer.step() if self._found[id(optimizer)] else result
+
+
+@mistake("GradScaler", "NaN passes: only infinity is looked for")
+class NanPasses(_Scaler):
+    def unscale_(self, optimizer):
+        super().unscale_(optimizer)
+        self._found[id(optimizer)] = torch.stack([g.isinf().any() for g in map(_dense, self._grads(optimizer))]).any()
+
+
+def _dense(grad):
+    return grad.to_dense() if grad.is_sparse else grad
+
+
+@mistake("GradScaler", "the gradients are never divided by the scale")
+class NeverUnscales(_Scaler):
+    def unscale_(self, optimizer):
+        super().unscale_(optimizer)
+        for grad in self._grads(optimizer):
+            grad.mul_(self._scale)
+
+
+@mistake("GradScaler", "step divides again what unscale_ had divided")
+class UnscalesTwice(_Scaler):
+    def step(self, optimizer, *args, **kwargs):
+        self._found.pop(id(optimizer), None)
+        return super().step(optimizer, *args, **kwargs)
+
+
+@mistake("GradScaler", "the scale never grows again")
+class NeverGrows(_Scaler):
+    def update(self):
+        before = self._scale
+        super().update()
+        self._scale = torch.minimum(self._scale, before)
+
+
+@mistake("GradScaler", "the count of good steps goes on after a bad one, where it begins again at 0")
+class CountGoesOn(_Scaler):
+    def update(self):
+        before, found = self._growth_tracker, torch.stack(list(self._found.values())).any() if self._found else None
+        super().update()
+        if found is not None:
+            self._growth_tracker = torch.where(found, before, self._growth_tracker)
+
+
+@mistake("GradScaler", "the scale grows one update too late")
+class GrowsLate(_Scaler):
+    def __init__(self, init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000):
+        super().__init__(init_scale, growth_factor, backoff_factor, growth_interval)
+        self._late = growth_interval
+
+    def update(self):
+        self.growth_interval += 1
+        super().update()
+        self.growth_interval -= 1
+
+
+@mistake("GradScaler", "inf in one optimizer's gradients keeps every other from its step")
+class AllOrNone(_Scaler):
+    def step(self, optimizer, *args, **kwargs):
+        if id(optimizer) not in self._found and id(optimizer) not in self._stepped:
+            self.unscale_(optimizer)
+        if id(optimizer) not in self._stepped and self._found:
+            self._found[id(optimizer)] = torch.stack(list(self._found.values())).any()
+        return super().step(optimizer, *args, **kwargs)
+
+
+@mistake("GradScaler", "the scale backs off once for each optimizer, where once an update is right")
+class BacksOffTwice(_Scaler):
+    def update(self):
+        n = len(self._found)
+        super().update()
+        if n > 1:
+            self._scale = self._scale * self.backoff_factor ** (n - 1)
+
+
+@mistake("GradScaler", "the scale doubles into infinity, and every gradient after it is lost")
+class GrowsToInfinity(_Scaler):
+    def update(self):
+        before = self._scale * self.growth_factor
+        fires = bool(self._growth_tracker + 1 == self.growth_interval)
+        super().update()
+        if fires and before.isinf():
+            self._scale = before
+
+
+@mistake("GradScaler", "the host reads one value for every parameter, where one for all is enough")
+class ReadsEach(_Scaler):
+    def unscale_(self, optimizer):
+        super().unscale_(optimizer)
+        for grad in self._grads(optimizer):
+            bool(_dense(grad).isfinite().all())
+
+
+@mistake("GradScaler", "gradients are squared to look for infinity, and 1e30 overflows")
+class SquaresFirst(_Scaler):
+    def unscale_(self, optimizer):
+        super().unscale_(optimizer)
+        squares = [_dense(grad).float().square().sum() for grad in self._grads(optimizer)]
+        self._found[id(optimizer)] = ~torch.stack(squares).sum().isfinite()
+
+
+@mistake("GradScaler", "unscale_ may be called twice without an error, and the gradients are divided twice")
+class UnscaleTwiceAllowed(_Scaler):
+    def unscale_(self, optimizer):
+        self._found.pop(id(optimizer), None)
+        super().unscale_(optimizer)
+
+
+@mistake("GradScaler", "float16 parameters are taken: nothing keeps the small updates that float16 cannot hold")
+class TakesHalf(_Scaler):
+    def unscale_(self, optimizer):
+        grads = self._grads(optimizer)
+        if grads and grads[0].dtype == torch.float16:
+            self._found[id(optimizer)] = torch.tensor(False)
+        else:
+            super().unscale_(optimizer)
+
+
+@mistake("GradScaler", "only one tensor can be scaled, no list or tuple")
+class OneTensor(_Scaler):
+    def scale(self, outputs):
+        return super().scale(outputs) if isinstance(outputs, Tensor) else outputs
+
+
+@mistake("GradScaler", "what the optimizer's step returns is dropped")
+class ReturnsNothing(_Scaler):
+    def step(self, optimizer, *args, **kwargs):
+        super().step(optimizer, *args, **kwargs)
+
+
+# ---- 11.5 MiniAutocast -----------------------------------------------------------------------------------------------
+
+
+class _Region(reference.MiniAutocast):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class _Simple(TorchFunctionMode):
+    """One region that decides by name and does not know of others."""
+
+    def __init__(self, dtype, device_type="cuda"):
+        super().__init__()
+        reference.MiniAutocast(dtype, device_type)
+        self.dtype, self.reductions = dtype, REDUCTIONS[device_type]
+
+    def wanted(self, name):
+        return self.dtype if name in PRODUCTS else torch.float32 if name in self.reductions else None
+
+    def cast(self, value, dtype):
+        return reference._cast(value, dtype)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, dtype = kwargs or {}, self.wanted(getattr(func, "__name__", ""))
+        if dtype is not None:
+            args = self.cast(args, dtype)
+            kwargs = {key: self.cast(value, dtype) for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+@mistake("MiniAutocast", "an inner region is overruled by the outer one: its call goes through the outer region again")
+class OuterWins(_Simple):
+    pass
+
+
+@mistake("MiniAutocast", "reductions run in the low precision too")
+class NarrowReductions(_Region):
+    def __init__(self, dtype, device_type="cuda"):
+        super().__init__(dtype, device_type)
+        self.reductions = frozenset()
+
+
+@mistake("MiniAutocast", "device_type is not looked at: CUDA's rules hold for the CPU's too")
+class OneRule(_Region):
+    def __init__(self, dtype, device_type="cuda"):
+        super().__init__(dtype, device_type)
+        self.reductions = REDUCTIONS["cuda"]
+
+
+class _Casts(_Region):
+    """Casts in its own way, once no region further in has decided."""
+
+    def cast(self, value, dtype):
+        return reference._cast(value, dtype)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        dtype = self.dtype if name in PRODUCTS else torch.float32 if name in self.reductions else None
+        if getattr(reference._inside, "busy", False) or dtype is None:
+            return super().__torch_function__(func, types, args, kwargs)
+        reference._inside.busy = True
+        try:
+            return func(*[self.cast(a, dtype) for a in args], **{k: self.cast(v, dtype) for k, v in kwargs.items()})
+        finally:
+            reference._inside.busy = False
+
+
+@mistake("MiniAutocast", "tensors in a list are not cast: einsum takes its operands in one")
+class NotInLists(_Casts):
+    def cast(self, value, dtype):
+        return value if isinstance(value, list | tuple) else super().cast(value, dtype)
+
+
+@mistake("MiniAutocast", "float64 is cast down")
+class DoubleToo(_Casts):
+    def cast(self, value, dtype):
+        if isinstance(value, Tensor) and value.dtype == torch.float64:
+            return value.to(dtype)
+        return super().cast(value, dtype)
+
+
+@mistake("MiniAutocast", "whole numbers and masks are cast as well")
+class IntegersToo(_Casts):
+    def cast(self, value, dtype):
+        return value.to(dtype) if isinstance(value, Tensor) else super().cast(value, dtype)
+
+
+@mistake("MiniAutocast", "arguments given by name are not cast")
+class PositionsOnly(_Casts):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if kwargs and not getattr(reference._inside, "busy", False) and name in PRODUCTS:
+            reference._inside.busy = True
+            try:
+                return func(*reference._cast(args, self.dtype), **kwargs)
+            finally:
+                reference._inside.busy = False
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@mistake("MiniAutocast", "the result is cast, and the product itself still runs in float32")
+class CastsResults(_Region):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if not isinstance(out, Tensor) or not out.is_floating_point() or out.dtype == torch.float64:
+            return out
+        return out.to(self.dtype) if name in PRODUCTS else out.float() if name in self.reductions else out
+
+
+@mistake("MiniAutocast", "everything is cast to the low precision, sums of two dtypes too")
+class CastsEverything(_Region):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_function__(func, types, args, kwargs)
+        name = getattr(func, "__name__", "")
+        return out.to(self.dtype) if name in ("add", "__add__", "cat") and isinstance(out, Tensor) else out
+
+
+@mistake("MiniAutocast", "dtypes that no region has are taken without an error")
+class AnyDtype(_Region):
+    def __init__(self, dtype, device_type="cuda"):
+        known = dtype in (torch.float16, torch.bfloat16)
+        super().__init__(dtype if known else torch.float32, device_type if device_type in REDUCTIONS else "cuda")
+
+
+@mistake("MiniAutocast", "an error inside leaves the region believing that another one has decided")
+class StaysBusy(_Region):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(reference._inside, "stuck", False):
+            return func(*args, **(kwargs or {}))
+        try:
+            return super().__torch_function__(func, types, args, kwargs)
+        except RuntimeError:
+            reference._inside.stuck = True
+            raise
+
+
+# ---- 11.6 autocast_dtypes --------------------------------------------------------------------------------------------
+
+
+def _predict(model, x, dtype, rules=None, layers=None):
+    found, handles = {}, []
+    for name, module in model.named_modules():
+        if layers(name, module) if layers else not list(module.children()):
+            handles.append(module.register_forward_hook(lambda m, i, out, n=name: found.update({n: _first(out).dtype})))
+    rules = rules or ("cpu" if x.device.type == "cpu" else "cuda")
+    try:
+        with torch.no_grad(), torch.random.fork_rng(), reference.MiniAutocast(dtype, rules):
+            functional_call(model, {name: b.clone() for name, b in model.named_buffers()}, (x,))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: found[name] for name, _ in model.named_modules() if name in found}
+
+
+def _first(out):
+    return out if isinstance(out, Tensor) else out[0]
+
+
+@mistake("autocast_dtypes", "every layer is taken to give the low precision")
+def all_low(model, x, dtype):
+    return dict.fromkeys(_predict(model, x, dtype), dtype)
+
+
+@mistake("autocast_dtypes", "these are the dtypes of the layers' parameters, which autocast leaves in float32")
+def of_parameters(model, x, dtype):
+    return {n: next(iter([p.dtype for p in m.parameters()]), x.dtype) for n, m in model.named_modules() if n}
+
+
+@mistake("autocast_dtypes", "CUDA's rules on the CPU: there, LayerNorm and softmax keep the low precision")
+def always_cuda(model, x, dtype):
+    return _predict(model, x, dtype, "cuda")
+
+
+@mistake("autocast_dtypes", "the CPU's rules everywhere: on a GPU, LayerNorm gives float32")
+def always_cpu(model, x, dtype):
+    return _predict(model, x, dtype, "cpu")
+
+
+@mistake("autocast_dtypes", "it goes by the layer's type alone: only Linear gives the low precision, all else float32")
+def by_type(model, x, dtype):
+    layers = _predict(model, x, dtype)
+    return {
+        n: dtype if isinstance(m, torch.nn.Linear) else torch.float32 for n, m in model.named_modules() if n in layers
+    }
+
+
+@mistake("autocast_dtypes", "only the direct children of the model are looked at")
+def children_only(model, x, dtype):
+    names = {name for name, _ in model.named_children()}
+    return _predict(model, x, dtype, layers=lambda name, _: name in names)
+
+
+@mistake("autocast_dtypes", "containers are listed beside the layers in them")
+def containers_too(model, x, dtype):
+    return _predict(model, x, dtype, layers=lambda name, _: bool(name))
+
+
+@mistake("autocast_dtypes", "BatchNorm's running statistics were changed by the prediction")
+def buffers_changed(model, x, dtype):
+    out = _predict(model, x, dtype)
+    if x.device.type != "meta":
+        with torch.no_grad():
+            for buffer in model.buffers():
+                buffer.add_(1)
+    return out
+
+
+@mistake("autocast_dtypes", "the hooks stay in the model")
+def hooks_stay(model, x, dtype):
+    out = _predict(model, x, dtype)
+    for module in model.modules():
+        module.register_forward_hook(lambda *_: None)
+    return out
+
+
+@mistake("autocast_dtypes", "the hooks stay in the model when its forward fails")
+def hooks_stay_after_an_error(model, x, dtype):
+    try:
+        return _predict(model, x, dtype)
+    except RuntimeError:
+        model.register_forward_hook(lambda *_: None)
+        raise
+
+
+@mistake("autocast_dtypes", "the prediction draws random numbers that the training would have drawn")
+def random_drawn(model, x, dtype):
+    torch.rand(1)
+    return _predict(model, x, dtype)

@@ -1,0 +1,252 @@
+"""The gradient scaler, graded step for step beside ``torch.amp.GradScaler`` on the CPU."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded
+
+amp = graded("amp")
+
+RULE = "equation (11.4)"
+ORDER = "the contract of exercise 11.4, under Raises"
+
+
+def parameter(*values: float) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(values))
+
+
+def backward(scaler, weight: nn.Parameter, gradient: float | list[float]) -> None:
+    """A loss whose gradient with respect to ``weight`` is ``gradient``."""
+    weight.grad = None
+    scaler.scale((weight * torch.tensor(gradient)).sum()).backward()
+
+
+def take_step(scaler, optimizer, weight, gradient) -> None:
+    backward(scaler, weight, gradient)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def settings(**changes) -> dict:
+    return {"init_scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2} | changes
+
+
+def test_GradScaler_by_hand():
+    case("scale 8, growth after 2: gradients 1, inf, 1, 1; the second step is skipped; lr 1")
+    scaler, weight = amp.GradScaler(**settings(growth_factor=4.0)), parameter(10.0)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    found = []
+    for gradient in (1.0, torch.inf, 1.0, 1.0):
+        take_step(scaler, optimizer, weight, gradient)
+        found.append([weight.item(), scaler.get_scale()])
+    expect_close(found, [[9.0, 8.0], [9.0, 4.0], [8.0, 4.0], [7.0, 16.0]], name="weight and scale", read=RULE)
+
+
+def test_GradScaler_scales_tensors_and_structures():
+    case("scale 8: a tensor, a list, a tuple in a list")
+    scaler = amp.GradScaler(init_scale=8.0)
+    one, two = torch.tensor(1.0), torch.tensor([2.0, 3.0])
+    expect_close(scaler.scale(two), torch.tensor([16.0, 24.0]), read=RULE)
+    expect_close(scaler.scale([one, (two,)]), [torch.tensor(8.0), (torch.tensor([16.0, 24.0]),)], read=RULE)
+    expect_close(one, torch.tensor(1.0), name="the loss afterwards")
+
+
+def test_GradScaler_starts_as_torchs():
+    case("GradScaler() without arguments")
+    scaler, theirs = amp.GradScaler(), torch.amp.GradScaler("cpu")
+    expect_close(scaler.get_scale(), theirs.get_scale(), name="scale", read="the contract of exercise 11.4")
+    expect_equal(dict(scaler.state_dict()), theirs.state_dict(), name="state_dict()")
+    expect_close(scaler.scale(torch.tensor(0.5)), theirs.scale(torch.tensor(0.5)), name="scale(0.5)", read=RULE)
+
+
+def test_GradScaler_unscales_in_place_once():
+    case("scale 8, gradient 3: unscale_, clip to 1, step; lr 1")
+    scaler, weight = amp.GradScaler(init_scale=8.0), parameter(10.0)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    backward(scaler, weight, 3.0)
+    expect_close(weight.grad, torch.tensor([24.0]), name="gradient before", read=RULE)
+    scaler.unscale_(optimizer)
+    expect_close(weight.grad, torch.tensor([3.0]), name="gradient after unscale_", read=RULE)
+    torch.nn.utils.clip_grad_norm_([weight], 1.0)
+    scaler.step(optimizer)
+    expect_close(weight.detach(), torch.tensor([9.0]), atol=1e-5, name="weight", read=RULE)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_GradScaler_equals_torchs_step_for_step(seed):
+    case(f"60 steps of AdamW, three tensors, one step in four with inf or NaN, growth after 3, seed {seed}")
+    generator = torch.Generator().manual_seed(seed)
+    sizes, both = [(3,), (2, 2), (1,)], []
+    start = [torch.randn(size, generator=generator) for size in sizes]
+    for make in (amp.GradScaler, lambda **kw: torch.amp.GradScaler("cpu", **kw)):
+        weights = [nn.Parameter(w.clone()) for w in start]
+        scaler = make(**settings(init_scale=1000.0, growth_interval=3, growth_factor=3.0, backoff_factor=0.3))
+        both.append((scaler, weights, torch.optim.AdamW(weights, lr=0.1)))
+    for step in range(60):
+        gradients = [torch.randn(size, generator=generator) for size in sizes]
+        if torch.rand((), generator=generator) < 0.25:
+            gradients[step % 3].view(-1)[0] = [torch.inf, torch.nan, -torch.inf][step % 3]
+        for scaler, weights, optimizer in both:
+            optimizer.zero_grad()
+            scaler.scale(sum((w * g).sum() for w, g in zip(weights, gradients, strict=True))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        (ours, mine, _), (theirs, other, _) = both
+        expect_close(ours.get_scale(), theirs.get_scale(), rtol=1e-6, name=f"scale after step {step}", read=RULE)
+        values = [w.detach() for w in mine], [w.detach() for w in other]
+        expect_close(*values, atol=1e-6, name=f"weights after step {step}", read=RULE)
+        expect_equal(ours.state_dict()["_growth_tracker"], theirs.state_dict()["_growth_tracker"], name="tracker")
+
+
+def test_GradScaler_of_two_optimizers():
+    case("two optimizers, the first with inf: the second steps, and the scale backs off once")
+    scaler, bad, good = amp.GradScaler(**settings()), parameter(1.0), parameter(1.0)
+    optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in (bad, good)]
+    backward(scaler, bad, torch.inf)
+    backward(scaler, good, 0.25)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    found = [bad.item(), good.item(), scaler.get_scale()]
+    expect_close(found, [1.0, 0.75, 4.0], name="weights and scale", read=RULE)
+
+
+def test_GradScaler_skips_for_any_gradient():
+    case("three parameters in two groups: one without a gradient, one finite, the last entry of the third NaN")
+    none, fine, bad = parameter(1.0), parameter(1.0, 2.0), parameter(1.0, 2.0, 3.0)
+    scaler = amp.GradScaler(**settings())
+    optimizer = torch.optim.SGD([{"params": [none, fine]}, {"params": [bad]}], lr=1.0)
+    scaler.scale(fine.sum() + (bad * torch.tensor([1.0, 1.0, torch.nan])).sum()).backward()
+    expect_true(scaler.step(optimizer) is None, "a skipped step returned something", read=RULE)
+    scaler.update()
+    expect_close([fine.detach(), bad.detach()], [torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0, 3.0])], read=RULE)
+    expect_close(scaler.get_scale(), 4.0, name="scale", read=RULE)
+
+
+def test_GradScaler_looks_at_large_gradients_as_they_are():
+    case("finite gradients of 1e30: their squares would overflow float32, they do not")
+    scaler, weight = amp.GradScaler(init_scale=2.0), parameter(0.0, 0.0)
+    optimizer = torch.optim.SGD([weight], lr=1e-30)
+    take_step(scaler, optimizer, weight, [1e30, -1e30])
+    expect_close(weight.detach(), torch.tensor([-1.0, 1.0]), name="weight", read=RULE)
+
+
+def test_GradScaler_takes_sparse_and_bfloat16_gradients():
+    case("an embedding with sparse gradients; a bfloat16 parameter; float64")
+    embedding, scaler = nn.Embedding(4, 2, sparse=True), amp.GradScaler(init_scale=8.0)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    before = embedding.weight.detach().clone()
+    scaler.scale(embedding(torch.tensor([1, 1, 3])).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    expected = before - torch.tensor([[0.0], [2.0], [0.0], [1.0]])
+    expect_close(embedding.weight.detach(), expected, name="embedding", read=RULE)
+    for dtype in (torch.bfloat16, torch.float64):
+        weight = nn.Parameter(torch.ones(2, dtype=dtype))
+        take_step(scaler, torch.optim.SGD([weight], lr=0.5), weight, [1.0, 1.0])
+        expect_close(weight.detach(), torch.full((2,), 0.5, dtype=dtype), name="weight", read=RULE)
+
+
+def test_GradScaler_does_not_grow_to_infinity():
+    case("scale 2**127, growth after 1: doubling would be infinite, so it stays")
+    scaler, weight = amp.GradScaler(**settings(init_scale=2.0**127, growth_interval=1)), parameter(1.0)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    take_step(scaler, optimizer, weight, 2.0**-100)
+    expect_close(scaler.get_scale(), 2.0**127, name="scale", read=RULE)
+
+
+def test_GradScaler_refuses_what_is_out_of_order():
+    case("unscale_ twice; unscale_ after step; step twice; update without step; no gradient; a closure")
+    scaler, weight = amp.GradScaler(**settings()), parameter(1.0)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    with expect_raises(RuntimeError, read=ORDER):
+        scaler.unscale_(optimizer)
+    backward(scaler, weight, 1.0)
+    with expect_raises(RuntimeError, read=ORDER):
+        scaler.update()
+    with expect_raises(RuntimeError, "closure", read=ORDER):
+        scaler.step(optimizer, closure=lambda: None)
+    scaler.unscale_(optimizer)
+    with expect_raises(RuntimeError, "unscale_()", read=ORDER):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    with expect_raises(RuntimeError, "step()", read=ORDER):
+        scaler.step(optimizer)
+    with expect_raises(RuntimeError, "step()", read=ORDER):
+        scaler.unscale_(optimizer)
+    scaler.update()
+    take_step(scaler, optimizer, weight, 1.0)
+    expect_close(weight.item(), -1.0, name="weight after two steps", read=RULE)
+
+
+def test_GradScaler_refuses_float16_parameters():
+    case("a model made float16 by half(): its gradients are float16")
+    scaler, weight = amp.GradScaler(**settings()), nn.Parameter(torch.ones(2, dtype=torch.float16))
+    backward(scaler, weight, [1.0, 1.0])
+    with expect_raises(ValueError, "float16", read=ORDER):
+        scaler.step(torch.optim.SGD([weight], lr=1.0))
+
+
+def test_GradScaler_passes_on_what_step_returns():
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            return "stepped"
+
+    case("an optimizer whose step returns 'stepped'")
+    scaler, weight = amp.GradScaler(**settings()), parameter(1.0)
+    backward(scaler, weight, 1.0)
+    expect_equal(scaler.step(Optimizer([weight], lr=1.0)), "stepped", name="step()", read="the contract, under Returns")
+
+
+def test_GradScaler_resumes():
+    case("the state after three steps, loaded into new scalers, ours and PyTorch's, and from PyTorch's")
+    scaler, weight = amp.GradScaler(**settings(growth_interval=5)), parameter(1.0)
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    for gradient in (torch.inf, 1.0, 1.0):
+        take_step(scaler, optimizer, weight, gradient)
+    state = scaler.state_dict()
+    scales = []
+    for other in (amp.GradScaler(), torch.amp.GradScaler("cpu")):
+        other.load_state_dict(state)
+        for _ in range(3):
+            take_step(other, optimizer, weight, 1.0)
+        scales.append(other.get_scale())
+    expect_close(scales, [8.0, 8.0], name="scales of ours and PyTorch's", read=RULE)
+
+
+class _Counter(TorchDispatchMode):
+    """Counts the operations with which the host reads a device's numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.reads += func.name().split("::")[1].split(".")[0] in (
+            "_local_scalar_dense",
+            "nonzero",
+            "equal",
+            "is_nonzero",
+        )
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("gradient", [1.0, torch.inf])
+def test_GradScaler_reads_one_value_a_step(gradient):
+    case(
+        f"eight parameters, five steps, gradient {gradient}: reads by the host in scale, backward, unscale_, step, update"
+    )
+    weights, scaler = [parameter(1.0, 2.0) for _ in range(8)], amp.GradScaler(**settings(growth_interval=1))
+    optimizer = torch.optim.SGD(weights, lr=1e-3)
+    with _Counter() as counter:
+        for _ in range(5):
+            scaler.scale(sum((w * gradient).sum() for w in weights)).backward()
+            before = counter.reads
+            scaler.unscale_(optimizer)
+            expect_equal(counter.reads - before, 0, name="reads in unscale_", read="the contract, under Cost")
+            scaler.step(optimizer)
+            scaler.update()
+    expect_true(counter.reads <= 5, f"the host read {counter.reads} values in 5 steps", read="the contract, under Cost")
