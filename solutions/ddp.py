@@ -167,7 +167,9 @@ class _Rounds:
         if self.is_paused:
             return
         if p in self.ready:
-            raise RuntimeError("a second backward before finish_gradient_synchronization(); use no_sync() for the first")
+            raise RuntimeError(
+                "a second backward before finish_gradient_synchronization(); use no_sync() for the first"
+            )
         self.ready.add(p)
         self.n_missing[self.bucket_of[p]] -= 1
         while len(self.works) < len(self.buckets) and self.n_missing[len(self.works)] == 0:
@@ -294,7 +296,8 @@ def optimal_bucket_bytes(n_bytes: float, bandwidth: float, call_overhead_s: floa
 def _buckets(parameters: list[nn.Parameter], bucket_bytes: float) -> list[list[nn.Parameter]]:
     """Parameters in the order given, each dtype in buckets of its own; the bucket that is complete first comes first."""
     position = {p: i for i, p in enumerate(parameters)}
-    buckets, open_buckets = [], {}
+    buckets: list[list[nn.Parameter]] = []
+    open_buckets: dict[torch.dtype, list[nn.Parameter]] = {}
     for p in parameters:
         bucket = open_buckets.get(p.dtype)
         if bucket is None or sum(q.nbytes for q in bucket) + p.nbytes > bucket_bytes:

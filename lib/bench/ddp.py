@@ -90,7 +90,9 @@ def trace(made: tuple, tokens: torch.Tensor, device: torch.device) -> dict:
         wait_for(device)
     spans: dict[str, list[tuple[float, float]]] = {"compute": [], "nccl": []}
     for event in profile.events() or []:
-        notes = getattr(event, "is_user_annotation", False) or event.name.startswith(("nccl:", "DistributedData", "Mem"))
+        notes = getattr(event, "is_user_annotation", False) or event.name.startswith(
+            ("nccl:", "DistributedData", "Mem")
+        )
         if event.device_type == torch.autograd.DeviceType.CUDA and not notes:
             kind = "nccl" if "nccl" in event.name.lower() else "compute"
             spans[kind].append((event.time_range.start / 1e3, event.time_range.end / 1e3))
@@ -180,7 +182,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="sequences a rank")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=60, help="begin no further round after, for each number of ranks")
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="begin no further round after, for each number of ranks"
+    )
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the program")
     options = parser.parse_args()

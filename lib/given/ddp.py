@@ -82,11 +82,13 @@ def train_digits(rank: int, world_size: int, strategy: Strategy, n_shares: int, 
     torch.manual_seed(rank if strategy not in ("none", "naive", "flat") else 0)  # a wrapper must make them one
     inner = VisionTransformer(TINY)
     with torch.no_grad():
-        inner.embeddings.pos_embed.mul_(50)  # as chapter 5 found better for so short a run
+        inner.get_parameter("embeddings.pos_embed").mul_(50)  # as chapter 5 found better for so short a run
     model, finish = synchronised(strategy, inner)
     optimizer, losses = torch.optim.AdamW(inner.parameters(), lr=3e-3, weight_decay=0.05), []
     for epoch in range(n_epochs):
-        mine = [shard_indices(len(train), r, n_shares, epoch, drop_last=True) for r in range(rank, n_shares, world_size)]
+        mine = [
+            shard_indices(len(train), r, n_shares, epoch, drop_last=True) for r in range(rank, n_shares, world_size)
+        ]
         for start in range(0, len(mine[0]) - share + 1, share):
             images, labels = digits_batch(train, [i for one in mine for i in one[start : start + share]])
             loss = F.cross_entropy(model(images), labels)
@@ -98,7 +100,11 @@ def train_digits(rank: int, world_size: int, strategy: Strategy, n_shares: int, 
     with torch.no_grad():
         images, labels = digits_batch(test, list(range(len(test))))
         accuracy = (inner(images).argmax(1) == labels).double().mean().item()
-    return {"losses": losses, "weights": nn.utils.parameters_to_vector(inner.parameters()).detach(), "accuracy": accuracy}
+    return {
+        "losses": losses,
+        "weights": nn.utils.parameters_to_vector(inner.parameters()).detach(),
+        "accuracy": accuracy,
+    }
 
 
 def time_all_reduce(rank: int, world_size: int, sizes: list[int], n_repeats: int = 7) -> list[float]:

@@ -35,7 +35,9 @@ def in_blocks(n, rank, world_size, epoch=0, seed=0, shuffle=True, drop_last=Fals
     return order[rank * n_each : (rank + 1) * n_each]
 
 
-@mistake("shard_indices", "nothing is padded or cut, so some ranks have an item more than others, and would wait for them")
+@mistake(
+    "shard_indices", "nothing is padded or cut, so some ranks have an item more than others, and would wait for them"
+)
 def ragged(n, rank, world_size, epoch=0, seed=0, shuffle=True, drop_last=False):
     _check(rank, world_size)
     return _order(n, epoch, seed, shuffle)[rank::world_size]
@@ -61,7 +63,9 @@ def padded_with_last(n, rank, world_size, epoch=0, seed=0, shuffle=True, drop_la
     return (order + order[-1:] * (-n % world_size))[rank::world_size]
 
 
-@mistake("shard_indices", "padding takes one turn through the items, which is too little when there are fewer than ranks")
+@mistake(
+    "shard_indices", "padding takes one turn through the items, which is too little when there are fewer than ranks"
+)
 def padded_once(n, rank, world_size, epoch=0, seed=0, shuffle=True, drop_last=False):
     if drop_last or not n:
         return reference.shard_indices(n, rank, world_size, epoch, seed, shuffle, drop_last)
@@ -70,7 +74,9 @@ def padded_once(n, rank, world_size, epoch=0, seed=0, shuffle=True, drop_last=Fa
     return (order + order[: -n % world_size])[rank::world_size]
 
 
-@mistake("shard_indices", "`math.ceil(n // R)` rounds a number that is whole already: the tail is lost without drop_last")
+@mistake(
+    "shard_indices", "`math.ceil(n // R)` rounds a number that is whole already: the tail is lost without drop_last"
+)
 def ceil_of_whole(n, rank, world_size, epoch=0, seed=0, shuffle=True, drop_last=False):
     _check(rank, world_size)
     n_each = math.ceil(n // world_size)
@@ -98,7 +104,9 @@ def without_buffers(module, group=None):
     reference.broadcast_parameters(stripped, group)
 
 
-@mistake("broadcast_parameters", "only parameters that are trained are sent; a frozen one must be the same everywhere too")
+@mistake(
+    "broadcast_parameters", "only parameters that are trained are sent; a frozen one must be the same everywhere too"
+)
 def only_trained(module, group=None):
     with torch.no_grad():
         for tensor in [*(p for p in module.parameters() if p.requires_grad), *module.buffers()]:
@@ -188,7 +196,9 @@ def group_ignored(module, group=None):
         dist.all_reduce(p.grad, group=group)
 
 
-@mistake("average_gradients", "a parameter without a gradient is skipped, and the other ranks wait for it or meet another")
+@mistake(
+    "average_gradients", "a parameter without a gradient is skipped, and the other ranks wait for it or meet another"
+)
 def skipped(module, group=None):
     for p in _trained(module):
         if p.grad is not None:
@@ -252,7 +262,9 @@ def _flat(parameters, group, dtype=None):
         p.grad = piece.view(p.shape).to(p.dtype)
 
 
-@mistake("average_gradients_flat", "all dtypes are widened into one buffer, which sends more bytes than the gradients have")
+@mistake(
+    "average_gradients_flat", "all dtypes are widened into one buffer, which sends more bytes than the gradients have"
+)
 def flat_widened(module, group=None):
     _fill(module)
     _flat(_trained(module), group, torch.float64)
@@ -313,7 +325,9 @@ def without_root(n_bytes, bandwidth, call_overhead_s):
     return min(float(n_bytes), n_bytes * bandwidth * call_overhead_s)
 
 
-@mistake("optimal_bucket_bytes", "that is the size whose transfer takes as long as a call, whatever is to be sent in all")
+@mistake(
+    "optimal_bucket_bytes", "that is the size whose transfer takes as long as a call, whatever is to be sent in all"
+)
 def break_even(n_bytes, bandwidth, call_overhead_s):
     return min(float(n_bytes), bandwidth * call_overhead_s)
 
@@ -475,12 +489,32 @@ class _PlainCall:
 _BOTH = [
     ("the ranks begin with different weights: nobody sent rank 0's", _NotSent, None),
     ("gradients are summed, and never divided by the number of ranks", None, _Sum),
-    ("every collective starts in finish_gradient_synchronization(), when backward is over: nothing overlaps", None, _AtTheEnd),
-    ("the collective in the hook is not asynchronous (async_op=True), so that backward stands still meanwhile", None, _Blocking),
-    ("a parameter that this rank did not use is left out, and the other ranks wait for it or meet another", None, _NoZeros),
-    ("each collective starts when it can, so that ranks that used other parameters start them in another order", None, _AsReady),
+    (
+        "every collective starts in finish_gradient_synchronization(), when backward is over: nothing overlaps",
+        None,
+        _AtTheEnd,
+    ),
+    (
+        "the collective in the hook is not asynchronous (async_op=True), so that backward stands still meanwhile",
+        None,
+        _Blocking,
+    ),
+    (
+        "a parameter that this rank did not use is left out, and the other ranks wait for it or meet another",
+        None,
+        _NoZeros,
+    ),
+    (
+        "each collective starts when it can, so that ranks that used other parameters start them in another order",
+        None,
+        _AsReady,
+    ),
     ("no_sync() does not keep the hooks from starting collectives", None, _AlwaysSync),
-    ("an exception inside no_sync() leaves synchronisation off: a context manager restores in `finally`", None, _StaysPaused),
+    (
+        "an exception inside no_sync() leaves synchronisation off: a context manager restores in `finally`",
+        None,
+        _StaysPaused,
+    ),
     ("what a step that an exception ended had started is counted as the next step's", None, _NotForgotten),
     ("named arguments do not reach the module", _PlainCall, None),
 ]
@@ -504,13 +538,17 @@ class OneBucket(_Overlap):
         return reference._buckets(trained[::-1], math.inf)
 
 
-@mistake("OverlapDDP", "collectives start in the order of the parameters, but backward comes to the first parameters last")
+@mistake(
+    "OverlapDDP", "collectives start in the order of the parameters, but backward comes to the first parameters last"
+)
 class Forwards(_Overlap):
     def buckets(self, trained, bucket_size_mb):
         return [[p] for p in trained]
 
 
-@mistake("BucketedDDP", "buckets are filled in the order of the parameters, but backward comes to the first parameters last")
+@mistake(
+    "BucketedDDP", "buckets are filled in the order of the parameters, but backward comes to the first parameters last"
+)
 class BucketsForwards(_Bucketed):
     def buckets(self, trained, bucket_size_mb):
         return reference._buckets(trained, bucket_size_mb * 2**20)

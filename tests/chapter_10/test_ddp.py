@@ -130,7 +130,9 @@ def check_by_hand(ranks, name: str, used: list[bool], b: Tensor) -> None:
     result = ranks(programs.average_loose, name, used, n_ranks=3)
     expected = {"a": A, "b": b, "c": torch.tensor(3.0).double()}
     for rank, found in enumerate(result.values):
-        case(f"gradients [1 + r, 2 + 10 r] and two more on ranks r = 0, 1, 2; b unused on {used.count(False)}; rank {rank}")
+        case(
+            f"gradients [1 + r, 2 + 10 r] and two more on ranks r = 0, 1, 2; b unused on {used.count(False)}; rank {rank}"
+        )
         for key, value in expected.items():
             expect_true(found[key] is not None, f"{key}.grad is None, expected its mean", answer=found, read=MEAN)
             expect_close(found[key], value, name=f"{key}.grad", answer=found[key], read=MEAN)
@@ -346,38 +348,38 @@ def check_overlap(ranks, expected: dict[str | float, list[int]], early: dict[str
 
 
 @pytest.mark.time_limit(30)
-def test_OverlapDDP_by_hand(ranks):  # noqa: N802
+def test_OverlapDDP_by_hand(ranks):
     check_step_by_hand(ranks, "overlap")
 
 
 @pytest.mark.time_limit(30)
-def test_OverlapDDP_starts_each_collective_when_its_gradient_is_ready(ranks):  # noqa: N802
+def test_OverlapDDP_starts_each_collective_when_its_gradient_is_ready(ranks):
     early = {"layer 2 is through": 2, "layer 1 is through": 4}
     check_overlap(ranks, {"overlap": [8, 40, 20, 120, 24, 96]}, early)
 
 
 @pytest.mark.time_limit(30)
-def test_OverlapDDP_trains_like_pytorchs(ranks):  # noqa: N802
+def test_OverlapDDP_trains_like_pytorchs(ranks):
     check_wrapped_training(ranks, "overlap")
 
 
 @pytest.mark.time_limit(30)
-def test_OverlapDDP_of_unused_tied_frozen_and_mixed(ranks):  # noqa: N802
+def test_OverlapDDP_of_unused_tied_frozen_and_mixed(ranks):
     check_mixed(ranks, "overlap")
 
 
 @pytest.mark.time_limit(30)
-def test_OverlapDDP_no_sync_and_a_rank_without_items(ranks):  # noqa: N802
+def test_OverlapDDP_no_sync_and_a_rank_without_items(ranks):
     check_several(ranks, "overlap")
 
 
 @pytest.mark.time_limit(30)
-def test_OverlapDDP_after_an_exception(ranks):  # noqa: N802
+def test_OverlapDDP_after_an_exception(ranks):
     check_interrupted(ranks, "overlap")
 
 
 @pytest.mark.time_limit(30)
-def test_OverlapDDP_passes_calls_through(ranks):  # noqa: N802
+def test_OverlapDDP_passes_calls_through(ranks):
     check_passthrough(ranks, "overlap")
     check_frozen(ranks, "overlap")
 
@@ -411,7 +413,12 @@ def test_ddp_overhead_seconds_refuses(bandwidth, n_buckets, named):
 
 @pytest.mark.parametrize(
     ("n_bytes", "bandwidth", "call", "expected"),
-    [(10**6, 1000, 0.1, 10_000.0), (5e4, 200.0, 0.25, math.sqrt(2.5e6)), (800, 1e6, 0.5, 800.0), (10**6, 1e9, 0.0, 0.0)],
+    [
+        (10**6, 1000, 0.1, 10_000.0),
+        (5e4, 200.0, 0.25, math.sqrt(2.5e6)),
+        (800, 1e6, 0.5, 800.0),
+        (10**6, 1e9, 0.0, 0.0),
+    ],
 )
 def test_optimal_bucket_bytes_by_hand(n_bytes, bandwidth, call, expected):
     case(f"{n_bytes:g} bytes at {bandwidth:g} bytes/s, {call:g} s a call")
@@ -424,7 +431,9 @@ def test_optimal_bucket_bytes_is_the_least_overhead():
         costs = [n_bytes / (k * bandwidth) + k * call for k in range(1, 2001)]
         best_k = n_bytes / ddp.optimal_bucket_bytes(n_bytes, bandwidth, call)
         cost = n_bytes / (best_k * bandwidth) + best_k * call
-        expect_true(cost <= min(costs) * (1 + 1e-9), f"{best_k:.1f} buckets cost {cost:g} s, {min(costs):g} s is possible")
+        expect_true(
+            cost <= min(costs) * (1 + 1e-9), f"{best_k:.1f} buckets cost {cost:g} s, {min(costs):g} s is possible"
+        )
         expect_true(best_k >= 1, f"{best_k:g} buckets", answer=best_k, read=BEST)
 
 
@@ -432,35 +441,35 @@ def test_optimal_bucket_bytes_is_the_least_overhead():
 
 
 @pytest.mark.time_limit(30)
-def test_BucketedDDP_by_hand(ranks):  # noqa: N802
+def test_BucketedDDP_by_hand(ranks):
     check_step_by_hand(ranks, 1.0)
 
 
 @pytest.mark.time_limit(30)
-def test_BucketedDDP_fills_buckets_in_reverse(ranks):  # noqa: N802
+def test_BucketedDDP_fills_buckets_in_reverse(ranks):
     early = {"layer 2 is through": 0, "layer 1 is through": 1}
     check_overlap(ranks, {SMALL_MB: [188, 120]}, early)  # 8 + 40 + 20 + 120, then 24 + 96
 
 
 @pytest.mark.time_limit(30)
-def test_BucketedDDP_of_each_size(ranks):  # noqa: N802
+def test_BucketedDDP_of_each_size(ranks):
     each = [8, 40, 20, 120, 24, 96]
     expected = {1e6: [308], 1: each, 48: [48, 20, 120, 24, 96], 119: [68, 120, 24, 96]}
     check_overlap(ranks, {n_bytes / 2**20: sizes for n_bytes, sizes in expected.items()}, {})
 
 
 @pytest.mark.time_limit(30)
-def test_BucketedDDP_trains_like_pytorchs(ranks):  # noqa: N802
+def test_BucketedDDP_trains_like_pytorchs(ranks):
     check_wrapped_training(ranks, SMALL_MB)
 
 
 @pytest.mark.time_limit(30)
-def test_BucketedDDP_of_unused_tied_frozen_and_mixed(ranks):  # noqa: N802
+def test_BucketedDDP_of_unused_tied_frozen_and_mixed(ranks):
     check_mixed(ranks, SMALL_MB)
 
 
 @pytest.mark.time_limit(30)
-def test_BucketedDDP_keeps_dtypes_apart(ranks):  # noqa: N802
+def test_BucketedDDP_keeps_dtypes_apart(ranks):
     result = ranks(programs.mixed, 1, n_ranks=3)
     case("float32 last.*, float64 wide, float32 all others: the float64 bucket is complete first")
     for ledger in result.ledgers:
@@ -469,23 +478,23 @@ def test_BucketedDDP_keeps_dtypes_apart(ranks):  # noqa: N802
 
 
 @pytest.mark.time_limit(30)
-def test_BucketedDDP_no_sync_and_a_rank_without_items(ranks):  # noqa: N802
+def test_BucketedDDP_no_sync_and_a_rank_without_items(ranks):
     check_several(ranks, SMALL_MB)
 
 
 @pytest.mark.time_limit(30)
-def test_BucketedDDP_after_an_exception(ranks):  # noqa: N802
+def test_BucketedDDP_after_an_exception(ranks):
     check_interrupted(ranks, SMALL_MB)
 
 
 @pytest.mark.time_limit(30)
-def test_BucketedDDP_passes_calls_through(ranks):  # noqa: N802
+def test_BucketedDDP_passes_calls_through(ranks):
     check_passthrough(ranks, SMALL_MB)
     check_frozen(ranks, SMALL_MB)
 
 
 @pytest.mark.parametrize("size", [0, -1.5])
-def test_BucketedDDP_of_no_size(size):  # noqa: N802
+def test_BucketedDDP_of_no_size(size):
     case(f"bucket_size_mb={size}")
     with expect_raises(ValueError, str(size), read=ORDER):
         ddp.BucketedDDP(torch.nn.Linear(1, 1), size)
