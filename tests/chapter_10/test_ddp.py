@@ -98,6 +98,7 @@ def test_shard_indices_of_any_size():
 
 @pytest.mark.time_limit(30)
 def test_broadcast_parameters_gives_rank_0s_values(ranks):
+    case("parameters and buffers that hold rank + 1 on 3 ranks")
     result = ranks(programs.send_parameters, n_ranks=3)
     across = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 11.0]])
     expected = {"across": across, "narrow": torch.ones(2, dtype=torch.bfloat16), "frozen": torch.tensor(1.0).double()}
@@ -127,6 +128,7 @@ A, B = torch.tensor([2.0, 12.0]), torch.arange(6.0).reshape(2, 3)
 
 
 def check_by_hand(ranks, name: str, used: list[bool], b: Tensor) -> None:
+    case(f"three gradients on 3 ranks, b without one on {used.count(False)} of them")
     result = ranks(programs.average_loose, name, used, n_ranks=3)
     expected = {"a": A, "b": b, "c": torch.tensor(3.0).double()}
     for rank, found in enumerate(result.values):
@@ -158,6 +160,7 @@ def whole_batch(n: int, n_steps: int) -> dict[str, Tensor]:
 
 
 def check_training(ranks, name: str) -> None:
+    case("4 ranks with 3 items each, 4 steps")
     result = ranks(programs.train_by_hand, name, 3, 4, n_ranks=4)
     for rank, state in enumerate(result.values):
         case(f"4 ranks with 3 items each, 4 steps, beside one process with 12; rank {rank}")
@@ -193,6 +196,7 @@ def test_average_gradients_of_nothing(ranks):
 
 @pytest.mark.time_limit(30)
 def test_average_gradients_costs_one_collective_a_tensor(ranks):
+    case("parameters of 2 float32, (1 frozen), 6 float32 (tied), 1 float64; b unused on rank 0")
     result = ranks(programs.average_loose, "average_gradients", [False, True, True], n_ranks=3)
     case("parameters of 2 float32, (1 frozen), 6 float32 (tied), 1 float64; b unused on rank 0")
     expect_equal(result.mismatch(), "", name="what the ranks disagree on", read=MEAN)
@@ -223,6 +227,7 @@ def test_average_gradients_flat_trains_like_one_process(ranks):
 
 @pytest.mark.time_limit(30)
 def test_average_gradients_flat_costs_one_collective_a_dtype(ranks):
+    case("parameters of 2 float32, (1 frozen), 6 float32 (tied), 1 float64; b unused on rank 0")
     result = ranks(programs.average_loose, "average_gradients_flat", [False, True, True], n_ranks=3)
     case("parameters of 2 float32, (1 frozen), 6 float32 (tied), 1 float64; b unused on rank 0")
     expect_equal(result.mismatch(), "", name="what the ranks disagree on", read=MEAN)
@@ -236,6 +241,7 @@ def test_average_gradients_flat_costs_one_collective_a_dtype(ranks):
 
 
 def check_step_by_hand(ranks, kind) -> None:
+    case("one weight, one step on 3 ranks")
     result = ranks(programs.step_by_hand, kind, n_ranks=3)
     for rank, (start, grad) in enumerate(result.values):
         case(f"one weight of [r + 1, r + 1], gradient [1 + r, 2 + 10 r], ranks r = 0, 1, 2; rank {rank}")
@@ -244,6 +250,7 @@ def check_step_by_hand(ranks, kind) -> None:
 
 
 def check_wrapped_training(ranks, kind) -> None:
+    case("3 ranks, 3 steps; `maybe` is unused on rank 0 from the second on, `never` is never used")
     result = ranks(programs.train, kind, 2, 3, n_ranks=3)
     for rank, (ours, theirs) in enumerate(result.values):
         case(f"3 ranks, 3 steps, other weights on each at first, beside PyTorch's DDP; rank {rank}")
@@ -268,6 +275,7 @@ def check_means(found: list, expected: dict[str, Tensor], what: str, read: str) 
 
 
 def check_mixed(ranks, kind) -> None:
+    case("tied, frozen, two dtypes; `maybe` unused on rank 1, `never` on all")
     result = ranks(programs.mixed, kind, n_ranks=3)
     expected = programs.mean_of_locals(3, use=lambda rank: rank != 1)
     check_means(result.values, expected, "tied, frozen, two dtypes; `maybe` unused on rank 1, `never` on all", ORDER)
@@ -275,6 +283,7 @@ def check_mixed(ranks, kind) -> None:
 
 
 def check_several(ranks, kind) -> None:
+    case("no_sync for a first micro-batch, an exception inside no_sync, and a rank that calls no backward")
     result = ranks(programs.several, kind, n_ranks=3)
     what = "two micro-batches on 3 ranks, the first under no_sync, where alone `maybe` is used"
     accumulated, after_an_error, empty = zip(*result.values, strict=True)
@@ -295,6 +304,7 @@ def check_several(ranks, kind) -> None:
 
 def check_interrupted(ranks, kind) -> None:
     places = ("after backward", "in backward", "on rank 0 after backward")
+    case("an exception after backward, in backward, or on rank 0 alone after backward; then two ordinary steps")
     result = ranks(programs.interrupted, kind, places, n_ranks=2)
     expected = programs.mean_of_locals(2)
     for where, found in zip(places, zip(*result.values, strict=True), strict=True):
@@ -327,6 +337,7 @@ def bytes_of(records) -> list[int]:
 
 
 def check_overlap(ranks, expected: dict[str | float, list[int]], early: dict[str, int]) -> None:
+    case("three linear layers, one step")
     result = ranks(programs.overlap, list(expected), n_ranks=2)
     for i, (kind, sizes) in enumerate(expected.items()):
         what = "one collective each" if kind == "overlap" else f"buckets of {kind * 2**20:.0f} bytes"
@@ -470,6 +481,7 @@ def test_BucketedDDP_of_unused_tied_frozen_and_mixed(ranks):
 
 @pytest.mark.time_limit(30)
 def test_BucketedDDP_keeps_dtypes_apart(ranks):
+    case("tied, frozen, two dtypes, one bucket each; `maybe` unused on rank 1, `never` on all")
     result = ranks(programs.mixed, 1, n_ranks=3)
     case("float32 last.*, float64 wide, float32 all others: the float64 bucket is complete first")
     for ledger in result.ledgers:
