@@ -1,0 +1,111 @@
+"""Time an all-reduce of 1 MB to 1 GB on several ranks, with gloo and with NCCL.
+
+Run ``python -m lib.bench.all_reduce --ranks 2,4 --backend gloo,nccl`` on a machine with that many GPUs (a minute or two), or
+with ``--tiny`` anywhere; it starts its ranks itself and writes ``all_reduce.json`` after each size.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from lib.bench.record import MEASUREMENTS, load, record, spread
+
+MB = 10**6
+SIZES_MB = (1, 3, 10, 30, 100, 300, 1000)
+TINY_MB = (0.01, 0.1, 1)
+
+
+def fit(sizes_bytes: list[float], seconds: list[float]) -> tuple[float, float]:
+    """Seconds a call and bytes a second, such that ``call + size / bandwidth`` is near each time, by relative error."""
+    x, y = (torch.tensor(values, dtype=torch.float64) for values in (sizes_bytes, seconds))
+    design = torch.stack([1 / y, x / y], dim=1)
+    call_s, per_byte = torch.linalg.lstsq(design, torch.ones(len(y), 1, dtype=torch.float64)).solution[:, 0].tolist()
+    if call_s <= 0:  # hidden by noise: then at most the quickest call
+        call_s = min(seconds) / 2
+    return call_s, 1 / per_byte if per_byte > 0 else max(s / t for s, t in zip(sizes_bytes, seconds, strict=True))
+
+
+def spawn(worker: Callable, backend: str, n_ranks: int, *args) -> None:
+    """Run ``worker(rank, device, *args)`` on each of ``n_ranks`` new processes that form a group."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_run, (worker, backend, n_ranks, f"file://{folder}/meet", args), nprocs=n_ranks)  # type: ignore[no-untyped-call]
+
+
+def _run(rank: int, worker: Callable, backend: str, n_ranks: int, meet: str, args: tuple) -> None:
+    torch.set_num_threads(1 if not torch.cuda.is_available() else 4)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend, init_method=meet, rank=rank, world_size=n_ranks, device_id=device if backend == "nccl" else None
+    )
+    try:
+        worker(rank, device, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def slowest(seconds: float, device: torch.device) -> float:
+    """The largest of all ranks' times."""
+    value = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return value.item()
+
+
+def time_sizes(rank: int, device: torch.device, key: str, sizes_mb: list[float], n_repeats: int, folder: Path) -> None:
+    """Medians of each size, the slowest rank's of each repeat; rank 0 writes them down one by one."""
+    for size_mb in sizes_mb:
+        x, times = torch.ones(int(size_mb * MB) // 4, device=device), []
+        for repeat in range(n_repeats + 3):
+            dist.barrier()
+            wait_for(device)
+            began = time.perf_counter()
+            dist.all_reduce(x)
+            wait_for(device)
+            seconds = slowest(time.perf_counter() - began, device)
+            if repeat >= 3:
+                times.append(seconds)
+            x.fill_(1.0)
+        if rank == 0:
+            results = load("all_reduce", folder)["results"]
+            results["all_reduce_s"].setdefault(key, {})[str(size_mb)] = spread(times)
+            record("all_reduce", results, folder)
+            print(f"{key} {size_mb} MB: {1e3 * statistics.median(times):.3f} ms", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--backend", default="gloo,nccl" if torch.cuda.is_available() else "gloo")
+    parser.add_argument("--gloo-limit-mb", type=float, default=100, help="gloo on CPU is slow beyond")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
+    parser.add_argument("--tiny", action="store_true", help="small sizes and few repeats, to try the program")
+    options = parser.parse_args()
+    sizes = list(TINY_MB if options.tiny else SIZES_MB)
+    results: dict = {"dtype": "float32", "mb_bytes": MB, "tiny": options.tiny, "all_reduce_s": {}}
+    record("all_reduce", results, options.folder)
+    for backend in reversed(options.backend.split(",")):  # NCCL before gloo, which is slow and cares less
+        for n_ranks in map(int, options.ranks.split(",")):
+            if backend == "nccl" and torch.cuda.device_count() < n_ranks:
+                print(f"nccl on {n_ranks} ranks: only {torch.cuda.device_count()} GPUs")
+                continue
+            chosen = [s for s in sizes if backend == "nccl" or s <= options.gloo_limit_mb]
+            repeats = 3 if options.tiny else options.repeats if backend == "nccl" else 7
+            spawn(time_sizes, backend, n_ranks, f"{backend} {n_ranks}", chosen, repeats, options.folder)
+
+
+if __name__ == "__main__":
+    main()

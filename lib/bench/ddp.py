@@ -1,0 +1,199 @@
+"""Time a training step of GPT-2's xl size with gradients averaged in every way of chapter 10, and trace what overlaps.
+
+Run ``python -m lib.bench.all_reduce`` first, whose numbers give the model's own bucket, then ``python -m lib.bench.ddp --ranks 2,4`` on a
+machine with four GPUs (a minute or two for each number of ranks), or with ``--tiny`` anywhere. It starts its ranks itself
+and writes ``ddp.json`` after each round, in which every strategy takes one step: one process without communication
+("none"), naive, flat, overlapped, buckets of several sizes, and PyTorch's DDP. All share one set of weights. float32 with
+TF32 products, so that gradients are as large as in a plain run; the update is plain SGD.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lib.bench.all_reduce import fit, slowest, spawn, wait_for
+from lib.bench.record import MEASUREMENTS, load, record, spread
+from lib.ddp import optimal_bucket_bytes
+from lib.given.ddp import synchronised
+from lib.given.gpt2 import GPT2Config
+from lib.gpt2 import GPT2
+
+XL = {"vocab_size": 10_000, "dim": 1600, "n_layers": 48, "n_heads": 25}
+TINY = {"vocab_size": 100, "dim": 64, "n_layers": 2, "n_heads": 2}
+BUCKETS_MB = (1, 10, 30, 100, 300, 1000)
+TINY_BUCKETS_MB = (0.01, 0.1, 1)
+TRACED = ("naive", "overlap", "bucket 100", "torch", "bucket 0.1")
+LR = 1e-6
+
+
+def copy_of(base: nn.Module, config: GPT2Config) -> nn.Module:
+    """The same model with parameters of its own that share the storage of ``base``."""
+    with torch.device("meta"):
+        model = GPT2(config)
+    model.load_state_dict(base.state_dict(), assign=True)
+    return model
+
+
+def make_strategies(base: nn.Module, config: GPT2Config, buckets_mb: dict[str, float], largest_mb: float) -> dict:
+    """Each strategy's name, and its model, the module inside and what to call after backward."""
+    kinds: dict[str, tuple] = {name: (name, {}) for name in ("none", "naive", "flat", "overlap")}
+    kinds |= {f"bucket {name}": (size, {}) for name, size in buckets_mb.items()}
+    kinds["torch"] = ("torch", {})
+    kinds["torch tuned"] = ("torch", {"bucket_cap_mb": largest_mb, "gradient_as_bucket_view": True})
+    made = {}
+    for name, (strategy, options) in kinds.items():
+        inner = copy_of(base, config)
+        model, finish = synchronised(strategy, inner, **options)
+        made[name] = (model, list(inner.parameters()), finish)
+    return made
+
+
+def step(made: tuple, tokens: torch.Tensor) -> None:
+    """Forward, backward, means, update; the gradients are dropped."""
+    model, parameters, finish = made
+    _, loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    finish()
+    with torch.no_grad():
+        torch._foreach_add_(parameters, [p.grad for p in parameters], alpha=-LR)
+    for p in parameters:
+        p.grad = None
+
+
+def merged(intervals: list[tuple[float, float]], gap: float = 0.0) -> list[list[float]]:
+    """Intervals in order, those that touch (or nearly) as one."""
+    found: list[list[float]] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1] + gap:
+            found[-1][1] = max(found[-1][1], end)
+        else:
+            found.append([start, end])
+    return found
+
+
+def covered(intervals: list[list[float]], by: list[list[float]]) -> float:
+    """How much of some merged intervals lies within others."""
+    return sum(max(0.0, min(e, f) - max(s, t)) for s, e in intervals for t, f in by)
+
+
+def trace(made: tuple, tokens: torch.Tensor, device: torch.device) -> dict:
+    """When the GPU computed and when it communicated, in one step, in milliseconds."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        step(made, tokens)
+        wait_for(device)
+    spans: dict[str, list[tuple[float, float]]] = {"compute": [], "nccl": []}
+    for event in profile.events() or []:
+        notes = getattr(event, "is_user_annotation", False) or event.name.startswith(
+            ("nccl:", "DistributedData", "Mem")
+        )
+        if event.device_type == torch.autograd.DeviceType.CUDA and not notes:
+            kind = "nccl" if "nccl" in event.name.lower() else "compute"
+            spans[kind].append((event.time_range.start / 1e3, event.time_range.end / 1e3))
+    whole = {kind: merged(found) for kind, found in spans.items()}
+    origin = min((start for found in whole.values() for start, _ in found), default=0.0)
+    seconds = {kind: sum(end - start for start, end in found) / 1e3 for kind, found in whole.items()}
+    coarse = {kind: merged(found, gap=0.1) for kind, found in spans.items()}
+    return {
+        "intervals_ms": {k: [[round(s - origin, 3), round(e - origin, 3)] for s, e in v] for k, v in coarse.items()},
+        "compute_s": seconds["compute"],
+        "nccl_s": seconds["nccl"],
+        "nccl_hidden_s": covered(whole["nccl"], whole["compute"]) / 1e3,
+    }
+
+
+def predicted_bucket_mb(n_bytes: int, key: str, folder: Path) -> tuple[float, dict] | None:
+    """The chapter's best bucket, from what ``lib.bench.all_reduce`` measured with as many ranks."""
+    try:
+        measured = load("all_reduce", folder)["results"]
+    except FileNotFoundError:
+        return None
+    found = measured["all_reduce_s"].get(key)
+    if not found:
+        return None
+    sizes = [float(size) * measured["mb_bytes"] for size in found]
+    call_s, bandwidth = fit(sizes, [times["median"] for times in found.values()])
+    best = optimal_bucket_bytes(n_bytes, bandwidth, call_s)
+    return best / 2**20, {"call_s": call_s, "bandwidth_bytes_per_s": bandwidth, "best_bucket_bytes": best}
+
+
+def measure_steps(rank: int, device: torch.device, key: str, options: argparse.Namespace) -> None:
+    """Rounds of one step for each strategy until the time is over; rank 0 writes down what there is after each."""
+    torch.set_float32_matmul_precision("high")
+    sizes = TINY if options.tiny else XL
+    config = GPT2Config(context_len=options.context, **sizes)
+    torch.manual_seed(0)
+    with device:
+        base = GPT2(config)
+    n_bytes = sum(p.nbytes for p in base.parameters())
+    buckets = {f"{size:g}": float(size) for size in (TINY_BUCKETS_MB if options.tiny else BUCKETS_MB)}
+    model = predicted_bucket_mb(n_bytes, key, options.folder)
+    if model is not None:
+        buckets["model"] = model[0]
+    made = make_strategies(base, config, buckets, 100)
+    torch.manual_seed(rank)
+    tokens = torch.randint(config.vocab_size, (options.batch, options.context + 1), device=device)
+    result: dict = {"n_bytes": n_bytes, "n_tensors": len(list(base.parameters())), "step_s": {}, "trace": {}}
+    result |= {"batch": options.batch, "context": options.context, "vocab_size": config.vocab_size, "dim": config.dim}
+    result |= {"n_layers": config.n_layers, "dtype": "float32, TF32 products", "model": model and model[1]}
+    times: dict[str, list[float]] = {name: [] for name in made}
+    began, n_rounds = time.perf_counter(), 0
+    while n_rounds < 2 + options.rounds:
+        for name, strategy in made.items():
+            dist.barrier()
+            wait_for(device)
+            start = time.perf_counter()
+            step(strategy, tokens)
+            wait_for(device)
+            times[name].append(slowest(time.perf_counter() - start, device))
+        n_rounds += 1
+        counted = {name: found[2:] for name, found in times.items() if found[2:]}
+        result["step_s"] = {name: {**spread(found), "values": found} for name, found in counted.items()}
+        if counted and n_rounds in (3, 4):  # early, so that a time-out keeps them
+            result["trace"] |= traces(made, tokens, device, TRACED[:2] if n_rounds == 3 else TRACED[2:])
+        _write(rank, key, result, options.folder)
+        if n_rounds > 4 and slowest(time.perf_counter() - began, device) > options.seconds:
+            break
+
+
+def traces(made: dict, tokens: torch.Tensor, device: torch.device, names: tuple[str, ...]) -> dict:
+    """Traces of some strategies; every rank takes the steps."""
+    return {name: trace(made[name], tokens, device) for name in names if name in made}
+
+
+def _write(rank: int, key: str, result: dict, folder: Path) -> None:
+    if rank == 0:
+        everything = load("ddp", folder)["results"]
+        everything[key] = result
+        record("ddp", everything, folder)
+        print({name: round(1e3 * found["median"], 1) for name, found in result["step_s"].items()}, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--backend", default="nccl" if torch.cuda.is_available() else "gloo")
+    parser.add_argument("--batch", type=int, default=4, help="sequences a rank")
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="begin no further round after, for each number of ranks"
+    )
+    parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the program")
+    options = parser.parse_args()
+    if options.tiny:
+        options.context, options.rounds = 16, 4
+    record("ddp", {}, options.folder)
+    for n_ranks in map(int, options.ranks.split(",")):
+        spawn(measure_steps, options.backend, n_ranks, f"{options.backend} {n_ranks}", options)
+
+
+if __name__ == "__main__":
+    main()

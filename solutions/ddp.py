@@ -1,0 +1,363 @@
+"""Distributed data parallel: every rank keeps the whole model, sees its share of the batch, and averages gradients."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def shard_indices(
+    n: int,
+    rank: int,
+    world_size: int,
+    epoch: int = 0,
+    seed: int = 0,
+    shuffle: bool = True,
+    drop_last: bool = False,
+) -> list[int]:
+    """Which items of a data set a rank reads in an epoch, in its order. (Exercise 10.1)
+
+    All ranks make the same list of all n items: shuffled by a ``torch.Generator`` seeded with ``seed + epoch`` and
+    ``torch.randperm``, or in order. It is made a multiple of R long: padded from its own start, again and again if it is
+    shorter than what is missing, or cut. Rank r takes every R-th item, from the r-th on.
+
+    Args:
+        n: Items of the data set.
+        rank: This rank, from 0.
+        world_size: Number R of ranks.
+        epoch: Changes the shuffle, and nothing else.
+        seed: The same on all ranks.
+        shuffle: Shuffle before dividing.
+        drop_last: Cut the tail instead of padding.
+
+    Returns:
+        ``ceil(n / R)`` indices, or ``floor(n / R)`` with ``drop_last``, the same number on every rank.
+
+    Raises:
+        ValueError: ``rank`` is not one of ``world_size`` ranks; the message names both.
+
+    Source: ``torch.utils.data.DistributedSampler``, whose order this is.
+    """
+    ### BEGIN SOLUTION
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank = {rank}, expected 0 to {world_size - 1} with world_size = {world_size}")
+    generator = torch.Generator().manual_seed(seed + epoch)
+    order = torch.randperm(n, generator=generator).tolist() if shuffle else list(range(n))
+    n_each = n // world_size if drop_last else -(-n // world_size)  # the second rounds up, without a float
+    return [order[i % n] for i in range(rank, n_each * world_size, world_size)]
+    ### END SOLUTION
+
+
+@torch.no_grad()
+def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Give every rank the parameters and buffers of the group's rank 0, in place. (Exercise 10.2)
+
+    Args:
+        module: The same on all ranks but for its values. Frozen parameters are sent too, and buffers of any dtype; a
+            tensor that stands in two places is sent once; one that is not contiguous keeps its strides.
+        group: The ranks that take part; None is all of them.
+
+    Returns:
+        Nothing.
+    """
+    ### BEGIN SOLUTION
+    for tensor in [*module.parameters(), *module.buffers()]:
+        sent = tensor.detach().contiguous()
+        dist.broadcast(sent, group_src=0, group=group)
+        if sent.data_ptr() != tensor.data_ptr():
+            tensor.copy_(sent)
+    ### END SOLUTION
+
+
+### BEGIN SOLUTION
+def _trainable(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters that get a gradient, each once, in the order that all ranks share."""
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+def _start_mean(tensor: Tensor, group=None, async_op: bool = False) -> dist.Work | None:
+    """Replace a contiguous tensor by its mean over the ranks; dividing first cannot overflow where the mean does not."""
+    if dist.get_backend(group) == "nccl":
+        return dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=group, async_op=async_op)
+    tensor.div_(dist.get_world_size(group))
+    return dist.all_reduce(tensor, group=group, async_op=async_op)
+
+
+def _flat_mean(parameters: Sequence[nn.Parameter], group=None, async_op: bool = False) -> dist.Work | None:
+    """One collective for the gradients of several parameters of one dtype; ``.grad`` become views of the buffer sent."""
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    pieces = [grad.detach().reshape(-1) for grad in grads]
+    flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0]  # the one copy; a single gradient is sent where it is
+    for p, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        p.grad = piece.view(p.shape)
+    return _start_mean(flat, group, async_op)
+
+
+### END SOLUTION
+@torch.no_grad()
+def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Replace each gradient by its mean over the ranks, with one all-reduce a tensor. (Exercise 10.3)
+
+    Args:
+        module: After ``backward``. Frozen parameters are left alone; a tied parameter counts once.
+        group: The ranks that take part; None is all of them.
+
+    Returns:
+        Nothing. A parameter without a gradient on this rank counts as zeros, here and in the mean: another rank may have
+        one. If no rank has, the mean is zeros.
+
+    Cost: one ``all_reduce`` for each trainable parameter, in the order of ``module.parameters()``, of its own size.
+    Convention: the mean over ranks. It is the mean over all items if every rank has equally many.
+    """
+    ### BEGIN SOLUTION
+    for p in _trainable(module):
+        _flat_mean([p], group)
+    ### END SOLUTION
+
+
+@torch.no_grad()
+def average_gradients_flat(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """The same as ``average_gradients`` with one all-reduce in all. (Exercise 10.4)
+
+    Args:
+        module: After ``backward``.
+        group: The ranks that take part; None is all of them.
+
+    Returns:
+        Nothing; gradients as after ``average_gradients``, each in its own dtype and shape.
+
+    Cost: one ``all_reduce`` of all gradients in one flat buffer; with mixed dtypes, one for each dtype, in the order in
+        which the dtypes first occur among the parameters.
+    """
+    ### BEGIN SOLUTION
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for p in _trainable(module):
+        by_dtype.setdefault(p.dtype, []).append(p)
+    for parameters in by_dtype.values():
+        _flat_mean(parameters, group)
+    ### END SOLUTION
+
+
+### BEGIN SOLUTION
+class _Rounds:
+    """Means of buckets of gradients, each started when its last gradient is ready and all buckets before it have started.
+
+    The order of the buckets is the same on all ranks, whatever parameters each of them used, so that the n-th collective of
+    one rank is the n-th of every other.
+    """
+
+    def __init__(self, buckets: list[list[nn.Parameter]]):
+        self.buckets, self.is_paused = buckets, False
+        self.bucket_of = {p: i for i, bucket in enumerate(buckets) for p in bucket}
+        for p in self.bucket_of:
+            p.register_post_accumulate_grad_hook(self.on_ready)
+        self.begin()
+
+    def begin(self) -> None:
+        """Wait for all gradients, with no collective under way."""
+        self.ready: set[nn.Parameter] = set()
+        self.n_missing = [len(bucket) for bucket in self.buckets]
+        self.works: list[dist.Work | None] = []
+
+    def on_ready(self, p: nn.Parameter) -> None:
+        """Called by autograd, in the midst of backward, when a gradient is whole."""
+        if self.is_paused:
+            return
+        if p in self.ready:
+            raise RuntimeError(
+                "a second backward before finish_gradient_synchronization(); use no_sync() for the first"
+            )
+        self.ready.add(p)
+        self.n_missing[self.bucket_of[p]] -= 1
+        while len(self.works) < len(self.buckets) and self.n_missing[len(self.works)] == 0:
+            self.start_next()
+
+    @torch.no_grad()
+    def start_next(self) -> None:
+        self.works.append(_flat_mean(self.buckets[len(self.works)], async_op=True))
+
+    def finish(self) -> None:
+        """Start what is left, wait for all, and be ready for the next round."""
+        if self.is_paused:
+            return
+        while len(self.works) < len(self.buckets):
+            self.start_next()
+        works = self.works
+        self.begin()
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def finish_what_was_left(self) -> None:
+        """Complete a round that an exception interrupted, so that its collectives meet those of the other ranks."""
+        if self.ready and torch.is_grad_enabled():
+            paused, self.is_paused = self.is_paused, False
+            self.finish()
+            self.is_paused = paused
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+
+### END SOLUTION
+class OverlapDDP(nn.Module):
+    """A module whose gradients are averaged while backward still runs, one collective each. (Exercise 10.5)
+
+    Args:
+        module: The model, on every rank; it gets rank 0's parameters and buffers at once.
+
+    Attributes:
+        module: The same model.
+
+    The mean of a gradient is started (``async_op=True``) by a hook, as soon as the gradient is ready, and in reverse order
+    of the parameters on all ranks: a gradient that is ready early waits for its turn. What backward did not reach is
+    started by ``finish_gradient_synchronization()``, and counts as ``average_gradients`` says.
+
+    Source: Li and others (arXiv:2006.15704), section 3.2.
+    """
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        ### BEGIN SOLUTION
+        self.module = module
+        broadcast_parameters(module)
+        self._rounds = _Rounds([[p] for p in reversed(_trainable(module))])
+        ### END SOLUTION
+
+    def forward(self, *args, **kwargs):
+        """What ``module`` gives. If the round before was left by an exception, it is completed first."""
+        ### BEGIN SOLUTION
+        self._rounds.finish_what_was_left()
+        return self.module(*args, **kwargs)
+        ### END SOLUTION
+
+    def finish_gradient_synchronization(self) -> None:
+        """Call it after backward: when it returns, every gradient is the mean. Inside ``no_sync()`` it does nothing."""
+        ### BEGIN SOLUTION
+        self._rounds.finish()
+        ### END SOLUTION
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward inside starts no collective: gradients add up on each rank, and the next round averages the sums."""
+        ### BEGIN SOLUTION
+        with self._rounds.paused():
+            yield
+        ### END SOLUTION
+
+
+def ddp_overhead_seconds(n_bytes: float, bandwidth: float, call_overhead_s: float, n_buckets: float) -> float:
+    """Time that communication adds to a step when it overlaps with backward. (Exercise 10.6)
+
+    Args:
+        n_bytes: All gradients together.
+        bandwidth: Bytes a second that an all-reduce averages.
+        call_overhead_s: Seconds that each call costs, whatever its size.
+        n_buckets: Collectives k, of equal size.
+
+    Returns:
+        Seconds: the last bucket's transfer, which nothing is left to hide, and the cost of all calls.
+
+    Raises:
+        ValueError: ``n_buckets`` is less than 1 or ``bandwidth`` is not positive; the message names the value.
+    """
+    ### BEGIN SOLUTION
+    if n_buckets < 1 or bandwidth <= 0:
+        raise ValueError(f"n_buckets = {n_buckets} must be at least 1 and bandwidth = {bandwidth} above 0")
+    return n_bytes / (n_buckets * bandwidth) + n_buckets * call_overhead_s
+    ### END SOLUTION
+
+
+def optimal_bucket_bytes(n_bytes: float, bandwidth: float, call_overhead_s: float) -> float:
+    """The bucket that makes ``ddp_overhead_seconds`` smallest. (Exercise 10.7)
+
+    Args:
+        n_bytes: All gradients together.
+        bandwidth: Bytes a second.
+        call_overhead_s: Seconds a call.
+
+    Returns:
+        Bytes of a bucket, a float: ``n_bytes`` divided by the best k, which need not be whole but is at least 1.
+    """
+    ### BEGIN SOLUTION
+    return min(float(n_bytes), math.sqrt(n_bytes * bandwidth * call_overhead_s))
+    ### END SOLUTION
+
+
+### BEGIN SOLUTION
+def _buckets(parameters: list[nn.Parameter], bucket_bytes: float) -> list[list[nn.Parameter]]:
+    """Parameters in the order given, each dtype in buckets of its own; the bucket that is complete first comes first."""
+    position = {p: i for i, p in enumerate(parameters)}
+    buckets: list[list[nn.Parameter]] = []
+    open_buckets: dict[torch.dtype, list[nn.Parameter]] = {}
+    for p in parameters:
+        bucket = open_buckets.get(p.dtype)
+        if bucket is None or sum(q.nbytes for q in bucket) + p.nbytes > bucket_bytes:
+            bucket = open_buckets[p.dtype] = []
+            buckets.append(bucket)
+        bucket.append(p)
+    return sorted(buckets, key=lambda bucket: position[bucket[-1]])
+
+
+### END SOLUTION
+class BucketedDDP(nn.Module):
+    """``OverlapDDP`` with gradients that travel together in buckets. (Exercise 10.8)
+
+    Args:
+        module: The model, on every rank; it gets rank 0's parameters and buffers at once.
+        bucket_size_mb: The most that a bucket holds, in MB of 2**20 bytes; may be a fraction.
+
+    Attributes:
+        module: The same model.
+
+    Buckets are filled in reverse order of the parameters: a gradient that would make its bucket too large begins the next
+    one, and one larger than a bucket has one of its own. Each dtype has its own buckets; those whose last gradient comes
+    earlier in the reverse order go first. A bucket is one flat ``all_reduce``, started when all its gradients are ready and
+    all buckets before it have been started, so that the order is the same on all ranks. A parameter that only some ranks
+    used gets the mean with zeros for the others; one that none used gets zeros. Frozen parameters are in no bucket, tied
+    ones once.
+
+    Raises:
+        ValueError: ``bucket_size_mb`` is not positive; the message names it.
+
+    Source: Li and others (arXiv:2006.15704), section 3.2.3.
+    """
+
+    def __init__(self, module: nn.Module, bucket_size_mb: float):
+        super().__init__()
+        ### BEGIN SOLUTION
+        if not bucket_size_mb > 0:
+            raise ValueError(f"bucket_size_mb = {bucket_size_mb}, expected more than 0")
+        self.module = module
+        broadcast_parameters(module)
+        self._rounds = _Rounds(_buckets(_trainable(module)[::-1], bucket_size_mb * 2**20))
+        ### END SOLUTION
+
+    def forward(self, *args, **kwargs):
+        """What ``module`` gives. If the round before was left by an exception, it is completed first."""
+        ### BEGIN SOLUTION
+        self._rounds.finish_what_was_left()
+        return self.module(*args, **kwargs)
+        ### END SOLUTION
+
+    def finish_gradient_synchronization(self) -> None:
+        """Call it after backward: when it returns, every gradient is the mean. Inside ``no_sync()`` it does nothing."""
+        ### BEGIN SOLUTION
+        self._rounds.finish()
+        ### END SOLUTION
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward inside starts no collective: gradients add up on each rank, and the next round averages the sums."""
+        ### BEGIN SOLUTION
+        with self._rounds.paused():
+            yield
+        ### END SOLUTION

@@ -1,0 +1,599 @@
+"""What goes wrong when people write distributed data parallel."""
+
+import math
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from lib.workbook.grading import mistake
+from solutions import ddp as reference
+
+# ---- 10.1 shard_indices ----------------------------------------------------------------------------------------------
+
+
+def _order(n, epoch, seed, shuffle):
+    generator = torch.Generator().manual_seed(seed + epoch)
+    return torch.randperm(n, generator=generator).tolist() if shuffle else list(range(n))
+
+
+def _check(rank, world_size):
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} of {world_size}")
+
+
+def _padded(order, world_size, drop_last):
+    n_each = len(order) // world_size if drop_last else -(-len(order) // world_size)
+    return [order[i % len(order)] for i in range(n_each * world_size)]
+
+
+@mistake("shard_indices", "each rank takes a block of neighbours, where it should take every R-th item")
+def in_blocks(n, rank, world_size, epoch=0, seed=0, shuffle=True, drop_last=False):
+    _check(rank, world_size)
+    order = _padded(_order(n, epoch, seed, shuffle), world_size, drop_last)
+    n_each = len(order) // world_size
+    return order[rank * n_each : (rank + 1) * n_each]
+
+
+@mistake(
+    "shard_indices", "nothing is padded or cut, so some ranks have an item more than others, and would wait for them"
+)
+def ragged(n, rank, world_size, epoch=0, seed=0, shuffle=True, drop_last=False):
+    _check(rank, world_size)
+    return _order(n, epoch, seed, shuffle)[rank::world_size]
+
+
+@mistake("shard_indices", "the epoch is not in the seed: every epoch repeats the first one's order")
+def without_epoch(n, rank, world_size, epoch=0, seed=0, shuffle=True, drop_last=False):
+    return reference.shard_indices(n, rank, world_size, 0, seed, shuffle, drop_last)
+
+
+@mistake("shard_indices", "each rank shuffles with a seed of its own, so that items are read twice or not at all")
+def seeded_by_rank(n, rank, world_size, epoch=0, seed=0, shuffle=True, drop_last=False):
+    _check(rank, world_size)
+    return _padded(_order(n, epoch, seed + rank, shuffle), world_size, drop_last)[rank::world_size]
+
+
+@mistake("shard_indices", "the last item is repeated as padding, where padding comes from the start of the order")
+def padded_with_last(n, rank, world_size, epoch=0, seed=0, shuffle=True, drop_last=False):
+    _check(rank, world_size)
+    order = _order(n, epoch, seed, shuffle)
+    if drop_last or not n:
+        return reference.shard_indices(n, rank, world_size, epoch, seed, shuffle, drop_last)
+    return (order + order[-1:] * (-n % world_size))[rank::world_size]
+
+
+@mistake(
+    "shard_indices", "padding takes one turn through the items, which is too little when there are fewer than ranks"
+)
+def padded_once(n, rank, world_size, epoch=0, seed=0, shuffle=True, drop_last=False):
+    if drop_last or not n:
+        return reference.shard_indices(n, rank, world_size, epoch, seed, shuffle, drop_last)
+    _check(rank, world_size)
+    order = _order(n, epoch, seed, shuffle)
+    return (order + order[: -n % world_size])[rank::world_size]
+
+
+@mistake(
+    "shard_indices", "`math.ceil(n // R)` rounds a number that is whole already: the tail is lost without drop_last"
+)
+def ceil_of_whole(n, rank, world_size, epoch=0, seed=0, shuffle=True, drop_last=False):
+    _check(rank, world_size)
+    n_each = math.ceil(n // world_size)
+    return _order(n, epoch, seed, shuffle)[rank : n_each * world_size : world_size]
+
+
+@mistake("shard_indices", "the shuffle uses and changes the global generator instead of one of its own")
+def global_generator(n, rank, world_size, epoch=0, seed=0, shuffle=True, drop_last=False):
+    torch.manual_seed(seed + epoch)
+    return reference.shard_indices(n, rank, world_size, epoch, seed, shuffle, drop_last)
+
+
+@mistake("shard_indices", "a rank that does not exist gets a share instead of a ValueError")
+def any_rank(n, rank, world_size, epoch=0, seed=0, shuffle=True, drop_last=False):
+    return reference.shard_indices(n, rank % world_size, world_size, epoch, seed, shuffle, drop_last)
+
+
+# ---- 10.2 broadcast_parameters ---------------------------------------------------------------------------------------
+
+
+@mistake("broadcast_parameters", "buffers are not sent: counters and running means differ between ranks")
+def without_buffers(module, group=None):
+    stripped = torch.nn.Module()
+    stripped.held = torch.nn.ParameterList(module.parameters())
+    reference.broadcast_parameters(stripped, group)
+
+
+@mistake(
+    "broadcast_parameters", "only parameters that are trained are sent; a frozen one must be the same everywhere too"
+)
+def only_trained(module, group=None):
+    with torch.no_grad():
+        for tensor in [*(p for p in module.parameters() if p.requires_grad), *module.buffers()]:
+            sent = tensor.detach().contiguous()
+            dist.broadcast(sent, group_src=0, group=group)
+            tensor.copy_(sent)
+
+
+@mistake("broadcast_parameters", "parameters are averaged, where all ranks should get those of rank 0")
+def averaged_parameters(module, group=None):
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            total = tensor.detach().to(torch.float64).contiguous()
+            dist.all_reduce(total, group=group)
+            tensor.copy_(total / dist.get_world_size(group))
+
+
+@mistake("broadcast_parameters", "a copy is sent and the parameter keeps its value: the result must be written back")
+def never_written_back(module, group=None):
+    for tensor in [*module.parameters(), *module.buffers()]:
+        dist.broadcast(tensor.detach().clone().contiguous(), group_src=0, group=group)
+
+
+@mistake("broadcast_parameters", "`src=0` is the world's rank 0, which need not be in the group")
+def worlds_root(module, group=None):
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            sent = tensor.detach().contiguous()
+            dist.broadcast(sent, src=0, group=group)
+            tensor.copy_(sent)
+
+
+@mistake("broadcast_parameters", "a tensor that is tied is sent once for each of its names")
+def tied_twice(module, group=None):
+    with torch.no_grad():
+        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        for _, tensor in named:
+            sent = tensor.detach().contiguous()
+            dist.broadcast(sent, group_src=0, group=group)
+            tensor.copy_(sent)
+
+
+# ---- 10.3 average_gradients, 10.4 average_gradients_flat -------------------------------------------------------------
+
+
+def _trained(module):
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+def _fill(module):
+    for p in _trained(module):
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+
+
+def _scale(module, factor):
+    for p in _trained(module):
+        if p.grad is not None:
+            p.grad.mul_(factor)
+
+
+@mistake("average_gradients", "gradients are summed, and never divided by the number of ranks")
+def summed(module, group=None):
+    reference.average_gradients(module, group)
+    _scale(module, dist.get_world_size(group))
+
+
+@mistake("average_gradients", "it divides by the number of ranks twice")
+def divided_twice(module, group=None):
+    reference.average_gradients(module, group)
+    _scale(module, 1 / dist.get_world_size(group))
+
+
+@mistake("average_gradients", "it divides by the size of the world, where it should divide by the size of the group")
+def worlds_size(module, group=None):
+    reference.average_gradients(module, group)
+    _scale(module, dist.get_world_size(group) / dist.get_world_size())
+
+
+@mistake("average_gradients", "the group is ignored: all ranks are averaged")
+def group_ignored(module, group=None):
+    reference.average_gradients(module)
+
+
+@mistake(
+    "average_gradients", "a parameter without a gradient is skipped, and the other ranks wait for it or meet another"
+)
+def skipped(module, group=None):
+    for p in _trained(module):
+        if p.grad is not None:
+            grad = p.grad.contiguous() / dist.get_world_size(group)
+            dist.all_reduce(grad, group=group)
+            p.grad = grad
+
+
+@mistake("average_gradients", "the mean is over the ranks that used a parameter, where unused ones count as zeros")
+def mean_of_users(module, group=None):
+    used = {p: torch.tensor(float(p.grad is not None)) for p in _trained(module)}
+    reference.average_gradients(module, group)
+    for p, count in used.items():
+        dist.all_reduce(count, group=group)
+        p.grad.mul_(dist.get_world_size(group) / max(count.item(), 1))
+
+
+@mistake("average_gradients", "parameters are averaged instead of gradients")
+def parameters_averaged(module, group=None):
+    with torch.no_grad():
+        for p in _trained(module):
+            p.copy_(p / dist.get_world_size(group))
+            value = p.contiguous()
+            dist.all_reduce(value, group=group)
+            p.copy_(value)
+
+
+@mistake("average_gradients", "all gradients go in one buffer; that is the next exercise")
+def already_flat(module, group=None):
+    reference.average_gradients_flat(module, group)
+
+
+@mistake("average_gradients_flat", "one collective a tensor, where one buffer should hold all of a dtype")
+def not_flat(module, group=None):
+    reference.average_gradients(module, group)
+
+
+@mistake("average_gradients_flat", "gradients are summed, and never divided by the number of ranks")
+def flat_summed(module, group=None):
+    reference.average_gradients_flat(module, group)
+    _scale(module, dist.get_world_size(group))
+
+
+@mistake("average_gradients_flat", "the buffer is averaged and thrown away: gradients are never read back from it")
+def not_unpacked(module, group=None):
+    before = [None if p.grad is None else p.grad.clone() for p in _trained(module)]
+    reference.average_gradients_flat(module, group)
+    for p, grad in zip(_trained(module), before, strict=True):
+        p.grad = grad
+
+
+@mistake("average_gradients_flat", "missing gradients are left out, so that the buffers of the ranks differ in length")
+def flat_skipped(module, group=None):
+    _flat([p for p in _trained(module) if p.grad is not None], group)
+
+
+def _flat(parameters, group, dtype=None):
+    flat = torch.cat([p.grad.reshape(-1).to(dtype or p.grad.dtype) for p in parameters])
+    dist.all_reduce(flat.div_(dist.get_world_size(group)), group=group)
+    for p, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        p.grad = piece.view(p.shape).to(p.dtype)
+
+
+@mistake(
+    "average_gradients_flat", "all dtypes are widened into one buffer, which sends more bytes than the gradients have"
+)
+def flat_widened(module, group=None):
+    _fill(module)
+    _flat(_trained(module), group, torch.float64)
+
+
+@mistake("average_gradients_flat", "the pieces are read back from the buffer in another order than they were put there")
+def flat_reversed(module, group=None):
+    reference.average_gradients_flat(module, group)
+    grads = torch.cat([p.grad.reshape(-1).float() for p in reversed(_trained(module))])
+    for p, piece in zip(_trained(module), grads.split([p.numel() for p in _trained(module)]), strict=True):
+        p.grad = piece.view(p.shape).to(p.dtype)
+
+
+# ---- 10.6, 10.7 the model of the overhead ----------------------------------------------------------------------------
+
+
+def _refuse(bandwidth, n_buckets):
+    if n_buckets < 1 or bandwidth <= 0:
+        raise ValueError(f"n_buckets = {n_buckets}, bandwidth = {bandwidth}")
+
+
+@mistake("ddp_overhead_seconds", "all bytes are counted, where all but the last bucket are hidden behind backward")
+def nothing_hidden(n_bytes, bandwidth, call_overhead_s, n_buckets):
+    _refuse(bandwidth, n_buckets)
+    return n_bytes / bandwidth + n_buckets * call_overhead_s
+
+
+@mistake("ddp_overhead_seconds", "the cost of a call is paid once, where each bucket pays it")
+def one_call(n_bytes, bandwidth, call_overhead_s, n_buckets):
+    _refuse(bandwidth, n_buckets)
+    return n_bytes / (n_buckets * bandwidth) + call_overhead_s
+
+
+@mistake("ddp_overhead_seconds", "the call's cost is divided by the number of buckets instead of multiplied with it")
+def call_divided(n_bytes, bandwidth, call_overhead_s, n_buckets):
+    _refuse(bandwidth, n_buckets)
+    return (n_bytes / bandwidth + call_overhead_s) / n_buckets
+
+
+@mistake("ddp_overhead_seconds", "the bucket's size is rounded to whole bytes with `//`")
+def whole_bytes(n_bytes, bandwidth, call_overhead_s, n_buckets):
+    _refuse(bandwidth, n_buckets)
+    return n_bytes // n_buckets / bandwidth + n_buckets * call_overhead_s
+
+
+@mistake("ddp_overhead_seconds", "no buckets at all, or no bandwidth, gives a number instead of a ValueError")
+def unchecked(n_bytes, bandwidth, call_overhead_s, n_buckets):
+    return n_bytes / ((n_buckets or 1) * bandwidth) + n_buckets * call_overhead_s
+
+
+@mistake("optimal_bucket_bytes", "that is the best number of buckets, where the size of one is asked for")
+def best_number(n_bytes, bandwidth, call_overhead_s):
+    return math.sqrt(n_bytes / (bandwidth * call_overhead_s)) if call_overhead_s else math.inf
+
+
+@mistake("optimal_bucket_bytes", "the root is missing")
+def without_root(n_bytes, bandwidth, call_overhead_s):
+    return min(float(n_bytes), n_bytes * bandwidth * call_overhead_s)
+
+
+@mistake(
+    "optimal_bucket_bytes", "that is the size whose transfer takes as long as a call, whatever is to be sent in all"
+)
+def break_even(n_bytes, bandwidth, call_overhead_s):
+    return min(float(n_bytes), bandwidth * call_overhead_s)
+
+
+@mistake("optimal_bucket_bytes", "a bucket larger than all gradients together: there is at least one bucket")
+def unbounded(n_bytes, bandwidth, call_overhead_s):
+    return math.sqrt(n_bytes * bandwidth * call_overhead_s)
+
+
+# ---- 10.5 OverlapDDP, 10.8 BucketedDDP -------------------------------------------------------------------------------
+
+
+class _Wrong:
+    """Either wrapper with other rounds; what differs is what a mistake overrides."""
+
+    rounds = reference._Rounds
+
+    def __init__(self, module, bucket_size_mb=None):
+        torch.nn.Module.__init__(self)
+        if bucket_size_mb is not None and not bucket_size_mb > 0:
+            raise ValueError(f"bucket_size_mb = {bucket_size_mb}")
+        self.module = module
+        self.send(module)
+        self._rounds = self.rounds(self.buckets(reference._trainable(module), bucket_size_mb))
+
+    def send(self, module):
+        reference.broadcast_parameters(module)
+
+    def buckets(self, trained, bucket_size_mb):
+        if bucket_size_mb is None:
+            return [[p] for p in reversed(trained)]
+        return reference._buckets(trained[::-1], bucket_size_mb * 2**20)
+
+
+class _Overlap(_Wrong, reference.OverlapDDP):
+    pass
+
+
+class _Bucketed(_Wrong, reference.BucketedDDP):
+    pass
+
+
+class _NotSent:
+    def send(self, module):
+        pass
+
+
+class _Sum(reference._Rounds):
+    """Means multiplied again by the number of ranks."""
+
+    def finish(self):
+        super().finish()
+        if not self.is_paused:
+            for p in self.bucket_of:
+                p.grad.mul_(dist.get_world_size())
+
+
+class _AtTheEnd(reference._Rounds):
+    """Nothing starts before finish."""
+
+    def on_ready(self, p):
+        pass
+
+
+class _Blocking(reference._Rounds):
+    """Backward waits for each collective."""
+
+    @torch.no_grad()
+    def start_next(self):
+        self.works.append(reference._flat_mean(self.buckets[len(self.works)]))
+
+
+class _NoZeros(reference._Rounds):
+    """What backward did not reach takes no part."""
+
+    @torch.no_grad()
+    def start_next(self):
+        parameters = [p for p in self.buckets[len(self.works)] if p.grad is not None]
+        self.works.append(reference._flat_mean(parameters, async_op=True) if parameters else None)
+
+
+class _AsReady(reference._Rounds):
+    """Each bucket is started as soon as it is whole, whatever is under way elsewhere."""
+
+    def begin(self):
+        super().begin()
+        self.started = set()
+
+    def on_ready(self, p):
+        if not self.is_paused:
+            self.ready.add(p)
+            i = self.bucket_of[p]
+            self.n_missing[i] -= 1
+            if self.n_missing[i] == 0:
+                self.start(i)
+
+    @torch.no_grad()
+    def start(self, i):
+        self.started.add(i)
+        self.works.append(reference._flat_mean(self.buckets[i], async_op=True))
+
+    def finish(self):
+        if self.is_paused:
+            return
+        for i in range(len(self.buckets)):
+            if i not in self.started:
+                self.start(i)
+        works = self.works
+        self.begin()
+        for work in works:
+            work.wait()
+
+
+class _AlwaysSync(reference._Rounds):
+    """no_sync has no effect on the hooks."""
+
+    @contextmanager
+    def paused(self):
+        yield
+
+
+class _StaysPaused(reference._Rounds):
+    """The end of no_sync is not reached when an exception passes."""
+
+    @contextmanager
+    def paused(self):
+        self.is_paused = True
+        yield
+        self.is_paused = False
+
+
+class _NotForgotten(reference._Rounds):
+    """What an exception left is still there in the next round."""
+
+    def on_ready(self, p):
+        if p not in self.ready:
+            super().on_ready(p)
+
+    def finish_what_was_left(self):
+        pass
+
+
+class _Late(reference._Rounds):
+    """Means are divided, and never waited for."""
+
+    def finish(self):
+        if not self.is_paused:
+            while len(self.works) < len(self.buckets):
+                self.start_next()
+            self.begin()
+
+
+class _PlainCall:
+    def forward(self, x, *rest):
+        self._rounds.finish_what_was_left()
+        return self.module(x, *rest)
+
+
+_BOTH = [
+    ("the ranks begin with different weights: nobody sent rank 0's", _NotSent, None),
+    ("gradients are summed, and never divided by the number of ranks", None, _Sum),
+    (
+        "every collective starts in finish_gradient_synchronization(), when backward is over: nothing overlaps",
+        None,
+        _AtTheEnd,
+    ),
+    (
+        "the collective in the hook is not asynchronous (async_op=True), so that backward stands still meanwhile",
+        None,
+        _Blocking,
+    ),
+    (
+        "a parameter that this rank did not use is left out, and the other ranks wait for it or meet another",
+        None,
+        _NoZeros,
+    ),
+    (
+        "each collective starts when it can, so that ranks that used other parameters start them in another order",
+        None,
+        _AsReady,
+    ),
+    ("no_sync() does not keep the hooks from starting collectives", None, _AlwaysSync),
+    (
+        "an exception inside no_sync() leaves synchronisation off: a context manager restores in `finally`",
+        None,
+        _StaysPaused,
+    ),
+    ("what a step that an exception ended had started is counted as the next step's", None, _NotForgotten),
+    ("named arguments do not reach the module", _PlainCall, None),
+]
+
+
+def _register(name, base, sentence, mixin, rounds):
+    parts = (base,) if mixin is None else (mixin, base)
+    mistake(name, sentence)(
+        type(f"Wrong{name}", parts, {"__module__": __name__} | ({} if rounds is None else {"rounds": rounds}))
+    )
+
+
+for _sentence, _mixin, _other in _BOTH:
+    _register("OverlapDDP", _Overlap, _sentence, _mixin, _other)
+    _register("BucketedDDP", _Bucketed, _sentence, _mixin, _other)
+
+
+@mistake("OverlapDDP", "all gradients travel in one bucket, which is whole only when backward ends")
+class OneBucket(_Overlap):
+    def buckets(self, trained, bucket_size_mb):
+        return reference._buckets(trained[::-1], math.inf)
+
+
+@mistake(
+    "OverlapDDP", "collectives start in the order of the parameters, but backward comes to the first parameters last"
+)
+class Forwards(_Overlap):
+    def buckets(self, trained, bucket_size_mb):
+        return [[p] for p in trained]
+
+
+@mistake(
+    "BucketedDDP", "buckets are filled in the order of the parameters, but backward comes to the first parameters last"
+)
+class BucketsForwards(_Bucketed):
+    def buckets(self, trained, bucket_size_mb):
+        return reference._buckets(trained, bucket_size_mb * 2**20)
+
+
+@mistake("BucketedDDP", "every gradient travels alone")
+class NoBuckets(_Bucketed):
+    def buckets(self, trained, bucket_size_mb):
+        return [[p] for p in reversed(trained)]
+
+
+@mistake("BucketedDDP", "a bucket is closed after it has become too large, where it should be closed before")
+class Overfull(_Bucketed):
+    def buckets(self, trained, bucket_size_mb):
+        buckets, open_buckets = [], {}
+        for p in reversed(trained):
+            bucket = open_buckets.get(p.dtype)
+            if bucket is None or sum(q.nbytes for q in bucket) >= bucket_size_mb * 2**20:
+                bucket = open_buckets[p.dtype] = []
+                buckets.append(bucket)
+            bucket.append(p)
+        order = {p: i for i, p in enumerate(reversed(trained))}
+        return sorted(buckets, key=lambda bucket: order[bucket[-1]])
+
+
+@mistake("BucketedDDP", "the size counts numbers, where it should count bytes")
+class Elements(_Bucketed):
+    def buckets(self, trained, bucket_size_mb):
+        return reference._buckets(trained[::-1], 4 * bucket_size_mb * 2**20)
+
+
+@mistake("BucketedDDP", "dtypes share a bucket, where the narrow ones are widened on the way")
+class MixedBuckets(_Bucketed):
+    def buckets(self, trained, bucket_size_mb):
+        buckets = [[]]
+        for p in reversed(trained):
+            if buckets[-1] and sum(q.nbytes for q in buckets[-1]) + p.nbytes > bucket_size_mb * 2**20:
+                buckets.append([])
+            buckets[-1].append(p)
+        return buckets if trained else []
+
+
+@mistake("BucketedDDP", "buckets go in the order in which they were begun: the wide-spread one holds up all others")
+class OrderOfBeginning(_Bucketed):
+    def buckets(self, trained, bucket_size_mb):
+        order = {p: i for i, p in enumerate(reversed(trained))}
+        return sorted(super().buckets(trained, bucket_size_mb), key=lambda bucket: order[bucket[0]])
+
+
+@mistake("BucketedDDP", "a bucket of no size is taken as it comes instead of a ValueError")
+class AnySize(_Bucketed):
+    def __init__(self, module, bucket_size_mb):
+        super().__init__(module, max(bucket_size_mb, 1e-9))

@@ -1,0 +1,339 @@
+"""What the tests of this chapter run on each rank: small models, and steps of training with the graded wrappers."""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lib.given.ranks import mark
+from lib.workbook.grading import graded
+
+ddp = graded("ddp")
+
+
+class Net(nn.Module):
+    """Two layers whose parameters are tied, one frozen, one of another dtype, and two that a call may leave out."""
+
+    def __init__(self, seed: int = 0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(5, 7)
+        self.tied = nn.Linear(7, 7)
+        self.again = nn.Linear(7, 7, bias=False)
+        self.again.weight = self.tied.weight
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+        self.maybe = nn.Parameter(torch.randn(3, 7))
+        self.never = nn.Parameter(torch.randn(4))
+        self.wide = nn.Parameter(torch.randn(7, 2, dtype=torch.float64))
+        self.last = nn.Linear(7, 3)
+        self.register_buffer("steps", torch.tensor(seed))
+
+    def forward(self, x: Tensor, use: bool = True, *, scale: float = 1.0) -> Tensor:
+        h = self.tied(torch.tanh(self.first(x)))
+        h = torch.tanh(self.again(h)) + self.frozen(h)
+        if use:
+            h = h + self.maybe.mean(0)
+        extra = (h.double() @ self.wide).sum(-1, keepdim=True).float()
+        return scale * (self.last(h) + extra)
+
+
+class Chain(nn.Module):
+    """Three layers in a row; ``after`` is told when backward has come past the last, and past the second."""
+
+    def __init__(self, seed: int = 0, after=None):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in ((4, 6), (6, 5), (5, 2)))
+        self.after = after
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if self.after is not None and x.requires_grad and i < 2:
+                x.register_hook(lambda grad, i=i: self.after(f"layer {i + 1} is through"))
+        return x
+
+
+def items(n: int, seed: int = 0, width: int = 5) -> Tensor:
+    return torch.randn(n, width, generator=torch.Generator().manual_seed(seed))
+
+
+def wrap(kind: str | float, module: nn.Module) -> nn.Module:
+    """``"overlap"``, ``"torch"`` for PyTorch's own, or a bucket's size in MB."""
+    if kind == "overlap":
+        return ddp.OverlapDDP(module)
+    if kind == "torch":
+        return DistributedDataParallel(module, find_unused_parameters=True)
+    return ddp.BucketedDDP(module, kind)
+
+
+def finish(model: nn.Module) -> None:
+    if not isinstance(model, DistributedDataParallel):
+        model.finish_gradient_synchronization()
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
+
+
+# ---- 10.2 ----
+
+
+class Odd(nn.Module):
+    """Tensors of every kind, filled with this rank's number."""
+
+    def __init__(self, rank: int):
+        super().__init__()
+        value = float(rank + 1)
+        self.across = nn.Parameter(torch.full((3, 2), value).T)
+        self.narrow = nn.Parameter(torch.full((2,), value, dtype=torch.bfloat16))
+        self.frozen = nn.Parameter(torch.full((), value, dtype=torch.float64), requires_grad=False)
+        self.tied = self.narrow
+        self.register_buffer("count", torch.tensor(rank + 1))
+        self.register_buffer("mask", torch.tensor([rank == 0, True]))
+        self.register_buffer("hidden", torch.full((2, 4), value)[:, ::2], persistent=False)
+        with torch.no_grad():
+            self.across[1, 2] += 10.0
+
+
+def send_parameters(rank, world_size):
+    module = Odd(rank)
+    before = {name: (t.data_ptr(), t.stride()) for name, t in [*module.named_parameters(), *module.named_buffers()]}
+    ddp.broadcast_parameters(module)
+    tensors = dict([*module.named_parameters(), *module.named_buffers()])
+    moved = [name for name, t in tensors.items() if (t.data_ptr(), t.stride()) != before[name]]
+    module.across.sum().backward()
+    values = {name: t.detach().contiguous() for name, t in tensors.items()}
+    return values, moved, [name for name, p in module.named_parameters() if p.requires_grad], module.across.grad
+
+
+def send_in_a_group(rank, world_size):
+    pair = dist.new_group([1, 2])
+    module = nn.Linear(1, 1).requires_grad_(False)
+    module.weight.fill_(float(rank))
+    if rank:
+        ddp.broadcast_parameters(module, pair)
+    return module.weight.item()
+
+
+# ---- 10.3, 10.4 ----
+
+
+class Loose(nn.Module):
+    """Parameters whose gradients the test sets."""
+
+    def __init__(self, rank: int, used: list[bool]):
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(2))
+        self.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
+        self.b = nn.Parameter(torch.zeros(3, 2).T)
+        self.c = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.b_again = self.b
+        self.a.grad = torch.tensor([1.0 + rank, 2.0 + 10 * rank])
+        self.b.grad = (torch.arange(6.0).reshape(2, 3) * (rank + 1)).T.contiguous().T
+        self.c.grad = torch.tensor(3.0 * rank, dtype=torch.float64)
+        if not used[rank]:
+            self.b.grad = None
+
+
+def average_loose(rank, world_size, name, used):
+    module = Loose(rank, used)
+    getattr(ddp, name)(module)
+    return gradients(module)
+
+
+def average_in_a_group(rank, world_size, name):
+    pair = dist.new_group([0, 2])
+    module = nn.Linear(2, 1, bias=False)
+    module.weight.grad = torch.tensor([[1.0 + rank * rank, 4.0 * rank]])
+    if rank != 1:
+        getattr(ddp, name)(module, pair)
+    return module.weight.grad
+
+
+def average_all_unused(rank, world_size, name):
+    module = nn.Linear(2, 1)
+    getattr(ddp, name)(module)
+    return [0.0 if p.grad is None else p.grad.abs().sum().item() for p in module.parameters()]
+
+
+def train_by_hand(rank, world_size, name, n_each, n_steps):
+    """Steps of SGD on this rank's share, gradients averaged by one of the two functions."""
+    model = Chain(seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(n_steps):
+        x = items(n_each * world_size, seed=step, width=4)[rank::world_size]
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        getattr(ddp, name)(model)
+        optimizer.step()
+    return model.state_dict()
+
+
+# ---- 10.5, 10.8 ----
+
+
+def step_by_hand(rank, world_size, kind):
+    """One weight of two numbers that begins as [rank, rank]; its gradient is [1 + rank, 2 + 10 rank]."""
+    module = nn.Linear(2, 1, bias=False)
+    nn.init.constant_(module.weight, float(rank + 1))
+    model = wrap(kind, module)
+    start = module.weight.detach().clone()
+    model(torch.tensor([[1.0 + rank, 2.0 + 10 * rank]])).sum().backward()
+    model.finish_gradient_synchronization()
+    return start, module.weight.grad.clone()
+
+
+def train(rank, world_size, kind, n_each, n_steps):
+    """Steps of SGD on this rank's share, beside PyTorch's DDP; each rank begins with other weights."""
+    models = [wrap(kind, Net(seed=rank)), wrap("torch", Net(seed=0))]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in models]
+    for step in range(n_steps):
+        x = items(n_each * world_size, seed=step)[rank::world_size]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            model(x, rank > 0 or step == 0, scale=0.5).square().mean().backward()
+            finish(model)
+            optimizer.step()
+    return [(model.module.state_dict(), gradients(model.module)) for model in models]
+
+
+def overlap(rank, world_size, kinds):
+    """One round for each kind, with marks where backward is through with a layer, and where it ends."""
+    for i, kind in enumerate(kinds):
+        model = wrap(kind, Chain(after=lambda name, i=i: mark(f"{name} ({i})")))
+        mark(f"begin ({i})")
+        model(items(3, seed=rank, width=4)).square().mean().backward()
+        mark(f"backward ends ({i})")
+        model.finish_gradient_synchronization()
+        mark(f"end ({i})")
+
+
+def several(rank, world_size, kind):
+    """Accumulation, an error inside no_sync, and a rank without items: one after the other."""
+    programs = (accumulate, accumulate_after_an_error, with_an_empty_rank)
+    return [program(rank, world_size, kind) for program in programs]
+
+
+def mixed(rank, world_size, kind):
+    model = wrap(kind, Net())
+    mark("wrapped")
+    model(items(2, seed=rank), rank != 1).square().mean().backward()
+    model.finish_gradient_synchronization()
+    return gradients(model.module)
+
+
+def mean_of_locals(world_size, use=lambda rank: True, seeds=lambda rank: [rank], n=lambda rank: 2):
+    """The means that ``mixed`` and its relatives should give, from one process; unused counts as zeros."""
+    total: dict[str, Tensor] = {}
+    for rank in range(world_size):
+        model = Net()
+        for i, seed in enumerate(seeds(rank)):
+            if n(rank):
+                model(items(n(rank), seed=seed), use(rank) and i == 0).square().mean().backward()
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                grad = torch.zeros_like(p) if p.grad is None else p.grad
+                total[name] = total.get(name, 0) + grad / world_size
+    return total
+
+
+def accumulate(rank, world_size, kind):
+    """Two micro-batches, the first under no_sync; the parameter ``maybe`` is used in the first only."""
+    model = wrap(kind, Net())
+    mark("wrapped")
+    with model.no_sync():
+        model(items(2, seed=rank)).square().mean().backward()
+        model.finish_gradient_synchronization()
+    inside = gradients(model.module)
+    mark("no_sync ends")
+    model(items(2, seed=10 + rank), False).square().mean().backward()
+    model.finish_gradient_synchronization()
+    return inside, gradients(model.module)
+
+
+def accumulate_after_an_error(rank, world_size, kind):
+    """An exception inside no_sync, then an ordinary step."""
+    model = wrap(kind, Net())
+    with contextlib.suppress(ZeroDivisionError), model.no_sync():
+        raise ZeroDivisionError
+    model(items(2, seed=rank)).square().mean().backward()
+    model.finish_gradient_synchronization()
+    return gradients(model.module)
+
+
+def with_an_empty_rank(rank, world_size, kind):
+    """Rank 1 has no items, and goes through no backward."""
+    model = wrap(kind, Net())
+    if rank != 1:
+        model(items(2, seed=rank)).square().mean().backward()
+    model.finish_gradient_synchronization()
+    return gradients(model.module)
+
+
+def interrupted(rank, world_size, kind, places):
+    """For each place, what ``interrupted_at`` gives."""
+    return [interrupted_at(rank, kind, where) for where in places]
+
+
+def interrupted_at(rank, kind, where):
+    """A step that an exception ends, and the step after it; then one more, to see that order is restored."""
+
+    def fail(_):
+        raise ZeroDivisionError("on purpose")
+
+    model = wrap(kind, Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with contextlib.suppress(ZeroDivisionError):
+        if where == "in backward":
+            model.module.first.register_forward_hook(lambda m, args, out: out.register_hook(fail) and None)
+        model(items(2, seed=20 + rank)).square().mean().backward()
+        if where == "after backward" or rank == 0:
+            raise ZeroDivisionError("on purpose")
+        model.finish_gradient_synchronization()
+    model.module.first._forward_hooks.clear()
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(items(2, seed=rank)).square().mean().backward()
+        model.finish_gradient_synchronization()
+    return gradients(model.module)
+
+
+class Picky(nn.Module):
+    """A module whose call must get through as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x, *more, flip=False, **named):
+        return {"out": self.weight * x, "more": more, "flip": flip, "named": sorted(named), "training": self.training}
+
+
+def passthrough(rank, world_size, kind):
+    inner = Picky()
+    model = wrap(kind, inner)
+    given = model(torch.ones(2), 1, "two", flip=True, mask=None)
+    with torch.no_grad():
+        model.eval()(torch.ones(2))
+    state = model.state_dict()
+    return {
+        "is_module": model.module is inner,
+        "call": {key: value for key, value in given.items() if key != "out"},
+        "eval": model(torch.ones(2))["training"],
+        "n_parameters": sum(p.numel() for p in model.parameters()),
+        "inner_keys": sorted(model.module.state_dict()),
+        "keys": sorted(state),
+        "loads": str(model.load_state_dict(state)),
+    }
+
+
+def no_parameters(rank, world_size, kind):
+    """All frozen: nothing to average, and no error."""
+    model = wrap(kind, nn.Linear(2, 2).requires_grad_(False))
+    mark("wrapped")
+    model(torch.ones(1, 2))
+    model.finish_gradient_synchronization()
