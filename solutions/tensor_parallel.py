@@ -30,9 +30,7 @@ def partitioned_dot(a: Float[Tensor, "n"], b: Float[Tensor, "n"], parts: int) ->
     """
     ### BEGIN SOLUTION
     if len(a) != len(b) or parts < 1:
-        raise ValueError(
-            f"a has {len(a)} elements, b has {len(b)}, and parts is {parts}: they should be alike, and it 1 or more"
-        )
+        raise ValueError(f"lengths {len(a)} and {len(b)} must be equal, and parts = {parts} at least 1")
     pairs = zip(a.tensor_split(parts), b.tensor_split(parts), strict=True)
     return torch.stack([torch.dot(a_part, b_part) for a_part, b_part in pairs]).sum()
     ### END SOLUTION
