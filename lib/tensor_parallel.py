@@ -207,13 +207,11 @@ class ParallelAttention(nn.Module):
         super().__init__()
         raise NotImplementedError("Exercise 13.9: write ParallelAttention.__init__")
 
-    def forward(self, x: Float[Tensor, "b t c"], rope=None, mask=None) -> Float[Tensor, "b t c"]:
+    def forward(self, x: Float[Tensor, "b t c"], rope=None, mask=None, cache=None) -> Float[Tensor, "b t c"]:
         """``[B, T, C]`` in and out, the same on every rank; one all-reduce forward and one backward, not one for each of wq, wk and wv.
 
-        Args:
-            rope: Complex rotations ``[T, D/2]`` for queries and keys, as in chapter 3; None rotates nothing.
-            mask: Boolean, True where a query may attend, broadcast to ``[B, H, T, T]`` (the same for all heads); None lets every
-                position attend to every other.
+        ``rope`` ``[T, D/2]``, ``mask`` (the same for all heads; None lets every position attend to every other) and ``cache`` (of the
+        rank's own H/R heads) are those of chapter 3's ``MultiHeadAttention.forward``.
         """
         raise NotImplementedError("Exercise 13.9: write ParallelAttention.forward")
 

@@ -279,13 +279,11 @@ class ParallelAttention(nn.Module):
         self.wo = RowParallelLinear(dim, dim, group, bias=False)
         ### END SOLUTION
 
-    def forward(self, x: Float[Tensor, "b t c"], rope=None, mask=None) -> Float[Tensor, "b t c"]:
+    def forward(self, x: Float[Tensor, "b t c"], rope=None, mask=None, cache=None) -> Float[Tensor, "b t c"]:
         """``[B, T, C]`` in and out, the same on every rank; one all-reduce forward and one backward, not one for each of wq, wk and wv.
 
-        Args:
-            rope: Complex rotations ``[T, D/2]`` for queries and keys, as in chapter 3; None rotates nothing.
-            mask: Boolean, True where a query may attend, broadcast to ``[B, H, T, T]`` (the same for all heads); None lets every
-                position attend to every other.
+        ``rope`` ``[T, D/2]``, ``mask`` (the same for all heads; None lets every position attend to every other) and ``cache`` (of the
+        rank's own H/R heads) are those of chapter 3's ``MultiHeadAttention.forward``.
         """
         ### BEGIN SOLUTION
         x = CopyToRegion.apply(x, self.group)
@@ -293,6 +291,8 @@ class ParallelAttention(nn.Module):
         q, k, v = (split_heads(nn.functional.linear(x, weight), self.n_local_heads) for weight in weights)
         if rope is not None:
             q, k = (apply_rope(heads.transpose(1, 2), rope).transpose(1, 2) for heads in (q, k))
+        if cache is not None:
+            k, v = cache.update(k, v)
         return self.wo(merge_heads(scaled_dot_product_attention(q, k, v, mask)))
         ### END SOLUTION
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lib.attention import KVCache
 from lib.given.gpt2 import GPT2_SMALL
 from lib.given.llama import LLAMA_2_7B, TINY
 from lib.given.tensor_parallel import Collectives
@@ -455,6 +456,14 @@ def attention_on_ranks(rank, world_size, plain):
     expect_close(ours.grad, theirs.grad, atol=1e-5, name="x's gradient", read=ATTENTION_READ)
     parts = {name: weight.grad.tensor_split(world_size, ATTENTION_CUTS[name])[rank] for name, weight in w.items()}
     expect_close(gradients(module), parts, atol=1e-5, name="gradients", read=ATTENTION_READ)
+    case(f"the same, two positions and then three, with a cache of this rank's heads; rank {rank}")
+    mask = torch.ones(t, t).tril().bool()
+    rope = given.get("rope", torch.ones(t, 2, dtype=torch.complex64))
+    cache, x = KVCache(2, 2, t, 4), ours.detach()
+    with torch.no_grad():
+        steps = [module(x[:, i:j], rope[i:j], mask[i:j, :j], cache) for i, j in ((0, 2), (2, 5))]
+        expected = attend(x, whole, heads, rope, mask)
+    expect_close(torch.cat(steps, 1), expected, atol=1e-5, name="cached out", read=ATTENTION_READ)
     if world_size == 3:
         case("4 heads on three ranks")
         with expect_raises(ValueError, "4", "3", read="the contract of exercise 13.9, under Raises"):
@@ -472,8 +481,9 @@ def test_ParallelAttention_on_ranks(ranks, n_ranks, plain):
         f"{n_ranks} ranks: one all-reduce of the activations forward and one backward, not one for each of wq, wk and wv"
     )
     sent = [[(r.op, r.n_bytes) for r in ledger.records] for ledger in result.ledgers]
-    expected = [[("all_reduce", 2 * 5 * 8 * n_ranks * 4)] * 2] * n_ranks
-    expect_equal(sent, expected, name="collectives and bytes", read=PAIR)
+    position = 2 * 8 * n_ranks * 4
+    steps = [("all_reduce", n * position) for n in (5, 5, 2, 3)]
+    expect_equal(sent, [steps] * n_ranks, name="collectives and bytes", read=PAIR)
 
 
 # ---- 13.10 vocab_parallel_cross_entropy ------------------------------------------------------------------------------
