@@ -38,7 +38,8 @@ def simulate(schedule, stages: int, micro_batches: int, forward: float = 1.0, ba
     last stage, for its own forward). Messages take no time.
     """
     todo = [schedule(stage, stages, micro_batches) for stage in range(stages)]
-    free, ends, done = [0.0] * stages, {}, []
+    free, done = [0.0] * stages, []
+    ends: dict[tuple[str, int, int], float] = {}
     while any(todo):
         for stage, queue in enumerate(todo):
             while queue:
