@@ -1,0 +1,439 @@
+"""Tensor parallelism: one layer on many ranks, from a dot product cut in two to a whole Llama."""
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from lib.given.llama import LlamaConfig
+from lib.given.tensor_parallel import KeyValueHeads, LocalHeads, SharedInput
+from solutions.attention import merge_heads, scaled_dot_product_attention, split_heads
+from solutions.rope import apply_rope
+
+
+def partitioned_dot(a: Float[Tensor, "n"], b: Float[Tensor, "n"], parts: int) -> Float[Tensor, ""]:
+    """A dot product as the sum of the dot products of its parts. (Exercise 13.1)
+
+    Args:
+        a: ``[n]``; so is b.
+        parts: How many parts. Where n is no multiple, the first n % parts have one element more; where n is smaller, the last are empty.
+
+    Returns:
+        The sum of the parts' dot products: a scalar tensor of the dtype of ``a``.
+
+    Raises:
+        ValueError: the lengths differ, or ``parts`` is below 1; the message names the numbers.
+
+    Cost: no product has more than one part's elements in it, as no rank would hold more.
+    """
+    ### BEGIN SOLUTION
+    if len(a) != len(b) or parts < 1:
+        raise ValueError(f"lengths {len(a)} and {len(b)} must be equal, and parts = {parts} at least 1")
+    pairs = zip(a.tensor_split(parts), b.tensor_split(parts), strict=True)
+    return torch.stack([torch.dot(a_part, b_part) for a_part, b_part in pairs]).sum()
+    ### END SOLUTION
+
+
+def matmul_outer(a: Float[Tensor, "... m k"], b_shard: Float[Tensor, "k n_local"]) -> Float[Tensor, "... m n_local"]:
+    """This rank's columns of a product whose second matrix is cut along an outer axis. (Exercise 13.2)
+
+    Args:
+        a: All of ``[..., M, K]``, the same on every rank.
+        b_shard: This rank's columns ``[K, N/R]`` of a ``[K, N]``; the numbers of columns may differ from rank to rank.
+
+    Returns:
+        The same columns of the product, ``[..., M, N/R]``.
+
+    Cost: no communication.
+    """
+    ### BEGIN SOLUTION
+    return a @ b_shard
+    ### END SOLUTION
+
+
+def matmul_inner(
+    a_shard: Float[Tensor, "... m k_local"], b_shard: Float[Tensor, "k_local n"], group: dist.ProcessGroup | None
+) -> Float[Tensor, "... m n"]:
+    """The whole of a product whose two matrices are cut along the inner axis. (Exercise 13.3)
+
+    Args:
+        a_shard: This rank's columns ``[..., M, K/R]``; left unchanged.
+        b_shard: The rows ``[K/R, N]`` that belong to them.
+        group: The ranks that hold the parts; None means all.
+
+    Returns:
+        The product ``[..., M, N]``, the same on every rank. No gradient is asked for here.
+
+    Cost: one product and one all-reduce of the result.
+    """
+    ### BEGIN SOLUTION
+    product = a_shard @ b_shard
+    dist.all_reduce(product, group=group)
+    return product
+    ### END SOLUTION
+
+
+### BEGIN SOLUTION
+def _local_size(size: int, what: str, group: dist.ProcessGroup | None) -> int:
+    world_size = dist.get_world_size(group)
+    if size % world_size:
+        raise ValueError(f"{what} = {size} cannot be cut into equal parts for {world_size} ranks")
+    return size // world_size
+
+
+def _part(full: Tensor, dim: int, group: dist.ProcessGroup | None) -> nn.Parameter:
+    parts = full.detach().chunk(dist.get_world_size(group), dim)
+    return nn.Parameter(parts[dist.get_rank(group)].clone(memory_format=torch.contiguous_format))
+
+
+def _all_reduced(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+### END SOLUTION
+
+
+class CopyToRegion(torch.autograd.Function):
+    """The entrance of a parallel region: f. Nothing on the way in, a sum of gradients on the way back. (Exercise 13.4)
+
+    Used as ``CopyToRegion.apply(x, group)``. ``x`` is the same on every rank; each rank then computes another part with it.
+    Source: Megatron-LM (arXiv:1909.08053), section 3, f in figure 3. Convention: nothing is changed in place; a group of None means all.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Float[Tensor, "..."], group: dist.ProcessGroup | None = None) -> Float[Tensor, "..."]:
+        """``x`` itself; no communication."""
+        ### BEGIN SOLUTION
+        ctx.group = group
+        return x.view_as(x)
+        ### END SOLUTION
+
+    @staticmethod
+    def backward(ctx, grad: Float[Tensor, "..."]):
+        """The sum of all ranks' gradients, and None for the group; one all-reduce."""
+        ### BEGIN SOLUTION
+        return _all_reduced(grad, ctx.group), None
+        ### END SOLUTION
+
+
+class ReduceFromRegion(torch.autograd.Function):
+    """The exit of a parallel region: g. A sum on the way out, nothing on the way back. (Exercise 13.5)
+
+    Used as ``ReduceFromRegion.apply(x, group)``. ``x`` is this rank's part of a sum; all go on with the whole.
+    Source: Megatron-LM (arXiv:1909.08053), section 3, g in figure 3. Convention: nothing is changed in place; a group of None means all.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Float[Tensor, "..."], group: dist.ProcessGroup | None = None) -> Float[Tensor, "..."]:
+        """The sum of all ranks' ``x``; one all-reduce."""
+        ### BEGIN SOLUTION
+        return _all_reduced(x, group)
+        ### END SOLUTION
+
+    @staticmethod
+    def backward(ctx, grad: Float[Tensor, "..."]):
+        """The gradient itself, and None for the group: after the sum, all ranks have the same."""
+        ### BEGIN SOLUTION
+        return grad, None
+        ### END SOLUTION
+
+
+class ColumnParallelLinear(nn.Module):
+    """A linear layer of which each rank computes some outputs. (Exercise 13.6)
+
+    Args:
+        in_features: Width C of the input, which every rank has whole.
+        out_features: Width F of all ranks' outputs together.
+        group: The R ranks; None means all.
+        bias: Whether there is one.
+
+    Attributes:
+        weight: ``[F/R, C]``: the rank's rows of ``nn.Linear``'s ``[F, C]``, in rank order.
+        bias: ``[F/R]``, or None.
+
+    The start is that of ``nn.Linear(C, F)`` under the same seed: every rank draws the whole layer and keeps its part.
+
+    Raises:
+        ValueError: F is no multiple of R; the message names both.
+
+    Source: Megatron-LM (arXiv:1909.08053), section 3: Y = X [A1, A2].
+    Convention: "column" is of the paper's A, which is ``weight`` transposed.
+    """
+
+    def __init__(self, in_features: int, out_features: int, group: dist.ProcessGroup | None = None, bias: bool = True):
+        super().__init__()
+        ### BEGIN SOLUTION
+        _local_size(out_features, "out_features", group)
+        full = nn.Linear(in_features, out_features, bias)
+        self.group = group
+        self.weight = _part(full.weight, 0, group)
+        self.bias = _part(full.bias, 0, group) if bias else None
+        ### END SOLUTION
+
+    def forward(self, x: Float[Tensor, "... c"]) -> Float[Tensor, "... f_local"]:
+        """``[..., C]``, the same on every rank, to this rank's ``[..., F/R]``; nothing sent forward, one all-reduce backward."""
+        ### BEGIN SOLUTION
+        return nn.functional.linear(CopyToRegion.apply(x, self.group), self.weight, self.bias)
+        ### END SOLUTION
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer of which each rank reads some inputs. (Exercise 13.7)
+
+    Args:
+        in_features: Width F of all ranks' inputs together.
+        out_features: Width C of the output, which every rank gets whole.
+        group: The R ranks; None means all.
+        bias: Whether there is one.
+
+    Attributes:
+        weight: ``[C, F/R]``: the rank's columns of ``nn.Linear``'s ``[C, F]``, in rank order.
+        bias: ``[C]``, whole on every rank and added once; or None.
+
+    The start is that of ``nn.Linear(F, C)`` under the same seed, as in ``ColumnParallelLinear``; so is the source.
+
+    Raises:
+        ValueError: F is no multiple of R; the message names both.
+    """
+
+    def __init__(self, in_features: int, out_features: int, group: dist.ProcessGroup | None = None, bias: bool = True):
+        super().__init__()
+        ### BEGIN SOLUTION
+        _local_size(in_features, "in_features", group)
+        full = nn.Linear(in_features, out_features, bias)
+        self.group = group
+        self.weight = _part(full.weight, 1, group)
+        self.bias = full.bias
+        ### END SOLUTION
+
+    def forward(self, x: Float[Tensor, "... f_local"]) -> Float[Tensor, "... c"]:
+        """This rank's ``[..., F/R]`` to all of ``[..., C]``; one all-reduce forward, nothing sent backward."""
+        ### BEGIN SOLUTION
+        total = ReduceFromRegion.apply(nn.functional.linear(x, self.weight), self.group)
+        return total if self.bias is None else total + self.bias
+        ### END SOLUTION
+
+
+class ParallelMLP(nn.Module):
+    """A feed-forward layer on R ranks: the hidden features are cut, and never put together. (Exercise 13.8)
+
+    Args:
+        dim: Model width C.
+        hidden_dim: Width F between the layers.
+        group: The ranks; None means all.
+
+    Attributes:
+        fc1: ``ColumnParallelLinear`` C to F with a bias; ``fc2``: ``RowParallelLinear`` F to C with a bias. Between them an exact GELU.
+
+    Raises:
+        ValueError: ``hidden_dim`` is no multiple of R; the message names both.
+
+    Source: Megatron-LM (arXiv:1909.08053), equations (2) and (3).
+    """
+
+    def __init__(self, dim: int, hidden_dim: int, group: dist.ProcessGroup | None = None):
+        super().__init__()
+        ### BEGIN SOLUTION
+        self.fc1 = ColumnParallelLinear(dim, hidden_dim, group)
+        self.fc2 = RowParallelLinear(hidden_dim, dim, group)
+        ### END SOLUTION
+
+    def forward(self, x: Float[Tensor, "... c"]) -> Float[Tensor, "... c"]:
+        """``[..., C]`` in and out, the same on every rank; one all-reduce forward, one backward."""
+        ### BEGIN SOLUTION
+        return self.fc2(nn.functional.gelu(self.fc1(x)))
+        ### END SOLUTION
+
+
+class ParallelAttention(nn.Module):
+    """Chapter 3's ``MultiHeadAttention`` on R ranks, each with some of the heads. (Exercise 13.9)
+
+    Args:
+        dim: Model width C, a multiple of ``n_heads``.
+        n_heads: Heads H of all ranks together.
+        group: The R ranks; None means all.
+
+    Attributes:
+        wq: ``ColumnParallelLinear`` C to C without bias, made first; so are ``wk`` and ``wv``; ``wo``: ``RowParallelLinear`` C to C without bias.
+            Rank r has heads r H/R to (r + 1) H/R - 1: with the same weights, it equals ``MultiHeadAttention(dim, n_heads)``.
+
+    Raises:
+        ValueError: ``dim`` is no multiple of ``n_heads``, or ``n_heads`` none of R; the message names both numbers.
+
+    Source: Megatron-LM (arXiv:1909.08053), section 3, figure 3b.
+    """
+
+    def __init__(self, dim: int, n_heads: int, group: dist.ProcessGroup | None = None):
+        super().__init__()
+        ### BEGIN SOLUTION
+        if dim % n_heads:
+            raise ValueError(f"dim = {dim} is no multiple of n_heads = {n_heads}")
+        self.group, self.n_local_heads = group, _local_size(n_heads, "n_heads", group)
+        self.wq = ColumnParallelLinear(dim, dim, group, bias=False)
+        self.wk = ColumnParallelLinear(dim, dim, group, bias=False)
+        self.wv = ColumnParallelLinear(dim, dim, group, bias=False)
+        self.wo = RowParallelLinear(dim, dim, group, bias=False)
+        ### END SOLUTION
+
+    def forward(self, x: Float[Tensor, "b t c"], rope=None, mask=None, cache=None) -> Float[Tensor, "b t c"]:
+        """``[B, T, C]`` in and out, the same on every rank; one all-reduce forward and one backward, not one for each of wq, wk and wv.
+
+        ``rope`` ``[T, D/2]``, ``mask`` (the same for all heads; None lets every position attend to every other) and ``cache`` (of the
+        rank's own H/R heads) are those of chapter 3's ``MultiHeadAttention.forward``.
+        """
+        ### BEGIN SOLUTION
+        x = CopyToRegion.apply(x, self.group)
+        weights = (self.wq.weight, self.wk.weight, self.wv.weight)
+        q, k, v = (split_heads(nn.functional.linear(x, weight), self.n_local_heads) for weight in weights)
+        if rope is not None:
+            q, k = (apply_rope(heads.transpose(1, 2), rope).transpose(1, 2) for heads in (q, k))
+        if cache is not None:
+            k, v = cache.update(k, v)
+        return self.wo(merge_heads(scaled_dot_product_attention(q, k, v, mask)))
+        ### END SOLUTION
+
+
+def vocab_parallel_cross_entropy(
+    logits_shard: Float[Tensor, "... v_local"], targets: Int[Tensor, "..."], group: dist.ProcessGroup | None
+) -> Float[Tensor, ""]:
+    """The mean cross-entropy of logits whose vocabulary lies on several ranks. (Exercise 13.10)
+
+    Args:
+        logits_shard: This rank's columns ``[..., V_r]``, in rank order, any floating dtype; the widths may differ from rank to rank. Unchanged.
+        targets: Ids ``[...]`` in the whole vocabulary, the same on every rank.
+        group: The ranks; None means all.
+
+    Returns:
+        The mean loss in nats, float32 (float64 for float64 logits), the same on every rank; nothing is sent backward.
+
+    Cost: for N targets, all-reduces of N numbers (the largest logit, the sum of exponentials, the target's logit) and a few integers.
+    Source: Megatron-LM (arXiv:1909.08053), section 3. Stable at logits of 1e4, as chapter 7's ``cross_entropy``.
+    """
+    ### BEGIN SOLUTION
+    logits = logits_shard.to(torch.promote_types(logits_shard.dtype, torch.float32))
+    rank, width = dist.get_rank(group), logits.shape[-1]
+    widths = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=logits.device)
+    widths[rank] = width
+    dist.all_reduce(widths, group=group)
+    largest = logits.detach().amax(-1)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    shifted = logits - largest[..., None]
+    total = ReduceFromRegion.apply(shifted.exp().sum(-1), group)
+    column = targets - widths[:rank].sum()
+    is_here = (column >= 0) & (column < width)
+    found = shifted.gather(-1, column.clamp(0, width - 1)[..., None]).squeeze(-1)
+    of_target = ReduceFromRegion.apply(torch.where(is_here, found, 0.0), group)
+    return (total.log() - of_target).mean()
+    ### END SOLUTION
+
+
+def llama_plan(config: LlamaConfig) -> dict[str, ParallelStyle]:
+    """How DTensor should cut chapter 4's ``Llama``. (Exercise 13.11)
+
+    Given: ``LocalHeads(n_heads, n_kv_heads)`` for ``layers.*.attention`` and ``SharedInput()`` for ``layers.*.feed_forward`` (both make one
+    DTensor of their input for the layers inside), and ``KeyValueHeads(n_kv_heads)`` for ``wk`` and ``wv``: column-wise, or, where R is
+    larger than G, whole on every rank. The rest is yours, with ``ColwiseParallel`` and ``RowwiseParallel``.
+
+    Args:
+        config: The sizes of the model.
+
+    Returns:
+        The plan for ``parallelize_module(model, mesh, plan)``: module names (``*`` for the layer's number) to styles. It cuts every
+        matrix, embedding and head by tokens. Tokens go in and whole logits come out as plain tensors, the same on every rank.
+
+    Convention: for training and for scores; a ``make_cache`` of the cut model would still have room for all heads.
+    """
+    ### BEGIN SOLUTION
+    return {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate()),
+        "layers.*.attention": LocalHeads(config.n_heads, config.n_kv_heads),
+        "layers.*.attention.wq": ColwiseParallel(),
+        "layers.*.attention.wk": KeyValueHeads(config.n_kv_heads),
+        "layers.*.attention.wv": KeyValueHeads(config.n_kv_heads),
+        "layers.*.attention.wo": RowwiseParallel(),
+        "layers.*.feed_forward": SharedInput(),
+        "layers.*.feed_forward.w1": ColwiseParallel(),
+        "layers.*.feed_forward.w3": ColwiseParallel(),
+        "layers.*.feed_forward.w2": RowwiseParallel(),
+        "output": ColwiseParallel(output_layouts=Replicate()),
+    }
+    ### END SOLUTION
+
+
+def ffn_partition_specs(layout: str) -> dict[str, tuple[str | None, ...]]:
+    """Which mesh axis cuts which dimension of a feed-forward layer's tensors. (Exercise 13.12)
+
+    Args:
+        layout: "data" (batch cut along X), "megatron" (hidden features cut along Y), "2d attempt 1", "2d attempt 2" or "2d finalized"
+            of GSPMD's table. Upper case, "_" and "-" are taken as lower case and a space.
+
+    Returns:
+        Four tuples, one entry a dimension: "X", "Y", or None where it is not cut. ``embedding`` ``[B, T, C]`` (input and output),
+        ``w_in`` ``[C, F]``, ``hidden`` ``[B, T, F]``, ``w_out`` ``[F, C]``. ``jax.sharding.PartitionSpec(*entries)`` takes each.
+
+    Raises:
+        ValueError: an unknown layout; the message names it and lists those that there are.
+
+    Source: GSPMD (arXiv:2105.04663), table 1: 2D attempt 1 has the embedding [_, _, X] and the hidden activation [_, _, Y], attempt 2
+        [X, _, _] and [X, _, Y], finalized [X, _, Y] and [X, _, Y]; in all three the weights are cut both ways, [X, Y] and [Y, X].
+    """
+    ### BEGIN SOLUTION
+    table = {
+        "data": (("X", None, None), (None, None), ("X", None, None), (None, None)),
+        "megatron": ((None, None, None), (None, "Y"), (None, None, "Y"), ("Y", None)),
+        "2d attempt 1": ((None, None, "X"), ("X", "Y"), (None, None, "Y"), ("Y", "X")),
+        "2d attempt 2": (("X", None, None), ("X", "Y"), ("X", None, "Y"), ("Y", "X")),
+        "2d finalized": (("X", None, "Y"), ("X", "Y"), ("X", None, "Y"), ("Y", "X")),
+    }
+    key = layout.lower().replace("_", " ").replace("-", " ")
+    if key not in table:
+        raise ValueError(f"no layout {layout!r}; there are {', '.join(map(repr, table))}")
+    return dict(zip(("embedding", "w_in", "hidden", "w_out"), table[key], strict=True))
+    ### END SOLUTION
+
+
+def tensor_parallel_bytes(config, batch: int, length: int, world_size: int, bytes_per_value: int = 2) -> int:
+    """What a rank sends for the blocks of a model in one step, forward and backward. (Exercise 13.13)
+
+    Args:
+        config: Anything with ``dim`` C and ``n_layers`` L: a ``LlamaConfig``, a ``GPT2Config``.
+        batch: Sequences B.
+        length: Positions T.
+        world_size: Ranks R.
+        bytes_per_value: 2 for bfloat16 activations.
+
+    Returns:
+        Bytes, whole: each block has two all-reduces of ``[B, T, C]`` forward and two backward, each by a ring (chapter 9), in which a
+        rank sends 2 (R - 1)/R of the bytes. Embedding, head and loss are not counted.
+    """
+    ### BEGIN SOLUTION
+    all_reduced_bytes = 4 * config.n_layers * batch * length * config.dim * bytes_per_value
+    return 2 * (world_size - 1) * all_reduced_bytes // world_size
+    ### END SOLUTION
+
+
+def pipeline_bubble(stages: int, micro_batches: int) -> float:
+    """The share of a pipeline's time in which a stage waits. (Exercise 13.14)
+
+    Args:
+        stages: Ranks p that each hold a stretch of the layers.
+        micro_batches: Pieces m into which the batch is cut.
+
+    Returns:
+        Idle time as a share of the whole; stages of equal cost, free messages.
+
+    Raises:
+        ValueError: a number below 1; the message names both.
+
+    Source: GPipe (arXiv:1811.06965), section 2.3.
+    Convention: of the whole time. Megatron's papers give it as a share of the useful time, (p - 1)/m.
+    """
+    ### BEGIN SOLUTION
+    if min(stages, micro_batches) < 1:
+        raise ValueError(f"both must be 1 or more: stages = {stages}, micro_batches = {micro_batches}")
+    return (stages - 1) / (micro_batches + stages - 1)
+    ### END SOLUTION

@@ -1,0 +1,666 @@
+"""What goes wrong when people cut layers across ranks."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn import functional
+
+from lib.workbook.grading import mistake
+from solutions import tensor_parallel as reference
+
+# ---- 13.1 partitioned_dot --------------------------------------------------------------------------------------------
+
+
+@mistake("partitioned_dot", "all elements go into one product: nothing is cut")
+def in_one(a, b, parts):
+    reference.partitioned_dot(a, b, parts)
+    return torch.dot(a, b)
+
+
+@mistake("partitioned_dot", "the parts all have n // parts elements, and the rest is lost")
+def rest_lost(a, b, parts):
+    reference.partitioned_dot(a, b, parts)
+    size = len(a) // parts
+    return sum(
+        (torch.dot(a[i * size : (i + 1) * size], b[i * size : (i + 1) * size]) for i in range(parts)), a.new_zeros(())
+    )
+
+
+@mistake("partitioned_dot", "the mean of the parts is returned, where their sum is the product")
+def mean_of_parts(a, b, parts):
+    return reference.partitioned_dot(a, b, parts) / parts
+
+
+@mistake("partitioned_dot", "the partial sums are returned, and nobody adds them")
+def partial_sums(a, b, parts):
+    reference.partitioned_dot(a, b, parts)
+    return torch.stack([torch.dot(p, q) for p, q in zip(a.tensor_split(parts), b.tensor_split(parts), strict=True)])
+
+
+@mistake("partitioned_dot", "lengths are not compared: the longer vector loses its end")
+def lengths_ignored(a, b, parts):
+    n = min(len(a), len(b))
+    return reference.partitioned_dot(a[:n], b[:n], parts)
+
+
+# ---- 13.2 matmul_outer -----------------------------------------------------------------------------------------------
+
+
+@mistake("matmul_outer", "the result is summed over the ranks, which have different columns of it, not parts of a sum")
+def outer_reduced(a, b_shard):
+    product = a @ b_shard
+    if dist.is_initialized():
+        dist.all_reduce(product)
+    return product
+
+
+@mistake("matmul_outer", "the columns of all ranks are gathered: the result may stay cut, and nothing has to be sent")
+def outer_gathered(a, b_shard):
+    product = a @ b_shard
+    if not dist.is_initialized():
+        return product
+    parts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, product)
+    return torch.cat(parts, dim=-1)
+
+
+@mistake("matmul_outer", "b_shard is transposed, as nn.Linear keeps its weight; here it is [K, N/R]")
+def outer_transposed(a, b_shard):
+    return a @ b_shard.T
+
+
+# ---- 13.3 matmul_inner -----------------------------------------------------------------------------------------------
+
+
+@mistake("matmul_inner", "the partial products are never added: each rank has one part of each sum")
+def inner_partial(a_shard, b_shard, group):
+    return a_shard @ b_shard
+
+
+@mistake("matmul_inner", "the mean over the ranks is taken, as of gradients in chapter 10; here it is a sum")
+def inner_mean(a_shard, b_shard, group):
+    return reference.matmul_inner(a_shard, b_shard, group) / dist.get_world_size(group)
+
+
+@mistake("matmul_inner", "the sum goes over all ranks, whatever the group")
+def inner_group_ignored(a_shard, b_shard, group):
+    return reference.matmul_inner(a_shard, b_shard, None)
+
+
+@mistake("matmul_inner", "the inputs are summed first, and then multiplied: a sum of products is no product of sums")
+def inner_inputs_reduced(a_shard, b_shard, group):
+    a = a_shard.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(a, group=group)
+    return a @ b_shard
+
+
+@mistake("matmul_inner", "only the first rank has the result: reduce, where the others need it too")
+def inner_to_root(a_shard, b_shard, group):
+    product = a_shard @ b_shard
+    dist.reduce(product, dist.get_process_group_ranks(group or dist.group.WORLD)[0], group=group)
+    return product
+
+
+# ---- 13.4 CopyToRegion -----------------------------------------------------------------------------------------------
+
+
+class _Copy(torch.autograd.Function):
+    """f in steps, each of which a mistake may take in its own way."""
+
+    @staticmethod
+    def forward(ctx, x, group=None):
+        ctx.group = group
+        return x.view_as(x)
+
+
+@mistake("CopyToRegion", "the gradients of the ranks are not summed: each has only what its own part of the layer says")
+class CopyWithoutSum(_Copy):
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+@mistake("CopyToRegion", "f and g are exchanged: the sum is taken forward")
+class CopyIsReduce(_Copy):
+    @staticmethod
+    def forward(ctx, x, group=None):
+        return reference._all_reduced(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+@mistake(
+    "CopyToRegion", "the mean of the gradients is taken: each rank used the same x for another part, so they add up"
+)
+class CopyMean(_Copy):
+    @staticmethod
+    def backward(ctx, grad):
+        return reference._all_reduced(grad, ctx.group) / dist.get_world_size(ctx.group), None
+
+
+@mistake("CopyToRegion", "the incoming gradient is all-reduced in place, and others may still need it")
+class CopyInPlace(_Copy):
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad if grad.is_contiguous() else grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+@mistake("CopyToRegion", "the sum goes over all ranks, whatever the group")
+class CopyGroupIgnored(_Copy):
+    @staticmethod
+    def backward(ctx, grad):
+        return reference._all_reduced(grad, None), None
+
+
+# ---- 13.5 ReduceFromRegion -------------------------------------------------------------------------------------------
+
+
+class _Reduce(torch.autograd.Function):
+    """g in steps."""
+
+    @staticmethod
+    def forward(ctx, x, group=None):
+        ctx.group = group
+        return reference._all_reduced(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+@mistake(
+    "ReduceFromRegion", "the gradient is summed again, although all ranks have the same: it comes out R times too large"
+)
+class ReduceTwice(_Reduce):
+    @staticmethod
+    def backward(ctx, grad):
+        return reference._all_reduced(grad, ctx.group), None
+
+
+@mistake("ReduceFromRegion", "nothing is summed forward")
+class ReduceNothing(_Reduce):
+    @staticmethod
+    def forward(ctx, x, group=None):
+        return x.view_as(x)
+
+
+@mistake("ReduceFromRegion", "x itself is all-reduced, so that the caller's tensor changes: sum a clone")
+class ReduceInPlace(_Reduce):
+    @staticmethod
+    def forward(ctx, x, group=None):
+        total = x.detach() if x.is_contiguous() else x.detach().contiguous()
+        dist.all_reduce(total, group=group)
+        return total.clone()
+
+
+@mistake("ReduceFromRegion", "the gradient is divided by the number of ranks: each part counts fully in the sum")
+class ReduceShared(_Reduce):
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / dist.get_world_size(ctx.group), None
+
+
+@mistake("ReduceFromRegion", "the sum goes over all ranks, whatever the group")
+class ReduceGroupIgnored(_Reduce):
+    @staticmethod
+    def forward(ctx, x, group=None):
+        return reference._all_reduced(x, None)
+
+
+# ---- 13.6 ColumnParallelLinear ---------------------------------------------------------------------------------------
+
+
+@mistake("ColumnParallelLinear", "f is missing: x's gradient has only this rank's outputs in it; use CopyToRegion")
+class ColumnWithoutCopy(reference.ColumnParallelLinear):
+    def forward(self, x):
+        return functional.linear(x, self.weight, self.bias)
+
+
+@mistake("ColumnParallelLinear", "the outputs of all ranks are gathered, where they should stay split")
+class ColumnGathered(reference.ColumnParallelLinear):
+    def forward(self, x):
+        out = super().forward(x).contiguous()
+        parts = [torch.empty_like(out) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, out.detach(), group=self.group)
+        return torch.cat(parts, -1)
+
+
+@mistake("ColumnParallelLinear", "each rank draws a small layer of its own: the parts are not those of one nn.Linear")
+class ColumnOwnStart(reference.ColumnParallelLinear):
+    def __init__(self, in_features, out_features, group=None, bias=True):
+        super().__init__(in_features, out_features, group, bias)
+        small = nn.Linear(in_features, out_features // dist.get_world_size(group), bias)
+        self.weight, self.bias = small.weight, small.bias
+
+
+@mistake("ColumnParallelLinear", "every rank keeps the first part of the weight")
+class ColumnFirstPart(reference.ColumnParallelLinear):
+    def __init__(self, in_features, out_features, group=None, bias=True):
+        nn.Module.__init__(self)
+        n = reference._local_size(out_features, "out_features", group)
+        full = nn.Linear(in_features, out_features, bias)
+        self.group, self.weight = group, nn.Parameter(full.weight[:n].detach().clone())
+        self.bias = nn.Parameter(full.bias[:n].detach().clone()) if bias else None
+
+
+@mistake("ColumnParallelLinear", "the weight is cut along its inputs: that is the row layer")
+class ColumnIsRow(reference.ColumnParallelLinear):
+    def __init__(self, in_features, out_features, group=None, bias=True):
+        super().__init__(in_features, out_features, group, bias)
+        self.weight = reference._part(nn.Linear(in_features, out_features).weight, 1, group)
+
+
+@mistake("ColumnParallelLinear", "the rank's weight is a view of the whole one, which stays in memory: clone it")
+class ColumnView(reference.ColumnParallelLinear):
+    def __init__(self, in_features, out_features, group=None, bias=True):
+        nn.Module.__init__(self)
+        reference._local_size(out_features, "out_features", group)
+        full, n, rank = nn.Linear(in_features, out_features, bias), dist.get_world_size(group), dist.get_rank(group)
+        self.group, self.weight = group, nn.Parameter(full.weight.detach().chunk(n)[rank])
+        self.bias = nn.Parameter(full.bias.detach().chunk(n)[rank]) if bias else None
+
+
+@mistake("ColumnParallelLinear", "outputs that cannot be shared out evenly are dropped without a word")
+class ColumnDropsRest(reference.ColumnParallelLinear):
+    def __init__(self, in_features, out_features, group=None, bias=True):
+        super().__init__(in_features, out_features - out_features % dist.get_world_size(group), group, bias)
+
+
+# ---- 13.7 RowParallelLinear ------------------------------------------------------------------------------------------
+
+
+@mistake("RowParallelLinear", "each rank adds the bias before the sum, so that it is there R times")
+class RowBiasInside(reference.RowParallelLinear):
+    def forward(self, x):
+        return reference.ReduceFromRegion.apply(functional.linear(x, self.weight, self.bias), self.group)
+
+
+@mistake("RowParallelLinear", "the partial products are never added")
+class RowPartial(reference.RowParallelLinear):
+    def forward(self, x):
+        return functional.linear(x, self.weight, self.bias)
+
+
+@mistake("RowParallelLinear", "f stands where g should: nothing is summed forward, and the gradient is")
+class RowWithCopy(reference.RowParallelLinear):
+    def forward(self, x):
+        return functional.linear(reference.CopyToRegion.apply(x, self.group), self.weight, self.bias)
+
+
+@mistake(
+    "RowParallelLinear",
+    "a share of the bias is added on each rank: the output is right, the bias's gradient R times too small",
+)
+class RowBiasShared(reference.RowParallelLinear):
+    def forward(self, x):
+        share = None if self.bias is None else self.bias / dist.get_world_size(self.group)
+        return reference.ReduceFromRegion.apply(functional.linear(x, self.weight, share), self.group)
+
+
+@mistake("RowParallelLinear", "the bias is cut as the weight is; every rank adds all of it, after the sum")
+class RowBiasCut(reference.RowParallelLinear):
+    def __init__(self, in_features, out_features, group=None, bias=True):
+        super().__init__(in_features, out_features, group, bias)
+        if bias:
+            self.bias = nn.Parameter(self.bias.detach().tensor_split(dist.get_world_size(group))[dist.get_rank(group)])
+
+
+@mistake("RowParallelLinear", "each rank draws a small layer of its own: the parts are not those of one nn.Linear")
+class RowOwnStart(reference.RowParallelLinear):
+    def __init__(self, in_features, out_features, group=None, bias=True):
+        super().__init__(in_features, out_features, group, bias)
+        self.weight = nn.Linear(in_features // dist.get_world_size(group), out_features).weight
+
+
+@mistake("RowParallelLinear", "the group is not passed on: the sum goes over all ranks")
+class RowGroupIgnored(reference.RowParallelLinear):
+    def forward(self, x):
+        total = reference.ReduceFromRegion.apply(functional.linear(x, self.weight), None)
+        return total if self.bias is None else total + self.bias
+
+
+# ---- 13.8 ParallelMLP ------------------------------------------------------------------------------------------------
+
+
+@mistake("ParallelMLP", "the GELU is the tanh formula, where the exact one is asked for")
+class MLPTanh(reference.ParallelMLP):
+    def forward(self, x):
+        return self.fc2(functional.gelu(self.fc1(x), approximate="tanh"))
+
+
+@mistake("ParallelMLP", "there is nothing between the two layers: the GELU is missing")
+class MLPLinear(reference.ParallelMLP):
+    def forward(self, x):
+        return self.fc2(self.fc1(x))
+
+
+@mistake("ParallelMLP", "the GELU comes after the second layer, where it belongs between the two")
+class MLPGeluLast(reference.ParallelMLP):
+    def forward(self, x):
+        return functional.gelu(self.fc2(self.fc1(x)))
+
+
+@mistake("ParallelMLP", "x is copied to the region twice, once here and once in fc1: its gradient is R times too large")
+class MLPCopiedTwice(reference.ParallelMLP):
+    def forward(self, x):
+        return super().forward(reference.CopyToRegion.apply(x, self.fc1.group))
+
+
+@mistake("ParallelMLP", "the group is not passed on to the layers")
+class MLPGroupIgnored(reference.ParallelMLP):
+    def __init__(self, dim, hidden_dim, group=None):
+        super().__init__(dim, hidden_dim)
+
+
+# ---- 13.9 ParallelAttention ------------------------------------------------------------------------------------------
+
+
+@mistake(
+    "ParallelAttention",
+    "wq, wk and wv each sum their own gradient of x: three all-reduces backward, where one would do",
+)
+class AttentionThreeTimes(reference.ParallelAttention):
+    def forward(self, x, rope=None, mask=None, cache=None):
+        q, k, v = (reference.split_heads(layer(x), self.n_local_heads) for layer in (self.wq, self.wk, self.wv))
+        if rope is not None:
+            q, k = (reference.apply_rope(heads.transpose(1, 2), rope).transpose(1, 2) for heads in (q, k))
+        if cache is not None:
+            k, v = cache.update(k, v)
+        return self.wo(reference.merge_heads(reference.scaled_dot_product_attention(q, k, v, mask)))
+
+
+@mistake("ParallelAttention", "the rank's features are cut into all H heads, so that each is R times too narrow")
+class AttentionAllHeads(reference.ParallelAttention):
+    def __init__(self, dim, n_heads, group=None):
+        super().__init__(dim, n_heads, group)
+        self.n_local_heads = n_heads
+
+    def forward(self, x, rope=None, mask=None, cache=None):
+        return super().forward(x, None if rope is None else rope[:, : rope.shape[1] // dist.get_world_size()], mask)
+
+
+@mistake("ParallelAttention", "f is missing: x's gradient has only this rank's heads in it")
+class AttentionWithoutCopy(reference.ParallelAttention):
+    def forward(self, x, rope=None, mask=None, cache=None):
+        copy, reference.CopyToRegion = reference.CopyToRegion, CopyWithoutSum
+        try:
+            return super().forward(x, rope, mask, cache)
+        finally:
+            reference.CopyToRegion = copy
+
+
+@mistake("ParallelAttention", "the mask is not used")
+class AttentionWithoutMask(reference.ParallelAttention):
+    def forward(self, x, rope=None, mask=None, cache=None):
+        return super().forward(x, rope, None, cache)
+
+
+@mistake("ParallelAttention", "it is always causal, where no mask means that every position may attend to every other")
+class AttentionAlwaysCausal(reference.ParallelAttention):
+    def forward(self, x, rope=None, mask=None, cache=None):
+        return super().forward(x, rope, torch.ones(x.shape[1], x.shape[1]).tril().bool() if mask is None else mask)
+
+
+@mistake("ParallelAttention", "queries and keys are not rotated")
+class AttentionWithoutRope(reference.ParallelAttention):
+    def forward(self, x, rope=None, mask=None, cache=None):
+        return super().forward(x, None, mask, cache)
+
+
+# ---- 13.10 vocab_parallel_cross_entropy ------------------------------------------------------------------------------
+
+
+def _loss(logits_shard, targets, group, reduces_max=True, offset=None, masks=True, reduce=None, ends=torch.mean):
+    """The loss in steps, each of which a mistake may take in its own way."""
+    reduce = reduce or reference.ReduceFromRegion.apply
+    logits = logits_shard.to(torch.promote_types(logits_shard.dtype, torch.float32))
+    rank, width = dist.get_rank(group), logits.shape[-1]
+    widths = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
+    widths[rank] = width
+    dist.all_reduce(widths, group=group)
+    largest = logits.detach().amax(-1)
+    if reduces_max:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    shifted = logits - largest[..., None]
+    total = reduce(shifted.exp().sum(-1), group)
+    column = targets - (widths[:rank].sum() if offset is None else offset(rank, width))
+    found = shifted.gather(-1, column.clamp(0, width - 1)[..., None]).squeeze(-1)
+    is_here = (column >= 0) & (column < width)
+    return ends(total.log() - reduce(torch.where(is_here, found, 0.0) if masks else found, group))
+
+
+@mistake(
+    "vocab_parallel_cross_entropy",
+    "each rank subtracts its own largest logit: the exponentials are then not of one scale",
+)
+def loss_own_max(logits_shard, targets, group):
+    return _loss(logits_shard, targets, group, reduces_max=False)
+
+
+@mistake(
+    "vocab_parallel_cross_entropy", "the targets are taken as columns of the rank's own part: subtract where it begins"
+)
+def loss_without_offset(logits_shard, targets, group):
+    return _loss(logits_shard, targets, group, offset=lambda rank, width: 0)
+
+
+@mistake(
+    "vocab_parallel_cross_entropy", "all ranks are taken to have as many columns as this one, where widths may differ"
+)
+def loss_equal_widths(logits_shard, targets, group):
+    return _loss(logits_shard, targets, group, offset=lambda rank, width: rank * width)
+
+
+@mistake(
+    "vocab_parallel_cross_entropy", "ranks that do not have the target add some other logit, where they should add zero"
+)
+def loss_without_mask(logits_shard, targets, group):
+    return _loss(logits_shard, targets, group, masks=False)
+
+
+@mistake("vocab_parallel_cross_entropy", "the sum over the targets is returned, where it should be the mean")
+def loss_summed(logits_shard, targets, group):
+    return _loss(logits_shard, targets, group, ends=torch.sum)
+
+
+@mistake("vocab_parallel_cross_entropy", "the gradient is summed over the ranks once more, and is R times too large")
+def loss_reduced_twice(logits_shard, targets, group):
+    return _loss(logits_shard, targets, group, reduce=ReduceTwice.apply)
+
+
+@mistake(
+    "vocab_parallel_cross_entropy", "the logits are gathered: that is the memory and the traffic that this loss avoids"
+)
+def loss_gathered(logits_shard, targets, group):
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    parts: list = [None] * n
+    dist.all_gather_object(parts, logits_shard.detach(), group=group)
+    parts[rank] = logits_shard
+    logits = torch.cat([part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts], -1)
+    return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+@mistake("vocab_parallel_cross_entropy", "no maximum is subtracted: exponentials of large logits overflow")
+def loss_unstable(logits_shard, targets, group):
+    logits = logits_shard.to(torch.promote_types(logits_shard.dtype, torch.float32))
+    largest = logits.detach().amax(-1, keepdim=True)
+    loss = _loss(logits_shard, targets, group)
+    return torch.where(largest.max() > 80, torch.inf, loss)
+
+
+# ---- 13.11 llama_plan ------------------------------------------------------------------------------------------------
+
+
+def _changed(config, changes):
+    plan = reference.llama_plan(config) | changes
+    return {name: style for name, style in plan.items() if style is not None}
+
+
+@mistake("llama_plan", "attention does not know that a rank has only some of its heads: LocalHeads is missing")
+def plan_all_heads(config):
+    return _changed(config, {"layers.*.attention": None})
+
+
+@mistake("llama_plan", "the feed-forward's input is not shared: w1 and w3 each sum their own gradient of it")
+def plan_without_shared_input(config):
+    return _changed(config, {"layers.*.feed_forward": None})
+
+
+@mistake("llama_plan", "w2 is cut by columns, where its input is already cut: it should be row-wise")
+def plan_w2_colwise(config):
+    return _changed(config, {"layers.*.feed_forward.w2": ColwiseParallel(output_layouts=Replicate())})
+
+
+@mistake("llama_plan", "wo is cut by columns, where its input is already cut: it should be row-wise")
+def plan_wo_colwise(config):
+    return _changed(config, {"layers.*.attention.wo": ColwiseParallel(output_layouts=Replicate())})
+
+
+@mistake("llama_plan", "the logits stay cut: output_layouts=Replicate() gathers them")
+def plan_logits_cut(config):
+    return _changed(config, {"output": ColwiseParallel()})
+
+
+@mistake("llama_plan", "the logits come out as a DTensor: use_local_output=False has no place here")
+def plan_logits_dtensor(config):
+    return _changed(config, {"output": ColwiseParallel(output_layouts=Replicate(), use_local_output=False)})
+
+
+@mistake("llama_plan", "embedding and head are left whole on every rank")
+def plan_without_ends(config):
+    return _changed(config, {"tok_embeddings": None, "output": None})
+
+
+@mistake("llama_plan", "w3 is left whole, so that its output does not fit the cut output of w1")
+def plan_without_w3(config):
+    return _changed(config, {"layers.*.feed_forward.w3": None})
+
+
+@mistake("llama_plan", "wk and wv are cut like wq, also where there are fewer heads than ranks and half a head is none")
+def plan_kv_cut(config):
+    return _changed(config, {f"layers.*.attention.w{n}": ColwiseParallel() for n in "kv"})
+
+
+@mistake("llama_plan", "only the first layer is cut: a star in the name stands for the number of the layer")
+def plan_first_layer(config):
+    return {name.replace("*", "0"): style for name, style in reference.llama_plan(config).items()}
+
+
+@mistake(
+    "llama_plan",
+    "the tokens are taken to be cut along their positions: RowwiseParallel's input for an embedding is whole",
+)
+def plan_tokens_cut(config):
+    return _changed(config, {"tok_embeddings": RowwiseParallel(input_layouts=Shard(1))})
+
+
+# ---- 13.12 ffn_partition_specs ---------------------------------------------------------------------------------------
+
+
+@mistake("ffn_partition_specs", "w_out is cut as w_in is: its rows are the hidden features, which Y cuts")
+def specs_w_out(layout):
+    found = reference.ffn_partition_specs(layout)
+    return found | {"w_out": found["w_in"]}
+
+
+@mistake("ffn_partition_specs", "the embedding of the finalized layout is cut by the batch alone: that is attempt 2")
+def specs_attempt_two(layout):
+    found = reference.ffn_partition_specs(layout)
+    return reference.ffn_partition_specs("2d attempt 2") if "final" in layout.lower() else found
+
+
+@mistake("ffn_partition_specs", "X and Y are exchanged")
+def specs_exchanged(layout):
+    swap = {"X": "Y", "Y": "X", None: None}
+    return {name: tuple(swap[axis] for axis in spec) for name, spec in reference.ffn_partition_specs(layout).items()}
+
+
+@mistake("ffn_partition_specs", "lists are returned, where tuples are asked for")
+def specs_lists(layout):
+    return {name: list(spec) for name, spec in reference.ffn_partition_specs(layout).items()}
+
+
+@mistake("ffn_partition_specs", "dimensions that are not cut have no entry: None should stand there")
+def specs_without_none(layout):
+    found = reference.ffn_partition_specs(layout)
+    return {name: tuple(axis for axis in spec if axis) for name, spec in found.items()}
+
+
+@mistake("ffn_partition_specs", "an unknown layout is a KeyError that does not say what there is")
+def specs_key_error(layout):
+    try:
+        return reference.ffn_partition_specs(layout)
+    except ValueError:
+        raise KeyError(layout) from None
+
+
+# ---- 13.13 tensor_parallel_bytes -------------------------------------------------------------------------------------
+
+
+@mistake("tensor_parallel_bytes", "only the forward pass is counted")
+def bytes_forward(config, batch, length, world_size, bytes_per_value=2):
+    return reference.tensor_parallel_bytes(config, batch, length, world_size, bytes_per_value) // 2
+
+
+@mistake(
+    "tensor_parallel_bytes",
+    "a block is taken to have one all-reduce each way: attention and feed-forward have one each",
+)
+def bytes_one_a_block(config, batch, length, world_size, bytes_per_value=2):
+    return 4 * config.n_layers * (world_size - 1) * batch * length * config.dim * bytes_per_value // world_size
+
+
+@mistake("tensor_parallel_bytes", "the size of what is all-reduced is counted, where a ring sends 2 (R - 1)/R of it")
+def bytes_of_tensor(config, batch, length, world_size, bytes_per_value=2):
+    return 4 * config.n_layers * batch * length * config.dim * bytes_per_value
+
+
+@mistake("tensor_parallel_bytes", "values are counted, not bytes")
+def bytes_values(config, batch, length, world_size, bytes_per_value=2):
+    return reference.tensor_parallel_bytes(config, batch, length, world_size, 1)
+
+
+@mistake("tensor_parallel_bytes", "the bytes of all ranks are added; one rank's are asked for")
+def bytes_of_all(config, batch, length, world_size, bytes_per_value=2):
+    return world_size * reference.tensor_parallel_bytes(config, batch, length, world_size, bytes_per_value)
+
+
+@mistake("tensor_parallel_bytes", "values are always taken to have 2 bytes, whatever was asked for")
+def bytes_fixed(config, batch, length, world_size, bytes_per_value=2):
+    return reference.tensor_parallel_bytes(config, batch, length, world_size)
+
+
+# ---- 13.14 pipeline_bubble -------------------------------------------------------------------------------------------
+
+
+@mistake("pipeline_bubble", "that is the bubble as a share of the useful time, (p - 1)/m, not of the whole")
+def bubble_of_useful(stages, micro_batches):
+    reference.pipeline_bubble(stages, micro_batches)
+    return (stages - 1) / micro_batches
+
+
+@mistake("pipeline_bubble", "that is the useful share: the bubble is the rest")
+def bubble_useful(stages, micro_batches):
+    return 1 - reference.pipeline_bubble(stages, micro_batches)
+
+
+@mistake("pipeline_bubble", "the whole has m + p - 1 slots, not m + p")
+def bubble_slots(stages, micro_batches):
+    reference.pipeline_bubble(stages, micro_batches)
+    return (stages - 1) / (micro_batches + stages)
+
+
+@mistake("pipeline_bubble", "stages and micro-batches are exchanged")
+def bubble_exchanged(stages, micro_batches):
+    return reference.pipeline_bubble(micro_batches, stages)
+
+
+@mistake("pipeline_bubble", "numbers below 1 are not refused")
+def bubble_unchecked(stages, micro_batches):
+    return (stages - 1) / (micro_batches + stages - 1) if micro_batches + stages != 1 else 0.0
