@@ -320,16 +320,18 @@ class FullySharded(HookedUnits):
         ### END SOLUTION
 
     def after_forward(self, i: int) -> None:
-        """Free unit i; after the root, every unit. Called also when the forward raised."""
+        """Free unit i; after the root, every unit, and none is ahead. Called also when the forward raised."""
         ### BEGIN SOLUTION
         for unit in range(len(self.flats)) if i == 0 else (i,):
             self.free(unit)
+        self.ahead = self.ahead if i else None
         ### END SOLUTION
 
     def before_backward(self, i: int) -> None:
-        """Gather unit i again, and start on the unit that ran before it (before the root: the last)."""
+        """Gather unit i again, and start on the unit that ran before it; for the root on the last, if none is ahead."""
         ### BEGIN SOLUTION
-        self.gather(i, i - 1 if i else len(self.flats) - 1)
+        last = len(self.flats) - 1 if self.ahead is None else self.ahead
+        self.gather(i, i - 1 if i else last)
         ### END SOLUTION
 
     def after_gradient(self, flat: FlatShard) -> None:
@@ -347,7 +349,7 @@ class FullySharded(HookedUnits):
         ### BEGIN SOLUTION
         if self.reducing is not None:
             self.reducing.finish_reduce()
-        self.reducing = self.ahead = None
+        self.reducing = None
         self.after_forward(0)
         ### END SOLUTION
 
