@@ -139,9 +139,8 @@ class ShardedOptimizer(Optimizer):
         ### BEGIN SOLUTION
         for theirs, group in zip(self._local.param_groups, self.param_groups, strict=True):
             theirs.update({key: value for key, value in group.items() if key != "params"})
-        self._local.state = self.state
+        self._local.state, works = self.state, []
         loss = self._local.step(closure, **kwargs)
-        works = []
         for parameter, owner in self._owner.items():
             if parameter.requires_grad:
                 values = parameter.detach().contiguous()
@@ -253,8 +252,8 @@ class FlatShard:
     def start_reduce(self) -> None:
         """Take ``full.grad`` away (it is None afterwards) and start one reduce-scatter of it, in its own dtype."""
         ### BEGIN SOLUTION
-        grad: Any = self.full.grad
-        self.full.grad = None
+        grad, self.full.grad = self.full.grad, None
+        assert grad is not None
         mine = grad.new_empty(len(self.shard))
         self._reducing = (reduce_scatter_row(mine, grad, async_op=True), mine, grad)
         ### END SOLUTION
