@@ -89,7 +89,11 @@ def run_stage(rank: int, world_size: int, stage: int, n_steps: int = 3) -> dict[
         dist.all_reduce(mean := loss.detach() / world_size)
         losses.append(mean.item())
     whole = model.gather_full_params() if isinstance(model, FullySharded) else dict(model.named_parameters())
-    return {"losses": losses, "held": held, "norm": sum(p.detach().double().square().sum() for p in whole.values()).item()}
+    return {
+        "losses": losses,
+        "held": held,
+        "norm": sum(p.detach().double().square().sum() for p in whole.values()).item(),
+    }
 
 
 def _gather(model: nn.Module, shards: list, world_size: int) -> None:

@@ -226,8 +226,10 @@ def skipped(module, group=None):
 class Summed(reference.FlatShard):
     def finish_reduce(self):
         if self._reducing is not None:
-            self._reducing[1].mul_(dist.get_world_size())
-        super().finish_reduce()
+            before, self.shard.grad = self.shard.grad, None
+            super().finish_reduce()
+            self.shard.grad.mul_(dist.get_world_size())
+            self.shard.grad.add_(0 if before is None else before)
 
 
 @mistake("FlatShard", "a second backward replaces shard.grad instead of adding to it")
@@ -303,13 +305,18 @@ class LastGradientLost(reference.FullySharded):
         self.after_forward(0)
 
 
-@mistake("FullySharded", "the values of a unit are not freed when its gradient is complete")
-class KeptAfterBackward(reference.FullySharded):
+@mistake("FullySharded", "the gradients are reduced after backward: until then every unit's gradient is kept whole")
+class ReducedAtTheEnd(reference.FullySharded):
     def after_gradient(self, flat):
-        if self.reducing is not None:
-            self.reducing.finish_reduce()
-        flat.start_reduce()
-        self.reducing = flat
+        flat.free()
+        self.__dict__.setdefault("waiting", []).append(flat)
+
+    def finish_gradient_synchronization(self):
+        for flat in self.__dict__.pop("waiting", []):
+            if flat.full.grad is not None:
+                flat.start_reduce()
+                flat.finish_reduce()
+        super().finish_gradient_synchronization()
 
 
 @mistake("FullySharded", "what was gathered ahead for nothing is never freed")
@@ -410,8 +417,9 @@ def gathered_first(path, model, optimizer):
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     weights, state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-    saved = {"model": weights, "optimizer": state} if dist.get_rank() == 0 else {}
-    dcp.save(saved, checkpoint_id=path)
+    if dist.get_rank() == 0:
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path, no_dist=True)
+    dist.barrier()
 
 
 @mistake("load_sharded", "the model is loaded, the optimizer starts anew")
