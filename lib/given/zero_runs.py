@@ -18,7 +18,7 @@ from lib.fsdp import (
     unshard,
 )
 from lib.given.images import load_images
-from lib.given.sharding import all_gather_row
+from lib.given.sharding import all_gather_row, blocks_of
 from lib.given.vit import TINY
 from lib.vit import VisionTransformer
 
@@ -114,7 +114,7 @@ def watch_units(rank: int, world_size: int) -> list[tuple[str, list[int]]]:
         whole = [i for i, flats in enumerate(wrapped.flats) if any(f.full.untyped_storage().nbytes() for f in flats)]
         moments.append((what, whole))
 
-    for i, block in enumerate(wrapped.module.blocks, start=1):
+    for i, block in enumerate(blocks_of(wrapped), start=1):
         block.norm1.register_forward_hook(lambda *_, i=i: note(f"forward {i}"))
         block.mlp.register_full_backward_hook(lambda *_, i=i: note(f"backward {i}"))
     loss = loss_of(wrapped, 0, rank, world_size)
