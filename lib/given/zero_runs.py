@@ -108,13 +108,14 @@ def _gather(model: nn.Module, shards: list, world_size: int) -> None:
 def watch_units(rank: int, world_size: int) -> list[tuple[str, list[int]]]:
     """Which units are whole at each moment of one step."""
     wrapped = FullySharded(make_model())
+    blocks: Any = blocks_of(wrapped)
     moments: list[tuple[str, list[int]]] = []
 
     def note(what: str) -> None:
         whole = [i for i, flats in enumerate(wrapped.flats) if any(f.full.untyped_storage().nbytes() for f in flats)]
         moments.append((what, whole))
 
-    for i, block in enumerate(blocks_of(wrapped), start=1):
+    for i, block in enumerate(blocks, start=1):
         block.norm1.register_forward_hook(lambda *_, i=i: note(f"forward {i}"))
         block.mlp.register_full_backward_hook(lambda *_, i=i: note(f"backward {i}"))
     loss = loss_of(wrapped, 0, rank, world_size)
