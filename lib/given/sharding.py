@@ -1,0 +1,222 @@
+"""What chapter 12 uses and does not grade: who owns a parameter, where it hangs, and how much memory was taken."""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+def all_gather_row(whole: Tensor, mine: Tensor, group=None, async_op: bool = False) -> Any:
+    """``dist.all_gather_into_tensor``, which torch 2.13 renamed to ``all_gather_single``: every rank's row, in rank order."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(whole, mine, group=group, async_op=async_op)
+
+
+def reduce_scatter_row(mine: Tensor, whole: Tensor, group=None, async_op: bool = False) -> Any:
+    """``dist.reduce_scatter_tensor``, which torch 2.13 renamed to ``reduce_scatter_single``: this rank's part of the sum."""
+    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return reduce(mine, whole, group=group, async_op=async_op)
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The children of the first ``ModuleList`` in a module; an empty list if it has none."""
+    for part in module.modules():
+        if isinstance(part, nn.ModuleList):
+            return list(part)
+    return []
+
+
+def owned_parameters(module: nn.Module, units: Iterable[nn.Module]) -> list[dict[str, nn.Parameter]]:
+    """Which parameters each unit gathers, under their names in ``module``.
+
+    Returns:
+        First those of the root: in no unit, or shared between two. Then a dict for each unit. A tied parameter stands once.
+    """
+    units = list(units)
+    members = [{id(p) for p in unit.parameters()} for unit in units]
+    owned: list[dict[str, nn.Parameter]] = [{} for _ in range(1 + len(units))]
+    for name, parameter in module.named_parameters():
+        holders = [i for i, member in enumerate(members) if id(parameter) in member]
+        owned[1 + holders[0] if len(holders) == 1 else 0][name] = parameter
+    return owned
+
+
+def alike(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
+    """The same, parted by what a single row of numbers must share: dtype, and whether it is trained."""
+    parts: dict[Any, dict[str, nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        parts.setdefault((parameter.requires_grad, parameter.dtype), {})[name] = parameter
+    return [parts[key] for key in sorted(parts, key=lambda key: not key[0])]
+
+
+class Places:
+    """Where a module's parameters hang, so that other tensors can be hung there.
+
+    A tied parameter hangs in several places. ``hang`` puts a tensor into all of them; ``take_down`` leaves an empty tensor of
+    the right shape, on the device "meta", which any use refuses.
+    """
+
+    def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]):
+        self._empty = {name: torch.empty_like(p, device="meta").detach() for name, p in parameters.items()}
+        names = {id(p): name for name, p in parameters.items()}
+        self._places: dict[str, list[tuple[nn.Module, str]]] = {}
+        for part in module.modules():
+            for attribute, parameter in list(part._parameters.items()):
+                if id(parameter) in names:
+                    self._places.setdefault(names[id(parameter)], []).append((part, attribute))
+                    del part._parameters[attribute]
+        self.take_down()
+
+    def hang(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            for part, attribute in self._places[name]:
+                object.__setattr__(part, attribute, tensor)
+
+    def take_down(self) -> None:
+        self.hang(self._empty)
+
+
+def tensors_with_grad(tree: Any) -> list[Tensor]:
+    """The tensors that need a gradient in whatever a forward takes or gives: tuples, dicts, anything else."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
+    """The same tree with its floating tensors in ``dtype``; None leaves them."""
+    if dtype is None:
+        return tree
+    return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
+
+
+def call_before_backward(tensors: list[Tensor], call: Callable[[], None]) -> None:
+    """Call once when the gradient of the first of these tensors is there."""
+    torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: call(), mode="any")
+
+
+def call_after_backward(tensors: list[Tensor], call: Callable[[], None]) -> None:
+    """Call once when the gradients of all these tensors are there."""
+    torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: call(), mode="all")
+
+
+class HookedUnits(nn.Module):
+    """A module cut into units, with calls at the moments at which sharding must do something.
+
+    Whoever derives from it has ``make_flat`` (a unit's ``FlatShard``), ``before_forward(i)``, ``after_forward(i)``, ``before_backward(i)``, ``free(i)`` for unit i (0 is
+    the root) and ``after_gradient(flat)``. Backward of a unit may need frozen values to its end: ``free(i)`` is called for
+    those when the gradients of the unit's inputs and of its trained values are there.
+    """
+
+    make_flat: Any
+    before_forward: Callable[[int], None]
+    after_forward: Callable[[int], None]
+    before_backward: Callable[[int], None]
+    after_gradient: Callable[[Any], None]
+    free: Callable[[int], None]
+
+    def __init__(
+        self, module: nn.Module, units: Iterable[nn.Module] | None = None, param_dtype: torch.dtype | None = None
+    ):
+        super().__init__()
+        units = blocks_of(module) if units is None else list(units)
+        self.module, self.param_dtype = module, param_dtype
+        self.names = [name for name, _ in module.named_parameters()]
+        owned = owned_parameters(module, units)
+        self.places = [Places(module, part) for part in owned]
+        self.flats: list[list[Any]] = []
+        self._awaited: dict[int, set] = {}
+        for i, unit in enumerate((module, *units)):
+            self.flats.append([type(self).make_flat(part, param_dtype) for part in alike(owned[i])])
+            owned[i].clear()
+            self._register(i, unit)
+
+    def _register(self, i: int, unit: nn.Module) -> None:
+        for j, flat in enumerate(self.flats[i]):
+            unit.register_parameter(f"flat_{j}", flat.shard)
+            if flat.shard.requires_grad:
+                flat.full.register_post_accumulate_grad_hook(partial(self._after_gradient, i, flat))
+        unit.register_forward_pre_hook(partial(self._before, i), with_kwargs=True)
+        unit.register_forward_hook(partial(self._after, i), with_kwargs=True, always_call=True)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        return self.module(*args, **kwargs)
+
+    @torch.no_grad()
+    def gather_full_params(self) -> dict[str, Tensor]:
+        """Every parameter whole, in its own dtype, under its name in the module as it was; all ranks call it together."""
+        found = {}
+        for flat in (flat for flats in self.flats for flat in flats):
+            row = flat.shard.new_empty(dist.get_world_size() * len(flat.shard))
+            all_gather_row(row, flat.shard.detach())
+            start = 0
+            for name, shape in flat.shapes.items():
+                found[name] = row[start : start + shape.numel()].view(shape)
+                start += shape.numel()
+        return {name: found[name] for name in self.names}
+
+    def _before(self, i: int, unit: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        self.before_forward(i)
+        inputs = tensors_with_grad((args, kwargs)) if torch.is_grad_enabled() else []
+        if i and inputs:
+            call_after_backward(inputs, partial(self._done, i, "inputs"))
+        return cast_floats(args, self.param_dtype), cast_floats(kwargs, self.param_dtype)
+
+    def _after(self, i: int, unit: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        if outputs := tensors_with_grad(output):
+            has_inputs = bool(tensors_with_grad((args, kwargs)))
+            call_before_backward(outputs, partial(self._backward, i, has_inputs))
+        self.after_forward(i)
+
+    def _backward(self, i: int, has_inputs: bool) -> None:
+        self._awaited[i] = {id(flat) for flat in self.flats[i] if flat.shard.requires_grad}
+        self._awaited[i] |= {"finish"} if i == 0 else {"inputs"} if has_inputs else set()
+        self.before_backward(i)
+
+    def _after_gradient(self, i: int, flat: Any, full: Tensor) -> None:
+        self.after_gradient(flat)
+        self._done(i, id(flat))
+
+    def _done(self, i: int, what: Any) -> None:
+        if i in self._awaited:
+            self._awaited[i].discard(what)
+            if not self._awaited[i]:
+                self.free(i)
+
+
+def peak_bytes(run: Callable[[], Any]) -> tuple[int, int]:
+    """Bytes that a call takes on the CPU beyond what was taken before it, counted by the allocator.
+
+    Returns:
+        The largest number at any moment, and what is still taken at the end.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    taken = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        taken += event.nbytes()
+        peak = max(peak, taken)
+    return peak, taken
+
+
+def saved_bytes(run: Callable[[], Any], without: Iterable[Tensor] = ()) -> int:
+    """Bytes that autograd keeps for backward, each storage once; the storages of ``without`` do not count."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in without}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = run()
+    del result
+    return sum(kept.values())

@@ -1,0 +1,422 @@
+"""Fully sharded data parallel: every rank keeps a share of the model, and borrows the rest when it needs it."""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.optim import Optimizer
+
+from lib.given.sharding import HookedUnits, all_gather_row, blocks_of, reduce_scatter_row
+
+
+def memory_per_device(
+    n_parameters: int, world_size: int, stage: int, param_bytes: float, grad_bytes: float, optimizer_bytes: float
+) -> float:
+    """Bytes of model state that each of R devices holds. (Exercise 12.1)
+
+    Args:
+        n_parameters, world_size: Parameters of the whole model; devices R.
+        stage: 0 shards nothing, 1 the optimizer's state, 2 also the gradients, 3 also the parameters.
+        param_bytes, grad_bytes, optimizer_bytes: Bytes of a parameter, of its gradient, and of what the optimizer keeps for
+            it: two float32 moments are 8; a float32 copy adds 4.
+
+    Returns:
+        Bytes, without activations, padding and what is gathered for a moment.
+
+    Raises:
+        ValueError: ``stage`` is none of 0, 1, 2, 3, or ``world_size`` is below 1; the message names the value.
+
+    Source: Rajbhandari and others (arXiv:1910.02054), figure 1.
+    """
+    ### BEGIN SOLUTION
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage = {stage}: ZeRO has the stages 0, 1, 2 and 3")
+    if world_size < 1:
+        raise ValueError(f"world_size = {world_size}: there is at least one device")
+    sizes = (optimizer_bytes, grad_bytes, param_bytes)
+    return n_parameters * sum(size / world_size if i < stage else size for i, size in enumerate(sizes))
+    ### END SOLUTION
+
+
+def shard(tensor: Shaped[Tensor, "..."], rank: int, world_size: int) -> Shaped[Tensor, "s"]:
+    """This rank's share of a tensor, as a row of numbers. (Exercise 12.2)
+
+    Args:
+        tensor: Any shape (also none), dtype and strides; left as it is.
+        rank, world_size: Which share, from 0, of how many R.
+
+    Returns:
+        ``[ceil(n / R)]`` of the n elements in row-major order, then zeros; a copy, so that the tensor can be freed.
+
+    Raises:
+        ValueError: ``rank`` is not in 0..R-1; the message names both.
+    """
+    ### BEGIN SOLUTION
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank = {rank} is not in 0..{world_size - 1} (world_size = {world_size})")
+    size = math.ceil(tensor.numel() / world_size)
+    row, out = tensor.detach().reshape(-1), tensor.new_zeros(size)
+    part = row[rank * size : (rank + 1) * size]
+    out[: len(part)] = part
+    return out
+    ### END SOLUTION
+
+
+def unshard(shards: Iterable[Shaped[Tensor, "s"]], shape: Sequence[int]) -> Shaped[Tensor, "..."]:
+    """The tensor again, from the shares of all ranks in their order. (Exercise 12.3)
+
+    Args:
+        shards, shape: What ``shard`` gave for ranks 0 to R-1; the tensor's shape.
+
+    Returns:
+        The tensor, in the shards' dtype.
+
+    Raises:
+        ValueError: the shards hold fewer elements than ``shape``; the message names both numbers.
+    """
+    ### BEGIN SOLUTION
+    row, n = torch.cat(list(shards)), math.prod(shape)
+    if len(row) < n:
+        raise ValueError(f"the shards hold {len(row)} elements, and the shape {list(shape)} has {n}")
+    return row[:n].view(tuple(shape))
+    ### END SOLUTION
+
+
+class ShardedOptimizer(Optimizer):
+    """ZeRO-1: each rank updates its share of the parameters, then all ranks get all new values. (Exercise 12.4)
+
+    Args:
+        params: Parameters, or dicts with ``params`` and options, as any optimizer takes them; alike on all ranks.
+        optimizer_cls, kwargs: The optimizer that updates this rank's share, such as ``torch.optim.AdamW``; its options.
+
+    A parameter belongs to one rank, whole: within a group the largest comes first, each goes to the rank that has the fewest
+    elements so far (the lowest such rank), and frozen ones count nothing. ``state`` has this rank's parameters only. Gradients
+    were averaged before. Source: Rajbhandari and others (arXiv:1910.02054), section 5.1.
+    """
+
+    _local: Any
+
+    def __init__(self, params: Iterable, optimizer_cls: type[Optimizer], **kwargs: Any):
+        ### BEGIN SOLUTION
+        self._make, self._local = partial(optimizer_cls, **kwargs), None
+        self._owner: dict[Tensor, int] = {}
+        self._load = [0] * dist.get_world_size()
+        super().__init__(params, kwargs)
+        self.defaults = self._local.defaults
+        ### END SOLUTION
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Share out one more group, ``params`` and options; ``Optimizer.__init__`` calls this for each that it is given."""
+        ### BEGIN SOLUTION
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for parameter in sorted(group["params"], key=Tensor.numel, reverse=True):
+            owner = self._load.index(min(self._load))
+            self._owner[parameter] = owner
+            self._load[owner] += parameter.numel() * parameter.requires_grad
+        mine = {**group, "params": [p for p in group["params"] if self._owner[p] == dist.get_rank()]}
+        if self._local is None:
+            self._local = self._make([mine])
+        else:
+            self._local.add_param_group(mine)
+        for key, value in self._local.param_groups[-1].items():
+            group.setdefault(key, value)
+        ### END SOLUTION
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Update this rank's parameters with the options that ``param_groups`` has now, then broadcast every trained one; return
+        what ``closure`` gave."""
+        ### BEGIN SOLUTION
+        for theirs, group in zip(self._local.param_groups, self.param_groups, strict=True):
+            theirs.update({key: value for key, value in group.items() if key != "params"})
+        self._local.state, works = self.state, []
+        loss = self._local.step(closure, **kwargs)
+        for parameter, owner in self._owner.items():
+            if parameter.requires_grad:
+                values = parameter.detach().contiguous()
+                works.append((parameter, values, dist.broadcast(values, owner, async_op=True)))
+        for parameter, values, work in works:
+            work.wait()
+            if not parameter.is_contiguous():
+                parameter.detach().copy_(values)
+        return loss
+        ### END SOLUTION
+
+
+def reduce_scatter_gradients(
+    module: nn.Module, group: dist.ProcessGroup | None = None
+) -> dict[str, Float[Tensor, "s"]]:
+    """ZeRO-2: each rank keeps its share of the average gradient, and nobody keeps the whole. (Exercise 12.5)
+
+    Args:
+        module, group: After backward; the ranks, all by default. Frozen parameters are left out, a tied one stands once
+            under its first name, and one without a gradient on this rank counts as zeros.
+
+    Returns:
+        This rank's padded share of each gradient's mean over the ranks, ``shard``'s layout, in the parameters' order. Every
+        ``grad`` is None afterwards.
+    Cost: one reduce-scatter of each gradient, padded (``reduce_scatter_row``, given, is PyTorch's under its old and new name).
+    """
+    ### BEGIN SOLUTION
+    world_size, shares = dist.get_world_size(group), {}
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        grad, parameter.grad = parameter.grad, None
+        row = torch.zeros_like(parameter).flatten() if grad is None else grad.reshape(-1)
+        row = nn.functional.pad(row, (0, -len(row) % world_size))
+        shares[name] = row.new_empty(len(row) // world_size)
+        reduce_scatter_row(shares[name], row, group=group)
+        shares[name].div_(world_size)
+    return shares
+    ### END SOLUTION
+
+
+class FlatShard:
+    """The parameters of one unit as one row of numbers, of which each rank keeps a share. (Exercise 12.6)
+
+    Args:
+        parameters: Names and parameters of one dtype, all trained or all frozen; rank 0's values count.
+        param_dtype: What is gathered and computed with; None is the parameters' own dtype.
+
+    Attributes:
+        shard: ``nn.Parameter`` ``[S]``, S = ceil(n / R): this rank's ``shard`` of the n values; trained if they were.
+        full: ``[R * S]`` in ``param_dtype``, a leaf that needs a gradient if the shard does; has memory only while gathered.
+        is_whole: Whether the gather has begun and ``free`` was not called since.
+
+    Source: Zhao and others (arXiv:2304.11277), section 3.2.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], param_dtype: torch.dtype | None = None):
+        self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self.sizes = [parameter.numel() for parameter in parameters.values()]
+        ### BEGIN SOLUTION
+        first, world_size = next(iter(parameters.values())), dist.get_world_size()
+        row = torch.cat([parameter.detach().reshape(-1) for parameter in parameters.values()])
+        dist.broadcast(row, 0)
+        self.shard = nn.Parameter(shard(row, dist.get_rank(), world_size), requires_grad=first.requires_grad)
+        self.full = torch.empty(len(self.shard) * world_size, dtype=param_dtype or first.dtype, device=first.device)
+        self.full.requires_grad_(first.requires_grad)
+        self.is_whole = True
+        self._gathering: Any = None  # a gather that is on its way, and what must live until it is done
+        self._reducing: Any = None
+        self.free()
+        ### END SOLUTION
+
+    def start_gather(self) -> None:
+        """Take memory for ``full`` and start one all-gather into it; if it is whole or on its way, do nothing."""
+        ### BEGIN SOLUTION
+        if not self.is_whole:
+            self.is_whole = True
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+            mine = self.shard.detach().to(self.full.dtype)
+            work = all_gather_row(self.full.data, mine, async_op=True)  # .data: no new version for autograd
+            self._gathering = (work, mine)
+        ### END SOLUTION
+
+    def finish_gather(self) -> None:
+        """Wait until ``full`` holds all values; start the gather, if nobody has."""
+        ### BEGIN SOLUTION
+        self.start_gather()
+        if self._gathering is not None:
+            self._gathering[0].wait()
+            self._gathering = None
+        ### END SOLUTION
+
+    def views(self) -> dict[str, Tensor]:
+        """The parameters by name, in their shapes: views of ``full`` through which gradients reach it."""
+        ### BEGIN SOLUTION
+        parts = self.full.split([*self.sizes, self.full.numel() - sum(self.sizes)])
+        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=False)}
+        ### END SOLUTION
+
+    def free(self) -> None:
+        """Give the memory behind ``full`` back, now, whoever still refers to it; wait first for a gather that is on its way."""
+        ### BEGIN SOLUTION
+        if self.is_whole:
+            self.finish_gather()
+            self.full.untyped_storage().resize_(0)
+            self.is_whole = False
+        ### END SOLUTION
+
+    def start_reduce(self) -> None:
+        """Take ``full.grad`` away (it is None afterwards) and start one reduce-scatter of it, in its own dtype."""
+        ### BEGIN SOLUTION
+        grad, self.full.grad = self.full.grad, None
+        assert grad is not None
+        mine = grad.new_empty(len(self.shard))
+        self._reducing = (reduce_scatter_row(mine, grad, async_op=True), mine, grad)
+        ### END SOLUTION
+
+    def finish_reduce(self) -> None:
+        """Wait for the reduce-scatter, and add the mean over the ranks, in the shard's dtype, to ``shard.grad``."""
+        ### BEGIN SOLUTION
+        if self._reducing is not None:
+            work, mine, _ = self._reducing
+            work.wait()
+            mean, self._reducing = mine.to(self.shard.dtype).div_(dist.get_world_size()), None
+            self.shard.grad = mean if self.shard.grad is None else self.shard.grad.add_(mean)
+        ### END SOLUTION
+
+
+class FullySharded(HookedUnits):
+    """ZeRO-3: a unit's parameters are gathered just before they are used, and freed just after. (Exercise 12.7)
+
+    Args:
+        module: The model, alike on all ranks but for its values: rank 0's count. It is changed in place.
+        units: Submodules in the order in which they run; by default the children of the module's ``ModuleList``. What no
+            unit owns, or two share, belongs to the root, unit 0, which is gathered when the module is called.
+        param_dtype: What is gathered, computed with and reduced; the shards and their gradients keep the parameters' dtype.
+
+    Attributes:
+        module: The model, whose only parameters are now the shards.
+        flats, places: For each unit its list of ``FlatShard`` (one, two if some parameters are frozen, or none), and its
+            ``Places``, with ``hang(views)`` and ``take_down()``. The given ``HookedUnits`` makes them, and calls the methods.
+
+    Of the units beside the root at most two are whole at any moment. A step gathers each ``FlatShard`` twice, reduces it once.
+    """
+
+    make_flat = FlatShard
+    ahead: int | None = None  # the unit that was gathered ahead of its use
+    reducing: FlatShard | None = None  # whose gradient is on its way
+
+    def gather(self, i: int, following: int) -> None:
+        """Make unit i whole; then start on ``following``, if there is such a unit. First free what was gathered ahead in vain."""
+        ### BEGIN SOLUTION
+        if self.ahead not in (None, i, following):
+            self.free(self.ahead)
+        for flat in self.flats[i]:
+            flat.finish_gather()
+        self.ahead = following if following < len(self.flats) else None
+        for flat in self.flats[following] if self.ahead is not None else ():
+            flat.start_gather()
+        ### END SOLUTION
+
+    def free(self, i: int) -> None:
+        """Free unit i, and take its views down."""
+        ### BEGIN SOLUTION
+        for flat in self.flats[i]:
+            flat.free()
+        self.places[i].take_down()
+        ### END SOLUTION
+
+    def before_forward(self, i: int) -> None:
+        """Gather unit i and start on the next; hang the views of unit i in their places."""
+        ### BEGIN SOLUTION
+        self.gather(i, i + 1)
+        for flat in self.flats[i]:
+            self.places[i].hang(flat.views())
+        ### END SOLUTION
+
+    def after_forward(self, i: int) -> None:
+        """Free unit i; after the root, every unit, and none is ahead. Called also when the forward raised."""
+        ### BEGIN SOLUTION
+        for unit in range(len(self.flats)) if i == 0 else (i,):
+            self.free(unit)
+        self.ahead = self.ahead if i else None
+        ### END SOLUTION
+
+    def before_backward(self, i: int) -> None:
+        """Gather unit i again, and start on the unit that ran before it; for the root on the last, if none is ahead."""
+        ### BEGIN SOLUTION
+        last = len(self.flats) - 1 if self.ahead is None else self.ahead
+        self.gather(i, i - 1 if i else last)
+        ### END SOLUTION
+
+    def after_gradient(self, flat: FlatShard) -> None:
+        """``flat.full.grad`` is complete: free the values, reduce the gradient; wait for the one before it first."""
+        ### BEGIN SOLUTION
+        flat.free()
+        if self.reducing is not None:
+            self.reducing.finish_reduce()
+        flat.start_reduce()
+        self.reducing = flat
+        ### END SOLUTION
+
+    def finish_gradient_synchronization(self) -> None:
+        """After backward, before the optimizer: every shard's ``grad`` is complete, and nothing is whole."""
+        ### BEGIN SOLUTION
+        if self.reducing is not None:
+            self.reducing.finish_reduce()
+        self.reducing = None
+        self.after_forward(0)
+        ### END SOLUTION
+
+
+def clip_sharded_gradient_norm_(parameters: Iterable[Tensor], max_norm: float, group=None) -> Float[Tensor, ""]:
+    """Scale gradients of which each rank holds a share, so that the norm of the whole is at most ``max_norm``. (Exercise 12.8)
+
+    Args:
+        parameters, max_norm, group: This rank's shards, whose ``grad`` is scaled in place, if there is one; the largest norm.
+
+    Returns:
+        The norm of the whole gradient before clipping, float32, alike on all ranks, for one all-reduce of one number.
+    """
+    ### BEGIN SOLUTION
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    device = grads[0].device if grads else "cpu"
+    square = sum((grad.float().square().sum() for grad in grads), torch.zeros((), device=device))
+    dist.all_reduce(square, group=group)
+    norm = square.sqrt()
+    for grad in grads:
+        grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+    ### END SOLUTION
+
+
+def apply_fully_shard(model: nn.Module, mesh: DeviceMesh | None, param_dtype: torch.dtype | None) -> nn.Module:
+    """The same with PyTorch's own: ``fully_shard`` on each block of the ``ModuleList``, then on the root. (Exercise 12.9)
+
+    Args:
+        model, mesh: Changed in place, its parameters become DTensors cut along dimension 0; the devices, None is all.
+        param_dtype: What is gathered and computed with (``MixedPrecisionPolicy``); None is the parameters' dtype.
+
+    Returns:
+        The same model.
+    """
+    ### BEGIN SOLUTION
+    for part in (*blocks_of(model), model):
+        fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
+    return model
+    ### END SOLUTION
+
+
+def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer) -> None:
+    """Write a checkpoint into which every rank puts its own share. (Exercise 12.10)
+
+    Args:
+        path, model, optimizer: A folder, the same on all ranks; a model after ``apply_fully_shard``, or plain; its optimizer.
+
+    Returns:
+        Nothing. ``torch.distributed.checkpoint`` writes the files.
+    """
+    ### BEGIN SOLUTION
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+    ### END SOLUTION
+
+
+def load_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer) -> None:
+    """Read such a checkpoint, on the same number of ranks or on another, in place. (Exercise 12.11)
+
+    Args:
+        path, model, optimizer: As for ``save_sharded``, over any number of ranks; the optimizer need not have taken a step.
+
+    Returns:
+        Nothing; model and optimizer have the saved values.
+    """
+    ### BEGIN SOLUTION
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    ### END SOLUTION

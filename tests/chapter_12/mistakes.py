@@ -1,0 +1,443 @@
+"""What goes wrong when people shard a model by hand."""
+
+import math
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from lib.given.sharding import all_gather_row, blocks_of, reduce_scatter_row
+from lib.workbook.grading import mistake
+from solutions import fsdp as reference
+
+# ---- 12.1 memory_per_device ------------------------------------------------------------------------------------------
+
+
+def _checked(n, r, stage):
+    reference.memory_per_device(n, r, stage, 0, 0, 0)
+
+
+@mistake("memory_per_device", "stage 1 shards the parameters first; ZeRO begins with the optimizer's state")
+def parameters_first(n_parameters, world_size, stage, param_bytes, grad_bytes, optimizer_bytes):
+    return reference.memory_per_device(n_parameters, world_size, stage, optimizer_bytes, grad_bytes, param_bytes)
+
+
+@mistake("memory_per_device", "each stage shards its own part only, where stage 2 also shards what stage 1 does")
+def one_part_only(n_parameters, world_size, stage, param_bytes, grad_bytes, optimizer_bytes):
+    _checked(n_parameters, world_size, stage)
+    sizes = [optimizer_bytes, grad_bytes, param_bytes]
+    return n_parameters * sum(s / world_size if i == stage - 1 else s for i, s in enumerate(sizes))
+
+
+@mistake("memory_per_device", "everything is divided by the number of devices at every stage")
+def all_divided(n_parameters, world_size, stage, param_bytes, grad_bytes, optimizer_bytes):
+    _checked(n_parameters, world_size, stage)
+    return n_parameters * (param_bytes + grad_bytes + optimizer_bytes) / (world_size if stage else 1)
+
+
+@mistake("memory_per_device", "a stage that does not exist is taken for stage 3")
+def any_stage(n_parameters, world_size, stage, param_bytes, grad_bytes, optimizer_bytes):
+    if world_size < 1:
+        raise ValueError("0 devices")
+    return reference.memory_per_device(
+        n_parameters, world_size, min(stage, 3), param_bytes, grad_bytes, optimizer_bytes
+    )
+
+
+# ---- 12.2 shard ------------------------------------------------------------------------------------------------------
+
+
+@mistake("shard", "the last shard is shorter: the padding is missing, and ranks would disagree on sizes")
+def unpadded(tensor, rank, world_size):
+    full = reference.shard(tensor, rank, world_size)
+    return full[: max(0, min(len(full), tensor.numel() - rank * len(full)))].clone()
+
+
+@mistake("shard", "every R-th element was taken, where a shard is a stretch of neighbours")
+def strided(tensor, rank, world_size):
+    reference.shard(tensor, rank, world_size)
+    row = tensor.detach().reshape(-1)
+    return nn.functional.pad(row, (0, -len(row) % world_size))[rank::world_size].clone()
+
+
+@mistake("shard", "the size is rounded down, so that the end of the tensor is in no shard")
+def rounded_down(tensor, rank, world_size):
+    reference.shard(tensor, rank, world_size)
+    size = tensor.numel() // world_size
+    return tensor.detach().reshape(-1)[rank * size : (rank + 1) * size].clone()
+
+
+@mistake("shard", "the shard is a view that keeps the memory of the whole tensor alive")
+def a_view(tensor, rank, world_size):
+    size = len(reference.shard(tensor, rank, world_size))
+    return nn.functional.pad(tensor.detach().reshape(-1), (0, size * world_size - tensor.numel())).view(-1)[
+        rank * size : (rank + 1) * size
+    ]
+
+
+@mistake("shard", "a negative rank counts from the end instead of being refused")
+def any_rank(tensor, rank, world_size):
+    return reference.shard(tensor, rank % world_size, world_size)
+
+
+# ---- 12.3 unshard ----------------------------------------------------------------------------------------------------
+
+
+@mistake("unshard", "the padding is still there")
+def with_padding(shards, shape):
+    row = torch.cat(list(shards))
+    reference.unshard([row], shape)
+    return row
+
+
+@mistake("unshard", "the shards are interleaved, where they follow one another")
+def interleaved(shards, shape):
+    row = torch.stack(list(shards), dim=1).flatten()
+    return reference.unshard([row], shape)
+
+
+@mistake("unshard", "missing elements are filled up with zeros instead of being an error")
+def filled_up(shards, shape):
+    row = torch.cat(list(shards))
+    return reference.unshard([row, row.new_zeros(max(0, math.prod(shape) - len(row)))], shape)
+
+
+@mistake("unshard", "the result is float32 whatever the shards are")
+def as_float32(shards, shape):
+    return reference.unshard(shards, shape).float()
+
+
+# ---- 12.4 ShardedOptimizer -------------------------------------------------------------------------------------------
+
+
+@mistake("ShardedOptimizer", "every rank updates every parameter: that is right, and saves nothing")
+class NothingSharded(reference.ShardedOptimizer):
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        self._local.param_groups[-1]["params"] = list(self.param_groups[-1]["params"])
+
+
+@mistake("ShardedOptimizer", "the new values are not sent: each rank has new values for its own share only")
+class NoBroadcast(reference.ShardedOptimizer):
+    def step(self, closure=None, **kwargs):
+        self._local.state = self.state
+        for theirs, group in zip(self._local.param_groups, self.param_groups, strict=True):
+            theirs.update({key: value for key, value in group.items() if key != "params"})
+        return self._local.step(closure, **kwargs)
+
+
+@mistake("ShardedOptimizer", "the options are those of the beginning: a scheduler changes param_groups in vain")
+class OldOptions(reference.ShardedOptimizer):
+    def step(self, closure=None, **kwargs):
+        now = [dict(group) for group in self.param_groups]
+        for group, theirs in zip(self.param_groups, self._local.param_groups, strict=True):
+            group.update({key: value for key, value in theirs.items() if key != "params"})
+        loss = super().step(closure, **kwargs)
+        for group, old in zip(self.param_groups, now, strict=True):
+            group.update({key: value for key, value in old.items() if key != "params"})
+        return loss
+
+
+@mistake(
+    "ShardedOptimizer", "parameters are dealt out in turn, whatever their size: one rank may get all the large ones"
+)
+class InTurn(reference.ShardedOptimizer):
+    def add_param_group(self, param_group):
+        sizes, self._load = self._load, _Turn(self._load)
+        super().add_param_group(param_group)
+        self._load = sizes
+
+
+class _Turn(list):
+    turn = -1
+
+    def index(self, value, *_):
+        _Turn.turn += 1
+        return _Turn.turn % len(self)
+
+
+@mistake("ShardedOptimizer", "step does not return what the closure gave")
+class NoLoss(reference.ShardedOptimizer):
+    def step(self, closure=None, **kwargs):
+        super().step(closure, **kwargs)
+
+
+# ---- 12.5 reduce_scatter_gradients -----------------------------------------------------------------------------------
+
+
+def _scatter(module, group, take=lambda share, n: share.div_(n), order=False, missing=True, keep=False):
+    n, shares = dist.get_world_size(group), {}
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad or (parameter.grad is None and not missing):
+            continue
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if not keep:
+            parameter.grad = None
+        row = grad.t().reshape(-1) if order and grad.ndim == 2 else grad.reshape(-1)
+        row = nn.functional.pad(row, (0, -len(row) % n))
+        shares[name] = row.new_empty(len(row) // n)
+        reduce_scatter_row(shares[name], row, group=group)
+        shares[name] = take(shares[name], n)
+    return shares
+
+
+@mistake("reduce_scatter_gradients", "the gradients are summed over the ranks, not averaged")
+def summed(module, group=None):
+    return _scatter(module, group, take=lambda share, n: share)
+
+
+@mistake("reduce_scatter_gradients", "the full gradients are still there: each rank holds all of them and its share")
+def kept(module, group=None):
+    return _scatter(module, group, keep=True)
+
+
+@mistake("reduce_scatter_gradients", "every rank gets the whole sum by an all-reduce, and cuts its share out of it")
+def all_reduced(module, group=None):
+    rank, n, shares = dist.get_rank(group), dist.get_world_size(group), {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            grad, parameter.grad = parameter.grad, None
+            grad = torch.zeros_like(parameter) if grad is None else grad.contiguous()
+            dist.all_reduce(grad, group=group)
+            shares[name] = reference.shard(grad / n, rank, n)
+    return shares
+
+
+@mistake("reduce_scatter_gradients", "a gradient of two dimensions is laid out column by column")
+def by_columns(module, group=None):
+    return _scatter(module, group, order=True)
+
+
+@mistake(
+    "reduce_scatter_gradients",
+    "a parameter without a gradient on this rank is skipped: the ranks' calls no longer match",
+)
+def skipped(module, group=None):
+    return _scatter(module, group, missing=False)
+
+
+# ---- 12.6 FlatShard --------------------------------------------------------------------------------------------------
+
+
+@mistake("FlatShard", "the gradient is summed over the ranks, not averaged")
+class Summed(reference.FlatShard):
+    def finish_reduce(self):
+        if self._reducing is not None:
+            before, self.shard.grad = self.shard.grad, None
+            super().finish_reduce()
+            self.shard.grad.mul_(dist.get_world_size())
+            self.shard.grad.add_(0 if before is None else before)
+
+
+@mistake("FlatShard", "a second backward replaces shard.grad instead of adding to it")
+class Replaced(reference.FlatShard):
+    def finish_reduce(self):
+        if self._reducing is not None:
+            self.shard.grad = None
+        super().finish_reduce()
+
+
+@mistake("FlatShard", "full is not emptied: `free` only forgets that it is whole")
+class NotFreed(reference.FlatShard):
+    def free(self):
+        if self.is_whole:
+            self.finish_gather()
+            self.is_whole = False
+
+
+@mistake("FlatShard", "each rank keeps its own start: rank 0's values were not sent to the others")
+class OwnStart(reference.FlatShard):
+    def __init__(self, parameters, param_dtype=None):
+        super().__init__(parameters, param_dtype)
+        row = torch.cat([p.detach().reshape(-1) for p in parameters.values()])
+        self.shard.data.copy_(reference.shard(row, dist.get_rank(), dist.get_world_size()))
+
+
+@mistake("FlatShard", "the gather writes into full itself, so autograd sees that a saved tensor was changed")
+class NewVersion(reference.FlatShard):
+    def start_gather(self):
+        if not self.is_whole:
+            self.is_whole = True
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+            with torch.no_grad():
+                mine = self.shard.detach().to(self.full.dtype)
+                row = torch.empty_like(self.full)
+                all_gather_row(row, mine)
+                self.full.copy_(row)
+
+
+@mistake("FlatShard", "the shard is kept in the dtype of the computation, which loses the small updates")
+class LowShard(reference.FlatShard):
+    def __init__(self, parameters, param_dtype=None):
+        if param_dtype is not None:
+            parameters = {n: nn.Parameter(p.detach().to(param_dtype)) for n, p in parameters.items()}
+        super().__init__(parameters, param_dtype)
+
+
+# ---- 12.7 FullySharded -----------------------------------------------------------------------------------------------
+
+
+@mistake("FullySharded", "nothing is freed after forward: at its end every unit is whole")
+class KeptAfterForward(reference.FullySharded):
+    def after_forward(self, i):
+        self.ahead = self.ahead if i else None
+
+
+@mistake("FullySharded", "there is no gather ahead: every unit waits for its own")
+class NothingAhead(reference.FullySharded):
+    def gather(self, i, following):
+        super().gather(i, len(self.flats))
+
+
+@mistake("FullySharded", "in backward the next unit in forward order is gathered ahead, where the one before it comes")
+class WrongWayBack(reference.FullySharded):
+    def before_backward(self, i):
+        self.gather(i, i + 1)
+
+
+@mistake("FullySharded", "finish_gradient_synchronization does not wait for the last unit's gradient")
+class LastGradientLost(reference.FullySharded):
+    def finish_gradient_synchronization(self):
+        self.reducing = None
+        self.after_forward(0)
+
+
+@mistake("FullySharded", "the gradients are reduced after backward: until then every unit's gradient is kept whole")
+class ReducedAtTheEnd(reference.FullySharded):
+    def after_gradient(self, flat):
+        flat.free()
+        self.__dict__.setdefault("waiting", []).append(flat)
+
+    def finish_gradient_synchronization(self):
+        for flat in self.__dict__.pop("waiting", []):
+            if flat.full.grad is not None:
+                flat.start_reduce()
+                flat.finish_reduce()
+        super().finish_gradient_synchronization()
+
+
+@mistake("FullySharded", "what was gathered ahead for nothing is never freed")
+class AheadForGood(reference.FullySharded):
+    def gather(self, i, following):
+        self.ahead = None
+        super().gather(i, following)
+
+
+# ---- 12.8 clip_sharded_gradient_norm_ --------------------------------------------------------------------------------
+
+
+def _clip(parameters, max_norm, norm_of):
+    grads = [p.grad for p in parameters if p.grad is not None]
+    square = sum((g.float().square().sum() for g in grads), torch.zeros(()))
+    norm = norm_of(square)
+    for grad in grads:
+        grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def _sum(value):
+    dist.all_reduce(value)
+    return value
+
+
+@mistake("clip_sharded_gradient_norm_", "the norm is of this rank's share alone, so each rank scales by another factor")
+def own_share(parameters, max_norm, group=None):
+    return _clip(parameters, max_norm, torch.sqrt)
+
+
+@mistake("clip_sharded_gradient_norm_", "norms are added over the ranks, where their squares must be")
+def norms_added(parameters, max_norm, group=None):
+    return _clip(parameters, max_norm, lambda square: _sum(square.sqrt()))
+
+
+@mistake("clip_sharded_gradient_norm_", "the squares are averaged over the ranks, not added")
+def averaged(parameters, max_norm, group=None):
+    return _clip(parameters, max_norm, lambda square: (_sum(square) / dist.get_world_size()).sqrt())
+
+
+@mistake("clip_sharded_gradient_norm_", "gradients below the limit are scaled up to it")
+def scaled_up(parameters, max_norm, group=None):
+    parameters = list(parameters)
+    norm = reference.clip_sharded_gradient_norm_(parameters, math.inf)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(max_norm / norm)
+    return norm
+
+
+# ---- 12.9 apply_fully_shard ------------------------------------------------------------------------------------------
+
+
+@mistake("apply_fully_shard", "only the root is sharded: the whole model is gathered at once")
+def root_only(model, mesh, param_dtype):
+    return fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
+
+
+@mistake("apply_fully_shard", "the root is left out, so embeddings and head stay whole on every rank")
+def blocks_only(model, mesh, param_dtype):
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
+    return model
+
+
+@mistake("apply_fully_shard", "the model itself is cast to param_dtype: the shards lose their float32")
+def cast_model(model, mesh, param_dtype):
+    return reference.apply_fully_shard(model.to(param_dtype), mesh, None)
+
+
+@mistake("apply_fully_shard", "every layer inside a block is a unit of its own: many small gathers")
+def every_layer(model, mesh, param_dtype):
+    for block in blocks_of(model):
+        for layer in block.children():
+            fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
+    return reference.apply_fully_shard(model, mesh, param_dtype)
+
+
+# ---- 12.10 save_sharded, 12.11 load_sharded --------------------------------------------------------------------------
+
+
+@mistake("save_sharded", "the optimizer's state is not in the checkpoint")
+def weights_only(path, model, optimizer):
+    weights, _ = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": {}}, checkpoint_id=path)
+
+
+@mistake("save_sharded", "every rank writes the shard that it sees as if it were the whole")
+def local_shards(path, model, optimizer):
+    weights, state = get_state_dict(model, optimizer)
+    weights = {name: getattr(w, "_local_tensor", w) for name, w in weights.items()}
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+
+
+@mistake("save_sharded", "rank 0 gathers everything and writes it alone, which a large model does not survive")
+def gathered_first(path, model, optimizer):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    weights, state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path, no_dist=True)
+    dist.barrier()
+
+
+@mistake("load_sharded", "the model is loaded, the optimizer starts anew")
+def without_optimizer(path, model, optimizer):
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+
+
+@mistake("load_sharded", "the checkpoint is read into a state dict that is then thrown away")
+def thrown_away(path, model, optimizer):
+    weights, state = get_state_dict(model, optimizer)
+    copies = {name: w.clone() for name, w in weights.items()}
+    dcp.load({"model": copies, "optimizer": state}, checkpoint_id=path)
+
+
+@mistake("load_sharded", "the optimizer is loaded, the model keeps its own start")
+def without_model(path, model, optimizer):
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"optimizer": state}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)

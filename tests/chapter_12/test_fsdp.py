@@ -1,0 +1,814 @@
+"""FSDP, graded: equal to training on one process, by what a rank holds, and by what it sends.
+
+The model that everything is tried on is made of PyTorch's own layers. What is compared with is that model on one process,
+ZeroRedundancyOptimizer, and fully_shard. Memory is counted by the allocator, bytes sent by the ledger.
+"""
+
+import copy
+import math
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lib.given.ranks import mark
+from lib.given.sharding import all_gather_row, peak_bytes
+from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
+
+fsdp = graded("fsdp")
+
+MEMORY, SHARD, ZERO1, ZERO2, FLAT, ZERO3, CLIP = (f"equation (12.{n})" for n in (1, 2, 3, 4, 5, 6, 7))
+GATHER = ("all_gather_into_tensor", "all_gather_single")
+SCATTER = ("reduce_scatter_tensor", "reduce_scatter_single")
+PARTS = "it is made of `FlatShard`: if that does not pass, mend it first"
+
+
+class Net(nn.Module):
+    """Blocks between two layers, a scale of one element, a tied head, and outputs that are no tensors alone."""
+
+    def __init__(self, n_blocks: int = 3, dim: int = 8, seed: int = 0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.inp = nn.Linear(3, dim)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim)) for _ in range(n_blocks)
+        )
+        self.tied = nn.Linear(3, dim, bias=False)
+        self.tied.weight = self.inp.weight
+        self.scale = nn.Parameter(torch.ones(1))
+        self.fails = False
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> dict:
+        x = self.inp(x) if shift is None else self.inp(x) + shift
+        for i, block in enumerate(self.blocks):
+            if self.fails and i == 1:
+                raise KeyError("on purpose")
+            x = x + block(x)
+        return {"out": (x @ self.tied.weight * self.scale,), "name": "net"}
+
+
+def loss_of(model: nn.Module, x: Tensor, **inputs) -> Tensor:
+    return model(x, **inputs)["out"][0].float().square().mean()
+
+
+def inputs_of(n: int, seed: int = 0) -> Tensor:
+    return torch.randn(n, 3, generator=torch.Generator().manual_seed(seed))
+
+
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def mean_over_ranks(module: nn.Module) -> None:
+    """What data parallel training does before the optimizer; by hand, so that no chapter is needed."""
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+# ---- 12.1 memory_per_device ------------------------------------------------------------------------------------------
+
+
+def test_memory_per_device_by_hand():
+    case("10 parameters on 5 devices, 2 + 3 + 7 bytes each: 120, then a fifth of 7, of 3, of 2")
+    found = [fsdp.memory_per_device(10, 5, stage, 2, 3, 7) for stage in (0, 1, 2, 3)]
+    expect_close(found, [120.0, 64.0, 40.0, 24.0], read=MEMORY)
+
+
+def test_memory_per_device_gives_the_papers_figure():
+    case("7.5e9 parameters on 64 devices, 2 + 2 + 12 bytes: 120, 31.4, 16.6 and 1.9 GB (arXiv:1910.02054, figure 1)")
+    found = [round(fsdp.memory_per_device(7_500_000_000, 64, s, 2, 2, 12) / 1e9, 1) for s in (0, 1, 2, 3)]
+    expect_close(found, [120.0, 31.4, 16.6, 1.9], read=MEMORY)
+    expect_close(fsdp.memory_per_device(7, 1, 3, 4, 4, 8), 112.0, name="on one device", read=MEMORY)
+
+
+def test_memory_per_device_refuses():
+    case("stage 4, and no device")
+    with expect_raises(ValueError, "4"):
+        fsdp.memory_per_device(10, 2, 4, 2, 2, 12)
+    with expect_raises(ValueError, "0"):
+        fsdp.memory_per_device(10, 0, 1, 2, 2, 12)
+
+
+# ---- 12.2 shard, 12.3 unshard ----------------------------------------------------------------------------------------
+
+SHAPES = [(5,), (2, 3), (), (0,), (1,), (3, 0, 2), (7, 5)]
+
+
+def test_shard_by_hand():
+    case("1..5 on 3 ranks: two each, and one zero in the end")
+    found = [fsdp.shard(torch.tensor([1, 2, 3, 4, 5]), rank, 3) for rank in range(3)]
+    expect_close(found, [torch.tensor([1, 2]), torch.tensor([3, 4]), torch.tensor([5, 0])], read=SHARD)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_shard_cuts_any_shape(shape, world_size):
+    case(f"{list(shape)} on {world_size} ranks, bfloat16")
+    tensor = torch.randn(shape).to(torch.bfloat16)
+    size = math.ceil(tensor.numel() / world_size)
+    row = torch.cat([tensor.flatten(), torch.zeros(size * world_size - tensor.numel(), dtype=torch.bfloat16)])
+    expect_close([fsdp.shard(tensor, r, world_size) for r in range(world_size)], list(row.split(size or 1))[:world_size]
+                 if size else [row] * world_size, read=SHARD)  # fmt: skip
+
+
+def test_shard_is_a_copy_in_row_major_order():
+    case("a transposed 2 x 3 tensor that needs a gradient, on 2 ranks")
+    tensor = torch.arange(6.0).view(2, 3).t().requires_grad_()
+    mine = fsdp.shard(tensor, 0, 2)
+    expect_close(mine, torch.tensor([0.0, 3.0, 1.0]), read=SHARD)
+    expect_true(
+        mine.untyped_storage().nbytes() == 12, "the shard holds on to the memory of the whole tensor", read=SHARD
+    )
+    even = torch.arange(4.0)
+    share = fsdp.shard(even, 0, 1)
+    expect_true(share.data_ptr() != even.data_ptr(), "on one rank too the shard is a copy", read=SHARD)
+
+
+def test_shard_refuses_a_rank_that_is_none():
+    case("rank 3 of 3, and rank -1")
+    for rank in (3, -1):
+        with expect_raises(ValueError, str(rank), "3"):
+            fsdp.shard(torch.ones(4), rank, 3)
+
+
+def test_unshard_by_hand():
+    case("[1, 2], [3, 4], [5, 0] are a row of five")
+    parts = [torch.tensor([1, 2]), torch.tensor([3, 4]), torch.tensor([5, 0])]
+    expect_close(fsdp.unshard(parts, (5,)), torch.tensor([1, 2, 3, 4, 5]), read=SHARD)
+    expect_close(fsdp.unshard(tuple(parts), torch.Size([2, 2])), torch.tensor([[1, 2], [3, 4]]), read=SHARD)
+    expect_close(fsdp.unshard(iter(parts[:1]), ()), torch.tensor(1), read=SHARD)
+
+
+def test_unshard_takes_empty_shards():
+    case("nothing on 3 ranks, shape [2, 0], float64")
+    empty = [torch.zeros(0, dtype=torch.float64)] * 3
+    expect_close(fsdp.unshard(empty, [2, 0]), torch.zeros(2, 0, dtype=torch.float64), read=SHARD)
+
+
+def test_unshard_refuses_too_few():
+    case("four elements for a shape of six")
+    with expect_raises(ValueError, "4", "6"):
+        fsdp.unshard([torch.ones(2), torch.ones(2)], (2, 3))
+
+
+@oracle
+def test_unshard_undoes_any_cut():
+    from hypothesis import given, settings
+    from hypothesis import strategies as st
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.lists(st.integers(0, 5), max_size=4), st.integers(1, 9))
+    def there_and_back(shape, world_size):
+        case(f"{shape} on {world_size} ranks")
+        tensor = torch.randn(shape, dtype=torch.float64)
+        size = math.ceil(tensor.numel() / world_size)
+        row = torch.cat([tensor.flatten(), tensor.new_zeros(size * world_size - tensor.numel())])
+        expect_equal(torch.equal(fsdp.unshard(row.view(world_size, size), shape), tensor), True)
+
+    there_and_back()
+
+
+# ---- 12.4 ShardedOptimizer -------------------------------------------------------------------------------------------
+
+
+def some_parameters() -> list[nn.Parameter]:
+    torch.manual_seed(3)
+    shapes = [(2, 3), (9, 5), (4,), (), (7, 3), (6, 6)]
+    found = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    found.append(nn.Parameter(torch.randn(4, 3).t()))  # not contiguous
+    found.append(nn.Parameter(torch.ones(50), requires_grad=False))
+    return found
+
+
+def gradients(parameters: list[nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def sharded_steps(rank, world_size):
+    case(f"one parameter of 1.0 a rank, gradient 1, SGD 0.5, {world_size} ranks")
+    ones = [nn.Parameter(torch.ones(2)) for _ in range(world_size)]
+    small = fsdp.ShardedOptimizer(ones, torch.optim.SGD, lr=0.5)
+    for parameter in ones:
+        parameter.grad = torch.ones(2)
+    small.step()
+    expect_close([p.detach() for p in ones], [torch.full((2,), 0.5)] * world_size, name="parameters", read=ZERO1)
+    case(f"eight parameters of sizes 0-d to 45, AdamW with a scheduler, {world_size} ranks, three steps")
+    ours, theirs = some_parameters(), some_parameters()
+    mine = fsdp.ShardedOptimizer((p for p in ours), torch.optim.AdamW, lr=0.1, weight_decay=0.1)
+    one = torch.optim.AdamW(theirs, lr=0.1, weight_decay=0.1)
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (mine, one)]
+    for step in range(3):
+        gradients(ours, step), gradients(theirs, step)
+        mine.step(), one.step()
+        [schedule.step() for schedule in schedules]
+    expect_close([p.detach() for p in ours], [p.detach() for p in theirs], name="parameters", read=ZERO1)
+    expect_true(isinstance(mine, torch.optim.Optimizer), "it is no torch.optim.Optimizer", read=ZERO1)
+    return sorted(p.numel() for p in mine.state)
+
+
+@pytest.mark.time_limit(30)
+@pytest.mark.parametrize(("n_ranks", "held"), [(1, [1, 4, 6, 12, 21, 36, 45]), (3, [[1, 45], [6, 36], [4, 12, 21]])])
+def test_ShardedOptimizer_equals_the_whole_one_and_holds_a_share(ranks, n_ranks, held):
+    result = ranks(sharded_steps, n_ranks=n_ranks)
+    found = result.values if n_ranks > 1 else result.values[0]
+    case(
+        f"which parameters (by their sizes) have state on which of {n_ranks} ranks: largest first, to the least loaded"
+    )
+    expect_equal(found, balanced() if n_ranks > 1 else held, name="sizes with state, rank by rank", read=ZERO1)
+
+
+def balanced() -> list[list[int]]:
+    """The contract's greedy rule for three ranks, written out."""
+    shares: list[list[int]] = [[], [], []]
+    for size in (45, 36, 21, 12, 6, 4, 1):
+        min(shares, key=sum).append(size)
+    return [sorted(share) for share in shares]
+
+
+def sharded_groups(rank, world_size):
+    case(
+        f"two groups with options of their own, {world_size} ranks, fewer parameters than ranks in each; a third is added"
+    )
+
+    def build(make):
+        torch.manual_seed(1)
+        a, b, c = (nn.Parameter(torch.randn(n)) for n in (3, 2, 4))
+        optimizer = make([{"params": [a], "weight_decay": 0.5}, {"params": [b], "lr": 0.01}])
+        optimizer.add_param_group({"params": [c], "lr": 0.2})
+        return optimizer, [a, b, c]
+
+    mine, ours = build(lambda groups: fsdp.ShardedOptimizer(groups, torch.optim.AdamW, lr=0.1))
+    one, theirs = build(lambda groups: torch.optim.AdamW(groups, lr=0.1))
+    for step in range(2):
+        gradients(ours, step), gradients(theirs, step)
+        loss = mine.step(lambda: 7.0)
+        one.step()
+    expect_close([p.detach() for p in ours], [p.detach() for p in theirs], name="parameters", read=ZERO1)
+    expect_equal(loss, 7.0, name="what step(closure) gives", read=ZERO1)
+    expect_equal([group["lr"] for group in mine.param_groups], [0.1, 0.01, 0.2], name="lr of the groups", read=ZERO1)
+    case("state_dict and load_state_dict, then another step")
+    mine.load_state_dict(copy.deepcopy(mine.state_dict()))
+    gradients(ours, 5), gradients(theirs, 5)
+    mine.step(), one.step()
+    expect_close([p.detach() for p in ours], [p.detach() for p in theirs], name="parameters", read=ZERO1)
+    return len(mine.state)
+
+
+@pytest.mark.time_limit(30)
+def test_ShardedOptimizer_groups_closure_and_state(ranks):
+    result = ranks(sharded_groups, n_ranks=4)
+    expect_equal(sorted(result.values), [0, 1, 1, 1], name="parameters with state, over the ranks", read=ZERO1)
+    case("what a rank sends: all new values, once a step, by broadcasts")
+    sent = sum(ledger.bytes_sent for ledger in result.ledgers)
+    expect_equal(sent, 3 * 9 * 4, name="bytes of all ranks in three steps of nine values", read=ZERO1)
+
+
+def beside_zero_redundancy(rank, world_size):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    case(f"ours beside ZeroRedundancyOptimizer, Adam, {world_size} ranks")
+    ours, theirs = Net(), Net()
+    mine = fsdp.ShardedOptimizer(ours.parameters(), torch.optim.Adam, lr=0.05)
+    other = ZeroRedundancyOptimizer(theirs.parameters(), optimizer_class=torch.optim.Adam, lr=0.05)
+    for step in range(3):
+        x = inputs_of(4, step)
+        for model, optimizer in ((ours, mine), (theirs, other)):
+            optimizer.zero_grad()
+            loss_of(model, x[rank::world_size]).backward()
+            mean_over_ranks(model)
+            optimizer.step()
+    expect_close(values_of(ours), values_of(theirs), name="parameters", atol=1e-6, read=ZERO1)
+
+
+@oracle
+@pytest.mark.time_limit(30)
+def test_ShardedOptimizer_equals_ZeroRedundancyOptimizer(ranks):
+    ranks(beside_zero_redundancy, n_ranks=2)
+
+
+# ---- 12.5 reduce_scatter_gradients -----------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Parameters of 3, 1 and 0-d, one frozen, one tied, one that rank 1 does not use, one transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(3))
+        self.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.tied = self.a
+        self.unused = nn.Parameter(torch.zeros(()))
+        self.turned = nn.Parameter(torch.zeros(2, 3).t())
+        self.low = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+
+
+def scattered(rank, world_size):
+    module = Odd()
+    module.a.grad = torch.tensor([1.0, 2.0, 3.0]) * (rank + 1)
+    module.unused.grad = torch.tensor(6.0) if rank == 0 else None
+    module.turned.grad = (torch.arange(6.0).view(2, 3) * (rank + 1)).t()
+    module.low.grad = torch.ones(1, dtype=torch.bfloat16) * (rank + 1)
+    mean = (world_size + 1) / 2
+    case(f"{world_size} ranks, gradients 1, 2, ... times those of rank 0; on rank 1 one is missing")
+    shares = fsdp.reduce_scatter_gradients(module)
+    whole = {"a": torch.tensor([1.0, 2.0, 3.0]) * mean, "unused": torch.tensor([6.0 / world_size])}
+    whole |= {"turned": torch.arange(6.0).view(2, 3).t().flatten() * mean, "low": torch.tensor([mean]).bfloat16()}
+    expected = {}
+    for name, row in whole.items():
+        size = math.ceil(len(row) / world_size)
+        expected[name] = torch.cat([row, row.new_zeros(size * world_size - len(row))])[rank * size : (rank + 1) * size]
+    expect_close(shares, expected, name="shares", read=ZERO2)
+    expect_equal(list(shares), list(whole), name="names", read=ZERO2)
+    left = [name for name, parameter in module.named_parameters() if parameter.grad is not None]
+    expect_equal(left, [], name="parameters that still have a full gradient", read=ZERO2)
+    case("the memory of a share")
+    most = max(share.untyped_storage().nbytes() for share in shares.values())
+    expect_true(
+        most <= 4 * math.ceil(6 / world_size), "a share holds on to the memory of the whole gradient", read=ZERO2
+    )
+
+
+@pytest.mark.time_limit(30)
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_reduce_scatter_gradients_gives_shares_of_the_mean(ranks, n_ranks):
+    result = ranks(scattered, n_ranks=n_ranks)
+    case(f"what a rank sends on {n_ranks} ranks: every gradient once, padded, and nothing else")
+    padded = sum(-(-n // n_ranks) * n_ranks * size for n, size in ((3, 4), (1, 4), (6, 4), (1, 2)))
+    expect_equal(result.ledgers[0].bytes_sent, padded, name="bytes", read=ZERO2)
+    expect_true(result.ledgers[0].count("all_reduce") == 0, "an all-reduce gives every rank the whole sum", read=ZERO2)
+
+
+# ---- 12.6 FlatShard --------------------------------------------------------------------------------------------------
+
+
+def flat_by_hand(rank, world_size):
+    case(f"a [2, 2] of 1..4 and a 0-d 5, {world_size} ranks; only rank 0 has these values")
+    start = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "s": torch.tensor(5.0)}
+    flat = fsdp.FlatShard({name: nn.Parameter(value * (rank == 0)) for name, value in start.items()})
+    size = math.ceil(5 / world_size)
+    row = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0] + [0.0] * (size * world_size - 5))
+    expect_close(flat.shard.detach(), row[rank * size : (rank + 1) * size], name="shard", read=FLAT)
+    expect_true(isinstance(flat.shard, nn.Parameter), "shard is no nn.Parameter", read=FLAT)
+    held = flat.full.untyped_storage().nbytes()
+    expect_equal(held, 0, name="bytes behind full before a gather", read=FLAT)
+    flat.start_gather(), flat.start_gather()
+    expect_equal(flat.is_whole, True, name="is_whole", read=FLAT)
+    flat.finish_gather()
+    views = flat.views()
+    expect_close({n: v.detach().clone() for n, v in views.items()}, start, name="views", read=FLAT)
+    case("the gradient of w.sum() * 2 + s * 10 * (rank + 1), reduced twice")
+    for _ in range(2):
+        flat.finish_gather()
+        views = flat.views()
+        (views["w"].sum() * 2 + views["s"] * 10 * (rank + 1)).backward()
+        flat.free()
+        expect_equal(flat.full.untyped_storage().nbytes(), 0, name="bytes behind full after free", read=FLAT)
+        flat.start_reduce()
+        expect_true(flat.full.grad is None, "full.grad is still there after start_reduce", read=FLAT)
+        flat.finish_reduce(), flat.finish_reduce()
+    mean = torch.tensor([2.0] * 4 + [10 * (world_size + 1) / 2] + [0.0] * (size * world_size - 5))
+    expect_close(flat.shard.grad, 2 * mean[rank * size : (rank + 1) * size], name="shard.grad", read=FLAT)
+
+
+def flat_in_bfloat16(rank, world_size):
+    case(f"five float32 parameters gathered in bfloat16, {world_size} ranks, one frozen row beside them")
+    values = torch.tensor([1.0, 1.001, -3.0, 0.5, 7.0])
+    flat = fsdp.FlatShard({"w": nn.Parameter(values.clone())}, torch.bfloat16)
+    expect_equal([flat.shard.dtype, flat.full.dtype], [torch.float32, torch.bfloat16], name="dtypes", read=FLAT)
+    flat.finish_gather()
+    expect_close(flat.views()["w"].detach().clone(), values.bfloat16(), name="view", read=FLAT)
+    (flat.views()["w"] * (rank + 1)).sum().backward()
+    flat.start_reduce(), flat.finish_reduce()
+    expect_equal(flat.shard.grad.dtype, torch.float32, name="dtype of the gradient", read=FLAT)
+    flat.free()
+    frozen = fsdp.FlatShard({"w": nn.Parameter(values, requires_grad=False)})
+    expect_equal([frozen.shard.requires_grad, frozen.full.requires_grad], [False, False], name="trained", read=FLAT)
+    case("saved by autograd, freed, and gathered again before backward")
+    flat = fsdp.FlatShard({"w": nn.Parameter(values.clone())})
+    flat.finish_gather()
+    x = torch.ones(5, requires_grad=True)
+    loss = (flat.views()["w"] * x).sum()
+    flat.free()
+    flat.finish_gather()
+    loss.backward()
+    expect_close(x.grad, values, name="gradient of the input", read=FLAT)
+
+
+def flat_steps(rank, world_size):
+    flat_by_hand(rank, world_size)
+    flat_in_bfloat16(rank, world_size)
+
+
+@pytest.mark.time_limit(30)
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_FlatShard_gathers_frees_and_reduces(ranks, n_ranks):
+    result = ranks(flat_steps, n_ranks=n_ranks)
+    case(f"what a rank of {n_ranks} starts: a gather each time it was freed, a reduce-scatter for each gradient")
+    ledger = result.ledgers[0]
+    expect_equal(ledger.count(*GATHER), 2 + 1 + 2, name="all-gathers", read=FLAT)
+    expect_equal(ledger.count(*SCATTER), 3, name="reduce-scatters", read=FLAT)
+    in_low = [r.n_bytes for r in ledger.records if r.op in GATHER and r.dtype == "bfloat16"]
+    expect_equal(in_low, [2 * math.ceil(5 / n_ranks)], name="bytes sent in bfloat16", read=FLAT)
+
+
+# ---- 12.7 FullySharded -----------------------------------------------------------------------------------------------
+
+
+def train(wrapped, rank, world_size, n_steps=3, n_micro=1, lr=0.05):
+    """Steps of AdamW on halves of a batch; then the whole parameters."""
+    optimizer = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad], lr=lr)
+    for step in range(n_steps):
+        for micro in range(n_micro):
+            x = inputs_of(2 * world_size, 10 * step + micro)
+            (loss_of(wrapped, x[2 * rank : 2 * rank + 2]) / n_micro).backward()
+        wrapped.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+    return wrapped.gather_full_params()
+
+
+def train_alone(model, world_size, n_steps=3, n_micro=1, lr=0.05):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+    for step in range(n_steps):
+        for micro in range(n_micro):
+            (loss_of(model, inputs_of(2 * world_size, 10 * step + micro)) / n_micro).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values_of(model)
+
+
+def fully_equal(rank, world_size):
+    case(f"{world_size} ranks, three steps of AdamW, a tied weight, a scale of one element; only rank 0's start counts")
+    expected = train_alone(Net(), world_size)
+    wrapped = fsdp.FullySharded(Net(seed=rank))
+    total = sum(p.numel() for p in wrapped.parameters())
+    expect_true(all(p.ndim == 1 for p in wrapped.parameters()), "the parameters are no flat shards", read=ZERO3)
+    whole = sum(v.numel() for v in expected.values())
+    expect_true(total <= whole / world_size + 5, f"a rank holds {total} of {whole} values", read=ZERO3)
+    found = train(wrapped, rank, world_size)
+    expect_equal(list(found), list(expected), name="names", read=ZERO3)
+    expect_close(found, expected, atol=1e-5, name="parameters", read=f"{ZERO3}; {PARTS}")
+    case(f"{world_size} ranks, two micro-batches a step, one block frozen and another in part")
+
+    def frozen():
+        model = Net(n_blocks=4)
+        model.blocks[1].requires_grad_(False)
+        model.blocks[2][0].weight.requires_grad_(False)
+        return model
+
+    found = train(fsdp.FullySharded(frozen()), rank, world_size, n_micro=2)
+    expect_close(found, train_alone(frozen(), world_size, n_micro=2), atol=1e-5, name="parameters", read=ZERO3)
+    case(f"{world_size} ranks, units given by hand, no ModuleList in the model")
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    wrapped = fsdp.FullySharded(model, units=[model[0], model[2]])
+    wrapped(torch.ones(1, 3) * (rank + 1)).sum().backward()
+    wrapped.finish_gradient_synchronization()
+    sizes = [p.numel() for p in wrapped.parameters() if p.grad is not None and p.grad.shape == p.shape]
+    expect_equal(
+        sorted(sizes), sorted(math.ceil(n / world_size) for n in (16, 5)), name="shards with a gradient", read=ZERO3
+    )
+
+
+@pytest.mark.time_limit(40)
+@pytest.mark.parametrize("n_ranks", [2, 3])
+def test_FullySharded_equals_one_process(ranks, n_ranks):
+    ranks(fully_equal, n_ranks=n_ranks)
+
+
+def fully_interrupted(rank, world_size):
+    case("an exception in forward, then training as if nothing had been; an evaluation between steps")
+    wrapped = fsdp.FullySharded(Net())
+    wrapped.module.fails = True
+    with expect_raises(KeyError, "on purpose"):
+        loss_of(wrapped, inputs_of(2))
+    wrapped.module.fails = False
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.05)
+    alone = Net()
+    theirs = torch.optim.AdamW(alone.parameters(), lr=0.05)
+    for step in range(2):
+        x = inputs_of(2 * world_size, step)
+        loss_of(wrapped, x[2 * rank : 2 * rank + 2]).backward()
+        wrapped.finish_gradient_synchronization()
+        optimizer.step(), optimizer.zero_grad()
+        loss_of(alone, x).backward()
+        theirs.step(), theirs.zero_grad()
+        with torch.no_grad():
+            expect_close(loss_of(wrapped, x), loss_of(alone, x), atol=1e-5, name="loss in evaluation", read=ZERO3)
+    case("two inputs, one by its name, that needs a gradient")
+    shift = torch.zeros(2, 8, requires_grad=True)
+    loss_of(wrapped, inputs_of(2), shift=shift).backward()
+    wrapped.finish_gradient_synchronization()
+    again = torch.zeros(2, 8, requires_grad=True)
+    loss_of(alone, inputs_of(2), shift=again).backward()
+    expect_close(shift.grad, again.grad, atol=1e-5, name="gradient of the second input", read=ZERO3)
+    case("param_dtype=bfloat16: float32 shards and gradients, bfloat16 on the wire")
+    wrapped = fsdp.FullySharded(Net(), param_dtype=torch.bfloat16)
+    out = wrapped(inputs_of(2))["out"][0]
+    expect_equal(out.dtype, torch.bfloat16, name="dtype of the output", read=ZERO3)
+    out.float().square().mean().backward()
+    wrapped.finish_gradient_synchronization()
+    found = {p.dtype for p in wrapped.parameters()} | {p.grad.dtype for p in wrapped.parameters()}
+    expect_equal(found, {torch.float32}, name="dtypes of shards and gradients", read=ZERO3)
+
+
+@pytest.mark.time_limit(40)
+def test_FullySharded_survives_what_happens_in_training(ranks):
+    ranks(fully_interrupted, n_ranks=2)
+
+
+def fully_counted(rank, world_size, n_blocks):
+    wide = 64
+    wrapped = fsdp.FullySharded(Net(n_blocks, wide))
+    x = inputs_of(2)
+    unit = sum(p.numel() for p in nn.Sequential(nn.Linear(wide, 2 * wide), nn.Linear(2 * wide, wide)).parameters()) * 4
+
+    def step():
+        loss_of(wrapped, x).backward()
+        wrapped.finish_gradient_synchronization()
+
+    step()  # after it, every shard has its gradient
+    dist.barrier()
+    in_step, after_step = peak_bytes(step)
+    with torch.no_grad():
+        in_evaluation, _ = peak_bytes(lambda: loss_of(wrapped, x))
+    starts = peak_bytes(lambda: loss_of(wrapped, x).backward())  # and finished by the next forward
+    wrapped.finish_gradient_synchronization()
+    return in_step / unit, after_step / unit, in_evaluation / unit, starts[0] / unit
+
+
+@pytest.mark.time_limit(40)
+def test_FullySharded_holds_two_units_at_most(ranks):
+    many = ranks(fully_counted, 9, n_ranks=2)
+    case("9 equal units on 2 ranks, bytes counted by the allocator, in whole units; gloo itself takes one for a gather")
+    for in_step, after_step, in_evaluation, overlapped in many.values:
+        problem = "{} took {:.1f} whole units at once beyond the shards (two, and gloo's, are {}; all would be 9)"
+        expect_true(in_evaluation < 3.7, problem.format("a forward without gradients", in_evaluation, 3), read=ZERO3)
+        with_gradients = "3, and with the gradients of the last three, and gloo's, 8"
+        expect_true(in_step < 10.5, problem.format("a step", in_step, with_gradients), read=ZERO3)
+        expect_true(overlapped < 10.5, problem.format("forward and backward", overlapped, with_gradients), read=ZERO3)
+        expect_true(after_step < 2.5, f"{after_step:.1f} whole units are still held after a step", read=ZERO3)
+    case("what rank 0 of 2 starts: for each of 9 units and the root, in a step two gathers and one reduction")
+    ledger = many.ledgers[0]
+    steps, evaluations, n_flats = 3, 1, 10
+    expect_equal(ledger.count(*GATHER), (2 * steps + evaluations) * n_flats, name="all-gathers", read=ZERO3)
+    expect_equal(ledger.count(*SCATTER), steps * n_flats, name="reduce-scatters", read=ZERO3)
+    expect_equal(ledger.count("all_reduce"), 0, name="all-reduces", read=ZERO3)
+
+
+def whole_units(wrapped) -> list[int]:
+    """Which units have memory behind their whole values at this moment; the root is 0."""
+    return [i for i, flats in enumerate(wrapped.flats) if any(f.full.untyped_storage().nbytes() for f in flats)]
+
+
+class Noted(nn.Module):
+    """A block that writes down which units are whole when it computes, forward and backward."""
+
+    def __init__(self, place: int):
+        super().__init__()
+        self.weight, self.place, self.look = nn.Parameter(torch.ones(4 + place)), place, None
+
+    def forward(self, x):
+        mark(f"computes {self.place}")
+        self.look(f"forward {self.place}")
+        out = x * self.weight.sum()
+        inside = out * 1.0
+        if inside.requires_grad:
+            inside.register_hook(lambda _: self.look(f"backward {self.place}"))
+        return inside * self.weight[0]
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Noted(i) for i in (1, 2, 3, 4))
+
+    def forward(self, x, order=(0, 1, 2, 3)):
+        for i in order:
+            x = self.blocks[i](x)
+        return x
+
+
+def fully_ahead(rank, world_size):
+    wrapped, log = fsdp.FullySharded(Chain()), {}
+    for block in wrapped.module.blocks:
+        block.look = lambda moment: log.update({moment: whole_units(wrapped)})
+    wrapped(torch.ones(1, requires_grad=True)).sum().backward()
+    wrapped.finish_gradient_synchronization()
+    log["after the step"] = whole_units(wrapped)
+    with torch.no_grad():
+        wrapped(torch.ones(1))
+    log["after evaluation"] = whole_units(wrapped)
+    usual = dict(log)
+    with torch.no_grad():
+        wrapped(torch.ones(1), order=(0, 2, 1))
+    return usual, log["forward 2"], whole_units(wrapped)
+
+
+@pytest.mark.time_limit(30)
+def test_FullySharded_gathers_the_next_unit_ahead(ranks):
+    result = ranks(fully_ahead, n_ranks=2)
+    case("a chain of four units on 2 ranks; which are whole while each computes")
+    expected = {f"forward {i}": [i, i + 1][: 5 - i] for i in (1, 2, 3, 4)}
+    expected |= {f"backward {i}": [i - 1, i][i == 1 :] for i in (1, 2, 3, 4)}
+    expected |= {"after the step": [], "after evaluation": []}
+    found, at_second, in_the_end = result.values[0]
+    expect_equal(found, expected, name="whole", read=ZERO3)
+    case("the same units in another order: 1, 3, 2")
+    expect_equal([at_second, in_the_end], [[2, 3], []], name="whole while 2 computes, and after", read=ZERO3)
+    case("how many gathers have been started when each begins to compute")
+    ledger = result.ledgers[0]
+    begun = [sum(r.op in GATHER for r in ledger.before(f"computes {i}")) for i in (1, 2, 3, 4)]
+    expect_equal(begun, [2, 3, 4, 4], name="gathers", read=ZERO3)
+
+
+def beside_fully_shard(rank, world_size):
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    for dtype, atol in ((None, 1e-5), (torch.bfloat16, 2e-2)):
+        case(f"ours beside fully_shard, param_dtype={dtype}, {world_size} ranks, the gradients of one step")
+        theirs, ours = Net(), fsdp.FullySharded(Net(), param_dtype=dtype)
+        for part in (*theirs.blocks, theirs):
+            fully_shard(part, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+        x = inputs_of(2, rank)
+        losses = [loss_of(model, x) for model in (ours, theirs)]
+        [loss.backward() for loss in losses]
+        ours.finish_gradient_synchronization()
+        expect_close(losses[0], losses[1].detach(), atol=atol, rtol=atol, name="loss", read=ZERO3)
+        for block, other in zip(ours.module.blocks, theirs.blocks, strict=True):
+            row = torch.empty(world_size * len(block.flat_0))
+            all_gather_row(row, block.flat_0.grad)
+            expected = torch.cat([p.grad.full_tensor().flatten() for p in other.parameters()])
+            expect_close(row[: len(expected)], expected, atol=atol, rtol=atol, name="gradient of a block", read=ZERO3)
+
+
+@oracle
+@pytest.mark.time_limit(40)
+def test_FullySharded_equals_fully_shard_of_torch(ranks):
+    ranks(beside_fully_shard, n_ranks=2)
+
+
+# ---- 12.8 clip_sharded_gradient_norm_ --------------------------------------------------------------------------------
+
+
+def clipped(rank, world_size):
+    case(f"{world_size} ranks that hold gradients of 3 and 4, padded with a zero; one parameter has none")
+    mine, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
+    mine.grad = torch.tensor([3.0, 0.0]) if rank == 0 else torch.tensor([4.0 if rank == 1 else 0.0, 0.0])
+    start = mine.grad.clone()
+    norm = fsdp.clip_sharded_gradient_norm_((p for p in (mine, other)), 10.0)
+    expect_close(norm, torch.tensor(5.0), name="norm", read=CLIP)
+    expect_close(mine.grad, start, name="gradient below the limit", read=CLIP)
+    norm = fsdp.clip_sharded_gradient_norm_([mine, other], max_norm=0.5)
+    expect_close(norm, torch.tensor(5.0), name="norm", read=CLIP)
+    expect_close(mine.grad, start / 10, atol=1e-5, name="gradient above the limit", read=CLIP)
+    case("a rank that holds no gradient at all takes part too")
+    if rank == 1:
+        mine.grad = None
+    norm = fsdp.clip_sharded_gradient_norm_([mine], 1.0)
+    expect_close(norm, torch.tensor(0.3), atol=1e-5, name="norm", read=CLIP)
+
+
+@pytest.mark.time_limit(30)
+def test_clip_sharded_gradient_norm__is_of_the_whole(ranks):
+    result = ranks(clipped, n_ranks=3)
+    expect_equal([ledger.count("all_reduce") for ledger in result.ledgers], [3] * 3, name="all-reduces", read=CLIP)
+    expect_equal(result.ledgers[0].bytes_sent, 12, name="bytes of three calls", read=CLIP)
+
+
+# ---- 12.9 apply_fully_shard ------------------------------------------------------------------------------------------
+
+
+def applied(rank, world_size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor, Shard
+
+    case(f"{world_size} ranks, three blocks and the root, bfloat16")
+    model = Net()
+    read = "the contract of exercise 12.9"
+    out = fsdp.apply_fully_shard(model, init_device_mesh("cpu", (world_size,)), torch.bfloat16)
+    expect_true(out is model, "it should return the model that it was given", read=read)
+    expect_equal(
+        [isinstance(part, FSDPModule) for part in (*model.blocks, model)], [True] * 4, name="sharded", read=read
+    )
+    expect_true(
+        not isinstance(model.blocks[0][0], FSDPModule), "a layer inside a block is a unit of its own", read=read
+    )
+    kinds = {type(p) for p in model.parameters()}
+    expect_equal(kinds, {DTensor}, name="types of the parameters", read=read)
+    weight = model.blocks[0][0].weight
+    expect_equal([weight.dtype, tuple(weight.placements)], [torch.float32, (Shard(0),)], name="weight", read=read)
+    result = model(inputs_of(2, rank))["out"][0]
+    expect_equal(result.dtype, torch.bfloat16, name="dtype of the output", read=read)
+    result.float().sum().backward()
+    expect_equal(weight.grad.dtype, torch.float32, name="dtype of a gradient", read=read)
+    case(f"{world_size} ranks, param_dtype=None, the default mesh")
+    plain = fsdp.apply_fully_shard(Net(), None, None)
+    expect_equal(plain(inputs_of(2))["out"][0].dtype, torch.float32, name="dtype of the output", read=read)
+
+
+@pytest.mark.time_limit(40)
+def test_apply_fully_shard_makes_units_of_blocks(ranks):
+    ranks(applied, n_ranks=2)
+
+
+# ---- 12.10 save_sharded, 12.11 load_sharded --------------------------------------------------------------------------
+
+
+def build(kind: str, seed: int):
+    from torch.distributed.fsdp import fully_shard
+
+    model = Net(2, 6, seed)
+    if kind == "sharded":
+        for part in (*model.blocks, model):
+            fully_shard(part)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def one_step(model, optimizer, rank=0, world_size=1):
+    optimizer.zero_grad()
+    loss_of(model, inputs_of(4, 9)).backward()
+    optimizer.step()
+
+
+def everything(model, optimizer):
+    found = {name: whole(p).detach().clone() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        found |= {f"{name} {key}": whole(v).clone() for key, v in optimizer.state[p].items()}
+    return found
+
+
+def saved_by_them(path, model, optimizer):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+
+
+def loaded_by_them(path, model, optimizer):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+
+
+def write(rank, world_size, path, kind, by_them):
+    model, optimizer = build(kind, 0)
+    one_step(model, optimizer)
+    before = everything(model, optimizer)
+    (saved_by_them if by_them else fsdp.save_sharded)(path, model, optimizer)
+    expect_close(everything(model, optimizer), before, name="what was saved, in memory", read="chapter 12, checkpoints")
+    return before
+
+
+def read_back(rank, world_size, path, kind, by_them, expected):
+    model, optimizer = build(kind, 1)
+    case(f"a checkpoint read on {world_size} ranks, {kind}, into a model that has other values and no step")
+    (loaded_by_them if by_them else fsdp.load_sharded)(path, model, optimizer)
+    expect_close(everything(model, optimizer), expected, name="loaded", read="chapter 12, checkpoints")
+    one_step(model, optimizer)
+    return everything(model, optimizer)
+
+
+def stepped(kind):
+    model, optimizer = build(kind, 0)
+    one_step(model, optimizer), one_step(model, optimizer)
+    return everything(model, optimizer)
+
+
+@pytest.mark.time_limit(60)
+def test_save_sharded_writes_what_another_number_of_ranks_reads(ranks):
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        case("saved on 2 ranks after a step, read on 3 by torch.distributed.checkpoint")
+        before = ranks(write, folder, "sharded", False, n_ranks=2).values[0]
+        files = sorted(file.name for file in Path(folder).iterdir())
+        expect_true(
+            sum(name.endswith(".distcp") for name in files) == 2, f"two ranks should write a file each: {files}"
+        )
+        ranks(read_back, folder, "sharded", True, before, n_ranks=3)
+
+
+@pytest.mark.time_limit(60)
+def test_load_sharded_on_another_number_of_ranks(ranks):
+    with tempfile.TemporaryDirectory() as folder:
+        before = ranks(write, folder, "sharded", True, n_ranks=2).values[0]
+        after = ranks(read_back, folder, "sharded", False, before, n_ranks=3).values[0]
+        case("another step after loading, as if nothing had been")
+        expect_close(after, stepped("plain"), atol=1e-5, name="after a step", read="chapter 12, checkpoints")
+        ranks(read_back, folder, "plain", False, before, n_ranks=1)
