@@ -136,7 +136,7 @@ class ImageEmbeddings(nn.Module):
         ### BEGIN SOLUTION
         self.proj = nn.Conv2d(config.channels, config.dim, config.patch_size, stride=config.patch_size)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, config.dim))
-        self.pos_embed = nn.Parameter(torch.normal(0.0, 0.02, (1, 1 + config.n_patches, config.dim)))
+        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, 1 + config.n_patches, config.dim))
         ### END SOLUTION
 
     def forward(self, images: Float[Tensor, "b ch height width"]) -> Float[Tensor, "b n_plus_1 c"]:
