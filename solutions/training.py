@@ -243,7 +243,7 @@ class TokenBatches:
         rows = np.stack([self.tokens[start : start + self.length + 1] for start in starts])
         rows = torch.from_numpy(rows.astype(np.int64))
         self.position += self.world_size * self.batch
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        return rows[:, :-1].clone(), rows[:, 1:].clone()
         ### END SOLUTION
 
     ### BEGIN SOLUTION
