@@ -38,4 +38,4 @@ def progress(items: Iterable, what: str, unit: str = "step") -> Iterator:
         A tqdm bar: ``bar.set_postfix(loss=...)`` writes behind it.
     """
     kind, where = (NotebookBar, io.StringIO()) if in_notebook() else (tqdm, None)
-    return kind(items, desc=what, unit=f" {unit}s", file=where, ncols=96, mininterval=0.25)
+    return kind(items, desc=what, unit=f" {unit}s", file=where, ascii=False, ncols=96, mininterval=0.25)
