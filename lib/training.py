@@ -161,7 +161,6 @@ class TokenBatches:
         """This rank's next inputs and targets, int64 ``[B, T]`` each, contiguous."""
         raise NotImplementedError("Exercise 7.6: write TokenBatches.__next__")
 
-    raise NotImplementedError("Exercise 7.6: write TokenBatches")
     def state_dict(self) -> dict[str, int | None]:
         """Where the next batch begins, in plain numbers; the same on every rank."""
         raise NotImplementedError("Exercise 7.6: write TokenBatches.state_dict")

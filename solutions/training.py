@@ -239,22 +239,13 @@ class TokenBatches:
         """This rank's next inputs and targets, int64 ``[B, T]`` each, contiguous."""
         ### BEGIN SOLUTION
         first = self.position + self.rank * self.batch
-        starts = [self.length * self._window(first + i) for i in range(self.batch)]
+        starts = [self.length * _window(self, first + i) for i in range(self.batch)]
         rows = np.stack([self.tokens[start : start + self.length + 1] for start in starts])
         rows = torch.from_numpy(rows.astype(np.int64))
         self.position += self.world_size * self.batch
         return rows[:, :-1].clone(), rows[:, 1:].clone()
         ### END SOLUTION
 
-    ### BEGIN SOLUTION
-    def _window(self, position: int) -> int:
-        """The window that stands at this place of all epochs in a row."""
-        epoch, place = divmod(position, self.n_windows)
-        if self.seed is not None and self._order[0] != epoch:
-            self._order = (epoch, np.random.default_rng((self.seed, epoch)).permutation(self.n_windows))
-        return place if self.seed is None else int(self._order[1][place])
-
-    ### END SOLUTION
     def state_dict(self) -> dict[str, int | None]:
         """Where the next batch begins, in plain numbers; the same on every rank."""
         ### BEGIN SOLUTION
@@ -273,6 +264,18 @@ class TokenBatches:
                 raise ValueError(f"{name} was {state[name]} when the state was saved and is {ours} now")
         self.position = int(state["position"] or 0)
         ### END SOLUTION
+
+
+### BEGIN SOLUTION
+def _window(batches: TokenBatches, position: int) -> int:
+    """The window that stands at this place of all epochs in a row."""
+    epoch, place = divmod(position, batches.n_windows)
+    if batches.seed is not None and batches._order[0] != epoch:
+        batches._order = (epoch, np.random.default_rng((batches.seed, epoch)).permutation(batches.n_windows))
+    return place if batches.seed is None else int(batches._order[1][place])
+
+
+### END SOLUTION
 
 
 def accumulate_gradients(model: nn.Module, micro_batches: Iterable[tuple[Tensor, Tensor]]) -> Float[Tensor, ""]:

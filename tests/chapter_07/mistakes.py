@@ -348,8 +348,23 @@ def walked_twice(parameters, max_norm):
 # ---- 7.6 TokenBatches ------------------------------------------------------------------------------------------------
 
 
+class _Windows(reference.TokenBatches):
+    """The reference's frame around another order of the windows."""
+
+    def _window(self, position):
+        return reference._window(self, position)
+
+    def __next__(self):
+        first = self.position + self.rank * self.batch
+        starts = [self.length * self._window(first + i) for i in range(self.batch)]
+        rows = np.stack([self.tokens[start : start + self.length + 1] for start in starts])
+        rows = torch.from_numpy(rows.astype(np.int64))
+        self.position += self.world_size * self.batch
+        return rows[:, :-1].clone(), rows[:, 1:].clone()
+
+
 @mistake("TokenBatches", "it begins anew when a whole batch no longer fits: the tail of every epoch is never seen")
-class DropsTheTail(reference.TokenBatches):
+class DropsTheTail(_Windows):
     def _window(self, position):
         per_step = self.batch * self.world_size
         steps = self.n_windows // per_step
@@ -385,13 +400,13 @@ class SameForAll(reference.TokenBatches):
 
 
 @mistake("TokenBatches", "the order is drawn once, and every epoch repeats it")
-class OneOrder(reference.TokenBatches):
+class OneOrder(_Windows):
     def _window(self, position):
         return super()._window(position % self.n_windows)
 
 
 @mistake("TokenBatches", "seed + epoch as the seed: epoch 1 of seed 3 is epoch 0 of seed 4")
-class SeedPlusEpoch(reference.TokenBatches):
+class SeedPlusEpoch(_Windows):
     def _window(self, position):
         epoch, place = divmod(position, self.n_windows)
         if self.seed is None:
@@ -403,7 +418,7 @@ class SeedPlusEpoch(reference.TokenBatches):
     "TokenBatches",
     "the order comes from the global random numbers: whoever else draws changes it, and it cannot be resumed",
 )
-class GlobalOrder(reference.TokenBatches):
+class GlobalOrder(_Windows):
     def _window(self, position):
         epoch, place = divmod(position, self.n_windows)
         if self.seed is None:
@@ -428,7 +443,7 @@ class ReadsAll(reference.TokenBatches):
 
 
 @mistake("TokenBatches", "windows of length + 1 tokens side by side: the last of each is a target and never an input")
-class StrideTooLong(reference.TokenBatches):
+class StrideTooLong(_Windows):
     def __init__(self, tokens, batch, length, *args, **kwargs):
         super().__init__(tokens, batch, length, *args, **kwargs)
         self.n_windows = max(1, len(self.tokens) // (length + 1))
