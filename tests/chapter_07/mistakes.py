@@ -1,0 +1,724 @@
+"""What goes wrong when people write a training loop."""
+
+import math
+import os
+import random
+import tempfile
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lib.workbook.grading import mistake
+from solutions import training as reference
+
+# ---- 7.1 cross_entropy -----------------------------------------------------------------------------------------------
+
+
+def _pick(values, targets):
+    return values.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
+
+
+@mistake("cross_entropy", "exp of the logits as they are: it overflows, the largest must be subtracted first")
+def not_stable(logits, targets):
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return (wide.exp().sum(-1).log() - _pick(wide, targets)).mean().to(logits.dtype)
+
+
+@mistake("cross_entropy", "the sum over all targets, where it should be their mean")
+def summed(logits, targets):
+    return reference.cross_entropy(logits, targets) * targets.numel()
+
+
+@mistake("cross_entropy", "the logarithm of the probability without the minus")
+def without_minus(logits, targets):
+    return -reference.cross_entropy(logits, targets)
+
+
+@mistake(
+    "cross_entropy", "the mean of the probabilities before the logarithm, where each target has a logarithm of its own"
+)
+def mean_inside(logits, targets):
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return -_pick(wide.softmax(-1), targets).mean().log().to(logits.dtype)
+
+
+@mistake(
+    "cross_entropy",
+    "a small number is added inside the logarithm: a surprise can then never be larger than its logarithm",
+)
+def with_epsilon(logits, targets):
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return -(_pick(wide.softmax(-1), targets) + 1e-8).log().mean().to(logits.dtype)
+
+
+@mistake("cross_entropy", "bits (logarithm to the base 2), where it should be nats")
+def in_bits(logits, targets):
+    return reference.cross_entropy(logits, targets) / math.log(2)
+
+
+# ---- 7.2 AdamW -------------------------------------------------------------------------------------------------------
+
+
+class _Variant(reference.AdamW):
+    """The reference's frame around another update."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, parameter.grad, self.state[parameter], group)
+        return loss
+
+    def moments(self, parameter, gradient, state, group):
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+        b1, b2 = group["betas"]
+        state["step"] = int(state["step"]) + 1
+        state["exp_avg"].mul_(b1).add_(gradient, alpha=1 - b1)
+        state["exp_avg_sq"].mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
+        return state["exp_avg"], state["exp_avg_sq"], 1 - b1 ** state["step"], 1 - b2 ** state["step"]
+
+
+@mistake("AdamW", "the decay is added to the gradient and so divided by the root too: that is Adam with L2, not AdamW")
+class Coupled(_Variant):
+    def update(self, p, g, state, group):
+        m, v, c1, c2 = self.moments(p, g + group["weight_decay"] * p, state, group)
+        p.sub_(group["lr"] * (m / c1) / ((v / c2).sqrt() + group["eps"]))
+
+
+@mistake("AdamW", "the moments start at zero and are not corrected for it")
+class Uncorrected(_Variant):
+    def update(self, p, g, state, group):
+        m, v, _, _ = self.moments(p, g, state, group)
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.sub_(group["lr"] * m / (v.sqrt() + group["eps"]))
+
+
+@mistake("AdamW", "eps is added under the root, where it belongs outside")
+class EpsInside(_Variant):
+    def update(self, p, g, state, group):
+        m, v, c1, c2 = self.moments(p, g, state, group)
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.sub_(group["lr"] * (m / c1) / (v / c2 + group["eps"]).sqrt())
+
+
+@mistake("AdamW", "eps is added to the root before that is corrected, so that it weighs more in the first steps")
+class EpsEarly(_Variant):
+    def update(self, p, g, state, group):
+        m, v, c1, c2 = self.moments(p, g, state, group)
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.sub_(group["lr"] * math.sqrt(c2) / c1 * m / (v.sqrt() + group["eps"]))
+
+
+@mistake("AdamW", "the decay is not multiplied by the learning rate")
+class DecayWithoutRate(_Variant):
+    def update(self, p, g, state, group):
+        m, v, c1, c2 = self.moments(p, g, state, group)
+        p.mul_(1 - group["weight_decay"])
+        p.sub_(group["lr"] * (m / c1) / ((v / c2).sqrt() + group["eps"]))
+
+
+@mistake("AdamW", "there is no root: the update is divided by the mean square itself")
+class NoRoot(_Variant):
+    def update(self, p, g, state, group):
+        m, v, c1, c2 = self.moments(p, g, state, group)
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.sub_(group["lr"] * (m / c1) / (v / c2 + group["eps"]))
+
+
+@mistake(
+    "AdamW", "a parameter without a gradient is treated as one with a gradient of zero: it decays and its steps count"
+)
+class NoneIsZero(reference.AdamW):
+    @torch.no_grad()
+    def step(self, closure=None):
+        missing = [p for group in self.param_groups for p in group["params"] if p.grad is None]
+        if closure is None:
+            for parameter in missing:
+                parameter.grad = torch.zeros_like(parameter)
+        loss = super().step(closure)
+        for parameter in missing:
+            parameter.grad = None if closure is None else parameter.grad
+        return loss
+
+
+@mistake("AdamW", "it reads the defaults, where each group has settings of its own")
+class DefaultsOnly(reference.AdamW):
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        kept = [dict(group) for group in self.param_groups]
+        for group in self.param_groups:
+            group.update(self.defaults)
+        super().step()
+        for group, old in zip(self.param_groups, kept, strict=True):
+            group.update(old)
+        return loss
+
+
+# ---- 7.3 parameter_groups --------------------------------------------------------------------------------------------
+
+
+def _split(parameters, weight_decay, decays):
+    named = list(parameters)
+    return [
+        {"params": [p for n, p in named if decays(n, p)], "weight_decay": weight_decay},
+        {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
+    ]
+
+
+def _trained(model):
+    return [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+
+
+@mistake("parameter_groups", "split by the word bias in the name, so that the gains of the norms decay")
+def by_name(model, weight_decay):
+    return _split(_trained(model), weight_decay, lambda n, p: "bias" not in n)
+
+
+@mistake("parameter_groups", "tensors of more than two dimensions decay, where those of exactly two should too")
+def above_two(model, weight_decay):
+    return _split(_trained(model), weight_decay, lambda n, p: p.ndim > 2)
+
+
+@mistake("parameter_groups", "only tensors of exactly two dimensions decay: a convolution has four")
+def exactly_two(model, weight_decay):
+    return _split(_trained(model), weight_decay, lambda n, p: p.ndim == 2)
+
+
+@mistake("parameter_groups", "a tied weight is in the list twice")
+def tied_twice(model, weight_decay):
+    named = [(n, p) for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
+    return _split(named, weight_decay, lambda n, p: p.ndim >= 2)
+
+
+@mistake("parameter_groups", "frozen parameters are in the groups")
+def with_frozen(model, weight_decay):
+    return _split(model.named_parameters(), weight_decay, lambda n, p: p.ndim >= 2)
+
+
+@mistake("parameter_groups", "the groups are exchanged: vectors decay, matrices do not")
+def exchanged(model, weight_decay):
+    return _split(_trained(model), weight_decay, lambda n, p: p.ndim < 2)
+
+
+# ---- 7.4 cosine_schedule ---------------------------------------------------------------------------------------------
+
+
+def _checked(warmup_steps, max_steps):
+    if max_steps < warmup_steps:
+        raise ValueError(f"max_steps = {max_steps} is below warmup_steps = {warmup_steps}")
+
+
+def _cosine(progress, max_lr, min_lr):
+    return min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (max_lr - min_lr)
+
+
+@mistake("cosine_schedule", "it warms up with step + 1, as some do; here step 0 has the rate 0")
+def one_ahead(step, max_lr, min_lr, warmup_steps, max_steps):
+    if step < warmup_steps:
+        return max_lr * (step + 1) / warmup_steps
+    return reference.cosine_schedule(step, max_lr, min_lr, warmup_steps, max_steps)
+
+
+@mistake("cosine_schedule", "the cosine counts from step 0, so that the rate jumps where the warm-up ends")
+def from_zero(step, max_lr, min_lr, warmup_steps, max_steps):
+    _checked(warmup_steps, max_steps)
+    if step < warmup_steps:
+        return max_lr * step / warmup_steps
+    return min_lr if step >= max_steps else _cosine(step / max_steps, max_lr, min_lr)
+
+
+@mistake("cosine_schedule", "a whole cosine, down and up again, where half of one goes down only")
+def whole_cosine(step, max_lr, min_lr, warmup_steps, max_steps):
+    _checked(warmup_steps, max_steps)
+    if step < warmup_steps or step >= max_steps:
+        return reference.cosine_schedule(step, max_lr, min_lr, warmup_steps, max_steps)
+    return _cosine(2 * (step - warmup_steps) / (max_steps - warmup_steps), max_lr, min_lr)
+
+
+@mistake("cosine_schedule", "max_steps is counted from the end of the warm-up, where it is counted from step 0")
+def max_after_warmup(step, max_lr, min_lr, warmup_steps, max_steps):
+    _checked(warmup_steps, max_steps)
+    if step < warmup_steps:
+        return max_lr * step / warmup_steps
+    return _cosine(min(1.0, (step - warmup_steps) / max(1, max_steps)), max_lr, min_lr)
+
+
+@mistake("cosine_schedule", "after max_steps the cosine goes on, and up again")
+def goes_on(step, max_lr, min_lr, warmup_steps, max_steps):
+    if step <= max_steps:
+        return reference.cosine_schedule(step, max_lr, min_lr, warmup_steps, max_steps)
+    return _cosine((step - warmup_steps) / max(1, max_steps - warmup_steps), max_lr, min_lr)
+
+
+@mistake("cosine_schedule", "it falls to 0 and is cut off at min_lr, where the cosine should end at min_lr")
+def cut_off(step, max_lr, min_lr, warmup_steps, max_steps):
+    _checked(warmup_steps, max_steps)
+    if step < warmup_steps:
+        return max_lr * step / warmup_steps
+    return max(min_lr, reference.cosine_schedule(step, max_lr, 0.0, warmup_steps, max_steps))
+
+
+# ---- 7.5 clip_gradient_norm_ -----------------------------------------------------------------------------------------
+
+
+def _gradients(parameters) -> list[Tensor]:
+    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def _norm(gradients) -> Tensor:
+    if not gradients:
+        return torch.tensor(0.0)
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
+
+
+@mistake("clip_gradient_norm_", "each tensor is clipped by its own norm, where all are scaled by their common one")
+def each_alone(parameters, max_norm):
+    gradients = _gradients(parameters)
+    norm = _norm(gradients)
+    for gradient in gradients:
+        gradient.mul_(torch.clamp(max_norm / (torch.linalg.vector_norm(gradient) + 1e-6), max=1.0))
+    return norm
+
+
+@mistake("clip_gradient_norm_", "small gradients are scaled up to max_norm: the factor should be at most 1")
+def scaled_up(parameters, max_norm):
+    gradients = _gradients(parameters)
+    norm = _norm(gradients)
+    for gradient in gradients:
+        gradient.mul_(max_norm / (norm + 1e-6))
+    return norm
+
+
+@mistake("clip_gradient_norm_", "each value is cut off at max_norm: that changes the direction")
+def by_value(parameters, max_norm):
+    gradients = _gradients(parameters)
+    norm = _norm(gradients)
+    for gradient in gradients:
+        gradient.clamp_(-max_norm, max_norm)
+    return norm
+
+
+@mistake("clip_gradient_norm_", "an if on the norm (or item()) brings it to the host, and a GPU is waited for")
+def with_if(parameters, max_norm):
+    gradients = _gradients(parameters)
+    norm = _norm(gradients)
+    if norm > max_norm:
+        for gradient in gradients:
+            gradient.mul_(max_norm / (norm + 1e-6))
+    return norm
+
+
+@mistake("clip_gradient_norm_", "it returns the norm after clipping")
+def norm_after(parameters, max_norm):
+    gradients = _gradients(parameters)
+    norm = _norm(gradients)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor)
+    return norm * factor
+
+
+@mistake("clip_gradient_norm_", "the norms of the tensors are added, where their squares should be")
+def norms_added(parameters, max_norm):
+    gradients = _gradients(parameters)
+    norm = sum((torch.linalg.vector_norm(g) for g in gradients), torch.tensor(0.0))
+    for gradient in gradients:
+        gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(gradient))
+    return norm
+
+
+@mistake("clip_gradient_norm_", "a generator is walked through twice, and the second time it is empty")
+def walked_twice(parameters, max_norm):
+    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    norm = _norm([p.grad for p in parameters if p.grad is not None])
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradient in [p.grad for p in parameters if p.grad is not None]:
+        gradient.mul_(factor)
+    return norm
+
+
+# ---- 7.6 TokenBatches ------------------------------------------------------------------------------------------------
+
+
+class _Windows(reference.TokenBatches):
+    """The reference's frame around another order of the windows."""
+
+    def _window(self, position):
+        return reference._window(self, position)
+
+    def __next__(self):
+        first = self.position + self.rank * self.batch
+        starts = [self.length * self._window(first + i) for i in range(self.batch)]
+        rows = np.stack([self.tokens[start : start + self.length + 1] for start in starts])
+        rows = torch.from_numpy(rows.astype(np.int64))
+        self.position += self.world_size * self.batch
+        return rows[:, :-1].clone(), rows[:, 1:].clone()
+
+
+@mistake("TokenBatches", "it begins anew when a whole batch no longer fits: the tail of every epoch is never seen")
+class DropsTheTail(_Windows):
+    def _window(self, position):
+        per_step = self.batch * self.world_size
+        steps = self.n_windows // per_step
+        epoch, place = divmod(position, steps * per_step)
+        return super()._window(epoch * self.n_windows + place)
+
+
+@mistake("TokenBatches", "the targets are the inputs: nobody has to guess the next token")
+class NotShifted(reference.TokenBatches):
+    def __next__(self):
+        inputs, _ = super().__next__()
+        return inputs, inputs.clone()
+
+
+@mistake(
+    "TokenBatches",
+    "the targets are taken from the inputs by rolling them, so that the last target of a row is its first token",
+)
+class Rolled(reference.TokenBatches):
+    def __next__(self):
+        inputs, _ = super().__next__()
+        return inputs, inputs.roll(-1, dims=1)
+
+
+@mistake("TokenBatches", "every rank gets the same windows")
+class SameForAll(reference.TokenBatches):
+    def __next__(self):
+        rank, self.rank = self.rank, 0
+        try:
+            return super().__next__()
+        finally:
+            self.rank = rank
+
+
+@mistake("TokenBatches", "the order is drawn once, and every epoch repeats it")
+class OneOrder(_Windows):
+    def _window(self, position):
+        return super()._window(position % self.n_windows)
+
+
+@mistake("TokenBatches", "seed + epoch as the seed: epoch 1 of seed 3 is epoch 0 of seed 4")
+class SeedPlusEpoch(_Windows):
+    def _window(self, position):
+        epoch, place = divmod(position, self.n_windows)
+        if self.seed is None:
+            return place
+        return int(np.random.default_rng(self.seed + epoch).permutation(self.n_windows)[place])
+
+
+@mistake(
+    "TokenBatches",
+    "the order comes from the global random numbers: whoever else draws changes it, and it cannot be resumed",
+)
+class GlobalOrder(_Windows):
+    def _window(self, position):
+        epoch, place = divmod(position, self.n_windows)
+        if self.seed is None:
+            return place
+        if self._order[0] != epoch:
+            self._order = (epoch, torch.randperm(self.n_windows).numpy())
+        return int(self._order[1][place])
+
+
+@mistake(
+    "TokenBatches", "the state is the place in the epoch without the epoch: a resumed run shuffles as in the first"
+)
+class EpochForgotten(reference.TokenBatches):
+    def state_dict(self):
+        return super().state_dict() | {"position": self.position % self.n_windows}
+
+
+@mistake("TokenBatches", "all tokens become int64 at once: a file of many gigabytes is read and grows fourfold")
+class ReadsAll(reference.TokenBatches):
+    def __init__(self, tokens, *args, **kwargs):
+        super().__init__(torch.as_tensor(np.array(tokens).astype(np.int64)), *args, **kwargs)
+
+
+@mistake("TokenBatches", "windows of length + 1 tokens side by side: the last of each is a target and never an input")
+class StrideTooLong(_Windows):
+    def __init__(self, tokens, batch, length, *args, **kwargs):
+        super().__init__(tokens, batch, length, *args, **kwargs)
+        self.n_windows = max(1, len(self.tokens) // (length + 1))
+
+    def __next__(self):
+        first = self.position + self.rank * self.batch
+        starts = [(self.length + 1) * self._window(first + i) for i in range(self.batch)]
+        rows = np.stack([np.resize(self.tokens[s : s + self.length + 1], self.length + 1) for s in starts])
+        rows = torch.from_numpy(rows.astype(np.int64))
+        self.position += self.world_size * self.batch
+        return rows[:, :-1].clone(), rows[:, 1:].clone()
+
+
+# ---- 7.7 accumulate_gradients ----------------------------------------------------------------------------------------
+
+
+def _listed(micro_batches):
+    micro_batches = list(micro_batches)
+    if not micro_batches:
+        raise ValueError("no micro-batch")
+    return micro_batches, sum(targets.numel() for _, targets in micro_batches)
+
+
+@mistake("accumulate_gradients", "every micro-batch counts alike, where it should count by its items")
+def by_micro_batch(model, micro_batches):
+    micro_batches, _ = _listed(micro_batches)
+    losses = [model(*pair)[1] for pair in micro_batches]
+    mean = sum(losses) / len(losses)
+    mean.backward()
+    return mean.detach()
+
+
+@mistake(
+    "accumulate_gradients", "the losses are added and not divided: the gradient grows with the number of micro-batches"
+)
+def not_divided(model, micro_batches):
+    micro_batches, n_items = _listed(micro_batches)
+    total = 0
+    for inputs, targets in micro_batches:
+        loss = model(inputs, targets)[1]
+        loss.backward()
+        total = total + loss.detach() * targets.numel()
+    return total / n_items
+
+
+@mistake(
+    "accumulate_gradients",
+    "micro-batches are weighed by their rows, where rows of different lengths hold different numbers of items",
+)
+def by_rows(model, micro_batches):
+    micro_batches, _ = _listed(micro_batches)
+    n_rows, mean = sum(len(targets) for _, targets in micro_batches), 0
+    for inputs, targets in micro_batches:
+        share = model(inputs, targets)[1] * (len(targets) / n_rows)
+        share.backward()
+        mean = mean + share.detach()
+    return mean
+
+
+@mistake("accumulate_gradients", "one backward at the end: all activations are kept, and nothing is saved")
+def backward_at_the_end(model, micro_batches):
+    micro_batches, n_items = _listed(micro_batches)
+    mean = sum(model(inputs, targets)[1] * (targets.numel() / n_items) for inputs, targets in micro_batches)
+    mean.backward()
+    return mean.detach()
+
+
+@mistake("accumulate_gradients", "the gradients are cleared first: that is the caller's, who may have others there")
+def clears(model, micro_batches):
+    model.zero_grad()
+    return reference.accumulate_gradients(model, micro_batches)
+
+
+@mistake("accumulate_gradients", "it returns the loss of the last micro-batch")
+def last_loss(model, micro_batches):
+    micro_batches, _ = _listed(micro_batches)
+    reference.accumulate_gradients(model, micro_batches)
+    with torch.no_grad():
+        return model(*micro_batches[-1])[1]
+
+
+# ---- 7.8 save_checkpoint ---------------------------------------------------------------------------------------------
+
+
+def _contents(model, optimizer, step, state):
+    for name, value in state.items():
+        reference._check_readable(name, value)
+    contents = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    return contents | {"random": reference._random_state(), "state": {"step": step, **state}}
+
+
+def _write(path, contents, temporary=None):
+    """Atomically, but for what a mistake leaves out."""
+    if not isinstance(path, str | os.PathLike):
+        torch.save(contents, path)
+        return
+    temporary = temporary or f"{os.fspath(path)}.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(contents, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+        raise
+
+
+@mistake("save_checkpoint", "it writes over the old checkpoint: whoever is killed meanwhile has neither")
+def written_over(path, model, optimizer, step, **state):
+    torch.save(_contents(model, optimizer, step, state), path)
+
+
+@mistake("save_checkpoint", "the old checkpoint is removed before the new one is in its place")
+def removed_first(path, model, optimizer, step, **state):
+    if isinstance(path, str | os.PathLike) and os.path.exists(path):
+        os.remove(path)
+    _write(path, _contents(model, optimizer, step, state))
+
+
+@mistake("save_checkpoint", "without os.fsync the name can reach the disk before what it stands for")
+def without_fsync(path, model, optimizer, step, **state):
+    if not isinstance(path, str | os.PathLike):
+        torch.save(_contents(model, optimizer, step, state), path)
+        return
+    temporary = f"{os.fspath(path)}.tmp"
+    try:
+        torch.save(_contents(model, optimizer, step, state), temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+        raise
+
+
+@mistake(
+    "save_checkpoint",
+    "the temporary file is in the system's folder for such: from another disk it cannot be moved in one step",
+)
+def elsewhere(path, model, optimizer, step, **state):
+    name = os.path.join(tempfile.gettempdir(), f"checkpoint-{os.getpid()}.tmp")
+    _write(path, _contents(model, optimizer, step, state), name)
+
+
+@mistake("save_checkpoint", "the random numbers are forgotten: dropout and sampling go another way after a resume")
+def without_random(path, model, optimizer, step, **state):
+    contents = _contents(model, optimizer, step, state)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        contents["random"]["torch"] = torch.get_rng_state()
+    _write(path, contents)
+
+
+@mistake("save_checkpoint", "the optimizer is forgotten: its moments start at zero again")
+def without_optimizer(path, model, optimizer, step, **state):
+    contents = _contents(model, optimizer, step, state)
+    contents["optimizer"] = {**contents["optimizer"], "state": {}}
+    _write(path, contents)
+
+
+@mistake("save_checkpoint", "half of a file that could not be written is left behind")
+def leaves_rubbish(path, model, optimizer, step, **state):
+    contents = _contents(model, optimizer, step, state)
+    if not isinstance(path, str | os.PathLike):
+        torch.save(contents, path)
+        return
+    temporary = f"{os.fspath(path)}.tmp"
+    with open(temporary, "wb") as file:
+        torch.save(contents, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+@mistake(
+    "save_checkpoint",
+    "any object is pickled, and only the load, on the day that it is needed, says that it cannot be read",
+)
+def unchecked(path, model, optimizer, step, **state):
+    contents = _contents(model, optimizer, step, {})
+    contents["state"] |= state
+    _write(path, contents)
+
+
+# ---- 7.9 load_checkpoint ---------------------------------------------------------------------------------------------
+
+
+def _restore(contents, model, optimizer, *, torch_too=True, python_too=True, numpy_too=True):
+    model.load_state_dict(contents["model"])
+    optimizer.load_state_dict(contents["optimizer"])
+    kept = contents["random"]
+    if torch_too:
+        torch.set_rng_state(kept["torch"])
+    if python_too:
+        random.setstate(kept["python"])
+    if numpy_too:
+        np.random.set_state(kept["numpy"])
+    return contents["state"]
+
+
+def _read(path):
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+@mistake("load_checkpoint", "PyTorch's random numbers are not set back")
+def torch_forgotten(path, model, optimizer):
+    return _restore(_read(path), model, optimizer, torch_too=False)
+
+
+@mistake("load_checkpoint", "only PyTorch's random numbers are set back: NumPy's and Python's go on from elsewhere")
+def others_forgotten(path, model, optimizer):
+    return _restore(_read(path), model, optimizer, python_too=False, numpy_too=False)
+
+
+@mistake("load_checkpoint", "weights_only=False: a checkpoint from a stranger can run what it likes")
+def unsafe(path, model, optimizer):
+    return _restore(torch.load(path, map_location="cpu", weights_only=False), model, optimizer)
+
+
+@mistake("load_checkpoint", "the optimizer is not loaded: its moments and its rates start anew")
+def optimizer_forgotten(path, model, optimizer):
+    contents = _read(path)
+    contents["optimizer"] = optimizer.state_dict()
+    return _restore(contents, model, optimizer)
+
+
+@mistake("load_checkpoint", "it returns the step alone, where the extra state belongs to it")
+def step_only(path, model, optimizer):
+    return {"step": _restore(_read(path), model, optimizer)["step"]}
+
+
+@mistake(
+    "load_checkpoint", "the model gets new parameters (assign=True), and the optimizer goes on training the old ones"
+)
+def assigned(path, model, optimizer):
+    contents = _read(path)
+    model.load_state_dict(contents["model"], assign=True)
+    optimizer.load_state_dict(contents["optimizer"])
+    kept = contents["random"]
+    torch.set_rng_state(kept["torch"])
+    random.setstate(kept["python"])
+    np.random.set_state(kept["numpy"])
+    return contents["state"]
+
+
+# ---- 7.10 hours_per_epoch --------------------------------------------------------------------------------------------
+
+
+def _moving(items_per_second):
+    if items_per_second <= 0:
+        raise ValueError(f"items_per_second = {items_per_second} is not above 0")
+
+
+@mistake("hours_per_epoch", "seconds, where it should be hours")
+def in_seconds(items_per_second, dataset_size):
+    _moving(items_per_second)
+    return dataset_size / items_per_second
+
+
+@mistake("hours_per_epoch", "minutes, where it should be hours")
+def in_minutes(items_per_second, dataset_size):
+    _moving(items_per_second)
+    return dataset_size / items_per_second / 60
+
+
+@mistake("hours_per_epoch", "upside down: the speed divided by the size")
+def upside_down(items_per_second, dataset_size):
+    _moving(items_per_second)
+    return items_per_second / dataset_size * 3600
+
+
+@mistake(
+    "hours_per_epoch",
+    "a speed of zero gives infinity or a ZeroDivisionError, where a ValueError should say what it was",
+)
+def standstill(items_per_second, dataset_size):
+    return dataset_size / items_per_second / 3600
