@@ -9,6 +9,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,7 +67,7 @@ def on_device(device: str, all_pictures: Tensor, dtype: torch.dtype, compiled: b
 
 def by_workers(device: str, all_pictures: Tensor, n_workers: int, n_batches: int) -> dict:
     """Pictures a second when Python workers make the floats, which then cross the bus."""
-    options = {"persistent_workers": True, "prefetch_factor": 4} if n_workers else {}
+    options: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": 4} if n_workers else {}
     pinned = device == "cuda"
     loader = DataLoader(
         OnWorkers(all_pictures), BATCH, shuffle=True, num_workers=n_workers, pin_memory=pinned, **options

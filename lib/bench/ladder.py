@@ -95,7 +95,7 @@ class Task:
     """What is trained: configs, how each model's loss is computed, and a batch."""
 
     name: str
-    config: GPT2Config | ViTConfig
+    config: Any
     device: str
     peer_name: str
 
@@ -295,7 +295,7 @@ class Climber:
     def train_step(self) -> Tensor:
         """Forward and backward of every micro-batch, then the optimizer; nothing waits for the device."""
         self.optimizer.zero_grad(set_to_none=True)
-        total = 0.0
+        total = torch.zeros((), device=self.task.device)
         for inputs, targets in self.micro:
             loss = self.loss(inputs, targets) / len(self.micro)
             self.scaler.scale(loss).backward()

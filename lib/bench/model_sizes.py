@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ PARTS = ("forward", "backward", "optimizer")
 TINY_SIZES = {"tiny": TINY, "wide": replace(TINY, dim=256)}
 
 
-def timed(run: Callable[[], object], device: str) -> tuple[float, object]:
+def timed(run: Callable[[], Any], device: str) -> tuple[float, Any]:
     """Seconds of a call, until the device is done, and what it gave."""
     start = time.perf_counter()
     result = run()

@@ -7,6 +7,7 @@ PyTorch's fused operators, so that a compiler has less to mend; every choice is 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -91,7 +92,7 @@ def _written_out(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 # ---- GPT-2 -----------------------------------------------------------------------------------------------------------
 
 
-def gpt2_loss(model: nn.Module, tokens: Tensor, targets: Tensor, path: Path) -> Tensor:
+def gpt2_loss(model: Any, tokens: Tensor, targets: Tensor, path: Path) -> Tensor:
     """The mean cross-entropy of a ``lib.gpt2.GPT2``."""
     x = F.embedding(tokens, model.wte.weight) + model.wpe.weight[: tokens.shape[1]]
     x = x.to(path.stream_dtype)
@@ -111,7 +112,7 @@ def gpt2_loss(model: nn.Module, tokens: Tensor, targets: Tensor, path: Path) -> 
 # ---- the vision transformer ------------------------------------------------------------------------------------------
 
 
-def vit_logits(model: nn.Module, images: Tensor, path: Path) -> Tensor:
+def vit_logits(model: Any, images: Tensor, path: Path) -> Tensor:
     """The float32 logits of a ``lib.vit.VisionTransformer``; patches go through a product instead of a convolution."""
     side, inputs = model.config.patch_size, model.embeddings
     patches = rearrange(images.to(path.dtype), "b ch (r p) (c q) -> b (r c) (ch p q)", p=side, q=side)
@@ -127,24 +128,24 @@ def vit_logits(model: nn.Module, images: Tensor, path: Path) -> Tensor:
     return linear(x[:, 0] if model.config.pooling == "token" else x[:, 1:].mean(dim=1), path, model.head).float()
 
 
-def vit_loss(model: nn.Module, images: Tensor, labels: Tensor, path: Path) -> Tensor:
+def vit_loss(model: Any, images: Tensor, labels: Tensor, path: Path) -> Tensor:
     """The mean cross-entropy of a ``lib.vit.VisionTransformer``."""
     return F.cross_entropy(vit_logits(model, images, path), labels)
 
 
-def _vit_block(block: nn.Module, x: Tensor, path: Path) -> Tensor:
+def _vit_block(block: Any, x: Tensor, path: Path) -> Tensor:
     attn = block.attn
     heads = linear(norm(x, block.norm1, path), path, attn.wq, attn.wk, attn.wv).unflatten(-1, (3, attn.n_heads, -1))
     x = x + linear(attend(*heads.unbind(2), path, causal=False), path, attn.wo)
     return x + _vit_mlp(block, x, path)
 
 
-def _vit_mlp(block: nn.Module, x: Tensor, path: Path) -> Tensor:
+def _vit_mlp(block: Any, x: Tensor, path: Path) -> Tensor:
     wide = linear(norm(x, block.norm2, path), path, block.mlp.fc1)
     return linear(F.gelu(wide, approximate=block.mlp.approximate), path, block.mlp.fc2)
 
 
-def _class_token_block(block: nn.Module, x: Tensor, path: Path) -> Tensor:
+def _class_token_block(block: Any, x: Tensor, path: Path) -> Tensor:
     """The last block for the class token alone: it asks all tokens, and no one asks the others. ``[B, 1, C]``."""
     attn, seen = block.attn, norm(x, block.norm1, path)
     keys, values = linear(seen, path, attn.wk, attn.wv).unflatten(-1, (2, attn.n_heads, -1)).unbind(2)
