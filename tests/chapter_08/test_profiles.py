@@ -284,8 +284,8 @@ def test_memory_timeline_on_cuda_asks_the_allocator(tmp_path, monkeypatch, fails
         with speed.memory_timeline(path) as events:
             asked.append("block")
             if fails:
-                raise RuntimeError("out of memory")
-    except RuntimeError:
+                raise torch.OutOfMemoryError("out of memory")
+    except torch.OutOfMemoryError:
         asked.append("error")
     expected = [("record", "all", 100_000), "block", ("dump", str(path)), ("record", None, None)]
     expect_equal(asked, expected + ["error"] * fails, name="what was asked", read=TIMELINE)
