@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from matplotlib.patches import Rectangle
 
-from lib.given.plots import COLOURS
+from lib.given.plots import COLOURS, GREY
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes two lines into a notebook for each profile
 
@@ -49,20 +49,26 @@ def nsys_command(program: Sequence[str], output: str, python_backtrace: bool = F
     return ["nsys", "profile", *options, *(["--python-backtrace=cuda"] if python_backtrace else []), *program]
 
 
-def trace_events(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The events of a Chrome trace that last: ``name``, ``cat``, ``ts_ms`` since the first, ``ms`` and ``depth`` of nesting."""
+def trace_events(path: str | os.PathLike, cat: str, prefix: str = "") -> list[dict[str, Any]]:
+    """The events of one category of a Chrome trace: ``name``, ``start_ms``, ``ms``, and ``depth``, how many it is inside of.
+
+    Args:
+        path: The trace.
+        cat: "user_annotation" for ranges, "cpu_op" for operators.
+        prefix: What the names begin with.
+    """
     trace = json.loads(Path(path).read_text(encoding="utf-8"))
-    kinds = ("user_annotation", "cpu_op")
-    found = [e for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("cat") in kinds]
+    found = [e for e in trace["traceEvents"] if e.get("cat") == cat and e["name"].startswith(prefix)]
     found.sort(key=lambda e: (e["tid"], e["ts"], -e["dur"]))
-    start, ends, thread, events = min((e["ts"] for e in found), default=0.0), [], None, []
+    events: list[dict[str, Any]] = []
+    ends: list[float] = []
+    thread = None
     for e in found:
         if e["tid"] != thread:
             thread, ends = e["tid"], []
         while ends and ends[-1] <= e["ts"]:
             ends.pop()
-        event = {"name": e["name"], "cat": e["cat"], "ts_ms": (e["ts"] - start) / 1e3, "ms": e["dur"] / 1e3}
-        events.append(event | {"depth": len(ends), "thread": e["tid"]})
+        events.append({"name": e["name"], "start_ms": e["ts"] / 1e3, "ms": e["dur"] / 1e3, "depth": len(ends)})
         ends.append(e["ts"] + e["dur"])
     return events
 
@@ -76,25 +82,22 @@ def draw_trace(ax, path: str | os.PathLike, groups: Mapping[str, Sequence[str]],
         groups: Names of operators, as "aten::mm", under a name for each kind; all others are "other".
         n_rows: Rows of operators: those that the step calls, those that they call, and so on.
     """
-    events, kinds = trace_events(path), [*groups, "other"]
-    is_range = [
-        e["cat"] == "user_annotation" and not e["name"].startswith(("Optimizer.", "ProfilerStep")) for e in events
+    ranges = [
+        e for e in trace_events(path, "user_annotation") if not e["name"].startswith(("Optimizer.", "ProfilerStep"))
     ]
-    ranges = [e for e, yes in zip(events, is_range, strict=True) if yes]
+    operators = [e for e in trace_events(path, "cpu_op", "aten::") if e["depth"] < n_rows]
+    start = min(e["start_ms"] for e in ranges + operators)
+    colours = {name: COLOURS[n] for n, names in enumerate(groups.values()) for name in names}
     for e in ranges:
-        ax.add_patch(Rectangle((e["ts_ms"], 0.1), e["ms"], 0.8, facecolor="#77777755", edgecolor="#777777"))
-        ax.text(e["ts_ms"] + e["ms"] / 2, 0.5, e["name"], ha="center", va="center", fontsize=8)
-    inner = [e for e in events if e["cat"] == "cpu_op"]
-    floor = min((e["depth"] for e in inner), default=0)
-    for e in inner:
-        row = e["depth"] - floor
-        if row < n_rows:
-            kind = next((n for n, (_, names) in enumerate(groups.items()) if e["name"] in names), len(groups))
-            colour = COLOURS[kind] if kind < len(groups) else "#777777"
-            ax.add_patch(Rectangle((e["ts_ms"], -row - 0.9), e["ms"], 0.8, facecolor=colour, linewidth=0))
-    for n, kind in enumerate(kinds):
-        ax.plot([], [], color=COLOURS[n] if n < len(groups) else "#777777", linewidth=6, label=kind)
-    end = max((e["ts_ms"] + e["ms"] for e in events), default=1.0)
+        corner = (e["start_ms"] - start, 0.1)
+        ax.add_patch(Rectangle(corner, e["ms"], 0.8, facecolor=f"{GREY}55", edgecolor=GREY))
+        ax.text(corner[0] + e["ms"] / 2, 0.5, e["name"], ha="center", va="center", fontsize=8)
+    for e in operators:
+        corner = (e["start_ms"] - start, -e["depth"] - 0.9)
+        ax.add_patch(Rectangle(corner, e["ms"], 0.8, facecolor=colours.get(e["name"], GREY), linewidth=0))
+    for n, kind in enumerate([*groups, "other"]):
+        ax.plot([], [], color=COLOURS[n] if n < len(groups) else GREY, linewidth=6, label=kind)
+    end = max(e["start_ms"] + e["ms"] for e in ranges + operators) - start
     ax.set(xlim=(0, end), ylim=(-n_rows - 0.1, 1), yticks=[], xlabel="ms since the step began")
     ax.grid(visible=False)
     ax.spines["left"].set_visible(False)
