@@ -96,11 +96,11 @@ def roofline_seconds(flops: float, bytes_moved: float, peak_flops: float, bandwi
     raise NotImplementedError("Exercise 8.3: write roofline_seconds")
 
 
-def attention_flops(config: GPT2Config, length: int, causal: bool) -> int:
+def attention_flops(config: GPT2Config | ViTConfig, length: int, causal: bool) -> int:
     """FLOPs of scores and of weighted values, for one sequence in all layers, forward. (Exercise 8.4)
 
     Args:
-        config: Gives ``dim`` C and ``n_layers`` L; any config that has both will do.
+        config: Gives ``dim`` C and ``n_layers`` L.
         length: Positions T of the sequence.
         causal: Whether only the pairs that a causal mask allows count, a query with itself included.
 

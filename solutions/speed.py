@@ -81,9 +81,9 @@ def benchmark(
 ### BEGIN SOLUTION
 def _synchronize(device: torch.device | str | None) -> None:
     """Wait until a device has done all that it was asked for."""
-    if device is None:
-        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    device = torch.device(device)
+    if device is None and torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+    device = torch.device(device or "cpu")
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type != "cpu":
@@ -131,11 +131,11 @@ def roofline_seconds(flops: float, bytes_moved: float, peak_flops: float, bandwi
     ### END SOLUTION
 
 
-def attention_flops(config: GPT2Config, length: int, causal: bool) -> int:
+def attention_flops(config: GPT2Config | ViTConfig, length: int, causal: bool) -> int:
     """FLOPs of scores and of weighted values, for one sequence in all layers, forward. (Exercise 8.4)
 
     Args:
-        config: Gives ``dim`` C and ``n_layers`` L; any config that has both will do.
+        config: Gives ``dim`` C and ``n_layers`` L.
         length: Positions T of the sequence.
         causal: Whether only the pairs that a causal mask allows count, a query with itself included.
 

@@ -87,18 +87,21 @@ def draw_trace(ax, path: str | os.PathLike, groups: Mapping[str, Sequence[str]],
     ]
     operators = [e for e in trace_events(path, "cpu_op", "aten::") if e["depth"] < n_rows]
     start = min(e["start_ms"] for e in ranges + operators)
+    whole = max(e["start_ms"] + e["ms"] for e in ranges + operators) - start
     colours = {name: COLOURS[n] for n, names in enumerate(groups.values()) for name in names}
     for e in ranges:
         corner = (e["start_ms"] - start, 0.1)
         ax.add_patch(Rectangle(corner, e["ms"], 0.8, facecolor=f"{GREY}55", edgecolor=GREY))
-        ax.text(corner[0] + e["ms"] / 2, 0.5, e["name"], ha="center", va="center", fontsize=8)
+        if e["ms"] < 0.08 * whole:  # too narrow for its name
+            ax.text(corner[0] + e["ms"] + 0.01 * whole, 0.5, e["name"], ha="left", va="center", fontsize=8)
+        else:
+            ax.text(corner[0] + e["ms"] / 2, 0.5, e["name"], ha="center", va="center", fontsize=8)
     for e in operators:
         corner = (e["start_ms"] - start, -e["depth"] - 0.9)
         ax.add_patch(Rectangle(corner, e["ms"], 0.8, facecolor=colours.get(e["name"], GREY), linewidth=0))
     for n, kind in enumerate([*groups, "other"]):
         ax.plot([], [], color=COLOURS[n] if n < len(groups) else GREY, linewidth=6, label=kind)
-    end = max(e["start_ms"] + e["ms"] for e in ranges + operators) - start
-    ax.set(xlim=(0, end), ylim=(-n_rows - 0.1, 1), yticks=[], xlabel="ms since the step began")
+    ax.set(xlim=(0, 1.1 * whole), ylim=(-n_rows - 0.1, 1), yticks=[], xlabel="ms since the step began")
     ax.grid(visible=False)
     ax.spines["left"].set_visible(False)
 

@@ -415,6 +415,11 @@ def by_object(fn):
     return sum(tensor.untyped_storage().nbytes() for tensor in {id(t): t for t in _saved(fn)}.values())
 
 
+@mistake("saved_activation_bytes", "that is where the view begins: two views of one storage begin at different places")
+def by_start_of_view(fn):
+    return sum({t.data_ptr(): t.untyped_storage().nbytes() for t in _saved(fn)}.values())
+
+
 @mistake("saved_activation_bytes", "only the view's own numbers are counted, where the whole storage stays alive")
 def size_of_view(fn):
     return sum({t.untyped_storage()._cdata: t.numel() * t.itemsize for t in _saved(fn)}.values())

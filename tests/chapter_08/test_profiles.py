@@ -41,6 +41,15 @@ class Step:
         self.model.zero_grad()
 
 
+def profile_of(step, path):
+    """What the answer gives, once it is seen to have the two parts."""
+    profile = speed.profile_step(step, path)
+    for part in ("range_s", "operator_s"):
+        kind = type(profile).__name__
+        expect_true(hasattr(profile, part), f"out is a {kind} without `{part}`: return a StepProfile", read=TRACE)
+    return profile
+
+
 def read_trace(path):
     expect_true(path.exists(), f"there is no file {path.name}", read=TRACE)
     trace = json.loads(path.read_text())
@@ -77,21 +86,21 @@ def expected_operators(events) -> dict[str, float]:
 def test_profile_step_names_the_ranges(tmp_path):
     case("a step with the ranges forward and backward (each opened twice) and optimizer")
     step = Step()
-    profile = speed.profile_step(step, tmp_path / "trace.json")
+    profile = profile_of(step, tmp_path / "trace.json")
     expect_equal(step.calls, 1, name="calls of step_fn", read=TRACE)
     expect_equal(sorted(profile.range_s), ["backward", "forward", "optimizer"], name="the ranges", read=TRACE)
 
 
 def test_profile_step_adds_up_the_ranges(tmp_path):
     case("a step with the ranges forward and backward (each opened twice) and optimizer, against its own trace")
-    profile = speed.profile_step(Step(), tmp_path / "trace.json")
+    profile = profile_of(Step(), tmp_path / "trace.json")
     expected = expected_ranges(read_trace(tmp_path / "trace.json"))
     expect_close(profile.range_s, expected, atol=2e-6, rtol=1e-3, name="range_s", read=TRACE)
 
 
 def test_profile_step_gives_operators_their_own_time(tmp_path):
     case("the same step: each operator without those that it calls, against its own trace")
-    profile = speed.profile_step(Step(), tmp_path / "trace.json")
+    profile = profile_of(Step(), tmp_path / "trace.json")
     expected = expected_operators(read_trace(tmp_path / "trace.json"))
     expect_equal(sorted(profile.operator_s), sorted(expected), name="the operators", read=TRACE)
     expect_close(profile.operator_s, expected, atol=5e-6, rtol=1e-2, name="operator_s", read=TRACE)
@@ -106,7 +115,7 @@ def test_profile_step_writes_a_trace_at(tmp_path, kind):
         with record_function("outer"), record_function("inner"):
             torch.mm(x, x)
 
-    profile = speed.profile_step(step, kind(tmp_path / "a trace.json"))
+    profile = profile_of(step, kind(tmp_path / "a trace.json"))
     events = read_trace(tmp_path / "a trace.json")
     names = {event["name"] for event in events}
     expect_true({"outer", "inner", "aten::mm"} <= names, "the trace lacks a range or an operator", read=TRACE)
@@ -117,7 +126,7 @@ def test_profile_step_writes_a_trace_at(tmp_path, kind):
 
 def test_profile_step_without_ranges(tmp_path):
     case("a step that opens no range")
-    profile = speed.profile_step(lambda: torch.ones(3) + 1, tmp_path / "trace.json")
+    profile = profile_of(lambda: torch.ones(3) + 1, tmp_path / "trace.json")
     expect_equal(profile.range_s, {}, name="range_s", read=TRACE)
     expect_true("aten::add" in profile.operator_s, "operator_s lacks aten::add", read=TRACE)
 

@@ -88,7 +88,8 @@ def run_on(monkeypatch):
 
 
 def expect_timing(timing, times, machine, n_calls) -> None:
-    expect_true("clock" in machine.done, f"the clock was never read: call time.{CLOCK}()", read=TIMING)
+    is_read = any(event.startswith("clock") for event in machine.done)
+    expect_true(is_read, f"the clock was never read: call time.{CLOCK}()", read=TIMING)
     found = {name: getattr(timing, name) for name in ("mean_s", "std_s", "median_s")}
     found["times_s"] = list(timing.times_s)
     std = statistics.stdev(times) if len(times) > 1 else 0.0
@@ -394,7 +395,7 @@ def test_saved_activation_bytes_by_hand():
         ("x.exp() keeps its result, 15 x 4 bytes", lambda: x.exp(), 60),
         ("x * w keeps both factors", lambda: x * w, 120),
         ("x * x keeps x, twice, in one storage", lambda: x * x, 60),
-        ("x.view(5, 3) * x.flatten()[:3] keeps two views of one storage", lambda: x.view(5, 3) * x.flatten()[:3], 60),
+        ("x.view(5, 3) * x[1, :3] keeps two views of one storage", lambda: x.view(5, 3) * x[1, :3], 60),
         ("x + w keeps nothing: the gradient of a sum needs neither", lambda: x + w, 0),
         ("x.exp().exp() keeps two results", lambda: x.exp().exp(), 120),
     ]
