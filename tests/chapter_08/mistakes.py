@@ -3,6 +3,7 @@
 import json
 import statistics
 import time
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -743,4 +744,46 @@ def in_mebibytes(path):
     for event in events:
         event["change_bytes"], event["total_bytes"] = event["change_bytes"] / 2**20, event["total_bytes"] / 2**20
     if not torch.cuda.is_available():
+        _write(path, events)
+
+
+class _TensorLog(TorchDispatchMode):
+    """Follows tensors instead of storages."""
+
+    def __init__(self, events):
+        super().__init__()
+        self.log = reference._StorageLog(events)
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in given:
+                self.log.note(str(func), t.untyped_storage().nbytes())
+                weakref.finalize(t, self.end, t.untyped_storage().nbytes())
+        return out
+
+    def end(self, n_bytes):
+        if self.log.alive is not None:
+            self.log.note("free", -n_bytes)
+
+
+@mistake("memory_timeline", "the tensor is followed to its end, where its storage may live on in a view")
+@contextmanager
+def tensors_followed(path):
+    if torch.cuda.is_available():
+        with reference.memory_timeline(path) as events:
+            yield events
+        return
+    events: list = []
+    mode = _TensorLog(events)
+    try:
+        with mode:
+            yield events
+    finally:
+        mode.log.alive = None
         _write(path, events)
