@@ -98,7 +98,8 @@ def gpt2_loss(model: Any, tokens: Tensor, targets: Tensor, path: Path) -> Tensor
     x = x.to(path.stream_dtype)
     for block in model.h:
         heads = linear(norm(x, block.ln_1, path), path, block.attn.c_attn).unflatten(-1, (3, model.config.n_heads, -1))
-        x = x + linear(attend(*heads.unbind(2), path, causal=True), path, block.attn.c_proj)
+        q, k, v = heads.unbind(2)
+        x = x + linear(attend(q, k, v, path, causal=True), path, block.attn.c_proj)
         wide = F.gelu(linear(norm(x, block.ln_2, path), path, block.mlp.c_fc), approximate="tanh")
         x = x + linear(wide, path, block.mlp.c_proj)
     rows = norm(x, model.ln_f, path).flatten(0, 1)
@@ -136,7 +137,8 @@ def vit_loss(model: Any, images: Tensor, labels: Tensor, path: Path) -> Tensor:
 def _vit_block(block: Any, x: Tensor, path: Path) -> Tensor:
     attn = block.attn
     heads = linear(norm(x, block.norm1, path), path, attn.wq, attn.wk, attn.wv).unflatten(-1, (3, attn.n_heads, -1))
-    x = x + linear(attend(*heads.unbind(2), path, causal=False), path, attn.wo)
+    q, k, v = heads.unbind(2)
+    x = x + linear(attend(q, k, v, path, causal=False), path, attn.wo)
     return x + _vit_mlp(block, x, path)
 
 
