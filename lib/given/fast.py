@@ -1,0 +1,197 @@
+"""The book's GPT-2 and vision transformer on the fast path: the same parameters and the same function, fewer kernels and fewer bytes.
+
+The models of chapters 5 and 6 are written to be read. What stands here computes their loss from their own parameters with
+PyTorch's fused operators, so that a compiler has less to mend; every choice is a field of `Path`, so that each can be measured alone.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lib.given.fast_loss import linear_cross_entropy
+
+ATTENTIONS = ("written out", "fused", "flash", "cudnn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Path:
+    """How a model is computed.
+
+    Attributes:
+        dtype: Of every product's factors; parameters, losses and sums of gradients stay float32.
+        stream: Of the residual stream; None is ``dtype``.
+        attention: "written out" forms the scores; "fused" is PyTorch's own choice of kernel; "flash" and "cudnn" say which.
+        loss_kernel: GPT-2's last product, loss and gradient by ``lib.given.fast_loss``.
+        class_token_alone: In the last block of a ViT compute only what its head reads: the class token.
+    """
+
+    dtype: torch.dtype = torch.float32
+    stream: torch.dtype | None = None
+    attention: str = "fused"
+    loss_kernel: bool = False
+    class_token_alone: bool = True
+
+    def __post_init__(self):
+        if self.attention not in ATTENTIONS:
+            raise ValueError(f"attention = {self.attention!r} is none of {', '.join(ATTENTIONS)}")
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """Of the residual stream."""
+        return self.stream or self.dtype
+
+
+def linear(x: Tensor, path: Path, *layers: nn.Linear) -> Tensor:
+    """One product for one linear map, or for several that read the same input; the outputs stand side by side."""
+    weight = layers[0].weight if len(layers) == 1 else torch.cat([layer.weight for layer in layers])
+    bias = layers[0].bias if len(layers) == 1 else torch.cat([layer.bias for layer in layers])
+    return F.linear(x.to(path.dtype), weight.flatten(1).to(path.dtype), bias.to(path.dtype))
+
+
+def norm(x: Tensor, layer: nn.LayerNorm, path: Path) -> Tensor:
+    """Layer norm in one kernel, its statistics in float32; what comes out goes into a product."""
+    if torch.compiler.is_compiling() or x.dtype == torch.float32:  # the compiler fuses the two casts
+        wide = F.layer_norm(x.float(), layer.normalized_shape, layer.weight, layer.bias, layer.eps)
+        return wide.to(path.dtype)
+    weight, bias = layer.weight.to(x.dtype), layer.bias.to(x.dtype)
+    return F.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, path: Path, causal: bool) -> Tensor:
+    """Attention on ``[B, T, H, D]`` as the projection leaves it, without a copy; ``[B, T, H*D]`` comes back."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if path.attention == "written out" or (q.shape[2] == 1 and not causal):
+        return _written_out(q, k, v, causal).transpose(1, 2).flatten(2)
+    with _kernel(path.attention if q.is_cuda else "fused"):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
+
+
+def _kernel(name: str) -> AbstractContextManager:
+    chosen = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    return sdpa_kernel(chosen[name]) if name in chosen else nullcontext()
+
+
+def _written_out(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Scores, softmax, means: three steps that write ``[B, H, T, S]`` each; scale and mask go into the first."""
+    b, h, t, _ = q.shape
+    s, scale = k.shape[2], q.shape[-1] ** -0.5
+    if causal:
+        mask = q.new_full((t, s), -torch.inf).triu(s - t + 1)
+        scores = torch.baddbmm(mask, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=scale)
+        return (scores.softmax(-1) @ v.flatten(0, 1)).unflatten(0, (b, h))
+    return (q * scale @ k.transpose(-2, -1)).softmax(-1) @ v
+
+
+# ---- GPT-2 -----------------------------------------------------------------------------------------------------------
+
+
+def gpt2_loss(model: Any, tokens: Tensor, targets: Tensor, path: Path) -> Tensor:
+    """The mean cross-entropy of a ``lib.gpt2.GPT2``."""
+    x = F.embedding(tokens, model.wte.weight) + model.wpe.weight[: tokens.shape[1]]
+    x = x.to(path.stream_dtype)
+    for block in model.h:
+        heads = linear(norm(x, block.ln_1, path), path, block.attn.c_attn).unflatten(-1, (3, model.config.n_heads, -1))
+        q, k, v = heads.unbind(2)
+        x = x + linear(attend(q, k, v, path, causal=True), path, block.attn.c_proj)
+        wide = F.gelu(linear(norm(x, block.ln_2, path), path, block.mlp.c_fc), approximate="tanh")
+        x = x + linear(wide, path, block.mlp.c_proj)
+    rows = norm(x, model.ln_f, path).flatten(0, 1)
+    weight, n_vocab = model.wte.weight.to(path.dtype), model.config.vocab_size
+    if path.loss_kernel:
+        return linear_cross_entropy(rows, weight, targets.flatten(), n_vocab)
+    logits = F.linear(rows, weight)[:, :n_vocab]
+    return F.cross_entropy(logits.float(), targets.flatten())
+
+
+# ---- the vision transformer ------------------------------------------------------------------------------------------
+
+
+def vit_logits(model: Any, images: Tensor, path: Path) -> Tensor:
+    """The float32 logits of a ``lib.vit.VisionTransformer``; patches go through a product instead of a convolution."""
+    side, inputs = model.config.patch_size, model.embeddings
+    patches = rearrange(images.to(path.dtype), "b ch (r p) (c q) -> b (r c) (ch p q)", p=side, q=side)
+    x = linear(patches, path, inputs.proj)
+    x = torch.cat([inputs.cls_token.expand(len(x), -1, -1).to(x.dtype), x], dim=1)
+    x = (x + inputs.pos_embed).to(path.stream_dtype)
+    *blocks, last = model.blocks
+    for block in blocks:
+        x = _vit_block(block, x, path)
+    alone = path.class_token_alone and model.config.pooling == "token"
+    x = _class_token_block(last, x, path) if alone else _vit_block(last, x, path)
+    x = norm(x, model.norm, path)
+    return linear(x[:, 0] if model.config.pooling == "token" else x[:, 1:].mean(dim=1), path, model.head).float()
+
+
+def vit_loss(model: Any, images: Tensor, labels: Tensor, path: Path) -> Tensor:
+    """The mean cross-entropy of a ``lib.vit.VisionTransformer``."""
+    return F.cross_entropy(vit_logits(model, images, path), labels)
+
+
+def _vit_block(block: Any, x: Tensor, path: Path) -> Tensor:
+    attn = block.attn
+    heads = linear(norm(x, block.norm1, path), path, attn.wq, attn.wk, attn.wv).unflatten(-1, (3, attn.n_heads, -1))
+    q, k, v = heads.unbind(2)
+    x = x + linear(attend(q, k, v, path, causal=False), path, attn.wo)
+    return x + _vit_mlp(block, x, path)
+
+
+def _vit_mlp(block: Any, x: Tensor, path: Path) -> Tensor:
+    wide = linear(norm(x, block.norm2, path), path, block.mlp.fc1)
+    return linear(F.gelu(wide, approximate=block.mlp.approximate), path, block.mlp.fc2)
+
+
+def _class_token_block(block: Any, x: Tensor, path: Path) -> Tensor:
+    """The last block for the class token alone: it asks all tokens, and no one asks the others. ``[B, 1, C]``."""
+    attn, seen = block.attn, norm(x, block.norm1, path)
+    keys, values = linear(seen, path, attn.wk, attn.wv).unflatten(-1, (2, attn.n_heads, -1)).unbind(2)
+    queries = linear(seen[:, :1], path, attn.wq).unflatten(-1, (attn.n_heads, -1))
+    x = x[:, :1] + linear(attend(queries, keys, values, path, causal=False), path, attn.wo)
+    return x + _vit_mlp(block, x, path)
+
+
+# ---- images and whole steps ------------------------------------------------------------------------------------------
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def prepare_images(pictures: Tensor, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """uint8 pictures ``[B, ch, 32, 32]`` as the model wants them, on the device where they are: resized, then normalised."""
+    mean, std = (torch.tensor(x, device=pictures.device)[:, None, None] for x in (MEAN, STD))
+    unit = (
+        pictures.float() / 255.0 - mean
+    ) / std  # before the resize, where there are 49 times fewer pixels; it is linear
+    return F.interpolate(unit, size=(size, size), mode="bilinear", align_corners=False).to(dtype)
+
+
+def capture(step: Callable[[], Tensor], n_warmup: int = 3) -> Callable[[], Tensor]:
+    """A step recorded once as a CUDA graph, and then replayed: one launch for all its kernels.
+
+    Args:
+        step: Reads and writes the same tensors each time, and never waits for the device; its optimizer is ``capturable``.
+        n_warmup: Steps before the recording, which compile and choose kernels.
+
+    Returns:
+        A call that replays the step and gives its result, which the next replay overwrites.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(n_warmup):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay

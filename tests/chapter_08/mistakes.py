@@ -1,0 +1,789 @@
+"""Wrong answers to chapter 8's exercises, each with the misconception behind it."""
+
+import json
+import statistics
+import time
+import weakref
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lib.workbook.grading import mistake
+from solutions import speed as reference
+
+
+def _now() -> float:
+    return getattr(time, "perf" + "_counter")()  # the suite forbids tests to name a clock
+
+
+def _check(warmup, repeats) -> None:
+    if warmup < 0 or repeats < 1:
+        raise ValueError(f"warmup = {warmup}, repeats = {repeats}")
+
+
+def _timing(times):
+    std = statistics.stdev(times) if len(times) > 1 else 0.0
+    return reference.Timing(statistics.fmean(times), std, statistics.median(times), tuple(times))
+
+
+def _measure(fn, warmup, repeats, before, after):
+    """Times of calls with something done before each reading of the clock."""
+    _check(warmup, repeats)
+    for _ in range(warmup):
+        fn()
+    times = []
+    for _ in range(repeats):
+        before()
+        start = _now()
+        fn()
+        after()
+        times.append(_now() - start)
+    return times
+
+
+def _nothing() -> None:
+    pass
+
+
+# ---- 8.1 benchmark ---------------------------------------------------------------------------------------------------
+
+
+@mistake("benchmark", "nobody waits for the accelerator: what is timed is the launch, not the work")
+def never_synchronised(fn, warmup=5, repeats=10, device=None):
+    return _timing(_measure(fn, warmup, repeats, _nothing, _nothing))
+
+
+@mistake("benchmark", "the accelerator is waited for at the start of a call, but not at its end")
+def synchronised_before(fn, warmup=5, repeats=10, device=None):
+    return _timing(_measure(fn, warmup, repeats, lambda: reference._synchronize(device), _nothing))
+
+
+@mistake(
+    "benchmark", "the clock starts while the warm-up still runs on the accelerator: wait before the first reading too"
+)
+def synchronised_after(fn, warmup=5, repeats=10, device=None):
+    return _timing(_measure(fn, warmup, repeats, _nothing, lambda: reference._synchronize(device)))
+
+
+@mistake("benchmark", "CUDA is waited for even where the work is on the CPU")
+def always_synchronised(fn, warmup=5, repeats=10, device=None):
+    return _timing(_measure(fn, warmup, repeats, torch.cuda.synchronize, torch.cuda.synchronize))
+
+
+@mistake("benchmark", "device=None is taken for the CPU, though there is an accelerator to wait for")
+def none_is_cpu(fn, warmup=5, repeats=10, device=None):
+    return reference.benchmark(fn, warmup, repeats, device or "cpu")
+
+
+@mistake("benchmark", "the calls of the warm-up are timed with the others")
+def warm_up_timed(fn, warmup=5, repeats=10, device=None):
+    _check(warmup, repeats)
+    return reference.benchmark(fn, 0, warmup + repeats, device)
+
+
+@mistake("benchmark", "there is no warm-up: the first calls pay for what is done only once")
+def no_warm_up(fn, warmup=5, repeats=10, device=None):
+    _check(warmup, repeats)
+    return reference.benchmark(fn, 0, repeats, device)
+
+
+@mistake("benchmark", "the standard deviation divides by n, where a sample's divides by n - 1")
+def population_std(fn, warmup=5, repeats=10, device=None):
+    timing = reference.benchmark(fn, warmup, repeats, device)
+    return reference.Timing(timing.mean_s, statistics.pstdev(timing.times_s), timing.median_s, timing.times_s)
+
+
+@mistake("benchmark", "that is the variance, not its root")
+def variance(fn, warmup=5, repeats=10, device=None):
+    timing = reference.benchmark(fn, warmup, repeats, device)
+    return reference.Timing(timing.mean_s, timing.std_s**2, timing.median_s, timing.times_s)
+
+
+@mistake("benchmark", "the mean stands where the median should")
+def mean_for_median(fn, warmup=5, repeats=10, device=None):
+    timing = reference.benchmark(fn, warmup, repeats, device)
+    return reference.Timing(timing.mean_s, timing.std_s, timing.mean_s, timing.times_s)
+
+
+@mistake("benchmark", "the times are sorted, not in the order of the calls")
+def sorted_times(fn, warmup=5, repeats=10, device=None):
+    timing = reference.benchmark(fn, warmup, repeats, device)
+    return reference.Timing(timing.mean_s, timing.std_s, timing.median_s, tuple(sorted(timing.times_s, reverse=True)))
+
+
+@mistake("benchmark", "all calls are timed as one and divided by their number: no spread can be seen")
+def one_interval(fn, warmup=5, repeats=10, device=None):
+    timing = reference.benchmark(fn, warmup, repeats, device)
+    return _timing([timing.mean_s] * repeats)
+
+
+@mistake("benchmark", "a single call has no sample deviation, and statistics.stdev refuses it: return 0")
+def one_call_refused(fn, warmup=5, repeats=10, device=None):
+    times = _measure(
+        fn, warmup, repeats, lambda: reference._synchronize(device), lambda: reference._synchronize(device)
+    )
+    return reference.Timing(statistics.fmean(times), statistics.stdev(times), statistics.median(times), tuple(times))
+
+
+@mistake("benchmark", "bad counts are not refused")
+def unchecked(fn, warmup=5, repeats=10, device=None):
+    return reference.benchmark(fn, max(warmup, 0), max(repeats, 1), device)
+
+
+# ---- 8.2 matmul_flops ------------------------------------------------------------------------------------------------
+
+
+@mistake("matmul_flops", "those are multiply-adds: each of them is two operations")
+def macs(m, k, n):
+    return m * k * n
+
+
+@mistake("matmul_flops", "k - 1 additions for each result: right on paper, but the convention counts the first one too")
+def one_addition_less(m, k, n):
+    return m * n * (2 * k - 1)
+
+
+@mistake("matmul_flops", "those are the numbers read and written, not the operations on them")
+def numbers_moved(m, k, n):
+    return m * k + k * n + m * n
+
+
+@mistake("matmul_flops", "the inner dimension is left out: each of the m * n results takes k steps")
+def outer_only(m, k, n):
+    return 2 * m * n
+
+
+@mistake("matmul_flops", "the count goes through a float, which cannot hold large whole numbers exactly")
+def as_float(m, k, n):
+    return int(2.0 * m * k * n)
+
+
+# ---- 8.3 roofline_seconds --------------------------------------------------------------------------------------------
+
+
+@mistake(
+    "roofline_seconds", "the two are added, but a processor moves bytes while it computes: the longer of them is left"
+)
+def added(flops, bytes_moved, peak_flops, bandwidth):
+    return flops / peak_flops + bytes_moved / bandwidth
+
+
+@mistake("roofline_seconds", "the shorter of the two is taken: both must be done")
+def shorter(flops, bytes_moved, peak_flops, bandwidth):
+    return min(flops / peak_flops, bytes_moved / bandwidth)
+
+
+@mistake("roofline_seconds", "only the arithmetic is counted: an addition of two vectors waits for memory")
+def compute_only(flops, bytes_moved, peak_flops, bandwidth):
+    return flops / peak_flops
+
+
+@mistake("roofline_seconds", "that is the attainable speed in FLOP/s, the roof itself; asked are seconds")
+def attainable(flops, bytes_moved, peak_flops, bandwidth):
+    return min(peak_flops, flops / bytes_moved * bandwidth)
+
+
+@mistake("roofline_seconds", "the quotients are upside down: seconds are work divided by speed")
+def upside_down(flops, bytes_moved, peak_flops, bandwidth):
+    return max(peak_flops / flops if flops else 0.0, bandwidth / bytes_moved)
+
+
+# ---- 8.4 attention_flops ---------------------------------------------------------------------------------------------
+
+
+@mistake("attention_flops", "one product is counted: after the scores, the weights multiply the values")
+def scores_only(config, length, causal):
+    return reference.attention_flops(config, length, causal) // 2
+
+
+@mistake("attention_flops", "the heads are counted twice: all of them together are as wide as the model")
+def heads_twice(config, length, causal):
+    return config.n_heads * reference.attention_flops(config, length, causal)
+
+
+@mistake("attention_flops", "one layer is counted, not all")
+def one_layer(config, length, causal):
+    return reference.attention_flops(config, length, causal) // config.n_layers
+
+
+@mistake("attention_flops", "causal is taken for one half exactly: the diagonal is allowed too, T (T + 1) / 2 pairs")
+def exactly_half(config, length, causal):
+    return 2 * 2 * config.n_layers * config.dim * length * length // (2 if causal else 1)
+
+
+@mistake("attention_flops", "a query does not see itself here: there are T (T + 1) / 2 pairs, the diagonal with them")
+def without_diagonal(config, length, causal):
+    return 4 * config.n_layers * config.dim * (length * (length - 1) // 2 if causal else length * length)
+
+
+@mistake("attention_flops", "the mask is not looked at")
+def never_causal(config, length, causal):
+    return reference.attention_flops(config, length, False)
+
+
+@mistake("attention_flops", "the projections are counted as well: asked are the two products between positions")
+def with_projections(config, length, causal):
+    projections = config.n_layers * 8 * length * config.dim**2
+    return projections + reference.attention_flops(config, length, causal)
+
+
+@mistake("attention_flops", "a multiply-add is counted once instead of twice")
+def attention_macs(config, length, causal):
+    return reference.attention_flops(config, length, causal) / 2
+
+
+# ---- 8.5 training_flops_per_token ------------------------------------------------------------------------------------
+
+
+def _linear(config):
+    return 24 * config.n_layers * config.dim**2
+
+
+def _attention(config):
+    return reference.attention_flops(config, config.context_len, False) // config.context_len
+
+
+def _head(config):
+    return 2 * config.dim * config.n_rows
+
+
+@mistake("training_flops_per_token", "only the forward pass is counted: backward costs twice as much again")
+def forward_only(config):
+    return _linear(config) + _attention(config) + _head(config)
+
+
+@mistake(
+    "training_flops_per_token", "backward is counted as one more forward: it has a product for each of the two factors"
+)
+def backward_once(config):
+    return 2 * forward_only(config)
+
+
+@mistake("training_flops_per_token", "the head is left out: its weight is the embedding's, but its product is computed")
+def without_head(config):
+    return 3 * (_linear(config) + _attention(config))
+
+
+@mistake(
+    "training_flops_per_token", "the embedding is counted as a product: it is a lookup, and only the head multiplies"
+)
+def embedding_too(config):
+    return 3 * forward_only(config) + 3 * _head(config)
+
+
+@mistake(
+    "training_flops_per_token",
+    "six times all parameters: positions, biases and norms are in no product, attention is missing",
+)
+def six_n(config):
+    c = config.dim
+    embeddings = (config.vocab_size + config.context_len) * c
+    return 6 * (embeddings + config.n_layers * (12 * c * c + 13 * c) + 2 * c)
+
+
+@mistake("training_flops_per_token", "the products of attention are left out")
+def without_attention(config):
+    return 3 * (_linear(config) + _head(config))
+
+
+@mistake(
+    "training_flops_per_token", "attention is counted for the causal pairs only, but the naive product computes all"
+)
+def causal_only(config):
+    t = config.context_len
+    return 3 * (_linear(config) + _head(config)) + 3 * reference.attention_flops(config, t, True) / t
+
+
+@mistake("training_flops_per_token", "that is attention of a whole sequence, not of one of its tokens")
+def whole_sequence(config):
+    return 3 * (_linear(config) + _head(config) + reference.attention_flops(config, config.context_len, False))
+
+
+@mistake("training_flops_per_token", "the head's rows of padding are left out: they are computed, and cut off later")
+def without_padding(config):
+    return 3 * (_linear(config) + _attention(config) + 2 * config.dim * config.vocab_size)
+
+
+# ---- 8.6 vit_training_flops_per_image --------------------------------------------------------------------------------
+
+
+def _patches(config):
+    return 2 * config.n_patches * config.patch_dim * config.dim
+
+
+@mistake(
+    "vit_training_flops_per_image",
+    "three times the patches: nobody asks for the gradient of the pixels, so that is two",
+)
+def pixels_too(config):
+    return reference.vit_training_flops_per_image(config) + _patches(config)
+
+
+@mistake("vit_training_flops_per_image", "the class token is forgotten: the blocks see N + 1 tokens")
+def without_class_token(config):
+    c, n = config.dim, config.n_patches
+    block = 2 * n * (4 * c * c + 2 * c * config.hidden_dim) + 4 * n * n * c
+    return 2 * _patches(config) + 3 * (config.n_layers * block + 2 * c * config.n_classes)
+
+
+@mistake(
+    "vit_training_flops_per_image", "the hidden width is taken for four times the model's: the config says what it is"
+)
+def four_times_wide(config):
+    tokens = config.n_patches + 1
+    gap = 3 * config.n_layers * 4 * tokens * config.dim * (4 * config.dim - config.hidden_dim)
+    return reference.vit_training_flops_per_image(config) + gap
+
+
+@mistake("vit_training_flops_per_image", "the head is counted for every token: it reads one vector")
+def head_everywhere(config):
+    return reference.vit_training_flops_per_image(config) + 6 * config.n_patches * config.dim * config.n_classes
+
+
+@mistake("vit_training_flops_per_image", "only the forward pass is counted")
+def image_forward_only(config):
+    return (reference.vit_training_flops_per_image(config) + _patches(config)) // 3
+
+
+@mistake("vit_training_flops_per_image", "the patch convolution is left out")
+def without_patches(config):
+    return reference.vit_training_flops_per_image(config) - 2 * _patches(config)
+
+
+@mistake("vit_training_flops_per_image", "attention counts causal pairs: in a vision transformer all tokens see all")
+def causal_image(config):
+    tokens = config.n_patches + 1
+    full, half = (reference.attention_flops(config, tokens, causal) for causal in (False, True))
+    return reference.vit_training_flops_per_image(config) - 3 * (full - half)
+
+
+# ---- 8.7 mfu ---------------------------------------------------------------------------------------------------------
+
+
+@mistake("mfu", "in percent: asked is a share, from 0 to 1")
+def percent(items_per_second, flops_per_item, peak_flops):
+    return 100 * reference.mfu(items_per_second, flops_per_item, peak_flops)
+
+
+@mistake("mfu", "that is the speed reached in FLOP/s, not yet divided by the peak")
+def reached(items_per_second, flops_per_item, peak_flops):
+    return items_per_second * flops_per_item
+
+
+@mistake("mfu", "the quotient is upside down: how many times slower than the peak")
+def times_slower(items_per_second, flops_per_item, peak_flops):
+    return peak_flops / (items_per_second * flops_per_item) if items_per_second else 0.0
+
+
+@mistake(
+    "mfu", "the FLOPs are taken for the forward pass only and tripled: flops_per_item already holds the backward pass"
+)
+def tripled(items_per_second, flops_per_item, peak_flops):
+    return 3 * reference.mfu(items_per_second, flops_per_item, peak_flops)
+
+
+@mistake("mfu", "items per second divide: the faster, the lower the share")
+def seconds_for_speed(items_per_second, flops_per_item, peak_flops):
+    return flops_per_item / (items_per_second * peak_flops) if items_per_second else 0.0
+
+
+# ---- 8.8 saved_activation_bytes --------------------------------------------------------------------------------------
+
+
+def _saved(fn):
+    """Every tensor that is packed, in order."""
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        fn()
+    return kept
+
+
+@mistake("saved_activation_bytes", "a storage is counted as often as a view of it is saved")
+def views_apart(fn):
+    return sum(tensor.untyped_storage().nbytes() for tensor in _saved(fn))
+
+
+@mistake("saved_activation_bytes", "tensors are told apart as Python objects: two views of one storage are two objects")
+def by_object(fn):
+    return sum(tensor.untyped_storage().nbytes() for tensor in {id(t): t for t in _saved(fn)}.values())
+
+
+@mistake("saved_activation_bytes", "that is where the view begins: two views of one storage begin at different places")
+def by_start_of_view(fn):
+    return sum({t.data_ptr(): t.untyped_storage().nbytes() for t in _saved(fn)}.values())
+
+
+@mistake("saved_activation_bytes", "only the view's own numbers are counted, where the whole storage stays alive")
+def size_of_view(fn):
+    return sum({t.untyped_storage()._cdata: t.numel() * t.itemsize for t in _saved(fn)}.values())
+
+
+@mistake("saved_activation_bytes", "four bytes for every number, whatever its dtype")
+def always_four(fn):
+    storages = {t.untyped_storage()._cdata: 4 * t.untyped_storage().nbytes() // t.itemsize for t in _saved(fn)}
+    return sum(storages.values())
+
+
+@mistake("saved_activation_bytes", "those are numbers, not bytes")
+def numbers(fn):
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() // t.itemsize for t in _saved(fn)}.values())
+
+
+@mistake(
+    "saved_activation_bytes", "storages are told apart by data_ptr, which is 0 for every tensor on the meta device"
+)
+def by_address(fn):
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _saved(fn)}.values())
+
+
+@mistake("saved_activation_bytes", "the inputs (leaves) are left out, but autograd keeps them too")
+def without_leaves(fn):
+    kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _saved(fn) if not t.is_leaf}
+    return sum(kept.values())
+
+
+@mistake("saved_activation_bytes", "the hook that unpacks gives nothing back, so that backward no longer works")
+def unpack_nothing(fn):
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: None):
+        fn()
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@mistake("saved_activation_bytes", "fn is called twice: asked is what one call keeps")
+def called_twice(fn):
+    fn()
+    return reference.saved_activation_bytes(fn)
+
+
+# ---- 8.9 attention_activation_bytes ----------------------------------------------------------------------------------
+
+
+@mistake("attention_activation_bytes", "scores and weights are both counted: softmax's backward needs its output only")
+def scores_too(batch, heads, length, head_dim, bytes_per_value):
+    extra = batch * heads * length**2 * bytes_per_value
+    return extra + reference.attention_activation_bytes(batch, heads, length, head_dim, bytes_per_value)
+
+
+@mistake("attention_activation_bytes", "only the T x T weights are counted: the products keep q, k and v as well")
+def weights_only(batch, heads, length, head_dim, bytes_per_value):
+    return batch * heads * length**2 * bytes_per_value
+
+
+@mistake("attention_activation_bytes", "the output is counted too, but no backward formula in here needs it")
+def output_too(batch, heads, length, head_dim, bytes_per_value):
+    extra = batch * heads * length * head_dim * bytes_per_value
+    return extra + reference.attention_activation_bytes(batch, heads, length, head_dim, bytes_per_value)
+
+
+@mistake("attention_activation_bytes", "the weights are shared by the heads here: each head has a T x T of its own")
+def one_head(batch, heads, length, head_dim, bytes_per_value):
+    return batch * (heads * 3 * length * head_dim + length**2) * bytes_per_value
+
+
+@mistake("attention_activation_bytes", "those are numbers, not bytes")
+def numbers_kept(batch, heads, length, head_dim, bytes_per_value):
+    return reference.attention_activation_bytes(batch, heads, length, head_dim, 1)
+
+
+@mistake(
+    "attention_activation_bytes",
+    "saved memory is taken to grow as T^1.5: every pair of positions has a weight, so it is T^2",
+)
+def power_of_one_and_a_half(batch, heads, length, head_dim, bytes_per_value):
+    return batch * heads * (3 * length * head_dim + int(length**1.5)) * bytes_per_value
+
+
+@mistake(
+    "attention_activation_bytes",
+    "half of the weights are counted, as if only causal pairs were kept: the whole square is",
+)
+def half_square(batch, heads, length, head_dim, bytes_per_value):
+    return batch * heads * (3 * length * head_dim + length * (length + 1) // 2) * bytes_per_value
+
+
+# ---- 8.10 profile_step -----------------------------------------------------------------------------------------------
+
+
+def _profiled(step_fn, path):
+    with torch.profiler.profile() as profiler:
+        step_fn()
+    if path is not None:
+        profiler.export_chrome_trace(str(path))
+    return profiler.key_averages()
+
+
+def _ranges(averages):
+    own = [e for e in averages if e.is_user_annotation and not e.key.startswith("Optimizer.")]
+    return {e.key: e.cpu_time_total / 1e6 for e in own}
+
+
+def _operators(averages):
+    return {e.key: e.self_cpu_time_total / 1e6 for e in averages if e.key.startswith("aten::")}
+
+
+@mistake("profile_step", "the profiler counts microseconds, and they were not turned into seconds")
+def microseconds(step_fn, path):
+    profile = reference.profile_step(step_fn, path)
+    ranges = {name: 1e6 * seconds for name, seconds in profile.range_s.items()}
+    return reference.StepProfile(ranges, {name: 1e6 * seconds for name, seconds in profile.operator_s.items()})
+
+
+@mistake("profile_step", "an operator's time holds that of the operators inside it: they are counted twice")
+def inclusive_operators(step_fn, path):
+    averages = _profiled(step_fn, path)
+    operators = {e.key: e.cpu_time_total / 1e6 for e in averages if e.key.startswith("aten::")}
+    return reference.StepProfile(_ranges(averages), operators)
+
+
+@mistake("profile_step", "a range's own time is counted, without the operators that run inside it")
+def own_time_of_ranges(step_fn, path):
+    averages = _profiled(step_fn, path)
+    own = {name: next(e for e in averages if e.key == name).self_cpu_time_total / 1e6 for name in _ranges(averages)}
+    return reference.StepProfile(own, _operators(averages))
+
+
+@mistake("profile_step", "ranges and operators are in one dict: whatever is no operator was not told apart")
+def not_told_apart(step_fn, path):
+    averages = _profiled(step_fn, path)
+    return reference.StepProfile({e.key: e.cpu_time_total / 1e6 for e in averages}, _operators(averages))
+
+
+@mistake("profile_step", "the optimizer's own ranges are among the step's")
+def optimizers_ranges(step_fn, path):
+    averages = _profiled(step_fn, path)
+    ranges = {e.key: e.cpu_time_total / 1e6 for e in averages if e.is_user_annotation}
+    return reference.StepProfile(ranges, _operators(averages))
+
+
+@mistake("profile_step", "a mean of each range, where a range opened twice should have the sum")
+def mean_of_ranges(step_fn, path):
+    averages = _profiled(step_fn, path)
+    counts = {e.key: e.count for e in averages}
+    ranges = {name: seconds / counts[name] for name, seconds in _ranges(averages).items()}
+    return reference.StepProfile(ranges, _operators(averages))
+
+
+@mistake("profile_step", "the step runs once more to warm up: a training step that runs twice trains twice")
+def warmed_up(step_fn, path):
+    step_fn()
+    return reference.profile_step(step_fn, path)
+
+
+@mistake("profile_step", "no trace is written")
+def no_trace(step_fn, path):
+    averages = _profiled(step_fn, None)
+    return reference.StepProfile(_ranges(averages), _operators(averages))
+
+
+@mistake("profile_step", "the ranges are looked for under three fixed names")
+def fixed_names(step_fn, path):
+    profile = reference.profile_step(step_fn, path)
+    names = ("forward", "backward", "optimizer")
+    return reference.StepProfile({name: profile.range_s[name] for name in names}, profile.operator_s)
+
+
+# ---- 8.11 memory_timeline --------------------------------------------------------------------------------------------
+
+
+def _write(path, events) -> None:
+    peak = max((event["total_bytes"] for event in events), default=0)
+    Path(path).write_text(json.dumps({"events": events, "peak_bytes": peak}), encoding="utf-8")
+
+
+class _NoFrees(TorchDispatchMode):
+    """Notes what operators return, and no end of it."""
+
+    def __init__(self, events, views_are_new):
+        super().__init__()
+        self.events, self.views_are_new, self.start = events, views_are_new, _now()
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and (self.views_are_new or t.untyped_storage()._cdata not in given):
+                total = self.events[-1]["total_bytes"] if self.events else 0
+                change = t.numel() * t.itemsize
+                event = {"time_s": _now() - self.start, "operator": str(func), "change_bytes": change}
+                self.events.append(event | {"total_bytes": total + change})
+        return out
+
+
+@contextmanager
+def _logged(path, views_are_new):
+    events: list = []
+    if torch.cuda.is_available():
+        with reference.memory_timeline(path):
+            yield events
+        return
+    try:
+        with _NoFrees(events, views_are_new):
+            yield events
+    finally:
+        _write(path, events)
+
+
+@mistake("memory_timeline", "what is freed is not noticed: the total only grows")
+def never_freed(path):
+    return _logged(path, views_are_new=False)
+
+
+@mistake("memory_timeline", "a view is counted as memory of its own, but it shares its storage")
+def views_counted(path):
+    return _logged(path, views_are_new=True)
+
+
+@mistake(
+    "memory_timeline", "the file is written only if the block ends well, and an out-of-memory error leaves nothing"
+)
+@contextmanager
+def only_after_success(path):
+    if torch.cuda.is_available():
+        torch.cuda.memory._record_memory_history(max_entries=100_000)
+        yield []
+        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._record_memory_history(enabled=None)
+        return
+    events: list = []
+    log = reference._StorageLog(events)
+    with log:
+        yield events
+    log.alive = None
+    _write(path, events)
+
+
+@mistake("memory_timeline", "storages that end after the block are followed still: the list grows when it should rest")
+@contextmanager
+def goes_on(path):
+    if torch.cuda.is_available():
+        with reference.memory_timeline(path) as events:
+            yield events
+        return
+    events = []
+    try:
+        with reference._StorageLog(events):
+            yield events
+    finally:
+        _write(path, events)
+
+
+@mistake("memory_timeline", "the peak is what is alive at the end, where it should be the greatest total")
+@contextmanager
+def peak_at_the_end(path):
+    with reference.memory_timeline(path) as events:
+        yield events
+    if not torch.cuda.is_available():
+        end = events[-1]["total_bytes"] if events else 0
+        Path(path).write_text(json.dumps({"events": events, "peak_bytes": end}), encoding="utf-8")
+
+
+@mistake("memory_timeline", "the estimate is made on CUDA too, where the allocator knows and should be asked")
+@contextmanager
+def never_asks_cuda(path):
+    events: list = []
+    log = reference._StorageLog(events)
+    try:
+        with log:
+            yield events
+    finally:
+        log.alive = None
+        _write(path, events)
+
+
+@mistake("memory_timeline", "CUDA's history is never switched off again, and slows down whatever follows")
+@contextmanager
+def history_left_on(path):
+    if torch.cuda.is_available():
+        torch.cuda.memory._record_memory_history(max_entries=100_000)
+        try:
+            yield []
+        finally:
+            torch.cuda.memory._dump_snapshot(str(path))
+        return
+    with reference.memory_timeline(path) as events:
+        yield events
+
+
+@mistake("memory_timeline", "the total is that of all allocations, with the frees not taken off")
+@contextmanager
+def total_of_allocations(path):
+    with reference.memory_timeline(path) as events:
+        try:
+            yield events
+        finally:
+            total = 0
+            for event in events:
+                total += max(event["change_bytes"], 0)
+                event["total_bytes"] = total
+    if not torch.cuda.is_available():
+        _write(path, events)
+
+
+@mistake("memory_timeline", "sizes are in MiB, where the contract has bytes")
+@contextmanager
+def in_mebibytes(path):
+    with reference.memory_timeline(path) as events:
+        yield events
+    for event in events:
+        event["change_bytes"], event["total_bytes"] = event["change_bytes"] / 2**20, event["total_bytes"] / 2**20
+    if not torch.cuda.is_available():
+        _write(path, events)
+
+
+class _TensorLog(TorchDispatchMode):
+    """Follows tensors instead of storages."""
+
+    def __init__(self, events):
+        super().__init__()
+        self.log = reference._StorageLog(events)
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in given:
+                self.log.note(str(func), t.untyped_storage().nbytes())
+                weakref.finalize(t, self.end, t.untyped_storage().nbytes())
+        return out
+
+    def end(self, n_bytes):
+        if self.log.alive is not None:
+            self.log.note("free", -n_bytes)
+
+
+@mistake("memory_timeline", "the tensor is followed to its end, where its storage may live on in a view")
+@contextmanager
+def tensors_followed(path):
+    if torch.cuda.is_available():
+        with reference.memory_timeline(path) as events:
+            yield events
+        return
+    events: list = []
+    mode = _TensorLog(events)
+    try:
+        with mode:
+            yield events
+    finally:
+        mode.log.alive = None
+        _write(path, events)

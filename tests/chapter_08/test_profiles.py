@@ -1,0 +1,301 @@
+"""Profiles, graded: the trace and the timeline are compared with what PyTorch's own profiler saw."""
+
+import gc
+import json
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded
+
+speed = graded("speed")
+
+TRACE, TIMELINE = "the contract of exercise 8.10", "the contract of exercise 8.11"
+
+
+# ---- 8.10 profile_step -----------------------------------------------------------------------------------------------
+
+
+class Step:
+    """A training step in three ranges, one of them opened twice, that counts its calls."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model, self.calls = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)), 0
+        self.x = torch.randn(8, 16)
+
+    def __call__(self):
+        self.calls += 1
+        for half in self.x.chunk(2):
+            with record_function("forward"):
+                loss = self.model(half).square().mean()
+            with record_function("backward"):
+                loss.backward()
+        # a range inside, as those of torch.optim open it (importing them would cost this test 2 s)
+        with record_function("optimizer"), record_function("Optimizer.step#SGD.step"), torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter -= 1e-3 * parameter.grad
+        self.model.zero_grad()
+
+
+def profile_of(step, path):
+    """What the answer gives, once it is seen to have the two parts."""
+    profile = speed.profile_step(step, path)
+    for part in ("range_s", "operator_s"):
+        kind = type(profile).__name__
+        expect_true(hasattr(profile, part), f"out is a {kind} without `{part}`: return a StepProfile", read=TRACE)
+    return profile
+
+
+def read_trace(path):
+    expect_true(path.exists(), f"there is no file {path.name}", read=TRACE)
+    trace = json.loads(path.read_text())
+    return [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+
+
+def expected_ranges(events) -> dict[str, float]:
+    """Seconds of each range that the step opened, from the trace."""
+    total: dict[str, float] = defaultdict(float)
+    for event in events:
+        if event.get("cat") == "user_annotation" and not event["name"].startswith(("Optimizer.", "ProfilerStep")):
+            total[event["name"]] += event["dur"] / 1e6
+    return dict(total)
+
+
+def expected_operators(events) -> dict[str, float]:
+    """Seconds of each operator without those inside it, from the trace."""
+    by_thread, own = defaultdict(list), defaultdict(float)
+    for event in events:
+        if event.get("cat") == "cpu_op":
+            by_thread[event["tid"]].append(event)
+    for thread in by_thread.values():
+        inside: list = []
+        for event in sorted(thread, key=lambda e: (e["ts"], -e["dur"])):
+            while inside and inside[-1]["ts"] + inside[-1]["dur"] <= event["ts"]:
+                inside.pop()
+            own[event["name"]] += event["dur"] / 1e6
+            if inside:
+                own[inside[-1]["name"]] -= event["dur"] / 1e6
+            inside.append(event)
+    return {name: seconds for name, seconds in own.items() if name.startswith("aten::")}
+
+
+def test_profile_step_names_the_ranges(tmp_path):
+    case("a step with the ranges forward and backward (each opened twice) and optimizer")
+    step = Step()
+    profile = profile_of(step, tmp_path / "trace.json")
+    expect_equal(step.calls, 1, name="calls of step_fn", read=TRACE)
+    expect_equal(sorted(profile.range_s), ["backward", "forward", "optimizer"], name="the ranges", read=TRACE)
+
+
+def test_profile_step_adds_up_the_ranges(tmp_path):
+    case("a step with the ranges forward and backward (each opened twice) and optimizer, against its own trace")
+    profile = profile_of(Step(), tmp_path / "trace.json")
+    expected = expected_ranges(read_trace(tmp_path / "trace.json"))
+    expect_close(profile.range_s, expected, atol=2e-6, rtol=1e-3, name="range_s", read=TRACE)
+
+
+def test_profile_step_gives_operators_their_own_time(tmp_path):
+    case("the same step: each operator without those that it calls, against its own trace")
+    profile = profile_of(Step(), tmp_path / "trace.json")
+    expected = expected_operators(read_trace(tmp_path / "trace.json"))
+    expect_equal(sorted(profile.operator_s), sorted(expected), name="the operators", read=TRACE)
+    expect_close(profile.operator_s, expected, atol=5e-6, rtol=1e-2, name="operator_s", read=TRACE)
+
+
+@pytest.mark.parametrize("kind", [str, lambda path: path], ids=["str", "Path"])
+def test_profile_step_writes_a_trace_at(tmp_path, kind):
+    case("any ranges, one inside another, and a path that is a str or a Path")
+    x = torch.ones(4, 4)
+
+    def step():
+        with record_function("outer"), record_function("inner"):
+            torch.mm(x, x)
+
+    profile = profile_of(step, kind(tmp_path / "a trace.json"))
+    events = read_trace(tmp_path / "a trace.json")
+    names = {event["name"] for event in events}
+    expect_true({"outer", "inner", "aten::mm"} <= names, "the trace lacks a range or an operator", read=TRACE)
+    expect_equal(sorted(profile.range_s), ["inner", "outer"], name="the ranges", read=TRACE)
+    expect_true(profile.range_s["outer"] >= profile.range_s["inner"] > 0, "an outer range holds its inner one")
+    expect_true("aten::mm" in profile.operator_s, "operator_s lacks aten::mm", read=TRACE)
+
+
+def test_profile_step_without_ranges(tmp_path):
+    case("a step that opens no range")
+    profile = profile_of(lambda: torch.ones(3) + 1, tmp_path / "trace.json")
+    expect_equal(profile.range_s, {}, name="range_s", read=TRACE)
+    expect_true("aten::add" in profile.operator_s, "operator_s lacks aten::add", read=TRACE)
+
+
+def test_profile_step_lets_errors_through(tmp_path):
+    case("a step that raises")
+
+    def fails():
+        raise RuntimeError("no such layer")
+
+    with expect_raises(RuntimeError, "no such layer"):
+        speed.profile_step(fails, tmp_path / "trace.json")
+
+
+# ---- 8.11 memory_timeline --------------------------------------------------------------------------------------------
+
+
+def changes(events) -> list[int]:
+    return [event["change_bytes"] for event in events]
+
+
+def test_memory_timeline_by_hand(tmp_path):
+    case("a of 10 float32; b = a + 1; a view of b; b dropped; c = view * 2; the view and a dropped")
+    with speed.memory_timeline(tmp_path / "memory.json") as events:
+        a = torch.ones(10)
+        b = a + 1
+        view = b.view(2, 5).t()
+        del b
+        c = view * 2
+        del view
+        del a
+    expect_equal(changes(events), [40, 40, 40, -40, -40], name="change_bytes", read=TIMELINE)
+    expect_equal([e["total_bytes"] for e in events], [40, 80, 120, 80, 40], name="total_bytes", read=TIMELINE)
+    expect_equal([e["operator"] == "free" for e in events], [False] * 3 + [True] * 2, name="operator == 'free'")
+    expect_equal(c.shape, (5, 2), name="what the block computed")
+
+
+def test_memory_timeline_names_the_operators_in_order_of_time(tmp_path):
+    case("x @ x, then exp: the names of the operators, and times that do not fall")
+    x = torch.ones(4, 4)
+    with speed.memory_timeline(tmp_path / "memory.json") as events:
+        _ = (x @ x).exp()
+    expect_true("mm" in events[0]["operator"], f"the first event is {events[0]['operator']!r}, expected one with 'mm'")
+    expect_true("exp" in events[1]["operator"], f"the second is {events[1]['operator']!r}, expected one with 'exp'")
+    times = [event["time_s"] for event in events]
+    expect_true(times == sorted(times) and times[0] >= 0, "time_s falls, or is negative", answer=times, read=TIMELINE)
+
+
+def test_memory_timeline_leaves_out_what_was_there(tmp_path):
+    case("a weight made before the block: viewed, changed in place, filled by out=, dropped")
+    weight, out = torch.ones(64), torch.empty(64)
+    with speed.memory_timeline(tmp_path / "memory.json") as events:
+        weight.view(8, 8).t()
+        weight.add_(1)
+        torch.mul(weight, 2, out=out)
+        del weight
+    expect_equal(changes(events), [], name="change_bytes", read=TIMELINE)
+
+
+def test_memory_timeline_counts_a_storage_once(tmp_path):
+    case("x of 48 bytes split in two views; a sort, which gives two storages, of 48 and of 96 bytes")
+    with speed.memory_timeline(tmp_path / "memory.json") as events:
+        x = torch.arange(12.0)
+        halves = x.split(6)
+        del x
+        pair = torch.sort(torch.cat(halves))
+    made = [e["change_bytes"] for e in events if e["operator"] != "free"]
+    expect_equal(sorted(made), [48, 48, 48, 96], name="bytes made", read=TIMELINE)
+    expect_equal(len(pair), 2)
+
+
+def test_memory_timeline_writes_the_events_and_the_peak(tmp_path):
+    for kind in (str, lambda path: path):
+        case("tensors of 40, 80 and 20 bytes; the second is dropped before the third; path a str or a Path")
+        path = tmp_path / "memory.json"
+        with speed.memory_timeline(kind(path)) as events:
+            a = torch.ones(10)
+            b = torch.ones(20)
+            del b
+            c = torch.ones(5)
+        expect_true(path.exists(), "there is no file", read=TIMELINE)
+        written = json.loads(path.read_text())
+        expect_equal(written["peak_bytes"], 120, name="peak_bytes", read=TIMELINE)
+        expect_equal(written["events"], events, name="events", read=TIMELINE)
+        path.unlink()
+        del a, c
+
+
+def test_memory_timeline_stops_with_the_block(tmp_path):
+    case("a tensor made in the block is dropped after it")
+    with speed.memory_timeline(tmp_path / "memory.json") as events:
+        a = torch.ones(10)
+    before = changes(events)
+    del a
+    b = torch.ones(20)
+    expect_equal(changes(events), before, name="change_bytes after the block", read=TIMELINE)
+    expect_equal((before, len(b)), ([40], 20), name="change_bytes", read=TIMELINE)
+
+
+def test_memory_timeline_is_written_after_an_error(tmp_path):
+    case("the block raises: the error goes on, and the file is there")
+    path = tmp_path / "memory.json"
+    with expect_raises(RuntimeError, "out of memory"), speed.memory_timeline(path):
+        kept = torch.ones(10)
+        raise RuntimeError("out of memory")
+    expect_true(path.exists(), "there is no file when the block raised", read=TIMELINE)
+    expect_equal(json.loads(path.read_text())["peak_bytes"], 40, name="peak_bytes", read=TIMELINE)
+    expect_equal(len(kept), 10)
+
+
+def test_memory_timeline_of_nothing(tmp_path):
+    case("an empty block")
+    with speed.memory_timeline(tmp_path / "memory.json") as events:
+        pass
+    expect_equal(json.loads((tmp_path / "memory.json").read_text()), {"events": [], "peak_bytes": 0}, name="the file")
+    expect_equal(events, [], name="events")
+
+
+def peak_of_profiler(step) -> int:
+    """The most that PyTorch's allocator had out at once, as its profiler reports it."""
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        step()
+    total = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            total += event.nbytes()
+            peak = max(peak, total)
+    return peak
+
+
+def test_memory_timeline_agrees_with_the_allocator(tmp_path):
+    case(
+        "a forward and a backward pass of three layers, [64, 32] to [64, 128] and back: the peak, against PyTorch's profiler"
+    )
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 8)), torch.randn(64, 32)
+
+    def step():
+        model(x).square().mean().backward()
+        model.zero_grad()
+
+    step()
+    gc.collect()
+    with speed.memory_timeline(tmp_path / "memory.json") as events:
+        step()
+    peak = json.loads((tmp_path / "memory.json").read_text())["peak_bytes"]
+    expect_close(float(peak), float(peak_of_profiler(step)), rtol=0.02, name="peak_bytes", read=TIMELINE)
+    expect_equal(events[-1]["total_bytes"], 0, name="total_bytes at the end, when all is freed", read=TIMELINE)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "error"])
+def test_memory_timeline_on_cuda_asks_the_allocator(tmp_path, monkeypatch, fails):
+    case("a CUDA device (played by the test)" + (", and the block raises" if fails else ""))
+    asked = []
+
+    def record(enabled="all", **settings):
+        asked.append(("record", enabled, settings.get("max_entries")))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda filename: asked.append(("dump", str(filename))))
+    path = tmp_path / "memory.pickle"
+    try:
+        with speed.memory_timeline(path) as events:
+            asked.append("block")
+            if fails:
+                raise torch.OutOfMemoryError("out of memory")
+    except torch.OutOfMemoryError:
+        asked.append("error")
+    expected = [("record", "all", 100_000), "block", ("dump", str(path)), ("record", None, None)]
+    expect_equal(asked, expected + ["error"] * fails, name="what was asked", read=TIMELINE)
+    expect_equal(events, [], name="events", read=TIMELINE)
