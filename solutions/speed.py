@@ -222,12 +222,13 @@ def saved_activation_bytes(fn: Callable[[], Any]) -> int:
         fn: Called once, without arguments; what it returns is dropped.
 
     Returns:
-        Bytes of all storages of which a tensor is saved while ``fn`` runs. A storage counts whole and once, however many
-        views or saves of it there are.
+        Bytes of all storages of which a tensor is saved while ``fn`` runs, those that end before ``fn`` does with them. A
+        storage counts whole and once, however many views or saves of it there are.
 
     Convention: counted is what ``torch.autograd.graph.saved_tensors_hooks`` sees: inputs and parameters that a backward
         formula needs as well as intermediate results. Two storages are the same if their ``_cdata`` is the same while
-        both live; a ``data_ptr`` is 0 for every tensor on the meta device, where ``fn`` may work too.
+        both live; a ``data_ptr`` is 0 for every tensor on the meta device, where ``fn`` may work too. Nothing stays alive
+        after the call that would not without it: what ``fn`` drops is freed, without waiting for the garbage collector.
     """
     ### BEGIN SOLUTION
     kept: dict[int, torch.UntypedStorage] = {}
@@ -235,7 +236,7 @@ def saved_activation_bytes(fn: Callable[[], Any]) -> int:
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         kept[storage._cdata] = storage  # it stays alive, so that no other takes its place
-        return tensor
+        return tensor.detach()  # an output would hold its own graph, in a cycle
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         fn()
@@ -285,8 +286,10 @@ def profile_step(step_fn: Callable[[], Any], path: str | os.PathLike) -> StepPro
         path: Where the Chrome trace goes, for https://ui.perfetto.dev; the folder exists.
 
     Returns:
-        A ``StepProfile``. On the CPU a range is counted from its opening to its closing and an operator by its own time;
-        if the step ran on a CUDA device both are the device's time.
+        A ``StepProfile``. On the CPU a range is counted from its opening to its closing and an operator by its own time. If
+        the step ran on a CUDA device, which is so if any operator took time there (``self_device_time_total``), both are
+        the device's: an operator has its own, and a range that of the operators that began while it was open, on
+        whatever thread (autograd has one of its own). The profiler's device row of a range is not added to that.
 
     Convention: PyTorch's optimizers open ranges of their own, named "Optimizer.step#AdamW.step" and the like: they are in
         the trace, but not in ``range_s``, because the step did not open them.
@@ -297,18 +300,35 @@ def profile_step(step_fn: Callable[[], Any], path: str | os.PathLike) -> StepPro
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     profiler.export_chrome_trace(str(path))
-    averages = profiler.key_averages()
-    on_device = any(event.self_device_time_total for event in averages)
+    events = profiler.events()
+    on_device = any(event.self_device_time_total for event in events if event.name.startswith("aten::"))
+    own: dict[Any, float] = {}  # seconds of each operator's event
     ranges: dict[str, float] = {}
     operators: dict[str, float] = {}
-    for event in averages:
-        if event.key.startswith("aten::"):
-            operators[event.key] = (event.self_device_time_total if on_device else event.self_cpu_time_total) / 1e6
-        elif event.is_user_annotation and not event.key.startswith(("Optimizer.", "ProfilerStep")):
-            seconds = (event.device_time_total if on_device else event.cpu_time_total) / 1e6
-            ranges[event.key] = max(seconds, ranges.get(event.key, 0.0))  # host and device have an entry each
+    for event in (event for event in events if event.name.startswith("aten::")):
+        own[event] = (event.self_device_time_total if on_device else event.self_cpu_time_total) / 1e6
+        operators[event.name] = operators.get(event.name, 0.0) + own[event]
+    for event in events:
+        if _is_range(event):
+            seconds = _begun_inside(event.time_range, own) if on_device else event.cpu_time_total / 1e6
+            ranges[event.name] = ranges.get(event.name, 0.0) + seconds
     return StepProfile(ranges, operators)
     ### END SOLUTION
+
+
+### BEGIN SOLUTION
+def _is_range(event: Any) -> bool:
+    """Whether the step opened it: the host's row of a range that is not the optimizer's own."""
+    mine = not event.name.startswith(("Optimizer.", "ProfilerStep"))
+    return event.is_user_annotation and event.device_type.name == "CPU" and mine
+
+
+def _begun_inside(span: Any, seconds: dict[Any, float]) -> float:
+    """Seconds of the events that began while a range was open."""
+    return sum(s for event, s in seconds.items() if span.start <= event.time_range.start < span.end)
+
+
+### END SOLUTION
 
 
 ### BEGIN SOLUTION
@@ -337,7 +357,8 @@ class _StorageLog(TorchDispatchMode):
         given = {s._cdata for s in _storages((args, kwargs))}
         out = func(*args, **(kwargs or {}))
         for storage in _storages(out):
-            if self.alive is not None and storage._cdata not in given | self.alive.keys():
+            new = storage.nbytes() and storage._cdata not in given
+            if new and self.alive is not None and storage._cdata not in self.alive:
                 self.alive[storage._cdata] = storage.nbytes()
                 weakref.finalize(storage, self.free, storage._cdata).atexit = False
                 self.note(str(func), storage.nbytes())
@@ -364,12 +385,12 @@ def memory_timeline(path: str | os.PathLike) -> Iterator[list[dict[str, Any]]]:
 
     Yields:
         A list that grows while the block runs, one dict for each storage made or freed: ``time_s`` since the block began,
-        ``operator`` (the name of what made it, or "free"), ``change_bytes`` (negative where freed) and ``total_bytes``,
-        alive after it. Where there is a CUDA device it stays empty.
+        ``operator`` (what made it, in any form that holds its name, as "aten.mm.default", or "free"), ``change_bytes`` (negative where freed) and ``total_bytes``,
+        alive after it. Where there is a CUDA device it stays empty: what happened is in the file.
 
     Without a CUDA device, ``path`` holds JSON: ``{"events": the list, "peak_bytes": the greatest total}``. Counted are
     storages that operators make inside the block, in forward and backward, each once however many views it has; weights
-    that were there before are not. It is an estimate: what an operator needs inside itself and what the allocator keeps
+    that were there before are not, nor storages of 0 bytes. It is an estimate: what an operator needs inside itself and what the allocator keeps
     in reserve are not seen. A storage that outlives the block is not followed further.
 
     With a CUDA device, the allocator itself knows: ``torch.cuda.memory._record_memory_history(max_entries=100_000)`` at

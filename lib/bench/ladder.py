@@ -571,9 +571,21 @@ def run(args: argparse.Namespace, task: Task) -> None:
         torch.compiler.reset()
         if task.device == "cuda":
             torch.cuda.empty_cache()
-        results["rungs"].append(row)
+        results["rungs"] = placed(results["rungs"], row)
         report(task, results, row, time.perf_counter() - begin)
         record(name, results)
+
+
+def placed(rows: list[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows with ``row`` in the place of that of the same rung and batch, at the end if there is none; others of it go."""
+
+    def key(r: dict[str, Any]) -> tuple[str, int]:
+        return r["rung"]["name"], r["rung"]["batch"]
+
+    keys = [key(r) for r in rows]
+    place = keys.index(key(row)) if key(row) in keys else len(rows)
+    before, after = ([r for r in part if key(r) != key(row)] for part in (rows[:place], rows[place:]))
+    return [*before, row, *after]
 
 
 def report(task: Task, results: dict[str, Any], row: dict[str, Any], elapsed_s: float) -> None:
@@ -601,7 +613,9 @@ def main() -> None:
     parser.add_argument("--rung", action="append", help="only the rungs of this name; may be given again")
     parser.add_argument("--who", choices=("ours", "peer", "plain"), help="compile this one on one rung, and stop")
     parser.add_argument("--compile-only", action="store_true", help="fill the compiler's cache, and stop")
-    parser.add_argument("--keep", action="store_true", help="add to what is recorded")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep what is recorded of other rungs; the same rung and batch is replaced"
+    )
     args = parser.parse_args()
     if args.compile_only:
         return compile_all(args)

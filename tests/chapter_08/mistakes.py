@@ -399,7 +399,7 @@ def _saved(fn):
 
     def pack(tensor):
         kept.append(tensor)
-        return tensor
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         fn()
@@ -458,6 +458,38 @@ def unpack_nothing(fn):
         kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: None):
+        fn()
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@mistake(
+    "saved_activation_bytes",
+    "only the number _cdata is kept: when a storage ends, the next one may get its number, and one of the two is lost",
+)
+def numbers_given_out_again(fn):
+    sizes = {}
+
+    def pack(tensor):
+        sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        fn()
+    return sum(sizes.values())
+
+
+@mistake(
+    "saved_activation_bytes",
+    "pack returns the tensor itself: an output that is saved holds its graph and the graph holds it, a cycle that is never freed",
+)
+def packed_as_itself(fn):
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         fn()
     return sum(storage.nbytes() for storage in kept.values())
 
@@ -588,6 +620,38 @@ def no_trace(step_fn, path):
     return reference.StepProfile(_ranges(averages), _operators(averages))
 
 
+@mistake("profile_step", "the host's time is taken on a CUDA device too: that is the launching, not the work")
+def hosts_time(step_fn, path):
+    averages = _profiled(step_fn, path)
+    return reference.StepProfile(_ranges([e for e in averages if e.device_type.name == "CPU"]), _operators(averages))
+
+
+def _rows_of_ranges(step_fn, path, together):
+    """The device's times as the rows of the ranges have them, those of host and device put together by a function."""
+    profile = reference.profile_step(step_fn, path)
+    averages = _profiled(lambda: None, None)
+    if not any(e.self_device_time_total for e in averages):
+        return profile
+    ranges: dict[str, float] = {}
+    for e in averages:
+        if e.key in profile.range_s:
+            ranges[e.key] = together(ranges.get(e.key, 0.0), e.device_time_total / 1e6)
+    return reference.StepProfile(ranges, profile.operator_s)
+
+
+@mistake("profile_step", "the host's and the device's row of a range are added: they are the same work, counted twice")
+def rows_added(step_fn, path):
+    return _rows_of_ranges(step_fn, path, lambda a, b: a + b)
+
+
+@mistake(
+    "profile_step",
+    "a range's own row knows only what its own thread launched on the device, and autograd launches from another",
+)
+def own_thread_only(step_fn, path):
+    return _rows_of_ranges(step_fn, path, max)
+
+
 @mistake("profile_step", "the ranges are looked for under three fixed names")
 def fixed_names(step_fn, path):
     profile = reference.profile_step(step_fn, path)
@@ -623,6 +687,26 @@ class _NoFrees(TorchDispatchMode):
                 change = t.numel() * t.itemsize
                 event = {"time_s": _now() - self.start, "operator": str(func), "change_bytes": change}
                 self.events.append(event | {"total_bytes": total + change})
+        return out
+
+
+class _Empties(TorchDispatchMode):
+    """Notes what has no bytes, beside another log."""
+
+    def __init__(self, events):
+        super().__init__()
+        self.events = events
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not out.untyped_storage().nbytes() and not torch.cuda.is_available():
+            total = self.events[-1]["total_bytes"] if self.events else 0
+            event = {"time_s": 0.0, "operator": str(func), "change_bytes": 0, "total_bytes": total}
+            self.events.append(event)
         return out
 
 
@@ -734,6 +818,13 @@ def total_of_allocations(path):
                 event["total_bytes"] = total
     if not torch.cuda.is_available():
         _write(path, events)
+
+
+@mistake("memory_timeline", "storages of 0 bytes are noted too: they are no memory")
+@contextmanager
+def nothing_noted(path):
+    with reference.memory_timeline(path) as events, _Empties(events):
+        yield events
 
 
 @mistake("memory_timeline", "sizes are in MiB, where the contract has bytes")

@@ -2,11 +2,14 @@
 
 import gc
 import json
+import pickle
 from collections import defaultdict
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import EventList, FunctionEvent
 from torch.profiler import record_function
 
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded
@@ -131,6 +134,87 @@ def test_profile_step_without_ranges(tmp_path):
     expect_true("aten::add" in profile.operator_s, "operator_s lacks aten::add", read=TRACE)
 
 
+def played_events() -> EventList:
+    """What PyTorch's profiler would see of a step on a CUDA device: times in microseconds, rows of host and of device."""
+    events = []
+
+    def add(name, start, end, thread=1, kernel_us=0, **kwargs):
+        number = len(events) + 1
+        event = FunctionEvent(number, name, thread, start, end, use_device="cuda", **kwargs)
+        if kernel_us:
+            event.append_kernel(f"kernel of {name}", 0, kernel_us)
+        events.append(event)
+
+    ours, device = {"is_user_annotation": True}, {"thread": 7, "device_type": DeviceType.CUDA}
+    for start in (0, 200):  # forward and backward are opened twice
+        add("forward", start, start + 40, **ours)
+        add("aten::linear", start + 5, start + 35)
+        add("aten::addmm", start + 10, start + 30, kernel_us=500)
+        add("backward", start + 50, start + 150, **ours)
+        add("aten::mm", start + 60, start + 80, thread=2, kernel_us=700)  # from autograd's thread
+        add("aten::mm", start + 90, start + 110, thread=2, kernel_us=300)
+        add("forward", start + 1000, start + 1600, **ours, **device)
+        add("kernel of aten::addmm", start + 1000, start + 1500, **device)
+    add("optimizer", 400, 460, **ours)
+    add("Optimizer.step#AdamW.step", 405, 455, **ours)
+    add("aten::_fused_adamw_", 410, 450, kernel_us=90)
+    add("aten::add", 470, 480, kernel_us=10)  # in no range
+    found = EventList(events, use_device="cuda")
+    found._build_tree()
+    return found
+
+
+def test_profile_step_takes_the_devices_time_where_there_is_some(tmp_path, monkeypatch):
+    case(
+        "a CUDA device (its events are played by the test): 500 µs of addmm in each of two forward ranges; 700 + 300 µs of "
+        "mm in each of two backward ranges, launched by autograd's thread; 90 µs in optimizer; a device row of forward"
+    )
+    played = played_events()
+    monkeypatch.setattr(torch.profiler.profile, "events", lambda *args, **kwargs: played)
+    monkeypatch.setattr(torch.profiler.profile, "key_averages", lambda *args, **kwargs: played.key_averages())
+    profile = profile_of(lambda: torch.ones(2) + 1, tmp_path / "trace.json")
+    ranges = {"forward": 1000e-6, "backward": 2000e-6, "optimizer": 90e-6}
+    expect_close(profile.range_s, ranges, rtol=1e-6, name="range_s", read=TRACE)
+    found = {name: seconds for name, seconds in profile.operator_s.items() if seconds}
+    operators = {"aten::addmm": 1000e-6, "aten::mm": 2000e-6, "aten::_fused_adamw_": 90e-6, "aten::add": 10e-6}
+    expect_close(found, operators, rtol=1e-6, name="operator_s", read=TRACE)
+
+
+@pytest.mark.gpu
+@pytest.mark.time_limit(60)
+def test_profile_step_on_a_gpu(tmp_path):
+    case("the same step on a CUDA device, against the kernels of its own trace and where each was launched")
+    step = Step()
+    step.model, step.x = step.model.cuda(), step.x.cuda()
+    for _ in range(2):
+        step()
+    profile = profile_of(step, tmp_path / "trace.json")
+    events = read_trace(tmp_path / "trace.json")
+    calls = [
+        e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
+    ]
+    launched = {e["args"]["correlation"]: e["ts"] for e in calls}
+    kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    ranges = dict.fromkeys(("backward", "forward", "optimizer"), 0.0)
+    for e in (e for e in events if e.get("cat") == "user_annotation" and e["name"] in ranges):
+        inside = [k["dur"] for k in kernels if 0 <= launched[k["args"]["correlation"]] - e["ts"] < e["dur"]]
+        ranges[e["name"]] += sum(inside) / 1e6
+    total = sum(k["dur"] for k in kernels) / 1e6
+    expect_true(total > 0, "the trace holds no kernel: profile the device too", read=TRACE)
+    expect_close(profile.range_s, ranges, atol=2e-6, rtol=0.02, name="range_s", read=TRACE)
+    expect_close(sum(profile.operator_s.values()), total, atol=2e-6, rtol=0.02, name="sum of operator_s", read=TRACE)
+
+
+@pytest.mark.gpu
+@pytest.mark.time_limit(60)
+def test_profile_step_of_a_cpu_step_beside_a_gpu(tmp_path):
+    case("a step on the CPU of a machine that has a CUDA device, against its own trace")
+    torch.ones(1, device="cuda")
+    profile = profile_of(Step(), tmp_path / "trace.json")
+    expected = expected_ranges(read_trace(tmp_path / "trace.json"))
+    expect_close(profile.range_s, expected, atol=2e-6, rtol=1e-3, name="range_s", read=TRACE)
+
+
 def test_profile_step_lets_errors_through(tmp_path):
     case("a step that raises")
 
@@ -144,10 +228,17 @@ def test_profile_step_lets_errors_through(tmp_path):
 # ---- 8.11 memory_timeline --------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def no_cuda(monkeypatch):
+    """A machine without a CUDA device, whatever there is."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 def changes(events) -> list[int]:
     return [event["change_bytes"] for event in events]
 
 
+@pytest.mark.usefixtures("no_cuda")
 def test_memory_timeline_by_hand(tmp_path):
     case("a of 10 float32; b = a + 1; a view of b; b dropped; c = view * 2; the view and a dropped")
     with speed.memory_timeline(tmp_path / "memory.json") as events:
@@ -164,6 +255,7 @@ def test_memory_timeline_by_hand(tmp_path):
     expect_equal(c.shape, (5, 2), name="what the block computed")
 
 
+@pytest.mark.usefixtures("no_cuda")
 def test_memory_timeline_names_the_operators_in_order_of_time(tmp_path):
     case("x @ x, then exp: the names of the operators, and times that do not fall")
     x = torch.ones(4, 4)
@@ -175,6 +267,7 @@ def test_memory_timeline_names_the_operators_in_order_of_time(tmp_path):
     expect_true(times == sorted(times) and times[0] >= 0, "time_s falls, or is negative", answer=times, read=TIMELINE)
 
 
+@pytest.mark.usefixtures("no_cuda")
 def test_memory_timeline_leaves_out_what_was_there(tmp_path):
     case("a weight made before the block: viewed, changed in place, filled by out=, dropped")
     weight, out = torch.ones(64), torch.empty(64)
@@ -186,6 +279,7 @@ def test_memory_timeline_leaves_out_what_was_there(tmp_path):
     expect_equal(changes(events), [], name="change_bytes", read=TIMELINE)
 
 
+@pytest.mark.usefixtures("no_cuda")
 def test_memory_timeline_counts_a_storage_once(tmp_path):
     case("x of 48 bytes split in two views; a sort, which gives two storages, of 48 and of 96 bytes")
     with speed.memory_timeline(tmp_path / "memory.json") as events:
@@ -198,6 +292,18 @@ def test_memory_timeline_counts_a_storage_once(tmp_path):
     expect_equal(len(pair), 2)
 
 
+@pytest.mark.usefixtures("no_cuda")
+def test_memory_timeline_leaves_out_storages_of_nothing(tmp_path):
+    case("a tensor of no elements, then one of 10 float32; both dropped")
+    with speed.memory_timeline(tmp_path / "memory.json") as events:
+        empty = torch.ones(0)
+        a = torch.ones(10)
+        del empty
+        del a
+    expect_equal(changes(events), [40, -40], name="change_bytes", read=TIMELINE)
+
+
+@pytest.mark.usefixtures("no_cuda")
 def test_memory_timeline_writes_the_events_and_the_peak(tmp_path):
     for kind in (str, lambda path: path):
         case("tensors of 40, 80 and 20 bytes; the second is dropped before the third; path a str or a Path")
@@ -215,6 +321,7 @@ def test_memory_timeline_writes_the_events_and_the_peak(tmp_path):
         del a, c
 
 
+@pytest.mark.usefixtures("no_cuda")
 def test_memory_timeline_stops_with_the_block(tmp_path):
     case("a tensor made in the block is dropped after it")
     with speed.memory_timeline(tmp_path / "memory.json") as events:
@@ -226,6 +333,7 @@ def test_memory_timeline_stops_with_the_block(tmp_path):
     expect_equal((before, len(b)), ([40], 20), name="change_bytes", read=TIMELINE)
 
 
+@pytest.mark.usefixtures("no_cuda")
 def test_memory_timeline_is_written_after_an_error(tmp_path):
     case("the block raises: the error goes on, and the file is there")
     path = tmp_path / "memory.json"
@@ -237,6 +345,7 @@ def test_memory_timeline_is_written_after_an_error(tmp_path):
     expect_equal(len(kept), 10)
 
 
+@pytest.mark.usefixtures("no_cuda")
 def test_memory_timeline_of_nothing(tmp_path):
     case("an empty block")
     with speed.memory_timeline(tmp_path / "memory.json") as events:
@@ -247,16 +356,17 @@ def test_memory_timeline_of_nothing(tmp_path):
 
 def peak_of_profiler(step) -> int:
     """The most that PyTorch's allocator had out at once, as its profiler reports it."""
-    with torch.profiler.profile(profile_memory=True) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     total = peak = 0
     for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
+        if event.name() == "[memory]" and event.device_type() == DeviceType.CPU:
             total += event.nbytes()
             peak = max(peak, total)
     return peak
 
 
+@pytest.mark.usefixtures("no_cuda")
 def test_memory_timeline_agrees_with_the_allocator(tmp_path):
     case(
         "a forward and a backward pass of three layers, [64, 32] to [64, 128] and back: the peak, against PyTorch's profiler"
@@ -299,3 +409,33 @@ def test_memory_timeline_on_cuda_asks_the_allocator(tmp_path, monkeypatch, fails
     expected = [("record", "all", 100_000), "block", ("dump", str(path)), ("record", None, None)]
     expect_equal(asked, expected + ["error"] * fails, name="what was asked", read=TIMELINE)
     expect_equal(events, [], name="events", read=TIMELINE)
+
+
+@pytest.mark.gpu
+@pytest.mark.time_limit(60)
+@pytest.mark.parametrize("fails", [False, True], ids=["", "error"])
+def test_memory_timeline_on_a_gpu(tmp_path, fails):
+    case("a tensor of 8 MiB made and dropped on a CUDA device" + (", and the block raises" if fails else ""))
+    path, seen = tmp_path / "memory.pickle", []
+    torch.ones(1, device="cuda")
+    try:
+        with speed.memory_timeline(path) as events:
+            seen.append(events)
+            a = torch.ones(2**21, device="cuda")
+            del a
+            if fails:
+                raise torch.OutOfMemoryError("out of memory")
+    except torch.OutOfMemoryError:
+        pass
+    expect_equal(seen, [[]], name="events", read=TIMELINE)
+    expect_true(path.exists(), "there is no file", read=TIMELINE)
+    history = [event for trace in pickle.loads(path.read_bytes())["device_traces"] for event in trace]
+    made = [event["size"] for event in history if event["action"] == "alloc"]
+    expect_true(2**23 in made, f"the snapshot's history has no allocation of 8 MiB, but {made}", read=TIMELINE)
+
+    def noted():
+        return sum(map(len, torch.cuda.memory._snapshot()["device_traces"]))
+
+    before = noted()
+    torch.ones(2**21, device="cuda")
+    expect_equal(noted() - before, 0, name="events that the history notes after the block", read=TIMELINE)

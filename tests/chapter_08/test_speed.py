@@ -1,8 +1,10 @@
 """Speed, graded: clocks that the test winds, and counts that PyTorch makes itself."""
 
+import gc
 import math
 import statistics
 import time
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -232,9 +234,9 @@ def attention_by_rows(config, length, causal) -> int:
 
 def test_attention_flops_by_hand():
     config = GPT2Config(vocab_size=10, context_len=8, dim=4, n_layers=3, n_heads=2)
-    case("dim=4, 3 layers, length=3, not causal: 9 pairs in each layer, 4 FLOPs for each of 4 features of the heads")
+    case("dim=4, 3 layers, length T=3, not causal: 9 pairs in each layer, 4 FLOPs for each of 4 features of the heads")
     expect_equal(speed.attention_flops(config, 3, False), 432, read=PAIRS)
-    case("the same, causal: 6 pairs")
+    case("dim=4, 3 layers, length T=3, causal: 6 pairs in each layer, T (T + 1) / 2")
     expect_equal(speed.attention_flops(config, 3, causal=True), 288, read=PAIRS)
 
 
@@ -453,6 +455,37 @@ def test_saved_activation_bytes_see_checkpoints():
     expect_equal(speed.saved_activation_bytes(checkpointed), 44, read=SAVED)
     case("the same 8 tanh without a checkpoint")
     expect_equal(speed.saved_activation_bytes(lambda: chain(x)), 8 * 44, read=SAVED)
+
+
+def test_saved_activation_bytes_count_what_fn_drops_again():
+    read = "the contract of exercise 8.8, under Convention: a _cdata is given out again when its storage has ended"
+    for sizes in ([1000, 100, 10], [1000] * 10):
+
+        def fn(sizes=sizes):
+            for size in sizes:
+                torch.randn(size, requires_grad=True) ** 2  # keeps its input, and is dropped
+
+        case(f"x ** 2 for new x of {sizes} numbers, one after the other, each dropped before the next is made")
+        expect_equal(speed.saved_activation_bytes(fn), 4 * sum(sizes), read=read)
+
+
+def test_saved_activation_bytes_hold_nothing_afterwards():
+    case("y = x.exp(), which saves its own output, dropped by fn; the garbage collector is off")
+    x, made = randn(1000), []
+
+    def fn():
+        y = x.exp()
+        made.append(weakref.ref(y))
+
+    gc.collect()
+    gc.disable()
+    try:
+        expect_equal(speed.saved_activation_bytes(fn), 4000, read=SAVED)
+        held = made[0]() is not None
+    finally:
+        gc.enable()
+    problem = "y is alive after the call: a saved output that is packed as itself holds its own graph; pack y.detach()"
+    expect_true(not held, problem, answer="alive", read="the contract of exercise 8.8, under Convention")
 
 
 def test_saved_activation_bytes_on_the_meta_device():
