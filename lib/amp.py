@@ -26,7 +26,8 @@ class FloatFormat:
             numbers, and only its all-ones mantissa is NaN. A format of 11 exponent bits must have infinity.
 
     Raises:
-        ValueError: a width is out of its range; the message names it and the range.
+        ValueError: a width is out of its range, or 11 exponent bits are to go without infinity; the message names the width
+            and its range, which without infinity is 2 to 10 for the exponent.
 
     Source: IEEE 754-2019, section 3; Micikevicius and others (arXiv:2209.05433), table 1, for the two formats of 8 bits.
     Convention: ``mantissa_bits`` counts the stored bits; texts that count the implied leading 1 say 24 for float32.
@@ -141,8 +142,9 @@ class GradScaler:
         """Divide the gradients of an optimizer's parameters by the scale, in place, and note whether one is inf or NaN.
 
         Raises:
-            RuntimeError: this optimizer was unscaled or stepped since the last ``update``; or it has no gradient.
-            ValueError: a gradient is float16: its parameter should be float32.
+            RuntimeError: since the last ``update`` this optimizer was unscaled (the message names ``unscale_()``) or stepped
+                (it names ``step()``); or none of its parameters has a gradient. An empty gradient is one.
+            ValueError: a gradient is float16, where its parameter should be float32; the message names float16.
         """
         raise NotImplementedError("Exercise 11.4: write GradScaler.unscale_")
 
@@ -153,8 +155,8 @@ class GradScaler:
             What ``optimizer.step(*args, **kwargs)`` returns, or None if the step is skipped.
 
         Raises:
-            RuntimeError: this optimizer was stepped since the last ``update``; or a ``closure`` is given, which would be run
-                after the check.
+            RuntimeError: this optimizer was stepped since the last ``update`` (the message names ``step()``); or a closure is
+                given, by name or by position, which would be run after the check (it names ``closure``).
         """
         raise NotImplementedError("Exercise 11.4: write GradScaler.step")
 
@@ -217,13 +219,14 @@ def autocast_dtypes(model: nn.Module, x: Tensor, dtype: torch.dtype) -> dict[str
     """The dtype that every layer's output would have under ``torch.autocast``, predicted by its rules. (Exercise 11.6)
 
     Args:
-        model: Any module; afterwards it has no more hooks, gradients or changed buffers than before.
+        model: Any module; afterwards it has no more hooks, gradients or changed buffers than before, and is in its mode.
+            The prediction leaves the random generators as they were: a Dropout in it draws nothing from the run.
         x: What ``model(x)`` takes. On the CPU the CPU's rules hold; anywhere else, CUDA's. A model and an ``x`` on the
             "meta" device have no numbers: the prediction costs nothing and needs no GPU.
         dtype: float16 or bfloat16.
 
     Returns:
-        Name to dtype, in the order of ``model.named_modules()``, for each module without submodules that was called. A
-        model that has no submodules is named "". Of an output of several tensors the first counts; of several calls the last.
+        Name to dtype, in the order of ``model.named_modules()``, which need not be the order of the calls, for each module
+        without submodules that was called. A model that has no submodules is named "". Of an output of several tensors the first counts; of several calls the last.
     """
     raise NotImplementedError("Exercise 11.6: write autocast_dtypes")

@@ -26,7 +26,8 @@ class FloatFormat:
             numbers, and only its all-ones mantissa is NaN. A format of 11 exponent bits must have infinity.
 
     Raises:
-        ValueError: a width is out of its range; the message names it and the range.
+        ValueError: a width is out of its range, or 11 exponent bits are to go without infinity; the message names the width
+            and its range, which without infinity is 2 to 10 for the exponent.
 
     Source: IEEE 754-2019, section 3; Micikevicius and others (arXiv:2209.05433), table 1, for the two formats of 8 bits.
     Convention: ``mantissa_bits`` counts the stored bits; texts that count the implied leading 1 say 24 for float32.
@@ -184,23 +185,23 @@ class GradScaler:
         """Divide the gradients of an optimizer's parameters by the scale, in place, and note whether one is inf or NaN.
 
         Raises:
-            RuntimeError: this optimizer was unscaled or stepped since the last ``update``; or it has no gradient.
-            ValueError: a gradient is float16: its parameter should be float32.
+            RuntimeError: since the last ``update`` this optimizer was unscaled (the message names ``unscale_()``) or stepped
+                (it names ``step()``); or none of its parameters has a gradient. An empty gradient is one.
+            ValueError: a gradient is float16, where its parameter should be float32; the message names float16.
         """
         ### BEGIN SOLUTION
         if id(optimizer) in self._stepped:
             raise RuntimeError("unscale_() after step(): call update() between them")
         if id(optimizer) in self._found:
             raise RuntimeError("unscale_() has already been called for this optimizer since the last update()")
-        params = [
-            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p.grad.numel()
-        ]
-        if not params:
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not grads:
             raise RuntimeError("this optimizer has no gradient: call scale(loss).backward() first")
-        if any(p.grad.dtype == torch.float16 for p in params):
+        if any(grad.dtype == torch.float16 for grad in grads):
             raise ValueError("a gradient is float16, expected float32: the parameters of a scaled run stay in float32")
-        grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in params]
-        inverse, found = self._scale.double().reciprocal().float(), []
+        grads = [grad._values() if grad.is_sparse else grad for grad in grads]
+        grads = [grad for grad in grads if grad.numel()]  # an empty gradient has no greatest magnitude
+        inverse, found = self._scale.double().reciprocal().float(), [torch.zeros_like(self._scale, dtype=torch.bool)]
         for kind in {(grad.device, grad.dtype) for grad in grads}:
             alike = [grad for grad in grads if (grad.device, grad.dtype) == kind]
             torch._foreach_mul_(alike, inverse.to(kind[0]))  # one kernel for many tensors, as torch.optim does it
@@ -216,8 +217,8 @@ class GradScaler:
             What ``optimizer.step(*args, **kwargs)`` returns, or None if the step is skipped.
 
         Raises:
-            RuntimeError: this optimizer was stepped since the last ``update``; or a ``closure`` is given, which would be run
-                after the check.
+            RuntimeError: this optimizer was stepped since the last ``update`` (the message names ``step()``); or a closure is
+                given, by name or by position, which would be run after the check (it names ``closure``).
         """
         ### BEGIN SOLUTION
         if "closure" in kwargs or args:
@@ -335,14 +336,15 @@ def autocast_dtypes(model: nn.Module, x: Tensor, dtype: torch.dtype) -> dict[str
     """The dtype that every layer's output would have under ``torch.autocast``, predicted by its rules. (Exercise 11.6)
 
     Args:
-        model: Any module; afterwards it has no more hooks, gradients or changed buffers than before.
+        model: Any module; afterwards it has no more hooks, gradients or changed buffers than before, and is in its mode.
+            The prediction leaves the random generators as they were: a Dropout in it draws nothing from the run.
         x: What ``model(x)`` takes. On the CPU the CPU's rules hold; anywhere else, CUDA's. A model and an ``x`` on the
             "meta" device have no numbers: the prediction costs nothing and needs no GPU.
         dtype: float16 or bfloat16.
 
     Returns:
-        Name to dtype, in the order of ``model.named_modules()``, for each module without submodules that was called. A
-        model that has no submodules is named "". Of an output of several tensors the first counts; of several calls the last.
+        Name to dtype, in the order of ``model.named_modules()``, which need not be the order of the calls, for each module
+        without submodules that was called. A model that has no submodules is named "". Of an output of several tensors the first counts; of several calls the last.
     """
     ### BEGIN SOLUTION
     layers = {name: module for name, module in model.named_modules() if not list(module.children())}

@@ -155,6 +155,23 @@ def overflow_to_nan(x, fmt):
     return _round(x, fmt, beyond=torch.inf if fmt.has_infinity else torch.nan)
 
 
+@mistake("round_to_format", "an infinite input becomes NaN: infinity divided by its spacing is none")
+def infinity_to_nan(x, fmt):
+    _checked(x)
+    return torch.where(x.isinf(), torch.nan, _round(x, fmt)).to(x.dtype)
+
+
+@mistake("round_to_format", "a logarithm gives the exponent: just below a power of two it rounds up to the next")
+def by_logarithm(x, fmt):
+    _checked(x)
+    wide = x.double()
+    exponent = wide.abs().clamp(fmt.min_normal, torch.finfo(torch.float64).max).log2().floor()
+    spacing = torch.exp2(exponent.clamp(max=1023)) * fmt.epsilon
+    rounded = torch.round(wide / spacing) * spacing
+    far = torch.inf if fmt.has_infinity else fmt.max
+    return torch.where(rounded.abs() > fmt.max, torch.copysign(torch.full_like(wide, far), wide), rounded).to(x.dtype)
+
+
 @mistake("round_to_format", "the sign of zero is lost")
 def sign_lost(x, fmt):
     _checked(x)
@@ -343,6 +360,30 @@ class UnscaleTwiceAllowed(_Scaler):
     def unscale_(self, optimizer):
         self._found.pop(id(optimizer), None)
         super().unscale_(optimizer)
+
+
+@mistake("GradScaler", "a closure given by position is run, and its gradients are not checked")
+class PositionalClosure(_Scaler):
+    def step(self, optimizer, *args, **kwargs):
+        result = super().step(optimizer, **kwargs)
+        for closure in args:
+            closure()
+        return result
+
+
+@mistake("GradScaler", "step may be called twice without an error, and the same gradients are taken twice")
+class StepTwiceAllowed(_Scaler):
+    def step(self, optimizer, *args, **kwargs):
+        self._stepped.discard(id(optimizer))
+        return super().step(optimizer, *args, **kwargs)
+
+
+@mistake("GradScaler", "an empty gradient stops the run: the greatest of no numbers is an error")
+class EmptyFails(_Scaler):
+    def unscale_(self, optimizer):
+        super().unscale_(optimizer)
+        for grad in self._grads(optimizer):
+            _dense(grad).abs().max()
 
 
 @mistake("GradScaler", "float16 parameters are taken: nothing keeps the small updates that float16 cannot hold")
@@ -574,6 +615,19 @@ def buffers_changed(model, x, dtype):
             for buffer in model.buffers():
                 buffer.add_(1)
     return out
+
+
+@mistake("autocast_dtypes", "the names come in the order of the calls, where the order of named_modules() is wanted")
+def in_order_of_calls(model, x, dtype):
+    order, out = [], _predict(model, x, dtype)
+    handles = [m.register_forward_hook(lambda *_, n=n: order.append(n)) for n, m in model.named_modules() if n in out]
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            functional_call(model, {name: b.clone() for name, b in model.named_buffers()}, (x,))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: out[name] for name in order}
 
 
 @mistake("autocast_dtypes", "the hooks stay in the model")

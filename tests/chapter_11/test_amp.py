@@ -3,6 +3,9 @@
 The oracles are ``torch.finfo``, PyTorch's and NumPy's own casts.
 """
 
+import math
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +16,7 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 
 amp = graded("amp")
 
+BEYOND = "equation (11.2), and the contract of exercise 11.2, under Returns"
 RANGE, SPACING, SUM = (f"equation (11.{n})" for n in (1, 2, 3))
 CAST = {name: getattr(torch, name) for name in FORMATS if name != "TF32"}
 PROPERTIES = ("max", "min_normal", "min_subnormal", "epsilon")
@@ -23,7 +27,7 @@ class Format:
     """A format of the tests' own, so that rounding can be graded without exercise 11.1."""
 
     def __init__(self, name: str):
-        self.exponent_bits, self.mantissa_bits, self.has_infinity = FORMATS[name]
+        self.exponent_bits, self.mantissa_bits, self.has_infinity = FORMATS.get(name, (11, 52, True))
         bias = 2 ** (self.exponent_bits - 1) - 1
         self.epsilon = 2.0**-self.mantissa_bits
         self.min_normal = 2.0 ** (1 - bias)
@@ -85,7 +89,9 @@ def test_FloatFormat_is_a_value():
 
 @pytest.mark.parametrize("bits", [(0, 10), (-1, 10), (1, 10), (12, 10), (5, 0), (5, -3), (5, 53), (11, 52, False)])
 def test_FloatFormat_refuses_widths_that_are_none(bits):
-    case(f"FloatFormat{bits}")
+    case(
+        f"FloatFormat{bits}" + (", without infinity: the greatest number would be no float64" if len(bits) == 3 else "")
+    )
     wrong = bits[1] if 2 <= bits[0] <= 10 else bits[0]
     with expect_raises(ValueError, str(wrong), read="the contract of exercise 11.1, under Raises"):
         amp.FloatFormat(*bits)
@@ -110,18 +116,39 @@ def test_round_to_format_keeps_subnormals():
 
 
 def test_round_to_format_overflows_only_after_rounding():
-    case("float16: 65,519 rounds down to 65,504, the greatest number; 65,520 is a tie and goes to infinity")
-    x = torch.tensor([65_519.0, 65_520.0, -65_520.0, 1e30, torch.inf, -torch.inf, torch.nan])
-    expected = torch.tensor([65_504.0, torch.inf, -torch.inf, torch.inf, torch.inf, -torch.inf, torch.nan])
-    expect_close(amp.round_to_format(x, Format("float16")), expected, atol=0, rtol=0, read=RANGE)
+    case("float16, x = 65519, 65520, -65520, 1e30: the first rounds down to 65504, the others are infinite")
+    x = torch.tensor([65_519.0, 65_520.0, -65_520.0, 1e30])
+    expected = torch.tensor([65_504.0, torch.inf, -torch.inf, torch.inf])
+    expect_close(amp.round_to_format(x, Format("float16")), expected, atol=0, rtol=0, read=BEYOND)
+
+
+def test_round_to_format_of_infinity_and_nan():
+    case("float16, x = inf, -inf, nan: each stays what it is")
+    x = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    expect_close(amp.round_to_format(x, Format("float16")), x.clone(), atol=0, rtol=0, read=BEYOND)
 
 
 def test_round_to_format_saturates_without_infinity():
-    case("float8_e4m3fn: 448 is the greatest; all beyond it becomes 448, NaN stays NaN")
-    x = torch.tensor([447.0, 448.0, 463.0, 465.0, -1000.0, torch.inf, -torch.inf, torch.nan])
-    expected = torch.tensor([448.0, 448.0, 448.0, 448.0, -448.0, 448.0, -448.0, torch.nan])
-    answer = amp.round_to_format(x, Format("float8_e4m3fn"))
-    expect_close(answer, expected, atol=0, rtol=0, read="the contract of exercise 11.2, under Returns")
+    case("float8_e4m3fn, x = 447, 448, 463, 465, -1000: 448 is the greatest, and all beyond it becomes 448")
+    x = torch.tensor([447.0, 448.0, 463.0, 465.0, -1000.0])
+    expected = torch.tensor([448.0, 448.0, 448.0, 448.0, -448.0])
+    expect_close(amp.round_to_format(x, Format("float8_e4m3fn")), expected, atol=0, rtol=0, read=BEYOND)
+    case("float8_e4m3fn, x = inf, -inf, nan: infinity becomes 448 with its sign, NaN stays NaN")
+    x = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    expected = torch.tensor([448.0, -448.0, torch.nan])
+    expect_close(amp.round_to_format(x, Format("float8_e4m3fn")), expected, atol=0, rtol=0, read=BEYOND)
+
+
+def test_round_to_format_leaves_what_the_format_has():
+    case("float64 to 11 exponent and 52 mantissa bits: x = the numbers next below 8, 1024, 2**100, and the extremes")
+    below = [math.nextafter(power, 0.0) for power in (8.0, 1024.0, 2.0**100)]
+    extremes = [sys.float_info.max, sys.float_info.min, 5e-324, -0.0]
+    x = torch.tensor([*below, 1.0, *extremes], dtype=torch.float64)
+    same_bits(amp.round_to_format(x, Format("float64")), x.clone(), x, SPACING)
+    case("float64 to 11 exponent and 52 mantissa bits: 20,000 random bit patterns, which all stay what they are")
+    patterns = torch.randint(-(2**63), 2**63 - 1, (20_000,), generator=torch.Generator().manual_seed(0))
+    x = patterns.view(torch.float64)
+    same_bits(amp.round_to_format(x, Format("float64")), x.clone(), x, SPACING)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

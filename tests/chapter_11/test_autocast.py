@@ -310,12 +310,27 @@ def test_autocast_dtypes_leaves_the_model_as_it_was():
     amp.autocast_dtypes(model, randn(2, 1, 5, 5), BRAIN)
     drawn = torch.rand(2)
     torch.manual_seed(3)
-    read = "the contract of exercise 11.6, under Args"
+    read = "the contract of exercise 11.6, under Args: model"
     expect_close(dict(model.state_dict()), before, atol=0, rtol=0, name="state_dict", read=read)
     expect_close(drawn, torch.rand(2), atol=0, rtol=0, name="the next random numbers", read=read)
     expect_true(all(p.grad is None for p in model.parameters()), "gradients were left in the model", read=read)
     expect_true(not any(m._forward_hooks for m in model.modules()), "forward hooks were left in the model", read=read)
     expect_true(model.training, "the model is no longer in training mode", read=read)
+
+
+def test_autocast_dtypes_are_in_the_models_order():
+    class Backwards(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.b, self.a = nn.LayerNorm(3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    case("b is defined before a, and forward is b(a(x)): the names are b, a; on the CPU, bfloat16")
+    found = amp.autocast_dtypes(Backwards(), randn(2, 3), BRAIN)
+    expect_equal(found, {"b": BRAIN, "a": BRAIN}, read=PREDICTS)
+    expect_equal(list(found), ["b", "a"], name="names", read="the contract of exercise 11.6, under Returns")
 
 
 def test_autocast_dtypes_of_outputs_in_tuples():
