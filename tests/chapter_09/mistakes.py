@@ -465,7 +465,9 @@ def one_each(comm, module):
             _each(comm, p)
 
 
-@mistake("average_gradients_mpi", "a rank whose own gradient is None keeps None, where it should have the mean as all do")
+@mistake(
+    "average_gradients_mpi", "a rank whose own gradient is None keeps None, where it should have the mean as all do"
+)
 def none_stays(comm, module):
     without = [p for p in module.parameters() if p.grad is None]
     reference.average_gradients_mpi(comm, module)

@@ -13,6 +13,10 @@ SCATTER, TREE, RING, COST, MEAN = (f"equation (9.{n})" for n in range(1, 6))
 pytestmark = pytest.mark.time_limit(30)
 
 
+def ranks_text(n_ranks):
+    return f"{n_ranks} rank{'s' * (n_ranks != 1)}"
+
+
 def messages(result):
     return [ledger.n_messages for ledger in result.ledgers]
 
@@ -39,7 +43,7 @@ def test_scatter_scale_average_of_the_article(ranks):
 
 @pytest.mark.parametrize("n_ranks", [1, 3])
 def test_scatter_scale_average_of_other_values(ranks, n_ranks):
-    case(f"{n_ranks} ranks: factors 2, -1 and 0.3; lists, tuples and arrays; each with one value for a rank")
+    case(f"{ranks_text(n_ranks)}: factors 2, -1 and 0.3; lists, tuples and arrays; each with one value for a rank")
     values = [2.5, -7.0, 11.0, 0.125][:n_ranks]
     runs = [(values, 2), (tuple(values), -1), (np.array(values), 0.3), ([7] * n_ranks, 0.5)]
     result = ranks(programs.scattered, runs, n_ranks=n_ranks, backend="mpi")
@@ -96,7 +100,7 @@ def test_tree_broadcast_of_another_dtype(ranks):
 
 @pytest.mark.parametrize("n_ranks", [1, 3, 4])
 def test_tree_broadcast_from_every_root(ranks, n_ranks):
-    case(f"{n_ranks} ranks, every root; float32 and float64; vectors, matrices, strided, one number, none")
+    case(f"{ranks_text(n_ranks)}, every root; float32 and float64; vectors, matrices, strided, one number, none")
     kinds = [
         ("flat", 7, "float32"),
         ("flat", 5, "float64"),
@@ -108,7 +112,7 @@ def test_tree_broadcast_from_every_root(ranks, n_ranks):
     for found in result.values:
         for i, (ours, theirs, is_same) in enumerate(found):
             kind, n, dtype = kinds[i // n_ranks]
-            case(f"{n_ranks} ranks, root {i % n_ranks}, {n} numbers, {kind}, {dtype}")
+            case(f"{ranks_text(n_ranks)}, root {i % n_ranks}, {n} numbers, {kind}, {dtype}")
             expect_close(ours, theirs, atol=0, rtol=0, name="array", read=TREE)
             expect_true(is_same, "what is returned is not the array that was given", read=TREE)
 
@@ -122,7 +126,9 @@ def test_tree_broadcast_of_an_array_that_cannot_be_written(ranks, kind):
 
 @pytest.mark.parametrize(("n_ranks", "root"), [(2, 1), (3, 2), (4, 0), (4, 3)])
 def test_tree_broadcast_counts_its_rounds(ranks, n_ranks, root):
-    case(f"{n_ranks} ranks, root {root}: each other rank receives once, in {math.ceil(math.log2(n_ranks))} rounds")
+    case(
+        f"{ranks_text(n_ranks)}, root {root}: each other rank receives once, in {math.ceil(math.log2(n_ranks))} rounds"
+    )
     result = ranks(programs.broadcast_once, root, n_ranks=n_ranks, backend="mpi")
     expect_no_collective(result, TREE)
     sent_to = [[r.to for r in ledger.records if r.to is not None] for ledger in result.ledgers]
@@ -178,7 +184,7 @@ def test_ring_all_reduce_of_each_dtype(ranks, dtype):
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 4])
 def test_ring_all_reduce_beside_mpi(ranks, n_ranks):
-    case(f"{n_ranks} ranks; lengths 0 to 9, 101; matrices, strided, one number; float32 and float64")
+    case(f"{ranks_text(n_ranks)}; lengths 0 to 9, 101; matrices, strided, one number; float32 and float64")
     kinds = [("flat", n, "float32") for n in (*range(10), 101)] + [("flat", 13, "float64")]
     kinds += [("every other", 6, "float32"), ("transposed", 10, "float64"), ("columns first", 14, "float32")]
     kinds += [("a number", 1, "float64")]
@@ -186,7 +192,7 @@ def test_ring_all_reduce_beside_mpi(ranks, n_ranks):
     for rank, found in enumerate(result.values):
         for i, (ours, theirs, is_kept) in enumerate(found):
             kind, n, dtype = kinds[i]
-            case(f"{n_ranks} ranks, {n} numbers, {kind}, {dtype}")
+            case(f"{ranks_text(n_ranks)}, {n} numbers, {kind}, {dtype}")
             atol = 1e-6 if dtype == "float32" else 1e-14  # sums of up to 4, in another order
             expect_close(ours, theirs, atol=atol, rtol=0, name=f"sum on rank {rank}", read=RING)
             expect_true(is_kept, f"rank {rank}: the array that was given has changed, or is what came back", read=RING)
@@ -197,7 +203,7 @@ def test_ring_all_reduce_beside_mpi(ranks, n_ranks):
 @pytest.mark.parametrize(("n_ranks", "n"), [(2, 7), (3, 8), (4, 101), (4, 2)])
 def test_ring_all_reduce_counts_its_messages(ranks, n_ranks, n):
     bound = math.ceil(n / n_ranks) * 8
-    case(f"{n_ranks} ranks, {n} float64: {2 * (n_ranks - 1)} messages a rank, none above {bound} bytes")
+    case(f"{ranks_text(n_ranks)}, {n} float64: {2 * (n_ranks - 1)} messages a rank, none above {bound} bytes")
     result = ranks(programs.reduced_once, np.arange(float(n)), n_ranks=n_ranks, backend="mpi")
     expect_no_collective(result, RING)
     if n >= n_ranks:  # an empty message need not be sent
@@ -217,7 +223,7 @@ def test_ring_all_reduce_counts_its_messages(ranks, n_ranks, n):
 
 @pytest.mark.parametrize("n_ranks", [2, 3])
 def test_ring_all_reduce_of_large_arrays(ranks, n_ranks):
-    case(f"{n_ranks} ranks, 4 MB a message: no send ends before it is received")
+    case(f"{ranks_text(n_ranks)}, 4 MB a message: no send ends before it is received")
     result = ranks(programs.reduced_large, n_ranks * 500_000 + 1, n_ranks=n_ranks, backend="mpi")
     expect_equal(result.values, [True] * n_ranks, name="right on rank", read=RING)
 
@@ -233,15 +239,18 @@ def test_all_reduce_seconds_by_hand():
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 4, 5, 8, 9, 64, 65, 1024, 1025])
 def test_all_reduce_seconds_of_latency_and_of_bandwidth(n_ranks):
-    who = f"{n_ranks} rank{'s' * (n_ranks != 1)}"
     rounds = sum(2**k < n_ranks for k in range(12))
     latency = {"naive": 2 * (n_ranks - 1), "tree": 2 * rounds, "ring": 2 * (n_ranks - 1)}
     size = {"naive": 2 * (n_ranks - 1), "tree": 2 * rounds, "ring": 2 * (n_ranks - 1) / n_ranks}
     for name in latency:
-        case(f"{name}, {who}, 0 bytes, latency 3e-6 s, 1e9 bytes/s: {latency[name]} messages of 3e-6 s one after the other")
+        case(
+            f"{name}, {ranks_text(n_ranks)}, 0 bytes, latency 3e-6 s, 1e9 bytes/s: {latency[name]} messages of 3e-6 s one after the other"
+        )
         found = mpi.all_reduce_seconds(0, n_ranks, 3e-6, 1e9, name)
         expect_close(found, 3e-6 * latency[name], atol=1e-15, name="seconds", read=COST)
-        case(f"{name}, {who}, 4e9 bytes, latency 0, 1e9 bytes/s: {size[name]:.4g} times the array, 4 s each")
+        case(
+            f"{name}, {ranks_text(n_ranks)}, 4e9 bytes, latency 0, 1e9 bytes/s: {size[name]:.4g} times the array, 4 s each"
+        )
         found = mpi.all_reduce_seconds(4e9, n_ranks, 0.0, 1e9, name)
         expect_close(found, 4.0 * size[name], name="seconds", read=COST)
 
@@ -318,7 +327,9 @@ def test_average_gradients_mpi_where_some_are_none(ranks):
     mean = {"a": [4.0, 1.5], "b": [2.0, 1.0], "c": [0.0, 1.75], "d": [0.0, 0.0]}
     for rank, found in enumerate(result.values):
         for name, grad in found.items():
-            expect_true(grad is not None, f"{name}.grad is None on rank {rank}, expected the mean {mean[name]}", read=MEAN)
+            expect_true(
+                grad is not None, f"{name}.grad is None on rank {rank}, expected the mean {mean[name]}", read=MEAN
+            )
         expect_close(found, {name: torch.tensor(m) for name, m in mean.items()}, name=f"gradient on rank {rank}",
                      read=MEAN)  # fmt: skip
     expect_one_buffer(result, 4 * 2 * 4)
@@ -326,7 +337,9 @@ def test_average_gradients_mpi_where_some_are_none(ranks):
 
 @pytest.mark.parametrize("n_ranks", [1, 3])
 def test_average_gradients_mpi_of_several_dtypes(ranks, n_ranks):
-    case(f"{n_ranks} ranks; float32, bfloat16, float64, float16, a tied, a frozen and an empty parameter, a buffer")
+    case(
+        f"{ranks_text(n_ranks)}; float32, bfloat16, float64, float16, a tied, a frozen and an empty parameter, a buffer"
+    )
     result = ranks(programs.averaged_mixed, n_ranks=n_ranks, backend="mpi")
     for rank, (after, expected, same, is_untouched) in enumerate(result.values):
         expect_close(after, expected, name=f"gradient on rank {rank}", read=MEAN)
