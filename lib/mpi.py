@@ -41,8 +41,8 @@ def tree_broadcast(comm: "MPI.Comm", array: Array, root: int = 0) -> Array:
 
     Args:
         comm: The communicator, of R ranks.
-        array: NumPy array, of one shape and dtype on all ranks, any strides. The root's is sent and left unchanged; the
-            others' are overwritten.
+        array: NumPy array, of one shape and dtype on all ranks, any strides. The root's is sent, not written to, and may be
+            read-only; the others' are overwritten.
         root: The rank whose array all shall have.
 
     Returns:
@@ -72,7 +72,8 @@ def ring_all_reduce(comm: "MPI.Comm", array: np.ndarray) -> np.ndarray:
         A new array of the shape and dtype of ``array``, with the same bits on every rank.
 
     Source: Patarasuk and Yuan (2009), Bandwidth optimal all-reduce algorithms for clusters of workstations.
-    Convention: ``array`` is left unchanged; ``comm.Allreduce`` fills a buffer that it is given instead.
+    Convention: ``array`` is left unchanged; ``comm.Allreduce`` fills a buffer that it is given instead. What a rank receives
+        into has the dtype that its neighbour sends: MPI converts nothing.
     Cost: 2 (R - 1) messages a rank, each of at most ``ceil(n / R)`` of the n elements; no collective. It may not deadlock
         at any size of message, so no rank may wait for a send to end before it receives.
     """
@@ -111,11 +112,13 @@ def average_gradients_mpi(comm: "MPI.Comm", module: nn.Module) -> None:
         module: The same module on every rank, after a backward pass of its own; any floating dtypes, also several.
 
     Returns:
-        Nothing; ``p.grad`` changes in place and keeps its dtype, shape and device. Parameters and buffers are untouched.
+        Nothing; ``p.grad`` changes in place and keeps its dtype, shape and device (the buffer lies on the CPU, where NumPy
+        and MPI see it). Parameters and buffers are untouched.
 
-    Cost: one ``Allreduce`` (or ``Iallreduce``) of a NumPy buffer, and no other message.
-    Convention: a gradient that is None counts as zeros, for the sum is still divided by R; a parameter without a gradient on
-        *every* rank keeps None, so that the optimizer leaves it alone, as in one process. Frozen parameters
-        (``requires_grad=False``) are left out. The sum is taken in float32 at least, in float64 if any parameter is.
+    Cost: one ``Allreduce`` (or ``Iallreduce``) of a NumPy buffer that holds a number for each gradient element and nothing
+        else, and no other message.
+    Convention: a gradient that is None counts as zeros, and the sum is still divided by R; afterwards every parameter has
+        the mean, zeros if no rank had a gradient, as chapter 10's averages do. Frozen parameters (``requires_grad=False``)
+        are left out. The buffer is float32, or float64 if any parameter is.
     """
     raise NotImplementedError("Exercise 9.5: write average_gradients_mpi")

@@ -23,7 +23,7 @@ def ring_states(n_ranks: int) -> list[State]:
 
 
 def draw_ring(n_ranks: int = 4) -> Figure:
-    """A grid of ranks and chunks for each moment; a cell is darker the more ranks it holds; framed is what just came in."""
+    """A grid of ranks and chunks at the start and after each step s; a darker cell holds more ranks; framed is what came in."""
     states = ring_states(n_ranks)
     fig, axes = plt.subplots(1, len(states), figsize=(8.0, 2.1), sharey=True)
     cmap = plt.get_cmap("Blues")
@@ -38,8 +38,10 @@ def draw_ring(n_ranks: int = 4) -> Figure:
                 ax.add_patch(box)
                 ax.text(chunk + 0.5, rank + 0.52, str(n), ha="center", va="center", fontsize=8, zorder=4,
                         color="white" if n > n_ranks / 2 else "black")  # fmt: skip
-        title = "start" if moment == 0 else f"step {moment}"
-        ax.set(xlim=(0, n_ranks), ylim=(n_ranks, 0), aspect="equal", title=title, xticks=[], yticks=[])
+        phase, step = divmod(moment - 1, n_ranks - 1)
+        title = "start" if moment == 0 else f"{('reduce-scatter', 'all-gather')[phase]}\ns = {step}"
+        ax.set(xlim=(0, n_ranks), ylim=(n_ranks, 0), aspect="equal", xticks=[], yticks=[])
+        ax.set_title(title, fontsize=8)
         ax.set_xlabel("chunk", fontsize=8)
         ax.grid(False)
         for spine in ax.spines.values():
@@ -64,6 +66,6 @@ def draw_tree(n_ranks: int = 8) -> Figure:
                 arrow = {"arrowstyle": "->", "color": COLOURS[1], "lw": 1.8, "shrinkA": 9, "shrinkB": 9}
                 ax.annotate("", (rank + 2**moment, moment + 1), (rank, moment), arrowprops=arrow)
     ax.set(ylim=(n_rounds + 0.4, -0.4), yticks=range(n_rounds + 1), xticks=[], xlabel="rank")
-    ax.set_yticklabels(["start", *(f"round {r}" for r in range(1, n_rounds + 1))])
+    ax.set_yticklabels(["start", *(f"after round {k}" for k in range(n_rounds))])
     ax.grid(False)
     return fig

@@ -28,7 +28,7 @@ def _scaled(comm, values, scale):
     return scale(part)
 
 
-@mistake("scatter_scale_average", "halves are cut to whole numbers, as in the article's C program: 19, 36, 64, 21")
+@mistake("scatter_scale_average", "halves are cut to whole numbers, as in the C program: 19, 36, 64, 21")
 def in_integers(comm, values, factor=0.5):
     total = comm.reduce(_scaled(comm, values, lambda part: float(int(part * factor))))
     return comm.bcast(None if total is None else total / comm.size)
@@ -197,6 +197,27 @@ def strided(comm, array, root=0):
     return array
 
 
+@mistake(
+    "tree_broadcast", "the root's array is written back too, from its own copy, although it may be one that cannot be"
+)
+def writes_to_the_root(comm, array, root=0):
+    _check_root(comm, root)
+    buffer = np.array(array, order="C")
+    _walk(comm, buffer, (comm.rank - root) % comm.size, lambda place: (place + root) % comm.size)
+    array[...] = buffer
+    return array
+
+
+@mistake("tree_broadcast", "the inbox is `np.empty(n)`, which is float64 whatever the array's dtype is")
+def receives_into_float64(comm, array, root=0):
+    _check_root(comm, root)
+    buffer = np.array(array, order="C") if comm.rank == root else np.empty(array.shape)
+    _walk(comm, buffer, (comm.rank - root) % comm.size, lambda place: (place + root) % comm.size)
+    if comm.rank != root:
+        array[...] = buffer
+    return array
+
+
 @mistake("tree_broadcast", "a root that is no rank is wrapped around to one that is")
 def wrapped_root(comm, array, root=0):
     return reference.tree_broadcast(comm, array, root % comm.size)
@@ -251,6 +272,19 @@ def gather_off_by_one(comm, array):
         _exchange(comm, np.resize(chunks[(comm.rank - step) % comm.size], chunks[0].size), received)
         into = chunks[(comm.rank - step - 1) % comm.size]
         into[...] = received[: into.size]
+    return total
+
+
+@mistake("ring_all_reduce", "the inbox is `np.empty(n)`, which is float64 whatever the array's dtype is")
+def inbox_of_float64(comm, array):
+    total, chunks = _cut(comm, array)
+    n, rank = comm.size, comm.rank
+    inbox = np.empty(chunks[0].size)
+    for step in range(2 * n - 2):
+        shift = step if step < n - 1 else step - n
+        theirs = chunks[(rank - shift - 1) % n]
+        _exchange(comm, chunks[(rank - shift) % n], inbox[: theirs.size])
+        theirs[...] = inbox[: theirs.size] + (theirs if step < n - 1 else 0)
     return total
 
 
@@ -427,18 +461,52 @@ def _each(comm, p, dtype=torch.float64):
 @mistake("average_gradients_mpi", "there is one Allreduce for each parameter, where one buffer holds them all")
 def one_each(comm, module):
     for p in module.parameters():
-        if p.requires_grad and comm.allreduce(p.grad is not None):
+        if p.requires_grad:
             _each(comm, p)
 
 
 @mistake(
-    "average_gradients_mpi", "None becomes zeros even where no rank has a gradient, and the optimizer then moves it"
+    "average_gradients_mpi", "a rank whose own gradient is None keeps None, where it should have the mean as all do"
 )
-def zeros_for_all(comm, module):
-    for p in module.parameters():
-        if p.requires_grad and p.grad is None:
-            p.grad = torch.zeros_like(p)
+def none_stays(comm, module):
+    without = [p for p in module.parameters() if p.grad is None]
     reference.average_gradients_mpi(comm, module)
+    for p in without:
+        p.grad = None
+
+
+@mistake("average_gradients_mpi", "None counts as zeros, and the mean of nothing but zeros is zeros, not None")
+def none_where_none_had_one(comm, module):
+    without = [p for p in module.parameters() if not comm.allreduce(p.grad is not None)]
+    reference.average_gradients_mpi(comm, module)
+    for p in without:
+        p.grad = None
+
+
+@mistake("average_gradients_mpi", "the buffer holds more than the gradients: None needs no flag, it counts as zeros")
+def flags_too(comm, module):
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).detach().double().flatten() for p in parameters]
+                     + [torch.tensor([float(p.grad is not None) for p in parameters], dtype=torch.float64)])  # fmt: skip
+    wide = any(p.dtype == torch.float64 for p in parameters)
+    flat = flat if wide else flat.float()
+    total = torch.empty_like(flat)
+    comm.Allreduce(flat.numpy(), total.numpy())
+    *means, _ = (total / comm.size).split([p.numel() for p in parameters] + [len(parameters)])
+    for p, mean in zip(parameters, means, strict=True):
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        p.grad.copy_(mean.view(p.shape))
+
+
+@mistake("average_gradients_mpi", "the buffer is float64 throughout: twice the bytes, where no parameter asks for it")
+def always_wide(comm, module):
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = torch.cat([torch.empty(0, dtype=torch.float64), *(grad.double().flatten() for grad in grads)])
+    total = torch.empty_like(flat)
+    comm.Allreduce(flat.numpy(), total.numpy())
+    for p, grad, mean in zip(parameters, grads, (total / comm.size).split([g.numel() for g in grads]), strict=True):
+        p.grad = grad.copy_(mean.view(p.shape))
 
 
 @mistake(

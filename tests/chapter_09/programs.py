@@ -1,5 +1,7 @@
 """What the tests of chapter 9 run on MPI ranks. Each returns what it found, and the test that sent it judges."""
 
+import inspect
+
 import numpy as np
 import torch
 from torch import nn
@@ -49,6 +51,56 @@ def made(kind, n, rank, dtype="float32"):
     return flat
 
 
+class Typed:
+    """A communicator that notes when a rank receives into another dtype than is sent; MPI would end the process unsaid.
+
+    What is sent is the last that this rank sent itself, for all do the same; ``sent`` is what counts before that, if it is
+    clear. A message that does not fit is received and thrown away, so that no rank waits for another.
+    """
+
+    def __init__(self, comm, sent=None):
+        self._comm, self._sent, self.problem = comm, sent, ""
+
+    def __getattr__(self, name):
+        method = getattr(self._comm, name)
+        if name not in ("Send", "Ssend", "Isend", "Issend", "Recv", "Irecv", "Sendrecv", "Isendrecv"):
+            return method
+
+        def call(*args, **kwargs):
+            bound = inspect.signature(method).bind(*args, **kwargs)
+            given = bound.arguments
+            if "dest" in given:
+                self._sent = _dtype(given["sendbuf" if "sendbuf" in given else "buf"], self._sent)
+            if "source" in given or "Recv" in name or "recv" in name:
+                key = "recvbuf" if "recvbuf" in given else "buf"
+                if self._sent is not None and _dtype(given[key], self._sent) != self._sent:
+                    here, there = f"rank {self._comm.rank} receives into {given[key].dtype}", given.get("source", -1)
+                    sender = f"rank {there}" if there >= 0 else "another rank"
+                    self.problem = self.problem or f"{sender} sends {self._sent}, {here}"
+                    given[key] = np.empty(given[key].shape, self._sent)
+            return method(*bound.args, **bound.kwargs)
+
+        return call
+
+
+def _dtype(buffer, otherwise):
+    return buffer.dtype if isinstance(buffer, np.ndarray) else otherwise
+
+
+def reduced_typed(comm, dtype):
+    """The sum of arrays of a dtype, and where a rank received into another one."""
+    typed = Typed(comm)
+    total = mpi.ring_all_reduce(typed, np.arange(1, 4, dtype=dtype) * 10**comm.rank)
+    return total, typed.problem
+
+
+def broadcast_typed(comm, dtype):
+    """The root's array of a dtype, and where a rank received into another one."""
+    array = np.arange(1, 4, dtype=dtype) * 10**comm.rank
+    typed = Typed(comm, array.dtype)
+    return mpi.tree_broadcast(typed, array), typed.problem
+
+
 def reduced(comm, kinds):
     """For each (kind, n, dtype): the ring's sum, MPI's, and whether the input is as it was."""
     found = []
@@ -94,11 +146,12 @@ def broadcast_from_nowhere(comm, roots):
     return [_error(mpi.tree_broadcast, comm, np.zeros(2), root) for root in roots]
 
 
-def broadcast_read_only(comm):
-    """The root's array may be one that cannot be written."""
-    array = np.full(3, float(comm.rank))
+def broadcast_read_only(comm, kind):
+    """The root's array may be one that cannot be written; of what came back, a copy."""
+    array = made(kind, 6, 0)
+    array[...] = comm.rank
     array.flags.writeable = comm.rank != 1
-    return mpi.tree_broadcast(comm, array, root=1)
+    return np.array(mpi.tree_broadcast(comm, array, root=1))
 
 
 def broadcast_large(comm, n, root):
