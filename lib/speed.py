@@ -169,12 +169,13 @@ def saved_activation_bytes(fn: Callable[[], Any]) -> int:
         fn: Called once, without arguments; what it returns is dropped.
 
     Returns:
-        Bytes of all storages of which a tensor is saved while ``fn`` runs. A storage counts whole and once, however many
-        views or saves of it there are.
+        Bytes of all storages of which a tensor is saved while ``fn`` runs, those that end before ``fn`` does with them. A
+        storage counts whole and once, however many views or saves of it there are.
 
     Convention: counted is what ``torch.autograd.graph.saved_tensors_hooks`` sees: inputs and parameters that a backward
         formula needs as well as intermediate results. Two storages are the same if their ``_cdata`` is the same while
-        both live; a ``data_ptr`` is 0 for every tensor on the meta device, where ``fn`` may work too.
+        both live; a ``data_ptr`` is 0 for every tensor on the meta device, where ``fn`` may work too. Nothing stays alive
+        after the call that would not without it: what ``fn`` drops is freed, without waiting for the garbage collector.
     """
     raise NotImplementedError("Exercise 8.8: write saved_activation_bytes")
 
@@ -217,8 +218,10 @@ def profile_step(step_fn: Callable[[], Any], path: str | os.PathLike) -> StepPro
         path: Where the Chrome trace goes, for https://ui.perfetto.dev; the folder exists.
 
     Returns:
-        A ``StepProfile``. On the CPU a range is counted from its opening to its closing and an operator by its own time;
-        if the step ran on a CUDA device both are the device's time.
+        A ``StepProfile``. On the CPU a range is counted from its opening to its closing and an operator by its own time. If
+        the step ran on a CUDA device, which is so if any operator took time there (``self_device_time_total``), both are
+        the device's: an operator has its own, and a range that of the operators that began while it was open, on
+        whatever thread (autograd has one of its own). The profiler's device row of a range is not added to that.
 
     Convention: PyTorch's optimizers open ranges of their own, named "Optimizer.step#AdamW.step" and the like: they are in
         the trace, but not in ``range_s``, because the step did not open them.
@@ -238,12 +241,12 @@ def memory_timeline(path: str | os.PathLike) -> Iterator[list[dict[str, Any]]]:
 
     Yields:
         A list that grows while the block runs, one dict for each storage made or freed: ``time_s`` since the block began,
-        ``operator`` (the name of what made it, or "free"), ``change_bytes`` (negative where freed) and ``total_bytes``,
-        alive after it. Where there is a CUDA device it stays empty.
+        ``operator`` (what made it, in any form that holds its name, as "aten.mm.default", or "free"), ``change_bytes`` (negative where freed) and ``total_bytes``,
+        alive after it. Where there is a CUDA device it stays empty: what happened is in the file.
 
     Without a CUDA device, ``path`` holds JSON: ``{"events": the list, "peak_bytes": the greatest total}``. Counted are
     storages that operators make inside the block, in forward and backward, each once however many views it has; weights
-    that were there before are not. It is an estimate: what an operator needs inside itself and what the allocator keeps
+    that were there before are not, nor storages of 0 bytes. It is an estimate: what an operator needs inside itself and what the allocator keeps
     in reserve are not seen. A storage that outlives the block is not followed further.
 
     With a CUDA device, the allocator itself knows: ``torch.cuda.memory._record_memory_history(max_entries=100_000)`` at
