@@ -453,7 +453,9 @@ def fully_equal(rank, world_size):
     found = train(wrapped, rank, world_size)
     expect_equal(list(found), list(expected), name="names", read=ZERO3)
     expect_close(found, expected, atol=1e-5, name="parameters", read=f"{ZERO3}; {PARTS}")
-    case(f"{world_size} ranks, two backwards before finish against the whole batch in one, a block frozen, another in part")
+    case(
+        f"{world_size} ranks, two backwards before finish against the whole batch in one, a block frozen, another in part"
+    )
 
     def frozen():
         model = Net(n_blocks=4)
