@@ -176,6 +176,7 @@ class FullySharded(HookedUnits):
             ``Places``, with ``hang(views)`` and ``take_down()``. The given ``HookedUnits`` makes them, and calls the methods.
 
     Of the units beside the root at most two are whole at any moment. A step gathers each ``FlatShard`` twice, reduces it once.
+    Each of several backwards before ``finish_gradient_synchronization`` is reduced, and they add up in the shards' ``grad``.
     """
 
     make_flat = FlatShard
@@ -237,13 +238,13 @@ def apply_fully_shard(model: nn.Module, mesh: DeviceMesh | None, param_dtype: to
 
 
 def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer) -> None:
-    """Write a checkpoint into which every rank puts its own share. (Exercise 12.10)
+    """Write a checkpoint with ``torch.distributed.checkpoint``, into which every rank puts its own share. (Exercise 12.10)
 
     Args:
         path, model, optimizer: A folder, the same on all ranks; a model after ``apply_fully_shard``, or plain; its optimizer.
 
-    Returns:
-        Nothing. ``torch.distributed.checkpoint`` writes the files.
+    Raises:
+        ValueError: ``model`` is a ``FullySharded``, whose flat shards have no names; the message names ``gather_full_params``.
     """
     raise NotImplementedError("Exercise 12.10: write save_sharded")
 
@@ -253,8 +254,5 @@ def load_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
 
     Args:
         path, model, optimizer: As for ``save_sharded``, over any number of ranks; the optimizer need not have taken a step.
-
-    Returns:
-        Nothing; model and optimizer have the saved values.
     """
     raise NotImplementedError("Exercise 12.11: write load_sharded")

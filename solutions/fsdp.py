@@ -169,9 +169,7 @@ def reduce_scatter_gradients(
     """
     ### BEGIN SOLUTION
     world_size, shares = dist.get_world_size(group), {}
-    for name, parameter in module.named_parameters():
-        if not parameter.requires_grad:
-            continue
+    for name, parameter in ((n, p) for n, p in module.named_parameters() if p.requires_grad):
         grad, parameter.grad = parameter.grad, None
         row = torch.zeros_like(parameter).flatten() if grad is None else grad.reshape(-1)
         row = nn.functional.pad(row, (0, -len(row) % world_size))
@@ -284,6 +282,7 @@ class FullySharded(HookedUnits):
             ``Places``, with ``hang(views)`` and ``take_down()``. The given ``HookedUnits`` makes them, and calls the methods.
 
     Of the units beside the root at most two are whole at any moment. A step gathers each ``FlatShard`` twice, reduces it once.
+    Each of several backwards before ``finish_gradient_synchronization`` is reduced, and they add up in the shards' ``grad``.
     """
 
     make_flat = FlatShard
@@ -392,15 +391,17 @@ def apply_fully_shard(model: nn.Module, mesh: DeviceMesh | None, param_dtype: to
 
 
 def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer) -> None:
-    """Write a checkpoint into which every rank puts its own share. (Exercise 12.10)
+    """Write a checkpoint with ``torch.distributed.checkpoint``, into which every rank puts its own share. (Exercise 12.10)
 
     Args:
         path, model, optimizer: A folder, the same on all ranks; a model after ``apply_fully_shard``, or plain; its optimizer.
 
-    Returns:
-        Nothing. ``torch.distributed.checkpoint`` writes the files.
+    Raises:
+        ValueError: ``model`` is a ``FullySharded``, whose flat shards have no names; the message names ``gather_full_params``.
     """
     ### BEGIN SOLUTION
+    if isinstance(model, HookedUnits):
+        raise ValueError("FullySharded holds flat shards: save what its gather_full_params() gives, by save_checkpoint")
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
     ### END SOLUTION
@@ -411,9 +412,6 @@ def load_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
 
     Args:
         path, model, optimizer: As for ``save_sharded``, over any number of ranks; the optimizer need not have taken a step.
-
-    Returns:
-        Nothing; model and optimizer have the saved values.
     """
     ### BEGIN SOLUTION
     weights, state = get_state_dict(model, optimizer)

@@ -5,6 +5,7 @@ each model; ``--tiny --device cpu`` tries the program without a GPU. The three c
 """
 
 import argparse
+import gc
 import sys
 import tempfile
 import time
@@ -79,6 +80,7 @@ class Competitor:
     def __init__(self, name: str, config: Any, batch: int, device: torch.device):
         self.name, self.device = name, device
         self.times: list[float] = []
+        gc.collect()  # what the model before left behind is not freed while this one is measured
         before = _taken(device)
         self.model = _wrap(name, make_model(config, device), device)
         self.loss, self.peak = make_loss(config, batch, device), 0

@@ -105,9 +105,9 @@ def call_after_backward(tensors: list[Tensor], call: Callable[[], None]) -> None
 class HookedUnits(nn.Module):
     """A module cut into units, with calls at the moments at which sharding must do something.
 
-    Whoever derives from it has ``make_flat`` (a unit's ``FlatShard``), ``before_forward(i)``, ``after_forward(i)``, ``before_backward(i)``, ``free(i)`` for unit i (0 is
-    the root) and ``after_gradient(flat)``. Backward of a unit may need frozen values to its end: ``free(i)`` is called for
-    those when the gradients of the unit's inputs and of its trained values are there.
+    Whoever derives from it has ``make_flat`` (a unit's ``FlatShard``), ``before_forward(i)``, ``after_forward(i)``,
+    ``before_backward(i)``, ``free(i)`` for unit i (0 is the root) and ``after_gradient(flat)``. Backward of a unit may need
+    frozen values to its end: ``free(i)`` is called when the gradients of the unit's inputs and trained values are there.
     """
 
     make_flat: Any

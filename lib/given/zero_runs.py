@@ -18,11 +18,13 @@ from lib.fsdp import (
     unshard,
 )
 from lib.given.images import load_images
+from lib.given.ranks import mark
 from lib.given.sharding import all_gather_row, blocks_of
 from lib.given.vit import TINY
 from lib.vit import VisionTransformer
 
 BATCH = 32
+Data = tuple[Tensor, Tensor]
 
 
 def make_model() -> nn.Module:
@@ -30,15 +32,16 @@ def make_model() -> nn.Module:
     return VisionTransformer(TINY)
 
 
-def digits(step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """This rank's part of a step's batch; float32 and normalised before anything casts it."""
+def digits() -> Data:
+    """One batch of handwritten digits, normalised in float32 before anything casts it."""
     train = load_images("digits", "train")
-    chosen = torch.randperm(len(train), generator=torch.Generator().manual_seed(step))[:BATCH][rank::world_size]
+    chosen = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))[:BATCH]
     return (train.images[chosen] - 0.3) / 0.37, train.labels[chosen]
 
 
-def loss_of(model: nn.Module, step: int, rank: int, world_size: int) -> Tensor:
-    images, labels = digits(step, rank, world_size)
+def loss_of(model: nn.Module, data: Data, rank: int, world_size: int) -> Tensor:
+    """The loss on this rank's part of the batch."""
+    images, labels = (part[rank::world_size] for part in data)
     return nn.functional.cross_entropy(model(images).float(), labels)
 
 
@@ -57,8 +60,18 @@ def _average(model: nn.Module, world_size: int) -> None:
         parameter.grad /= world_size
 
 
-def run_stage(rank: int, world_size: int, stage: int, n_steps: int = 3) -> dict[str, Any]:
-    """Train under a stage; losses, the bytes that this rank holds of each kind, and the parameters at the end."""
+def run_stages(rank: int, world_size: int, data: Data, n_steps: int = 3) -> list[dict[str, Any]]:
+    """`run_stage` for every stage; before each a mark, "stage 0" to "stage 3", in the ledger."""
+    found = []
+    for stage in range(4):
+        mark(f"stage {stage}")
+        found.append(run_stage(rank, world_size, data, stage, n_steps))
+    mark("stage 4")
+    return found
+
+
+def run_stage(rank: int, world_size: int, data: Data, stage: int, n_steps: int) -> dict[str, Any]:
+    """Train under a stage; losses, and the bytes that this rank holds of each kind."""
     model: nn.Module = make_model()
     held: dict[str, int] = {}
     if stage == 3:
@@ -66,11 +79,14 @@ def run_stage(rank: int, world_size: int, stage: int, n_steps: int = 3) -> dict[
     parameters = list(model.parameters())
     if stage == 2:  # the optimizer sees this rank's shards
         parameters = [nn.Parameter(shard(p, rank, world_size)) for p in parameters]
-    make = ShardedOptimizer if stage == 1 else lambda p, kind, **options: kind(p, **options)
-    optimizer = make(parameters, torch.optim.AdamW, lr=1e-3)
+    optimizer: torch.optim.Optimizer
+    if stage == 1:
+        optimizer = ShardedOptimizer(parameters, torch.optim.AdamW, lr=1e-3)
+    else:
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3)
     losses = []
-    for step in range(n_steps):
-        loss = loss_of(model, step, rank, world_size)
+    for _ in range(n_steps):
+        loss = loss_of(model, data, rank, world_size)
         loss.backward()
         if stage == 2:
             shares = reduce_scatter_gradients(model)
@@ -88,12 +104,7 @@ def run_stage(rank: int, world_size: int, stage: int, n_steps: int = 3) -> dict[
         optimizer.zero_grad()
         dist.all_reduce(mean := loss.detach() / world_size)
         losses.append(mean.item())
-    whole = model.gather_full_params() if isinstance(model, FullySharded) else dict(model.named_parameters())
-    return {
-        "losses": losses,
-        "held": held,
-        "norm": sum(p.detach().double().square().sum() for p in whole.values()).item(),
-    }
+    return {"losses": losses, "held": held}
 
 
 def _gather(model: nn.Module, shards: list, world_size: int) -> None:
@@ -105,7 +116,7 @@ def _gather(model: nn.Module, shards: list, world_size: int) -> None:
             parameter.copy_(unshard([row], parameter.shape))
 
 
-def watch_units(rank: int, world_size: int) -> list[tuple[str, list[int]]]:
+def watch_units(rank: int, world_size: int, data: Data) -> list[tuple[str, list[int]]]:
     """Which units are whole at each moment of one step."""
     wrapped = FullySharded(make_model())
     blocks: Any = blocks_of(wrapped)
@@ -118,7 +129,7 @@ def watch_units(rank: int, world_size: int) -> list[tuple[str, list[int]]]:
     for i, block in enumerate(blocks, start=1):
         block.norm1.register_forward_hook(lambda *_, i=i: note(f"forward {i}"))
         block.mlp.register_full_backward_hook(lambda *_, i=i: note(f"backward {i}"))
-    loss = loss_of(wrapped, 0, rank, world_size)
+    loss = loss_of(wrapped, data, rank, world_size)
     note("loss")
     loss.backward()
     wrapped.finish_gradient_synchronization()
@@ -126,31 +137,31 @@ def watch_units(rank: int, world_size: int) -> list[tuple[str, list[int]]]:
     return moments
 
 
-def save_on(rank: int, world_size: int, folder: str) -> float:
-    """Two steps under ``fully_shard``, then a checkpoint; the loss of the third step's batch."""
+def save_on(rank: int, world_size: int, data: Data, folder: str) -> float:
+    """Two steps under ``fully_shard``, then a checkpoint; the loss after them."""
     model = apply_fully_shard(make_model(), None, None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(2):
-        loss_of(model, step, rank, world_size).backward()
+    for _ in range(2):
+        loss_of(model, data, rank, world_size).backward()
         optimizer.step()
         optimizer.zero_grad()
     save_sharded(folder, model, optimizer)
-    return _mean_loss(model, rank, world_size)
+    return _mean_loss(model, data, rank, world_size)
 
 
-def load_on(rank: int, world_size: int, folder: str) -> float:
+def load_on(rank: int, world_size: int, data: Data, folder: str) -> float:
     """The same loss, from the checkpoint, on any number of ranks."""
     torch.manual_seed(1)
     model = apply_fully_shard(VisionTransformer(TINY), None, None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     load_sharded(folder, model, optimizer)
-    return _mean_loss(model, rank, world_size)
+    return _mean_loss(model, data, rank, world_size)
 
 
-def _mean_loss(model: nn.Module, rank: int, world_size: int) -> float:
+def _mean_loss(model: nn.Module, data: Data, rank: int, world_size: int) -> float:
     with torch.no_grad():
-        loss = loss_of(model, 2, rank, world_size)
-    n = torch.tensor([float(len(digits(2, rank, world_size)[1]))])
+        loss = loss_of(model, data, rank, world_size)
+    n = torch.tensor([float(len(data[1][rank::world_size]))])
     dist.all_reduce(total := loss * n)
     dist.all_reduce(n)
     return (total / n).item()

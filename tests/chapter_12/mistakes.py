@@ -326,6 +326,20 @@ class AheadForGood(reference.FullySharded):
         super().gather(i, following)
 
 
+@mistake("FullySharded", "an exception in forward leaves the unit that was gathered ahead whole")
+class WholeAfterAnException(reference.FullySharded):
+    def after_forward(self, i):
+        self.free(i)
+
+
+@mistake("FullySharded", "only the gradient of the last backward is kept: gradient accumulation is lost")
+class LastBackwardOnly(reference.FullySharded):
+    def before_backward(self, i):
+        for flat in self.flats[i]:
+            flat.shard.grad = None
+        super().before_backward(i)
+
+
 # ---- 12.8 clip_sharded_gradient_norm_ --------------------------------------------------------------------------------
 
 
@@ -420,6 +434,12 @@ def gathered_first(path, model, optimizer):
     if dist.get_rank() == 0:
         dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path, no_dist=True)
     dist.barrier()
+
+
+@mistake("save_sharded", "flat shards are written under names that hold on this number of ranks only, without an error")
+def anything(path, model, optimizer):
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
 
 
 @mistake("load_sharded", "the model is loaded, the optimizer starts anew")

@@ -214,19 +214,18 @@ def sharded_steps(rank, world_size):
 
 
 @pytest.mark.time_limit(30)
-@pytest.mark.parametrize(("n_ranks", "held"), [(1, [1, 4, 6, 12, 21, 36, 45]), (3, [[1, 45], [6, 36], [4, 12, 21]])])
-def test_ShardedOptimizer_equals_the_whole_one_and_holds_a_share(ranks, n_ranks, held):
+@pytest.mark.parametrize("n_ranks", [1, 3])
+def test_ShardedOptimizer_equals_the_whole_one_and_holds_a_share(ranks, n_ranks):
     result = ranks(sharded_steps, n_ranks=n_ranks)
-    found = result.values if n_ranks > 1 else result.values[0]
     case(
         f"which parameters (by their sizes) have state on which of {n_ranks} ranks: largest first, to the least loaded"
     )
-    expect_equal(found, balanced() if n_ranks > 1 else held, name="sizes with state, rank by rank", read=ZERO1)
+    expect_equal(result.values, balanced(n_ranks), name="sizes with state, rank by rank", read=ZERO1)
 
 
-def balanced() -> list[list[int]]:
-    """The contract's greedy rule for three ranks, written out."""
-    shares: list[list[int]] = [[], [], []]
+def balanced(n_ranks: int) -> list[list[int]]:
+    """The contract's greedy rule, written out."""
+    shares: list[list[int]] = [[] for _ in range(n_ranks)]
     for size in (45, 36, 21, 12, 6, 4, 1):
         min(shares, key=sum).append(size)
     return [sorted(share) for share in shares]
@@ -336,7 +335,7 @@ def scattered(rank, world_size):
 
 
 @pytest.mark.time_limit(30)
-@pytest.mark.parametrize("n_ranks", [2, 4])
+@pytest.mark.parametrize("n_ranks", [4])
 def test_reduce_scatter_gradients_gives_shares_of_the_mean(ranks, n_ranks):
     result = ranks(scattered, n_ranks=n_ranks)
     case(f"what a rank sends on {n_ranks} ranks: every gradient once, padded, and nothing else")
@@ -407,7 +406,7 @@ def flat_steps(rank, world_size):
 
 
 @pytest.mark.time_limit(30)
-@pytest.mark.parametrize("n_ranks", [2, 4])
+@pytest.mark.parametrize("n_ranks", [4])
 def test_FlatShard_gathers_frees_and_reduces(ranks, n_ranks):
     result = ranks(flat_steps, n_ranks=n_ranks)
     case(f"what a rank of {n_ranks} starts: a gather each time it was freed, a reduce-scatter for each gradient")
@@ -437,8 +436,7 @@ def train(wrapped, rank, world_size, n_steps=3, n_micro=1, lr=0.05):
 def train_alone(model, world_size, n_steps=3, n_micro=1, lr=0.05):
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     for step in range(n_steps):
-        for micro in range(n_micro):
-            (loss_of(model, inputs_of(2 * world_size, 10 * step + micro)) / n_micro).backward()
+        loss_of(model, torch.cat([inputs_of(2 * world_size, 10 * step + micro) for micro in range(n_micro)])).backward()
         optimizer.step()
         optimizer.zero_grad()
     return values_of(model)
@@ -455,7 +453,9 @@ def fully_equal(rank, world_size):
     found = train(wrapped, rank, world_size)
     expect_equal(list(found), list(expected), name="names", read=ZERO3)
     expect_close(found, expected, atol=1e-5, name="parameters", read=f"{ZERO3}; {PARTS}")
-    case(f"{world_size} ranks, two micro-batches a step, one block frozen and another in part")
+    case(
+        f"{world_size} ranks, two backwards before finish against the whole batch in one, a block frozen, another in part"
+    )
 
     def frozen():
         model = Net(n_blocks=4)
@@ -465,19 +465,24 @@ def fully_equal(rank, world_size):
 
     found = train(fsdp.FullySharded(frozen()), rank, world_size, n_micro=2)
     expect_close(found, train_alone(frozen(), world_size, n_micro=2), atol=1e-5, name="parameters", read=ZERO3)
-    case(f"{world_size} ranks, units given by hand, no ModuleList in the model")
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    wrapped = fsdp.FullySharded(model, units=[model[0], model[2]])
-    wrapped(torch.ones(1, 3) * (rank + 1)).sum().backward()
+    case(f"{world_size} ranks, units given by hand, no ModuleList; a unit with one parameter of one element")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1), nn.Linear(1, 1, bias=False))
+    alone, x = copy.deepcopy(model), inputs_of(world_size)
+    wrapped = fsdp.FullySharded(model, units=(part for part in model if not isinstance(part, nn.Tanh)))
+    wrapped(x[rank : rank + 1]).square().sum().backward()
     wrapped.finish_gradient_synchronization()
     sizes = [p.numel() for p in wrapped.parameters() if p.grad is not None and p.grad.shape == p.shape]
-    expect_equal(
-        sorted(sizes), sorted(math.ceil(n / world_size) for n in (16, 5)), name="shards with a gradient", read=ZERO3
-    )
+    whole = sorted(math.ceil(n / world_size) for n in (16, 5, 1))
+    expect_equal(sorted(sizes), whole, name="shards with a gradient", read=ZERO3)
+    alone(x).square().mean().backward()
+    for module in (wrapped, alone):
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+    expect_close(wrapped.gather_full_params(), values_of(alone), atol=1e-5, name="parameters", read=ZERO3)
 
 
 @pytest.mark.time_limit(40)
-@pytest.mark.parametrize("n_ranks", [2, 3])
+@pytest.mark.parametrize("n_ranks", [3])
 def test_FullySharded_equals_one_process(ranks, n_ranks):
     ranks(fully_equal, n_ranks=n_ranks)
 
@@ -488,6 +493,7 @@ def fully_interrupted(rank, world_size):
     wrapped.module.fails = True
     with expect_raises(KeyError, "on purpose"):
         loss_of(wrapped, inputs_of(2))
+    expect_equal(whole_units(wrapped), [], name="units still whole after the exception", read=ZERO3)
     wrapped.module.fails = False
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.05)
     alone = Net()
@@ -518,11 +524,6 @@ def fully_interrupted(rank, world_size):
     expect_equal(found, {torch.float32}, name="dtypes of shards and gradients", read=ZERO3)
 
 
-@pytest.mark.time_limit(40)
-def test_FullySharded_survives_what_happens_in_training(ranks):
-    ranks(fully_interrupted, n_ranks=2)
-
-
 def fully_counted(rank, world_size, n_blocks):
     wide = 64
     wrapped = fsdp.FullySharded(Net(n_blocks, wide))
@@ -549,11 +550,11 @@ def test_FullySharded_holds_two_units_at_most(ranks):
     case("9 equal units on 2 ranks, bytes counted by the allocator, in whole units; gloo itself takes one for a gather")
     for in_step, after_step, in_evaluation, overlapped in many.values:
         problem = "{} took {:.1f} whole units at once beyond the shards (two, and gloo's, are {}; all would be 9)"
-        expect_true(in_evaluation < 3.7, problem.format("a forward without gradients", in_evaluation, 3), read=ZERO3)
+        expect_true(in_evaluation < 3.5, problem.format("a forward without gradients", in_evaluation, 3), read=ZERO3)
         with_gradients = "3, and with the gradients of the last three, and gloo's, 8"
-        expect_true(in_step < 10.5, problem.format("a step", in_step, with_gradients), read=ZERO3)
-        expect_true(overlapped < 10.5, problem.format("forward and backward", overlapped, with_gradients), read=ZERO3)
-        expect_true(after_step < 2.5, f"{after_step:.1f} whole units are still held after a step", read=ZERO3)
+        expect_true(in_step < 9.0, problem.format("a step", in_step, with_gradients), read=ZERO3)
+        expect_true(overlapped < 9.0, problem.format("forward and backward", overlapped, with_gradients), read=ZERO3)
+        expect_true(after_step < 0.5, f"{after_step:.1f} whole units are still held after a step", read=ZERO3)
     case("what rank 0 of 2 starts: for each of 9 units and the root, in a step two gathers and one reduction")
     ledger = many.ledgers[0]
     steps, evaluations, n_flats = 3, 1, 10
@@ -608,11 +609,13 @@ def fully_ahead(rank, world_size):
     usual = dict(log)
     with torch.no_grad():
         wrapped(torch.ones(1), order=(0, 2, 1))
-    return usual, log["forward 2"], whole_units(wrapped)
+    found = usual, log["forward 2"], whole_units(wrapped)
+    fully_interrupted(rank, world_size)
+    return found
 
 
-@pytest.mark.time_limit(30)
-def test_FullySharded_gathers_the_next_unit_ahead(ranks):
+@pytest.mark.time_limit(40)
+def test_FullySharded_gathers_ahead_and_survives_what_happens_in_training(ranks):
     result = ranks(fully_ahead, n_ranks=2)
     case("a chain of four units on 2 ranks; which are whole while each computes")
     expected = {f"forward {i}": [i, i + 1][: 5 - i] for i in (1, 2, 3, 4)}
@@ -673,13 +676,25 @@ def clipped(rank, world_size):
         mine.grad = None
     norm = fsdp.clip_sharded_gradient_norm_([mine], 1.0)
     expect_close(norm, torch.tensor(0.3), atol=1e-5, name="norm", read=CLIP)
+    case(f"a net's gradients cut over {world_size} ranks, beside torch.nn.utils.clip_grad_norm_ on the whole")
+    net = Net()
+    loss_of(net, inputs_of(5)).backward()
+    rows = [nn.functional.pad(p.grad.flatten(), (0, -p.numel() % world_size)) for p in net.parameters()]
+    shards = [nn.Parameter(torch.zeros(len(row) // world_size)) for row in rows]
+    for part, row in zip(shards, rows, strict=True):
+        part.grad = row.chunk(world_size)[rank].clone()
+    norm = fsdp.clip_sharded_gradient_norm_(shards, 0.01)
+    expect_close(norm, nn.utils.clip_grad_norm_(net.parameters(), 0.01), atol=1e-5, name="norm", read=CLIP)
+    for part, p in zip(shards, net.parameters(), strict=True):
+        row = nn.functional.pad(p.grad.flatten(), (0, -p.numel() % world_size))
+        expect_close(part.grad, row.chunk(world_size)[rank].clone(), atol=1e-6, name="clipped share", read=CLIP)
 
 
 @pytest.mark.time_limit(30)
 def test_clip_sharded_gradient_norm__is_of_the_whole(ranks):
     result = ranks(clipped, n_ranks=3)
-    expect_equal([ledger.count("all_reduce") for ledger in result.ledgers], [3] * 3, name="all-reduces", read=CLIP)
-    expect_equal(result.ledgers[0].bytes_sent, 12, name="bytes of three calls", read=CLIP)
+    expect_equal([ledger.count("all_reduce") for ledger in result.ledgers], [4] * 3, name="all-reduces", read=CLIP)
+    expect_equal(result.ledgers[0].bytes_sent, 16, name="bytes of four calls", read=CLIP)
 
 
 # ---- 12.9 apply_fully_shard ------------------------------------------------------------------------------------------
@@ -775,11 +790,12 @@ def write(rank, world_size, path, kind, by_them):
     return before
 
 
-def read_back(rank, world_size, path, kind, by_them, expected):
-    model, optimizer = build(kind, 1)
-    case(f"a checkpoint read on {world_size} ranks, {kind}, into a model that has other values and no step")
-    (loaded_by_them if by_them else fsdp.load_sharded)(path, model, optimizer)
-    expect_close(everything(model, optimizer), expected, name="loaded", read="chapter 12, checkpoints")
+def read_back(rank, world_size, path, kinds, by_them, expected):
+    for kind in kinds:
+        model, optimizer = build(kind, 1)
+        case(f"a checkpoint read on {world_size} ranks, {kind}, into a model that has other values and no step")
+        (loaded_by_them if by_them else fsdp.load_sharded)(path, model, optimizer)
+        expect_close(everything(model, optimizer), expected, name="loaded", read="chapter 12, checkpoints")
     one_step(model, optimizer)
     return everything(model, optimizer)
 
@@ -795,20 +811,29 @@ def test_save_sharded_writes_what_another_number_of_ranks_reads(ranks):
     from pathlib import Path
 
     with tempfile.TemporaryDirectory() as folder:
-        case("saved on 2 ranks after a step, read on 3 by torch.distributed.checkpoint")
+        case("saved on 2 ranks after a step, read on one by torch.distributed.checkpoint")
         before = ranks(write, folder, "sharded", False, n_ranks=2).values[0]
         files = sorted(file.name for file in Path(folder).iterdir())
         expect_true(
             sum(name.endswith(".distcp") for name in files) == 2, f"two ranks should write a file each: {files}"
         )
-        ranks(read_back, folder, "sharded", True, before, n_ranks=3)
+        ranks(read_back, folder, ("plain",), True, before, n_ranks=1)
+
+
+def test_save_sharded_refuses_flat_shards():
+    from lib.given.sharding import HookedUnits
+
+    case("a model in the flat shards of `FullySharded`, whose padding depends on the number of ranks")
+    model = HookedUnits.__new__(type("FullySharded", (HookedUnits,), {}))
+    nn.Module.__init__(model)
+    with tempfile.TemporaryDirectory() as folder, expect_raises(ValueError, "gather_full_params"):
+        fsdp.save_sharded(folder, model, torch.optim.SGD([torch.zeros(1)], lr=0.1))
 
 
 @pytest.mark.time_limit(60)
 def test_load_sharded_on_another_number_of_ranks(ranks):
     with tempfile.TemporaryDirectory() as folder:
         before = ranks(write, folder, "sharded", True, n_ranks=2).values[0]
-        after = ranks(read_back, folder, "sharded", False, before, n_ranks=3).values[0]
+        after = ranks(read_back, folder, ("plain", "sharded"), False, before, n_ranks=3).values[0]
         case("another step after loading, as if nothing had been")
         expect_close(after, stepped("plain"), atol=1e-5, name="after a step", read="chapter 12, checkpoints")
-        ranks(read_back, folder, "plain", False, before, n_ranks=1)
