@@ -403,6 +403,11 @@ def test_OverlapDDP_starts_each_collective_when_its_gradient_is_ready(ranks):
 
 
 @pytest.mark.time_limit(30)
+def test_OverlapDDP_passes_calls_through(ranks):
+    check_passthrough(ranks, "overlap")
+
+
+@pytest.mark.time_limit(30)
 def test_OverlapDDP_trains_like_pytorchs(ranks):
     check_wrapped_training(ranks, "overlap")
 
@@ -420,11 +425,6 @@ def test_OverlapDDP_no_sync_and_a_rank_without_items(ranks):
 @pytest.mark.time_limit(30)
 def test_OverlapDDP_after_an_exception(ranks):
     check_interrupted(ranks, "overlap")
-
-
-@pytest.mark.time_limit(30)
-def test_OverlapDDP_passes_calls_through(ranks):
-    check_passthrough(ranks, "overlap")
 
 
 # ---- 10.6 ddp_overhead_seconds ---------------------------------------------------------------------------------------
@@ -488,6 +488,13 @@ def test_BucketedDDP_by_hand(ranks):
     check_step_by_hand(ranks, 1.0)
 
 
+@pytest.mark.parametrize("size", [0, -1.5])
+def test_BucketedDDP_of_no_size(size):
+    case(f"bucket_size_mb={size}")
+    with expect_raises(ValueError, str(size), read=ORDER):
+        ddp.BucketedDDP(torch.nn.Linear(1, 1), size)
+
+
 @pytest.mark.time_limit(30)
 def test_BucketedDDP_fills_buckets_in_reverse(ranks):
     early = {"layer 2 is through": 0, "layer 1 is through": 1}
@@ -501,6 +508,11 @@ def test_BucketedDDP_fills_buckets_in_reverse(ranks):
         119: [68, 120, 24, 96],
     }
     check_overlap(ranks, {n_bytes / 2**20: sizes for n_bytes, sizes in expected.items()}, early)
+
+
+@pytest.mark.time_limit(30)
+def test_BucketedDDP_passes_calls_through(ranks):
+    check_passthrough(ranks, SMALL_MB)
 
 
 @pytest.mark.time_limit(30)
@@ -521,15 +533,3 @@ def test_BucketedDDP_no_sync_and_a_rank_without_items(ranks):
 @pytest.mark.time_limit(30)
 def test_BucketedDDP_after_an_exception(ranks):
     check_interrupted(ranks, SMALL_MB)
-
-
-@pytest.mark.time_limit(30)
-def test_BucketedDDP_passes_calls_through(ranks):
-    check_passthrough(ranks, SMALL_MB)
-
-
-@pytest.mark.parametrize("size", [0, -1.5])
-def test_BucketedDDP_of_no_size(size):
-    case(f"bucket_size_mb={size}")
-    with expect_raises(ValueError, str(size), read=ORDER):
-        ddp.BucketedDDP(torch.nn.Linear(1, 1), size)
