@@ -109,6 +109,8 @@ def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None)
         Nothing. A parameter without a gradient on this rank counts as zeros, here and in the mean: another rank may have
         one. If no rank has, the mean is zeros.
 
+    The mean is of elements with the same index: gradients may lie in memory in other strides on other ranks.
+
     Cost: one ``all_reduce`` for each trainable parameter, in the order of ``module.parameters()``, of its own size.
     Convention: the mean over ranks. It is the mean over all items if every rank has equally many.
     """
@@ -221,6 +223,10 @@ class OverlapDDP(nn.Module):
     of the parameters on all ranks: a gradient that is ready early waits for its turn. What backward did not reach is
     started by ``finish_gradient_synchronization()``, and counts as ``average_gradients`` says.
 
+    Raises:
+        RuntimeError: in a backward without ``no_sync()`` that makes a gradient ready a second time in one round, when it
+            may be on its way already. (A forward in between completes the round, so there it is no error.)
+
     Source: Li and others (arXiv:2006.15704), section 3.2.
     """
 
@@ -233,7 +239,9 @@ class OverlapDDP(nn.Module):
         ### END SOLUTION
 
     def forward(self, *args, **kwargs):
-        """What ``module`` gives. If the round before was left by an exception, it is completed first."""
+        """What ``module`` gives. If the round before was left open, by an exception or for lack of a finish, it is completed
+        first: also if gradients were made ready and no collective had been started.
+        """
         ### BEGIN SOLUTION
         self._rounds.finish_what_was_left()
         return self.module(*args, **kwargs)
@@ -247,7 +255,10 @@ class OverlapDDP(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward inside starts no collective: gradients add up on each rank, and the next round averages the sums."""
+        """Backward inside starts no collective: gradients add up on each rank, and the next round averages the sums.
+
+        It may be nested; only the end of the outermost one turns collectives on again.
+        """
         ### BEGIN SOLUTION
         with self._rounds.paused():
             yield
@@ -327,6 +338,7 @@ class BucketedDDP(nn.Module):
 
     Raises:
         ValueError: ``bucket_size_mb`` is not positive; the message names it.
+        RuntimeError: in a second backward of a round, as ``OverlapDDP``.
 
     Source: Li and others (arXiv:2006.15704), section 3.2.3.
     """
@@ -342,7 +354,9 @@ class BucketedDDP(nn.Module):
         ### END SOLUTION
 
     def forward(self, *args, **kwargs):
-        """What ``module`` gives. If the round before was left by an exception, it is completed first."""
+        """What ``module`` gives. If the round before was left open, by an exception or for lack of a finish, it is completed
+        first: also if gradients were made ready and no collective had been started.
+        """
         ### BEGIN SOLUTION
         self._rounds.finish_what_was_left()
         return self.module(*args, **kwargs)
@@ -356,7 +370,10 @@ class BucketedDDP(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward inside starts no collective: gradients add up on each rank, and the next round averages the sums."""
+        """Backward inside starts no collective: gradients add up on each rank, and the next round averages the sums.
+
+        It may be nested; only the end of the outermost one turns collectives on again.
+        """
         ### BEGIN SOLUTION
         with self._rounds.paused():
             yield

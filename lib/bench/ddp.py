@@ -3,7 +3,8 @@
 Run ``python -m lib.bench.all_reduce`` first, whose numbers give the model's own bucket, then ``python -m lib.bench.ddp --ranks 2,4`` on a
 machine with four GPUs (a minute or two for each number of ranks), or with ``--tiny`` anywhere. It starts its ranks itself
 and writes ``ddp.json`` after each round, in which every strategy takes one step: one process without communication
-("none"), naive, flat, overlapped, buckets of several sizes, and PyTorch's DDP. All share one set of weights. float32 with
+("none"), naive, flat, overlapped, buckets of several sizes, and PyTorch's DDP. Results of other numbers of ranks stay
+in the file if the same machine and versions gave them. All strategies share one set of weights. float32 with
 TF32 products, so that gradients are as large as in a plain run; the update is plain SGD.
 """
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lib.bench.all_reduce import fit, slowest, spawn, wait_for
-from lib.bench.record import MEASUREMENTS, load, record, spread
+from lib.bench.record import MEASUREMENTS, load, machine, record, spread
 from lib.ddp import optimal_bucket_bytes
 from lib.given.ddp import synchronised
 from lib.given.gpt2 import GPT2Config
@@ -167,6 +168,18 @@ def traces(made: dict, tokens: torch.Tensor, device: torch.device, names: tuple[
     return {name: trace(made[name], tokens, device) for name in names if name in made}
 
 
+def kept(options: argparse.Namespace) -> dict:
+    """What this machine, with these versions, recorded of a step of this size, for other numbers of ranks too."""
+    try:
+        before = load("ddp", options.folder)
+    except FileNotFoundError:
+        return {}
+    if before["machine"] != machine():
+        return {}
+    size = {"batch": options.batch, "context": options.context, "dim": (TINY if options.tiny else XL)["dim"]}
+    return {key: found for key, found in before["results"].items() if size.items() <= found.items()}
+
+
 def _write(rank: int, key: str, result: dict, folder: Path) -> None:
     if rank == 0:
         everything = load("ddp", folder)["results"]
@@ -190,7 +203,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.tiny:
         options.context, options.rounds = 16, 4
-    record("ddp", {}, options.folder)
+    record("ddp", kept(options), options.folder)
     for n_ranks in map(int, options.ranks.split(",")):
         spawn(measure_steps, options.backend, n_ranks, f"{options.backend} {n_ranks}", options)
 

@@ -130,6 +130,15 @@ def never_written_back(module, group=None):
         dist.broadcast(tensor.detach().clone().contiguous(), group_src=0, group=group)
 
 
+@mistake(
+    "broadcast_parameters",
+    "`.contiguous()` made a copy of a tensor that is not contiguous; the copy received rank 0's values and was dropped",
+)
+def copy_dropped(module, group=None):
+    for tensor in [*module.parameters(), *module.buffers()]:
+        dist.broadcast(tensor.detach().contiguous(), group_src=0, group=group)
+
+
 @mistake("broadcast_parameters", "`src=0` is the world's rank 0, which need not be in the group")
 def worlds_root(module, group=None):
     with torch.no_grad():
@@ -219,6 +228,16 @@ def parameters_averaged(module, group=None):
             value = p.contiguous()
             dist.all_reduce(value, group=group)
             p.copy_(value)
+
+
+@mistake(
+    "average_gradients",
+    "a gradient that is not contiguous is sent as it lies in memory, and meets other elements: make it contiguous first",
+)
+def as_it_lies(module, group=None):
+    _fill(module)
+    for p in _trained(module):
+        dist.all_reduce(p.grad.div_(dist.get_world_size(group)), group=group)
 
 
 @mistake("average_gradients", "all gradients go in one buffer; that is the next exercise")
@@ -465,14 +484,49 @@ class _NotForgotten(reference._Rounds):
         pass
 
 
-class _Late(reference._Rounds):
-    """Means are divided, and never waited for."""
+class _OpenIfStarted(reference._Rounds):
+    """A round is taken for open only when a collective of it has been started."""
 
-    def finish(self):
-        if not self.is_paused:
-            while len(self.works) < len(self.buckets):
-                self.start_next()
-            self.begin()
+    def begin(self):
+        super().begin()
+        self.fired = set()
+
+    def on_ready(self, p):
+        if self.is_paused:
+            return
+        if p in self.fired:
+            raise RuntimeError("a second backward")
+        self.fired.add(p)
+        self.ready.add(p)
+        self.n_missing[self.bucket_of[p]] -= 1
+        while len(self.works) < len(self.buckets) and self.n_missing[len(self.works)] <= 0:
+            self.start_next()
+
+    def finish_what_was_left(self):
+        if self.works:
+            super().finish_what_was_left()
+        else:
+            self.fired = set()
+
+
+class _ResetToOn(reference._Rounds):
+    """The end of any no_sync turns synchronisation on."""
+
+    @contextmanager
+    def paused(self):
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
+
+
+class _TwiceReady(reference._Rounds):
+    """A gradient that changes after it has been sent passes without a word."""
+
+    def on_ready(self, p):
+        if p not in self.ready:
+            super().on_ready(p)
 
 
 class _PlainCall:
@@ -509,6 +563,22 @@ _BOTH = [
         "an exception inside no_sync() leaves synchronisation off: a context manager restores in `finally`",
         None,
         _StaysPaused,
+    ),
+    (
+        "a round counts as open only once a collective has been started: ready marks (or counts) of a step that an "
+        "exception ended before that stay, and must be forgotten too",
+        None,
+        _OpenIfStarted,
+    ),
+    (
+        "the end of an inner no_sync() turns synchronisation on within the outer one: restore what was there before",
+        None,
+        _ResetToOn,
+    ),
+    (
+        "a second backward in one round changes gradients that were sent already, without a word",
+        None,
+        _TwiceReady,
     ),
     ("what a step that an exception ended had started is counted as the next step's", None, _NotForgotten),
     ("named arguments do not reach the module", _PlainCall, None),
@@ -567,6 +637,18 @@ class Overfull(_Bucketed):
             bucket.append(p)
         order = {p: i for i, p in enumerate(reversed(trained))}
         return sorted(buckets, key=lambda bucket: order[bucket[-1]])
+
+
+@mistake("BucketedDDP", "a MB is 10**6 bytes here; `bucket_size_mb` counts MB of 2**20 bytes")
+class DecimalMB(_Bucketed):
+    def buckets(self, trained, bucket_size_mb):
+        return reference._buckets(trained[::-1], bucket_size_mb * 10**6)
+
+
+@mistake("BucketedDDP", "`>=` in place of `>`: a gradient that just fits begins the next bucket")
+class JustFitting(_Bucketed):
+    def buckets(self, trained, bucket_size_mb):
+        return reference._buckets(trained[::-1], bucket_size_mb * 2**20 - 1e-3)
 
 
 @mistake("BucketedDDP", "the size counts numbers, where it should count bytes")

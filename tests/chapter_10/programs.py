@@ -124,7 +124,7 @@ def send_in_a_group(rank, world_size):
 class Loose(nn.Module):
     """Parameters whose gradients the test sets."""
 
-    def __init__(self, rank: int, used: list[bool]):
+    def __init__(self, rank: int, used: list[bool], transposed: bool = True):
         super().__init__()
         self.a = nn.Parameter(torch.zeros(2))
         self.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
@@ -132,7 +132,8 @@ class Loose(nn.Module):
         self.c = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.b_again = self.b
         self.a.grad = torch.tensor([1.0 + rank, 2.0 + 10 * rank])
-        self.b.grad = (torch.arange(6.0).reshape(2, 3) * (rank + 1)).T.contiguous().T
+        grad = torch.arange(6.0).reshape(2, 3) * (rank + 1)
+        self.b.grad = grad.T.contiguous().T if transposed else grad
         self.c.grad = torch.tensor(3.0 * rank, dtype=torch.float64)
         if not used[rank]:
             self.b.grad = None
@@ -140,6 +141,13 @@ class Loose(nn.Module):
 
 def average_loose(rank, world_size, name, used):
     module = Loose(rank, used)
+    getattr(ddp, name)(module)
+    return gradients(module)
+
+
+def average_laid_out(rank, world_size, name):
+    """The gradient of ``b`` lies in memory column by column on rank 1, and row by row on the others."""
+    module = Loose(rank, [True] * world_size, transposed=rank == 1)
     getattr(ddp, name)(module)
     return gradients(module)
 
@@ -188,16 +196,21 @@ def step_by_hand(rank, world_size, kind):
 
 def train(rank, world_size, kind, n_each, n_steps):
     """Steps of SGD on this rank's share, beside PyTorch's DDP; each rank begins with other weights."""
-    models = [wrap(kind, Net(seed=rank)), wrap("torch", Net(seed=0))]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in models]
-    for step in range(n_steps):
-        x = items(n_each * world_size, seed=step)[rank::world_size]
-        for model, optimizer in zip(models, optimizers, strict=True):
+    found = {}
+    for name, seed in (
+        ("torch", 0),
+        (kind, rank),
+    ):  # ours last: in PyTorch's collectives nobody sees who waits for whom
+        model = wrap(name, Net(seed=seed))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        for step in range(n_steps):
+            x = items(n_each * world_size, seed=step)[rank::world_size]
             optimizer.zero_grad(set_to_none=step % 2 == 0)
             model(x, rank > 0 or step == 0, scale=0.5).square().mean().backward()
             finish(model)
             optimizer.step()
-    return [(model.module.state_dict(), gradients(model.module)) for model in models]
+        found[name] = model.module.state_dict(), gradients(model.module)
+    return found[kind], found["torch"]
 
 
 def overlap(rank, world_size, kinds):
@@ -212,17 +225,21 @@ def overlap(rank, world_size, kinds):
 
 
 def several(rank, world_size, kind):
-    """Accumulation, an error inside no_sync, and a rank without items: one after the other."""
-    programs = (accumulate, accumulate_after_an_error, with_an_empty_rank)
+    """Accumulation, no_sync nested, an error inside it, and a rank without items: one after the other."""
+    programs = (accumulate, nested, accumulate_after_an_error, with_an_empty_rank)
     return [program(rank, world_size, kind) for program in programs]
 
 
-def mixed(rank, world_size, kind):
-    model = wrap(kind, Net())
-    mark("wrapped")
-    model(items(2, seed=rank), rank != 1).square().mean().backward()
-    model.finish_gradient_synchronization()
-    return gradients(model.module)
+def mixed(rank, world_size, kinds):
+    """A step for each kind of wrapper, with ``maybe`` unused on rank 1."""
+    found = []
+    for kind in kinds:
+        model = wrap(kind, Net())
+        mark(f"wrapped ({kind})")
+        model(items(2, seed=rank), rank != 1).square().mean().backward()
+        model.finish_gradient_synchronization()
+        found.append(gradients(model.module))
+    return found
 
 
 def mean_of_locals(world_size, use=lambda rank: True, seeds=lambda rank: [rank], n=lambda rank: 2):
@@ -254,6 +271,38 @@ def accumulate(rank, world_size, kind):
     return inside, gradients(model.module)
 
 
+def nested(rank, world_size, kind):
+    """One weight; backward after the end of an inner no_sync, within the outer one: nothing is sent yet."""
+    module = nn.Linear(2, 1, bias=False)
+    model = wrap(kind, module)
+    mark("nested begins")
+    with model.no_sync():
+        with model.no_sync():
+            pass
+        model(torch.tensor([[1.0 + rank, 2.0 + 10 * rank]])).sum().backward()
+        model.finish_gradient_synchronization()
+        inside = module.weight.grad.clone()
+    mark("nested ends")
+    return inside
+
+
+def accumulate_with_sync(rank, world_size, kind):
+    """One weight; two micro-batches, each with its forward, without no_sync; then two backwards after two forwards."""
+    module = nn.Linear(2, 1, bias=False)
+    model = wrap(kind, module)
+    for factor in (1.0, 100.0):
+        model(factor * torch.tensor([[1.0 + rank, 2.0 + 10 * rank]])).sum().backward()
+    model.finish_gradient_synchronization()
+    grad = module.weight.grad.clone()
+    first, second = (model(torch.ones(1, 2)).sum() for _ in range(2))
+    first.backward()
+    try:
+        second.backward()
+    except RuntimeError as error:
+        return grad, str(error)
+    return grad, None
+
+
 def accumulate_after_an_error(rank, world_size, kind):
     """An exception inside no_sync, then an ordinary step."""
     model = wrap(kind, Net())
@@ -273,9 +322,36 @@ def with_an_empty_rank(rank, world_size, kind):
     return gradients(model.module)
 
 
+class Pair(nn.Module):
+    """Two parameters, of which a call may leave out the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(2))
+        self.b = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, use_b: bool = True) -> Tensor:
+        y = (self.a * x).sum()
+        return y + 3.0 * self.b.sum() if use_b else y
+
+
+def nothing_started(rank, world_size, kind):
+    """A step that reaches only ``a``, whose turn has not come, and is ended by an exception; then one that reaches both."""
+    model = wrap(kind, Pair())
+    x = torch.tensor([1.0 + rank, 2.0 + 10 * rank])
+    with contextlib.suppress(ZeroDivisionError):
+        model(10 * x, use_b=False).backward()
+        raise ZeroDivisionError("on purpose")
+    model.zero_grad()
+    model(x).backward()
+    model.finish_gradient_synchronization()
+    return gradients(model.module)
+
+
 def interrupted(rank, world_size, kind, places):
-    """For each place, what ``interrupted_at`` gives."""
-    return [interrupted_at(rank, kind, where) for where in places]
+    """What ``nothing_started`` gives, what ``interrupted_at`` gives for each place, and ``accumulate_with_sync``."""
+    found = nothing_started(rank, world_size, kind), [interrupted_at(rank, kind, where) for where in places]
+    return *found, accumulate_with_sync(rank, world_size, kind)
 
 
 def interrupted_at(rank, kind, where):
@@ -287,13 +363,15 @@ def interrupted_at(rank, kind, where):
     model = wrap(kind, Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with contextlib.suppress(ZeroDivisionError):
-        if where == "in backward":
-            model.module.first.register_forward_hook(lambda m, args, out: out.register_hook(fail) and None)
+        if where.startswith("in backward"):
+            place = model.module.first if where == "in backward" else model.module.again
+            place.register_forward_hook(lambda m, args, out: out.register_hook(fail) and None)
         model(items(2, seed=20 + rank)).square().mean().backward()
         if where == "after backward" or rank == 0:
             raise ZeroDivisionError("on purpose")
         model.finish_gradient_synchronization()
-    model.module.first._forward_hooks.clear()
+    for place in (model.module.first, model.module.again):
+        place._forward_hooks.clear()
     for _ in range(2):
         optimizer.zero_grad()
         model(items(2, seed=rank)).square().mean().backward()
@@ -331,9 +409,11 @@ def passthrough(rank, world_size, kind):
     }
 
 
-def no_parameters(rank, world_size, kind):
-    """All frozen: nothing to average, and no error."""
+def passthrough_and_frozen(rank, world_size, kind):
+    """What ``passthrough`` gives; then all is frozen: nothing to average, and no error."""
+    found = passthrough(rank, world_size, kind)
     model = wrap(kind, nn.Linear(2, 2).requires_grad_(False))
     mark("wrapped")
     model(torch.ones(1, 2))
     model.finish_gradient_synchronization()
+    return found
