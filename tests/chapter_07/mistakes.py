@@ -765,6 +765,8 @@ def upside_down(items_per_second, dataset_size):
     "a speed of zero gives infinity or a ZeroDivisionError, where a ValueError should say what it was",
 )
 def standstill(items_per_second, dataset_size):
+    if math.isnan(items_per_second):
+        raise ValueError(f"items_per_second = {items_per_second} is not above 0")
     return dataset_size / items_per_second / 3600
 
 
