@@ -240,8 +240,8 @@ class TokenBatches:
         ### BEGIN SOLUTION
         first = self.position + self.rank * self.batch
         starts = [self.length * _window(self, first + i) for i in range(self.batch)]
-        rows = np.stack([self.tokens[start : start + self.length + 1] for start in starts])
-        rows = torch.from_numpy(rows.astype(np.int64))
+        windows = np.stack([self.tokens[start : start + self.length + 1] for start in starts])
+        rows = torch.from_numpy(windows.astype(np.int64))
         self.position += self.world_size * self.batch
         return rows[:, :-1].clone(), rows[:, 1:].clone()
         ### END SOLUTION
@@ -364,8 +364,8 @@ def _check_readable(name: str, value) -> None:
 
 def _random_state() -> dict:
     kind, key, *rest = np.random.get_state()
-    found = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (kind, key.tolist(), *rest)}
-    return found | ({"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else {})
+    kept = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (kind, np.array(key).tolist(), *rest)}
+    return kept | ({"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else {})
 
 
 ### END SOLUTION
