@@ -23,7 +23,7 @@ def cross_entropy(logits: Float[Tensor, "... v"], targets: Int[Tensor, "..."]) -
         targets: The class that each should have been, ``[...]``, from 0 to V - 1, in any integer dtype.
 
     Returns:
-        One number of the dtype of ``logits``; inside, float32 at least (float64 stays float64).
+        One number of the dtype of ``logits``; inside, float32 at least (float64 stays float64): float16 ends at 65,504.
 
     Convention: the classes stand last. ``torch.nn.functional.cross_entropy`` wants them second, ``[N, V, ...]``, and passes
         over targets of -100; here every target counts.
@@ -91,7 +91,7 @@ def cosine_schedule(step: int, max_lr: float, min_lr: float, warmup_steps: int, 
         step: From 0.
         max_lr: Reached at ``step == warmup_steps``, which may be 0.
         min_lr: Reached at ``step == max_steps``, and kept.
-        max_steps: At least ``warmup_steps``; where both are equal, that step has ``min_lr``.
+        max_steps: ``warmup_steps`` or more. Both may be equal: then that step has ``min_lr``, and there is no cosine.
 
     Returns:
         ``max_lr * step / warmup_steps`` before ``warmup_steps``, so 0 at step 0; then the cosine.
@@ -113,7 +113,7 @@ def clip_gradient_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) 
         max_norm: The Euclidean norm that all gradients together, as one long vector, may have.
 
     Returns:
-        Their norm before clipping, as a tensor of no dimension; zero where there is no gradient.
+        Their norm before clipping, of no dimension; zero without a gradient. It fits where float16's squares do not.
 
     Source: Pascanu and others (arXiv:1211.5063), algorithm 1; the factor is PyTorch's, ``max_norm / (norm + 1e-6)``.
     Cost: no value is brought to the host: no ``item()``, no ``float()``, no ``if`` on a tensor.
@@ -158,7 +158,7 @@ class TokenBatches:
         return self
 
     def __next__(self) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
-        """This rank's next inputs and targets, int64 ``[B, T]`` each, contiguous."""
+        """This rank's next inputs and targets, int64 ``[B, T]`` each, contiguous, in memory shared with nothing."""
         raise NotImplementedError("Exercise 7.6: write TokenBatches.__next__")
 
     def state_dict(self) -> dict[str, int | None]:
@@ -244,6 +244,6 @@ def hours_per_epoch(items_per_second: float, dataset_size: int) -> float:
         Hours.
 
     Raises:
-        ValueError: ``items_per_second`` is not above 0; the message names it.
+        ValueError: ``items_per_second`` is not above 0, as nan is not; the message names it.
     """
     raise NotImplementedError("Exercise 7.10: write hours_per_epoch")

@@ -23,7 +23,7 @@ def cross_entropy(logits: Float[Tensor, "... v"], targets: Int[Tensor, "..."]) -
         targets: The class that each should have been, ``[...]``, from 0 to V - 1, in any integer dtype.
 
     Returns:
-        One number of the dtype of ``logits``; inside, float32 at least (float64 stays float64).
+        One number of the dtype of ``logits``; inside, float32 at least (float64 stays float64): float16 ends at 65,504.
 
     Convention: the classes stand last. ``torch.nn.functional.cross_entropy`` wants them second, ``[N, V, ...]``, and passes
         over targets of -100; here every target counts.
@@ -135,7 +135,7 @@ def cosine_schedule(step: int, max_lr: float, min_lr: float, warmup_steps: int, 
         step: From 0.
         max_lr: Reached at ``step == warmup_steps``, which may be 0.
         min_lr: Reached at ``step == max_steps``, and kept.
-        max_steps: At least ``warmup_steps``; where both are equal, that step has ``min_lr``.
+        max_steps: ``warmup_steps`` or more. Both may be equal: then that step has ``min_lr``, and there is no cosine.
 
     Returns:
         ``max_lr * step / warmup_steps`` before ``warmup_steps``, so 0 at step 0; then the cosine.
@@ -166,7 +166,7 @@ def clip_gradient_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) 
         max_norm: The Euclidean norm that all gradients together, as one long vector, may have.
 
     Returns:
-        Their norm before clipping, as a tensor of no dimension; zero where there is no gradient.
+        Their norm before clipping, of no dimension; zero without a gradient. It fits where float16's squares do not.
 
     Source: Pascanu and others (arXiv:1211.5063), algorithm 1; the factor is PyTorch's, ``max_norm / (norm + 1e-6)``.
     Cost: no value is brought to the host: no ``item()``, no ``float()``, no ``if`` on a tensor.
@@ -236,12 +236,12 @@ class TokenBatches:
         return self
 
     def __next__(self) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
-        """This rank's next inputs and targets, int64 ``[B, T]`` each, contiguous."""
+        """This rank's next inputs and targets, int64 ``[B, T]`` each, contiguous, in memory shared with nothing."""
         ### BEGIN SOLUTION
         first = self.position + self.rank * self.batch
         starts = [self.length * _window(self, first + i) for i in range(self.batch)]
-        rows = np.stack([self.tokens[start : start + self.length + 1] for start in starts])
-        rows = torch.from_numpy(rows.astype(np.int64))
+        windows = np.stack([self.tokens[start : start + self.length + 1] for start in starts])
+        rows = torch.from_numpy(windows.astype(np.int64))
         self.position += self.world_size * self.batch
         return rows[:, :-1].clone(), rows[:, 1:].clone()
         ### END SOLUTION
@@ -364,8 +364,8 @@ def _check_readable(name: str, value) -> None:
 
 def _random_state() -> dict:
     kind, key, *rest = np.random.get_state()
-    found = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (kind, key.tolist(), *rest)}
-    return found | ({"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else {})
+    kept = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (kind, np.array(key).tolist(), *rest)}
+    return kept | ({"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else {})
 
 
 ### END SOLUTION
@@ -409,10 +409,10 @@ def hours_per_epoch(items_per_second: float, dataset_size: int) -> float:
         Hours.
 
     Raises:
-        ValueError: ``items_per_second`` is not above 0; the message names it.
+        ValueError: ``items_per_second`` is not above 0, as nan is not; the message names it.
     """
     ### BEGIN SOLUTION
-    if items_per_second <= 0:
+    if not items_per_second > 0:
         raise ValueError(f"items_per_second = {items_per_second} is not above 0")
     return dataset_size / items_per_second / 3600
     ### END SOLUTION

@@ -57,6 +57,15 @@ def in_bits(logits, targets):
     return reference.cross_entropy(logits, targets) / math.log(2)
 
 
+@mistake(
+    "cross_entropy",
+    "it counts in the dtype of the logits, where it should widen first: float16's sum is infinite above 65,504",
+)
+def not_widened(logits, targets):
+    shifted = logits - logits.amax(-1, keepdim=True)
+    return (shifted.exp().sum(-1).log() - _pick(shifted, targets)).mean()
+
+
 # ---- 7.2 AdamW -------------------------------------------------------------------------------------------------------
 
 
@@ -335,6 +344,20 @@ def norms_added(parameters, max_norm):
     return norm
 
 
+@mistake(
+    "clip_gradient_norm_",
+    "the values are squared in their own dtype: in float16 300 squared is infinite, and all gradients become 0",
+)
+def squares_overflow(parameters, max_norm):
+    gradients = _gradients(parameters)
+    if not gradients:
+        return torch.tensor(0.0)
+    norm = torch.stack([(g**2).sum() for g in gradients]).sum().sqrt()
+    for gradient in gradients:
+        gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
 @mistake("clip_gradient_norm_", "a generator is walked through twice, and the second time it is empty")
 def walked_twice(parameters, max_norm):
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
@@ -370,6 +393,27 @@ class DropsTheTail(_Windows):
         steps = self.n_windows // per_step
         epoch, place = divmod(position, steps * per_step)
         return super()._window(epoch * self.n_windows + place)
+
+
+@mistake(
+    "TokenBatches",
+    "the epoch is computed once for a batch: where a batch runs into the next epoch, its last rows keep the old order",
+)
+class OneEpochABatch(_Windows):
+    def __next__(self):
+        self._at = (self.position + self.rank * self.batch) // self.n_windows
+        return super().__next__()
+
+    def _window(self, position):
+        return super()._window(self._at * self.n_windows + position % self.n_windows)
+
+
+@mistake("TokenBatches", "inputs and targets are views of the same rows: who changes one changes the other")
+class SharedRows(reference.TokenBatches):
+    def __next__(self):
+        inputs, targets = super().__next__()
+        rows = torch.cat([inputs, targets[:, -1:]], dim=1)
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
 @mistake("TokenBatches", "the targets are the inputs: nobody has to guess the next token")
@@ -694,7 +738,7 @@ def assigned(path, model, optimizer):
 
 
 def _moving(items_per_second):
-    if items_per_second <= 0:
+    if not items_per_second > 0:
         raise ValueError(f"items_per_second = {items_per_second} is not above 0")
 
 
@@ -721,4 +765,13 @@ def upside_down(items_per_second, dataset_size):
     "a speed of zero gives infinity or a ZeroDivisionError, where a ValueError should say what it was",
 )
 def standstill(items_per_second, dataset_size):
+    if math.isnan(items_per_second):
+        raise ValueError(f"items_per_second = {items_per_second} is not above 0")
+    return dataset_size / items_per_second / 3600
+
+
+@mistake("hours_per_epoch", "nan is neither below nor above 0, so that `<= 0` lets it through")
+def lets_nan_through(items_per_second, dataset_size):
+    if items_per_second <= 0:
+        raise ValueError(f"items_per_second = {items_per_second} is not above 0")
     return dataset_size / items_per_second / 3600

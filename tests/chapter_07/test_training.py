@@ -29,6 +29,7 @@ LOSS, MOMENTS, CORRECTED, DECAY, COSINE, CLIP, SHARE, YARDSTICK = (
 )
 WINDOWS, BATCHES = "equation (7.7)", "the contract of exercise 7.6"
 SAVE = "the contract of exercise 7.8"
+READ = f"{SAVE}; it reads through load_checkpoint: if only 7.9's random states fail, mend that first"
 LOAD = "the contract of exercise 7.9; it reads what 7.8 wrote: if 7.8 does not pass, mend it first"
 
 
@@ -95,6 +96,15 @@ def test_cross_entropy_counts_wide_and_keeps_the_dtype(dtype):
     atol = {torch.float16: 4e-3, torch.bfloat16: 3.2e-2, torch.float64: 1e-12}[dtype]
     found = training.cross_entropy(logits, targets)
     expect_close(found, expected, atol=atol, read="the contract of exercise 7.1, under Returns")
+
+
+def test_cross_entropy_of_more_classes_than_float16_can_count():
+    case("logits 0 for each of 70,000 classes, float16: the sum of their exp is 70,000, and float16 ends at 65,504")
+    expected = torch.tensor(math.log(70_000), dtype=torch.float16)
+    found = training.cross_entropy(torch.zeros(1, 70_000, dtype=torch.float16), torch.tensor([69_999]))
+    expect_close(
+        found, expected, atol=1e-2, read="the contract of exercise 7.1, under Returns: inside, float32 at least"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int64])
@@ -421,6 +431,20 @@ def test_clip_gradient_norm__equals_torch(dtype, max_norm):
     expect_close(gradients_of(mine), gradients_of(theirs), atol=1e-6, name="gradients", read=CLIP)
 
 
+def test_clip_gradient_norm__where_squares_overflow():
+    case(
+        "1000 gradients of 300 in float16, in one tensor and in five: their norm is 9487; 300 squared is infinite there"
+    )
+    read = "the contract of exercise 7.5, under Returns"
+    for n_tensors in (1, 5):
+        parameters = with_gradients(*[torch.full((1000 // n_tensors,), 300.0, dtype=torch.float16)] * n_tensors)
+        norm = training.clip_gradient_norm_(parameters, 1.0)
+        expected = [torch.full((1000 // n_tensors,), 300 / 9486.8, dtype=torch.float16)] * n_tensors
+        expect_close(gradients_of(parameters), expected, rtol=5e-3, atol=0, name="gradients", read=read)
+        expect_true(norm.ndim == 0, f"the norm should have no dimension, and has {norm.ndim}", read=read)
+        expect_close(norm.float(), torch.tensor(9486.8), rtol=2e-3, atol=0, name="the norm before", read=read)
+
+
 def test_clip_gradient_norm__takes_generators_single_tensors_and_nothing():
     read = "the contract of exercise 7.5, under Args"
     case("a generator of two parameters with gradients [3] and [4], max_norm=1")
@@ -496,6 +520,19 @@ def test_TokenBatches_by_hand():
     expect_equal(take(batches, 4), expected, name="batches", read=WINDOWS)
 
 
+@pytest.mark.parametrize("seed", [None, 0, 8])
+def test_TokenBatches_row_by_row_across_an_epoch(seed):
+    case(
+        f"58 tokens, batch=2, length=3 (19 windows), 3 ranks, seed={seed}: 16 steps, row by row, beside one rank of batch 1"
+        " (step 3, rank 0: its first row is the last of epoch 0, its second the first of epoch 1)"
+    )
+    ranks = [training.TokenBatches(range(58), 2, 3, rank, 3, seed) for rank in range(3)]
+    found = [first for _ in range(16) for one in ranks for first in firsts(one, 1)]
+    expected = firsts(training.TokenBatches(range(58), 1, 3, seed=seed), 96)
+    read = f"{WINDOWS}: each row has its own p, and so its own epoch"
+    expect_equal(found, expected, name="first tokens in the order of p", read=read)
+
+
 def test_TokenBatches_gives_int64_rows_that_can_be_viewed():
     case("tokens 0 to 30, batch=3, length=4")
     inputs, targets = next(training.TokenBatches(torch.arange(31), 3, 4))
@@ -515,7 +552,8 @@ def test_TokenBatches_is_an_iterator():
 
 
 @pytest.mark.parametrize(
-    ("n_tokens", "batch", "length", "world_size"), [(13, 1, 4, 3), (31, 2, 3, 2), (50, 3, 2, 4), (7, 1, 1, 1)]
+    ("n_tokens", "batch", "length", "world_size"),
+    [(13, 1, 4, 3), (31, 2, 3, 2), (50, 3, 2, 4), (7, 1, 1, 1), (58, 2, 3, 3), (23, 4, 2, 2)],
 )
 @pytest.mark.parametrize("seed", [None, 0, 5])
 def test_TokenBatches_uses_every_window_once_an_epoch(n_tokens, batch, length, world_size, seed):
@@ -653,12 +691,15 @@ def test_TokenBatches_reads_a_memmap_as_it_goes(tmp_path):
 
 
 def test_TokenBatches_does_not_alias_the_tokens():
-    case("int64 tokens; the inputs are overwritten")
-    tokens = np.arange(9)
-    inputs, targets = next(training.TokenBatches(tokens, 1, 8))
-    inputs.zero_()
-    expect_close(targets, torch.arange(1, 9).view(1, 8), name="targets afterwards", read=BATCHES)
-    expect_equal(tokens.tolist(), list(range(9)), name="tokens afterwards", read=BATCHES)
+    read = f"{BATCHES}, __next__: in memory shared with nothing"
+    for batch in (1, 2):
+        case(f"int64 tokens, batch={batch}; all inputs are set to 0: do inputs, targets and tokens share memory?")
+        tokens = np.arange(17)
+        inputs, targets = next(training.TokenBatches(tokens, batch, 8))
+        inputs.zero_()
+        expected = torch.arange(1, 8 * batch + 1).view(batch, 8)
+        expect_close(targets, expected, name="targets, once the inputs are 0", read=read)
+        expect_equal(tokens.tolist(), list(range(17)), name="tokens, once the inputs are 0", read=read)
 
 
 @pytest.mark.parametrize(
@@ -906,13 +947,13 @@ def test_save_checkpoint_writes_where_it_is_told(tmp_path):
     save(buffer, 4)
     buffer.seek(0)
     found = [step_in(tmp_path / f"{name}.pt") for name in "abc"] + [step_in(buffer)]
-    expect_equal(found, [1, 2, 3, 4], name="steps", read=f"{SAVE}, under Args")
+    expect_equal(found, [1, 2, 3, 4], name="steps", read=READ)
     there = sorted(path.name for path in tmp_path.iterdir())
     expect_equal(there, ["a.pt", "b.pt", "c.pt"], name="files", read=f"{SAVE}, under Returns")
 
 
 def test_save_checkpoint_keeps_all_that_a_run_needs(tmp_path):
-    check_resumes_bit_for_bit(tmp_path / "run.pt", lambda: None, SAVE)
+    check_resumes_bit_for_bit(tmp_path / "run.pt", lambda: None, READ)
 
 
 def test_save_checkpoint_keeps_the_extra_state():
@@ -930,9 +971,9 @@ def test_save_checkpoint_keeps_the_extra_state():
     training.save_checkpoint(buffer, run.model, run.optimizer, 5, **state)
     buffer.seek(0)
     found = training.load_checkpoint(buffer, run.model, run.optimizer)
-    expect_close(found.pop("tensor", None), tensor, name="tensor", read=f"{SAVE}, under Args")
+    expect_close(found.pop("tensor", None), tensor, name="tensor", read=READ)
     del state["tensor"]
-    expect_equal(found, {"step": 5, **state}, name="what is loaded", read=f"{SAVE}, under Args")
+    expect_equal(found, {"step": 5, **state}, name="what is loaded", read=READ)
 
 
 def test_save_checkpoint_changes_nothing():
@@ -949,10 +990,12 @@ def test_save_checkpoint_changes_nothing():
 
 def test_save_checkpoint_refuses_what_could_not_be_loaded(tmp_path):
     case("the extra state `sampler` is an object of a class; before, there is a checkpoint of step 1")
-    save(tmp_path / "run.pt", 1)
+    path = tmp_path / "run.pt"
+    save(path, 1)
+    old = path.read_bytes()
     with expect_raises(TypeError, "sampler", read=f"{SAVE}, under Raises"):
-        save(tmp_path / "run.pt", 2, sampler=Path("x"))
-    expect_equal(step_in(tmp_path / "run.pt"), 1, name="step in the file", read=f"{SAVE}, under Raises")
+        save(path, 2, sampler=Path("x"))
+    expect_true(path.read_bytes() == old, "the old checkpoint is changed", read=f"{SAVE}, under Raises")
 
 
 class Log:
@@ -1055,7 +1098,7 @@ def test_save_checkpoint_that_is_killed_leaves_the_old_one(tmp_path):
     in_a_child_that_dies(killed)
     expect_true(path.exists() and path.read_bytes() == old, "the old checkpoint is gone or changed", read=SAVE)
     save(path, 3)
-    expect_equal(step_in(path), 3, name="step in the file", read=SAVE)
+    expect_equal(step_in(path), 3, name="step in the file", read=READ)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -1071,6 +1114,7 @@ def test_save_checkpoint_can_be_killed_at_any_moment(tmp_path):
         training.save_checkpoint(tmp_path / "count.pt", run.model, run.optimizer, 2)
     finally:
         sys.setprofile(None)
+    expect_equal(step_in(tmp_path / "count.pt"), 2, name="step in a file that nobody disturbed", read=READ)
     for k in range(16):
         left = [max(1, round(moments[0] * (k + 1) / 16) - 2)]
 
@@ -1105,18 +1149,6 @@ def test_load_checkpoint_gives_back_step_and_state(tmp_path):
     expect_equal(found, {"step": 7, **state}, name="what is loaded", read=f"{LOAD}")
 
 
-@pytest.mark.parametrize("kind", ["path", "str", "file", "buffer"])
-def test_load_checkpoint_resumes_bit_for_bit(tmp_path, kind):
-    path, buffer = tmp_path / "run.pt", io.BytesIO()
-    if kind in ("path", "str"):
-        check_resumes_bit_for_bit(path if kind == "path" else str(path), lambda: None, LOAD)
-    elif kind == "buffer":
-        check_resumes_bit_for_bit(buffer, lambda: buffer.seek(0), LOAD)
-    else:
-        with open(path, "w+b") as file:
-            check_resumes_bit_for_bit(file, lambda: file.seek(0), LOAD)
-
-
 def test_load_checkpoint_restores_each_random_number(tmp_path):
     case("two numbers each of torch.rand, random.gauss and numpy.random.standard_normal after loading")
     run = Run()
@@ -1131,6 +1163,18 @@ def test_load_checkpoint_restores_each_random_number(tmp_path):
     training.load_checkpoint(tmp_path / "run.pt", run.model, run.optimizer)
     found = {name: [draw(), draw()] for name, draw in sources.items()}
     expect_equal(found, expected, name="drawn", read=LOAD)
+
+
+@pytest.mark.parametrize("kind", ["path", "str", "file", "buffer"])
+def test_load_checkpoint_resumes_bit_for_bit(tmp_path, kind):
+    path, buffer = tmp_path / "run.pt", io.BytesIO()
+    if kind in ("path", "str"):
+        check_resumes_bit_for_bit(path if kind == "path" else str(path), lambda: None, LOAD)
+    elif kind == "buffer":
+        check_resumes_bit_for_bit(buffer, lambda: buffer.seek(0), LOAD)
+    else:
+        with open(path, "w+b") as file:
+            check_resumes_bit_for_bit(file, lambda: file.seek(0), LOAD)
 
 
 def test_load_checkpoint_fills_the_tensors_that_are_there(tmp_path):
@@ -1208,7 +1252,7 @@ def test_hours_per_epoch_by_hand(speed, size, hours):
     expect_close(training.hours_per_epoch(speed, size), hours, name="hours", read=YARDSTICK)
 
 
-@pytest.mark.parametrize("speed", [0, -3.0])
+@pytest.mark.parametrize("speed", [0, -3.0, math.nan])
 def test_hours_per_epoch_refuses_a_standstill(speed):
     case(f"{speed} items a second")
     with expect_raises(ValueError, str(speed), read="the contract of exercise 7.10, under Raises"):
