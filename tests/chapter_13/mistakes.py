@@ -511,6 +511,36 @@ def _changed(config, changes):
     return {name: style for name, style in plan.items() if style is not None}
 
 
+# first those that the checks of embedding and head meet: a diagnosis has little time
+
+
+@mistake(
+    "llama_plan",
+    "T became R x T: RowwiseParallel takes its input to be cut and gathers the tokens, which come in whole; input_layouts says so",
+)
+def plan_tokens_cut(config):
+    return _changed(config, {"tok_embeddings": RowwiseParallel()})
+
+
+@mistake(
+    "llama_plan",
+    "the embedding's table is cut by features (ColwiseParallel), and so is its output; the contract cuts it by tokens: RowwiseParallel",
+)
+def plan_embedding_by_features(config):
+    return _changed(config, {"tok_embeddings": ColwiseParallel()})
+
+
+@mistake("llama_plan", "the embedding's output stays cut along its positions, where the blocks need it whole")
+def plan_embedding_output_cut(config):
+    style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    return _changed(config, {"tok_embeddings": style})
+
+
+@mistake("llama_plan", "the logits stay cut: output_layouts=Replicate() gathers them")
+def plan_logits_cut(config):
+    return _changed(config, {"output": ColwiseParallel()})
+
+
 @mistake("llama_plan", "attention does not know that a rank has only some of its heads: LocalHeads is missing")
 def plan_all_heads(config):
     return _changed(config, {"layers.*.attention": None})
@@ -529,11 +559,6 @@ def plan_w2_colwise(config):
 @mistake("llama_plan", "wo is cut by columns, where its input is already cut: it should be row-wise")
 def plan_wo_colwise(config):
     return _changed(config, {"layers.*.attention.wo": ColwiseParallel(output_layouts=Replicate())})
-
-
-@mistake("llama_plan", "the logits stay cut: output_layouts=Replicate() gathers them")
-def plan_logits_cut(config):
-    return _changed(config, {"output": ColwiseParallel()})
 
 
 @mistake("llama_plan", "the logits come out as a DTensor: use_local_output=False has no place here")
@@ -559,28 +584,6 @@ def plan_kv_cut(config):
 @mistake("llama_plan", "only the first layer is cut: a star in the name stands for the number of the layer")
 def plan_first_layer(config):
     return {name.replace("*", "0"): style for name, style in reference.llama_plan(config).items()}
-
-
-@mistake(
-    "llama_plan",
-    "T became R x T: RowwiseParallel takes its input to be cut and gathers the tokens, which come in whole; input_layouts says so",
-)
-def plan_tokens_cut(config):
-    return _changed(config, {"tok_embeddings": RowwiseParallel()})
-
-
-@mistake(
-    "llama_plan",
-    "the embedding's table is cut by features (ColwiseParallel), and so is its output; the contract cuts it by tokens: RowwiseParallel",
-)
-def plan_embedding_by_features(config):
-    return _changed(config, {"tok_embeddings": ColwiseParallel()})
-
-
-@mistake("llama_plan", "the embedding's output stays cut along its positions, where the blocks need it whole")
-def plan_embedding_output_cut(config):
-    style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-    return _changed(config, {"tok_embeddings": style})
 
 
 # ---- 13.12 ffn_partition_specs ---------------------------------------------------------------------------------------
