@@ -285,7 +285,7 @@ def test_ColumnParallelLinear_on_ranks(ranks):
 
 
 def column_start(rank, world_size):
-    case(f"C=3 F=6 on three ranks after torch.manual_seed(5): the parts of nn.Linear(3, 6); rank {rank}")
+    case("C=3 F=6 on three ranks after torch.manual_seed(5): the parts of nn.Linear(3, 6)")
     torch.manual_seed(5)
     full = nn.Linear(3, 6)
     after = torch.rand(1)
@@ -293,7 +293,7 @@ def column_start(rank, world_size):
     layer = tp.ColumnParallelLinear(3, 6)
     expected = {name: p.detach().tensor_split(3)[rank] for name, p in full.named_parameters()}
     found = {name: p.detach() for name, p in layer.named_parameters()}
-    expect_close(found, expected, name="parameters", read="the contract of exercise 13.6")
+    expect_close(found, expected, name=f"parameters of rank {rank}", read="the contract of exercise 13.6")
     expect_close(torch.rand(1), after, name="the next random number", read="the contract of exercise 13.6")
     expect_true(layer.weight.untyped_storage().nbytes() == 24, "the rank still holds the whole weight: clone its part")
     case("F=7 on three ranks")
@@ -345,14 +345,14 @@ def test_RowParallelLinear_on_ranks(ranks):
 
 
 def row_start(rank, world_size):
-    case(f"F=6 C=4 on three ranks after torch.manual_seed(5): the parts of nn.Linear(6, 4); rank {rank}")
+    case("F=6 C=4 on three ranks after torch.manual_seed(5): the parts of nn.Linear(6, 4)")
     torch.manual_seed(5)
     full = nn.Linear(6, 4)
     torch.manual_seed(5)
     layer = tp.RowParallelLinear(6, 4)
     expected = {"weight": full.weight.detach().tensor_split(3, 1)[rank], "bias": full.bias.detach()}
     found = {name: p.detach() for name, p in layer.named_parameters()}
-    expect_close(found, expected, name="parameters", read="the contract of exercise 13.7")
+    expect_close(found, expected, name=f"parameters of rank {rank}", read="the contract of exercise 13.7")
     expect_true(layer.weight.untyped_storage().nbytes() == 32, "the rank still holds the whole weight: clone its part")
     case("F=7 on three ranks")
     with expect_raises(ValueError, "7", "3", read="the contract of exercise 13.7, under Raises"):
@@ -591,11 +591,12 @@ def plan_on_ranks(rank, world_size, n_kv_heads):
     model = parallelize_module(copy.deepcopy(whole), init_device_mesh("cpu", (world_size,)), tp.llama_plan(config))
     tokens = torch.randint(30, (2, 7), generator=torch.Generator().manual_seed(1))
     both = f"4 heads, {n_kv_heads} of keys and values, on {world_size} ranks"
-    case(f"{both}: the embedding by itself, tokens [2, 7] in and [2, 7, 32] out, whole on every rank; rank {rank}")
+    case(f"{both}: the embedding by itself, tokens [2, 7] in and [2, 7, 32] out, whole on every rank")
     embedded, x = model.tok_embeddings(tokens), whole.tok_embeddings(tokens)
     expect_close(plain(embedded), x, name="the embedding's output", read=read)
-    case(f"{both}: the head by itself, [2, 7, 32] in and logits [2, 7, 30] out, whole on every rank; rank {rank}")
-    expect_close(plain(model.output(x.detach())), whole.output(x), atol=1e-5, name="the head's output", read=read)
+    case(f"{both}: the head by itself, [2, 7, 32] in and logits [2, 7, 30] out, whole on every rank")
+    scores, name = plain(model.output(x.detach())), f"the head's output on rank {rank}"
+    expect_close(scores, whole.output(x), atol=1e-5, name=name, answer=scores.shape[-1] == 30, read=read)
     case(f"{both}: parameters, logits and gradients; rank {rank}")
     with Collectives() as forward:
         logits = model(tokens)
