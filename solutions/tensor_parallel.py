@@ -258,7 +258,7 @@ class ParallelAttention(nn.Module):
         group: The R ranks; None means all.
 
     Attributes:
-        wq: ``ColumnParallelLinear`` C to C without bias, made first; so are ``wk`` and ``wv``; ``wo``: ``RowParallelLinear`` C to C without bias.
+        wq, wk, wv: ``ColumnParallelLinear`` C to C without bias; wo: ``RowParallelLinear`` C to C without bias; made in the order wq, wk, wv, wo.
             Rank r has heads r H/R to (r + 1) H/R - 1: with the same weights, it equals ``MultiHeadAttention(dim, n_heads)``.
 
     Raises:
@@ -336,7 +336,7 @@ def llama_plan(config: LlamaConfig) -> dict[str, ParallelStyle]:
 
     Given: ``LocalHeads(n_heads, n_kv_heads)`` for ``layers.*.attention`` and ``SharedInput()`` for ``layers.*.feed_forward`` (both make one
     DTensor of their input for the layers inside), and ``KeyValueHeads(n_kv_heads)`` for ``wk`` and ``wv``: column-wise, or, where R is
-    larger than G, whole on every rank. The rest is yours, with ``ColwiseParallel`` and ``RowwiseParallel``.
+    larger than G, whole on every rank. Yours: ``ColwiseParallel`` and ``RowwiseParallel``, with their ``input_layouts`` and ``output_layouts``.
 
     Args:
         config: The sizes of the model.
@@ -368,8 +368,8 @@ def ffn_partition_specs(layout: str) -> dict[str, tuple[str | None, ...]]:
     """Which mesh axis cuts which dimension of a feed-forward layer's tensors. (Exercise 13.12)
 
     Args:
-        layout: "data" (batch cut along X), "megatron" (hidden features cut along Y), "2d attempt 1", "2d attempt 2" or "2d finalized"
-            of GSPMD's table. Upper case, "_" and "-" are taken as lower case and a space.
+        layout: "data" (batch cut along X), "megatron" (hidden features cut along Y), "2d features", "2d batch" (two steps on the way, named
+            here) or "2d finalized" (GSPMD's). Upper case, "_" and "-" are taken as lower case and a space.
 
     Returns:
         Four tuples, one entry a dimension: "X", "Y", or None where it is not cut. ``embedding`` ``[B, T, C]`` (input and output),
@@ -378,15 +378,15 @@ def ffn_partition_specs(layout: str) -> dict[str, tuple[str | None, ...]]:
     Raises:
         ValueError: an unknown layout; the message names it and lists those that there are.
 
-    Source: GSPMD (arXiv:2105.04663), table 1: 2D attempt 1 has the embedding [_, _, X] and the hidden activation [_, _, Y], attempt 2
-        [X, _, _] and [X, _, Y], finalized [X, _, Y] and [X, _, Y]; in all three the weights are cut both ways, [X, Y] and [Y, X].
+    Source: GSPMD (arXiv:2105.04663), table 1, for "2d finalized": embedding and hidden [X, _, Y]. "2d features" has [_, _, X] and [_, _, Y],
+        "2d batch" [X, _, _] and [X, _, Y]; in all three the weights are cut both ways, [X, Y] and [Y, X].
     """
     ### BEGIN SOLUTION
     table = {
         "data": (("X", None, None), (None, None), ("X", None, None), (None, None)),
         "megatron": ((None, None, None), (None, "Y"), (None, None, "Y"), ("Y", None)),
-        "2d attempt 1": ((None, None, "X"), ("X", "Y"), (None, None, "Y"), ("Y", "X")),
-        "2d attempt 2": (("X", None, None), ("X", "Y"), ("X", None, "Y"), ("Y", "X")),
+        "2d features": ((None, None, "X"), ("X", "Y"), (None, None, "Y"), ("Y", "X")),
+        "2d batch": (("X", None, None), ("X", "Y"), ("X", None, "Y"), ("Y", "X")),
         "2d finalized": (("X", None, "Y"), ("X", "Y"), ("X", None, "Y"), ("Y", "X")),
     }
     key = layout.lower().replace("_", " ").replace("-", " ")

@@ -28,6 +28,14 @@ def rest_lost(a, b, parts):
     )
 
 
+@mistake(
+    "partitioned_dot", "chunk cuts 10 in 4 as 3, 3, 3 and 1; the contract asks for 3, 3, 2 and 2, as tensor_split cuts"
+)
+def chunked(a, b, parts):
+    reference.partitioned_dot(a, b, parts)
+    return torch.stack([torch.dot(p, q) for p, q in zip(a.chunk(parts), b.chunk(parts), strict=True)]).sum()
+
+
 @mistake("partitioned_dot", "the mean of the parts is returned, where their sum is the product")
 def mean_of_parts(a, b, parts):
     return reference.partitioned_dot(a, b, parts) / parts
@@ -234,9 +242,9 @@ class ColumnGathered(reference.ColumnParallelLinear):
 @mistake("ColumnParallelLinear", "each rank draws a small layer of its own: the parts are not those of one nn.Linear")
 class ColumnOwnStart(reference.ColumnParallelLinear):
     def __init__(self, in_features, out_features, group=None, bias=True):
-        super().__init__(in_features, out_features, group, bias)
-        small = nn.Linear(in_features, out_features // dist.get_world_size(group), bias)
-        self.weight, self.bias = small.weight, small.bias
+        nn.Module.__init__(self)
+        small = nn.Linear(in_features, reference._local_size(out_features, "out_features", group), bias)
+        self.group, self.weight, self.bias = group, small.weight, small.bias
 
 
 @mistake("ColumnParallelLinear", "every rank keeps the first part of the weight")
@@ -314,8 +322,9 @@ class RowBiasCut(reference.RowParallelLinear):
 @mistake("RowParallelLinear", "each rank draws a small layer of its own: the parts are not those of one nn.Linear")
 class RowOwnStart(reference.RowParallelLinear):
     def __init__(self, in_features, out_features, group=None, bias=True):
-        super().__init__(in_features, out_features, group, bias)
-        self.weight = nn.Linear(in_features // dist.get_world_size(group), out_features).weight
+        nn.Module.__init__(self)
+        small = nn.Linear(reference._local_size(in_features, "in_features", group), out_features, bias)
+        self.group, self.weight, self.bias = group, small.weight, small.bias
 
 
 @mistake("RowParallelLinear", "the group is not passed on: the sum goes over all ranks")
@@ -502,6 +511,36 @@ def _changed(config, changes):
     return {name: style for name, style in plan.items() if style is not None}
 
 
+# first those that the checks of embedding and head meet: a diagnosis has little time
+
+
+@mistake(
+    "llama_plan",
+    "T became R x T: RowwiseParallel takes its input to be cut and gathers the tokens, which come in whole; input_layouts says so",
+)
+def plan_tokens_cut(config):
+    return _changed(config, {"tok_embeddings": RowwiseParallel()})
+
+
+@mistake(
+    "llama_plan",
+    "the embedding's table is cut by features (ColwiseParallel), and so is its output; the contract cuts it by tokens: RowwiseParallel",
+)
+def plan_embedding_by_features(config):
+    return _changed(config, {"tok_embeddings": ColwiseParallel()})
+
+
+@mistake("llama_plan", "the embedding's output stays cut along its positions, where the blocks need it whole")
+def plan_embedding_output_cut(config):
+    style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    return _changed(config, {"tok_embeddings": style})
+
+
+@mistake("llama_plan", "the logits stay cut: output_layouts=Replicate() gathers them")
+def plan_logits_cut(config):
+    return _changed(config, {"output": ColwiseParallel()})
+
+
 @mistake("llama_plan", "attention does not know that a rank has only some of its heads: LocalHeads is missing")
 def plan_all_heads(config):
     return _changed(config, {"layers.*.attention": None})
@@ -520,11 +559,6 @@ def plan_w2_colwise(config):
 @mistake("llama_plan", "wo is cut by columns, where its input is already cut: it should be row-wise")
 def plan_wo_colwise(config):
     return _changed(config, {"layers.*.attention.wo": ColwiseParallel(output_layouts=Replicate())})
-
-
-@mistake("llama_plan", "the logits stay cut: output_layouts=Replicate() gathers them")
-def plan_logits_cut(config):
-    return _changed(config, {"output": ColwiseParallel()})
 
 
 @mistake("llama_plan", "the logits come out as a DTensor: use_local_output=False has no place here")
@@ -552,14 +586,6 @@ def plan_first_layer(config):
     return {name.replace("*", "0"): style for name, style in reference.llama_plan(config).items()}
 
 
-@mistake(
-    "llama_plan",
-    "the tokens are taken to be cut along their positions: RowwiseParallel's input for an embedding is whole",
-)
-def plan_tokens_cut(config):
-    return _changed(config, {"tok_embeddings": RowwiseParallel(input_layouts=Shard(1))})
-
-
 # ---- 13.12 ffn_partition_specs ---------------------------------------------------------------------------------------
 
 
@@ -569,10 +595,10 @@ def specs_w_out(layout):
     return found | {"w_out": found["w_in"]}
 
 
-@mistake("ffn_partition_specs", "the embedding of the finalized layout is cut by the batch alone: that is attempt 2")
-def specs_attempt_two(layout):
+@mistake("ffn_partition_specs", "the embedding of the finalized layout is cut by the batch alone: that is 2d batch")
+def specs_by_batch(layout):
     found = reference.ffn_partition_specs(layout)
-    return reference.ffn_partition_specs("2d attempt 2") if "final" in layout.lower() else found
+    return reference.ffn_partition_specs("2d batch") if "final" in layout.lower() else found
 
 
 @mistake("ffn_partition_specs", "X and Y are exchanged")
@@ -619,6 +645,14 @@ def bytes_one_a_block(config, batch, length, world_size, bytes_per_value=2):
 @mistake("tensor_parallel_bytes", "the size of what is all-reduced is counted, where a ring sends 2 (R - 1)/R of it")
 def bytes_of_tensor(config, batch, length, world_size, bytes_per_value=2):
     return 4 * config.n_layers * batch * length * config.dim * bytes_per_value
+
+
+@mistake(
+    "tensor_parallel_bytes",
+    "2 (R - 1) // R is taken first, which rounds 1.5 down to 1: multiply by the bytes, then divide",
+)
+def bytes_floored(config, batch, length, world_size, bytes_per_value=2):
+    return 2 * (world_size - 1) // world_size * 4 * config.n_layers * batch * length * config.dim * bytes_per_value
 
 
 @mistake("tensor_parallel_bytes", "values are counted, not bytes")

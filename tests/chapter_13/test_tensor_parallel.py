@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lib.attention import KVCache
 from lib.given.gpt2 import GPT2_SMALL
 from lib.given.llama import LLAMA_2_7B, TINY
+from lib.given.ranks import mark
 from lib.given.tensor_parallel import Collectives
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
 
@@ -85,6 +86,16 @@ def test_partitioned_dot_equals_torch(n, parts):
     case(f"n={n} parts={parts}, float64")
     a, b = randn(n, dtype=torch.float64), randn(n, seed=1, dtype=torch.float64)
     expect_close(tp.partitioned_dot(a, b, parts), torch.dot(a, b), read=DOT)
+
+
+def test_partitioned_dot_cuts_as_agreed():
+    case(
+        "n=10 parts=4, float32: 3, 3, 2 and 2 elements; 2**30 and -2**30 of one part cancel before 8 and 16 can drown in them"
+    )
+    big = 2.0**30
+    a = torch.tensor([1.0, 2.0, -3.0, big, 0.0, -big, 8.0, 16.0, big, -big])
+    read = "the contract of exercise 13.1, under Args: which parts have one element more"
+    expect_close(tp.partitioned_dot(a, torch.ones(10), 4), torch.tensor(24.0), read=read)
 
 
 def test_partitioned_dot_of_strided_vectors():
@@ -274,7 +285,7 @@ def test_ColumnParallelLinear_on_ranks(ranks):
 
 
 def column_start(rank, world_size):
-    case(f"C=3 F=6 on three ranks after torch.manual_seed(5): the parts of nn.Linear(3, 6); rank {rank}")
+    case("C=3 F=6 on three ranks after torch.manual_seed(5): the parts of nn.Linear(3, 6)")
     torch.manual_seed(5)
     full = nn.Linear(3, 6)
     after = torch.rand(1)
@@ -282,7 +293,7 @@ def column_start(rank, world_size):
     layer = tp.ColumnParallelLinear(3, 6)
     expected = {name: p.detach().tensor_split(3)[rank] for name, p in full.named_parameters()}
     found = {name: p.detach() for name, p in layer.named_parameters()}
-    expect_close(found, expected, name="parameters", read="the contract of exercise 13.6")
+    expect_close(found, expected, name=f"parameters of rank {rank}", read="the contract of exercise 13.6")
     expect_close(torch.rand(1), after, name="the next random number", read="the contract of exercise 13.6")
     expect_true(layer.weight.untyped_storage().nbytes() == 24, "the rank still holds the whole weight: clone its part")
     case("F=7 on three ranks")
@@ -334,14 +345,14 @@ def test_RowParallelLinear_on_ranks(ranks):
 
 
 def row_start(rank, world_size):
-    case(f"F=6 C=4 on three ranks after torch.manual_seed(5): the parts of nn.Linear(6, 4); rank {rank}")
+    case("F=6 C=4 on three ranks after torch.manual_seed(5): the parts of nn.Linear(6, 4)")
     torch.manual_seed(5)
     full = nn.Linear(6, 4)
     torch.manual_seed(5)
     layer = tp.RowParallelLinear(6, 4)
     expected = {"weight": full.weight.detach().tensor_split(3, 1)[rank], "bias": full.bias.detach()}
     found = {name: p.detach() for name, p in layer.named_parameters()}
-    expect_close(found, expected, name="parameters", read="the contract of exercise 13.7")
+    expect_close(found, expected, name=f"parameters of rank {rank}", read="the contract of exercise 13.7")
     expect_true(layer.weight.untyped_storage().nbytes() == 32, "the rank still holds the whole weight: clone its part")
     case("F=7 on three ranks")
     with expect_raises(ValueError, "7", "3", read="the contract of exercise 13.7, under Raises"):
@@ -451,7 +462,9 @@ def attention_on_ranks(rank, world_size, plain):
     out = module(ours, **given)
     expect_close(out, expected, atol=1e-5, read=ATTENTION_READ)
     upstream = randn(2, t, c, seed=8)
+    mark("forward ends")
     out.backward(upstream)
+    mark("backward ends")
     expected.backward(upstream)
     expect_close(ours.grad, theirs.grad, atol=1e-5, name="x's gradient", read=ATTENTION_READ)
     parts = {name: weight.grad.tensor_split(world_size, ATTENTION_CUTS[name])[rank] for name, weight in w.items()}
@@ -477,9 +490,15 @@ def attention_on_ranks(rank, world_size, plain):
 @pytest.mark.parametrize(("n_ranks", "plain"), [(2, True), (3, False)])
 def test_ParallelAttention_on_ranks(ranks, n_ranks, plain):
     result = ranks(attention_on_ranks, plain, n_ranks=n_ranks)
-    case(
-        f"{n_ranks} ranks: one all-reduce of the activations forward and one backward, not one for each of wq, wk and wv"
-    )
+    case(f"{n_ranks} ranks: one all-reduce forward, one backward, and one in each of two passes with a cache")
+    counts = []
+    for ledger in result.ledgers:
+        forward, backward = (len(ledger.before(f"{phase} ends")) for phase in ("forward", "backward"))
+        cached = len(ledger.records) - backward
+        counts.append({"forward": forward, "backward": backward - forward, "with a cache": cached})
+    expected = [{"forward": 1, "backward": 1, "with a cache": 2}] * n_ranks
+    expect_equal(counts, expected, name="collectives of rank", read=PAIR)
+    case(f"{n_ranks} ranks: each collective is an all-reduce of the activations [2, T, {8 * n_ranks}], float32")
     sent = [[(r.op, r.n_bytes) for r in ledger.records] for ledger in result.ledgers]
     position = 2 * 8 * n_ranks * 4
     steps = [("all_reduce", n * position) for n in (5, 5, 2, 3)]
@@ -553,6 +572,11 @@ def test_vocab_parallel_cross_entropy_never_gathers(ranks):
 # ---- 13.11 llama_plan ------------------------------------------------------------------------------------------------
 
 
+def plain(x):
+    """The tensor that a DTensor stands for; any other as it is."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
 def plan_on_ranks(rank, world_size, n_kv_heads):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
@@ -561,14 +585,19 @@ def plan_on_ranks(rank, world_size, n_kv_heads):
     from lib.llama import Llama
 
     config = replace(TINY, vocab_size=30, dim=32, n_layers=2, n_kv_heads=n_kv_heads, hidden_dim=24, context_len=16)
-    case(
-        f"4 heads, {n_kv_heads} of keys and values, on {world_size} ranks: parameters, logits and gradients; rank {rank}"
-    )
-    read = "the contract of exercise 13.11"
+    read = "the contract of exercise 13.11, and what the two styles take and give in `The same, by a plan`"
     torch.manual_seed(0)
     whole = Llama(config)
     model = parallelize_module(copy.deepcopy(whole), init_device_mesh("cpu", (world_size,)), tp.llama_plan(config))
     tokens = torch.randint(30, (2, 7), generator=torch.Generator().manual_seed(1))
+    both = f"4 heads, {n_kv_heads} of keys and values, on {world_size} ranks"
+    case(f"{both}: the embedding by itself, tokens [2, 7] in and [2, 7, 32] out, whole on every rank")
+    embedded, x = model.tok_embeddings(tokens), whole.tok_embeddings(tokens)
+    expect_close(plain(embedded), x, name="the embedding's output", read=read)
+    case(f"{both}: the head by itself, [2, 7, 32] in and logits [2, 7, 30] out, whole on every rank")
+    scores, name = plain(model.output(x.detach())), f"the head's output on rank {rank}"
+    expect_close(scores, whole.output(x), atol=1e-5, name=name, answer=scores.shape[-1] == 30, read=read)
+    case(f"{both}: parameters, logits and gradients; rank {rank}")
     with Collectives() as forward:
         logits = model(tokens)
     expected = whole(tokens)
@@ -611,13 +640,13 @@ SPECS_READ = "the table in section `The same, annotated`"
 TABLE = {
     "data": {"embedding": ("X", None, None), "w_in": (None, None), "hidden": ("X", None, None), "w_out": (None, None)},
     "megatron": {"embedding": (None,) * 3, "w_in": (None, "Y"), "hidden": (None, None, "Y"), "w_out": ("Y", None)},
-    "2d attempt 1": {
+    "2d features": {
         "embedding": (None, None, "X"),
         "w_in": ("X", "Y"),
         "hidden": (None, None, "Y"),
         "w_out": ("Y", "X"),
     },
-    "2d attempt 2": {
+    "2d batch": {
         "embedding": ("X", None, None),
         "w_in": ("X", "Y"),
         "hidden": ("X", None, "Y"),
@@ -685,8 +714,11 @@ def test_ffn_partition_specs_in_jax():
 
 
 def test_tensor_parallel_bytes_by_hand():
-    case("TINY (3 layers, C=128), B=2 T=8 on 4 ranks, bfloat16: 12 all-reduces of 4,096 bytes, 1.5 of each sent")
-    expect_equal(tp.tensor_parallel_bytes(TINY, 2, 8, 4), 73_728, read=BYTES)
+    case(
+        "TINY (3 layers, C=128), B=2 T=8, bfloat16: 12 all-reduces of 4,096 bytes, 1.5 of each sent on 4 ranks, nothing on 1"
+    )
+    found = {name: tp.tensor_parallel_bytes(TINY, 2, 8, n) for name, n in (("4 ranks", 4), ("1 rank", 1))}
+    expect_equal(found, {"4 ranks": 73_728, "1 rank": 0}, name="bytes", read=BYTES)
 
 
 @pytest.mark.parametrize(
