@@ -87,6 +87,7 @@ def explain(item, excinfo, report) -> None:
     exercise, error = item.workbook_exercise, excinfo.value
     inner = getattr(error, "error", None)  # a rank's own exception, inside the failure of its run
     wrong = next((e for e in (error, inner) if isinstance(e, grading.Wrong)), None)
+    refused = next((e for e in (error, inner) if isinstance(e, resolve.AnswerError)), None)
     stub = grading.is_stub_error(error)
     if stub is not None:
         _not_started(exercise, stub, report)
@@ -98,8 +99,8 @@ def explain(item, excinfo, report) -> None:
         problem, read = wrong.problem, wrong.read
     elif isinstance(error, BookError):
         problem, rows, read = BOOKS_FAULT, [("because", str(error))], None
-    elif isinstance(error, resolve.AnswerError):
-        problem, rows, read = f"cannot be graded: {error}", [("case", "")], None
+    elif refused is not None:
+        problem, rows, read = f"cannot be graded: {refused}", [("case", "")], None
     elif hasattr(error, "per_rank"):
         first, *more = str(error).splitlines() or [type(error).__name__]
         rows = [("case", case_of(item)), ("ranks", "\n".join(more)), ("looks like", diagnose(item, error))]

@@ -1,6 +1,7 @@
 """What a check says and how it ends: not started, wrong, passed, endless, greedy, dead; and pytest's own options."""
 
 import json
+import sys
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -344,12 +345,6 @@ def test_a_helper_method_hidden_in_a_class_goes_without_a_trace(book):
 def test_a_stub_that_asks_nothing_or_is_no_python_is_refused(book):
     reference = book.root / "solutions/toy.py"
     source = reference.read_text()
-    reference.write_text(
-        source.replace(
-            "    ### BEGIN SOLUTION\n    return [half, half]", "    return [half, half]\n    ### BEGIN SOLUTION"
-        )
-    )
-    assert book.workbook("stubs").returncode == 0  # what is given is the author's to say
     hidden = source.replace("    def clear(self)", "    ### BEGIN SOLUTION\n    def clear(self)")
     hidden = hidden.replace(
         "        ### BEGIN SOLUTION\n        self.n = 0\n        ### END SOLUTION",
@@ -369,4 +364,4 @@ def test_a_stub_that_asks_nothing_or_is_no_python_is_refused(book):
 
 
 def test_the_command_as_a_module(book):
-    assert "every stub is as the reference says" in book.run("python", "-m", "lib.workbook.cli", "stubs").out
+    assert "every stub is as the reference says" in book.run(sys.executable, "-m", "lib.workbook.cli", "stubs").out

@@ -67,16 +67,17 @@ def test_a_right_answer_passes_and_its_mistake_is_caught(ranked):
     assert ranked.pytest("--mistakes", "tests/chapter_03", "-q").returncode == 0
 
 
-DEADLOCK = "buffer = torch.tensor(value); dist.all_reduce(buffer) if dist.get_rank() else None; return buffer.item()"
+DEADLOCK = "buffer = torch.tensor(value); dist.recv(buffer, 1 - dist.get_rank()); return buffer.item()"
 LOUD = """
     import os
-    print("\\n".join(f"mine {i}" for i in range(40)))
-    os.write(2, b"/venv/lib/libmpi.so.12(+0x4627a1) [0x7ff275e627a1]\\n")
+    for i in range(40):
+        print(f"mine {i}")
+    os.write(2, b"/venv/lib/libmpi.so.12(+0x4627a1) [0x7ff275e627a1]" + bytes([10]))
     return value"""
 MISTAKES = """
 
-@mistake("total", "rank 0 takes no part")
-def without_root(value):
+@mistake("total", "each waits for the other to send first")
+def both_receive(value):
     import os
     import torch
     import torch.distributed as dist
@@ -84,8 +85,7 @@ def without_root(value):
     os.write(2, b"said by a mistake")
     print("said by a mistake")
     buffer = torch.tensor(value)
-    if dist.get_rank():
-        dist.all_reduce(buffer)
+    dist.recv(buffer, src=1 - dist.get_rank())
     return buffer.item()
 
 
@@ -106,7 +106,7 @@ def test_a_deadlock_is_a_known_mistake_and_the_diagnosis_is_silent(ranked):
     add(ranked, "mistakes.py", MISTAKES)
     ranked.answer("total", DEADLOCK, module="ranked")
     done = ranked.pytest("tests/chapter_03")
-    assert "  looks like   rank 0 takes no part\n" in done.out
+    assert "  looks like   each waits for the other to send first\n" in done.out
     assert "said by a mistake" not in done.out
 
 
@@ -135,3 +135,10 @@ def test_the_start_of_the_ranks_is_no_time_of_the_check(ranked):
     path.write_text(path.read_text().replace("time_limit(20)", "time_limit(2)"))
     ranked.answer("total", SUM, module="ranked")
     assert grade(ranked)["state"] == "passed"
+
+
+def test_a_file_that_does_not_parse_is_told_as_anywhere_else(ranked):
+    ranked.answer("total", "return (value", module="ranked")
+    report = grade(ranked)["report"]
+    assert report.startswith("total: cannot be graded: lib/ranked.py:7: SyntaxError: ")
+    assert "resolve.py" not in report
