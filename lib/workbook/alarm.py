@@ -28,3 +28,16 @@ def alarm(seconds: float):
         left = max(0.01, outer - (time.monotonic() - started)) if outer else 0
         signal.setitimer(signal.ITIMER_REAL, left)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def paused():
+    """The alarms that are set do not run on in this block."""
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left)

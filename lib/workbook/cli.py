@@ -169,3 +169,7 @@ def main() -> None:
     except BookError as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"workbook: {error}", markup=False)
         raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

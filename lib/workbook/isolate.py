@@ -46,7 +46,7 @@ class Child:
     def run(self, item, time_limit_s: float, memory_limit_mb: float | None) -> list[TestReport]:
         """The reports of one test; the child is gone afterwards if the test had to be ended."""
         started = time.time()
-        self.pipe.send((item.session.items.index(item), memory_limit_mb is not None))
+        self.pipe.send((item.session.items.index(item), memory_limit_mb is not None, item.workbook_failed_before))
         try:
             ended = self._wait(time_limit_s, memory_limit_mb or MEMORY_LIMIT_MB)
             data, growth_mb = (None, 0.0) if ended else self.pipe.recv()
@@ -118,8 +118,9 @@ def _serve(session, pipe, stacks, parents_end) -> None:
         faulthandler.enable(stacks, all_threads=False)
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
         while True:
-            index, measure = pipe.recv()
+            index, measure, failed_before = pipe.recv()
             item = session.items[index]
+            item.workbook_failed_before = failed_before
             before = _peak_mb(start_anew=True) if measure else 0.0
             reports = runtestprotocol(item, log=False, nextitem=None)
             growth = _peak_mb() - before if measure else 0.0

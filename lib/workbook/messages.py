@@ -1,6 +1,8 @@
 """What a failed check says: what is wrong, on which case, what it looks like, where to read, how to run it again."""
 
+import contextlib
 import linecache
+import os
 import re
 import traceback
 from pathlib import Path
@@ -11,6 +13,7 @@ from lib.workbook.catalog import ROOT, BookError, Exercise, chapters
 from lib.workbook.stubs import marker_lines
 
 LABEL_WIDTH, MESSAGE_WIDTH = 12, 300
+DIAGNOSIS_S, RANKS_DIAGNOSIS_S = 3.0, 20.0  # for all known mistakes together
 BOOKS_FAULT = "the book is at fault here, not you"
 DETAILS = ("raised", "expected", "first wrong", "value", "shape", "dtype", "at")  # what a one-line report keeps
 
@@ -84,6 +87,7 @@ def explain(item, excinfo, report) -> None:
     exercise, error = item.workbook_exercise, excinfo.value
     inner = getattr(error, "error", None)  # a rank's own exception, inside the failure of its run
     wrong = next((e for e in (error, inner) if isinstance(e, grading.Wrong)), None)
+    refused = next((e for e in (error, inner) if isinstance(e, resolve.AnswerError)), None)
     stub = grading.is_stub_error(error)
     if stub is not None:
         _not_started(exercise, stub, report)
@@ -95,11 +99,12 @@ def explain(item, excinfo, report) -> None:
         problem, read = wrong.problem, wrong.read
     elif isinstance(error, BookError):
         problem, rows, read = BOOKS_FAULT, [("because", str(error))], None
-    elif isinstance(error, resolve.AnswerError):
-        problem, rows, read = f"cannot be graded: {error}", [("case", "")], None
+    elif refused is not None:
+        problem, rows, read = f"cannot be graded: {refused}", [("case", "")], None
     elif hasattr(error, "per_rank"):
         first, *more = str(error).splitlines() or [type(error).__name__]
-        problem, rows, read = first, [("case", case_of(item)), *([("ranks", "\n".join(more))] if more else [])], None
+        rows = [("case", case_of(item)), ("ranks", "\n".join(more)), ("looks like", diagnose(item, error))]
+        problem, read = first, None
     else:
         problem, rows, read = _raised(item, error)
     rows = [(label, text) for label, text in rows if text]
@@ -151,35 +156,40 @@ def _raised(item, error: BaseException):
     return f"raised {type(error).__name__}{': ' + head if head else ''}", rows, None
 
 
-def diagnose(item, wrong: grading.Wrong, time_limit_s: float = 3.0) -> str:
-    """The sentence of the mistake that gives the same wrong numbers on the same case, if one does."""
+def diagnose(item, error: BaseException) -> str:
+    """The sentence of the mistake that fails in the same way on the same case, if one does.
+
+    Only the first failure of an exercise is diagnosed: the later ones are told in a line.
+    """
     exercise = item.workbook_exercise
     if grading.active_mistake() is not None or resolve.flavor(exercise.module) == "reference":
         return ""
-    if item.get_closest_marker("memory_limit"):
+    if not isinstance(error, grading.Wrong) and getattr(error, "kind", "") != "deadlock":
+        return ""
+    if item.get_closest_marker("memory_limit") or getattr(item, "workbook_failed_before", 0):
         return ""  # what a mistake takes would be laid to the answer
     names = getattr(getattr(item, "_fixtureinfo", None), "argnames", ())
-    time_limit_s *= 5 if "ranks" in names else 1
     arguments = {name: item.funcargs[name] for name in names}
-    sentences = []
+    case = grading.current_case()
+    diagnosing = arguments["ranks"].diagnosing() if "ranks" in arguments else contextlib.nullcontext()
+    sentences: list[str] = []
     try:
-        with alarm(time_limit_s):
+        with _silence(), diagnosing, alarm(RANKS_DIAGNOSIS_S if "ranks" in arguments else DIAGNOSIS_S):
             for known in grading.mistakes_of(exercise.module, exercise.name):
                 with grading.standing_in(known):
                     other = _outcome(item, arguments)
-                if other is None or (other.case, other.problem) != (wrong.case, wrong.problem):
-                    continue
-                if grading.same_answer(other.answer, wrong.answer) and not grading.further_apart(
-                    other.answer, wrong.answer, wrong.gap
-                ):
+                if _alike(other, error, grading.current_case() == case) and known.sentence not in sentences:
                     sentences.append(known.sentence)
+                if len(sentences) == 2 and "ranks" in arguments:
+                    break
     except TimeLimit:
         pass
-    grading.case(wrong.case)
-    return ", or: ".join(dict.fromkeys(sentences)) if len(set(sentences)) <= 2 else ""
+    grading.case(case)
+    return ", or: ".join(sentences) if len(sentences) <= 2 else ""
 
 
-def _outcome(item, arguments) -> grading.Wrong | None:
+def _outcome(item, arguments) -> Exception | None:
+    """How the test fails now: with a wrong answer, or as ranks that cannot go on."""
     grading.case("")
     try:
         item.obj(**arguments)
@@ -187,5 +197,39 @@ def _outcome(item, arguments) -> grading.Wrong | None:
         return other
     except Exception as error:
         inner = getattr(error, "error", None)
-        return inner if isinstance(inner, grading.Wrong) else None
+        return inner if isinstance(inner, grading.Wrong) else error if hasattr(error, "per_rank") else None
     return None
+
+
+def _alike(other: BaseException | None, error: BaseException, same_case: bool) -> bool:
+    """Whether a mistake failed as the answer did: with the same numbers, or its ranks in the same calls."""
+    if isinstance(other, grading.Wrong) and isinstance(error, grading.Wrong):
+        return (
+            (other.case, other.problem) == (error.case, error.problem)
+            and grading.same_answer(other.answer, error.answer)
+            and not grading.further_apart(other.answer, error.answer, error.gap)
+        )
+    kinds = getattr(other, "kind", None), getattr(error, "kind", "")
+    return kinds == ("deadlock", "deadlock") and same_case and _without_places(other) == _without_places(error)
+
+
+def _without_places(error: BaseException | None) -> str:
+    """The first line of a deadlock's report, without lines of code and without seconds."""
+    return re.sub(r" \([^()]*:\d+\)|, since \d+ s| \(the limit is [^)]*\)", "", str(error).partition("\n")[0])
+
+
+@contextlib.contextmanager
+def _silence():
+    """Nothing that is printed in this block, by Python or by C, reaches the terminal."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        kept = []
+        for number in (1, 2):
+            with contextlib.suppress(OSError):
+                kept.append((os.dup(number), number))
+                os.dup2(nowhere.fileno(), number)
+        try:
+            yield
+        finally:
+            for old, number in kept:
+                os.dup2(old, number)
+                os.close(old)

@@ -1,5 +1,6 @@
 """The pytest plugin: whose code a chapter's tests grade, each in a process of its own, and what a failure says."""
 
+import contextlib
 import json
 import os
 import time
@@ -8,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from lib.workbook import grading, isolate, messages, resolve
-from lib.workbook.alarm import alarm
+from lib.workbook.alarm import alarm, paused
 from lib.workbook.catalog import BookError, chapters, find
 from lib.workbook.stubs import write_atomically
 from lib.workbook.summary import Marks
 
 TIME_LIMIT_S = 10.0
 SHOWN_FAILURES = 3  # of one exercise; the others are counted
+SHOWN_LINES = 8  # of what one rank printed
+DIAGNOSED_RUN_S = 6.0  # for one run of ranks with a known mistake
 
 
 def pytest_addoption(parser):
@@ -203,6 +206,7 @@ def pytest_runtest_protocol(item, nextitem):
     os.environ[resolve.VARIABLE] = world_of(item.config, exercise.module)
     resolve.sync()
     grading.case("")
+    item.workbook_failed_before = item.config.workbook_marks.failed_before(exercise)
     try:
         if isinstance(item, MistakeItem):
             _protocol_without_setup(item)
@@ -211,16 +215,21 @@ def pytest_runtest_protocol(item, nextitem):
             return None  # pytest's own protocol; the limit is set in pytest_runtest_call
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         for report in isolate.run(item, _limit(item, "time_limit", TIME_LIMIT_S), _limit(item, "memory_limit", None)):
-            before = item.config.workbook_marks.failed_before(exercise)
-            if report.failed and before:
-                report.longrepr = messages.in_one_line(report)
-                report.workbook["repeated"] = before >= SHOWN_FAILURES
+            _shorten(item, report)
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
     finally:
         if before is None and isinstance(item, MistakeItem):
             os.environ.pop(resolve.VARIABLE, None)
+
+
+def _shorten(item, report) -> None:
+    """Tell a failure in a line if the exercise has failed before."""
+    before = getattr(item, "workbook_failed_before", 0)
+    if report.failed and before:
+        report.longrepr = messages.in_one_line(report)
+        report.workbook["repeated"] = before >= SHOWN_FAILURES
 
 
 def _isolated(item) -> bool:
@@ -263,6 +272,8 @@ def pytest_runtest_makereport(item, call):
     report.workbook = messages.facts(exercise)
     if call.excinfo is not None and report.failed:
         messages.explain(item, call.excinfo, report)
+        if not (isolate.inside() or item.config.option.reference or item.config.option.mistakes):
+            _shorten(item, report)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -320,17 +331,59 @@ def pytest_terminal_summary(terminalreporter, config):
 # ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
+class Ranks:
+    """What the fixture gives: a check's own runs on warm ranks, within the time of the check."""
+
+    def __init__(self, limit_s: float, shows_all: bool):
+        self.limit_s, self.shows_all, self.started = limit_s, shows_all, time.monotonic()
+        self.is_diagnosing = False
+
+    def __call__(self, fn, *args, n_ranks: int = 4, backend: str = "gloo", time_limit_s: float | None = None):
+        from lib.given.ranks import RankFailure, pool
+
+        env = {resolve.VARIABLE: os.environ[resolve.VARIABLE], grading.MISTAKE: os.environ.get(grading.MISTAKE, "")}
+        if self.is_diagnosing:
+            seconds = min(time_limit_s or DIAGNOSED_RUN_S, DIAGNOSED_RUN_S)
+            return pool(backend).run(fn, *args, n_ranks=n_ranks, time_limit_s=seconds, env=env, show_output=False)
+        with paused():  # that processes start is no time of the answer's
+            began = time.monotonic()
+            pool(backend).ready()
+            self.started += time.monotonic() - began
+        left = max(1.0, self.limit_s - (time.monotonic() - self.started))
+        outputs: list[str] = []
+        try:
+            result = pool(backend).run(
+                fn, *args, n_ranks=n_ranks, time_limit_s=time_limit_s or left, env=env, show_output=self.shows_all
+            )
+            outputs = result.outputs
+        except RankFailure as error:
+            outputs = error.outputs
+            raise
+        finally:
+            if not self.shows_all:
+                _print_some(outputs)
+        return result
+
+    @contextlib.contextmanager
+    def diagnosing(self):
+        """Runs in this block are short and say nothing."""
+        self.is_diagnosing = True
+        try:
+            yield
+        finally:
+            self.is_diagnosing = False
+
+
+def _print_some(outputs: list[str]) -> None:
+    from lib.given.ranks.noise import shown_lines
+
+    for rank, text in enumerate(outputs):
+        for line in shown_lines(text, SHOWN_LINES):
+            print(f"[rank {rank}] {line}")
+
+
 @pytest.fixture
 def ranks(request):
     """Run a module-level function on 1 to 4 warm processes: ``ranks(fn, *args, n_ranks=4, backend="gloo")``."""
-    from lib.given.ranks import pool
-
-    limit = _limit(request.node, "time_limit", TIME_LIMIT_S)
-    started = time.monotonic()
-
-    def run(fn, *args, n_ranks: int = 4, backend: str = "gloo", time_limit_s: float | None = None):
-        env = {resolve.VARIABLE: os.environ[resolve.VARIABLE], grading.MISTAKE: os.environ.get(grading.MISTAKE, "")}
-        left = max(1.0, limit - (time.monotonic() - started))
-        return pool(backend).run(fn, *args, n_ranks=n_ranks, time_limit_s=time_limit_s or left, env=env)
-
-    return run
+    shows_all = request.config.option.capture == "no"
+    return Ranks(_limit(request.node, "time_limit", TIME_LIMIT_S), shows_all)

@@ -23,12 +23,16 @@ def as_lib(source: str) -> str:
 
 
 def _owners(tree: ast.Module, graded: dict[str, str]) -> list[tuple[int, int, str, str]]:
-    """(first line, last line, exercise number, what is to be written) of each function; the innermost comes last."""
+    """(first line, last line, exercise number, what is to be written) of each function; the innermost comes last.
+
+    What is to be written is empty for a class: what a mark hides there, beside its methods, is a helper that just goes.
+    """
     spans = []
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in graded:
             number = graded[node.name]
-            spans.append((node.lineno, node.end_lineno or node.lineno, number, node.name))
+            written = "" if isinstance(node, ast.ClassDef) else node.name
+            spans.append((node.lineno, node.end_lineno or node.lineno, number, written))
             for child in ast.walk(node):
                 if child is not node and isinstance(child, ast.FunctionDef):
                     inside = f"{node.name}.{child.name}" if isinstance(node, ast.ClassDef) else node.name
@@ -40,7 +44,8 @@ def make_stub(chapter: Chapter, source: str | None = None) -> str:
     """The learner's file: the reference with every marked part replaced by a NotImplementedError that names its exercise.
 
     Raises:
-        BookError: a mark has no partner; the message names the file and the line.
+        BookError: a mark has no partner, or the stub is no Python or asks for too little; the message names the file and
+            the line or the exercise.
     """
     path = chapter.reference
     source = path.read_text(encoding="utf-8") if source is None else source
@@ -55,7 +60,7 @@ def make_stub(chapter: Chapter, source: str | None = None) -> str:
                 raise BookError(f"{path}:{number}: {BEGIN} inside the one of line {begun}")
             begun = number
             owner = [span for span in spans if span[0] <= number <= span[1]]
-            if owner:
+            if owner and owner[-1][3]:
                 indent = line[: len(line) - len(line.lstrip())]
                 out.append(f'{indent}raise NotImplementedError("Exercise {owner[-1][2]}: write {owner[-1][3]}")')
         elif mark == END:
@@ -67,7 +72,16 @@ def make_stub(chapter: Chapter, source: str | None = None) -> str:
     if begun:
         raise BookError(f"{path}:{begun}: {BEGIN} without {END}")
     text = as_lib("\n".join(out).rstrip("\n") + "\n")
-    return re.sub(r"\n{4,}", "\n\n\n", text)
+    text = re.sub(r"\n{4,}", "\n\n\n", text)
+    try:
+        asked = marker_lines(text)
+    except SyntaxError as error:
+        raise BookError(f"{path}: its stub is no Python, {error.msg}: {(error.text or '').strip()!r}") from error
+    if missing := [name for name in graded if name not in asked]:
+        raise BookError(
+            f"{path}: the stub asks nothing of {', '.join(missing)}: put {BEGIN} inside a function or a method of it"
+        )
+    return text
 
 
 def _digest(text: str) -> str:

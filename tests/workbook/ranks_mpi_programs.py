@@ -84,3 +84,28 @@ def untaken(comm):
 
 def not_started(comm):
     raise NotImplementedError("Exercise 9.1: write me")
+
+
+def raise_on_all(comm):
+    comm.Barrier()
+    raise ValueError("on all of them")
+
+
+def pid(comm):
+    return os.getpid()
+
+
+def receive_another_type(comm):
+    if comm.rank == 0:
+        comm.Send(np.ones(3, dtype=np.float32), dest=1)
+    elif comm.rank == 1:
+        inbox = np.empty(3)
+        comm.Recv(inbox, source=0)  # too wide
+    comm.Barrier()
+
+
+def receive_too_much(comm):
+    if comm.rank == 0:
+        comm.Send(np.ones(12), dest=1)
+    else:
+        comm.Recv(np.empty(6), source=0)

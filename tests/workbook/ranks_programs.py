@@ -208,3 +208,27 @@ def start_children(rank, world_size):
         os.setsid()
         time.sleep(60)
         os._exit(0)
+
+
+def receive_too_much(rank, world_size):
+    if rank == 0:
+        dist.send(torch.ones(12), 1)
+    elif rank == 1:
+        dist.recv(torch.empty(6), 0)
+    dist.barrier()
+
+
+def raise_on_all(rank, world_size):
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    time.sleep(0.1 * rank)
+    raise ValueError("on all of them")
+
+
+def raise_beside_work(rank, world_size):
+    dist.all_reduce(torch.ones(2))
+    if rank == 0:
+        raise ValueError("on rank 0")
+    if rank == 1:
+        time.sleep(5)  # at work
+    dist.barrier()

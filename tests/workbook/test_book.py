@@ -189,6 +189,31 @@ def test_stubs_name_every_exercise_and_hide_every_answer(chapter):
     compile(stub, str(chapter.mine), "exec")
 
 
+IMPORT_STUBS = """
+import sys, types
+from lib.workbook import resolve
+from lib.workbook.catalog import chapters
+from lib.workbook.stubs import make_stub
+for chapter in chapters().values():
+    resolve.enter(f"only:{chapter.module}")
+    name = f"stub_of_{chapter.module}"
+    module = sys.modules[name] = types.ModuleType(name)
+    try:
+        exec(compile(make_stub(chapter), f"stub of {chapter.module}", "exec"), vars(module))
+        missing = [e.name for e in chapter.exercises if not hasattr(module, e.name)]
+    except Exception as error:
+        missing = [repr(error)]
+    if missing:
+        print(chapter.module, *missing)
+"""
+
+
+def test_every_stub_imports():
+    """As a learner who has written nothing gets it, beside the reference of the other chapters."""
+    done = subprocess.run([sys.executable, "-c", IMPORT_STUBS], capture_output=True, text=True, cwd=ROOT)
+    assert (done.stdout, done.returncode) == ("", 0), done.stderr
+
+
 @by_chapter
 def test_hidden_helpers_begin_with_an_underscore(chapter):
     stub_names = {getattr(n, "name", None) for n in ast.parse(make_stub(chapter)).body}

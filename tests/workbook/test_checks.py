@@ -1,6 +1,7 @@
 """What a check says and how it ends: not started, wrong, passed, endless, greedy, dead; and pytest's own options."""
 
 import json
+import sys
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -328,3 +329,39 @@ def test_a_mark_without_its_partner_is_named(book):
     done = book.workbook("stubs")
     assert done.returncode == 2
     assert "without ### END SOLUTION" in done.stderr or "inside the one of line" in done.stderr
+
+
+def test_a_helper_method_hidden_in_a_class_goes_without_a_trace(book):
+    reference = book.root / "solutions/toy.py"
+    helper = "    ### BEGIN SOLUTION\n    def _more(self, x):\n        self.n += x\n\n    ### END SOLUTION\n"
+    reference.write_text(reference.read_text().replace("    def clear(self)", helper + "    def clear(self)"))
+    assert book.workbook("stubs").returncode == 0
+    text = book.mine("toy").read_text()
+    assert "_more" not in text
+    assert text.count("raise NotImplementedError") == 4
+    assert book.python("import lib.toy", WORKBOOK_WORLD="mine").returncode == 0
+
+
+def test_a_stub_that_asks_nothing_or_is_no_python_is_refused(book):
+    reference = book.root / "solutions/toy.py"
+    source = reference.read_text()
+    hidden = source.replace("    def clear(self)", "    ### BEGIN SOLUTION\n    def clear(self)")
+    hidden = hidden.replace(
+        "        ### BEGIN SOLUTION\n        self.n = 0\n        ### END SOLUTION",
+        "        self.n = 0\n    ### END SOLUTION",
+    )
+    hidden = hidden.replace("        ### BEGIN SOLUTION\n        self.n += double(x)", "        self.n += double(x)")
+    hidden = hidden.replace("        return self.n\n        ### END SOLUTION", "        return self.n")
+    reference.write_text(hidden)
+    done = book.workbook("stubs", "--check")
+    assert done.returncode == 2
+    assert "asks nothing of Tally" in done.stderr
+    decorated = "    @property\n    ### BEGIN SOLUTION\n    def more(self):\n        return 1\n\n    ### END SOLUTION\n\n\ndef halves"
+    reference.write_text(source.replace("\n\ndef halves", decorated))
+    done = book.workbook("stubs", "--check")
+    assert done.returncode == 2
+    assert "its stub is no Python" in done.stderr
+
+
+def test_the_command_as_a_module(book):
+    assert "every stub is as the reference says" in book.run(sys.executable, "-m", "lib.workbook.cli", "stubs").out

@@ -65,3 +65,80 @@ def test_a_right_answer_passes_and_its_mistake_is_caught(ranked):
     assert row["state"] == "passed"
     assert row["graded"].startswith("lib/ranked.py:")
     assert ranked.pytest("--mistakes", "tests/chapter_03", "-q").returncode == 0
+
+
+DEADLOCK = "buffer = torch.tensor(value); dist.recv(buffer, 1 - dist.get_rank()); return buffer.item()"
+LOUD = """
+    import os
+    for i in range(40):
+        print(f"mine {i}")
+    os.write(2, b"/venv/lib/libmpi.so.12(+0x4627a1) [0x7ff275e627a1]" + bytes([10]))
+    return value"""
+MISTAKES = """
+
+@mistake("total", "each waits for the other to send first")
+def both_receive(value):
+    import os
+    import torch
+    import torch.distributed as dist
+    os.write(1, b"said by a mistake")
+    os.write(2, b"said by a mistake")
+    print("said by a mistake")
+    buffer = torch.tensor(value)
+    dist.recv(buffer, src=1 - dist.get_rank())
+    return buffer.item()
+
+
+@mistake("total", "a rank that dies")
+def dies(value):
+    import os
+    print("said by a mistake", flush=True)
+    os.abort()
+"""
+
+
+def add(book, file: str, text: str) -> None:
+    path = book.root / "tests/chapter_03" / file
+    path.write_text(path.read_text() + text)
+
+
+def test_a_deadlock_is_a_known_mistake_and_the_diagnosis_is_silent(ranked):
+    add(ranked, "mistakes.py", MISTAKES)
+    ranked.answer("total", DEADLOCK, module="ranked")
+    done = ranked.pytest("tests/chapter_03")
+    assert "  looks like   each waits for the other to send first\n" in done.out
+    assert "said by a mistake" not in done.out
+
+
+def test_only_the_first_failure_on_ranks_is_told_at_length_and_diagnosed(ranked):
+    add(ranked, "mistakes.py", MISTAKES)
+    add(ranked, "test_ranked.py", "\n\ndef test_total_again(ranks):\n    ranks(total_of_ranks, n_ranks=3)\n")
+    ranked.answer("total", "return value", module="ranked")
+    out = ranked.pytest("tests/chapter_03").out
+    assert out.count("looks like   every rank keeps its own value") == 1
+    assert "total: wrong result (3 ranks, each with its number plus one): first wrong total on rank" in out
+
+
+def test_what_ranks_print_is_shown_in_a_few_lines(ranked):
+    ranked.answer("total", LOUD, module="ranked")
+    out = ranked.pytest("tests/chapter_03").out
+    assert "[rank 0] mine 7\n[rank 0] … 32 lines more (pytest -s shows them all)\n" in out
+    assert "mine 8" not in out
+    assert "libmpi" not in out
+    assert "[rank 1] mine 39" in ranked.pytest("tests/chapter_03", "-s").out
+
+
+def test_the_start_of_the_ranks_is_no_time_of_the_check(ranked):
+    path = ranked.root / "lib/given/ranks/keeper.py"
+    path.write_text(path.read_text().replace("        self.serve = ", "        time.sleep(5)\n        self.serve = "))
+    path = ranked.root / "tests/chapter_03/test_ranked.py"
+    path.write_text(path.read_text().replace("time_limit(20)", "time_limit(2)"))
+    ranked.answer("total", SUM, module="ranked")
+    assert grade(ranked)["state"] == "passed"
+
+
+def test_a_file_that_does_not_parse_is_told_as_anywhere_else(ranked):
+    ranked.answer("total", "return (value", module="ranked")
+    report = grade(ranked)["report"]
+    assert report.startswith("total: cannot be graded: lib/ranked.py:9: SyntaxError: ")
+    assert "resolve.py" not in report

@@ -12,7 +12,9 @@ import psutil
 import pytest
 import torch
 
-from lib.given.ranks import MAX_RANKS, RankFailure, mark, pool
+from lib.given.ranks import MAX_RANKS, RankFailure, mark, noise, pool
+from lib.given.ranks.failure import _state
+from lib.given.ranks.views import View
 from tests.workbook import ranks_mpi_programs as mpi_programs
 from tests.workbook import ranks_programs as programs
 
@@ -342,6 +344,54 @@ def test_gloo_children_of_ranks_are_ended():
     pool("gloo").run(programs.start_children, n_ranks=2)
 
 
+def test_gloo_every_rank_raises_one_after_the_other():
+    """None that raises while the others are asked where they are is said not to have begun."""
+    found = failure("gloo", programs.raise_on_all, n_ranks=3)
+    assert "rank 0 raised ValueError: on all of them, at " in found.message
+    assert "(so did ranks 1 and 2)" in found.message
+    assert "has not begun" not in found.message
+
+
+def test_gloo_rank_that_is_between_two_calls():
+    found = failure("gloo", programs.raise_beside_work, n_ranks=3)
+    where = line_of("time.sleep(5)  # at work")
+    assert f"  rank 1  {where}  time.sleep(5)  # at work  is at work, after all_reduce #1\n" in found.message
+
+
+def test_gloo_receive_of_more_than_there_is_room_for():
+    found = failure("gloo", programs.receive_too_much, n_ranks=3)
+    assert (found.kind, found.rank) == ("died", 1)
+    where = line_of("dist.recv(torch.empty(6), 0)")
+    assert f"in recv #1 from rank 0 at {where}: rank 0 sends 12 float32 (" in found.message
+    assert f"rank 1 receives into 6 float32 ({where})\n" in found.message
+    assert f"\n  rank 1  {where}  dist.recv(torch.empty(6), 0)  died (signal 6, SIGABRT in recv" in found.message
+
+
+def test_a_rank_that_raised_without_a_word_is_not_said_to_have_not_begun(tmp_path):
+    view = View(1, tmp_path / "journal", 0.0, phase="raised")
+    state = _state(view, None, tmp_path / "stack")
+    assert str(state) == "  rank 1  raised an exception, too"
+    assert str(_state(View(1, tmp_path / "journal", 0.0), None, tmp_path / "stack")) == "  rank 1  has not begun"
+
+
+def test_what_libraries_print_is_left_out():
+    stack = "/venv/lib/libmpi.so.12(+0x4627a1) [0x7ff275e627a1]\n/bin/python(_start+0x21) [0x562956a5b081]\n"
+    assertion = "Assertion failed in file /src/typerep_yaksa_pack.c at line 326: element_size < 0\n"
+    logged = "[rank0]:E1121 10:00:00.1 7 torch/_subclasses/fake_tensor.py:1] failed while attempting to run meta\n"
+    aborted = (
+        "Abort(609824142) on node 3 (rank 3 in comm 496): Fatal error in internal_Allreduce_c: Oh, error stack:\n"
+        "internal_Allreduce_c(342).....: MPI_Allreduce_c(sendbuf=0x5610f48e90e0) failed\nMPIR_Wait(745).: \n"
+    )
+    enforced = "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce fail at pair.cc:455] a <= b. 48 vs 24\n"
+    assert noise.meaningful(assertion + stack + logged + aborted + enforced + "mine: 3\n") == ["mine: 3"]
+    assert noise.cause(assertion + stack).startswith("what arrived is no whole number")
+    assert noise.cause("mine\n" + aborted) == "Oh"
+    assert noise.cause(enforced) == "a <= b. 48 vs 24"
+    assert noise.cause("mine") == ""
+    assert noise.brief("Message truncated, error stack:\nMPIR_Wait(745): ") == "Message truncated"
+    assert noise.shown_lines("a\nb\nc\nd\n", 2) == ["a", "b", "… 2 lines more (pytest -s shows them all)"]
+
+
 def test_failure_can_be_sent():
     found = failure("gloo", programs.raise_on, 0)
     again = pickle.loads(pickle.dumps(found))
@@ -381,6 +431,43 @@ def test_mpi_rank_dies(program, how):
     found = failure("mpi", getattr(mpi_programs, program), 1, n_ranks=3)
     assert (found.kind, found.rank) == ("died", 1)
     assert found.message.startswith(f"rank 1 died ({how})")
+
+
+@mpi
+def test_mpi_receive_into_another_type():
+    found = failure("mpi", mpi_programs.receive_another_type, n_ranks=3)
+    where = line_of("comm.Recv(inbox, source=0)  # too wide", mpi_programs)
+    assert (found.kind, found.rank) == ("died", 1)
+    first, *rows = found.message.splitlines()
+    assert f"in Recv #1 from rank 0 at {where}: rank 0 sends 3 float32 (" in first
+    assert first.endswith(f"rank 1 receives into 3 float64 ({where})")
+    assert rows[1].startswith(f"  rank 1  {where}  comm.Recv(inbox, source=0)  # too wide  died (exit status 1")
+    assert len(rows) == 3
+
+
+@mpi
+def test_mpi_receive_of_too_much():
+    found = failure("mpi", mpi_programs.receive_too_much)
+    assert "truncated" in found.message
+    assert "rank 0 sends 12 float64 (" in found.message
+    assert "rank 1 receives into 6 float64 (" in found.message
+    assert "internal_Recv" not in found.message
+    assert "Comm.pyx" not in found.message
+
+
+@mpi
+def test_mpi_ranks_that_all_raised_are_used_again():
+    before = pool("mpi").run(mpi_programs.pid, n_ranks=3).values
+    assert "(so did ranks 1 and 2)" in failure("mpi", mpi_programs.raise_on_all, n_ranks=3).message
+    assert pool("mpi").run(mpi_programs.pid, n_ranks=3).values == before
+    failure("mpi", mpi_programs.raise_on, 1, n_ranks=3)  # the others are left in a barrier
+    assert pool("mpi").run(mpi_programs.pid, n_ranks=3).values != before
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=mpi)])
+def test_ready_twice(backend):
+    pool(backend).ready()
+    pool(backend).ready()
 
 
 @mpi

@@ -108,6 +108,8 @@ def _facts(name: str, given: dict[str, Any]) -> dict[str, Any]:
         facts.update(n_elements=tensor.numel(), dtype=str(tensor.dtype).removeprefix("torch."))
     elif isinstance(tensor := given.get(passed_in), Tensor):
         facts["dtype"] = str(tensor.dtype).removeprefix("torch.")
+    if source is not None and facts.get("n_elements") is not None:
+        facts["room"] = facts["n_elements"], facts["dtype"]
     return facts
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from lib.given.ranks.ledger import Ledger
+from lib.given.ranks.noise import cause
 from lib.given.ranks.places import code_at, is_user_file, shown
-from lib.given.ranks.views import View, blockers, grouped, mismatch, ranks_text
+from lib.given.ranks.views import View, blockers, grouped, message_mismatch, mismatch, ranks_text
 
 KINDS = ("raised", "died", "deadlock", "time", "missing")
 ECHO = re.compile(
@@ -21,8 +22,8 @@ ECHO = re.compile(
 class RankState:
     """Where one rank was when the run ended.
 
-    ``status`` is returned, raised, died, waits, computes or starts; ``detail`` the call that it waits in, the exception's
-    text or how it died; ``where`` its line of the user's code, ``code`` that line's text.
+    ``status`` is returned, raised, died, waits, computes or starts; ``detail`` the call that it waits in, the last one that
+    it has behind it while it computes, the exception's text or how it died; ``where`` its line of the user's code, ``code`` that line's text.
     """
 
     rank: int
@@ -34,11 +35,16 @@ class RankState:
 
     def __str__(self) -> str:
         said = {"returned": "has returned", "starts": "has not begun", "died": f"died ({self.detail})"}
+        said["computes"] = f"is at work, {self.detail}"
         words = said.get(self.status, "")
         if self.status == "raised":
             lost = bool(ECHO.search(self.detail))
-            words = "lost its connection to a rank that ended" if lost else f"raised {self.detail.splitlines()[0]}"
+            words = "lost its connection to a rank that ended" if lost else f"raised {_first_line(self.detail)}"
         return "  ".join(["", f"rank {self.rank}", *filter(None, [self.where, self.code, words])])
+
+
+def _first_line(text: str) -> str:
+    return (text.splitlines() or [""])[0]
 
 
 class RankFailure(Exception):
@@ -84,13 +90,22 @@ class Outcome:
         return self.status == "raised" and bool(ECHO.search(self.text))
 
 
-def explain(views: list[View], outcomes: dict[int, Outcome], stacks: dict[int, Path], limit_s: float | None):
-    """Kind, culprit, message and the state of each rank. ``limit_s`` is the time limit that was reached, if it was."""
+def explain(
+    views: list[View],
+    outcomes: dict[int, Outcome],
+    stacks: dict[int, Path],
+    limit_s: float | None,
+    outputs: list[str],
+):
+    """Kind, culprit, message and the state of each rank.
+
+    ``limit_s`` is the time limit that was reached, if it was; ``outputs`` what each rank and its libraries printed.
+    """
     states = [_state(view, outcomes.get(view.rank), stacks[view.rank]) for view in views]
     disagreement = mismatch(views)
     culprit = _culprit(outcomes)
     if culprit is not None:
-        kind, lines = _gone(views, outcomes, states, culprit, disagreement)
+        kind, lines = _gone(views, outcomes, states, culprit, disagreement, outputs[culprit])
     else:
         kind, lines = _waiting(views, states, limit_s), [_headline(views, states, limit_s)]
         lines += [str(state) for state in states]
@@ -107,6 +122,15 @@ def _state(view: View, outcome: Outcome | None, stack: Path) -> RankState:
         where, code = (outcome.frames[-1][0], outcome.frames[-1][2]) if outcome.frames else ("", "")
         trace = tuple(f"{at} in {name}  {code}" if name else f"{at}  {code}" for at, name, code in outcome.frames)
         return RankState(rank=view.rank, status="raised", detail=outcome.text, where=where, code=code, traceback=trace)
+    if view.phase == "raised":  # what it was has not come through
+        return RankState(
+            rank=view.rank,
+            status="raised",
+            detail="an exception, too",
+            where=where,
+            code=code_at(where),
+            traceback=(*frames,),
+        )
     if view.phase == "returned" or (outcome is not None and outcome.status == "returned"):
         return RankState(rank=view.rank, status="returned")
     if view.open:
@@ -118,7 +142,10 @@ def _state(view: View, outcome: Outcome | None, stack: Path) -> RankState:
         return RankState(status="died", detail=outcome.text + inside, **facts)
     if record is not None:
         return RankState(status="waits", detail=record.with_peer, **facts)
-    return RankState(status="computes" if view.phase in ("running", "importing") else "starts", **facts)
+    if view.phase not in ("running", "importing"):
+        return RankState(rank=view.rank, status="starts")
+    last = view.calls[-1].with_peer if view.calls else ""
+    return RankState(status="computes", detail=f"after {last}" if last else "before its first call", **facts)
 
 
 def _frames(stack: Path) -> list[str]:
@@ -142,24 +169,26 @@ def _culprit(outcomes: dict[int, Outcome]) -> int | None:
     return min(rank for rank, outcome in bad.items() if outcome.text == first.text)
 
 
-def _gone(views, outcomes, states, culprit: int, disagreement: str) -> tuple[str, list[str]]:
+def _gone(views, outcomes, states, culprit: int, disagreement: str, output: str) -> tuple[str, list[str]]:
     """Kind and message for a rank that raised or died."""
     view, state, outcome = views[culprit], states[culprit], outcomes[culprit]
     if disagreement and (view.failed_in is not None or view.open):
         return "deadlock", [disagreement, *map(str, states)]  # as the backend's own message would not say
     at = f" at {state.where}" if state.where else ""
+    unlike = message_mismatch(view, views)
     if outcome.status == "died":
         if not view.open and not at and view.calls:
             at = f" after {view.calls[-1].with_peer} at {view.calls[-1].where}"
-        code = [f"    {state.code}"] if state.code else []
         inside = state.detail.removeprefix(outcome.text)
-        others = [str(s) for s in states if s.rank != culprit]
-        return "died", [f"rank {culprit} died ({outcome.text}){inside}{at}", *code, *others]
+        why = f": {told}" if (told := unlike or cause(output)) else ""
+        return "died", [f"rank {culprit} died ({outcome.text}){inside}{at}{why}", *map(str, states)]
     same = [s.rank for s in states if s.status == "raised" and s.detail == state.detail and s.rank != culprit]
     too = f" (so did {ranks_text(same)})" if same else ""
     text = state.detail if "\n" not in state.detail else state.detail.rstrip() + "\n"
     others = [str(s) for s in states if s.rank != culprit and s.rank not in same]
     trace = [f"    {line}" for line in state.traceback]
+    if unlike:
+        trace.append(f"    {unlike}")
     return "raised", [f"rank {culprit} raised {text},{at}{too}".replace("\n,", "\n").removesuffix(","), *trace, *others]
 
 

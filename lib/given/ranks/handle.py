@@ -118,6 +118,14 @@ class Handle:
 
     # ---- ranks ----
 
+    def ready(self) -> None:
+        """Return when the next task can begin at once. Whoever calls holds the pool."""
+        if self.backend == "mpi":
+            self.connect(self.max_ranks)
+        else:
+            self.tell("answer", self.tag)
+            self.hear_of("answer")
+
     def connect(self, n_ranks: int) -> list[Worker]:
         """Processes for the next task, warm where there are such."""
         if self.workers and self.backend == "mpi" and self.n_tasks < 200:

@@ -3,8 +3,8 @@
 ``python -P keeper.py BACKEND FD PARENT MPIEXEC LOG``. For gloo it has imported torch and forks a rank in milliseconds; for MPI
 it starts mpiexec. It imports nothing of the project, so that a fork sees the project as it is on disk.
 
-Commands: ("start", tag, n_ranks, runner, address), ("reuse", tag, runner), ("finish", tag), ("end", tag).
-Events: ("exit", tag, rank, status), ("world", tag, is_alive), ("ended", tag).
+Commands: ("start", tag, n_ranks, runner, address), ("reuse", tag, runner), ("finish", tag), ("end", tag), ("answer", tag).
+Events: ("answer", tag), ("exit", tag, rank, status), ("world", tag, is_alive), ("ended", tag).
 """
 
 import contextlib
@@ -94,6 +94,10 @@ class Keeper:
     def finish(self, tag: str) -> None:
         if tag == self.tag:
             self.runner = 0
+
+    def answer(self, tag: str) -> None:
+        """Say that everything is imported."""
+        self.tell("answer", tag)
 
     def end(self, tag: str) -> None:
         self.end_all()

@@ -11,7 +11,7 @@ class Record:
     ``seq`` counts the calls of the same name on this rank from 1, ``at_s`` is in seconds since the run began (one clock
     for all ranks), ``n_bytes`` is what the rank passes in, and ``n_elements`` and ``dtype`` are those of the part that must be
     alike on all ranks (None and "" where nothing must be). ``group``, ``to``, ``source`` and ``root`` are ranks of the world;
-    a ``source`` of -1 is any rank.
+    a ``source`` of -1 is any rank. ``room`` is the elements and the dtype that a message is received into.
     """
 
     op: str
@@ -29,6 +29,7 @@ class Record:
     source: int | None = None
     root: int | None = None
     sends: bool = True
+    room: tuple[int, str] | None = None
 
     @property
     def name(self) -> str:

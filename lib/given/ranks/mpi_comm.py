@@ -119,7 +119,11 @@ def _facts(comm, name: str, given: dict[str, Any]) -> dict[str, Any]:
     facts["is_async"] = name[0] == "I" or name in ("isend", "ibsend", "issend", "irecv")
     n_bytes, n_elements, dtype = _sizes(payload, pickled=name[0].islower())
     facts.update(n_bytes=n_bytes, dtype=dtype)
-    if name[0].isupper() and (kind in _ALIKE or name in _SENDS + _RECEIVES):
+    if name[0].isupper() and name in _RECEIVES + _BOTH:
+        inbox = given.get("recvbuf")
+        _, room, its_dtype = _sizes(payload if inbox is None else inbox, pickled=False)
+        facts["room"] = None if room is None else (room, its_dtype)
+    if name[0].isupper() and (kind in _ALIKE or name in _SENDS + _RECEIVES + _BOTH):
         facts["n_elements"] = n_elements
     if name in _NEW_COMMS:
         return {**facts, "n_bytes": 0, "stream": f"new:{comm.stream}", "sends": False}

@@ -18,7 +18,7 @@ def is_user_file(filename: str) -> bool:
     if filename.startswith("<"):
         return False
     path = Path(filename).resolve()
-    if path.is_relative_to(HERE):
+    if path.is_relative_to(HERE) or path.suffix == ".pyx":  # of compiled code, whose source is not there
         return False
     if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in _OURS:
         return True

@@ -16,6 +16,7 @@ from typing import Any
 from lib.given.ranks.failure import RankFailure
 from lib.given.ranks.handle import Handle, Worker
 from lib.given.ranks.ledger import Ledger
+from lib.given.ranks.noise import meaningful
 from lib.given.ranks.views import View, mismatch
 from lib.given.ranks.watch import Watch
 
@@ -58,6 +59,18 @@ class Pool:
             if self._handle is None or (self._handle.owner == os.getpid() and self._handle.process.poll() is not None):
                 self.close()
                 self._handle = Handle(self.backend, MAX_RANKS)
+
+    def ready(self) -> None:
+        """Wait until a run can begin at once; the first time, and after a run that ended its ranks, this takes seconds.
+
+        Raises:
+            RankFailure: something is missing, or the ranks do not start.
+        """
+        with self._lock:
+            self.warm()
+            assert self._handle is not None
+            with self._handle.alone():
+                self._handle.ready()
 
     def run(
         self,
@@ -106,7 +119,7 @@ class Pool:
         finally:
             if watch is not None and show_output:
                 _show(watch.outputs())
-            if done or (watch is not None and self.backend == "mpi" and _untouched(watch)):
+            if done or (watch is not None and self.backend == "mpi" and _as_new(watch)):
                 handle.tell("finish", handle.tag)
             else:
                 self._end(handle)
@@ -185,11 +198,11 @@ def _send(workers: list[Worker], header: dict) -> None:
 
 def _show(outputs: list[str]) -> None:
     for rank, text in enumerate(outputs):
-        for line in text.splitlines():
+        for line in meaningful(text):
             print(f"[rank {rank}] {line}")
 
 
-def _untouched(watch: Watch) -> bool:
-    """Whether every rank came to its end without a message, so that its world is as good as new."""
+def _as_new(watch: Watch) -> bool:
+    """Whether every rank came to its end, and no call of it failed or was left under way, so that its world is good for more."""
     told = len(watch.outcomes) == len(watch.workers) and all(o.status != "died" for o in watch.outcomes.values())
-    return told and not any(view.calls for view in watch.views)
+    return told and not any(v.n_failed or v.open or any(r.is_async for r in v.calls) for v in watch.views)

@@ -24,6 +24,7 @@ class View:
     marks: list[Mark] = field(default_factory=list)
     open: dict[int, tuple[float, str]] = field(default_factory=dict)  # index of a call: since when, from which line
     failed_in: int | None = None
+    n_failed: int = 0
     _offset: int = 0
 
     def read(self) -> None:
@@ -41,13 +42,15 @@ class View:
     def _take(self, event: dict) -> None:
         kind, at = event["event"], event["at"]
         if kind == "begin":
-            facts = {**event, "group": tuple(event["group"]), "at_s": at - self.began_at}
+            room = tuple(event["room"]) if event.get("room") else None
+            facts = {**event, "group": tuple(event["group"]), "at_s": at - self.began_at, "room": room}
             self.calls.append(Record(**{k: v for k, v in facts.items() if k in _FIELDS}))
         if kind in ("begin", "wait"):
             self.open[event["index"]] = at, event["where"]
         elif kind in ("end", "failed"):
             self.open.pop(event["index"], None)
             self.failed_in = event["index"] if kind == "failed" else None
+            self.n_failed += kind == "failed"
         elif kind == "mark":
             self.marks.append(Mark(event["name"], at - self.began_at))
         else:
@@ -184,6 +187,24 @@ def _stream_mismatch(stream: str, views: list[View]) -> str:
             missing = [rank for rank in members if rank not in there]
             return f"{ranks_text(list(there))} called {first.name} ({first.where}), {ranks_text(missing)} never did"
     return ""
+
+
+def message_mismatch(view: View, views: list[View]) -> str:
+    """What was sent and what there is room for, if they differ in the receive that ``view`` is in or failed in."""
+    index = next(reversed(view.open)) if view.open else view.failed_in
+    record = None if index is None else view.calls[index]
+    if record is None or record.room is None or record.source is None or record.source < 0:
+        return ""
+    nth = sum(r.source == record.source and r.op not in _UNLISTED for r in view.calls[:index])
+    sent = [r for r in views[record.source].calls if r.to == view.rank]
+    if any(r.source == -1 for r in view.calls) or nth >= len(sent) or sent[nth].n_elements is None:
+        return ""
+    there = sent[nth]
+    if (there.n_elements, there.dtype) == record.room:
+        return ""
+    gives = f"rank {record.source} sends {there.n_elements} {there.dtype}".rstrip()
+    takes = f"rank {view.rank} receives into {record.room[0]} {record.room[1]}".rstrip()
+    return f"{gives} ({there.where}), {takes} ({record.where})"
 
 
 def _untaken(views: list[View]) -> str:

@@ -10,12 +10,14 @@ from pathlib import Path
 
 from lib.given.ranks.failure import Outcome, RankFailure, explain
 from lib.given.ranks.handle import Handle, Worker
+from lib.given.ranks.noise import brief
 from lib.given.ranks.views import View, blockers, stuck
 
 IMPORT_LIMIT_S = 30.0  # before the function is called
 SETTLED_S = 2.0  # for so long all must wait before a deadlock is called one
 GONE_S = 0.5  # the same, where they wait for a rank that has returned
 ECHO_S = 1.0  # for so long a root cause may come after what it caused
+FINISH_S = 0.3  # for so long a rank may go on that nothing holds up after another has raised
 LATE_S = 3.0  # for so long a rank that has not begun is awaited after another has raised: it may well raise the same
 
 
@@ -91,7 +93,10 @@ class Watch:
         while len(self.outcomes) < len(self.workers):
             bad = [outcome for outcome in self.outcomes.values() if outcome.status != "returned"]
             late = any(v.is_starting or (v.is_over and v.rank not in self.outcomes) for v in self.views)
-            patience = LATE_S if late else ECHO_S if all(outcome.is_echo for outcome in bad) else 0.0
+            held_up = all(v.is_over or blockers(v, self.views) for v in self.views)
+            patience = LATE_S if late else ECHO_S if all(outcome.is_echo for outcome in bad) else FINISH_S
+            if held_up and patience == FINISH_S:
+                break
             if time.monotonic() - began >= patience:
                 break
             self._receive(0.05)
@@ -116,8 +121,9 @@ class Watch:
     def _failure(self, limit_s: float | None) -> RankFailure:
         self._ask_where()
         self._read()
+        self._take_late()
         stacks = {w.rank: self.folder / f"stack-{w.rank}" for w in self.workers}
-        kind, culprit, message, states = explain(self.views, self.outcomes, stacks, limit_s)
+        kind, culprit, message, states = explain(self.views, self.outcomes, stacks, limit_s, self._raw_outputs())
         if kind == "died" and not self.views[culprit].has_begun:
             message += f"\n{self.handle.log('keeper')[-2000:]}"
         error = _loaded(self.outcomes[culprit].error) if culprit is not None and kind == "raised" else None
@@ -130,6 +136,13 @@ class Watch:
             ledgers=[view.ledger for view in self.views],
             outputs=self.outputs(),
         )
+
+    def _take_late(self) -> None:
+        """The outcomes of ranks that came to their end while the others were asked where they are."""
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline and any(v.is_over and v.rank not in self.outcomes for v in self.views):
+            self._receive(0.05)
+            self._read()
 
     def _ask_where(self) -> None:
         """Have every rank that is still at work write down its stack; faulthandler does so also within a C call."""
@@ -146,18 +159,20 @@ class Watch:
 
     def outputs(self) -> list[str]:
         """What each rank printed, gloo's own greetings left out."""
-        texts = []
-        for worker in self.workers:
-            path = self.folder / f"output-{worker.rank}"
-            text = path.read_text(errors="replace") if path.exists() else ""
-            texts.append("".join(line for line in text.splitlines(keepends=True) if not line.startswith("[Gloo]")))
-        return texts
+        return [
+            "".join(line for line in text.splitlines(keepends=True) if not line.startswith("[Gloo]"))
+            for text in self._raw_outputs()
+        ]
+
+    def _raw_outputs(self) -> list[str]:
+        paths = [self.folder / f"output-{worker.rank}" for worker in self.workers]
+        return [path.read_text(errors="replace") if path.exists() else "" for path in paths]
 
 
 def _outcome(told: dict) -> Outcome:
     if "value" in told:
         return Outcome("returned", value=told["value"])
-    text = f"{told['type']}: {told['text']}".removesuffix(": ")
+    text = f"{told['type']}: {brief(told['text'])}".removesuffix(": ")
     return Outcome("raised", error=told["error"], text=text, frames=told["frames"])
 
 
