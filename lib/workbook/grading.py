@@ -196,10 +196,10 @@ def _apart(a, b) -> tuple[str, str]:
 
 def further_apart(a, b, gap: float | None) -> bool:
     """Whether two arrays differ by more than a fifth of ``gap``, so that they are not the same mistake."""
-    import torch
-
     if gap is None or not (_is_array(a) and _is_array(b)) or not math.isfinite(gap):
         return False
+    import torch
+
     a, b = (torch.as_tensor(value).detach().cpu().double() for value in (a, b))
     return not float((a - b).abs().max()) <= gap / 5
 
