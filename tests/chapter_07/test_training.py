@@ -484,6 +484,7 @@ def test_clip_gradient_norm__brings_nothing_to_the_host():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_clip_gradient_norm__does_not_wait_for_the_gpu():
     case("gradients on the GPU, torch.cuda.set_sync_debug_mode('error')")
     parameters = with_gradients(torch.ones(3, device="cuda"), torch.ones(4, device="cuda"))
