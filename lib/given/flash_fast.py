@@ -10,13 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lib.given.flash_launch import HAS_TRITON, INTERPRETED, check_shapes, tl, triton
+from lib.given.flash_tiles import HAS_TRITON, INTERPRETED, LN2, LOG2E, check_shapes, tl, triton
 
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 class Tiles(NamedTuple):
@@ -52,7 +49,7 @@ def _keys(acc, l, m, query, k, v, base, first, end, sees, scale2, COLS: tl.const
         m_new = tl.maximum(m, tl.max(scores, 1) * scale2)
         weights = tl.exp2(scores * scale2 - m_new[:, None])  # one multiply-add and one exp2 a score
         decay = tl.exp2(m - m_new)
-        l = l * decay + tl.sum(weights, 1)  # noqa: E741
+        l = l * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
         value = v.load([base + start, 0])
         acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
@@ -76,15 +73,15 @@ def fast_forward_kernel(
     rows = start + tl.arange(0, ROWS)
     query = q.load([head * T + start, 0])
     m = tl.full([ROWS], -float("inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)  # noqa: E741
+    l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
     if CAUSAL:
         first = start + S - T
         whole = first // COLS * COLS
-        acc, l, m = _keys(acc, l, m, query, k, v, base, 0, whole, rows + S - T, scale2, COLS, False)  # noqa: E741
-        acc, l, m = _keys(acc, l, m, query, k, v, base, whole, first + ROWS, rows + S - T, scale2, COLS, True)  # noqa: E741
+        acc, l, m = _keys(acc, l, m, query, k, v, base, 0, whole, rows + S - T, scale2, COLS, False)
+        acc, l, m = _keys(acc, l, m, query, k, v, base, whole, first + ROWS, rows + S - T, scale2, COLS, True)
     else:
-        acc, l, m = _keys(acc, l, m, query, k, v, base, 0, S, rows, scale2, COLS, False)  # noqa: E741
+        acc, l, m = _keys(acc, l, m, query, k, v, base, 0, S, rows, scale2, COLS, False)
     o.store([head * T + start, 0], (acc / l[:, None]).to(query.dtype))
     tl.store(lse + head * T + rows, (m + tl.log2(l)) * LN2)
 

@@ -1,102 +1,12 @@
-"""What surrounds the kernels of chapter 15 and is no lesson: imports, layouts, tiles of memory, launches.
-
-Without a GPU the kernels run in Triton's interpreter, which must be asked for before Triton is imported: this module
-does it. Without Triton (macOS) the module can be imported all the same, and a launch says what is missing.
-"""
+"""Start the kernels of chapter 15: contiguous inputs, tiles, the grid, and where the results go."""
 
 import math
-import os
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-triton: Any
-tl: Any
-try:
-    import triton
-    import triton.language as tl
-
-    HAS_TRITON = True
-except ImportError:
-
-    class _Absent:
-        """Stands where Triton would, so that a file with kernels can be read."""
-
-        def __getattr__(self, name):
-            return self
-
-        def __call__(self, *args, **kwargs):
-            return args[0] if args else self
-
-    triton = tl = _Absent()
-    HAS_TRITON = False
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-# ---- layouts ---------------------------------------------------------------------------------------------------------
-
-
-def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """How many query heads share a head of keys; 1 where there is no axis of heads.
-
-    Raises:
-        ValueError: the shapes or dtypes do not fit; the message shows them.
-    """
-    heads, groups = (x.shape[-3] if x.ndim > 2 else 1 for x in (q, k))
-    fits = q.ndim == k.ndim >= 2 and k.shape == v.shape and q.shape[:-3] == k.shape[:-3] and q.shape[-1] == k.shape[-1]
-    if not fits or heads % max(groups, 1) or (groups == 0) != (heads == 0):
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        raise ValueError(f"{shapes}: expected [..., H, T, D] and twice [..., G, S, D] with H a multiple of G")
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}: expected one dtype")
-    return heads // groups if groups else 1
-
-
-def fold_groups(
-    q: Float[Tensor, "*lead t d"], k: Float[Tensor, "*lead_kv s d"], v: Float[Tensor, "*lead_kv s d"]
-) -> tuple[Float[Tensor, "n g r t d"], Float[Tensor, "n g 1 s d"], Float[Tensor, "n g 1 s d"]]:
-    """Any layout as five axes: batch, heads of keys, query heads that share one, tokens, width.
-
-    Raises:
-        ValueError: as `check_shapes`.
-    """
-    shared = check_shapes(q, k, v)
-    n, groups = math.prod(k.shape[:-3]), k.shape[-3] if k.ndim > 2 else 1
-    queries = q.reshape(n, groups, shared, *q.shape[-2:])
-    return queries, k.reshape(n, groups, 1, *k.shape[-2:]), v.reshape(n, groups, 1, *k.shape[-2:])
-
-
-def tile_slices(length: int) -> list[slice]:
-    """Tiles of a sequence: powers of two from 16 to 128, at least four of them where there is room."""
-    size = min(128, max(16, 1 << (max(length, 1) - 1).bit_length() >> 2))
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
-
-
-# ---- tiles in a kernel -----------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def load_tile(pointer, rows, n_rows, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows of a contiguous [n_rows, D] matrix as a [len(rows), WIDTH] tile; zero outside the matrix."""
-    columns = tl.arange(0, WIDTH)
-    inside = (rows[:, None] < n_rows) & (columns[None, :] < D)
-    return tl.load(pointer + rows[:, None] * D + columns[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def store_tile(pointer, tile, rows, n_rows, D: tl.constexpr, WIDTH: tl.constexpr):
-    """The opposite of ``load_tile``: what lies outside the matrix is not written."""
-    columns = tl.arange(0, WIDTH)
-    inside = (rows[:, None] < n_rows) & (columns[None, :] < D)
-    tl.store(pointer + rows[:, None] * D + columns[None, :], tile.to(pointer.dtype.element_ty), mask=inside)
-
-
-# ---- launches --------------------------------------------------------------------------------------------------------
+from lib.given.flash_tiles import HAS_TRITON, INTERPRETED, check_shapes, triton
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, rows: int | None, cols: int | None):
