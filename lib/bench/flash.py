@@ -148,7 +148,7 @@ def warm_jobs(tiny):
     """Calls that compile every kernel of this program once, at a length where they cost nothing."""
     length, device = (128, "cpu") if tiny else (512, "cuda")
     jobs = []
-    for heads, width, causal in CASES.values():
+    for _, width, causal in CASES.values():
         jobs.append(
             ("fast", lambda w=width, c=causal: both_ways(flash_attention_fast, w, c, length, device, torch.bfloat16))
         )
