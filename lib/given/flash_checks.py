@@ -44,14 +44,14 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def guarded(shape, dtype, device="cpu", guard=64, value=-7.0) -> Tensor:
+def guarded(shape, dtype, device="cpu", guard=8192, value=-7.0) -> Tensor:
     """A contiguous tensor with ``guard`` numbers before and after it; all hold ``value``."""
     n = torch.Size(shape).numel()
     whole = torch.full((n + 2 * guard,), value, dtype=dtype, device=device)
     return whole[guard : guard + n].view(shape)
 
 
-def guards_of(tensor: Tensor, guard=64) -> Tensor:
+def guards_of(tensor: Tensor, guard=8192) -> Tensor:
     """The numbers that lie before and after a tensor made by ``guarded``, as they are now."""
     n, at = tensor.numel(), tensor.storage_offset()
     before = tensor.as_strided((guard,), (1,), at - guard)

@@ -41,6 +41,12 @@ def _readable(*tensors: Tensor) -> list[Tensor]:
     return [(x.float() if cast and x.dtype == torch.bfloat16 else x).contiguous() for x in tensors]
 
 
+def _empty(shape, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Room for a result; in the interpreter with space behind it, so that a store without its mask crashes nothing."""
+    n = math.prod(shape)
+    return like.new_empty(n + (1 << 16) * INTERPRETED, dtype=dtype or like.dtype)[:n].view(shape)
+
+
 def launch_forward(
     kernel, q, k, v, is_causal=False, *, rows=None, cols=None, o=None, lse=None
 ) -> tuple[Float[Tensor, "*lead t d"], Float[Tensor, "*lead t"]]:
@@ -53,8 +59,8 @@ def launch_forward(
     """
     constants, n_heads, sizes = _prepare(q, k, v, is_causal, rows, cols)
     qs, ks, vs = _readable(q, k, v)
-    out = torch.empty_like(qs) if o is None else o
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if lse is None else lse
+    out = _empty(qs.shape, qs) if o is None else o
+    lse = _empty(q.shape[:-1], q, torch.float32) if lse is None else lse
     if q.numel():
         grid = (n_heads, triton.cdiv(q.shape[-2], constants["ROWS"]))
         kernel[grid](qs, ks, vs, out, lse, *sizes, **constants)
@@ -71,8 +77,8 @@ def launch_backward_dq(
     """
     constants, n_heads, sizes = _prepare(q, k, v, is_causal, rows, cols)
     qs, ks, vs, os_, dos = _readable(q, k, v, o, do)
-    dq = torch.empty_like(qs) if dq is None else dq
-    delta = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if delta is None else delta
+    dq = _empty(qs.shape, qs) if dq is None else dq
+    delta = _empty(q.shape[:-1], q, torch.float32) if delta is None else delta
     if q.numel():
         grid = (n_heads, triton.cdiv(q.shape[-2], constants["ROWS"]))
         kernel[grid](qs, ks, vs, os_, dos, lse.contiguous(), delta, dq, *sizes, **constants)
@@ -89,7 +95,7 @@ def launch_backward_dkdv(
     """
     constants, n_heads, sizes = _prepare(q, k, v, is_causal, rows, cols)
     qs, ks, vs, dos = _readable(q, k, v, do)
-    dk, dv = (torch.empty_like(ks) if x is None else x for x in (dk, dv))
+    dk, dv = (_empty(ks.shape, ks) if x is None else x for x in (dk, dv))
     if k.numel():
         grid = (n_heads // constants["GROUP"], triton.cdiv(k.shape[-2], constants["COLS"]))
         kernel[grid](qs, ks, vs, dos, lse.contiguous(), delta.contiguous(), dk, dv, *sizes, **constants)

@@ -58,6 +58,10 @@ def test_online_softmax_update_by_hand():
     new = flash.online_softmax_update(m, l, acc, torch.tensor([[2.0, 4.0]]).log(), torch.tensor([[1.0], [5.0]]))
     expected = (torch.tensor([4.0]).log(), torch.tensor([1.75]), torch.tensor([[3 / 4 + 1 / 2 + 5.0]]))
     expect_close(new, expected, read=UPDATE)
+    case("one row that has seen score 3 with value 7, then score 1 with value 2")
+    new = flash.online_softmax_update(m + 3, l, acc + 4, torch.tensor([[1.0]]), torch.tensor([[2.0]]))
+    less = math.exp(-2)
+    expect_close(new, (torch.tensor([3.0]), torch.tensor([1 + less]), torch.tensor([[7 + 2 * less]])), read=UPDATE)
     expect_close((m, l, acc), (torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([[3.0]])), name="the old values")
 
 
