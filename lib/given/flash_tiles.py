@@ -18,8 +18,8 @@ if not torch.cuda.is_available():
 triton: Any
 tl: Any
 try:
-    import triton
-    import triton.language as tl
+    import triton  # type: ignore[no-redef]
+    import triton.language as tl  # type: ignore[no-redef]
 
     HAS_TRITON = True
 except ImportError:
