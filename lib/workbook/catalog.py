@@ -49,7 +49,7 @@ class Exercise:
     def handle(self) -> str:
         """The shortest name that ``workbook check`` and ``%check`` understand."""
         alone = sum(e.name == self.name for e in all_exercises()) == 1
-        return self.name if alone else f"{self.module}.{self.name}"
+        return self.name if alone and self.name not in chapters() else f"{self.module}.{self.name}"
 
     @property
     def label(self) -> str:

@@ -157,6 +157,18 @@ CONTRACT = {
         "tensor_parallel_bytes",
         "pipeline_bubble",
     ],
+    "triton_kernels": ["vector_add", "weighted_sum", "softmax_rows", "matmul", "rms_norm"],
+    "flash_attention": [
+        "attention_io_bytes",
+        "online_softmax_update",
+        "FlashAttentionTorch",
+        "flash_backward",
+        "flash_forward_kernel",
+        "flash_backward_dq_kernel",
+        "flash_backward_dkdv_kernel",
+        "FlashAttentionTriton",
+        "flash_attention",
+    ],
 }
 
 

@@ -1,0 +1,193 @@
+"""FlashAttention: exact attention in tiles, forward and backward, in PyTorch and in Triton."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lib.given.flash_fast import fits_fast, flash_attention_fast
+from lib.given.flash_launch import launch_backward_dkdv, launch_backward_dq, launch_forward
+from lib.given.flash_tiles import HAS_TRITON, LN2, LOG2E, fold_groups, hide_later, tile_slices, tl, triton
+
+
+def attention_io_bytes(length: int, head_dim: int, sram_bytes: int, algorithm: str) -> int:
+    """Bytes that the forward pass of one head moves to and from a GPU's main memory. (Exercise 15.1)
+
+    Args:
+        length: Number N of queries, and of keys.
+        head_dim: Width d of the head.
+        sram_bytes: Memory on the chip; it holds M = sram_bytes // 2 numbers of 2 bytes.
+        algorithm: "standard", the paper's Algorithm 0, or "flash", its Algorithm 1 with blocks of ceil(M / 4d) keys.
+
+    Returns:
+        Two bytes for each number of equation (15.1) or (15.2).
+
+    Raises:
+        ValueError: another algorithm, or a length, width or memory below 1 (2 bytes of memory).
+
+    Source: FlashAttention (arXiv:2205.14135), Algorithms 0 and 1, Theorem 2.
+    """
+    raise NotImplementedError("Exercise 15.1: write attention_io_bytes")
+
+
+def online_softmax_update(
+    m: Float[Tensor, "*lead r"],
+    l: Float[Tensor, "*lead r"],
+    acc: Float[Tensor, "*lead r d"],
+    scores: Float[Tensor, "*lead r c"],
+    values: Float[Tensor, "*lead c d"],
+) -> tuple[Float[Tensor, "*lead r"], Float[Tensor, "*lead r"], Float[Tensor, "*lead r d"]]:
+    """Take one more tile of keys into a softmax that is under way. (Exercise 15.2)
+
+    Args:
+        m: Largest score of each row so far; -inf before the first tile.
+        l: Sum of exp(score - m) so far; 0 before the first tile.
+        acc: Sum of exp(score - m) times value so far, not yet divided by l.
+        scores: Scaled scores of the new tile; -inf where a key is hidden.
+        values: Values of the tile's keys, in any floating dtype.
+
+    Returns:
+        The new m, l and acc; the old ones stay unchanged. A row that has seen no key keeps -inf, 0 and 0.
+
+    Source: equation (15.3); Milakov and Gimelshein (arXiv:1805.02867), Algorithm 3.
+    """
+    raise NotImplementedError("Exercise 15.2: write online_softmax_update")
+
+
+class FlashAttentionTorch(torch.autograd.Function):
+    """Attention in tiles, in PyTorch: ``FlashAttentionTorch.apply(q, k, v, is_causal)``. (Exercise 15.3)
+
+    Args:
+        q: Queries [..., T, D].
+        k, v: Keys and values [..., S, D]; q's axis of heads may be a multiple of theirs.
+        is_causal: Query t sees the keys up to t + S - T. A row without keys gives zeros.
+
+    ``forward`` saves q, k, v, the output and exactly one tensor [..., T] more: the natural logsumexp of each row's
+    scaled scores, float32 (float64 for float64), -inf for a row without keys. No tensor of T x S numbers exists at any
+    time; sums are kept in float32 at least; tiles above the diagonal are not computed. ``backward`` is given.
+
+    Raises:
+        ValueError: the shapes or dtypes do not fit (`fold_groups` sees to it).
+
+    Source: equations (15.3) to (15.5); FlashAttention-2 (arXiv:2307.08691), Algorithm 1.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal=False):
+        raise NotImplementedError("Exercise 15.3: write FlashAttentionTorch.forward")
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, o, lse = ctx.saved_tensors
+        return (*flash_backward(q, k, v, o, do, lse, ctx.is_causal), None)
+
+
+def flash_backward(
+    q: Float[Tensor, "*lead t d"],
+    k: Float[Tensor, "*lead_kv s d"],
+    v: Float[Tensor, "*lead_kv s d"],
+    o: Float[Tensor, "*lead t d"],
+    do: Float[Tensor, "*lead t d"],
+    lse: Float[Tensor, "*lead t"],
+    is_causal: bool,
+) -> tuple[Float[Tensor, "*lead t d"], Float[Tensor, "*lead_kv s d"], Float[Tensor, "*lead_kv s d"]]:
+    """Gradients of attention, from tiles of weights computed once more. (Exercise 15.4)
+
+    Args:
+        q, k, v, is_causal: As they went into the forward pass; heads may be shared.
+        o, do: What came out, and the gradient of the loss with respect to it; any strides.
+        lse: Natural logsumexp of each row's scaled scores.
+
+    Returns:
+        dq, dk, dv in the shapes and dtypes of q, k, v; no tensor of T x S numbers on the way, sums in float32 at least.
+
+    Source: equations (15.6) and (15.7); FlashAttention-2 (arXiv:2307.08691), Algorithm 2.
+    """
+    raise NotImplementedError("Exercise 15.4: write flash_backward")
+
+
+@triton.jit
+def flash_forward_kernel(q, k, v, o, lse, T, S, scale, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+                         ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
+    """Output and logsumexp of one tile of queries; the grid is (query heads, tiles of queries). (Exercise 15.5)
+
+    Args:
+        q, k, v, o: Pointers to contiguous [heads, T, D], twice [heads / GROUP, S, D], and [heads, T, D].
+        lse: Pointer to float32 [heads, T]: the natural logsumexp, -inf for a row without keys (whose output is 0).
+        T, S, scale: Numbers of queries and keys, any; what the scores are multiplied with.
+        GROUP: Query heads that share a head of keys: head h reads keys of head h // GROUP.
+        D, WIDTH: Width of a head, and the power of two that holds it.
+        ROWS, COLS, CAUSAL: Tiles of queries and keys; if CAUSAL, query t sees the keys up to t + S - T.
+
+    Returns:
+        Nothing; writes o and lse and nothing beside them. Keys of tiles that no query of the tile sees are not read.
+        Whole tiles are done without comparisons. Sums in float32; weights take v's dtype for their product.
+
+    Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 1; equation (15.5).
+    """
+    raise NotImplementedError("Exercise 15.5: write flash_forward_kernel")
+
+
+@triton.jit
+def flash_backward_dq_kernel(q, k, v, o, do, lse, delta, dq, T, S, scale, GROUP: tl.constexpr, D: tl.constexpr,
+                             WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
+    """Gradient of one tile of queries; arguments and grid as `flash_forward_kernel`'s. (Exercise 15.6)
+
+    Args:
+        o, do: Pointers to the output and its gradient, [heads, T, D].
+        lse: Pointer to the natural logsumexp [heads, T].
+        delta, dq: Each row's sum of o * do, float32 [heads, T], and the gradient [heads, T, D] are written there.
+
+    Returns:
+        Nothing; writes delta and dq and nothing beside them, each number in one program: no atomics.
+    """
+    raise NotImplementedError("Exercise 15.6: write flash_backward_dq_kernel")
+
+
+@triton.jit
+def flash_backward_dkdv_kernel(q, k, v, do, lse, delta, dk, dv, T, S, scale, GROUP: tl.constexpr, D: tl.constexpr,
+                               WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
+    """Gradients of one tile of keys and values; the grid is (heads of keys, tiles of keys). (Exercise 15.7)
+
+    Args:
+        do, lse, delta: Pointers to the output's gradient, the natural logsumexp and the row sums of o * do.
+        dk, dv: Pointers to [heads / GROUP, S, D]: the gradients, summed over the query heads that share the keys.
+
+    Returns:
+        Nothing; writes dk and dv and nothing beside them, each number in one program: no atomics. Tiles of queries that
+        see none of the keys are not read. The other arguments are `flash_forward_kernel`'s.
+    """
+    raise NotImplementedError("Exercise 15.7: write flash_backward_dkdv_kernel")
+
+
+class FlashAttentionTriton(torch.autograd.Function):
+    """Attention by the three kernels. (Exercise 15.8)
+
+    Arguments, results and what is saved are `FlashAttentionTorch`'s, for float32, float16 and bfloat16.
+    `launch_forward`, `launch_backward_dq` and `launch_backward_dkdv` choose the tiles and start a kernel.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal=False):
+        raise NotImplementedError("Exercise 15.8: write FlashAttentionTriton.forward")
+
+    @staticmethod
+    def backward(ctx, do):
+        raise NotImplementedError("Exercise 15.8: write FlashAttentionTriton.backward")
+
+
+def flash_attention(
+    q: Float[Tensor, "*lead t d"],
+    k: Float[Tensor, "*lead_kv s d"],
+    v: Float[Tensor, "*lead_kv s d"],
+    is_causal: bool = False,
+) -> Float[Tensor, "*lead t d"]:
+    """Attention by the fastest way that fits. (Exercise 15.9)
+
+    Args:
+        q, k, v, is_causal: As `FlashAttentionTorch`'s. Under autocast they are cast to its dtype first.
+
+    Returns:
+        By `flash_attention_fast` where `fits_fast` says so, by `FlashAttentionTriton` for other GPU tensors of 16 or 32
+        bits and at most 256 features, else by `FlashAttentionTorch`. What does not fit raises a ValueError.
+    """
+    raise NotImplementedError("Exercise 15.9: write flash_attention")

@@ -1,0 +1,340 @@
+"""FlashAttention for Hopper: chapter 15's kernels once more, with tensor descriptors and tiles chosen by measurement.
+
+Read chapter 15 first: the arithmetic is the same, and the last section says what each difference pays.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lib.given.flash_tiles import HAS_TRITON, INTERPRETED, LN2, LOG2E, check_shapes, tl, triton
+
+if HAS_TRITON:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+class Tiles(NamedTuple):
+    """How one kernel is cut and compiled."""
+
+    rows: int
+    cols: int
+    warps: int
+    stages: int
+    reverse: bool = False  # dK/dV: walk the queries from the last; measured, it does not pay (chapter 15)
+    registers: int | None = None
+
+
+TABLE: dict[tuple[int, bool], tuple[Tiles, Tiles, Tiles]] = {  # width, causal: forward, dQ, dK/dV; found on an H200
+    (64, True): (Tiles(64, 128, 4, 2), Tiles(64, 64, 4, 3, registers=168), Tiles(64, 64, 4, 3)),
+    (64, False): (Tiles(64, 128, 4, 2, registers=168), Tiles(128, 64, 4, 4), Tiles(64, 64, 4, 3)),
+    (128, True): (Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2, reverse=True)),
+    (128, False): (Tiles(128, 64, 4, 2), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)),
+}
+
+
+# ---- forward ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _keys(acc, l, m, query, k, v, base, first, end, sees, scale2, COLS: tl.constexpr, MASK: tl.constexpr):
+    for start in tl.range(first, end, COLS):
+        start = tl.multiple_of(start, COLS)
+        key = k.load([base + start, 0])
+        scores = tl.dot(query, key.T, input_precision="ieee")
+        if MASK:
+            scores = tl.where(sees[:, None] >= start + tl.arange(0, COLS)[None, :], scores, -float("inf"))
+        m_new = tl.maximum(m, tl.max(scores, 1) * scale2)
+        weights = tl.exp2(scores * scale2 - m_new[:, None])  # one multiply-add and one exp2 a score
+        decay = tl.exp2(m - m_new)
+        l = l * decay + tl.sum(weights, 1)
+        acc = acc * decay[:, None]
+        value = v.load([base + start, 0])
+        acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
+        m = m_new
+    return acc, l, m
+
+
+@triton.jit
+def fast_forward_kernel(
+    q, k, v, o, lse, T, S, scale2,
+    GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """As ``flash_forward_kernel``, for whole tiles, through descriptors of [heads * T, D] and [heads / GROUP * S, D]."""
+    if HEADS_FIRST:
+        head, i = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    else:
+        head, i = tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0)
+    start = i * ROWS
+    base = head // GROUP * S
+    rows = start + tl.arange(0, ROWS)
+    query = q.load([head * T + start, 0])
+    m = tl.full([ROWS], -float("inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D], tl.float32)
+    if CAUSAL:
+        first = start + S - T
+        whole = first // COLS * COLS
+        acc, l, m = _keys(acc, l, m, query, k, v, base, 0, whole, rows + S - T, scale2, COLS, False)
+        acc, l, m = _keys(acc, l, m, query, k, v, base, whole, first + ROWS, rows + S - T, scale2, COLS, True)
+    else:
+        acc, l, m = _keys(acc, l, m, query, k, v, base, 0, S, rows, scale2, COLS, False)
+    o.store([head * T + start, 0], (acc / l[:, None]).to(query.dtype))
+    tl.store(lse + head * T + rows, (m + tl.log2(l)) * LN2)
+
+
+# ---- backward --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _keys_back(
+    dq, query, grad, lse2, delta, k, v, base, first, end, sees, scale2, COLS: tl.constexpr, MASK: tl.constexpr
+):
+    for start in tl.range(first, end, COLS):
+        start = tl.multiple_of(start, COLS)
+        key = k.load([base + start, 0])
+        value = v.load([base + start, 0])
+        scores = tl.dot(query, key.T, input_precision="ieee")
+        dp = tl.dot(grad, value.T, input_precision="ieee")  # begun before the softmax waits for the scores
+        weights = tl.exp2(scores * scale2 - lse2[:, None])
+        if MASK:
+            weights = tl.where(sees[:, None] >= start + tl.arange(0, COLS)[None, :], weights, 0.0)
+        ds = weights * (dp - delta[:, None])
+        dq = tl.dot(ds.to(key.dtype), key, dq, input_precision="ieee")
+    return dq
+
+
+@triton.jit
+def fast_dq_kernel(
+    q, k, v, o, do, dq, lse, delta, T, S, scale2, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """As ``flash_backward_dq_kernel``: it computes the row sums of o * do on its way and leaves them for dK/dV."""
+    head, start = tl.program_id(1), (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    base = head // GROUP * S
+    at = head * T + start
+    rows = start + tl.arange(0, ROWS)
+    query = q.load([at, 0])
+    grad = do.load([at, 0])
+    out = o.load([at, 0])
+    sums = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
+    tl.store(delta + head * T + rows, sums)
+    lse2 = tl.load(lse + head * T + rows) * LOG2E
+    acc = tl.zeros([ROWS, D], tl.float32)
+    if CAUSAL:
+        first = start + S - T
+        whole = first // COLS * COLS
+        sees = rows + S - T
+        acc = _keys_back(acc, query, grad, lse2, sums, k, v, base, 0, whole, sees, scale2, COLS, False)
+        acc = _keys_back(acc, query, grad, lse2, sums, k, v, base, whole, first + ROWS, sees, scale2, COLS, True)
+    else:
+        acc = _keys_back(acc, query, grad, lse2, sums, k, v, base, 0, S, rows, scale2, COLS, False)
+    dq.store([at, 0], (acc * scale).to(query.dtype))
+
+
+@triton.jit
+def _queries(
+    dk, dv, key, value, q, do, lse, delta, base, first, end, cols, ahead, scale2,
+    ROWS: tl.constexpr, MASK: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    for step in tl.range(first, end, ROWS):
+        if REVERSE:
+            start = end - ROWS - (step - first)
+        else:
+            start = step
+        start = tl.multiple_of(start, ROWS)
+        rows = start + tl.arange(0, ROWS)
+        query = q.load([base + start, 0])
+        grad = do.load([base + start, 0])
+        lse2 = tl.load(lse + base + rows) * LOG2E
+        sums = tl.load(delta + base + rows)
+        scores = tl.dot(key, query.T, input_precision="ieee")
+        dp = tl.dot(value, grad.T, input_precision="ieee")
+        weights = tl.exp2(scores * scale2 - lse2[None, :])
+        if MASK:
+            weights = tl.where(rows[None, :] + ahead >= cols[:, None], weights, 0.0)
+        dv = tl.dot(weights.to(grad.dtype), grad, dv, input_precision="ieee")
+        ds = weights * (dp - sums[None, :])
+        dk = tl.dot(ds.to(query.dtype), query, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit
+def _causal_queries(
+    dk, dv, key, value, q, do, lse, delta, base, first, whole, T, cols, ahead, scale2,
+    ROWS: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """The tiles on the diagonal and those below it, or from the last query back."""
+    if REVERSE:
+        dk, dv = _queries(dk, dv, key, value, q, do, lse, delta, base, whole, T, cols, ahead, scale2, ROWS, False, True)
+        dk, dv = _queries(
+            dk, dv, key, value, q, do, lse, delta, base, first, whole, cols, ahead, scale2, ROWS, True, True
+        )
+    else:
+        dk, dv = _queries(
+            dk, dv, key, value, q, do, lse, delta, base, first, whole, cols, ahead, scale2, ROWS, True, False
+        )
+        dk, dv = _queries(
+            dk, dv, key, value, q, do, lse, delta, base, whole, T, cols, ahead, scale2, ROWS, False, False
+        )
+    return dk, dv
+
+
+@triton.jit
+def fast_dkdv_kernel(
+    q, k, v, do, dk, dv, lse, delta, T, S, scale2, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
+    REVERSE: tl.constexpr,
+):  # fmt: skip
+    """As ``flash_backward_dkdv_kernel``."""
+    head, start = tl.program_id(1), tl.program_id(0) * COLS
+    cols = start + tl.arange(0, COLS)
+    key = k.load([head * S + start, 0])
+    value = v.load([head * S + start, 0])
+    dkey = tl.zeros([COLS, D], tl.float32)
+    dvalue = tl.zeros([COLS, D], tl.float32)
+    for shared in tl.range(0, GROUP):
+        base = (head * GROUP + shared) * T
+        if CAUSAL:
+            first = tl.maximum(start + T - S, 0) // ROWS * ROWS
+            whole = tl.cdiv(tl.maximum(start + COLS + T - S, 0), ROWS) * ROWS
+            dkey, dvalue = _causal_queries(
+                dkey, dvalue, key, value, q, do, lse, delta, base, first, whole, T, cols, S - T, scale2, ROWS, REVERSE
+            )
+        else:
+            dkey, dvalue = _queries(
+                dkey, dvalue, key, value, q, do, lse, delta, base, 0, T, cols, S - T, scale2, ROWS, False, False
+            )
+    dk.store([head * S + start, 0], (dkey * scale).to(key.dtype))
+    dv.store([head * S + start, 0], dvalue.to(key.dtype))
+
+
+# ---- host ------------------------------------------------------------------------------------------------------------
+
+
+def fits_fast(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
+    """Whether the fast kernels can do it: a Hopper GPU, 16 bits, width 64 or 128, whole tiles, no row without keys."""
+    if not (HAS_TRITON and q.is_cuda) or INTERPRETED or torch.cuda.get_device_capability(q.device)[0] < 9:
+        return False
+    lengths = q.shape[-2] % 128 == k.shape[-2] % 128 == 0 and (not is_causal or q.shape[-2] <= k.shape[-2])
+    known = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in (64, 128)
+    return bool(known and lengths and q.numel() and k.numel())
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Contiguous, beginning at a multiple of 16 bytes, as the copy engine wants it."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def _describe(x: Tensor, rows: int):
+    """A descriptor that copies ``rows`` rows at once."""
+    flat = x.view(-1, x.shape[-1])
+    return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [rows, flat.shape[-1]])
+
+
+def tiles_for(q: Tensor, is_causal: bool) -> tuple[Tiles, Tiles, Tiles]:
+    """The row of the table; small tiles for a width that is not in it, as the tests use."""
+    small = Tiles(32, 32, 4, 2)
+    return TABLE.get((q.shape[-1], is_causal), (small, small, small))
+
+
+def _options(tiles: Tiles) -> dict[str, int]:
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    return {} if INTERPRETED else options | ({"maxnreg": tiles.registers} if tiles.registers else {})
+
+
+def fast_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, tiles: Tiles) -> tuple[Tensor, Tensor]:
+    """Output and natural logsumexp [..., T]; q, k, v aligned."""
+    (t, d), s, n_heads = q.shape[-2:], k.shape[-2], math.prod(q.shape[:-2])
+    o, lse = torch.empty_like(q), torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    heads_first = is_causal
+    grid = (n_heads, t // tiles.rows) if heads_first else (t // tiles.rows, n_heads)
+    fast_forward_kernel[grid](
+        _describe(q, tiles.rows), _describe(k, tiles.cols), _describe(v, tiles.cols), _describe(o, tiles.rows), lse,
+        t, s, d**-0.5 * math.log2(math.e), check_shapes(q, k, v), d, tiles.rows, tiles.cols, is_causal, heads_first,
+        **_options(tiles),
+    )  # fmt: skip
+    return o, lse
+
+
+def fast_dq(q, k, v, o, do, lse, is_causal: bool, tiles: Tiles) -> tuple[Tensor, Tensor]:
+    """The gradient of q, and the row sums of o * do."""
+    (t, d), s, n_heads = q.shape[-2:], k.shape[-2], math.prod(q.shape[:-2])
+    dq, delta = torch.empty_like(q), torch.empty_like(lse)
+    by_rows, by_cols = ([_describe(x, n) for x in xs] for n, xs in ((tiles.rows, (q, o, do, dq)), (tiles.cols, (k, v))))
+    fast_dq_kernel[(t // tiles.rows, n_heads)](
+        by_rows[0], *by_cols, *by_rows[1:], lse, delta, t, s, d**-0.5 * math.log2(math.e), d**-0.5,
+        check_shapes(q, k, v), d, tiles.rows, tiles.cols, is_causal, **_options(tiles),
+    )  # fmt: skip
+    return dq, delta
+
+
+def fast_dkdv(q, k, v, do, lse, delta, is_causal: bool, tiles: Tiles) -> tuple[Tensor, Tensor]:
+    """The gradients of k and v."""
+    (t, d), s, n_heads = q.shape[-2:], k.shape[-2], math.prod(k.shape[:-2])
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    queries, grads = _describe(q, tiles.rows), _describe(do, tiles.rows)
+    by_cols = [_describe(x, tiles.cols) for x in (k, v, dk, dv)]
+    fast_dkdv_kernel[(s // tiles.cols, n_heads)](
+        queries, *by_cols[:2], grads, *by_cols[2:], lse, delta, t, s, d**-0.5 * math.log2(math.e), d**-0.5,
+        check_shapes(q, k, v), d, tiles.rows, tiles.cols, is_causal, tiles.reverse, **_options(tiles),
+    )  # fmt: skip
+    return dk, dv
+
+
+# Operators of their own, so that torch.compile takes each as one step and need not look inside.
+
+
+@torch.library.custom_op("workbook::flash_forward", mutates_args=())
+def _forward_op(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    q, k, v = (_aligned(x) for x in (q, k, v))
+    return fast_forward(q, k, v, is_causal, tiles_for(q, is_causal)[0])
+
+
+@torch.library.custom_op("workbook::flash_backward", mutates_args=())
+def _backward_op(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, o, do, lse = (_aligned(x) for x in (q, k, v, o, do, lse))
+    _, for_dq, for_dkdv = tiles_for(q, is_causal)
+    dq, delta = fast_dq(q, k, v, o, do, lse, is_causal, for_dq)
+    return dq, *fast_dkdv(q, k, v, do, lse, delta, is_causal, for_dkdv)
+
+
+@_forward_op.register_fake
+def _(q, k, v, is_causal):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@_backward_op.register_fake
+def _(q, k, v, o, do, lse, is_causal):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx, inputs, output):
+    q, k, v, ctx.is_causal = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx, do, _):
+    return *_backward_op(*ctx.saved_tensors[:4], do, ctx.saved_tensors[4], ctx.is_causal), None
+
+
+_forward_op.register_autograd(_differentiate, setup_context=_save)
+
+
+def flash_attention_fast(
+    q: Float[Tensor, "*lead t d"], k: Float[Tensor, "*lead_kv s d"], v: Float[Tensor, "*lead_kv s d"], is_causal=False
+) -> Float[Tensor, "*lead t d"]:
+    """Attention where `fits_fast`, with gradients.
+
+    Raises:
+        ValueError: the shapes or dtypes do not fit.
+    """
+    check_shapes(q, k, v)
+    return _forward_op(q, k, v, is_causal)[0]

@@ -1,0 +1,258 @@
+"""FlashAttention's kernels: in Triton's interpreter on a CPU, compiled on a GPU, the same tests."""
+
+import pytest
+import torch
+
+from lib.given.flash_checks import exact, guarded, guards_of, make_inputs
+from lib.given.flash_fast import flash_attention_fast
+from lib.given.flash_launch import launch_backward_dkdv, launch_backward_dq, launch_forward
+from lib.given.flash_tiles import HAS_TRITON, INTERPRETED
+from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded
+
+flash = graded("flash_attention")
+pytestmark = [pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed"), pytest.mark.time_limit(60)]
+
+DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
+FORWARD, BACKWARD = "equation (15.5)", "equation (15.7)"
+CASES = [  # q, k and v, causal: plain, ragged and shared heads, T > S with rows without keys, one query, an odd width
+    ((1, 64, 16), (1, 64, 16), False),
+    ((1, 64, 16), (1, 64, 16), True),
+    ((1, 2, 45, 24), (1, 1, 70, 24), True),
+    ((1, 2, 45, 24), (1, 1, 70, 24), False),
+    ((1, 50, 80), (1, 19, 80), True),
+    ((1, 1, 32), (1, 37, 32), True),
+]
+DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+
+
+def tolerance(dtype):
+    """Rounding of the inputs' products: a few units in the last place of the dtype, of numbers about 1."""
+    return {"atol": 4 * torch.finfo(dtype).eps if dtype != torch.float32 else 5e-6, "rtol": 4 * torch.finfo(dtype).eps}
+
+
+def prepared(q_shape, kv_shape, is_causal, dtype=torch.float32):
+    q, k, v, do = make_inputs(q_shape, kv_shape, dtype, DEVICE)
+    case(f"q {q_shape}, k and v {kv_shape}, causal {is_causal}, {dtype}, tiles of 32")
+    return (q, k, v, do), exact(q, k, v, do, is_causal)
+
+
+def beside(values, *names, dtype=torch.float32):
+    return {n: values[n].to(torch.float32 if n in ("lse", "delta") else dtype) for n in names}
+
+
+def with_delta(values, do):
+    return values | {"delta": (values["o"] * do.double()).sum(-1)}
+
+
+# ---- 15.5 flash_forward_kernel ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("q_shape", "kv_shape", "is_causal"), CASES)
+def test_flash_forward_kernel_is_attention(q_shape, kv_shape, is_causal):
+    (q, k, v, _), expected = prepared(q_shape, kv_shape, is_causal)
+    o, lse = launch_forward(flash.flash_forward_kernel, q, k, v, is_causal, rows=32, cols=32)
+    expect_close({"o": o, "lse": lse}, beside(expected, "o", "lse"), **tolerance(q.dtype), read=FORWARD)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_flash_forward_kernel_dtypes(dtype):
+    (q, k, v, _), expected = prepared((1, 40, 16), (1, 40, 16), True, dtype)
+    o, lse = launch_forward(flash.flash_forward_kernel, q, k, v, True, rows=32, cols=16)
+    expect_close(o, expected["o"].to(dtype), **tolerance(dtype), read=FORWARD)
+    expect_close(lse, expected["lse"].float(), atol=1e-4, name="lse")
+
+
+def test_flash_forward_kernel_writes_nothing_beside_its_output():
+    (q, k, v, _), expected = prepared((1, 37, 20), (1, 37, 20), False)
+    o, lse = guarded((1, 37, 20), torch.float32, DEVICE), guarded((1, 37), torch.float32, DEVICE)
+    launch_forward(flash.flash_forward_kernel, q, k, v, False, rows=32, cols=32, o=o, lse=lse)
+    for name, x in (("o", o), ("lse", lse)):
+        expect_true(
+            bool((guards_of(x) == -7).all()),
+            f"numbers before or after {name} were overwritten: a store without its mask",
+        )
+    expect_close(o, expected["o"].float(), atol=5e-6)
+
+
+def test_flash_forward_kernel_reads_no_tile_above_the_diagonal():
+    (q, k, v, _), expected = prepared((1, 96, 16), (1, 96, 16), True)
+    v[:, 64:] = torch.nan
+    o, _ = launch_forward(flash.flash_forward_kernel, q, k, v, True, rows=32, cols=32)
+    problem = "values 64 to 95 are NaN, and rows 0 to 63, which do not see them, are NaN too: their tiles were read"
+    expect_true(bool(o[:, :64].isfinite().all()), problem, read=FORWARD)
+    expect_close(o[:, :64], expected["o"][:, :64].float(), atol=5e-6)
+
+
+def test_flash_forward_kernel_large_scores():
+    q, k, v, do = make_inputs((1, 40, 16), (1, 40, 16), torch.float32, DEVICE)
+    q = 100 * q
+    case("scores of several hundred")
+    o, _ = launch_forward(flash.flash_forward_kernel, q, k, v, False, rows=32, cols=32)
+    expect_close(o, exact(q, k, v, do, False)["o"].float(), atol=1e-3, rtol=1e-3, read=FORWARD)
+
+
+# ---- 15.6 flash_backward_dq_kernel -----------------------------------------------------------------------------------
+
+
+def run_dq(inputs, r, is_causal, **kwargs):
+    q, k, v, do = inputs
+    return launch_backward_dq(
+        flash.flash_backward_dq_kernel,
+        q,
+        k,
+        v,
+        r["o"].to(q.dtype),
+        do,
+        r["lse"].float(),
+        is_causal,
+        rows=32,
+        cols=32,
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize(("q_shape", "kv_shape", "is_causal"), CASES)
+def test_flash_backward_dq_kernel_is_the_gradient(q_shape, kv_shape, is_causal):
+    inputs, r = prepared(q_shape, kv_shape, is_causal)
+    r = with_delta(r, inputs[3])
+    dq, delta = run_dq(inputs, r, is_causal)
+    expect_close({"delta": delta, "dq": dq}, beside(r, "delta", "dq"), atol=1e-5, rtol=1e-5, read=BACKWARD)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_flash_backward_dq_kernel_dtypes(dtype):
+    inputs, r = prepared((1, 40, 16), (1, 40, 16), True, dtype)
+    dq, _ = run_dq(inputs, r, True)
+    expect_close(dq, r["dq"].to(dtype), atol=20 * torch.finfo(dtype).eps, rtol=0.02, read=BACKWARD)
+
+
+def test_flash_backward_dq_kernel_stays_inside():
+    inputs, r = prepared((1, 70, 20), (1, 70, 20), True)
+    dq, delta = guarded((1, 70, 20), torch.float32, DEVICE), guarded((1, 70), torch.float32, DEVICE)
+    inputs[1][:, 64:] = inputs[2][:, 64:] = torch.nan
+    run_dq(inputs, r, True, dq=dq, delta=delta)
+    for name, x in (("dq", dq), ("delta", delta)):
+        expect_true(
+            bool((guards_of(x) == -7).all()),
+            f"numbers before or after {name} were overwritten: a store without its mask",
+        )
+    expect_true(
+        bool(dq[:, :64].isfinite().all()),
+        "NaN keys that the rows do not see reached them: tiles above the diagonal were read",
+    )
+
+
+# ---- 15.7 flash_backward_dkdv_kernel ---------------------------------------------------------------------------------
+
+
+def run_dkdv(inputs, r, is_causal, **kwargs):
+    q, k, v, do = inputs
+    lse, delta = r["lse"].float(), with_delta(r, do)["delta"].float()
+    return launch_backward_dkdv(
+        flash.flash_backward_dkdv_kernel, q, k, v, do, lse, delta, is_causal, rows=32, cols=32, **kwargs
+    )
+
+
+@pytest.mark.parametrize(("q_shape", "kv_shape", "is_causal"), CASES)
+def test_flash_backward_dkdv_kernel_is_the_gradient(q_shape, kv_shape, is_causal):
+    inputs, r = prepared(q_shape, kv_shape, is_causal)
+    dk, dv = run_dkdv(inputs, r, is_causal)
+    expect_close({"dk": dk, "dv": dv}, beside(r, "dk", "dv"), atol=1e-5, rtol=1e-5, read=BACKWARD)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_flash_backward_dkdv_kernel_dtypes(dtype):
+    inputs, r = prepared((1, 40, 16), (1, 40, 16), True, dtype)
+    dk, dv = run_dkdv(inputs, r, True)
+    expect_close(
+        (dk, dv), (r["dk"].to(dtype), r["dv"].to(dtype)), atol=20 * torch.finfo(dtype).eps, rtol=0.02, read=BACKWARD
+    )
+
+
+def test_flash_backward_dkdv_kernel_stays_inside():
+    inputs, r = prepared((1, 70, 20), (1, 70, 20), True)
+    dk, dv = guarded((1, 70, 20), torch.float32, DEVICE), guarded((1, 70, 20), torch.float32, DEVICE)
+    inputs[0][:, :32] = torch.nan
+    run_dkdv(inputs, r, True, dk=dk, dv=dv)
+    for name, x in (("dk", dk), ("dv", dv)):
+        expect_true(
+            bool((guards_of(x) == -7).all()),
+            f"numbers before or after {name} were overwritten: a store without its mask",
+        )
+    expect_true(
+        bool(dk[:, 32:].isfinite().all()),
+        "queries 0 to 31 are NaN and do not see keys 32 on, whose gradient is NaN: their tiles were read",
+    )
+
+
+# ---- 15.8 FlashAttentionTriton ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_FlashAttentionTriton_with_gradients(is_causal):
+    (q, k, v, do), r = prepared((1, 2, 40, 24), (1, 1, 50, 24), is_causal)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    o = flash.FlashAttentionTriton.apply(*leaves, is_causal)
+    expect_close(o.detach(), r["o"].float(), atol=5e-6)
+    expect_close(
+        torch.autograd.grad(o, leaves, do), tuple(r[n].float() for n in ("dq", "dk", "dv")), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_FlashAttentionTriton_saves_one_number_a_row_and_takes_any_strides():
+    saved = []
+    q, k, v, do = (x.transpose(1, 2) for x in make_inputs((1, 35, 2, 16), (1, 35, 2, 16), torch.float32, DEVICE))
+    r = exact(q, k, v, do, True)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    case("q, k, v as [B, T, H, D] transposed; the gradient of o.sum()")
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        o = flash.FlashAttentionTriton.apply(*leaves, True)
+    expect_equal(
+        sorted(tuple(x.shape) for x in saved), sorted([tuple(q.shape)] * 4 + [tuple(q.shape[:-1])]), name="saved shapes"
+    )
+    row = next(x for x in saved if x.ndim == 3)
+    expect_close(row.detach(), r["lse"].float(), atol=5e-6, name="the saved logsumexp")
+    o.sum().backward()
+    expect_close(q.grad, exact(q, k, v, torch.ones_like(q), True)["dq"].float(), atol=1e-5, rtol=1e-5)
+
+
+def test_FlashAttentionTriton_errors():
+    q, k, v, _ = make_inputs((1, 3, 20, 16), (1, 2, 20, 16), torch.float32, DEVICE)
+    with expect_raises(ValueError, "(1, 3, 20, 16)"):
+        flash.FlashAttentionTriton.apply(q, k, v, False)
+
+
+@pytest.mark.gpu
+def test_FlashAttentionTriton_gives_the_same_bits_again():
+    runs = []
+    for _ in range(3):
+        q, k, v, do = make_inputs((2, 4, 300, 64), (2, 2, 300, 64), torch.bfloat16, "cuda")
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        o = flash.FlashAttentionTriton.apply(*leaves, True)
+        runs.append((o, *torch.autograd.grad(o, leaves, do)))
+    expect_true(
+        all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True)),
+        "the same inputs gave other bits",
+    )
+
+
+# ---- the fast file, by the same measure ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_flash_attention_by_descriptors(width, is_causal, dtype):
+    if DEVICE == "cuda" and (torch.cuda.get_device_capability()[0] < 9 or width == 32):
+        pytest.skip("the fast path wants a Hopper GPU and width 64 or 128")
+    q_shape, kv_shape = (
+        ((1, 2, 128, width), (1, 1, 256, width)) if DEVICE == "cuda" or width == 64 else ((1, 1, 128, width),) * 2
+    )
+    (q, k, v, do), r = prepared(q_shape, kv_shape, is_causal, dtype)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    o = flash_attention_fast(*leaves, is_causal)
+    eps = torch.finfo(dtype).eps
+    expect_close(o.detach(), r["o"].to(dtype), atol=4 * eps, rtol=4 * eps)
+    expect_close(
+        torch.autograd.grad(o, leaves, do), tuple(r[n].to(dtype) for n in ("dq", "dk", "dv")), atol=20 * eps, rtol=0.02
+    )

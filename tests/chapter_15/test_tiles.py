@@ -1,0 +1,271 @@
+"""FlashAttention's tiles in PyTorch, graded against PyTorch's attention in float64, and by counting what is held."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from lib.given.flash_checks import LargestTensor, exact, make_inputs
+from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
+
+flash = graded("flash_attention")
+
+STANDARD, FLASH, UPDATE, BACKWARD = (f"equation (15.{n})" for n in (1, 2, 3, 7))
+SHAPES = [  # q, k and v: plain, ragged, shared heads with T < S, T > S, no heads, one query
+    ((1, 2, 16, 16), (1, 2, 16, 16)),
+    ((2, 4, 45, 24), (2, 2, 70, 24)),
+    ((1, 3, 90, 16), (1, 1, 37, 16)),
+    ((33, 20), (40, 20)),
+    ((1, 2, 1, 16), (1, 2, 65, 16)),
+]
+
+
+# ---- 15.1 attention_io_bytes -----------------------------------------------------------------------------------------
+
+
+def test_attention_io_bytes_by_hand():
+    case("N=8, d=2, M=32 numbers")
+    expect_equal(flash.attention_io_bytes(8, 2, 64, "standard"), 2 * (4 * 8 * 2 + 4 * 64), read=STANDARD)
+    expect_equal(flash.attention_io_bytes(8, 2, 64, "flash"), 2 * (2 * 8 * 2 + 2 * (3 * 8 * 2 + 4 * 8)), read=FLASH)
+    case("N=7, d=2, M=33 numbers: blocks of 5 keys, the last of 2")
+    expect_equal(flash.attention_io_bytes(7, 2, 66, "flash"), 2 * (2 * 7 * 2 + 2 * (3 * 7 * 2 + 4 * 7)), read=FLASH)
+
+
+def test_attention_io_bytes_errors():
+    with expect_raises(ValueError, "paged"):
+        flash.attention_io_bytes(8, 2, 64, "paged")
+    for arguments in ((0, 2, 64), (8, 0, 64), (8, 2, 0)):
+        with expect_raises(ValueError, "0"):
+            flash.attention_io_bytes(*arguments, "flash")
+
+
+# ---- 15.2 online_softmax_update --------------------------------------------------------------------------------------
+
+
+def start(rows, width, dtype=torch.float32):
+    return (
+        torch.full((rows,), -torch.inf, dtype=dtype),
+        torch.zeros(rows, dtype=dtype),
+        torch.zeros(rows, width, dtype=dtype),
+    )
+
+
+def test_online_softmax_update_by_hand():
+    case("one row that has seen score 0 with value 3, then scores ln 2 and ln 4 with values 1 and 5")
+    m, l, acc = torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([[3.0]])
+    new = flash.online_softmax_update(m, l, acc, torch.tensor([[2.0, 4.0]]).log(), torch.tensor([[1.0], [5.0]]))
+    expected = (torch.tensor([4.0]).log(), torch.tensor([1.75]), torch.tensor([[3 / 4 + 1 / 2 + 5.0]]))
+    expect_close(new, expected, read=UPDATE)
+    case("one row that has seen score 3 with value 7, then score 1 with value 2")
+    new = flash.online_softmax_update(m + 3, l, acc + 4, torch.tensor([[1.0]]), torch.tensor([[2.0]]))
+    less = math.exp(-2)
+    expect_close(new, (torch.tensor([3.0]), torch.tensor([1 + less]), torch.tensor([[7 + 2 * less]])), read=UPDATE)
+    expect_close((m, l, acc), (torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([[3.0]])), name="the old values")
+
+
+def test_online_softmax_update_tile_by_tile():
+    torch.manual_seed(0)
+    scores, values = 30 * torch.randn(5, 21, dtype=torch.float64) - 400, torch.randn(21, 3, dtype=torch.float64)
+    case("21 keys in tiles of 8, scores about -400")
+    m, l, acc = start(5, 3, torch.float64)
+    for at in (0, 8, 16):
+        m, l, acc = flash.online_softmax_update(m, l, acc, scores[:, at : at + 8], values[at : at + 8])
+    expect_close(acc / l[:, None], scores.softmax(-1) @ values, read=UPDATE)
+    expect_close(m + l.log(), scores.logsumexp(-1), name="m + log l", read=UPDATE)
+
+
+def test_online_softmax_update_hidden_keys_and_half_values():
+    case("the first row sees no key, the second one")
+    scores, values = torch.tensor([[-torch.inf, -torch.inf], [1.0, -torch.inf]]), torch.tensor([[2.0], [9.0]]).half()
+    m, l, acc = flash.online_softmax_update(*start(2, 1), scores, values)
+    expect_close(
+        (m, l, acc), (torch.tensor([-torch.inf, 1]), torch.tensor([0.0, 1]), torch.tensor([[0.0], [2]])), read=UPDATE
+    )
+
+
+# ---- 15.3 FlashAttentionTorch ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+def test_FlashAttentionTorch_is_attention(shapes, is_causal):
+    case(f"q {shapes[0]}, k and v {shapes[1]}, causal {is_causal}, float32")
+    q, k, v, do = make_inputs(*shapes)
+    expect_close(
+        flash.FlashAttentionTorch.apply(q, k, v, is_causal),
+        exact(q, k, v, do, is_causal)["o"].float(),
+        atol=2e-6,
+        read=UPDATE,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_FlashAttentionTorch_dtypes(dtype):
+    q, k, v, do = make_inputs((1, 2, 150, 16), (1, 2, 150, 16), dtype)
+    case(f"T=S=150, D=16, {dtype}: sums in float32 at least")
+    rounded = exact(q, k, v, do, True)["o"].to(dtype)
+    eps = torch.finfo(dtype).eps
+    expect_close(flash.FlashAttentionTorch.apply(q, k, v, True), rounded, atol=2 * eps, rtol=eps)
+
+
+def test_FlashAttentionTorch_saves_one_number_a_row():
+    saved = []
+    q, k, v, do = make_inputs((2, 3, 50, 16), (2, 3, 40, 16))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        o = flash.FlashAttentionTorch.apply(*leaves, True)
+    rows = [x for x in saved if x.shape == q.shape[:-1]]
+    expect_equal(
+        sorted(tuple(x.shape) for x in saved),
+        sorted([q.shape, k.shape, v.shape, o.shape, q.shape[:-1]]),
+        name="saved shapes",
+    )
+    expect_close(rows[0].detach(), exact(q, k, v, do, True)["lse"].float(), name="the saved logsumexp")
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_FlashAttentionTorch_never_holds_the_scores(is_causal):
+    q, k, v, _ = make_inputs((1, 1, 512, 16), (1, 1, 512, 16))
+    case("T=S=512, D=16")
+    with LargestTensor() as largest:
+        flash.FlashAttentionTorch.apply(q, k, v, is_causal)
+    expect_true(
+        largest.numbers < 512 * 512 / 4, f"a tensor of {largest.numbers} numbers was made, and T x S is {512 * 512}"
+    )
+
+
+def test_FlashAttentionTorch_skips_tiles_above_the_diagonal():
+    q, k, v, _ = make_inputs((1, 1, 512, 16), (1, 1, 512, 16))
+    flops = []
+    for is_causal in (False, True):
+        with FlopCounterMode(display=False) as counter:
+            flash.FlashAttentionTorch.apply(q, k, v, is_causal)
+        flops.append(counter.get_total_flops())
+    case("T=S=512")
+    expect_true(
+        flops[1] <= 0.65 * flops[0],
+        f"causal took {flops[1]} FLOPs and full {flops[0]}: the tiles above the diagonal were computed",
+    )
+
+
+def test_FlashAttentionTorch_strides_and_errors():
+    q, k, v, do = make_inputs((2, 20, 3, 16), (2, 20, 3, 16))
+    q, k, v, do = (x.transpose(1, 2) for x in (q, k, v, do))
+    case("q, k, v as [B, T, H, D] transposed")
+    expect_close(flash.FlashAttentionTorch.apply(q, k, v, False), exact(q, k, v, do, False)["o"].float(), atol=2e-6)
+    with expect_raises(ValueError, "(2, 3, 20, 16)"):
+        flash.FlashAttentionTorch.apply(q, k[..., :8], v[..., :8], False)
+
+
+@oracle
+def test_FlashAttentionTorch_gradcheck():
+    q, k, v, _ = make_inputs((1, 2, 21, 4), (1, 1, 18, 4), torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    for is_causal in (False, True):
+        assert torch.autograd.gradcheck(lambda *x, c=is_causal: flash.FlashAttentionTorch.apply(*x, c), leaves)
+
+
+# ---- 15.4 flash_backward ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+def test_flash_backward_is_the_gradient(shapes, is_causal):
+    case(f"q {shapes[0]}, k and v {shapes[1]}, causal {is_causal}, float64")
+    q, k, v, do = make_inputs(*shapes, torch.float64)
+    r = exact(q, k, v, do, is_causal)
+    got = flash.flash_backward(q, k, v, r["o"], do, r["lse"], is_causal)
+    expect_close(
+        dict(zip(("dq", "dk", "dv"), got, strict=True)),
+        {n: r[n] for n in ("dq", "dk", "dv")},
+        atol=1e-10,
+        read=BACKWARD,
+    )
+
+
+def test_flash_backward_of_a_sum_and_memory():
+    q, k, v, _ = make_inputs((1, 1, 512, 16), (1, 1, 512, 16))
+    do = torch.ones(()).expand(1, 1, 512, 16)
+    r = exact(q, k, v, do, True)
+    case("the gradient of o.sum(), which has no memory of its own; T=S=512")
+    with LargestTensor() as largest:
+        got = flash.flash_backward(q, k, v, r["o"].float(), do, r["lse"].float(), True)
+    expect_close(got, tuple(r[n].float() for n in ("dq", "dk", "dv")), atol=5e-5, rtol=1e-4, read=BACKWARD)
+    expect_true(
+        largest.numbers < 512 * 512 / 4, f"a tensor of {largest.numbers} numbers was made, and T x S is {512 * 512}"
+    )
+
+
+def test_flash_backward_keeps_dtypes():
+    q, k, v, do = make_inputs((1, 2, 40, 16), (1, 1, 40, 16), torch.bfloat16)
+    r = exact(q, k, v, do, True)
+    case("bfloat16")
+    got = flash.flash_backward(q, k, v, r["o"].bfloat16(), do, r["lse"].float(), True)
+    expect_close(got, tuple(r[n].bfloat16() for n in ("dq", "dk", "dv")), atol=0.03, rtol=0.03, read=BACKWARD)
+
+
+# ---- 15.9 flash_attention --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_flash_attention_with_gradients(is_causal):
+    q, k, v, do = make_inputs((1, 4, 33, 20), (1, 2, 50, 20))
+    r = exact(q, k, v, do, is_causal)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    case(f"q (1, 4, 33, 20), k and v (1, 2, 50, 20), causal {is_causal}")
+    o = flash.flash_attention(*leaves, is_causal=is_causal)
+    expect_close(o.detach(), r["o"].float(), atol=2e-6)
+    expect_close(torch.autograd.grad(o, leaves, do), tuple(r[n].float() for n in ("dq", "dk", "dv")), atol=1e-5)
+
+
+def test_flash_attention_default_and_long_causal_alignment():
+    q, k, v, do = make_inputs((7, 16), (7, 16))
+    case("no is_causal given: every query sees every key")
+    expect_close(flash.flash_attention(q, k, v), exact(q, k, v, do, False)["o"].float(), atol=2e-6)
+
+
+def test_flash_attention_under_autocast():
+    q, k, v, do = make_inputs((1, 1, 40, 16), (1, 1, 40, 16))
+    case("bfloat16 autocast on the CPU, float32 inputs")
+    with torch.autocast("cpu", torch.bfloat16):
+        o = flash.flash_attention(q, k, v, True)
+    half = [x.bfloat16() for x in (q, k, v)]
+    expect_close(o, exact(*half, do, True)["o"].bfloat16(), atol=0.02, rtol=0.02)
+
+
+@oracle
+def test_flash_attention_compiles():
+    q, k, v, do = make_inputs((1, 2, 40, 16), (1, 2, 40, 16))
+    r = exact(q, k, v, do, True)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    attend = flash.flash_attention
+    o = torch.compile(lambda q, k, v: attend(q, k, v, True), backend="aot_eager")(*leaves)
+    expect_close(o.detach(), r["o"].float(), atol=2e-6)
+    expect_close(torch.autograd.grad(o, leaves, do), tuple(r[n].float() for n in ("dq", "dk", "dv")), atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_flash_attention_on_a_gpu_is_as_exact_as_the_flash_backend():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    for width, is_causal in ((64, True), (128, True), (64, False), (80, True)):
+        q, k, v, do = make_inputs((2, 4, 512, width), (2, 4, 512, width), torch.bfloat16, "cuda")
+        r = exact(q, k, v, do, is_causal)
+        gaps = []
+        for attend in (flash.flash_attention, F.scaled_dot_product_attention):
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                o = attend(*leaves, is_causal=is_causal)
+            got = (o.detach(), *torch.autograd.grad(o, leaves, do))
+            gaps.append(
+                [
+                    math.sqrt((g.double() - r[n]).square().mean())
+                    for g, n in zip(got, ("o", "dq", "dk", "dv"), strict=True)
+                ]
+            )
+        case(f"width {width}, causal {is_causal}, bf16: root mean square errors of o, dq, dk, dv")
+        expect_true(
+            all(a <= 1.05 * b for a, b in zip(*gaps, strict=True)), f"ours {gaps[0]}, PyTorch's flash backend {gaps[1]}"
+        )
