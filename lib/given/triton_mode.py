@@ -24,7 +24,17 @@ except ImportError as error:
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run as Python on the CPU."""
 
-__all__ = ["INTERPRETED", "MatmulTiles", "block_of", "check_tensors", "matmul_tiles", "rows_of", "tl", "triton"]
+__all__ = [
+    "INTERPRETED",
+    "MatmulTiles",
+    "block_of",
+    "check_tensors",
+    "matmul_tiles",
+    "rows_of",
+    "tl",
+    "triton",
+    "warps_of",
+]
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,11 @@ def block_of(length: int, largest: int = 1 << 20) -> int:
 def rows_of(width: int) -> int:
     """Rows a program where a row's block is ``width`` wide: a tile of about 4096 numbers; 8 rows in the interpreter."""
     return 8 if INTERPRETED else max(1, 4096 // width)
+
+
+def warps_of(block: int) -> int:
+    """Groups of 32 threads for a row's block: about 32 numbers a thread, 4 groups at least and 16 at most."""
+    return min(16, max(4, block // 1024))
 
 
 def check_tensors(*tensors: Tensor) -> None:

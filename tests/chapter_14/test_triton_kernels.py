@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from lib.given.triton_mode import INTERPRETED, matmul_tiles
-from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded
+from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
 from tests.chapter_14.memory import DEVICE, layouts, run, watch
 
 kernels = graded("triton_kernels")
@@ -20,6 +20,7 @@ by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removep
 counted = pytest.mark.skipif(not INTERPRETED, reason="accesses are counted in the interpreter")
 ADD, SUM, GRADS, SOFTMAX, GROUPS, NORM = (f"equation (14.{n})" for n in (1, 2, 3, 4, 5, 6))
 COST = "the contract, under Cost"
+PRODUCTS = 'chapter 14, "Products, in tiles"'
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -285,7 +286,7 @@ def test_softmax_rows_passes_over_memory_once():
 def test_matmul_by_hand():
     case("[1, 2] @ [2, 3]")
     out, _ = run(kernels.matmul, tensor([[1.0, 10.0]]), tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
-    expect_close(out, tensor([[41.0, 52.0, 63.0]]), read="the section on products")
+    expect_close(out, tensor([[41.0, 52.0, 63.0]]), read=PRODUCTS)
 
 
 @by_dtype
@@ -295,7 +296,7 @@ def test_matmul_of_ragged_sizes(sizes, dtype):
     case(f"[{m}, {k}] @ [{k}, {n}], {dtype}")
     a, b = randn(m, k, dtype=dtype), randn(k, n, seed=1, dtype=dtype)
     out, _ = run(kernels.matmul, a, b)
-    close(out, a.double() @ b.double(), dtype, "the section on products", k)
+    close(out, a.double() @ b.double(), dtype, PRODUCTS, k)
 
 
 def test_matmul_adds_in_float32():
@@ -335,6 +336,25 @@ def test_matmul_refuses_shapes_that_do_not_fit(shapes):
     case(f"a {shapes[0]}, b {shapes[1]}")
     with expect_raises(ValueError, str(shapes[0]), str(shapes[1]), read="the contract of exercise 14.4, under Raises"):
         kernels.matmul(randn(*shapes[0]), randn(*shapes[1]))
+
+
+@oracle
+def test_matmul_of_any_sizes_and_orders():
+    from hypothesis import given, settings
+    from hypothesis import strategies as st
+
+    sizes = st.tuples(*[st.integers(0, 40)] * 3)
+
+    @settings(max_examples=15, deadline=None, derandomize=True, database=None)
+    @given(sizes, st.booleans(), st.booleans())
+    def check(size, a_turned, b_turned):
+        m, k, n = size
+        case(f"[{m}, {k}] @ [{k}, {n}], transposed: {a_turned}, {b_turned}")
+        a = randn(k, m).T if a_turned else randn(m, k)
+        b = randn(n, k, seed=1).T if b_turned else randn(k, n, seed=1)
+        close(run(kernels.matmul, a, b)[0], a.double() @ b.double(), torch.float32, PRODUCTS, max(k, 1))
+
+    check()
 
 
 @counted
