@@ -33,7 +33,6 @@ def vector_add(x: Float[Tensor, "..."], y: Float[Tensor, "..."]) -> Float[Tensor
     if x.shape != y.shape:
         raise ValueError(f"x {tuple(x.shape)} and y {tuple(y.shape)}: expected one shape")
     x, y = x.contiguous(), y.contiguous()
-    out = torch.empty_like(x)
     raise NotImplementedError("Exercise 14.1: write vector_add")
 
 
@@ -83,8 +82,6 @@ def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, "d"]) -> Float
     check_tensors(x, weight)
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: expected [..., D] and [D]")
-    lead, n_rows = x.shape[:-1], x.shape[:-1].numel()
-    x, weight = x.reshape(n_rows, x.shape[-1]).contiguous(), weight.contiguous()
     raise NotImplementedError("Exercise 14.2: write weighted_sum")
 
 
@@ -115,7 +112,6 @@ def softmax_rows(x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
     if x.ndim != 2:
         raise ValueError(f"x {tuple(x.shape)}: expected a matrix [N, D]")
     x = x if x.stride(1) == 1 else x.contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     raise NotImplementedError("Exercise 14.3: write softmax_rows")
 
 
@@ -152,8 +148,6 @@ def matmul(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> Float[Tensor, "m
     check_tensors(a, b)
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)}: expected [M, K] and [K, N]")
-    tiles = matmul_tiles(a.dtype)
-    out = a.new_empty(a.shape[0], b.shape[1])
     raise NotImplementedError("Exercise 14.4: write matmul")
 
 
@@ -184,7 +178,4 @@ def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, "d"], eps: float =
     check_tensors(x, weight)
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: expected [..., D] and [D]")
-    rows, weight = x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight.contiguous()
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     raise NotImplementedError("Exercise 14.5: write rms_norm")

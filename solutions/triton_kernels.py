@@ -39,8 +39,8 @@ def vector_add(x: Float[Tensor, "..."], y: Float[Tensor, "..."]) -> Float[Tensor
     if x.shape != y.shape:
         raise ValueError(f"x {tuple(x.shape)} and y {tuple(y.shape)}: expected one shape")
     x, y = x.contiguous(), y.contiguous()
-    out = torch.empty_like(x)
     ### BEGIN SOLUTION
+    out = torch.empty_like(x)
     block = 64 if INTERPRETED else 2048
     vector_add_kernel[(triton.cdiv(x.numel(), block),)](x, y, out, x.numel(), BLOCK=block)
     return out
@@ -137,10 +137,9 @@ def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, "d"]) -> Float
     check_tensors(x, weight)
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: expected [..., D] and [D]")
-    lead, n_rows = x.shape[:-1], x.shape[:-1].numel()
-    x, weight = x.reshape(n_rows, x.shape[-1]).contiguous(), weight.contiguous()
     ### BEGIN SOLUTION
-    return WeightedSum.apply(x, weight).reshape(lead)
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
+    return WeightedSum.apply(rows, weight.contiguous()).reshape(x.shape[:-1])
     ### END SOLUTION
 
 
@@ -180,8 +179,8 @@ def softmax_rows(x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
     if x.ndim != 2:
         raise ValueError(f"x {tuple(x.shape)}: expected a matrix [N, D]")
     x = x if x.stride(1) == 1 else x.contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     ### BEGIN SOLUTION
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         block = block_of(x.shape[1])
         softmax_kernel[(x.shape[0],)](x, out, x.shape[1], x.stride(0), BLOCK=block, num_warps=warps_of(block))
@@ -239,9 +238,9 @@ def matmul(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> Float[Tensor, "m
     check_tensors(a, b)
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)}: expected [M, K] and [K, N]")
+    ### BEGIN SOLUTION
     tiles = matmul_tiles(a.dtype)
     out = a.new_empty(a.shape[0], b.shape[1])
-    ### BEGIN SOLUTION
     (m, k), n = a.shape, b.shape[1]
     matmul_kernel[(triton.cdiv(m, tiles.m) * triton.cdiv(n, tiles.n),)](
         a, b, out, m, n, k, *a.stride(), *b.stride(),
@@ -287,10 +286,10 @@ def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, "d"], eps: float =
     check_tensors(x, weight)
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: expected [..., D] and [D]")
+    ### BEGIN SOLUTION
     rows, weight = x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight.contiguous()
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    ### BEGIN SOLUTION
     if x.numel():
         (n_rows, width), block = rows.shape, block_of(rows.shape[1])
         rms_norm_kernel[(n_rows,)](
