@@ -1,0 +1,90 @@
+"""Triton, compiled where there is a GPU and interpreted where there is none; and the sizes of tiles that suit each.
+
+The interpreter must be asked for before Triton is imported: import ``triton`` and ``tl`` from here.
+"""
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where nobody says it
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError(
+        "Triton is not installed. It exists for Linux only: on macOS or Windows do chapter 14 in Colab, in WSL or in a "
+        "container, where `pip install triton` finds it; the other chapters do not need it."
+    ) from error
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether kernels run as Python on the CPU."""
+
+__all__ = [
+    "INTERPRETED",
+    "MatmulTiles",
+    "block_of",
+    "check_tensors",
+    "matmul_tiles",
+    "rows_of",
+    "tl",
+    "triton",
+    "warps_of",
+]
+
+
+@dataclass(frozen=True)
+class MatmulTiles:
+    """How a matrix product is cut: ``m`` x ``n`` numbers of the result a program, ``k`` terms a step, ``group`` rows of tiles."""
+
+    m: int
+    n: int
+    k: int
+    group: int
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+def matmul_tiles(dtype: torch.dtype) -> MatmulTiles:
+    """Small tiles for the interpreter, so that little matrices have many; large ones for a GPU."""
+    if INTERPRETED:
+        return MatmulTiles(16, 32, 16, 3)
+    if dtype == torch.float32:
+        return MatmulTiles(64, 64, 32, 8)
+    return MatmulTiles(128, 256, 64, 8, num_warps=8)
+
+
+def block_of(length: int, largest: int = 1 << 20) -> int:
+    """The power of two, 16 or more, that holds ``length`` numbers; at most ``largest``."""
+    return min(max(16, triton.next_power_of_2(max(length, 1))), largest)
+
+
+def rows_of(width: int) -> int:
+    """Rows a program where a row's block is ``width`` wide: a tile of about 4096 numbers; 8 rows in the interpreter."""
+    return 8 if INTERPRETED else max(1, 4096 // width)
+
+
+def warps_of(block: int) -> int:
+    """Groups of 32 threads for a row's block: about 32 numbers a thread, 4 groups at least and 16 at most."""
+    return min(16, max(4, block // 1024))
+
+
+def check_tensors(*tensors: Tensor) -> None:
+    """Refuse what the kernels of chapter 14 cannot compute with.
+
+    Raises:
+        ValueError: a dtype that is none of float32, float16 and (on a GPU) bfloat16, or tensors of several dtypes or devices.
+    """
+    known = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
+    for x in tensors:
+        if x.dtype not in known:
+            why = "; bfloat16 needs a GPU, the interpreter rounds it wrongly" if x.dtype == torch.bfloat16 else ""
+            raise ValueError(f"{x.dtype}: expected {', '.join(str(d) for d in known)}{why}")
+    if len({(x.dtype, x.device) for x in tensors}) > 1:
+        shown = ", ".join(f"{x.dtype} on {x.device}" for x in tensors)
+        raise ValueError(f"{shown}: expected one dtype on one device")
