@@ -81,7 +81,7 @@ class ShardedOptimizer(Optimizer):
 
     A parameter belongs to one rank, whole: within a group the largest comes first, each goes to the rank that has the fewest
     elements so far, in all groups (the lowest such rank); frozen ones count nothing. ``state`` has this rank's parameters only,
-    also after ``load_state_dict``, with which training goes on. Gradients were averaged before. Source: Rajbhandari and others (arXiv:1910.02054), section 5.1.
+    after ``load_state_dict`` too. Gradients were averaged before. Source: Rajbhandari and others (arXiv:1910.02054), section 5.1.
     """
 
     _local: Any
@@ -157,7 +157,7 @@ class FlatShard:
         raise NotImplementedError("Exercise 12.6: write FlatShard.start_reduce")
 
     def finish_reduce(self) -> None:
-        """Wait, and add the mean over the ranks, in the shard's dtype and in place, to ``shard.grad``; none on its way: do nothing."""
+        """Wait; add the mean over ranks, in the shard's dtype, in place to ``shard.grad``. With none on its way, do nothing."""
         raise NotImplementedError("Exercise 12.6: write FlatShard.finish_reduce")
 
 
@@ -184,7 +184,7 @@ class FullySharded(HookedUnits):
     reducing: FlatShard | None = None  # whose gradient is on its way
 
     def gather(self, i: int, following: int) -> None:
-        """Free what was gathered ahead, unless it is i or ``following``; make unit i whole; start on ``following``, if it is a unit."""
+        """Free what is ahead, unless i or ``following``; make i whole; start on ``following``, if it is a unit but the root."""
         raise NotImplementedError("Exercise 12.7: write FullySharded.gather")
 
     def free(self, i: int) -> None:

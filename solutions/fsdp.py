@@ -101,7 +101,7 @@ class ShardedOptimizer(Optimizer):
 
     A parameter belongs to one rank, whole: within a group the largest comes first, each goes to the rank that has the fewest
     elements so far, in all groups (the lowest such rank); frozen ones count nothing. ``state`` has this rank's parameters only,
-    also after ``load_state_dict``, with which training goes on. Gradients were averaged before. Source: Rajbhandari and others (arXiv:1910.02054), section 5.1.
+    after ``load_state_dict`` too. Gradients were averaged before. Source: Rajbhandari and others (arXiv:1910.02054), section 5.1.
     """
 
     _local: Any
@@ -257,7 +257,7 @@ class FlatShard:
         ### END SOLUTION
 
     def finish_reduce(self) -> None:
-        """Wait, and add the mean over the ranks, in the shard's dtype and in place, to ``shard.grad``; none on its way: do nothing."""
+        """Wait; add the mean over ranks, in the shard's dtype, in place to ``shard.grad``. With none on its way, do nothing."""
         ### BEGIN SOLUTION
         if self._reducing is not None:
             work, mine, _ = self._reducing
@@ -290,13 +290,13 @@ class FullySharded(HookedUnits):
     reducing: FlatShard | None = None  # whose gradient is on its way
 
     def gather(self, i: int, following: int) -> None:
-        """Free what was gathered ahead, unless it is i or ``following``; make unit i whole; start on ``following``, if it is a unit."""
+        """Free what is ahead, unless i or ``following``; make i whole; start on ``following``, if it is a unit but the root."""
         ### BEGIN SOLUTION
         if self.ahead not in (None, i, following):
             self.free(self.ahead)
         for flat in self.flats[i]:
             flat.finish_gather()
-        self.ahead = following if following < len(self.flats) else None
+        self.ahead = following if 0 < following < len(self.flats) else None
         for flat in self.flats[following] if self.ahead is not None else ():
             flat.start_gather()
         ### END SOLUTION
