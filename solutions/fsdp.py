@@ -397,8 +397,9 @@ def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
         path, model, optimizer: A folder, the same on all ranks; a model after ``apply_fully_shard``, or plain; its optimizer.
 
     Raises:
-        ValueError: ``model`` is any ``HookedUnits``, as ``FullySharded`` is: flat shards have no names; the message names
-            ``gather_full_params``.
+        ValueError: ``model`` is any ``HookedUnits``, so ``FullySharded``: shards without names; message names ``gather_full_params``.
+
+    Returns: nothing.
     """
     ### BEGIN SOLUTION
     if isinstance(model, HookedUnits):
@@ -411,8 +412,9 @@ def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
 def load_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer) -> None:
     """Read such a checkpoint, on the same number of ranks or on another, in place. (Exercise 12.11)
 
-    Args:
-        path, model, optimizer: As for ``save_sharded``, over any number of ranks; the optimizer need not have taken a step.
+    Args: as for ``save_sharded``, over any number of ranks; the optimizer need not have taken a step.
+
+    Returns: nothing.
     """
     ### BEGIN SOLUTION
     weights, state = get_state_dict(model, optimizer)
