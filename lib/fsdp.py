@@ -80,8 +80,8 @@ class ShardedOptimizer(Optimizer):
         optimizer_cls, kwargs: The optimizer that updates this rank's share, such as ``torch.optim.AdamW``; its options.
 
     A parameter belongs to one rank, whole: within a group the largest comes first, each goes to the rank that has the fewest
-    elements so far (the lowest such rank), and frozen ones count nothing. ``state`` has this rank's parameters only. Gradients
-    were averaged before. Source: Rajbhandari and others (arXiv:1910.02054), section 5.1.
+    elements so far, in all groups (the lowest such rank); frozen ones count nothing. ``state`` has this rank's parameters only,
+    after ``load_state_dict`` too. Gradients were averaged before. Source: Rajbhandari and others (arXiv:1910.02054), section 5.1.
     """
 
     _local: Any
@@ -109,8 +109,8 @@ def reduce_scatter_gradients(
             under its first name, and one without a gradient on this rank counts as zeros.
 
     Returns:
-        This rank's padded share of each gradient's mean over the ranks, ``shard``'s layout, in the parameters' order. Every
-        ``grad`` is None afterwards.
+        This rank's padded share of each gradient's mean over the ranks, ``shard``'s layout, in the parameters' order. The
+        ``grad`` of every trained parameter is None afterwards.
     Cost: one reduce-scatter of each gradient, padded (``reduce_scatter_row``, given, is PyTorch's under its old and new name).
     """
     raise NotImplementedError("Exercise 12.5: write reduce_scatter_gradients")
@@ -157,7 +157,7 @@ class FlatShard:
         raise NotImplementedError("Exercise 12.6: write FlatShard.start_reduce")
 
     def finish_reduce(self) -> None:
-        """Wait for the reduce-scatter, and add the mean over the ranks, in the shard's dtype, to ``shard.grad``."""
+        """Wait; add the mean over ranks, in the shard's dtype, in place to ``shard.grad``. With none on its way, do nothing."""
         raise NotImplementedError("Exercise 12.6: write FlatShard.finish_reduce")
 
 
@@ -184,7 +184,7 @@ class FullySharded(HookedUnits):
     reducing: FlatShard | None = None  # whose gradient is on its way
 
     def gather(self, i: int, following: int) -> None:
-        """Make unit i whole; then start on ``following``, if there is such a unit. First free what was gathered ahead in vain."""
+        """Free what is ahead, unless i or ``following``; make i whole; start on ``following``, if it is a unit but the root."""
         raise NotImplementedError("Exercise 12.7: write FullySharded.gather")
 
     def free(self, i: int) -> None:
@@ -244,7 +244,9 @@ def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
         path, model, optimizer: A folder, the same on all ranks; a model after ``apply_fully_shard``, or plain; its optimizer.
 
     Raises:
-        ValueError: ``model`` is a ``FullySharded``, whose flat shards have no names; the message names ``gather_full_params``.
+        ValueError: ``model`` is any ``HookedUnits``, so ``FullySharded``: shards without names; message names ``gather_full_params``.
+
+    Returns: nothing.
     """
     raise NotImplementedError("Exercise 12.10: write save_sharded")
 
@@ -252,7 +254,8 @@ def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
 def load_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer) -> None:
     """Read such a checkpoint, on the same number of ranks or on another, in place. (Exercise 12.11)
 
-    Args:
-        path, model, optimizer: As for ``save_sharded``, over any number of ranks; the optimizer need not have taken a step.
+    Args: as for ``save_sharded``, over any number of ranks; the optimizer need not have taken a step.
+
+    Returns: nothing.
     """
     raise NotImplementedError("Exercise 12.11: write load_sharded")

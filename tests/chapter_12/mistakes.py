@@ -159,6 +159,22 @@ class _Turn(list):
         return _Turn.turn % len(self)
 
 
+@mistake(
+    "ShardedOptimizer",
+    "the state was linked once, at the start: `load_state_dict` replaces it, and the inner optimizer keeps the old one",
+)
+class LinkedOnce(reference.ShardedOptimizer):
+    def __init__(self, params, optimizer_cls, **kwargs):
+        super().__init__(params, optimizer_cls, **kwargs)
+        self._first = self.state
+
+    def step(self, closure=None, **kwargs):
+        now, self.state = self.state, self._first
+        loss = super().step(closure, **kwargs)
+        self.state = now
+        return loss
+
+
 @mistake("ShardedOptimizer", "step does not return what the closure gave")
 class NoLoss(reference.ShardedOptimizer):
     def step(self, closure=None, **kwargs):
@@ -238,6 +254,15 @@ class Replaced(reference.FlatShard):
         if self._reducing is not None:
             self.shard.grad = None
         super().finish_reduce()
+
+
+@mistake("FlatShard", "shard.grad is added to out of place: the old sum and the new one are both held for a moment")
+class OutOfPlace(reference.FlatShard):
+    def finish_reduce(self):
+        before, self.shard.grad = self.shard.grad, None
+        super().finish_reduce()
+        if before is not None:
+            self.shard.grad = before if self.shard.grad is None else before + self.shard.grad
 
 
 @mistake("FlatShard", "full is not emptied: `free` only forgets that it is whole")
@@ -440,6 +465,13 @@ def gathered_first(path, model, optimizer):
 def anything(path, model, optimizer):
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+
+
+@mistake("save_sharded", "only `FullySharded` itself is refused, where any `HookedUnits` has flat shards without names")
+def one_class_refused(path, model, optimizer):
+    if isinstance(model, reference.FullySharded):
+        reference.save_sharded(path, model, optimizer)
+    anything(path, model, optimizer)
 
 
 @mistake("load_sharded", "the model is loaded, the optimizer starts anew")
