@@ -213,6 +213,7 @@ def pytest_runtest_protocol(item, nextitem):
             return True
         if not _isolated(item):
             return None  # pytest's own protocol; the limit is set in pytest_runtest_call
+        item.session._setupstate.teardown_exact(item)  # what the last check of this process left set up for its file
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         for report in isolate.run(item, _limit(item, "time_limit", TIME_LIMIT_S), _limit(item, "memory_limit", None)):
             _shorten(item, report)

@@ -35,6 +35,18 @@ def test_a_stub_on_ranks_is_not_started(ranked):
     assert row["next"].startswith("write total: lib/ranked.py:")
 
 
+def test_checks_in_other_files_after_one_on_ranks_are_set_up(ranked):
+    """The check on ranks runs in pytest's own process; what it set up is taken down before the next file's child."""
+    more = "\n\ndef test_total_by_hand{}():\n    expect_equal(ranked.total(1.0), 1.0)\n"
+    first = ranked.root / "tests/chapter_03/test_ranked.py"
+    first.write_text(first.read_text() + more.format(""))
+    head = 'import pytest\nfrom lib.workbook.grading import expect_equal, graded\n\nranked = graded("ranked")\n'
+    again = "\n\n@pytest.mark.memory_limit(500)\ndef test_total_in_little_memory():\n    expect_equal(ranked.total(1.0), 1.0)\n"
+    (first.parent / "test_ranked_more.py").write_text(head + more.format("_again") + again)
+    row = grade(ranked)
+    assert row["state"] == "not started", row["report"]
+
+
 def test_a_wrong_number_on_a_rank_is_a_known_mistake(ranked):
     ranked.answer("total", "return value", module="ranked")
     report = grade(ranked)["report"]
