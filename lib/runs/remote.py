@@ -93,7 +93,7 @@ def with_results(program: tuple[str, ...], name: str) -> tuple[str, ...]:
     Raises:
         ValueError: a checkpoint or log elsewhere, which would not come back.
     """
-    for flag, suffix in (("--checkpoint", ".pt"), ("--log", ".jsonl")):
+    for flag, suffix in (("--checkpoint", ".checkpoint"), ("--log", ".jsonl")):
         given = [after for before, after in pairwise(program) if before == flag]
         given += [part.partition("=")[2] for part in program if part.startswith(f"{flag}=")]
         for path in map(Path, given):
@@ -105,9 +105,12 @@ def with_results(program: tuple[str, ...], name: str) -> tuple[str, ...]:
 
 
 def torchrun(python: str, processes: str | int, program: tuple[str, ...]) -> list[str]:
-    """torchrun on one host: so many processes of a module; when one dies, all begin again from the checkpoint."""
+    """torchrun on one host: so many processes of a module; when one dies, all begin again from the checkpoint.
+
+    Without the ``--`` torchrun would take the program's ``--log`` for a short form of its own ``--log-dir``.
+    """
     options = ["--standalone", f"--nproc-per-node={processes}", "--max-restarts=3"]
-    return [python, "-m", "torch.distributed.run", *options, "-m", *program]
+    return [python, "-m", "torch.distributed.run", *options, "-m", "--", *program]
 
 
 def push(machine: Machine, job: Job) -> list[Command]:
