@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER, RUNS = "scaling-workbook", "runs"
 """The book's folder on the machine; and in it, on both sides, where checkpoints and logs lie: only they come back."""
 LEFT_HERE = (".git", ".venv", "_build", "notebooks", "__pycache__", ".*_cache", ".workbook", f"/{RUNS}")
-TIME_TO_PULL, CONNECTION_LOST = 124, {"ssh": (255,), "rsync": (12, 30, 255)}
+TIME_TO_PULL, FILES_VANISHED, CONNECTION_LOST = 124, 24, {"ssh": (255,), "rsync": (12, 30, 255)}
 ADDRESS = re.compile(r"(?P<user>\w[\w.-]*)@(?P<host>\w[\w.-]*|\[[0-9a-fA-F:]+\])(:(?P<port>\d{1,5}))?", re.ASCII)
 INSTALL = {"ssh": "apt install openssh-client", "rsync": "apt install rsync, or brew install rsync"}
 Command = tuple[list[str], str]
@@ -48,7 +48,8 @@ class Machine:
         return [*self.shell, f"{self.user}@{self.host.strip('[]')}", "sh -s"], script
 
     def rsync(self, *arguments: str) -> Command:
-        return ["rsync", "-az", "--partial", "-e", shlex.join(self.shell), *arguments], ""
+        """What is cut off in the middle waits in a folder of its own: half a checkpoint never stands where a whole one would."""
+        return ["rsync", "-az", "--partial-dir=.rsync-partial", "-e", shlex.join(self.shell), *arguments], ""
 
     def place(self, folder: str) -> str:
         return f"{self.user}@{self.host}:{folder}/"
@@ -175,6 +176,10 @@ def run_step(name: str, machine: Machine, job: Job, dry_run: bool) -> int:
     for command, script in STEPS[name](machine, job):
         print(f"# {name}\n{shlex.join(command)}" + (f" <<'EOF'\n{script}EOF" if script else ""), flush=True)
         status = 0 if dry_run else subprocess.run(command, input=script, text=True, cwd=ROOT, check=False).returncode
+        if (
+            command[0] == "rsync" and status == FILES_VANISHED
+        ):  # an old checkpoint, deleted while it was copied: no failure
+            status = 0
         if status in CONNECTION_LOST[command[0]]:
             print(f"{name}: no connection to {machine.host}, port {machine.port}. What runs there goes on, and the same "
                   "command again finds it. If the machine is gone, give another's address.", file=sys.stderr)  # fmt: skip
@@ -220,18 +225,16 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    if options.dry_run:
-        return run(options.only, machine, job, dry_run=True)
-    (ROOT / RUNS).mkdir(exist_ok=True)
+    if not options.dry_run:
+        (ROOT / RUNS).mkdir(exist_ok=True)
     try:
-        status = run(options.only, machine, job, dry_run=False)
+        status = run(options.only, machine, job, options.dry_run)
     except KeyboardInterrupt:
         print("\nno longer watched; what runs there goes on, and costs", file=sys.stderr)
         return 130
-    if status:
-        return status
-    print(f"done: what came back is in {RUNS}/. The machine costs until you give it back.")
-    return 0
+    if not status and not options.dry_run:
+        print(f"done: what came back is in {RUNS}/. The machine costs until you give it back.")
+    return status
 
 
 if __name__ == "__main__":

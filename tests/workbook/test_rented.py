@@ -221,6 +221,13 @@ def test_results_come_back_while_it_runs(machine, tools):
     assert len((machine / "rsyncs").read_text().splitlines()) == 2  # once between, once at the end
 
 
+def test_a_checkpoint_that_is_deleted_while_it_is_copied_is_no_failure(machine, tools):
+    program(tools, "rsync", "exit 24")
+    assert go("--only", "pull", run=()) == 0
+    program(tools, "rsync", "exit 23")
+    assert go("--only", "pull", run=()) == 23
+
+
 def test_a_run_that_fails_brings_its_log_back(machine, capfd):
     (machine / "broken").touch()
     assert go() == 1
