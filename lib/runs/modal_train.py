@@ -48,7 +48,7 @@ class Plan:
         most = self.dollars_per_hour * self.hours
         rows = {
             "app": f"{APP}: one function; it goes on when this machine is switched off",
-            "image": f"debian_slim, Python {PYTHON}, the dependencies of pyproject.toml; lib and solutions on top",
+            "image": f"debian_slim, Python {PYTHON}, the dependencies of pyproject.toml; this book on top",
             "gpu": f"{self.count} x {self.gpu.name} ({self.gpu.memory_gb} GB each)",
             "volume": f"{VOLUME} at {BOOK}/{RUNS}, made if it is not there",
             "command": shlex.join(self.command),
