@@ -348,6 +348,28 @@ def allocated(device: torch.device) -> int:
 
 def measure_cell(rank: int, device: torch.device, cell: Cell, options: argparse.Namespace) -> None:
     """Build, check, warm and time both on this rank; rank 0 writes it down."""
+    racers: list[Racer] = []
+    try:
+        found = measure(rank, device, cell, options, racers)
+        if rank == 0:
+            write(found, options)
+        dist.barrier()
+        wait_for(device)
+        if device.type == "cuda":  # what is measured is written: no need to take compiler, graphs and NCCL apart
+            sys.stdout.flush()
+            os._exit(0)
+    finally:  # NCCL leaves a communicator only when the graphs that use it are gone
+        wait_for(device)
+        for racer in racers:
+            del racer.step
+        racers.clear()
+        gc.collect()
+
+
+def measure(
+    rank: int, device: torch.device, cell: Cell, options: argparse.Namespace, racers: list[Racer]
+) -> dict[str, Any]:
+    """What the file says of a cell; the competitors go into ``racers``."""
     set_tf32(True)
     task, peer_name = make_task(cell, device)
     peer = task.build("peer", Rung(name=""), None)
@@ -358,14 +380,12 @@ def measure_cell(rank: int, device: torch.device, cell: Cell, options: argparse.
     torch.manual_seed(2 + rank)
     batch = task.batch(cell.batch)
     gc.collect()
-    own = sum(p.nbytes for p in peer.parameters())
-    racers, before = [], allocated(device)
+    own, before = sum(p.nbytes for p in peer.parameters()), allocated(device)
     racers.append(make_ours(cell, state, batch))
     del state
     racers[0].warm_up(device, before)
     before = allocated(device) - own
     racers.append(make_peer(cell, peer, batch, distributed=cell.n_gpus > 1))
-    del peer
     if device.type == "cuda":
         torch.cuda.empty_cache()
     racers[1].warm_up(device, before)
@@ -373,9 +393,7 @@ def measure_cell(rank: int, device: torch.device, cell: Cell, options: argparse.
     if device.type == "cuda" and not cell.sharded and options.step != "plain":
         racers[0].record_graph(options.step)
     race(racers, options.seconds, device)
-    found["competitors"] = {r.name: facts_of(r, cell, found["flops_per_item"], device) for r in racers}
-    if rank == 0:
-        write(found, options)
+    return found | {"competitors": {r.name: facts_of(r, cell, found["flops_per_item"], device) for r in racers}}
 
 
 def _described(cell: Cell, task: ViTTask, peer_name: str) -> dict[str, Any]:
@@ -499,11 +517,13 @@ def main() -> None:
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--models", help="of L/16,H/14,g/14,G/14; all if not given")
     parser.add_argument("--batch", type=int, help="only the cells with so many images a GPU (before --tiny)")
-    parser.add_argument("--blocks", type=int, default=0, help="blocks of a part of ours, another number than the cell's")
+    parser.add_argument(
+        "--blocks", type=int, default=0, help="blocks of a part of ours, another number than the cell's"
+    )
     parser.add_argument("--step", choices=STEPS, default="graph", help="how ours is recorded")
     parser.add_argument("--seconds", type=float, default=10, help="of timing, for each cell")
     parser.add_argument("--budget", type=float, default=500, help="seconds after which no further cell begins")
-    parser.add_argument("--limit", type=float, default=150, help="seconds after which a cell is ended")
+    parser.add_argument("--limit", type=float, default=240, help="seconds after which a cell is ended")
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the program")
     parser.add_argument("--fresh", action="store_true", help="forget what is recorded")
@@ -528,6 +548,13 @@ def main() -> None:
         run_cell(cell, backend, start, options)
 
 
+def in_file(cell: Cell, options: argparse.Namespace) -> dict[str, Any] | None:
+    """What the file says of a cell."""
+    found = load(options.name, options.folder)["results"]["cells"]
+    key = [cell.model, cell.batch, cell.n_gpus]
+    return next((c for c in found if [c["model"], c["batch"], c["n_gpus"]] == key), None)
+
+
 def run_cell(cell: Cell, backend: str, start: float, options: argparse.Namespace) -> None:
     """One cell in processes of its own; if it fails, that is what the file says of it."""
     if backend == "nccl" and torch.cuda.device_count() < cell.n_gpus:
@@ -536,11 +563,13 @@ def run_cell(cell: Cell, backend: str, start: float, options: argparse.Namespace
     if time.monotonic() - start > options.budget:
         print(f"{cell}: no time left", flush=True)
         return
-    began = time.monotonic()
+    began, before = time.monotonic(), in_file(cell, options)
     try:
         spawn(measure_cell, backend, cell.n_gpus, cell, options, limit_s=options.limit)
     except Exception as error:
         print(f"{cell}: {error}", flush=True)
+        if in_file(cell, options) != before:  # it was measured, and failed at its end
+            return
         lines = str(error).strip().splitlines() or [type(error).__name__]
         write(_described(cell, *make_task(cell, torch.device("cpu"))) | {"error": lines[-1][:300]}, options)
     print(f"[{time.monotonic() - start:5.0f} s] {cell}: {time.monotonic() - began:.0f} s", flush=True)
