@@ -474,7 +474,7 @@ def compile_parts(parts: RowViT, images: Tensor, labels: Tensor) -> None:
 
 def compile_ahead(cells: list[Cell], options: argparse.Namespace) -> None:
     """A process for each model, batch and competitor, all at once, spread over the GPUs."""
-    wanted = {}
+    wanted: dict[tuple[Cell, str], None] = {}
     for cell in (c for c in cells if not c.sharded):  # what is sharded is compiled by the block, which is quick
         for who in ("ours", "peer" if cell.n_gpus == 1 else "peer under DDP"):
             wanted[replace(cell, n_gpus=1), who] = None

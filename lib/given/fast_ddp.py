@@ -122,11 +122,11 @@ class RowViT(nn.Module):
         blocks = list(model.blocks)
         n_equal = (len(blocks) - 1) // n_blocks
         self.parts = nn.ModuleList([RowPart(Stem(model, path), names, None, compiled)])
-        run = None
+        run: Callable | None = None
         for i in range(n_equal):
-            part = Middle(blocks[i * n_blocks : (i + 1) * n_blocks], path)
-            self.parts.append(RowPart(part, names, run, compiled))
-            run = self.parts[-1].run
+            part = RowPart(Middle(blocks[i * n_blocks : (i + 1) * n_blocks], path), names, run, compiled)
+            self.parts.append(part)
+            run = part.run
         self.parts.append(RowPart(Tail(model, blocks[n_equal * n_blocks :], path), names, None, compiled))
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
@@ -138,12 +138,15 @@ class RowViT(nn.Module):
 
     def named_gradients(self) -> dict[str, Tensor]:
         """The gradients under the names of the model that it was made from."""
-        return {name: grad for part in self.parts for name, grad in part.named(part.row.grad).items()}
+        return {name: grad for part in self.row_parts() for name, grad in part.named(part.row.grad).items()}
 
     @torch.no_grad()
     def named_values(self) -> dict[str, Tensor]:
         """The parameters under the names of the model that it was made from: a state dict of it."""
-        return {name: value for part in self.parts for name, value in part.named(part.row.detach()).items()}
+        return {name: value for part in self.row_parts() for name, value in part.named(part.row.detach()).items()}
+
+    def row_parts(self) -> list[Any]:
+        return list(self.parts)
 
 
 def train_step(
