@@ -32,10 +32,22 @@ def fit(sizes_bytes: list[float], seconds: list[float]) -> tuple[float, float]:
     return call_s, 1 / per_byte if per_byte > 0 else max(s / t for s, t in zip(sizes_bytes, seconds, strict=True))
 
 
-def spawn(worker: Callable, backend: str, n_ranks: int, *args) -> None:
-    """Run ``worker(rank, device, *args)`` on each of ``n_ranks`` new processes that form a group."""
+def spawn(worker: Callable, backend: str, n_ranks: int, *args, limit_s: float = float("inf")) -> None:
+    """Run ``worker(rank, device, *args)`` on each of ``n_ranks`` new processes that form a group.
+
+    Raises:
+        TimeoutError: they had not ended after ``limit_s``, and were ended.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_run, (worker, backend, n_ranks, f"file://{folder}/meet", args), nprocs=n_ranks)  # type: ignore[no-untyped-call]
+        given = (worker, backend, n_ranks, f"file://{folder}/meet", args)
+        context = mp.spawn(_run, given, nprocs=n_ranks, join=False)  # type: ignore[no-untyped-call]
+        assert context is not None
+        end = time.monotonic() + limit_s
+        while not context.join(timeout=min(5.0, max(0.0, end - time.monotonic()))):
+            if time.monotonic() >= end:
+                for process in context.processes:
+                    process.kill()
+                raise TimeoutError(f"{n_ranks} ranks had not ended after {limit_s:.0f} s")
 
 
 def _run(rank: int, worker: Callable, backend: str, n_ranks: int, meet: str, args: tuple) -> None:

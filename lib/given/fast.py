@@ -30,6 +30,7 @@ class Path:
         attention: "written out" forms the scores; "fused" is PyTorch's own choice of kernel; "flash" and "cudnn" say which.
         loss_kernel: GPT-2's last product, loss and gradient by ``lib.given.fast_loss``.
         class_token_alone: In the last block of a ViT compute only what its head reads: the class token.
+        short_gelu: The exact GELU by `short_gelu`, which needs one exponential and no error function.
     """
 
     dtype: torch.dtype = torch.float32
@@ -37,6 +38,7 @@ class Path:
     attention: str = "fused"
     loss_kernel: bool = False
     class_token_alone: bool = True
+    short_gelu: bool = False
 
     def __post_init__(self):
         if self.attention not in ATTENTIONS:
@@ -58,7 +60,8 @@ def linear(x: Tensor, path: Path, *layers: nn.Linear) -> Tensor:
 def norm(x: Tensor, layer: nn.LayerNorm, path: Path) -> Tensor:
     """Layer norm in one kernel, its statistics in float32; what comes out goes into a product."""
     if torch.compiler.is_compiling() or x.dtype == torch.float32:  # the compiler fuses the two casts
-        wide = F.layer_norm(x.float(), layer.normalized_shape, layer.weight, layer.bias, layer.eps)
+        weight, bias = layer.weight.float(), layer.bias.float()
+        wide = F.layer_norm(x.float(), layer.normalized_shape, weight, bias, layer.eps)
         return wide.to(path.dtype)
     weight, bias = layer.weight.to(x.dtype), layer.bias.to(x.dtype)
     return F.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
@@ -115,18 +118,11 @@ def gpt2_loss(model: Any, tokens: Tensor, targets: Tensor, path: Path) -> Tensor
 
 def vit_logits(model: Any, images: Tensor, path: Path) -> Tensor:
     """The float32 logits of a ``lib.vit.VisionTransformer``; patches go through a product instead of a convolution."""
-    side, inputs = model.config.patch_size, model.embeddings
-    patches = rearrange(images.to(path.dtype), "b ch (r p) (c q) -> b (r c) (ch p q)", p=side, q=side)
-    x = linear(patches, path, inputs.proj)
-    x = torch.cat([inputs.cls_token.expand(len(x), -1, -1).to(x.dtype), x], dim=1)
-    x = (x + inputs.pos_embed).to(path.stream_dtype)
+    x = vit_stem(model.embeddings, images, path)
     *blocks, last = model.blocks
     for block in blocks:
-        x = _vit_block(block, x, path)
-    alone = path.class_token_alone and model.config.pooling == "token"
-    x = _class_token_block(last, x, path) if alone else _vit_block(last, x, path)
-    x = norm(x, model.norm, path)
-    return linear(x[:, 0] if model.config.pooling == "token" else x[:, 1:].mean(dim=1), path, model.head).float()
+        x = vit_block(block, x, path)
+    return vit_head(last, model.norm, model.head, x, path, model.config.pooling)
 
 
 def vit_loss(model: Any, images: Tensor, labels: Tensor, path: Path) -> Tensor:
@@ -134,7 +130,25 @@ def vit_loss(model: Any, images: Tensor, labels: Tensor, path: Path) -> Tensor:
     return F.cross_entropy(vit_logits(model, images, path), labels)
 
 
-def _vit_block(block: Any, x: Tensor, path: Path) -> Tensor:
+def vit_stem(inputs: Any, images: Tensor, path: Path) -> Tensor:
+    """The residual stream ``[B, 1 + N, C]`` that the first block reads, of its ``ImageEmbeddings``."""
+    side = inputs.config.patch_size
+    patches = rearrange(images.to(path.dtype), "b ch (r p) (c q) -> b (r c) (ch p q)", p=side, q=side)
+    x = linear(patches, path, inputs.proj)
+    x = torch.cat([inputs.cls_token.expand(len(x), -1, -1).to(x.dtype), x], dim=1)
+    return (x + inputs.pos_embed).to(path.stream_dtype)
+
+
+def vit_head(last: Any, final_norm: Any, head: Any, x: Tensor, path: Path, pooling: str = "token") -> Tensor:
+    """From what the last block reads to float32 logits."""
+    alone = path.class_token_alone and pooling == "token"
+    x = _class_token_block(last, x, path) if alone else vit_block(last, x, path)
+    x = norm(x, final_norm, path)
+    return linear(x[:, 0] if pooling == "token" else x[:, 1:].mean(dim=1), path, head).float()
+
+
+def vit_block(block: Any, x: Tensor, path: Path) -> Tensor:
+    """Attention and MLP of a ``ViTBlock``, each added to what comes in."""
     attn = block.attn
     heads = linear(norm(x, block.norm1, path), path, attn.wq, attn.wk, attn.wv).unflatten(-1, (3, attn.n_heads, -1))
     q, k, v = heads.unbind(2)
@@ -144,7 +158,9 @@ def _vit_block(block: Any, x: Tensor, path: Path) -> Tensor:
 
 def _vit_mlp(block: Any, x: Tensor, path: Path) -> Tensor:
     wide = linear(norm(x, block.norm2, path), path, block.mlp.fc1)
-    return linear(F.gelu(wide, approximate=block.mlp.approximate), path, block.mlp.fc2)
+    short = path.short_gelu and block.mlp.approximate == "none"
+    bent = short_gelu(wide) if short else F.gelu(wide, approximate=block.mlp.approximate)
+    return linear(bent, path, block.mlp.fc2)
 
 
 def _class_token_block(block: Any, x: Tensor, path: Path) -> Tensor:
@@ -154,6 +170,46 @@ def _class_token_block(block: Any, x: Tensor, path: Path) -> Tensor:
     queries = linear(seen[:, :1], path, attn.wq).unflatten(-1, (attn.n_heads, -1))
     x = x[:, :1] + linear(attend(queries, keys, values, path, causal=False), path, attn.wo)
     return x + _vit_mlp(block, x, path)
+
+
+# ---- the exact GELU without an error function -------------------------------------------------------------------------
+
+TAIL = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
+"""Of Abramowitz and Stegun's formula 7.1.26, at most 1.5e-7 from the error function: as near as float32 gets."""
+
+
+class ShortGELU(torch.autograd.Function):
+    """``x`` times the normal distribution's share below ``x``; forward and backward need the same exponential.
+
+    PyTorch's error function is some fifty instructions an element, so that a GELU that is fused with its casts waits for
+    arithmetic, not for memory. A polynomial in 1 / (1 + 0.33 z) and one exponential do, which backward needs anyway.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        share, _ = normal_share(x.float())
+        return (x.float() * share).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, d_out: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        share, density = normal_share(x.float())
+        return (d_out.float() * (share + x.float() * density)).to(x.dtype)
+
+
+def normal_share(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The normal distribution's share below ``x``, and its density there."""
+    z = x.abs() * 0.5**0.5
+    bell, t = torch.exp(-z * z), 1.0 / (1.0 + 0.3275911 * z)
+    a, b, c, d, e = TAIL
+    tail = 0.5 * bell * t * (a + t * (b + t * (c + t * (d + t * e))))
+    return torch.where(x < 0, tail, 1.0 - tail), bell * (2 * torch.pi) ** -0.5
+
+
+def short_gelu(x: Tensor) -> Tensor:
+    """The exact GELU, at most 1e-6 away in float32, in the dtype of ``x``."""
+    return ShortGELU.apply(x)
 
 
 # ---- images and whole steps ------------------------------------------------------------------------------------------
@@ -170,12 +226,14 @@ def prepare_images(pictures: Tensor, size: int, dtype: torch.dtype = torch.float
     return F.interpolate(unit, size=(size, size), mode="bilinear", align_corners=False).to(dtype)
 
 
-def capture(step: Callable[[], Tensor], n_warmup: int = 3) -> Callable[[], Tensor]:
+def capture(step: Callable[[], Tensor], n_warmup: int = 3, on_ranks: bool = False) -> Callable[[], Tensor]:
     """A step recorded once as a CUDA graph, and then replayed: one launch for all its kernels.
 
     Args:
         step: Reads and writes the same tensors each time, and never waits for the device; its optimizer is ``capturable``.
         n_warmup: Steps before the recording, which compile and choose kernels.
+        on_ranks: The step has NCCL's collectives, whose watchdog, a thread of its own, asks the device for its events
+            meanwhile: only what this thread asks may then spoil the recording.
 
     Returns:
         A call that replays the step and gives its result, which the next replay overwrites.
@@ -186,8 +244,10 @@ def capture(step: Callable[[], Tensor], n_warmup: int = 3) -> Callable[[], Tenso
         for _ in range(n_warmup):
             step()
     torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # what the warm-up took, the graph's own memory does not reuse
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local" if on_ranks else "global"):
         result = step()
 
     def replay() -> Tensor:

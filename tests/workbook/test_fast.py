@@ -4,12 +4,15 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from lib.given.fast import ATTENTIONS, Path, gpt2_loss, prepare_images, vit_logits
+from lib.given.fast import ATTENTIONS, Path, capture, gpt2_loss, prepare_images, short_gelu, vit_logits
+from lib.given.fast_ddp import RowViT, train_step
 from lib.given.fast_loss import linear_cross_entropy
 from lib.given.gpt2 import GPT2Config
+from lib.given.ranks import pool
 from lib.given.vit import ViTConfig
 from solutions.gpt2 import GPT2
 from solutions.vit import VisionTransformer
+from tests.workbook import fast_programs
 
 VIT = {"image_size": 8, "patch_size": 4, "n_classes": 5, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}
 
@@ -36,12 +39,12 @@ def test_gpt2_has_the_loss_and_the_gradients_of_the_plain_model(padded, attentio
 
 @pytest.mark.parametrize("pooling", ["token", "mean"])
 @pytest.mark.parametrize("gelu", ["exact", "tanh"])
-@pytest.mark.parametrize("alone", [True, False])
-def test_vit_has_the_logits_and_the_gradients_of_the_plain_model(pooling, gelu, alone):
+@pytest.mark.parametrize(("alone", "short"), [(True, False), (False, True)])
+def test_vit_has_the_logits_and_the_gradients_of_the_plain_model(pooling, gelu, alone, short):
     torch.manual_seed(0)
     model = VisionTransformer(ViTConfig(**VIT, pooling=pooling, gelu=gelu))
     images, labels = torch.randn(3, 3, 8, 8), torch.randint(5, (3,))
-    plain, fast = model(images), vit_logits(model, images, Path(class_token_alone=alone))
+    plain, fast = model(images), vit_logits(model, images, Path(class_token_alone=alone, short_gelu=short))
     torch.testing.assert_close(fast, plain, atol=2e-6, rtol=1e-4)
     found, wanted = (gradients(F.cross_entropy(x, labels), model) for x in (fast, plain))
     torch.testing.assert_close(found, wanted, atol=2e-6, rtol=1e-4)
@@ -77,3 +80,79 @@ def test_pictures_are_resized_and_normalised():
     mean, std = torch.tensor((0.485, 0.456, 0.406))[:, None, None], torch.tensor((0.229, 0.224, 0.225))[:, None, None]
     large = F.interpolate(pictures / 255.0, size=(64, 64), mode="bilinear", align_corners=False)
     torch.testing.assert_close(prepare_images(pictures, 64), (large - mean) / std)
+
+
+def test_the_short_gelu_is_the_exact_one():
+    x = torch.linspace(-9, 9, 4001, requires_grad=True)
+    wide = x.detach().double().requires_grad_()
+    found, wanted = short_gelu(x), F.gelu(wide)
+    torch.testing.assert_close(found.double(), wanted, atol=1e-6, rtol=0)
+    slopes = [torch.autograd.grad(y.sum(), at)[0].double() for y, at in ((found, x), (wanted, wide))]
+    torch.testing.assert_close(*slopes, atol=1e-6, rtol=0)
+    narrow = x.detach().bfloat16()
+    assert short_gelu(narrow).dtype == torch.bfloat16
+    torch.testing.assert_close(short_gelu(narrow), F.gelu(narrow))
+
+
+@pytest.mark.parametrize(("n_blocks", "n_parts"), [(1, 6), (2, 4), (3, 3), (9, 2)])
+def test_a_model_in_parts_has_the_gradients_of_the_whole(n_blocks, n_parts):
+    torch.manual_seed(0)
+    model = VisionTransformer(fast_programs.CONFIG)
+    images, labels = fast_programs.batch()
+    plain = F.cross_entropy(model(images), labels)
+    wanted, values = gradients(plain, model), {n: p.detach().clone() for n, p in model.named_parameters()}
+    compilations = []
+
+    def compiled(run):
+        compilations.append(run)
+        return run
+
+    parts = RowViT(model, fast_programs.PATH, n_blocks, compiled)
+    assert len(parts.parts) == n_parts
+    assert len(compilations) == min(n_parts, 3), "equal parts share one function"
+    loss = parts(images, labels)
+    loss.backward()
+    torch.testing.assert_close(loss, plain)
+    torch.testing.assert_close(parts.named_gradients(), wanted, atol=2e-6, rtol=1e-4)
+    assert parts.named_values().keys() == values.keys()
+    torch.testing.assert_close(parts.named_values(), values, atol=0, rtol=0)
+
+
+def test_a_part_of_no_blocks_is_refused():
+    with pytest.raises(ValueError, match="n_blocks = 0"):
+        RowViT(VisionTransformer(fast_programs.CONFIG), fast_programs.PATH, 0)
+
+
+@pytest.mark.time_limit(60)
+@pytest.mark.parametrize("strategy", ["data", "sharded"])
+def test_parts_on_two_ranks_train_as_one_process_does(strategy):
+    losses, values = fast_programs.train_alone()
+    result = pool("gloo").run(fast_programs.train_on_ranks, strategy, n_ranks=2, time_limit_s=40)
+    for found_losses, found in result.values:
+        assert found_losses == pytest.approx(losses, rel=1e-5)
+        torch.testing.assert_close(found, values, atol=2e-6, rtol=1e-4)
+    if strategy == "data":  # three steps of a mean for each of the six rows, and of the loss
+        assert sum(record.op == "all_reduce" for record in result.ledgers[0].records) == 3 * (6 + 1)
+
+
+@pytest.mark.gpu
+def test_a_recorded_step_of_parts_trains_as_a_plain_one():
+    losses = {}
+    for recorded in (False, True):
+        model = fast_programs.parts().to("cuda")
+        images, labels = (x.cuda() for x in fast_programs.batch())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+        plain = train_step(lambda model=model, x=images, y=labels: model(x, y), optimizer)
+        first = [plain().item() for _ in range(3)] if not recorded else []
+        step = capture(plain, n_warmup=3) if recorded else plain
+        losses[recorded] = [*first, *(step().item() for _ in range(4))][-4:]
+    assert losses[True] == pytest.approx(losses[False], rel=1e-4)
+
+
+@pytest.mark.gpu
+def test_the_short_gelu_compiled_on_a_gpu_is_the_exact_one():
+    x = torch.linspace(-9, 9, 4096, device="cuda", requires_grad=True)
+    found = torch.compile(short_gelu)(x)
+    torch.testing.assert_close(found, F.gelu(x), atol=1e-6, rtol=0)
+    slopes = [torch.autograd.grad(y.sum(), x)[0] for y in (found, F.gelu(x))]
+    torch.testing.assert_close(*slopes, atol=1e-6, rtol=0)

@@ -1,0 +1,579 @@
+"""The yardstick: vision transformers of four sizes in training on 1, 2, 4 or more GPUs, ours beside timm under PyTorch's own DDP.
+
+``python -m lib.bench.yardstick --ranks 1,2,4`` on a machine with so many GPUs writes ``chapters/measurements/yardstick.json`` after
+every cell: a model, a batch a GPU and a number of GPUs. A cell has processes of its own, started here, so that one that
+fails costs no other; both competitors train in the same processes, in turns. Images are random numbers that lie on the
+device. ``--compile-only`` first fills the compiler's cache, all cells at once; ``--tiny`` tries the program on a CPU. What is recorded
+of other cells stays, unless ``--fresh``.
+
+*ours* is chapter 5's model on the path of ``lib.given.fast``, in parts that are rows (``lib.given.fast_ddp``), whose means chapter 10's
+``OverlapDDP`` starts while backward runs; forward, backward, means and update are one CUDA graph. *peer* is timm with autocast
+to bf16 and ``torch.compile``, under ``DistributedDataParallel``. G/14 is sharded: ours by chapter 12's ``FullySharded``, timm by
+``fully_shard``, both compiled, neither recorded. All update by SGD with momentum. Before any clock starts the float32 gradient
+of ours, averaged over the ranks, is compared with timm's on the whole batch, and the losses of the first steps of the two.
+"""
+
+import argparse
+import gc
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from lib.bench.all_reduce import slowest, spawn, wait_for
+from lib.bench.ladder import N_IMAGES, PEAK_FLOPS, Rung, ViTTask, flops_per_item, set_tf32
+from lib.bench.record import MEASUREMENTS, load, machine, record, spread
+from lib.ddp import OverlapDDP, average_gradients
+from lib.fsdp import FullySharded
+from lib.given.fast import Path as FastPath
+from lib.given.fast import capture
+from lib.given.fast_ddp import RowViT, train_step
+from lib.given.vit import ViTConfig, preset
+from lib.vit import VisionTransformer
+
+DTYPE, LR, MOMENTUM = torch.bfloat16, 1e-3, 0.9
+N_WARMUP, MIN_ROUNDS, MAX_ROUNDS = 3, 3, 30
+N_CHECKED = 2  # images a rank for the comparison of gradients
+LIMITS = {"gradients": 1e-3, "losses": 1e-2}
+SMALL = ViTConfig(image_size=32, patch_size=8, n_classes=10, dim=64, n_layers=6, n_heads=2, hidden_dim=128)
+STEPS = ("graph", "compute graph", "plain")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A row of the table.
+
+    Attributes:
+        model: A preset of ``lib.given.vit``.
+        batch: Images a GPU.
+        n_gpus: Ranks.
+        sharded: Whether parameters, gradients and momenta are.
+        n_blocks: Of a part of ours.
+    """
+
+    model: str
+    batch: int
+    n_gpus: int = 1
+    sharded: bool = False
+    n_blocks: int = 4
+    tiny: bool = False
+
+    @property
+    def config(self) -> ViTConfig:
+        return SMALL if self.tiny else preset(self.model)
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.batch} a GPU, {self.n_gpus} GPU{'s' * (self.n_gpus > 1)}"
+
+
+CELLS = (
+    Cell(model="L/16", batch=256),
+    Cell(model="L/16", batch=64),
+    Cell(model="G/14", batch=16, sharded=True, n_blocks=2),
+    Cell(model="H/14", batch=128),
+    Cell(model="g/14", batch=64),
+)
+
+
+# ---- the competitors -------------------------------------------------------------------------------------------------
+
+
+class Racer:
+    """A model under its strategy, with its optimizer, ready to take steps.
+
+    Args:
+        name: "ours" or "peer".
+        model: To call on images.
+        loss_of: A step's forward.
+        optimizer: Of the model's parameters.
+        finish: What completes the gradients after backward.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        loss_of: Callable[[], Tensor],
+        optimizer: torch.optim.Optimizer,
+        finish: Callable[[], None] = lambda: None,
+    ):
+        self.name, self.model, self.loss_of, self.optimizer, self.finish = name, model, loss_of, optimizer, finish
+        self.step = train_step(loss_of, optimizer, finish)
+        self.how, self.problem, self.peak_bytes = "plain", "", 0
+        self.losses: list[float] = []
+        self.times: list[float] = []
+
+    def warm_up(self, device: torch.device, others_bytes: int) -> None:
+        """Compile and choose kernels; the losses of the first steps, and the peak of those after the first."""
+        start = time.perf_counter()
+        for i in range(N_WARMUP):
+            if i == 1 and device.type == "cuda":
+                gc.collect()
+                torch.cuda.reset_peak_memory_stats()
+            self.losses.append(self.step().item())
+        wait_for(device)
+        self.first_steps_s = time.perf_counter() - start
+        if device.type == "cuda":
+            self.peak_bytes = torch.cuda.max_memory_allocated() - others_bytes
+
+    def record_graph(self, how: str) -> None:
+        """Record the step as one CUDA graph, or all but means and update; if that fails, the next simpler way."""
+        for way in STEPS[STEPS.index(how) :]:
+            try:
+                if way == "graph":
+                    self.step = capture(train_step(self.loss_of, self.optimizer, self.finish), 2, on_ranks=True)
+                elif way == "compute graph":
+                    self.step = self.compute_recorded()
+                else:
+                    self.step = train_step(self.loss_of, self.optimizer, self.finish)
+                self.step()
+                torch.cuda.synchronize()
+            except RuntimeError as error:
+                self.problem += f"{way}: {str(error)[:300]}; "
+                print(f"{self.name}, {way}: {error}", flush=True)
+            else:
+                self.how = way
+                return
+
+    def compute_recorded(self) -> Callable[[], Tensor]:
+        """Forward and backward as a graph; means, of a few rows, and update after it."""
+
+        def compute() -> Tensor:
+            self.optimizer.zero_grad(set_to_none=True)
+            if not isinstance(self.model, OverlapDDP):
+                loss = self.loss_of()
+                loss.backward()
+                return loss.detach()
+            with self.model.no_sync():
+                loss = self.loss_of()
+                loss.backward()
+            return loss.detach()
+
+        replay = capture(compute, 2, on_ranks=True)
+
+        def step() -> Tensor:
+            loss = replay()
+            if isinstance(self.model, OverlapDDP):
+                average_gradients(self.model)
+            self.optimizer.step()
+            return loss
+
+        return step
+
+    def row_of_steps(self, n: int, device: torch.device) -> float:
+        """Seconds of one, the mean of some in a row, on the slowest rank."""
+        dist.barrier()
+        wait_for(device)
+        start = time.perf_counter()
+        for _ in range(n):
+            self.step()
+        wait_for(device)
+        return slowest((time.perf_counter() - start) / n, device)
+
+
+def compiled(run: Callable) -> Callable:
+    """By PyTorch's compiler; on a CPU without its slow stages, since only a trial runs there."""
+    return torch.compile(run, dynamic=False, backend="inductor" if torch.cuda.is_available() else "eager")
+
+
+def sgd(model: nn.Module, device: torch.device, fused: bool = True) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, fused=fused and device.type == "cuda")
+
+
+def our_parts(cell: Cell, state: dict[str, Tensor], path: FastPath, make: Callable = compiled) -> RowViT:
+    """Chapter 5's model with the given weights, in rows of its own."""
+    with torch.device("meta"):
+        model = VisionTransformer(cell.config)
+    model.load_state_dict(state, assign=True)
+    return RowViT(model, path, cell.n_blocks, make)
+
+
+def make_ours(cell: Cell, state: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Racer:
+    parts = our_parts(cell, state, FastPath(dtype=DTYPE, short_gelu=True))
+    model: nn.Module = parts
+    if cell.sharded:
+        model = FullySharded(parts, param_dtype=DTYPE)
+    elif cell.n_gpus > 1:
+        model = OverlapDDP(parts)
+    finish = getattr(model, "finish_gradient_synchronization", lambda: None)
+    return Racer("ours", model, lambda: model(*batch), sgd(model, batch[0].device), finish)
+
+
+def make_peer(cell: Cell, peer: nn.Module, batch: tuple[Tensor, Tensor], distributed: bool) -> Racer:
+    """timm's model, wrapped and compiled as its users do; ``fully_shard``'s parameters have no fused SGD."""
+    images, labels = batch
+    if cell.sharded:
+        policy = MixedPrecisionPolicy(param_dtype=DTYPE)
+        for block in peer.blocks:  # type: ignore[union-attr]
+            block.compile(dynamic=False, backend="inductor" if images.is_cuda else "eager")
+            fully_shard(block, mp_policy=policy)
+        fully_shard(peer, mp_policy=policy)
+        optimizer = sgd(peer, images.device, fused=False)
+        return Racer("peer", peer, lambda: F.cross_entropy(peer(images).float(), labels), optimizer)
+    model: nn.Module = peer
+    if distributed:
+        ids = [images.device.index] if images.is_cuda else None
+        model = DistributedDataParallel(peer, device_ids=ids, gradient_as_bucket_view=True)
+
+    def loss_of() -> Tensor:
+        with torch.autocast(images.device.type, DTYPE):
+            logits = fast(images)
+        return F.cross_entropy(logits.float(), labels)
+
+    fast: Any = compiled(model)
+    return Racer("peer", model, loss_of, sgd(model, images.device))
+
+
+# ---- checks before the clock -----------------------------------------------------------------------------------------
+
+
+def relative(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    """How far tensors are from others, as one vector, relative to its length."""
+    wrong = sum((got[name].double() - want[name].double()).square().sum().item() for name in want)
+    return math.sqrt(wrong / sum(tensor.double().square().sum().item() for tensor in want.values()))
+
+
+def check_gradients(cell: Cell, task: ViTTask, peer: nn.Module, state: dict[str, Tensor]) -> float:
+    """The mean over ranks of our gradients of a share of a batch, against the peer's on all of it in one process, in float32.
+
+    Raises:
+        ValueError: they are further apart than rounding explains.
+    """
+    set_tf32(False)
+    torch.manual_seed(1)
+    images, labels = task.batch(N_CHECKED * cell.n_gpus)
+    F.cross_entropy(peer(images), labels).backward()
+    grads = {name: p.grad for name, p in peer.named_parameters() if p.grad is not None}
+    want = task.from_peer(peer)  # the same names and shapes
+    want = {name: grad.clone() for name, grad in _converted(task, grads).items() if name in want}
+    peer.zero_grad(set_to_none=True)
+    parts = our_parts(cell, state, FastPath(), lambda run: run)
+    model = OverlapDDP(parts)
+    model(*(x.chunk(cell.n_gpus)[dist.get_rank()] for x in (images, labels))).backward()
+    model.finish_gradient_synchronization()
+    apart = slowest(relative(parts.named_gradients(), want), images.device)
+    set_tf32(True)
+    if not apart <= LIMITS["gradients"]:
+        raise ValueError(f"{cell}: gradients are {apart:.2e} apart in float32, allowed {LIMITS['gradients']}")
+    return apart
+
+
+def check_losses(cell: Cell, racers: list[Racer], device: torch.device) -> dict[str, Any]:
+    """The means over ranks of the first losses, before the first update and after it and the next.
+
+    Raises:
+        ValueError: those of the two are further apart than bf16 explains.
+    """
+    losses = torch.tensor([racer.losses for racer in racers], dtype=torch.float64, device=device) / cell.n_gpus
+    dist.all_reduce(losses)
+    apart = ((losses[0] - losses[-1]).abs() / losses[-1]).max().item()
+    if not apart <= LIMITS["losses"]:
+        raise ValueError(f"{cell}: first losses {losses.tolist()} are {apart:.2e} apart, allowed {LIMITS['losses']}")
+    return {racer.name: row for racer, row in zip(racers, losses.tolist(), strict=True)} | {"apart": apart}
+
+
+# ---- one cell --------------------------------------------------------------------------------------------------------
+
+
+class PlainTask(ViTTask):
+    """Where timm is missing, for a trial: chapter 5's model as it is written stands in for it."""
+
+    def peer(self, rung):
+        return VisionTransformer(self.config)
+
+    def from_peer(self, peer):
+        return dict(peer.state_dict())
+
+
+def _converted(task: ViTTask, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under the peer's names under ours."""
+    if isinstance(task, PlainTask):
+        return tensors
+    from lib.vit import convert_timm_state_dict
+
+    return convert_timm_state_dict(tensors, task.config)
+
+
+def make_task(cell: Cell, device: torch.device) -> tuple[ViTTask, str]:
+    """What builds the peer, and the peer's name."""
+    try:
+        name = f"timm {version('timm')}"
+    except PackageNotFoundError:
+        if not cell.tiny:
+            raise
+        return PlainTask("vit", cell.config, str(device), "none"), "chapter 5's model, for want of timm"
+    return ViTTask("vit", cell.config, str(device), "timm"), name
+
+
+def race(racers: list[Racer], seconds: float, device: torch.device) -> None:
+    """Rows of steps in turns, in both orders, until the time is over; all ranks decide alike."""
+    start = time.perf_counter()
+    longest = max(racer.row_of_steps(2, device) for racer in racers)
+    n_steps = max(1, min(10, int(0.6 / longest)))
+    for turn in range(MAX_ROUNDS):
+        if turn >= MIN_ROUNDS and slowest(time.perf_counter() - start, device) > seconds:
+            return
+        for racer in racers if turn % 2 == 0 else racers[::-1]:
+            racer.times.append(racer.row_of_steps(n_steps, device))
+
+
+def facts_of(racer: Racer, cell: Cell, flops: float, device: torch.device) -> dict[str, Any]:
+    """What the file says of a competitor."""
+    peak = slowest(float(racer.peak_bytes), device)
+    step = spread(racer.times)
+    rate = cell.batch * cell.n_gpus / step["median"]
+    found: dict[str, Any] = {"step_s": step, "images_per_s": rate, "hours_per_epoch": N_IMAGES / rate / 3600}
+    found |= {"mfu": rate * flops / (cell.n_gpus * PEAK_FLOPS), "peak_bytes": peak, "how": racer.how}
+    found |= {"first_steps_s": racer.first_steps_s, "step_values_s": racer.times}
+    return found | ({"problem": racer.problem} if racer.problem else {})
+
+
+def allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
+
+
+def measure_cell(rank: int, device: torch.device, cell: Cell, options: argparse.Namespace) -> None:
+    """Build, check, warm and time both on this rank; rank 0 writes it down."""
+    racers: list[Racer] = []
+    try:
+        found = measure(rank, device, cell, options, racers)
+        if rank == 0:
+            write(found, options)
+        dist.barrier()
+        wait_for(device)
+        if device.type == "cuda":  # what is measured is written: no need to take compiler, graphs and NCCL apart
+            sys.stdout.flush()
+            os._exit(0)
+    finally:  # NCCL leaves a communicator only when the graphs that use it are gone
+        wait_for(device)
+        for racer in racers:
+            del racer.step
+        racers.clear()
+        gc.collect()
+
+
+def measure(
+    rank: int, device: torch.device, cell: Cell, options: argparse.Namespace, racers: list[Racer]
+) -> dict[str, Any]:
+    """What the file says of a cell; the competitors go into ``racers``."""
+    set_tf32(True)
+    task, peer_name = make_task(cell, device)
+    peer = task.build("peer", Rung(name=""), None)
+    found: dict[str, Any] = _described(cell, task, peer_name)
+    state = task.from_peer(peer)
+    if not cell.sharded:
+        found["checks"]["gradients_apart"] = check_gradients(cell, task, peer, state)
+    torch.manual_seed(2 + rank)
+    batch = task.batch(cell.batch)
+    gc.collect()
+    own, before = sum(p.nbytes for p in peer.parameters()), allocated(device)
+    racers.append(make_ours(cell, state, batch))
+    del state
+    racers[0].warm_up(device, before)
+    before = allocated(device) - own
+    racers.append(make_peer(cell, peer, batch, distributed=cell.n_gpus > 1))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    racers[1].warm_up(device, before)
+    found["checks"]["losses"] = check_losses(cell, racers, device)
+    if device.type == "cuda" and not cell.sharded and options.step != "plain":
+        racers[0].record_graph(options.step)
+    race(racers, options.seconds, device)
+    return found | {"competitors": {r.name: facts_of(r, cell, found["flops_per_item"], device) for r in racers}}
+
+
+def _described(cell: Cell, task: ViTTask, peer_name: str) -> dict[str, Any]:
+    """What a cell is, before anything of it is measured."""
+    with torch.device("meta"):
+        n_parameters = sum(p.numel() for p in VisionTransformer(cell.config).parameters())
+    m = machine()
+    found = {"model": cell.model, "batch": cell.batch, "n_gpus": cell.n_gpus, "peer": peer_name}
+    found |= {"strategy": "sharded" if cell.sharded else "data parallel", "n_blocks": cell.n_blocks}
+    found |= {"n_parameters": n_parameters, "flops_per_item": flops_per_item(task), "checks": {}}
+    on = m.get("accelerators", [m["cpu"]])[0]
+    return found | {"on": on, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "versions": m["versions"]}
+
+
+def write(found: dict[str, Any], options: argparse.Namespace) -> None:
+    """Put a cell in its place in the file, with its scaling if one GPU of the same kind has done the same."""
+    results = load(options.name, options.folder)["results"]
+    keys = ("model", "batch", "n_gpus")
+    cells = [c for c in results["cells"] if [c[k] for k in keys] != [found[k] for k in keys]] + [found]
+    places = [c.model for c in CELLS]
+    results["cells"] = sorted(cells, key=lambda c: (places.index(c["model"]), -c["batch"], c["n_gpus"]))
+    for cell in results["cells"]:
+        for who, facts in cell.get("competitors", {}).items():
+            facts["scaling"] = scaling(cell, who, results["cells"])
+    record(options.name, results, options.folder)
+    for who, facts in found.get("competitors", {}).items():
+        share = f"{facts['scaling']:.1%}" if facts["scaling"] else "-"
+        print(
+            f"{found['model']} {found['batch']:4d} x {found['n_gpus']} {who:5s} {facts['images_per_s']:8.0f}/s  MFU {facts['mfu']:6.1%}"
+            f"  {facts['hours_per_epoch']:.5f} h  scaling {share}  {facts['peak_bytes'] / 1e9:5.1f} GB  {facts['how']}"
+            f"  (first steps {facts['first_steps_s']:.0f} s)",
+            flush=True,
+        )
+
+
+def scaling(cell: dict[str, Any], who: str, cells: list[dict[str, Any]]) -> float | None:
+    """Speed a GPU as a share of one GPU's at the same batch a GPU; None if that was not measured."""
+    for one in cells:
+        same = all(one[k] == cell[k] for k in ("model", "batch", "on")) and one["n_gpus"] == 1
+        if same and cell["n_gpus"] > 1 and who in one.get("competitors", {}):
+            alone = one["competitors"][who]["images_per_s"]
+            return cell["competitors"][who]["images_per_s"] / (cell["n_gpus"] * alone)
+    return None
+
+
+# ---- compiling ahead -------------------------------------------------------------------------------------------------
+
+
+def compile_cell(rank: int, device: torch.device, cell: Cell, who: str) -> None:
+    """Compile what a cell needs of one competitor; where the memory that others leave is too little, without a step."""
+    import torch._functorch.config as functorch
+
+    set_tf32(True)
+    if hasattr(functorch, "force_non_lazy_backward_lowering"):
+        functorch.force_non_lazy_backward_lowering = True
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(0.1)
+    task, _ = make_task(cell, device)
+    peer, batch = task.build("peer", Rung(name=""), None), task.batch(cell.batch)
+    try:
+        if who == "ours":
+            compile_parts(our_parts(cell, task.from_peer(peer), FastPath(dtype=DTYPE, short_gelu=True)), *batch)
+        else:
+            make_peer(cell, peer, batch, distributed=who == "peer under DDP").step()
+        wait_for(device)
+    except torch.OutOfMemoryError:
+        print(f"{cell}, {who}: compiled, but there was no room for a step", flush=True)
+
+
+def compile_parts(parts: RowViT, images: Tensor, labels: Tensor) -> None:
+    """A step of the first part, of one of the equal ones and of the last, each alone."""
+    x = parts.parts[0](images)
+    x.sum().backward()
+    for part, more in ((parts.parts[1], ()), (parts.parts[-1], (labels,))):
+        x = x.detach().requires_grad_()
+        part(x, *more).sum().backward()
+
+
+def compile_ahead(cells: list[Cell], options: argparse.Namespace) -> None:
+    """A process for each model, batch and competitor, all at once, spread over the GPUs."""
+    wanted: dict[tuple[Cell, str], None] = {}
+    for cell in (c for c in cells if not c.sharded):  # what is sharded is compiled by the block, which is quick
+        for who in ("ours", "peer" if cell.n_gpus == 1 else "peer under DDP"):
+            wanted[replace(cell, n_gpus=1), who] = None
+    started, n_gpus = [], max(1, torch.cuda.device_count())
+    for i, (cell, who) in enumerate(wanted):
+        command = [sys.executable, "-m", "lib.bench.yardstick", "--compile-one", who, "--models", cell.model]
+        command += ["--batch", str(cell.batch), *(["--tiny"] if options.tiny else [])]
+        threads = str(max(1, (os.cpu_count() or 1) // len(wanted)))
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(i % n_gpus), "TORCHINDUCTOR_COMPILE_THREADS": threads}
+        started.append((f"{cell}, {who}", subprocess.Popen(command, env=env)))
+    start = time.perf_counter()
+    print({name: process.wait() for name, process in started}, f"{time.perf_counter() - start:.0f} s", flush=True)
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+
+def cells_of(options: argparse.Namespace) -> list[Cell]:
+    """What the command line asks for; a sharded model needs a second rank."""
+    models = options.models.split(",") if options.models else [c.model for c in CELLS]
+    unknown = set(models) - {c.model for c in CELLS}
+    if unknown:
+        raise SystemExit(f"--models {options.models}: {sorted(unknown)} not among {sorted({c.model for c in CELLS})}")
+    chosen = [c for c in CELLS if c.model in models and options.batch in (None, c.batch)]
+    cells = [replace(c, n_gpus=n) for n in map(int, options.ranks.split(",")) for c in chosen if n > 1 or not c.sharded]
+    if options.tiny:
+        cells = [replace(c, batch=max(2, c.batch // 32), n_blocks=1 + c.sharded, tiny=True) for c in cells]
+    return [replace(c, n_blocks=options.blocks) if options.blocks else c for c in cells]
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What all cells share."""
+    found: dict[str, Any] = {"n_images": N_IMAGES, "peak_flops": PEAK_FLOPS, "dtype": "bfloat16", "tiny": options.tiny}
+    found |= {"optimizer": f"SGD, momentum {MOMENTUM}", "means": "float32, those of sharded models bf16"}
+    return found | {"images": "random, on the device", "n_warmup": N_WARMUP, "limits": LIMITS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="1,2,4")
+    parser.add_argument("--models", help="of L/16,H/14,g/14,G/14; all if not given")
+    parser.add_argument("--batch", type=int, help="only the cells with so many images a GPU (before --tiny)")
+    parser.add_argument(
+        "--blocks", type=int, default=0, help="blocks of a part of ours, another number than the cell's"
+    )
+    parser.add_argument("--step", choices=STEPS, default="graph", help="how ours is recorded")
+    parser.add_argument("--seconds", type=float, default=10, help="of timing, for each cell")
+    parser.add_argument("--budget", type=float, default=500, help="seconds after which no further cell begins")
+    parser.add_argument("--limit", type=float, default=240, help="seconds after which a cell is ended")
+    parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
+    parser.add_argument("--tiny", action="store_true", help="a small model, to try the program")
+    parser.add_argument("--fresh", action="store_true", help="forget what is recorded")
+    parser.add_argument("--compile-only", action="store_true", help="fill the compiler's cache, measure nothing")
+    parser.add_argument("--compile-one", choices=["ours", "peer", "peer under DDP"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.name = "yardstick_tiny" if options.tiny else "yardstick"
+    cells, start = cells_of(options), time.monotonic()
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if options.compile_one:
+        for cell in cells[:1]:
+            spawn(compile_cell, backend, 1, replace(cell, n_gpus=1), options.compile_one)
+        return
+    if options.compile_only:
+        compile_ahead(cells, options)
+        return
+    kept: list[dict[str, Any]] = []
+    if not options.fresh and (options.folder / f"{options.name}.json").exists():
+        kept = load(options.name, options.folder)["results"]["cells"]
+    record(options.name, {"settings": settings_of(options), "cells": kept}, options.folder)
+    for cell in cells:
+        run_cell(cell, backend, start, options)
+
+
+def in_file(cell: Cell, options: argparse.Namespace) -> dict[str, Any] | None:
+    """What the file says of a cell."""
+    found = load(options.name, options.folder)["results"]["cells"]
+    key = [cell.model, cell.batch, cell.n_gpus]
+    return next((c for c in found if [c["model"], c["batch"], c["n_gpus"]] == key), None)
+
+
+def run_cell(cell: Cell, backend: str, start: float, options: argparse.Namespace) -> None:
+    """One cell in processes of its own; if it fails, that is what the file says of it."""
+    if backend == "nccl" and torch.cuda.device_count() < cell.n_gpus:
+        print(f"{cell}: there are only {torch.cuda.device_count()}", flush=True)
+        return
+    if time.monotonic() - start > options.budget:
+        print(f"{cell}: no time left", flush=True)
+        return
+    began, before = time.monotonic(), in_file(cell, options)
+    try:
+        spawn(measure_cell, backend, cell.n_gpus, cell, options, limit_s=options.limit)
+    except Exception as error:
+        print(f"{cell}: {error}", flush=True)
+        if in_file(cell, options) != before:  # it was measured, and failed at its end
+            return
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        write(_described(cell, *make_task(cell, torch.device("cpu"))) | {"error": lines[-1][:300]}, options)
+    print(f"[{time.monotonic() - start:5.0f} s] {cell}: {time.monotonic() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
