@@ -65,7 +65,8 @@ def exercise(name: str) -> Shown:
 def _solution_link(found: Exercise) -> str:
     """A link on the site, a command elsewhere: one click or one line away, never on the page."""
     if os.environ.get("WORKBOOK_LINKS") == "site":
-        return f'<a href="../solutions/{found.module}.html#{found.name.lower().replace("_", "-")}">The solution</a>.'
+        anchor = found.name.lower().replace("_", "-").strip("-")  # as Sphinx names a heading
+        return f'<a href="../solutions/{found.module}.html#{anchor}">The solution</a>.'
     return f"The solution: <code>workbook solution {found.handle}</code>."
 
 
