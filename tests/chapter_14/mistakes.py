@@ -201,12 +201,16 @@ def weight_taken_for_contiguous(x, weight):
     return _weighted_sum(x, weight, 0, copied=False)
 
 
-@mistake("weighted_sum", "masked places are loaded without other=0.0: Triton leaves them undefined, and they are summed")
+@mistake(
+    "weighted_sum", "masked places are loaded without other=0.0: Triton leaves them undefined, and they are summed"
+)
 def masked_left_undefined(x, weight):
     return _weighted_sum(x, weight, NO_OTHER)
 
 
-@mistake("weighted_sum", "all programs add to one row of `partial` with atomics, in an order that changes from run to run")
+@mistake(
+    "weighted_sum", "all programs add to one row of `partial` with atomics, in an order that changes from run to run"
+)
 def added_by_atomics(x, weight):
     return _weighted_sum(x, weight, ATOMIC)
 
@@ -404,12 +408,16 @@ def overwritten_each_step(a, b):
     return _matmul(a, b, OVERWRITTEN)
 
 
-@mistake("matmul", 'tl.dot without input_precision="ieee": a GPU rounds float32 factors to TF32, with 10 bits of mantissa')
+@mistake(
+    "matmul", 'tl.dot without input_precision="ieee": a GPU rounds float32 factors to TF32, with 10 bits of mantissa'
+)
 def rounded_to_tf32(a, b):
     return _matmul(a, b, TF32)
 
 
-@mistake("matmul", "masked places of b are loaded without other=0.0: Triton leaves them undefined, and K's enter the sum")
+@mistake(
+    "matmul", "masked places of b are loaded without other=0.0: Triton leaves them undefined, and K's enter the sum"
+)
 def k_left_undefined(a, b):
     return _matmul(a, b, K_UNDEFINED)
 
@@ -532,7 +540,10 @@ def norm_weight_taken_for_contiguous(x, weight, eps=1e-5):
     return _rms_norm(x, weight, eps, 0, copied=False)
 
 
-@mistake("rms_norm", "masked places are loaded without other=0.0: Triton leaves them undefined, and they are squared and summed")
+@mistake(
+    "rms_norm",
+    "masked places are loaded without other=0.0: Triton leaves them undefined, and they are squared and summed",
+)
 def norm_masked_left_undefined(x, weight, eps=1e-5):
     return _rms_norm(x, weight, eps, UNDEFINED)
 
