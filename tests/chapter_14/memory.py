@@ -72,9 +72,9 @@ def watch(call: Any) -> tuple[Any, Trace | None]:
         guard = stack.enter_context(Guarded())
         out = call()
     n = max(guard.touched(), seen.outside(True) if seen else 0)
-    expect_true(n == 0, f"{n} stores went outside the tensor: a mask or a stride is wrong", answer=None, read=BOUNDS)
+    expect_true(n == 0, f"{n} stores went outside the tensor: a mask or a stride is wrong", answer=out, read=BOUNDS)
     n = seen.outside(False) if seen else 0
-    expect_true(n == 0, f"{n} loads went outside the tensor: a mask or a stride is wrong", answer=None, read=BOUNDS)
+    expect_true(n == 0, f"{n} loads went outside the tensor: a mask or a stride is wrong", answer=out, read=BOUNDS)
     return out, seen
 
 

@@ -231,6 +231,7 @@ def summed_by_pytorch(x, weight):
 
 NO_SHIFT, FILL_ZERO, NAN_ROW = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 THREE_PASSES, IN_NARROW, NOT_DIVIDED = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
+OUT_STRIDE = tl.constexpr(7)
 
 
 @triton.jit
@@ -255,7 +256,10 @@ def _softmax(x, out, width, row_stride, BLOCK: tl.constexpr, FAULT: tl.constexpr
         total = tl.where(total == 0.0, 1.0, total)
     if FAULT == NOT_DIVIDED:
         total = 1.0
-    tl.store(out + row * width + columns, (weights / total).to(out.dtype.element_ty), mask=inside)
+    row_of_out = out + row * width
+    if FAULT == OUT_STRIDE:
+        row_of_out = out + row * row_stride
+    tl.store(row_of_out + columns, (weights / total).to(out.dtype.element_ty), mask=inside)
 
 
 def _softmax_rows(x, fault, row_stride=None):
@@ -303,6 +307,11 @@ def not_divided(x):
 @mistake("softmax_rows", "rows are taken to begin `width` apart, where x.stride(0) says how far")
 def row_stride_ignored(x):
     return _softmax_rows(x, 0, x.shape[-1])
+
+
+@mistake("softmax_rows", "rows of the result are stepped by x's row stride, but the result is contiguous")
+def result_stepped_by_row_stride(x):
+    return _softmax_rows(x, OUT_STRIDE)
 
 
 @mistake("softmax_rows", "PyTorch computes it, and no kernel is launched")
@@ -415,9 +424,7 @@ def rounded_to_tf32(a, b):
     return _matmul(a, b, TF32)
 
 
-@mistake(
-    "matmul", "masked places of b are loaded without other=0.0: Triton leaves them undefined, and K's enter the sum"
-)
+@mistake("matmul", "masked places are loaded without other=0.0: Triton leaves them undefined, and K's enter the sum")
 def k_left_undefined(a, b):
     return _matmul(a, b, K_UNDEFINED)
 

@@ -316,12 +316,12 @@ def test_matmul_by_hand():
 @counted
 def test_matmul_walks_the_tiles_in_groups():
     tiles = matmul_tiles(torch.float32)
-    m, n = 8 * tiles.m - 3, 4 * tiles.n - 5
-    case(f"[{m}, 2] @ [2, {n}]: 8 x 4 tiles in groups of {tiles.group} rows, the last group of {8 % tiles.group}")
+    m, n = 8 * tiles.m - 3, 2 * tiles.n - 5
+    case(f"[{m}, 2] @ [2, {n}]: 8 x 2 tiles in groups of {tiles.group} rows, the last group of {8 % tiles.group}")
     out, seen = run(kernels.matmul, randn(m, 2), randn(2, n))
     corners = seen.writer(out)[:: tiles.m, :: tiles.n]
-    expected = [[0] * 4 for _ in range(8)]
-    order = [(r, c) for g in range(0, 8, tiles.group) for c in range(4) for r in range(g, min(g + tiles.group, 8))]
+    expected = [[0] * 2 for _ in range(8)]
+    order = [(r, c) for g in range(0, 8, tiles.group) for c in range(2) for r in range(g, min(g + tiles.group, 8))]
     for program, (row, column) in enumerate(order):
         expected[row][column] = program
     expect_equal(corners.tolist(), expected, name="program that wrote tile", answer=out, read=GROUPS)
