@@ -22,7 +22,8 @@ def vector_add(x: Float[Tensor, "..."], y: Float[Tensor, "..."]) -> Float[Tensor
         y: Of the same shape, dtype and device.
 
     Returns:
-        x + y in a new contiguous tensor of that shape and dtype. x and y stay as they are.
+        x + y in a new contiguous tensor of that shape and dtype. x and y stay as they are. Forward only: the result carries no
+        gradient.
 
     Raises:
         ValueError: the shapes differ (the message shows both), or `check_tensors` refuses.
@@ -68,7 +69,7 @@ def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, "d"]) -> Float
 
     Args:
         x: [..., D], any strides, also empty; float32, float16 or, on a GPU, bfloat16.
-        weight: [D], of the same dtype and device.
+        weight: [D], any stride, of the same dtype and device.
 
     Returns:
         [...] in the dtype of x; sums in float32. Differentiable: the gradients are equation (14.3), and the weight's is first
@@ -100,7 +101,7 @@ def softmax_rows(x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
         x: [N, D], any strides, also empty; float32, float16 or, on a GPU, bfloat16. Scores may be -inf.
 
     Returns:
-        [N, D], contiguous, in the dtype of x; computed in float32.
+        [N, D], contiguous, in the dtype of x; computed in float32. Forward only: the result carries no gradient.
 
     Raises:
         ValueError: x is no matrix, or `check_tensors` refuses.
@@ -137,7 +138,8 @@ def matmul(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> Float[Tensor, "m
         b: [K, N], of the same dtype and device, any strides.
 
     Returns:
-        a @ b, contiguous, in the dtype of a; products of float32 are exact to float32 (no TF32), sums are in float32.
+        a @ b, contiguous, in the dtype of a; products of float32 are exact to float32 (no TF32), sums are in float32. Forward
+        only: the result carries no gradient.
 
     Raises:
         ValueError: the shapes do not fit (the message shows both), or `check_tensors` refuses.
@@ -164,11 +166,12 @@ def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, "d"], eps: float =
 
     Args:
         x: [..., D], any strides, also empty; float32, float16 or, on a GPU, bfloat16.
-        weight: [D], of the same dtype and device.
+        weight: [D], any stride, of the same dtype and device.
         eps: Added to the mean square, under the root.
 
     Returns:
-        Equation (14.6), contiguous, in the shape and dtype of x; everything in float32, and one cast at the end.
+        Equation (14.6), contiguous, in the shape and dtype of x; everything in float32, and one cast at the end. Forward only:
+        the result carries no gradient.
 
     Raises:
         ValueError: weight is not [D] (the message shows both shapes), or `check_tensors` refuses.

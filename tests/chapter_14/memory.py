@@ -14,7 +14,7 @@ from lib.workbook.grading import expect_true
 DEVICE = "cpu" if INTERPRETED else "cuda"
 FRAME = 4096
 FRESH = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided")
-BOUNDS = 'chapter 14, "A program and its tile"'
+BOUNDS = 'the section "A program and its tile"'
 
 
 def framed(like: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,9 +72,9 @@ def watch(call: Any) -> tuple[Any, Trace | None]:
         guard = stack.enter_context(Guarded())
         out = call()
     n = max(guard.touched(), seen.outside(True) if seen else 0)
-    expect_true(n == 0, f"{n} stores went outside the tensor: a mask is missing or wrong", answer=None, read=BOUNDS)
+    expect_true(n == 0, f"{n} stores went outside the tensor: a mask or a stride is wrong", answer=out, read=BOUNDS)
     n = seen.outside(False) if seen else 0
-    expect_true(n == 0, f"{n} loads went outside the tensor: a mask is missing or wrong", answer=None, read=BOUNDS)
+    expect_true(n == 0, f"{n} loads went outside the tensor: a mask or a stride is wrong", answer=out, read=BOUNDS)
     return out, seen
 
 

@@ -74,6 +74,7 @@ def written_over_x(x, y):
 
 NO_LOOP, NARROW, NO_ROW_MASK = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 NO_GRAD, DX_GRAD_ALONE, FIRST_ROW = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
+NO_OTHER, ATOMIC = tl.constexpr(7), tl.constexpr(8)
 
 
 @triton.jit
@@ -89,6 +90,8 @@ def _sum(x, weight, out, n_rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr,
         columns = start + tl.arange(0, BLOCK)
         inside = (rows < n_rows)[:, None] & (columns < width)[None, :]
         tile = tl.load(x + rows[:, None] * width + columns[None, :], mask=inside, other=0.0)
+        if FAULT == NO_OTHER:
+            tile = tl.load(x + rows[:, None] * width + columns[None, :], mask=inside)
         product = tile * tl.load(weight + columns, mask=columns < width, other=0.0)[None, :]
         if FAULT == NARROW:
             total += tl.sum(product, axis=1).to(total.dtype)
@@ -116,7 +119,10 @@ def _back(x, weight, grad, dx, partial, n_rows, width, ROWS: tl.constexpr, BLOCK
         part = tile * g[:, None]
         if FAULT == NO_GRAD:
             part = tile
-        tl.store(partial + tl.program_id(0) * width + columns, tl.sum(part, axis=0), mask=columns < width)
+        if FAULT == ATOMIC:
+            tl.atomic_add(partial + columns, tl.sum(part, axis=0), mask=columns < width)
+        else:
+            tl.store(partial + tl.program_id(0) * width + columns, tl.sum(part, axis=0), mask=columns < width)
 
 
 class _Faulty(torch.autograd.Function):
@@ -138,6 +144,8 @@ class _Faulty(torch.autograd.Function):
         (n_rows, width), n_programs = x.shape, triton.cdiv(x.shape[0], ctx.rows)
         dtype = torch.float16 if ctx.fault == "narrow partial" else torch.float32
         dx, partial = torch.empty_like(x), x.new_empty(n_programs, width, dtype=torch.float32)
+        if ctx.fault == ATOMIC:
+            partial = x.new_zeros(1, width, dtype=torch.float32)
         grad = grad if ctx.fault == "strides" else grad.contiguous()
         fault = 0 if isinstance(ctx.fault, str) else ctx.fault
         _back[(n_programs,)](x, weight, grad, dx, partial, n_rows, width, ROWS=ctx.rows, BLOCK=ctx.block, FAULT=fault)
@@ -145,12 +153,12 @@ class _Faulty(torch.autograd.Function):
         return dx, total.to(weight.dtype), None
 
 
-def _weighted_sum(x, weight, fault):
+def _weighted_sum(x, weight, fault, copied=True):
     check_tensors(x, weight)
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"{tuple(x.shape)} and {tuple(weight.shape)}")
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
-    return _Faulty.apply(rows, weight.contiguous(), fault).reshape(x.shape[:-1])
+    return _Faulty.apply(rows, weight.contiguous() if copied else weight, fault).reshape(x.shape[:-1])
 
 
 @mistake("weighted_sum", "only the first block of columns is summed: the loop over the width is missing")
@@ -188,6 +196,25 @@ def gradient_taken_for_contiguous(x, weight):
     return _weighted_sum(x, weight, "strides")
 
 
+@mistake("weighted_sum", "the kernel takes the weight for contiguous, but it may be every second number of a vector")
+def weight_taken_for_contiguous(x, weight):
+    return _weighted_sum(x, weight, 0, copied=False)
+
+
+@mistake(
+    "weighted_sum", "masked places are loaded without other=0.0: Triton leaves them undefined, and they are summed"
+)
+def masked_left_undefined(x, weight):
+    return _weighted_sum(x, weight, NO_OTHER)
+
+
+@mistake(
+    "weighted_sum", "all programs add to one row of `partial` with atomics, in an order that changes from run to run"
+)
+def added_by_atomics(x, weight):
+    return _weighted_sum(x, weight, ATOMIC)
+
+
 @mistake("weighted_sum", "the kernel is called outside of autograd, so that nothing flows back")
 def cut_from_the_graph(x, weight):
     return reference.weighted_sum(x.detach(), weight.detach())
@@ -204,6 +231,7 @@ def summed_by_pytorch(x, weight):
 
 NO_SHIFT, FILL_ZERO, NAN_ROW = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 THREE_PASSES, IN_NARROW, NOT_DIVIDED = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
+OUT_STRIDE = tl.constexpr(7)
 
 
 @triton.jit
@@ -228,7 +256,10 @@ def _softmax(x, out, width, row_stride, BLOCK: tl.constexpr, FAULT: tl.constexpr
         total = tl.where(total == 0.0, 1.0, total)
     if FAULT == NOT_DIVIDED:
         total = 1.0
-    tl.store(out + row * width + columns, (weights / total).to(out.dtype.element_ty), mask=inside)
+    row_of_out = out + row * width
+    if FAULT == OUT_STRIDE:
+        row_of_out = out + row * row_stride
+    tl.store(row_of_out + columns, (weights / total).to(out.dtype.element_ty), mask=inside)
 
 
 def _softmax_rows(x, fault, row_stride=None):
@@ -278,6 +309,11 @@ def row_stride_ignored(x):
     return _softmax_rows(x, 0, x.shape[-1])
 
 
+@mistake("softmax_rows", "rows of the result are stepped by x's row stride, but the result is contiguous")
+def result_stepped_by_row_stride(x):
+    return _softmax_rows(x, OUT_STRIDE)
+
+
 @mistake("softmax_rows", "PyTorch computes it, and no kernel is launched")
 def softmax_by_pytorch(x):
     if x.ndim != 2:
@@ -289,6 +325,7 @@ def softmax_by_pytorch(x):
 
 ROW_MAJOR, FULL_GROUPS, NO_K_MASK = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 DOT_NARROW, ONE_STEP, OVERWRITTEN = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
+TF32, K_UNDEFINED = tl.constexpr(7), tl.constexpr(8)
 
 
 @triton.jit
@@ -320,7 +357,14 @@ def _product(
         right = tl.load(
             b + k[:, None] * bk + columns[None, :] * bn, mask=k_inside[:, None] & (columns < N)[None, :], other=0.0
         )
-        step = tl.dot(left, right, input_precision="ieee")
+        if FAULT == K_UNDEFINED:
+            right = tl.load(
+                b + k[:, None] * bk + columns[None, :] * bn, mask=k_inside[:, None] & (columns < N)[None, :]
+            )
+        if FAULT == TF32:
+            step = tl.dot(left, right)
+        else:
+            step = tl.dot(left, right, input_precision="ieee")
         if FAULT == OVERWRITTEN:
             total = step
         else:
@@ -373,6 +417,18 @@ def overwritten_each_step(a, b):
     return _matmul(a, b, OVERWRITTEN)
 
 
+@mistake(
+    "matmul", 'tl.dot without input_precision="ieee": a GPU rounds float32 factors to TF32, with 10 bits of mantissa'
+)
+def rounded_to_tf32(a, b):
+    return _matmul(a, b, TF32)
+
+
+@mistake("matmul", "masked places are loaded without other=0.0: Triton leaves them undefined, and K's enter the sum")
+def k_left_undefined(a, b):
+    return _matmul(a, b, K_UNDEFINED)
+
+
 @mistake("matmul", "b's two strides are exchanged, which reads b transposed")
 def strides_exchanged(a, b):
     return _matmul(a, b, strides=(*a.stride(), *b.stride()[::-1]) if b.ndim == a.ndim == 2 else None)
@@ -399,6 +455,7 @@ def multiplied_by_pytorch(a, b):
 
 OVER_BLOCK, EPS_OUTSIDE, CENTRED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 CAST_TWICE, TWO_PASSES, NO_ROOT, NARROW_SQUARES = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
+UNDEFINED = tl.constexpr(8)
 
 
 @triton.jit
@@ -406,6 +463,8 @@ def _norm(x, weight, out, width, row_stride, eps, BLOCK: tl.constexpr, FAULT: tl
     row, columns = tl.program_id(0), tl.arange(0, BLOCK)
     inside, place = columns < width, x + row * row_stride + columns
     narrow = tl.load(place, mask=inside, other=0.0)
+    if FAULT == UNDEFINED:
+        narrow = tl.load(place, mask=inside)
     v = narrow.to(tl.float32)
     w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if FAULT == CENTRED:
@@ -429,7 +488,7 @@ def _norm(x, weight, out, width, row_stride, eps, BLOCK: tl.constexpr, FAULT: tl
     tl.store(out + row * width + columns, (result * w).to(out.dtype.element_ty), mask=inside)
 
 
-def _rms_norm(x, weight, eps, fault, row_stride=None):
+def _rms_norm(x, weight, eps, fault, row_stride=None, copied=True):
     check_tensors(x, weight)
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"{tuple(x.shape)} and {tuple(weight.shape)}")
@@ -438,7 +497,8 @@ def _rms_norm(x, weight, eps, fault, row_stride=None):
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         n, width, stride = *rows.shape, rows.stride(0) if row_stride is None else row_stride
-        _norm[(n,)](rows, weight.contiguous(), out, width, stride, eps, BLOCK=block_of(width), FAULT=fault)
+        weight = weight.contiguous() if copied else weight
+        _norm[(n,)](rows, weight, out, width, stride, eps, BLOCK=block_of(width), FAULT=fault)
     return out
 
 
@@ -480,6 +540,19 @@ def squares_in_narrow(x, weight, eps=1e-5):
 @mistake("rms_norm", "rows are taken to begin `width` apart, where the stride says how far")
 def norm_row_stride_ignored(x, weight, eps=1e-5):
     return _rms_norm(x, weight, eps, 0, x.shape[-1])
+
+
+@mistake("rms_norm", "the kernel takes the weight for contiguous, but it may be every second number of a vector")
+def norm_weight_taken_for_contiguous(x, weight, eps=1e-5):
+    return _rms_norm(x, weight, eps, 0, copied=False)
+
+
+@mistake(
+    "rms_norm",
+    "masked places are loaded without other=0.0: Triton leaves them undefined, and they are squared and summed",
+)
+def norm_masked_left_undefined(x, weight, eps=1e-5):
+    return _rms_norm(x, weight, eps, UNDEFINED)
 
 
 @mistake("rms_norm", "PyTorch computes it, and no kernel is launched")
