@@ -12,7 +12,12 @@ from lib.workbook.catalog import ROOT, pages
 
 WRITTEN = [page["file"] for page in pages() if (ROOT / page["file"]).exists()]
 on_every_page = pytest.mark.parametrize("file", WRITTEN)
-GROUNDS = {"white": "#ffffff", "the light theme's surface": "#f3f4f5", "the dark theme": "#121212", "its box": "#222832"}
+GROUNDS = {
+    "white": "#ffffff",
+    "the light theme's surface": "#f3f4f5",
+    "the dark theme": "#121212",
+    "its box": "#222832",
+}
 EMPTY_WORDS = {"here", "click here", "this", "this page", "link", "this link", "more", "read more"}
 
 
@@ -67,6 +72,30 @@ def test_every_figure_goes_through_show(file):
     assert not re.search(r"plt\.show\(", code), "show(fig, alt) from lib.given.plots asks for a description"
     pictures = re.findall(r"!\[([^\]]*)\]\(|<img(?![^>]*\balt=)", prose(file))
     assert [alt for alt in pictures if len(alt.split()) < 6] == []
+
+
+def at_once(tree: ast.Module) -> list[str]:
+    """What a cell calls when it runs, without what its functions call later."""
+    waiting, found = list(tree.body), []
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Call):
+            found.append(ast.unparse(node.func))
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)
+    return found
+
+
+@on_every_page
+def test_no_cell_leaves_a_figure_open(file):
+    """The notebook would show it as it stands at the cell's end, half drawn and without a description."""
+    left = []
+    for cell in cells(file):
+        calls = at_once(ast.parse(cell))
+        makes = {"plt.subplots", "plt.figure", "plt.subplot_mosaic"} & set(calls)
+        if makes and not {"show", "plt.close"} & set(calls):
+            left.append(cell[:200])
+    assert left == [], "show(fig, alt), or plt.close(fig) when the next cell goes on with it"
 
 
 @on_every_page

@@ -72,7 +72,10 @@ def test_a_chapter_says_what_it_needs_how_long_it_takes_and_where_to_read_on(cha
 
 @by_chapter
 def test_a_chapter_needs_earlier_chapters_only(chapter):
-    numbers = [int(n) for n in re.findall(r"\b\d+\b", " ".join(re.findall(r"chapters? [\d, and to]+", backmatter.needs(chapter))))]
+    numbers = [
+        int(n)
+        for n in re.findall(r"\b\d+\b", " ".join(re.findall(r"chapters? [\d, and to]+", backmatter.needs(chapter))))
+    ]
     assert [n for n in numbers if n >= chapter.number] == []
 
 
@@ -82,7 +85,9 @@ def test_a_measurement_is_shown_in_a_chapter(name):
 
 
 def test_an_equation_that_is_referred_to_by_number_is_there():
-    count = {c.number: len(re.findall(rf"^:label: eq-{c.module}-\d+$", c.path.read_text(), re.MULTILINE)) for c in CHAPTERS}
+    count = {
+        c.number: len(re.findall(rf"^:label: eq-{c.module}-\d+$", c.path.read_text(), re.MULTILINE)) for c in CHAPTERS
+    }
     files = [c.path for c in CHAPTERS] + [path for c in CHAPTERS for path in (c.reference, *c.tests.glob("*.py"))]
     for path in files:
         for chapter, n in re.findall(r"equations? \((\d+)\.(\d+)\)", path.read_text(encoding="utf-8")):
