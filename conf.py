@@ -86,3 +86,4 @@ togglebutton_hint_hide = "Hide"
 def setup(app):
     app.add_config_value("workbook_code", code, "env")
     app.connect("html-page-context", site.offer_notebook)
+    site.read_definition_lists(app)

@@ -124,6 +124,11 @@ def pages() -> tuple[dict, ...]:
     return tuple(_entries(book["project"]["toc"]))
 
 
+def is_back_matter(file: str) -> bool:
+    """Whether a page is no chapter: it stands in chapters/ and its name begins with no number."""
+    return file.startswith("chapters/") and CHAPTER_FILE.fullmatch(file) is None
+
+
 @cache
 def chapters() -> dict[str, Chapter]:
     """The chapters that grade something, by module."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from lib.workbook.catalog import CHAPTER_FILE, ROOT, BookError, Chapter, chapters
+from lib.workbook.catalog import CHAPTER_FILE, ROOT, BookError, Chapter, chapters, is_back_matter
 from lib.workbook.stubs import BEGIN, END, source_of, write_atomically
 
 JUPYTEXT_HEADER = """---
@@ -67,6 +67,8 @@ def environment() -> dict[str, str]:
 def write_toc(book: dict) -> str:
     """Write book.yml's table of contents as sphinx-external-toc reads it, and return where it is.
 
+    Chapters are numbered; the last part may hold pages that are none (the back matter), and these are not.
+
     Raises:
         BookError: a chapter's file bears another number than its place in the list.
     """
@@ -75,15 +77,17 @@ def write_toc(book: dict) -> str:
     subtrees = []
     for part in parts:
         entries = []
+        back_matter = part is parts[-1] and all(is_back_matter(entry["file"]) for entry in part["children"])
         for entry in part["children"]:
             match = CHAPTER_FILE.fullmatch(entry["file"])
             number += 1
-            if match is None or int(match["number"]) != number:
+            if not back_matter and (match is None or int(match["number"]) != number):
                 raise BookError(f"book.yml: {entry['file']} stands where chapter {number:02d} is expected")
             if (ROOT / entry["file"]).exists():
                 entries.append({"file": entry["file"].removesuffix(".md")})
         if entries:
-            subtrees.append({"caption": part["title"], "numbered": 1, "entries": entries})
+            numbered = {} if back_matter else {"numbered": 1}
+            subtrees.append({"caption": part["title"], **numbered, "entries": entries})
     solved = [
         {"file": f"solutions/{chapter.module}", "title": f"{chapter.number}. {chapter.title}"}
         for chapter in chapters().values()
@@ -175,3 +179,20 @@ def _rest(chapter: Chapter, source: str) -> str:
             first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
             del lines[first - 1 : node.end_lineno]
     return re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)).strip("\n")
+
+
+# ---- the glossary ----------------------------------------------------------------------------------------------------
+
+
+def read_definition_lists(app) -> None:
+    """Let Sphinx's glossary take terms as Jupyter Book 2 does: a line ``: definition`` below each."""
+    from sphinx.domains.std import Glossary
+
+    class DefinitionList(Glossary):
+        def run(self):
+            for i, line in enumerate(self.content):
+                if line.startswith(": "):
+                    self.content.data[i] = "  " + line[2:]
+            return super().run()
+
+    app.add_directive_to_domain("std", "glossary", DefinitionList, override=True)

@@ -41,7 +41,7 @@ MATH_ERRORS = (
     "() => [...document.querySelectorAll('[data-mml-node=merror], mjx-merror')].map(e => e.outerHTML.slice(0, 200))"
 )
 NO_ALT = """() => [...document.images]
-  .filter(i => i.closest('.bd-article') ? !i.alt.trim() : !i.hasAttribute('alt')).map(i => i.outerHTML.slice(0, 120))"""
+  .filter(i => i.closest('.bd-article') ? !i.alt.trim() || /\\.(png|svg|jpe?g)$/.test(i.alt) : !i.hasAttribute('alt')).map(i => i.outerHTML.slice(0, 120))"""
 PALE = """() => {
   const rgba = text => { const n = (text.match(/[\\d.]+/g) || []).map(Number); return n.length > 3 ? n : [...n, 1]; };
   const light = ([r, g, b]) => [r, g, b].map(v => v / 255)
@@ -60,6 +60,10 @@ BOXED = """() => [...document.querySelectorAll('img.workbook-figure')].filter(im
     const colour = getComputedStyle(e).backgroundColor;
     if (!/rgba\\(.*, 0\\)|transparent/.test(colour)) return colour !== getComputedStyle(document.body).backgroundColor;
   } return false; }).map(image => image.alt)"""
+UNREACHED = """() => [...document.querySelectorAll('.bd-article :is(a[href], button, summary, input), nav a[href]')]
+  .filter(e => e.tabIndex < 0 && !e.closest('[aria-hidden=true]')).map(e => e.outerHTML.slice(0, 120))"""
+FOCUS_SHOWN = """() => { const e = document.activeElement, look = getComputedStyle(e);
+  return e.matches(':focus-visible') && (look.outlineStyle !== 'none' || look.boxShadow !== 'none'); }"""
 BROKEN_IMAGES = "() => [...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src.slice(0, 120))"
 
 
@@ -217,6 +221,26 @@ def test_every_page_is_whole(browser, built, address, size, mode):
         page.close()
     context.close()
     assert not faults, "\n".join(faults)
+
+
+@pytest.mark.browser
+def test_the_keyboard_reaches_what_the_mouse_does(page, address):
+    page.goto(f"{address}/chapters/00_start.html")
+    settle(page)
+    page.keyboard.press("Tab")
+    assert "Skip to main content" in page.evaluate("() => document.activeElement.textContent")
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => location.hash === '#main-content'")
+    assert page.evaluate(UNREACHED) == []
+    for what in (".bd-article a[href]:not(.headerlink)", ".bd-article summary", "button.copybtn"):
+        page.locator(what).first.focus()
+        page.keyboard.press("Shift+Tab")
+        page.keyboard.press("Tab")  # focus that came by keyboard is shown
+        assert page.evaluate(FOCUS_SHOWN), f"{what}: nothing shows that it has the focus"
+    hint = page.locator("details.sd-dropdown").first
+    hint.locator("summary").focus()
+    page.keyboard.press("Enter")
+    assert hint.evaluate("d => d.open")
 
 
 @pytest.mark.browser
