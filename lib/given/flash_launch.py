@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lib.given.flash_tiles import HAS_TRITON, INTERPRETED, check_shapes, triton
+from lib.given.flash_tiles import HAS_TRITON, INTERPRETED, NO_TRITON, check_shapes, triton
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, rows: int | None, cols: int | None):
@@ -17,7 +17,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, rows: int | None,
         ValueError: the head is wider than 256, or the dtype is none that the kernels know.
     """
     if not HAS_TRITON:
-        raise RuntimeError("Triton is not installed here (it exists for Linux): use FlashAttentionTorch")
+        raise RuntimeError(f"{NO_TRITON}; or use FlashAttentionTorch")
     width = max(16, 1 << (q.shape[-1] - 1).bit_length())
     if width > 256 or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"width {q.shape[-1]} in {q.dtype}: expected at most 256 in float32, float16 or bfloat16")

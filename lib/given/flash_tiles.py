@@ -1,44 +1,29 @@
-"""What the tiles of chapter 15 need and is no lesson: Triton where there is one, and layouts.
-
-Without a GPU the kernels run in Triton's interpreter, which must be asked for before Triton is imported: this module
-does it. Without Triton (macOS) the module can be imported all the same, and a launch says what is missing.
-"""
+"""What the tiles of chapter 15 need and is no lesson: Triton where there is one, and layouts."""
 
 import math
-import os
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+from lib.given.triton_mode import HAS_TRITON, INTERPRETED, NO_TRITON, tl, triton
 
-triton: Any
-tl: Any
-try:
-    import triton  # type: ignore[no-redef]
-    import triton.language as tl  # type: ignore[no-redef]
-
-    HAS_TRITON = True
-except ImportError:
-
-    class _Absent:
-        """Stands where Triton would, so that a file with kernels can be read."""
-
-        def __getattr__(self, name):
-            return self
-
-        def __call__(self, *args, **kwargs):
-            return args[0] if args else self
-
-    triton = tl = _Absent()
-    HAS_TRITON = False
+__all__ = [
+    "HAS_TRITON",
+    "INTERPRETED",
+    "LN2",
+    "LOG2E",
+    "NO_TRITON",
+    "check_shapes",
+    "fold_groups",
+    "hide_later",
+    "tile_slices",
+    "tl",
+    "triton",
+]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 

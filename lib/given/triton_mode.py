@@ -1,32 +1,63 @@
 """Triton, compiled where there is a GPU and interpreted where there is none; and the sizes of tiles that suit each.
 
-The interpreter must be asked for before Triton is imported: import ``triton`` and ``tl`` from here.
+Which of the two, ``import lib`` has said in ``TRITON_INTERPRET`` before this module is read. Import ``triton`` and ``tl`` from
+here: where Triton is not installed (macOS, Windows) files with kernels can be read all the same, and a launch says what is missing.
 """
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where nobody says it
 
+NO_TRITON = (
+    "Triton is not installed. It exists for Linux only: on macOS or Windows run kernels in Colab, in WSL or in a "
+    "container, where `pip install triton` finds it"
+)
+"""Why a kernel cannot be launched, and why its checks are skipped."""
+
+triton: Any
+tl: Any
 try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError(
-        "Triton is not installed. It exists for Linux only: on macOS or Windows do chapter 14 in Colab, in WSL or in a "
-        "container, where `pip install triton` finds it; the other chapters do not need it."
-    ) from error
+    import triton  # type: ignore[no-redef]
+    import triton.language as tl  # type: ignore[no-redef]
+
+    HAS_TRITON = True
+except ImportError:
+
+    class _Kernel:
+        """What ``triton.jit`` gives where there is no Triton."""
+
+        def __init__(self, fn):
+            self.fn = fn
+
+        def __getitem__(self, grid):
+            raise RuntimeError(NO_TRITON)
+
+    class _Absent:
+        """Stands where Triton would."""
+
+        jit = _Kernel
+
+        def __getattr__(self, name):
+            return self
+
+        def __call__(self, *args, **kwargs):
+            return args[0] if args else self
+
+    triton = tl = _Absent()
+    HAS_TRITON = False
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run as Python on the CPU."""
 
 __all__ = [
+    "HAS_TRITON",
     "INTERPRETED",
+    "NO_TRITON",
     "MatmulTiles",
     "block_of",
     "check_tensors",

@@ -7,12 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from lib.given.triton_mode import INTERPRETED, matmul_tiles
+from lib.given.triton_mode import HAS_TRITON, INTERPRETED, NO_TRITON, matmul_tiles
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
 from tests.chapter_14.memory import DEVICE, layouts, run, watch
 
 kernels = graded("triton_kernels")
-pytestmark = pytest.mark.time_limit(60)  # the first check imports Triton
+pytestmark = [
+    pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON),
+    pytest.mark.time_limit(60),
+]  # the first imports Triton
 
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

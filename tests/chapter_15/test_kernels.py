@@ -6,11 +6,11 @@ import torch
 from lib.given.flash_checks import exact, guarded, guards_of, make_inputs
 from lib.given.flash_fast import flash_attention_fast
 from lib.given.flash_launch import launch_backward_dkdv, launch_backward_dq, launch_forward
-from lib.given.flash_tiles import HAS_TRITON, INTERPRETED
+from lib.given.flash_tiles import HAS_TRITON, INTERPRETED, NO_TRITON
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded
 
 flash = graded("flash_attention")
-pytestmark = [pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed"), pytest.mark.time_limit(60)]
+pytestmark = [pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON), pytest.mark.time_limit(60)]
 
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 FORWARD, BACKWARD = "equation (15.5)", "equation (15.7)"
