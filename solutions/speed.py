@@ -295,10 +295,11 @@ def profile_step(step_fn: Callable[[], Any], path: str | os.PathLike) -> StepPro
         the trace, but not in ``range_s``, because the step did not open them.
     """
     ### BEGIN SOLUTION
+    with torch.profiler.profile():  # an empty one first: what a process's first profile starts up is none of the step's
+        _synchronize(None)
     with torch.profiler.profile() as profiler:  # the CPU, and an accelerator if there is one
         step_fn()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        _synchronize(None)
     profiler.export_chrome_trace(str(path))
     events = profiler.events()
     on_device = any(event.self_device_time_total for event in events if event.name.startswith("aten::"))

@@ -82,7 +82,7 @@ class Competitor:
         self.times: list[float] = []
         gc.collect()  # what the model before left behind is not freed while this one is measured
         before = _taken(device)
-        self.model = _wrap(name, make_model(config, device), device)
+        self.model = _wrap(name, make_model(config, device))
         self.loss, self.peak = make_loss(config, batch, device), 0
         fused = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=fused)
@@ -114,7 +114,7 @@ class Competitor:
             self.peak = max(self.peak, torch.cuda.max_memory_allocated() - others)
 
 
-def _wrap(name: str, model: nn.Module, device: torch.device) -> nn.Module:
+def _wrap(name: str, model: nn.Module) -> nn.Module:
     if name == "ours":
         return FullySharded(model, param_dtype=DTYPE)
     if name == "fully_shard":

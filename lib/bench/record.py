@@ -6,6 +6,7 @@ import platform
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -16,23 +17,20 @@ MEASUREMENTS = Path(__file__).parents[2] / "chapters" / "measurements"
 PACKAGES = ("torch", "numpy", "triton", "regex", "tokenizers", "tiktoken", "sentencepiece", "transformers", "mpi4py")
 
 
-def measure(
-    run: Callable[[], Any], n_repeats: int = 10, n_warmup: int = 2, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, float]:
+def measure(run: Callable[[], Any], n_repeats: int = 10, n_warmup: int = 2) -> dict[str, float]:
     """Time a call, in seconds: the median, the 10th and the 90th percentile.
 
     Args:
         run: What is timed; it waits for the device itself.
         n_repeats: How many calls count.
         n_warmup: How many calls before them do not.
-        clock: ``time.process_time`` counts the seconds that the process had a core, whatever else the machine does.
     """
     times = []
     for repeat in range(n_warmup + n_repeats):
-        start = clock()
+        start = time.perf_counter()
         run()
         if repeat >= n_warmup:
-            times.append(clock() - start)
+            times.append(time.perf_counter() - start)
     return spread(times)
 
 
@@ -111,5 +109,7 @@ def load(name: str, folder: Path = MEASUREMENTS) -> dict[str, Any]:
 def where(measured: dict[str, Any]) -> str:
     """The machine and the date of a measurement in one line, for the caption of a figure or table."""
     m = measured["machine"]
-    on = ", ".join(m.get("accelerators", [])) or f"{m['cores']} cores of an {m['cpu']}"
+    cards = Counter(m.get("accelerators", []))
+    named = ", ".join(f"{n} x {name}" if n > 1 else name for name, n in cards.items())
+    on = named or f"{m['cores']} cores of an {m['cpu']}"
     return f"measured on {on}, Python {m['python']}, {measured['date']}"

@@ -73,12 +73,6 @@ class Ranks:
     def __repr__(self) -> str:
         return f"{self.n} MPI ranks; %%px runs a cell on each" if self._folder else "stopped"
 
-    def __enter__(self) -> "Ranks":
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.stop()
-
     def stop(self) -> None:
         """End every rank; a second call does nothing."""
         if self._folder is None:

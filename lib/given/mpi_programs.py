@@ -42,10 +42,3 @@ def tree_of(comm, root):
     from lib.mpi import tree_broadcast
 
     return tree_broadcast(comm, np.full(4, float(comm.rank)), root)
-
-
-def all_reduce_of(comm, n):
-    """MPI's own collective, for its ledger."""
-    total = np.empty(n)
-    comm.Allreduce(np.ones(n), total)
-    return total

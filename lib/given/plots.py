@@ -56,27 +56,26 @@ def style() -> None:
     )
 
 
-def as_html(fig: Figure, alt: str, width: int | None = None) -> str:
+def as_html(fig: Figure, alt: str) -> str:
     """An ``<img>`` that holds the figure itself, at twice the resolution of the page."""
     buffer = io.BytesIO()
     fig.savefig(buffer, format="png", dpi=2 * CSS_DPI, transparent=True)
     data = base64.b64encode(buffer.getvalue()).decode()
-    width = width or round(fig.get_figwidth() * CSS_DPI)
+    width = round(fig.get_figwidth() * CSS_DPI)
     look = f"width:{width}px;max-width:100%;height:auto;background:transparent"
     return f'<img class="workbook-figure" src="data:image/png;base64,{data}" alt="{html.escape(alt)}" style="{look}">'
 
 
-def show(fig: Figure, alt: str, width: int | None = None) -> None:
-    """Display a figure with a description of what it shows, and close it.
+def show(fig: Figure, alt: str) -> None:
+    """Display a figure, 100 pixels an inch, with a description of what it shows, and close it.
 
     Args:
         fig: The figure.
         alt: What the figure shows, in a sentence, for a reader who cannot see it.
-        width: Pixels on the page; by default 100 an inch.
     """
     if not alt.strip():
         raise ValueError("show(fig, alt): alt must say what the figure shows")
-    text = as_html(fig, alt, width)
+    text = as_html(fig, alt)
     plt.close(fig)
     try:
         from IPython.core.getipython import get_ipython

@@ -69,7 +69,7 @@ def load_weights(
     else:
         found = {name: tensor for part in parts for name, tensor in part.items()}
     found = {name: tensor for name, tensor in found.items() if not name.endswith(ignore or ("\0",))}
-    problems += _problems_of_index(index, found, {file.name for file in files}, problems)
+    problems += _problems_of_index(index, found, problems)
     unread = bool(problems)
     problems += _problems_of_shapes(found, expected or {}, unread, dict(index)) if expected is not None else []
     if problems:
@@ -168,9 +168,7 @@ def _join_meta(parts: list[dict[str, Tensor]], problems: list[str]) -> dict[str,
     return joined
 
 
-def _problems_of_index(
-    index: Mapping[str, str], found: Mapping[str, Tensor], files: set[str], unreadable: list[str]
-) -> Iterator[str]:
+def _problems_of_index(index: Mapping[str, str], found: Mapping[str, Tensor], unreadable: list[str]) -> Iterator[str]:
     """Tensors that the index promises, and that the (readable) file which it names does not hold."""
     broken = {problem.partition(":")[0] for problem in unreadable}
     return (

@@ -351,6 +351,20 @@ class AheadForGood(reference.FullySharded):
         super().gather(i, following)
 
 
+@mistake(
+    "FullySharded", "the root counts as gathered ahead: if units run in another order, backward frees it too early"
+)
+class RootAhead(reference.FullySharded):
+    def gather(self, i, following):
+        if self.ahead not in (None, i, following):
+            self.free(self.ahead)
+        for flat in self.flats[i]:
+            flat.finish_gather()
+        self.ahead = following if following < len(self.flats) else None
+        for flat in self.flats[following] if self.ahead is not None else ():
+            flat.start_gather()
+
+
 @mistake("FullySharded", "an exception in forward leaves the unit that was gathered ahead whole")
 class WholeAfterAnException(reference.FullySharded):
     def after_forward(self, i):

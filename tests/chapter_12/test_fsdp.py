@@ -612,6 +612,36 @@ class Chain(nn.Module):
         return x
 
 
+class RootedChain(Chain):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x, order):
+        return super().forward(x * self.scale.sum(), order)
+
+
+def fully_out_of_order(rank, world_size):
+    case(
+        f"{world_size} ranks, a chain of four units and a root's parameter, run as 2, 3, 4, 1: unit 1 is the first in backward"
+    )
+    order, log, alone = (1, 2, 3, 0), {}, RootedChain()
+    wrapped = fsdp.FullySharded(RootedChain())
+    for block, other in zip(wrapped.module.blocks, alone.blocks, strict=True):
+        block.look, other.look = (lambda moment: log.update({moment: whole_units(wrapped)})), (lambda moment: None)
+    x, again = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    wrapped(x, order).sum().backward()
+    wrapped.finish_gradient_synchronization()
+    for moment, whole in log.items():
+        expect_true(0 in whole, f"{moment}: whole are {whole}; the root, 0, was freed while it is in use", read=ZERO3)
+        expect_true(len(whole) <= 3, f"{moment}: whole are {whole}: more than the root and two units", read=ZERO3)
+    alone(again, order).sum().backward()
+    expect_close(x.grad, again.grad, name="gradient of the input", read=ZERO3)
+    for module in (wrapped, alone):
+        torch.optim.SGD(module.parameters(), lr=1e-4).step()
+    expect_close(wrapped.gather_full_params(), values_of(alone), name="parameters", read=ZERO3)
+
+
 def fully_ahead(rank, world_size):
     wrapped, log = fsdp.FullySharded(Chain()), {}
     for block in wrapped.module.blocks:
@@ -626,6 +656,7 @@ def fully_ahead(rank, world_size):
     with torch.no_grad():
         wrapped(torch.ones(1), order=(0, 2, 1))
     found = usual, log["forward 2"], whole_units(wrapped)
+    fully_out_of_order(rank, world_size)
     fully_interrupted(rank, world_size)
     return found
 

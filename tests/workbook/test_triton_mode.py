@@ -39,7 +39,7 @@ def run(*command, **env) -> str:
     known = {k: v for k, v in os.environ.items() if not k.startswith(("WORKBOOK_", "PYTEST_", "TRITON_"))}
     environment = known | {"PYTHONPATH": str(ROOT), "WORKBOOK_WORLD": "reference"} | env
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -40,7 +40,6 @@ _CALLS: dict[str, tuple[str, str]] = {
 }
 _FROM_ROOT = ("broadcast", "scatter", "broadcast_object_list", "scatter_object_list")
 _TO_ROOT = ("reduce", "gather", "gather_object")
-_MESSAGES = ("send", "isend", "recv", "irecv")
 
 
 class Pending:
