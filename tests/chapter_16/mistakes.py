@@ -27,7 +27,10 @@ def one_moment(config, tokens):
     return found | {"optimizer": found["weights"]}
 
 
-@mistake("training_memory_bytes", "only the input of the block was saved: the second matrix needs its own input for its gradient")
+@mistake(
+    "training_memory_bytes",
+    "only the input of the block was saved: the second matrix needs its own input for its gradient",
+)
 def block_inputs_only(config, tokens):
     activations = 2 * config.n_layers * config.dim * tokens
     return reference.training_memory_bytes(config, tokens) | {"activations": activations}
@@ -39,7 +42,9 @@ def wide_activations(config, tokens):
     return found | {"activations": 2 * found["activations"]}
 
 
-@mistake("training_memory_bytes", "outputs were saved besides inputs: the output of one matrix is the input of the next")
+@mistake(
+    "training_memory_bytes", "outputs were saved besides inputs: the output of one matrix is the input of the next"
+)
 def inputs_and_outputs(config, tokens):
     found = reference.training_memory_bytes(config, tokens)
     return found | {"activations": 2 * config.n_layers * 2 * (config.dim + config.hidden_dim) * tokens}
@@ -83,7 +88,10 @@ def _parts(config, tokens, device_bytes):
     return sum(found.values()), found["activations"] / 2
 
 
-@mistake("min_fsdp_devices", "the whole memory was divided by the device's, though half of the activations cannot be shared out")
+@mistake(
+    "min_fsdp_devices",
+    "the whole memory was divided by the device's, though half of the activations cannot be shared out",
+)
 def divided(config, tokens, device_bytes):
     total, _ = _parts(config, tokens, device_bytes)
     return max(1, math.ceil(total / device_bytes))
@@ -253,7 +261,9 @@ def no_nesterov(model, outer_state, inner_optimizer, batches, outer_lr, outer_mo
     return loss
 
 
-@mistake("local_sgd_step", "the outer gradient has the wrong sign: it is old minus new, because the outer step subtracts it")
+@mistake(
+    "local_sgd_step", "the outer gradient has the wrong sign: it is old minus new, because the outer step subtracts it"
+)
 def uphill(model, outer_state, inner_optimizer, batches, outer_lr, outer_momentum, group=None):
     old, momentum = _begin(model, outer_state)
     loss = _train(model, inner_optimizer, batches)
@@ -459,4 +469,6 @@ def powers_of_two(config, n_devices, memory_bytes, bandwidths, *, tokens_per_dev
 
 @mistake("plan", "the batch is that of one device, not times the number of devices")
 def small_batch(config, n_devices, memory_bytes, bandwidths, *, tokens_per_device=1024, peak_flops=989e12):
-    return _search(config, n_devices, memory_bytes, bandwidths, tokens_per_device / max(1, n_devices), peak_flops, _fits, _fast)
+    return _search(
+        config, n_devices, memory_bytes, bandwidths, tokens_per_device / max(1, n_devices), peak_flops, _fits, _fast
+    )

@@ -42,9 +42,11 @@ def test_training_memory_bytes_of_xxl():
 
 
 @pytest.mark.parametrize("activation", [nn.Identity, nn.ReLU])
-@pytest.mark.parametrize("dim, hidden_dim, n_layers, tokens", [(5, 7, 3, 11), (8, 4, 1, 2)])
+@pytest.mark.parametrize(("dim", "hidden_dim", "n_layers", "tokens"), [(5, 7, 3, 11), (8, 4, 1, 2)])
 def test_training_memory_bytes_is_what_autograd_saves(activation, dim, hidden_dim, n_layers, tokens):
-    case(f"a real model: C={dim}, F={hidden_dim}, L={n_layers}, {tokens} tokens, {activation.__name__} between the matrices")
+    case(
+        f"a real model: C={dim}, F={hidden_dim}, L={n_layers}, {tokens} tokens, {activation.__name__} between the matrices"
+    )
     blocks = [
         part
         for _ in range(n_layers)
@@ -66,7 +68,9 @@ def test_training_memory_bytes_is_what_autograd_saves(activation, dim, hidden_di
     expected["weights"] = sum(p.nbytes for p in model.parameters())
     expected["gradients"] = sum(p.grad.nbytes for p in model.parameters())
     expected["optimizer"] = sum(v.nbytes for s in optimizer.state.values() for v in s.values() if v.ndim)
-    expect_close(dict(scaling.training_memory_bytes(FFNConfig(dim, hidden_dim, n_layers), tokens)), expected, read=MEMORY)
+    expect_close(
+        dict(scaling.training_memory_bytes(FFNConfig(dim, hidden_dim, n_layers), tokens)), expected, read=MEMORY
+    )
 
 
 def test_training_memory_bytes_without_tokens():
@@ -100,7 +104,9 @@ def test_fsdp_memory_bytes_refuses():
 
 def test_min_fsdp_devices_by_hand():
     case("(960 + 175)/R + 175 in 402 bytes: R = 5; in 401: R = 6")
-    expect_equal([scaling.min_fsdp_devices(SMALL, 7, size) for size in (402, 401, 1310, 5000)], [5, 6, 1, 1], read=LEAST)
+    expect_equal(
+        [scaling.min_fsdp_devices(SMALL, 7, size) for size in (402, 401, 1310, 5000)], [5, 6, 1, 1], read=LEAST
+    )
 
 
 def test_min_fsdp_devices_of_xxl():
@@ -151,8 +157,8 @@ def test_compute_bound_batch_by_hand():
     expect_equal(found, 10, read=HIDDEN)
 
 
-@pytest.mark.parametrize("x, y", [(16, 4), (2, 4), (64, 1), (8, 20), (1, 4), (1, 1), (3, 7)])
-@pytest.mark.parametrize("m_x, m_y", [(2, 1), (1, 2), (1, 1)])
+@pytest.mark.parametrize(("x", "y"), [(16, 4), (2, 4), (64, 1), (8, 20), (1, 4), (1, 1), (3, 7)])
+@pytest.mark.parametrize(("m_x", "m_y"), [(2, 1), (1, 2), (1, 1)])
 def test_compute_bound_batch_is_the_smallest(x, y, m_x, m_y):
     config, peak, bandwidth = FFNConfig(3, 53248, 2), 460_000, 180
     case(f"F=53248, {peak} operations and {bandwidth} bytes a second, X={x}, Y={y}, M_X={m_x}, M_Y={m_y}, by trying")
@@ -185,7 +191,7 @@ def cheapest(needed: float) -> tuple:
 
 
 @pytest.mark.parametrize(
-    "n_parameters, mode, bits, needed",
+    ("n_parameters", "mode", "bits", "needed"),
     [
         (7e9, "inference", 32, 33.6),
         (7e9, "inference", 16, 16.8),
@@ -202,7 +208,9 @@ def test_choose_gpu_takes_the_cheapest(n_parameters, mode, bits, needed):
     case(f"{n_parameters:g} weights of {bits} bits, {mode}: {needed:g} GB")
     found = scaling.choose_gpu(n_parameters, mode, bits)
     expect_equal(tuple(found), cheapest(needed), read=CARD)
-    expect_equal((found.name, found.dollars_per_hour), cheapest(needed), name="out.name, out.dollars_per_hour", read=CARD)
+    expect_equal(
+        (found.name, found.dollars_per_hour), cheapest(needed), name="out.name, out.dollars_per_hour", read=CARD
+    )
 
 
 def test_choose_gpu_refuses():
@@ -283,7 +291,7 @@ def test_layout_costs_of_each_axis_alone():
             expect_close(dict(found), expected, read=PARTS)
 
 
-@pytest.mark.parametrize("d, s, t, p", [(2, 3, 2, 2), (1, 2, 3, 4), (3, 1, 4, 12), (2, 2, 2, 1), (4, 2, 1, 3)])
+@pytest.mark.parametrize(("d", "s", "t", "p"), [(2, 3, 2, 2), (1, 2, 3, 4), (3, 1, 4, 12), (2, 2, 2, 1), (4, 2, 1, 3)])
 def test_layout_costs_of_axes_together(d, s, t, p):
     layout = Layout(data=d, sharded=s, tensor=t, pipeline=p)
     for peak in (1e3, 1e5):
@@ -308,7 +316,9 @@ def expect_best(found, config, n, size, links, rows, peak):
     expect_true(isinstance(found, Plan), f"not a Plan, but a {type(found).__name__}", answer=found)
     degrees = (found.data, found.sharded, found.tensor, found.pipeline)
     expect_equal(math.prod(degrees), n, name="data * sharded * tensor * pipeline", answer=degrees, read=STEP)
-    expect_true(degrees in fitting, f"{degrees} (data, sharded, tensor, pipeline) is no layout that fits", answer=degrees)
+    expect_true(
+        degrees in fitting, f"{degrees} (data, sharded, tensor, pipeline) is no layout that fits", answer=degrees
+    )
     best = min(c["step"] for c in fitting.values())
     fastest = [it for it, c in fitting.items() if c["step"] <= best * (1 + 1e-9)]
     least = min(fitting[it]["memory"] for it in fastest)
@@ -324,7 +334,9 @@ def expect_best(found, config, n, size, links, rows, peak):
 @pytest.mark.parametrize("size", [30_000, 6_000, 2_600])
 @pytest.mark.parametrize("peak", [2e3, 2e4])
 def test_plan_is_the_best_of_all(n, size, peak):
-    case(f"C=6, F=24, L=12 on {n} devices of {size} bytes and {peak:g} operations a second, 4 a host, 16 tokens a device")
+    case(
+        f"C=6, F=24, L=12 on {n} devices of {size} bytes and {peak:g} operations a second, 4 a host, 16 tokens a device"
+    )
     options = {"tokens_per_device": 16, "peak_flops": peak}
     needs = [predicted(MODEL, *it, LINKS, 16 * n, peak)["memory"] for it in all_layouts(MODEL, n)]
     if not needs or min(needs) > size:

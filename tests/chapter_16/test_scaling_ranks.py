@@ -147,9 +147,15 @@ def test_local_sgd_step_keeps_dtypes_and_storages(dtype):
     expect_true(torch.equal(fixed, model.fixed.weight), "the frozen layer was changed", read=ROUND)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     expect_equal(sorted(state), ["momentum", "parameters"], name="keys of outer_state", read=ROUND)
-    expect_equal([(v.dtype, tuple(v.shape)) for v in state.values()], [(wide, (32,))] * 2, name="outer_state", read=ROUND)
-    expect_close(trained(model), state["parameters"].to(dtype), name="the model, and the state it came from", read=ROUND)
-    expect_equal([s["step"].item() for s in optimizer.state.values()], [4.0] * 4, name="inner steps counted", read=ROUND)
+    expect_equal(
+        [(v.dtype, tuple(v.shape)) for v in state.values()], [(wide, (32,))] * 2, name="outer_state", read=ROUND
+    )
+    expect_close(
+        trained(model), state["parameters"].to(dtype), name="the model, and the state it came from", read=ROUND
+    )
+    expect_equal(
+        [s["step"].item() for s in optimizer.state.values()], [4.0] * 4, name="inner steps counted", read=ROUND
+    )
 
 
 def test_local_sgd_step_begins_at_the_global_parameters():
@@ -197,7 +203,9 @@ def between(ledger, first: str, last: str) -> list:
 
 @pytest.mark.time_limit(60)
 def test_local_sgd_step_on_four_ranks_is_nesterov_on_the_average(ranks):
-    case("4 ranks, 3 rounds of 0 to 3 AdamW steps each, outer lr 0.7, momentum 0.9, against torch.optim.SGD(nesterov=True)")
+    case(
+        "4 ranks, 3 rounds of 0 to 3 AdamW steps each, outer lr 0.7, momentum 0.9, against torch.optim.SGD(nesterov=True)"
+    )
     result = ranks(rounds, n_ranks=4)
     expected = values_of(alone(4, STEPS, 0.7, 0.9, adamw))
     for rank, found in enumerate(result.values):
@@ -207,14 +215,18 @@ def test_local_sgd_step_on_four_ranks_is_nesterov_on_the_average(ranks):
         for turn in range(3):
             sent = between(ledger, f"round {turn}", f"round {turn + 1}" if turn < 2 else "one step")
             calls = [(record.op, record.n_bytes) for record in sent]
-            expect_equal(calls, [("all_reduce", 32 * 4)], name=f"collectives and bytes of round {turn}, rank {rank}", read=ROUND)
+            expect_equal(
+                calls, [("all_reduce", 32 * 4)], name=f"collectives and bytes of round {turn}, rank {rank}", read=ROUND
+            )
     case("4 ranks, one SGD step each, outer lr 1, momentum 0, against one process on the mean of the four gradients")
     whole = Net()
     losses = torch.stack([whole(*data(rank, 0, 1)[0])[1] for rank in range(4)])
     losses.mean().backward()
     sgd(whole.parameters()).step()
     for rank, found in enumerate(result.values):
-        expect_close(found["one step"], values_of(whole), name=f"the model on rank {rank}", atol=1e-6, rtol=1e-5, read=ROUND)
+        expect_close(
+            found["one step"], values_of(whole), name=f"the model on rank {rank}", atol=1e-6, rtol=1e-5, read=ROUND
+        )
     case("w=1, gradients 1 and 2 on ranks 0 and 1, which are a group; ranks 2 and 3 do nothing")
     weights = torch.cat([found["in a group"] for found in result.values])
     expect_close(weights, torch.tensor([0.85, 0.85, 1.0, 1.0]), name="weights of the ranks", read=ROUND)
