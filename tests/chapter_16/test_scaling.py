@@ -383,7 +383,7 @@ def test_plan_of_any_model():
     from hypothesis import given, settings
     from hypothesis import strategies as st
 
-    @settings(deadline=None, max_examples=60, database=None)
+    @settings(deadline=None, max_examples=25, database=None)
     @given(st.integers(1, 24), st.integers(1, 12), st.integers(1, 12), st.integers(1, 24), st.floats(1e2, 1e6))
     def check(n, dim, hidden_dim, n_layers, peak):
         config = FFNConfig(dim, hidden_dim, n_layers)
