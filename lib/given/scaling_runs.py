@@ -33,7 +33,9 @@ class Classifier(nn.Module):
         return logits, F.cross_entropy(logits, targets)
 
 
-def learn(rank: int, world_size: int, inner_steps: int, n_steps: int, outer_lr: float, outer_momentum: float) -> dict[str, Any]:
+def learn(
+    rank: int, world_size: int, inner_steps: int, n_steps: int, outer_lr: float, outer_momentum: float
+) -> dict[str, Any]:
     """Train on digits; 0 inner steps is data parallel: gradients are averaged in each step.
 
     Args:
