@@ -169,6 +169,17 @@ CONTRACT = {
         "FlashAttentionTriton",
         "flash_attention",
     ],
+    "scaling": [
+        "training_memory_bytes",
+        "fsdp_memory_bytes",
+        "min_fsdp_devices",
+        "compute_bound_batch",
+        "choose_gpu",
+        "epoch_cost",
+        "local_sgd_step",
+        "layout_costs",
+        "plan",
+    ],
 }
 
 

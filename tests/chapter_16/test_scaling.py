@@ -1,0 +1,394 @@
+"""Memory, time and money of a training run, graded against closed forms, a real model's saved tensors, and brute force."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import nn
+
+from lib.given.scaling import CARDS, Bandwidths, FFNConfig, Layout, Plan
+from lib.given.scaling import XXL as GIVEN_XXL
+from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
+
+scaling = graded("scaling")
+
+MEMORY, FSDP, LEAST, HIDDEN, CARD, MONEY, PARTS, STEP = (f"equation (16.{n})" for n in (1, 2, 3, 5, 6, 7, 9, 10))
+SMALL = FFNConfig(2, 3, 5)
+
+
+def test_training_memory_bytes_names_are_importable():
+    case("from lib.scaling import FFNConfig, XXL")
+    import lib.scaling
+
+    expect_equal(lib.scaling.XXL, GIVEN_XXL, name="lib.scaling.XXL")
+    expect_equal(lib.scaling.FFNConfig(16384, 53248, 126), GIVEN_XXL, name="FFNConfig(16384, 53248, 126)")
+
+
+# ---- 16.1 training_memory_bytes --------------------------------------------------------------------------------------
+
+
+def test_training_memory_bytes_by_hand():
+    case("C=2, F=3, L=5: 60 weights; 7 tokens of 5 blocks of 2 + 3 numbers in two bytes")
+    expected = {"weights": 240, "gradients": 240, "optimizer": 480, "activations": 350}
+    expect_close(dict(scaling.training_memory_bytes(SMALL, 7)), expected, read=MEMORY)
+
+
+def test_training_memory_bytes_of_xxl():
+    case("XXL (16384, 53248, 126), 1 token: 3.5176 TB of states, 17.5 MB of activations")
+    found = scaling.training_memory_bytes(config=GIVEN_XXL, tokens=1)
+    expected = {"weights": 879_394_553_856, "gradients": 879_394_553_856, "optimizer": 1_758_789_107_712}
+    expect_close(dict(found), expected | {"activations": 17_547_264}, read=MEMORY)
+
+
+@pytest.mark.parametrize("activation", [nn.Identity, nn.ReLU])
+@pytest.mark.parametrize(("dim", "hidden_dim", "n_layers", "tokens"), [(5, 7, 3, 11), (8, 4, 1, 2)])
+def test_training_memory_bytes_is_what_autograd_saves(activation, dim, hidden_dim, n_layers, tokens):
+    case(
+        f"a real model: C={dim}, F={hidden_dim}, L={n_layers}, {tokens} tokens, {activation.__name__} between the matrices"
+    )
+    blocks = [
+        part
+        for _ in range(n_layers)
+        for part in (nn.Linear(dim, hidden_dim, bias=False), activation(), nn.Linear(hidden_dim, dim, bias=False))
+    ]
+    model, saved = nn.Sequential(*blocks), {}
+    optimizer = torch.optim.AdamW(model.parameters())
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.numel() * 2  # bfloat16, where this model runs in float32
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = model(torch.randn(tokens, dim, requires_grad=True))
+    expected = {"activations": sum(size for where, size in saved.items() if where not in weights)}
+    out.sum().backward()
+    optimizer.step()
+    expected["weights"] = sum(p.nbytes for p in model.parameters())
+    expected["gradients"] = sum(p.grad.nbytes for p in model.parameters())
+    expected["optimizer"] = sum(v.nbytes for s in optimizer.state.values() for v in s.values() if v.ndim)
+    expect_close(
+        dict(scaling.training_memory_bytes(FFNConfig(dim, hidden_dim, n_layers), tokens)), expected, read=MEMORY
+    )
+
+
+def test_training_memory_bytes_without_tokens():
+    case("no token: no activations")
+    expect_close(scaling.training_memory_bytes(SMALL, 0)["activations"], 0, read=MEMORY)
+
+
+# ---- 16.2 fsdp_memory_bytes, 16.3 min_fsdp_devices -------------------------------------------------------------------
+
+
+def test_fsdp_memory_bytes_by_hand():
+    case("960 bytes of states and 350 of activations on 5 devices: (960 + 175)/5 + 175")
+    expect_close(scaling.fsdp_memory_bytes(SMALL, 7, 5), 402.0, read=FSDP)
+
+
+def test_fsdp_memory_bytes_on_one_device_is_everything():
+    case("1 device: 960 + 350")
+    expect_close(scaling.fsdp_memory_bytes(config=SMALL, tokens=7, n_devices=1), 1310.0, read=FSDP)
+
+
+def test_fsdp_memory_bytes_never_falls_below_half_the_activations():
+    case("a million devices: 960 + 175 shared out, 175 whole")
+    expect_close(scaling.fsdp_memory_bytes(SMALL, 7, 1_000_000), 175.001135, read=FSDP)
+
+
+def test_fsdp_memory_bytes_refuses():
+    case("no device")
+    with expect_raises(ValueError, "0"):
+        scaling.fsdp_memory_bytes(SMALL, 7, 0)
+
+
+def test_min_fsdp_devices_by_hand():
+    case("(960 + 175)/R + 175 in 402 bytes: R = 5; in 401: R = 6")
+    expect_equal(
+        [scaling.min_fsdp_devices(SMALL, 7, size) for size in (402, 401, 1310, 5000)], [5, 6, 1, 1], read=LEAST
+    )
+
+
+def test_min_fsdp_devices_of_xxl():
+    case("XXL in 95e9 bytes, with 0, 1,024 and 8,192 tokens")
+    found = [scaling.min_fsdp_devices(GIVEN_XXL, tokens, 95e9) for tokens in (0, 1024, 8192)]
+    expect_equal(found, [38, 41, 156], read=LEAST)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 13])
+def test_min_fsdp_devices_is_the_least_that_fits(tokens):
+    whole = 5 * 5 * tokens
+    for size in range(whole + 1, whole + 400, 23):
+        case(f"C=2, F=3, L=5, {tokens} tokens, {size} bytes a device, against every R from 1")
+        expected = next(r for r in range(1, 5000) if Fraction(960 + whole, r) + whole <= size)
+        expect_equal(scaling.min_fsdp_devices(SMALL, tokens, size), expected, read=LEAST)
+
+
+def test_min_fsdp_devices_refuses():
+    case("175 bytes of activations stay whole, and a device has 175, then 100")
+    for size in (175, 100):
+        with expect_raises(ValueError, str(size), "175", read=LEAST):
+            scaling.min_fsdp_devices(SMALL, 7, size)
+
+
+# ---- 16.4 compute_bound_batch ----------------------------------------------------------------------------------------
+
+
+def smallest(config, x, y, peak, bandwidth, m_x, m_y):
+    """Try 1, 2, 3, … tokens a device until both axes hide behind the products, in exact arithmetic."""
+    dim, hidden_dim = config.dim, config.hidden_dim
+    for b in range(1, 100_000):
+        products = Fraction(4 * b * dim * hidden_dim, peak)  # of one block: 4 B C F over X Y devices
+        weights = Fraction(4 * dim * hidden_dim, y * bandwidth * m_x) if x > 1 else 0
+        activations = Fraction(4 * b * y * dim, bandwidth * m_y) if y > 1 else 0
+        if max(weights, activations) <= products:
+            return b
+    return None
+
+
+def test_compute_bound_batch_of_the_assignment():
+    case("XXL on TPU v5p: 4.6e14 operations and 2 x 9e10 bytes a second, X=16, Y=4: 319.4, so 320")
+    expect_equal(int(scaling.compute_bound_batch(GIVEN_XXL, 16, 4, 4.6e14, 2 * 9e10)), 320, read=HIDDEN)
+
+
+def test_compute_bound_batch_by_hand():
+    case("1,000 operations and 10 bytes a second, X=3, Y=2, M_X=5, M_Y=7: 1000 / (2 * 10 * 5) = 10")
+    found = scaling.compute_bound_batch(FFNConfig(2, 30, 1), 3, 2, peak_flops=1000, bandwidth=10, m_x=5, m_y=7)
+    expect_equal(found, 10, read=HIDDEN)
+
+
+@pytest.mark.parametrize(("x", "y"), [(16, 4), (2, 4), (64, 1), (8, 20), (1, 4), (1, 1), (3, 7)])
+@pytest.mark.parametrize(("m_x", "m_y"), [(2, 1), (1, 2), (1, 1)])
+def test_compute_bound_batch_is_the_smallest(x, y, m_x, m_y):
+    config, peak, bandwidth = FFNConfig(3, 53248, 2), 460_000, 180
+    case(f"F=53248, {peak} operations and {bandwidth} bytes a second, X={x}, Y={y}, M_X={m_x}, M_Y={m_y}, by trying")
+    expected = smallest(config, x, y, peak, bandwidth, m_x, m_y)
+    expect_equal(scaling.compute_bound_batch(config, x, y, peak, bandwidth, m_x, m_y), expected, read=HIDDEN)
+
+
+def test_compute_bound_batch_where_no_batch_is_enough():
+    case("F=53248, C/W = 2555.6: Y may be 20, not 21; with M_Y=2 41, not 42")
+    for y, m_y in ((21, 1), (42, 2)):
+        with expect_raises(ValueError, str(y), str(y - 1), read=HIDDEN):
+            scaling.compute_bound_batch(GIVEN_XXL, 16, y, 4.6e14, 1.8e11, m_y=m_y)
+        expect_true(scaling.compute_bound_batch(GIVEN_XXL, 16, y - 1, 4.6e14, 1.8e11, m_y=m_y) >= 1, "not a batch")
+    case("an axis of no device")
+    for x, y in ((0, 4), (4, 0)):
+        with expect_raises(ValueError, "0"):
+            scaling.compute_bound_batch(GIVEN_XXL, x, y, 4.6e14, 1.8e11)
+
+
+# ---- 16.5 choose_gpu, 16.6 epoch_cost --------------------------------------------------------------------------------
+
+
+def cheapest(needed: float) -> tuple:
+    """By looking at every card."""
+    best = None
+    for card in CARDS:
+        if card.memory_gb >= needed and (best is None or card.dollars_per_hour < best.dollars_per_hour):
+            best = card
+    return None if best is None else (best.name, best.dollars_per_hour)
+
+
+@pytest.mark.parametrize(
+    ("n_parameters", "mode", "bits", "needed"),
+    [
+        (7e9, "inference", 32, 33.6),
+        (7e9, "inference", 16, 16.8),
+        (7e9, "inference", 4, 4.2),
+        (20_000_000_000, "inference", 8, 24.0),
+        (70e9, "inference", 16, 168.0),
+        (1e9, "training", 32, 19.2),
+        (1.8e9, "training", 32, 34.56),
+        (7e9, "training", 32, 134.4),
+        (7e9, "training", 16, 67.2),
+    ],
+)
+def test_choose_gpu_takes_the_cheapest(n_parameters, mode, bits, needed):
+    case(f"{n_parameters:g} weights of {bits} bits, {mode}: {needed:g} GB")
+    found = scaling.choose_gpu(n_parameters, mode, bits)
+    expect_equal(tuple(found), cheapest(needed), read=CARD)
+    expect_equal(
+        (found.name, found.dollars_per_hour), cheapest(needed), name="out.name, out.dollars_per_hour", read=CARD
+    )
+
+
+def test_choose_gpu_refuses():
+    largest = max(CARDS, key=lambda card: card.memory_gb)
+    case("70e9 weights of 32 bits: 336 GB")
+    with expect_raises(ValueError, "336.0", largest.name, read=CARD):
+        scaling.choose_gpu(70e9, "inference", 32)
+    case("10e9 weights of 32 bits, training: 192 GB")
+    with expect_raises(ValueError, "192.0", largest.name, read=CARD):
+        scaling.choose_gpu(n_parameters=10e9, mode="training", bits=32)
+    case("mode = 'serving'")
+    with expect_raises(ValueError, "serving"):
+        scaling.choose_gpu(1e6, "serving", 16)
+
+
+def test_epoch_cost_by_hand():
+    case("36,000 items at 5 a second are 2 hours, at $2.50")
+    expect_close(scaling.epoch_cost(5, 36_000, 2.5), 5.0, read=MONEY)
+
+
+def test_epoch_cost_of_googles_table():
+    case("50,000 images at 1,823 a second, and $34.48 an hour for all eight")
+    found = scaling.epoch_cost(items_per_second=1823, dataset_size=50_000, dollars_per_hour=34.48)
+    expect_close(found, 50_000 * 34.48 / 1823 / 3600, read=MONEY)
+    expect_close(scaling.epoch_cost(10.0, 0, 3.0), 0.0, name="nothing to see", read=MONEY)
+
+
+def test_epoch_cost_refuses():
+    case("0 items a second")
+    with expect_raises(ValueError, "0"):
+        scaling.epoch_cost(0, 50_000, 1.0)
+
+
+# ---- 16.8 layout_costs, 16.9 plan ------------------------------------------------------------------------------------
+
+
+def predicted(config, d, s, t, p, links: Bandwidths, tokens, peak) -> dict:
+    """What the page's equations say, block by block and message by message."""
+    spans = {"tensor": t, "sharded": t * s, "data": t * s * d, "pipeline": t * s * d * p}
+    fast = {axis: links[0] if span <= links[2] else links[1] for axis, span in spans.items()}
+    blocks, rows = config.n_layers // p, tokens / d / s
+    matrix = config.dim * config.hidden_dim / t
+    row_bytes = 2 * config.dim * rows
+    costs = {
+        "sharded": blocks * 2 * matrix * 2 * 3 * (s - 1) / s / fast["sharded"],
+        "data": blocks * 2 * matrix / s * 2 * 2 * (d - 1) / d / fast["data"],
+        "tensor": blocks * 2 * (2 * (t - 1) / t) * row_bytes / fast["tensor"],
+        "pipeline": (2 * row_bytes if p > 1 else 0) / fast["pipeline"],
+    }
+    micro_batches = 4 * p
+    useful = blocks * 6 * 2 * matrix * rows / peak
+    costs["compute"] = useful * (micro_batches + p - 1) / micro_batches
+    costs["step"] = costs["tensor"] + max(costs[k] for k in ("sharded", "data", "pipeline", "compute"))
+    states = blocks * 2 * matrix * 16 / s
+    activations = blocks * (config.dim + config.hidden_dim / t) * 2 * rows
+    costs["memory"] = states + activations + (min(2, blocks) * 2 * matrix * 2 if s > 1 else 0)
+    return costs
+
+
+LINKS = Bandwidths(100.0, 10.0, 4)
+MODEL = FFNConfig(6, 24, 12)
+
+
+def test_layout_costs_by_hand():
+    case("C=2, F=4, L=3, 2 tensor ranks, 10 tokens, 100 bytes and 96 operations a second")
+    found = scaling.layout_costs(FFNConfig(2, 4, 3), Layout(tensor=2), Bandwidths(100, 10, 8), 10, 96)
+    expected = {"compute": 15.0, "sharded": 0.0, "data": 0.0, "tensor": 2.4, "pipeline": 0.0, "step": 17.4}
+    expect_close(dict(found), expected | {"memory": 624.0}, read=PARTS)
+
+
+def test_layout_costs_of_each_axis_alone():
+    for axis in ("data", "sharded", "tensor", "pipeline"):
+        for n in (1, 2, 4, 12):
+            degrees = {"data": 1, "sharded": 1, "tensor": 1, "pipeline": 1} | {axis: n}
+            case(f"C=6, F=24, L=12, {n} {axis}, 4 devices a host (100 bytes a second inside, 10 outside), 96 tokens")
+            found = scaling.layout_costs(MODEL, Layout(**degrees), LINKS, 96, 1e4)
+            expected = predicted(MODEL, *degrees.values(), LINKS, 96, 1e4)
+            expect_close(dict(found), expected, read=PARTS)
+
+
+@pytest.mark.parametrize(("d", "s", "t", "p"), [(2, 3, 2, 2), (1, 2, 3, 4), (3, 1, 4, 12), (2, 2, 2, 1), (4, 2, 1, 3)])
+def test_layout_costs_of_axes_together(d, s, t, p):
+    layout = Layout(data=d, sharded=s, tensor=t, pipeline=p)
+    for peak in (1e3, 1e5):
+        case(f"C=6, F=24, L=12 as {layout}, {peak:g} operations a second, 96 tokens")
+        found = scaling.layout_costs(MODEL, layout, LINKS, tokens=96, peak_flops=peak)
+        expect_close(dict(found), predicted(MODEL, d, s, t, p, LINKS, 96, peak), read=STEP)
+
+
+def all_layouts(config, n):
+    """Every product of four, by trying all numbers."""
+    for d in range(1, n + 1):
+        for s in range(1, n // d + 1):
+            for t in range(1, n // d // s + 1):
+                p = n // (d * s * t)
+                if d * s * t * p == n and config.hidden_dim % t == 0 and config.n_layers % p == 0:
+                    yield d, s, t, p
+
+
+def expect_best(found, config, n, size, links, rows, peak):
+    costs = {it: predicted(config, *it, Bandwidths.of(links), rows * n, peak) for it in all_layouts(config, n)}
+    fitting = {it: c for it, c in costs.items() if c["memory"] <= size}
+    expect_true(isinstance(found, Plan), f"not a Plan, but a {type(found).__name__}", answer=found)
+    degrees = (found.data, found.sharded, found.tensor, found.pipeline)
+    expect_equal(math.prod(degrees), n, name="data * sharded * tensor * pipeline", answer=degrees, read=STEP)
+    expect_true(
+        degrees in fitting, f"{degrees} (data, sharded, tensor, pipeline) is no layout that fits", answer=degrees
+    )
+    best = min(c["step"] for c in fitting.values())
+    fastest = [it for it, c in fitting.items() if c["step"] <= best * (1 + 1e-9)]
+    least = min(fitting[it]["memory"] for it in fastest)
+    expected = min((it for it in fastest if fitting[it]["memory"] <= least * (1 + 1e-9)), key=lambda it: it[::-1])
+    expect_equal(degrees, expected, name="(data, sharded, tensor, pipeline)", read=STEP)
+    expect_close(found.step_s, costs[expected]["step"], name="step_s", answer=found, read=STEP)
+    expect_close(found.memory_bytes, costs[expected]["memory"], name="memory_bytes", answer=found, read=STEP)
+    expect_close(dict(found.costs), costs[expected], name="costs", answer=found, read=PARTS)
+    expect_true(len(found.reasons) > 0 and all(isinstance(r, str) for r in found.reasons), "no reasons", answer=found)
+
+
+@pytest.mark.parametrize("n", [1, 2, 6, 8, 12, 16, 7])
+@pytest.mark.parametrize("size", [30_000, 6_000, 2_600])
+@pytest.mark.parametrize("peak", [2e3, 2e4])
+def test_plan_is_the_best_of_all(n, size, peak):
+    case(
+        f"C=6, F=24, L=12 on {n} devices of {size} bytes and {peak:g} operations a second, 4 a host, 16 tokens a device"
+    )
+    options = {"tokens_per_device": 16, "peak_flops": peak}
+    needs = [predicted(MODEL, *it, LINKS, 16 * n, peak)["memory"] for it in all_layouts(MODEL, n)]
+    if not needs or min(needs) > size:
+        with expect_raises(ValueError, f"{size:g}", read=STEP):
+            scaling.plan(MODEL, n, size, LINKS, **options)
+        return
+    expect_best(scaling.plan(MODEL, n, size, LINKS, **options), MODEL, n, size, LINKS, 16, peak)
+
+
+@pytest.mark.parametrize("n", [64, 96, 128])
+def test_plan_of_xxl(n):
+    case(f"XXL on {n} devices of 95e9 bytes, 450 and 50 GB/s")
+    found = scaling.plan(config=GIVEN_XXL, n_devices=n, memory_bytes=95e9, bandwidths=(450e9, 50e9))
+    expect_best(found, GIVEN_XXL, n, 95e9, (450e9, 50e9), 1024, 989e12)
+    again = scaling.plan(GIVEN_XXL, n, 95e9, {"across_hosts": 50e9, "within_host": 450e9})
+    expect_equal(again, found, name="the same again, bandwidths as a mapping")
+
+
+def test_plan_on_one_kind_of_link():
+    case("XXL on 64 devices, 1.8e11 bytes a second between any two")
+    expect_best(scaling.plan(GIVEN_XXL, 64, 95e9, 1.8e11), GIVEN_XXL, 64, 95e9, 1.8e11, 1024, 989e12)
+
+
+def test_plan_uses_exactly_the_memory_there_is():
+    case("C=6, F=24, L=12 on 4 devices: the least that any layout needs, and one byte less")
+    least = min(predicted(MODEL, *it, LINKS, 64, 1e4)["memory"] for it in all_layouts(MODEL, 4))
+    options = {"tokens_per_device": 16, "peak_flops": 1e4}
+    expect_best(scaling.plan(MODEL, 4, least, LINKS, **options), MODEL, 4, least, LINKS, 16, 1e4)
+    with expect_raises(ValueError, f"{least - 1:g}", f"{least:g}", read=STEP):
+        scaling.plan(MODEL, 4, least - 1, LINKS, **options)
+
+
+def test_plan_refuses():
+    case("no device")
+    with expect_raises(ValueError, "0"):
+        scaling.plan(MODEL, 0, 1e9, LINKS)
+    case("XXL on 32 devices of 95e9 bytes: its states alone are 110e9 on each")
+    with expect_raises(ValueError, "9.5e+10"):
+        scaling.plan(GIVEN_XXL, 32, 95e9, (450e9, 50e9))
+
+
+@oracle
+def test_plan_of_any_model():
+    from hypothesis import given, settings
+    from hypothesis import strategies as st
+
+    @settings(deadline=None, max_examples=25, database=None)
+    @given(st.integers(1, 24), st.integers(1, 12), st.integers(1, 12), st.integers(1, 24), st.floats(1e2, 1e6))
+    def check(n, dim, hidden_dim, n_layers, peak):
+        config = FFNConfig(dim, hidden_dim, n_layers)
+        case(f"C={dim}, F={hidden_dim}, L={n_layers} on {n} devices, {peak:g} operations a second")
+        found = scaling.plan(config, n, 1e12, LINKS, tokens_per_device=8, peak_flops=peak)
+        expect_best(found, config, n, 1e12, LINKS, 8, peak)
+
+    check()
