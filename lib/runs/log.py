@@ -51,7 +51,8 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 class Log:
     """Rank 0's words; the other ranks have one that is silent.
 
-    A step's line is written when the next step has been started, so that the host never waits for the step that it has just begun.
+    On an accelerator a step's line is written when the next step has been started, so that the host never waits for the step that
+    it has just begun.
 
     Args:
         options: Of the run.
@@ -91,9 +92,11 @@ class Log:
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
 
     def add(self, step: int, lr: float, loss: Tensor, norm: Tensor | None) -> None:
-        """A step was started; the one before it is written."""
+        """A step was started; the one before it is written, and on a CPU, where it is done, the step itself."""
         self.flush()
         self.waiting = (step, lr, loss, norm)
+        if self.device.type == "cpu":
+            self.flush()
 
     def flush(self) -> None:
         """Write the step that waits, if one does; the host waits until it is done."""

@@ -177,8 +177,11 @@ class Run:
 
     def scaler_step(self, lr: float) -> None:
         """The update, unless a gradient has inf or NaN; decay that the optimizer does not do is skipped with it."""
-        done = []
-        handle = self.optimizer.register_step_pre_hook(lambda *_: done.append(self.strategy.decay(lr)))
+
+        def decay(*_) -> None:
+            self.strategy.decay(lr)
+
+        handle = self.optimizer.register_step_pre_hook(decay)
         self.scaler.step(self.optimizer)
         handle.remove()
         self.scaler.update()

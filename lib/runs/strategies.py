@@ -199,7 +199,7 @@ class TensorParallel(Single):
         named = {name: p for name, p in self.named().items() if p.grad is not None}
         for name, p in named.items():
             square = local(p.grad).float().square().sum()
-            if name in self.cuts or isinstance(p, DTensor):
+            if name in self.cuts or (isinstance(p, DTensor) and p.placements[0].is_shard()):
                 cut += square
             else:
                 whole += square  # the same on all ranks
