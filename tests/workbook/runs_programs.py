@@ -49,3 +49,12 @@ def kill_and_resume(rank: int, world_size: int, commands: list[str], step: int) 
     for command in commands:
         run_until(rank, world_size, command, step)
     return run_all(rank, world_size, commands)
+
+
+def whole_and_killed(
+    rank: int, world_size: int, whole: list[str], here: list[str], there: list[str], step: int
+) -> list[tuple[int, str]]:
+    """Runs from end to end; others killed at a step, of which those that are to go on here do so."""
+    for command in there:
+        run_until(rank, world_size, command, step)
+    return run_all(rank, world_size, whole) + kill_and_resume(rank, world_size, here, step)
