@@ -156,7 +156,8 @@ def make_parser(program: str, models: list[str], items: str, description: str) -
     where.add_argument(
         "--save-every", type=whole(1), default=100, help="steps between checkpoints; the last step always"
     )
-    where.add_argument("--log", type=Path, help="one line of JSON a step")
+    where.add_argument("--log-file", "--log", dest="log", type=Path,
+                       help="one line of JSON a step (torchrun on Python 3.11 takes --log for one of its own: write --log-file)")  # fmt: skip
     where.add_argument("--tensorboard", type=Path, help="a folder for TensorBoard, if it is installed")
     where.add_argument("--quiet", action="store_true", help="no progress bar")
     where.add_argument("--peak-tflops", type=positive, help="of one device, for mfu; known for A100, H100 SXM and H200")

@@ -65,8 +65,9 @@ def test_every_strategy_and_engine_trains_as_one_process_does(tmp_path):
             log = f"{name}{i}"
             commands.append(f"{command} {way} --log {tmp_path / log}")
             tolerance[log] = 2e-4
-            low, more = ("bf16", "") if i % 2 else ("float16", "--accumulate 2")
-            if (name == "vit") == (i < 4) and (low, i) != ("float16", 5):
+            # fsdp sums its gradients in the dtype that it computes in: float16 overflows at first, and skips steps
+            low, more = ("float16", "--accumulate 2") if i in (0, 4) else ("bf16", "")
+            if (name == "vit") == (i < 4):
                 commands.append(f"{command} {way} --precision {low} {more} --log {tmp_path / log}.low")
                 tolerance[f"{log}.low"] = 0.1
         commands.append(f"{VIT} {way} --accumulate 2 --path plain --log {tmp_path}/vit{i}.plain")
@@ -96,7 +97,8 @@ def test_a_killed_run_goes_on_bit_for_bit_and_on_another_number_of_ranks(tmp_pat
     begun = {i: f"{MODELS[name]} --steps 6 --save-every 2 {way}" for i, (name, way) in enumerate(ways)}
     whole = [f"{command} --log {tmp_path}/whole{i}" for i, command in begun.items()]
     here = [f"{command} --log {tmp_path}/here{i} --checkpoint {tmp_path}/ck{i}" for i, command in begun.items()]
-    wider = [i for i, (name, way) in enumerate(ways) if "tp" not in way or name == "vit"]
+    # float16 overflows at other steps when other ranks share the batch; the little GPT-2 has two heads
+    wider = [i for i, (name, way) in enumerate(ways) if "float16" not in way and ("tp" not in way or name == "vit")]
     there = [f"{begun[i]} --log {tmp_path}/there{i} --checkpoint {tmp_path}/ck_there{i}" for i in wider]
     on_ranks(programs.whole_and_killed, whole, here, there, 5)
     on_ranks(programs.run_all, there, n_ranks=4)
@@ -104,7 +106,7 @@ def test_a_killed_run_goes_on_bit_for_bit_and_on_another_number_of_ranks(tmp_pat
         assert curve(tmp_path / f"here{i}") == curve(tmp_path / f"whole{i}"), begun[i]
         assert list(curve(tmp_path / f"here{i}")) == list(range(6))
     for i in wider:
-        same(tmp_path / f"there{i}", curve(tmp_path / f"whole{i}"), 2e-4 if "float16" not in begun[i] else 2e-2)
+        same(tmp_path / f"there{i}", curve(tmp_path / f"whole{i}"))
 
 
 def test_an_epoch_is_every_item_once_whatever_the_number_of_ranks():
@@ -137,7 +139,7 @@ def kill_rank(process: subprocess.Popen, rank: int) -> None:
 @pytest.mark.slow
 @pytest.mark.time_limit(200)
 def test_torchrun_restarts_a_run_whose_rank_was_killed_and_nothing_is_trained_twice(tmp_path):
-    command = f"{VIT} --steps 300 --save-every 20 --strategy ddp"
+    command = f"{VIT} --steps 120 --save-every 20 --strategy ddp"
     log = tmp_path / "log"
     program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
     program += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "lib.runs.train_vit"]
@@ -146,7 +148,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed_and_nothing_is_trained_tw
         "--quiet",
         "--device",
         "cpu",
-        "--log",
+        "--log-file",
         str(log),
         "--checkpoint",
         str(tmp_path / "ck"),
@@ -157,6 +159,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed_and_nothing_is_trained_tw
         try:
             while process.poll() is None and len(read_log(log)) < 25:
                 time.sleep(0.02)
+            assert process.returncode is None, process.stdout.read()
             kill_rank(process, 1)
             said = process.communicate(timeout=150)[0]
         finally:
@@ -164,7 +167,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed_and_nothing_is_trained_tw
     assert process.returncode == 0, said
     on_ranks(programs.run_all, [f"{command} --log {tmp_path / 'whole'}"])
     assert curve(log) == curve(tmp_path / "whole")
-    assert list(curve(log)) == list(range(300))
+    assert list(curve(log)) == list(range(120))
     assert "exitcode: -9" in said or "Signal 9" in said, said
 
 
