@@ -102,7 +102,10 @@ def start_group(world: World, device: torch.device, env: Mapping[str, str] = os.
     if world.size == 1 and world.launcher != "torchrun":
         dist.init_process_group(**settings, store=dist.HashStore(), rank=0, world_size=1)
     elif world.launcher == "torchrun":
-        dist.init_process_group(**settings)
+        store, rank, size = next(dist.rendezvous("env://"))
+        # after a restart the agent's store still holds the addresses of those who are gone: each attempt has its own names
+        attempt = f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}_of_{size}_ranks"
+        dist.init_process_group(**settings, store=dist.PrefixStore(attempt, store), rank=rank, world_size=size)
     else:
         address = rendezvous(world, env)
         dist.init_process_group(**settings, init_method=f"tcp://{address}", rank=world.rank, world_size=world.size)
