@@ -60,9 +60,8 @@ def linear(x: Tensor, path: Path, *layers: nn.Linear) -> Tensor:
 def norm(x: Tensor, layer: nn.LayerNorm, path: Path) -> Tensor:
     """Layer norm in one kernel, its statistics in float32; what comes out goes into a product."""
     if torch.compiler.is_compiling() or x.dtype == torch.float32:  # the compiler fuses the two casts
-        weight, bias = layer.weight.float(), layer.bias.float()
-        wide = F.layer_norm(x.float(), layer.normalized_shape, weight, bias, layer.eps)
-        return wide.to(path.dtype)
+        weight, bias = layer.weight.float(), layer.bias.float()  # sharded parameters may come in less
+        return F.layer_norm(x.float(), layer.normalized_shape, weight, bias, layer.eps).to(path.dtype)
     weight, bias = layer.weight.to(x.dtype), layer.bias.to(x.dtype)
     return F.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
 
@@ -95,16 +94,21 @@ def _written_out(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 # ---- GPT-2 -----------------------------------------------------------------------------------------------------------
 
 
-def gpt2_loss(model: Any, tokens: Tensor, targets: Tensor, path: Path) -> Tensor:
-    """The mean cross-entropy of a ``lib.gpt2.GPT2``."""
+def gpt2_block(block: Any, x: Tensor, path: Path, n_heads: int) -> Tensor:
+    """One block of a ``lib.gpt2.GPT2``."""
+    heads = linear(norm(x, block.ln_1, path), path, block.attn.c_attn).unflatten(-1, (3, n_heads, -1))
+    q, k, v = heads.unbind(2)
+    x = x + linear(attend(q, k, v, path, causal=True), path, block.attn.c_proj)
+    wide = F.gelu(linear(norm(x, block.ln_2, path), path, block.mlp.c_fc), approximate="tanh")
+    return x + linear(wide, path, block.mlp.c_proj)
+
+
+def gpt2_loss(model: Any, tokens: Tensor, targets: Tensor, path: Path, call_blocks: bool = False) -> Tensor:
+    """The mean cross-entropy of a ``lib.gpt2.GPT2``; with ``call_blocks`` each block is called as the module that it is."""
     x = F.embedding(tokens, model.wte.weight) + model.wpe.weight[: tokens.shape[1]]
     x = x.to(path.stream_dtype)
     for block in model.h:
-        heads = linear(norm(x, block.ln_1, path), path, block.attn.c_attn).unflatten(-1, (3, model.config.n_heads, -1))
-        q, k, v = heads.unbind(2)
-        x = x + linear(attend(q, k, v, path, causal=True), path, block.attn.c_proj)
-        wide = F.gelu(linear(norm(x, block.ln_2, path), path, block.mlp.c_fc), approximate="tanh")
-        x = x + linear(wide, path, block.mlp.c_proj)
+        x = block(x) if call_blocks else gpt2_block(block, x, path, model.config.n_heads)
     rows = norm(x, model.ln_f, path).flatten(0, 1)
     weight, n_vocab = model.wte.weight.to(path.dtype), model.config.vocab_size
     if path.loss_kernel:
@@ -116,18 +120,26 @@ def gpt2_loss(model: Any, tokens: Tensor, targets: Tensor, path: Path) -> Tensor
 # ---- the vision transformer ------------------------------------------------------------------------------------------
 
 
-def vit_logits(model: Any, images: Tensor, path: Path) -> Tensor:
-    """The float32 logits of a ``lib.vit.VisionTransformer``; patches go through a product instead of a convolution."""
+def vit_logits(model: Any, images: Tensor, path: Path, call_blocks: bool = False) -> Tensor:
+    """The float32 logits of a ``lib.vit.VisionTransformer``; patches go through a product instead of a convolution.
+
+    With ``call_blocks`` each block is called as the module that it is: for whoever has put ``vit_block_of`` into its place.
+    """
     x = vit_stem(model.embeddings, images, path)
-    *blocks, last = model.blocks
-    for block in blocks:
-        x = vit_block(block, x, path)
-    return vit_head(last, model.norm, model.head, x, path, model.config.pooling)
+    for i, block in enumerate(model.blocks):
+        x = block(x) if call_blocks else vit_block_of(model, i, path)(block, x, path)
+    return _vit_out(model.norm, model.head, x, path, model.config.pooling)
 
 
-def vit_loss(model: Any, images: Tensor, labels: Tensor, path: Path) -> Tensor:
+def vit_loss(model: Any, images: Tensor, labels: Tensor, path: Path, call_blocks: bool = False) -> Tensor:
     """The mean cross-entropy of a ``lib.vit.VisionTransformer``."""
-    return F.cross_entropy(vit_logits(model, images, path), labels)
+    return F.cross_entropy(vit_logits(model, images, path, call_blocks), labels)
+
+
+def vit_block_of(model: Any, i: int, path: Path) -> Callable[[Any, Tensor, Path], Tensor]:
+    """What computes block i of a ``lib.vit.VisionTransformer``: of the last, perhaps only what the head reads."""
+    alone = path.class_token_alone and model.config.pooling == "token" and i == len(model.blocks) - 1
+    return _class_token_block if alone else vit_block
 
 
 def vit_stem(inputs: Any, images: Tensor, path: Path) -> Tensor:
@@ -143,6 +155,10 @@ def vit_head(last: Any, final_norm: Any, head: Any, x: Tensor, path: Path, pooli
     """From what the last block reads to float32 logits."""
     alone = path.class_token_alone and pooling == "token"
     x = _class_token_block(last, x, path) if alone else vit_block(last, x, path)
+    return _vit_out(final_norm, head, x, path, pooling)
+
+
+def _vit_out(final_norm: Any, head: Any, x: Tensor, path: Path, pooling: str) -> Tensor:
     x = norm(x, final_norm, path)
     return linear(x[:, 0] if pooling == "token" else x[:, 1:].mean(dim=1), path, head).float()
 

@@ -1,0 +1,135 @@
+"""What a run says while it goes: a line of JSON a step, a bar for people, TensorBoard for who has it."""
+
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lib.given.progress import progress
+from lib.runs.options import Options
+from lib.speed import mfu
+
+PEAK_TFLOPS = {"A100": (312.0, 156.0, 19.5), "H100 80GB HBM3": (989.4, 494.7, 66.9), "H200": (989.4, 494.7, 66.9)}
+"""Dense, from the datasheets: 16 bits, TF32, float32."""
+COLUMN = {"bf16": 0, "float16": 0, "tf32": 1, "float32": 2}
+
+
+def peak_flops(options: Options, device: torch.device) -> float | None:
+    """Operations a second of one device in the precision of the run; None where nobody knows."""
+    if options.peak_tflops:
+        return options.peak_tflops * 1e12
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    known = [peaks for card, peaks in PEAK_TFLOPS.items() if card in name]
+    return known[0][COLUMN[options.precision]] * 1e12 if known else None
+
+
+def memory_peak_bytes(device: torch.device) -> int:
+    """The most that the allocator had given out on the device; on a CPU the most that the process had."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a log; one that was cut off is passed over."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+class Log:
+    """Rank 0's words; the other ranks have one that is silent.
+
+    On an accelerator a step's line is written when the next step has been started, so that the host never waits for the step that
+    it has just begun.
+
+    Args:
+        options: Of the run.
+        task: What is counted, and what it costs.
+        device: Of this rank.
+        n_ranks: All ranks.
+        begin: The first step that is written.
+        speaks: Whether this is rank 0.
+    """
+
+    def __init__(self, options: Options, task: Any, device: torch.device, n_ranks: int, begin: int, speaks: bool):
+        self.options, self.task, self.device, self.speaks = options, task, device, speaks
+        self.items = options.batch * task.per_row
+        peak = peak_flops(options, device)
+        self.peak = peak and peak * n_ranks
+        self.waiting: tuple[int, float, Tensor, Tensor | None] | None = None
+        self.file = self.board = None
+        self.rates: list[float] = []
+        if speaks and options.log:
+            self._continue_file(options.log, begin)
+        if speaks and options.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(options.tensorboard), purge_step=begin)
+        self.bar: Any = range(begin, options.steps)
+        if speaks and not options.quiet:
+            self.bar = progress(self.bar, f"{options.model} {options.strategy}")
+        self.last = time.perf_counter()
+
+    def _continue_file(self, path: Path, begin: int) -> None:
+        """Keep the lines of the steps before ``begin``; those that a lost run wrote after its checkpoint will be written again."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in read_log(path) if line["step"] < begin]
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        os.replace(temporary, path)
+        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+
+    def add(self, step: int, lr: float, loss: Tensor, norm: Tensor | None) -> None:
+        """A step was started; the one before it is written, and on a CPU, where it is done, the step itself."""
+        self.flush()
+        self.waiting = (step, lr, loss, norm)
+        if self.device.type == "cpu":
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the step that waits, if one does; the host waits until it is done."""
+        if self.waiting is None:
+            return
+        (step, lr, loss, norm), self.waiting = self.waiting, None
+        value = loss.item()
+        now = time.perf_counter()
+        seconds, self.last = now - self.last, now
+        rate = self.items / seconds
+        self.rates.append(rate)
+        share = mfu(rate, self.task.flops_per_item, self.peak) if self.peak else None
+        line = {"step": step, "loss": value, "lr": lr, "grad_norm": None if norm is None else norm.item()}
+        line |= {f"{self.task.unit}s_per_s": rate, "mfu": share, "memory_peak_bytes": memory_peak_bytes(self.device)}
+        self._say({**line, "seconds": seconds})
+
+    def _say(self, line: dict[str, Any]) -> None:
+        if self.file:
+            self.file.write(json.dumps(line) + "\n")
+            self.file.flush()
+        if self.board:
+            for name, value in line.items():
+                if name != "step" and value is not None:
+                    self.board.add_scalar(name, value, line["step"])
+        if hasattr(self.bar, "set_postfix"):
+            self.bar.set_postfix(loss=f"{line['loss']:.4f}", per_s=f"{self.rates[-1]:.4g}", refresh=False)
+
+    def restart_clock(self) -> None:
+        """What was done since the last step is not of the next one."""
+        self.last = time.perf_counter()
+
+    def close(self) -> None:
+        self.flush()
+        for part in (self.file, self.board):
+            if part:
+                part.close()

@@ -1,0 +1,30 @@
+"""Train a vision transformer, from digits on a laptop to G/14 on many GPUs.
+
+python -m lib.runs.train_vit
+torchrun --nproc-per-node 4 -m lib.runs.train_vit --model L/16 --strategy ddp --precision bf16 --compile --batch 1024
+torchrun --nproc-per-node 8 -m lib.runs.train_vit --model G/14 --strategy fsdp --engine torch --precision bf16 --compile
+mpiexec -n 2 python -m lib.runs.train_vit --strategy tp
+"""
+
+import sys
+
+from lib.given.vit import PRESETS
+from lib.runs.loop import main as run
+from lib.runs.options import make_parser, whole
+from lib.runs.tasks import ViTTask
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0, or 2 with one line about what is wrong with the request."""
+    models = ["tiny", *(name for name in PRESETS if name != "tiny")]
+    parser = make_parser("lib.runs.train_vit", models, "images", "Train a vision transformer.")
+    pictures = parser.add_argument_group("pictures")
+    pictures.add_argument(
+        "--image-size", type=whole(1), help="side that the model reads, in pixels; the preset's unless told"
+    )
+    pictures.add_argument("--classes", type=whole(1), help="width of the head; the data's unless told")
+    return run(parser, ViTTask, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

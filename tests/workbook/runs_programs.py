@@ -1,0 +1,60 @@
+"""What the ranks of test_runs.py do: the programs of lib.runs, one after the other, as one process each."""
+
+import contextlib
+import io
+
+from lib.runs import train_gpt2, train_vit
+from lib.runs.loop import Run
+
+PROGRAMS = {"vit": train_vit.main, "gpt2": train_gpt2.main}
+
+
+def run_all(rank: int, world_size: int, commands: list[str]) -> list[tuple[int, str]]:
+    """Each command's exit status and what it said on its error stream."""
+    results = []
+    for command in commands:
+        program, *argv = command.split()
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said):
+            status = PROGRAMS[program]([*argv, "--quiet", "--device", "cpu"])
+        results.append((status, said.getvalue()))
+    return results
+
+
+class Killed(Exception):
+    """Stands for the end of a process."""
+
+
+def run_until(rank: int, world_size: int, command: str, step: int) -> None:
+    """Go on until ``step`` begins, and stop there as a killed process would: without another word."""
+    set_lr = Run.set_lr
+
+    def die(self, now: int) -> float:
+        if now == step:
+            raise Killed
+        return set_lr(self, now)
+
+    Run.set_lr = die
+    try:
+        run_all(rank, world_size, [command])
+    except Killed:
+        return
+    finally:
+        Run.set_lr = set_lr
+    raise AssertionError(f"the run ended before step {step}")
+
+
+def kill_and_resume(rank: int, world_size: int, commands: list[str], step: int) -> list[tuple[int, str]]:
+    """Each run killed at a step and started again."""
+    for command in commands:
+        run_until(rank, world_size, command, step)
+    return run_all(rank, world_size, commands)
+
+
+def whole_and_killed(
+    rank: int, world_size: int, whole: list[str], here: list[str], there: list[str], step: int
+) -> list[tuple[int, str]]:
+    """Runs from end to end; others killed at a step, of which those that are to go on here do so."""
+    for command in there:
+        run_until(rank, world_size, command, step)
+    return run_all(rank, world_size, whole) + kill_and_resume(rank, world_size, here, step)

@@ -1,0 +1,314 @@
+"""The programs for real runs: every strategy is one process's training, a killed run goes on, and each wrong request is one line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from lib.given.cluster import ROOT_ENVIRONMENT, mpiexec
+from lib.given.ranks import pool
+from lib.runs.log import read_log
+from lib.runs.world import World, _first_host, _slurm_port, find_world
+from tests.workbook import runs_programs as programs
+
+ROOT = Path(__file__).resolve().parents[2]
+VIT = "vit --batch 12 --steps 4 --data synthetic --items 40 --warmup 1"
+GPT2 = "gpt2 --batch 4 --steps 4 --data synthetic --items 20 --context 16 --warmup 1"
+MODELS = {"vit": VIT, "gpt2": GPT2}
+WAYS = [
+    f"--strategy {strategy} --engine {engine}" for strategy in ("ddp", "fsdp", "tp") for engine in ("ours", "torch")
+]
+LONG_S = 120.0  # of a launch on a machine that does other things too
+
+
+def train(*commands: str) -> None:
+    """In this process."""
+    for result in programs.run_all(0, 1, list(commands)):
+        assert result == (0, "")
+
+
+def on_ranks(function, *args, n_ranks: int = 2) -> None:
+    """On gloo ranks; every program succeeds on each."""
+    values = pool("gloo").run(function, *args, n_ranks=n_ranks, time_limit_s=LONG_S).values
+    assert all(result == (0, "") for results in values for result in results), values
+
+
+def curve(log: Path) -> dict[int, tuple[float, float]]:
+    """Loss and norm of each step; a step that stands twice is an error."""
+    lines = read_log(log)
+    found = {line["step"]: (line["loss"], line["grad_norm"]) for line in lines}
+    assert len(found) == len(lines), [line["step"] for line in lines]
+    return found
+
+
+def same(log: Path, expected: dict, rtol: float = 2e-4) -> None:
+    found = curve(log)
+    assert list(found) == list(expected), log
+    for step, pair in found.items():
+        assert pair == pytest.approx(expected[step], rel=rtol), (log.name, step)
+
+
+@pytest.mark.time_limit(200)
+def test_every_strategy_and_engine_trains_as_one_process_does(tmp_path):
+    train(*(f"{command} --log {tmp_path / name}" for name, command in MODELS.items()))
+    alone = {name: curve(tmp_path / name) for name in MODELS}
+    commands, tolerance = [], {}
+    for i, way in enumerate(WAYS):
+        for name, command in MODELS.items():
+            log = f"{name}{i}"
+            commands.append(f"{command} {way} --log {tmp_path / log}")
+            tolerance[log] = 2e-4
+            # fsdp sums its gradients in the dtype that it computes in: float16 overflows at first, and skips steps
+            low, more = ("float16", "--accumulate 2") if i in (0, 4) else ("bf16", "")
+            if (name == "vit") == (i < 4):
+                commands.append(f"{command} {way} --precision {low} {more} --log {tmp_path / log}.low")
+                tolerance[f"{log}.low"] = 0.1
+        commands.append(f"{VIT} {way} --accumulate 2 --path plain --log {tmp_path}/vit{i}.plain")
+        tolerance[f"vit{i}.plain"] = 2e-4
+    on_ranks(programs.run_all, commands)
+    for log, rtol in tolerance.items():
+        same(tmp_path / log, alone[log.partition(".")[0][:-1]], rtol)
+
+
+@pytest.mark.time_limit(60)
+def test_one_process_accumulates_and_takes_the_plain_path_and_low_precision(tmp_path):
+    variants = ["", "--engine torch", "--accumulate 3", "--path plain", "--path plain --engine torch --accumulate 2"]
+    low = [
+        f"--precision {p} {path}"
+        for p in ("bf16", "float16")
+        for path in ("", "--path plain", "--path plain --engine torch")
+    ]
+    train(*(f"{VIT} {variant} --log {tmp_path / str(i)}" for i, variant in enumerate([*variants, *low])))
+    for i in range(1, len(variants) + len(low)):
+        same(tmp_path / str(i), curve(tmp_path / "0"), 2e-4 if i < len(variants) else 0.1)
+
+
+@pytest.mark.time_limit(200)
+def test_a_killed_run_goes_on_bit_for_bit_and_on_another_number_of_ranks(tmp_path):
+    ways = [(name, way) for name, way in zip(["vit", "gpt2"] * 3, WAYS, strict=True)]
+    ways += [("vit", "--strategy ddp --precision float16"), ("gpt2", "--strategy fsdp --precision float16")]
+    begun = {i: f"{MODELS[name]} --steps 6 --save-every 2 {way}" for i, (name, way) in enumerate(ways)}
+    whole = [f"{command} --log {tmp_path}/whole{i}" for i, command in begun.items()]
+    here = [f"{command} --log {tmp_path}/here{i} --checkpoint {tmp_path}/ck{i}" for i, command in begun.items()]
+    # float16 overflows at other steps when other ranks share the batch; the little GPT-2 has two heads
+    wider = [i for i, (name, way) in enumerate(ways) if "float16" not in way and ("tp" not in way or name == "vit")]
+    there = [f"{begun[i]} --log {tmp_path}/there{i} --checkpoint {tmp_path}/ck_there{i}" for i in wider]
+    on_ranks(programs.whole_and_killed, whole, here, there, 5)
+    on_ranks(programs.run_all, there, n_ranks=4)
+    for i in begun:
+        assert curve(tmp_path / f"here{i}") == curve(tmp_path / f"whole{i}"), begun[i]
+        assert list(curve(tmp_path / f"here{i}")) == list(range(6))
+    for i in wider:
+        same(tmp_path / f"there{i}", curve(tmp_path / f"whole{i}"))
+
+
+def test_an_epoch_is_every_item_once_whatever_the_number_of_ranks():
+    from lib.training import TokenBatches
+
+    orders = {}
+    for n_ranks in (1, 2, 4):
+        parts = [TokenBatches(range(25), 8 // n_ranks, 1, rank, n_ranks, seed=3) for rank in range(n_ranks)]
+        orders[n_ranks] = [n for _ in range(3) for part in parts for n in next(part)[0][:, 0].tolist()]
+    assert orders[1] == orders[2] == orders[4]
+    assert sorted(orders[1]) == list(range(24))
+
+
+# ---- started by torchrun and by mpiexec ----
+
+
+def environment() -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("WORKBOOK_", "PYTEST_", "RANK", "MASTER_"))}
+    return {**ROOT_ENVIRONMENT, **env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def kill_rank(process: subprocess.Popen, rank: int) -> None:
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if child.environ().get("RANK") == str(rank):
+            os.kill(child.pid, signal.SIGKILL)
+            return
+    raise AssertionError(f"there is no rank {rank}")
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(200)
+def test_torchrun_restarts_a_run_whose_rank_was_killed_and_nothing_is_trained_twice(tmp_path):
+    command = f"{VIT} --steps 120 --save-every 20 --strategy ddp"
+    log = tmp_path / "log"
+    program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    program += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "lib.runs.train_vit"]
+    arguments = [
+        *command.split()[1:],
+        "--quiet",
+        "--device",
+        "cpu",
+        "--log-file",
+        str(log),
+        "--checkpoint",
+        str(tmp_path / "ck"),
+    ]
+    with subprocess.Popen(
+        [*program, *arguments], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            while process.poll() is None and len(read_log(log)) < 25:
+                time.sleep(0.02)
+            assert process.returncode is None, process.stdout.read()
+            kill_rank(process, 1)
+            said = process.communicate(timeout=150)[0]
+        finally:
+            process.kill()
+    assert process.returncode == 0, said
+    on_ranks(programs.run_all, [f"{command} --log {tmp_path / 'whole'}"])
+    assert curve(log) == curve(tmp_path / "whole")
+    assert list(curve(log)) == list(range(120))
+    assert "exitcode: -9" in said or "Signal 9" in said, said
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(100)
+@pytest.mark.skipif(sys.platform == "win32", reason="no MPI wheel for Windows: use WSL")
+def test_mpiexec_starts_the_ranks_and_each_says_what_is_wrong(tmp_path):
+    program = [mpiexec(), "-n", "2", sys.executable, "-m", "lib.runs.train_vit", "--quiet", "--device", "cpu"]
+    run = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True, "timeout": 90}
+    done = subprocess.run([*program, *VIT.split()[1:], "--strategy", "ddp", "--log", str(tmp_path / "mpi")], **run)
+    assert done.returncode == 0, done.stderr
+    train(f"{VIT} --log {tmp_path / 'alone'}")
+    same(tmp_path / "mpi", curve(tmp_path / "alone"))
+    done = subprocess.run([*program, "--batch", "7", "--strategy", "ddp"], **run)
+    assert done.returncode == 2
+    assert done.stderr.count("--batch 7 does not divide into 2 ranks x 1 micro-batches: 7 = 3 x 2 + 1") == 2
+    assert "Traceback" not in done.stderr
+
+
+# ---- what is wrong is one line ----
+
+
+def refused(capsys, command: str, *words: str) -> None:
+    """Status 2, and one line with all these words."""
+    program, *argv = command.split()
+    assert programs.PROGRAMS[program](argv) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1, said
+    for word in (f"lib.runs.train_{program}", *words):
+        assert word in said[0], (word, said[0])
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("vit --model L/17", ("'L/17'", "L/16")),
+        ("vit --batsch 3", ("--batsch", "--help")),
+        ("vit --batch 0", ("--batch", "'0'", "from 1 on")),
+        ("vit --lr fast", ("--lr", "'fast'")),
+        ("vit --lr 1e-4 --min-lr 1e-3", ("0.001", "0.0001")),
+        ("vit --batch 9 --accumulate 2", ("--batch 9", "1 ranks x 2 micro-batches", "9 = 4 x 2 + 1")),
+        ("vit --batch 2000", ("2000", "1437 images")),
+        ("vit --warmup 200 --steps 100", ("--warmup 200", "--steps 100")),
+        ("vit --strategy tp --path fast", ("--path fast", "--path plain")),
+        ("vit --strategy fsdp --compile whole", ("--compile whole", "blocks")),
+        ("vit --graph --device cpu", ("--graph", "CUDA")),
+        ("vit --graph --strategy fsdp", ("--graph", "fsdp", "ddp")),
+        ("vit --graph --precision float16", ("--graph", "float16", "bf16")),
+        ("vit --graph --optimizer ours", ("--graph", "--optimizer ours", "adamw")),
+        ("vit --data no/such/folder", ("no/such/folder",)),
+        ("vit --image-size 9", ("image_size = 9", "patch_size = 2")),
+        ("vit --classes 4", ("--classes 4", "10 classes")),
+        ("gpt2 --model huge", ("'huge'", "xl")),
+        ("gpt2 --tokenizer gpt2", ("--tokenizer gpt2", "50257", "512")),
+        ("gpt2 --data nothing.txt", ("nothing.txt",)),
+        ("gpt2 --context 0", ("--context", "'0'")),
+        ("gpt2 --strategy tp --engine torch --precision float16", ("float16", "bf16")),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_status_2(capsys, command, words):
+    refused(capsys, command, *words)
+
+
+def test_what_does_not_fit_the_ranks_is_refused_on_each_before_they_meet(capsys, monkeypatch):
+    for rank in ("0", "2"):
+        for name, value in {"RANK": rank, "WORLD_SIZE": "3", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "3"}.items():
+            monkeypatch.setenv(name, value)
+        refused(capsys, "vit --batch 32 --strategy ddp", "--batch 32", "3 ranks", "32 = 10 x 3 + 2")
+        refused(capsys, "vit --batch 30", "--strategy single", "3 were started")
+        refused(capsys, "vit --strategy tp", "n_heads = 4", "3 ranks", "4 = 1 x 3 + 1")
+        refused(capsys, "gpt2 --model xl --strategy tp --engine torch", "n_heads = 25", "25 = 8 x 3 + 1")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        refused(capsys, "vit --batch 30 --strategy ddp", "3 ranks on this host share 2 GPUs", "at most 2")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        refused(capsys, "vit --batch 30 --strategy ddp --device cuda", "no GPU", "--device cpu")
+    monkeypatch.setenv("RANK", "3")
+    refused(capsys, "vit", "RANK=3", "from 0 to 2")
+    monkeypatch.setenv("RANK", "x")
+    refused(capsys, "vit", "RANK='x'", "whole number")
+
+
+def test_a_checkpoint_of_another_run_is_refused(capsys, tmp_path):
+    train(f"{VIT} --steps 2 --checkpoint {tmp_path}")
+    with_it = f"--checkpoint {tmp_path} --quiet"
+    refused(capsys, f"{VIT} --image-size 12 {with_it}", "image_size = 8", "12")
+    refused(capsys, f"{VIT} --batch 8 {with_it}", "batch = 12", "8")
+    refused(capsys, f"{VIT} --seed 5 {with_it}", "seed = 0", "5")
+    refused(capsys, f"{VIT} --steps 1 --warmup 0 {with_it}", "at step 2", "--steps 1")
+    refused(capsys, f"{VIT} --strategy fsdp {with_it}", "'whole'", "'fsdp, ours'")
+    refused(capsys, f"{GPT2} {with_it}", "task = 'ViTTask'", "'GPT2Task'")
+    (tmp_path / "checkpoint.pt").write_bytes(b"PK no checkpoint")
+    refused(capsys, f"{VIT} {with_it}", "cannot be read", "checkpoint.pt")
+
+
+def test_tensorboard_that_is_not_there_is_named(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("lib.runs.options.importlib.util.find_spec", lambda name: None)
+    refused(capsys, f"vit --tensorboard {tmp_path}", "--tensorboard", "pip install tensorboard")
+
+
+# ---- the log, the data, the place ----
+
+
+def test_a_line_of_the_log_says_all(tmp_path):
+    (tmp_path / "log").write_text(
+        '{"step": 0, "loss": 9}\n{"step": 7, "loss": 9}\n{"step": 1, "lo'
+    )  # another run's, cut off
+    train(f"{VIT} --peak-tflops 0.001 --log {tmp_path / 'log'}", f"{GPT2} --clip 0 --log {tmp_path / 'text'}")
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    wanted = ["step", "loss", "lr", "grad_norm", "images_per_s", "mfu", "memory_peak_bytes", "seconds"]
+    assert list(lines[0]) == wanted
+    assert lines[0]["lr"] == 0.0 < lines[2]["lr"] < lines[1]["lr"] == 1e-3
+    assert lines[1]["mfu"] > 0
+    assert lines[1]["memory_peak_bytes"] > 2**20
+    text = read_log(tmp_path / "text")[-1]
+    assert text["grad_norm"] is None
+    assert text["mfu"] is None
+    assert text["tokens_per_s"] * text["seconds"] == pytest.approx(4 * 16)
+
+
+def test_real_data_is_learned_and_files_are_read(tmp_path):
+    train(f"vit --batch 64 --steps 40 --lr 3e-3 --log {tmp_path / 'digits'}")
+    losses = [line["loss"] for line in read_log(tmp_path / "digits")]
+    assert sum(losses[-5:]) / 5 < 0.8 * losses[0]
+    (tmp_path / "words.txt").write_text("to be or not to be, that is the question\n" * 40)
+    words = f"gpt2 --batch 4 --context 16 --data {tmp_path / 'words.txt'} --lr 3e-3"
+    train(f"{words} --steps 20 --log {tmp_path / 'bytes'}", f"{words} --steps 2 --tokenizer bpe")
+    assert curve(tmp_path / "bytes")[19][0] < 0.7 * curve(tmp_path / "bytes")[0][0]
+
+
+def test_the_place_is_found_from_whatever_started_the_process():
+    assert find_world({}) == World()
+    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert find_world(torchrun) == World(rank=5, size=8, local_rank=1, local_size=4, launcher="torchrun")
+    slurm = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2"}
+    assert find_world(slurm) == World(rank=3, size=4, local_rank=1, local_size=2, launcher="Slurm")
+    assert find_world({**slurm, **torchrun}).launcher == "torchrun"  # srun started torchrun
+    assert find_world({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == World()  # a batch script, outside of srun
+    mpich = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+    assert find_world(mpich) == World(rank=1, size=2, local_rank=0, local_size=1, launcher="MPICH")
+    assert find_world({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}).launcher == "Open MPI"
+    for nodes, first in (("n[03-05,9],m", "n03"), ("gpu-a7", "gpu-a7"), ("a,b[1-2]", "a")):
+        assert _first_host({"SLURM_STEP_NODELIST": nodes}) == first
+    assert _slurm_port({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}) != _slurm_port({"SLURM_JOB_ID": "8"})
