@@ -96,9 +96,8 @@ class FlashAttentionTorch(torch.autograd.Function):
         is_causal: Query t sees the keys up to t + S - T. A row without keys gives zeros.
 
     ``forward`` saves q, k, v, the output and exactly one tensor [..., T] more: the natural logsumexp of each row's
-    scaled scores, float32 (float64 for float64), -inf for a row without keys. No tensor of T x S numbers exists at any
-    time; sums are kept in float32 at least, also under autocast; tiles above the diagonal are not computed.
-    ``backward`` is given.
+    scaled scores, float32 (float64 for float64), -inf for a row without keys. No tensor of T x S numbers is made;
+    sums are kept in float32 at least, also under autocast; tiles above the diagonal are skipped. ``backward`` is given.
 
     Raises:
         ValueError: the shapes or dtypes do not fit (`fold_groups` sees to it).
@@ -145,8 +144,7 @@ def flash_backward(
         lse: Natural logsumexp of each row's scaled scores; -inf for a row without keys, whose gradient is 0.
 
     Returns:
-        dq, dk, dv in the shapes and dtypes of q, k, v; no tensor of T x S numbers on the way; sums in float32 at least,
-        also under autocast.
+        dq, dk, dv, shaped and typed as q, k, v; no T x S tensor is made; sums in float32 at least, also under autocast.
 
     Source: equations (15.6) and (15.7); FlashAttention-2 (arXiv:2307.08691), Algorithm 2.
     """
@@ -187,8 +185,7 @@ def flash_forward_kernel(q, k, v, o, lse, T, S, scale, GROUP: tl.constexpr, D: t
 
     Returns:
         Nothing; writes o and lse and nothing beside them. Keys of tiles that no query of the tile sees are not read.
-        Tiles whose keys all queries of the tile see are done without a mask on their scores. Sums in float32; weights
-        take v's dtype for their product.
+        Tiles that all of them see mask no score. Sums in float32; weights take v's dtype for their product.
 
     Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 1; equations (15.3) to (15.5).
     """

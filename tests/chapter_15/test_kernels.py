@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON), pytest.mark.
 
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 FORWARD, LSE, BACKWARD = "equations (15.3) to (15.5)", "equation (15.4)", "equation (15.7)"
+NO_KEYS = "equation (15.6) and what stands under it about rows without keys"
 WHOLE = "the contract of exercise 15.5, under Returns, and the picture of the tiles"
 CASES = [  # q, k and v, causal: plain, ragged and shared heads, T > S with rows without keys, one query, many heads
     ((1, 64, 16), (1, 64, 16), False),
@@ -46,6 +47,10 @@ def beside(values, *names, dtype=torch.float32):
 
 def with_delta(values, do):
     return values | {"delta": (values["o"] * do.double()).sum(-1)}
+
+
+def where_to_read(r):
+    return NO_KEYS if r["lse"].isinf().any() else BACKWARD
 
 
 # ---- 15.5 flash_forward_kernel ---------------------------------------------------------------------------------------
@@ -137,7 +142,7 @@ def test_flash_backward_dq_kernel_is_the_gradient(q_shape, kv_shape, is_causal):
     inputs, r = prepared(q_shape, kv_shape, is_causal)
     r = with_delta(r, inputs[3])
     dq, delta = run_dq(inputs, r, is_causal)
-    expect_close({"delta": delta, "dq": dq}, beside(r, "delta", "dq"), atol=1e-5, rtol=1e-5, read=BACKWARD)
+    expect_close({"delta": delta, "dq": dq}, beside(r, "delta", "dq"), atol=1e-5, rtol=1e-5, read=where_to_read(r))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
@@ -178,7 +183,7 @@ def run_dkdv(inputs, r, is_causal, **kwargs):
 def test_flash_backward_dkdv_kernel_is_the_gradient(q_shape, kv_shape, is_causal):
     inputs, r = prepared(q_shape, kv_shape, is_causal)
     dk, dv = run_dkdv(inputs, r, is_causal)
-    expect_close({"dk": dk, "dv": dv}, beside(r, "dk", "dv"), atol=1e-5, rtol=1e-5, read=BACKWARD)
+    expect_close({"dk": dk, "dv": dv}, beside(r, "dk", "dv"), atol=1e-5, rtol=1e-5, read=where_to_read(r))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
