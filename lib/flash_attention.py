@@ -22,7 +22,7 @@ def attention_io_bytes(length: int, head_dim: int, sram_bytes: int, algorithm: s
         Two bytes for each number of equation (15.1) or (15.2).
 
     Raises:
-        ValueError: another algorithm, or a length, width or memory below 1 (2 bytes of memory).
+        ValueError: another algorithm, ``length`` or ``head_dim`` below 1, or ``sram_bytes`` below 2.
 
     Source: FlashAttention (arXiv:2205.14135), Algorithms 0 and 1, Theorem 2.
     """
@@ -62,13 +62,13 @@ class FlashAttentionTorch(torch.autograd.Function):
         is_causal: Query t sees the keys up to t + S - T. A row without keys gives zeros.
 
     ``forward`` saves q, k, v, the output and exactly one tensor [..., T] more: the natural logsumexp of each row's
-    scaled scores, float32 (float64 for float64), -inf for a row without keys. No tensor of T x S numbers exists at any
-    time; sums are kept in float32 at least; tiles above the diagonal are not computed. ``backward`` is given.
+    scaled scores, float32 (float64 for float64), -inf for a row without keys. No tensor of T x S numbers is made;
+    sums are kept in float32 at least, also under autocast; tiles above the diagonal are skipped. ``backward`` is given.
 
     Raises:
         ValueError: the shapes or dtypes do not fit (`fold_groups` sees to it).
 
-    Source: equations (15.3) to (15.5); FlashAttention-2 (arXiv:2307.08691), Algorithm 1.
+    Source: equations (15.3) and (15.4); FlashAttention-2 (arXiv:2307.08691), Algorithm 1.
     """
 
     @staticmethod
@@ -95,10 +95,10 @@ def flash_backward(
     Args:
         q, k, v, is_causal: As they went into the forward pass; heads may be shared.
         o, do: What came out, and the gradient of the loss with respect to it; any strides.
-        lse: Natural logsumexp of each row's scaled scores.
+        lse: Natural logsumexp of each row's scaled scores; -inf for a row without keys, whose gradient is 0.
 
     Returns:
-        dq, dk, dv in the shapes and dtypes of q, k, v; no tensor of T x S numbers on the way, sums in float32 at least.
+        dq, dk, dv, shaped and typed as q, k, v; no T x S tensor is made; sums in float32 at least, also under autocast.
 
     Source: equations (15.6) and (15.7); FlashAttention-2 (arXiv:2307.08691), Algorithm 2.
     """
@@ -114,15 +114,15 @@ def flash_forward_kernel(q, k, v, o, lse, T, S, scale, GROUP: tl.constexpr, D: t
         q, k, v, o: Pointers to contiguous [heads, T, D], twice [heads / GROUP, S, D], and [heads, T, D].
         lse: Pointer to float32 [heads, T]: the natural logsumexp, -inf for a row without keys (whose output is 0).
         T, S, scale: Numbers of queries and keys, any; what the scores are multiplied with.
-        GROUP: Query heads that share a head of keys: head h reads keys of head h // GROUP.
+        GROUP: Query heads that share a head of keys: head h reads keys of head h // GROUP, all batches counted on.
         D, WIDTH: Width of a head, and the power of two that holds it.
         ROWS, COLS, CAUSAL: Tiles of queries and keys; if CAUSAL, query t sees the keys up to t + S - T.
 
     Returns:
         Nothing; writes o and lse and nothing beside them. Keys of tiles that no query of the tile sees are not read.
-        Whole tiles are done without comparisons. Sums in float32; weights take v's dtype for their product.
+        Tiles that all of them see mask no score. Sums in float32; weights take v's dtype for their product.
 
-    Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 1; equation (15.5).
+    Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 1; equations (15.3) to (15.5).
     """
     raise NotImplementedError("Exercise 15.5: write flash_forward_kernel")
 
@@ -134,7 +134,7 @@ def flash_backward_dq_kernel(q, k, v, o, do, lse, delta, dq, T, S, scale, GROUP:
 
     Args:
         o, do: Pointers to the output and its gradient, [heads, T, D].
-        lse: Pointer to the natural logsumexp [heads, T].
+        lse: Pointer to the natural logsumexp [heads, T]; -inf for a row without keys, whose gradient is 0.
         delta, dq: Each row's sum of o * do, float32 [heads, T], and the gradient [heads, T, D] are written there.
 
     Returns:
@@ -184,7 +184,7 @@ def flash_attention(
     """Attention by the fastest way that fits. (Exercise 15.9)
 
     Args:
-        q, k, v, is_causal: As `FlashAttentionTorch`'s. Under autocast they are cast to its dtype first.
+        q, k, v, is_causal: As `FlashAttentionTorch`'s. Under autocast they are cast to its dtype first; float64 stays.
 
     Returns:
         By `flash_attention_fast` where `fits_fast` says so, by `FlashAttentionTriton` for other GPU tensors of 16 or 32

@@ -1,4 +1,4 @@
-"""Exact attention by PyTorch in float64, and counters of what a call holds: what chapter 15 is checked with."""
+"""Exact attention by PyTorch in float64, and counters of what a call holds and masks: what chapter 15 is checked with."""
 
 import torch
 from torch.nn import functional as F
@@ -42,6 +42,28 @@ class LargestTensor(TorchDispatchMode):
         sizes = [x.untyped_storage().nbytes() // x.element_size() for x in tree_leaves(out) if isinstance(x, Tensor)]
         self.numbers = max([self.numbers, *sizes])
         return out
+
+
+class CountMasked:
+    """While it is active: ``n`` counts how often interpreted kernels chose a tile of ``shape`` by a condition, `tl.where`."""
+
+    def __init__(self, shape: tuple[int, int]):
+        self.shape, self.n = shape, 0
+
+    def __enter__(self):
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        self.builder, self.select = InterpreterBuilder, InterpreterBuilder.create_select
+
+        def counted(builder, condition, *choices):
+            self.n += condition.data.shape == self.shape
+            return self.select(builder, condition, *choices)
+
+        InterpreterBuilder.create_select = counted
+        return self
+
+    def __exit__(self, *error):
+        self.builder.create_select = self.select
 
 
 def guarded(shape, dtype, device="cpu", guard=8192, value=-7.0) -> Tensor:

@@ -46,6 +46,17 @@ _wrong(
 )
 _wrong("attention_io_bytes", "the output is written once a block and never read back", ("(3 * length", "(2 * length"))
 
+_wrong(
+    "attention_io_bytes",
+    "the block of keys rounded down: where fewer than 4d numbers have room it has no key at all",
+    ("block = -(-(sram_bytes // 2) // (4 * head_dim))", "block = (sram_bytes // 2) // (4 * head_dim)"),
+)
+_wrong(
+    "attention_io_bytes",
+    "a block of M // d keys: the queries, the keys, the values and the output need room too",
+    ("// (4 * head_dim))", "// head_dim)"),
+)
+
 # ---- 15.2 online_softmax_update --------------------------------------------------------------------------------------
 _wrong("online_softmax_update", "the sum so far is not scaled to the new maximum", ("l * decay", "l"))
 _wrong("online_softmax_update", "the output so far is not scaled to the new maximum", ("acc * decay[..., None]", "acc"))
@@ -90,6 +101,12 @@ _wrong(
 )
 _wrong("FlashAttentionTorch", "causal ignored", ("if is_causal else None", "if False else None"))
 
+_wrong(
+    "FlashAttentionTorch",
+    "autocast left on inside: it rounds the products of float32 inputs to 16 bits",
+    ("with torch.autocast(q.device.type, enabled=False):", "with torch.no_grad():"),
+)
+
 # ---- 15.4 flash_backward ---------------------------------------------------------------------------------------------
 _wrong("flash_backward", "the row sums of o * do are not subtracted", (" - delta[..., rows, None]", ""))
 _wrong(
@@ -109,6 +126,25 @@ _wrong(
     "flash_backward",
     "the gradient of the values taken with ds instead of the weights",
     ("(p.mT @ grad)", "(ds.mT @ grad)"),
+)
+
+_wrong(
+    "flash_backward",
+    "scores hidden before the logsumexp is subtracted: in a row without keys that is -inf minus -inf, NaN",
+    (
+        "query @ ks[..., cols, :].mT - lses[..., rows, None]\n",
+        "query @ ks[..., cols, :].mT\n",
+    ),
+    (
+        "p = torch.exp(hide_later(exponent, rows.start + ahead - cols.start) if is_causal else exponent)",
+        "p = torch.exp((hide_later(exponent, rows.start + ahead - cols.start) if is_causal else exponent)"
+        " - lses[..., rows, None])",
+    ),
+)
+_wrong(
+    "flash_backward",
+    "autocast left on inside: it rounds the products of float32 inputs to 16 bits",
+    ("with torch.autocast(q.device.type, enabled=False):", "with torch.no_grad():"),
 )
 
 # ---- 15.5 flash_forward_kernel ---------------------------------------------------------------------------------------
@@ -136,6 +172,17 @@ _wrong(
     ("head // GROUP * S", "head % GROUP * S"),
 )
 
+_wrong(
+    "flash_forward_kernel",
+    "query heads dealt out in turn: the map is head // GROUP, not head modulo the heads of keys",
+    ("head // GROUP * S", "head % (tl.num_programs(0) // GROUP) * S"),
+)
+_wrong(
+    "flash_forward_kernel",
+    "one loop in which every tile is masked, the whole ones too",
+    ("tl.maximum(i * ROWS + S - T + 1, 0) // COLS * COLS)", "0)"),
+)
+
 # ---- 15.6 flash_backward_dq_kernel -----------------------------------------------------------------------------------
 _wrong(
     "flash_backward_dq_kernel", "the natural logsumexp taken for one in base 2", ("other=0.0) * LOG2E", "other=0.0)")
@@ -147,6 +194,18 @@ _wrong(
     "flash_backward_dq_kernel",
     "tiles above the diagonal read and masked, not skipped",
     ("end = tl.minimum(S, tl.maximum(i * ROWS + ROWS + S - T, 0))", "end = S"),
+)
+
+_wrong(
+    "flash_backward_dq_kernel",
+    "query heads dealt out in turn: the map is head // GROUP, not head modulo the heads of keys",
+    ("head // GROUP * S", "head % (tl.num_programs(0) // GROUP) * S"),
+)
+_wrong(
+    "flash_backward_dq_kernel",
+    "scores hidden before the logsumexp is subtracted: in a row without keys that is -inf minus -inf, NaN",
+    ("(scale * LOG2E) - lse2[:, None]", "(scale * LOG2E)"),
+    ("tl.exp2(exponent)", "tl.exp2(exponent - lse2[:, None])"),
 )
 
 # ---- 15.7 flash_backward_dkdv_kernel ---------------------------------------------------------------------------------
@@ -170,6 +229,18 @@ _wrong(
     ("weights.to(grad.dtype)", "(weights * (dp - sums[None, :])).to(grad.dtype)"),
 )
 
+_wrong(
+    "flash_backward_dkdv_kernel",
+    "query heads counted from the head of keys on: its own are head * GROUP to head * GROUP + GROUP - 1",
+    ("h = head * GROUP + shared", "h = head + shared"),
+)
+_wrong(
+    "flash_backward_dkdv_kernel",
+    "scores hidden before the logsumexp is subtracted: in a row without keys that is -inf minus -inf, NaN",
+    ("(scale * LOG2E) - lse2[None, :]", "(scale * LOG2E)"),
+    ("tl.exp2(exponent)", "tl.exp2(exponent - lse2[None, :])"),
+)
+
 # ---- 15.8 FlashAttentionTriton ---------------------------------------------------------------------------------------
 _wrong("FlashAttentionTriton", "causal not passed to the forward kernel", ("q, k, v, is_causal)", "q, k, v)"))
 _wrong(
@@ -189,6 +260,11 @@ _wrong(
     "flash_attention",
     "under autocast the dtype of the inputs is kept",
     ("q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))", "pass"),
+)
+_wrong(
+    "flash_attention",
+    "float64 cast under autocast too: PyTorch's autocast leaves it alone",
+    ("if torch.is_autocast_enabled(kind) and q.dtype != torch.float64:", "if torch.is_autocast_enabled(kind):"),
 )
 _wrong(
     "flash_attention",

@@ -12,7 +12,9 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 
 flash = graded("flash_attention")
 
-STANDARD, FLASH, UPDATE, BACKWARD = (f"equation (15.{n})" for n in (1, 2, 3, 7))
+STANDARD, FLASH, UPDATE, LSE, BACKWARD = (f"equation (15.{n})" for n in (1, 2, 3, 4, 7))
+NO_KEYS = "equation (15.6) and what stands under it about rows without keys"
+AUTOCAST = "the contract of exercise 15.{}: sums in float32 at least, also under autocast"
 SHAPES = [  # q, k and v: plain, ragged, shared heads with T < S, T > S, no heads, one query
     ((1, 2, 16, 16), (1, 2, 16, 16)),
     ((2, 4, 45, 24), (2, 2, 70, 24)),
@@ -29,15 +31,17 @@ def test_attention_io_bytes_by_hand():
     case("N=8, d=2, M=32 numbers")
     expect_equal(flash.attention_io_bytes(8, 2, 64, "standard"), 2 * (4 * 8 * 2 + 4 * 64), read=STANDARD)
     expect_equal(flash.attention_io_bytes(8, 2, 64, "flash"), 2 * (2 * 8 * 2 + 2 * (3 * 8 * 2 + 4 * 8)), read=FLASH)
-    case("N=7, d=2, M=33 numbers: blocks of 5 keys, the last of 2")
-    expect_equal(flash.attention_io_bytes(7, 2, 66, "flash"), 2 * (2 * 7 * 2 + 2 * (3 * 7 * 2 + 4 * 7)), read=FLASH)
+    case("N=9, d=2, M=33 numbers: blocks of ceil(33 / 8) = 5 keys, so two passes, the last for 4")
+    expect_equal(flash.attention_io_bytes(9, 2, 66, "flash"), 2 * (2 * 9 * 2 + 2 * (3 * 9 * 2 + 4 * 9)), read=FLASH)
+    case("N=3, d=2, M=5 numbers, fewer than 4d: blocks of ceil(5 / 8) = 1 key, so three passes")
+    expect_equal(flash.attention_io_bytes(3, 2, 10, "flash"), 2 * (2 * 3 * 2 + 3 * (3 * 3 * 2 + 4 * 3)), read=FLASH)
 
 
 def test_attention_io_bytes_errors():
     with expect_raises(ValueError, "paged"):
         flash.attention_io_bytes(8, 2, 64, "paged")
-    for arguments in ((0, 2, 64), (8, 0, 64), (8, 2, 0)):
-        with expect_raises(ValueError, "0"):
+    for arguments, shown in (((0, 2, 64), "0"), ((8, 0, 64), "0"), ((8, 2, 0), "0"), ((8, 2, 1), "1")):
+        with expect_raises(ValueError, shown):
             flash.attention_io_bytes(*arguments, "flash")
 
 
@@ -110,6 +114,14 @@ def test_FlashAttentionTorch_dtypes(dtype):
     expect_close(flash.FlashAttentionTorch.apply(q, k, v, True), rounded, atol=2 * eps, rtol=eps)
 
 
+def test_FlashAttentionTorch_under_autocast():
+    q, k, v, do = make_inputs((1, 2, 40, 16), (1, 1, 40, 16))
+    case("float32 inputs under bfloat16 autocast on the CPU")
+    with torch.autocast("cpu", torch.bfloat16):
+        o = flash.FlashAttentionTorch.apply(q, k, v, True)
+    expect_close(o, exact(q, k, v, do, True)["o"].float(), atol=2e-6, read=AUTOCAST.format(3))
+
+
 def test_FlashAttentionTorch_saves_one_number_a_row():
     saved = []
     q, k, v, do = make_inputs((2, 3, 50, 16), (2, 3, 40, 16))
@@ -122,7 +134,7 @@ def test_FlashAttentionTorch_saves_one_number_a_row():
         sorted([q.shape, k.shape, v.shape, o.shape, q.shape[:-1]]),
         name="saved shapes",
     )
-    expect_close(rows[0].detach(), exact(q, k, v, do, True)["lse"].float(), name="the saved logsumexp")
+    expect_close(rows[0].detach(), exact(q, k, v, do, True)["lse"].float(), name="the saved logsumexp", read=LSE)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -164,7 +176,8 @@ def test_FlashAttentionTorch_gradcheck():
     q, k, v, _ = make_inputs((1, 2, 21, 4), (1, 1, 18, 4), torch.float64)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     for is_causal in (False, True):
-        assert torch.autograd.gradcheck(lambda *x, c=is_causal: flash.FlashAttentionTorch.apply(*x, c), leaves)
+        attend = lambda *x, c=is_causal: flash.FlashAttentionTorch.apply(*x, c)
+        assert torch.autograd.gradcheck(attend, leaves, fast_mode=True)
 
 
 # ---- 15.4 flash_backward ---------------------------------------------------------------------------------------------
@@ -173,7 +186,9 @@ def test_FlashAttentionTorch_gradcheck():
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 def test_flash_backward_is_the_gradient(shapes, is_causal):
-    case(f"q {shapes[0]}, k and v {shapes[1]}, causal {is_causal}, float64")
+    n_empty = max(shapes[0][-2] - shapes[1][-2], 0) * is_causal
+    empty = f"; the first {n_empty} rows see no key: their lse is -inf, their dq is 0" if n_empty else ""
+    case(f"q {shapes[0]}, k and v {shapes[1]}, causal {is_causal}, float64{empty}")
     q, k, v, do = make_inputs(*shapes, torch.float64)
     r = exact(q, k, v, do, is_causal)
     got = flash.flash_backward(q, k, v, r["o"], do, r["lse"], is_causal)
@@ -181,7 +196,7 @@ def test_flash_backward_is_the_gradient(shapes, is_causal):
         dict(zip(("dq", "dk", "dv"), got, strict=True)),
         {n: r[n] for n in ("dq", "dk", "dv")},
         atol=1e-10,
-        read=BACKWARD,
+        read=NO_KEYS if n_empty else BACKWARD,
     )
 
 
@@ -204,6 +219,16 @@ def test_flash_backward_keeps_dtypes():
     case("bfloat16")
     got = flash.flash_backward(q, k, v, r["o"].bfloat16(), do, r["lse"].float(), True)
     expect_close(got, tuple(r[n].bfloat16() for n in ("dq", "dk", "dv")), atol=0.03, rtol=0.03, read=BACKWARD)
+
+
+def test_flash_backward_under_autocast():
+    q, k, v, do = make_inputs((1, 2, 40, 16), (1, 1, 40, 16))
+    r = exact(q, k, v, do, True)
+    case("float32 inputs under bfloat16 autocast on the CPU")
+    with torch.autocast("cpu", torch.bfloat16):
+        got = flash.flash_backward(q, k, v, r["o"].float(), do, r["lse"].float(), True)
+    expected = tuple(r[n].float() for n in ("dq", "dk", "dv"))
+    expect_close(got, expected, atol=1e-5, rtol=1e-5, read=AUTOCAST.format(4))
 
 
 # ---- 15.9 flash_attention --------------------------------------------------------------------------------------------
@@ -232,12 +257,18 @@ def test_flash_attention_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         o = flash.flash_attention(q, k, v, True)
     half = [x.bfloat16() for x in (q, k, v)]
-    expect_close(o, exact(*half, do, True)["o"].bfloat16(), atol=0.02, rtol=0.02)
+    contract = "the contract of exercise 15.9: under autocast the inputs are cast to its dtype first, float64 stays"
+    expect_close(o, exact(*half, do, True)["o"].bfloat16(), atol=0.02, rtol=0.02, read=contract)
+    case("bfloat16 autocast on the CPU, float64 inputs")
+    q, k, v, do = make_inputs((1, 1, 40, 16), (1, 1, 40, 16), torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        o = flash.flash_attention(q, k, v, True)
+    expect_close(o, exact(q, k, v, do, True)["o"], read=contract)
 
 
 @oracle
 def test_flash_attention_compiles():
-    q, k, v, do = make_inputs((1, 2, 40, 16), (1, 2, 40, 16))
+    q, k, v, do = make_inputs((1, 2, 16, 16), (1, 2, 20, 16))  # one tile of queries, two of keys
     r = exact(q, k, v, do, True)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     attend = flash.flash_attention
