@@ -5,6 +5,7 @@ here: where Triton is not installed (macOS, Windows) files with kernels can be r
 """
 
 import os
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,14 @@ except ImportError:
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run as Python on the CPU."""
+
+if HAS_TRITON and INTERPRETED and isinstance(tl.cdiv, triton.JITFunction):
+    warnings.warn(
+        "Triton was imported before `lib` could ask for its interpreter (torch.utils.flop_counter and torch.compile import "
+        "it), so no kernel will run here: restart, and put `import lib` first or set TRITON_INTERPRET=1 in the environment",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 __all__ = [
     "HAS_TRITON",

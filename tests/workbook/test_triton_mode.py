@@ -75,3 +75,15 @@ def test_the_interpreter_is_asked_for_where_gpus_are_hidden(visible):
 def test_who_asks_for_the_interpreter_is_heard():
     code = "from lib.given.triton_mode import INTERPRETED; print(INTERPRETED)"
     assert run("-c", code, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="0").strip() == "False"
+
+
+def test_triton_that_was_imported_too_early_is_told():
+    code = "import triton, lib.given.triton_mode"
+    done = run(
+        "-W",
+        "always",
+        "-c",
+        f"import warnings, io, contextlib\nwith warnings.catch_warnings(record=True) as said:\n    warnings.simplefilter('always')\n    {code}\nprint(said[-1].message)",
+        CUDA_VISIBLE_DEVICES="",
+    )
+    assert "put `import lib` first" in done
