@@ -268,6 +268,19 @@ def check_cuts(options: Options, widths: dict[str, int], n_ranks: int) -> None:
 
 
 def make_optimizer(options: Options, groups: list[dict[str, Any]], device: torch.device) -> Optimizer:
+    """The optimizer that the options name; what they say of it holds also after a checkpoint of another time."""
+    optimizer = _new_optimizer(options, groups, device)
+    optimizer.register_load_state_dict_pre_hook(keep_settings)
+    return optimizer
+
+
+def keep_settings(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A loaded state with this run's learning rate, decay and kernels: a CUDA graph reads its rate from a tensor on the device."""
+    pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
+    return {**state, "param_groups": [{**now, "params": was["params"]} for now, was in pairs]}
+
+
+def _new_optimizer(options: Options, groups: list[dict[str, Any]], device: torch.device) -> Optimizer:
     """Chapter 7's AdamW, PyTorch's, or momentum; fused on a GPU, and able to be recorded where ``--graph`` asks for it."""
     if options.optimizer == "ours":
         from lib.training import AdamW
