@@ -43,9 +43,11 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
-            found.append(json.loads(line))
+            entry = json.loads(line)
         except ValueError:
             continue
+        if isinstance(entry, dict) and "step" in entry:
+            found.append(entry)
     return found
 
 
@@ -104,9 +106,14 @@ class Log:
         self.last = time.perf_counter()
 
     def _continue_file(self, path: Path, begin: int) -> None:
-        """Keep the lines of the steps before ``begin``; those that a lost run wrote after its checkpoint will be written again."""
+        """Keep the lines of the steps before ``begin``; those that a lost run wrote after its checkpoint will be written again.
+
+        A file of which nothing is kept is another run's: it stays, with ``.old`` behind its name.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_log(path) if line["step"] < begin]
+        if not kept and path.exists() and path.stat().st_size:
+            os.replace(path, path.with_name(f"{path.name}.old"))
         temporary = path.with_name(f".{path.name}.tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         os.replace(temporary, path)

@@ -17,6 +17,7 @@ from lib.given.ranks import pool
 from lib.runs.log import read_log, send
 from lib.runs.options import make_parser, parse
 from lib.runs.strategies import make_optimizer
+from lib.runs.tasks import GPT2Task
 from lib.runs.world import World, _first_host, _slurm_port, find_world
 from tests.workbook import runs_programs as programs
 
@@ -31,8 +32,8 @@ CPU = torch.device("cpu")
 LONG_S = 120.0  # of a launch on a machine that does other things too
 
 
-def parse_vit(flags: list[str]):
-    return parse(make_parser("lib.runs.train_vit", ["tiny"], "images", ""), flags)
+def parse_flags(flags: list[str]):
+    return parse(make_parser("lib.runs.train_x", ["tiny"], "items", ""), flags)
 
 
 def train(*commands: str) -> None:
@@ -284,6 +285,7 @@ def test_a_line_of_the_log_says_all(tmp_path):
         '{"step": 0, "loss": 9}\n{"step": 7, "loss": 9}\n{"step": 1, "lo'
     )  # another run's, cut off
     train(f"{VIT} --peak-tflops 0.001 --log {tmp_path / 'log'}", f"{GPT2} --clip 0 --log {tmp_path / 'text'}")
+    assert len((tmp_path / "log.old").read_text().splitlines()) == 3
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     wanted = ["step", "loss", "lr", "grad_norm", "images_per_s", "mfu", "memory_peak_bytes", "seconds"]
@@ -322,7 +324,9 @@ def test_no_more_documents_are_asked_for_than_the_limit(monkeypatch, tmp_path):
 
 def test_a_run_that_goes_on_does_what_its_command_says(tmp_path):
     now, was = (
-        make_optimizer(parse_vit(flags), [{"params": [torch.ones(2, requires_grad=True)], "weight_decay": decay}], CPU)
+        make_optimizer(
+            parse_flags(flags), [{"params": [torch.ones(2, requires_grad=True)], "weight_decay": decay}], CPU
+        )
         for flags, decay in ((["--engine", "torch", "--lr", "0.5"], 0.1), (["--engine", "torch", "--lr", "0.2"], 0.3))
     )
     for optimizer in (now, was):
@@ -335,6 +339,13 @@ def test_a_run_that_goes_on_does_what_its_command_says(tmp_path):
     assert now.state_dict()["state"][0]["exp_avg"].equal(was.state_dict()["state"][0]["exp_avg"])
     begun = f"{VIT} --save-every 2 --checkpoint {tmp_path}"
     train(f"{begun} --steps 2", f"{begun} --steps 3 --precision float16", f"{begun} --steps 4 --precision float16")
+
+
+def test_the_loss_kernel_is_for_bf16_alone():
+    for precision, wanted in (("float32", False), ("bf16", True), ("float16", False)):
+        task = GPT2Task(parse_flags(["--data", "synthetic", "--precision", precision]))
+        assert task.fast_path(torch.device("cuda")).loss_kernel == wanted
+        assert not task.fast_path(CPU).loss_kernel
 
 
 @pytest.mark.gpu
