@@ -69,7 +69,8 @@ class Single:
         parameters = list(self.named().values())
         if self.options.ours:
             return clip_gradient_norm_(parameters, max_norm)
-        norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+        # for DTensors PyTorch's own choice is a loop
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def decay(self, lr: float) -> None:
@@ -289,5 +290,7 @@ def _new_optimizer(options: Options, groups: list[dict[str, Any]], device: torch
     lr = torch.tensor(options.lr, device=device) if options.graph else options.lr
     fused = device.type == "cuda"
     if options.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=0.9, fused=fused)
+        # for DTensors there is no fused one
+        sharded = any(isinstance(p, DTensor) for group in groups for p in group["params"])
+        return torch.optim.SGD(groups, lr=lr, momentum=0.9, fused=fused and not sharded, foreach=sharded)
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=fused, capturable=options.graph)
