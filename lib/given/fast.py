@@ -233,13 +233,23 @@ def short_gelu(x: Tensor) -> Tensor:
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def prepare_images(pictures: Tensor, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """uint8 pictures ``[B, ch, 32, 32]`` as the model wants them, on the device where they are: resized, then normalised."""
-    mean, std = (torch.tensor(x, device=pictures.device)[:, None, None] for x in (MEAN, STD))
-    unit = (
-        pictures.float() / 255.0 - mean
-    ) / std  # before the resize, where there are 49 times fewer pixels; it is linear
-    return F.interpolate(unit, size=(size, size), mode="bilinear", align_corners=False).to(dtype)
+def prepare_images(
+    pictures: Tensor, size: int, dtype: torch.dtype = torch.float32, mean: Any = MEAN, std: Any = STD
+) -> Tensor:
+    """Pictures as the model wants them, on the device where they are: resized and normalised.
+
+    Args:
+        pictures: ``[B, ch, height, width]``, uint8 or floats from 0 to 1.
+        size: Side of what comes back, in pixels.
+        dtype: Of what comes back.
+        mean, std: Of each channel; tensors on the same device spare each call a copy to it.
+    """
+    mean, std = (torch.as_tensor(x, device=pictures.device)[:, None, None] for x in (mean, std))
+    unit = pictures.float() / 255.0 if pictures.dtype == torch.uint8 else pictures
+    unit = (unit - mean) / std  # before the resize, where there are fewer pixels; it is linear
+    if unit.shape[-2:] != (size, size):
+        unit = F.interpolate(unit, size=(size, size), mode="bilinear", align_corners=False)
+    return unit.to(dtype)
 
 
 def capture(step: Callable[[], Tensor], n_warmup: int = 3, on_ranks: bool = False) -> Callable[[], Tensor]:

@@ -5,6 +5,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,32 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
-            found.append(json.loads(line))
+            entry = json.loads(line)
         except ValueError:
             continue
+        if isinstance(entry, dict) and "step" in entry:
+            found.append(entry)
     return found
+
+
+def send(values: list[Tensor]) -> Callable[[], list[float]]:
+    """Start to bring numbers to the host; the call that comes back waits for them, and not for what the device was given later.
+
+    Args:
+        values: Tensors without dimensions, on one device.
+    """
+    row = torch.stack([value.detach().float() for value in values])
+    here = row.to("cpu", non_blocking=True)  # from a GPU into pinned memory
+    if not row.is_cuda:
+        return here.tolist
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def read() -> list[float]:
+        arrived.synchronize()
+        return here.tolist()
+
+    return read
 
 
 class Log:
@@ -68,7 +91,7 @@ class Log:
         self.items = options.batch * task.per_row
         peak = peak_flops(options, device)
         self.peak = peak and peak * n_ranks
-        self.waiting: tuple[int, float, Tensor, Tensor | None] | None = None
+        self.waiting: tuple[int, float, Callable[[], list[float]]] | None = None
         self.file = self.board = None
         self.rates: list[float] = []
         if speaks and options.log:
@@ -83,9 +106,14 @@ class Log:
         self.last = time.perf_counter()
 
     def _continue_file(self, path: Path, begin: int) -> None:
-        """Keep the lines of the steps before ``begin``; those that a lost run wrote after its checkpoint will be written again."""
+        """Keep the lines of the steps before ``begin``; those that a lost run wrote after its checkpoint will be written again.
+
+        A file of which nothing is kept is another run's: it stays, with ``.old`` behind its name.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_log(path) if line["step"] < begin]
+        if not kept and path.exists() and path.stat().st_size:
+            os.replace(path, path.with_name(f"{path.name}.old"))
         temporary = path.with_name(f".{path.name}.tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         os.replace(temporary, path)
@@ -94,7 +122,7 @@ class Log:
     def add(self, step: int, lr: float, loss: Tensor, norm: Tensor | None) -> None:
         """A step was started; the one before it is written, and on a CPU, where it is done, the step itself."""
         self.flush()
-        self.waiting = (step, lr, loss, norm)
+        self.waiting = (step, lr, send([loss] if norm is None else [loss, norm]))
         if self.device.type == "cpu":
             self.flush()
 
@@ -102,14 +130,14 @@ class Log:
         """Write the step that waits, if one does; the host waits until it is done."""
         if self.waiting is None:
             return
-        (step, lr, loss, norm), self.waiting = self.waiting, None
-        value = loss.item()
+        (step, lr, read), self.waiting = self.waiting, None
+        loss, *norm = read()
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
         rate = self.items / seconds
         self.rates.append(rate)
         share = mfu(rate, self.task.flops_per_item, self.peak) if self.peak else None
-        line = {"step": step, "loss": value, "lr": lr, "grad_norm": None if norm is None else norm.item()}
+        line = {"step": step, "loss": loss, "lr": lr, "grad_norm": norm[0] if norm else None}
         line |= {f"{self.task.unit}s_per_s": rate, "mfu": share, "memory_peak_bytes": memory_peak_bytes(self.device)}
         self._say({**line, "seconds": seconds})
 

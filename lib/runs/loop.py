@@ -17,6 +17,7 @@ from lib.given.fast import capture
 from lib.runs import state as checkpoints
 from lib.runs.log import Log
 from lib.runs.options import Options, Parser, UsageError, check_world, parse
+from lib.runs.sources import N_PICTURES
 from lib.runs.strategies import Single, check_cuts, make_optimizer, make_strategy
 from lib.runs.tasks import Loss, Task
 from lib.runs.world import World, agree, choose_device, find_world, start_group
@@ -25,17 +26,16 @@ from lib.training import TokenBatches, cosine_schedule, hours_per_epoch
 
 def main(parser: Parser, kind: type[Task], argv: list[str] | None = None) -> int:
     """A program: 0, or 2 with one line on the error stream when something about the request is wrong."""
-    group_was_there = dist.is_initialized()
+    group_was_there, status = dist.is_initialized(), 0
     try:
         options = parse(parser, argv)
         train(options, kind)
     except UsageError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr, flush=True)
-        return 2
-    finally:
-        if dist.is_initialized() and not group_was_there:
-            dist.destroy_process_group()
-    return 0
+        status = 2
+    if dist.is_initialized() and not group_was_there:  # not after any other error: NCCL would wait for the other ranks
+        dist.destroy_process_group()
+    return status
 
 
 def train(options: Options, kind: type[Task]) -> None:
@@ -140,7 +140,7 @@ class Run:
     def _resume(self) -> int:
         state = checkpoints.load(self.options, self.strategy, self.optimizer)
         self.numbers.load_state_dict(state["data"])
-        if self.scaler is not None:
+        if self.scaler is not None and "scaler" in state:  # there is none if the run was not in float16 so far
             self.scaler.load_state_dict(state["scaler"])
         return state["step"]
 
@@ -214,7 +214,7 @@ class Run:
 
     def record_graph(self) -> None:
         """Record a step as a CUDA graph, and put back all that the recording changed, in place."""
-        inputs, targets = (torch.empty_like(x) for x in self.task.source.fetch(torch.zeros_like(self._some_numbers())))
+        inputs, targets = (torch.empty_like(x) for x in self.task.source.fetch(self._some_numbers()))
         inputs.zero_()
         targets.zero_()
         if not self.optimizer.state:
@@ -231,7 +231,7 @@ class Run:
             result[:] = [norm]
             return loss
 
-        replay = capture(step)
+        replay = capture(step, on_ranks=self.n_data > 1)
         with torch.no_grad():
             for tensor, old in zip(tensors, before, strict=True):
                 tensor.copy_(old)
@@ -263,6 +263,7 @@ class Run:
                     log.restart_clock()
         finally:
             log.close()
+            del self.step  # NCCL leaves a communicator only when the graph that uses it is gone
         if self.world.rank == 0 and log.rates and not o.quiet:
             print(summary(log, self.task), file=sys.stderr, flush=True)
 
@@ -272,5 +273,5 @@ def summary(log: Log, task: Task) -> str:
     rate = statistics.median(log.rates)
     line = f"median {rate:,.4g} {task.unit}s/s"
     if task.unit == "image":
-        line += f", {hours_per_epoch(rate, 50_000):.5f} hours per epoch of 50,000"
+        line += f", {hours_per_epoch(rate, N_PICTURES):.5f} hours per epoch of {N_PICTURES:,}"
     return line

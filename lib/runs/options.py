@@ -129,7 +129,7 @@ def make_parser(program: str, models: list[str], items: str, description: str) -
     train.add_argument("--accumulate", type=whole(1), default=1, help="micro-batches a step")
     train.add_argument("--steps", type=whole(1), default=100, help="of the whole run, those before a restart included")
     train.add_argument("--lr", type=share, default=1e-3, help="largest learning rate")
-    train.add_argument("--min-lr", type=share, default=0.0, help="at the last step")
+    train.add_argument("--min-lr", type=share, default=0.0, help="where the cosine ends, after the last step")
     train.add_argument("--warmup", type=whole(0), default=0, help="steps")
     train.add_argument("--weight-decay", type=share, default=0.05, help="of tensors of two or more dimensions")
     train.add_argument(
@@ -201,6 +201,11 @@ def check_flags(o: Options) -> Options:
         )
     if o.precision == "float16" and (o.strategy, o.engine) == ("tp", "torch"):
         raise UsageError("--precision float16 with --strategy tp --engine torch: expected bf16, or --engine ours")
+    if o.attention != "fused" and (o.path == "plain" or o.precision not in ("bf16", "float16")):
+        raise UsageError(
+            f"--attention {o.attention} with --path {o.path} --precision {o.precision}: a kernel of the fast path for 16 bits; "
+            "expected --attention fused, or --path fast with --precision bf16 or float16"
+        )
     if o.warmup > o.steps:
         raise UsageError(f"--warmup {o.warmup} is longer than --steps {o.steps}: expected at most {o.steps}")
     if o.min_lr > o.lr:

@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[2]
 FOLDER, RUNS = "scaling-workbook", "runs"
 """The book's folder on the machine; and in it, on both sides, where checkpoints and logs lie: only they come back."""
 LEFT_HERE = (".git", ".venv", "_build", "notebooks", "__pycache__", ".*_cache", ".workbook", f"/{RUNS}")
+RESULTS = (("--checkpoint", ".checkpoint"), ("--log", "--log-file", ".jsonl"), ("--tensorboard", ".tensorboard"))
+"""The flags that say where a training program writes, and how the name ends that it is given."""
 TIME_TO_PULL, FILES_VANISHED, CONNECTION_LOST = 124, 24, {"ssh": (255,), "rsync": (12, 30, 255)}
 ADDRESS = re.compile(r"(?P<user>\w[\w.-]*)@(?P<host>\w[\w.-]*|\[[0-9a-fA-F:]+\])(:(?P<port>\d{1,5}))?", re.ASCII)
 INSTALL = {"ssh": "apt install openssh-client", "rsync": "apt install rsync, or brew install rsync"}
@@ -92,16 +94,19 @@ def with_results(program: tuple[str, ...], name: str) -> tuple[str, ...]:
     """A training program with a checkpoint and a log under ``runs``, where it has none; any other as it is.
 
     Raises:
-        ValueError: a checkpoint or log elsewhere, which would not come back.
+        ValueError: a checkpoint, a log or a folder for TensorBoard elsewhere, which would not come back.
     """
-    for flag, suffix in (("--checkpoint", ".checkpoint"), ("--log", ".jsonl")):
-        given = [after for before, after in pairwise(program) if before == flag]
-        given += [part.partition("=")[2] for part in program if part.startswith(f"{flag}=")]
+    for *flags, suffix in RESULTS:
+        given = [after for before, after in pairwise(program) if before in flags]
+        given += [
+            value for flag, equals, value in (part.partition("=") for part in program) if equals and flag in flags
+        ]
         for path in map(Path, given):
             if path.parts[:1] != (RUNS,) or ".." in path.parts:
-                raise ValueError(f"{flag} {path}: only what lies in {RUNS}/ comes back, such as {RUNS}/{name}{suffix}")
-        if not given and program and program[0].startswith("lib.runs.train_"):
-            program = (*program, flag, f"{RUNS}/{name}{suffix}")
+                where = f"{RUNS}/{name}{suffix}"
+                raise ValueError(f"{flags[0]} {path}: only what lies in {RUNS}/ comes back, such as {where}")
+        if not given and suffix != ".tensorboard" and program and program[0].startswith("lib.runs.train_"):
+            program = (*program, flags[0], f"{RUNS}/{name}{suffix}")
     return program
 
 

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lib.given.data import language_reference, load_text, stream_text
-from lib.given.fast import MEAN, STD
+from lib.given.fast import MEAN, STD, prepare_images
 from lib.given.images import load_images
 from lib.runs.options import Options, UsageError
 
@@ -63,17 +63,13 @@ class Pictures:
         assert self.labels is not None
         self.pictures, self.labels = self.pictures.to(device), self.labels.to(device)
         mean, std = (MEAN, STD) if self.shape[0] == 3 else (GRAY_MEAN, GRAY_STD)
-        self._mean, self._std = (torch.tensor(x, device=device)[:, None, None] for x in (mean, std))
+        self._mean, self._std = (torch.tensor(x, device=device) for x in (mean, std))
 
     def fetch(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         assert self.pictures is not None
         assert self.labels is not None
-        chosen = self.pictures[numbers]
-        unit = chosen.float() / 255.0 if chosen.dtype == torch.uint8 else chosen
-        unit = (unit - self._mean) / self._std  # before the resize, where there are fewer pixels; it is linear
-        if unit.shape[-2:] != (self.size, self.size):
-            unit = F.interpolate(unit, size=(self.size, self.size), mode="bilinear", align_corners=False)
-        return unit.to(self.dtype), self.labels[numbers]
+        prepared = prepare_images(self.pictures[numbers], self.size, self.dtype, self._mean, self._std)
+        return prepared, self.labels[numbers]
 
 
 def open_pictures(options: Options, channels: int, n_classes: int, size: int) -> Pictures:
@@ -162,8 +158,7 @@ def _text(options: Options) -> str:
     if Path(options.data).suffix in (".txt", ".md") and options.limit is None:
         return load_text(options.data)
     documents = stream_text(options.data, column=options.column or "text", progress=False)
-    limit = options.limit or float("inf")
-    return "\n".join(document for i, document in enumerate(documents) if i < limit)
+    return "\n".join(islice(documents, options.limit))  # and no further: the hub would send all of it
 
 
 def encoder(name: str, text: str, vocab_size: int) -> Callable[[str], list[int]]:

@@ -72,7 +72,9 @@ def check_same_run(options: Options, state: dict[str, Any] | None, run: dict[str
         was = state["run"].get(name)
         if was != value:
             if isinstance(value, dict) and isinstance(was, dict):
-                name, was, value = next((k, was.get(k), v) for k, v in value.items() if was.get(k) != v)
+                names = (k for k in {**was, **value} if was.get(k) != value.get(k))
+                name = next(names, name)
+                was, value = was.get(name), value.get(name)
             raise UsageError(
                 f"--checkpoint {options.checkpoint} is of a run with {name} = {was!r}, this one has {value!r}"
             )
@@ -102,7 +104,8 @@ def save(options: Options, strategy: Any, optimizer: Optimizer, step: int, **sta
     final = options.checkpoint / f"step_{step:08d}"
     being_written = final.with_name(f".{final.name}")
     if rank == 0:
-        shutil.rmtree(being_written, ignore_errors=True)
+        for left in options.checkpoint.glob(".step_????????"):  # by runs that were killed while they saved
+            shutil.rmtree(left)
         being_written.mkdir()
     _barrier()
     if strategy.is_native:

@@ -69,7 +69,8 @@ class Single:
         parameters = list(self.named().values())
         if self.options.ours:
             return clip_gradient_norm_(parameters, max_norm)
-        norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+        # for DTensors PyTorch's own choice is a loop
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def decay(self, lr: float) -> None:
@@ -268,6 +269,19 @@ def check_cuts(options: Options, widths: dict[str, int], n_ranks: int) -> None:
 
 
 def make_optimizer(options: Options, groups: list[dict[str, Any]], device: torch.device) -> Optimizer:
+    """The optimizer that the options name; what they say of it holds also after a checkpoint of another time."""
+    optimizer = _new_optimizer(options, groups, device)
+    optimizer.register_load_state_dict_pre_hook(keep_settings)
+    return optimizer
+
+
+def keep_settings(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A loaded state with this run's learning rate, decay and kernels: a CUDA graph reads its rate from a tensor on the device."""
+    pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
+    return {**state, "param_groups": [{**now, "params": was["params"]} for now, was in pairs]}
+
+
+def _new_optimizer(options: Options, groups: list[dict[str, Any]], device: torch.device) -> Optimizer:
     """Chapter 7's AdamW, PyTorch's, or momentum; fused on a GPU, and able to be recorded where ``--graph`` asks for it."""
     if options.optimizer == "ours":
         from lib.training import AdamW
@@ -276,5 +290,7 @@ def make_optimizer(options: Options, groups: list[dict[str, Any]], device: torch
     lr = torch.tensor(options.lr, device=device) if options.graph else options.lr
     fused = device.type == "cuda"
     if options.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=0.9, fused=fused)
+        # for DTensors there is no fused one
+        sharded = any(isinstance(p, DTensor) for group in groups for p in group["params"])
+        return torch.optim.SGD(groups, lr=lr, momentum=0.9, fused=fused and not sharded, foreach=sharded)
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=fused, capturable=options.graph)

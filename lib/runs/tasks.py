@@ -137,7 +137,8 @@ class GPT2Task(Task):
         return GPT2(self.config)
 
     def fast_path(self, device):
-        return replace(super().fast_path(device), loss_kernel=device.type == "cuda" and self.dtype != torch.float32)
+        # the kernel's gradient has the width of the logits before the loss scale reaches it: float16 would lose most of it
+        return replace(super().fast_path(device), loss_kernel=device.type == "cuda" and self.dtype == torch.bfloat16)
 
     def fast_block(self, model, i, path):
         return partial(fast.gpt2_block, path=path, n_heads=self.config.n_heads)

@@ -20,8 +20,8 @@ LAUNCHERS = {
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 
 
@@ -54,7 +54,9 @@ def find_world(env: Mapping[str, str] = os.environ) -> World:
         rank, size = dist.get_rank(), dist.get_world_size()
         return World(rank=rank, size=size, local_rank=rank, local_size=size, launcher="group")
     for launcher, (rank, size, local_rank, local_size) in LAUNCHERS.items():
-        if rank in env and size in env:
+        # srun sets PMI_RANK too, to the same; where they differ, mpiexec was started inside of a step
+        is_around = launcher == "Slurm" and env.get("PMI_SIZE", env.get(size)) != env.get(size)
+        if rank in env and size in env and not is_around:
             n_ranks = _number(env, size)
             place = World(
                 rank=_number(env, rank),
@@ -129,10 +131,10 @@ def _first_host(env: Mapping[str, str]) -> str:
     if "SLURM_SRUN_COMM_HOST" in env and "SLURM_STEP_NODELIST" not in env:
         return env["SLURM_SRUN_COMM_HOST"]
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
-    match = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
-    if not match:
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    if not first:
         raise UsageError(f"SLURM_STEP_NODELIST={nodes!r} names no host: expected one, or MASTER_ADDR")
-    return match[1] + (match[2] or "")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
 
 
 def _slurm_port(env: Mapping[str, str]) -> int:

@@ -287,7 +287,9 @@ def test_what_is_missing_here(machine, tools, monkeypatch, capsys):
 
 def test_what_makes_no_run(capsys):
     for arguments, run, says in [((), (), "what is to be run?"), (("--name", "a b"), TRAIN, "--name 'a b'"),
-                                 ((), ("lib.runs.train_vit", "--log=/tmp/a"), "only what lies in runs/ comes back")]:  # fmt: skip
+                                 ((), ("lib.runs.train_vit", "--log=/tmp/a"), "only what lies in runs/ comes back"),
+                                 ((), ("lib.runs.train_vit", "--log-file", "a"), "--log a: only what lies in runs/"),
+                                 ((), ("lib.runs.train_vit", "--tensorboard", "a"), "runs/workbook.tensorboard")]:  # fmt: skip
         assert go("--dry-run", *arguments, run=run) == 2
         assert says in capsys.readouterr().err
 
@@ -295,6 +297,8 @@ def test_what_makes_no_run(capsys):
 def test_a_training_program_gets_a_checkpoint_and_a_log():
     given = remote.with_results(("lib.runs.train_vit", "--log=runs/x.jsonl"), "a")
     assert given == ("lib.runs.train_vit", "--log=runs/x.jsonl", "--checkpoint", "runs/a.checkpoint")
+    given = remote.with_results(("lib.runs.train_vit", "--log-file", "runs/x", "--checkpoint=runs/y"), "a")
+    assert given == ("lib.runs.train_vit", "--log-file", "runs/x", "--checkpoint=runs/y")
     assert remote.with_results(("lib.bench.fsdp",), "a") == ("lib.bench.fsdp",)
 
 

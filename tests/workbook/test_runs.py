@@ -14,7 +14,10 @@ import torch
 
 from lib.given.cluster import ROOT_ENVIRONMENT, mpiexec
 from lib.given.ranks import pool
-from lib.runs.log import read_log
+from lib.runs.log import read_log, send
+from lib.runs.options import make_parser, parse
+from lib.runs.strategies import make_optimizer
+from lib.runs.tasks import GPT2Task
 from lib.runs.world import World, _first_host, _slurm_port, find_world
 from tests.workbook import runs_programs as programs
 
@@ -25,7 +28,12 @@ MODELS = {"vit": VIT, "gpt2": GPT2}
 WAYS = [
     f"--strategy {strategy} --engine {engine}" for strategy in ("ddp", "fsdp", "tp") for engine in ("ours", "torch")
 ]
+CPU = torch.device("cpu")
 LONG_S = 120.0  # of a launch on a machine that does other things too
+
+
+def parse_flags(flags: list[str]):
+    return parse(make_parser("lib.runs.train_x", ["tiny"], "items", ""), flags)
 
 
 def train(*commands: str) -> None:
@@ -217,6 +225,8 @@ def refused(capsys, command: str, *words: str) -> None:
         ("vit --graph --strategy fsdp", ("--graph", "fsdp", "ddp")),
         ("vit --graph --precision float16", ("--graph", "float16", "bf16")),
         ("vit --graph --optimizer ours", ("--graph", "--optimizer ours", "adamw")),
+        ("vit --attention flash", ("--attention flash", "float32", "bf16")),
+        ("vit --attention cudnn --precision bf16 --path plain", ("--attention cudnn", "--path plain")),
         ("vit --data no/such/folder", ("no/such/folder",)),
         ("vit --image-size 9", ("image_size = 9", "patch_size = 2")),
         ("vit --classes 4", ("--classes 4", "10 classes")),
@@ -275,6 +285,7 @@ def test_a_line_of_the_log_says_all(tmp_path):
         '{"step": 0, "loss": 9}\n{"step": 7, "loss": 9}\n{"step": 1, "lo'
     )  # another run's, cut off
     train(f"{VIT} --peak-tflops 0.001 --log {tmp_path / 'log'}", f"{GPT2} --clip 0 --log {tmp_path / 'text'}")
+    assert len((tmp_path / "log.old").read_text().splitlines()) == 3
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     wanted = ["step", "loss", "lr", "grad_norm", "images_per_s", "mfu", "memory_peak_bytes", "seconds"]
@@ -298,6 +309,55 @@ def test_real_data_is_learned_and_files_are_read(tmp_path):
     assert curve(tmp_path / "bytes")[19][0] < 0.7 * curve(tmp_path / "bytes")[0][0]
 
 
+def test_no_more_documents_are_asked_for_than_the_limit(monkeypatch, tmp_path):
+    asked = []
+
+    def stream(*_, **__):
+        for number in range(100):
+            asked.append(number)
+            yield "to be or not to be"
+
+    monkeypatch.setattr("lib.runs.sources.stream_text", stream)
+    train(f"gpt2 --batch 2 --context 16 --steps 1 --data somewhere --limit 3 --log {tmp_path / 'log'}")
+    assert asked == [0, 1, 2]
+
+
+def test_a_run_that_goes_on_does_what_its_command_says(tmp_path):
+    now, was = (
+        make_optimizer(
+            parse_flags(flags), [{"params": [torch.ones(2, requires_grad=True)], "weight_decay": decay}], CPU
+        )
+        for flags, decay in ((["--engine", "torch", "--lr", "0.5"], 0.1), (["--engine", "torch", "--lr", "0.2"], 0.3))
+    )
+    for optimizer in (now, was):
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+    was.step()
+    rate = now.param_groups[0]["lr"] = torch.tensor(0.5)  # as for a CUDA graph
+    now.load_state_dict(was.state_dict())
+    assert torch.is_tensor(now.param_groups[0]["lr"])
+    assert (now.param_groups[0]["lr"], now.param_groups[0]["weight_decay"]) == (rate, 0.1)
+    assert now.state_dict()["state"][0]["exp_avg"].equal(was.state_dict()["state"][0]["exp_avg"])
+    begun = f"{VIT} --save-every 2 --checkpoint {tmp_path}"
+    train(f"{begun} --steps 2", f"{begun} --steps 3 --precision float16", f"{begun} --steps 4 --precision float16")
+
+
+def test_the_loss_kernel_is_for_bf16_alone():
+    for precision, wanted in (("float32", False), ("bf16", True), ("float16", False)):
+        task = GPT2Task(parse_flags(["--data", "synthetic", "--precision", precision]))
+        assert task.fast_path(torch.device("cuda")).loss_kernel == wanted
+        assert not task.fast_path(CPU).loss_kernel
+
+
+@pytest.mark.gpu
+def test_reading_a_number_does_not_wait_for_what_was_started_after_it():
+    read = send([torch.ones((), device="cuda")])
+    torch.cuda._sleep(2_000_000_000)
+    later = torch.cuda.Event()
+    later.record()
+    assert read() == [1.0]
+    assert not later.query()
+
+
 def test_the_place_is_found_from_whatever_started_the_process():
     assert find_world({}) == World()
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -309,6 +369,9 @@ def test_the_place_is_found_from_whatever_started_the_process():
     mpich = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
     assert find_world(mpich) == World(rank=1, size=2, local_rank=0, local_size=1, launcher="MPICH")
     assert find_world({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}).launcher == "Open MPI"
-    for nodes, first in (("n[03-05,9],m", "n03"), ("gpu-a7", "gpu-a7"), ("a,b[1-2]", "a")):
+    assert find_world({**slurm, "PMI_RANK": "3", "PMI_SIZE": "4"}).launcher == "Slurm"  # srun --mpi=pmi2
+    assert find_world({**slurm, **mpich}).launcher == "MPICH"  # mpiexec in a step
+    hosts = (("n[03-05,9],m", "n03"), ("gpu-a7", "gpu-a7"), ("a,b[1-2]", "a"), ("r[1-2]-n[07-08]-ib,x", "r1-n07-ib"))
+    for nodes, first in hosts:
         assert _first_host({"SLURM_STEP_NODELIST": nodes}) == first
     assert _slurm_port({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}) != _slurm_port({"SLURM_JOB_ID": "8"})
