@@ -158,20 +158,8 @@ def site(destination: Annotated[str, typer.Argument(help="where the pages go")] 
 def test():
     """What `make test` runs: the reference against every test, and the machinery."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--reference",
-        "-m",
-        "not browser",
-        "-q",
-        "-n",
-        "2",
-        "--dist",
-        "loadfile",
-        "tests",
-    ]
+    command = [sys.executable, "-m", "pytest", "tests", "--reference", "-m", "not browser", "-q"]
+    command += ["-n", "2", "--dist", "loadfile"]
     raise typer.Exit(subprocess.run(command, cwd=ROOT, env=environment).returncode)
 
 
