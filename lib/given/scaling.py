@@ -93,7 +93,7 @@ class Choice(NamedTuple):
 class Published(NamedTuple):
     """A row of Google's table, as M. Mboya, Scaling ViTs across Training Compute (2025), prints it: 50,000 images an epoch.
 
-    ``slipped`` marks rows whose columns slip in print, so that images a second belong to another row.
+    ``slipped`` marks rows whose columns slip in print. In no row do images a second fit the hours: one digit differs.
     """
 
     model: str
