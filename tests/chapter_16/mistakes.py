@@ -383,7 +383,9 @@ def no_bubble(config, layout, bandwidths, tokens, peak_flops):
     return _changed(costs, compute=costs["compute"] * (1 - pipeline_bubble(p, 4 * p)))
 
 
-@mistake("layout_costs", "1 + bubble: the bubble is a share of the whole time, so the useful time is divided by 1 - bubble")
+@mistake(
+    "layout_costs", "1 + bubble: the bubble is a share of the whole time, so the useful time is divided by 1 - bubble"
+)
 def useful_bubble(config, layout, bandwidths, tokens, peak_flops):
     costs = reference.layout_costs(config, layout, bandwidths, tokens, peak_flops)
     bubble = pipeline_bubble(layout.pipeline, 4 * layout.pipeline)

@@ -50,8 +50,10 @@ def expect_refusal(**sizes: float):
         found.remove(min(near, key=lambda number: abs(number - size)))
 
 
+@oracle
 @pytest.mark.parametrize(
-    "text", ["95e9", "9.5e+10", "9.500e+10", "95000000000", "95000000000.0", "95,000,000,000 bytes", "95.0 GB", "88.5 GiB."]
+    "text",
+    ["95e9", "9.5e+10", "9.500e+10", "95000000000", "95000000000.0", "95,000,000,000 bytes", "95.0 GB", "88.5 GiB."],
 )
 def test_plan_messages_may_spell_a_size_in_any_way(text):
     found = bytes_in(f"n = 32: nothing fits into {text}, and 110.1 GB is the least")
@@ -350,7 +352,9 @@ def test_layout_costs_of_each_axis_alone():
             expect_costs(found, expected)
 
 
-@pytest.mark.parametrize(("d", "s", "t", "p"), [(2, 3, 2, 2), (1, 2, 3, 4), (3, 1, 4, 12), (2, 2, 2, 1), (4, 2, 1, 3), (2, 2, 1, 12)])
+@pytest.mark.parametrize(
+    ("d", "s", "t", "p"), [(2, 3, 2, 2), (1, 2, 3, 4), (3, 1, 4, 12), (2, 2, 2, 1), (4, 2, 1, 3), (2, 2, 1, 12)]
+)
 def test_layout_costs_of_axes_together(d, s, t, p):
     layout = Layout(data=d, sharded=s, tensor=t, pipeline=p)
     for peak in (1e3, 1e5):
@@ -434,7 +438,10 @@ def test_plan_refuses():
     with expect_raises(ValueError, "0"):
         scaling.plan(MODEL, 0, 1e9, LINKS)
     case("XXL on 32 devices of 95e9 bytes: its states alone are 110e9 on each")
-    least = min(predicted(GIVEN_XXL, *it, Bandwidths(450e9, 50e9), 32 * 1024, 989e12)["memory"] for it in all_layouts(GIVEN_XXL, 32))
+    least = min(
+        predicted(GIVEN_XXL, *it, Bandwidths(450e9, 50e9), 32 * 1024, 989e12)["memory"]
+        for it in all_layouts(GIVEN_XXL, 32)
+    )
     with expect_refusal(memory_bytes=95e9, the_least_needed=least):
         scaling.plan(GIVEN_XXL, 32, 95e9, (450e9, 50e9))
 
