@@ -45,6 +45,7 @@ def expect_refusal(**sizes: float):
     found = bytes_in(message)
     for name, size in sizes.items():
         near = [number for number in found if abs(number - size) <= 0.01 * size]
+        name = name.replace("_least", " least").replace("_needed", " needed")
         problem = f"the message does not name {name}, {size:,.0f} bytes in any spelling: {message!r}"
         expect_true(bool(near), problem, answer=message, read=STEP)
         found.remove(min(near, key=lambda number: abs(number - size)))
@@ -317,14 +318,13 @@ LINKS = Bandwidths(100.0, 10.0, 4)
 MODEL = FFNConfig(6, 24, 12)
 
 
-def expect_costs(found, expected, **options):
-    """Times by equation (16.9), then the step and the memory by (16.10)."""
+def expect_costs(found, expected, *, read=None, answer=None, label="out"):
+    """Times by equation (16.9), then the step and the memory by (16.10), unless ``read`` names another place."""
     found = dict(found)
-    expect_equal(sorted(found), sorted(expected), name="keys", answer=found, read=PARTS)
+    expect_equal(sorted(found), sorted(expected), name="keys", answer=found, read=read or PARTS)
     for name in ("compute", "sharded", "data", "tensor", "pipeline", "step", "memory"):
-        read = STEP if name in ("step", "memory") else PARTS
-        options = {"answer": found} | options
-        expect_close(found[name], expected[name], name=f"out[{name!r}]", read=read, **options)
+        where = read or (STEP if name in ("step", "memory") else PARTS)
+        expect_close(found[name], expected[name], name=f"{label}[{name!r}]", answer=answer or found, read=where)
 
 
 def test_layout_costs_by_hand():
@@ -381,7 +381,8 @@ def expect_best(found, config, n, size, links, rows, peak):
     name = "(data, sharded, tensor, pipeline)"
     expect_equal(math.prod(degrees), n, name=f"the product of {degrees}, {name}", answer=found, read=PLAN)
     expect_true(degrees in costs, f"{degrees} = {name} does not divide F and L", answer=found, read=PLAN)
-    expect_costs(found.costs, costs[degrees], answer=found)
+    label = f"with the batch of {rows} * {n} tokens, the costs of {degrees}: out.costs"
+    expect_costs(found.costs, costs[degrees], read=PLAN, answer=found, label=label)
     expect_true(degrees in fitting, f"{degrees} = {name} does not fit", answer=found, read=PLAN)
     best = min(c["step"] for c in fitting.values())
     fastest = [it for it, c in fitting.items() if c["step"] <= best * (1 + 1e-9)]
