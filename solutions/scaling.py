@@ -128,7 +128,7 @@ def choose_gpu(n_parameters: float, mode: str, bits: int) -> Choice:
     """The cheapest card on which a model fits. (Exercise 16.5)
 
     Args:
-        n_parameters: Weights P.
+        n_parameters: Weights.
         mode: "inference", which keeps the weights, or "training", which keeps as many gradients and twice as many moments.
         bits: Of each of these values: PyTorch's AdamW makes its moments in the dtype of the weights.
 
@@ -264,8 +264,10 @@ def layout_costs(
         plus the longest of the others, which go on at the same time. Bytes under ``"memory"``.
 
     All that is sent is bfloat16, around rings. Sharded weights are gathered twice and their gradients scattered once a step;
-    two blocks are whole at a time. Copies all-reduce their shards. A block all-reduces its output forward and its input's
-    gradient backward. A stage sends its output forward and its input's gradient backward. No activation is sharded by S.
+    for that two blocks' weights are whole at a time (one, if the stage has one block; none beside the states, if S = 1).
+    Copies all-reduce their shards. A block all-reduces its output forward and its input's gradient backward. A stage sends its
+    output forward and its input's gradient backward. No activation is sharded by S.
+    Convention: chapter 13's bubble is a share of the whole time, so compute is the useful time over 1 - bubble.
     """
     ### BEGIN SOLUTION
     d, s, t, p = layout.data, layout.sharded, layout.tensor, layout.pipeline

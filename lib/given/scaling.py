@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lib.runs.modal_llama import GPUS
+from lib.given.cards import GPUS
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ SHEETS = {
     "H200": (989e12, 4800e9),
     "B200": (2250e12, 8000e9),
 }
-"""Dense peak and memory bandwidth by NVIDIA's data sheets (AWS's figures for its A10G), read in 2025."""
+"""Dense peak and memory bandwidth by NVIDIA's data sheets (AWS's figures for its A10G). Where a sheet prints the peak with sparsity only, as for L4, H100, H200 and B200, this is half of it."""
 
 CARDS = tuple(
     Card(
@@ -77,7 +77,7 @@ CARDS = tuple(
     )
     for gpu in GPUS
 )
-"""The table that ``choose_gpu`` reads: Modal's cards, and its list prices of 2025, as ``lib.runs.modal_llama`` keeps them."""
+"""The table that ``choose_gpu`` reads: Modal's cards, and its list prices of 2025, as ``lib.given.cards`` keeps them."""
 
 COMMUNITY_A40 = Card(name="A40", memory_gb=48, dollars_per_hour=0.40, peak_flops=150e12, bandwidth=696e9)
 """A private person's card on RunPod or Vast, $0.40 to $0.47 an hour in 2025 (M. Mboya, Scaling ViTs across Training Compute)."""
@@ -93,7 +93,7 @@ class Choice(NamedTuple):
 class Published(NamedTuple):
     """A row of Google's table, as M. Mboya, Scaling ViTs across Training Compute (2025), prints it: 50,000 images an epoch.
 
-    ``slipped`` marks rows whose columns slip in print, so that images a second belong to another row.
+    ``slipped`` marks rows whose columns slip in print. In no row do images a second fit the hours: one digit differs.
     """
 
     model: str

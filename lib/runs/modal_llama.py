@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lib.given.cards import GPUS, Gpu
 from lib.given.llama import PRESETS
 from lib.llama import count_parameters, inference_memory_gb
 
@@ -21,28 +22,6 @@ APP, VOLUME, SECRET, WEIGHTS = "workbook-llama", "workbook-llama-weights", "hugg
 IDLE_S = 120
 PACKAGES = ("torch>=2.11,<2.14", "numpy", "einops", "jaxtyping", "safetensors", "regex", "transformers", "sentencepiece",
             "huggingface_hub", "pyyaml")  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
-    """A card that Modal rents, and about what an hour of it costs: a guide for choosing; modal.com/pricing has today's price."""
-
-    name: str
-    memory_gb: int
-    dollars_per_hour: float
-
-
-GPUS = (
-    Gpu(name="T4", memory_gb=16, dollars_per_hour=0.59),
-    Gpu(name="L4", memory_gb=24, dollars_per_hour=0.80),
-    Gpu(name="A10G", memory_gb=24, dollars_per_hour=1.10),
-    Gpu(name="L40S", memory_gb=48, dollars_per_hour=1.95),
-    Gpu(name="A100-40GB", memory_gb=40, dollars_per_hour=2.10),
-    Gpu(name="A100-80GB", memory_gb=80, dollars_per_hour=2.50),
-    Gpu(name="H100", memory_gb=80, dollars_per_hour=3.95),
-    Gpu(name="H200", memory_gb=141, dollars_per_hour=4.54),
-    Gpu(name="B200", memory_gb=180, dollars_per_hour=6.25),
-)
 
 
 def pick_gpu(memory_gb: float) -> Gpu:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.runs.modal_llama import GPUS, Gpu
+from lib.given.cards import GPUS, Gpu
 from lib.runs.remote import ROOT, RUNS, torchrun, with_results
 
 APP, VOLUME, BOOK = "workbook-train", "workbook-runs", "/book"

@@ -154,7 +154,8 @@ def _close_numbers(actual, expected, atol, rtol, name, answer, read) -> None:
     infinite = math.isinf(abs(expected)) or math.isinf(abs(actual))
     near = actual == expected if infinite else abs(actual - expected) <= atol + rtol * abs(expected)
     if not (near or both_nan):
-        raise Wrong("wrong value", [("value", f"{name} = {_show(actual)}, expected {_show(expected)}")], answer, read)
+        shown = _apart(actual, expected)
+        raise Wrong("wrong value", [("value", f"{name} = {shown[0]}, expected {shown[1]}")], answer, read)
 
 
 def _close_arrays(actual, expected, atol, rtol, name, answer, read) -> None:
@@ -246,7 +247,8 @@ def _first_difference(actual, expected, name) -> tuple[str, str, str]:
                 whole = f"   (whole: {_show(actual)}, expected {_show(expected)})" if len(expected) <= 12 else ""
                 return place, a_shown, e_shown + ("" if "(whole" in e_shown else whole)
         return f"len({name})", f"{len(actual)}: {_show(actual)}", f"{len(expected)}: {_show(expected)}"
-    return name, _show(actual), _show(expected)
+    numbers = isinstance(actual, int | float) and isinstance(expected, int | float)
+    return name, *(_apart(actual, expected) if numbers else (_show(actual), _show(expected)))
 
 
 def expect_true(condition, problem: str, *, answer=None, read=None) -> None:

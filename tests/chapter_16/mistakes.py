@@ -127,7 +127,7 @@ def added(config, x, y, peak_flops, bandwidth, m_x=2, m_y=1):
     return math.ceil(intensity / (y * m_x) / (1 - tensor)) if x > 1 and tensor < 1 else 1
 
 
-@mistake("compute_bound_batch", "that is the bound of the best mesh, alpha squared over M_X M_Y F, not of this X and Y")
+@mistake("compute_bound_batch", "that is the bound of the best mesh, alpha squared over m_X m_Y F, not of this X and Y")
 def best_mesh(config, x, y, peak_flops, bandwidth, m_x=2, m_y=1):
     reference.compute_bound_batch(config, x, y, peak_flops, bandwidth, m_x, m_y)
     return math.ceil((peak_flops / bandwidth) ** 2 / (m_x * m_y * config.hidden_dim))
@@ -383,6 +383,30 @@ def no_bubble(config, layout, bandwidths, tokens, peak_flops):
     return _changed(costs, compute=costs["compute"] * (1 - pipeline_bubble(p, 4 * p)))
 
 
+@mistake(
+    "layout_costs", "1 + bubble: the bubble is a share of the whole time, so the useful time is divided by 1 - bubble"
+)
+def useful_bubble(config, layout, bandwidths, tokens, peak_flops):
+    costs = reference.layout_costs(config, layout, bandwidths, tokens, peak_flops)
+    bubble = pipeline_bubble(layout.pipeline, 4 * layout.pipeline)
+    return _changed(costs, compute=costs["compute"] * (1 - bubble) * (1 + bubble))
+
+
+@mistake("layout_costs", "two gathered blocks were counted where nothing is sharded, and so nothing is gathered")
+def gathered_without_shards(config, layout, bandwidths, tokens, peak_flops):
+    costs = reference.layout_costs(config, layout, bandwidths, tokens, peak_flops)
+    blocks = min(2, config.n_layers // layout.pipeline) if layout.sharded == 1 else 0
+    return costs | {"memory": costs["memory"] + blocks * 4 * config.dim * config.hidden_dim / layout.tensor}
+
+
+@mistake("layout_costs", "two gathered blocks were counted where the stage has only one")
+def two_blocks_of_one(config, layout, bandwidths, tokens, peak_flops):
+    costs = reference.layout_costs(config, layout, bandwidths, tokens, peak_flops)
+    block = 4 * config.dim * config.hidden_dim / layout.tensor
+    alone = layout.sharded > 1 and config.n_layers == layout.pipeline
+    return costs | {"memory": costs["memory"] + alone * block}
+
+
 @mistake("layout_costs", "weights were gathered once, where backward gathers them again")
 def gathered_once(config, layout, bandwidths, tokens, peak_flops):
     costs = reference.layout_costs(config, layout, bandwidths, tokens, peak_flops)
@@ -472,3 +496,18 @@ def small_batch(config, n_devices, memory_bytes, bandwidths, *, tokens_per_devic
     return _search(
         config, n_devices, memory_bytes, bandwidths, tokens_per_device / max(1, n_devices), peak_flops, _fits, _fast
     )
+
+
+@mistake("plan", "of equally fast layouts the first was taken: less memory decides, then P, T and S")
+def first_of_the_fastest(config, n_devices, memory_bytes, bandwidths, *, tokens_per_device=1024, peak_flops=989e12):
+    return _search(
+        config, n_devices, memory_bytes, bandwidths, tokens_per_device, peak_flops, _fits, lambda _, c: c["step"]
+    )
+
+
+@mistake("plan", "what fits exactly was refused")
+def never_full(config, n_devices, memory_bytes, bandwidths, *, tokens_per_device=1024, peak_flops=989e12):
+    def allowed(layout, costs, size):
+        return costs["memory"] < size
+
+    return _search(config, n_devices, memory_bytes, bandwidths, tokens_per_device, peak_flops, allowed, _fast)

@@ -42,6 +42,13 @@ def test_close_shows_as_many_digits_as_it_takes():
     assert text.startswith("out[0] = 0.1, expected 0.100001")
 
 
+def test_numbers_that_look_alike_are_shown_with_all_their_digits():
+    text = said(expect_close, 175.00096, 175.001135)[1]["value"]
+    assert text == "out = 175.00096, expected 175.001135"
+    text = said(expect_equal, {"a": 175.00096}, {"a": 175.001135})[1]["first wrong"]
+    assert text == "out['a'] = 175.00096, expected 175.001135"
+
+
 def test_equal_shows_the_first_difference():
     assert said(expect_equal, [1, 2, 4], [1, 2, 3])[1]["first wrong"].startswith("out[2] = 4, expected 3")
     assert said(expect_equal, {"a": 1}, {"a": 1, "b": 2})[1]["first wrong"] == "out['b'] = missing, expected 2"
