@@ -42,8 +42,11 @@ def pytest_configure(config):
         raise pytest.UsageError("--record writes what the oracles give: use it with --reference")
     grading.RECORDING.update(live=options.reference, write=options.record)
     config.workbook_marks = Marks()
+    if options.reference or options.mistakes:
+        os.environ[resolve.VARIABLE] = "reference"
+    config.workbook_world = os.environ.get(resolve.VARIABLE)
     try:
-        resolve.world()
+        resolve.sync()
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
 
@@ -202,6 +205,7 @@ def pytest_runtest_protocol(item, nextitem):
     exercise = getattr(item, "workbook_exercise", None)
     before = os.environ.get(resolve.VARIABLE)
     if exercise is None:
+        _return_to(item.config.workbook_world)
         return None
     os.environ[resolve.VARIABLE] = world_of(item.config, exercise.module)
     resolve.sync()
@@ -223,6 +227,15 @@ def pytest_runtest_protocol(item, nextitem):
     finally:
         if before is None and isinstance(item, MistakeItem):
             os.environ.pop(resolve.VARIABLE, None)
+
+
+def _return_to(world: str | None) -> None:
+    """Back to the world in which the tests were collected: what they imported is what they find, and what they patch."""
+    if world is None:
+        os.environ.pop(resolve.VARIABLE, None)
+    else:
+        os.environ[resolve.VARIABLE] = world
+    resolve.sync()
 
 
 def _shorten(item, report) -> None:
