@@ -63,6 +63,7 @@ def test_plan_messages_may_spell_a_size_in_any_way(text):
 
 def test_training_memory_bytes_names_are_importable():
     case("from lib.scaling import FFNConfig, XXL")
+    scaling.training_memory_bytes(SMALL, 7)  # what is given is checked for those who have begun
     import lib.scaling
 
     expect_equal(lib.scaling.XXL, GIVEN_XXL, name="lib.scaling.XXL")
