@@ -24,7 +24,7 @@ from lib.bench import flash_kernels
 from lib.bench.record import MEASUREMENTS, record, spread
 from lib.flash_attention import FlashAttentionTorch, FlashAttentionTriton, flash_attention
 from lib.given import flash_fast
-from lib.given.flash_fast import Tiles, fits_fast, flash_attention_fast
+from lib.given.flash_fast import fits_fast, flash_attention_fast
 
 CASES = {
     "64_causal": (16, 64, True),
@@ -34,6 +34,7 @@ CASES = {
 }
 LENGTHS, WIDTHS = [4**n * 128 for n in range(5)] + [65_536], (16, 32, 64, 128)
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
+LOG2E = 1.4426950408889634
 STARTED = time.perf_counter()
 
 
@@ -198,8 +199,8 @@ def field(report, peers, device, length, rounds, n):
     for case, (heads, width, causal) in CASES.items():
         q, k, v = inputs(heads, length, width, torch.bfloat16, device)
         times = {name: {"forward": [], "backward": [], "both": []} for name in peers}
-        for _ in range(rounds):
-            for name, attend in peers.items():
+        for turn in range(rounds):
+            for name, attend in list(peers.items())[:: 1 if turn % 2 == 0 else -1]:
                 if name in report.results["failures"] or f"{name} {case}" in report.results["failures"]:
                     continue
                 if name == "naive, compiled" and times[name]["both"]:
@@ -227,37 +228,59 @@ ABLATION = {
     "dQ: all": ("dq", {}),
     "dQ: row sums in a kernel of their own": ("dq", {"fused": False}),
     "dQ: second product after the softmax": ("dq", {"early": False}),
-    "dK/dV, width 64: from the diagonal on": ("dkdv", (64, Tiles(64, 64, 4, 3))),
-    "dK/dV, width 64: from the end back": ("dkdv", (64, Tiles(64, 64, 4, 3, reverse=True))),
-    "dK/dV, width 64: tiles 128 x 64": ("dkdv", (64, Tiles(128, 64, 4, 2))),
-    "dK/dV, width 128: from the diagonal on": ("dkdv", (128, Tiles(64, 64, 4, 2))),
-    "dK/dV, width 128: from the end back": ("dkdv", (128, Tiles(64, 64, 4, 2, reverse=True))),
+    "dK/dV: all": ("dkdv", {}),
+    "dK/dV: tiles 128 x 64": ("dkdv", {"rows": 128, "stages": 2}),
+    "backward, width 64: two passes": ("twice", 64),
+    "backward, width 64: one pass, reduce-add": ("once", 64),
+    "backward, width 128: two passes": ("twice", 128),
+    "backward, width 128: one pass, reduce-add": ("once", 128),
 }
 
 
 def ablation_call(name, length, device):
     """A call without arguments that runs one variant, and the tensors that it should give right."""
     which, options = ABLATION[name]
-    width = options[0] if which == "dkdv" else 64
+    width = options if isinstance(options, int) else 64
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     q, k, v = inputs(16 if width == 64 else 8, length, width, dtype, device, grad=False)
     if which == "forward":
         return (lambda: flash_kernels.forward(q, k, v, **options)), (q, k, v)
-    o, lse = flash_fast.fast_forward(q, k, v, True, flash_fast.tiles_for(q, True)[0])
+    tiles = flash_fast.tiles_for(q, True)
+    o, lse = flash_fast.fast_forward(q, k, v, True, tiles[0])
     do = torch.randn_like(o)
     if which == "dq":
-        lse2 = lse * 1.4426950408889634
-        return (lambda: flash_kernels.backward_dq(q, k, v, o, do, lse2, **options)), (q, k, v)
-    delta = (o.float() * do.float()).sum(-1)
-    return (lambda: flash_fast.fast_dkdv(q, k, v, do, lse, delta, True, options[1])), (q, k, v)
+        return (lambda: flash_kernels.backward_dq(q, k, v, o, do, lse * LOG2E, **options)), (q, k, v)
+    if which == "once":
+        check_once(q, k, v, o, do, lse, tiles)
+        return (lambda: flash_kernels.backward_once(q, k, v, o, do, lse * LOG2E)), (q, k, v)
+    if which == "dkdv":
+        delta, chosen = (o.float() * do.float()).sum(-1), tiles[2]._replace(**options)
+        return (lambda: flash_fast.fast_dkdv(q, k, v, do, lse, delta, True, chosen)), (q, k, v)
+
+    def twice():
+        dq, delta = flash_fast.fast_dq(q, k, v, o, do, lse, True, tiles[1])
+        return dq, *flash_fast.fast_dkdv(q, k, v, do, lse, delta, True, tiles[2])
+
+    return twice, (q, k, v)
+
+
+def check_once(q, k, v, o, do, lse, tiles):
+    """Stop if the gradients of one pass are not those of two."""
+    dq, delta = flash_fast.fast_dq(q, k, v, o, do, lse, True, tiles[1])
+    want = dq, *flash_fast.fast_dkdv(q, k, v, do, lse, delta, True, tiles[2])
+    scales = q.shape[-1] ** -0.5, q.shape[-1] ** -0.5, 1.0
+    for got, scale, x in zip(flash_kernels.backward_once(q, k, v, o, do, lse * LOG2E), scales, want, strict=True):
+        apart = ((got.float() * scale - x.float()).norm() / x.float().norm()).item()
+        if not apart < 0.01:
+            raise ValueError(f"gradients of one pass are {apart:.1e} from those of two")
 
 
 def ablation(report, device, length, rounds, n):
     calls, times = {}, {name: [] for name in ABLATION}
     for name in ABLATION:
         calls[name] = report.attempt(name, lambda m=name: ablation_call(m, length, device)[0])
-    for _ in range(rounds):
-        for name, call in calls.items():
+    for turn in range(rounds):
+        for name, call in list(calls.items())[:: 1 if turn % 2 == 0 else -1]:
             if call is not None and name not in report.results["failures"]:
                 times[name] += report.attempt(name, lambda c=call: time_ms(c, n, device)) or []
     report.keep("ablation", {"length": length, "ms": {name: spread(x) for name, x in times.items() if x}})
@@ -377,8 +400,8 @@ def main():
     q, k, v = inputs(1, 512, 64, torch.bfloat16, device)
     report.keep("compile_s", {"all": time.perf_counter() - STARTED, "fast_path": fits_fast(q, k, v, True)})
     report.attempt("error", lambda: errors(report, device, peers, 1024))
-    report.attempt("field", lambda: field(report, peers | others, device, 16_384, 3, 5))
-    report.attempt("ablation", lambda: ablation(report, device, 16_384, 3, 5))
+    report.attempt("field", lambda: field(report, peers | others, device, 16_384, 8, 5))
+    report.attempt("ablation", lambda: ablation(report, device, 16_384, 6, 5))
     report.attempt("memory", lambda: memory(report, device, [2**n for n in range(9, 17, 1)]))
     report.attempt("sweep", lambda: sweep(report, device, LENGTHS, WIDTHS, 3))
 

@@ -152,3 +152,75 @@ def backward_dq(q, k, v, o, do, lse, rows=64, cols=64, warps=4, stages=3, early=
         t, d**-0.5 * math.log2(math.e), d, rows, cols, early, fused, **options,
     )  # fmt: skip
     return dq
+
+
+@triton.jit
+def _walk_once(
+    dk, dv, key, value, q, do, dq, dq_at, lse, delta, base, first, end, cols, scale,
+    D: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr, COPY_ENGINE: tl.constexpr,
+):  # fmt: skip
+    for start in tl.range(first, end, ROWS):
+        start = tl.multiple_of(start, ROWS)
+        rows = start + tl.arange(0, ROWS)
+        query = q.load([base + start, 0])
+        grad = do.load([base + start, 0])
+        lse2 = tl.load(lse + base + rows)
+        sums = tl.load(delta + base + rows)
+        scores = tl.dot(key, query.T)
+        dp = tl.dot(value, grad.T)
+        weights = tl.exp2(scores * scale - lse2[None, :])
+        if MASK:
+            weights = tl.where(rows[None, :] >= cols[:, None], weights, 0.0)
+        dv = tl.dot(weights.to(grad.dtype), grad, dv)
+        ds = (weights * (dp - sums[None, :])).to(query.dtype)
+        dk = tl.dot(ds, query, dk)
+        share = tl.dot(ds.T, key)
+        if COPY_ENGINE:
+            dq.atomic_add([base + start, 0], share)
+        else:
+            tl.atomic_add(dq_at + (base + rows)[:, None] * D + tl.arange(0, D)[None, :], share)
+    return dk, dv
+
+
+@triton.jit
+def backward_in_one_pass(
+    q, k, v, do, dq, dk, dv, dq_at, lse, delta, T, scale,
+    D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, COPY_ENGINE: tl.constexpr,
+):  # fmt: skip
+    """All causal gradients for T = S in whole tiles: five products a tile, dq [*, D] in float32 by reduce-add.
+
+    Triton's interpreter has no reduce-add of a tile: there it adds by pointers.
+    """
+    head, start = tl.program_id(1), tl.program_id(0) * COLS
+    base = head * T
+    cols = start + tl.arange(0, COLS)
+    key = k.load([base + start, 0])
+    value = v.load([base + start, 0])
+    dkey = tl.zeros([COLS, D], tl.float32)
+    dvalue = tl.zeros([COLS, D], tl.float32)
+    first = start // ROWS * ROWS
+    whole = tl.cdiv(start + COLS, ROWS) * ROWS
+    dkey, dvalue = _walk_once(
+        dkey, dvalue, key, value, q, do, dq, dq_at, lse, delta, base, first, whole, cols, scale,
+        D, ROWS, True, COPY_ENGINE,
+    )  # fmt: skip
+    dkey, dvalue = _walk_once(
+        dkey, dvalue, key, value, q, do, dq, dq_at, lse, delta, base, whole, T, cols, scale,
+        D, ROWS, False, COPY_ENGINE,
+    )  # fmt: skip
+    dk.store([base + start, 0], dkey.to(key.dtype))
+    dv.store([base + start, 0], dvalue.to(key.dtype))
+
+
+def backward_once(q, k, v, o, do, lse, rows=64, cols=64, warps=4, stages=2) -> tuple[Tensor, Tensor, Tensor]:
+    """The three gradients, those of queries and keys without their last factor; ``lse`` in base 2."""
+    (t, d), n_heads = q.shape[-2:], math.prod(q.shape[:-2])
+    delta = (o.float() * do.float()).sum(-1)
+    dq, dk, dv = torch.zeros_like(q, dtype=torch.float32), torch.empty_like(k), torch.empty_like(v)
+    options = {} if INTERPRETED else {"num_warps": warps, "num_stages": stages}
+    by_rows, by_cols = ([_describe(x, n) for x in xs] for n, xs in ((rows, (q, do, dq)), (cols, (k, v, dk, dv))))
+    backward_in_one_pass[(t // cols, n_heads)](
+        by_rows[0], *by_cols[:2], *by_rows[1:], *by_cols[2:], dq, lse, delta,
+        t, d**-0.5 * math.log2(math.e), d, rows, cols, not INTERPRETED, **options,
+    )  # fmt: skip
+    return dq.to(q.dtype), dk, dv

@@ -23,14 +23,15 @@ class Tiles(NamedTuple):
     cols: int
     warps: int
     stages: int
-    reverse: bool = False  # dK/dV: walk the queries from the last; measured, it does not pay (chapter 15)
     registers: int | None = None
+    heads_first: bool = False  # forward: neighbouring programs take different heads, not different rows
 
 
-TABLE: dict[tuple[int, bool], tuple[Tiles, Tiles, Tiles]] = {  # width, causal: forward, dQ, dK/dV; found on an H200
-    (64, True): (Tiles(64, 128, 4, 2), Tiles(64, 64, 4, 3, registers=168), Tiles(64, 64, 4, 3)),
-    (64, False): (Tiles(64, 128, 4, 2, registers=168), Tiles(128, 64, 4, 4), Tiles(64, 64, 4, 3)),
-    (128, True): (Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2, reverse=True)),
+# Width, causal: forward, dQ, dK/dV; found on an H200 by ``lib.bench.flash_tiles``.
+TABLE: dict[tuple[int, bool], tuple[Tiles, Tiles, Tiles]] = {
+    (64, True): (Tiles(64, 128, 4, 2, heads_first=True), Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 4)),
+    (64, False): (Tiles(64, 128, 4, 2, 168), Tiles(128, 64, 4, 4), Tiles(64, 64, 4, 3)),
+    (128, True): (Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)),
     (128, False): (Tiles(128, 64, 4, 2), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)),
 }
 
@@ -138,13 +139,9 @@ def fast_dq_kernel(
 @triton.jit
 def _queries(
     dk, dv, key, value, q, do, lse, delta, base, first, end, cols, ahead, scale2,
-    ROWS: tl.constexpr, MASK: tl.constexpr, REVERSE: tl.constexpr,
+    ROWS: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    for step in tl.range(first, end, ROWS):
-        if REVERSE:
-            start = end - ROWS - (step - first)
-        else:
-            start = step
+    for start in tl.range(first, end, ROWS):
         start = tl.multiple_of(start, ROWS)
         rows = start + tl.arange(0, ROWS)
         query = q.load([base + start, 0])
@@ -163,31 +160,9 @@ def _queries(
 
 
 @triton.jit
-def _causal_queries(
-    dk, dv, key, value, q, do, lse, delta, base, first, whole, T, cols, ahead, scale2,
-    ROWS: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
-    """The tiles on the diagonal and those below it, or from the last query back."""
-    if REVERSE:
-        dk, dv = _queries(dk, dv, key, value, q, do, lse, delta, base, whole, T, cols, ahead, scale2, ROWS, False, True)
-        dk, dv = _queries(
-            dk, dv, key, value, q, do, lse, delta, base, first, whole, cols, ahead, scale2, ROWS, True, True
-        )
-    else:
-        dk, dv = _queries(
-            dk, dv, key, value, q, do, lse, delta, base, first, whole, cols, ahead, scale2, ROWS, True, False
-        )
-        dk, dv = _queries(
-            dk, dv, key, value, q, do, lse, delta, base, whole, T, cols, ahead, scale2, ROWS, False, False
-        )
-    return dk, dv
-
-
-@triton.jit
 def fast_dkdv_kernel(
     q, k, v, do, dk, dv, lse, delta, T, S, scale2, scale,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
-    REVERSE: tl.constexpr,
 ):  # fmt: skip
     """As ``flash_backward_dkdv_kernel``."""
     head, start = tl.program_id(1), tl.program_id(0) * COLS
@@ -201,12 +176,15 @@ def fast_dkdv_kernel(
         if CAUSAL:
             first = tl.maximum(start + T - S, 0) // ROWS * ROWS
             whole = tl.cdiv(tl.maximum(start + COLS + T - S, 0), ROWS) * ROWS
-            dkey, dvalue = _causal_queries(
-                dkey, dvalue, key, value, q, do, lse, delta, base, first, whole, T, cols, S - T, scale2, ROWS, REVERSE
+            dkey, dvalue = _queries(
+                dkey, dvalue, key, value, q, do, lse, delta, base, first, whole, cols, S - T, scale2, ROWS, True
+            )
+            dkey, dvalue = _queries(
+                dkey, dvalue, key, value, q, do, lse, delta, base, whole, T, cols, S - T, scale2, ROWS, False
             )
         else:
             dkey, dvalue = _queries(
-                dkey, dvalue, key, value, q, do, lse, delta, base, 0, T, cols, S - T, scale2, ROWS, False, False
+                dkey, dvalue, key, value, q, do, lse, delta, base, 0, T, cols, S - T, scale2, ROWS, False
             )
     dk.store([head * S + start, 0], (dkey * scale).to(key.dtype))
     dv.store([head * S + start, 0], dvalue.to(key.dtype))
@@ -251,11 +229,10 @@ def fast_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, tiles: Tiles)
     """Output and natural logsumexp [..., T]; q, k, v aligned."""
     (t, d), s, n_heads = q.shape[-2:], k.shape[-2], math.prod(q.shape[:-2])
     o, lse = torch.empty_like(q), torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    heads_first = is_causal
-    grid = (n_heads, t // tiles.rows) if heads_first else (t // tiles.rows, n_heads)
+    grid = (n_heads, t // tiles.rows) if tiles.heads_first else (t // tiles.rows, n_heads)
     fast_forward_kernel[grid](
         _describe(q, tiles.rows), _describe(k, tiles.cols), _describe(v, tiles.cols), _describe(o, tiles.rows), lse,
-        t, s, d**-0.5 * math.log2(math.e), check_shapes(q, k, v), d, tiles.rows, tiles.cols, is_causal, heads_first,
+        t, s, d**-0.5 * math.log2(math.e), check_shapes(q, k, v), d, tiles.rows, tiles.cols, is_causal, tiles.heads_first,
         **_options(tiles),
     )  # fmt: skip
     return o, lse
@@ -281,7 +258,7 @@ def fast_dkdv(q, k, v, do, lse, delta, is_causal: bool, tiles: Tiles) -> tuple[T
     by_cols = [_describe(x, tiles.cols) for x in (k, v, dk, dv)]
     fast_dkdv_kernel[(s // tiles.cols, n_heads)](
         queries, *by_cols[:2], grads, *by_cols[2:], lse, delta, t, s, d**-0.5 * math.log2(math.e), d**-0.5,
-        check_shapes(q, k, v), d, tiles.rows, tiles.cols, is_causal, tiles.reverse, **_options(tiles),
+        check_shapes(q, k, v), d, tiles.rows, tiles.cols, is_causal, **_options(tiles),
     )  # fmt: skip
     return dk, dv
 

@@ -1,0 +1,61 @@
+"""Every Triton kernel of the book once, at awkward sizes, forward and backward: to be watched by a sanitizer.
+
+``PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python -m lib.bench.kernels_once``
+on a GPU (a minute or two) ends with status 1 if a kernel touches memory that is not its own; without the variable PyTorch's
+allocator hands out parts of large blocks, and a neighbour's bytes look like one's own. Nothing is measured.
+"""
+
+import argparse
+from collections.abc import Callable
+
+import torch
+
+from lib.flash_attention import FlashAttentionTriton, flash_attention
+from lib.given.flash_fast import fits_fast
+from lib.triton_kernels import matmul, rms_norm, softmax_rows, vector_add, weighted_sum
+
+
+def normal(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, device=device).to(dtype).requires_grad_()
+
+
+def run(name: str, call: Callable[[], torch.Tensor], device: str) -> None:
+    """Forward, backward where there is one, and a wait, so that an error has a name."""
+    out = call()
+    if out.requires_grad:
+        out.float().sum().backward()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    print("ran", name, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    device = parser.parse_args().device
+    x, y, row = (normal(*s, device=device) for s in ((1000,), (1000,), (37,)))
+    run("vector_add", lambda: vector_add(x.detach(), y.detach()), device)
+    run("weighted_sum", lambda: weighted_sum(normal(5, 7, 37, device=device), row), device)
+    run("softmax_rows", lambda: softmax_rows(normal(13, 301, device=device)), device)
+    run(
+        "matmul",
+        lambda: matmul(normal(67, 45, device=device).detach(), normal(45, 131, device=device).detach()),
+        device,
+    )
+    run("rms_norm", lambda: rms_norm(normal(11, 37, device=device), row, 1e-5), device)
+    for width, t, s, causal, groups in ((16, 33, 33, True, 2), (64, 100, 77, False, 1), (128, 17, 65, True, 2)):
+        q, k, v = (normal(2, h, n, width, device=device) for h, n in ((2, t), (groups, s), (groups, s)))
+        run(
+            f"attention {width}, {t} x {s}",
+            lambda q=q, k=k, v=v, c=causal: FlashAttentionTriton.apply(q, k, v, c),
+            device,
+        )
+    for width in (64, 128) if device == "cuda" else ():
+        for causal in (True, False):
+            q, k, v = (normal(1, h, 256, width, device=device, dtype=torch.bfloat16) for h in (2, 1, 1))
+            fast = f"attention {width}, fast: {fits_fast(q, k, v, causal)}"
+            run(fast, lambda q=q, k=k, v=v, c=causal: flash_attention(q, k, v, c), device)
+
+
+if __name__ == "__main__":
+    main()
