@@ -204,14 +204,23 @@ class ShortGELU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        share, _ = normal_share(x.float())
-        return (x.float() * share).to(x.dtype)
+        share, _ = normal_share(_wide(x))
+        return _narrow(x * share, x.dtype)
 
     @staticmethod
     def backward(ctx, d_out: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        share, density = normal_share(x.float())
-        return (d_out.float() * (share + x.float() * density)).to(x.dtype)
+        share, density = normal_share(_wide(x))
+        return _narrow(d_out * (share + x * density), x.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32; never a cast without effect, for which torch 2.11's compiler gives a gradient of zeros."""
+    return x if x.dtype == torch.float32 else x.float()
+
+
+def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def normal_share(x: Tensor) -> tuple[Tensor, Tensor]:
