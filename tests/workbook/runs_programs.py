@@ -3,7 +3,9 @@
 import contextlib
 import io
 
-from lib.runs import train_gpt2, train_vit
+import torch
+
+from lib.runs import tasks, train_gpt2, train_vit
 from lib.runs.loop import Run
 
 PROGRAMS = {"vit": train_vit.main, "gpt2": train_gpt2.main}
@@ -19,6 +21,18 @@ def run_all(rank: int, world_size: int, commands: list[str]) -> list[tuple[int, 
             status = PROGRAMS[program]([*argv, "--quiet", "--device", "cpu"])
         results.append((status, said.getvalue()))
     return results
+
+
+def run_compiled(rank: int, world_size: int, command: str) -> list[tuple[int, str]]:
+    """One command whose ``--compile`` traces graphs and makes no kernels of them: the optimizer of DDP's graphs would be asked too."""
+    whole = torch.compile
+    torch.compile = lambda function, **settings: whole(function, **{**settings, "backend": "eager"})
+    try:
+        return run_all(rank, world_size, [command])
+    finally:
+        torch.compile = whole
+        tasks._compiled_functions.clear()
+        torch._dynamo.reset()
 
 
 class Killed(Exception):
