@@ -4,6 +4,7 @@ import contextlib
 import io
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from lib.runs import tasks, train_gpt2, train_vit
 from lib.runs.loop import Run
@@ -33,6 +34,21 @@ def run_compiled(rank: int, world_size: int, command: str) -> list[tuple[int, st
         torch.compile = whole
         tasks._compiled_functions.clear()
         torch._dynamo.reset()
+
+
+def run_fsdp(rank: int, world_size: int, commands: list[str]) -> list[tuple[int, str]]:
+    """Each command; and how many tensors their strategies keep beside the model, which should be none."""
+    go, kept = Run.go, []
+
+    def go_and_look(self) -> None:
+        go(self)
+        kept.extend(leaf for leaf in tree_leaves(list(vars(self.strategy).values())) if torch.is_tensor(leaf))
+
+    Run.go = go_and_look
+    try:
+        return [*run_all(rank, world_size, commands), (len(kept), "")]
+    finally:
+        Run.go = go
 
 
 class Killed(Exception):

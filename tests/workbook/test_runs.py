@@ -99,6 +99,18 @@ def test_one_process_accumulates_and_takes_the_plain_path_and_low_precision(tmp_
 
 
 @pytest.mark.time_limit(100)
+def test_flat_shards_decay_where_a_whole_model_does_and_keep_nothing_for_it(tmp_path):
+    commands = {name: f"{VIT} --lr 0.05 --weight-decay 2 --optimizer {name}" for name in ("sgd", "adamw")}
+    for name, command in commands.items():
+        train(f"{command} --log {tmp_path / name}", f"{command} --weight-decay 0 --log {tmp_path / 'without'}")
+        assert curve(tmp_path / name)[3][0] != pytest.approx(curve(tmp_path / "without")[3][0], rel=1e-3)
+    sharded = [f"{command} --strategy fsdp --log {tmp_path / name}.fsdp" for name, command in commands.items()]
+    on_ranks(programs.run_fsdp, sharded)
+    for name in commands:
+        same(tmp_path / f"{name}.fsdp", curve(tmp_path / name))
+
+
+@pytest.mark.time_limit(100)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it
 def test_a_compiled_block_is_not_cut_where_ddp_has_a_full_bucket(tmp_path):
     command = f"{VIT} --strategy ddp --engine torch --bucket-mb 0.05"
