@@ -85,6 +85,9 @@ def set_up(options: Options, device: torch.device) -> None:
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    if options.compile:
+        # of a whole model DDP's buckets are cut out; a block is smaller than what they hold, and would be cut in two for nothing
+        torch._dynamo.config.optimize_ddp = options.compile == "whole"
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:

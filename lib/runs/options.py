@@ -199,6 +199,10 @@ def check_flags(o: Options) -> Options:
         raise UsageError(
             f"--compile whole cannot see into the hooks of --strategy {o.strategy}: expected --compile blocks"
         )
+    if o.compile == "whole" and (o.strategy, o.engine) == ("ddp", "torch") and o.bucket_mb < 1:
+        raise UsageError(
+            f"--bucket-mb {o.bucket_mb:g} with --compile whole: PyTorch cuts the graph at buckets of 1 MB and more; expected --compile blocks"
+        )
     if o.precision == "float16" and (o.strategy, o.engine) == ("tp", "torch"):
         raise UsageError("--precision float16 with --strategy tp --engine torch: expected bf16, or --engine ours")
     if o.attention != "fused" and (o.path == "plain" or o.precision not in ("bf16", "float16")):

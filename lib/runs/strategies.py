@@ -110,20 +110,19 @@ class Sharded(Single):
         wrapped = FullySharded(loss, param_dtype=low)
         flats = [(f"unit_{i}.flat_{j}", flat) for i, unit in enumerate(wrapped.flats) for j, flat in enumerate(unit)]
         self.flats = dict(flats)
-        self.masks = {name: self._mask(flat) for name, flat in flats} if self.options.weight_decay else {}
+        self.decaying = {name: self._decaying(flat) for name, flat in flats}
         return wrapped
 
-    def _mask(self, flat: Any) -> Tensor:
-        """1 where this rank's shard holds an element that decays."""
-        parts = [
-            torch.full((size,), float(name.removeprefix("model.") in self.decays))
-            for name, size in zip(flat.shapes, flat.sizes, strict=True)
-        ]
-        size, rank = len(flat.shard), dist.get_rank()
-        row = torch.zeros(size)
-        mine = torch.cat(parts)[rank * size : (rank + 1) * size]
-        row[: len(mine)] = mine
-        return row.to(flat.shard.device)
+    def _decaying(self, flat: Any) -> list[slice]:
+        """Where this rank's shard holds what decays."""
+        n, found = len(flat.shard), []
+        start = -dist.get_rank() * n
+        for name, size in zip(flat.shapes, flat.sizes, strict=True):
+            here = slice(max(start, 0), min(start + size, n))
+            if here.start < here.stop and name.removeprefix("model.") in self.decays:
+                found.append(here)
+            start += size
+        return found
 
     def named(self):
         return {name: flat.shard for name, flat in self.flats.items()}
@@ -142,12 +141,14 @@ class Sharded(Single):
 
     @torch.no_grad()
     def decay(self, lr):
-        for name, mask in self.masks.items():
-            shard = self.flats[name].shard
-            if self.options.optimizer == "sgd":  # PyTorch's adds the decay to the gradient
-                shard.grad.addcmul_(mask, shard, value=self.options.weight_decay)
-            else:
-                shard.mul_(1 - lr * self.options.weight_decay * mask)
+        shards = [(self.flats[name].shard, part) for name, parts in self.decaying.items() for part in parts]
+        values = [shard[part] for shard, part in shards]
+        if not values or not self.options.weight_decay:
+            return
+        if self.options.optimizer == "sgd":  # PyTorch's adds the decay to the gradient
+            torch._foreach_add_([shard.grad[part] for shard, part in shards], values, alpha=self.options.weight_decay)
+        else:
+            torch._foreach_mul_(values, 1 - lr * self.options.weight_decay)
 
     def as_dtensor(self, name, tensor):
         flat = self.flats[name]

@@ -3,7 +3,10 @@
 import contextlib
 import io
 
-from lib.runs import train_gpt2, train_vit
+import torch
+from torch.utils._pytree import tree_leaves
+
+from lib.runs import tasks, train_gpt2, train_vit
 from lib.runs.loop import Run
 
 PROGRAMS = {"vit": train_vit.main, "gpt2": train_gpt2.main}
@@ -19,6 +22,33 @@ def run_all(rank: int, world_size: int, commands: list[str]) -> list[tuple[int, 
             status = PROGRAMS[program]([*argv, "--quiet", "--device", "cpu"])
         results.append((status, said.getvalue()))
     return results
+
+
+def run_compiled(rank: int, world_size: int, command: str) -> list[tuple[int, str]]:
+    """One command whose ``--compile`` traces graphs and makes no kernels of them: the optimizer of DDP's graphs would be asked too."""
+    whole = torch.compile
+    torch.compile = lambda function, **settings: whole(function, **{**settings, "backend": "eager"})
+    try:
+        return run_all(rank, world_size, [command])
+    finally:
+        torch.compile = whole
+        tasks._compiled_functions.clear()
+        torch._dynamo.reset()
+
+
+def run_fsdp(rank: int, world_size: int, commands: list[str]) -> list[tuple[int, str]]:
+    """Each command; and how many tensors their strategies keep beside the model, which should be none."""
+    go, kept = Run.go, []
+
+    def go_and_look(self) -> None:
+        go(self)
+        kept.extend(leaf for leaf in tree_leaves(list(vars(self.strategy).values())) if torch.is_tensor(leaf))
+
+    Run.go = go_and_look
+    try:
+        return [*run_all(rank, world_size, commands), (len(kept), "")]
+    finally:
+        Run.go = go
 
 
 class Killed(Exception):

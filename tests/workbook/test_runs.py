@@ -98,6 +98,27 @@ def test_one_process_accumulates_and_takes_the_plain_path_and_low_precision(tmp_
         same(tmp_path / str(i), curve(tmp_path / "0"), 2e-4 if i < len(variants) else 0.1)
 
 
+@pytest.mark.time_limit(100)
+def test_flat_shards_decay_where_a_whole_model_does_and_keep_nothing_for_it(tmp_path):
+    commands = {name: f"{VIT} --lr 0.05 --weight-decay 2 --optimizer {name}" for name in ("sgd", "adamw")}
+    for name, command in commands.items():
+        train(f"{command} --log {tmp_path / name}", f"{command} --weight-decay 0 --log {tmp_path / 'without'}")
+        assert curve(tmp_path / name)[3][0] != pytest.approx(curve(tmp_path / "without")[3][0], rel=1e-3)
+    sharded = [f"{command} --strategy fsdp --log {tmp_path / name}.fsdp" for name, command in commands.items()]
+    on_ranks(programs.run_fsdp, sharded)
+    for name in commands:
+        same(tmp_path / f"{name}.fsdp", curve(tmp_path / name))
+
+
+@pytest.mark.time_limit(100)
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it
+def test_a_compiled_block_is_not_cut_where_ddp_has_a_full_bucket(tmp_path):
+    command = f"{VIT} --strategy ddp --engine torch --bucket-mb 0.05"
+    assert programs.run_compiled(0, 1, f"{command} --compile --log {tmp_path / 'blocks'}") == [(0, "")]
+    train(f"{command} --log {tmp_path / 'plain'}")
+    same(tmp_path / "blocks", curve(tmp_path / "plain"))
+
+
 @pytest.mark.time_limit(200)
 def test_a_killed_run_goes_on_bit_for_bit_and_on_another_number_of_ranks(tmp_path):
     ways = [(name, way) for name, way in zip(["vit", "gpt2"] * 3, WAYS, strict=True)]
@@ -221,6 +242,7 @@ def refused(capsys, command: str, *words: str) -> None:
         ("vit --warmup 200 --steps 100", ("--warmup 200", "--steps 100")),
         ("vit --strategy tp --path fast", ("--path fast", "--path plain")),
         ("vit --strategy fsdp --compile whole", ("--compile whole", "blocks")),
+        ("vit --strategy ddp --engine torch --compile whole --bucket-mb 0.5", ("--bucket-mb 0.5", "blocks")),
         ("vit --graph --device cpu", ("--graph", "CUDA")),
         ("vit --graph --strategy fsdp", ("--graph", "fsdp", "ddp")),
         ("vit --graph --precision float16", ("--graph", "float16", "bf16")),
