@@ -48,7 +48,7 @@ from lib.vit import VisionTransformer
 DTYPE, LR, MOMENTUM = torch.bfloat16, 1e-3, 0.9
 N_WARMUP, MIN_ROUNDS, MAX_ROUNDS = 3, 3, 30
 N_CHECKED = 2  # images a rank for the comparison of gradients
-LIMITS = {"gradients": 1e-3, "losses": 1e-2}
+LIMITS = {"gradients": 1e-3, "bf16_gradients": 0.1, "losses": 1e-2}
 SMALL = ViTConfig(image_size=32, patch_size=8, n_classes=10, dim=64, n_layers=6, n_heads=2, hidden_dim=128)
 STEPS = ("graph", "compute graph", "plain")
 
@@ -101,6 +101,7 @@ class Racer:
         loss_of: A step's forward.
         optimizer: Of the model's parameters.
         finish: What completes the gradients after backward.
+        gradients: What they are after a step, under the names of ours; None where no rank has them whole.
     """
 
     def __init__(
@@ -110,17 +111,22 @@ class Racer:
         loss_of: Callable[[], Tensor],
         optimizer: torch.optim.Optimizer,
         finish: Callable[[], None] = lambda: None,
+        gradients: Callable[[], dict[str, Tensor]] | None = None,
     ):
         self.name, self.model, self.loss_of, self.optimizer, self.finish = name, model, loss_of, optimizer, finish
+        self.gradients = gradients
+        self.first_gradients: dict[str, Tensor] = {}
         self.step = train_step(loss_of, optimizer, finish)
         self.how, self.problem, self.peak_bytes = "plain", "", 0
         self.losses: list[float] = []
         self.times: list[float] = []
 
     def warm_up(self, device: torch.device, others_bytes: int) -> None:
-        """Compile and choose kernels; the losses of the first steps, and the peak of those after the first."""
+        """Compile and choose kernels; the losses of the first steps, the first's gradients, the peak of those after it."""
         start = time.perf_counter()
         for i in range(N_WARMUP):
+            if i == 1 and self.gradients is not None and dist.get_rank() == 0:
+                self.first_gradients = {name: grad.cpu() for name, grad in self.gradients().items()}
             if i == 1 and device.type == "cuda":
                 gc.collect()
                 torch.cuda.reset_peak_memory_stats()
@@ -211,10 +217,13 @@ def make_ours(cell: Cell, state: dict[str, Tensor], batch: tuple[Tensor, Tensor]
     elif cell.n_gpus > 1:
         model = OverlapDDP(parts)
     finish = getattr(model, "finish_gradient_synchronization", lambda: None)
-    return Racer("ours", model, lambda: model(*batch), sgd(model, batch[0].device), finish)
+    gradients = None if cell.sharded else parts.named_gradients
+    return Racer("ours", model, lambda: model(*batch), sgd(model, batch[0].device), finish, gradients)
 
 
-def make_peer(cell: Cell, peer: nn.Module, batch: tuple[Tensor, Tensor], distributed: bool) -> Racer:
+def make_peer(
+    cell: Cell, peer: nn.Module, batch: tuple[Tensor, Tensor], distributed: bool, task: ViTTask | None = None
+) -> Racer:
     """timm's model, wrapped and compiled as its users do; ``fully_shard``'s parameters have no fused SGD, but one in few kernels."""
     images, labels = batch
     if cell.sharded:
@@ -236,7 +245,8 @@ def make_peer(cell: Cell, peer: nn.Module, batch: tuple[Tensor, Tensor], distrib
         return F.cross_entropy(logits.float(), labels)
 
     fast: Any = compiled(model)
-    return Racer("peer", model, loss_of, sgd(model, images.device))
+    gradients = None if task is None else lambda: gradients_of(peer, task)
+    return Racer("peer", model, loss_of, sgd(model, images.device), gradients=gradients)
 
 
 # ---- checks before the clock -----------------------------------------------------------------------------------------
@@ -246,6 +256,30 @@ def relative(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     """How far tensors are from others, as one vector, relative to its length."""
     wrong = sum((got[name].double() - want[name].double()).square().sum().item() for name in want)
     return math.sqrt(wrong / sum(tensor.double().square().sum().item() for tensor in want.values()))
+
+
+def gradients_of(peer: nn.Module, task: ViTTask) -> dict[str, Tensor]:
+    """The peer's gradients under the names of ours, those of our parameters alone."""
+    names = task.from_peer(peer)
+    grads = {name: p.grad for name, p in peer.named_parameters() if p.grad is not None}
+    return {name: grad for name, grad in _converted(task, grads).items() if name in names}
+
+
+def check_first_gradients(cell: Cell, racers: list[Racer]) -> float | None:
+    """How far the gradients of what is timed are apart in the first step, as it is compiled, in bf16.
+
+    Raises:
+        ValueError: further than bf16 explains.
+    """
+    ours, peer = (racer.first_gradients for racer in racers)
+    if not ours or not peer:
+        return None
+    apart = relative(ours, peer)
+    for racer in racers:
+        racer.first_gradients = {}
+    if not apart <= LIMITS["bf16_gradients"]:
+        raise ValueError(f"{cell}: compiled gradients are {apart:.2e} apart, allowed {LIMITS['bf16_gradients']}")
+    return apart
 
 
 def check_gradients(cell: Cell, task: ViTTask, peer: nn.Module, state: dict[str, Tensor]) -> float:
@@ -258,9 +292,7 @@ def check_gradients(cell: Cell, task: ViTTask, peer: nn.Module, state: dict[str,
     torch.manual_seed(1)
     images, labels = task.batch(N_CHECKED * cell.n_gpus)
     F.cross_entropy(peer(images), labels).backward()
-    grads = {name: p.grad for name, p in peer.named_parameters() if p.grad is not None}
-    want = task.from_peer(peer)  # the same names and shapes
-    want = {name: grad.clone() for name, grad in _converted(task, grads).items() if name in want}
+    want = {name: grad.clone() for name, grad in gradients_of(peer, task).items()}
     peer.zero_grad(set_to_none=True)
     parts = our_parts(cell, state, FastPath(), lambda run: run)
     model = OverlapDDP(parts)
@@ -386,11 +418,12 @@ def measure(
     del state
     racers[0].warm_up(device, before)
     before = allocated(device) - own
-    racers.append(make_peer(cell, peer, batch, distributed=cell.n_gpus > 1))
+    racers.append(make_peer(cell, peer, batch, cell.n_gpus > 1, task))
     if device.type == "cuda":
         torch.cuda.empty_cache()
     racers[1].warm_up(device, before)
     found["checks"]["losses"] = check_losses(cell, racers, device)
+    found["checks"]["bf16_gradients_apart"] = check_first_gradients(cell, racers)
     if device.type == "cuda" and not cell.sharded and options.step != "plain":
         racers[0].record_graph(options.step)
     race(racers, options.seconds, device)
