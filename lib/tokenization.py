@@ -32,7 +32,7 @@ class WordTokenizer:
 
     Convention: the table is open. Where other tokenizers answer ``<unk>``, this one gives a new word the next id.
 
-    Source: any text editor's word count; the way of early neural language models, which closed the table.
+    Source: the word tables of early neural language models, which were closed.
     """
 
     def __init__(self, text: str):
@@ -121,8 +121,8 @@ class BPETokenizer:
     is a merge. That looks at the pairs of the word, not at all merges. The ids of a word are kept: to meet it again
     costs a look in a dictionary, not its merges.
     ``encode_iterable`` gives the same ids for a text in chunks, wherever they are cut, one by one and as soon as they
-    are certain; its memory does not grow with the text, so it bounds the table of words that
-    it keeps. ``decode`` turns bytes that are not UTF-8 into U+FFFD.
+    are certain; its memory does not grow with the text, so it bounds the table of words that it keeps. ``decode`` turns
+    bytes that are not UTF-8 into U+FFFD.
 
     Args:
         vocab: Bytes of each id; it is left as it was.

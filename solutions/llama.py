@@ -64,7 +64,7 @@ def swiglu_hidden_dim(dim: int, multiple_of: int = 256, multiplier: float = 1.0)
         The width F: 4 x ``dim``, two thirds of it (fractions dropped), ``multiplier`` times that (fractions dropped), rounded up.
         4096 gives 11008.
 
-    Source: Shazeer (arXiv:2002.05202), section 3; the rounding is that of Meta's ``FeedForward``.
+    Source: Shazeer (arXiv:2002.05202), section 2; the rounding is that of Meta's ``FeedForward``.
     """
     ### BEGIN SOLUTION
     width = int(multiplier * (2 * 4 * dim // 3))
@@ -223,7 +223,7 @@ def inference_memory_gb(n_parameters: float, bits: int = 16, overhead: float = 1
     """Rule of thumb for the memory in which a model can answer. (Exercise 4.7)
 
     Args:
-        n_parameters: Weights P.
+        n_parameters: Weights of the model.
         bits: Q, of each weight as it is kept: 32, 16, 8, 4.
         overhead: A factor for all that is not weights.
 
