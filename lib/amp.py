@@ -196,12 +196,13 @@ class MiniAutocast(TorchFunctionMode):
 
     The floating-point tensors among the arguments of an operation whose name is in ``PRODUCTS`` are cast to ``dtype``; of one
     in ``REDUCTIONS[device_type]``, to float32; every other operation runs as it is. float64 is never cast. Regions nest, and
-    the innermost decides. Parameters stay as they are, and their gradients come in their own dtype.
+    the innermost decides. Parameters stay as they are, and their gradients come in their own dtype. Both lists are in
+    ``lib/given/autocast.py``.
 
     Raises:
         ValueError: ``dtype`` is none of the three, or there are no rules for ``device_type``; the message names it.
 
-    Source: ``torch.autocast``. Both lists are in ``lib/given/autocast.py``.
+    Source: ``torch.autocast``.
     Convention: these are CUDA's rules, on any device. ``torch.autocast("cpu")`` keeps softmax, norms and sums narrow.
     """
 

@@ -227,7 +227,7 @@ class OverlapDDP(nn.Module):
         RuntimeError: in a backward without ``no_sync()`` that makes a gradient ready a second time in one round, when it
             may be on its way already. (A forward in between completes the round, so there it is no error.)
 
-    Source: Li and others (arXiv:2006.15704), section 3.2.
+    Source: Li and others (arXiv:2006.15704), section 3.2.3.
     """
 
     def __init__(self, module: nn.Module):
@@ -340,7 +340,7 @@ class BucketedDDP(nn.Module):
         ValueError: ``bucket_size_mb`` is not positive; the message names it.
         RuntimeError: in a second backward of a round, as ``OverlapDDP``.
 
-    Source: Li and others (arXiv:2006.15704), section 3.2.3.
+    Source: Li and others (arXiv:2006.15704), sections 3.2.2 and 3.2.3.
     """
 
     def __init__(self, module: nn.Module, bucket_size_mb: float):

@@ -99,9 +99,9 @@ class ShardedOptimizer(Optimizer):
         params: Parameters, or dicts with ``params`` and options, as any optimizer takes them; alike on all ranks.
         optimizer_cls, kwargs: The optimizer that updates this rank's share, such as ``torch.optim.AdamW``; its options.
 
-    A parameter belongs to one rank, whole: within a group the largest comes first, each goes to the rank that has the fewest
-    elements so far, in all groups (the lowest such rank); frozen ones count nothing. ``state`` has this rank's parameters only,
-    after ``load_state_dict`` too. Gradients were averaged before. Source: Rajbhandari and others (arXiv:1910.02054), section 5.1.
+    A parameter belongs to one rank, whole: the largest of a group comes first, each goes to the rank with the fewest elements so far in all
+    groups (the lowest such); frozen ones count nothing. ``state`` has this rank's parameters only, also after ``load_state_dict``. Gradients come averaged.
+    Source: Rajbhandari and others (arXiv:1910.02054), section 5.1.
     """
 
     _local: Any

@@ -139,7 +139,7 @@ def all_reduce_seconds(n_bytes: float, n_ranks: int, latency_s: float, bandwidth
         ValueError: ``n_ranks`` is below 1; the message names it.
 
     Source: Thakur, Rabenseifner and Gropp (2005), Optimization of collective communication operations in MPICH, section 3.
-    Convention: additions are free, and each rank sends and receives at once but one message each.
+    Convention: additions are free; at any time a rank sends at most one message and receives at most one.
     """
     ### BEGIN SOLUTION
     if n_ranks < 1:

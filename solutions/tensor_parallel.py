@@ -100,8 +100,8 @@ def _all_reduced(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 class CopyToRegion(torch.autograd.Function):
     """The entrance of a parallel region: f. Nothing on the way in, a sum of gradients on the way back. (Exercise 13.4)
 
-    Used as ``CopyToRegion.apply(x, group)``. ``x`` is the same on every rank; each rank then computes another part with it.
-    Source: Megatron-LM (arXiv:1909.08053), section 3, f in figure 3. Convention: nothing is changed in place; a group of None means all.
+    Used as ``CopyToRegion.apply(x, group)``; a group of None means all. ``x`` is the same on every rank, and each computes another part with it; nothing is changed in place.
+    Source: Megatron-LM (arXiv:1909.08053), section 3, f in figure 3.
     """
 
     @staticmethod
@@ -123,8 +123,8 @@ class CopyToRegion(torch.autograd.Function):
 class ReduceFromRegion(torch.autograd.Function):
     """The exit of a parallel region: g. A sum on the way out, nothing on the way back. (Exercise 13.5)
 
-    Used as ``ReduceFromRegion.apply(x, group)``. ``x`` is this rank's part of a sum; all go on with the whole.
-    Source: Megatron-LM (arXiv:1909.08053), section 3, g in figure 3. Convention: nothing is changed in place; a group of None means all.
+    Used as ``ReduceFromRegion.apply(x, group)``; a group of None means all. ``x`` is this rank's part of a sum, and all go on with the whole; nothing is changed in place.
+    Source: Megatron-LM (arXiv:1909.08053), section 3, g in figure 3.
     """
 
     @staticmethod
@@ -308,10 +308,10 @@ def vocab_parallel_cross_entropy(
         group: The ranks; None means all.
 
     Returns:
-        The mean loss in nats, float32 (float64 for float64 logits), the same on every rank; nothing is sent backward.
+        The mean loss in nats, float32 (float64 for float64 logits), the same on every rank, stable at logits of 1e4; nothing is sent backward.
 
     Cost: for N targets, all-reduces of N numbers (the largest logit, the sum of exponentials, the target's logit) and a few integers.
-    Source: Megatron-LM (arXiv:1909.08053), section 3. Stable at logits of 1e4, as chapter 7's ``cross_entropy``.
+    Source: Megatron-LM (arXiv:1909.08053), section 3.
     """
     ### BEGIN SOLUTION
     logits = logits_shard.to(torch.promote_types(logits_shard.dtype, torch.float32))

@@ -39,8 +39,8 @@ from lib.bench.ladder import N_IMAGES, PEAK_FLOPS, Rung, ViTTask, flops_per_item
 from lib.bench.record import MEASUREMENTS, load, machine, record, spread
 from lib.ddp import OverlapDDP, average_gradients
 from lib.fsdp import FullySharded
+from lib.given.fast import ATTENTIONS, capture
 from lib.given.fast import Path as FastPath
-from lib.given.fast import capture
 from lib.given.fast_ddp import RowViT, train_step
 from lib.given.vit import ViTConfig, preset
 from lib.vit import VisionTransformer
@@ -63,6 +63,7 @@ class Cell:
         n_gpus: Ranks.
         sharded: Whether parameters, gradients and momenta are.
         n_blocks: Of a part of ours.
+        attention: Of ours, one of ``lib.given.fast.ATTENTIONS``.
     """
 
     model: str
@@ -70,6 +71,7 @@ class Cell:
     n_gpus: int = 1
     sharded: bool = False
     n_blocks: int = 4
+    attention: str = "fused"
     tiny: bool = False
 
     @property
@@ -209,8 +211,13 @@ def our_parts(cell: Cell, state: dict[str, Tensor], path: FastPath, make: Callab
     return RowViT(model, path, cell.n_blocks, make)
 
 
+def path_of(cell: Cell) -> FastPath:
+    """How ours is computed where it is timed."""
+    return FastPath(dtype=DTYPE, short_gelu=True, attention=cell.attention)
+
+
 def make_ours(cell: Cell, state: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Racer:
-    parts = our_parts(cell, state, FastPath(dtype=DTYPE, short_gelu=True))
+    parts = our_parts(cell, state, path_of(cell))
     model: nn.Module = parts
     if cell.sharded:
         model = FullySharded(parts, param_dtype=DTYPE)
@@ -436,7 +443,11 @@ def _described(cell: Cell, task: ViTTask, peer_name: str) -> dict[str, Any]:
         n_parameters = sum(p.numel() for p in VisionTransformer(cell.config).parameters())
     m = machine()
     found = {"model": cell.model, "batch": cell.batch, "n_gpus": cell.n_gpus, "peer": peer_name}
-    found |= {"strategy": "sharded" if cell.sharded else "data parallel", "n_blocks": cell.n_blocks}
+    found |= {
+        "strategy": "sharded" if cell.sharded else "data parallel",
+        "n_blocks": cell.n_blocks,
+        "attention": cell.attention,
+    }
     found |= {"n_parameters": n_parameters, "flops_per_item": flops_per_item(task), "checks": {}}
     on = m.get("accelerators", [m["cpu"]])[0]
     return found | {"on": on, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "versions": m["versions"]}
@@ -489,7 +500,7 @@ def compile_cell(rank: int, device: torch.device, cell: Cell, who: str) -> None:
     peer, batch = task.build("peer", Rung(name=""), None), task.batch(cell.batch)
     try:
         if who == "ours":
-            compile_parts(our_parts(cell, task.from_peer(peer), FastPath(dtype=DTYPE, short_gelu=True)), *batch)
+            compile_parts(our_parts(cell, task.from_peer(peer), path_of(cell)), *batch)
         else:
             make_peer(cell, peer, batch, distributed=who == "peer under DDP").step()
         wait_for(device)
@@ -510,12 +521,14 @@ def compile_ahead(cells: list[Cell], options: argparse.Namespace) -> None:
     """A process for each model, batch and competitor, all at once, spread over the GPUs."""
     wanted: dict[tuple[Cell, str], None] = {}
     for cell in (c for c in cells if not c.sharded):  # what is sharded is compiled by the block, which is quick
-        for who in ("ours", "peer" if cell.n_gpus == 1 else "peer under DDP"):
+        for who in ("ours", "peer" if cell.n_gpus == 1 else "peer under DDP")[
+            : None if options.compile_only == "all" else 1
+        ]:
             wanted[replace(cell, n_gpus=1), who] = None
     started, n_gpus = [], max(1, torch.cuda.device_count())
     for i, (cell, who) in enumerate(wanted):
         command = [sys.executable, "-m", "lib.bench.yardstick", "--compile-one", who, "--models", cell.model]
-        command += ["--batch", str(cell.batch), *(["--tiny"] if options.tiny else [])]
+        command += ["--batch", str(cell.batch), "--attention", cell.attention, *(["--tiny"] if options.tiny else [])]
         threads = str(max(1, (os.cpu_count() or 1) // len(wanted)))
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(i % n_gpus), "TORCHINDUCTOR_COMPILE_THREADS": threads}
         started.append((f"{cell}, {who}", subprocess.Popen(command, env=env)))
@@ -536,6 +549,7 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
     cells = [replace(c, n_gpus=n) for n in map(int, options.ranks.split(",")) for c in chosen if n > 1 or not c.sharded]
     if options.tiny:
         cells = [replace(c, batch=max(2, c.batch // 32), n_blocks=1 + c.sharded, tiny=True) for c in cells]
+    cells = [replace(c, attention=options.attention) for c in cells]
     return [replace(c, n_blocks=options.blocks) if options.blocks else c for c in cells]
 
 
@@ -554,6 +568,7 @@ def main() -> None:
     parser.add_argument(
         "--blocks", type=int, default=0, help="blocks of a part of ours, another number than the cell's"
     )
+    parser.add_argument("--attention", choices=ATTENTIONS, default="fused", help="of ours")
     parser.add_argument("--step", choices=STEPS, default="graph", help="how ours is recorded")
     parser.add_argument("--seconds", type=float, default=10, help="of timing, for each cell")
     parser.add_argument("--budget", type=float, default=500, help="seconds after which no further cell begins")
@@ -561,7 +576,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the program")
     parser.add_argument("--fresh", action="store_true", help="forget what is recorded")
-    parser.add_argument("--compile-only", action="store_true", help="fill the compiler's cache, measure nothing")
+    parser.add_argument(
+        "--compile-only",
+        nargs="?",
+        const="all",
+        choices=["all", "ours"],
+        help="fill the compiler's cache, measure nothing",
+    )
     parser.add_argument("--compile-one", choices=["ours", "peer", "peer under DDP"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.name = "yardstick_tiny" if options.tiny else "yardstick"
