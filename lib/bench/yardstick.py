@@ -525,12 +525,16 @@ def compile_ahead(cells: list[Cell], options: argparse.Namespace) -> None:
             : None if options.compile_only == "all" else 1
         ]:
             wanted[replace(cell, n_gpus=1), who] = None
-    started, n_gpus = [], max(1, torch.cuda.device_count())
+    started, visible = (
+        [],
+        os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count()))),
+    )
+    gpus = visible.split(",")
     for i, (cell, who) in enumerate(wanted):
         command = [sys.executable, "-m", "lib.bench.yardstick", "--compile-one", who, "--models", cell.model]
         command += ["--batch", str(cell.batch), "--attention", cell.attention, *(["--tiny"] if options.tiny else [])]
         threads = str(max(1, (os.cpu_count() or 1) // len(wanted)))
-        env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(i % n_gpus), "TORCHINDUCTOR_COMPILE_THREADS": threads}
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)], "TORCHINDUCTOR_COMPILE_THREADS": threads}
         started.append((f"{cell}, {who}", subprocess.Popen(command, env=env)))
     start = time.perf_counter()
     print({name: process.wait() for name, process in started}, f"{time.perf_counter() - start:.0f} s", flush=True)
