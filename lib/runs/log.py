@@ -51,13 +51,9 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def send(values: list[Tensor]) -> Callable[[], list[float]]:
-    """Start to bring numbers to the host; the call that comes back waits for them, and not for what the device was given later.
-
-    Args:
-        values: Tensors without dimensions, on one device.
-    """
-    row = torch.stack([value.detach().float() for value in values])
+def send(row: Tensor) -> Callable[[], list[float]]:
+    """Start to bring a row of numbers to the host; the call that comes back waits for them, and not for what the device was given later."""
+    row = row.detach()
     here = row.to("cpu", non_blocking=True)  # from a GPU into pinned memory
     if not row.is_cuda:
         return here.tolist
@@ -92,6 +88,7 @@ class Log:
         peak = peak_flops(options, device)
         self.peak = peak and peak * n_ranks
         self.waiting: tuple[int, float, Callable[[], list[float]]] | None = None
+        self.leaves = False  # whether a step that was read says that a rank was asked to leave: alike on all ranks
         self.file = self.board = None
         self.rates: list[float] = []
         if speaks and options.log:
@@ -119,10 +116,14 @@ class Log:
         os.replace(temporary, path)
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
 
-    def add(self, step: int, lr: float, loss: Tensor, norm: Tensor | None) -> None:
-        """A step was started; the one before it is written, and on a CPU, where it is done, the step itself."""
+    def add(self, step: int, lr: float, numbers: Tensor) -> None:
+        """A step was started; the one before it is written, and on a CPU, where it is done, the step itself.
+
+        Args:
+            numbers: What ``Run.plain_step`` gives.
+        """
         self.flush()
-        self.waiting = (step, lr, send([loss] if norm is None else [loss, norm]))
+        self.waiting = (step, lr, send(numbers))
         if self.device.type == "cpu":
             self.flush()
 
@@ -131,7 +132,8 @@ class Log:
         if self.waiting is None:
             return
         (step, lr, read), self.waiting = self.waiting, None
-        loss, *norm = read()
+        loss, asked, *norm = read()
+        self.leaves |= asked > 0
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
         rate = self.items / seconds

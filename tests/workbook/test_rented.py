@@ -101,10 +101,10 @@ def test_a_failed_run_fails_the_job(cluster, tools):
 
 
 @pytest.mark.parametrize(
-    ("sent", "ends_with", "queued"), [("USR1", 143, True), ("USR1", 0, False), ("TERM", 143, False)]
+    ("sent", "ends_with", "queued"), [("USR1", 1, True), ("USR1", 75, True), ("USR1", 0, False), ("TERM", 143, False)]
 )
 def test_only_an_unfinished_run_that_was_warned_is_queued_again(cluster, tools, sent, ends_with, queued):
-    waits = f"trap 'echo told >{cluster}/told; exit {ends_with}' TERM; : >{cluster}/started"
+    waits = f"trap 'echo told >{cluster}/told; exit {ends_with}' TERM; echo $TORCH_ELASTIC_SHUTDOWN_TIMEOUT >{cluster}/started"
     program(tools, "srun", f"{waits}; for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do sleep 0.2; done")
     job = subprocess.Popen(["bash", SBATCH, *TRAIN], start_new_session=True, stdout=subprocess.PIPE, text=True)
     try:
@@ -118,6 +118,7 @@ def test_only_an_unfinished_run_that_was_warned_is_queued_again(cluster, tools, 
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
         job.stdout.close()
+    assert int((cluster / "started").read_text()) < 120  # between the warning and the end of the job
     assert (cluster / "told").exists() == (sent == "USR1")
     assert (cluster / "scontrol").exists() == queued
     if queued:
@@ -350,6 +351,25 @@ def test_the_containers_part_keeps_what_was_written_also_when_it_fails(tmp_path)
     with pytest.raises(RuntimeError, match="exit status 3"):
         modal_train.run_here([sys.executable, "-c", "raise SystemExit(3)"], str(tmp_path), lambda: kept.append(2))
     assert kept == [1, 2]
+
+
+def test_the_container_that_is_taken_away_asks_its_program_to_leave_first(tmp_path):
+    """The program takes its time, and is not killed."""
+    slow = "import pathlib, signal, time\nsignal.signal(signal.SIGTERM, lambda *_: time.sleep(0.5) or pathlib.Path('saved').touch() or exit())"
+    slow += "\npathlib.Path('ready').touch(); time.sleep(30)"
+    here = f"from lib.runs.modal_train import run_here\nimport pathlib, sys\nrun_here([sys.executable, '-c', {slow!r}], {str(tmp_path)!r},"
+    here += f" lambda: pathlib.Path({str(tmp_path)!r}, 'kept').write_text(str(pathlib.Path({str(tmp_path)!r}, 'saved').exists())))"
+    run = {"cwd": remote.ROOT, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    with subprocess.Popen([sys.executable, "-c", here], **run) as container:
+        try:
+            until = time.monotonic() + 60
+            while not (tmp_path / "ready").exists() and time.monotonic() < until:
+                time.sleep(0.05)
+            container.send_signal(signal.SIGINT)
+            container.wait(timeout=20)
+        finally:
+            container.kill()
+    assert (tmp_path / "kept").read_text() == "True"
 
 
 class Recorder:

@@ -14,6 +14,7 @@ import torch
 
 from lib.given.cluster import ROOT_ENVIRONMENT, mpiexec
 from lib.given.ranks import pool
+from lib.runs import leave
 from lib.runs.log import read_log, send
 from lib.runs.options import make_parser, parse
 from lib.runs.strategies import make_optimizer
@@ -138,6 +139,39 @@ def test_a_killed_run_goes_on_bit_for_bit_and_on_another_number_of_ranks(tmp_pat
         same(tmp_path / f"there{i}", curve(tmp_path / f"whole{i}"))
 
 
+@pytest.mark.time_limit(200)
+def test_one_rank_that_is_asked_to_leave_takes_all_with_it_and_the_run_goes_on_bit_for_bit(tmp_path):
+    ways = {"vit": "--strategy ddp", "gpt2": "--strategy fsdp --engine torch", "vit ": "--strategy tp"}
+    commands = [f"{MODELS[name.strip()]} --steps 6 {way}" for name, way in ways.items()]
+    commands.append(f"{VIT} --steps 6")
+    whole = [f"{command} --log {tmp_path}/whole{i}" for i, command in enumerate(commands)]
+    here = [f"{command} --log {tmp_path}/here{i} --checkpoint {tmp_path}/ck{i}" for i, command in enumerate(commands)]
+    on_ranks(programs.asked_and_resumed, whole[:3], here[:3], 1, True)
+    assert programs.asked_and_resumed(0, 1, whole[3:], here[3:], 1, False) == [(0, "")] * 2
+    for i in range(4):
+        assert curve(tmp_path / f"here{i}") == curve(tmp_path / f"whole{i}"), commands[i]
+        assert list(curve(tmp_path / f"here{i}")) == list(range(6))
+
+
+def test_the_signals_are_heeded_inside_only(tmp_path):
+    script = f"""
+import os, runpy, signal
+Signals = runpy.run_path({leave.__file__!r})["Signals"]
+def heeded(name):
+    with Signals() as signals:
+        os.kill(os.getpid(), getattr(signal, name))
+        return signals.asked
+assert heeded("SIGTERM")
+os.environ["SLURM_JOB_ID"] = "7"
+assert heeded("SIGTERM") and heeded("SIGUSR1")
+del os.environ["SLURM_JOB_ID"]
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (-signal.SIGTERM, "")
+
+
 def test_an_epoch_is_every_item_once_whatever_the_number_of_ranks():
     from lib.training import TokenBatches
 
@@ -157,10 +191,10 @@ def environment() -> dict[str, str]:
     return {**ROOT_ENVIRONMENT, **env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def kill_rank(process: subprocess.Popen, rank: int) -> None:
+def signal_rank(process: subprocess.Popen, rank: int, number: int) -> None:
     for child in psutil.Process(process.pid).children(recursive=True):
         if child.environ().get("RANK") == str(rank):
-            os.kill(child.pid, signal.SIGKILL)
+            os.kill(child.pid, number)
             return
     raise AssertionError(f"there is no rank {rank}")
 
@@ -189,7 +223,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed_and_nothing_is_trained_tw
             while process.poll() is None and len(read_log(log)) < 25:
                 time.sleep(0.02)
             assert process.returncode is None, process.stdout.read()
-            kill_rank(process, 1)
+            signal_rank(process, 1, signal.SIGKILL)
             said = process.communicate(timeout=150)[0]
         finally:
             process.kill()
@@ -198,6 +232,42 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed_and_nothing_is_trained_tw
     assert curve(log) == curve(tmp_path / "whole")
     assert list(curve(log)) == list(range(120))
     assert "exitcode: -9" in said or "Signal 9" in said, said
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(240)
+def test_torchrun_that_is_asked_to_leave_saves_and_one_rank_that_is_begins_again(tmp_path):
+    command = f"{VIT} --steps 150 --strategy ddp"
+    log, checkpoint = tmp_path / "log", tmp_path / "ck" / "checkpoint.pt"
+    program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--rdzv-backend", "c10d",
+               "--rdzv-endpoint", "127.0.0.1:0", "-m", "lib.runs.train_vit", *command.split()[1:], "--quiet", "--device", "cpu",
+               "--save-every", "1000", "--log-file", str(log), "--checkpoint", str(checkpoint.parent)]  # fmt: skip
+
+    def begin_and_ask(n_lines: int, ask) -> tuple[int, str]:
+        out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        with subprocess.Popen(program, cwd=ROOT, env=environment(), **out) as process:
+            try:
+                while process.poll() is None and len(read_log(log)) < n_lines:
+                    time.sleep(0.02)
+                assert process.returncode is None, process.stdout.read()
+                ask(process)
+                said = process.communicate(timeout=150)[0]
+            finally:
+                process.kill()
+        return process.returncode, said
+
+    status, said = begin_and_ask(20, lambda process: process.terminate())
+    assert status != 0
+    assert "asked to leave after step" in said, said
+    n_done = len(read_log(log))
+    assert 20 <= n_done < 150
+    assert torch.load(checkpoint, weights_only=True)["state"]["step"] == n_done
+    status, said = begin_and_ask(n_done + 20, lambda process: signal_rank(process, 1, signal.SIGTERM))
+    assert status == 0, said
+    assert "asked to leave after step" in said, said
+    on_ranks(programs.run_all, [f"{command} --log {tmp_path / 'whole'}"])
+    assert curve(log) == curve(tmp_path / "whole")
+    assert list(curve(log)) == list(range(150))
 
 
 @pytest.mark.slow
@@ -372,7 +442,7 @@ def test_the_loss_kernel_is_for_bf16_alone():
 
 @pytest.mark.gpu
 def test_reading_a_number_does_not_wait_for_what_was_started_after_it():
-    read = send([torch.ones((), device="cuda")])
+    read = send(torch.ones(1, device="cuda"))
     torch.cuda._sleep(2_000_000_000)
     later = torch.cuda.Event()
     later.record()
