@@ -1,6 +1,10 @@
-"""What a run says while it goes: a line of JSON a step, a bar for people, TensorBoard for who has it."""
+"""What a run says while it goes: a line of JSON a step, a bar for people, TensorBoard for who has it.
+
+JSON has no NaN and no infinity: such a loss or norm is written as null, and the line has one thing more, ``"not_finite": {"loss": "nan"}``.
+"""
 
 import json
+import math
 import os
 import resource
 import sys
@@ -38,8 +42,15 @@ def memory_peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def as_json(line: dict[str, Any]) -> str:
+    """A line of a log, in strict JSON: what is not finite stands under ``not_finite``, by its name, and is null in its place."""
+    odd = {name: str(value) for name, value in line.items() if isinstance(value, float) and not math.isfinite(value)}
+    plain = {name: None if name in odd else value for name, value in line.items()}
+    return json.dumps({**plain, "not_finite": odd} if odd else plain, allow_nan=False) + "\n"
+
+
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a log; one that was cut off is passed over."""
+    """The whole lines of a log; one that was cut off is passed over. A loss that was not finite is None."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
@@ -112,7 +123,7 @@ class Log:
         if not kept and path.exists() and path.stat().st_size:
             os.replace(path, path.with_name(f"{path.name}.old"))
         temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        temporary.write_text("".join(map(as_json, kept)), encoding="utf-8")
         os.replace(temporary, path)
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
 
@@ -145,7 +156,7 @@ class Log:
 
     def _say(self, line: dict[str, Any]) -> None:
         if self.file:
-            self.file.write(json.dumps(line) + "\n")
+            self.file.write(as_json(line))
             self.file.flush()
         if self.board:
             for name, value in line.items():

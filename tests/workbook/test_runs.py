@@ -15,7 +15,7 @@ import torch
 from lib.given.cluster import ROOT_ENVIRONMENT, mpiexec
 from lib.given.ranks import pool
 from lib.runs import leave
-from lib.runs.log import read_log, send
+from lib.runs.log import as_json, read_log, send
 from lib.runs.options import make_parser, parse
 from lib.runs.strategies import make_optimizer
 from lib.runs.tasks import GPT2Task
@@ -389,6 +389,25 @@ def test_a_line_of_the_log_says_all(tmp_path):
     assert text["grad_norm"] is None
     assert text["mfu"] is None
     assert text["tokens_per_s"] * text["seconds"] == pytest.approx(4 * 16)
+
+
+def test_a_loss_that_is_not_finite_is_strict_json_and_the_run_goes_on(tmp_path):
+    def strict(line: str) -> dict:
+        return json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON: {line}"))
+
+    log = tmp_path / "log"
+    command = f"{VIT} --lr 1e30 --optimizer sgd --warmup 0 --save-every 2 --log {log} --checkpoint {tmp_path / 'ck'}"
+    train(f"{command} --steps 2", f"{command} --steps 3")
+    lines = [strict(line) for line in log.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert "not_finite" not in lines[0]
+    for line in lines[1:]:
+        assert line["loss"] is None
+        assert line["grad_norm"] is None
+        assert set(line["not_finite"].values()) <= {"nan", "inf"}
+        assert set(line["not_finite"]) == {"loss", "grad_norm"}
+    log.write_text('{"step": 0, "loss": NaN}\n')  # as it was written once
+    assert strict(as_json(read_log(log)[0])) == {"step": 0, "loss": None, "not_finite": {"loss": "nan"}}
 
 
 def test_real_data_is_learned_and_files_are_read(tmp_path):
