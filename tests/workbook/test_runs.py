@@ -6,20 +6,22 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from lib.given.cluster import ROOT_ENVIRONMENT, mpiexec
 from lib.given.ranks import pool
 from lib.runs import leave
 from lib.runs.log import as_json, read_log, send
-from lib.runs.options import make_parser, parse
+from lib.runs.options import UsageError, make_parser, parse
 from lib.runs.strategies import make_optimizer
 from lib.runs.tasks import GPT2Task
-from lib.runs.world import World, _first_host, _slurm_port, find_world
+from lib.runs.world import World, _first_host, _slurm_port, choose_device, find_world, share_no_gpu
 from tests.workbook import runs_programs as programs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -467,6 +469,34 @@ def test_reading_a_number_does_not_wait_for_what_was_started_after_it():
     later.record()
     assert read() == [1.0]
     assert not later.query()
+
+
+def test_a_task_that_sees_one_gpu_takes_it_and_ranks_that_share_one_all_say_so(monkeypatch):
+    srun = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "1", "SLURM_NODEID": "2"}
+    world = find_world({**srun, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"})
+    assert (world.local_rank, world.local_size) == (1, 2)
+    assert find_world({**srun, "SLURM_STEP_TASKS_PER_NODE": "3(x2),1"}).local_size == 1
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert choose_device("auto", world) == choose_device("cuda", world) == torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert choose_device("auto", world) == torch.device("cuda", 1)
+
+    def meet(*gpus: str) -> list[str]:
+        store = dist.HashStore()
+
+        def one(rank: int) -> str:
+            try:
+                share_no_gpu(store, World(rank=rank, size=len(gpus)), gpus[rank])
+            except UsageError as error:
+                return str(error)
+            return ""
+
+        with ThreadPoolExecutor(len(gpus)) as threads:
+            return list(threads.map(one, range(len(gpus))))
+
+    assert meet("a", "b", "c") == ["", "", ""]
+    for said in meet("a", "b", "a"):
+        assert "ranks 0, 2 share one GPU (UUID a)" in said
 
 
 def test_the_place_is_found_from_whatever_started_the_process():
