@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.given.cards import GPUS, Gpu
-from lib.runs.remote import ROOT, RUNS, torchrun, with_results
+from lib.runs.remote import ROOT, RUNS, launch, with_results
 
 APP, VOLUME, BOOK = "workbook-train", "workbook-runs", "/book"
 MOST_GPUS, MOST_HOURS, MOST_RETRIES = 8, 24, 10
@@ -38,7 +38,7 @@ class Plan:
 
     @property
     def command(self) -> list[str]:
-        return torchrun("python", self.count, self.program)
+        return launch("", self.count, self.program)
 
     @property
     def dollars_per_hour(self) -> float:

@@ -1,6 +1,7 @@
 """The way to a rented machine, walked with programs that stand in for ssh, rsync, tmux, srun, scontrol and Modal."""
 
 import contextlib
+import importlib
 import os
 import shutil
 import signal
@@ -301,6 +302,37 @@ def test_a_training_program_gets_a_checkpoint_and_a_log():
     given = remote.with_results(("lib.runs.train_vit", "--log-file", "runs/x", "--checkpoint=runs/y"), "a")
     assert given == ("lib.runs.train_vit", "--log-file", "runs/x", "--checkpoint=runs/y")
     assert remote.with_results(("lib.bench.fsdp",), "a") == ("lib.bench.fsdp",)
+
+
+def test_every_training_program_is_given_flags_that_it_has(monkeypatch):
+    def flags(name: str) -> set[str]:
+        def look(parser, *_):
+            raise LookupError({flag for action in parser._actions for flag in action.option_strings})
+
+        monkeypatch.setattr("argparse.ArgumentParser.parse_args", look)
+        with pytest.raises(LookupError) as found:
+            importlib.import_module(name).main()
+        return found.value.args[0]
+
+    programs = {f"lib.runs.{path.stem}" for path in SBATCH.parent.glob("train_*.py")}
+    assert programs == set(remote.ALWAYS)
+    for program in programs:
+        given = remote.with_results((program,), "a")[1:]
+        assert given
+        assert set(given[::2]) <= flags(program), program
+        assert all(path.startswith("runs/a.") for path in given[1::2])
+
+
+def test_a_program_that_mpi_joins_is_started_by_mpiexec(machine):
+    beside = machine / "machine" / remote.FOLDER / ".venv/bin"
+    program(beside, "mpiexec", f"printf '%s\\0' \"$@\" >{machine}/mpiexec")
+    assert go(run=("lib.runs.train_digits_mpi", "--steps", "3")) == 0
+    asked = ["-m", "mpi4py", "-m", "lib.runs.train_digits_mpi", "--steps", "3", "--out", "runs/workbook.json"]
+    assert words(machine / "mpiexec") == ["-n", "4", ".venv/bin/python", *asked]
+    assert go("--processes", "2", run=("lib.runs.train_digits_mpi", "--out", "runs/b.json")) == 0
+    assert words(machine / "mpiexec") == ["-n", "2", ".venv/bin/python", *asked[:4], "--out", "runs/b.json"]
+    plan = modal_train.make_plan(("lib.runs.train_digits_mpi",), count=2)
+    assert plan.command == ["mpiexec", "-n", "2", "python", *asked[:4], *asked[6:]]
 
 
 # ---- Modal
