@@ -16,22 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lib.given.cards import sheet_of
 from lib.given.progress import progress
 from lib.runs.options import Options
 from lib.speed import mfu
 
-PEAK_TFLOPS = {"A100": (312.0, 156.0, 19.5), "H100 80GB HBM3": (989.4, 494.7, 66.9), "H200": (989.4, 494.7, 66.9)}
-"""Dense, from the datasheets: 16 bits, TF32, float32."""
-COLUMN = {"bf16": 0, "float16": 0, "tf32": 1, "float32": 2}
+COLUMN = {"bf16": "peak_flops", "float16": "peak_flops", "tf32": "tf32_flops", "float32": "float32_flops"}
+"""Where the data sheet of a card says what the precision of a run can reach."""
 
 
 def peak_flops(options: Options, device: torch.device) -> float | None:
     """Operations a second of one device in the precision of the run; None where nobody knows."""
     if options.peak_tflops:
         return options.peak_tflops * 1e12
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    known = [peaks for card, peaks in PEAK_TFLOPS.items() if card in name]
-    return known[0][COLUMN[options.precision]] * 1e12 if known else None
+    sheet = sheet_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return getattr(sheet, COLUMN[options.precision]) if sheet else None
 
 
 def memory_peak_bytes(device: torch.device) -> int:
