@@ -4,6 +4,9 @@ SIGTERM comes from a machine that is taken away, from torchrun when it ends its 
 ``#SBATCH --signal`` says, and is heeded in a Slurm job only. They need not reach all ranks, nor all in the same step. So each rank adds
 to every step's message a 1 if it was asked, and the sum comes back with the loss, which the host reads anyway: no message more, and no
 wait for the device. On a GPU the host reads a step when it has begun the next, which is then the last, on all ranks alike.
+
+Whoever asks must wait for that step and its checkpoint: torchrun waits 30 s by itself, then it kills. A rank that waits for another that died
+hears nothing, and is killed then.
 """
 
 import os

@@ -262,10 +262,9 @@ class Run:
                     self.asked.fill_(signals.asked)
                     log.add(step, self.set_lr(step), self.step(*self.batch()))
                     done = step + 1
-                    if done % o.save_every == 0 or done == o.steps or log.leaves:
+                    if o.checkpoint and (done % o.save_every == 0 or done == o.steps or log.leaves):
                         log.flush()
-                        if o.checkpoint:
-                            self.save(done)
+                        self.save(done)
                         log.restart_clock()
                     if log.leaves:
                         break
