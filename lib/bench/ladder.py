@@ -26,11 +26,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lib.bench.record import MEASUREMENTS, load, record, spread
+from lib.given.cards import SHEETS
 from lib.given.fast import Path, capture, gpt2_loss, vit_loss
 from lib.given.gpt2 import GPT2_SMALL, GPT2Config
 from lib.given.vit import VIT_L_16, ViTConfig
 
-PEAK_FLOPS = 989.4e12
+PEAK_FLOPS = SHEETS["H200"].peak_flops
 """Of an H100 or H200 in dense bf16, by the datasheet: what MFU is a share of, on every rung."""
 N_IMAGES = 50_000
 DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}

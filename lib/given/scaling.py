@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lib.given.cards import GPUS
+from lib.given.cards import GPUS, SHEETS
 
 
 @dataclass(frozen=True)
@@ -54,26 +54,13 @@ class Card:
     bandwidth: float
 
 
-SHEETS = {
-    "T4": (65e12, 320e9),
-    "L4": (121e12, 300e9),
-    "A10G": (70e12, 600e9),
-    "L40S": (362e12, 864e9),
-    "A100-40GB": (312e12, 1555e9),
-    "A100-80GB": (312e12, 2039e9),
-    "H100": (989e12, 3350e9),
-    "H200": (989e12, 4800e9),
-    "B200": (2250e12, 8000e9),
-}
-"""Dense peak and memory bandwidth by NVIDIA's data sheets (AWS's figures for its A10G). Where a sheet prints the peak with sparsity only, as for L4, H100, H200 and B200, this is half of it."""
-
 CARDS = tuple(
     Card(
         name=gpu.name,
         memory_gb=gpu.memory_gb,
         dollars_per_hour=gpu.dollars_per_hour,
-        peak_flops=SHEETS[gpu.name][0],
-        bandwidth=SHEETS[gpu.name][1],
+        peak_flops=SHEETS[gpu.name].peak_flops,
+        bandwidth=SHEETS[gpu.name].bandwidth,
     )
     for gpu in GPUS
 )

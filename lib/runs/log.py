@@ -1,6 +1,10 @@
-"""What a run says while it goes: a line of JSON a step, a bar for people, TensorBoard for who has it."""
+"""What a run says while it goes: a line of JSON a step, a bar for people, TensorBoard for who has it.
+
+JSON has no NaN and no infinity: such a loss or norm is written as null, and the line has one thing more, ``"not_finite": {"loss": "nan"}``.
+"""
 
 import json
+import math
 import os
 import resource
 import sys
@@ -12,22 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lib.given.cards import sheet_of
 from lib.given.progress import progress
 from lib.runs.options import Options
 from lib.speed import mfu
 
-PEAK_TFLOPS = {"A100": (312.0, 156.0, 19.5), "H100 80GB HBM3": (989.4, 494.7, 66.9), "H200": (989.4, 494.7, 66.9)}
-"""Dense, from the datasheets: 16 bits, TF32, float32."""
-COLUMN = {"bf16": 0, "float16": 0, "tf32": 1, "float32": 2}
+COLUMN = {"bf16": "peak_flops", "float16": "peak_flops", "tf32": "tf32_flops", "float32": "float32_flops"}
+"""Where the data sheet of a card says what the precision of a run can reach."""
 
 
 def peak_flops(options: Options, device: torch.device) -> float | None:
     """Operations a second of one device in the precision of the run; None where nobody knows."""
     if options.peak_tflops:
         return options.peak_tflops * 1e12
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    known = [peaks for card, peaks in PEAK_TFLOPS.items() if card in name]
-    return known[0][COLUMN[options.precision]] * 1e12 if known else None
+    sheet = sheet_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return getattr(sheet, COLUMN[options.precision]) if sheet else None
 
 
 def memory_peak_bytes(device: torch.device) -> int:
@@ -38,8 +41,15 @@ def memory_peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def as_json(line: dict[str, Any]) -> str:
+    """A line of a log, in strict JSON: what is not finite stands under ``not_finite``, by its name, and is null in its place."""
+    odd = {name: str(value) for name, value in line.items() if isinstance(value, float) and not math.isfinite(value)}
+    plain = {name: None if name in odd else value for name, value in line.items()}
+    return json.dumps({**plain, "not_finite": odd} if odd else plain, allow_nan=False) + "\n"
+
+
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a log; one that was cut off is passed over."""
+    """The whole lines of a log; one that was cut off is passed over. A loss that was not finite is None."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
@@ -51,13 +61,9 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def send(values: list[Tensor]) -> Callable[[], list[float]]:
-    """Start to bring numbers to the host; the call that comes back waits for them, and not for what the device was given later.
-
-    Args:
-        values: Tensors without dimensions, on one device.
-    """
-    row = torch.stack([value.detach().float() for value in values])
+def send(row: Tensor) -> Callable[[], list[float]]:
+    """Start to bring a row of numbers to the host; the call that comes back waits for them, and not for what the device was given later."""
+    row = row.detach()
     here = row.to("cpu", non_blocking=True)  # from a GPU into pinned memory
     if not row.is_cuda:
         return here.tolist
@@ -92,6 +98,7 @@ class Log:
         peak = peak_flops(options, device)
         self.peak = peak and peak * n_ranks
         self.waiting: tuple[int, float, Callable[[], list[float]]] | None = None
+        self.leaves = False  # whether a step that was read says that a rank was asked to leave: alike on all ranks
         self.file = self.board = None
         self.rates: list[float] = []
         if speaks and options.log:
@@ -115,14 +122,18 @@ class Log:
         if not kept and path.exists() and path.stat().st_size:
             os.replace(path, path.with_name(f"{path.name}.old"))
         temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        temporary.write_text("".join(map(as_json, kept)), encoding="utf-8")
         os.replace(temporary, path)
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
 
-    def add(self, step: int, lr: float, loss: Tensor, norm: Tensor | None) -> None:
-        """A step was started; the one before it is written, and on a CPU, where it is done, the step itself."""
+    def add(self, step: int, lr: float, numbers: Tensor) -> None:
+        """A step was started; the one before it is written, and on a CPU, where it is done, the step itself.
+
+        Args:
+            numbers: What ``Run.plain_step`` gives.
+        """
         self.flush()
-        self.waiting = (step, lr, send([loss] if norm is None else [loss, norm]))
+        self.waiting = (step, lr, send(numbers))
         if self.device.type == "cpu":
             self.flush()
 
@@ -131,7 +142,8 @@ class Log:
         if self.waiting is None:
             return
         (step, lr, read), self.waiting = self.waiting, None
-        loss, *norm = read()
+        loss, asked, *norm = read()
+        self.leaves |= asked > 0
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
         rate = self.items / seconds
@@ -143,7 +155,7 @@ class Log:
 
     def _say(self, line: dict[str, Any]) -> None:
         if self.file:
-            self.file.write(json.dumps(line) + "\n")
+            self.file.write(as_json(line))
             self.file.flush()
         if self.board:
             for name, value in line.items():

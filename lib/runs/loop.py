@@ -1,4 +1,4 @@
-"""The run itself: check all, meet, build, go on from where a checkpoint stands, train, save."""
+"""The run itself: check all, meet, build, go on from where a checkpoint stands, train, save, and leave when a signal asks for it."""
 
 import os
 import statistics
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lib import amp
 from lib.given.fast import capture
 from lib.runs import state as checkpoints
+from lib.runs.leave import STATUS, Signals
 from lib.runs.log import Log
 from lib.runs.options import Options, Parser, UsageError, check_world, parse
 from lib.runs.sources import N_PICTURES
@@ -25,11 +26,11 @@ from lib.training import TokenBatches, cosine_schedule, hours_per_epoch
 
 
 def main(parser: Parser, kind: type[Task], argv: list[str] | None = None) -> int:
-    """A program: 0, or 2 with one line on the error stream when something about the request is wrong."""
+    """A program's exit status: 0, or 75 if it was asked to leave, or 2 with one line on the error stream when the request is wrong."""
     group_was_there, status = dist.is_initialized(), 0
     try:
         options = parse(parser, argv)
-        train(options, kind)
+        status = 0 if train(options, kind) else STATUS
     except UsageError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr, flush=True)
         status = 2
@@ -38,8 +39,11 @@ def main(parser: Parser, kind: type[Task], argv: list[str] | None = None) -> int
     return status
 
 
-def train(options: Options, kind: type[Task]) -> None:
-    """All of a run.
+def train(options: Options, kind: type[Task]) -> bool:
+    """All of a run, or what of it was done when it was asked to leave.
+
+    Returns:
+        Whether all steps are done.
 
     Raises:
         UsageError: the request is wrong; nothing was allocated on a device then.
@@ -59,7 +63,7 @@ def train(options: Options, kind: type[Task]) -> None:
     if options.strategy != "single":
         start_group(world, device)
         agree(found and found["step"], "the step of the checkpoint")
-    Run(options, task, world, device, n_data, run, found is not None).go()
+    return Run(options, task, world, device, n_data, run, found is not None).go()
 
 
 def make_task(options: Options, kind: type[Task]) -> Task:
@@ -127,7 +131,8 @@ class Run:
         self.numbers = self._order()
         self.begin = self._resume() if resumes else 0
         task.source.to(device)
-        self.step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]] = self.plain_step
+        self.asked = torch.zeros((), device=device)  # 1 when this rank was asked to leave; a CUDA graph reads it too
+        self.step: Callable[[Tensor, Tensor], Tensor] = self.plain_step
 
     def _scaler(self) -> Any:
         if self.options.precision != "float16":
@@ -159,13 +164,14 @@ class Run:
             numbers = numbers.pin_memory().to(self.device, non_blocking=True)
         return self.task.source.fetch(numbers)
 
-    def plain_step(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+    def plain_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Forward, backward, clipping, one update.
 
         Returns:
-            The mean loss over all ranks, and the norm of the gradient before clipping, both on the device.
+            What ``Log`` takes, on the device: the mean loss over all ranks, the share of them that were asked to leave, and
+            with ``--clip`` the norm of the gradient before clipping.
         """
-        loss = self.backward(inputs, targets)
+        numbers = self.backward(inputs, targets)
         if self.scaler is not None:
             self.strategy.share_overflow()
             self.scaler.unscale_(self.optimizer)
@@ -176,7 +182,7 @@ class Run:
             self.optimizer.step()
         else:
             self.scaler_step(lr)
-        return loss, norm
+        return numbers if norm is None else torch.cat([numbers, norm.float().reshape(1)])
 
     def scaler_step(self, lr: float) -> None:
         """The update, unless a gradient has inf or NaN; decay that the optimizer does not do is skipped with it."""
@@ -190,7 +196,7 @@ class Run:
         self.scaler.update()
 
     def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The gradient of the whole batch, micro-batch by micro-batch; the mean loss of all ranks."""
+        """The gradient of the whole batch, micro-batch by micro-batch; all ranks' mean loss, and the share of them that were asked to leave."""
         n = self.options.accumulate
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.device)
@@ -200,10 +206,11 @@ class Run:
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             total += loss.detach().float()
         self.strategy.finish()
-        if self.n_data > 1:
-            dist.all_reduce(total)
-            total /= self.n_data
-        return total
+        numbers = torch.stack([total, self.asked])
+        if self.options.strategy != "single":
+            dist.all_reduce(numbers)
+            numbers /= self.world.size
+        return numbers
 
     def set_lr(self, step: int) -> float:
         o = self.options
@@ -227,48 +234,49 @@ class Run:
             *(v for s in self.optimizer.state.values() for v in s.values() if torch.is_tensor(v)),
         ]
         before = [tensor.detach().clone() for tensor in tensors]
-        result: list[Tensor | None] = []
-
-        def step() -> Tensor:
-            loss, norm = self.plain_step(inputs, targets)
-            result[:] = [norm]
-            return loss
-
-        replay = capture(step, on_ranks=self.n_data > 1)
+        replay = capture(lambda: self.plain_step(inputs, targets), on_ranks=self.n_data > 1)
         with torch.no_grad():
             for tensor, old in zip(tensors, before, strict=True):
                 tensor.copy_(old)
 
-        def replayed(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
+        def replayed(x: Tensor, y: Tensor) -> Tensor:
             inputs.copy_(x)
             targets.copy_(y)
-            loss = replay().clone()  # the next replay overwrites it
-            return loss, None if result[0] is None else result[0].clone()
+            return replay().clone()  # the next replay overwrites it
 
         self.step = replayed
 
     def _some_numbers(self) -> Tensor:
         return torch.zeros(self.options.batch // self.n_data, dtype=torch.int64, device=self.device)
 
-    def go(self) -> None:
-        """All steps that are left."""
+    def go(self) -> bool:
+        """All steps that are left, or up to the one after which the ranks leave together; whether all are done."""
         o = self.options
         if o.graph:
             self.record_graph()
         log = Log(o, self.task, self.device, self.world.size, self.begin, self.world.rank == 0)
+        done = self.begin
         try:
-            for step in log.bar:
-                lr = self.set_lr(step)
-                log.add(step, lr, *self.step(*self.batch()))
-                if o.checkpoint and ((step + 1) % o.save_every == 0 or step + 1 == o.steps):
-                    log.flush()
-                    self.save(step + 1)
-                    log.restart_clock()
+            with Signals() as signals:
+                for step in log.bar:
+                    self.asked.fill_(signals.asked)
+                    log.add(step, self.set_lr(step), self.step(*self.batch()))
+                    done = step + 1
+                    if o.checkpoint and (done % o.save_every == 0 or done == o.steps or log.leaves):
+                        log.flush()
+                        self.save(done)
+                        log.restart_clock()
+                    if log.leaves:
+                        break
         finally:
             log.close()
             del self.step  # NCCL leaves a communicator only when the graph that uses it is gone
         if self.world.rank == 0 and log.rates and not o.quiet:
             print(summary(log, self.task), file=sys.stderr, flush=True)
+        if self.world.rank == 0 and done < o.steps:
+            kept = f"a checkpoint is in {o.checkpoint}" if o.checkpoint else "nothing is kept, for want of --checkpoint"
+            print(f"asked to leave after step {done} of {o.steps}: {kept}", file=sys.stderr, flush=True)
+        return done >= o.steps
 
 
 def summary(log: Log, task: Task) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.given.cards import GPUS, Gpu
-from lib.runs.remote import ROOT, RUNS, torchrun, with_results
+from lib.runs.remote import ROOT, RUNS, launch, with_results
 
 APP, VOLUME, BOOK = "workbook-train", "workbook-runs", "/book"
 MOST_GPUS, MOST_HOURS, MOST_RETRIES = 8, 24, 10
@@ -38,7 +38,7 @@ class Plan:
 
     @property
     def command(self) -> list[str]:
-        return torchrun("python", self.count, self.program)
+        return launch("", self.count, self.program)
 
     @property
     def dollars_per_hour(self) -> float:
@@ -84,6 +84,8 @@ def make_plan(program: tuple[str, ...], gpu: str = "H100", count: int = 1, hours
 def run_here(command: list[str], folder: str, keep: Callable[[], Any]) -> None:
     """What runs in the container: plain Python, so that it can be tried anywhere.
 
+    Before Modal takes a container away it interrupts it, half a minute ahead: the program is then asked to leave, and waited for.
+
     Args:
         command: The program and its arguments.
         folder: Where it runs.
@@ -93,7 +95,13 @@ def run_here(command: list[str], folder: str, keep: Callable[[], Any]) -> None:
         RuntimeError: the program failed; Modal then tries again.
     """
     try:
-        status = subprocess.run(command, cwd=folder, check=False).returncode
+        with subprocess.Popen(command, cwd=folder) as process:
+            try:
+                status = process.wait()
+            except BaseException:
+                process.terminate()
+                process.wait()
+                raise
     finally:
         keep()
     if status:

@@ -22,8 +22,23 @@ ROOT = Path(__file__).parents[2]
 FOLDER, RUNS = "scaling-workbook", "runs"
 """The book's folder on the machine; and in it, on both sides, where checkpoints and logs lie: only they come back."""
 LEFT_HERE = (".git", ".venv", "_build", "notebooks", "__pycache__", ".*_cache", ".workbook", f"/{RUNS}")
-RESULTS = (("--checkpoint", ".checkpoint"), ("--log", "--log-file", ".jsonl"), ("--tensorboard", ".tensorboard"))
-"""The flags that say where a training program writes, and how the name ends that it is given."""
+RESULTS = (
+    ("--checkpoint", ".checkpoint"),
+    ("--log", "--log-file", ".jsonl"),
+    ("--tensorboard", ".tensorboard"),
+    ("--out", ".json"),
+)
+"""The flags that say where a program writes, and how the name ends that it is given."""
+GOES_ON = ("--checkpoint", "--log")
+ALWAYS = {
+    "lib.runs.train_vit": GOES_ON,
+    "lib.runs.train_gpt2": GOES_ON,
+    "lib.runs.train_tiny": GOES_ON,
+    "lib.runs.train_digits_mpi": ("--out",),
+}
+"""What each training program is given of them, where it has none."""
+BY_MPI, MPI_PROCESSES = ("lib.runs.train_digits_mpi", "lib.runs.hello_parallel"), 4
+"""The programs that mpiexec starts, and how many processes of them where no number is given."""
 TIME_TO_PULL, FILES_VANISHED, CONNECTION_LOST = 124, 24, {"ssh": (255,), "rsync": (12, 30, 255)}
 ADDRESS = re.compile(r"(?P<user>\w[\w.-]*)@(?P<host>\w[\w.-]*|\[[0-9a-fA-F:]+\])(:(?P<port>\d{1,5}))?", re.ASCII)
 INSTALL = {"ssh": "apt install openssh-client", "rsync": "apt install rsync, or brew install rsync"}
@@ -91,10 +106,10 @@ def parse_address(text: str, key: str | None = None) -> Machine:
 
 
 def with_results(program: tuple[str, ...], name: str) -> tuple[str, ...]:
-    """A training program with a checkpoint and a log under ``runs``, where it has none; any other as it is.
+    """A training program with what it writes under ``runs`` (a checkpoint and a log, or a table), where it has none; any other as it is.
 
     Raises:
-        ValueError: a checkpoint, a log or a folder for TensorBoard elsewhere, which would not come back.
+        ValueError: a checkpoint, a log, a table or a folder for TensorBoard elsewhere, which would not come back.
     """
     for *flags, suffix in RESULTS:
         given = [after for before, after in pairwise(program) if before in flags]
@@ -105,9 +120,17 @@ def with_results(program: tuple[str, ...], name: str) -> tuple[str, ...]:
             if path.parts[:1] != (RUNS,) or ".." in path.parts:
                 where = f"{RUNS}/{name}{suffix}"
                 raise ValueError(f"{flags[0]} {path}: only what lies in {RUNS}/ comes back, such as {where}")
-        if not given and suffix != ".tensorboard" and program and program[0].startswith("lib.runs.train_"):
+        if not given and flags[0] in ALWAYS.get(program[0] if program else "", ()):
             program = (*program, flags[0], f"{RUNS}/{name}{suffix}")
     return program
+
+
+def launch(folder: str, processes: str | int, program: tuple[str, ...]) -> list[str]:
+    """What starts a program on one host, with the Python in ``folder``: mpiexec for those that MPI joins, torchrun for all others."""
+    if program and program[0] in BY_MPI:
+        n = str(processes) if str(processes).isdecimal() else str(MPI_PROCESSES)
+        return [f"{folder}mpiexec", "-n", n, f"{folder}python", "-m", "mpi4py", "-m", *program]
+    return torchrun(f"{folder}python", processes, program)
 
 
 def torchrun(python: str, processes: str | int, program: tuple[str, ...]) -> list[str]:
@@ -134,7 +157,7 @@ nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv || echo "no
 def start(machine: Machine, job: Job) -> list[Command]:
     """An environment that takes the machine's own torch where it fits; then the run, in tmux, unless it is running."""
     name = f"{RUNS}/{job.name}"
-    command = torchrun(".venv/bin/python", job.processes, with_results(job.program, job.name))
+    command = launch(".venv/bin/", job.processes, with_results(job.program, job.name))
     script = f"""set -eu; cd {FOLDER}
 if tmux has-session -t ={job.name} 2>/dev/null; then echo "{job.name} is running already"; exit 0; fi
 test .venv/.ready -nt pyproject.toml || {{
@@ -215,7 +238,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--key", help="the private key's file; without it ssh takes its own")
     parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS), help="some of the four steps")
     parser.add_argument("--name", default="workbook", help="of the tmux session, and of the files in runs/")
-    parser.add_argument("--processes", default="gpu", help="how many on the machine; by default one a GPU")
+    parser.add_argument(
+        "--processes", default="gpu", help=f"how many on the machine; by default one a GPU, and {MPI_PROCESSES} by MPI"
+    )
     parser.add_argument("--every", type=int, default=600, help="seconds from one bringing back of results to the next")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
     options, program = parser.parse_args(argv[:cut]), tuple(argv[cut + 1 :])

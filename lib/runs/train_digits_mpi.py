@@ -74,14 +74,14 @@ def _digest(model) -> str:
 
 
 def main() -> None:
-    from mpi4py import MPI
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--out", type=Path, help="a JSON file for the losses, which rank 0 writes")
     options = parser.parse_args()
+    from mpi4py import MPI
+
     comm = MPI.COMM_WORLD
     run = train(comm, options.steps, options.batch, dtype=options.dtype)
     first, last = run["losses"][0], run["losses"][-1]

@@ -14,7 +14,7 @@ from lib.runs.tasks import GPT2_PRESETS, GPT2Task
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0, or 2 with one line about what is wrong with the request."""
+    """0, or 75 when it was asked to leave before its last step, or 2 with one line about what is wrong with the request."""
     parser = make_parser("lib.runs.train_gpt2", list(GPT2_PRESETS), "sequences", "Train a GPT-2.")
     text = parser.add_argument_group("text")
     text.add_argument("--context", type=whole(1), help="tokens in a sequence; the preset's unless told")

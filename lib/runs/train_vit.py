@@ -15,7 +15,7 @@ from lib.runs.tasks import ViTTask
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0, or 2 with one line about what is wrong with the request."""
+    """0, or 75 when it was asked to leave before its last step, or 2 with one line about what is wrong with the request."""
     models = ["tiny", *(name for name in PRESETS if name != "tiny")]
     parser = make_parser("lib.runs.train_vit", models, "images", "Train a vision transformer.")
     pictures = parser.add_argument_group("pictures")

@@ -58,11 +58,12 @@ def find_world(env: Mapping[str, str] = os.environ) -> World:
         is_around = launcher == "Slurm" and env.get("PMI_SIZE", env.get(size)) != env.get(size)
         if rank in env and size in env and not is_around:
             n_ranks = _number(env, size)
+            here = _slurm_tasks_here(env) if launcher == "Slurm" else None
             place = World(
                 rank=_number(env, rank),
                 size=n_ranks,
                 local_rank=_number(env, local_rank, _number(env, rank)),
-                local_size=_number(env, local_size, n_ranks),
+                local_size=here or _number(env, local_size, n_ranks),
                 launcher=launcher,
             )
             if not 0 <= place.rank < place.size:
@@ -71,6 +72,16 @@ def find_world(env: Mapping[str, str] = os.environ) -> World:
                 )
             return place
     return World()
+
+
+def _slurm_tasks_here(env: Mapping[str, str]) -> int | None:
+    """Of ``2(x3),1``, two tasks on each of three hosts and one on the last, the number of this host's; None if nothing says it."""
+    counts: list[int] = []
+    for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        if found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
+            counts += [int(found[1])] * int(found[2] or 1)
+    host = int(env.get("SLURM_NODEID", "0"))
+    return counts[host] if host < len(counts) else None
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -83,34 +94,72 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 def choose_device(name: str, world: World) -> torch.device:
     """The device of this rank; nothing is allocated on it.
 
+    A rank that sees one GPU takes it: ``srun --gpus-per-task=1`` shows each task its own, as number 0. Whether it is its own is seen when
+    the ranks meet (``share_no_gpu``).
+
     Raises:
-        UsageError: there is no GPU, or there are fewer than ranks on this host.
+        UsageError: there is no GPU, or there are several, but fewer than ranks on this host.
     """
     n_gpus = torch.cuda.device_count() if name != "cpu" else 0
     if name == "cuda" and not n_gpus:
         raise UsageError("--device cuda: PyTorch sees no GPU here; expected --device cpu, or a machine that has one")
     if not n_gpus:
         return torch.device("cpu")
+    if n_gpus == 1:
+        return torch.device("cuda", 0)
     if world.local_size > n_gpus:
         raise UsageError(f"{world.local_size} ranks on this host share {n_gpus} GPUs: expected at most {n_gpus} ranks")
     return torch.device("cuda", world.local_rank)
 
 
 def start_group(world: World, device: torch.device, env: Mapping[str, str] = os.environ) -> None:
-    """Meet the other ranks: NCCL between GPUs, gloo between CPUs; nothing if they have met already."""
+    """Meet the other ranks: NCCL between GPUs, gloo between CPUs; nothing if they have met already.
+
+    Raises:
+        UsageError: two ranks have the same GPU.
+    """
     if dist.is_initialized():
         return
     settings: dict = {"backend": "nccl", "device_id": device} if device.type == "cuda" else {"backend": "gloo"}
+    store: dist.Store
     if world.size == 1 and world.launcher != "torchrun":
-        dist.init_process_group(**settings, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()
     elif world.launcher == "torchrun":
-        store, rank, size = next(dist.rendezvous("env://"))
+        store, _, _ = next(dist.rendezvous("env://"))
         # after a restart the agent's store still holds the addresses of those who are gone: each attempt has its own names
-        attempt = f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}_of_{size}_ranks"
-        dist.init_process_group(**settings, store=dist.PrefixStore(attempt, store), rank=rank, world_size=size)
+        attempt = f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}_of_{world.size}_ranks"
+        store = dist.PrefixStore(attempt, store)
     else:
-        address = rendezvous(world, env)
-        dist.init_process_group(**settings, init_method=f"tcp://{address}", rank=world.rank, world_size=world.size)
+        store, _, _ = next(dist.rendezvous(f"tcp://{rendezvous(world, env)}", world.rank, world.size))
+    if device.type == "cuda":
+        share_no_gpu(store, world, str(torch.cuda.get_device_properties(device).uuid))
+    dist.init_process_group(**settings, store=store, rank=world.rank, world_size=world.size)
+
+
+def share_no_gpu(store: dist.Store, world: World, gpu: str) -> None:
+    """Every rank has a GPU of its own: all see it, or all refuse, before NCCL meets and says it at length.
+
+    Args:
+        store: Where ranks tell each other.
+        world: This rank's place.
+        gpu: What no two GPUs have in common: this rank's UUID.
+
+    Raises:
+        UsageError: two ranks have the same.
+    """
+    store.set(f"gpu_of_{world.rank}", gpu)
+    found = [store.get(f"gpu_of_{rank}").decode() for rank in range(world.size)]
+    shared = {gpu: [rank for rank in range(world.size) if found[rank] == gpu] for gpu in found}
+    if len(shared) == world.size:
+        return
+    store.set(f"read_by_{world.rank}", "")
+    if world.rank == 0:  # who may hold the store
+        store.wait([f"read_by_{rank}" for rank in range(world.size)])
+    gpu, ranks = next((gpu, ranks) for gpu, ranks in shared.items() if len(ranks) > 1)
+    raise UsageError(
+        f"ranks {', '.join(map(str, ranks))} share one GPU (UUID {gpu}): expected as many GPUs on each host as ranks there, "
+        "and under srun --gpus-per-task=1 or all of them for each task"
+    )
 
 
 def rendezvous(world: World, env: Mapping[str, str]) -> str:

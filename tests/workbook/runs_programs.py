@@ -2,11 +2,15 @@
 
 import contextlib
 import io
+import os
+import signal
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from lib.runs import tasks, train_gpt2, train_vit
+from lib.runs.leave import STATUS
+from lib.runs.log import Log
 from lib.runs.loop import Run
 
 PROGRAMS = {"vit": train_vit.main, "gpt2": train_gpt2.main}
@@ -22,6 +26,35 @@ def run_all(rank: int, world_size: int, commands: list[str]) -> list[tuple[int, 
             status = PROGRAMS[program]([*argv, "--quiet", "--device", "cpu"])
         results.append((status, said.getvalue()))
     return results
+
+
+def asked_and_resumed(
+    rank: int, world_size: int, whole: list[str], here: list[str], step: int, reads_late: bool
+) -> list[tuple[int, str]]:
+    """Runs from end to end; others of which the last rank alone is asked to leave, in the midst of a step, and which then go on.
+
+    With ``reads_late`` numbers are read when the next step has been begun, as they are on a GPU.
+    """
+    set_lr, init = Run.set_lr, Log.__init__
+
+    def ask(self, now: int) -> float:
+        if now == step and rank == world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return set_lr(self, now)
+
+    def late(self, options, task, device, *more) -> None:
+        init(self, options, task, torch.device("meta") if reads_late else device, *more)
+
+    Run.set_lr, Log.__init__ = ask, late
+    try:
+        left = run_all(rank, world_size, here)
+    finally:
+        Run.set_lr, Log.__init__ = set_lr, init
+    last = step + 2 + reads_late
+    for status, said in left:
+        assert status == STATUS, left
+        assert rank > 0 or f"asked to leave after step {last} of" in said, said
+    return run_all(rank, world_size, whole) + run_all(rank, world_size, here)
 
 
 def run_compiled(rank: int, world_size: int, command: str) -> list[tuple[int, str]]:
@@ -40,9 +73,10 @@ def run_fsdp(rank: int, world_size: int, commands: list[str]) -> list[tuple[int,
     """Each command; and how many tensors their strategies keep beside the model, which should be none."""
     go, kept = Run.go, []
 
-    def go_and_look(self) -> None:
-        go(self)
+    def go_and_look(self) -> bool:
+        is_done = go(self)
         kept.extend(leaf for leaf in tree_leaves(list(vars(self.strategy).values())) if torch.is_tensor(leaf))
+        return is_done
 
     Run.go = go_and_look
     try:

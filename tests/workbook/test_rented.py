@@ -1,6 +1,7 @@
 """The way to a rented machine, walked with programs that stand in for ssh, rsync, tmux, srun, scontrol and Modal."""
 
 import contextlib
+import importlib
 import os
 import shutil
 import signal
@@ -101,10 +102,10 @@ def test_a_failed_run_fails_the_job(cluster, tools):
 
 
 @pytest.mark.parametrize(
-    ("sent", "ends_with", "queued"), [("USR1", 143, True), ("USR1", 0, False), ("TERM", 143, False)]
+    ("sent", "ends_with", "queued"), [("USR1", 1, True), ("USR1", 75, True), ("USR1", 0, False), ("TERM", 143, False)]
 )
 def test_only_an_unfinished_run_that_was_warned_is_queued_again(cluster, tools, sent, ends_with, queued):
-    waits = f"trap 'echo told >{cluster}/told; exit {ends_with}' TERM; : >{cluster}/started"
+    waits = f"trap 'echo told >{cluster}/told; exit {ends_with}' TERM; echo $TORCH_ELASTIC_SHUTDOWN_TIMEOUT >{cluster}/started"
     program(tools, "srun", f"{waits}; for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do sleep 0.2; done")
     job = subprocess.Popen(["bash", SBATCH, *TRAIN], start_new_session=True, stdout=subprocess.PIPE, text=True)
     try:
@@ -118,6 +119,7 @@ def test_only_an_unfinished_run_that_was_warned_is_queued_again(cluster, tools, 
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
         job.stdout.close()
+    assert int((cluster / "started").read_text()) < 120  # between the warning and the end of the job
     assert (cluster / "told").exists() == (sent == "USR1")
     assert (cluster / "scontrol").exists() == queued
     if queued:
@@ -302,6 +304,37 @@ def test_a_training_program_gets_a_checkpoint_and_a_log():
     assert remote.with_results(("lib.bench.fsdp",), "a") == ("lib.bench.fsdp",)
 
 
+def test_every_training_program_is_given_flags_that_it_has(monkeypatch):
+    def flags(name: str) -> set[str]:
+        def look(parser, *_):
+            raise LookupError({flag for action in parser._actions for flag in action.option_strings})
+
+        monkeypatch.setattr("argparse.ArgumentParser.parse_args", look)
+        with pytest.raises(LookupError) as found:
+            importlib.import_module(name).main()
+        return found.value.args[0]
+
+    programs = {f"lib.runs.{path.stem}" for path in SBATCH.parent.glob("train_*.py")}
+    assert programs == set(remote.ALWAYS)
+    for program in programs:
+        given = remote.with_results((program,), "a")[1:]
+        assert given
+        assert set(given[::2]) <= flags(program), program
+        assert all(path.startswith("runs/a.") for path in given[1::2])
+
+
+def test_a_program_that_mpi_joins_is_started_by_mpiexec(machine):
+    beside = machine / "machine" / remote.FOLDER / ".venv/bin"
+    program(beside, "mpiexec", f"printf '%s\\0' \"$@\" >{machine}/mpiexec")
+    assert go(run=("lib.runs.train_digits_mpi", "--steps", "3")) == 0
+    asked = ["-m", "mpi4py", "-m", "lib.runs.train_digits_mpi", "--steps", "3", "--out", "runs/workbook.json"]
+    assert words(machine / "mpiexec") == ["-n", "4", ".venv/bin/python", *asked]
+    assert go("--processes", "2", run=("lib.runs.train_digits_mpi", "--out", "runs/b.json")) == 0
+    assert words(machine / "mpiexec") == ["-n", "2", ".venv/bin/python", *asked[:4], "--out", "runs/b.json"]
+    plan = modal_train.make_plan(("lib.runs.train_digits_mpi",), count=2)
+    assert plan.command == ["mpiexec", "-n", "2", "python", *asked[:4], *asked[6:]]
+
+
 # ---- Modal
 
 
@@ -350,6 +383,25 @@ def test_the_containers_part_keeps_what_was_written_also_when_it_fails(tmp_path)
     with pytest.raises(RuntimeError, match="exit status 3"):
         modal_train.run_here([sys.executable, "-c", "raise SystemExit(3)"], str(tmp_path), lambda: kept.append(2))
     assert kept == [1, 2]
+
+
+def test_the_container_that_is_taken_away_asks_its_program_to_leave_first(tmp_path):
+    """The program takes its time, and is not killed."""
+    slow = "import pathlib, signal, time\nsignal.signal(signal.SIGTERM, lambda *_: time.sleep(0.5) or pathlib.Path('saved').touch() or exit())"
+    slow += "\npathlib.Path('ready').touch(); time.sleep(30)"
+    here = f"from lib.runs.modal_train import run_here\nimport pathlib, sys\nrun_here([sys.executable, '-c', {slow!r}], {str(tmp_path)!r},"
+    here += f" lambda: pathlib.Path({str(tmp_path)!r}, 'kept').write_text(str(pathlib.Path({str(tmp_path)!r}, 'saved').exists())))"
+    run = {"cwd": remote.ROOT, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    with subprocess.Popen([sys.executable, "-c", here], **run) as container:
+        try:
+            until = time.monotonic() + 60
+            while not (tmp_path / "ready").exists() and time.monotonic() < until:
+                time.sleep(0.05)
+            container.send_signal(signal.SIGINT)
+            container.wait(timeout=20)
+        finally:
+            container.kill()
+    assert (tmp_path / "kept").read_text() == "True"
 
 
 class Recorder:

@@ -2,23 +2,30 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
+from lib.bench.ladder import PEAK_FLOPS
+from lib.given.cards import SHEETS
 from lib.given.cluster import ROOT_ENVIRONMENT, mpiexec
 from lib.given.ranks import pool
-from lib.runs.log import read_log, send
-from lib.runs.options import make_parser, parse
+from lib.given.scaling import CARDS
+from lib.runs import leave
+from lib.runs.log import as_json, peak_flops, read_log, send
+from lib.runs.options import UsageError, make_parser, parse
 from lib.runs.strategies import make_optimizer
 from lib.runs.tasks import GPT2Task
-from lib.runs.world import World, _first_host, _slurm_port, find_world
+from lib.runs.world import World, _first_host, _slurm_port, choose_device, find_world, share_no_gpu
 from tests.workbook import runs_programs as programs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,6 +145,39 @@ def test_a_killed_run_goes_on_bit_for_bit_and_on_another_number_of_ranks(tmp_pat
         same(tmp_path / f"there{i}", curve(tmp_path / f"whole{i}"))
 
 
+@pytest.mark.time_limit(200)
+def test_one_rank_that_is_asked_to_leave_takes_all_with_it_and_the_run_goes_on_bit_for_bit(tmp_path):
+    ways = {"vit": "--strategy ddp", "gpt2": "--strategy fsdp --engine torch", "vit ": "--strategy tp"}
+    commands = [f"{MODELS[name.strip()]} --steps 6 {way}" for name, way in ways.items()]
+    commands.append(f"{VIT} --steps 6")
+    whole = [f"{command} --log {tmp_path}/whole{i}" for i, command in enumerate(commands)]
+    here = [f"{command} --log {tmp_path}/here{i} --checkpoint {tmp_path}/ck{i}" for i, command in enumerate(commands)]
+    on_ranks(programs.asked_and_resumed, whole[:3], here[:3], 1, True)
+    assert programs.asked_and_resumed(0, 1, whole[3:], here[3:], 1, False) == [(0, "")] * 2
+    for i in range(4):
+        assert curve(tmp_path / f"here{i}") == curve(tmp_path / f"whole{i}"), commands[i]
+        assert list(curve(tmp_path / f"here{i}")) == list(range(6))
+
+
+def test_the_signals_are_heeded_inside_only(tmp_path):
+    script = f"""
+import os, runpy, signal
+Signals = runpy.run_path({leave.__file__!r})["Signals"]
+def heeded(name):
+    with Signals() as signals:
+        os.kill(os.getpid(), getattr(signal, name))
+        return signals.asked
+assert heeded("SIGTERM")
+os.environ["SLURM_JOB_ID"] = "7"
+assert heeded("SIGTERM") and heeded("SIGUSR1")
+del os.environ["SLURM_JOB_ID"]
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (-signal.SIGTERM, "")
+
+
 def test_an_epoch_is_every_item_once_whatever_the_number_of_ranks():
     from lib.training import TokenBatches
 
@@ -157,10 +197,10 @@ def environment() -> dict[str, str]:
     return {**ROOT_ENVIRONMENT, **env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def kill_rank(process: subprocess.Popen, rank: int) -> None:
+def signal_rank(process: subprocess.Popen, rank: int, number: int) -> None:
     for child in psutil.Process(process.pid).children(recursive=True):
         if child.environ().get("RANK") == str(rank):
-            os.kill(child.pid, signal.SIGKILL)
+            os.kill(child.pid, number)
             return
     raise AssertionError(f"there is no rank {rank}")
 
@@ -189,7 +229,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed_and_nothing_is_trained_tw
             while process.poll() is None and len(read_log(log)) < 25:
                 time.sleep(0.02)
             assert process.returncode is None, process.stdout.read()
-            kill_rank(process, 1)
+            signal_rank(process, 1, signal.SIGKILL)
             said = process.communicate(timeout=150)[0]
         finally:
             process.kill()
@@ -198,6 +238,42 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed_and_nothing_is_trained_tw
     assert curve(log) == curve(tmp_path / "whole")
     assert list(curve(log)) == list(range(120))
     assert "exitcode: -9" in said or "Signal 9" in said, said
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(200)
+def test_torchrun_that_is_asked_to_leave_lets_its_ranks_save_first(tmp_path):
+    command = f"{VIT} --steps 80 --strategy ddp --save-every 1000"
+    log, checkpoint = tmp_path / "log", tmp_path / "ck" / "checkpoint.pt"
+    here = [*command.split()[1:], "--log-file", str(log), "--checkpoint", str(checkpoint.parent)]
+    program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    program += [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "127.0.0.1:0",
+        "-m",
+        "lib.runs.train_vit",
+        "--device",
+        "cpu",
+    ]
+    out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen([*program, "--quiet", *here], cwd=ROOT, env=environment(), **out) as process:
+        try:
+            while process.poll() is None and len(read_log(log)) < 10:
+                time.sleep(0.02)
+            assert process.returncode is None, process.stdout.read()
+            process.terminate()
+            said = process.communicate(timeout=150)[0]
+        finally:
+            process.kill()
+    n_done = len(read_log(log))
+    assert process.returncode not in (0, 2), said
+    assert f"asked to leave after step {n_done} of 80" in said, said
+    assert torch.load(checkpoint, weights_only=True)["state"]["step"] == n_done
+    on_ranks(programs.run_all, [f"vit {' '.join(here)}", f"{command} --log {tmp_path / 'whole'}"])
+    assert curve(log) == curve(tmp_path / "whole")
+    assert list(curve(log)) == list(range(80))
 
 
 @pytest.mark.slow
@@ -321,6 +397,41 @@ def test_a_line_of_the_log_says_all(tmp_path):
     assert text["tokens_per_s"] * text["seconds"] == pytest.approx(4 * 16)
 
 
+def test_the_peak_of_a_card_stands_in_one_place(monkeypatch):
+    card = torch.device("cuda", 0)
+    for name, precision, wanted in (
+        ("NVIDIA H200", "bf16", SHEETS["H200"].peak_flops),
+        ("NVIDIA H100 80GB HBM3", "tf32", SHEETS["H100"].tf32_flops),
+        ("NVIDIA A100-SXM4-40GB", "float32", SHEETS["A100-40GB"].float32_flops),
+        ("NVIDIA H100 PCIe", "bf16", None),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert peak_flops(parse_flags(["--precision", precision]), card) == wanted
+    assert (PEAK_FLOPS, CARDS[-2].peak_flops) == (SHEETS["H200"].peak_flops,) * 2
+    number = re.compile(r"\b(989|494\.7|66\.9)")  # of H100 and H200, in any unit
+    rooms = [path for room in ("given", "runs", "bench") for path in (ROOT / "lib" / room).rglob("*.py")]
+    assert [path.name for path in rooms if number.search(path.read_text(encoding="utf-8"))] == ["cards.py"]
+
+
+def test_a_loss_that_is_not_finite_is_strict_json_and_the_run_goes_on(tmp_path):
+    def strict(line: str) -> dict:
+        return json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON: {line}"))
+
+    log = tmp_path / "log"
+    command = f"{VIT} --lr 1e30 --optimizer sgd --warmup 0 --save-every 2 --log {log} --checkpoint {tmp_path / 'ck'}"
+    train(f"{command} --steps 2", f"{command} --steps 3")
+    lines = [strict(line) for line in log.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert "not_finite" not in lines[0]
+    for line in lines[1:]:
+        assert line["loss"] is None
+        assert line["grad_norm"] is None
+        assert set(line["not_finite"].values()) <= {"nan", "inf"}
+        assert set(line["not_finite"]) == {"loss", "grad_norm"}
+    log.write_text('{"step": 0, "loss": NaN}\n')  # as it was written once
+    assert strict(as_json(read_log(log)[0])) == {"step": 0, "loss": None, "not_finite": {"loss": "nan"}}
+
+
 def test_real_data_is_learned_and_files_are_read(tmp_path):
     train(f"vit --batch 64 --steps 40 --lr 3e-3 --log {tmp_path / 'digits'}")
     losses = [line["loss"] for line in read_log(tmp_path / "digits")]
@@ -372,12 +483,40 @@ def test_the_loss_kernel_is_for_bf16_alone():
 
 @pytest.mark.gpu
 def test_reading_a_number_does_not_wait_for_what_was_started_after_it():
-    read = send([torch.ones((), device="cuda")])
+    read = send(torch.ones(1, device="cuda"))
     torch.cuda._sleep(2_000_000_000)
     later = torch.cuda.Event()
     later.record()
     assert read() == [1.0]
     assert not later.query()
+
+
+def test_a_task_that_sees_one_gpu_takes_it_and_ranks_that_share_one_all_say_so(monkeypatch):
+    srun = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "1", "SLURM_NODEID": "2"}
+    world = find_world({**srun, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"})
+    assert (world.local_rank, world.local_size) == (1, 2)
+    assert find_world({**srun, "SLURM_STEP_TASKS_PER_NODE": "3(x2),1"}).local_size == 1
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert choose_device("auto", world) == choose_device("cuda", world) == torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert choose_device("auto", world) == torch.device("cuda", 1)
+
+    def meet(*gpus: str) -> list[str]:
+        store = dist.HashStore()
+
+        def one(rank: int) -> str:
+            try:
+                share_no_gpu(store, World(rank=rank, size=len(gpus)), gpus[rank])
+            except UsageError as error:
+                return str(error)
+            return ""
+
+        with ThreadPoolExecutor(len(gpus)) as threads:
+            return list(threads.map(one, range(len(gpus))))
+
+    assert meet("a", "b", "c") == ["", "", ""]
+    for said in meet("a", "b", "a"):
+        assert "ranks 0, 2 share one GPU (UUID a)" in said
 
 
 def test_the_place_is_found_from_whatever_started_the_process():
