@@ -49,8 +49,10 @@ def _enter(header: dict, environment: dict[str, str]) -> None:
         os.chdir(header["cwd"])
     sys.path[:] = header["path"]
     importlib.invalidate_caches()
-    for name in [name for name, module in sys.modules.items() if _is_ours(name, module)]:
-        del sys.modules[name]
+    for name, module in list(sys.modules.items()):
+        if _libraries.get(name) is not module and _is_ours(name, module):
+            del sys.modules[name]
+    _libraries.update(sys.modules)
 
 
 _LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
@@ -67,6 +69,10 @@ def _is_ours(name: str, module) -> bool:
     places = [facts.get("__file__"), *(facts["__path__"] if isinstance(facts.get("__path__"), list) else [])]
     files = [place for place in places if isinstance(place, str) and not any(x in place for x in _LIBRARIES)]
     return name != "__main__" and any(not os.path.realpath(file).startswith(_INSTALLED) for file in files)
+
+
+# modules known to be none of ours: to ask about each of them again would take a rank a tenth of a second
+_libraries = {name: module for name, module in sys.modules.items() if not _is_ours(name, module)}
 
 
 def _watched(folder: str) -> None:
