@@ -28,7 +28,7 @@ def test_a_stub_is_not_started_in_one_line(book):
 
 def test_all_right_is_exit_status_0_and_names_what_was_graded(book):
     solve(book)
-    done = book.pytest("tests/chapter_01")
+    done = book.cold_pytest("tests/chapter_01")
     assert done.returncode == 0, done.out
     assert "3 of 3 passed" in done.out
     assert "lib/toy.py:6" in done.out
@@ -124,7 +124,7 @@ def test_stop_at_the_first(book):
 def test_two_workers(book):
     solve(book)
     book.write("toy", "return [half, half]", "return [half, 0]")
-    done = book.pytest("tests", "-n", "2")
+    done = book.cold_pytest("tests", "-n", "2")
     assert done.returncode == 1
     assert "2 of 3 passed" in done.out
     assert "value        out[1] = 0, expected 1.5" in done.out

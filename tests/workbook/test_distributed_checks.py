@@ -1,6 +1,7 @@
 """An exercise on ranks, graded: not started, wrong on a rank, a deadlock, right."""
 
 import shutil
+import sys
 
 import pytest
 
@@ -77,6 +78,18 @@ def test_a_right_answer_passes_and_its_mistake_is_caught(ranked):
     assert row["state"] == "passed"
     assert row["graded"].startswith("lib/ranked.py:")
     assert ranked.pytest("--mistakes", "tests/chapter_03", "-q").returncode == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the warm process forks, on Linux only")
+def test_a_warm_check_grows_its_keeper_from_the_warm_process(ranked):
+    kept = "import os; open('keeper', 'w').write(open(f'/proc/{os.getppid()}/cmdline').read()); "
+    ranked.answer("total", kept + SUM, module="ranked")
+    try:
+        done = ranked.workbook("check", "total")
+        assert done.returncode == 0, done.out
+        assert "warm.py" in (ranked.root / "keeper").read_text()
+    finally:
+        ranked.end_warm_processes()
 
 
 DEADLOCK = "buffer = torch.tensor(value); dist.recv(buffer, 1 - dist.get_rank()); return buffer.item()"
