@@ -358,6 +358,20 @@ def pytest_terminal_summary(terminalreporter, config):
 # ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makemodule(module_path, parent):
+    """Begin to start the ranks of a chapter that is run as a whole while its tests are imported: both take seconds."""
+    option = parent.config.option
+    some = option.keyword or option.exercise or any("::" in argument for argument in parent.config.args)
+    if some or option.collectonly or hasattr(parent.config, "workerinput") or not hasattr(os, "fork"):
+        return
+    if _chapter_of(module_path) is not None and "ranks(" in (text := module_path.read_text(encoding="utf-8")):
+        from lib.given.ranks import pool
+
+        if 'backend="mpi"' not in text:
+            pool("gloo").warm()
+
+
 class Ranks:
     """What the fixture gives: a check's own runs on warm ranks, within the time of the check."""
 

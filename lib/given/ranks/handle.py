@@ -186,6 +186,8 @@ class Handle:
         self.drop()
         self.control.close()
         self.listener.close()
+        if not self.tag:
+            self.process.kill()  # it has started nothing, and may still be importing
         try:
             self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:
