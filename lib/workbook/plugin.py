@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.workbook import grading, isolate, messages, resolve
+from lib.workbook import catchers, grading, isolate, messages, resolve
 from lib.workbook.alarm import alarm, paused
 from lib.workbook.catalog import BookError, chapters, find
 from lib.workbook.stubs import write_atomically
@@ -25,7 +25,11 @@ def pytest_addoption(parser):
     group.addoption("--reference", action="store_true", help="grade the reference instead of your answers")
     group.addoption("--mine", action="store_true", help="your answers everywhere, in the other chapters too")
     group.addoption("--mistakes", action="store_true", help="prove that the tests catch every known mistake")
-    group.addoption("--record", action="store_true", help="with --reference: write the oracles' recorded values")
+    group.addoption(
+        "--record",
+        action="store_true",
+        help="with --reference: write the oracles' recorded values; with --mistakes: which test catches each",
+    )
     group.addoption("--exercise", action="append", default=[], metavar="NAME", help="only the tests of this exercise")
     group.addoption("--marks", metavar="FILE", help="write the marks of every exercise as JSON")
     group.addoption("--no-isolate", action="store_true", help="run checks inside pytest's own process, for a debugger")
@@ -38,10 +42,12 @@ def pytest_configure(config):
         options.reportchars = ""  # the table of exercises says it better
     if options.mine and (options.reference or options.mistakes):
         raise pytest.UsageError("--mine grades your answers, --reference and --mistakes the book's: choose one")
-    if options.record and not options.reference:
-        raise pytest.UsageError("--record writes what the oracles give: use it with --reference")
-    grading.RECORDING.update(live=options.reference, write=options.record)
-    config.workbook_marks = Marks()
+    if options.record and not (options.reference or options.mistakes):
+        raise pytest.UsageError(
+            "--record writes what the oracles give, or what catches a mistake: use it with --reference or --mistakes"
+        )
+    grading.RECORDING.update(live=options.reference, write=options.reference and options.record)
+    config.workbook_marks, config.workbook_catchers = Marks(), catchers.Record()
     if options.reference or options.mistakes:
         os.environ[resolve.VARIABLE] = "reference"
     config.workbook_world = os.environ.get(resolve.VARIABLE)
@@ -164,6 +170,7 @@ class MistakeItem(pytest.Item):
                         raise AssertionError(f"{test.name} did not grade the mistake: {report.longrepr}")
                     if report.failed:
                         self.add_report_section("call", "caught", f"{test.name}\n{report.longrepr}")
+                        self.user_properties.append((catchers.PROPERTY, test.name))
                         return
         raise AssertionError(f"no test catches the mistake of {self.mistake.name}: {self.mistake.sentence}")
 
@@ -186,9 +193,11 @@ def _mistake_items(items) -> list:
         by_exercise.setdefault(item.workbook_exercise, []).append(item)
     made = []
     for exercise, tests in by_exercise.items():
-        for wrong in grading.mistakes_of(exercise.module, exercise.name):
-            name = f"{exercise.name}[{wrong.implementation.__name__}]"
-            made.append(MistakeItem.from_parent(tests[0].parent, name=name, mistake=wrong, tests=tests))
+        caught_by = catchers.read(tests[0].path.parent)
+        for nth, wrong in enumerate(grading.mistakes_of(exercise.module, exercise.name), start=1):
+            name = f"{exercise.name}[{nth}-{wrong.implementation.__name__}]"
+            ordered = catchers.likely_first(tests, caught_by.get(name))
+            made.append(MistakeItem.from_parent(tests[0].parent, name=name, mistake=wrong, tests=ordered))
     return made
 
 
@@ -314,6 +323,7 @@ def pytest_report_teststatus(report, config):
 def pytest_runtest_logreport(report):
     if _session_config is not None:
         _session_config.workbook_marks.add(report)
+        _session_config.workbook_catchers.add(_session_config.rootpath, report)
 
 
 _session_config = None
@@ -328,8 +338,11 @@ def pytest_sessionstart(session):
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
     isolate.finish()
-    file = session.config.option.marks
-    if file and not hasattr(session.config, "workerinput"):
+    if hasattr(session.config, "workerinput"):
+        return
+    if session.config.option.mistakes and session.config.option.record:
+        session.config.workbook_catchers.write()
+    if file := session.config.option.marks:
         marks = session.config.workbook_marks.as_json(_described(session.config))
         write_atomically(Path(file), json.dumps(marks, indent=2, ensure_ascii=False) + "\n")
 
@@ -343,6 +356,20 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makemodule(module_path, parent):
+    """Begin to start the ranks of a chapter that is run as a whole while its tests are imported: both take seconds."""
+    option = parent.config.option
+    some = option.keyword or option.exercise or any("::" in argument for argument in parent.config.args)
+    if some or option.collectonly or hasattr(parent.config, "workerinput") or not hasattr(os, "fork"):
+        return
+    if _chapter_of(module_path) is not None and "ranks(" in (text := module_path.read_text(encoding="utf-8")):
+        from lib.given.ranks import pool
+
+        if 'backend="mpi"' not in text:
+            pool("gloo").warm()
 
 
 class Ranks:

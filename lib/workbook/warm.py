@@ -6,7 +6,9 @@ a fresh process instead.
 """
 
 import hashlib
+import mmap
 import os
+import runpy
 import select
 import signal
 import subprocess
@@ -30,6 +32,9 @@ PRELOADED = (
     "safetensors.torch",
     "rich.table",
 )
+# imported once a check has run on ranks: forks of this process then keep the ranks, and need what these import
+FOR_RANKS = ("torch.distributed.fsdp", "torch._dynamo", "psutil")
+SEED = HERE.parents[1] / "given" / "ranks" / "seed.py"
 IDLE_S = 1800.0
 INHERITED = ("PATH", "HOME", "PYTHONPATH", "VIRTUAL_ENV", "WORKBOOK_ROOT", "WORKBOOK_WORLD")
 
@@ -100,12 +105,8 @@ def _connect(root: Path, patience_s: float = 20.0) -> Connection | None:
 
 def serve(where: str) -> None:
     """Answer checks until nobody has asked for half an hour, or another process took over the socket."""
-    import gc
-    import importlib
-
-    for name in PRELOADED:
-        importlib.import_module(name)
-    gc.freeze()
+    _import(PRELOADED)
+    used_ranks = mmap.mmap(-1, 1)  # shared with the forks
     waiting = f"{where}.{os.getpid()}"
     with Listener(waiting, "AF_UNIX") as listener:
         os.replace(waiting, where)
@@ -113,12 +114,23 @@ def serve(where: str) -> None:
         while _asked(listener._listener._socket):  # type: ignore[attr-defined]
             with listener.accept() as connection:
                 try:
-                    _answer(connection)
+                    _answer(connection, used_ranks)
                 except (EOFError, ConnectionError):
                     continue
+            if used_ranks[0] and FOR_RANKS[0] not in sys.modules:
+                _import(FOR_RANKS)
             if not os.path.exists(where) or os.stat(where).st_ino != mine:
                 return
         os.unlink(where)
+
+
+def _import(names: tuple[str, ...]) -> None:
+    import gc
+    import importlib
+
+    for name in names:
+        importlib.import_module(name)
+    gc.freeze()
 
 
 def _asked(socket) -> bool:
@@ -130,13 +142,13 @@ def _asked(socket) -> bool:
     return False
 
 
-def _answer(connection: Connection) -> None:
+def _answer(connection: Connection, used_ranks: mmap.mmap) -> None:
     """Fork, run one pytest in the child, send what came of it; end the child when the asker goes away."""
     arguments = connection.recv()
     with tempfile.TemporaryFile() as output:
         pid = os.fork()
         if pid == 0:
-            _check(arguments, output)
+            _check(arguments, output, used_ranks)
         done = os.pidfd_open(pid)
         try:
             ready = select.select([done, connection.fileno()], [], [])[0]
@@ -149,13 +161,15 @@ def _answer(connection: Connection) -> None:
         connection.send((os.waitstatus_to_exitcode(status), output.read().decode(errors="replace")))
 
 
-def _check(arguments: list[str], output) -> None:
+def _check(arguments: list[str], output, used_ranks: mmap.mmap) -> None:
     status = 3
     try:
         os.setsid()
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # a check needs the book's plugin only, and they cost time
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
+        if SEED.exists():
+            runpy.run_path(str(SEED))["plant"](lambda: used_ranks.__setitem__(0, 1))
         import pytest
 
         sys.argv = ["pytest", *arguments]

@@ -1,17 +1,21 @@
 """A toy book of two chapters, on which the machinery is tried: the real lib/workbook, tiny exercises, no torch."""
 
+import atexit
+import functools
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
 
 from lib.workbook.catalog import ROOT
+from tests.workbook.forking import ask
 
 HERE = Path(__file__).parent
 collect_ignore = ["toy", "toy_ranks"]
@@ -44,6 +48,16 @@ class Book:
         return self.run(sys.executable, "-c", code, **env)
 
     def pytest(self, *arguments, **env):
+        """``python -m pytest``, in a fork of a process that has imported it, which starts at once."""
+        if sys.platform != "linux":
+            return self.cold_pytest(*arguments, **env)
+        status, out = ask(_server(), arguments, str(self.root), {**self.env, **env})
+        done = subprocess.CompletedProcess(arguments, status, out, "")
+        done.out = out
+        return done
+
+    def cold_pytest(self, *arguments, **env):
+        """The same in a process of its own, as a learner starts it."""
         return self.run(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments, **env)
 
     def workbook(self, *arguments, **env):
@@ -70,6 +84,19 @@ class Book:
         text, n = re.subn(rf'raise NotImplementedError\("Exercise [\d.]+: write {re.escape(name)}"\)', code, text)
         assert n == 1, f"no stub of {name} in lib/{module}.py"
         self.mine(module).write_text(text)
+
+
+@functools.cache
+def _server() -> str:
+    """The address of the process that runs the books' pytests; it is ended with this one."""
+    folder = tempfile.mkdtemp(prefix="books-")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("WORKBOOK_", "PYTEST_", "COV_"))}
+    command = [sys.executable, "-P", str(HERE / "forking.py"), f"{folder}/socket"]
+    server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(server.kill)
+    assert server.stdout.readline() == "ready\n"
+    return f"{folder}/socket"
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ def test_a_stub_is_not_started_in_one_line(book):
 
 def test_all_right_is_exit_status_0_and_names_what_was_graded(book):
     solve(book)
-    done = book.pytest("tests/chapter_01")
+    done = book.cold_pytest("tests/chapter_01")
     assert done.returncode == 0, done.out
     assert "3 of 3 passed" in done.out
     assert "lib/toy.py:6" in done.out
@@ -124,7 +124,7 @@ def test_stop_at_the_first(book):
 def test_two_workers(book):
     solve(book)
     book.write("toy", "return [half, half]", "return [half, 0]")
-    done = book.pytest("tests", "-n", "2")
+    done = book.cold_pytest("tests", "-n", "2")
     assert done.returncode == 1
     assert "2 of 3 passed" in done.out
     assert "value        out[1] = 0, expected 1.5" in done.out
@@ -175,6 +175,27 @@ def test_every_mistake_is_caught(book):
 def test_a_mistake_that_no_test_catches_is_named(book):
     path = book.root / "tests/chapter_01/mistakes.py"
     path.write_text(path.read_text() + '\n\n@mistake("halves", "is right")\ndef right(x):\n    return [x / 2, x / 2]\n')
+    done = book.pytest("--mistakes", "tests", "-q")
+    assert done.returncode == 1
+    assert "no test catches the mistake of halves: is right" in done.out
+
+
+def test_what_caught_a_mistake_is_recorded_and_tried_first(book):
+    assert book.pytest("--mistakes", "--record", "tests").returncode == 0
+    file = book.root / "tests/chapter_01/catchers.json"
+    caught = json.loads(file.read_text())
+    assert caught["double[1-adds]"] == "test_double_by_hand"
+    assert caught["Tally[1-Forgets]"] == "test_Tally_counts"
+    file.write_text(json.dumps({"double[1-adds]": "test_double_refuses_too_much", "double[2-squares]": "test_gone"}))
+    said = book.pytest("--mistakes", "tests/chapter_01", "-rP").out
+    assert "test_double_refuses_too_much\ndouble: no error" in said  # the others would have caught it too
+    assert "test_double_by_hand\ndouble: wrong" in said  # where the catcher is gone, all are tried
+
+
+def test_a_catcher_that_no_longer_catches_hides_nothing(book):
+    path = book.root / "tests/chapter_01/mistakes.py"
+    path.write_text(path.read_text() + '\n\n@mistake("halves", "is right")\ndef right(x):\n    return [x / 2, x / 2]\n')
+    (book.root / "tests/chapter_01/catchers.json").write_text(json.dumps({"halves[2-right]": "test_halves"}))
     done = book.pytest("--mistakes", "tests", "-q")
     assert done.returncode == 1
     assert "no test catches the mistake of halves: is right" in done.out

@@ -1,7 +1,10 @@
 """An exercise on ranks, graded: not started, wrong on a rank, a deadlock, right."""
 
+import re
 import shutil
+import sys
 
+import psutil
 import pytest
 
 from tests.workbook.conftest import HERE, Book
@@ -77,6 +80,34 @@ def test_a_right_answer_passes_and_its_mistake_is_caught(ranked):
     assert row["state"] == "passed"
     assert row["graded"].startswith("lib/ranked.py:")
     assert ranked.pytest("--mistakes", "tests/chapter_03", "-q").returncode == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the warm process forks, on Linux only")
+def test_a_warm_check_grows_its_keeper_from_the_warm_process(ranked):
+    kept = "import os; open('keeper', 'w').write(open(f'/proc/{os.getppid()}/cmdline').read()); "
+    ranked.answer("total", kept + SUM, module="ranked")
+    try:
+        done = ranked.workbook("check", "total")
+        assert done.returncode == 0, done.out
+        assert "warm.py" in (ranked.root / "keeper").read_text()
+    finally:
+        ranked.end_warm_processes()
+
+
+def test_ranks_that_were_begun_and_not_needed_are_gone(ranked):
+    """A whole chapter's ranks begin to start while its tests are imported; here no test that is left uses them."""
+    path = ranked.root / "tests/chapter_03/test_ranked.py"
+    began = 'import atexit\nfrom lib.given.ranks import pool\natexit.register(lambda: print("begun", pool("gloo")._handle))\n'
+    path.write_text(began + path.read_text() + "\n\ndef test_total_by_hand():\n    pass\n")
+    skipped = [
+        f"--deselect=tests/chapter_03/test_ranked.py::{name}"
+        for name in re.findall(r"def (test_\w+)\(ranks", path.read_text())
+    ]
+    done = ranked.cold_pytest("tests/chapter_03", *skipped)
+    assert done.returncode == 0, done.out
+    assert "begun Handle(" in done.out
+    keeper = str(ranked.root / "lib/given/ranks/keeper.py")
+    assert not [p for p in psutil.process_iter(["cmdline"]) if keeper in (p.info["cmdline"] or [])]
 
 
 DEADLOCK = "buffer = torch.tensor(value); dist.recv(buffer, 1 - dist.get_rank()); return buffer.item()"

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from lib.given.ranks import seed
 from lib.given.ranks.failure import RankFailure
 
 KEEPER = str(Path(__file__).with_name("keeper.py"))
@@ -54,10 +55,13 @@ class Handle:
         self.listener.listen(16)
         ours, theirs = socket.socketpair()
         with theirs, open(self.folder / "keeper", "w") as log:
-            fd, parent = str(theirs.fileno()), str(os.getpid())
-            command = [sys.executable, "-P", KEEPER, self.backend, fd, parent, mpiexec, str(self.folder / "mpiexec")]
-            self.process = subprocess.Popen(
-                command,
+            fd, parent, mpi_log = str(theirs.fileno()), str(os.getpid()), str(self.folder / "mpiexec")
+            grown = None
+            if self.backend == "gloo":
+                arguments = [KEEPER, self.backend, parent, mpiexec, mpi_log]
+                grown = seed.grow(arguments, theirs.fileno(), log.fileno(), _environment())
+            self.process = grown or subprocess.Popen(
+                [sys.executable, "-P", KEEPER, self.backend, fd, parent, mpiexec, mpi_log],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -182,6 +186,8 @@ class Handle:
         self.drop()
         self.control.close()
         self.listener.close()
+        if not self.tag:
+            self.process.kill()  # it has started nothing, and may still be importing
         try:
             self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -211,7 +217,7 @@ def _require(backend: str) -> str:
 
 def _environment() -> dict[str, str]:
     """Surroundings in which a fork is safe (no thread before it) and gloo finds its peers without a network."""
-    environment = dict(os.environ)
+    environment = {k: v for k, v in os.environ.items() if k != seed.VARIABLE}
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         environment[name] = "1"
     names = {name for _, name in socket.if_nameindex()}

@@ -27,8 +27,8 @@ from pathlib import Path
 import psutil
 
 RANK = str(Path(__file__).with_name("rank.py"))
-# torch._dynamo, because the first step of any optimizer imports it (1.4 s); the last three, because most modules do
-PRELOADED = ("torch", "torch.distributed.fsdp", "torch._dynamo", "numpy", "einops", "jaxtyping", "yaml")
+# torch._dynamo, because the first step of any optimizer imports it (1.4 s); the last four, because most modules do
+PRELOADED = ("torch", "torch.distributed.fsdp", "torch._dynamo", "numpy", "einops", "jaxtyping", "yaml", "pytest")
 
 
 class Keeper:

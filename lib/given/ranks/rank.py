@@ -6,12 +6,15 @@ in each process that it forks.
 
 import contextlib
 import ctypes
+import hashlib
 import importlib
+import marshal
 import os
 import pickle
 import signal
 import sys
 import sysconfig
+from importlib.machinery import SourceFileLoader
 from multiprocessing.connection import Client
 
 
@@ -28,6 +31,8 @@ def serve(address: str, tag: str, rank: int, world_size: int) -> None:
         open(f"{os.path.dirname(address)}/rank-{os.getpid()}", "w").close()
         connection.send_bytes(pickle.dumps((tag, rank, os.getpid(), world_size)))
         environment = dict(os.environ)
+        if sys.dont_write_bytecode:
+            _share_code(os.path.dirname(address))
         while True:
             header = pickle.loads(connection.recv_bytes())
             _enter(header, environment)
@@ -40,6 +45,26 @@ def serve(address: str, tag: str, rank: int, world_size: int) -> None:
         os._exit(0)
 
 
+def _share_code(folder: str) -> None:
+    """Compile a source once in a pool's life, not in each rank of each task, where Python keeps no bytecode beside it."""
+    compiled = SourceFileLoader.source_to_code
+
+    def code_of(self, data, path, **options):
+        if not isinstance(data, bytes):
+            return compiled(self, data, path, **options)
+        kept = f"{folder}/code-{hashlib.sha256(os.fsencode(path) + b':' + data).hexdigest()}"
+        with contextlib.suppress(OSError, ValueError, EOFError, TypeError), open(kept, "rb") as file:
+            return marshal.load(file)
+        code = compiled(self, data, path, **options)
+        with contextlib.suppress(OSError):
+            with open(f"{kept}.{os.getpid()}", "wb") as file:
+                marshal.dump(code, file)
+            os.replace(file.name, kept)
+        return code
+
+    SourceFileLoader.source_to_code = code_of  # type: ignore[method-assign]
+
+
 def _enter(header: dict, environment: dict[str, str]) -> None:
     """Take on the caller's surroundings, with nothing imported that the caller may have changed since."""
     os.environ.clear()
@@ -49,8 +74,10 @@ def _enter(header: dict, environment: dict[str, str]) -> None:
         os.chdir(header["cwd"])
     sys.path[:] = header["path"]
     importlib.invalidate_caches()
-    for name in [name for name, module in sys.modules.items() if _is_ours(name, module)]:
-        del sys.modules[name]
+    for name, module in list(sys.modules.items()):
+        if _libraries.get(name) is not module and _is_ours(name, module):
+            del sys.modules[name]
+    _libraries.update(sys.modules)
 
 
 _LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
@@ -67,6 +94,10 @@ def _is_ours(name: str, module) -> bool:
     places = [facts.get("__file__"), *(facts["__path__"] if isinstance(facts.get("__path__"), list) else [])]
     files = [place for place in places if isinstance(place, str) and not any(x in place for x in _LIBRARIES)]
     return name != "__main__" and any(not os.path.realpath(file).startswith(_INSTALLED) for file in files)
+
+
+# modules known to be none of ours: to ask about each of them again would take a rank a tenth of a second
+_libraries = {name: module for name, module in sys.modules.items() if not _is_ours(name, module)}
 
 
 def _watched(folder: str) -> None:
