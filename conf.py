@@ -68,6 +68,7 @@ html_show_sourcelink = False
 html_copy_source = True
 html_sourcelink_suffix = ""
 html_last_updated_fmt = None
+html_context = {"default_mode": "auto"}  # light or dark as the reader's system says, until a reader chooses
 html_theme_options = {
     "navbar_persistent": [],  # else the search bar stands twice
     "use_download_button": True,
