@@ -387,6 +387,38 @@ def check(task: Task, state: dict[str, Tensor], padded_state: dict[str, Tensor])
     return found
 
 
+def compiled_apart(climber: Climber, n_at_once: int = 16, limit: float = 5e-2) -> float:
+    """How far the compiled gradients of a whole batch are from the same model's without a compiler, in pieces of the batch.
+
+    Both are of the rung's precision. What a compiler does wrong may depend on the number of rows, so a small batch is no proof.
+
+    Raises:
+        ValueError: in one parameter further than rounding explains.
+    """
+    inputs, targets = climber.micro[0]
+    found: list[dict[str, Tensor]] = []
+    plain = climber.task.loss(climber.who, climber.rung, climber.model)
+    set_tf32(climber.rung.precision != "float32")
+    for loss_of, size in ((climber.loss, len(inputs)), (plain, n_at_once)):
+        climber.model.zero_grad(set_to_none=True)
+        for some, wanted in zip(inputs.split(size), targets.split(size), strict=True):
+            (loss_of(some, wanted) * len(some) / len(inputs)).backward()
+        found.append({n: p.grad.double().cpu() for n, p in climber.model.named_parameters() if p.grad is not None})
+    climber.model.zero_grad(set_to_none=True)
+    got, want = found
+    size = math.sqrt(sum(grad.square().sum().item() for grad in want.values()))
+    wrong = {n: (got[n] - want[n]).norm().item() for n in want}
+    for (
+        n,
+        distance,
+    ) in wrong.items():  # a key's bias has no gradient but rounding: what is small beside all may be anything
+        if not distance <= max(limit * want[n].norm().item(), 1e-3 * size):
+            raise ValueError(
+                f"{climber.who}, rung {climber.rung.name}: compiled, the gradient of {n} is {distance:.2e} off"
+            )
+    return math.sqrt(sum(distance**2 for distance in wrong.values())) / size
+
+
 # ---- what limits the top ---------------------------------------------------------------------------------------------
 
 KINDS = {
@@ -489,10 +521,13 @@ def products_alone(task: Task, batch: int) -> dict[str, Any]:
 def climb(task: Task, rung: Rung, states: dict[bool, dict[str, Tensor]], seconds: float) -> dict[str, Any]:
     """One rung: everyone who is on it, built, warmed, timed in turns."""
     climbers = [Climber(task, who, rung, states.get(rung.padded)) for who in rung.who]
+    apart = {climber.who: compiled_apart(climber) for climber in climbers if rung.compiled}
     compile_s = {climber.who: climber.warm_up() for climber in climbers}
     times = race(climbers, seconds)
     row: dict[str, Any] = {"rung": dataclasses.asdict(rung), "first_steps_s": compile_s, "step_s": times}
     row["items_per_s"] = {climber.who: climber.n_items / times[climber.who]["median"] for climber in climbers}
+    if apart:
+        row["compiled_gradients_apart"] = apart
     if rung.top and task.device == "cuda":
         row["kernels"] = {climber.who: kernel_times(climber.step) for climber in climbers}
     return row
