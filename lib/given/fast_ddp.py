@@ -101,6 +101,21 @@ def on_row(part: nn.Module) -> Callable[..., Tensor]:
     return run
 
 
+def compile_on_row(run: Callable) -> Callable:
+    """What `RowViT` takes as ``compiled`` where a part is to be fast: ``torch.compile``, less one of its fusions.
+
+    The gradient of a row is a ``cat`` of its pieces', and whoever makes a piece is to write it into its place there. The
+    fusion of sums over columns with sums over rows ("mix order"; LayerNorm's backward has both) does not: it leaves the sum
+    over rows in a tensor of its own, which nothing reads, and in the row the gradients of LayerNorm's weight and bias are
+    what the memory happened to hold. So in PyTorch 2.10, where it began, to 2.13, for a float32 row, from 4096 tokens and
+    5 * 2**20 numbers in the stream on (github.com/pytorch/pytorch/issues/193061, mended since). The price: LayerNorm's
+    backward reads its two inputs twice. Parameters that are tensors of their own are not concerned.
+    """
+    if not torch.cuda.is_available():  # only a trial runs there: without the compiler's slow stages
+        return torch.compile(run, dynamic=False, backend="eager")
+    return torch.compile(run, dynamic=False, options={"triton.mix_order_reduction": False})
+
+
 class RowViT(nn.Module):
     """A ``lib.vit.VisionTransformer`` cut into a stem, equal parts of some blocks, and a tail with the loss.
 
@@ -108,7 +123,7 @@ class RowViT(nn.Module):
         model: Whose parameters it takes over; the model's own are on the device "meta" afterwards.
         path: How it is computed.
         n_blocks: Blocks of a part. What is left over, at least one block, is the tail's.
-        compiled: What makes a part's function fast: ``torch.compile`` or nothing.
+        compiled: What makes a part's function fast: `compile_on_row` (never ``torch.compile`` by itself) or nothing.
 
     Attributes:
         parts: In the order in which they run: units for ``lib.fsdp.FullySharded``.
