@@ -48,7 +48,7 @@ from lib.vit import VisionTransformer
 DTYPE, LR, MOMENTUM = torch.bfloat16, 1e-3, 0.9
 N_WARMUP, MIN_ROUNDS, MAX_ROUNDS = 3, 3, 30
 N_CHECKED = 2  # images a rank for the comparison of gradients
-LIMITS = {"gradients": 1e-3, "bf16_gradients": 0.1, "losses": 1e-2}
+LIMITS = {"gradients": 1e-3, "bf16_gradients": 0.3, "losses": 1e-2}
 SMALL = ViTConfig(image_size=32, patch_size=8, n_classes=10, dim=64, n_layers=6, n_heads=2, hidden_dim=128)
 STEPS = ("graph", "compute graph", "plain")
 
@@ -273,23 +273,26 @@ def gradients_of(peer: nn.Module, task: ViTTask) -> dict[str, Tensor]:
 
 
 def check_first_gradients(cell: Cell, racers: list[Racer], device: torch.device) -> dict[str, Any]:
-    """How far the compiled gradients of what is timed are apart in its first steps, and in which parameters most.
+    """How far the compiled gradients of what is timed are apart in its first steps, and which parameter's are furthest.
 
     Raises:
-        ValueError: after the first update, where no kernel is being chosen any more, further than bf16 explains.
+        ValueError: in the first step one parameter's are further apart than bf16 explains. Later ones begin at other weights.
     """
-    found: dict[str, Any] = {"apart": [], "most": []}
+    found: dict[str, Any] = {"apart": [], "furthest": []}
     for ours, peer in zip(*(racer.first_gradients for racer in racers), strict=True):
         found["apart"].append(relative(ours, peer))
-        each = {name: (relative({name: ours[name]}, {name: peer[name]}), peer[name].norm().item()) for name in peer}
-        wrong = {name: apart * size for name, (apart, size) in each.items()}
-        found["most"].append({name: each[name] for name in sorted(wrong, key=wrong.__getitem__)[-4:]})
+        least = 1e-4 * math.sqrt(
+            sum(grad.square().sum().item() for grad in peer.values())
+        )  # a key's bias has but rounding
+        each = {n: (ours[n] - peer[n]).norm().item() / max(peer[n].norm().item(), least) for n in peer}
+        worst = max(each, key=each.__getitem__)
+        found["furthest"].append([worst, each[worst]])
     for racer in racers:
         racer.first_gradients = []
-    apart = slowest(found["apart"][-1] if found["apart"] else 0.0, device)  # all ranks hear of it
+    apart = slowest(found["furthest"][0][1] if found["furthest"] else 0.0, device)  # all ranks hear of it
     if not apart <= LIMITS["bf16_gradients"]:
         raise ValueError(
-            f"{cell}: compiled gradients are {apart:.2e} apart, allowed {LIMITS['bf16_gradients']}: {found}"
+            f"{cell}: a compiled gradient is {apart:.2e} apart, allowed {LIMITS['bf16_gradients']}: {found}"
         )
     return found
 
