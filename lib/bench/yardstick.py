@@ -41,7 +41,7 @@ from lib.ddp import OverlapDDP, average_gradients
 from lib.fsdp import FullySharded
 from lib.given.fast import ATTENTIONS, capture
 from lib.given.fast import Path as FastPath
-from lib.given.fast_ddp import RowViT, compile_on_row, train_step
+from lib.given.fast_ddp import RowViT, train_step
 from lib.given.vit import ViTConfig, preset
 from lib.vit import VisionTransformer
 
@@ -203,7 +203,7 @@ def sgd(model: nn.Module, device: torch.device, fused: bool = True) -> torch.opt
     return torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, fused=fused, foreach=not fused)
 
 
-def our_parts(cell: Cell, state: dict[str, Tensor], path: FastPath, make: Callable = compile_on_row) -> RowViT:
+def our_parts(cell: Cell, state: dict[str, Tensor], path: FastPath, make: Callable = compiled) -> RowViT:
     """Chapter 5's model with the given weights, in rows of its own."""
     with torch.device("meta"):
         model = VisionTransformer(cell.config)

@@ -2,9 +2,13 @@
 
 A whole model compiled as one has one backward: all gradients are ready at its end, and nothing is left that could hide their
 means. Compiled block by block it pays at every seam. Here it is compiled in parts of a few blocks. A part's parameters are
-views of one row, so its gradient is one row too, made by the kernels that end the part's backward: chapter 10's ``OverlapDDP``
-averages it without a copy while the next part's backward runs, chapter 12's ``FullySharded`` gathers it in one piece, and
-equal parts share one compilation.
+views of one row, so its gradient is one row too, joined at the end of the part's backward: chapter 10's ``OverlapDDP`` averages
+it as it is while the next part's backward runs, chapter 12's ``FullySharded`` gathers it in one piece, and equal parts share one
+compilation.
+
+The row is cut outside of what is compiled, at the price of one copy of the gradient. Inside, PyTorch 2.10 to 2.13 lose a part of
+it on a GPU: where a gradient is joined from pieces, the compiler's fusion of sums over rows and over columns leaves LayerNorm's
+pieces in tensors that nothing reads, from some thousand tokens on (github.com/pytorch/pytorch/issues/193061).
 """
 
 from collections.abc import Callable, Mapping
@@ -77,10 +81,10 @@ class RowPart(nn.Module):
         parameters = dict(part.named_parameters())
         self.row = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in parameters.values()]))
         self.shapes = {names[p]: p.shape for p in parameters.values()}
-        self.run = run or compiled(on_row(part.to("meta")))
+        self.run = run or compiled(on_pieces(part.to("meta")))
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        return self.run(self.row, *inputs)
+        return self.run(list(self.named(self.row).values()), *inputs)
 
     def named(self, row: Tensor) -> dict[str, Tensor]:
         """Views of a row of this length, under the names of the whole model."""
@@ -88,32 +92,14 @@ class RowPart(nn.Module):
         return {name: piece.view(shape) for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True)}
 
 
-def on_row(part: nn.Module) -> Callable[..., Tensor]:
-    """The part as a function of a row of parameters and of its inputs."""
-    shapes = {name: parameter.shape for name, parameter in part.named_parameters()}
-    sizes = [shape.numel() for shape in shapes.values()]
+def on_pieces(part: nn.Module) -> Callable[..., Tensor]:
+    """The part as a function of its parameters, in the order in which it names them, and of its inputs."""
+    names = [name for name, _ in part.named_parameters()]
 
-    def run(row: Tensor, *inputs: Tensor) -> Tensor:
-        pieces = row.split(sizes)
-        tensors = {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
-        return functional_call(part, tensors, inputs)
+    def run(pieces: list[Tensor], *inputs: Tensor) -> Tensor:
+        return functional_call(part, dict(zip(names, pieces, strict=True)), inputs)
 
     return run
-
-
-def compile_on_row(run: Callable) -> Callable:
-    """What `RowViT` takes as ``compiled`` where a part is to be fast: ``torch.compile``, less one of its fusions.
-
-    The gradient of a row is a ``cat`` of its pieces', and whoever makes a piece is to write it into its place there. The
-    fusion of sums over columns with sums over rows ("mix order"; LayerNorm's backward has both) does not: it leaves the sum
-    over rows in a tensor of its own, which nothing reads, and in the row the gradients of LayerNorm's weight and bias are
-    what the memory happened to hold. So in PyTorch 2.10, where it began, to 2.13, for a float32 row, from 4096 tokens and
-    5 * 2**20 numbers in the stream on (github.com/pytorch/pytorch/issues/193061, mended since). The price: LayerNorm's
-    backward reads its two inputs twice. Parameters that are tensors of their own are not concerned.
-    """
-    if not torch.cuda.is_available():  # only a trial runs there: without the compiler's slow stages
-        return torch.compile(run, dynamic=False, backend="eager")
-    return torch.compile(run, dynamic=False, options={"triton.mix_order_reduction": False})
 
 
 class RowViT(nn.Module):
@@ -123,7 +109,7 @@ class RowViT(nn.Module):
         model: Whose parameters it takes over; the model's own are on the device "meta" afterwards.
         path: How it is computed.
         n_blocks: Blocks of a part. What is left over, at least one block, is the tail's.
-        compiled: What makes a part's function fast: `compile_on_row` (never ``torch.compile`` by itself) or nothing.
+        compiled: What makes a part's function fast: ``torch.compile`` or nothing.
 
     Attributes:
         parts: In the order in which they run: units for ``lib.fsdp.FullySharded``.

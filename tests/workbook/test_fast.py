@@ -1,11 +1,13 @@
 """The fast path computes what the models of chapters 5 and 6 compute."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from lib.given.fast import ATTENTIONS, Path, capture, gpt2_loss, prepare_images, short_gelu, vit_block, vit_logits
-from lib.given.fast_ddp import RowViT, compile_on_row, train_step
+from lib.given.fast_ddp import RowViT, train_step
 from lib.given.fast_loss import linear_cross_entropy
 from lib.given.gpt2 import GPT2Config
 from lib.given.ranks import pool
@@ -158,19 +160,6 @@ def test_the_short_gelu_compiled_on_a_gpu_is_the_exact_one():
     torch.testing.assert_close(*slopes, atol=1e-6, rtol=0)
 
 
-def test_parts_are_compiled_without_the_fusion_that_loses_gradients(monkeypatch):
-    settings, compile_really = [], torch.compile
-
-    def compile_and_tell(run, **given):
-        settings.append(given)
-        return compile_really(run, **given)  # refuses an option that it does not know
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch, "compile", compile_and_tell)
-    compile_on_row(lambda row: row)
-    assert [given["options"] for given in settings] == [{"triton.mix_order_reduction": False}]
-
-
 WIDE = {**VIT, "image_size": 224, "patch_size": 16, "dim": 1024, "n_heads": 16, "hidden_dim": 1024}
 """Narrow but for what the compiler looks at: 64 images are 12,608 rows of 1024."""
 
@@ -190,13 +179,14 @@ def assert_near(found, wanted):
 def test_compiled_rows_in_bf16_have_the_gradients_of_plain_float32():
     batch = torch.randn(64, 3, 224, 224, device="cuda"), torch.randint(5, (64,), device="cuda")
     grads = []
-    for path, compiled in (
+    compiled = partial(torch.compile, dynamic=False)
+    for path, make in (
         (Path(), lambda run: run),
-        (Path(dtype=torch.bfloat16, short_gelu=True), compile_on_row),
-        (Path(dtype=torch.bfloat16, stream=torch.float32, short_gelu=True), compile_on_row),
+        (Path(dtype=torch.bfloat16, short_gelu=True), compiled),
+        (Path(dtype=torch.bfloat16, stream=torch.float32, short_gelu=True), compiled),
     ):
         torch.manual_seed(0)
-        parts = RowViT(VisionTransformer(ViTConfig(**WIDE)), path, 1, compiled).to("cuda")
+        parts = RowViT(VisionTransformer(ViTConfig(**WIDE)), path, 1, make).to("cuda")
         parts(*batch).backward()
         grads.append(parts.named_gradients())
     assert_near(grads[1], grads[0])
