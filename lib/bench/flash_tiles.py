@@ -7,7 +7,6 @@
 import argparse
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 FOLDER = Path(os.environ.get("TMPDIR", "/tmp")) / "flash_triton_cache"
@@ -54,7 +53,7 @@ CUTS = {  # rows, columns, warps, stages, registers
 LIMIT = 1.5  # times the error of the table's tiles
 
 
-def candidates(kernel: str, width: int, causal: bool) -> list[Tiles]:
+def candidates(kernel: str, width: int) -> list[Tiles]:
     """What is tried; a forward pass in both orders of programs."""
     found = [Tiles(*cut) for cut in CUTS[kernel, width]]
     return [t._replace(heads_first=h) for t in found for h in (False, True)] if kernel == "forward" else found
@@ -110,7 +109,7 @@ def jobs(tiny: bool) -> list[tuple[str, int, bool]]:
 
 def compile_share(rank: int, n_ranks: int, length: int) -> None:
     """Fill the cache with every ``n_ranks``-th candidate."""
-    wanted = [(*job, tiles) for job in jobs(False) for tiles in candidates(*job)]
+    wanted = [(*job, tiles) for job in jobs(False) for tiles in candidates(*job[:2])]
     for kernel, width, causal, tiles in wanted[rank::n_ranks]:
         errors(kernel, causal, width, [tiles], "cuda", length)
 
@@ -118,7 +117,7 @@ def compile_share(rank: int, n_ranks: int, length: int) -> None:
 def measure(job: tuple[str, int, bool], device: str, length: int, rounds: int, n: int, tiny: bool) -> list[dict]:
     """Each candidate's times, quickest first, and those that were wrong."""
     kernel, width, causal = job
-    all_tiles = candidates(*job)[: 2 if tiny else None]
+    all_tiles = candidates(*job[:2])[: 2 if tiny else None]
     wrong = errors(kernel, causal, width, all_tiles, device, 128 if tiny else 1024)
     least = min(wrong.values())
     right = [tiles for tiles in all_tiles if wrong[tiles] <= LIMIT * least]
@@ -126,8 +125,7 @@ def measure(job: tuple[str, int, bool], device: str, length: int, rounds: int, n
     times: dict[Tiles, list[float]] = {tiles: [] for tiles in right}
     for turn in range(rounds):
         for tiles in right if turn % 2 == 0 else right[::-1]:
-            run: Callable = lambda t=tiles: call(kernel, given, causal, t)  # noqa: E731
-            times[tiles] += time_ms(run, n, device)
+            times[tiles] += time_ms(lambda t=tiles: call(kernel, given, causal, t), n, device)
     rows = [{"tiles": tiles._asdict(), "rms": wrong[tiles], "ms": spread(times[tiles])} for tiles in right]
     rows.sort(key=lambda row: row["ms"]["median"])
     return rows + [{"tiles": tiles._asdict(), "failed": True} for tiles in all_tiles if tiles not in right]

@@ -117,7 +117,7 @@ class Racer:
     ):
         self.name, self.model, self.loss_of, self.optimizer, self.finish = name, model, loss_of, optimizer, finish
         self.gradients = gradients
-        self.first_gradients: list[dict[str, Tensor]] = []
+        self.first_gradients: dict[str, Tensor] = {}
         self.step = train_step(loss_of, optimizer, finish)
         self.how, self.problem, self.peak_bytes = "plain", "", 0
         self.losses: list[float] = []
@@ -127,8 +127,8 @@ class Racer:
         """Compile and choose kernels; the losses of the first steps, the first's gradients, the peak of those after it."""
         start = time.perf_counter()
         for i in range(N_WARMUP):
-            if i > 0 and self.gradients is not None and dist.get_rank() == 0:
-                self.first_gradients.append({name: grad.cpu() for name, grad in self.gradients().items()})
+            if i == 1 and self.gradients is not None and dist.get_rank() == 0:
+                self.first_gradients = {name: grad.cpu() for name, grad in self.gradients().items()}
             if i == 1 and device.type == "cuda":
                 gc.collect()
                 torch.cuda.reset_peak_memory_stats()
@@ -272,29 +272,27 @@ def gradients_of(peer: nn.Module, task: ViTTask) -> dict[str, Tensor]:
     return {name: grad for name, grad in _converted(task, grads).items() if name in names}
 
 
-def check_first_gradients(cell: Cell, racers: list[Racer], device: torch.device) -> dict[str, Any]:
-    """How far the compiled gradients of what is timed are apart in its first steps, and which parameter's are furthest.
+def check_first_gradients(cell: Cell, racers: list[Racer], device: torch.device) -> list[Any] | None:
+    """The parameter whose compiled gradients in the first step are furthest apart, and how far; None where none are kept.
 
     Raises:
-        ValueError: in the first step one parameter's are further apart than bf16 explains. Later ones begin at other weights.
+        ValueError: further than bf16 explains.
     """
-    found: dict[str, Any] = {"apart": [], "furthest": []}
-    for ours, peer in zip(*(racer.first_gradients for racer in racers), strict=True):
-        found["apart"].append(relative(ours, peer))
-        least = 1e-4 * math.sqrt(
-            sum(grad.square().sum().item() for grad in peer.values())
-        )  # a key's bias has but rounding
-        each = {n: (ours[n] - peer[n]).norm().item() / max(peer[n].norm().item(), least) for n in peer}
-        worst = max(each, key=each.__getitem__)
-        found["furthest"].append([worst, each[worst]])
+    ours, peer = (racer.first_gradients for racer in racers)
+    least = 1e-4 * math.sqrt(sum(grad.square().sum().item() for grad in peer.values()))  # a key's bias has but rounding
+    apart = {}
+    for name in peer:
+        one, other = (grads[name].to(device) for grads in (ours, peer))
+        apart[name] = (one - other).norm().item() / max(other.norm().item(), least)
     for racer in racers:
-        racer.first_gradients = []
-    apart = slowest(found["furthest"][0][1] if found["furthest"] else 0.0, device)  # all ranks hear of it
-    if not apart <= LIMITS["bf16_gradients"]:
+        racer.first_gradients = {}
+    furthest = max(apart, key=apart.__getitem__, default="")
+    worst = slowest(apart.get(furthest, 0.0), device)  # rank 0's, and all ranks hear of it
+    if not worst <= LIMITS["bf16_gradients"]:
         raise ValueError(
-            f"{cell}: a compiled gradient is {apart:.2e} apart, allowed {LIMITS['bf16_gradients']}: {found}"
+            f"{cell}: the compiled gradient of {furthest} is {worst:.2e} off, allowed {LIMITS['bf16_gradients']}"
         )
-    return found
+    return [furthest, worst] if apart else None
 
 
 def check_gradients(cell: Cell, task: ViTTask, peer: nn.Module, state: dict[str, Tensor]) -> float:

@@ -33,15 +33,11 @@ class Signals:
         self.asked = True
 
     def __enter__(self) -> "Signals":
-        names = ["SIGTERM", *(["SIGUSR1"] if "SLURM_JOB_ID" in os.environ else [])]
+        numbers = [signal.SIGTERM, *([signal.SIGUSR1] if "SLURM_JOB_ID" in os.environ else [])]
         if threading.current_thread() is threading.main_thread():
-            self.before = {number: signal.signal(number, self.ask) for number in map(_number, names)}
+            self.before = {number: signal.signal(number, self.ask) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # type: ignore[arg-type]
-
-
-def _number(name: str) -> int:
-    return getattr(signal, name)

@@ -51,9 +51,8 @@ def _run(output, arguments: list[str], cwd: str, env: dict[str, str]) -> None:
         os.setsid()
         os.chdir(cwd)
         os.environ.clear()
-        os.environ.update(
-            env, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"
-        )  # the toy books use none of the plugins, and they cost time
+        # the toy books use none of the plugins, and they cost time
+        os.environ.update(env, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
         sys.path.insert(0, cwd)
         sys.argv = ["pytest", *arguments]
         for stream in (1, 2):

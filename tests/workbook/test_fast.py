@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from lib.bench.record import load
 from lib.given.fast import ATTENTIONS, Path, capture, gpt2_loss, prepare_images, short_gelu, vit_block, vit_logits
 from lib.given.fast_ddp import RowViT, train_step
 from lib.given.fast_loss import linear_cross_entropy
+from lib.given.flash_fast import TABLE, Tiles
 from lib.given.gpt2 import GPT2Config
 from lib.given.ranks import pool
 from lib.given.vit import ViTConfig
@@ -149,6 +151,22 @@ def test_a_recorded_step_of_parts_trains_as_a_plain_one():
         step = capture(plain, n_warmup=3) if recorded else plain
         losses[recorded] = [*first, *(step().item() for _ in range(4))][-4:]
     assert losses[True] == pytest.approx(losses[False], rel=1e-4)
+
+
+@pytest.mark.time_limit(60)
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_the_short_gelu_has_the_exact_slopes_when_it_is_traced():
+    x = torch.linspace(-9, 9, 4096, requires_grad=True)
+    slopes = [torch.autograd.grad(f(x).sum(), x)[0] for f in (torch.compile(short_gelu, backend="eager"), F.gelu)]
+    torch.testing.assert_close(*slopes, atol=1e-6, rtol=0)  # torch 2.11 gave zeros for casts without effect
+
+
+@pytest.mark.parametrize("key", TABLE, ids=str)
+def test_the_fast_kernels_take_the_tiles_that_were_quickest(key):
+    rows = {(k["kernel"], k["width"], k["causal"]): k["rows"] for k in load("flash_tiles")["results"]["kernels"]}
+    for kernel, tiles in zip(("forward", "dQ", "dK/dV"), TABLE[key], strict=True):
+        times = {Tiles(**row["tiles"]): row["ms"]["median"] for row in rows[kernel, *key] if "ms" in row}
+        assert times[tiles] <= 1.01 * min(times.values()), (kernel, tiles)
 
 
 @pytest.mark.gpu

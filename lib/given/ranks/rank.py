@@ -6,15 +6,12 @@ in each process that it forks.
 
 import contextlib
 import ctypes
-import hashlib
 import importlib
-import marshal
 import os
 import pickle
 import signal
 import sys
 import sysconfig
-from importlib.machinery import SourceFileLoader
 from multiprocessing.connection import Client
 
 
@@ -31,8 +28,6 @@ def serve(address: str, tag: str, rank: int, world_size: int) -> None:
         open(f"{os.path.dirname(address)}/rank-{os.getpid()}", "w").close()
         connection.send_bytes(pickle.dumps((tag, rank, os.getpid(), world_size)))
         environment = dict(os.environ)
-        if sys.dont_write_bytecode:
-            _share_code(os.path.dirname(address))
         while True:
             header = pickle.loads(connection.recv_bytes())
             _enter(header, environment)
@@ -43,26 +38,6 @@ def serve(address: str, tag: str, rank: int, world_size: int) -> None:
                 connection.recv_bytes()  # its peers may need it until all have finished
     except (EOFError, OSError):
         os._exit(0)
-
-
-def _share_code(folder: str) -> None:
-    """Compile a source once in a pool's life, not in each rank of each task, where Python keeps no bytecode beside it."""
-    compiled = SourceFileLoader.source_to_code
-
-    def code_of(self, data, path, **options):
-        if not isinstance(data, bytes):
-            return compiled(self, data, path, **options)
-        kept = f"{folder}/code-{hashlib.sha256(os.fsencode(path) + b':' + data).hexdigest()}"
-        with contextlib.suppress(OSError, ValueError, EOFError, TypeError), open(kept, "rb") as file:
-            return marshal.load(file)
-        code = compiled(self, data, path, **options)
-        with contextlib.suppress(OSError):
-            with open(f"{kept}.{os.getpid()}", "wb") as file:
-                marshal.dump(code, file)
-            os.replace(file.name, kept)
-        return code
-
-    SourceFileLoader.source_to_code = code_of  # type: ignore[method-assign]
 
 
 def _enter(header: dict, environment: dict[str, str]) -> None:
