@@ -279,11 +279,13 @@ def check_first_gradients(cell: Cell, racers: list[Racer], device: torch.device)
         ValueError: further than bf16 explains.
     """
     ours, peer = (racer.first_gradients for racer in racers)
-    least = 1e-4 * math.sqrt(sum(grad.square().sum().item() for grad in peer.values()))  # a key's bias has but rounding
     apart = {}
     for name in peer:
         one, other = (grads[name].to(device) for grads in (ours, peer))
-        apart[name] = (one - other).norm().item() / max(other.norm().item(), least)
+        size = (
+            peer[name.replace("wk.bias", "wq.bias")].norm().item()
+        )  # softmax does not see a key's bias: 0 but for rounding
+        apart[name] = (one - other).norm().item() / size
     for racer in racers:
         racer.first_gradients = {}
     furthest = max(apart, key=apart.__getitem__, default="")
