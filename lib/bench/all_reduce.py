@@ -101,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--backend", default="gloo,nccl" if torch.cuda.is_available() else "gloo")
-    parser.add_argument("--gloo-limit-mb", type=float, default=100, help="gloo on CPU is slow beyond")
+    parser.add_argument("--gloo-limit-mb", type=float, default=1000, help="gloo on CPU is slow: stop before")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     parser.add_argument("--tiny", action="store_true", help="small sizes and few repeats, to try the program")

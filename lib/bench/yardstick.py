@@ -4,7 +4,8 @@
 every cell: a model, a batch a GPU and a number of GPUs. A cell has processes of its own, started here, so that one that
 fails costs no other; both competitors train in the same processes, in turns. Images are random numbers that lie on the
 device. ``--compile-only`` first fills the compiler's cache, all cells at once; ``--tiny`` tries the program on a CPU. What is recorded
-of other cells stays, unless ``--fresh``.
+of other cells stays, unless ``--fresh``. Programs that measure beside each other, one a GPU, write to folders of their own, whose
+files ``--join`` puts into one, on the same machine.
 
 *ours* is chapter 5's model on the path of ``lib.given.fast``, in parts that are rows (``lib.given.fast_ddp``), whose means chapter 10's
 ``OverlapDDP`` starts while backward runs; forward, backward, means and update are one CUDA graph. *peer* is timm with autocast
@@ -588,6 +589,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the program")
     parser.add_argument("--fresh", action="store_true", help="forget what is recorded")
+    parser.add_argument("--join", type=Path, nargs="+", help="measure nothing; put in the cells of these folders' files")
     parser.add_argument(
         "--compile-only",
         nargs="?",
@@ -611,7 +613,10 @@ def main() -> None:
     if not options.fresh and (options.folder / f"{options.name}.json").exists():
         kept = load(options.name, options.folder)["results"]["cells"]
     record(options.name, {"settings": settings_of(options), "cells": kept}, options.folder)
-    for cell in cells:
+    for folder in options.join or ():
+        for found in load(options.name, folder)["results"]["cells"]:
+            write(found, options)
+    for cell in [] if options.join else cells:
         run_cell(cell, backend, start, options)
 
 
