@@ -86,6 +86,7 @@ class Cell:
 CELLS = (
     Cell(model="L/16", batch=256),
     Cell(model="L/16", batch=64),
+    Cell(model="G/14", batch=64, sharded=True, n_blocks=2),
     Cell(model="G/14", batch=16, sharded=True, n_blocks=2),
     Cell(model="H/14", batch=128),
     Cell(model="g/14", batch=64),
@@ -283,9 +284,7 @@ def check_first_gradients(cell: Cell, racers: list[Racer], device: torch.device)
     apart = {}
     for name in peer:
         one, other = (grads[name].to(device) for grads in (ours, peer))
-        size = (
-            peer[name.replace("wk.bias", "wq.bias")].norm().item()
-        )  # softmax does not see a key's bias: 0 but for rounding
+        size = peer[name.replace("wk.bias", "wq.bias")].norm().item()  # that of a key's bias is 0 but for rounding
         apart[name] = (one - other).norm().item() / size
     for racer in racers:
         racer.first_gradients = {}
@@ -589,7 +588,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the program")
     parser.add_argument("--fresh", action="store_true", help="forget what is recorded")
-    parser.add_argument("--join", type=Path, nargs="+", help="measure nothing; put in the cells of these folders' files")
+    parser.add_argument(
+        "--join", type=Path, nargs="+", help="measure nothing; put in the cells of these folders' files"
+    )
     parser.add_argument(
         "--compile-only",
         nargs="?",
