@@ -571,7 +571,9 @@ def test_FullySharded_holds_two_units_at_most(ranks):
         expect_true(in_step < 10.5, problem.format("a step", in_step), read=ZERO3)
         expect_true(overlapped < 10.5, problem.format("forward and backward", overlapped), read=ZERO3)
         expect_true(after_step < 2.5, f"{after_step:.1f} whole units are still held after a step", read=ZERO3)
-    case("what rank 0 of 2 starts: for each of 9 units and the root, in a step two gathers and one reduction; 11 steps, 5 forwards")
+    case(
+        "what rank 0 of 2 starts: for each of 9 units and the root, in a step two gathers and one reduction; 11 steps, 5 forwards"
+    )
     ledger = many.ledgers[0]
     steps, evaluations, n_flats = 1 + 5 + 5, 5, 10
     expect_equal(ledger.count(*GATHER), (2 * steps + evaluations) * n_flats, name="all-gathers", read=ZERO3)
