@@ -1,6 +1,6 @@
 """FlashAttention for Hopper: chapter 15's kernels once more, with tensor descriptors and tiles chosen by measurement.
 
-Read chapter 15 first: the arithmetic is the same, and the last section says what each difference pays.
+Read chapter 15 first: the arithmetic is the same, and its recorded sections say what each difference pays.
 """
 
 import math
