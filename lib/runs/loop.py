@@ -17,7 +17,7 @@ from lib.given.fast import capture
 from lib.runs import state as checkpoints
 from lib.runs.leave import STATUS, Signals
 from lib.runs.log import Log
-from lib.runs.options import Options, Parser, UsageError, check_world, parse
+from lib.runs.options import Options, Parser, UsageError, check_world, make_places, parse
 from lib.runs.sources import N_PICTURES
 from lib.runs.strategies import Single, check_cuts, make_optimizer, make_strategy
 from lib.runs.tasks import Loss, Task
@@ -55,6 +55,7 @@ def train(options: Options, kind: type[Task]) -> bool:
     device = choose_device(options.device, world)
     if options.graph and device.type != "cuda":
         raise UsageError("--graph records a CUDA graph, and the device is a CPU: expected a GPU, or no --graph")
+    make_places(options)
     found = checkpoints.peek(options)
     task = make_task(options, kind)
     run = {"layout": checkpoints.layout(options), **task.describe()}

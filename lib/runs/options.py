@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -219,6 +220,32 @@ def check_flags(o: Options) -> Options:
     if o.graph:
         _check_graph(o)
     return o
+
+
+def make_places(o: Options) -> None:
+    """Make the folders that a run writes into, before it has trained what could not be kept.
+
+    Raises:
+        UsageError: one cannot be made or written to.
+    """
+    log = o.log and o.log.parent
+    for flag, path, folder in (
+        ("--checkpoint", o.checkpoint, o.checkpoint),
+        ("--log-file", o.log, log),
+        ("--tensorboard", o.tensorboard, o.tensorboard),
+    ):
+        if folder is None:
+            continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"{flag} {path}: cannot make the folder {folder} ({error.strerror}); expected one to write into"
+            ) from None
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise UsageError(f"{flag} {path}: may not write into {folder}; expected a folder where you may")
+    if o.log and o.log.is_dir():
+        raise UsageError(f"--log-file {o.log} is a folder; expected a file, such as {o.log / 'log.jsonl'}")
 
 
 def _check_graph(o: Options) -> None:

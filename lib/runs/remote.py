@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from lib.runs.options import whole
+
 ROOT = Path(__file__).parents[2]
 FOLDER, RUNS = "scaling-workbook", "runs"
 """The book's folder on the machine; and in it, on both sides, where checkpoints and logs lie: only they come back."""
@@ -105,12 +107,20 @@ def parse_address(text: str, key: str | None = None) -> Machine:
     return Machine(user=found["user"], host=found["host"], port=int(found["port"] or 22), key=path)
 
 
+def _is_module(name: str) -> bool:
+    """Whether the file of a module is here, which is what is copied; nothing is imported."""
+    path = Path(__file__).parents[2].joinpath(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
+
+
 def with_results(program: tuple[str, ...], name: str) -> tuple[str, ...]:
     """A training program with what it writes under ``runs`` (a checkpoint and a log, or a table), where it has none; any other as it is.
 
     Raises:
-        ValueError: a checkpoint, a log, a table or a folder for TensorBoard elsewhere, which would not come back.
+        ValueError: a checkpoint, a log, a table or a folder for TensorBoard elsewhere, which would not come back; or no such module.
     """
+    if program and not _is_module(program[0]):
+        raise ValueError(f"there is no module {program[0]!r} in this book; expected one such as lib.runs.train_vit")
     for *flags, suffix in RESULTS:
         given = [after for before, after in pairwise(program) if before in flags]
         given += [
@@ -241,7 +251,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--processes", default="gpu", help=f"how many on the machine; by default one a GPU, and {MPI_PROCESSES} by MPI"
     )
-    parser.add_argument("--every", type=int, default=600, help="seconds from one bringing back of results to the next")
+    parser.add_argument(
+        "--every", type=whole(1), default=600, help="seconds from one bringing back of results to the next"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
     options, program = parser.parse_args(argv[:cut]), tuple(argv[cut + 1 :])
     try:

@@ -289,6 +289,7 @@ def test_what_is_missing_here(machine, tools, monkeypatch, capsys):
 
 def test_what_makes_no_run(capsys):
     for arguments, run, says in [((), (), "what is to be run?"), (("--name", "a b"), TRAIN, "--name 'a b'"),
+                                 ((), ("lib.runs.train_wit",), "no module 'lib.runs.train_wit'"),
                                  ((), ("lib.runs.train_vit", "--log=/tmp/a"), "only what lies in runs/ comes back"),
                                  ((), ("lib.runs.train_vit", "--log-file", "a"), "--log a: only what lies in runs/"),
                                  ((), ("lib.runs.train_vit", "--tensorboard", "a"), "runs/workbook.tensorboard")]:  # fmt: skip

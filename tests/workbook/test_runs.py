@@ -339,6 +339,15 @@ def test_a_wrong_request_is_one_line_and_status_2(capsys, command, words):
     refused(capsys, command, *words)
 
 
+def test_a_place_that_cannot_be_written_to_is_refused_before_the_first_step(capsys, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    refused(capsys, f"vit --checkpoint {file}", f"--checkpoint {file}", "cannot make")
+    refused(capsys, f"vit --checkpoint {file}/a", f"--checkpoint {file}/a", "cannot make")
+    refused(capsys, f"vit --log-file {file}/log", f"--log-file {file}/log", "cannot make")
+    refused(capsys, f"vit --log-file {tmp_path}", f"--log-file {tmp_path} is a folder", "log.jsonl")
+
+
 def test_what_does_not_fit_the_ranks_is_refused_on_each_before_they_meet(capsys, monkeypatch):
     for rank in ("0", "2"):
         for name, value in {"RANK": rank, "WORLD_SIZE": "3", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "3"}.items():
