@@ -23,6 +23,7 @@ def run_task(header: dict, rank: int) -> bytes:
     journal = open_journal(f"{folder}/journal-{rank}")
     with open(f"{folder}/stack-{rank}", "w") as stack, _output_to(f"{folder}/output-{rank}"):
         faulthandler.enable(stack)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for one that comes when all is done
         faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
         try:
             outcome = _attempt(header, rank, journal)

@@ -152,10 +152,12 @@ class Watch:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(worker.pid, signal.SIGUSR1)
                     asked.append(self.folder / f"stack-{worker.rank}")
-        deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline and not all(path.exists() and path.stat().st_size for path in asked):
-            time.sleep(0.02)
-        time.sleep(0.05 if asked else 0)
+        deadline, before = time.monotonic() + 1.0, [0] * len(asked)
+        while (sizes := [path.stat().st_size for path in asked]) != before or not all(sizes):  # or still being written
+            if time.monotonic() > deadline:
+                break
+            before = sizes
+            time.sleep(0.05)
 
     def outputs(self) -> list[str]:
         """What each rank printed, gloo's own greetings left out."""
