@@ -37,17 +37,22 @@ def check(
     mine: Annotated[bool, typer.Option("--mine", help="your answers for the other chapters' names too")] = False,
 ):
     """Grade a chapter or an exercise of yours."""
-    status = _check_once(what, mine)
-    if watch:
-        from watchfiles import watch as changes
+    if not watch:
+        raise typer.Exit(_check_once(what, mine))
+    from watchfiles import watch as changes
 
+    status = 1
+    saves = changes(ROOT / "lib", ROOT / "tests", raise_interrupt=True, rust_timeout=100, yield_on_timeout=True)
+    try:
+        next(saves)  # from here on no save is missed, also not during a check
+        status = _check_once(what, mine)
         console.print("[dim]watching lib/ and tests/; Ctrl-C ends it[/dim]")
-        try:
-            for _ in changes(ROOT / "lib", ROOT / "tests", raise_interrupt=True):
+        for files in saves:
+            if files:
                 console.rule(style="dim")
                 status = _check_once(what, mine)
-        except KeyboardInterrupt:
-            pass
+    except KeyboardInterrupt:
+        pass
     raise typer.Exit(status)
 
 

@@ -80,7 +80,7 @@ def run_pytest(arguments: list[str], root: Path) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def _connect(root: Path, patience_s: float = 20.0) -> Connection | None:
+def _connect(root: Path, patience_s: float = 60.0) -> Connection | None:
     where = address(root)
     try:
         return Client(where, "AF_UNIX")

@@ -278,16 +278,17 @@ def test_all_reduce_seconds_of_no_ranks(n_ranks):
 @oracle
 def test_all_reduce_seconds_keeps_its_laws():
     """Slower parts make it slower in proportion; no algorithm is better than the bound, none worse than the naive one."""
-    from hypothesis import given
+    from hypothesis import given, settings
     from hypothesis import strategies as st
 
+    @settings(deadline=None)
     @given(st.integers(0, 10**12), st.integers(2, 5000), st.floats(1e-7, 1.0), st.floats(1e3, 1e12))
     def check(n_bytes, n_ranks, latency_s, bandwidth):
         ring, tree, naive = (
             mpi.all_reduce_seconds(n_bytes, n_ranks, latency_s, bandwidth, a) for a in ("ring", "tree", "naive")
         )
         assert max(ring, tree) <= naive * (1 + 1e-12)
-        assert min(ring, tree) >= 2 * (n_ranks - 1) / n_ranks * n_bytes / bandwidth
+        assert min(ring, tree) >= 2 * (n_ranks - 1) / n_ranks * n_bytes / bandwidth * (1 - 1e-12)
         slower = mpi.all_reduce_seconds(n_bytes, n_ranks, 2 * latency_s, bandwidth / 2, "ring")
         assert math.isclose(slower, 2 * ring, rel_tol=1e-9)
 

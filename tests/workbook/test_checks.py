@@ -268,22 +268,23 @@ def test_solution_and_difference(book):
 
 def test_watch_checks_again_after_a_save(book):
     import subprocess
-    import sys
-    import time
+    import threading
 
     code = "from lib.workbook.cli import main; main()"
     command = [sys.executable, "-u", "-c", code, "check", "double", "--watch"]
     program = subprocess.Popen(
         command, cwd=book.root, env=book.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+    patience = threading.Timer(120, program.kill)
+    patience.start()
     try:
         lines = iter(program.stdout.readline, "")
         assert any("not started" in line for line in lines)
         assert any("watching" in line for line in lines)
-        time.sleep(0.5)
         book.answer("double", DOUBLE)
         assert any("passed" in line for line in lines)
     finally:
+        patience.cancel()
         program.terminate()
         program.wait()
 

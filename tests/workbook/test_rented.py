@@ -112,7 +112,6 @@ def test_only_an_unfinished_run_that_was_warned_is_queued_again(cluster, tools, 
         until = time.monotonic() + 15
         while not (cluster / "started").exists() and time.monotonic() < until:
             time.sleep(0.02)
-        time.sleep(0.1)  # the trap is set after srun has begun
         job.send_signal(getattr(signal, f"SIG{sent}"))
         job.wait(timeout=15)
     finally:

@@ -1,5 +1,6 @@
 """The programs for real runs: every strategy is one process's training, a killed run goes on, and each wrong request is one line."""
 
+import contextlib
 import json
 import os
 import re
@@ -199,9 +200,10 @@ def environment() -> dict[str, str]:
 
 def signal_rank(process: subprocess.Popen, rank: int, number: int) -> None:
     for child in psutil.Process(process.pid).children(recursive=True):
-        if child.environ().get("RANK") == str(rank):
-            os.kill(child.pid, number)
-            return
+        with contextlib.suppress(psutil.Error):  # one that was there for a moment only
+            if child.environ().get("RANK") == str(rank):
+                os.kill(child.pid, number)
+                return
     raise AssertionError(f"there is no rank {rank}")
 
 

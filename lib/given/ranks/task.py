@@ -23,14 +23,28 @@ def run_task(header: dict, rank: int) -> bytes:
     journal = open_journal(f"{folder}/journal-{rank}")
     with open(f"{folder}/stack-{rank}", "w") as stack, _output_to(f"{folder}/output-{rank}"):
         faulthandler.enable(stack)
-        faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
+        # between two instructions of Python by SIGUSR1; within a C call by SIGUSR2, which may crash Python while it makes a frame
+        signal.signal(signal.SIGUSR1, lambda _, frame: _write_frames(stack.fileno(), frame))
+        signal.siginterrupt(signal.SIGUSR1, False)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # for one that comes when all is done
+        faulthandler.register(signal.SIGUSR2, stack, all_threads=True)
         try:
             outcome = _attempt(header, rank, journal)
         finally:
-            faulthandler.unregister(signal.SIGUSR1)
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            faulthandler.unregister(signal.SIGUSR2)
             faulthandler.disable()
     journal.close()
     return pickle.dumps(outcome)
+
+
+def _write_frames(file: int, frame) -> None:
+    """Where Python is, innermost first, as faulthandler writes it."""
+    lines = []
+    while frame is not None:
+        lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}\n')
+        frame = frame.f_back
+    os.write(file, "".join(lines).encode())
 
 
 def _attempt(header: dict, rank: int, journal: Journal) -> Outcome:

@@ -145,17 +145,23 @@ class Watch:
             self._read()
 
     def _ask_where(self) -> None:
-        """Have every rank that is still at work write down its stack; faulthandler does so also within a C call."""
-        asked = []
+        """Have every rank that is still at work write down its stack: one that computes by itself, one within a C call by faulthandler."""
+        asked = {}
         for worker, view in zip(self.workers, self.views, strict=True):
             if worker.rank not in self.outcomes and view.phase != "starting":
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(worker.pid, signal.SIGUSR1)
-                    asked.append(self.folder / f"stack-{worker.rank}")
-        deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline and not all(path.exists() and path.stat().st_size for path in asked):
-            time.sleep(0.02)
-        time.sleep(0.05 if asked else 0)
+                asked[worker.pid] = self.folder / f"stack-{worker.rank}"
+                _signal(worker.pid, signal.SIGUSR2 if view.open else signal.SIGUSR1)
+        began, before, is_late = time.monotonic(), [0] * len(asked), False
+        while (sizes := [path.stat().st_size for path in asked.values()]) != before or not all(sizes):
+            if time.monotonic() - began > 1.3:
+                break
+            if time.monotonic() - began > 0.3 and not is_late:
+                is_late = True
+                for pid, size in zip(asked, sizes, strict=True):
+                    if not size:
+                        _signal(pid, signal.SIGUSR2)
+            before = sizes
+            time.sleep(0.05)
 
     def outputs(self) -> list[str]:
         """What each rank printed, gloo's own greetings left out."""
@@ -167,6 +173,11 @@ class Watch:
     def _raw_outputs(self) -> list[str]:
         paths = [self.folder / f"output-{worker.rank}" for worker in self.workers]
         return [path.read_text(errors="replace") if path.exists() else "" for path in paths]
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
 
 
 def _outcome(told: dict) -> Outcome:
