@@ -109,6 +109,7 @@ def test_rope_frequencies_live_on_the_device_asked_for():
     expect_equal(device, "meta", name="out.device", read="the contract of exercise 2.1")
 
 
+@pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
 def test_rope_frequencies_equal_transformers():
     case("head_dim=16, theta=500000, as in Llama 3")
     expected = recorded("inv_freq", lambda: transformers_rotary(16, 500_000.0).inv_freq)
@@ -214,6 +215,7 @@ def test_precompute_rope_lives_on_the_device_asked_for():
     expect_equal(device, "meta", name="out.device", read="the contract of exercise 2.3")
 
 
+@pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
 def test_precompute_rope_equals_transformers():
     case("head_dim=16, context_len=32, theta=500000: cosine and sine")
     cos, sin = recorded("cos_sin", lambda: transformers_table(32, 16, 500_000.0))
@@ -317,6 +319,7 @@ def test_apply_rope_refuses_a_table_of_another_width():
         rope.apply_rope(randn(1, 5, 3, 8), make_table(make_angles(5, 2)))
 
 
+@pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
 def test_apply_rope_equals_transformers():
     case("b=2 t=6 c=16 h=2 d=8: scores of queries and keys, against Transformers' half-split layout")
     x, wq, wk = randn(2, 6, 16), randn(16, 16, seed=1), randn(16, 16, seed=2)
@@ -419,6 +422,7 @@ def test_interleaved_to_half_leaves_weight_unchanged():
     expect_equal(str(out.dtype), "torch.bfloat16", name="out.dtype", answer=out, read="the contract of exercise 2.5")
 
 
+@pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
 @oracle
 def test_interleaved_to_half_suits_transformers():
     case("n_heads=2, head_dim=8: Transformers' scores with the reordered rows")
@@ -452,6 +456,7 @@ def test_half_to_interleaved_undoes_the_other_order(n_heads, head_dim):
     expect_close(rope.half_to_interleaved(weight[order], n_heads), weight, atol=0.0, rtol=0.0, read=LAYOUTS)
 
 
+@pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
 def test_half_to_interleaved_gives_transformers_scores():
     case("n_heads=2, head_dim=8: interleaved rotation of the reordered rows, against Transformers'")
     x, wq, wk, angles = randn(2, 6, 16), randn(16, 16, seed=1), randn(16, 16, seed=2), make_angles(6, 8)
@@ -494,6 +499,7 @@ def test_interpolate_positions_stay_in_the_trained_range(context_len, trained_le
     expect_true(out.max().item() < trained_len, "the last position is outside the trained range", answer=out)
 
 
+@pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
 def test_interpolate_positions_equal_transformers():
     case("context_len=16, trained_len=4: cosine and sine, against Transformers' linear scaling by 4")
     cos, sin = recorded("linear_scaling", lambda: transformers_table(16, 8, 10_000.0, rope_type="linear", factor=4.0))

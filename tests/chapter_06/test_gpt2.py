@@ -472,6 +472,7 @@ def test_GPT2_loss_is_the_mean():
     expect_close(model(tokens, targets)[1], expected, atol=1e-4, name="loss", read=LOSS)
 
 
+@pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
 @pytest.mark.parametrize("seed", [0, 1])
 def test_GPT2_equals_transformers(seed):
     case(f"v=11 l=2 h=2 t=5, weights of seed {seed}: Transformers' logits, and its loss")
@@ -486,6 +487,7 @@ def test_GPT2_equals_transformers(seed):
     expect_close(loss, expected[-1], atol=1e-4, name="loss", read=LOSS)
 
 
+@pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
 @oracle
 @pytest.mark.parametrize(("dim", "n_heads", "n_layers"), [(8, 1, 1), (12, 3, 3), (16, 16, 2)])
 def test_GPT2_equals_transformers_live(dim, n_heads, n_layers):
@@ -652,6 +654,7 @@ def test_convert_hf_state_dict_leaves_its_input():
     expect_close(given, before, name="the input afterwards")
 
 
+@pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
 @oracle
 def test_convert_hf_state_dict_of_transformers_own_model():
     model = hf_model(SMALL, make_weights(SMALL))
@@ -707,6 +710,7 @@ def test_load_pretrained_reads_the_eps(tmp_path):
     expect_loaded(write_checkpoint(tmp_path / "model", as_hf(weights), config), weights, config)
 
 
+@pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
 def test_load_pretrained_gives_transformers_logits(tmp_path):
     case("weights of seed 0: Transformers' logits, from a folder")
     folder = write_checkpoint(tmp_path / "model", as_hf(make_weights(SMALL)))
@@ -758,6 +762,7 @@ def test_load_pretrained_of_no_folder(tmp_path):
         gpt2.load_pretrained(tmp_path / "nowhere" / "model")
 
 
+@pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
 @oracle
 def test_load_pretrained_of_what_transformers_saves(tmp_path):
     model = hf_model(SMALL, make_weights(SMALL))

@@ -152,7 +152,7 @@ class Watch:
                 asked[worker.pid] = self.folder / f"stack-{worker.rank}"
                 _signal(worker.pid, signal.SIGUSR2 if view.open else signal.SIGUSR1)
         began, before, is_late = time.monotonic(), [0] * len(asked), False
-        while (sizes := [path.stat().st_size for path in asked.values()]) != before or not all(sizes):
+        while (sizes := [_size(path) for path in asked.values()]) != before or not all(sizes):
             if time.monotonic() - began > 1.3:
                 break
             if time.monotonic() - began > 0.3 and not is_late:
@@ -173,6 +173,10 @@ class Watch:
     def _raw_outputs(self) -> list[str]:
         paths = [self.folder / f"output-{worker.rank}" for worker in self.workers]
         return [path.read_text(errors="replace") if path.exists() else "" for path in paths]
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _signal(pid: int, number: int) -> None:
