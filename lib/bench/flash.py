@@ -226,7 +226,7 @@ ABLATION = {
     "forward: shortest rows first": ("forward", {"longest_first": False}),
     "forward: no tile skipped": ("forward", {"skip": False, "split": False}),
     "dQ: all": ("dq", {}),
-    "dQ: row sums in a kernel of their own": ("dq", {"fused": False}),
+    "dQ: row sums before it, by PyTorch": ("dq", {"fused": False}),
     "dQ: second product after the softmax": ("dq", {"early": False}),
     "dK/dV: all": ("dkdv", {}),
     "dK/dV: tiles 128 x 64": ("dkdv", {"rows": 128, "stages": 2}),
