@@ -8,7 +8,6 @@
 A host that is taken away, a crash or the end of the time limit begin the program anew: it goes on from its checkpoint.
 """
 
-import argparse
 import shlex
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.given.cards import GPUS, Gpu
+from lib.runs.options import Parser
 from lib.runs.remote import ROOT, RUNS, launch, with_results
 
 APP, VOLUME, BOOK = "workbook-train", "workbook-runs", "/book"
@@ -144,15 +144,15 @@ def make_app(plan: Plan) -> tuple[Any, Any]:
 def main(argv: list[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     cut = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(prog="python -m lib.runs.modal_train", description="Train on Modal's GPUs",
-                                     epilog="after --: the module to run there, and its arguments")  # fmt: skip
+    parser = Parser(prog="python -m lib.runs.modal_train", description="Train on Modal's GPUs",
+                    epilog="after --: the module to run there, and its arguments")  # fmt: skip
     parser.add_argument("--gpu", default="H100", help=", ".join(card.name for card in GPUS))
     parser.add_argument("--count", type=int, default=1, help=f"GPUs of one host, at most {MOST_GPUS}")
     parser.add_argument("--hours", type=float, default=1, help=f"limit of one attempt, at most {MOST_HOURS}")
     parser.add_argument("--retries", type=int, default=3, help=f"further attempts, at most {MOST_RETRIES}")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
-    options = parser.parse_args(argv[:cut])
     try:
+        options = parser.parse_args(argv[:cut])
         plan = make_plan(tuple(argv[cut + 1 :]), options.gpu, options.count, options.hours, options.retries)
     except ValueError as error:
         print(error, file=sys.stderr)

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from lib.runs.options import whole
+from lib.runs.options import Parser, whole
 
 ROOT = Path(__file__).parents[2]
 FOLDER, RUNS = "scaling-workbook", "runs"
 """The book's folder on the machine; and in it, on both sides, where checkpoints and logs lie: only they come back."""
+PROCESSES = ("gpu", "cpu", "auto")
 LEFT_HERE = (".git", ".venv", "_build", "notebooks", "__pycache__", ".*_cache", ".workbook", f"/{RUNS}")
 RESULTS = (
     ("--checkpoint", ".checkpoint"),
@@ -239,24 +240,30 @@ def run(names: list[str], machine: Machine, job: Job, dry_run: bool) -> int:
     return 0
 
 
+def processes(text: str) -> str:
+    """What torchrun takes for a number of processes, for ``type=``."""
+    if text not in PROCESSES and not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r}, expected a number from 1 on, or one of {', '.join(PROCESSES)}")
+    return text
+
+
 def main(argv: list[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     cut = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(prog="python -m lib.runs.remote", description="Train on a machine reached by SSH",
-                                     epilog="after --: the module to run there, and its arguments")  # fmt: skip
+    parser = Parser(prog="python -m lib.runs.remote", description="Train on a machine reached by SSH",
+                    epilog="after --: the module to run there, and its arguments")  # fmt: skip
     parser.add_argument("address", help="user@host or user@host:port")
     parser.add_argument("--key", help="the private key's file; without it ssh takes its own")
     parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS), help="some of the four steps")
     parser.add_argument("--name", default="workbook", help="of the tmux session, and of the files in runs/")
-    parser.add_argument(
-        "--processes", default="gpu", help=f"how many on the machine; by default one a GPU, and {MPI_PROCESSES} by MPI"
-    )
+    parser.add_argument("--processes", type=processes, default="gpu",
+                        help=f"how many on the machine; by default one a GPU, and {MPI_PROCESSES} by MPI")  # fmt: skip
     parser.add_argument(
         "--every", type=whole(1), default=600, help="seconds from one bringing back of results to the next"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
-    options, program = parser.parse_args(argv[:cut]), tuple(argv[cut + 1 :])
     try:
+        options, program = parser.parse_args(argv[:cut]), tuple(argv[cut + 1 :])
         job = Job(program=program, name=options.name, processes=options.processes, every_s=options.every)
         machine = parse_address(options.address, options.key)
         if "start" in options.only and not with_results(program, job.name):

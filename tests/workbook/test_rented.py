@@ -289,11 +289,15 @@ def test_what_is_missing_here(machine, tools, monkeypatch, capsys):
 def test_what_makes_no_run(capsys):
     for arguments, run, says in [((), (), "what is to be run?"), (("--name", "a b"), TRAIN, "--name 'a b'"),
                                  ((), ("lib.runs.train_wit",), "no module 'lib.runs.train_wit'"),
+                                 (("--processes", "zwei"), TRAIN, "--processes: 'zwei', expected a number"),
+                                 (("--evry", "3"), TRAIN, "unrecognized arguments: --evry 3"),
                                  ((), ("lib.runs.train_vit", "--log=/tmp/a"), "only what lies in runs/ comes back"),
                                  ((), ("lib.runs.train_vit", "--log-file", "a"), "--log a: only what lies in runs/"),
                                  ((), ("lib.runs.train_vit", "--tensorboard", "a"), "runs/workbook.tensorboard")]:  # fmt: skip
         assert go("--dry-run", *arguments, run=run) == 2
-        assert says in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert says in said
+        assert said.count("\n") == 1
 
 
 def test_a_training_program_gets_a_checkpoint_and_a_log():
@@ -363,6 +367,7 @@ def test_the_dry_run_says_everything_and_imports_no_modal(capsys):
         (["--count", "9"], "9 GPUs: a host has 1 to 8"),
         (["--hours", "25"], "at most 24 h"),
         (["--retries", "11"], "0 to 10"),
+        (["--count", "two"], "--count: invalid int value: 'two'"),
     ],
 )
 def test_what_modal_does_not_rent_is_refused(arguments, says, capsys):
