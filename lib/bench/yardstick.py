@@ -529,15 +529,11 @@ def compile_ahead(cells: list[Cell], options: argparse.Namespace) -> None:
     """A process for each model, batch and competitor, all at once, spread over the GPUs."""
     wanted: dict[tuple[Cell, str], None] = {}
     for cell in (c for c in cells if not c.sharded):  # what is sharded is compiled by the block, which is quick
-        for who in ("ours", "peer" if cell.n_gpus == 1 else "peer under DDP")[
-            : None if options.compile_only == "all" else 1
-        ]:
+        peers = ["peer" if cell.n_gpus == 1 else "peer under DDP"] if options.compile_only == "all" else []
+        for who in ("ours", *peers):
             wanted[replace(cell, n_gpus=1), who] = None
-    started, visible = (
-        [],
-        os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count()))),
-    )
-    gpus = visible.split(",")
+    everything = ",".join(map(str, range(torch.cuda.device_count())))
+    started, gpus = [], (os.environ.get("CUDA_VISIBLE_DEVICES") or everything).split(",")
     for i, (cell, who) in enumerate(wanted):
         command = [sys.executable, "-m", "lib.bench.yardstick", "--compile-one", who, "--models", cell.model]
         command += ["--batch", str(cell.batch), "--attention", cell.attention, *(["--tiny"] if options.tiny else [])]
