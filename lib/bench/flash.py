@@ -229,8 +229,11 @@ ABLATION = {
     "dQ: all": ("dq", {}),
     "dQ: row sums before it, by PyTorch": ("dq", {"fused": False}),
     "dQ: second product after the softmax": ("dq", {"early": False}),
+    "dQ: one head after the other": ("dq", {"heads_first": False}),
     "dK/dV: all": ("dkdv", {}),
     "dK/dV: tiles 128 x 64": ("dkdv", {"rows": 128, "stages": 2}),
+    "dK/dV: second product after the softmax": ("dkdv", {"early": False}),
+    "dK/dV: row sums and logsumexp by pointers": ("dkdv", {"copy_engine": False}),
 }
 
 
@@ -246,8 +249,8 @@ def ablation_call(name, length, device):
     do = torch.randn_like(o)
     if which == "dq":
         return (lambda: flash_kernels.backward_dq(q, k, v, o, do, lse * LOG2E, **options)), (q, k, v)
-    delta, chosen = (o.float() * do.float()).sum(-1), tiles[2]._replace(**options)
-    return (lambda: flash_fast.fast_dkdv(q, k, v, do, lse, delta, True, chosen)), (q, k, v)
+    _, stats = flash_fast.fast_dq(q, k, v, o, do, lse, True, tiles[1])
+    return (lambda: flash_kernels.backward_dkdv(q, k, v, do, stats, **options)), (q, k, v)
 
 
 def ablation(report, device, length, rounds, n):

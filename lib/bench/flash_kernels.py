@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 
 from lib.given.flash_fast import _describe
-from lib.given.flash_tiles import INTERPRETED, tl, triton
+from lib.given.flash_tiles import HAS_TRITON, INTERPRETED, tl, triton
+
+if HAS_TRITON:
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @triton.jit
@@ -102,9 +105,13 @@ def _walk_back(
 def dq_with_flags(
     q, k, v, o, do, dq, lse, delta, T, scale,
     D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr, FUSED: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """The causal gradient of the queries for T = S in whole tiles."""
-    head, start = tl.program_id(1), (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    if HEADS_FIRST:
+        head, start = tl.program_id(0), (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
+    else:
+        head, start = tl.program_id(1), (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     base = head * T
     rows = start + tl.arange(0, ROWS)
     query = q.load([base + start, 0])
@@ -140,18 +147,92 @@ def forward(
     return o, lse
 
 
-def backward_dq(q, k, v, o, do, lse, rows=64, cols=64, warps=4, stages=3, early=True, fused=True) -> Tensor:
+def backward_dq(
+    q, k, v, o, do, lse, rows=128, cols=64, warps=4, stages=3, early=True, fused=True, heads_first=True
+) -> Tensor:
     """The gradient of the queries without its last factor; ``lse`` in base 2."""
     (t, d), n_heads = q.shape[-2:], math.prod(q.shape[:-2])
     delta = torch.empty_like(lse) if fused else (o.float() * do.float()).sum(-1)
     dq = torch.empty_like(q)
     options = {} if INTERPRETED else {"num_warps": warps, "num_stages": stages}
     by_rows = [_describe(x, rows) for x in (q, o, do, dq)]
-    dq_with_flags[(t // rows, n_heads)](
+    grid = (n_heads, t // rows) if heads_first else (t // rows, n_heads)
+    dq_with_flags[grid](
         by_rows[0], _describe(k, cols), _describe(v, cols), *by_rows[1:], lse, delta,
-        t, d**-0.5 * math.log2(math.e), d, rows, cols, early, fused, **options,
+        t, d**-0.5 * math.log2(math.e), d, rows, cols, early, fused, heads_first, **options,
     )  # fmt: skip
     return dq
+
+
+@triton.jit
+def _walk_queries(
+    dk, dv, key, value, q, do, stats, stats_at, n_rows, base, first, end, cols, scale,
+    ROWS: tl.constexpr, MASK: tl.constexpr, EARLY: tl.constexpr, COPY_ENGINE: tl.constexpr,
+):  # fmt: skip
+    for start in tl.range(first, end, ROWS):
+        start = tl.multiple_of(start, ROWS)
+        rows = start + tl.arange(0, ROWS)
+        query = q.load([base + start, 0])
+        grad = do.load([base + start, 0])
+        if COPY_ENGINE:
+            lse2, sums = tl.split(stats.load([0, base + start]).T)
+        else:
+            lse2, sums = tl.load(stats_at + base + rows), tl.load(stats_at + n_rows + base + rows)
+        scores = tl.dot(key, query.T)
+        if EARLY:
+            dp = tl.dot(value, grad.T)
+        weights = tl.exp2(scores * scale - lse2[None, :])
+        if MASK:
+            weights = tl.where(rows[None, :] >= cols[:, None], weights, 0.0)
+        if not EARLY:
+            dp = tl.dot(value, grad.T)
+        dv = tl.dot(weights.to(grad.dtype), grad, dv)
+        ds = weights * (dp - sums[None, :])
+        dk = tl.dot(ds.to(query.dtype), query, dk)
+    return dk, dv
+
+
+@triton.jit
+def dkdv_with_flags(
+    q, k, v, do, dk, dv, stats, stats_at, n_rows, T, scale,
+    ROWS: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr, COPY_ENGINE: tl.constexpr,
+):  # fmt: skip
+    """The causal gradients of keys and values for T = S in whole tiles."""
+    head, start = tl.program_id(1), tl.program_id(0) * COLS
+    base = head * T
+    cols = start + tl.arange(0, COLS)
+    key = k.load([base + start, 0])
+    value = v.load([base + start, 0])
+    dkey = tl.zeros([COLS, D], tl.float32)
+    dvalue = tl.zeros([COLS, D], tl.float32)
+    first = start // ROWS * ROWS
+    whole = tl.cdiv(start + COLS, ROWS) * ROWS
+    dkey, dvalue = _walk_queries(
+        dkey, dvalue, key, value, q, do, stats, stats_at, n_rows, base, first, whole, cols, scale,
+        ROWS, True, EARLY, COPY_ENGINE,
+    )  # fmt: skip
+    dkey, dvalue = _walk_queries(
+        dkey, dvalue, key, value, q, do, stats, stats_at, n_rows, base, whole, T, cols, scale,
+        ROWS, False, EARLY, COPY_ENGINE,
+    )  # fmt: skip
+    dk.store([base + start, 0], dkey.to(key.dtype))
+    dv.store([base + start, 0], dvalue.to(key.dtype))
+
+
+def backward_dkdv(
+    q, k, v, do, stats, rows=64, cols=64, warps=4, stages=3, early=True, copy_engine=True
+) -> tuple[Tensor, Tensor]:
+    """The gradients of keys, without their last factor, and of values; ``stats`` as ``fast_dq`` leaves them."""
+    (t, d), n_heads = q.shape[-2:], math.prod(q.shape[:-2])
+    n_rows, dk, dv = n_heads * t, torch.empty_like(k), torch.empty_like(v)
+    pairs = TensorDescriptor(stats, [2, n_rows], [n_rows, 1], [2, rows])
+    options = {} if INTERPRETED else {"num_warps": warps, "num_stages": stages}
+    by_cols = [_describe(x, cols) for x in (k, v, dk, dv)]
+    dkdv_with_flags[(t // cols, n_heads)](
+        _describe(q, rows), *by_cols[:2], _describe(do, rows), *by_cols[2:], pairs, stats, n_rows,
+        t, d**-0.5 * math.log2(math.e), rows, cols, d, early, copy_engine, **options,
+    )  # fmt: skip
+    return dk, dv
 
 
 @triton.jit

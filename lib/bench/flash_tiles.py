@@ -54,28 +54,29 @@ LIMIT = 1.5  # times the error of the table's tiles
 
 
 def candidates(kernel: str, width: int) -> list[Tiles]:
-    """What is tried; a forward pass in both orders of programs."""
+    """What is tried; forward and dQ in both orders of programs."""
     found = [Tiles(*cut) for cut in CUTS[kernel, width]]
-    return [t._replace(heads_first=h) for t in found for h in (False, True)] if kernel == "forward" else found
+    return [t._replace(heads_first=h) for t in found for h in (False, True)] if kernel in ("forward", "dQ") else found
 
 
 def call(kernel: str, given: tuple[Tensor, ...], causal: bool, tiles: Tiles) -> tuple[Tensor, ...]:
-    """Run one kernel on q, k, v, o, do, lse and the row sums."""
-    q, k, v, o, do, lse, delta = given
+    """Run one kernel on q, k, v, o, do, lse and what dQ leaves for dK/dV."""
+    q, k, v, o, do, lse, stats = given
     if kernel == "forward":
         return fast_forward(q, k, v, causal, tiles)[:1]
     if kernel == "dQ":
         return fast_dq(q, k, v, o, do, lse, causal, tiles)[:1]
     if kernel == "dK/dV":
-        return fast_dkdv(q, k, v, do, lse, delta, causal, tiles)
+        return fast_dkdv(q, k, v, do, stats, causal, tiles)
     return backward_once(q, k, v, o, do, lse * LOG2E, *tiles[:4])
 
 
 def given_at(heads: int, length: int, width: int, causal: bool, device: str) -> tuple[Tensor, ...]:
     q, k, v = inputs(heads, length, width, torch.bfloat16 if device == "cuda" else torch.float32, device, grad=False)
-    o, lse = fast_forward(q, k, v, causal, tiles_for(q, causal)[0])
+    for_forward, for_dq, _ = tiles_for(q, causal)
+    o, lse = fast_forward(q, k, v, causal, for_forward)
     do = torch.randn_like(o)
-    return q, k, v, o, do, lse, (o.float() * do.float()).sum(-1)
+    return q, k, v, o, do, lse, fast_dq(q, k, v, o, do, lse, causal, for_dq)[1]
 
 
 def errors(

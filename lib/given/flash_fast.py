@@ -24,13 +24,13 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     registers: int | None = None
-    heads_first: bool = False  # forward: neighbouring programs take different heads, not different rows
+    heads_first: bool = False  # forward and dQ: neighbouring programs take different heads, not different rows
 
 
 # Width, causal: forward, dQ, dK/dV; found on an H200 by ``lib.bench.flash_tiles``.
 TABLE: dict[tuple[int, bool], tuple[Tiles, Tiles, Tiles]] = {
-    (64, True): (Tiles(64, 128, 4, 2, heads_first=True), Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 4)),
-    (64, False): (Tiles(64, 128, 4, 2, 168), Tiles(128, 64, 4, 4), Tiles(64, 64, 4, 3)),
+    (64, True): (Tiles(64, 128, 4, 2, heads_first=True), Tiles(128, 64, 4, 3, heads_first=True), Tiles(64, 64, 4, 3)),
+    (64, False): (Tiles(64, 128, 4, 2, 168), Tiles(128, 64, 4, 4), Tiles(64, 64, 4, 4)),
     (128, True): (Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)),
     (128, False): (Tiles(128, 64, 4, 2), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)),
 }
@@ -110,11 +110,16 @@ def _keys_back(
 
 @triton.jit
 def fast_dq_kernel(
-    q, k, v, o, do, dq, lse, delta, T, S, scale2, scale,
+    q, k, v, o, do, dq, lse, stats, T, S, scale2, scale,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """As ``flash_backward_dq_kernel``: it computes the row sums of o * do on its way and leaves them for dK/dV."""
-    head, start = tl.program_id(1), (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    """As ``flash_backward_dq_kernel``: it leaves stats [2, heads * T] for dK/dV, lse in base 2 and row sums of o * do."""
+    if HEADS_FIRST:
+        head, i, n_heads = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.num_programs(0)
+    else:
+        head, i, n_heads = tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(1)
+    start = i * ROWS
     base = head // GROUP * S
     at = head * T + start
     rows = start + tl.arange(0, ROWS)
@@ -122,8 +127,9 @@ def fast_dq_kernel(
     grad = do.load([at, 0])
     out = o.load([at, 0])
     sums = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
-    tl.store(delta + head * T + rows, sums)
     lse2 = tl.load(lse + head * T + rows) * LOG2E
+    tl.store(stats + head * T + rows, lse2)
+    tl.store(stats + n_heads * T + head * T + rows, sums)
     acc = tl.zeros([ROWS, D], tl.float32)
     if CAUSAL:
         first = start + S - T
@@ -138,7 +144,7 @@ def fast_dq_kernel(
 
 @triton.jit
 def _queries(
-    dk, dv, key, value, q, do, lse, delta, base, first, end, cols, ahead, scale2,
+    dk, dv, key, value, q, do, stats, base, first, end, cols, ahead, scale2,
     ROWS: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     for start in tl.range(first, end, ROWS):
@@ -146,8 +152,7 @@ def _queries(
         rows = start + tl.arange(0, ROWS)
         query = q.load([base + start, 0])
         grad = do.load([base + start, 0])
-        lse2 = tl.load(lse + base + rows) * LOG2E
-        sums = tl.load(delta + base + rows)
+        lse2, sums = tl.split(stats.load([0, base + start]).T)
         scores = tl.dot(key, query.T, input_precision="ieee")
         dp = tl.dot(value, grad.T, input_precision="ieee")
         weights = tl.exp2(scores * scale2 - lse2[None, :])
@@ -161,7 +166,7 @@ def _queries(
 
 @triton.jit
 def fast_dkdv_kernel(
-    q, k, v, do, dk, dv, lse, delta, T, S, scale2, scale,
+    q, k, v, do, dk, dv, stats, T, S, scale2, scale,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """As ``flash_backward_dkdv_kernel``."""
@@ -177,14 +182,14 @@ def fast_dkdv_kernel(
             first = tl.maximum(start + T - S, 0) // ROWS * ROWS
             whole = tl.cdiv(tl.maximum(start + COLS + T - S, 0), ROWS) * ROWS
             dkey, dvalue = _queries(
-                dkey, dvalue, key, value, q, do, lse, delta, base, first, whole, cols, S - T, scale2, ROWS, True
+                dkey, dvalue, key, value, q, do, stats, base, first, whole, cols, S - T, scale2, ROWS, True
             )
             dkey, dvalue = _queries(
-                dkey, dvalue, key, value, q, do, lse, delta, base, whole, T, cols, S - T, scale2, ROWS, False
+                dkey, dvalue, key, value, q, do, stats, base, whole, T, cols, S - T, scale2, ROWS, False
             )
         else:
             dkey, dvalue = _queries(
-                dkey, dvalue, key, value, q, do, lse, delta, base, 0, T, cols, S - T, scale2, ROWS, False
+                dkey, dvalue, key, value, q, do, stats, base, 0, T, cols, S - T, scale2, ROWS, False
             )
     dk.store([head * S + start, 0], (dkey * scale).to(key.dtype))
     dv.store([head * S + start, 0], dvalue.to(key.dtype))
@@ -239,25 +244,27 @@ def fast_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, tiles: Tiles)
 
 
 def fast_dq(q, k, v, o, do, lse, is_causal: bool, tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """The gradient of q, and the row sums of o * do."""
+    """The gradient of q; and for each row, stats [2, ...]: lse in base 2, and the sum of o * do."""
     (t, d), s, n_heads = q.shape[-2:], k.shape[-2], math.prod(q.shape[:-2])
-    dq, delta = torch.empty_like(q), torch.empty_like(lse)
+    dq, stats = torch.empty_like(q), lse.new_empty((2, *lse.shape))
     by_rows, by_cols = ([_describe(x, n) for x in xs] for n, xs in ((tiles.rows, (q, o, do, dq)), (tiles.cols, (k, v))))
-    fast_dq_kernel[(t // tiles.rows, n_heads)](
-        by_rows[0], *by_cols, *by_rows[1:], lse, delta, t, s, d**-0.5 * math.log2(math.e), d**-0.5,
-        check_shapes(q, k, v), d, tiles.rows, tiles.cols, is_causal, **_options(tiles),
+    grid = (n_heads, t // tiles.rows) if tiles.heads_first else (t // tiles.rows, n_heads)
+    fast_dq_kernel[grid](
+        by_rows[0], *by_cols, *by_rows[1:], lse, stats, t, s, d**-0.5 * math.log2(math.e), d**-0.5,
+        check_shapes(q, k, v), d, tiles.rows, tiles.cols, is_causal, tiles.heads_first, **_options(tiles),
     )  # fmt: skip
-    return dq, delta
+    return dq, stats
 
 
-def fast_dkdv(q, k, v, do, lse, delta, is_causal: bool, tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """The gradients of k and v."""
-    (t, d), s, n_heads = q.shape[-2:], k.shape[-2], math.prod(k.shape[:-2])
+def fast_dkdv(q, k, v, do, stats, is_causal: bool, tiles: Tiles) -> tuple[Tensor, Tensor]:
+    """The gradients of k and v; stats as `fast_dq` leaves them."""
+    (t, d), s, n_heads, n_rows = q.shape[-2:], k.shape[-2], math.prod(k.shape[:-2]), math.prod(q.shape[:-1])
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     queries, grads = _describe(q, tiles.rows), _describe(do, tiles.rows)
     by_cols = [_describe(x, tiles.cols) for x in (k, v, dk, dv)]
+    pairs = TensorDescriptor(stats, [2, n_rows], [n_rows, 1], [2, tiles.rows])
     fast_dkdv_kernel[(s // tiles.cols, n_heads)](
-        queries, *by_cols[:2], grads, *by_cols[2:], lse, delta, t, s, d**-0.5 * math.log2(math.e), d**-0.5,
+        queries, *by_cols[:2], grads, *by_cols[2:], pairs, t, s, d**-0.5 * math.log2(math.e), d**-0.5,
         check_shapes(q, k, v), d, tiles.rows, tiles.cols, is_causal, **_options(tiles),
     )  # fmt: skip
     return dk, dv
@@ -278,8 +285,8 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, o, do, lse = (_aligned(x) for x in (q, k, v, o, do, lse))
     _, for_dq, for_dkdv = tiles_for(q, is_causal)
-    dq, delta = fast_dq(q, k, v, o, do, lse, is_causal, for_dq)
-    return dq, *fast_dkdv(q, k, v, do, lse, delta, is_causal, for_dkdv)
+    dq, stats = fast_dq(q, k, v, o, do, lse, is_causal, for_dq)
+    return dq, *fast_dkdv(q, k, v, do, stats, is_causal, for_dkdv)
 
 
 @_forward_op.register_fake

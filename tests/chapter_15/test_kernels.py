@@ -271,8 +271,8 @@ def by_launches(q, k, v, do, is_causal):
     """What the operators of the fast file do, without them: the first call of one imports torch.compile, for seconds."""
     for_forward, for_dq, for_dkdv = tiles_for(q, is_causal)
     o, lse = fast_forward(q, k, v, is_causal, for_forward)
-    dq, delta = fast_dq(q, k, v, o, do, lse, is_causal, for_dq)
-    return o, dq, *fast_dkdv(q, k, v, do, lse, delta, is_causal, for_dkdv)
+    dq, stats = fast_dq(q, k, v, o, do, lse, is_causal, for_dq)
+    return o, dq, *fast_dkdv(q, k, v, do, stats, is_causal, for_dkdv)
 
 
 def by_autograd(q, k, v, do, is_causal):
