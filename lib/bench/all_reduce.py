@@ -1,7 +1,8 @@
 """Time an all-reduce of 1 MB to 1 GB on several ranks, with gloo and with NCCL.
 
 Run ``python -m lib.bench.all_reduce --ranks 2,4 --backend gloo,nccl`` on a machine with that many GPUs (a minute or two), or
-with ``--tiny`` anywhere; it starts its ranks itself and writes ``all_reduce.json`` after each size.
+with ``--tiny`` anywhere; it starts its ranks itself and writes ``all_reduce.json`` after each size. What is recorded of other
+backends and numbers of ranks stays, with the machine that each was measured on, unless ``--fresh``.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from lib.bench.record import MEASUREMENTS, load, record, spread
+from lib.bench.record import MEASUREMENTS, load, record, spread, where
 
 MB = 10**6
 SIZES_MB = (1, 3, 10, 30, 100, 300, 1000)
@@ -92,9 +93,16 @@ def time_sizes(rank: int, device: torch.device, key: str, sizes_mb: list[float],
             x.fill_(1.0)
         if rank == 0:
             results = load("all_reduce", folder)["results"]
-            results["all_reduce_s"].setdefault(key, {})[str(size_mb)] = spread(times)
+            results["all_reduce_s"][key][str(size_mb)] = spread(times)
             record("all_reduce", results, folder)
             print(f"{key} {size_mb} MB: {1e3 * statistics.median(times):.3f} ms", flush=True)
+
+
+def begin(key: str, folder: Path) -> None:
+    """Forget what was measured of a backend and number of ranks, and note where it is measured now."""
+    now = load("all_reduce", folder)
+    now["results"]["all_reduce_s"][key], now["results"]["on"][key] = {}, where(now)
+    record("all_reduce", now["results"], folder)
 
 
 def main() -> None:
@@ -105,9 +113,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     parser.add_argument("--tiny", action="store_true", help="small sizes and few repeats, to try the program")
+    parser.add_argument("--fresh", action="store_true", help="forget what is recorded")
     options = parser.parse_args()
     sizes = list(TINY_MB if options.tiny else SIZES_MB)
-    results: dict = {"dtype": "float32", "mb_bytes": MB, "tiny": options.tiny, "all_reduce_s": {}}
+    results: dict = {"dtype": "float32", "mb_bytes": MB, "tiny": options.tiny, "all_reduce_s": {}, "on": {}}
+    if not options.fresh and (options.folder / "all_reduce.json").exists():
+        kept = load("all_reduce", options.folder)
+        if kept["results"]["tiny"] == options.tiny:
+            results["all_reduce_s"] = kept["results"]["all_reduce_s"]
+            results["on"] = kept["results"].get("on") or dict.fromkeys(results["all_reduce_s"], where(kept))
     record("all_reduce", results, options.folder)
     for backend in reversed(options.backend.split(",")):  # NCCL before gloo, which is slow and cares less
         for n_ranks in map(int, options.ranks.split(",")):
@@ -116,6 +130,7 @@ def main() -> None:
                 continue
             chosen = [s for s in sizes if backend == "nccl" or s <= options.gloo_limit_mb]
             repeats = 3 if options.tiny else options.repeats if backend == "nccl" else 7
+            begin(f"{backend} {n_ranks}", options.folder)
             spawn(time_sizes, backend, n_ranks, f"{backend} {n_ranks}", chosen, repeats, options.folder)
 
 
