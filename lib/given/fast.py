@@ -15,6 +15,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lib.given.fast_gelu import TAIL, bias_gelu
 from lib.given.fast_loss import linear_cross_entropy
 
 ATTENTIONS = ("written out", "fused", "flash", "cudnn")
@@ -31,6 +32,7 @@ class Path:
         loss_kernel: GPT-2's last product, loss and gradient by ``lib.given.fast_loss``.
         class_token_alone: In the last block of a ViT compute only what its head reads: the class token.
         short_gelu: The exact GELU by `short_gelu`, which needs one exponential and no error function.
+        gelu_kernel: The exact GELU and the bias before it by `lib.given.fast_gelu`; goes before ``short_gelu``.
     """
 
     dtype: torch.dtype = torch.float32
@@ -39,6 +41,7 @@ class Path:
     loss_kernel: bool = False
     class_token_alone: bool = True
     short_gelu: bool = False
+    gelu_kernel: bool = False
 
     def __post_init__(self):
         if self.attention not in ATTENTIONS:
@@ -173,9 +176,13 @@ def vit_block(block: Any, x: Tensor, path: Path) -> Tensor:
 
 
 def _vit_mlp(block: Any, x: Tensor, path: Path) -> Tensor:
-    wide = linear(norm(x, block.norm2, path), path, block.mlp.fc1)
-    short = path.short_gelu and block.mlp.approximate == "none"
-    bent = short_gelu(wide) if short else F.gelu(wide, approximate=block.mlp.approximate)
+    seen, fc1, exact = norm(x, block.norm2, path), block.mlp.fc1, block.mlp.approximate == "none"
+    if path.gelu_kernel and exact:
+        bent = bias_gelu(F.linear(seen.to(path.dtype), fc1.weight.to(path.dtype)), fc1.bias)
+    elif path.short_gelu and exact:
+        bent = short_gelu(linear(seen, path, fc1))
+    else:
+        bent = F.gelu(linear(seen, path, fc1), approximate=block.mlp.approximate)
     return linear(bent, path, block.mlp.fc2)
 
 
@@ -189,9 +196,6 @@ def _class_token_block(block: Any, x: Tensor, path: Path) -> Tensor:
 
 
 # ---- the exact GELU without an error function -------------------------------------------------------------------------
-
-TAIL = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
-"""Of Abramowitz and Stegun's formula 7.1.26, at most 1.5e-7 from the error function: as near as float32 gets."""
 
 
 class ShortGELU(torch.autograd.Function):
