@@ -215,7 +215,7 @@ def our_parts(cell: Cell, state: dict[str, Tensor], path: FastPath, make: Callab
 
 def path_of(cell: Cell) -> FastPath:
     """How ours is computed where it is timed."""
-    return FastPath(dtype=DTYPE, gelu_kernel=True, attention=cell.attention)
+    return FastPath(dtype=DTYPE, gelu_kernel=True, heads_kernel=True, attention=cell.attention)
 
 
 def make_ours(cell: Cell, state: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Racer:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lib.given.fast_gelu import TAIL, bias_gelu
+from lib.given.fast_heads import split_heads
 from lib.given.fast_loss import linear_cross_entropy
 
 ATTENTIONS = ("written out", "fused", "flash", "cudnn")
@@ -33,6 +34,7 @@ class Path:
         class_token_alone: In the last block of a ViT compute only what its head reads: the class token.
         short_gelu: The exact GELU by `short_gelu`, which needs one exponential and no error function.
         gelu_kernel: The exact GELU and the bias before it by `lib.given.fast_gelu`; goes before ``short_gelu``.
+        heads_kernel: A ViT's gradients of queries, keys and values joined, and summed for their bias, by `lib.given.fast_heads`.
     """
 
     dtype: torch.dtype = torch.float32
@@ -42,6 +44,7 @@ class Path:
     class_token_alone: bool = True
     short_gelu: bool = False
     gelu_kernel: bool = False
+    heads_kernel: bool = False
 
     def __post_init__(self):
         if self.attention not in ATTENTIONS:
@@ -55,9 +58,14 @@ class Path:
 
 def linear(x: Tensor, path: Path, *layers: nn.Linear) -> Tensor:
     """One product for one linear map, or for several that read the same input; the outputs stand side by side."""
-    weight = layers[0].weight if len(layers) == 1 else torch.cat([layer.weight for layer in layers])
-    bias = layers[0].bias if len(layers) == 1 else torch.cat([layer.bias for layer in layers])
+    weight, bias = _side_by_side(layers)
     return F.linear(x.to(path.dtype), weight.flatten(1).to(path.dtype), bias.to(path.dtype))
+
+
+def _side_by_side(layers: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor]:
+    if len(layers) == 1:
+        return layers[0].weight, layers[0].bias
+    return torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
 
 
 def norm(x: Tensor, layer: nn.LayerNorm, path: Path) -> Tensor:
@@ -168,9 +176,13 @@ def _vit_out(final_norm: Any, head: Any, x: Tensor, path: Path, pooling: str) ->
 
 def vit_block(block: Any, x: Tensor, path: Path) -> Tensor:
     """Attention and MLP of a ``ViTBlock``, each added to what comes in."""
-    attn = block.attn
-    heads = linear(norm(x, block.norm1, path), path, attn.wq, attn.wk, attn.wv).unflatten(-1, (3, attn.n_heads, -1))
-    q, k, v = heads.unbind(2)
+    attn, seen = block.attn, norm(x, block.norm1, path)
+    if path.heads_kernel:
+        weight, bias = _side_by_side((attn.wq, attn.wk, attn.wv))
+        wide = F.linear(seen.to(path.dtype), weight.to(path.dtype), bias.detach().to(path.dtype))
+        q, k, v = split_heads(wide, bias, attn.n_heads)
+    else:
+        q, k, v = linear(seen, path, attn.wq, attn.wk, attn.wv).unflatten(-1, (3, attn.n_heads, -1)).unbind(2)
     x = x + linear(attend(q, k, v, path, causal=False), path, attn.wo)
     return x + _vit_mlp(block, x, path)
 

@@ -203,6 +203,7 @@ def test_compiled_rows_in_bf16_have_the_gradients_of_plain_float32():
         (Path(dtype=torch.bfloat16, short_gelu=True), compiled),
         (Path(dtype=torch.bfloat16, stream=torch.float32, short_gelu=True), compiled),
         (Path(dtype=torch.bfloat16, gelu_kernel=True), compiled),
+        (Path(dtype=torch.bfloat16, gelu_kernel=True, heads_kernel=True), compiled),
     ):
         torch.manual_seed(0)
         parts = RowViT(VisionTransformer(ViTConfig(**WIDE)), path, 1, make).to("cuda")
