@@ -229,7 +229,8 @@ ABLATION = {
     "dQ: all": ("dq", {}),
     "dQ: row sums before it, by PyTorch": ("dq", {"fused": False}),
     "dQ: second product after the softmax": ("dq", {"early": False}),
-    "dQ: one head after the other": ("dq", {"heads_first": False}),
+    "dQ of the table: all": ("dq of the table", {}),
+    "dQ of the table: one head after the other": ("dq of the table", {"heads_first": False}),
     "dK/dV: all": ("dkdv", {}),
     "dK/dV: tiles 128 x 64": ("dkdv", {"rows": 128, "stages": 2}),
     "dK/dV: second product after the softmax": ("dkdv", {"early": False}),
@@ -248,9 +249,12 @@ def ablation_call(name, length, device):
     o, lse = flash_fast.fast_forward(q, k, v, True, tiles[0])
     do = torch.randn_like(o)
     if which == "dq":
-        return (lambda: flash_kernels.backward_dq(q, k, v, o, do, lse * LOG2E, **options)), (q, k, v)
+        return (lambda: flash_kernels.backward_dq(q, k, v, o, do, lse, **options)), (q, k, v)
+    if which == "dq of the table":
+        chosen = tiles[1]._replace(**options)
+        return (lambda: flash_fast.fast_dq(q, k, v, o, do, lse, True, chosen)), (q, k, v)
     _, stats = flash_fast.fast_dq(q, k, v, o, do, lse, True, tiles[1])
-    return (lambda: flash_kernels.backward_dkdv(q, k, v, do, stats, **options)), (q, k, v)
+    return (lambda: flash_kernels.backward_dkdv(q, k, v, do, lse, stats, **options)), (q, k, v)
 
 
 def ablation(report, device, length, rounds, n):

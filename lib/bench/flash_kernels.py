@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lib.given.flash_fast import _describe
-from lib.given.flash_tiles import HAS_TRITON, INTERPRETED, tl, triton
+from lib.given.flash_tiles import HAS_TRITON, INTERPRETED, LOG2E, tl, triton
 
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -105,13 +105,9 @@ def _walk_back(
 def dq_with_flags(
     q, k, v, o, do, dq, lse, delta, T, scale,
     D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr, FUSED: tl.constexpr,
-    HEADS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """The causal gradient of the queries for T = S in whole tiles."""
-    if HEADS_FIRST:
-        head, start = tl.program_id(0), (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
-    else:
-        head, start = tl.program_id(1), (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    head, start = tl.program_id(1), (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     base = head * T
     rows = start + tl.arange(0, ROWS)
     query = q.load([base + start, 0])
@@ -122,7 +118,7 @@ def dq_with_flags(
         tl.store(delta + base + rows, sums)
     else:
         sums = tl.load(delta + base + rows)
-    lse2 = tl.load(lse + base + rows)
+    lse2 = tl.load(lse + base + rows) * LOG2E
     acc = tl.zeros([ROWS, D], tl.float32)
     whole = start // COLS * COLS
     acc = _walk_back(acc, query, grad, lse2, sums, k, v, base, 0, whole, rows, scale, COLS, False, EARLY)
@@ -147,26 +143,23 @@ def forward(
     return o, lse
 
 
-def backward_dq(
-    q, k, v, o, do, lse, rows=128, cols=64, warps=4, stages=3, early=True, fused=True, heads_first=True
-) -> Tensor:
-    """The gradient of the queries without its last factor; ``lse`` in base 2."""
+def backward_dq(q, k, v, o, do, lse, rows=64, cols=64, warps=4, stages=3, early=True, fused=True) -> Tensor:
+    """The gradient of the queries without its last factor."""
     (t, d), n_heads = q.shape[-2:], math.prod(q.shape[:-2])
     delta = torch.empty_like(lse) if fused else (o.float() * do.float()).sum(-1)
     dq = torch.empty_like(q)
     options = {} if INTERPRETED else {"num_warps": warps, "num_stages": stages}
     by_rows = [_describe(x, rows) for x in (q, o, do, dq)]
-    grid = (n_heads, t // rows) if heads_first else (t // rows, n_heads)
-    dq_with_flags[grid](
+    dq_with_flags[(t // rows, n_heads)](
         by_rows[0], _describe(k, cols), _describe(v, cols), *by_rows[1:], lse, delta,
-        t, d**-0.5 * math.log2(math.e), d, rows, cols, early, fused, heads_first, **options,
+        t, d**-0.5 * math.log2(math.e), d, rows, cols, early, fused, **options,
     )  # fmt: skip
     return dq
 
 
 @triton.jit
 def _walk_queries(
-    dk, dv, key, value, q, do, stats, stats_at, n_rows, base, first, end, cols, scale,
+    dk, dv, key, value, q, do, stats, lse, delta, base, first, end, cols, scale,
     ROWS: tl.constexpr, MASK: tl.constexpr, EARLY: tl.constexpr, COPY_ENGINE: tl.constexpr,
 ):  # fmt: skip
     for start in tl.range(first, end, ROWS):
@@ -177,7 +170,7 @@ def _walk_queries(
         if COPY_ENGINE:
             lse2, sums = tl.split(stats.load([0, base + start]).T)
         else:
-            lse2, sums = tl.load(stats_at + base + rows), tl.load(stats_at + n_rows + base + rows)
+            lse2, sums = tl.load(lse + base + rows) * LOG2E, tl.load(delta + base + rows)
         scores = tl.dot(key, query.T)
         if EARLY:
             dp = tl.dot(value, grad.T)
@@ -194,7 +187,7 @@ def _walk_queries(
 
 @triton.jit
 def dkdv_with_flags(
-    q, k, v, do, dk, dv, stats, stats_at, n_rows, T, scale,
+    q, k, v, do, dk, dv, stats, lse, delta, T, scale,
     ROWS: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr, COPY_ENGINE: tl.constexpr,
 ):  # fmt: skip
     """The causal gradients of keys and values for T = S in whole tiles."""
@@ -208,11 +201,11 @@ def dkdv_with_flags(
     first = start // ROWS * ROWS
     whole = tl.cdiv(start + COLS, ROWS) * ROWS
     dkey, dvalue = _walk_queries(
-        dkey, dvalue, key, value, q, do, stats, stats_at, n_rows, base, first, whole, cols, scale,
+        dkey, dvalue, key, value, q, do, stats, lse, delta, base, first, whole, cols, scale,
         ROWS, True, EARLY, COPY_ENGINE,
     )  # fmt: skip
     dkey, dvalue = _walk_queries(
-        dkey, dvalue, key, value, q, do, stats, stats_at, n_rows, base, whole, T, cols, scale,
+        dkey, dvalue, key, value, q, do, stats, lse, delta, base, whole, T, cols, scale,
         ROWS, False, EARLY, COPY_ENGINE,
     )  # fmt: skip
     dk.store([base + start, 0], dkey.to(key.dtype))
@@ -220,16 +213,19 @@ def dkdv_with_flags(
 
 
 def backward_dkdv(
-    q, k, v, do, stats, rows=64, cols=64, warps=4, stages=3, early=True, copy_engine=True
+    q, k, v, do, lse, stats, rows=64, cols=64, warps=4, stages=3, early=True, copy_engine=True
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of keys, without their last factor, and of values; ``stats`` as ``fast_dq`` leaves them."""
+    """The gradients of keys, without their last factor, and of values; ``stats`` as ``fast_dq`` leaves them.
+
+    Without ``copy_engine`` it reads ``lse`` and the row sums by pointers.
+    """
     (t, d), n_heads = q.shape[-2:], math.prod(q.shape[:-2])
     n_rows, dk, dv = n_heads * t, torch.empty_like(k), torch.empty_like(v)
     pairs = TensorDescriptor(stats, [2, n_rows], [n_rows, 1], [2, rows])
     options = {} if INTERPRETED else {"num_warps": warps, "num_stages": stages}
     by_cols = [_describe(x, cols) for x in (k, v, dk, dv)]
     dkdv_with_flags[(t // cols, n_heads)](
-        _describe(q, rows), *by_cols[:2], _describe(do, rows), *by_cols[2:], pairs, stats, n_rows,
+        _describe(q, rows), *by_cols[:2], _describe(do, rows), *by_cols[2:], pairs, lse, stats[1],
         t, d**-0.5 * math.log2(math.e), rows, cols, d, early, copy_engine, **options,
     )  # fmt: skip
     return dk, dv
