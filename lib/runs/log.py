@@ -77,6 +77,23 @@ def send(row: Tensor) -> Callable[[], list[float]]:
     return read
 
 
+class Moment:
+    """When the device came here, by its own clock: the host may run ahead of it, or behind."""
+
+    def __init__(self, device: torch.device):
+        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self.event:
+            self.event.record()
+        self.host = time.perf_counter()
+
+    def seconds_since(self, earlier: "Moment") -> float:
+        """Waits until the device has come here."""
+        if self.event is None or earlier.event is None:
+            return self.host - earlier.host
+        self.event.synchronize()
+        return earlier.event.elapsed_time(self.event) / 1e3
+
+
 class Log:
     """Rank 0's words; the other ranks have one that is silent.
 
@@ -97,7 +114,7 @@ class Log:
         self.items = options.batch * task.per_row
         peak = peak_flops(options, device)
         self.peak = peak and peak * n_ranks
-        self.waiting: tuple[int, float, Callable[[], list[float]]] | None = None
+        self.waiting: tuple[int, float, Callable[[], list[float]], Moment] | None = None
         self.leaves = False  # whether a step that was read says that a rank was asked to leave: alike on all ranks
         self.file = self.board = None
         self.rates: list[float] = []
@@ -110,7 +127,7 @@ class Log:
         self.bar: Any = range(begin, options.steps)
         if speaks and not options.quiet:
             self.bar = progress(self.bar, f"{options.model} {options.strategy}")
-        self.last = time.perf_counter()
+        self.last = Moment(device)
 
     def _continue_file(self, path: Path, begin: int) -> None:
         """Keep the lines of the steps before ``begin``; those that a lost run wrote after its checkpoint will be written again.
@@ -133,7 +150,7 @@ class Log:
             numbers: What ``Run.plain_step`` gives.
         """
         self.flush()
-        self.waiting = (step, lr, send(numbers))
+        self.waiting = (step, lr, send(numbers), Moment(self.device))
         if self.device.type == "cpu":
             self.flush()
 
@@ -141,11 +158,10 @@ class Log:
         """Write the step that waits, if one does; the host waits until it is done."""
         if self.waiting is None:
             return
-        (step, lr, read), self.waiting = self.waiting, None
+        (step, lr, read, moment), self.waiting = self.waiting, None
         loss, asked, *norm = read()
         self.leaves |= asked > 0
-        now = time.perf_counter()
-        seconds, self.last = now - self.last, now
+        seconds, self.last = moment.seconds_since(self.last), moment
         rate = self.items / seconds
         self.rates.append(rate)
         share = mfu(rate, self.task.flops_per_item, self.peak) if self.peak else None
@@ -166,7 +182,7 @@ class Log:
 
     def restart_clock(self) -> None:
         """What was done since the last step is not of the next one."""
-        self.last = time.perf_counter()
+        self.last = Moment(self.device)
 
     def close(self) -> None:
         self.flush()

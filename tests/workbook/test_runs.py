@@ -22,7 +22,7 @@ from lib.given.cluster import ROOT_ENVIRONMENT, mpiexec
 from lib.given.ranks import pool
 from lib.given.scaling import CARDS
 from lib.runs import leave
-from lib.runs.log import as_json, peak_flops, read_log, send
+from lib.runs.log import Moment, as_json, peak_flops, read_log, send
 from lib.runs.options import UsageError, make_parser, parse
 from lib.runs.strategies import make_optimizer
 from lib.runs.tasks import GPT2Task
@@ -547,3 +547,25 @@ def test_the_place_is_found_from_whatever_started_the_process():
     for nodes, first in hosts:
         assert _first_host({"SLURM_STEP_NODELIST": nodes}) == first
     assert _slurm_port({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}) != _slurm_port({"SLURM_JOB_ID": "8"})
+
+
+def test_a_step_takes_what_the_device_needed_and_not_what_the_host_waited(monkeypatch):
+    moments = iter([0.0, 250.0, 375.0])  # ms, of a device that is done with each before the host asks
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.at = next(moments)
+
+        def record(self):
+            pass
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, later):
+            return later.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    begun, first, second = (Moment(torch.device("cuda")) for _ in range(3))
+    assert first.seconds_since(begun) == 0.25
+    assert second.seconds_since(first) == 0.125
