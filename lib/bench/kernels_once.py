@@ -12,6 +12,7 @@ import torch
 
 from lib.flash_attention import FlashAttentionTriton, flash_attention
 from lib.given.fast_gelu import bias_gelu
+from lib.given.fast_heads import split_heads
 from lib.given.flash_fast import fits_fast
 from lib.triton_kernels import matmul, rms_norm, softmax_rows, vector_add, weighted_sum
 
@@ -46,6 +47,9 @@ def main() -> None:
     for shape in ((300, 40), (33, 77)):
         x, bias = normal(*shape, device=device, dtype=torch.bfloat16), normal(shape[-1], device=device)
         run(f"bias_gelu {shape}", lambda x=x, bias=bias: bias_gelu(x, bias), device)
+    for shape, n_heads in (((4, 77, 120), 5), ((300, 48), 2)):
+        x, bias = normal(*shape, device=device, dtype=torch.bfloat16), normal(shape[-1], device=device)
+        run(f"split_heads {shape}", lambda x=x, bias=bias, h=n_heads: sum(split_heads(x, bias, h)), device)
     run("rms_norm", lambda: rms_norm(normal(11, 37, device=device), row, 1e-5), device)
     for width, t, s, causal, groups in ((16, 33, 33, True, 2), (64, 100, 77, False, 1), (128, 17, 65, True, 2)):
         q, k, v = (normal(2, h, n, width, device=device) for h, n in ((2, t), (groups, s), (groups, s)))
