@@ -92,17 +92,12 @@ def time_sizes(rank: int, device: torch.device, key: str, sizes_mb: list[float],
                 times.append(seconds)
             x.fill_(1.0)
         if rank == 0:
-            results = load("all_reduce", folder)["results"]
-            results["all_reduce_s"][key][str(size_mb)] = spread(times)
-            record("all_reduce", results, folder)
+            now = load("all_reduce", folder)
+            kept = now["results"]["all_reduce_s"].get(key, {}) if size_mb != sizes_mb[0] else {}
+            now["results"]["all_reduce_s"][key] = kept | {str(size_mb): spread(times)}
+            now["results"]["on"][key] = where(now)
+            record("all_reduce", now["results"], folder)
             print(f"{key} {size_mb} MB: {1e3 * statistics.median(times):.3f} ms", flush=True)
-
-
-def begin(key: str, folder: Path) -> None:
-    """Forget what was measured of a backend and number of ranks, and note where it is measured now."""
-    now = load("all_reduce", folder)
-    now["results"]["all_reduce_s"][key], now["results"]["on"][key] = {}, where(now)
-    record("all_reduce", now["results"], folder)
 
 
 def main() -> None:
@@ -118,10 +113,10 @@ def main() -> None:
     sizes = list(TINY_MB if options.tiny else SIZES_MB)
     results: dict = {"dtype": "float32", "mb_bytes": MB, "tiny": options.tiny, "all_reduce_s": {}, "on": {}}
     if not options.fresh and (options.folder / "all_reduce.json").exists():
-        kept = load("all_reduce", options.folder)
-        if kept["results"]["tiny"] == options.tiny:
-            results["all_reduce_s"] = kept["results"]["all_reduce_s"]
-            results["on"] = kept["results"].get("on") or dict.fromkeys(results["all_reduce_s"], where(kept))
+        kept = load("all_reduce", options.folder)["results"]
+        if kept["tiny"] != options.tiny:
+            parser.error(f"{options.folder}/all_reduce.json has other sizes: another --folder, or --fresh")
+        results |= {key: kept[key] for key in ("all_reduce_s", "on")}
     record("all_reduce", results, options.folder)
     for backend in reversed(options.backend.split(",")):  # NCCL before gloo, which is slow and cares less
         for n_ranks in map(int, options.ranks.split(",")):
@@ -130,7 +125,6 @@ def main() -> None:
                 continue
             chosen = [s for s in sizes if backend == "nccl" or s <= options.gloo_limit_mb]
             repeats = 3 if options.tiny else options.repeats if backend == "nccl" else 7
-            begin(f"{backend} {n_ranks}", options.folder)
             spawn(time_sizes, backend, n_ranks, f"{backend} {n_ranks}", chosen, repeats, options.folder)
 
 

@@ -33,7 +33,7 @@ class Path:
         loss_kernel: GPT-2's last product, loss and gradient by ``lib.given.fast_loss``.
         class_token_alone: In the last block of a ViT compute only what its head reads: the class token.
         short_gelu: The exact GELU by `short_gelu`, which needs one exponential and no error function.
-        gelu_kernel: The exact GELU and the bias before it by `lib.given.fast_gelu`; goes before ``short_gelu``.
+        gelu_kernel: The exact GELU and the bias before it by `lib.given.fast_gelu`; takes precedence over ``short_gelu``.
         heads_kernel: A ViT's gradients of queries, keys and values joined, and summed for their bias, by `lib.given.fast_heads`.
     """
 

@@ -1,6 +1,6 @@
 """The exact GELU of a sum with a bias in one kernel, and the gradients of both in another.
 
-In the middle of an MLP of ViT-L/16 stand 50,432 rows of 4096 numbers, 413 MB in bf16. Written as operators, the bias is added where
+In the middle of an MLP of ViT-L/16 stand, for 256 images, 50,432 rows of 4096 numbers, 413 MB in bf16. Written as operators, the bias is added where
 the product before it ends, backward goes once over the rows for their gradient, and then the compiler computes all of it once more,
 only to sum it for the bias. Here the product comes without its bias, and each number crosses the memory bus as often as it must.
 """
@@ -41,7 +41,7 @@ FORWARD, BACKWARD = Tiles(8, 512, 1, 4), Tiles(16, 256, 8, 8, 3)
 
 @triton.jit
 def _bell_and_tail(size, ONE_INSTRUCTION: tl.constexpr):
-    """exp(-size^2 / 2), and by what to multiply it for the normal distribution's share above ``size``, which is not negative."""
+    """exp(-size^2 / 2), and the factor that makes it the normal distribution's share above ``size``, which is at least 0."""
     exponent = size * size * MINUS_HALF_LOG2E
     below = 1.0 + SLOPE * size
     if ONE_INSTRUCTION:  # an exponential or a reciprocal; both are off by at most two units in the last place
@@ -58,7 +58,7 @@ def bias_gelu_forward_kernel(
     x, bias, out, n_rows, n_columns,
     ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, ONE_INSTRUCTION: tl.constexpr,
 ):  # fmt: skip
-    """Bytes moved: 1 read and 1 write of the rows. Some 20 instructions a number, of which memory leaves time for 30."""
+    """Bytes moved: 1 read and 1 write of the rows. Some 20 instructions a number; the time its bytes take would allow 30."""
     n_across = tl.cdiv(n_columns, COLS)
     first = tl.program_id(0) // n_across * ROWS * STEPS
     x += first.to(tl.int64) * n_columns
@@ -194,7 +194,7 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
         bias: ``[C]``, of any dtype of floating point.
 
     Returns:
-        ``[..., C]`` in the dtype of ``x``, contiguous. Backward keeps ``x`` and ``bias``, and gives each its gradient in its dtype.
+        ``[..., C]`` in the dtype of ``x``, contiguous; nan on a GPU where ``x + bias`` is infinite. Backward keeps ``x`` and ``bias``, and gives each its gradient in its dtype.
 
     Raises:
         ValueError: A shape or dtype is another.

@@ -1,6 +1,6 @@
 """Queries, keys and values out of one product, and on the way back their gradients into one, summed for the bias in passing.
 
-Attention gives three gradients, the product before it wants them side by side. Written as operators that is a copy, and then the
+Attention gives three gradients; the product before it wants them side by side. Written as operators that is a copy, and then the
 compiler reads the copy once more to sum it for the product's bias. Here the bias's gradient is taken where the rows are at hand:
 the product's own bias is detached, and whoever splits its result gives the gradient instead.
 """
@@ -61,7 +61,7 @@ def launch_join(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("scaling_workbook::join_heads", mutates_args=())
 def join_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """What `launch_join` gives, of whatever lies however."""
+    """What `launch_join` gives, of tensors with any strides."""
     if HAS_TRITON and not INTERPRETED and q.is_cuda:
         return launch_join(q.contiguous(), k.contiguous(), v.contiguous())
     out = torch.cat([x.flatten(-2) for x in (q, k, v)], dim=-1)

@@ -78,7 +78,7 @@ def send(row: Tensor) -> Callable[[], list[float]]:
 
 
 class Moment:
-    """When the device came here, by its own clock: the host may run ahead of it, or behind."""
+    """When the device came here, by its own clock, for the host may run ahead of it; without CUDA by the host's."""
 
     def __init__(self, device: torch.device):
         self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
@@ -87,8 +87,9 @@ class Moment:
         self.host = time.perf_counter()
 
     def seconds_since(self, earlier: "Moment") -> float:
-        """Waits until the device has come here."""
+        """Seconds between the two; waits until the device is here, and reads the host's clock, if it counts, only now."""
         if self.event is None or earlier.event is None:
+            self.host = time.perf_counter()
             return self.host - earlier.host
         self.event.synchronize()
         return earlier.event.elapsed_time(self.event) / 1e3

@@ -12,7 +12,8 @@ from solutions.vit import VisionTransformer
 
 SMALL = Tiles(4, 32, 3, 4)
 HALF_UNIT = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
-needs_interpreter = pytest.mark.skipif(not (HAS_TRITON and INTERPRETED), reason=NO_TRITON)
+WHY = "kernels are compiled here; the interpreter runs them where there is no GPU" if HAS_TRITON else NO_TRITON
+needs_interpreter = pytest.mark.skipif(not (HAS_TRITON and INTERPRETED), reason=WHY)
 
 
 def normal(*shape, dtype=torch.float32, seed=0, scale=2.0):

@@ -10,7 +10,8 @@ from lib.given.triton_mode import HAS_TRITON, INTERPRETED, NO_TRITON
 from lib.given.vit import ViTConfig
 from solutions.vit import VisionTransformer
 
-needs_interpreter = pytest.mark.skipif(not (HAS_TRITON and INTERPRETED), reason=NO_TRITON)
+WHY = "kernels are compiled here; the interpreter runs them where there is no GPU" if HAS_TRITON else NO_TRITON
+needs_interpreter = pytest.mark.skipif(not (HAS_TRITON and INTERPRETED), reason=WHY)
 WAYS = [join_heads, pytest.param(launch_join, marks=needs_interpreter)]
 
 
@@ -62,6 +63,8 @@ def test_another_shape_is_refused(shape, n_heads):
         split_heads(torch.zeros(shape), torch.zeros(shape[-1]), n_heads)
 
 
+@pytest.mark.time_limit(60)
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_a_vit_has_the_gradients_that_it_has_without(backend):
     config = ViTConfig(image_size=8, patch_size=4, n_classes=3, dim=16, n_layers=2, n_heads=2, hidden_dim=32)

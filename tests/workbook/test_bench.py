@@ -1,0 +1,36 @@
+"""Programs that measure: what they keep of earlier records."""
+
+import sys
+
+import pytest
+
+from lib.bench import all_reduce
+from lib.bench.record import load, record
+
+
+def measure(folder, monkeypatch, *words):
+    monkeypatch.setattr(
+        sys, "argv", ["all_reduce", "--backend", "gloo", "--ranks", "1", "--folder", str(folder), *words]
+    )
+    all_reduce.main()
+    return load("all_reduce", folder)["results"]
+
+
+@pytest.mark.time_limit(60)
+def test_an_all_reduce_keeps_other_series_and_says_where_each_was_measured(tmp_path, monkeypatch):
+    other = {"gloo 9": {"1": {"median": 0.5}}}
+    earlier = {"tiny": True, "all_reduce_s": other | {"gloo 1": {"7": {}}}, "on": {"gloo 9": "another host"}}
+    record("all_reduce", earlier, tmp_path)
+    found = measure(tmp_path, monkeypatch, "--tiny")
+    assert found["all_reduce_s"]["gloo 9"] == other["gloo 9"]
+    assert list(found["all_reduce_s"]["gloo 1"]) == ["0.01", "0.1", "1"]
+    assert found["on"]["gloo 9"] == "another host"
+    assert found["on"]["gloo 1"].startswith("measured on ")
+
+
+def test_an_all_reduce_of_other_sizes_loses_nothing(tmp_path, monkeypatch, capsys):
+    record("all_reduce", {"tiny": False, "all_reduce_s": {"nccl 4": {}}, "on": {}}, tmp_path)
+    with pytest.raises(SystemExit):
+        measure(tmp_path, monkeypatch, "--tiny")
+    assert "--fresh" in capsys.readouterr().err
+    assert load("all_reduce", tmp_path)["results"]["all_reduce_s"] == {"nccl 4": {}}
