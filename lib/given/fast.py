@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lib.given.fast_gelu import TAIL, bias_gelu
+from lib.given.fast_gelu import P, TAIL, bias_gelu
 from lib.given.fast_heads import split_heads
 from lib.given.fast_loss import linear_cross_entropy
 
@@ -242,7 +242,7 @@ def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
 def normal_share(x: Tensor) -> tuple[Tensor, Tensor]:
     """The normal distribution's share below ``x``, and its density there."""
     z = x.abs() * 0.5**0.5
-    bell, t = torch.exp(-z * z), 1.0 / (1.0 + 0.3275911 * z)
+    bell, t = torch.exp(-z * z), 1.0 / (1.0 + P * z)
     a, b, c, d, e = TAIL
     tail = 0.5 * bell * t * (a + t * (b + t * (c + t * (d + t * e))))
     return torch.where(x < 0, tail, 1.0 - tail), bell * (2 * torch.pi) ** -0.5
