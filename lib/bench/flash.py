@@ -10,6 +10,7 @@ import argparse
 import math
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 FOLDER = Path(os.environ.get("TMPDIR", "/tmp")) / "flash_triton_cache"
@@ -26,6 +27,7 @@ from lib.bench.record import MEASUREMENTS, record, spread
 from lib.flash_attention import FlashAttentionTorch, FlashAttentionTriton, flash_attention
 from lib.given import flash_fast
 from lib.given.flash_fast import fits_fast, flash_attention_fast
+from lib.given.flash_hopper import has_roles
 
 CASES = {
     "64_causal": (16, 64, True),
@@ -48,6 +50,28 @@ def inputs(heads, length, width, dtype, device, grad=True):
 def ours(q, k, v, causal):
     """What a GPU gets; in the toy run the tiles in PyTorch."""
     return flash_attention(q, k, v, causal)
+
+
+class InTriton(torch.autograd.Function):
+    """Attention by the fast kernels that Triton compiles, whatever else the device could run."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, causal):
+        o, lse = flash_fast.fast_forward(q, k, v, causal, flash_fast.TABLE[q.shape[-1], causal][0])
+        ctx.causal = causal
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, o, lse = ctx.saved_tensors
+        _, for_dq, for_dkdv = flash_fast.TABLE[q.shape[-1], ctx.causal]
+        do = do.contiguous()
+        dq, stats = flash_fast.fast_dq(q, k, v, o, do, lse, ctx.causal, for_dq)
+        return dq, *flash_fast.fast_dkdv(q, k, v, do, stats, ctx.causal, for_dkdv), None
+
+
+in_triton = InTriton.apply
 
 
 def sdpa(backend):
@@ -152,9 +176,10 @@ def warm_jobs(tiny):
     length, device = (128, "cpu") if tiny else (512, "cuda")
     jobs = []
     for _, width, causal in CASES.values():
-        jobs.append(
-            ("fast", lambda w=width, c=causal: both_ways(flash_attention_fast, w, c, length, device, torch.bfloat16))
-        )
+        for attend in (flash_attention_fast, in_triton):
+            jobs.append(
+                ("fast", lambda a=attend, w=width, c=causal: both_ways(a, w, c, length, device, torch.bfloat16))
+            )
     for width in WIDTHS:
         for dtype in DTYPES.values():
             if width < 64 or dtype == torch.float32:
@@ -164,7 +189,7 @@ def warm_jobs(tiny):
                         lambda w=width, t=dtype: both_ways(FlashAttentionTriton.apply, w, True, length, device, t),
                     )
                 )
-    for name in ABLATION:
+    for name in variants(device):
         jobs.append((name, lambda n=name: ablation_call(n, length, device)[0]()))
     return sorted(jobs, key=lambda job: job[0] != "readable")
 
@@ -236,16 +261,48 @@ ABLATION = {
     "dK/dV: second product after the softmax": ("dkdv", {"early": False}),
     "dK/dV: row sums and logsumexp by pointers": ("dkdv", {"copy_engine": False}),
 }
+WITH_ROLES = {  # only where warps can have roles; None: Triton's own kernel
+    "forward with roles: all": ("forward", {}),
+    "forward with roles: no roles": ("forward", None),
+    "forward with roles: two groups": ("forward", {"users": 2}),
+    "forward with roles: tiles of 64 keys": ("forward", {"tile": 64, "stages": 4}),
+    "forward with roles: one head after the other": ("forward", {"heads_first": False}),
+    "dK/dV with roles: all": ("dkdv", {}),
+    "dK/dV with roles: no roles": ("dkdv", None),
+    "dK/dV with roles: tiles of 32 rows": ("dkdv", {"tile": 32, "stages": 4}),
+}
+
+
+def variants(device):
+    """Names of what `ablation` measures."""
+    return [*ABLATION, *(WITH_ROLES if has_roles(torch.empty(0, device=device)) else ())]
+
+
+def role_call(name, length, device):
+    """As `ablation_call`, for `WITH_ROLES`."""
+    which, options = WITH_ROLES[name]
+    q, k, v = inputs(16, length, 64, torch.bfloat16, device, grad=False)
+    for_forward, for_dq, for_dkdv = flash_fast.tiles_for(q, True)
+    table = flash_fast.TABLE[64, True]
+    if which == "forward":
+        cut = table[0] if options is None else replace(for_forward, **options)
+        return lambda: flash_fast.fast_forward(q, k, v, True, cut)
+    o, lse = flash_fast.fast_forward(q, k, v, True, for_forward)
+    do, cut = torch.randn_like(o), table[2] if options is None else replace(for_dkdv, **options)
+    _, stats = flash_fast.fast_dq(q, k, v, o, do, lse, True, for_dq)
+    return lambda: flash_fast.fast_dkdv(q, k, v, do, stats, True, cut)
 
 
 def ablation_call(name, length, device):
     """A call without arguments that runs one variant, and the tensors that it should give right."""
+    if name in WITH_ROLES:
+        return role_call(name, length, device), ()
     which, options = ABLATION[name]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     q, k, v = inputs(16, length, 64, dtype, device, grad=False)
     if which == "forward":
         return (lambda: flash_kernels.forward(q, k, v, **options)), (q, k, v)
-    tiles = flash_fast.tiles_for(q, True)
+    tiles = flash_fast.TABLE[64, True]
     o, lse = flash_fast.fast_forward(q, k, v, True, tiles[0])
     do = torch.randn_like(o)
     if which == "dq":
@@ -258,8 +315,9 @@ def ablation_call(name, length, device):
 
 
 def ablation(report, device, length, rounds, n):
-    calls, times = {}, {name: [] for name in ABLATION}
-    for name in ABLATION:
+    names = variants(device)
+    calls, times = {}, {name: [] for name in names}
+    for name in names:
         calls[name] = report.attempt(name, lambda m=name: ablation_call(m, length, device)[0])
     for turn in range(rounds):
         for name, call in list(calls.items())[:: 1 if turn % 2 == 0 else -1]:
@@ -367,7 +425,12 @@ def main():
     workers = compile_all(tiny, args.processes)
     torch._functorch.config.donated_buffer = False  # else what is compiled refuses a second backward pass
     torch._dynamo.config.recompile_limit = 64
-    peers = {"ours": ours, "cuDNN": sdpa("CUDNN_ATTENTION"), "flash backend": sdpa("FLASH_ATTENTION")}
+    peers = {
+        "ours": ours,
+        "ours, Triton alone": in_triton,
+        "cuDNN": sdpa("CUDNN_ATTENTION"),
+        "flash backend": sdpa("FLASH_ATTENTION"),
+    }
     others = {"FlexAttention, compiled": flex(), "naive, compiled": torch.compile(naive, dynamic=False)}
     for name, attend in others.items():  # Inductor's compilation, once for each case, while the workers fill the cache
         for case, (heads, width, causal) in CASES.items():

@@ -1,12 +1,14 @@
 """Which tiles suit the fast kernels of chapter 15: every candidate of every kernel, compiled, checked and timed in turns.
 
-``python -m lib.bench.flash_tiles`` on a Hopper GPU (a minute or two) writes ``flash_tiles.json`` and prints the quickest, which
-``TABLE`` of ``lib.given.flash_fast`` holds. ``--tiny`` tries two candidates a kernel on whatever there is.
+``python -m lib.bench.flash_tiles`` on a Hopper GPU (two minutes) writes ``flash_tiles.json`` and prints the quickest, which
+``TABLE`` (of Triton's kernels) and ``ROLES_TABLE`` (of all) of ``lib.given.flash_fast`` hold. ``--tiny`` tries two candidates
+a kernel on whatever there is.
 """
 
 import argparse
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 FOLDER = Path(os.environ.get("TMPDIR", "/tmp")) / "flash_triton_cache"
@@ -19,6 +21,7 @@ from lib.bench.flash import LOG2E, inputs, naive, time_ms
 from lib.bench.flash_kernels import backward_once
 from lib.bench.record import MEASUREMENTS, record, spread
 from lib.given.flash_fast import Tiles, fast_dkdv, fast_dq, fast_forward, tiles_for
+from lib.given.flash_hopper import Roles
 
 KERNELS = ("forward", "dQ", "dK/dV", "one pass")  # the last: all gradients at once, of lib.bench.flash_kernels
 CUTS = {  # rows, columns, warps, stages, registers
@@ -50,16 +53,30 @@ CUTS = {  # rows, columns, warps, stages, registers
     ],
     ("one pass", 128): [(64, 64, 4, 2), (64, 64, 8, 2), (32, 64, 4, 2), (32, 128, 8, 2), (64, 128, 8, 2)],
 }  # fmt: skip
+WITH_ROLES = {  # users, tile, stages, early: only on a GPU, where Triton's kernels are the first candidates all the same
+    ("forward", 64): [
+        (3, 128, 2), (3, 128, 3), (3, 128, 4), (3, 64, 4), (3, 64, 4, True), (2, 128, 3), (2, 128, 3, True),
+    ],
+    ("forward", 128): [
+        (3, 64, 2, True), (3, 64, 3), (3, 64, 3, True), (2, 128, 2), (2, 128, 2, True), (2, 64, 4), (2, 64, 4, True),
+    ],
+    ("dQ", 64): [(3, 64, 3), (3, 64, 4), (3, 64, 4, True), (3, 64, 6), (2, 128, 3), (2, 64, 4), (2, 64, 4, True)],
+    ("dQ", 128): [(3, 64, 2), (2, 64, 2), (2, 64, 3), (2, 64, 3, True), (2, 128, 2)],
+    ("dK/dV", 64): [(2, 64, 2), (2, 64, 3), (2, 64, 4), (2, 64, 6), (2, 32, 4)],
+    ("dK/dV", 128): [(2, 64, 2), (2, 32, 3), (2, 32, 4)],
+}  # fmt: skip
 LIMIT = 1.5  # times the error of the table's tiles
 
 
-def candidates(kernel: str, width: int) -> list[Tiles]:
+def candidates(kernel: str, width: int) -> list[Tiles | Roles]:
     """What is tried; forward and dQ in both orders of programs."""
-    found = [Tiles(*cut) for cut in CUTS[kernel, width]]
-    return [t._replace(heads_first=h) for t in found for h in (False, True)] if kernel in ("forward", "dQ") else found
+    orders = (False, True) if kernel in ("forward", "dQ") else (False,)
+    tiles = [Tiles(*cut)._replace(heads_first=h) for cut in CUTS[kernel, width] for h in orders]
+    roles = [Roles(*cut[:3], h, *cut[3:]) for cut in WITH_ROLES.get((kernel, width), ()) for h in orders]
+    return [*tiles, *roles]
 
 
-def call(kernel: str, given: tuple[Tensor, ...], causal: bool, tiles: Tiles) -> tuple[Tensor, ...]:
+def call(kernel: str, given: tuple[Tensor, ...], causal: bool, tiles: Tiles | Roles) -> tuple[Tensor, ...]:
     """Run one kernel on q, k, v, o, do, lse and what dQ leaves for dK/dV."""
     q, k, v, o, do, lse, stats = given
     if kernel == "forward":
@@ -68,7 +85,15 @@ def call(kernel: str, given: tuple[Tensor, ...], causal: bool, tiles: Tiles) -> 
         return fast_dq(q, k, v, o, do, lse, causal, tiles)[:1]
     if kernel == "dK/dV":
         return fast_dkdv(q, k, v, do, stats, causal, tiles)
+    assert isinstance(tiles, Tiles)
     return backward_once(q, k, v, o, do, lse * LOG2E, *tiles[:4])
+
+
+def fields(tiles: Tiles | Roles) -> dict[str, dict]:
+    """As the record has it: what a caller of the kernel chooses."""
+    if isinstance(tiles, Tiles):
+        return {"tiles": tiles._asdict()}
+    return {"roles": {name: asdict(tiles)[name] for name in ("users", "tile", "stages", "heads_first", "early")}}
 
 
 def given_at(heads: int, length: int, width: int, causal: bool, device: str) -> tuple[Tensor, ...]:
@@ -80,8 +105,8 @@ def given_at(heads: int, length: int, width: int, causal: bool, device: str) -> 
 
 
 def errors(
-    kernel: str, causal: bool, width: int, all_tiles: list[Tiles], device: str, length: int
-) -> dict[Tiles, float]:
+    kernel: str, causal: bool, width: int, all_tiles: list[Tiles | Roles], device: str, length: int
+) -> dict[Tiles | Roles, float]:
     """The root mean square error of each against float64; infinite for one that does not compile or gives no number."""
     given = given_at(2, length, width, causal, device)
     exact = [x.double().requires_grad_() for x in given[:3]]
@@ -97,7 +122,7 @@ def errors(
             gaps = [(a.double() - b).square().mean().sqrt().item() for a, b in zip(got, want, strict=True)]
             found[tiles] = max(gaps) if all(gap == gap for gap in gaps) else float("inf")
         except Exception as error:  # too much shared memory, or a compiler's failure: a finding like any other
-            print(f"{kernel}, width {width}, {tuple(tiles)}: {str(error)[:120]}", flush=True)
+            print(f"{kernel}, width {width}, {tiles}: {str(error)[:120]}", flush=True)
             found[tiles] = float("inf")
     return found
 
@@ -123,13 +148,13 @@ def measure(job: tuple[str, int, bool], device: str, length: int, rounds: int, n
     least = min(wrong.values())
     right = [tiles for tiles in all_tiles if wrong[tiles] <= LIMIT * least]
     given = given_at(16 if width == 64 else 8, length, width, causal, device)
-    times: dict[Tiles, list[float]] = {tiles: [] for tiles in right}
+    times: dict[Tiles | Roles, list[float]] = {tiles: [] for tiles in right}
     for turn in range(rounds):
         for tiles in right if turn % 2 == 0 else right[::-1]:
             times[tiles] += time_ms(lambda t=tiles: call(kernel, given, causal, t), n, device)
-    rows = [{"tiles": tiles._asdict(), "rms": wrong[tiles], "ms": spread(times[tiles])} for tiles in right]
+    rows = [{**fields(tiles), "rms": wrong[tiles], "ms": spread(times[tiles])} for tiles in right]
     rows.sort(key=lambda row: row["ms"]["median"])
-    return rows + [{"tiles": tiles._asdict(), "failed": True} for tiles in all_tiles if tiles not in right]
+    return rows + [{**fields(tiles), "failed": True} for tiles in all_tiles if tiles not in right]
 
 
 def main() -> None:
@@ -158,7 +183,7 @@ def main() -> None:
         print(
             *job,
             f"{best['ms']['median']:.3f} ms",
-            Tiles(**best["tiles"]),
+            best.get("roles") or best["tiles"],
             f"{time.perf_counter() - start:.0f} s",
             flush=True,
         )

@@ -1,6 +1,7 @@
 """FlashAttention for Hopper: chapter 15's kernels once more, with tensor descriptors and tiles chosen by measurement.
 
-Read chapter 15 first: the arithmetic is the same, and its recorded sections say what each difference pays.
+Read chapter 15 first: the arithmetic is the same, and its recorded sections say what each difference pays. Where
+``lib.given.flash_hopper`` has a quicker kernel still, and the device can run it, ``tiles_for`` chooses that one.
 """
 
 import math
@@ -9,7 +10,9 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from lib.given.flash_hopper import Roles, has_roles, hopper_dkdv, hopper_dq, hopper_forward, launch
 from lib.given.flash_tiles import HAS_TRITON, INTERPRETED, LN2, LOG2E, check_shapes, tl, triton
 
 if HAS_TRITON:
@@ -27,13 +30,23 @@ class Tiles(NamedTuple):
     heads_first: bool = False  # forward and dQ: neighbouring programs take different heads, not different rows
 
 
-# Width, causal: forward, dQ, dK/dV; found on an H200 by ``lib.bench.flash_tiles``.
+# Width, causal: forward, dQ, dK/dV; found on an H200 by ``lib.bench.flash_tiles``. First what Triton's own kernels take.
 TABLE: dict[tuple[int, bool], tuple[Tiles, Tiles, Tiles]] = {
     (64, True): (Tiles(64, 128, 4, 2, heads_first=True), Tiles(128, 64, 4, 4, heads_first=True), Tiles(64, 64, 4, 4)),
     (64, False): (Tiles(64, 128, 4, 2, 168), Tiles(128, 64, 4, 4, heads_first=True), Tiles(64, 64, 4, 3)),
     (128, True): (Tiles(64, 64, 4, 3, heads_first=True), Tiles(128, 64, 8, 3, heads_first=True), Tiles(64, 64, 4, 2)),
     (128, False): (Tiles(128, 64, 4, 2), Tiles(128, 64, 8, 3, heads_first=True), Tiles(64, 64, 4, 2)),
 }
+# The quickest of all where `has_roles`: mostly kernels with roles for their warps.
+ROLES_TABLE: dict[tuple[int, bool], tuple[Tiles | Roles, Tiles | Roles, Tiles | Roles]] = {
+    (64, True): (Roles(3, 128, 4, heads_first=True), Roles(3, 64, 4, heads_first=True), Roles(2, 64, 3)),
+    (64, False): (Roles(3, 128, 2), TABLE[64, False][1], Roles(2, 64, 6)),
+    (128, True): (Roles(3, 64, 3, heads_first=True), Roles(3, 64, 2, heads_first=True), Roles(2, 64, 2)),
+    (128, False): (Roles(2, 128, 2), Roles(2, 64, 3, early=True), Roles(2, 64, 2)),
+}
+ENOUGH_ROWS = (
+    2**15
+)  # of queries, in all heads; with fewer, roles leave multiprocessors idle (``lib.bench.flash_short``)
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
@@ -215,14 +228,16 @@ def _aligned(x: Tensor) -> Tensor:
 
 def _describe(x: Tensor, rows: int):
     """A descriptor that copies ``rows`` rows at once."""
-    flat = x.view(-1, x.shape[-1])
-    return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [rows, flat.shape[-1]])
+    width = x.shape[-1]
+    flat = x.view(-1, width) if INTERPRETED else x  # compiled, only its address counts
+    return TensorDescriptor(flat, [x.numel() // width, width], [width, 1], [rows, width])
 
 
-def tiles_for(q: Tensor, is_causal: bool) -> tuple[Tiles, Tiles, Tiles]:
-    """The row of the table; small tiles for a width that is not in it, as the tests use."""
+def tiles_for(q: Tensor, is_causal: bool) -> tuple[Tiles | Roles, Tiles | Roles, Tiles | Roles]:
+    """The row of the table for its device and size; small tiles for a width that is not in it, as the tests use."""
     small = Tiles(32, 32, 4, 2)
-    return TABLE.get((q.shape[-1], is_causal), (small, small, small))
+    table = ROLES_TABLE if has_roles(q) and q.shape[:-1].numel() >= ENOUGH_ROWS else TABLE
+    return table.get((q.shape[-1], is_causal), (small, small, small))
 
 
 def _options(tiles: Tiles) -> dict[str, int]:
@@ -230,57 +245,61 @@ def _options(tiles: Tiles) -> dict[str, int]:
     return {} if INTERPRETED else options | ({"maxnreg": tiles.registers} if tiles.registers else {})
 
 
-def fast_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, tiles: Tiles) -> tuple[Tensor, Tensor]:
+def fast_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, tiles: Tiles | Roles) -> tuple[Tensor, Tensor]:
     """Output and natural logsumexp [..., T]; q, k, v aligned."""
+    if isinstance(tiles, Roles):
+        return hopper_forward(q, k, v, is_causal, tiles)
     (t, d), s, n_heads = q.shape[-2:], k.shape[-2], math.prod(q.shape[:-2])
     o, lse = torch.empty_like(q), torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    grid = (n_heads, t // tiles.rows) if tiles.heads_first else (t // tiles.rows, n_heads)
-    fast_forward_kernel[grid](
+    grid, group = (n_heads, t // tiles.rows) if tiles.heads_first else (t // tiles.rows, n_heads), check_shapes(q, k, v)
+    args = (
         _describe(q, tiles.rows), _describe(k, tiles.cols), _describe(v, tiles.cols), _describe(o, tiles.rows), lse,
-        t, s, d**-0.5 * math.log2(math.e), check_shapes(q, k, v), d, tiles.rows, tiles.cols, is_causal, tiles.heads_first,
-        **_options(tiles),
+        t, s, d**-0.5 * math.log2(math.e), group, d, tiles.rows, tiles.cols, is_causal, tiles.heads_first,
     )  # fmt: skip
+    launch(fast_forward_kernel, grid, (tiles, q.dtype, group, d, is_causal), args, **_options(tiles))
     return o, lse
 
 
-def fast_dq(q, k, v, o, do, lse, is_causal: bool, tiles: Tiles) -> tuple[Tensor, Tensor]:
+def fast_dq(q, k, v, o, do, lse, is_causal: bool, tiles: Tiles | Roles) -> tuple[Tensor, Tensor]:
     """The gradient of q; and for each row, stats [2, ...]: lse in base 2, and the sum of o * do."""
+    if isinstance(tiles, Roles):
+        return hopper_dq(q, k, v, o, do, lse, is_causal, tiles)
     (t, d), s, n_heads = q.shape[-2:], k.shape[-2], math.prod(q.shape[:-2])
     dq, stats = torch.empty_like(q), lse.new_empty((2, *lse.shape))
     by_rows, by_cols = ([_describe(x, n) for x in xs] for n, xs in ((tiles.rows, (q, o, do, dq)), (tiles.cols, (k, v))))
-    grid = (n_heads, t // tiles.rows) if tiles.heads_first else (t // tiles.rows, n_heads)
-    fast_dq_kernel[grid](
+    grid, group = (n_heads, t // tiles.rows) if tiles.heads_first else (t // tiles.rows, n_heads), check_shapes(q, k, v)
+    args = (
         by_rows[0], *by_cols, *by_rows[1:], lse, stats, t, s, d**-0.5 * math.log2(math.e), d**-0.5,
-        check_shapes(q, k, v), d, tiles.rows, tiles.cols, is_causal, tiles.heads_first, **_options(tiles),
+        group, d, tiles.rows, tiles.cols, is_causal, tiles.heads_first,
     )  # fmt: skip
+    launch(fast_dq_kernel, grid, (tiles, q.dtype, group, d, is_causal), args, **_options(tiles))
     return dq, stats
 
 
-def fast_dkdv(q, k, v, do, stats, is_causal: bool, tiles: Tiles) -> tuple[Tensor, Tensor]:
+def fast_dkdv(q, k, v, do, stats, is_causal: bool, tiles: Tiles | Roles) -> tuple[Tensor, Tensor]:
     """The gradients of k and v; stats as `fast_dq` leaves them."""
+    if isinstance(tiles, Roles):
+        return hopper_dkdv(q, k, v, do, stats, is_causal, tiles)
     (t, d), s, n_heads, n_rows = q.shape[-2:], k.shape[-2], math.prod(k.shape[:-2]), math.prod(q.shape[:-1])
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     queries, grads = _describe(q, tiles.rows), _describe(do, tiles.rows)
     by_cols = [_describe(x, tiles.cols) for x in (k, v, dk, dv)]
     pairs = TensorDescriptor(stats, [2, n_rows], [n_rows, 1], [2, tiles.rows])
-    fast_dkdv_kernel[(s // tiles.cols, n_heads)](
+    group = check_shapes(q, k, v)
+    args = (
         queries, *by_cols[:2], grads, *by_cols[2:], pairs, t, s, d**-0.5 * math.log2(math.e), d**-0.5,
-        check_shapes(q, k, v), d, tiles.rows, tiles.cols, is_causal, **_options(tiles),
+        group, d, tiles.rows, tiles.cols, is_causal,
     )  # fmt: skip
+    launch(fast_dkdv_kernel, (s // tiles.cols, n_heads), (tiles, q.dtype, group, d, is_causal), args, **_options(tiles))
     return dk, dv
 
 
-# Operators of their own, so that torch.compile takes each as one step and need not look inside.
-
-
-@torch.library.custom_op("workbook::flash_forward", mutates_args=())
-def _forward_op(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     q, k, v = (_aligned(x) for x in (q, k, v))
     return fast_forward(q, k, v, is_causal, tiles_for(q, is_causal)[0])
 
 
-@torch.library.custom_op("workbook::flash_backward", mutates_args=())
-def _backward_op(
+def _backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, o, do, lse = (_aligned(x) for x in (q, k, v, o, do, lse))
@@ -289,12 +308,17 @@ def _backward_op(
     return dq, *fast_dkdv(q, k, v, do, stats, is_causal, for_dkdv)
 
 
-@_forward_op.register_fake
+# Operators of their own, so that torch.compile takes each as one step and need not look inside.
+forward_operator = torch.library.custom_op("workbook::flash_forward", mutates_args=())(_forward)
+backward_operator = torch.library.custom_op("workbook::flash_backward", mutates_args=())(_backward)
+
+
+@forward_operator.register_fake
 def _(q, k, v, is_causal):
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-@_backward_op.register_fake
+@backward_operator.register_fake
 def _(q, k, v, o, do, lse, is_causal):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -306,10 +330,27 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, do, _):
-    return *_backward_op(*ctx.saved_tensors[:4], do, ctx.saved_tensors[4], ctx.is_causal), None
+    return *backward_operator(*ctx.saved_tensors[:4], do, ctx.saved_tensors[4], ctx.is_causal), None
 
 
-_forward_op.register_autograd(_differentiate, setup_context=_save)
+forward_operator.register_autograd(_differentiate, setup_context=_save)
+
+
+class Eager(torch.autograd.Function):
+    """The same without operators, whose way through PyTorch's dispatcher takes longer than a short kernel runs."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal):
+        o, lse = _forward(q, k, v, is_causal)
+        ctx.is_causal = is_causal
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        q, k, v, o, lse = ctx.saved_tensors
+        return *_backward(q, k, v, o, do, lse, ctx.is_causal), None
 
 
 def flash_attention_fast(
@@ -321,4 +362,6 @@ def flash_attention_fast(
         ValueError: the shapes or dtypes do not fit.
     """
     check_shapes(q, k, v)
-    return _forward_op(q, k, v, is_causal)[0]
+    if torch.compiler.is_compiling():
+        return forward_operator(q, k, v, is_causal)[0]
+    return Eager.apply(q, k, v, is_causal)
