@@ -27,7 +27,7 @@ from lib.bench.record import MEASUREMENTS, record, spread
 from lib.flash_attention import FlashAttentionTorch, FlashAttentionTriton, flash_attention
 from lib.given import flash_fast
 from lib.given.flash_fast import fits_fast, flash_attention_fast
-from lib.given.flash_hopper import has_roles
+from lib.given.flash_hopper import Roles, has_roles
 
 CASES = {
     "64_causal": (16, 64, True),
@@ -37,7 +37,7 @@ CASES = {
 }
 LENGTHS, WIDTHS = [4**n * 128 for n in range(5)] + [65_536], (16, 32, 64, 128)
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
-LOG2E = math.log2(math.e)
+LOG2E, KERNELS = math.log2(math.e), ("forward", "dq", "dkdv")
 STARTED = time.perf_counter()
 
 
@@ -270,26 +270,44 @@ WITH_ROLES = {  # only where warps can have roles; None: Triton's own kernel
     "dK/dV with roles: all": ("dkdv", {}),
     "dK/dV with roles: no roles": ("dkdv", None),
     "dK/dV with roles: tiles of 32 rows": ("dkdv", {"tile": 32, "stages": 4}),
+    "dK/dV with roles: keys and values in shared memory": ("dkdv", {"registers": False}),
+    "dK/dV with roles: keys and values in registers": ("dkdv", {"registers": True}),
+    "dQ with roles: all": ("dq", {}),
+    "dQ with roles: no roles": ("dq", None),
+    "dQ with roles: queries and gradients in shared memory": ("dq", {"registers": False}),
+    "dQ with roles: queries and gradients in registers": ("dq", {"registers": True}),
 }
 
 
+def role_cut(which, options):
+    """The cut of a variant, for 16 heads of 64, causal."""
+    i = KERNELS.index(which)
+    cut = flash_fast.ROLES_TABLE[64, True][i]
+    return flash_fast.TABLE[64, True][i] if options is None else replace(cut, **options)
+
+
 def variants(device):
-    """Names of what `ablation` measures."""
-    return [*ABLATION, *(WITH_ROLES if has_roles(torch.empty(0, device=device)) else ())]
+    """Names of what `ablation` measures: each kernel with roles as it is, and what differs from it."""
+    names = list(ABLATION)
+    for name, (which, options) in WITH_ROLES.items() if has_roles(torch.empty(0, device=device)) else ():
+        chosen = flash_fast.ROLES_TABLE[64, True][KERNELS.index(which)]
+        if isinstance(chosen, Roles) and (options == {} or role_cut(which, options) != chosen):
+            names.append(name)
+    return names
 
 
 def role_call(name, length, device):
     """As `ablation_call`, for `WITH_ROLES`."""
     which, options = WITH_ROLES[name]
     q, k, v = inputs(16, length, 64, torch.bfloat16, device, grad=False)
-    for_forward, for_dq, for_dkdv = flash_fast.tiles_for(q, True)
-    table = flash_fast.TABLE[64, True]
+    cut = role_cut(which, options)
     if which == "forward":
-        cut = table[0] if options is None else replace(for_forward, **options)
         return lambda: flash_fast.fast_forward(q, k, v, True, cut)
-    o, lse = flash_fast.fast_forward(q, k, v, True, for_forward)
-    do, cut = torch.randn_like(o), table[2] if options is None else replace(for_dkdv, **options)
-    _, stats = flash_fast.fast_dq(q, k, v, o, do, lse, True, for_dq)
+    o, lse = flash_fast.fast_forward(q, k, v, True, role_cut("forward", {}))
+    do = torch.randn_like(o)
+    if which == "dq":
+        return lambda: flash_fast.fast_dq(q, k, v, o, do, lse, True, cut)
+    _, stats = flash_fast.fast_dq(q, k, v, o, do, lse, True, role_cut("dq", {}))
     return lambda: flash_fast.fast_dkdv(q, k, v, do, stats, True, cut)
 
 
@@ -381,9 +399,9 @@ def memory(report, device, lengths):
 
 def errors(report, device, peers, length):
     """The largest and the root mean square error against float64, output and gradients, bf16."""
-    rows = []
+    rows, heads = [], 16 if device == "cuda" else 2  # on a GPU enough rows for the kernels of the field
     for case, (_, width, causal) in CASES.items():
-        q, k, v = inputs(2, length, width, torch.bfloat16, device)
+        q, k, v = inputs(heads, length, width, torch.bfloat16, device)
         do = torch.randn_like(q)
         exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
         o = naive(*exact, causal)
@@ -402,7 +420,7 @@ def errors(report, device, peers, length):
                 torch.equal(a, b) for a, b in zip(got[1:], torch.autograd.grad(again, (q, k, v), do), strict=True)
             )
             rows.append({"peer": name, "case": case, "largest": worst, "rms": rms, "same_bits_again": same})
-    report.keep("error", {"length": length, "heads": 2, "rows": rows})
+    report.keep("error", {"length": length, "heads": heads, "rows": rows})
 
 
 def main():
@@ -445,7 +463,7 @@ def main():
             worker.terminate()
     q, k, v = inputs(1, 512, 64, torch.bfloat16, device)
     report.keep("compile_s", {"all": time.perf_counter() - STARTED, "fast_path": fits_fast(q, k, v, True)})
-    report.attempt("error", lambda: errors(report, device, peers, 1024))
+    report.attempt("error", lambda: errors(report, device, peers, 2048))
     report.attempt("field", lambda: field(report, peers | others, device, 16_384, 8, 5))
     report.attempt("ablation", lambda: ablation(report, device, 16_384, 6, 5))
     report.attempt("memory", lambda: memory(report, device, [2**n for n in range(9, 17, 1)]))

@@ -53,16 +53,26 @@ CUTS = {  # rows, columns, warps, stages, registers
     ],
     ("one pass", 128): [(64, 64, 4, 2), (64, 64, 8, 2), (32, 64, 4, 2), (32, 128, 8, 2), (64, 128, 8, 2)],
 }  # fmt: skip
-WITH_ROLES = {  # users, tile, stages, early: only on a GPU, where Triton's kernels are the first candidates all the same
+WITH_ROLES = {  # users, tile, stages, early, registers: only on a GPU, after Triton's own candidates
     ("forward", 64): [
         (3, 128, 2), (3, 128, 3), (3, 128, 4), (3, 64, 4), (3, 64, 4, True), (2, 128, 3), (2, 128, 3, True),
+        (2, 128, 3, False, True), (2, 128, 3, True, True),
     ],
     ("forward", 128): [
         (3, 64, 2, True), (3, 64, 3), (3, 64, 3, True), (2, 128, 2), (2, 128, 2, True), (2, 64, 4), (2, 64, 4, True),
+        (2, 128, 2, False, True),
     ],
-    ("dQ", 64): [(3, 64, 3), (3, 64, 4), (3, 64, 4, True), (3, 64, 6), (2, 128, 3), (2, 64, 4), (2, 64, 4, True)],
-    ("dQ", 128): [(3, 64, 2), (2, 64, 2), (2, 64, 3), (2, 64, 3, True), (2, 128, 2)],
-    ("dK/dV", 64): [(2, 64, 2), (2, 64, 3), (2, 64, 4), (2, 64, 6), (2, 32, 4)],
+    ("dQ", 64): [
+        (3, 64, 3), (3, 64, 4), (3, 64, 4, True), (3, 64, 6), (2, 128, 3), (2, 64, 4), (2, 64, 4, True),
+        (3, 64, 2, False, True), (3, 64, 3, False, True), (3, 64, 4, False, True), (2, 64, 4, True, True),
+    ],
+    ("dQ", 128): [
+        (3, 64, 2), (2, 64, 2), (2, 64, 3), (2, 64, 3, True), (2, 128, 2), (2, 64, 3, False, True), (2, 64, 3, True, True),
+    ],
+    ("dK/dV", 64): [
+        (2, 64, 2), (2, 64, 3), (2, 64, 4), (2, 64, 6), (2, 32, 4), (2, 64, 2, False, True), (2, 64, 3, False, True),
+        (2, 64, 4, False, True), (2, 64, 6, False, True),
+    ],
     ("dK/dV", 128): [(2, 64, 2), (2, 32, 3), (2, 32, 4)],
 }  # fmt: skip
 LIMIT = 1.5  # times the error of the table's tiles
@@ -93,7 +103,11 @@ def fields(tiles: Tiles | Roles) -> dict[str, dict]:
     """As the record has it: what a caller of the kernel chooses."""
     if isinstance(tiles, Tiles):
         return {"tiles": tiles._asdict()}
-    return {"roles": {name: asdict(tiles)[name] for name in ("users", "tile", "stages", "heads_first", "early")}}
+    return {
+        "roles": {
+            name: asdict(tiles)[name] for name in ("users", "tile", "stages", "heads_first", "early", "registers")
+        }
+    }
 
 
 def given_at(heads: int, length: int, width: int, causal: bool, device: str) -> tuple[Tensor, ...]:

@@ -38,6 +38,7 @@ class Roles:
     stages: int  # tiles in the ring
     heads_first: bool = False  # forward and dQ: neighbouring programs take different heads, not different rows
     early: bool = False  # forward and dQ: the next scores are begun before this tile's softmax
+    registers: bool = False  # what a group owns is the left factor of products from registers, not from shared memory
     kernel: str = "forward"  # or "dQ", "dK/dV"
     width: int = 0
     group: int = 1  # heads of queries for each head of keys
@@ -67,6 +68,14 @@ if GLUON:
     def left(n):
         """Where it keeps the left factor of a product [64, n] that comes from registers."""
         return gl.DotOperandLayout(operand_index=0, parent=acc(n), k_width=2)
+
+    @gluon.jit
+    def _own(shared, CUT: gl.constexpr):
+        """A group's own 64 rows as the left factor of products [64, tile]."""
+        if CUT.registers:
+            return shared.load(left(CUT.tile))
+        else:  # noqa: RET505 - Gluon wants both ways written out
+            return shared
 
     # ---- the ring ----------------------------------------------------------------------------------------------------
 
@@ -146,7 +155,7 @@ if GLUON:
         """Head and first row of this program, longest rows first."""
         if CUT.heads_first:
             return gl.program_id(0), (gl.num_programs(1) - 1 - gl.program_id(1)) * (64 * CUT.users)
-        else:  # noqa: RET505 - Gluon wants both ways written out
+        else:  # noqa: RET505
             return gl.program_id(1), (gl.num_programs(0) - 1 - gl.program_id(0)) * (64 * CUT.users)
 
     @gluon.jit
@@ -216,7 +225,7 @@ if GLUON:
         n = 0
         mbarrier.wait(once, 0)
         if mine < T:
-            query = q_s.index(user)
+            place, query = q_s.index(user), _own(q_s.index(user), CUT)
             row_layout: gl.constexpr = gl.SliceLayout(1, acc(CUT.tile))
             rows = mine + gl.arange(0, 64, row_layout)
             m = gl.full([64], -float("inf"), gl.float32, row_layout)
@@ -232,9 +241,9 @@ if GLUON:
                     o, l, m, s = _keys(o, l, m, s, query, ring, n, rows + S - T, scale2, True, CUT)
                     n += 1
             gl.store(lse + head * T + rows, (m + gl.log2(l)) * LN2)
-            query.store((o / gl.convert_layout(l, gl.SliceLayout(1, acc(CUT.width)))[:, None]).to(query.dtype))
+            place.store((o / gl.convert_layout(l, gl.SliceLayout(1, acc(CUT.width)))[:, None]).to(place.dtype))
             fence_async_shared()
-            copy_out(out, [head * T + mine, 0], query)
+            copy_out(out, [head * T + mine, 0], place)
         _pass_by(full, empty, n, n_tiles, CUT)
         tma.store_wait(0)
 
@@ -278,11 +287,11 @@ if GLUON:
         n = 0
         mbarrier.wait(once, 0)
         if mine < T:
-            query, grad, output = q_s.index(user), do_s.index(user), o_s.index(user)
+            query, grad, output = _own(q_s.index(user), CUT), _own(do_s.index(user), CUT), o_s.index(user)
             row_layout: gl.constexpr = gl.SliceLayout(1, acc(CUT.tile))
             rows = mine + gl.arange(0, 64, row_layout)
             lse2 = gl.load(lse + head * T + rows) * LOG2E
-            both = output.load(acc(CUT.width)).to(gl.float32) * grad.load(acc(CUT.width)).to(gl.float32)
+            both = output.load(acc(CUT.width)).to(gl.float32) * do_s.index(user).load(acc(CUT.width)).to(gl.float32)
             sums = gl.convert_layout(gl.sum(both, 1), row_layout)
             gl.store(stats + head * T + rows, lse2)
             gl.store(stats + n_rows + head * T + rows, sums)
@@ -377,7 +386,7 @@ if GLUON:
         q_s, full, empty = ring[0], ring[4], ring[5]
         head, start = gl.program_id(1), gl.program_id(0) * (64 * CUT.users)
         mine = start + 64 * user
-        key, value = k_s.index(user), v_s.index(user)
+        key_place, value_place = k_s.index(user), v_s.index(user)
         cols = mine + gl.arange(0, 64, gl.SliceLayout(1, acc(CUT.tile)))
         rows = S - T + gl.arange(0, CUT.tile, gl.SliceLayout(0, acc(CUT.tile)))
         dk = gl.full([64, CUT.width], 0.0, gl.float32, acc(CUT.width))
@@ -386,6 +395,7 @@ if GLUON:
         whole = _first_row(mine + 64 + CUT.tile - 1, T, S, CUT)
         n = 0
         mbarrier.wait(once, 0)
+        key, value = _own(key_place, CUT), _own(value_place, CUT)
         s = warpgroup_mma_wait(0, deps=[_begin_scores(key, q_s, full, 0, CUT)])
         for _ in range(0, CUT.group):
             for _ in range(_first_row(start, T, S, CUT), first, CUT.tile):  # rows that see no key of mine
@@ -398,11 +408,11 @@ if GLUON:
             for _ in range(whole, T, CUT.tile):
                 dk, dv, s = _queries(dk, dv, s, key, value, ring, n, rows, cols, scale2, False, CUT)
                 n += 1
-        key.store((dk * scale).to(key.dtype))
-        value.store(dv.to(key.dtype))
+        key_place.store((dk * scale).to(key.dtype))
+        value_place.store(dv.to(key.dtype))
         fence_async_shared()
-        copy_out(dk_out, [head * S + mine, 0], key)
-        copy_out(dv_out, [head * S + mine, 0], value)
+        copy_out(dk_out, [head * S + mine, 0], key_place)
+        copy_out(dv_out, [head * S + mine, 0], value_place)
         tma.store_wait(0)
 
     @gluon.jit

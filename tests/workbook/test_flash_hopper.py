@@ -17,11 +17,11 @@ needs_roles = pytest.mark.skipif(
     reason="warps have roles on a GPU of compute capability 9.0, with Triton 3.6 to 3.9",
 )
 CUTS = {
-    ("forward", 64): [Roles(3, 128, 3), Roles(2, 128, 2, heads_first=True, early=True), Roles(3, 64, 3, early=True)],
+    ("forward", 64): [Roles(3, 128, 3), Roles(2, 128, 2, heads_first=True, early=True, registers=True)],
     ("forward", 128): [Roles(3, 64, 3, heads_first=True, early=True), Roles(2, 128, 2)],
-    ("dQ", 64): [Roles(3, 64, 3, heads_first=True), Roles(2, 128, 2, early=True)],
-    ("dQ", 128): [Roles(3, 64, 2, heads_first=True), Roles(2, 64, 3, early=True)],
-    ("dK/dV", 64): [Roles(2, 64, 3), Roles(2, 32, 2)],
+    ("dQ", 64): [Roles(3, 64, 3, heads_first=True), Roles(3, 64, 3, registers=True)],
+    ("dQ", 128): [Roles(3, 64, 2, heads_first=True), Roles(2, 64, 3, early=True, registers=True)],
+    ("dK/dV", 64): [Roles(2, 64, 3), Roles(2, 64, 2, registers=True)],
     ("dK/dV", 128): [Roles(2, 64, 2)],
 }
 SHAPES = {"equal": (4, 2, 1024, 1024), "rows for one user": (2, 1, 256, 256), "more keys": (4, 2, 128, 512)}
