@@ -282,8 +282,10 @@ WITH_ROLES = {  # only where warps can have roles; None: Triton's own kernel
 def role_cut(which, options):
     """The cut of a variant, for 16 heads of 64, causal."""
     i = KERNELS.index(which)
+    if options is None:
+        return flash_fast.TABLE[64, True][i]
     cut = flash_fast.ROLES_TABLE[64, True][i]
-    return flash_fast.TABLE[64, True][i] if options is None else replace(cut, **options)
+    return replace(cut, **options) if options else cut
 
 
 def variants(device):

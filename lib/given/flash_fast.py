@@ -32,17 +32,21 @@ class Tiles(NamedTuple):
 
 # Width, causal: forward, dQ, dK/dV; found on an H200 by ``lib.bench.flash_tiles``. First what Triton's own kernels take.
 TABLE: dict[tuple[int, bool], tuple[Tiles, Tiles, Tiles]] = {
-    (64, True): (Tiles(64, 128, 4, 2, heads_first=True), Tiles(128, 64, 4, 4, heads_first=True), Tiles(64, 64, 4, 4)),
-    (64, False): (Tiles(64, 128, 4, 2, 168), Tiles(128, 64, 4, 4, heads_first=True), Tiles(64, 64, 4, 3)),
+    (64, True): (
+        Tiles(64, 128, 4, 2, 168, heads_first=True),
+        Tiles(128, 64, 4, 4, heads_first=True),
+        Tiles(64, 64, 4, 4),
+    ),
+    (64, False): (Tiles(64, 128, 4, 2), Tiles(128, 64, 4, 4, heads_first=True), Tiles(64, 64, 4, 4)),
     (128, True): (Tiles(64, 64, 4, 3, heads_first=True), Tiles(128, 64, 8, 3, heads_first=True), Tiles(64, 64, 4, 2)),
-    (128, False): (Tiles(128, 64, 4, 2), Tiles(128, 64, 8, 3, heads_first=True), Tiles(64, 64, 4, 2)),
+    (128, False): (Tiles(128, 64, 4, 2), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)),
 }
 # The quickest of all where `has_roles`: mostly kernels with roles for their warps.
 ROLES_TABLE: dict[tuple[int, bool], tuple[Tiles | Roles, Tiles | Roles, Tiles | Roles]] = {
-    (64, True): (Roles(3, 128, 4, heads_first=True), Roles(3, 64, 4, heads_first=True), Roles(2, 64, 3)),
-    (64, False): (Roles(3, 128, 2), TABLE[64, False][1], Roles(2, 64, 6)),
-    (128, True): (Roles(3, 64, 3, heads_first=True), Roles(3, 64, 2, heads_first=True), Roles(2, 64, 2)),
-    (128, False): (Roles(2, 128, 2), Roles(2, 64, 3, early=True), Roles(2, 64, 2)),
+    (64, True): (Roles(3, 128, 4, heads_first=True), TABLE[64, True][1], Roles(2, 64, 3, registers=True)),
+    (64, False): (Roles(3, 128, 2), TABLE[64, False][1], Roles(2, 64, 3, registers=True)),
+    (128, True): (Roles(3, 64, 3, heads_first=True), Roles(2, 64, 3, heads_first=True, early=True), Roles(2, 64, 2)),
+    (128, False): (Roles(2, 128, 2), Roles(2, 128, 2), Roles(2, 64, 2)),
 }
 ENOUGH_ROWS = (
     2**15

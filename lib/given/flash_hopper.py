@@ -1,4 +1,4 @@
-"""FlashAttention with roles for a Hopper GPU's warps: one warp only copies, groups of four warps only compute.
+"""FlashAttention with roles for a Hopper GPU's warps (warp specialization): one only copies, groups of four only compute.
 
 Read ``lib.given.flash_fast`` first: the arithmetic is the same. There, Triton decides who copies and when a product is waited
 for. Gluon, the language below Triton, leaves that to its caller: layouts, shared memory, barriers and waits stand here in full.
@@ -19,19 +19,16 @@ from torch import Tensor
 
 from lib.given.flash_tiles import HAS_TRITON, INTERPRETED, check_shapes, triton
 
-VERSIONS = ((3, 6), (3, 9))  # of Triton; Gluon is young and its names change
+KNOWN = ((3, 6), (3, 7), (3, 8), (3, 9))  # Tritons that compile what stands here; Gluon is young, and its names change
+PROVEN = ((3, 6),)  # those whose code has run on a GPU and passed tests/workbook/test_flash_hopper.py there
 
-
-def _known(version: str) -> bool:
-    return VERSIONS[0] <= tuple(map(int, version.split(".")[:2])) <= VERSIONS[1]
-
-
-GLUON = HAS_TRITON and not INTERPRETED and _known(triton.__version__)
+VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if HAS_TRITON else ()
+GLUON = not INTERPRETED and VERSION in KNOWN
 
 
 @dataclass(frozen=True)
 class Roles:
-    """How one kernel is cut, known when it is compiled; the caller fills in what is behind ``early``."""
+    """How one kernel is cut, known when it is compiled; `complete` fills in what is behind ``registers``."""
 
     users: int  # groups of four warps that compute; 2, or 3 for forward and dQ
     tile: int  # keys (forward, dQ) or rows (dK/dV) that come at a time
@@ -437,8 +434,8 @@ if GLUON:
 
 
 def has_roles(x: Tensor) -> bool:
-    """Whether warps can have roles on its device: compute capability 9.0 exactly, and a Triton whose Gluon is known."""
-    return GLUON and x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
+    """Whether warps can have roles on its device: compute capability 9.0 exactly, and a Triton that is proven."""
+    return GLUON and VERSION in PROVEN and x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
 _compiled: dict[tuple, Any] = {}
