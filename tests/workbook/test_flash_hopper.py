@@ -7,8 +7,18 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lib.given.flash_fast import TABLE, Tiles, fast_dkdv, fast_dq, fast_forward, fits_fast, tiles_for
+from lib.given.flash_fast import (
+    TABLE,
+    Tiles,
+    fast_dkdv,
+    fast_dq,
+    fast_forward,
+    fits_fast,
+    flash_attention_fast,
+    tiles_for,
+)
 from lib.given.flash_hopper import KNOWN, VERSION, Roles, has_roles
 
 needs_roles = pytest.mark.skipif(
@@ -47,6 +57,15 @@ def test_without_a_hopper_gpu_the_tiles_are_tritons():
     assert not has_roles(q)
     assert tiles_for(q, True) == TABLE[64, True]
     assert all(isinstance(tiles, Tiles) for row in TABLE.values() for tiles in row)
+
+
+def test_fake_tensors_get_shapes_and_no_kernel():
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 128, 64, dtype=torch.float16, requires_grad=True)
+        k, v = (torch.empty(2, 2, 256, 64, dtype=torch.float16, requires_grad=True) for _ in range(2))
+        o = flash_attention_fast(q, k, v, True)
+        o.sum().backward()
+    assert [x.shape for x in (o, q.grad, k.grad)] == [q.shape, q.shape, k.shape]
 
 
 def given_at(shape, width, causal, dtype):
