@@ -465,7 +465,7 @@ def main():
             worker.terminate()
     q, k, v = inputs(1, 512, 64, torch.bfloat16, device)
     report.keep("compile_s", {"all": time.perf_counter() - STARTED, "fast_path": fits_fast(q, k, v, True)})
-    report.attempt("error", lambda: errors(report, device, peers, 2048))
+    report.attempt("error", lambda: errors(report, device, peers, 4096))
     report.attempt("field", lambda: field(report, peers | others, device, 16_384, 8, 5))
     report.attempt("ablation", lambda: ablation(report, device, 16_384, 6, 5))
     report.attempt("memory", lambda: memory(report, device, [2**n for n in range(9, 17, 1)]))

@@ -51,7 +51,7 @@ def replayed_ms(call: Callable[[], tuple[Tensor, Tensor]], rounds: int) -> dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     if options.tiny:

@@ -1,8 +1,8 @@
 """Which tiles suit the fast kernels of chapter 15: every candidate of every kernel, compiled, checked and timed in turns.
 
-``python -m lib.bench.flash_tiles`` on a Hopper GPU (two minutes) writes ``flash_tiles.json`` and prints the quickest, which
-``TABLE`` (of Triton's kernels) and ``ROLES_TABLE`` (of all) of ``lib.given.flash_fast`` hold. ``--tiny`` tries two candidates
-a kernel on whatever there is.
+``python -m lib.bench.flash_tiles`` on a Hopper GPU (two minutes) writes ``flash_tiles.json``, quickest first, and prints the
+quickest. ``ROLES_TABLE`` of ``lib.given.flash_fast`` holds it, ``TABLE`` the quickest of Triton's own kernels. ``--tiny`` tries
+two candidates a kernel on whatever there is.
 """
 
 import argparse
@@ -112,7 +112,7 @@ def fields(tiles: Tiles | Roles) -> dict[str, dict]:
 
 def given_at(heads: int, length: int, width: int, causal: bool, device: str) -> tuple[Tensor, ...]:
     q, k, v = inputs(heads, length, width, torch.bfloat16 if device == "cuda" else torch.float32, device, grad=False)
-    for_forward, for_dq, _ = tiles_for(q, causal)
+    for_forward, for_dq, _ = tiles_for(q, k, causal)
     o, lse = fast_forward(q, k, v, causal, for_forward)
     do = torch.randn_like(o)
     return q, k, v, o, do, lse, fast_dq(q, k, v, o, do, lse, causal, for_dq)[1]

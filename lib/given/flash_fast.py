@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lib.given.flash_hopper import Roles, has_roles, hopper_dkdv, hopper_dq, hopper_forward, launch
 from lib.given.flash_tiles import HAS_TRITON, INTERPRETED, LN2, LOG2E, check_shapes, tl, triton
@@ -48,9 +48,8 @@ ROLES_TABLE: dict[tuple[int, bool], tuple[Tiles | Roles, Tiles | Roles, Tiles | 
     (128, True): (Roles(3, 64, 3, heads_first=True), Roles(2, 64, 3, heads_first=True, early=True), Roles(2, 64, 2)),
     (128, False): (Roles(2, 128, 2), Roles(2, 128, 2), Roles(2, 64, 2)),
 }
-ENOUGH_ROWS = (
-    2**15
-)  # of queries, in all heads; with fewer, roles leave multiprocessors idle (``lib.bench.flash_short``)
+# Rows of queries, or of keys for dK/dV, in all heads: with fewer, roles leave multiprocessors idle (lib.bench.flash_short).
+ENOUGH_ROWS = (2**16, 2**15, 2**15)
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
@@ -237,11 +236,16 @@ def _describe(x: Tensor, rows: int):
     return TensorDescriptor(flat, [x.numel() // width, width], [width, 1], [rows, width])
 
 
-def tiles_for(q: Tensor, is_causal: bool) -> tuple[Tiles | Roles, Tiles | Roles, Tiles | Roles]:
-    """The row of the table for its device and size; small tiles for a width that is not in it, as the tests use."""
+def tiles_for(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tiles | Roles, Tiles | Roles, Tiles | Roles]:
+    """Forward's, dQ's and dK/dV's for device and sizes; small tiles for a width that is in no table, as the tests use."""
     small = Tiles(32, 32, 4, 2)
-    table = ROLES_TABLE if has_roles(q) and q.shape[:-1].numel() >= ENOUGH_ROWS else TABLE
-    return table.get((q.shape[-1], is_causal), (small, small, small))
+    chosen = TABLE.get((q.shape[-1], is_causal), (small, small, small))
+    if not has_roles(q) or (q.shape[-1], is_causal) not in ROLES_TABLE:
+        return chosen
+    rows = q.shape[:-1].numel(), q.shape[:-1].numel(), k.shape[:-1].numel()
+    both = zip(chosen, ROLES_TABLE[q.shape[-1], is_causal], rows, ENOUGH_ROWS, strict=True)
+    forward, dq, dkdv = (roles if n >= enough else tiles for tiles, roles, n, enough in both)
+    return forward, dq, dkdv
 
 
 def _options(tiles: Tiles) -> dict[str, int]:
@@ -300,14 +304,14 @@ def fast_dkdv(q, k, v, do, stats, is_causal: bool, tiles: Tiles | Roles) -> tupl
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     q, k, v = (_aligned(x) for x in (q, k, v))
-    return fast_forward(q, k, v, is_causal, tiles_for(q, is_causal)[0])
+    return fast_forward(q, k, v, is_causal, tiles_for(q, k, is_causal)[0])
 
 
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, o, do, lse = (_aligned(x) for x in (q, k, v, o, do, lse))
-    _, for_dq, for_dkdv = tiles_for(q, is_causal)
+    _, for_dq, for_dkdv = tiles_for(q, k, is_causal)
     dq, stats = fast_dq(q, k, v, o, do, lse, is_causal, for_dq)
     return dq, *fast_dkdv(q, k, v, do, stats, is_causal, for_dkdv)
 
@@ -351,10 +355,16 @@ class Eager(torch.autograd.Function):
         return o
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
-        return *_backward(q, k, v, o, do, lse, ctx.is_causal), None
+        # With create_graph the operator, which refuses a second derivative; a launch would leave it out without a word.
+        compute = backward_operator if torch.is_grad_enabled() else _backward
+        return *compute(q, k, v, o, do, lse, ctx.is_causal), None
+
+
+def _looked_at(*xs: Tensor) -> bool:
+    """Whether someone wants to see operators: a mode; or a kind of tensor, such as a fake one, that has no memory."""
+    return _get_current_dispatch_mode() is not None or any(type(x) is not Tensor for x in xs)
 
 
 def flash_attention_fast(
@@ -366,7 +376,6 @@ def flash_attention_fast(
         ValueError: the shapes or dtypes do not fit.
     """
     check_shapes(q, k, v)
-    plain = all(type(x) is Tensor for x in (q, k, v))  # a fake tensor, say, has no memory to launch a kernel on
-    if torch.compiler.is_compiling() or not plain:
+    if torch.compiler.is_compiling() or _looked_at(q, k, v):
         return forward_operator(q, k, v, is_causal)[0]
     return Eager.apply(q, k, v, is_causal)

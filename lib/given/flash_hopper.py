@@ -6,7 +6,8 @@ for. Gluon, the language below Triton, leaves that to its caller: layouts, share
 Each program is 64 rows (forward, dQ) or 64 keys (dK/dV) for each of its groups, its *users*, and one ring of tiles that all
 of them read: what comes from memory comes once for two or three users. Two barriers stand at each place of the ring. ``full``
 is passed when the copy engine has written all bytes of the tile, ``empty`` when every user has let go of the tile. Tile n of
-a program lies at place n % stages, and a barrier's phase, 0 or 1 in turn, says which time round it is.
+a program lies at place n % stages, and a barrier's phase, 0 or 1 in turn, says which time round it is. A barrier of its own,
+``once``, says that the users' own rows have come. Sizes are multiples of 128, and callers see to that (``fits_fast``).
 """
 
 import math
@@ -32,7 +33,7 @@ class Roles:
 
     users: int  # groups of four warps that compute; 2, or 3 for forward and dQ
     tile: int  # keys (forward, dQ) or rows (dK/dV) that come at a time
-    stages: int  # tiles in the ring
+    stages: int  # tiles in the ring, 2 or more: the next one comes before this one is let go
     heads_first: bool = False  # forward and dQ: neighbouring programs take different heads, not different rows
     early: bool = False  # forward and dQ: the next scores are begun before this tile's softmax
     registers: bool = False  # what a group owns is the left factor of products from registers, not from shared memory
@@ -444,8 +445,8 @@ _compiled: dict[tuple, Any] = {}
 def launch(kernel: Any, grid: tuple[int, int], key: tuple, args: tuple, **options: Any) -> None:
     """As ``kernel[grid](*args, **options)``, which compares every argument with what it has compiled, each time.
 
-    That takes longer than a short kernel runs. Here ``key`` says all that the compiled code depends on, beside what holds
-    always: sizes are multiples of 16, and so are addresses, in bytes.
+    That takes longer than a short kernel runs. Here ``key`` says all that the compiled code depends on, beside what callers
+    see to: sizes are multiples of 16, and so are addresses, in bytes.
     """
     if INTERPRETED:
         kernel[grid](*args, **options)
@@ -480,6 +481,10 @@ def complete(cut: Roles, kernel: str, width: int, group: int, is_causal: bool) -
         raise ValueError(f"users = {cut.users}, expected 2{' or 3' if most == 3 else ''} for {kernel}")
     if cut.tile not in (32, 64, 128):
         raise ValueError(f"tile = {cut.tile}, expected 32, 64 or 128")
+    if cut.stages < 2:
+        raise ValueError(f"stages = {cut.stages}, expected 2 or more: the next tile comes before this one is let go")
+    if kernel == "dK/dV" and (cut.early or cut.heads_first):
+        raise ValueError(f"early = {cut.early}, heads_first = {cut.heads_first}, expected neither for dK/dV")
     return replace(cut, kernel=kernel, width=width, group=group, causal=is_causal)
 
 

@@ -278,7 +278,7 @@ def test_FlashAttentionTriton_gives_the_same_bits_again():
 
 def by_launches(q, k, v, do, is_causal, tiles=None):
     """What the fast file does, without autograd; with these tiles or those that it would take."""
-    for_forward, for_dq, for_dkdv = tiles or tiles_for(q, is_causal)
+    for_forward, for_dq, for_dkdv = tiles or tiles_for(q, k, is_causal)
     o, lse = fast_forward(q, k, v, is_causal, for_forward)
     dq, stats = fast_dq(q, k, v, o, do, lse, is_causal, for_dq)
     return o, dq, *fast_dkdv(q, k, v, do, stats, is_causal, for_dkdv)

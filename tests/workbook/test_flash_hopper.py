@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lib.given import flash_fast, flash_hopper
 from lib.given.flash_fast import (
+    ROLES_TABLE,
     TABLE,
     Tiles,
     fast_dkdv,
@@ -25,15 +27,20 @@ needs_roles = pytest.mark.skipif(
     not has_roles(torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu")),
     reason="warps have roles on a GPU of compute capability 9.0, with a Triton that is proven",
 )
-CUTS = {
-    ("forward", 64): [Roles(3, 128, 3), Roles(2, 128, 2, heads_first=True, early=True, registers=True)],
-    ("forward", 128): [Roles(3, 64, 3, heads_first=True, early=True), Roles(2, 128, 2)],
+CUTS = {  # beside those of the table
+    ("forward", 64): [Roles(2, 128, 2, heads_first=True, early=True, registers=True)],
+    ("forward", 128): [Roles(3, 64, 3, heads_first=True, early=True)],
     ("dQ", 64): [Roles(3, 64, 3, heads_first=True), Roles(3, 64, 3, registers=True)],
-    ("dQ", 128): [Roles(3, 64, 2, heads_first=True), Roles(2, 64, 3, early=True, registers=True)],
-    ("dK/dV", 64): [Roles(2, 64, 3), Roles(2, 64, 2, registers=True)],
-    ("dK/dV", 128): [Roles(2, 64, 2)],
+    ("dQ", 128): [Roles(3, 64, 2, heads_first=True)],
+    ("dK/dV", 64): [Roles(2, 64, 2)],
+    ("dK/dV", 128): [],
 }
-SHAPES = {"equal": (4, 2, 1024, 1024), "rows for one user": (2, 1, 256, 256), "more keys": (4, 2, 128, 512)}
+SHAPES = {  # batch, heads, heads of keys, rows, keys
+    "equal": (1, 4, 2, 1024, 1024),
+    "rows for one user, one head each": (2, 2, 2, 256, 256),
+    "more keys": (1, 4, 2, 128, 512),
+    "three heads share": (1, 3, 1, 384, 640),
+}
 
 
 @pytest.mark.skipif(VERSION not in KNOWN, reason="Gluon's names change: these kernels are for Triton 3.6 to 3.9")
@@ -52,11 +59,95 @@ def test_the_kernels_compile_for_hopper_and_their_products_run_ahead(tmp_path):
         assert counts["LDL"] < counts["HGMMA"], f"{name}: registers are spilled to memory: {counts}"
 
 
-def test_without_a_hopper_gpu_the_tiles_are_tritons():
-    q = torch.empty(1, 1, 128, 64, device="meta")
+def test_roles_are_for_hopper_gpus_and_enough_rows(monkeypatch):
+    q = torch.empty(2, 16, 4096, 64, device="meta")
     assert not has_roles(q)
-    assert tiles_for(q, True) == TABLE[64, True]
+    assert tiles_for(q, q, True) == TABLE[64, True]
     assert all(isinstance(tiles, Tiles) for row in TABLE.values() for tiles in row)
+    monkeypatch.setattr(flash_fast, "has_roles", lambda x: True)
+    assert tiles_for(q, q, True) == ROLES_TABLE[64, True]
+    assert tiles_for(q[:, :, :128], q[:, :, :128], True) == TABLE[64, True]
+    shared = tiles_for(q, q[:, :1], True)  # dK/dV has a program for keys, and these are few
+    assert shared == (*ROLES_TABLE[64, True][:2], TABLE[64, True][2])
+
+
+class FakeKernel:
+    """Counts how often it is compiled, and how often what was compiled is launched."""
+
+    def __init__(self):
+        self.compiled = self.launched = 0
+
+    def __getitem__(self, grid):
+        def compile_and_launch(*args, **options):
+            self.compiled += 1
+            return Launchable(self)
+
+        return compile_and_launch
+
+
+class Launchable:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        assert len(grid) == 3
+
+        def launch(*args):
+            self.kernel.launched += 1
+
+        return launch
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dQ", "dK/dV"])
+def test_what_another_kernel_is_compiled_for_is_compiled_again_and_nothing_else(kernel, monkeypatch):
+    fake = FakeKernel()
+    names = {"forward": "fast_forward_kernel", "dQ": "fast_dq_kernel", "dK/dV": "fast_dkdv_kernel"}
+    monkeypatch.setattr(flash_fast, names[kernel], fake)
+    monkeypatch.setattr(flash_hopper, "INTERPRETED", False)
+    monkeypatch.setattr(flash_hopper, "_compiled", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    def run(heads=2, length=128, width=64, dtype=torch.float16, causal=True, rows=64):
+        q, k = torch.empty(1, 2, length, width, dtype=dtype), torch.empty(1, heads, length, width, dtype=dtype)
+        lse, stats, tiles = torch.empty(1, 2, length), torch.empty(2, 1, 2, length), Tiles(rows, 64, 4, 2)
+        if kernel == "forward":
+            fast_forward(q, k, k, causal, tiles)
+        elif kernel == "dQ":
+            fast_dq(q, k, k, q, q, lse, causal, tiles)
+        else:
+            fast_dkdv(q, k, k, q, stats, causal, tiles)
+
+    run()
+    run(length=256)
+    assert (fake.compiled, fake.launched) == (1, 1)
+    for n, other in enumerate(
+        ({"heads": 1}, {"width": 128}, {"dtype": torch.bfloat16}, {"causal": False}, {"rows": 128})
+    ):
+        run(**other)
+        assert fake.compiled == n + 2, other
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    run()
+    assert fake.compiled == 7
+
+
+def test_a_second_derivative_is_refused():
+    q = torch.randn(1, 32, 32, requires_grad=True)
+    for as_one_sum in (False, True):
+        o = flash_attention_fast(q, q.detach(), q.detach(), True)
+        (grad,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="autograd formula"):
+            torch.autograd.grad(grad.square().sum() + (q.sum() if as_one_sum else 0), q)
+
+
+@pytest.mark.time_limit(60)
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_what_is_compiled_takes_the_operators():
+    q = torch.randn(1, 32, 32, requires_grad=True)
+    plain = flash_attention_fast(q, q, q, True)
+    compiled = torch.compile(flash_attention_fast, backend="aot_eager", fullgraph=True)(q, q, q, True)
+    torch.testing.assert_close(compiled, plain)
+    grads = [torch.autograd.grad(o.square().sum(), q)[0] for o in (plain, compiled)]
+    torch.testing.assert_close(*grads)
 
 
 def test_fake_tensors_get_shapes_and_no_kernel():
@@ -69,10 +160,10 @@ def test_fake_tensors_get_shapes_and_no_kernel():
 
 
 def given_at(shape, width, causal, dtype):
-    heads, kv_heads, t, s = shape
+    batch, heads, kv_heads, t, s = shape
     torch.manual_seed(0)
-    q, do = (torch.randn(1, heads, t, width, device="cuda").to(dtype) for _ in range(2))
-    k, v = (torch.randn(1, kv_heads, s, width, device="cuda").to(dtype) for _ in range(2))
+    q, do = (torch.randn(batch, heads, t, width, device="cuda").to(dtype) for _ in range(2))
+    k, v = (torch.randn(batch, kv_heads, s, width, device="cuda").to(dtype) for _ in range(2))
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     wide = [leaves[0], *(x.repeat_interleave(heads // kv_heads, 1) for x in leaves[1:])]
     scores = wide[0] @ wide[1].mT * width**-0.5
@@ -104,17 +195,17 @@ def test_they_are_as_exact_as_tritons_kernels_and_give_the_same_bits_again(width
         o, lse = fast_forward(q, k, v, causal, for_forward)
         dq, stats = fast_dq(q, k, v, o, do, lse, causal, for_dq)
         dk, dv = fast_dkdv(q, k, v, do, stats, causal, for_dkdv)
-        for cut in CUTS["forward", width]:
+        for cut in (ROLES_TABLE[width, causal][0], *CUTS["forward", width]):
             found, its_lse = fast_forward(q, k, v, causal, cut)
             assert gap(found, exact["o"]) <= 1.1 * gap(o, exact["o"]), (name, cut)
             assert (its_lse - exact["lse"]).abs().max() < 1e-3, (name, cut)
             assert torch.equal(found, fast_forward(q, k, v, causal, cut)[0]), (name, cut)
-        for cut in CUTS["dQ", width]:
+        for cut in (ROLES_TABLE[width, causal][1], *CUTS["dQ", width]):
             found, its_stats = fast_dq(q, k, v, o, do, lse, causal, cut)
             assert gap(found, exact["dq"]) <= 1.1 * gap(dq, exact["dq"]), (name, cut)
             torch.testing.assert_close(its_stats, stats, atol=1e-4, rtol=1e-5)
             assert torch.equal(found, fast_dq(q, k, v, o, do, lse, causal, cut)[0]), (name, cut)
-        for cut in CUTS["dK/dV", width]:
+        for cut in (ROLES_TABLE[width, causal][2], *CUTS["dK/dV", width]):
             found = fast_dkdv(q, k, v, do, stats, causal, cut)
             for x, old, key in zip(found, (dk, dv), ("dk", "dv"), strict=True):
                 assert gap(x, exact[key]) <= 1.1 * gap(old, exact[key]), (name, cut, key)
@@ -125,11 +216,32 @@ def test_they_are_as_exact_as_tritons_kernels_and_give_the_same_bits_again(width
 @pytest.mark.gpu
 @needs_roles
 def test_a_cut_that_no_kernel_has_is_refused():
-    (q, k, v, do), _ = given_at((1, 1, 128, 128), 64, True, torch.bfloat16)
+    (q, k, v, do), _ = given_at((1, 1, 1, 128, 128), 64, True, torch.bfloat16)
     with pytest.raises(ValueError, match="users = 4"):
         fast_forward(q, k, v, True, Roles(4, 64, 2))
+    with pytest.raises(ValueError, match="stages = 1"):
+        fast_forward(q, k, v, True, Roles(3, 64, 1))
     stats = torch.zeros(2, *q.shape[:-1], device="cuda")
+    with pytest.raises(ValueError, match="early = True"):
+        fast_dkdv(q, k, v, do, stats, True, Roles(2, 64, 2, early=True))
     with pytest.raises(ValueError, match="users = 3"):
         fast_dkdv(q, k, v, do, stats, True, Roles(3, 64, 2))
     with pytest.raises(ValueError, match="tile = 96"):
         fast_forward(q, k, v, True, Roles(3, 96, 2))
+
+
+@pytest.mark.gpu
+@needs_roles
+def test_flash_attention_takes_them_for_many_rows_and_any_strides():
+    (q, k, v, do), exact = given_at((1, 32, 32, 2048, 2048), 64, True, torch.bfloat16)
+    assert isinstance(tiles_for(q, k, True)[0], Roles)
+    leaves = [x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    o = flash_attention_fast(*leaves, True)
+    grads = torch.autograd.grad(o, leaves, do)
+    for name, found in zip(("o", "dq", "dk", "dv"), (o, *grads), strict=True):
+        assert gap(found, exact[name]) <= 2e-2 * exact[name].square().mean().sqrt().item(), name
+    o = flash_attention_fast(*leaves, True)
+    o.sum().backward()
+    torch.testing.assert_close(
+        leaves[2].grad, torch.autograd.grad(flash_attention_fast(*leaves, True), leaves[2], torch.ones_like(o))[0]
+    )
