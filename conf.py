@@ -10,7 +10,7 @@ sys.path.insert(0, str(HERE))
 
 import yaml  # noqa: E402
 
-from lib.workbook import site  # noqa: E402
+from lib.workbook.tools import site  # noqa: E402
 
 book = yaml.safe_load((HERE / "book.yml").read_text(encoding="utf-8"))["project"]
 mathjax = Path(find_spec("sphinx-mathjax-offline").submodule_search_locations[0], "static/mathjax/tex-svg.js")

@@ -1,12 +1,12 @@
 """The learner's package: sixteen modules to write, and what the chapters use around them.
 
 ``from lib.rope import apply_rope`` gives the learner's function where it is written and the reference's where it is
-still a stub; `lib.workbook.resolve` says which, and why.
+still a stub; `lib.workbook.book.resolve` says which, and why.
 """
 
 import os as _os
 
-from lib.workbook import resolve as _resolve
+from lib.workbook.book import resolve as _resolve
 
 
 def _sees_gpu() -> bool:

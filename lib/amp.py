@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from lib.given.autocast import PRODUCTS, REDUCTIONS
+from lib.given.kernels.autocast import PRODUCTS, REDUCTIONS
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class MiniAutocast(TorchFunctionMode):
     The floating-point tensors among the arguments of an operation whose name is in ``PRODUCTS`` are cast to ``dtype``; of one
     in ``REDUCTIONS[device_type]``, to float32; every other operation runs as it is. float64 is never cast. Regions nest, and
     the innermost decides. Parameters stay as they are, and their gradients come in their own dtype. Both lists are in
-    ``lib/given/autocast.py``.
+    ``lib/given/kernels/autocast.py``.
 
     Raises:
         ValueError: ``dtype`` is none of the three, or there are no rules for ``device_type``; the message names it.

@@ -6,11 +6,11 @@ import torch
 from jaxtyping import Bool, Complex, Float, Int
 from torch import Tensor, nn
 
-from lib.given.llama import LLAMA_2_7B as LLAMA_2_7B
-from lib.given.llama import LLAMA_2_13B as LLAMA_2_13B
-from lib.given.llama import LLAMA_2_70B as LLAMA_2_70B
-from lib.given.llama import TINY as TINY
-from lib.given.llama import LlamaConfig, hf_tensors
+from lib.given.models.llama import LLAMA_2_7B as LLAMA_2_7B
+from lib.given.models.llama import LLAMA_2_13B as LLAMA_2_13B
+from lib.given.models.llama import LLAMA_2_70B as LLAMA_2_70B
+from lib.given.models.llama import TINY as TINY
+from lib.given.models.llama import LlamaConfig, hf_tensors
 from lib.attention import KVCache, MultiHeadAttention, causal_mask
 from lib.rope import half_to_interleaved, precompute_rope
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lib.given.gpt2 import GPT2Config
-from lib.given.vit import ViTConfig
+from lib.given.models.gpt2 import GPT2Config
+from lib.given.models.vit import ViTConfig
 
 
 @dataclass(frozen=True)

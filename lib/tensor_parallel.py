@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from lib.given.llama import LlamaConfig
-from lib.given.tensor_parallel import KeyValueHeads, LocalHeads, SharedInput
+from lib.given.models.llama import LlamaConfig
+from lib.given.parallel.tensors import KeyValueHeads, LocalHeads, SharedInput
 from lib.attention import merge_heads, scaled_dot_product_attention, split_heads
 from lib.rope import apply_rope
 

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lib.given.triton_mode import INTERPRETED, block_of, check_tensors, matmul_tiles, rows_of, tl, triton, warps_of
+from lib.given.kernels.mode import INTERPRETED, block_of, check_tensors, matmul_tiles, rows_of, tl, triton, warps_of
 
 # ---- 14.1 ------------------------------------------------------------------------------------------------------------
 

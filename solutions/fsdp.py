@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
-from lib.given.sharding import HookedUnits, all_gather_row, blocks_of, reduce_scatter_row
+from lib.given.parallel.sharding import HookedUnits, all_gather_row, blocks_of, reduce_scatter_row
 
 
 def memory_per_device(

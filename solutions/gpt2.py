@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from lib.given.gpt2 import (  # noqa: F401
+from lib.given.models.gpt2 import (  # noqa: F401
     GPT2_LARGE,
     GPT2_MEDIUM,
     GPT2_SMALL,

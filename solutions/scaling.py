@@ -10,9 +10,9 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lib.given.scaling import CARDS, Bandwidths, Choice, Layout, Plan
-from lib.given.scaling import XXL as XXL
-from lib.given.scaling import FFNConfig as FFNConfig
+from lib.given.models.scaling import CARDS, Bandwidths, Choice, Layout, Plan
+from lib.given.models.scaling import XXL as XXL
+from lib.given.models.scaling import FFNConfig as FFNConfig
 from solutions.llama import inference_memory_gb
 from solutions.tensor_parallel import pipeline_bubble
 from solutions.training import hours_per_epoch

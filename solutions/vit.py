@@ -8,13 +8,13 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lib.given.vit import TINY as TINY
-from lib.given.vit import VIT_B_16 as VIT_B_16
-from lib.given.vit import VIT_GIANT_14 as VIT_GIANT_14
-from lib.given.vit import VIT_GIGANTIC_14 as VIT_GIGANTIC_14
-from lib.given.vit import VIT_H_14 as VIT_H_14
-from lib.given.vit import VIT_L_16 as VIT_L_16
-from lib.given.vit import ViTConfig, hf_names, modern_hf_names, timm_names
+from lib.given.models.vit import TINY as TINY
+from lib.given.models.vit import VIT_B_16 as VIT_B_16
+from lib.given.models.vit import VIT_GIANT_14 as VIT_GIANT_14
+from lib.given.models.vit import VIT_GIGANTIC_14 as VIT_GIGANTIC_14
+from lib.given.models.vit import VIT_H_14 as VIT_H_14
+from lib.given.models.vit import VIT_L_16 as VIT_L_16
+from lib.given.models.vit import ViTConfig, hf_names, modern_hf_names, timm_names
 from solutions.attention import merge_heads, scaled_dot_product_attention, split_heads
 
 

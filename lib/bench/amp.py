@@ -22,11 +22,11 @@ from torch.nn import functional
 
 from lib.amp import GradScaler
 from lib.bench.record import MEASUREMENTS, record, spread
-from lib.given.data import language_reference
-from lib.given.gpt2 import TINY as GPT2_TINY
-from lib.given.model_sizes import MODEL_SIZES
-from lib.given.vit import TINY as VIT_TINY
-from lib.given.vit import VIT_L_16
+from lib.given.data.corpora import language_reference
+from lib.given.models.gpt2 import TINY as GPT2_TINY
+from lib.given.models.sizes import MODEL_SIZES
+from lib.given.models.vit import TINY as VIT_TINY
+from lib.given.models.vit import VIT_L_16
 from lib.gpt2 import GPT2
 from lib.vit import VisionTransformer
 

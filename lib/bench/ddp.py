@@ -19,8 +19,8 @@ from torch import nn
 from lib.bench.all_reduce import fit, slowest, spawn, wait_for
 from lib.bench.record import MEASUREMENTS, load, machine, record, spread
 from lib.ddp import optimal_bucket_bytes
-from lib.given.ddp import synchronised
-from lib.given.gpt2 import GPT2Config
+from lib.demos.ddp import synchronised
+from lib.given.models.gpt2 import GPT2Config
 from lib.gpt2 import GPT2
 
 XL = {"vocab_size": 10_000, "dim": 1600, "n_layers": 48, "n_heads": 25}

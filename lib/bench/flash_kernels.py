@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from lib.given.flash_fast import _describe
-from lib.given.flash_tiles import HAS_TRITON, INTERPRETED, LOG2E, tl, triton
+from lib.fast.flash import _describe
+from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, LOG2E, tl, triton
 
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor

@@ -1,7 +1,7 @@
 """Which tiles suit the fast kernels of chapter 15: every candidate of every kernel, compiled, checked and timed in turns.
 
 ``python -m lib.bench.flash_tiles`` on a Hopper GPU (two minutes) writes ``flash_tiles.json``, quickest first, and prints the
-quickest. ``ROLES_TABLE`` of ``lib.given.flash_fast`` holds it, ``TABLE`` the quickest of Triton's own kernels. ``--tiny`` tries
+quickest. ``ROLES_TABLE`` of ``lib.fast.flash`` holds it, ``TABLE`` the quickest of Triton's own kernels. ``--tiny`` tries
 two candidates a kernel on whatever there is.
 """
 
@@ -20,8 +20,8 @@ from torch import Tensor, multiprocessing
 from lib.bench.flash import LOG2E, inputs, naive, time_ms
 from lib.bench.flash_kernels import backward_once
 from lib.bench.record import MEASUREMENTS, record, spread
-from lib.given.flash_fast import Tiles, fast_dkdv, fast_dq, fast_forward, tiles_for
-from lib.given.flash_hopper import Roles
+from lib.fast.flash import Tiles, fast_dkdv, fast_dq, fast_forward, tiles_for
+from lib.fast.flash_hopper import Roles
 
 KERNELS = ("forward", "dQ", "dK/dV", "one pass")  # the last: all gradients at once, of lib.bench.flash_kernels
 CUTS = {  # rows, columns, warps, stages, registers

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lib.bench.record import record, spread
-from lib.given.fast import MEAN, STD, prepare_images
+from lib.fast.models import MEAN, STD, prepare_images
 
 SIZE, BATCH, N_PICTURES = 224, 256, 50_000
 

@@ -4,7 +4,7 @@ Run ``python -m lib.bench.ladder --model gpt2`` (or ``--model vit``; some minute
 small model, for a laptop. It writes ``chapters/measurements/ladder_gpt2.json`` (or ``ladder_vit.json``) after every rung.
 ``--compile-only`` compiles what the rungs need, all at once in processes of their own, so that the measured run finds it done.
 
-Three models climb. *ours* is the book's model on the paths of ``lib.given.fast``; *plain* is the same model as chapters 5
+Three models climb. *ours* is the book's model on the paths of ``lib.fast.models``; *plain* is the same model as chapters 5
 and 6 leave it; *peer* is Transformers' GPT-2 or timm's ViT. They start from the same weights, which is checked before any clock starts.
 """
 
@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lib.bench.record import MEASUREMENTS, load, record, spread
-from lib.given.cards import SHEETS
-from lib.given.fast import Path, capture, gpt2_loss, vit_loss
-from lib.given.gpt2 import GPT2_SMALL, GPT2Config
-from lib.given.vit import VIT_L_16, ViTConfig
+from lib.given.models.gpus import SHEETS
+from lib.fast.models import Path, capture, gpt2_loss, vit_loss
+from lib.given.models.gpt2 import GPT2_SMALL, GPT2Config
+from lib.given.models.vit import VIT_L_16, ViTConfig
 
 PEAK_FLOPS = SHEETS["H200"].peak_flops
 """Of an H100 or H200 in dense bf16, by the datasheet: what MFU is a share of, on every rung."""

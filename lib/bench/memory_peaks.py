@@ -13,8 +13,8 @@ import torch
 
 from lib.bench.attention import peak_bytes as counted_peak_bytes
 from lib.bench.record import record
-from lib.given.gpt2 import TINY, GPT2Config
-from lib.given.model_sizes import MODEL_SIZES
+from lib.given.models.gpt2 import TINY, GPT2Config
+from lib.given.models.sizes import MODEL_SIZES
 from lib.gpt2 import GPT2, count_parameters
 
 BATCH, LENGTHS = 4, (128, 256, 512, 1024)

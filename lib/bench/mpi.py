@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from lib.bench.record import record, spread
-from lib.given.launch import mpirun
+from lib.given.parallel.mpirun import mpirun
 
 RANKS = (2, 4)
 SIZES = tuple(8 * 8**k for k in range(8))  # 8 B to 16 MiB

@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from lib.attention import MultiHeadAttention
 from lib.bench.record import MEASUREMENTS, record, spread
-from lib.given.llama import TINY, LlamaConfig
-from lib.given.tensor_parallel import Collectives, rank_part
+from lib.given.models.llama import TINY, LlamaConfig
+from lib.given.parallel.tensors import Collectives, rank_part
 from lib.llama import Llama
 from lib.tensor_parallel import (
     ColumnParallelLinear,

@@ -7,7 +7,7 @@ device. ``--compile-only`` first fills the compiler's cache, all cells at once; 
 of other cells stays, unless ``--fresh``. Programs that measure beside each other, one a GPU, write to folders of their own, whose
 files ``--join`` puts into one, on the same machine.
 
-*ours* is chapter 5's model on the path of ``lib.given.fast``, in parts that are rows (``lib.given.fast_ddp``), whose means chapter 10's
+*ours* is chapter 5's model on the path of ``lib.fast.models``, in parts that are rows (``lib.fast.replicas``), whose means chapter 10's
 ``OverlapDDP`` starts while backward runs; forward, backward, means and update are one CUDA graph. *peer* is timm with autocast
 to bf16 and ``torch.compile``, under ``DistributedDataParallel``. G/14 is sharded: ours by chapter 12's ``FullySharded``, timm by
 ``fully_shard``, both compiled, neither recorded. All update by SGD with momentum. Before any clock starts the float32 gradient
@@ -40,10 +40,10 @@ from lib.bench.ladder import N_IMAGES, PEAK_FLOPS, Rung, ViTTask, flops_per_item
 from lib.bench.record import MEASUREMENTS, load, machine, record, spread
 from lib.ddp import OverlapDDP, average_gradients
 from lib.fsdp import FullySharded
-from lib.given.fast import ATTENTIONS, capture
-from lib.given.fast import Path as FastPath
-from lib.given.fast_ddp import RowViT, train_step
-from lib.given.vit import ViTConfig, preset
+from lib.fast.models import ATTENTIONS, capture
+from lib.fast.models import Path as FastPath
+from lib.fast.replicas import RowViT, train_step
+from lib.given.models.vit import ViTConfig, preset
 from lib.vit import VisionTransformer
 
 DTYPE, LR, MOMENTUM = torch.bfloat16, 1e-3, 0.9
@@ -59,12 +59,12 @@ class Cell:
     """A row of the table.
 
     Attributes:
-        model: A preset of ``lib.given.vit``.
+        model: A preset of ``lib.given.models.vit``.
         batch: Images a GPU.
         n_gpus: Ranks.
         sharded: Whether parameters, gradients and momenta are.
         n_blocks: Of a part of ours.
-        attention: Of ours, one of ``lib.given.fast.ATTENTIONS``.
+        attention: Of ours, one of ``lib.fast.models.ATTENTIONS``.
     """
 
     model: str

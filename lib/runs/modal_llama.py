@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.given.cards import GPUS, Gpu
-from lib.given.llama import PRESETS
+from lib.given.models.gpus import GPUS, Gpu
+from lib.given.models.llama import PRESETS
 from lib.llama import count_parameters, inference_memory_gb
 
 APP, VOLUME, SECRET, WEIGHTS = "workbook-llama", "workbook-llama-weights", "huggingface", "/weights"
@@ -84,8 +84,8 @@ class Writer:
     def __init__(self, folder: str, model: str, bits: int = 16, device: str = "cuda", tokenizer: Any = None):
         import torch
 
-        from lib.given.llama import hf_tensors
-        from lib.given.weights import load_weights
+        from lib.given.models.llama import hf_tensors
+        from lib.given.data.weights import load_weights
         from lib.llama import Llama, convert_hf_state_dict
 
         config, old = PRESETS[model], ("rotary_emb.inv_freq",)

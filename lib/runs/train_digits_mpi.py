@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from lib.given.images import load_images
+from lib.given.data.images import load_images
 from lib.mpi import average_gradients_mpi, tree_broadcast
 from lib.vit import TINY, VisionTransformer
 

@@ -8,9 +8,9 @@ python -m lib.runs.train_gpt2 --model small --data openwebtext --limit 10000 --t
 
 import sys
 
-from lib.runs.loop import main as run
-from lib.runs.options import make_parser, whole
-from lib.runs.tasks import GPT2_PRESETS, GPT2Task
+from lib.runs.engine.loop import main as run
+from lib.runs.engine.options import make_parser, whole
+from lib.runs.engine.tasks import GPT2_PRESETS, GPT2Task
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from lib.given.data import language_reference
-from lib.given.gpt2 import GPT2Config
+from lib.given.data.corpora import language_reference
+from lib.given.models.gpt2 import GPT2Config
 from lib.gpt2 import GPT2
 from lib.training import (
     AdamW,

@@ -8,10 +8,10 @@ mpiexec -n 2 python -m lib.runs.train_vit --strategy tp
 
 import sys
 
-from lib.given.vit import PRESETS
-from lib.runs.loop import main as run
-from lib.runs.options import make_parser, whole
-from lib.runs.tasks import ViTTask
+from lib.given.models.vit import PRESETS
+from lib.runs.engine.loop import main as run
+from lib.runs.engine.options import make_parser, whole
+from lib.runs.engine.tasks import ViTTask
 
 
 def main(argv: list[str] | None = None) -> int:

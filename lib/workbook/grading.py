@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.workbook import resolve
-from lib.workbook.catalog import BookError, chapters
+from lib.workbook.book import resolve
+from lib.workbook.book.catalog import BookError, chapters
 
 MISTAKE = "WORKBOOK_MISTAKE"
 _case = ""

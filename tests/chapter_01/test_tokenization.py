@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lib.given.data import language_reference
-from lib.workbook.alarm import TimeLimit, alarm
+from lib.given.data.corpora import language_reference
+from lib.workbook.checks.alarm import TimeLimit, alarm
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle, recorded
 
 tokenization = graded("tokenization")
@@ -654,7 +654,7 @@ def test_BPETokenizer_equals_tokenizers():
     import tokenizers
     from tokenizers import models, pre_tokenizers
 
-    from lib.given.data import standard_library_docstrings
+    from lib.given.data.corpora import standard_library_docstrings
 
     case("50,000 characters of docstrings")
     vocab, merges = trained()

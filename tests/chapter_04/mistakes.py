@@ -5,7 +5,7 @@ from einops import rearrange
 from torch import nn
 from torch.nn.functional import gelu, silu
 
-from lib.given.llama import hf_tensors
+from lib.given.models.llama import hf_tensors
 from lib.workbook.grading import mistake
 from solutions import llama as reference
 from solutions.attention import MultiHeadAttention, causal_mask

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lib.given.llama import LLAMA_2_7B, LLAMA_2_13B, LLAMA_2_70B, TINY, LlamaConfig, hf_tensors, meta_shapes
+from lib.given.models.llama import LLAMA_2_7B, LLAMA_2_13B, LLAMA_2_70B, TINY, LlamaConfig, hf_tensors, meta_shapes
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle, recorded
 
 llama = graded("llama")

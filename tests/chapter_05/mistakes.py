@@ -5,7 +5,7 @@ import torch.nn.functional as F  # noqa: N812
 from einops import rearrange
 from torch import nn
 
-from lib.given.vit import hf_names, modern_hf_names
+from lib.given.models.vit import hf_names, modern_hf_names
 from lib.workbook.grading import mistake
 from solutions import vit as reference
 from solutions.attention import causal_mask, merge_heads, scaled_dot_product_attention, split_heads

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from lib.given.vit import PRESETS, TINY, ViTConfig
+from lib.given.models.vit import PRESETS, TINY, ViTConfig
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle, recorded
 
 vit = graded("vit")

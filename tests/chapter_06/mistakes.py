@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lib.given.gpt2 import find_checkpoint, read_config, read_tensors
+from lib.given.models.gpt2 import find_checkpoint, read_config, read_tensors
 from lib.workbook.grading import mistake
 from solutions import gpt2 as reference
 from solutions.attention import merge_heads, scaled_dot_product_attention, softmax, split_heads

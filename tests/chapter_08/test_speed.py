@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lib.given.gpt2 import GPT2_SMALL, GPT2_XL, GPT2Config
-from lib.given.model_sizes import MODEL_SIZES
-from lib.given.vit import VIT_L_16, ViTConfig
+from lib.given.models.gpt2 import GPT2_SMALL, GPT2_XL, GPT2Config
+from lib.given.models.sizes import MODEL_SIZES
+from lib.given.models.vit import VIT_L_16, ViTConfig
 from lib.gpt2 import GPT2
 from lib.vit import VisionTransformer
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle, recorded

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lib.given.ranks import mark
+from lib.ranks import mark
 from lib.workbook.grading import graded
 
 ddp = graded("ddp")

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from lib.given.autocast import PRODUCTS, REDUCTIONS
+from lib.given.kernels.autocast import PRODUCTS, REDUCTIONS
 from lib.workbook.grading import mistake
 from solutions import amp as reference
 

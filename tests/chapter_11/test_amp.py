@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lib.given.autocast import FORMATS
+from lib.given.kernels.autocast import FORMATS
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
 
 amp = graded("amp")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lib.given.autocast import PRODUCTS, REDUCTIONS
+from lib.given.kernels.autocast import PRODUCTS, REDUCTIONS
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded
 
 amp = graded("amp")

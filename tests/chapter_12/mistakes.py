@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lib.given.sharding import all_gather_row, blocks_of, reduce_scatter_row
+from lib.given.parallel.sharding import all_gather_row, blocks_of, reduce_scatter_row
 from lib.workbook.grading import mistake
 from solutions import fsdp as reference
 

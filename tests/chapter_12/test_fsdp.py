@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lib.given.ranks import mark
-from lib.given.sharding import all_gather_row, peak_bytes
+from lib.given.parallel.sharding import all_gather_row, peak_bytes
+from lib.ranks import mark
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
 
 fsdp = graded("fsdp")
@@ -870,7 +870,7 @@ def test_save_sharded_writes_what_another_number_of_ranks_reads(ranks):
 
 
 def test_save_sharded_refuses_flat_shards():
-    from lib.given.sharding import HookedUnits
+    from lib.given.parallel.sharding import HookedUnits
 
     case("a model that is another `HookedUnits` than your `FullySharded`, in flat shards all the same")
     model = HookedUnits.__new__(type("OtherUnits", (HookedUnits,), {}))

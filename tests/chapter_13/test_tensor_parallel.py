@@ -18,10 +18,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.attention import KVCache
-from lib.given.gpt2 import GPT2_SMALL
-from lib.given.llama import LLAMA_2_7B, TINY
-from lib.given.ranks import mark
-from lib.given.tensor_parallel import Collectives
+from lib.given.models.gpt2 import GPT2_SMALL
+from lib.given.models.llama import LLAMA_2_7B, TINY
+from lib.given.parallel.tensors import Collectives
+from lib.ranks import mark
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
 
 tp = graded("tensor_parallel")
@@ -747,7 +747,7 @@ def test_pipeline_bubble_by_hand():
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (1, 9), (8, 1), (8, 64), (3, 2)])
 def test_pipeline_bubble_equals_the_simulation(stages, micro_batches):
-    from lib.given.pipeline import gpipe, idle_share, simulate
+    from lib.given.parallel.pipeline import gpipe, idle_share, simulate
 
     case(f"{stages} stages, {micro_batches} micro-batches, against a simulated pipeline")
     expected = idle_share(simulate(gpipe, stages, micro_batches))

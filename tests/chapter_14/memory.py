@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lib.given.triton_mode import INTERPRETED
-from lib.given.triton_trace import Trace, trace
+from lib.given.kernels.mode import INTERPRETED
+from lib.given.kernels.trace import Trace, trace
 from lib.workbook.grading import expect_true
 
 DEVICE = "cpu" if INTERPRETED else "cuda"

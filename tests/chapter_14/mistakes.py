@@ -2,7 +2,7 @@
 
 import torch
 
-from lib.given.triton_mode import INTERPRETED, block_of, check_tensors, matmul_tiles, rows_of, tl, triton
+from lib.given.kernels.mode import INTERPRETED, block_of, check_tensors, matmul_tiles, rows_of, tl, triton
 from lib.workbook.grading import mistake
 from solutions import triton_kernels as reference
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from lib.given.triton_mode import HAS_TRITON, INTERPRETED, NO_TRITON, matmul_tiles
+from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON, matmul_tiles
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
 from tests.chapter_14.memory import DEVICE, layouts, run, watch
 

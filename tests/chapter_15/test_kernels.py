@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lib.given.flash_checks import CountMasked, exact, guarded, guards_of, make_inputs
-from lib.given.flash_fast import (
+from lib.fast.flash import (
     ROLES_TABLE,
     fast_dkdv,
     fast_dq,
@@ -13,9 +12,10 @@ from lib.given.flash_fast import (
     forward_operator,
     tiles_for,
 )
-from lib.given.flash_hopper import has_roles
-from lib.given.flash_launch import launch_backward_dkdv, launch_backward_dq, launch_forward
-from lib.given.flash_tiles import HAS_TRITON, INTERPRETED, NO_TRITON
+from lib.fast.flash_hopper import has_roles
+from lib.given.kernels.exact import CountMasked, exact, guarded, guards_of, make_inputs
+from lib.given.kernels.launch import launch_backward_dkdv, launch_backward_dq, launch_forward
+from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, NO_TRITON
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
 
 flash = graded("flash_attention")

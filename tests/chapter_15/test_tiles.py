@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from lib.given.flash_checks import LargestTensor, exact, make_inputs
+from lib.given.kernels.exact import LargestTensor, exact, make_inputs
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
 
 flash = graded("flash_attention")

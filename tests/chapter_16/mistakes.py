@@ -6,7 +6,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from lib.given.scaling import CARDS, Bandwidths, Choice, FFNConfig, Layout, Plan
+from lib.given.models.scaling import CARDS, Bandwidths, Choice, FFNConfig, Layout, Plan
 from lib.workbook.grading import mistake
 from solutions import scaling as reference
 from solutions.llama import inference_memory_gb

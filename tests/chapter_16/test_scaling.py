@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lib.given.scaling import CARDS, Bandwidths, FFNConfig, Layout, Plan
-from lib.given.scaling import XXL as GIVEN_XXL
+from lib.given.models.scaling import CARDS, Bandwidths, FFNConfig, Layout, Plan
+from lib.given.models.scaling import XXL as GIVEN_XXL
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
 
 scaling = graded("scaling")

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lib.given.ranks import mark
+from lib.ranks import mark
 from lib.workbook.grading import case, expect_close, expect_equal, expect_true, graded
 
 scaling = graded("scaling")

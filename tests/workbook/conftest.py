@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lib.workbook.catalog import ROOT
+from lib.workbook.book.catalog import ROOT
 from tests.workbook.forking import ask
 
 HERE = Path(__file__).parent
@@ -35,7 +35,7 @@ class Book:
 
     def end_warm_processes(self) -> None:
         for process in psutil.process_iter(["cmdline"]):
-            if str(self.root / "lib" / "workbook" / "warm.py") in (process.info["cmdline"] or []):
+            if str(self.root / "lib" / "workbook" / "checks" / "warm.py") in (process.info["cmdline"] or []):
                 process.kill()
 
     def run(self, *command, **env) -> subprocess.CompletedProcess:
@@ -61,7 +61,7 @@ class Book:
         return self.run(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments, **env)
 
     def workbook(self, *arguments, **env):
-        return self.run(sys.executable, "-c", "from lib.workbook.cli import main; main()", *arguments, **env)
+        return self.run(sys.executable, "-c", "from lib.workbook.tools.cli import main; main()", *arguments, **env)
 
     def marks(self, *arguments) -> dict[str, dict]:
         file = self.root / "marks.json"
@@ -105,7 +105,8 @@ def toy_template(tmp_path_factory) -> Path:
     shutil.copytree(HERE / "toy", root)
     ignore = shutil.ignore_patterns("__pycache__", "stubs.json")
     shutil.copytree(ROOT / "lib" / "workbook", root / "lib" / "workbook", ignore=ignore)
-    shutil.copytree(ROOT / "lib" / "given", root / "lib" / "given", ignore=ignore)
+    for room in ("given", "ranks"):
+        shutil.copytree(ROOT / "lib" / room, root / "lib" / room, ignore=ignore)
     shutil.copy(ROOT / "lib" / "__init__.py", root / "lib")
     shutil.copy(ROOT / "pyproject.toml", root)
     done = Book(root).workbook("stubs")

@@ -1,11 +1,11 @@
-"""What the tests of `lib.given.fast_ddp` run on gloo ranks."""
+"""What the tests of `lib.fast.replicas` run on gloo ranks."""
 
 import torch
 import torch.distributed as dist
 
-from lib.given.fast import Path
-from lib.given.fast_ddp import RowViT, train_step
-from lib.given.vit import ViTConfig
+from lib.fast.models import Path
+from lib.fast.replicas import RowViT, train_step
+from lib.given.models.vit import ViTConfig
 from solutions.ddp import OverlapDDP
 from solutions.fsdp import FullySharded
 from solutions.vit import VisionTransformer

@@ -57,7 +57,7 @@ def _run(output, arguments: list[str], cwd: str, env: dict[str, str]) -> None:
         sys.argv = ["pytest", *arguments]
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
-        runpy.run_path(f"{cwd}/lib/given/ranks/seed.py")["plant"]()
+        runpy.run_path(f"{cwd}/lib/ranks/seed.py")["plant"]()
         import pytest
 
         status = int(pytest.main([*arguments, *EARLY]))

@@ -8,9 +8,9 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from lib.given import flash_hopper
-from lib.given.flash_fast import ROLES_TABLE
-from lib.given.flash_hopper import FLAT, Roles, complete
+from lib.fast import flash_hopper
+from lib.fast.flash import ROLES_TABLE
+from lib.fast.flash_hopper import FLAT, Roles, complete
 
 KERNELS = {
     "forward": flash_hopper.hopper_forward_kernel,

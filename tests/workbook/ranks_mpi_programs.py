@@ -1,4 +1,4 @@
-"""What the tests of `lib.given.ranks` run on MPI ranks; without torch, so that new ranks are soon ready."""
+"""What the tests of `lib.ranks` run on MPI ranks; without torch, so that new ranks are soon ready."""
 
 import os
 import signal

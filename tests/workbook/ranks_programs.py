@@ -1,4 +1,4 @@
-"""What the tests of `lib.given.ranks` run on gloo ranks: small programs, right and wrong."""
+"""What the tests of `lib.ranks` run on gloo ranks: small programs, right and wrong."""
 
 import ctypes
 import os
@@ -9,7 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from lib.given.ranks import mark
+from lib.ranks import mark
 
 
 def sum_of_ranks(rank, world_size, n=3):

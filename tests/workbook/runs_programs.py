@@ -8,10 +8,11 @@ import signal
 import torch
 from torch.utils._pytree import tree_leaves
 
-from lib.runs import tasks, train_gpt2, train_vit
-from lib.runs.leave import STATUS
-from lib.runs.log import Log
-from lib.runs.loop import Run
+from lib.runs import train_gpt2, train_vit
+from lib.runs.engine import tasks
+from lib.runs.engine.leave import STATUS
+from lib.runs.engine.log import Log
+from lib.runs.engine.loop import Run
 
 PROGRAMS = {"vit": train_vit.main, "gpt2": train_gpt2.main}
 

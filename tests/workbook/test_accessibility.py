@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from lib.given.plots import COLOURS, GREY
-from lib.given.text import show_numbers
-from lib.workbook.catalog import ROOT, pages
+from lib.given.show.plots import COLOURS, GREY
+from lib.given.show.tokens import show_numbers
+from lib.workbook.book.catalog import ROOT, pages
 
 WRITTEN = [page["file"] for page in pages() if (ROOT / page["file"]).exists()]
 on_every_page = pytest.mark.parametrize("file", WRITTEN)
@@ -69,7 +69,7 @@ def test_every_figure_has_a_description_that_says_something(file):
 @on_every_page
 def test_every_figure_goes_through_show(file):
     code = "\n".join(cells(file))
-    assert not re.search(r"plt\.show\(", code), "show(fig, alt) from lib.given.plots asks for a description"
+    assert not re.search(r"plt\.show\(", code), "show(fig, alt) from lib.given.show.plots asks for a description"
     pictures = re.findall(r"!\[([^\]]*)\]\(|<img(?![^>]*\balt=)", prose(file))
     assert [alt for alt in pictures if len(alt.split()) < 6] == []
 

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from lib.workbook import backmatter
-from lib.workbook import site as sites
-from lib.workbook.catalog import ROOT, BookError, all_exercises, chapters, is_back_matter, pages
+from lib.workbook.book import backmatter
+from lib.workbook.book.catalog import ROOT, BookError, all_exercises, chapters, is_back_matter, pages
+from lib.workbook.tools import site as sites
 
 CHAPTERS = [chapter for chapter in chapters().values() if chapter.path.exists()]
 by_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda c: c.module)

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from lib.workbook import grading
-from lib.workbook.catalog import EXERCISE_NUMBER, ROOT, all_exercises, chapters, find, pages
-from lib.workbook.stubs import make_stub, marker_lines
+from lib.workbook.book.catalog import EXERCISE_NUMBER, ROOT, all_exercises, chapters, find, pages
+from lib.workbook.book.stubs import make_stub, marker_lines
 
 CHAPTERS = list(chapters().values())
 EXERCISES = all_exercises()
@@ -214,9 +214,9 @@ def test_stubs_name_every_exercise_and_hide_every_answer(chapter):
 
 IMPORT_STUBS = """
 import sys, types
-from lib.workbook import resolve
-from lib.workbook.catalog import chapters
-from lib.workbook.stubs import make_stub
+from lib.workbook.book import resolve
+from lib.workbook.book.catalog import chapters
+from lib.workbook.book.stubs import make_stub
 for chapter in chapters().values():
     resolve.enter(f"only:{chapter.module}")
     name = f"stub_of_{chapter.module}"
@@ -282,7 +282,7 @@ def test_equations_are_labelled_in_the_order_of_the_page(chapter):
 
 @by_chapter
 def test_every_test_is_named_after_an_exercise_and_every_exercise_has_tests(chapter):
-    from lib.workbook.plugin import exercise_of
+    from lib.workbook.checks.plugin import exercise_of
 
     tests = [
         node.name
@@ -364,7 +364,7 @@ def test_import_lib_touches_no_accelerator_no_mpi_and_no_torch():
 
 
 def test_given_and_runs_know_nothing_of_exercises():
-    for folder in ("given", "runs", "bench"):
+    for folder in ("given", "ranks", "fast", "demos", "runs", "bench"):
         for path in (ROOT / "lib" / folder).rglob("*.py"):
             text = path.read_text()
             assert "solutions" not in text.replace("'solutions", "").replace('"solutions', ""), path
@@ -389,7 +389,7 @@ def test_no_path_of_a_machine_stands_in_the_book():
 
 
 def test_the_command_lists_what_the_readme_says():
-    cli = importlib.import_module("lib.workbook.cli")
+    cli = importlib.import_module("lib.workbook.tools.cli")
     commands = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
     for name in re.findall(r"`workbook (\w+)", (ROOT / "README.md").read_text()):
         assert name in commands

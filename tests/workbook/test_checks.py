@@ -270,7 +270,7 @@ def test_watch_checks_again_after_a_save(book):
     import subprocess
     import threading
 
-    code = "from lib.workbook.cli import main; main()"
+    code = "from lib.workbook.tools.cli import main; main()"
     command = [sys.executable, "-u", "-c", code, "check", "double", "--watch"]
     program = subprocess.Popen(
         command, cwd=book.root, env=book.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -386,4 +386,6 @@ def test_a_stub_that_asks_nothing_or_is_no_python_is_refused(book):
 
 
 def test_the_command_as_a_module(book):
-    assert "every stub is as the reference says" in book.run(sys.executable, "-m", "lib.workbook.cli", "stubs").out
+    assert (
+        "every stub is as the reference says" in book.run(sys.executable, "-m", "lib.workbook.tools.cli", "stubs").out
+    )

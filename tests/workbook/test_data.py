@@ -5,8 +5,8 @@ import json
 import pytest
 
 from lib.bench.record import load, record, where
-from lib.given.data import language_reference, load_text, standard_library_docstrings, stream_text
-from lib.given.text import readable, show_pieces, show_tokens
+from lib.given.data.corpora import language_reference, load_text, standard_library_docstrings, stream_text
+from lib.given.show.tokens import readable, show_pieces, show_tokens
 
 
 def test_language_reference_is_a_long_english_text():

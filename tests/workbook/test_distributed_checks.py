@@ -97,7 +97,7 @@ def test_a_warm_check_grows_its_keeper_from_the_warm_process(ranked):
 def test_ranks_that_were_begun_and_not_needed_are_gone(ranked):
     """A whole chapter's ranks begin to start while its tests are imported; here no test that is left uses them."""
     path = ranked.root / "tests/chapter_03/test_ranked.py"
-    began = 'import atexit\nfrom lib.given.ranks import pool\natexit.register(lambda: print("begun", pool("gloo")._handle))\n'
+    began = 'import atexit\nfrom lib.ranks import pool\natexit.register(lambda: print("begun", pool("gloo")._handle))\n'
     path.write_text(began + path.read_text() + "\n\ndef test_total_by_hand():\n    pass\n")
     skipped = [
         f"--deselect=tests/chapter_03/test_ranked.py::{name}"
@@ -106,7 +106,7 @@ def test_ranks_that_were_begun_and_not_needed_are_gone(ranked):
     done = ranked.cold_pytest("tests/chapter_03", *skipped)
     assert done.returncode == 0, done.out
     assert "begun Handle(" in done.out
-    keeper = str(ranked.root / "lib/given/ranks/keeper.py")
+    keeper = str(ranked.root / "lib/ranks/keeper.py")
     assert not [p for p in psutil.process_iter(["cmdline"]) if keeper in (p.info["cmdline"] or [])]
 
 
@@ -172,7 +172,7 @@ def test_what_ranks_print_is_shown_in_a_few_lines(ranked):
 
 
 def test_the_start_of_the_ranks_is_no_time_of_the_check(ranked):
-    path = ranked.root / "lib/given/ranks/keeper.py"
+    path = ranked.root / "lib/ranks/keeper.py"
     path.write_text(path.read_text().replace("        self.serve = ", "        time.sleep(5)\n        self.serve = "))
     path = ranked.root / "tests/chapter_03/test_ranked.py"
     path.write_text(path.read_text().replace("time_limit(20)", "time_limit(2)"))

@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from lib.bench.record import load
-from lib.given.fast import ATTENTIONS, Path, capture, gpt2_loss, prepare_images, short_gelu, vit_block, vit_logits
-from lib.given.fast_ddp import RowViT, train_step
-from lib.given.fast_loss import linear_cross_entropy
-from lib.given.flash_fast import ROLES_TABLE, TABLE, Tiles
-from lib.given.flash_hopper import Roles
-from lib.given.gpt2 import GPT2Config
-from lib.given.ranks import pool
-from lib.given.vit import ViTConfig
+from lib.fast.flash import ROLES_TABLE, TABLE, Tiles
+from lib.fast.flash_hopper import Roles
+from lib.fast.loss import linear_cross_entropy
+from lib.fast.models import ATTENTIONS, Path, capture, gpt2_loss, prepare_images, short_gelu, vit_block, vit_logits
+from lib.fast.replicas import RowViT, train_step
+from lib.given.models.gpt2 import GPT2Config
+from lib.given.models.vit import ViTConfig
+from lib.ranks import pool
 from solutions.gpt2 import GPT2
 from solutions.vit import VisionTransformer
 from tests.workbook import fast_programs

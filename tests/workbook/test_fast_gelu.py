@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from lib.given.fast import Path, vit_logits
-from lib.given.fast_gelu import Tiles, bias_gelu, launch_backward, launch_forward
-from lib.given.triton_mode import HAS_TRITON, INTERPRETED, NO_TRITON
-from lib.given.vit import ViTConfig
+from lib.fast.gelu import Tiles, bias_gelu, launch_backward, launch_forward
+from lib.fast.models import Path, vit_logits
+from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON
+from lib.given.models.vit import ViTConfig
 from solutions.vit import VisionTransformer
 
 SMALL = Tiles(4, 32, 3, 4)

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from lib.given.fast import Path, vit_loss
-from lib.given.fast_heads import join_heads, launch_join, split_heads
-from lib.given.triton_mode import HAS_TRITON, INTERPRETED, NO_TRITON
-from lib.given.vit import ViTConfig
+from lib.fast.heads import join_heads, launch_join, split_heads
+from lib.fast.models import Path, vit_loss
+from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON
+from lib.given.models.vit import ViTConfig
 from solutions.vit import VisionTransformer
 
 WHY = "kernels are compiled here; the interpreter runs them where there is no GPU" if HAS_TRITON else NO_TRITON

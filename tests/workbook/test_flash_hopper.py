@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lib.given import flash_fast, flash_hopper
-from lib.given.flash_fast import (
+from lib.fast import flash as flash_fast
+from lib.fast import flash_hopper
+from lib.fast.flash import (
     ROLES_TABLE,
     TABLE,
     Tiles,
@@ -21,7 +22,7 @@ from lib.given.flash_fast import (
     flash_attention_fast,
     tiles_for,
 )
-from lib.given.flash_hopper import KNOWN, VERSION, Roles, has_roles
+from lib.fast.flash_hopper import KNOWN, VERSION, Roles, has_roles
 
 needs_roles = pytest.mark.skipif(
     not has_roles(torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu")),

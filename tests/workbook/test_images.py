@@ -8,7 +8,7 @@ import torch
 from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as Picture
 
-from lib.given.images import load_images, photograph
+from lib.given.data.images import load_images, photograph
 
 CLASSES = ["airplane", "automobile", "bird"]
 

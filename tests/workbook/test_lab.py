@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from lib.workbook import lab
-from lib.workbook.catalog import ROOT as PROJECT
-from lib.workbook.catalog import BookError, chapters, pages
-from lib.workbook.stubs import make_stub
+from lib.workbook.book.catalog import ROOT as PROJECT
+from lib.workbook.book.catalog import BookError, chapters, pages
+from lib.workbook.book.stubs import make_stub
+from lib.workbook.tools import lab
 from tests.workbook.browsing import chromium, is_foreign
 
 SCREENSHOTS = PROJECT / "_build" / "screenshots"
@@ -97,8 +97,8 @@ def open_lab(project):
     started = []
 
     def start(chapter: str) -> str:
-        command = [sys.executable, "-m", "lib.workbook.cli", "lab", chapter, "--no-browser"]
-        command[1:3] = ["-c", "from lib.workbook.cli import main; main()"]
+        command = [sys.executable, "-m", "lib.workbook.tools.cli", "lab", chapter, "--no-browser"]
+        command[1:3] = ["-c", "from lib.workbook.tools.cli import main; main()"]
         with open(project / "lab.log", "w") as log:
             process = subprocess.Popen(
                 command, cwd=project, env=environment, stdout=subprocess.PIPE, stderr=log, text=True

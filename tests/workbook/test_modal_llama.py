@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lib.given.llama import PRESETS, hf_tensors
+from lib.given.models.llama import PRESETS, hf_tensors
 from lib.runs import modal_llama
 
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from lib.workbook import notebook
-from lib.workbook.catalog import BookError, all_exercises
+from lib.workbook.book.catalog import BookError, all_exercises
+from lib.workbook.tools import notebook
 
 SESSION = """
 import json, os, sys, time
@@ -24,7 +24,7 @@ def edit(old, new):
     os.utime("lib/toy.py", ns=(time.time_ns(), time.time_ns()))
 
 stub = 'raise NotImplementedError("Exercise 1.1: write double")'
-cell("from lib.toy import double\\nfrom lib.workbook.notebook import exercise\\ndouble(4)")
+cell("from lib.toy import double\\nfrom lib.workbook.tools.notebook import exercise\\ndouble(4)")
 cell("exercise('double')")
 cell("%check double")
 edit(stub, "return x * x")
@@ -57,7 +57,7 @@ def test_a_learners_session(book):
 
 
 def test_the_solution_is_one_click_away_on_the_site_only(book):
-    code = "from lib.workbook.notebook import exercise; print(exercise('double')._repr_html_())"
+    code = "from lib.workbook.tools.notebook import exercise; print(exercise('double')._repr_html_())"
     assert "../solutions/toy.html#double" in book.python(code, WORKBOOK_LINKS="site").stdout
     plain = book.python(code).stdout
     assert "href" not in plain

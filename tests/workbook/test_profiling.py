@@ -8,8 +8,8 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 
-from lib.given.model_sizes import MODEL_SIZES
-from lib.given.profiling import draw_trace, memory_curve, nsys_command, nvtx_range, trace_events
+from lib.given.models.sizes import MODEL_SIZES
+from lib.given.show.profiles import draw_trace, memory_curve, nsys_command, nvtx_range, trace_events
 
 
 def test_model_sizes_are_the_assignments():

@@ -12,9 +12,9 @@ import psutil
 import pytest
 import torch
 
-from lib.given.ranks import MAX_RANKS, RankFailure, mark, noise, pool
-from lib.given.ranks.failure import _state
-from lib.given.ranks.views import View
+from lib.ranks import MAX_RANKS, RankFailure, mark, noise, pool
+from lib.ranks.failure import _state
+from lib.ranks.views import View
 from tests.workbook import ranks_mpi_programs as mpi_programs
 from tests.workbook import ranks_programs as programs
 
@@ -48,7 +48,7 @@ def no_rank_is_left():
 @pytest.fixture
 def impatient(monkeypatch):
     """Call a deadlock one sooner than the two seconds of real use, which `test_gloo_different_calls` waits for."""
-    monkeypatch.setattr("lib.given.ranks.watch.SETTLED_S", 0.3)
+    monkeypatch.setattr("lib.ranks.watch.SETTLED_S", 0.3)
 
 
 # ---- what a run gives ----
@@ -198,7 +198,7 @@ def _sees_an_edited_file(backend, parameters, tmp_path, monkeypatch):
 def test_gloo_function_of_a_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "from lib.given.ranks import pool\n"
+        "from lib.ranks import pool\n"
         "def where(rank, world_size):\n    return rank, __name__ == '__main__'\n"
         "if __name__ == '__main__':\n    print(pool('gloo').run(where, n_ranks=2).values)\n"
     )
@@ -532,7 +532,7 @@ def test_mpi_forked_child_shares_the_pool(impatient):
 def test_killed_parent_leaves_nothing(backend, tmp_path):
     function, programs = ("loop_alone", "ranks_programs") if backend == "gloo" else ("loop, 0", "ranks_mpi_programs")
     code = (
-        f"from lib.given.ranks import pool; from tests.workbook import {programs} as p\n"
+        f"from lib.ranks import pool; from tests.workbook import {programs} as p\n"
         f"pool({backend!r}).run(p.{function}, n_ranks=2, time_limit_s=60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**with_root(), "TMPDIR": str(tmp_path)})
@@ -573,8 +573,8 @@ def test_close_leaves_nothing():
 
 
 def test_what_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr("lib.given.ranks.handle.shutil.which", lambda name: None)
-    monkeypatch.setattr("lib.given.ranks.handle.Path.exists", lambda path: False)
+    monkeypatch.setattr("lib.ranks.handle.shutil.which", lambda name: None)
+    monkeypatch.setattr("lib.ranks.handle.Path.exists", lambda path: False)
     other = type(pool("mpi"))("mpi")
     with pytest.raises(RankFailure, match="mpiexec is missing") as caught:
         other.run(mpi_programs.world)

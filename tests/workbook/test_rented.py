@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from lib.runs import modal_train, remote
+from lib.runs.rent import modal_train, remote
 
 SBATCH = Path(remote.__file__).with_name("slurm.sbatch")
 TRAIN = ("lib.runs.train_vit", "--model", "L/16", "--log", "runs/a.jsonl", "--checkpoint", "runs/a.checkpoint")
@@ -318,7 +318,7 @@ def test_every_training_program_is_given_flags_that_it_has(monkeypatch):
             importlib.import_module(name).main()
         return found.value.args[0]
 
-    programs = {f"lib.runs.{path.stem}" for path in SBATCH.parent.glob("train_*.py")}
+    programs = {f"lib.runs.{path.stem}" for path in SBATCH.parents[1].glob("train_*.py")}
     assert programs == set(remote.ALWAYS)
     for program in programs:
         given = remote.with_results((program,), "a")[1:]
@@ -394,7 +394,7 @@ def test_the_container_that_is_taken_away_asks_its_program_to_leave_first(tmp_pa
     """The program takes its time, and is not killed."""
     slow = "import pathlib, signal, time\nsignal.signal(signal.SIGTERM, lambda *_: time.sleep(0.5) or pathlib.Path('saved').touch() or exit())"
     slow += "\npathlib.Path('ready').touch(); time.sleep(30)"
-    here = f"from lib.runs.modal_train import run_here\nimport pathlib, sys\nrun_here([sys.executable, '-c', {slow!r}], {str(tmp_path)!r},"
+    here = f"from lib.runs.rent.modal_train import run_here\nimport pathlib, sys\nrun_here([sys.executable, '-c', {slow!r}], {str(tmp_path)!r},"
     here += f" lambda: pathlib.Path({str(tmp_path)!r}, 'kept').write_text(str(pathlib.Path({str(tmp_path)!r}, 'saved').exists())))"
     run = {"cwd": remote.ROOT, "stderr": subprocess.DEVNULL, "start_new_session": True}
     with subprocess.Popen([sys.executable, "-c", here], **run) as container:

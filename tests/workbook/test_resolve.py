@@ -8,7 +8,7 @@ WHO = """
 import sys
 from lib.toy import double
 from lib.later import quadruple
-from lib.workbook.resolve import provenance
+from lib.workbook.book.resolve import provenance
 print(*(f"{p[0].parent.name}/{p[0].name}" for p in map(provenance, (double, quadruple))), quadruple(3))
 """
 
@@ -64,7 +64,7 @@ def test_one_process_changes_worlds_and_keeps_each(book):
     book.answer("double", "return 10 * x")
     book.answer("quadruple", "return double(x) + 1", module="later")
     code = """
-from lib.workbook import resolve
+from lib.workbook.book import resolve
 for world in ("only:toy", "only:later", "mine", "reference", "fallback", "only:toy"):
     resolve.enter(world)
     from lib.toy import double
@@ -102,7 +102,7 @@ def test_worlds_hold_in_spawned_processes(book):
         "    from lib.later import quadruple\n"
         "    return quadruple(x)\n"
         "if __name__ == '__main__':\n"
-        "    from lib.workbook import resolve\n"
+        "    from lib.workbook.book import resolve\n"
         "    for world in ('only:later', 'mine', 'reference'):\n"
         "        resolve.enter(world)\n"
         "        with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
@@ -212,7 +212,7 @@ import os, time
 from lib.later import quadruple
 import lib.toy, lib.later
 from lib.toy import double
-from lib.workbook import resolve
+from lib.workbook.book import resolve
 
 space = {"quadruple": quadruple, "double": double, "other": 1}
 path = "lib/toy.py"

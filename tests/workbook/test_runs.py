@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 
 from lib.bench.ladder import PEAK_FLOPS
-from lib.given.cards import SHEETS
-from lib.given.cluster import ROOT_ENVIRONMENT, mpiexec
-from lib.given.ranks import pool
-from lib.given.scaling import CARDS
-from lib.runs import leave
-from lib.runs.log import Moment, as_json, peak_flops, read_log, send
-from lib.runs.options import UsageError, make_parser, parse
-from lib.runs.strategies import make_optimizer
-from lib.runs.tasks import GPT2Task
-from lib.runs.world import World, _first_host, _slurm_port, choose_device, find_world, share_no_gpu
+from lib.given.models.gpus import SHEETS
+from lib.given.models.scaling import CARDS
+from lib.given.parallel.cluster import ROOT_ENVIRONMENT, mpiexec
+from lib.ranks import pool
+from lib.runs.engine import leave
+from lib.runs.engine.log import Moment, as_json, peak_flops, read_log, send
+from lib.runs.engine.options import UsageError, make_parser, parse
+from lib.runs.engine.strategies import make_optimizer
+from lib.runs.engine.tasks import GPT2Task
+from lib.runs.engine.world import World, _first_host, _slurm_port, choose_device, find_world, share_no_gpu
 from tests.workbook import runs_programs as programs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -382,7 +382,7 @@ def test_a_checkpoint_of_another_run_is_refused(capsys, tmp_path):
 
 
 def test_tensorboard_that_is_not_there_is_named(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("lib.runs.options.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("lib.runs.engine.options.importlib.util.find_spec", lambda name: None)
     refused(capsys, f"vit --tensorboard {tmp_path}", "--tensorboard", "pip install tensorboard")
 
 
@@ -420,8 +420,12 @@ def test_the_peak_of_a_card_stands_in_one_place(monkeypatch):
         assert peak_flops(parse_flags(["--precision", precision]), card) == wanted
     assert (PEAK_FLOPS, CARDS[-2].peak_flops) == (SHEETS["H200"].peak_flops,) * 2
     number = re.compile(r"\b(989|494\.7|66\.9)")  # of H100 and H200, in any unit
-    rooms = [path for room in ("given", "runs", "bench") for path in (ROOT / "lib" / room).rglob("*.py")]
-    assert [path.name for path in rooms if number.search(path.read_text(encoding="utf-8"))] == ["cards.py"]
+    rooms = [
+        path
+        for room in ("given", "ranks", "fast", "demos", "runs", "bench")
+        for path in (ROOT / "lib" / room).rglob("*.py")
+    ]
+    assert [path.name for path in rooms if number.search(path.read_text(encoding="utf-8"))] == ["gpus.py"]
 
 
 def test_a_loss_that_is_not_finite_is_strict_json_and_the_run_goes_on(tmp_path):
@@ -461,7 +465,7 @@ def test_no_more_documents_are_asked_for_than_the_limit(monkeypatch, tmp_path):
             asked.append(number)
             yield "to be or not to be"
 
-    monkeypatch.setattr("lib.runs.sources.stream_text", stream)
+    monkeypatch.setattr("lib.runs.engine.sources.stream_text", stream)
     train(f"gpt2 --batch 2 --context 16 --steps 1 --data somewhere --limit 3 --log {tmp_path / 'log'}")
     assert asked == [0, 1, 2]
 

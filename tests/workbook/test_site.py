@@ -15,8 +15,8 @@ import jupytext
 import pytest
 import yaml
 
-from lib.workbook import site as sites
-from lib.workbook.catalog import ROOT, BookError, chapters, pages
+from lib.workbook.book.catalog import ROOT, BookError, chapters, pages
+from lib.workbook.tools import site as sites
 from tests.workbook.browsing import chromium, missing, record_faults
 
 SCREENSHOTS = ROOT / "_build" / "screenshots"

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lib.workbook.catalog import ROOT
+from lib.workbook.book.catalog import ROOT
 
 HIDE = """
 import sys
@@ -23,7 +23,7 @@ sys.meta_path.insert(0, Hidden())
 WITHOUT = """
 import torch
 from lib.flash_attention import flash_attention
-from lib.given.triton_mode import HAS_TRITON
+from lib.given.kernels.mode import HAS_TRITON
 from lib.triton_kernels import vector_add
 q = torch.randn(1, 2, 20, 16)
 torch.testing.assert_close(flash_attention(q, q, q), torch.nn.functional.scaled_dot_product_attention(q, q, q))
@@ -73,12 +73,12 @@ def test_the_interpreter_is_asked_for_where_gpus_are_hidden(visible):
 
 
 def test_who_asks_for_the_interpreter_is_heard():
-    code = "from lib.given.triton_mode import INTERPRETED; print(INTERPRETED)"
+    code = "from lib.given.kernels.mode import INTERPRETED; print(INTERPRETED)"
     assert run("-c", code, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="0").strip() == "False"
 
 
 def test_triton_that_was_imported_too_early_is_told():
-    code = "import triton, lib.given.triton_mode"
+    code = "import triton, lib.given.kernels.mode"
     done = run(
         "-W",
         "always",

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lib.given.triton_mode import HAS_TRITON, INTERPRETED, NO_TRITON, tl, triton
-from lib.given.triton_trace import trace
+from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON, tl, triton
+from lib.given.kernels.trace import trace
 
 pytestmark = [
     pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON),

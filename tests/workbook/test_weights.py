@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lib.given.llama import LlamaConfig, hf_tensors, meta_shapes
-from lib.given.weights import META_CUTS, CheckpointError, load_weights
+from lib.given.data.weights import META_CUTS, CheckpointError, load_weights
+from lib.given.models.llama import LlamaConfig, hf_tensors, meta_shapes
 
 CONFIG = LlamaConfig(vocab_size=10, dim=8, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=12, context_len=16)
 HF_SHAPES = {name: shape for name, (_, shape) in hf_tensors(CONFIG).items()}

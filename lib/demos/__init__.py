@@ -1,0 +1,1 @@
+"""What the chapters' cells run on ranks."""

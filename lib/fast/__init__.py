@@ -1,0 +1,1 @@
+"""Speed and no lesson: the models' fast paths, fused kernels, FlashAttention for Hopper."""

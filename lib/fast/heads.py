@@ -1,0 +1,109 @@
+"""Queries, keys and values out of one product, and on the way back their gradients into one, summed for the bias in passing.
+
+Attention gives three gradients; the product before it wants them side by side. Written as operators that is a copy, and then the
+compiler reads the copy once more to sum it for the product's bias. Here the bias's gradient is taken where the rows are at hand:
+the product's own bias is detached, and whoever splits its result gives the gradient instead.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, tl, triton
+
+ROWS, COLS, STEPS = 16, 256, 8
+
+# ---- kernel ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def join_heads_kernel(
+    q, k, v, out, sums, n_rows, width,
+    ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """q, k and v [n_rows, width] side by side in out, and for each ROWS * STEPS rows their sums in a row of sums [*, 3 * width]."""
+    part, first = tl.program_id(1), tl.program_id(0) * ROWS * STEPS
+    source = q
+    if part == 1:
+        source = k
+    elif part == 2:
+        source = v
+    source += first.to(tl.int64) * width
+    out += first.to(tl.int64) * 3 * width + part * width
+    columns = tl.program_id(2) * COLS + tl.arange(0, COLS)
+    total = tl.zeros([ROWS, COLS], tl.float32)
+    for start in tl.range(0, ROWS * STEPS, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        inside = (first + rows < n_rows)[:, None] & (columns < width)[None, :]
+        x = tl.load(source + rows[:, None] * width + columns[None, :], mask=inside, other=0.0)
+        tl.store(out + rows[:, None] * 3 * width + columns[None, :], x, mask=inside)
+        total += x.to(tl.float32)
+    at = tl.program_id(0).to(tl.int64) * 3 * width + part * width + columns
+    tl.store(sums + at, tl.sum(total, 0), mask=columns < width)
+
+
+def launch_join(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """``[..., H, D]`` each, contiguous: side by side ``[..., 3 * H * D]``, and their sums over all rows in float32."""
+    width, n_rows = q.shape[-2] * q.shape[-1], q.shape[:-2].numel()
+    out = q.new_empty(*q.shape[:-2], 3 * width)
+    n_chunks = triton.cdiv(n_rows, ROWS * STEPS)
+    sums = q.new_empty(n_chunks, 3 * width, dtype=torch.float32)
+    if n_rows > 0:
+        join_heads_kernel[(n_chunks, 3, triton.cdiv(width, COLS))](
+            q, k, v, out, sums, n_rows, width, ROWS, COLS, STEPS, num_warps=4
+        )
+    return out, sums.sum(0)
+
+
+# ---- as PyTorch and its compiler see it ------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("scaling_workbook::join_heads", mutates_args=())
+def join_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """What `launch_join` gives, of tensors with any strides."""
+    if HAS_TRITON and not INTERPRETED and q.is_cuda:
+        return launch_join(q.contiguous(), k.contiguous(), v.contiguous())
+    out = torch.cat([x.flatten(-2) for x in (q, k, v)], dim=-1)
+    return out, out.float().flatten(0, -2).sum(0)
+
+
+@join_heads.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    width = 3 * q.shape[-2] * q.shape[-1]
+    return q.new_empty(*q.shape[:-2], width), q.new_empty(width, dtype=torch.float32)
+
+
+class SplitHeads(torch.autograd.Function):
+    """Views forward; backward one kernel that joins three gradients and sums them for the bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, n_heads: int) -> tuple[Tensor, ...]:
+        ctx.dtype = bias.dtype
+        return x.unflatten(-1, (3, n_heads, -1)).unbind(-3)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, None]:
+        dx, d_bias = join_heads(dq, dk, dv)
+        return dx, d_bias.to(ctx.dtype), None
+
+
+def split_heads(x: Tensor, bias: Tensor, n_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, views of a product's result.
+
+    Args:
+        x: ``[..., 3 * H * D]``, to which ``bias`` has been added, detached: its gradient comes from here.
+        bias: ``[3 * H * D]``.
+        n_heads: H.
+
+    Returns:
+        Three of ``[..., H, D]``.
+
+    Raises:
+        ValueError: A shape is another.
+    """
+    if x.ndim < 2 or bias.shape != x.shape[-1:] or n_heads < 1 or x.shape[-1] % (3 * n_heads):
+        raise ValueError(
+            f"x {tuple(x.shape)}, bias {tuple(bias.shape)}: expected [..., 3 * H * D] and [3 * H * D] for H = {n_heads}"
+        )
+    return SplitHeads.apply(x, bias, n_heads)

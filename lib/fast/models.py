@@ -1,0 +1,308 @@
+"""The book's GPT-2 and vision transformer on the fast path: the same parameters and the same function, fewer kernels and fewer bytes.
+
+The models of chapters 5 and 6 are written to be read. What stands here computes their loss from their own parameters with
+PyTorch's fused operators, so that a compiler has less to mend; every choice is a field of `Path`, so that each can be measured alone.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lib.fast.gelu import P, TAIL, bias_gelu
+from lib.fast.heads import split_heads
+from lib.fast.loss import linear_cross_entropy
+
+ATTENTIONS = ("written out", "fused", "flash", "cudnn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Path:
+    """How a model is computed.
+
+    Attributes:
+        dtype: Of every product's factors; parameters, losses and sums of gradients stay float32.
+        stream: Of the residual stream; None is ``dtype``.
+        attention: "written out" forms the scores; "fused" is PyTorch's own choice of kernel; "flash" and "cudnn" say which.
+        loss_kernel: GPT-2's last product, loss and gradient by ``lib.fast.loss``.
+        class_token_alone: In the last block of a ViT compute only what its head reads: the class token.
+        short_gelu: The exact GELU by `short_gelu`, which needs one exponential and no error function.
+        gelu_kernel: The exact GELU and the bias before it by `lib.fast.gelu`; takes precedence over ``short_gelu``.
+        heads_kernel: A ViT's gradients of queries, keys and values joined, and summed for their bias, by `lib.fast.heads`.
+    """
+
+    dtype: torch.dtype = torch.float32
+    stream: torch.dtype | None = None
+    attention: str = "fused"
+    loss_kernel: bool = False
+    class_token_alone: bool = True
+    short_gelu: bool = False
+    gelu_kernel: bool = False
+    heads_kernel: bool = False
+
+    def __post_init__(self):
+        if self.attention not in ATTENTIONS:
+            raise ValueError(f"attention = {self.attention!r} is none of {', '.join(ATTENTIONS)}")
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """Of the residual stream."""
+        return self.stream or self.dtype
+
+
+def linear(x: Tensor, path: Path, *layers: nn.Linear) -> Tensor:
+    """One product for one linear map, or for several that read the same input; the outputs stand side by side."""
+    weight, bias = _side_by_side(layers)
+    return F.linear(x.to(path.dtype), weight.flatten(1).to(path.dtype), bias.to(path.dtype))
+
+
+def _side_by_side(layers: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor]:
+    if len(layers) == 1:
+        return layers[0].weight, layers[0].bias
+    return torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
+
+
+def norm(x: Tensor, layer: nn.LayerNorm, path: Path) -> Tensor:
+    """Layer norm in one kernel, its statistics in float32; what comes out goes into a product."""
+    if torch.compiler.is_compiling() or x.dtype == torch.float32:  # the compiler fuses the two casts
+        weight, bias = layer.weight.float(), layer.bias.float()  # sharded parameters may come in less
+        return F.layer_norm(x.float(), layer.normalized_shape, weight, bias, layer.eps).to(path.dtype)
+    weight, bias = layer.weight.to(x.dtype), layer.bias.to(x.dtype)
+    return F.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, path: Path, causal: bool) -> Tensor:
+    """Attention on ``[B, T, H, D]`` as the projection leaves it, without a copy; ``[B, T, H*D]`` comes back."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if path.attention == "written out" or (q.shape[2] == 1 and not causal):
+        return _written_out(q, k, v, causal).transpose(1, 2).flatten(2)
+    with _kernel(path.attention if q.is_cuda else "fused"):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
+
+
+def _kernel(name: str) -> AbstractContextManager:
+    chosen = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    return sdpa_kernel(chosen[name]) if name in chosen else nullcontext()
+
+
+def _written_out(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Scores, softmax, means: three steps that write ``[B, H, T, S]`` each; scale and mask go into the first."""
+    b, h, t, _ = q.shape
+    s, scale = k.shape[2], q.shape[-1] ** -0.5
+    if causal:
+        mask = q.new_full((t, s), -torch.inf).triu(s - t + 1)
+        scores = torch.baddbmm(mask, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=scale)
+        return (scores.softmax(-1) @ v.flatten(0, 1)).unflatten(0, (b, h))
+    return (q * scale @ k.transpose(-2, -1)).softmax(-1) @ v
+
+
+# ---- GPT-2 -----------------------------------------------------------------------------------------------------------
+
+
+def gpt2_block(block: Any, x: Tensor, path: Path, n_heads: int) -> Tensor:
+    """One block of a ``lib.gpt2.GPT2``."""
+    heads = linear(norm(x, block.ln_1, path), path, block.attn.c_attn).unflatten(-1, (3, n_heads, -1))
+    q, k, v = heads.unbind(2)
+    x = x + linear(attend(q, k, v, path, causal=True), path, block.attn.c_proj)
+    wide = F.gelu(linear(norm(x, block.ln_2, path), path, block.mlp.c_fc), approximate="tanh")
+    return x + linear(wide, path, block.mlp.c_proj)
+
+
+def gpt2_loss(model: Any, tokens: Tensor, targets: Tensor, path: Path, call_blocks: bool = False) -> Tensor:
+    """The mean cross-entropy of a ``lib.gpt2.GPT2``; with ``call_blocks`` each block is called as the module that it is."""
+    x = F.embedding(tokens, model.wte.weight) + model.wpe.weight[: tokens.shape[1]]
+    x = x.to(path.stream_dtype)
+    for block in model.h:
+        x = block(x) if call_blocks else gpt2_block(block, x, path, model.config.n_heads)
+    rows = norm(x, model.ln_f, path).flatten(0, 1)
+    weight, n_vocab = model.wte.weight.to(path.dtype), model.config.vocab_size
+    if path.loss_kernel:
+        return linear_cross_entropy(rows, weight, targets.flatten(), n_vocab)
+    logits = F.linear(rows, weight)[:, :n_vocab]
+    return F.cross_entropy(logits.float(), targets.flatten())
+
+
+# ---- the vision transformer ------------------------------------------------------------------------------------------
+
+
+def vit_logits(model: Any, images: Tensor, path: Path, call_blocks: bool = False) -> Tensor:
+    """The float32 logits of a ``lib.vit.VisionTransformer``; patches go through a product instead of a convolution.
+
+    With ``call_blocks`` each block is called as the module that it is: for whoever has put ``vit_block_of`` into its place.
+    """
+    x = vit_stem(model.embeddings, images, path)
+    for i, block in enumerate(model.blocks):
+        x = block(x) if call_blocks else vit_block_of(model, i, path)(block, x, path)
+    return _vit_out(model.norm, model.head, x, path, model.config.pooling)
+
+
+def vit_loss(model: Any, images: Tensor, labels: Tensor, path: Path, call_blocks: bool = False) -> Tensor:
+    """The mean cross-entropy of a ``lib.vit.VisionTransformer``."""
+    return F.cross_entropy(vit_logits(model, images, path, call_blocks), labels)
+
+
+def vit_block_of(model: Any, i: int, path: Path) -> Callable[[Any, Tensor, Path], Tensor]:
+    """What computes block i of a ``lib.vit.VisionTransformer``: of the last, perhaps only what the head reads."""
+    alone = path.class_token_alone and model.config.pooling == "token" and i == len(model.blocks) - 1
+    return _class_token_block if alone else vit_block
+
+
+def vit_stem(inputs: Any, images: Tensor, path: Path) -> Tensor:
+    """The residual stream ``[B, 1 + N, C]`` that the first block reads, of its ``ImageEmbeddings``."""
+    side = inputs.config.patch_size
+    patches = rearrange(images.to(path.dtype), "b ch (r p) (c q) -> b (r c) (ch p q)", p=side, q=side)
+    x = linear(patches, path, inputs.proj)
+    x = torch.cat([inputs.cls_token.expand(len(x), -1, -1).to(x.dtype), x], dim=1)
+    return (x + inputs.pos_embed).to(path.stream_dtype)
+
+
+def vit_head(last: Any, final_norm: Any, head: Any, x: Tensor, path: Path, pooling: str = "token") -> Tensor:
+    """From what the last block reads to float32 logits."""
+    alone = path.class_token_alone and pooling == "token"
+    x = _class_token_block(last, x, path) if alone else vit_block(last, x, path)
+    return _vit_out(final_norm, head, x, path, pooling)
+
+
+def _vit_out(final_norm: Any, head: Any, x: Tensor, path: Path, pooling: str) -> Tensor:
+    x = norm(x, final_norm, path)
+    return linear(x[:, 0] if pooling == "token" else x[:, 1:].mean(dim=1), path, head).float()
+
+
+def vit_block(block: Any, x: Tensor, path: Path) -> Tensor:
+    """Attention and MLP of a ``ViTBlock``, each added to what comes in."""
+    attn, seen = block.attn, norm(x, block.norm1, path)
+    if path.heads_kernel:
+        weight, bias = _side_by_side((attn.wq, attn.wk, attn.wv))
+        wide = F.linear(seen.to(path.dtype), weight.to(path.dtype), bias.detach().to(path.dtype))
+        q, k, v = split_heads(wide, bias, attn.n_heads)
+    else:
+        q, k, v = linear(seen, path, attn.wq, attn.wk, attn.wv).unflatten(-1, (3, attn.n_heads, -1)).unbind(2)
+    x = x + linear(attend(q, k, v, path, causal=False), path, attn.wo)
+    return x + _vit_mlp(block, x, path)
+
+
+def _vit_mlp(block: Any, x: Tensor, path: Path) -> Tensor:
+    seen, fc1, exact = norm(x, block.norm2, path), block.mlp.fc1, block.mlp.approximate == "none"
+    if path.gelu_kernel and exact:
+        bent = bias_gelu(F.linear(seen.to(path.dtype), fc1.weight.to(path.dtype)), fc1.bias)
+    elif path.short_gelu and exact:
+        bent = short_gelu(linear(seen, path, fc1))
+    else:
+        bent = F.gelu(linear(seen, path, fc1), approximate=block.mlp.approximate)
+    return linear(bent, path, block.mlp.fc2)
+
+
+def _class_token_block(block: Any, x: Tensor, path: Path) -> Tensor:
+    """The last block for the class token alone: it asks all tokens, and no one asks the others. ``[B, 1, C]``."""
+    attn, seen = block.attn, norm(x, block.norm1, path)
+    keys, values = linear(seen, path, attn.wk, attn.wv).unflatten(-1, (2, attn.n_heads, -1)).unbind(2)
+    queries = linear(seen[:, :1], path, attn.wq).unflatten(-1, (attn.n_heads, -1))
+    x = x[:, :1] + linear(attend(queries, keys, values, path, causal=False), path, attn.wo)
+    return x + _vit_mlp(block, x, path)
+
+
+# ---- the exact GELU without an error function -------------------------------------------------------------------------
+
+
+class ShortGELU(torch.autograd.Function):
+    """``x`` times the normal distribution's share below ``x``; forward and backward need the same exponential.
+
+    PyTorch's error function is some fifty instructions an element, so that a GELU that is fused with its casts waits for
+    arithmetic, not for memory. A polynomial in 1 / (1 + 0.33 z) and one exponential do, which backward needs anyway.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        share, _ = normal_share(_wide(x))
+        return _narrow(x * share, x.dtype)
+
+    @staticmethod
+    def backward(ctx, d_out: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        share, density = normal_share(_wide(x))
+        return _narrow(d_out * (share + x * density), x.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32; never a cast without effect, for which torch 2.11's compiler gives a gradient of zeros."""
+    return x if x.dtype == torch.float32 else x.float()
+
+
+def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def normal_share(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The normal distribution's share below ``x``, and its density there."""
+    z = x.abs() * 0.5**0.5
+    bell, t = torch.exp(-z * z), 1.0 / (1.0 + P * z)
+    a, b, c, d, e = TAIL
+    tail = 0.5 * bell * t * (a + t * (b + t * (c + t * (d + t * e))))
+    return torch.where(x < 0, tail, 1.0 - tail), bell * (2 * torch.pi) ** -0.5
+
+
+def short_gelu(x: Tensor) -> Tensor:
+    """The exact GELU, at most 1e-6 away in float32, in the dtype of ``x``."""
+    return ShortGELU.apply(x)
+
+
+# ---- images and whole steps ------------------------------------------------------------------------------------------
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def prepare_images(
+    pictures: Tensor, size: int, dtype: torch.dtype = torch.float32, mean: Any = MEAN, std: Any = STD
+) -> Tensor:
+    """Pictures as the model wants them, on the device where they are: resized and normalised.
+
+    Args:
+        pictures: ``[B, ch, height, width]``, uint8 or floats from 0 to 1.
+        size: Side of what comes back, in pixels.
+        dtype: Of what comes back.
+        mean, std: Of each channel; tensors on the same device spare each call a copy to it.
+    """
+    mean, std = (torch.as_tensor(x, device=pictures.device)[:, None, None] for x in (mean, std))
+    unit = pictures.float() / 255.0 if pictures.dtype == torch.uint8 else pictures
+    unit = (unit - mean) / std  # before the resize, where there are fewer pixels; it is linear
+    if unit.shape[-2:] != (size, size):
+        unit = F.interpolate(unit, size=(size, size), mode="bilinear", align_corners=False)
+    return unit.to(dtype)
+
+
+def capture(step: Callable[[], Tensor], n_warmup: int = 3, on_ranks: bool = False) -> Callable[[], Tensor]:
+    """A step recorded once as a CUDA graph, and then replayed: one launch for all its kernels.
+
+    Args:
+        step: Reads and writes the same tensors each time, and never waits for the device; its optimizer is ``capturable``.
+        n_warmup: Steps before the recording, which compile and choose kernels.
+        on_ranks: The step has NCCL's collectives, whose watchdog, a thread of its own, asks the device for its events
+            meanwhile: only what this thread asks may then spoil the recording.
+
+    Returns:
+        A call that replays the step and gives its result, which the next replay overwrites.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(n_warmup):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # what the warm-up took, the graph's own memory does not reuse
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local" if on_ranks else "global"):
+        result = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay

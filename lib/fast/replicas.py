@@ -1,0 +1,175 @@
+"""The vision transformer in a few parts, each with its parameters in one row of numbers: what ranks train fast together.
+
+A whole model compiled as one has one backward: all gradients are ready at its end, and nothing is left that could hide their
+means. Compiled block by block it pays at every seam. Here it is compiled in parts of a few blocks. A part's parameters are
+views of one row, so its gradient is one row too, joined at the end of the part's backward: chapter 10's ``OverlapDDP`` averages
+it as it is while the next part's backward runs, chapter 12's ``FullySharded`` gathers it in one piece, and equal parts share one
+compilation.
+
+The row is cut outside of what is compiled, at the price of one copy of the gradient. Inside, PyTorch 2.10 to 2.13 lose a part of
+it on a GPU: where a gradient is joined from pieces, the compiler's fusion of sums over rows and over columns leaves LayerNorm's
+pieces in tensors that nothing reads, from some thousand tokens on (github.com/pytorch/pytorch/issues/193061).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lib.fast.models import Path, vit_block, vit_head, vit_stem
+
+Compile = Callable[[Callable], Callable]
+
+
+class Stem(nn.Module):
+    """Images to the residual stream."""
+
+    def __init__(self, model: Any, path: Path):
+        super().__init__()
+        self.embeddings, self.path = model.embeddings, path
+
+    def forward(self, images: Tensor) -> Tensor:
+        return vit_stem(self.embeddings, images, self.path)
+
+
+class Middle(nn.Module):
+    """Some blocks."""
+
+    def __init__(self, blocks: list[Any], path: Path):
+        super().__init__()
+        self.blocks, self.path = nn.ModuleList(blocks), path
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = vit_block(block, x, self.path)
+        return x
+
+
+class Tail(nn.Module):
+    """The last blocks, the head and the loss."""
+
+    def __init__(self, model: Any, blocks: list[Any], path: Path):
+        super().__init__()
+        self.blocks, self.norm, self.head = nn.ModuleList(blocks), model.norm, model.head
+        self.pooling, self.path = model.config.pooling, path
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        *blocks, last = self.blocks
+        for block in blocks:
+            x = vit_block(block, x, self.path)
+        return F.cross_entropy(vit_head(last, self.norm, self.head, x, self.path, self.pooling), labels)
+
+
+class RowPart(nn.Module):
+    """A part of a model whose parameters are one row.
+
+    Args:
+        part: What to compute; its own parameters are left behind, on the device "meta".
+        names: For each of its parameters the name in the whole model.
+        run: Of an equal part, already compiled; None makes it, by ``compiled``.
+
+    Attributes:
+        row: All parameters of the part, one after another, in the order of ``shapes``.
+        shapes: Their names in the whole model, and their shapes.
+    """
+
+    def __init__(self, part: nn.Module, names: Mapping[Tensor, str], run: Callable | None, compiled: Compile):
+        super().__init__()
+        parameters = dict(part.named_parameters())
+        self.row = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in parameters.values()]))
+        self.shapes = {names[p]: p.shape for p in parameters.values()}
+        self.run = run or compiled(on_pieces(part.to("meta")))
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.run(list(self.named(self.row).values()), *inputs)
+
+    def named(self, row: Tensor) -> dict[str, Tensor]:
+        """Views of a row of this length, under the names of the whole model."""
+        pieces = row.split([shape.numel() for shape in self.shapes.values()])
+        return {name: piece.view(shape) for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True)}
+
+
+def on_pieces(part: nn.Module) -> Callable[..., Tensor]:
+    """The part as a function of its parameters, in the order in which it names them, and of its inputs."""
+    names = [name for name, _ in part.named_parameters()]
+
+    def run(pieces: list[Tensor], *inputs: Tensor) -> Tensor:
+        return functional_call(part, dict(zip(names, pieces, strict=True)), inputs)
+
+    return run
+
+
+class RowViT(nn.Module):
+    """A ``lib.vit.VisionTransformer`` cut into a stem, equal parts of some blocks, and a tail with the loss.
+
+    Args:
+        model: Whose parameters it takes over; the model's own are on the device "meta" afterwards.
+        path: How it is computed.
+        n_blocks: Blocks of a part. What is left over, at least one block, is the tail's.
+        compiled: What makes a part's function fast: ``torch.compile`` or nothing.
+
+    Attributes:
+        parts: In the order in which they run: units for ``lib.fsdp.FullySharded``.
+    """
+
+    def __init__(self, model: Any, path: Path, n_blocks: int = 4, compiled: Compile = lambda run: run):
+        super().__init__()
+        if n_blocks < 1:
+            raise ValueError(f"n_blocks = {n_blocks}, expected at least 1")
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        blocks = list(model.blocks)
+        n_equal = (len(blocks) - 1) // n_blocks
+        self.parts = nn.ModuleList([RowPart(Stem(model, path), names, None, compiled)])
+        run: Callable | None = None
+        for i in range(n_equal):
+            part = RowPart(Middle(blocks[i * n_blocks : (i + 1) * n_blocks], path), names, run, compiled)
+            self.parts.append(part)
+            run = part.run
+        self.parts.append(RowPart(Tail(model, blocks[n_equal * n_blocks :], path), names, None, compiled))
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        """The mean cross-entropy."""
+        x = images
+        for part in self.parts[:-1]:
+            x = part(x)
+        return self.parts[-1](x, labels)
+
+    def named_gradients(self) -> dict[str, Tensor]:
+        """The gradients under the names of the model that it was made from."""
+        return {name: grad for part in self.row_parts() for name, grad in part.named(part.row.grad).items()}
+
+    @torch.no_grad()
+    def named_values(self) -> dict[str, Tensor]:
+        """The parameters under the names of the model that it was made from: a state dict of it."""
+        return {name: value for part in self.row_parts() for name, value in part.named(part.row.detach()).items()}
+
+    def row_parts(self) -> list[Any]:
+        return list(self.parts)
+
+
+def train_step(
+    loss_of: Callable[[], Tensor], optimizer: torch.optim.Optimizer, finish: Callable[[], None] = lambda: None
+) -> Callable[[], Tensor]:
+    """A whole step that can be called, or recorded by ``lib.fast.models.capture``: nothing in it waits for the device.
+
+    Args:
+        loss_of: The forward.
+        optimizer: Whose gradients are made anew in each step: in a recorded one they lie where they lay.
+        finish: What makes gradients complete: ``OverlapDDP.finish_gradient_synchronization``, say.
+
+    Returns:
+        A call that takes a step and gives the loss before it.
+    """
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of()
+        loss.backward()
+        finish()
+        optimizer.step()
+        return loss.detach()
+
+    return step

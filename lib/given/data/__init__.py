@@ -1,0 +1,1 @@
+"""What the chapters read: text, images, weights."""

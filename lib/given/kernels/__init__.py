@@ -1,0 +1,1 @@
+"""Triton in class: interpreter, traces, tiles, launches."""

@@ -1,0 +1,72 @@
+"""What the tiles of chapter 15 need and is no lesson: Triton where there is one, and layouts."""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON, tl, triton
+
+__all__ = [
+    "HAS_TRITON",
+    "INTERPRETED",
+    "LN2",
+    "LOG2E",
+    "NO_TRITON",
+    "check_shapes",
+    "fold_groups",
+    "hide_later",
+    "tile_slices",
+    "tl",
+    "triton",
+]
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """How many query heads share a head of keys; 1 where there is no axis of heads.
+
+    Raises:
+        ValueError: the shapes or dtypes do not fit; the message shows them.
+    """
+    heads, groups = (x.shape[-3] if x.ndim > 2 else 1 for x in (q, k))
+    fits = q.ndim == k.ndim >= 2 and k.shape == v.shape and q.shape[:-3] == k.shape[:-3] and q.shape[-1] == k.shape[-1]
+    if not fits or heads % max(groups, 1) or (groups == 0) != (heads == 0):
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        raise ValueError(f"{shapes}: expected [..., H, T, D] and twice [..., G, S, D] with H a multiple of G")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}: expected one dtype")
+    return heads // groups if groups else 1
+
+
+def fold_groups(
+    q: Float[Tensor, "*lead t d"], k: Float[Tensor, "*lead_kv s d"], v: Float[Tensor, "*lead_kv s d"]
+) -> tuple[Float[Tensor, "n g r t d"], Float[Tensor, "n g 1 s d"], Float[Tensor, "n g 1 s d"]]:
+    """Any layout as five axes: batch, heads of keys, query heads that share one, tokens, width.
+
+    Raises:
+        ValueError: as `check_shapes`.
+    """
+    shared = check_shapes(q, k, v)
+    n, groups = math.prod(k.shape[:-3]), k.shape[-3] if k.ndim > 2 else 1
+    queries = q.reshape(n, groups, shared, *q.shape[-2:])
+    return queries, k.reshape(n, groups, 1, *k.shape[-2:]), v.reshape(n, groups, 1, *k.shape[-2:])
+
+
+def tile_slices(length: int) -> list[slice]:
+    """Tiles of a sequence: powers of two from 16 to 128, at least four of them where there is room."""
+    size = min(128, max(16, 1 << (max(length, 1) - 1).bit_length() >> 2))
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def hide_later(scores: Float[Tensor, "*lead r c"], position: int) -> Float[Tensor, "*lead r c"]:
+    """-inf where row i of a tile looks beyond key ``position + i`` of it; the tile itself if no row does."""
+    rows, keys = (torch.arange(n, device=scores.device) for n in scores.shape[-2:])
+    if position >= len(keys) - 1:
+        return scores
+    return scores.masked_fill(keys > rows[:, None] + position, -torch.inf)

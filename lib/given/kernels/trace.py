@@ -1,0 +1,170 @@
+"""See what a kernel does to memory: which program reads and writes which element. In the interpreter only.
+
+What Triton leaves undefined, a masked place of a ``tl.load`` without ``other``, is NaN here.
+
+with trace() as seen:
+    out = vector_add(x, y)
+seen.bytes_loaded, seen.writer(out)
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+
+@dataclass
+class Access:
+    """One ``tl.load`` or ``tl.store`` of one program: the addresses that its mask lets through. An atomic is one of each."""
+
+    program: int
+    stores: bool
+    addresses: np.ndarray
+    item_bytes: int
+
+
+@dataclass
+class Trace:
+    """What the launches under ``trace()`` did.
+
+    Attributes:
+        launches: Name, grid and tensors of each launch. The tensors are held, so that no address is used twice.
+        accesses: Loads and stores, in order. A program's number counts on from launch to launch.
+        n_atomics: Atomic operations of all programs, such as ``tl.atomic_add``; each is a load and a store, too.
+        dots: Dtype of the left factor and ``input_precision`` of each ``tl.dot``, as ("fp32", "IEEE").
+    """
+
+    launches: list[tuple[str, tuple[int, ...], list[Tensor]]] = field(default_factory=list)
+    accesses: list[Access] = field(default_factory=list)
+    dots: list[tuple[str, str]] = field(default_factory=list)
+    n_programs: int = 0
+    n_atomics: int = 0
+
+    def _bytes(self, stores: bool) -> int:
+        return sum(a.addresses.size * a.item_bytes for a in self.accesses if a.stores == stores)
+
+    @property
+    def bytes_loaded(self) -> int:
+        """Bytes that all programs read; masked elements do not count."""
+        return self._bytes(False)
+
+    @property
+    def bytes_stored(self) -> int:
+        """Bytes that all programs wrote."""
+        return self._bytes(True)
+
+    def count(self, tensor: Tensor, stores: bool) -> np.ndarray:
+        """How often each element of ``tensor`` was loaded, or stored; its shape."""
+        where = element_addresses(tensor)
+        found = [a.addresses for a in self.accesses if a.stores == stores]
+        unique, counts = np.unique(np.concatenate([np.empty(0, np.int64), *found]), return_counts=True)
+        return np.array([*counts, 0])[_positions(unique, where)]
+
+    def writer(self, tensor: Tensor) -> np.ndarray:
+        """Which program stored each element of ``tensor`` last; -1 if none did; its shape."""
+        where, writer = element_addresses(tensor), np.full(tensor.shape, -1)
+        for access in self.accesses:
+            if access.stores:
+                writer[np.isin(where, access.addresses)] = access.program
+        return writer
+
+    def outside(self, stores: bool) -> int:
+        """How many accesses hit no element of any tensor that a launch was given."""
+        tensors = [element_addresses(t).ravel() for _, _, given in self.launches for t in given]
+        inside = np.unique(np.concatenate([np.empty(0, np.int64), *tensors]))
+        found = [a.addresses for a in self.accesses if a.stores == stores]
+        return int((~np.isin(np.concatenate([np.empty(0, np.int64), *found]), inside)).sum())
+
+
+def _positions(unique: np.ndarray, where: np.ndarray) -> np.ndarray:
+    """Index of each address among ``unique``; the last index plus one where it is missing."""
+    at = np.searchsorted(unique, where)
+    present = np.isin(where, unique)
+    return np.where(present, at, len(unique))
+
+
+def element_addresses(tensor: Tensor) -> np.ndarray:
+    """Address of each element, in bytes, in the shape of the tensor."""
+    where = np.full(tensor.shape, tensor.data_ptr(), dtype=np.int64)
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        steps = np.arange(size, dtype=np.int64) * stride * tensor.element_size()
+        where += steps.reshape([-1 if i == dim else 1 for i in range(tensor.ndim)])
+    return where
+
+
+@contextmanager
+def trace() -> Iterator[Trace]:
+    """Record every launch, load, store and atomic of interpreted kernels.
+
+    Raises:
+        RuntimeError: kernels are compiled here; there is nothing to see from Python.
+    """
+    from lib.given.kernels.mode import INTERPRETED
+
+    if not INTERPRETED:
+        raise RuntimeError("trace() sees interpreted kernels only: set TRITON_INTERPRET=1 before Triton is imported")
+    from triton.runtime import interpreter
+
+    seen, builder, executor = Trace(), interpreter.InterpreterBuilder, interpreter.GridExecutor
+    old = builder.create_masked_load, builder.create_masked_store, builder.set_grid_idx, executor.__call__
+    old_atomics, old_dot = (builder.create_atomic_rmw, builder.create_atomic_cas), builder.create_dot
+
+    def note(ptrs: Any, mask: Any, stores: bool) -> None:
+        taken = np.broadcast_to(True if mask is None else mask.data, ptrs.data.shape).astype(bool)
+        size = ptrs.get_element_ty().primitive_bitwidth // 8
+        addresses = ptrs.data[taken].astype(np.int64).ravel()
+        seen.accesses.append(Access(seen.n_programs - 1, stores, addresses, size))
+
+    def undefined(ptrs: Any) -> Any:
+        dtype = ptrs.get_element_ty()
+        if not dtype.is_floating() or dtype.primitive_bitwidth < 16:
+            return None
+        nan = 0x7FC0 if dtype.is_bf16() else np.nan  # NumPy has no bfloat16: the interpreter keeps its bits
+        return interpreter.TensorHandle(np.full(ptrs.data.shape, nan, interpreter._get_np_dtype(dtype)), dtype)
+
+    def load(self, ptrs, mask, other, *rest, **named):
+        note(ptrs, mask, False)
+        return old[0](self, ptrs, mask, undefined(ptrs) if other is None else other, *rest, **named)
+
+    def store(self, ptrs, value, mask, *rest, **named):
+        note(ptrs, mask, True)
+        return old[1](self, ptrs, value, mask, *rest, **named)
+
+    def note_atomic(ptrs: Any, mask: Any) -> None:
+        seen.n_atomics += 1
+        note(ptrs, mask, False)
+        note(ptrs, mask, True)
+
+    def atomic(self, operation, ptrs, value, mask, *rest, **named):
+        note_atomic(ptrs, mask)
+        return old_atomics[0](self, operation, ptrs, value, mask, *rest, **named)
+
+    def atomic_exchange(self, ptrs, *rest, **named):
+        note_atomic(ptrs, None)
+        return old_atomics[1](self, ptrs, *rest, **named)
+
+    def dot(self, a, b, total, precision, *rest, **named):
+        seen.dots.append((str(a.get_element_ty()), getattr(precision, "name", str(precision)).upper()))
+        return old_dot(self, a, b, total, precision, *rest, **named)
+
+    def begin_program(self, *index):
+        seen.n_programs += 1
+        return old[2](self, *index)
+
+    def launch(self, *args, **kwargs):
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        grid = self.grid if isinstance(self.grid, tuple) else ()
+        seen.launches.append((self.fn.__name__, grid, tensors))
+        return old[3](self, *args, **kwargs)
+
+    builder.create_masked_load, builder.create_masked_store = load, store
+    builder.set_grid_idx, executor.__call__ = begin_program, launch
+    builder.create_atomic_rmw, builder.create_atomic_cas, builder.create_dot = atomic, atomic_exchange, dot
+    try:
+        yield seen
+    finally:
+        builder.create_masked_load, builder.create_masked_store, builder.set_grid_idx, executor.__call__ = old
+        (builder.create_atomic_rmw, builder.create_atomic_cas), builder.create_dot = old_atomics, old_dot

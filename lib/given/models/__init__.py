@@ -1,0 +1,1 @@
+"""Sizes and names of the models, and of the machines that run them."""

@@ -1,0 +1,1 @@
+"""Given parts of parallel programs."""

@@ -1,0 +1,1 @@
+"""What the chapters show: figures, coloured tokens, profiles, progress."""

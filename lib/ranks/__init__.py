@@ -1,0 +1,24 @@
+"""Warm processes on which a function runs as the ranks of a small world, with gloo or with MPI.
+
+``pool("gloo").run(fn, *args, n_ranks=4)`` gives what ``fn`` returned on each rank and a ledger of what each rank sent. A rank
+that raises, dies, loops or waits for ever ends the run with a `RankFailure` that says where each rank was.
+"""
+
+from lib.ranks.failure import RankFailure, RankState
+from lib.ranks.journal import mark
+from lib.ranks.ledger import Ledger, Mark, Record
+from lib.ranks.pool import MAX_RANKS, Pool, Result, close_all, pool
+
+__all__ = [
+    "MAX_RANKS",
+    "Ledger",
+    "Mark",
+    "Pool",
+    "RankFailure",
+    "RankState",
+    "Record",
+    "Result",
+    "close_all",
+    "mark",
+    "pool",
+]

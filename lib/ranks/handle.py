@@ -1,0 +1,226 @@
+"""The caller's end of a pool: its keeper, the connections to its ranks, and the folder that they share."""
+
+import contextlib
+import fcntl
+import importlib.util
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from lib.ranks import seed
+from lib.ranks.failure import RankFailure
+
+KEEPER = str(Path(__file__).with_name("keeper.py"))
+START_LIMIT_S = 90.0
+
+
+@dataclass
+class Worker:
+    """One rank's process, as the caller knows it."""
+
+    rank: int
+    pid: int
+    connection: Connection
+
+
+@dataclass
+class Handle:
+    """A keeper and what belongs to it. A forked child may use its parent's while the parent waits for it."""
+
+    backend: str
+    max_ranks: int
+    owner: int = field(default_factory=os.getpid)
+    tag: str = ""
+    n_tasks: int = 0
+    workers: list[Worker] = field(default_factory=list)
+
+    def __post_init__(self):
+        mpiexec = _require(self.backend)
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        if len(str(self.folder)) > 90:  # a socket's path has about a hundred characters
+            self.folder.rmdir()
+            self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir="/tmp"))
+        self.address = str(self.folder / "socket")
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(self.address)
+        self.listener.listen(16)
+        ours, theirs = socket.socketpair()
+        with theirs, open(self.folder / "keeper", "w") as log:
+            fd, parent, mpi_log = str(theirs.fileno()), str(os.getpid()), str(self.folder / "mpiexec")
+            grown = None
+            if self.backend == "gloo":
+                arguments = [KEEPER, self.backend, parent, mpiexec, mpi_log]
+                grown = seed.grow(arguments, theirs.fileno(), log.fileno(), _environment())
+            self.process = grown or subprocess.Popen(
+                [sys.executable, "-P", KEEPER, self.backend, fd, parent, mpiexec, mpi_log],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=_environment(),
+            )
+        self.control = Connection(ours.detach())
+
+    def log(self, name: str) -> str:
+        """What the keeper or mpiexec has said."""
+        with contextlib.suppress(OSError):
+            return (self.folder / name).read_text(errors="replace").strip()
+        return ""
+
+    @contextlib.contextmanager
+    def alone(self):
+        """Hold the pool: processes that share it take turns."""
+        with open(self.folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    # ---- talking to the keeper ----
+
+    def tell(self, *command) -> None:
+        try:
+            self.control.send_bytes(pickle.dumps(command))
+        except OSError:
+            raise self.broken("the process that keeps the ranks has ended") from None
+
+    def hear(self, timeout_s: float) -> tuple:
+        """The keeper's next event about our ranks; () if none came in time.
+
+        Raises:
+            RankFailure: the keeper has ended.
+        """
+        try:
+            while self.control.poll(timeout_s):
+                event = pickle.loads(self.control.recv_bytes())
+                if event[1] == self.tag:
+                    return event
+        except (EOFError, OSError):
+            raise self.broken("the process that keeps the ranks has ended") from None
+        return ()
+
+    def hear_of(self, kind: str) -> tuple:
+        """The keeper's next event of this kind; others are passed over."""
+        deadline = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline:
+            event = self.hear(1.0)
+            if event and event[0] == kind:
+                return event
+        raise self.broken(f"the process that keeps the ranks gave no {kind!r} in {START_LIMIT_S:g} s")
+
+    def broken(self, message: str) -> RankFailure:
+        said = self.log("keeper")
+        return RankFailure(f"{message}{': ' + said[-2000:] if said else ''}", kind="missing")
+
+    # ---- ranks ----
+
+    def ready(self) -> None:
+        """Return when the next task can begin at once. Whoever calls holds the pool."""
+        if self.backend == "mpi":
+            self.connect(self.max_ranks)
+        else:
+            self.tell("answer", self.tag)
+            self.hear_of("answer")
+
+    def connect(self, n_ranks: int) -> list[Worker]:
+        """Processes for the next task, warm where there are such."""
+        if self.workers and self.backend == "mpi" and self.n_tasks < 200:
+            self.tell("reuse", self.tag, os.getpid())
+            if self.hear_of("world")[2]:
+                self.n_tasks += 1
+                return self.workers[:n_ranks]
+        self.drop()
+        self.tag, self.n_tasks = uuid.uuid4().hex, 1
+        n_started = self.max_ranks if self.backend == "mpi" else n_ranks
+        self.tell("start", self.tag, n_started, os.getpid(), self.address)
+        self.workers = sorted((self._accept(n_started) for _ in range(n_started)), key=lambda worker: worker.rank)
+        if self.backend == "mpi":
+            self.tell("reuse", self.tag, os.getpid())
+            self.hear_of("world")
+        return self.workers[:n_ranks]
+
+    def _accept(self, n_started: int) -> Worker:
+        deadline = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline:
+            ready = wait([self.listener, self.control], timeout=1.0)  # type: ignore[list-item]
+            if self.control in ready and (event := self.hear(0)) and event[0] == "exit":
+                raise self.broken(f"the ranks ended while they were started (status {event[3]}) {self.log('mpiexec')}")
+            if self.listener not in ready:
+                continue
+            connection = Connection(self.listener.accept()[0].detach())
+            with contextlib.suppress(EOFError, OSError):
+                tag, rank, pid, world_size = pickle.loads(connection.recv_bytes())
+                if tag == self.tag and world_size == n_started:
+                    return Worker(rank, pid, connection)
+                if tag == self.tag:
+                    raise RankFailure(
+                        f"mpiexec started worlds of {world_size} rank instead of one of {n_started}: it belongs to another "
+                        "MPI than the one that mpi4py has loaded"
+                    )
+        raise self.broken(f"the ranks did not start within {START_LIMIT_S:g} s {self.log('mpiexec')}")
+
+    def drop(self) -> None:
+        """Forget the connections to the ranks."""
+        for worker in self.workers:
+            worker.connection.close()
+        self.workers = []
+
+    def end_ranks(self) -> None:
+        """Have every rank ended, and all that they started; returns when they are gone."""
+        self.drop()
+        self.tell("end", self.tag)
+        self.hear_of("ended")
+
+    def close(self) -> None:
+        """End the keeper, and with it every rank. Only the process that made it does so."""
+        if os.getpid() != self.owner:
+            return
+        self.drop()
+        self.control.close()
+        self.listener.close()
+        if not self.tag:
+            self.process.kill()  # it has started nothing, and may still be importing
+        try:
+            self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _require(backend: str) -> str:
+    """The path of mpiexec, empty for gloo.
+
+    Raises:
+        RankFailure: something that the backend needs is missing.
+    """
+    if not hasattr(os, "fork") or not hasattr(socket, "AF_UNIX"):
+        raise RankFailure("ranks need a system with fork: Linux, macOS, or WSL on Windows")
+    if backend == "gloo":
+        return ""
+    if importlib.util.find_spec("mpi4py") is None:
+        raise RankFailure("mpi4py is missing: python -m pip install mpi4py mpich")
+    beside = Path(sys.executable).with_name("mpiexec")
+    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if mpiexec is None:
+        raise RankFailure(f"mpiexec is missing, beside {sys.executable} and on PATH: python -m pip install mpich")
+    return mpiexec
+
+
+def _environment() -> dict[str, str]:
+    """Surroundings in which a fork is safe (no thread before it) and gloo finds its peers without a network."""
+    environment = {k: v for k, v in os.environ.items() if k != seed.VARIABLE}
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        environment[name] = "1"
+    names = {name for _, name in socket.if_nameindex()}
+    for loopback in {"lo", "lo0"} & names:
+        environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    return environment

@@ -1,0 +1,51 @@
+"""Which lines are the user's own code, and how they are shown."""
+
+import linecache
+import sysconfig
+from functools import lru_cache
+from pathlib import Path
+from types import FrameType
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+_OURS = ("lib", "solutions", "tests", "chapters", "notebooks")
+_LIBRARIES = {Path(path).resolve() for path in sysconfig.get_paths().values()}
+
+
+@lru_cache(maxsize=4096)
+def is_user_file(filename: str) -> bool:
+    """Whether a file is code that somebody wrote for this run: not this package, no library, not Python's own."""
+    if filename.startswith("<"):
+        return False
+    path = Path(filename).resolve()
+    if path.is_relative_to(HERE) or path.suffix == ".pyx":  # of compiled code, whose source is not there
+        return False
+    if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in _OURS:
+        return True
+    if {"site-packages", "dist-packages"} & set(path.parts):
+        return False
+    return not any(path.is_relative_to(library) for library in _LIBRARIES)
+
+
+def shown(filename: str, line: int) -> str:
+    """``lib/ddp.py:41``: relative to the project where it lies in it."""
+    path = Path(filename).resolve()
+    return f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}:{line}"
+
+
+def user_line(frame: FrameType | None) -> str:
+    """The innermost line of the user's code at or above ``frame``; empty if there is none."""
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            return shown(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return ""
+
+
+def code_at(where: str) -> str:
+    """The source text of a line given as ``lib/ddp.py:41``; empty if it cannot be read."""
+    file, _, line = where.rpartition(":")
+    if not file or not line.isdigit():
+        return ""
+    linecache.checkcache(str(ROOT / file))
+    return linecache.getline(str(ROOT / file), int(line)).strip()

@@ -1,0 +1,103 @@
+"""One warm process that serves tasks. Nothing of the project is imported before a task has said where it lies.
+
+``python -P rank.py ADDRESS TAG`` under mpiexec serves until its connection closes; the keeper of the gloo ranks calls `serve`
+in each process that it forks.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import os
+import pickle
+import signal
+import sys
+import sysconfig
+from multiprocessing.connection import Client
+
+
+def end_with_parent() -> None:
+    """Have Linux end this process when its parent ends, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+
+
+def serve(address: str, tag: str, rank: int, world_size: int) -> None:
+    """Connect, then do each task that comes; never returns."""
+    try:
+        connection = Client(address, "AF_UNIX")
+        open(f"{os.path.dirname(address)}/rank-{os.getpid()}", "w").close()
+        connection.send_bytes(pickle.dumps((tag, rank, os.getpid(), world_size)))
+        environment = dict(os.environ)
+        while True:
+            header = pickle.loads(connection.recv_bytes())
+            _enter(header, environment)
+            from lib.ranks.task import run_task
+
+            connection.send_bytes(run_task(header, rank))
+            if header["backend"] == "gloo":
+                connection.recv_bytes()  # its peers may need it until all have finished
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+def _enter(header: dict, environment: dict[str, str]) -> None:
+    """Take on the caller's surroundings, with nothing imported that the caller may have changed since."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.environ.update(header["env"])
+    with contextlib.suppress(OSError):
+        os.chdir(header["cwd"])
+    sys.path[:] = header["path"]
+    importlib.invalidate_caches()
+    for name, module in list(sys.modules.items()):
+        if _libraries.get(name) is not module and _is_ours(name, module):
+            del sys.modules[name]
+    _libraries.update(sys.modules)
+
+
+_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_INSTALLED = tuple(
+    {os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+
+
+def _is_ours(name: str, module) -> bool:
+    """Whether a module is neither Python's nor an installed library's."""
+    if name.split(".")[0] in ("lib", "solutions", "tests", "__ranks_main__"):
+        return True
+    facts = getattr(module, "__dict__", {})
+    places = [facts.get("__file__"), *(facts["__path__"] if isinstance(facts.get("__path__"), list) else [])]
+    files = [place for place in places if isinstance(place, str) and not any(x in place for x in _LIBRARIES)]
+    return name != "__main__" and any(not os.path.realpath(file).startswith(_INSTALLED) for file in files)
+
+
+# modules known to be none of ours: to ask about each of them again would take a rank a tenth of a second
+_libraries = {name: module for name, module in sys.modules.items() if not _is_ours(name, module)}
+
+
+def _watched(folder: str) -> None:
+    """Go on in a child, whose end this process writes into ``death-PID`` instead of telling mpiexec, which would end the others.
+
+    A child that ends before its task's caller knows of it is left to mpiexec.
+    """
+    end_with_parent()
+    pid = os.fork()
+    if pid == 0:
+        end_with_parent()
+        return
+    status = os.waitpid(pid, 0)[1]
+    if status and os.path.exists(f"{folder}/rank-{pid}"):
+        with open(f"{folder}/death-{pid}", "w") as file:
+            file.write(f"{status}\n")
+        signal.pause()
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
+if __name__ == "__main__":
+    _watched(os.path.dirname(sys.argv[1]))
+    from mpi4py import MPI
+
+    del os.environ["TMPDIR"]  # which was for MPI itself
+    if theirs := os.environ.pop("RANKS_TMPDIR"):
+        os.environ["TMPDIR"] = theirs
+    serve(sys.argv[1], sys.argv[2], MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())

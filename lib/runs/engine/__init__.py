@@ -1,0 +1,1 @@
+"""What every training run is made of: options, loop, strategies, state, log, world."""

@@ -1,0 +1,278 @@
+"""What a run is told on the command line, and all that can be wrong with it before anything is allocated."""
+
+import argparse
+import importlib.util
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+STRATEGIES = ("single", "ddp", "fsdp", "tp")
+PRECISIONS = ("float32", "tf32", "bf16", "float16")
+OPTIMIZERS = ("ours", "adamw", "sgd")
+
+
+class UsageError(ValueError):
+    """What the person who started the run can mend: one line that names the value and what was expected."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """A run. ``--help`` says what each means; None stands for what follows from the others, and ``resolved`` fills it in."""
+
+    model: str
+    strategy: str
+    engine: str
+    precision: str
+    path: str
+    attention: str
+    compile: str | None
+    graph: bool
+    batch: int
+    accumulate: int
+    steps: int
+    lr: float
+    min_lr: float
+    warmup: int
+    weight_decay: float
+    clip: float
+    optimizer: str | None
+    bucket_mb: float
+    data: str | None
+    column: str | None
+    limit: int | None
+    items: int | None
+    seed: int
+    device: str
+    threads: int
+    deterministic: bool
+    checkpoint: Path | None
+    save_every: int
+    log: Path | None
+    tensorboard: Path | None
+    quiet: bool
+    peak_tflops: float | None
+    image_size: int | None = None
+    classes: int | None = None
+    context: int | None = None
+    tokenizer: str = "bytes"
+
+    @property
+    def ours(self) -> bool:
+        return self.engine == "ours"
+
+
+class Parser(argparse.ArgumentParser):
+    """One line for what is wrong, without the page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; --help lists the flags")
+
+
+def whole(least: int):
+    """A whole number of at least ``least``, for ``type=``."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+        return int(text)
+
+    return number
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    if not (value := share(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
+
+
+def share(text: str) -> float:
+    """A finite number from 0 on."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
+    return value
+
+
+def make_parser(program: str, models: list[str], items: str, description: str) -> Parser:
+    """The flags that both programs have.
+
+    Args:
+        program: Its module, for the usage line.
+        models: Names of presets.
+        items: What a batch counts: "images", "sequences".
+        description: What stands above the flags.
+    """
+    parser = Parser(prog=f"python -m {program}", description=description, allow_abbrev=False)
+    what = parser.add_argument_group("what is computed")
+    what.add_argument("--model", choices=models, default="tiny")
+    what.add_argument("--strategy", choices=STRATEGIES, default="single", help="how ranks share the work")
+    what.add_argument("--engine", choices=("ours", "torch"), default="ours", help="the book's functions, or PyTorch's")
+    what.add_argument(
+        "--precision", choices=PRECISIONS, default="float32", help="of products; float16 has a loss scaler"
+    )
+    what.add_argument("--path", choices=("auto", "fast", "plain"), default="auto",
+                      help="fast: lib.fast.models; plain: the model as its chapter has it; auto: fast where the strategy allows")  # fmt: skip
+    what.add_argument(
+        "--attention", choices=("fused", "flash", "cudnn"), default="fused", help="kernel of the fast path"
+    )
+    what.add_argument("--compile", nargs="?", const="auto", choices=("auto", "whole", "blocks"),
+                      help="torch.compile: the whole model (single) or block by block, so that gradients are ready early")  # fmt: skip
+    what.add_argument(
+        "--graph", action="store_true", help="the whole step as a CUDA graph (single, or ddp of engine ours)"
+    )
+    train = parser.add_argument_group("training")
+    train.add_argument("--batch", type=whole(1), default=32, help=f"{items} a step, of all ranks together")
+    train.add_argument("--accumulate", type=whole(1), default=1, help="micro-batches a step")
+    train.add_argument("--steps", type=whole(1), default=100, help="of the whole run, those before a restart included")
+    train.add_argument("--lr", type=share, default=1e-3, help="largest learning rate")
+    train.add_argument("--min-lr", type=share, default=0.0, help="where the cosine ends, after the last step")
+    train.add_argument("--warmup", type=whole(0), default=0, help="steps")
+    train.add_argument("--weight-decay", type=share, default=0.05, help="of tensors of two or more dimensions")
+    train.add_argument(
+        "--clip", type=share, default=1.0, help="largest norm of the gradient; 0: neither clipped nor measured"
+    )
+    train.add_argument("--optimizer", choices=OPTIMIZERS, help="ours: chapter 7's AdamW (default of engine ours); sgd: momentum 0.9")  # fmt: skip
+    train.add_argument("--bucket-mb", type=positive, default=25.0, help="of ddp, in 2**20 bytes")
+    train.add_argument("--seed", type=whole(0), default=0, help="of weights and of the order of the data")
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", help="embedded, synthetic (made on the device), a file, a folder, or a name on the hub; "
+                      "default: embedded for tiny, synthetic for the others")  # fmt: skip
+    data.add_argument("--column", help="where the rows hold their picture or text")
+    data.add_argument("--limit", type=whole(1), help="read no more rows than this")
+    data.add_argument("--items", type=whole(1), help=f"how many synthetic {items}")
+    where = parser.add_argument_group("where it runs")
+    where.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    where.add_argument("--threads", type=whole(1), default=1, help="of a rank on a CPU")
+    where.add_argument(
+        "--deterministic", action="store_true", help="kernels that give the same bits each time, also on a GPU"
+    )
+    where.add_argument(
+        "--checkpoint", type=Path, help="a folder that all ranks see; a run that finds one there goes on from it"
+    )
+    where.add_argument(
+        "--save-every", type=whole(1), default=100, help="steps between checkpoints; the last step always"
+    )
+    where.add_argument("--log-file", "--log", dest="log", type=Path,
+                       help="one line of JSON a step (torchrun on Python 3.11 takes --log for one of its own: write --log-file)")  # fmt: skip
+    where.add_argument("--tensorboard", type=Path, help="a folder for TensorBoard, if it is installed")
+    where.add_argument("--quiet", action="store_true", help="no progress bar")
+    where.add_argument("--peak-tflops", type=positive, help="of one device, for mfu; known for A100, H100 SXM and H200")
+    return parser
+
+
+def parse(parser: Parser, argv: list[str] | None) -> Options:
+    """The options, with what follows from others filled in.
+
+    Raises:
+        UsageError: a flag that is wrong, or two that exclude each other.
+    """
+    given = vars(parser.parse_args(argv))
+    known = {field.name for field in fields(Options)}
+    options = Options(**{name: value for name, value in given.items() if name in known})
+    return check_flags(Options(**{**vars(options), **_resolved(options)}))
+
+
+def _resolved(o: Options) -> dict[str, Any]:
+    found: dict[str, Any] = {"path": o.path, "compile": o.compile}
+    if o.path == "auto":
+        found["path"] = "plain" if o.strategy == "tp" else "fast"
+    if o.compile == "auto":
+        found["compile"] = "whole" if o.strategy == "single" else "blocks"
+    found["optimizer"] = o.optimizer or ("ours" if o.ours and not o.graph else "adamw")
+    found["data"] = o.data or ("embedded" if o.model == "tiny" else "synthetic")
+    return found
+
+
+def check_flags(o: Options) -> Options:
+    """The same options, if no two of them exclude each other.
+
+    Raises:
+        UsageError: they do.
+    """
+    if o.path == "fast" and o.strategy == "tp":
+        raise UsageError("--path fast computes whole layers, --strategy tp has parts of them: expected --path plain")
+    if o.compile == "whole" and o.strategy in ("fsdp", "tp"):
+        raise UsageError(
+            f"--compile whole cannot see into the hooks of --strategy {o.strategy}: expected --compile blocks"
+        )
+    if o.compile == "whole" and (o.strategy, o.engine) == ("ddp", "torch") and o.bucket_mb < 1:
+        raise UsageError(
+            f"--bucket-mb {o.bucket_mb:g} with --compile whole: PyTorch cuts the graph at buckets of 1 MB and more; expected --compile blocks"
+        )
+    if o.precision == "float16" and (o.strategy, o.engine) == ("tp", "torch"):
+        raise UsageError("--precision float16 with --strategy tp --engine torch: expected bf16, or --engine ours")
+    if o.attention != "fused" and (o.path == "plain" or o.precision not in ("bf16", "float16")):
+        raise UsageError(
+            f"--attention {o.attention} with --path {o.path} --precision {o.precision}: a kernel of the fast path for 16 bits; "
+            "expected --attention fused, or --path fast with --precision bf16 or float16"
+        )
+    if o.warmup > o.steps:
+        raise UsageError(f"--warmup {o.warmup} is longer than --steps {o.steps}: expected at most {o.steps}")
+    if o.min_lr > o.lr:
+        raise UsageError(f"--min-lr {o.min_lr} is above --lr {o.lr}: expected at most {o.lr}")
+    if o.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise UsageError("--tensorboard needs the package tensorboard, which is not installed: pip install tensorboard")
+    if o.graph:
+        _check_graph(o)
+    return o
+
+
+def make_places(o: Options) -> None:
+    """Make the folders that a run writes into, before it has trained what could not be kept.
+
+    Raises:
+        UsageError: one cannot be made or written to.
+    """
+    log = o.log and o.log.parent
+    for flag, path, folder in (
+        ("--checkpoint", o.checkpoint, o.checkpoint),
+        ("--log-file", o.log, log),
+        ("--tensorboard", o.tensorboard, o.tensorboard),
+    ):
+        if folder is None:
+            continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"{flag} {path}: cannot make the folder {folder} ({error.strerror}); expected one to write into"
+            ) from None
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise UsageError(f"{flag} {path}: may not write into {folder}; expected a folder where you may")
+    if o.log and o.log.is_dir():
+        raise UsageError(f"--log-file {o.log} is a folder; expected a file, such as {o.log / 'log.jsonl'}")
+
+
+def _check_graph(o: Options) -> None:
+    if o.strategy != "single" and (o.strategy, o.engine) != ("ddp", "ours"):
+        raise UsageError(
+            f"--graph with --strategy {o.strategy} --engine {o.engine}: expected single, or ddp of engine ours"
+        )
+    if o.precision == "float16":
+        raise UsageError(
+            "--graph with --precision float16: the scaler asks the host each step; expected bf16, tf32 or float32"
+        )
+    if o.optimizer == "ours":
+        raise UsageError("--graph with --optimizer ours: its step count lives on the host; expected adamw or sgd")
+
+
+def check_world(o: Options, n_ranks: int, n_data_ranks: int) -> None:
+    """Whether this many ranks can share the batch.
+
+    Raises:
+        UsageError: too many ranks for ``single``, or a batch that does not divide.
+    """
+    if o.strategy == "single" and n_ranks > 1:
+        raise UsageError(f"--strategy single runs on 1 rank, and {n_ranks} were started: expected ddp, fsdp or tp")
+    parts = n_data_ranks * o.accumulate
+    if o.batch % parts:
+        whole_part, rest = divmod(o.batch, parts)
+        raise UsageError(
+            f"--batch {o.batch} does not divide into {n_data_ranks} ranks x {o.accumulate} micro-batches: "
+            f"{o.batch} = {whole_part} x {parts} + {rest}; expected a multiple of {parts}"
+        )

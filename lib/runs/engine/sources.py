@@ -1,0 +1,187 @@
+"""Data that lies on the device: pictures and rows of tokens, real or made there, and batches of them by number."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lib.given.data.corpora import language_reference, load_text, stream_text
+from lib.fast.models import MEAN, STD, prepare_images
+from lib.given.data.images import load_images
+from lib.runs.engine.options import Options, UsageError
+
+GRAY_MEAN, GRAY_STD = (0.3,), (0.37,)  # of the handwritten digits
+N_PICTURES, N_SEQUENCES, PICTURE_SIDE = 50_000, 1024, 32
+
+
+class Source(Protocol):
+    """Items by their numbers."""
+
+    n: int
+
+    def to(self, device: torch.device) -> None:
+        """Bring, or make, what there is on the device."""
+
+    def fetch(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of the items ``numbers`` ``[B]``, int64 on the device."""
+
+
+@dataclass
+class Pictures:
+    """Pictures and their classes, as they came; what the model reads is made of them on the device.
+
+    Attributes:
+        pictures: ``[n, ch, height, width]``, uint8, or float32 from 0 to 1; None: random ones are made there.
+        labels: ``[n]``.
+        shape: ``(ch, height, width)`` of a picture.
+        n_classes: How many classes there are.
+        n: How many pictures.
+        size: Side of the square that the model reads, in pixels.
+        dtype: Of what the model reads.
+        seed: Of random pictures.
+    """
+
+    pictures: Tensor | None
+    labels: Tensor | None
+    shape: tuple[int, int, int]
+    n_classes: int
+    n: int
+    size: int = 0
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def to(self, device: torch.device) -> None:
+        if self.pictures is None:
+            generator = torch.Generator(device).manual_seed(self.seed)
+            made = {"generator": generator, "device": device}
+            self.pictures = torch.randint(256, (self.n, *self.shape), dtype=torch.uint8, **made)
+            self.labels = torch.randint(self.n_classes, (self.n,), **made)
+        assert self.labels is not None
+        self.pictures, self.labels = self.pictures.to(device), self.labels.to(device)
+        mean, std = (MEAN, STD) if self.shape[0] == 3 else (GRAY_MEAN, GRAY_STD)
+        self._mean, self._std = (torch.tensor(x, device=device) for x in (mean, std))
+
+    def fetch(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.pictures is not None
+        assert self.labels is not None
+        prepared = prepare_images(self.pictures[numbers], self.size, self.dtype, self._mean, self._std)
+        return prepared, self.labels[numbers]
+
+
+def open_pictures(options: Options, channels: int, n_classes: int, size: int) -> Pictures:
+    """The pictures that ``--data`` names; nothing is on the device yet.
+
+    Args:
+        options: Of the run.
+        channels: Of synthetic pictures, as are ``n_classes`` and ``size``, the side that the model reads.
+
+    Raises:
+        FileNotFoundError: there is no such data.
+        ValueError: a row that cannot be read.
+    """
+    if options.data == "synthetic":
+        side = min(PICTURE_SIDE, size)
+        n = options.items or N_PICTURES
+        shape = (channels, side, side)
+        return Pictures(pictures=None, labels=None, shape=shape, n_classes=n_classes, n=n, seed=options.seed)
+    source = "digits" if options.data == "embedded" else options.data
+    assert source is not None
+    data = load_images(source, image=options.column, limit=options.limit)
+    pictures, scaled = data.images, (data.images * 255.0).round()
+    if torch.equal(scaled / 255.0, pictures):
+        pictures = scaled.to(torch.uint8)
+    if pictures.shape[1] not in (1, 3):
+        raise ValueError(f"{source}: pictures of {pictures.shape[1]} channels, expected 1 or 3")
+    ch, height, width = pictures.shape[1:]
+    n_found = len(data.classes)
+    return Pictures(pictures=pictures, labels=data.labels, shape=(ch, height, width), n_classes=n_found, n=len(data))
+
+
+@dataclass
+class Tokens:
+    """One long row of tokens, cut into windows side by side; the targets are one token further on.
+
+    Attributes:
+        tokens: Ids ``[N]``; None: random ones are made on the device.
+        length: Tokens T of a window.
+        vocab_size: Of random tokens.
+        n: How many windows.
+        seed: Of random tokens.
+    """
+
+    tokens: Tensor | None
+    length: int
+    vocab_size: int
+    n: int
+    seed: int = 0
+
+    def to(self, device: torch.device) -> None:
+        if self.tokens is None:
+            generator = torch.Generator(device).manual_seed(self.seed)
+            shape = (self.n * self.length + 1,)
+            self.tokens = torch.randint(self.vocab_size, shape, dtype=torch.int32, generator=generator, device=device)
+        self.tokens = self.tokens.to(device)
+        self._steps = torch.arange(self.length + 1, device=device)
+
+    def fetch(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.tokens is not None
+        rows = self.tokens[numbers[:, None] * self.length + self._steps].long()
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def open_tokens(options: Options, vocab_size: int, length: int) -> Tokens:
+    """The tokens of what ``--data`` names.
+
+    Raises:
+        FileNotFoundError: there is no such data.
+        ValueError: text that cannot be read, or has too few tokens for one window.
+    """
+    if options.data == "synthetic":
+        n = options.items or N_SEQUENCES
+        return Tokens(tokens=None, length=length, vocab_size=vocab_size, n=n, seed=options.seed)
+    text = _text(options)
+    ids = torch.tensor(encoder(options.tokenizer, text, vocab_size)(text), dtype=torch.int32)
+    n = (len(ids) - 1) // length
+    if n < 1:
+        raise ValueError(f"{options.data}: {len(ids)} tokens are too few for one window of {length} and its targets")
+    return Tokens(tokens=ids, length=length, vocab_size=vocab_size, n=n)
+
+
+def _text(options: Options) -> str:
+    assert options.data is not None
+    if options.data == "embedded":
+        return language_reference()
+    if Path(options.data).suffix in (".txt", ".md") and options.limit is None:
+        return load_text(options.data)
+    documents = stream_text(options.data, column=options.column or "text", progress=False)
+    return "\n".join(islice(documents, options.limit))  # and no further: the hub would send all of it
+
+
+def encoder(name: str, text: str, vocab_size: int) -> Callable[[str], list[int]]:
+    """A tokenizer's ``encode``: bytes, chapter 1's merges learned from the text, or GPT-2's own.
+
+    Raises:
+        UsageError: the model has too few tokens for it, or the package that it needs is not there.
+    """
+    needed = {"bytes": 256, "bpe": 257, "gpt2": 50_257}[name]
+    if vocab_size < needed:
+        raise UsageError(
+            f"--tokenizer {name} has {needed} tokens, the model's vocabulary {vocab_size}: expected bytes or bpe"
+        )
+    if name == "bytes":
+        return lambda document: list(document.encode())
+    if name == "bpe":
+        from lib.tokenization import BPETokenizer, train_bpe
+
+        return BPETokenizer(*train_bpe(text, min(vocab_size, 4096))).encode
+    try:
+        import tiktoken
+    except ImportError:
+        raise UsageError(
+            "--tokenizer gpt2 needs the package tiktoken, which is not installed: pip install tiktoken"
+        ) from None
+    return tiktoken.get_encoding("gpt2").encode_ordinary

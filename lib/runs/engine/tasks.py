@@ -1,0 +1,211 @@
+"""What is learned: classes of pictures or the next token; the model, its loss on either path, and what an item costs."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from lib import amp, training
+from lib.fast import models as fast
+from lib.given.models import vit
+from lib.given.parallel.sharding import blocks_of
+from lib.given.models.gpt2 import GPT2_LARGE, GPT2_MEDIUM, GPT2_SMALL, GPT2_XL, TINY, GPT2Config
+from lib.runs.engine.options import Options, UsageError
+from lib.runs.engine.sources import Source, open_pictures, open_tokens
+from lib.speed import training_flops_per_token, vit_training_flops_per_image
+
+DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
+GPT2_PRESETS = {"tiny": TINY, "small": GPT2_SMALL, "medium": GPT2_MEDIUM, "large": GPT2_LARGE, "xl": GPT2_XL}
+
+
+class Task:
+    """A model and its data.
+
+    Attributes:
+        unit: What is counted.
+        per_row: How many of them a row of a batch holds.
+        config: Of the model.
+        source: The data.
+        flops_per_item: Of a training step.
+    """
+
+    unit: str
+    per_row: int
+    config: Any
+    source: Source
+    flops_per_item: int
+
+    def __init__(self, options: Options):
+        self.options, self.dtype = options, DTYPES[options.precision]
+
+    @classmethod
+    def widths(cls, model: str) -> dict[str, int]:
+        """What tensor parallelism cuts, by name."""
+        raise NotImplementedError
+
+    def new_model(self) -> nn.Module:
+        raise NotImplementedError
+
+    def fast_path(self, device: torch.device) -> fast.Path:
+        return fast.Path(dtype=self.dtype, attention=self.options.attention)
+
+    def fast_block(self, model: Any, i: int, path: fast.Path) -> Callable[[Any, Tensor], Tensor]:
+        """What computes block i on the fast path."""
+        raise NotImplementedError
+
+    def fast_loss(self, model: Any, inputs: Tensor, targets: Tensor, path: fast.Path) -> Tensor:
+        raise NotImplementedError
+
+    def plain_logits(self, model: Any, inputs: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """What a checkpoint must agree on."""
+        o = self.options
+        named = {"model": o.model, "config": asdict(self.config), "batch": o.batch, "seed": o.seed, "data": o.data}
+        return {"task": type(self).__name__, **named, "items": self.source.n, "optimizer": o.optimizer}
+
+
+class ViTTask(Task):
+    """Classes of images."""
+
+    unit, per_row = "image", 1
+
+    def __init__(self, options: Options):
+        super().__init__(options)
+        config = vit.preset(options.model)
+        size = options.image_size or config.image_size
+        source = open_pictures(options, config.channels, options.classes or config.n_classes, size)
+        if options.classes is not None and options.classes < source.n_classes:
+            raise UsageError(
+                f"--classes {options.classes}: the data has {source.n_classes} classes; expected at least as many"
+            )
+        n_classes = options.classes or source.n_classes
+        self.config = replace(config, image_size=size, channels=source.shape[0], n_classes=n_classes)
+        source.size, source.dtype = size, self.dtype if options.path == "fast" else torch.float32
+        self.source = source
+        self.flops_per_item = vit_training_flops_per_image(self.config)
+
+    @classmethod
+    def widths(cls, model: str) -> dict[str, int]:
+        config = vit.preset(model)
+        return {"n_heads": config.n_heads, "hidden_dim": config.hidden_dim}
+
+    def new_model(self) -> nn.Module:
+        from lib.vit import VisionTransformer
+
+        return VisionTransformer(self.config)
+
+    def fast_block(self, model, i, path):
+        return partial(fast.vit_block_of(model, i, path), path=path)
+
+    def fast_loss(self, model, inputs, targets, path):
+        return fast.vit_loss(model, inputs, targets, path, call_blocks=True)
+
+    def plain_logits(self, model, inputs):
+        return model(inputs)
+
+
+class GPT2Task(Task):
+    """The next token."""
+
+    unit = "token"
+
+    def __init__(self, options: Options):
+        from lib.gpt2 import pad_vocab
+
+        super().__init__(options)
+        config = GPT2_PRESETS[options.model]
+        length = options.context or config.context_len
+        padded = pad_vocab(config.vocab_size) if options.path == "fast" else None
+        self.config: GPT2Config = replace(config, context_len=length, padded_vocab_size=padded)
+        self.source = open_tokens(options, config.vocab_size, length)
+        self.per_row, self.flops_per_item = length, training_flops_per_token(self.config)
+
+    @classmethod
+    def widths(cls, model: str) -> dict[str, int]:
+        config = GPT2_PRESETS[model]
+        return {"n_heads": config.n_heads, "hidden_dim": 4 * config.dim}
+
+    def new_model(self) -> nn.Module:
+        from lib.gpt2 import GPT2
+
+        return GPT2(self.config)
+
+    def fast_path(self, device):
+        # the kernel's gradient has the width of the logits before the loss scale reaches it: float16 would lose most of it
+        return replace(super().fast_path(device), loss_kernel=device.type == "cuda" and self.dtype == torch.bfloat16)
+
+    def fast_block(self, model, i, path):
+        return partial(fast.gpt2_block, path=path, n_heads=self.config.n_heads)
+
+    def fast_loss(self, model, inputs, targets, path):
+        return fast.gpt2_loss(model, inputs, targets, path, call_blocks=True)
+
+    def plain_logits(self, model, inputs):
+        return model(inputs)[0]
+
+
+class Loss(nn.Module):
+    """A model that gives its mean loss: what strategies wrap, so that all that is computed is inside.
+
+    Args:
+        task: What is learned.
+        device: Where.
+    """
+
+    def __init__(self, task: Task, device: torch.device):
+        super().__init__()
+        with torch.device(device):
+            self.model = task.new_model().to(device)  # torch.normal does not heed the device that was set
+        self.task, self.device, options = task, device, task.options
+        self.path = task.fast_path(device) if options.path == "fast" else None
+        sharded = options.strategy == "fsdp"  # its parameters come in the dtype of the products
+        self.mixes = self.path is None and task.dtype != torch.float32 and not sharded
+        self.place_blocks()
+
+    def place_blocks(self) -> None:
+        """Let each block compute itself on the chosen path, compiled if that is asked for; it stays the module that it is."""
+        for i, block in enumerate(blocks_of(self.model)):
+            compute = self.task.fast_block(self.model, i, self.path) if self.path else type(block).forward
+            if self.task.options.compile == "blocks":
+                compute = _compiled(compute)
+            if self.path or self.task.options.compile == "blocks":
+                block.forward = partial(compute, block)
+        if self.task.options.compile == "whole":
+            self.compile(dynamic=False)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of a micro-batch, float32."""
+        if self.path:
+            return self.task.fast_loss(self.model, inputs, targets, self.path)
+        with self.precision():
+            logits = self.task.plain_logits(self.model, inputs)
+        logits = logits.float()
+        if self.task.options.ours:
+            return training.cross_entropy(logits, targets)
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+    def precision(self) -> contextlib.AbstractContextManager:
+        """Mixed precision of the plain path: chapter 11's, or PyTorch's, which its compiler knows."""
+        if not self.mixes:
+            return contextlib.nullcontext()
+        if self.task.options.ours and not self.task.options.compile:
+            return amp.MiniAutocast(self.task.dtype, self.device.type)
+        return torch.autocast(self.device.type, self.task.dtype, cache_enabled=not self.task.options.graph)
+
+
+_compiled_functions: dict[Any, Any] = {}
+
+
+def _compiled(compute: Any) -> Any:
+    """The same function, compiled once for all blocks that share it."""
+    function, keywords = (compute.func, compute.keywords) if isinstance(compute, partial) else (compute, {})
+    if function not in _compiled_functions:
+        _compiled_functions[function] = torch.compile(function, dynamic=False)
+    return partial(_compiled_functions[function], **keywords)

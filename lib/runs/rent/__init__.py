@@ -1,0 +1,1 @@
+"""Machines to rent: by SSH, by Slurm, by Modal."""

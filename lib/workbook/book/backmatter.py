@@ -1,0 +1,170 @@
+"""What the pages at the end of the book list, read from the catalog, the references, the tests and the chapters."""
+
+import ast
+import json
+import os
+import re
+from pathlib import Path
+
+from lib.bench.record import MEASUREMENTS, where
+from lib.workbook.book.catalog import ROOT, Chapter, Exercise, all_exercises, chapters
+
+LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<url>https?://[^)\s]+)\)")
+
+
+class Listing:
+    """A Markdown table or list; plain text where Markdown is not shown."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def _repr_markdown_(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def table(head: list[str], rows: list[list[str]]) -> Listing:
+    lines = [head, ["---"] * len(head), *rows]
+    return Listing("\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines))
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+
+def chapter_link(chapter: Chapter, text: str = "") -> str:
+    return f"[{text or f'{chapter.number}. {chapter.title}'}]({chapter.path.name})"
+
+
+def exercise_link(exercise: Exercise, text: str) -> str:
+    """To the exercise on the site; to its chapter in JupyterLab, which knows no labels of another page."""
+    if os.environ.get("WORKBOOK_LINKS") == "site":
+        return f"[{text}](#{exercise.label})"
+    return f"[{text}]({chapters()[exercise.module].path.name})"
+
+
+def _written() -> list[Chapter]:
+    return [chapter for chapter in chapters().values() if chapter.path.exists()]
+
+
+# ---- all systems -----------------------------------------------------------------------------------------------------
+
+
+def systems() -> Listing:
+    """Each chapter, the names that it grades, and what their results are compared with."""
+    rows = []
+    for chapter in _written():
+        names = ", ".join(exercise_link(e, f"`{e.name}`") for e in chapter.exercises)
+        rows.append([chapter_link(chapter), names, compared_with(chapter)])
+    return table(["chapter", "what you write", "what it is compared with"], rows)
+
+
+def compared_with(chapter: Chapter) -> str:
+    """The oracles, from the docstring of tests/chapter_NN/__init__.py, which reads "Compared with …."."""
+    path = chapter.tests / "__init__.py"
+    doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) if path.exists() else None
+    return " ".join((doc or "").split()).removeprefix("Compared with ").rstrip(".")
+
+
+# ---- measurements ----------------------------------------------------------------------------------------------------
+
+
+def measurements() -> Listing:
+    """Every recorded measurement: where it is shown, on what it was made, and the program that makes it again."""
+    rows = []
+    for path in sorted(MEASUREMENTS.glob("*.json")):
+        shown = [chapter_link(chapter, str(chapter.number)) for chapter in _written() if shows(chapter, path.stem)]
+        measured = json.loads(path.read_text(encoding="utf-8"))
+        rows.append([f"`{path.stem}`", ", ".join(shown), hardware(measured), f"`python -m lib.bench.{program(path)}`"])
+    return table(["measurement", "chapter", "where and when", "made by"], rows)
+
+
+def shows(chapter: Chapter, name: str) -> bool:
+    """Whether a chapter loads a measurement, by its name or by ``f"ladder_{model}"``."""
+    text = chapter.path.read_text(encoding="utf-8")
+    return f'load("{name}")' in text or f'load(f"{name.rpartition("_")[0]}_{{' in text
+
+
+def program(path: Path) -> str:
+    """The longest name in lib/bench that a measurement's name begins with."""
+    names = [p.stem for p in (ROOT / "lib" / "bench").glob("*.py")]
+    return max((n for n in names if path.stem == n or path.stem.startswith(f"{n}_")), key=len)
+
+
+def hardware(measured: dict) -> str:
+    """``where`` with equal accelerators counted."""
+    found = measured["machine"].get("accelerators", [])
+    counted = [f"{found.count(name)} {name}" for name in dict.fromkeys(found)]
+    return where({**measured, "machine": {**measured["machine"], "accelerators": counted}}).removeprefix("measured on ")
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def names() -> Listing:
+    """Every graded name, in alphabetical order; of several with one name the chapter tells which."""
+    found = [e for e in all_exercises() if chapters()[e.module].path.exists()]
+    rows = []
+    for e in sorted(found, key=lambda e: (e.name.lower(), e.chapter)):
+        stretch = ", stretch" if e.stretch else ""
+        summary = e.summary.replace("``", "`")
+        rows.append([f"`{e.name}`", summary, exercise_link(e, e.number) + stretch, chapter_link(chapters()[e.module])])
+    return table(["name", "what it does", "exercise", "chapter"], rows)
+
+
+# ---- times and sources -----------------------------------------------------------------------------------------------
+
+
+def times() -> Listing:
+    """Each chapter's exercises, and how long it takes, in the words of its own first lines."""
+    rows = []
+    for chapter in _written():
+        stretch = sum(e.stretch for e in chapter.exercises)
+        count = f"{len(chapter.exercises)}" + (f", {stretch} of them stretch" if stretch else "")
+        tests = f"`pytest tests/chapter_{chapter.number:02d}`"
+        rows.append([chapter_link(chapter), count, hours(chapter), needs(chapter), tests])
+    return table(["chapter", "exercises", "time", "needs", "check"], rows)
+
+
+def hours(chapter: Chapter) -> str:
+    found = re.search(r"takes (about [\w ]+? hours?)", opening(chapter))
+    return found[1] if found else ""
+
+
+def needs(chapter: Chapter) -> str:
+    """The sentence in which a chapter says what it needs, without what follows a semicolon."""
+    found = re.search(r"You need (.+?)(?:;|\.(?:\s|$)|$)", opening(chapter), re.MULTILINE)
+    return found[1] if found else ""
+
+
+def opening(chapter: Chapter) -> str:
+    """What stands between a chapter's title and its first cell."""
+    text = chapter.path.read_text(encoding="utf-8")
+    return text.split("\n# ", 1)[1].split("```{code-cell}")[0]
+
+
+def read_on(chapter: Chapter) -> list[tuple[str, str]]:
+    """The links of a chapter's section "Read on", as (text, address)."""
+    text = chapter.path.read_text(encoding="utf-8").partition("### Read on\n")[2]
+    return [(m["text"], m["url"]) for m in LINK.finditer(text)]
+
+
+def works() -> Listing:
+    """By chapter, what it grew from and where to read on, with links."""
+    lines = []
+    for chapter in _written():
+        links = "; ".join(f"[{text}]({url})" for text, url in read_on(chapter))
+        lines.append(f"- **{chapter_link(chapter)}.** {links}.")
+    return Listing("\n".join(lines))
+
+
+def sources() -> Listing:
+    """By exercise, the paper, section and equation that its docstring names."""
+    rows = []
+    for e in (e for e in all_exercises() if chapters()[e.module].path.exists()):
+        if found := re.search(r"^Source:\s*(.+?)(?=\n\s*\n|\n[A-Z]\w+:|\Z)", e.doc, re.MULTILINE | re.DOTALL):
+            text = " ".join(found[1].split()).replace("``", "`")
+            linked = re.sub(r"arXiv:(\d{4}\.\d{4,5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
+            rows.append([exercise_link(e, e.number), f"`{e.name}`", linked])
+    return table(["exercise", "name", "source"], rows)

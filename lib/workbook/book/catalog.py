@@ -1,0 +1,180 @@
+"""Which chapters and exercises the book has, read from book.yml and from the reference's docstrings."""
+
+import ast
+import os
+import re
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(os.environ.get("WORKBOOK_ROOT") or Path(__file__).parents[3])
+CHAPTER_FILE = re.compile(r"chapters/(?P<number>\d\d)_(?P<module>\w+)\.md")
+EXERCISE_NUMBER = re.compile(r"\(Exercise (?P<number>\d+\.\d+)(?P<stretch>, stretch)?\)")
+
+
+class BookError(ValueError):
+    """The book does not fit together; the message names the file and what was expected."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exercise:
+    """One graded name of one chapter."""
+
+    chapter: int
+    number: str
+    name: str
+    module: str
+    doc: str = field(repr=False)
+    line: int
+    stretch: bool = False
+
+    @property
+    def summary(self) -> str:
+        """The docstring's first line without its number."""
+        return EXERCISE_NUMBER.sub("", self.doc.strip().splitlines()[0]).strip()
+
+    @property
+    def keyword(self) -> str:
+        """What ``pytest -k``, which ignores case, takes to select it and no other."""
+        if self.name.lower() in self.module:
+            return f"{self.name}_"  # the file is called after the module, and would match
+        longer = [
+            e.name for e in chapters()[self.module].exercises if self.name.lower() in e.name.lower() and e != self
+        ]
+        return f'"{self.name} and not {" and not ".join(longer)}"' if longer else self.name
+
+    @property
+    def handle(self) -> str:
+        """The shortest name that ``workbook check`` and ``%check`` understand."""
+        alone = sum(e.name == self.name for e in all_exercises()) == 1
+        return self.name if alone and self.name not in chapters() else f"{self.module}.{self.name}"
+
+    @property
+    def label(self) -> str:
+        """The target of cross-references to the exercise."""
+        return f"ex-{self.module}-{self.name}".replace("_", "-").lower()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chapter:
+    """One chapter of the book."""
+
+    number: int
+    module: str
+    title: str
+    path: Path
+
+    @property
+    def mine(self) -> Path:
+        """The learner's file."""
+        return ROOT / "lib" / f"{self.module}.py"
+
+    @property
+    def reference(self) -> Path:
+        return ROOT / "solutions" / f"{self.module}.py"
+
+    @property
+    def tests(self) -> Path:
+        return ROOT / "tests" / f"chapter_{self.number:02d}"
+
+    @cached_property
+    def exercises(self) -> tuple[Exercise, ...]:
+        """The graded names in the order of their numbers; read from the reference's docstrings, nothing is imported."""
+        tree = ast.parse(self.reference.read_text(encoding="utf-8"), str(self.reference))
+        found = []
+        for node in tree.body:
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+                continue
+            doc = ast.get_docstring(node) or ""
+            first_line = doc.splitlines()[0] if doc else ""
+            if match := EXERCISE_NUMBER.search(first_line):
+                found.append(
+                    Exercise(
+                        chapter=self.number,
+                        number=match["number"],
+                        name=node.name,
+                        module=self.module,
+                        doc=doc,
+                        line=node.lineno,
+                        stretch=bool(match["stretch"]),
+                    )
+                )
+        return tuple(sorted(found, key=lambda e: int(e.number.split(".")[1])))
+
+    def exercise(self, name: str) -> Exercise:
+        for exercise in self.exercises:
+            if exercise.name == name:
+                return exercise
+        raise KeyError(f"chapter {self.number} has no exercise {name!r}")
+
+
+def _entries(toc: list[dict]):
+    for entry in toc:
+        if "file" in entry:
+            yield entry
+        yield from _entries(entry.get("children", []))
+
+
+@cache
+def pages() -> tuple[dict, ...]:
+    """Every page of the book in reading order, as book.yml lists it."""
+    book = yaml.load((ROOT / "book.yml").read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return tuple(_entries(book["project"]["toc"]))
+
+
+def is_back_matter(file: str) -> bool:
+    """Whether a page is no chapter: it stands in chapters/ and its name begins with no number."""
+    return file.startswith("chapters/") and CHAPTER_FILE.fullmatch(file) is None
+
+
+@cache
+def chapters() -> dict[str, Chapter]:
+    """The chapters that grade something, by module."""
+    found = {}
+    for entry in pages():
+        match = CHAPTER_FILE.fullmatch(entry["file"])
+        if match is None or not (ROOT / "solutions" / f"{match['module']}.py").exists():
+            continue
+        if "title" not in entry:
+            raise BookError(f"book.yml: {entry['file']} has no title")
+        chapter = Chapter(
+            number=int(match["number"]), module=match["module"], title=entry["title"], path=ROOT / entry["file"]
+        )
+        found[chapter.module] = chapter
+    return found
+
+
+def all_exercises() -> list[Exercise]:
+    return [exercise for chapter in chapters().values() for exercise in chapter.exercises]
+
+
+def find(what: str) -> tuple[Chapter, Exercise | None]:
+    """The chapter, and the exercise if one is meant, that ``2``, ``rope``, ``2.4``, ``apply_rope`` or ``rope.apply_rope`` names.
+
+    Raises:
+        BookError: nothing, or more than one thing, has that name; the message lists the nearest.
+    """
+    import difflib
+
+    what = str(what).strip()
+    module, _, name = what.rpartition(".")
+    for chapter in chapters().values():
+        if what in (str(chapter.number), f"{chapter.number:02d}", chapter.module):
+            return chapter, None
+        if what.rstrip("/") in (f"tests/chapter_{chapter.number:02d}", f"chapter_{chapter.number:02d}"):
+            return chapter, None
+    matches = [
+        e
+        for e in all_exercises()
+        if what in (e.number, e.name) or (module.split(".")[-1] == e.module and name == e.name)
+    ]
+    if len(matches) == 1:
+        return chapters()[matches[0].module], matches[0]
+    if matches:
+        raise BookError(f"{what!r} is in several chapters: say " + " or ".join(f"{e.module}.{e.name}" for e in matches))
+    names = [*chapters(), *(e.name for e in all_exercises())]
+    close = difflib.get_close_matches(what, names, n=3, cutoff=0.5)
+    hint = f"; did you mean {', '.join(close)}?" if close else f"; chapters are {', '.join(chapters())}"
+    raise BookError(f"no chapter or exercise is called {what!r}{hint}")

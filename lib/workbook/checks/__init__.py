@@ -1,0 +1,1 @@
+"""The pytest plugin: collect, run in a child, report."""

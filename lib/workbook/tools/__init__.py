@@ -1,0 +1,1 @@
+"""What a person calls: command line, notebook, lab, site, progress."""

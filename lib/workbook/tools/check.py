@@ -1,0 +1,71 @@
+"""One check as the command line and the notebook ask for it: run, collect the marks, show the table."""
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lib.workbook.checks import warm
+from lib.workbook.book.catalog import ROOT, BookError, Chapter, Exercise, find
+from lib.workbook.checks.summary import describe
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a check."""
+
+    status: int
+    rows: list[dict] = field(default_factory=list)
+    output: str = ""
+
+    @property
+    def first_report(self) -> str:
+        """The full report of the first wrong exercise."""
+        return next((row["report"] for row in self.rows if row["state"] == "wrong"), "")
+
+
+def run(what: str, *, mine: bool = False) -> Result:
+    """Grade a chapter or an exercise.
+
+    Args:
+        what: A number, a module or a graded name: ``2``, ``rope``, ``2.4``, ``apply_rope``.
+        mine: Use the learner's answers for the other chapters' names too.
+
+    Raises:
+        BookError: nothing has that name, or the run itself failed; the message holds pytest's output.
+    """
+    chapter, exercise = find(what)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "marks.json"
+        status, output = warm.run_pytest(arguments(chapter, exercise, file, mine), ROOT)
+        if status not in (0, 1) or not file.exists():
+            raise BookError(f"the check of {what} did not run (exit status {status}):\n{output.strip()}")
+        rows = json.loads(file.read_text(encoding="utf-8"))["exercises"]
+    return Result(status, rows, output)
+
+
+def arguments(chapter: Chapter, exercise: Exercise | None, marks: Path, mine: bool) -> list[str]:
+    given = [os.path.relpath(chapter.tests, ROOT), "-q", "-p", "no:cacheprovider", "--marks", str(marks)]
+    given += ["--exercise", f"{exercise.module}.{exercise.name}"] if exercise else []
+    return given + (["--mine"] if mine else [])
+
+
+SIGNS = {"passed": ("✓", "green"), "wrong": ("✗", "red"), "not started": ("·", "yellow"), "skipped": ("–", "cyan")}
+
+
+def table(rows: list[dict]):
+    """A rich table: exercise, state, first failing case, next step."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("", "exercise", "state", "what is there, and the next step"):
+        shown.add_column(title)
+    for row in rows:
+        sign, colour = SIGNS[row["state"]]
+        shown.add_row(
+            Text(sign, colour), f"{row['number']} {row['name']}", Text(row["state"], colour), Text(describe(row))
+        )
+    return shown

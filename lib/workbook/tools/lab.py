@@ -1,0 +1,179 @@
+"""JupyterLab with a chapter as a notebook beside the file that its learner writes."""
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import webbrowser
+from pathlib import Path
+
+from lib.workbook.book.catalog import CHAPTER_FILE, ROOT, BookError, find, pages
+
+CONFIG = ROOT / ".jupyter"
+WORKSPACE = "default"
+FIRST_PORT = 8888
+
+
+def start(chapter: str | None = None, browser: bool = True, port: int | None = None) -> int:
+    """Open JupyterLab and stay until it ends; print its address as soon as it answers.
+
+    Args:
+        chapter: What to open, as ``2`` or ``rope``; by default what was open last, and at first chapter 1.
+        browser: Whether to open it there too.
+        port: Instead of the first free one from 8888 on.
+
+    Returns:
+        JupyterLab's exit status.
+    """
+    open_in_workspace(chapter)
+    port = port or free_port()
+    token = os.environ.get("JUPYTER_TOKEN") or secrets.token_hex(16)
+    address = f"http://127.0.0.1:{port}/lab?token={token}"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    process = subprocess.Popen(command(port), cwd=ROOT, env=environment(token))
+    try:
+        if _answers(process, port):
+            print(f"JupyterLab is at {address}\nCtrl-C ends it.", flush=True)
+            if browser:
+                webbrowser.open(address)
+        return process.wait()
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(timeout=20)
+
+
+def command(port: int) -> list[str]:
+    """The server's command line: this machine only, no browser of its own."""
+    root = ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
+    return [
+        *(sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={port}", *root),
+        *("--ServerApp.port_retries=0", f"--ServerApp.root_dir={ROOT}", "--log-level=ERROR"),
+    ]
+
+
+def environment(token: str) -> dict[str, str]:
+    """The book's settings, this Python first on the path, and the token, which no list of processes shows."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "JUPYTER_CONFIG_DIR": str(CONFIG),
+        "JUPYTER_PREFER_ENV_PATH": "1",
+        "JUPYTER_TOKEN": token,
+        "JUPYTERLAB_WORKSPACES_DIR": str(_workspaces()),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+
+
+def free_port() -> int:
+    """The first port from 8888 on that nobody listens to."""
+    for port in range(FIRST_PORT, FIRST_PORT + 200):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                continue
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise BookError(f"no free port between {FIRST_PORT} and {FIRST_PORT + 199}: say one with --port")
+
+
+def _answers(process: subprocess.Popen, port: int, within_s: float = 60) -> bool:
+    """Whether the server takes connections before it ends or the time is up."""
+    until = time.monotonic() + within_s
+    while process.poll() is None and time.monotonic() < until:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return True
+        time.sleep(0.1)
+    return False
+
+
+# ---- the workspace ---------------------------------------------------------------------------------------------------
+
+
+def documents(chapter: str) -> list[str]:
+    """A chapter's page, and the file that its learner writes, relative to the project.
+
+    Raises:
+        BookError: there is no such chapter.
+    """
+    ungraded = [m for p in pages() if (m := CHAPTER_FILE.fullmatch(p["file"])) and int(m["number"]) == 0]
+    for match in ungraded:
+        if chapter in (match["module"], match["number"], str(int(match["number"]))):
+            return [match[0]]
+    found, _ = find(chapter)
+    both = found.path, found.mine
+    return [path.relative_to(ROOT).as_posix() for path in both if path.exists()]
+
+
+def open_in_workspace(chapter: str | None) -> None:
+    """Bring a chapter to the front of the saved workspace, which is made when there is none.
+
+    What the workspace holds already stays open.
+    """
+    from jupyterlab_server.workspaces_handler import WorkspacesManager
+
+    _workspaces().mkdir(parents=True, exist_ok=True)
+    manager = WorkspacesManager(str(_workspaces()))
+    saved = next((w for w in manager.list_workspaces() if w["metadata"]["id"] == WORKSPACE), None)
+    if saved is not None and chapter is None:
+        return
+    workspace = with_documents(saved, documents(chapter or _first()))
+    manager.save(WORKSPACE, json.dumps(workspace))
+
+
+def _workspaces() -> Path:
+    return CONFIG / "lab" / "workspaces"
+
+
+def _first() -> str:
+    """Chapter 1 where it exists, else the book's first page."""
+    numbers = [m["number"] for p in pages() if (m := CHAPTER_FILE.fullmatch(p["file"])) and (ROOT / p["file"]).exists()]
+    return next((number for number in numbers if int(number)), numbers[0])
+
+
+def with_documents(saved: dict | None, paths: list[str]) -> dict:
+    """A workspace in which the first document is in front on the left, and the second on the right."""
+    data = dict((saved or {}).get("data", {}))
+    layout = data.get("layout-restorer:data") or {}
+    widgets = []
+    for path in paths:
+        kind, factory = ("notebook", "Notebook") if path.endswith(".md") else ("editor", "Editor")
+        widgets.append(f"{kind}:{path}")
+        data.setdefault(widgets[-1], {"data": {"path": path, "factory": factory}})
+    main = layout.get("main") or {}
+    dock = main.get("dock")
+    areas = _tab_areas(dock)
+    if not areas:
+        areas = [{"type": "tab-area", "currentIndex": 0, "widgets": []}]
+        dock = areas[0]
+    if len(areas) < len(widgets):
+        areas = [areas[0], {"type": "tab-area", "currentIndex": 0, "widgets": []}]
+        dock = {"type": "split-area", "orientation": "horizontal", "sizes": [0.55, 0.45], "children": [dock, areas[1]]}
+    for widget, area in zip(widgets, (areas[0], areas[-1]), strict=False):
+        held = next((a for a in areas if widget in a["widgets"]), area)
+        if widget not in held["widgets"]:
+            held["widgets"].append(widget)
+        held["currentIndex"] = held["widgets"].index(widget)
+    layout = {"left": {"collapsed": True, "visible": True}, **layout}
+    layout["main"] = {**main, "dock": dock, "current": widgets[0]}
+    data["layout-restorer:data"] = layout
+    return {"data": data, "metadata": {"id": WORKSPACE}}
+
+
+def _tab_areas(dock: dict | None) -> list[dict]:
+    """Every area of tabs of a dock, left to right."""
+    if not dock:
+        return []
+    if dock["type"] == "tab-area":
+        return [dock]
+    return [area for child in dock["children"] for area in _tab_areas(child)]

@@ -1,0 +1,192 @@
+"""The book inside a notebook: exercise cards, ``%check``, and edits that a running kernel picks up."""
+
+import ast
+import html
+import os
+import re
+
+from lib.workbook.tools import check as checks
+from lib.workbook.book import resolve
+from lib.workbook.book.catalog import BookError, Chapter, Exercise, find
+from lib.workbook.checks.summary import describe
+
+STYLE = """<style>
+.workbook-exercise, .workbook-check {border-left: 4px solid #3b82c4; background: rgba(59,130,196,.08); padding: .6em 1em;
+  margin: .8em 0; border-radius: 4px; font-size: .95em; overflow-x: auto}
+.workbook-exercise h4 {margin: 0 0 .4em; font-size: 1.05em}
+.workbook-exercise pre, .workbook-check pre {background: rgba(127,127,127,.12); padding: .5em .7em; border-radius: 4px;
+  margin: .5em 0; white-space: pre-wrap}
+.workbook-exercise dl {margin: .4em 0; display: grid; grid-template-columns: max-content 1fr; gap: .15em 1em}
+.workbook-exercise dt {font-weight: 600} .workbook-exercise dd {margin: 0}
+.workbook-exercise p {margin: .4em 0}
+.workbook-check table {border-collapse: collapse; margin: .2em 0; border: 0; font-size: 1em}
+.workbook-check tr, .workbook-exercise pre code {background: none !important; border: 0}
+.workbook-check td {padding: .15em .8em .15em 0; text-align: left !important; vertical-align: top; white-space: normal}
+</style>"""
+SECTION = re.compile(r"^(Args|Arguments|Returns|Yields|Raises|Attributes|Source|Convention|Cost|Note):\s*(.*)$")
+COLOURS = {"passed": "#2e9e5b", "wrong": "#d9534f", "not started": "#b58900", "skipped": "#3b82c4"}
+
+
+class Shown:
+    """A piece of HTML with its plain text."""
+
+    def __init__(self, page: str, text: str):
+        self.page, self.text = page, text
+
+    def _repr_html_(self) -> str:
+        return self.page
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+# ---- the exercise card -----------------------------------------------------------------------------------------------
+
+
+def exercise(name: str) -> Shown:
+    """The card of an exercise: its number, contract, file and check, from the reference's docstring."""
+    chapter, found = find(name)
+    if found is None:
+        raise BookError(f"{name!r} is a chapter; an exercise of it is {chapter.exercises[0].name!r}")
+    stretch = " · stretch" if found.stretch else ""
+    parts = [
+        f"<h4>Exercise {found.number}{stretch} · <code>{html.escape(found.name)}</code></h4>",
+        f"<pre><code>{html.escape(signature(chapter, found))}</code></pre>",
+        contract(found.doc),
+        f"<p>Write it in <code>lib/{found.module}.py</code>, then run <code>%check {found.handle}</code> in a cell or "
+        f"<code>pytest tests/chapter_{found.chapter:02d} -k {found.keyword}</code> in a terminal. {_solution_link(found)}</p>",
+    ]
+    return Shown(
+        f'{STYLE}<div class="workbook-exercise">{"".join(parts)}</div>',
+        f"Exercise {found.number}: {found.name}\n\n{found.doc}",
+    )
+
+
+def _solution_link(found: Exercise) -> str:
+    """A link on the site, a command elsewhere: one click or one line away, never on the page."""
+    if os.environ.get("WORKBOOK_LINKS") == "site":
+        anchor = found.name.lower().replace("_", "-").strip("-")  # as Sphinx names a heading
+        return f'<a href="../solutions/{found.module}.html#{anchor}">The solution</a>.'
+    return f"The solution: <code>workbook solution {found.handle}</code>."
+
+
+def signature(chapter: Chapter, found: Exercise) -> str:
+    """The line of a ``def``, or a class with its public methods, as the reference writes them."""
+    for node in ast.parse(chapter.reference.read_text(encoding="utf-8")).body:
+        if getattr(node, "name", None) != found.name:
+            continue
+        if isinstance(node, ast.FunctionDef):
+            return _head(node)
+        methods = [m for m in getattr(node, "body", []) if isinstance(m, ast.FunctionDef)]
+        shown = [
+            f"    {_head(m)}"
+            for m in methods
+            if m.name in ("__init__", "forward", "__call__") or not m.name.startswith("_")
+        ]
+        bases = ", ".join(ast.unparse(base) for base in getattr(node, "bases", []))
+        return "\n".join([f"class {found.name}({bases}):" if bases else f"class {found.name}:", *shown])
+    raise BookError(f"{chapter.reference} has no {found.name}")
+
+
+def _head(node: ast.FunctionDef) -> str:
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    return f"def {node.name}({ast.unparse(node.args)}){returns}"
+
+
+def _inline(text: str) -> str:
+    escaped = html.escape(text, quote=False)
+    escaped = re.sub(r"``(.+?)``|`(.+?)`", lambda m: f"<code>{m[1] or m[2]}</code>", escaped)
+    return re.sub(r"arXiv:(\d{4}\.\d{4,5})", r'<a href="https://arxiv.org/abs/\1">arXiv:\1</a>', escaped)
+
+
+def contract(doc: str) -> str:
+    """A docstring's text and sections as HTML; the number is left out, since the card's title has it."""
+    first, *rest = doc.strip().splitlines()
+    blocks: list[tuple[str, list[str]]] = [("", [re.sub(r"\s*\(Exercise [^)]*\)", "", first)])]
+    for line in rest:
+        section = SECTION.match(line)
+        if section:
+            blocks.append((section[1], [section[2]] if section[2] else []))
+        elif line.strip() == "" and not blocks[-1][0]:
+            blocks.append(("", []))
+        elif line and not line[0].isspace() and blocks[-1][0] and blocks[-1][1] and blocks[-1][1][-1] == "":
+            blocks.append(("", [line]))
+        else:
+            blocks[-1][1].append(line.strip())
+    return "".join(_block(title, lines) for title, lines in blocks if any(lines))
+
+
+def _block(title: str, lines: list[str]) -> str:
+    lines = [line for line in lines if line]
+    if title in ("Args", "Arguments", "Raises", "Attributes"):
+        entries: list[list[str]] = []
+        for line in lines:
+            if match := re.match(r"(\**[\w, .*]+?)(?: \(.*?\))?: (.*)", line):
+                entries.append([match[1], match[2]])
+            elif entries:
+                entries[-1][1] += " " + line
+            else:
+                entries.append(["", line])
+        items = "".join(f"<dt><code>{html.escape(name)}</code></dt><dd>{_inline(text)}</dd>" for name, text in entries)
+        return f"<p><strong>{title}</strong></p><dl>{items}</dl>"
+    text = _inline(" ".join(lines))
+    return f"<p><strong>{title}.</strong> {text}</p>" if title else f"<p>{text}</p>"
+
+
+# ---- %check ----------------------------------------------------------------------------------------------------------
+
+
+def check(line: str) -> Shown:
+    """Grade what a ``%check`` line names: the same run as in a terminal, in a process of its own."""
+    words = line.split()
+    mine = "--mine" in words
+    names = [word for word in words if not word.startswith("-")]
+    if len(names) != 1:
+        return _told(f"%check takes one chapter or exercise, as in `%check apply_rope`; it was given {line.strip()!r}")
+    try:
+        result = checks.run(names[0], mine=mine)
+    except BookError as error:
+        return _told(str(error))
+    rows = "".join(
+        f'<tr><td style="color:{COLOURS[row["state"]]}">{checks.SIGNS[row["state"]][0]} {row["state"]}</td>'
+        f"<td>{row['number']} <code>{html.escape(row['name'])}</code></td><td>{html.escape(describe(row))}</td></tr>"
+        for row in result.rows
+    )
+    report = f"<pre>{html.escape(result.first_report)}</pre>" if result.first_report else ""
+    plain = "\n".join(f"{row['number']} {row['name']}: {row['state']}  {describe(row)}" for row in result.rows)
+    page = f'{STYLE}<div class="workbook-check"><table>{rows}</table>{report}</div>'
+    return Shown(page, plain + ("\n\n" + result.first_report if result.first_report else ""))
+
+
+def _told(text: str) -> Shown:
+    return Shown(f'{STYLE}<div class="workbook-check"><pre>{html.escape(text)}</pre></div>', text)
+
+
+# ---- the kernel ------------------------------------------------------------------------------------------------------
+
+
+def load(shell=None) -> None:
+    """Register ``%check`` and the hook that loads edited modules before each cell; called by ``import lib`` in a kernel."""
+    from IPython.core.getipython import get_ipython
+
+    shell = shell or get_ipython()
+    if shell is None or getattr(shell, "workbook_loaded", False):
+        return
+    shell.workbook_loaded = True
+    shell.register_magic_function(check, "line", "check")
+
+    def before_cell(info=None):
+        _leave_to_us(shell)
+        resolve.refresh(shell.user_ns)
+
+    shell.events.register("pre_run_cell", before_cell)
+
+
+def _leave_to_us(shell) -> None:
+    """Keep ``%autoreload`` from patching graded modules, whose names may be the reference's."""
+    from lib.workbook.book.catalog import chapters
+
+    reloader = getattr(shell.magics_manager.registry.get("AutoreloadMagics"), "_reloader", None)
+    if reloader is not None:
+        for module in chapters():
+            reloader.mark_module_skipped(f"lib.{module}")
