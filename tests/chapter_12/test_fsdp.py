@@ -254,12 +254,12 @@ def sharded_steps(rank, world_size):
     return sorted(p.numel() for p in mine.state)
 
 
-class Halving(torch.optim.SGD):
-    """An optimizer whose ``step`` takes no closure, and which keeps a counter and its next learning rate in its groups."""
+class Slowing(torch.optim.SGD):
+    """An optimizer whose ``step`` takes no closure, and which keeps a counter and its last learning rate in its groups."""
 
-    def step(self):
+    def step(self, divisor=2):
         for group in self.param_groups:
-            group["lr"], group["n_steps"] = group["lr"] / 2, group.get("n_steps", 0) + 1
+            group["lr"], group["n_steps"] = group["lr"] / divisor, group.get("n_steps", 0) + 1
         super().step()
 
 
@@ -327,14 +327,22 @@ def sharded_groups(rank, world_size):
     case(
         "an optimizer whose step takes no closure and halves the lr in its groups; 1.0, gradient 1, lr 1: 1 - 1/2 - 1/4"
     )
-    value = nn.Parameter(torch.ones(3))
-    halving = fsdp.ShardedOptimizer([value], Halving, lr=1.0)
+    value, read = nn.Parameter(torch.ones(3)), "the contract of exercise 12.4, `step`"
+    slowing = fsdp.ShardedOptimizer([value], Slowing, lr=1.0)
     for _ in range(2):
         value.grad = torch.ones(3)
-        halving.step()
-    expect_close(value.detach(), torch.full((3,), 0.25), name="parameter", read=ZERO1)
-    kept = {key: halving.param_groups[0].get(key) for key in ("lr", "n_steps")}
-    expect_equal(kept, {"lr": 0.25, "n_steps": 2}, name="param_groups[0]", read="the contract of exercise 12.4, `step`")
+        slowing.step()
+    expect_close(value.detach(), torch.full((3,), 0.25), name="parameter", read=read)
+    kept = {key: slowing.param_groups[0].get(key) for key in ("lr", "n_steps")}
+    expect_equal(kept, {"lr": 0.25, "n_steps": 2}, name="param_groups[0]", read=read)
+    case("the same optimizer, a third step with divisor=8: 1/4 - 1/32")
+    value.grad = torch.ones(3)
+    slowing.step(divisor=8)
+    expect_close(value.detach(), torch.full((3,), 0.25 - 1 / 32), name="parameter", read=read)
+    case("AdamW without any option: its own are in param_groups at once")
+    options = fsdp.ShardedOptimizer([nn.Parameter(torch.ones(3))], torch.optim.AdamW).param_groups[0]
+    found = {key: options.get(key) for key in ("lr", "betas")}
+    expect_equal(found, {"lr": 0.001, "betas": (0.9, 0.999)}, name="param_groups[0]", read=ZERO1)
     return n_states
 
 
@@ -344,7 +352,7 @@ def test_ShardedOptimizer_groups_closure_and_state(ranks):
     expect_equal(sorted(result.values), [0, 1, 1, 1], name="parameters with state, over the ranks", read=ZERO1)
     case("what a rank sends: all new values, once a step, by broadcasts")
     sent = sum(ledger.bytes_sent for ledger in result.ledgers)
-    expect_equal(sent, 4 * (4 * 9 + 2 * 3), name="bytes of all ranks: four steps of 9 values, two of 3", read=ZERO1)
+    expect_equal(sent, 4 * (4 * 9 + 3 * 3), name="bytes of all ranks: four steps of 9 values, three of 3", read=ZERO1)
 
 
 def beside_zero_redundancy(rank, world_size):
