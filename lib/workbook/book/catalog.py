@@ -29,6 +29,7 @@ class Exercise:
     doc: str = field(repr=False)
     line: int
     stretch: bool = False
+    changes_in_place: bool = False  # a function that returns nothing
 
     @property
     def summary(self) -> str:
@@ -99,6 +100,8 @@ class Chapter:
                         doc=doc,
                         line=node.lineno,
                         stretch=bool(match["stretch"]),
+                        changes_in_place=isinstance(node, ast.FunctionDef)
+                        and getattr(node.returns, "value", ...) is None,
                     )
                 )
         return tuple(sorted(found, key=lambda e: int(e.number.split(".")[1])))
