@@ -21,7 +21,7 @@ def vector_add_kernel(x, y, out, n, BLOCK: tl.constexpr):
 
 
 def vector_add(x: Float[Tensor, "..."], y: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Sum of two tensors, by a kernel. (Exercise 14.1)
+    """Sum of two tensors, by a kernel. (Exercise)
 
     Args:
         x: Any shape and strides, also empty; float32, float16 or, on a GPU, bfloat16.
@@ -120,7 +120,7 @@ class WeightedSum(torch.autograd.Function):
 
 
 def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, "d"]) -> Float[Tensor, "..."]:
-    """Sum of the last dimension, each feature times its weight; with a backward pass. (Exercise 14.2)
+    """Sum of the last dimension, each feature times its weight; with a backward pass. (Exercise)
 
     Args:
         x: [..., D], any strides, also empty; float32, float16 or, on a GPU, bfloat16.
@@ -162,7 +162,7 @@ def softmax_kernel(x, out, width, row_stride, BLOCK: tl.constexpr):
 
 
 def softmax_rows(x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-    """Softmax of each row of a matrix, in one pass over memory. (Exercise 14.3)
+    """Softmax of each row of a matrix, in one pass over memory. (Exercise)
 
     Args:
         x: [N, D], any strides, also empty; float32, float16 or, on a GPU, bfloat16. Scores may be -inf.
@@ -221,7 +221,7 @@ def matmul_kernel(
 
 
 def matmul(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> Float[Tensor, "m n"]:
-    """Product of two matrices, in tiles. (Exercise 14.4)
+    """Product of two matrices, in tiles. (Exercise)
 
     Args:
         a: [M, K], any strides, also empty; float32, float16 or, on a GPU, bfloat16.
@@ -270,7 +270,7 @@ def rms_norm_kernel(x, weight, out, width, row_stride, eps, BLOCK: tl.constexpr)
 
 
 def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, "d"], eps: float = 1e-5) -> Float[Tensor, "... d"]:
-    """Chapter 4's RMSNorm, in one pass over memory. (Exercise 14.5)
+    """Chapter 4's RMSNorm, in one pass over memory. (Exercise)
 
     Args:
         x: [..., D], any strides, also empty; float32, float16 or, on a GPU, bfloat16.

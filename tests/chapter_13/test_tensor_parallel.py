@@ -26,7 +26,7 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 
 tp = graded("tensor_parallel")
 
-DOT, OUTER, INNER, PAIR, MLP, VOCAB, BYTES, BUBBLE = (f"equation (13.{n})" for n in (1, 2, 3, 4, 5, 6, 8, 9))
+DOT, OUTER, INNER, PAIR, MLP, VOCAB, BYTES, BUBBLE = (f"eq-tensor_parallel-{n}" for n in (1, 2, 3, 4, 5, 6, 8, 9))
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -94,7 +94,7 @@ def test_partitioned_dot_cuts_as_agreed():
     )
     big = 2.0**30
     a = torch.tensor([1.0, 2.0, -3.0, big, 0.0, -big, 8.0, 16.0, big, -big])
-    read = "the contract of exercise 13.1, under Args: which parts have one element more"
+    read = "the contract, under Args: which parts have one element more"
     expect_close(tp.partitioned_dot(a, torch.ones(10), 4), torch.tensor(24.0), read=read)
 
 
@@ -118,7 +118,7 @@ def test_partitioned_dot_computes_by_parts():
 def test_partitioned_dot_refuses(lengths, parts):
     case(f"lengths {lengths}, parts={parts}")
     wrong = (str(lengths[0]), str(lengths[1])) if lengths[0] != lengths[1] else (str(parts),)
-    with expect_raises(ValueError, *wrong, read="the contract of exercise 13.1, under Raises"):
+    with expect_raises(ValueError, *wrong, read="the contract, under Raises"):
         tp.partitioned_dot(torch.ones(lengths[0]), torch.ones(lengths[1]), parts)
 
 
@@ -293,11 +293,23 @@ def column_start(rank, world_size):
     layer = tp.ColumnParallelLinear(3, 6)
     expected = {name: p.detach().tensor_split(3)[rank] for name, p in full.named_parameters()}
     found = {name: p.detach() for name, p in layer.named_parameters()}
-    expect_close(found, expected, name=f"parameters of rank {rank}", read="the contract of exercise 13.6")
-    expect_close(torch.rand(1), after, name="the next random number", read="the contract of exercise 13.6")
+    expect_close(
+        found,
+        expected,
+        name=f"parameters of rank {rank}",
+        read="the contract of ex-tensor-parallel-columnparallellinear",
+    )
+    expect_close(
+        torch.rand(1),
+        after,
+        name="the next random number",
+        read="the contract of ex-tensor-parallel-columnparallellinear",
+    )
     expect_true(layer.weight.untyped_storage().nbytes() == 24, "the rank still holds the whole weight: clone its part")
     case("F=7 on three ranks")
-    with expect_raises(ValueError, "7", "3", read="the contract of exercise 13.6, under Raises"):
+    with expect_raises(
+        ValueError, "7", "3", read="the contract of ex-tensor-parallel-columnparallellinear, under Raises"
+    ):
         tp.ColumnParallelLinear(3, 7)
 
 
@@ -352,10 +364,12 @@ def row_start(rank, world_size):
     layer = tp.RowParallelLinear(6, 4)
     expected = {"weight": full.weight.detach().tensor_split(3, 1)[rank], "bias": full.bias.detach()}
     found = {name: p.detach() for name, p in layer.named_parameters()}
-    expect_close(found, expected, name=f"parameters of rank {rank}", read="the contract of exercise 13.7")
+    expect_close(
+        found, expected, name=f"parameters of rank {rank}", read="the contract of ex-tensor-parallel-rowparallellinear"
+    )
     expect_true(layer.weight.untyped_storage().nbytes() == 32, "the rank still holds the whole weight: clone its part")
     case("F=7 on three ranks")
-    with expect_raises(ValueError, "7", "3", read="the contract of exercise 13.7, under Raises"):
+    with expect_raises(ValueError, "7", "3", read="the contract of ex-tensor-parallel-rowparallellinear, under Raises"):
         tp.RowParallelLinear(7, 4)
 
 
@@ -367,7 +381,10 @@ def test_RowParallelLinear_starts_as_one_layer(ranks):
 # ---- 13.8 ParallelMLP ------------------------------------------------------------------------------------------------
 
 MLP_CUTS = {"fc1.weight": 0, "fc1.bias": 0, "fc2.weight": 1}
-MLP_READ = "equation (13.5); it is made of exercises 13.6 and 13.7: if they do not pass, mend those first"
+MLP_READ = (
+    "eq-tensor_parallel-5; it is made of ex-tensor-parallel-columnparallellinear and "
+    "ex-tensor-parallel-rowparallellinear: if they do not pass, mend those first"
+)
 
 
 def mlp_on_ranks(rank, world_size):
@@ -390,7 +407,7 @@ def mlp_on_ranks(rank, world_size):
     expect_close(gradients(module), parts, name="gradients", read=MLP_READ)
     if world_size == 3:
         case("F=10 on three ranks")
-        with expect_raises(ValueError, "10", "3", read="the contract of exercise 13.8, under Raises"):
+        with expect_raises(ValueError, "10", "3", read="the contract of ex-tensor-parallel-parallelmlp, under Raises"):
             tp.ParallelMLP(4, 10)
 
 
@@ -427,7 +444,8 @@ def test_ParallelMLP_in_groups(ranks):
 
 ATTENTION_CUTS = {"wq.weight": 0, "wk.weight": 0, "wv.weight": 0, "wo.weight": 1}
 ATTENTION_READ = (
-    "figure 3b of arXiv:1909.08053; it is made of exercises 13.4 to 13.7: if they do not pass, mend those first"
+    "figure 3b of arXiv:1909.08053; it is made of ex-tensor-parallel-copytoregion to "
+    "ex-tensor-parallel-rowparallellinear: if they do not pass, mend those first"
 )
 
 
@@ -479,10 +497,14 @@ def attention_on_ranks(rank, world_size, plain):
     expect_close(torch.cat(steps, 1), expected, atol=1e-5, name="cached out", read=ATTENTION_READ)
     if world_size == 3:
         case("4 heads on three ranks")
-        with expect_raises(ValueError, "4", "3", read="the contract of exercise 13.9, under Raises"):
+        with expect_raises(
+            ValueError, "4", "3", read="the contract of ex-tensor-parallel-parallelattention, under Raises"
+        ):
             tp.ParallelAttention(12, 4)
         case("dim=10 for 3 heads")
-        with expect_raises(ValueError, "10", "3", read="the contract of exercise 13.9, under Raises"):
+        with expect_raises(
+            ValueError, "10", "3", read="the contract of ex-tensor-parallel-parallelattention, under Raises"
+        ):
             tp.ParallelAttention(10, 3)
 
 
@@ -585,7 +607,9 @@ def plan_on_ranks(rank, world_size, n_kv_heads):
     from lib.llama import Llama
 
     config = replace(TINY, vocab_size=30, dim=32, n_layers=2, n_kv_heads=n_kv_heads, hidden_dim=24, context_len=16)
-    read = "the contract of exercise 13.11, and what the two styles take and give in `The same, by a plan`"
+    read = (
+        "the contract of ex-tensor-parallel-llama-plan, and what the two styles take and give in `The same, by a plan`"
+    )
     torch.manual_seed(0)
     whole = Llama(config)
     model = parallelize_module(copy.deepcopy(whole), init_device_mesh("cpu", (world_size,)), tp.llama_plan(config))
@@ -630,7 +654,7 @@ def test_llama_plan_on_ranks(ranks, n_ranks, n_kv_heads):
     case(f"2 layers on {n_ranks} ranks, {n_kv_heads} key/value heads: what passes between the ranks")
     forward = {"all_reduce": 5, "all_gather": 1}  # two a layer and the embedding; the logits
     backward = {"all_reduce": 5 if n_kv_heads >= n_ranks else 9}  # two a layer and the head; wk and wv kept whole
-    read = "the contract of exercise 13.11"
+    read = "the contract"
     expect_equal(result.values, [(forward, backward)] * n_ranks, name="collectives forward and backward", read=read)
 
 
@@ -675,7 +699,7 @@ def test_ffn_partition_specs_other_spellings():
 
 def test_ffn_partition_specs_refuses():
     case("layout '3d'")
-    with expect_raises(ValueError, "3d", "data", "megatron", "2d finalized", read="the contract of exercise 13.12"):
+    with expect_raises(ValueError, "3d", "data", "megatron", "2d finalized", read="the contract"):
         tp.ffn_partition_specs("3d")
 
 
@@ -757,5 +781,5 @@ def test_pipeline_bubble_equals_the_simulation(stages, micro_batches):
 @pytest.mark.parametrize(("stages", "micro_batches", "wrong"), [(0, 4, "0"), (4, -2, "-2")])
 def test_pipeline_bubble_refuses(stages, micro_batches, wrong):
     case(f"{stages} stages, {micro_batches} micro-batches")
-    with expect_raises(ValueError, wrong, read="the contract of exercise 13.14"):
+    with expect_raises(ValueError, wrong, read="the contract"):
         tp.pipeline_bubble(stages, micro_batches)

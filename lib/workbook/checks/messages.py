@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 
 from lib.workbook import grading
-from lib.workbook.book import resolve
+from lib.workbook.book import labels, resolve
 from lib.workbook.checks.alarm import TimeLimit, alarm
 from lib.workbook.book.catalog import ROOT, BookError, Exercise, chapters
 from lib.workbook.book.stubs import marker_lines
@@ -62,7 +62,7 @@ def layout(exercise: Exercise, problem: str, rows, read: str | None = None) -> s
     """The report as a learner reads it."""
     ending = [
         ("graded", graded_place(exercise)),
-        ("read", f"chapter {exercise.chapter}, {read or f'exercise {exercise.number}'}"),
+        ("read", labels.where_to_read(exercise, read)),
         ("again", f"pytest tests/chapter_{exercise.chapter:02d} -k {exercise.keyword}"),
     ]
     lines = [f"{exercise.name}: {problem}"]
