@@ -61,7 +61,7 @@ def filled(module: nn.Module, weights: dict[str, Tensor], exercise: str) -> nn.M
     """The module with these weights, once its parameters are seen to be the contract's."""
     found = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     expected = {name: tuple(weight.shape) for name, weight in weights.items()}
-    read = f"the contract of exercise {exercise}, under Attributes"
+    read = f"the contract of {exercise}, under Attributes"
     expect_equal(found, expected, name="the parameters' shapes", read=read)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -240,7 +240,7 @@ def test_gelu_tanh_leaves_x_and_passes_gradients():
 
 def make_attention(config: GPT2Config, seed: int = 0) -> tuple[nn.Module, dict[str, Tensor]]:
     weights = make_weights(config, "h.0.attn.", seed)
-    return filled(gpt2.CausalSelfAttention(config), weights, "6.3"), weights
+    return filled(gpt2.CausalSelfAttention(config), weights, "ex-gpt2-causalselfattention"), weights
 
 
 def test_CausalSelfAttention_by_hand():
@@ -311,7 +311,7 @@ def test_MLP_by_hand():
     config = GPT2Config(vocab_size=3, context_len=2, dim=1, n_layers=1, n_heads=1)
     weights = {"c_fc.weight": torch.tensor([[1.0], [-1.0], [2.0], [0.0]]), "c_fc.bias": torch.zeros(4)}
     weights |= {"c_proj.weight": torch.tensor([[1.0, 10.0, 100.0, 1000.0]]), "c_proj.bias": torch.tensor([0.5])}
-    module = filled(gpt2.MLP(config), weights, "6.4")
+    module = filled(gpt2.MLP(config), weights, "ex-gpt2-mlp")
     expected = torch.tensor([[[0.841192 - 1.588080 + 195.45977 + 0.5]]])
     expect_close(module(torch.ones(1, 1, 1)), expected, atol=1e-3, read=GELU)
 
@@ -320,7 +320,7 @@ def test_MLP_by_hand():
 def test_MLP_equals_torch(shape):
     case(f"x {list(shape)}, random weights and biases")
     weights = make_weights(ONE, "h.0.mlp.")
-    module = filled(gpt2.MLP(ONE), weights, "6.4")
+    module = filled(gpt2.MLP(ONE), weights, "ex-gpt2-mlp")
     x = randn(*shape)
     expect_close(module(x), feed(x, weights, ""), atol=1e-5, read=GELU)
 
@@ -330,7 +330,9 @@ def test_MLP_equals_torch(shape):
 
 def test_Block_without_weights_is_the_identity():
     case("b=1 t=2 c=4, all weights zero: nothing is added to the stream")
-    module = filled(gpt2.Block(ONE), {n: torch.zeros_like(w) for n, w in make_weights(ONE, "h.0.").items()}, "6.5")
+    module = filled(
+        gpt2.Block(ONE), {n: torch.zeros_like(w) for n, w in make_weights(ONE, "h.0.").items()}, "ex-gpt2-block"
+    )
     x = randn(1, 2, 4)
     expect_close(module(x), x, read=BLOCK)
 
@@ -339,7 +341,7 @@ def test_Block_without_weights_is_the_identity():
 def test_Block_equals_torch(config, batch, length):
     case(f"b={batch} t={length} c={config.dim} h={config.n_heads}, random weights, biases and gains")
     weights = make_weights(config, "h.0.")
-    module = filled(gpt2.Block(config), weights, "6.5")
+    module = filled(gpt2.Block(config), weights, "ex-gpt2-block")
     x = randn(batch, length, config.dim, seed=3)
     expect_close(module(x), through_block(x, weights, "", config), atol=1e-5, read=BLOCK)
 
@@ -349,7 +351,7 @@ def test_Block_uses_the_eps_of_the_config():
     config = GPT2Config(vocab_size=3, context_len=4, dim=4, n_layers=1, n_heads=2, norm_eps=0.3)
     weights = make_weights(config, "h.0.")
     x = randn(1, 2, 4, seed=3)
-    found = filled(gpt2.Block(config), weights, "6.5")(x)
+    found = filled(gpt2.Block(config), weights, "ex-gpt2-block")(x)
     expect_close(found, through_block(x, weights, "", config), atol=1e-5, read="the contract")
 
 
@@ -446,7 +448,7 @@ def test_pad_vocab_of_all_small_sizes():
 
 def make_model(config: GPT2Config, seed: int = 0) -> tuple[nn.Module, dict[str, Tensor]]:
     weights = make_weights(config, seed=seed)
-    return filled(gpt2.GPT2(config), weights, "6.8"), weights
+    return filled(gpt2.GPT2(config), weights, "ex-gpt2-gpt2"), weights
 
 
 def test_GPT2_by_hand():
@@ -455,7 +457,7 @@ def test_GPT2_by_hand():
     wte = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]])
     weights = {"wte.weight": wte, "wpe.weight": torch.tensor([[0.0, 0.0], [0.0, 3.0]])}
     weights |= {"ln_f.weight": torch.ones(2), "ln_f.bias": torch.tensor([0.0, 0.5])}
-    logits, loss = filled(gpt2.GPT2(config), weights, "6.8")(torch.tensor([[0, 0]]))
+    logits, loss = filled(gpt2.GPT2(config), weights, "ex-gpt2-gpt2")(torch.tensor([[0, 0]]))
     expected = torch.tensor([[[1.0, -0.5, 1.0], [-1.0, 1.5, 1.0]]])
     expect_close(logits, expected, atol=1e-4, name="logits", read=HEAD)
     expect_equal(loss, None, name="loss without targets", read="the contract")

@@ -38,7 +38,7 @@ def fill(module: nn.Module, whole: dict[str, Tensor], cuts: dict[str, int], exer
     n, at = dist.get_world_size(group), dist.get_rank(group)
     parts = {name: t.tensor_split(n, cuts[name])[at] if name in cuts else t for name, t in whole.items()}
     found = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    read = f"the contract of exercise {exercise}, under Attributes"
+    read = f"the contract of {exercise}, under Attributes"
     expect_equal(found, {name: tuple(t.shape) for name, t in parts.items()}, name="the parameters' shapes", read=read)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -250,7 +250,11 @@ def column_on_ranks(rank, world_size):
     whole = {"weight": torch.tensor([[1.0, 2.0], [3.0, 5.0]]), "bias": torch.tensor([10.0, 20.0])}
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     layer = fill(
-        tp.ColumnParallelLinear(2, 2, groups[rank // 2]), whole, {"weight": 0, "bias": 0}, "13.6", groups[rank // 2]
+        tp.ColumnParallelLinear(2, 2, groups[rank // 2]),
+        whole,
+        {"weight": 0, "bias": 0},
+        "ex-tensor-parallel-columnparallellinear",
+        groups[rank // 2],
     )
     x = torch.tensor([[1.0, 1.0]], requires_grad=True)
     out = layer(x)
@@ -264,7 +268,12 @@ def column_on_ranks(rank, world_size):
             name: randn(*p.shape, seed=i, dtype=torch.float64) for i, (name, p) in enumerate(full.named_parameters())
         }
         full.load_state_dict(weights)
-        layer = fill(tp.ColumnParallelLinear(5, 8, bias=bias).double(), weights, {"weight": 0, "bias": 0}, "13.6")
+        layer = fill(
+            tp.ColumnParallelLinear(5, 8, bias=bias).double(),
+            weights,
+            {"weight": 0, "bias": 0},
+            "ex-tensor-parallel-columnparallellinear",
+        )
         ours, theirs = (randn(2, 3, 5, seed=7, dtype=torch.float64).requires_grad_() for _ in range(2))
         upstream = randn(2, 3, 8, seed=8, dtype=torch.float64)
         expected = full(theirs)
@@ -325,7 +334,13 @@ def row_on_ranks(rank, world_size):
     case(f"F=2 C=2 on two ranks: weight [[1, 2], [3, 5]], bias [10, 20], x = [1, 1]; rank {rank}")
     whole = {"weight": torch.tensor([[1.0, 2.0], [3.0, 5.0]]), "bias": torch.tensor([10.0, 20.0])}
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    layer = fill(tp.RowParallelLinear(2, 2, groups[rank // 2]), whole, {"weight": 1}, "13.7", groups[rank // 2])
+    layer = fill(
+        tp.RowParallelLinear(2, 2, groups[rank // 2]),
+        whole,
+        {"weight": 1},
+        "ex-tensor-parallel-rowparallellinear",
+        groups[rank // 2],
+    )
     expect_close(layer(torch.tensor([[1.0]])), torch.tensor([[13.0, 28.0]]), read=MLP)
     for bias in (True, False):
         case(f"x [2, 3, 8], C=5 on four ranks, float64, bias={bias}: output and all gradients; rank {rank}")
@@ -334,7 +349,12 @@ def row_on_ranks(rank, world_size):
             name: randn(*p.shape, seed=i, dtype=torch.float64) for i, (name, p) in enumerate(full.named_parameters())
         }
         full.load_state_dict(weights)
-        layer = fill(tp.RowParallelLinear(8, 5, bias=bias).double(), weights, {"weight": 1}, "13.7")
+        layer = fill(
+            tp.RowParallelLinear(8, 5, bias=bias).double(),
+            weights,
+            {"weight": 1},
+            "ex-tensor-parallel-rowparallellinear",
+        )
         whole_x = randn(2, 3, 8, seed=7, dtype=torch.float64)
         theirs = whole_x.clone().requires_grad_()
         ours = whole_x.tensor_split(4, -1)[rank].clone().requires_grad_()
@@ -392,7 +412,7 @@ def mlp_on_ranks(rank, world_size):
     c, f = 5, 4 * world_size
     shapes = {"fc1.weight": (f, c), "fc1.bias": (f,), "fc2.weight": (c, f), "fc2.bias": (c,)}
     whole = {name: randn(*shape, seed=i, dtype=torch.float64) for i, (name, shape) in enumerate(shapes.items())}
-    module = fill(tp.ParallelMLP(c, f).double(), whole, MLP_CUTS, "13.8")
+    module = fill(tp.ParallelMLP(c, f).double(), whole, MLP_CUTS, "ex-tensor-parallel-parallelmlp")
     w = {name: weight.clone().requires_grad_() for name, weight in whole.items()}
     ours, theirs = (randn(2, 3, c, seed=7, dtype=torch.float64).requires_grad_() for _ in range(2))
     hidden = functional.gelu(functional.linear(theirs, w["fc1.weight"], w["fc1.bias"]))
@@ -426,7 +446,7 @@ def mlp_in_pairs(rank, world_size):
     group, seed = groups[rank // 2], 10 * (rank // 2)
     shapes = {"fc1.weight": (6, 3), "fc1.bias": (6,), "fc2.weight": (3, 6), "fc2.bias": (3,)}
     whole = {name: randn(*shape, seed=seed + i) for i, (name, shape) in enumerate(shapes.items())}
-    module = fill(tp.ParallelMLP(3, 6, group=group), whole, MLP_CUTS, "13.8", group)
+    module = fill(tp.ParallelMLP(3, 6, group=group), whole, MLP_CUTS, "ex-tensor-parallel-parallelmlp", group)
     x = randn(4, 3, seed=seed + 7).requires_grad_()
     hidden = functional.gelu(functional.linear(x, whole["fc1.weight"], whole["fc1.bias"]))
     expected = functional.linear(hidden, whole["fc2.weight"], whole["fc2.bias"])
@@ -473,7 +493,7 @@ def attention_on_ranks(rank, world_size, plain):
         f"x [2, {t}, {c}], {heads} heads of 4, {' and '.join(given) or 'no rope and no mask'}; rank {rank} of {world_size}"
     )
     whole = {name: randn(c, c, seed=i) / c**0.5 for i, name in enumerate(ATTENTION_CUTS)}
-    module = fill(tp.ParallelAttention(c, heads), whole, ATTENTION_CUTS, "13.9")
+    module = fill(tp.ParallelAttention(c, heads), whole, ATTENTION_CUTS, "ex-tensor-parallel-parallelattention")
     w = {name: weight.clone().requires_grad_() for name, weight in whole.items()}
     ours, theirs = (randn(2, t, c, seed=7).requires_grad_() for _ in range(2))
     expected = attend(theirs, w, heads, **given)
