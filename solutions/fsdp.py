@@ -48,7 +48,7 @@ def memory_per_device(
     ### END SOLUTION
 
 
-def shard(tensor: Shaped[Tensor, "..."], rank: int, world_size: int) -> Shaped[Tensor, "s"]:
+def shard(tensor: Shaped[Tensor, "..."], rank: int, world_size: int) -> Shaped[Tensor, " s"]:
     """This rank's share of a tensor, as a row of numbers. (Exercise)
 
     Args:
@@ -72,7 +72,7 @@ def shard(tensor: Shaped[Tensor, "..."], rank: int, world_size: int) -> Shaped[T
     ### END SOLUTION
 
 
-def unshard(shards: Iterable[Shaped[Tensor, "s"]], shape: Sequence[int]) -> Shaped[Tensor, "..."]:
+def unshard(shards: Iterable[Shaped[Tensor, " s"]], shape: Sequence[int]) -> Shaped[Tensor, "..."]:
     """The tensor again, from the shares of all ranks in their order. (Exercise)
 
     Args:
@@ -155,7 +155,7 @@ class ShardedOptimizer(Optimizer):
 
 def reduce_scatter_gradients(
     module: nn.Module, group: dist.ProcessGroup | None = None
-) -> dict[str, Float[Tensor, "s"]]:
+) -> dict[str, Float[Tensor, " s"]]:
     """ZeRO-2: each rank keeps its share of the average gradient, and nobody keeps the whole. (Exercise)
 
     Args:

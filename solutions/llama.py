@@ -293,7 +293,7 @@ def sample_next(
     top_k: int | None = None,
     top_p: float | None = None,
     generator: torch.Generator | None = None,
-) -> Int[Tensor, "b"]:
+) -> Int[Tensor, " b"]:
     """Draw the next token of each sequence. (Exercise)
 
     Args:
@@ -344,7 +344,7 @@ def generate(
     top_p: float | None = None,
     eos_id: int | None = None,
     generator: torch.Generator | None = None,
-) -> Iterator[Int[Tensor, "b"]]:
+) -> Iterator[Int[Tensor, " b"]]:
     """Go on writing, one token of every sequence at a time. (Exercise)
 
     The prompt passes through the model once, into a cache; then each step passes only the newest tokens.

@@ -222,14 +222,14 @@ def local_sgd_step(
 
 
 ### BEGIN SOLUTION
-def _flat(parameters: Sequence[Tensor]) -> Float[Tensor, "n"]:
+def _flat(parameters: Sequence[Tensor]) -> Float[Tensor, " n"]:
     """All values in one new vector, float32 at least."""
     rows = [p.detach().reshape(-1) for p in parameters]
     return torch.cat([row.to(torch.promote_types(row.dtype, torch.float32)) for row in rows])
 
 
 @torch.no_grad()
-def _write(values: Float[Tensor, "n"], parameters: Sequence[Tensor]) -> None:
+def _write(values: Float[Tensor, " n"], parameters: Sequence[Tensor]) -> None:
     for p, row in zip(parameters, values.split([p.numel() for p in parameters]), strict=True):
         p.copy_(row.view(p.shape))
 

@@ -91,7 +91,7 @@ class WeightedSum(torch.autograd.Function):
     """The two kernels, as one step of autograd. x comes as a contiguous matrix, weight as a contiguous vector."""
 
     @staticmethod
-    def forward(ctx, x: Float[Tensor, "n d"], weight: Float[Tensor, "d"]) -> Float[Tensor, "n"]:
+    def forward(ctx, x: Float[Tensor, "n d"], weight: Float[Tensor, " d"]) -> Float[Tensor, " n"]:
         """Launch `weighted_sum_kernel`, and save what the backward pass reads."""
         ### BEGIN SOLUTION
         n_rows, width = x.shape
@@ -106,7 +106,7 @@ class WeightedSum(torch.autograd.Function):
         ### END SOLUTION
 
     @staticmethod
-    def backward(ctx, grad: Float[Tensor, "n"]) -> tuple[Float[Tensor, "n d"], Float[Tensor, "d"]]:
+    def backward(ctx, grad: Float[Tensor, " n"]) -> tuple[Float[Tensor, "n d"], Float[Tensor, " d"]]:
         """Launch `weighted_sum_backward_kernel`; add the rows of ``partial``, float32 ``[programs, D]``."""
         ### BEGIN SOLUTION
         x, weight = ctx.saved_tensors
@@ -119,7 +119,7 @@ class WeightedSum(torch.autograd.Function):
         ### END SOLUTION
 
 
-def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, "d"]) -> Float[Tensor, "..."]:
+def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"]) -> Float[Tensor, "..."]:
     """Sum of the last dimension, each feature times its weight; with a backward pass. (Exercise)
 
     Args:
@@ -269,7 +269,7 @@ def rms_norm_kernel(x, weight, out, width, row_stride, eps, BLOCK: tl.constexpr)
     ### END SOLUTION
 
 
-def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, "d"], eps: float = 1e-5) -> Float[Tensor, "... d"]:
+def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"], eps: float = 1e-5) -> Float[Tensor, "... d"]:
     """Chapter 4's RMSNorm, in one pass over memory. (Exercise)
 
     Args:
