@@ -7,7 +7,7 @@ import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from lib.workbook.book import resolve
+from lib.workbook.book import labels, resolve
 from lib.workbook.book.boundary import AnswerError
 from lib.workbook.book.catalog import ROOT, BookError, Exercise, chapters
 from lib.workbook.book.resolve import safe_text
@@ -68,7 +68,7 @@ class Told:
         """The report as a learner reads it."""
         if self.state == "not started":
             return f"{self.name}: not started ({self.next})"
-        read = f"chapter {self.chapter}, {self.read or f'exercise {self.number}'}"
+        read = labels.where_to_read(chapters()[self.module].exercise(self.name), self.read or None)
         ending = [("graded", self.graded), ("read", read), ("again", self.again)]
         lines = [_cut(f"{self.name}: {self.problem}")]
         for label, text in [*self.rows, *ending]:

@@ -56,7 +56,7 @@ def expect_close(actual, expected, *, atol=None, rtol=None, name="out", answer=N
         rtol: Relative tolerance; by default the dtype's.
         name: What the report calls the value.
         answer: The learner's own output, where ``actual`` is only a property of it.
-        read: Where the chapter explains it, as "equation (2.4)".
+        read: Where the chapter explains it, by label, as "eq-rope-4"; or "the contract, under Raises".
 
     Raises:
         Wrong: the type, then the shape, the dtype or a value differs.
