@@ -20,7 +20,7 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 
 fsdp = graded("fsdp")
 
-MEMORY, SHARD, ZERO1, ZERO2, FLAT, ZERO3, CLIP = (f"equation (12.{n})" for n in (1, 2, 3, 4, 5, 6, 7))
+MEMORY, SHARD, ZERO1, ZERO2, FLAT, ZERO3, CLIP = (f"eq-fsdp-{n}" for n in (1, 2, 3, 4, 5, 6, 7))
 GATHER = ("all_gather_into_tensor", "all_gather_single")
 SCATTER = ("reduce_scatter_tensor", "reduce_scatter_single")
 PARTS = "it is made of `FlatShard`: if that does not pass, mend it first"
@@ -124,7 +124,7 @@ def test_memory_per_device_gives_the_papers_figure():
 )
 def test_memory_per_device_refuses(stage, world_size, wrong):
     case(f"stage {stage} on {world_size} devices")
-    with expect_raises(ValueError, wrong, read="the contract of exercise 12.1, under Raises"):
+    with expect_raises(ValueError, wrong, read="the contract of ex-fsdp-memory-per-device, under Raises"):
         fsdp.memory_per_device(10, world_size, stage, 2, 2, 12)
 
 
@@ -168,7 +168,7 @@ def test_shard_is_a_copy_in_row_major_order():
 @pytest.mark.parametrize("rank", [-1, 13, 27])
 def test_shard_refuses_a_rank_that_is_none(rank):
     case(f"rank {rank} of 13")
-    with expect_raises(ValueError, str(rank), read="the contract of exercise 12.2, under Raises"):
+    with expect_raises(ValueError, str(rank), read="the contract of ex-fsdp-shard, under Raises"):
         fsdp.shard(torch.ones(4), rank, 13)
 
 
@@ -192,7 +192,7 @@ def test_unshard_takes_empty_shards():
 
 def test_unshard_refuses_too_few():
     case("two shards of 17 elements for a shape of 5 x 7")
-    with expect_raises(ValueError, "34", "35", read="the contract of exercise 12.3, under Raises"):
+    with expect_raises(ValueError, "34", "35", read="the contract of ex-fsdp-unshard, under Raises"):
         fsdp.unshard([torch.ones(17), torch.ones(17)], (5, 7))
 
 
@@ -327,7 +327,7 @@ def sharded_groups(rank, world_size):
     case(
         "an optimizer whose step takes no closure and halves the lr in its groups; 1.0, gradient 1, lr 1: 1 - 1/2 - 1/4"
     )
-    value, read = nn.Parameter(torch.ones(3)), "the contract of exercise 12.4, `step`"
+    value, read = nn.Parameter(torch.ones(3)), "the contract of ex-fsdp-shardedoptimizer, `step`"
     slowing = fsdp.ShardedOptimizer([value], Slowing, lr=1.0)
     for _ in range(2):
         value.grad = torch.ones(3)
@@ -980,7 +980,9 @@ def applied_on_a_mesh(rank, world_size):
     found = weight.device_mesh.mesh.tolist(), tuple(weight.to_local().shape)
     expect_equal(found, ([rank % 2, 2 + rank % 2], (8, 8)), name="ranks that share a weight, and the shape of a share")
     x = inputs_of(2)
-    expect_close(loss_of(model, x), loss_of(Net(), x), atol=1e-6, name="loss", read="the contract of exercise 12.9")
+    expect_close(
+        loss_of(model, x), loss_of(Net(), x), atol=1e-6, name="loss", read="the contract of ex-fsdp-apply-fully-shard"
+    )
 
 
 def applied(rank, world_size):
@@ -990,7 +992,7 @@ def applied(rank, world_size):
 
     case(f"{world_size} ranks, three blocks and the root, bfloat16")
     model = Net()
-    read = "the contract of exercise 12.9"
+    read = "the contract of ex-fsdp-apply-fully-shard"
     out = fsdp.apply_fully_shard(model, init_device_mesh("cpu", (world_size,)), torch.bfloat16)
     expect_true(out is model, "it should return the model that it was given", read=read)
     expect_equal(
@@ -1116,7 +1118,7 @@ def test_save_sharded_refuses_flat_shards():
     case("a model that is another `HookedUnits` than your `FullySharded`, in flat shards all the same")
     model = HookedUnits.__new__(type("OtherUnits", (HookedUnits,), {}))
     nn.Module.__init__(model)
-    read = "the contract of exercise 12.10: any `HookedUnits` is refused"
+    read = "the contract: any `HookedUnits` is refused"
     with tempfile.TemporaryDirectory() as folder, expect_raises(ValueError, "gather_full_params", read=read):
         fsdp.save_sharded(folder, model, torch.optim.SGD([torch.zeros(1)], lr=0.1))
 
