@@ -290,9 +290,9 @@ def all_reduced(module, group=None):
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             grad, parameter.grad = parameter.grad, None
-            grad = torch.zeros_like(parameter) if grad is None else grad.contiguous()
+            grad = torch.zeros_like(parameter) if grad is None else grad.contiguous() / n
             dist.all_reduce(grad, group=group)
-            shares[name] = reference.shard(grad / n, rank, n)
+            shares[name] = reference.shard(grad, rank, n)
     return shares
 
 

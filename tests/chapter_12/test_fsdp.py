@@ -545,6 +545,7 @@ def flat_waits(rank, world_size):
     with elsewhere():
         flat = fsdp.FlatShard({"w": nn.Parameter(values)})
     expect_equal([flat.shard.dtype, flat.full.dtype], [torch.float64] * 2, name="dtypes of shard and full", read=FLAT)
+    expect_equal([flat.shard.device.type, flat.full.device.type], ["cpu"] * 2, name="devices of both", read=FLAT)
     with Late() as late:
         with elsewhere():
             flat.start_gather()
@@ -717,46 +718,6 @@ def gradients_of(wrapped, x: Tensor) -> list[Tensor]:
     return [p.grad.clone() for p in wrapped.parameters()]
 
 
-def fully_counted(rank, world_size, n_blocks):
-    wide = 64
-    wrapped = fsdp.FullySharded(Net(n_blocks, wide))
-    x = inputs_of(2)
-    unit = sum(p.numel() for p in nn.Sequential(nn.Linear(wide, 2 * wide), nn.Linear(2 * wide, wide)).parameters()) * 4
-
-    def step():
-        loss_of(wrapped, x).backward()
-        wrapped.finish_gradient_synchronization()
-
-    step()  # after it, every shard has its gradient
-    dist.barrier()
-    in_step, after_step = peak_bytes(step)
-    with torch.no_grad():
-        in_evaluation, _ = peak_bytes(lambda: loss_of(wrapped, x))
-    starts = peak_bytes(lambda: loss_of(wrapped, x).backward())  # and finished by the next forward
-    wrapped.finish_gradient_synchronization()
-    return in_step / unit, after_step / unit, in_evaluation / unit, starts[0] / unit
-
-
-@pytest.mark.time_limit(40)
-def test_FullySharded_holds_two_units_at_most(ranks):
-    many = ranks(fully_counted, 9, n_ranks=2)
-    case("9 equal units on 2 ranks, bytes counted by the allocator, in whole units; gloo itself takes one for a gather")
-    for in_step, after_step, in_evaluation, overlapped in many.values:
-        problem = "{} held {:.1f} whole units at once; at most 3 in forward, 8 in backward with its gradients"
-        expect_true(in_evaluation < 4.5, problem.format("a forward", in_evaluation), read=ZERO3)
-        expect_true(in_step < 10.5, problem.format("a step", in_step), read=ZERO3)
-        expect_true(overlapped < 10.5, problem.format("forward and backward", overlapped), read=ZERO3)
-        expect_true(after_step < 2.5, f"{after_step:.1f} whole units are still held after a step", read=ZERO3)
-    case(
-        "what rank 0 of 2 starts: for each of 9 units and the root, in a step two gathers and one reduction; 11 steps, 5 forwards"
-    )
-    ledger = many.ledgers[0]
-    steps, evaluations, n_flats = 1 + 5 + 5, 5, 10
-    expect_equal(ledger.count(*GATHER), (2 * steps + evaluations) * n_flats, name="all-gathers", read=ZERO3)
-    expect_equal(ledger.count(*SCATTER), steps * n_flats, name="reduce-scatters", read=ZERO3)
-    expect_equal(ledger.count("all_reduce"), 0, name="all-reduces", read=ZERO3)
-
-
 def whole_units(wrapped) -> list[int]:
     """Which units have memory behind their whole values at this moment; the root is 0."""
     return [i for i, flats in enumerate(wrapped.flats) if any(f.full.untyped_storage().nbytes() for f in flats)]
@@ -874,6 +835,46 @@ def test_FullySharded_gathers_ahead_and_survives_what_happens_in_training(ranks)
     ledger = result.ledgers[0]
     begun = [sum(r.op in GATHER for r in ledger.before(f"computes {i}")) for i in (1, 2, 3, 4)]
     expect_equal(begun, [2, 3, 4, 4], name="gathers", read=ZERO3)
+
+
+def fully_counted(rank, world_size, n_blocks):
+    wide = 64
+    wrapped = fsdp.FullySharded(Net(n_blocks, wide))
+    x = inputs_of(2)
+    unit = sum(p.numel() for p in nn.Sequential(nn.Linear(wide, 2 * wide), nn.Linear(2 * wide, wide)).parameters()) * 4
+
+    def step():
+        loss_of(wrapped, x).backward()
+        wrapped.finish_gradient_synchronization()
+
+    step()  # after it, every shard has its gradient
+    dist.barrier()
+    in_step, after_step = peak_bytes(step)
+    with torch.no_grad():
+        in_evaluation, _ = peak_bytes(lambda: loss_of(wrapped, x))
+    starts = peak_bytes(lambda: loss_of(wrapped, x).backward())  # and finished by the next forward
+    wrapped.finish_gradient_synchronization()
+    return in_step / unit, after_step / unit, in_evaluation / unit, starts[0] / unit
+
+
+@pytest.mark.time_limit(40)
+def test_FullySharded_holds_two_units_at_most(ranks):
+    many = ranks(fully_counted, 9, n_ranks=2)
+    case("9 equal units on 2 ranks, bytes counted by the allocator, in whole units; gloo itself takes one for a gather")
+    for in_step, after_step, in_evaluation, overlapped in many.values:
+        problem = "{} held {:.1f} whole units at once; at most 3 in forward, 8 in backward with its gradients"
+        expect_true(in_evaluation < 4.5, problem.format("a forward", in_evaluation), read=ZERO3)
+        expect_true(in_step < 10.5, problem.format("a step", in_step), read=ZERO3)
+        expect_true(overlapped < 10.5, problem.format("forward and backward", overlapped), read=ZERO3)
+        expect_true(after_step < 2.5, f"{after_step:.1f} whole units are still held after a step", read=ZERO3)
+    case(
+        "what rank 0 of 2 starts: for each of 9 units and the root, in a step two gathers and one reduction; 11 steps, 5 forwards"
+    )
+    ledger = many.ledgers[0]
+    steps, evaluations, n_flats = 1 + 5 + 5, 5, 10
+    expect_equal(ledger.count(*GATHER), (2 * steps + evaluations) * n_flats, name="all-gathers", read=ZERO3)
+    expect_equal(ledger.count(*SCATTER), steps * n_flats, name="reduce-scatters", read=ZERO3)
+    expect_equal(ledger.count("all_reduce"), 0, name="all-reduces", read=ZERO3)
 
 
 def beside_fully_shard(rank, world_size):
