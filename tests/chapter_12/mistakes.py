@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lib.given.parallel.sharding import all_gather_row, blocks_of, reduce_scatter_row
+from lib.given.parallel.sharding import HookedUnits, all_gather_row, blocks_of, reduce_scatter_row
 from lib.workbook.grading import mistake
 from solutions import fsdp as reference
 
@@ -669,14 +669,21 @@ def dtype_ignored(model, mesh, param_dtype):
 # ---- 12.10 save_sharded, 12.11 load_sharded --------------------------------------------------------------------------
 
 
+def _refuse(model):
+    if isinstance(model, HookedUnits):
+        raise ValueError("save what gather_full_params() gives")
+
+
 @mistake("save_sharded", "the optimizer's state is not in the checkpoint")
 def weights_only(path, model, optimizer):
+    _refuse(model)
     weights, _ = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": {}}, checkpoint_id=path)
 
 
 @mistake("save_sharded", "every rank writes the shard that it sees as if it were the whole")
 def local_shards(path, model, optimizer):
+    _refuse(model)
     weights, state = get_state_dict(model, optimizer)
     weights = {name: getattr(w, "_local_tensor", w) for name, w in weights.items()}
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
@@ -686,19 +693,25 @@ def local_shards(path, model, optimizer):
 def gathered_first(path, model, optimizer):
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
+    _refuse(model)
     weights, state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     if dist.get_rank() == 0:
         dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path, no_dist=True)
     dist.barrier()
 
 
-@mistake("save_sharded", "flat shards are written under names that hold on this number of ranks only, without an error")
+NOT_REFUSED = (
+    "flat shards are not refused: those of any `HookedUnits`, not of `FullySharded` alone, have no names to save"
+)
+
+
+@mistake("save_sharded", NOT_REFUSED)
 def anything(path, model, optimizer):
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
 
 
-@mistake("save_sharded", "only `FullySharded` itself is refused, where any `HookedUnits` has flat shards without names")
+@mistake("save_sharded", NOT_REFUSED)
 def one_class_refused(path, model, optimizer):
     if isinstance(model, reference.FullySharded):
         reference.save_sharded(path, model, optimizer)
