@@ -95,10 +95,15 @@ def write_atomically(path: Path, text: str) -> None:
     sources.write_bytes(path, text.encode("utf-8"))
 
 
+def dated(path: Path) -> Path:
+    """Where a copy of a learner's file goes: under .workbook/backups, the time in its name."""
+    stamp = datetime.now().strftime("%Y-%m-%dT%H-%M-%S.%f")
+    return BACKUPS / f"{path.stem}-{stamp}{path.suffix}"
+
+
 def keep_copy(path: Path) -> Path:
     """Copy a learner's file to a dated one under .workbook/backups, and return where it lies."""
-    stamp = datetime.now().strftime("%Y-%m-%dT%H-%M-%S.%f")
-    copy = BACKUPS / f"{path.stem}-{stamp}{path.suffix}"
+    copy = dated(path)
     sources.write_bytes(copy, read_bytes(path))
     return copy
 

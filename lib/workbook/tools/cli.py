@@ -1,4 +1,4 @@
-"""The ``workbook`` command: lab, check, progress, solution, reset, stubs, site, test."""
+"""The ``workbook`` command: lab, check, progress, solution, reset, update, stubs, site, test."""
 
 import codecs
 import difflib
@@ -158,6 +158,18 @@ def reset(
     typer.echo(f"{mine}: {exercise.name if exercise else 'all of it'} is a stub again")
     if copy is not None:
         typer.echo(f"what was there is kept; to have it back: cp {copy.relative_to(ROOT)} {mine}")
+
+
+@app.command()
+def update(
+    source: Annotated[
+        str | None, typer.Option("--from", metavar="REMOTE/BRANCH", help="instead of what this branch follows")
+    ] = None,
+):
+    """Bring the book up to date; what you have begun stays as you wrote it."""
+    from lib.workbook.tools import update as updates
+
+    updates.update(source, typer.echo)
 
 
 @app.command()
