@@ -101,10 +101,10 @@ def dated(path: Path) -> Path:
     return BACKUPS / f"{path.stem}-{stamp}{path.suffix}"
 
 
-def keep_copy(path: Path) -> Path:
-    """Copy a learner's file to a dated one under .workbook/backups, and return where it lies."""
+def keep_copy(path: Path, module: str | None = None) -> Path:
+    """Copy a learner's file, which is a module or any other, to a dated one under .workbook/backups, and return where it lies."""
     copy = dated(path)
-    sources.write_bytes(copy, read_bytes(path))
+    sources.write_bytes(copy, read_bytes(path, module))
     return copy
 
 
@@ -283,7 +283,7 @@ def reset(chapter: Chapter, name: str | None = None) -> Path | None:
     """
     stub = make_stub(chapter)
     mine = None if name is None or not chapter.mine.exists() else read_exactly(chapter)
-    copy = keep_copy(chapter.mine) if chapter.mine.exists() else None
+    copy = keep_copy(chapter.mine, chapter.module) if chapter.mine.exists() else None
     if mine is None or name is None:
         sources.write_stub(chapter.mine, stub)
         return copy

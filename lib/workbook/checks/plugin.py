@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lib.workbook.checks import catchers, isolate, messages
+from lib.workbook.checks import catchers, gradescope, isolate, messages
 from lib.workbook import grading
 from lib.workbook.book import resolve
 from lib.workbook.checks.alarm import alarm, paused
 from lib.workbook.book.catalog import BookError, chapters, find
 from lib.workbook.book.stubs import write_atomically
-from lib.workbook.checks.summary import Marks
+from lib.workbook.checks.summary import Marks, refusal
 
 TIME_LIMIT_S = 10.0
 SHOWN_FAILURES = 3  # of one exercise; the others are counted
@@ -34,6 +34,7 @@ def pytest_addoption(parser):
     )
     group.addoption("--exercise", action="append", default=[], metavar="NAME", help="only the tests of this exercise")
     group.addoption("--marks", metavar="FILE", help="write the marks of every exercise as JSON")
+    group.addoption("--gradescope", metavar="FILE", help="write the same as Gradescope's results.json")
     group.addoption("--no-isolate", action="store_true", help="run checks inside pytest's own process, for a debugger")
 
 
@@ -48,6 +49,9 @@ def pytest_configure(config):
         raise pytest.UsageError(
             "--record writes what the oracles give, or what catches a mistake: use it with --reference or --mistakes"
         )
+    for name in ("marks", "gradescope"):
+        if fault := refusal(config.getoption(name)):
+            raise pytest.UsageError(f"--{name} {fault}")
     grading.RECORDING.update(live=options.reference, write=options.reference and options.record)
     config.workbook_marks, config.workbook_catchers = Marks(), catchers.Record()
     if options.reference or options.mistakes:
@@ -347,6 +351,9 @@ def pytest_sessionfinish(session):
     if file := session.config.option.marks:
         marks = session.config.workbook_marks.as_json(_described(session.config))
         write_atomically(Path(file), json.dumps(marks, indent=2, ensure_ascii=False) + "\n")
+    if file := session.config.option.gradescope:
+        made = gradescope.results(session.config.workbook_marks.sorted_rows(), _described(session.config))
+        write_atomically(Path(file), json.dumps(made, indent=2, ensure_ascii=False) + "\n")
 
 
 def pytest_terminal_summary(terminalreporter, config):

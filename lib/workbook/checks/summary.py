@@ -1,5 +1,8 @@
 """The marks of a run: one row an exercise, with its state, its first failing case and the next step."""
 
+import tempfile
+from pathlib import Path
+
 from lib.workbook.book.catalog import chapters
 
 
@@ -94,3 +97,20 @@ def describe(row: dict) -> str:
         done = f"{row['passed']} checks pass already; " if row["passed"] else ""
         return done + row["next"]
     return f"{row['passed']} checks, {row['graded']}" + (f", {row['skipped']} skipped" if row["skipped"] else "")
+
+
+def refusal(file: str | None) -> str:
+    """Why no marks can be written to a file; nothing where they can. Asked before the first check, not after the last."""
+    if file is None:
+        return ""
+    path = Path(file)
+    if path.is_dir():
+        return f"{file} is a folder: expected a file, such as {path / 'marks.json'}"
+    if path.exists() and not path.is_file():
+        return f"{file} is not a file"
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return f"{file}: cannot write into {folder} ({error.strerror})"

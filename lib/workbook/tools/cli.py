@@ -91,7 +91,7 @@ def progress():
             line.append(sign + " ", colour)
         passed = sum(graded["state"] == "passed" for graded in row.rows.values())
         line.append(f" {passed} of {len(row.chapter.exercises)}")
-        console.print(line)
+        console.print(line, soft_wrap=True)
     if following is None:
         console.print("\nEverything passes. What is left is the part without exercises.")
         return
