@@ -19,8 +19,8 @@ import torch.distributed as dist
 from lib.bench.ladder import PEAK_FLOPS
 from lib.given.models.gpus import SHEETS
 from lib.given.models.scaling import CARDS
-from lib.given.parallel.cluster import ROOT_ENVIRONMENT, mpiexec
 from lib.ranks import pool
+from lib.ranks.mpi_launch import mpi_environment, mpiexec
 from lib.runs.engine import leave
 from lib.runs.engine.log import Moment, as_json, peak_flops, read_log, send
 from lib.runs.engine.options import UsageError, make_parser, parse
@@ -195,7 +195,7 @@ def test_an_epoch_is_every_item_once_whatever_the_number_of_ranks():
 
 def environment() -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("WORKBOOK_", "PYTEST_", "RANK", "MASTER_"))}
-    return {**ROOT_ENVIRONMENT, **env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**mpi_environment(), **env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def signal_rank(process: subprocess.Popen, rank: int, number: int) -> None:
