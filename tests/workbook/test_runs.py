@@ -244,6 +244,22 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed_and_nothing_is_trained_tw
 
 @pytest.mark.slow
 @pytest.mark.time_limit(200)
+def test_ranks_end_when_torchrun_is_killed(tmp_path):
+    log = tmp_path / "log"
+    program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    program += ["--rdzv-endpoint", "127.0.0.1:0", "-m", "lib.runs.train_vit", "--device", "cpu", "--quiet"]
+    command = [*program, *VIT.split()[1:], "--steps", "100000", "--strategy", "ddp", "--log-file", str(log)]
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None and len(read_log(log)) < 3:
+            time.sleep(0.02)
+        ranks = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+    psutil.wait_procs(ranks, timeout=60)
+    assert not [rank.pid for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(200)
 def test_torchrun_that_is_asked_to_leave_lets_its_ranks_save_first(tmp_path):
     command = f"{VIT} --steps 80 --strategy ddp --save-every 1000"
     log, checkpoint = tmp_path / "log", tmp_path / "ck" / "checkpoint.pt"

@@ -73,15 +73,15 @@ class Shared:
                 now = setting.get()
             except Exception as error:
                 now = f"an error, {type(error).__name__}"
-            closed = getattr(now, "closed", False) is True
-            if now is not before and (now != before or closed):
+            closed = getattr(before, "closed", False) is True
+            if now is not before and now != before and not closed:
                 changed.append(f"{setting.name} was {_short(before)}, and is {_short(now)} now")
                 with contextlib.suppress(Exception):
                     setting.put(before)
             elif closed:
                 changed.append(f"{setting.name} was open, and is closed now")
                 with contextlib.suppress(Exception):
-                    setattr(sys, setting.name.removeprefix("sys."), open(os.dup(1), "w"))  # noqa: SIM115
+                    setting.put(open(os.dup(1), "w"))  # noqa: SIM115
         for number, kept in self.streams:
             try:
                 os.fstat(number)
