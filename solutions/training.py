@@ -385,7 +385,10 @@ def load_checkpoint(path: str | os.PathLike | BinaryIO, model: nn.Module, optimi
         pickle.UnpicklingError: the file holds more than tensors and plain values; nothing in it is run.
     """
     ### BEGIN SOLUTION
-    contents = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        contents = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:  # PyTorch's own message advises to load it all the same
+        raise pickle.UnpicklingError("more than tensors and plain values in the file; nothing in it was run") from None
     model.load_state_dict(contents["model"])
     optimizer.load_state_dict(contents["optimizer"])
     kept = contents["random"]

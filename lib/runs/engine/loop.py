@@ -58,7 +58,7 @@ def train(options: Options, kind: type[Task]) -> bool:
     if options.graph and device.type != "cuda":
         raise UsageError("--graph records a CUDA graph, and the device is a CPU: expected a GPU, or no --graph")
     make_places(options)
-    found = checkpoints.peek(options)
+    found = checkpoints.peek(options, world.rank, world.size)
     task = make_task(options, kind)
     run = {"layout": checkpoints.layout(options), **task.describe()}
     checkpoints.check_same_run(options, found, run)
