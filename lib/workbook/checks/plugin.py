@@ -19,14 +19,14 @@ from _pytest.runner import runtestprotocol
 from lib.workbook.book import boundary, resolve
 from lib.workbook.book.catalog import BookError, Chapter, Exercise, chapters, find
 from lib.workbook.book.stubs import write_atomically
-from lib.workbook.checks import diagnosis, mistakes, report
+from lib.workbook.checks import diagnosis, gradescope, mistakes, report
 from lib.workbook.checks.alarm import TimeLimit, alarm
 from lib.workbook.checks.child import MACHINERY, Child, Ended, peak_mb
 from lib.workbook.checks.diagnosis import Outcome, Trials
 from lib.workbook.checks.ranks import Ranks, warm_up
 from lib.workbook.checks.report import RaisedInAnswer, Told
 from lib.workbook.checks.state import Shared
-from lib.workbook.checks.summary import Marks
+from lib.workbook.checks.summary import Marks, refusal
 from lib.workbook.grading.cases import BOARD, case
 from lib.workbook.grading.mistakes import mistakes_of
 from lib.workbook.grading.oracles import RECORDING
@@ -47,6 +47,7 @@ def pytest_addoption(parser):
     group.addoption("--record", action="store_true", help="with --reference: write the oracles' recorded values")
     group.addoption("--exercise", action="append", default=[], metavar="NAME", help="only the tests of this exercise")
     group.addoption("--marks", metavar="FILE", help="write the marks of every exercise as JSON")
+    group.addoption("--gradescope", metavar="FILE", help="write the same as Gradescope's results.json")
     group.addoption("--no-prompt", action="store_true", help="nobody sits at a terminal: breakpoint() is passed over")
 
 
@@ -59,6 +60,9 @@ def pytest_configure(config):
         raise pytest.UsageError("--mine grades your answers, --reference and --mistakes the book's: choose one")
     if options.record and not options.reference:
         raise pytest.UsageError("--record writes what the oracles give: use it with --reference")
+    for name in ("marks", "gradescope"):
+        if fault := refusal(config.getoption(name)):
+            raise pytest.UsageError(f"--{name} {fault}")
     if not hasattr(os, "fork"):
         raise pytest.UsageError("checks need a system with fork: Linux, macOS, or WSL on Windows")
     RECORDING.update(live=options.reference, write=options.reference and options.record)
@@ -462,6 +466,11 @@ class Checks:
             mistakes.remember(self.config, self.reports)
         if file := self.option.marks:
             text = json.dumps(self.marks.as_json(self.described), indent=2, ensure_ascii=False)
+            write_atomically(Path(file), text + "\n")
+        if file := self.option.gradescope:
+            text = json.dumps(
+                gradescope.results(self.marks.sorted_rows(), self.described), indent=2, ensure_ascii=False
+            )
             write_atomically(Path(file), text + "\n")
 
     def pytest_terminal_summary(self, terminalreporter):
