@@ -159,7 +159,8 @@ class Checks:
                 wanted.append(find(what))
             except BookError as error:
                 raise pytest.UsageError(str(error)) from error
-        kept, dropped = [], []
+        kept: list[pytest.Item] = []
+        dropped: list[pytest.Item] = []
         for item in items:
             chapter = chapter_of(item.path)
             item.stash[EXERCISE] = exercise = exercise_of(chapter, item.originalname) if chapter else None
