@@ -143,7 +143,7 @@ def played_events() -> EventList:
 
     def add(name, start, end, thread=1, kernel_us=0, **kwargs):
         number = len(events) + 1
-        event = FunctionEvent(number, name, thread, start, end, use_device="cuda", **kwargs)
+        event = FunctionEvent(number, name, thread, start, end, use_device="cuda", stack=[], **kwargs)
         if kernel_us:
             event.append_kernel(f"kernel of {name}", 0, kernel_us)
         events.append(event)
