@@ -396,9 +396,7 @@ def minus_epsilon(parameters, max_norm):
     return norm
 
 
-@mistake(
-    "clip_gradient_norm_", "1e-6 is not added to the norm: a gradient of 0 is then 0 times infinity at most, or 0 / 0"
-)
+@mistake("clip_gradient_norm_", "the 1e-6 of PyTorch's factor is not added to the norm")
 def without_epsilon(parameters, max_norm):
     gradients = _gradients(parameters)
     norm = _norm(gradients)
@@ -772,6 +770,24 @@ def without_fsync(path, model, optimizer, step, **state):
         raise
 
 
+@mistake("save_checkpoint", "without flush() the end of the file is still in Python's buffer when os.fsync is called")
+def without_flush(path, model, optimizer, step, **state):
+    contents = _contents(model, optimizer, step, state)
+    if not isinstance(path, str | os.PathLike):
+        torch.save(contents, path)
+        return
+    temporary = f"{os.fspath(path)}.tmp"
+    try:
+        with open(temporary, "wb", buffering=2**20) as file:
+            torch.save(contents, file)
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+        raise
+
+
 @mistake(
     "save_checkpoint",
     "the temporary file is in the system's folder for such: from another disk it cannot be moved in one step",
@@ -834,7 +850,7 @@ def only_loads_checked(path, model, optimizer, step, **state):
 # ---- 7.9 load_checkpoint ---------------------------------------------------------------------------------------------
 
 
-def _restore(contents, model, optimizer, *, torch_too=True, python_too=True, numpy_too=True):
+def _restore(contents, model, optimizer, *, torch_too=True, python_too=True, numpy_too=True, cards_too=True):
     model.load_state_dict(contents["model"])
     optimizer.load_state_dict(contents["optimizer"])
     kept = contents["random"]
@@ -844,6 +860,8 @@ def _restore(contents, model, optimizer, *, torch_too=True, python_too=True, num
         random.setstate(kept["python"])
     if numpy_too:
         np.random.set_state(kept["numpy"])
+    if cards_too and torch.cuda.is_available() and len(kept.get("cuda", [])) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(kept["cuda"])
     return contents["state"]
 
 
@@ -859,6 +877,11 @@ def torch_forgotten(path, model, optimizer):
 @mistake("load_checkpoint", "only PyTorch's random numbers are set back: NumPy's and Python's go on from elsewhere")
 def others_forgotten(path, model, optimizer):
     return _restore(_read(path), model, optimizer, python_too=False, numpy_too=False)
+
+
+@mistake("load_checkpoint", "the random numbers of the CUDA devices are not set back")
+def cards_forgotten(path, model, optimizer):
+    return _restore(_read(path), model, optimizer, cards_too=False)
 
 
 @mistake("load_checkpoint", "weights_only=False: a checkpoint from a stranger can run what it likes")
@@ -884,12 +907,7 @@ def step_only(path, model, optimizer):
 def assigned(path, model, optimizer):
     contents = _read(path)
     model.load_state_dict(contents["model"], assign=True)
-    optimizer.load_state_dict(contents["optimizer"])
-    kept = contents["random"]
-    torch.set_rng_state(kept["torch"])
-    random.setstate(kept["python"])
-    np.random.set_state(kept["numpy"])
-    return contents["state"]
+    return _restore(contents, model, optimizer)
 
 
 # ---- 7.10 hours_per_epoch --------------------------------------------------------------------------------------------

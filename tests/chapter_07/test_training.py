@@ -259,6 +259,21 @@ def test_AdamW_equals_torch(settings):
     expect_close(values(mine), values(theirs), atol=2e-6, name="weights", read=f"{MOMENTS} to (7.4)")
 
 
+def test_AdamW_has_an_eps_of_1e_8():
+    case(
+        "a parameter [3] whose gradients are around 1e-8, 5 steps, the defaults: there, eps weighs as much as the root"
+    )
+    mine, theirs = two_copies((3,))
+    a, b = training.AdamW(mine), torch.optim.AdamW(theirs)
+    for step in range(5):
+        set_gradients(mine, theirs, step)
+        mine[0].grad *= 1e-8
+        theirs[0].grad *= 1e-8
+        a.step()
+        b.step()
+    expect_close(values(mine), values(theirs), atol=2e-6, name="weights", read="the contract of exercise 7.2")
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_AdamW_in_other_dtypes(dtype):
     case(f"parameters [4, 3] and [2], {str(dtype)[6:]}, 10 steps")
@@ -333,16 +348,19 @@ def test_AdamW_takes_a_closure():
     expect_true(training.AdamW([weight]).step() is None, "step() without a closure should return None")
 
 
-@pytest.mark.parametrize("target", ["AdamW", "torch"])
-def test_AdamW_state_goes_on_elsewhere(target):
-    case(f"3 steps, state_dict(), a new {target} takes it, 3 more steps; beside 6 steps of PyTorch's AdamW")
+@pytest.mark.parametrize(("first", "second"), [("ours", "ours"), ("ours", "PyTorch's"), ("PyTorch's", "ours")])
+def test_AdamW_state_goes_on_elsewhere(first, second):
+    case(
+        f"3 steps of {first} AdamW, then 3 of {second}, new, which takes its state_dict(); beside 6 steps of PyTorch's"
+    )
+    kinds = {"ours": lambda *a, **k: training.AdamW(*a, **k), "PyTorch's": torch.optim.AdamW}
     mine, theirs = two_copies((2, 3), (3,))
     settings = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.2}
-    a, b = training.AdamW(mine, **settings), torch.optim.AdamW(theirs, **settings)
+    a, b = kinds[first](mine, **settings), torch.optim.AdamW(theirs, **settings)
     for step in range(6):
         if step == 3:
             state = a.state_dict()
-            a = (training.AdamW if target == "AdamW" else torch.optim.AdamW)(mine, lr=99.0)
+            a = kinds[second](mine, lr=99.0)
             a.load_state_dict(state)
         set_gradients(mine, theirs, step)
         a.step()
@@ -717,7 +735,7 @@ def test_TokenBatches_goes_on_at_the_exact_batch(seed):
         state = json.loads(json.dumps(first.state_dict()))
         expected = take(first, 4)
         second = training.TokenBatches(range(23), 2, 2, seed=seed)
-        take(second, 3)  # wherever it stands
+        take(second, 3 if done % 2 else 17)  # wherever it stands, in an earlier epoch or a later one
         second.load_state_dict(state)
         expect_equal(take(second, 4), expected, name=f"batches after {done}", read=BATCHES)
 
@@ -1127,6 +1145,7 @@ class Log:
 
     def __init__(self, monkeypatch):
         self.calls: list = []
+        self.fsynced = 0  # bytes of the largest file when it was brought to the disk
         for name in ("fsync", "replace", "rename", "renames", "remove", "unlink", "link", "truncate"):
             if hasattr(os, name):
                 monkeypatch.setattr(os, name, self._wrap(name, getattr(os, name)))
@@ -1136,17 +1155,21 @@ class Log:
     def _wrap(self, name, real):
         def call(*args, **kwargs):
             self.calls.append((name, args))
+            if name == "fsync":
+                number = args[0] if isinstance(args[0], int) else args[0].fileno()
+                self.fsynced = max(self.fsynced, os.fstat(number).st_size)
             return real(*args, **kwargs)
 
         return call
 
 
-def test_save_checkpoint_moves_a_whole_file_into_place(tmp_path, monkeypatch):
-    case("a checkpoint over an old one: the calls of os.fsync and os.replace")
+@pytest.mark.parametrize("kind", [Path, str])
+def test_save_checkpoint_moves_a_whole_file_into_place(tmp_path, monkeypatch, kind):
+    case(f"a checkpoint over an old one, path a {kind.__name__}: the calls of os.fsync and os.replace")
     path = tmp_path / "run.pt"
     save(path, 1)
     log = Log(monkeypatch)
-    save(path, 2)
+    save(kind(path), 2)
     names, read = [name for name, _ in log.calls], f"{SAVE}, under Returns"
     moves = [name for name in names if name not in ("fsync", "remove", "unlink", "truncate")]
     gone = [name for name, args in log.calls if name in ("remove", "unlink") and Path(args[0]) == path]
@@ -1160,8 +1183,13 @@ def test_save_checkpoint_moves_a_whole_file_into_place(tmp_path, monkeypatch):
         answer=names,
         read=read,
     )
+    size, written = path.stat().st_size, log.fsynced
+    problem = (
+        f"at os.fsync the file had {written} of its {size} bytes: the others were in Python's buffer; flush() it first"
+    )
+    expect_true(written == size, problem, answer=names, read=read)
     source = Path(log.calls[names.index("replace")][1][0])
-    expect_equal(str(source), f"{path}.tmp", name="what is moved", read=read)
+    expect_equal(str(source.parent), str(tmp_path), name="the folder of what is moved", answer=names, read=read)
 
 
 def fail_half_way(error: BaseException | None):
@@ -1246,7 +1274,7 @@ def test_save_checkpoint_can_be_killed_before_each_touch_of_the_disk(tmp_path):
 
             def hook(event, args):
                 left[0] -= event in TOUCHES
-                if left[0] == 0:
+                if event in TOUCHES and left[0] == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
 
             sys.addaudithook(hook)
@@ -1263,7 +1291,7 @@ def test_save_checkpoint_can_be_killed_before_each_touch_of_the_disk(tmp_path):
         expect_true(
             step in (1, 2), f"killed before touch {n} of the disk, the file holds {step!r}, neither step", read=SAVE
         )
-    expect_true(alive and step_in(path) == 2, "100 touches of the disk did not end the save", read=SAVE)
+    expect_true(alive and step_in(path) == 2, "left alone, the save did not end with step 2 in the file", read=SAVE)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -1394,6 +1422,45 @@ def test_load_checkpoint_needs_a_file_and_the_same_model(tmp_path):
         training.load_checkpoint(tmp_path / "run.pt", nn.Sequential(nn.Linear(4, 5)), run.optimizer)
 
 
+@pytest.fixture
+def cards(monkeypatch):
+    """A machine with CUDA devices, whatever there is: the random numbers of each stand in a list that the test may change."""
+    states: list[Tensor] = []
+
+    def number(device) -> int:
+        return device if isinstance(device, int) else torch.device(device).index or 0
+
+    def set_state(state, device="cuda"):
+        states[number(device)] = state.clone()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(states))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": states[number(device)].clone())
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [state.clone() for state in states])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", set_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda new: [set_state(s, i) for i, s in enumerate(new)])
+    return states
+
+
+def test_load_checkpoint_restores_the_random_numbers_of_every_device(tmp_path, cards):
+    case("two CUDA devices (played by the test): their random states when loading, which have gone on since saving")
+    cards[:] = [torch.tensor([1, 2, 3], dtype=torch.uint8), torch.tensor([4, 5, 6], dtype=torch.uint8)]
+    run = save(tmp_path / "run.pt", 1)
+    cards[:] = [torch.tensor([7, 7, 7], dtype=torch.uint8), torch.tensor([8, 8, 8], dtype=torch.uint8)]
+    training.load_checkpoint(tmp_path / "run.pt", run.model, run.optimizer)
+    expect_equal([state.tolist() for state in cards], [[1, 2, 3], [4, 5, 6]], name="random states", read=LOAD)
+
+
+def test_load_checkpoint_without_the_devices_of_the_file(tmp_path, monkeypatch, cards):
+    case("saved beside two CUDA devices (played by the test), loaded where there is none")
+    cards[:] = [torch.tensor([1, 2, 3], dtype=torch.uint8), torch.tensor([4, 5, 6], dtype=torch.uint8)]
+    run = save(tmp_path / "run.pt", 6)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cards.clear()
+    found = training.load_checkpoint(tmp_path / "run.pt", run.model, run.optimizer)
+    expect_equal(found, {"step": 6}, name="what is loaded", read=LOAD)
+
+
 @pytest.mark.gpu
 def test_load_checkpoint_on_a_gpu(tmp_path):
     case("a model and its optimizer on the GPU; the next random numbers of the GPU")
@@ -1411,7 +1478,9 @@ def test_load_checkpoint_on_a_gpu(tmp_path):
 # ---- 7.10 hours_per_epoch --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("speed", "size", "hours"), [(1.0, 3600, 1.0), (250, 50_000, 1 / 18), (0.5, 900, 0.5)])
+@pytest.mark.parametrize(
+    ("speed", "size", "hours"), [(1.0, 3600, 1.0), (250, 50_000, 1 / 18), (0.5, 900, 0.5), (7.5, 1000, 1000 / 27_000)]
+)
 def test_hours_per_epoch_by_hand(speed, size, hours):
     case(f"{size} items at {speed} a second")
     expect_close(training.hours_per_epoch(speed, size), hours, name="hours", read=YARDSTICK)
