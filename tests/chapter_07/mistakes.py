@@ -778,8 +778,10 @@ def without_flush(path, model, optimizer, step, **state):
         return
     temporary = f"{os.fspath(path)}.tmp"
     try:
+        whole = io.BytesIO()
+        torch.save(contents, whole)
         with open(temporary, "wb", buffering=2**20) as file:
-            torch.save(contents, file)
+            file.write(whole.getvalue())
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
