@@ -21,7 +21,7 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 
 speed = graded("speed")
 
-TIMING, PRODUCT, ROOF, PAIRS, TRAINING, IMAGE, SHARE = (f"equation (8.{n})" for n in (1, 2, 3, 4, 5, 6, 7))
+TIMING, PRODUCT, ROOF, PAIRS, TRAINING, IMAGE, SHARE = (f"eq-speed-{n}" for n in (1, 2, 3, 4, 5, 6, 7))
 TINY = GPT2Config(vocab_size=10, context_len=2, dim=4, n_layers=1, n_heads=2)
 ODD = GPT2Config(vocab_size=101, context_len=9, dim=24, n_layers=3, n_heads=2)
 TINY_VIT = ViTConfig(image_size=4, patch_size=2, channels=1, n_classes=5, dim=2, n_layers=1, n_heads=1, hidden_dim=3)
@@ -108,7 +108,7 @@ def expect_timing(timing, times, machine, n_calls) -> None:
     std = statistics.stdev(times) if len(times) > 1 else 0.0
     expected = {"mean_s": statistics.fmean(times), "std_s": std, "median_s": statistics.median(times)}
     expect_close(found, expected | {"times_s": list(times)}, name="the timing", read=TIMING)
-    expect_equal(machine.done.count("fn"), n_calls, name="calls of fn", read="the contract of exercise 8.1")
+    expect_equal(machine.done.count("fn"), n_calls, name="calls of fn", read="the contract of ex-speed-benchmark")
 
 
 def test_benchmark_by_hand_on_the_host(run_on):
@@ -148,7 +148,7 @@ def test_benchmark_takes_a_device_its_name_or_none(run_on, device):
 @pytest.mark.parametrize("device", [torch.device("cuda", 1), "cuda:1", torch.device("xpu", 2), "mps"])
 def test_benchmark_waits_for_the_device_that_is_given(run_on, device):
     case(f"device={device!r}, which is not the current accelerator; 3 s of work after calls that return in 0.25 s")
-    machine, read = Machine([3]), "the contract of exercise 8.1, under Convention"
+    machine, read = Machine([3]), "the contract, under Convention"
     timing = run_on(machine, 1, 2, device, has_accelerator=True)
     expect_timing(timing, [3.25, 3.25], machine, 3)
     waited_for = sorted({str(one) for one in machine.waited_for})
@@ -180,7 +180,7 @@ def test_benchmark_refuses(run_on, name, value):
     case(f"{name}={value}")
     machine = Host([1.0])
     shown = (str(value),) if value else ()  # "0" stands in many a message
-    with expect_raises(ValueError, name, *shown, read="the contract of exercise 8.1, under Raises"):
+    with expect_raises(ValueError, name, *shown, read="the contract, under Raises"):
         run_on(machine, **{name: value})
     expect_equal(machine.done, [], name="what was done before the error")
 
@@ -402,7 +402,7 @@ def test_mfu_is_proportional():
 
 # ---- 8.8 saved_activation_bytes --------------------------------------------------------------------------------------
 
-SAVED = "equation (8.8)"
+SAVED = "eq-speed-8"
 
 
 def randn(*shape, seed=0, dtype=torch.float32, grad=True):
@@ -492,7 +492,7 @@ def test_saved_activation_bytes_see_checkpoints():
 
 
 def test_saved_activation_bytes_count_what_fn_drops_again():
-    read = "the contract of exercise 8.8, under Convention: a _cdata is given out again when its storage has ended"
+    read = "the contract, under Convention: a _cdata is given out again when its storage has ended"
     for sizes in ([1000, 100, 10], [1000] * 10):
 
         def fn(sizes=sizes):
@@ -519,13 +519,13 @@ def test_saved_activation_bytes_hold_nothing_afterwards():
     finally:
         gc.enable()
     problem = "y is alive after the call: a saved output that is packed as itself holds its own graph; pack y.detach()"
-    expect_true(not held, problem, answer="alive", read="the contract of exercise 8.8, under Convention")
+    expect_true(not held, problem, answer="alive", read="the contract, under Convention")
 
 
 def test_saved_activation_bytes_on_the_meta_device():
     case("x [1000, 1000] on the meta device, where no memory is taken: x.exp().exp()")
     x = torch.empty(1000, 1000, device="meta", requires_grad=True)
-    read = "the contract of exercise 8.8, under Convention"
+    read = "the contract, under Convention"
     expect_equal(speed.saved_activation_bytes(lambda: x.exp().exp()), 8_000_000, read=read)
 
 
@@ -557,7 +557,7 @@ def test_saved_activation_bytes_let_errors_through():
 
 # ---- 8.9 attention_activation_bytes ----------------------------------------------------------------------------------
 
-KEPT = "equation (8.9)"
+KEPT = "eq-speed-9"
 
 
 def naive_attention(q, k, v):

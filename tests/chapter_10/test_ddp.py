@@ -15,7 +15,7 @@ from tests.chapter_10 import programs
 
 ddp = graded("ddp")
 
-SHARES, MEAN, SUMS, HIDDEN, COST, BEST = (f"equation (10.{n})" for n in (1, 2, 3, 4, 5, 6))
+SHARES, MEAN, SUMS, HIDDEN, COST, BEST = (f"eq-ddp-{n}" for n in (1, 2, 3, 4, 5, 6))
 SENT = "the section 'One start for all'"
 ORDER = "the section 'Buckets'"
 TURN = "the section 'While backward runs'"

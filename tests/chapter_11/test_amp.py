@@ -16,15 +16,15 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 
 amp = graded("amp")
 
-BEYOND = "equation (11.2), and the contract of exercise 11.2, under Returns"
-RANGE, SPACING, SUM = (f"equation (11.{n})" for n in (1, 2, 3))
+BEYOND = "eq-amp-2, and the contract of ex-amp-round-to-format, under Returns"
+RANGE, SPACING, SUM = (f"eq-amp-{n}" for n in (1, 2, 3))
 CAST = {name: getattr(torch, name) for name in FORMATS if name != "TF32"}
 PROPERTIES = ("max", "min_normal", "min_subnormal", "epsilon")
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Format:
-    """A format of the tests' own, so that rounding can be graded without exercise 11.1."""
+    """A format of the tests' own, so that rounding can be graded without ex-amp-floatformat."""
 
     def __init__(self, name: str):
         self.exponent_bits, self.mantissa_bits, self.has_infinity = FORMATS.get(name, (11, 52, True))
@@ -93,7 +93,7 @@ def test_FloatFormat_refuses_widths_that_are_none(bits):
         f"FloatFormat{bits}" + (", without infinity: the greatest number would be no float64" if len(bits) == 3 else "")
     )
     wrong = bits[1] if 2 <= bits[0] <= 10 else bits[0]
-    with expect_raises(ValueError, str(wrong), read="the contract of exercise 11.1, under Raises"):
+    with expect_raises(ValueError, str(wrong), read="the contract, under Raises"):
         amp.FloatFormat(*bits)
 
 
@@ -199,7 +199,7 @@ def test_round_to_format_any_shape_and_x_unchanged():
 
 def test_round_to_format_refuses_integers():
     case("x int64")
-    with expect_raises(ValueError, "int64", read="the contract of exercise 11.2, under Raises"):
+    with expect_raises(ValueError, "int64", read="the contract, under Raises"):
         amp.round_to_format(torch.arange(3), Format("float16"))
 
 

@@ -9,8 +9,8 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 
 amp = graded("amp")
 
-RULE = "equation (11.4)"
-ORDER = "the contract of exercise 11.4, under Raises"
+RULE = "eq-amp-4"
+ORDER = "the contract of ex-amp-gradscaler, under Raises"
 
 
 def parameter(*values: float) -> nn.Parameter:
@@ -56,7 +56,7 @@ def test_GradScaler_scales_tensors_and_structures():
 def test_GradScaler_starts_as_torchs():
     case("GradScaler() without arguments")
     scaler, theirs = amp.GradScaler(), torch.amp.GradScaler("cpu")
-    expect_close(scaler.get_scale(), theirs.get_scale(), name="scale", read="the contract of exercise 11.4")
+    expect_close(scaler.get_scale(), theirs.get_scale(), name="scale", read="the contract")
     expect_equal(dict(scaler.state_dict()), theirs.state_dict(), name="state_dict()")
     expect_close(scaler.scale(torch.tensor(0.5)), theirs.scale(torch.tensor(0.5)), name="scale(0.5)", read=RULE)
 
@@ -283,4 +283,4 @@ def test_GradScaler_reads_one_value_a_step(gradient):
             reads[name] += counter.reads
     for name, count in reads.items():
         problem = f"in 5 steps the host read {count} values in {name}; at most {allowed[name]} are allowed there"
-        expect_true(count <= allowed[name], problem, read="the contract of exercise 11.4, under Cost")
+        expect_true(count <= allowed[name], problem, read="the contract, under Cost")

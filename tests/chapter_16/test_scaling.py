@@ -15,8 +15,8 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 
 scaling = graded("scaling")
 
-MEMORY, FSDP, LEAST, HIDDEN, CARD, MONEY, PARTS, STEP = (f"equation (16.{n})" for n in (1, 2, 3, 5, 6, 7, 9, 10))
-PLAN = "section 'A plan', what stands before exercise 16.9"
+MEMORY, FSDP, LEAST, HIDDEN, CARD, MONEY, PARTS, STEP = (f"eq-scaling-{n}" for n in (1, 2, 3, 5, 6, 7, 9, 10))
+PLAN = "section 'A plan', what stands before ex-scaling-plan"
 SMALL = FFNConfig(2, 3, 5)
 
 PREFIXES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -320,7 +320,7 @@ MODEL = FFNConfig(6, 24, 12)
 
 
 def expect_costs(found, expected, *, read=None, answer=None, label="out"):
-    """Times by equation (16.9), then the step and the memory by (16.10), unless ``read`` names another place."""
+    """Times by eq-scaling-9, then the step and the memory by eq-scaling-10, unless ``read`` names another place."""
     found = dict(found)
     expect_equal(sorted(found), sorted(expected), name="keys", answer=found, read=read or PARTS)
     for name in ("compute", "sharded", "data", "tensor", "pipeline", "step", "memory"):
