@@ -169,6 +169,12 @@ def test_benchmark_defaults_are_five_and_ten(run_on):
     expect_timing(run_on(machine), [1.25] * 9 + [11.25], machine, 15)
 
 
+def test_benchmark_of_two_calls(run_on):
+    case("warmup=1, repeats=2: calls of 3.25, 1.25 and 5.25 s; two times have a standard deviation")
+    machine = Host([3, 1, 5])
+    expect_timing(run_on(machine, warmup=1, repeats=2), [1.25, 5.25], machine, 3)
+
+
 def test_benchmark_without_warm_up_and_once(run_on):
     case("warmup=0, repeats=1: a single call, whose standard deviation is 0")
     machine = Host([7.0, 1.0])
