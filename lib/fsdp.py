@@ -41,7 +41,7 @@ def memory_per_device(
     raise NotImplementedError("Exercise 12.1: write memory_per_device")
 
 
-def shard(tensor: Shaped[Tensor, "..."], rank: int, world_size: int) -> Shaped[Tensor, "s"]:
+def shard(tensor: Shaped[Tensor, "..."], rank: int, world_size: int) -> Shaped[Tensor, " s"]:
     """This rank's share of a tensor, as a row of numbers. (Exercise 12.2)
 
     Args:
@@ -57,7 +57,7 @@ def shard(tensor: Shaped[Tensor, "..."], rank: int, world_size: int) -> Shaped[T
     raise NotImplementedError("Exercise 12.2: write shard")
 
 
-def unshard(shards: Iterable[Shaped[Tensor, "s"]], shape: Sequence[int]) -> Shaped[Tensor, "..."]:
+def unshard(shards: Iterable[Shaped[Tensor, " s"]], shape: Sequence[int]) -> Shaped[Tensor, "..."]:
     """The tensor again, from the shares of all ranks in their order. (Exercise 12.3)
 
     Args:
@@ -101,7 +101,7 @@ class ShardedOptimizer(Optimizer):
 
 def reduce_scatter_gradients(
     module: nn.Module, group: dist.ProcessGroup | None = None
-) -> dict[str, Float[Tensor, "s"]]:
+) -> dict[str, Float[Tensor, " s"]]:
     """ZeRO-2: each rank keeps its share of the average gradient, and nobody keeps the whole. (Exercise 12.5)
 
     Args:

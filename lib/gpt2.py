@@ -22,7 +22,7 @@ from lib.attention import causal_mask, merge_heads, scaled_dot_product_attention
 
 
 def layer_norm(
-    x: Float[Tensor, "... c"], weight: Float[Tensor, "c"], bias: Float[Tensor, "c"], eps: float = 1e-5
+    x: Float[Tensor, "... c"], weight: Float[Tensor, " c"], bias: Float[Tensor, " c"], eps: float = 1e-5
 ) -> Float[Tensor, "... c"]:
     """Features with mean 0 and variance 1, then a gain and a bias for each. (Exercise 6.1)
 

@@ -13,7 +13,7 @@ from lib.attention import merge_heads, scaled_dot_product_attention, split_heads
 from lib.rope import apply_rope
 
 
-def partitioned_dot(a: Float[Tensor, "n"], b: Float[Tensor, "n"], parts: int) -> Float[Tensor, ""]:
+def partitioned_dot(a: Float[Tensor, " n"], b: Float[Tensor, " n"], parts: int) -> Float[Tensor, ""]:
     """A dot product as the sum of the dot products of its parts. (Exercise 13.1)
 
     Args:

@@ -18,7 +18,7 @@ def shard_indices(
     shuffle: bool = True,
     drop_last: bool = False,
 ) -> list[int]:
-    """Which items of a data set a rank reads in an epoch, in its order. (Exercise 10.1)
+    """Which items of a data set a rank reads in an epoch, in its order. (Exercise)
 
     All ranks make the same list of all n items: shuffled by a ``torch.Generator`` seeded with ``seed + epoch`` and
     ``torch.randperm``, or in order. It is made a multiple of R long: padded from its own start, again and again if it is
@@ -53,7 +53,7 @@ def shard_indices(
 
 @torch.no_grad()
 def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Give every rank the parameters and buffers of the group's rank 0, in place. (Exercise 10.2)
+    """Give every rank the parameters and buffers of the group's rank 0, in place. (Exercise)
 
     Args:
         module: The same on all ranks but for its values. Frozen parameters are sent too, and buffers of any dtype: also
@@ -107,7 +107,7 @@ def _flat_mean(parameters: Sequence[nn.Parameter], group=None, async_op: bool = 
 ### END SOLUTION
 @torch.no_grad()
 def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Replace each gradient by its mean over the ranks, with one all-reduce a tensor. (Exercise 10.3)
+    """Replace each gradient by its mean over the ranks, with one all-reduce a tensor. (Exercise)
 
     Args:
         module: After ``backward``. Frozen parameters are left alone; a tied parameter counts once.
@@ -130,7 +130,7 @@ def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None)
 
 @torch.no_grad()
 def average_gradients_flat(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """The same as ``average_gradients`` with one all-reduce in all. (Exercise 10.4)
+    """The same as ``average_gradients`` with one all-reduce in all. (Exercise)
 
     Args:
         module: After ``backward``.
@@ -219,7 +219,7 @@ class _Rounds:
 
 ### END SOLUTION
 class OverlapDDP(nn.Module):
-    """A module whose gradients are averaged while backward still runs, one collective each. (Exercise 10.5)
+    """A module whose gradients are averaged while backward still runs, one collective each. (Exercise)
 
     Args:
         module: The model, on every rank; it gets rank 0's parameters and buffers at once.
@@ -274,7 +274,7 @@ class OverlapDDP(nn.Module):
 
 
 def ddp_overhead_seconds(n_bytes: float, bandwidth: float, call_overhead_s: float, n_buckets: float) -> float:
-    """Time that communication adds to a step when it overlaps with backward. (Exercise 10.6)
+    """Time that communication adds to a step when it overlaps with backward. (Exercise)
 
     Args:
         n_bytes: All gradients together.
@@ -296,7 +296,7 @@ def ddp_overhead_seconds(n_bytes: float, bandwidth: float, call_overhead_s: floa
 
 
 def optimal_bucket_bytes(n_bytes: float, bandwidth: float, call_overhead_s: float) -> float:
-    """The bucket that makes ``ddp_overhead_seconds`` smallest. (Exercise 10.7)
+    """The bucket that makes ``ddp_overhead_seconds`` smallest. (Exercise)
 
     Args:
         n_bytes: All gradients together.
@@ -328,7 +328,7 @@ def _buckets(parameters: list[nn.Parameter], bucket_bytes: float) -> list[list[n
 
 ### END SOLUTION
 class BucketedDDP(nn.Module):
-    """``OverlapDDP`` with gradients that travel together in buckets. (Exercise 10.8)
+    """``OverlapDDP`` with gradients that travel together in buckets. (Exercise)
 
     Args:
         module: The model, on every rank; it gets rank 0's parameters and buffers at once.

@@ -22,7 +22,7 @@ from lib.given.parallel.sharding import HookedUnits, all_gather_row, blocks_of, 
 def memory_per_device(
     n_parameters: int, world_size: int, stage: int, param_bytes: float, grad_bytes: float, optimizer_bytes: float
 ) -> float:
-    """Bytes of model state that each of R devices holds. (Exercise 12.1)
+    """Bytes of model state that each of R devices holds. (Exercise)
 
     Args:
         n_parameters, world_size: Parameters of the whole model; devices R.
@@ -48,8 +48,8 @@ def memory_per_device(
     ### END SOLUTION
 
 
-def shard(tensor: Shaped[Tensor, "..."], rank: int, world_size: int) -> Shaped[Tensor, "s"]:
-    """This rank's share of a tensor, as a row of numbers. (Exercise 12.2)
+def shard(tensor: Shaped[Tensor, "..."], rank: int, world_size: int) -> Shaped[Tensor, " s"]:
+    """This rank's share of a tensor, as a row of numbers. (Exercise)
 
     Args:
         tensor: Any shape (also none), dtype and strides; left as it is.
@@ -72,8 +72,8 @@ def shard(tensor: Shaped[Tensor, "..."], rank: int, world_size: int) -> Shaped[T
     ### END SOLUTION
 
 
-def unshard(shards: Iterable[Shaped[Tensor, "s"]], shape: Sequence[int]) -> Shaped[Tensor, "..."]:
-    """The tensor again, from the shares of all ranks in their order. (Exercise 12.3)
+def unshard(shards: Iterable[Shaped[Tensor, " s"]], shape: Sequence[int]) -> Shaped[Tensor, "..."]:
+    """The tensor again, from the shares of all ranks in their order. (Exercise)
 
     Args:
         shards, shape: What ``shard`` gave for ranks 0 to R-1; the tensor's shape.
@@ -93,7 +93,7 @@ def unshard(shards: Iterable[Shaped[Tensor, "s"]], shape: Sequence[int]) -> Shap
 
 
 class ShardedOptimizer(Optimizer):
-    """ZeRO-1: each rank updates its share of the parameters, then all ranks get all new values. (Exercise 12.4)
+    """ZeRO-1: each rank updates its share of the parameters, then all ranks get all new values. (Exercise)
 
     Args:
         params: Parameters, or dicts with ``params`` and options, as any optimizer takes them; alike on all ranks.
@@ -155,8 +155,8 @@ class ShardedOptimizer(Optimizer):
 
 def reduce_scatter_gradients(
     module: nn.Module, group: dist.ProcessGroup | None = None
-) -> dict[str, Float[Tensor, "s"]]:
-    """ZeRO-2: each rank keeps its share of the average gradient, and nobody keeps the whole. (Exercise 12.5)
+) -> dict[str, Float[Tensor, " s"]]:
+    """ZeRO-2: each rank keeps its share of the average gradient, and nobody keeps the whole. (Exercise)
 
     Args:
         module, group: After backward; the ranks, all by default. Frozen parameters are left out, a tied one stands once
@@ -181,7 +181,7 @@ def reduce_scatter_gradients(
 
 
 class FlatShard:
-    """The parameters of one unit as one row of numbers, of which each rank keeps a share. (Exercise 12.6)
+    """The parameters of one unit as one row of numbers, of which each rank keeps a share. (Exercise)
 
     Args:
         parameters: Names and parameters of one dtype, all trained or all frozen; rank 0's values count.
@@ -268,7 +268,7 @@ class FlatShard:
 
 
 class FullySharded(HookedUnits):
-    """ZeRO-3: a unit's parameters are gathered just before they are used, and freed just after. (Exercise 12.7)
+    """ZeRO-3: a unit's parameters are gathered just before they are used, and freed just after. (Exercise)
 
     Args:
         module: The model, alike on all ranks but for its values: rank 0's count. It is changed in place.
@@ -353,7 +353,7 @@ class FullySharded(HookedUnits):
 
 
 def clip_sharded_gradient_norm_(parameters: Iterable[Tensor], max_norm: float, group=None) -> Float[Tensor, ""]:
-    """Scale gradients of which each rank holds a share, so that the norm of the whole is at most ``max_norm``. (Exercise 12.8)
+    """Scale gradients of which each rank holds a share, so that the norm of the whole is at most ``max_norm``. (Exercise)
 
     Args:
         parameters, max_norm, group: This rank's shards, whose ``grad`` is scaled in place, if there is one; the largest norm.
@@ -374,7 +374,7 @@ def clip_sharded_gradient_norm_(parameters: Iterable[Tensor], max_norm: float, g
 
 
 def apply_fully_shard(model: nn.Module, mesh: DeviceMesh | None, param_dtype: torch.dtype | None) -> nn.Module:
-    """The same with PyTorch's own: ``fully_shard`` on each block of the ``ModuleList``, then on the root. (Exercise 12.9)
+    """The same with PyTorch's own: ``fully_shard`` on each block of the ``ModuleList``, then on the root. (Exercise)
 
     Args:
         model, mesh: Changed in place, its parameters become DTensors cut along dimension 0; the devices, None is all.
@@ -391,7 +391,7 @@ def apply_fully_shard(model: nn.Module, mesh: DeviceMesh | None, param_dtype: to
 
 
 def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer) -> None:
-    """Write a checkpoint with ``torch.distributed.checkpoint``, into which every rank puts its own share. (Exercise 12.10)
+    """Write a checkpoint with ``torch.distributed.checkpoint``, into which every rank puts its own share. (Exercise)
 
     Args:
         path, model, optimizer: A folder, the same on all ranks; a model after ``apply_fully_shard``, or plain; its optimizer.
@@ -410,7 +410,7 @@ def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
 
 
 def load_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer) -> None:
-    """Read such a checkpoint, on the same number of ranks or on another, in place. (Exercise 12.11)
+    """Read such a checkpoint, on the same number of ranks or on another, in place. (Exercise)
 
     Args: as for ``save_sharded``, over any number of ranks; the optimizer need not have taken a step.
 

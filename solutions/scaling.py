@@ -19,7 +19,7 @@ from solutions.training import hours_per_epoch
 
 
 def training_memory_bytes(config: FFNConfig, tokens: float) -> dict[str, float]:
-    """What one device would hold to train a model of feed-forward blocks. (Exercise 16.1)
+    """What one device would hold to train a model of feed-forward blocks. (Exercise)
 
     Args:
         config: Blocks L of two matrices, C x F and F x C; no attention, no embedding, no biases.
@@ -41,7 +41,7 @@ def training_memory_bytes(config: FFNConfig, tokens: float) -> dict[str, float]:
 
 
 def fsdp_memory_bytes(config: FFNConfig, tokens: float, n_devices: int) -> float:
-    """What each of R devices holds, if states and every second layer's activations are sharded. (Exercise 16.2)
+    """What each of R devices holds, if states and every second layer's activations are sharded. (Exercise)
 
     Args:
         config, tokens: As for ``training_memory_bytes``.
@@ -66,7 +66,7 @@ def fsdp_memory_bytes(config: FFNConfig, tokens: float, n_devices: int) -> float
 
 
 def min_fsdp_devices(config: FFNConfig, tokens: float, device_bytes: float) -> int:
-    """The least number of devices for which ``fsdp_memory_bytes`` fits. (Exercise 16.3)
+    """The least number of devices for which ``fsdp_memory_bytes`` fits. (Exercise)
 
     Args:
         config, tokens: As before.
@@ -102,7 +102,7 @@ def min_fsdp_devices(config: FFNConfig, tokens: float, device_bytes: float) -> i
 def compute_bound_batch(
     config: FFNConfig, x: int, y: int, peak_flops: float, bandwidth: float, m_x: int = 2, m_y: int = 1
 ) -> int:
-    """The smallest batch that hides the forward pass's communication behind its arithmetic. (Exercise 16.4)
+    """The smallest batch that hides the forward pass's communication behind its arithmetic. (Exercise)
 
     Args:
         config: Only its F matters.
@@ -133,7 +133,7 @@ def compute_bound_batch(
 
 
 def choose_gpu(n_parameters: float, mode: str, bits: int) -> Choice:
-    """The cheapest card on which a model fits. (Exercise 16.5)
+    """The cheapest card on which a model fits. (Exercise)
 
     Args:
         n_parameters: Weights.
@@ -165,7 +165,7 @@ def choose_gpu(n_parameters: float, mode: str, bits: int) -> Choice:
 
 
 def epoch_cost(items_per_second: float, dataset_size: int, dollars_per_hour: float) -> float:
-    """What it costs to see everything once. (Exercise 16.6)
+    """What it costs to see everything once. (Exercise)
 
     Args:
         items_per_second, dataset_size: Images, or tokens; of all devices together.
@@ -191,7 +191,7 @@ def local_sgd_step(
     outer_momentum: float,
     group: dist.ProcessGroup | None = None,
 ) -> Float[Tensor, ""]:
-    """One round of DiLoCo: every rank trains alone for some steps, then all agree on a step. (Exercise 16.7)
+    """One round of DiLoCo: every rank trains alone for some steps, then all agree on a step. (Exercise)
 
     Args:
         model: Alike on all ranks at first. ``model(*batch)`` gives ``(logits, loss)`` as in chapter 7, or the loss.
@@ -230,14 +230,14 @@ def local_sgd_step(
 
 
 ### BEGIN SOLUTION
-def _flat(parameters: Sequence[Tensor]) -> Float[Tensor, "n"]:
+def _flat(parameters: Sequence[Tensor]) -> Float[Tensor, " n"]:
     """All values in one new vector, float32 at least."""
     rows = [p.detach().reshape(-1) for p in parameters]
     return torch.cat([row.to(torch.promote_types(row.dtype, torch.float32)) for row in rows])
 
 
 @torch.no_grad()
-def _write(values: Float[Tensor, "n"], parameters: Sequence[Tensor]) -> None:
+def _write(values: Float[Tensor, " n"], parameters: Sequence[Tensor]) -> None:
     for p, row in zip(parameters, values.split([p.numel() for p in parameters]), strict=True):
         p.copy_(row.view(p.shape))
 
@@ -257,7 +257,7 @@ def _inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Seque
 def layout_costs(
     config: FFNConfig, layout: Layout, bandwidths: Bandwidths, tokens: float, peak_flops: float
 ) -> dict[str, float]:
-    """Predicted seconds of one training step, and bytes of a device, of one way to lay a model out. (Exercise 16.8)
+    """Predicted seconds of one training step, and bytes of a device, of one way to lay a model out. (Exercise)
 
     Args:
         config: Widths C and F, blocks L.
@@ -308,7 +308,7 @@ def plan(
     tokens_per_device: float = 1024,
     peak_flops: float = 989e12,
 ) -> Plan:
-    """The fastest layout that fits, found by trying every one. (Exercise 16.9)
+    """The fastest layout that fits, found by trying every one. (Exercise)
 
     Args:
         config, n_devices: The model; how many devices, all of which work.

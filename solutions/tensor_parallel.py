@@ -13,8 +13,8 @@ from solutions.attention import merge_heads, scaled_dot_product_attention, split
 from solutions.rope import apply_rope
 
 
-def partitioned_dot(a: Float[Tensor, "n"], b: Float[Tensor, "n"], parts: int) -> Float[Tensor, ""]:
-    """A dot product as the sum of the dot products of its parts. (Exercise 13.1)
+def partitioned_dot(a: Float[Tensor, " n"], b: Float[Tensor, " n"], parts: int) -> Float[Tensor, ""]:
+    """A dot product as the sum of the dot products of its parts. (Exercise)
 
     Args:
         a: ``[n]``; so is b.
@@ -37,7 +37,7 @@ def partitioned_dot(a: Float[Tensor, "n"], b: Float[Tensor, "n"], parts: int) ->
 
 
 def matmul_outer(a: Float[Tensor, "... m k"], b_shard: Float[Tensor, "k n_local"]) -> Float[Tensor, "... m n_local"]:
-    """This rank's columns of a product whose second matrix is cut along an outer axis. (Exercise 13.2)
+    """This rank's columns of a product whose second matrix is cut along an outer axis. (Exercise)
 
     Args:
         a: All of ``[..., M, K]``, the same on every rank.
@@ -56,7 +56,7 @@ def matmul_outer(a: Float[Tensor, "... m k"], b_shard: Float[Tensor, "k n_local"
 def matmul_inner(
     a_shard: Float[Tensor, "... m k_local"], b_shard: Float[Tensor, "k_local n"], group: dist.ProcessGroup | None
 ) -> Float[Tensor, "... m n"]:
-    """The whole of a product whose two matrices are cut along the inner axis. (Exercise 13.3)
+    """The whole of a product whose two matrices are cut along the inner axis. (Exercise)
 
     Args:
         a_shard: This rank's columns ``[..., M, K/R]``; left unchanged.
@@ -98,7 +98,7 @@ def _all_reduced(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class CopyToRegion(torch.autograd.Function):
-    """The entrance of a parallel region: f. Nothing on the way in, a sum of gradients on the way back. (Exercise 13.4)
+    """The entrance of a parallel region: f. Nothing on the way in, a sum of gradients on the way back. (Exercise)
 
     Used as ``CopyToRegion.apply(x, group)``; a group of None means all. ``x`` is the same on every rank, and each computes another part with it; nothing is changed in place.
     Source: Megatron-LM (arXiv:1909.08053), section 3, f in figure 3.
@@ -121,7 +121,7 @@ class CopyToRegion(torch.autograd.Function):
 
 
 class ReduceFromRegion(torch.autograd.Function):
-    """The exit of a parallel region: g. A sum on the way out, nothing on the way back. (Exercise 13.5)
+    """The exit of a parallel region: g. A sum on the way out, nothing on the way back. (Exercise)
 
     Used as ``ReduceFromRegion.apply(x, group)``; a group of None means all. ``x`` is this rank's part of a sum, and all go on with the whole; nothing is changed in place.
     Source: Megatron-LM (arXiv:1909.08053), section 3, g in figure 3.
@@ -143,7 +143,7 @@ class ReduceFromRegion(torch.autograd.Function):
 
 
 class ColumnParallelLinear(nn.Module):
-    """A linear layer of which each rank computes some outputs. (Exercise 13.6)
+    """A linear layer of which each rank computes some outputs. (Exercise)
 
     Args:
         in_features: Width C of the input, which every rank has whole.
@@ -182,7 +182,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer of which each rank reads some inputs. (Exercise 13.7)
+    """A linear layer of which each rank reads some inputs. (Exercise)
 
     Args:
         in_features: Width F of all ranks' inputs together.
@@ -219,7 +219,7 @@ class RowParallelLinear(nn.Module):
 
 
 class ParallelMLP(nn.Module):
-    """A feed-forward layer on R ranks: the hidden features are cut, and never put together. (Exercise 13.8)
+    """A feed-forward layer on R ranks: the hidden features are cut, and never put together. (Exercise)
 
     Args:
         dim: Model width C.
@@ -250,7 +250,7 @@ class ParallelMLP(nn.Module):
 
 
 class ParallelAttention(nn.Module):
-    """Chapter 3's ``MultiHeadAttention`` on R ranks, each with some of the heads. (Exercise 13.9)
+    """Chapter 3's ``MultiHeadAttention`` on R ranks, each with some of the heads. (Exercise)
 
     Args:
         dim: Model width C, a multiple of ``n_heads``.
@@ -300,7 +300,7 @@ class ParallelAttention(nn.Module):
 def vocab_parallel_cross_entropy(
     logits_shard: Float[Tensor, "... v_local"], targets: Int[Tensor, "..."], group: dist.ProcessGroup | None
 ) -> Float[Tensor, ""]:
-    """The mean cross-entropy of logits whose vocabulary lies on several ranks. (Exercise 13.10)
+    """The mean cross-entropy of logits whose vocabulary lies on several ranks. (Exercise)
 
     Args:
         logits_shard: This rank's columns ``[..., V_r]``, in rank order, any floating dtype; the widths may differ from rank to rank. Unchanged.
@@ -332,7 +332,7 @@ def vocab_parallel_cross_entropy(
 
 
 def llama_plan(config: LlamaConfig) -> dict[str, ParallelStyle]:
-    """How DTensor should cut chapter 4's ``Llama``. (Exercise 13.11)
+    """How DTensor should cut chapter 4's ``Llama``. (Exercise)
 
     Given: ``LocalHeads(n_heads, n_kv_heads)`` for ``layers.*.attention`` and ``SharedInput()`` for ``layers.*.feed_forward`` (both make one
     DTensor of their input for the layers inside), and ``KeyValueHeads(n_kv_heads)`` for ``wk`` and ``wv``: column-wise, or, where R is
@@ -365,7 +365,7 @@ def llama_plan(config: LlamaConfig) -> dict[str, ParallelStyle]:
 
 
 def ffn_partition_specs(layout: str) -> dict[str, tuple[str | None, ...]]:
-    """Which mesh axis cuts which dimension of a feed-forward layer's tensors. (Exercise 13.12)
+    """Which mesh axis cuts which dimension of a feed-forward layer's tensors. (Exercise)
 
     Args:
         layout: "data" (batch cut along X), "megatron" (hidden features cut along Y), "2d features", "2d batch" (two steps on the way, named
@@ -397,7 +397,7 @@ def ffn_partition_specs(layout: str) -> dict[str, tuple[str | None, ...]]:
 
 
 def tensor_parallel_bytes(config, batch: int, length: int, world_size: int, bytes_per_value: int = 2) -> int:
-    """What a rank sends for the blocks of a model in one step, forward and backward. (Exercise 13.13)
+    """What a rank sends for the blocks of a model in one step, forward and backward. (Exercise)
 
     Args:
         config: Anything with ``dim`` C and ``n_layers`` L: a ``LlamaConfig``, a ``GPT2Config``.
@@ -417,7 +417,7 @@ def tensor_parallel_bytes(config, batch: int, length: int, world_size: int, byte
 
 
 def pipeline_bubble(stages: int, micro_batches: int) -> float:
-    """The share of a pipeline's time in which a stage waits. (Exercise 13.14)
+    """The share of a pipeline's time in which a stage waits. (Exercise)
 
     Args:
         stages: Ranks p that each hold a stretch of the layers.

@@ -131,16 +131,20 @@ def three_times(attend, q, k, v, causal, n, device):
     """Forward (which keeps what backward needs), backward and both."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     forward = time_ms(lambda: attend(q, k, v, causal), n, device)
-    o = attend(q, k, v, causal)
-    do = torch.randn_like(o)
-    backward = time_ms(lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True), n, device)
-    del o
+    backward = backward_ms(attend, q, k, v, causal, n, device)
 
     def both():
         q.grad = k.grad = v.grad = None
         attend(q, k, v, causal).sum().backward()
 
     return {"forward": forward, "backward": backward, "both": time_ms(both, n, device)}
+
+
+def backward_ms(attend, q, k, v, causal, n, device):
+    """Backward alone; the output and its graph are freed on return."""
+    o = attend(q, k, v, causal)
+    do = torch.randn_like(o)
+    return time_ms(lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True), n, device)
 
 
 class Report:

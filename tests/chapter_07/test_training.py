@@ -24,13 +24,11 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 
 training = graded("training")
 
-LOSS, MOMENTS, CORRECTED, DECAY, COSINE, CLIP, SHARE, YARDSTICK = (
-    f"equation (7.{n})" for n in (1, 2, 3, 4, 5, 6, 8, 9)
-)
-WINDOWS, BATCHES = "equation (7.7)", "the contract of exercise 7.6"
-SAVE = "the contract of exercise 7.8"
-READ = f"{SAVE}; it reads through load_checkpoint: if only 7.9's random states fail, mend that first"
-LOAD = "the contract of exercise 7.9; it reads what 7.8 wrote: if 7.8 does not pass, mend it first"
+LOSS, MOMENTS, CORRECTED, DECAY, COSINE, CLIP, SHARE, YARDSTICK = (f"eq-training-{n}" for n in (1, 2, 3, 4, 5, 6, 8, 9))
+WINDOWS, BATCHES = "eq-training-7", "the contract of ex-training-tokenbatches"
+SAVE = "the contract of ex-training-save-checkpoint"
+READ = f"{SAVE}; it reads through load_checkpoint: if only the random states of ex-training-load-checkpoint fail, mend that first"
+LOAD = "the contract of ex-training-load-checkpoint; it reads what ex-training-save-checkpoint wrote: mend that first"
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -95,16 +93,14 @@ def test_cross_entropy_counts_wide_and_keeps_the_dtype(dtype):
     expected = functional.cross_entropy(logits.double(), targets).to(dtype)
     atol = {torch.float16: 4e-3, torch.bfloat16: 3.2e-2, torch.float64: 1e-12}[dtype]
     found = training.cross_entropy(logits, targets)
-    expect_close(found, expected, atol=atol, read="the contract of exercise 7.1, under Returns")
+    expect_close(found, expected, atol=atol, read="the contract, under Returns")
 
 
 def test_cross_entropy_of_more_classes_than_float16_can_count():
     case("logits 0 for each of 70,000 classes, float16: the sum of their exp is 70,000, and float16 ends at 65,504")
     expected = torch.tensor(math.log(70_000), dtype=torch.float16)
     found = training.cross_entropy(torch.zeros(1, 70_000, dtype=torch.float16), torch.tensor([69_999]))
-    expect_close(
-        found, expected, atol=1e-2, read="the contract of exercise 7.1, under Returns: inside, float32 at least"
-    )
+    expect_close(found, expected, atol=1e-2, read="the contract, under Returns: inside, float32 at least")
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int64])
@@ -183,7 +179,7 @@ def test_AdamW_by_hand():
             expected[i] = expected[i] * (1 - 0.1 * 0.5) - 0.1 * update
         name = f"the weights after step {step}"
         expect_close(
-            weight.detach().clone(), torch.tensor(expected), atol=1e-6, name=name, read=f"{CORRECTED} and (7.4)"
+            weight.detach().clone(), torch.tensor(expected), atol=1e-6, name=name, read=f"{CORRECTED} and eq-training-4"
         )
 
 
@@ -196,7 +192,7 @@ def test_AdamW_equals_torch(settings):
         set_gradients(mine, theirs, step)
         a.step()
         b.step()
-    expect_close(values(mine), values(theirs), atol=2e-6, name="weights", read=f"{MOMENTS} to (7.4)")
+    expect_close(values(mine), values(theirs), atol=2e-6, name="weights", read=f"{MOMENTS} to eq-training-4")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -209,7 +205,7 @@ def test_AdamW_in_other_dtypes(dtype):
         a.step()
         b.step()
     atol = {torch.float64: 1e-12, torch.bfloat16: 2e-2}[dtype]
-    expect_close(values(mine), values(theirs), atol=atol, name="weights", read=f"{MOMENTS} to (7.4)")
+    expect_close(values(mine), values(theirs), atol=atol, name="weights", read=f"{MOMENTS} to eq-training-4")
 
 
 def test_AdamW_is_an_optimizer_with_groups():
@@ -240,7 +236,7 @@ def test_AdamW_skips_what_has_no_gradient():
             mine[1].grad = theirs[1].grad = None
         a.step()
         b.step()
-    expect_close(values(mine), values(theirs), atol=2e-6, name="weights", read="the contract of exercise 7.2, step")
+    expect_close(values(mine), values(theirs), atol=2e-6, name="weights", read="the contract, step")
 
 
 def test_AdamW_leaves_gradients_and_storage():
@@ -250,7 +246,7 @@ def test_AdamW_leaves_gradients_and_storage():
     gradient, pointer = weight.grad.clone(), weight.data_ptr()
     training.AdamW([weight], lr=0.1, weight_decay=0.1).step()
     expect_close(weight.grad, gradient, name="the gradient afterwards", read=DECAY)
-    expect_equal(weight.data_ptr() == pointer, True, name="updated in place", read="the contract of exercise 7.2, step")
+    expect_equal(weight.data_ptr() == pointer, True, name="updated in place", read="the contract, step")
 
 
 def test_AdamW_takes_a_closure():
@@ -268,7 +264,7 @@ def test_AdamW_takes_a_closure():
     with torch.no_grad():
         loss = optimizer.step(closure)
     expect_equal(len(calls), 1, name="calls of the closure")
-    expect_close(loss.detach(), torch.tensor(9.0), name="what step returns", read="the contract of exercise 7.2, step")
+    expect_close(loss.detach(), torch.tensor(9.0), name="what step returns", read="the contract, step")
     expect_close(weight.detach().clone(), torch.tensor([2.5]), atol=1e-5, name="the weight", read=CORRECTED)
     expect_true(training.AdamW([weight]).step() is None, "step() without a closure should return None")
 
@@ -287,7 +283,7 @@ def test_AdamW_state_goes_on_elsewhere(target):
         set_gradients(mine, theirs, step)
         a.step()
         b.step()
-    read = "the contract of exercise 7.2, under Attributes"
+    read = "the contract, under Attributes"
     expect_close(values(mine), values(theirs), atol=2e-6, name="weights", read=read)
 
 
@@ -303,7 +299,7 @@ def test_AdamW_state_goes_on_elsewhere(target):
 )
 def test_AdamW_refuses(settings, value):
     case(f"{settings}")
-    with expect_raises(ValueError, value, read="the contract of exercise 7.2, under Raises"):
+    with expect_raises(ValueError, value, read="the contract, under Raises"):
         training.AdamW([nn.Parameter(torch.zeros(1))], **settings)
 
 
@@ -335,7 +331,7 @@ def test_parameter_groups_by_dimensions():
     )
     model = Tied()
     groups = training.parameter_groups(model, 0.1)
-    read = "the contract of exercise 7.3"
+    read = "the contract"
     expect_equal([group["weight_decay"] for group in groups], [0.1, 0.0], name="weight_decay of the groups", read=read)
     decays = ["wte.weight", "patches.weight", "linear.weight"]
     rest = ["scale", "norm.weight", "norm.bias", "patches.bias", "linear.bias"]
@@ -349,14 +345,14 @@ def test_parameter_groups_leave_out_what_is_frozen():
     model.norm.bias.requires_grad_(False)
     decays, rest = ["patches.weight", "linear.weight"], ["scale", "norm.weight", "patches.bias", "linear.bias"]
     found = names_in(model, training.parameter_groups(model, 0.1))
-    expect_equal(found, [decays, rest], name="groups", read="the contract of exercise 7.3, under Returns")
+    expect_equal(found, [decays, rest], name="groups", read="the contract, under Returns")
 
 
 def test_parameter_groups_of_one_kind():
     case("a linear map without bias, then a layer norm alone: one group is empty, and an optimizer takes both")
     for model, sizes in ((nn.Linear(3, 2, bias=False), [1, 0]), (nn.LayerNorm(3), [0, 2])):
         groups = training.parameter_groups(model, weight_decay=0.3)
-        expect_equal([len(list(g["params"])) for g in groups], sizes, name="sizes", read="the contract of exercise 7.3")
+        expect_equal([len(list(g["params"])) for g in groups], sizes, name="sizes", read="the contract")
         torch.optim.AdamW(training.parameter_groups(model, weight_decay=0.3))
 
 
@@ -384,7 +380,7 @@ def test_cosine_schedule_equals_torch(warmup, steps):
 
 
 def test_cosine_schedule_at_its_ends():
-    read = "the contract of exercise 7.4"
+    read = "the contract"
     case("warmup_steps=0, max_steps=5: steps 0, 5, 6 and 1000")
     found = [training.cosine_schedule(step, 1.0, 0.1, 0, 5) for step in (0, 5, 6, 1000)]
     expect_close(found, [1.0, 0.1, 0.1, 0.1], name="rate", read=read)
@@ -435,7 +431,7 @@ def test_clip_gradient_norm__where_squares_overflow():
     case(
         "1000 gradients of 300 in float16, in one tensor and in five: their norm is 9487; 300 squared is infinite there"
     )
-    read = "the contract of exercise 7.5, under Returns"
+    read = "the contract, under Returns"
     for n_tensors in (1, 5):
         parameters = with_gradients(*[torch.full((1000 // n_tensors,), 300.0, dtype=torch.float16)] * n_tensors)
         norm = training.clip_gradient_norm_(parameters, 1.0)
@@ -446,7 +442,7 @@ def test_clip_gradient_norm__where_squares_overflow():
 
 
 def test_clip_gradient_norm__takes_generators_single_tensors_and_nothing():
-    read = "the contract of exercise 7.5, under Args"
+    read = "the contract, under Args"
     case("a generator of two parameters with gradients [3] and [4], max_norm=1")
     parameters = with_gradients(torch.tensor([3.0]), torch.tensor([4.0]))
     norm = training.clip_gradient_norm_((p for p in parameters), 1.0)
@@ -466,7 +462,7 @@ def test_clip_gradient_norm__works_in_place():
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = buffer[:]
     training.clip_gradient_norm_([parameter], 1.0)
-    expect_close(buffer, torch.tensor([0.6, 0.8]), atol=1e-5, name="the buffer", read="the contract of exercise 7.5")
+    expect_close(buffer, torch.tensor([0.6, 0.8]), atol=1e-5, name="the buffer", read="the contract")
 
 
 def test_clip_gradient_norm__brings_nothing_to_the_host():
@@ -475,12 +471,12 @@ def test_clip_gradient_norm__brings_nothing_to_the_host():
         parameters = with_gradients(torch.tensor([3.0]), torch.tensor([4.0]))
         with HostReads() as host:
             training.clip_gradient_norm_(parameters, max_norm)
-        expect_equal(host.n, 0, name="values brought to the host", read="the contract of exercise 7.5, under Cost")
+        expect_equal(host.n, 0, name="values brought to the host", read="the contract, under Cost")
     case("gradients on the meta device, which have a shape and no values")
     parameter = nn.Parameter(torch.zeros(3, device="meta"))
     parameter.grad = torch.zeros(3, device="meta")
     norm = training.clip_gradient_norm_([parameter], 1.0)
-    expect_equal(str(norm.device), "meta", name="the norm's device", read="the contract of exercise 7.5, under Cost")
+    expect_equal(str(norm.device), "meta", name="the norm's device", read="the contract, under Cost")
 
 
 @pytest.mark.gpu
@@ -844,7 +840,7 @@ def test_accumulate_gradients_adds_to_what_is_there():
         parameter.grad = torch.ones_like(parameter)
     training.accumulate_gradients(model, (pair for pair in micro_batches))
     found = [p.grad for p in model.parameters()]
-    read = "the contract of exercise 7.7, under Returns"
+    read = "the contract, under Returns"
     expect_close(found, [g + 1 for g in gradients], atol=1e-10, name="gradients", read=read)
 
 
@@ -855,14 +851,14 @@ def test_accumulate_gradients_holds_one_micro_batch_at_a_time():
     expect_true(
         model.most == 1,
         f"{model.most} forward passes were kept for backward at once: call backward for each micro-batch before the next forward",
-        read="the contract of exercise 7.7, under Cost",
+        read="the contract, under Cost",
     )
 
 
 def test_accumulate_gradients_of_nothing():
     case("no micro-batch: a list and a generator")
     for nothing in ([], iter(())):
-        with expect_raises(ValueError, "micro", read="the contract of exercise 7.7, under Raises"):
+        with expect_raises(ValueError, "micro", read="the contract, under Raises"):
             training.accumulate_gradients(Tiny(), nothing)
 
 
@@ -1256,5 +1252,5 @@ def test_hours_per_epoch_by_hand(speed, size, hours):
 @pytest.mark.parametrize("speed", [0, -3.0, math.nan])
 def test_hours_per_epoch_refuses_a_standstill(speed):
     case(f"{speed} items a second")
-    with expect_raises(ValueError, str(speed), read="the contract of exercise 7.10, under Raises"):
+    with expect_raises(ValueError, str(speed), read="the contract, under Raises"):
         training.hours_per_epoch(speed, 100)

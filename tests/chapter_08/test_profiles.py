@@ -16,7 +16,7 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 
 speed = graded("speed")
 
-TRACE, TIMELINE = "the contract of exercise 8.10", "the contract of exercise 8.11"
+TRACE, TIMELINE = "the contract of ex-speed-profile-step", "the contract of ex-speed-memory-timeline"
 
 
 # ---- 8.10 profile_step -----------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 
 speed = graded("speed")
 
-TIMING, PRODUCT, ROOF, PAIRS, TRAINING, IMAGE, SHARE = (f"equation (8.{n})" for n in (1, 2, 3, 4, 5, 6, 7))
+TIMING, PRODUCT, ROOF, PAIRS, TRAINING, IMAGE, SHARE = (f"eq-speed-{n}" for n in (1, 2, 3, 4, 5, 6, 7))
 TINY = GPT2Config(vocab_size=10, context_len=2, dim=4, n_layers=1, n_heads=2)
 ODD = GPT2Config(vocab_size=101, context_len=9, dim=24, n_layers=3, n_heads=2)
 TINY_VIT = ViTConfig(image_size=4, patch_size=2, channels=1, n_classes=5, dim=2, n_layers=1, n_heads=1, hidden_dim=3)
@@ -97,7 +97,7 @@ def expect_timing(timing, times, machine, n_calls) -> None:
     std = statistics.stdev(times) if len(times) > 1 else 0.0
     expected = {"mean_s": statistics.fmean(times), "std_s": std, "median_s": statistics.median(times)}
     expect_close(found, expected | {"times_s": list(times)}, name="the timing", read=TIMING)
-    expect_equal(machine.done.count("fn"), n_calls, name="calls of fn", read="the contract of exercise 8.1")
+    expect_equal(machine.done.count("fn"), n_calls, name="calls of fn", read="the contract of ex-speed-benchmark")
 
 
 def test_benchmark_by_hand_on_the_host(run_on):
@@ -150,7 +150,7 @@ def test_benchmark_without_warm_up_and_once(run_on):
 def test_benchmark_refuses(run_on, name, value):
     case(f"{name}={value}")
     machine = Host([1.0])
-    with expect_raises(ValueError, name, str(value), read="the contract of exercise 8.1, under Raises"):
+    with expect_raises(ValueError, name, str(value), read="the contract, under Raises"):
         run_on(machine, **{name: value})
     expect_equal(machine.done, [], name="what was done before the error")
 
@@ -368,7 +368,7 @@ def test_mfu_is_proportional():
 
 # ---- 8.8 saved_activation_bytes --------------------------------------------------------------------------------------
 
-SAVED = "equation (8.8)"
+SAVED = "eq-speed-8"
 
 
 def randn(*shape, seed=0, dtype=torch.float32, grad=True):
@@ -458,7 +458,7 @@ def test_saved_activation_bytes_see_checkpoints():
 
 
 def test_saved_activation_bytes_count_what_fn_drops_again():
-    read = "the contract of exercise 8.8, under Convention: a _cdata is given out again when its storage has ended"
+    read = "the contract, under Convention: a _cdata is given out again when its storage has ended"
     for sizes in ([1000, 100, 10], [1000] * 10):
 
         def fn(sizes=sizes):
@@ -485,13 +485,13 @@ def test_saved_activation_bytes_hold_nothing_afterwards():
     finally:
         gc.enable()
     problem = "y is alive after the call: a saved output that is packed as itself holds its own graph; pack y.detach()"
-    expect_true(not held, problem, answer="alive", read="the contract of exercise 8.8, under Convention")
+    expect_true(not held, problem, answer="alive", read="the contract, under Convention")
 
 
 def test_saved_activation_bytes_on_the_meta_device():
     case("x [1000, 1000] on the meta device, where no memory is taken: x.exp().exp()")
     x = torch.empty(1000, 1000, device="meta", requires_grad=True)
-    read = "the contract of exercise 8.8, under Convention"
+    read = "the contract, under Convention"
     expect_equal(speed.saved_activation_bytes(lambda: x.exp().exp()), 8_000_000, read=read)
 
 
@@ -523,7 +523,7 @@ def test_saved_activation_bytes_let_errors_through():
 
 # ---- 8.9 attention_activation_bytes ----------------------------------------------------------------------------------
 
-KEPT = "equation (8.9)"
+KEPT = "eq-speed-9"
 
 
 def naive_attention(q, k, v):

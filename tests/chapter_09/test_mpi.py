@@ -10,7 +10,7 @@ from tests.chapter_09 import programs
 
 mpi = graded("mpi")
 ARTICLE = [39, 72, 129, 42]
-SCATTER, TREE, RING, COST, MEAN = (f"equation (9.{n})" for n in range(1, 6))
+SCATTER, TREE, RING, COST, MEAN = (f"eq-mpi-{n}" for n in range(1, 6))
 pytestmark = pytest.mark.time_limit(30)
 
 

@@ -15,7 +15,7 @@ from tests.chapter_10 import programs
 
 ddp = graded("ddp")
 
-SHARES, MEAN, SUMS, HIDDEN, COST, BEST = (f"equation (10.{n})" for n in (1, 2, 3, 4, 5, 6))
+SHARES, MEAN, SUMS, HIDDEN, COST, BEST = (f"eq-ddp-{n}" for n in (1, 2, 3, 4, 5, 6))
 SENT = "the section 'One start for all'"
 ORDER = "the section 'Buckets'"
 TURN = "the section 'While backward runs'"
@@ -73,7 +73,7 @@ def test_shard_indices_leaves_the_global_generator_alone():
 @pytest.mark.parametrize(("rank", "world_size"), [(3, 3), (-1, 3), (17, 4), (-85, 4)])
 def test_shard_indices_of_no_such_rank(rank, world_size):
     case(f"rank {rank} of {world_size}")
-    with expect_raises(ValueError, str(rank), str(world_size), read="the contract of exercise 10.1, under Raises"):
+    with expect_raises(ValueError, str(rank), str(world_size), read="the contract, under Raises"):
         ddp.shard_indices(10, rank, world_size)
 
 
@@ -479,7 +479,7 @@ def test_ddp_overhead_seconds_of_a_slow_link(bandwidth, expected):
 )
 def test_ddp_overhead_seconds_refuses(bandwidth, n_buckets, named):
     case(f"bandwidth {bandwidth}, {n_buckets} buckets")
-    with expect_raises(ValueError, named, read="the contract of exercise 10.6, under Raises"):
+    with expect_raises(ValueError, named, read="the contract, under Raises"):
         ddp.ddp_overhead_seconds(11, bandwidth, 13, n_buckets)
 
 

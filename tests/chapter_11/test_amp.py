@@ -16,15 +16,15 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 
 amp = graded("amp")
 
-BEYOND = "equation (11.2), and the contract of exercise 11.2, under Returns"
-RANGE, SPACING, SUM = (f"equation (11.{n})" for n in (1, 2, 3))
+BEYOND = "eq-amp-2, and the contract of ex-amp-round-to-format, under Returns"
+RANGE, SPACING, SUM = (f"eq-amp-{n}" for n in (1, 2, 3))
 CAST = {name: getattr(torch, name) for name in FORMATS if name != "TF32"}
 PROPERTIES = ("max", "min_normal", "min_subnormal", "epsilon")
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Format:
-    """A format of the tests' own, so that rounding can be graded without exercise 11.1."""
+    """A format of the tests' own, so that rounding can be graded without ex-amp-floatformat."""
 
     def __init__(self, name: str):
         self.exponent_bits, self.mantissa_bits, self.has_infinity = FORMATS.get(name, (11, 52, True))
@@ -105,7 +105,7 @@ def test_FloatFormat_at_the_ends_of_its_ranges(bits, greatest, least):
     )
 
 
-REFUSES = "the contract of exercise 11.1, under Raises"
+REFUSES = "the contract, under Raises"
 
 
 @pytest.mark.parametrize("bits", [(0, 10), (-1, 10), (1, 10), (12, 10), (5, 0), (5, -3), (5, 53), (11, 52, False)])
@@ -234,13 +234,13 @@ def test_round_to_format_of_narrow_tensors(dtype):
         x = torch.tensor([-448.0, 0.3, -0.001, 5.0, 0.0]).to(dtype)
         expected = x.float().to(CAST[name]).float().to(dtype)
         found = amp.round_to_format(x, Format(name))
-        expect_equal(found.dtype, dtype, name="out.dtype", read="the contract of exercise 11.2, under Returns")
+        expect_equal(found.dtype, dtype, name="out.dtype", read="the contract, under Returns")
         expect_close(found.float(), expected.float(), atol=0, rtol=0, answer=found.float(), read=SPACING)
 
 
 def test_round_to_format_refuses_integers():
     case("x int64")
-    with expect_raises(ValueError, "int64", read="the contract of exercise 11.2, under Raises"):
+    with expect_raises(ValueError, "int64", read="the contract, under Raises"):
         amp.round_to_format(torch.arange(3), Format("float16"))
 
 
@@ -326,4 +326,4 @@ def test_accumulate_stays_on_the_device():
     case("three values on the meta device, which has no numbers: the total is there too")
     answer = amp.accumulate(torch.ones(3, device="meta"), HALF, SINGLE)
     where = (answer.device.type, answer.dtype)
-    expect_equal(where, ("meta", HALF), name="device and dtype", read="the contract of exercise 11.3, under Returns")
+    expect_equal(where, ("meta", HALF), name="device and dtype", read="the contract, under Returns")

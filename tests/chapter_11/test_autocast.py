@@ -14,8 +14,8 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 amp = graded("amp")
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
-CASTS = "equation (11.5)"
-PREDICTS = "equation (11.5); exercise 11.6 uses 11.5: if that does not pass, mend it first"
+CASTS = "eq-amp-5"
+PREDICTS = "eq-amp-5; ex-amp-autocast-dtypes uses ex-amp-miniautocast: if that does not pass, mend it first"
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -228,7 +228,7 @@ def test_MiniAutocast_nests():
         except RuntimeError:
             found.append((x @ x).dtype)
     found.append((x @ x).dtype)
-    expect_equal(found, [BRAIN, HALF, SINGLE, HALF, BRAIN, SINGLE], name="dtypes", read="the contract of exercise 11.5")
+    expect_equal(found, [BRAIN, HALF, SINGLE, HALF, BRAIN, SINGLE], name="dtypes", read="the contract")
 
 
 def test_MiniAutocast_leaves_its_inputs():
@@ -243,9 +243,9 @@ def test_MiniAutocast_leaves_its_inputs():
 def test_MiniAutocast_refuses_other_dtypes():
     case("int8, float64; device_type 'tpu'")
     for dtype in (torch.int8, torch.float64):
-        with expect_raises(ValueError, str(dtype), read="the contract of exercise 11.5, under Raises"):
+        with expect_raises(ValueError, str(dtype), read="the contract, under Raises"):
             amp.MiniAutocast(dtype)
-    with expect_raises(ValueError, "tpu", read="the contract of exercise 11.5, under Raises"):
+    with expect_raises(ValueError, "tpu", read="the contract, under Raises"):
         amp.MiniAutocast(HALF, "tpu")
     expect_true(PRODUCTS.isdisjoint(REDUCTIONS["cuda"] | REDUCTIONS["cpu"]), "the given lists share a name")
 
@@ -318,7 +318,7 @@ def test_autocast_dtypes_leaves_the_model_as_it_was():
     amp.autocast_dtypes(model, randn(2, 1, 5, 5), BRAIN)
     drawn = torch.rand(2)
     torch.manual_seed(3)
-    read = "the contract of exercise 11.6, under Args: model"
+    read = "the contract, under Args: model"
     expect_close(dict(model.state_dict()), before, atol=0, rtol=0, name="state_dict", read=read)
     expect_close(drawn, torch.rand(2), atol=0, rtol=0, name="the next random numbers", read=read)
     expect_true(all(p.grad is None for p in model.parameters()), "gradients were left in the model", read=read)
@@ -339,7 +339,7 @@ def test_autocast_dtypes_are_in_the_models_order():
     case("b is defined before a, and forward is b(a(x)): the names are b, a; on the CPU, bfloat16")
     found = amp.autocast_dtypes(Backwards(), randn(2, 3), BRAIN)
     expect_equal(found, {"b": BRAIN, "a": BRAIN}, read=PREDICTS)
-    expect_equal(list(found), ["b", "a"], name="names", read="the contract of exercise 11.6, under Returns")
+    expect_equal(list(found), ["b", "a"], name="names", read="the contract, under Returns")
 
 
 def test_autocast_dtypes_of_outputs_in_tuples():
@@ -367,7 +367,7 @@ def test_autocast_dtypes_of_a_layer_that_is_called_twice():
 
     case("a ReLU of float32 numbers, then of a product, in bfloat16 on the CPU: the last call counts")
     found = amp.autocast_dtypes(Twice(), randn(2, 3), BRAIN)
-    expect_equal(found, {"relu": BRAIN, "linear": BRAIN}, read="the contract of exercise 11.6, under Returns")
+    expect_equal(found, {"relu": BRAIN, "linear": BRAIN}, read="the contract, under Returns")
 
 
 def test_autocast_dtypes_removes_its_hooks_after_an_error():
@@ -376,5 +376,5 @@ def test_autocast_dtypes_removes_its_hooks_after_an_error():
     with expect_raises(RuntimeError):
         amp.autocast_dtypes(model, randn(2, 5), BRAIN)
     hooks = [name for name, m in model.named_modules() if m._forward_hooks]
-    read = "the contract of exercise 11.6, under Args: model"
+    read = "the contract, under Args: model"
     expect_equal(hooks, [], name="modules with a forward hook left in them", read=read)

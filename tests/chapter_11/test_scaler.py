@@ -9,8 +9,8 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 
 amp = graded("amp")
 
-RULE = "equation (11.4)"
-ORDER = "the contract of exercise 11.4, under Raises"
+RULE = "eq-amp-4"
+ORDER = "the contract of ex-amp-gradscaler, under Raises"
 
 
 def parameter(*values: float) -> nn.Parameter:
@@ -62,14 +62,14 @@ def test_GradScaler_moves_its_scale_to_the_loss():
     scaler = amp.GradScaler(init_scale=8.0)
     scaled = scaler.scale(torch.empty((), device="meta"))
     where = [tensor.device.type for tensor in (scaled, scaler._scale, scaler._growth_tracker)]
-    read = "the contract of exercise 11.4, under scale"
+    read = "the contract, under scale"
     expect_equal(where, ["meta"] * 3, name="devices of the scaled loss, _scale, _growth_tracker", read=read)
 
 
 def test_GradScaler_starts_as_torchs():
     case("GradScaler() without arguments")
     scaler, theirs = amp.GradScaler(), torch.amp.GradScaler("cpu")
-    expect_close(scaler.get_scale(), theirs.get_scale(), name="scale", read="the contract of exercise 11.4")
+    expect_close(scaler.get_scale(), theirs.get_scale(), name="scale", read="the contract")
     expect_equal(dict(scaler.state_dict()), theirs.state_dict(), name="state_dict()")
     expect_close(scaler.scale(torch.tensor(0.5)), theirs.scale(torch.tensor(0.5)), name="scale(0.5)", read=RULE)
 
@@ -264,7 +264,7 @@ def test_GradScaler_passes_on_what_step_returns():
     scaler, weight = amp.GradScaler(**settings()), parameter(1.0)
     backward(scaler, weight, 1.0)
     returned = [scaler.step(Optimizer([weight], lr=1.0))]
-    expect_equal(returned, ["stepped"], name="[step()]", read="the contract of exercise 11.4, under step")
+    expect_equal(returned, ["stepped"], name="[step()]", read="the contract, under step")
 
 
 def test_GradScaler_resumes():
@@ -317,5 +317,5 @@ def test_GradScaler_reads_one_value_a_step(gradient):
             reads[name] += counter.reads
     for name, count in reads.items():
         problem = f"in 5 steps the host read {count} values in {name}; at most {allowed[name]} are allowed there"
-        read = "the contract of exercise 11.4, under Cost"
+        read = "the contract, under Cost"
         expect_true(count <= allowed[name], problem, answer=reads, read=read)

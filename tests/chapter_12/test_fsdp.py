@@ -19,7 +19,7 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 
 fsdp = graded("fsdp")
 
-MEMORY, SHARD, ZERO1, ZERO2, FLAT, ZERO3, CLIP = (f"equation (12.{n})" for n in (1, 2, 3, 4, 5, 6, 7))
+MEMORY, SHARD, ZERO1, ZERO2, FLAT, ZERO3, CLIP = (f"eq-fsdp-{n}" for n in (1, 2, 3, 4, 5, 6, 7))
 GATHER = ("all_gather_into_tensor", "all_gather_single")
 SCATTER = ("reduce_scatter_tensor", "reduce_scatter_single")
 PARTS = "it is made of `FlatShard`: if that does not pass, mend it first"
@@ -756,7 +756,7 @@ def applied(rank, world_size):
 
     case(f"{world_size} ranks, three blocks and the root, bfloat16")
     model = Net()
-    read = "the contract of exercise 12.9"
+    read = "the contract of ex-fsdp-apply-fully-shard"
     out = fsdp.apply_fully_shard(model, init_device_mesh("cpu", (world_size,)), torch.bfloat16)
     expect_true(out is model, "it should return the model that it was given", read=read)
     expect_equal(
@@ -875,7 +875,7 @@ def test_save_sharded_refuses_flat_shards():
     case("a model that is another `HookedUnits` than your `FullySharded`, in flat shards all the same")
     model = HookedUnits.__new__(type("OtherUnits", (HookedUnits,), {}))
     nn.Module.__init__(model)
-    read = "the contract of exercise 12.10: any `HookedUnits` is refused"
+    read = "the contract: any `HookedUnits` is refused"
     with tempfile.TemporaryDirectory() as folder, expect_raises(ValueError, "gather_full_params", read=read):
         fsdp.save_sharded(folder, model, torch.optim.SGD([torch.zeros(1)], lr=0.1))
 

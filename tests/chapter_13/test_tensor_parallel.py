@@ -26,7 +26,7 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 
 tp = graded("tensor_parallel")
 
-DOT, OUTER, INNER, PAIR, MLP, VOCAB, BYTES, BUBBLE = (f"equation (13.{n})" for n in (1, 2, 3, 4, 5, 6, 8, 9))
+DOT, OUTER, INNER, PAIR, MLP, VOCAB, BYTES, BUBBLE = (f"eq-tensor_parallel-{n}" for n in (1, 2, 3, 4, 5, 6, 8, 9))
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -38,7 +38,7 @@ def fill(module: nn.Module, whole: dict[str, Tensor], cuts: dict[str, int], exer
     n, at = dist.get_world_size(group), dist.get_rank(group)
     parts = {name: t.tensor_split(n, cuts[name])[at] if name in cuts else t for name, t in whole.items()}
     found = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    read = f"the contract of exercise {exercise}, under Attributes"
+    read = f"the contract of {exercise}, under Attributes"
     expect_equal(found, {name: tuple(t.shape) for name, t in parts.items()}, name="the parameters' shapes", read=read)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -94,7 +94,7 @@ def test_partitioned_dot_cuts_as_agreed():
     )
     big = 2.0**30
     a = torch.tensor([1.0, 2.0, -3.0, big, 0.0, -big, 8.0, 16.0, big, -big])
-    read = "the contract of exercise 13.1, under Args: which parts have one element more"
+    read = "the contract, under Args: which parts have one element more"
     expect_close(tp.partitioned_dot(a, torch.ones(10), 4), torch.tensor(24.0), read=read)
 
 
@@ -118,7 +118,7 @@ def test_partitioned_dot_computes_by_parts():
 def test_partitioned_dot_refuses(lengths, parts):
     case(f"lengths {lengths}, parts={parts}")
     wrong = (str(lengths[0]), str(lengths[1])) if lengths[0] != lengths[1] else (str(parts),)
-    with expect_raises(ValueError, *wrong, read="the contract of exercise 13.1, under Raises"):
+    with expect_raises(ValueError, *wrong, read="the contract, under Raises"):
         tp.partitioned_dot(torch.ones(lengths[0]), torch.ones(lengths[1]), parts)
 
 
@@ -250,7 +250,11 @@ def column_on_ranks(rank, world_size):
     whole = {"weight": torch.tensor([[1.0, 2.0], [3.0, 5.0]]), "bias": torch.tensor([10.0, 20.0])}
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     layer = fill(
-        tp.ColumnParallelLinear(2, 2, groups[rank // 2]), whole, {"weight": 0, "bias": 0}, "13.6", groups[rank // 2]
+        tp.ColumnParallelLinear(2, 2, groups[rank // 2]),
+        whole,
+        {"weight": 0, "bias": 0},
+        "ex-tensor-parallel-columnparallellinear",
+        groups[rank // 2],
     )
     x = torch.tensor([[1.0, 1.0]], requires_grad=True)
     out = layer(x)
@@ -264,7 +268,12 @@ def column_on_ranks(rank, world_size):
             name: randn(*p.shape, seed=i, dtype=torch.float64) for i, (name, p) in enumerate(full.named_parameters())
         }
         full.load_state_dict(weights)
-        layer = fill(tp.ColumnParallelLinear(5, 8, bias=bias).double(), weights, {"weight": 0, "bias": 0}, "13.6")
+        layer = fill(
+            tp.ColumnParallelLinear(5, 8, bias=bias).double(),
+            weights,
+            {"weight": 0, "bias": 0},
+            "ex-tensor-parallel-columnparallellinear",
+        )
         ours, theirs = (randn(2, 3, 5, seed=7, dtype=torch.float64).requires_grad_() for _ in range(2))
         upstream = randn(2, 3, 8, seed=8, dtype=torch.float64)
         expected = full(theirs)
@@ -293,11 +302,23 @@ def column_start(rank, world_size):
     layer = tp.ColumnParallelLinear(3, 6)
     expected = {name: p.detach().tensor_split(3)[rank] for name, p in full.named_parameters()}
     found = {name: p.detach() for name, p in layer.named_parameters()}
-    expect_close(found, expected, name=f"parameters of rank {rank}", read="the contract of exercise 13.6")
-    expect_close(torch.rand(1), after, name="the next random number", read="the contract of exercise 13.6")
+    expect_close(
+        found,
+        expected,
+        name=f"parameters of rank {rank}",
+        read="the contract of ex-tensor-parallel-columnparallellinear",
+    )
+    expect_close(
+        torch.rand(1),
+        after,
+        name="the next random number",
+        read="the contract of ex-tensor-parallel-columnparallellinear",
+    )
     expect_true(layer.weight.untyped_storage().nbytes() == 24, "the rank still holds the whole weight: clone its part")
     case("F=7 on three ranks")
-    with expect_raises(ValueError, "7", "3", read="the contract of exercise 13.6, under Raises"):
+    with expect_raises(
+        ValueError, "7", "3", read="the contract of ex-tensor-parallel-columnparallellinear, under Raises"
+    ):
         tp.ColumnParallelLinear(3, 7)
 
 
@@ -313,7 +334,13 @@ def row_on_ranks(rank, world_size):
     case(f"F=2 C=2 on two ranks: weight [[1, 2], [3, 5]], bias [10, 20], x = [1, 1]; rank {rank}")
     whole = {"weight": torch.tensor([[1.0, 2.0], [3.0, 5.0]]), "bias": torch.tensor([10.0, 20.0])}
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    layer = fill(tp.RowParallelLinear(2, 2, groups[rank // 2]), whole, {"weight": 1}, "13.7", groups[rank // 2])
+    layer = fill(
+        tp.RowParallelLinear(2, 2, groups[rank // 2]),
+        whole,
+        {"weight": 1},
+        "ex-tensor-parallel-rowparallellinear",
+        groups[rank // 2],
+    )
     expect_close(layer(torch.tensor([[1.0]])), torch.tensor([[13.0, 28.0]]), read=MLP)
     for bias in (True, False):
         case(f"x [2, 3, 8], C=5 on four ranks, float64, bias={bias}: output and all gradients; rank {rank}")
@@ -322,7 +349,12 @@ def row_on_ranks(rank, world_size):
             name: randn(*p.shape, seed=i, dtype=torch.float64) for i, (name, p) in enumerate(full.named_parameters())
         }
         full.load_state_dict(weights)
-        layer = fill(tp.RowParallelLinear(8, 5, bias=bias).double(), weights, {"weight": 1}, "13.7")
+        layer = fill(
+            tp.RowParallelLinear(8, 5, bias=bias).double(),
+            weights,
+            {"weight": 1},
+            "ex-tensor-parallel-rowparallellinear",
+        )
         whole_x = randn(2, 3, 8, seed=7, dtype=torch.float64)
         theirs = whole_x.clone().requires_grad_()
         ours = whole_x.tensor_split(4, -1)[rank].clone().requires_grad_()
@@ -352,10 +384,12 @@ def row_start(rank, world_size):
     layer = tp.RowParallelLinear(6, 4)
     expected = {"weight": full.weight.detach().tensor_split(3, 1)[rank], "bias": full.bias.detach()}
     found = {name: p.detach() for name, p in layer.named_parameters()}
-    expect_close(found, expected, name=f"parameters of rank {rank}", read="the contract of exercise 13.7")
+    expect_close(
+        found, expected, name=f"parameters of rank {rank}", read="the contract of ex-tensor-parallel-rowparallellinear"
+    )
     expect_true(layer.weight.untyped_storage().nbytes() == 32, "the rank still holds the whole weight: clone its part")
     case("F=7 on three ranks")
-    with expect_raises(ValueError, "7", "3", read="the contract of exercise 13.7, under Raises"):
+    with expect_raises(ValueError, "7", "3", read="the contract of ex-tensor-parallel-rowparallellinear, under Raises"):
         tp.RowParallelLinear(7, 4)
 
 
@@ -367,7 +401,10 @@ def test_RowParallelLinear_starts_as_one_layer(ranks):
 # ---- 13.8 ParallelMLP ------------------------------------------------------------------------------------------------
 
 MLP_CUTS = {"fc1.weight": 0, "fc1.bias": 0, "fc2.weight": 1}
-MLP_READ = "equation (13.5); it is made of exercises 13.6 and 13.7: if they do not pass, mend those first"
+MLP_READ = (
+    "eq-tensor_parallel-5; it is made of ex-tensor-parallel-columnparallellinear and "
+    "ex-tensor-parallel-rowparallellinear: if they do not pass, mend those first"
+)
 
 
 def mlp_on_ranks(rank, world_size):
@@ -375,7 +412,7 @@ def mlp_on_ranks(rank, world_size):
     c, f = 5, 4 * world_size
     shapes = {"fc1.weight": (f, c), "fc1.bias": (f,), "fc2.weight": (c, f), "fc2.bias": (c,)}
     whole = {name: randn(*shape, seed=i, dtype=torch.float64) for i, (name, shape) in enumerate(shapes.items())}
-    module = fill(tp.ParallelMLP(c, f).double(), whole, MLP_CUTS, "13.8")
+    module = fill(tp.ParallelMLP(c, f).double(), whole, MLP_CUTS, "ex-tensor-parallel-parallelmlp")
     w = {name: weight.clone().requires_grad_() for name, weight in whole.items()}
     ours, theirs = (randn(2, 3, c, seed=7, dtype=torch.float64).requires_grad_() for _ in range(2))
     hidden = functional.gelu(functional.linear(theirs, w["fc1.weight"], w["fc1.bias"]))
@@ -390,7 +427,7 @@ def mlp_on_ranks(rank, world_size):
     expect_close(gradients(module), parts, name="gradients", read=MLP_READ)
     if world_size == 3:
         case("F=10 on three ranks")
-        with expect_raises(ValueError, "10", "3", read="the contract of exercise 13.8, under Raises"):
+        with expect_raises(ValueError, "10", "3", read="the contract of ex-tensor-parallel-parallelmlp, under Raises"):
             tp.ParallelMLP(4, 10)
 
 
@@ -409,7 +446,7 @@ def mlp_in_pairs(rank, world_size):
     group, seed = groups[rank // 2], 10 * (rank // 2)
     shapes = {"fc1.weight": (6, 3), "fc1.bias": (6,), "fc2.weight": (3, 6), "fc2.bias": (3,)}
     whole = {name: randn(*shape, seed=seed + i) for i, (name, shape) in enumerate(shapes.items())}
-    module = fill(tp.ParallelMLP(3, 6, group=group), whole, MLP_CUTS, "13.8", group)
+    module = fill(tp.ParallelMLP(3, 6, group=group), whole, MLP_CUTS, "ex-tensor-parallel-parallelmlp", group)
     x = randn(4, 3, seed=seed + 7).requires_grad_()
     hidden = functional.gelu(functional.linear(x, whole["fc1.weight"], whole["fc1.bias"]))
     expected = functional.linear(hidden, whole["fc2.weight"], whole["fc2.bias"])
@@ -427,7 +464,8 @@ def test_ParallelMLP_in_groups(ranks):
 
 ATTENTION_CUTS = {"wq.weight": 0, "wk.weight": 0, "wv.weight": 0, "wo.weight": 1}
 ATTENTION_READ = (
-    "figure 3b of arXiv:1909.08053; it is made of exercises 13.4 to 13.7: if they do not pass, mend those first"
+    "figure 3b of arXiv:1909.08053; it is made of ex-tensor-parallel-copytoregion to "
+    "ex-tensor-parallel-rowparallellinear: if they do not pass, mend those first"
 )
 
 
@@ -455,7 +493,7 @@ def attention_on_ranks(rank, world_size, plain):
         f"x [2, {t}, {c}], {heads} heads of 4, {' and '.join(given) or 'no rope and no mask'}; rank {rank} of {world_size}"
     )
     whole = {name: randn(c, c, seed=i) / c**0.5 for i, name in enumerate(ATTENTION_CUTS)}
-    module = fill(tp.ParallelAttention(c, heads), whole, ATTENTION_CUTS, "13.9")
+    module = fill(tp.ParallelAttention(c, heads), whole, ATTENTION_CUTS, "ex-tensor-parallel-parallelattention")
     w = {name: weight.clone().requires_grad_() for name, weight in whole.items()}
     ours, theirs = (randn(2, t, c, seed=7).requires_grad_() for _ in range(2))
     expected = attend(theirs, w, heads, **given)
@@ -479,10 +517,14 @@ def attention_on_ranks(rank, world_size, plain):
     expect_close(torch.cat(steps, 1), expected, atol=1e-5, name="cached out", read=ATTENTION_READ)
     if world_size == 3:
         case("4 heads on three ranks")
-        with expect_raises(ValueError, "4", "3", read="the contract of exercise 13.9, under Raises"):
+        with expect_raises(
+            ValueError, "4", "3", read="the contract of ex-tensor-parallel-parallelattention, under Raises"
+        ):
             tp.ParallelAttention(12, 4)
         case("dim=10 for 3 heads")
-        with expect_raises(ValueError, "10", "3", read="the contract of exercise 13.9, under Raises"):
+        with expect_raises(
+            ValueError, "10", "3", read="the contract of ex-tensor-parallel-parallelattention, under Raises"
+        ):
             tp.ParallelAttention(10, 3)
 
 
@@ -585,7 +627,9 @@ def plan_on_ranks(rank, world_size, n_kv_heads):
     from lib.llama import Llama
 
     config = replace(TINY, vocab_size=30, dim=32, n_layers=2, n_kv_heads=n_kv_heads, hidden_dim=24, context_len=16)
-    read = "the contract of exercise 13.11, and what the two styles take and give in `The same, by a plan`"
+    read = (
+        "the contract of ex-tensor-parallel-llama-plan, and what the two styles take and give in `The same, by a plan`"
+    )
     torch.manual_seed(0)
     whole = Llama(config)
     model = parallelize_module(copy.deepcopy(whole), init_device_mesh("cpu", (world_size,)), tp.llama_plan(config))
@@ -630,7 +674,7 @@ def test_llama_plan_on_ranks(ranks, n_ranks, n_kv_heads):
     case(f"2 layers on {n_ranks} ranks, {n_kv_heads} key/value heads: what passes between the ranks")
     forward = {"all_reduce": 5, "all_gather": 1}  # two a layer and the embedding; the logits
     backward = {"all_reduce": 5 if n_kv_heads >= n_ranks else 9}  # two a layer and the head; wk and wv kept whole
-    read = "the contract of exercise 13.11"
+    read = "the contract"
     expect_equal(result.values, [(forward, backward)] * n_ranks, name="collectives forward and backward", read=read)
 
 
@@ -675,7 +719,7 @@ def test_ffn_partition_specs_other_spellings():
 
 def test_ffn_partition_specs_refuses():
     case("layout '3d'")
-    with expect_raises(ValueError, "3d", "data", "megatron", "2d finalized", read="the contract of exercise 13.12"):
+    with expect_raises(ValueError, "3d", "data", "megatron", "2d finalized", read="the contract"):
         tp.ffn_partition_specs("3d")
 
 
@@ -757,5 +801,5 @@ def test_pipeline_bubble_equals_the_simulation(stages, micro_batches):
 @pytest.mark.parametrize(("stages", "micro_batches", "wrong"), [(0, 4, "0"), (4, -2, "-2")])
 def test_pipeline_bubble_refuses(stages, micro_batches, wrong):
     case(f"{stages} stages, {micro_batches} micro-batches")
-    with expect_raises(ValueError, wrong, read="the contract of exercise 13.14"):
+    with expect_raises(ValueError, wrong, read="the contract"):
         tp.pipeline_bubble(stages, micro_batches)

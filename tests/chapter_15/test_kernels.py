@@ -22,9 +22,9 @@ flash = graded("flash_attention")
 pytestmark = [pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON), pytest.mark.time_limit(60)]
 
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
-FORWARD, LSE, BACKWARD = "equations (15.3) to (15.5)", "equation (15.4)", "equation (15.7)"
-NO_KEYS = "equation (15.6) and what stands under it about rows without keys"
-WHOLE = "the contract of exercise 15.5, under Returns, and the picture of the tiles"
+FORWARD, LSE, BACKWARD = "eq-flash_attention-3 to eq-flash_attention-5", "eq-flash_attention-4", "eq-flash_attention-7"
+NO_KEYS = "eq-flash_attention-6 and what stands under it about rows without keys"
+WHOLE = "the contract of ex-flash-attention-flash-forward-kernel, under Returns, and the picture of the tiles"
 CASES = [  # q, k and v, causal: plain, ragged and shared heads, T > S with rows without keys, one query, many heads
     ((1, 64, 16), (1, 64, 16), False),
     ((1, 64, 16), (1, 64, 16), True),

@@ -15,8 +15,8 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 
 scaling = graded("scaling")
 
-MEMORY, FSDP, LEAST, HIDDEN, CARD, MONEY, PARTS, STEP = (f"equation (16.{n})" for n in (1, 2, 3, 5, 6, 7, 9, 10))
-PLAN = "section 'A plan', what stands before exercise 16.9"
+MEMORY, FSDP, LEAST, HIDDEN, CARD, MONEY, PARTS, STEP = (f"eq-scaling-{n}" for n in (1, 2, 3, 5, 6, 7, 9, 10))
+PLAN = "section 'A plan', what stands before ex-scaling-plan"
 SMALL = FFNConfig(2, 3, 5)
 
 PREFIXES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -144,7 +144,7 @@ def test_fsdp_memory_bytes_never_falls_below_half_the_activations():
 def test_fsdp_memory_bytes_refuses():
     for n_devices in (0, -6):
         case(f"{n_devices} devices")
-        with expect_raises(ValueError, str(n_devices), read="the contract of exercise 16.2, under Raises"):
+        with expect_raises(ValueError, str(n_devices), read="the contract, under Raises"):
             scaling.fsdp_memory_bytes(SMALL, 7, n_devices)
 
 
@@ -248,7 +248,7 @@ def test_compute_bound_batch_where_no_batch_is_enough():
 def test_compute_bound_batch_refuses():
     for x, y, named in ((0, 4, "0"), (4, 0, "0"), (-3, 4, "-3"), (4, -3, "-3")):
         case(f"X={x}, Y={y}: an axis has at least one device")
-        with expect_raises(ValueError, named, read="the contract of exercise 16.4, under Raises"):
+        with expect_raises(ValueError, named, read="the contract, under Raises"):
             scaling.compute_bound_batch(GIVEN_XXL, x, y, 4.6e14, 1.8e11)
 
 
@@ -296,7 +296,7 @@ def test_choose_gpu_refuses():
     with expect_raises(ValueError, "192.0", largest.name, read=CARD):
         scaling.choose_gpu(n_parameters=10e9, mode="training", bits=32)
     case("mode = 'serving'")
-    with expect_raises(ValueError, "serving", read="the contract of exercise 16.5, under Raises"):
+    with expect_raises(ValueError, "serving", read="the contract, under Raises"):
         scaling.choose_gpu(1e6, "serving", 16)
 
 
@@ -315,7 +315,7 @@ def test_epoch_cost_of_googles_table():
 def test_epoch_cost_refuses():
     for speed in (0, -72):
         case(f"{speed} items a second, 51,111 items")
-        with expect_raises(ValueError, str(speed), read="the contract of exercise 16.6, under Raises"):
+        with expect_raises(ValueError, str(speed), read="the contract, under Raises"):
             scaling.epoch_cost(speed, 51_111, 1.5)
 
 
@@ -350,7 +350,7 @@ MODEL = FFNConfig(6, 24, 12)
 
 
 def expect_costs(found, expected, *, read=None, answer=None, label="out"):
-    """Times by equation (16.9), then the step and the memory by (16.10), unless ``read`` names another place."""
+    """Times by eq-scaling-9, then the step and the memory by eq-scaling-10, unless ``read`` names another place."""
     found = dict(found)
     expect_equal(sorted(found), sorted(expected), name="keys", answer=found, read=read or PARTS)
     for name in ("compute", "sharded", "data", "tensor", "pipeline", "step", "memory"):
@@ -468,7 +468,7 @@ def test_plan_uses_exactly_the_memory_there_is():
 def test_plan_refuses():
     for n_devices in (0, -3):
         case(f"{n_devices} devices, of 511 bytes: the message names the number of devices, not what fits")
-        with expect_raises(ValueError, str(n_devices), read="the contract of exercise 16.9, under Raises"):
+        with expect_raises(ValueError, str(n_devices), read="the contract, under Raises"):
             scaling.plan(MODEL, n_devices, 511, LINKS)
     case("XXL on 32 devices of 95e9 bytes: its states alone are 110e9 on each")
     least = min(

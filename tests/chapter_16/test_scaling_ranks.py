@@ -12,7 +12,7 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_true, 
 
 scaling = graded("scaling")
 
-ROUND = "equation (16.8)"
+ROUND = "eq-scaling-8"
 
 
 class Line(nn.Module):

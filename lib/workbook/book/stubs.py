@@ -48,7 +48,7 @@ def make_stub(chapter: Chapter, source: str | None = None) -> str:
             the line or the exercise.
     """
     path = chapter.reference
-    source = path.read_text(encoding="utf-8") if source is None else source
+    source = chapter.numbered(source)
     graded = {e.name: e.number for e in chapter.exercises}
     spans = _owners(ast.parse(source, str(path)), graded)
     out: list[str] = []
@@ -167,27 +167,53 @@ def marker_lines(source: str) -> dict[str, int]:
     return found
 
 
-def reference_imports(source: str) -> int | None:
-    """The first line on which a learner's source reaches for ``solutions``, if any does."""
-    tree = ast.parse(source)
-    docstrings = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-        and node.body
-        and isinstance(node.body[0], ast.Expr)
-    }
-    for node in ast.walk(tree):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-            names = [node.value]
-        if any(name == "solutions" or re.match(r"solutions\.\w+$", name) for name in names):
-            return getattr(node, "lineno", 1)
-    return None
+def methods_left(chapter: Chapter, source: str) -> dict[str, list[str]]:
+    """The methods that still hold a stub's ``raise``, of each class of which a learner has written others."""
+    left = _methods_with_markers(source)
+    asked = _methods_with_markers(make_stub(chapter)) if left else {}
+    return {name: methods for name, methods in left.items() if set(methods) < set(asked.get(name, ()))}
+
+
+def _methods_with_markers(source: str) -> dict[str, list[str]]:
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            methods = [m for m in node.body if isinstance(m, ast.FunctionDef)]
+            found[node.name] = [m.name for m in methods if any(map(_is_marker, ast.walk(m)))]
+    return {name: methods for name, methods in found.items() if methods}
+
+
+def contract_arguments(stub: str) -> dict[str, dict[str, tuple[tuple[str, ...], frozenset[str]]]]:
+    """Of each top-level name of a stub, by method ("" for a function): its positional arguments in order, and all of them.
+
+    The methods of an ``autograd.Function``, which are called by position, are left out, and so are properties.
+    """
+    found: dict[str, dict[str, tuple[tuple[str, ...], frozenset[str]]]] = {}
+    for node in ast.parse(stub).body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = {"": _arguments(node)}
+        elif isinstance(node, ast.ClassDef):
+            by_position = any(ast.unparse(base).endswith("Function") for base in node.bases)
+            methods = [m for m in node.body if isinstance(m, ast.FunctionDef) and not by_position]
+            public = [m for m in methods if not m.name.startswith("_") or m.name in ("__init__", "__call__")]
+            found[node.name] = {m.name: _arguments(m) for m in public if not _is_property(m)}
+    return found
+
+
+def _is_property(node: ast.FunctionDef) -> bool:
+    return any(ast.unparse(d).split(".")[-1] in ("property", "setter", "cached_property") for d in node.decorator_list)
+
+
+def _arguments(node: ast.FunctionDef) -> tuple[tuple[str, ...], frozenset[str]]:
+    given = node.args
+    positional = tuple(a.arg for a in (*given.posonlyargs, *given.args))
+    others = [a.arg for a in (*given.kwonlyargs, given.vararg, given.kwarg) if a is not None]
+    return positional, frozenset([*positional, *others])
+
+
+def read_mine(chapter: Chapter) -> str:
+    """The text of a learner's file."""
+    return chapter.mine.read_text(encoding="utf-8-sig")
 
 
 def _span(source: str, name: str) -> tuple[int, int] | None:

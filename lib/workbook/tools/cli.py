@@ -104,7 +104,7 @@ def solution(
     from lib.workbook.book.stubs import BEGIN, END, source_of
 
     chapter, exercise = find(what)
-    whole = chapter.reference.read_text(encoding="utf-8")
+    whole = chapter.numbered()
     reference = whole if exercise is None else source_of(whole, exercise.name)
     text = "\n".join(line for line in (reference or "").splitlines() if line.strip() not in (BEGIN, END))
     if not diff:
