@@ -245,6 +245,15 @@ def test_compute_bound_batch_where_no_batch_is_enough():
         expect_equal(found, expected, name=f"out with Y = {y - 1}", read=HIDDEN)
 
 
+def test_compute_bound_batch_of_a_tensor_axis_of_one_or_two():
+    case("F=30, 1,000 operations and 10 bytes a second, X=3, Y=1: one device sends no activations, whatever F is")
+    found = scaling.compute_bound_batch(FFNConfig(2, 30, 1), 3, 1, 1000, 10)
+    expect_equal(found, 50, read=HIDDEN)
+    case("F=170, 1,000 operations and 10 bytes a second, X=3, Y=2, M_X and M_Y as they are by default: Y may be 1")
+    with expect_raises(ValueError, "2", "1", read=HIDDEN):
+        scaling.compute_bound_batch(FFNConfig(2, 170, 1), 3, 2, 1000, 10)
+
+
 def test_compute_bound_batch_refuses():
     for x, y, named in ((0, 4, "0"), (4, 0, "0"), (-3, 4, "-3"), (4, -3, "-3")):
         case(f"X={x}, Y={y}: an axis has at least one device")
@@ -463,6 +472,14 @@ def test_plan_uses_exactly_the_memory_there_is():
     expect_best(scaling.plan(MODEL, 4, least, LINKS, **options), MODEL, 4, least, LINKS, 16, 1e4)
     with expect_refusal(memory_bytes=least - 1, the_least_needed=least):
         scaling.plan(MODEL, 4, least - 1, LINKS, **options)
+
+
+def test_plan_of_equally_good_layouts():
+    case(
+        "C=6, F=24, L=12 on 2 devices, 8 tokens each, links of no cost: 2 sharded and 2 tensor are equal in step and memory"
+    )
+    links, options = Bandwidths(math.inf, math.inf, 8), {"tokens_per_device": 8, "peak_flops": 1e4}
+    expect_best(scaling.plan(MODEL, 2, 40_000, links, **options), MODEL, 2, 40_000, links, 8, 1e4)
 
 
 def test_plan_refuses():
