@@ -409,7 +409,7 @@ class Checks:
         if exercise is None:
             return made
         if call.excinfo is not None and not isinstance(call.excinfo.value, pytest.skip.Exception):
-            item.stash[OUTCOME] = Outcome(call.excinfo.value, BOARD.case)
+            item.stash[OUTCOME] = Outcome(diagnosis.of_one_rank(call.excinfo.value), BOARD.case)
         if self.is_quiet:
             return made
         told = report.begin(exercise, self.world_of(exercise))
