@@ -140,6 +140,7 @@ def _raised(item, error: BaseException):
     trace = traceback.extract_tb(error.__traceback__)
     lib = str(ROOT / "lib")
     mine = [f for f in trace if f.filename.startswith(lib) and not f.filename.startswith(lib + "/workbook")]
+    mine = _own_frames(error, item.workbook_exercise.module) or mine
     rows = [("case", case_of(item))]
     if mine:
         rows.append(("at", "\n".join(code_line(f.filename, f.lineno or 1) for f in mine[-4:])))
@@ -155,6 +156,16 @@ def _raised(item, error: BaseException):
     if len(head) > MESSAGE_WIDTH:
         head = head[:MESSAGE_WIDTH] + " …"
     return f"raised {type(error).__name__}{': ' + head if head else ''}", rows, None
+
+
+def _own_frames(error: BaseException | None, module: str) -> list[traceback.FrameSummary]:
+    """The lines of lib/<module>.py that an exception passed through, or else its cause, or what was being handled."""
+    file, found, seen = str(ROOT / "lib" / f"{module}.py"), [], set()
+    while error is not None and id(error) not in seen and not found:
+        seen.add(id(error))
+        found = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+        error = error.__cause__ or error.__context__
+    return found
 
 
 def diagnose(item, error: BaseException) -> str:
