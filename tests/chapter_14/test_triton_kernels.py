@@ -203,6 +203,15 @@ def test_weighted_sum_of_other_strides():
     close(weight.grad[::2], x.double().sum(0), torch.float32, GRADS, 9, name="weight.grad")
 
 
+def test_weighted_sum_refuses_a_second_derivative():
+    case("the gradient of out.sum() with respect to x is the weight: to differentiate it would leave the weight out")
+    x, w = randn(3, 5).requires_grad_(), randn(5, seed=1).requires_grad_()
+    (grad,) = torch.autograd.grad(kernels.weighted_sum(x, w).sum(), x, create_graph=True)
+    close(grad.detach(), w.detach().double().expand(3, 5), torch.float32, GRADS, name="x.grad")
+    with expect_raises(RuntimeError, read="the contract of exercise 14.2, under Raises"):
+        torch.autograd.grad(grad.square().sum() + w.sum(), w)
+
+
 def test_weighted_sum_refuses_a_weight_of_other_length():
     case("x [2, 3], weight [1]")
     kernels.weighted_sum(randn(2, 3), randn(3))

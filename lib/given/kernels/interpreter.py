@@ -9,6 +9,7 @@
 import ast
 import inspect
 import textwrap
+import warnings
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,8 @@ def mend() -> None:
 
     def run_plainly(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            with np.errstate(all="ignore"):
+            with np.errstate(all="ignore"), warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)  # the maximum of NaN alone
                 return run(self, *args, **kwargs)
         except interpreter.InterpreterError as error:
             failure = _original(error, interpreter.InterpreterError)
