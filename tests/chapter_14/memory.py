@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # a `TorchDispatchMode` imports it when it is first used: not while a check's clock runs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
