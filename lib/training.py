@@ -3,6 +3,7 @@
 import io
 import math
 import os
+import pickle
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
