@@ -19,14 +19,14 @@ from _pytest.runner import runtestprotocol
 from lib.workbook.book import boundary, resolve
 from lib.workbook.book.catalog import BookError, Chapter, Exercise, chapters, find
 from lib.workbook.book.stubs import write_atomically
-from lib.workbook.checks import diagnosis, mistakes, report
+from lib.workbook.checks import diagnosis, gradescope, mistakes, report
 from lib.workbook.checks.alarm import TimeLimit, alarm
 from lib.workbook.checks.child import MACHINERY, Child, Ended, peak_mb
 from lib.workbook.checks.diagnosis import Outcome, Trials
 from lib.workbook.checks.ranks import Ranks, warm_up
 from lib.workbook.checks.report import RaisedInAnswer, Told
 from lib.workbook.checks.state import Shared
-from lib.workbook.checks.summary import Marks
+from lib.workbook.checks.summary import Marks, refusal
 from lib.workbook.grading.cases import BOARD, case
 from lib.workbook.grading.mistakes import mistakes_of
 from lib.workbook.grading.oracles import RECORDING
@@ -47,6 +47,7 @@ def pytest_addoption(parser):
     group.addoption("--record", action="store_true", help="with --reference: write the oracles' recorded values")
     group.addoption("--exercise", action="append", default=[], metavar="NAME", help="only the tests of this exercise")
     group.addoption("--marks", metavar="FILE", help="write the marks of every exercise as JSON")
+    group.addoption("--gradescope", metavar="FILE", help="write the same as Gradescope's results.json")
     group.addoption("--no-prompt", action="store_true", help="nobody sits at a terminal: breakpoint() is passed over")
 
 
@@ -59,6 +60,9 @@ def pytest_configure(config):
         raise pytest.UsageError("--mine grades your answers, --reference and --mistakes the book's: choose one")
     if options.record and not options.reference:
         raise pytest.UsageError("--record writes what the oracles give: use it with --reference")
+    for name in ("marks", "gradescope"):
+        if fault := refusal(config.getoption(name)):
+            raise pytest.UsageError(f"--{name} {fault}")
     if not hasattr(os, "fork"):
         raise pytest.UsageError("checks need a system with fork: Linux, macOS, or WSL on Windows")
     RECORDING.update(live=options.reference, write=options.reference and options.record)
@@ -116,6 +120,7 @@ class Checks:
             tuple[str, str], str
         ] = {}  # module and exercise ("" for all of them): why no more of it is run
         self.is_quiet = False
+        self.shared: Shared | None = None  # in the child: what was shared before the check
         self.n_maintainers = 0
 
     @property
@@ -155,7 +160,8 @@ class Checks:
                 wanted.append(find(what))
             except BookError as error:
                 raise pytest.UsageError(str(error)) from error
-        kept, dropped = [], []
+        kept: list[pytest.Item] = []
+        dropped: list[pytest.Item] = []
         for item in items:
             chapter = chapter_of(item.path)
             item.stash[EXERCISE] = exercise = exercise_of(chapter, item.originalname) if chapter else None
@@ -309,13 +315,13 @@ class Checks:
         exercise, limit = item.stash[EXERCISE], _limit(item, "memory_limit", None)
         if self.option.no_prompt:
             sys.breakpointhook = _no_prompt
-        before, shared = peak_mb(start_anew=True) if limit else 0.0, Shared()
+        before, self.shared = peak_mb(start_anew=True) if limit else 0.0, Shared()
         try:
             reports = runtestprotocol(item, log=False, nextitem=None)
         except pytest.exit.Exception:
             yield "quit"
             return
-        growth, changed = peak_mb() - before if limit else 0.0, shared.restore()
+        growth, changed = peak_mb() - before if limit else 0.0, self.shared.restore()
         last = next((one for one in reports if one.failed), reports[-1])
         told = Told.of(last) or report.begin(exercise, self.world_of(exercise))
         if limit and growth > limit and not last.failed:
@@ -376,7 +382,8 @@ class Checks:
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem):
         try:
-            return (yield)
+            with self.shared.streams_stay_open() if self.shared else contextlib.nullcontext():
+                return (yield)
         except (
             KeyboardInterrupt,
             SystemExit,
@@ -461,6 +468,11 @@ class Checks:
             mistakes.remember(self.config, self.reports)
         if file := self.option.marks:
             text = json.dumps(self.marks.as_json(self.described), indent=2, ensure_ascii=False)
+            write_atomically(Path(file), text + "\n")
+        if file := self.option.gradescope:
+            text = json.dumps(
+                gradescope.results(self.marks.sorted_rows(), self.described), indent=2, ensure_ascii=False
+            )
             write_atomically(Path(file), text + "\n")
 
     def pytest_terminal_summary(self, terminalreporter):
