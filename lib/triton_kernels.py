@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lib.given.kernels.mode import INTERPRETED, block_of, check_tensors, matmul_tiles, rows_of, tl, triton, warps_of
+from lib.given.kernels.once import first_derivative_only
 
 # ---- 14.1 ------------------------------------------------------------------------------------------------------------
 
@@ -56,15 +57,16 @@ class WeightedSum(torch.autograd.Function):
     """The two kernels, as one step of autograd. x comes as a contiguous matrix, weight as a contiguous vector."""
 
     @staticmethod
-    def forward(ctx, x: Float[Tensor, "n d"], weight: Float[Tensor, "d"]) -> Float[Tensor, "n"]:
+    def forward(ctx, x: Float[Tensor, "n d"], weight: Float[Tensor, " d"]) -> Float[Tensor, " n"]:
         """Launch `weighted_sum_kernel`, and save what the backward pass reads."""
 
     @staticmethod
-    def backward(ctx, grad: Float[Tensor, "n"]) -> tuple[Float[Tensor, "n d"], Float[Tensor, "d"]]:
+    @first_derivative_only
+    def backward(ctx, grad: Float[Tensor, " n"]) -> tuple[Float[Tensor, "n d"], Float[Tensor, " d"]]:
         """Launch `weighted_sum_backward_kernel`; add the rows of ``partial``, float32 ``[programs, D]``."""
 
 
-def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, "d"]) -> Float[Tensor, "..."]:
+def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"]) -> Float[Tensor, "..."]:
     """Sum of the last dimension, each feature times its weight; with a backward pass. (Exercise 14.2)
 
     Args:
@@ -77,6 +79,7 @@ def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, "d"]) -> Float
 
     Raises:
         ValueError: weight is not [D] (the message shows both shapes), or `check_tensors` refuses.
+        RuntimeError: a second derivative is asked for (`first_derivative_only` sees to it).
 
     Cost: one launch forward, one backward; each element of x is read once in each.
     """
@@ -161,7 +164,7 @@ def rms_norm_kernel(x, weight, out, width, row_stride, eps, BLOCK: tl.constexpr)
     """Program i does row i, which fits into BLOCK numbers; rows of x begin row_stride elements apart, rows of out width."""
 
 
-def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, "d"], eps: float = 1e-5) -> Float[Tensor, "... d"]:
+def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"], eps: float = 1e-5) -> Float[Tensor, "... d"]:
     """Chapter 4's RMSNorm, in one pass over memory. (Exercise 14.5)
 
     Args:

@@ -6,11 +6,12 @@ from torch import Tensor
 
 from lib.fast.flash import fits_fast, flash_attention_fast
 from lib.given.kernels.launch import launch_backward_dkdv, launch_backward_dq, launch_forward
+from lib.given.kernels.once import first_derivative_only
 from lib.given.kernels.tiles import HAS_TRITON, LN2, LOG2E, fold_groups, hide_later, tile_slices, tl, triton
 
 
 def attention_io_bytes(length: int, head_dim: int, sram_bytes: int, algorithm: str) -> int:
-    """Bytes that the forward pass of one head moves to and from a GPU's main memory. (Exercise 15.1)
+    """Bytes that the forward pass of one head moves to and from a GPU's main memory. (Exercise)
 
     Args:
         length: Number N of queries, and of keys.
@@ -22,7 +23,7 @@ def attention_io_bytes(length: int, head_dim: int, sram_bytes: int, algorithm: s
         Two bytes for each number of equation (15.1) or (15.2).
 
     Raises:
-        ValueError: another algorithm, ``length`` or ``head_dim`` below 1, or ``sram_bytes`` below 2.
+        ValueError: another algorithm (the message shows it), ``length`` or ``head_dim`` below 1, or ``sram_bytes`` below 2.
 
     Source: FlashAttention (arXiv:2205.14135), Algorithms 0 and 1, Theorem 2.
     """
@@ -46,7 +47,7 @@ def online_softmax_update(
     scores: Float[Tensor, "*lead r c"],
     values: Float[Tensor, "*lead c d"],
 ) -> tuple[Float[Tensor, "*lead r"], Float[Tensor, "*lead r"], Float[Tensor, "*lead r d"]]:
-    """Take one more tile of keys into a softmax that is under way. (Exercise 15.2)
+    """Take one more tile of keys into a softmax that is under way. (Exercise)
 
     Args:
         m: Largest score of each row so far; -inf before the first tile.
@@ -88,7 +89,7 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, position: int | None) -> tuple
 
 
 class FlashAttentionTorch(torch.autograd.Function):
-    """Attention in tiles, in PyTorch: ``FlashAttentionTorch.apply(q, k, v, is_causal)``. (Exercise 15.3)
+    """Attention in tiles, in PyTorch: ``FlashAttentionTorch.apply(q, k, v, is_causal)``. (Exercise)
 
     Args:
         q: Queries [..., T, D].
@@ -101,6 +102,7 @@ class FlashAttentionTorch(torch.autograd.Function):
 
     Raises:
         ValueError: the shapes or dtypes do not fit (`fold_groups` sees to it).
+        RuntimeError: a second derivative is asked for (`first_derivative_only` sees to it).
 
     Source: equations (15.3) and (15.4); FlashAttention-2 (arXiv:2307.08691), Algorithm 1.
     """
@@ -122,6 +124,7 @@ class FlashAttentionTorch(torch.autograd.Function):
         ### END SOLUTION
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
         return (*flash_backward(q, k, v, o, do, lse, ctx.is_causal), None)
@@ -136,7 +139,7 @@ def flash_backward(
     lse: Float[Tensor, "*lead t"],
     is_causal: bool,
 ) -> tuple[Float[Tensor, "*lead t d"], Float[Tensor, "*lead_kv s d"], Float[Tensor, "*lead_kv s d"]]:
-    """Gradients of attention, from tiles of weights computed once more. (Exercise 15.4)
+    """Gradients of attention, from tiles of weights computed once more. (Exercise)
 
     Args:
         q, k, v, is_causal: As they went into the forward pass; heads may be shared.
@@ -173,7 +176,7 @@ def flash_backward(
 @triton.jit
 def flash_forward_kernel(q, k, v, o, lse, T, S, scale, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
                          ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
-    """Output and logsumexp of one tile of queries; the grid is (query heads, tiles of queries). (Exercise 15.5)
+    """Output and logsumexp of one tile of queries; the grid is (query heads, tiles of queries). (Exercise)
 
     Args:
         q, k, v, o: Pointers to contiguous [heads, T, D], twice [heads / GROUP, S, D], and [heads, T, D].
@@ -184,8 +187,9 @@ def flash_forward_kernel(q, k, v, o, lse, T, S, scale, GROUP: tl.constexpr, D: t
         ROWS, COLS, CAUSAL: Tiles of queries and keys; if CAUSAL, query t sees the keys up to t + S - T.
 
     Returns:
-        Nothing; writes o and lse and nothing beside them. Keys of tiles that no query of the tile sees are not read.
-        Tiles that all of them see mask no score. Sums in float32; weights take v's dtype for their product.
+        Nothing; writes o and lse; reads and writes nothing outside the tensors. Keys of tiles that no query of the tile
+        sees are not read. Tiles that all of them see mask no score. Sums in float32; products of float32 are exact to
+        float32 (no TF32); weights take v's dtype for their product.
 
     Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 1; equations (15.3) to (15.5).
     """
@@ -229,7 +233,7 @@ def flash_forward_kernel(q, k, v, o, lse, T, S, scale, GROUP: tl.constexpr, D: t
 @triton.jit
 def flash_backward_dq_kernel(q, k, v, o, do, lse, delta, dq, T, S, scale, GROUP: tl.constexpr, D: tl.constexpr,
                              WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
-    """Gradient of one tile of queries; arguments and grid as `flash_forward_kernel`'s. (Exercise 15.6)
+    """Gradient of one tile of queries; arguments and grid as `flash_forward_kernel`'s. (Exercise)
 
     Args:
         o, do: Pointers to the output and its gradient, [heads, T, D].
@@ -237,7 +241,8 @@ def flash_backward_dq_kernel(q, k, v, o, do, lse, delta, dq, T, S, scale, GROUP:
         delta, dq: Each row's sum of o * do, float32 [heads, T], and the gradient [heads, T, D] are written there.
 
     Returns:
-        Nothing; writes delta and dq and nothing beside them, each number in one program: no atomics.
+        Nothing; writes delta and dq, each number in one program: no atomics. What is read, and how sums and products
+        are taken, is as in `flash_forward_kernel`.
     """
     ### BEGIN SOLUTION
     head, i = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
@@ -276,15 +281,15 @@ def flash_backward_dq_kernel(q, k, v, o, do, lse, delta, dq, T, S, scale, GROUP:
 @triton.jit
 def flash_backward_dkdv_kernel(q, k, v, do, lse, delta, dk, dv, T, S, scale, GROUP: tl.constexpr, D: tl.constexpr,
                                WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
-    """Gradients of one tile of keys and values; the grid is (heads of keys, tiles of keys). (Exercise 15.7)
+    """Gradients of one tile of keys and values; the grid is (heads of keys, tiles of keys). (Exercise)
 
     Args:
         do, lse, delta: Pointers to the output's gradient, the natural logsumexp and the row sums of o * do.
         dk, dv: Pointers to [heads / GROUP, S, D]: the gradients, summed over the query heads that share the keys.
 
     Returns:
-        Nothing; writes dk and dv and nothing beside them, each number in one program: no atomics. Tiles of queries that
-        see none of the keys are not read. The other arguments are `flash_forward_kernel`'s.
+        Nothing; writes dk and dv, each number in one program: no atomics. Tiles of queries that see none of the keys
+        are not read. All else, other arguments too, is as in `flash_forward_kernel`.
     """
     ### BEGIN SOLUTION
     head, j = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -322,9 +327,9 @@ def flash_backward_dkdv_kernel(q, k, v, do, lse, delta, dk, dv, T, S, scale, GRO
 
 
 class FlashAttentionTriton(torch.autograd.Function):
-    """Attention by the three kernels. (Exercise 15.8)
+    """Attention by the three kernels. (Exercise)
 
-    Arguments, results and what is saved are `FlashAttentionTorch`'s, for float32, float16 and bfloat16.
+    Arguments, results, errors and what is saved are `FlashAttentionTorch`'s, for float32, float16 and bfloat16.
     `launch_forward`, `launch_backward_dq` and `launch_backward_dkdv` choose the tiles and start a kernel.
     """
 
@@ -338,6 +343,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         ### END SOLUTION
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, do):
         ### BEGIN SOLUTION
         q, k, v, o, lse = ctx.saved_tensors
@@ -353,14 +359,18 @@ def flash_attention(
     v: Float[Tensor, "*lead_kv s d"],
     is_causal: bool = False,
 ) -> Float[Tensor, "*lead t d"]:
-    """Attention by the fastest way that fits. (Exercise 15.9)
+    """Attention by the fastest way that fits. (Exercise)
 
     Args:
         q, k, v, is_causal: As `FlashAttentionTorch`'s. Under autocast they are cast to its dtype first; float64 stays.
 
     Returns:
         By `flash_attention_fast` where `fits_fast` says so, by `FlashAttentionTriton` for other GPU tensors of 16 or 32
-        bits and at most 256 features, else by `FlashAttentionTorch`. What does not fit raises a ValueError.
+        bits and at most 256 features, else by `FlashAttentionTorch`.
+
+    Raises:
+        ValueError: the shapes or dtypes do not fit.
+        RuntimeError: a second derivative is asked for; each of the three ways refuses it.
     """
     ### BEGIN SOLUTION
     kind = q.device.type

@@ -16,11 +16,11 @@ from tests.devices import Devices, Watch, devices_of
 
 attention = graded("attention")
 
-MEAN, SOFTMAX, SHIFTED, MASK = (f"equation (3.{n})" for n in (1, 2, 3, 4))
-ATTENTION, HEADS, GROUPS, CACHE = (f"equation (3.{n})" for n in (6, 7, 8, 9))
+MEAN, SOFTMAX, SHIFTED, MASK = (f"eq-attention-{n}" for n in (1, 2, 3, 4))
+ATTENTION, HEADS, GROUPS, CACHE = (f"eq-attention-{n}" for n in (6, 7, 8, 9))
 INF = math.inf
 
-SOFTMAX_RETURNS = "the contract of exercise 3.1, under Returns"
+SOFTMAX_RETURNS = "the contract of ex-attention-softmax, under Returns"
 SIZES = [(1, 1, 1, 1), (5, 5, 8, 8), (3, 7, 4, 5), (6, 2, 3, 9)]  # t, s, d, dv
 LAYERS = [(1, 1, 4, 1, 1), (2, 5, 8, 2, 2), (2, 3, 12, 6, 2), (3, 4, 8, 4, 1)]  # b, t, c, h, g
 CHUNKS = [(7,), (1, 1, 1, 1, 1, 1, 1), (4, 3), (1, 5, 1)]
@@ -172,7 +172,7 @@ def test_softmax_leaves_x_unchanged():
     x = randn(2, 3)
     before = x.clone()
     out = attention.softmax(x, 1)
-    expect_close(x, before, atol=0.0, rtol=0.0, name="x", answer=out, read="the contract of exercise 3.1")
+    expect_close(x, before, atol=0.0, rtol=0.0, name="x", answer=out, read="the contract")
 
 
 def test_softmax_passes_gradients_back():
@@ -250,7 +250,7 @@ def test_causal_mask_lives_on_the_device_asked_for():
     case('n_queries=2, n_keys=2, device="meta"')
     mask, devices = devices_of(attention.causal_mask, 2, 2, device="meta")
     problem = "no tensor is made on, or moved to, the device asked for"
-    expect_true("meta" in devices, problem, answer=mask, read="the contract of exercise 3.2, under Args")
+    expect_true("meta" in devices, problem, answer=mask, read="the contract, under Args")
 
 
 def test_causal_mask_suits_torch():
@@ -314,7 +314,7 @@ def test_scaled_dot_product_attention_of_no_keys(with_mask):
     mask = torch.ones(4, 0, dtype=torch.bool) if with_mask else None
     case(f"q [2, 4, 3], k [2, 0, 3], v [2, 0, 5], {'mask [4, 0]' if with_mask else 'no mask'}: there are no keys")
     out = attention.scaled_dot_product_attention(randn(2, 4, 3), torch.zeros(2, 0, 3), torch.zeros(2, 0, 5), mask)
-    expect_close(out, torch.zeros(2, 4, 5), read="the contract of exercise 3.3, under Returns")
+    expect_close(out, torch.zeros(2, 4, 5), read="the contract, under Returns")
 
 
 def test_scaled_dot_product_attention_equals_torch():
@@ -375,7 +375,7 @@ def test_scaled_dot_product_attention_divides_before_float16_overflows():
     q, k = torch.full((1, 2, 64), 40.0).half(), torch.full((1, 3, 64), 40.0).half()
     v = torch.tensor([[[0.0], [1.0], [2.0]]]).half()
     out = attention.scaled_dot_product_attention(q, k, v)
-    expect_close(out, torch.ones(1, 2, 1).half(), read="the contract of exercise 3.3, under Returns")
+    expect_close(out, torch.ones(1, 2, 1).half(), read="the contract, under Returns")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -391,7 +391,7 @@ def test_scaled_dot_product_attention_leaves_its_inputs_unchanged():
     inputs = [randn(2, 4), randn(3, 4, seed=1), randn(3, 4, seed=2), random_mask(2, 3)]
     before = [x.clone() for x in inputs]
     out = attention.scaled_dot_product_attention(*inputs)
-    expect_close(inputs, before, atol=0.0, rtol=0.0, name="inputs", answer=out, read="the contract of exercise 3.3")
+    expect_close(inputs, before, atol=0.0, rtol=0.0, name="inputs", answer=out, read="the contract")
 
 
 def test_scaled_dot_product_attention_passes_gradients_back():
@@ -416,7 +416,7 @@ def test_scaled_dot_product_attention_makes_nothing_larger_than_the_scores():
     with Ledger() as ledger:
         out = attention.scaled_dot_product_attention(q, k, v, random_mask(6, 7))
     problem = f"a tensor of {ledger.largest} numbers is made, where T x S is 42 and the inputs have 112 at most"
-    expect_true(ledger.largest <= 112, problem, answer=out, read="the contract of exercise 3.3, under Cost")
+    expect_true(ledger.largest <= 112, problem, answer=out, read="the contract, under Cost")
 
 
 def test_scaled_dot_product_attention_does_not_loop():
@@ -429,7 +429,7 @@ def test_scaled_dot_product_attention_does_not_loop():
         n_ops[b, h, t] = ledger.n_ops
     few, many = n_ops.values()
     problem = f"{few} operators for 2 x 2 heads of 4 positions, {many} for 3 x 4 of 20: there is a loop"
-    expect_true(few == many, problem, answer=out, read="the contract of exercise 3.3, under Cost")
+    expect_true(few == many, problem, answer=out, read="the contract, under Cost")
 
 
 @oracle
@@ -475,7 +475,7 @@ def test_split_heads_feature_by_feature(b, t, h, d):
 @pytest.mark.parametrize(("width", "n_heads"), [(100, 30), (70, 20), (40, 80)])
 def test_split_heads_refuses_a_width_that_does_not_divide(width, n_heads):
     case(f"width {width}, n_heads={n_heads}")
-    with expect_raises(ValueError, str(width), str(n_heads), read="the contract of exercise 3.4, under Raises"):
+    with expect_raises(ValueError, str(width), str(n_heads), read="the contract, under Raises"):
         attention.split_heads(randn(2, 3, width), n_heads)
 
 
@@ -569,7 +569,7 @@ def test_KVCache_by_hand():
     case("max_len=5: the first update, keys 1 2 and values 10 20")
     out = cache.update(numbers(1, 2), numbers(10, 20))
     expect_close(out, (numbers(1, 2), numbers(10, 20)), read=CACHE)
-    answer, attributes = [*out, cache.length], "the contract of exercise 3.7, under Attributes"
+    answer, attributes = [*out, cache.length], "the contract, under Attributes"
     expect_equal(cache.length, 2, name="length", answer=answer, read=attributes)
     case("max_len=5: the second update, key 3 and value 30")
     out = cache.update(numbers(3), numbers(30))
@@ -590,7 +590,7 @@ def test_KVCache_equals_concatenation(chunks):
         out = cache.update(k[:, :, n : n + chunk], v[:, :, n : n + chunk])
         n += chunk
         expect_close(out, (k[:, :, :n], v[:, :, :n]), atol=0.0, rtol=0.0, read=CACHE)
-        expect_equal(cache.length, n, name="length", answer=out, read="the contract of exercise 3.7")
+        expect_equal(cache.length, n, name="length", answer=out, read="the contract")
 
 
 def test_KVCache_returns_views_of_its_own_memory():
@@ -602,7 +602,7 @@ def test_KVCache_returns_views_of_its_own_memory():
         problem = "what comes back is a copy: it does not lie in the memory that was taken at the start"
         there = [x.data_ptr() for x in out]
         answer = [*out, cache.keys]
-        expect_true(there == own, problem, answer=answer, read="the contract of exercise 3.7, under Returns")
+        expect_true(there == own, problem, answer=answer, read="the contract, under Returns")
 
 
 def test_KVCache_never_copies_the_past():
@@ -621,7 +621,7 @@ def test_KVCache_never_copies_the_past():
 @pytest.mark.parametrize(("held", "more"), [(0, 50), (30, 20), (40, 10), (20, 70)])
 def test_KVCache_refuses_what_does_not_fit(held, more):
     case(f"max_len=40, holds {held}: {more} more")
-    raises, cache = "the contract of exercise 3.7, under Raises", attention.KVCache(1, 1, 40, 2)
+    raises, cache = "the contract, under Raises", attention.KVCache(1, 1, 40, 2)
     k, v = randn(1, 1, 40, 2), randn(1, 1, 40, 2, seed=1)
     if held:
         cache.update(k[:, :, :held], v[:, :, :held])
@@ -652,7 +652,7 @@ def test_KVCache_refuses_what_does_not_fit(held, more):
 )
 def test_KVCache_refuses_another_shape(what, k_shape, v_shape, wrong):
     case(f"b=4 g=2 max_len=7 d=5, holds 1: k {k_shape} and v {v_shape}, which is {what}")
-    raises, cache = "the contract of exercise 3.7, under Raises", attention.KVCache(4, 2, 7, 5)
+    raises, cache = "the contract, under Raises", attention.KVCache(4, 2, 7, 5)
     cache.update(randn(4, 2, 1, 5), randn(4, 2, 1, 5, seed=1))
     before = [cache.keys.clone(), cache.values.clone()]
     with expect_raises(ValueError, wrong, "4, 2, 3, 5", read=raises):
@@ -667,7 +667,7 @@ def test_KVCache_keeps_its_dtype():
     case("bfloat16: the dtype of what comes back")
     cache = attention.KVCache(1, 1, 3, 2, dtype=torch.bfloat16)
     k = randn(1, 1, 2, 2, dtype=torch.bfloat16)
-    expect_close(cache.update(k, k), (k, k), atol=0.0, rtol=0.0, read="the contract of exercise 3.7")
+    expect_close(cache.update(k, k), (k, k), atol=0.0, rtol=0.0, read="the contract")
 
 
 def test_KVCache_lives_on_the_device_asked_for():
@@ -675,7 +675,7 @@ def test_KVCache_lives_on_the_device_asked_for():
     with Devices() as devices:
         attention.KVCache(1, 1, 3, 2, device="meta")
     problem = "no tensor is made on the device asked for"
-    expect_true("meta" in devices.asked, problem, answer=devices.asked, read="the contract of exercise 3.7, under Args")
+    expect_true("meta" in devices.asked, problem, answer=devices.asked, read="the contract, under Args")
 
 
 def test_KVCache_of_one_model_does_not_know_the_other():
@@ -760,7 +760,7 @@ def test_MultiHeadAttention_has_these_weights(c, h, g):
     d, groups = c // h, g or h
     expected = {"wq.weight": [c, c], "wk.weight": [groups * d, c], "wv.weight": [groups * d, c], "wo.weight": [c, c]}
     actual = {name: list(p.shape) for name, p in attention.MultiHeadAttention(c, h, g).named_parameters()}
-    expect_equal(actual, expected, name="parameters", read="the contract of exercise 3.8, under Attributes")
+    expect_equal(actual, expected, name="parameters", read="the contract, under Attributes")
 
 
 def test_MultiHeadAttention_equals_torch():
@@ -793,7 +793,7 @@ def test_MultiHeadAttention_sees_distance_only():
     case("b=1 t=6 d=8 h=2: the same table, 40 positions later")
     layer, x = make_layer(16, 2), randn(1, 6, 16, seed=9)
     near, far = (layer(x, rope=make_table(make_angles(n, n + 6, 8)), mask=lower(6, 6)).detach() for n in (0, 40))
-    expect_close(far, near, atol=1e-4, answer=far, read="equation (2.4)")
+    expect_close(far, near, atol=1e-4, answer=far, read="eq-rope-4")
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 4, 4), (2, 1, 1, 4), (3, 4, 4)])
@@ -840,7 +840,7 @@ def test_MultiHeadAttention_without_a_mask_sees_the_whole_cache():
 def test_MultiHeadAttention_refuses_what_does_not_divide(args):
     case(f"MultiHeadAttention{args}")
     two = args[:2] if args[0] % args[1] else args[1:]
-    with expect_raises(ValueError, *map(str, two), read="the contract of exercise 3.8, under Raises"):
+    with expect_raises(ValueError, *map(str, two), read="the contract, under Raises"):
         attention.MultiHeadAttention(*args)
 
 
