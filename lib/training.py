@@ -179,8 +179,7 @@ def accumulate_gradients(model: nn.Module, micro_batches: Iterable[tuple[Tensor,
 
     Args:
         model: ``model(inputs, targets)`` gives ``(logits, loss)``, the loss being the mean over all targets.
-        micro_batches: ``(inputs, targets)`` of any sizes, from any iterable; ``targets.numel()`` is how many items count. One
-            without items is skipped: the mean of nothing is NaN.
+        micro_batches: Any iterable of ``(inputs, targets)``, with ``targets.numel()`` items each; one with none is skipped.
 
     Returns:
         The mean loss over all items, detached. The gradients are added to ``.grad``, which nobody clears here: they are
