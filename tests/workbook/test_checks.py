@@ -292,7 +292,7 @@ def test_reset_keeps_a_dated_copy(book):
     assert copy.name in done.out.replace("\n", "")
     assert "return [half, half]" in book.mine("toy").read_text()
     assert book.marks("tests/chapter_01")["double"]["state"] == "not started"
-    book.workbook("reset", "toy")
+    book.workbook("reset", "toy", "--yes")
     assert book.workbook("stubs", "--check").returncode == 0
     assert len(list((book.root / ".workbook/backups").glob("toy-*.py"))) == 2
 
@@ -302,7 +302,7 @@ def test_reset_of_a_name_in_a_file_that_does_not_parse(book):
     done = book.workbook("reset", "double")
     assert done.returncode == 2
     assert "workbook reset toy" in done.stderr
-    assert book.workbook("reset", "toy").returncode == 0
+    assert book.workbook("reset", "toy", "--yes").returncode == 0
     assert book.workbook("stubs", "--check").returncode == 0
 
 
@@ -326,7 +326,7 @@ def test_stubs_never_overwrite_what_was_begun(book):
     done = book.workbook("stubs")
     assert "lib/toy.py was begun: left as it is" in done.out
     assert book.mine("toy").read_text() == before
-    book.workbook("reset", "toy")
+    book.workbook("reset", "toy", "--yes")
     assert "A number." in book.mine("toy").read_text()
 
 

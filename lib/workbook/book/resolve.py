@@ -36,7 +36,8 @@ from pathlib import Path
 from lib.workbook.book import boundary
 from lib.workbook.book.boundary import AnswerError
 from lib.workbook.book.catalog import ROOT, Chapter, Exercise, chapters
-from lib.workbook.book.stubs import as_lib, contract_arguments, make_stub, marker_lines, methods_left, read_mine
+from lib.workbook.book.sources import SourceError, read_mine
+from lib.workbook.book.stubs import as_lib, contract_arguments, make_stub, marker_lines, methods_left
 
 VARIABLE = "WORKBOOK_WORLD"
 KINDS = ("fallback", "reference", "mine")
@@ -164,8 +165,8 @@ def _execute(path: Path, source: str, module: types.ModuleType) -> None:
 
 def broken(chapter: Chapter, error: BaseException) -> AnswerError:
     """One line that says where a learner's module fails to import."""
-    if isinstance(error, AnswerError):
-        return error
+    if isinstance(error, AnswerError | SourceError):
+        return AnswerError(str(error))
     where = chapter.mine.relative_to(ROOT)
     line = error.lineno if isinstance(error, SyntaxError) else _last_line(chapter.mine, error)
     text = (error.msg if isinstance(error, SyntaxError) else safe_text(error)) or "no message"
@@ -196,7 +197,10 @@ def _run_learners(chapter: Chapter, module: types.ModuleType) -> None:
         AnswerError: it is missing, does not import, or reaches for the reference.
     """
     boundary.check_may_run(chapter.mine)
-    source = read_mine(chapter)
+    try:
+        source = read_mine(chapter)
+    except SourceError as error:
+        raise AnswerError(str(error)) from None
     _contract(chapter)  # read now, as the reference is closed from here on
     boundary.refuse_reference(chapter.module, chapter.mine, chapter.reference)
     on_import(True)
@@ -348,7 +352,7 @@ def place(exercise: Exercise, of_world: str) -> tuple[Path, int]:
         return chapter.reference, exercise.line
     try:
         return chapter.mine, definition_lines(read_mine(chapter)).get(exercise.name, 0)
-    except (AnswerError, SyntaxError, ValueError):
+    except (SourceError, SyntaxError, ValueError):
         return chapter.mine, 0
 
 

@@ -11,7 +11,8 @@ from lib.workbook.book import labels, resolve
 from lib.workbook.book.boundary import AnswerError
 from lib.workbook.book.catalog import ROOT, BookError, Exercise, chapters
 from lib.workbook.book.resolve import safe_text
-from lib.workbook.book.stubs import marker_lines, read_mine
+from lib.workbook.book.sources import SourceError, read_mine
+from lib.workbook.book.stubs import marker_lines
 from lib.workbook.checks.alarm import TimeLimit
 from lib.workbook.grading.cases import current_case
 from lib.workbook.grading.expect import Wrong
@@ -168,7 +169,7 @@ def _next_step(told: Told, stub: str) -> str:
         return f"first {stub[0].lower()}{stub[1:]}"
     chapter = chapters()[told.module]
     line = chapter.exercise(told.name).line
-    with contextlib.suppress(OSError, SyntaxError, ValueError):
+    with contextlib.suppress(SourceError, SyntaxError, ValueError):
         line = marker_lines(read_mine(chapter)).get(told.name, line)
     return f"{what.strip()}: lib/{told.module}.py:{line}"
 

@@ -1,6 +1,8 @@
 """The marks of a run: one row an exercise, with its state, its first failing case and the next step."""
 
 from collections import Counter
+import tempfile
+from pathlib import Path
 
 from lib.workbook.book.catalog import chapters
 from lib.workbook.checks.report import Told
@@ -102,7 +104,8 @@ def describe(row: dict) -> str:
     if row["state"] == "wrong":
         of = row["failed"] + row["passed"] + row["not_started"] + row["not_run"]
         problem = row["problem"] if len(row["problem"]) <= 100 else row["problem"][:97] + "…"
-        return f"{row['failed']} of {of} checks fail: {problem}" + (f" ({row['case']})" if row["case"] else "")
+        left = f", {row['not_run']} not run" if row["not_run"] else ""
+        return f"{row['failed']} of {of} checks fail{left}: {problem}" + (f" ({row['case']})" if row["case"] else "")
     if row["state"] == "not started":
         done = f"{row['passed']} checks pass already; " if row["passed"] else ""
         return done + row["next"]
@@ -114,3 +117,20 @@ def _empty_row(told: Told) -> dict:
     facts = {"chapter": told.chapter, "module": told.module, "number": told.number, "name": told.name}
     texts = dict.fromkeys(("problem", "case", "next", "report", "printed"), "")
     return {**facts, "graded": told.graded, **numbers, **texts}
+
+
+def refusal(file: str | None) -> str:
+    """Why no marks can be written to a file; nothing where they can. Asked before the first check, not after the last."""
+    if file is None:
+        return ""
+    path = Path(file)
+    if path.is_dir():
+        return f"{file} is a folder: expected a file, such as {path / 'marks.json'}"
+    if path.exists() and not path.is_file():
+        return f"{file} is not a file"
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return f"{file}: cannot write into {folder} ({error.strerror})"
