@@ -28,4 +28,4 @@ site: .venv/.site
 	@touch $@
 
 clean:
-	rm -rf .venv _build notebooks
+	rm -rf .venv _build

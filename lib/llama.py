@@ -220,7 +220,7 @@ def sample_next(
     top_k: int | None = None,
     top_p: float | None = None,
     generator: torch.Generator | None = None,
-) -> Int[Tensor, "b"]:
+) -> Int[Tensor, " b"]:
     """Draw the next token of each sequence. (Exercise 4.10)
 
     Args:
@@ -252,7 +252,7 @@ def generate(
     top_p: float | None = None,
     eos_id: int | None = None,
     generator: torch.Generator | None = None,
-) -> Iterator[Int[Tensor, "b"]]:
+) -> Iterator[Int[Tensor, " b"]]:
     """Go on writing, one token of every sequence at a time. (Exercise 4.11)
 
     The prompt passes through the model once, into a cache; then each step passes only the newest tokens.

@@ -8,7 +8,7 @@ from jaxtyping import Complex, Float
 from torch import Tensor
 
 
-def rope_frequencies(head_dim: int, theta: float = 10_000.0, device=None) -> Float[Tensor, "half_d"]:
+def rope_frequencies(head_dim: int, theta: float = 10_000.0, device=None) -> Float[Tensor, " half_d"]:
     """Angular frequency of each pair of features. (Exercise 2.1)
 
     Args:
@@ -124,7 +124,7 @@ def half_to_interleaved(weight: Float[Tensor, "h_d c"], n_heads: int) -> Float[T
     raise NotImplementedError("Exercise 2.6: write half_to_interleaved")
 
 
-def interpolate_positions(context_len: int, trained_len: int) -> Float[Tensor, "context_len"]:
+def interpolate_positions(context_len: int, trained_len: int) -> Float[Tensor, " context_len"]:
     """Positions squeezed into the range that a model was trained on. (Exercise 2.7, stretch)
 
     Args:

@@ -57,16 +57,16 @@ class WeightedSum(torch.autograd.Function):
     """The two kernels, as one step of autograd. x comes as a contiguous matrix, weight as a contiguous vector."""
 
     @staticmethod
-    def forward(ctx, x: Float[Tensor, "n d"], weight: Float[Tensor, "d"]) -> Float[Tensor, "n"]:
+    def forward(ctx, x: Float[Tensor, "n d"], weight: Float[Tensor, " d"]) -> Float[Tensor, " n"]:
         """Launch `weighted_sum_kernel`, and save what the backward pass reads."""
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx, grad: Float[Tensor, "n"]) -> tuple[Float[Tensor, "n d"], Float[Tensor, "d"]]:
+    def backward(ctx, grad: Float[Tensor, " n"]) -> tuple[Float[Tensor, "n d"], Float[Tensor, " d"]]:
         """Launch `weighted_sum_backward_kernel`; add the rows of ``partial``, float32 ``[programs, D]``."""
 
 
-def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, "d"]) -> Float[Tensor, "..."]:
+def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"]) -> Float[Tensor, "..."]:
     """Sum of the last dimension, each feature times its weight; with a backward pass. (Exercise 14.2)
 
     Args:
@@ -164,7 +164,7 @@ def rms_norm_kernel(x, weight, out, width, row_stride, eps, BLOCK: tl.constexpr)
     """Program i does row i, which fits into BLOCK numbers; rows of x begin row_stride elements apart, rows of out width."""
 
 
-def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, "d"], eps: float = 1e-5) -> Float[Tensor, "... d"]:
+def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"], eps: float = 1e-5) -> Float[Tensor, "... d"]:
     """Chapter 4's RMSNorm, in one pass over memory. (Exercise 14.5)
 
     Args:

@@ -16,7 +16,7 @@ from lib.given.kernels.autocast import PRODUCTS, REDUCTIONS
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """A binary floating-point format: one sign bit, an exponent, a mantissa. (Exercise 11.1)
+    """A binary floating-point format: one sign bit, an exponent, a mantissa. (Exercise)
 
     Args:
         exponent_bits: Width E of the exponent, 2 to 11; its bias is ``2**(E - 1) - 1``. The least stored exponent holds
@@ -79,10 +79,10 @@ class FloatFormat:
 
 
 def round_to_format(x: Float[Tensor, "..."], fmt: FloatFormat) -> Float[Tensor, "..."]:
-    """Each number moved to the nearest one that the format has; of two equally near, to the even one. (Exercise 11.2)
+    """Each number moved to the nearest one that the format has; of two equally near, to the even one. (Exercise)
 
     Args:
-        x: Any shape, any floating dtype; left unchanged.
+        x: Any shape, any floating dtype, those of 8 bits too (``x.double()`` takes them all); left unchanged.
         fmt: A ``FloatFormat``.
 
     Returns:
@@ -113,7 +113,7 @@ def round_to_format(x: Float[Tensor, "..."], fmt: FloatFormat) -> Float[Tensor, 
 def accumulate(
     values: Tensor | Iterable[float], accumulator_dtype: torch.dtype, value_dtype: torch.dtype
 ) -> Float[Tensor, ""]:
-    """Numbers added one after another to a running total, which is rounded after each. (Exercise 11.3)
+    """Numbers added one after another to a running total, which is rounded after each. (Exercise)
 
     Args:
         values: Numbers in the order in which they are added.
@@ -121,7 +121,9 @@ def accumulate(
         value_dtype: Dtype to which each number is rounded before it is added.
 
     Returns:
-        The total, a tensor without dimensions, in ``accumulator_dtype``: what ``total += value`` gives.
+        The total, a tensor without dimensions, in ``accumulator_dtype``: what ``total += value`` gives. It is on the device of
+        ``values`` if that is a tensor, else on the CPU. A list's numbers are Python floats, float64, until they are rounded
+        to ``value_dtype``.
 
     Source: Stanford CS336, assignment 2, problem mixed_precision_accumulation.
     """
@@ -136,7 +138,7 @@ def accumulate(
 
 
 class GradScaler:
-    """Multiplies the loss so that small gradients survive float16, and divides them again before the step. (Exercise 11.4)
+    """Multiplies the loss so that small gradients survive float16, and divides them again before the step. (Exercise)
 
     Args:
         init_scale: First factor.
@@ -168,7 +170,7 @@ class GradScaler:
     def scale(self, outputs: Any) -> Any:
         """A loss times the scale; or a list or tuple of them, nested or not, each times the scale, in the same structure.
 
-        The scale and its counter move to the losses' device.
+        ``_scale`` and ``_growth_tracker`` move to the losses' device.
         """
         ### BEGIN SOLUTION
         if isinstance(outputs, Tensor):
@@ -286,7 +288,7 @@ _inside = threading.local()  # .busy: a region further in has decided about the 
 
 ### END SOLUTION
 class MiniAutocast(TorchFunctionMode):
-    """Inside ``with MiniAutocast(dtype):`` products run in ``dtype`` and reductions in float32. (Exercise 11.5)
+    """Inside ``with MiniAutocast(dtype):`` products run in ``dtype`` and reductions in float32. (Exercise)
 
     Args:
         dtype: Of the products: float16, bfloat16, or float32, which switches an outer region off.
@@ -334,7 +336,7 @@ class MiniAutocast(TorchFunctionMode):
 
 
 def autocast_dtypes(model: nn.Module, x: Tensor, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtype that every layer's output would have under ``torch.autocast``, predicted by its rules. (Exercise 11.6)
+    """The dtype that every layer's output would have under ``torch.autocast``, predicted by its rules. (Exercise)
 
     Args:
         model: Any module; afterwards it has no more hooks, gradients or changed buffers than before, and is in its mode.

@@ -11,7 +11,7 @@ from solutions.rope import apply_rope
 
 
 def softmax(x: Float[Tensor, "..."], dim: int) -> Float[Tensor, "..."]:
-    """Positive weights that sum to one along a dimension. (Exercise 3.1)
+    """Positive weights that sum to one along a dimension. (Exercise)
 
     Args:
         x: Scores of any shape; ``-inf`` gets no weight.
@@ -34,7 +34,7 @@ def softmax(x: Float[Tensor, "..."], dim: int) -> Float[Tensor, "..."]:
 
 
 def causal_mask(n_queries: int, n_keys: int, device=None) -> Bool[Tensor, "t s"]:
-    """Which keys each query may attend to, if none may look ahead. (Exercise 3.2)
+    """Which keys each query may attend to, if none may look ahead. (Exercise)
 
     Args:
         n_queries: Number T of queries.
@@ -59,7 +59,7 @@ def scaled_dot_product_attention(
     v: Float[Tensor, "... s dv"],
     mask: Bool[Tensor, "... t s"] | None = None,
 ) -> Float[Tensor, "... t dv"]:
-    """Weighted means of the values, by how well the keys answer the queries. (Exercise 3.3)
+    """Weighted means of the values, by how well the keys answer the queries. (Exercise)
 
     Args:
         q: Queries ``[..., T, D]``; any leading dimensions.
@@ -83,7 +83,7 @@ def scaled_dot_product_attention(
 
 
 def split_heads(x: Float[Tensor, "b t hd"], n_heads: int) -> Float[Tensor, "b h t d"]:
-    """Cut the features into heads, and put the heads beside the batch. (Exercise 3.4)
+    """Cut the features into heads, and put the heads beside the batch. (Exercise)
 
     Args:
         x: ``[B, T, H*D]``; head 0 is the first D features.
@@ -103,7 +103,7 @@ def split_heads(x: Float[Tensor, "b t hd"], n_heads: int) -> Float[Tensor, "b h 
 
 
 def merge_heads(x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b t hd"]:
-    """Put the heads of each position side by side again. (Exercise 3.5)
+    """Put the heads of each position side by side again. (Exercise)
 
     Args:
         x: ``[B, H, T, D]``.
@@ -117,7 +117,7 @@ def merge_heads(x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b t hd"]:
 
 
 def repeat_kv(x: Float[Tensor, "b g t d"], n_repeats: int) -> Float[Tensor, "b h t d"]:
-    """Give each key/value head to the query heads that share it. (Exercise 3.6)
+    """Give each key/value head to the query heads that share it. (Exercise)
 
     Args:
         x: Keys or values ``[B, G, T, D]`` of G groups.
@@ -134,7 +134,7 @@ def repeat_kv(x: Float[Tensor, "b g t d"], n_repeats: int) -> Float[Tensor, "b h
 
 
 class KVCache:
-    """The keys and values of all positions so far, so that none is computed twice. (Exercise 3.7)
+    """The keys and values of all positions so far, so that none is computed twice. (Exercise)
 
     Memory for ``max_len`` positions is taken once, at the start.
 
@@ -188,7 +188,7 @@ class KVCache:
 
 
 class MultiHeadAttention(nn.Module):
-    """Several attentions side by side, each on its own projection of the input. (Exercise 3.8)
+    """Several attentions side by side, each on its own projection of the input. (Exercise)
 
     Args:
         dim: Model width C; a multiple of ``n_heads``.

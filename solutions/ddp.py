@@ -18,7 +18,7 @@ def shard_indices(
     shuffle: bool = True,
     drop_last: bool = False,
 ) -> list[int]:
-    """Which items of a data set a rank reads in an epoch, in its order. (Exercise 10.1)
+    """Which items of a data set a rank reads in an epoch, in its order. (Exercise)
 
     All ranks make the same list of all n items: shuffled by a ``torch.Generator`` seeded with ``seed + epoch`` and
     ``torch.randperm``, or in order. It is made a multiple of R long: padded from its own start, again and again if it is
@@ -53,11 +53,12 @@ def shard_indices(
 
 @torch.no_grad()
 def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Give every rank the parameters and buffers of the group's rank 0, in place. (Exercise 10.2)
+    """Give every rank the parameters and buffers of the group's rank 0, in place. (Exercise)
 
     Args:
-        module: The same on all ranks but for its values. Frozen parameters are sent too, and buffers of any dtype; a
-            tensor that stands in two places is sent once; one that is not contiguous keeps its strides.
+        module: The same on all ranks but for its values. Frozen parameters are sent too, and buffers of any dtype: also
+            int16, uint16 and the floats of 8 bits, which gloo refuses as such and takes as bytes (uint8). A tensor that
+            stands in two places is sent once; one that is not contiguous keeps its strides.
         group: The ranks that take part; None is all of them.
 
     Returns:
@@ -65,10 +66,13 @@ def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup | None = No
     """
     ### BEGIN SOLUTION
     for tensor in [*module.parameters(), *module.buffers()]:
-        sent = tensor.detach().contiguous()
-        dist.broadcast(sent, group_src=0, group=group)
-        if sent.data_ptr() != tensor.data_ptr():
-            tensor.copy_(sent)
+        once = tensor.detach()[
+            tuple(slice(None if step else 1) for step in tensor.stride())
+        ]  # without expand's repeats
+        sent = once.contiguous()
+        dist.broadcast(sent.view(-1).view(torch.uint8), group_src=0, group=group)  # bytes: gloo knows few dtypes
+        if sent.data_ptr() != once.data_ptr():
+            once.copy_(sent)
     ### END SOLUTION
 
 
@@ -89,6 +93,10 @@ def _start_mean(tensor: Tensor, group=None, async_op: bool = False) -> dist.Work
 def _flat_mean(parameters: Sequence[nn.Parameter], group=None, async_op: bool = False) -> dist.Work | None:
     """One collective for the gradients of several parameters of one dtype; ``.grad`` become views of the buffer sent."""
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    if any(grad.layout != torch.strided for grad in grads):
+        raise TypeError(
+            "a gradient is sparse: its ranks hold other rows, so make it dense (Embedding(..., sparse=False))"
+        )
     pieces = [grad.detach().reshape(-1) for grad in grads]
     flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0]  # the one copy; a single gradient is sent where it is
     for p, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
@@ -99,7 +107,7 @@ def _flat_mean(parameters: Sequence[nn.Parameter], group=None, async_op: bool = 
 ### END SOLUTION
 @torch.no_grad()
 def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Replace each gradient by its mean over the ranks, with one all-reduce a tensor. (Exercise 10.3)
+    """Replace each gradient by its mean over the ranks, with one all-reduce a tensor. (Exercise)
 
     Args:
         module: After ``backward``. Frozen parameters are left alone; a tied parameter counts once.
@@ -122,7 +130,7 @@ def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None)
 
 @torch.no_grad()
 def average_gradients_flat(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """The same as ``average_gradients`` with one all-reduce in all. (Exercise 10.4)
+    """The same as ``average_gradients`` with one all-reduce in all. (Exercise)
 
     Args:
         module: After ``backward``.
@@ -211,7 +219,7 @@ class _Rounds:
 
 ### END SOLUTION
 class OverlapDDP(nn.Module):
-    """A module whose gradients are averaged while backward still runs, one collective each. (Exercise 10.5)
+    """A module whose gradients are averaged while backward still runs, one collective each. (Exercise)
 
     Args:
         module: The model, on every rank; it gets rank 0's parameters and buffers at once.
@@ -266,7 +274,7 @@ class OverlapDDP(nn.Module):
 
 
 def ddp_overhead_seconds(n_bytes: float, bandwidth: float, call_overhead_s: float, n_buckets: float) -> float:
-    """Time that communication adds to a step when it overlaps with backward. (Exercise 10.6)
+    """Time that communication adds to a step when it overlaps with backward. (Exercise)
 
     Args:
         n_bytes: All gradients together.
@@ -288,7 +296,7 @@ def ddp_overhead_seconds(n_bytes: float, bandwidth: float, call_overhead_s: floa
 
 
 def optimal_bucket_bytes(n_bytes: float, bandwidth: float, call_overhead_s: float) -> float:
-    """The bucket that makes ``ddp_overhead_seconds`` smallest. (Exercise 10.7)
+    """The bucket that makes ``ddp_overhead_seconds`` smallest. (Exercise)
 
     Args:
         n_bytes: All gradients together.
@@ -320,7 +328,7 @@ def _buckets(parameters: list[nn.Parameter], bucket_bytes: float) -> list[list[n
 
 ### END SOLUTION
 class BucketedDDP(nn.Module):
-    """``OverlapDDP`` with gradients that travel together in buckets. (Exercise 10.8)
+    """``OverlapDDP`` with gradients that travel together in buckets. (Exercise)
 
     Args:
         module: The model, on every rank; it gets rank 0's parameters and buffers at once.

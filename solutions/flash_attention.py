@@ -11,7 +11,7 @@ from lib.given.kernels.tiles import HAS_TRITON, LN2, LOG2E, fold_groups, hide_la
 
 
 def attention_io_bytes(length: int, head_dim: int, sram_bytes: int, algorithm: str) -> int:
-    """Bytes that the forward pass of one head moves to and from a GPU's main memory. (Exercise 15.1)
+    """Bytes that the forward pass of one head moves to and from a GPU's main memory. (Exercise)
 
     Args:
         length: Number N of queries, and of keys.
@@ -47,7 +47,7 @@ def online_softmax_update(
     scores: Float[Tensor, "*lead r c"],
     values: Float[Tensor, "*lead c d"],
 ) -> tuple[Float[Tensor, "*lead r"], Float[Tensor, "*lead r"], Float[Tensor, "*lead r d"]]:
-    """Take one more tile of keys into a softmax that is under way. (Exercise 15.2)
+    """Take one more tile of keys into a softmax that is under way. (Exercise)
 
     Args:
         m: Largest score of each row so far; -inf before the first tile.
@@ -89,7 +89,7 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, position: int | None) -> tuple
 
 
 class FlashAttentionTorch(torch.autograd.Function):
-    """Attention in tiles, in PyTorch: ``FlashAttentionTorch.apply(q, k, v, is_causal)``. (Exercise 15.3)
+    """Attention in tiles, in PyTorch: ``FlashAttentionTorch.apply(q, k, v, is_causal)``. (Exercise)
 
     Args:
         q: Queries [..., T, D].
@@ -139,7 +139,7 @@ def flash_backward(
     lse: Float[Tensor, "*lead t"],
     is_causal: bool,
 ) -> tuple[Float[Tensor, "*lead t d"], Float[Tensor, "*lead_kv s d"], Float[Tensor, "*lead_kv s d"]]:
-    """Gradients of attention, from tiles of weights computed once more. (Exercise 15.4)
+    """Gradients of attention, from tiles of weights computed once more. (Exercise)
 
     Args:
         q, k, v, is_causal: As they went into the forward pass; heads may be shared.
@@ -176,7 +176,7 @@ def flash_backward(
 @triton.jit
 def flash_forward_kernel(q, k, v, o, lse, T, S, scale, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
                          ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
-    """Output and logsumexp of one tile of queries; the grid is (query heads, tiles of queries). (Exercise 15.5)
+    """Output and logsumexp of one tile of queries; the grid is (query heads, tiles of queries). (Exercise)
 
     Args:
         q, k, v, o: Pointers to contiguous [heads, T, D], twice [heads / GROUP, S, D], and [heads, T, D].
@@ -231,7 +231,7 @@ def flash_forward_kernel(q, k, v, o, lse, T, S, scale, GROUP: tl.constexpr, D: t
 @triton.jit
 def flash_backward_dq_kernel(q, k, v, o, do, lse, delta, dq, T, S, scale, GROUP: tl.constexpr, D: tl.constexpr,
                              WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
-    """Gradient of one tile of queries; arguments and grid as `flash_forward_kernel`'s. (Exercise 15.6)
+    """Gradient of one tile of queries; arguments and grid as `flash_forward_kernel`'s. (Exercise)
 
     Args:
         o, do: Pointers to the output and its gradient, [heads, T, D].
@@ -276,7 +276,7 @@ def flash_backward_dq_kernel(q, k, v, o, do, lse, delta, dq, T, S, scale, GROUP:
 @triton.jit
 def flash_backward_dkdv_kernel(q, k, v, do, lse, delta, dk, dv, T, S, scale, GROUP: tl.constexpr, D: tl.constexpr,
                                WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
-    """Gradients of one tile of keys and values; the grid is (heads of keys, tiles of keys). (Exercise 15.7)
+    """Gradients of one tile of keys and values; the grid is (heads of keys, tiles of keys). (Exercise)
 
     Args:
         do, lse, delta: Pointers to the output's gradient, the natural logsumexp and the row sums of o * do.
@@ -321,7 +321,7 @@ def flash_backward_dkdv_kernel(q, k, v, do, lse, delta, dk, dv, T, S, scale, GRO
 
 
 class FlashAttentionTriton(torch.autograd.Function):
-    """Attention by the three kernels. (Exercise 15.8)
+    """Attention by the three kernels. (Exercise)
 
     Arguments, results, errors and what is saved are `FlashAttentionTorch`'s, for float32, float16 and bfloat16.
     `launch_forward`, `launch_backward_dq` and `launch_backward_dkdv` choose the tiles and start a kernel.
@@ -353,7 +353,7 @@ def flash_attention(
     v: Float[Tensor, "*lead_kv s d"],
     is_causal: bool = False,
 ) -> Float[Tensor, "*lead t d"]:
-    """Attention by the fastest way that fits. (Exercise 15.9)
+    """Attention by the fastest way that fits. (Exercise)
 
     Args:
         q, k, v, is_causal: As `FlashAttentionTorch`'s. Under autocast they are cast to its dtype first; float64 stays.

@@ -22,9 +22,9 @@ from solutions.attention import causal_mask, merge_heads, scaled_dot_product_att
 
 
 def layer_norm(
-    x: Float[Tensor, "... c"], weight: Float[Tensor, "c"], bias: Float[Tensor, "c"], eps: float = 1e-5
+    x: Float[Tensor, "... c"], weight: Float[Tensor, " c"], bias: Float[Tensor, " c"], eps: float = 1e-5
 ) -> Float[Tensor, "... c"]:
-    """Features with mean 0 and variance 1, then a gain and a bias for each. (Exercise 6.1)
+    """Features with mean 0 and variance 1, then a gain and a bias for each. (Exercise)
 
     Args:
         x: ``[..., C]``, any floating dtype; each vector of C features is normalised by itself.
@@ -54,25 +54,27 @@ class LayerNorm(nn.LayerNorm):
 
 
 def gelu_tanh(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """The Gaussian error linear unit, by its tanh formula. (Exercise 6.2)
+    """The Gaussian error linear unit, by its tanh formula. (Exercise)
 
     Args:
         x: Any shape, any floating dtype.
 
     Returns:
-        The shape and dtype of ``x``.
+        The shape and dtype of ``x``. It is computed in float32 at least (float64 stays float64): float16 ends at 65,504, so
+        the cube of 41 is infinite there, and backward turns that into NaN.
 
     Source: Hendrycks and Gimpel (arXiv:1606.08415), section 2.
     Convention: GPT-2 was trained with this formula, "gelu_new" in Transformers; there, ViT and BERT have the exact one.
     """
     ### BEGIN SOLUTION
-    inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)
-    return 0.5 * x * (1.0 + torch.tanh(inner))
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    inner = math.sqrt(2.0 / math.pi) * (wide + 0.044715 * wide**3)
+    return (0.5 * wide * (1.0 + torch.tanh(inner))).to(x.dtype)
     ### END SOLUTION
 
 
 class CausalSelfAttention(nn.Module):
-    """Attention of every position to itself and those before it. (Exercise 6.3)
+    """Attention of every position to itself and those before it. (Exercise)
 
     Args:
         config: Gives ``dim`` C and ``n_heads`` H.
@@ -102,7 +104,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear maps with a ``gelu_tanh`` between, at four times the width. (Exercise 6.4)
+    """Two linear maps with a ``gelu_tanh`` between, at four times the width. (Exercise)
 
     Args:
         config: Gives ``dim`` C.
@@ -127,7 +129,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP; each reads a normalised copy of the stream and adds to the stream. (Exercise 6.5)
+    """Attention, then the MLP; each reads a normalised copy of the stream and adds to the stream. (Exercise)
 
     Args:
         config: Gives ``dim`` C, ``n_heads`` and ``norm_eps``.
@@ -160,7 +162,7 @@ class Block(nn.Module):
 
 
 def init_weights(module: nn.Module, n_layers: int) -> None:
-    """Set every weight to GPT-2's random start, in place. (Exercise 6.6)
+    """Set every weight to GPT-2's random start, in place. (Exercise)
 
     Weights of ``nn.Embedding`` and ``nn.Linear`` become normal with mean 0 and standard deviation 0.02; those of the
     linear maps whose name ends in ``c_proj``, which write to the residual stream, ``0.02 / sqrt(2 * n_layers)``. Biases of
@@ -187,7 +189,7 @@ def init_weights(module: nn.Module, n_layers: int) -> None:
 
 
 def pad_vocab(n: int, multiple: int = 128) -> int:
-    """The least multiple that holds a vocabulary. (Exercise 6.7)
+    """The least multiple that holds a vocabulary. (Exercise)
 
     Args:
         n: Tokens that exist.
@@ -202,7 +204,7 @@ def pad_vocab(n: int, multiple: int = 128) -> int:
 
 
 class GPT2(nn.Module):
-    """The whole model: tokens in, scores of the next token out. (Exercise 6.8)
+    """The whole model: tokens in, scores of the next token out. (Exercise)
 
     Args:
         config: A ``GPT2Config``.
@@ -261,7 +263,7 @@ class GPT2(nn.Module):
 
 
 def count_parameters(config: GPT2Config) -> int:
-    """Numbers that training would set, without building the model. (Exercise 6.9)
+    """Numbers that training would set, without building the model. (Exercise)
 
     Args:
         config: A ``GPT2Config``.
@@ -278,7 +280,7 @@ def count_parameters(config: GPT2Config) -> int:
 
 
 def convert_hf_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Transformers' GPT-2 weights under this model's names and in its layout. (Exercise 6.10)
+    """Transformers' GPT-2 weights under this model's names and in its layout. (Exercise)
 
     Args:
         state_dict: Tensors of a ``GPT2LMHeadModel`` (names begin with ``transformer.``) or of OpenAI's checkpoint on the
@@ -307,7 +309,7 @@ def convert_hf_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_pretrained(name_or_path: str | os.PathLike) -> GPT2:
-    """A model with the weights of a checkpoint in Transformers' format. (Exercise 6.11)
+    """A model with the weights of a checkpoint in Transformers' format. (Exercise)
 
     Args:
         name_or_path: A folder with ``config.json`` and ``model.safetensors`` (or shards and their index), or a name on

@@ -16,7 +16,7 @@ from solutions.rope import half_to_interleaved, precompute_rope
 
 
 class RMSNorm(nn.Module):
-    """Scale each vector to a root mean square of one, then each feature by a weight. (Exercise 4.1)
+    """Scale each vector to a root mean square of one, then each feature by a weight. (Exercise)
 
     Args:
         dim: Width C of the vectors.
@@ -53,7 +53,7 @@ class RMSNorm(nn.Module):
 
 
 def swiglu_hidden_dim(dim: int, multiple_of: int = 256, multiplier: float = 1.0) -> int:
-    """Width of a SwiGLU with as many weights as a plain feed-forward of 4 x ``dim``. (Exercise 4.2)
+    """Width of a SwiGLU with as many weights as a plain feed-forward of 4 x ``dim``. (Exercise)
 
     Args:
         dim: Model width C.
@@ -73,7 +73,7 @@ def swiglu_hidden_dim(dim: int, multiple_of: int = 256, multiplier: float = 1.0)
 
 
 class SwiGLU(nn.Module):
-    """A feed-forward layer whose first projection has a gate beside it. (Exercise 4.3)
+    """A feed-forward layer whose first projection has a gate beside it. (Exercise)
 
     Args:
         dim: Model width C.
@@ -102,7 +102,7 @@ class SwiGLU(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention, then a feed-forward layer, each normalised before and added to what came in. (Exercise 4.4)
+    """Attention, then a feed-forward layer, each normalised before and added to what came in. (Exercise)
 
     Args:
         config: Its ``dim``, ``n_heads``, ``n_kv_heads``, ``hidden_dim`` and ``norm_eps`` are used.
@@ -138,7 +138,7 @@ class TransformerBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens in, scores of the next token out. (Exercise 4.5)
+    """Tokens in, scores of the next token out. (Exercise)
 
     Args:
         config: Its sizes.
@@ -203,7 +203,7 @@ class Llama(nn.Module):
 
 
 def count_parameters(config: LlamaConfig) -> int:
-    """How many weights the model has, by arithmetic. (Exercise 4.6)
+    """How many weights the model has, by arithmetic. (Exercise)
 
     Args:
         config: Any sizes; no model is built, so 70B costs nothing.
@@ -220,7 +220,7 @@ def count_parameters(config: LlamaConfig) -> int:
 
 
 def inference_memory_gb(n_parameters: float, bits: int = 16, overhead: float = 1.2) -> float:
-    """Rule of thumb for the memory in which a model can answer. (Exercise 4.7)
+    """Rule of thumb for the memory in which a model can answer. (Exercise)
 
     Args:
         n_parameters: Weights of the model.
@@ -236,7 +236,7 @@ def inference_memory_gb(n_parameters: float, bits: int = 16, overhead: float = 1
 
 
 def kv_cache_bytes(config: LlamaConfig, batch: int, length: int, bytes_per_value: int = 2) -> int:
-    """Bytes of keys and values that a batch of sequences keeps. (Exercise 4.8)
+    """Bytes of keys and values that a batch of sequences keeps. (Exercise)
 
     Args:
         config: Its layers and heads; mind the grouped ones.
@@ -254,7 +254,7 @@ def kv_cache_bytes(config: LlamaConfig, batch: int, length: int, bytes_per_value
 
 
 def convert_hf_state_dict(state_dict: Mapping[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
-    """Transformers' weights under Meta's names, rotary pairs as neighbours. (Exercise 4.9)
+    """Transformers' weights under Meta's names, rotary pairs as neighbours. (Exercise)
 
     Args:
         state_dict: Of a ``LlamaForCausalLM``; left unchanged. ``hf_tensors(config)`` gives, for each name in it, Meta's name and the shape.
@@ -293,8 +293,8 @@ def sample_next(
     top_k: int | None = None,
     top_p: float | None = None,
     generator: torch.Generator | None = None,
-) -> Int[Tensor, "b"]:
-    """Draw the next token of each sequence. (Exercise 4.10)
+) -> Int[Tensor, " b"]:
+    """Draw the next token of each sequence. (Exercise)
 
     Args:
         logits: ``[B, V]``; left unchanged.
@@ -344,8 +344,8 @@ def generate(
     top_p: float | None = None,
     eos_id: int | None = None,
     generator: torch.Generator | None = None,
-) -> Iterator[Int[Tensor, "b"]]:
-    """Go on writing, one token of every sequence at a time. (Exercise 4.11)
+) -> Iterator[Int[Tensor, " b"]]:
+    """Go on writing, one token of every sequence at a time. (Exercise)
 
     The prompt passes through the model once, into a cache; then each step passes only the newest tokens.
 

@@ -14,7 +14,7 @@ Array = TypeVar("Array", bound=np.ndarray)
 
 
 def scatter_scale_average(comm: "MPI.Comm", values: Sequence[float] | None, factor: float = 0.5) -> float:
-    """The mean of numbers that lie on rank 0, each scaled by another rank. (Exercise 9.1)
+    """The mean of numbers that lie on rank 0, each scaled by another rank. (Exercise)
 
     Rank 0 scatters the numbers, every rank multiplies its own by ``factor``, rank 0 gets their sum by a reduce, divides it
     by R and broadcasts the mean.
@@ -47,7 +47,7 @@ def scatter_scale_average(comm: "MPI.Comm", values: Sequence[float] | None, fact
 
 
 def tree_broadcast(comm: "MPI.Comm", array: Array, root: int = 0) -> Array:
-    """Copy the root's array to every rank, along a binomial tree of messages. (Exercise 9.2)
+    """Copy the root's array to every rank, along a binomial tree of messages. (Exercise)
 
     Args:
         comm: The communicator, of R ranks.
@@ -84,7 +84,7 @@ def tree_broadcast(comm: "MPI.Comm", array: Array, root: int = 0) -> Array:
 
 
 def ring_all_reduce(comm: "MPI.Comm", array: np.ndarray) -> np.ndarray:
-    """The sum of all ranks' arrays, on every rank, by messages to the right neighbour only. (Exercise 9.3)
+    """The sum of all ranks' arrays, on every rank, by messages to the right neighbour only. (Exercise)
 
     The array is cut into R chunks whose lengths differ by at most one (some are empty if it is shorter than R). R - 1 steps
     of reduce-scatter leave each rank with one chunk that is summed; R - 1 steps of all-gather pass the sums on.
@@ -121,7 +121,7 @@ def ring_all_reduce(comm: "MPI.Comm", array: np.ndarray) -> np.ndarray:
 
 
 def all_reduce_seconds(n_bytes: float, n_ranks: int, latency_s: float, bandwidth: float, algorithm: str) -> float:
-    """How long an all-reduce takes, if a message of n bytes takes latency + n / bandwidth. (Exercise 9.4)
+    """How long an all-reduce takes, if a message of n bytes takes latency + n / bandwidth. (Exercise)
 
     Args:
         n_bytes: Size of the array on each rank.
@@ -158,7 +158,7 @@ def all_reduce_seconds(n_bytes: float, n_ranks: int, latency_s: float, bandwidth
 
 
 def average_gradients_mpi(comm: "MPI.Comm", module: nn.Module) -> None:
-    """Replace every gradient by its mean over the ranks, with one all-reduce for the whole module. (Exercise 9.5)
+    """Replace every gradient by its mean over the ranks, with one all-reduce for the whole module. (Exercise)
 
     Args:
         comm: The communicator, of R ranks.

@@ -8,8 +8,8 @@ from jaxtyping import Complex, Float
 from torch import Tensor
 
 
-def rope_frequencies(head_dim: int, theta: float = 10_000.0, device=None) -> Float[Tensor, "half_d"]:
-    """Angular frequency of each pair of features. (Exercise 2.1)
+def rope_frequencies(head_dim: int, theta: float = 10_000.0, device=None) -> Float[Tensor, " half_d"]:
+    """Angular frequency of each pair of features. (Exercise)
 
     Args:
         head_dim: Width D of a head; even.
@@ -35,7 +35,7 @@ def rope_frequencies(head_dim: int, theta: float = 10_000.0, device=None) -> Flo
 
 
 def rotation_matrix(position: int, head_dim: int, theta: float = 10_000.0) -> Float[Tensor, "d d"]:
-    """The whole rotation of one position, as a matrix. (Exercise 2.2)
+    """The whole rotation of one position, as a matrix. (Exercise)
 
     Args:
         position: Position m of the token; the first token is at 0.
@@ -63,7 +63,7 @@ def rotation_matrix(position: int, head_dim: int, theta: float = 10_000.0) -> Fl
 def precompute_rope(
     head_dim: int, context_len: int, theta: float = 10_000.0, device=None
 ) -> Complex[Tensor, "context_len half_d"]:
-    """The rotations of every position up to ``context_len``, as complex numbers. (Exercise 2.3)
+    """The rotations of every position up to ``context_len``, as complex numbers. (Exercise)
 
     Args:
         head_dim: Width D of a head; even.
@@ -90,7 +90,7 @@ def precompute_rope(
 
 
 def apply_rope(x: Float[Tensor, "b t h d"], rope: Complex[Tensor, "t half_d"]) -> Float[Tensor, "b t h d"]:
-    """Rotate each pair of features of queries or keys by its token's position. (Exercise 2.4)
+    """Rotate each pair of features of queries or keys by its token's position. (Exercise)
 
     Args:
         x: Queries or keys of any floating dtype (float64 too) and any strides; left unchanged.
@@ -119,7 +119,7 @@ def apply_rope(x: Float[Tensor, "b t h d"], rope: Complex[Tensor, "t half_d"]) -
 
 
 def interleaved_to_half(weight: Float[Tensor, "h_d c"], n_heads: int) -> Float[Tensor, "h_d c"]:
-    """Reorder a projection's rows from neighbouring pairs to split halves. (Exercise 2.5)
+    """Reorder a projection's rows from neighbouring pairs to split halves. (Exercise)
 
     Args:
         weight: Query or key projection ``[H*D, C]`` whose rotary pairs are rows (2i, 2i + 1) of each head.
@@ -136,7 +136,7 @@ def interleaved_to_half(weight: Float[Tensor, "h_d c"], n_heads: int) -> Float[T
 
 
 def half_to_interleaved(weight: Float[Tensor, "h_d c"], n_heads: int) -> Float[Tensor, "h_d c"]:
-    """Reorder a projection's rows from split halves to neighbouring pairs. (Exercise 2.6)
+    """Reorder a projection's rows from split halves to neighbouring pairs. (Exercise)
 
     Args:
         weight: Query or key projection ``[H*D, C]`` whose rotary pairs are rows (i, i + D/2) of each head.
@@ -151,8 +151,8 @@ def half_to_interleaved(weight: Float[Tensor, "h_d c"], n_heads: int) -> Float[T
     ### END SOLUTION
 
 
-def interpolate_positions(context_len: int, trained_len: int) -> Float[Tensor, "context_len"]:
-    """Positions squeezed into the range that a model was trained on. (Exercise 2.7, stretch)
+def interpolate_positions(context_len: int, trained_len: int) -> Float[Tensor, " context_len"]:
+    """Positions squeezed into the range that a model was trained on. (Exercise, stretch)
 
     Args:
         context_len: Number of positions wanted.

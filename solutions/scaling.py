@@ -19,7 +19,7 @@ from solutions.training import hours_per_epoch
 
 
 def training_memory_bytes(config: FFNConfig, tokens: float) -> dict[str, float]:
-    """What one device would hold to train a model of feed-forward blocks. (Exercise 16.1)
+    """What one device would hold to train a model of feed-forward blocks. (Exercise)
 
     Args:
         config: Blocks L of two matrices, C x F and F x C; no attention, no embedding, no biases.
@@ -41,7 +41,7 @@ def training_memory_bytes(config: FFNConfig, tokens: float) -> dict[str, float]:
 
 
 def fsdp_memory_bytes(config: FFNConfig, tokens: float, n_devices: int) -> float:
-    """What each of R devices holds, if states and every second layer's activations are sharded. (Exercise 16.2)
+    """What each of R devices holds, if states and every second layer's activations are sharded. (Exercise)
 
     Args:
         config, tokens: As for ``training_memory_bytes``.
@@ -66,34 +66,43 @@ def fsdp_memory_bytes(config: FFNConfig, tokens: float, n_devices: int) -> float
 
 
 def min_fsdp_devices(config: FFNConfig, tokens: float, device_bytes: float) -> int:
-    """The least number of devices for which ``fsdp_memory_bytes`` fits. (Exercise 16.3)
+    """The least number of devices for which ``fsdp_memory_bytes`` fits. (Exercise)
 
     Args:
         config, tokens: As before.
         device_bytes: Memory of a device; exactly as much still fits.
 
     Returns:
-        R, at least 1.
+        R, at least 1: ``fsdp_memory_bytes(config, tokens, R) <= device_bytes``, and for R - 1 devices it is more.
 
     Raises:
         ValueError: no number is enough, because the activations that stay whole fill the device; the message names
             ``device_bytes`` and their bytes.
+
+    Convention: the two comparisons decide, as Python computes them. A rounded quotient can be a hair above or below a whole
+        number that divides exactly, and ``math.ceil`` of it is then one too many or one too few.
     """
     ### BEGIN SOLUTION
-    memory = training_memory_bytes(config, tokens)
-    whole = memory["activations"] / 2
+    whole = training_memory_bytes(config, tokens)["activations"] / 2
     if whole >= device_bytes:
         raise ValueError(
             f"device_bytes = {device_bytes:g} hold no more than the {whole:g} of activations that stay whole"
         )
-    return max(1, math.ceil((sum(memory.values()) - whole) / (device_bytes - whole)))
+    too_few, enough = 0, 1
+    while fsdp_memory_bytes(config, tokens, enough) > device_bytes:
+        too_few, enough = enough, 2 * enough
+    while enough - too_few > 1:  # halve what lies between
+        middle = (too_few + enough) // 2
+        fits = fsdp_memory_bytes(config, tokens, middle) <= device_bytes
+        too_few, enough = (too_few, middle) if fits else (middle, enough)
+    return enough
     ### END SOLUTION
 
 
 def compute_bound_batch(
     config: FFNConfig, x: int, y: int, peak_flops: float, bandwidth: float, m_x: int = 2, m_y: int = 1
 ) -> int:
-    """The smallest batch that hides the forward pass's communication behind its arithmetic. (Exercise 16.4)
+    """The smallest batch that hides the forward pass's communication behind its arithmetic. (Exercise)
 
     Args:
         config: Only its F matters.
@@ -107,7 +116,7 @@ def compute_bound_batch(
 
     Raises:
         ValueError: ``x`` or ``y`` is below 1, or the activations take longer than the products at any batch, because
-            ``y`` is too large for F; the message names the value, and the largest ``y`` for the latter.
+            ``y`` is too large for F (as long still hides); the message names the value, and the largest ``y`` for the latter.
 
     Source: Austin and others, How to Scale Your Model (2025), "Mixed FSDP and tensor parallelism"; CS336, assignment 2.
     Convention: the two axes send at the same time, so each must hide by itself; (X - 1)/X counts as 1, but an axis of one
@@ -116,16 +125,15 @@ def compute_bound_batch(
     ### BEGIN SOLUTION
     if min(x, y) < 1:
         raise ValueError(f"x = {x}, y = {y}: an axis has at least one device")
-    intensity = peak_flops / bandwidth
-    if y > 1 and y * intensity > m_y * config.hidden_dim:
-        largest = math.floor(m_y * config.hidden_dim / intensity)
+    if y > 1 and y * peak_flops > m_y * config.hidden_dim * bandwidth:  # whole numbers stay exact: equal still hides
+        largest = math.floor(m_y * config.hidden_dim * bandwidth / peak_flops)
         raise ValueError(f"y = {y}: no batch hides the activations of F = {config.hidden_dim}; y is at most {largest}")
     return math.ceil(peak_flops / (y * bandwidth * m_x)) if x > 1 else 1
     ### END SOLUTION
 
 
 def choose_gpu(n_parameters: float, mode: str, bits: int) -> Choice:
-    """The cheapest card on which a model fits. (Exercise 16.5)
+    """The cheapest card on which a model fits. (Exercise)
 
     Args:
         n_parameters: Weights.
@@ -157,7 +165,7 @@ def choose_gpu(n_parameters: float, mode: str, bits: int) -> Choice:
 
 
 def epoch_cost(items_per_second: float, dataset_size: int, dollars_per_hour: float) -> float:
-    """What it costs to see everything once. (Exercise 16.6)
+    """What it costs to see everything once. (Exercise)
 
     Args:
         items_per_second, dataset_size: Images, or tokens; of all devices together.
@@ -183,7 +191,7 @@ def local_sgd_step(
     outer_momentum: float,
     group: dist.ProcessGroup | None = None,
 ) -> Float[Tensor, ""]:
-    """One round of DiLoCo: every rank trains alone for some steps, then all agree on a step. (Exercise 16.7)
+    """One round of DiLoCo: every rank trains alone for some steps, then all agree on a step. (Exercise)
 
     Args:
         model: Alike on all ranks at first. ``model(*batch)`` gives ``(logits, loss)`` as in chapter 7, or the loss.
@@ -222,14 +230,14 @@ def local_sgd_step(
 
 
 ### BEGIN SOLUTION
-def _flat(parameters: Sequence[Tensor]) -> Float[Tensor, "n"]:
+def _flat(parameters: Sequence[Tensor]) -> Float[Tensor, " n"]:
     """All values in one new vector, float32 at least."""
     rows = [p.detach().reshape(-1) for p in parameters]
     return torch.cat([row.to(torch.promote_types(row.dtype, torch.float32)) for row in rows])
 
 
 @torch.no_grad()
-def _write(values: Float[Tensor, "n"], parameters: Sequence[Tensor]) -> None:
+def _write(values: Float[Tensor, " n"], parameters: Sequence[Tensor]) -> None:
     for p, row in zip(parameters, values.split([p.numel() for p in parameters]), strict=True):
         p.copy_(row.view(p.shape))
 
@@ -249,7 +257,7 @@ def _inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Seque
 def layout_costs(
     config: FFNConfig, layout: Layout, bandwidths: Bandwidths, tokens: float, peak_flops: float
 ) -> dict[str, float]:
-    """Predicted seconds of one training step, and bytes of a device, of one way to lay a model out. (Exercise 16.8)
+    """Predicted seconds of one training step, and bytes of a device, of one way to lay a model out. (Exercise)
 
     Args:
         config: Widths C and F, blocks L.
@@ -300,7 +308,7 @@ def plan(
     tokens_per_device: float = 1024,
     peak_flops: float = 989e12,
 ) -> Plan:
-    """The fastest layout that fits, found by trying every one. (Exercise 16.9)
+    """The fastest layout that fits, found by trying every one. (Exercise)
 
     Args:
         config, n_devices: The model; how many devices, all of which work.
@@ -316,7 +324,8 @@ def plan(
         memory it has the least step; of several such the least memory, then the smallest pipeline, tensor and sharded.
 
     Raises:
-        ValueError: ``n_devices`` is below 1, or nothing fits; the message names it, or ``memory_bytes`` and the least needed.
+        ValueError: ``n_devices`` is below 1 (the message names it), or nothing fits (it names ``memory_bytes`` and the least
+            that any layout needs).
     """
     ### BEGIN SOLUTION
     if n_devices < 1:

@@ -40,7 +40,7 @@ class Timing:
 def benchmark(
     fn: Callable[[], Any], warmup: int = 5, repeats: int = 10, device: torch.device | str | None = None
 ) -> Timing:
-    """Time a call, when it has warmed up and the accelerator has finished. (Exercise 8.1)
+    """Time a call, when it has warmed up and the accelerator has finished. (Exercise)
 
     Args:
         fn: What is timed, called without arguments ``warmup + repeats`` times; what it returns is dropped.
@@ -94,7 +94,7 @@ def _synchronize(device: torch.device | str | None) -> None:
 
 
 def matmul_flops(m: int, k: int, n: int) -> int:
-    """Floating-point operations of a matrix product. (Exercise 8.2)
+    """Floating-point operations of a matrix product. (Exercise)
 
     Args:
         m: Rows of the left factor ``[m, k]``.
@@ -102,7 +102,7 @@ def matmul_flops(m: int, k: int, n: int) -> int:
         n: Columns of the right factor ``[k, n]``.
 
     Returns:
-        Multiplications and additions.
+        Multiplications and additions, as an ``int``.
 
     Convention: a fused multiply-add is two operations, and each of the ``m * n`` results takes k of them: adding to a
         zero counts. So do PyTorch, the makers of processors and the papers; "MACs" are half as many.
@@ -113,7 +113,7 @@ def matmul_flops(m: int, k: int, n: int) -> int:
 
 
 def roofline_seconds(flops: float, bytes_moved: float, peak_flops: float, bandwidth: float) -> float:
-    """The least time that a processor needs: for the arithmetic or for the memory. (Exercise 8.3)
+    """The least time that a processor needs: for the arithmetic or for the memory. (Exercise)
 
     Args:
         flops: Operations to be done.
@@ -132,7 +132,7 @@ def roofline_seconds(flops: float, bytes_moved: float, peak_flops: float, bandwi
 
 
 def attention_flops(config: GPT2Config | ViTConfig, length: int, causal: bool) -> int:
-    """FLOPs of scores and of weighted values, for one sequence in all layers, forward. (Exercise 8.4)
+    """FLOPs of scores and of weighted values, for one sequence in all layers, forward. (Exercise)
 
     Args:
         config: Gives ``dim`` C and ``n_layers`` L.
@@ -140,8 +140,8 @@ def attention_flops(config: GPT2Config | ViTConfig, length: int, causal: bool) -
         causal: Whether only the pairs that a causal mask allows count, a query with itself included.
 
     Returns:
-        FLOPs of the two products of each head, Q with K and weights with V. The projections before and after them, the
-        softmax, the scaling and the mask are not counted.
+        FLOPs of the two products of each head, Q with K and weights with V, as an ``int``. The projections before and
+        after them, the softmax, the scaling and the mask are not counted.
 
     Convention: without ``causal``, what PyTorch's ``FlopCounterMode`` counts for the naive program, which computes every
         pair and then masks half of them away. With ``causal``, exactly the allowed pairs: papers often write one half,
@@ -154,14 +154,14 @@ def attention_flops(config: GPT2Config | ViTConfig, length: int, causal: bool) -
 
 
 def training_flops_per_token(config: GPT2Config) -> int:
-    """FLOPs of GPT-2's training step, forward and backward, for each token. (Exercise 8.5)
+    """FLOPs of GPT-2's training step, forward and backward, for each token. (Exercise)
 
     Args:
         config: A ``GPT2Config``; sequences are ``context_len`` long.
 
     Returns:
-        FLOPs of all matrix products: the blocks' linear maps, attention (every pair, not only the causal ones) and the
-        head, whose rows of padding are computed too. Backward costs each product twice more, once for either factor.
+        FLOPs of all matrix products, as an ``int``: the blocks' linear maps, attention (every pair, not only the causal ones)
+        and the head, whose rows of padding are computed too. Backward costs each product twice more, once for either factor.
 
     Source: Kaplan and others (arXiv:2001.08361), section 2.1; PaLM (arXiv:2204.02311), appendix B.
     Convention: exactly what ``FlopCounterMode`` counts for chapter 6's model, divided by the tokens. Looking up an
@@ -176,13 +176,14 @@ def training_flops_per_token(config: GPT2Config) -> int:
 
 
 def vit_training_flops_per_image(config: ViTConfig) -> int:
-    """FLOPs of a vision transformer's training step, forward and backward, for each image. (Exercise 8.6)
+    """FLOPs of a vision transformer's training step, forward and backward, for each image. (Exercise)
 
     Args:
         config: A ``ViTConfig``.
 
     Returns:
-        FLOPs of all products: the patch convolution over N patches, the blocks over N + 1 tokens, the head on one vector.
+        FLOPs of all products, as an ``int``: the patch convolution over N patches, the blocks over N + 1 tokens, the head on
+        one vector.
 
     Convention: exactly what ``FlopCounterMode`` counts for chapter 5's model on images that need no gradient.
     """
@@ -198,7 +199,7 @@ def vit_training_flops_per_image(config: ViTConfig) -> int:
 
 
 def mfu(items_per_second: float, flops_per_item: float, peak_flops: float) -> float:
-    """The share of a processor's peak that a model's own arithmetic uses. (Exercise 8.7)
+    """The share of a processor's peak that a model's own arithmetic uses. (Exercise)
 
     Args:
         items_per_second: Tokens or images trained on.
@@ -216,7 +217,7 @@ def mfu(items_per_second: float, flops_per_item: float, peak_flops: float) -> fl
 
 
 def saved_activation_bytes(fn: Callable[[], Any]) -> int:
-    """Bytes that autograd keeps for the backward pass of a call. (Exercise 8.8)
+    """Bytes that autograd keeps for the backward pass of a call. (Exercise)
 
     Args:
         fn: Called once, without arguments; what it returns is dropped.
@@ -245,7 +246,7 @@ def saved_activation_bytes(fn: Callable[[], Any]) -> int:
 
 
 def attention_activation_bytes(batch: int, heads: int, length: int, head_dim: int, bytes_per_value: int) -> int:
-    """Bytes that naive attention keeps for its backward pass. (Exercise 8.9)
+    """Bytes that naive attention keeps for its backward pass. (Exercise)
 
     Args:
         batch: Sequences B.
@@ -279,7 +280,7 @@ class StepProfile:
 
 
 def profile_step(step_fn: Callable[[], Any], path: str | os.PathLike) -> StepProfile:
-    """Run one step under the profiler, write its trace, and sum its times up. (Exercise 8.10)
+    """Run one step under the profiler, write its trace, and sum its times up. (Exercise)
 
     Args:
         step_fn: Called once, without arguments; it names its parts by ``torch.profiler.record_function("forward")``.
@@ -376,7 +377,7 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
 
 @contextmanager
 def memory_timeline(path: str | os.PathLike) -> Iterator[list[dict[str, Any]]]:
-    """Follow the memory that tensors take while a block of code runs. (Exercise 8.11)
+    """Follow the memory that tensors take while a block of code runs. (Exercise)
 
     ``with memory_timeline("memory.json") as events: step()``. The file is there when the block has been left, also by an
     exception: out of memory is when one needs it.

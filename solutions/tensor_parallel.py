@@ -13,8 +13,8 @@ from solutions.attention import merge_heads, scaled_dot_product_attention, split
 from solutions.rope import apply_rope
 
 
-def partitioned_dot(a: Float[Tensor, "n"], b: Float[Tensor, "n"], parts: int) -> Float[Tensor, ""]:
-    """A dot product as the sum of the dot products of its parts. (Exercise 13.1)
+def partitioned_dot(a: Float[Tensor, " n"], b: Float[Tensor, " n"], parts: int) -> Float[Tensor, ""]:
+    """A dot product as the sum of the dot products of its parts. (Exercise)
 
     Args:
         a: ``[n]``; so is b.
@@ -37,7 +37,7 @@ def partitioned_dot(a: Float[Tensor, "n"], b: Float[Tensor, "n"], parts: int) ->
 
 
 def matmul_outer(a: Float[Tensor, "... m k"], b_shard: Float[Tensor, "k n_local"]) -> Float[Tensor, "... m n_local"]:
-    """This rank's columns of a product whose second matrix is cut along an outer axis. (Exercise 13.2)
+    """This rank's columns of a product whose second matrix is cut along an outer axis. (Exercise)
 
     Args:
         a: All of ``[..., M, K]``, the same on every rank.
@@ -56,7 +56,7 @@ def matmul_outer(a: Float[Tensor, "... m k"], b_shard: Float[Tensor, "k n_local"
 def matmul_inner(
     a_shard: Float[Tensor, "... m k_local"], b_shard: Float[Tensor, "k_local n"], group: dist.ProcessGroup | None
 ) -> Float[Tensor, "... m n"]:
-    """The whole of a product whose two matrices are cut along the inner axis. (Exercise 13.3)
+    """The whole of a product whose two matrices are cut along the inner axis. (Exercise)
 
     Args:
         a_shard: This rank's columns ``[..., M, K/R]``; left unchanged.
@@ -98,7 +98,7 @@ def _all_reduced(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class CopyToRegion(torch.autograd.Function):
-    """The entrance of a parallel region: f. Nothing on the way in, a sum of gradients on the way back. (Exercise 13.4)
+    """The entrance of a parallel region: f. Nothing on the way in, a sum of gradients on the way back. (Exercise)
 
     Used as ``CopyToRegion.apply(x, group)``; a group of None means all. ``x`` is the same on every rank, and each computes another part with it; nothing is changed in place.
     Source: Megatron-LM (arXiv:1909.08053), section 3, f in figure 3.
@@ -121,7 +121,7 @@ class CopyToRegion(torch.autograd.Function):
 
 
 class ReduceFromRegion(torch.autograd.Function):
-    """The exit of a parallel region: g. A sum on the way out, nothing on the way back. (Exercise 13.5)
+    """The exit of a parallel region: g. A sum on the way out, nothing on the way back. (Exercise)
 
     Used as ``ReduceFromRegion.apply(x, group)``; a group of None means all. ``x`` is this rank's part of a sum, and all go on with the whole; nothing is changed in place.
     Source: Megatron-LM (arXiv:1909.08053), section 3, g in figure 3.
@@ -143,13 +143,12 @@ class ReduceFromRegion(torch.autograd.Function):
 
 
 class ColumnParallelLinear(nn.Module):
-    """A linear layer of which each rank computes some outputs. (Exercise 13.6)
+    """A linear layer of which each rank computes some outputs. (Exercise)
 
     Args:
         in_features: Width C of the input, which every rank has whole.
         out_features: Width F of all ranks' outputs together.
-        group: The R ranks; None means all.
-        bias: Whether there is one.
+        group, bias: The R ranks, where None means all; whether there is a bias.
 
     Attributes:
         weight: ``[F/R, C]``: the rank's rows of ``nn.Linear``'s ``[F, C]``, in rank order.
@@ -182,13 +181,12 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer of which each rank reads some inputs. (Exercise 13.7)
+    """A linear layer of which each rank reads some inputs. (Exercise)
 
     Args:
         in_features: Width F of all ranks' inputs together.
         out_features: Width C of the output, which every rank gets whole.
-        group: The R ranks; None means all.
-        bias: Whether there is one.
+        group, bias: The R ranks, where None means all; whether there is a bias.
 
     Attributes:
         weight: ``[C, F/R]``: the rank's columns of ``nn.Linear``'s ``[C, F]``, in rank order.
@@ -219,12 +217,10 @@ class RowParallelLinear(nn.Module):
 
 
 class ParallelMLP(nn.Module):
-    """A feed-forward layer on R ranks: the hidden features are cut, and never put together. (Exercise 13.8)
+    """A feed-forward layer on R ranks: the hidden features are cut, and never put together. (Exercise)
 
     Args:
-        dim: Model width C.
-        hidden_dim: Width F between the layers.
-        group: The ranks; None means all.
+        dim, hidden_dim, group: Model width C; width F between the layers; the R ranks, where None means all.
 
     Attributes:
         fc1: ``ColumnParallelLinear`` C to F with a bias; ``fc2``: ``RowParallelLinear`` F to C with a bias. Between them an exact GELU.
@@ -250,7 +246,7 @@ class ParallelMLP(nn.Module):
 
 
 class ParallelAttention(nn.Module):
-    """Chapter 3's ``MultiHeadAttention`` on R ranks, each with some of the heads. (Exercise 13.9)
+    """Chapter 3's ``MultiHeadAttention`` on R ranks, each with some of the heads. (Exercise)
 
     Args:
         dim: Model width C, a multiple of ``n_heads``.
@@ -300,15 +296,18 @@ class ParallelAttention(nn.Module):
 def vocab_parallel_cross_entropy(
     logits_shard: Float[Tensor, "... v_local"], targets: Int[Tensor, "..."], group: dist.ProcessGroup | None
 ) -> Float[Tensor, ""]:
-    """The mean cross-entropy of logits whose vocabulary lies on several ranks. (Exercise 13.10)
+    """The mean cross-entropy of logits whose vocabulary lies on several ranks. (Exercise)
 
     Args:
-        logits_shard: This rank's columns ``[..., V_r]``, in rank order, any floating dtype; the widths may differ from rank to rank. Unchanged.
+        logits_shard: This rank's columns ``[..., V_r]``, in rank order, any floating dtype; the widths V_r may differ from rank to rank, and be 0. Unchanged.
         targets: Ids ``[...]`` in the whole vocabulary, the same on every rank.
         group: The ranks; None means all.
 
     Returns:
         The mean loss in nats, float32 (float64 for float64 logits), the same on every rank, stable at logits of 1e4; nothing is sent backward.
+
+    Raises:
+        ValueError: a target is no id of the vocabulary, on every rank alike; the message names it. So -100, which PyTorch ignores, is refused.
 
     Cost: for N targets, all-reduces of N numbers (the largest logit, the sum of exponentials, the target's logit) and a few integers.
     Source: Megatron-LM (arXiv:1909.08053), section 3.
@@ -319,20 +318,25 @@ def vocab_parallel_cross_entropy(
     widths = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=logits.device)
     widths[rank] = width
     dist.all_reduce(widths, group=group)
+    unknown = targets[(targets < 0) | (targets >= widths.sum())]
+    if len(unknown):
+        raise ValueError(f"target {int(unknown[0])} is no id of a vocabulary of {int(widths.sum())}")
+    if width == 0:  # one column that adds nothing, because the maximum of no columns is an error
+        logits = nn.functional.pad(logits, (0, 1), value=-torch.inf)
     largest = logits.detach().amax(-1)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     shifted = logits - largest[..., None]
     total = ReduceFromRegion.apply(shifted.exp().sum(-1), group)
     column = targets - widths[:rank].sum()
     is_here = (column >= 0) & (column < width)
-    found = shifted.gather(-1, column.clamp(0, width - 1)[..., None]).squeeze(-1)
+    found = shifted.gather(-1, column.clamp(0, logits.shape[-1] - 1)[..., None]).squeeze(-1)
     of_target = ReduceFromRegion.apply(torch.where(is_here, found, 0.0), group)
     return (total.log() - of_target).mean()
     ### END SOLUTION
 
 
 def llama_plan(config: LlamaConfig) -> dict[str, ParallelStyle]:
-    """How DTensor should cut chapter 4's ``Llama``. (Exercise 13.11)
+    """How DTensor should cut chapter 4's ``Llama``. (Exercise)
 
     Given: ``LocalHeads(n_heads, n_kv_heads)`` for ``layers.*.attention`` and ``SharedInput()`` for ``layers.*.feed_forward`` (both make one
     DTensor of their input for the layers inside), and ``KeyValueHeads(n_kv_heads)`` for ``wk`` and ``wv``: column-wise, or, where R is
@@ -365,7 +369,7 @@ def llama_plan(config: LlamaConfig) -> dict[str, ParallelStyle]:
 
 
 def ffn_partition_specs(layout: str) -> dict[str, tuple[str | None, ...]]:
-    """Which mesh axis cuts which dimension of a feed-forward layer's tensors. (Exercise 13.12)
+    """Which mesh axis cuts which dimension of a feed-forward layer's tensors. (Exercise)
 
     Args:
         layout: "data" (batch cut along X), "megatron" (hidden features cut along Y), "2d features", "2d batch" (two steps on the way, named
@@ -397,17 +401,15 @@ def ffn_partition_specs(layout: str) -> dict[str, tuple[str | None, ...]]:
 
 
 def tensor_parallel_bytes(config, batch: int, length: int, world_size: int, bytes_per_value: int = 2) -> int:
-    """What a rank sends for the blocks of a model in one step, forward and backward. (Exercise 13.13)
+    """What a rank sends for the blocks of a model in one step, forward and backward. (Exercise)
 
     Args:
         config: Anything with ``dim`` C and ``n_layers`` L: a ``LlamaConfig``, a ``GPT2Config``.
-        batch: Sequences B.
-        length: Positions T.
-        world_size: Ranks R.
+        batch, length, world_size: Sequences B; positions T of each; ranks R.
         bytes_per_value: 2 for bfloat16 activations.
 
     Returns:
-        Bytes, whole: each block has two all-reduces of ``[B, T, C]`` forward and two backward, each by a ring (chapter 9), in which a
+        Bytes, an ``int``, rounded down: each block has two all-reduces of ``[B, T, C]`` forward and two backward, each by a ring (chapter 9), in which a
         rank sends 2 (R - 1)/R of the bytes. Embedding, head and loss are not counted.
     """
     ### BEGIN SOLUTION
@@ -417,11 +419,10 @@ def tensor_parallel_bytes(config, batch: int, length: int, world_size: int, byte
 
 
 def pipeline_bubble(stages: int, micro_batches: int) -> float:
-    """The share of a pipeline's time in which a stage waits. (Exercise 13.14)
+    """The share of a pipeline's time in which a stage waits. (Exercise)
 
     Args:
-        stages: Ranks p that each hold a stretch of the layers.
-        micro_batches: Pieces m into which the batch is cut.
+        stages, micro_batches: Ranks p that each hold a stretch of the layers; pieces m into which the batch is cut.
 
     Returns:
         Idle time as a share of the whole; stages of equal cost, free messages.

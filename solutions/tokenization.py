@@ -18,7 +18,7 @@ Pair = tuple[bytes, bytes]
 
 
 class WordTokenizer:
-    """A table of words, each with a number. (Exercise 1.1)
+    """A table of words, each with a number. (Exercise)
 
     Words are what white space separates, in lower case. The table begins with the words of a text, in sorted order.
     ``encode`` gives a word that it has never seen the next free id and remembers it; ``decode`` joins the words of the
@@ -65,7 +65,7 @@ class WordTokenizer:
 
 
 def count_pairs(word_counts: Mapping[Symbols, int]) -> Counter[Pair]:
-    """How often each pair of neighbouring symbols stands in a text. (Exercise 1.2)
+    """How often each pair of neighbouring symbols stands in a text. (Exercise)
 
     Args:
         word_counts: Each distinct word, as a tuple of its symbols, with how often the text has it.
@@ -87,7 +87,7 @@ def count_pairs(word_counts: Mapping[Symbols, int]) -> Counter[Pair]:
 
 
 def merge_pair(symbols: Sequence[bytes], pair: Pair) -> Symbols:
-    """Join every occurrence of a pair into one symbol. (Exercise 1.3)
+    """Join every occurrence of a pair into one symbol. (Exercise)
 
     Args:
         symbols: The symbols of one word.
@@ -176,7 +176,7 @@ class _PairIndex:
 
 
 def train_bpe(text: str, vocab_size: int, special_tokens: Sequence[str] = ()) -> tuple[dict[int, bytes], list[Pair]]:
-    """Learn a vocabulary by joining the most frequent pair, again and again. (Exercise 1.4)
+    """Learn a vocabulary by joining the most frequent pair, again and again. (Exercise)
 
     The text is cut at its special tokens, and the rest into words by ``PRE_TOKEN``; pairs are counted inside words.
     Pair counts are updated after each merge, not counted anew: a merge costs as much as the words that it changes.
@@ -266,7 +266,7 @@ def _words(text: str, start: int, end: int) -> Iterator[tuple[str, int, bool]]:
 
 
 class BPETokenizer:
-    """Byte-pair encoding with a given vocabulary. (Exercise 1.5)
+    """Byte-pair encoding with a given vocabulary. (Exercise)
 
     A text is cut at its special tokens first, the longest that fits winning, and the rest into words by ``PRE_TOKEN``.
     Inside a word the pair that comes first in ``merges`` is joined, everywhere in the word, until no pair of the word
@@ -355,7 +355,7 @@ class BPETokenizer:
 
 
 def embed(ids: Int[Tensor, "..."], weight: Float[Tensor, "v c"]) -> Float[Tensor, "... c"]:
-    """The vectors of tokens, as a product of one-hot rows with the table. (Exercise 1.6)
+    """The vectors of tokens, as a product of one-hot rows with the table. (Exercise)
 
     Args:
         ids: Token ids, of any shape.

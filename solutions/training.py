@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 def cross_entropy(logits: Float[Tensor, "... v"], targets: Int[Tensor, "..."]) -> Float[Tensor, ""]:
-    """The mean of minus the log probability of each target, in nats. (Exercise 7.1)
+    """The mean of minus the log probability of each target, in nats. (Exercise)
 
     Args:
         logits: Scores ``[..., V]``, any floating dtype, of any size: 1e4 is no exception.
@@ -38,7 +38,7 @@ def cross_entropy(logits: Float[Tensor, "... v"], targets: Int[Tensor, "..."]) -
 
 
 class AdamW(torch.optim.Optimizer):
-    """Adam with decoupled weight decay. (Exercise 7.2)
+    """Adam with decoupled weight decay. (Exercise)
 
     Args:
         params: Parameters, or groups: dicts with "params" and whatever differs from the defaults.
@@ -107,7 +107,7 @@ def _update(parameter: Tensor, state: dict, group: dict) -> None:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Which parameters decay and which do not, as an optimizer takes them. (Exercise 7.3)
+    """Which parameters decay and which do not, as an optimizer takes them. (Exercise)
 
     Args:
         model: Any module; a weight that stands in two places (a tied head) is one parameter.
@@ -129,7 +129,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def cosine_schedule(step: int, max_lr: float, min_lr: float, warmup_steps: int, max_steps: int) -> float:
-    """The learning rate of a step: up in a line, down in half a cosine. (Exercise 7.4)
+    """The learning rate of a step: up in a line, down in half a cosine. (Exercise)
 
     Args:
         step: From 0.
@@ -159,7 +159,7 @@ def cosine_schedule(step: int, max_lr: float, min_lr: float, warmup_steps: int, 
 
 
 def clip_gradient_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> Float[Tensor, ""]:
-    """Scale all gradients together, in place, so that their common norm is at most ``max_norm``. (Exercise 7.5)
+    """Scale all gradients together, in place, so that their common norm is at most ``max_norm``. (Exercise)
 
     Args:
         parameters: Any iterable of parameters (a generator too), or one; those without a gradient are passed over.
@@ -186,7 +186,7 @@ def clip_gradient_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) 
 
 
 class TokenBatches:
-    """An endless iterator of inputs and targets over one long row of tokens. (Exercise 7.6)
+    """An endless iterator of inputs and targets over one long row of tokens. (Exercise)
 
     The row of N tokens is cut into ``n_windows`` = (N - 1) // length windows, side by side; window i has the inputs
     ``tokens[i * length : (i + 1) * length]`` and the targets one token further on. An epoch is every window once: in order,
@@ -279,25 +279,26 @@ def _window(batches: TokenBatches, position: int) -> int:
 
 
 def accumulate_gradients(model: nn.Module, micro_batches: Iterable[tuple[Tensor, Tensor]]) -> Float[Tensor, ""]:
-    """The gradient of a batch that does not fit, micro-batch by micro-batch. (Exercise 7.7)
+    """The gradient of a batch that does not fit, micro-batch by micro-batch. (Exercise)
 
     Args:
         model: ``model(inputs, targets)`` gives ``(logits, loss)``, the loss being the mean over all targets.
-        micro_batches: ``(inputs, targets)`` of any sizes, from any iterable; ``targets.numel()`` is how many items count.
+        micro_batches: ``(inputs, targets)`` of any sizes, from any iterable; ``targets.numel()`` is how many items count. One
+            without items is skipped: the mean of nothing is NaN.
 
     Returns:
         The mean loss over all items, detached. The gradients are added to ``.grad``, which nobody clears here: they are
         those of that mean.
 
     Raises:
-        ValueError: there is no micro-batch.
+        ValueError: there is no micro-batch that holds an item; the message says so in words.
 
     Cost: one micro-batch's activations at a time. The micro-batches themselves may be kept in a list.
     """
     ### BEGIN SOLUTION
-    micro_batches = list(micro_batches)
+    micro_batches = [pair for pair in micro_batches if pair[1].numel()]
     if not micro_batches:
-        raise ValueError("no micro-batch, so no gradient")
+        raise ValueError("no micro-batch holds an item, so there is no gradient")
     n_items = sum(targets.numel() for _, targets in micro_batches)
     mean = torch.zeros(())
     for inputs, targets in micro_batches:
@@ -311,7 +312,7 @@ def accumulate_gradients(model: nn.Module, micro_batches: Iterable[tuple[Tensor,
 def save_checkpoint(
     path: str | os.PathLike | BinaryIO, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, **state
 ) -> None:
-    """All that a run needs to go on as if nothing had happened. (Exercise 7.8)
+    """All that a run needs to go on as if nothing had happened. (Exercise)
 
     Kept are the model, the optimizer, ``step``, ``state``, and where the random numbers stand: PyTorch's (every CUDA device's
     too), those of Python's ``random`` and of NumPy's global generator.
@@ -327,7 +328,8 @@ def save_checkpoint(
         ``{path}.tmp``, to the disk (``os.fsync``), and then into its place (``os.replace``). Where it fails, that is removed.
 
     Raises:
-        TypeError: a value in ``state`` that ``torch.load(..., weights_only=True)`` would refuse; the message names it.
+        TypeError: a value in ``state`` that cannot be pickled (a lambda), or that ``torch.load(..., weights_only=True)`` would
+            refuse (an object of a class); the message names it, and nothing has been written.
     """
     ### BEGIN SOLUTION
     for name, value in state.items():
@@ -354,12 +356,12 @@ def save_checkpoint(
 def _check_readable(name: str, value) -> None:
     """Refuse now what a load would refuse on the day that it is needed."""
     buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
     try:
+        torch.save(value, buffer)
+        buffer.seek(0)
         torch.load(buffer, weights_only=True)
-    except pickle.UnpicklingError:
-        raise TypeError(f"{name} is a {type(value).__name__} that weights_only=True cannot read back") from None
+    except Exception:  # what pickle raises for a lambda depends on where it was written and on Python's version
+        raise TypeError(f"{name} holds a {type(value).__name__} that weights_only=True cannot read back") from None
 
 
 def _random_state() -> dict:
@@ -372,7 +374,7 @@ def _random_state() -> dict:
 
 
 def load_checkpoint(path: str | os.PathLike | BinaryIO, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """Put a run back where ``save_checkpoint`` saw it. (Exercise 7.9)
+    """Put a run back where ``save_checkpoint`` saw it. (Exercise)
 
     Args:
         path: A file, or a file that is open for reading bytes.
@@ -385,7 +387,10 @@ def load_checkpoint(path: str | os.PathLike | BinaryIO, model: nn.Module, optimi
         pickle.UnpicklingError: the file holds more than tensors and plain values; nothing in it is run.
     """
     ### BEGIN SOLUTION
-    contents = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        contents = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:  # PyTorch's own message advises to load it all the same
+        raise pickle.UnpicklingError("more than tensors and plain values in the file; nothing in it was run") from None
     model.load_state_dict(contents["model"])
     optimizer.load_state_dict(contents["optimizer"])
     kept = contents["random"]
@@ -399,7 +404,7 @@ def load_checkpoint(path: str | os.PathLike | BinaryIO, model: nn.Module, optimi
 
 
 def hours_per_epoch(items_per_second: float, dataset_size: int) -> float:
-    """The book's yardstick: how long it takes to see everything once. (Exercise 7.10)
+    """The book's yardstick: how long it takes to see everything once. (Exercise)
 
     Args:
         items_per_second: Images, or tokens.

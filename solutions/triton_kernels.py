@@ -22,7 +22,7 @@ def vector_add_kernel(x, y, out, n, BLOCK: tl.constexpr):
 
 
 def vector_add(x: Float[Tensor, "..."], y: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Sum of two tensors, by a kernel. (Exercise 14.1)
+    """Sum of two tensors, by a kernel. (Exercise)
 
     Args:
         x: Any shape and strides, also empty; float32, float16 or, on a GPU, bfloat16.
@@ -92,7 +92,7 @@ class WeightedSum(torch.autograd.Function):
     """The two kernels, as one step of autograd. x comes as a contiguous matrix, weight as a contiguous vector."""
 
     @staticmethod
-    def forward(ctx, x: Float[Tensor, "n d"], weight: Float[Tensor, "d"]) -> Float[Tensor, "n"]:
+    def forward(ctx, x: Float[Tensor, "n d"], weight: Float[Tensor, " d"]) -> Float[Tensor, " n"]:
         """Launch `weighted_sum_kernel`, and save what the backward pass reads."""
         ### BEGIN SOLUTION
         n_rows, width = x.shape
@@ -108,7 +108,7 @@ class WeightedSum(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx, grad: Float[Tensor, "n"]) -> tuple[Float[Tensor, "n d"], Float[Tensor, "d"]]:
+    def backward(ctx, grad: Float[Tensor, " n"]) -> tuple[Float[Tensor, "n d"], Float[Tensor, " d"]]:
         """Launch `weighted_sum_backward_kernel`; add the rows of ``partial``, float32 ``[programs, D]``."""
         ### BEGIN SOLUTION
         x, weight = ctx.saved_tensors
@@ -121,8 +121,8 @@ class WeightedSum(torch.autograd.Function):
         ### END SOLUTION
 
 
-def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, "d"]) -> Float[Tensor, "..."]:
-    """Sum of the last dimension, each feature times its weight; with a backward pass. (Exercise 14.2)
+def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"]) -> Float[Tensor, "..."]:
+    """Sum of the last dimension, each feature times its weight; with a backward pass. (Exercise)
 
     Args:
         x: [..., D], any strides, also empty; float32, float16 or, on a GPU, bfloat16.
@@ -165,7 +165,7 @@ def softmax_kernel(x, out, width, row_stride, BLOCK: tl.constexpr):
 
 
 def softmax_rows(x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-    """Softmax of each row of a matrix, in one pass over memory. (Exercise 14.3)
+    """Softmax of each row of a matrix, in one pass over memory. (Exercise)
 
     Args:
         x: [N, D], any strides, also empty; float32, float16 or, on a GPU, bfloat16. Scores may be -inf.
@@ -224,7 +224,7 @@ def matmul_kernel(
 
 
 def matmul(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> Float[Tensor, "m n"]:
-    """Product of two matrices, in tiles. (Exercise 14.4)
+    """Product of two matrices, in tiles. (Exercise)
 
     Args:
         a: [M, K], any strides, also empty; float32, float16 or, on a GPU, bfloat16.
@@ -272,8 +272,8 @@ def rms_norm_kernel(x, weight, out, width, row_stride, eps, BLOCK: tl.constexpr)
     ### END SOLUTION
 
 
-def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, "d"], eps: float = 1e-5) -> Float[Tensor, "... d"]:
-    """Chapter 4's RMSNorm, in one pass over memory. (Exercise 14.5)
+def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"], eps: float = 1e-5) -> Float[Tensor, "... d"]:
+    """Chapter 4's RMSNorm, in one pass over memory. (Exercise)
 
     Args:
         x: [..., D], any strides, also empty; float32, float16 or, on a GPU, bfloat16.

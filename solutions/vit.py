@@ -29,7 +29,7 @@ def _check_sides(height: int, width: int, patch: int) -> None:
 
 ### END SOLUTION
 def patchify_unfold(images: Float[Tensor, "b ch height width"], patch: int) -> Float[Tensor, "b n ch_p_p"]:
-    """Cut images into patches, with a sliding window that steps by its own size. (Exercise 5.1)
+    """Cut images into patches, with a sliding window that steps by its own size. (Exercise)
 
     Args:
         images: ``[B, ch, height, width]``.
@@ -52,7 +52,7 @@ def patchify_unfold(images: Float[Tensor, "b ch height width"], patch: int) -> F
 
 
 def patchify_einops(images: Float[Tensor, "b ch height width"], patch: int) -> Float[Tensor, "b n ch_p_p"]:
-    """The same cut as one rearrangement of axes. (Exercise 5.2)
+    """The same cut as one rearrangement of axes. (Exercise)
 
     Args:
         images: ``[B, ch, height, width]``, of any dtype.
@@ -73,7 +73,7 @@ def patchify_einops(images: Float[Tensor, "b ch height width"], patch: int) -> F
 def unpatchify(
     patches: Float[Tensor, "b n ch_p_p"], patch: int, height: int, width: int
 ) -> Float[Tensor, "b ch height width"]:
-    """Put the patches back together: the exact inverse. (Exercise 5.3)
+    """Put the patches back together: the exact inverse. (Exercise)
 
     Args:
         patches: ``[B, N, ch*P*P]``.
@@ -101,7 +101,7 @@ def unpatchify(
 
 
 def conv_from_linear(weight: Float[Tensor, "c ch_p_p"], channels: int, patch: int) -> Float[Tensor, "c ch p p"]:
-    """The convolution kernel that does to an image what a matrix does to its patches. (Exercise 5.4)
+    """The convolution kernel that does to an image what a matrix does to its patches. (Exercise)
 
     Args:
         weight: Of a ``nn.Linear`` from a patch to the model width, ``[C, ch*P*P]``.
@@ -117,7 +117,7 @@ def conv_from_linear(weight: Float[Tensor, "c ch_p_p"], channels: int, patch: in
 
 
 class ImageEmbeddings(nn.Module):
-    """Patches as vectors, a class token before them, and a learned position for each. (Exercise 5.5)
+    """Patches as vectors, a class token before them, and a learned position for each. (Exercise)
 
     Args:
         config: Sizes.
@@ -157,7 +157,7 @@ class ImageEmbeddings(nn.Module):
 
 
 class EncoderAttention(nn.Module):
-    """Attention in which every token sees every other. (Exercise 5.6)
+    """Attention in which every token sees every other. (Exercise)
 
     Args:
         config: Sizes.
@@ -182,7 +182,7 @@ class EncoderAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two layers with a GELU between them, applied to each token alone. (Exercise 5.7)
+    """Two layers with a GELU between them, applied to each token alone. (Exercise)
 
     Args:
         config: Sizes; ``gelu`` says which form: "exact", with the error function, or its "tanh" approximation.
@@ -211,7 +211,7 @@ class MLP(nn.Module):
 
 
 class ViTBlock(nn.Module):
-    """Attention and an MLP, each added to what comes in, each behind a LayerNorm. (Exercise 5.8)
+    """Attention and an MLP, each added to what comes in, each behind a LayerNorm. (Exercise)
 
     Args:
         config: Sizes; every LayerNorm takes ``eps``.
@@ -241,7 +241,7 @@ class ViTBlock(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """The whole model: images in, one score a class out. (Exercise 5.9)
+    """The whole model: images in, one score a class out. (Exercise)
 
     Args:
         config: Sizes; ``pooling`` says what the head sees, after ``norm``: the class "token", or the "mean" of the N
@@ -279,7 +279,7 @@ class VisionTransformer(nn.Module):
 
 
 def count_parameters(config: ViTConfig) -> int:
-    """How many numbers the model learns, without building it. (Exercise 5.10)
+    """How many numbers the model learns, without building it. (Exercise)
 
     Args:
         config: Sizes.
@@ -315,7 +315,7 @@ def _rename(state_dict: Mapping[str, Tensor], config: ViTConfig, names: dict[str
 
 ### END SOLUTION
 def convert_hf_state_dict(state_dict: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
-    """Transformers' weights under our names. (Exercise 5.11)
+    """Transformers' weights under our names. (Exercise)
 
     Args:
         state_dict: Of ``ViTForImageClassification``; names of Transformers 4 are taken too (pass it through
@@ -334,7 +334,7 @@ def convert_hf_state_dict(state_dict: Mapping[str, Tensor], config: ViTConfig) -
 
 
 def convert_timm_state_dict(state_dict: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
-    """timm's weights under our names, its fused projections split. (Exercise 5.12)
+    """timm's weights under our names, its fused projections split. (Exercise)
 
     Args:
         state_dict: Of ``timm.models.VisionTransformer``: ``blocks.{i}.attn.qkv.weight`` ``[3C, C]`` holds the rows of all
@@ -363,7 +363,7 @@ def convert_timm_state_dict(state_dict: Mapping[str, Tensor], config: ViTConfig)
 def resize_positions(
     pos_embed: Float[Tensor, "1 n_plus_1 c"], old_grid: tuple[int, int], new_grid: tuple[int, int]
 ) -> Float[Tensor, "1 m_plus_1 c"]:
-    """Positions for images of another size, interpolated from the learned ones. (Exercise 5.13)
+    """Positions for images of another size, interpolated from the learned ones. (Exercise)
 
     Args:
         pos_embed: ``[1, 1 + N, C]``; row 0 is the class token's.

@@ -123,14 +123,17 @@ def measure_model(build: Callable[[], nn.Module], loss_of: Loss, device: str, n_
         if device == "cuda":
             torch.cuda.empty_cache()
         try:
-            with torch.device(device):
-                model = build()
-            model = model.half() if ways == NARROW[:1] else model
-            found |= measure_steps(model, loss_of, ways, device, n_repeats)
+            found |= measure_steps(make_model(build, ways, device), loss_of, ways, device, n_repeats)
         except torch.cuda.OutOfMemoryError:
             found |= {way: {"error": "out of memory"} for way in ways}
-        model = None
     return found
+
+
+def make_model(build: Callable[[], nn.Module], ways: tuple[str, ...], device: str) -> nn.Module:
+    """The model on its device; in float16 where its weights are narrow."""
+    with torch.device(device):
+        model = build()
+    return model.half() if ways == NARROW[:1] else model
 
 
 def step_cases(tiny: bool, device: str) -> dict[str, tuple[Callable[[], nn.Module], Loss]]:

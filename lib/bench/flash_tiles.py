@@ -10,6 +10,7 @@ import os
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(os.environ.get("TMPDIR", "/tmp")) / "flash_triton_cache"
 os.environ["TRITON_CACHE_DIR"] = str(FOLDER)  # shared with lib.bench.flash
@@ -24,7 +25,7 @@ from lib.fast.flash import Tiles, fast_dkdv, fast_dq, fast_forward, tiles_for
 from lib.fast.flash_hopper import Roles
 
 KERNELS = ("forward", "dQ", "dK/dV", "one pass")  # the last: all gradients at once, of lib.bench.flash_kernels
-CUTS = {  # rows, columns, warps, stages, registers
+CUTS: dict[tuple[str, int], list[tuple[Any, ...]]] = {  # rows, columns, warps, stages, registers
     ("forward", 64): [
         (64, 128, 4, 2), (64, 128, 4, 2, 168), (64, 128, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2),
         (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 4, 2), (128, 128, 8, 2),
@@ -53,7 +54,8 @@ CUTS = {  # rows, columns, warps, stages, registers
     ],
     ("one pass", 128): [(64, 64, 4, 2), (64, 64, 8, 2), (32, 64, 4, 2), (32, 128, 8, 2), (64, 128, 8, 2)],
 }  # fmt: skip
-WITH_ROLES = {  # users, tile, stages, early, registers: only on a GPU, after Triton's own candidates
+# Users, tile, stages, early, registers: only on a GPU, after Triton's own candidates.
+WITH_ROLES: dict[tuple[str, int], list[tuple[Any, ...]]] = {
     ("forward", 64): [
         (3, 128, 2), (3, 128, 3), (3, 128, 4), (3, 64, 4), (3, 64, 4, True), (2, 128, 3), (2, 128, 3, True),
         (2, 128, 3, False, True), (2, 128, 3, True, True),
@@ -82,7 +84,7 @@ def candidates(kernel: str, width: int) -> list[Tiles | Roles]:
     """What is tried; forward and dQ in both orders of programs."""
     orders = (False, True) if kernel in ("forward", "dQ") else (False,)
     tiles = [Tiles(*cut)._replace(heads_first=h) for cut in CUTS[kernel, width] for h in orders]
-    roles = [Roles(*cut[:3], h, *cut[3:]) for cut in WITH_ROLES.get((kernel, width), ()) for h in orders]
+    roles = [Roles(*(*cut[:3], h, *cut[3:])) for cut in WITH_ROLES.get((kernel, width), ()) for h in orders]
     return [*tiles, *roles]
 
 
@@ -124,7 +126,8 @@ def errors(
     """The root mean square error of each against float64; infinite for one that does not compile or gives no number."""
     given = given_at(2, length, width, causal, device)
     exact = [x.double().requires_grad_() for x in given[:3]]
-    o = naive(*exact, causal)
+    q, k, v = exact
+    o = naive(q, k, v, causal)
     want = (o,) if kernel == "forward" else torch.autograd.grad(o, exact, given[4].double())
     want = want[:1] if kernel == "dQ" else want[1:] if kernel == "dK/dV" else want
     if kernel == "one pass":
@@ -166,7 +169,7 @@ def measure(job: tuple[str, int, bool], device: str, length: int, rounds: int, n
     for turn in range(rounds):
         for tiles in right if turn % 2 == 0 else right[::-1]:
             times[tiles] += time_ms(lambda t=tiles: call(kernel, given, causal, t), n, device)
-    rows = [{**fields(tiles), "rms": wrong[tiles], "ms": spread(times[tiles])} for tiles in right]
+    rows: list[dict[str, Any]] = [{**fields(tiles), "rms": wrong[tiles], "ms": spread(times[tiles])} for tiles in right]
     rows.sort(key=lambda row: row["ms"]["median"])
     return rows + [{**fields(tiles), "failed": True} for tiles in all_tiles if tiles not in right]
 

@@ -47,9 +47,10 @@ def main() -> None:
     for shape in ((300, 40), (33, 77)):
         x, bias = normal(*shape, device=device, dtype=torch.bfloat16), normal(shape[-1], device=device)
         run(f"bias_gelu {shape}", lambda x=x, bias=bias: bias_gelu(x, bias), device)
-    for shape, n_heads in (((4, 77, 120), 5), ((300, 48), 2)):
-        x, bias = normal(*shape, device=device, dtype=torch.bfloat16), normal(shape[-1], device=device)
-        run(f"split_heads {shape}", lambda x=x, bias=bias, h=n_heads: sum(split_heads(x, bias, h)), device)
+    rows: tuple[int, ...]
+    for rows, n_heads in (((4, 77, 120), 5), ((300, 48), 2)):
+        x, bias = normal(*rows, device=device, dtype=torch.bfloat16), normal(rows[-1], device=device)
+        run(f"split_heads {rows}", lambda x=x, bias=bias, h=n_heads: torch.stack(split_heads(x, bias, h)), device)
     run("rms_norm", lambda: rms_norm(normal(11, 37, device=device), row, 1e-5), device)
     for width, t, s, causal, groups in ((16, 33, 33, True, 2), (64, 100, 77, False, 1), (128, 17, 65, True, 2)):
         q, k, v = (normal(2, h, n, width, device=device) for h, n in ((2, t), (groups, s), (groups, s)))

@@ -399,9 +399,9 @@ def compiled_apart(climber: Climber, n_at_once: int = 16, limit: float = 0.3) ->
     found: list[dict[str, Tensor]] = []
     plain = climber.task.loss(climber.who, climber.rung, climber.model)
     set_tf32(climber.rung.precision != "float32")
-    for loss_of, size in ((climber.loss, len(inputs)), (plain, n_at_once)):
+    for loss_of, rows in ((climber.loss, len(inputs)), (plain, n_at_once)):
         climber.model.zero_grad(set_to_none=True)
-        for some, wanted in zip(inputs.split(size), targets.split(size), strict=True):
+        for some, wanted in zip(inputs.split(rows), targets.split(rows), strict=True):
             (loss_of(some, wanted) * len(some) / len(inputs)).backward()
         found.append({n: p.grad.double().cpu() for n, p in climber.model.named_parameters() if p.grad is not None})
     climber.model.zero_grad(set_to_none=True)

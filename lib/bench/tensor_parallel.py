@@ -11,6 +11,7 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,8 +42,8 @@ class ParallelSwiGLU(nn.Module):
 
     def __init__(self, dim: int, hidden_dim: int):
         super().__init__()
-        self.w1 = ColumnParallelLinear(dim, hidden_dim, bias=False)
-        self.w3 = ColumnParallelLinear(dim, hidden_dim, bias=False)
+        self.w1: Any = ColumnParallelLinear(dim, hidden_dim, bias=False)
+        self.w3: Any = ColumnParallelLinear(dim, hidden_dim, bias=False)
         self.w2 = RowParallelLinear(hidden_dim, dim, bias=False)
 
     def forward(self, x):
@@ -63,7 +64,8 @@ def use_fast_attention() -> None:
 def by_hand(config: LlamaConfig, dtype: torch.dtype) -> nn.Module:
     model = Llama(config)
     whole = {name: weight.to(dtype) for name, weight in model.state_dict().items()}
-    for block in model.layers:
+    layers: Any = model.layers
+    for block in layers:
         block.attention = ParallelAttention(config.dim, config.n_heads)
         block.feed_forward = ParallelSwiGLU(config.dim, config.hidden_dim)
     model.output = ColumnParallelLinear(config.dim, config.vocab_size, bias=False)

@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from lib.ranks import seed
+from lib.ranks import forkserver, mpi_launch
 from lib.ranks.failure import RankFailure
 
 KEEPER = str(Path(__file__).with_name("keeper.py"))
+# torch._dynamo, because the first step of any optimizer imports it; the others because ranks, or most modules, do
+PRELOADED = ("torch.distributed.fsdp", "torch._dynamo", "psutil", "numpy", "einops", "jaxtyping", "yaml")
 START_LIMIT_S = 90.0
 
 
@@ -55,21 +57,28 @@ class Handle:
         self.listener.listen(16)
         ours, theirs = socket.socketpair()
         with theirs, open(self.folder / "keeper", "w") as log:
-            fd, parent, mpi_log = str(theirs.fileno()), str(os.getpid()), str(self.folder / "mpiexec")
-            grown = None
-            if self.backend == "gloo":
-                arguments = [KEEPER, self.backend, parent, mpiexec, mpi_log]
-                grown = seed.grow(arguments, theirs.fileno(), log.fileno(), _environment())
-            self.process = grown or subprocess.Popen(
-                [sys.executable, "-P", KEEPER, self.backend, fd, parent, mpiexec, mpi_log],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env=_environment(),
-            )
+            self.process = self._start_keeper(mpiexec, theirs.fileno(), log.fileno())
         self.control = Connection(ours.detach())
+
+    def _start_keeper(self, mpiexec: str, control: int, log: int) -> "subprocess.Popen | forkserver.Forked":
+        """Start the keeper: a fork of the server that this process came from, where there is one, saves it seconds of imports."""
+        arguments = [self.backend, mpiexec, str(self.folder / "mpiexec")]
+        server = os.environ.get(forkserver.VARIABLE)
+        if server and self.backend == "gloo":
+            request = forkserver.Request(
+                program=KEEPER, arguments=arguments, folder=os.getcwd(), environment=_environment(), preload=PRELOADED
+            )
+            with contextlib.suppress(OSError):
+                return forkserver.ask(server, request, log, [control])
+        return subprocess.Popen(
+            [sys.executable, "-P", KEEPER, *arguments, str(control)],
+            pass_fds=[control],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env=_environment(),
+        )
 
     def log(self, name: str) -> str:
         """What the keeper or mpiexec has said."""
@@ -208,19 +217,16 @@ def _require(backend: str) -> str:
         return ""
     if importlib.util.find_spec("mpi4py") is None:
         raise RankFailure("mpi4py is missing: python -m pip install mpi4py mpich")
-    beside = Path(sys.executable).with_name("mpiexec")
-    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if mpiexec is None:
-        raise RankFailure(f"mpiexec is missing, beside {sys.executable} and on PATH: python -m pip install mpich")
-    return mpiexec
+    try:
+        return mpi_launch.mpiexec()
+    except FileNotFoundError as error:
+        raise RankFailure(str(error)) from None
 
 
 def _environment() -> dict[str, str]:
     """Surroundings in which a fork is safe (no thread before it) and gloo finds its peers without a network."""
-    environment = {k: v for k, v in os.environ.items() if k != seed.VARIABLE}
+    environment = {k: v for k, v in mpi_launch.mpi_environment().items() if k != forkserver.VARIABLE}
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         environment[name] = "1"
-    names = {name for _, name in socket.if_nameindex()}
-    for loopback in {"lo", "lo0"} & names:
-        environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    environment.setdefault("GLOO_SOCKET_IFNAME", mpi_launch.loopback())
     return environment

@@ -1,6 +1,6 @@
 """The process that keeps the ranks of one pool: starts them, tells how they end, and leaves none behind.
 
-``python -P keeper.py BACKEND FD PARENT MPIEXEC LOG``. For gloo it has imported torch and forks a rank in milliseconds; for MPI
+``python -P keeper.py BACKEND MPIEXEC LOG FD``. For gloo it has imported torch and forks a rank in milliseconds; for MPI
 it starts mpiexec. It imports nothing of the project, so that a fork sees the project as it is on disk.
 
 Commands: ("start", tag, n_ranks, runner, address), ("reuse", tag, runner), ("finish", tag), ("end", tag), ("answer", tag).
@@ -8,7 +8,6 @@ Events: ("answer", tag), ("exit", tag, rank, status), ("world", tag, is_alive), 
 """
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -19,13 +18,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import psutil
 
+PROCESSES = runpy.run_path(str(Path(__file__).with_name("processes.py")))
 RANK = str(Path(__file__).with_name("rank.py"))
 # torch._dynamo, because the first step of any optimizer imports it (1.4 s); the last four, because most modules do
 PRELOADED = ("torch", "torch.distributed.fsdp", "torch._dynamo", "numpy", "einops", "jaxtyping", "yaml", "pytest")
@@ -41,8 +40,7 @@ class Keeper:
         os.set_blocking(wake_end, False)
         signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans of ranks come here, to be ended
+        PROCESSES["adopt_orphans"]()  # of ranks, to be ended
         if backend == "gloo":
             for name in PRELOADED:
                 with contextlib.suppress(ImportError):
@@ -50,8 +48,9 @@ class Keeper:
         self.serve = runpy.run_path(RANK)
         gc.freeze()
 
-    def keep(self, parent: int) -> None:
-        """Obey until the parent is gone."""
+    def keep(self) -> None:
+        """Obey until the parent, or whoever holds the other end of the control, is gone."""
+        parent = os.getppid()
         while os.getppid() == parent:
             ready = wait([self.control, self.wake], timeout=1.0)
             if self.wake in ready:
@@ -109,7 +108,7 @@ class Keeper:
         """What a forked child does; never returns."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        self.serve["end_with_parent"]()
+        PROCESSES["end_with_parent"]()
         self.control.close()
         try:
             self.serve["serve"](address, self.tag, rank, n_ranks)
@@ -119,12 +118,8 @@ class Keeper:
             os._exit(1)
 
     def start_mpi(self, n_ranks: int, address: str) -> None:
-        environment = {k: v for k, v in os.environ.items() if not re.match(r"PMIX?_|OMPI_COMM_|HYDI_", k)}
-        environment = {
-            **MPI_SETTINGS,
-            **environment,
-            "TMPDIR": str(Path(self.log).parent),
-        }  # where Open MPI leaves folders
+        environment = {k: v for k, v in os.environ.items() if not re.match(r"PMIX?_(?!MCA)|OMPI_COMM_|HYDI_", k)}
+        environment["TMPDIR"] = str(Path(self.log).parent)  # where Open MPI leaves folders
         environment["RANKS_TMPDIR"] = os.environ.get("TMPDIR", "")
         command = [self.mpiexec, "-n", str(n_ranks), sys.executable, "-P", RANK, address, self.tag]
         with open(self.log, "w") as log:
@@ -145,39 +140,14 @@ class Keeper:
                     self.tell("exit", self.tag, self.children.pop(pid), status)
 
     def end_all(self) -> None:
-        """End every descendant, and those that come to light meanwhile; then wait until they are gone."""
+        """End every descendant, and wait until they are gone."""
         self.runner = 0
-        while _has_children():
-            for process in psutil.Process().children(recursive=True):
-                with contextlib.suppress(psutil.Error, OSError):
-                    process.kill()
-            with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-            time.sleep(0.002)
+        PROCESSES["end_descendants"]()
         self.children.clear()
         for path in self.segments:
             with contextlib.suppress(OSError):
                 os.unlink(path)
         self.segments = set()
-
-
-MPI_SETTINGS = {
-    "OMP_NUM_THREADS": "1",
-    "HYDRA_LAUNCHER": "fork",  # also within a Slurm allocation
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-}
-
-
-def _has_children() -> bool:
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
 
 
 def _lives(pid: int) -> bool:
@@ -198,10 +168,10 @@ def _shared_memory(pid: int) -> set[str]:
 
 
 if __name__ == "__main__":
-    backend, control, parent, mpiexec, log = sys.argv[1:]
+    backend, mpiexec, log, control = sys.argv[1:]
     keeper = Keeper(backend, Connection(int(control)), mpiexec, log)
     try:
-        keeper.keep(int(parent))
+        keeper.keep()
     finally:
         keeper.end_all()
         shutil.rmtree(Path(log).parent, ignore_errors=True)

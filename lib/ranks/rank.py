@@ -5,20 +5,17 @@ in each process that it forks.
 """
 
 import contextlib
-import ctypes
 import importlib
 import os
 import pickle
+import runpy
 import signal
 import sys
 import sysconfig
 from multiprocessing.connection import Client
 
 
-def end_with_parent() -> None:
-    """Have Linux end this process when its parent ends, however that ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+end_with_parent = runpy.run_path(os.path.join(os.path.dirname(__file__), "processes.py"))["end_with_parent"]
 
 
 def serve(address: str, tag: str, rank: int, world_size: int) -> None:

@@ -12,7 +12,7 @@ def main() -> None:
     mine = comm.scatter(values, root=0)
     mine = mine / 2  # a float, whatever it was
     total = comm.reduce(mine, op=MPI.SUM, root=0)
-    mean = total / n_ranks if rank == 0 else None
+    mean = None if total is None else total / n_ranks  # rank 0 alone has the total
     mean = comm.bcast(mean, root=0)
     sys.stdout.write(f"rank {rank} of {n_ranks} in Python: my half {mine:g}, the mean {mean:.2f}\n")
 

@@ -45,7 +45,7 @@ def train(
     torch.set_num_threads(1)
     torch.manual_seed(rank)  # each rank would begin with weights of its own
     model = VisionTransformer(TINY).to(DTYPES[dtype])
-    model.embeddings.pos_embed.data *= 50  # a spread of 1, as in chapter 5
+    model.get_parameter("embeddings.pos_embed").data *= 50  # a spread of 1, as in chapter 5
     for p in model.parameters():
         tree_broadcast(comm, p.detach().numpy())  # rank 0's, in place
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05)

@@ -25,7 +25,7 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 
 tokenization = graded("tokenization")
 
-PAIRS, MERGE, PRODUCT, GRADIENT = (f"equation (1.{n})" for n in (1, 2, 4, 5))
+PAIRS, MERGE, PRODUCT, GRADIENT = (f"eq-tokenization-{n}" for n in (1, 2, 4, 5))
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 END = "<|endoftext|>"
 SAMPLE = """The ruler of a kingdom isn't a ruler of letters: they're 26, and he'd never counted them.
@@ -388,7 +388,7 @@ def hand_made(special_tokens=()):
 def test_BPETokenizer_by_hand():
     case('"the cat ate" with the merges t+h, _+c, _+a, th+e, _a+t')
     tokenizer = hand_made()
-    expect_equal(tokenizer.encode("the cat ate"), [259, 257, 97, 116, 260, 101], name="ids", read="equation (1.3)")
+    expect_equal(tokenizer.encode("the cat ate"), [259, 257, 97, 116, 260, 101], name="ids", read="eq-tokenization-3")
     expect_equal(tokenizer.decode([259, 257, 97, 116, 260, 101]), "the cat ate", name="text")
     expect_equal(list(tokenizer.encode_iterable(["the c", "at ate"])), [259, 257, 97, 116, 260, 101], name="ids")
 
@@ -397,7 +397,7 @@ def test_BPETokenizer_earliest_merge_first():
     case('"abc", merges b+c then a+b')
     merges = [(b"b", b"c"), (b"a", b"b"), (b"ab", b"c")]
     tokenizer = tokenization.BPETokenizer(as_vocab(merges), merges)
-    expect_equal(tokenizer.encode("abc"), [97, 256], name="ids", read="equation (1.3)")
+    expect_equal(tokenizer.encode("abc"), [97, 256], name="ids", read="eq-tokenization-3")
 
 
 @pytest.mark.time_limit(40)
@@ -420,7 +420,7 @@ def test_BPETokenizer_until_no_pair_is_a_merge():
     case('"abc", merges a+bc then b+c: when b+c has been joined, a+bc stands there')
     merges = [(b"a", b"bc"), (b"b", b"c")]
     tokenizer = tokenization.BPETokenizer({0: b"a", 1: b"b", 2: b"c", 3: b"bc", 4: b"abc"}, merges)
-    expect_equal(tokenizer.encode("abc"), [4], name="ids", read="equation (1.3)")
+    expect_equal(tokenizer.encode("abc"), [4], name="ids", read="eq-tokenization-3")
 
 
 def test_BPETokenizer_rank_is_not_id():
@@ -428,7 +428,7 @@ def test_BPETokenizer_rank_is_not_id():
     merges = [(b"b", b"c"), (b"a", b"b")]
     vocab = {0: b"ab", 1: b"bc", **{257 - b: bytes([b]) for b in range(256)}}
     tokenizer = tokenization.BPETokenizer(vocab, merges)
-    expect_equal(tokenizer.encode("abc"), [257 - ord("a"), 1], name="ids", read="equation (1.3)")
+    expect_equal(tokenizer.encode("abc"), [257 - ord("a"), 1], name="ids", read="eq-tokenization-3")
     expect_equal(tokenizer.decode([0, 257 - ord("d")]), "abd", name="text")
 
 
@@ -614,7 +614,7 @@ def test_BPETokenizer_looks_at_the_pairs_of_a_word():
         lines < limit,
         f"ran more than {limit:,} lines of Python for {len(words)} words: every word goes through all merges",
         answer="all merges",
-        read="equation (1.3)",
+        read="eq-tokenization-3",
     )
 
 

@@ -14,8 +14,8 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 
 rope = graded("rope")
 
-ROTATION, RELATIVE, FREQUENCIES, BLOCKS = (f"equation (2.{n})" for n in (3, 4, 5, 6))
-TABLE, APPLY, LAYOUTS, INTERPOLATION = (f"equation (2.{n})" for n in (7, 8, 9, 11))
+ROTATION, RELATIVE, FREQUENCIES, BLOCKS = (f"eq-rope-{n}" for n in (3, 4, 5, 6))
+TABLE, APPLY, LAYOUTS, INTERPOLATION = (f"eq-rope-{n}" for n in (7, 8, 9, 11))
 
 
 def make_angles(n_positions: int, head_dim: int, theta: float = 10_000.0) -> Tensor:
@@ -99,14 +99,14 @@ def test_rope_frequencies_by_formula(head_dim, theta):
 @pytest.mark.parametrize("head_dim", [7, 1])
 def test_rope_frequencies_refuses_odd_width(head_dim):
     case(f"head_dim={head_dim}")
-    with expect_raises(ValueError, str(head_dim), "even", read="the contract of exercise 2.1, under Raises"):
+    with expect_raises(ValueError, str(head_dim), "even", read="the contract, under Raises"):
         rope.rope_frequencies(head_dim)
 
 
 def test_rope_frequencies_live_on_the_device_asked_for():
     case('head_dim=4, device="meta"')
     device = rope.rope_frequencies(4, device="meta").device.type
-    expect_equal(device, "meta", name="out.device", read="the contract of exercise 2.1")
+    expect_equal(device, "meta", name="out.device", read="the contract")
 
 
 @pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
@@ -163,7 +163,7 @@ def test_rotation_matrix_equals_the_matrix_exponential(position, head_dim, theta
 
 def test_rotation_matrix_refuses_odd_width():
     case("head_dim=5")
-    with expect_raises(ValueError, "5", read="the contract of exercise 2.2, under Raises"):
+    with expect_raises(ValueError, "5", read="the contract, under Raises"):
         rope.rotation_matrix(3, 5)
 
 
@@ -205,14 +205,14 @@ def test_precompute_rope_knows_position_100_000():
 
 def test_precompute_rope_refuses_odd_width():
     case("head_dim=3")
-    with expect_raises(ValueError, "3", read="the contract of exercise 2.3, under Raises"):
+    with expect_raises(ValueError, "3", read="the contract, under Raises"):
         rope.precompute_rope(3, 4)
 
 
 def test_precompute_rope_lives_on_the_device_asked_for():
     case('head_dim=4, context_len=2, device="meta"')
     device = rope.precompute_rope(4, 2, device="meta").device.type
-    expect_equal(device, "meta", name="out.device", read="the contract of exercise 2.3")
+    expect_equal(device, "meta", name="out.device", read="the contract")
 
 
 @pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
@@ -239,7 +239,7 @@ def test_apply_rope_leaves_x_unchanged(dtype):
     x = randn(1, 3, 2, 4, dtype=dtype)
     before = x.clone()
     out = rope.apply_rope(x, make_table(make_angles(3, 4)))
-    expect_close(x, before, atol=0.0, rtol=0.0, name="x", answer=out, read="the contract of exercise 2.4, under Args")
+    expect_close(x, before, atol=0.0, rtol=0.0, name="x", answer=out, read="the contract, under Args")
 
 
 @pytest.mark.parametrize(("b", "t", "h", "d"), [(1, 1, 1, 2), (1, 4, 4, 4), (2, 5, 3, 8), (3, 7, 1, 10)])
@@ -284,10 +284,10 @@ def test_apply_rope_computes_in_float32(dtype):
     x, angles = randn(1, 8, 2, 32, dtype=dtype), make_angles(8, 32)
     out = rope.apply_rope(x, make_table(angles))
     expected = turn(x, angles).to(dtype)
-    expect_close(out, expected, atol=0.1, read="the contract of exercise 2.4")
+    expect_close(out, expected, atol=0.1, read="the contract")
     off = (out != expected).double().mean().item()  # float32 arithmetic may fall on the other side of a rare tie
     problem = f"{off:.0%} of the numbers are rounded twice: the arithmetic was not in float32 but in {name}"
-    expect_true(off < 0.02, problem, answer=out, read="the contract of exercise 2.4, under Returns")
+    expect_true(off < 0.02, problem, answer=out, read="the contract, under Returns")
 
 
 def test_apply_rope_takes_any_strides():
@@ -309,13 +309,13 @@ def test_apply_rope_takes_later_positions():
 @pytest.mark.parametrize("rows", [7, 1, 13])
 def test_apply_rope_refuses_a_table_of_another_length(rows):
     case(f"x of 11 positions, a table of {rows}")
-    with expect_raises(ValueError, str(rows), "11", read="the contract of exercise 2.4, under Raises"):
+    with expect_raises(ValueError, str(rows), "11", read="the contract, under Raises"):
         rope.apply_rope(randn(2, 11, 3, 8), make_table(make_angles(rows, 8)))
 
 
 def test_apply_rope_refuses_a_table_of_another_width():
     case("x of head width 8, a table of one pair, which would broadcast")
-    with expect_raises(ValueError, "5, 1", "5, 4", read="the contract of exercise 2.4, under Raises"):
+    with expect_raises(ValueError, "5, 1", "5, 4", read="the contract, under Raises"):
         rope.apply_rope(randn(1, 5, 3, 8), make_table(make_angles(5, 2)))
 
 
@@ -366,7 +366,7 @@ def test_apply_rope_makes_no_matrices():
     with Ledger() as ledger:
         out = rope.apply_rope(x, table)
     problem = f"a tensor of {ledger.largest} numbers is made on the way, where x has {x.numel()} (64 x 64 = 4096)"
-    expect_true(ledger.largest <= 3 * x.numel(), problem, answer=out, read="the contract of exercise 2.4, under Cost")
+    expect_true(ledger.largest <= 3 * x.numel(), problem, answer=out, read="the contract, under Cost")
 
 
 def test_apply_rope_does_not_loop():
@@ -378,7 +378,7 @@ def test_apply_rope_does_not_loop():
             out = rope.apply_rope(x, table)
         n_ops[t] = ledger.n_ops
     problem = f"{n_ops[4]} operators for 4 positions, {n_ops[32]} for 32: there is a loop where one product does"
-    expect_true(n_ops[4] == n_ops[32], problem, answer=out, read="the contract of exercise 2.4, under Cost")
+    expect_true(n_ops[4] == n_ops[32], problem, answer=out, read="the contract, under Cost")
 
 
 # ---- 2.5 and 2.6: the two layouts ------------------------------------------------------------------------------------
@@ -417,9 +417,9 @@ def test_interleaved_to_half_leaves_weight_unchanged():
     weight = randn(8, 3, dtype=torch.bfloat16)
     before = weight.clone()
     out = rope.interleaved_to_half(weight, 2)
-    expect_close(weight, before, atol=0.0, rtol=0.0, name="weight", answer=out, read="the contract of exercise 2.5")
+    expect_close(weight, before, atol=0.0, rtol=0.0, name="weight", answer=out, read="the contract")
     case("n_heads=2, head_dim=4, bfloat16: the dtype")
-    expect_equal(str(out.dtype), "torch.bfloat16", name="out.dtype", answer=out, read="the contract of exercise 2.5")
+    expect_equal(str(out.dtype), "torch.bfloat16", name="out.dtype", answer=out, read="the contract")
 
 
 @pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
@@ -471,7 +471,7 @@ def test_half_to_interleaved_leaves_weight_unchanged():
     weight = randn(12, 3)
     before = weight.clone()
     out = rope.half_to_interleaved(weight, 2)
-    expect_close(weight, before, atol=0.0, rtol=0.0, name="weight", answer=out, read="the contract of exercise 2.6")
+    expect_close(weight, before, atol=0.0, rtol=0.0, name="weight", answer=out, read="the contract")
 
 
 # ---- 2.7 interpolate_positions ---------------------------------------------------------------------------------------

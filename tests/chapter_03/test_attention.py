@@ -16,11 +16,11 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 
 attention = graded("attention")
 
-MEAN, SOFTMAX, SHIFTED, MASK = (f"equation (3.{n})" for n in (1, 2, 3, 4))
-ATTENTION, HEADS, GROUPS, CACHE = (f"equation (3.{n})" for n in (6, 7, 8, 9))
+MEAN, SOFTMAX, SHIFTED, MASK = (f"eq-attention-{n}" for n in (1, 2, 3, 4))
+ATTENTION, HEADS, GROUPS, CACHE = (f"eq-attention-{n}" for n in (6, 7, 8, 9))
 INF = math.inf
 
-SOFTMAX_RETURNS = "the contract of exercise 3.1, under Returns"
+SOFTMAX_RETURNS = "the contract of ex-attention-softmax, under Returns"
 SIZES = [(1, 1, 1, 1), (5, 5, 8, 8), (3, 7, 4, 5), (6, 2, 3, 9)]  # t, s, d, dv
 LAYERS = [(1, 1, 4, 1, 1), (2, 5, 8, 2, 2), (2, 3, 12, 6, 2), (3, 4, 8, 4, 1)]  # b, t, c, h, g
 CHUNKS = [(7,), (1, 1, 1, 1, 1, 1, 1), (4, 3), (1, 5, 1)]
@@ -189,7 +189,7 @@ def test_softmax_leaves_x_unchanged():
     x = randn(2, 3)
     before = x.clone()
     out = attention.softmax(x, 1)
-    expect_close(x, before, atol=0.0, rtol=0.0, name="x", answer=out, read="the contract of exercise 3.1")
+    expect_close(x, before, atol=0.0, rtol=0.0, name="x", answer=out, read="the contract")
 
 
 def test_softmax_passes_gradients_back():
@@ -267,7 +267,7 @@ def test_causal_mask_lives_on_the_device_asked_for():
     with Devices() as devices:
         mask = attention.causal_mask(2, 2, device="meta")
     problem = "no tensor is made on, or moved to, the device asked for"
-    expect_true("meta" in devices.asked, problem, answer=mask, read="the contract of exercise 3.2, under Args")
+    expect_true("meta" in devices.asked, problem, answer=mask, read="the contract, under Args")
 
 
 def test_causal_mask_suits_torch():
@@ -381,7 +381,7 @@ def test_scaled_dot_product_attention_divides_before_float16_overflows():
     q, k = torch.full((1, 2, 64), 40.0).half(), torch.full((1, 3, 64), 40.0).half()
     v = torch.tensor([[[0.0], [1.0], [2.0]]]).half()
     out = attention.scaled_dot_product_attention(q, k, v)
-    expect_close(out, torch.ones(1, 2, 1).half(), read="the contract of exercise 3.3, under Returns")
+    expect_close(out, torch.ones(1, 2, 1).half(), read="the contract, under Returns")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -397,7 +397,7 @@ def test_scaled_dot_product_attention_leaves_its_inputs_unchanged():
     inputs = [randn(2, 4), randn(3, 4, seed=1), randn(3, 4, seed=2), random_mask(2, 3)]
     before = [x.clone() for x in inputs]
     out = attention.scaled_dot_product_attention(*inputs)
-    expect_close(inputs, before, atol=0.0, rtol=0.0, name="inputs", answer=out, read="the contract of exercise 3.3")
+    expect_close(inputs, before, atol=0.0, rtol=0.0, name="inputs", answer=out, read="the contract")
 
 
 def test_scaled_dot_product_attention_passes_gradients_back():
@@ -422,7 +422,7 @@ def test_scaled_dot_product_attention_makes_nothing_larger_than_the_scores():
     with Ledger() as ledger:
         out = attention.scaled_dot_product_attention(q, k, v, random_mask(6, 7))
     problem = f"a tensor of {ledger.largest} numbers is made, where T x S is 42 and the inputs have 112 at most"
-    expect_true(ledger.largest <= 112, problem, answer=out, read="the contract of exercise 3.3, under Cost")
+    expect_true(ledger.largest <= 112, problem, answer=out, read="the contract, under Cost")
 
 
 def test_scaled_dot_product_attention_does_not_loop():
@@ -435,7 +435,7 @@ def test_scaled_dot_product_attention_does_not_loop():
         n_ops[b, h, t] = ledger.n_ops
     few, many = n_ops.values()
     problem = f"{few} operators for 2 x 2 heads of 4 positions, {many} for 3 x 4 of 20: there is a loop"
-    expect_true(few == many, problem, answer=out, read="the contract of exercise 3.3, under Cost")
+    expect_true(few == many, problem, answer=out, read="the contract, under Cost")
 
 
 @oracle
@@ -481,7 +481,7 @@ def test_split_heads_feature_by_feature(b, t, h, d):
 @pytest.mark.parametrize(("width", "n_heads"), [(10, 3), (7, 2), (4, 8)])
 def test_split_heads_refuses_a_width_that_does_not_divide(width, n_heads):
     case(f"width {width}, n_heads={n_heads}")
-    with expect_raises(ValueError, str(width), str(n_heads), read="the contract of exercise 3.4, under Raises"):
+    with expect_raises(ValueError, str(width), str(n_heads), read="the contract, under Raises"):
         attention.split_heads(randn(2, 3, width), n_heads)
 
 
@@ -578,11 +578,11 @@ def test_KVCache_by_hand():
     case("max_len=5: the second update, key 3 and value 30")
     out = cache.update(numbers(3), numbers(30))
     expect_close(out, (numbers(1, 2, 3), numbers(10, 20, 30)), read=CACHE)
-    expect_equal(cache.length, 3, name="length", answer=out, read="the contract of exercise 3.7, under Attributes")
+    expect_equal(cache.length, 3, name="length", answer=out, read="the contract, under Attributes")
     case("max_len=5: the third update fills it, keys 4 5 and values 40 50")
     out = cache.update(numbers(4, 5), numbers(40, 50))
     expect_close(out, (numbers(1, 2, 3, 4, 5), numbers(10, 20, 30, 40, 50)), read=CACHE)
-    expect_equal(cache.length, 5, name="length", answer=out, read="the contract of exercise 3.7, under Attributes")
+    expect_equal(cache.length, 5, name="length", answer=out, read="the contract, under Attributes")
 
 
 @pytest.mark.parametrize("chunks", [(1, 1, 1, 1), (3, 1, 4, 2), (10,), (1, 9)])
@@ -594,7 +594,7 @@ def test_KVCache_equals_concatenation(chunks):
         out = cache.update(k[:, :, n : n + chunk], v[:, :, n : n + chunk])
         n += chunk
         expect_close(out, (k[:, :, :n], v[:, :, :n]), atol=0.0, rtol=0.0, read=CACHE)
-        expect_equal(cache.length, n, name="length", answer=out, read="the contract of exercise 3.7")
+        expect_equal(cache.length, n, name="length", answer=out, read="the contract")
 
 
 def test_KVCache_returns_views_of_its_own_memory():
@@ -605,7 +605,7 @@ def test_KVCache_returns_views_of_its_own_memory():
         out = cache.update(randn(2, 1, n, 3), randn(2, 1, n, 3, seed=1))
         problem = "what comes back is a copy: it does not lie in the memory that was taken at the start"
         there = [x.data_ptr() for x in out]
-        expect_true(there == own, problem, answer=out, read="the contract of exercise 3.7, under Returns")
+        expect_true(there == own, problem, answer=out, read="the contract, under Returns")
 
 
 def test_KVCache_never_copies_the_past():
@@ -629,24 +629,22 @@ def test_KVCache_refuses_what_does_not_fit(held, more):
     if held:
         cache.update(k[:, :, :held], k[:, :, :held])
     mentions = dict.fromkeys((str(held), "4", str(more)))  # each once
-    with expect_raises(ValueError, *mentions, read="the contract of exercise 3.7, under Raises"):
+    with expect_raises(ValueError, *mentions, read="the contract, under Raises"):
         cache.update(randn(1, 1, more, 2, seed=1), randn(1, 1, more, 2, seed=1))
     case(f"max_len=4, holds {held}, and refused {more} more: what it holds now")
-    expect_equal(cache.length, held, name="length", read="the contract of exercise 3.7, under Raises")
-    expect_close(
-        cache.keys[:, :, :held], k[:, :, :held], name="keys", read="the contract of exercise 3.7, under Raises"
-    )
+    expect_equal(cache.length, held, name="length", read="the contract, under Raises")
+    expect_close(cache.keys[:, :, :held], k[:, :, :held], name="keys", read="the contract, under Raises")
     if held < 4:
         case(f"max_len=4, holds {held}, and refused {more} more: {4 - held} that fit")
         keys, _ = cache.update(k[:, :, held:], k[:, :, held:])
-        expect_close(keys, k, name="keys", read="the contract of exercise 3.7, under Raises")
+        expect_close(keys, k, name="keys", read="the contract, under Raises")
 
 
 def test_KVCache_keeps_its_dtype():
     case("bfloat16: the dtype of what comes back")
     cache = attention.KVCache(1, 1, 3, 2, dtype=torch.bfloat16)
     k = randn(1, 1, 2, 2, dtype=torch.bfloat16)
-    expect_close(cache.update(k, k), (k, k), atol=0.0, rtol=0.0, read="the contract of exercise 3.7")
+    expect_close(cache.update(k, k), (k, k), atol=0.0, rtol=0.0, read="the contract")
 
 
 def test_KVCache_of_one_model_does_not_know_the_other():
@@ -730,7 +728,7 @@ def test_MultiHeadAttention_has_these_weights(c, h, g):
     d, groups = c // h, g or h
     expected = {"wq.weight": [c, c], "wk.weight": [groups * d, c], "wv.weight": [groups * d, c], "wo.weight": [c, c]}
     actual = {name: list(p.shape) for name, p in attention.MultiHeadAttention(c, h, g).named_parameters()}
-    expect_equal(actual, expected, name="parameters", read="the contract of exercise 3.8, under Attributes")
+    expect_equal(actual, expected, name="parameters", read="the contract, under Attributes")
 
 
 def test_MultiHeadAttention_equals_torch():
@@ -763,7 +761,7 @@ def test_MultiHeadAttention_sees_distance_only():
     case("b=1 t=6 d=8 h=2: the same table, 40 positions later")
     layer, x = make_layer(16, 2), randn(1, 6, 16, seed=9)
     near, far = (layer(x, rope=make_table(make_angles(n, n + 6, 8)), mask=lower(6, 6)).detach() for n in (0, 40))
-    expect_close(far, near, atol=1e-4, answer=far, read="equation (2.4)")
+    expect_close(far, near, atol=1e-4, answer=far, read="eq-rope-4")
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 4, 4), (2, 1, 1, 4), (3, 4, 4)])
@@ -810,7 +808,7 @@ def test_MultiHeadAttention_without_a_mask_sees_the_whole_cache():
 def test_MultiHeadAttention_refuses_what_does_not_divide(args):
     case(f"MultiHeadAttention{args}")
     two = args[:2] if args[0] % args[1] else args[1:]
-    with expect_raises(ValueError, *map(str, two), read="the contract of exercise 3.8, under Raises"):
+    with expect_raises(ValueError, *map(str, two), read="the contract, under Raises"):
         attention.MultiHeadAttention(*args)
 
 

@@ -15,9 +15,9 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 
 llama = graded("llama")
 
-NORM, WIDTH, GATE, BLOCK, COUNT = (f"equation (4.{n})" for n in (1, 2, 3, 4, 5))
-MEMORY, CACHE, TEMPERATURE, NUCLEUS = (f"equation (4.{n})" for n in (6, 7, 8, 9))
-CONVERT, GENERATE = ("the contract of exercise 4.9", "the contract of exercise 4.11")
+NORM, WIDTH, GATE, BLOCK, COUNT = (f"eq-llama-{n}" for n in (1, 2, 3, 4, 5))
+MEMORY, CACHE, TEMPERATURE, NUCLEUS = (f"eq-llama-{n}" for n in (6, 7, 8, 9))
+CONVERT, GENERATE = ("the contract of ex-llama-convert-hf-state-dict", "the contract of ex-llama-generate")
 
 PLAIN = LlamaConfig(vocab_size=23, dim=16, n_layers=2, n_heads=4, hidden_dim=24, context_len=16)
 GROUPED = LlamaConfig(vocab_size=19, dim=36, n_layers=2, n_heads=6, n_kv_heads=2, hidden_dim=20, context_len=32)
@@ -195,8 +195,8 @@ def test_RMSNorm_has_one_weight_of_ones():
     case("dim=5: the parameters")
     norm = llama.RMSNorm(5)
     parameters = {name: value.tolist() for name, value in norm.named_parameters()}
-    expect_equal(parameters, {"weight": [1.0] * 5}, name="parameters", read="the contract of exercise 4.1")
-    expect_equal(list(norm.state_dict()), ["weight"], name="state dict", read="the contract of exercise 4.1")
+    expect_equal(parameters, {"weight": [1.0] * 5}, name="parameters", read="the contract")
+    expect_equal(list(norm.state_dict()), ["weight"], name="state dict", read="the contract")
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 11), (1, 2, 3, 64)], ids=["1d", "2d", "3d", "4d"])
@@ -222,10 +222,10 @@ def test_RMSNorm_computes_in_float32(dtype):
     x = (400 * randn(4, 512)).to(dtype)
     out = llama.RMSNorm(512).to(dtype)(x)
     expected = plain_norm(x.double(), torch.ones(512), 1e-5).to(dtype)
-    expect_close(out, expected, atol=0.05, rtol=0.05, read="the contract of exercise 4.1")
+    expect_close(out, expected, atol=0.05, rtol=0.05, read="the contract")
     off = (out != expected).double().mean().item()
     problem = f"{off:.0%} of the numbers are rounded more than once: the statistics were not in float32"
-    expect_true(off < 0.02, problem, answer=out, read="the contract of exercise 4.1, under Returns")
+    expect_true(off < 0.02, problem, answer=out, read="the contract, under Returns")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
@@ -237,16 +237,16 @@ def test_RMSNorm_weighs_in_float32(dtype):
     norm.load_state_dict({"weight": weight})
     out = norm(x)
     expected = plain_norm(x.double(), weight, 1e-5).to(dtype)
-    expect_close(out, expected, atol=0.05, rtol=0.05, read="the contract of exercise 4.1")
+    expect_close(out, expected, atol=0.05, rtol=0.05, read="the contract")
     off = (out != expected).double().mean().item()
     problem = f"{off:.0%} of the numbers are rounded more than once: the weight's product was not in float32"
-    expect_true(off < 0.02, problem, answer=out, read="the contract of exercise 4.1, under Convention")
+    expect_true(off < 0.02, problem, answer=out, read="the contract, under Convention")
 
 
 def test_RMSNorm_keeps_the_inputs_dtype_with_float32_weights():
     case("x bfloat16, weight float32: the dtype of the result")
     out = llama.RMSNorm(8)(randn(2, 8, dtype=torch.bfloat16))
-    expect_equal(str(out.dtype), "torch.bfloat16", name="out.dtype", answer=out, read="the contract of exercise 4.1")
+    expect_equal(str(out.dtype), "torch.bfloat16", name="out.dtype", answer=out, read="the contract")
 
 
 def test_RMSNorm_passes_gradients_back():
@@ -304,7 +304,7 @@ def test_swiglu_hidden_dim_rounds(dim, multiple_of, multiplier, width):
     case(f"dim={dim}, multiple_of={multiple_of}, multiplier={multiplier}")
     out = llama.swiglu_hidden_dim(dim, multiple_of, multiplier)
     expect_equal(out, width, read=WIDTH)
-    expect_equal(type(out).__name__, "int", name="type of out", answer=out, read="the contract of exercise 4.2")
+    expect_equal(type(out).__name__, "int", name="type of out", answer=out, read="the contract")
 
 
 # ---- 4.3 SwiGLU ------------------------------------------------------------------------------------------------------
@@ -387,7 +387,7 @@ def test_TransformerBlock_hands_the_cache_to_attention():
     x, cache = randn(2, 5, 36), KVCache(2, 2, 5, 6)
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
     first = block(x[:, :3], make_rope(GROUPED, 0, 3), mask[:3, :3], cache)
-    expect_equal(cache.length, 3, name="cache.length", answer=first, read="the contract of exercise 4.4")
+    expect_equal(cache.length, 3, name="cache.length", answer=first, read="the contract")
     last = block(x[:, 3:], make_rope(GROUPED, 3, 5), mask[3:], cache)
     expected = plain_block(x.double(), weights, GROUPED).float()
     expect_close(torch.cat([first, last], dim=1), expected, atol=1e-4, rtol=1e-4, read=BLOCK)
@@ -398,7 +398,7 @@ def test_TransformerBlock_hands_the_cache_to_attention():
 
 def make_llama(config: LlamaConfig) -> tuple[nn.Module, dict[str, Tensor]]:
     weights = make_weights(config)
-    return fill(llama.Llama(config), weights, "the contract of exercise 4.5"), weights
+    return fill(llama.Llama(config), weights, "the contract of ex-llama-llama"), weights
 
 
 @CONFIGS
@@ -407,7 +407,7 @@ def test_Llama_by_formula(config):
     model, weights = make_llama(config)
     tokens = make_tokens(config, 2, 7)
     expected = plain_llama(tokens, weights, config).float()
-    expect_close(model(tokens), expected, atol=1e-3, rtol=1e-3, read="the contract of exercise 4.5")
+    expect_close(model(tokens), expected, atol=1e-3, rtol=1e-3, read="the contract")
 
 
 @pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
@@ -417,7 +417,7 @@ def test_Llama_equals_transformers(config):
     tokens = make_tokens(config, 2, 9, seed=1)
     expected = recorded(f"logits_g{config.n_kv_heads}", lambda: transformers_logits(config, tokens))
     model, _ = make_llama(config)
-    expect_close(model(tokens), expected, atol=1e-3, rtol=1e-3, read="the contract of exercise 4.5")
+    expect_close(model(tokens), expected, atol=1e-3, rtol=1e-3, read="the contract")
 
 
 @oracle
@@ -449,14 +449,14 @@ def test_Llama_equals_transformers_at_random_sizes(seed):
 def test_Llama_state_dict_has_metas_names_and_nothing_else():
     case(named(GROUPED))
     shapes = {name: tuple(value.shape) for name, value in llama.Llama(GROUPED).state_dict().items()}
-    expect_equal(shapes, meta_shapes(GROUPED), name="shapes in the state dict", read="the contract of exercise 4.5")
+    expect_equal(shapes, meta_shapes(GROUPED), name="shapes in the state dict", read="the contract")
 
 
 def test_Llama_head_has_a_weight_of_its_own():
     case("output.weight and tok_embeddings.weight")
     model = llama.Llama(PLAIN)
     tied = model.output.weight is model.tok_embeddings.weight
-    expect_true(not tied, "the head shares the embedding's weight: Llama 2's are two", read="the contract of 4.5")
+    expect_true(not tied, "the head shares the embedding's weight: Llama 2's are two", read="the contract")
 
 
 @pytest.mark.parametrize("cuts", [(4, 5, 6, 7, 8), (1, 2, 8)], ids=["prompt_then_one_by_one", "uneven"])
@@ -468,26 +468,26 @@ def test_Llama_with_a_cache_equals_the_full_pass(cuts):
         pieces.append(model(tokens[:, start:end], cache))
         start = end
     expected = plain_llama(tokens, weights, GROUPED).float()
-    expect_close(torch.cat(pieces, dim=1), expected, atol=1e-3, rtol=1e-3, read="the contract of exercise 4.5")
+    expect_close(torch.cat(pieces, dim=1), expected, atol=1e-3, rtol=1e-3, read="the contract")
 
 
 def test_Llama_make_cache_has_one_for_each_layer():
     case(f"batch=3, max_len=10, bfloat16, {named(GROUPED)}")
     model = llama.Llama(GROUPED).to(torch.bfloat16)
     cache = model.make_cache(3, 10)
-    expect_equal(len(cache), 2, name="len(cache)", read="the contract of make_cache, exercise 4.5")
+    expect_equal(len(cache), 2, name="len(cache)", read="the contract, make_cache")
     shape = (tuple(cache[0].keys.shape), str(cache[0].keys.dtype), cache[0].length)
     expected = ((3, 2, 10, 6), "torch.bfloat16", 0)
-    expect_equal(shape, expected, name="shape, dtype, length", read="the contract of make_cache, exercise 4.5")
+    expect_equal(shape, expected, name="shape, dtype, length", read="the contract, make_cache")
 
 
 def test_Llama_logits_are_float32():
     case("weights in bfloat16: the dtype of the logits, and the rotation in it")
     weights = {name: weight.bfloat16() for name, weight in make_weights(PLAIN).items()}
-    model = fill(llama.Llama(PLAIN), weights, "the contract of exercise 4.5").to(torch.bfloat16)
+    model = fill(llama.Llama(PLAIN), weights, "the contract").to(torch.bfloat16)
     tokens = make_tokens(PLAIN, 1, 6)
     logits = model(tokens)
-    expect_equal(str(logits.dtype), "torch.float32", name="out.dtype", answer=logits, read="the contract of 4.5")
+    expect_equal(str(logits.dtype), "torch.float32", name="out.dtype", answer=logits, read="the contract")
     error = (logits - plain_llama(tokens, weights, PLAIN)).abs().max().item()
     expect_true(error < 0.3, f"in bfloat16 the logits are off by {error:.2f}: was the rotation table cast?")
 
@@ -495,12 +495,12 @@ def test_Llama_logits_are_float32():
 def test_Llama_refuses_more_than_its_context():
     case("17 tokens, context_len=16")
     model = llama.Llama(PLAIN)
-    with expect_raises(ValueError, "17", "16", read="the contract of exercise 4.5, under Raises"):
+    with expect_raises(ValueError, "17", "16", read="the contract, under Raises"):
         model(make_tokens(PLAIN, 1, 17))
     case("15 tokens in the cache and 2 more, context_len=16")
     cache = model.make_cache(1, 30)
     model(make_tokens(PLAIN, 1, 15), cache)
-    with expect_raises(ValueError, "17", "16", read="the contract of exercise 4.5, under Raises"):
+    with expect_raises(ValueError, "17", "16", read="the contract, under Raises"):
         model(make_tokens(PLAIN, 1, 2), cache)
 
 
@@ -512,7 +512,7 @@ def test_Llama_can_be_built_without_memory():
     weights, tokens = make_weights(GROUPED), make_tokens(GROUPED, 1, 4)
     model.load_state_dict(weights, assign=True)
     expected = plain_llama(tokens, weights, GROUPED).float()
-    expect_close(model(tokens), expected, atol=1e-3, rtol=1e-3, read="the contract of exercise 4.5, rope")
+    expect_close(model(tokens), expected, atol=1e-3, rtol=1e-3, read="the contract, rope")
 
 
 def test_Llama_learns():
@@ -522,7 +522,7 @@ def test_Llama_learns():
     expect_true(logits.requires_grad, "the logits are cut off from the graph", answer=logits)
     logits.square().mean().backward()
     still = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
-    expect_equal(still, [], name="parameters without a gradient", read="the contract of exercise 4.5")
+    expect_equal(still, [], name="parameters without a gradient", read="the contract")
 
 
 # ---- 4.6 count_parameters --------------------------------------------------------------------------------------------
@@ -654,8 +654,8 @@ def draw_shares(seed: int = 0, **settings) -> tuple[list[float], list[float]]:
     """How often each of four tokens was drawn, and the same in tenths for a comparison of wrong answers."""
     logits = torch.tensor(SHARES).log().expand(N_DRAWS, 4)
     drawn = llama.sample_next(logits, generator=torch.Generator().manual_seed(seed), **settings)
-    expect_equal(tuple(drawn.shape), (N_DRAWS,), name="out.shape", read="the contract of exercise 4.10")
-    expect_equal(str(drawn.dtype), "torch.int64", name="out.dtype", read="the contract of exercise 4.10")
+    expect_equal(tuple(drawn.shape), (N_DRAWS,), name="out.shape", read="the contract of ex-llama-sample-next")
+    expect_equal(str(drawn.dtype), "torch.int64", name="out.dtype", read="the contract of ex-llama-sample-next")
     shares = [(drawn == token).double().mean().item() for token in range(4)]
     return shares, [round(share * 10) / 10 for share in shares]
 
@@ -742,12 +742,12 @@ def test_sample_next_repeats_with_the_same_seed():
     once, again = (
         llama.sample_next(logits, top_k=40, generator=torch.Generator().manual_seed(3)).tolist() for _ in "12"
     )
-    expect_equal(again, once, name="second draw", read="the contract of exercise 4.10, generator")
+    expect_equal(again, once, name="second draw", read="the contract, generator")
     torch.manual_seed(0)
     before = torch.random.get_rng_state()
     llama.sample_next(logits, generator=torch.Generator().manual_seed(3))
     same = torch.equal(before, torch.random.get_rng_state())
-    expect_true(same, "the global random state was used, where a generator was given", read="exercise 4.10, generator")
+    expect_true(same, "the global random state was used, where a generator was given", read="the contract, generator")
 
 
 def test_sample_next_leaves_the_logits_alone():
@@ -755,7 +755,7 @@ def test_sample_next_leaves_the_logits_alone():
     logits = randn(4, 9)
     before = logits.clone()
     llama.sample_next(logits, temperature=0.7, top_k=3, top_p=0.8)
-    expect_close(logits, before, atol=0.0, rtol=0.0, name="logits", read="the contract of exercise 4.10")
+    expect_close(logits, before, atol=0.0, rtol=0.0, name="logits", read="the contract")
 
 
 @pytest.mark.parametrize(
@@ -765,7 +765,7 @@ def test_sample_next_leaves_the_logits_alone():
 )
 def test_sample_next_refuses(settings, named_value):
     case(str(settings))
-    with expect_raises(ValueError, named_value, read="the contract of exercise 4.10, under Raises"):
+    with expect_raises(ValueError, named_value, read="the contract, under Raises"):
         llama.sample_next(torch.zeros(2, 4), **settings)
 
 

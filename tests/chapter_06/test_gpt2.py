@@ -12,16 +12,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lib.given.models.gpt2 import GPT2_LARGE, GPT2_MEDIUM, GPT2_SMALL, GPT2_XL, GPT2Config
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle, recorded
 
 gpt2 = graded("gpt2")
 
-NORM, GELU, FUSED, INIT, PADDED, LOSS, FIRST_LOSS, COUNT = (f"equation (6.{n})" for n in (1, 2, 3, 6, 7, 9, 10, 11))
-BLOCK = "equation (6.4); a block is made of exercises 6.1 to 6.4: if they do not pass, mend those first"
-HEAD = "equation (6.8); the model is made of exercises 6.1 to 6.6: if they do not pass, mend those first"
-LOADS = "the contract of exercise 6.11; it uses 6.8 and 6.10: if they do not pass, mend those first"
+NORM, GELU, FUSED, INIT, PADDED, LOSS, FIRST_LOSS, COUNT = (f"eq-gpt2-{n}" for n in (1, 2, 3, 6, 7, 9, 10, 11))
+BLOCK = "eq-gpt2-4; a block is made of ex-gpt2-layer-norm to ex-gpt2-mlp: if they do not pass, mend those first"
+HEAD = (
+    "eq-gpt2-8; the model is made of ex-gpt2-layer-norm to ex-gpt2-init-weights: if they do not pass, mend those first"
+)
+LOADS = (
+    "the contract of ex-gpt2-load-pretrained; it uses ex-gpt2-gpt2 and ex-gpt2-convert-hf-state-dict: "
+    "if they do not pass, mend those first"
+)
 SMALL = GPT2Config(vocab_size=11, context_len=6, dim=8, n_layers=2, n_heads=2)
 ONE = GPT2Config(vocab_size=7, context_len=4, dim=4, n_layers=1, n_heads=2)
 
@@ -56,7 +63,7 @@ def filled(module: nn.Module, weights: dict[str, Tensor], exercise: str) -> nn.M
     """The module with these weights, once its parameters are seen to be the contract's."""
     found = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     expected = {name: tuple(weight.shape) for name, weight in weights.items()}
-    read = f"the contract of exercise {exercise}, under Attributes"
+    read = f"the contract of {exercise}, under Attributes"
     expect_equal(found, expected, name="the parameters' shapes", read=read)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -131,6 +138,23 @@ def hf_logits_and_loss(config: GPT2Config, seed: int) -> Tensor:
     return torch.cat([out.logits[:, :-1].flatten(), out.loss[None]])
 
 
+class MadeOn(TorchDispatchMode):
+    """Notes the devices of all tensors of one dimension or more that operators return."""
+
+    def __init__(self):
+        super().__init__()
+        self.devices: set[str] = set()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first use imports the compiler, for 2 s
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.devices |= {str(leaf.device) for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.ndim}
+        return out
+
+
 # ---- 6.1 layer_norm --------------------------------------------------------------------------------------------------
 
 
@@ -162,9 +186,7 @@ def test_layer_norm_stays_in_float64():
     x = randn(3, 64, dtype=torch.float64) + 30_000.0
     ones, zeros = torch.ones(64, dtype=torch.float64), torch.zeros(64, dtype=torch.float64)
     expected = functional.layer_norm(x, (64,))
-    expect_close(
-        gpt2.layer_norm(x, ones, zeros), expected, atol=1e-8, read="the contract of exercise 6.1, under Returns"
-    )
+    expect_close(gpt2.layer_norm(x, ones, zeros), expected, atol=1e-8, read="the contract, under Returns")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -176,7 +198,7 @@ def test_layer_norm_keeps_the_dtype_and_counts_wide(dtype):
     expected = functional.layer_norm(x.double(), (64,)).add(0.25).to(dtype)
     atol = {torch.float16: 2e-3, torch.bfloat16: 3e-2, torch.float64: 1e-9}[dtype]
     answer = gpt2.layer_norm(x, weight, bias)
-    expect_close(answer, expected, atol=atol, read="the contract of exercise 6.1")
+    expect_close(answer, expected, atol=atol, read="the contract")
 
 
 def test_layer_norm_counts_wide_in_bfloat16():
@@ -185,7 +207,7 @@ def test_layer_norm_counts_wide_in_bfloat16():
     expected = functional.layer_norm(x.double(), (64,)).to(torch.bfloat16)
     ones, zeros = torch.ones(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16)
     answer = gpt2.layer_norm(x, ones, zeros)
-    expect_close(answer, expected, atol=3e-2, read="the contract of exercise 6.1, under Returns")
+    expect_close(answer, expected, atol=3e-2, read="the contract, under Returns")
 
 
 def test_layer_norm_passes_gradients():
@@ -208,12 +230,12 @@ def test_gelu_tanh_by_hand():
     expect_close(gpt2.gelu_tanh(torch.tensor([-1.0, 0.0, 1.0, 2.0])), expected, atol=1e-6, read=GELU)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_gelu_tanh_equals_torch(dtype):
     case(f"201 points from -8 to 8 in a [3, 67], {str(dtype)[6:]}")
     x = torch.linspace(-8, 8, 201).view(3, 67).to(dtype)
     expected = functional.gelu(x.double(), approximate="tanh").to(dtype)
-    atol = {torch.float32: 1e-6, torch.float64: 1e-12, torch.bfloat16: 2e-2}[dtype]
+    atol = {torch.float32: 1e-6, torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     expect_close(gpt2.gelu_tanh(x), expected, atol=atol, read=GELU)
 
 
@@ -232,12 +254,23 @@ def test_gelu_tanh_leaves_x_and_passes_gradients():
     expect_close(x.detach(), before, name="x afterwards")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_gelu_tanh_has_a_gradient_far_out(dtype):
+    case(f"x = -200, -41, 41 and 200, {str(dtype)[6:]}: the gradient is 0 to the left and 1 to the right, and no NaN")
+    x = torch.tensor([-200.0, -41.0, 41.0, 200.0], dtype=dtype, requires_grad=True)
+    out = gpt2.gelu_tanh(x)
+    read = "the contract, under Returns"
+    expect_close(out.detach(), torch.tensor([0.0, 0.0, 41.0, 200.0], dtype=dtype), read=read)
+    (found,) = torch.autograd.grad(out.sum(), x)
+    expect_close(found, torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=dtype), name="gradient", read=read)
+
+
 # ---- 6.3 CausalSelfAttention -----------------------------------------------------------------------------------------
 
 
 def make_attention(config: GPT2Config, seed: int = 0) -> tuple[nn.Module, dict[str, Tensor]]:
     weights = make_weights(config, "h.0.attn.", seed)
-    return filled(gpt2.CausalSelfAttention(config), weights, "6.3"), weights
+    return filled(gpt2.CausalSelfAttention(config), weights, "ex-gpt2-causalselfattention"), weights
 
 
 def test_CausalSelfAttention_by_hand():
@@ -284,7 +317,9 @@ def test_CausalSelfAttention_never_looks_ahead_at_large_scores():
         module.c_attn.weight.copy_(torch.tensor([[200.0], [-200.0], [1.0]]))
         module.c_proj.weight.fill_(1.0)
     out = module(torch.tensor([[[1.0], [-1.0]]]))
-    expect_close(out[0, 0], torch.tensor([1.0]), name="out[0, 0]", answer=out, read="chapter 3, exercise 3.3")
+    expect_close(
+        out[0, 0], torch.tensor([1.0]), name="out[0, 0]", answer=out, read="ex-attention-scaled-dot-product-attention"
+    )
 
 
 def test_CausalSelfAttention_passes_gradients():
@@ -298,6 +333,19 @@ def test_CausalSelfAttention_passes_gradients():
     expect_close(list(mine), list(expected), atol=1e-5, name="gradients", read=FUSED)
 
 
+def test_CausalSelfAttention_works_on_any_device():
+    case('module and x on the device "meta" (shapes without numbers): is any other tensor made on the CPU?')
+    module, read = make_attention(ONE)[0].to("meta"), "the contract; what is made inside needs a device"
+    x, made = torch.zeros(2, 3, 4, device="meta"), MadeOn()
+    try:
+        with made:
+            out = module(x)
+    except RuntimeError as error:
+        expect_true(False, f"it does not run beside tensors on another device: {error}", answer=made.devices, read=read)
+    expect_equal(sorted(made.devices - {"meta"}), [], name="other devices on which a tensor is made", read=read)
+    expect_equal(str(out.device), "meta", name="the device of the output", read=read)
+
+
 # ---- 6.4 MLP ---------------------------------------------------------------------------------------------------------
 
 
@@ -306,7 +354,7 @@ def test_MLP_by_hand():
     config = GPT2Config(vocab_size=3, context_len=2, dim=1, n_layers=1, n_heads=1)
     weights = {"c_fc.weight": torch.tensor([[1.0], [-1.0], [2.0], [0.0]]), "c_fc.bias": torch.zeros(4)}
     weights |= {"c_proj.weight": torch.tensor([[1.0, 10.0, 100.0, 1000.0]]), "c_proj.bias": torch.tensor([0.5])}
-    module = filled(gpt2.MLP(config), weights, "6.4")
+    module = filled(gpt2.MLP(config), weights, "ex-gpt2-mlp")
     expected = torch.tensor([[[0.841192 - 1.588080 + 195.45977 + 0.5]]])
     expect_close(module(torch.ones(1, 1, 1)), expected, atol=1e-3, read=GELU)
 
@@ -315,7 +363,7 @@ def test_MLP_by_hand():
 def test_MLP_equals_torch(shape):
     case(f"x {list(shape)}, random weights and biases")
     weights = make_weights(ONE, "h.0.mlp.")
-    module = filled(gpt2.MLP(ONE), weights, "6.4")
+    module = filled(gpt2.MLP(ONE), weights, "ex-gpt2-mlp")
     x = randn(*shape)
     expect_close(module(x), feed(x, weights, ""), atol=1e-5, read=GELU)
 
@@ -325,7 +373,9 @@ def test_MLP_equals_torch(shape):
 
 def test_Block_without_weights_is_the_identity():
     case("b=1 t=2 c=4, all weights zero: nothing is added to the stream")
-    module = filled(gpt2.Block(ONE), {n: torch.zeros_like(w) for n, w in make_weights(ONE, "h.0.").items()}, "6.5")
+    module = filled(
+        gpt2.Block(ONE), {n: torch.zeros_like(w) for n, w in make_weights(ONE, "h.0.").items()}, "ex-gpt2-block"
+    )
     x = randn(1, 2, 4)
     expect_close(module(x), x, read=BLOCK)
 
@@ -334,7 +384,7 @@ def test_Block_without_weights_is_the_identity():
 def test_Block_equals_torch(config, batch, length):
     case(f"b={batch} t={length} c={config.dim} h={config.n_heads}, random weights, biases and gains")
     weights = make_weights(config, "h.0.")
-    module = filled(gpt2.Block(config), weights, "6.5")
+    module = filled(gpt2.Block(config), weights, "ex-gpt2-block")
     x = randn(batch, length, config.dim, seed=3)
     expect_close(module(x), through_block(x, weights, "", config), atol=1e-5, read=BLOCK)
 
@@ -344,8 +394,8 @@ def test_Block_uses_the_eps_of_the_config():
     config = GPT2Config(vocab_size=3, context_len=4, dim=4, n_layers=1, n_heads=2, norm_eps=0.3)
     weights = make_weights(config, "h.0.")
     x = randn(1, 2, 4, seed=3)
-    found = filled(gpt2.Block(config), weights, "6.5")(x)
-    expect_close(found, through_block(x, weights, "", config), atol=1e-5, read="the contract of exercise 6.5")
+    found = filled(gpt2.Block(config), weights, "ex-gpt2-block")(x)
+    expect_close(found, through_block(x, weights, "", config), atol=1e-5, read="the contract")
 
 
 # ---- 6.6 init_weights ------------------------------------------------------------------------------------------------
@@ -402,7 +452,7 @@ def test_init_weights_clears_biases_and_leaves_norms():
     for name, parameter in module.named_parameters():
         if parameter.dim() == 1:
             value = 1.0 if "ln_" in name and name.endswith("weight") else 0.0
-            expect_close(parameter.detach(), torch.full((64,), value), name=name, read="the contract of exercise 6.6")
+            expect_close(parameter.detach(), torch.full((64,), value), name=name, read="the contract")
 
 
 def test_init_weights_works_in_place_and_keeps_gradients():
@@ -441,7 +491,7 @@ def test_pad_vocab_of_all_small_sizes():
 
 def make_model(config: GPT2Config, seed: int = 0) -> tuple[nn.Module, dict[str, Tensor]]:
     weights = make_weights(config, seed=seed)
-    return filled(gpt2.GPT2(config), weights, "6.8"), weights
+    return filled(gpt2.GPT2(config), weights, "ex-gpt2-gpt2"), weights
 
 
 def test_GPT2_by_hand():
@@ -450,10 +500,10 @@ def test_GPT2_by_hand():
     wte = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]])
     weights = {"wte.weight": wte, "wpe.weight": torch.tensor([[0.0, 0.0], [0.0, 3.0]])}
     weights |= {"ln_f.weight": torch.ones(2), "ln_f.bias": torch.tensor([0.0, 0.5])}
-    logits, loss = filled(gpt2.GPT2(config), weights, "6.8")(torch.tensor([[0, 0]]))
+    logits, loss = filled(gpt2.GPT2(config), weights, "ex-gpt2-gpt2")(torch.tensor([[0, 0]]))
     expected = torch.tensor([[[1.0, -0.5, 1.0], [-1.0, 1.5, 1.0]]])
     expect_close(logits, expected, atol=1e-4, name="logits", read=HEAD)
-    expect_equal(loss, None, name="loss without targets", read="the contract of exercise 6.8")
+    expect_equal(loss, None, name="loss without targets", read="the contract")
 
 
 @pytest.mark.parametrize(("config", "batch", "length"), [(ONE, 1, 2), (SMALL, 2, 6), (SMALL, 3, 1)])
@@ -499,10 +549,10 @@ def test_GPT2_equals_transformers_live(dim, n_heads, n_layers):
 
 
 def test_GPT2_refuses_more_tokens_than_its_context():
-    case("context_len=6, 7 tokens")
-    model, _ = make_model(SMALL)
-    with expect_raises(ValueError, "7", "6", read="the contract of exercise 6.8, under Raises"):
-        model(torch.zeros(1, 7, dtype=torch.int64))
+    case("context_len=12, 13 tokens")
+    model, _ = make_model(GPT2Config(vocab_size=7, context_len=12, dim=4, n_layers=0, n_heads=2))
+    with expect_raises(ValueError, "13", "12", read="the contract, under Raises"):
+        model(torch.zeros(1, 13, dtype=torch.int64))
 
 
 def test_GPT2_padding_takes_no_probability():
@@ -520,7 +570,7 @@ def test_GPT2_padding_takes_no_probability():
         functional.cross_entropy(expected.flatten(0, 1), targets.flatten()),
         atol=1e-4,
         name="loss",
-        read="the contract of exercise 6.8, under Returns",
+        read="the contract, under Returns",
     )
 
 
@@ -529,14 +579,14 @@ def test_GPT2_last_norm_uses_the_eps_of_the_config():
     config = GPT2Config(vocab_size=7, context_len=4, dim=4, n_layers=0, n_heads=2, norm_eps=0.3)
     model, weights = make_model(config)
     tokens = draw_tokens(config, 1, 3)
-    read = "the contract of exercise 6.8, under Attributes"
+    read = "the contract, under Attributes"
     expect_close(model(tokens)[0], logits_of(tokens, weights, config), atol=1e-4, name="logits", read=read)
 
 
 def test_GPT2_works_on_any_device():
     case('model and tokens on the device "meta" (shapes without numbers), no block, t=3')
     config = GPT2Config(vocab_size=7, context_len=4, dim=4, n_layers=0, n_heads=2)
-    model, read = make_model(config)[0].to("meta"), "the contract of exercise 6.8; torch.arange takes a device"
+    model, read = make_model(config)[0].to("meta"), "the contract; torch.arange takes a device"
     looked_up: list[torch.device] = []
     model.wpe.register_forward_pre_hook(lambda _, given: looked_up.append(given[0].device))
     tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
@@ -595,7 +645,7 @@ def test_count_parameters_of_the_four_sizes(config, expected):
 def test_count_parameters_leaves_padding_out():
     case("GPT-2 small in 50,304 rows")
     config = GPT2Config(padded_vocab_size=50_304)
-    expect_equal(gpt2.count_parameters(config), 124_439_808, read="the contract of exercise 6.9")
+    expect_equal(gpt2.count_parameters(config), 124_439_808, read="the contract")
 
 
 # ---- 6.10 convert_hf_state_dict --------------------------------------------------------------------------------------
@@ -610,7 +660,7 @@ def old_buffers(config: GPT2Config, prefix: str) -> dict[str, Tensor]:
 
 def check_converted(given: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     found = gpt2.convert_hf_state_dict(given)
-    read = "the contract of exercise 6.10"
+    read = "the contract of ex-gpt2-convert-hf-state-dict"
     expect_true(isinstance(found, dict), f"a {type(found).__name__} came back, expected a dict", read=read)
     missing, extra = ([n for n in a if n not in b] for a, b in ((expected, found), (found, expected)))
     expect_true(not missing, f"these names are missing: {', '.join(missing[:3])}", answer=found, read=read)
@@ -643,6 +693,14 @@ def test_convert_hf_state_dict_passes_on_what_it_does_not_know():
     head, strange = weights["wte.weight"] + 1.0, torch.ones(3, 2)
     given = as_hf(weights) | {"lm_head.weight": head, "transformer.h.0.attn.strange.weight": strange}
     check_converted(given, weights | {"lm_head.weight": head, "h.0.attn.strange.weight": strange})
+
+
+def test_convert_hf_state_dict_of_a_part():
+    case("a head and a norm, and no wte.weight to compare the head with: it is passed on")
+    head, gain = randn(7, 4), randn(4, seed=1)
+    check_converted(
+        {"lm_head.weight": head, "transformer.ln_f.weight": gain}, {"lm_head.weight": head, "ln_f.weight": gain}
+    )
 
 
 def test_convert_hf_state_dict_leaves_its_input():
@@ -723,6 +781,49 @@ def test_load_pretrained_gives_transformers_logits(tmp_path):
     )
 
 
+def test_load_pretrained_refuses_a_missing_tensor(tmp_path):
+    case("h.1.ln_2.bias is missing, and all else is right")
+    tensors = as_hf(make_weights(SMALL))
+    del tensors["transformer.h.1.ln_2.bias"]
+    folder = write_checkpoint(tmp_path / "model", tensors)
+    with expect_raises(ValueError, "h.1.ln_2.bias", read=LOADS):
+        gpt2.load_pretrained(folder)
+
+
+def test_load_pretrained_refuses_an_unexpected_tensor(tmp_path):
+    case("h.0.attn.strange.weight is in the file, and all else is right")
+    tensors = as_hf(make_weights(SMALL)) | {"transformer.h.0.attn.strange.weight": torch.zeros(2)}
+    folder = write_checkpoint(tmp_path / "model", tensors)
+    with expect_raises(ValueError, "strange", read=LOADS):
+        gpt2.load_pretrained(folder)
+
+
+@pytest.mark.parametrize("rows", [5, 7])
+def test_load_pretrained_refuses_another_shape(tmp_path, rows):
+    case(f"wpe.weight is [{rows}, 8] and should be [6, 8]: the message shows both")
+    tensors = as_hf(make_weights(SMALL)) | {"transformer.wpe.weight": torch.zeros(rows, 8)}
+    folder = write_checkpoint(tmp_path / "model", tensors)
+    with expect_raises(ValueError, "wpe.weight", f"[{rows}, 8]", "[6, 8]", read=LOADS):
+        gpt2.load_pretrained(folder)
+
+
+def test_load_pretrained_refuses_another_activation(tmp_path):
+    case('the activation in config.json is "relu", and all else is right')
+    folder = write_checkpoint(tmp_path / "model", as_hf(make_weights(SMALL)), activation_function="relu")
+    with expect_raises(ValueError, "relu", read=LOADS):
+        gpt2.load_pretrained(folder)
+
+
+def test_load_pretrained_refuses_a_config_without_heads(tmp_path):
+    case("config.json has no n_head, and all else is right")
+    folder = write_checkpoint(tmp_path / "model", as_hf(make_weights(SMALL)))
+    settings = hf_settings(SMALL)
+    del settings["n_head"]
+    (folder / "config.json").write_text(json.dumps(settings))
+    with expect_raises(ValueError, "n_head", read=LOADS):
+        gpt2.load_pretrained(folder)
+
+
 def test_load_pretrained_lists_all_that_is_wrong(tmp_path):
     case("a tensor missing, one of the wrong shape, one too many, another activation: one error names all four")
     tensors = as_hf(make_weights(SMALL))
@@ -732,8 +833,21 @@ def test_load_pretrained_lists_all_that_is_wrong(tmp_path):
     folder = write_checkpoint(tmp_path / "model", tensors, activation_function="relu")
     with expect_raises(ValueError, "h.1.ln_2.bias", "wpe.weight", "strange", "relu", read=LOADS):
         gpt2.load_pretrained(folder)
-    case("wpe.weight is [5, 8] and should be [6, 8]: the message shows both")
-    with expect_raises(ValueError, "[5, 8]", "[6, 8]", read=LOADS):
+
+
+def test_load_pretrained_of_a_file_without_tensors(tmp_path):
+    case("model.safetensors is whole and holds no tensor: every tensor is missing, and the message names each")
+    folder = write_checkpoint(tmp_path / "model", {}, ONE)
+    with expect_raises(ValueError, *shapes_of(ONE), read=LOADS):
+        gpt2.load_pretrained(folder)
+
+
+def test_load_pretrained_without_a_shard(tmp_path):
+    case("the second of three shards is not there: the message names the file, and the tensors that were in it")
+    folder = write_checkpoint(tmp_path / "model", as_hf(make_weights(SMALL), prefix=""), n_shards=3)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    lost = [name for i, name in enumerate(make_weights(SMALL)) if i % 3 == 1]
+    with expect_raises(ValueError, "model-00002-of-00003.safetensors", *lost, read=LOADS):
         gpt2.load_pretrained(folder)
 
 

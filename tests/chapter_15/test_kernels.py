@@ -24,11 +24,15 @@ flash = graded("flash_attention")
 pytestmark = [pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON), pytest.mark.time_limit(60)]
 
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
-FORWARD, LSE, BACKWARD = "equations (15.3) to (15.5)", "equation (15.4)", "equation (15.7)"
-NO_KEYS = "equation (15.6) and what stands under it about rows without keys"
-WHOLE = "the contract of exercise 15.5, under Returns, and the picture of the tiles"
-WEIGHTS = "the contract of exercise 15.5, under Returns: weights take v's dtype for their product"
-EXACT = "the contract of exercise 15.5, under Returns: products of float32 are exact to float32"
+FORWARD, LSE, BACKWARD = "eq-flash_attention-3 to eq-flash_attention-5", "eq-flash_attention-4", "eq-flash_attention-7"
+NO_KEYS = "eq-flash_attention-6 and what stands under it about rows without keys"
+WHOLE = "the contract of ex-flash-attention-flash-forward-kernel, under Returns, and the picture of the tiles"
+WEIGHTS = (
+    "the contract of ex-flash-attention-flash-forward-kernel, under Returns: weights take v's dtype for their product"
+)
+EXACT = (
+    "the contract of ex-flash-attention-flash-forward-kernel, under Returns: products of float32 are exact to float32"
+)
 OUTSIDE = "the contract: nothing outside the tensors is read or written"
 CASES = [  # q, k and v, causal: whole tiles, the diagonal, ragged and S > T, T > S with rows without keys
     ((1, 32, 16), (1, 64, 16), False),
@@ -309,13 +313,13 @@ def test_FlashAttentionTriton_of_no_keys():
 
 
 def test_FlashAttentionTriton_refuses_a_second_derivative():
-    refuses_a_second_derivative(flash.FlashAttentionTriton.apply, 8, DEVICE)
+    refuses_a_second_derivative(flash.FlashAttentionTriton.apply, DEVICE)
 
 
 def test_FlashAttentionTriton_errors():
     q, k, v, _ = make_inputs((1, 3, 20, 16), (1, 2, 20, 16), torch.float32, DEVICE)
     case("3 heads of queries, 2 of keys")
-    with expect_raises(ValueError, read="the contract of exercise 15.8"):
+    with expect_raises(ValueError, read="the contract"):
         flash.FlashAttentionTriton.apply(q, k, v, False)
 
 

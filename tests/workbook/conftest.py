@@ -9,13 +9,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from lib.ranks import forkserver
+from lib.ranks.processes import end_with_parent
 from lib.workbook.book.catalog import ROOT
-from tests.workbook.forking import ask
+from lib.workbook.checks.warm import EARLY, PRELOADED
 
 HERE = Path(__file__).parent
 collect_ignore = ["toy", "toy_ranks"]
@@ -35,7 +38,7 @@ class Book:
 
     def end_warm_processes(self) -> None:
         for process in psutil.process_iter(["cmdline"]):
-            if str(self.root / "lib" / "workbook" / "checks" / "warm.py") in (process.info["cmdline"] or []):
+            if str(self.root / "lib" / "ranks" / "forkserver.py") in (process.info["cmdline"] or []):
                 process.kill()
 
     def run(self, *command, **env) -> subprocess.CompletedProcess:
@@ -51,7 +54,15 @@ class Book:
         """``python -m pytest``, in a fork of a process that has imported it, which starts at once."""
         if sys.platform != "linux":
             return self.cold_pytest(*arguments, **env)
-        status, out = ask(_server(), arguments, str(self.root), {**self.env, **env})
+        # the toy books use none of the plugins, and they cost time
+        environment = {**self.env, **env, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", forkserver.VARIABLE: _server()}
+        request = forkserver.Request(
+            program="pytest", arguments=[*arguments, *EARLY], folder=str(self.root), environment=environment
+        )
+        with tempfile.TemporaryFile() as output:
+            status = forkserver.ask(_server(), request, output.fileno()).wait(timeout=120)
+            output.seek(0)
+            out = output.read().decode(errors="replace")
         done = subprocess.CompletedProcess(arguments, status, out, "")
         done.out = out
         return done
@@ -91,11 +102,18 @@ def _server() -> str:
     """The address of the process that runs the books' pytests; it is ended with this one."""
     folder = tempfile.mkdtemp(prefix="books-")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("WORKBOOK_", "PYTEST_", "COV_"))}
-    command = [sys.executable, "-P", str(HERE / "forking.py"), f"{folder}/socket"]
-    server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    modules = ("torch", "torch.distributed.fsdp", "torch._dynamo", *PRELOADED)
+    server = subprocess.Popen(
+        [sys.executable, "-P", forkserver.__file__, f"{folder}/socket", *modules],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        preexec_fn=end_with_parent,
+    )
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(server.kill)
-    assert server.stdout.readline() == "ready\n"
+    while not os.path.exists(f"{folder}/socket"):
+        assert server.poll() is None
+        time.sleep(0.05)
     return f"{folder}/socket"
 
 

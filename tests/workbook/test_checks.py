@@ -135,9 +135,9 @@ def test_last_failed(book):
     solve(book)
     book.write("toy", "return [half, half]", "return [half, 0]")
     run = ("tests/chapter_01", "-q", "-p", "cacheprovider")
-    first = book.run("python", "-m", "pytest", *run[:2])
+    first = book.run(sys.executable, "-m", "pytest", *run[:2])
     assert "1 failed" in first.out
-    again = book.run("python", "-m", "pytest", *run[:2], "--lf")
+    again = book.run(sys.executable, "-m", "pytest", *run[:2], "--lf")
     assert "1 failed" in again.out
     assert "1 failed, " not in again.out.splitlines()[-1]
 
@@ -180,25 +180,18 @@ def test_a_mistake_that_no_test_catches_is_named(book):
     assert "no test catches the mistake of halves: is right" in done.out
 
 
-def test_what_caught_a_mistake_is_recorded_and_tried_first(book):
-    assert book.pytest("--mistakes", "--record", "tests").returncode == 0
-    file = book.root / "tests/chapter_01/catchers.json"
+def test_what_caught_a_mistake_is_remembered_and_tried_first(book):
+    assert book.pytest("--mistakes", "tests").returncode == 0
+    file = book.root / ".pytest_cache/v/workbook/caught-by"
     caught = json.loads(file.read_text())
-    assert caught["double[1-adds]"] == "test_double_by_hand"
-    assert caught["Tally[1-Forgets]"] == "test_Tally_counts"
-    file.write_text(json.dumps({"double[1-adds]": "test_double_refuses_too_much", "double[2-squares]": "test_gone"}))
+    where = "tests/chapter_01/test_toy.py::"
+    assert caught[f"{where}double[1-adds]"] == "test_double_by_hand"
+    assert caught[f"{where}Tally[1-Forgets]"] == "test_Tally_counts"
+    first, gone = f"{where}double[1-adds]", f"{where}double[2-squares]"
+    file.write_text(json.dumps({first: "test_double_refuses_too_much", gone: "test_gone"}))
     said = book.pytest("--mistakes", "tests/chapter_01", "-rP").out
-    assert "test_double_refuses_too_much\ndouble: no error" in said  # the others would have caught it too
-    assert "test_double_by_hand\ndouble: wrong" in said  # where the catcher is gone, all are tried
-
-
-def test_a_catcher_that_no_longer_catches_hides_nothing(book):
-    path = book.root / "tests/chapter_01/mistakes.py"
-    path.write_text(path.read_text() + '\n\n@mistake("halves", "is right")\ndef right(x):\n    return [x / 2, x / 2]\n')
-    (book.root / "tests/chapter_01/catchers.json").write_text(json.dumps({"halves[2-right]": "test_halves"}))
-    done = book.pytest("--mistakes", "tests", "-q")
-    assert done.returncode == 1
-    assert "no test catches the mistake of halves: is right" in done.out
+    assert "test_double_refuses_too_much: " in said  # the others would have caught it too
+    assert "test_double_by_hand: " in said  # where the one that is remembered is gone, all are tried
 
 
 def test_a_test_named_after_no_exercise_is_an_error(book):
@@ -299,7 +292,7 @@ def test_reset_keeps_a_dated_copy(book):
     assert copy.name in done.out.replace("\n", "")
     assert "return [half, half]" in book.mine("toy").read_text()
     assert book.marks("tests/chapter_01")["double"]["state"] == "not started"
-    book.workbook("reset", "toy")
+    book.workbook("reset", "toy", "--yes")
     assert book.workbook("stubs", "--check").returncode == 0
     assert len(list((book.root / ".workbook/backups").glob("toy-*.py"))) == 2
 
@@ -309,7 +302,7 @@ def test_reset_of_a_name_in_a_file_that_does_not_parse(book):
     done = book.workbook("reset", "double")
     assert done.returncode == 2
     assert "workbook reset toy" in done.stderr
-    assert book.workbook("reset", "toy").returncode == 0
+    assert book.workbook("reset", "toy", "--yes").returncode == 0
     assert book.workbook("stubs", "--check").returncode == 0
 
 
@@ -333,7 +326,7 @@ def test_stubs_never_overwrite_what_was_begun(book):
     done = book.workbook("stubs")
     assert "lib/toy.py was begun: left as it is" in done.out
     assert book.mine("toy").read_text() == before
-    book.workbook("reset", "toy")
+    book.workbook("reset", "toy", "--yes")
     assert "A number." in book.mine("toy").read_text()
 
 

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from lib.workbook import grading
-from lib.workbook.grading import Wrong, expect_close, expect_equal, expect_raises, expect_true, same_answer
+from lib.workbook.book.catalog import BookError
+from lib.workbook.grading import Wrong, expect_close, expect_equal, expect_raises, expect_true, graded
+from lib.workbook.grading.answers import further_apart, same_answer
 
 
 def said(call, *arguments, **options) -> tuple[str, dict]:
@@ -83,11 +84,11 @@ def test_answers_are_compared_as_numbers():
 
 
 def test_a_mistake_that_differs_by_as_much_as_the_answer_is_not_the_same():
-    assert grading.further_apart(torch.tensor([1.0]), torch.tensor([1.0 + 1e-5]), gap=2e-5)
-    assert not grading.further_apart(torch.tensor([2.0], requires_grad=True), torch.tensor([2.0]), gap=1.0)
-    assert not grading.further_apart(torch.tensor([2.0]), torch.tensor([2.0 + 1e-6]), gap=1.0)
+    assert further_apart(torch.tensor([1.0]), torch.tensor([1.0 + 1e-5]), gap=2e-5)
+    assert not further_apart(torch.tensor([2.0], requires_grad=True), torch.tensor([2.0]), gap=1.0)
+    assert not further_apart(torch.tensor([2.0]), torch.tensor([2.0 + 1e-6]), gap=1.0)
 
 
 def test_an_unknown_chapter_is_named():
-    with pytest.raises(grading.BookError, match="'roop'"):
-        grading.graded("roop")
+    with pytest.raises(BookError, match="'roop'"):
+        graded("roop")

@@ -177,7 +177,7 @@ def test_a_name_that_is_not_callable_is_named(book):
     "answer",
     [
         "from solutions.toy import double as d; return d(x)",
-        "import solutions; return solutions.toy.double(x)",
+        "import solutions.toy; return solutions.toy.double(x)",
         "import importlib; return importlib.import_module('solutions.toy').double(x)",
     ],
 )
@@ -185,15 +185,59 @@ def test_a_check_never_grades_the_answer_key(book, answer):
     book.answer("double", answer)
     row = book.marks("tests/chapter_01")["double"]
     assert row["state"] == "wrong"
-    assert "lib/toy.py:18: reaches for solutions/, which is the answer key" in row["report"]
+    assert "lib/toy.py:18: reaches for solutions/toy.py, the answer key of this chapter" in row["report"]
 
 
-def test_a_name_bound_to_the_answer_key_is_an_error(book):
-    book.write("later", "from lib.toy import double", "import sys\nfrom lib.toy import double")
-    with book.mine("later").open("a") as file:
-        file.write("\n\nquadruple = double\n")
-    report = book.marks("tests/chapter_02")["quadruple"]["report"]
-    assert "quadruple is the answer key's (solutions/toy.py:" in report
+@pytest.mark.parametrize(
+    "way",
+    [
+        "space = {}; exec(open('solutions/toy.py').read(), space); return space['double'](x)",
+        "import importlib; return importlib.import_module('solu' + 'tions.to' + 'y').double(x)",
+        "import os; os.symlink('solutions', 'elsewhere'); exec(open('elsewhere/toy.py').read()); return double(x)",
+        "import os; os.symlink('solutions/toy.py', 'mine.py'); exec(open('mine.py').read()); return double(x)",
+        "import pathlib; exec(pathlib.Path('solutions', 'toy.py').read_text(), globals()); return double(x)",
+        "import os; os.environ['WORKBOOK_WORLD'] = 'reference'; import solutions.toy; return solutions.toy.double(x)",
+        "import os, subprocess; return int(subprocess.check_output(['cat', 'solutions/toy.py'])[0])",
+        "import sys; return sys.modules['solutions.toy'].double(x)",
+    ],
+)
+def test_the_answer_key_is_out_of_reach_by_any_road(book, way):
+    book.answer("double", way)
+    row = book.marks("tests/chapter_01")["double"]
+    assert row["state"] == "wrong"
+    assert row["passed"] <= 1
+
+
+def test_the_answer_key_is_out_of_reach_of_a_lambda(book):
+    with book.mine("toy").open("a") as file:
+        file.write("\n\ndouble = lambda x: __import__('solutions.toy').toy.double(x)\n")
+    assert "the answer key of this chapter" in book.marks("tests/chapter_01")["double"]["report"]
+
+
+def test_a_switched_world_changes_nothing(book):
+    code = (
+        "import os; os.environ['WORKBOOK_WORLD'] = 'reference'; from lib.workbook.book import resolve; resolve.sync()"
+    )
+    book.answer("double", f"{code}; from lib.toy import double as d; return d(x) if d.__module__ != 'lib.toy' else 17")
+    assert book.marks("tests/chapter_01")["double"]["state"] == "wrong"
+
+
+def test_a_string_that_names_the_answer_key_is_no_crime(book):
+    book.answer(
+        "double",
+        "name = 'solutions.toy'\n    if x > LIMIT:\n        raise ValueError(f'at most {LIMIT}, got {x}')\n    return 2 * x",
+    )
+    assert book.marks("tests/chapter_01")["double"]["state"] == "passed"
+
+
+def test_a_renamed_argument_is_named(book):
+    text = book.mine("toy").read_text().replace("def double(x", "def double(number").replace("halves(x", "halves(y")
+    book.mine("toy").write_text(text)
+    marks = book.marks("tests/chapter_01")
+    assert (
+        "lib/toy.py: double(number) should be double(x): other chapters call it by these names"
+        in marks["double"]["report"]
+    )
 
 
 def test_other_chapters_are_the_references_unless_mine(book):

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
@@ -117,7 +117,8 @@ class Log:
         self.peak = peak and peak * n_ranks
         self.waiting: tuple[int, float, Callable[[], list[float]], Moment] | None = None
         self.leaves = False  # whether a step that was read says that a rank was asked to leave: alike on all ranks
-        self.file = self.board = None
+        self.file: TextIO | None = None
+        self.board: Any = None
         self.rates: list[float] = []
         if speaks and options.log:
             self._continue_file(options.log, begin)

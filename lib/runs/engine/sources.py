@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class Pictures:
     def to(self, device: torch.device) -> None:
         if self.pictures is None:
             generator = torch.Generator(device).manual_seed(self.seed)
-            made = {"generator": generator, "device": device}
+            made: dict[str, Any] = {"generator": generator, "device": device}
             self.pictures = torch.randint(256, (self.n, *self.shape), dtype=torch.uint8, **made)
             self.labels = torch.randint(self.n_classes, (self.n,), **made)
         assert self.labels is not None

@@ -67,7 +67,7 @@ def cut_by_hand(model: nn.Module) -> dict[str, tuple[int, int]]:
             _take(layer, layer, 0, 1)
             cuts |= {f"{where}.{name}.{part}": (0, 1) for part in ("weight", "bias")}
         if layers_of(block, SEPARATE):
-            block.attn.register_forward_pre_hook(_enter_region)
+            block.get_submodule("attn").register_forward_pre_hook(_enter_region)
         for name, layer in layers_of(block, COLUMNS).items():
             n_fused = FUSED.get(name, 1)
             new = _take(_eager(ColumnParallelLinear(*reversed(layer.weight.shape))), layer, 0, n_fused)
@@ -105,6 +105,9 @@ class FusedColumns(nn.Module):
         layer: The whole one, C to 3C.
         mesh: The ranks.
     """
+
+    weight: Any  # parameters, and DTensors
+    bias: Any
 
     def __init__(self, layer: nn.Linear, mesh: DeviceMesh, n_fused: int = 3):
         super().__init__()

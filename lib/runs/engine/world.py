@@ -51,8 +51,8 @@ def find_world(env: Mapping[str, str] = os.environ) -> World:
         UsageError: the launcher's numbers are none, or do not fit together.
     """
     if dist.is_available() and dist.is_initialized():
-        rank, size = dist.get_rank(), dist.get_world_size()
-        return World(rank=rank, size=size, local_rank=rank, local_size=size, launcher="group")
+        at, n_ranks = dist.get_rank(), dist.get_world_size()
+        return World(rank=at, size=n_ranks, local_rank=at, local_size=n_ranks, launcher="group")
     for launcher, (rank, size, local_rank, local_size) in LAUNCHERS.items():
         # srun sets PMI_RANK too, to the same; where they differ, mpiexec was started inside of a step
         is_around = launcher == "Slurm" and env.get("PMI_SIZE", env.get(size)) != env.get(size)

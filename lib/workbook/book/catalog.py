@@ -11,7 +11,10 @@ import yaml
 
 ROOT = Path(os.environ.get("WORKBOOK_ROOT") or Path(__file__).parents[3])
 CHAPTER_FILE = re.compile(r"chapters/(?P<number>\d\d)_(?P<module>\w+)\.md")
-EXERCISE_NUMBER = re.compile(r"\(Exercise (?P<number>\d+\.\d+)(?P<stretch>, stretch)?\)")
+EXERCISE = re.compile(
+    r"\(Exercise(?P<typed> [\d.]+)?(?P<stretch>, stretch)?\)"
+)  # in the reference, at the end of a line
+EXERCISE_NUMBER = re.compile(r"\(Exercise (?P<number>\d+\.\d+)(?P<stretch>, stretch)?\)")  # as everybody else sees it
 
 
 class BookError(ValueError):
@@ -29,6 +32,7 @@ class Exercise:
     doc: str = field(repr=False)
     line: int
     stretch: bool = False
+    changes_in_place: bool = False  # a function that returns nothing
 
     @property
     def summary(self) -> str:
@@ -79,10 +83,33 @@ class Chapter:
     def tests(self) -> Path:
         return ROOT / "tests" / f"chapter_{self.number:02d}"
 
+    def numbered(self, source: str | None = None) -> str:
+        """The reference's text in which each graded docstring's ``(Exercise)`` has its number, as ``(Exercise 2.1)``.
+
+        The numbers are the order of the graded definitions in the file.
+
+        Raises:
+            BookError: a number is typed; the message names the file and the line.
+        """
+        source = self.reference.read_text(encoding="utf-8") if source is None else source
+        lines = source.split("\n")
+        count = 0
+        for node in ast.parse(source, str(self.reference)).body:
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or ast.get_docstring(node) is None:
+                continue
+            at = node.body[0].lineno - 1
+            if match := EXERCISE.search(lines[at]):
+                if match["typed"]:
+                    raise BookError(f"{self.reference}:{at + 1}: {match[0]}: the number is derived, write (Exercise)")
+                count += 1
+                number = f"(Exercise {self.number}.{count}{match['stretch'] or ''})"
+                lines[at] = lines[at][: match.start()] + number + lines[at][match.end() :]
+        return "\n".join(lines)
+
     @cached_property
     def exercises(self) -> tuple[Exercise, ...]:
         """The graded names in the order of their numbers; read from the reference's docstrings, nothing is imported."""
-        tree = ast.parse(self.reference.read_text(encoding="utf-8"), str(self.reference))
+        tree = ast.parse(self.numbered(), str(self.reference))
         found = []
         for node in tree.body:
             if not isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -99,9 +126,11 @@ class Chapter:
                         doc=doc,
                         line=node.lineno,
                         stretch=bool(match["stretch"]),
+                        changes_in_place=isinstance(node, ast.FunctionDef)
+                        and getattr(node.returns, "value", ...) is None,
                     )
                 )
-        return tuple(sorted(found, key=lambda e: int(e.number.split(".")[1])))
+        return tuple(found)
 
     def exercise(self, name: str) -> Exercise:
         for exercise in self.exercises:

@@ -18,7 +18,9 @@ world          a graded name is           where
 chapters changes worlds; each world keeps its own modules.
 """
 
+import ast
 import builtins
+import functools
 import importlib
 import importlib.abc
 import importlib.util
@@ -28,10 +30,14 @@ import sys
 import types
 import warnings
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
-from lib.workbook.book.catalog import ROOT, Chapter, chapters
-from lib.workbook.book.stubs import as_lib, marker_lines, reference_imports
+from lib.workbook.book import boundary
+from lib.workbook.book.boundary import AnswerError
+from lib.workbook.book.catalog import ROOT, Chapter, Exercise, chapters
+from lib.workbook.book.sources import SourceError, read_mine
+from lib.workbook.book.stubs import as_lib, contract_arguments, make_stub, marker_lines, methods_left
 
 VARIABLE = "WORKBOOK_WORLD"
 KINDS = ("fallback", "reference", "mine")
@@ -41,21 +47,21 @@ _loaded: dict[str, dict[str, types.ModuleType]] = defaultdict(dict)
 _stamps: dict[str, tuple] = {}
 
 
-class AnswerError(Exception):
-    """A learner's answer that cannot be graded; the message says why and where."""
+# told True before a learner's module runs and False after it, so that whoever has to end the process knows what it was at
+on_import: Callable[[bool], object] = lambda begins: None
 
 
 class ReferenceWarning(UserWarning):
-    """A module of the learner's does not import, and the reference stands in for it."""
+    """The reference stands in for something of the learner's: a module that does not import, methods not written yet."""
 
 
 def world() -> str:
-    """The world that the environment asks for.
+    """The world that is pinned, else the one that the environment asks for.
 
     Raises:
         ValueError: the variable holds something else.
     """
-    value = os.environ.get(VARIABLE, "fallback")
+    value = boundary.pinned() or os.environ.get(VARIABLE, "fallback")
     kind, _, module = value.partition(":")
     if value not in KINDS and not (kind == "only" and module in chapters()):
         raise ValueError(
@@ -115,9 +121,19 @@ class _Finder(importlib.abc.MetaPathFinder):
         return importlib.util.spec_from_file_location(fullname, chapter.mine, loader=_Loader(chapter))
 
 
-class _Loader(importlib.abc.Loader):
+class _Loader(importlib.abc.InspectLoader):
     def __init__(self, chapter: Chapter):
         self.chapter = chapter
+
+    def get_source(self, fullname: str) -> str:
+        return read_mine(self.chapter)
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        """What ``python -m lib.rope`` runs: the learner's file as it stands."""
+        return compile(self.get_source(fullname), str(self.chapter.mine), "exec")
+
+    def is_package(self, fullname: str) -> bool:
+        return False
 
     def exec_module(self, module: types.ModuleType) -> None:
         sync()
@@ -149,12 +165,20 @@ def _execute(path: Path, source: str, module: types.ModuleType) -> None:
 
 def broken(chapter: Chapter, error: BaseException) -> AnswerError:
     """One line that says where a learner's module fails to import."""
+    if isinstance(error, AnswerError | SourceError):
+        return AnswerError(str(error))
     where = chapter.mine.relative_to(ROOT)
-    if isinstance(error, FileNotFoundError) and not chapter.mine.exists():
-        return AnswerError(f"{where} is missing; `workbook reset {chapter.module}` writes its stubs anew")
     line = error.lineno if isinstance(error, SyntaxError) else _last_line(chapter.mine, error)
-    text = (error.msg if isinstance(error, SyntaxError) else str(error)) or "no message"
+    text = (error.msg if isinstance(error, SyntaxError) else safe_text(error)) or "no message"
     return AnswerError(f"{where}:{line or 1}: {type(error).__name__}: {text}")
+
+
+def safe_text(error: BaseException) -> str:
+    """An exception's own text, also where its ``__str__`` raises."""
+    try:
+        return str(error)
+    except Exception as fault:
+        return f"(its __str__ raises {type(fault).__name__})"
 
 
 def _last_line(path: Path, error: BaseException) -> int | None:
@@ -167,23 +191,25 @@ def _last_line(path: Path, error: BaseException) -> int | None:
 
 
 def _run_learners(chapter: Chapter, module: types.ModuleType) -> None:
-    """Load the learner's file and nothing else.
+    """Load the learner's file and nothing else, behind the boundary.
 
     Raises:
-        AnswerError: it is missing, does not import, or imports the reference.
+        AnswerError: it is missing, does not import, or reaches for the reference.
     """
+    boundary.check_may_run(chapter.mine)
     try:
-        source = chapter.mine.read_text(encoding="utf-8")
-        line = reference_imports(source)
-        if line is None:
-            _execute(chapter.mine, source, module)
-            return
+        source = read_mine(chapter)
+    except SourceError as error:
+        raise AnswerError(str(error)) from None
+    _contract(chapter)  # read now, as the reference is closed from here on
+    boundary.refuse_reference(chapter.module, chapter.mine, chapter.reference)
+    on_import(True)
+    try:
+        _execute(chapter.mine, source, module)
     except (Exception, SystemExit) as error:
         raise broken(chapter, error) from error
-    raise AnswerError(
-        f"{chapter.mine.relative_to(ROOT)}:{line}: reaches for solutions/, which is the answer key: "
-        f"a check grades only what you wrote (other chapters are at hand as lib.<module>)"
-    )
+    finally:
+        on_import(False)
 
 
 def _run_with_fallback(chapter: Chapter, module: types.ModuleType) -> None:
@@ -196,9 +222,10 @@ def _run_with_fallback(chapter: Chapter, module: types.ModuleType) -> None:
     standin.__file__ = str(chapter.reference)
     standin.__package__ = "lib"
     _execute(chapter.reference, as_lib(chapter.reference.read_text(encoding="utf-8")), standin)
+    borrowed: dict[str, list[str]] = {}
     try:
-        source = chapter.mine.read_text(encoding="utf-8")
-        unwritten = marker_lines(source)
+        source = read_mine(chapter)
+        unwritten, borrowed = marker_lines(source), methods_left(chapter, source)
         _execute(chapter.mine, source, module)
     except (Exception, SystemExit) as error:
         warnings.warn(
@@ -211,12 +238,46 @@ def _run_with_fallback(chapter: Chapter, module: types.ModuleType) -> None:
         module.__dict__.update(kept)
         unwritten = {exercise.name: 0 for exercise in chapter.exercises}
     for exercise in chapter.exercises:
-        mine = module.__dict__.get(exercise.name)
-        if exercise.name in unwritten or not callable(mine):
-            setattr(module, exercise.name, getattr(standin, exercise.name))
+        mine, theirs = module.__dict__.get(exercise.name), getattr(standin, exercise.name)
+        if isinstance(mine, type) and isinstance(theirs, type) and borrowed.get(exercise.name):
+            _lend_methods(chapter, mine, theirs, borrowed[exercise.name])
+            setattr(standin, exercise.name, mine)
+        elif exercise.name in unwritten or not callable(mine):
+            setattr(module, exercise.name, theirs)
         else:
             setattr(standin, exercise.name, mine)
     module.__dict__["__standin__"] = standin
+
+
+def _lend_methods(chapter: Chapter, mine: type, theirs: type, names: list[str]) -> None:
+    """Put the reference's methods where a half-written class has stubs, and say once which."""
+    for name, value in vars(theirs).items():
+        if name in names or name not in vars(mine):
+            setattr(mine, name, _moved(value, mine))
+    shown = ", ".join(f"{mine.__name__}.{name}" for name in names)
+    verb = "is" if len(names) == 1 else "are"
+    warnings.warn(
+        f"lib/{chapter.module}.py: {shown} {verb} not written yet: the reference's runs in its place; the rest is yours",
+        ReferenceWarning,
+        stacklevel=2,
+    )
+
+
+def _moved(value, owner: type):
+    """A function that was defined in another class's body, with ``super()`` meaning ``owner``."""
+    if isinstance(value, staticmethod | classmethod):
+        return type(value)(_moved(value.__func__, owner))
+    if isinstance(value, property):
+        return property(*(_moved(part, owner) for part in (value.fget, value.fset, value.fdel)), doc=value.__doc__)
+    if not isinstance(value, types.FunctionType):
+        return value
+    cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
+    if "__class__" in cells:
+        cells["__class__"] = types.CellType(owner)
+    moved = types.FunctionType(
+        value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells.values())
+    )
+    return functools.wraps(value)(moved)
 
 
 # ---- one graded name -------------------------------------------------------------------------------------------------
@@ -226,7 +287,7 @@ def answer(module: str, name: str):
     """What this world gives for one graded name.
 
     Raises:
-        AnswerError: the learner's is missing, is not callable, or is the reference's.
+        AnswerError: the learner's is missing, is not callable, or takes other arguments than the contract says.
     """
     sync()
     chapter = chapters()[module]
@@ -235,12 +296,75 @@ def answer(module: str, name: str):
     if not hasattr(loaded, name):
         raise AnswerError(f"{where} has no {name}; `workbook reset {name}` puts its stub back")
     found = getattr(loaded, name)
-    if flavor(module) == "learner" and name in {e.name for e in chapter.exercises}:
-        if not callable(found):
+    if flavor(module) == "learner":
+        boundary.forget_reference(module)
+        exercise = next((e for e in chapter.exercises if e.name == name), None)
+        if exercise is not None and not callable(found):
             raise AnswerError(
                 f"{where}: {name} is {found!r}, not a function or a class; `workbook reset {name}` puts its stub back"
             )
-        _refuse_reference(chapter, name, found)
+        if exercise is not None:
+            check_signature(exercise, found)
+    return found
+
+
+def check_signature(exercise: Exercise, found) -> None:
+    """Other chapters call a graded name by its arguments' names, so that these are part of the contract.
+
+    Raises:
+        AnswerError: an argument of the contract is missing, has another name or stands in another place.
+    """
+    chapter = chapters()[exercise.module]
+    for method, (wanted, allowed) in _contract(chapter)[exercise.name].items():
+        what = f"{exercise.name}.{method}" if method else exercise.name
+        part = getattr(found, method, None) if method else found
+        if part is None:
+            raise AnswerError(f"lib/{exercise.module}.py: there is no {what}, which the contract names")
+        try:
+            given = list(inspect.signature(inspect.unwrap(part)).parameters.values())
+        except (TypeError, ValueError):
+            continue  # a kernel, or something that C defines
+        if any(p.kind is p.VAR_KEYWORD for p in given):
+            continue
+        names = tuple(p.name for p in given)
+        extra = [p for p in given if p.name not in allowed and p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+        if names[: len(wanted)] != wanted or extra:
+            raise AnswerError(
+                f"lib/{exercise.module}.py: {what}({', '.join(names)}) should be {what}({', '.join(wanted)}): "
+                f"other chapters call it by these names"
+            )
+
+
+_contracts: dict[str, dict] = {}
+
+
+def _contract(chapter: Chapter) -> dict:
+    """What `contract_arguments` says of a chapter's stub."""
+    if chapter.module not in _contracts:
+        _contracts[chapter.module] = contract_arguments(make_stub(chapter))
+    return _contracts[chapter.module]
+
+
+def place(exercise: Exercise, of_world: str) -> tuple[Path, int]:
+    """File and line of the definition that a world grades, read from the source; nothing is imported. Line 0: none."""
+    chapter = chapters()[exercise.module]
+    if of_world == "reference":
+        return chapter.reference, exercise.line
+    try:
+        return chapter.mine, definition_lines(read_mine(chapter)).get(exercise.name, 0)
+    except (SourceError, SyntaxError, ValueError):
+        return chapter.mine, 0
+
+
+@functools.lru_cache(maxsize=64)
+def definition_lines(source: str) -> dict[str, int]:
+    """The line of each name that a source defines or assigns at top level; of several, the last."""
+    found: dict[str, int] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found[node.name] = node.lineno
+        elif isinstance(node, ast.Assign):
+            found |= {target.id: node.lineno for target in node.targets if isinstance(target, ast.Name)}
     return found
 
 
@@ -268,17 +392,6 @@ def _class_line(path: Path, found: type) -> int | None:
         if line.startswith((f"class {found.__name__}(", f"class {found.__name__}:"))
     ]
     return starts[-1] if starts else None
-
-
-def _refuse_reference(chapter: Chapter, name: str, found) -> None:
-    parts = [found, *(base for base in getattr(found, "__mro__", ())), getattr(found, "func", None)]
-    for part in parts:
-        place = provenance(part) if part is not None and part is not object else None
-        if place is not None and place[0].parent == ROOT / "solutions":
-            shown = f"solutions/{place[0].name}:{place[1]}"
-            raise AnswerError(
-                f"{chapter.mine.relative_to(ROOT)}: {name} is the answer key's ({shown}): a check grades only what you wrote"
-            )
 
 
 # ---- a kernel that goes on while files are edited --------------------------------------------------------------------

@@ -4,12 +4,14 @@ import ast
 import difflib
 import hashlib
 import json
-import os
 import re
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 
+from lib.workbook.book import sources
 from lib.workbook.book.catalog import ROOT, BookError, Chapter, chapters
+from lib.workbook.book.sources import SourceError, line_end, lines_of, read_bytes, read_exactly, read_mine
 
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 RECORD = Path(__file__).with_name("stubs.json")
@@ -48,7 +50,7 @@ def make_stub(chapter: Chapter, source: str | None = None) -> str:
             the line or the exercise.
     """
     path = chapter.reference
-    source = path.read_text(encoding="utf-8") if source is None else source
+    source = chapter.numbered(source)
     graded = {e.name: e.number for e in chapter.exercises}
     spans = _owners(ast.parse(source, str(path)), graded)
     out: list[str] = []
@@ -90,19 +92,36 @@ def _digest(text: str) -> str:
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace ``path`` in one step, so that a reader or a killed program sees the old file or the new one, whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    sources.write_bytes(path, text.encode("utf-8"))
 
 
-def keep_copy(path: Path) -> Path:
-    """Copy a learner's file to a dated one under .workbook/backups, and return where it lies."""
+def dated(path: Path) -> Path:
+    """Where a copy of a learner's file goes: under .workbook/backups, the time in its name."""
     stamp = datetime.now().strftime("%Y-%m-%dT%H-%M-%S.%f")
-    copy = BACKUPS / f"{path.stem}-{stamp}{path.suffix}"
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    copy.write_bytes(path.read_bytes())
+    return BACKUPS / f"{path.stem}-{stamp}{path.suffix}"
+
+
+def keep_copy(path: Path, module: str | None = None) -> Path:
+    """Copy a learner's file, which is a module or any other, to a dated one under .workbook/backups, and return where it lies."""
+    copy = dated(path)
+    sources.write_bytes(copy, read_bytes(path, module))
     return copy
+
+
+def _now(chapter: Chapter) -> tuple[str | None, str]:
+    """The text of a learner's module, None where there is none; and what is wrong with the file, if it cannot be read."""
+    if not chapter.mine.exists():
+        return None, ""
+    try:
+        return read_mine(chapter), ""
+    except SourceError as error:
+        return None, str(error)
+
+
+def is_begun(chapter: Chapter) -> bool:
+    """Whether there is anything of the learner's in their module."""
+    now, unreadable = _now(chapter)
+    return bool(unreadable) or (now is not None and now != make_stub(chapter))
 
 
 def write_stubs(check: bool = False) -> list[str]:
@@ -116,11 +135,14 @@ def write_stubs(check: bool = False) -> list[str]:
     for chapter in chapters().values():
         stub = make_stub(chapter)
         fresh[chapter.module] = _digest(stub)
-        now = chapter.mine.read_text(encoding="utf-8") if chapter.mine.exists() else None
+        now, unreadable = _now(chapter)
         if now == stub:
             continue
         where = chapter.mine.relative_to(ROOT)
-        if check:
+        if unreadable:
+            fresh[chapter.module] = recorded.get(chapter.module, "")
+            lines.append(f"{unreadable}; left as it is")
+        elif check:
             difference = difflib.unified_diff(
                 (now or "").splitlines(), stub.splitlines(), str(where), "stub", lineterm="", n=1
             )
@@ -131,7 +153,7 @@ def write_stubs(check: bool = False) -> list[str]:
                 f"{where} was begun: left as it is (workbook reset {chapter.module} starts it anew and keeps a copy)"
             )
         else:
-            write_atomically(chapter.mine, stub)
+            sources.write_stub(chapter.mine, stub)
             lines.append(f"{where} written")
     record = json.dumps(fresh, indent=2, sort_keys=True) + "\n"
     if check and (not RECORD.exists() or RECORD.read_text() != record):
@@ -167,27 +189,48 @@ def marker_lines(source: str) -> dict[str, int]:
     return found
 
 
-def reference_imports(source: str) -> int | None:
-    """The first line on which a learner's source reaches for ``solutions``, if any does."""
-    tree = ast.parse(source)
-    docstrings = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-        and node.body
-        and isinstance(node.body[0], ast.Expr)
-    }
-    for node in ast.walk(tree):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-            names = [node.value]
-        if any(name == "solutions" or re.match(r"solutions\.\w+$", name) for name in names):
-            return getattr(node, "lineno", 1)
-    return None
+def methods_left(chapter: Chapter, source: str) -> dict[str, list[str]]:
+    """The methods that still hold a stub's ``raise``, of each class of which a learner has written others."""
+    left = _methods_with_markers(source)
+    asked = _methods_with_markers(make_stub(chapter)) if left else {}
+    return {name: methods for name, methods in left.items() if set(methods) < set(asked.get(name, ()))}
+
+
+def _methods_with_markers(source: str) -> dict[str, list[str]]:
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            methods = [m for m in node.body if isinstance(m, ast.FunctionDef)]
+            found[node.name] = [m.name for m in methods if any(map(_is_marker, ast.walk(m)))]
+    return {name: methods for name, methods in found.items() if methods}
+
+
+def contract_arguments(stub: str) -> dict[str, dict[str, tuple[tuple[str, ...], frozenset[str]]]]:
+    """Of each top-level name of a stub, by method ("" for a function): its positional arguments in order, and all of them.
+
+    The methods of an ``autograd.Function``, which are called by position, are left out, and so are properties.
+    """
+    found: dict[str, dict[str, tuple[tuple[str, ...], frozenset[str]]]] = {}
+    for node in ast.parse(stub).body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = {"": _arguments(node)}
+        elif isinstance(node, ast.ClassDef):
+            by_position = any(ast.unparse(base).endswith("Function") for base in node.bases)
+            methods = [m for m in node.body if isinstance(m, ast.FunctionDef) and not by_position]
+            public = [m for m in methods if not m.name.startswith("_") or m.name in ("__init__", "__call__")]
+            found[node.name] = {m.name: _arguments(m) for m in public if not _is_property(m)}
+    return found
+
+
+def _is_property(node: ast.FunctionDef) -> bool:
+    return any(ast.unparse(d).split(".")[-1] in ("property", "setter", "cached_property") for d in node.decorator_list)
+
+
+def _arguments(node: ast.FunctionDef) -> tuple[tuple[str, ...], frozenset[str]]:
+    given = node.args
+    positional = tuple(a.arg for a in (*given.posonlyargs, *given.args))
+    others = [a.arg for a in (*given.kwonlyargs, given.vararg, given.kwarg) if a is not None]
+    return positional, frozenset([*positional, *others])
 
 
 def _span(source: str, name: str) -> tuple[int, int] | None:
@@ -195,42 +238,92 @@ def _span(source: str, name: str) -> tuple[int, int] | None:
     span = None
     for node in ast.parse(source).body:
         if getattr(node, "name", None) == name:
-            first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
-            span = (first, node.end_lineno or node.lineno)
+            span = (_first(node), node.end_lineno or node.lineno)
     return span
+
+
+def _first(node: ast.stmt) -> int:
+    """The line on which a statement begins, with its decorators."""
+    return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
 
 
 def source_of(source: str, name: str) -> str | None:
     """The text of one top-level definition."""
     span = _span(source, name)
-    return None if span is None else "\n".join(source.splitlines()[span[0] - 1 : span[1]])
+    return None if span is None else "".join(lines_of(source)[span[0] - 1 : span[1]]).rstrip("\n")
+
+
+def bindings(source: str) -> dict[str, ast.stmt]:
+    """The statement at the top of a module that binds each name last."""
+    bound: dict[str, ast.stmt] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound[node.name] = node
+            continue
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Import | ast.ImportFrom):
+                bound |= {alias.asname or alias.name.partition(".")[0]: node for alias in inner.names}
+            elif isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+                bound[inner.id] = node
+    return bound
+
+
+def piece(stub: str, name: str, mine: str, also: Iterable[str] = ()) -> str:
+    """One exercise of a stub, as it can be added to a learner's source: after what it uses and the learner does not have.
+
+    Args:
+        stub: The whole stub.
+        name: The exercise.
+        mine: The learner's source.
+        also: More names of the stub that the answer will use.
+    """
+    given, have = bindings(stub), {name, *bindings(mine)}
+    needed, missing = [given[name], *(given[other] for other in {*also} - have)], {*also} - have
+    while needed:
+        used = {n.id for n in ast.walk(needed.pop()) if isinstance(n, ast.Name)} & (given.keys() - have - missing)
+        missing |= used
+        needed += [given[other] for other in used]
+    nodes = sorted({id(given[other]): given[other] for other in missing}.values(), key=lambda node: node.lineno)
+    parts = ["".join(lines_of(stub)[_first(node) - 1 : node.end_lineno]).rstrip("\n") for node in nodes]
+    lines = "\n".join(part for node, part in zip(nodes, parts, strict=True) if not hasattr(node, "name"))
+    definitions = [part for node, part in zip(nodes, parts, strict=True) if hasattr(node, "name")]
+    return "\n\n\n".join(filter(None, [lines, *definitions, source_of(stub, name)]))
+
+
+def with_piece(mine: str, added: str) -> str:
+    """A learner's source with something added at its end, in its own line ends; what was there stays as it is."""
+    start = "" if mine.endswith(("\n", "\r")) or not mine else "\n"
+    return mine + f"{start}\n\n{added}\n".replace("\n", line_end(mine))
 
 
 def reset(chapter: Chapter, name: str | None = None) -> Path | None:
     """Put a stub back in place of one answer, or of the whole module; return the dated copy of what was there.
 
     Raises:
-        BookError: the module does not parse, so that one answer cannot be found in it.
+        BookError: the module cannot be read or does not parse, so that one answer cannot be found in it.
     """
     stub = make_stub(chapter)
-    copy = keep_copy(chapter.mine) if chapter.mine.exists() else None
-    if name is None or copy is None:
-        write_atomically(chapter.mine, stub)
+    mine = None if name is None or not chapter.mine.exists() else read_exactly(chapter)
+    copy = keep_copy(chapter.mine, chapter.module) if chapter.mine.exists() else None
+    if mine is None or name is None:
+        sources.write_stub(chapter.mine, stub)
         return copy
-    mine = chapter.mine.read_text(encoding="utf-8")
     try:
         span = _span(mine, name)
     except SyntaxError as error:
-        raise BookError(
-            f"{chapter.mine.relative_to(ROOT)}:{error.lineno}: {error.msg}; mend that line, "
+        raise SourceError(
+            f"{where_it_breaks(chapter, error)}; mend that line, "
             f"or start the whole module anew with: workbook reset {chapter.module}"
         ) from error
-    fresh = source_of(stub, name)
-    assert fresh is not None, f"the stub has no {name}"
-    lines = mine.splitlines()
     if span is None:
-        text = mine.rstrip("\n") + f"\n\n\n{fresh}\n"
+        text = with_piece(mine, piece(stub, name, mine))
     else:
-        text = "\n".join([*lines[: span[0] - 1], *fresh.splitlines(), *lines[span[1] :]]) + "\n"
-    write_atomically(chapter.mine, text)
+        lines, fresh = lines_of(mine), f"{source_of(stub, name)}\n".replace("\n", line_end(mine))
+        text = "".join([*lines[: span[0] - 1], fresh, *lines[span[1] :]])
+    sources.write_mine(chapter.mine, text)
     return copy
+
+
+def where_it_breaks(chapter: Chapter, error: SyntaxError) -> str:
+    """``lib/rope.py:7: SyntaxError: '(' was never closed``."""
+    return f"{sources.shown(chapter.mine)}:{error.lineno or 1}: {type(error).__name__}: {error.msg}"

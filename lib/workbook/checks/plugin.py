@@ -1,40 +1,54 @@
-"""The pytest plugin: whose code a chapter's tests grade, each in a process of its own, and what a failure says."""
+"""The pytest plugin: which tests grade what, each exercise in a child of its own, and what a failure says.
+
+pytest's own process is a judge (`lib.workbook.book.boundary`): it collects the tests in the reference's world, and never runs an
+answer. ``--reference`` and ``--mistakes`` grade what the book itself wrote, and so run their tests in this process.
+"""
 
 import contextlib
+import inspect
 import json
 import os
-import time
+import signal
+import sys
 from pathlib import Path
 
 import pytest
+from _pytest.reports import TestReport
+from _pytest.runner import runtestprotocol
 
-from lib.workbook.checks import catchers, isolate, messages
-from lib.workbook import grading
-from lib.workbook.book import resolve
-from lib.workbook.checks.alarm import alarm, paused
-from lib.workbook.book.catalog import BookError, chapters, find
+from lib.workbook.book import boundary, resolve
+from lib.workbook.book.catalog import BookError, Chapter, Exercise, chapters, find
 from lib.workbook.book.stubs import write_atomically
-from lib.workbook.checks.summary import Marks
+from lib.workbook.checks import diagnosis, gradescope, mistakes, report
+from lib.workbook.checks.alarm import TimeLimit, alarm
+from lib.workbook.checks.child import MACHINERY, Child, Ended, peak_mb
+from lib.workbook.checks.diagnosis import Outcome, Trials
+from lib.workbook.checks.ranks import Ranks, warm_up
+from lib.workbook.checks.report import RaisedInAnswer, Told
+from lib.workbook.checks.state import Shared
+from lib.workbook.checks.summary import Marks, refusal
+from lib.workbook.grading.cases import BOARD, case
+from lib.workbook.grading.mistakes import mistakes_of
+from lib.workbook.grading.oracles import RECORDING
 
 TIME_LIMIT_S = 10.0
 SHOWN_FAILURES = 3  # of one exercise; the others are counted
-SHOWN_LINES = 8  # of what one rank printed
-DIAGNOSED_RUN_S = 6.0  # for one run of ranks with a known mistake
+PRINTED_LINES, PRINTED_CHARS = 40, 8000  # of what a failed check printed
+EXERCISE = pytest.StashKey[Exercise | None]()
+OUTCOME = pytest.StashKey[Outcome]()
+CHECKS = pytest.StashKey["Checks"]()
 
 
 def pytest_addoption(parser):
     group = parser.getgroup("workbook", "The Scaling Workbook")
     group.addoption("--reference", action="store_true", help="grade the reference instead of your answers")
     group.addoption("--mine", action="store_true", help="your answers everywhere, in the other chapters too")
-    group.addoption("--mistakes", action="store_true", help="prove that the tests catch every known mistake")
-    group.addoption(
-        "--record",
-        action="store_true",
-        help="with --reference: write the oracles' recorded values; with --mistakes: which test catches each",
-    )
+    group.addoption("--mistakes", action="store_true", help="prove that the tests catch and name every known mistake")
+    group.addoption("--record", action="store_true", help="with --reference: write the oracles' recorded values")
     group.addoption("--exercise", action="append", default=[], metavar="NAME", help="only the tests of this exercise")
     group.addoption("--marks", metavar="FILE", help="write the marks of every exercise as JSON")
-    group.addoption("--no-isolate", action="store_true", help="run checks inside pytest's own process, for a debugger")
+    group.addoption("--gradescope", metavar="FILE", help="write the same as Gradescope's results.json")
+    group.addoption("--no-prompt", action="store_true", help="nobody sits at a terminal: breakpoint() is passed over")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -44,53 +58,37 @@ def pytest_configure(config):
         options.reportchars = ""  # the table of exercises says it better
     if options.mine and (options.reference or options.mistakes):
         raise pytest.UsageError("--mine grades your answers, --reference and --mistakes the book's: choose one")
-    if options.record and not (options.reference or options.mistakes):
-        raise pytest.UsageError(
-            "--record writes what the oracles give, or what catches a mistake: use it with --reference or --mistakes"
-        )
-    grading.RECORDING.update(live=options.reference, write=options.reference and options.record)
-    config.workbook_marks, config.workbook_catchers = Marks(), catchers.Record()
-    if options.reference or options.mistakes:
-        os.environ[resolve.VARIABLE] = "reference"
-    config.workbook_world = os.environ.get(resolve.VARIABLE)
-    try:
-        resolve.sync()
-    except ValueError as error:
-        raise pytest.UsageError(str(error)) from error
+    if options.record and not options.reference:
+        raise pytest.UsageError("--record writes what the oracles give: use it with --reference")
+    for name in ("marks", "gradescope"):
+        if fault := refusal(config.getoption(name)):
+            raise pytest.UsageError(f"--{name} {fault}")
+    if not hasattr(os, "fork"):
+        raise pytest.UsageError("checks need a system with fork: Linux, macOS, or WSL on Windows")
+    RECORDING.update(live=options.reference, write=options.reference and options.record)
+    boundary.become_judge()
+    resolve.enter("reference")
+    config.stash[CHECKS] = checks = Checks(config)
+    config.pluginmanager.register(checks, "workbook-checks")
 
 
 def pytest_report_header(config):
-    return f"workbook: {_described(config)}"
+    return f"workbook: {config.stash[CHECKS].described}"
 
 
-def _described(config) -> str:
-    if config.option.reference:
-        return "grading the reference (solutions/)"
-    if config.option.mistakes:
-        return "grading the known mistakes: each must be caught"
-    if config.option.mine:
-        return "grading your answers (lib/), which also stand in for the other chapters'"
-    return "grading your answers (lib/); names of other chapters are the reference's"
+@pytest.fixture
+def ranks(request):
+    """Run a module-level function on 1 to 4 warm processes: ``ranks(fn, *args, n_ranks=4, backend="gloo")``."""
+    checks = request.config.stash[CHECKS]
+    return Ranks(_limit(request.node, "time_limit", TIME_LIMIT_S), checks.option.capture == "no", checks.is_quiet)
 
 
-def world_of(config, module: str) -> str:
-    """The world in which the tests of one chapter run."""
-    if config.option.reference or config.option.mistakes:
-        return "reference"
-    return "mine" if config.option.mine else f"only:{module}"
+def chapter_of(path: Path) -> Chapter | None:
+    """The chapter whose folder of tests a file lies in."""
+    return next((chapter for chapter in chapters().values() if path.is_relative_to(chapter.tests)), None)
 
 
-# ---- collection ------------------------------------------------------------------------------------------------------
-
-
-def _chapter_of(path: Path):
-    for chapter in chapters().values():
-        if path.is_relative_to(chapter.tests):
-            return chapter
-    return None
-
-
-def exercise_of(chapter, test_name: str):
+def exercise_of(chapter: Chapter, test_name: str) -> Exercise:
     """The exercise whose name follows ``test_``: the longest that fits.
 
     Raises:
@@ -104,329 +102,437 @@ def exercise_of(chapter, test_name: str):
     return max(fitting, key=lambda e: len(e.name))
 
 
-def pytest_collection_modifyitems(config, items):
-    wanted = []
-    for what in config.option.exercise:
-        try:
-            wanted.append(find(what))
-        except BookError as error:
-            raise pytest.UsageError(str(error)) from error
-    kept, dropped = [], []
-    config.workbook_maintainers = 0
-    for item in items:
-        chapter = _chapter_of(item.path)
-        item.workbook_exercise = exercise = exercise_of(chapter, item.originalname) if chapter else None
-        if exercise is not None:
-            item.extra_keyword_matches.add(exercise.name)
-            item.repr_failure = _no_traceback  # messages.explain writes the report; pytest's own parses the test file
-        maintainers = getattr(getattr(item, "function", None), "workbook_oracle", False) and not config.option.reference
-        unwanted = wanted and not any(
-            exercise is not None and exercise.module == c.module and e in (None, exercise) for c, e in wanted
-        )
-        beside = config.option.mistakes and exercise is None
-        if maintainers and not unwanted and not beside:
-            config.workbook_maintainers += 1
-        (dropped if maintainers or unwanted or beside else kept).append(item)
-        if item.get_closest_marker("gpu") and not _has_accelerator():
-            item.add_marker(
-                pytest.mark.skip(reason="needs an accelerator: run `pytest -m gpu` on a machine that has one")
+def _limit(item, marker: str, default):
+    found = item.get_closest_marker(marker)
+    return float(found.args[0]) if found else default
+
+
+class Checks:
+    """One session: its options, its marks, and the child that grades the exercise at hand."""
+
+    def __init__(self, config):
+        self.config, self.option = config, config.option
+        self.marks = Marks()
+        self.reports: list[TestReport] = []
+        self.child: Child | None = None
+        self.child_of: tuple[str, str] | None = None  # module and name of the exercise that the child grades
+        self.given_up: dict[
+            tuple[str, str], str
+        ] = {}  # module and exercise ("" for all of them): why no more of it is run
+        self.is_quiet = False
+        self.shared: Shared | None = None  # in the child: what was shared before the check
+        self.n_maintainers = 0
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether only the book's own code is graded."""
+        return self.option.reference or self.option.mistakes
+
+    @property
+    def described(self) -> str:
+        if self.option.reference:
+            return "grading the reference (solutions/)"
+        if self.option.mistakes:
+            return "grading the known mistakes: each must be caught and named"
+        if self.option.mine:
+            return "grading your answers (lib/), which also stand in for the other chapters'"
+        return "grading your answers (lib/); names of other chapters are the reference's"
+
+    def world_of(self, exercise: Exercise) -> str:
+        """The world in which an exercise is graded."""
+        if self.is_trusted:
+            return "reference"
+        return "mine" if self.option.mine else f"only:{exercise.module}"
+
+    # ---- collection --------------------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pycollect_makemodule(self, module_path, parent):
+        """Begin to start the ranks of a chapter that is run as a whole while its tests are imported."""
+        some = self.option.keyword or self.option.exercise or any("::" in argument for argument in self.config.args)
+        if not (some or self.option.collectonly or hasattr(self.config, "workerinput")) and chapter_of(module_path):
+            warm_up([module_path.read_text(encoding="utf-8")])
+
+    def pytest_collection_modifyitems(self, config, items):
+        wanted = []
+        for what in self.option.exercise:
+            try:
+                wanted.append(find(what))
+            except BookError as error:
+                raise pytest.UsageError(str(error)) from error
+        kept: list[pytest.Item] = []
+        dropped: list[pytest.Item] = []
+        for item in items:
+            chapter = chapter_of(item.path)
+            item.stash[EXERCISE] = exercise = exercise_of(chapter, item.originalname) if chapter else None
+            if exercise is not None:
+                item.extra_keyword_matches.add(exercise.name)
+                item.repr_failure = _no_traceback  # `report.explain` says it; pytest's own parses the test file
+            is_oracle = getattr(getattr(item, "function", None), "workbook_oracle", False)
+            maintainers = is_oracle and not self.option.reference
+            unwanted = wanted and not any(
+                exercise is not None and exercise.module == c.module and e in (None, exercise) for c, e in wanted
             )
-    if dropped:
-        config.hook.pytest_deselected(items=dropped)
-    items[:] = _mistake_items(kept) if config.option.mistakes else kept
+            beside = self.option.mistakes and exercise is None
+            self.n_maintainers += bool(maintainers and not unwanted and not beside)
+            (dropped if maintainers or unwanted or beside else kept).append(item)
+            if item.get_closest_marker("gpu") and not _has_accelerator():
+                reason = "needs an accelerator: run `pytest -m gpu` on a machine that has one"
+                item.add_marker(pytest.mark.skip(reason=reason))
+        if dropped:
+            config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
+        if self.option.mistakes:
+            by_exercise: dict[Exercise, list] = {}
+            for item in kept:
+                by_exercise.setdefault(item.stash[EXERCISE], []).append(item)
+            items[:] = mistakes.items(by_exercise, config, self.outcome_of)
 
+    def pytest_report_collectionfinish(self):
+        if self.n_maintainers and not (self.option.mistakes or self.option.keyword or self.option.exercise):
+            return (
+                f"(deselected: {self.n_maintainers} checks that compare the reference with other libraries; "
+                "`pytest --reference` runs them)"
+            )
+        return None
 
-def pytest_report_collectionfinish(config):
-    n = getattr(config, "workbook_maintainers", 0)
-    if n and not (config.option.mistakes or config.option.keyword or config.option.exercise):
-        return (
-            f"(deselected: {n} checks that compare the reference with other libraries; `pytest --reference` runs them)"
+    # ---- running -----------------------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item, nextitem):
+        if isinstance(item, mistakes.MistakeItem):
+            mistakes.run_item(item)
+            return True
+        exercise = item.stash.get(EXERCISE, None)
+        case("")
+        if exercise is None or self.is_trusted:
+            resolve.enter("reference")
+            return None  # pytest's own protocol
+        if item.get_closest_marker("skip") is None:
+            self._grade(item, exercise)
+            return True
+        return None
+
+    def _grade(self, item, exercise: Exercise) -> None:
+        """Run a check in a child, and log what comes of it."""
+        item.session._setupstate.teardown_exact(item)  # what an item before this one left set up for its file
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        key = (exercise.module, exercise.name)
+        why = self.given_up.get(key) or self.given_up.get((exercise.module, ""))
+        for one in (
+            [_not_run(item, report.begin(exercise, self.world_of(exercise)), why)]
+            if why
+            else self._reports_of(item, exercise)
+        ):
+            self._count(one)
+            item.ihook.pytest_runtest_logreport(report=one)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+
+    def _reports_of(self, item, exercise: Exercise) -> list[TestReport]:
+        key, world = (exercise.module, exercise.name), self.world_of(exercise)
+        memory_limit = _limit(item, "memory_limit", None)
+        if self.child is not None and (self.child_of != key or memory_limit is not None):
+            self.close_child()
+        if self.child is None:
+            self._prepare(item)
+            self.child, self.child_of = Child(world, self._work), key
+        reports: list[TestReport] = []
+        from_data = self.config.hook.pytest_report_from_serializable
+        try:
+            for said in self.child.run(
+                item.session.items.index(item), _limit(item, "time_limit", TIME_LIMIT_S), memory_limit
+            ):
+                if isinstance(said, Ended):
+                    self.child = None
+                    return [self._ended(item, exercise, said)]
+                if said == "quit":
+                    self.close_child()
+                    pytest.exit("Quitting debugger", returncode=1)
+                reports = [from_data(config=self.config, data=data) for data in said]
+        except BaseException:
+            self.close_child()
+            raise
+        finally:
+            _take_terminal()
+        return reports
+
+    def _prepare(self, item) -> None:
+        """Do once, before the fork, what each child would have to do anew."""
+        if "tmp_path" in item.fixturenames:
+            item.config._tmp_path_factory.getbasetemp()
+        if "ranks" in item.fixturenames:
+            warm_up([item.path.read_text(encoding="utf-8")])
+        same = [i.function for i in item.session.items if i.stash.get(EXERCISE, None) == item.stash[EXERCISE]]
+        text = "".join(map(inspect.getsource, dict.fromkeys(same)))
+        if ('"meta"' in text or ".step()" in text) and "torch._dynamo" not in sys.modules:
+            import torch._dynamo  # some 900 modules, which the first operation on meta and the first step of an optimizer import
+
+    def _ended(self, item, exercise: Exercise, ended: Ended) -> TestReport:
+        """The report of a check that could not make its own; and what else is not worth a try."""
+        if ended.is_time or ended.in_import:
+            self.given_up[exercise.module, "" if ended.in_import else exercise.name] = (
+                f"lib/{exercise.module}.py {ended.why} when it was imported"
+                if ended.in_import
+                else f"an earlier check {ended.why}"
+            )
+        told = report.begin(exercise, self.world_of(exercise))
+        at = report.frames_of_stack(exercise, ended.stack)
+        rows = [("case", ended.case or report.case_of(item)), ("at", at)]
+        problem = (
+            ended.why
+            if not ended.in_import
+            else f"cannot be graded: lib/{exercise.module}.py {ended.why} when it was imported"
         )
-    return None
+        if ended.stack.startswith(MACHINERY) and not ended.is_time:
+            told.fill(report.BOOKS_FAULT, [*rows, ("because", ended.stack.strip())], state="not checked")
+        else:
+            told.fill(problem, rows)
+        made = TestReport(
+            nodeid=item.nodeid, location=item.location, keywords={}, outcome="failed", longrepr="", when="call"
+        )
+        told.put_on(made)
+        return made
+
+    def _count(self, one: TestReport) -> None:
+        """Tell a failure in a line if the exercise has failed before, unless -v asks for all."""
+        told = Told.of(one)
+        if told is None or not one.failed or self.option.verbose > 0:
+            return
+        told.repeated = self.marks.failed_before(told.module, told.name)
+        told.put_on(one)
+
+    def close_child(self) -> None:
+        child, self.child = self.child, None
+        if child is not None:
+            child.close()
+
+    # ---- in the child ------------------------------------------------------------------------------------------------
+
+    def _work(self, index: int):
+        """Run one check; yield its reports, then the same with a diagnosis if there is one."""
+        session = self.config.pluginmanager.getplugin("session")
+        item = session.items[index]
+        exercise, limit = item.stash[EXERCISE], _limit(item, "memory_limit", None)
+        if self.option.no_prompt:
+            sys.breakpointhook = _no_prompt
+        before, self.shared = peak_mb(start_anew=True) if limit else 0.0, Shared()
+        try:
+            reports = runtestprotocol(item, log=False, nextitem=None)
+        except pytest.exit.Exception:
+            yield "quit"
+            return
+        growth, changed = peak_mb() - before if limit else 0.0, self.shared.restore()
+        last = next((one for one in reports if one.failed), reports[-1])
+        told = Told.of(last) or report.begin(exercise, self.world_of(exercise))
+        if limit and growth > limit and not last.failed:
+            what = f"took {growth:.0f} MB of memory, more than the {limit:g} MB under which it promises to stay"
+            _fail(last, told, what, [("case", report.case_of(item))])
+        elif changed and last.passed:
+            _fail(last, told, "changes what all code of the program shares", [("changed", "\n".join(changed))])
+        elif changed and told.state == "wrong":
+            told.rows.append(("and changed", "\n".join(changed)))
+            told.put_on(last)
+        for one in reports:
+            one.sections = [(name, _shortened(text)) for name, text in one.sections]
+        to_data = self.config.hook.pytest_report_to_serializable
+        yield [to_data(config=self.config, report=one) for one in reports]
+        if last.failed and told.state == "wrong" and not limit and not changed and self._is_first(exercise):
+            said = self._diagnosis(session, item, exercise)
+            if said:
+                told.rows.append(("looks like", said))
+                told.put_on(last)
+                yield [to_data(config=self.config, report=one) for one in reports]
+
+    def _is_first(self, exercise: Exercise) -> bool:
+        """Whether no check of an exercise has failed yet in this child; only the first failure is diagnosed."""
+        seen = self.marks.failed_before(exercise.module, exercise.name)
+        self.marks.note_failure(exercise.module, exercise.name)
+        return seen == 0
+
+    def _diagnosis(self, session, item, exercise: Exercise) -> str:
+        outcome = item.stash.get(OUTCOME, None)
+        known = mistakes_of(exercise.module, exercise.name)
+        if outcome is None or not known or not diagnosis.is_diagnosable(outcome):
+            return ""
+        others = [
+            i for i in session.items if i.stash.get(EXERCISE, None) == exercise and not i.get_closest_marker("skip")
+        ]
+        with_ranks = "ranks" in item.fixturenames
+        trials = Trials(self.outcome_of, diagnosis.RANKS_DIAGNOSIS_S if with_ranks else diagnosis.DIAGNOSIS_S)
+        trials.know(item, outcome)
+        others = [] if with_ranks else mistakes.comparable([i for i in others if "ranks" not in i.fixturenames], item)
+        try:
+            return diagnosis.looks_like(item, outcome, others, known, trials.of_answer, trials.of_mistake)
+        except TimeLimit:
+            return ""
+        finally:
+            boundary.forget_reference(exercise.module)
+
+    def outcome_of(self, item) -> Outcome:
+        """How a check ends now, run once more and without a word."""
+        self.is_quiet = True
+        case("")
+        item.stash[OUTCOME] = Outcome(None)
+        try:
+            runtestprotocol(item, log=False, nextitem=None)
+        finally:
+            self.is_quiet = False
+        return item.stash[OUTCOME]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_pyfunc_call(self, pyfuncitem):
+        try:
+            with self.shared.streams_stay_open() if self.shared else contextlib.nullcontext():
+                return (yield)
+        except (
+            KeyboardInterrupt,
+            SystemExit,
+            pytest.skip.Exception,
+            pytest.xfail.Exception,
+            pytest.exit.Exception,
+        ) as end:
+            if pyfuncitem.stash.get(EXERCISE, None) is not None and report.learners_frames(end):
+                raise RaisedInAnswer(f"{type(end).__name__}: {end}") from end
+            raise
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item):
+        """The limit of checks that run in pytest's own process; a child's is kept by the judge."""
+        if item.stash.get(EXERCISE, None) is None or boundary.role() == "child" or self.option.usepdb:
+            return (yield)
+        patience = 6 if self.option.reference else 2  # live oracles import slowly
+        with alarm(patience * _limit(item, "time_limit", TIME_LIMIT_S)):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item, call):
+        made = yield
+        exercise = item.stash.get(EXERCISE, None)
+        if exercise is None:
+            return made
+        if call.excinfo is not None and not isinstance(call.excinfo.value, pytest.skip.Exception):
+            item.stash[OUTCOME] = Outcome(diagnosis.of_one_rank(call.excinfo.value), BOARD.case)
+        if self.is_quiet:
+            return made
+        told = report.begin(exercise, self.world_of(exercise))
+        if call.excinfo is not None and made.failed:
+            report.explain(told, item, call.excinfo.value)
+        told.put_on(made)
+        return made
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item):
+        exercise = item.stash.get(EXERCISE, None)
+        if exercise is not None and not self.is_quiet:
+            item.user_properties += [
+                ("exercise", f"{exercise.number} {exercise.name}"),
+                ("graded", report.graded_place(exercise, self.world_of(exercise))),
+            ]
+
+    # ---- debuggers ---------------------------------------------------------------------------------------------------
+
+    def pytest_enter_pdb(self):
+        """The clock stops while a person is at a prompt, and the terminal is the child's."""
+        if boundary.role() == "child":
+            BOARD.at_a_prompt(True)
+            _take_terminal()
+
+    def pytest_leave_pdb(self):
+        BOARD.at_a_prompt(False)
+
+    # ---- reporting ---------------------------------------------------------------------------------------------------
+
+    def pytest_report_teststatus(self, report):
+        told = Told.of(report)
+        if told is None or (report.when == "teardown" and report.passed):
+            return None
+        if told.state == "not run":
+            return "not run", "-", "NOT RUN"
+        if report.failed and told.state == "not started":
+            return "not started", "n", "NOT STARTED"
+        if report.failed and told.repeated >= SHOWN_FAILURES:
+            return "failed, not shown (pytest -v shows all)", "F", "FAILED"
+        return None
+
+    def pytest_runtest_logreport(self, report):
+        self.marks.add(report)
+        if report.user_properties:
+            self.reports.append(report)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session):
+        self.close_child()
+        if hasattr(self.config, "workerinput"):
+            return
+        if self.option.mistakes:
+            mistakes.remember(self.config, self.reports)
+        if file := self.option.marks:
+            text = json.dumps(self.marks.as_json(self.described), indent=2, ensure_ascii=False)
+            write_atomically(Path(file), text + "\n")
+        if file := self.option.gradescope:
+            text = json.dumps(
+                gradescope.results(self.marks.sorted_rows(), self.described), indent=2, ensure_ascii=False
+            )
+            write_atomically(Path(file), text + "\n")
+
+    def pytest_terminal_summary(self, terminalreporter):
+        if self.is_trusted or not self.marks.rows:
+            return
+        terminalreporter.section("exercises")
+        for line in self.marks.table():
+            terminalreporter.write_line(line)
+
+
+def _not_run(item, told: Told, why: str) -> TestReport:
+    told.state, told.problem = "not run", why
+    path, line = item.location[0], (item.location[1] or 0) + 1
+    made = TestReport(
+        nodeid=item.nodeid,
+        location=item.location,
+        keywords={},
+        outcome="skipped",
+        longrepr=(path, line, why),
+        when="call",
+    )
+    told.put_on(made)
+    return made
+
+
+def _fail(made: TestReport, told: Told, problem: str, rows: list[tuple[str, str]]) -> None:
+    """Turn the report of a check that passed into a failure."""
+    made.outcome, made.when = "failed", "call"
+    told.fill(problem, rows)
+    told.put_on(made)
+
+
+def _shortened(text: str) -> str:
+    """The beginning and the end of what a check printed."""
+    lines = text[:PRINTED_CHARS].splitlines()
+    if len(text) <= PRINTED_CHARS and len(lines) <= PRINTED_LINES:
+        return text
+    head = "\n".join(line[:500] for line in lines[: PRINTED_LINES // 2])
+    tail = "\n".join(line[:500] for line in text[-PRINTED_CHARS:].splitlines()[-PRINTED_LINES // 2 :])
+    return f"{head}\n… {len(text)} characters in all (pytest -s shows them) …\n{tail}\n"
+
+
+def _take_terminal() -> None:
+    """Make this process's group the one that the terminal listens to."""
+    with contextlib.suppress(OSError, ValueError):
+        if os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp():
+            before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+            os.tcsetpgrp(0, os.getpgrp())
+            signal.signal(signal.SIGTTOU, before)
+
+
+def _no_prompt(*args, **kwargs) -> None:
+    print("breakpoint() needs a terminal: run this check there with pytest", file=sys.stderr)
 
 
 def _no_traceback(excinfo, style=None) -> str:
-    return f"{excinfo.typename}: {excinfo.value}"
+    return f"{excinfo.typename}: {resolve.safe_text(excinfo.value)[:1000]}"
 
 
 def _has_accelerator() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-class MistakeItem(pytest.Item):
-    """One wrong answer, which at least one of its exercise's tests must catch."""
-
-    def __init__(self, *, mistake, tests, **kwargs):
-        super().__init__(**kwargs)
-        self.mistake, self.tests = mistake, tests
-        self.workbook_exercise = tests[0].workbook_exercise
-
-    def runtest(self):
-        os.environ[resolve.VARIABLE] = "reference"
-        with grading.standing_in(self.mistake):
-            for test in self.tests:
-                for report in _pytest_runtestprotocol(test):
-                    if getattr(report, "workbook", {}).get("problem", "").startswith(messages.BOOKS_FAULT):
-                        raise AssertionError(f"{test.name} did not grade the mistake: {report.longrepr}")
-                    if report.failed:
-                        self.add_report_section("call", "caught", f"{test.name}\n{report.longrepr}")
-                        self.user_properties.append((catchers.PROPERTY, test.name))
-                        return
-        raise AssertionError(f"no test catches the mistake of {self.mistake.name}: {self.mistake.sentence}")
-
-    def repr_failure(self, excinfo, style=None):
-        return str(excinfo.value)
-
-    def reportinfo(self):
-        return self.path, 0, self.name
-
-
-def _pytest_runtestprotocol(test):
-    from _pytest.runner import runtestprotocol
-
-    return runtestprotocol(test, log=False, nextitem=None)
-
-
-def _mistake_items(items) -> list:
-    by_exercise: dict = {}
-    for item in items:
-        by_exercise.setdefault(item.workbook_exercise, []).append(item)
-    made = []
-    for exercise, tests in by_exercise.items():
-        caught_by = catchers.read(tests[0].path.parent)
-        for nth, wrong in enumerate(grading.mistakes_of(exercise.module, exercise.name), start=1):
-            name = f"{exercise.name}[{nth}-{wrong.implementation.__name__}]"
-            ordered = catchers.likely_first(tests, caught_by.get(name))
-            made.append(MistakeItem.from_parent(tests[0].parent, name=name, mistake=wrong, tests=ordered))
-    return made
-
-
-# ---- running ---------------------------------------------------------------------------------------------------------
-
-
-def _limit(item, marker: str, default):
-    found = item.get_closest_marker(marker)
-    return float(found.args[0]) if found else default
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item, nextitem):
-    exercise = getattr(item, "workbook_exercise", None)
-    before = os.environ.get(resolve.VARIABLE)
-    if exercise is None:
-        _return_to(item.config.workbook_world)
-        return None
-    os.environ[resolve.VARIABLE] = world_of(item.config, exercise.module)
-    resolve.sync()
-    grading.case("")
-    item.workbook_failed_before = item.config.workbook_marks.failed_before(exercise)
-    try:
-        if isinstance(item, MistakeItem):
-            _protocol_without_setup(item)
-            return True
-        if not _isolated(item):
-            return None  # pytest's own protocol; the limit is set in pytest_runtest_call
-        item.session._setupstate.teardown_exact(item)  # what the last check of this process left set up for its file
-        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        for report in isolate.run(item, _limit(item, "time_limit", TIME_LIMIT_S), _limit(item, "memory_limit", None)):
-            _shorten(item, report)
-            item.ihook.pytest_runtest_logreport(report=report)
-        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        return True
-    finally:
-        if before is None and isinstance(item, MistakeItem):
-            os.environ.pop(resolve.VARIABLE, None)
-
-
-def _return_to(world: str | None) -> None:
-    """Back to the world in which the tests were collected: what they imported is what they find, and what they patch."""
-    if world is None:
-        os.environ.pop(resolve.VARIABLE, None)
-    else:
-        os.environ[resolve.VARIABLE] = world
-    resolve.sync()
-
-
-def _shorten(item, report) -> None:
-    """Tell a failure in a line if the exercise has failed before."""
-    before = getattr(item, "workbook_failed_before", 0)
-    if report.failed and before:
-        report.longrepr = messages.in_one_line(report)
-        report.workbook["repeated"] = before >= SHOWN_FAILURES
-
-
-def _isolated(item) -> bool:
-    option = item.config.option
-    by_hand = option.no_isolate or option.usepdb or getattr(option, "trace", False)
-    trusted = option.reference or option.mistakes
-    return hasattr(os, "fork") and not by_hand and not trusted and "ranks" not in item.fixturenames
-
-
-def _protocol_without_setup(item) -> None:
-    """A mistake's item runs whole tests inside its call, so it has no fixtures of its own."""
-    from _pytest.runner import CallInfo
-
-    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    call = CallInfo.from_call(item.runtest, when="call")
-    report = item.ihook.pytest_runtest_makereport(item=item, call=call)
-    item.ihook.pytest_runtest_logreport(report=report)
-    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_call(item):
-    if getattr(item, "workbook_exercise", None) is None or isolate.inside() or item.config.option.usepdb:
-        yield
-        return
-    patience = (
-        6 if item.config.option.reference else 2 if "ranks" in item.fixturenames else 1
-    )  # live oracles import slowly
-    with alarm(patience * _limit(item, "time_limit", TIME_LIMIT_S)):
-        yield
-
-
-@pytest.hookimpl(hookwrapper=True, tryfirst=True)
-def pytest_runtest_makereport(item, call):
-    outcome = yield
-    exercise = getattr(item, "workbook_exercise", None)
-    if exercise is None or isinstance(item, MistakeItem):
-        return
-    report = outcome.get_result()
-    report.workbook = messages.facts(exercise)
-    if call.excinfo is not None and report.failed:
-        messages.explain(item, call.excinfo, report)
-        if not (isolate.inside() or item.config.option.reference or item.config.option.mistakes):
-            _shorten(item, report)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item):
-    exercise = getattr(item, "workbook_exercise", None)
-    if exercise is not None:
-        item.user_properties += [
-            ("exercise", f"{exercise.number} {exercise.name}"),
-            ("graded", messages.graded_place(exercise)),
-        ]
-
-
-# ---- reporting -------------------------------------------------------------------------------------------------------
-
-
-def pytest_report_teststatus(report, config):
-    if report.failed and getattr(report, "workbook", {}).get("state") == "not started":
-        return "not started", "n", "NOT STARTED"
-    if report.failed and getattr(report, "workbook", {}).get("repeated"):
-        return "failed but not shown", "F", "FAILED"
-    return None
-
-
-def pytest_runtest_logreport(report):
-    if _session_config is not None:
-        _session_config.workbook_marks.add(report)
-        _session_config.workbook_catchers.add(_session_config.rootpath, report)
-
-
-_session_config = None
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionstart(session):
-    global _session_config
-    _session_config = session.config
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session):
-    isolate.finish()
-    if hasattr(session.config, "workerinput"):
-        return
-    if session.config.option.mistakes and session.config.option.record:
-        session.config.workbook_catchers.write()
-    if file := session.config.option.marks:
-        marks = session.config.workbook_marks.as_json(_described(session.config))
-        write_atomically(Path(file), json.dumps(marks, indent=2, ensure_ascii=False) + "\n")
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    if config.option.mistakes or config.option.reference or not config.workbook_marks.rows:
-        return
-    terminalreporter.section("exercises")
-    for line in config.workbook_marks.table():
-        terminalreporter.write_line(line)
-
-
-# ---- ranks -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pycollect_makemodule(module_path, parent):
-    """Begin to start the ranks of a chapter that is run as a whole while its tests are imported: both take seconds."""
-    option = parent.config.option
-    some = option.keyword or option.exercise or any("::" in argument for argument in parent.config.args)
-    if some or option.collectonly or hasattr(parent.config, "workerinput") or not hasattr(os, "fork"):
-        return
-    if _chapter_of(module_path) is not None and "ranks(" in (text := module_path.read_text(encoding="utf-8")):
-        from lib.ranks import pool
-
-        if 'backend="mpi"' not in text:
-            pool("gloo").warm()
-
-
-class Ranks:
-    """What the fixture gives: a check's own runs on warm ranks, within the time of the check."""
-
-    def __init__(self, limit_s: float, shows_all: bool):
-        self.limit_s, self.shows_all, self.started = limit_s, shows_all, time.monotonic()
-        self.is_diagnosing = False
-
-    def __call__(self, fn, *args, n_ranks: int = 4, backend: str = "gloo", time_limit_s: float | None = None):
-        from lib.ranks import RankFailure, pool
-
-        env = {resolve.VARIABLE: os.environ[resolve.VARIABLE], grading.MISTAKE: os.environ.get(grading.MISTAKE, "")}
-        if self.is_diagnosing:
-            seconds = min(time_limit_s or DIAGNOSED_RUN_S, DIAGNOSED_RUN_S)
-            return pool(backend).run(fn, *args, n_ranks=n_ranks, time_limit_s=seconds, env=env, show_output=False)
-        with paused():  # that processes start is no time of the answer's
-            began = time.monotonic()
-            pool(backend).ready()
-            self.started += time.monotonic() - began
-        left = max(1.0, self.limit_s - (time.monotonic() - self.started))
-        outputs: list[str] = []
-        try:
-            result = pool(backend).run(
-                fn, *args, n_ranks=n_ranks, time_limit_s=time_limit_s or left, env=env, show_output=self.shows_all
-            )
-            outputs = result.outputs
-        except RankFailure as error:
-            outputs = error.outputs
-            raise
-        finally:
-            if not self.shows_all:
-                _print_some(outputs)
-        return result
-
-    @contextlib.contextmanager
-    def diagnosing(self):
-        """Runs in this block are short and say nothing."""
-        self.is_diagnosing = True
-        try:
-            yield
-        finally:
-            self.is_diagnosing = False
-
-
-def _print_some(outputs: list[str]) -> None:
-    from lib.ranks.noise import shown_lines
-
-    for rank, text in enumerate(outputs):
-        for line in shown_lines(text, SHOWN_LINES):
-            print(f"[rank {rank}] {line}")
-
-
-@pytest.fixture
-def ranks(request):
-    """Run a module-level function on 1 to 4 warm processes: ``ranks(fn, *args, n_ranks=4, backend="gloo")``."""
-    shows_all = request.config.option.capture == "no"
-    return Ranks(_limit(request.node, "time_limit", TIME_LIMIT_S), shows_all)

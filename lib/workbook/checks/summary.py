@@ -1,58 +1,71 @@
 """The marks of a run: one row an exercise, with its state, its first failing case and the next step."""
 
+from collections import Counter
+import tempfile
+from pathlib import Path
+
 from lib.workbook.book.catalog import chapters
+from lib.workbook.checks.report import Told
+
+
+NUMBER_OF = {
+    "passed": "passed",
+    "wrong": "failed",
+    "not checked": "unchecked",
+    "not run": "not_run",
+    "skipped": "skipped",
+}
 
 
 class Marks:
     """Collects the reports of a run, also those that other processes send."""
 
     def __init__(self):
-        self.rows: dict[tuple[int, str], dict] = {}
+        self.rows: dict[tuple[str, str], dict] = {}
+        self.failures: Counter[tuple[str, str]] = Counter()
 
     def add(self, report) -> None:
-        facts = getattr(report, "workbook", None)
-        if facts is None or (report.when != "call" and report.passed):
+        told = Told.of(report)
+        if told is None or (report.when != "call" and report.passed):
             return
-        exercise = chapters()[facts["module"]].exercise(facts["name"])
-        key = (exercise.chapter, exercise.name)
-        row = self.rows.setdefault(
-            key,
-            {k: facts[k] for k in ("chapter", "module", "number", "name", "graded")}
-            | {
-                "passed": 0,
-                "failed": 0,
-                "skipped": 0,
-                "not_started": 0,
-                "problem": "",
-                "case": "",
-                "next": "",
-                "report": "",
-            },
-        )
-        if report.skipped:
+        key = (told.module, told.name)
+        row = self.rows.setdefault(key, _empty_row(told))
+        if report.skipped and told.state != "not run":
             row["skipped"] += 1
-        elif report.passed:
-            row["passed"] += 1
-        elif facts["state"] == "not started":
+        elif told.state == "not started":
             row["not_started"] += 1
-            row["next"] = row["next"] or facts.get("next", "")
+            row["next"] = row["next"] or told.next
         else:
-            row["failed"] += 1
-            if row["failed"] == 1:
-                row.update(problem=facts.get("problem", ""), case=facts.get("case", ""), report=str(report.longrepr))
+            row[NUMBER_OF[told.state]] += 1
+            if told.state in ("wrong", "not checked"):
+                self.failures[key] += 1
+                if self.failures[key] == 1:
+                    printed = "\n".join(text.rstrip() for name, text in report.sections if name.startswith("Captured"))
+                    row.update(problem=told.problem, case=told.case, report=told.text(), printed=printed)
+            elif told.state == "not run":
+                row["problem"] = row["problem"] or told.problem
 
-    def failed_before(self, exercise) -> int:
+    def failed_before(self, module: str, name: str) -> int:
         """How many checks of this exercise have failed already; the first had the whole report."""
-        return self.rows.get((exercise.chapter, exercise.name), {}).get("failed", 0)
+        return self.failures[module, name]
+
+    def note_failure(self, module: str, name: str) -> None:
+        """Count a failure whose report this process does not get to see."""
+        self.failures[module, name] += 1
 
     @staticmethod
     def state(row: dict) -> str:
-        """``wrong`` where a check failed, else ``not started`` while a stub is left, else ``passed``."""
-        if row["failed"]:
-            return "wrong"
-        if row["not_started"]:
-            return "not started"
-        return "passed" if row["passed"] else "skipped"
+        """``wrong`` where a check failed, else ``not checked`` or ``not run`` where one could not be made, and so on."""
+        for number, state in (
+            ("failed", "wrong"),
+            ("unchecked", "not checked"),
+            ("not_run", "not run"),
+            ("not_started", "not started"),
+            ("passed", "passed"),
+        ):
+            if row[number]:
+                return state
+        return "skipped"
 
     def sorted_rows(self) -> list[dict]:
         def order(row):
@@ -86,11 +99,38 @@ class Marks:
 
 def describe(row: dict) -> str:
     """What the table says after the state."""
+    if row["state"] in ("not run", "not checked"):
+        return row["problem"] + (f" ({row['case']})" if row["case"] else "")
     if row["state"] == "wrong":
-        of = row["failed"] + row["passed"] + row["not_started"]
+        of = row["failed"] + row["passed"] + row["not_started"] + row["not_run"]
         problem = row["problem"] if len(row["problem"]) <= 100 else row["problem"][:97] + "…"
-        return f"{row['failed']} of {of} checks fail: {problem}" + (f" ({row['case']})" if row["case"] else "")
+        left = f", {row['not_run']} not run" if row["not_run"] else ""
+        return f"{row['failed']} of {of} checks fail{left}: {problem}" + (f" ({row['case']})" if row["case"] else "")
     if row["state"] == "not started":
         done = f"{row['passed']} checks pass already; " if row["passed"] else ""
         return done + row["next"]
     return f"{row['passed']} checks, {row['graded']}" + (f", {row['skipped']} skipped" if row["skipped"] else "")
+
+
+def _empty_row(told: Told) -> dict:
+    numbers = dict.fromkeys(("passed", "failed", "unchecked", "not_run", "skipped", "not_started"), 0)
+    facts = {"chapter": told.chapter, "module": told.module, "number": told.number, "name": told.name}
+    texts = dict.fromkeys(("problem", "case", "next", "report", "printed"), "")
+    return {**facts, "graded": told.graded, **numbers, **texts}
+
+
+def refusal(file: str | None) -> str:
+    """Why no marks can be written to a file; nothing where they can. Asked before the first check, not after the last."""
+    if file is None:
+        return ""
+    path = Path(file)
+    if path.is_dir():
+        return f"{file} is a folder: expected a file, such as {path / 'marks.json'}"
+    if path.exists() and not path.is_file():
+        return f"{file} is not a file"
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return f"{file}: cannot write into {folder} ({error.strerror})"

@@ -1,6 +1,8 @@
-"""The ``workbook`` command: lab, check, progress, solution, reset, stubs, site, test."""
+"""The ``workbook`` command: lab, check, progress, solution, reset, update, stubs, site, test."""
 
+import codecs
 import difflib
+import io
 import os
 import subprocess
 import sys
@@ -78,16 +80,23 @@ def progress():
     from lib.workbook.tools import progress as progresses
 
     found, following = progresses.glance()
-    for chapter, rows in found:
-        line = Text(f"{chapter.number:>3}  {chapter.title:<30} ")
-        for exercise in chapter.exercises:
-            sign, colour = checks.SIGNS[rows.get(exercise.name, {"state": "not started"})["state"]]
+    for row in found:
+        line = Text(f"{row.chapter.number:>3}  {row.chapter.title:<30} ")
+        if row.problem:
+            line.append(row.problem, "red")
+            console.print(line, soft_wrap=True)
+            continue
+        for exercise in row.chapter.exercises:
+            sign, colour = checks.SIGNS[row.rows.get(exercise.name, {"state": "not started"})["state"]]
             line.append(sign + " ", colour)
-        passed = sum(row["state"] == "passed" for row in rows.values())
-        line.append(f" {passed} of {len(chapter.exercises)}")
-        console.print(line)
+        passed = sum(graded["state"] == "passed" for graded in row.rows.values())
+        line.append(f" {passed} of {len(row.chapter.exercises)}")
+        console.print(line, soft_wrap=True)
     if following is None:
         console.print("\nEverything passes. What is left is the part without exercises.")
+        return
+    if problem := next((row.problem for row in found if row.chapter.module == following.module), ""):
+        console.print(f"\nnext: mend chapter {following.chapter}: {problem}", markup=False, soft_wrap=True)
         return
     console.print(
         f"\nnext: [bold]{following.number} {following.name}[/bold]: {following.summary}\n"
@@ -101,39 +110,66 @@ def solution(
     diff: Annotated[bool, typer.Option("--diff", help="how it differs from yours")] = False,
 ):
     """Show the reference's answer, or how it differs from yours."""
-    from lib.workbook.book.stubs import BEGIN, END, source_of
+    from lib.workbook.book.sources import read_mine
+    from lib.workbook.book.stubs import BEGIN, END, source_of, where_it_breaks
 
     chapter, exercise = find(what)
-    whole = chapter.reference.read_text(encoding="utf-8")
+    whole = chapter.numbered()
     reference = whole if exercise is None else source_of(whole, exercise.name)
     text = "\n".join(line for line in (reference or "").splitlines() if line.strip() not in (BEGIN, END))
     if not diff:
-        console.print(Syntax(text, "python", background_color="default"))
+        _print_source(text, "python")
         return
-    own = chapter.mine.read_text(encoding="utf-8") if chapter.mine.exists() else ""
+    own = read_mine(chapter) if chapter.mine.exists() else ""
     try:
         yours = own if exercise is None else source_of(own, exercise.name) or ""
     except SyntaxError as error:
-        raise BookError(f"lib/{chapter.module}.py:{error.lineno}: {error.msg}; mend that line first") from error
+        raise BookError(f"{where_it_breaks(chapter, error)}; mend that line first") from error
     names = f"lib/{chapter.module}.py (yours)", f"solutions/{chapter.module}.py"
     lines = list(difflib.unified_diff(yours.splitlines(), text.splitlines(), *names, lineterm=""))
-    console.print(
-        Syntax("\n".join(lines), "diff", background_color="default")
-        if lines
-        else "yours is the reference's, to the letter"
-    )
+    if lines:
+        _print_source("\n".join(lines), "diff")
+    else:
+        console.print("yours is the reference's, to the letter")
+
+
+def _print_source(text: str, language: str) -> None:
+    """Print code in colours, every line whole: a narrow terminal breaks it, and a pipe gets it as it is."""
+    highlighted = Syntax("", language, background_color="default").highlight(text)
+    highlighted.rstrip()
+    console.print(highlighted, soft_wrap=True)
 
 
 @app.command()
-def reset(what: What):
+def reset(
+    what: What,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask before a whole chapter is started anew")] = False,
+):
     """Put the stub of an exercise, or of a whole chapter, back; what was there is kept in a dated copy."""
     from lib.workbook.book import stubs
 
     chapter, exercise = find(what)
+    mine = f"lib/{chapter.module}.py"
+    if exercise is None and not yes and stubs.is_begun(chapter):
+        if not sys.stdin.isatty():
+            raise BookError(f"this starts all of {mine} anew: if you mean it, add --yes (a dated copy is kept)")
+        typer.confirm(f"Start all of {mine} anew? A dated copy is kept.", abort=True)
     copy = stubs.reset(chapter, exercise.name if exercise else None)
-    console.print(f"lib/{chapter.module}.py: {exercise.name if exercise else 'all of it'} is a stub again")
+    typer.echo(f"{mine}: {exercise.name if exercise else 'all of it'} is a stub again")
     if copy is not None:
-        console.print(f"what was there is kept in {copy.relative_to(ROOT)}")
+        typer.echo(f"what was there is kept; to have it back: cp {copy.relative_to(ROOT)} {mine}")
+
+
+@app.command()
+def update(
+    source: Annotated[
+        str | None, typer.Option("--from", metavar="REMOTE/BRANCH", help="instead of what this branch follows")
+    ] = None,
+):
+    """Bring the book up to date; what you have begun stays as you wrote it."""
+    from lib.workbook.tools import update as updates
+
+    updates.update(source, typer.echo)
 
 
 @app.command()
@@ -170,8 +206,35 @@ def test():
     raise typer.Exit(subprocess.run(command, cwd=ROOT, env=environment).returncode)
 
 
+PLAIN = {
+    "✓": "+",
+    "✗": "x",
+    "·": ".",
+    "–": "-",
+    "—": "-",
+    "−": "-",
+    "…": "...",
+    "×": "x",
+    "→": "->",
+    "≤": "<=",
+    "≥": ">=",
+}
+"""What stands for a sign on a terminal that cannot show it; any other becomes a question mark."""
+
+
+def plainly(error: UnicodeError) -> tuple[str, int]:
+    """A handler of encoding errors: the nearest sign that the terminal has, instead of an exception."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(PLAIN.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
+
+
 def main() -> None:
     """The console script: an error of the user's is one line, without a traceback."""
+    codecs.register_error("plainly", plainly)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="plainly")
     try:
         app()
     except BookError as error:

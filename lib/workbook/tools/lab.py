@@ -12,6 +12,7 @@ import webbrowser
 from pathlib import Path
 
 from lib.workbook.book.catalog import CHAPTER_FILE, ROOT, BookError, find, pages
+from lib.workbook.book.sources import read_bytes
 
 CONFIG = ROOT / ".jupyter"
 WORKSPACE = "default"
@@ -104,7 +105,7 @@ def documents(chapter: str) -> list[str]:
     """A chapter's page, and the file that its learner writes, relative to the project.
 
     Raises:
-        BookError: there is no such chapter.
+        BookError: there is no such chapter, or its module is a folder or a pipe.
     """
     ungraded = [m for p in pages() if (m := CHAPTER_FILE.fullmatch(p["file"])) and int(m["number"]) == 0]
     for match in ungraded:
@@ -112,6 +113,8 @@ def documents(chapter: str) -> list[str]:
             return [match[0]]
     found, _ = find(chapter)
     both = found.path, found.mine
+    if found.mine.exists():
+        read_bytes(found.mine, found.module)
     return [path.relative_to(ROOT).as_posix() for path in both if path.exists()]
 
 

@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+from dataclasses import dataclass
 
 from lib.workbook.tools import check
 from lib.workbook.book.catalog import ROOT, Chapter, Exercise, chapters
-from lib.workbook.book.stubs import marker_lines, write_atomically
+from lib.workbook.book.sources import SourceError, read_mine
+from lib.workbook.book.stubs import marker_lines, where_it_breaks, write_atomically
 
 CACHE = ROOT / ".workbook" / "progress.json"
 
@@ -19,16 +21,19 @@ def _key(chapter: Chapter) -> str:
 
 
 def states(chapter: Chapter) -> dict[str, dict]:
-    """The row of each exercise of a chapter; graded anew only where a file changed since the last time."""
+    """The row of each exercise of a chapter; graded anew only where a file changed since the last time.
+
+    Raises:
+        SourceError: the learner's file cannot be read or is no Python; the message names the line.
+    """
     try:
-        unwritten = marker_lines(chapter.mine.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError):
-        unwritten = {}
+        unwritten = marker_lines(read_mine(chapter))
+    except SyntaxError as error:
+        raise SourceError(where_it_breaks(chapter, error)) from None
     names = [e.name for e in chapter.exercises]
     if all(name in unwritten for name in names):
         return {name: {"state": "not started"} for name in names}
-    cached = json.loads(CACHE.read_text()) if CACHE.exists() else {}
-    key = _key(chapter)
+    cached, key = _cached(), _key(chapter)
     if cached.get(chapter.module, {}).get("key") != key:
         rows = {row["name"]: row for row in check.run(chapter.module).rows}
         cached[chapter.module] = {"key": key, "rows": rows}
@@ -36,11 +41,33 @@ def states(chapter: Chapter) -> dict[str, dict]:
     return cached[chapter.module]["rows"]
 
 
-def glance() -> tuple[list[tuple[Chapter, dict[str, dict]]], Exercise | None]:
-    """Every chapter with its rows, and the first exercise (stretches apart) that has not passed."""
-    found = [(chapter, states(chapter)) for chapter in chapters().values()]
-    for chapter, rows in found:
-        for exercise in chapter.exercises:
-            if not exercise.stretch and rows.get(exercise.name, {}).get("state") != "passed":
+def _cached() -> dict:
+    """What was found before; nothing, where the file is damaged."""
+    try:
+        return dict(json.loads(CACHE.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One chapter of the overview."""
+
+    chapter: Chapter
+    rows: dict[str, dict]
+    problem: str = ""
+
+
+def glance() -> tuple[list[Line], Exercise | None]:
+    """Every chapter, and the first exercise (stretches apart) that has not passed."""
+    found = []
+    for chapter in chapters().values():
+        try:
+            found.append(Line(chapter, states(chapter)))
+        except SourceError as error:
+            found.append(Line(chapter, {}, str(error)))
+    for line in found:
+        for exercise in line.chapter.exercises:
+            if not exercise.stretch and line.rows.get(exercise.name, {}).get("state") != "passed":
                 return found, exercise
     return found, None

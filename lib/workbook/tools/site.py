@@ -144,7 +144,7 @@ def write_solution_pages() -> None:
 
 
 def _solutions(chapter: Chapter) -> str:
-    source = chapter.reference.read_text(encoding="utf-8")
+    source = chapter.numbered()
     targets = re.findall(r"^\(([\w-]+)\)=$", chapter.path.read_text(encoding="utf-8"), re.MULTILINE)
     page = f"../{chapter.path.relative_to(ROOT).as_posix()}"
     lines = [

@@ -4,7 +4,7 @@ from solutions.toy import double
 
 
 def quadruple(x: int) -> int:
-    """Four times a number. (Exercise 2.1)"""
+    """Four times a number. (Exercise)"""
     ### BEGIN SOLUTION
     return double(double(x))
     ### END SOLUTION

@@ -14,7 +14,7 @@ def _times(x, n):
 
 
 def double(x: int) -> int:
-    """Twice a number. (Exercise 1.1)
+    """Twice a number. (Exercise)
 
     Args:
         x: Any number.
@@ -33,7 +33,7 @@ def double(x: int) -> int:
 
 
 class Tally:
-    """Counts what it is given. (Exercise 1.2)"""
+    """Counts what it is given. (Exercise)"""
 
     def __init__(self, start: int = 0):
         self.n = start
@@ -52,7 +52,7 @@ class Tally:
 
 
 def halves(x: int) -> list[float]:
-    """Both halves of a number. (Exercise 1.3, stretch)"""
+    """Both halves of a number. (Exercise, stretch)"""
     half = x / 2
     ### BEGIN SOLUTION
     return [half, half]

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 
 def total(value: float) -> float:
-    """The sum of every rank's value, on every rank. (Exercise 3.1)"""
+    """The sum of every rank's value, on every rank. (Exercise)"""
     ### BEGIN SOLUTION
     buffer = torch.tensor(value)
     dist.all_reduce(buffer)

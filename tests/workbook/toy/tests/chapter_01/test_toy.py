@@ -7,7 +7,7 @@ toy = graded("toy")
 
 def test_double_by_hand():
     case("x=3")
-    expect_equal(toy.double(3), 6, read="equation (1.1)")
+    expect_equal(toy.double(3), 6, read="eq-toy-1")
 
 
 @pytest.mark.parametrize("x", [0, 5, 50])

@@ -1,26 +1,14 @@
-"""What a test is written with: the graded names, cases, expectations, mistakes and recorded oracles."""
+"""Expectations: what a test says of an answer, and what a report needs to say how the answer is wrong."""
 
-import importlib
 import math
-import mmap
-import os
-import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from lib.workbook.book import resolve
-from lib.workbook.book.catalog import BookError, chapters
-
-MISTAKE = "WORKBOOK_MISTAKE"
-_case = ""
-RECORDING: dict[str, bool] = {"live": False, "write": False}
-BOARD: mmap.mmap | None = (
-    None  # memory shared with the process that may have to end a check, which reads the case there
-)
+from lib.workbook.book.resolve import AnswerError
+from lib.workbook.grading.answers import is_array
+from lib.workbook.grading.cases import current_case
+from lib.workbook.grading.graded import is_stub_error
 
 
 class Wrong(AssertionError):
@@ -36,45 +24,8 @@ class Wrong(AssertionError):
 
     def __init__(self, problem: str, rows: Sequence[tuple[str, str]] = (), answer: Any = None, read: str | None = None):
         super().__init__(problem)
-        self.problem, self.rows, self.answer, self.read, self.case = problem, list(rows), answer, read, _case
+        self.problem, self.rows, self.answer, self.read, self.case = problem, list(rows), answer, read, current_case()
         self.gap: float | None = None
-
-
-class Graded:
-    """The graded names of one chapter, looked up when they are used."""
-
-    def __init__(self, module: str):
-        if module not in chapters():
-            raise BookError(f"no chapter grades {module!r}; chapters are {', '.join(chapters())}")
-        self._module = module
-
-    def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        wrong = active_mistake()
-        if wrong is not None and (wrong.module, wrong.name) == (self._module, name):
-            return wrong.implementation
-        return resolve.answer(self._module, name)
-
-    def __reduce__(self):
-        return graded, (self._module,)
-
-
-def graded(module: str) -> Any:
-    """The graded names of ``lib.<module>``, as attributes: the learner's, the reference's or a mistake's."""
-    return Graded(module)
-
-
-def case(description: str) -> None:
-    """Name the case that the following lines of a test are about; a failure shows it."""
-    global _case
-    _case = description
-    if BOARD is not None:
-        BOARD[:] = description.encode()[: len(BOARD)].ljust(len(BOARD), b"\0")
-
-
-def current_case() -> str:
-    return _case
 
 
 # ---- expectations ----------------------------------------------------------------------------------------------------
@@ -86,10 +37,6 @@ def _tolerances(dtype, atol, rtol) -> tuple[float, float]:
     defaults |= {"complex64": (1.3e-6, 1e-5), "complex128": (1e-7, 1e-7)}
     default_rtol, default_atol = defaults.get(str(dtype).removeprefix("torch."), (0.0, 0.0))
     return default_atol if atol is None else atol, default_rtol if rtol is None else rtol
-
-
-def _is_array(value) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
 def _show(value) -> str:
@@ -109,7 +56,7 @@ def expect_close(actual, expected, *, atol=None, rtol=None, name="out", answer=N
         rtol: Relative tolerance; by default the dtype's.
         name: What the report calls the value.
         answer: The learner's own output, where ``actual`` is only a property of it.
-        read: Where the chapter explains it, as "equation (2.4)".
+        read: Where the chapter explains it, by label, as "eq-rope-4"; or "the contract, under Raises".
 
     Raises:
         Wrong: the type, then the shape, the dtype or a value differs.
@@ -133,7 +80,7 @@ def expect_close(actual, expected, *, atol=None, rtol=None, name="out", answer=N
             )
         for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
             expect_close(a, e, atol=atol, rtol=rtol, name=f"{name}[{i}]", answer=answer, read=read)
-    elif _is_array(expected):
+    elif is_array(expected):
         _close_arrays(actual, expected, atol, rtol, name, answer, read)
     else:
         _close_numbers(actual, expected, atol, rtol, name, answer, read)
@@ -146,7 +93,7 @@ def _same_type(actual, wanted, described, name, answer, read) -> None:
 
 
 def _close_numbers(actual, expected, atol, rtol, name, answer, read) -> None:
-    if _is_array(actual) and getattr(actual, "ndim", 1) == 0:
+    if is_array(actual) and getattr(actual, "ndim", 1) == 0:
         actual = actual.item()
     _same_type(actual, int | float | complex, "a number", name, answer, read)
     atol, rtol = _tolerances("float64", atol, rtol)
@@ -193,16 +140,6 @@ def _apart(a, b) -> tuple[str, str]:
     """Two numbers with as many digits as it takes to see that they differ."""
     short = _show(a), _show(b)
     return short if short[0] != short[1] else (repr(a), repr(b))
-
-
-def further_apart(a, b, gap: float | None) -> bool:
-    """Whether two arrays differ by more than a fifth of ``gap``, so that they are not the same mistake."""
-    if gap is None or not (_is_array(a) and _is_array(b)) or not math.isfinite(gap):
-        return False
-    import torch
-
-    a, b = (torch.as_tensor(value).detach().cpu().double() for value in (a, b))
-    return not float((a - b).abs().max()) <= gap / 5
 
 
 def expect_equal(actual, expected, *, name="out", answer=None, read=None) -> None:
@@ -275,7 +212,7 @@ def expect_raises(error: type[BaseException], *mentions: str, read: str | None =
         if is_stub_error(caught) or not issubclass(error, NotImplementedError):
             raise
         _check_message(caught, mentions, wanted, read)
-    except resolve.AnswerError:
+    except AnswerError:
         raise
     except error as caught:
         _check_message(caught, mentions, wanted, read)
@@ -293,158 +230,3 @@ def _check_message(caught, mentions, wanted, read) -> None:
         raise Wrong(
             "the error does not say enough", [("raised", got), ("expected", f"a {wanted}")], got, read
         ) from caught
-
-
-def is_stub_error(error: BaseException | None) -> str | None:
-    """The text of a stub's NotImplementedError, wherever in a chain of causes it stands."""
-    seen = 0
-    while error is not None and seen < 10:
-        text = str(error.args[0]) if isinstance(error, NotImplementedError) and error.args else ""
-        if re.match(r"Exercise \d+\.\d+", text):
-            return text
-        error, seen = error.__cause__ or getattr(error, "error", None) or error.__context__, seen + 1
-    return None
-
-
-# ---- mistakes --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """A plausible wrong answer, with the sentence that names the misconception."""
-
-    module: str
-    name: str
-    sentence: str
-    implementation: Any
-    key: str
-
-
-def mistake(name: str, sentence: str) -> Callable:
-    """Mark a function or class of ``tests/chapter_NN/mistakes.py`` as a wrong answer to exercise ``name``.
-
-    Args:
-        name: The graded name.
-        sentence: The misconception; it completes "looks like …".
-    """
-
-    def register(implementation):
-        home = sys.modules[implementation.__module__]
-        module = next(c.module for c in chapters().values() if c.tests.name == home.__name__.split(".")[-2])
-        chapters()[module].exercise(name)
-        found = home.__dict__.setdefault("MISTAKES", [])
-        found.append(Mistake(module, name, sentence, implementation, f"{home.__name__}:{len(found)}"))
-        return implementation
-
-    return register
-
-
-def mistakes_of(module: str, name: str | None = None) -> list[Mistake]:
-    """The mistakes of a chapter, or of one exercise of it."""
-    home = f"tests.{chapters()[module].tests.name}.mistakes"
-    if not (chapters()[module].tests / "mistakes.py").exists():
-        return []
-    found = getattr(importlib.import_module(home), "MISTAKES", [])
-    return [m for m in found if name in (None, m.name)]
-
-
-def active_mistake() -> Mistake | None:
-    """The mistake that stands in for an answer at this moment, named by the environment so that ranks see it too."""
-    key = os.environ.get(MISTAKE)
-    if not key:
-        return None
-    home, _, index = key.rpartition(":")
-    return importlib.import_module(home).MISTAKES[int(index)]
-
-
-@contextmanager
-def standing_in(wrong: Mistake):
-    """Let a mistake stand in for the graded name it belongs to."""
-    os.environ[MISTAKE] = wrong.key
-    try:
-        yield
-    finally:
-        os.environ.pop(MISTAKE, None)
-
-
-def same_answer(a, b) -> bool:
-    """Whether two wrong answers are the same numbers."""
-    if a is None or b is None:
-        return False
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return set(a) == set(b) and all(same_answer(a[k], b[k]) for k in a)
-    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-        return len(a) == len(b) and all(same_answer(x, y) or x is y is None for x, y in zip(a, b, strict=True))
-    if _is_array(a) and _is_array(b):
-        import torch
-
-        a, b = torch.as_tensor(a).detach().cpu(), torch.as_tensor(b).detach().cpu()
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        wide = torch.complex128 if a.is_complex() else torch.float64
-        return torch.allclose(a.to(wide), b.to(wide), rtol=1e-4, atol=1e-6, equal_nan=True)
-    if isinstance(a, float) and isinstance(b, float):
-        return math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9) or (a != a and b != b)
-    try:
-        return type(a) is type(b) and bool(a == b)
-    except Exception:
-        return False
-
-
-# ---- oracles ---------------------------------------------------------------------------------------------------------
-
-
-def oracle(test: Callable) -> Callable:
-    """A test that needs maintainers' packages: collected with ``--reference`` only."""
-    test.workbook_oracle = True  # type: ignore[attr-defined]
-    return test
-
-
-def recorded(name: str, compute: Callable):
-    """A value of an oracle: computed live under ``--reference``, read from the chapter's record in a learner's run.
-
-    Args:
-        name: The record's key; unique in the chapter.
-        compute: Runs the oracle and returns a tensor; imports what it needs inside.
-
-    Raises:
-        BookError: the record lacks the value, or no longer agrees with the oracle.
-    """
-    import torch
-    from safetensors.torch import load_file
-
-    path = _record_path(Path(sys._getframe(1).f_code.co_filename))
-    stored = load_file(path) if path.exists() else {}
-    if not RECORDING["live"]:
-        if name not in stored:
-            raise BookError(
-                f"{path} has no value {name!r}; a maintainer writes it with: pytest --reference --record {path.parent}"
-            )
-        return stored[name]
-    value = compute().detach().contiguous()
-    if RECORDING["write"]:
-        _write_record(path, {**stored, name: value})
-    elif name not in stored or not torch.allclose(stored[name].double(), value.double(), rtol=1e-4, atol=1e-5):
-        why = "no longer agrees with the oracle" if name in stored else "is not recorded"
-        raise BookError(f"{path}: {name!r} {why}; write it with: pytest --reference --record {path.parent}")
-    return value
-
-
-def _record_path(test_file: Path) -> Path:
-    return test_file.with_name("oracle.safetensors")
-
-
-def _write_record(path: Path, values: dict) -> None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    from safetensors.torch import save_file
-
-    versions = {}
-    for package in ("torch", "transformers", "tokenizers", "tiktoken"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    save_file(dict(sorted(values.items())), temporary, metadata=versions)
-    os.replace(temporary, path)

@@ -1,0 +1,120 @@
+"""The boundary: where the learner's code may run, and what it may not reach. This module alone owns the rule.
+
+A process has one of three roles. A ``free`` one (a notebook, a script, a training run) runs whatever its world says. A
+``judge`` is pytest's own process: the learner's code never runs in it, not even by an import, so nothing that the learner
+writes can hang it, end it or change it. A ``child`` runs the checks of one exercise, and so may run the learner's code; so are
+the ranks of a distributed exercise.
+
+In a child the world is pinned: no change of an environment variable reaches it any more. The reference of
+the chapter that is graded is out of reach: an audit hook refuses to open it while the learner's file is on the stack. That
+holds against ``import``, ``exec(open(...))``, names put together from strings and symbolic links. It guards against an
+accident and against temptation, not against malice: strangers' files are graded in a container (see "For teachers").
+"""
+
+import os
+import sys
+from pathlib import Path
+
+CHILD = "WORKBOOK_CHILD"  # in the environment of a check's ranks: the world that they are pinned to
+_world: str | None = os.environ.pop(CHILD, None)
+_role = "free" if _world is None else "child"
+_refused: dict[str, tuple[str, str]] = {}  # module: the learner's file, the stem of what must stay closed
+_hooked = False
+
+
+class AnswerError(Exception):
+    """A learner's answer that cannot be graded; the message says why and where."""
+
+
+def role() -> str:
+    """What this process is: ``free``, ``judge`` or ``child``."""
+    return _role
+
+
+def become_judge() -> None:
+    """From now on this process grades, and so runs no answer."""
+    global _role
+    _role = "judge"
+
+
+def become_child(world: str) -> None:
+    """From now on this process runs answers, in ``world`` for good; a fork of a judge may so by this call and by nothing else."""
+    global _role, _world
+    _role, _world = "child", world
+
+
+def pinned() -> str | None:
+    """The world that this process can no longer leave; None as long as it can."""
+    return _world
+
+
+def check_may_run(mine: Path) -> None:
+    """Raises RuntimeError in pytest's own process, where the learner's code must not run."""
+    if _role == "judge":
+        raise RuntimeError(f"{mine.name} was about to run in pytest's own process: only a child may run an answer")
+
+
+def refuse_reference(module: str, mine: Path, reference: Path) -> None:
+    """In a child, code of ``mine`` cannot open ``reference`` from now on, nor find it already imported."""
+    global _hooked
+    if _role != "child":
+        return
+    _refused[module] = (str(mine), os.path.join(os.path.realpath(reference.parent), module))
+    forget_reference(module)
+    if not _hooked:
+        _hooked = True
+        sys.addaudithook(_watch)
+
+
+def forget_reference(module: str) -> None:
+    """Take the reference out of ``sys.modules``, whoever put it there: an import of it must open its file, and is seen."""
+    if module in _refused and sys.modules.pop(f"solutions.{module}", None) is not None:
+        package = sys.modules.get("solutions")
+        if hasattr(package, module):
+            delattr(package, module)
+
+
+def _watch(event: str, args: tuple) -> None:
+    if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
+        paths = [args[0]]
+    elif event in ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec"):
+        paths = [word for word in _words(args) if "solutions" in word]
+    else:
+        return
+    for module, (mine, _) in _refused.items():
+        if paths and _on_the_stack(mine) and any(_is_reference(path, module) for path in paths):
+            raise AnswerError(
+                f"lib/{module}.py:{_on_the_stack(mine)}: reaches for solutions/{module}.py, the answer key of this chapter: "
+                f"a check grades only what you wrote (other chapters are at hand as lib.<module>)"
+            )
+
+
+def _is_reference(path, module: str) -> bool:
+    """Whether a path leads to the source or the compiled code of a module's reference, or a command names it."""
+    text, stem = os.fsdecode(path), _refused[module][1]
+    if os.path.basename(text).partition(".")[0] == module or os.path.islink(text):
+        real = os.path.realpath(text)
+        folder, name = os.path.split(real)
+        if os.path.basename(folder) == "__pycache__":
+            folder = os.path.dirname(folder)
+        return os.path.join(folder, name.partition(".")[0]) == stem
+    return f"solutions/{module}.py" in text or f"solutions.{module}" in text or f"solutions import {module}" in text
+
+
+def _words(args: tuple) -> list[str]:
+    found: list[str] = []
+    for part in args[:2]:
+        found += [
+            os.fsdecode(p) for p in (part if isinstance(part, list | tuple) else [part]) if isinstance(p, str | bytes)
+        ]
+    return found
+
+
+def _on_the_stack(mine: str) -> int:
+    """The innermost line of a file that is being executed in this thread; 0 if none is."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == mine:
+            return frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return 0

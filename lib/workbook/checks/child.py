@@ -1,0 +1,248 @@
+"""A check in a child process: what an answer does to its process, it does to nothing else.
+
+``pytest`` (a judge, see `lib.workbook.book.boundary`) forks a guard, and the guard forks the runner, in which the tests of one
+exercise run. The runner sends a report after each test. The guard does nothing but wait: when the runner ends, or when the
+judge does (by Ctrl-C, by a signal, by ``kill -9``: its end of a socket then closes), the guard kills the runner and all that
+the runner has started, and ends.
+"""
+
+import contextlib
+import faulthandler
+import os
+import re
+import select
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+
+import psutil
+
+from lib.ranks.processes import PATIENCE, adopt_orphans, cpu_seconds, end_descendants, end_with_parent
+from lib.workbook.book import boundary, resolve
+from lib.workbook.grading.cases import BOARD
+
+MEMORY_LIMIT_MB = 6144.0
+MACHINERY = "a fault of the machinery"  # what a stack begins with that is not the answer's
+DIAGNOSIS_S = 30.0  # to look for the mistake behind a failure; after that the report goes out without
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A runner that had to be ended, or ended by itself, before it could report.
+
+    ``stack`` is what `faulthandler` wrote; ``is_time`` and ``in_import`` say that nothing more of the exercise, and of its
+    whole chapter, is worth a try.
+    """
+
+    why: str
+    stack: str
+    case: str
+    is_time: bool = False
+    in_import: bool = False
+
+
+class Child:
+    """The guard and the runner of one exercise, as the judge knows them."""
+
+    def __init__(self, world: str, work):
+        """Fork both. ``work(index)`` runs in the runner, once for each ``run``, and yields what is sent back, piece by piece."""
+        self.world = world
+        self.stacks = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the child)
+        BOARD.at_a_prompt(False)
+        BOARD.importing(False)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pipe, theirs = Pipe()
+        self.line, line_end = socket.socketpair()
+        self.guard = os.fork()
+        if self.guard == 0:
+            self._leave_after(_guard, self, theirs, line_end, work)
+        theirs.close()
+        line_end.close()
+        self.runner = int(self.line.recv(16) or 0)
+
+    def _leave_after(self, function, *arguments) -> None:
+        """Call a function in a forked process, and never return from there; its faults are the machinery's own."""
+        try:
+            function(*arguments)
+        except BaseException:
+            os.write(self.stacks.fileno(), f"{MACHINERY}\n{traceback.format_exc()}".encode())
+        finally:
+            os._exit(1)
+
+    def run(self, index: int, time_limit_s: float, memory_limit_mb: float | None):
+        """What the runner sends for one test, and an `Ended` last if it came to its end over it."""
+        self.pipe.send(index)
+        clock, told_anything = _Clock(self.runner, time_limit_s, memory_limit_mb or MEMORY_LIMIT_MB), False
+        while True:
+            why = self._wait(clock)
+            try:
+                said = None if why else self.pipe.recv()
+            except (EOFError, ConnectionError):
+                said = None
+            if said is None:
+                ended = self.end(why, is_time=clock.is_over)
+                if not told_anything:  # else all that is lost is a diagnosis
+                    yield ended
+                return
+            what, data = said
+            if what == "done":
+                return
+            told_anything = True
+            clock.diagnosing()
+            yield data
+
+    def _wait(self, clock: "_Clock") -> str:
+        """Why the runner has to be ended; empty once it says something."""
+        while not self.pipe.poll(0.02 if clock.is_fresh else 0.1):
+            if why := clock.verdict():
+                return why
+        return ""
+
+    def end(self, why: str = "", is_time: bool = False) -> Ended:
+        """Have the guard end everything; say how the runner came to its end."""
+        if why:
+            _write_stack(self.runner)
+        self.pipe.close()
+        self.line.settimeout(10)
+        with contextlib.suppress(OSError):
+            if why or not select.select([self.line], [], [], 2.0)[0]:
+                self.line.shutdown(socket.SHUT_WR)
+        status = b""
+        with contextlib.suppress(OSError):
+            status = self.line.recv(16)
+        self.line.close()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.guard, 0)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.guard, signal.SIGKILL)  # where the guard itself was killed
+        self.stacks.seek(0)
+        stack = self.stacks.read().decode(errors="replace")
+        return Ended(why or _death(status), stack, BOARD.case, is_time, BOARD.importing())
+
+    def close(self) -> None:
+        """End a runner that has nothing left to do."""
+        self.end("its work is done")
+
+
+class _Clock:
+    """How long a runner may still take: in seconds of computing, with patience for one that waits."""
+
+    def __init__(self, pid: int, limit_s: float, memory_limit_mb: float):
+        self.pid, self.limit_s, self.memory_limit_mb = pid, limit_s, memory_limit_mb
+        self.started, self.cpu_before = time.monotonic(), cpu_seconds(pid)
+        self.base_mb, self.is_over, self.is_fresh = resident_mb(pid), False, True
+        self.deadline = self.started + PATIENCE * limit_s
+        self.seen = self.started
+
+    def diagnosing(self) -> None:
+        """From here on only the diagnosis is waited for."""
+        self.deadline, self.limit_s = time.monotonic() + DIAGNOSIS_S, float("inf")
+
+    def verdict(self) -> str:
+        """Why it must not go on; empty as long as it may."""
+        now = time.monotonic()
+        if BOARD.at_a_prompt():  # a person's time
+            self.deadline += now - self.seen
+        self.seen = now
+        self.is_fresh = now - self.started < 1.0
+        self.is_over = cpu_seconds(self.pid) - self.cpu_before > self.limit_s or now > self.deadline
+        if self.is_over:
+            return f"was not finished after {self.limit_s:g} s, the limit of this check"
+        if resident_mb(self.pid) - self.base_mb > self.memory_limit_mb:
+            return f"took more than {self.memory_limit_mb:g} MB of memory, under which it promises to stay"
+        return ""
+
+
+def resident_mb(pid: int) -> float:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).memory_info().rss / 2**20
+    return 0.0
+
+
+def peak_mb(start_anew: bool = False) -> float:
+    """The largest resident size of this process in MB since it was last started anew; 0 where Linux's /proc is missing."""
+    try:
+        if start_anew:
+            with open("/proc/self/clear_refs", "w") as file:
+                file.write("5")
+        with open("/proc/self/status") as file:
+            return int(re.search(r"VmHWM:\s+(\d+)", file.read())[1]) / 1024  # type: ignore[index]
+    except (OSError, TypeError):
+        return 0.0
+
+
+def _guard(child: Child, pipe: Connection, line: socket.socket, work) -> None:
+    """In the guard: wait until the runner or the judge has ended, then end all that is left."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTTOU):
+        signal.signal(number, signal.SIG_IGN)
+    os.setpgid(0, 0)
+    adopt_orphans()
+    child.line.close()
+    runner = os.fork()
+    if runner == 0:
+        line.close()
+        child._leave_after(_runner, child, pipe, work)
+    pipe.close()
+    child.pipe.close()
+    line.send(str(runner).encode())
+    ended, end = os.pipe()
+    os.set_blocking(end, False)
+    signal.set_wakeup_fd(end, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    status = b""
+    while not status:
+        ready = select.select([line, ended], [], [], 1.0)[0]
+        pid, code = os.waitpid(runner, os.WNOHANG)
+        if pid:
+            status = str(code).encode()
+        elif line in ready and not line.recv(1):
+            break
+        if ended in ready:
+            os.read(ended, 4096)
+    end_descendants()
+    with contextlib.suppress(OSError):
+        line.send(status or b"ended")
+    os._exit(0)
+
+
+def _runner(child: Child, pipe: Connection, work) -> None:
+    """In the runner: run what is asked for, send what comes of it, and leave without a trace."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    end_with_parent()
+    child.pipe.close()
+    boundary.become_child(child.world)
+    resolve.enter(child.world)
+    resolve.on_import = BOARD.importing
+    faulthandler.enable(child.stacks, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, child.stacks, all_threads=True)
+    try:
+        while True:
+            for data in work(pipe.recv()):
+                pipe.send(("told", data))
+            pipe.send(("done", None))
+    except (EOFError, ConnectionError):
+        os._exit(0)
+
+
+def _write_stack(pid: int) -> None:
+    """Have the runner write down where it is; faulthandler does so also while a C call does not return."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.3)
+
+
+def _death(told: bytes) -> str:
+    if not told.isdigit():
+        return "ended Python itself, and all that ran beside it"
+    status = int(told)
+    if os.WIFSIGNALED(status):
+        return f"ended Python itself ({signal.Signals(os.WTERMSIG(status)).name})"
+    return f"ended Python itself (exit status {os.WEXITSTATUS(status)})"

@@ -1,0 +1,160 @@
+"""Which known mistake an answer is: the one that fails as the answer does, wherever the two can be compared.
+
+A mistake is a candidate if it fails the failing check in the same way: on the same case, with the same problem and the same
+numbers. It is dropped if it fails another check that the answer passes. If candidates with different sentences are left, those
+stay that are like the answer on every check that was tried; if that does not decide, nothing is said: no sentence is better than
+a wrong one.
+"""
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from lib.workbook.checks.alarm import TimeLimit, alarm
+from lib.workbook.grading.answers import further_apart, same_answer
+from lib.workbook.grading.cases import BOARD
+from lib.workbook.grading.expect import Wrong
+from lib.workbook.grading.mistakes import Mistake, standing_in
+
+DIAGNOSIS_S, RANKS_DIAGNOSIS_S = 4.0, 20.0  # for all known mistakes together
+RUN_S = 90.0  # for one run of one check, whatever it is
+CONFIRMED_BY = 12  # so many other checks are enough
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a check ended: ``error`` is None if it passed; ``case`` is the one that it was at."""
+
+    error: BaseException | None
+    case: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.error is None
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether it shows the answer's own numbers, which hardly agree by chance."""
+        return isinstance(self.error, Wrong) and self.error.answer is not None
+
+    def is_like(self, other: "Outcome") -> bool:
+        """Whether two answers failed in the same way, or both passed."""
+        a, b = self.error, other.error
+        if a is None or b is None:
+            return a is b
+        if isinstance(a, Wrong) and isinstance(b, Wrong):
+            if (a.case, a.problem) != (b.case, b.problem):
+                return False
+            if a.answer is None and b.answer is None:
+                return a.rows == b.rows
+            return same_answer(a.answer, b.answer) and not further_apart(a.answer, b.answer, b.gap)
+        if isinstance(a, Wrong) or isinstance(b, Wrong) or self.case != other.case:
+            return False
+        if hasattr(a, "per_rank") or hasattr(b, "per_rank"):
+            kinds = getattr(a, "kind", None), getattr(b, "kind", "")
+            return kinds == ("deadlock", "deadlock") and _without_places(a) == _without_places(b)
+        return type(a) is type(b) and _head(a) == _head(b)
+
+
+def of_one_rank(error: BaseException) -> BaseException:
+    """What a rank raised, where that is why its run of ranks failed; else the error itself."""
+    inner = getattr(error, "error", None)
+    return inner if hasattr(error, "per_rank") and isinstance(inner, Exception) else error
+
+
+def _head(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:200]
+
+
+def _without_places(error: BaseException) -> str:
+    """The first line of a deadlock's report, without lines of code and without seconds."""
+    return re.sub(r" \([^()]*:\d+\)|, since \d+ s| \(the limit is [^)]*\)", "", str(error).partition("\n")[0])
+
+
+def looks_like(
+    failing,
+    first: Outcome,
+    others: list,
+    mistakes: list[Mistake],
+    try_answer: Callable[[object], Outcome],
+    try_mistake: Callable[[Mistake, object], Outcome],
+) -> str:
+    """The sentence of the mistake that the answer makes; empty if none is sure.
+
+    Args:
+        failing: The check that the answer failed first.
+        first: How.
+        others: Further checks of the exercise, on which candidates are told apart.
+        mistakes: The known mistakes of the exercise.
+        try_answer: Runs a check on the answer.
+        try_mistake: Runs a check on a mistake.
+    """
+    candidates = [m for m in mistakes if try_mistake(m, failing).is_like(first)]
+    unlike: set[str] = set()
+    for check in others[:CONFIRMED_BY] if candidates else []:
+        answer = try_answer(check)
+        outcomes = {m.key: try_mistake(m, check) for m in candidates}
+        candidates = [m for m in candidates if outcomes[m.key].passed or not answer.passed]
+        unlike |= {m.key for m in candidates if not outcomes[m.key].is_like(answer)}
+        if not candidates:
+            return ""
+    if len({m.sentence for m in candidates}) > 1 or not first.is_telling:
+        candidates = [m for m in candidates if m.key not in unlike]
+    sentences = {m.sentence for m in candidates}
+    return sentences.pop() if len(sentences) == 1 else ""
+
+
+class Trials:
+    """Runs checks again, in silence and within a time, on the answer or on a mistake; each pair once."""
+
+    def __init__(self, run: Callable[[object], Outcome], limit_s: float = float("inf")):
+        self.run, self.deadline = run, time.monotonic() + limit_s
+        self.seen: dict[tuple[str, str], Outcome] = {}
+
+    def of_answer(self, check) -> Outcome:
+        return self._once("", check)
+
+    def of_mistake(self, mistake: Mistake, check) -> Outcome:
+        with standing_in(mistake):
+            return self._once(mistake.key, check)
+
+    def know(self, check, outcome: Outcome, key: str = "") -> None:
+        """Note an outcome that is known already."""
+        self.seen[key, check.nodeid] = outcome
+
+    def _once(self, key: str, check) -> Outcome:
+        if (key, check.nodeid) not in self.seen:
+            left = self.deadline - time.monotonic()
+            if left <= 0:
+                raise TimeLimit("no time is left for a diagnosis")
+            with silence(), alarm(min(left, RUN_S)):
+                self.seen[key, check.nodeid] = self.run(check)
+        return self.seen[key, check.nodeid]
+
+
+def is_diagnosable(outcome: Outcome) -> bool:
+    """Whether a failure is one that a mistake can be compared with."""
+    error = outcome.error
+    return error is not None and not isinstance(error, TimeLimit) and getattr(error, "kind", "deadlock") != "missing"
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Nothing that is printed in this block, by Python or by C, reaches the terminal; the case that is named stays."""
+    case = BOARD.case
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        kept = []
+        for number in (1, 2):
+            with contextlib.suppress(OSError):
+                kept.append((os.dup(number), number))
+                os.dup2(nowhere.fileno(), number)
+        try:
+            yield
+        finally:
+            BOARD.case = case
+            for old, number in kept:
+                os.dup2(old, number)
+                os.close(old)

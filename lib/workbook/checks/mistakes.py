@@ -1,0 +1,106 @@
+"""``pytest --mistakes``: each known mistake is put in place of the answer; a test must catch it, and its own sentence name it."""
+
+import pytest
+from _pytest.runner import CallInfo
+
+from lib.workbook.checks import diagnosis
+from lib.workbook.checks.diagnosis import Outcome
+from lib.workbook.grading.mistakes import Mistake, mistakes_of
+
+CACHE = "workbook/caught-by"  # in pytest's own cache: which test caught a mistake last, and is tried first
+
+
+class MistakeItem(pytest.Item):
+    """One wrong answer."""
+
+    def __init__(self, *, mistake: Mistake, tests: list, trials, **kwargs):
+        super().__init__(**kwargs)
+        self.mistake, self.tests, self.trials = mistake, tests, trials
+
+    def runtest(self):
+        for test in self.tests:
+            outcome = self.trials.of_mistake(self.mistake, test)
+            if isinstance(outcome.error, Unfit):
+                raise AssertionError(f"{test.name} did not grade the mistake: {outcome.error}")
+            if not outcome.passed:
+                self.add_report_section("call", "caught", f"{test.name}: {outcome.error!r}"[:2000])
+                self.user_properties.append((CACHE, test.name))
+                self._is_named(test, outcome)
+                return
+        raise AssertionError(f"no test catches the mistake of {self.mistake.name}: {self.mistake.sentence}")
+
+    def _is_named(self, test, outcome: Outcome) -> None:
+        """Raises AssertionError unless the diagnosis is the mistake's own sentence."""
+        if not diagnosis.is_diagnosable(outcome) or test.get_closest_marker("memory_limit"):
+            return
+        others = comparable(self.tests, test)
+        known = mistakes_of(self.mistake.module, self.mistake.name)
+        try_answer = lambda check: self.trials.of_mistake(self.mistake, check)  # noqa: E731
+        said = diagnosis.looks_like(test, outcome, others, known, try_answer, self.trials.of_mistake)
+        if said != self.mistake.sentence:
+            alike = [m.sentence for m in known if self.trials.of_mistake(m, test).is_like(outcome)]
+            raise AssertionError(
+                f"{test.name} catches the mistake, and the report does not name it.\n"
+                f"  sentence  {self.mistake.sentence}\n  said      {said or 'nothing'}\n"
+                f"  case      {outcome.case}\n  failure   {outcome.error!r}"[:1500]
+                + f"\n  alike     {alike}"
+            )
+
+    def repr_failure(self, excinfo, style=None):
+        return str(excinfo.value)
+
+    def reportinfo(self):
+        return self.path, 0, self.name
+
+
+class Unfit(Exception):
+    """A test could not grade a mistake through a fault of the book's."""
+
+
+def comparable(tests: list, failing) -> list:
+    """The checks on which candidates are told apart: those that are quick, cheap ones first."""
+    quick = [t for t in tests if t is not failing and not t.get_closest_marker("memory_limit")]
+    return sorted(quick, key=lambda t: "ranks" in t.fixturenames)
+
+
+def items(tests_by_exercise: dict, config, run) -> list[MistakeItem]:
+    """An item for each mistake of the exercises whose tests were collected."""
+    caught_by = config.cache.get(CACHE, {}) if hasattr(config, "cache") else {}
+    made = []
+    for exercise, tests in tests_by_exercise.items():
+        trials = diagnosis.Trials(run)
+        for nth, wrong in enumerate(mistakes_of(exercise.module, exercise.name), start=1):
+            name = f"{exercise.name}[{nth}-{wrong.implementation.__name__}]"
+            ordered = _likely_first(tests, caught_by.get(f"{tests[0].parent.nodeid}::{name}"))
+            made.append(
+                MistakeItem.from_parent(tests[0].parent, name=name, mistake=wrong, tests=ordered, trials=trials)
+            )
+    return made
+
+
+def _likely_first(tests: list, catcher: str | None) -> list:
+    """The same tests: the one that caught it last first, those that need ranks or much time last."""
+
+    def place(test):
+        takes_long = test.get_closest_marker("memory_limit") or test.get_closest_marker("time_limit")
+        return test.name != catcher, "ranks" in test.fixturenames, takes_long is not None
+
+    return sorted(tests, key=place)
+
+
+def remember(config, reports: list) -> None:
+    """Keep in pytest's cache what caught each mistake."""
+    found = {}
+    for report in reports:
+        found |= {f"{report.nodeid}": t for key, t in report.user_properties if key == CACHE}
+    if found and hasattr(config, "cache"):
+        config.cache.set(CACHE, config.cache.get(CACHE, {}) | found)
+
+
+def run_item(item: MistakeItem) -> None:
+    """A mistake's item runs whole tests inside its call, so it has no fixtures of its own."""
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    call = CallInfo.from_call(item.runtest, when="call")
+    report = item.ihook.pytest_runtest_makereport(item=item, call=call)
+    item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)

@@ -1,0 +1,71 @@
+"""The ``ranks`` fixture: a check's own runs on warm ranks, within the time of the check."""
+
+import contextlib
+import os
+import time
+
+from lib.ranks.processes import PATIENCE
+from lib.workbook.book import boundary, resolve
+from lib.workbook.checks.alarm import paused
+from lib.workbook.grading.mistakes import MISTAKE
+
+SHOWN_LINES = 8  # of what one rank printed
+DIAGNOSED_RUN_S = 6.0  # for one run of ranks with a known mistake
+
+
+class Ranks:
+    """What the fixture gives.
+
+    Args:
+        limit_s: Seconds that each rank may compute in all runs of a check together.
+        shows_all: Print all that the ranks print, as ``pytest -s`` asks.
+        is_quiet: The check runs for a diagnosis: short, and without a word.
+    """
+
+    def __init__(self, limit_s: float, shows_all: bool, is_quiet: bool):
+        self.limit_s, self.shows_all, self.is_quiet, self.started = limit_s, shows_all, is_quiet, time.monotonic()
+
+    def __call__(self, fn, *args, n_ranks: int = 4, backend: str = "gloo", time_limit_s: float | None = None):
+        from lib.ranks import RankFailure, pool
+
+        env = {resolve.VARIABLE: resolve.world(), MISTAKE: os.environ.get(MISTAKE, ""), "PYTHONBREAKPOINT": "0"}
+        if boundary.role() == "child":
+            env[boundary.CHILD] = resolve.world()
+        if self.is_quiet:
+            seconds = min(time_limit_s or DIAGNOSED_RUN_S, DIAGNOSED_RUN_S)
+            return pool(backend).run(fn, *args, n_ranks=n_ranks, time_limit_s=seconds, env=env, show_output=False)
+        with paused():  # that processes start is no time of the answer's
+            began = time.monotonic()
+            pool(backend).ready()
+            self.started += time.monotonic() - began
+        left = max(1.0, self.limit_s - (time.monotonic() - self.started) / PATIENCE)
+        outputs: list[str] = []
+        try:
+            result = pool(backend).run(
+                fn, *args, n_ranks=n_ranks, time_limit_s=time_limit_s or left, env=env, show_output=self.shows_all
+            )
+            outputs = result.outputs
+        except RankFailure as error:
+            outputs = error.outputs
+            raise
+        finally:
+            if not self.shows_all:
+                _print_some(outputs)
+        return result
+
+
+def _print_some(outputs: list[str]) -> None:
+    from lib.ranks.noise import shown_lines
+
+    for rank, text in enumerate(outputs):
+        for line in shown_lines(text, SHOWN_LINES):
+            print(f"[rank {rank}] {line}")
+
+
+def warm_up(module_texts: list[str]) -> None:
+    """Begin to start the ranks that tests will ask for, while the rest of them is collected: both take seconds."""
+    from lib.ranks import RankFailure, pool
+
+    if any("ranks(" in text and 'backend="mpi"' not in text for text in module_texts):
+        with contextlib.suppress(RankFailure):  # the check that needs them says so
+            pool("gloo").warm()

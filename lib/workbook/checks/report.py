@@ -1,0 +1,215 @@
+"""What is told of a check: a dataclass that travels with pytest's report, and the text that a person reads."""
+
+import contextlib
+import linecache
+import re
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from lib.workbook.book import labels, resolve
+from lib.workbook.book.boundary import AnswerError
+from lib.workbook.book.catalog import ROOT, BookError, Exercise, chapters
+from lib.workbook.book.resolve import safe_text
+from lib.workbook.book.sources import SourceError, read_mine
+from lib.workbook.book.stubs import marker_lines
+from lib.workbook.checks.alarm import TimeLimit
+from lib.workbook.grading.cases import current_case
+from lib.workbook.grading.expect import Wrong
+from lib.workbook.grading.graded import is_stub_error
+from lib.workbook.grading.mistakes import active_mistake
+
+LABEL_WIDTH, MESSAGE_WIDTH, MESSAGE_LINES = 12, 300, 40
+BOOKS_FAULT = "the book is at fault here, not you"
+DETAILS = ("raised", "expected", "first wrong", "value", "shape", "dtype", "at")  # what a one-line report keeps
+STATES = ("passed", "wrong", "not started", "not run", "not checked", "skipped")
+
+
+class RaisedInAnswer(Exception):
+    """An answer raised what ends or skips a test (``pytest.skip()``, ``sys.exit()``): in an answer that is an error."""
+
+
+@dataclass(kw_only=True)
+class Told:
+    """What is told of one check.
+
+    ``state`` is one of `STATES`: "wrong" is the learner's, "not checked" the book's or the machine's fault, "not run" was not
+    tried because an earlier check did not end. ``rows`` are (label, text) pairs of the report. ``repeated`` counts the failed
+    checks of the same exercise before this one.
+    """
+
+    chapter: int
+    module: str
+    number: str
+    name: str
+    graded: str
+    again: str
+    state: str = "passed"
+    problem: str = ""
+    case: str = ""
+    detail: str = ""
+    next: str = ""
+    read: str = ""
+    rows: list[tuple[str, str]] = field(default_factory=list)
+    repeated: int = 0
+
+    @classmethod
+    def of(cls, report) -> "Told | None":
+        """What a report of pytest carries; None for a test that grades nothing."""
+        data = getattr(report, "workbook", None)
+        return cls(**data) if data else None
+
+    def put_on(self, report) -> None:
+        """Make it what ``report`` carries, and its text what pytest shows."""
+        report.workbook = asdict(self)
+        if self.state in ("wrong", "not started", "not checked"):
+            report.longrepr = self.text() if not self.repeated else self.line()
+
+    def text(self) -> str:
+        """The report as a learner reads it."""
+        if self.state == "not started":
+            return f"{self.name}: not started ({self.next})"
+        read = labels.where_to_read(chapters()[self.module].exercise(self.name), self.read or None)
+        ending = [("graded", self.graded), ("read", read), ("again", self.again)]
+        lines = [_cut(f"{self.name}: {self.problem}")]
+        for label, text in [*self.rows, *ending]:
+            first, *more = str(text).splitlines() or [""]
+            lines.append(_cut(f"  {label:<{LABEL_WIDTH}} {first}"))
+            lines += [_cut(f"  {'':<{LABEL_WIDTH}} {line}") for line in more[:MESSAGE_LINES]]
+        return "\n".join(lines)
+
+    def line(self) -> str:
+        """The later failures of one exercise: what, and on which case."""
+        if self.state == "not started":
+            return self.text()
+        case = f" ({self.case})" if self.case else ""
+        detail = f": {self.detail}" if self.detail else ""
+        return _cut(f"{self.name}: {self.problem}{case}{detail}", 3 * MESSAGE_WIDTH)
+
+    def fill(self, problem: str, rows, read: str | None = None, state: str = "wrong") -> None:
+        """Say what is wrong."""
+        self.state, self.problem, self.read = state, problem, read or ""
+        self.rows = [(label, text) for label, text in rows if text]
+        found = dict(self.rows)
+        self.case = found.get("case", "")
+        self.detail = "; ".join(f"{k} {_in_one_line(k, found[k])}" for k in DETAILS if found.get(k))
+
+
+def _cut(text: str, width: int = 2 * MESSAGE_WIDTH) -> str:
+    return text if len(text) <= width else f"{text[:width]} …"
+
+
+def _in_one_line(label: str, text: str) -> str:
+    """A row in one line: of a traceback the last, of a message all of it."""
+    return text.splitlines()[-1] if label == "at" else " ".join(text.split())[:MESSAGE_WIDTH]
+
+
+def begin(exercise: Exercise, world: str) -> Told:
+    """What is told of every check of an exercise that is graded in ``world``."""
+    return Told(
+        chapter=exercise.chapter,
+        module=exercise.module,
+        number=exercise.number,
+        name=exercise.name,
+        graded=graded_place(exercise, world),
+        again=f"pytest tests/chapter_{exercise.chapter:02d} -k {exercise.keyword}",
+    )
+
+
+def graded_place(exercise: Exercise, world: str) -> str:
+    """``lib/rope.py:34``; without a line where the source has no such name."""
+    wrong = active_mistake()
+    if wrong is not None:
+        place = resolve.provenance(wrong.implementation)
+        return shown(*place) if place else f"a mistake of {exercise.name}"
+    path, line = resolve.place(exercise, world)
+    return shown(path, line) if line else shown(path, 1).removesuffix(":1")
+
+
+def shown(path, line: int) -> str:
+    """A place, relative to the project where it lies in it."""
+    path = Path(path)
+    return f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}:{line}"
+
+
+def code_line(file: str, line: int) -> str:
+    return f"{shown(file, line)}   {linecache.getline(str(file), line).strip()}"
+
+
+def case_of(item) -> str:
+    """The case that the test named, else its parameters, else its own name."""
+    callspec = getattr(item, "callspec", None)
+    return current_case() or (callspec.id if callspec else item.name)
+
+
+def explain(told: Told, item, error: BaseException) -> None:
+    """Say of ``told`` what the exception of a check means."""
+    inner = getattr(error, "error", None)  # a rank's own exception, inside the failure of its run
+    wrong = next((e for e in (error, inner) if isinstance(e, Wrong)), None)
+    refused = next((e for e in (error, inner) if isinstance(e, AnswerError)), None)
+    case = ("case", case_of(item))
+    if (stub := is_stub_error(error)) is not None:
+        told.state, told.problem, told.next = "not started", "not started", _next_step(told, stub)
+    elif wrong is not None:
+        told.fill(wrong.problem, [("case", wrong.case or case_of(item)), *wrong.rows], wrong.read)
+    elif isinstance(error, BookError) or getattr(error, "kind", "") == "missing":
+        told.fill(BOOKS_FAULT, [case, ("because", safe_text(error))], state="not checked")
+    elif refused is not None:
+        told.fill(f"cannot be graded: {refused}", [])
+    elif hasattr(error, "per_rank"):
+        first, *more = safe_text(error).splitlines() or [type(error).__name__]
+        told.fill(first, [case, ("ranks", "\n".join(more))])
+    else:
+        told.fill(*_raised(case, error))
+
+
+def _next_step(told: Told, stub: str) -> str:
+    number, _, what = stub.removeprefix("Exercise ").partition(":")
+    if number != told.number:
+        return f"first {stub[0].lower()}{stub[1:]}"
+    chapter = chapters()[told.module]
+    line = chapter.exercise(told.name).line
+    with contextlib.suppress(SourceError, SyntaxError, ValueError):
+        line = marker_lines(read_mine(chapter)).get(told.name, line)
+    return f"{what.strip()}: lib/{told.module}.py:{line}"
+
+
+def frames_of_stack(exercise: Exercise, stack: str) -> str:
+    """The learner's innermost line in what faulthandler wrote of a process; empty if it was in none."""
+    mine = str(chapters()[exercise.module].mine)
+    found = re.findall(r'File "([^"]+)", line (\d+) in', stack)
+    return next((code_line(file, int(line)) for file, line in found if file == mine), "")
+
+
+def learners_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The learner's own lines on the way to an exception, or to what caused it, outermost first."""
+    places = {str(chapter.mine) for chapter in chapters().values()}
+    seen = 0
+    while error is not None and seen < 10:
+        found = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in places]
+        deeper = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if deeper is not None and (below := learners_frames(deeper)):
+            return below
+        return found
+    return []
+
+
+def _raised(case: tuple[str, str], error: BaseException):
+    """An exception that no expectation made: the learner's own lines of the traceback."""
+    if isinstance(error, RaisedInAnswer) and error.__cause__ is not None:
+        error = error.__cause__
+    rows = [case]
+    if mine := learners_frames(error):
+        rows.append(("at", "\n".join(code_line(f.filename, f.lineno or 1) for f in mine[-4:])))
+    else:
+        own = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(str(ROOT / "tests"))]
+        rows += [("in the test", code_line(f.filename, f.lineno or 1)) for f in own[-1:]]
+    if isinstance(error, TimeLimit):
+        return f"was {error}, the limit of this check", rows
+    message = re.sub(r"\s*\(Triggered internally at [^)]*\)", "", safe_text(error)[:100_000].strip())
+    head, *more = message.splitlines() or [""]
+    if more:
+        rows.append(("message", "\n".join(more[:12])))
+    if len(head) > MESSAGE_WIDTH:
+        head = head[:MESSAGE_WIDTH] + " …"
+    return f"raised {type(error).__name__}{': ' + head if head else ''}", rows

@@ -1,0 +1,24 @@
+"""What a test is written with: the graded names, cases, expectations, mistakes and recorded oracles."""
+
+from lib.workbook.grading.cases import case, current_case
+from lib.workbook.grading.expect import Wrong, expect_close, expect_equal, expect_raises, expect_true
+from lib.workbook.grading.graded import Graded, graded
+from lib.workbook.grading.mistakes import Mistake, mistake, mistakes_of
+from lib.workbook.grading.oracles import oracle, recorded
+
+__all__ = [
+    "Graded",
+    "Mistake",
+    "Wrong",
+    "case",
+    "current_case",
+    "expect_close",
+    "expect_equal",
+    "expect_raises",
+    "expect_true",
+    "graded",
+    "mistake",
+    "mistakes_of",
+    "oracle",
+    "recorded",
+]

@@ -1,0 +1,44 @@
+"""The graded names of a chapter, looked up at the moment at which they are used."""
+
+import re
+from typing import Any
+
+from lib.workbook.book import resolve
+from lib.workbook.book.catalog import BookError, chapters
+from lib.workbook.grading.mistakes import active_mistake
+
+
+class Graded:
+    """The graded names of one chapter, looked up when they are used."""
+
+    def __init__(self, module: str):
+        if module not in chapters():
+            raise BookError(f"no chapter grades {module!r}; chapters are {', '.join(chapters())}")
+        self._module = module
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        wrong = active_mistake()
+        if wrong is not None and (wrong.module, wrong.name) == (self._module, name):
+            return wrong.implementation
+        return resolve.answer(self._module, name)
+
+    def __reduce__(self):
+        return graded, (self._module,)
+
+
+def graded(module: str) -> Any:
+    """The graded names of ``lib.<module>``, as attributes: the learner's, the reference's or a mistake's."""
+    return Graded(module)
+
+
+def is_stub_error(error: BaseException | None) -> str | None:
+    """The text of a stub's NotImplementedError, wherever in a chain of causes it stands."""
+    seen = 0
+    while error is not None and seen < 10:
+        text = str(error.args[0]) if isinstance(error, NotImplementedError) and error.args else ""
+        if re.match(r"Exercise \d+\.\d+", text):
+            return text
+        error, seen = error.__cause__ or getattr(error, "error", None) or error.__context__, seen + 1
+    return None

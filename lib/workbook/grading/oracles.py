@@ -1,0 +1,66 @@
+"""Oracles: implementations that nobody here wrote, live for maintainers and recorded for learners."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from lib.workbook.book.catalog import BookError
+
+RECORDING: dict[str, bool] = {"live": False, "write": False}
+
+
+def oracle(test: Callable) -> Callable:
+    """A test that needs maintainers' packages: collected with ``--reference`` only."""
+    test.workbook_oracle = True  # type: ignore[attr-defined]
+    return test
+
+
+def recorded(name: str, compute: Callable):
+    """A value of an oracle: computed live under ``--reference``, read from the chapter's record in a learner's run.
+
+    Args:
+        name: The record's key; unique in the chapter.
+        compute: Runs the oracle and returns a tensor; imports what it needs inside.
+
+    Raises:
+        BookError: the record lacks the value, or no longer agrees with the oracle.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    path = _record_path(Path(sys._getframe(1).f_code.co_filename))
+    stored = load_file(path) if path.exists() else {}
+    if not RECORDING["live"]:
+        if name not in stored:
+            raise BookError(
+                f"{path} has no value {name!r}; a maintainer writes it with: pytest --reference --record {path.parent}"
+            )
+        return stored[name]
+    value = compute().detach().contiguous()
+    if RECORDING["write"]:
+        _write_record(path, {**stored, name: value})
+    elif name not in stored or not torch.allclose(stored[name].double(), value.double(), rtol=1e-4, atol=1e-5):
+        why = "no longer agrees with the oracle" if name in stored else "is not recorded"
+        raise BookError(f"{path}: {name!r} {why}; write it with: pytest --reference --record {path.parent}")
+    return value
+
+
+def _record_path(test_file: Path) -> Path:
+    return test_file.with_name("oracle.safetensors")
+
+
+def _write_record(path: Path, values: dict) -> None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    from safetensors.torch import save_file
+
+    versions = {}
+    for package in ("torch", "transformers", "tokenizers", "tiktoken"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    save_file(dict(sorted(values.items())), temporary, metadata=versions)
+    os.replace(temporary, path)

@@ -1,0 +1,408 @@
+"""``workbook update``: the newest book around a learner's answers, of which no byte is lost.
+
+What is the learner's: every ``lib/<module>.py`` that they began, and whatever the new version does not touch. All else moves to the
+new version, file by file, each in one step. Before the first one moves, everything in the way is found and refused, begun modules
+are copied, and a journal says what is being done: a run that was killed is taken up where it ended.
+"""
+
+import ast
+import contextlib
+import difflib
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lib.workbook.book import sources, stubs
+from lib.workbook.book.catalog import EXERCISE_NUMBER, ROOT, BookError
+from lib.workbook.book.sources import SourceError
+from lib.workbook.tools.git import GitError, at_work, git, line, names, staged, text, tree
+
+FOLDER = ROOT / ".workbook"
+JOURNAL = FOLDER / "update.json"
+STAGING = FOLDER / "update"
+UNFINISHED = ("MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD", "rebase-merge", "rebase-apply")
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """From where to where, as commits.
+
+    Attributes:
+        head: The checkout's, when the update began.
+        base: The newest that the book and the learner have in common: ``head``, if the learner committed nothing.
+        target: The book's newest.
+        new: The checkout's when the update is done: ``target``, or a merge of ``head`` and ``target``.
+    """
+
+    head: str
+    base: str
+    target: str
+    new: str
+
+
+def update(source: str | None = None, say: Say = print) -> None:
+    """Bring the book up to date.
+
+    Args:
+        source: ``REMOTE/BRANCH``; by default what the current branch follows.
+        say: Takes each line of the report.
+
+    Raises:
+        BookError: there is no git or no network, or something is in the way; nothing was touched then, and the message
+            says what to do.
+    """
+    _check_checkout()
+    with _alone():
+        plan = _journal()
+        if plan is not None and line("rev-parse", "HEAD") in (plan.head, plan.new):
+            say(f"an update to {plan.target[:9]} was interrupted: it is finished now")
+        else:
+            plan = _planned(source, say)
+        if plan is None:
+            say("the book is up to date")
+            return
+        try:
+            _carry_out(plan, say)
+        except OSError as error:
+            raise BookError(
+                f"the update stopped: {error}. Nothing of yours is lost; once that is mended, `workbook update` goes on"
+            ) from None
+
+
+def _check_checkout() -> None:
+    try:
+        top = Path(line("rev-parse", "--show-toplevel")).resolve()
+        line("rev-parse", "--verify", "HEAD")
+    except GitError as error:
+        raise BookError(f"this copy of the book cannot be updated by git: {error}") from None
+    if top != ROOT.resolve():
+        raise BookError(f"this copy of the book was not cloned with git: {ROOT} is a folder of {top}")
+    folder = Path(ROOT, line("rev-parse", "--git-dir"))
+    if found := [name for name in UNFINISHED if (folder / name).exists()]:
+        raise BookError(f"a merge or a rebase is not finished ({found[0]}): end it first, with git")
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Two updates at once would trip over each other."""
+    FOLDER.mkdir(exist_ok=True)
+    with open(FOLDER / "update.lock", "w") as file:
+        if sys.platform != "win32":
+            import fcntl
+
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BookError("another update of this copy is running") from None
+        yield
+
+
+def _journal() -> Plan | None:
+    """The plan of an update that was killed."""
+    try:
+        return Plan(**json.loads(JOURNAL.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+def _planned(source: str | None, say: Say) -> Plan | None:
+    """Fetch, and look for whatever is in the way; None where there is nothing to do."""
+    name, remote, branch = _upstream(source)
+    try:
+        git("fetch", "--quiet", remote, f"refs/heads/{branch}")
+    except GitError as error:
+        raise BookError(
+            f"could not fetch {name}: {error}. Nothing was touched; run it again when `git fetch {remote}` works"
+        ) from None
+    head, target = line("rev-parse", "HEAD"), line("rev-parse", "FETCH_HEAD")
+    base = line("merge-base", head, target, default="")
+    if not base:
+        raise BookError(f"{name} and this copy have no commit in common: is it another book?")
+    if base == target:
+        return None
+    _refuse_what_is_in_the_way(head, base, target, name)
+    n = line("rev-list", "--count", f"{head}..{target}")
+    say(f"{name}: {n} new commit{'s' if n != '1' else ''}, {head[:9]} to {target[:9]}")
+    new = target if base == head else _joined(head, base, target)
+    return Plan(head=head, base=base, target=target, new=new)
+
+
+def _upstream(source: str | None) -> tuple[str, str, str]:
+    """Name, remote and branch to update from."""
+    remotes = line("remote").split()
+    if source is None:
+        branch = line("symbolic-ref", "--short", "HEAD", default="")
+        remote = line("config", f"branch.{branch}.remote", default="") if branch else ""
+        merge = line("config", f"branch.{branch}.merge", default="") if branch else ""
+        if remote not in remotes or not merge:
+            example = f"{remotes[0] if remotes else 'origin'}/main"
+            raise BookError(f"this branch follows none: say which with --from, for example --from {example}")
+        merge = merge.removeprefix("refs/heads/")
+        return f"{remote}/{merge}", remote, merge
+    found = [remote for remote in remotes if source.startswith(f"{remote}/") and source != f"{remote}/"]
+    if not found:
+        known = f"this copy knows {', '.join(remotes)}" if remotes else "git remote add origin URL makes one"
+        raise BookError(f"--from {source}: expected REMOTE/BRANCH; {known}")
+    remote = max(found, key=len)
+    return source, remote, source.removeprefix(f"{remote}/")
+
+
+def modules(*commits: str) -> list[str]:
+    """The modules that learners write, by name, in any of these versions."""
+    found = {Path(path).stem for c in commits for path in tree(c) if re.fullmatch(r"solutions/[a-z]\w*\.py", path)}
+    return sorted(name for name in found if any(f"lib/{name}.py" in tree(c) for c in commits))
+
+
+def _own(*commits: str) -> set[str]:
+    return {f"lib/{name}.py" for name in modules(*commits)}
+
+
+def _changed(old: str, new: str) -> list[str]:
+    """Paths that differ between two commits."""
+    before, after = tree(old), tree(new)
+    return sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+
+
+def _refuse_what_is_in_the_way(head: str, base: str, target: str, name: str) -> None:
+    """Files that the new version changes and the learner changed too, modules apart."""
+    moving = [path for path in _changed(base, target) if path not in _own(base, target)]
+    blob = {commit: {path: entry[1] for path, entry in tree(commit).items()} for commit in (head, base, target)}
+    committed = [path for path in moving if blob[head].get(path) not in (blob[base].get(path), blob[target].get(path))]
+    if committed:
+        raise BookError(
+            f"your commits and the new version both change {_listed(committed)}. Nothing was touched. Merge them by hand: "
+            f"git stash, git merge {name}, git stash pop"
+        )
+    left = _journal()  # of an update that was killed before the learner committed something: its files may lie there
+    after = tree(left.new) if left else {}
+    expected = {
+        path: ("", blob[head].get(path, ""), blob[target].get(path, ""), after.get(path, ("", ""))[1])
+        for path in moving
+    }
+    found, in_index = at_work(moving), staged()
+    edited = [path for path in moving if found[path] not in expected[path]]
+    edited += [path for path, (_, kept) in in_index.items() if path in expected and kept not in expected[path]]
+    if edited := sorted({*edited}):
+        known = [path for path in edited if path in blob[head] or path in in_index]
+        strange = [path for path in edited if path not in known]
+        advice = [f"To put your edits aside and try them on the new version: git stash push -- {shlex.join(known)}; "
+                  f"workbook update; git stash pop"] if known else []  # fmt: skip
+        advice += [f"Move away what is not the book's: {_listed(strange)}"] if strange else []
+        raise BookError(
+            f"the new version changes what you changed too: {_listed(edited)}. Nothing was touched. {'. '.join(advice)}"
+        )
+
+
+def _listed(paths: list[str]) -> str:
+    return ", ".join(paths[:10]) + (f" and {len(paths) - 10} more" if len(paths) > 10 else "")
+
+
+def _joined(head: str, base: str, target: str) -> str:
+    """A merge of the learner's commits and the new version: their files as they committed them, all others new."""
+    before, ours, theirs = tree(base), tree(head), tree(target)
+    mine = [
+        path
+        for path in _changed(base, head)
+        if path in ours and (path in _own(base, target) or before.get(path) == theirs.get(path))
+    ]
+    gone = [path for path in _changed(base, head) if path not in ours and path not in _own(base, target)]
+    rows = [f"{ours[path][0]} {ours[path][1]}\t{path}" for path in mine]
+    rows += [f"0 {'0' * 40}\t{path}" for path in gone if path in theirs]
+    index = {"GIT_INDEX_FILE": str(FOLDER / "update.index")}
+    git("read-tree", target, env=index)
+    git("update-index", "-z", "--index-info", stdin=b"".join(os.fsencode(row) + b"\0" for row in rows), env=index)
+    made = git("write-tree", env=index).decode().strip()
+    Path(index["GIT_INDEX_FILE"]).unlink(missing_ok=True)
+    who, mail = line("log", "-1", "--format=%an%n%ae", head).split("\n")
+    person = {f"GIT_{role}_{what}": value for role in ("AUTHOR", "COMMITTER") for what, value in
+              (("NAME", who), ("EMAIL", mail))}  # fmt: skip
+    message = f"Update the book to {target[:9]}\n".encode()
+    return git("commit-tree", made, "-p", head, "-p", target, stdin=message, env=person).decode().strip()
+
+
+# ---- carrying it out: each step may be repeated ----------------------------------------------------------------------
+
+
+def _carry_out(plan: Plan, say: Say) -> None:
+    ours = modules(plan.base, plan.target)
+    begun = [name for name in ours if _state(name, plan) == "begun"]
+    kept_index = staged() if line("rev-parse", "HEAD") == plan.head else {}
+    copies = _copy(begun, kept_index, plan)
+    if begun:
+        say(f"kept as you wrote them, and copied to {sources.shown(stubs.BACKUPS)}/: "
+            + ", ".join(f"lib/{name}.py ({copy.name})" for name, copy in zip(begun, copies, strict=True)))  # fmt: skip
+    sources.write_bytes(JOURNAL, json.dumps(asdict(plan)).encode())
+    moved = _move(plan, say)
+    report = [message for name in ours for message in _renew(name, plan)]
+    _finish(plan, kept_index)
+    for message in report:
+        say(message)
+    if "pyproject.toml" in moved:
+        say("the packages that the book needs have changed: run `make lab`, or `pip install -e .`")
+    say(f"the book is at {plan.target[:9]}")
+    JOURNAL.unlink(missing_ok=True)
+
+
+def _mine(name: str) -> str | None:
+    """A learner's module with its line ends as they are; None where there is nothing.
+
+    Raises:
+        SourceError: it cannot be read.
+    """
+    path = ROOT / "lib" / f"{name}.py"
+    return sources.decode(path, sources.read_bytes(path)) if path.exists() else None
+
+
+def _state(name: str, plan: Plan) -> str:
+    """``missing``, ``stub`` (of the old or the new version), ``begun``, or ``no file`` (a folder or a pipe)."""
+    path = ROOT / "lib" / f"{name}.py"
+    if not path.exists():
+        return "missing"
+    if not path.is_file():
+        return "no file"
+    try:
+        now = re.sub(r"\r\n?", "\n", _mine(name) or "")
+    except SourceError:
+        return "begun"
+    return "stub" if now in (text(plan.base, f"lib/{name}.py"), text(plan.target, f"lib/{name}.py")) else "begun"
+
+
+def _copy(begun: list[str], kept_index: dict[str, tuple[str, str]], plan: Plan) -> list[Path]:
+    """Dated copies of every begun module, and of what is staged and lies nowhere else."""
+    for path, (_, blob) in kept_index.items():
+        books = [tree(commit).get(path, ("", ""))[1] for commit in (plan.head, plan.new)]
+        if blob and blob not in (*books, at_work([path])[path]):
+            copy = stubs.dated(Path(path).with_stem(f"{Path(path).stem}-staged"))
+            sources.write_bytes(copy, git("cat-file", "blob", blob))
+    return [stubs.keep_copy(ROOT / "lib" / f"{name}.py") for name in begun]
+
+
+def _move(plan: Plan, say: Say) -> list[str]:
+    """Everything but the modules to the new version; each file is replaced in one step."""
+    moving = [path for path in _changed(plan.head, plan.new) if path not in _own(plan.base, plan.target)]
+    before, after = tree(plan.head), tree(plan.new)
+    found = at_work(moving)
+    stale = [path for path in moving if found[path] != after.get(path, ("", ""))[1]]
+    if other := [path for path in stale if found[path] == "other"]:
+        raise BookError(f"{_listed(other)}: a folder or a link is in the way; move it away, then: workbook update")
+    for path in stale:
+        if found[path] not in ("", before.get(path, ("", ""))[1]):  # edited since an update was interrupted
+            say(f"{path}: what you wrote there is kept in {sources.shown(stubs.keep_copy(ROOT / path))}")
+    for path in [path for path in stale if path not in after]:
+        (ROOT / path).unlink(missing_ok=True)
+        for folder in Path(path).parents[:-1]:
+            with contextlib.suppress(OSError):
+                (ROOT / folder).rmdir()
+    fresh = [path for path in stale if path in after]
+    shutil.rmtree(STAGING, ignore_errors=True)
+    index = {"GIT_INDEX_FILE": str(FOLDER / "update.index")}
+    git("read-tree", plan.new, env=index)
+    listed = b"".join(os.fsencode(path) + b"\0" for path in fresh)
+    git("checkout-index", "-f", "-z", "--stdin", f"--prefix={sources.shown(STAGING)}/", stdin=listed, env=index)
+    for path in fresh:
+        (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(STAGING / path, ROOT / path)
+    shutil.rmtree(STAGING, ignore_errors=True)
+    Path(index["GIT_INDEX_FILE"]).unlink(missing_ok=True)
+    return moving
+
+
+def _finish(plan: Plan, kept_index: dict[str, tuple[str, str]]) -> None:
+    """git's index and branch; what was staged stays so. What a killed run was writing goes."""
+    for path in (ROOT / "lib").glob(".*.py.*"):
+        if re.fullmatch(r"\.\w+\.py\.\d+", path.name):
+            path.unlink(missing_ok=True)
+    git("read-tree", plan.new)
+    rows = [f"{mode} {blob}\t{path}" if blob else f"0 {'0' * 40}\t{path}" for path, (mode, blob) in kept_index.items()
+            if path in _own(plan.base, plan.target) or path not in tree(plan.target)]  # fmt: skip
+    git("update-index", "-z", "--index-info", stdin=b"".join(os.fsencode(row) + b"\0" for row in rows))
+    with contextlib.suppress(GitError):  # it only says that something differs
+        git("update-index", "-q", "--refresh")
+    if line("rev-parse", "HEAD") != plan.new:
+        git("update-ref", "-m", "workbook update", "HEAD", plan.new, plan.head)
+
+
+# ---- the learner's modules -------------------------------------------------------------------------------------------
+
+
+def exercises(stub: str) -> dict[str, str]:
+    """The graded names of a stub, and the text of each: signature, docstring and what is given."""
+    found = {}
+    for node in ast.parse(stub).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            first = (ast.get_docstring(node) or "").split("\n", 1)[0]
+            if EXERCISE_NUMBER.search(first):
+                found[node.name] = stubs.source_of(stub, node.name) or ""
+    return found
+
+
+def _renew(name: str, plan: Plan) -> list[str]:
+    """Bring one module up to date, and say what of it concerns the learner."""
+    where = f"lib/{name}.py"
+    path, state = ROOT / where, _state(name, plan)
+    old, new = text(plan.base, where), text(plan.target, where)
+    if state == "no file":
+        return [f"{where} is not a file: move it away, then `workbook reset {name}`"]
+    if state == "begun":
+        if new is None:
+            return [f"{where}: the book no longer has this module; yours stays"]
+        return _renew_begun(name, old or "", new)
+    if new is None:
+        path.unlink(missing_ok=True)
+        return [f"{where} is gone: the book no longer has it"] if state == "stub" else []
+    if state == "stub" and re.sub(r"\r\n?", "\n", _mine(name) or "") == new:
+        return []
+    sources.write_stub(path, new)
+    return [f"{where}: the new stubs" if old is not None else f"{where} is new"]
+
+
+def _renew_begun(name: str, old: str, new: str) -> list[str]:
+    """Add the stubs of new exercises at the end of a begun module; say which contracts changed under an answer."""
+    where = f"lib/{name}.py"
+    before, after = exercises(old), exercises(new)
+    added = [one for one in after if one not in before]
+    try:
+        mine = _mine(name) or ""
+        left, have = stubs.marker_lines(mine), stubs.bindings(mine)
+    except (SyntaxError, SourceError) as error:
+        problem = f"{where}:{error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
+        lines = [f"{problem}; your file stays as it is"]
+        lines += [f"{where}: {one} is new; mend that line, then `workbook reset {one}` adds its stub" for one in added]
+        return lines + [row for one in after if one in before for row in _difference(where, one, before, after, "")]
+    lines = []
+    imports = {key for key in stubs.bindings(new).keys() - stubs.bindings(old).keys() if key not in after}
+    for one in added:
+        if one in have:
+            lines.append(f"{where}: {one} is a new exercise, and you have one of that name: `workbook check {one}`")
+            continue
+        mine = stubs.with_piece(mine, stubs.piece(new, one, mine, also=imports))
+        lines.append(f"{where}: {one} is a new exercise; its stub stands at the end")
+    if any(one not in have for one in added):
+        sources.write_mine(ROOT / where, mine)
+    for one in before:
+        if one not in after and one in have:
+            lines.append(f"{where}: {one} is no longer an exercise; your code stays")
+        elif one in after:
+            note = f"still the old stub: `workbook reset {one}` gives the new one" if one in left else ""
+            lines += _difference(where, one, before, after, note)
+    return lines
+
+
+def _difference(where: str, name: str, before: dict[str, str], after: dict[str, str], note: str) -> list[str]:
+    """The lines by which the contract of a graded name differs, its number apart."""
+    old, new = (re.sub(r"\bExercise \d+\.\d+", "Exercise", found[name]).splitlines() for found in (before, after))
+    lines = [row for row in list(difflib.unified_diff(old, new, lineterm="", n=0))[2:] if not row.startswith("@@")]
+    if not lines:
+        return []
+    head = f"{where}: {name}: {note or 'what is asked has changed under your answer: `workbook check ' + name + '`'}"
+    return [head, *(f"    {row[0]} {row[1:]}" for row in lines)]
