@@ -71,7 +71,7 @@ def matmul_flops(m: int, k: int, n: int) -> int:
         n: Columns of the right factor ``[k, n]``.
 
     Returns:
-        Multiplications and additions.
+        Multiplications and additions, as an ``int``.
 
     Convention: a fused multiply-add is two operations, and each of the ``m * n`` results takes k of them: adding to a
         zero counts. So do PyTorch, the makers of processors and the papers; "MACs" are half as many.
@@ -105,8 +105,8 @@ def attention_flops(config: GPT2Config | ViTConfig, length: int, causal: bool) -
         causal: Whether only the pairs that a causal mask allows count, a query with itself included.
 
     Returns:
-        FLOPs of the two products of each head, Q with K and weights with V. The projections before and after them, the
-        softmax, the scaling and the mask are not counted.
+        FLOPs of the two products of each head, Q with K and weights with V, as an ``int``. The projections before and
+        after them, the softmax, the scaling and the mask are not counted.
 
     Convention: without ``causal``, what PyTorch's ``FlopCounterMode`` counts for the naive program, which computes every
         pair and then masks half of them away. With ``causal``, exactly the allowed pairs: papers often write one half,
@@ -122,8 +122,8 @@ def training_flops_per_token(config: GPT2Config) -> int:
         config: A ``GPT2Config``; sequences are ``context_len`` long.
 
     Returns:
-        FLOPs of all matrix products: the blocks' linear maps, attention (every pair, not only the causal ones) and the
-        head, whose rows of padding are computed too. Backward costs each product twice more, once for either factor.
+        FLOPs of all matrix products, as an ``int``: the blocks' linear maps, attention (every pair, not only the causal ones)
+        and the head, whose rows of padding are computed too. Backward costs each product twice more, once for either factor.
 
     Source: Kaplan and others (arXiv:2001.08361), section 2.1; PaLM (arXiv:2204.02311), appendix B.
     Convention: exactly what ``FlopCounterMode`` counts for chapter 6's model, divided by the tokens. Looking up an
@@ -139,7 +139,8 @@ def vit_training_flops_per_image(config: ViTConfig) -> int:
         config: A ``ViTConfig``.
 
     Returns:
-        FLOPs of all products: the patch convolution over N patches, the blocks over N + 1 tokens, the head on one vector.
+        FLOPs of all products, as an ``int``: the patch convolution over N patches, the blocks over N + 1 tokens, the head on
+        one vector.
 
     Convention: exactly what ``FlopCounterMode`` counts for chapter 5's model on images that need no gradient.
     """

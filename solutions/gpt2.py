@@ -60,14 +60,16 @@ def gelu_tanh(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         x: Any shape, any floating dtype.
 
     Returns:
-        The shape and dtype of ``x``.
+        The shape and dtype of ``x``. It is computed in float32 at least (float64 stays float64): float16 ends at 65,504, so
+        the cube of 41 is infinite there, and backward turns that into NaN.
 
     Source: Hendrycks and Gimpel (arXiv:1606.08415), section 2.
     Convention: GPT-2 was trained with this formula, "gelu_new" in Transformers; there, ViT and BERT have the exact one.
     """
     ### BEGIN SOLUTION
-    inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)
-    return 0.5 * x * (1.0 + torch.tanh(inner))
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    inner = math.sqrt(2.0 / math.pi) * (wide + 0.044715 * wide**3)
+    return (0.5 * wide * (1.0 + torch.tanh(inner))).to(x.dtype)
     ### END SOLUTION
 
 

@@ -283,21 +283,22 @@ def accumulate_gradients(model: nn.Module, micro_batches: Iterable[tuple[Tensor,
 
     Args:
         model: ``model(inputs, targets)`` gives ``(logits, loss)``, the loss being the mean over all targets.
-        micro_batches: ``(inputs, targets)`` of any sizes, from any iterable; ``targets.numel()`` is how many items count.
+        micro_batches: ``(inputs, targets)`` of any sizes, from any iterable; ``targets.numel()`` is how many items count. One
+            without items is skipped: the mean of nothing is NaN.
 
     Returns:
         The mean loss over all items, detached. The gradients are added to ``.grad``, which nobody clears here: they are
         those of that mean.
 
     Raises:
-        ValueError: there is no micro-batch.
+        ValueError: there is no micro-batch that holds an item; the message says so in words.
 
     Cost: one micro-batch's activations at a time. The micro-batches themselves may be kept in a list.
     """
     ### BEGIN SOLUTION
-    micro_batches = list(micro_batches)
+    micro_batches = [pair for pair in micro_batches if pair[1].numel()]
     if not micro_batches:
-        raise ValueError("no micro-batch, so no gradient")
+        raise ValueError("no micro-batch holds an item, so there is no gradient")
     n_items = sum(targets.numel() for _, targets in micro_batches)
     mean = torch.zeros(())
     for inputs, targets in micro_batches:
@@ -327,7 +328,8 @@ def save_checkpoint(
         ``{path}.tmp``, to the disk (``os.fsync``), and then into its place (``os.replace``). Where it fails, that is removed.
 
     Raises:
-        TypeError: a value in ``state`` that ``torch.load(..., weights_only=True)`` would refuse; the message names it.
+        TypeError: a value in ``state`` that cannot be pickled (a lambda), or that ``torch.load(..., weights_only=True)`` would
+            refuse (an object of a class); the message names it, and nothing has been written.
     """
     ### BEGIN SOLUTION
     for name, value in state.items():
@@ -354,12 +356,12 @@ def save_checkpoint(
 def _check_readable(name: str, value) -> None:
     """Refuse now what a load would refuse on the day that it is needed."""
     buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
     try:
+        torch.save(value, buffer)
+        buffer.seek(0)
         torch.load(buffer, weights_only=True)
-    except pickle.UnpicklingError:
-        raise TypeError(f"{name} is a {type(value).__name__} that weights_only=True cannot read back") from None
+    except Exception:  # what pickle raises for a lambda depends on where it was written and on Python's version
+        raise TypeError(f"{name} holds a {type(value).__name__} that weights_only=True cannot read back") from None
 
 
 def _random_state() -> dict:
@@ -385,7 +387,10 @@ def load_checkpoint(path: str | os.PathLike | BinaryIO, model: nn.Module, optimi
         pickle.UnpicklingError: the file holds more than tensors and plain values; nothing in it is run.
     """
     ### BEGIN SOLUTION
-    contents = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        contents = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:  # PyTorch's own message advises to load it all the same
+        raise pickle.UnpicklingError("more than tensors and plain values in the file; nothing in it was run") from None
     model.load_state_dict(contents["model"])
     optimizer.load_state_dict(contents["optimizer"])
     kept = contents["random"]

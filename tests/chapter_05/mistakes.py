@@ -425,6 +425,13 @@ class MeanBeforeNorm(_Model):
         return self.head(self.norm(self.pool(self.encode(images))))
 
 
+@mistake("VisionTransformer", "the last norm keeps PyTorch's epsilon of 1e-5, where the config has its own")
+class LastNormDefaultEpsilon(reference.VisionTransformer):
+    def __init__(self, config):
+        super().__init__(config)
+        self.norm = nn.LayerNorm(config.dim)
+
+
 @mistake("VisionTransformer", "all layers share one block: [block] * L repeats the same module")
 class SharedBlock(reference.VisionTransformer):
     def __init__(self, config):
@@ -595,6 +602,19 @@ def timm_first_only(state_dict, config):
         return reference.convert_timm_state_dict(state_dict, config)
     except ValueError as error:
         raise ValueError(str(error).splitlines()[1]) from None
+
+
+@mistake(
+    "convert_timm_state_dict",
+    "a qkv that does not cut into three ends the conversion there, where one error should name all that is wrong",
+)
+def timm_strict_cut(state_dict, config):
+    for i in range(config.n_layers):
+        for leaf in ("weight", "bias"):
+            fused = state_dict.get(f"blocks.{i}.attn.qkv.{leaf}")
+            if fused is not None and len(fused.chunk(3)) != 3:
+                raise ValueError("zip() argument 2 is shorter than argument 1")
+    return reference.convert_timm_state_dict(state_dict, config)
 
 
 # ---- 5.13 resize_positions -------------------------------------------------------------------------------------------

@@ -204,7 +204,10 @@ HAND = torch.tensor([[[0.0, 1, 2, 3], [4, 5, 6, 7]], [[10, 11, 12, 13], [14, 15,
 HAND_PATCHES = torch.tensor([[[0.0, 1, 4, 5, 10, 11, 14, 15], [2, 3, 6, 7, 12, 13, 16, 17]]])
 SHAPES = [(1, 1, 4, 4, 2), (2, 3, 8, 8, 4), (3, 2, 6, 9, 3), (1, 3, 5, 15, 5), (2, 1, 3, 2, 1), (1, 4, 7, 7, 7)]
 by_shape = pytest.mark.parametrize(("b", "ch", "height", "width", "patch"), SHAPES)
-by_bad_sides = pytest.mark.parametrize(("height", "width", "wrong"), [(10, 8, "10"), (8, 10, "10"), (3, 4, "3")])
+by_bad_sides = pytest.mark.parametrize(  # 131 = 10 x 12 + 11, 145 = 12 x 12 + 1, 11 = 0 x 12 + 11
+    ("height", "width", "arithmetic"),
+    [(131, 24, ("131", "12", "11")), (24, 131, ("131", "12", "11")), (145, 12, ("145",)), (12, 11, ("12", "11"))],
+)
 
 
 def check_cut(patchify, b, ch, height, width, patch):
@@ -224,10 +227,10 @@ def test_patchify_unfold_equals_slicing(b, ch, height, width, patch):
 
 
 @by_bad_sides
-def test_patchify_unfold_refuses_sides_that_are_no_multiple(height, width, wrong):
-    case(f"height={height} width={width} patch=4")
-    with expect_raises(ValueError, wrong, "4", read="the contract, under Raises"):
-        vit.patchify_unfold(randn(1, 3, height, width), 4)
+def test_patchify_unfold_refuses_sides_that_are_no_multiple(height, width, arithmetic):
+    case(f"height={height} width={width} patch=12")
+    with expect_raises(ValueError, *arithmetic, read="the contract, under Raises"):
+        vit.patchify_unfold(randn(1, 3, height, width), 12)
 
 
 def test_patchify_unfold_lets_gradients_through():
@@ -250,10 +253,10 @@ def test_patchify_einops_equals_slicing(b, ch, height, width, patch):
 
 
 @by_bad_sides
-def test_patchify_einops_refuses_sides_that_are_no_multiple(height, width, wrong):
-    case(f"height={height} width={width} patch=4")
-    with expect_raises(ValueError, wrong, "4", read="the contract, under Raises"):
-        vit.patchify_einops(randn(1, 3, height, width), 4)
+def test_patchify_einops_refuses_sides_that_are_no_multiple(height, width, arithmetic):
+    case(f"height={height} width={width} patch=12")
+    with expect_raises(ValueError, *arithmetic, read="the contract, under Raises"):
+        vit.patchify_einops(randn(1, 3, height, width), 12)
 
 
 def test_patchify_einops_takes_bytes():
@@ -277,11 +280,11 @@ def test_unpatchify_undoes_the_cut(b, ch, height, width, patch):
     expect_close(vit.unpatchify(cut(images, patch), patch, height, width), images, atol=0.0, rtol=0.0, read=CUT)
 
 
-@pytest.mark.parametrize(("n", "height", "width", "mentions"), [(6, 4, 4, ("4", "6")), (4, 4, 6, ("6", "4"))])
-def test_unpatchify_refuses_patches_that_do_not_fill_the_image(n, height, width, mentions):
-    case(f"{n} patches of 2 x 2 into {height} x {width}")
-    with expect_raises(ValueError, *mentions, read="the contract, under Raises"):
-        vit.unpatchify(randn(1, n, 12), 2, height, width)
+@pytest.mark.parametrize("n", [20, 10, 14, 16])
+def test_unpatchify_refuses_patches_that_do_not_fill_the_image(n):
+    case(f"{n} patches of 2 x 2 into 10 x 6, which takes 5 x 3 = 15")
+    with expect_raises(ValueError, "15", str(n), read="the contract, under Raises"):
+        vit.unpatchify(randn(1, n, 12), 2, 10, 6)
 
 
 @oracle
@@ -304,9 +307,10 @@ def test_unpatchify_undoes_any_cut():
 
 
 def test_unpatchify_refuses_sides_that_are_no_multiple():
-    case("4 patches of 2 x 2 into 5 x 4")
-    with expect_raises(ValueError, "5", "2", read="the contract, under Raises"):
-        vit.unpatchify(randn(1, 4, 12), 2, 5, 4)
+    for height, width in ((131, 24), (24, 131)):
+        case(f"20 patches of 12 x 12 into {height} x {width}: 131 = 10 x 12 + 11")
+        with expect_raises(ValueError, "131", "12", "11", read="the contract, under Raises"):
+            vit.unpatchify(randn(1, 20, 144), 12, height, width)
 
 
 # ---- 5.4 conv_from_linear --------------------------------------------------------------------------------------------
@@ -378,15 +382,15 @@ def test_ImageEmbeddings_learn_all_that_they_hold():
 @pytest.mark.parametrize(
     ("shape", "mentions"),
     [
-        ((1, 2, 9, 6), ("9", "6")),
-        ((1, 2, 6, 9), ("9", "6")),
-        ((1, 3, 6, 6), ("3", "2")),
-        ((1, 2, 3, 12), ("3", "12", "6")),
+        ((1, 11, 30, 120), ("30", "120", "60")),  # as many patches as the config's
+        ((1, 11, 90, 60), ("90", "60")),
+        ((1, 11, 60, 90), ("90", "60")),
+        ((1, 13, 60, 60), ("13", "11")),
     ],
 )
 def test_ImageEmbeddings_refuse_other_images(shape, mentions):
-    case(f"image_size=6 channels=2, images {list(shape)}")
-    module = vit.ImageEmbeddings(SMALL)
+    case(f"image_size=60 patch=30 channels=11, images {list(shape)}")
+    module = vit.ImageEmbeddings(replace(SMALL, image_size=60, patch_size=30, channels=11))
     with expect_raises(ValueError, *mentions, read="the contract, under Raises"):
         module(randn(*shape))
 
@@ -452,6 +456,13 @@ def test_MLP_takes_the_gelu_of_its_config(gelu):
     w, x = draw(mlp_shapes(c)), randn(2, 4, 12)
     expected = run_mlp(w, x, "tanh" if gelu == "tanh" else "none")
     expect_close(fill(vit.MLP(c), w, GELU)(x), expected, atol=1e-5, read=GELU)
+
+
+@pytest.mark.parametrize("shape", [(12,), (5, 12), (2, 3, 4, 12)])
+def test_MLP_takes_any_leading_dimensions(shape):
+    case(f"x {list(shape)}")
+    w, x = draw(mlp_shapes(SMALL)), randn(*shape)
+    expect_close(fill(vit.MLP(SMALL), w, GELU)(x), run_mlp(w, x), atol=1e-5, read="the contract")
 
 
 def test_MLP_works_on_each_token_alone():
@@ -571,6 +582,14 @@ def test_VisionTransformer_equals_PyTorch(pooling):
     expect_close(out, run_model(weights, images, c), atol=1e-4, read=POOLED[pooling])
 
 
+def test_VisionTransformer_last_norm_uses_the_eps_of_the_config():
+    c = replace(SMALL, n_layers=0, eps=0.3)
+    case("b=2 ch=2 image_size=6 patch=3, no block, eps=0.3")
+    weights, images = draw(model_shapes(c), seed=6), randn(2, 2, 6, 6)
+    out = fill(vit.VisionTransformer(c), weights, MODEL)(images)
+    expect_close(out, run_model(weights, images, c), atol=1e-4, read="the contract, under Attributes")
+
+
 def test_VisionTransformer_learns_every_parameter():
     case("b=2, token pooling: which parameters get a gradient")
     model = fill(vit.VisionTransformer(SMALL), draw(model_shapes(SMALL)), MODEL)
@@ -678,19 +697,29 @@ def test_convert_hf_state_dict_takes_files_of_version_4():
 
 
 def test_convert_hf_state_dict_lists_all_that_is_wrong():
-    case("one tensor missing, one extra, two misshapen")
+    case("one tensor missing, one extra, three misshapen: one too long, one too short, one with an axis too few")
     theirs = as_hf(draw(model_shapes(SMALL)))
     del theirs["vit.layers.1.mlp.fc1.bias"]
     theirs["vit.pooler.dense.weight"] = randn(12, 12)
     theirs["classifier.weight"] = randn(7, 12)
-    theirs["vit.embeddings.position_embeddings"] = randn(1, 9, 12)
+    theirs["vit.layers.0.layernorm_after.bias"] = randn(11)
+    theirs["vit.embeddings.position_embeddings"] = randn(5, 12)
     names = (
         "vit.layers.1.mlp.fc1.bias",
         "vit.pooler.dense.weight",
         "classifier.weight",
+        "vit.layers.0.layernorm_after.bias",
         "vit.embeddings.position_embeddings",
     )
-    with expect_raises(ValueError, *names, "7", read=CONVERT):
+    with expect_raises(ValueError, *names, read=CONVERT):
+        vit.convert_hf_state_dict(theirs, SMALL)
+
+
+@pytest.mark.parametrize("rows", [7, 4, 1])
+def test_convert_hf_state_dict_refuses_another_shape(rows):
+    case(f"classifier.weight is [{rows}, 12], the config has 5 classes; nothing else is wrong")
+    theirs = as_hf(draw(model_shapes(SMALL))) | {"classifier.weight": randn(rows, 12)}
+    with expect_raises(ValueError, "classifier.weight", read=CONVERT):
         vit.convert_hf_state_dict(theirs, SMALL)
 
 
@@ -730,14 +759,15 @@ def test_convert_timm_state_dict_leaves_the_state_dict_alone():
 
 
 def test_convert_timm_state_dict_lists_all_that_is_wrong():
-    case("one qkv missing, one misshapen, one tensor extra")
-    theirs = as_timm(draw(model_shapes(SMALL)), SMALL)
-    del theirs["blocks.0.attn.qkv.bias"]
-    theirs["blocks.1.attn.qkv.weight"] = randn(30, 12)
-    theirs["fc_norm.weight"] = randn(12)
-    names = ("blocks.0.attn.qkv.bias", "blocks.1.attn.qkv.weight", "fc_norm.weight")
-    with expect_raises(ValueError, *names, read=CONVERT):
-        vit.convert_timm_state_dict(theirs, SMALL)
+    for rows in (30, 37, 2):
+        case(f"blocks.0's qkv.bias missing, blocks.1's qkv.weight of {rows} rows instead of 36, fc_norm.weight extra")
+        theirs = as_timm(draw(model_shapes(SMALL)), SMALL)
+        del theirs["blocks.0.attn.qkv.bias"]
+        theirs["blocks.1.attn.qkv.weight"] = randn(rows, 12)
+        theirs["fc_norm.weight"] = randn(12)
+        names = ("blocks.0.attn.qkv.bias", "blocks.1.attn.qkv.weight", "fc_norm.weight")
+        with expect_raises(ValueError, *names, read=CONVERT):
+            vit.convert_timm_state_dict(theirs, SMALL)
 
 
 # ---- 5.13 resize_positions -------------------------------------------------------------------------------------------
@@ -778,6 +808,7 @@ def test_resize_positions_equals_transformers(new):
 
 
 def test_resize_positions_refuses_another_grid():
-    case("1 + 12 positions said to be 3 x 3")
-    with expect_raises(ValueError, "12", "9", read="the contract, under Raises"):
-        vit.resize_positions(randn(1, 13, 4), (3, 3), (6, 6))
+    for n in (30, 35, 28):
+        case(f"1 + {n} positions said to be 4 x 8 = 32")
+        with expect_raises(ValueError, str(n), "32", read="the contract, under Raises"):
+            vit.resize_positions(randn(1, 1 + n, 5), (4, 8), (6, 3))

@@ -122,6 +122,14 @@ def doubled(x):
     return 2 * reference.gelu_tanh(x)
 
 
+@mistake(
+    "gelu_tanh",
+    "computed in the dtype of x: in float16 the cube of 41 is infinite, and the gradient becomes infinity times 0, NaN",
+)
+def gelu_in_dtype(x):
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
 @mistake("gelu_tanh", "x was changed in place")
 def gelu_in_place(x):
     out = reference.gelu_tanh(x)
@@ -224,6 +232,12 @@ class WithoutBias(_Attention):
         super().__init__(config)
         self.c_attn = nn.Linear(config.dim, 3 * config.dim, bias=False)
         self.c_proj = nn.Linear(config.dim, config.dim, bias=False)
+
+
+@mistake("CausalSelfAttention", "the mask is made on the CPU: it needs device=x.device")
+class MaskOnCPU(_Attention):
+    def mask(self, t, device):
+        return super().mask(t, "cpu")
 
 
 # ---- 6.4 MLP ---------------------------------------------------------------------------------------------------------
@@ -750,6 +764,17 @@ def not_strict(name_or_path):
     return _load(name_or_path, strict=False)
 
 
+@mistake(
+    "load_pretrained", "a file without tensors is taken for one that cannot be read: the missing ones are not listed"
+)
+def empty_not_listed(name_or_path):
+    folder = find_checkpoint(name_or_path)
+    tensors, problems = read_tensors(folder)
+    if not tensors and not problems:
+        raise ValueError(f"{folder} holds no tensor")
+    return reference.load_pretrained(name_or_path)
+
+
 @mistake("load_pretrained", "the model is returned in training mode")
 def in_training_mode(name_or_path):
     return reference.load_pretrained(name_or_path).train()
@@ -777,12 +802,12 @@ def frozen(name_or_path):
 @mistake("load_pretrained", "what read_config reports is not looked at: a checkpoint of another activation loads")
 def config_problems_ignored(name_or_path):
     folder = find_checkpoint(name_or_path)
-    config, _ = read_config(folder)
-    tensors, problems = read_tensors(folder)
-    state = reference.convert_hf_state_dict(tensors)
-    problems += reference._differences(reference.GPT2(config).state_dict(), state) if config else []
-    if problems:
-        raise ValueError("\n".join(problems))
+    config, problems = read_config(folder)
+    if config is None or not problems:
+        return reference.load_pretrained(name_or_path)
     model = reference.GPT2(config)
-    model.load_state_dict(state)
+    try:
+        model.load_state_dict(reference.convert_hf_state_dict(read_tensors(folder)[0]))
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
     return model.eval()

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lib.given.models.gpt2 import GPT2_LARGE, GPT2_MEDIUM, GPT2_SMALL, GPT2_XL, GPT2Config
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle, recorded
@@ -136,6 +138,23 @@ def hf_logits_and_loss(config: GPT2Config, seed: int) -> Tensor:
     return torch.cat([out.logits[:, :-1].flatten(), out.loss[None]])
 
 
+class MadeOn(TorchDispatchMode):
+    """Notes the devices of all tensors of one dimension or more that operators return."""
+
+    def __init__(self):
+        super().__init__()
+        self.devices: set[str] = set()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first use imports the compiler, for 2 s
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.devices |= {str(leaf.device) for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.ndim}
+        return out
+
+
 # ---- 6.1 layer_norm --------------------------------------------------------------------------------------------------
 
 
@@ -211,12 +230,12 @@ def test_gelu_tanh_by_hand():
     expect_close(gpt2.gelu_tanh(torch.tensor([-1.0, 0.0, 1.0, 2.0])), expected, atol=1e-6, read=GELU)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_gelu_tanh_equals_torch(dtype):
     case(f"201 points from -8 to 8 in a [3, 67], {str(dtype)[6:]}")
     x = torch.linspace(-8, 8, 201).view(3, 67).to(dtype)
     expected = functional.gelu(x.double(), approximate="tanh").to(dtype)
-    atol = {torch.float32: 1e-6, torch.float64: 1e-12, torch.bfloat16: 2e-2}[dtype]
+    atol = {torch.float32: 1e-6, torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     expect_close(gpt2.gelu_tanh(x), expected, atol=atol, read=GELU)
 
 
@@ -233,6 +252,17 @@ def test_gelu_tanh_leaves_x_and_passes_gradients():
     (expected,) = torch.autograd.grad(functional.gelu(x, approximate="tanh").sum(), x)
     expect_close(found, expected, atol=1e-9, name="gradient", read=GELU)
     expect_close(x.detach(), before, name="x afterwards")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_gelu_tanh_has_a_gradient_far_out(dtype):
+    case(f"x = -200, -41, 41 and 200, {str(dtype)[6:]}: the gradient is 0 to the left and 1 to the right, and no NaN")
+    x = torch.tensor([-200.0, -41.0, 41.0, 200.0], dtype=dtype, requires_grad=True)
+    out = gpt2.gelu_tanh(x)
+    read = "the contract, under Returns"
+    expect_close(out.detach(), torch.tensor([0.0, 0.0, 41.0, 200.0], dtype=dtype), read=read)
+    (found,) = torch.autograd.grad(out.sum(), x)
+    expect_close(found, torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=dtype), name="gradient", read=read)
 
 
 # ---- 6.3 CausalSelfAttention -----------------------------------------------------------------------------------------
@@ -301,6 +331,19 @@ def test_CausalSelfAttention_passes_gradients():
     wanted = [x, leaves["c_attn.weight"], leaves["c_proj.bias"]]
     expected = torch.autograd.grad(attend(x, leaves, "", 2), wanted, upstream)
     expect_close(list(mine), list(expected), atol=1e-5, name="gradients", read=FUSED)
+
+
+def test_CausalSelfAttention_works_on_any_device():
+    case('module and x on the device "meta" (shapes without numbers): is any other tensor made on the CPU?')
+    module, read = make_attention(ONE)[0].to("meta"), "the contract; what is made inside needs a device"
+    x, made = torch.zeros(2, 3, 4, device="meta"), MadeOn()
+    try:
+        with made:
+            out = module(x)
+    except RuntimeError as error:
+        expect_true(False, f"it does not run beside tensors on another device: {error}", answer=made.devices, read=read)
+    expect_equal(sorted(made.devices - {"meta"}), [], name="other devices on which a tensor is made", read=read)
+    expect_equal(str(out.device), "meta", name="the device of the output", read=read)
 
 
 # ---- 6.4 MLP ---------------------------------------------------------------------------------------------------------
@@ -506,10 +549,10 @@ def test_GPT2_equals_transformers_live(dim, n_heads, n_layers):
 
 
 def test_GPT2_refuses_more_tokens_than_its_context():
-    case("context_len=6, 7 tokens")
-    model, _ = make_model(SMALL)
-    with expect_raises(ValueError, "7", "6", read="the contract, under Raises"):
-        model(torch.zeros(1, 7, dtype=torch.int64))
+    case("context_len=12, 13 tokens")
+    model, _ = make_model(GPT2Config(vocab_size=7, context_len=12, dim=4, n_layers=0, n_heads=2))
+    with expect_raises(ValueError, "13", "12", read="the contract, under Raises"):
+        model(torch.zeros(1, 13, dtype=torch.int64))
 
 
 def test_GPT2_padding_takes_no_probability():
@@ -652,6 +695,14 @@ def test_convert_hf_state_dict_passes_on_what_it_does_not_know():
     check_converted(given, weights | {"lm_head.weight": head, "h.0.attn.strange.weight": strange})
 
 
+def test_convert_hf_state_dict_of_a_part():
+    case("a head and a norm, and no wte.weight to compare the head with: it is passed on")
+    head, gain = randn(7, 4), randn(4, seed=1)
+    check_converted(
+        {"lm_head.weight": head, "transformer.ln_f.weight": gain}, {"lm_head.weight": head, "ln_f.weight": gain}
+    )
+
+
 def test_convert_hf_state_dict_leaves_its_input():
     case("one block of c=4")
     given = as_hf(make_weights(ONE)) | old_buffers(ONE, "transformer.")
@@ -730,6 +781,49 @@ def test_load_pretrained_gives_transformers_logits(tmp_path):
     )
 
 
+def test_load_pretrained_refuses_a_missing_tensor(tmp_path):
+    case("h.1.ln_2.bias is missing, and all else is right")
+    tensors = as_hf(make_weights(SMALL))
+    del tensors["transformer.h.1.ln_2.bias"]
+    folder = write_checkpoint(tmp_path / "model", tensors)
+    with expect_raises(ValueError, "h.1.ln_2.bias", read=LOADS):
+        gpt2.load_pretrained(folder)
+
+
+def test_load_pretrained_refuses_an_unexpected_tensor(tmp_path):
+    case("h.0.attn.strange.weight is in the file, and all else is right")
+    tensors = as_hf(make_weights(SMALL)) | {"transformer.h.0.attn.strange.weight": torch.zeros(2)}
+    folder = write_checkpoint(tmp_path / "model", tensors)
+    with expect_raises(ValueError, "strange", read=LOADS):
+        gpt2.load_pretrained(folder)
+
+
+@pytest.mark.parametrize("rows", [5, 7])
+def test_load_pretrained_refuses_another_shape(tmp_path, rows):
+    case(f"wpe.weight is [{rows}, 8] and should be [6, 8]: the message shows both")
+    tensors = as_hf(make_weights(SMALL)) | {"transformer.wpe.weight": torch.zeros(rows, 8)}
+    folder = write_checkpoint(tmp_path / "model", tensors)
+    with expect_raises(ValueError, "wpe.weight", f"[{rows}, 8]", "[6, 8]", read=LOADS):
+        gpt2.load_pretrained(folder)
+
+
+def test_load_pretrained_refuses_another_activation(tmp_path):
+    case('the activation in config.json is "relu", and all else is right')
+    folder = write_checkpoint(tmp_path / "model", as_hf(make_weights(SMALL)), activation_function="relu")
+    with expect_raises(ValueError, "relu", read=LOADS):
+        gpt2.load_pretrained(folder)
+
+
+def test_load_pretrained_refuses_a_config_without_heads(tmp_path):
+    case("config.json has no n_head, and all else is right")
+    folder = write_checkpoint(tmp_path / "model", as_hf(make_weights(SMALL)))
+    settings = hf_settings(SMALL)
+    del settings["n_head"]
+    (folder / "config.json").write_text(json.dumps(settings))
+    with expect_raises(ValueError, "n_head", read=LOADS):
+        gpt2.load_pretrained(folder)
+
+
 def test_load_pretrained_lists_all_that_is_wrong(tmp_path):
     case("a tensor missing, one of the wrong shape, one too many, another activation: one error names all four")
     tensors = as_hf(make_weights(SMALL))
@@ -739,8 +833,21 @@ def test_load_pretrained_lists_all_that_is_wrong(tmp_path):
     folder = write_checkpoint(tmp_path / "model", tensors, activation_function="relu")
     with expect_raises(ValueError, "h.1.ln_2.bias", "wpe.weight", "strange", "relu", read=LOADS):
         gpt2.load_pretrained(folder)
-    case("wpe.weight is [5, 8] and should be [6, 8]: the message shows both")
-    with expect_raises(ValueError, "[5, 8]", "[6, 8]", read=LOADS):
+
+
+def test_load_pretrained_of_a_file_without_tensors(tmp_path):
+    case("model.safetensors is whole and holds no tensor: every tensor is missing, and the message names each")
+    folder = write_checkpoint(tmp_path / "model", {}, ONE)
+    with expect_raises(ValueError, *shapes_of(ONE), read=LOADS):
+        gpt2.load_pretrained(folder)
+
+
+def test_load_pretrained_without_a_shard(tmp_path):
+    case("the second of three shards is not there: the message names the file, and the tensors that were in it")
+    folder = write_checkpoint(tmp_path / "model", as_hf(make_weights(SMALL), prefix=""), n_shards=3)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    lost = [name for i, name in enumerate(make_weights(SMALL)) if i % 3 == 1]
+    with expect_raises(ValueError, "model-00002-of-00003.safetensors", *lost, read=LOADS):
         gpt2.load_pretrained(folder)
 
 

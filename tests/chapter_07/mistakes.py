@@ -1,8 +1,10 @@
 """What goes wrong when people write a training loop."""
 
+import io
 import math
 import os
 import random
+import shutil
 import tempfile
 
 import numpy as np
@@ -64,6 +66,16 @@ def in_bits(logits, targets):
 def not_widened(logits, targets):
     shifted = logits - logits.amax(-1, keepdim=True)
     return (shifted.exp().sum(-1).log() - _pick(shifted, targets)).mean()
+
+
+@mistake(
+    "cross_entropy",
+    "one maximum is subtracted from the whole batch: a row that lies far below it has a sum of 0, whose logarithm is -inf",
+)
+def one_maximum(logits, targets):
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    shifted = wide - wide.max()
+    return (shifted.exp().sum(-1).log() - _pick(shifted, targets)).mean().to(logits.dtype)
 
 
 # ---- 7.2 AdamW -------------------------------------------------------------------------------------------------------
@@ -137,6 +149,54 @@ class NoRoot(_Variant):
         m, v, c1, c2 = self.moments(p, g, state, group)
         p.mul_(1 - group["lr"] * group["weight_decay"])
         p.sub_(group["lr"] * (m / c1) / (v / c2 + group["eps"]))
+
+
+@mistake("AdamW", "the root is taken of v before its correction, which belongs under the root too")
+class RootBeforeCorrection(_Variant):
+    def update(self, p, g, state, group):
+        m, v, c1, c2 = self.moments(p, g, state, group)
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.sub_(group["lr"] * (m / c1) / (v.sqrt() / c2 + group["eps"]))
+
+
+@mistake("AdamW", "the weight decays after the update, where it should decay before: the update decays with it")
+class DecayAfter(_Variant):
+    def update(self, p, g, state, group):
+        m, v, c1, c2 = self.moments(p, g, state, group)
+        p.sub_(group["lr"] * (m / c1) / ((v / c2).sqrt() + group["eps"]))
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+
+
+@mistake("AdamW", "the two betas are exchanged")
+class BetasExchanged(reference.AdamW):
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
+        super().__init__(params, lr, betas[::-1], eps, weight_decay)
+
+
+@mistake(
+    "AdamW",
+    "one step for all parameters of a group, where each counts its own: one without a gradient has not made the step",
+)
+class StepInGroup(_Variant):
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    if not state:
+                        state.update(exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+                    state["step"] = group["step"] - 1
+                    self.update(parameter, parameter.grad, state, group)
+        return loss
+
+    def update(self, p, g, state, group):
+        m, v, c1, c2 = self.moments(p, g, state, group)
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.sub_(group["lr"] * (m / c1) / ((v / c2).sqrt() + group["eps"]))
 
 
 @mistake(
@@ -325,6 +385,26 @@ def with_if(parameters, max_norm):
     return norm
 
 
+@mistake(
+    "clip_gradient_norm_", "1e-6 is taken off the norm instead of added: a gradient smaller than that changes its sign"
+)
+def minus_epsilon(parameters, max_norm):
+    gradients = _gradients(parameters)
+    norm = _norm(gradients)
+    for gradient in gradients:
+        gradient.mul_(torch.clamp(max_norm / (norm - 1e-6), max=1.0))
+    return norm
+
+
+@mistake("clip_gradient_norm_", "the 1e-6 of PyTorch's factor is not added to the norm")
+def without_epsilon(parameters, max_norm):
+    gradients = _gradients(parameters)
+    norm = _norm(gradients)
+    for gradient in gradients:
+        gradient.mul_(torch.clamp(max_norm / norm, max=1.0))
+    return norm
+
+
 @mistake("clip_gradient_norm_", "it returns the norm after clipping")
 def norm_after(parameters, max_norm):
     gradients = _gradients(parameters)
@@ -375,7 +455,10 @@ class _Windows(reference.TokenBatches):
     """The reference's frame around another order of the windows."""
 
     def _window(self, position):
-        return reference._window(self, position)
+        epoch, place = divmod(position, self.n_windows)
+        if self.seed is None:
+            return place
+        return int(np.random.default_rng((self.seed, epoch)).permutation(self.n_windows)[place])
 
     def __next__(self):
         first = self.position + self.rank * self.batch
@@ -467,9 +550,9 @@ class GlobalOrder(_Windows):
         epoch, place = divmod(position, self.n_windows)
         if self.seed is None:
             return place
-        if self._order[0] != epoch:
-            self._order = (epoch, torch.randperm(self.n_windows).numpy())
-        return int(self._order[1][place])
+        if getattr(self, "drawn_for", None) != epoch:
+            self.drawn_for, self.drawn = epoch, torch.randperm(self.n_windows).numpy()
+        return int(self.drawn[place])
 
 
 @mistake(
@@ -505,7 +588,7 @@ class StrideTooLong(_Windows):
 
 
 def _listed(micro_batches):
-    micro_batches = list(micro_batches)
+    micro_batches = [pair for pair in micro_batches if pair[1].numel()]
     if not micro_batches:
         raise ValueError("no micro-batch")
     return micro_batches, sum(targets.numel() for _, targets in micro_batches)
@@ -561,6 +644,21 @@ def clears(model, micro_batches):
     return reference.accumulate_gradients(model, micro_batches)
 
 
+@mistake(
+    "accumulate_gradients",
+    "a micro-batch without items is run too: its mean is 0 / 0, NaN, and NaN times a share of 0 is NaN still",
+)
+def empty_too(model, micro_batches):
+    micro_batches = list(micro_batches)
+    _, n_items = _listed(micro_batches)
+    mean = 0
+    for inputs, targets in micro_batches:
+        share = model(inputs, targets)[1] * (targets.numel() / n_items)
+        share.backward()
+        mean = mean + share.detach()
+    return mean
+
+
 @mistake("accumulate_gradients", "it returns the loss of the last micro-batch")
 def last_loss(model, micro_batches):
     micro_batches, _ = _listed(micro_batches)
@@ -573,10 +671,11 @@ def last_loss(model, micro_batches):
 
 
 def _contents(model, optimizer, step, state):
-    for name, value in state.items():
-        reference._check_readable(name, value)
-    contents = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    return contents | {"random": reference._random_state(), "state": {"step": step, **state}}
+    """What the reference would write."""
+    buffer = io.BytesIO()
+    reference.save_checkpoint(buffer, model, optimizer, step, **state)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
 
 
 def _write(path, contents, temporary=None):
@@ -604,9 +703,56 @@ def written_over(path, model, optimizer, step, **state):
 
 @mistake("save_checkpoint", "the old checkpoint is removed before the new one is in its place")
 def removed_first(path, model, optimizer, step, **state):
+    contents = _contents(model, optimizer, step, state)
     if isinstance(path, str | os.PathLike) and os.path.exists(path):
         os.remove(path)
-    _write(path, _contents(model, optimizer, step, state))
+    _write(path, contents)
+
+
+def _moved_by(path, contents, move):
+    """As ``_write`` does it, with another last step."""
+    if not isinstance(path, str | os.PathLike):
+        torch.save(contents, path)
+        return
+    temporary = f"{os.fspath(path)}.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(contents, file)
+            file.flush()
+            os.fsync(file.fileno())
+        move(temporary, path)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+        raise
+
+
+@mistake(
+    "save_checkpoint",
+    "the old checkpoint is removed and the new one renamed: between the two there is none. os.replace does both in one step",
+)
+def removed_then_renamed(path, model, optimizer, step, **state):
+    def move(temporary, path):
+        if os.path.exists(path):
+            os.remove(path)
+        os.rename(temporary, path)
+
+    _moved_by(path, _contents(model, optimizer, step, state), move)
+
+
+@mistake(
+    "save_checkpoint", "shutil.move copies where it cannot rename, and a copy can be cut short; os.replace never copies"
+)
+def moved_by_shutil(path, model, optimizer, step, **state):
+    _moved_by(path, _contents(model, optimizer, step, state), shutil.move)
+
+
+@mistake(
+    "save_checkpoint",
+    "os.rename replaces a file that is there on Linux, but raises on Windows; os.replace works on both",
+)
+def renamed(path, model, optimizer, step, **state):
+    _moved_by(path, _contents(model, optimizer, step, state), os.rename)
 
 
 @mistake("save_checkpoint", "without os.fsync the name can reach the disk before what it stands for")
@@ -617,6 +763,26 @@ def without_fsync(path, model, optimizer, step, **state):
     temporary = f"{os.fspath(path)}.tmp"
     try:
         torch.save(_contents(model, optimizer, step, state), temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+        raise
+
+
+@mistake("save_checkpoint", "without flush() the end of the file is still in Python's buffer when os.fsync is called")
+def without_flush(path, model, optimizer, step, **state):
+    contents = _contents(model, optimizer, step, state)
+    if not isinstance(path, str | os.PathLike):
+        torch.save(contents, path)
+        return
+    temporary = f"{os.fspath(path)}.tmp"
+    try:
+        whole = io.BytesIO()
+        torch.save(contents, whole)
+        with open(temporary, "wb", buffering=2**20) as file:
+            file.write(whole.getvalue())
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         if os.path.exists(temporary):
@@ -673,10 +839,20 @@ def unchecked(path, model, optimizer, step, **state):
     _write(path, contents)
 
 
+@mistake(
+    "save_checkpoint",
+    "only what the load refuses is caught: what cannot even be pickled, a lambda, raises an error of its own that names nothing",
+)
+def only_loads_checked(path, model, optimizer, step, **state):
+    for value in state.values():
+        torch.save(value, io.BytesIO())
+    reference.save_checkpoint(path, model, optimizer, step, **state)
+
+
 # ---- 7.9 load_checkpoint ---------------------------------------------------------------------------------------------
 
 
-def _restore(contents, model, optimizer, *, torch_too=True, python_too=True, numpy_too=True):
+def _restore(contents, model, optimizer, *, torch_too=True, python_too=True, numpy_too=True, cards_too=True):
     model.load_state_dict(contents["model"])
     optimizer.load_state_dict(contents["optimizer"])
     kept = contents["random"]
@@ -686,6 +862,8 @@ def _restore(contents, model, optimizer, *, torch_too=True, python_too=True, num
         random.setstate(kept["python"])
     if numpy_too:
         np.random.set_state(kept["numpy"])
+    if cards_too and torch.cuda.is_available() and len(kept.get("cuda", [])) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(kept["cuda"])
     return contents["state"]
 
 
@@ -701,6 +879,11 @@ def torch_forgotten(path, model, optimizer):
 @mistake("load_checkpoint", "only PyTorch's random numbers are set back: NumPy's and Python's go on from elsewhere")
 def others_forgotten(path, model, optimizer):
     return _restore(_read(path), model, optimizer, python_too=False, numpy_too=False)
+
+
+@mistake("load_checkpoint", "the random numbers of the CUDA devices are not set back")
+def cards_forgotten(path, model, optimizer):
+    return _restore(_read(path), model, optimizer, cards_too=False)
 
 
 @mistake("load_checkpoint", "weights_only=False: a checkpoint from a stranger can run what it likes")
@@ -726,12 +909,7 @@ def step_only(path, model, optimizer):
 def assigned(path, model, optimizer):
     contents = _read(path)
     model.load_state_dict(contents["model"], assign=True)
-    optimizer.load_state_dict(contents["optimizer"])
-    kept = contents["random"]
-    torch.set_rng_state(kept["torch"])
-    random.setstate(kept["python"])
-    np.random.set_state(kept["numpy"])
-    return contents["state"]
+    return _restore(contents, model, optimizer)
 
 
 # ---- 7.10 hours_per_epoch --------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import random
+import shutil
 import signal
 import sys
 import weakref
@@ -76,6 +77,14 @@ def test_cross_entropy_of_huge_logits():
     case("logits 10,000, 0 and -10,000 in every order, float32: exp(10,000) is infinite")
     logits = torch.tensor([[1e4, 0.0, -1e4], [-1e4, 1e4, 0.0], [0.0, -1e4, 1e4]])
     targets = torch.tensor([1, 1, 0])
+    expected = functional.cross_entropy(logits, targets)
+    expect_close(training.cross_entropy(logits, targets), expected, read=LOSS)
+
+
+def test_cross_entropy_of_rows_at_different_levels():
+    case("logits 1000, 1002, 1001; 3, 1, 2; -1000, -1003, -1001, float32: each row has a maximum of its own")
+    logits = torch.tensor([[1000.0, 1002.0, 1001.0], [3.0, 1.0, 2.0], [-1000.0, -1003.0, -1001.0]])
+    targets = torch.tensor([0, 1, 2])
     expected = functional.cross_entropy(logits, targets)
     expect_close(training.cross_entropy(logits, targets), expected, read=LOSS)
 
@@ -165,22 +174,73 @@ def values(parameters) -> list[Tensor]:
     return [p.detach().clone() for p in parameters]
 
 
-def test_AdamW_by_hand():
-    case("weights 2 and -1, gradients 0.5 and -4, then 1 and 1; lr=0.1, betas=(0.5, 0.75), eps=0.25, weight_decay=0.5")
-    weight = nn.Parameter(torch.tensor([2.0, -1.0]))
-    optimizer = training.AdamW([weight], lr=0.1, betas=(0.5, 0.75), eps=0.25, weight_decay=0.5)
-    expected, m, v = [2.0, -1.0], [0.0, 0.0], [0.0, 0.0]
-    for step, gradient in enumerate(([0.5, -4.0], [1.0, 1.0]), start=1):
+def expect_steps(start, gradients, expected, read, **settings) -> None:
+    """The weights after each step, beside those that were worked out by hand."""
+    weight = nn.Parameter(torch.tensor(start))
+    optimizer = training.AdamW([weight], **settings)
+    found = []
+    for gradient in gradients:
         weight.grad = torch.tensor(gradient)
         optimizer.step()
+        found.append(weight.detach().clone())
+    names = [f"the weights after step {step}" for step in range(1, len(found) + 1)]
+    for name, after, wanted in zip(names, found, expected, strict=True):
+        expect_close(after, torch.tensor(wanted), atol=1e-6, name=name, answer=found, read=read)
+
+
+PLAIN = {"lr": 0.125, "betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0}
+
+
+def test_AdamW_divides_by_the_root():
+    case(
+        "weights 2 and -1, gradients 0.5 and -4; lr=0.125, no memory, no eps, no decay: a step of lr whatever the gradient"
+    )
+    expect_steps([2.0, -1.0], [[0.5, -4.0]], [[1.875, -0.875]], MOMENTS, **PLAIN)
+
+
+def test_AdamW_decays_the_weight():
+    case("weights 2 and -8, gradients 0, lr=0.125, weight_decay=0.5, eps=1: each step takes 1/16 of the weight off")
+    settings = PLAIN | {"eps": 1.0, "weight_decay": 0.5}
+    expect_steps([2.0, -8.0], [[0.0, 0.0]] * 2, [[1.875, -7.5], [1.7578125, -7.03125]], DECAY, **settings)
+
+
+def test_AdamW_adds_eps_to_the_root():
+    case(
+        "weights 2 and -1, gradients 0.5 and -4, lr=0.125, eps=0.5, no memory, no decay: 0.5 / (0.5 + 0.5) and -4 / (4 + 0.5)"
+    )
+    expect_steps([2.0, -1.0], [[0.5, -4.0]], [[1.9375, -8 / 9]], CORRECTED, **PLAIN | {"eps": 0.5})
+
+
+def test_AdamW_corrects_the_mean():
+    case("weights 2 and -1, gradients 0.5 and -4, then 1.5 and 1; betas=(0.75, 0), lr=0.125, no eps, no decay")
+    # step 1: m / (1 - 0.75) is the gradient; step 2: (0.75 * 0.125 + 0.25 * 1.5) / (7 / 16) and (-0.75 + 0.25) / (7 / 16)
+    second = [1.875 - 0.125 * (0.46875 * 16 / 7) / 1.5, -0.875 - 0.125 * (-0.5 * 16 / 7) / 1.0]
+    settings = PLAIN | {"betas": (0.75, 0.0)}
+    expect_steps([2.0, -1.0], [[0.5, -4.0], [1.5, 1.0]], [[1.875, -0.875], second], CORRECTED, **settings)
+
+
+def test_AdamW_corrects_the_mean_square():
+    case("weights 2 and -1, gradients 0.5 and -4, then 1.5 and 1; betas=(0, 0.75), lr=0.125, no eps, no decay")
+    # step 2: the mean squares are (0.75 * 0.0625 + 0.25 * 2.25) / (7 / 16) = 1.392857 and (3 + 0.25) / (7 / 16) = 7.428571
+    roots = [math.sqrt(0.609375 * 16 / 7), math.sqrt(3.25 * 16 / 7)]
+    second = [1.875 - 0.125 * 1.5 / roots[0], -0.875 - 0.125 * 1.0 / roots[1]]
+    settings = PLAIN | {"betas": (0.0, 0.75)}
+    expect_steps([2.0, -1.0], [[0.5, -4.0], [1.5, 1.0]], [[1.875, -0.875], second], CORRECTED, **settings)
+
+
+def test_AdamW_by_hand():
+    case("weights 2 and -1, gradients 0.5 and -4, then 1 and 3; lr=0.1, betas=(0.5, 0.75), eps=0.25, weight_decay=0.5")
+    expected, m, v = [[2.0, -1.0]], [0.0, 0.0], [0.0, 0.0]
+    gradients = [[0.5, -4.0], [1.0, 3.0]]
+    for step, gradient in enumerate(gradients, start=1):
+        after = []
         for i, g in enumerate(gradient):
             m[i], v[i] = 0.5 * m[i] + 0.5 * g, 0.75 * v[i] + 0.25 * g * g
             update = m[i] / (1 - 0.5**step) / (math.sqrt(v[i] / (1 - 0.75**step)) + 0.25)
-            expected[i] = expected[i] * (1 - 0.1 * 0.5) - 0.1 * update
-        name = f"the weights after step {step}"
-        expect_close(
-            weight.detach().clone(), torch.tensor(expected), atol=1e-6, name=name, read=f"{CORRECTED} and eq-training-4"
-        )
+            after.append(expected[-1][i] * (1 - 0.1 * 0.5) - 0.1 * update)
+        expected.append(after)
+    settings = {"lr": 0.1, "betas": (0.5, 0.75), "eps": 0.25, "weight_decay": 0.5}
+    expect_steps([2.0, -1.0], gradients, expected[1:], f"{CORRECTED} and eq-training-4", **settings)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
@@ -193,6 +253,21 @@ def test_AdamW_equals_torch(settings):
         a.step()
         b.step()
     expect_close(values(mine), values(theirs), atol=2e-6, name="weights", read=f"{MOMENTS} to eq-training-4")
+
+
+def test_AdamW_has_an_eps_of_1e_8():
+    case(
+        "a parameter [3] whose gradients are around 1e-8, 5 steps, the defaults: there, eps weighs as much as the root"
+    )
+    mine, theirs = two_copies((3,))
+    a, b = training.AdamW(mine), torch.optim.AdamW(theirs)
+    for step in range(5):
+        set_gradients(mine, theirs, step)
+        mine[0].grad *= 1e-8
+        theirs[0].grad *= 1e-8
+        a.step()
+        b.step()
+    expect_close(values(mine), values(theirs), atol=2e-6, name="weights", read="the contract")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -269,16 +344,19 @@ def test_AdamW_takes_a_closure():
     expect_true(training.AdamW([weight]).step() is None, "step() without a closure should return None")
 
 
-@pytest.mark.parametrize("target", ["AdamW", "torch"])
-def test_AdamW_state_goes_on_elsewhere(target):
-    case(f"3 steps, state_dict(), a new {target} takes it, 3 more steps; beside 6 steps of PyTorch's AdamW")
+@pytest.mark.parametrize(("first", "second"), [("ours", "ours"), ("ours", "PyTorch's"), ("PyTorch's", "ours")])
+def test_AdamW_state_goes_on_elsewhere(first, second):
+    case(
+        f"3 steps of {first} AdamW, then 3 of {second}, new, which takes its state_dict(); beside 6 steps of PyTorch's"
+    )
+    kinds = {"ours": lambda *a, **k: training.AdamW(*a, **k), "PyTorch's": torch.optim.AdamW}
     mine, theirs = two_copies((2, 3), (3,))
     settings = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.2}
-    a, b = training.AdamW(mine, **settings), torch.optim.AdamW(theirs, **settings)
+    a, b = kinds[first](mine, **settings), torch.optim.AdamW(theirs, **settings)
     for step in range(6):
         if step == 3:
             state = a.state_dict()
-            a = (training.AdamW if target == "AdamW" else torch.optim.AdamW)(mine, lr=99.0)
+            a = kinds[second](mine, lr=99.0)
             a.load_state_dict(state)
         set_gradients(mine, theirs, step)
         a.step()
@@ -294,6 +372,10 @@ def test_AdamW_state_goes_on_elsewhere(target):
         ({"eps": -1e-8}, "-1e-08"),
         ({"weight_decay": -0.1}, "-0.1"),
         ({"betas": (0.9, 1.0)}, "1.0"),
+        ({"betas": (1.0, 0.999)}, "1.0"),
+        ({"betas": (1.25, 0.5)}, "1.25"),
+        ({"betas": (0.5, -0.25)}, "-0.25"),
+        ({"betas": (-0.25, 0.5)}, "-0.25"),
     ],
     ids=str,
 )
@@ -301,6 +383,19 @@ def test_AdamW_refuses(settings, value):
     case(f"{settings}")
     with expect_raises(ValueError, value, read="the contract, under Raises"):
         training.AdamW([nn.Parameter(torch.zeros(1))], **settings)
+
+
+def test_AdamW_takes_settings_of_zero():
+    case("lr=0, betas=(0, 0), eps=0, weight_decay=0: at their bounds, and so allowed; the weight stays where it is")
+    weight = nn.Parameter(torch.tensor([2.0]))
+    weight.grad = torch.tensor([3.0])
+    training.AdamW([weight], lr=0.0, betas=(0.0, 0.0), eps=0.0, weight_decay=0.0).step()
+    expect_close(
+        weight.detach().clone(),
+        torch.tensor([2.0]),
+        name="the weight",
+        read="the contract, under Raises",
+    )
 
 
 # ---- 7.3 parameter_groups --------------------------------------------------------------------------------------------
@@ -386,9 +481,10 @@ def test_cosine_schedule_at_its_ends():
     expect_close(found, [1.0, 0.1, 0.1, 0.1], name="rate", read=read)
     case("warmup_steps=5, max_steps=5: steps 4 and 5")
     expect_close([training.cosine_schedule(s, 1.0, 0.1, 5, 5) for s in (4, 5)], [0.8, 0.1], name="rate", read=read)
-    case("warmup_steps=10, max_steps=9")
-    with expect_raises(ValueError, "10", "9", read=read):
-        training.cosine_schedule(3, 1.0, 0.1, 10, 9)
+    for step in (3, 25, 40):
+        case(f"warmup_steps=31, max_steps=30, step={step}")
+        with expect_raises(ValueError, "31", "30", read=read):
+            training.cosine_schedule(step, 1.0, 0.1, 31, 30)
 
 
 # ---- 7.5 clip_gradient_norm_ -----------------------------------------------------------------------------------------
@@ -425,6 +521,25 @@ def test_clip_gradient_norm__equals_torch(dtype, max_norm):
     expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
     expect_close(norm, expected, atol=1e-6, name="the norm before", read=CLIP)
     expect_close(gradients_of(mine), gradients_of(theirs), atol=1e-6, name="gradients", read=CLIP)
+
+
+def test_clip_gradient_norm__of_tiny_gradients():
+    case("gradients [3e-7] and [-4e-7], of norm 5e-7, below the 1e-6 of the factor; max_norm=1: they stay as they are")
+    read = "the contract, under Source"
+    tiny = [torch.tensor([3e-7]), torch.tensor([-4e-7])]
+    parameters = with_gradients(*tiny)
+    norm = training.clip_gradient_norm_(parameters, 1.0)
+    expect_close(gradients_of(parameters), tiny, rtol=1e-5, atol=0, name="gradients", read=read)
+    expect_close(norm, torch.tensor(5e-7), rtol=1e-5, atol=0, name="the norm before", read=read)
+    case("gradients [3e-6] and [-4e-6], of norm 5e-6, max_norm=3e-6: the factor is 3e-6 / (5e-6 + 1e-6), one half")
+    small = [torch.tensor([3e-6]), torch.tensor([-4e-6])]
+    parameters = with_gradients(*small)
+    training.clip_gradient_norm_(parameters, 3e-6)
+    expect_close(gradients_of(parameters), [g / 2 for g in small], rtol=1e-5, atol=0, name="gradients", read=read)
+    case("gradients of 0, max_norm=1: they stay 0")
+    parameters = with_gradients(torch.zeros(2))
+    training.clip_gradient_norm_(parameters, 1.0)
+    expect_close(gradients_of(parameters), [torch.zeros(2)], name="gradients", read=read)
 
 
 def test_clip_gradient_norm__where_squares_overflow():
@@ -616,7 +731,7 @@ def test_TokenBatches_goes_on_at_the_exact_batch(seed):
         state = json.loads(json.dumps(first.state_dict()))
         expected = take(first, 4)
         second = training.TokenBatches(range(23), 2, 2, seed=seed)
-        take(second, 3)  # wherever it stands
+        take(second, 3 if done % 2 else 17)  # wherever it stands, in an earlier epoch or a later one
         second.load_state_dict(state)
         expect_equal(take(second, 4), expected, name=f"batches after {done}", read=BATCHES)
 
@@ -855,9 +970,22 @@ def test_accumulate_gradients_holds_one_micro_batch_at_a_time():
     )
 
 
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_accumulate_gradients_skips_what_is_empty(empty):
+    case(f"micro-batches of 3 and 2 items, and micro-batch {empty} of the three without any")
+    micro_batches = [batch_of(3), batch_of(2, seed=1)]
+    model = Tiny()
+    loss, gradients = whole_batch(model, micro_batches)
+    micro_batches.insert(empty, batch_of(0))
+    found = training.accumulate_gradients(model, micro_batches)
+    read = "the contract, under micro_batches"
+    expect_close(found, loss, atol=1e-10, name="the mean loss", read=read)
+    expect_close([p.grad for p in model.parameters()], gradients, atol=1e-10, name="gradients", read=read)
+
+
 def test_accumulate_gradients_of_nothing():
-    case("no micro-batch: a list and a generator")
-    for nothing in ([], iter(())):
+    for what, nothing in (("a list", []), ("a generator", iter(())), ("a list of an empty one", [batch_of(0)])):
+        case(f"no micro-batch that holds an item: {what}")
         with expect_raises(ValueError, "micro", read="the contract, under Raises"):
             training.accumulate_gradients(Tiny(), nothing)
 
@@ -985,49 +1113,79 @@ def test_save_checkpoint_changes_nothing():
     expect_true(same, "saving drew from the random numbers", read=SAVE)
 
 
-def test_save_checkpoint_refuses_what_could_not_be_loaded(tmp_path):
-    case("the extra state `sampler` is an object of a class; before, there is a checkpoint of step 1")
-    path = tmp_path / "run.pt"
+REFUSED = {
+    "an object of a class": lambda: Path("x"),
+    "a list that holds an object": lambda: [1, {"deep": Path("x")}],
+    "a lambda": lambda: lambda epoch: 0.5**epoch,
+    "a dict that holds a lambda": lambda: {"lr_lambdas": [lambda epoch: 0.5**epoch]},
+    "a generator": lambda: (i for i in range(3)),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_save_checkpoint_refuses_what_could_not_be_loaded(tmp_path, what):
+    case(
+        f"the extra state `sampler` is {what}, beside an `epoch` that is fine; before, there is a checkpoint of step 1"
+    )
+    path, read = tmp_path / "run.pt", f"{SAVE}, under Raises"
     save(path, 1)
     old = path.read_bytes()
-    with expect_raises(TypeError, "sampler", read=f"{SAVE}, under Raises"):
-        save(path, 2, sampler=Path("x"))
-    expect_true(path.read_bytes() == old, "the old checkpoint is changed", read=f"{SAVE}, under Raises")
+    with expect_raises(TypeError, "sampler", read=read):
+        save(path, 2, epoch=3, sampler=REFUSED[what]())
+    expect_true(path.read_bytes() == old, "the old checkpoint is changed", read=read)
+    expect_equal([p.name for p in tmp_path.iterdir()], ["run.pt"], name="files", read=read)
 
 
 class Log:
-    """Notes in which order files reach the disk and their place."""
+    """Notes in which order files reach the disk and their place, and lose it."""
 
     def __init__(self, monkeypatch):
         self.calls: list = []
-        monkeypatch.setattr(os, "fsync", self._wrap("fsync", os.fsync))
-        for name in ("replace", "rename"):
-            monkeypatch.setattr(os, name, self._wrap(name, getattr(os, name)))
+        self.fsynced = 0  # bytes of the largest file when it was brought to the disk
+        for name in ("fsync", "replace", "rename", "renames", "remove", "unlink", "link", "truncate"):
+            if hasattr(os, name):
+                monkeypatch.setattr(os, name, self._wrap(name, getattr(os, name)))
+        for name in ("move", "copyfile", "copy", "copy2"):
+            monkeypatch.setattr(shutil, name, self._wrap(f"shutil.{name}", getattr(shutil, name)))
 
     def _wrap(self, name, real):
         def call(*args, **kwargs):
             self.calls.append((name, args))
+            if name == "fsync":
+                number = args[0] if isinstance(args[0], int) else args[0].fileno()
+                self.fsynced = max(self.fsynced, os.fstat(number).st_size)
             return real(*args, **kwargs)
 
         return call
 
 
-def test_save_checkpoint_moves_a_whole_file_into_place(tmp_path, monkeypatch):
-    case("a checkpoint over an old one: the calls of os.fsync and os.replace")
+@pytest.mark.parametrize("kind", [Path, str])
+def test_save_checkpoint_moves_a_whole_file_into_place(tmp_path, monkeypatch, kind):
+    case(f"a checkpoint over an old one, path a {kind.__name__}: the calls of os.fsync and os.replace")
     path = tmp_path / "run.pt"
     save(path, 1)
     log = Log(monkeypatch)
-    save(path, 2)
-    names = ["move" if name in ("replace", "rename") else name for name, _ in log.calls]
-    read = f"{SAVE}, under Returns"
-    expect_true("move" in names, "nothing was moved into place: the old file was written over", answer=names, read=read)
+    save(kind(path), 2)
+    names, read = [name for name, _ in log.calls], f"{SAVE}, under Returns"
+    moves = [name for name in names if name not in ("fsync", "remove", "unlink", "truncate")]
+    gone = [name for name, args in log.calls if name in ("remove", "unlink") and Path(args[0]) == path]
+    problem = "the old checkpoint is removed before the new one is in its place: os.replace puts the new over the old"
+    expect_true(not gone, problem, answer=names, read=read)
+    expect_true(moves, "nothing was moved into place: the old file was written over", answer=names, read=read)
+    expect_true(moves[0] == "replace", f"moved into place by {moves[0]}, not by os.replace", answer=names, read=read)
     expect_true(
-        "fsync" in names[: names.index("move")],
+        "fsync" in names[: names.index("replace")],
         "it is moved into place before os.fsync: after a power cut the name may stand for an empty file",
+        answer=names,
         read=read,
     )
-    source = Path(log.calls[names.index("move")][1][0])
-    expect_equal(str(source.parent), str(tmp_path), name="the folder of what is moved", read=read)
+    size, written = path.stat().st_size, log.fsynced
+    problem = (
+        f"at os.fsync the file had {written} of its {size} bytes: the others were in Python's buffer; flush() it first"
+    )
+    expect_true(written == size, problem, answer=names, read=read)
+    source = Path(log.calls[names.index("replace")][1][0])
+    expect_equal(str(source.parent), str(tmp_path), name="the folder of what is moved", answer=names, read=read)
 
 
 def fail_half_way(error: BaseException | None):
@@ -1096,6 +1254,40 @@ def test_save_checkpoint_that_is_killed_leaves_the_old_one(tmp_path):
     expect_true(path.exists() and path.read_bytes() == old, "the old checkpoint is gone or changed", read=SAVE)
     save(path, 3)
     expect_equal(step_in(path), 3, name="step in the file", read=READ)
+
+
+TOUCHES = ("open", "os.rename", "os.remove", "os.link", "os.symlink", "os.truncate", "shutil.move", "shutil.copyfile")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_save_checkpoint_can_be_killed_before_each_touch_of_the_disk(tmp_path):
+    case("a checkpoint of step 1; saving step 2 is killed just before each time that it opens, moves or removes a file")
+    path, run, alive = tmp_path / "run.pt", Run(2), True
+    for n in range(1, 100):
+
+        def killed(n=n):
+            left = [n]
+
+            def hook(event, args):
+                left[0] -= event in TOUCHES
+                if event in TOUCHES and left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            sys.addaudithook(hook)
+            training.save_checkpoint(path, run.model, run.optimizer, 2)
+
+        save(path, 1)
+        alive = not in_a_child_that_dies(killed)
+        if alive:
+            break
+        try:
+            step = step_in(path)
+        except Exception as error:
+            step = f"unreadable: {type(error).__name__}"
+        expect_true(
+            step in (1, 2), f"killed before touch {n} of the disk, the file holds {step!r}, neither step", read=SAVE
+        )
+    expect_true(alive and step_in(path) == 2, "left alone, the save did not end with step 2 in the file", read=SAVE)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -1226,6 +1418,45 @@ def test_load_checkpoint_needs_a_file_and_the_same_model(tmp_path):
         training.load_checkpoint(tmp_path / "run.pt", nn.Sequential(nn.Linear(4, 5)), run.optimizer)
 
 
+@pytest.fixture
+def cards(monkeypatch):
+    """A machine with CUDA devices, whatever there is: the random numbers of each stand in a list that the test may change."""
+    states: list[Tensor] = []
+
+    def number(device) -> int:
+        return device if isinstance(device, int) else torch.device(device).index or 0
+
+    def set_state(state, device="cuda"):
+        states[number(device)] = state.clone()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(states))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": states[number(device)].clone())
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [state.clone() for state in states])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", set_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda new: [set_state(s, i) for i, s in enumerate(new)])
+    return states
+
+
+def test_load_checkpoint_restores_the_random_numbers_of_every_device(tmp_path, cards):
+    case("two CUDA devices (played by the test): their random states when loading, which have gone on since saving")
+    cards[:] = [torch.tensor([1, 2, 3], dtype=torch.uint8), torch.tensor([4, 5, 6], dtype=torch.uint8)]
+    run = save(tmp_path / "run.pt", 1)
+    cards[:] = [torch.tensor([7, 7, 7], dtype=torch.uint8), torch.tensor([8, 8, 8], dtype=torch.uint8)]
+    training.load_checkpoint(tmp_path / "run.pt", run.model, run.optimizer)
+    expect_equal([state.tolist() for state in cards], [[1, 2, 3], [4, 5, 6]], name="random states", read=LOAD)
+
+
+def test_load_checkpoint_without_the_devices_of_the_file(tmp_path, monkeypatch, cards):
+    case("saved beside two CUDA devices (played by the test), loaded where there is none")
+    cards[:] = [torch.tensor([1, 2, 3], dtype=torch.uint8), torch.tensor([4, 5, 6], dtype=torch.uint8)]
+    run = save(tmp_path / "run.pt", 6)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cards.clear()
+    found = training.load_checkpoint(tmp_path / "run.pt", run.model, run.optimizer)
+    expect_equal(found, {"step": 6}, name="what is loaded", read=LOAD)
+
+
 @pytest.mark.gpu
 def test_load_checkpoint_on_a_gpu(tmp_path):
     case("a model and its optimizer on the GPU; the next random numbers of the GPU")
@@ -1243,7 +1474,9 @@ def test_load_checkpoint_on_a_gpu(tmp_path):
 # ---- 7.10 hours_per_epoch --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("speed", "size", "hours"), [(1.0, 3600, 1.0), (250, 50_000, 1 / 18), (0.5, 900, 0.5)])
+@pytest.mark.parametrize(
+    ("speed", "size", "hours"), [(1.0, 3600, 1.0), (250, 50_000, 1 / 18), (0.5, 900, 0.5), (7.5, 1000, 1000 / 27_000)]
+)
 def test_hours_per_epoch_by_hand(speed, size, hours):
     case(f"{size} items at {speed} a second")
     expect_close(training.hours_per_epoch(speed, size), hours, name="hours", read=YARDSTICK)

@@ -48,6 +48,16 @@ def _nothing() -> None:
     pass
 
 
+def _waiting(device):
+    """A function that waits until a device has done its work."""
+    if device is None:
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cpu":
+        return _nothing
+    return lambda: (torch.cuda if device.type == "cuda" else torch.accelerator).synchronize(device)
+
+
 # ---- 8.1 benchmark ---------------------------------------------------------------------------------------------------
 
 
@@ -58,14 +68,14 @@ def never_synchronised(fn, warmup=5, repeats=10, device=None):
 
 @mistake("benchmark", "the accelerator is waited for at the start of a call, but not at its end")
 def synchronised_before(fn, warmup=5, repeats=10, device=None):
-    return _timing(_measure(fn, warmup, repeats, lambda: reference._synchronize(device), _nothing))
+    return _timing(_measure(fn, warmup, repeats, _waiting(device), _nothing))
 
 
 @mistake(
     "benchmark", "the clock starts while the warm-up still runs on the accelerator: wait before the first reading too"
 )
 def synchronised_after(fn, warmup=5, repeats=10, device=None):
-    return _timing(_measure(fn, warmup, repeats, _nothing, lambda: reference._synchronize(device)))
+    return _timing(_measure(fn, warmup, repeats, _nothing, _waiting(device)))
 
 
 @mistake("benchmark", "CUDA is waited for even where the work is on the CPU")
@@ -76,6 +86,19 @@ def always_synchronised(fn, warmup=5, repeats=10, device=None):
 @mistake("benchmark", "device=None is taken for the CPU, though there is an accelerator to wait for")
 def none_is_cpu(fn, warmup=5, repeats=10, device=None):
     return reference.benchmark(fn, warmup, repeats, device or "cpu")
+
+
+@mistake("benchmark", "the current accelerator is waited for, whichever device was given")
+def waits_for_the_current(fn, warmup=5, repeats=10, device=None):
+    on_cpu = device is not None and torch.device(device).type == "cpu"
+    wait = _nothing if on_cpu or not torch.accelerator.is_available() else torch.cuda.synchronize
+    return _timing(_measure(fn, warmup, repeats, wait, wait))
+
+
+@mistake("benchmark", "only CUDA is waited for; there are other accelerators, for which torch.accelerator waits")
+def only_cuda(fn, warmup=5, repeats=10, device=None):
+    other = device is not None and torch.device(device).type not in ("cpu", "cuda")
+    return reference.benchmark(fn, warmup, repeats, "cpu" if other else device)
 
 
 @mistake("benchmark", "the calls of the warm-up are timed with the others")
@@ -122,9 +145,7 @@ def one_interval(fn, warmup=5, repeats=10, device=None):
 
 @mistake("benchmark", "a single call has no sample deviation, and statistics.stdev refuses it: return 0")
 def one_call_refused(fn, warmup=5, repeats=10, device=None):
-    times = _measure(
-        fn, warmup, repeats, lambda: reference._synchronize(device), lambda: reference._synchronize(device)
-    )
+    times = _measure(fn, warmup, repeats, _waiting(device), _waiting(device))
     return reference.Timing(statistics.fmean(times), statistics.stdev(times), statistics.median(times), tuple(times))
 
 
@@ -230,9 +251,18 @@ def with_projections(config, length, causal):
     return projections + reference.attention_flops(config, length, causal)
 
 
-@mistake("attention_flops", "a multiply-add is counted once instead of twice")
+@mistake("attention_flops", "a multiply-add is counted once and one product of the two: a quarter of the FLOPs is left")
 def attention_macs(config, length, causal):
-    return reference.attention_flops(config, length, causal) / 2
+    return reference.attention_flops(config, length, causal) // 4
+
+
+@mistake(
+    "attention_flops",
+    "the count is a float: it should be whole, and beyond 2^53 a float cannot hold every whole number",
+)
+def attention_as_float(config, length, causal):
+    pairs = length * (length + 1) / 2 if causal else float(length * length)
+    return 4 * config.n_layers * config.dim * pairs
 
 
 # ---- 8.5 training_flops_per_token ------------------------------------------------------------------------------------
@@ -294,7 +324,16 @@ def without_attention(config):
 )
 def causal_only(config):
     t = config.context_len
-    return 3 * (_linear(config) + _head(config)) + 3 * reference.attention_flops(config, t, True) / t
+    return 3 * (_linear(config) + _head(config)) + 3 * reference.attention_flops(config, t, True) // t
+
+
+@mistake("training_flops_per_token", "the count is a float: divide by the tokens with //, which keeps it whole")
+def token_as_float(config):
+    return 3 * (
+        _linear(config)
+        + _head(config)
+        + reference.attention_flops(config, config.context_len, False) / config.context_len
+    )
 
 
 @mistake("training_flops_per_token", "that is attention of a whole sequence, not of one of its tokens")
@@ -394,11 +433,11 @@ def seconds_for_speed(items_per_second, flops_per_item, peak_flops):
 
 
 def _saved(fn):
-    """Every tensor that is packed, in order."""
+    """Every tensor that is packed, in order, cut off from its graph, and whether it is a leaf."""
     kept = []
 
     def pack(tensor):
-        kept.append(tensor)
+        kept.append((tensor.detach(), tensor.is_leaf))
         return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -408,45 +447,53 @@ def _saved(fn):
 
 @mistake("saved_activation_bytes", "a storage is counted as often as a view of it is saved")
 def views_apart(fn):
-    return sum(tensor.untyped_storage().nbytes() for tensor in _saved(fn))
+    return sum(tensor.untyped_storage().nbytes() for tensor, _ in _saved(fn))
 
 
 @mistake("saved_activation_bytes", "tensors are told apart as Python objects: two views of one storage are two objects")
 def by_object(fn):
-    return sum(tensor.untyped_storage().nbytes() for tensor in {id(t): t for t in _saved(fn)}.values())
+    kept = {}
+
+    def pack(tensor):
+        kept[id(tensor)] = tensor
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        fn()
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 @mistake("saved_activation_bytes", "that is where the view begins: two views of one storage begin at different places")
 def by_start_of_view(fn):
-    return sum({t.data_ptr(): t.untyped_storage().nbytes() for t in _saved(fn)}.values())
+    return sum({t.data_ptr(): t.untyped_storage().nbytes() for t, _ in _saved(fn)}.values())
 
 
 @mistake("saved_activation_bytes", "only the view's own numbers are counted, where the whole storage stays alive")
 def size_of_view(fn):
-    return sum({t.untyped_storage()._cdata: t.numel() * t.itemsize for t in _saved(fn)}.values())
+    return sum({t.untyped_storage()._cdata: t.numel() * t.itemsize for t, _ in _saved(fn)}.values())
 
 
 @mistake("saved_activation_bytes", "four bytes for every number, whatever its dtype")
 def always_four(fn):
-    storages = {t.untyped_storage()._cdata: 4 * t.untyped_storage().nbytes() // t.itemsize for t in _saved(fn)}
+    storages = {t.untyped_storage()._cdata: 4 * t.untyped_storage().nbytes() // t.itemsize for t, _ in _saved(fn)}
     return sum(storages.values())
 
 
 @mistake("saved_activation_bytes", "those are numbers, not bytes")
 def numbers(fn):
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() // t.itemsize for t in _saved(fn)}.values())
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() // t.itemsize for t, _ in _saved(fn)}.values())
 
 
 @mistake(
     "saved_activation_bytes", "storages are told apart by data_ptr, which is 0 for every tensor on the meta device"
 )
 def by_address(fn):
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _saved(fn)}.values())
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t, _ in _saved(fn)}.values())
 
 
 @mistake("saved_activation_bytes", "the inputs (leaves) are left out, but autograd keeps them too")
 def without_leaves(fn):
-    kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _saved(fn) if not t.is_leaf}
+    kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t, is_leaf in _saved(fn) if not is_leaf}
     return sum(kept.values())
 
 
@@ -667,6 +714,39 @@ def _write(path, events) -> None:
     Path(path).write_text(json.dumps({"events": events, "peak_bytes": peak}), encoding="utf-8")
 
 
+class _Log(TorchDispatchMode):
+    """Notes each storage that an operator makes, and its end, until it is told to rest."""
+
+    def __init__(self, events):
+        super().__init__()
+        self.events, self.alive, self.resting, self.start = events, {}, False, _now()
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False
+
+    def note(self, operator, change):
+        total = (self.events[-1]["total_bytes"] if self.events else 0) + change
+        event = {"time_s": _now() - self.start, "operator": operator, "change_bytes": change, "total_bytes": total}
+        self.events.append(event)
+
+    def end(self, key):
+        n_bytes = self.alive.pop(key)
+        if not self.resting:
+            self.note("free", -n_bytes)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for storage in [t.untyped_storage() for t in tree_leaves(out) if isinstance(t, torch.Tensor)]:
+            key, n_bytes = storage._cdata, storage.nbytes()
+            if n_bytes and key not in given and key not in self.alive:
+                self.alive[key] = n_bytes
+                weakref.finalize(storage, self.end, key).atexit = False
+                self.note(str(func), n_bytes)
+        return out
+
+
 class _NoFrees(TorchDispatchMode):
     """Notes what operators return, and no end of it."""
 
@@ -746,10 +826,10 @@ def only_after_success(path):
         torch.cuda.memory._record_memory_history(enabled=None)
         return
     events: list = []
-    log = reference._StorageLog(events)
+    log = _Log(events)
     with log:
         yield events
-    log.alive = None
+    log.resting = True
     _write(path, events)
 
 
@@ -762,7 +842,7 @@ def goes_on(path):
         return
     events = []
     try:
-        with reference._StorageLog(events):
+        with _Log(events):
             yield events
     finally:
         _write(path, events)
@@ -782,12 +862,12 @@ def peak_at_the_end(path):
 @contextmanager
 def never_asks_cuda(path):
     events: list = []
-    log = reference._StorageLog(events)
+    log = _Log(events)
     try:
         with log:
             yield events
     finally:
-        log.alive = None
+        log.resting = True
         _write(path, events)
 
 
@@ -827,6 +907,16 @@ def nothing_noted(path):
         yield events
 
 
+@mistake("memory_timeline", "time_s is what the clock shows: the clock's reading at the beginning must be taken off")
+@contextmanager
+def clock_shown(path):
+    start = _now()
+    with reference.memory_timeline(path) as events:
+        yield events
+    for event in events:
+        event["time_s"] += start
+
+
 @mistake("memory_timeline", "sizes are in MiB, where the contract has bytes")
 @contextmanager
 def in_mebibytes(path):
@@ -838,29 +928,23 @@ def in_mebibytes(path):
         _write(path, events)
 
 
-class _TensorLog(TorchDispatchMode):
+class _TensorLog(_Log):
     """Follows tensors instead of storages."""
-
-    def __init__(self, events):
-        super().__init__()
-        self.log = reference._StorageLog(events)
-
-    @classmethod
-    def _should_skip_dynamo(cls):
-        return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in given:
-                self.log.note(str(func), t.untyped_storage().nbytes())
-                weakref.finalize(t, self.end, t.untyped_storage().nbytes())
+            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in given and t.untyped_storage().nbytes():
+                key = len(self.alive)
+                self.alive[key] = t.untyped_storage().nbytes()
+                self.note(str(func), self.alive[key])
+                weakref.finalize(t, self.end_of_tensor, key).atexit = False
         return out
 
-    def end(self, n_bytes):
-        if self.log.alive is not None:
-            self.log.note("free", -n_bytes)
+    def end_of_tensor(self, key):
+        if not self.resting:
+            self.note("free", -self.alive[key])
 
 
 @mistake("memory_timeline", "the tensor is followed to its end, where its storage may live on in a view")
@@ -876,5 +960,5 @@ def tensors_followed(path):
         with mode:
             yield events
     finally:
-        mode.log.alive = None
+        mode.resting = True
         _write(path, events)

@@ -1,8 +1,10 @@
 """Profiles, graded: the trace and the timeline are compared with what PyTorch's own profiler saw."""
 
 import gc
+import itertools
 import json
 import pickle
+import time
 from collections import defaultdict
 
 import pytest
@@ -143,7 +145,7 @@ def played_events() -> EventList:
 
     def add(name, start, end, thread=1, kernel_us=0, **kwargs):
         number = len(events) + 1
-        event = FunctionEvent(number, name, thread, start, end, use_device="cuda", **kwargs)
+        event = FunctionEvent(number, name, thread, start, end, use_device="cuda", stack=[], **kwargs)
         if kernel_us:
             event.append_kernel(f"kernel of {name}", 0, kernel_us)
         events.append(event)
@@ -156,8 +158,8 @@ def played_events() -> EventList:
         add("backward", start + 50, start + 150, **ours)
         add("aten::mm", start + 60, start + 80, thread=2, kernel_us=700)  # from autograd's thread
         add("aten::mm", start + 90, start + 110, thread=2, kernel_us=300)
-        add("forward", start + 1000, start + 1600, **ours, **device)
-        add("kernel of aten::addmm", start + 1000, start + 1500, **device)
+        add("forward", start + 8, start + 608, **ours, **device)
+        add("kernel of aten::addmm", start + 8, start + 508, **device)
     add("optimizer", 400, 460, **ours)
     add("Optimizer.step#AdamW.step", 405, 455, **ours)
     add("aten::_fused_adamw_", 410, 450, kernel_us=90)
@@ -268,6 +270,24 @@ def test_memory_timeline_names_the_operators_in_order_of_time(tmp_path):
     expect_true("exp" in events[1]["operator"], f"the second is {events[1]['operator']!r}, expected one with 'exp'")
     times = [event["time_s"] for event in events]
     expect_true(times == sorted(times) and times[0] >= 0, "time_s falls, or is negative", answer=times, read=TIMELINE)
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_memory_timeline_counts_time_from_its_beginning(tmp_path, monkeypatch):
+    case(
+        "every clock of the module time stands at 1,000,000 s and goes on by 1 s when it is read; three tensors are made"
+    )
+    ticks = itertools.count(1_000_000)
+    for clock in ("time", "monotonic", "perf" + "_counter"):
+        monkeypatch.setattr(time, clock, lambda: float(next(ticks)))
+    with speed.memory_timeline(tmp_path / "memory.json") as events:
+        made = [torch.ones(10) for _ in range(3)]
+    times = [event["time_s"] for event in events]
+    in_order = times == sorted(times) and len(times) == len(made)
+    problem = f"time_s is {times}: it should be seconds since the block began"
+    expect_true(
+        in_order and times[0] >= 0 and times[-1] < 1000, problem, answer=[round(t, -3) for t in times], read=TIMELINE
+    )
 
 
 @pytest.mark.usefixtures("no_cuda")

@@ -36,6 +36,14 @@ def counted_flops(run) -> int:
     return counter.get_total_flops()
 
 
+def expect_whole(found, expected: int, **where) -> None:
+    """Exactly this number, and an int: a float holds no more than 53 bits of it."""
+    if found == expected and not isinstance(found, int):
+        problem = f"a {type(found).__name__}, expected an int: FLOPs are counted in whole numbers (// divides them)"
+        expect_true(False, problem, answer=found, **where)
+    expect_equal(found, expected, **where)
+
+
 # ---- 8.1 benchmark ---------------------------------------------------------------------------------------------------
 
 
@@ -46,6 +54,7 @@ class Machine:
 
     def __init__(self, work_s):
         self.work_s, self.now, self.busy_until, self.done = list(work_s), 100.0, 0.0, []
+        self.waited_for: list[torch.device | None] = []
 
     def fn(self):
         n = self.done.count("fn")
@@ -57,6 +66,8 @@ class Machine:
     def synchronize(self, *args, **kwargs):
         self.now = max(self.now, self.busy_until)
         self.done.append("synchronize")
+        given = args[0] if args else kwargs.get("device")
+        self.waited_for.append(given if given is None else torch.device(given))
 
     def clock(self):
         self.done.append("clock" if self.now >= self.busy_until else "clock while the device works")
@@ -107,6 +118,14 @@ def test_benchmark_by_hand_on_the_host(run_on):
     expect_true("synchronize" not in machine.done, "a synchronisation on the CPU, where there is nothing to wait for")
 
 
+def test_benchmark_waits_at_all(run_on):
+    case("a device that works for 3 s after calls that return in 0.25 s; warmup=1, repeats=1, device='cuda'")
+    machine = Machine([3])
+    run_on(machine, warmup=1, repeats=1, device="cuda", has_accelerator=True)
+    problem = "nobody waits for the accelerator: torch.cuda.synchronize was never called"
+    expect_true("synchronize" in machine.done, problem, answer=machine.done, read=TIMING)
+
+
 def test_benchmark_waits_for_an_accelerator(run_on):
     case(
         "a device that works for 8, 4, 1, 2 and 6 s after calls that return in 0.25 s; warmup=2, repeats=3, device='cuda'"
@@ -126,6 +145,16 @@ def test_benchmark_takes_a_device_its_name_or_none(run_on, device):
     expect_timing(timing, [3.25, 3.25], machine, 3)
 
 
+@pytest.mark.parametrize("device", [torch.device("cuda", 1), "cuda:1", torch.device("xpu", 2), "mps"])
+def test_benchmark_waits_for_the_device_that_is_given(run_on, device):
+    case(f"device={device!r}, which is not the current accelerator; 3 s of work after calls that return in 0.25 s")
+    machine, read = Machine([3]), "the contract, under Convention"
+    timing = run_on(machine, 1, 2, device, has_accelerator=True)
+    expect_timing(timing, [3.25, 3.25], machine, 3)
+    waited_for = sorted({str(one) for one in machine.waited_for})
+    expect_equal(waited_for, [str(device)], name="devices that were waited for", read=read)
+
+
 @pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
 def test_benchmark_on_the_cpu_waits_for_nothing(run_on, device):
     case(f"device={device!r}, and there is no accelerator")
@@ -140,17 +169,24 @@ def test_benchmark_defaults_are_five_and_ten(run_on):
     expect_timing(run_on(machine), [1.25] * 9 + [11.25], machine, 15)
 
 
+def test_benchmark_of_two_calls(run_on):
+    case("warmup=1, repeats=2: calls of 3.25, 1.25 and 5.25 s; two times have a standard deviation")
+    machine = Host([3, 1, 5])
+    expect_timing(run_on(machine, warmup=1, repeats=2), [1.25, 5.25], machine, 3)
+
+
 def test_benchmark_without_warm_up_and_once(run_on):
     case("warmup=0, repeats=1: a single call, whose standard deviation is 0")
     machine = Host([7.0, 1.0])
     expect_timing(run_on(machine, warmup=0, repeats=1), [7.25], machine, 1)
 
 
-@pytest.mark.parametrize(("name", "value"), [("warmup", -1), ("repeats", 0), ("repeats", -3)])
+@pytest.mark.parametrize(("name", "value"), [("warmup", -1), ("repeats", 0), ("repeats", -37), ("warmup", -29)])
 def test_benchmark_refuses(run_on, name, value):
     case(f"{name}={value}")
     machine = Host([1.0])
-    with expect_raises(ValueError, name, str(value), read="the contract, under Raises"):
+    shown = (str(value),) if value else ()  # "0" stands in many a message
+    with expect_raises(ValueError, name, *shown, read="the contract, under Raises"):
         run_on(machine, **{name: value})
     expect_equal(machine.done, [], name="what was done before the error")
 
@@ -160,20 +196,20 @@ def test_benchmark_refuses(run_on, name, value):
 
 def test_matmul_flops_by_hand():
     case("m=2, k=3, n=5: ten results, each of three products and three additions")
-    expect_equal(speed.matmul_flops(2, 3, 5), 60, read=PRODUCT)
+    expect_whole(speed.matmul_flops(2, 3, 5), 60, read=PRODUCT)
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (7, 1, 3), (1, 9, 4), (13, 5, 11)])
 def test_matmul_flops_are_pytorchs(m, k, n):
     case(f"m={m}, k={k}, n={n}, against FlopCounterMode")
     a, b = torch.ones(m, k), torch.ones(k, n)
-    expect_equal(speed.matmul_flops(m, k, n), counted_flops(lambda: a @ b), read=PRODUCT)
+    expect_whole(speed.matmul_flops(m, k, n), counted_flops(lambda: a @ b), read=PRODUCT)
 
 
 def test_matmul_flops_stay_exact_when_they_are_many():
     case("m=2^20+1, k=2^20+1, n=2^20+1: more than a float can count one by one")
     side = 2**20 + 1
-    expect_equal(speed.matmul_flops(side, side, side), 2 * side**3, read=PRODUCT)
+    expect_whole(speed.matmul_flops(side, side, side), 2 * side**3, read=PRODUCT)
 
 
 @oracle
@@ -186,7 +222,7 @@ def test_matmul_flops_on_any_sizes():
     def check(m, k, n):
         case(f"m={m}, k={k}, n={n}")
         a, b = torch.ones(m, k, device="meta"), torch.ones(k, n, device="meta")
-        expect_equal(speed.matmul_flops(m, k, n), counted_flops(lambda: a @ b), read=PRODUCT)
+        expect_whole(speed.matmul_flops(m, k, n), counted_flops(lambda: a @ b), read=PRODUCT)
 
     check()
 
@@ -235,9 +271,9 @@ def attention_by_rows(config, length, causal) -> int:
 def test_attention_flops_by_hand():
     config = GPT2Config(vocab_size=10, context_len=8, dim=4, n_layers=3, n_heads=2)
     case("dim=4, 3 layers, length T=3, not causal: 9 pairs in each layer, 4 FLOPs for each of 4 features of the heads")
-    expect_equal(speed.attention_flops(config, 3, False), 432, read=PAIRS)
+    expect_whole(speed.attention_flops(config, 3, False), 432, read=PAIRS)
     case("dim=4, 3 layers, length T=3, causal: 6 pairs in each layer, T (T + 1) / 2")
-    expect_equal(speed.attention_flops(config, 3, causal=True), 288, read=PAIRS)
+    expect_whole(speed.attention_flops(config, 3, causal=True), 288, read=PAIRS)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -245,17 +281,21 @@ def test_attention_flops_by_hand():
 def test_attention_flops_are_pytorchs(length, causal):
     for config in (TINY, ODD, replace(ODD, n_heads=8, n_layers=2)):
         case(f"dim={config.dim}, {config.n_heads} heads, {config.n_layers} layers, length={length}, causal={causal}")
-        expect_equal(
+        expect_whole(
             speed.attention_flops(config, length, causal), attention_by_rows(config, length, causal), read=PAIRS
         )
 
 
 def test_attention_flops_take_a_vit_and_any_length():
     case("ViT-L/16's 197 tokens, not causal")
-    expect_equal(speed.attention_flops(VIT_L_16, 197, False), 4 * 24 * 1024 * 197**2, read=PAIRS)
+    expect_whole(speed.attention_flops(VIT_L_16, 197, False), 4 * 24 * 1024 * 197**2, read=PAIRS)
     case("GPT-2 small over 1,000,001 tokens, causal: whole numbers, exactly")
     expected = 4 * 12 * 768 * (1_000_001 * 1_000_002 // 2)
-    expect_equal(speed.attention_flops(GPT2_SMALL, 1_000_001, True), expected, read=PAIRS)
+    expect_whole(speed.attention_flops(GPT2_SMALL, 1_000_001, True), expected, read=PAIRS)
+    case("one layer of dim=3 over 1,000,000,001 tokens: more than a float can count one by one")
+    for causal, pairs in ((True, 1_000_000_001 * 500_000_001), (False, 1_000_000_001**2)):
+        config = GPT2Config(vocab_size=10, context_len=8, dim=3, n_layers=1, n_heads=1)
+        expect_whole(speed.attention_flops(config, 1_000_000_001, causal), 12 * pairs, read=PAIRS)
 
 
 # ---- 8.5 training_flops_per_token ------------------------------------------------------------------------------------
@@ -268,7 +308,7 @@ def step_of(model, *inputs):
 
 def test_training_flops_per_token_by_hand():
     case("V=10, T=2, C=4, one layer: 3 x (384 for the linear maps, 80 for the head, 32 for attention)")
-    expect_close(speed.training_flops_per_token(TINY), 1488, read=TRAINING)
+    expect_whole(speed.training_flops_per_token(TINY), 1488, read=TRAINING)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -277,7 +317,7 @@ def test_training_flops_per_token_are_pytorchs(config, batch):
     case(f"{config}, {batch} sequences, against FlopCounterMode")
     tokens = torch.zeros(batch, config.context_len, dtype=torch.long)
     total = counted_flops(step_of(GPT2(config), tokens, tokens))
-    expect_close(speed.training_flops_per_token(config), total / tokens.numel(), rtol=0, read=TRAINING)
+    expect_whole(speed.training_flops_per_token(config), total // tokens.numel(), read=TRAINING)
 
 
 def test_training_flops_per_token_of_transformers():
@@ -291,8 +331,8 @@ def test_training_flops_per_token_of_transformers():
         return torch.tensor([total / 18], dtype=torch.float64)
 
     case(f"{ODD}, against FlopCounterMode on Transformers' GPT-2")
-    expected = recorded("flops_per_token_of_gpt2", count).item()
-    expect_close(speed.training_flops_per_token(ODD), expected, rtol=0, read=TRAINING)
+    expected = int(recorded("flops_per_token_of_gpt2", count).item())
+    expect_whole(speed.training_flops_per_token(ODD), expected, read=TRAINING)
 
 
 def test_training_flops_per_token_of_the_real_sizes():
@@ -300,7 +340,7 @@ def test_training_flops_per_token_of_the_real_sizes():
         case(f"{name}: no model is built")
         layers, c = config.n_layers, config.dim
         expected = 72 * layers * c * c + 6 * config.vocab_size * c + 12 * layers * config.context_len * c
-        expect_close(speed.training_flops_per_token(config), expected, rtol=0, read=TRAINING)
+        expect_whole(speed.training_flops_per_token(config), expected, read=TRAINING)
 
 
 # ---- 8.6 vit_training_flops_per_image --------------------------------------------------------------------------------
@@ -308,7 +348,7 @@ def test_training_flops_per_token_of_the_real_sizes():
 
 def test_vit_training_flops_per_image_by_hand():
     case("4 patches of 4 pixels, C=2, F=3, one layer, 5 classes: 2 x 64 for the patches, 3 x (160 + 120 + 200 + 20)")
-    expect_close(speed.vit_training_flops_per_image(TINY_VIT), 1628, read=IMAGE)
+    expect_whole(speed.vit_training_flops_per_image(TINY_VIT), 1628, read=IMAGE)
 
 
 VITS = [TINY_VIT, ODD_VIT, replace(ODD_VIT, pooling="mean", channels=1), replace(ODD_VIT, gelu="tanh", n_heads=3)]
@@ -320,7 +360,7 @@ def test_vit_training_flops_per_image_are_pytorchs(config):
     images = torch.zeros(3, config.channels, config.image_size, config.image_size)
     model = VisionTransformer(config)
     total = counted_flops(lambda: model(images).sum().backward())
-    expect_close(speed.vit_training_flops_per_image(config), total / 3, rtol=0, read=IMAGE)
+    expect_whole(speed.vit_training_flops_per_image(config), total // 3, read=IMAGE)
 
 
 def test_vit_training_flops_per_image_of_transformers():
@@ -334,15 +374,15 @@ def test_vit_training_flops_per_image_of_transformers():
         return torch.tensor([total / 2], dtype=torch.float64)
 
     case(f"{ODD_VIT}, against FlopCounterMode on Transformers' ViT")
-    expected = recorded("flops_per_image_of_vit", count).item()
-    expect_close(speed.vit_training_flops_per_image(ODD_VIT), expected, rtol=0, read=IMAGE)
+    expected = int(recorded("flops_per_image_of_vit", count).item())
+    expect_whole(speed.vit_training_flops_per_image(ODD_VIT), expected, read=IMAGE)
 
 
 def test_vit_training_flops_per_image_of_a_real_size():
     case("ViT-L/16 at 224 x 224: no model is built")
     block = 2 * 197 * (4 * 1024**2 + 2 * 1024 * 4096) + 4 * 197**2 * 1024
     expected = 2 * 2 * 196 * 768 * 1024 + 3 * (24 * block + 2 * 1024 * 1000)
-    expect_close(speed.vit_training_flops_per_image(VIT_L_16), expected, rtol=0, read=IMAGE)
+    expect_whole(speed.vit_training_flops_per_image(VIT_L_16), expected, read=IMAGE)
 
 
 # ---- 8.7 mfu ---------------------------------------------------------------------------------------------------------

@@ -120,6 +120,7 @@ class Checks:
             tuple[str, str], str
         ] = {}  # module and exercise ("" for all of them): why no more of it is run
         self.is_quiet = False
+        self.shared: Shared | None = None  # in the child: what was shared before the check
         self.n_maintainers = 0
 
     @property
@@ -314,13 +315,13 @@ class Checks:
         exercise, limit = item.stash[EXERCISE], _limit(item, "memory_limit", None)
         if self.option.no_prompt:
             sys.breakpointhook = _no_prompt
-        before, shared = peak_mb(start_anew=True) if limit else 0.0, Shared()
+        before, self.shared = peak_mb(start_anew=True) if limit else 0.0, Shared()
         try:
             reports = runtestprotocol(item, log=False, nextitem=None)
         except pytest.exit.Exception:
             yield "quit"
             return
-        growth, changed = peak_mb() - before if limit else 0.0, shared.restore()
+        growth, changed = peak_mb() - before if limit else 0.0, self.shared.restore()
         last = next((one for one in reports if one.failed), reports[-1])
         told = Told.of(last) or report.begin(exercise, self.world_of(exercise))
         if limit and growth > limit and not last.failed:
@@ -409,7 +410,7 @@ class Checks:
         if exercise is None:
             return made
         if call.excinfo is not None and not isinstance(call.excinfo.value, pytest.skip.Exception):
-            item.stash[OUTCOME] = Outcome(call.excinfo.value, BOARD.case)
+            item.stash[OUTCOME] = Outcome(diagnosis.of_one_rank(call.excinfo.value), BOARD.case)
         if self.is_quiet:
             return made
         told = report.begin(exercise, self.world_of(exercise))
