@@ -382,7 +382,8 @@ class Checks:
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem):
         try:
-            return (yield)
+            with self.shared.streams_stay_open() if self.shared else contextlib.nullcontext():
+                return (yield)
         except (
             KeyboardInterrupt,
             SystemExit,
