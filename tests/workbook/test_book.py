@@ -274,6 +274,13 @@ def test_every_exercise_has_its_place_its_card_and_three_hints_in_the_chapter(ex
         )
 
 
+@by_exercise
+def test_the_chapter_says_the_command_that_the_card_says(exercise):
+    text = chapters()[exercise.module].path.read_text()
+    after = text.split(f"({exercise.label})=")[1].split("\n(ex-")[0]
+    assert f"`{exercise.command}`" in after
+
+
 @by_chapter
 def test_equations_are_labelled_in_the_order_of_the_page(chapter):
     labels = re.findall(r"^:label: eq-([\w-]+)-(\d+)$", chapter.path.read_text(), re.MULTILINE)
