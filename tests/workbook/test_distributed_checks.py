@@ -3,6 +3,7 @@
 import re
 import shutil
 import sys
+import tempfile
 
 import psutil
 import pytest
