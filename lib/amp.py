@@ -65,7 +65,7 @@ def round_to_format(x: Float[Tensor, "..."], fmt: FloatFormat) -> Float[Tensor, 
     """Each number moved to the nearest one that the format has; of two equally near, to the even one. (Exercise 11.2)
 
     Args:
-        x: Any shape, any floating dtype; left unchanged.
+        x: Any shape, any floating dtype, those of 8 bits too (``x.double()`` takes them all); left unchanged.
         fmt: A ``FloatFormat``.
 
     Returns:
@@ -94,7 +94,9 @@ def accumulate(
         value_dtype: Dtype to which each number is rounded before it is added.
 
     Returns:
-        The total, a tensor without dimensions, in ``accumulator_dtype``: what ``total += value`` gives.
+        The total, a tensor without dimensions, in ``accumulator_dtype``: what ``total += value`` gives. It is on the device of
+        ``values`` if that is a tensor, else on the CPU. A list's numbers are Python floats, float64, until they are rounded
+        to ``value_dtype``.
 
     Source: Stanford CS336, assignment 2, problem mixed_precision_accumulation.
     """
@@ -134,7 +136,7 @@ class GradScaler:
     def scale(self, outputs: Any) -> Any:
         """A loss times the scale; or a list or tuple of them, nested or not, each times the scale, in the same structure.
 
-        The scale and its counter move to the losses' device.
+        ``_scale`` and ``_growth_tracker`` move to the losses' device.
         """
         raise NotImplementedError("Exercise 11.4: write GradScaler.scale")
 

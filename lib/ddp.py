@@ -49,8 +49,9 @@ def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup | None = No
     """Give every rank the parameters and buffers of the group's rank 0, in place. (Exercise 10.2)
 
     Args:
-        module: The same on all ranks but for its values. Frozen parameters are sent too, and buffers of any dtype; a
-            tensor that stands in two places is sent once; one that is not contiguous keeps its strides.
+        module: The same on all ranks but for its values. Frozen parameters are sent too, and buffers of any dtype: also
+            int16, uint16 and the floats of 8 bits, which gloo refuses as such and takes as bytes (uint8). A tensor that
+            stands in two places is sent once; one that is not contiguous keeps its strides.
         group: The ranks that take part; None is all of them.
 
     Returns:

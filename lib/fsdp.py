@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,14 +26,13 @@ def memory_per_device(
     Args:
         n_parameters, world_size: Parameters of the whole model; devices R.
         stage: 0 shards nothing, 1 the optimizer's state, 2 also the gradients, 3 also the parameters.
-        param_bytes, grad_bytes, optimizer_bytes: Bytes of a parameter, of its gradient, and of what the optimizer keeps for
-            it: two float32 moments are 8; a float32 copy adds 4.
+        param_bytes, grad_bytes, optimizer_bytes: Bytes of a parameter, of its gradient, and of what the optimizer keeps for it (8 for two float32 moments).
 
     Returns:
         Bytes, without activations, padding and what is gathered for a moment.
 
     Raises:
-        ValueError: ``stage`` is none of 0, 1, 2, 3, or ``world_size`` is below 1; the message names the value.
+        ValueError: ``stage`` is none of 0, 1, 2, 3, or ``world_size`` is below 1; the message names the wrong value.
 
     Source: Rajbhandari and others (arXiv:1910.02054), figure 1.
     """
@@ -52,7 +50,7 @@ def shard(tensor: Shaped[Tensor, "..."], rank: int, world_size: int) -> Shaped[T
         ``[ceil(n / R)]`` of the n elements in row-major order, then zeros; a copy, so that the tensor can be freed.
 
     Raises:
-        ValueError: ``rank`` is not in 0..R-1; the message names both.
+        ValueError: ``rank`` is not in 0..R-1; the message names ``rank``.
     """
     raise NotImplementedError("Exercise 12.2: write shard")
 
@@ -94,8 +92,9 @@ class ShardedOptimizer(Optimizer):
         raise NotImplementedError("Exercise 12.4: write ShardedOptimizer.add_param_group")
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Update this rank's parameters with the options that ``param_groups`` has now, then broadcast every trained one; return
-        what ``closure`` gave."""
+        """Update this rank's parameters with the options that ``param_groups`` has now, broadcast every trained one, return what ``closure`` gave.
+
+        The inner ``step`` gets a ``closure`` only if there is one; what it changes in its groups, such as a counter, is in ``param_groups`` afterwards."""
         raise NotImplementedError("Exercise 12.4: write ShardedOptimizer.step")
 
 
@@ -109,8 +108,8 @@ def reduce_scatter_gradients(
             under its first name, and one without a gradient on this rank counts as zeros.
 
     Returns:
-        This rank's padded share of each gradient's mean over the ranks, ``shard``'s layout, in the parameters' order. The
-        ``grad`` of every trained parameter is None afterwards.
+        This rank's padded share of each gradient's mean over the ranks, ``shard``'s layout, in the parameters' order; in float16
+        the sum may overflow where the mean does not, so divide first. The ``grad`` of every trained parameter is None afterwards.
     Cost: one reduce-scatter of each gradient, padded (``reduce_scatter_row``, given, is PyTorch's under its old and new name).
     """
     raise NotImplementedError("Exercise 12.5: write reduce_scatter_gradients")
@@ -125,7 +124,7 @@ class FlatShard:
 
     Attributes:
         shard: ``nn.Parameter`` ``[S]``, S = ceil(n / R): this rank's ``shard`` of the n values; trained if they were.
-        full: ``[R * S]`` in ``param_dtype``, a leaf that needs a gradient if the shard does; has memory only while gathered.
+        full: ``[R * S]`` in ``param_dtype``, on the parameters' device; a leaf that needs a gradient if the shard does; has memory only while gathered.
         is_whole: Whether the gather has begun and ``free`` was not called since.
 
     Source: Zhao and others (arXiv:2304.11277), section 3.2.
@@ -153,7 +152,7 @@ class FlatShard:
         raise NotImplementedError("Exercise 12.6: write FlatShard.free")
 
     def start_reduce(self) -> None:
-        """Take ``full.grad`` away (it is None afterwards) and start one reduce-scatter of it, in its own dtype."""
+        """Take ``full.grad`` away (it is None afterwards), divide it by R, as a float16 sum may overflow, and start one reduce-scatter in its dtype."""
         raise NotImplementedError("Exercise 12.6: write FlatShard.start_reduce")
 
     def finish_reduce(self) -> None:
@@ -176,12 +175,13 @@ class FullySharded(HookedUnits):
             ``Places``, with ``hang(views)`` and ``take_down()``. The given ``HookedUnits`` makes them, and calls the methods.
 
     Of the units beside the root at most two are whole at any moment. A step gathers each ``FlatShard`` twice, reduces it once.
-    Each of several backwards before ``finish_gradient_synchronization`` is reduced, and they add up in the shards' ``grad``.
+    Each of several backwards before ``finish_gradient_synchronization`` is reduced, and they add up in the shards' ``grad``. After a
+    backward that raised, the given ``HookedUnits`` calls ``after_forward(0)`` and drops what ``reducing`` names, before the next forward.
     """
 
     make_flat = FlatShard
     ahead: int | None = None  # the unit that was gathered ahead of its use
-    reducing: FlatShard | None = None  # whose gradient is on its way
+    reducing: FlatShard | None = None  # the one whose gradient is on its way
 
     def gather(self, i: int, following: int) -> None:
         """Free what is ahead, unless i or ``following``; make i whole; start on ``following``, if it is a unit but the root."""
@@ -254,7 +254,8 @@ def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
 def load_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer) -> None:
     """Read such a checkpoint, on the same number of ranks or on another, in place. (Exercise 12.11)
 
-    Args: as for ``save_sharded``, over any number of ranks; the optimizer need not have taken a step.
+    Args:
+        path, model, optimizer: As for ``save_sharded``. The optimizer need not have taken a step; its state and options (the learning rate) become the saved ones.
 
     Returns: nothing.
     """

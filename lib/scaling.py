@@ -63,11 +63,14 @@ def min_fsdp_devices(config: FFNConfig, tokens: float, device_bytes: float) -> i
         device_bytes: Memory of a device; exactly as much still fits.
 
     Returns:
-        R, at least 1.
+        R, at least 1: ``fsdp_memory_bytes(config, tokens, R) <= device_bytes``, and for R - 1 devices it is more.
 
     Raises:
         ValueError: no number is enough, because the activations that stay whole fill the device; the message names
             ``device_bytes`` and their bytes.
+
+    Convention: the two comparisons decide, as Python computes them. A rounded quotient can be a hair above or below a whole
+        number that divides exactly, and ``math.ceil`` of it is then one too many or one too few.
     """
     raise NotImplementedError("Exercise 16.3: write min_fsdp_devices")
 
@@ -89,7 +92,7 @@ def compute_bound_batch(
 
     Raises:
         ValueError: ``x`` or ``y`` is below 1, or the activations take longer than the products at any batch, because
-            ``y`` is too large for F; the message names the value, and the largest ``y`` for the latter.
+            ``y`` is too large for F (as long still hides); the message names the value, and the largest ``y`` for the latter.
 
     Source: Austin and others, How to Scale Your Model (2025), "Mixed FSDP and tensor parallelism"; CS336, assignment 2.
     Convention: the two axes send at the same time, so each must hide by itself; (X - 1)/X counts as 1, but an axis of one
@@ -217,6 +220,7 @@ def plan(
         memory it has the least step; of several such the least memory, then the smallest pipeline, tensor and sharded.
 
     Raises:
-        ValueError: ``n_devices`` is below 1, or nothing fits; the message names it, or ``memory_bytes`` and the least needed.
+        ValueError: ``n_devices`` is below 1 (the message names it), or nothing fits (it names ``memory_bytes`` and the least
+            that any layout needs).
     """
     raise NotImplementedError("Exercise 16.9: write plan")

@@ -106,8 +106,7 @@ class ColumnParallelLinear(nn.Module):
     Args:
         in_features: Width C of the input, which every rank has whole.
         out_features: Width F of all ranks' outputs together.
-        group: The R ranks; None means all.
-        bias: Whether there is one.
+        group, bias: The R ranks, where None means all; whether there is a bias.
 
     Attributes:
         weight: ``[F/R, C]``: the rank's rows of ``nn.Linear``'s ``[F, C]``, in rank order.
@@ -137,8 +136,7 @@ class RowParallelLinear(nn.Module):
     Args:
         in_features: Width F of all ranks' inputs together.
         out_features: Width C of the output, which every rank gets whole.
-        group: The R ranks; None means all.
-        bias: Whether there is one.
+        group, bias: The R ranks, where None means all; whether there is a bias.
 
     Attributes:
         weight: ``[C, F/R]``: the rank's columns of ``nn.Linear``'s ``[C, F]``, in rank order.
@@ -163,9 +161,7 @@ class ParallelMLP(nn.Module):
     """A feed-forward layer on R ranks: the hidden features are cut, and never put together. (Exercise 13.8)
 
     Args:
-        dim: Model width C.
-        hidden_dim: Width F between the layers.
-        group: The ranks; None means all.
+        dim, hidden_dim, group: Model width C; width F between the layers; the R ranks, where None means all.
 
     Attributes:
         fc1: ``ColumnParallelLinear`` C to F with a bias; ``fc2``: ``RowParallelLinear`` F to C with a bias. Between them an exact GELU.
@@ -222,12 +218,15 @@ def vocab_parallel_cross_entropy(
     """The mean cross-entropy of logits whose vocabulary lies on several ranks. (Exercise 13.10)
 
     Args:
-        logits_shard: This rank's columns ``[..., V_r]``, in rank order, any floating dtype; the widths may differ from rank to rank. Unchanged.
+        logits_shard: This rank's columns ``[..., V_r]``, in rank order, any floating dtype; the widths V_r may differ from rank to rank, and be 0. Unchanged.
         targets: Ids ``[...]`` in the whole vocabulary, the same on every rank.
         group: The ranks; None means all.
 
     Returns:
         The mean loss in nats, float32 (float64 for float64 logits), the same on every rank, stable at logits of 1e4; nothing is sent backward.
+
+    Raises:
+        ValueError: a target is no id of the vocabulary, on every rank alike; the message names it. So -100, which PyTorch ignores, is refused.
 
     Cost: for N targets, all-reduces of N numbers (the largest logit, the sum of exponentials, the target's logit) and a few integers.
     Source: Megatron-LM (arXiv:1909.08053), section 3.
@@ -279,13 +278,11 @@ def tensor_parallel_bytes(config, batch: int, length: int, world_size: int, byte
 
     Args:
         config: Anything with ``dim`` C and ``n_layers`` L: a ``LlamaConfig``, a ``GPT2Config``.
-        batch: Sequences B.
-        length: Positions T.
-        world_size: Ranks R.
+        batch, length, world_size: Sequences B; positions T of each; ranks R.
         bytes_per_value: 2 for bfloat16 activations.
 
     Returns:
-        Bytes, whole: each block has two all-reduces of ``[B, T, C]`` forward and two backward, each by a ring (chapter 9), in which a
+        Bytes, an ``int``, rounded down: each block has two all-reduces of ``[B, T, C]`` forward and two backward, each by a ring (chapter 9), in which a
         rank sends 2 (R - 1)/R of the bytes. Embedding, head and loss are not counted.
     """
     raise NotImplementedError("Exercise 13.13: write tensor_parallel_bytes")
@@ -295,8 +292,7 @@ def pipeline_bubble(stages: int, micro_batches: int) -> float:
     """The share of a pipeline's time in which a stage waits. (Exercise 13.14)
 
     Args:
-        stages: Ranks p that each hold a stretch of the layers.
-        micro_batches: Pieces m into which the batch is cut.
+        stages, micro_batches: Ranks p that each hold a stretch of the layers; pieces m into which the batch is cut.
 
     Returns:
         Idle time as a share of the whole; stages of equal cost, free messages.

@@ -82,7 +82,7 @@ def round_to_format(x: Float[Tensor, "..."], fmt: FloatFormat) -> Float[Tensor, 
     """Each number moved to the nearest one that the format has; of two equally near, to the even one. (Exercise)
 
     Args:
-        x: Any shape, any floating dtype; left unchanged.
+        x: Any shape, any floating dtype, those of 8 bits too (``x.double()`` takes them all); left unchanged.
         fmt: A ``FloatFormat``.
 
     Returns:
@@ -121,7 +121,9 @@ def accumulate(
         value_dtype: Dtype to which each number is rounded before it is added.
 
     Returns:
-        The total, a tensor without dimensions, in ``accumulator_dtype``: what ``total += value`` gives.
+        The total, a tensor without dimensions, in ``accumulator_dtype``: what ``total += value`` gives. It is on the device of
+        ``values`` if that is a tensor, else on the CPU. A list's numbers are Python floats, float64, until they are rounded
+        to ``value_dtype``.
 
     Source: Stanford CS336, assignment 2, problem mixed_precision_accumulation.
     """
@@ -168,7 +170,7 @@ class GradScaler:
     def scale(self, outputs: Any) -> Any:
         """A loss times the scale; or a list or tuple of them, nested or not, each times the scale, in the same structure.
 
-        The scale and its counter move to the losses' device.
+        ``_scale`` and ``_growth_tracker`` move to the losses' device.
         """
         ### BEGIN SOLUTION
         if isinstance(outputs, Tensor):

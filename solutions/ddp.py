@@ -56,8 +56,9 @@ def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup | None = No
     """Give every rank the parameters and buffers of the group's rank 0, in place. (Exercise)
 
     Args:
-        module: The same on all ranks but for its values. Frozen parameters are sent too, and buffers of any dtype; a
-            tensor that stands in two places is sent once; one that is not contiguous keeps its strides.
+        module: The same on all ranks but for its values. Frozen parameters are sent too, and buffers of any dtype: also
+            int16, uint16 and the floats of 8 bits, which gloo refuses as such and takes as bytes (uint8). A tensor that
+            stands in two places is sent once; one that is not contiguous keeps its strides.
         group: The ranks that take part; None is all of them.
 
     Returns:
@@ -65,10 +66,13 @@ def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup | None = No
     """
     ### BEGIN SOLUTION
     for tensor in [*module.parameters(), *module.buffers()]:
-        sent = tensor.detach().contiguous()
-        dist.broadcast(sent, group_src=0, group=group)
-        if sent.data_ptr() != tensor.data_ptr():
-            tensor.copy_(sent)
+        once = tensor.detach()[
+            tuple(slice(None if step else 1) for step in tensor.stride())
+        ]  # without expand's repeats
+        sent = once.contiguous()
+        dist.broadcast(sent.view(-1).view(torch.uint8), group_src=0, group=group)  # bytes: gloo knows few dtypes
+        if sent.data_ptr() != once.data_ptr():
+            once.copy_(sent)
     ### END SOLUTION
 
 
@@ -89,6 +93,10 @@ def _start_mean(tensor: Tensor, group=None, async_op: bool = False) -> dist.Work
 def _flat_mean(parameters: Sequence[nn.Parameter], group=None, async_op: bool = False) -> dist.Work | None:
     """One collective for the gradients of several parameters of one dtype; ``.grad`` become views of the buffer sent."""
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    if any(grad.layout != torch.strided for grad in grads):
+        raise TypeError(
+            "a gradient is sparse: its ranks hold other rows, so make it dense (Embedding(..., sparse=False))"
+        )
     pieces = [grad.detach().reshape(-1) for grad in grads]
     flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0]  # the one copy; a single gradient is sent where it is
     for p, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from lib.fast.flash import fits_fast, flash_attention_fast
 from lib.given.kernels.launch import launch_backward_dkdv, launch_backward_dq, launch_forward
+from lib.given.kernels.once import first_derivative_only
 from lib.given.kernels.tiles import HAS_TRITON, LN2, LOG2E, fold_groups, hide_later, tile_slices, tl, triton
 
 
@@ -22,7 +23,7 @@ def attention_io_bytes(length: int, head_dim: int, sram_bytes: int, algorithm: s
         Two bytes for each number of equation (15.1) or (15.2).
 
     Raises:
-        ValueError: another algorithm, ``length`` or ``head_dim`` below 1, or ``sram_bytes`` below 2.
+        ValueError: another algorithm (the message shows it), ``length`` or ``head_dim`` below 1, or ``sram_bytes`` below 2.
 
     Source: FlashAttention (arXiv:2205.14135), Algorithms 0 and 1, Theorem 2.
     """
@@ -101,6 +102,7 @@ class FlashAttentionTorch(torch.autograd.Function):
 
     Raises:
         ValueError: the shapes or dtypes do not fit (`fold_groups` sees to it).
+        RuntimeError: a second derivative is asked for (`first_derivative_only` sees to it).
 
     Source: equations (15.3) and (15.4); FlashAttention-2 (arXiv:2307.08691), Algorithm 1.
     """
@@ -122,6 +124,7 @@ class FlashAttentionTorch(torch.autograd.Function):
         ### END SOLUTION
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
         return (*flash_backward(q, k, v, o, do, lse, ctx.is_causal), None)
@@ -184,8 +187,9 @@ def flash_forward_kernel(q, k, v, o, lse, T, S, scale, GROUP: tl.constexpr, D: t
         ROWS, COLS, CAUSAL: Tiles of queries and keys; if CAUSAL, query t sees the keys up to t + S - T.
 
     Returns:
-        Nothing; writes o and lse and nothing beside them. Keys of tiles that no query of the tile sees are not read.
-        Tiles that all of them see mask no score. Sums in float32; weights take v's dtype for their product.
+        Nothing; writes o and lse; reads and writes nothing outside the tensors. Keys of tiles that no query of the tile
+        sees are not read. Tiles that all of them see mask no score. Sums in float32; products of float32 are exact to
+        float32 (no TF32); weights take v's dtype for their product.
 
     Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 1; equations (15.3) to (15.5).
     """
@@ -237,7 +241,8 @@ def flash_backward_dq_kernel(q, k, v, o, do, lse, delta, dq, T, S, scale, GROUP:
         delta, dq: Each row's sum of o * do, float32 [heads, T], and the gradient [heads, T, D] are written there.
 
     Returns:
-        Nothing; writes delta and dq and nothing beside them, each number in one program: no atomics.
+        Nothing; writes delta and dq, each number in one program: no atomics. What is read, and how sums and products
+        are taken, is as in `flash_forward_kernel`.
     """
     ### BEGIN SOLUTION
     head, i = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
@@ -283,8 +288,8 @@ def flash_backward_dkdv_kernel(q, k, v, do, lse, delta, dk, dv, T, S, scale, GRO
         dk, dv: Pointers to [heads / GROUP, S, D]: the gradients, summed over the query heads that share the keys.
 
     Returns:
-        Nothing; writes dk and dv and nothing beside them, each number in one program: no atomics. Tiles of queries that
-        see none of the keys are not read. The other arguments are `flash_forward_kernel`'s.
+        Nothing; writes dk and dv, each number in one program: no atomics. Tiles of queries that see none of the keys
+        are not read. All else, other arguments too, is as in `flash_forward_kernel`.
     """
     ### BEGIN SOLUTION
     head, j = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -324,7 +329,7 @@ def flash_backward_dkdv_kernel(q, k, v, do, lse, delta, dk, dv, T, S, scale, GRO
 class FlashAttentionTriton(torch.autograd.Function):
     """Attention by the three kernels. (Exercise)
 
-    Arguments, results and what is saved are `FlashAttentionTorch`'s, for float32, float16 and bfloat16.
+    Arguments, results, errors and what is saved are `FlashAttentionTorch`'s, for float32, float16 and bfloat16.
     `launch_forward`, `launch_backward_dq` and `launch_backward_dkdv` choose the tiles and start a kernel.
     """
 
@@ -338,6 +343,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         ### END SOLUTION
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, do):
         ### BEGIN SOLUTION
         q, k, v, o, lse = ctx.saved_tensors
@@ -360,7 +366,11 @@ def flash_attention(
 
     Returns:
         By `flash_attention_fast` where `fits_fast` says so, by `FlashAttentionTriton` for other GPU tensors of 16 or 32
-        bits and at most 256 features, else by `FlashAttentionTorch`. What does not fit raises a ValueError.
+        bits and at most 256 features, else by `FlashAttentionTorch`.
+
+    Raises:
+        ValueError: the shapes or dtypes do not fit.
+        RuntimeError: a second derivative is asked for; each of the three ways refuses it.
     """
     ### BEGIN SOLUTION
     kind = q.device.type

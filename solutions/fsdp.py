@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,22 +26,19 @@ def memory_per_device(
     Args:
         n_parameters, world_size: Parameters of the whole model; devices R.
         stage: 0 shards nothing, 1 the optimizer's state, 2 also the gradients, 3 also the parameters.
-        param_bytes, grad_bytes, optimizer_bytes: Bytes of a parameter, of its gradient, and of what the optimizer keeps for
-            it: two float32 moments are 8; a float32 copy adds 4.
+        param_bytes, grad_bytes, optimizer_bytes: Bytes of a parameter, of its gradient, and of what the optimizer keeps for it (8 for two float32 moments).
 
     Returns:
         Bytes, without activations, padding and what is gathered for a moment.
 
     Raises:
-        ValueError: ``stage`` is none of 0, 1, 2, 3, or ``world_size`` is below 1; the message names the value.
+        ValueError: ``stage`` is none of 0, 1, 2, 3, or ``world_size`` is below 1; the message names the wrong value.
 
     Source: Rajbhandari and others (arXiv:1910.02054), figure 1.
     """
     ### BEGIN SOLUTION
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage = {stage}: ZeRO has the stages 0, 1, 2 and 3")
-    if world_size < 1:
-        raise ValueError(f"world_size = {world_size}: there is at least one device")
+    if stage not in (0, 1, 2, 3) or world_size < 1:
+        raise ValueError(f"stage = {stage} must be 0, 1, 2 or 3, and world_size = {world_size} at least 1")
     sizes = (optimizer_bytes, grad_bytes, param_bytes)
     return n_parameters * sum(size / world_size if i < stage else size for i, size in enumerate(sizes))
     ### END SOLUTION
@@ -59,7 +55,7 @@ def shard(tensor: Shaped[Tensor, "..."], rank: int, world_size: int) -> Shaped[T
         ``[ceil(n / R)]`` of the n elements in row-major order, then zeros; a copy, so that the tensor can be freed.
 
     Raises:
-        ValueError: ``rank`` is not in 0..R-1; the message names both.
+        ValueError: ``rank`` is not in 0..R-1; the message names ``rank``.
     """
     ### BEGIN SOLUTION
     if not 0 <= rank < world_size:
@@ -108,7 +104,7 @@ class ShardedOptimizer(Optimizer):
 
     def __init__(self, params: Iterable, optimizer_cls: type[Optimizer], **kwargs: Any):
         ### BEGIN SOLUTION
-        self._make, self._local = partial(optimizer_cls, **kwargs), None
+        self._make, self._local = (lambda groups: optimizer_cls(groups, **kwargs)), None
         self._owner: dict[Tensor, int] = {}
         self._load = [0] * dist.get_world_size()
         super().__init__(params, kwargs)
@@ -134,13 +130,16 @@ class ShardedOptimizer(Optimizer):
         ### END SOLUTION
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Update this rank's parameters with the options that ``param_groups`` has now, then broadcast every trained one; return
-        what ``closure`` gave."""
+        """Update this rank's parameters with the options that ``param_groups`` has now, broadcast every trained one, return what ``closure`` gave.
+
+        The inner ``step`` gets a ``closure`` only if there is one; what it changes in its groups, such as a counter, is in ``param_groups`` afterwards."""
         ### BEGIN SOLUTION
         for theirs, group in zip(self._local.param_groups, self.param_groups, strict=True):
             theirs.update({key: value for key, value in group.items() if key != "params"})
         self._local.state, works = self.state, []
-        loss = self._local.step(closure, **kwargs)
+        loss = self._local.step(**kwargs) if closure is None else self._local.step(closure, **kwargs)
+        for theirs, group in zip(self._local.param_groups, self.param_groups, strict=True):
+            group.update({key: value for key, value in theirs.items() if key != "params"})
         for parameter, owner in self._owner.items():
             if parameter.requires_grad:
                 values = parameter.detach().contiguous()
@@ -163,8 +162,8 @@ def reduce_scatter_gradients(
             under its first name, and one without a gradient on this rank counts as zeros.
 
     Returns:
-        This rank's padded share of each gradient's mean over the ranks, ``shard``'s layout, in the parameters' order. The
-        ``grad`` of every trained parameter is None afterwards.
+        This rank's padded share of each gradient's mean over the ranks, ``shard``'s layout, in the parameters' order; in float16
+        the sum may overflow where the mean does not, so divide first. The ``grad`` of every trained parameter is None afterwards.
     Cost: one reduce-scatter of each gradient, padded (``reduce_scatter_row``, given, is PyTorch's under its old and new name).
     """
     ### BEGIN SOLUTION
@@ -172,10 +171,9 @@ def reduce_scatter_gradients(
     for name, parameter in ((n, p) for n, p in module.named_parameters() if p.requires_grad):
         grad, parameter.grad = parameter.grad, None
         row = torch.zeros_like(parameter).flatten() if grad is None else grad.reshape(-1)
-        row = nn.functional.pad(row, (0, -len(row) % world_size))
+        row = nn.functional.pad(row / world_size, (0, -len(row) % world_size))
         shares[name] = row.new_empty(len(row) // world_size)
         reduce_scatter_row(shares[name], row, group=group)
-        shares[name].div_(world_size)
     return shares
     ### END SOLUTION
 
@@ -189,7 +187,7 @@ class FlatShard:
 
     Attributes:
         shard: ``nn.Parameter`` ``[S]``, S = ceil(n / R): this rank's ``shard`` of the n values; trained if they were.
-        full: ``[R * S]`` in ``param_dtype``, a leaf that needs a gradient if the shard does; has memory only while gathered.
+        full: ``[R * S]`` in ``param_dtype``, on the parameters' device; a leaf that needs a gradient if the shard does; has memory only while gathered.
         is_whole: Whether the gather has begun and ``free`` was not called since.
 
     Source: Zhao and others (arXiv:2304.11277), section 3.2.
@@ -248,10 +246,11 @@ class FlatShard:
         ### END SOLUTION
 
     def start_reduce(self) -> None:
-        """Take ``full.grad`` away (it is None afterwards) and start one reduce-scatter of it, in its own dtype."""
+        """Take ``full.grad`` away (it is None afterwards), divide it by R, as a float16 sum may overflow, and start one reduce-scatter in its dtype."""
         ### BEGIN SOLUTION
         grad, self.full.grad = self.full.grad, None
         assert grad is not None
+        grad.div_(dist.get_world_size())  # before the sum, which could overflow
         mine = grad.new_empty(len(self.shard))
         self._reducing = (reduce_scatter_row(mine, grad, async_op=True), mine, grad)
         ### END SOLUTION
@@ -262,7 +261,7 @@ class FlatShard:
         if self._reducing is not None:
             work, mine, _ = self._reducing
             work.wait()
-            mean, self._reducing = mine.to(self.shard.dtype).div_(dist.get_world_size()), None
+            mean, self._reducing = mine.to(self.shard.dtype), None
             self.shard.grad = mean if self.shard.grad is None else self.shard.grad.add_(mean)
         ### END SOLUTION
 
@@ -282,12 +281,13 @@ class FullySharded(HookedUnits):
             ``Places``, with ``hang(views)`` and ``take_down()``. The given ``HookedUnits`` makes them, and calls the methods.
 
     Of the units beside the root at most two are whole at any moment. A step gathers each ``FlatShard`` twice, reduces it once.
-    Each of several backwards before ``finish_gradient_synchronization`` is reduced, and they add up in the shards' ``grad``.
+    Each of several backwards before ``finish_gradient_synchronization`` is reduced, and they add up in the shards' ``grad``. After a
+    backward that raised, the given ``HookedUnits`` calls ``after_forward(0)`` and drops what ``reducing`` names, before the next forward.
     """
 
     make_flat = FlatShard
     ahead: int | None = None  # the unit that was gathered ahead of its use
-    reducing: FlatShard | None = None  # whose gradient is on its way
+    reducing: FlatShard | None = None  # the one whose gradient is on its way
 
     def gather(self, i: int, following: int) -> None:
         """Free what is ahead, unless i or ``following``; make i whole; start on ``following``, if it is a unit but the root."""
@@ -412,7 +412,8 @@ def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
 def load_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer) -> None:
     """Read such a checkpoint, on the same number of ranks or on another, in place. (Exercise)
 
-    Args: as for ``save_sharded``, over any number of ranks; the optimizer need not have taken a step.
+    Args:
+        path, model, optimizer: As for ``save_sharded``. The optimizer need not have taken a step; its state and options (the learning rate) become the saved ones.
 
     Returns: nothing.
     """

@@ -73,20 +73,29 @@ def min_fsdp_devices(config: FFNConfig, tokens: float, device_bytes: float) -> i
         device_bytes: Memory of a device; exactly as much still fits.
 
     Returns:
-        R, at least 1.
+        R, at least 1: ``fsdp_memory_bytes(config, tokens, R) <= device_bytes``, and for R - 1 devices it is more.
 
     Raises:
         ValueError: no number is enough, because the activations that stay whole fill the device; the message names
             ``device_bytes`` and their bytes.
+
+    Convention: the two comparisons decide, as Python computes them. A rounded quotient can be a hair above or below a whole
+        number that divides exactly, and ``math.ceil`` of it is then one too many or one too few.
     """
     ### BEGIN SOLUTION
-    memory = training_memory_bytes(config, tokens)
-    whole = memory["activations"] / 2
+    whole = training_memory_bytes(config, tokens)["activations"] / 2
     if whole >= device_bytes:
         raise ValueError(
             f"device_bytes = {device_bytes:g} hold no more than the {whole:g} of activations that stay whole"
         )
-    return max(1, math.ceil((sum(memory.values()) - whole) / (device_bytes - whole)))
+    too_few, enough = 0, 1
+    while fsdp_memory_bytes(config, tokens, enough) > device_bytes:
+        too_few, enough = enough, 2 * enough
+    while enough - too_few > 1:  # halve what lies between
+        middle = (too_few + enough) // 2
+        fits = fsdp_memory_bytes(config, tokens, middle) <= device_bytes
+        too_few, enough = (too_few, middle) if fits else (middle, enough)
+    return enough
     ### END SOLUTION
 
 
@@ -107,7 +116,7 @@ def compute_bound_batch(
 
     Raises:
         ValueError: ``x`` or ``y`` is below 1, or the activations take longer than the products at any batch, because
-            ``y`` is too large for F; the message names the value, and the largest ``y`` for the latter.
+            ``y`` is too large for F (as long still hides); the message names the value, and the largest ``y`` for the latter.
 
     Source: Austin and others, How to Scale Your Model (2025), "Mixed FSDP and tensor parallelism"; CS336, assignment 2.
     Convention: the two axes send at the same time, so each must hide by itself; (X - 1)/X counts as 1, but an axis of one
@@ -116,9 +125,8 @@ def compute_bound_batch(
     ### BEGIN SOLUTION
     if min(x, y) < 1:
         raise ValueError(f"x = {x}, y = {y}: an axis has at least one device")
-    intensity = peak_flops / bandwidth
-    if y > 1 and y * intensity > m_y * config.hidden_dim:
-        largest = math.floor(m_y * config.hidden_dim / intensity)
+    if y > 1 and y * peak_flops > m_y * config.hidden_dim * bandwidth:  # whole numbers stay exact: equal still hides
+        largest = math.floor(m_y * config.hidden_dim * bandwidth / peak_flops)
         raise ValueError(f"y = {y}: no batch hides the activations of F = {config.hidden_dim}; y is at most {largest}")
     return math.ceil(peak_flops / (y * bandwidth * m_x)) if x > 1 else 1
     ### END SOLUTION
@@ -316,7 +324,8 @@ def plan(
         memory it has the least step; of several such the least memory, then the smallest pipeline, tensor and sharded.
 
     Raises:
-        ValueError: ``n_devices`` is below 1, or nothing fits; the message names it, or ``memory_bytes`` and the least needed.
+        ValueError: ``n_devices`` is below 1 (the message names it), or nothing fits (it names ``memory_bytes`` and the least
+            that any layout needs).
     """
     ### BEGIN SOLUTION
     if n_devices < 1:

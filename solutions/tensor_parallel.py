@@ -148,8 +148,7 @@ class ColumnParallelLinear(nn.Module):
     Args:
         in_features: Width C of the input, which every rank has whole.
         out_features: Width F of all ranks' outputs together.
-        group: The R ranks; None means all.
-        bias: Whether there is one.
+        group, bias: The R ranks, where None means all; whether there is a bias.
 
     Attributes:
         weight: ``[F/R, C]``: the rank's rows of ``nn.Linear``'s ``[F, C]``, in rank order.
@@ -187,8 +186,7 @@ class RowParallelLinear(nn.Module):
     Args:
         in_features: Width F of all ranks' inputs together.
         out_features: Width C of the output, which every rank gets whole.
-        group: The R ranks; None means all.
-        bias: Whether there is one.
+        group, bias: The R ranks, where None means all; whether there is a bias.
 
     Attributes:
         weight: ``[C, F/R]``: the rank's columns of ``nn.Linear``'s ``[C, F]``, in rank order.
@@ -222,9 +220,7 @@ class ParallelMLP(nn.Module):
     """A feed-forward layer on R ranks: the hidden features are cut, and never put together. (Exercise)
 
     Args:
-        dim: Model width C.
-        hidden_dim: Width F between the layers.
-        group: The ranks; None means all.
+        dim, hidden_dim, group: Model width C; width F between the layers; the R ranks, where None means all.
 
     Attributes:
         fc1: ``ColumnParallelLinear`` C to F with a bias; ``fc2``: ``RowParallelLinear`` F to C with a bias. Between them an exact GELU.
@@ -303,12 +299,15 @@ def vocab_parallel_cross_entropy(
     """The mean cross-entropy of logits whose vocabulary lies on several ranks. (Exercise)
 
     Args:
-        logits_shard: This rank's columns ``[..., V_r]``, in rank order, any floating dtype; the widths may differ from rank to rank. Unchanged.
+        logits_shard: This rank's columns ``[..., V_r]``, in rank order, any floating dtype; the widths V_r may differ from rank to rank, and be 0. Unchanged.
         targets: Ids ``[...]`` in the whole vocabulary, the same on every rank.
         group: The ranks; None means all.
 
     Returns:
         The mean loss in nats, float32 (float64 for float64 logits), the same on every rank, stable at logits of 1e4; nothing is sent backward.
+
+    Raises:
+        ValueError: a target is no id of the vocabulary, on every rank alike; the message names it. So -100, which PyTorch ignores, is refused.
 
     Cost: for N targets, all-reduces of N numbers (the largest logit, the sum of exponentials, the target's logit) and a few integers.
     Source: Megatron-LM (arXiv:1909.08053), section 3.
@@ -319,13 +318,18 @@ def vocab_parallel_cross_entropy(
     widths = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=logits.device)
     widths[rank] = width
     dist.all_reduce(widths, group=group)
+    unknown = targets[(targets < 0) | (targets >= widths.sum())]
+    if len(unknown):
+        raise ValueError(f"target {int(unknown[0])} is no id of a vocabulary of {int(widths.sum())}")
+    if width == 0:  # one column that adds nothing, because the maximum of no columns is an error
+        logits = nn.functional.pad(logits, (0, 1), value=-torch.inf)
     largest = logits.detach().amax(-1)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     shifted = logits - largest[..., None]
     total = ReduceFromRegion.apply(shifted.exp().sum(-1), group)
     column = targets - widths[:rank].sum()
     is_here = (column >= 0) & (column < width)
-    found = shifted.gather(-1, column.clamp(0, width - 1)[..., None]).squeeze(-1)
+    found = shifted.gather(-1, column.clamp(0, logits.shape[-1] - 1)[..., None]).squeeze(-1)
     of_target = ReduceFromRegion.apply(torch.where(is_here, found, 0.0), group)
     return (total.log() - of_target).mean()
     ### END SOLUTION
@@ -401,13 +405,11 @@ def tensor_parallel_bytes(config, batch: int, length: int, world_size: int, byte
 
     Args:
         config: Anything with ``dim`` C and ``n_layers`` L: a ``LlamaConfig``, a ``GPT2Config``.
-        batch: Sequences B.
-        length: Positions T.
-        world_size: Ranks R.
+        batch, length, world_size: Sequences B; positions T of each; ranks R.
         bytes_per_value: 2 for bfloat16 activations.
 
     Returns:
-        Bytes, whole: each block has two all-reduces of ``[B, T, C]`` forward and two backward, each by a ring (chapter 9), in which a
+        Bytes, an ``int``, rounded down: each block has two all-reduces of ``[B, T, C]`` forward and two backward, each by a ring (chapter 9), in which a
         rank sends 2 (R - 1)/R of the bytes. Embedding, head and loss are not counted.
     """
     ### BEGIN SOLUTION
@@ -420,8 +422,7 @@ def pipeline_bubble(stages: int, micro_batches: int) -> float:
     """The share of a pipeline's time in which a stage waits. (Exercise)
 
     Args:
-        stages: Ranks p that each hold a stretch of the layers.
-        micro_batches: Pieces m into which the batch is cut.
+        stages, micro_batches: Ranks p that each hold a stretch of the layers; pieces m into which the batch is cut.
 
     Returns:
         Idle time as a share of the whole; stages of equal cost, free messages.

@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lib.given.kernels.mode import INTERPRETED, block_of, check_tensors, matmul_tiles, rows_of, tl, triton, warps_of
+from lib.given.kernels.once import first_derivative_only
 
 # ---- 14.1 ------------------------------------------------------------------------------------------------------------
 
@@ -106,6 +107,7 @@ class WeightedSum(torch.autograd.Function):
         ### END SOLUTION
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, grad: Float[Tensor, " n"]) -> tuple[Float[Tensor, "n d"], Float[Tensor, " d"]]:
         """Launch `weighted_sum_backward_kernel`; add the rows of ``partial``, float32 ``[programs, D]``."""
         ### BEGIN SOLUTION
@@ -132,6 +134,7 @@ def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"]) -> Floa
 
     Raises:
         ValueError: weight is not [D] (the message shows both shapes), or `check_tensors` refuses.
+        RuntimeError: a second derivative is asked for (`first_derivative_only` sees to it).
 
     Cost: one launch forward, one backward; each element of x is read once in each.
     """

@@ -10,8 +10,10 @@ import argparse
 import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(os.environ.get("TMPDIR", "/tmp")) / "flash_triton_cache"
 os.environ["TRITON_CACHE_DIR"] = str(FOLDER)  # Inductor would move it, and compile in each process anew
@@ -151,7 +153,8 @@ class Report:
     """The results so far, written after each step."""
 
     def __init__(self, folder, seconds):
-        self.results, self.folder, self.seconds = {"failures": {}}, folder, seconds
+        self.folder, self.seconds = folder, seconds
+        self.results: dict[str, Any] = {"failures": {}}
 
     def time_is_left(self, reserve=0.0):
         return time.perf_counter() - STARTED < self.seconds - reserve
@@ -178,7 +181,7 @@ class Report:
 def warm_jobs(tiny):
     """Calls that compile every kernel of this program once, at a length where they cost nothing."""
     length, device = (128, "cpu") if tiny else (512, "cuda")
-    jobs = []
+    jobs: list[tuple[str, Callable[[], Any]]] = []
     for _, width, causal in CASES.values():
         for attend in (flash_attention_fast, in_triton):
             jobs.append(
@@ -228,7 +231,7 @@ def field(report, peers, device, length, rounds, n):
     table = {}
     for case, (heads, width, causal) in CASES.items():
         q, k, v = inputs(heads, length, width, torch.bfloat16, device)
-        times = {name: {"forward": [], "backward": [], "both": []} for name in peers}
+        times: dict[str, dict[str, list[float]]] = {name: {"forward": [], "backward": [], "both": []} for name in peers}
         for turn in range(rounds):
             for name, attend in list(peers.items())[:: 1 if turn % 2 == 0 else -1]:
                 if name in report.results["failures"] or f"{name} {case}" in report.results["failures"]:
@@ -245,7 +248,7 @@ def field(report, peers, device, length, rounds, n):
 
 # ---- (b) one optimisation less ---------------------------------------------------------------------------------------
 
-ABLATION = {
+ABLATION: dict[str, tuple[str, dict[str, Any]]] = {
     "forward: all": ("forward", {}),
     "forward: tiles 64 x 64": ("forward", {"cols": 64}),
     "forward: tiles 128 x 64": ("forward", {"rows": 128, "cols": 64}),
@@ -265,7 +268,9 @@ ABLATION = {
     "dK/dV: second product after the softmax": ("dkdv", {"early": False}),
     "dK/dV: row sums and logsumexp by pointers": ("dkdv", {"copy_engine": False}),
 }
-WITH_ROLES = {  # only where warps can have roles; None: Triton's own kernel
+WITH_ROLES: dict[
+    str, tuple[str, dict[str, Any] | None]
+] = {  # only where warps can have roles; None: Triton's own kernel
     "forward with roles: all": ("forward", {}),
     "forward with roles: no roles": ("forward", None),
     "forward with roles: two groups": ("forward", {"users": 2}),
@@ -288,7 +293,7 @@ def role_cut(which, options):
     i = KERNELS.index(which)
     if options is None:
         return flash_fast.TABLE[64, True][i]
-    cut = flash_fast.ROLES_TABLE[64, True][i]
+    cut: Any = flash_fast.ROLES_TABLE[64, True][i]
     return replace(cut, **options) if options else cut
 
 
@@ -340,7 +345,8 @@ def ablation_call(name, length, device):
 
 def ablation(report, device, length, rounds, n):
     names = variants(device)
-    calls, times = {}, {name: [] for name in names}
+    calls: dict[str, Any] = {}
+    times: dict[str, list[float]] = {name: [] for name in names}
     for name in names:
         calls[name] = report.attempt(name, lambda m=name: ablation_call(m, length, device)[0])
     for turn in range(rounds):
@@ -410,7 +416,7 @@ def errors(report, device, peers, length):
         q, k, v = inputs(heads, length, width, torch.bfloat16, device)
         do = torch.randn_like(q)
         exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-        o = naive(*exact, causal)
+        o = naive(exact[0], exact[1], exact[2], causal)
         expected = [o, *torch.autograd.grad(o, exact, do.double())]
         for name, attend in peers.items():
             result = report.attempt(f"error {name} {case}", lambda a=attend: attend(q, k, v, causal))

@@ -42,8 +42,8 @@ class ParallelSwiGLU(nn.Module):
 
     def __init__(self, dim: int, hidden_dim: int):
         super().__init__()
-        self.w1 = ColumnParallelLinear(dim, hidden_dim, bias=False)
-        self.w3 = ColumnParallelLinear(dim, hidden_dim, bias=False)
+        self.w1: Any = ColumnParallelLinear(dim, hidden_dim, bias=False)
+        self.w3: Any = ColumnParallelLinear(dim, hidden_dim, bias=False)
         self.w2 = RowParallelLinear(hidden_dim, dim, bias=False)
 
     def forward(self, x):

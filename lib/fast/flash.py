@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lib.fast.flash_hopper import Roles, has_roles, hopper_dkdv, hopper_dq, hopper_forward, launch
+from lib.given.kernels.once import NO_SECOND_DERIVATIVE
 from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, LN2, LOG2E, check_shapes, tl, triton
 
 if HAS_TRITON:
@@ -329,6 +330,13 @@ def _(q, k, v, is_causal):
 @backward_operator.register_fake
 def _(q, k, v, o, do, lse, is_causal):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _refuse(ctx, *grads):
+    raise RuntimeError(NO_SECOND_DERIVATIVE)
+
+
+backward_operator.register_autograd(_refuse)
 
 
 def _save(ctx, inputs, output):

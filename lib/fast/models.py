@@ -147,8 +147,8 @@ def vit_loss(model: Any, images: Tensor, labels: Tensor, path: Path, call_blocks
     return F.cross_entropy(vit_logits(model, images, path, call_blocks), labels)
 
 
-def vit_block_of(model: Any, i: int, path: Path) -> Callable[[Any, Tensor, Path], Tensor]:
-    """What computes block i of a ``lib.vit.VisionTransformer``: of the last, perhaps only what the head reads."""
+def vit_block_of(model: Any, i: int, path: Path) -> Callable[..., Tensor]:
+    """What computes block i of a ``lib.vit.VisionTransformer`` from (block, x, path): of the last, perhaps only what the head reads."""
     alone = path.class_token_alone and model.config.pooling == "token" and i == len(model.blocks) - 1
     return _class_token_block if alone else vit_block
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from lib.ranks import forkserver
+from lib.ranks import forkserver, mpi_launch
 from lib.ranks.failure import RankFailure
 
 KEEPER = str(Path(__file__).with_name("keeper.py"))
@@ -217,19 +217,16 @@ def _require(backend: str) -> str:
         return ""
     if importlib.util.find_spec("mpi4py") is None:
         raise RankFailure("mpi4py is missing: python -m pip install mpi4py mpich")
-    beside = Path(sys.executable).with_name("mpiexec")
-    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if mpiexec is None:
-        raise RankFailure(f"mpiexec is missing, beside {sys.executable} and on PATH: python -m pip install mpich")
-    return mpiexec
+    try:
+        return mpi_launch.mpiexec()
+    except FileNotFoundError as error:
+        raise RankFailure(str(error)) from None
 
 
 def _environment() -> dict[str, str]:
     """Surroundings in which a fork is safe (no thread before it) and gloo finds its peers without a network."""
-    environment = {k: v for k, v in os.environ.items() if k != forkserver.VARIABLE}
+    environment = {k: v for k, v in mpi_launch.mpi_environment().items() if k != forkserver.VARIABLE}
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         environment[name] = "1"
-    names = {name for _, name in socket.if_nameindex()}
-    for loopback in {"lo", "lo0"} & names:
-        environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    environment.setdefault("GLOO_SOCKET_IFNAME", mpi_launch.loopback())
     return environment

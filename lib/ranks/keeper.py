@@ -118,12 +118,8 @@ class Keeper:
             os._exit(1)
 
     def start_mpi(self, n_ranks: int, address: str) -> None:
-        environment = {k: v for k, v in os.environ.items() if not re.match(r"PMIX?_|OMPI_COMM_|HYDI_", k)}
-        environment = {
-            **MPI_SETTINGS,
-            **environment,
-            "TMPDIR": str(Path(self.log).parent),
-        }  # where Open MPI leaves folders
+        environment = {k: v for k, v in os.environ.items() if not re.match(r"PMIX?_(?!MCA)|OMPI_COMM_|HYDI_", k)}
+        environment["TMPDIR"] = str(Path(self.log).parent)  # where Open MPI leaves folders
         environment["RANKS_TMPDIR"] = os.environ.get("TMPDIR", "")
         command = [self.mpiexec, "-n", str(n_ranks), sys.executable, "-P", RANK, address, self.tag]
         with open(self.log, "w") as log:
@@ -152,16 +148,6 @@ class Keeper:
             with contextlib.suppress(OSError):
                 os.unlink(path)
         self.segments = set()
-
-
-MPI_SETTINGS = {
-    "OMP_NUM_THREADS": "1",
-    "HYDRA_LAUNCHER": "fork",  # also within a Slurm allocation
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-}
 
 
 def _lives(pid: int) -> bool:

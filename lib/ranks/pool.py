@@ -86,7 +86,8 @@ class Pool:
         Args:
             function: Of a module's top level; called as ``function(rank, world_size, *args)`` among gloo ranks, whose
                 default process group exists, and as ``function(comm, *args)`` among MPI ranks. Arguments are pickled.
-            time_limit_s: Seconds from when all ranks have begun; what they import before that has 30 s.
+            time_limit_s: Seconds that a rank may compute once all have begun; who waits has six times as long. What they import
+                before that has 30 s in the same way.
             env: Set in each rank's environment before anything of the project is imported.
             show_output: Print what the ranks printed, each line with its rank.
 

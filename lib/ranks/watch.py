@@ -11,6 +11,7 @@ from pathlib import Path
 from lib.ranks.failure import Outcome, RankFailure, explain
 from lib.ranks.handle import Handle, Worker
 from lib.ranks.noise import brief
+from lib.ranks.processes import PATIENCE, cpu_seconds
 from lib.ranks.views import View, blockers, stuck
 
 IMPORT_LIMIT_S = 30.0  # before the function is called
@@ -28,6 +29,7 @@ class Watch:
         self.handle, self.workers, self.folder, self.time_limit_s = handle, workers, folder, time_limit_s
         self.began_at = time.monotonic()
         self.outcomes: dict[int, Outcome] = {}
+        self.computed_before: dict[tuple[int, bool], float] = {}
         self.views = [View(w.rank, folder / f"journal-{w.rank}", self.began_at) for w in workers]
 
     def until_done(self) -> None:
@@ -44,7 +46,7 @@ class Watch:
                 raise self._failure(None)
             if self._is_deadlock():
                 raise self._failure(None)
-            if time.monotonic() > self._deadline():
+            if self._is_over_time():
                 raise self._failure(self.time_limit_s)
         self._read()
 
@@ -112,11 +114,22 @@ class Watch:
         gone = any(blockers(self.views[rank], self.views) & over for rank in hopeless)
         return time.monotonic() - latest > (GONE_S if gone else SETTLED_S)
 
-    def _deadline(self) -> float:
-        if not any(v.is_starting for v in self.views):
-            begun = [v.phase_at for v in self.views if v.phase == "running"]
-            return max(begun, default=time.monotonic()) + self.time_limit_s
-        return self.began_at + max(IMPORT_LIMIT_S, self.time_limit_s)
+    def _is_over_time(self) -> bool:
+        """Whether a rank has computed for longer than it may, or all of them together have taken several times as long."""
+        is_starting = any(v.is_starting for v in self.views)
+        limit_s = max(IMPORT_LIMIT_S, self.time_limit_s) if is_starting else self.time_limit_s
+        begun = [v.phase_at for v in self.views if v.phase == "running"]
+        since = self.began_at if is_starting else max(begun, default=time.monotonic())
+        computed = [self._computed_s(w, v, is_starting) for w, v in zip(self.workers, self.views, strict=True)]
+        took = time.monotonic() - since
+        return took > PATIENCE * limit_s or (took > limit_s and max(computed) > limit_s)
+
+    def _computed_s(self, worker: Worker, view: View, is_starting: bool) -> float:
+        """For how long a rank has computed since it was first seen to start, or to run; nothing once it is over."""
+        if view.is_over:
+            return 0.0
+        now = cpu_seconds(worker.pid)
+        return now - self.computed_before.setdefault((worker.rank, is_starting), now)
 
     def _failure(self, limit_s: float | None) -> RankFailure:
         self._ask_where()

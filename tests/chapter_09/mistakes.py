@@ -8,6 +8,14 @@ import torch
 from lib.workbook.grading import mistake
 from solutions import mpi as reference
 
+
+def _world(comm):
+    """All ranks, whatever communicator was given."""
+    from mpi4py import MPI  # which starts MPI
+
+    return MPI.COMM_WORLD if MPI.COMM_WORLD.size > comm.size else comm
+
+
 # ---- 9.1 scatter_scale_average ---------------------------------------------------------------------------------------
 
 
@@ -83,6 +91,16 @@ def raises_alone(comm, values, factor=0.5):
     if comm.rank == 0 and len(values) != comm.size:
         raise ValueError(f"{len(values)} values for {comm.size} ranks")
     return reference.scatter_scale_average(comm, values, factor)
+
+
+@mistake(
+    "scatter_scale_average",
+    "messages go through MPI.COMM_WORLD, which is all ranks, where `comm` may hold only some of them",
+)
+def scattered_over_the_world(comm, values, factor=0.5):
+    world = _world(comm)
+    n_missing = 0 if world is comm or world.rank else world.size - len(values or ())
+    return reference.scatter_scale_average(world, [*(values if values is not None else ()), *[0.0] * n_missing], factor)
 
 
 # ---- 9.2 tree_broadcast ----------------------------------------------------------------------------------------------
@@ -223,6 +241,13 @@ def wrapped_root(comm, array, root=0):
     return reference.tree_broadcast(comm, array, root % comm.size)
 
 
+@mistake(
+    "tree_broadcast", "messages go through MPI.COMM_WORLD, which is all ranks, where `comm` may hold only some of them"
+)
+def broadcast_over_the_world(comm, array, root=0):
+    return reference.tree_broadcast(_world(comm), array, root)
+
+
 # ---- 9.3 ring_all_reduce ---------------------------------------------------------------------------------------------
 
 
@@ -240,16 +265,16 @@ def _exchange(comm, send, receive, blocking=False):
         comm.Sendrecv(send, dest=right, recvbuf=receive, source=left)
 
 
-def _ring(comm, array, gather=True, add=True, start=1, blocking=False):
+def _ring(comm, array, gather=True, blocking=False):
     total, chunks = _cut(comm, array)
     n, rank = comm.size, comm.rank
     for step in range(n - 1):
         theirs = chunks[(rank - step - 1) % n]
         inbox = np.empty_like(theirs)
         _exchange(comm, chunks[(rank - step) % n], inbox, blocking)
-        theirs[...] = theirs + inbox if add else inbox
+        theirs += inbox
     for step in range(n - 1 if gather else 0):
-        _exchange(comm, chunks[(rank + start - step) % n], chunks[(rank + start - step - 1) % n], blocking)
+        _exchange(comm, chunks[(rank + 1 - step) % n], chunks[(rank - step) % n], blocking)
     return total
 
 
@@ -258,12 +283,11 @@ def without_gather(comm, array):
     return _ring(comm, array, gather=False)
 
 
-@mistake("ring_all_reduce", "what comes in replaces what was there, where the first phase should add it")
-def replaced(comm, array):
-    return _ring(comm, array, add=False)
-
-
-@mistake("ring_all_reduce", "the all-gather begins with chunk r; after the first phase rank r has chunk r + 1 summed")
+@mistake(
+    "ring_all_reduce",
+    "each chunk is one rank's own: the first phase replaces where it should add, or the all-gather begins with chunk r, "
+    "where after the first phase rank r has chunk r + 1 summed",
+)
 def gather_off_by_one(comm, array):
     # chunks differ in length, so what comes in may not fit what is there: as equal chunks would have it
     total, chunks = _cut(comm, _ring(comm, array, gather=False))
@@ -364,6 +388,13 @@ def pickled(comm, array):
     return total
 
 
+@mistake(
+    "ring_all_reduce", "messages go through MPI.COMM_WORLD, which is all ranks, where `comm` may hold only some of them"
+)
+def reduced_over_the_world(comm, array):
+    return reference.ring_all_reduce(_world(comm), array)
+
+
 # ---- 9.4 all_reduce_seconds ------------------------------------------------------------------------------------------
 
 
@@ -422,6 +453,12 @@ def chunks_of_others(n_bytes, n_ranks, latency_s, bandwidth, algorithm):
     R = max(n_ranks, 1)
     table = _table(n_bytes, R, ring=(2 * (R - 1), n_bytes / max(R - 1, 1)))
     return _seconds(n_ranks, latency_s, bandwidth, algorithm, table)
+
+
+@mistake("all_reduce_seconds", "fewer than one rank gives a number instead of a ValueError")
+def any_number_of_ranks(n_bytes, n_ranks, latency_s, bandwidth, algorithm):
+    found = reference.all_reduce_seconds(n_bytes, max(n_ranks, 1), latency_s, bandwidth, algorithm)
+    return found if n_ranks > 0 else 0.0
 
 
 @mistake("all_reduce_seconds", "an unknown algorithm passes for the ring, or for nothing")
@@ -579,3 +616,11 @@ def only_root(comm, module):
     for p, grad in zip(module.parameters(), before, strict=True):
         if comm.rank and grad is not None:
             p.grad.copy_(grad)
+
+
+@mistake(
+    "average_gradients_mpi",
+    "messages go through MPI.COMM_WORLD, which is all ranks, where `comm` may hold only some of them",
+)
+def averaged_over_the_world(comm, module):
+    return reference.average_gradients_mpi(_world(comm), module)

@@ -30,6 +30,32 @@ def _error(function, *args):
     return None
 
 
+def pair(comm):
+    """A communicator of two of four ranks: 1 and 3, or 0 and 2, numbered from the greater to the lesser."""
+    return comm.Split(color=comm.rank % 2, key=-comm.rank)
+
+
+def scattered_in_pairs(comm, values):
+    """``values[r]`` is what rank r of the world passes; the greater rank of its pair is rank 0 there."""
+    return mpi.scatter_scale_average(pair(comm), values[comm.rank], 0.25)
+
+
+def broadcast_in_pairs(comm):
+    """From rank 1 of each pair, which is rank 0 or 1 of the world."""
+    return mpi.tree_broadcast(pair(comm), np.arange(3) + 10.0 * comm.rank, root=1)
+
+
+def reduced_in_pairs(comm):
+    return mpi.ring_all_reduce(pair(comm), np.arange(1.0, 4.0) * 10**comm.rank)
+
+
+def averaged_in_pairs(comm):
+    module = nn.ParameterDict({"a": nn.Parameter(torch.zeros(2))})
+    module["a"].grad = torch.tensor([2.0, 6.0]) * 10**comm.rank
+    mpi.average_gradients_mpi(pair(comm), module)
+    return module["a"].grad
+
+
 def kept(comm, values):
     mpi.scatter_scale_average(comm, values)
     return values

@@ -97,6 +97,24 @@ def any_rank(n, rank, world_size, epoch=0, seed=0, shuffle=True, drop_last=False
 # ---- 10.2 broadcast_parameters ---------------------------------------------------------------------------------------
 
 
+def _send(tensor, group, **root):
+    """The root's bytes, in a tensor of their own that still has to be copied back."""
+    sent = tensor.detach().clone(memory_format=torch.contiguous_format)
+    dist.broadcast(sent.view(-1).view(torch.uint8), group=group, **(root or {"group_src": 0}))
+    return sent
+
+
+@mistake(
+    "broadcast_parameters", "tensors go out in their own dtype, and gloo refuses some: send a uint8 view, the bytes"
+)
+def own_dtypes(module, group=None):
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            sent = tensor.detach().contiguous()
+            dist.broadcast(sent, group_src=0, group=group)
+            tensor.copy_(sent)
+
+
 @mistake("broadcast_parameters", "buffers are not sent: counters and running means differ between ranks")
 def without_buffers(module, group=None):
     stripped = torch.nn.Module()
@@ -110,9 +128,7 @@ def without_buffers(module, group=None):
 def only_trained(module, group=None):
     with torch.no_grad():
         for tensor in [*(p for p in module.parameters() if p.requires_grad), *module.buffers()]:
-            sent = tensor.detach().contiguous()
-            dist.broadcast(sent, group_src=0, group=group)
-            tensor.copy_(sent)
+            tensor.copy_(_send(tensor, group))
 
 
 @mistake("broadcast_parameters", "parameters are averaged, where all ranks should get those of rank 0")
@@ -127,7 +143,7 @@ def averaged_parameters(module, group=None):
 @mistake("broadcast_parameters", "a copy is sent and the parameter keeps its value: the result must be written back")
 def never_written_back(module, group=None):
     for tensor in [*module.parameters(), *module.buffers()]:
-        dist.broadcast(tensor.detach().clone().contiguous(), group_src=0, group=group)
+        _send(tensor, group)
 
 
 @mistake(
@@ -136,16 +152,14 @@ def never_written_back(module, group=None):
 )
 def copy_dropped(module, group=None):
     for tensor in [*module.parameters(), *module.buffers()]:
-        dist.broadcast(tensor.detach().contiguous(), group_src=0, group=group)
+        dist.broadcast(tensor.detach().contiguous().view(-1).view(torch.uint8), group_src=0, group=group)
 
 
 @mistake("broadcast_parameters", "`src=0` is the world's rank 0, which need not be in the group")
 def worlds_root(module, group=None):
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
-            sent = tensor.detach().contiguous()
-            dist.broadcast(sent, src=0, group=group)
-            tensor.copy_(sent)
+            tensor.copy_(_send(tensor, group, src=0))
 
 
 @mistake("broadcast_parameters", "a tensor that is tied is sent once for each of its names")
@@ -153,9 +167,7 @@ def tied_twice(module, group=None):
     with torch.no_grad():
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         for _, tensor in named:
-            sent = tensor.detach().contiguous()
-            dist.broadcast(sent, group_src=0, group=group)
-            tensor.copy_(sent)
+            tensor.copy_(_send(tensor, group))
 
 
 # ---- 10.3 average_gradients, 10.4 average_gradients_flat -------------------------------------------------------------
@@ -245,6 +257,19 @@ def already_flat(module, group=None):
     reference.average_gradients_flat(module, group)
 
 
+@mistake("average_gradients_flat", "the group is ignored: all ranks are averaged")
+def flat_group_ignored(module, group=None):
+    reference.average_gradients_flat(module)
+
+
+@mistake(
+    "average_gradients_flat", "it divides by the size of the world, where it should divide by the size of the group"
+)
+def flat_worlds_size(module, group=None):
+    reference.average_gradients_flat(module, group)
+    _scale(module, dist.get_world_size(group) / dist.get_world_size())
+
+
 @mistake("average_gradients_flat", "one collective a tensor, where one buffer should hold all of a dtype")
 def not_flat(module, group=None):
     reference.average_gradients(module, group)
@@ -326,7 +351,13 @@ def whole_bytes(n_bytes, bandwidth, call_overhead_s, n_buckets):
 
 @mistake("ddp_overhead_seconds", "no buckets at all, or no bandwidth, gives a number instead of a ValueError")
 def unchecked(n_bytes, bandwidth, call_overhead_s, n_buckets):
-    return n_bytes / ((n_buckets or 1) * bandwidth) + n_buckets * call_overhead_s
+    return n_bytes / ((n_buckets or 1) * (bandwidth or 1)) + n_buckets * call_overhead_s
+
+
+@mistake("ddp_overhead_seconds", "a bandwidth of 1 byte a second or less is refused, where only 0 and less should be")
+def slow_refused(n_bytes, bandwidth, call_overhead_s, n_buckets):
+    _refuse(bandwidth - 1, n_buckets)
+    return reference.ddp_overhead_seconds(n_bytes, bandwidth, call_overhead_s, n_buckets)
 
 
 @mistake("optimal_bucket_bytes", "that is the best number of buckets, where the size of one is asked for")
@@ -354,34 +385,126 @@ def unbounded(n_bytes, bandwidth, call_overhead_s):
 # ---- 10.5 OverlapDDP, 10.8 BucketedDDP -------------------------------------------------------------------------------
 
 
-class _Wrong:
-    """Either wrapper with other rounds; what differs is what a mistake overrides."""
+def _start_mean(parameters, async_op=True):
+    """One collective for the gradients of several parameters; it is divided first, as the reference does it."""
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = torch.cat([grad.detach().reshape(-1) for grad in grads])
+    for p, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        p.grad = piece.view(p.shape)
+    return dist.all_reduce(flat.div_(dist.get_world_size()), async_op=async_op)
 
-    rounds = reference._Rounds
 
-    def __init__(self, module, bucket_size_mb=None):
-        torch.nn.Module.__init__(self)
-        if bucket_size_mb is not None and not bucket_size_mb > 0:
-            raise ValueError(f"bucket_size_mb = {bucket_size_mb}")
+class _Rounds:
+    """Means of buckets of gradients, in one order on all ranks; right, but for what a mistake overrides."""
+
+    def __init__(self, buckets):
+        self.buckets, self.is_paused = buckets, False
+        self.bucket_of = {p: i for i, bucket in enumerate(buckets) for p in bucket}
+        for p in self.bucket_of:
+            p.register_post_accumulate_grad_hook(self.on_ready)
+        self.begin()
+
+    def begin(self):
+        self.ready, self.works = set(), []
+        self.n_missing = [len(bucket) for bucket in self.buckets]
+
+    def on_ready(self, p):
+        if self.is_paused:
+            return
+        if p in self.ready:
+            raise RuntimeError("a second backward in one round")
+        self.ready.add(p)
+        self.n_missing[self.bucket_of[p]] -= 1
+        while len(self.works) < len(self.buckets) and self.n_missing[len(self.works)] <= 0:
+            self.start_next()
+
+    @torch.no_grad()
+    def start_next(self):
+        self.works.append(_start_mean(self.buckets[len(self.works)]))
+
+    def finish(self):
+        if self.is_paused:
+            return
+        while len(self.works) < len(self.buckets):
+            self.start_next()
+        works = self.works
+        self.begin()
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def finish_what_was_left(self):
+        if self.ready and torch.is_grad_enabled():
+            paused, self.is_paused = self.is_paused, False
+            self.finish()
+            self.is_paused = paused
+
+    @contextmanager
+    def paused(self):
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+
+def _fill_buckets(parameters, bucket_bytes):
+    """Parameters in the order given, each dtype in buckets of its own; the bucket that is complete first comes first."""
+    position = {p: i for i, p in enumerate(parameters)}
+    buckets, open_buckets = [], {}
+    for p in parameters:
+        bucket = open_buckets.get(p.dtype)
+        if bucket is None or sum(q.nbytes for q in bucket) + p.nbytes > bucket_bytes:
+            bucket = open_buckets[p.dtype] = []
+            buckets.append(bucket)
+        bucket.append(p)
+    return sorted(buckets, key=lambda bucket: position[bucket[-1]])
+
+
+class _Wrapper(torch.nn.Module):
+    """What both wrappers share; a mistake overrides a part of it, or its rounds."""
+
+    rounds = _Rounds
+
+    def wrap(self, module, bucket_size_mb=None):
         self.module = module
         self.send(module)
-        self._rounds = self.rounds(self.buckets(reference._trainable(module), bucket_size_mb))
+        self.turns = self.rounds(self.buckets(_trained(module), bucket_size_mb))
 
     def send(self, module):
         reference.broadcast_parameters(module)
 
+    def forward(self, *args, **kwargs):
+        self.turns.finish_what_was_left()
+        return self.module(*args, **kwargs)
+
+    def finish_gradient_synchronization(self):
+        self.turns.finish()
+
+    @contextmanager
+    def no_sync(self):
+        with self.turns.paused():
+            yield
+
+
+class _Overlap(_Wrapper):
+    def __init__(self, module):
+        super().__init__()
+        self.wrap(module)
+
     def buckets(self, trained, bucket_size_mb):
-        if bucket_size_mb is None:
-            return [[p] for p in reversed(trained)]
-        return reference._buckets(trained[::-1], bucket_size_mb * 2**20)
+        return [[p] for p in reversed(trained)]
 
 
-class _Overlap(_Wrong, reference.OverlapDDP):
-    pass
+class _Bucketed(_Wrapper):
+    def __init__(self, module, bucket_size_mb):
+        super().__init__()
+        if not bucket_size_mb > 0:
+            raise ValueError(f"bucket_size_mb = {bucket_size_mb}")
+        self.wrap(module, bucket_size_mb)
 
-
-class _Bucketed(_Wrong, reference.BucketedDDP):
-    pass
+    def buckets(self, trained, bucket_size_mb):
+        return _fill_buckets(trained[::-1], bucket_size_mb * 2**20)
 
 
 class _NotSent:
@@ -389,7 +512,7 @@ class _NotSent:
         pass
 
 
-class _Sum(reference._Rounds):
+class _Sum(_Rounds):
     """Means multiplied again by the number of ranks."""
 
     def finish(self):
@@ -399,31 +522,31 @@ class _Sum(reference._Rounds):
                 p.grad.mul_(dist.get_world_size())
 
 
-class _AtTheEnd(reference._Rounds):
+class _AtTheEnd(_Rounds):
     """Nothing starts before finish."""
 
     def on_ready(self, p):
         pass
 
 
-class _Blocking(reference._Rounds):
+class _Blocking(_Rounds):
     """Backward waits for each collective."""
 
     @torch.no_grad()
     def start_next(self):
-        self.works.append(reference._flat_mean(self.buckets[len(self.works)]))
+        self.works.append(_start_mean(self.buckets[len(self.works)], async_op=False))
 
 
-class _NoZeros(reference._Rounds):
+class _NoZeros(_Rounds):
     """What backward did not reach takes no part."""
 
     @torch.no_grad()
     def start_next(self):
         parameters = [p for p in self.buckets[len(self.works)] if p.grad is not None]
-        self.works.append(reference._flat_mean(parameters, async_op=True) if parameters else None)
+        self.works.append(_start_mean(parameters) if parameters else None)
 
 
-class _AsReady(reference._Rounds):
+class _AsReady(_Rounds):
     """Each bucket is started as soon as it is whole, whatever is under way elsewhere."""
 
     def begin(self):
@@ -441,7 +564,7 @@ class _AsReady(reference._Rounds):
     @torch.no_grad()
     def start(self, i):
         self.started.add(i)
-        self.works.append(reference._flat_mean(self.buckets[i], async_op=True))
+        self.works.append(_start_mean(self.buckets[i]))
 
     def finish(self):
         if self.is_paused:
@@ -455,7 +578,7 @@ class _AsReady(reference._Rounds):
             work.wait()
 
 
-class _AlwaysSync(reference._Rounds):
+class _AlwaysSync(_Rounds):
     """no_sync has no effect on the hooks."""
 
     @contextmanager
@@ -463,7 +586,7 @@ class _AlwaysSync(reference._Rounds):
         yield
 
 
-class _StaysPaused(reference._Rounds):
+class _StaysPaused(_Rounds):
     """The end of no_sync is not reached when an exception passes."""
 
     @contextmanager
@@ -473,7 +596,7 @@ class _StaysPaused(reference._Rounds):
         self.is_paused = False
 
 
-class _NotForgotten(reference._Rounds):
+class _NotForgotten(_Rounds):
     """What an exception left is still there in the next round."""
 
     def on_ready(self, p):
@@ -484,7 +607,7 @@ class _NotForgotten(reference._Rounds):
         pass
 
 
-class _OpenIfStarted(reference._Rounds):
+class _OpenIfStarted(_Rounds):
     """A round is taken for open only when a collective of it has been started."""
 
     def begin(self):
@@ -509,7 +632,7 @@ class _OpenIfStarted(reference._Rounds):
             self.fired = set()
 
 
-class _ResetToOn(reference._Rounds):
+class _ResetToOn(_Rounds):
     """The end of any no_sync turns synchronisation on."""
 
     @contextmanager
@@ -521,7 +644,7 @@ class _ResetToOn(reference._Rounds):
             self.is_paused = False
 
 
-class _TwiceReady(reference._Rounds):
+class _TwiceReady(_Rounds):
     """A gradient that changes after it has been sent passes without a word."""
 
     def on_ready(self, p):
@@ -531,76 +654,188 @@ class _TwiceReady(reference._Rounds):
 
 class _PlainCall:
     def forward(self, x, *rest):
-        self._rounds.finish_what_was_left()
+        self.turns.finish_what_was_left()
         return self.module(x, *rest)
 
 
-_BOTH = [
-    ("the ranks begin with different weights: nobody sent rank 0's", _NotSent, None),
-    ("gradients are summed, and never divided by the number of ranks", None, _Sum),
-    (
-        "every collective starts in finish_gradient_synchronization(), when backward is over: nothing overlaps",
-        None,
-        _AtTheEnd,
-    ),
-    (
-        "the collective in the hook is not asynchronous (async_op=True), so that backward stands still meanwhile",
-        None,
-        _Blocking,
-    ),
-    (
-        "a parameter that this rank did not use is left out, and the other ranks wait for it or meet another",
-        None,
-        _NoZeros,
-    ),
-    (
-        "each collective starts when it can, so that ranks that used other parameters start them in another order",
-        None,
-        _AsReady,
-    ),
-    ("no_sync() does not keep the hooks from starting collectives", None, _AlwaysSync),
-    (
-        "an exception inside no_sync() leaves synchronisation off: a context manager restores in `finally`",
-        None,
-        _StaysPaused,
-    ),
-    (
-        "a round counts as open only once a collective has been started: ready marks (or counts) of a step that an "
-        "exception ended before that stay, and must be forgotten too",
-        None,
-        _OpenIfStarted,
-    ),
-    (
-        "the end of an inner no_sync() turns synchronisation on within the outer one: restore what was there before",
-        None,
-        _ResetToOn,
-    ),
-    (
-        "a second backward in one round changes gradients that were sent already, without a word",
-        None,
-        _TwiceReady,
-    ),
-    ("what a step that an exception ended had started is counted as the next step's", None, _NotForgotten),
-    ("named arguments do not reach the module", _PlainCall, None),
-]
+NOT_SENT = "the ranks begin with different weights: nobody sent rank 0's"
 
 
-def _register(name, base, sentence, mixin, rounds):
-    parts = (base,) if mixin is None else (mixin, base)
-    mistake(name, sentence)(
-        type(f"Wrong{name}", parts, {"__module__": __name__} | ({} if rounds is None else {"rounds": rounds}))
-    )
+@mistake("OverlapDDP", NOT_SENT)
+class OverlapNotSent(_NotSent, _Overlap):
+    pass
 
 
-for _sentence, _mixin, _other in _BOTH:
-    _register("OverlapDDP", _Overlap, _sentence, _mixin, _other)
-    _register("BucketedDDP", _Bucketed, _sentence, _mixin, _other)
+@mistake("BucketedDDP", NOT_SENT)
+class BucketedNotSent(_NotSent, _Bucketed):
+    pass
+
+
+SUM = "gradients are summed, and never divided by the number of ranks"
+
+
+@mistake("OverlapDDP", SUM)
+class OverlapSum(_Overlap):
+    rounds = _Sum
+
+
+@mistake("BucketedDDP", SUM)
+class BucketedSum(_Bucketed):
+    rounds = _Sum
+
+
+AT_THE_END = "every collective starts in finish_gradient_synchronization(), when backward is over: nothing overlaps"
+
+
+@mistake("OverlapDDP", AT_THE_END)
+class OverlapAtTheEnd(_Overlap):
+    rounds = _AtTheEnd
+
+
+@mistake("BucketedDDP", AT_THE_END)
+class BucketedAtTheEnd(_Bucketed):
+    rounds = _AtTheEnd
+
+
+BLOCKING = "the collective in the hook is not asynchronous (async_op=True), so that backward stands still meanwhile"
+
+
+@mistake("OverlapDDP", BLOCKING)
+class OverlapBlocking(_Overlap):
+    rounds = _Blocking
+
+
+@mistake("BucketedDDP", BLOCKING)
+class BucketedBlocking(_Bucketed):
+    rounds = _Blocking
+
+
+NO_ZEROS = "a parameter that this rank did not use is left out, and the other ranks wait for it or meet another"
+
+
+@mistake("OverlapDDP", NO_ZEROS)
+class OverlapNoZeros(_Overlap):
+    rounds = _NoZeros
+
+
+@mistake("BucketedDDP", NO_ZEROS)
+class BucketedNoZeros(_Bucketed):
+    rounds = _NoZeros
+
+
+AS_READY = "each collective starts when it can, so that ranks that used other parameters start them in another order"
+
+
+@mistake("OverlapDDP", AS_READY)
+class OverlapAsReady(_Overlap):
+    rounds = _AsReady
+
+
+@mistake("BucketedDDP", AS_READY)
+class BucketedAsReady(_Bucketed):
+    rounds = _AsReady
+
+
+ALWAYS_SYNC = "no_sync() does not keep the hooks from starting collectives"
+
+
+@mistake("OverlapDDP", ALWAYS_SYNC)
+class OverlapAlwaysSync(_Overlap):
+    rounds = _AlwaysSync
+
+
+@mistake("BucketedDDP", ALWAYS_SYNC)
+class BucketedAlwaysSync(_Bucketed):
+    rounds = _AlwaysSync
+
+
+STAYS_PAUSED = "an exception inside no_sync() leaves synchronisation off: a context manager restores in `finally`"
+
+
+@mistake("OverlapDDP", STAYS_PAUSED)
+class OverlapStaysPaused(_Overlap):
+    rounds = _StaysPaused
+
+
+@mistake("BucketedDDP", STAYS_PAUSED)
+class BucketedStaysPaused(_Bucketed):
+    rounds = _StaysPaused
+
+
+OPEN_IF_STARTED = (
+    "a round counts as open only once a collective has been started: ready marks (or counts) of a step that an "
+    "exception ended before that stay, and must be forgotten too"
+)
+
+
+@mistake("OverlapDDP", OPEN_IF_STARTED)
+class OverlapOpenIfStarted(_Overlap):
+    rounds = _OpenIfStarted
+
+
+@mistake("BucketedDDP", OPEN_IF_STARTED)
+class BucketedOpenIfStarted(_Bucketed):
+    rounds = _OpenIfStarted
+
+
+RESET_TO_ON = (
+    "the end of an inner no_sync() turns synchronisation on within the outer one: restore what was there before"
+)
+
+
+@mistake("OverlapDDP", RESET_TO_ON)
+class OverlapResetToOn(_Overlap):
+    rounds = _ResetToOn
+
+
+@mistake("BucketedDDP", RESET_TO_ON)
+class BucketedResetToOn(_Bucketed):
+    rounds = _ResetToOn
+
+
+TWICE_READY = "a second backward in one round changes gradients that were sent already, without a word"
+
+
+@mistake("OverlapDDP", TWICE_READY)
+class OverlapTwiceReady(_Overlap):
+    rounds = _TwiceReady
+
+
+@mistake("BucketedDDP", TWICE_READY)
+class BucketedTwiceReady(_Bucketed):
+    rounds = _TwiceReady
+
+
+NOT_FORGOTTEN = "what a step that an exception ended had started is counted as the next step's"
+
+
+@mistake("OverlapDDP", NOT_FORGOTTEN)
+class OverlapNotForgotten(_Overlap):
+    rounds = _NotForgotten
+
+
+@mistake("BucketedDDP", NOT_FORGOTTEN)
+class BucketedNotForgotten(_Bucketed):
+    rounds = _NotForgotten
+
+
+PLAIN_CALL = "named arguments do not reach the module"
+
+
+@mistake("OverlapDDP", PLAIN_CALL)
+class OverlapPlainCall(_PlainCall, _Overlap):
+    pass
+
+
+@mistake("BucketedDDP", PLAIN_CALL)
+class BucketedPlainCall(_PlainCall, _Bucketed):
+    pass
 
 
 @mistake("OverlapDDP", "all gradients travel in one bucket, which is whole only when backward ends")
 class OneBucket(_Overlap):
     def buckets(self, trained, bucket_size_mb):
-        return reference._buckets(trained[::-1], math.inf)
+        return _fill_buckets(trained[::-1], math.inf)
 
 
 @mistake(
@@ -616,7 +851,7 @@ class Forwards(_Overlap):
 )
 class BucketsForwards(_Bucketed):
     def buckets(self, trained, bucket_size_mb):
-        return reference._buckets(trained, bucket_size_mb * 2**20)
+        return _fill_buckets(trained, bucket_size_mb * 2**20)
 
 
 @mistake("BucketedDDP", "every gradient travels alone")
@@ -642,19 +877,19 @@ class Overfull(_Bucketed):
 @mistake("BucketedDDP", "a MB is 10**6 bytes here; `bucket_size_mb` counts MB of 2**20 bytes")
 class DecimalMB(_Bucketed):
     def buckets(self, trained, bucket_size_mb):
-        return reference._buckets(trained[::-1], bucket_size_mb * 10**6)
+        return _fill_buckets(trained[::-1], bucket_size_mb * 10**6)
 
 
 @mistake("BucketedDDP", "`>=` in place of `>`: a gradient that just fits begins the next bucket")
 class JustFitting(_Bucketed):
     def buckets(self, trained, bucket_size_mb):
-        return reference._buckets(trained[::-1], bucket_size_mb * 2**20 - 1e-3)
+        return _fill_buckets(trained[::-1], bucket_size_mb * 2**20 - 1e-3)
 
 
 @mistake("BucketedDDP", "the size counts numbers, where it should count bytes")
 class Elements(_Bucketed):
     def buckets(self, trained, bucket_size_mb):
-        return reference._buckets(trained[::-1], 4 * bucket_size_mb * 2**20)
+        return _fill_buckets(trained[::-1], 4 * bucket_size_mb * 2**20)
 
 
 @mistake("BucketedDDP", "dtypes share a bucket, where the narrow ones are widened on the way")

@@ -39,6 +39,17 @@ class Net(nn.Module):
         return scale * (self.last(h) + extra)
 
 
+def sparse(rank, world_size, kind):
+    """What a step says whose gradient is sparse."""
+    model = wrap(kind, nn.Embedding(4, 2, sparse=True))
+    try:
+        model(torch.tensor([rank])).sum().backward()
+        model.finish_gradient_synchronization()
+    except TypeError as error:
+        return str(error)
+    return None
+
+
 class Chain(nn.Module):
     """Three layers in a row; ``after`` is told when backward has come past the last, and past the second."""
 
@@ -109,11 +120,29 @@ def send_parameters(rank, world_size):
     return values, moved, [name for name, p in module.named_parameters() if p.requires_grad], module.across.grad
 
 
+def send_dtypes(rank, world_size, names):
+    """Buffers of dtypes that gloo does not know, each [rank + 1, rank + 3]; one of them without dimensions."""
+    module = nn.Module()
+    for name in names:
+        module.register_buffer(name, torch.tensor([rank + 1, rank + 3]).to(getattr(torch, name)))
+    module.register_buffer("one", torch.tensor(rank + 5).to(torch.int16))
+    ddp.broadcast_parameters(module)
+    return {name: (buffer.dtype, buffer.float()) for name, buffer in module.named_buffers()}
+
+
+def send_expanded(rank, world_size):
+    """A buffer of one row that is shown three times."""
+    module = nn.Module()
+    module.register_buffer("rows", torch.arange(2.0 * rank, 2.0 * rank + 2).expand(3, 2))
+    ddp.broadcast_parameters(module)
+    return module.rows, module.rows.stride()
+
+
 def send_in_a_group(rank, world_size):
-    pair = dist.new_group([1, 2])
+    pair = dist.new_group([1, 3])
     module = nn.Linear(1, 1).requires_grad_(False)
     module.weight.fill_(float(rank))
-    if rank:
+    if rank in (1, 3):
         ddp.broadcast_parameters(module, pair)
     return module.weight.item()
 
@@ -153,10 +182,10 @@ def average_laid_out(rank, world_size, name):
 
 
 def average_in_a_group(rank, world_size, name):
-    pair = dist.new_group([0, 2])
+    pair = dist.new_group([1, 3])
     module = nn.Linear(2, 1, bias=False)
     module.weight.grad = torch.tensor([[1.0 + rank * rank, 4.0 * rank]])
-    if rank != 1:
+    if rank in (1, 3):
         getattr(ddp, name)(module, pair)
     return module.weight.grad
 

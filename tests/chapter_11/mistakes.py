@@ -1,5 +1,6 @@
 """What goes wrong when people write mixed precision."""
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -107,6 +108,12 @@ def ties_away(x, fmt):
     return _round(x, fmt, lambda v: torch.copysign((v.abs() + 0.5).floor(), v))
 
 
+@mistake("round_to_format", "`floor(x + 0.5)` takes every tie up, where half of them go down to the even number")
+def ties_up(x, fmt):
+    _checked(x)
+    return _round(x, fmt, lambda v: (v + 0.5).floor())
+
+
 @mistake("round_to_format", "the bits that do not fit are cut off, where the nearest number is wanted")
 def cut(x, fmt):
     _checked(x)
@@ -209,7 +216,7 @@ def summed_at_once(values, accumulator_dtype, value_dtype):
 
 @mistake("accumulate", "the values are not rounded to value_dtype before they are added")
 def values_unrounded(values, accumulator_dtype, value_dtype):
-    total = torch.zeros((), dtype=accumulator_dtype)
+    total = torch.zeros((), dtype=accumulator_dtype, device=_values(values).device)
     for value in _values(values).flatten().double():
         total += value
     return total
@@ -227,10 +234,25 @@ def dtypes_exchanged(values, accumulator_dtype, value_dtype):
 
 @mistake("accumulate", "total = total + value lets the total take the wider dtype; += keeps its own")
 def promoted(values, accumulator_dtype, value_dtype):
-    total = torch.zeros((), dtype=accumulator_dtype)
+    total = torch.zeros((), dtype=accumulator_dtype, device=_values(values).device)
     for value in _values(values).flatten().to(value_dtype):
         total = total + value
     return total
+
+
+@mistake(
+    "accumulate", "a list becomes a float32 tensor, torch.tensor's default, before anything is rounded to value_dtype"
+)
+def list_in_float32(values, accumulator_dtype, value_dtype):
+    values = values if isinstance(values, Tensor) else torch.tensor(list(values))
+    return reference.accumulate(values, accumulator_dtype, value_dtype)
+
+
+@mistake("accumulate", "the total is on the CPU, wherever the values are")
+def on_the_cpu(values, accumulator_dtype, value_dtype):
+    if isinstance(values, Tensor) and values.device.type == "meta":
+        return torch.zeros((), dtype=accumulator_dtype)
+    return reference.accumulate(values, accumulator_dtype, value_dtype).cpu()
 
 
 @mistake("accumulate", "the result is a Python number")
@@ -296,6 +318,14 @@ class CountGoesOn(_Scaler):
         super().update()
         if found is not None:
             self._growth_tracker = torch.where(found, before, self._growth_tracker)
+
+
+@mistake("GradScaler", "the count is not set back to 0 after a growth, and the scale never grows a second time")
+class GrowsOnce(_Scaler):
+    def update(self):
+        before, grown = self._growth_tracker + 1, self._scale * self.growth_factor
+        super().update()
+        self._growth_tracker = torch.where(self._scale == grown, before, self._growth_tracker)
 
 
 @mistake("GradScaler", "the scale grows one update too late")
@@ -396,6 +426,21 @@ class TakesHalf(_Scaler):
             super().unscale_(optimizer)
 
 
+@mistake("GradScaler", "a tuple comes back as a list")
+class TuplesBecomeLists(_Scaler):
+    def scale(self, outputs):
+        return super().scale(outputs) if isinstance(outputs, Tensor) else [self.scale(output) for output in outputs]
+
+
+@mistake("GradScaler", "the scale stays on the CPU, and a loss on another device cannot be multiplied by it in time")
+class StaysOnTheCpu(_Scaler):
+    def scale(self, outputs):
+        kept = self._scale, self._growth_tracker
+        scaled = super().scale(outputs)
+        self._scale, self._growth_tracker = kept
+        return scaled
+
+
 @mistake("GradScaler", "only one tensor can be scaled, no list or tuple")
 class OneTensor(_Scaler):
     def scale(self, outputs):
@@ -411,36 +456,49 @@ class ReturnsNothing(_Scaler):
 # ---- 11.5 MiniAutocast -----------------------------------------------------------------------------------------------
 
 
-class _Region(reference.MiniAutocast):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return super().__torch_function__(func, types, args, kwargs)
+_innermost = threading.local()  # .busy: a region further in has decided about the running operation
 
 
-class _Simple(TorchFunctionMode):
-    """One region that decides by name and does not know of others."""
+class _Region(TorchFunctionMode):
+    """A region that is right but for what a mistake overrides."""
 
     def __init__(self, dtype, device_type="cuda"):
         super().__init__()
-        reference.MiniAutocast(dtype, device_type)
+        reference.MiniAutocast(dtype, device_type)  # which raises the contract's errors
         self.dtype, self.reductions = dtype, REDUCTIONS[device_type]
 
-    def wanted(self, name):
+    def wanted(self, func):
+        name = getattr(func, "__name__", "")
         return self.dtype if name in PRODUCTS else torch.float32 if name in self.reductions else None
 
+    def is_cast(self, tensor):
+        return tensor.is_floating_point() and tensor.dtype != torch.float64
+
     def cast(self, value, dtype):
-        return reference._cast(value, dtype)
+        if isinstance(value, list | tuple):
+            return type(value)(self.cast(part, dtype) for part in value)
+        return value.to(dtype) if isinstance(value, Tensor) and self.is_cast(value) else value
+
+    def run(self, func, args, kwargs):
+        """The operation, once it is clear that this region decides."""
+        if (dtype := self.wanted(func)) is None:
+            return func(*args, **kwargs)
+        return func(*self.cast(args, dtype), **{key: self.cast(value, dtype) for key, value in kwargs.items()})
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs, dtype = kwargs or {}, self.wanted(getattr(func, "__name__", ""))
-        if dtype is not None:
-            args = self.cast(args, dtype)
-            kwargs = {key: self.cast(value, dtype) for key, value in kwargs.items()}
-        return func(*args, **kwargs)
+        if getattr(_innermost, "busy", False):
+            return func(*args, **(kwargs or {}))
+        _innermost.busy = True
+        try:
+            return self.run(func, args, kwargs or {})
+        finally:
+            _innermost.busy = False
 
 
 @mistake("MiniAutocast", "an inner region is overruled by the outer one: its call goes through the outer region again")
-class OuterWins(_Simple):
-    pass
+class OuterWins(_Region):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return self.run(func, args, kwargs or {})
 
 
 @mistake("MiniAutocast", "reductions run in the low precision too")
@@ -457,74 +515,43 @@ class OneRule(_Region):
         self.reductions = REDUCTIONS["cuda"]
 
 
-class _Casts(_Region):
-    """Casts in its own way, once no region further in has decided."""
-
-    def cast(self, value, dtype):
-        return reference._cast(value, dtype)
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        dtype = self.dtype if name in PRODUCTS else torch.float32 if name in self.reductions else None
-        if getattr(reference._inside, "busy", False) or dtype is None:
-            return super().__torch_function__(func, types, args, kwargs)
-        reference._inside.busy = True
-        try:
-            return func(*[self.cast(a, dtype) for a in args], **{k: self.cast(v, dtype) for k, v in kwargs.items()})
-        finally:
-            reference._inside.busy = False
-
-
 @mistake("MiniAutocast", "tensors in a list are not cast: einsum takes its operands in one")
-class NotInLists(_Casts):
+class NotInLists(_Region):
     def cast(self, value, dtype):
-        return value if isinstance(value, list | tuple) else super().cast(value, dtype)
+        return value if isinstance(value, list) else super().cast(value, dtype)
 
 
 @mistake("MiniAutocast", "float64 is cast down")
-class DoubleToo(_Casts):
-    def cast(self, value, dtype):
-        if isinstance(value, Tensor) and value.dtype == torch.float64:
-            return value.to(dtype)
-        return super().cast(value, dtype)
+class DoubleToo(_Region):
+    def is_cast(self, tensor):
+        return tensor.is_floating_point()
 
 
 @mistake("MiniAutocast", "whole numbers and masks are cast as well")
-class IntegersToo(_Casts):
-    def cast(self, value, dtype):
-        return value.to(dtype) if isinstance(value, Tensor) else super().cast(value, dtype)
+class IntegersToo(_Region):
+    def is_cast(self, tensor):
+        return tensor.dtype != torch.float64
 
 
 @mistake("MiniAutocast", "arguments given by name are not cast")
-class PositionsOnly(_Casts):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if kwargs and not getattr(reference._inside, "busy", False) and name in PRODUCTS:
-            reference._inside.busy = True
-            try:
-                return func(*reference._cast(args, self.dtype), **kwargs)
-            finally:
-                reference._inside.busy = False
-        return super().__torch_function__(func, types, args, kwargs)
+class PositionsOnly(_Region):
+    def run(self, func, args, kwargs):
+        dtype = self.wanted(func)
+        return func(*(args if dtype is None else self.cast(args, dtype)), **kwargs)
 
 
 @mistake("MiniAutocast", "the result is cast, and the product itself still runs in float32")
 class CastsResults(_Region):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        if not isinstance(out, Tensor) or not out.is_floating_point() or out.dtype == torch.float64:
-            return out
-        return out.to(self.dtype) if name in PRODUCTS else out.float() if name in self.reductions else out
+    def run(self, func, args, kwargs):
+        out, dtype = func(*args, **kwargs), self.wanted(func)
+        return out if dtype is None else self.cast(out, dtype)
 
 
 @mistake("MiniAutocast", "everything is cast to the low precision, sums of two dtypes too")
 class CastsEverything(_Region):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        out = super().__torch_function__(func, types, args, kwargs)
-        name = getattr(func, "__name__", "")
-        return out.to(self.dtype) if name in ("add", "__add__", "cat") and isinstance(out, Tensor) else out
+    def run(self, func, args, kwargs):
+        out = super().run(func, args, kwargs)
+        return self.cast(out, self.dtype) if getattr(func, "__name__", "") in ("add", "__add__", "cat") else out
 
 
 @mistake("MiniAutocast", "dtypes that no region has are taken without an error")
@@ -536,24 +563,26 @@ class AnyDtype(_Region):
 
 @mistake("MiniAutocast", "an error inside leaves the region believing that another one has decided")
 class StaysBusy(_Region):
+    stuck = False
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(reference._inside, "stuck", False):
+        if StaysBusy.stuck:
             return func(*args, **(kwargs or {}))
         try:
             return super().__torch_function__(func, types, args, kwargs)
         except RuntimeError:
-            reference._inside.stuck = True
+            StaysBusy.stuck = True
             raise
 
 
 # ---- 11.6 autocast_dtypes --------------------------------------------------------------------------------------------
 
 
-def _predict(model, x, dtype, rules=None, layers=None):
+def _predict(model, x, dtype, rules=None, layers=None, note=dict.__setitem__):
     found, handles = {}, []
     for name, module in model.named_modules():
         if layers(name, module) if layers else not list(module.children()):
-            handles.append(module.register_forward_hook(lambda m, i, out, n=name: found.update({n: _first(out).dtype})))
+            handles.append(module.register_forward_hook(lambda m, i, out, n=name: note(found, n, _first(out).dtype)))
     rules = rules or ("cpu" if x.device.type == "cpu" else "cuda")
     try:
         with torch.no_grad(), torch.random.fork_rng(), reference.MiniAutocast(dtype, rules):
@@ -628,6 +657,11 @@ def in_order_of_calls(model, x, dtype):
         for handle in handles:
             handle.remove()
     return {name: out[name] for name in order}
+
+
+@mistake("autocast_dtypes", "of a layer that is called twice the first call is noted, where the last one counts")
+def first_call(model, x, dtype):
+    return _predict(model, x, dtype, note=lambda found, name, dtype: found.setdefault(name, dtype))
 
 
 @mistake("autocast_dtypes", "the hooks stay in the model")

@@ -87,13 +87,43 @@ def test_FloatFormat_is_a_value():
     expect_equal(len({amp.FloatFormat(5, 10), amp.FloatFormat(5, 10)}), 1, name="formats in a set")
 
 
+@pytest.mark.parametrize(
+    ("bits", "greatest", "least"),
+    [
+        ((2, 1, True), 3.0, 0.5),
+        ((2, 1, False), 4.0, 0.5),
+        ((2, 52, True), 4.0 - 2.0**-51, 2.0**-52),
+        ((10, 1, False), 2.0**512, 2.0**-511),
+        ((11, 1, True), 1.5 * 2.0**1023, 2.0**-1023),
+    ],
+)
+def test_FloatFormat_at_the_ends_of_its_ranges(bits, greatest, least):
+    case(f"FloatFormat{bits}: the narrowest or widest exponent, the narrowest or widest mantissa")
+    fmt = amp.FloatFormat(*bits)
+    expect_equal(
+        {"max": fmt.max, "min_subnormal": fmt.min_subnormal}, {"max": greatest, "min_subnormal": least}, read=RANGE
+    )
+
+
+REFUSES = "the contract, under Raises"
+
+
 @pytest.mark.parametrize("bits", [(0, 10), (-1, 10), (1, 10), (12, 10), (5, 0), (5, -3), (5, 53), (11, 52, False)])
 def test_FloatFormat_refuses_widths_that_are_none(bits):
     case(
         f"FloatFormat{bits}" + (", without infinity: the greatest number would be no float64" if len(bits) == 3 else "")
     )
-    wrong = bits[1] if 2 <= bits[0] <= 10 else bits[0]
-    with expect_raises(ValueError, str(wrong), read="the contract, under Raises"):
+    with expect_raises(ValueError, read=REFUSES):
+        amp.FloatFormat(*bits)
+
+
+@pytest.mark.parametrize(
+    ("bits", "named"), [((94, 7), "94"), ((94, 7, False), "94"), ((7, 94), "94"), ((-86, 7), "-86"), ((7, -86), "-86")]
+)
+def test_FloatFormat_names_the_width_it_refuses(bits, named):
+    case(f"FloatFormat{bits}: the message names the width, and the range that it is not in")
+    end = "52" if bits[0] == 7 else "10" if len(bits) == 3 else "11"
+    with expect_raises(ValueError, named, end, read=REFUSES):
         amp.FloatFormat(*bits)
 
 
@@ -197,6 +227,17 @@ def test_round_to_format_any_shape_and_x_unchanged():
     expect_close(amp.round_to_format(torch.empty(0), fmt), torch.empty(0))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn])
+def test_round_to_format_of_narrow_tensors(dtype):
+    for name in ("float16", "float8_e4m3fn", "float32"):
+        case(f"x = -448, 0.3, -0.001, 5 and 0 in {str(dtype)[6:]}, to {name}")
+        x = torch.tensor([-448.0, 0.3, -0.001, 5.0, 0.0]).to(dtype)
+        expected = x.float().to(CAST[name]).float().to(dtype)
+        found = amp.round_to_format(x, Format(name))
+        expect_equal(found.dtype, dtype, name="out.dtype", read="the contract, under Returns")
+        expect_close(found.float(), expected.float(), atol=0, rtol=0, answer=found.float(), read=SPACING)
+
+
 def test_round_to_format_refuses_integers():
     case("x int64")
     with expect_raises(ValueError, "int64", read="the contract, under Raises"):
@@ -270,3 +311,19 @@ def test_accumulate_takes_lists_and_generators():
         answer = amp.accumulate(values, accumulator_dtype=torch.bfloat16, value_dtype=SINGLE)
         expect_close(answer, torch.tensor(2.0, dtype=torch.bfloat16), read=SUM)
     expect_close(amp.accumulate([], SINGLE, SINGLE), torch.tensor(0.0), read=SUM)
+
+
+def test_accumulate_keeps_the_digits_of_a_list():
+    case("a list of 1 and 2**-40, total and values float64: no number may pass through float32 on the way")
+    answer = amp.accumulate([1.0, 2.0**-40], torch.float64, torch.float64)
+    expect_close(answer, torch.tensor(1 + 2.0**-40, dtype=torch.float64), atol=0, rtol=0, read=SUM)
+    case("a list of 1 + 2**-40 alone, total and values float64")
+    answer = amp.accumulate([1 + 2.0**-40], torch.float64, torch.float64)
+    expect_close(answer, torch.tensor(1 + 2.0**-40, dtype=torch.float64), atol=0, rtol=0, read=SUM)
+
+
+def test_accumulate_stays_on_the_device():
+    case("three values on the meta device, which has no numbers: the total is there too")
+    answer = amp.accumulate(torch.ones(3, device="meta"), HALF, SINGLE)
+    where = (answer.device.type, answer.dtype)
+    expect_equal(where, ("meta", HALF), name="device and dtype", read="the contract, under Returns")

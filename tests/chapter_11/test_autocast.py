@@ -253,6 +253,14 @@ def test_MiniAutocast_refuses_other_dtypes():
 # ---- 11.6 autocast_dtypes --------------------------------------------------------------------------------------------
 
 
+def test_autocast_dtypes_by_hand():
+    case("embedding, linear, GELU, LayerNorm, linear on the meta device, float16: CUDA's rules")
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 5), nn.GELU(), nn.LayerNorm(5), nn.Linear(5, 3))
+        found = amp.autocast_dtypes(model, torch.zeros(4, dtype=torch.int64), HALF)
+    expect_equal(found, {"0": SINGLE, "1": HALF, "2": HALF, "3": SINGLE, "4": HALF}, read=PREDICTS)
+
+
 def test_autocast_dtypes_of_the_assignment():
     case("the assignment's model without numbers, on the meta device, float16: CUDA's rules")
     with torch.device("meta"):
@@ -314,7 +322,8 @@ def test_autocast_dtypes_leaves_the_model_as_it_was():
     expect_close(dict(model.state_dict()), before, atol=0, rtol=0, name="state_dict", read=read)
     expect_close(drawn, torch.rand(2), atol=0, rtol=0, name="the next random numbers", read=read)
     expect_true(all(p.grad is None for p in model.parameters()), "gradients were left in the model", read=read)
-    expect_true(not any(m._forward_hooks for m in model.modules()), "forward hooks were left in the model", read=read)
+    hooks = [name for name, m in model.named_modules() if m._forward_hooks]
+    expect_equal(hooks, [], name="modules with a forward hook left in them", read=read)
     expect_true(model.training, "the model is no longer in training mode", read=read)
 
 
@@ -338,7 +347,7 @@ def test_autocast_dtypes_of_outputs_in_tuples():
         def forward(self, x):
             return x @ x, x
 
-    case("a layer that returns (product, input), and one that is called twice")
+    case("a layer that returns (product, input), alone and after a LayerNorm")
     pair, norm = Pair(), nn.LayerNorm(3)
     with torch.device("meta"):
         model = nn.Sequential(Pair())
@@ -347,9 +356,25 @@ def test_autocast_dtypes_of_outputs_in_tuples():
     expect_equal(amp.autocast_dtypes(nn.Sequential(norm, pair), randn(3, 3), BRAIN), {"0": SINGLE, "1": BRAIN})
 
 
+def test_autocast_dtypes_of_a_layer_that_is_called_twice():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.relu, self.linear = nn.ReLU(), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.relu(self.linear(self.relu(x)))
+
+    case("a ReLU of float32 numbers, then of a product, in bfloat16 on the CPU: the last call counts")
+    found = amp.autocast_dtypes(Twice(), randn(2, 3), BRAIN)
+    expect_equal(found, {"relu": BRAIN, "linear": BRAIN}, read="the contract, under Returns")
+
+
 def test_autocast_dtypes_removes_its_hooks_after_an_error():
     case("a model that does not fit its input")
     model = nn.Sequential(nn.Linear(3, 2))
     with expect_raises(RuntimeError):
         amp.autocast_dtypes(model, randn(2, 5), BRAIN)
-    expect_true(not any(m._forward_hooks for m in model.modules()), "forward hooks were left in the model")
+    hooks = [name for name, m in model.named_modules() if m._forward_hooks]
+    read = "the contract, under Args: model"
+    expect_equal(hooks, [], name="modules with a forward hook left in them", read=read)

@@ -34,14 +34,15 @@ def settings(**changes) -> dict:
 
 
 def test_GradScaler_by_hand():
-    case("scale 8, growth after 2: gradients 1, inf, 1, 1; the second step is skipped; lr 1")
+    case("scale 8, growth after 2: gradients 1, inf, 1, 1, 1, 1; the second step is skipped; lr 1")
     scaler, weight = amp.GradScaler(**settings(growth_factor=4.0)), parameter(10.0)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     found = []
-    for gradient in (1.0, torch.inf, 1.0, 1.0):
+    for gradient in (1.0, torch.inf, 1.0, 1.0, 1.0, 1.0):
         take_step(scaler, optimizer, weight, gradient)
         found.append([weight.item(), scaler.get_scale()])
-    expect_close(found, [[9.0, 8.0], [9.0, 4.0], [8.0, 4.0], [7.0, 16.0]], name="weight and scale", read=RULE)
+    expected = [[9.0, 8.0], [9.0, 4.0], [8.0, 4.0], [7.0, 16.0], [6.0, 16.0], [5.0, 64.0]]
+    expect_close(found, expected, name="weight and scale", read=RULE)
 
 
 def test_GradScaler_scales_tensors_and_structures():
@@ -50,7 +51,19 @@ def test_GradScaler_scales_tensors_and_structures():
     one, two = torch.tensor(1.0), torch.tensor([2.0, 3.0])
     expect_close(scaler.scale(two), torch.tensor([16.0, 24.0]), read=RULE)
     expect_close(scaler.scale([one, (two,)]), [torch.tensor(8.0), (torch.tensor([16.0, 24.0]),)], read=RULE)
+    structure = scaler.scale([one, (two,)])
+    kinds = [type(structure).__name__, type(structure[1]).__name__]
+    expect_equal(kinds, ["list", "tuple"], name="types of a list and of the tuple in it", answer=structure, read=RULE)
     expect_close(one, torch.tensor(1.0), name="the loss afterwards")
+
+
+def test_GradScaler_moves_its_scale_to_the_loss():
+    case("a loss on the meta device, which has no numbers: the scale and its counter move there")
+    scaler = amp.GradScaler(init_scale=8.0)
+    scaled = scaler.scale(torch.empty((), device="meta"))
+    where = [tensor.device.type for tensor in (scaled, scaler._scale, scaler._growth_tracker)]
+    read = "the contract, under scale"
+    expect_equal(where, ["meta"] * 3, name="devices of the scaled loss, _scale, _growth_tracker", read=read)
 
 
 def test_GradScaler_starts_as_torchs():
@@ -119,7 +132,8 @@ def test_GradScaler_skips_for_any_gradient():
     scaler = amp.GradScaler(**settings())
     optimizer = torch.optim.SGD([{"params": [none, fine]}, {"params": [bad]}], lr=1.0)
     scaler.scale(fine.sum() + (bad * torch.tensor([1.0, 1.0, torch.nan])).sum()).backward()
-    expect_true(scaler.step(optimizer) is None, "a skipped step returned something", read=RULE)
+    returned = scaler.step(optimizer)
+    expect_true(returned is None, "a skipped step returned something", answer=[returned], read=RULE)
     scaler.update()
     expect_close([fine.detach(), bad.detach()], [torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0, 3.0])], read=RULE)
     expect_close(scaler.get_scale(), 4.0, name="scale", read=RULE)
@@ -134,7 +148,7 @@ def test_GradScaler_looks_at_large_gradients_as_they_are():
 
 
 def test_GradScaler_takes_sparse_and_bfloat16_gradients():
-    case("an embedding with sparse gradients; a bfloat16 parameter; float64")
+    case("an embedding with sparse gradients; a bfloat16 parameter; a float64 parameter")
     embedding, scaler = nn.Embedding(4, 2, sparse=True), amp.GradScaler(init_scale=8.0)
     optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
     before = embedding.weight.detach().clone()
@@ -149,12 +163,31 @@ def test_GradScaler_takes_sparse_and_bfloat16_gradients():
         expect_close(weight.detach(), torch.full((2,), 0.5, dtype=dtype), name="weight", read=RULE)
 
 
+@pytest.mark.parametrize("worst", [torch.bfloat16, torch.float64, torch.float32])
+def test_GradScaler_of_one_optimizer_with_several_dtypes(worst):
+    case(f"one optimizer with a float32, a bfloat16 and a float64 parameter: a good step, then inf in {str(worst)[6:]}")
+    weights = [nn.Parameter(torch.ones(2, dtype=d)) for d in (torch.float32, torch.bfloat16, torch.float64)]
+    scaler, optimizer = amp.GradScaler(**settings()), torch.optim.SGD(weights, lr=0.5)
+    for gradient in (1.0, torch.inf):
+        optimizer.zero_grad()
+        losses = [(w * (gradient if w.dtype == worst else 1.0)).sum() for w in weights]
+        for loss in scaler.scale(losses):
+            loss.backward()
+        scaler.step(optimizer)
+        scaler.update()
+    found = [w.detach() for w in weights]
+    expect_close(found, [torch.full((2,), 0.5, dtype=w.dtype) for w in weights], name="weights", read=RULE)
+    expect_close(scaler.get_scale(), 4.0, name="scale", read=RULE)
+
+
 def test_GradScaler_does_not_grow_to_infinity():
-    case("scale 2**127, growth after 1: doubling would be infinite, so it stays")
-    scaler, weight = amp.GradScaler(**settings(init_scale=2.0**127, growth_interval=1)), parameter(1.0)
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    take_step(scaler, optimizer, weight, 2.0**-100)
-    expect_close(scaler.get_scale(), 2.0**127, name="scale", read=RULE)
+    case("scale 2**127, growth after 2: doubling would be infinite, so it stays, and the count begins again")
+    scaler, weight = amp.GradScaler(**settings(init_scale=2.0**127)), parameter(1.0)
+    optimizer, found = torch.optim.SGD([weight], lr=1.0), []
+    for _ in range(3):
+        take_step(scaler, optimizer, weight, 2.0**-100)
+        found.append((scaler.get_scale(), scaler.state_dict()["_growth_tracker"]))
+    expect_equal(found, [(2.0**127, n) for n in (1, 0, 1)], name="scale and _growth_tracker", read=RULE)
 
 
 def test_GradScaler_refuses_what_is_out_of_order():
@@ -230,7 +263,8 @@ def test_GradScaler_passes_on_what_step_returns():
     case("an optimizer whose step returns 'stepped'")
     scaler, weight = amp.GradScaler(**settings()), parameter(1.0)
     backward(scaler, weight, 1.0)
-    expect_equal(scaler.step(Optimizer([weight], lr=1.0)), "stepped", name="step()", read="the contract, under Returns")
+    returned = [scaler.step(Optimizer([weight], lr=1.0))]
+    expect_equal(returned, ["stepped"], name="[step()]", read="the contract, under step")
 
 
 def test_GradScaler_resumes():
@@ -283,4 +317,5 @@ def test_GradScaler_reads_one_value_a_step(gradient):
             reads[name] += counter.reads
     for name, count in reads.items():
         problem = f"in 5 steps the host read {count} values in {name}; at most {allowed[name]} are allowed there"
-        expect_true(count <= allowed[name], problem, read="the contract, under Cost")
+        read = "the contract, under Cost"
+        expect_true(count <= allowed[name], problem, answer=reads, read=read)

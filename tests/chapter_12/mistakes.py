@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lib.given.parallel.sharding import all_gather_row, blocks_of, reduce_scatter_row
+from lib.given.parallel.sharding import HookedUnits, all_gather_row, blocks_of, reduce_scatter_row
 from lib.workbook.grading import mistake
 from solutions import fsdp as reference
 
@@ -113,78 +113,152 @@ def as_float32(shards, shape):
 # ---- 12.4 ShardedOptimizer -------------------------------------------------------------------------------------------
 
 
-@mistake("ShardedOptimizer", "every rank updates every parameter: that is right, and saves nothing")
-class NothingSharded(reference.ShardedOptimizer):
+class _Zero1(torch.optim.Optimizer):
+    """ZeRO-1 in steps, each of which a mistake may take in its own way."""
+
+    inner = None
+
+    def __init__(self, params, optimizer_cls, **kwargs):
+        self.make = lambda groups: optimizer_cls(groups, **kwargs)
+        self.owners, self.loads = {}, [0] * dist.get_world_size()
+        super().__init__(params, kwargs)
+
+    def next_owner(self):
+        return self.loads.index(min(self.loads))
+
+    def order(self, parameters):
+        return sorted(parameters, key=torch.Tensor.numel, reverse=True)
+
+    def mine(self, parameters):
+        return [p for p in parameters if self.owners[p] == dist.get_rank()]
+
     def add_param_group(self, param_group):
         super().add_param_group(param_group)
-        self._local.param_groups[-1]["params"] = list(self.param_groups[-1]["params"])
+        group = self.param_groups[-1]
+        for parameter in self.order(group["params"]):
+            self.owners[parameter] = owner = self.next_owner()
+            self.loads[owner] += parameter.numel() * parameter.requires_grad
+        mine = {**group, "params": self.mine(group["params"])}
+        if self.inner is None:
+            self.inner = self.make([mine])
+        else:
+            self.inner.add_param_group(mine)
+        self.param_groups[-1] = {**self.inner.param_groups[-1], "params": group["params"]}
+
+    def step(self, closure=None, **kwargs):
+        self.link()
+        self.copy(self.param_groups, self.inner.param_groups)
+        loss = self.call(closure, **kwargs)
+        self.copy_back()
+        self.send()
+        return loss
+
+    def link(self):
+        self.inner.state = self.state
+
+    def copy(self, source, target):
+        for theirs, ours in zip(source, target, strict=True):
+            ours.update({key: value for key, value in theirs.items() if key != "params"})
+
+    def copy_back(self):
+        self.copy(self.inner.param_groups, self.param_groups)
+
+    def call(self, closure, **kwargs):
+        return self.inner.step(**kwargs) if closure is None else self.inner.step(closure, **kwargs)
+
+    def send(self):
+        for parameter, owner in self.owners.items():
+            if parameter.requires_grad:
+                values = parameter.detach().contiguous()
+                dist.broadcast(values, owner)
+                parameter.detach().copy_(values)
+
+
+@mistake("ShardedOptimizer", "every rank updates every parameter: that is right, and saves nothing")
+class NothingSharded(_Zero1):
+    def mine(self, parameters):
+        return list(parameters)
 
 
 @mistake("ShardedOptimizer", "the new values are not sent: each rank has new values for its own share only")
-class NoBroadcast(reference.ShardedOptimizer):
-    def step(self, closure=None, **kwargs):
-        self._local.state = self.state
-        for theirs, group in zip(self._local.param_groups, self.param_groups, strict=True):
-            theirs.update({key: value for key, value in group.items() if key != "params"})
-        return self._local.step(closure, **kwargs)
+class NoBroadcast(_Zero1):
+    def send(self):
+        pass
 
 
 @mistake("ShardedOptimizer", "the options are those of the beginning: a scheduler changes param_groups in vain")
-class OldOptions(reference.ShardedOptimizer):
-    def step(self, closure=None, **kwargs):
-        now = [dict(group) for group in self.param_groups]
-        for group, theirs in zip(self.param_groups, self._local.param_groups, strict=True):
-            group.update({key: value for key, value in theirs.items() if key != "params"})
-        loss = super().step(closure, **kwargs)
-        for group, old in zip(self.param_groups, now, strict=True):
-            group.update({key: value for key, value in old.items() if key != "params"})
-        return loss
+class OldOptions(_Zero1):
+    def copy(self, source, target):
+        pass
 
 
 @mistake(
     "ShardedOptimizer", "parameters are dealt out in turn, whatever their size: one rank may get all the large ones"
 )
-class InTurn(reference.ShardedOptimizer):
+class InTurn(_Zero1):
+    def next_owner(self):
+        return len(self.owners) % len(self.loads)
+
+
+@mistake("ShardedOptimizer", "parameters are dealt out in the order in which they come, where the largest comes first")
+class AsTheyCome(_Zero1):
+    def order(self, parameters):
+        return parameters
+
+
+@mistake("ShardedOptimizer", "each group is dealt out anew: the loads of the groups before it are forgotten")
+class EachGroupAnew(_Zero1):
     def add_param_group(self, param_group):
-        sizes, self._load = self._load, _Turn(self._load)
+        self.loads = [0] * len(self.loads)
         super().add_param_group(param_group)
-        self._load = sizes
 
 
-class _Turn(list):
-    turn = -1
-
-    def index(self, value, *_):
-        _Turn.turn += 1
-        return _Turn.turn % len(self)
+@mistake("ShardedOptimizer", "frozen parameters are sent along, though nobody changes them")
+class FrozenSent(_Zero1):
+    def send(self):
+        super().send()
+        for parameter, owner in self.owners.items():
+            if not parameter.requires_grad:
+                dist.broadcast(parameter.detach(), owner)
 
 
 @mistake(
     "ShardedOptimizer",
     "the state was linked once, at the start: `load_state_dict` replaces it, and the inner optimizer keeps the old one",
 )
-class LinkedOnce(reference.ShardedOptimizer):
-    def __init__(self, params, optimizer_cls, **kwargs):
-        super().__init__(params, optimizer_cls, **kwargs)
-        self._first = self.state
+class LinkedOnce(_Zero1):
+    is_linked = False
 
-    def step(self, closure=None, **kwargs):
-        now, self.state = self.state, self._first
-        loss = super().step(closure, **kwargs)
-        self.state = now
-        return loss
+    def link(self):
+        if not self.is_linked:
+            self.inner.state, self.is_linked = self.state, True
 
 
 @mistake("ShardedOptimizer", "step does not return what the closure gave")
-class NoLoss(reference.ShardedOptimizer):
+class NoLoss(_Zero1):
     def step(self, closure=None, **kwargs):
         super().step(closure, **kwargs)
+
+
+@mistake("ShardedOptimizer", "a closure of None is passed to an inner optimizer whose step takes none")
+class ClosureAlways(_Zero1):
+    def call(self, closure, **kwargs):
+        return self.inner.step(closure, **kwargs)
+
+
+@mistake(
+    "ShardedOptimizer",
+    "what the inner optimizer changes in its own groups is overwritten at the next step: copy it back",
+)
+class NotCopiedBack(_Zero1):
+    def copy_back(self):
+        pass
 
 
 # ---- 12.5 reduce_scatter_gradients -----------------------------------------------------------------------------------
 
 
-def _scatter(module, group, take=lambda share, n: share.div_(n), order=False, missing=True, keep=False):
+def _scatter(module, group, before=True, after=False, order=False, missing=True, keep=False):
     n, shares = dist.get_world_size(group), {}
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad or (parameter.grad is None and not missing):
@@ -193,16 +267,16 @@ def _scatter(module, group, take=lambda share, n: share.div_(n), order=False, mi
         if not keep:
             parameter.grad = None
         row = grad.t().reshape(-1) if order and grad.ndim == 2 else grad.reshape(-1)
-        row = nn.functional.pad(row, (0, -len(row) % n))
+        row = nn.functional.pad(row / n if before else row, (0, -len(row) % n))
         shares[name] = row.new_empty(len(row) // n)
         reduce_scatter_row(shares[name], row, group=group)
-        shares[name] = take(shares[name], n)
+        shares[name].div_(n if after else 1)
     return shares
 
 
 @mistake("reduce_scatter_gradients", "the gradients are summed over the ranks, not averaged")
 def summed(module, group=None):
-    return _scatter(module, group, take=lambda share, n: share)
+    return _scatter(module, group, before=False)
 
 
 @mistake("reduce_scatter_gradients", "the full gradients are still there: each rank holds all of them and its share")
@@ -216,9 +290,9 @@ def all_reduced(module, group=None):
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             grad, parameter.grad = parameter.grad, None
-            grad = torch.zeros_like(parameter) if grad is None else grad.contiguous()
+            grad = torch.zeros_like(parameter) if grad is None else grad.contiguous() / n
             dist.all_reduce(grad, group=group)
-            shares[name] = reference.shard(grad / n, rank, n)
+            shares[name] = reference.shard(grad, rank, n)
     return shares
 
 
@@ -235,25 +309,48 @@ def skipped(module, group=None):
     return _scatter(module, group, missing=False)
 
 
+@mistake("reduce_scatter_gradients", "the group is not used: the mean is over all ranks")
+def all_ranks(module, group=None):
+    return _scatter(module, None)
+
+
+@mistake(
+    "reduce_scatter_gradients", "the mean is taken after the sum, which overflows in float16 where the mean does not"
+)
+def divided_after(module, group=None):
+    return _scatter(module, group, before=False, after=True)
+
+
 # ---- 12.6 FlatShard --------------------------------------------------------------------------------------------------
 
 
 @mistake("FlatShard", "the gradient is summed over the ranks, not averaged")
 class Summed(reference.FlatShard):
+    def start_reduce(self):
+        self.full.grad.mul_(dist.get_world_size())
+        super().start_reduce()
+
+
+@mistake("FlatShard", "the mean is taken after the sum, which overflows in float16 where the mean does not")
+class DividedAfter(reference.FlatShard):
+    def start_reduce(self):
+        self.full.grad.mul_(dist.get_world_size())
+        super().start_reduce()
+
     def finish_reduce(self):
-        if self._reducing is not None:
-            before, self.shard.grad = self.shard.grad, None
-            super().finish_reduce()
-            self.shard.grad.mul_(dist.get_world_size())
-            self.shard.grad.add_(0 if before is None else before)
+        before, self.shard.grad = self.shard.grad, None
+        super().finish_reduce()
+        if self.shard.grad is not None:
+            self.shard.grad.div_(dist.get_world_size())
+        if before is not None:
+            self.shard.grad = before if self.shard.grad is None else before.add_(self.shard.grad)
 
 
 @mistake("FlatShard", "a second backward replaces shard.grad instead of adding to it")
 class Replaced(reference.FlatShard):
-    def finish_reduce(self):
-        if self._reducing is not None:
-            self.shard.grad = None
-        super().finish_reduce()
+    def start_reduce(self):
+        self.shard.grad = None
+        super().start_reduce()
 
 
 @mistake("FlatShard", "shard.grad is added to out of place: the old sum and the new one are both held for a moment")
@@ -273,6 +370,41 @@ class NotFreed(reference.FlatShard):
             self.is_whole = False
 
 
+@mistake("FlatShard", "free does not wait for a gather on its way, which then writes into memory that is gone")
+class FreedTooEarly(reference.FlatShard):
+    def free(self):
+        if self.is_whole:
+            self.full.untyped_storage().resize_(0)
+            self.is_whole = False
+
+
+@mistake("FlatShard", "start_gather waits: nothing can be computed while the values are on their way")
+class GatheredAtOnce(reference.FlatShard):
+    def start_gather(self):
+        super().start_gather()
+        self.finish_gather()
+
+    def finish_gather(self):
+        if not self.is_whole:
+            super().start_gather()
+        super().finish_gather()
+
+
+@mistake("FlatShard", "without a param_dtype full is float32, where it should have the parameters' own dtype")
+class AlwaysFloat32(reference.FlatShard):
+    def __init__(self, parameters, param_dtype=None):
+        super().__init__(parameters, param_dtype or torch.float32)
+
+
+@mistake("FlatShard", "full is made on the default device, not where the parameters are")
+class DefaultDevice(reference.FlatShard):
+    def __init__(self, parameters, param_dtype=None):
+        super().__init__(parameters, param_dtype)
+        full, needs_grad = self.full, self.full.requires_grad
+        self.full = torch.empty(full.shape, dtype=full.dtype).requires_grad_(needs_grad)
+        self.full.untyped_storage().resize_(0)
+
+
 @mistake("FlatShard", "each rank keeps its own start: rank 0's values were not sent to the others")
 class OwnStart(reference.FlatShard):
     def __init__(self, parameters, param_dtype=None):
@@ -281,7 +413,12 @@ class OwnStart(reference.FlatShard):
         self.shard.data.copy_(reference.shard(row, dist.get_rank(), dist.get_world_size()))
 
 
-@mistake("FlatShard", "the gather writes into full itself, so autograd sees that a saved tensor was changed")
+THROUGH_DATA = (
+    "the gather writes into full or full.detach(), so autograd sees that a saved tensor was changed; full.data hides it"
+)
+
+
+@mistake("FlatShard", THROUGH_DATA)
 class NewVersion(reference.FlatShard):
     def start_gather(self):
         if not self.is_whole:
@@ -292,6 +429,15 @@ class NewVersion(reference.FlatShard):
                 row = torch.empty_like(self.full)
                 all_gather_row(row, mine)
                 self.full.copy_(row)
+
+
+@mistake("FlatShard", THROUGH_DATA)
+class IntoFull(reference.FlatShard):
+    def start_gather(self):
+        if not self.is_whole:
+            self.is_whole = True
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+            all_gather_row(self.full, self.shard.detach().to(self.full.dtype))
 
 
 @mistake("FlatShard", "the shard is kept in the dtype of the computation, which loses the small updates")
@@ -321,6 +467,35 @@ class NothingAhead(reference.FullySharded):
 class WrongWayBack(reference.FullySharded):
     def before_backward(self, i):
         self.gather(i, i + 1)
+
+
+@mistake("FullySharded", "before the root's backward nothing is gathered ahead, where the last unit comes next")
+class NothingAheadOfTheRoot(reference.FullySharded):
+    def before_backward(self, i):
+        self.gather(i, i - 1 if i else len(self.flats))
+
+
+@mistake("FullySharded", "each reduction is waited for where it was started: nothing is computed beside it")
+class NoOverlap(reference.FullySharded):
+    def after_gradient(self, flat):
+        flat.free()
+        flat.start_reduce()
+        flat.finish_reduce()
+
+
+@mistake(
+    "FullySharded", "no reduction is waited for before the end: the gradients of all units are on their way at once"
+)
+class AllOnTheirWay(reference.FullySharded):
+    def after_gradient(self, flat):
+        flat.free()
+        flat.start_reduce()
+        self.__dict__.setdefault("started", []).append(flat)
+
+    def finish_gradient_synchronization(self):
+        for flat in self.__dict__.pop("started", []):
+            flat.finish_reduce()
+        super().finish_gradient_synchronization()
 
 
 @mistake("FullySharded", "finish_gradient_synchronization does not wait for the last unit's gradient")
@@ -382,42 +557,67 @@ class LastBackwardOnly(reference.FullySharded):
 # ---- 12.8 clip_sharded_gradient_norm_ --------------------------------------------------------------------------------
 
 
-def _clip(parameters, max_norm, norm_of):
+def _clip(parameters, max_norm, group, before=lambda square: square, after=torch.sqrt, eps=1e-6, wide=torch.float32):
     grads = [p.grad for p in parameters if p.grad is not None]
-    square = sum((g.float().square().sum() for g in grads), torch.zeros(()))
-    norm = norm_of(square)
+    device = grads[0].device if grads else "cpu"
+    square = sum((g.to(wide or g.dtype).square().sum() for g in grads), torch.zeros((), device=device))
+    square = before(square.float())
+    dist.all_reduce(square, group=group)
+    norm = after(square)
+    for grad in grads:
+        grad.mul_((max_norm / (norm + eps)).clamp(max=1.0))
+    return norm
+
+
+@mistake("clip_sharded_gradient_norm_", "the norm is of this rank's share alone, so each rank scales by another factor")
+def own_share(parameters, max_norm, group=None):
+    parameters = list(parameters)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = sum((g.float().square().sum() for g in grads), torch.zeros((), device="cpu")).sqrt()
     for grad in grads:
         grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
-def _sum(value):
-    dist.all_reduce(value)
-    return value
-
-
-@mistake("clip_sharded_gradient_norm_", "the norm is of this rank's share alone, so each rank scales by another factor")
-def own_share(parameters, max_norm, group=None):
-    return _clip(parameters, max_norm, torch.sqrt)
-
-
 @mistake("clip_sharded_gradient_norm_", "norms are added over the ranks, where their squares must be")
 def norms_added(parameters, max_norm, group=None):
-    return _clip(parameters, max_norm, lambda square: _sum(square.sqrt()))
+    return _clip(parameters, max_norm, group, before=torch.sqrt, after=lambda norm: norm)
 
 
 @mistake("clip_sharded_gradient_norm_", "the squares are averaged over the ranks, not added")
 def averaged(parameters, max_norm, group=None):
-    return _clip(parameters, max_norm, lambda square: (_sum(square) / dist.get_world_size()).sqrt())
+    return _clip(parameters, max_norm, group, after=lambda square: (square / dist.get_world_size(group)).sqrt())
+
+
+@mistake("clip_sharded_gradient_norm_", "the square root is missing: what is compared with the limit is the square")
+def not_rooted(parameters, max_norm, group=None):
+    return _clip(parameters, max_norm, group, after=lambda square: square)
+
+
+@mistake("clip_sharded_gradient_norm_", "the group is not used: the norm is over all ranks")
+def clipped_over_all(parameters, max_norm, group=None):
+    return _clip(parameters, max_norm, None)
+
+
+@mistake("clip_sharded_gradient_norm_", "1e-6 is subtracted from the norm, which makes it negative for a tiny gradient")
+def negative_norm(parameters, max_norm, group=None):
+    return _clip(parameters, max_norm, group, eps=-1e-6)
+
+
+@mistake(
+    "clip_sharded_gradient_norm_", "squares are taken in the gradient's own dtype: in float16 that of 300 is infinite"
+)
+def narrow_squares(parameters, max_norm, group=None):
+    return _clip(parameters, max_norm, group, wide=None)
 
 
 @mistake("clip_sharded_gradient_norm_", "gradients below the limit are scaled up to it")
 def scaled_up(parameters, max_norm, group=None):
     parameters = list(parameters)
-    norm = reference.clip_sharded_gradient_norm_(parameters, math.inf)
+    norm = reference.clip_sharded_gradient_norm_(parameters, math.inf, group)
     for parameter in parameters:
         if parameter.grad is not None:
-            parameter.grad.mul_(max_norm / norm)
+            parameter.grad.mul_(max_norm / norm if norm else 1.0)
     return norm
 
 
@@ -449,17 +649,41 @@ def every_layer(model, mesh, param_dtype):
     return reference.apply_fully_shard(model, mesh, param_dtype)
 
 
+@mistake("apply_fully_shard", "the root is sharded before its blocks, and takes what belongs to them")
+def root_first(model, mesh, param_dtype):
+    for part in (model, *blocks_of(model)):
+        fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
+    return model
+
+
+@mistake("apply_fully_shard", "the mesh is not passed on: the weights are cut over all ranks")
+def mesh_ignored(model, mesh, param_dtype):
+    return reference.apply_fully_shard(model, None, param_dtype)
+
+
+@mistake("apply_fully_shard", "param_dtype is not passed on: everything is gathered in float32")
+def dtype_ignored(model, mesh, param_dtype):
+    return reference.apply_fully_shard(model, mesh, None)
+
+
 # ---- 12.10 save_sharded, 12.11 load_sharded --------------------------------------------------------------------------
+
+
+def _refuse(model):
+    if isinstance(model, HookedUnits):
+        raise ValueError("save what gather_full_params() gives")
 
 
 @mistake("save_sharded", "the optimizer's state is not in the checkpoint")
 def weights_only(path, model, optimizer):
+    _refuse(model)
     weights, _ = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": {}}, checkpoint_id=path)
 
 
 @mistake("save_sharded", "every rank writes the shard that it sees as if it were the whole")
 def local_shards(path, model, optimizer):
+    _refuse(model)
     weights, state = get_state_dict(model, optimizer)
     weights = {name: getattr(w, "_local_tensor", w) for name, w in weights.items()}
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
@@ -469,19 +693,25 @@ def local_shards(path, model, optimizer):
 def gathered_first(path, model, optimizer):
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
+    _refuse(model)
     weights, state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     if dist.get_rank() == 0:
         dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path, no_dist=True)
     dist.barrier()
 
 
-@mistake("save_sharded", "flat shards are written under names that hold on this number of ranks only, without an error")
+NOT_REFUSED = (
+    "flat shards are not refused: those of any `HookedUnits`, not of `FullySharded` alone, have no names to save"
+)
+
+
+@mistake("save_sharded", NOT_REFUSED)
 def anything(path, model, optimizer):
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
 
 
-@mistake("save_sharded", "only `FullySharded` itself is refused, where any `HookedUnits` has flat shards without names")
+@mistake("save_sharded", NOT_REFUSED)
 def one_class_refused(path, model, optimizer):
     if isinstance(model, reference.FullySharded):
         reference.save_sharded(path, model, optimizer)
@@ -507,3 +737,11 @@ def without_model(path, model, optimizer):
     weights, state = get_state_dict(model, optimizer)
     dcp.load({"optimizer": state}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+
+
+@mistake(
+    "load_sharded", "set_state_dict is missing: moments are read in place, the learning rate stays the optimizer's own"
+)
+def without_set(path, model, optimizer):
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path)

@@ -9,6 +9,29 @@ from torch.nn import functional
 
 from lib.workbook.grading import mistake
 from solutions import tensor_parallel as reference
+from solutions.attention import merge_heads, scaled_dot_product_attention, split_heads
+from solutions.rope import apply_rope
+
+
+def summed(x, group):
+    """The sum of all ranks' tensors."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def part(full, dim, group):
+    """This rank's part of a whole parameter."""
+    parts = full.detach().chunk(dist.get_world_size(group), dim)
+    return nn.Parameter(parts[dist.get_rank(group)].clone(memory_format=torch.contiguous_format))
+
+
+def local_size(size, group):
+    """How much of ``size`` a rank has."""
+    if size % dist.get_world_size(group):
+        raise ValueError(f"{size} features or heads cannot be cut for {dist.get_world_size(group)} ranks")
+    return size // dist.get_world_size(group)
+
 
 # ---- 13.1 partitioned_dot --------------------------------------------------------------------------------------------
 
@@ -134,7 +157,7 @@ class CopyWithoutSum(_Copy):
 class CopyIsReduce(_Copy):
     @staticmethod
     def forward(ctx, x, group=None):
-        return reference._all_reduced(x, group)
+        return summed(x, group)
 
     @staticmethod
     def backward(ctx, grad):
@@ -147,7 +170,7 @@ class CopyIsReduce(_Copy):
 class CopyMean(_Copy):
     @staticmethod
     def backward(ctx, grad):
-        return reference._all_reduced(grad, ctx.group) / dist.get_world_size(ctx.group), None
+        return summed(grad, ctx.group) / dist.get_world_size(ctx.group), None
 
 
 @mistake("CopyToRegion", "the incoming gradient is all-reduced in place, and others may still need it")
@@ -163,7 +186,7 @@ class CopyInPlace(_Copy):
 class CopyGroupIgnored(_Copy):
     @staticmethod
     def backward(ctx, grad):
-        return reference._all_reduced(grad, None), None
+        return summed(grad, None), None
 
 
 # ---- 13.5 ReduceFromRegion -------------------------------------------------------------------------------------------
@@ -175,7 +198,7 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group=None):
         ctx.group = group
-        return reference._all_reduced(x, group)
+        return summed(x, group)
 
     @staticmethod
     def backward(ctx, grad):
@@ -188,7 +211,7 @@ class _Reduce(torch.autograd.Function):
 class ReduceTwice(_Reduce):
     @staticmethod
     def backward(ctx, grad):
-        return reference._all_reduced(grad, ctx.group), None
+        return summed(grad, ctx.group), None
 
 
 @mistake("ReduceFromRegion", "nothing is summed forward")
@@ -218,7 +241,7 @@ class ReduceShared(_Reduce):
 class ReduceGroupIgnored(_Reduce):
     @staticmethod
     def forward(ctx, x, group=None):
-        return reference._all_reduced(x, None)
+        return summed(x, None)
 
 
 # ---- 13.6 ColumnParallelLinear ---------------------------------------------------------------------------------------
@@ -243,7 +266,7 @@ class ColumnGathered(reference.ColumnParallelLinear):
 class ColumnOwnStart(reference.ColumnParallelLinear):
     def __init__(self, in_features, out_features, group=None, bias=True):
         nn.Module.__init__(self)
-        small = nn.Linear(in_features, reference._local_size(out_features, "out_features", group), bias)
+        small = nn.Linear(in_features, local_size(out_features, group), bias)
         self.group, self.weight, self.bias = group, small.weight, small.bias
 
 
@@ -251,7 +274,7 @@ class ColumnOwnStart(reference.ColumnParallelLinear):
 class ColumnFirstPart(reference.ColumnParallelLinear):
     def __init__(self, in_features, out_features, group=None, bias=True):
         nn.Module.__init__(self)
-        n = reference._local_size(out_features, "out_features", group)
+        n = local_size(out_features, group)
         full = nn.Linear(in_features, out_features, bias)
         self.group, self.weight = group, nn.Parameter(full.weight[:n].detach().clone())
         self.bias = nn.Parameter(full.bias[:n].detach().clone()) if bias else None
@@ -261,14 +284,14 @@ class ColumnFirstPart(reference.ColumnParallelLinear):
 class ColumnIsRow(reference.ColumnParallelLinear):
     def __init__(self, in_features, out_features, group=None, bias=True):
         super().__init__(in_features, out_features, group, bias)
-        self.weight = reference._part(nn.Linear(in_features, out_features).weight, 1, group)
+        self.weight = part(nn.Linear(in_features, out_features).weight, 1, group)
 
 
 @mistake("ColumnParallelLinear", "the rank's weight is a view of the whole one, which stays in memory: clone it")
 class ColumnView(reference.ColumnParallelLinear):
     def __init__(self, in_features, out_features, group=None, bias=True):
         nn.Module.__init__(self)
-        reference._local_size(out_features, "out_features", group)
+        local_size(out_features, group)
         full, n, rank = nn.Linear(in_features, out_features, bias), dist.get_world_size(group), dist.get_rank(group)
         self.group, self.weight = group, nn.Parameter(full.weight.detach().chunk(n)[rank])
         self.bias = nn.Parameter(full.bias.detach().chunk(n)[rank]) if bias else None
@@ -278,6 +301,22 @@ class ColumnView(reference.ColumnParallelLinear):
 class ColumnDropsRest(reference.ColumnParallelLinear):
     def __init__(self, in_features, out_features, group=None, bias=True):
         super().__init__(in_features, out_features - out_features % dist.get_world_size(group), group, bias)
+
+
+@mistake("ColumnParallelLinear", "the group is not used: the layer is cut for all ranks")
+class ColumnGroupIgnored(reference.ColumnParallelLinear):
+    def __init__(self, in_features, out_features, group=None, bias=True):
+        super().__init__(in_features, out_features, None, bias)
+
+
+@mistake(
+    "ColumnParallelLinear",
+    "a bias is drawn and thrown away, so that what is drawn next is not what one nn.Linear leaves",
+)
+class ColumnBiasDrawn(reference.ColumnParallelLinear):
+    def __init__(self, in_features, out_features, group=None, bias=True):
+        super().__init__(in_features, out_features, group)
+        self.bias = self.bias if bias else None
 
 
 # ---- 13.7 RowParallelLinear ------------------------------------------------------------------------------------------
@@ -323,7 +362,7 @@ class RowBiasCut(reference.RowParallelLinear):
 class RowOwnStart(reference.RowParallelLinear):
     def __init__(self, in_features, out_features, group=None, bias=True):
         nn.Module.__init__(self)
-        small = nn.Linear(reference._local_size(in_features, "in_features", group), out_features, bias)
+        small = nn.Linear(local_size(in_features, group), out_features, bias)
         self.group, self.weight, self.bias = group, small.weight, small.bias
 
 
@@ -332,6 +371,15 @@ class RowGroupIgnored(reference.RowParallelLinear):
     def forward(self, x):
         total = reference.ReduceFromRegion.apply(functional.linear(x, self.weight), None)
         return total if self.bias is None else total + self.bias
+
+
+@mistake(
+    "RowParallelLinear", "a bias is drawn and thrown away, so that what is drawn next is not what one nn.Linear leaves"
+)
+class RowBiasDrawn(reference.RowParallelLinear):
+    def __init__(self, in_features, out_features, group=None, bias=True):
+        super().__init__(in_features, out_features, group)
+        self.bias = self.bias if bias else None
 
 
 # ---- 13.8 ParallelMLP ------------------------------------------------------------------------------------------------
@@ -370,18 +418,32 @@ class MLPGroupIgnored(reference.ParallelMLP):
 # ---- 13.9 ParallelAttention ------------------------------------------------------------------------------------------
 
 
+class _Attention(reference.ParallelAttention):
+    """Attention in steps, each of which a mistake may take in its own way."""
+
+    def enter(self, x):
+        return reference.CopyToRegion.apply(x, self.group)
+
+    def project(self, x):
+        x = self.enter(x)
+        return [functional.linear(x, layer.weight) for layer in (self.wq, self.wk, self.wv)]
+
+    def forward(self, x, rope=None, mask=None, cache=None):
+        q, k, v = (split_heads(out, self.n_local_heads) for out in self.project(x))
+        if rope is not None:
+            q, k = (apply_rope(heads.transpose(1, 2), rope).transpose(1, 2) for heads in (q, k))
+        if cache is not None:
+            k, v = cache.update(k, v)
+        return self.wo(merge_heads(scaled_dot_product_attention(q, k, v, mask)))
+
+
 @mistake(
     "ParallelAttention",
     "wq, wk and wv each sum their own gradient of x: three all-reduces backward, where one would do",
 )
-class AttentionThreeTimes(reference.ParallelAttention):
-    def forward(self, x, rope=None, mask=None, cache=None):
-        q, k, v = (reference.split_heads(layer(x), self.n_local_heads) for layer in (self.wq, self.wk, self.wv))
-        if rope is not None:
-            q, k = (reference.apply_rope(heads.transpose(1, 2), rope).transpose(1, 2) for heads in (q, k))
-        if cache is not None:
-            k, v = cache.update(k, v)
-        return self.wo(reference.merge_heads(reference.scaled_dot_product_attention(q, k, v, mask)))
+class AttentionThreeTimes(_Attention):
+    def project(self, x):
+        return [layer(x) for layer in (self.wq, self.wk, self.wv)]
 
 
 @mistake("ParallelAttention", "the rank's features are cut into all H heads, so that each is R times too narrow")
@@ -395,13 +457,28 @@ class AttentionAllHeads(reference.ParallelAttention):
 
 
 @mistake("ParallelAttention", "f is missing: x's gradient has only this rank's heads in it")
-class AttentionWithoutCopy(reference.ParallelAttention):
-    def forward(self, x, rope=None, mask=None, cache=None):
-        copy, reference.CopyToRegion = reference.CopyToRegion, CopyWithoutSum
-        try:
-            return super().forward(x, rope, mask, cache)
-        finally:
-            reference.CopyToRegion = copy
+class AttentionWithoutCopy(_Attention):
+    def enter(self, x):
+        return x
+
+
+@mistake("ParallelAttention", "the group is not passed on to the layers, which are cut for all ranks")
+class AttentionGroupIgnored(reference.ParallelAttention):
+    def __init__(self, dim, n_heads, group=None):
+        super().__init__(dim, n_heads)
+
+
+@mistake("ParallelAttention", "wq, wk and wv are drawn in another order than wq, wk, wv, wo")
+class AttentionOtherOrder(reference.ParallelAttention):
+    def __init__(self, dim, n_heads, group=None):
+        super().__init__(dim, n_heads, group)
+        self.wq, self.wv = self.wv, self.wq
+
+
+@mistake("ParallelAttention", "heads of unequal width are not refused: dim must be a multiple of n_heads")
+class AttentionAnyDim(reference.ParallelAttention):
+    def __init__(self, dim, n_heads, group=None):
+        super().__init__(dim, n_heads if dim % n_heads == 0 else local_size(n_heads, group) and dim, group)
 
 
 @mistake("ParallelAttention", "the mask is not used")
@@ -425,21 +502,38 @@ class AttentionWithoutRope(reference.ParallelAttention):
 # ---- 13.10 vocab_parallel_cross_entropy ------------------------------------------------------------------------------
 
 
-def _loss(logits_shard, targets, group, reduces_max=True, offset=None, masks=True, reduce=None, ends=torch.mean):
+def _loss(
+    logits_shard,
+    targets,
+    group,
+    reduces_max=True,
+    offset=None,
+    masks=True,
+    reduce=None,
+    ends=torch.mean,
+    refuses=True,
+    pads=True,
+):
     """The loss in steps, each of which a mistake may take in its own way."""
     reduce = reduce or reference.ReduceFromRegion.apply
     logits = logits_shard.to(torch.promote_types(logits_shard.dtype, torch.float32))
     rank, width = dist.get_rank(group), logits.shape[-1]
-    widths = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
+    widths = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=logits.device)
     widths[rank] = width
     dist.all_reduce(widths, group=group)
+    n_ids = int(widths.sum())
+    for target in targets.flatten().tolist() if refuses else ():
+        if not 0 <= target < n_ids:
+            raise ValueError(f"target {target} is no id of a vocabulary of {n_ids}")
+    if width == 0 and pads:
+        logits = functional.pad(logits, (0, 1), value=-torch.inf)
     largest = logits.detach().amax(-1)
     if reduces_max:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     shifted = logits - largest[..., None]
     total = reduce(shifted.exp().sum(-1), group)
     column = targets - (widths[:rank].sum() if offset is None else offset(rank, width))
-    found = shifted.gather(-1, column.clamp(0, width - 1)[..., None]).squeeze(-1)
+    found = shifted.gather(-1, column.clamp(0, logits.shape[-1] - 1)[..., None]).squeeze(-1)
     is_here = (column >= 0) & (column < width)
     return ends(total.log() - reduce(torch.where(is_here, found, 0.0) if masks else found, group))
 
@@ -488,11 +582,29 @@ def loss_reduced_twice(logits_shard, targets, group):
 )
 def loss_gathered(logits_shard, targets, group):
     n, rank = dist.get_world_size(group), dist.get_rank(group)
+    _loss(logits_shard.detach(), targets, group)  # for the contract's errors
     parts: list = [None] * n
     dist.all_gather_object(parts, logits_shard.detach(), group=group)
     parts[rank] = logits_shard
     logits = torch.cat([part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts], -1)
     return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+@mistake("vocab_parallel_cross_entropy", "a rank without any column takes the maximum of nothing, which is an error")
+def loss_of_no_columns(logits_shard, targets, group):
+    return _loss(logits_shard, targets, group, pads=False)
+
+
+@mistake(
+    "vocab_parallel_cross_entropy", "a target outside of the vocabulary is not refused: its logit is taken to be zero"
+)
+def loss_of_any_target(logits_shard, targets, group):
+    return _loss(logits_shard, targets, group, refuses=False)
+
+
+@mistake("vocab_parallel_cross_entropy", "the group is not used: the vocabulary is taken to lie on all ranks")
+def loss_over_all_ranks(logits_shard, targets, group):
+    return _loss(logits_shard, targets, None)
 
 
 @mistake("vocab_parallel_cross_entropy", "no maximum is subtracted: exponentials of large logits overflow")
@@ -668,6 +780,17 @@ def bytes_of_all(config, batch, length, world_size, bytes_per_value=2):
 @mistake("tensor_parallel_bytes", "values are always taken to have 2 bytes, whatever was asked for")
 def bytes_fixed(config, batch, length, world_size, bytes_per_value=2):
     return reference.tensor_parallel_bytes(config, batch, length, world_size)
+
+
+@mistake("tensor_parallel_bytes", "the bytes are computed as a float, which is inexact beyond 2**53: use //")
+def bytes_as_float(config, batch, length, world_size, bytes_per_value=2):
+    share = 2 * (world_size - 1) / world_size
+    return int(4 * config.n_layers * batch * length * config.dim * bytes_per_value * share)
+
+
+@mistake("tensor_parallel_bytes", "a float is returned, where bytes are an int")
+def bytes_are_float(config, batch, length, world_size, bytes_per_value=2):
+    return float(reference.tensor_parallel_bytes(config, batch, length, world_size, bytes_per_value))
 
 
 # ---- 13.14 pipeline_bubble -------------------------------------------------------------------------------------------

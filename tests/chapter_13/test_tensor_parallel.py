@@ -114,7 +114,7 @@ def test_partitioned_dot_computes_by_parts():
     expect_true(seen.n <= 6, problem, answer=answer, read=DOT)
 
 
-@pytest.mark.parametrize(("lengths", "parts"), [((3, 4), 2), ((3, 3), 0), ((3, 3), -1)])
+@pytest.mark.parametrize(("lengths", "parts"), [((13, 17), 2), ((17, 13), 2), ((3, 3), 0), ((3, 3), -57)])
 def test_partitioned_dot_refuses(lengths, parts):
     case(f"lengths {lengths}, parts={parts}")
     wrong = (str(lengths[0]), str(lengths[1])) if lengths[0] != lengths[1] else (str(parts),)
@@ -314,12 +314,32 @@ def column_start(rank, world_size):
         name="the next random number",
         read="the contract of ex-tensor-parallel-columnparallellinear",
     )
-    expect_true(layer.weight.untyped_storage().nbytes() == 24, "the rank still holds the whole weight: clone its part")
-    case("F=7 on three ranks")
+    held, problem = layer.weight.untyped_storage().nbytes(), "the rank still holds the whole weight: clone its part"
+    expect_true(held == 24, problem, answer=held, read="the contract of ex-tensor-parallel-columnparallellinear")
+    case("C=3 F=6 without a bias on three ranks after torch.manual_seed(5): the parts of nn.Linear(3, 6, bias=False)")
+    torch.manual_seed(5)
+    full = nn.Linear(3, 6, bias=False)
+    after = torch.rand(1)
+    torch.manual_seed(5)
+    layer = tp.ColumnParallelLinear(3, 6, bias=False)
+    expected = full.weight.detach().tensor_split(3)[rank]
+    expect_close(
+        layer.weight.detach(),
+        expected,
+        name=f"weight of rank {rank}",
+        read="the contract of ex-tensor-parallel-columnparallellinear",
+    )
+    expect_close(
+        torch.rand(1),
+        after,
+        name="the next random number",
+        read="the contract of ex-tensor-parallel-columnparallellinear",
+    )
+    case("F=17 on three ranks")
     with expect_raises(
-        ValueError, "7", "3", read="the contract of ex-tensor-parallel-columnparallellinear, under Raises"
+        ValueError, "17", "3", read="the contract of ex-tensor-parallel-columnparallellinear, under Raises"
     ):
-        tp.ColumnParallelLinear(3, 7)
+        tp.ColumnParallelLinear(5, 17)
 
 
 @pytest.mark.time_limit(20)
@@ -387,10 +407,29 @@ def row_start(rank, world_size):
     expect_close(
         found, expected, name=f"parameters of rank {rank}", read="the contract of ex-tensor-parallel-rowparallellinear"
     )
-    expect_true(layer.weight.untyped_storage().nbytes() == 32, "the rank still holds the whole weight: clone its part")
-    case("F=7 on three ranks")
-    with expect_raises(ValueError, "7", "3", read="the contract of ex-tensor-parallel-rowparallellinear, under Raises"):
-        tp.RowParallelLinear(7, 4)
+    held, problem = layer.weight.untyped_storage().nbytes(), "the rank still holds the whole weight: clone its part"
+    expect_true(held == 32, problem, answer=held, read="the contract of ex-tensor-parallel-rowparallellinear")
+    case("F=6 C=4 without a bias on three ranks after torch.manual_seed(5): the parts of nn.Linear(6, 4, bias=False)")
+    torch.manual_seed(5)
+    full = nn.Linear(6, 4, bias=False)
+    after = torch.rand(1)
+    torch.manual_seed(5)
+    layer = tp.RowParallelLinear(6, 4, bias=False)
+    expected = full.weight.detach().tensor_split(3, 1)[rank]
+    expect_close(
+        layer.weight.detach(),
+        expected,
+        name=f"weight of rank {rank}",
+        read="the contract of ex-tensor-parallel-rowparallellinear",
+    )
+    expect_close(
+        torch.rand(1), after, name="the next random number", read="the contract of ex-tensor-parallel-rowparallellinear"
+    )
+    case("F=17 on three ranks")
+    with expect_raises(
+        ValueError, "17", "3", read="the contract of ex-tensor-parallel-rowparallellinear, under Raises"
+    ):
+        tp.RowParallelLinear(17, 4)
 
 
 @pytest.mark.time_limit(20)
@@ -426,9 +465,9 @@ def mlp_on_ranks(rank, world_size):
     parts = {n: t.grad.tensor_split(world_size, MLP_CUTS[n])[rank] if n in MLP_CUTS else t.grad for n, t in w.items()}
     expect_close(gradients(module), parts, name="gradients", read=MLP_READ)
     if world_size == 3:
-        case("F=10 on three ranks")
-        with expect_raises(ValueError, "10", "3", read="the contract of ex-tensor-parallel-parallelmlp, under Raises"):
-            tp.ParallelMLP(4, 10)
+        case("F=20 on three ranks")
+        with expect_raises(ValueError, "20", "3", read="the contract of ex-tensor-parallel-parallelmlp, under Raises"):
+            tp.ParallelMLP(5, 20)
 
 
 @pytest.mark.time_limit(20)
@@ -441,9 +480,9 @@ def test_ParallelMLP_on_ranks(ranks, n_ranks):
 
 
 def mlp_in_pairs(rank, world_size):
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    case(f"two groups of two ranks, other weights and another x in each; rank {rank}")
-    group, seed = groups[rank // 2], 10 * (rank // 2)
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    case(f"the groups (0, 2) and (1, 3), other weights and another x in each; rank {rank}")
+    group, seed = groups[rank % 2], 10 * (rank % 2)
     shapes = {"fc1.weight": (6, 3), "fc1.bias": (6,), "fc2.weight": (3, 6), "fc2.bias": (3,)}
     whole = {name: randn(*shape, seed=seed + i) for i, (name, shape) in enumerate(shapes.items())}
     module = fill(tp.ParallelMLP(3, 6, group=group), whole, MLP_CUTS, "ex-tensor-parallel-parallelmlp", group)
@@ -516,16 +555,16 @@ def attention_on_ranks(rank, world_size, plain):
         expected = attend(x, whole, heads, rope, mask)
     expect_close(torch.cat(steps, 1), expected, atol=1e-5, name="cached out", read=ATTENTION_READ)
     if world_size == 3:
-        case("4 heads on three ranks")
+        case("dim=48 for 16 heads on three ranks")
         with expect_raises(
-            ValueError, "4", "3", read="the contract of ex-tensor-parallel-parallelattention, under Raises"
+            ValueError, "16", "3", read="the contract of ex-tensor-parallel-parallelattention, under Raises"
         ):
-            tp.ParallelAttention(12, 4)
-        case("dim=10 for 3 heads")
+            tp.ParallelAttention(48, 16)
+        case("dim=45 for 6 heads on three ranks, which could share out both")
         with expect_raises(
-            ValueError, "10", "3", read="the contract of ex-tensor-parallel-parallelattention, under Raises"
+            ValueError, "45", "6", read="the contract of ex-tensor-parallel-parallelattention, under Raises"
         ):
-            tp.ParallelAttention(10, 3)
+            tp.ParallelAttention(45, 6)
 
 
 @pytest.mark.time_limit(20)
@@ -547,6 +586,30 @@ def test_ParallelAttention_on_ranks(ranks, n_ranks, plain):
     expect_equal(sent, [steps] * n_ranks, name="collectives and bytes", read=PAIR)
 
 
+def attention_in_pairs(rank, world_size):
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    case(f"C=12, 4 heads after torch.manual_seed(5), in the groups (0, 2) and (1, 3); rank {rank}")
+    torch.manual_seed(5)
+    whole = {name: nn.Linear(12, 12, bias=False).weight.detach() for name in ATTENTION_CUTS}
+    torch.manual_seed(5)
+    module = tp.ParallelAttention(12, 4, groups[rank % 2])
+    found = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    parts = {name: weight.tensor_split(2, ATTENTION_CUTS[name])[rank // 2] for name, weight in whole.items()}
+    read = "the contract of ex-tensor-parallel-parallelattention: the four layers in their order, each with its group"
+    expect_close(found, parts, name="parameters", read=read)
+    case(f"x [2, 5, 12], another in each group; rank {rank}")
+    x = randn(2, 5, 12, seed=rank % 2).requires_grad_()
+    out, expected = module(x), attend(x, whole, 4)
+    expect_close(out, expected, atol=1e-5, read=ATTENTION_READ)
+    ours, theirs = (torch.autograd.grad(result.sum(), x)[0] for result in (out, expected))
+    expect_close(ours, theirs, atol=1e-5, name="x's gradient", read=ATTENTION_READ)
+
+
+@pytest.mark.time_limit(20)
+def test_ParallelAttention_in_groups(ranks):
+    ranks(attention_in_pairs, n_ranks=4)
+
+
 # ---- 13.10 vocab_parallel_cross_entropy ------------------------------------------------------------------------------
 
 
@@ -566,12 +629,13 @@ def test_vocab_parallel_cross_entropy_by_hand(ranks):
 
 
 def loss_on_ranks(rank, world_size):
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     for shape, widths, scale, dtype in (
         ((7,), [3, 5, 2, 4], 1.0, torch.float32),
         ((2, 3), [4, 4, 4, 4], 1e4, torch.float32),
         ((5,), [1, 9, 1, 1], 3.0, torch.float64),
         ((2, 1, 2), [4, 4, 4, 4], 30.0, torch.bfloat16),
+        ((6,), [0, 2, 0, 1], 1.0, torch.float32),
     ):
         case(f"targets {list(shape)}, columns {widths}, logits of about {scale:g}, {str(dtype)[6:]}; rank {rank}")
         logits = (scale * randn(*shape, sum(widths), seed=len(shape))).to(dtype)
@@ -579,21 +643,37 @@ def loss_on_ranks(rank, world_size):
         wide = logits.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
         expected = functional.cross_entropy(wide.flatten(0, -2), targets.flatten())
         shard = logits.split(widths, -1)[rank].clone().requires_grad_()
-        loss = tp.vocab_parallel_cross_entropy(shard, targets, None)
+        with torch.device("meta"):  # where a tensor lands that is made without `device=`, and which no collective takes
+            loss = tp.vocab_parallel_cross_entropy(shard, targets, None)
         expect_close(loss, expected, rtol=1e-5, read=VOCAB)
         (found,) = torch.autograd.grad(3 * loss, shard)
         part = 3 * torch.autograd.grad(expected, wide)[0].split(widths, -1)[rank]
         expect_close(found, part.to(dtype), atol=1e-2 if dtype == torch.bfloat16 else 1e-6, name="gradient", read=VOCAB)
-    case(f"groups of two ranks with targets of their own; rank {rank}")
-    logits, at = randn(4, 6, seed=rank // 2), rank % 2
-    targets = torch.tensor([0, 5, 2, 3]) if rank < 2 else torch.tensor([4, 4, 1, 0])
-    loss = tp.vocab_parallel_cross_entropy(logits.chunk(2, -1)[at], targets, groups[rank // 2])
+    case(f"the groups (0, 2) and (1, 3) with targets of their own; rank {rank}")
+    logits, at = randn(4, 6, seed=rank % 2), rank // 2
+    targets = torch.tensor([0, 5, 2, 3]) if rank % 2 else torch.tensor([4, 4, 1, 0])
+    loss = tp.vocab_parallel_cross_entropy(logits.chunk(2, -1)[at], targets, groups[rank % 2])
     expect_close(loss, functional.cross_entropy(logits, targets), atol=1e-5, read=VOCAB)
+
+
+def loss_refuses(rank, world_size):
+    for wrong in (-1, -100, 23, 57):
+        case(f"V=23 on two ranks, targets 3 and {wrong}; rank {rank}")
+        with expect_raises(
+            ValueError, str(wrong), read="the contract of ex-tensor-parallel-vocab-parallel-cross-entropy, under Raises"
+        ):
+            shard = torch.zeros(2, 11 + rank)
+            tp.vocab_parallel_cross_entropy(shard, torch.tensor([3, wrong]), None)
 
 
 @pytest.mark.time_limit(20)
 def test_vocab_parallel_cross_entropy_on_ranks(ranks):
     ranks(loss_on_ranks, n_ranks=4)
+
+
+@pytest.mark.time_limit(20)
+def test_vocab_parallel_cross_entropy_refuses(ranks):
+    ranks(loss_refuses, n_ranks=2)
 
 
 def loss_of_many(rank, world_size):
@@ -781,6 +861,16 @@ def test_tensor_parallel_bytes_of_models(config, batch, length, n):
     expect_equal(tp.tensor_parallel_bytes(config, batch, length, 1), 0, read=BYTES)
 
 
+@pytest.mark.parametrize("n", [2**27 + 1, 5])
+def test_tensor_parallel_bytes_is_a_whole_number(n):
+    case(f"TINY, batch=2**40 + 1, length=3, {n} ranks: an int, exact beyond 2**53 and rounded down")
+    answer = tp.tensor_parallel_bytes(TINY, 2**40 + 1, 3, n)
+    expect_equal(
+        type(answer), int, name="type", answer=answer, read="the contract of ex-tensor-parallel-tensor-parallel-bytes"
+    )
+    expect_equal(answer, 16 * TINY.n_layers * (n - 1) * (2**40 + 1) * 3 * TINY.dim // n, name="bytes", read=BYTES)
+
+
 # ---- 13.14 pipeline_bubble -------------------------------------------------------------------------------------------
 
 
@@ -798,8 +888,10 @@ def test_pipeline_bubble_equals_the_simulation(stages, micro_batches):
     expect_close(tp.pipeline_bubble(stages=stages, micro_batches=micro_batches), expected, read=BUBBLE)
 
 
-@pytest.mark.parametrize(("stages", "micro_batches", "wrong"), [(0, 4, "0"), (4, -2, "-2")])
-def test_pipeline_bubble_refuses(stages, micro_batches, wrong):
+@pytest.mark.parametrize(("stages", "micro_batches"), [(0, 41), (41, 0), (57, -23)])
+def test_pipeline_bubble_refuses(stages, micro_batches):
     case(f"{stages} stages, {micro_batches} micro-batches")
-    with expect_raises(ValueError, wrong, read="the contract"):
+    with expect_raises(
+        ValueError, str(stages), str(micro_batches), read="the contract of ex-tensor-parallel-pipeline-bubble"
+    ):
         tp.pipeline_bubble(stages, micro_batches)

@@ -1,20 +1,53 @@
 """Memory that notices: inputs framed by NaN, fresh tensors full of NaN inside a frame, and a trace of every access."""
 
-from contextlib import ExitStack
+import linecache
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # a `TorchDispatchMode` imports it when it is first used: not while a check's clock runs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.given.kernels.mode import INTERPRETED
-from lib.given.kernels.trace import Trace, trace
-from lib.workbook.grading import expect_true
+from lib.given.kernels.trace import OutOfBounds, Trace, trace
+from lib.workbook.book.catalog import ROOT
+from lib.workbook.grading import Wrong, expect_true
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 FRAME = 4096
 FRESH = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided")
 BOUNDS = 'the section "A program and its tile"'
+
+
+@contextmanager
+def watched(read: str = BOUNDS) -> Iterator[Trace | None]:
+    """A trace of the interpreted kernels in this block; the first access outside their tensors is a wrong answer.
+
+    Raises:
+        Wrong: a kernel read or wrote outside; the report names the operation, the tensor and the line of the kernel.
+    """
+    if not INTERPRETED:
+        yield None
+        return
+    try:
+        with trace(stop_outside=True) as seen:
+            yield seen
+    except OutOfBounds as error:
+        rows = [("at", kernel_line(error)), ("that is", error.place)]
+        raise Wrong(error.problem, rows, answer=error.problem, read=read) from error
+
+
+def kernel_line(error: BaseException) -> str:
+    """The innermost line of a traceback that is neither Triton's nor the book's machinery: the kernel's own."""
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = [f for f in frames if "/triton/" not in f.filename and "/lib/given/" not in f.filename]
+    file, line = Path(mine[-1].filename), mine[-1].lineno or 1
+    place = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file
+    return f"{place}:{line}   {linecache.getline(str(file), line).strip()}"
 
 
 def framed(like: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,7 +60,9 @@ def framed(like: Tensor) -> tuple[Tensor, Tensor]:
 def inside_frame(x: Tensor) -> Tensor:
     """The same numbers, strides and flag, framed by NaN; gaps between strided elements are NaN too."""
     view, _ = framed(x)
-    return view.detach().copy_(x.detach()).requires_grad_(x.requires_grad)
+    once = tuple(slice(1) if stride == 0 else slice(None) for stride in x.stride())  # an expanded number has one place
+    view.detach()[once].copy_(x.detach()[once])
+    return view.requires_grad_(x.requires_grad)
 
 
 class Guarded(TorchDispatchMode):
@@ -68,7 +103,7 @@ def run(function: Any, *args: Any, **kwargs: Any) -> tuple[Any, Trace | None]:
 def watch(call: Any) -> tuple[Any, Trace | None]:
     """Call in guarded memory."""
     with ExitStack() as stack:
-        seen = stack.enter_context(trace()) if INTERPRETED else None
+        seen = stack.enter_context(watched())
         guard = stack.enter_context(Guarded())
         out = call()
     n = max(guard.touched(), seen.outside(True) if seen else 0)
@@ -79,7 +114,7 @@ def watch(call: Any) -> tuple[Any, Trace | None]:
 
 
 def layouts(x: Tensor) -> dict[str, Tensor]:
-    """The same numbers in other strides."""
+    """Tensors of one shape in other strides: the same numbers three times, then one column and one row of them with stride 0."""
     wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), 7.0, dtype=x.dtype, device=x.device)
     wide[..., ::2] = x
     longer = torch.cat([x, torch.full_like(x, 7.0)], dim=-1)
@@ -87,4 +122,6 @@ def layouts(x: Tensor) -> dict[str, Tensor]:
         "transposed": x.transpose(0, -1).contiguous().transpose(0, -1),
         "every second column": wide[..., ::2],
         "rows further apart": longer[..., : x.shape[-1]],
+        "one column expanded": x[..., :1].expand(x.shape),
+        "one row expanded": x[:1].expand(x.shape),
     }

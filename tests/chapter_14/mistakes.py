@@ -3,12 +3,13 @@
 import torch
 
 from lib.given.kernels.mode import INTERPRETED, block_of, check_tensors, matmul_tiles, rows_of, tl, triton
+from lib.given.kernels.once import first_derivative_only
 from lib.workbook.grading import mistake
 from solutions import triton_kernels as reference
 
 # ---- 14.1 vector_add -------------------------------------------------------------------------------------------------
 
-NO_MASK, SAME_TILE = tl.constexpr(1), tl.constexpr(2)
+NO_MASK, SAME_TILE, LOADS_UNMASKED, UP_TO_N = (tl.constexpr(n) for n in (1, 2, 3, 4))
 
 
 @triton.jit
@@ -17,7 +18,12 @@ def _add(x, y, out, n, BLOCK: tl.constexpr, FAULT: tl.constexpr):
     if FAULT == SAME_TILE:
         index = tl.program_id(0) + tl.arange(0, BLOCK)
     inside = index < n
-    total = tl.load(x + index, mask=inside) + tl.load(y + index, mask=inside)
+    if FAULT == UP_TO_N:
+        inside = index <= n
+    if FAULT == LOADS_UNMASKED:
+        total = tl.load(x + index) + tl.load(y + index)
+    else:
+        total = tl.load(x + index, mask=inside) + tl.load(y + index, mask=inside)
     if FAULT == NO_MASK:
         tl.store(out + index, total)
     else:
@@ -37,6 +43,16 @@ def _vector_add(x, y, fault=0, n_programs=triton.cdiv, out=None):
 @mistake("vector_add", "the store has no mask: the last program writes behind the end of the tensor")
 def store_without_mask(x, y):
     return _vector_add(x, y, NO_MASK)
+
+
+@mistake("vector_add", "the loads have no mask: the last program reads beyond the end of x and y")
+def loads_without_mask(x, y):
+    return _vector_add(x, y, LOADS_UNMASKED)
+
+
+@mistake("vector_add", "the mask says <= n where < n belongs: one element too many")
+def mask_up_to_n(x, y):
+    return _vector_add(x, y, UP_TO_N)
 
 
 @mistake("vector_add", "the number of programs is rounded down, so that the ragged end is never computed")
@@ -74,7 +90,7 @@ def written_over_x(x, y):
 
 NO_LOOP, NARROW, NO_ROW_MASK = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 NO_GRAD, DX_GRAD_ALONE, FIRST_ROW = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
-NO_OTHER, ATOMIC = tl.constexpr(7), tl.constexpr(8)
+NO_OTHER, ATOMIC, SUM_UNMASKED = tl.constexpr(7), tl.constexpr(8), tl.constexpr(9)
 
 
 @triton.jit
@@ -92,11 +108,13 @@ def _sum(x, weight, out, n_rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr,
         tile = tl.load(x + rows[:, None] * width + columns[None, :], mask=inside, other=0.0)
         if FAULT == NO_OTHER:
             tile = tl.load(x + rows[:, None] * width + columns[None, :], mask=inside)
-        product = tile * tl.load(weight + columns, mask=columns < width, other=0.0)[None, :]
+        if FAULT == SUM_UNMASKED:
+            tile = tl.load(x + rows[:, None] * width + columns[None, :])
+        w = tl.load(weight + columns, mask=columns < width, other=0.0)
         if FAULT == NARROW:
-            total += tl.sum(product, axis=1).to(total.dtype)
+            total += tl.sum(tile * w[None, :], axis=1).to(total.dtype)
         else:
-            total += tl.sum(product.to(tl.float32), axis=1)
+            total += tl.sum(tile.to(tl.float32) * w.to(tl.float32)[None, :], axis=1)
     if FAULT == NO_ROW_MASK:
         tl.store(out + rows, total.to(out.dtype.element_ty))
     else:
@@ -139,26 +157,37 @@ class _Faulty(torch.autograd.Function):
         return out
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        (n_rows, width), n_programs = x.shape, triton.cdiv(x.shape[0], ctx.rows)
-        dtype = torch.float16 if ctx.fault == "narrow partial" else torch.float32
-        dx, partial = torch.empty_like(x), x.new_empty(n_programs, width, dtype=torch.float32)
-        if ctx.fault == ATOMIC:
-            partial = x.new_zeros(1, width, dtype=torch.float32)
-        grad = grad if ctx.fault == "strides" else grad.contiguous()
-        fault = 0 if isinstance(ctx.fault, str) else ctx.fault
-        _back[(n_programs,)](x, weight, grad, dx, partial, n_rows, width, ROWS=ctx.rows, BLOCK=ctx.block, FAULT=fault)
-        total = partial[:1].sum(0) if ctx.fault == FIRST_ROW else partial.to(dtype).sum(0)
-        return dx, total.to(weight.dtype), None
+        return _faulty_gradients(ctx, grad)
 
 
-def _weighted_sum(x, weight, fault, copied=True):
+class _SecondSilent(_Faulty):
+    @staticmethod
+    def backward(ctx, grad):
+        return _faulty_gradients(ctx, grad)
+
+
+def _faulty_gradients(ctx, grad):
+    x, weight = ctx.saved_tensors
+    (n_rows, width), n_programs = x.shape, triton.cdiv(x.shape[0], ctx.rows)
+    dtype = torch.float16 if ctx.fault == "narrow partial" else torch.float32
+    dx, partial = torch.empty_like(x), x.new_empty(n_programs, width, dtype=torch.float32)
+    if ctx.fault == ATOMIC:
+        partial = x.new_zeros(1, width, dtype=torch.float32)
+    grad = grad if ctx.fault == "strides" else grad.contiguous()
+    fault = 0 if isinstance(ctx.fault, str) else ctx.fault
+    _back[(n_programs,)](x, weight, grad, dx, partial, n_rows, width, ROWS=ctx.rows, BLOCK=ctx.block, FAULT=fault)
+    total = partial[:1].sum(0) if ctx.fault == FIRST_ROW else partial.to(dtype).sum(0)
+    return dx, total.to(weight.dtype), None
+
+
+def _weighted_sum(x, weight, fault, copied=True, step=_Faulty):
     check_tensors(x, weight)
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"{tuple(x.shape)} and {tuple(weight.shape)}")
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
-    return _Faulty.apply(rows, weight.contiguous() if copied else weight, fault).reshape(x.shape[:-1])
+    return step.apply(rows, weight.contiguous() if copied else weight, fault).reshape(x.shape[:-1])
 
 
 @mistake("weighted_sum", "only the first block of columns is summed: the loop over the width is missing")
@@ -174,6 +203,11 @@ def summed_in_narrow(x, weight):
 @mistake("weighted_sum", "the last program stores all its rows, also those that do not exist: the store needs a mask")
 def rows_without_mask(x, weight):
     return _weighted_sum(x, weight, NO_ROW_MASK)
+
+
+@mistake("weighted_sum", "x is loaded without a mask: the last tile reads beyond its end")
+def tile_without_mask(x, weight):
+    return _weighted_sum(x, weight, SUM_UNMASKED)
 
 
 @mistake("weighted_sum", "the weight's gradient is the sum of x: the gradient of the output is left out")
@@ -220,6 +254,11 @@ def cut_from_the_graph(x, weight):
     return reference.weighted_sum(x.detach(), weight.detach())
 
 
+@mistake("weighted_sum", "`first_derivative_only` taken off `backward`: a second derivative silently lacks terms")
+def second_derivative_silent(x, weight):
+    return _weighted_sum(x, weight, 0, step=_SecondSilent)
+
+
 @mistake("weighted_sum", "PyTorch multiplies and sums, and no kernel is launched")
 def summed_by_pytorch(x, weight):
     if weight.shape != x.shape[-1:]:
@@ -231,7 +270,7 @@ def summed_by_pytorch(x, weight):
 
 NO_SHIFT, FILL_ZERO, NAN_ROW = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 THREE_PASSES, IN_NARROW, NOT_DIVIDED = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
-OUT_STRIDE = tl.constexpr(7)
+OUT_STRIDE, ROW_UNMASKED = tl.constexpr(7), tl.constexpr(8)
 
 
 @triton.jit
@@ -241,6 +280,8 @@ def _softmax(x, out, width, row_stride, BLOCK: tl.constexpr, FAULT: tl.constexpr
     scores = tl.load(place, mask=inside, other=-float("inf"))
     if FAULT == FILL_ZERO:
         scores = tl.load(place, mask=inside, other=0.0)
+    if FAULT == ROW_UNMASKED:
+        scores = tl.load(place)
     if FAULT != IN_NARROW:
         scores = scores.to(tl.float32)
     largest = tl.max(scores, axis=0)
@@ -284,6 +325,11 @@ def masked_as_zero(x):
     return _softmax_rows(x, FILL_ZERO)
 
 
+@mistake("softmax_rows", "the row is loaded without a mask: into the next row, and for the last beyond the end")
+def row_without_mask(x):
+    return _softmax_rows(x, ROW_UNMASKED)
+
+
 @mistake("softmax_rows", "a row of -inf gives NaN, since -inf is subtracted from -inf")
 def nan_for_hidden_row(x):
     return _softmax_rows(x, NAN_ROW)
@@ -325,7 +371,7 @@ def softmax_by_pytorch(x):
 
 ROW_MAJOR, FULL_GROUPS, NO_K_MASK = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 DOT_NARROW, ONE_STEP, OVERWRITTEN = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
-TF32, K_UNDEFINED = tl.constexpr(7), tl.constexpr(8)
+TF32, K_UNDEFINED, ROWS_UNMASKED = tl.constexpr(7), tl.constexpr(8), tl.constexpr(9)
 
 
 @triton.jit
@@ -354,6 +400,8 @@ def _product(
         left = tl.load(
             a + rows[:, None] * am + k[None, :] * ak, mask=(rows < M)[:, None] & k_inside[None, :], other=0.0
         )
+        if FAULT == ROWS_UNMASKED:
+            left = tl.load(a + rows[:, None] * am + k[None, :] * ak, mask=k_inside[None, :], other=0.0)
         right = tl.load(
             b + k[:, None] * bk + columns[None, :] * bn, mask=k_inside[:, None] & (columns < N)[None, :], other=0.0
         )
@@ -400,6 +448,11 @@ def last_group_taken_for_full(a, b):
 @mistake("matmul", "the last step along K has no mask: it reads into the next row, or behind the end")
 def k_without_mask(a, b):
     return _matmul(a, b, NO_K_MASK)
+
+
+@mistake("matmul", "the rows of a are loaded without a mask: the last tile reads beyond its end")
+def rows_of_a_without_mask(a, b):
+    return _matmul(a, b, ROWS_UNMASKED)
 
 
 @mistake("matmul", "the running sum is rounded to the dtype of the result after each step")
@@ -455,7 +508,7 @@ def multiplied_by_pytorch(a, b):
 
 OVER_BLOCK, EPS_OUTSIDE, CENTRED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 CAST_TWICE, TWO_PASSES, NO_ROOT, NARROW_SQUARES = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
-UNDEFINED = tl.constexpr(8)
+UNDEFINED, NORM_UNMASKED = tl.constexpr(8), tl.constexpr(9)
 
 
 @triton.jit
@@ -465,6 +518,8 @@ def _norm(x, weight, out, width, row_stride, eps, BLOCK: tl.constexpr, FAULT: tl
     narrow = tl.load(place, mask=inside, other=0.0)
     if FAULT == UNDEFINED:
         narrow = tl.load(place, mask=inside)
+    if FAULT == NORM_UNMASKED:
+        narrow = tl.load(place)
     v = narrow.to(tl.float32)
     w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if FAULT == CENTRED:
@@ -488,12 +543,12 @@ def _norm(x, weight, out, width, row_stride, eps, BLOCK: tl.constexpr, FAULT: tl
     tl.store(out + row * width + columns, (result * w).to(out.dtype.element_ty), mask=inside)
 
 
-def _rms_norm(x, weight, eps, fault, row_stride=None, copied=True):
+def _rms_norm(x, weight, eps, fault, row_stride=None, copied=True, fits=lambda stride: stride == 1):
     check_tensors(x, weight)
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"{tuple(x.shape)} and {tuple(weight.shape)}")
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    rows = rows if fits(rows.stride(1)) else rows.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         n, width, stride = *rows.shape, rows.stride(0) if row_stride is None else row_stride
@@ -540,6 +595,21 @@ def squares_in_narrow(x, weight, eps=1e-5):
 @mistake("rms_norm", "rows are taken to begin `width` apart, where the stride says how far")
 def norm_row_stride_ignored(x, weight, eps=1e-5):
     return _rms_norm(x, weight, eps, 0, x.shape[-1])
+
+
+@mistake("rms_norm", "x is loaded without a mask: into the next row, and for the last beyond the end")
+def norm_without_mask(x, weight, eps=1e-5):
+    return _rms_norm(x, weight, eps, NORM_UNMASKED)
+
+
+@mistake("rms_norm", "columns of stride 0, of an expanded x, are taken for contiguous")
+def stride_zero_taken_for_contiguous(x, weight, eps=1e-5):
+    return _rms_norm(x, weight, eps, 0, fits=lambda stride: stride <= 1)
+
+
+@mistake("rms_norm", "the argument eps is not passed on: the kernel adds 1e-5, whatever is asked")
+def eps_not_passed_on(x, weight, eps=1e-5):
+    return _rms_norm(x, weight, 1e-5, 0)
 
 
 @mistake("rms_norm", "the kernel takes the weight for contiguous, but it may be every second number of a vector")

@@ -83,7 +83,7 @@ def test_vector_add_of_other_strides():
     x, y = randn(9, 14), randn(9, 14, seed=1)
     for name, view in layouts(x).items():
         case(f"x [9, 14] {name}, y contiguous")
-        expect_close(run(kernels.vector_add, view, y)[0], x + y, read="the contract")
+        expect_close(run(kernels.vector_add, view, y)[0], view + y, read="the contract")
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (4, 0), ()], ids=str)
@@ -95,9 +95,9 @@ def test_vector_add_of_nothing_and_of_one_number(shape):
 
 def test_vector_add_refuses_other_shapes():
     case("x [3], y [1]: there is no broadcasting")
-    kernels.vector_add(randn(3), randn(3))
+    run(kernels.vector_add, randn(3), randn(3))
     with expect_raises(ValueError, "(3,)", "(1,)", read="the contract, under Raises"):
-        kernels.vector_add(randn(3), randn(1))
+        run(kernels.vector_add, randn(3), randn(1))
 
 
 @counted
@@ -137,7 +137,7 @@ def test_weighted_sum_adds_in_float32():
 def test_weighted_sum_gradients_by_hand():
     case("x [2, 2] = [[1, 2], [3, 4]], weight [10, 20], gradient of the output [1, 100]")
     x, w = tensor([[1.0, 2.0], [3.0, 4.0]]).requires_grad_(), tensor([10.0, 20.0]).requires_grad_()
-    out = kernels.weighted_sum(x, w)
+    out, _ = watch(lambda: kernels.weighted_sum(x, w))
     expect_true(out.requires_grad, "the result is cut off from the graph", answer=out, read=GRADS)
     grads, _ = watch(lambda: torch.autograd.grad(out, (x, w), tensor([1.0, 100.0])))
     expect_close(grads[1], tensor([301.0, 402.0]), name="weight.grad", read=GRADS)
@@ -152,7 +152,7 @@ def test_weighted_sum_gradients_of_ragged_sizes(shape, dtype):
     grad = randn(*shape[:-1], seed=2, dtype=dtype)
     out, _ = run(kernels.weighted_sum, x, w)
     close(out.detach(), x.detach().double() @ w.detach().double(), dtype, SUM, shape[-1])
-    out = kernels.weighted_sum(x, w)
+    out, _ = watch(lambda: kernels.weighted_sum(x, w))
     grads, _ = watch(lambda: torch.autograd.grad(out, (x, w), grad))
     wide_x, wide_g = x.detach().double(), grad.double()
     close(grads[0], wide_g[..., None] * w.detach().double(), dtype, GRADS, name="x.grad")
@@ -165,7 +165,7 @@ def test_weighted_sum_adds_without_atomics():
     case("x [20, 9], both passes: the weight's gradient is added over three tiles of rows")
     x, w = randn(20, 9).requires_grad_(), randn(9, seed=1).requires_grad_()
     out, forward = run(kernels.weighted_sum, x, w)
-    out = kernels.weighted_sum(x, w)
+    out, _ = watch(lambda: kernels.weighted_sum(x, w))
     grads, backward = watch(lambda: torch.autograd.grad(out, (x, w), randn(20, seed=2)))
     for name, seen in (("forward", forward), ("backward", backward)):
         problem = f"the {name} pass makes {seen.n_atomics} atomic operations, whose order changes from run to run"
@@ -175,7 +175,7 @@ def test_weighted_sum_adds_without_atomics():
 def test_weighted_sum_gradient_that_is_not_contiguous():
     case("out.sum().backward(): the gradient is one number, expanded; x transposed")
     x, w = randn(12, 9).T.detach().requires_grad_(), randn(12, seed=1).requires_grad_()
-    kernels.weighted_sum(x, w).sum().backward()
+    watch(lambda: kernels.weighted_sum(x, w).sum().backward())
     close(w.grad, x.detach().double().sum(0), torch.float32, GRADS, 9, name="weight.grad")
     close(x.grad, w.detach().double().expand(9, 12), torch.float32, GRADS, name="x.grad")
 
@@ -185,7 +185,7 @@ def test_weighted_sum_gradient_adds_many_rows_in_float32():
     x, w = (torch.ones(n, dtype=torch.float16, device=DEVICE) for n in ((51, 1), (1,)))
     x[0] = 2048
     w.requires_grad_()
-    (grad,) = torch.autograd.grad(kernels.weighted_sum(x, w).float().sum(), w)
+    (grad,), _ = watch(lambda: torch.autograd.grad(kernels.weighted_sum(x, w).float().sum(), w))
     expect_close(grad, tensor([2098.0], torch.float16), rtol=0, atol=0, name="weight.grad", read=GRADS)
 
 
@@ -194,20 +194,20 @@ def test_weighted_sum_of_other_strides():
     for name, view in layouts(x).items():
         case(f"x [9, 14] {name}")
         out, _ = run(kernels.weighted_sum, view, w)
-        close(out, x.double() @ w.double(), torch.float32, SUM, 14)
+        close(out, view.double() @ w.double(), torch.float32, SUM, 14)
     case("x [9, 14], weight [14]: every second number of a vector")
     weight = torch.stack([w, torch.full_like(w, 7.0)], dim=1).flatten().requires_grad_()
     out, _ = run(kernels.weighted_sum, x, weight[::2])
     close(out, x.double() @ w.double(), torch.float32, SUM, 14)
-    kernels.weighted_sum(x, weight[::2]).sum().backward()
+    watch(lambda: kernels.weighted_sum(x, weight[::2]).sum().backward())
     close(weight.grad[::2], x.double().sum(0), torch.float32, GRADS, 9, name="weight.grad")
 
 
 def test_weighted_sum_refuses_a_weight_of_other_length():
     case("x [2, 3], weight [1]")
-    kernels.weighted_sum(randn(2, 3), randn(3))
+    run(kernels.weighted_sum, randn(2, 3), randn(3))
     with expect_raises(ValueError, "(2, 3)", "(1,)", read="the contract, under Raises"):
-        kernels.weighted_sum(randn(2, 3), randn(1))
+        run(kernels.weighted_sum, randn(2, 3), randn(1))
 
 
 @counted
@@ -223,10 +223,19 @@ def test_weighted_sum_reads_x_once_in_each_direction():
         answer=out,
         read=SUM,
     )
-    out = kernels.weighted_sum(x, w)
+    out, _ = watch(lambda: kernels.weighted_sum(x, w))
     grads, seen = watch(lambda: torch.autograd.grad(out, (x, w), randn(100, seed=2)))
     by_kernels(seen, grads[0])
     loads_once(seen, 4000, 4, seen.n_programs * 160 + 400, grads[0])
+
+
+def test_weighted_sum_refuses_a_second_derivative():
+    case("the gradient of out.sum() with respect to x is the weight: to differentiate it would leave the weight out")
+    x, w = randn(3, 5).requires_grad_(), randn(5, seed=1).requires_grad_()
+    (grad,), _ = watch(lambda: torch.autograd.grad(kernels.weighted_sum(x, w).sum(), x, create_graph=True))
+    close(grad.detach(), w.detach().double().expand(3, 5), torch.float32, GRADS, name="x.grad")
+    with expect_raises(RuntimeError, read="the contract, under Raises"):
+        torch.autograd.grad(grad.square().sum() + w.sum(), w)
 
 
 # ---- 14.3 softmax_rows -----------------------------------------------------------------------------------------------
@@ -264,8 +273,8 @@ def test_softmax_rows_of_large_scores():
 
 
 def test_softmax_rows_of_hidden_scores():
-    case("row 0 half hidden, row 1 nothing but -inf: zeros by the convention, row 2 one score")
-    x = randn(3, 6)
+    case("row 0 half hidden, row 1 nothing but -inf: zeros by the convention, row 2 one score; 3 rows of 7")
+    x = randn(3, 7)
     x[0, ::2] = x[1] = x[2, 1:] = -torch.inf
     expect_close(run(kernels.softmax_rows, x)[0], softmax(x).float(), rtol=1e-5, read="the contract, under Convention")
 
@@ -280,7 +289,7 @@ def test_softmax_rows_of_other_strides():
     x = randn(9, 14)
     for name, view in layouts(x).items():
         case(f"x [9, 14] {name}")
-        expect_close(run(kernels.softmax_rows, view)[0], softmax(x).float(), rtol=1e-5, read="the contract")
+        expect_close(run(kernels.softmax_rows, view)[0], softmax(view).float(), rtol=1e-5, read="the contract")
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (4, 0), (0, 0)], ids=str)
@@ -291,9 +300,9 @@ def test_softmax_rows_of_nothing(shape):
 
 def test_softmax_rows_refuses_a_vector():
     case("x [5]")
-    kernels.softmax_rows(randn(2, 5))
+    run(kernels.softmax_rows, randn(2, 5))
     with expect_raises(ValueError, "(5,)", read="the contract, under Raises"):
-        kernels.softmax_rows(randn(5))
+        run(kernels.softmax_rows, randn(5))
 
 
 @counted
@@ -361,10 +370,10 @@ def test_matmul_of_other_strides():
     a, b = randn(19, 23), randn(23, 35, seed=1)
     for name, view in layouts(a).items():
         case(f"a [19, 23] {name}")
-        close(run(kernels.matmul, view, b)[0], a.double() @ b.double(), torch.float32, "the contract", 23)
+        close(run(kernels.matmul, view, b)[0], view.double() @ b.double(), torch.float32, "the contract", 23)
     for name, view in layouts(b).items():
         case(f"b [23, 35] {name}")
-        close(run(kernels.matmul, a, view)[0], a.double() @ b.double(), torch.float32, "the contract", 23)
+        close(run(kernels.matmul, a, view)[0], a.double() @ view.double(), torch.float32, "the contract", 23)
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 4), (3, 0, 4), (3, 4, 0)], ids=str)
@@ -379,9 +388,9 @@ def test_matmul_of_nothing(sizes):
 @pytest.mark.parametrize("shapes", [((2, 3), (2, 3)), ((3,), (3, 2))], ids=str)
 def test_matmul_refuses_shapes_that_do_not_fit(shapes):
     case(f"a {shapes[0]}, b {shapes[1]}")
-    kernels.matmul(randn(2, 3), randn(3, 2))
+    run(kernels.matmul, randn(2, 3), randn(3, 2))
     with expect_raises(ValueError, str(shapes[0]), str(shapes[1]), read="the contract, under Raises"):
-        kernels.matmul(randn(*shapes[0]), randn(*shapes[1]))
+        run(kernels.matmul, randn(*shapes[0]), randn(*shapes[1]))
 
 
 @oracle
@@ -428,6 +437,9 @@ def test_rms_norm_by_hand():
     case("x [[1, 7]], weight [1, 2], eps 0: the root mean square is 5")
     out, _ = run(kernels.rms_norm, tensor([[1.0, 7.0]]), tensor([1.0, 2.0]), 0.0)
     expect_close(out, tensor([[0.2, 2.8]]), rtol=1e-6, read=NORM)
+    case("x [[1, 7]], weight [1, 2], eps 11: the mean square is 25, and the root of 36 is 6")
+    out, _ = run(kernels.rms_norm, tensor([[1.0, 7.0]]), tensor([1.0, 2.0]), 11.0)
+    expect_close(out, tensor([[1 / 6, 14 / 6]]), rtol=1e-6, read=NORM)
 
 
 @by_dtype
@@ -471,7 +483,7 @@ def test_rms_norm_of_other_strides():
     x, w = randn(9, 14), randn(14, seed=1)
     for name, view in layouts(x).items():
         case(f"x [9, 14] {name}")
-        expect_close(run(kernels.rms_norm, view, w)[0], norm(x, w, 1e-5).float(), rtol=1e-5, read="the contract")
+        expect_close(run(kernels.rms_norm, view, w)[0], norm(view, w, 1e-5).float(), rtol=1e-5, read="the contract")
     case("x [9, 14], weight [14]: every second number of a vector")
     every_second = torch.stack([w, torch.full_like(w, 7.0)], dim=1).flatten()[::2]
     expect_close(run(kernels.rms_norm, x, every_second)[0], norm(x, w, 1e-5).float(), rtol=1e-5, read="the contract")
@@ -486,9 +498,9 @@ def test_rms_norm_of_nothing(shape):
 
 def test_rms_norm_refuses_a_weight_of_other_length():
     case("x [2, 3], weight [1]")
-    kernels.rms_norm(randn(2, 3), randn(3), 1e-5)
+    run(kernels.rms_norm, randn(2, 3), randn(3), 1e-5)
     with expect_raises(ValueError, "(2, 3)", "(1,)", read="the contract, under Raises"):
-        kernels.rms_norm(randn(2, 3), randn(1))
+        run(kernels.rms_norm, randn(2, 3), randn(1))
 
 
 @counted

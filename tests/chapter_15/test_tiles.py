@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch._dynamo  # a `TorchDispatchMode` imports it when it is first used: not while a check's clock runs
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -11,38 +12,71 @@ from lib.given.kernels.exact import LargestTensor, exact, make_inputs
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
 
 flash = graded("flash_attention")
+pytestmark = pytest.mark.time_limit(30)
 
 STANDARD, FLASH, UPDATE, LSE, BACKWARD = (f"eq-flash_attention-{n}" for n in (1, 2, 3, 4, 7))
 NO_KEYS = "eq-flash_attention-6 and what stands under it about rows without keys"
+TILES = "under 'Tiles in PyTorch'"
 AUTOCAST = "the contract: sums in float32 at least, also under autocast"
-SHAPES = [  # q, k and v: plain, ragged, shared heads with T < S, T > S, no heads, one query
-    ((1, 2, 16, 16), (1, 2, 16, 16)),
-    ((2, 4, 45, 24), (2, 2, 70, 24)),
+ERRORS = "the contract, under Raises"
+SHAPES = [  # q, k and v: one tile, shared heads with T < S, T > S, no heads, one query, no keys
+    ((1, 2, 12, 8), (1, 2, 15, 8)),
+    ((2, 6, 45, 24), (2, 2, 70, 24)),
     ((1, 3, 90, 16), (1, 1, 37, 16)),
-    ((33, 20), (40, 20)),
+    ((17, 12), (33, 12)),
     ((1, 2, 1, 16), (1, 2, 65, 16)),
+    ((2, 3, 5, 8), (2, 3, 0, 8)),
 ]
+
+
+def described(shapes, is_causal, what):
+    n_empty = max(shapes[0][-2] - shapes[1][-2], 0) * (is_causal or shapes[1][-2] == 0)
+    empty = f"; the first {n_empty} rows see no key" if n_empty else ""
+    return f"q {shapes[0]}, k and v {shapes[1]}, causal {is_causal}, {what}{empty}"
+
+
+def refuses_a_second_derivative(attend, number, device="cpu"):
+    """The gradient of a sum does not depend on what arrives from above, so `once_differentiable` lets it pass."""
+    q, k, v, do = make_inputs((1, 2, 5, 8), (1, 2, 7, 8), torch.float32, device)
+    q.requires_grad_()
+    case("the gradient of o.sum() with respect to q, squared, and added to q.sum(): its derivative with respect to q")
+    (grad,) = torch.autograd.grad(attend(q, k, v, True).sum(), q, create_graph=True)
+    expect_close(grad.detach(), exact(q, k, v, torch.ones_like(do), True)["dq"].float(), atol=1e-5, read=BACKWARD)
+    with expect_raises(RuntimeError, read=ERRORS):
+        torch.autograd.grad(grad.square().sum() + q.sum(), q)
 
 
 # ---- 15.1 attention_io_bytes -----------------------------------------------------------------------------------------
 
 
 def test_attention_io_bytes_by_hand():
-    case("N=8, d=2, M=32 numbers")
+    case("N=8, d=2, M=32 numbers, standard")
     expect_equal(flash.attention_io_bytes(8, 2, 64, "standard"), 2 * (4 * 8 * 2 + 4 * 64), read=STANDARD)
-    expect_equal(flash.attention_io_bytes(8, 2, 64, "flash"), 2 * (2 * 8 * 2 + 2 * (3 * 8 * 2 + 4 * 8)), read=FLASH)
+    case("N=24, d=2, M=32 numbers, flash: blocks of 4 keys, so six passes")
+    expect_equal(flash.attention_io_bytes(24, 2, 64, "flash"), 2 * (2 * 24 * 2 + 6 * (3 * 24 * 2 + 4 * 24)), read=FLASH)
     case("N=9, d=2, M=33 numbers: blocks of ceil(33 / 8) = 5 keys, so two passes, the last for 4")
     expect_equal(flash.attention_io_bytes(9, 2, 66, "flash"), 2 * (2 * 9 * 2 + 2 * (3 * 9 * 2 + 4 * 9)), read=FLASH)
     case("N=3, d=2, M=5 numbers, fewer than 4d: blocks of ceil(5 / 8) = 1 key, so three passes")
     expect_equal(flash.attention_io_bytes(3, 2, 10, "flash"), 2 * (2 * 3 * 2 + 3 * (3 * 3 * 2 + 4 * 3)), read=FLASH)
+    case("N=5, d=1, 9 bytes: M=4 whole numbers, blocks of 1 key, so five passes")
+    expect_equal(flash.attention_io_bytes(5, 1, 9, "flash"), 2 * (2 * 5 + 5 * (3 * 5 + 4 * 5)), read=FLASH)
+
+
+def test_attention_io_bytes_of_the_smallest_sizes():
+    case("N=1, d=1, 2 bytes: the least that is allowed")
+    expect_equal(flash.attention_io_bytes(1, 1, 2, "standard"), 16, read=STANDARD)
+    expect_equal(flash.attention_io_bytes(1, 1, 2, "flash"), 18, read=FLASH)
 
 
 def test_attention_io_bytes_errors():
-    with expect_raises(ValueError, "paged"):
+    case("algorithm 'paged'")
+    with expect_raises(ValueError, "paged", read=ERRORS):
         flash.attention_io_bytes(8, 2, 64, "paged")
-    for arguments, shown in (((0, 2, 64), "0"), ((8, 0, 64), "0"), ((8, 2, 0), "0"), ((8, 2, 1), "1")):
-        with expect_raises(ValueError, shown):
-            flash.attention_io_bytes(*arguments, "flash")
+    for length, head_dim, sram_bytes in ((0, 2, 64), (8, 0, 64), (8, 2, 1)):
+        for algorithm in ("standard", "flash"):
+            case(f"N={length}, d={head_dim}, {sram_bytes} bytes, {algorithm}")
+            with expect_raises(ValueError, read=ERRORS):
+                flash.attention_io_bytes(length, head_dim, sram_bytes, algorithm)
 
 
 # ---- 15.2 online_softmax_update --------------------------------------------------------------------------------------
@@ -57,36 +91,48 @@ def start(rows, width, dtype=torch.float32):
 
 
 def test_online_softmax_update_by_hand():
-    case("one row that has seen score 0 with value 3, then scores ln 2 and ln 4 with values 1 and 5")
-    m, l, acc = torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([[3.0]])
-    new = flash.online_softmax_update(m, l, acc, torch.tensor([[2.0, 4.0]]).log(), torch.tensor([[1.0], [5.0]]))
-    expected = (torch.tensor([4.0]).log(), torch.tensor([1.75]), torch.tensor([[3 / 4 + 1 / 2 + 5.0]]))
+    case("one row that has seen scores 0 and 0, then scores ln 2, ln 4 and 0")
+    m, l, acc = torch.tensor([0.0]), torch.tensor([2.0]), torch.tensor([[3.0, -8.0]])
+    values = torch.tensor([[1.0, 0.0], [5.0, 2.0], [2.0, 4.0]])
+    new = flash.online_softmax_update(m, l, acc, torch.tensor([[2.0, 4.0, 1.0]]).log(), values)
+    expected = (torch.tensor([4.0]).log(), torch.tensor([2.25]), torch.tensor([[6.75, 1.0]]))
     expect_close(new, expected, read=UPDATE)
-    case("one row that has seen score 3 with value 7, then score 1 with value 2")
-    new = flash.online_softmax_update(m + 3, l, acc + 4, torch.tensor([[1.0]]), torch.tensor([[2.0]]))
+    old = (torch.tensor([0.0]), torch.tensor([2.0]), torch.tensor([[3.0, -8.0]]))
+    expect_close((m, l, acc), old, name="the old m, l and acc", read="the contract, under Returns")
+    case("one row that has seen score 3 with value 7, then score 1 with value 2: the maximum stays")
+    m, l, acc = torch.tensor([3.0]), torch.tensor([1.0]), torch.tensor([[7.0]])
+    new = flash.online_softmax_update(m, l, acc, torch.tensor([[1.0]]), torch.tensor([[2.0]]))
     less = math.exp(-2)
     expect_close(new, (torch.tensor([3.0]), torch.tensor([1 + less]), torch.tensor([[7 + 2 * less]])), read=UPDATE)
-    expect_close((m, l, acc), (torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([[3.0]])), name="the old values")
 
 
 def test_online_softmax_update_tile_by_tile():
     torch.manual_seed(0)
-    scores, values = 30 * torch.randn(5, 21, dtype=torch.float64) - 400, torch.randn(21, 3, dtype=torch.float64)
-    case("21 keys in tiles of 8, scores about -400")
-    m, l, acc = start(5, 3, torch.float64)
+    scores, values = 30 * torch.randn(2, 5, 21, dtype=torch.float64) - 400, torch.randn(2, 21, 3, dtype=torch.float64)
+    case("2 heads, 5 rows, 21 keys in tiles of 8, scores about -400")
+    m, l, acc = (x.expand(2, *x.shape) for x in start(5, 3, torch.float64))
     for at in (0, 8, 16):
-        m, l, acc = flash.online_softmax_update(m, l, acc, scores[:, at : at + 8], values[at : at + 8])
-    expect_close(acc / l[:, None], scores.softmax(-1) @ values, read=UPDATE)
+        m, l, acc = flash.online_softmax_update(m, l, acc, scores[..., at : at + 8], values[:, at : at + 8])
+    expect_close(acc / l[..., None], scores.softmax(-1) @ values, name="acc / l", read=UPDATE)
     expect_close(m + l.log(), scores.logsumexp(-1), name="m + log l", read=UPDATE)
 
 
 def test_online_softmax_update_hidden_keys_and_half_values():
-    case("the first row sees no key, the second one")
-    scores, values = torch.tensor([[-torch.inf, -torch.inf], [1.0, -torch.inf]]), torch.tensor([[2.0], [9.0]]).half()
-    m, l, acc = flash.online_softmax_update(*start(2, 1), scores, values)
-    expect_close(
-        (m, l, acc), (torch.tensor([-torch.inf, 1]), torch.tensor([0.0, 1]), torch.tensor([[0.0], [2]])), read=UPDATE
+    case(
+        "row 0 has seen no key and sees none, row 1 sees its first, row 2 has seen one and sees none; values in float16"
     )
+    scores = torch.full((3, 2), -torch.inf)
+    scores[1, 0] = 1.0
+    m, l, acc = start(3, 4)
+    m[2], l[2], acc[2] = 5.0, 1.0, torch.tensor([1.0, 2.0, 3.0, 4.0])
+    values = torch.arange(2.0, 10.0).view(2, 4)
+    new = flash.online_softmax_update(m, l, acc, scores, values.half())
+    expected = (
+        torch.tensor([-torch.inf, 1.0, 5.0]),
+        torch.tensor([0.0, 1.0, 1.0]),
+        torch.stack([torch.zeros(4), values[0], acc[2]]),
+    )
+    expect_close(new, expected, read=UPDATE)
 
 
 # ---- 15.3 FlashAttentionTorch ----------------------------------------------------------------------------------------
@@ -95,7 +141,7 @@ def test_online_softmax_update_hidden_keys_and_half_values():
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 def test_FlashAttentionTorch_is_attention(shapes, is_causal):
-    case(f"q {shapes[0]}, k and v {shapes[1]}, causal {is_causal}, float32")
+    case(described(shapes, is_causal, "float32"))
     q, k, v, do = make_inputs(*shapes)
     expect_close(
         flash.FlashAttentionTorch.apply(q, k, v, is_causal),
@@ -122,9 +168,11 @@ def test_FlashAttentionTorch_under_autocast():
     expect_close(o, exact(q, k, v, do, True)["o"].float(), atol=2e-6, read=AUTOCAST)
 
 
-def test_FlashAttentionTorch_saves_one_number_a_row():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_FlashAttentionTorch_saves_one_number_a_row(dtype):
     saved = []
-    q, k, v, do = make_inputs((2, 3, 50, 16), (2, 3, 40, 16))
+    q, k, v, do = make_inputs((2, 3, 50, 16), (2, 3, 40, 16), dtype)
+    case(f"q (2, 3, 50, 16), k and v (2, 3, 40, 16), causal, {dtype}: the first 10 rows see no key")
     leaves = [x.requires_grad_() for x in (q, k, v)]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         o = flash.FlashAttentionTorch.apply(*leaves, True)
@@ -134,32 +182,32 @@ def test_FlashAttentionTorch_saves_one_number_a_row():
         sorted([q.shape, k.shape, v.shape, o.shape, q.shape[:-1]]),
         name="saved shapes",
     )
-    expect_close(rows[0].detach(), exact(q, k, v, do, True)["lse"].float(), name="the saved logsumexp", read=LSE)
+    lse = exact(q, k, v, do, True)["lse"].to(torch.promote_types(dtype, torch.float32))
+    expect_close(
+        rows[0].detach(), lse, atol=1e-5 if dtype == torch.float16 else None, name="the saved logsumexp", read=LSE
+    )
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_FlashAttentionTorch_never_holds_the_scores(is_causal):
-    q, k, v, _ = make_inputs((1, 1, 512, 16), (1, 1, 512, 16))
-    case("T=S=512, D=16")
+    q, k, v, _ = make_inputs((1, 1, 320, 16), (1, 1, 256, 16))
+    case(f"T=320, S=256, D=16, causal {is_causal}")
     with LargestTensor() as largest:
-        flash.FlashAttentionTorch.apply(q, k, v, is_causal)
-    expect_true(
-        largest.numbers < 512 * 512 / 4, f"a tensor of {largest.numbers} numbers was made, and T x S is {512 * 512}"
-    )
+        o = flash.FlashAttentionTorch.apply(q, k, v, is_causal)
+    problem = f"a tensor of {largest.numbers} numbers was made, and T x S is {320 * 256}"
+    expect_true(largest.numbers < 320 * 256 / 4, problem, answer=o, read=TILES)
 
 
 def test_FlashAttentionTorch_skips_tiles_above_the_diagonal():
-    q, k, v, _ = make_inputs((1, 1, 512, 16), (1, 1, 512, 16))
+    q, k, v, _ = make_inputs((1, 1, 256, 16), (1, 1, 256, 16))
     flops = []
     for is_causal in (False, True):
         with FlopCounterMode(display=False) as counter:
             flash.FlashAttentionTorch.apply(q, k, v, is_causal)
         flops.append(counter.get_total_flops())
-    case("T=S=512")
-    expect_true(
-        flops[1] <= 0.65 * flops[0],
-        f"causal took {flops[1]} FLOPs and full {flops[0]}: the tiles above the diagonal were computed",
-    )
+    case("T=S=256")
+    problem = f"causal took {flops[1]} FLOPs and full {flops[0]}: the tiles above the diagonal were computed"
+    expect_true(flops[1] <= 0.65 * flops[0], problem, answer=flops, read=TILES)
 
 
 def test_FlashAttentionTorch_strides_and_errors():
@@ -167,8 +215,13 @@ def test_FlashAttentionTorch_strides_and_errors():
     q, k, v, do = (x.transpose(1, 2) for x in (q, k, v, do))
     case("q, k, v as [B, T, H, D] transposed")
     expect_close(flash.FlashAttentionTorch.apply(q, k, v, False), exact(q, k, v, do, False)["o"].float(), atol=2e-6)
-    with expect_raises(ValueError, "(2, 3, 20, 16)"):
+    case("k and v narrower than q")
+    with expect_raises(ValueError, read=ERRORS):
         flash.FlashAttentionTorch.apply(q, k[..., :8], v[..., :8], False)
+
+
+def test_FlashAttentionTorch_refuses_a_second_derivative():
+    refuses_a_second_derivative(flash.FlashAttentionTorch.apply, 3)
 
 
 @oracle
@@ -186,9 +239,7 @@ def test_FlashAttentionTorch_gradcheck():
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 def test_flash_backward_is_the_gradient(shapes, is_causal):
-    n_empty = max(shapes[0][-2] - shapes[1][-2], 0) * is_causal
-    empty = f"; the first {n_empty} rows see no key: their lse is -inf, their dq is 0" if n_empty else ""
-    case(f"q {shapes[0]}, k and v {shapes[1]}, causal {is_causal}, float64{empty}")
+    case(described(shapes, is_causal, "float64"))
     q, k, v, do = make_inputs(*shapes, torch.float64)
     r = exact(q, k, v, do, is_causal)
     got = flash.flash_backward(q, k, v, r["o"], do, r["lse"], is_causal)
@@ -196,21 +247,20 @@ def test_flash_backward_is_the_gradient(shapes, is_causal):
         dict(zip(("dq", "dk", "dv"), got, strict=True)),
         {n: r[n] for n in ("dq", "dk", "dv")},
         atol=1e-10,
-        read=NO_KEYS if n_empty else BACKWARD,
+        read=NO_KEYS if r["lse"].isinf().any() else BACKWARD,
     )
 
 
 def test_flash_backward_of_a_sum_and_memory():
-    q, k, v, _ = make_inputs((1, 1, 512, 16), (1, 1, 512, 16))
-    do = torch.ones(()).expand(1, 1, 512, 16)
+    q, k, v, _ = make_inputs((1, 1, 256, 16), (1, 1, 320, 16))
+    do = torch.ones(()).expand(1, 1, 256, 16)
     r = exact(q, k, v, do, True)
-    case("the gradient of o.sum(), which has no memory of its own; T=S=512")
+    case("the gradient of o.sum(), which has no memory of its own; T=256, S=320, causal")
     with LargestTensor() as largest:
         got = flash.flash_backward(q, k, v, r["o"].float(), do, r["lse"].float(), True)
     expect_close(got, tuple(r[n].float() for n in ("dq", "dk", "dv")), atol=5e-5, rtol=1e-4, read=BACKWARD)
-    expect_true(
-        largest.numbers < 512 * 512 / 4, f"a tensor of {largest.numbers} numbers was made, and T x S is {512 * 512}"
-    )
+    problem = f"a tensor of {largest.numbers} numbers was made, and T x S is {256 * 320}"
+    expect_true(largest.numbers < 256 * 320 / 4, problem, answer=got, read=BACKWARD)
 
 
 def test_flash_backward_keeps_dtypes():
@@ -242,7 +292,21 @@ def test_flash_attention_with_gradients(is_causal):
     case(f"q (1, 4, 33, 20), k and v (1, 2, 50, 20), causal {is_causal}")
     o = flash.flash_attention(*leaves, is_causal=is_causal)
     expect_close(o.detach(), r["o"].float(), atol=2e-6)
-    expect_close(torch.autograd.grad(o, leaves, do), tuple(r[n].float() for n in ("dq", "dk", "dv")), atol=1e-5)
+    expect_true(o.requires_grad, "the result is cut off from autograd: it has no gradient", answer=o)
+    expect_close(
+        torch.autograd.grad((o * do).sum(), leaves), tuple(r[n].float() for n in ("dq", "dk", "dv")), atol=1e-5
+    )
+
+
+def test_flash_attention_refuses_a_second_derivative():
+    refuses_a_second_derivative(flash.flash_attention, 9)
+
+
+def test_flash_attention_errors():
+    q, k, v, _ = make_inputs((1, 3, 20, 16), (1, 2, 20, 16))
+    case("3 heads of queries, 2 of keys")
+    with expect_raises(ValueError, read="the contract"):
+        flash.flash_attention(q, k, v)
 
 
 def test_flash_attention_default_and_long_causal_alignment():

@@ -43,11 +43,11 @@ def wide_activations(config, tokens):
 
 
 @mistake(
-    "training_memory_bytes", "outputs were saved besides inputs: the output of one matrix is the input of the next"
+    "training_memory_bytes", "the block's output was counted too: it is the input of the next block, counted there"
 )
-def inputs_and_outputs(config, tokens):
+def outputs_too(config, tokens):
     found = reference.training_memory_bytes(config, tokens)
-    return found | {"activations": 2 * config.n_layers * 2 * (config.dim + config.hidden_dim) * tokens}
+    return found | {"activations": 2 * config.n_layers * (2 * config.dim + config.hidden_dim) * tokens}
 
 
 # ---- 16.2 fsdp_memory_bytes ------------------------------------------------------------------------------------------
@@ -109,11 +109,19 @@ def one_more(config, tokens, device_bytes):
     return math.floor((total - whole) / (device_bytes - whole)) + 1
 
 
+@mistake(
+    "min_fsdp_devices",
+    "`math.ceil` of a rounded quotient, which can be a hair above or below a whole number: compare the bytes instead",
+)
+def ceil_of_a_rounded_quotient(config, tokens, device_bytes):
+    total, whole = _parts(config, tokens, device_bytes)
+    return max(1, math.ceil((total - whole) / (device_bytes - whole)))
+
+
 @mistake("min_fsdp_devices", "no error where no number is enough")
 def never_refuses(config, tokens, device_bytes):
-    found = reference.training_memory_bytes(config, tokens)
-    whole = found["activations"] / 2
-    return max(1, math.ceil((sum(found.values()) - whole) / max(1, device_bytes - whole)))
+    whole = reference.training_memory_bytes(config, tokens)["activations"] / 2
+    return reference.min_fsdp_devices(config, tokens, device_bytes) if whole < device_bytes else 1
 
 
 # ---- 16.4 compute_bound_batch ----------------------------------------------------------------------------------------
@@ -141,6 +149,16 @@ def of_all(config, x, y, peak_flops, bandwidth, m_x=2, m_y=1):
 @mistake("compute_bound_batch", "the weights that are gathered are not yet cut by Y")
 def uncut_weights(config, x, y, peak_flops, bandwidth, m_x=2, m_y=1):
     return reference.compute_bound_batch(config, x, 1, peak_flops, bandwidth, m_x, m_y)
+
+
+@mistake(
+    "compute_bound_batch", "activations that take exactly as long as the products hide too: `>=` where `>` refuses"
+)
+def equal_refused(config, x, y, peak_flops, bandwidth, m_x=2, m_y=1):
+    found = reference.compute_bound_batch(config, x, y, peak_flops, bandwidth, m_x, m_y)
+    if y > 1 and y * peak_flops == m_y * config.hidden_dim * bandwidth:
+        raise ValueError(f"y = {y}: no batch is enough; y is at most {y - 1}")
+    return found
 
 
 @mistake("compute_bound_batch", "a tensor axis whose activations never hide was let pass")
@@ -503,6 +521,13 @@ def first_of_the_fastest(config, n_devices, memory_bytes, bandwidths, *, tokens_
     return _search(
         config, n_devices, memory_bytes, bandwidths, tokens_per_device, peak_flops, _fits, lambda _, c: c["step"]
     )
+
+
+@mistake("plan", "no devices at all count as a model that does not fit")
+def none_do_not_fit(config, n_devices, memory_bytes, bandwidths, *, tokens_per_device=1024, peak_flops=989e12):
+    if n_devices < 1:
+        raise ValueError(f"nothing fits into memory_bytes = {memory_bytes:g}: at least infinity is needed")
+    return _search(config, n_devices, memory_bytes, bandwidths, tokens_per_device, peak_flops, _fits, _fast)
 
 
 @mistake("plan", "what fits exactly was refused")

@@ -142,9 +142,10 @@ def test_fsdp_memory_bytes_never_falls_below_half_the_activations():
 
 
 def test_fsdp_memory_bytes_refuses():
-    case("no device")
-    with expect_raises(ValueError, "0"):
-        scaling.fsdp_memory_bytes(SMALL, 7, 0)
+    for n_devices in (0, -6):
+        case(f"{n_devices} devices")
+        with expect_raises(ValueError, str(n_devices), read="the contract, under Raises"):
+            scaling.fsdp_memory_bytes(SMALL, 7, n_devices)
 
 
 def test_min_fsdp_devices_by_hand():
@@ -169,9 +170,23 @@ def test_min_fsdp_devices_is_the_least_that_fits(tokens):
         expect_equal(scaling.min_fsdp_devices(SMALL, tokens, size), expected, read=LEAST)
 
 
+@pytest.mark.parametrize(("dim", "hidden_dim"), [(7, 2048), (3, 1000), (5, 7)])
+def test_min_fsdp_devices_where_a_quotient_is_rounded(dim, hidden_dim):
+    states = 32 * dim * hidden_dim
+    for n in (3, 55, 33, 49, 70, 1000):
+        size = states / n
+        case(
+            f"C={dim}, F={hidden_dim}, L=1, no token: {n} devices need {size!r} bytes each, and a device has exactly that"
+        )
+        expect_equal(scaling.min_fsdp_devices(FFNConfig(dim, hidden_dim, 1), 0, size), n, read=LEAST)
+        less = math.nextafter(size, 0.0)
+        case(f"C={dim}, F={hidden_dim}, L=1, no token: {n} devices need {size!r} bytes each, and a device has {less!r}")
+        expect_equal(scaling.min_fsdp_devices(FFNConfig(dim, hidden_dim, 1), 0, less), n + 1, read=LEAST)
+
+
 def test_min_fsdp_devices_refuses():
-    case("175 bytes of activations stay whole, and a device has 175, then 100")
     for size in (175, 100):
+        case(f"175 bytes of activations stay whole, and a device has {size}")
         with expect_raises(ValueError, str(size), "175", read=LEAST):
             scaling.min_fsdp_devices(SMALL, 7, size)
 
@@ -211,15 +226,38 @@ def test_compute_bound_batch_is_the_smallest(x, y, m_x, m_y):
     expect_equal(scaling.compute_bound_batch(config, x, y, peak, bandwidth, m_x, m_y), expected, read=HIDDEN)
 
 
+@pytest.mark.parametrize(("y", "m_y"), [(3, 1), (6, 2)])
+def test_compute_bound_batch_where_the_activations_take_exactly_as_long(y, m_y):
+    case(
+        f"F=30, 1,000 operations and 100 bytes a second, X=5, Y={y}, M_X=2, M_Y={m_y}: as long as the products, so they hide"
+    )
+    found = scaling.compute_bound_batch(FFNConfig(2, 30, 1), 5, y, 1000, 100, m_y=m_y)
+    expect_equal(found, math.ceil(5 / y), read=HIDDEN)
+
+
 def test_compute_bound_batch_where_no_batch_is_enough():
-    case("F=53248, peak/W = 2555.6: Y may be 20, not 21; with M_Y=2 41, not 42")
     for y, m_y in ((21, 1), (42, 2)):
+        case(f"F=53248, peak/W = 2555.6, M_Y={m_y}: Y may be {y - 1}, not {y}")
         with expect_raises(ValueError, str(y), str(y - 1), read=HIDDEN):
             scaling.compute_bound_batch(GIVEN_XXL, 16, y, 4.6e14, 1.8e11, m_y=m_y)
-        expect_true(scaling.compute_bound_batch(GIVEN_XXL, 16, y - 1, 4.6e14, 1.8e11, m_y=m_y) >= 1, "not a batch")
-    case("an axis of no device")
-    for x, y in ((0, 4), (4, 0)):
-        with expect_raises(ValueError, "0"):
+        expected = math.ceil(4.6e14 / ((y - 1) * 1.8e11 * 2))
+        found = scaling.compute_bound_batch(GIVEN_XXL, 16, y - 1, 4.6e14, 1.8e11, m_y=m_y)
+        expect_equal(found, expected, name=f"out with Y = {y - 1}", read=HIDDEN)
+
+
+def test_compute_bound_batch_of_a_tensor_axis_of_one_or_two():
+    case("F=30, 1,000 operations and 10 bytes a second, X=3, Y=1: one device sends no activations, whatever F is")
+    found = scaling.compute_bound_batch(FFNConfig(2, 30, 1), 3, 1, 1000, 10)
+    expect_equal(found, 50, read=HIDDEN)
+    case("F=170, 1,000 operations and 10 bytes a second, X=3, Y=2, M_X and M_Y as they are by default: Y may be 1")
+    with expect_raises(ValueError, "2", "1", read=HIDDEN):
+        scaling.compute_bound_batch(FFNConfig(2, 170, 1), 3, 2, 1000, 10)
+
+
+def test_compute_bound_batch_refuses():
+    for x, y, named in ((0, 4, "0"), (4, 0, "0"), (-3, 4, "-3"), (4, -3, "-3")):
+        case(f"X={x}, Y={y}: an axis has at least one device")
+        with expect_raises(ValueError, named, read="the contract, under Raises"):
             scaling.compute_bound_batch(GIVEN_XXL, x, y, 4.6e14, 1.8e11)
 
 
@@ -267,7 +305,7 @@ def test_choose_gpu_refuses():
     with expect_raises(ValueError, "192.0", largest.name, read=CARD):
         scaling.choose_gpu(n_parameters=10e9, mode="training", bits=32)
     case("mode = 'serving'")
-    with expect_raises(ValueError, "serving"):
+    with expect_raises(ValueError, "serving", read="the contract, under Raises"):
         scaling.choose_gpu(1e6, "serving", 16)
 
 
@@ -284,9 +322,10 @@ def test_epoch_cost_of_googles_table():
 
 
 def test_epoch_cost_refuses():
-    case("0 items a second")
-    with expect_raises(ValueError, "0"):
-        scaling.epoch_cost(0, 50_000, 1.0)
+    for speed in (0, -72):
+        case(f"{speed} items a second, 51,111 items")
+        with expect_raises(ValueError, str(speed), read="the contract, under Raises"):
+            scaling.epoch_cost(speed, 51_111, 1.5)
 
 
 # ---- 16.8 layout_costs, 16.9 plan ------------------------------------------------------------------------------------
@@ -435,10 +474,19 @@ def test_plan_uses_exactly_the_memory_there_is():
         scaling.plan(MODEL, 4, least - 1, LINKS, **options)
 
 
+def test_plan_of_equally_good_layouts():
+    case(
+        "C=6, F=24, L=12 on 2 devices, 8 tokens each, links of no cost: 2 sharded and 2 tensor are equal in step and memory"
+    )
+    links, options = Bandwidths(math.inf, math.inf, 8), {"tokens_per_device": 8, "peak_flops": 1e4}
+    expect_best(scaling.plan(MODEL, 2, 40_000, links, **options), MODEL, 2, 40_000, links, 8, 1e4)
+
+
 def test_plan_refuses():
-    case("no device")
-    with expect_raises(ValueError, "0"):
-        scaling.plan(MODEL, 0, 1e9, LINKS)
+    for n_devices in (0, -3):
+        case(f"{n_devices} devices, of 511 bytes: the message names the number of devices, not what fits")
+        with expect_raises(ValueError, str(n_devices), read="the contract, under Raises"):
+            scaling.plan(MODEL, n_devices, 511, LINKS)
     case("XXL on 32 devices of 95e9 bytes: its states alone are 110e9 on each")
     least = min(
         predicted(GIVEN_XXL, *it, Bandwidths(450e9, 50e9), 32 * 1024, 989e12)["memory"]

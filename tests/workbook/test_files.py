@@ -3,19 +3,14 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 
+from lib.workbook.book.catalog import ROOT
 from tests.workbook.test_checks import DOUBLE, solve
-
-RIGHT = {
-    "double": DOUBLE,
-    "Tally.add": "self.n += double(x)\n        return self.n",
-    "Tally.clear": "self.n = 0",
-    "halves": "return [half, half]",
-}
 
 
 def read(book, code: str):
@@ -278,3 +273,38 @@ def test_gradescope_gets_what_its_specification_names(book):
     assert made["tests"][0]["output"] == "passed: 5 checks, lib/toy.py:6"
     book.pytest("tests", "--gradescope", "results.json", "-k", "nothing_is_called_so")
     assert json.loads((book.root / "results.json").read_text())["score"] == 0
+
+
+# ---- what the pages promise ------------------------------------------------------------------------------------------
+
+
+def test_the_image_holds_the_pytorch_that_the_book_asks_for():
+    import tomllib
+
+    image = (ROOT / ".devcontainer/Dockerfile").read_text()
+    settings = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())["build"]
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    torch = next(one for one in asked if re.match(r"torch\b", one))
+    assert f'"{torch}" --index-url https://download.pytorch.org/whl/cpu' in image
+    assert (ROOT / ".devcontainer" / settings["dockerfile"]).is_file()
+    assert (ROOT / ".devcontainer" / settings["context"]).resolve() == ROOT
+    assert {".git", ".venv", "notebooks", ".workbook"} <= {*(ROOT / ".dockerignore").read_text().split()}
+
+
+def test_the_command_of_the_page_for_teachers_takes_everything_away():
+    page = (ROOT / "chapters/teachers.md").read_text()
+    words = shlex.split(next(line for line in page.splitlines() if line.startswith("$ docker run")).removeprefix("$ "))
+    image, inside = words.index("workbook"), words[words.index("workbook") + 1 :]
+    outside = " ".join(words[:image])
+    for part in ("--network none", "--read-only", "--cap-drop ALL", "--security-opt no-new-privileges", "--pids-limit", "--memory ",
+                 "--memory-swap", "--user", ":/opt/workbook/lib/rope.py:ro"):  # fmt: skip
+        assert part in outside, part
+    assert "WORKDIR /opt/workbook" in (ROOT / ".devcontainer/Dockerfile").read_text()
+    options = [word for word in inside if word.startswith("--")]
+    assert options == ["--marks", "--junitxml", "--gradescope"]
+    assert inside[:3] == ["timeout", "1800", "pytest"]
+
+
+def test_make_clean_keeps_what_learners_write():
+    recipe = (ROOT / "Makefile").read_text().partition("\nclean:\n")[2].splitlines()[0].split()
+    assert recipe == ["rm", "-rf", ".venv", "_build"]

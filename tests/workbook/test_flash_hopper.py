@@ -136,7 +136,7 @@ def test_a_second_derivative_is_refused():
     for as_one_sum in (False, True):
         o = flash_attention_fast(q, q.detach(), q.detach(), True)
         (grad,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
-        with pytest.raises(RuntimeError, match="autograd formula"):
+        with pytest.raises(RuntimeError, match="no second derivative"):
             torch.autograd.grad(grad.square().sum() + (q.sum() if as_one_sum else 0), q)
 
 

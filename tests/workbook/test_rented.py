@@ -186,6 +186,19 @@ def test_the_run_gets_its_arguments_as_they_were_given(machine):
     assert (machine / "here/runs").is_dir()
 
 
+@pytest.mark.parametrize("marker", ["END OF RUN", "EOF", "'", "$(touch broken)"])
+def test_no_line_of_the_command_breaks_out_of_its_script(machine, capsys, marker):
+    odd = ("--note", f"one\n{marker}\ntouch broken-out\n{marker}\n")
+    assert go(run=(*TRAIN, *odd)) == 0
+    assert get_args_parser().parse_args(words(machine / "python")[2:]).training_script_args == [*TRAIN[1:], *odd]
+    assert not list((machine / "machine").rglob("broken*"))
+    capsys.readouterr()
+    assert go("--only", "start", "--dry-run", run=(*TRAIN, *odd)) == 0
+    shown = capsys.readouterr().out.replace("ssh -p 2222", f"cd {machine}/machine; true")  # what a reader pastes
+    assert subprocess.run(["bash", "-c", shown], capture_output=True, text=True, cwd=machine / "here").stderr == ""
+    assert not list(machine.rglob("broken-out"))
+
+
 def test_a_key_with_a_space_reaches_rsync_as_one_word(machine):
     key = machine / "my key"
     key.touch(0o600)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -19,15 +20,19 @@ import torch.distributed as dist
 from lib.bench.ladder import PEAK_FLOPS
 from lib.given.models.gpus import SHEETS
 from lib.given.models.scaling import CARDS
-from lib.given.parallel.cluster import ROOT_ENVIRONMENT, mpiexec
 from lib.ranks import pool
-from lib.runs.engine import leave
+from lib.ranks.mpi_launch import mpi_environment, mpiexec
+from lib.runs.engine import leave, state
 from lib.runs.engine.log import Moment, as_json, peak_flops, read_log, send
 from lib.runs.engine.options import UsageError, make_parser, parse
 from lib.runs.engine.strategies import make_optimizer
 from lib.runs.engine.tasks import GPT2Task
 from lib.runs.engine.world import World, _first_host, _slurm_port, choose_device, find_world, share_no_gpu
+from solutions import training
 from tests.workbook import runs_programs as programs
+
+if sys.platform != "win32":
+    import resource
 
 ROOT = Path(__file__).resolve().parents[2]
 VIT = "vit --batch 12 --steps 4 --data synthetic --items 40 --warmup 1"
@@ -195,7 +200,7 @@ def test_an_epoch_is_every_item_once_whatever_the_number_of_ranks():
 
 def environment() -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("WORKBOOK_", "PYTEST_", "RANK", "MASTER_"))}
-    return {**ROOT_ENVIRONMENT, **env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**mpi_environment(), **env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def signal_rank(process: subprocess.Popen, rank: int, number: int) -> None:
@@ -240,6 +245,22 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed_and_nothing_is_trained_tw
     assert curve(log) == curve(tmp_path / "whole")
     assert list(curve(log)) == list(range(120))
     assert "exitcode: -9" in said or "Signal 9" in said, said
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(200)
+def test_ranks_end_when_torchrun_is_killed(tmp_path):
+    log = tmp_path / "log"
+    program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    program += ["--rdzv-endpoint", "127.0.0.1:0", "-m", "lib.runs.train_vit", "--device", "cpu", "--quiet"]
+    command = [*program, *VIT.split()[1:], "--steps", "100000", "--strategy", "ddp", "--log-file", str(log)]
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None and len(read_log(log)) < 3:
+            time.sleep(0.02)
+        ranks = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+    psutil.wait_procs(ranks, timeout=60)
+    assert not [rank.pid for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.slow
@@ -379,6 +400,73 @@ def test_a_checkpoint_of_another_run_is_refused(capsys, tmp_path):
     refused(capsys, f"{GPT2} {with_it}", "task = 'ViTTask'", "'GPT2Task'")
     (tmp_path / "checkpoint.pt").write_bytes(b"PK no checkpoint")
     refused(capsys, f"{VIT} {with_it}", "cannot be read", "checkpoint.pt")
+
+
+def flip(path: Path, place: float) -> None:
+    """One bit of a file, at this part of its length."""
+    data = bytearray(path.read_bytes())
+    data[int(place * len(data))] ^= 0x40
+    path.write_bytes(data)
+
+
+def test_a_flipped_bit_in_a_checkpoint_is_refused(capsys, tmp_path):
+    train(
+        f"{VIT} --steps 2 --checkpoint {tmp_path}/whole",
+        f"{VIT} --steps 2 --strategy fsdp --checkpoint {tmp_path}/parts",
+    )
+    part = max((tmp_path / "parts/step_00000002").iterdir(), key=lambda path: path.stat().st_size)
+    flip(tmp_path / "whole/checkpoint.pt", 0.5)
+    flip(part, 0.5)
+    refused(capsys, f"{VIT} --checkpoint {tmp_path}/whole --quiet", "checkpoint.pt is damaged: archive/data/")
+    refused(
+        capsys,
+        f"{VIT} --strategy fsdp --checkpoint {tmp_path}/parts --quiet",
+        f"is damaged: {part.name} is not what was",
+    )
+    part.unlink()
+    refused(capsys, f"{VIT} --strategy fsdp --checkpoint {tmp_path}/parts --quiet", "cannot be read", part.name)
+
+
+def test_the_checksums_are_of_every_ranks_file(tmp_path):
+    on_ranks(programs.run_all, [f"{VIT} --steps 2 --strategy fsdp --checkpoint {tmp_path}"])
+    folder = tmp_path / "step_00000002"
+    kept = json.loads((folder / state.STATE).read_text())[state.SUMS]
+    assert kept == {path.name: state.checksum(path) for path in folder.glob("*.distcp")}
+    assert len(kept) >= 2
+
+
+def test_a_checkpoint_that_would_run_code_is_refused_without_pytorchs_advice(capsys, tmp_path):
+    torch.save({"state": os.system}, tmp_path / "checkpoint.pt")
+    refused(
+        capsys, f"{VIT} --checkpoint {tmp_path} --quiet", "holds more than tensors and plain values", "posix.system"
+    )
+    with pytest.raises(pickle.UnpicklingError, match="nothing in it was run") as refusal:
+        training.load_checkpoint(tmp_path / "checkpoint.pt", torch.nn.Linear(1, 1), None)
+    assert "weights_only" not in str(refusal.value)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limits on the size of a file")
+@pytest.mark.parametrize("way", ["single", "fsdp", "fsdp --engine torch"])
+def test_a_full_disk_names_the_place_and_leaves_the_old_checkpoint_whole(tmp_path, way):
+    command = f"{VIT} --strategy {way} --checkpoint {tmp_path}"
+    train(f"{command} --steps 2")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(state.NotSaved) as refusal:
+            programs.run_all(0, 1, [command])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    said = str(refusal.value)
+    assert re.match(
+        rf"the checkpoint of step 4 could not be written to {tmp_path}: .+\. It takes about [\d.]+ MB, and ", said
+    )
+    assert f"the one before, {state.newest(tmp_path)}, is whole" in said
+    assert {path: path.read_bytes() for path in before} == before
+    train(f"{command} --steps 2")  # it is read, and nothing is left to do
 
 
 def test_tensorboard_that_is_not_there_is_named(capsys, monkeypatch, tmp_path):

@@ -16,10 +16,11 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("git") is None, reason="needs git: apt install git"),
 ]
 DOUBLE = 'if x > LIMIT:\n        raise ValueError(f"at most {LIMIT}, got {x}")\n    return 2 * x  # ü'
+PAGE = (Path(__file__).parent / "toy/chapters/01_toy.md").read_text()
 TRIPLE = '''
 
 def triple(x: int) -> float:
-    """Thrice a number. (Exercise 1.4)"""
+    """Thrice a number. (Exercise)"""
     ### BEGIN SOLUTION
     return float(math.fsum([x] * OFTEN))
     ### END SOLUTION
@@ -39,8 +40,6 @@ class Versions:
         shutil.copytree(template, made.author.root)
         (made.author.root / ".gitignore").write_text(".workbook/\nnotebooks/\n__pycache__/\n")
         pages = made.author.root / "chapters"
-        pages.mkdir()
-        (pages / "01_toy.md").write_text("# Toys\n")
         (pages / "02_later.md").write_text("# Later\n")
         subprocess.run(["git", "init", "-q", "--bare", "-b", "main", made.upstream], check=True)
         made.git(made.author, "init", "-q", "-b", "main")
@@ -88,20 +87,18 @@ class Versions:
         text = text.replace('"""Toys."""\n', '"""Toys."""\n\nimport math\n').replace(
             "LIMIT = 100", "LIMIT = 100\nOFTEN = 3"
         )
-        text = text[: text.index("\n\ndef halves")] + TRIPLE.replace("1.4", "1.3")
+        text = text[: text.index("\n\ndef halves")] + TRIPLE
         toy.write_text(text)
         tests = self.author.root / "tests/chapter_01/test_toy.py"
         tests.write_text(tests.read_text()[: tests.read_text().index("@pytest.mark.memory_limit")]
                          + "def test_triple():\n    expect_equal(toy.triple(3), 9.0)\n")  # fmt: skip
         pages = self.author.root / "chapters"
-        (pages / "01_toy.md").write_text("# Toys, again\n")
+        (pages / "01_toy.md").write_text(f"{PAGE}\nAgain.\n")
         (pages / "02_later.md").unlink()
         (pages / "new").mkdir()
         (pages / "new" / "a page.md").write_text("# Nouveauté\n")
         later = self.author.root / "solutions/later.py"
-        later.write_text(
-            later.read_text().replace("(Exercise 2.1)", "(Exercise 2.1)\n\n    Say it with ``double``.\n    ")
-        )
+        later.write_text(later.read_text().replace("(Exercise)", "(Exercise)\n\n    Say it with ``double``.\n    "))
 
     def is_second(self) -> None:
         """The book's files are the new ones, and git finds nothing else than the learner's changes."""
@@ -226,7 +223,7 @@ def test_committed_answers_are_joined_with_the_new_version(versions):
     assert parents == [mine, versions.git(versions.author, "rev-parse", "HEAD")]
     assert versions.git(versions.book, "log", "-1", "--format=%an") == "a@b.example"
     assert "return 2 * x" in versions.git(versions.book, "show", "HEAD:lib/toy.py")
-    assert "Toys, again" in versions.git(versions.book, "show", "HEAD:chapters/01_toy.md")
+    assert "Again." in versions.git(versions.book, "show", "HEAD:chapters/01_toy.md")
     assert versions.changed() == ["M lib/toy.py"]
     assert "the book is up to date" in update(versions)
 
@@ -264,7 +261,7 @@ def test_what_both_changed_is_refused_and_nothing_is_touched(versions, how):
     if how in ("staged", "committed"):
         versions.git(versions.book, "add", path)
     if how == "staged":
-        place.write_text("# Toys\n")
+        place.write_text(PAGE)
     if how == "committed":
         versions.git(versions.book, "commit", "-q", "-m", "mine")
     versions.book.answer("double", DOUBLE)
@@ -279,7 +276,7 @@ def test_what_both_changed_is_refused_and_nothing_is_touched(versions, how):
 
 
 def test_the_advice_of_the_refusal_works(versions):
-    (versions.book.root / "chapters/01_toy.md").write_text("# Toys\n\nmine\n")
+    (versions.book.root / "chapters/01_toy.md").write_text(f"{PAGE}\nmine\n")
     versions.book.answer("double", DOUBLE)
     versions.publish_second()
     update(versions, status=2)
@@ -380,7 +377,7 @@ def test_a_commit_after_an_interruption_starts_anew(versions):
     assert versions.book.python(code, GIT_CONFIG_GLOBAL="/dev/null").returncode == 9
     versions.git(versions.book, "add", "notes.md")
     versions.git(versions.book, "commit", "-q", "-m", "notes")
-    (versions.author.root / "chapters/01_toy.md").write_text("# Toys, a third time\n")
+    (versions.author.root / "chapters/01_toy.md").write_text(f"{PAGE}\nA third time.\n")
     versions.publish("three")
     update(versions)
     versions.is_second()

@@ -1,6 +1,7 @@
 """Published weights: read as they come, and one error for all that is wrong with them."""
 
 import json
+import os
 import pickle
 
 import pytest
@@ -170,3 +171,13 @@ def test_no_checkpoint_says_what_was_looked_for(tmp_path):
     (tmp_path / "weights.bin").write_bytes(b"x")
     with pytest.raises(FileNotFoundError, match="must end in"):
         load_weights(tmp_path / "weights.bin")
+
+
+def test_pytorchs_advice_to_load_it_all_the_same_is_never_quoted(tmp_path):
+    for thing, named in ((os.system, "(posix.system)"), (CONFIG, "LlamaConfig)")):
+        torch.save({"w": thing}, tmp_path / "consolidated.00.pth")
+        with pytest.raises(CheckpointError) as error:
+            load_weights(tmp_path)
+        assert named in str(error.value)
+        assert "nothing was run" in str(error.value)
+        assert "weights_only" not in str(error.value)

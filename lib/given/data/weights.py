@@ -6,6 +6,7 @@ Whatever is wrong with a checkpoint comes in one error that lists all of it, so 
 import json
 import os
 import pickle
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -130,8 +131,9 @@ def _read_pickle(file: Path) -> dict[str, Tensor]:
             warnings.simplefilter("ignore")  # of an unusual pickle protocol: the error, if any, says more
             loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_zip(file))
     except pickle.UnpicklingError as error:
-        first = str(error).splitlines()[0]
-        raise _Unreadable(f"holds other things than tensors, or is no checkpoint; nothing was run ({first})") from error
+        raise _Unreadable(
+            f"holds other things than tensors, or is no checkpoint; nothing was run{why(error)}"
+        ) from None
     except Exception as error:  # half a pickle can provoke anything
         size, first = file.stat().st_size, f"{type(error).__name__}: {error}".splitlines()[0]
         raise _Unreadable(f"cut short or no checkpoint, {size:,} bytes ({first})") from error
@@ -141,6 +143,12 @@ def _read_pickle(file: Path) -> dict[str, Tensor]:
     if others:
         raise _Unreadable(f"holds other things than tensors: {', '.join(others)}")
     return loaded
+
+
+def why(error: pickle.UnpicklingError) -> str:
+    """What ``torch.load`` met in a file, such as `` (posix.system)``; not its advice, which is to load the file all the same."""
+    found = re.search(r"(?:GLOBAL|global:?) (?:GLOBAL )?([\w.]+\.\w+)", str(error))
+    return f" ({found[1]})" if found else ""
 
 
 def _is_zip(file: Path) -> bool:

@@ -63,17 +63,10 @@ if HAS_TRITON and INTERPRETED and isinstance(tl.cdiv, triton.JITFunction):
         stacklevel=2,
     )
 
-if HAS_TRITON and INTERPRETED and triton.__version__.startswith("3.6."):
-    from triton.runtime import interpreter
+if HAS_TRITON and INTERPRETED:
+    from lib.given.kernels.interpreter import mend
 
-    _patch_tensor = interpreter._patch_lang_tensor
-
-    def _patch_tensor_for_numpy(tensor: Any, scope: Any) -> None:
-        """NumPy makes no int of an array with an axis from 2.4 on, which Triton heeds from 3.7 on."""
-        _patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
-
-    interpreter._patch_lang_tensor = _patch_tensor_for_numpy
+    mend()
 
 __all__ = [
     "HAS_TRITON",

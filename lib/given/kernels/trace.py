@@ -5,6 +5,8 @@ What Triton leaves undefined, a masked place of a ``tl.load`` without ``other``,
 with trace() as seen:
     out = vector_add(x, y)
 seen.bytes_loaded, seen.writer(out)
+
+``trace(stop_outside=True)`` ends a kernel at its first load or store outside the tensors that it was given.
 """
 
 from collections.abc import Iterator
@@ -14,6 +16,22 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+
+
+FAR_BYTES = 1 << 20  # what lies further from every tensor has nothing to do with any of them
+
+
+class OutOfBounds(IndexError):
+    """A kernel loaded or stored outside the tensors that it was given.
+
+    Attributes:
+        problem: Which operation, on which side of which tensor.
+        place: Which program, at which offset.
+    """
+
+    def __init__(self, problem: str, place: str):
+        super().__init__(f"{problem}: {place}")
+        self.problem, self.place = problem, place
 
 
 @dataclass
@@ -32,12 +50,16 @@ class Trace:
 
     Attributes:
         launches: Name, grid and tensors of each launch. The tensors are held, so that no address is used twice.
+        given: The tensors of the last launch, by the names that the kernel has for them.
+        index: The place of the last program in its grid, as "3" or "(0, 3)".
         accesses: Loads and stores, in order. A program's number counts on from launch to launch.
         n_atomics: Atomic operations of all programs, such as ``tl.atomic_add``; each is a load and a store, too.
         dots: Dtype of the left factor and ``input_precision`` of each ``tl.dot``, as ("fp32", "IEEE").
     """
 
     launches: list[tuple[str, tuple[int, ...], list[Tensor]]] = field(default_factory=list)
+    given: dict[str, Tensor] = field(default_factory=dict)
+    index: str = ""
     accesses: list[Access] = field(default_factory=list)
     dots: list[tuple[str, str]] = field(default_factory=list)
     n_programs: int = 0
@@ -79,6 +101,39 @@ class Trace:
         return int((~np.isin(np.concatenate([np.empty(0, np.int64), *found]), inside)).sum())
 
 
+def _refuse_outside(seen: Trace, operation: str) -> None:
+    """Refuse a last access outside the tensors of the last launch; gaps between the elements of a strided one pass here.
+
+    Raises:
+        OutOfBounds: there are some; it names the tensor that most of the access hit, or else the nearest.
+    """
+    access, spans = seen.accesses[-1], {name: _span(tensor) for name, tensor in seen.given.items()}
+    at = access.addresses
+    inside = {name: (at >= first) & (at < end) for name, (first, end) in spans.items()}
+    stray = at[~np.any([*inside.values(), np.zeros(at.shape, bool)], axis=0)]
+    if not stray.size:
+        return
+    where = int(stray[0])
+    away = {name: max(first - where, where - end + 1) for name, (first, end) in spans.items()}
+    name = max(spans, key=lambda name: (int(inside[name].sum()), -away[name]), default="")
+    does = f"{operation} {'writes' if access.stores else 'reads'}"
+    if not name or (not inside[name].any() and away[name] > FAR_BYTES):
+        raise OutOfBounds(f"{does} outside of every tensor that the kernel was given", f"in program {seen.index}")
+    (first, end), size = spans[name], access.item_bytes
+    side = "beyond the end" if where >= end else "before the beginning"
+    n_stray = np.unique(stray).size
+    one, more = ("one element ", "") if n_stray == 1 else ("", f", and at {n_stray - 1} more")
+    offsets = f"at offset {(where - first) // size}{more}; the last element of {name} is at {(end - first) // size - 1}"
+    raise OutOfBounds(f"{does} {one}{side} of {name}", f"in program {seen.index}, {offsets}")
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of the first byte of a tensor and of the first byte behind it."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.data_ptr()
+    return first, first + (reach + 1) * tensor.element_size() * (tensor.numel() > 0)
+
+
 def _positions(unique: np.ndarray, where: np.ndarray) -> np.ndarray:
     """Index of each address among ``unique``; the last index plus one where it is missing."""
     at = np.searchsorted(unique, where)
@@ -96,8 +151,11 @@ def element_addresses(tensor: Tensor) -> np.ndarray:
 
 
 @contextmanager
-def trace() -> Iterator[Trace]:
+def trace(stop_outside: bool = False) -> Iterator[Trace]:
     """Record every launch, load, store and atomic of interpreted kernels.
+
+    Args:
+        stop_outside: Raise `OutOfBounds` in the kernel at its first access outside the tensors that it was given.
 
     Raises:
         RuntimeError: kernels are compiled here; there is nothing to see from Python.
@@ -112,11 +170,13 @@ def trace() -> Iterator[Trace]:
     old = builder.create_masked_load, builder.create_masked_store, builder.set_grid_idx, executor.__call__
     old_atomics, old_dot = (builder.create_atomic_rmw, builder.create_atomic_cas), builder.create_dot
 
-    def note(ptrs: Any, mask: Any, stores: bool) -> None:
+    def note(ptrs: Any, mask: Any, stores: bool, operation: str) -> None:
         taken = np.broadcast_to(True if mask is None else mask.data, ptrs.data.shape).astype(bool)
         size = ptrs.get_element_ty().primitive_bitwidth // 8
         addresses = ptrs.data[taken].astype(np.int64).ravel()
         seen.accesses.append(Access(seen.n_programs - 1, stores, addresses, size))
+        if stop_outside and operation:
+            _refuse_outside(seen, operation)
 
     def undefined(ptrs: Any) -> Any:
         dtype = ptrs.get_element_ty()
@@ -126,17 +186,17 @@ def trace() -> Iterator[Trace]:
         return interpreter.TensorHandle(np.full(ptrs.data.shape, nan, interpreter._get_np_dtype(dtype)), dtype)
 
     def load(self, ptrs, mask, other, *rest, **named):
-        note(ptrs, mask, False)
+        note(ptrs, mask, False, "tl.load")
         return old[0](self, ptrs, mask, undefined(ptrs) if other is None else other, *rest, **named)
 
     def store(self, ptrs, value, mask, *rest, **named):
-        note(ptrs, mask, True)
+        note(ptrs, mask, True, "tl.store")
         return old[1](self, ptrs, value, mask, *rest, **named)
 
     def note_atomic(ptrs: Any, mask: Any) -> None:
         seen.n_atomics += 1
-        note(ptrs, mask, False)
-        note(ptrs, mask, True)
+        note(ptrs, mask, False, "")
+        note(ptrs, mask, True, "an atomic operation")
 
     def atomic(self, operation, ptrs, value, mask, *rest, **named):
         note_atomic(ptrs, mask)
@@ -152,12 +212,15 @@ def trace() -> Iterator[Trace]:
 
     def begin_program(self, *index):
         seen.n_programs += 1
+        grid = seen.launches[-1][1] if seen.launches else ()
+        seen.index = str(index[0] if len(grid) == 1 else index[: len(grid) or None])
         return old[2](self, *index)
 
     def launch(self, *args, **kwargs):
-        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        named = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        seen.given = {name: a for name, a in named.items() if isinstance(a, Tensor)}
         grid = self.grid if isinstance(self.grid, tuple) else ()
-        seen.launches.append((self.fn.__name__, grid, tensors))
+        seen.launches.append((self.fn.__name__, grid, list(seen.given.values())))
         return old[3](self, *args, **kwargs)
 
     builder.create_masked_load, builder.create_masked_store = load, store

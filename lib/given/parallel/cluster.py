@@ -3,30 +3,9 @@
 import atexit
 import logging
 import os
-import shutil
-import sys
 import tempfile
-from pathlib import Path
 
-ROOT_ENVIRONMENT = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-}
-"""What Open MPI asks for in a container; MPICH needs nothing."""
-
-
-def mpiexec() -> str:
-    """The launcher of the MPI that was installed beside this Python, else the system's.
-
-    Raises:
-        FileNotFoundError: there is neither.
-    """
-    beside = Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if found is None:
-        raise FileNotFoundError("no mpiexec: install an MPI, for example with `pip install mpich`")
-    return found
+from lib.ranks.mpi_launch import mpi_environment, mpiexec
 
 
 class Ranks:
@@ -36,8 +15,7 @@ class Ranks:
         import ipyparallel
         from traitlets.config import Config
 
-        for name, value in ROOT_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        os.environ.update(mpi_environment())
         self._folder: tempfile.TemporaryDirectory | None = tempfile.TemporaryDirectory(prefix="workbook-ranks-")
         config = Config()
         config.MPILauncher.mpi_cmd = [mpiexec()]

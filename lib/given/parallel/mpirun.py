@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lib.given.parallel.cluster import ROOT_ENVIRONMENT, mpiexec
+from lib.ranks.mpi_launch import mpi_environment, mpiexec
 
 
 def mpirun(n_ranks: int, *command: str, timeout_s: float = 60) -> str:
@@ -28,7 +28,7 @@ def mpirun(n_ranks: int, *command: str, timeout_s: float = 60) -> str:
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         text=True,
-        env={**ROOT_ENVIRONMENT, **os.environ},
+        env=mpi_environment(),
     )
     try:
         return "".join(process.communicate(timeout=timeout_s))

@@ -103,15 +103,25 @@ def call_after_backward(tensors: list[Tensor], call: Callable[[], None]) -> None
     torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: call(), mode="all")
 
 
+def backward_is_running() -> bool:
+    """Whether the caller is called from inside of a backward: by a hook, or because activation checkpointing computes again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class HookedUnits(nn.Module):
     """A module cut into units, with calls at the moments at which sharding must do something.
 
-    Whoever derives from it has ``make_flat`` (a unit's ``FlatShard``), ``before_forward(i)``, ``after_forward(i)``,
+    A subclass has ``make_flat`` (a unit's ``FlatShard``), ``before_forward(i)``, ``after_forward(i)``,
     ``before_backward(i)``, ``free(i)`` for unit i (0 is the root) and ``after_gradient(flat)``. Backward of a unit may need
     frozen values to its end: ``free(i)`` is called when the gradients of the unit's inputs and trained values are there.
+
+    Two things are done here, so that no subclass has to think of them. Activation checkpointing runs a unit's forward again in
+    the middle of backward: a unit that is whole at that moment stays whole, any other is gathered for the time of its forward.
+    And after a backward that raised, the next forward first frees every unit and drops the gradient in ``reducing``.
     """
 
     make_flat: Any
+    reducing: Any = None
     before_forward: Callable[[int], None]
     after_forward: Callable[[int], None]
     before_backward: Callable[[int], None]
@@ -129,6 +139,8 @@ class HookedUnits(nn.Module):
         self.places = [Places(module, part) for part in owned]
         self.flats: list[list[Any]] = []
         self._awaited: dict[int, set] = {}
+        self._was_whole: dict[int, bool] = {}  # of the units whose forward runs inside of a backward
+        self._unfinished: set[int] = set()  # backwards that have begun, by autograd's number
         for i, unit in enumerate((module, *units)):
             self.flats.append([type(self).make_flat(part, param_dtype) for part in alike(owned[i])])
             owned[i].clear()
@@ -160,7 +172,11 @@ class HookedUnits(nn.Module):
         return {name: found[name] for name in self.names}
 
     def _before(self, i: int, unit: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        self.before_forward(i)
+        if backward_is_running():
+            self._gather_again(i)
+        else:
+            self._drop_what_a_backward_left()
+            self.before_forward(i)
         inputs = tensors_with_grad((args, kwargs)) if torch.is_grad_enabled() else []
         if i and inputs:
             call_after_backward(inputs, partial(self._done, i, "inputs"))
@@ -170,21 +186,54 @@ class HookedUnits(nn.Module):
         if outputs := tensors_with_grad(output):
             has_inputs = bool(tensors_with_grad((args, kwargs)))
             call_before_backward(outputs, partial(self._backward, i, has_inputs))
-        self.after_forward(i)
+        if not backward_is_running():
+            self.after_forward(i)
+        elif not self._was_whole.pop(i, True):
+            self.free(i)
+
+    def _gather_again(self, i: int) -> None:
+        self._was_whole[i] = all(flat.is_whole for flat in self.flats[i])
+        for flat in self.flats[i]:
+            flat.finish_gather()
+            self.places[i].hang(flat.views())
+
+    def _drop_what_a_backward_left(self) -> None:
+        """Start afresh if the last backward raised: what it gathered is freed, what it was reducing is added to nothing."""
+        if not self._unfinished:
+            return
+        for of_the_last in (self._unfinished, self._awaited, self._was_whole):
+            of_the_last.clear()
+        if self.reducing is not None:
+            shard = self.reducing.shard
+            kept, shard.grad = shard.grad, None
+            self.reducing.finish_reduce()
+            shard.grad, self.reducing = kept, None
+        for flat in (flat for flats in self.flats for flat in flats):
+            flat.full.grad = None
+        self.after_forward(0)
 
     def _backward(self, i: int, has_inputs: bool) -> None:
+        backward = torch._C._current_graph_task_id()
+        if backward not in self._unfinished:
+            self._unfinished.add(backward)
+            at_the_end = partial(self._unfinished.discard, backward)  # which is not called if backward raises
+            torch.autograd.Variable._execution_engine.queue_callback(at_the_end)
         self._awaited[i] = {id(flat) for flat in self.flats[i] if flat.shard.requires_grad}
         self._awaited[i] |= {"finish"} if i == 0 else {"inputs"} if has_inputs else set()
         self.before_backward(i)
+        with torch.enable_grad():  # a part of the unit that is checkpointed looks for its parameters
+            for flat in self.flats[i]:
+                self.places[i].hang(flat.views())
 
     def _after_gradient(self, i: int, flat: Any, full: Tensor) -> None:
         self.after_gradient(flat)
         self._done(i, id(flat))
 
     def _done(self, i: int, what: Any) -> None:
-        if i in self._awaited:
-            self._awaited[i].discard(what)
-            if not self._awaited[i]:
+        awaited = self._awaited.get(i, set())
+        if what in awaited:
+            awaited.discard(what)
+            if not awaited:
                 self.free(i)
 
 

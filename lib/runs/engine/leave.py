@@ -12,16 +12,39 @@ hears nothing, and is killed then.
 import os
 import signal
 import threading
+import time
 from types import FrameType
 
 STATUS = 75
 """The exit status of a run that left before its last step: "try again later" (sysexits.h). Started again it goes on."""
 
 
+GRACE_S = 30.0  # as long as torchrun itself waits between SIGTERM and SIGKILL
+
+
+def follow_launcher() -> None:
+    """Leave when the launcher is gone, also when nobody could say so: ``kill -9`` of torchrun would leave its ranks running.
+
+    A thread looks once a second whether this process still has the parent that it began with. If not, it asks this rank to
+    leave, as a signal would, and ends it after `GRACE_S` if it has not left by then.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE_S)
+        os._exit(STATUS)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
 class Signals:
     """``with Signals() as signals:`` what asks to leave only sets ``signals.asked``, and the handlers of before come back after.
 
-    Before and after it, a signal ends the process at once: there is nothing to save then. In a thread that may set no handlers nothing is.
+    Before and after it, a signal ends the process at once: there is nothing to save then. Does nothing when called outside of
+    the main thread, which alone can set signal handlers.
     """
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lib import amp
 from lib.fast.models import capture
 from lib.runs.engine import state as checkpoints
-from lib.runs.engine.leave import STATUS, Signals
+from lib.runs.engine.leave import STATUS, Signals, follow_launcher
 from lib.runs.engine.log import Log
 from lib.runs.engine.options import Options, Parser, UsageError, check_world, make_places, parse
 from lib.runs.engine.sources import N_PICTURES
@@ -49,6 +49,8 @@ def train(options: Options, kind: type[Task]) -> bool:
         UsageError: the request is wrong; nothing was allocated on a device then.
     """
     world = find_world()
+    if world.launcher == "torchrun":
+        follow_launcher()
     n_data = 1 if options.strategy == "tp" else world.size
     check_world(options, world.size, n_data)
     check_cuts(options, kind.widths(options.model), world.size)
@@ -56,7 +58,7 @@ def train(options: Options, kind: type[Task]) -> bool:
     if options.graph and device.type != "cuda":
         raise UsageError("--graph records a CUDA graph, and the device is a CPU: expected a GPU, or no --graph")
     make_places(options)
-    found = checkpoints.peek(options)
+    found = checkpoints.peek(options, world.rank, world.size)
     task = make_task(options, kind)
     run = {"layout": checkpoints.layout(options), **task.describe()}
     checkpoints.check_same_run(options, found, run)

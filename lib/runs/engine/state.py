@@ -7,19 +7,23 @@ import json
 import os
 import pickle
 import shutil
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from lib.fsdp import load_sharded, save_sharded
+from lib.given.data.weights import why
 from lib.runs.engine.options import Options, UsageError
 from lib.training import load_checkpoint, save_checkpoint
 
-FILE, STATE = "checkpoint.pt", "state.json"
+FILE, STATE, SUMS = "checkpoint.pt", "state.json", "checksums"
 
 
 def layout(options: Options) -> str:
@@ -35,26 +39,40 @@ def newest(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def peek(options: Options) -> dict[str, Any] | None:
+def peek(options: Options, rank: int = 0, world_size: int = 1) -> dict[str, Any] | None:
     """What the newest checkpoint says about its run, without its tensors; None if there is none.
 
+    Its checksums are compared too: a byte that flipped on a disk would else come back as a wrong weight, or as NaN. Each rank
+    reads its share of a folder's files.
+
     Raises:
-        UsageError: it cannot be read, or is of another layout.
+        UsageError: it cannot be read, is damaged, or is of another layout.
     """
     path = newest(options.checkpoint) if options.checkpoint else None
     if path is None:
         return None
     try:
         if path.name == FILE:
+            damaged = zipfile.ZipFile(path).testzip()  # torch.load compares no checksum
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["state"]
         else:
             state = json.loads((path / STATE).read_text(encoding="utf-8"))
+            written = sorted(state.pop(SUMS, {}).items())[rank::world_size]
+            damaged = next((name for name, kept in written if checksum(path / name) != kept), None)
         was = state["run"]["layout"]
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
+    except pickle.UnpicklingError as error:
+        raise UsageError(
+            f"--checkpoint {path} cannot be read: it holds more than tensors and plain values{why(error)}; nothing was run"
+        ) from None
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, zipfile.BadZipFile) as error:
         reason = str(error).strip().splitlines()[:1]
         raise UsageError(
             f"--checkpoint {path} cannot be read: {reason[0] if reason else type(error).__name__}"
         ) from None
+    if damaged:
+        raise UsageError(
+            f"--checkpoint {path} is damaged: {damaged} is not what was written; expected a whole copy, or none"
+        )
     if was != layout(options):
         raise UsageError(f"--checkpoint {path} holds a run of layout {was!r}, expected {layout(options)!r}")
     return state
@@ -84,6 +102,10 @@ def check_same_run(options: Options, state: dict[str, Any] | None, run: dict[str
         )
 
 
+class NotSaved(OSError):
+    """A checkpoint that could not be written; the message names the place, what it takes, and what is still there."""
+
+
 def save(options: Options, strategy: Any, optimizer: Optimizer, step: int, **state: Any) -> None:
     """Write a checkpoint; all ranks call it together, and it is in its place when any returns.
 
@@ -91,20 +113,32 @@ def save(options: Options, strategy: Any, optimizer: Optimizer, step: int, **sta
         options, strategy, optimizer: Of the run.
         step: Steps done.
         state: Plain values.
+
+    Raises:
+        NotSaved: the disk is full, or cannot be written to.
     """
     assert options.checkpoint is not None
+    try:
+        _save(options.checkpoint, strategy, optimizer, step, state)
+    except (OSError, RuntimeError, CheckpointException) as error:
+        if reason := _disks_fault(error):
+            raise NotSaved(_why_not(options.checkpoint, strategy, optimizer, step, reason)) from None
+        raise
+
+
+def _save(folder: Path, strategy: Any, optimizer: Optimizer, step: int, state: dict[str, Any]) -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank == 0:
-        options.checkpoint.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     if not strategy.is_sharded:
         if rank == 0:
-            save_checkpoint(options.checkpoint / FILE, strategy.model, optimizer, step, **state)
+            save_checkpoint(folder / FILE, strategy.model, optimizer, step, **state)
         _barrier()
         return
-    final = options.checkpoint / f"step_{step:08d}"
+    final = folder / f"step_{step:08d}"
     being_written = final.with_name(f".{final.name}")
     if rank == 0:
-        for left in options.checkpoint.glob(".step_????????"):  # by runs that were killed while they saved
+        for left in folder.glob(".step_????????"):  # by runs that were killed while they saved
             shutil.rmtree(left)
         being_written.mkdir()
     _barrier()
@@ -112,10 +146,59 @@ def save(options: Options, strategy: Any, optimizer: Optimizer, step: int, **sta
         save_sharded(being_written, strategy.model, optimizer)
     else:
         dcp.save(_contents(strategy, optimizer), checkpoint_id=being_written)
-    _barrier()
+    sums = _gathered({path.name: checksum(path) for path in being_written.glob(f"__{rank}_*")})
     if rank == 0:
-        _put_in_place(being_written, final, {"step": step, **state})
+        _put_in_place(being_written, final, {"step": step, **state, SUMS: sums})
     _barrier()
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file, read in pieces."""
+    total = 0
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            total = zlib.crc32(piece, total)
+    return total
+
+
+def _gathered(mine: dict[str, int]) -> dict[str, int]:
+    """The entries of all ranks, on each of them."""
+    if not dist.is_initialized():
+        return mine
+    found: list[dict[str, int]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return {name: value for part in found for name, value in part.items()}
+
+
+def _disks_fault(error: BaseException) -> str:
+    """What the disk said, somewhere behind an error of a save; nothing where it is not to blame."""
+    left, seen = [error], set()
+    while left:
+        cause = left.pop()
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        seen.add(id(cause))
+        failures = cause.failures.values() if isinstance(cause, CheckpointException) else ()
+        behind = [cause.__cause__, cause.__context__, *(failure[0] for failure in failures)]
+        left += [e for e in behind if e is not None and id(e) not in seen]
+    return (
+        "a write failed, as on a full disk" if "inline_container.cc" in str(error) else ""
+    )  # PyTorch's writer of files
+
+
+def _why_not(folder: Path, strategy: Any, optimizer: Optimizer, step: int, reason: str) -> str:
+    """One sentence for a checkpoint that was not written."""
+    tensors = [
+        *strategy.model.parameters(),
+        *(v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)),
+    ]
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    old = newest(folder)
+    return (
+        f"the checkpoint of step {step} could not be written to {folder}: {reason}. It takes about {needed / 1e6:,.1f} MB, and "
+        f"{shutil.disk_usage(folder if folder.exists() else folder.parent).free / 1e6:,.1f} MB are free there; "
+        + (f"the one before, {old}, is whole" if old else "there is none before it")
+    )
 
 
 def _put_in_place(being_written: Path, final: Path, state: dict[str, Any]) -> None:
@@ -147,7 +230,9 @@ def load(options: Options, strategy: Any, optimizer: Optimizer) -> dict[str, Any
         for name, p in strategy.named().items():
             kept = contents["optimizer"].get(name, {})
             optimizer.state[p].update({key: value for key, value in kept.items() if not torch.is_tensor(value)})
-    return json.loads((path / STATE).read_text(encoding="utf-8"))
+    state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    state.pop(SUMS, None)
+    return state
 
 
 def _contents(strategy: Any, optimizer: Optimizer) -> dict[str, Any]:

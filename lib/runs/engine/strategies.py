@@ -154,7 +154,7 @@ class Sharded(Single):
         flat = self.flats[name]
         n, start = sum(flat.sizes), dist.get_rank() * len(flat.shard)
         mine = tensor.detach()[: max(0, min(len(flat.shard), n - start))]  # without the padding
-        return DTensor.from_local(mine, self.mesh, [Shard(0)], run_check=False, shape=(n,), stride=(1,))
+        return DTensor.from_local(mine, self.mesh, [Shard(0)], run_check=False, shape=torch.Size((n,)), stride=(1,))
 
 
 class TorchSharded(Single):
@@ -198,9 +198,12 @@ class TensorParallel(Single):
     @torch.no_grad()
     def clip(self, max_norm):
         cut, whole = torch.zeros((), device=self.loss.device), torch.zeros((), device=self.loss.device)
-        named = {name: p for name, p in self.named().items() if p.grad is not None}
-        for name, p in named.items():
-            square = local(p.grad).float().square().sum()
+        grads: list[Tensor] = []
+        for name, p in self.named().items():
+            if p.grad is None:
+                continue
+            grads.append(local(p.grad))
+            square = grads[-1].float().square().sum()
             if name in self.cuts or (isinstance(p, DTensor) and p.placements[0].is_shard()):
                 cut += square
             else:
@@ -208,8 +211,8 @@ class TensorParallel(Single):
         dist.all_reduce(cut)
         norm = (cut + whole).sqrt()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for p in named.values():
-            local(p.grad).mul_(factor)
+        for grad in grads:
+            grad.mul_(factor)
         return norm
 
     def as_dtensor(self, name, tensor):

@@ -169,6 +169,7 @@ def start(machine: Machine, job: Job) -> list[Command]:
     """An environment that takes the machine's own torch where it fits; then the run, in tmux, unless it is running."""
     name = f"{RUNS}/{job.name}"
     command = launch(".venv/bin/", job.processes, with_results(job.program, job.name))
+    run = f"export PYTHONUNBUFFERED=1\n{shlex.join(command)} >>{name}.out 2>&1\necho $? >{name}.exit"
     script = f"""set -eu; cd {FOLDER}
 if tmux has-session -t ={job.name} 2>/dev/null; then echo "{job.name} is running already"; exit 0; fi
 test .venv/.ready -nt pyproject.toml || {{
@@ -177,11 +178,7 @@ test .venv/.ready -nt pyproject.toml || {{
   touch .venv/.ready
 }}
 rm -f {name}.exit
-cat >{name}.sh <<'END OF RUN'
-export PYTHONUNBUFFERED=1
-{shlex.join(command)} >>{name}.out 2>&1
-echo $? >{name}.exit
-END OF RUN
+printf '%s\\n' {shlex.quote(run)} >{name}.sh
 tmux new-session -d -s {job.name} sh {name}.sh
 """
     return [machine.ssh(script)]
@@ -210,10 +207,18 @@ def pull(machine: Machine, job: Job) -> list[Command]:
 STEPS = {"push": push, "start": start, "watch": watch, "pull": pull}
 
 
+def _shown(script: str) -> str:
+    """A script as a here-document, under a marker that is no line of it."""
+    marker = "EOF"
+    while marker in script.splitlines():
+        marker += "_"
+    return f" <<'{marker}'\n{script}{marker}" if script else ""
+
+
 def run_step(name: str, machine: Machine, job: Job, dry_run: bool) -> int:
     """Print each command of a step and run it; the first that fails ends the step with its exit status."""
     for command, script in STEPS[name](machine, job):
-        print(f"# {name}\n{shlex.join(command)}" + (f" <<'EOF'\n{script}EOF" if script else ""), flush=True)
+        print(f"# {name}\n{shlex.join(command)}{_shown(script)}", flush=True)
         status = 0 if dry_run else subprocess.run(command, input=script, text=True, cwd=ROOT, check=False).returncode
         if (
             command[0] == "rsync" and status == FILES_VANISHED

@@ -22,12 +22,11 @@ from multiprocessing.connection import Connection, Pipe
 
 import psutil
 
-from lib.ranks.processes import adopt_orphans, end_descendants, end_with_parent
+from lib.ranks.processes import PATIENCE, adopt_orphans, cpu_seconds, end_descendants, end_with_parent
 from lib.workbook.book import boundary, resolve
 from lib.workbook.grading.cases import BOARD
 
 MEMORY_LIMIT_MB = 6144.0
-PATIENCE = 6  # a check that waits, instead of computing, may take so many times its limit: a slow machine is no mistake
 MACHINERY = "a fault of the machinery"  # what a stack begins with that is not the answer's
 DIAGNOSIS_S = 30.0  # to look for the mistake behind a failure; after that the report goes out without
 
@@ -158,19 +157,6 @@ class _Clock:
         if resident_mb(self.pid) - self.base_mb > self.memory_limit_mb:
             return f"took more than {self.memory_limit_mb:g} MB of memory, under which it promises to stay"
         return ""
-
-
-def cpu_seconds(pid: int) -> float:
-    """What a process's main thread has computed for: under load this grows slower than the clock on the wall."""
-    try:
-        with open(f"/proc/{pid}/task/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError):
-        pass
-    with contextlib.suppress(psutil.Error):
-        return sum(psutil.Process(pid).cpu_times()[:2])
-    return 0.0
 
 
 def resident_mb(pid: int) -> float:

@@ -59,6 +59,12 @@ class Outcome:
         return type(a) is type(b) and _head(a) == _head(b)
 
 
+def of_one_rank(error: BaseException) -> BaseException:
+    """What a rank raised, where that is why its run of ranks failed; else the error itself."""
+    inner = getattr(error, "error", None)
+    return inner if hasattr(error, "per_rank") and isinstance(inner, Exception) else error
+
+
 def _head(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0][:200]
 

@@ -4,9 +4,9 @@ import contextlib
 import os
 import time
 
+from lib.ranks.processes import PATIENCE
 from lib.workbook.book import boundary, resolve
 from lib.workbook.checks.alarm import paused
-from lib.workbook.checks.child import PATIENCE
 from lib.workbook.grading.mistakes import MISTAKE
 
 SHOWN_LINES = 8  # of what one rank printed

@@ -1,9 +1,10 @@
 """What all code of a process shares: taken before a check, and put back and named after it, if the check left it changed."""
 
 import contextlib
+import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,21 @@ class Shared:
     def __init__(self):
         self.before = [(setting, setting.get()) for setting in _settings()]
         self.streams = [(number, os.dup(number)) for number in (1, 2)]
+        self.closed: list[str] = []
+
+    @contextlib.contextmanager
+    def streams_stay_open(self) -> Iterator[None]:
+        """In this block, closing ``sys.stdout`` or ``sys.stderr`` is only noted: they are pytest's, which could not report without."""
+        streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
+        for name, stream in streams.items():
+            with contextlib.suppress(AttributeError):
+                stream.close = functools.partial(self.closed.append, f"sys.{name}")
+        try:
+            yield
+        finally:
+            for stream in streams.values():
+                with contextlib.suppress(AttributeError):
+                    del stream.close
 
     def restore(self) -> list[str]:
         """Put everything back; say what was different."""
@@ -73,20 +89,16 @@ class Shared:
                 now = setting.get()
             except Exception as error:
                 now = f"an error, {type(error).__name__}"
-            closed = getattr(now, "closed", False) is True
-            if now is not before and (now != before or closed):
+            if now is not before and now != before:
                 changed.append(f"{setting.name} was {_short(before)}, and is {_short(now)} now")
                 with contextlib.suppress(Exception):
                     setting.put(before)
-            elif closed:
-                changed.append(f"{setting.name} was open, and is closed now")
-                with contextlib.suppress(Exception):
-                    setattr(sys, setting.name.removeprefix("sys."), open(os.dup(1), "w"))  # noqa: SIM115
+        changed += [f"{name} was open, and was closed" for name in dict.fromkeys(self.closed)]
         for number, kept in self.streams:
             try:
                 os.fstat(number)
             except OSError:
-                changed.append(f"file descriptor {number} was open, and is closed now")
+                changed.append(f"file descriptor {number} was open, and was closed")
                 os.dup2(kept, number)
             os.close(kept)
         return changed

@@ -104,7 +104,8 @@ def describe(row: dict) -> str:
     if row["state"] == "wrong":
         of = row["failed"] + row["passed"] + row["not_started"] + row["not_run"]
         problem = row["problem"] if len(row["problem"]) <= 100 else row["problem"][:97] + "…"
-        return f"{row['failed']} of {of} checks fail: {problem}" + (f" ({row['case']})" if row["case"] else "")
+        left = f", {row['not_run']} not run" if row["not_run"] else ""
+        return f"{row['failed']} of {of} checks fail{left}: {problem}" + (f" ({row['case']})" if row["case"] else "")
     if row["state"] == "not started":
         done = f"{row['passed']} checks pass already; " if row["passed"] else ""
         return done + row["next"]

@@ -21,8 +21,12 @@ class Result:
 
     @property
     def first_report(self) -> str:
-        """The full report of the first wrong exercise."""
-        return next((row["report"] for row in self.rows if row["state"] == "wrong"), "")
+        """The full report of the first exercise that is wrong, or could not be checked, with what its check printed."""
+        for row in self.rows:
+            if row["state"] in ("wrong", "not checked"):
+                printed = f"\n\n  printed by this check:\n{row['printed']}" if row["printed"] else ""
+                return row["report"] + printed
+        return ""
 
 
 def run(what: str, *, mine: bool = False) -> Result:
@@ -46,12 +50,19 @@ def run(what: str, *, mine: bool = False) -> Result:
 
 
 def arguments(chapter: Chapter, exercise: Exercise | None, marks: Path, mine: bool) -> list[str]:
-    given = [os.path.relpath(chapter.tests, ROOT), "-q", "-p", "no:cacheprovider", "--marks", str(marks)]
+    given = [os.path.relpath(chapter.tests, ROOT), "-q", "-p", "no:cacheprovider", "--no-prompt", "--marks", str(marks)]
     given += ["--exercise", f"{exercise.module}.{exercise.name}"] if exercise else []
     return given + (["--mine"] if mine else [])
 
 
-SIGNS = {"passed": ("✓", "green"), "wrong": ("✗", "red"), "not started": ("·", "yellow"), "skipped": ("–", "cyan")}
+SIGNS = {
+    "passed": ("✓", "green"),
+    "wrong": ("✗", "red"),
+    "not started": ("·", "yellow"),
+    "not run": ("…", "magenta"),
+    "not checked": ("!", "magenta"),
+    "skipped": ("–", "cyan"),
+}
 
 
 def table(rows: list[dict]):

@@ -25,6 +25,7 @@ STYLE = """<style>
 </style>"""
 SECTION = re.compile(r"^(Args|Arguments|Returns|Yields|Raises|Attributes|Source|Convention|Cost|Note):\s*(.*)$")
 COLOURS = {"passed": "#2e9e5b", "wrong": "#d9534f", "not started": "#b58900", "skipped": "#3b82c4"}
+COLOURS |= dict.fromkeys(("not run", "not checked"), "#8e5fa8")
 
 
 class Shown:

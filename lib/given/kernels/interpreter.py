@@ -1,0 +1,69 @@
+"""What the book changes in Triton's interpreter, so that a kernel fails there as one expects of Python.
+
+- An exception inside a kernel reaches the caller as it was raised, with the kernel's own line in its traceback; Triton wraps it
+  into an `InterpreterError` whose traceback ends at the launch.
+- Infinities and NaN arise without a warning, as on a GPU: `tl.log2` of 0 is -inf.
+- Triton 3.6 works with NumPy 2.4, too.
+"""
+
+import ast
+import inspect
+import textwrap
+import warnings
+from typing import Any
+
+import numpy as np
+
+
+def mend() -> None:
+    """Change the interpreter; once, after Triton was imported."""
+    import triton
+    from triton.runtime import interpreter
+
+    run = interpreter.InterpretedFunction.run
+
+    def run_plainly(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with np.errstate(all="ignore"), warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)  # the maximum of NaN alone
+                return run(self, *args, **kwargs)
+        except interpreter.InterpreterError as error:
+            failure = _original(error, interpreter.InterpreterError)
+        except ValueError as error:
+            failure = _chained_assignment(self.fn, error)
+        raise failure  # here, where no other exception is being handled, so that nothing is chained to it
+
+    interpreter.InterpretedFunction.run = run_plainly
+    if triton.__version__.startswith("3.6."):
+        _let_numpy_index(interpreter)
+
+
+def _original(error: BaseException, wrapper: type[BaseException]) -> BaseException:
+    """The exception that the kernel raised; a kernel that calls another has two wrappers around it."""
+    while isinstance(error, wrapper) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _chained_assignment(fn: Any, error: ValueError) -> Exception:
+    """The place of an ``a = b = ...``, which Triton refuses before the kernel runs and without saying where."""
+    if "Multiple assignments" not in str(error):
+        return error
+    lines, first = inspect.getsourcelines(fn)
+    for node in ast.walk(ast.parse(textwrap.dedent("".join(lines)))):
+        if isinstance(node, ast.Assign) and len(node.targets) > 1:
+            at, text = first + node.lineno - 1, lines[node.lineno - 1].strip()
+            why = f"a kernel cannot assign to two names at once, as in `{text}`: write a line for each"
+            return SyntaxError(why, (inspect.getsourcefile(fn), at, None, text))
+    return error
+
+
+def _let_numpy_index(interpreter: Any) -> None:
+    """NumPy makes no int of an array with an axis from 2.4 on, which Triton heeds from 3.7 on."""
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_for_numpy(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patch_tensor_for_numpy
