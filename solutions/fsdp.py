@@ -394,10 +394,10 @@ def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
     """Write a checkpoint with ``torch.distributed.checkpoint``, into which every rank puts its own share. (Exercise)
 
     Args:
-        path, model, optimizer: A folder, the same on all ranks; a model after ``apply_fully_shard``, or plain; its optimizer.
+        path, model, optimizer: A folder, the same on all ranks; a model after ``apply_fully_shard``, or plain; its optimizer. The dict has the keys "model" and "optimizer".
 
     Raises:
-        ValueError: ``model`` is any ``HookedUnits``, so ``FullySharded``: shards without names; message names ``gather_full_params``.
+        ValueError: ``model`` is any ``HookedUnits``, such as ``FullySharded``, whose shards have no names; the message names ``gather_full_params``.
 
     Returns: nothing.
     """

@@ -1093,6 +1093,14 @@ def read_back(rank, world_size, path, kinds, by_them, expected):
     return everything(model, optimizer)
 
 
+def written(path) -> dict[str, tuple[int, ...]]:
+    """The names of the tensors in a checkpoint, and their whole shapes."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    found = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {name: tuple(about.size) for name, about in found.items() if hasattr(about, "size")}
+
+
 def stepped(kind):
     model, optimizer = build(kind, 0)
     one_step(model, optimizer), one_step(model, optimizer)
@@ -1106,6 +1114,13 @@ def test_save_sharded_writes_what_another_number_of_ranks_reads(ranks):
     with tempfile.TemporaryDirectory() as folder:
         case("saved on 2 ranks after a step, read on one by torch.distributed.checkpoint")
         before = ranks(write, folder, "sharded", False, n_ranks=2).values[0]
+        shapes = {name: tuple(p.shape) for name, p in build("plain", 0)[0].named_parameters()}
+        expected = {f"model.{name}": shape for name, shape in shapes.items()}
+        expected |= {f"optimizer.state.{name}.exp_avg": shape for name, shape in shapes.items()}
+        found = written(folder)
+        read = "the contract of ex-fsdp-save-sharded: the state of the model and that of the optimizer, under these two keys"
+        parts = {name: found.get(name) for name in expected}
+        expect_equal(parts, expected, name="names and whole shapes", answer=found, read=read)
         files = sorted(file.name for file in Path(folder).iterdir())
         expect_true(
             sum(name.endswith(".distcp") for name in files) == 2, f"two ranks should write a file each: {files}"

@@ -328,13 +328,16 @@ class RowBiasInside(reference.RowParallelLinear):
         return reference.ReduceFromRegion.apply(functional.linear(x, self.weight, self.bias), self.group)
 
 
-@mistake("RowParallelLinear", "the partial products are never added")
+NEVER_ADDED = "the partial products are never added: g, `ReduceFromRegion`, belongs after the product, and not f"
+
+
+@mistake("RowParallelLinear", NEVER_ADDED)
 class RowPartial(reference.RowParallelLinear):
     def forward(self, x):
         return functional.linear(x, self.weight, self.bias)
 
 
-@mistake("RowParallelLinear", "f stands where g should: nothing is summed forward, and the gradient is")
+@mistake("RowParallelLinear", NEVER_ADDED)
 class RowWithCopy(reference.RowParallelLinear):
     def forward(self, x):
         return functional.linear(reference.CopyToRegion.apply(x, self.group), self.weight, self.bias)

@@ -173,7 +173,7 @@ class Checks:
         if self.option.mistakes:
             by_exercise: dict[Exercise, list] = {}
             for item in kept:
-                by_exercise.setdefault(item.stash[EXERCISE], []).append(item)
+                by_exercise.setdefault(item.stash[EXERCISE], []).append(item)  # type: ignore[arg-type]  # none is beside
             items[:] = mistakes.items(by_exercise, config, self.runner.outcome_of)
 
     def pytest_report_collectionfinish(self):

@@ -9,6 +9,7 @@ import pytest
 from _pytest.reports import TestReport
 from _pytest.runner import runtestprotocol
 
+from lib.ranks.noise import meaningful
 from lib.workbook.book import boundary
 from lib.workbook.book.catalog import Exercise
 from lib.workbook.checks import diagnosis, mistakes, report
@@ -72,7 +73,7 @@ class Runner:
             told.rows.append(("and changed", "\n".join(changed)))
             told.put_on(last)
         for one in reports:
-            one.sections = [(name, _shortened(text)) for name, text in one.sections]
+            one.sections = [(name, _shortened(text)) for name, text in map(_without_noise, one.sections) if text]
         to_data = self.config.hook.pytest_report_to_serializable
         yield [to_data(config=self.config, report=one) for one in reports]
         if last.failed and told.state == "wrong" and not limit and not changed and self._is_first(exercise):
@@ -183,6 +184,12 @@ def _fail(made: TestReport, told: Told, problem: str, rows: list[tuple[str, str]
     made.outcome, made.when = "failed", "call"
     told.fill(problem, rows)
     told.put_on(made)
+
+
+def _without_noise(section: tuple[str, str]) -> tuple[str, str]:
+    """What a check wrote to stderr, without what libraries say there of themselves."""
+    name, text = section
+    return (name, "\n".join(meaningful(text))) if "stderr" in name else section
 
 
 def _shortened(text: str) -> str:
