@@ -744,15 +744,15 @@ def specs_key_error(layout):
 # ---- 13.13 tensor_parallel_bytes -------------------------------------------------------------------------------------
 
 
-@mistake("tensor_parallel_bytes", "only the forward pass is counted")
+HALF = "that is half: each block has two all-reduces forward, of attention and feed-forward, and two backward"
+
+
+@mistake("tensor_parallel_bytes", HALF)
 def bytes_forward(config, batch, length, world_size, bytes_per_value=2):
     return reference.tensor_parallel_bytes(config, batch, length, world_size, bytes_per_value) // 2
 
 
-@mistake(
-    "tensor_parallel_bytes",
-    "a block is taken to have one all-reduce each way: attention and feed-forward have one each",
-)
+@mistake("tensor_parallel_bytes", HALF)
 def bytes_one_a_block(config, batch, length, world_size, bytes_per_value=2):
     return 4 * config.n_layers * (world_size - 1) * batch * length * config.dim * bytes_per_value // world_size
 

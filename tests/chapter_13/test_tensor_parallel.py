@@ -838,11 +838,11 @@ def test_ffn_partition_specs_in_jax():
 
 
 def test_tensor_parallel_bytes_by_hand():
-    case(
-        "TINY (3 layers, C=128), B=2 T=8, bfloat16: 12 all-reduces of 4,096 bytes, 1.5 of each sent on 4 ranks, nothing on 1"
-    )
-    found = {name: tp.tensor_parallel_bytes(TINY, 2, 8, n) for name, n in (("4 ranks", 4), ("1 rank", 1))}
-    expect_equal(found, {"4 ranks": 73_728, "1 rank": 0}, name="bytes", read=BYTES)
+    case("TINY (3 layers, C=128), B=2 T=8: 12 all-reduces of 2,048 values, 1.5 of each sent on 4 ranks, nothing on 1")
+    given = {"4 ranks, bfloat16": (4,), "4 ranks, float32": (4, 4), "1 rank, bfloat16": (1,)}
+    found = {name: tp.tensor_parallel_bytes(TINY, 2, 8, *arguments) for name, arguments in given.items()}
+    expected = {"4 ranks, bfloat16": 73_728, "4 ranks, float32": 147_456, "1 rank, bfloat16": 0}
+    expect_equal(found, expected, name="bytes", read=BYTES)
 
 
 @pytest.mark.parametrize(
