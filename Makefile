@@ -1,10 +1,10 @@
-# make lab | make test | make site | make clean
-# Each makes .venv first, when it is missing or older than pyproject.toml, and then calls `workbook`.
+# make lab | make test | make site | make clean | make lock
+# The first three make .venv first, when it is missing or older than pyproject.toml or requirements.lock, and then call `workbook`.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: lab test site clean
+.PHONY: lab test site clean lock
 lab: .venv/.plain
 	$(BIN)/workbook lab
 
@@ -14,7 +14,7 @@ test: .venv/.test
 site: .venv/.site
 	$(BIN)/workbook site
 
-.venv/.plain: pyproject.toml
+.venv/.plain: pyproject.toml requirements.lock
 	$(PYTHON) -m venv .venv
 	$(PIP) --editable .
 	@touch $@
@@ -29,3 +29,16 @@ site: .venv/.site
 
 clean:
 	rm -rf .venv _build
+
+# The newest versions that pyproject.toml allows, resolved once for every system and every Python; UPGRADE= keeps those that
+# are locked, after a change of pyproject.toml. Torch and what belongs to its build are left out: see the file's head.
+UPGRADE ?= --upgrade
+lock:
+	$(PYTHON) -m venv _build/uv
+	_build/uv/bin/python -m pip install --quiet --disable-pip-version-check "uv>=0.9,<1"
+	cp requirements.lock _build/requirements.txt
+	_build/uv/bin/uv pip compile --quiet --universal --python-version 3.11 --all-extras $(UPGRADE) \
+		--no-header --no-annotate --output-file _build/requirements.txt pyproject.toml
+	sed -n '/^#/p' requirements.lock >_build/lock
+	grep -vE '^((torch|triton|setuptools)=|(nvidia|cuda)-)' _build/requirements.txt >>_build/lock
+	mv _build/lock requirements.lock

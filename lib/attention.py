@@ -20,6 +20,7 @@ def softmax(x: Float[Tensor, "..."], dim: int) -> Float[Tensor, "..."]:
     Returns:
         The shape and dtype of ``x``; float16 and bfloat16 are computed in float32 and rounded once, float64 in
         float64. Finite for scores as large as the dtype holds. A row of nothing but ``-inf`` gives zeros, never NaN, and so does its gradient.
+        A dimension of size 0 gives an empty result.
 
     Source: Vaswani and others (arXiv:1706.03762), section 3.2.1.
     Convention: PyTorch's softmax gives NaN for a row of ``-inf``; its ``scaled_dot_product_attention`` gives zeros, as here.
@@ -60,7 +61,8 @@ def scaled_dot_product_attention(
         mask: Boolean, broadcast to ``[..., T, S]``, True where a query may attend; None lets every query see every key.
 
     Returns:
-        ``[..., T, Dv]`` in the dtype of ``q``. A query that may attend to nothing gets zeros. In float16 only the scores
+        ``[..., T, Dv]`` in the dtype of ``q``. A query that may attend to nothing gets zeros: one whose row of the mask is
+        all False, and every query when there are no keys (S = 0). In float16 only the scores
         after the division by ``sqrt(D)`` need to fit below 65,504: divide before the product.
 
     Cost: a few operations on whole tensors, none larger than the ``[..., T, S]`` of scores or the inputs; no loop.
@@ -152,7 +154,9 @@ class KVCache:
             copied.
 
         Raises:
-            ValueError: they do not fit; the message shows the arithmetic, and the cache is as it was.
+            ValueError: the T positions do not fit, and the message shows the arithmetic; or ``k`` and ``v`` are not both
+                ``[B, G, T, D]`` for this cache's B, G and D, and the message shows the shape given and the one expected.
+                (A batch of one would broadcast over the whole cache.) Either way the cache is as it was before.
         """
         raise NotImplementedError("Exercise 3.7: write KVCache.update")
 

@@ -122,9 +122,8 @@ def flash_forward_kernel(q, k, v, o, lse, T, S, scale, GROUP: tl.constexpr, D: t
         ROWS, COLS, CAUSAL: Tiles of queries and keys; if CAUSAL, query t sees the keys up to t + S - T.
 
     Returns:
-        Nothing; writes o and lse; reads and writes nothing outside the tensors. Keys of tiles that no query of the tile
-        sees are not read. Tiles that all of them see mask no score. Sums in float32; products of float32 are exact to
-        float32 (no TF32); weights take v's dtype for their product.
+        Nothing; writes o and lse, and touches nothing outside the tensors. Tiles of keys that no query sees are not read;
+        tiles that all see mask no score. Sums in float32, products of float32 without TF32; weights take v's dtype for theirs.
 
     Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 1; equations (15.3) to (15.5).
     """
@@ -142,8 +141,7 @@ def flash_backward_dq_kernel(q, k, v, o, do, lse, delta, dq, T, S, scale, GROUP:
         delta, dq: Each row's sum of o * do, float32 [heads, T], and the gradient [heads, T, D] are written there.
 
     Returns:
-        Nothing; writes delta and dq, each number in one program: no atomics. What is read, and how sums and products
-        are taken, is as in `flash_forward_kernel`.
+        Nothing; writes delta and dq, each number in one program: no atomics. Reads, sums and products are as forward.
     """
     raise NotImplementedError("Exercise 15.6: write flash_backward_dq_kernel")
 
@@ -159,7 +157,7 @@ def flash_backward_dkdv_kernel(q, k, v, do, lse, delta, dk, dv, T, S, scale, GRO
 
     Returns:
         Nothing; writes dk and dv, each number in one program: no atomics. Tiles of queries that see none of the keys
-        are not read. All else, other arguments too, is as in `flash_forward_kernel`.
+        are not read. Other arguments, sums and products are `flash_forward_kernel`'s.
     """
     raise NotImplementedError("Exercise 15.7: write flash_backward_dkdv_kernel")
 
@@ -194,10 +192,6 @@ def flash_attention(
 
     Returns:
         By `flash_attention_fast` where `fits_fast` says so, by `FlashAttentionTriton` for other GPU tensors of 16 or 32
-        bits and at most 256 features, else by `FlashAttentionTorch`.
-
-    Raises:
-        ValueError: the shapes or dtypes do not fit.
-        RuntimeError: a second derivative is asked for; each of the three ways refuses it.
+        bits and at most 256 features, else by `FlashAttentionTorch`. Errors are as there.
     """
     raise NotImplementedError("Exercise 15.9: write flash_attention")

@@ -126,7 +126,8 @@ class Llama(nn.Module):
         norm: ``RMSNorm``, after the last block.
         output: ``nn.Linear`` C to V, no bias, with a weight of its own.
         rope: Rotations of ``context_len`` positions, complex64: a plain attribute, no parameter and no buffer. (In a state dict it would be a
-            name that Meta's files lack, and ``model.to(torch.bfloat16)`` would cut off the imaginary part of a buffer.)
+            name that Meta's files lack, and ``model.to(torch.bfloat16)`` would cut off the imaginary part of a buffer.) ``forward`` takes it to the
+            device of the tokens.
 
     Source: Llama 2 (arXiv:2307.09288), section 2.2; the names are those of Meta's weights.
     """
@@ -147,7 +148,8 @@ class Llama(nn.Module):
             cache: From ``make_cache``: holds the positions before these, and then these too. The first token stands at the cache's length.
 
         Returns:
-            Logits ``[B, T, V]``, float32 whatever the weights' dtype.
+            Logits ``[B, T, V]``, float32 whatever the weights' dtype, on the device of ``tokens``. So is all that it makes on the way,
+            whatever PyTorch's default device is.
 
         Raises:
             ValueError: the cache's length + T is more than ``context_len``; the message names that sum and ``context_len``.
@@ -265,6 +267,6 @@ def generate(
         eos_id: A sequence that has produced this token repeats it from then on; when all have, nothing more comes. One in the prompt means nothing.
 
     Yields:
-        ``[B]``, the newest token of each sequence, as soon as it is known. No gradients are kept.
+        ``[B]``, the newest token of each sequence, as soon as it is known, on the device of ``tokens``. No gradients are kept.
     """
     raise NotImplementedError("Exercise 4.11: write generate")

@@ -42,7 +42,7 @@ def rotation_matrix(position: int, head_dim: int, theta: float = 10_000.0) -> Fl
         counter-clockwise. All other entries are 0.
 
     Raises:
-        ValueError: ``head_dim`` is odd.
+        ValueError: ``head_dim`` is odd; the message gives its value.
 
     Source: RoFormer (arXiv:2104.09864), equation (15).
     """
@@ -58,13 +58,13 @@ def precompute_rope(
         head_dim: Width D of a head; even.
         context_len: Number of positions, 0 .. context_len - 1.
         theta: Base of the frequencies.
-        device: Where the result lives.
+        device: Where the result lives; None means PyTorch's default device. Given one, it does not ask what the default is.
 
     Returns:
         Complex64 of modulus 1: row m holds ``exp(1j * m * frequency[i])`` for each pair i.
 
     Raises:
-        ValueError: ``head_dim`` is odd.
+        ValueError: ``head_dim`` is odd; the message gives its value.
 
     Source: RoFormer (arXiv:2104.09864), equation (12); the form is that of Meta's Llama code.
     Convention: Meta and Transformers multiply position and frequency in float32, which at position 100,000 is off by

@@ -139,8 +139,7 @@ def vit_training_flops_per_image(config: ViTConfig) -> int:
         config: A ``ViTConfig``.
 
     Returns:
-        FLOPs of all products, as an ``int``: the patch convolution over N patches, the blocks over N + 1 tokens, the head on
-        one vector.
+        FLOPs of all products (an ``int``): patch convolution over N patches, blocks over N + 1 tokens, head on one vector.
 
     Convention: exactly what ``FlopCounterMode`` counts for chapter 5's model on images that need no gradient.
     """

@@ -118,11 +118,8 @@ class BPETokenizer:
 
     A text is cut at its special tokens first, the longest that fits winning, and the rest into words by ``PRE_TOKEN``.
     Inside a word the pair that comes first in ``merges`` is joined, everywhere in the word, until no pair of the word
-    is a merge. That looks at the pairs of the word, not at all merges. The ids of a word are kept: to meet it again
-    costs a look in a dictionary, not its merges.
-    ``encode_iterable`` gives the same ids for a text in chunks, wherever they are cut, one by one and as soon as they
-    are certain; its memory does not grow with the text, so it bounds the table of words that it keeps. ``decode`` turns
-    bytes that are not UTF-8 into U+FFFD.
+    is a merge. ``encode_iterable`` gives the same ids for a text in chunks, wherever they are cut, one by one and as
+    soon as they are certain. ``decode`` turns bytes that are not UTF-8 into U+FFFD.
 
     Args:
         vocab: Bytes of each id; it is left as it was.
@@ -132,6 +129,11 @@ class BPETokenizer:
 
     Raises:
         KeyError: ``decode`` meets an id that is not in the vocabulary; the error names it.
+
+    Cost: a new word costs a look at its own pairs, not at all merges. A word met before costs a look in a dictionary.
+        The memory of a stream does not grow with the text, so the table of its words is bounded. A long word that
+        arrives in small chunks costs time in proportion to its length: the text that is held back is not scanned again
+        at every chunk.
 
     Convention: the text is not changed (no lower case, no Unicode normalization, no space put in front), so that
     ``decode(encode(text)) == text`` for every text.

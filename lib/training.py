@@ -179,12 +179,10 @@ def accumulate_gradients(model: nn.Module, micro_batches: Iterable[tuple[Tensor,
 
     Args:
         model: ``model(inputs, targets)`` gives ``(logits, loss)``, the loss being the mean over all targets.
-        micro_batches: ``(inputs, targets)`` of any sizes, from any iterable; ``targets.numel()`` is how many items count. One
-            without items is skipped: the mean of nothing is NaN.
+        micro_batches: Any iterable of ``(inputs, targets)``, with ``targets.numel()`` items each; one with none is skipped.
 
     Returns:
-        The mean loss over all items, detached. The gradients are added to ``.grad``, which nobody clears here: they are
-        those of that mean.
+        The mean loss over all items, detached. Its gradients are added to ``.grad``, which the caller clears.
 
     Raises:
         ValueError: there is no micro-batch that holds an item; the message says so in words.
@@ -213,8 +211,7 @@ def save_checkpoint(
         ``{path}.tmp``, to the disk (``os.fsync``), and then into its place (``os.replace``). Where it fails, that is removed.
 
     Raises:
-        TypeError: a value in ``state`` that cannot be pickled (a lambda), or that ``torch.load(..., weights_only=True)`` would
-            refuse (an object of a class); the message names it, and nothing has been written.
+        TypeError: a value in ``state`` that pickle (a lambda) or ``weights_only=True`` (an object) refuses; it is named.
     """
     raise NotImplementedError("Exercise 7.8: write save_checkpoint")
 

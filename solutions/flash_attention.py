@@ -187,9 +187,8 @@ def flash_forward_kernel(q, k, v, o, lse, T, S, scale, GROUP: tl.constexpr, D: t
         ROWS, COLS, CAUSAL: Tiles of queries and keys; if CAUSAL, query t sees the keys up to t + S - T.
 
     Returns:
-        Nothing; writes o and lse; reads and writes nothing outside the tensors. Keys of tiles that no query of the tile
-        sees are not read. Tiles that all of them see mask no score. Sums in float32; products of float32 are exact to
-        float32 (no TF32); weights take v's dtype for their product.
+        Nothing; writes o and lse, and touches nothing outside the tensors. Tiles of keys that no query sees are not read;
+        tiles that all see mask no score. Sums in float32, products of float32 without TF32; weights take v's dtype for theirs.
 
     Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 1; equations (15.3) to (15.5).
     """
@@ -218,8 +217,7 @@ def flash_forward_kernel(q, k, v, o, lse, T, S, scale, GROUP: tl.constexpr, D: t
                 scores = tl.where(seen, scores, -float("inf"))
             m_new = tl.maximum(m, tl.max(scores, 1))
             shift = tl.where(m_new == -float("inf"), 0.0, m_new) if masked else m_new
-            weights = tl.exp2(scores - shift[:, None])
-            decay = tl.exp2(m - shift)
+            weights, decay = tl.exp2(scores - shift[:, None]), tl.exp2(m - shift)
             value = tl.load(v + part, mask=there, other=0.0)
             l = l * decay + tl.sum(weights, 1)
             acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
@@ -241,15 +239,13 @@ def flash_backward_dq_kernel(q, k, v, o, do, lse, delta, dq, T, S, scale, GROUP:
         delta, dq: Each row's sum of o * do, float32 [heads, T], and the gradient [heads, T, D] are written there.
 
     Returns:
-        Nothing; writes delta and dq, each number in one program: no atomics. What is read, and how sums and products
-        are taken, is as in `flash_forward_kernel`.
+        Nothing; writes delta and dq, each number in one program: no atomics. Reads, sums and products are as forward.
     """
     ### BEGIN SOLUTION
     head, i = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
     rows, dims = i * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     at, inside = (head * T + rows[:, None]) * D + dims[None, :], (rows[:, None] < T) & (dims[None, :] < D)
-    query = tl.load(q + at, mask=inside, other=0.0)
-    grad = tl.load(do + at, mask=inside, other=0.0)
+    query, grad = tl.load(q + at, mask=inside, other=0.0), tl.load(do + at, mask=inside, other=0.0)
     sums = tl.sum(tl.load(o + at, mask=inside, other=0.0).to(tl.float32) * grad.to(tl.float32), 1)
     tl.store(delta + head * T + rows, sums, mask=rows < T)
     lse2 = tl.load(lse + head * T + rows, mask=rows < T, other=0.0) * LOG2E
@@ -263,8 +259,7 @@ def flash_backward_dq_kernel(q, k, v, o, do, lse, delta, dq, T, S, scale, GROUP:
             cols = start + tl.arange(0, COLS)
             part = (head // GROUP * S + cols[:, None]) * D + dims[None, :]
             there = (cols[:, None] < S) & (dims[None, :] < D)
-            key = tl.load(k + part, mask=there, other=0.0)
-            value = tl.load(v + part, mask=there, other=0.0)
+            key, value = tl.load(k + part, mask=there, other=0.0), tl.load(v + part, mask=there, other=0.0)
             exponent = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2E) - lse2[:, None]
             dp = tl.dot(grad, tl.trans(value), input_precision="ieee")
             if masked:
@@ -289,14 +284,13 @@ def flash_backward_dkdv_kernel(q, k, v, do, lse, delta, dk, dv, T, S, scale, GRO
 
     Returns:
         Nothing; writes dk and dv, each number in one program: no atomics. Tiles of queries that see none of the keys
-        are not read. All else, other arguments too, is as in `flash_forward_kernel`.
+        are not read. Other arguments, sums and products are `flash_forward_kernel`'s.
     """
     ### BEGIN SOLUTION
     head, j = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cols, dims = j * COLS + tl.arange(0, COLS), tl.arange(0, WIDTH)
     at, inside = (head * S + cols[:, None]) * D + dims[None, :], (cols[:, None] < S) & (dims[None, :] < D)
-    key = tl.load(k + at, mask=inside, other=0.0)
-    value = tl.load(v + at, mask=inside, other=0.0)
+    key, value = tl.load(k + at, mask=inside, other=0.0), tl.load(v + at, mask=inside, other=0.0)
     dkey, dvalue = tl.zeros([COLS, WIDTH], tl.float32), tl.zeros([COLS, WIDTH], tl.float32)
     first, whole = 0, 0
     if CAUSAL:  # the first tile with a query that sees one of the keys, and the first whose queries see them all
@@ -366,11 +360,7 @@ def flash_attention(
 
     Returns:
         By `flash_attention_fast` where `fits_fast` says so, by `FlashAttentionTriton` for other GPU tensors of 16 or 32
-        bits and at most 256 features, else by `FlashAttentionTorch`.
-
-    Raises:
-        ValueError: the shapes or dtypes do not fit.
-        RuntimeError: a second derivative is asked for; each of the three ways refuses it.
+        bits and at most 256 features, else by `FlashAttentionTorch`. Errors are as there.
     """
     ### BEGIN SOLUTION
     kind = q.device.type

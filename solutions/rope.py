@@ -47,7 +47,7 @@ def rotation_matrix(position: int, head_dim: int, theta: float = 10_000.0) -> Fl
         counter-clockwise. All other entries are 0.
 
     Raises:
-        ValueError: ``head_dim`` is odd.
+        ValueError: ``head_dim`` is odd; the message gives its value.
 
     Source: RoFormer (arXiv:2104.09864), equation (15).
     """
@@ -69,13 +69,13 @@ def precompute_rope(
         head_dim: Width D of a head; even.
         context_len: Number of positions, 0 .. context_len - 1.
         theta: Base of the frequencies.
-        device: Where the result lives.
+        device: Where the result lives; None means PyTorch's default device. Given one, it does not ask what the default is.
 
     Returns:
         Complex64 of modulus 1: row m holds ``exp(1j * m * frequency[i])`` for each pair i.
 
     Raises:
-        ValueError: ``head_dim`` is odd.
+        ValueError: ``head_dim`` is odd; the message gives its value.
 
     Source: RoFormer (arXiv:2104.09864), equation (12); the form is that of Meta's Llama code.
     Convention: Meta and Transformers multiply position and frequency in float32, which at position 100,000 is off by
@@ -112,8 +112,8 @@ def apply_rope(x: Float[Tensor, "b t h d"], rope: Complex[Tensor, "t half_d"]) -
     expected = (x.shape[1], x.shape[3] // 2)
     if tuple(rope.shape) != expected:
         raise ValueError(f"x {list(x.shape)} needs a rope of {list(expected)} (T, D/2), got {list(rope.shape)}")
-    pairs = rearrange(x.float(), "b t h (i two) -> b t h i two", two=2).contiguous()
-    rotated = torch.view_as_complex(pairs) * rope[:, None, :]
+    real, imaginary = rearrange(x.float(), "b t h (i two) -> two b t h i", two=2)
+    rotated = torch.complex(real, imaginary) * rope[:, None, :]
     return rearrange(torch.view_as_real(rotated), "b t h i two -> b t h (i two)").to(x.dtype)
     ### END SOLUTION
 

@@ -31,9 +31,8 @@ def cross_entropy(logits: Float[Tensor, "... v"], targets: Int[Tensor, "..."]) -
     ### BEGIN SOLUTION
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     shifted = wide - wide.amax(-1, keepdim=True)
-    log_total = shifted.exp().sum(-1).log()
     chosen = shifted.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
-    return (log_total - chosen).mean().to(logits.dtype)
+    return (shifted.exp().sum(-1).log() - chosen).mean().to(logits.dtype)
     ### END SOLUTION
 
 
@@ -240,8 +239,7 @@ class TokenBatches:
         ### BEGIN SOLUTION
         first = self.position + self.rank * self.batch
         starts = [self.length * _window(self, first + i) for i in range(self.batch)]
-        windows = np.stack([self.tokens[start : start + self.length + 1] for start in starts])
-        rows = torch.from_numpy(windows.astype(np.int64))
+        rows = torch.from_numpy(np.stack([self.tokens[s : s + self.length + 1] for s in starts]).astype(np.int64))
         self.position += self.world_size * self.batch
         return rows[:, :-1].clone(), rows[:, 1:].clone()
         ### END SOLUTION
@@ -283,12 +281,10 @@ def accumulate_gradients(model: nn.Module, micro_batches: Iterable[tuple[Tensor,
 
     Args:
         model: ``model(inputs, targets)`` gives ``(logits, loss)``, the loss being the mean over all targets.
-        micro_batches: ``(inputs, targets)`` of any sizes, from any iterable; ``targets.numel()`` is how many items count. One
-            without items is skipped: the mean of nothing is NaN.
+        micro_batches: Any iterable of ``(inputs, targets)``, with ``targets.numel()`` items each; one with none is skipped.
 
     Returns:
-        The mean loss over all items, detached. The gradients are added to ``.grad``, which nobody clears here: they are
-        those of that mean.
+        The mean loss over all items, detached. Its gradients are added to ``.grad``, which the caller clears.
 
     Raises:
         ValueError: there is no micro-batch that holds an item; the message says so in words.
@@ -328,8 +324,7 @@ def save_checkpoint(
         ``{path}.tmp``, to the disk (``os.fsync``), and then into its place (``os.replace``). Where it fails, that is removed.
 
     Raises:
-        TypeError: a value in ``state`` that cannot be pickled (a lambda), or that ``torch.load(..., weights_only=True)`` would
-            refuse (an object of a class); the message names it, and nothing has been written.
+        TypeError: a value in ``state`` that pickle (a lambda) or ``weights_only=True`` (an object) refuses; it is named.
     """
     ### BEGIN SOLUTION
     for name, value in state.items():

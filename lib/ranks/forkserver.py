@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 VARIABLE = "FORKSERVER"  # where a program that was forked finds the server
 IDLE_S = 900.0
@@ -43,7 +44,8 @@ class Forked:
     """A program that a server runs: as much of `subprocess.Popen` as is asked of it."""
 
     def __init__(self, wire: socket.socket):
-        self.wire, self.returncode = wire, None
+        self.wire = wire
+        self.returncode: int | None = None
         told = wire.recv(64)
         if not told:
             raise ConnectionError("the fork server ended")
@@ -103,9 +105,11 @@ def serve(where: str, modules: Sequence[str], idle_s: float = IDLE_S) -> None:
     listener.bind(waiting)
     listener.listen(64)
     os.replace(waiting, where)
-    mine, running, used_at = os.stat(where).st_ino, {}, time.monotonic()
+    mine, used_at = os.stat(where).st_ino, time.monotonic()
+    running: dict[socket.socket, tuple[int, int]] = {}  # a caller's wire: its process, and what tells that it ended
     while running or (time.monotonic() - used_at < idle_s and _is_mine(where, mine)):
-        ready = select.select([listener, *running, *(fd for _, fd in running.values())], [], [], 10.0)[0]
+        waited: list[Any] = [listener, *running, *(fd for _, fd in running.values())]
+        ready = select.select(waited, [], [], 10.0)[0]
         if listener in ready:
             used_at = time.monotonic()
             wire, _ = listener.accept()

@@ -1,6 +1,5 @@
 """Plausible wrong answers of chapter 1, and the misconception behind each."""
 
-import heapq
 from collections import Counter
 from itertools import pairwise
 
@@ -9,6 +8,18 @@ import torch
 
 from lib.workbook.grading import mistake
 from solutions import tokenization as reference
+from solutions.tokenization import PRE_TOKEN
+
+
+def _special_pattern(special_tokens):
+    """What splits a text at its special tokens, the longest first, and keeps them."""
+    longest_first = sorted(special_tokens, key=len, reverse=True)
+    return regex.compile("(" + ("|".join(map(regex.escape, longest_first)) or "(?!)") + ")")
+
+
+def _bytes_of(word):
+    return tuple(bytes([byte]) for byte in word.encode())
+
 
 # ---- 1.1 WordTokenizer -----------------------------------------------------------------------------------------------
 
@@ -205,6 +216,13 @@ def by_their_bytes(symbols, pair):
     return tuple(merged)
 
 
+@mistake("merge_pair", "the word is written with spaces and the pair replaced in it, as text: xa b holds a b, too")
+def replaced_in_a_text(symbols, pair):
+    if not symbols:
+        return ()
+    return tuple(b" ".join(symbols).replace(b" ".join(pair), b"".join(pair)).split(b" "))
+
+
 # ---- 1.4 train_bpe ---------------------------------------------------------------------------------------------------
 
 
@@ -215,7 +233,7 @@ def _train(
     *,
     order=lambda count, pair: (count, pair),
     weigh=lambda count: count,
-    words_of=reference.PRE_TOKEN.findall,
+    words_of=PRE_TOKEN.findall,
     split=None,
     specials_first=False,
     floor=256,
@@ -226,9 +244,9 @@ def _train(
         raise ValueError(
             f"vocab_size {vocab_size} is less than 256 + {len(special_tokens)} = {256 + len(special_tokens)}"
         )
-    pieces = split(text) if split else reference._special_pattern(special_tokens).split(text)[::2]
+    pieces = split(text) if split else _special_pattern(special_tokens).split(text)[::2]
     counts = Counter(word for piece in pieces for word in words_of(piece))
-    words = {tuple(bytes([b]) for b in word.encode()): weigh(count) for word, count in counts.items()}
+    words = {_bytes_of(word): weigh(count) for word, count in counts.items()}
     merges = []
     while len(merges) < n_merges and (pairs := reference.count_pairs(words)):
         best = max(pairs, key=lambda pair: order(pairs[pair], pair))
@@ -273,7 +291,7 @@ def special_tokens_deleted(text, vocab_size, special_tokens=()):
         text,
         vocab_size,
         special_tokens,
-        split=lambda text: ["".join(reference._special_pattern(special_tokens).split(text)[::2])],
+        split=lambda text: ["".join(_special_pattern(special_tokens).split(text)[::2])],
     )
 
 
@@ -325,55 +343,128 @@ def counts_anew(text, vocab_size, special_tokens=()):
     return _train(text, vocab_size, special_tokens)
 
 
-class _StaleNeighbours(reference._PairIndex):
-    """Adds the new pairs, and leaves the neighbours that a merge broke up as they were counted."""
-
-    def merge(self, pair):
-        for n in self.words_with.pop(pair):
-            self.words[n] = after = reference.merge_pair(self.words[n], pair)
-            for new in pairwise(after):
-                if pair[0] + pair[1] in new:
-                    self.counts[new] += self.word_counts[n]
-                    self.words_with[new].add(n)
-                    heapq.heappush(self.heap, reference._LargestFirst((self.counts[new], new)))
-        self.counts[pair] = 0
+def _train_by_counts(text, vocab_size, special_tokens, *, is_stale=False, merges_nothing=False):
+    """Counts that follow the merges, with one thing that each mistake changes."""
+    n_merges = vocab_size - 256 - len(special_tokens)
+    if n_merges < 0:
+        raise ValueError(f"vocab_size {vocab_size} is less than {256 + len(special_tokens)}")
+    pieces = _special_pattern(special_tokens).split(text)[::2]
+    found = Counter(word for piece in pieces for word in PRE_TOKEN.findall(piece))
+    words = {_bytes_of(word): count for word, count in found.items()}
+    pairs, merges = reference.count_pairs(words), []
+    while len(merges) < n_merges and pairs:
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        if pairs[best] <= 0 and not merges_nothing:
+            break
+        merges.append(best)
+        after = {symbols: reference.merge_pair(symbols, best) for symbols in words}
+        for symbols, count in words.items():
+            if after[symbols] != symbols:
+                for old in () if is_stale else pairwise(symbols):
+                    pairs[old] -= count
+                for new in pairwise(after[symbols]):
+                    pairs[new] += count if not is_stale or best[0] + best[1] in new else 0
+        pairs[best] = 0
+        words = {after[symbols]: count for symbols, count in words.items()}
+    tokens = [bytes([b]) for b in range(256)] + [a + b for a, b in merges] + [s.encode() for s in special_tokens]
+    return dict(enumerate(tokens)), merges
 
 
 @mistake("train_bpe", "the pairs on both sides of a merge keep the counts that they had before it")
 def stale_neighbours(text, vocab_size, special_tokens=()):
-    pieces = reference._special_pattern(special_tokens).split(text)[::2]
-    counts = Counter(word for piece in pieces for word in reference.PRE_TOKEN.findall(piece))
-    index = _StaleNeighbours({tuple(reference._bytes_of(word)): count for word, count in counts.items()})
-    merges = []
-    while len(merges) < vocab_size - 256 - len(special_tokens) and (pair := index.most_frequent()):
-        merges.append(pair)
-        index.merge(pair)
-    tokens = [bytes([b]) for b in range(256)] + [a + b for a, b in merges] + [s.encode() for s in special_tokens]
-    return dict(enumerate(tokens)), merges
+    return _train_by_counts(text, vocab_size, special_tokens, is_stale=True)
+
+
+@mistake("train_bpe", "a pair whose count has fallen to 0 is merged: training should stop when no pair is left")
+def merges_at_count_0(text, vocab_size, special_tokens=()):
+    return _train_by_counts(text, vocab_size, special_tokens, merges_nothing=True)
 
 
 # ---- 1.5 BPETokenizer ------------------------------------------------------------------------------------------------
 
 
-class _WithMerge(reference.BPETokenizer):
-    """A tokenizer whose words are merged by ``merge_word(symbols)``."""
+class _Tokenizer:
+    """A right tokenizer in steps, each of which a mistake may take in its own way."""
 
     def __init__(self, vocab, merges, special_tokens=()):
-        super().__init__(vocab, merges, special_tokens)
-        tokenizer = self
+        self.right = reference.BPETokenizer(vocab, merges, special_tokens)
+        self.vocab, self.merges, self.special_tokens = dict(vocab), list(merges), list(special_tokens)
+        for token in self.special_tokens:
+            if token.encode() not in self.vocab.values():
+                self.vocab[self.next_id()] = token.encode()
+        self.ids = {token: i for i, token in self.vocab.items()}
+        self.ranks = {pair: rank for rank, pair in enumerate(self.merges)}
+        self.special, self.known = self.pattern(), {}
 
-        class Words(reference._WordIds):
-            def __missing__(self, word):
-                symbols = tokenizer.merge_word(tuple(reference._bytes_of(word)), merges)
-                self[word] = ids = [self.ids[symbol] for symbol in symbols]
-                return ids
+    def next_id(self):
+        return max(self.vocab, default=-1) + 1
 
-        self._word_ids = Words(self.ids, self._ranks, 100_000)
+    def pattern(self):
+        return _special_pattern(self.special_tokens)
+
+    def merge_word(self, symbols):
+        while known := [self.ranks[pair] for pair in pairwise(symbols) if pair in self.ranks]:
+            symbols = reference.merge_pair(symbols, self.merges[min(known)])
+        return symbols
+
+    def ids_of(self, word):
+        if word not in self.known:
+            self.known[word] = [self.ids[symbol] for symbol in self.merge_word(_bytes_of(word))]
+        return self.known[word]
+
+    def words_of(self, piece):
+        return PRE_TOKEN.findall(piece)
+
+    def encode(self, text):
+        ids = []
+        for n, piece in enumerate(self.special.split(text)):
+            ids += (
+                [self.ids[piece.encode()]] if n % 2 else [i for word in self.words_of(piece) for i in self.ids_of(word)]
+            )
+        return ids
+
+    def encode_iterable(self, chunks):
+        yield from self.right.encode_iterable(chunks)
+
+    def decode(self, ids):
+        return self.right.decode(ids)
+
+    def settled(self, text, longest=None):
+        """(token, where it ends, whether it is special) of what no continuation can change."""
+        longest = max(map(len, self.special_tokens), default=0) if longest is None else longest
+        start, open_from = 0, len(text) - max(longest - 1, 0)
+        for match in self.special.finditer(text):
+            if match.start() >= open_from:
+                break
+            yield from ((word[0], word.end(), False) for word in PRE_TOKEN.finditer(text, start, match.start()))
+            yield match[0], match.end(), True
+            start = match.end()
+        words = list(PRE_TOKEN.finditer(text, start, max(start, open_from)))[:-2]
+        yield from ((word[0], word.end(), False) for word in words)
+
+    def stream(self, chunks, waits=True, longest=None):
+        """The ids of chunks; what is held is looked at when it has doubled, or at every chunk."""
+        buffer, enough = "", 0
+        for chunk in chunks:
+            buffer += chunk
+            if waits and len(buffer) < enough:
+                continue
+            end = 0
+            for token, end, is_special in self.settled(buffer, longest):  # noqa: B007
+                yield from [self.ids[token.encode()]] if is_special else self.ids_of_stream(token)
+            buffer = buffer[end:]
+            enough = 2 * len(buffer)
+        yield from self.encode(buffer)
+
+    def ids_of_stream(self, word):
+        if len(self.known) >= 2000:
+            self.known.clear()
+        return self.ids_of(word)
 
 
 @mistake("BPETokenizer", "the longest token that fits is taken from the left; the order of the merges is not asked")
-class LongestMatch(_WithMerge):
-    def merge_word(self, symbols, merges):
+class LongestMatch(_Tokenizer):
+    def merge_word(self, symbols):
         word, pieces = b"".join(symbols), []
         while word:
             size = next(n for n in range(len(word), 0, -1) if word[:n] in self.ids)
@@ -383,151 +474,148 @@ class LongestMatch(_WithMerge):
 
 
 @mistake("BPETokenizer", "the leftmost pair that is a merge is joined, whatever its rank")
-class LeftmostPair(_WithMerge):
-    def merge_word(self, symbols, merges):
-        known = set(merges)
-        while pair := next((pair for pair in pairwise(symbols) if pair in known), None):
+class LeftmostPair(_Tokenizer):
+    def merge_word(self, symbols):
+        while pair := next((pair for pair in pairwise(symbols) if pair in self.ranks), None):
             at = list(pairwise(symbols)).index(pair)
             symbols = (*symbols[:at], pair[0] + pair[1], *symbols[at + 2 :])
         return symbols
 
 
 @mistake("BPETokenizer", "pairs are joined in the order of their ids, not of the merges")
-class OrderOfIds(_WithMerge):
-    def merge_word(self, symbols, merges):
-        for left, right in sorted(merges, key=lambda pair: self.ids[pair[0] + pair[1]]):
+class OrderOfIds(_Tokenizer):
+    def merge_word(self, symbols):
+        for left, right in sorted(self.merges, key=lambda pair: self.ids[pair[0] + pair[1]]):
             symbols = reference.merge_pair(symbols, (left, right))
         return symbols
 
 
 @mistake("BPETokenizer", "the merges are gone through once: a pair that a later merge makes is not joined")
-class GoesThroughTheMergesOnce(_WithMerge):
-    def merge_word(self, symbols, merges):
-        for pair in merges:
+class GoesThroughTheMergesOnce(_Tokenizer):
+    def merge_word(self, symbols):
+        for pair in self.merges:
             symbols = reference.merge_pair(symbols, pair)
         return symbols
 
 
 @mistake("BPETokenizer", "every word goes through all merges, again and again until none is left")
-class GoesThroughAllMerges(_WithMerge):
-    def merge_word(self, symbols, merges):
+class GoesThroughAllMerges(_Tokenizer):
+    def merge_word(self, symbols):
         before = None
         while symbols != before:
             before = symbols
-            for pair in merges:
+            for pair in self.merges:
                 symbols = reference.merge_pair(symbols, pair)
         return symbols
 
 
 @mistake("BPETokenizer", "the next id is taken from the length of the vocabulary, not from its largest id")
-class NextIdIsTheLength(reference.BPETokenizer):
-    def __init__(self, vocab, merges, special_tokens=()):
-        vocab = dict(vocab)
-        for token in special_tokens:
-            if token.encode() not in vocab.values():
-                vocab[len(vocab)] = token.encode()
-        super().__init__(vocab, merges, special_tokens)
+class NextIdIsTheLength(_Tokenizer):
+    def next_id(self):
+        return len(self.vocab)
 
 
 @mistake("BPETokenizer", "merges are made across words: the text is not cut by PRE_TOKEN first")
-class MergesAcrossWords(reference.BPETokenizer):
-    def encode(self, text):
-        ids = []
-        for n, piece in enumerate(self._special.split(text)):
-            ids += [self.ids[piece.encode()]] if n % 2 else self._word_ids[piece]
-        return ids
+class MergesAcrossWords(_Tokenizer):
+    def words_of(self, piece):
+        return [piece] if piece else []
 
 
 @mistake("BPETokenizer", "each token is decoded alone, which breaks characters of several tokens")
-class DecodesEachToken(reference.BPETokenizer):
+class DecodesEachToken(_Tokenizer):
     def decode(self, ids):
         return "".join(self.vocab[i].decode(errors="replace") for i in ids)
 
 
 @mistake("BPETokenizer", "invalid bytes raise an error, or vanish, instead of becoming U+FFFD")
-class IgnoresInvalidBytes(reference.BPETokenizer):
+class IgnoresInvalidBytes(_Tokenizer):
     def decode(self, ids):
         return b"".join(self.vocab[i] for i in ids).decode(errors="ignore")
 
 
 @mistake("BPETokenizer", "an unknown id is left out of the text without a word")
-class SkipsUnknownIds(reference.BPETokenizer):
+class SkipsUnknownIds(_Tokenizer):
     def decode(self, ids):
         return b"".join(self.vocab.get(i, b"") for i in ids).decode(errors="replace")
 
 
 @mistake("BPETokenizer", "ids of bytes are taken to be the bytes' values; the vocabulary says what they are")
-class BytesAreIds(_WithMerge):
+class BytesAreIds(_Tokenizer):
     def __init__(self, vocab, merges, special_tokens=()):
         super().__init__(vocab, merges, special_tokens)
-        self._word_ids.ids = {**self.ids, **{bytes([b]): b for b in range(256)}}
-
-    def merge_word(self, symbols, merges):
-        for pair in merges:
-            symbols = reference.merge_pair(symbols, pair)
-        return symbols
+        self.ids |= {bytes([b]): b for b in range(256)}
 
 
 @mistake("BPETokenizer", "the special tokens are tried as they were given, not the longest first")
-class SpecialTokensAsGiven(reference.BPETokenizer):
-    def __init__(self, vocab, merges, special_tokens=()):
-        super().__init__(vocab, merges, special_tokens)
-        self._special = regex.compile("(" + ("|".join(map(regex.escape, special_tokens)) or "(?!)") + ")")
+class SpecialTokensAsGiven(_Tokenizer):
+    def pattern(self):
+        return regex.compile("(" + ("|".join(map(regex.escape, self.special_tokens)) or "(?!)") + ")")
 
 
-@mistake("BPETokenizer", "special tokens are put into the pattern as they are: [SEP] there means one of three letters")
-class SpecialTokensAsPatterns(reference.BPETokenizer):
-    def __init__(self, vocab, merges, special_tokens=()):
-        super().__init__(vocab, merges, special_tokens)
-        longest_first = sorted(special_tokens, key=len, reverse=True)
-        self._special = regex.compile("(" + ("|".join(longest_first) or "(?!)") + ")")
+class _AsksTheTable(_Tokenizer):
+    """Takes a piece for a special token where it is one, and not by its place in the split."""
 
     def encode(self, text):
         ids = []
-        for n, piece in enumerate(self._special.split(text)):
-            special = n % 2 and piece.encode() in self.ids
+        for piece in self.special.split(text):
+            is_special = piece in self.special_tokens
             ids += (
                 [self.ids[piece.encode()]]
-                if special
-                else [i for w in reference.PRE_TOKEN.findall(piece or "") for i in self._word_ids[w]]
+                if is_special
+                else [i for w in PRE_TOKEN.findall(piece) for i in self.ids_of(w)]
             )
         return ids
 
 
+@mistake("BPETokenizer", "special tokens are put into the pattern as they are: [SEP] there means one of three letters")
+class SpecialTokensAsPatterns(_AsksTheTable):
+    def pattern(self):
+        longest_first = sorted(self.special_tokens, key=len, reverse=True)
+        return regex.compile("(" + ("|".join(longest_first) or "(?!)") + ")")
+
+
+@mistake(
+    "BPETokenizer", "without special tokens the pattern is empty, and an empty pattern cuts between all characters"
+)
+class EmptyPattern(_AsksTheTable):
+    def pattern(self):
+        longest_first = sorted(self.special_tokens, key=len, reverse=True)
+        return regex.compile("(" + "|".join(map(regex.escape, longest_first)) + ")")
+
+
 @mistake("BPETokenizer", "special tokens are encoded like any other text")
-class SpecialTokensAsText(reference.BPETokenizer):
+class SpecialTokensAsText(_Tokenizer):
     def encode(self, text):
-        return [i for word in reference.PRE_TOKEN.findall(text) for i in self._word_ids[word]]
+        return [i for word in PRE_TOKEN.findall(text) for i in self.ids_of(word)]
 
 
 @mistake("BPETokenizer", "special tokens are appended to the vocabulary that was given, which changes the caller's")
-class ChangesTheGivenVocabulary(reference.BPETokenizer):
+class ChangesTheGivenVocabulary(_Tokenizer):
     def __init__(self, vocab, merges, special_tokens=()):
         super().__init__(vocab, merges, special_tokens)
         vocab.update(self.vocab)
 
 
 @mistake("BPETokenizer", "each chunk of a stream is encoded alone, so words are cut where the chunks are")
-class EncodesEachChunk(reference.BPETokenizer):
+class EncodesEachChunk(_Tokenizer):
     def encode_iterable(self, chunks):
         for chunk in chunks:
             yield from self.encode(chunk)
 
 
 @mistake("BPETokenizer", "the whole stream is read and joined before the first id is given")
-class ReadsTheWholeStream(reference.BPETokenizer):
+class ReadsTheWholeStream(_Tokenizer):
     def encode_iterable(self, chunks):
         yield from self.encode("".join(chunks))
 
 
 @mistake("BPETokenizer", "only the last word is held back: a contraction or a run of spaces may join the one before it")
-class HoldsOneWordBack(reference.BPETokenizer):
+class HoldsOneWordBack(_Tokenizer):
     def encode_iterable(self, chunks):
-        longest = max(map(len, self.special_tokens), default=1)
         buffer = ""
         for chunk in chunks:
             buffer += chunk
-            words = reference.PRE_TOKEN.findall(buffer) if longest == 1 else []
+            words = [] if self.special_tokens else PRE_TOKEN.findall(buffer)
             settled = "".join(words[:-1])
             yield from self.encode(settled)
             buffer = buffer[len(settled) :]
@@ -535,76 +623,46 @@ class HoldsOneWordBack(reference.BPETokenizer):
 
 
 @mistake("BPETokenizer", "a special token that two chunks share is not seen: the end of a chunk is settled too early")
-class CutsSpecialTokens(reference.BPETokenizer):
+class CutsSpecialTokens(_Tokenizer):
     def encode_iterable(self, chunks):
-        buffer = ""
-        for chunk in chunks:
-            buffer += chunk
-            end = 0
-            for token, end, special in reference._settled(buffer, self._special, 0):  # noqa: B007
-                yield from [self.ids[token.encode()]] if special else self._word_ids[token]
-            buffer = buffer[end:]
-        yield from self.encode(buffer)
+        yield from self.stream(chunks, longest=0)
 
 
 @mistake("BPETokenizer", "the certain words are joined and then encoded, without what follows them: the cut changes")
-class EncodesTheJoin(reference.BPETokenizer):
+class EncodesTheJoin(_Tokenizer):
     def encode_iterable(self, chunks):
-        longest = max(map(len, self.special_tokens), default=0)
-        buffer = ""
-        for chunk in chunks:
-            buffer += chunk
-            end = max((end for _, end, _ in reference._settled(buffer, self._special, longest)), default=0)
-            yield from self.encode(buffer[:end])
-            buffer = buffer[end:]
-        yield from self.encode(buffer)
-
-
-@mistake("BPETokenizer", "the whole buffer is scanned again for every chunk: a long word costs its square")
-class ScansAgain(reference.BPETokenizer):
-    def encode_iterable(self, chunks):
-        longest = max(map(len, self.special_tokens), default=0)
-        buffer = ""
-        for chunk in chunks:
-            buffer += chunk
-            end = 0
-            for token, end, special in reference._settled(buffer, self._special, longest):  # noqa: B007
-                yield from [self.ids[token.encode()]] if special else self._word_ids[token]
-            buffer = buffer[end:]
-        yield from self.encode(buffer)
-
-
-@mistake("BPETokenizer", "every word met is kept, in a stream too: its table grows with the text")
-class KeepsEveryWord(reference.BPETokenizer):
-    def encode_iterable(self, chunks):
-        longest = max(map(len, self.special_tokens), default=0)
-        buffer, enough, words = "", 0, {}
+        buffer, enough = "", 0
         for chunk in chunks:
             buffer += chunk
             if len(buffer) < enough:
                 continue
-            end = 0
-            for token, end, special in reference._settled(buffer, self._special, longest):  # noqa: B007
-                if not special and token not in words:
-                    words[token] = list(self._word_ids[token])
-                yield from [self.ids[token.encode()]] if special else words[token]
+            end = max((end for _, end, _ in self.settled(buffer)), default=0)
+            yield from self.right.encode(buffer[:end])
             buffer = buffer[end:]
             enough = 2 * len(buffer)
         yield from self.encode(buffer)
 
 
+@mistake("BPETokenizer", "the whole buffer is scanned again for every chunk: a long word costs its square")
+class ScansAgain(_Tokenizer):
+    def encode_iterable(self, chunks):
+        yield from self.stream(chunks, waits=False)
+
+
+@mistake("BPETokenizer", "every word met is kept, in a stream too: its table grows with the text")
+class KeepsEveryWord(_Tokenizer):
+    def encode_iterable(self, chunks):
+        yield from self.stream(chunks)
+
+    def ids_of_stream(self, word):
+        return self.ids_of(word)
+
+
 @mistake("BPETokenizer", "every word is merged anew each time it is met")
-class RemembersNothing(reference.BPETokenizer):
-    def encode(self, text):
-        ids = []
-        for n, piece in enumerate(self._special.split(text)):
-            if n % 2:
-                ids.append(self.ids[piece.encode()])
-                continue
-            for word in reference.PRE_TOKEN.findall(piece):
-                self._word_ids.clear()
-                ids += self._word_ids[word]
-        return ids
+class RemembersNothing(_Tokenizer):
+    def ids_of(self, word):
+        self.known.clear()
+        return super().ids_of(word)
 
 
 # ---- 1.6 embed -------------------------------------------------------------------------------------------------------

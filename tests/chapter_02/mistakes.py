@@ -32,6 +32,18 @@ def counted_from_one(head_dim, theta=10_000.0, device=None):
     return (theta ** (-2 * (_pairs(head_dim) + 1) / head_dim)).to(device)
 
 
+@mistake("rope_frequencies", "the exponent is -2i/(D/2): it is divided by the number of pairs, not by D")
+def exponent_over_pairs(head_dim, theta=10_000.0, device=None):
+    return (theta ** (-2 * _pairs(head_dim) / (head_dim // 2))).to(device)
+
+
+@mistake(
+    "rope_frequencies", "the last frequency is 1/theta itself: linspace counts its end, where -2i/D stops before -1"
+)
+def end_counted(head_dim, theta=10_000.0, device=None):
+    return (theta ** -torch.linspace(0, 1, len(_pairs(head_dim)))).to(device)
+
+
 @mistake("rope_frequencies", "one frequency for every feature, where each pair of features shares one")
 def one_for_each_feature(head_dim, theta=10_000.0, device=None):
     return reference.rope_frequencies(head_dim, theta, device).repeat_interleave(2)
@@ -63,7 +75,8 @@ def frequencies_on_cpu(head_dim, theta=10_000.0, device=None):
 def _blocks(position, head_dim, theta, block):
     frequencies = reference.rope_frequencies(head_dim, theta).tolist()
     angles = torch.tensor([position * f for f in frequencies], dtype=torch.float64)
-    return torch.block_diag(*(torch.tensor(block(c, s)) for c, s in zip(angles.cos(), angles.sin(), strict=True)))
+    blocks = (torch.tensor(block(c, s)) for c, s in zip(angles.cos(), angles.sin(), strict=True))
+    return torch.block_diag(*blocks).float()
 
 
 @mistake("rotation_matrix", "it turns the wrong way: the minus sign stands below the diagonal instead of above it")
@@ -129,15 +142,22 @@ def table_from_one(head_dim, context_len, theta=10_000.0, device=None):
     return reference.precompute_rope(head_dim, context_len + 1, theta, device)[1:]
 
 
+@mistake("precompute_rope", "the arguments of polar are exchanged: the modulus comes first, then the angle")
+def table_of_polar_exchanged(head_dim, context_len, theta=10_000.0, device=None):
+    positions = torch.arange(context_len, dtype=torch.float32, device="cpu")
+    angles = torch.outer(positions, reference.rope_frequencies(head_dim, theta, "cpu"))
+    return torch.polar(angles, torch.ones_like(angles)).to(device)
+
+
 @mistake("precompute_rope", "the angles stand where the complex numbers of modulus 1 and those angles should")
 def table_of_angles(head_dim, context_len, theta=10_000.0, device=None):
-    frequencies = reference.rope_frequencies(head_dim, theta)
-    return torch.outer(torch.arange(context_len), frequencies).to(torch.complex64).to(device)
+    frequencies = reference.rope_frequencies(head_dim, theta, "cpu")
+    return torch.outer(torch.arange(context_len, device="cpu"), frequencies).to(torch.complex64).to(device)
 
 
 @mistake("precompute_rope", "sine and cosine exchanged: the real part should be the cosine")
 def table_exchanged(head_dim, context_len, theta=10_000.0, device=None):
-    table = reference.precompute_rope(head_dim, context_len, theta)
+    table = reference.precompute_rope(head_dim, context_len, theta, "cpu")
     return torch.complex(table.imag, table.real).to(device)
 
 
@@ -148,8 +168,8 @@ def table_backwards(head_dim, context_len, theta=10_000.0, device=None):
 
 @mistake("precompute_rope", "positions and frequencies were multiplied in bfloat16, which cannot tell 257 from 256")
 def table_in_bf16(head_dim, context_len, theta=10_000.0, device=None):
-    positions = torch.arange(context_len).bfloat16()
-    return _table(positions, reference.rope_frequencies(head_dim, theta).bfloat16(), device)
+    positions = torch.arange(context_len, device="cpu").bfloat16()
+    return _table(positions, reference.rope_frequencies(head_dim, theta, "cpu").bfloat16(), device)
 
 
 @mistake("precompute_rope", "the table is transposed: positions are its rows, pairs its columns")
@@ -170,6 +190,12 @@ def table_of_fixed_base(head_dim, context_len, theta=10_000.0, device=None):
 @mistake("precompute_rope", "the device asked for is ignored")
 def table_on_cpu(head_dim, context_len, theta=10_000.0, device=None):
     return reference.precompute_rope(head_dim, context_len, theta)
+
+
+@mistake("precompute_rope", "the table is made on PyTorch's default device and then moved to the one asked for")
+def table_moved(head_dim, context_len, theta=10_000.0, device=None):
+    frequencies = reference.rope_frequencies(head_dim, theta)
+    return _table(torch.arange(context_len).float(), frequencies).to(device)
 
 
 @mistake("precompute_rope", "the frequencies grow instead of falling: mend rope_frequencies first")

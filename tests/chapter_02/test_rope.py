@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle, recorded
+from tests.devices import Watch, devices_of
 
 rope = graded("rope")
 
@@ -89,14 +89,14 @@ def test_rope_frequencies_by_hand():
     expect_close(rope.rope_frequencies(8), expected, rtol=1e-5, read=FREQUENCIES)
 
 
-@pytest.mark.parametrize(("head_dim", "theta"), [(2, 10_000.0), (6, 100.0), (64, 10_000.0), (128, 500_000.0)])
+@pytest.mark.parametrize(("head_dim", "theta"), [(2, 10_000.0), (6, 50.0), (64, 10_000.0), (128, 500_000.0)])
 def test_rope_frequencies_by_formula(head_dim, theta):
     case(f"head_dim={head_dim}, theta={theta:.0f}")
     expected = torch.tensor([theta ** (-2 * i / head_dim) for i in range(head_dim // 2)])
     expect_close(rope.rope_frequencies(head_dim, theta), expected, rtol=1e-5, atol=0.0, read=FREQUENCIES)
 
 
-@pytest.mark.parametrize("head_dim", [7, 1])
+@pytest.mark.parametrize("head_dim", [13, 1])
 def test_rope_frequencies_refuses_odd_width(head_dim):
     case(f"head_dim={head_dim}")
     with expect_raises(ValueError, str(head_dim), "even", read="the contract, under Raises"):
@@ -105,8 +105,9 @@ def test_rope_frequencies_refuses_odd_width(head_dim):
 
 def test_rope_frequencies_live_on_the_device_asked_for():
     case('head_dim=4, device="meta"')
-    device = rope.rope_frequencies(4, device="meta").device.type
-    expect_equal(device, "meta", name="out.device", read="the contract")
+    out, devices = devices_of(rope.rope_frequencies, 4, device="meta")
+    problem = "no tensor is made on, or moved to, the device asked for"
+    expect_true("meta" in devices, problem, answer=out, read="the contract, under Args")
 
 
 @pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
@@ -161,10 +162,20 @@ def test_rotation_matrix_equals_the_matrix_exponential(position, head_dim, theta
     expect_close(rope.rotation_matrix(position, head_dim, theta), expected, atol=1e-5, read=BLOCKS)
 
 
+def test_rotation_matrix_knows_the_usual_theta():
+    case("position=3, head_dim=6, theta left out: it is 10,000")
+    expected = torch.zeros(6, 6)
+    for i in range(3):
+        angle = 3 * 10_000.0 ** (-2 * i / 6)
+        turned = [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]]
+        expected[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] = torch.tensor(turned)
+    expect_close(rope.rotation_matrix(3, 6), expected, atol=1e-6, read=BLOCKS)
+
+
 def test_rotation_matrix_refuses_odd_width():
-    case("head_dim=5")
-    with expect_raises(ValueError, "5", read="the contract, under Raises"):
-        rope.rotation_matrix(3, 5)
+    case("position=2, head_dim=15")
+    with expect_raises(ValueError, "15", read="the contract, under Raises"):
+        rope.rotation_matrix(2, 15)
 
 
 # ---- 2.3 precompute_rope ---------------------------------------------------------------------------------------------
@@ -204,15 +215,29 @@ def test_precompute_rope_knows_position_100_000():
 
 
 def test_precompute_rope_refuses_odd_width():
-    case("head_dim=3")
-    with expect_raises(ValueError, "3", read="the contract, under Raises"):
-        rope.precompute_rope(3, 4)
+    case("head_dim=13, context_len=4")
+    with expect_raises(ValueError, "13", read="the contract, under Raises"):
+        rope.precompute_rope(13, 4)
 
 
 def test_precompute_rope_lives_on_the_device_asked_for():
-    case('head_dim=4, context_len=2, device="meta"')
-    device = rope.precompute_rope(4, 2, device="meta").device.type
-    expect_equal(device, "meta", name="out.device", read="the contract")
+    case('head_dim=4, context_len=3, theta=100, device="meta"')
+    out, devices = devices_of(rope.precompute_rope, 4, 3, 100.0, "meta")
+    problem = "no tensor is made on, or moved to, the device asked for"
+    expect_true("meta" in devices, problem, answer=out, read="the contract, under Args")
+
+
+def test_precompute_rope_asks_for_the_default_device_only_without_another():
+    case('head_dim=4, context_len=3, theta=100, device="cpu", while the default device is "meta"')
+    with torch.device("meta"):
+        out, devices = devices_of(rope.precompute_rope, 4, 3, 100.0, "cpu")
+    problem = "a tensor is made on PyTorch's default device, where another device was asked for"
+    expect_true("meta" not in devices, problem, answer=out, read="the contract, under Args")
+    case('head_dim=4, context_len=3, theta=100, no device, while the default device is "meta"')
+    with torch.device("meta"):
+        out, devices = devices_of(rope.precompute_rope, 4, 3, 100.0)
+    problem = "no tensor is made on PyTorch's default device, where no other was asked for"
+    expect_true("meta" in devices, problem, answer=out, read="the contract, under Args")
 
 
 @pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
@@ -226,11 +251,17 @@ def test_precompute_rope_equals_transformers():
 
 
 def test_apply_rope_by_hand():
-    case("b=1 t=4 h=1 d=4, float32: vectors (1, 2, 3, 4), turned by quarters and halves of a circle")
-    x = torch.tensor([1.0, 2.0, 3.0, 4.0]).expand(1, 4, 1, 4).clone()
-    table = make_table(torch.arange(4.0)[:, None] * torch.tensor([math.pi / 2, math.pi]))
-    expected = torch.tensor([[1.0, 2, 3, 4], [-2, 1, -3, -4], [-1, -2, 3, 4], [2, -1, -3, -4]])
-    expect_close(rope.apply_rope(x, table), expected.reshape(1, 4, 1, 4), atol=1e-5, read=APPLY)
+    case("b=1 t=4 h=2 d=6, float32: numbers 1 to 48; at position m the pairs turn by m, 2m and 3m quarters of a circle")
+    x = torch.arange(1.0, 49.0).view(1, 4, 2, 6)
+    quarters = torch.arange(4.0)[:, None] * torch.tensor([1.0, 2.0, 3.0])
+    expected = [
+        [[1.0, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]],
+        [[-14, 13, -15, -16, 18, -17], [-20, 19, -21, -22, 24, -23]],
+        [[-25, -26, 27, 28, -29, -30], [-31, -32, 33, 34, -35, -36]],
+        [[38, -37, -39, -40, -42, 41], [44, -43, -45, -46, -48, 47]],
+    ]
+    out = rope.apply_rope(x, make_table(quarters * math.pi / 2))
+    expect_close(out, torch.tensor([expected]), atol=1e-4, read=APPLY)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -242,7 +273,7 @@ def test_apply_rope_leaves_x_unchanged(dtype):
     expect_close(x, before, atol=0.0, rtol=0.0, name="x", answer=out, read="the contract, under Args")
 
 
-@pytest.mark.parametrize(("b", "t", "h", "d"), [(1, 1, 1, 2), (1, 4, 4, 4), (2, 5, 3, 8), (3, 7, 1, 10)])
+@pytest.mark.parametrize(("b", "t", "h", "d"), [(2, 5, 3, 8), (1, 1, 1, 2), (1, 4, 4, 4), (3, 7, 1, 10)])
 def test_apply_rope_equals_the_explicit_product(b, t, h, d):
     case(f"b={b} t={t} h={h} d={d}, float32")
     x, angles = randn(b, t, h, d, seed=t), make_angles(t, d)
@@ -309,7 +340,7 @@ def test_apply_rope_takes_later_positions():
 @pytest.mark.parametrize("rows", [7, 1, 13])
 def test_apply_rope_refuses_a_table_of_another_length(rows):
     case(f"x of 11 positions, a table of {rows}")
-    with expect_raises(ValueError, str(rows), "11", read="the contract, under Raises"):
+    with expect_raises(ValueError, f"{rows}, 4", "11, 4", read="the contract, under Raises"):
         rope.apply_rope(randn(2, 11, 3, 8), make_table(make_angles(rows, 8)))
 
 
@@ -339,12 +370,13 @@ def test_apply_rope_passes_gradients_back():
     case("b=1 t=4 h=2 d=6: the gradient of x is the incoming one, rotated back")
     x, incoming, angles = randn(1, 4, 2, 6).requires_grad_(), randn(1, 4, 2, 6, seed=1), make_angles(4, 6)
     out = rope.apply_rope(x, make_table(angles))
-    expect_true(out.requires_grad, "the output is cut off from the graph: no gradient can reach x", read=APPLY)
+    problem = "the output is cut off from the graph: no gradient can reach x"
+    expect_true(out.requires_grad, problem, answer=out, read=APPLY)
     out.backward(incoming)
     expect_close(x.grad, turn(incoming, -angles).float(), atol=1e-5, name="x.grad", answer=out, read=APPLY)
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(Watch):
     """Counts operators, and the real numbers in the largest tensor that one of them makes."""
 
     def __init__(self):
@@ -385,12 +417,12 @@ def test_apply_rope_does_not_loop():
 
 
 def rows(order: list[int]) -> Tensor:
-    """A weight whose rows are (r, 100 + r): a row says where it came from."""
-    return torch.tensor([[r, 100.0 + r] for r in order])
+    """A weight whose rows are (r, 100 + r, 200 + r): a row says where it came from."""
+    return torch.tensor([[r, 100.0 + r, 200.0 + r] for r in order])
 
 
 def test_interleaved_to_half_by_hand():
-    case("n_heads=2, head_dim=6, c=2: row r holds (r, 100 + r)")
+    case("n_heads=2, head_dim=6, c=3: row r holds (r, 100 + r, 200 + r)")
     expected = rows([0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11])
     expect_close(rope.interleaved_to_half(rows(list(range(12))), 2), expected, atol=0.0, rtol=0.0, read=LAYOUTS)
 
@@ -400,7 +432,8 @@ def test_interleaved_to_half_row_by_row(n_heads, head_dim, c):
     case(f"n_heads={n_heads}, head_dim={head_dim}, c={c}")
     weight = randn(n_heads * head_dim, c)
     order = [h * head_dim + 2 * i + side for h in range(n_heads) for side in (0, 1) for i in range(head_dim // 2)]
-    expect_close(rope.interleaved_to_half(weight, n_heads), weight[order], atol=0.0, rtol=0.0, read=LAYOUTS)
+    expected = weight[order]
+    expect_close(rope.interleaved_to_half(weight, n_heads), expected, atol=0.0, rtol=0.0, read=LAYOUTS)
 
 
 def test_interleaved_to_half_keeps_scores():
@@ -434,7 +467,7 @@ def test_interleaved_to_half_suits_transformers():
 
 
 def test_half_to_interleaved_by_hand():
-    case("n_heads=2, head_dim=6, c=2: row r holds (r, 100 + r)")
+    case("n_heads=2, head_dim=6, c=3: row r holds (r, 100 + r, 200 + r)")
     expected = rows([0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11])
     expect_close(rope.half_to_interleaved(rows(list(range(12))), 2), expected, atol=0.0, rtol=0.0, read=LAYOUTS)
 
@@ -445,7 +478,8 @@ def test_half_to_interleaved_row_by_row(n_heads, head_dim, c):
     weight = randn(n_heads * head_dim, c)
     half = head_dim // 2
     order = [h * head_dim + i + side * half for h in range(n_heads) for i in range(half) for side in (0, 1)]
-    expect_close(rope.half_to_interleaved(weight, n_heads), weight[order], atol=0.0, rtol=0.0, read=LAYOUTS)
+    expected = weight[order]
+    expect_close(rope.half_to_interleaved(weight, n_heads), expected, atol=0.0, rtol=0.0, read=LAYOUTS)
 
 
 @pytest.mark.parametrize(("n_heads", "head_dim"), [(1, 6), (2, 10), (5, 4)])

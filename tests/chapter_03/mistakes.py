@@ -107,6 +107,12 @@ def weights_detached(x, dim):
     return reference.softmax(x.detach(), dim)
 
 
+@mistake("softmax", "the largest of no scores is asked for, which raises: an empty dimension needs a way of its own")
+def largest_of_nothing(x, dim):
+    x.amax(dim)
+    return reference.softmax(x, dim)
+
+
 # ---- 3.2 causal_mask -------------------------------------------------------------------------------------------------
 
 
@@ -263,6 +269,12 @@ def nan_replaced_in_output(q, k, v, mask=None):
     return torch.nan_to_num(_attend(q, k, v, mask, weigh=torch.softmax))
 
 
+@mistake("scaled_dot_product_attention", "it stumbles over S = 0: without keys there is no largest score")
+def largest_of_no_keys(q, k, v, mask=None):
+    (q @ k.transpose(-2, -1)).amax(-1)
+    return reference.scaled_dot_product_attention(q, k, v, mask)
+
+
 @mistake("scaled_dot_product_attention", "it always hides the future, where only the mask should")
 def always_causal(q, k, v, mask=None):
     causal = reference.causal_mask(q.shape[-2], k.shape[-2])
@@ -411,7 +423,11 @@ def repeat_to_a_number(x, n_repeats):
 # ---- 3.7 KVCache -----------------------------------------------------------------------------------------------------
 
 
-def _room(cache, k):
+def _room(cache, k, v):
+    expected = [cache.keys.shape[0], cache.keys.shape[1], k.shape[2], cache.keys.shape[3]]
+    for new in (k, v):
+        if list(new.shape) != expected:
+            raise ValueError(f"{list(new.shape)}, expected {expected}")
     end = cache.length + k.shape[2]
     if end > cache.keys.shape[2]:
         raise ValueError(f"{cache.length} held, {k.shape[2]} more is {end}, of {cache.keys.shape[2]}")
@@ -425,11 +441,18 @@ def _write(cache, k, v, start):
 
 @mistake("KVCache", "tensors are joined anew at each update: the whole past is copied for every token")
 class JoinsTensors(reference.KVCache):
+    def __init__(self, batch, n_kv_heads, max_len, head_dim, dtype=torch.float32, device=None):
+        super().__init__(batch, n_kv_heads, max_len, head_dim, dtype, device)
+        self.max_len = max_len
+
     def update(self, k, v):
-        start, end = _room(self, k)
-        _write(self, k, v, start)
-        self.length = end
-        return torch.cat([self.keys[:, :, :start], k], dim=2), torch.cat([self.values[:, :, :start], v], dim=2)
+        fits = reference.KVCache(len(self.keys), self.keys.shape[1], self.max_len, self.keys.shape[3], self.keys.dtype)
+        fits.length = self.length
+        fits.update(k, v)
+        self.keys = torch.cat([self.keys[:, :, : self.length], k], dim=2)
+        self.values = torch.cat([self.values[:, :, : self.length], v], dim=2)
+        self.length = fits.length
+        return self.keys, self.values
 
 
 @mistake("KVCache", "copies come back, where views of the cache's own memory would do")
@@ -442,7 +465,7 @@ class ReturnsCopies(reference.KVCache):
 @mistake("KVCache", "every update begins at position 0 and overwrites the past")
 class BeginsAtZero(reference.KVCache):
     def update(self, k, v):
-        _, end = _room(self, k)
+        _, end = _room(self, k, v)
         _write(self, k, v, 0)
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
@@ -451,7 +474,7 @@ class BeginsAtZero(reference.KVCache):
 @mistake("KVCache", "length is never advanced")
 class NeverAdvances(reference.KVCache):
     def update(self, k, v):
-        start, end = _room(self, k)
+        start, end = _room(self, k, v)
         _write(self, k, v, start)
         return self.keys[:, :, :end], self.values[:, :, :end]
 
@@ -510,6 +533,7 @@ class CountsHeads(reference.KVCache):
 @mistake("KVCache", "what does not fit drops the oldest positions without a word")
 class DropsTheOldest(reference.KVCache):
     def update(self, k, v):
+        _room(self, k[:, :, :0], v[:, :, :0] if k.shape == v.shape else v)
         max_len = self.keys.shape[2]
         excess = max(0, self.length + k.shape[2] - max_len)
         if excess:
@@ -523,7 +547,7 @@ class DropsTheOldest(reference.KVCache):
 @mistake("KVCache", "the cache is changed before it refuses what does not fit")
 class ChangesBeforeItRefuses(reference.KVCache):
     def update(self, k, v):
-        start = self.length
+        start = _room(self, k[:, :, :0], v[:, :, :0])[0] if k.shape == v.shape else _room(self, k, v)[0]
         self.length += k.shape[2]
         if self.length > self.keys.shape[2]:
             raise ValueError(f"{start} + {k.shape[2]} > {self.keys.shape[2]}")
@@ -537,6 +561,21 @@ class RefusesTheLast(reference.KVCache):
         end = self.length + k.shape[2]
         if end >= self.keys.shape[2]:
             raise ValueError(f"{self.length} + {k.shape[2]} >= {self.keys.shape[2]}")
+        return super().update(k, v)
+
+
+@mistake("KVCache", "a batch of one, or a head of one, is broadcast over the whole cache without a word")
+class BroadcastsOne(reference.KVCache):
+    def update(self, k, v):
+        batch, groups, _, width = self.keys.shape
+        return super().update(*(new.expand(batch, groups, -1, width) for new in (k, v)))
+
+
+@mistake("KVCache", "the keys are written before the values are found to have another shape")
+class WritesBeforeItLooks(reference.KVCache):
+    def update(self, k, v):
+        start, _ = _room(self, k, k)
+        self.keys[:, :, start : start + k.shape[2]] = k
         return super().update(k, v)
 
 

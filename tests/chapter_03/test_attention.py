@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
+from tests.devices import Devices, Watch, devices_of
 
 attention = graded("attention")
 
@@ -50,12 +50,8 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(Watch):
     """Counts operators, the numbers in the largest tensor that one makes, and the numbers that are written anew."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else the first use imports the compiler, for 2 s
 
     def __init__(self):
         super().__init__()
@@ -72,25 +68,6 @@ class Ledger(TorchDispatchMode):
                 if in_place or tensor.untyped_storage().data_ptr() not in given:
                     self.n_written += tensor.numel()
         return out
-
-
-class Devices(TorchDispatchMode):
-    """Notes the devices that operators are asked for, and lets all of them run on the CPU."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else the first use imports the compiler, for 2 s
-
-    def __init__(self):
-        super().__init__()
-        self.asked = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") is not None:
-            self.asked.append(kwargs["device"].type)
-            kwargs["device"] = torch.device("cpu")
-        return func(*args, **kwargs)
 
 
 # ---- 3.1 softmax -----------------------------------------------------------------------------------------------------
@@ -184,6 +161,12 @@ def test_softmax_sums_70_000_in_float16():
     expect_close(out, expected, atol=1e-7, read=SOFTMAX_RETURNS)
 
 
+def test_softmax_of_nothing_is_empty():
+    for shape, dim in [((3, 0), 1), ((0,), -1), ((0, 4), 0)]:
+        case(f"x {list(shape)}, dim={dim}: there is nothing to weigh")
+        expect_close(attention.softmax(torch.zeros(shape), dim), torch.zeros(shape), read=SOFTMAX_RETURNS)
+
+
 def test_softmax_leaves_x_unchanged():
     case("x [2, 3]: x after the call")
     x = randn(2, 3)
@@ -198,7 +181,8 @@ def test_softmax_passes_gradients_back():
     x[1] = 0.0
     mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     out = attention.softmax(mine, 1)
-    expect_true(out.requires_grad, "the output is cut off from the graph: no gradient can reach x", read=SOFTMAX)
+    problem = "the output is cut off from the graph: no gradient can reach x"
+    expect_true(out.requires_grad, problem, answer=out, read=SOFTMAX)
     out.backward(incoming)
     torch.softmax(theirs, 1).backward(incoming)
     expect_close(mine.grad, theirs.grad, atol=1e-6, name="x.grad", answer=out, read=SOFTMAX)
@@ -264,10 +248,9 @@ def test_causal_mask_of_late_queries_is_the_end_of_the_whole_mask():
 
 def test_causal_mask_lives_on_the_device_asked_for():
     case('n_queries=2, n_keys=2, device="meta"')
-    with Devices() as devices:
-        mask = attention.causal_mask(2, 2, device="meta")
+    mask, devices = devices_of(attention.causal_mask, 2, 2, device="meta")
     problem = "no tensor is made on, or moved to, the device asked for"
-    expect_true("meta" in devices.asked, problem, answer=mask, read="the contract, under Args")
+    expect_true("meta" in devices, problem, answer=mask, read="the contract, under Args")
 
 
 def test_causal_mask_suits_torch():
@@ -299,28 +282,39 @@ def hand_made() -> tuple[Tensor, Tensor, Tensor]:
     """Weights (2, 1, 1)/4 and (1, 4, 1)/6."""
     log2 = math.log(2)
     q = torch.tensor([[2 * log2, 0, 0, 0], [0, 4 * log2, 0, 0]])
-    return q, torch.eye(4)[:3].clone(), torch.tensor([[4.0, 0.0], [0.0, 12.0], [8.0, 0.0]])
+    v = torch.tensor([[12.0, 0, 0, 12, 0], [0, 12, 0, 12, 12], [0, 0, 12, 0, 12]])
+    return q, torch.eye(4)[:3].clone(), v
 
 
 def test_scaled_dot_product_attention_by_hand():
-    case("t=2 s=3 d=4 dv=2: weights (2, 1, 1)/4 and (1, 4, 1)/6")
+    case("t=2 s=3 d=4 dv=5: weights (2, 1, 1)/4 and (1, 4, 1)/6")
     out = attention.scaled_dot_product_attention(*hand_made())
-    expect_close(out, torch.tensor([[4.0, 3.0], [2.0, 8.0]]), atol=1e-5, read=ATTENTION)
+    expected = torch.tensor([[6.0, 3, 3, 9, 6], [2, 8, 2, 10, 10]])
+    expect_close(out, expected, atol=1e-4, read=ATTENTION)
 
 
 def test_scaled_dot_product_attention_by_hand_with_a_mask():
-    case("t=2 s=3 d=4 dv=2, mask (1, 0, 1) and (0, 1, 1): weights (2, 0, 1)/3 and (0, 4, 1)/5")
-    mask = torch.tensor([[1, 0, 1], [0, 1, 1]]).bool()
+    case("t=2 s=3 d=4 dv=5, mask (0, 1, 1) and (1, 1, 0): weights (0, 1, 1)/2 and (1, 4, 0)/5")
+    mask = torch.tensor([[0, 1, 1], [1, 1, 0]]).bool()
     out = attention.scaled_dot_product_attention(*hand_made(), mask)
-    expect_close(out, torch.tensor([[16 / 3, 0.0], [8 / 5, 48 / 5]]), atol=1e-5, read=ATTENTION)
+    expected = torch.tensor([[0.0, 6, 6, 6, 12], [2.4, 9.6, 0, 12, 9.6]])
+    expect_close(out, expected, atol=1e-4, read=ATTENTION)
 
 
 def test_scaled_dot_product_attention_of_a_query_that_sees_nothing():
-    case("t=2 s=3 d=4 dv=2, mask (1, 0, 1) and (0, 0, 0)")
+    case("t=2 s=3 d=4 dv=5, mask (1, 0, 1) and (0, 0, 0)")
     mask = torch.tensor([[1, 0, 1], [0, 0, 0]]).bool()
     out = attention.scaled_dot_product_attention(*hand_made(), mask)
-    expected = torch.tensor([[16 / 3, 0.0], [0.0, 0.0]])
-    expect_close(out, expected, atol=1e-5, read='section "A row with nothing to see"')
+    expected = torch.tensor([[8.0, 0, 4, 8, 4], [0, 0, 0, 0, 0]])
+    expect_close(out, expected, atol=1e-4, read='section "A row with nothing to see"')
+
+
+@pytest.mark.parametrize("with_mask", [False, True], ids=["no_mask", "empty_mask"])
+def test_scaled_dot_product_attention_of_no_keys(with_mask):
+    mask = torch.ones(4, 0, dtype=torch.bool) if with_mask else None
+    case(f"q [2, 4, 3], k [2, 0, 3], v [2, 0, 5], {'mask [4, 0]' if with_mask else 'no mask'}: there are no keys")
+    out = attention.scaled_dot_product_attention(randn(2, 4, 3), torch.zeros(2, 0, 3), torch.zeros(2, 0, 5), mask)
+    expect_close(out, torch.zeros(2, 4, 5), read="the contract, under Returns")
 
 
 def test_scaled_dot_product_attention_equals_torch():
@@ -478,7 +472,7 @@ def test_split_heads_feature_by_feature(b, t, h, d):
     expect_close(attention.split_heads(x, h), expected, atol=0.0, rtol=0.0, read=HEADS)
 
 
-@pytest.mark.parametrize(("width", "n_heads"), [(10, 3), (7, 2), (4, 8)])
+@pytest.mark.parametrize(("width", "n_heads"), [(100, 30), (70, 20), (40, 80)])
 def test_split_heads_refuses_a_width_that_does_not_divide(width, n_heads):
     case(f"width {width}, n_heads={n_heads}")
     with expect_raises(ValueError, str(width), str(n_heads), read="the contract, under Raises"):
@@ -527,10 +521,10 @@ def test_merge_heads_of_values_that_know_their_position():
 
 
 def test_repeat_kv_by_hand():
-    case("b=1 g=2 t=2 d=1, each group for 3 heads")
-    x = torch.tensor([[[1.0], [2.0]], [[10.0], [20.0]]])[None]
-    expected = torch.tensor([[1.0, 2], [1, 2], [1, 2], [10, 20], [10, 20], [10, 20]]).view(1, 6, 2, 1)
-    expect_close(attention.repeat_kv(x, 3), expected, read=GROUPS)
+    case("b=1 g=2 t=3 d=1, each group for 4 heads")
+    x = torch.tensor([[[1.0], [2.0], [3.0]], [[10.0], [20.0], [30.0]]])[None]
+    expected = torch.tensor([[1.0, 2, 3]] * 4 + [[10.0, 20, 30]] * 4).view(1, 8, 3, 1)
+    expect_close(attention.repeat_kv(x, 4), expected, read=GROUPS)
 
 
 @pytest.mark.parametrize(
@@ -575,14 +569,16 @@ def test_KVCache_by_hand():
     case("max_len=5: the first update, keys 1 2 and values 10 20")
     out = cache.update(numbers(1, 2), numbers(10, 20))
     expect_close(out, (numbers(1, 2), numbers(10, 20)), read=CACHE)
+    answer, attributes = [*out, cache.length], "the contract, under Attributes"
+    expect_equal(cache.length, 2, name="length", answer=answer, read=attributes)
     case("max_len=5: the second update, key 3 and value 30")
     out = cache.update(numbers(3), numbers(30))
     expect_close(out, (numbers(1, 2, 3), numbers(10, 20, 30)), read=CACHE)
-    expect_equal(cache.length, 3, name="length", answer=out, read="the contract, under Attributes")
+    expect_equal(cache.length, 3, name="length", answer=[*out, cache.length], read=attributes)
     case("max_len=5: the third update fills it, keys 4 5 and values 40 50")
     out = cache.update(numbers(4, 5), numbers(40, 50))
     expect_close(out, (numbers(1, 2, 3, 4, 5), numbers(10, 20, 30, 40, 50)), read=CACHE)
-    expect_equal(cache.length, 5, name="length", answer=out, read="the contract, under Attributes")
+    expect_equal(cache.length, 5, name="length", answer=[*out, cache.length], read=attributes)
 
 
 @pytest.mark.parametrize("chunks", [(1, 1, 1, 1), (3, 1, 4, 2), (10,), (1, 9)])
@@ -605,7 +601,8 @@ def test_KVCache_returns_views_of_its_own_memory():
         out = cache.update(randn(2, 1, n, 3), randn(2, 1, n, 3, seed=1))
         problem = "what comes back is a copy: it does not lie in the memory that was taken at the start"
         there = [x.data_ptr() for x in out]
-        expect_true(there == own, problem, answer=out, read="the contract, under Returns")
+        answer = [*out, cache.keys]
+        expect_true(there == own, problem, answer=answer, read="the contract, under Returns")
 
 
 def test_KVCache_never_copies_the_past():
@@ -621,23 +618,49 @@ def test_KVCache_never_copies_the_past():
     expect_true(written[2] == written[50], problem, answer=out, read=CACHE)
 
 
-@pytest.mark.parametrize(("held", "more"), [(0, 5), (3, 2), (4, 1), (2, 7)])
+@pytest.mark.parametrize(("held", "more"), [(0, 50), (30, 20), (40, 10), (20, 70)])
 def test_KVCache_refuses_what_does_not_fit(held, more):
-    case(f"max_len=4, holds {held}: {more} more")
-    cache = attention.KVCache(1, 1, 4, 2)
-    k = randn(1, 1, 4, 2)
+    case(f"max_len=40, holds {held}: {more} more")
+    raises, cache = "the contract, under Raises", attention.KVCache(1, 1, 40, 2)
+    k, v = randn(1, 1, 40, 2), randn(1, 1, 40, 2, seed=1)
     if held:
-        cache.update(k[:, :, :held], k[:, :, :held])
-    mentions = dict.fromkeys((str(held), "4", str(more)))  # each once
-    with expect_raises(ValueError, *mentions, read="the contract, under Raises"):
-        cache.update(randn(1, 1, more, 2, seed=1), randn(1, 1, more, 2, seed=1))
-    case(f"max_len=4, holds {held}, and refused {more} more: what it holds now")
-    expect_equal(cache.length, held, name="length", read="the contract, under Raises")
-    expect_close(cache.keys[:, :, :held], k[:, :, :held], name="keys", read="the contract, under Raises")
-    if held < 4:
-        case(f"max_len=4, holds {held}, and refused {more} more: {4 - held} that fit")
-        keys, _ = cache.update(k[:, :, held:], k[:, :, held:])
-        expect_close(keys, k, name="keys", read="the contract, under Raises")
+        cache.update(k[:, :, :held], v[:, :, :held])
+    mentions = (str(n) for n in (held, 40, more) if n)
+    with expect_raises(ValueError, *mentions, read=raises):
+        cache.update(randn(1, 1, more, 2, seed=2), randn(1, 1, more, 2, seed=3))
+    case(f"max_len=40, holds {held}, and refused {more} more: what it holds now")
+    expect_equal(cache.length, held, name="length", read=raises)
+    expect_close(cache.keys[:, :, :held], k[:, :, :held], name="keys", read=raises)
+    expect_close(cache.values[:, :, :held], v[:, :, :held], name="values", read=raises)
+    if held < 40:
+        case(f"max_len=40, holds {held}, and refused {more} more: {40 - held} that fit")
+        out = cache.update(k[:, :, held:], v[:, :, held:])
+        expect_close(out, (k, v), name="keys and values", read=raises)
+
+
+@pytest.mark.parametrize(
+    ("what", "k_shape", "v_shape", "wrong"),
+    [
+        ("a batch of one", [1, 2, 3, 5], [1, 2, 3, 5], "1, 2, 3, 5"),
+        ("one head", [4, 1, 3, 5], [4, 1, 3, 5], "4, 1, 3, 5"),
+        ("vectors of width one", [4, 2, 3, 1], [4, 2, 3, 1], "4, 2, 3, 1"),
+        ("values of a batch of one", [4, 2, 3, 5], [1, 2, 3, 5], "1, 2, 3, 5"),
+        ("values of one position less", [4, 2, 3, 5], [4, 2, 2, 5], "4, 2, 2, 5"),
+        ("values of one position", [4, 2, 3, 5], [4, 2, 1, 5], "4, 2, 1, 5"),
+    ],
+    ids=["batch", "heads", "width", "values_batch", "values_less", "values_one"],
+)
+def test_KVCache_refuses_another_shape(what, k_shape, v_shape, wrong):
+    case(f"b=4 g=2 max_len=7 d=5, holds 1: k {k_shape} and v {v_shape}, which is {what}")
+    raises, cache = "the contract, under Raises", attention.KVCache(4, 2, 7, 5)
+    cache.update(randn(4, 2, 1, 5), randn(4, 2, 1, 5, seed=1))
+    before = [cache.keys.clone(), cache.values.clone()]
+    with expect_raises(ValueError, wrong, "4, 2, 3, 5", read=raises):
+        cache.update(randn(*k_shape, seed=2), randn(*v_shape, seed=3))
+    case(f"b=4 g=2 max_len=7 d=5, holds 1, and refused k {k_shape} and v {v_shape}: what it holds now")
+    after = [cache.keys, cache.values]
+    expect_close(after, before, atol=0.0, rtol=0.0, name="keys and values", answer=[*after, cache.length], read=raises)
+    expect_equal(cache.length, 1, name="length", read=raises)
 
 
 def test_KVCache_keeps_its_dtype():
@@ -645,6 +668,14 @@ def test_KVCache_keeps_its_dtype():
     cache = attention.KVCache(1, 1, 3, 2, dtype=torch.bfloat16)
     k = randn(1, 1, 2, 2, dtype=torch.bfloat16)
     expect_close(cache.update(k, k), (k, k), atol=0.0, rtol=0.0, read="the contract")
+
+
+def test_KVCache_lives_on_the_device_asked_for():
+    case('device="meta": the devices that it asks for')
+    with Devices() as devices:
+        attention.KVCache(1, 1, 3, 2, device="meta")
+    problem = "no tensor is made on the device asked for"
+    expect_true("meta" in devices.asked, problem, answer=devices.asked, read="the contract, under Args")
 
 
 def test_KVCache_of_one_model_does_not_know_the_other():
@@ -711,15 +742,16 @@ class Notes:
 
 
 def test_MultiHeadAttention_by_hand():
-    case("c=4 h=2 t=2: weights (2, 1)/3 and (1, 1)/2 in head 0, (1, 1)/2 and (1, 2)/3 in head 1; wo reverses")
-    layer = make_layer(4, 2)
+    case("b=1 t=4 c=6 h=3: head i of position i weighs itself 2/5 and the others 1/5, the rest 1/4 each; wo reverses")
+    layer = make_layer(6, 3)
     s = math.sqrt(math.sqrt(2) * math.log(2))
-    for name, weight in {"wq": torch.eye(4), "wk": torch.eye(4), "wv": 6 / s * torch.eye(4)}.items():
+    for name, weight in {"wq": torch.eye(6), "wk": torch.eye(6), "wv": 20 / s * torch.eye(6)}.items():
         getattr(layer, name).weight.data.copy_(weight)
-    layer.wo.weight.data.copy_(torch.eye(4).flip(0))
-    x = torch.tensor([[[s, 0, 0, 0], [0, 0, s, 0]]])
-    expected = torch.tensor([[[0.0, 3, 0, 4], [0, 4, 0, 3]]])
-    expect_close(layer(x).detach(), expected, atol=1e-5, read=HEADS)
+    layer.wo.weight.data.copy_(torch.eye(6).flip(0))
+    x = torch.zeros(1, 4, 6)
+    x[0, [0, 1, 2], [0, 2, 4]] = s
+    expected = torch.tensor([[[0.0, 5, 0, 5, 0, 8], [0, 5, 0, 8, 0, 5], [0, 8, 0, 5, 0, 5], [0, 5, 0, 5, 0, 5]]])
+    expect_close(layer(x).detach(), expected, atol=1e-4, read=HEADS)
 
 
 @pytest.mark.parametrize(("c", "h", "g"), [(8, 2, None), (12, 6, 2), (12, 4, 1), (6, 1, 1)])
@@ -740,10 +772,10 @@ def test_MultiHeadAttention_equals_torch():
 
 
 def test_MultiHeadAttention_turns_keys_by_their_position():
-    case("b=1 t=2 d=4 h=2 g=2, with rope and a causal mask: the keys that the cache is given, [B, G, T, D]")
-    layer, x, angles, cache = make_layer(8, 2), randn(1, 2, 8, seed=9), make_angles(0, 2, 4), Notes()
+    case("b=1 t=3 d=4 h=2 g=2, with rope and a causal mask: the keys that the cache is given, [B, G, T, D]")
+    layer, x, angles, cache = make_layer(8, 2), randn(1, 3, 8, seed=9), make_angles(0, 3, 4), Notes()
     expected = turn((x.double() @ weights_of(layer)[1].T).unflatten(-1, (2, 4)).transpose(1, 2), angles).float()
-    out = layer(x, make_table(angles), lower(2, 2), cache).detach()
+    out = layer(x, make_table(angles), lower(3, 3), cache).detach()
     keys = torch.cat([torch.zeros(1, 2, 0, 4), *cache.keys], dim=2).detach()
     expect_close(keys, expected, atol=1e-4, name="keys", answer=(keys, out), read='section "The layer"')
 
@@ -804,7 +836,7 @@ def test_MultiHeadAttention_without_a_mask_sees_the_whole_cache():
     expect_close(out, expected_of(weights_of(layer), x, 2, 2).float()[:, 3:], atol=1e-4, read=CACHE)
 
 
-@pytest.mark.parametrize("args", [(10, 3), (12, 4, 3), (8, 2, 4)])
+@pytest.mark.parametrize("args", [(100, 30), (120, 40, 30), (80, 20, 40)])
 def test_MultiHeadAttention_refuses_what_does_not_divide(args):
     case(f"MultiHeadAttention{args}")
     two = args[:2] if args[0] % args[1] else args[1:]

@@ -8,8 +8,8 @@ from torch.nn.functional import gelu, silu
 from lib.given.models.llama import hf_tensors
 from lib.workbook.grading import mistake
 from solutions import llama as reference
-from solutions.attention import MultiHeadAttention, causal_mask
-from solutions.rope import half_to_interleaved
+from solutions.attention import KVCache, MultiHeadAttention, causal_mask
+from solutions.rope import half_to_interleaved, precompute_rope
 
 # ---- 4.1 RMSNorm -----------------------------------------------------------------------------------------------------
 
@@ -277,7 +277,7 @@ class _Varied(reference.Llama):
         return cache[0].length if cache else 0
 
     def mask_of(self, t, end):
-        return causal_mask(t, end)
+        return causal_mask(t, end, self.output.weight.device)
 
     def check(self, end):
         if end > self.config.context_len:
@@ -311,7 +311,7 @@ class NoMask(_Varied):
 @mistake("Llama", "with a cache the mask is aligned to the first key, so that new tokens cannot see the cached ones")
 class MaskAlignedLeft(_Varied):
     def mask_of(self, t, end):
-        return torch.ones(t, end, dtype=torch.bool).tril()
+        return torch.ones(t, end, dtype=torch.bool, device=self.output.weight.device).tril()
 
 
 @mistake("Llama", "the last norm, before the head, is missing")
@@ -338,13 +338,19 @@ class LastOnly(_Varied):
         return super().head(x)[:, -1:]
 
 
-@mistake("Llama", "nothing checks the context's length")
-class NoCheck(_Varied):
+@mistake("Llama", "the mask is made on PyTorch's default device, where the tokens may be on another")
+class MaskOnDefaultDevice(_Varied):
+    def mask_of(self, t, end):
+        return causal_mask(t, end)
+
+
+@mistake("Llama", "the last position is refused: context_len of them fit")
+class RefusesTheLast(_Varied):
     def check(self, end):
-        pass
+        super().check(end + 1)
 
 
-@mistake("Llama", "the length is checked without what is in the cache")
+@mistake("Llama", "what is in the cache is not counted: the length of the new tokens alone is checked, or nothing")
 class ChecksNewOnly(_Varied):
     def forward(self, tokens, cache=None):
         if tokens.shape[1] > self.config.context_len:
@@ -360,6 +366,28 @@ class TiedHead(reference.Llama):
     def __init__(self, config):
         super().__init__(config)
         self.output.weight = self.tok_embeddings.weight
+
+
+@mistake("Llama", "norm_eps does not reach the last norm")
+class LastNormFixedEpsilon(reference.Llama):
+    def __init__(self, config):
+        super().__init__(config)
+        self.norm = reference.RMSNorm(config.dim)
+
+
+@mistake("Llama", "rope_theta does not reach the rotation table: the base is always 10,000")
+class RopeOfFixedBase(reference.Llama):
+    def __init__(self, config):
+        super().__init__(config)
+        self.rope = precompute_rope(config.head_dim, config.context_len, device="cpu")
+
+
+@mistake("Llama", "the length is asked of the second layer's cache, which a model of one layer does not have")
+class AsksTheSecondCache(reference.Llama):
+    def forward(self, tokens, cache=None):
+        if cache:
+            cache[1].length  # noqa: B018
+        return super().forward(tokens, cache)
 
 
 @mistake("Llama", "the embeddings are multiplied by the root of the width, as in the first transformer")
@@ -431,16 +459,23 @@ class _Reused:
 @mistake("Llama", "the cache has room for every query head, where the grouped key heads are fewer")
 class CacheUngrouped(reference.Llama):
     def make_cache(self, batch, max_len):
-        dtype = self.output.weight.dtype
+        weight = self.output.weight
         shape = (batch, self.config.n_heads, max_len, self.config.head_dim)
-        return [reference.KVCache(*shape, dtype=dtype) for _ in self.layers]
+        return [KVCache(*shape, dtype=weight.dtype, device=weight.device) for _ in self.layers]
 
 
 @mistake("Llama", "the cache is float32 whatever the weights are")
 class CacheFloat32(reference.Llama):
     def make_cache(self, batch, max_len):
         shape = (batch, self.config.n_kv_heads, max_len, self.config.head_dim)
-        return [reference.KVCache(*shape) for _ in self.layers]
+        return [KVCache(*shape, device=self.output.weight.device) for _ in self.layers]
+
+
+@mistake("Llama", "the cache is made on PyTorch's default device, where the weights may be on another")
+class CacheOnDefaultDevice(reference.Llama):
+    def make_cache(self, batch, max_len):
+        shape = (batch, self.config.n_kv_heads, max_len, self.config.head_dim)
+        return [KVCache(*shape, dtype=self.output.weight.dtype) for _ in self.layers]
 
 
 # ---- 4.6 count_parameters --------------------------------------------------------------------------------------------
@@ -746,11 +781,13 @@ def top_k_too_large(logits, temperature=1.0, top_k=None, top_p=None, generator=N
 
 def _generate(
     model, tokens, n, temperature, top_k, top_p, eos_id, generator, *, whole=False, fill=True, prompt_eos=False,
-    stop=all, sample=reference.sample_next, position=-1, room=None, before=False, once_more=False,
+    stop=all, sample=reference.sample_next, position=-1, room=None, before=False, once_more=False, on_default=False,
 ):  # fmt: skip
     cache = model.make_cache(len(tokens), tokens.shape[1] + n if room is None else room)
     done = (
-        (tokens == eos_id).any(1) if prompt_eos and eos_id is not None else torch.zeros(len(tokens), dtype=torch.bool)
+        (tokens == eos_id).any(1)
+        if prompt_eos and eos_id is not None
+        else torch.zeros(len(tokens), dtype=torch.bool, device=None if on_default else tokens.device)
     )
     text = tokens
     for _ in range(n):
@@ -775,8 +812,8 @@ def _variant(name, sentence, no_grad=True, **changed):
     ):  # fmt: skip
         return _generate(model, tokens, max_new_tokens, temperature, top_k, top_p, eos_id, generator, **changed)
 
-    wrong.__name__ = name
     wrong = torch.no_grad()(_as_generator(wrong)) if no_grad else wrong
+    wrong.__name__ = name
     return mistake("generate", sentence)(wrong)
 
 
@@ -821,6 +858,12 @@ seed_lost = _variant(
 small_cache = _variant(
     "small_cache", "the cache has room for the new tokens only, and the prompt goes into it too", room=3
 )
+
+
+on_default_device = _variant(
+    "on_default_device", "who has ended is kept on PyTorch's default device, where the tokens may be on another",
+    on_default=True,
+)  # fmt: skip
 
 
 @mistake("generate", "a list of all tokens comes back at the end: nothing can be shown as it is written")

@@ -5,6 +5,7 @@ to be judged; Transformers' Llama judges the whole.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from lib.given.models.llama import LLAMA_2_7B, LLAMA_2_13B, LLAMA_2_70B, TINY, LlamaConfig, hf_tensors, meta_shapes
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle, recorded
+from tests.devices import Devices
 
 llama = graded("llama")
 
@@ -19,8 +21,8 @@ NORM, WIDTH, GATE, BLOCK, COUNT = (f"eq-llama-{n}" for n in (1, 2, 3, 4, 5))
 MEMORY, CACHE, TEMPERATURE, NUCLEUS = (f"eq-llama-{n}" for n in (6, 7, 8, 9))
 CONVERT, GENERATE = ("the contract of ex-llama-convert-hf-state-dict", "the contract of ex-llama-generate")
 
-PLAIN = LlamaConfig(vocab_size=23, dim=16, n_layers=2, n_heads=4, hidden_dim=24, context_len=16)
-GROUPED = LlamaConfig(vocab_size=19, dim=36, n_layers=2, n_heads=6, n_kv_heads=2, hidden_dim=20, context_len=32)
+PLAIN = LlamaConfig(vocab_size=23, dim=24, n_layers=2, n_heads=4, hidden_dim=28, context_len=16)
+GROUPED = LlamaConfig(vocab_size=19, dim=48, n_layers=2, n_heads=6, n_kv_heads=3, hidden_dim=20, context_len=32)
 CONFIGS = pytest.mark.parametrize("config", [PLAIN, GROUPED], ids=["plain", "grouped"])
 
 
@@ -209,6 +211,13 @@ def test_RMSNorm_equals_torch(shape):
     expect_close(norm(x), expected, read=NORM)
 
 
+def test_RMSNorm_knows_the_usual_eps():
+    case("x of [2, 9], values near 0.003, eps left out: it is 1e-5")
+    x = 0.003 * randn(2, 9)
+    expected = nn.functional.rms_norm(x.double(), (9,), eps=1e-5).float()
+    expect_close(llama.RMSNorm(9)(x), expected, read=NORM)
+
+
 def test_RMSNorm_forgets_the_scale():
     case("dim=16: x, and a thousand times x")
     norm, x = llama.RMSNorm(16, eps=1e-12), randn(4, 16)
@@ -355,18 +364,18 @@ def test_TransformerBlock_by_formula(config):
 
 
 def test_TransformerBlock_sees_all_without_a_mask():
-    case(f"x of [1, 4, 16], no mask, {named(PLAIN)}")
+    case(f"x of [1, 5, 24], no mask, {named(PLAIN)}")
     block, weights = make_block(PLAIN)
-    x = randn(1, 4, 16)
+    x = randn(1, 5, 24)
     expected = plain_block(x.double(), weights, PLAIN, causal=False).float()
-    expect_close(block(x, make_rope(PLAIN, 0, 4)), expected, atol=1e-4, rtol=1e-4, read=BLOCK)
+    expect_close(block(x, make_rope(PLAIN, 0, 5)), expected, atol=1e-4, rtol=1e-4, read=BLOCK)
 
 
 def test_TransformerBlock_is_the_identity_if_nothing_is_added():
     case("wo and w2 are zero: what comes in goes out")
-    silent = {"attention.wo.weight": torch.zeros(16, 16), "feed_forward.w2.weight": torch.zeros(16, 24)}
+    silent = {"attention.wo.weight": torch.zeros(24, 24), "feed_forward.w2.weight": torch.zeros(24, 28)}
     block, _ = make_block(PLAIN, **silent)
-    x = 5 * randn(2, 3, 16)
+    x = 5 * randn(2, 3, 24)
     expect_close(block(x, make_rope(PLAIN, 0, 3)), x, atol=1e-6, read=BLOCK)
 
 
@@ -384,7 +393,7 @@ def test_TransformerBlock_hands_the_cache_to_attention():
 
     case(f"positions 0 to 2, then 3 and 4 with the cache, {named(GROUPED)}")
     block, weights = make_block(GROUPED)
-    x, cache = randn(2, 5, 36), KVCache(2, 2, 5, 6)
+    x, cache = randn(2, 5, 48), KVCache(2, 3, 5, 8)
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
     first = block(x[:, :3], make_rope(GROUPED, 0, 3), mask[:3, :3], cache)
     expect_equal(cache.length, 3, name="cache.length", answer=first, read="the contract")
@@ -418,6 +427,19 @@ def test_Llama_equals_transformers(config):
     expected = recorded(f"logits_g{config.n_kv_heads}", lambda: transformers_logits(config, tokens))
     model, _ = make_llama(config)
     expect_close(model(tokens), expected, atol=1e-3, rtol=1e-3, read="the contract")
+
+
+@pytest.mark.parametrize(
+    "changed", [{"norm_eps": 0.5}, {"rope_theta": 20.0}, {"n_layers": 1}], ids=["norm_eps", "rope_theta", "one_layer"]
+)
+def test_Llama_uses_its_config(changed):
+    config = replace(GROUPED, **changed)
+    case(f"tokens [2, 5] and 2 more with a cache, {changed}, {named(config)}")
+    model, weights = make_llama(config)
+    tokens, cache = make_tokens(config, 2, 7), model.make_cache(2, 7)
+    logits = torch.cat([model(tokens[:, :5], cache), model(tokens[:, 5:], cache)], dim=1)
+    expected = plain_llama(tokens, weights, config).float()
+    expect_close(logits, expected, atol=1e-3, rtol=1e-3, read="the contract, under Args")
 
 
 @oracle
@@ -475,10 +497,37 @@ def test_Llama_make_cache_has_one_for_each_layer():
     case(f"batch=3, max_len=10, bfloat16, {named(GROUPED)}")
     model = llama.Llama(GROUPED).to(torch.bfloat16)
     cache = model.make_cache(3, 10)
-    expect_equal(len(cache), 2, name="len(cache)", read="the contract, make_cache")
-    shape = (tuple(cache[0].keys.shape), str(cache[0].keys.dtype), cache[0].length)
-    expected = ((3, 2, 10, 6), "torch.bfloat16", 0)
-    expect_equal(shape, expected, name="shape, dtype, length", read="the contract, make_cache")
+    contract = "the contract, make_cache"
+    expect_equal(len(cache), 2, name="len(cache)", read=contract)
+    found = [(*held.keys.shape, *held.values.shape, str(held.keys.dtype), held.length) for held in cache]
+    expected = [(3, 3, 10, 8, 3, 3, 10, 8, "torch.bfloat16", 0)] * 2
+    expect_equal(found, expected, name="shapes, dtype and length of each layer's cache", read=contract)
+    apart = len({held.keys.data_ptr() for held in cache})
+    expect_equal(apart, 2, name="caches with a memory of their own", read=contract)
+
+
+@pytest.mark.time_limit(30)  # PyTorch imports a part of itself for that device
+def test_Llama_make_cache_is_where_the_weights_are():
+    case('batch=1, max_len=2, a model whose weights are on the device "meta"')
+    cache = llama.Llama(PLAIN).to("meta").make_cache(1, 2)
+    devices = [held.keys.device.type for held in cache]
+    expect_equal(devices, ["meta"] * 2, name="devices", read="the contract, make_cache")
+
+
+def test_Llama_works_on_the_device_of_its_tokens():
+    case("weights and tokens [2, 6] on the CPU, while PyTorch's default device is another one, with a cache")
+    model, weights = make_llama(GROUPED)
+    tokens = make_tokens(GROUPED, 2, 6)
+    expected, pieces = plain_llama(tokens, weights, GROUPED).float(), []
+    with torch.device("meta"), Devices() as devices:
+        cache = model.make_cache(2, 6)
+        for piece in (tokens[:, :4], tokens[:, 4:]):
+            pieces.append(model(piece, cache))
+    logits = torch.cat(pieces, dim=1)
+    returns = "the contract, under Returns"
+    expect_close(logits, expected, atol=1e-3, rtol=1e-3, read=returns)
+    problem = f"two devices meet in {devices.mixed}: something was made on PyTorch's default device"
+    expect_true(not devices.mixed, problem, answer=logits, read=returns)
 
 
 def test_Llama_logits_are_float32():
@@ -489,7 +538,21 @@ def test_Llama_logits_are_float32():
     logits = model(tokens)
     expect_equal(str(logits.dtype), "torch.float32", name="out.dtype", answer=logits, read="the contract")
     error = (logits - plain_llama(tokens, weights, PLAIN)).abs().max().item()
-    expect_true(error < 0.3, f"in bfloat16 the logits are off by {error:.2f}: was the rotation table cast?")
+    problem = f"in bfloat16 the logits are off by {error:.2f}: was the rotation table cast?"
+    expect_true(error < 0.3, problem, answer=logits, read="the contract, under Attributes")
+
+
+def test_Llama_fills_its_context():
+    case("16 tokens, context_len=16: they just fit")
+    model, weights = make_llama(PLAIN)
+    tokens = make_tokens(PLAIN, 1, 16)
+    expected = plain_llama(tokens, weights, PLAIN).float()
+    expect_close(model(tokens), expected, atol=1e-3, rtol=1e-3, read="the contract, under Raises")
+    case("15 tokens in the cache and 1 more, context_len=16: they just fit")
+    cache = model.make_cache(1, 16)
+    model(tokens[:, :15], cache)
+    out = model(tokens[:, 15:], cache)
+    expect_close(out, expected[:, 15:], atol=1e-3, rtol=1e-3, read="the contract, under Raises")
 
 
 def test_Llama_refuses_more_than_its_context():
@@ -511,6 +574,18 @@ def test_Llama_can_be_built_without_memory():
         model = llama.Llama(GROUPED)
     weights, tokens = make_weights(GROUPED), make_tokens(GROUPED, 1, 4)
     model.load_state_dict(weights, assign=True)
+    expected = plain_llama(tokens, weights, GROUPED).float()
+    expect_close(model(tokens), expected, atol=1e-3, rtol=1e-3, read="the contract, rope")
+
+
+@oracle  # PyTorch needs seconds to set up that device
+def test_Llama_comes_back_from_meta():
+    case('run under torch.device("meta"), then moved to the CPU with to_empty and given its weights')
+    model = llama.Llama(GROUPED).to("meta")
+    weights, tokens = make_weights(GROUPED), make_tokens(GROUPED, 2, 5)
+    expect_equal(tuple(model(tokens.to("meta")).shape), (2, 5, 19), name="shape of the logits on meta")
+    model.to_empty(device="cpu")
+    model.load_state_dict(weights)
     expected = plain_llama(tokens, weights, GROUPED).float()
     expect_close(model(tokens), expected, atol=1e-3, rtol=1e-3, read="the contract, rope")
 
@@ -572,6 +647,12 @@ def test_inference_memory_gb_defaults():
 # ---- 4.8 kv_cache_bytes ----------------------------------------------------------------------------------------------
 
 
+def test_kv_cache_bytes_in_float32():
+    config = LlamaConfig(vocab_size=11, dim=48, n_layers=5, n_heads=6, n_kv_heads=2, hidden_dim=20)
+    case(f"batch=3, length=7, 4 bytes a value, {named(config)}")
+    expect_equal(llama.kv_cache_bytes(config, 3, 7, 4), 2 * 5 * 3 * 2 * 7 * 8 * 4, read=CACHE)
+
+
 @pytest.mark.parametrize(
     ("config", "batch", "length", "n_bytes"),
     [(LLAMA_2_7B, 1, 1, 524_288), (LLAMA_2_7B, 1, 4096, 2**31), (LLAMA_2_70B, 8, 4096, 10_737_418_240)],
@@ -582,25 +663,20 @@ def test_kv_cache_bytes_of_the_presets(config, batch, length, n_bytes):
     expect_equal(llama.kv_cache_bytes(config, batch, length), n_bytes, read=CACHE)
 
 
-def test_kv_cache_bytes_in_float32():
-    case(f"batch=3, length=7, 4 bytes a value, {named(GROUPED)}")
-    expect_equal(llama.kv_cache_bytes(GROUPED, 3, 7, 4), 2 * 2 * 3 * 2 * 7 * 6 * 4, read=CACHE)
-
-
 # ---- 4.9 convert_hf_state_dict ---------------------------------------------------------------------------------------
 
 
 def test_convert_hf_state_dict_by_hand():
-    case("one layer, C=18, H=3, G=1, D=6: row r of each projection holds r")
-    config = LlamaConfig(vocab_size=3, dim=18, n_layers=1, n_heads=3, n_kv_heads=1, hidden_dim=2)
+    case("one layer, C=36, H=3, G=1, D=12: row r of each projection holds r")
+    config = LlamaConfig(vocab_size=3, dim=36, n_layers=1, n_heads=3, n_kv_heads=1, hidden_dim=2)
     theirs = {n: torch.arange(s[0]).float()[:, None].expand(s) if len(s) > 1 else torch.ones(s)
               for n, (_, s) in hf_tensors(config).items()}  # fmt: skip
     out = llama.convert_hf_state_dict(theirs, config)
     expect_equal(sorted(out), sorted(meta_shapes(config)), name="names", answer=out, read=CONVERT)
     rows = {name: out[f"layers.0.attention.{name}.weight"][:, 0].int().tolist() for name in ("wq", "wk", "wv", "wo")}
-    turned = [0, 3, 1, 4, 2, 5]
-    queries = [6 * head + row for head in range(3) for row in turned]
-    expected = {"wq": queries, "wk": turned, "wv": [*range(6)], "wo": [*range(18)]}
+    turned = [0, 6, 1, 7, 2, 8, 3, 9, 4, 10, 5, 11]
+    queries = [12 * head + row for head in range(3) for row in turned]
+    expected = {"wq": queries, "wk": turned, "wv": [*range(12)], "wo": [*range(36)]}
     expect_equal(rows, expected, name="rows", read=CONVERT)
 
 
@@ -628,9 +704,9 @@ def test_convert_hf_state_dict_lists_all_that_is_wrong():
         del theirs[name]
     theirs |= {"model.layers.2.mlp.up_proj.weight": torch.ones(2), "lm_head.bias": torch.ones(2)}
     theirs["lm_head.weight"] = torch.ones(19, 25)
-    theirs["model.layers.0.self_attn.k_proj.weight"] = torch.ones(24, 24)
-    mentions = [*missing, "model.layers.2.mlp.up_proj.weight", "lm_head.bias", "lm_head.weight", "25"]
-    with expect_raises(ValueError, *mentions, "model.layers.0.self_attn.k_proj.weight", "12", read=CONVERT):
+    theirs["model.layers.0.self_attn.k_proj.weight"] = torch.ones(48, 47)
+    mentions = [*missing, "model.layers.2.mlp.up_proj.weight", "lm_head.bias", "lm_head.weight", "25", "48"]
+    with expect_raises(ValueError, *mentions, "model.layers.0.self_attn.k_proj.weight", "24", "47", read=CONVERT):
         llama.convert_hf_state_dict(theirs, GROUPED)
 
 
@@ -760,8 +836,15 @@ def test_sample_next_leaves_the_logits_alone():
 
 @pytest.mark.parametrize(
     ("settings", "named_value"),
-    [({"temperature": -0.5}, "-0.5"), ({"top_k": 0}, "0"), ({"top_p": 0.0}, "0"), ({"top_p": 1.5}, "1.5")],
-    ids=["negative_temperature", "k_0", "p_0", "p_above_1"],
+    [
+        ({"temperature": -0.5}, "-0.5"),
+        ({"top_k": -30}, "-30"),
+        ({"top_k": 0}, "0"),
+        ({"top_p": -0.25}, "-0.25"),
+        ({"top_p": 0.0}, "0"),
+        ({"top_p": 1.5}, "1.5"),
+    ],
+    ids=["negative_temperature", "negative_k", "k_0", "negative_p", "p_0", "p_above_1"],
 )
 def test_sample_next_refuses(settings, named_value):
     case(str(settings))
@@ -788,8 +871,10 @@ class Scripted(nn.Module):
 
     def forward(self, tokens: Tensor, cache: list | None = None) -> Tensor:
         expect_true(cache is not None, "the model was run without its cache", read=GENERATE)
-        step, n_steps = len(self.asked), self.script.shape[1]
+        step, (batch, n_steps) = len(self.asked), self.script.shape
         self.asked.append(tokens.tolist())
+        problem = f"the model was given {len(tokens)} sequences, where there are {batch}"
+        expect_true(len(tokens) == batch, problem, answer=self.asked, read=GENERATE)
         problem = f"the model was asked for step {step + 1} of {n_steps}: it should run exactly max_new_tokens times"
         expect_true(step < n_steps, problem, answer=self.asked, read=GENERATE)
         logits = torch.zeros(*tokens.shape, self.vocab_size)
@@ -815,11 +900,15 @@ class Plain(nn.Module):
 class Bigrams(nn.Module):
     """A model whose scores hang on the newest token alone."""
 
+    def __init__(self):
+        super().__init__()
+        self.scores = 3 * randn(20, 20)
+
     def make_cache(self, batch: int, max_len: int) -> list:
         return []
 
     def forward(self, tokens: Tensor, cache: list) -> Tensor:
-        return 3 * randn(20, 20)[tokens]
+        return self.scores[tokens]
 
 
 def write(model: nn.Module, tokens: Tensor, n_new: int, **settings) -> list[list[int]]:
@@ -904,6 +993,23 @@ def test_generate_hands_on_how_to_draw():
     ]
     expect_equal(seeded[1], seeded[0], name="new tokens, same seed", read=GENERATE)
     expect_true(seeded[2] != seeded[0], "two seeds give the same text: was it drawn at all?", answer=seeded[0])
+    case("temperature left out: it is 1")
+    usual, one = (
+        write(model, tokens, 9, generator=torch.Generator().manual_seed(1), **settings)
+        for settings in ({}, {"temperature": 1.0})
+    )
+    expect_equal(usual, one, name="new tokens", read=GENERATE)
+
+
+def test_generate_works_on_the_device_of_its_tokens():
+    case("model and tokens on the CPU, while PyTorch's default device is another one; eos_id=0")
+    model, tokens = Bigrams(), torch.tensor([[3, 1, 4], [1, 5, 9]])
+    expected = write(model, tokens, 4, temperature=0, eos_id=0)
+    with torch.device("meta"), Devices() as devices:
+        out = write(model, tokens, 4, temperature=0, eos_id=0)
+    expect_equal(out, expected, name="new tokens", read=GENERATE)
+    problem = f"two devices meet in {devices.mixed}: something was made on PyTorch's default device"
+    expect_true(not devices.mixed, problem, answer=out, read=GENERATE)
 
 
 @pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
@@ -919,6 +1025,6 @@ def test_generate_equals_transformers(config):
 def test_generate_with_your_model_equals_transformers():
     case(f"the same with your Llama, {named(GROUPED)}")
     tokens = make_tokens(GROUPED, 2, 4, seed=2)
-    expected = recorded("greedy_g2", lambda: transformers_greedy(GROUPED, tokens, 7))
+    expected = recorded("greedy_g3", lambda: transformers_greedy(GROUPED, tokens, 7))
     model, _ = make_llama(GROUPED)
     expect_equal(write(model, tokens, 7, temperature=0), expected.tolist(), name="new tokens", read=GENERATE)

@@ -1447,6 +1447,17 @@ def test_load_checkpoint_restores_the_random_numbers_of_every_device(tmp_path, c
     expect_equal([state.tolist() for state in cards], [[1, 2, 3], [4, 5, 6]], name="random states", read=LOAD)
 
 
+def test_load_checkpoint_beside_devices_that_the_file_does_not_know(tmp_path, monkeypatch, cards):
+    case("saved where there is no CUDA device, loaded beside one (played by the test), whose random numbers stay")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        run = save(tmp_path / "run.pt", 6)
+    cards[:] = [torch.tensor([7, 8, 9], dtype=torch.uint8)]
+    found = training.load_checkpoint(tmp_path / "run.pt", run.model, run.optimizer)
+    expect_equal(found, {"step": 6}, name="what is loaded", read=LOAD)
+    expect_equal([state.tolist() for state in cards], [[7, 8, 9]], name="random states", read=LOAD)
+
+
 def test_load_checkpoint_without_the_devices_of_the_file(tmp_path, monkeypatch, cards):
     case("saved beside two CUDA devices (played by the test), loaded where there is none")
     cards[:] = [torch.tensor([1, 2, 3], dtype=torch.uint8), torch.tensor([4, 5, 6], dtype=torch.uint8)]

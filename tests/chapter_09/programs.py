@@ -173,11 +173,12 @@ def broadcast_from_nowhere(comm, roots):
 
 
 def broadcast_read_only(comm, kind):
-    """The root's array may be one that cannot be written; of what came back, a copy."""
+    """The root's array may be one that cannot be written; a copy of the array afterwards."""
     array = made(kind, 6, 0)
     array[...] = comm.rank
     array.flags.writeable = comm.rank != 1
-    return np.array(mpi.tree_broadcast(comm, array, root=1))
+    mpi.tree_broadcast(comm, array, root=1)
+    return np.array(array)
 
 
 def broadcast_large(comm, n, root):

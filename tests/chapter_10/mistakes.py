@@ -591,9 +591,9 @@ class _StaysPaused(_Rounds):
 
     @contextmanager
     def paused(self):
-        self.is_paused = True
+        before, self.is_paused = self.is_paused, True
         yield
-        self.is_paused = False
+        self.is_paused = before
 
 
 class _NotForgotten(_Rounds):

@@ -113,8 +113,12 @@ def test_broadcast_parameters_gives_rank_0s_values(ranks):
         expect_equal(moved, [], name="tensors with other storage or strides than before", answer=values, read=SENT)
         expect_equal(trained, ["across", "narrow"], name="parameters that require a gradient", answer=values, read=SENT)
         expect_close(grad, torch.ones(2, 3), name="a gradient of the parameter afterwards", answer=values, read=SENT)
-    sent = [ledger.bytes_sent for ledger in result.ledgers]
-    case("the same: parameters of 24, 4 and 8 bytes (one of them tied), buffers of 8, 2 and 16")
+
+
+@pytest.mark.time_limit(30)
+def test_broadcast_parameters_sends_each_tensor_once(ranks):
+    case("3 ranks; parameters of 24, 4 and 8 bytes (one of them tied), buffers of 8, 2 and 16")
+    sent = [ledger.bytes_sent for ledger in ranks(programs.send_parameters, n_ranks=3).ledgers]
     expect_equal(sent, [62, 0, 0], name="bytes sent by each rank", read=SENT)
 
 
@@ -253,6 +257,17 @@ def test_average_gradients_flat_where_a_rank_has_none(ranks):
     case("one collective a dtype: 2 float32, (1 frozen), 6 float32 (tied), 1 float64; b unused on rank 1")
     expect_equal(result.mismatch(), "", name="what the ranks disagree on", read=MEAN)
     for ledger in result.ledgers:
+        calls = [(record.op, record.n_bytes, record.dtype) for record in ledger.records]
+        expected = [("all_reduce", 32, "float32"), ("all_reduce", 8, "float64")]
+        expect_equal(calls, expected, name="collectives, bytes and dtypes", read=MEAN)
+
+
+@pytest.mark.time_limit(30)
+def test_average_gradients_flat_counts_its_collectives(ranks):
+    case(
+        "3 ranks, all gradients there: one collective a dtype, 8 float32 (the frozen parameter is left out) and 1 float64"
+    )
+    for ledger in ranks(programs.average_loose, "average_gradients_flat", [True] * 3, n_ranks=3).ledgers:
         calls = [(record.op, record.n_bytes, record.dtype) for record in ledger.records]
         expected = [("all_reduce", 32, "float32"), ("all_reduce", 8, "float64")]
         expect_equal(calls, expected, name="collectives, bytes and dtypes", read=MEAN)

@@ -313,7 +313,7 @@ def test_FlashAttentionTriton_of_no_keys():
 
 
 def test_FlashAttentionTriton_refuses_a_second_derivative():
-    refuses_a_second_derivative(flash.FlashAttentionTriton.apply, 8, DEVICE)
+    refuses_a_second_derivative(flash.FlashAttentionTriton.apply, DEVICE)
 
 
 def test_FlashAttentionTriton_errors():

@@ -109,3 +109,10 @@ def receive_too_much(comm):
         comm.Send(np.ones(12), dest=1)
     else:
         comm.Recv(np.empty(6), source=0)
+
+
+def listening(comm):
+    from tests.workbook.ranks_programs import addresses_listened_on
+
+    comm.allgather(comm.Get_rank())
+    return addresses_listened_on()

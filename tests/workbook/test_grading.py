@@ -87,6 +87,9 @@ def test_a_mistake_that_differs_by_as_much_as_the_answer_is_not_the_same():
     assert further_apart(torch.tensor([1.0]), torch.tensor([1.0 + 1e-5]), gap=2e-5)
     assert not further_apart(torch.tensor([2.0], requires_grad=True), torch.tensor([2.0]), gap=1.0)
     assert not further_apart(torch.tensor([2.0]), torch.tensor([2.0 + 1e-6]), gap=1.0)
+    special = torch.tensor([2.0, -torch.inf, torch.nan])
+    assert not further_apart(special, special.clone(), gap=1.0)
+    assert further_apart(special, torch.tensor([2.0, torch.inf, torch.nan]), gap=1.0)
 
 
 def test_an_unknown_chapter_is_named():

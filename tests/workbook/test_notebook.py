@@ -1,10 +1,16 @@
 """The book inside a kernel: cards, %check, and what a session of a learner looks like."""
 
+import ast
+import inspect
 import json
+import re
+from importlib import import_module
 
 import pytest
 
-from lib.workbook.book.catalog import BookError, all_exercises
+from lib.workbook.book import contracts
+from lib.workbook.book.catalog import EXERCISE_NUMBER, BookError, all_exercises, chapters, find
+from lib.workbook.checks.plugin import exercise_of
 from lib.workbook.tools import notebook
 
 SESSION = """
@@ -73,6 +79,54 @@ def test_every_card_has_its_contract(exercise):
     assert f"lib/{exercise.module}.py" in card.page
 
 
+@pytest.mark.parametrize("exercise", all_exercises(), ids=lambda e: e.name)
+def test_every_card_has_the_docstrings_sections_and_the_signatures_arguments(exercise):
+    found = contracts.parts(exercise.doc)
+    titles = re.findall(rf"^({'|'.join([*contracts.LISTS, *contracts.TEXTS])}):", exercise.doc, re.MULTILINE)
+    assert [title for title, _ in found if title] == titles
+    shown = " ".join(part for title, text in found for part in [f"{title}:" if title else "", *_texts(text)])
+    said = EXERCISE_NUMBER.sub("", exercise.doc)
+    assert shown.split() == said.split(), "the card leaves something out, or has it twice"
+    there = arguments(exercise)
+    named = [name for title, text in found if title == "Args" for names, _ in text for name in names.split(", ")]
+    assert [name for name in named if name.lstrip("*") not in there] == []
+    raised = [names for title, text in found if title == "Raises" for names, _ in text]
+    assert [names for names in raised if not re.fullmatch(r"[\w.]+(, \w+| or \w+)*", names)] == []
+
+
+def _texts(text) -> list[str]:
+    return [text] if isinstance(text, str) else [f"{name}: {what}" for name, what in text]
+
+
+def arguments(exercise) -> set[str]:
+    """Names of a function's arguments; of a class those of its methods, inherited or not, and its fields."""
+    for node in ast.parse(chapters()[exercise.module].reference.read_text()).body:
+        if getattr(node, "name", None) == exercise.name:
+            names = {inner.arg for inner in ast.walk(node) if isinstance(inner, ast.arg)}
+            if isinstance(node, ast.ClassDef):
+                names |= set(
+                    inspect.signature(getattr(import_module(f"solutions.{exercise.module}"), node.name)).parameters
+                )
+            return names | {f.target.id for f in getattr(node, "body", []) if isinstance(f, ast.AnnAssign)}
+    raise AssertionError(exercise.name)
+
+
+@pytest.mark.parametrize("exercise", all_exercises(), ids=lambda e: e.name)
+def test_the_command_of_a_card_is_short_and_selects_the_exercise_alone(exercise):
+    chapter = chapters()[exercise.module]
+    start, option, name = exercise.command.rsplit(" ", 2)
+    assert start == f"pytest tests/chapter_{chapter.number:02d}"
+    assert re.fullmatch(r"[\w.]+", name), "no quotes, no expression"
+    if option == "--exercise":
+        assert find(name) == (chapter, exercise)
+        return
+    assert option == "-k"
+    for path in sorted(chapter.tests.glob("test_*.py")):
+        assert name.lower() not in path.name
+        for test in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE):
+            assert (name.lower() in test.lower()) == (exercise_of(chapter, test) == exercise), test
+
+
 def test_a_contract_is_laid_out_by_its_sections():
     doc = """What it does. (Exercise 9.1)
 
@@ -81,7 +135,7 @@ def test_a_contract_is_laid_out_by_its_sections():
 
     Args:
         x: The first,
-            which goes on.
+            which goes on: with a colon.
         y: The second.
 
     Returns:
@@ -92,12 +146,10 @@ def test_a_contract_is_laid_out_by_its_sections():
 
     Source: RoFormer (arXiv:2104.09864), section 3.
     """
-    import inspect
-
     page = notebook.contract(inspect.cleandoc(doc))
     assert page == (
         "<p>What it does.</p><p>A second paragraph of two lines.</p>"
-        "<p><strong>Args</strong></p><dl><dt><code>x</code></dt><dd>The first, which goes on.</dd>"
+        "<p><strong>Args</strong></p><dl><dt><code>x</code></dt><dd>The first, which goes on: with a colon.</dd>"
         "<dt><code>y</code></dt><dd>The second.</dd></dl>"
         "<p><strong>Returns.</strong> Its sum.</p>"
         "<p><strong>Raises</strong></p><dl><dt><code>ValueError</code></dt><dd><code>x</code> is odd.</dd></dl>"

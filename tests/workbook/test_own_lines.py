@@ -3,7 +3,7 @@
 import pytest
 
 from lib.workbook.book.catalog import ROOT
-from lib.workbook.checks import messages
+from lib.workbook.checks.report import learners_frames
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -19,9 +19,9 @@ def test_the_learners_line_is_found_in_a_wrapped_exception(wrapped):
                 raise RuntimeError("a library's own") from error
             raise
     except Exception as error:
-        frames = messages._own_frames(error, "rope")
+        frames = learners_frames(error)
     assert [(f.filename, f.lineno) for f in frames] == [(str(ROOT / "lib" / "rope.py"), 2)]
 
 
 def test_other_lines_are_not_the_learners():
-    assert messages._own_frames(ValueError("raised nowhere"), "rope") == []
+    assert learners_frames(ValueError("raised nowhere")) == []

@@ -584,3 +584,9 @@ def test_what_is_missing_is_named(monkeypatch):
 def test_default_thread_count_of_a_rank_is_one():
     assert pool("gloo").run(programs.threads).values == [1, 1]
     assert torch.get_num_threads() >= 1
+
+
+@pytest.mark.parametrize(("backend", "program"), [("gloo", programs.listening), ("mpi", mpi_programs.listening)])
+def test_ranks_listen_on_the_loopback_interface_only(backend, program):
+    found = {address for addresses in pool(backend).run(program, n_ranks=2).values for address in addresses}
+    assert found <= {"127.0.0.1", "::1"}

@@ -13,9 +13,9 @@ class LlamaConfig:
         n_layers: Blocks L.
         n_heads: Query heads H.
         n_kv_heads: Key/value heads G, a divisor of H; None means H.
-        hidden_dim: Feed-forward width F; None asks your ``swiglu_hidden_dim``.
-        multiple_of: What that rule rounds up to.
-        ffn_dim_multiplier: What that rule widens by.
+        hidden_dim: Feed-forward width F; None means Meta's rule: two thirds of 4 x ``dim``, widened and rounded up.
+        multiple_of: The rule rounds up to a multiple of this.
+        ffn_dim_multiplier: The rule widens by this factor.
         context_len: Positions that the model can number.
         norm_eps: Added to the mean square in every RMSNorm.
         rope_theta: Base of the rotary frequencies.
@@ -41,10 +41,8 @@ class LlamaConfig:
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads = {self.n_heads} is no multiple of n_kv_heads = {self.n_kv_heads}")
         if self.hidden_dim is None:
-            from lib.llama import swiglu_hidden_dim
-
-            width = swiglu_hidden_dim(self.dim, self.multiple_of, self.ffn_dim_multiplier)
-            object.__setattr__(self, "hidden_dim", width)
+            width = int(self.ffn_dim_multiplier * (8 * self.dim // 3))
+            object.__setattr__(self, "hidden_dim", -(-width // self.multiple_of) * self.multiple_of)
 
     @property
     def head_dim(self) -> int:

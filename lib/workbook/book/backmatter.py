@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from lib.bench.record import MEASUREMENTS, where
+from lib.workbook.book import contracts
 from lib.workbook.book.catalog import ROOT, Chapter, Exercise, all_exercises, chapters
 
 LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<url>https?://[^)\s]+)\)")
@@ -163,8 +164,7 @@ def sources() -> Listing:
     """By exercise, the paper, section and equation that its docstring names."""
     rows = []
     for e in (e for e in all_exercises() if chapters()[e.module].path.exists()):
-        if found := re.search(r"^Source:\s*(.+?)(?=\n\s*\n|\n[A-Z]\w+:|\Z)", e.doc, re.MULTILINE | re.DOTALL):
-            text = " ".join(found[1].split()).replace("``", "`")
-            linked = re.sub(r"arXiv:(\d{4}\.\d{4,5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
+        for text in (text for title, text in contracts.parts(e.doc) if title == "Source" and isinstance(text, str)):
+            linked = re.sub(r"arXiv:(\d{4}\.\d{4,5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text.replace("``", "`"))
             rows.append([exercise_link(e, e.number), f"`{e.name}`", linked])
     return table(["exercise", "name", "source"], rows)

@@ -40,14 +40,12 @@ class Exercise:
         return EXERCISE_NUMBER.sub("", self.doc.strip().splitlines()[0]).strip()
 
     @property
-    def keyword(self) -> str:
-        """What ``pytest -k``, which ignores case, takes to select it and no other."""
-        if self.name.lower() in self.module:
-            return f"{self.name}_"  # the file is called after the module, and would match
-        longer = [
-            e.name for e in chapters()[self.module].exercises if self.name.lower() in e.name.lower() and e != self
-        ]
-        return f'"{self.name} and not {" and not ".join(longer)}"' if longer else self.name
+    def command(self) -> str:
+        """The line for a terminal that checks it and no other: with ``-k``, which ignores case, where a word is enough."""
+        word = f"{self.name}_" if self.name.lower() in self.module else self.name  # the file is called after the module
+        others = [e for e in chapters()[self.module].exercises if e != self]
+        alone = not any(word.lower() in e.name.lower() for e in others)
+        return f"pytest tests/chapter_{self.chapter:02d} {f'-k {word}' if alone else f'--exercise {self.handle}'}"
 
     @property
     def handle(self) -> str:

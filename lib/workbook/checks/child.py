@@ -197,7 +197,7 @@ def _guard(child: Child, pipe: Connection, line: socket.socket, work) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     status = b""
     while not status:
-        ready = select.select([line, ended], [], [], 1.0)[0]
+        ready: list[object] = select.select([line, ended], [], [], 1.0)[0]  # type: ignore[type-var]
         pid, code = os.waitpid(runner, os.WNOHANG)
         if pid:
             status = str(code).encode()

@@ -55,7 +55,10 @@ class Outcome:
             return False
         if hasattr(a, "per_rank") or hasattr(b, "per_rank"):
             kinds = getattr(a, "kind", None), getattr(b, "kind", "")
-            return kinds == ("deadlock", "deadlock") and _without_places(a) == _without_places(b)
+            if kinds == ("raised", "raised"):
+                return _raised_on_a_rank(a) == _raised_on_a_rank(b) != ""
+            parted = ("deadlock", "died")  # which of the two it is when calls do not fit is chance
+            return kinds[0] in parted and kinds[1] in parted and _without_places(a) == _without_places(b)
         return type(a) is type(b) and _head(a) == _head(b)
 
 
@@ -67,6 +70,12 @@ def of_one_rank(error: BaseException) -> BaseException:
 
 def _head(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0][:200]
+
+
+def _raised_on_a_rank(error: BaseException) -> str:
+    """Type and first line of the exception that ended a run of ranks, without addresses; empty if it could not be sent."""
+    inner = getattr(error, "error", None)
+    return "" if inner is None else re.sub(r"0x[0-9a-f]+", "", f"{type(inner).__name__}: {_head(inner)}")
 
 
 def _without_places(error: BaseException) -> str:

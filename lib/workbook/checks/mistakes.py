@@ -90,7 +90,7 @@ def _likely_first(tests: list, catcher: str | None) -> list:
 
 def remember(config, reports: list) -> None:
     """Keep in pytest's cache what caught each mistake."""
-    found = {}
+    found: dict[str, float] = {}
     for report in reports:
         found |= {f"{report.nodeid}": t for key, t in report.user_properties if key == CACHE}
     if found and hasattr(config, "cache"):

@@ -23,6 +23,7 @@ from lib.workbook.checks import diagnosis, gradescope, mistakes, report
 from lib.workbook.checks.alarm import TimeLimit, alarm
 from lib.workbook.checks.child import MACHINERY, Child, Ended, peak_mb
 from lib.workbook.checks.diagnosis import Outcome, Trials
+from lib.workbook.checks.runner import EXERCISE, TIME_LIMIT_S, Runner, limit_of, take_terminal
 from lib.workbook.checks.ranks import Ranks, warm_up
 from lib.workbook.checks.report import RaisedInAnswer, Told
 from lib.workbook.checks.state import Shared
@@ -31,11 +32,7 @@ from lib.workbook.grading.cases import BOARD, case
 from lib.workbook.grading.mistakes import mistakes_of
 from lib.workbook.grading.oracles import RECORDING
 
-TIME_LIMIT_S = 10.0
 SHOWN_FAILURES = 3  # of one exercise; the others are counted
-PRINTED_LINES, PRINTED_CHARS = 40, 8000  # of what a failed check printed
-EXERCISE = pytest.StashKey[Exercise | None]()
-OUTCOME = pytest.StashKey[Outcome]()
 CHECKS = pytest.StashKey["Checks"]()
 
 
@@ -70,6 +67,7 @@ def pytest_configure(config):
     resolve.enter("reference")
     config.stash[CHECKS] = checks = Checks(config)
     config.pluginmanager.register(checks, "workbook-checks")
+    config.pluginmanager.register(checks.runner, "workbook-runner")
 
 
 def pytest_report_header(config):
@@ -80,7 +78,9 @@ def pytest_report_header(config):
 def ranks(request):
     """Run a module-level function on 1 to 4 warm processes: ``ranks(fn, *args, n_ranks=4, backend="gloo")``."""
     checks = request.config.stash[CHECKS]
-    return Ranks(_limit(request.node, "time_limit", TIME_LIMIT_S), checks.option.capture == "no", checks.is_quiet)
+    return Ranks(
+        limit_of(request.node, "time_limit", TIME_LIMIT_S), checks.option.capture == "no", checks.runner.is_quiet
+    )
 
 
 def chapter_of(path: Path) -> Chapter | None:
@@ -102,11 +102,6 @@ def exercise_of(chapter: Chapter, test_name: str) -> Exercise:
     return max(fitting, key=lambda e: len(e.name))
 
 
-def _limit(item, marker: str, default):
-    found = item.get_closest_marker(marker)
-    return float(found.args[0]) if found else default
-
-
 class Checks:
     """One session: its options, its marks, and the child that grades the exercise at hand."""
 
@@ -119,8 +114,7 @@ class Checks:
         self.given_up: dict[
             tuple[str, str], str
         ] = {}  # module and exercise ("" for all of them): why no more of it is run
-        self.is_quiet = False
-        self.shared: Shared | None = None  # in the child: what was shared before the check
+        self.runner = Runner(config, self.marks)
         self.n_maintainers = 0
 
     @property
@@ -137,12 +131,6 @@ class Checks:
         if self.option.mine:
             return "grading your answers (lib/), which also stand in for the other chapters'"
         return "grading your answers (lib/); names of other chapters are the reference's"
-
-    def world_of(self, exercise: Exercise) -> str:
-        """The world in which an exercise is graded."""
-        if self.is_trusted:
-            return "reference"
-        return "mine" if self.option.mine else f"only:{exercise.module}"
 
     # ---- collection --------------------------------------------------------------------------------------------------
 
@@ -185,8 +173,8 @@ class Checks:
         if self.option.mistakes:
             by_exercise: dict[Exercise, list] = {}
             for item in kept:
-                by_exercise.setdefault(item.stash[EXERCISE], []).append(item)
-            items[:] = mistakes.items(by_exercise, config, self.outcome_of)
+                by_exercise.setdefault(item.stash[EXERCISE], []).append(item)  # type: ignore[arg-type]  # none is beside
+            items[:] = mistakes.items(by_exercise, config, self.runner.outcome_of)
 
     def pytest_report_collectionfinish(self):
         if self.n_maintainers and not (self.option.mistakes or self.option.keyword or self.option.exercise):
@@ -220,7 +208,7 @@ class Checks:
         key = (exercise.module, exercise.name)
         why = self.given_up.get(key) or self.given_up.get((exercise.module, ""))
         for one in (
-            [_not_run(item, report.begin(exercise, self.world_of(exercise)), why)]
+            [_not_run(item, report.begin(exercise, self.runner.world_of(exercise)), why)]
             if why
             else self._reports_of(item, exercise)
         ):
@@ -229,18 +217,18 @@ class Checks:
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
     def _reports_of(self, item, exercise: Exercise) -> list[TestReport]:
-        key, world = (exercise.module, exercise.name), self.world_of(exercise)
-        memory_limit = _limit(item, "memory_limit", None)
+        key, world = (exercise.module, exercise.name), self.runner.world_of(exercise)
+        memory_limit = limit_of(item, "memory_limit", None)
         if self.child is not None and (self.child_of != key or memory_limit is not None):
             self.close_child()
         if self.child is None:
             self._prepare(item)
-            self.child, self.child_of = Child(world, self._work), key
+            self.child, self.child_of = Child(world, self.runner.work), key
         reports: list[TestReport] = []
         from_data = self.config.hook.pytest_report_from_serializable
         try:
             for said in self.child.run(
-                item.session.items.index(item), _limit(item, "time_limit", TIME_LIMIT_S), memory_limit
+                item.session.items.index(item), limit_of(item, "time_limit", TIME_LIMIT_S), memory_limit
             ):
                 if isinstance(said, Ended):
                     self.child = None
@@ -253,7 +241,7 @@ class Checks:
             self.close_child()
             raise
         finally:
-            _take_terminal()
+            take_terminal()
         return reports
 
     def _prepare(self, item) -> None:
@@ -275,7 +263,7 @@ class Checks:
                 if ended.in_import
                 else f"an earlier check {ended.why}"
             )
-        told = report.begin(exercise, self.world_of(exercise))
+        told = report.begin(exercise, self.runner.world_of(exercise))
         at = report.frames_of_stack(exercise, ended.stack)
         rows = [("case", ended.case or report.case_of(item)), ("at", at)]
         problem = (
@@ -305,140 +293,6 @@ class Checks:
         child, self.child = self.child, None
         if child is not None:
             child.close()
-
-    # ---- in the child ------------------------------------------------------------------------------------------------
-
-    def _work(self, index: int):
-        """Run one check; yield its reports, then the same with a diagnosis if there is one."""
-        session = self.config.pluginmanager.getplugin("session")
-        item = session.items[index]
-        exercise, limit = item.stash[EXERCISE], _limit(item, "memory_limit", None)
-        if self.option.no_prompt:
-            sys.breakpointhook = _no_prompt
-        before, self.shared = peak_mb(start_anew=True) if limit else 0.0, Shared()
-        try:
-            reports = runtestprotocol(item, log=False, nextitem=None)
-        except pytest.exit.Exception:
-            yield "quit"
-            return
-        growth, changed = peak_mb() - before if limit else 0.0, self.shared.restore()
-        last = next((one for one in reports if one.failed), reports[-1])
-        told = Told.of(last) or report.begin(exercise, self.world_of(exercise))
-        if limit and growth > limit and not last.failed:
-            what = f"took {growth:.0f} MB of memory, more than the {limit:g} MB under which it promises to stay"
-            _fail(last, told, what, [("case", report.case_of(item))])
-        elif changed and last.passed:
-            _fail(last, told, "changes what all code of the program shares", [("changed", "\n".join(changed))])
-        elif changed and told.state == "wrong":
-            told.rows.append(("and changed", "\n".join(changed)))
-            told.put_on(last)
-        for one in reports:
-            one.sections = [(name, _shortened(text)) for name, text in one.sections]
-        to_data = self.config.hook.pytest_report_to_serializable
-        yield [to_data(config=self.config, report=one) for one in reports]
-        if last.failed and told.state == "wrong" and not limit and not changed and self._is_first(exercise):
-            said = self._diagnosis(session, item, exercise)
-            if said:
-                told.rows.append(("looks like", said))
-                told.put_on(last)
-                yield [to_data(config=self.config, report=one) for one in reports]
-
-    def _is_first(self, exercise: Exercise) -> bool:
-        """Whether no check of an exercise has failed yet in this child; only the first failure is diagnosed."""
-        seen = self.marks.failed_before(exercise.module, exercise.name)
-        self.marks.note_failure(exercise.module, exercise.name)
-        return seen == 0
-
-    def _diagnosis(self, session, item, exercise: Exercise) -> str:
-        outcome = item.stash.get(OUTCOME, None)
-        known = mistakes_of(exercise.module, exercise.name)
-        if outcome is None or not known or not diagnosis.is_diagnosable(outcome):
-            return ""
-        others = [
-            i for i in session.items if i.stash.get(EXERCISE, None) == exercise and not i.get_closest_marker("skip")
-        ]
-        with_ranks = "ranks" in item.fixturenames
-        trials = Trials(self.outcome_of, diagnosis.RANKS_DIAGNOSIS_S if with_ranks else diagnosis.DIAGNOSIS_S)
-        trials.know(item, outcome)
-        others = [] if with_ranks else mistakes.comparable([i for i in others if "ranks" not in i.fixturenames], item)
-        try:
-            return diagnosis.looks_like(item, outcome, others, known, trials.of_answer, trials.of_mistake)
-        except TimeLimit:
-            return ""
-        finally:
-            boundary.forget_reference(exercise.module)
-
-    def outcome_of(self, item) -> Outcome:
-        """How a check ends now, run once more and without a word."""
-        self.is_quiet = True
-        case("")
-        item.stash[OUTCOME] = Outcome(None)
-        try:
-            runtestprotocol(item, log=False, nextitem=None)
-        finally:
-            self.is_quiet = False
-        return item.stash[OUTCOME]
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_pyfunc_call(self, pyfuncitem):
-        try:
-            with self.shared.streams_stay_open() if self.shared else contextlib.nullcontext():
-                return (yield)
-        except (
-            KeyboardInterrupt,
-            SystemExit,
-            pytest.skip.Exception,
-            pytest.xfail.Exception,
-            pytest.exit.Exception,
-        ) as end:
-            if pyfuncitem.stash.get(EXERCISE, None) is not None and report.learners_frames(end):
-                raise RaisedInAnswer(f"{type(end).__name__}: {end}") from end
-            raise
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self, item):
-        """The limit of checks that run in pytest's own process; a child's is kept by the judge."""
-        if item.stash.get(EXERCISE, None) is None or boundary.role() == "child" or self.option.usepdb:
-            return (yield)
-        patience = 6 if self.option.reference else 2  # live oracles import slowly
-        with alarm(patience * _limit(item, "time_limit", TIME_LIMIT_S)):
-            return (yield)
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_makereport(self, item, call):
-        made = yield
-        exercise = item.stash.get(EXERCISE, None)
-        if exercise is None:
-            return made
-        if call.excinfo is not None and not isinstance(call.excinfo.value, pytest.skip.Exception):
-            item.stash[OUTCOME] = Outcome(diagnosis.of_one_rank(call.excinfo.value), BOARD.case)
-        if self.is_quiet:
-            return made
-        told = report.begin(exercise, self.world_of(exercise))
-        if call.excinfo is not None and made.failed:
-            report.explain(told, item, call.excinfo.value)
-        told.put_on(made)
-        return made
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self, item):
-        exercise = item.stash.get(EXERCISE, None)
-        if exercise is not None and not self.is_quiet:
-            item.user_properties += [
-                ("exercise", f"{exercise.number} {exercise.name}"),
-                ("graded", report.graded_place(exercise, self.world_of(exercise))),
-            ]
-
-    # ---- debuggers ---------------------------------------------------------------------------------------------------
-
-    def pytest_enter_pdb(self):
-        """The clock stops while a person is at a prompt, and the terminal is the child's."""
-        if boundary.role() == "child":
-            BOARD.at_a_prompt(True)
-            _take_terminal()
-
-    def pytest_leave_pdb(self):
-        BOARD.at_a_prompt(False)
 
     # ---- reporting ---------------------------------------------------------------------------------------------------
 
@@ -496,36 +350,6 @@ def _not_run(item, told: Told, why: str) -> TestReport:
     )
     told.put_on(made)
     return made
-
-
-def _fail(made: TestReport, told: Told, problem: str, rows: list[tuple[str, str]]) -> None:
-    """Turn the report of a check that passed into a failure."""
-    made.outcome, made.when = "failed", "call"
-    told.fill(problem, rows)
-    told.put_on(made)
-
-
-def _shortened(text: str) -> str:
-    """The beginning and the end of what a check printed."""
-    lines = text[:PRINTED_CHARS].splitlines()
-    if len(text) <= PRINTED_CHARS and len(lines) <= PRINTED_LINES:
-        return text
-    head = "\n".join(line[:500] for line in lines[: PRINTED_LINES // 2])
-    tail = "\n".join(line[:500] for line in text[-PRINTED_CHARS:].splitlines()[-PRINTED_LINES // 2 :])
-    return f"{head}\n… {len(text)} characters in all (pytest -s shows them) …\n{tail}\n"
-
-
-def _take_terminal() -> None:
-    """Make this process's group the one that the terminal listens to."""
-    with contextlib.suppress(OSError, ValueError):
-        if os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp():
-            before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-            os.tcsetpgrp(0, os.getpgrp())
-            signal.signal(signal.SIGTTOU, before)
-
-
-def _no_prompt(*args, **kwargs) -> None:
-    print("breakpoint() needs a terminal: run this check there with pytest", file=sys.stderr)
 
 
 def _no_traceback(excinfo, style=None) -> str:

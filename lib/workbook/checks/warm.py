@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from lib.ranks import forkserver
 
@@ -33,7 +34,7 @@ def can_fork() -> bool:
 def run_pytest(arguments: list[str], root: Path) -> tuple[int, str]:
     """Exit status and output of ``pytest ARGUMENTS`` in the project, from the warm process where there can be one."""
     with tempfile.TemporaryFile() as output:
-        program = (
+        program: Any = (
             _forked(arguments, root, output.fileno()) if can_fork() and not os.environ.get("WORKBOOK_COLD") else None
         )
         if program is None:

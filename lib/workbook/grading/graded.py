@@ -17,7 +17,7 @@ class Graded:
         self._module = module
 
     def __getattr__(self, name: str):
-        if name.startswith("__"):
+        if name.startswith("_"):  # no graded name does; pytest, which looks for fixtures, asks for such
             raise AttributeError(name)
         wrong = active_mistake()
         if wrong is not None and (wrong.module, wrong.name) == (self._module, name):

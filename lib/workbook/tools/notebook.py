@@ -6,7 +6,7 @@ import os
 import re
 
 from lib.workbook.tools import check as checks
-from lib.workbook.book import resolve
+from lib.workbook.book import contracts, resolve
 from lib.workbook.book.catalog import BookError, Chapter, Exercise, find
 from lib.workbook.checks.summary import describe
 
@@ -23,7 +23,6 @@ STYLE = """<style>
 .workbook-check tr, .workbook-exercise pre code {background: none !important; border: 0}
 .workbook-check td {padding: .15em .8em .15em 0; text-align: left !important; vertical-align: top; white-space: normal}
 </style>"""
-SECTION = re.compile(r"^(Args|Arguments|Returns|Yields|Raises|Attributes|Source|Convention|Cost|Note):\s*(.*)$")
 COLOURS = {"passed": "#2e9e5b", "wrong": "#d9534f", "not started": "#b58900", "skipped": "#3b82c4"}
 COLOURS |= dict.fromkeys(("not run", "not checked"), "#8e5fa8")
 
@@ -55,7 +54,7 @@ def exercise(name: str) -> Shown:
         f"<pre><code>{html.escape(signature(chapter, found))}</code></pre>",
         contract(found.doc),
         f"<p>Write it in <code>lib/{found.module}.py</code>, then run <code>%check {found.handle}</code> in a cell or "
-        f"<code>pytest tests/chapter_{found.chapter:02d} -k {found.keyword}</code> in a terminal. {_solution_link(found)}</p>",
+        f"<code>{found.command}</code> in a terminal. {_solution_link(found)}</p>",
     ]
     return Shown(
         f'{STYLE}<div class="workbook-exercise">{"".join(parts)}</div>',
@@ -102,36 +101,14 @@ def _inline(text: str) -> str:
 
 def contract(doc: str) -> str:
     """A docstring's text and sections as HTML; the number is left out, since the card's title has it."""
-    first, *rest = doc.strip().splitlines()
-    blocks: list[tuple[str, list[str]]] = [("", [re.sub(r"\s*\(Exercise [^)]*\)", "", first)])]
-    for line in rest:
-        section = SECTION.match(line)
-        if section:
-            blocks.append((section[1], [section[2]] if section[2] else []))
-        elif line.strip() == "" and not blocks[-1][0]:
-            blocks.append(("", []))
-        elif line and not line[0].isspace() and blocks[-1][0] and blocks[-1][1] and blocks[-1][1][-1] == "":
-            blocks.append(("", [line]))
-        else:
-            blocks[-1][1].append(line.strip())
-    return "".join(_block(title, lines) for title, lines in blocks if any(lines))
+    return "".join(_block(title, text) for title, text in contracts.parts(doc))
 
 
-def _block(title: str, lines: list[str]) -> str:
-    lines = [line for line in lines if line]
-    if title in ("Args", "Arguments", "Raises", "Attributes"):
-        entries: list[list[str]] = []
-        for line in lines:
-            if match := re.match(r"(\**[\w, .*]+?)(?: \(.*?\))?: (.*)", line):
-                entries.append([match[1], match[2]])
-            elif entries:
-                entries[-1][1] += " " + line
-            else:
-                entries.append(["", line])
-        items = "".join(f"<dt><code>{html.escape(name)}</code></dt><dd>{_inline(text)}</dd>" for name, text in entries)
-        return f"<p><strong>{title}</strong></p><dl>{items}</dl>"
-    text = _inline(" ".join(lines))
-    return f"<p><strong>{title}.</strong> {text}</p>" if title else f"<p>{text}</p>"
+def _block(title: str, text: str | list[tuple[str, str]]) -> str:
+    if isinstance(text, str):
+        return f"<p><strong>{title}.</strong> {_inline(text)}</p>" if title else f"<p>{_inline(text)}</p>"
+    items = "".join(f"<dt><code>{html.escape(name)}</code></dt><dd>{_inline(what)}</dd>" for name, what in text)
+    return f"<p><strong>{title}</strong></p><dl>{items}</dl>"
 
 
 # ---- %check ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,55 @@
+"""A docstring's sections, as the cards and the lists at the end of the book show them."""
+
+import re
+
+from docstring_parser import ParseError
+from docstring_parser.google import GoogleParser, Section, SectionType
+
+from lib.workbook.book.catalog import EXERCISE_NUMBER, BookError
+
+Part = tuple[str, str | list[tuple[str, str]]]
+LISTS = {"Args": "param", "Attributes": "attribute", "Raises": "raises"}  # title: docstring_parser's key
+TEXTS = {"Returns": "returns", "Yields": "yields"} | {t: t.lower() for t in ("Source", "Convention", "Cost", "Note")}
+_PARSER = GoogleParser(
+    [Section(title, key, SectionType.MULTIPLE) for title, key in LISTS.items()]
+    + [Section(title, key, SectionType.SINGULAR) for title, key in TEXTS.items()]
+)
+_TITLE = rf"(?P<title>{'|'.join([*LISTS, *TEXTS])}):"
+_HEAD = re.compile(_TITLE + r"(?P<text>.*)", re.DOTALL)
+_BORDER = re.compile(rf"\n(?={_TITLE.replace('?P<title>', '?:')})|\n\s*\n(?=\S)")
+
+
+def parts(doc: str) -> list[Part]:
+    """The paragraphs and sections of a docstring in their order, without the exercise's number.
+
+    A section may begin on the line of its title (``Source: …``), where docstring_parser wants it below.
+
+    Returns:
+        (title, text) of each; the title of a paragraph is empty, and for ``Args``, ``Attributes`` and ``Raises`` the text is a list of
+        (name, text).
+
+    Raises:
+        BookError: an entry of a list has no name.
+    """
+    doc = EXERCISE_NUMBER.sub("", doc.strip(), count=1)
+    return [_part(piece.strip("\n")) for piece in _BORDER.split(doc) if piece.strip()]
+
+
+def _part(piece: str) -> Part:
+    head = _HEAD.match(piece)
+    if head is None:
+        return "", _flat(piece)
+    title = head["title"]
+    if title in TEXTS:
+        piece = f"{title}:\n    {_flat(head['text'])}"
+    try:
+        found = _PARSER.parse(f"\n{piece}").meta
+    except ParseError as error:
+        raise BookError(f"a docstring's {title}: {error}") from error
+    if title in TEXTS:
+        return title, found[0].description or ""
+    return title, [(entry.args[1], _flat(entry.description or "")) for entry in found]
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,215 @@
+"""Running one check, wherever that is: in a child, whose reports it makes and whose first failure it diagnoses, or in place."""
+
+import contextlib
+import os
+import signal
+import sys
+
+import pytest
+from _pytest.reports import TestReport
+from _pytest.runner import runtestprotocol
+
+from lib.ranks.noise import meaningful
+from lib.workbook.book import boundary
+from lib.workbook.book.catalog import Exercise
+from lib.workbook.checks import diagnosis, mistakes, report
+from lib.workbook.checks.alarm import TimeLimit, alarm
+from lib.workbook.checks.child import peak_mb
+from lib.workbook.checks.diagnosis import Outcome, Trials
+from lib.workbook.checks.report import RaisedInAnswer, Told
+from lib.workbook.checks.state import Shared
+from lib.workbook.checks.summary import Marks
+from lib.workbook.grading.cases import BOARD, case
+from lib.workbook.grading.mistakes import mistakes_of
+
+TIME_LIMIT_S = 10.0
+PRINTED_LINES, PRINTED_CHARS = 40, 8000  # of what a failed check printed
+EXERCISE = pytest.StashKey[Exercise | None]()
+OUTCOME = pytest.StashKey[Outcome]()
+
+
+def limit_of(item, marker: str, default):
+    """What a test's marker says, ``time_limit`` or ``memory_limit``, else the default."""
+    found = item.get_closest_marker(marker)
+    return float(found.args[0]) if found else default
+
+
+class Runner:
+    """Runs checks and makes their reports; ``is_quiet`` while one runs for a diagnosis, and is not reported."""
+
+    def __init__(self, config, marks: Marks):
+        self.config, self.option, self.marks = config, config.option, marks
+        self.is_quiet = False
+        self.shared: Shared | None = None  # what was shared before the check
+
+    def world_of(self, exercise: Exercise) -> str:
+        """The world in which an exercise is graded."""
+        if self.option.reference or self.option.mistakes:
+            return "reference"
+        return "mine" if self.option.mine else f"only:{exercise.module}"
+
+    def work(self, index: int):
+        """Run one check; yield its reports, then the same with a diagnosis if there is one."""
+        session = self.config.pluginmanager.getplugin("session")
+        item = session.items[index]
+        exercise, limit = item.stash[EXERCISE], limit_of(item, "memory_limit", None)
+        if self.option.no_prompt:
+            sys.breakpointhook = _no_prompt
+        before, self.shared = peak_mb(start_anew=True) if limit else 0.0, Shared()
+        try:
+            reports = runtestprotocol(item, log=False, nextitem=None)
+        except pytest.exit.Exception:
+            yield "quit"
+            return
+        growth, changed = peak_mb() - before if limit else 0.0, self.shared.restore()
+        last = next((one for one in reports if one.failed), reports[-1])
+        told = Told.of(last) or report.begin(exercise, self.world_of(exercise))
+        if limit and growth > limit and not last.failed:
+            what = f"took {growth:.0f} MB of memory, more than the {limit:g} MB under which it promises to stay"
+            _fail(last, told, what, [("case", report.case_of(item))])
+        elif changed and last.passed:
+            _fail(last, told, "changes what all code of the program shares", [("changed", "\n".join(changed))])
+        elif changed and told.state == "wrong":
+            told.rows.append(("and changed", "\n".join(changed)))
+            told.put_on(last)
+        for one in reports:
+            one.sections = [(name, _shortened(text)) for name, text in map(_without_noise, one.sections) if text]
+        to_data = self.config.hook.pytest_report_to_serializable
+        yield [to_data(config=self.config, report=one) for one in reports]
+        if last.failed and told.state == "wrong" and not limit and not changed and self._is_first(exercise):
+            said = self._diagnosis(session, item, exercise)
+            if said:
+                told.rows.append(("looks like", said))
+                told.put_on(last)
+                yield [to_data(config=self.config, report=one) for one in reports]
+
+    def _is_first(self, exercise: Exercise) -> bool:
+        """Whether no check of an exercise has failed yet in this child; only the first failure is diagnosed."""
+        seen = self.marks.failed_before(exercise.module, exercise.name)
+        self.marks.note_failure(exercise.module, exercise.name)
+        return seen == 0
+
+    def _diagnosis(self, session, item, exercise: Exercise) -> str:
+        outcome = item.stash.get(OUTCOME, None)
+        known = mistakes_of(exercise.module, exercise.name)
+        if outcome is None or not known or not diagnosis.is_diagnosable(outcome):
+            return ""
+        others = [
+            i for i in session.items if i.stash.get(EXERCISE, None) == exercise and not i.get_closest_marker("skip")
+        ]
+        with_ranks = "ranks" in item.fixturenames
+        trials = Trials(self.outcome_of, diagnosis.RANKS_DIAGNOSIS_S if with_ranks else diagnosis.DIAGNOSIS_S)
+        trials.know(item, outcome)
+        others = [] if with_ranks else mistakes.comparable([i for i in others if "ranks" not in i.fixturenames], item)
+        try:
+            return diagnosis.looks_like(item, outcome, others, known, trials.of_answer, trials.of_mistake)
+        except TimeLimit:
+            return ""
+        finally:
+            boundary.forget_reference(exercise.module)
+
+    def outcome_of(self, item) -> Outcome:
+        """How a check ends now, run once more and without a word."""
+        self.is_quiet = True
+        case("")
+        item.stash[OUTCOME] = Outcome(None)
+        try:
+            runtestprotocol(item, log=False, nextitem=None)
+        finally:
+            self.is_quiet = False
+        return item.stash[OUTCOME]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_pyfunc_call(self, pyfuncitem):
+        try:
+            with self.shared.streams_stay_open() if self.shared else contextlib.nullcontext():
+                return (yield)
+        except (
+            KeyboardInterrupt,
+            SystemExit,
+            pytest.skip.Exception,
+            pytest.xfail.Exception,
+            pytest.exit.Exception,
+        ) as end:
+            if pyfuncitem.stash.get(EXERCISE, None) is not None and report.learners_frames(end):
+                raise RaisedInAnswer(f"{type(end).__name__}: {end}") from end
+            raise
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item):
+        """The limit of checks that run in pytest's own process; a child's is kept by the judge."""
+        if item.stash.get(EXERCISE, None) is None or boundary.role() == "child" or self.option.usepdb:
+            return (yield)
+        patience = 6 if self.option.reference else 2  # live oracles import slowly
+        with alarm(patience * limit_of(item, "time_limit", TIME_LIMIT_S)):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item, call):
+        made = yield
+        exercise = item.stash.get(EXERCISE, None)
+        if exercise is None:
+            return made
+        if call.excinfo is not None and not isinstance(call.excinfo.value, pytest.skip.Exception):
+            item.stash[OUTCOME] = Outcome(diagnosis.of_one_rank(call.excinfo.value), BOARD.case)
+        if self.is_quiet:
+            return made
+        told = report.begin(exercise, self.world_of(exercise))
+        if call.excinfo is not None and made.failed:
+            report.explain(told, item, call.excinfo.value)
+        told.put_on(made)
+        return made
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item):
+        exercise = item.stash.get(EXERCISE, None)
+        if exercise is not None and not self.is_quiet:
+            item.user_properties += [
+                ("exercise", f"{exercise.number} {exercise.name}"),
+                ("graded", report.graded_place(exercise, self.world_of(exercise))),
+            ]
+
+    def pytest_enter_pdb(self):
+        """The clock stops while a person is at a prompt, and the terminal is the child's."""
+        if boundary.role() == "child":
+            BOARD.at_a_prompt(True)
+            take_terminal()
+
+    def pytest_leave_pdb(self):
+        BOARD.at_a_prompt(False)
+
+
+def _fail(made: TestReport, told: Told, problem: str, rows: list[tuple[str, str]]) -> None:
+    """Turn the report of a check that passed into a failure."""
+    made.outcome, made.when = "failed", "call"
+    told.fill(problem, rows)
+    told.put_on(made)
+
+
+def _without_noise(section: tuple[str, str]) -> tuple[str, str]:
+    """What a check wrote to stderr, without what libraries say there of themselves."""
+    name, text = section
+    return (name, "\n".join(meaningful(text))) if "stderr" in name else section
+
+
+def _shortened(text: str) -> str:
+    """The beginning and the end of what a check printed."""
+    lines = text[:PRINTED_CHARS].splitlines()
+    if len(text) <= PRINTED_CHARS and len(lines) <= PRINTED_LINES:
+        return text
+    head = "\n".join(line[:500] for line in lines[: PRINTED_LINES // 2])
+    tail = "\n".join(line[:500] for line in text[-PRINTED_CHARS:].splitlines()[-PRINTED_LINES // 2 :])
+    return f"{head}\n… {len(text)} characters in all (pytest -s shows them) …\n{tail}\n"
+
+
+def _no_prompt(*args, **kwargs) -> None:
+    print("breakpoint() needs a terminal: run this check there with pytest", file=sys.stderr)
+
+
+def take_terminal() -> None:
+    """Make this process's group the one that the terminal listens to."""
+    with contextlib.suppress(OSError, ValueError):
+        if os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp():
+            before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+            os.tcsetpgrp(0, os.getpgrp())
+            signal.signal(signal.SIGTTOU, before)

@@ -1,0 +1,79 @@
+"""What a change must pass is itself as it should be: pinned tools, a lock file that fits, workflows by digest."""
+
+import re
+import tomllib
+
+import pytest
+import yaml
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+
+from lib.workbook.book.catalog import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+NEEDED = [Requirement(r) for r in sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"])]
+LOCK = [
+    Requirement(line)
+    for line in (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
+    if not line.startswith("#")
+]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+MACHINES = [
+    {**default_environment(), "sys_platform": system, "python_version": python, "python_full_version": f"{python}.9"}
+    for system in ("linux", "darwin")
+    for python in ("3.11", "3.12", "3.13")
+]
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def locked(environment: dict) -> dict[str, str]:
+    """Name and version of everything that is locked on a machine."""
+    there = [r for r in LOCK if r.marker is None or r.marker.evaluate(environment)]
+    versions = [(canonical(r.name), str(r.specifier).removeprefix("==")) for r in there]
+    assert len(dict(versions)) == len(versions), "two versions of one package"
+    return dict(versions)
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda m: f"{m['sys_platform']}-{m['python_version']}")
+def test_the_lock_has_what_the_book_needs_and_torch_is_free(machine):
+    versions = locked(machine)
+    for needed in NEEDED:
+        if needed.name in ("torch", "triton") or (needed.marker and not needed.marker.evaluate(machine)):
+            continue
+        assert canonical(needed.name) in versions, f"{needed.name} is not in requirements.lock: make lock UPGRADE="
+        assert versions[canonical(needed.name)] in needed.specifier, f"{needed} with {versions[canonical(needed.name)]}"
+    assert [name for name in versions if re.match(r"(torch|triton|setuptools)$|(nvidia|cuda)-", name)] == []
+
+
+def test_what_the_book_needs_has_a_ceiling_and_its_tools_are_exact():
+    free = {"regex", "triton"}  # versions that are dates; torch says which
+    assert [str(r) for r in NEEDED if r.name not in free and not re.search(r"<|==", str(r.specifier))] == []
+    tools = {r.name: str(r.specifier) for r in NEEDED if r.name in ("ruff", "mypy", "pre-commit")}
+    assert len(tools) == 3
+    assert all(spec.startswith("==") for spec in tools.values())
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.name)
+def test_actions_are_taken_by_digest(path):
+    text = path.read_text(encoding="utf-8")
+    used = re.findall(r"uses: (.*)", text)
+    mine = [use for use in used if not re.fullmatch(r"\./\S+|[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", use)]
+    assert mine == []
+    jobs = yaml.safe_load(text)["jobs"].values()
+    assert all("timeout-minutes" in job for job in jobs if "uses" not in job)
+
+
+def test_one_digest_an_action():
+    digests: dict[str, set[str]] = {}
+    for path in WORKFLOWS:
+        for action, digest in re.findall(r"uses: ([\w./-]+)@(.*)", path.read_text(encoding="utf-8")):
+            digests.setdefault(action, set()).add(digest)
+    assert [action for action, found in digests.items() if len(found) > 1] == []
+
+
+def test_lint_and_types_come_first():
+    steps = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert steps.index("ruff check") < steps.index("mypy") < steps.index("make test\n")
