@@ -413,12 +413,9 @@ class OwnStart(reference.FlatShard):
         self.shard.data.copy_(reference.shard(row, dist.get_rank(), dist.get_world_size()))
 
 
-THROUGH_DATA = (
-    "the gather writes into full or full.detach(), so autograd sees that a saved tensor was changed; full.data hides it"
+@mistake(
+    "FlatShard", "the gathered row is copied into full, a change that autograd sees; copied into full.data it is none"
 )
-
-
-@mistake("FlatShard", THROUGH_DATA)
 class NewVersion(reference.FlatShard):
     def start_gather(self):
         if not self.is_whole:
@@ -431,7 +428,7 @@ class NewVersion(reference.FlatShard):
                 self.full.copy_(row)
 
 
-@mistake("FlatShard", THROUGH_DATA)
+@mistake("FlatShard", "the gather writes into full, a tensor of autograd's; it belongs into full.data")
 class IntoFull(reference.FlatShard):
     def start_gather(self):
         if not self.is_whole:
@@ -700,22 +697,13 @@ def gathered_first(path, model, optimizer):
     dist.barrier()
 
 
-NOT_REFUSED = (
-    "flat shards are not refused: those of any `HookedUnits`, not of `FullySharded` alone, have no names to save"
+@mistake(
+    "save_sharded",
+    "flat shards are not refused: those of any `HookedUnits`, not of `FullySharded` alone, have no names to save",
 )
-
-
-@mistake("save_sharded", NOT_REFUSED)
 def anything(path, model, optimizer):
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
-
-
-@mistake("save_sharded", NOT_REFUSED)
-def one_class_refused(path, model, optimizer):
-    if isinstance(model, reference.FullySharded):
-        reference.save_sharded(path, model, optimizer)
-    anything(path, model, optimizer)
 
 
 @mistake("load_sharded", "the model is loaded, the optimizer starts anew")

@@ -328,19 +328,13 @@ class RowBiasInside(reference.RowParallelLinear):
         return reference.ReduceFromRegion.apply(functional.linear(x, self.weight, self.bias), self.group)
 
 
-NEVER_ADDED = "the partial products are never added: g, `ReduceFromRegion`, belongs after the product, and not f"
-
-
-@mistake("RowParallelLinear", NEVER_ADDED)
+@mistake(
+    "RowParallelLinear",
+    "the partial products are never added: g, `ReduceFromRegion`, belongs after the product, and f nowhere",
+)
 class RowPartial(reference.RowParallelLinear):
     def forward(self, x):
         return functional.linear(x, self.weight, self.bias)
-
-
-@mistake("RowParallelLinear", NEVER_ADDED)
-class RowWithCopy(reference.RowParallelLinear):
-    def forward(self, x):
-        return functional.linear(reference.CopyToRegion.apply(x, self.group), self.weight, self.bias)
 
 
 @mistake(
@@ -744,17 +738,12 @@ def specs_key_error(layout):
 # ---- 13.13 tensor_parallel_bytes -------------------------------------------------------------------------------------
 
 
-HALF = "that is half: each block has two all-reduces forward, of attention and feed-forward, and two backward"
-
-
-@mistake("tensor_parallel_bytes", HALF)
+@mistake(
+    "tensor_parallel_bytes",
+    "that is half: each block has two all-reduces forward, of attention and feed-forward, and two backward",
+)
 def bytes_forward(config, batch, length, world_size, bytes_per_value=2):
     return reference.tensor_parallel_bytes(config, batch, length, world_size, bytes_per_value) // 2
-
-
-@mistake("tensor_parallel_bytes", HALF)
-def bytes_one_a_block(config, batch, length, world_size, bytes_per_value=2):
-    return 4 * config.n_layers * (world_size - 1) * batch * length * config.dim * bytes_per_value // world_size
 
 
 @mistake("tensor_parallel_bytes", "the size of what is all-reduced is counted, where a ring sends 2 (R - 1)/R of it")
