@@ -994,7 +994,8 @@ def applied(rank, world_size):
     case(f"{world_size} ranks, three blocks and the root, bfloat16")
     model = Net()
     read = "the contract of ex-fsdp-apply-fully-shard"
-    out = fsdp.apply_fully_shard(model, init_device_mesh("cpu", (world_size,)), torch.bfloat16)
+    with explained("Invariant encountered", ROOT_FIRST, read):
+        out = fsdp.apply_fully_shard(model, init_device_mesh("cpu", (world_size,)), torch.bfloat16)
     expect_true(out is model, "it should return the model that it was given", read=read)
     expect_equal(
         [isinstance(part, FSDPModule) for part in (*model.blocks, model)], [True] * 4, name="sharded", read=read
