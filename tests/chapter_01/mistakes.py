@@ -429,6 +429,8 @@ class _Tokenizer:
     def decode(self, ids):
         return self.right.decode(ids)
 
+    n_held = 2  # of the words at the end
+
     def settled(self, text, longest=None):
         """(token, where it ends, whether it is special) of what no continuation can change."""
         longest = max(map(len, self.special_tokens), default=0) if longest is None else longest
@@ -439,7 +441,7 @@ class _Tokenizer:
             yield from ((word[0], word.end(), False) for word in PRE_TOKEN.finditer(text, start, match.start()))
             yield match[0], match.end(), True
             start = match.end()
-        words = list(PRE_TOKEN.finditer(text, start, max(start, open_from)))[:-2]
+        words = list(PRE_TOKEN.finditer(text, start, max(start, open_from)))[: -self.n_held]
         yield from ((word[0], word.end(), False) for word in words)
 
     def stream(self, chunks, waits=True, longest=None):
@@ -611,15 +613,10 @@ class ReadsTheWholeStream(_Tokenizer):
 
 @mistake("BPETokenizer", "only the last word is held back: a contraction or a run of spaces may join the one before it")
 class HoldsOneWordBack(_Tokenizer):
+    n_held = 1
+
     def encode_iterable(self, chunks):
-        buffer = ""
-        for chunk in chunks:
-            buffer += chunk
-            words = [] if self.special_tokens else PRE_TOKEN.findall(buffer)
-            settled = "".join(words[:-1])
-            yield from self.encode(settled)
-            buffer = buffer[len(settled) :]
-        yield from self.encode(buffer)
+        yield from self.stream(chunks)
 
 
 @mistake("BPETokenizer", "a special token that two chunks share is not seen: the end of a chunk is settled too early")

@@ -404,10 +404,10 @@ def test_BPETokenizer_by_hand():
 
 
 def test_BPETokenizer_earliest_merge_first():
-    case('"abc", merges b+c then a+b')
-    merges = [(b"b", b"c"), (b"a", b"b"), (b"ab", b"c")]
+    case('"abcd", merges c+d, b+c, a+bc, b+cd, a+b: the first of them joins c and d, and the fourth then b and cd')
+    merges = [(b"c", b"d"), (b"b", b"c"), (b"a", b"bc"), (b"b", b"cd"), (b"a", b"b")]
     tokenizer = tokenization.BPETokenizer(as_vocab(merges), merges)
-    expect_equal(tokenizer.encode("abc"), [97, 256], name="ids", read="eq-tokenization-3")
+    expect_equal(tokenizer.encode("abcd"), [97, 259], name="ids", read="eq-tokenization-3")
 
 
 def test_BPETokenizer_until_no_pair_is_a_merge():
@@ -464,10 +464,10 @@ def test_BPETokenizer_unknown_id(unknown):
 
 
 def test_BPETokenizer_special_tokens():
-    tokenizer = hand_made([END])
-    case("a special token that the vocabulary lacks is appended")
-    expect_equal(tokenizer.encode(f"the{END} cat"), [259, 261, 257, 97, 116], name="ids")
-    expect_equal(tokenizer.decode([261, 261]), END + END, name="text")
+    tokenizer = hand_made(["<|h|>"])
+    case('the special token "<|h|>", which the vocabulary lacks, is appended; "the<|h|> cat"')
+    expect_equal(tokenizer.encode("the<|h|> cat"), [259, 261, 257, 97, 116], name="ids")
+    expect_equal(tokenizer.decode([261, 261]), "<|h|><|h|>", name="text")
     case("a special token that the vocabulary has keeps its id (300); the next new one gets 301, one above the largest")
     merges = [(b"<", b"|")]
     vocab = {**as_vocab(merges), 300: b"<|x|>"}

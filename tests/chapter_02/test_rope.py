@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle, recorded
 from tests.devices import Watch, devices_of
+from tests.inputs import randn
 
 rope = graded("rope")
 
@@ -46,10 +47,6 @@ def make_scores(x: Tensor, wq: Tensor, wk: Tensor, n_heads: int, rotate) -> Tens
     """Dot products ``[B, H, T, S]`` of rotated queries and keys."""
     q, k = (rotate((x @ w.T).unflatten(-1, (n_heads, -1))).double() for w in (wq, wk))
     return torch.einsum("bthd,bshd->bhts", q, k)
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 # Transformers' Llama, for the recorded values: imported only where a maintainer computes them.

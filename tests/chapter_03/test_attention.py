@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
 from tests.devices import Devices, Watch, devices_of
+from tests.inputs import randn
 
 attention = graded("attention")
 
@@ -24,10 +25,6 @@ SOFTMAX_RETURNS = "the contract of ex-attention-softmax, under Returns"
 SIZES = [(1, 1, 1, 1), (5, 5, 8, 8), (3, 7, 4, 5), (6, 2, 3, 9)]  # t, s, d, dv
 LAYERS = [(1, 1, 4, 1, 1), (2, 5, 8, 2, 2), (2, 3, 12, 6, 2), (3, 4, 8, 4, 1)]  # b, t, c, h, g
 CHUNKS = [(7,), (1, 1, 1, 1, 1, 1, 1), (4, 3), (1, 5, 1)]
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def random_mask(*shape: int, seed: int = 0) -> Tensor:

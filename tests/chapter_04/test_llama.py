@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lib.given.models.llama import LLAMA_2_7B, LLAMA_2_13B, LLAMA_2_70B, TINY, LlamaConfig, hf_tensors, meta_shapes
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle, recorded
 from tests.devices import Devices
+from tests.inputs import randn
 
 llama = graded("llama")
 
@@ -29,10 +30,6 @@ CONFIGS = pytest.mark.parametrize("config", [PLAIN, GROUPED], ids=["plain", "gro
 def named(config: LlamaConfig) -> str:
     c = config
     return f"V={c.vocab_size} C={c.dim} L={c.n_layers} H={c.n_heads} G={c.n_kv_heads} F={c.hidden_dim}"
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 # ---- a plain Llama in float64 ----------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lib.given.models.vit import PRESETS, TINY, ViTConfig
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle, recorded
+from tests.inputs import randn
 
 vit = graded("vit")
 
@@ -22,10 +23,6 @@ CONVERT = 'section "Weights of others"'
 SMALL = ViTConfig(
     image_size=6, patch_size=3, channels=2, n_classes=5, dim=12, n_layers=2, n_heads=3, hidden_dim=20, eps=1e-5
 )
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def cut(images: Tensor, patch: int) -> Tensor:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from lib.given.models.gpt2 import GPT2_LARGE, GPT2_MEDIUM, GPT2_SMALL, GPT2_XL, GPT2Config
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle, recorded
+from tests.inputs import randn
 
 gpt2 = graded("gpt2")
 
@@ -31,10 +32,6 @@ LOADS = (
 )
 SMALL = GPT2Config(vocab_size=11, context_len=6, dim=8, n_layers=2, n_heads=2)
 ONE = GPT2Config(vocab_size=7, context_len=4, dim=4, n_layers=1, n_heads=2)
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def shapes_of(config: GPT2Config, part: str = "") -> dict[str, tuple[int, ...]]:

@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
+from tests.inputs import randn
 
 training = graded("training")
 
@@ -30,10 +31,6 @@ WINDOWS, BATCHES = "eq-training-7", "the contract of ex-training-tokenbatches"
 SAVE = "the contract of ex-training-save-checkpoint"
 READ = f"{SAVE}; it reads through load_checkpoint: if only the random states of ex-training-load-checkpoint fail, mend that first"
 LOAD = "the contract of ex-training-load-checkpoint; it reads what ex-training-save-checkpoint wrote: mend that first"
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def draw(n: int, *shape: int, seed: int = 0) -> Tensor:

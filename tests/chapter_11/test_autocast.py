@@ -10,16 +10,13 @@ from torch.nn import functional
 
 from lib.given.kernels.autocast import PRODUCTS, REDUCTIONS
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded
+from tests.inputs import randn
 
 amp = graded("amp")
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 CASTS = "eq-amp-5"
 PREDICTS = "eq-amp-5; ex-amp-autocast-dtypes uses ex-amp-miniautocast: if that does not pass, mend it first"
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 class ToyModel(nn.Module):

@@ -23,14 +23,11 @@ from lib.given.models.llama import LLAMA_2_7B, TINY
 from lib.given.parallel.tensors import Collectives
 from lib.ranks import mark
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
+from tests.inputs import randn
 
 tp = graded("tensor_parallel")
 
 DOT, OUTER, INNER, PAIR, MLP, VOCAB, BYTES, BUBBLE = (f"eq-tensor_parallel-{n}" for n in (1, 2, 3, 4, 5, 6, 8, 9))
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def fill(module: nn.Module, whole: dict[str, Tensor], cuts: dict[str, int], exercise: str, group=None) -> nn.Module:

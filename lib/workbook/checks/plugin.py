@@ -63,11 +63,19 @@ def pytest_configure(config):
     if not hasattr(os, "fork"):
         raise pytest.UsageError("checks need a system with fork: Linux, macOS, or WSL on Windows")
     RECORDING.update(live=options.reference, write=options.reference and options.record)
+    _on_one_thread()
     boundary.become_judge()
     resolve.enter("reference")
     config.stash[CHECKS] = checks = Checks(config)
     config.pluginmanager.register(checks, "workbook-checks")
     config.pluginmanager.register(checks.runner, "workbook-runner")
+
+
+def _on_one_thread() -> None:
+    """Checks are small: on a busy machine, threads that wait for each other take a hundred times as long as one alone."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def pytest_report_header(config):
@@ -252,7 +260,13 @@ class Checks:
             warm_up([item.path.read_text(encoding="utf-8")])
         same = [i.function for i in item.session.items if i.stash.get(EXERCISE, None) == item.stash[EXERCISE]]
         text = "".join(map(inspect.getsource, dict.fromkeys(same)))
-        if ('"meta"' in text or ".step()" in text) and "torch._dynamo" not in sys.modules:
+        slow = (
+            '"meta"',
+            ".step()",
+            "TorchDispatchMode",
+            "autograd.grad(",
+        )  # import torch._dynamo or sympy when first used
+        if any(word in text for word in slow) and "torch._dynamo" not in sys.modules:
             import torch._dynamo  # some 900 modules, which the first operation on meta and the first step of an optimizer import
 
     def _ended(self, item, exercise: Exercise, ended: Ended) -> TestReport:
