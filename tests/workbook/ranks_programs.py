@@ -235,14 +235,15 @@ def raise_beside_work(rank, world_size):
 
 
 def listening(rank, world_size):
-    """The addresses on which this process, its parents and its peers listen, all ranks' together."""
-    return addresses_listened_on()
+    """The addresses on which this rank and its keeper listen."""
+    return addresses_listened_on(1)
 
 
-def addresses_listened_on() -> list[str]:
+def addresses_listened_on(n_parents: int) -> list[str]:
+    """Those of this process and of as many of its parents."""
     import psutil
 
-    family = [psutil.Process(), *psutil.Process().parents()[:3]]
+    family = [psutil.Process(), *psutil.Process().parents()[:n_parents]]
     found = set()
     for process in family:
         try:

@@ -576,7 +576,7 @@ def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setattr("lib.ranks.handle.shutil.which", lambda name: None)
     monkeypatch.setattr("lib.ranks.handle.Path.exists", lambda path: False)
     other = type(pool("mpi"))("mpi")
-    with pytest.raises(RankFailure, match="mpiexec is missing") as caught:
+    with pytest.raises(RankFailure, match="no mpiexec beside") as caught:
         other.run(mpi_programs.world)
     assert caught.value.kind == "missing"
 
