@@ -21,7 +21,7 @@ from lib.workbook.grading.mistakes import Mistake, standing_in
 
 DIAGNOSIS_S, RANKS_DIAGNOSIS_S = 4.0, 20.0  # for all known mistakes together
 RUN_S = 90.0  # for one run of one check, whatever it is
-CONFIRMED_BY = 12  # so many other checks are enough
+CONFIRMED_BY = 12  # so many other checks are enough, once one sentence is left
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,9 @@ def looks_like(
     """
     candidates = [m for m in mistakes if try_mistake(m, failing).is_like(first)]
     unlike: set[str] = set()
-    for check in others[:CONFIRMED_BY] if candidates else []:
+    for n_tried, check in enumerate(others if candidates else []):
+        if n_tried >= CONFIRMED_BY and len({m.sentence for m in candidates}) == 1:
+            break
         answer = try_answer(check)
         outcomes = {m.key: try_mistake(m, check) for m in candidates}
         candidates = [m for m in candidates if outcomes[m.key].passed or not answer.passed]
