@@ -197,15 +197,30 @@ def test_a_check_never_grades_the_answer_key(book, answer):
         "import os; os.symlink('solutions/toy.py', 'mine.py'); exec(open('mine.py').read()); return double(x)",
         "import pathlib; exec(pathlib.Path('solutions', 'toy.py').read_text(), globals()); return double(x)",
         "import os; os.environ['WORKBOOK_WORLD'] = 'reference'; import solutions.toy; return solutions.toy.double(x)",
-        "import os, subprocess; return int(subprocess.check_output(['cat', 'solutions/toy.py'])[0])",
-        "import sys; return sys.modules['solutions.toy'].double(x)",
+        "import subprocess; exec(subprocess.check_output(['cat', 'solutions/toy.py']), globals()); return double(x)",
+        "import subprocess; exec(subprocess.check_output('git show HEAD:solutions/toy.py', shell=True)); return double(x)",
+        "import os; os.link('solutions/toy.py', 'mine.py'); exec(open('mine.py').read()); return double(x)",
+        "import os; os.chdir('solutions'); exec(open('toy.py').read()); return double(x)",
+        "from importlib.machinery import SourceFileLoader as S; return S('t', 'solutions/toy.py').load_module().double(x)",
     ],
 )
 def test_the_answer_key_is_out_of_reach_by_any_road(book, way):
     book.answer("double", way)
     row = book.marks("tests/chapter_01")["double"]
-    assert row["state"] == "wrong"
-    assert row["passed"] <= 1
+    assert (row["state"], row["passed"]) == ("wrong", 0)
+    assert "lib/toy.py:18: reaches for solutions/toy.py, the answer key of this chapter" in row["report"]
+
+
+def test_a_link_that_was_there_before_leads_nowhere(book):
+    (book.root / "mine.py").hardlink_to(book.root / "solutions/toy.py")
+    book.answer("double", "space = {}; exec(open('mine.py').read(), space); return space['double'](x)")
+    assert "the answer key of this chapter" in book.marks("tests/chapter_01")["double"]["report"]
+
+
+def test_the_answer_key_is_not_found_imported(book):
+    book.answer("double", "import sys; return sys.modules['solutions.toy'].double(x)")
+    report = book.marks("tests/chapter_01", "tests/chapter_02")["double"]["report"]
+    assert "raised KeyError: 'solutions.toy'" in report
 
 
 def test_the_answer_key_is_out_of_reach_of_a_lambda(book):

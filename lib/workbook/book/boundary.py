@@ -18,7 +18,7 @@ from pathlib import Path
 CHILD = "WORKBOOK_CHILD"  # in the environment of a check's ranks: the world that they are pinned to
 _world: str | None = os.environ.pop(CHILD, None)
 _role = "free" if _world is None else "child"
-_refused: dict[str, tuple[str, str]] = {}  # module: the learner's file, the stem of what must stay closed
+_refused: dict[str, tuple[str, Path]] = {}  # module: the learner's file, and the reference that must stay closed
 _hooked = False
 
 
@@ -59,7 +59,7 @@ def refuse_reference(module: str, mine: Path, reference: Path) -> None:
     global _hooked
     if _role != "child":
         return
-    _refused[module] = (str(mine), os.path.join(os.path.realpath(reference.parent), module))
+    _refused[module] = (str(mine), reference)
     forget_reference(module)
     if not _hooked:
         _hooked = True
@@ -75,30 +75,37 @@ def forget_reference(module: str) -> None:
 
 
 def _watch(event: str, args: tuple) -> None:
-    if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
-        paths = [args[0]]
+    if event in ("open", "os.link") and isinstance(args[0], str | bytes | os.PathLike):
+        reaches = _is_reference
+        what = [args[0]]
     elif event in ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec"):
-        paths = [word for word in _words(args) if "solutions" in word]
+        reaches = _names_reference
+        what = [word for word in _words(args) if "solutions" in word]
     else:
         return
-    for module, (mine, _) in _refused.items():
-        if paths and _on_the_stack(mine) and any(_is_reference(path, module) for path in paths):
+    for module, (mine, reference) in _refused.items():
+        if what and _on_the_stack(mine) and any(reaches(one, reference) for one in what):
             raise AnswerError(
                 f"lib/{module}.py:{_on_the_stack(mine)}: reaches for solutions/{module}.py, the answer key of this chapter: "
                 f"a check grades only what you wrote (other chapters are at hand as lib.<module>)"
             )
 
 
-def _is_reference(path, module: str) -> bool:
-    """Whether a path leads to the source or the compiled code of a module's reference, or a command names it."""
-    text, stem = os.fsdecode(path), _refused[module][1]
-    if os.path.basename(text).partition(".")[0] == module or os.path.islink(text):
-        real = os.path.realpath(text)
-        folder, name = os.path.split(real)
-        if os.path.basename(folder) == "__pycache__":
-            folder = os.path.dirname(folder)
-        return os.path.join(folder, name.partition(".")[0]) == stem
-    return f"solutions/{module}.py" in text or f"solutions.{module}" in text or f"solutions import {module}" in text
+def _is_reference(path, reference: Path) -> bool:
+    """Whether a path leads to the reference's source, under whatever name, or to its compiled code."""
+    try:
+        if os.path.samefile(path, reference):
+            return True
+    except OSError:
+        return False
+    folder, name = os.path.split(os.path.realpath(os.fsdecode(path)))
+    return folder == os.path.realpath(reference.parent / "__pycache__") and name.partition(".")[0] == reference.stem
+
+
+def _names_reference(word: str, reference: Path) -> bool:
+    """Whether a word of a command names the reference, as a file or as a module."""
+    module = reference.stem
+    return any(form in word for form in (f"solutions/{module}.py", f"solutions.{module}", f"solutions import {module}"))
 
 
 def _words(args: tuple) -> list[str]:
