@@ -13,7 +13,9 @@ accident and against temptation, not against malice: strangers' files are graded
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 CHILD = "WORKBOOK_CHILD"  # in the environment of a check's ranks: the world that they are pinned to
 _world: str | None = os.environ.pop(CHILD, None)
@@ -76,7 +78,7 @@ def forget_reference(module: str) -> None:
 
 def _watch(event: str, args: tuple) -> None:
     if event in ("open", "os.link") and isinstance(args[0], str | bytes | os.PathLike):
-        reaches = _is_reference
+        reaches: Callable[[Any, Path], bool] = _is_reference
         what = [args[0]]
     elif event in ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec"):
         reaches = _names_reference
@@ -91,7 +93,7 @@ def _watch(event: str, args: tuple) -> None:
             )
 
 
-def _is_reference(path, reference: Path) -> bool:
+def _is_reference(path: str | bytes | os.PathLike, reference: Path) -> bool:
     """Whether a path leads to the reference's source, under whatever name, or to its compiled code."""
     try:
         if os.path.samefile(path, reference):
