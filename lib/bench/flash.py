@@ -26,10 +26,10 @@ from torch import multiprocessing
 
 from lib.bench import flash_kernels
 from lib.bench.record import MEASUREMENTS, record, spread
-from lib.flash_attention import FlashAttentionTorch, FlashAttentionTriton, flash_attention
 from lib.fast import flash as flash_fast
 from lib.fast.flash import fits_fast, flash_attention_fast
 from lib.fast.flash_hopper import Roles, has_roles
+from lib.flash_attention import FlashAttentionTorch, FlashAttentionTriton, flash_attention
 
 CASES = {
     "64_causal": (16, 64, True),

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lib.bench.flash import inputs, time_ms
 from lib.bench.record import MEASUREMENTS, record, spread
-from lib.fast.models import capture
 from lib.fast.flash import ENOUGH_ROWS, ROLES_TABLE, TABLE, Tiles, fast_dkdv, fast_dq, fast_forward
 from lib.fast.flash_hopper import Roles
+from lib.fast.models import capture
 
 N_HEADS, LENGTHS, N_CALLS = 16, (256, 512, 1024, 2048, 4096, 8192), 20
 KERNELS = ("forward", "dQ", "dK/dV")

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import torch
 
-from lib.flash_attention import FlashAttentionTriton, flash_attention
+from lib.fast.flash import fits_fast
 from lib.fast.gelu import bias_gelu
 from lib.fast.heads import split_heads
-from lib.fast.flash import fits_fast
+from lib.flash_attention import FlashAttentionTriton, flash_attention
 from lib.triton_kernels import matmul, rms_norm, softmax_rows, vector_add, weighted_sum
 
 

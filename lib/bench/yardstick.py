@@ -39,10 +39,10 @@ from lib.bench.all_reduce import slowest, spawn, wait_for
 from lib.bench.ladder import N_IMAGES, PEAK_FLOPS, Rung, ViTTask, flops_per_item, set_tf32
 from lib.bench.record import MEASUREMENTS, load, machine, record, spread
 from lib.ddp import OverlapDDP, average_gradients
-from lib.fsdp import FullySharded
 from lib.fast.models import ATTENTIONS, capture
 from lib.fast.models import Path as FastPath
 from lib.fast.replicas import RowViT, train_step
+from lib.fsdp import FullySharded
 from lib.given.models.vit import ViTConfig, preset
 from lib.vit import VisionTransformer
 

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lib.ddp import BucketedDDP, OverlapDDP, average_gradients, average_gradients_flat, shard_indices
 from lib.given.data.images import load_images
-from lib.ranks import mark
 from lib.given.models.vit import TINY
+from lib.ranks import mark
 from lib.vit import VisionTransformer
 
 Strategy = str | float

@@ -18,9 +18,9 @@ from lib.fsdp import (
     unshard,
 )
 from lib.given.data.images import load_images
-from lib.ranks import mark
-from lib.given.parallel.sharding import all_gather_row, blocks_of
 from lib.given.models.vit import TINY
+from lib.given.parallel.sharding import all_gather_row, blocks_of
+from lib.ranks import mark
 from lib.vit import VisionTransformer
 
 BATCH = 32

@@ -23,7 +23,7 @@ if triton is not None:
         return tl.load(pointer + columns, mask=columns < n, other=-1e30).to(tl.float32)
 
     @triton.jit
-    def _softmax_loss_kernel(logits, targets, losses, gradient, n_vocab, n_columns, scale, BLOCK: tl.constexpr):  # noqa: N803
+    def _softmax_loss_kernel(logits, targets, losses, gradient, n_vocab, n_columns, scale, BLOCK: tl.constexpr):
         """A row a program: bytes moved 2 reads (the second from the cache) and 1 write of the row."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * n_columns

@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lib.fast.gelu import P, TAIL, bias_gelu
+from lib.fast.gelu import TAIL, P, bias_gelu
 from lib.fast.heads import split_heads
 from lib.fast.loss import linear_cross_entropy
 

@@ -14,7 +14,6 @@ import sys
 import sysconfig
 from multiprocessing.connection import Client
 
-
 end_with_parent = runpy.run_path(os.path.join(os.path.dirname(__file__), "processes.py"))["end_with_parent"]
 
 

@@ -84,8 +84,8 @@ class Writer:
     def __init__(self, folder: str, model: str, bits: int = 16, device: str = "cuda", tokenizer: Any = None):
         import torch
 
-        from lib.given.models.llama import hf_tensors
         from lib.given.data.weights import load_weights
+        from lib.given.models.llama import hf_tensors
         from lib.llama import Llama, convert_hf_state_dict
 
         config, old = PRESETS[model], ("rotary_emb.inv_freq",)

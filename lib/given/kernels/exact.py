@@ -1,8 +1,8 @@
 """Exact attention by PyTorch in float64, and counters of what a call holds and masks: what chapter 15 is checked with."""
 
 import torch
-from torch.nn import functional as F
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-
 FAR_BYTES = 1 << 20  # what lies further from every tensor has nothing to do with any of them
 
 

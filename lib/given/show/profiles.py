@@ -120,7 +120,7 @@ def memory_curve(path: str | os.PathLike) -> tuple[list[float], list[int]]:
         events = json.loads(data)["events"]
         return [e["time_s"] for e in events], [e["total_bytes"] for e in events]
     steps = {"alloc": 1, "free_completed": -1}
-    history = [e for e in pickle.loads(data)["device_traces"][0] if e["action"] in steps]  # noqa: S301
+    history = [e for e in pickle.loads(data)["device_traces"][0] if e["action"] in steps]
     times, totals, total = [], [], 0
     for e in history:
         total += steps[e["action"]] * e["size"]

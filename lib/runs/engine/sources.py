@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lib.given.data.corpora import language_reference, load_text, stream_text
 from lib.fast.models import MEAN, STD, prepare_images
+from lib.given.data.corpora import language_reference, load_text, stream_text
 from lib.given.data.images import load_images
 from lib.runs.engine.options import Options, UsageError
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lib import amp, training
 from lib.fast import models as fast
 from lib.given.models import vit
-from lib.given.parallel.sharding import blocks_of
 from lib.given.models.gpt2 import GPT2_LARGE, GPT2_MEDIUM, GPT2_SMALL, GPT2_XL, TINY, GPT2Config
+from lib.given.parallel.sharding import blocks_of
 from lib.runs.engine.options import Options, UsageError
 from lib.runs.engine.sources import Source, open_pictures, open_tokens
 from lib.speed import training_flops_per_token, vit_training_flops_per_image

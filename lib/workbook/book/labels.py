@@ -1,10 +1,10 @@
 """What a label of the book stands for: ``eq-rope-7`` is equation (2.7), ``ex-rope-apply-rope`` exercise 2.4."""
 
+import contextlib
 import re
 from functools import cache
 
 from lib.workbook.book.catalog import BookError, Chapter, Exercise, all_exercises, chapters
-import contextlib
 
 KINDS = {"eq": "equation", "ex": "exercise"}
 _LABEL = {kind: rf"\b{kind}-[a-z0-9_-]*[a-z0-9]" for kind in KINDS}

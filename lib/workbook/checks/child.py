@@ -86,6 +86,8 @@ class Child:
             except (EOFError, ConnectionError):
                 said = None
             if said is None:
+                if why:
+                    _write_stack(self.runner)
                 ended = self.end(why, is_time=clock.is_over)
                 if not told_anything:  # else all that is lost is a diagnosis
                     yield ended
@@ -106,8 +108,6 @@ class Child:
 
     def end(self, why: str = "", is_time: bool = False) -> Ended:
         """Have the guard end everything; say how the runner came to its end."""
-        if why:
-            _write_stack(self.runner)
         self.pipe.close()
         self.line.settimeout(10)
         with contextlib.suppress(OSError):

@@ -35,7 +35,7 @@ class MistakeItem(pytest.Item):
             return
         others = comparable(self.tests, test)
         known = mistakes_of(self.mistake.module, self.mistake.name)
-        try_answer = lambda check: self.trials.of_mistake(self.mistake, check)  # noqa: E731
+        try_answer = lambda check: self.trials.of_mistake(self.mistake, check)
         said = diagnosis.looks_like(test, outcome, others, known, try_answer, self.trials.of_mistake)
         if said != self.mistake.sentence:
             alike = [m.sentence for m in known if self.trials.of_mistake(m, test).is_like(outcome)]

@@ -4,35 +4,36 @@ pytest's own process is a judge (`lib.workbook.book.boundary`): it collects the 
 answer. ``--reference`` and ``--mistakes`` grade what the book itself wrote, and so run their tests in this process.
 """
 
-import contextlib
+import functools
+import importlib
 import inspect
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
 import pytest
 from _pytest.reports import TestReport
-from _pytest.runner import runtestprotocol
 
 from lib.workbook.book import boundary, resolve
 from lib.workbook.book.catalog import BookError, Chapter, Exercise, chapters, find
 from lib.workbook.book.stubs import write_atomically
-from lib.workbook.checks import diagnosis, gradescope, mistakes, report
-from lib.workbook.checks.alarm import TimeLimit, alarm
-from lib.workbook.checks.child import MACHINERY, Child, Ended, peak_mb
-from lib.workbook.checks.diagnosis import Outcome, Trials
-from lib.workbook.checks.runner import EXERCISE, TIME_LIMIT_S, Runner, limit_of, take_terminal
+from lib.workbook.checks import gradescope, mistakes, report
+from lib.workbook.checks.child import MACHINERY, Child, Ended
 from lib.workbook.checks.ranks import Ranks, warm_up
-from lib.workbook.checks.report import RaisedInAnswer, Told
-from lib.workbook.checks.state import Shared
+from lib.workbook.checks.report import Told
+from lib.workbook.checks.runner import EXERCISE, TIME_LIMIT_S, Runner, limit_of, take_terminal
 from lib.workbook.checks.summary import Marks, refusal
-from lib.workbook.grading.cases import BOARD, case
-from lib.workbook.grading.mistakes import mistakes_of
+from lib.workbook.grading.cases import case
 from lib.workbook.grading.oracles import RECORDING
 
 SHOWN_FAILURES = 3  # of one exercise; the others are counted
+# What PyTorch imports only when a check first uses it, hundreds of modules at a time, by what the check's text then says.
+IMPORTED_LATE = {
+    ".step()": "torch._dynamo",
+    '.to("meta")': "torch._dynamo",
+    "autograd.grad(": "torch.fx.experimental.symbolic_shapes",
+}
 CHECKS = pytest.StashKey["Checks"]()
 
 
@@ -91,6 +92,7 @@ def ranks(request):
     )
 
 
+@functools.cache
 def chapter_of(path: Path) -> Chapter | None:
     """The chapter whose folder of tests a file lies in."""
     return next((chapter for chapter in chapters().values() if path.is_relative_to(chapter.tests)), None)
@@ -260,14 +262,9 @@ class Checks:
             warm_up([item.path.read_text(encoding="utf-8")])
         same = [i.function for i in item.session.items if i.stash.get(EXERCISE, None) == item.stash[EXERCISE]]
         text = "".join(map(inspect.getsource, dict.fromkeys(same)))
-        slow = (
-            '"meta"',
-            ".step()",
-            "TorchDispatchMode",
-            "autograd.grad(",
-        )  # import torch._dynamo or sympy when first used
-        if any(word in text for word in slow) and "torch._dynamo" not in sys.modules:
-            import torch._dynamo  # some 900 modules, which the first operation on meta and the first step of an optimizer import
+        for word, module in IMPORTED_LATE.items():
+            if word in text:
+                importlib.import_module(module)
 
     def _ended(self, item, exercise: Exercise, ended: Ended) -> TestReport:
         """The report of a check that could not make its own; and what else is not worth a try."""

@@ -30,7 +30,7 @@ def _settings() -> list[Setting]:
 
         for name in ("RLIMIT_NOFILE", "RLIMIT_AS", "RLIMIT_FSIZE", "RLIMIT_CPU"):
             kind = getattr(resource, name)
-            put = lambda limits, kind=kind: resource.setrlimit(kind, limits)  # noqa: E731
+            put = lambda limits, kind=kind: resource.setrlimit(kind, limits)
             found.append(Setting(f"the limit {name}", lambda kind=kind: resource.getrlimit(kind), put))
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "get_default_device"):

@@ -1,12 +1,11 @@
 """The marks of a run: one row an exercise, with its state, its first failing case and the next step."""
 
-from collections import Counter
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 from lib.workbook.book.catalog import chapters
 from lib.workbook.checks.report import Told
-
 
 NUMBER_OF = {
     "passed": "passed",

@@ -6,8 +6,8 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lib.workbook.checks import warm
 from lib.workbook.book.catalog import ROOT, BookError, Chapter, Exercise, find
+from lib.workbook.checks import warm
 from lib.workbook.checks.summary import describe
 
 

@@ -5,10 +5,10 @@ import html
 import os
 import re
 
-from lib.workbook.tools import check as checks
 from lib.workbook.book import contracts, resolve
 from lib.workbook.book.catalog import BookError, Chapter, Exercise, find
 from lib.workbook.checks.summary import describe
+from lib.workbook.tools import check as checks
 
 STYLE = """<style>
 .workbook-exercise, .workbook-check {border-left: 4px solid #3b82c4; background: rgba(59,130,196,.08); padding: .6em 1em;

@@ -4,10 +4,10 @@ import hashlib
 import json
 from dataclasses import dataclass
 
-from lib.workbook.tools import check
 from lib.workbook.book.catalog import ROOT, Chapter, Exercise, chapters
 from lib.workbook.book.sources import SourceError, read_mine
 from lib.workbook.book.stubs import marker_lines, where_it_breaks, write_atomically
+from lib.workbook.tools import check
 
 CACHE = ROOT / ".workbook" / "progress.json"
 

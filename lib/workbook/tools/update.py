@@ -21,7 +21,7 @@ from pathlib import Path
 from lib.workbook.book import sources, stubs
 from lib.workbook.book.catalog import EXERCISE_NUMBER, ROOT, BookError
 from lib.workbook.book.sources import SourceError
-from lib.workbook.tools.git import GitError, at_work, git, line, names, staged, text, tree
+from lib.workbook.tools.git import GitError, at_work, git, line, staged, text, tree
 
 FOLDER = ROOT / ".workbook"
 JOURNAL = FOLDER / "update.json"
