@@ -670,9 +670,14 @@ def test_KVCache_keeps_its_dtype():
 def test_KVCache_lives_on_the_device_asked_for():
     case('device="meta": the devices that it asks for')
     with Devices() as devices:
-        attention.KVCache(1, 1, 3, 2, device="meta")
-    problem = "no tensor is made on the device asked for"
-    expect_true("meta" in devices.asked, problem, answer=devices.asked, read="the contract, under Args")
+        cache = attention.KVCache(1, 1, 3, 2, device="meta")
+        asked = set(devices.asked)
+        new = torch.ones(1, 1, 2, 2, device="meta")
+        cache.update(new, new)
+    read = "the contract, under Args"
+    expect_true("meta" in asked, "no tensor is made on the device asked for", answer=asked, read=read)
+    problem = f"{devices.mixed} gets tensors of two devices: the cache's, and another"
+    expect_true(not devices.mixed, problem, answer=devices.mixed, read=read)
 
 
 def test_KVCache_of_one_model_does_not_know_the_other():

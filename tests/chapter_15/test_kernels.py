@@ -230,7 +230,9 @@ def run_dkdv(inputs, r, is_causal, **kwargs):
     return launched(launch_backward_dkdv, kernel, q, k, v, do, lse, delta, is_causal, **kwargs)
 
 
-@pytest.mark.parametrize(("q_shape", "kv_shape", "is_causal"), CASES)
+@pytest.mark.parametrize(
+    ("q_shape", "kv_shape", "is_causal"), [c for c in CASES if 0 not in c[1]]
+)  # no keys, no launch
 def test_flash_backward_dkdv_kernel_is_the_gradient(q_shape, kv_shape, is_causal):
     inputs, r = prepared(q_shape, kv_shape, is_causal)
     (dk, dv), seen = run_dkdv(inputs, r, is_causal)
