@@ -14,23 +14,23 @@ def rope_frequencies(head_dim: int, theta: float = 10_000.0, device=None) -> Flo
     Args:
         head_dim: Width D of a head; even.
         theta: Base of the geometric progression.
-        device: Where the result lives ("cpu", "cuda", "mps"; "gpu" is no device).
+        device: Where the result lives: "cpu", "cuda" or "mps".
 
     Returns:
-        Radians per position, float32 ``[D/2]``: ``theta ** (-2i / D)`` for pairs i = 0 .. D/2 - 1, so from 1 down to
-        nearly 1/theta.
+        Radians per position, float32 ``[D/2]``: ``theta ** (-2i / D)`` for pairs i = 0 .. D/2 - 1, which go from 1
+        down to nearly 1/theta.
 
     Raises:
         ValueError: ``head_dim`` is odd; the message gives its value and says that it must be even.
 
     Source: RoFormer (arXiv:2104.09864), section 3.2.2.
-    Convention: pairs count from 0. The paper counts them from 1 and writes ``-2(i - 1) / D``: the same numbers.
+    Convention: pairs count from 0. The paper counts them from 1 and writes ``-2(i - 1) / D``, which is the same.
     """
     raise NotImplementedError("Exercise 2.1: write rope_frequencies")
 
 
 def rotation_matrix(position: int, head_dim: int, theta: float = 10_000.0) -> Float[Tensor, "d d"]:
-    """The whole rotation of one position, as a matrix. (Exercise 2.2)
+    """The rotation of one position, as a whole matrix. (Exercise 2.2)
 
     Args:
         position: Position m of the token; the first token is at 0.
@@ -58,7 +58,7 @@ def precompute_rope(
         head_dim: Width D of a head; even.
         context_len: Number of positions, 0 .. context_len - 1.
         theta: Base of the frequencies.
-        device: Where the result lives; None means PyTorch's default device. Given one, it does not ask what the default is.
+        device: Where the result lives; None means PyTorch's default device. If one is given, the default is not used at all.
 
     Returns:
         Complex64 of modulus 1: row m holds ``exp(1j * m * frequency[i])`` for each pair i.
@@ -66,28 +66,29 @@ def precompute_rope(
     Raises:
         ValueError: ``head_dim`` is odd; the message gives its value.
 
-    Source: RoFormer (arXiv:2104.09864), equation (12); the form is that of Meta's Llama code.
-    Convention: Meta and Transformers multiply position and frequency in float32, which at position 100,000 is off by
-        up to 0.004 radians. The reference multiplies in float64. Either passes; float16 and bfloat16 do not.
+    Source: RoFormer (arXiv:2104.09864), equation (12); Meta's Llama code stores it in this form.
+    Convention: Meta and Transformers multiply position and frequency in float32, which is off by up to 0.004 radians
+        at position 100,000. The reference multiplies in float64. Both pass the checks; float16 and bfloat16 do not.
     """
     raise NotImplementedError("Exercise 2.3: write precompute_rope")
 
 
 def apply_rope(x: Float[Tensor, "b t h d"], rope: Complex[Tensor, "t half_d"]) -> Float[Tensor, "b t h d"]:
-    """Rotate each pair of features of queries or keys by its token's position. (Exercise 2.4)
+    """Rotate each pair of features of queries or keys by the position of its token. (Exercise 2.4)
 
     Args:
-        x: Queries or keys of any floating dtype (float64 too) and any strides; left unchanged.
+        x: Queries or keys of any floating dtype, also float64, and of any strides; not changed.
         rope: Rows of ``precompute_rope`` for exactly the T positions of ``x``.
 
     Returns:
-        ``rotation_matrix`` of its position applied to each vector, in the dtype of ``x``; the arithmetic is in float32.
+        Each vector, multiplied by the ``rotation_matrix`` of its position, in the dtype of ``x``. The arithmetic is in
+        float32.
 
     Raises:
         ValueError: ``rope`` is not ``[T, D/2]``; the message names the shape that it has and the one that it should
-            have. (A table of one row would broadcast, and every token would stand at the same position.)
+            have. (A table of one row would broadcast, and every token would be at the same position.)
 
-    Cost: a few operations on whole tensors the size of ``x``: no ``[D, D]`` matrix, no loop over positions.
+    Cost: a few operations on whole tensors of the size of ``x``: no ``[D, D]`` matrix, no loop over positions.
     Source: RoFormer (arXiv:2104.09864), section 3.4.2.
     Convention: pairs are neighbours, (2i, 2i + 1), as in the paper and in Meta's code. GPT-NeoX and Transformers pair
         feature i with i + D/2: see ``interleaved_to_half``.
@@ -103,7 +104,7 @@ def interleaved_to_half(weight: Float[Tensor, "h_d c"], n_heads: int) -> Float[T
         n_heads: Number of heads H in ``weight`` (for keys under grouped queries: the number of key heads).
 
     Returns:
-        The same rows, so ordered that the pairs of each head are its rows (i, i + D/2). ``weight`` is left unchanged.
+        The same rows in another order, in which the pairs of each head are its rows (i, i + D/2). ``weight`` is not changed.
 
     Source: Transformers' ``convert_llama_weights_to_hf.py``, which calls it ``permute``.
     """
@@ -118,23 +119,23 @@ def half_to_interleaved(weight: Float[Tensor, "h_d c"], n_heads: int) -> Float[T
         n_heads: Number of heads H in ``weight``.
 
     Returns:
-        The same rows, so ordered that the pairs of each head are its rows (2i, 2i + 1): what ``interleaved_to_half``
-        undoes. ``weight`` is left unchanged.
+        The same rows in another order, in which the pairs of each head are its rows (2i, 2i + 1). This undoes
+        ``interleaved_to_half``. ``weight`` is not changed.
     """
     raise NotImplementedError("Exercise 2.6: write half_to_interleaved")
 
 
 def interpolate_positions(context_len: int, trained_len: int) -> Float[Tensor, " context_len"]:
-    """Positions squeezed into the range that a model was trained on. (Exercise 2.7, stretch)
+    """Positions of a long context, squeezed into the range that a model was trained on. (Exercise 2.7, stretch)
 
     Args:
-        context_len: Number of positions wanted.
+        context_len: Number of positions in the context.
         trained_len: Number of positions that the model saw in training.
 
     Returns:
-        Float32 ``[context_len]``: 0, 1, 2, … times ``trained_len / context_len`` where the context is longer than the
-        trained one, and unscaled where it is not: a context that fits is never stretched.
+        Float32 ``[context_len]``: 0, 1, 2, … times ``trained_len / context_len`` if the context is longer than the
+        trained one. A context that fits is not scaled.
 
-    Source: Position interpolation (arXiv:2306.15595), equation (4).
+    Source: Position interpolation (arXiv:2306.15595), whose f'(x, m) is f(x, mL/L').
     """
     raise NotImplementedError("Exercise 2.7: write interpolate_positions")

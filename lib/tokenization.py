@@ -1,4 +1,4 @@
-"""Text to numbers and back: a table of words, byte-pair encoding, and the embedding that reads the numbers."""
+"""Text to numbers and back: a table of words, byte-pair encoding, and the embedding of the numbers."""
 
 import heapq
 from collections import Counter, defaultdict
@@ -20,17 +20,17 @@ Pair = tuple[bytes, bytes]
 class WordTokenizer:
     """A table of words, each with a number. (Exercise 1.1)
 
-    Words are what white space separates, in lower case. The table begins with the words of a text, in sorted order.
-    ``encode`` gives a word that it has never seen the next free id and remembers it; ``decode`` joins the words of the
-    ids with spaces.
+    Words are separated by white space and put in lower case. The table begins with the words of a text, in sorted
+    order. ``encode`` gives a word that it has never seen the next free id, and remembers it. ``decode`` joins the words
+    of the ids with spaces.
 
     Args:
-        text: Where the first words come from; the id of each is its position among them, sorted.
+        text: The text with the first words; the id of each word is its position in their sorted order, from 0.
 
     Raises:
-        KeyError: ``decode`` meets an id that no word has; the error names it.
+        KeyError: ``decode`` is given an id that no word has; the error names the id.
 
-    Convention: the table is open. Where other tokenizers answer ``<unk>``, this one gives a new word the next id.
+    Convention: the table is open. Other tokenizers turn an unknown word into ``<unk>``; this one gives it the next id.
 
     Source: the word tables of early neural language models, which were closed.
     """
@@ -52,15 +52,15 @@ class WordTokenizer:
 
 
 def count_pairs(word_counts: Mapping[Symbols, int]) -> Counter[Pair]:
-    """How often each pair of neighbouring symbols stands in a text. (Exercise 1.2)
+    """How often each pair of neighbouring symbols occurs in a text. (Exercise 1.2)
 
     Args:
-        word_counts: Each distinct word, as a tuple of its symbols, with how often the text has it.
+        word_counts: Each distinct word, as a tuple of its symbols, with the number of times that the text has it.
 
     Returns:
         The count of each pair over the whole text: a word that occurs n times counts n times.
 
-    Convention: positions are counted, so ``aaa`` holds the pair ``(a, a)`` twice, although only one can be merged.
+    Convention: positions are counted, so ``aaa`` contains the pair ``(a, a)`` twice, although only one can be merged.
 
     Source: Sennrich et al. (arXiv:1508.07909), algorithm 1, ``get_stats``.
     """
@@ -75,7 +75,7 @@ def merge_pair(symbols: Sequence[bytes], pair: Pair) -> Symbols:
         pair: The two neighbours to join.
 
     Returns:
-        The word with its new symbols, as a tuple; ``symbols`` is left as it was.
+        The word with its new symbols, as a tuple; ``symbols`` itself is not changed.
 
     Convention: left to right without overlap, so ``(a, a)`` turns ``aaa`` into ``aa a``.
 
@@ -87,26 +87,27 @@ def merge_pair(symbols: Sequence[bytes], pair: Pair) -> Symbols:
 def train_bpe(text: str, vocab_size: int, special_tokens: Sequence[str] = ()) -> tuple[dict[int, bytes], list[Pair]]:
     """Learn a vocabulary by joining the most frequent pair, again and again. (Exercise 1.4)
 
-    The text is cut at its special tokens, and the rest into words by ``PRE_TOKEN``; pairs are counted inside words.
-    Pair counts are updated after each merge, not counted anew: a merge costs as much as the words that it changes.
-    Finding the best pair may look at all pairs.
+    The text is cut at its special tokens, and what is between them is cut into words by ``PRE_TOKEN``. Pairs are
+    counted inside words. After a merge the pair counts are updated, not counted again: a merge visits only the words
+    that it changes. Finding the best pair may look at all pairs.
 
     Args:
-        text: What to learn from.
-        vocab_size: How many tokens to end with: 256 bytes, the special tokens and the merges. Training stops earlier
-            when no pair is left.
-        special_tokens: Strings that stay whole, the longest that fits winning; no pair is counted inside one or across
-            one.
+        text: The text to learn from.
+        vocab_size: Size of the vocabulary at the end: 256 bytes, the special tokens and the merges. Training stops
+            earlier when no pair is left.
+        special_tokens: Strings that are never cut; where several fit, the longest wins. No pair is counted inside of
+            one or across one.
 
     Returns:
-        The vocabulary (id to bytes) and the merges in the order in which they were made.
+        The vocabulary (id to bytes) and the merges, in the order in which they were made.
 
     Raises:
         ValueError: ``vocab_size`` has no room for the 256 bytes and the special tokens; the error names
-            ``vocab_size`` and the least it could be (256 plus the special tokens).
+            ``vocab_size`` and the smallest size that would do (256 plus the number of special tokens).
 
     Convention: ids 0 to 255 are the bytes, then come the merges in order, then the special tokens as given (GPT-2's
-    order; others put special tokens first). Of pairs with equal counts the lexicographically greater is merged.
+    order; others put special tokens first). If several pairs have the highest count, the lexicographically greatest is
+    merged.
 
     Source: Sennrich et al. (arXiv:1508.07909), section 3.2; on bytes: GPT-2 (Radford et al. 2019), section 2.2.
     """
@@ -116,26 +117,27 @@ def train_bpe(text: str, vocab_size: int, special_tokens: Sequence[str] = ()) ->
 class BPETokenizer:
     """Byte-pair encoding with a given vocabulary. (Exercise 1.5)
 
-    A text is cut at its special tokens first, the longest that fits winning, and the rest into words by ``PRE_TOKEN``.
-    Inside a word the pair that comes first in ``merges`` is joined, everywhere in the word, until no pair of the word
-    is a merge. ``encode_iterable`` gives the same ids for a text in chunks, wherever they are cut, one by one and as
-    soon as they are certain. ``decode`` turns bytes that are not UTF-8 into U+FFFD.
+    A text is first cut at its special tokens; where several fit, the longest wins. What is between them is cut into
+    words by ``PRE_TOKEN``. Inside a word, the pair that comes first in ``merges`` is joined, everywhere in the word, and
+    this is repeated until no pair of the word is a merge. ``encode_iterable`` yields the same ids for a text that comes
+    in chunks, wherever it is cut: one by one, and each as soon as it is certain. ``decode`` turns bytes that are not
+    UTF-8 into U+FFFD.
 
     Args:
-        vocab: Bytes of each id; it is left as it was.
+        vocab: Bytes of each id; it is not changed.
         merges: The pairs in the order in which training made them.
-        special_tokens: Strings that each become one id; those that ``vocab`` lacks get the next ids (one above the
-            largest).
+        special_tokens: Strings that each become one id. Those that ``vocab`` lacks get the next ids, beginning one above
+            the largest.
 
     Raises:
-        KeyError: ``decode`` meets an id that is not in the vocabulary; the error names it.
+        KeyError: ``decode`` is given an id that is not in the vocabulary; the error names the id.
 
-    Cost: a new word costs a look at its own pairs, not at all merges. A word met before costs a look in a dictionary.
-        The memory of a stream does not grow with the text, so the table of its words is bounded. A long word that
-        arrives in small chunks costs time in proportion to its length: the text that is held back is not scanned again
-        at every chunk.
+    Cost: encoding a new word looks at the word's own pairs, not at all merges. Encoding a word again takes one look into
+        a dictionary. The memory of a stream does not grow with the text, so its dictionary of words must be bounded. A
+        long word that comes in small chunks takes time in proportion to its length: the text that is held back is not
+        scanned again at every chunk.
 
-    Convention: the text is not changed (no lower case, no Unicode normalization, no space put in front), so that
+    Convention: the text is not changed (no lower case, no Unicode normalization, no space put in front), so
     ``decode(encode(text)) == text`` for every text.
 
     Source: GPT-2 (Radford et al. 2019), section 2.2.
@@ -149,14 +151,14 @@ class BPETokenizer:
         raise NotImplementedError("Exercise 1.5: write BPETokenizer.encode")
 
     def encode_iterable(self, chunks: Iterable[str]) -> Iterator[int]:
-        """The ids of a text that arrives in pieces, one by one, as soon as they are certain.
+        """The ids of a text that comes in chunks, yielded one by one, each as soon as it is certain.
 
-        Whatever the cuts, the ids are those of ``encode("".join(chunks))``: words, contractions, runs of spaces and
-        special tokens may go across a cut. Only the end that is not certain yet is kept, and a table of words
-        that is bounded: memory does not grow with the text.
+        Wherever the text is cut, the ids are those of ``encode("".join(chunks))``: words, contractions, runs of spaces
+        and special tokens may be split between chunks. Memory does not grow with the text: only the end that is not
+        certain yet is kept, and a dictionary of words that is bounded.
 
         Args:
-            chunks: Strings: an open file, lines, blocks of any size, empty ones too.
+            chunks: Strings of any size, also empty ones: an open file, a list of lines, blocks.
         """
         raise NotImplementedError("Exercise 1.5: write BPETokenizer.encode_iterable")
 
@@ -177,8 +179,8 @@ def embed(ids: Int[Tensor, "..."], weight: Float[Tensor, "v c"]) -> Float[Tensor
         weight: One row of width C for each of the V tokens.
 
     Returns:
-        The rows of ``weight``, in its dtype. Row i of its gradient sums the gradients of the places that hold token i.
+        The rows of ``weight``, in its dtype. Row i of the gradient of ``weight`` is the sum over all places with token i.
 
-    Source: this chapter's last section; ``torch.nn.functional.embedding`` gives the same without the product.
+    Source: this chapter's last section; ``torch.nn.functional.embedding`` returns the same without the product.
     """
     raise NotImplementedError("Exercise 1.6: write embed")

@@ -24,7 +24,7 @@ def _bytes_of(word):
 # ---- 1.1 WordTokenizer -----------------------------------------------------------------------------------------------
 
 
-@mistake("WordTokenizer", "the words are numbered as they come, not in sorted order")
+@mistake("WordTokenizer", "the words are numbered in the order of the text, not in sorted order")
 class NumberedAsTheyCome(reference.WordTokenizer):
     def __init__(self, text):
         words = list(dict.fromkeys(text.lower().split()))
@@ -38,7 +38,7 @@ class ForgetsNewWords(reference.WordTokenizer):
         return [self.ids.get(word, len(self.ids)) for word in text.lower().split()]
 
 
-@mistake("WordTokenizer", "The and the are two words: the text is not put in lower case")
+@mistake("WordTokenizer", "The and the are two different words: the text is not put in lower case")
 class KeepsCase(reference.WordTokenizer):
     def __init__(self, text):
         words = sorted(set(text.split()))
@@ -53,7 +53,7 @@ class KeepsCase(reference.WordTokenizer):
         return ids
 
 
-@mistake("WordTokenizer", "the text is put in lower case in one place, not in the other")
+@mistake("WordTokenizer", "the text is put in lower case in one place but not in the other")
 class LowersOnce(reference.WordTokenizer):
     def encode(self, text):
         ids = []
@@ -63,7 +63,7 @@ class LowersOnce(reference.WordTokenizer):
         return ids
 
 
-@mistake("WordTokenizer", "a new word is sorted in, which gives other words new ids")
+@mistake("WordTokenizer", "a new word is put in its sorted place, which changes the ids of other words")
 class SortsNewWordsIn(reference.WordTokenizer):
     def encode(self, text):
         words = sorted({*self.ids, *text.lower().split()})
@@ -72,7 +72,7 @@ class SortsNewWordsIn(reference.WordTokenizer):
         return [self.ids[word] for word in text.lower().split()]
 
 
-@mistake("WordTokenizer", "words are looked up in a list, where id -1 is the last one")
+@mistake("WordTokenizer", "words are looked up in a list, where id -1 is the last word")
 class ListOfWords(reference.WordTokenizer):
     def decode(self, ids):
         words = list(self.ids)
@@ -82,7 +82,7 @@ class ListOfWords(reference.WordTokenizer):
             raise KeyError(max(ids)) from error
 
 
-@mistake("WordTokenizer", "the text is cut at single spaces only")
+@mistake("WordTokenizer", "the text is cut at single spaces only, not at all white space")
 class CutAtSpaces(reference.WordTokenizer):
     def encode(self, text):
         ids = []
@@ -100,7 +100,7 @@ def unweighted(word_counts):
     return Counter(pair for symbols in word_counts for pair in pairwise(symbols))
 
 
-@mistake("count_pairs", "a pair counts once a word, even where the word has it twice")
+@mistake("count_pairs", "a pair counts only once per word, even if the word has it twice")
 def once_a_word(word_counts):
     pairs = Counter()
     for symbols, count in word_counts.items():
@@ -109,7 +109,7 @@ def once_a_word(word_counts):
     return pairs
 
 
-@mistake("count_pairs", "pairs span from the end of a word to the start of the next")
+@mistake("count_pairs", "pairs reach from the end of one word to the start of the next")
 def across_words(word_counts):
     pairs = reference.count_pairs(word_counts)
     for left, right in pairwise(symbols for symbols in word_counts if symbols):
@@ -203,7 +203,7 @@ def skips_nothing(symbols, pair):
     return tuple(merged)
 
 
-@mistake("merge_pair", "the bytes of two neighbours are compared together, so (ab, c) passes for (a, bc)")
+@mistake("merge_pair", "the joined bytes of two neighbours are compared, so (ab, c) is taken for (a, bc)")
 def by_their_bytes(symbols, pair):
     merged, at = [], 0
     while at < len(symbols):
@@ -216,7 +216,7 @@ def by_their_bytes(symbols, pair):
     return tuple(merged)
 
 
-@mistake("merge_pair", "the word is written with spaces and the pair replaced in it, as text: xa b holds a b, too")
+@mistake("merge_pair", "the word is joined with spaces and the pair replaced as text: xa b contains a b, too")
 def replaced_in_a_text(symbols, pair):
     if not symbols:
         return ()
@@ -270,7 +270,7 @@ def smaller_wins(text, vocab_size, special_tokens=()):
     return _train(text, vocab_size, special_tokens, order=lambda count, pair: (count, Reversed(pair)))
 
 
-@mistake("train_bpe", "ties compare the joined bytes, where the pair's first symbol comes first")
+@mistake("train_bpe", "ties compare the joined bytes, where the pair's first symbols should be compared first")
 def joined_bytes_compared(text, vocab_size, special_tokens=()):
     return _train(text, vocab_size, special_tokens, order=lambda count, pair: (count, pair[0] + pair[1]))
 
@@ -280,7 +280,7 @@ def every_word_once(text, vocab_size, special_tokens=()):
     return _train(text, vocab_size, special_tokens, weigh=lambda count: 1)
 
 
-@mistake("train_bpe", "special tokens are read as text, and merged")
+@mistake("train_bpe", "special tokens are treated as text, and merged")
 def special_tokens_merged(text, vocab_size, special_tokens=()):
     return _train(text, vocab_size, special_tokens, split=lambda text: [text])
 
@@ -307,7 +307,7 @@ def special_tokens_as_given(text, vocab_size, special_tokens=()):
     return _train(text, vocab_size, special_tokens, split=lambda text: regex.split(pattern, text))
 
 
-@mistake("train_bpe", "special tokens are put into a pattern unescaped, where | means or")
+@mistake("train_bpe", "special tokens are put into a pattern without escaping, and there | means or")
 def special_tokens_as_patterns(text, vocab_size, special_tokens=()):
     pattern = "|".join(sorted(special_tokens, key=len, reverse=True)) or "(?!)"
     return _train(text, vocab_size, special_tokens, split=lambda text: regex.split(pattern, text))
@@ -318,7 +318,7 @@ def cut_at_white_space(text, vocab_size, special_tokens=()):
     return _train(text, vocab_size, special_tokens, words_of=str.split)
 
 
-@mistake("train_bpe", "the text is not cut into words, so tokens span several")
+@mistake("train_bpe", "the text is not cut into words, so tokens span several words")
 def not_cut(text, vocab_size, special_tokens=()):
     return _train(text, vocab_size, special_tokens, words_of=lambda piece: [piece])
 
@@ -464,7 +464,7 @@ class _Tokenizer:
         return self.ids_of(word)
 
 
-@mistake("BPETokenizer", "the longest token that fits is taken from the left; the order of the merges is not asked")
+@mistake("BPETokenizer", "the longest token that fits is taken from the left; the order of the merges is ignored")
 class LongestMatch(_Tokenizer):
     def merge_word(self, symbols):
         word, pieces = b"".join(symbols), []
@@ -492,7 +492,9 @@ class OrderOfIds(_Tokenizer):
         return symbols
 
 
-@mistake("BPETokenizer", "the merges are gone through once: a pair that a later merge makes is not joined")
+@mistake(
+    "BPETokenizer", "the list of merges is gone through only once: a pair that a later merge creates is never joined"
+)
 class GoesThroughTheMergesOnce(_Tokenizer):
     def merge_word(self, symbols):
         for pair in self.merges:
@@ -500,7 +502,7 @@ class GoesThroughTheMergesOnce(_Tokenizer):
         return symbols
 
 
-@mistake("BPETokenizer", "every word goes through all merges, again and again until none is left")
+@mistake("BPETokenizer", "every word goes through the whole list of merges, again and again until none applies")
 class GoesThroughAllMerges(_Tokenizer):
     def merge_word(self, symbols):
         before = None
@@ -517,7 +519,7 @@ class NextIdIsTheLength(_Tokenizer):
         return len(self.vocab)
 
 
-@mistake("BPETokenizer", "merges are made across words: the text is not cut by PRE_TOKEN first")
+@mistake("BPETokenizer", "pairs are merged across words: the text is not cut by PRE_TOKEN first")
 class MergesAcrossWords(_Tokenizer):
     def words_of(self, piece):
         return [piece] if piece else []
@@ -535,7 +537,7 @@ class IgnoresInvalidBytes(_Tokenizer):
         return b"".join(self.vocab[i] for i in ids).decode(errors="ignore")
 
 
-@mistake("BPETokenizer", "an unknown id is left out of the text without a word")
+@mistake("BPETokenizer", "an unknown id is silently left out of the text")
 class SkipsUnknownIds(_Tokenizer):
     def decode(self, ids):
         return b"".join(self.vocab.get(i, b"") for i in ids).decode(errors="replace")
@@ -569,7 +571,10 @@ class _AsksTheTable(_Tokenizer):
         return ids
 
 
-@mistake("BPETokenizer", "special tokens are put into the pattern as they are: [SEP] there means one of three letters")
+@mistake(
+    "BPETokenizer",
+    "special tokens are put into the pattern without escaping, and there [SEP] means one of three letters",
+)
 class SpecialTokensAsPatterns(_AsksTheTable):
     def pattern(self):
         longest_first = sorted(self.special_tokens, key=len, reverse=True)
@@ -591,7 +596,7 @@ class SpecialTokensAsText(_Tokenizer):
         return [i for word in PRE_TOKEN.findall(text) for i in self.ids_of(word)]
 
 
-@mistake("BPETokenizer", "special tokens are appended to the vocabulary that was given, which changes the caller's")
+@mistake("BPETokenizer", "special tokens are appended to the vocabulary that was passed in, which changes the caller's")
 class ChangesTheGivenVocabulary(_Tokenizer):
     def __init__(self, vocab, merges, special_tokens=()):
         super().__init__(vocab, merges, special_tokens)
@@ -605,7 +610,7 @@ class EncodesEachChunk(_Tokenizer):
             yield from self.encode(chunk)
 
 
-@mistake("BPETokenizer", "the whole stream is read and joined before the first id is given")
+@mistake("BPETokenizer", "the whole stream is read and joined before the first id comes out")
 class ReadsTheWholeStream(_Tokenizer):
     def encode_iterable(self, chunks):
         yield from self.encode("".join(chunks))
@@ -619,13 +624,18 @@ class HoldsOneWordBack(_Tokenizer):
         yield from self.stream(chunks)
 
 
-@mistake("BPETokenizer", "a special token that two chunks share is not seen: the end of a chunk is settled too early")
+@mistake(
+    "BPETokenizer", "a special token that is split over two chunks is missed: the end of a chunk is encoded too early"
+)
 class CutsSpecialTokens(_Tokenizer):
     def encode_iterable(self, chunks):
         yield from self.stream(chunks, longest=0)
 
 
-@mistake("BPETokenizer", "the certain words are joined and then encoded, without what follows them: the cut changes")
+@mistake(
+    "BPETokenizer",
+    "the certain words are joined and encoded as a text of their own: without what follows, they are cut differently",
+)
 class EncodesTheJoin(_Tokenizer):
     def encode_iterable(self, chunks):
         buffer, enough = "", 0
@@ -640,13 +650,15 @@ class EncodesTheJoin(_Tokenizer):
         yield from self.encode(buffer)
 
 
-@mistake("BPETokenizer", "the whole buffer is scanned again for every chunk: a long word costs its square")
+@mistake(
+    "BPETokenizer", "the whole buffer is scanned again for every chunk: a long word costs the square of its length"
+)
 class ScansAgain(_Tokenizer):
     def encode_iterable(self, chunks):
         yield from self.stream(chunks, waits=False)
 
 
-@mistake("BPETokenizer", "every word met is kept, in a stream too: its table grows with the text")
+@mistake("BPETokenizer", "every word is remembered, even in a stream: the table of words grows with the text")
 class KeepsEveryWord(_Tokenizer):
     def encode_iterable(self, chunks):
         yield from self.stream(chunks)
@@ -655,7 +667,7 @@ class KeepsEveryWord(_Tokenizer):
         return self.ids_of(word)
 
 
-@mistake("BPETokenizer", "every word is merged anew each time it is met")
+@mistake("BPETokenizer", "every word is merged again each time it occurs")
 class RemembersNothing(_Tokenizer):
     def ids_of(self, word):
         self.known.clear()
@@ -665,7 +677,7 @@ class RemembersNothing(_Tokenizer):
 # ---- 1.6 embed -------------------------------------------------------------------------------------------------------
 
 
-@mistake("embed", "the rows are looked up: the values are right, but no product is made")
+@mistake("embed", "the rows are looked up: the values are right, but there is no matrix product")
 def looked_up(ids, weight):
     return weight[ids]
 
@@ -682,7 +694,7 @@ def width_of_the_largest_id(ids, weight):
     return one_hot @ weight[: one_hot.shape[-1]] if ids.max() < 2 else one_hot @ weight
 
 
-@mistake("embed", "the columns of the table are taken for tokens: the one-hot rows meet the wrong axis")
+@mistake("embed", "the columns of the table are taken for tokens: the product sums over the wrong axis")
 def wrong_axis(ids, weight):
     one_hot = torch.nn.functional.one_hot(ids, num_classes=weight.shape[1]).to(weight.dtype)
     return one_hot @ weight.T

@@ -381,7 +381,7 @@ def test_train_bpe_counts_only_what_changed():
     expect_true(
         lines < limit,
         f"40 merges that change one word each ran more than {limit:,} lines of Python: "
-        f"every word is looked at again after each merge, where one has changed",
+        f"every word is visited again after each merge, although only one has changed",
         answer="recount",
         read='"Write the dictionary"',
     )
@@ -411,7 +411,7 @@ def test_BPETokenizer_earliest_merge_first():
 
 
 def test_BPETokenizer_until_no_pair_is_a_merge():
-    case('"abc", merges a+bc then b+c: when b+c has been joined, a+bc stands there')
+    case('"abc", merges a+bc then b+c: joining b+c creates the pair a+bc')
     merges = [(b"a", b"bc"), (b"b", b"c")]
     tokenizer = tokenization.BPETokenizer({0: b"a", 1: b"b", 2: b"c", 3: b"bc", 4: b"abc"}, merges)
     expect_equal(tokenizer.encode("abc"), [4], name="ids", read="eq-tokenization-3")
@@ -553,7 +553,7 @@ def test_BPETokenizer_encode_iterable_is_lazy():
 
 
 def test_BPETokenizer_encode_iterable_gives_ids_as_they_are_certain():
-    case("a stream whose first line is followed by nothing for the moment")
+    case("a stream that pauses after its first line")
     seen = []
 
     def lines():
@@ -648,7 +648,7 @@ def test_BPETokenizer_encode_iterable_long_word():
     expected, ids, limit = tokenizer.encode(word), None, 100 * len(word)
     with suppress(TooMany), counted_scans(tokenizer, limit):
         ids = list(tokenizer.encode_iterable(word))
-    problem = f"PRE_TOKEN looked through more than {limit:,} characters: all that is held is scanned at every chunk"
+    problem = f"PRE_TOKEN scanned more than {limit:,} characters: the whole buffer is scanned again at every chunk"
     expect_true(ids is not None, problem, answer="scans again", read="the contract, under Cost")
     expect_equal(ids, expected, name="ids")
 
@@ -676,7 +676,7 @@ def test_BPETokenizer_remembers_words():
     lines = count_lines(tokenizer.encode, text, limit=200_000)
     expect_true(
         lines < 20 * 4000,
-        f"ran {lines if lines <= 200_000 else 'more than 200,000'} lines of Python for 4,000 words that it had met: "
+        f"ran {lines if lines <= 200_000 else 'more than 200,000'} lines of Python for 4,000 words that it knew: "
         f"each is merged again",
         answer="no cache",
         read='"Text to numbers"',

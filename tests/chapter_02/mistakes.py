@@ -38,7 +38,7 @@ def exponent_over_pairs(head_dim, theta=10_000.0, device=None):
 
 
 @mistake(
-    "rope_frequencies", "the last frequency is 1/theta itself: linspace counts its end, where -2i/D stops before -1"
+    "rope_frequencies", "the last frequency is exactly 1/theta: linspace includes its end, but -2i/D stops before -1"
 )
 def end_counted(head_dim, theta=10_000.0, device=None):
     return (theta ** -torch.linspace(0, 1, len(_pairs(head_dim)))).to(device)
@@ -59,7 +59,7 @@ def base_fixed(head_dim, theta=10_000.0, device=None):
     return reference.rope_frequencies(head_dim, device=device)
 
 
-@mistake("rope_frequencies", "an odd head width is rounded down without a word")
+@mistake("rope_frequencies", "an odd head width is silently rounded down")
 def odd_accepted(head_dim, theta=10_000.0, device=None):
     return reference.rope_frequencies(head_dim - head_dim % 2, theta, device)
 
@@ -149,7 +149,9 @@ def table_of_polar_exchanged(head_dim, context_len, theta=10_000.0, device=None)
     return torch.polar(angles, torch.ones_like(angles)).to(device)
 
 
-@mistake("precompute_rope", "the angles stand where the complex numbers of modulus 1 and those angles should")
+@mistake(
+    "precompute_rope", "the table holds the angles themselves, not the complex numbers of modulus 1 with those angles"
+)
 def table_of_angles(head_dim, context_len, theta=10_000.0, device=None):
     frequencies = reference.rope_frequencies(head_dim, theta, "cpu")
     return torch.outer(torch.arange(context_len, device="cpu"), frequencies).to(torch.complex64).to(device)
@@ -289,7 +291,7 @@ def computed_in_dtype_of_x(x, rope):
     return _turn(x, rope.real[:, None].to(x.dtype), rope.imag[:, None].to(x.dtype))
 
 
-@mistake("apply_rope", "the table has no axis for the heads, so its positions met the heads")
+@mistake("apply_rope", "the table has no axis for the heads, so its positions were broadcast over the heads")
 def without_an_axis_for_the_heads(x, rope):
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * rope).flatten(-2).to(x.dtype)
@@ -312,7 +314,7 @@ def detached(x, rope):
     return reference.apply_rope(x.detach(), rope)
 
 
-@mistake("apply_rope", "a matrix of D x D is built for each position, where D/2 complex products do")
+@mistake("apply_rope", "a matrix of D x D is built for each position, where D/2 complex products are enough")
 def with_matrices(x, rope):
     _check(x, rope)
     blocks = [
@@ -371,7 +373,7 @@ def to_interleaved_unmoved(weight, n_heads):
     return weight.reshape(n_heads, -1, 2, weight.shape[1]).reshape(weight.shape)
 
 
-@mistake("half_to_interleaved", "the second half stands before the first: sine and cosine would change roles")
+@mistake("half_to_interleaved", "the second half comes before the first: the two members of each pair are exchanged")
 def to_interleaved_flipped(weight, n_heads):
     return rearrange(
         rearrange(weight, "(h two i) c -> h i two c", h=n_heads, two=2).flip(2), "h i two c -> (h i two) c"
@@ -394,7 +396,7 @@ def stretched(context_len, trained_len):
 
 
 @mistake(
-    "interpolate_positions", "a context that fits is stretched too, so that a short text looks like none in training"
+    "interpolate_positions", "a context that fits is stretched too, so a short text looks like nothing seen in training"
 )
 def always_scaled(context_len, trained_len):
     return torch.arange(context_len).float() * (trained_len / context_len)

@@ -228,12 +228,12 @@ def test_precompute_rope_asks_for_the_default_device_only_without_another():
     case('head_dim=4, context_len=3, theta=100, device="cpu", while the default device is "meta"')
     with torch.device("meta"):
         out, devices = devices_of(rope.precompute_rope, 4, 3, 100.0, "cpu")
-    problem = "a tensor is made on PyTorch's default device, where another device was asked for"
+    problem = "a tensor is made on PyTorch's default device, although another device was asked for"
     expect_true("meta" not in devices, problem, answer=out, read="the contract, under Args")
     case('head_dim=4, context_len=3, theta=100, no device, while the default device is "meta"')
     with torch.device("meta"):
         out, devices = devices_of(rope.precompute_rope, 4, 3, 100.0)
-    problem = "no tensor is made on PyTorch's default device, where no other was asked for"
+    problem = "no tensor is made on PyTorch's default device, although no other was asked for"
     expect_true("meta" in devices, problem, answer=out, read="the contract, under Args")
 
 
@@ -394,7 +394,7 @@ def test_apply_rope_makes_no_matrices():
     x, table = randn(1, 6, 1, 64), make_table(make_angles(6, 64))
     with Ledger() as ledger:
         out = rope.apply_rope(x, table)
-    problem = f"a tensor of {ledger.largest} numbers is made on the way, where x has {x.numel()} (64 x 64 = 4096)"
+    problem = f"a tensor of {ledger.largest} numbers is made on the way, but x has only {x.numel()} (64 x 64 = 4096)"
     expect_true(ledger.largest <= 3 * x.numel(), problem, answer=out, read="the contract, under Cost")
 
 
@@ -406,7 +406,7 @@ def test_apply_rope_does_not_loop():
         with Ledger() as ledger:
             out = rope.apply_rope(x, table)
         n_ops[t] = ledger.n_ops
-    problem = f"{n_ops[4]} operators for 4 positions, {n_ops[32]} for 32: there is a loop where one product does"
+    problem = f"{n_ops[4]} operators for 4 positions, {n_ops[32]} for 32: there is a loop, where one product is enough"
     expect_true(n_ops[4] == n_ops[32], problem, answer=out, read="the contract, under Cost")
 
 

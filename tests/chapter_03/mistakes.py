@@ -29,12 +29,12 @@ def nan_for_nothing(x, dim):
     return torch.softmax(x, dim)
 
 
-@mistake("softmax", "a row of -inf gives equal weights, where nothing may get any")
+@mistake("softmax", "a row of -inf gives equal weights, where every weight should be 0")
 def uniform_for_nothing(x, dim):
     return torch.softmax(x.clamp(min=torch.finfo(x.dtype).min / 2), dim)
 
 
-@mistake("softmax", "the NaN is replaced afterwards, but the gradient still runs through it: keep it from arising")
+@mistake("softmax", "the NaN is replaced afterwards, but the gradient still runs through it: it must never arise")
 def nan_replaced(x, dim):
     return torch.nan_to_num(torch.softmax(x, dim))
 
@@ -77,7 +77,7 @@ def log_of_weights(x, dim):
     return torch.log_softmax(x, dim)
 
 
-@mistake("softmax", "float16 and bfloat16 were computed as they are, instead of in float32")
+@mistake("softmax", "float16 and bfloat16 were computed in their own precision, instead of in float32")
 def in_its_own_dtype(x, dim):
     largest = x.amax(dim, keepdim=True)
     weights = torch.exp(x - largest.masked_fill(largest == -math.inf, 0.0))
@@ -107,7 +107,7 @@ def weights_detached(x, dim):
     return reference.softmax(x.detach(), dim)
 
 
-@mistake("softmax", "the largest of no scores is asked for, which raises: an empty dimension needs a way of its own")
+@mistake("softmax", "the maximum of an empty dimension is taken, which raises an error: that case must return early")
 def largest_of_nothing(x, dim):
     x.amax(dim)
     return reference.softmax(x, dim)
@@ -126,7 +126,7 @@ def true_hides(n_queries, n_keys, device=None):
     return ~reference.causal_mask(n_queries, n_keys, device)
 
 
-@mistake("causal_mask", "a query may not see its own key, so that the first one sees nothing")
+@mistake("causal_mask", "a query may not see its own key, so the first query sees nothing")
 def without_itself(n_queries, n_keys, device=None):
     return torch.ones(n_queries, n_keys, dtype=torch.bool, device=device).tril(n_keys - n_queries - 1)
 
@@ -146,7 +146,7 @@ def wrong_offset(n_queries, n_keys, device=None):
     return torch.ones(n_queries, n_keys, dtype=torch.bool, device=device).tril(n_queries - n_keys)
 
 
-@mistake("causal_mask", "numbers 0 and -inf to be added, where True and False are asked for")
+@mistake("causal_mask", "the mask holds 0 and -inf, to be added to scores, where True and False are asked for")
 def additive(n_queries, n_keys, device=None):
     hidden = ~reference.causal_mask(n_queries, n_keys, device)
     return torch.zeros(n_queries, n_keys, device=device).masked_fill(hidden, -math.inf)
@@ -162,7 +162,7 @@ def transposed(n_queries, n_keys, device=None):
     return reference.causal_mask(n_queries, n_keys, device).T
 
 
-@mistake("causal_mask", "the mask is square: the keys of the cache have no column")
+@mistake("causal_mask", "the mask is square: it has no columns for the keys in the cache")
 def square(n_queries, n_keys, device=None):
     return reference.causal_mask(n_queries, n_queries, device)
 
@@ -235,7 +235,7 @@ def mask_ignored(q, k, v, mask=None):
     return _attend(q, k, v)
 
 
-@mistake("scaled_dot_product_attention", "weights are masked after the softmax, and no longer sum to one")
+@mistake("scaled_dot_product_attention", "the weights are masked after the softmax, so they no longer sum to one")
 def masked_after_softmax(q, k, v, mask=None):
     return _attend(q, k, v, None, weigh=lambda s, dim: reference.softmax(s, dim) * (1 if mask is None else mask))
 
@@ -259,7 +259,7 @@ def masked_with_a_number(q, k, v, mask=None):
     return _attend(q, k, v, mask, hidden=-6e4)
 
 
-@mistake("scaled_dot_product_attention", "a query that may see nothing gets NaN, as torch.softmax gives it")
+@mistake("scaled_dot_product_attention", "a query that may see nothing gets NaN, as torch.softmax returns it")
 def nan_for_hidden_rows(q, k, v, mask=None):
     return _attend(q, k, v, mask, weigh=torch.softmax)
 
@@ -269,19 +269,22 @@ def nan_replaced_in_output(q, k, v, mask=None):
     return torch.nan_to_num(_attend(q, k, v, mask, weigh=torch.softmax))
 
 
-@mistake("scaled_dot_product_attention", "it stumbles over S = 0: without keys there is no largest score")
+@mistake("scaled_dot_product_attention", "it fails for S = 0: without keys there is no largest score")
 def largest_of_no_keys(q, k, v, mask=None):
     (q @ k.transpose(-2, -1)).amax(-1)
     return reference.scaled_dot_product_attention(q, k, v, mask)
 
 
-@mistake("scaled_dot_product_attention", "it always hides the future, where only the mask should")
+@mistake("scaled_dot_product_attention", "it always hides the future, where only the mask should do that")
 def always_causal(q, k, v, mask=None):
     causal = reference.causal_mask(q.shape[-2], k.shape[-2])
     return _attend(q, k, v, causal if mask is None else causal & mask)
 
 
-@mistake("scaled_dot_product_attention", "the product is divided too late: in float16 it has passed 65,504 already")
+@mistake(
+    "scaled_dot_product_attention",
+    "the scores are divided after the product, which by then has passed 65,504, float16's largest number",
+)
 def divided_too_late(q, k, v, mask=None):
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     if mask is not None:
@@ -299,7 +302,7 @@ def attention_detached(q, k, v, mask=None):
     return _attend(q, k, v, mask).detach()
 
 
-@mistake("scaled_dot_product_attention", "queries are taken one by one in a loop, where one product does")
+@mistake("scaled_dot_product_attention", "queries are processed one by one in a loop, where one product is enough")
 def query_by_query(q, k, v, mask=None):
     t, s = q.shape[-2], k.shape[-2]
     mask = torch.ones(t, s, dtype=torch.bool) if mask is None else mask.expand(*mask.shape[:-2], t, s)
@@ -308,7 +311,7 @@ def query_by_query(q, k, v, mask=None):
 
 
 @mistake(
-    "scaled_dot_product_attention", "a tensor of T x S x D products is made, where a matrix product sums as it goes"
+    "scaled_dot_product_attention", "a tensor of T x S x D products is stored, where a matrix product sums as it goes"
 )
 def all_products_at_once(q, k, v, mask=None):
     products = (q / math.sqrt(q.shape[-1]))[..., :, None, :] * k[..., None, :, :]
@@ -338,7 +341,7 @@ def split_interleaved(x, n_heads):
     return rearrange(x, "b t (d h) -> b h t d", h=n_heads)
 
 
-@mistake("split_heads", "the heads stand behind the positions, [B, T, H, D], instead of beside the batch")
+@mistake("split_heads", "the heads come after the positions, [B, T, H, D], instead of next to the batch")
 def split_not_moved(x, n_heads):
     _divides(x, n_heads)
     return x.unflatten(-1, (n_heads, -1))
@@ -350,7 +353,7 @@ def split_by_width(x, n_heads):
     return rearrange(x, "b t (h d) -> b h t d", d=n_heads)
 
 
-@mistake("split_heads", "a width that does not divide is cut off without a word")
+@mistake("split_heads", "a width that does not divide is silently cut off")
 def split_cuts_off(x, n_heads):
     width = max(n_heads, x.shape[-1] // n_heads * n_heads)
     padded = torch.nn.functional.pad(x, (0, max(0, width - x.shape[-1])))
@@ -362,12 +365,12 @@ def merge_by_reshape(x):
     return x.reshape(x.shape[0], x.shape[2], -1)
 
 
-@mistake("merge_heads", "the features of the heads alternate, where those of one head should stand together")
+@mistake("merge_heads", "the features of the heads alternate, where those of one head should be side by side")
 def merge_interleaved(x):
     return rearrange(x, "b h t d -> b t (d h)")
 
 
-@mistake("merge_heads", "the heads were added up instead of set side by side")
+@mistake("merge_heads", "the heads were added up instead of placed side by side")
 def merge_by_sum(x):
     return x.sum(1)
 
@@ -385,7 +388,7 @@ def merge_transposed(x):
 # ---- 3.6 repeat_kv ---------------------------------------------------------------------------------------------------
 
 
-@mistake("repeat_kv", "the groups alternate (0, 1, 0, 1), where the copies of one should stand together (0, 0, 1, 1)")
+@mistake("repeat_kv", "the groups alternate (0, 1, 0, 1), where the copies of one should be side by side (0, 0, 1, 1)")
 def repeat_tiled(x, n_repeats):
     return x.repeat(1, n_repeats, 1, 1)
 
@@ -405,7 +408,7 @@ def repeat_nothing(x, n_repeats):
     return x
 
 
-@mistake("repeat_kv", "the result has an axis more, [B, G, R, T, D]: groups and copies are not joined")
+@mistake("repeat_kv", "the result has one axis too many, [B, G, R, T, D]: groups and copies are not joined")
 def repeat_not_joined(x, n_repeats):
     return x[:, :, None].expand(-1, -1, n_repeats, -1, -1)
 
@@ -415,7 +418,7 @@ def repeat_detached(x, n_repeats):
     return reference.repeat_kv(x.detach(), n_repeats)
 
 
-@mistake("repeat_kv", "n_repeats was taken as the number of heads in all")
+@mistake("repeat_kv", "n_repeats was taken as the total number of heads")
 def repeat_to_a_number(x, n_repeats):
     return reference.repeat_kv(x, max(1, n_repeats // x.shape[1]))
 
@@ -439,7 +442,7 @@ def _write(cache, k, v, start):
     cache.values[:, :, start : start + k.shape[2]] = v
 
 
-@mistake("KVCache", "tensors are joined anew at each update: the whole past is copied for every token")
+@mistake("KVCache", "tensors are concatenated at each update: the whole past is copied for every token")
 class JoinsTensors(reference.KVCache):
     def __init__(self, batch, n_kv_heads, max_len, head_dim, dtype=torch.float32, device=None):
         super().__init__(batch, n_kv_heads, max_len, head_dim, dtype, device)
@@ -455,7 +458,7 @@ class JoinsTensors(reference.KVCache):
         return self.keys, self.values
 
 
-@mistake("KVCache", "copies come back, where views of the cache's own memory would do")
+@mistake("KVCache", "copies are returned, instead of views of the cache's own memory")
 class ReturnsCopies(reference.KVCache):
     def update(self, k, v):
         keys, values = super().update(k, v)
@@ -487,21 +490,21 @@ class AdvancesByOne(reference.KVCache):
         return out
 
 
-@mistake("KVCache", "only the new positions come back, not all so far")
+@mistake("KVCache", "only the new positions are returned, not all positions so far")
 class ReturnsTheNew(reference.KVCache):
     def update(self, k, v):
         super().update(k, v)
         return k, v
 
 
-@mistake("KVCache", "all max_len positions come back, with zeros where nothing was written yet")
+@mistake("KVCache", "all max_len positions are returned, with zeros where nothing was written yet")
 class ReturnsEverything(reference.KVCache):
     def update(self, k, v):
         super().update(k, v)
         return self.keys, self.values
 
 
-@mistake("KVCache", "what comes back ends before the new positions")
+@mistake("KVCache", "what is returned ends before the new positions")
 class ReturnsThePast(reference.KVCache):
     def update(self, k, v):
         start = self.length
@@ -522,7 +525,7 @@ class KeysForValues(reference.KVCache):
         return self.keys[:, :, : self.length], self.keys[:, :, : self.length]
 
 
-@mistake("KVCache", "positions are counted along the axis of heads")
+@mistake("KVCache", "the number of new positions is read from the axis of the heads")
 class CountsHeads(reference.KVCache):
     def update(self, k, v):
         super().update(k, v)
@@ -530,7 +533,7 @@ class CountsHeads(reference.KVCache):
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
 
-@mistake("KVCache", "what does not fit drops the oldest positions without a word")
+@mistake("KVCache", "a full cache silently drops its oldest positions")
 class DropsTheOldest(reference.KVCache):
     def update(self, k, v):
         _room(self, k[:, :, :0], v[:, :, :0] if k.shape == v.shape else v)
@@ -544,7 +547,7 @@ class DropsTheOldest(reference.KVCache):
         return super().update(k, v)
 
 
-@mistake("KVCache", "the cache is changed before it refuses what does not fit")
+@mistake("KVCache", "the cache is changed before it refuses an update that does not fit")
 class ChangesBeforeItRefuses(reference.KVCache):
     def update(self, k, v):
         start = _room(self, k[:, :, :0], v[:, :, :0])[0] if k.shape == v.shape else _room(self, k, v)[0]
@@ -555,7 +558,7 @@ class ChangesBeforeItRefuses(reference.KVCache):
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
 
-@mistake("KVCache", "the last position is never used: it refuses an update that just fits")
+@mistake("KVCache", "the last position is never used: an update that just fits is refused")
 class RefusesTheLast(reference.KVCache):
     def update(self, k, v):
         end = self.length + k.shape[2]
@@ -564,14 +567,14 @@ class RefusesTheLast(reference.KVCache):
         return super().update(k, v)
 
 
-@mistake("KVCache", "a batch of one, or a head of one, is broadcast over the whole cache without a word")
+@mistake("KVCache", "a batch of one, or a single head, is silently broadcast over the whole cache")
 class BroadcastsOne(reference.KVCache):
     def update(self, k, v):
         batch, groups, _, width = self.keys.shape
         return super().update(*(new.expand(batch, groups, -1, width) for new in (k, v)))
 
 
-@mistake("KVCache", "the keys are written before the values are found to have another shape")
+@mistake("KVCache", "the keys are written before the shape of the values is checked")
 class WritesBeforeItLooks(reference.KVCache):
     def update(self, k, v):
         start, _ = _room(self, k, k)
@@ -669,7 +672,7 @@ class IgnoresTheMask(_Layer):
         return super().attend(q, k, v, None)
 
 
-@mistake("MultiHeadAttention", "it always hides the future, where only the mask should")
+@mistake("MultiHeadAttention", "it always hides the future, where only the mask should do that")
 class AlwaysCausal(_Layer):
     def attend(self, q, k, v, mask):
         causal = reference.causal_mask(q.shape[2], k.shape[2])
@@ -701,7 +704,7 @@ class TurnsByHead(_Layer):
         return x if rope is None else apply_rope(x, rope)
 
 
-@mistake("MultiHeadAttention", "the keys are rotated after they are cached, so the old ones are turned again")
+@mistake("MultiHeadAttention", "the keys are rotated after they are cached, so the old ones are rotated again")
 class TurnsTheOldAgain(_Layer):
     def forward(self, x, rope=None, mask=None, cache=None):
         if cache is None or rope is None:
@@ -723,7 +726,7 @@ class CachesRepeated(_Layer):
         return self.wo(reference.merge_heads(self.attend(q, k, v, mask)))
 
 
-@mistake("MultiHeadAttention", "query heads are dealt out to the groups in turn, where neighbours share a group")
+@mistake("MultiHeadAttention", "query heads take the groups in turn, where neighbouring heads should share a group")
 class SharesInTurn(_Layer):
     def share(self, x):
         return x.repeat(1, self.n_heads // self.n_kv_heads, 1, 1)
@@ -745,7 +748,7 @@ class IgnoresGroups(_Layer):
         super().__init__(dim, n_heads)
 
 
-@mistake("MultiHeadAttention", "widths that do not divide are rounded down without a word")
+@mistake("MultiHeadAttention", "widths that do not divide are silently rounded down")
 class RoundsDown(_Layer):
     def __init__(self, dim, n_heads, n_kv_heads=None):
         groups = n_kv_heads or n_heads

@@ -412,7 +412,7 @@ def test_scaled_dot_product_attention_makes_nothing_larger_than_the_scores():
     q, k, v = randn(6, 16), randn(7, 16, seed=1), randn(7, 16, seed=2)
     with Ledger() as ledger:
         out = attention.scaled_dot_product_attention(q, k, v, random_mask(6, 7))
-    problem = f"a tensor of {ledger.largest} numbers is made, where T x S is 42 and the inputs have 112 at most"
+    problem = f"a tensor of {ledger.largest} numbers is made, but T x S is only 42 and the inputs have 112 at most"
     expect_true(ledger.largest <= 112, problem, answer=out, read="the contract, under Cost")
 
 
@@ -591,12 +591,12 @@ def test_KVCache_equals_concatenation(chunks):
 
 
 def test_KVCache_returns_views_of_its_own_memory():
-    case("b=2 g=1 max_len=6 d=3: the address of what comes back")
+    case("b=2 g=1 max_len=6 d=3: the address of the result")
     cache = attention.KVCache(2, 1, 6, 3)
     own = [x.data_ptr() for x in (cache.keys, cache.values)]
     for n in (2, 1):
         out = cache.update(randn(2, 1, n, 3), randn(2, 1, n, 3, seed=1))
-        problem = "what comes back is a copy: it does not lie in the memory that was taken at the start"
+        problem = "the result is a copy: it is not in the memory that was allocated at the start"
         there = [x.data_ptr() for x in out]
         answer = [*out, cache.keys]
         expect_true(there == own, problem, answer=answer, read="the contract, under Returns")
@@ -661,7 +661,7 @@ def test_KVCache_refuses_another_shape(what, k_shape, v_shape, wrong):
 
 
 def test_KVCache_keeps_its_dtype():
-    case("bfloat16: the dtype of what comes back")
+    case("bfloat16: the dtype of the result")
     cache = attention.KVCache(1, 1, 3, 2, dtype=torch.bfloat16)
     k = randn(1, 1, 2, 2, dtype=torch.bfloat16)
     expect_close(cache.update(k, k), (k, k), atol=0.0, rtol=0.0, read="the contract")

@@ -1,1 +1,1 @@
-"""What the chapters read: text, images, weights."""
+"""The data that the chapters read: text, images and weights."""

@@ -1,4 +1,4 @@
-"""Data: what is on every machine already, and the same calls for data sets and for your own files."""
+"""Text: two corpora that are on every machine already, and one function for data sets and for your own files."""
 
 import ast
 import functools
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# Each name, and what `datasets.load_dataset` takes for it.
+# Each name, and the arguments of `datasets.load_dataset` for it.
 CORPORA = {
     "tiny_shakespeare": {
         "path": "text",
@@ -28,7 +28,7 @@ def language_reference() -> str:
 
 @functools.cache
 def standard_library_docstrings() -> str:
-    """The docstrings of the standard library's modules, classes and functions: about 1 MB; nothing is imported."""
+    """The docstrings of the standard library's modules, classes and functions: about 1 MB. No module is imported for it."""
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     found = []
     for path in sorted(Path(os.__file__).parent.glob("*.py")):
@@ -39,11 +39,11 @@ def standard_library_docstrings() -> str:
 
 
 def load_text(path: str | os.PathLike) -> str:
-    """The text of a file, as it is.
+    """The text of a file, unchanged.
 
     Raises:
         FileNotFoundError: there is no such file; the message names it and the folder that was searched.
-        ValueError: it is not UTF-8; the message names the file, the row and the byte.
+        ValueError: the file is not UTF-8; the message names the file, the row and the byte.
     """
     path = Path(path)
     if not path.is_file():
@@ -76,11 +76,11 @@ def stream_text(
             folder of files: .txt or .md (a document a line), .jsonl, .json, .csv, .parquet (a document a row).
         column: Where the rows hold their text.
         split: Which part of a data set.
-        streaming: Read as it goes; False fetches all of it first into the cache of ``datasets`` and keeps it.
+        streaming: Read documents while they are used; False first downloads all of them into the cache of ``datasets``.
         progress: Show a bar that counts documents.
 
     Raises:
-        FileNotFoundError: neither a corpus, a data set, a file nor a folder with files of these kinds.
+        FileNotFoundError: ``source`` is not a corpus, a data set, a file, or a folder with files of these kinds.
         ValueError: a row has no ``column``, or a file is not UTF-8; the message names the file and the row.
     """
     files = _files_of(source)
@@ -99,7 +99,7 @@ def stream_text(
             yield row[column]
     except UnicodeDecodeError:
         for path in files:
-            load_text(path)  # says which file, row and byte
+            load_text(path)  # raises an error that names the file, the row and the byte
         raise
 
 

@@ -1,4 +1,4 @@
-"""Images: scikit-learn's digits and a photograph, which are on the machine, and CIFAR-10 or your own files by the same call."""
+"""Images: digits and a photograph that are on every machine already, and one function for CIFAR-10 and your own files."""
 
 import functools
 import io
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Each name, what `datasets.load_dataset` takes for it, and where its rows hold the picture and the class.
+# Each name, the arguments of `datasets.load_dataset` for it, and the columns of the picture and the class.
 DATA_SETS = {"cifar10": {"path": "uoft-cs/cifar10", "image": "img", "label": "label"}}
 BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 SPLIT_SEED = 0
@@ -24,7 +24,7 @@ class Images:
     Attributes:
         images: Float32 ``[n, ch, height, width]``, from 0 to 1.
         labels: Int64 ``[n]``.
-        classes: What the labels stand for.
+        classes: The name of each label.
     """
 
     images: Tensor
@@ -48,17 +48,18 @@ def load_images(
 
     Args:
         source: "digits" (8 x 8, grayscale, on every machine), "cifar10", any data set on the Hugging Face hub as
-            "owner/name", a .parquet or .jsonl file, or a folder of them.
-        split: "train" or "test". Files: the folder's files whose names begin with it; a single file is read whole.
-        image: Column of the pictures, "img" unless told: as ``datasets`` writes them, with their bytes or their path.
-        label: Column of the classes, "label" unless told: whole numbers from 0.
-        limit: Read no more than this many.
+            "owner/name", a .parquet, .json or .jsonl file, or a folder of such files.
+        split: "train" or "test". In a folder, the files whose names begin with it are read; a single file is read whole.
+        image: Column of the pictures, as ``datasets`` writes them, with their bytes or their path. The default is the
+            data set's own column, or "img".
+        label: Column of the classes, which are whole numbers from 0. The default is the data set's own, or "label".
+        limit: Read at most this many pictures.
         progress: Show a bar that counts pictures.
 
     Raises:
-        FileNotFoundError: no such file, folder or data set; the message says what there is.
-        ValueError: a row lacks a column, or its picture is cut short, or not of the size of the first; the message names
-            the file and the row, from 1.
+        FileNotFoundError: there is no such file, folder or data set; the message says what there is.
+        ValueError: a row lacks a column, or its picture is cut short, or its size differs from that of the first picture;
+            the message names the file and the row, counted from 1.
     """
     if str(source) == "digits":
         digits = _digits(split)
@@ -87,7 +88,7 @@ def load_images(
 
 @functools.cache
 def _digits(split: str) -> Images:
-    """1797 scanned digits in a fixed order drawn by lot: the last 360 are the test."""
+    """1797 scanned digits in a fixed random order; the last 360 are the test set."""
     from sklearn.datasets import load_digits
 
     if split not in ("train", "test"):
@@ -101,7 +102,7 @@ def _digits(split: str) -> Images:
 
 
 def photograph(height: int | None = None, width: int | None = None) -> Tensor:
-    """Rear Admiral Grace Hopper, in colour: float32 ``[3, height, width]`` from 0 to 1; matplotlib's sample data.
+    """Rear Admiral Grace Hopper in colour, from matplotlib's sample data: float32 ``[3, height, width]`` from 0 to 1.
 
     Args:
         height: Scale to this many pixels; None keeps the picture's 600.
@@ -116,7 +117,7 @@ def photograph(height: int | None = None, width: int | None = None) -> Tensor:
 
 
 def _pixels(picture) -> Tensor:
-    """A PIL image as ``[ch, height, width]`` from 0 to 1: grayscale stays so, everything else becomes colour."""
+    """A PIL image as ``[ch, height, width]`` from 0 to 1: grayscale keeps one channel, everything else gets three."""
     import numpy as np
 
     array = np.array(picture if picture.mode == "L" else picture.convert("RGB"), dtype=np.float32) / 255
@@ -145,7 +146,7 @@ def _files_of(source: str | os.PathLike, split: str) -> list[Path]:
 
 
 def _rows(source: str | os.PathLike, split: str, image: str) -> Iterator[tuple[str, dict, dict | None]]:
-    """("file, row n", the row, its features) of every row, pictures not yet decoded."""
+    """("file, row n", the row, its features) for every row; the pictures are not decoded yet."""
     from datasets import Image, load_dataset
 
     files = _files_of(source, split)

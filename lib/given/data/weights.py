@@ -1,6 +1,6 @@
-"""Read the weights that others have published: safetensors in shards with an index, and Meta's ``.pth`` files.
+"""Read published weights: safetensors in shards with an index, and Meta's ``.pth`` files.
 
-Whatever is wrong with a checkpoint comes in one error that lists all of it, so that a download of hours is mended once.
+If anything is wrong with a checkpoint, one error lists all of it, so that a download of hours has to be repaired only once.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Along which dimension Meta cut each tensor of a model in several consolidated files; the rest is whole in each.
+# The dimension along which Meta cut each tensor of a model that comes in several files; the others are whole in each.
 META_CUTS = {
     "tok_embeddings": 1,
     "output": 0,
@@ -32,7 +32,7 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used.
 
     Attributes:
-        problems: Everything that is wrong with it, a line each.
+        problems: Everything that is wrong with the checkpoint, one line each.
     """
 
     def __init__(self, path: Path, problems: list[str]):
@@ -49,13 +49,13 @@ def load_weights(
     Args:
         path: A ``.safetensors`` or ``.pth`` file, or a folder: with ``model.safetensors.index.json`` and its shards, with
             ``model.safetensors``, or with Meta's ``consolidated.NN.pth``.
-        expected: The shape that each name should have; None takes what there is.
-        ignore: Ends of names that are left out, as ``"rotary_emb.inv_freq"`` of older checkpoints and Meta's ``"rope.freqs"``.
+        expected: The shape that each name should have; None accepts any names and shapes.
+        ignore: Endings of names to leave out, such as ``"rotary_emb.inv_freq"`` in older checkpoints and Meta's ``"rope.freqs"``.
 
     Raises:
-        FileNotFoundError: nothing there is a checkpoint; the message says what was looked for.
-        CheckpointError: shards that are missing, cut short or hold other than tensors; tensors that are missing,
-            unknown or of a wrong shape: all in one message.
+        FileNotFoundError: there is no checkpoint at ``path``; the message says what was looked for.
+        CheckpointError: a shard is missing, is cut short, or holds something other than tensors, or a tensor is missing,
+            unknown or of a wrong shape. One message lists all of these.
     """
     path, problems = Path(path), []
     files, index = find_files(path)
@@ -103,7 +103,7 @@ def find_files(path: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 class _Unreadable(Exception):
-    """One file that cannot be read, and why."""
+    """A file cannot be read; the message says why."""
 
 
 def _read(file: Path) -> dict[str, Tensor]:
@@ -125,10 +125,10 @@ def _read_safetensors(file: Path) -> dict[str, Tensor]:
 
 
 def _read_pickle(file: Path) -> dict[str, Tensor]:
-    """Only tensors and plain containers are unpickled: a ``.pth`` from a stranger can run no code."""
+    """Only tensors and plain containers are unpickled, so a ``.pth`` from a stranger cannot run code."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of an unusual pickle protocol: the error, if any, says more
+            warnings.simplefilter("ignore")  # about an unusual pickle protocol; the error, if there is one, says more
             loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_zip(file))
     except pickle.UnpicklingError as error:
         raise _Unreadable(
@@ -146,7 +146,7 @@ def _read_pickle(file: Path) -> dict[str, Tensor]:
 
 
 def why(error: pickle.UnpicklingError) -> str:
-    """What ``torch.load`` met in a file, such as `` (posix.system)``; not its advice, which is to load the file all the same."""
+    """The object that ``torch.load`` refused, such as `` (posix.system)``, without its advice to load the file all the same."""
     found = re.search(r"(?:GLOBAL|global:?) (?:GLOBAL )?([\w.]+\.\w+)", str(error))
     return f" ({found[1]})" if found else ""
 
@@ -157,7 +157,7 @@ def _is_zip(file: Path) -> bool:
 
 
 def _join_meta(parts: list[dict[str, Tensor]], problems: list[str]) -> dict[str, Tensor]:
-    """Put the pieces of Meta's larger models together: each file holds a share of every matrix."""
+    """Join the pieces of Meta's larger models, in which each file holds a share of every matrix."""
     joined = {}
     for name in sorted({name for part in parts for name in part}):
         pieces = [part[name] for part in parts if name in part]
@@ -177,7 +177,7 @@ def _join_meta(parts: list[dict[str, Tensor]], problems: list[str]) -> dict[str,
 
 
 def _problems_of_index(index: Mapping[str, str], found: Mapping[str, Tensor], unreadable: list[str]) -> Iterator[str]:
-    """Tensors that the index promises, and that the (readable) file which it names does not hold."""
+    """Tensors that the index lists in a file that can be read, but that are not in this file."""
     broken = {problem.partition(":")[0] for problem in unreadable}
     return (
         f"missing: {name} (the index says in {file})"
@@ -189,7 +189,7 @@ def _problems_of_index(index: Mapping[str, str], found: Mapping[str, Tensor], un
 def _problems_of_shapes(
     found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], unread: bool, index: Mapping[str, str]
 ) -> list[str]:
-    # What a broken file holds cannot be known: without an index, nothing is said to be missing.
+    # Nobody can know what was in a broken file, so without an index no tensor is reported as missing.
     missing = [f"missing: {n}" for n in expected if n not in found and n not in index and not (unread and not index)]
     extra = [f"extra: {name}" for name in found if name not in expected]
     wrong = [

@@ -1,4 +1,4 @@
-"""Tokens as a reader can see them: coloured spans, and bytes that print."""
+"""Tokens that a reader can see: coloured boxes, and printable bytes."""
 
 import html
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ from lib.given.show.plots import COLOURS
 
 
 class Html:
-    """HTML with the plain text that stands for it where there is no HTML."""
+    """HTML, with plain text for places that cannot show HTML."""
 
     def __init__(self, page: str, text: str):
         self.page, self.text = page, text
@@ -22,25 +22,25 @@ class Html:
 
 
 def readable(token: bytes | str) -> str:
-    """A token as one line: a space is ␣, a line's end ⏎, a tab ⇥, and bytes that are no character are \\x..."""
+    """A token on one line: a space is ␣, the end of a line ⏎, a tab ⇥; bytes that are not a character are \\x.."""
     text = token if isinstance(token, str) else token.decode("utf-8", errors="backslashreplace")
     return text.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
 
 
 def show_tokens(ids: Iterable[int], vocab: Mapping[int, bytes], caption: str = "") -> Html:
-    """Each token in a box of its own colour, with its id when the pointer rests on it.
+    """Each token in a coloured box, with its id when the pointer rests on it.
 
     Args:
-        ids: Token ids, as ``encode`` gives them.
+        ids: Token ids, as ``encode`` returns them.
         vocab: Bytes of each id.
-        caption: What stands in front.
+        caption: A line above the boxes.
     """
     ids = list(ids)
     return show_pieces([vocab[i] for i in ids], caption, titles=[f"id {i}" for i in ids])
 
 
 def show_pieces(pieces: Iterable[bytes | str], caption: str = "", titles: Iterable[str] | None = None) -> Html:
-    """The same for tokens that are given as bytes or strings."""
+    """Each of some bytes or strings in a coloured box, as ``show_tokens`` does it for ids."""
     shown = [readable(piece) for piece in pieces]
     titles = list(titles) if titles is not None else [""] * len(shown)
     boxes = []
@@ -55,10 +55,10 @@ def show_pieces(pieces: Iterable[bytes | str], caption: str = "", titles: Iterab
 
 
 def draw_merges(ax, steps: Iterable[Iterable[bytes]]) -> None:
-    """A word being merged: one row of boxes a step, from its bytes at the top to its tokens at the bottom.
+    """The merges of a word: one row of boxes per step, from its bytes at the top to its tokens at the bottom.
 
     Args:
-        ax: The axes to draw on; they lose their frame.
+        ax: The axes to draw on; their frame is removed.
         steps: The symbols of the word after each merge.
     """
     steps = [list(step) for step in steps]
@@ -76,11 +76,11 @@ def draw_merges(ax, steps: Iterable[Iterable[bytes]]) -> None:
 
 
 def show_numbers(numbers: Mapping[str, str], heading: str = "your run") -> Html:
-    """A table of two columns: what was measured, and what came out.
+    """A table of two columns: what was measured, and the result.
 
     Args:
-        numbers: The value of each thing, as it should read.
-        heading: What stands above the values.
+        numbers: The name of each measurement, and its value as it should be printed.
+        heading: Title of the column of values.
     """
     cell = 'style="text-align:left;padding:.2em 1.2em .2em 0;border-bottom:1px solid rgba(127,127,127,.3)"'
     rows = [
@@ -92,6 +92,6 @@ def show_numbers(numbers: Mapping[str, str], heading: str = "your run") -> Html:
 
 
 def show_text(text: str) -> Html:
-    """Text as it is, with its line breaks, wrapped where a line is too long; an update of the same display replaces it."""
+    """Text with its own line breaks, wrapped where a line is too long; updating the same display replaces it."""
     style = "white-space:pre-wrap;overflow-wrap:anywhere;margin:.5em 0"
     return Html(f'<pre style="{style}">{html.escape(text)}</pre>', text)
