@@ -327,7 +327,7 @@ def test_epoch_cost_of_googles_table():
 
 @oracle
 @pytest.mark.parametrize("row", GOOGLES_TABLE, ids=lambda row: f"{row.model}-{row.framework}-{row.devices}")
-def test_rates_and_hours_of_googles_table_agree(row):
+def test_epoch_cost_rates_and_hours_of_googles_table_agree(row):
     assert abs(50_000 / row.images_per_second / 3600 - row.hours_per_epoch) < 1e-8
 
 
