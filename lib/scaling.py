@@ -59,8 +59,7 @@ def min_fsdp_devices(config: FFNConfig, tokens: float, device_bytes: float) -> i
     """The smallest number of devices on which the model fits, by ``fsdp_memory_bytes``. (Exercise 16.3)
 
     Args:
-        config, tokens: As for ``training_memory_bytes``.
-        device_bytes: Memory of one device, in bytes; a need of exactly this much still fits.
+        config, tokens, device_bytes: As for ``training_memory_bytes``; memory of one device, where an exact fit still fits.
 
     Returns:
         R, at least 1, with ``fsdp_memory_bytes(config, tokens, R) <= device_bytes``, while R - 1 devices need more.
@@ -82,10 +81,8 @@ def compute_bound_batch(
 
     Args:
         config: Only its F matters.
-        x: Devices along the sharded axis, along which weights are gathered.
-        y: Devices along the tensor axis, along which activations are gathered and scattered.
-        peak_flops: Operations a second of one device.
-        bandwidth: Bytes a second that a device sends along one axis of the physical mesh.
+        x, y: Devices along the sharded axis, where weights are gathered, and the tensor axis, where activations are.
+        peak_flops, bandwidth: Operations a second of one device; bytes a second that it sends along one physical axis.
         m_x, m_y: How many physical axes ``x`` and ``y`` each have.
 
     Returns:
@@ -108,9 +105,8 @@ def choose_gpu(n_parameters: float, mode: str, bits: int) -> Choice:
     """The cheapest GPU on which a model fits. (Exercise 16.5)
 
     Args:
-        n_parameters: Number of weights.
+        n_parameters, bits: Number of weights; bits of each value (PyTorch's AdamW creates moments in the weights' dtype).
         mode: "inference", which holds the weights only, or "training", which also holds a gradient and two moments for each.
-        bits: Bits of each of these values; PyTorch's AdamW creates its moments in the dtype of the weights.
 
     Returns:
         ``Choice(name, dollars_per_hour)`` of the cheapest of ``CARDS`` with enough ``memory_gb``. Inference needs chapter 4's
@@ -129,8 +125,7 @@ def epoch_cost(items_per_second: float, dataset_size: int, dollars_per_hour: flo
     """The price of one epoch. (Exercise 16.6)
 
     Args:
-        items_per_second: Images or tokens that all devices process together in a second.
-        dataset_size: Images or tokens in the data set.
+        items_per_second, dataset_size: Images or tokens, of all devices together in a second, and in the data set.
         dollars_per_hour: Price of all devices together.
 
     Returns:
@@ -155,9 +150,8 @@ def local_sgd_step(
 
     Args:
         model: The same on all ranks at first. ``model(*batch)`` returns ``(logits, loss)`` as in chapter 7, or just the loss.
-        outer_state: Empty before the first round, which fills it; later rounds change it in place. It holds ``"parameters"``
-            and ``"momentum"``, each one flat float32 vector over the trainable parameters in the model's order (float64 if
-            one of them is float64).
+        outer_state: Empty at first; later rounds change it in place. Holds ``"parameters"`` and ``"momentum"``, each one flat
+            float32 vector over the trainable parameters in the model's order (float64 if one of them is float64).
         inner_optimizer: This rank's optimizer. Its state stays on the rank and lives on from round to round.
         batches: This rank's batches, one inner step for each. There may be none, and ranks may have different numbers of them.
         outer_lr, outer_momentum: Learning rate and momentum of the outer step, which is SGD with Nesterov momentum.
@@ -180,8 +174,8 @@ def layout_costs(
     """Predicted seconds of one training step, and bytes on each device, for one way to lay a model out. (Exercise 16.8)
 
     Args:
-        config: Widths C and F, L blocks.
-        layout: Degrees ``data`` D, ``sharded`` S, ``tensor`` T and ``pipeline`` P; T divides F, and P divides L.
+        config: Widths C and F, L blocks. T divides F, and P divides L.
+        layout: Degrees ``data`` D, ``sharded`` S, ``tensor`` T and ``pipeline`` P.
         bandwidths: Speeds of the links; ``layout.bandwidth(axis, bandwidths)``, given, is the W of an axis.
         tokens: Tokens B of the whole batch; each rank of a stage has B' = B/(D S) of them.
         peak_flops: Operations a second of one device, as fast as it really computes.
@@ -214,8 +208,7 @@ def plan(
     """The fastest layout that fits, found by trying every one. (Exercise 16.9)
 
     Args:
-        config: The model.
-        n_devices: How many devices there are; the layout uses all of them.
+        config, n_devices: The model, and the number of devices; the layout uses all of them.
         memory_bytes: Memory of one device, in bytes; a need of exactly this much still fits.
         bandwidths: ``Bandwidths(within_host, across_hosts, devices_per_host=8)`` in bytes a second, its fields as a mapping or
             in their order, or one number for every link; ``Bandwidths.of`` (given) accepts all of these.

@@ -464,7 +464,7 @@ def test_a_full_disk_names_the_place_and_leaves_the_old_checkpoint_whole(tmp_pat
     assert re.match(
         rf"the checkpoint of step 4 could not be written to {tmp_path}: .+\. It takes about [\d.]+ MB, and ", said
     )
-    assert f"the one before, {state.newest(tmp_path)}, is whole" in said
+    assert f"the previous one, {state.newest(tmp_path)}, is complete" in said
     assert {path: path.read_bytes() for path in before} == before
     train(f"{command} --steps 2")  # it is read, and nothing is left to do
 
