@@ -1,4 +1,4 @@
-"""Scaling: what a training run needs in memory, time and money, before it is started, and how to start it well."""
+"""Scaling: what a training run needs in memory, time and money, computed before anything is rented."""
 
 import itertools
 import math
@@ -19,58 +19,57 @@ from lib.training import hours_per_epoch
 
 
 def training_memory_bytes(config: FFNConfig, tokens: float) -> dict[str, float]:
-    """What one device would hold to train a model of feed-forward blocks. (Exercise 16.1)
+    """Bytes that one device needs to train a model of feed-forward blocks. (Exercise 16.1)
 
     Args:
-        config: Blocks L of two matrices, C x F and F x C; no attention, no embedding, no biases.
-        tokens: How many are in the batch.
+        config: L blocks of two matrices each, C x F and F x C; no attention, no embedding, no biases.
+        tokens: Tokens in the batch.
 
     Returns:
-        Bytes under ``"weights"``, ``"gradients"``, ``"optimizer"`` (AdamW's two moments), all float32, and ``"activations"``,
-        bfloat16: what backward needs, which is the input of each matrix, so C + F numbers a token and block.
+        Bytes under four keys. ``"weights"``, ``"gradients"`` and ``"optimizer"`` (AdamW's two moments) are float32.
+        ``"activations"`` are bfloat16: the input of each matrix, which backward needs, so C + F numbers a token and block.
 
-    Source: Stanford CS336, assignment 2 (2025), "communication accounting", part a.
-    Convention: nothing is recomputed, and the activation function keeps nothing of its own. That is so with none (the
-        assignment), and with ReLU, whose output shows its sign; GELU would keep its input too, F more.
+    Source: Stanford CS336, assignment 2 (spring 2025), problem "communication_accounting", part a.
+    Convention: nothing is recomputed, and the activation function saves nothing of its own. That holds without one (the
+        assignment) and for ReLU, whose output tells backward all it needs; GELU would save its input too, F numbers more.
     """
     raise NotImplementedError("Exercise 16.1: write training_memory_bytes")
 
 
 def fsdp_memory_bytes(config: FFNConfig, tokens: float, n_devices: int) -> float:
-    """What each of R devices holds, if states and every second layer's activations are sharded. (Exercise 16.2)
+    """Bytes on each of R devices when the states and every second layer's activations are sharded. (Exercise 16.2)
 
     Args:
         config, tokens: As for ``training_memory_bytes``.
         n_devices: Devices R.
 
     Returns:
-        Bytes: 1/R of weights, gradients, optimizer and one half of the activations; the other half stays whole. What is
-        gathered for a moment is not counted.
+        Bytes: 1/R of the weights, the gradients, the optimizer state and one half of the activations, plus the whole other
+        half. The weights that are gathered for a moment are not counted.
 
     Raises:
         ValueError: ``n_devices`` is below 1; the message names it.
 
-    Source: Stanford CS336, assignment 2 (2025), "communication accounting", part b.
+    Source: Stanford CS336, assignment 2 (spring 2025), problem "communication_accounting", part b.
     """
     raise NotImplementedError("Exercise 16.2: write fsdp_memory_bytes")
 
 
 def min_fsdp_devices(config: FFNConfig, tokens: float, device_bytes: float) -> int:
-    """The least number of devices for which ``fsdp_memory_bytes`` fits. (Exercise 16.3)
+    """The smallest number of devices on which the model fits, by ``fsdp_memory_bytes``. (Exercise 16.3)
 
     Args:
-        config, tokens: As before.
-        device_bytes: Memory of a device; exactly as much still fits.
+        config, tokens, device_bytes: As for ``training_memory_bytes``; memory of one device, where an exact fit still fits.
 
     Returns:
-        R, at least 1: ``fsdp_memory_bytes(config, tokens, R) <= device_bytes``, and for R - 1 devices it is more.
+        R, at least 1, with ``fsdp_memory_bytes(config, tokens, R) <= device_bytes``, while R - 1 devices need more.
 
     Raises:
-        ValueError: no number is enough, because the activations that stay whole fill the device; the message names
-            ``device_bytes`` and their bytes.
+        ValueError: no number is enough, because the activations that stay whole fill a device by themselves; the message
+            names ``device_bytes`` and the bytes of these activations.
 
-    Convention: the two comparisons decide, as Python computes them. A rounded quotient can be a hair above or below a whole
-        number that divides exactly, and ``math.ceil`` of it is then one too many or one too few.
+    Convention: the two comparisons decide, as Python computes them. A quotient is rounded, so it can land just above or below
+        the whole number that it should be, and ``math.ceil`` of it is then one too many or one too few.
     """
     raise NotImplementedError("Exercise 16.3: write min_fsdp_devices")
 
@@ -78,44 +77,44 @@ def min_fsdp_devices(config: FFNConfig, tokens: float, device_bytes: float) -> i
 def compute_bound_batch(
     config: FFNConfig, x: int, y: int, peak_flops: float, bandwidth: float, m_x: int = 2, m_y: int = 1
 ) -> int:
-    """The smallest batch that hides the forward pass's communication behind its arithmetic. (Exercise 16.4)
+    """The smallest batch whose arithmetic can hide the forward pass's communication. (Exercise 16.4)
 
     Args:
         config: Only its F matters.
-        x, y: Devices along the sharded axis, over which weights are gathered, and along the tensor axis, over which
-            activations are.
-        peak_flops, bandwidth: Operations a second of a device; bytes a second that it sends along one axis of the mesh.
-        m_x, m_y: How many axes of the mesh each of the two has.
+        x, y: Devices along the sharded axis, where weights are gathered, and the tensor axis, where activations are.
+        peak_flops, bandwidth: Operations a second of one device; bytes a second that it sends along one physical axis.
+        m_x, m_y: How many physical axes ``x`` and ``y`` each have.
 
     Returns:
-        Tokens per device (the batch B over X * Y), rounded up to a whole number: times X * Y it is the batch.
+        Tokens per device, rounded up to a whole number. The whole batch B is X * Y times as large.
 
     Raises:
-        ValueError: ``x`` or ``y`` is below 1, or the activations take longer than the products at any batch, because
-            ``y`` is too large for F (as long still hides); the message names the value, and the largest ``y`` for the latter.
+        ValueError: ``x`` or ``y`` is below 1, and the message names it. Or ``y`` is so large for F that the activations take
+            longer than the products at any batch (an equal time still hides); the message names ``y`` and the largest one
+            that works.
 
-    Source: Austin and others, How to Scale Your Model (2025), "Mixed FSDP and tensor parallelism"; CS336, assignment 2.
-    Convention: the two axes send at the same time, so each must hide by itself; (X - 1)/X counts as 1, but an axis of one
-        device sends nothing. The book's first edition added the two times.
+    Source: Austin and others, How to Scale Your Model (2025), "Mixed FSDP and tensor parallelism"; Stanford CS336,
+        assignment 2 (spring 2025), problem "communication_accounting", part c.
+    Convention: the best case. The two axes send at the same time, each by itself behind the products, so the slowest of the
+        three sets the time. (X - 1)/X counts as 1, but an axis of one device sends nothing.
     """
     raise NotImplementedError("Exercise 16.4: write compute_bound_batch")
 
 
 def choose_gpu(n_parameters: float, mode: str, bits: int) -> Choice:
-    """The cheapest card on which a model fits. (Exercise 16.5)
+    """The cheapest GPU on which a model fits. (Exercise 16.5)
 
     Args:
-        n_parameters: Weights.
-        mode: "inference", which keeps the weights, or "training", which keeps as many gradients and twice as many moments.
-        bits: Of each of these values: PyTorch's AdamW makes its moments in the dtype of the weights.
+        n_parameters, bits: Number of weights; bits of each value (PyTorch's AdamW creates moments in the weights' dtype).
+        mode: "inference", which holds the weights only, or "training", which also holds a gradient and two moments for each.
 
     Returns:
-        ``Choice(name, dollars_per_hour)`` of the cheapest of ``CARDS`` whose ``memory_gb`` is no less than needed: for
-        inference chapter 4's ``inference_memory_gb(n_parameters, bits)`` with its fifth on top, for training four times it.
+        ``Choice(name, dollars_per_hour)`` of the cheapest of ``CARDS`` with enough ``memory_gb``. Inference needs chapter 4's
+        ``inference_memory_gb(n_parameters, bits)``, which adds a fifth; training needs four times as much.
 
     Raises:
-        ValueError: ``mode`` is neither of the two, or no card is large enough; the message names the mode, or the GB that
-            are needed (one decimal) and the largest card.
+        ValueError: ``mode`` is neither of the two, and the message names it. Or no GPU is large enough, and the message names
+            the GB that are needed (one decimal) and the largest GPU.
 
     Source: the rule of thumb is M. Mboya's, Scaling ViTs across Training Compute (2025).
     """
@@ -123,11 +122,11 @@ def choose_gpu(n_parameters: float, mode: str, bits: int) -> Choice:
 
 
 def epoch_cost(items_per_second: float, dataset_size: int, dollars_per_hour: float) -> float:
-    """What it costs to see everything once. (Exercise 16.6)
+    """The price of one epoch. (Exercise 16.6)
 
     Args:
-        items_per_second, dataset_size: Images, or tokens; of all devices together.
-        dollars_per_hour: Of all devices together.
+        items_per_second, dataset_size: Images or tokens, of all devices together in a second, and in the data set.
+        dollars_per_hour: Price of all devices together.
 
     Returns:
         Dollars.
@@ -147,22 +146,22 @@ def local_sgd_step(
     outer_momentum: float,
     group: dist.ProcessGroup | None = None,
 ) -> Float[Tensor, ""]:
-    """One round of DiLoCo: every rank trains alone for some steps, then all agree on a step. (Exercise 16.7)
+    """One round of DiLoCo: every rank trains alone for some steps, then all take one common step. (Exercise 16.7)
 
     Args:
-        model: Alike on all ranks at first. ``model(*batch)`` gives ``(logits, loss)`` as in chapter 7, or the loss.
-        outer_state: Empty before the first round. Afterwards ``"parameters"`` and ``"momentum"``, each one flat float32 vector
-            of the trained parameters in the model's order (float64, if one of them is); changed in place by later rounds.
-        inner_optimizer: Over this rank's parameters; keeps its state from round to round, and to itself.
-        batches: This rank's; one inner step each. There may be none, and ranks may have different numbers.
-        outer_lr, outer_momentum: Of the outer step, which is SGD with Nesterov momentum.
-        group: The ranks, all by default; without a process group this process alone.
+        model: The same on all ranks at first. ``model(*batch)`` returns ``(logits, loss)`` as in chapter 7, or just the loss.
+        outer_state: Empty at first; later rounds change it in place. Holds ``"parameters"`` and ``"momentum"``, each one flat
+            float32 vector over the trainable parameters in the model's order (float64 if one of them is float64).
+        inner_optimizer: This rank's optimizer. Its state stays on the rank and lives on from round to round.
+        batches: This rank's batches, one inner step for each. There may be none, and ranks may have different numbers of them.
+        outer_lr, outer_momentum: Learning rate and momentum of the outer step, which is SGD with Nesterov momentum.
+        group: Ranks that take part; all by default. Without a process group this process works alone.
 
     Returns:
-        Mean loss of this rank's inner steps, detached (nan without a batch). The model has the new global parameters.
+        Mean loss of this rank's inner steps, detached (nan without a batch). The model holds the new global parameters.
 
     A round begins at ``outer_state["parameters"]``. The outer gradient is old minus new, averaged over the ranks.
-    Cost: one all-reduce of one flat vector, whatever the number of inner steps. Buffers stay each rank's own.
+    Cost: one all-reduce of one flat vector, whatever the number of inner steps. Buffers are not synchronized.
     Source: Douillard and others (arXiv:2311.08105), algorithm 1.
     Convention: momentum as ``torch.optim.SGD(nesterov=True)`` keeps it: v = mu v + g, then a step of g + mu v.
     """
@@ -172,24 +171,26 @@ def local_sgd_step(
 def layout_costs(
     config: FFNConfig, layout: Layout, bandwidths: Bandwidths, tokens: float, peak_flops: float
 ) -> dict[str, float]:
-    """Predicted seconds of one training step, and bytes of a device, of one way to lay a model out. (Exercise 16.8)
+    """Predicted seconds of one training step, and bytes on each device, for one way to lay a model out. (Exercise 16.8)
 
     Args:
-        config: Widths C and F, blocks L.
-        layout: Degrees ``data`` D, ``sharded`` S, ``tensor`` T, ``pipeline`` P; T divides F, and P divides L.
-        bandwidths: ``layout.bandwidth(axis, bandwidths)``, given, is the W of an axis.
-        tokens: Of the whole batch B; each rank of a stage has B/(D S) of them.
+        config: Widths C and F, L blocks. T divides F, and P divides L.
+        layout: Degrees ``data`` D, ``sharded`` S, ``tensor`` T and ``pipeline`` P.
+        bandwidths: Speeds of the links; ``layout.bandwidth(axis, bandwidths)``, given, is the W of an axis.
+        tokens: Tokens B of the whole batch; each rank of a stage has B' = B/(D S) of them.
         peak_flops: Operations a second of one device, as fast as it really computes.
 
     Returns:
-        Seconds under ``"compute"`` (forward and backward, longer by the bubble of 4 P micro-batches), ``"sharded"``,
-        ``"data"``, ``"tensor"``, ``"pipeline"`` (0 for an axis of one), and ``"step"``: tensor, for which the products wait,
-        plus the longest of the others, which go on at the same time. Bytes under ``"memory"``.
+        Seconds under ``"compute"`` (forward and backward, bubble included), ``"sharded"``, ``"data"``, ``"tensor"`` and
+        ``"pipeline"``; an axis of one device takes 0. Seconds under ``"step"``: tensor, for which the products wait, plus the
+        longest of the other four, which overlap. Bytes under ``"memory"``.
 
-    All that is sent is bfloat16, around rings. Sharded weights are gathered twice and their gradients scattered once a step;
-    for that two blocks' weights are whole at a time (one, if the stage has one block; none beside the states, if S = 1).
-    Copies all-reduce their shards. A block all-reduces its output forward and its input's gradient backward. A stage sends its
-    output forward and its input's gradient backward. No activation is sharded by S.
+    Everything that travels is bfloat16 and goes around rings. Once a step, sharded weights are gathered twice and their
+    gradients scattered once. Copies all-reduce the gradients of their shards. Each block all-reduces its output in forward
+    and its input's gradient in backward; each stage sends these two to its neighbours.
+    Memory is the states' shard, the activations, and the weights that are gathered: two blocks at a time (one if the stage
+    has one block, none if S = 1). S shards no activations. With P > 1 the tokens come in 4 P micro-batches and the schedule is
+    one-forward-one-backward, so the first stage keeps the activations of P micro-batches, a quarter; with P = 1, of all B'.
     Convention: chapter 13's bubble is a share of the whole time, so compute is the useful time over 1 - bubble.
     """
     raise NotImplementedError("Exercise 16.8: write layout_costs")
@@ -207,20 +208,20 @@ def plan(
     """The fastest layout that fits, found by trying every one. (Exercise 16.9)
 
     Args:
-        config, n_devices: The model; how many devices, all of which work.
-        memory_bytes: Of a device; exactly as much still fits.
+        config, n_devices: The model, and the number of devices; the layout uses all of them.
+        memory_bytes: Memory of one device, in bytes; a need of exactly this much still fits.
         bandwidths: ``Bandwidths(within_host, across_hosts, devices_per_host=8)`` in bytes a second, its fields as a mapping or
-            in their order, or one number for every link: ``Bandwidths.of`` (given) takes them all.
-        tokens_per_device: Times ``n_devices`` it is the batch, the same for every layout.
-        peak_flops: Of a device.
+            in their order, or one number for every link; ``Bandwidths.of`` (given) accepts all of these.
+        tokens_per_device: Tokens for each device. The batch is this times ``n_devices``, the same for every layout.
+        peak_flops: Operations a second of one device.
 
     Returns:
-        ``Plan``: the four degrees, whose product is ``n_devices``, ``step_s``, ``memory_bytes``, ``costs`` (all that
-        ``layout_costs`` gave) and ``reasons``, at least one sentence. Of layouts with T dividing F, P dividing L and enough
-        memory it has the least step; of several such the least memory, then the smallest pipeline, tensor and sharded.
+        ``Plan``: the four degrees, whose product is ``n_devices``, ``step_s``, ``memory_bytes``, ``costs`` (everything that
+        ``layout_costs`` returned) and ``reasons``, at least one sentence. Of the layouts that fit, with T dividing F and P
+        dividing L, it has the shortest step; of equal ones the least memory, then the smallest pipeline, tensor and sharded.
 
     Raises:
-        ValueError: ``n_devices`` is below 1 (the message names it), or nothing fits (it names ``memory_bytes`` and the least
-            that any layout needs).
+        ValueError: ``n_devices`` is below 1, and the message names it. Or nothing fits, and the message names
+            ``memory_bytes`` and the least that any layout needs.
     """
     raise NotImplementedError("Exercise 16.9: write plan")

@@ -1,1 +1,1 @@
-"""Programs that measure what the chapters report, and write it to chapters/measurements/."""
+"""Programs that measure what the chapters report, and write the results to chapters/measurements/."""

@@ -1,8 +1,8 @@
 """Time an all-reduce of 1 MB to 1 GB on several ranks, with gloo and with NCCL.
 
 Run ``python -m lib.bench.all_reduce --ranks 2,4 --backend gloo,nccl`` on a machine with that many GPUs (a minute or two), or
-with ``--tiny`` anywhere; it starts its ranks itself and writes ``all_reduce.json`` after each size. What is recorded of other
-backends and numbers of ranks stays, with the machine that each was measured on, unless ``--fresh``.
+with ``--tiny`` anywhere. It starts its ranks itself and writes ``all_reduce.json`` after each size. Earlier results for other
+backends and numbers of ranks stay in the file, each with its machine, unless you give ``--fresh``.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def spawn(worker: Callable, backend: str, n_ranks: int, *args, limit_s: float = 
             if time.monotonic() >= end:
                 for process in context.processes:
                     process.kill()
-                raise TimeoutError(f"{n_ranks} ranks had not ended after {limit_s:.0f} s")
+                raise TimeoutError(f"{n_ranks} ranks had not finished after {limit_s:.0f} s")
 
 
 def _run(rank: int, worker: Callable, backend: str, n_ranks: int, meet: str, args: tuple) -> None:
@@ -104,11 +104,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--backend", default="gloo,nccl" if torch.cuda.is_available() else "gloo")
-    parser.add_argument("--gloo-limit-mb", type=float, default=1000, help="gloo on CPU is slow: stop before")
+    parser.add_argument(
+        "--gloo-limit-mb", type=float, default=1000, help="largest array with gloo, which is slow on CPUs"
+    )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     parser.add_argument("--tiny", action="store_true", help="small sizes and few repeats, to try the program")
-    parser.add_argument("--fresh", action="store_true", help="forget what is recorded")
+    parser.add_argument("--fresh", action="store_true", help="discard earlier results")
     options = parser.parse_args()
     sizes = list(TINY_MB if options.tiny else SIZES_MB)
     results: dict = {"dtype": "float32", "mb_bytes": MB, "tiny": options.tiny, "all_reduce_s": {}, "on": {}}
@@ -121,7 +123,7 @@ def main() -> None:
     for backend in reversed(options.backend.split(",")):  # NCCL before gloo, which is slow and cares less
         for n_ranks in map(int, options.ranks.split(",")):
             if backend == "nccl" and torch.cuda.device_count() < n_ranks:
-                print(f"nccl on {n_ranks} ranks: only {torch.cuda.device_count()} GPUs")
+                print(f"nccl on {n_ranks} ranks: skipped, because there are only {torch.cuda.device_count()} GPUs")
                 continue
             chosen = [s for s in sizes if backend == "nccl" or s <= options.gloo_limit_mb]
             repeats = 3 if options.tiny else options.repeats if backend == "nccl" else 7

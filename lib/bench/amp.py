@@ -1,8 +1,8 @@
-"""Measure precisions: time and memory of a training step by model size, and what each costs in accuracy.
+"""Measure number formats: the time and memory of a training step by model size, and the accuracy that each format reaches.
 
-``python -m lib.bench.amp`` takes about three minutes on one H200 and writes ``chapters/measurements/amp.json``, again after
-every part, so that a run that is cut short leaves what it had. ``--tiny --device cpu`` tries it anywhere; ``--seconds`` limits
-it; ``--folder`` writes elsewhere. GPT-2 has chapter 6's attention as written, without a fused kernel, and is not compiled.
+``python -m lib.bench.amp`` takes about three minutes on one H200. It writes ``chapters/measurements/amp.json`` after every part,
+so that an interrupted run keeps what it has. ``--tiny --device cpu`` tries the program anywhere; ``--seconds`` limits its time;
+``--folder`` writes elsewhere. GPT-2 uses chapter 6's attention as written, without a fused kernel, and is not compiled.
 """
 
 import argparse
@@ -225,7 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="toy sizes and few steps: does the program run?")
-    parser.add_argument("--seconds", type=float, default=210.0, help="begin nothing new after that")
+    parser.add_argument("--seconds", type=float, default=210.0, help="start no further part after this many seconds")
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     options = parser.parse_args()
     device, begun = options.device, time.perf_counter()

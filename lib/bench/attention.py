@@ -1,4 +1,4 @@
-"""Measure attention against sequence length: the time and the memory of the written-out product and of PyTorch's fused one.
+"""Measure the time and memory of attention against sequence length: written out as products, and PyTorch's fused kernel.
 
 Run ``python -m lib.bench.attention``; it writes ``chapters/measurements/attention.json``.
 """

@@ -1,6 +1,6 @@
-"""Measure naive against compiled attention over widths and lengths, where memory ends, and softmax against the products.
+"""Compare naive and compiled attention over widths and lengths, find where memory ends, and time softmax against the products.
 
-Run ``python -m lib.bench.attention_sweep`` (two minutes on a GPU), on any device; ``--tiny`` takes short sequences. It writes
+Run ``python -m lib.bench.attention_sweep`` (two minutes on a GPU) on any device; ``--tiny`` uses short sequences. It writes
 ``chapters/measurements/attention_sweep.json`` as it goes.
 
 Attention is chapter 3's ``scaled_dot_product_attention`` with a causal mask, on batch 8 without heads, in float32, as in
@@ -160,7 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="short sequences, for a laptop")
-    parser.add_argument("--compile-only", type=int, help="compile this width at every length, and stop")
+    parser.add_argument("--compile-only", type=int, help="compile this width for every length, and stop")
     args = parser.parse_args()
     widths, lengths = ((16,), (64, 128)) if args.tiny else (WIDTHS, LENGTHS)
     compiled = torch.compile(scaled_dot_product_attention, dynamic=False)

@@ -1,11 +1,11 @@
-"""Time a training step of GPT-2's xl size with gradients averaged in every way of chapter 10, and trace what overlaps.
+"""Time a training step of GPT-2's xl size with each of chapter 10's ways to average gradients, and trace what overlaps.
 
-Run ``python -m lib.bench.all_reduce`` first, whose numbers give the model's own bucket, then ``python -m lib.bench.ddp --ranks 2,4`` on a
-machine with four GPUs (a minute or two for each number of ranks), or with ``--tiny`` anywhere. It starts its ranks itself
-and writes ``ddp.json`` after each round, in which every strategy takes one step: one process without communication
-("none"), naive, flat, overlapped, buckets of several sizes, and PyTorch's DDP. Results of other numbers of ranks stay
-in the file if the same machine and versions gave them. All strategies share one set of weights. float32 with
-TF32 products, so that gradients are as large as in a plain run; the update is plain SGD.
+First run ``python -m lib.bench.all_reduce``, from which the model computes its own bucket size. Then run ``python -m lib.bench.ddp
+--ranks 2,4`` on a machine with four GPUs (a minute or two for each number of ranks), or with ``--tiny`` anywhere. It starts its ranks
+itself and writes ``ddp.json`` after each round, in which every strategy takes one step: one process without communication
+("none"), naive, flat, overlapped, buckets of several sizes, and PyTorch's DDP. Results for other numbers of ranks stay in the
+file if they come from the same machine and versions. All strategies share one set of weights. Products are TF32 and gradients
+float32, as large as in a plain run; the update is plain SGD.
 """
 
 import argparse
@@ -192,11 +192,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--backend", default="nccl" if torch.cuda.is_available() else "gloo")
-    parser.add_argument("--batch", type=int, default=4, help="sequences a rank")
+    parser.add_argument("--batch", type=int, default=4, help="sequences on each rank")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument(
-        "--seconds", type=float, default=60, help="begin no further round after, for each number of ranks"
+        "--seconds",
+        type=float,
+        default=60,
+        help="start no further round after this many seconds, for each number of ranks",
     )
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the program")

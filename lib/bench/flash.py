@@ -1,7 +1,7 @@
-"""FlashAttention on one GPU, beside every attention that PyTorch offers, in one process.
+"""Time FlashAttention on one GPU beside every attention that PyTorch offers, in one process.
 
-``python -m lib.bench.flash --seconds 260`` writes ``flash.json`` after each step, so that a time-out keeps what is there.
-``--tiny`` runs all steps at a toy size on whatever there is, the interpreter included.
+``python -m lib.bench.flash --seconds 260`` writes ``flash.json`` after each step, so that a run that times out keeps its results.
+``--tiny`` runs all steps at a toy size on any device, in the interpreter if necessary.
 """
 
 # ruff: noqa: B023 - what a loop makes is called within the same turn

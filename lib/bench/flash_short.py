@@ -1,7 +1,7 @@
-"""From which length on kernels with roles for their warps are quicker than Triton's own: each kernel's time without its launch.
+"""Find the length from which warp-specialized kernels beat Triton's own, by each kernel's time without its launch.
 
 ``python -m lib.bench.flash_short`` on a Hopper GPU (half a minute) writes ``flash_short.json``. A CUDA graph replays ``N_CALLS``
-calls of one kernel, so that the host has no part in the time. ``--tiny`` does what can be done without a GPU: nothing is timed.
+calls of one kernel, so that the host plays no part in the time. ``--tiny`` runs what needs no GPU, and times nothing.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     if options.tiny:
-        print(f"{len(TABLE) * len(LENGTHS)} rows of {len(KERNELS)} kernels would be timed; a GPU is needed")
+        print(f"{len(TABLE) * len(LENGTHS)} rows of {len(KERNELS)} kernels would be timed, but there is no GPU")
         return
     rows: list[dict] = []
     for (width, causal), table in TABLE.items():

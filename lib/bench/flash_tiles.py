@@ -1,8 +1,8 @@
-"""Which tiles suit the fast kernels of chapter 15: every candidate of every kernel, compiled, checked and timed in turns.
+"""Find the best tiles for chapter 15's fast kernels: compile, check and time every candidate of every kernel, in turns.
 
-``python -m lib.bench.flash_tiles`` on a Hopper GPU (two minutes) writes ``flash_tiles.json``, quickest first, and prints the
-quickest. ``ROLES_TABLE`` of ``lib.fast.flash`` holds it, ``TABLE`` the quickest of Triton's own kernels. ``--tiny`` tries
-two candidates a kernel on whatever there is.
+``python -m lib.bench.flash_tiles`` on a Hopper GPU (two minutes) writes ``flash_tiles.json``, fastest first, and prints the
+fastest. They are copied by hand into ``ROLES_TABLE`` of ``lib.fast.flash``, those of Triton's own kernels into ``TABLE``.
+``--tiny`` tries two candidates of each kernel on any device.
 """
 
 import argparse

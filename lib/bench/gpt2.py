@@ -1,4 +1,4 @@
-"""Measure GPT-2's start: how the residual stream grows at the width of GPT-2 XL, and what a wrong power costs in training.
+"""Measure GPT-2's initialisation: how the residual stream grows at the width of GPT-2 XL, and what a wrong power costs in training.
 
 Run ``python -m lib.bench.gpt2`` (some minutes on one core); it writes ``chapters/measurements/gpt2.json``.
 """

@@ -1,8 +1,8 @@
-"""Measure what it is worth to resize and normalise pictures on the accelerator: uint8 32 x 32 in, float 224 x 224 out.
+"""Measure the gain of resizing and normalising images on the accelerator: uint8 32 x 32 in, float 224 x 224 out.
 
-Run ``python -m lib.bench.images_on_device`` (half a minute), on any device; ``--tiny`` takes few pictures. It writes
-``chapters/measurements/images_on_device.json``. Either the pictures lie on the device as they are, and a batch becomes what the model reads in
-one call; or Python workers do that with Pillow and NumPy and the floats cross the bus.
+Run ``python -m lib.bench.images_on_device`` (half a minute) on any device; ``--tiny`` uses few images. It writes
+``chapters/measurements/images_on_device.json``. The two competitors: images stay on the device as uint8 and one call prepares a batch,
+or Python workers prepare them with Pillow and NumPy and send floats over the bus.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Every Triton kernel of the book once, at awkward sizes, forward and backward: to be watched by a sanitizer.
+"""Run every Triton kernel of the book once, at awkward sizes, forward and backward, under the eyes of a sanitizer.
 
 ``PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python -m lib.bench.kernels_once``
-on a GPU (a minute or two) ends with status 1 if a kernel touches memory that is not its own; without the variable PyTorch's
-allocator hands out parts of large blocks, and a neighbour's bytes look like one's own. Nothing is measured.
+on a GPU (a minute or two) ends with status 1 if a kernel touches memory that is not its own. The variable is needed because
+PyTorch's allocator otherwise hands out parts of large blocks, where a neighbour's bytes look legal. Nothing is measured.
 """
 
 import argparse

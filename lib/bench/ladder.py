@@ -1,11 +1,11 @@
-"""The ladder of speed: GPT-2 or ViT-L/16 in training, a rung at a time, ours beside the libraries' model in the same process.
+"""The ladder of speed: train GPT-2 or ViT-L/16, one optimization at a time, beside a library's model in the same process.
 
-Run ``python -m lib.bench.ladder --model gpt2`` (or ``--model vit``; some minutes on a GPU), on any device; ``--tiny`` takes a
-small model, for a laptop. It writes ``chapters/measurements/ladder_gpt2.json`` (or ``ladder_vit.json``) after every rung.
-``--compile-only`` compiles what the rungs need, all at once in processes of their own, so that the measured run finds it done.
+Run ``python -m lib.bench.ladder --model gpt2`` (or ``--model vit``; some minutes on a GPU) on any device; ``--tiny`` uses a small
+model, for a laptop. It writes ``chapters/measurements/ladder_gpt2.json`` (or ``ladder_vit.json``) after every rung.
+``--compile-only`` compiles for all rungs at once, in processes of their own, so that the measured run need not.
 
-Three models climb. *ours* is the book's model on the paths of ``lib.fast.models``; *plain* is the same model as chapters 5
-and 6 leave it; *peer* is Transformers' GPT-2 or timm's ViT. They start from the same weights, which is checked before any clock starts.
+Three models are timed: *ours* is the book's model on the paths of ``lib.fast.models``; *plain* is the same model as chapters 5 and
+6 leave it; *peer* is Transformers' GPT-2 or timm's ViT. They start from the same weights, which is checked before the timing.
 """
 
 import argparse
@@ -574,7 +574,7 @@ def compile_one(args: argparse.Namespace, task: Task) -> None:
         Climber(task, args.who, rung, None).train_step()
         wait(task.device)
     except torch.OutOfMemoryError:
-        print(f"{rung.name}, {args.who}: compiled, but there was no room for the step")
+        print(f"{rung.name}, {args.who}: compiled, but the step ran out of memory")
 
 
 def run(args: argparse.Namespace, task: Task) -> None:
@@ -641,14 +641,12 @@ def main() -> None:
     parser.add_argument("--model", choices=("gpt2", "vit"), default="gpt2")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="a small model, for a laptop")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of timing a rung")
-    parser.add_argument("--batch", type=int, action="append", help="of the ViT; may be given again")
-    parser.add_argument("--rung", action="append", help="only the rungs of this name; may be given again")
+    parser.add_argument("--seconds", type=float, default=4.0, help="seconds to time each rung")
+    parser.add_argument("--batch", type=int, action="append", help="batch of the ViT; may be given several times")
+    parser.add_argument("--rung", action="append", help="only rungs with this name; may be given several times")
     parser.add_argument("--who", choices=("ours", "peer", "plain"), help="compile this one on one rung, and stop")
     parser.add_argument("--compile-only", action="store_true", help="fill the compiler's cache, and stop")
-    parser.add_argument(
-        "--keep", action="store_true", help="keep what is recorded of other rungs; the same rung and batch is replaced"
-    )
+    parser.add_argument("--keep", action="store_true", help="keep the recorded results of other rungs")
     args = parser.parse_args()
     if args.compile_only:
         return compile_all(args)

@@ -1,8 +1,8 @@
-"""Measure a training step of the five model sizes, part by part: forward, backward, optimizer, with warm-up and without.
+"""Time a training step of the five model sizes by part (forward, backward, optimizer), with warm-up and without.
 
-Run ``python -m lib.bench.model_sizes`` (a minute on a GPU), on any device; ``--tiny`` takes two small models. It writes
-``chapters/measurements/model_sizes.json`` after every size. Each size runs in a process of its own: what a first step costs can be
-measured only once in a process.
+Run ``python -m lib.bench.model_sizes`` (a minute on a GPU) on any device; ``--tiny`` uses two small models. It writes
+``chapters/measurements/model_sizes.json`` after every size. Each size runs in a process of its own, because a process has only one
+first step.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="two small models, for a laptop")
-    parser.add_argument("--size", help="measure this one in this process, print its times, and stop")
+    parser.add_argument("--size", help="measure this size in this process, print its times, and stop")
     args = parser.parse_args()
     sizes, length = (TINY_SIZES, TINY.context_len) if args.tiny else (MODEL_SIZES, LENGTH)
     if args.size:

@@ -1,4 +1,4 @@
-"""Measure messages and all-reduces between MPI processes of this machine, over sizes from 8 bytes to 16 MB.
+"""Time messages and all-reduces between MPI processes of this machine, over sizes from 8 bytes to 16 MB.
 
 Run ``python -m lib.bench.mpi`` (about a minute); it starts the ranks with ``mpiexec`` and writes ``chapters/measurements/mpi.json``.
 """
@@ -134,7 +134,7 @@ def _max():
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)  # set for the ranks that mpiexec starts
-    parser.add_argument("--tiny", action="store_true", help="a few seconds, and nothing is written")
+    parser.add_argument("--tiny", action="store_true", help="take a few seconds and write nothing")
     options = parser.parse_args()
     seconds = 0.02 if options.tiny else SIZE_S
     if options.inside:

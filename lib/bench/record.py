@@ -1,4 +1,4 @@
-"""Measure, and keep what was measured with the machine that it was measured on."""
+"""Record measurements, together with the machine that they were made on."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def machine() -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
-    """The processor's name as the system gives it."""
+    """The processor's name, as the operating system reports it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -78,12 +78,12 @@ def _versions() -> dict[str, str]:
 
 
 def record(name: str, results: dict[str, Any], folder: Path = MEASUREMENTS) -> Path:
-    """Write results with the machine and the date; whoever reads meanwhile sees the old file or the new one, whole.
+    """Write results with the machine and the date. A reader sees either the complete old file or the complete new one.
 
     Args:
-        name: The file's name without its suffix.
-        results: What JSON can hold; units stand at the end of the keys, as in ``train_s``.
-        folder: Where it goes.
+        name: Name of the file, without its suffix.
+        results: Values that JSON can hold; keys end in their unit, as in ``train_s``.
+        folder: Folder of the file.
     """
     path = folder / f"{name}.json"
     date = datetime.now(UTC).strftime("%Y-%m-%d")
@@ -97,15 +97,15 @@ def record(name: str, results: dict[str, Any], folder: Path = MEASUREMENTS) -> P
 
 
 def load(name: str, folder: Path = MEASUREMENTS) -> dict[str, Any]:
-    """What was recorded: ``results``, ``machine`` and ``date``.
+    """A recorded measurement: ``results``, ``machine`` and ``date``.
 
     Raises:
-        FileNotFoundError: nothing of that name is recorded; the message lists what is.
+        FileNotFoundError: there is no measurement of that name; the message lists those that exist.
     """
     path = folder / f"{name}.json"
     if not path.exists():
         there = ", ".join(sorted(p.stem for p in folder.glob("*.json"))) or "none"
-        raise FileNotFoundError(f"no measurement {name!r}: recorded are {there}; python -m lib.bench.{name} makes it")
+        raise FileNotFoundError(f"no measurement {name!r}, only {there}; python -m lib.bench.{name} makes it")
     return json.loads(path.read_text(encoding="utf-8"))
 
 

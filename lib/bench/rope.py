@@ -1,4 +1,4 @@
-"""Measure the rotary embedding: what three ways of rotating cost, and what angles in small dtypes are worth.
+"""Measure the rotary embedding: the cost of three ways to rotate, and the error of angles in small dtypes.
 
 Run ``python -m lib.bench.rope``; it writes ``chapters/measurements/rope.json``.
 """

@@ -1,7 +1,8 @@
-"""Measure tensor parallelism: a stack of Llama 2 13B's blocks by hand, by DTensor's plan, and whole on one device.
+"""Measure tensor parallelism: blocks of Llama 2 13B divided by hand, divided by DTensor's plan, and whole on one device.
 
-Run ``python -m lib.bench.tensor_parallel`` on a machine with 1 to 4 GPUs (about two minutes); it starts its own ranks, takes as many as
-there are of 1, 2 and 4, and writes ``chapters/measurements/tensor_parallel.json`` after each. ``--device cpu --tiny`` tries it out with gloo.
+Run ``python -m lib.bench.tensor_parallel`` on a machine with 1 to 4 GPUs (about two minutes). It starts its own ranks, 1, 2 and 4 of
+them as far as there are GPUs, and writes ``chapters/measurements/tensor_parallel.json`` after each. ``--device cpu --tiny`` tries it
+with gloo.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Measure our tokenizer beside Hugging Face tokenizers, tiktoken and SentencePiece, all on the same text.
+"""Time our tokenizer beside Hugging Face tokenizers, tiktoken and SentencePiece, all on the same text.
 
 Run ``python -m lib.bench.tokenizers`` (it needs the extra ``test``); it writes ``chapters/measurements/tokenizers.json``.
 """

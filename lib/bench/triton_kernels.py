@@ -1,11 +1,11 @@
-"""Measure chapter 14's kernels against PyTorch eager, torch.compile, cuBLAS and the card's measured ceiling.
+"""Time chapter 14's kernels beside PyTorch eager, torch.compile and cuBLAS, and against the GPU's measured ceiling.
 
-Run ``python -m lib.bench.triton_kernels`` on one GPU (one to two minutes, most of them for the compiler); ``--tiny --device cpu`` tries it in the interpreter.
-It writes ``chapters/measurements/triton_kernels.json`` after each case, into ``--folder`` if told, and stops after
-``--seconds``. In each case the competitors take turns in one process; times are of the device, by events; the cache is
-swept before each call. Wrong results are recorded as errors and not timed.
+Run ``python -m lib.bench.triton_kernels`` on one GPU (one to two minutes, mostly compilation); ``--tiny --device cpu`` tries it in the
+interpreter. It writes ``chapters/measurements/triton_kernels.json`` (or into ``--folder``) after each case, and stops after
+``--seconds``. In each case the competitors take turns in one process; times are the device's, by events; the cache is flushed
+before each call. A wrong result is recorded as an error and not timed.
 
-The ceiling of memory is a copy of 1 GiB, read and written; that of products is the fastest that cuBLAS gave in any case.
+The ceiling of memory is a copy of 1 GiB, read and written. The ceiling of products is the fastest that cuBLAS was in any case.
 """
 
 import argparse
@@ -209,7 +209,7 @@ def main() -> None:
     todo = cases(sizes, args.device, args.device == "cuda")
     for name, size, dtype, n_bytes, flops, runs in todo:
         if time.perf_counter() - start > args.seconds:
-            print(f"out of time at {name} {size} {dtype}")
+            print(f"stopped at {name} {size} {dtype}: time is up")
             break
         wrong = check(runs)
         right = {who: run for who, run in runs.items() if who not in wrong}

@@ -1,17 +1,17 @@
-"""The yardstick: vision transformers of four sizes in training on 1, 2, 4 or more GPUs, ours beside timm under PyTorch's own DDP.
+"""The yardstick: train vision transformers of four sizes on 1, 2, 4 or more GPUs, ours beside timm under PyTorch's own DDP.
 
-``python -m lib.bench.yardstick --ranks 1,2,4`` on a machine with so many GPUs writes ``chapters/measurements/yardstick.json`` after
-every cell: a model, a batch a GPU and a number of GPUs. A cell has processes of its own, started here, so that one that
-fails costs no other; both competitors train in the same processes, in turns. Images are random numbers that lie on the
-device. ``--compile-only`` first fills the compiler's cache, all cells at once; ``--tiny`` tries the program on a CPU. What is recorded
-of other cells stays, unless ``--fresh``. Programs that measure beside each other, one a GPU, write to folders of their own, whose
-files ``--join`` puts into one, on the same machine.
+``python -m lib.bench.yardstick --ranks 1,2,4`` on a machine with that many GPUs writes ``chapters/measurements/yardstick.json`` after
+every cell: a model, a batch for each GPU and a number of GPUs. Each cell runs in processes of its own, so that a failure costs no
+other cell; both competitors train in the same processes, in turns. Images are random numbers on the device. ``--compile-only``
+first fills the compiler's cache, for all cells at once; ``--tiny`` tries the program on a CPU. Recorded results of other cells
+stay, unless you give ``--fresh``. To use several GPUs at once, let programs measure beside each other, one on each GPU, into
+folders of their own; ``--join`` then merges their files, on the same machine.
 
-*ours* is chapter 5's model on the path of ``lib.fast.models``, in parts that are rows (``lib.fast.replicas``), whose means chapter 10's
-``OverlapDDP`` starts while backward runs; forward, backward, means and update are one CUDA graph. *peer* is timm with autocast
-to bf16 and ``torch.compile``, under ``DistributedDataParallel``. G/14 is sharded: ours by chapter 12's ``FullySharded``, timm by
-``fully_shard``, both compiled, neither recorded. All update by SGD with momentum. Before any clock starts the float32 gradient
-of ours, averaged over the ranks, is compared with timm's on the whole batch, and the losses of the first steps of the two.
+*ours* is chapter 5's model on the path of ``lib.fast.models``, in parts with flat parameters (``lib.fast.replicas``), whose gradients
+chapter 10's ``OverlapDDP`` averages while backward runs; forward, backward, averaging and update are one CUDA graph. *peer* is timm
+with autocast to bf16 and ``torch.compile``, under ``DistributedDataParallel``. G/14 is sharded: ours by chapter 12's ``FullySharded``,
+timm by ``fully_shard``, both compiled, neither in a graph. All update by SGD with momentum. Before the timing, the float32 gradient
+of ours, averaged over the ranks, is compared with timm's on the whole batch, and so are the losses of the first steps.
 """
 
 import argparse
@@ -513,7 +513,7 @@ def compile_cell(rank: int, device: torch.device, cell: Cell, who: str) -> None:
             make_peer(cell, peer, batch, distributed=who == "peer under DDP").step()
         wait_for(device)
     except torch.OutOfMemoryError:
-        print(f"{cell}, {who}: compiled, but there was no room for a step", flush=True)
+        print(f"{cell}, {who}: compiled, but a step ran out of memory", flush=True)
 
 
 def compile_parts(parts: RowViT, images: Tensor, labels: Tensor) -> None:
@@ -571,22 +571,20 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="1,2,4")
-    parser.add_argument("--models", help="of L/16,H/14,g/14,G/14; all if not given")
-    parser.add_argument("--batch", type=int, help="only the cells with so many images a GPU (before --tiny)")
+    parser.add_argument("--models", help="some of L/16,H/14,g/14,G/14; default: all")
+    parser.add_argument("--batch", type=int, help="only cells with this many images on each GPU (before --tiny)")
     parser.add_argument(
-        "--blocks", type=int, default=0, help="blocks of a part of ours, another number than the cell's"
+        "--blocks", type=int, default=0, help="blocks in each part of ours, instead of the cell's number"
     )
-    parser.add_argument("--attention", choices=ATTENTIONS, default="fused", help="of ours")
-    parser.add_argument("--step", choices=STEPS, default="graph", help="how ours is recorded")
-    parser.add_argument("--seconds", type=float, default=10, help="of timing, for each cell")
-    parser.add_argument("--budget", type=float, default=500, help="seconds after which no further cell begins")
-    parser.add_argument("--limit", type=float, default=240, help="seconds after which a cell is ended")
+    parser.add_argument("--attention", choices=ATTENTIONS, default="fused", help="attention kernel of ours")
+    parser.add_argument("--step", choices=STEPS, default="graph", help="what of ours goes into a CUDA graph")
+    parser.add_argument("--seconds", type=float, default=10, help="seconds to time each cell")
+    parser.add_argument("--budget", type=float, default=500, help="start no further cell after this many seconds")
+    parser.add_argument("--limit", type=float, default=240, help="stop a cell after this many seconds")
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the program")
-    parser.add_argument("--fresh", action="store_true", help="forget what is recorded")
-    parser.add_argument(
-        "--join", type=Path, nargs="+", help="measure nothing; put in the cells of these folders' files"
-    )
+    parser.add_argument("--fresh", action="store_true", help="discard earlier results")
+    parser.add_argument("--join", type=Path, nargs="+", help="measure nothing; merge the cells of these folders' files")
     parser.add_argument(
         "--compile-only",
         nargs="?",
@@ -627,10 +625,10 @@ def in_file(cell: Cell, options: argparse.Namespace) -> dict[str, Any] | None:
 def run_cell(cell: Cell, backend: str, start: float, options: argparse.Namespace) -> None:
     """One cell in processes of its own; if it fails, that is what the file says of it."""
     if backend == "nccl" and torch.cuda.device_count() < cell.n_gpus:
-        print(f"{cell}: there are only {torch.cuda.device_count()}", flush=True)
+        print(f"{cell}: skipped, because there are only {torch.cuda.device_count()} GPUs", flush=True)
         return
     if time.monotonic() - start > options.budget:
-        print(f"{cell}: no time left", flush=True)
+        print(f"{cell}: skipped, because time is up", flush=True)
         return
     began, before = time.monotonic(), in_file(cell, options)
     try:

@@ -1,4 +1,4 @@
-"""What the ranks of chapter 16 run: digits learned by DiLoCo, and by data parallel training, with what each of them sends."""
+"""The program of chapter 16's ranks: train on digits by DiLoCo, or by data parallel training."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,14 +19,14 @@ SMALL = replace(TINY, n_layers=2)
 
 
 class Classifier(nn.Module):
-    """Two blocks of chapter 5's small ViT, called with its targets as chapter 7 calls a model."""
+    """Two blocks of chapter 5's small ViT; like chapter 7's models it takes targets and returns (logits, loss)."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.vit = VisionTransformer(SMALL)
         with torch.no_grad():
-            self.vit.get_parameter("embeddings.pos_embed").mul_(50)  # as chapter 5 found better for so short a run
+            self.vit.get_parameter("embeddings.pos_embed").mul_(50)  # better in so short a run, as chapter 5 found
 
     def forward(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.vit(images)
@@ -36,18 +36,17 @@ class Classifier(nn.Module):
 def learn(
     rank: int, world_size: int, inner_steps: int, n_steps: int, outer_lr: float, outer_momentum: float
 ) -> dict[str, Any]:
-    """Train on digits; 0 inner steps is data parallel: gradients are averaged in each step.
+    """Train on digits. With 0 inner steps the training is data parallel: gradients are averaged in each step.
 
     Args:
         rank: This rank.
-        world_size: Ranks R; every rank has its own R-th of the images.
-        inner_steps: Steps H of a round.
+        world_size: Number of ranks R; every rank trains on its own R-th of the images.
+        inner_steps: Steps H in a round of DiLoCo, or 0.
         n_steps: Steps in all.
-        outer_lr: Of the outer step.
-        outer_momentum: The same.
+        outer_lr, outer_momentum: Learning rate and momentum of the outer step.
 
     Returns:
-        On rank 0 ``"curve"``, a list of (steps, loss on the test digits), and its ``"accuracy"``; nothing elsewhere.
+        On rank 0 ``"curve"``, a list of (steps, loss on the test digits), and the final ``"accuracy"``; on other ranks nothing.
     """
     torch.set_num_threads(1)
     train, test = load_images("digits", "train"), load_images("digits", "test")

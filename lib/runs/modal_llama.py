@@ -1,11 +1,11 @@
-"""Llama 2 on a rented GPU: the same model that you wrote, called from your own machine through Modal.
+"""Llama 2 on a rented GPU: the model that you wrote, called from your own machine through Modal.
 
-    python -m lib.runs.modal_llama --dry-run                   # what it would do; needs no account and no `modal`
+    python -m lib.runs.modal_llama --dry-run                   # show what it would do; needs no account and no `modal`
     pip install modal && modal setup                           # once: the package, and an account
-    modal secret create huggingface HF_TOKEN=hf_…              # once: your token; Meta's licence is accepted on the hub
+    modal secret create huggingface HF_TOKEN=hf_…              # once: your token, after accepting Meta's licence on the hub
     python -m lib.runs.modal_llama --prompt "The for statement" --model 7B
 
-The weights are fetched once, into a volume that outlives the container; the container stops by itself when idle.
+The weights are downloaded once, into a volume that outlives the container. The container stops by itself when it is idle.
 """
 
 import argparse
@@ -25,17 +25,15 @@ PACKAGES = ("torch>=2.11,<2.14", "numpy", "einops", "jaxtyping", "safetensors", 
 
 
 def pick_gpu(memory_gb: float) -> Gpu:
-    """The cheapest card on which that much fits.
+    """The cheapest GPU with this much memory.
 
     Raises:
-        ValueError: none is large enough; the message names the largest.
+        ValueError: no GPU is large enough; the message names the largest.
     """
     large_enough = [gpu for gpu in GPUS if gpu.memory_gb >= memory_gb]
     if not large_enough:
         largest = max(GPUS, key=lambda gpu: gpu.memory_gb)
-        raise ValueError(
-            f"{memory_gb:.1f} GB fit on no card: the largest is {largest.name} with {largest.memory_gb} GB"
-        )
+        raise ValueError(f"{memory_gb:.1f} GB fit on no GPU: the largest is {largest.name} with {largest.memory_gb} GB")
     return min(large_enough, key=lambda gpu: gpu.dollars_per_hour)
 
 
@@ -59,10 +57,10 @@ class Plan:
 
     def describe(self) -> str:
         rows = {
-            "app": f"{APP}: one class; its @enter loads the weights, its method writes text and streams it back",
+            "app": f"{APP}: one class; its @enter method loads the weights, its other method generates text and streams it back",
             "image": f"debian_slim, Python {sys.version_info.major}.{sys.version_info.minor}, pip install {' '.join(PACKAGES)}; "
-            "this book on top",
-            "volume": f"{VOLUME} at {WEIGHTS}, made if it is not there; holds {self.repository} after the first run",
+            "and this book",
+            "volume": f"{VOLUME} at {WEIGHTS}, created if it does not exist; holds {self.repository} after the first run",
             "secret": f"{SECRET} (HF_TOKEN)",
             "memory": f"{count_parameters(PRESETS[self.model]):,} weights of {self.bits} bits x 1.2 = {self.memory_gb:.1f} GB",
             "gpu": f"{self.gpu.name} ({self.gpu.memory_gb} GB), the cheapest that fits",
@@ -73,13 +71,13 @@ class Plan:
 
 
 def make_plan(model: str = "7B", bits: int = 16, minutes: float = 10.0) -> Plan:
-    """Choose the card by the memory formula of chapter 4."""
+    """Choose the GPU by the memory formula of chapter 4."""
     memory_gb = inference_memory_gb(count_parameters(PRESETS[model]), bits)
     return Plan(model=model, bits=bits, memory_gb=memory_gb, gpu=pick_gpu(memory_gb), minutes=minutes)
 
 
 class Writer:
-    """What runs in the container: plain Python, so that it can be tried on a checkpoint of any size."""
+    """The container's part: plain Python, so that it can be tried on a checkpoint of any size."""
 
     def __init__(self, folder: str, model: str, bits: int = 16, device: str = "cuda", tokenizer: Any = None):
         import torch
@@ -99,7 +97,7 @@ class Writer:
         self.tokenizer, self.device = tokenizer or _their_tokenizer(folder), device
 
     def write(self, prompt: str, max_new_tokens: int, temperature: float = 0.7, top_k: int | None = 40):
-        """Pieces of text, as they are known."""
+        """Yields the text piece by piece, as it is generated."""
         import torch
 
         from lib.llama import generate
@@ -158,7 +156,7 @@ def make_app(plan: Plan) -> tuple[Any, Any]:
 
     settings = {"gpu": plan.gpu.name, "volumes": {WEIGHTS: volume}, "timeout": 3600, "scaledown_window": IDLE_S}
     secrets = [modal.Secret.from_name(SECRET)]
-    # serialized: the class lives in this function, because the plan decides its card
+    # serialized: the class is nested here, because the plan decides its GPU
     return app, app.cls(image=image, secrets=secrets, serialized=True, **settings)(Remote)
 
 
@@ -169,17 +167,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompt", default='The "for" statement')
     parser.add_argument("--max-new-tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--minutes", type=float, default=10.0, help="for the estimate of the cost")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    parser.add_argument("--minutes", type=float, default=10.0, help="minutes that the cost estimate assumes")
+    parser.add_argument("--dry-run", action="store_true", help="show what would be done, and do nothing")
     options = parser.parse_args(argv)
     try:
         plan = make_plan(options.model, options.bits, options.minutes)
     except ValueError as error:
-        print(f"{error}; fewer bits, or chapter 13's way of cutting a model over several cards", file=sys.stderr)
+        print(f"{error}; use fewer bits, or divide the model among several GPUs as in chapter 13", file=sys.stderr)
         return 1
     print(plan.describe())
     if options.dry_run:
-        print("dry run  nothing was rented, nothing was sent")
+        print("dry run  nothing was rented and nothing was sent")
         return 0
     try:
         app, remote = make_app(plan)

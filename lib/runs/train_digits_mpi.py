@@ -1,10 +1,10 @@
-"""The digits ViT of chapter 5, trained on as many MPI processes as there are.
+"""Train the digits ViT of chapter 5 on any number of MPI processes.
 
     mpiexec -n 4 python -m mpi4py -m lib.runs.train_digits_mpi --steps 60 --out four.json
     mpiexec -n 1 python -m mpi4py -m lib.runs.train_digits_mpi --steps 60 --out one.json
 
-``-m mpi4py`` ends all processes when one raises; without it the others would wait for it for ever.
-Every step takes the same batch whatever the number of processes, each process an equal share of it.
+With ``-m mpi4py`` all processes end when one raises; without it the others would wait forever.
+Every step uses the same batch whatever the number of processes; each process trains on an equal share of it.
 """
 
 import argparse
@@ -25,25 +25,25 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 def train(
     comm, n_steps: int = 60, batch: int = 64, lr: float = 3e-3, dtype: str = "float32", average: bool = True
 ) -> dict:
-    """Train as chapter 5 does; ``losses`` are of the whole batch.
+    """Train as chapter 5 does; ``losses`` are those of the whole batch.
 
     Args:
         comm: The communicator; its R ranks divide ``batch`` evenly.
-        n_steps: Steps.
-        batch: Images a step, over all ranks.
+        n_steps: Number of steps.
+        batch: Images in a step, over all ranks.
         lr: Learning rate of AdamW.
         dtype: "float32" or "float64".
-        average: Whether gradients are averaged; without it, R models go R ways.
+        average: Whether gradients are averaged; without that, the R models drift apart.
 
     Raises:
-        ValueError: ``batch`` is no multiple of R.
+        ValueError: ``batch`` is not a multiple of R.
     """
     rank, n_ranks = comm.Get_rank(), comm.Get_size()
     if batch % n_ranks:
         share, rest = divmod(batch, n_ranks)
-        raise ValueError(f"batch {batch} is no multiple of {n_ranks} ranks: {batch} = {share} x {n_ranks} + {rest}")
+        raise ValueError(f"batch {batch} is not a multiple of {n_ranks} ranks: {batch} = {share} x {n_ranks} + {rest}")
     torch.set_num_threads(1)
-    torch.manual_seed(rank)  # each rank would begin with weights of its own
+    torch.manual_seed(rank)  # a different seed on each rank, so each begins with different weights
     model = VisionTransformer(TINY).to(DTYPES[dtype])
     model.get_parameter("embeddings.pos_embed").data *= 50  # a spread of 1, as in chapter 5
     for p in model.parameters():
@@ -69,7 +69,7 @@ def _flat(model) -> torch.Tensor:
 
 
 def _digest(model) -> str:
-    """Eight letters that differ if one bit of the weights differs."""
+    """Eight hexadecimal digits that change with any bit of the weights."""
     return hashlib.sha256(_flat(model).numpy().tobytes()).hexdigest()[:8]
 
 
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--out", type=Path, help="a JSON file for the losses, which rank 0 writes")
+    parser.add_argument("--out", type=Path, help="JSON file for the losses, written by rank 0")
     options = parser.parse_args()
     from mpi4py import MPI
 

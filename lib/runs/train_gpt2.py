@@ -14,12 +14,12 @@ from lib.runs.engine.tasks import GPT2_PRESETS, GPT2Task
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0, or 75 when it was asked to leave before its last step, or 2 with one line about what is wrong with the request."""
+    """Returns the exit status: 0, or 75 if asked to leave before the last step, or 2 after one line about what is wrong with the request."""
     parser = make_parser("lib.runs.train_gpt2", list(GPT2_PRESETS), "sequences", "Train a GPT-2.")
     text = parser.add_argument_group("text")
-    text.add_argument("--context", type=whole(1), help="tokens in a sequence; the preset's unless told")
+    text.add_argument("--context", type=whole(1), help="tokens in a sequence; default: the preset's")
     text.add_argument("--tokenizer", choices=("bytes", "bpe", "gpt2"), default="bytes",
-                      help="bytes; bpe: chapter 1's, trained on the text; gpt2: tiktoken's")  # fmt: skip
+                      help="bytes; bpe: chapter 1's tokenizer, trained on the text; gpt2: tiktoken's")  # fmt: skip
     return run(parser, GPT2Task, argv)
 
 

@@ -1,7 +1,7 @@
-"""Train a very small GPT-2 on the bytes of the language reference, in a process that may be killed and started again.
+"""Train a very small GPT-2 on the bytes of the language reference, in a process that you may kill and start again.
 
-``python -m lib.runs.train_tiny --checkpoint run.pt --log run.txt`` goes on from the checkpoint if there is one. Each line of
-the log is a step and its loss, bit for bit.
+``python -m lib.runs.train_tiny --checkpoint run.pt --log run.txt`` continues from the checkpoint if there is one. Each line of
+the log holds a step and its loss, exactly to the last bit.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def train(checkpoint: Path, log: Path, n_steps: int, save_every: int, seed: int)
 
 
 def read_log(log: Path) -> list[tuple[int, float]]:
-    """Step and loss of every whole line."""
+    """Step and loss of every complete line."""
     text = log.read_text(encoding="utf-8") if log.exists() else ""
     lines = [line.split() for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return [(int(step), float.fromhex(loss)) for step, loss in lines]

@@ -15,14 +15,14 @@ from lib.runs.engine.tasks import ViTTask
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0, or 75 when it was asked to leave before its last step, or 2 with one line about what is wrong with the request."""
+    """Returns the exit status: 0, or 75 if asked to leave before the last step, or 2 after one line about what is wrong with the request."""
     models = ["tiny", *(name for name in PRESETS if name != "tiny")]
     parser = make_parser("lib.runs.train_vit", models, "images", "Train a vision transformer.")
     pictures = parser.add_argument_group("pictures")
     pictures.add_argument(
-        "--image-size", type=whole(1), help="side that the model reads, in pixels; the preset's unless told"
+        "--image-size", type=whole(1), help="side of the model's square input, in pixels; default: the preset's"
     )
-    pictures.add_argument("--classes", type=whole(1), help="width of the head; the data's unless told")
+    pictures.add_argument("--classes", type=whole(1), help="number of classes of the head; default: the data's")
     return run(parser, ViTTask, argv)
 
 

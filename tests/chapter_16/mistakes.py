@@ -1,4 +1,4 @@
-"""What goes wrong when people reckon with memory, links and money, or average models instead of gradients."""
+"""What goes wrong when people estimate memory, communication and cost, or average models instead of gradients."""
 
 import itertools
 import math
@@ -15,13 +15,13 @@ from solutions.tensor_parallel import pipeline_bubble
 # ---- 16.1 training_memory_bytes --------------------------------------------------------------------------------------
 
 
-@mistake("training_memory_bytes", "a block has two matrices, and only one was counted")
+@mistake("training_memory_bytes", "only one matrix of each block was counted; a block has two")
 def one_matrix(config, tokens):
     found = reference.training_memory_bytes(config, tokens)
     return {name: size if name == "activations" else size // 2 for name, size in found.items()}
 
 
-@mistake("training_memory_bytes", "the optimizer keeps two moments of each weight, not one")
+@mistake("training_memory_bytes", "the optimizer keeps two moments for each weight, and only one was counted")
 def one_moment(config, tokens):
     found = reference.training_memory_bytes(config, tokens)
     return found | {"optimizer": found["weights"]}
@@ -29,21 +29,21 @@ def one_moment(config, tokens):
 
 @mistake(
     "training_memory_bytes",
-    "only the input of the block was saved: the second matrix needs its own input for its gradient",
+    "only the block's input was counted: the second matrix needs its own input too, for its gradient",
 )
 def block_inputs_only(config, tokens):
     activations = 2 * config.n_layers * config.dim * tokens
     return reference.training_memory_bytes(config, tokens) | {"activations": activations}
 
 
-@mistake("training_memory_bytes", "activations are counted in float32, and they are bfloat16")
+@mistake("training_memory_bytes", "activations were counted as float32, four bytes; they are bfloat16, two bytes")
 def wide_activations(config, tokens):
     found = reference.training_memory_bytes(config, tokens)
     return found | {"activations": 2 * found["activations"]}
 
 
 @mistake(
-    "training_memory_bytes", "the block's output was counted too: it is the input of the next block, counted there"
+    "training_memory_bytes", "the block's output was counted too, but it is the next block's input and is counted there"
 )
 def outputs_too(config, tokens):
     found = reference.training_memory_bytes(config, tokens)
@@ -53,27 +53,27 @@ def outputs_too(config, tokens):
 # ---- 16.2 fsdp_memory_bytes ------------------------------------------------------------------------------------------
 
 
-@mistake("fsdp_memory_bytes", "all activations were shared out: one half stays whole")
+@mistake("fsdp_memory_bytes", "all activations were sharded: one half stays whole on every device")
 def all_activations_shared(config, tokens, n_devices):
     reference.fsdp_memory_bytes(config, tokens, n_devices)
     return sum(reference.training_memory_bytes(config, tokens).values()) / n_devices
 
 
-@mistake("fsdp_memory_bytes", "no activation was shared out: one half is")
+@mistake("fsdp_memory_bytes", "no activations were sharded: one half is")
 def no_activation_shared(config, tokens, n_devices):
     reference.fsdp_memory_bytes(config, tokens, n_devices)
     found = reference.training_memory_bytes(config, tokens)
     return (sum(found.values()) - found["activations"]) / n_devices + found["activations"]
 
 
-@mistake("fsdp_memory_bytes", "the half that stays whole was forgotten")
+@mistake("fsdp_memory_bytes", "the half of the activations that stays whole was forgotten")
 def half_forgotten(config, tokens, n_devices):
     return reference.fsdp_memory_bytes(config, tokens, n_devices) - (
         reference.training_memory_bytes(config, tokens)["activations"] / 2
     )
 
 
-@mistake("fsdp_memory_bytes", "the weights stay whole: that is stage 2 of ZeRO, and FSDP is stage 3")
+@mistake("fsdp_memory_bytes", "the weights stayed whole: that is ZeRO stage 2, and FSDP is stage 3")
 def weights_whole(config, tokens, n_devices):
     weights = reference.training_memory_bytes(config, tokens)["weights"]
     return reference.fsdp_memory_bytes(config, tokens, n_devices) + weights - weights / n_devices
@@ -90,20 +90,20 @@ def _parts(config, tokens, device_bytes):
 
 @mistake(
     "min_fsdp_devices",
-    "the whole memory was divided by the device's, though half of the activations cannot be shared out",
+    "all memory was divided by the device's memory, though half of the activations stay whole on every device",
 )
 def divided(config, tokens, device_bytes):
     total, _ = _parts(config, tokens, device_bytes)
     return max(1, math.ceil(total / device_bytes))
 
 
-@mistake("min_fsdp_devices", "rounded down: the last part of the memory has no device")
+@mistake("min_fsdp_devices", "rounded down: with so few devices it does not fit")
 def rounded_down(config, tokens, device_bytes):
     total, whole = _parts(config, tokens, device_bytes)
     return max(1, math.floor((total - whole) / (device_bytes - whole)))
 
 
-@mistake("min_fsdp_devices", "one device too many where it fits exactly")
+@mistake("min_fsdp_devices", "one device too many where the memory fits exactly")
 def one_more(config, tokens, device_bytes):
     total, whole = _parts(config, tokens, device_bytes)
     return math.floor((total - whole) / (device_bytes - whole)) + 1
@@ -111,14 +111,14 @@ def one_more(config, tokens, device_bytes):
 
 @mistake(
     "min_fsdp_devices",
-    "`math.ceil` of a rounded quotient, which can be a hair above or below a whole number: compare the bytes instead",
+    "`math.ceil` of a rounded quotient, which can land just above or below a whole number: compare bytes instead",
 )
 def ceil_of_a_rounded_quotient(config, tokens, device_bytes):
     total, whole = _parts(config, tokens, device_bytes)
     return max(1, math.ceil((total - whole) / (device_bytes - whole)))
 
 
-@mistake("min_fsdp_devices", "no error where no number is enough")
+@mistake("min_fsdp_devices", "no error where no number of devices is enough")
 def never_refuses(config, tokens, device_bytes):
     whole = reference.training_memory_bytes(config, tokens)["activations"] / 2
     return reference.min_fsdp_devices(config, tokens, device_bytes) if whole < device_bytes else 1
@@ -127,7 +127,10 @@ def never_refuses(config, tokens, device_bytes):
 # ---- 16.4 compute_bound_batch ----------------------------------------------------------------------------------------
 
 
-@mistake("compute_bound_batch", "the two times were added, where the two axes send at once")
+@mistake(
+    "compute_bound_batch",
+    "the two communication times were added; the two axes send at the same time, so each must hide by itself",
+)
 def added(config, x, y, peak_flops, bandwidth, m_x=2, m_y=1):
     reference.compute_bound_batch(config, x, y, peak_flops, bandwidth, m_x, m_y)
     intensity = peak_flops / bandwidth
@@ -135,24 +138,30 @@ def added(config, x, y, peak_flops, bandwidth, m_x=2, m_y=1):
     return math.ceil(intensity / (y * m_x) / (1 - tensor)) if x > 1 and tensor < 1 else 1
 
 
-@mistake("compute_bound_batch", "that is the bound of the best mesh, alpha squared over m_X m_Y F, not of this X and Y")
+@mistake(
+    "compute_bound_batch",
+    "this is the bound for the best possible mesh, alpha squared over m_X m_Y F, and not for this X and Y",
+)
 def best_mesh(config, x, y, peak_flops, bandwidth, m_x=2, m_y=1):
     reference.compute_bound_batch(config, x, y, peak_flops, bandwidth, m_x, m_y)
     return math.ceil((peak_flops / bandwidth) ** 2 / (m_x * m_y * config.hidden_dim))
 
 
-@mistake("compute_bound_batch", "that is the batch of all devices together, not of one")
+@mistake("compute_bound_batch", "this is the batch of all devices together; the result is tokens per device")
 def of_all(config, x, y, peak_flops, bandwidth, m_x=2, m_y=1):
     return x * y * reference.compute_bound_batch(config, x, y, peak_flops, bandwidth, m_x, m_y)
 
 
-@mistake("compute_bound_batch", "the weights that are gathered are not yet cut by Y")
+@mistake(
+    "compute_bound_batch", "the gathered weights were not divided by Y, though the tensor axis has cut them already"
+)
 def uncut_weights(config, x, y, peak_flops, bandwidth, m_x=2, m_y=1):
     return reference.compute_bound_batch(config, x, 1, peak_flops, bandwidth, m_x, m_y)
 
 
 @mistake(
-    "compute_bound_batch", "activations that take exactly as long as the products hide too: `>=` where `>` refuses"
+    "compute_bound_batch",
+    "refused at equality: activations that take exactly as long as the products still hide, so compare with `>`",
 )
 def equal_refused(config, x, y, peak_flops, bandwidth, m_x=2, m_y=1):
     found = reference.compute_bound_batch(config, x, y, peak_flops, bandwidth, m_x, m_y)
@@ -161,7 +170,7 @@ def equal_refused(config, x, y, peak_flops, bandwidth, m_x=2, m_y=1):
     return found
 
 
-@mistake("compute_bound_batch", "a tensor axis whose activations never hide was let pass")
+@mistake("compute_bound_batch", "no error for a tensor axis so long that its activations never hide")
 def any_y(config, x, y, peak_flops, bandwidth, m_x=2, m_y=1):
     wide = FFNConfig(config.dim, 10**12, config.n_layers)
     return reference.compute_bound_batch(wide, x, y, peak_flops, bandwidth, m_x, m_y)
@@ -184,23 +193,23 @@ def _needed(n_parameters, mode, bits):
     return (4 if mode == "training" else 1) * inference_memory_gb(n_parameters, bits)
 
 
-@mistake("choose_gpu", "the smallest card that fits, and a larger one is cheaper")
+@mistake("choose_gpu", "the smallest GPU that fits was chosen, but a larger one is cheaper")
 def smallest(n_parameters, mode, bits):
     return _choose(_needed(n_parameters, mode, bits), key=lambda card: card.memory_gb)
 
 
-@mistake("choose_gpu", "training was reckoned like inference: gradients and moments are missing")
+@mistake("choose_gpu", "training was given the memory of inference: gradients and moments are missing")
 def like_inference(n_parameters, mode, bits):
     _needed(n_parameters, mode, bits)
     return _choose(_needed(n_parameters, "inference", bits))
 
 
-@mistake("choose_gpu", "the fifth on top of the weights is missing")
+@mistake("choose_gpu", "the extra fifth, the factor 1.2 for everything besides the weights, is missing")
 def no_overhead(n_parameters, mode, bits):
     return _choose(_needed(n_parameters, mode, bits) / 1.2)
 
 
-@mistake("choose_gpu", "the first card of the table that fits, whatever it costs")
+@mistake("choose_gpu", "the most expensive GPU that fits was chosen, instead of the cheapest")
 def first(n_parameters, mode, bits):
     return _choose(_needed(n_parameters, mode, bits), key=lambda card: -card.dollars_per_hour)
 
@@ -218,12 +227,12 @@ def seconds(items_per_second, dataset_size, dollars_per_hour):
     return 3600 * reference.epoch_cost(items_per_second, dataset_size, dollars_per_hour)
 
 
-@mistake("epoch_cost", "these are hours, and no price")
+@mistake("epoch_cost", "this is the number of hours; multiply by the price of an hour")
 def hours(items_per_second, dataset_size, dollars_per_hour):
     return reference.epoch_cost(items_per_second, dataset_size, 1.0)
 
 
-@mistake("epoch_cost", "minutes were taken for hours")
+@mistake("epoch_cost", "minutes were multiplied by the price of an hour")
 def minutes(items_per_second, dataset_size, dollars_per_hour):
     return 60 * reference.epoch_cost(items_per_second, dataset_size, dollars_per_hour)
 
@@ -269,7 +278,7 @@ def _mean(tensor, group):
     return tensor
 
 
-@mistake("local_sgd_step", "plain momentum: Nesterov's step looks one momentum further ahead")
+@mistake("local_sgd_step", "plain momentum: Nesterov's step is g + mu v, one momentum further ahead")
 def no_nesterov(model, outer_state, inner_optimizer, batches, outer_lr, outer_momentum, group=None):
     old, momentum = _begin(model, outer_state)
     loss = _train(model, inner_optimizer, batches)
@@ -292,7 +301,9 @@ def uphill(model, outer_state, inner_optimizer, batches, outer_lr, outer_momentu
     return loss
 
 
-@mistake("local_sgd_step", "the models were averaged and there is no outer step")
+@mistake(
+    "local_sgd_step", "the models were averaged, and the outer step with its learning rate and momentum is missing"
+)
 def average_only(model, outer_state, inner_optimizer, batches, outer_lr, outer_momentum, group=None):
     old, _ = _begin(model, outer_state)
     loss = _train(model, inner_optimizer, batches)
@@ -301,7 +312,7 @@ def average_only(model, outer_state, inner_optimizer, batches, outer_lr, outer_m
     return loss
 
 
-@mistake("local_sgd_step", "the outer step goes on from the inner model, where it starts at the old parameters")
+@mistake("local_sgd_step", "the outer step starts from the inner model; it must start from the old parameters")
 def from_the_new(model, outer_state, inner_optimizer, batches, outer_lr, outer_momentum, group=None):
     old, momentum = _begin(model, outer_state)
     loss = _train(model, inner_optimizer, batches)
@@ -313,7 +324,7 @@ def from_the_new(model, outer_state, inner_optimizer, batches, outer_lr, outer_m
     return loss
 
 
-@mistake("local_sgd_step", "one all-reduce for each parameter, where one flat vector is enough")
+@mistake("local_sgd_step", "one all-reduce for each parameter; all of them fit in one flat vector and one call")
 def many_reductions(model, outer_state, inner_optimizer, batches, outer_lr, outer_momentum, group=None):
     old, momentum = _begin(model, outer_state)
     loss = _train(model, inner_optimizer, batches)
@@ -325,7 +336,10 @@ def many_reductions(model, outer_state, inner_optimizer, batches, outer_lr, oute
     return loss
 
 
-@mistake("local_sgd_step", "gradients are averaged in every inner step: that is data parallel, and sends as much")
+@mistake(
+    "local_sgd_step",
+    "gradients are averaged in every inner step: that is data parallel training, and communicates as much",
+)
 def data_parallel(model, outer_state, inner_optimizer, batches, outer_lr, outer_momentum, group=None):
     if not dist.is_initialized():
         return reference.local_sgd_step(model, outer_state, inner_optimizer, batches, outer_lr, outer_momentum, group)
@@ -346,7 +360,7 @@ def data_parallel(model, outer_state, inner_optimizer, batches, outer_lr, outer_
     return torch.tensor(0.0)
 
 
-@mistake("local_sgd_step", "the sum over the ranks was taken for the mean")
+@mistake("local_sgd_step", "the outer gradient is summed over the ranks, and not divided by their number")
 def sum_over_ranks(model, outer_state, inner_optimizer, batches, outer_lr, outer_momentum, group=None):
     old, momentum = _begin(model, outer_state)
     loss = _train(model, inner_optimizer, batches)
@@ -359,13 +373,13 @@ def sum_over_ranks(model, outer_state, inner_optimizer, batches, outer_lr, outer
     return loss
 
 
-@mistake("local_sgd_step", "a new inner optimizer in each round: its moments are lost")
+@mistake("local_sgd_step", "the inner optimizer starts anew in each round: its moments are lost")
 def new_optimizer(model, outer_state, inner_optimizer, batches, outer_lr, outer_momentum, group=None):
     inner_optimizer.state.clear()
     return reference.local_sgd_step(model, outer_state, inner_optimizer, batches, outer_lr, outer_momentum, group)
 
 
-@mistake("local_sgd_step", "the momentum is not kept from one round to the next")
+@mistake("local_sgd_step", "the outer momentum is not kept from one round to the next")
 def forgetful(model, outer_state, inner_optimizer, batches, outer_lr, outer_momentum, group=None):
     if outer_state:
         outer_state["momentum"].zero_()
@@ -381,20 +395,42 @@ def _changed(costs, **parts):
     return costs | {"step": max(hidden) + costs["tensor"]}
 
 
-@mistake("layout_costs", "the tensor axis was hidden with the others, but the products wait for it")
+@mistake(
+    "layout_costs",
+    "the tensor axis was overlapped with the rest, but in this model the products wait for it: add its time",
+)
 def tensor_hidden(config, layout, bandwidths, tokens, peak_flops):
     costs = reference.layout_costs(config, layout, bandwidths, tokens, peak_flops)
     hidden = (costs[name] for name in ("compute", "sharded", "data", "pipeline", "tensor"))
     return costs | {"step": max(hidden)}
 
 
-@mistake("layout_costs", "all times were added, as if nothing went on at once")
+@mistake("layout_costs", "all times were added, as if nothing overlapped")
 def all_added(config, layout, bandwidths, tokens, peak_flops):
     costs = reference.layout_costs(config, layout, bandwidths, tokens, peak_flops)
     return costs | {"step": sum(costs[n] for n in ("compute", "sharded", "data", "pipeline", "tensor"))}
 
 
-@mistake("layout_costs", "the pipeline's bubble is missing")
+@mistake(
+    "layout_costs",
+    "the activations of all 4 P micro-batches were counted: one-forward-one-backward keeps at most P of them",
+)
+def all_micro_batches(config, layout, bandwidths, tokens, peak_flops):
+    costs = reference.layout_costs(config, layout, bandwidths, tokens, peak_flops)
+    rows, blocks = tokens / (layout.data * layout.sharded), config.n_layers // layout.pipeline
+    activations = 2 * blocks * (config.dim + config.hidden_dim / layout.tensor) * rows
+    return costs | {"memory": costs["memory"] + (0.75 * activations if layout.pipeline > 1 else 0)}
+
+
+@mistake("layout_costs", "the activations of a quarter of the tokens were counted at P = 1, where all are in flight")
+def a_quarter_always(config, layout, bandwidths, tokens, peak_flops):
+    costs = reference.layout_costs(config, layout, bandwidths, tokens, peak_flops)
+    rows, blocks = tokens / (layout.data * layout.sharded), config.n_layers // layout.pipeline
+    activations = 2 * blocks * (config.dim + config.hidden_dim / layout.tensor) * rows
+    return costs | {"memory": costs["memory"] - (0.75 * activations if layout.pipeline == 1 else 0)}
+
+
+@mistake("layout_costs", "the pipeline's bubble is missing from the compute time")
 def no_bubble(config, layout, bandwidths, tokens, peak_flops):
     costs = reference.layout_costs(config, layout, bandwidths, tokens, peak_flops)
     p = layout.pipeline
@@ -402,7 +438,8 @@ def no_bubble(config, layout, bandwidths, tokens, peak_flops):
 
 
 @mistake(
-    "layout_costs", "1 + bubble: the bubble is a share of the whole time, so the useful time is divided by 1 - bubble"
+    "layout_costs",
+    "multiplied by 1 + bubble: the bubble is a share of the whole time, so divide the useful time by 1 - bubble",
 )
 def useful_bubble(config, layout, bandwidths, tokens, peak_flops):
     costs = reference.layout_costs(config, layout, bandwidths, tokens, peak_flops)
@@ -410,14 +447,14 @@ def useful_bubble(config, layout, bandwidths, tokens, peak_flops):
     return _changed(costs, compute=costs["compute"] * (1 - bubble) * (1 + bubble))
 
 
-@mistake("layout_costs", "two gathered blocks were counted where nothing is sharded, and so nothing is gathered")
+@mistake("layout_costs", "gathered blocks were counted at S = 1, where nothing is sharded and so nothing is gathered")
 def gathered_without_shards(config, layout, bandwidths, tokens, peak_flops):
     costs = reference.layout_costs(config, layout, bandwidths, tokens, peak_flops)
     blocks = min(2, config.n_layers // layout.pipeline) if layout.sharded == 1 else 0
     return costs | {"memory": costs["memory"] + blocks * 4 * config.dim * config.hidden_dim / layout.tensor}
 
 
-@mistake("layout_costs", "two gathered blocks were counted where the stage has only one")
+@mistake("layout_costs", "two gathered blocks were counted in a stage that has only one block")
 def two_blocks_of_one(config, layout, bandwidths, tokens, peak_flops):
     costs = reference.layout_costs(config, layout, bandwidths, tokens, peak_flops)
     block = 4 * config.dim * config.hidden_dim / layout.tensor
@@ -425,25 +462,30 @@ def two_blocks_of_one(config, layout, bandwidths, tokens, peak_flops):
     return costs | {"memory": costs["memory"] + alone * block}
 
 
-@mistake("layout_costs", "weights were gathered once, where backward gathers them again")
+@mistake("layout_costs", "weights were gathered once only: backward gathers them again")
 def gathered_once(config, layout, bandwidths, tokens, peak_flops):
     costs = reference.layout_costs(config, layout, bandwidths, tokens, peak_flops)
     return _changed(costs, sharded=costs["sharded"] * 2 / 3)
 
 
-@mistake("layout_costs", "an all-reduce was counted once, where a ring sends everything twice")
+@mistake(
+    "layout_costs",
+    "an all-reduce was counted as one pass, but a ring sends everything twice: reduce-scatter, then all-gather",
+)
 def half_a_ring(config, layout, bandwidths, tokens, peak_flops):
     costs = reference.layout_costs(config, layout, bandwidths, tokens, peak_flops)
     return _changed(costs, tensor=costs["tensor"] / 2, data=costs["data"] / 2)
 
 
-@mistake("layout_costs", "every link has the speed inside a host")
+@mistake(
+    "layout_costs", "every axis was given the speed inside a host: an axis that leaves the host has the slower links"
+)
 def one_host(config, layout, bandwidths, tokens, peak_flops):
     fast = Bandwidths(bandwidths[0], bandwidths[0], bandwidths[2])
     return reference.layout_costs(config, layout, fast, tokens, peak_flops)
 
 
-@mistake("layout_costs", "the copies all-reduce all weights, though each holds a shard only")
+@mistake("layout_costs", "the copies all-reduce whole gradients, though each rank holds only its shard of them")
 def whole_gradients(config, layout, bandwidths, tokens, peak_flops):
     costs = reference.layout_costs(config, layout, bandwidths, tokens, peak_flops)
     return _changed(costs, data=costs["data"] * layout.sharded)
@@ -479,20 +521,20 @@ def _fast(layout, costs):
     return costs["step"], costs["memory"]
 
 
-@mistake("plan", "the fastest of all layouts, though it does not fit")
+@mistake("plan", "this is the fastest of all layouts, but it does not fit")
 def too_large(config, n_devices, memory_bytes, bandwidths, *, tokens_per_device=1024, peak_flops=989e12):
     _search(config, n_devices, memory_bytes, bandwidths, tokens_per_device, peak_flops, _fits, _fast)
     return _search(config, n_devices, 1e30, bandwidths, tokens_per_device, peak_flops, _fits, _fast)
 
 
-@mistake("plan", "the layout with the least memory, where the fastest that fits is asked for")
+@mistake("plan", "this is the layout with the least memory; asked for is the fastest that fits")
 def leanest(config, n_devices, memory_bytes, bandwidths, *, tokens_per_device=1024, peak_flops=989e12):
     return _search(
         config, n_devices, memory_bytes, bandwidths, tokens_per_device, peak_flops, _fits, lambda _, c: c["memory"]
     )
 
 
-@mistake("plan", "no pipeline was tried")
+@mistake("plan", "no layout with a pipeline was tried")
 def no_pipeline(config, n_devices, memory_bytes, bandwidths, *, tokens_per_device=1024, peak_flops=989e12):
     def allowed(layout, costs, size):
         return layout.pipeline == 1 and costs["memory"] <= size
@@ -509,28 +551,30 @@ def powers_of_two(config, n_devices, memory_bytes, bandwidths, *, tokens_per_dev
     return _search(config, n_devices, memory_bytes, bandwidths, tokens_per_device, peak_flops, allowed, _fast)
 
 
-@mistake("plan", "the batch is that of one device, not times the number of devices")
+@mistake("plan", "the batch has the tokens of one device: multiply by the number of devices")
 def small_batch(config, n_devices, memory_bytes, bandwidths, *, tokens_per_device=1024, peak_flops=989e12):
     return _search(
         config, n_devices, memory_bytes, bandwidths, tokens_per_device / max(1, n_devices), peak_flops, _fits, _fast
     )
 
 
-@mistake("plan", "of equally fast layouts the first was taken: less memory decides, then P, T and S")
+@mistake(
+    "plan", "ties were not broken: of equally fast layouts take the one with less memory, then the smallest P, T and S"
+)
 def first_of_the_fastest(config, n_devices, memory_bytes, bandwidths, *, tokens_per_device=1024, peak_flops=989e12):
     return _search(
         config, n_devices, memory_bytes, bandwidths, tokens_per_device, peak_flops, _fits, lambda _, c: c["step"]
     )
 
 
-@mistake("plan", "no devices at all count as a model that does not fit")
+@mistake("plan", "the message for fewer than one device says that nothing fits; it should name the number of devices")
 def none_do_not_fit(config, n_devices, memory_bytes, bandwidths, *, tokens_per_device=1024, peak_flops=989e12):
     if n_devices < 1:
         raise ValueError(f"nothing fits into memory_bytes = {memory_bytes:g}: at least infinity is needed")
     return _search(config, n_devices, memory_bytes, bandwidths, tokens_per_device, peak_flops, _fits, _fast)
 
 
-@mistake("plan", "what fits exactly was refused")
+@mistake("plan", "a layout that fits exactly was refused: compare with `<=`")
 def never_full(config, n_devices, memory_bytes, bandwidths, *, tokens_per_device=1024, peak_flops=989e12):
     def allowed(layout, costs, size):
         return costs["memory"] < size

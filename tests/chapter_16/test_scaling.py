@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from lib.given.models.scaling import CARDS, Bandwidths, FFNConfig, Layout, Plan
+from lib.given.models.scaling import CARDS, GOOGLES_TABLE, Bandwidths, FFNConfig, Layout, Plan
 from lib.given.models.scaling import XXL as GIVEN_XXL
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
 
 scaling = graded("scaling")
 
 MEMORY, FSDP, LEAST, HIDDEN, CARD, MONEY, PARTS, STEP = (f"eq-scaling-{n}" for n in (1, 2, 3, 5, 6, 7, 9, 10))
-PLAN = "section 'A plan', what stands before ex-scaling-plan"
+PLAN = "section 'A plan', just before ex-scaling-plan"
 SMALL = FFNConfig(2, 3, 5)
 
 PREFIXES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -46,7 +46,7 @@ def expect_refusal(**sizes: float):
     for name, size in sizes.items():
         near = [number for number in found if abs(number - size) <= 0.01 * size]
         name = name.replace("_least", " least").replace("_needed", " needed")
-        problem = f"the message does not name {name}, {size:,.0f} bytes in any spelling: {message!r}"
+        problem = f"the message does not contain {name}, {size:,.0f} bytes in any spelling: {message!r}"
         expect_true(bool(near), problem, answer=message, read=STEP)
         found.remove(min(near, key=lambda number: abs(number - size)))
 
@@ -137,7 +137,7 @@ def test_fsdp_memory_bytes_on_one_device_is_everything():
 
 
 def test_fsdp_memory_bytes_never_falls_below_half_the_activations():
-    case("a million devices: 960 + 175 shared out, 175 whole")
+    case("a million devices: 960 + 175 bytes sharded, 175 whole")
     expect_close(scaling.fsdp_memory_bytes(SMALL, 7, 1_000_000), 175.001135, read=FSDP)
 
 
@@ -156,7 +156,7 @@ def test_min_fsdp_devices_by_hand():
 
 
 def test_min_fsdp_devices_of_xxl():
-    case("XXL in 95e9 bytes, with 0, 1,024 and 8,192 tokens")
+    case("XXL on devices of 95e9 bytes, with 0, 1,024 and 8,192 tokens")
     found = [scaling.min_fsdp_devices(GIVEN_XXL, tokens, 95e9) for tokens in (0, 1024, 8192)]
     expect_equal(found, [38, 41, 156], read=LEAST)
 
@@ -186,7 +186,7 @@ def test_min_fsdp_devices_where_a_quotient_is_rounded(dim, hidden_dim):
 
 def test_min_fsdp_devices_refuses():
     for size in (175, 100):
-        case(f"175 bytes of activations stay whole, and a device has {size}")
+        case(f"175 bytes of activations stay whole, and a device has {size} bytes")
         with expect_raises(ValueError, str(size), "175", read=LEAST):
             scaling.min_fsdp_devices(SMALL, 7, size)
 
@@ -237,7 +237,7 @@ def test_compute_bound_batch_where_the_activations_take_exactly_as_long(y, m_y):
 
 def test_compute_bound_batch_where_no_batch_is_enough():
     for y, m_y in ((21, 1), (42, 2)):
-        case(f"F=53248, peak/W = 2555.6, M_Y={m_y}: Y may be {y - 1}, not {y}")
+        case(f"F=53248, peak/W = 2555.6, M_Y={m_y}: Y may be at most {y - 1}, and is {y}")
         with expect_raises(ValueError, str(y), str(y - 1), read=HIDDEN):
             scaling.compute_bound_batch(GIVEN_XXL, 16, y, 4.6e14, 1.8e11, m_y=m_y)
         expected = math.ceil(4.6e14 / ((y - 1) * 1.8e11 * 2))
@@ -246,10 +246,12 @@ def test_compute_bound_batch_where_no_batch_is_enough():
 
 
 def test_compute_bound_batch_of_a_tensor_axis_of_one_or_two():
-    case("F=30, 1,000 operations and 10 bytes a second, X=3, Y=1: one device sends no activations, whatever F is")
+    case(
+        "F=30, 1,000 operations and 10 bytes a second, X=3, Y=1: along an axis of one device nothing is sent, so any F will do"
+    )
     found = scaling.compute_bound_batch(FFNConfig(2, 30, 1), 3, 1, 1000, 10)
     expect_equal(found, 50, read=HIDDEN)
-    case("F=170, 1,000 operations and 10 bytes a second, X=3, Y=2, M_X and M_Y as they are by default: Y may be 1")
+    case("F=170, 1,000 operations and 10 bytes a second, X=3, Y=2, default M_X and M_Y: Y may be at most 1")
     with expect_raises(ValueError, "2", "1", read=HIDDEN):
         scaling.compute_bound_batch(FFNConfig(2, 170, 1), 3, 2, 1000, 10)
 
@@ -310,15 +312,23 @@ def test_choose_gpu_refuses():
 
 
 def test_epoch_cost_by_hand():
-    case("36,000 items at 5 a second are 2 hours, at $2.50")
+    case("36,000 items at 5 a second take 2 hours, at $2.50 an hour")
     expect_close(scaling.epoch_cost(5, 36_000, 2.5), 5.0, read=MONEY)
 
 
 def test_epoch_cost_of_googles_table():
-    case("50,000 images at 1,823 a second, and $34.48 an hour for all eight")
-    found = scaling.epoch_cost(items_per_second=1823, dataset_size=50_000, dollars_per_hour=34.48)
-    expect_close(found, 50_000 * 34.48 / 1823 / 3600, read=MONEY)
-    expect_close(scaling.epoch_cost(10.0, 0, 3.0), 0.0, name="nothing to see", read=MONEY)
+    row = GOOGLES_TABLE[0]
+    price = row.dollars_per_epoch / row.hours_per_epoch
+    case(f"50,000 images at {row.images_per_second:,} a second, and ${price:.2f} an hour for all eight GPUs")
+    found = scaling.epoch_cost(items_per_second=row.images_per_second, dataset_size=50_000, dollars_per_hour=price)
+    expect_close(found, 50_000 * price / row.images_per_second / 3600, read=MONEY)
+    expect_close(scaling.epoch_cost(10.0, 0, 3.0), 0.0, name="an empty data set", read=MONEY)
+
+
+@oracle
+@pytest.mark.parametrize("row", GOOGLES_TABLE, ids=lambda row: f"{row.model}-{row.framework}-{row.devices}")
+def test_epoch_cost_rates_and_hours_of_googles_table_agree(row):
+    assert abs(50_000 / row.images_per_second / 3600 - row.hours_per_epoch) < 1e-8
 
 
 def test_epoch_cost_refuses():
@@ -332,7 +342,7 @@ def test_epoch_cost_refuses():
 
 
 def predicted(config, d, s, t, p, links: Bandwidths, tokens, peak) -> dict:
-    """What the page's equations say, block by block and message by message."""
+    """The chapter's equations, block by block and message by message."""
     spans = {"tensor": t, "sharded": t * s, "data": t * s * d, "pipeline": t * s * d * p}
     fast = {axis: links[0] if span <= links[2] else links[1] for axis, span in spans.items()}
     blocks, rows = config.n_layers // p, tokens / d / s
@@ -344,12 +354,13 @@ def predicted(config, d, s, t, p, links: Bandwidths, tokens, peak) -> dict:
         "tensor": blocks * 2 * (2 * (t - 1) / t) * row_bytes / fast["tensor"],
         "pipeline": (2 * row_bytes if p > 1 else 0) / fast["pipeline"],
     }
-    micro_batches = 4 * p
+    micro_batches = 4 * p if p > 1 else 1
+    in_flight = p / micro_batches  # one-forward-one-backward: the first stage holds P micro-batches
     useful = blocks * 6 * 2 * matrix * rows / peak
     costs["compute"] = useful * (micro_batches + p - 1) / micro_batches
     costs["step"] = costs["tensor"] + max(costs[k] for k in ("sharded", "data", "pipeline", "compute"))
     states = blocks * 2 * matrix * 16 / s
-    activations = blocks * (config.dim + config.hidden_dim / t) * 2 * rows
+    activations = blocks * (config.dim + config.hidden_dim / t) * 2 * rows * in_flight
     costs["memory"] = states + activations + (min(2, blocks) * 2 * matrix * 2 if s > 1 else 0)
     return costs
 
@@ -372,11 +383,11 @@ def test_layout_costs_by_hand():
     found = scaling.layout_costs(FFNConfig(2, 4, 3), Layout(tensor=2), Bandwidths(100, 10, 8), 10, 96)
     expected = {"compute": 15.0, "sharded": 0.0, "data": 0.0, "tensor": 2.4, "pipeline": 0.0, "step": 17.4}
     expect_costs(found, expected | {"memory": 624.0})
-    case("the same on 2 stages instead, L=2, 8 micro-batches in 9 turns: 10 useful seconds take 11.25")
+    case("L=2 on 2 stages: 8 micro-batches in 9 turns, so 10 useful seconds take 11.25, and 2 of the 8 in flight")
     found = scaling.layout_costs(FFNConfig(2, 4, 2), Layout(pipeline=2), Bandwidths(100, 10, 8), 10, 96)
     expected = {"compute": 11.25, "sharded": 0.0, "data": 0.0, "tensor": 0.0, "pipeline": 0.8, "step": 11.25}
-    expect_costs(found, expected | {"memory": 376.0})
-    case("L=1, sharded by 2: states of 16 x 16 bytes halved, the one block whole, 12 numbers for each of 5 tokens")
+    expect_costs(found, expected | {"memory": 286.0})
+    case("L=1, sharded by 2: half of 16 x 16 bytes of states, the one block gathered, 2 x 6 bytes for each of 5 tokens")
     found = scaling.layout_costs(FFNConfig(2, 4, 1), Layout(sharded=2), Bandwidths(100, 10, 8), 10, 96)
     expected = {"compute": 5.0, "sharded": 0.48, "data": 0.0, "tensor": 0.0, "pipeline": 0.0, "step": 5.0}
     expect_costs(found, expected | {"memory": 220.0})
@@ -416,14 +427,14 @@ def all_layouts(config, n):
 def expect_best(found, config, n, size, links, rows, peak):
     costs = {it: predicted(config, *it, Bandwidths.of(links), rows * n, peak) for it in all_layouts(config, n)}
     fitting = {it: c for it, c in costs.items() if c["memory"] <= size}
-    expect_true(isinstance(found, Plan), f"not a Plan, but a {type(found).__name__}", answer=found)
+    expect_true(isinstance(found, Plan), f"expected a Plan, got a {type(found).__name__}", answer=found)
     degrees = (found.data, found.sharded, found.tensor, found.pipeline)
     name = "(data, sharded, tensor, pipeline)"
-    expect_equal(math.prod(degrees), n, name=f"the product of {degrees}, {name}", answer=found, read=PLAN)
-    expect_true(degrees in costs, f"{degrees} = {name} does not divide F and L", answer=found, read=PLAN)
+    expect_equal(math.prod(degrees), n, name=f"the product of {name} = {degrees}", answer=found, read=PLAN)
+    expect_true(degrees in costs, f"{name} = {degrees}: T must divide F, and P must divide L", answer=found, read=PLAN)
     label = f"with the batch of {rows} * {n} tokens, the costs of {degrees}: out.costs"
     expect_costs(found.costs, costs[degrees], read=PLAN, answer=found, label=label)
-    expect_true(degrees in fitting, f"{degrees} = {name} does not fit", answer=found, read=PLAN)
+    expect_true(degrees in fitting, f"{name} = {degrees} does not fit", answer=found, read=PLAN)
     best = min(c["step"] for c in fitting.values())
     fastest = [it for it, c in fitting.items() if c["step"] <= best * (1 + 1e-9)]
     least = min(fitting[it]["memory"] for it in fastest)
@@ -432,7 +443,11 @@ def expect_best(found, config, n, size, links, rows, peak):
     expect_equal(degrees, expected, name=name, answer=found, read=PLAN)
     expect_close(found.step_s, costs[expected]["step"], name="step_s", answer=found, read=STEP)
     expect_close(found.memory_bytes, costs[expected]["memory"], name="memory_bytes", answer=found, read=STEP)
-    expect_true(len(found.reasons) > 0 and all(isinstance(r, str) for r in found.reasons), "no reasons", answer=found)
+    expect_true(
+        len(found.reasons) > 0 and all(isinstance(r, str) for r in found.reasons),
+        "reasons holds no sentence",
+        answer=found,
+    )
 
 
 @pytest.mark.parametrize("n", [1, 2, 6, 8, 12, 16, 7])

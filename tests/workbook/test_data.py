@@ -118,7 +118,7 @@ def test_record_and_load(tmp_path):
     assert loaded["machine"]["cpu"]
     assert loaded["date"] in where(loaded)
     assert [p.name for p in tmp_path.iterdir()] == ["speed.json"]
-    with pytest.raises(FileNotFoundError, match="recorded are speed"):
+    with pytest.raises(FileNotFoundError, match="only speed"):
         load("other", folder=tmp_path)
 
 

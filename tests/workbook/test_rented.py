@@ -217,7 +217,7 @@ def test_a_run_that_is_running_is_not_started_again(machine, tools, capfd):
 def test_a_lost_connection_and_then_again(machine, capsys):
     (machine / "lost").touch()
     assert go() == 255
-    assert "no connection to host.example, port 2222. What runs there goes on" in capsys.readouterr().err
+    assert "no connection to host.example, port 2222. A run there continues without it" in capsys.readouterr().err
     assert not (machine / "rsyncs").exists()
     (machine / "lost").unlink()
     assert go() == 0
@@ -269,7 +269,7 @@ def test_a_machine_without_rsync_says_so(machine, tools, capfd):
     "address", ["host", "me@", "@host", "me@host:", "me@host:0", "me@host:70000", "me@ho st", "-oX@host", "me@-oProxyCommand=x", "a@b@c", ""]
 )  # fmt: skip
 def test_what_is_no_address_is_refused(address, capsys):
-    with pytest.raises(ValueError, match="is no address: user@host or user@host:port"):
+    with pytest.raises(ValueError, match="is no address: expected user@host or user@host:port"):
         remote.parse_address(address)
 
 
@@ -287,7 +287,7 @@ def test_a_key_that_ssh_would_refuse(tmp_path, capsys):
     key.touch()
     key.chmod(0o644)
     assert go("--dry-run", "--key", str(key)) == 2
-    assert f"(mode 644), ssh refuses it: chmod 600 {key}" in capsys.readouterr().err
+    assert f"(mode 644), so ssh refuses it: chmod 600 {key}" in capsys.readouterr().err
     key.chmod(stat.S_IRUSR)
     assert go("--dry-run", "--key", str(key)) == 0
 
@@ -304,8 +304,8 @@ def test_what_makes_no_run(capsys):
                                  ((), ("lib.runs.train_wit",), "no module 'lib.runs.train_wit'"),
                                  (("--processes", "zwei"), TRAIN, "--processes: 'zwei', expected a number"),
                                  (("--evry", "3"), TRAIN, "unrecognized arguments: --evry 3"),
-                                 ((), ("lib.runs.train_vit", "--log=/tmp/a"), "only what lies in runs/ comes back"),
-                                 ((), ("lib.runs.train_vit", "--log-file", "a"), "--log a: only what lies in runs/"),
+                                 ((), ("lib.runs.train_vit", "--log=/tmp/a"), "only files in runs/ come back"),
+                                 ((), ("lib.runs.train_vit", "--log-file", "a"), "--log a: only files in runs/"),
                                  ((), ("lib.runs.train_vit", "--tensorboard", "a"), "runs/workbook.tensorboard")]:  # fmt: skip
         assert go("--dry-run", *arguments, run=run) == 2
         said = capsys.readouterr().err
@@ -376,9 +376,9 @@ def test_the_dry_run_says_everything_and_imports_no_modal(capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--gpu", "A40"], "no card 'A40'; there are T4"),
-        (["--count", "9"], "9 GPUs: a host has 1 to 8"),
-        (["--hours", "25"], "at most 24 h"),
+        (["--gpu", "A40"], "--gpu 'A40': expected one of T4"),
+        (["--count", "9"], "--count 9: expected 1 to 8"),
+        (["--hours", "25"], "at most 24"),
         (["--retries", "11"], "0 to 10"),
         (["--count", "two"], "--count: invalid int value: 'two'"),
     ],

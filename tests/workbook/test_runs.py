@@ -333,7 +333,7 @@ def refused(capsys, command: str, *words: str) -> None:
     [
         ("vit --model L/17", ("'L/17'", "L/16")),
         ("vit --batsch 3", ("--batsch", "--help")),
-        ("vit --batch 0", ("--batch", "'0'", "from 1 on")),
+        ("vit --batch 0", ("--batch", "'0'", "at least 1")),
         ("vit --lr fast", ("--lr", "'fast'")),
         ("vit --lr 1e-4 --min-lr 1e-3", ("0.001", "0.0001")),
         ("vit --batch 9 --accumulate 2", ("--batch 9", "1 ranks x 2 micro-batches", "9 = 4 x 2 + 1")),
@@ -365,9 +365,9 @@ def test_a_wrong_request_is_one_line_and_status_2(capsys, command, words):
 def test_a_place_that_cannot_be_written_to_is_refused_before_the_first_step(capsys, tmp_path):
     file = tmp_path / "file"
     file.touch()
-    refused(capsys, f"vit --checkpoint {file}", f"--checkpoint {file}", "cannot make")
-    refused(capsys, f"vit --checkpoint {file}/a", f"--checkpoint {file}/a", "cannot make")
-    refused(capsys, f"vit --log-file {file}/log", f"--log-file {file}/log", "cannot make")
+    refused(capsys, f"vit --checkpoint {file}", f"--checkpoint {file}", "cannot create")
+    refused(capsys, f"vit --checkpoint {file}/a", f"--checkpoint {file}/a", "cannot create")
+    refused(capsys, f"vit --log-file {file}/log", f"--log-file {file}/log", "cannot create")
     refused(capsys, f"vit --log-file {tmp_path}", f"--log-file {tmp_path} is a folder", "log.jsonl")
 
 
@@ -462,9 +462,9 @@ def test_a_full_disk_names_the_place_and_leaves_the_old_checkpoint_whole(tmp_pat
             dist.destroy_process_group()
     said = str(refusal.value)
     assert re.match(
-        rf"the checkpoint of step 4 could not be written to {tmp_path}: .+\. It takes about [\d.]+ MB, and ", said
+        rf"the checkpoint of step 4 could not be written to {tmp_path}: .+\. It needs about [\d.]+ MB, and ", said
     )
-    assert f"the one before, {state.newest(tmp_path)}, is whole" in said
+    assert f"the previous one, {state.newest(tmp_path)}, is complete" in said
     assert {path: path.read_bytes() for path in before} == before
     train(f"{command} --steps 2")  # it is read, and nothing is left to do
 

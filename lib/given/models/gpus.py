@@ -1,4 +1,4 @@
-"""The cards that Modal rents, about what an hour of each costs, and what their data sheets promise: one table for chapters and programs."""
+"""The GPUs that Modal rents out, their prices, and their data sheets: one table for chapters and programs."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A card that Modal rents, and about what an hour of it costs: a guide for choosing; modal.com/pricing has today's price."""
+    """A GPU that Modal rents out. The price is a guide for choosing; modal.com/pricing has today's."""
 
     name: str
     memory_gb: int
@@ -27,13 +27,13 @@ GPUS = (
 
 
 class Sheet(NamedTuple):
-    """What the maker says of a card: operations a second of dense products, and bytes a second.
+    """A GPU's data sheet.
 
     Attributes:
-        peak_flops: With factors of 16 bits (float16 for the T4, which has no bfloat16 units).
-        bandwidth: Of its memory.
-        tf32_flops, float32_flops: With TF32's and float32's, where a program of this book asks for them.
-        device: What the name that PyTorch gives it contains; of H100, the one with NVLink.
+        peak_flops: Operations a second of dense bfloat16 products (float16 for the T4, which has no bfloat16 units).
+        bandwidth: Bytes a second of its memory.
+        tf32_flops, float32_flops: Operations a second in TF32 and float32, given only where a program of this book needs them.
+        device: A part of the name that PyTorch reports for it; for H100, the version with NVLink.
     """
 
     peak_flops: float
@@ -54,9 +54,10 @@ SHEETS = {
     "H200": Sheet(989.4e12, 4800e9, 494.7e12, 66.9e12, "H200"),
     "B200": Sheet(2250e12, 8000e9),
 }
-"""By NVIDIA's data sheets (AWS's figures for its A10G). Where a sheet prints the peak with sparsity only, as for L4, H100, H200 and B200, this is half of it."""
+"""From NVIDIA's data sheets (AWS's figures for its A10G). Where a sheet prints only the peak with sparsity, as for L4, H100,
+H200 and B200, the number here is half of that."""
 
 
 def sheet_of(device: str) -> Sheet | None:
-    """Of the card with this name of PyTorch's, as "NVIDIA H200"; None for one that no program here knows."""
+    """The data sheet of the GPU with this PyTorch name, such as "NVIDIA H200", or None if the book has none."""
     return next((sheet for sheet in SHEETS.values() if sheet.device and sheet.device in device), None)

@@ -1,4 +1,4 @@
-"""What chapter 16 reckons with: a model of feed-forward blocks, cards and their prices, Google's table, layouts and links."""
+"""Inputs of chapter 16: a model of feed-forward blocks, GPUs and their prices, Google's benchmark, layouts and links."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lib.given.models.gpus import GPUS, SHEETS
 
 @dataclass(frozen=True)
 class FFNConfig:
-    """A stack of blocks that are feed-forward layers and nothing else, as CS336's assignment 2 counts large models.
+    """A stack of feed-forward blocks and nothing else: how CS336's assignment 2 (spring 2025) models a large transformer.
 
     Attributes:
         dim: Model width C.
@@ -30,10 +30,12 @@ class FFNConfig:
 
 
 XXL = FFNConfig(16384, 53248, 126)
-"""The assignment's: the widths and depth of Llama 3 405B."""
+"""CS336's XXL (assignment 2, spring 2025), with the widths and the depth of Llama 3 405B."""
 
 V5P_PEAK_FLOPS, V5P_BANDWIDTH, V5P_BYTES = 4.6e14, 2 * 9e10, 95e9
-"""A TPU v5p: bfloat16 operations a second, bytes a second of one mesh axis (both directions), memory. CS336, assignment 2."""
+"""A TPU v5p: bfloat16 operations a second; bytes a second along one mesh axis, both directions; bytes of memory.
+
+Source: CS336, assignment 2 (spring 2025)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +43,11 @@ class Card:
     """One GPU that can be rented.
 
     Attributes:
-        name, memory_gb: What it is called, and how many 1e9 bytes it holds by its name.
-        dollars_per_hour: What an hour of it costs; a guide, and no offer.
+        name: Its name at the provider.
+        memory_gb: Its nominal memory, in 1e9 bytes.
+        dollars_per_hour: A list price, for comparison only.
         peak_flops: Dense bfloat16 operations a second by its data sheet (float16 for the T4, which has no bfloat16 units).
-        bandwidth: Bytes a second of its memory, by the same sheet.
+        bandwidth: Bytes a second of its memory, by the same data sheet.
     """
 
     name: str
@@ -64,23 +67,28 @@ CARDS = tuple(
     )
     for gpu in GPUS
 )
-"""The table that ``choose_gpu`` reads: Modal's cards, and its list prices of 2025, as ``lib.given.models.gpus`` keeps them."""
+"""The GPUs that ``choose_gpu`` chooses from: those of Modal, with its list prices of 2025 (``lib.given.models.gpus``)."""
 
 COMMUNITY_A40 = Card(name="A40", memory_gb=48, dollars_per_hour=0.40, peak_flops=150e12, bandwidth=696e9)
-"""A private person's card on RunPod or Vast, $0.40 to $0.47 an hour in 2025 (M. Mboya, Scaling ViTs across Training Compute)."""
+"""A GPU that a private person rents out through RunPod or Vast, $0.40 to $0.47 an hour in 2025 (M. Mboya, Scaling ViTs
+across Training Compute)."""
 
 
 class Choice(NamedTuple):
-    """What ``choose_gpu`` answers."""
+    """The result of ``choose_gpu``."""
 
     name: str
     dollars_per_hour: float
 
 
 class Published(NamedTuple):
-    """A row of Google's table, as M. Mboya, Scaling ViTs across Training Compute (2025), prints it: 50,000 images an epoch.
+    """A row of Google's benchmark: training on CIFAR-10, 50,000 images an epoch, resized to 224 x 224.
 
-    ``slipped`` marks rows whose columns slip in print. In no row do images a second fit the hours: one digit differs.
+    Attributes:
+        model, framework, devices: What was trained, with what, and on what.
+        batch: Images a step, over all devices.
+        precision: Of the products.
+        images_per_second, hours_per_epoch, dollars_per_epoch: Of all devices together.
     """
 
     model: str
@@ -91,28 +99,29 @@ class Published(NamedTuple):
     images_per_second: float
     hours_per_epoch: float
     dollars_per_epoch: float
-    slipped: bool = False
 
 
 _A100 = "8 A100-40GB"
 GOOGLES_TABLE = (
-    Published("L/16", "PyTorch DDP", _A100, 512, "float16", 1823, 0.00722251, 0.249),
-    Published("L/16", "JAX", "TPU v3-8", 512, "bf16", 730, 0.01851851, 0.1874),
-    Published("L/16", "JAX", "TPU v3-32", 2048, "bf16", 3320, 0.00459896, 0.1692),
-    Published("H/14", "PyTorch DDP", _A100, 128, "float16", 652, 0.02516103, 0.8676),
-    Published("g/14", "PyTorch DDP", _A100, 128, "float16", 608, 0.03404139, 1.1738, slipped=True),
-    Published("G/14", "PyTorch DeepSpeed ZeRO-3", _A100, 256, "float16", 395, 0.07122507, 2.4559),
-    Published("G/14", "JAX FSDP", _A100, 256, "bf16", 395, 0.04709097, 1.6234, slipped=True),
+    Published("L/16", "PyTorch DDP", _A100, 512, "float16", 1923, 0.00722251, 0.249),
+    Published("L/16", "JAX", "TPU v3-8", 512, "bf16", 750, 0.01851851, 0.1874),
+    Published("L/16", "JAX", "TPU v3-32", 2048, "bf16", 3020, 0.00459896, 0.1692),
+    Published("H/14", "PyTorch DDP", _A100, 128, "float16", 552, 0.02516103, 0.8676),
+    Published("g/14", "PyTorch DDP", _A100, 128, "float16", 408, 0.03404139, 1.1738),
+    Published("G/14", "PyTorch DeepSpeed ZeRO-3", _A100, 256, "float16", 195, 0.07122507, 2.4559),
+    Published("G/14", "JAX FSDP", _A100, 256, "bf16", 295, 0.04708097, 1.6234),
 )
+"""From Rai, Xu, Steiner, Wang and Kolesnikov, "ViT PyTorch vs JAX training benchmarks on Vertex AI Training Platform"
+(GoogleCloudPlatform/vertex-ai-samples, jax_vit_benchmarking_report.md). Its table has more rows than these."""
 
 
 class Bandwidths(NamedTuple):
     """How fast one device sends, in bytes a second.
 
     Attributes:
-        within_host: To another device of its host.
-        across_hosts: To a device of another host.
-        devices_per_host: How many devices share a host.
+        within_host: To another device on the same host.
+        across_hosts: To a device on another host.
+        devices_per_host: Number of devices in a host.
     """
 
     within_host: float
@@ -121,7 +130,7 @@ class Bandwidths(NamedTuple):
 
     @classmethod
     def of(cls, given: Bandwidths | Mapping[str, float] | Sequence[float] | float) -> Bandwidths:
-        """Take a ``Bandwidths``, its fields as a mapping or in their order, or one number for every link."""
+        """Accepts a ``Bandwidths``, its fields as a mapping or in their order, or one number for every link."""
         if isinstance(given, Mapping):
             return cls(**given)  # type: ignore[arg-type]
         if isinstance(given, Sequence):
@@ -131,13 +140,13 @@ class Bandwidths(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How many devices share each kind of work; their number is the product.
+    """The degrees of four kinds of parallelism; their product is the number of devices.
 
     Attributes:
-        tensor: Ranks that cut each matrix, C x F/tensor; neighbours in one host where they can be.
-        sharded: Ranks that share the states of their part, and take different tokens.
-        data: Copies of that, which take different tokens and average their gradients.
-        pipeline: Stretches of the layers.
+        tensor: Ranks that divide each matrix, C x F/tensor on each; they are neighbours in one host where possible.
+        sharded: Ranks that shard the states of their part and train on different tokens.
+        data: Copies of that arrangement, which train on different tokens and average their gradients.
+        pipeline: Stages, each with its own consecutive layers.
     """
 
     data: int = 1
@@ -151,7 +160,7 @@ class Layout:
         return self.data * self.sharded * self.tensor * self.pipeline
 
     def bandwidth(self, axis: str, bandwidths: Bandwidths) -> float:
-        """Bytes a second along an axis: within the host as long as its ranks are in one.
+        """Bytes a second along an axis: ``within_host`` if all ranks of the axis share a host, else ``across_hosts``.
 
         Devices are numbered with ``tensor`` fastest, then ``sharded``, ``data`` and ``pipeline``.
         """
@@ -168,14 +177,14 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What ``plan`` answers: the degrees, what they were predicted to cost, and why they were chosen.
+    """The result of ``plan``: the chosen degrees, their predicted costs, and why they were chosen.
 
     Attributes:
         data, sharded, tensor, pipeline: The degrees.
         step_s: Predicted seconds a step.
-        memory_bytes: Predicted bytes a device.
-        costs: All that ``layout_costs`` gave for them.
-        reasons: Sentences.
+        memory_bytes: Predicted bytes on each device.
+        costs: Everything that ``layout_costs`` returned for them.
+        reasons: Sentences for a reader.
     """
 
     data: int

@@ -1,12 +1,13 @@
-"""Leaving in good order: a signal asks, all ranks agree, the step that runs is the last, and its checkpoint is written.
+"""Leaving in good order: after a signal all ranks finish the same step, write its checkpoint and exit.
 
-SIGTERM comes from a machine that is taken away, from torchrun when it ends its ranks, from Slurm at a preemption; SIGUSR1 from Slurm, as
-``#SBATCH --signal`` says, and is heeded in a Slurm job only. They need not reach all ranks, nor all in the same step. So each rank adds
-to every step's message a 1 if it was asked, and the sum comes back with the loss, which the host reads anyway: no message more, and no
-wait for the device. On a GPU the host reads a step when it has begun the next, which is then the last, on all ranks alike.
+SIGTERM comes from a machine that is about to be taken away, from torchrun when it ends its ranks, or from Slurm at a preemption. SIGUSR1
+comes from Slurm, where ``#SBATCH --signal`` asks for it, and is ignored outside of Slurm jobs. A signal may reach only some ranks, and these
+in different steps. So in every step each rank adds a 1 to a message if it was asked to leave, and the sum comes back with the loss, which the
+host reads anyway. That costs no further message and no wait for the device. On a GPU the host reads a step after it has started the next one;
+that next step is then the last, on all ranks.
 
-Whoever asks must wait for that step and its checkpoint: torchrun waits 30 s by itself, then it kills. A rank that waits for another that died
-hears nothing, and is killed then.
+The sender of the signal must wait for that step and its checkpoint; torchrun waits 30 s and then kills. A rank that waits for a dead
+rank does not notice the signal, and is killed at that point.
 """
 
 import os
@@ -16,17 +17,17 @@ import time
 from types import FrameType
 
 STATUS = 75
-"""The exit status of a run that left before its last step: "try again later" (sysexits.h). Started again it goes on."""
+"""Exit status of a run that left before its last step: "try again later" (sysexits.h). Started again, it continues."""
 
 
 GRACE_S = 30.0  # as long as torchrun itself waits between SIGTERM and SIGKILL
 
 
 def follow_launcher() -> None:
-    """Leave when the launcher is gone, also when nobody could say so: ``kill -9`` of torchrun would leave its ranks running.
+    """Leave when the launcher has died, even if it could send no signal: ``kill -9`` of torchrun would leave its ranks running.
 
-    A thread looks once a second whether this process still has the parent that it began with. If not, it asks this rank to
-    leave, as a signal would, and ends it after `GRACE_S` if it has not left by then.
+    Once a second a thread checks that this process still has its original parent. If not, the thread sends this rank a SIGTERM,
+    and ends the process after `GRACE_S` if it is still there.
     """
     parent = os.getppid()
 
@@ -41,10 +42,10 @@ def follow_launcher() -> None:
 
 
 class Signals:
-    """``with Signals() as signals:`` what asks to leave only sets ``signals.asked``, and the handlers of before come back after.
+    """``with Signals() as signals:`` inside, a signal only sets ``signals.asked``; afterwards the old handlers are back.
 
-    Before and after it, a signal ends the process at once: there is nothing to save then. Does nothing when called outside of
-    the main thread, which alone can set signal handlers.
+    Outside of the block a signal ends the process at once, because there is nothing to save. Does nothing outside of the main
+    thread, which alone can set signal handlers.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,7 @@ class Signals:
         self.before: dict[int, object] = {}
 
     def ask(self, number: int = 0, frame: FrameType | None = None) -> None:
-        """What the signals call."""
+        """The signal handler."""
         self.asked = True
 
     def __enter__(self) -> "Signals":

@@ -1,6 +1,7 @@
-"""What a run says while it goes: a line of JSON a step, a bar for people, TensorBoard for who has it.
+"""Output of a run: a line of JSON for each step, a progress bar, and TensorBoard where it is installed.
 
-JSON has no NaN and no infinity: such a loss or norm is written as null, and the line has one thing more, ``"not_finite": {"loss": "nan"}``.
+JSON has neither NaN nor infinity, so such a loss or norm is written as null, and the line gets a further entry,
+``"not_finite": {"loss": "nan"}``.
 """
 
 import json
@@ -22,11 +23,11 @@ from lib.runs.engine.options import Options
 from lib.speed import mfu
 
 COLUMN = {"bf16": "peak_flops", "float16": "peak_flops", "tf32": "tf32_flops", "float32": "float32_flops"}
-"""Where the data sheet of a card says what the precision of a run can reach."""
+"""Column of a data sheet that holds the peak for each precision."""
 
 
 def peak_flops(options: Options, device: torch.device) -> float | None:
-    """Operations a second of one device in the precision of the run; None where nobody knows."""
+    """Peak operations a second of one device in the run's precision; None if unknown."""
     if options.peak_tflops:
         return options.peak_tflops * 1e12
     sheet = sheet_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -34,7 +35,7 @@ def peak_flops(options: Options, device: torch.device) -> float | None:
 
 
 def memory_peak_bytes(device: torch.device) -> int:
-    """The most that the allocator had given out on the device; on a CPU the most that the process had."""
+    """Peak bytes that the allocator had handed out on the device; on a CPU the process's peak."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -42,14 +43,14 @@ def memory_peak_bytes(device: torch.device) -> int:
 
 
 def as_json(line: dict[str, Any]) -> str:
-    """A line of a log, in strict JSON: what is not finite stands under ``not_finite``, by its name, and is null in its place."""
+    """A line of a log in strict JSON: a value that is not finite becomes null, and its name goes under ``not_finite``."""
     odd = {name: str(value) for name, value in line.items() if isinstance(value, float) and not math.isfinite(value)}
     plain = {name: None if name in odd else value for name, value in line.items()}
     return json.dumps({**plain, "not_finite": odd} if odd else plain, allow_nan=False) + "\n"
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a log; one that was cut off is passed over. A loss that was not finite is None."""
+    """The complete lines of a log; a line that was cut off is skipped. A loss that was not finite is None."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
@@ -62,7 +63,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def send(row: Tensor) -> Callable[[], list[float]]:
-    """Start to bring a row of numbers to the host; the call that comes back waits for them, and not for what the device was given later."""
+    """Start copying a row of numbers to the host. The returned function waits for the copy only, not for work that the device got later."""
     row = row.detach()
     here = row.to("cpu", non_blocking=True)  # from a GPU into pinned memory
     if not row.is_cuda:
@@ -78,7 +79,7 @@ def send(row: Tensor) -> Callable[[], list[float]]:
 
 
 class Moment:
-    """When the device came here, by its own clock, for the host may run ahead of it; without CUDA by the host's."""
+    """The moment at which the device reaches this point, by the device's own clock, since the host may run ahead; without CUDA, by the host's."""
 
     def __init__(self, device: torch.device):
         self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
@@ -87,7 +88,7 @@ class Moment:
         self.host = time.perf_counter()
 
     def seconds_since(self, earlier: "Moment") -> float:
-        """Seconds between the two; waits until the device is here, and reads the host's clock, if it counts, only now."""
+        """Seconds between two moments. Waits for the device; without CUDA it reads the host's clock only now."""
         if self.event is None or earlier.event is None:
             self.host = time.perf_counter()
             return self.host - earlier.host
@@ -96,17 +97,17 @@ class Moment:
 
 
 class Log:
-    """Rank 0's words; the other ranks have one that is silent.
+    """The log of rank 0; on other ranks it writes nothing.
 
-    On an accelerator a step's line is written when the next step has been started, so that the host never waits for the step that
-    it has just begun.
+    On an accelerator a step's line is written after the next step has been started, so that the host never waits for the step that
+    it has just launched.
 
     Args:
-        options: Of the run.
-        task: What is counted, and what it costs.
-        device: Of this rank.
-        n_ranks: All ranks.
-        begin: The first step that is written.
+        options: Options of the run.
+        task: The unit that is counted, and its FLOPs.
+        device: Device of this rank.
+        n_ranks: Number of ranks.
+        begin: First step that is logged.
         speaks: Whether this is rank 0.
     """
 
@@ -116,7 +117,9 @@ class Log:
         peak = peak_flops(options, device)
         self.peak = peak and peak * n_ranks
         self.waiting: tuple[int, float, Callable[[], list[float]], Moment] | None = None
-        self.leaves = False  # whether a step that was read says that a rank was asked to leave: alike on all ranks
+        self.leaves = (
+            False  # whether some rank was asked to leave, by the last step that was read: the same on all ranks
+        )
         self.file: TextIO | None = None
         self.board: Any = None
         self.rates: list[float] = []
@@ -132,9 +135,9 @@ class Log:
         self.last = Moment(device)
 
     def _continue_file(self, path: Path, begin: int) -> None:
-        """Keep the lines of the steps before ``begin``; those that a lost run wrote after its checkpoint will be written again.
+        """Keep the lines of the steps before ``begin``; later ones, from after the checkpoint, will be written again.
 
-        A file of which nothing is kept is another run's: it stays, with ``.old`` behind its name.
+        If no line is kept, the file belongs to another run: it is renamed, with ``.old`` after its name.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_log(path) if line["step"] < begin]
@@ -146,10 +149,10 @@ class Log:
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
 
     def add(self, step: int, lr: float, numbers: Tensor) -> None:
-        """A step was started; the one before it is written, and on a CPU, where it is done, the step itself.
+        """Record that a step was started. Writes the step before it; on a CPU, where the step is done, also the step itself.
 
         Args:
-            numbers: What ``Run.plain_step`` gives.
+            numbers: The result of ``Run.plain_step``.
         """
         self.flush()
         self.waiting = (step, lr, send(numbers), Moment(self.device))
@@ -157,7 +160,7 @@ class Log:
             self.flush()
 
     def flush(self) -> None:
-        """Write the step that waits, if one does; the host waits until it is done."""
+        """Write the step that is still pending, if any; the host waits until the device has finished it."""
         if self.waiting is None:
             return
         (step, lr, read, moment), self.waiting = self.waiting, None
@@ -183,7 +186,7 @@ class Log:
             self.bar.set_postfix(loss=f"{line['loss']:.4f}", per_s=f"{self.rates[-1]:.4g}", refresh=False)
 
     def restart_clock(self) -> None:
-        """What was done since the last step is not of the next one."""
+        """Do not count the time since the last step as part of the next one."""
         self.last = Moment(self.device)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The run itself: check all, meet, build, go on from where a checkpoint stands, train, save, and leave when a signal asks for it."""
+"""The run itself: check the request, start the group, build or resume the model, train, save, and leave when a signal asks for it."""
 
 import os
 import statistics
@@ -26,7 +26,7 @@ from lib.training import TokenBatches, cosine_schedule, hours_per_epoch
 
 
 def main(parser: Parser, kind: type[Task], argv: list[str] | None = None) -> int:
-    """A program's exit status: 0, or 75 if it was asked to leave, or 2 with one line on the error stream when the request is wrong."""
+    """Run, and return the exit status: 0, or 75 if asked to leave early, or 2 with one line on stderr if the request is wrong."""
     group_was_there, status = dist.is_initialized(), 0
     try:
         options = parse(parser, argv)
@@ -34,19 +34,19 @@ def main(parser: Parser, kind: type[Task], argv: list[str] | None = None) -> int
     except UsageError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr, flush=True)
         status = 2
-    if dist.is_initialized() and not group_was_there:  # not after any other error: NCCL would wait for the other ranks
+    if dist.is_initialized() and not group_was_there:  # after any other error NCCL would wait for the other ranks here
         dist.destroy_process_group()
     return status
 
 
 def train(options: Options, kind: type[Task]) -> bool:
-    """All of a run, or what of it was done when it was asked to leave.
+    """Train to the last step, or until the run is asked to leave.
 
     Returns:
         Whether all steps are done.
 
     Raises:
-        UsageError: the request is wrong; nothing was allocated on a device then.
+        UsageError: the request is wrong; in this case nothing was allocated on a device.
     """
     world = find_world()
     if world.launcher == "torchrun":
@@ -56,7 +56,7 @@ def train(options: Options, kind: type[Task]) -> bool:
     check_cuts(options, kind.widths(options.model), world.size)
     device = choose_device(options.device, world)
     if options.graph and device.type != "cuda":
-        raise UsageError("--graph records a CUDA graph, and the device is a CPU: expected a GPU, or no --graph")
+        raise UsageError("--graph records a CUDA graph, but the device is a CPU: expected a GPU, or no --graph")
     make_places(options)
     found = checkpoints.peek(options, world.rank, world.size)
     task = make_task(options, kind)
@@ -73,7 +73,7 @@ def make_task(options: Options, kind: type[Task]) -> Task:
     """The task and its data, still on the host.
 
     Raises:
-        UsageError: the data is not there or cannot be read, a size does not fit, or a batch is larger than an epoch.
+        UsageError: the data is missing or unreadable, a size does not fit, or a batch is larger than an epoch.
     """
     try:
         task = kind(options)
@@ -86,14 +86,14 @@ def make_task(options: Options, kind: type[Task]) -> Task:
 
 
 def set_up(options: Options, device: torch.device) -> None:
-    """What PyTorch keeps for the whole process."""
+    """Set PyTorch's process-wide options."""
     torch.set_float32_matmul_precision("high" if options.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = options.precision == "tf32"
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     if options.compile:
-        # of a whole model DDP's buckets are cut out; a block is smaller than what they hold, and would be cut in two for nothing
+        # a whole model is split at DDP's buckets; a block is smaller than a bucket, and splitting it would gain nothing
         torch._dynamo.config.optimize_ddp = options.compile == "whole"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -105,13 +105,13 @@ class Run:
     """A model in training on this rank.
 
     Args:
-        options: What was asked for.
-        task: What is learned.
-        world: Where this rank stands.
-        device: Of this rank.
-        n_data: Among how many ranks a batch is shared out.
-        run: What its checkpoints say about it.
-        resumes: Whether there is one to go on from.
+        options: Options of the run.
+        task: Model, loss and data.
+        world: This rank's place.
+        device: Device of this rank.
+        n_data: Number of ranks that divide a batch.
+        run: The description of the run that its checkpoints hold.
+        resumes: Whether there is a checkpoint to continue from.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Run:
         return amp.GradScaler() if self.options.ours else torch.amp.GradScaler(self.device.type)
 
     def _order(self) -> TokenBatches:
-        """The numbers of this rank's items, batch after batch: chapter 7's order of windows, of a row of numbers."""
+        """Indices of this rank's items, batch after batch, in the order in which chapter 7 visits windows of a text."""
         row = np.arange(self.task.source.n + 1)
         share = self.options.batch // self.n_data
         return TokenBatches(row, share, 1, rank=self.data_rank, world_size=self.n_data, seed=self.options.seed)
@@ -151,7 +151,7 @@ class Run:
     def _resume(self) -> int:
         state = checkpoints.load(self.options, self.strategy, self.optimizer)
         self.numbers.load_state_dict(state["data"])
-        if self.scaler is not None and "scaler" in state:  # there is none if the run was not in float16 so far
+        if self.scaler is not None and "scaler" in state:  # absent if the run has not used float16 before
             self.scaler.load_state_dict(state["scaler"])
         return state["step"]
 
@@ -171,8 +171,8 @@ class Run:
         """Forward, backward, clipping, one update.
 
         Returns:
-            What ``Log`` takes, on the device: the mean loss over all ranks, the share of them that were asked to leave, and
-            with ``--clip`` the norm of the gradient before clipping.
+            For ``Log``, on the device: the mean loss over all ranks, the share of ranks that were asked to leave, and with
+            ``--clip`` the gradient's norm before clipping.
         """
         numbers = self.backward(inputs, targets)
         if self.scaler is not None:
@@ -188,7 +188,7 @@ class Run:
         return numbers if norm is None else torch.cat([numbers, norm.float().reshape(1)])
 
     def scaler_step(self, lr: float) -> None:
-        """The update, unless a gradient has inf or NaN; decay that the optimizer does not do is skipped with it."""
+        """The update, which is skipped if a gradient has inf or NaN, together with the weight decay outside of the optimizer."""
 
         def decay(*_) -> None:
             self.strategy.decay(lr)
@@ -199,7 +199,7 @@ class Run:
         self.scaler.update()
 
     def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The gradient of the whole batch, micro-batch by micro-batch; all ranks' mean loss, and the share of them that were asked to leave."""
+        """Compute the gradient of the whole batch, micro-batch by micro-batch. Returns the mean loss over all ranks, and the share of ranks that were asked to leave."""
         n = self.options.accumulate
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.device)
@@ -226,7 +226,7 @@ class Run:
         return lr
 
     def record_graph(self) -> None:
-        """Record a step as a CUDA graph, and put back all that the recording changed, in place."""
+        """Record a step as a CUDA graph, then restore in place everything that the recording changed."""
         inputs, targets = (torch.empty_like(x) for x in self.task.source.fetch(self._some_numbers()))
         inputs.zero_()
         targets.zero_()
@@ -253,7 +253,7 @@ class Run:
         return torch.zeros(self.options.batch // self.n_data, dtype=torch.int64, device=self.device)
 
     def go(self) -> bool:
-        """All steps that are left, or up to the one after which the ranks leave together; whether all are done."""
+        """Train the remaining steps, or up to the step after which all ranks leave. Returns whether all steps are done."""
         o = self.options
         if o.graph:
             self.record_graph()
@@ -277,13 +277,17 @@ class Run:
         if self.world.rank == 0 and log.rates and not o.quiet:
             print(summary(log, self.task), file=sys.stderr, flush=True)
         if self.world.rank == 0 and done < o.steps:
-            kept = f"a checkpoint is in {o.checkpoint}" if o.checkpoint else "nothing is kept, for want of --checkpoint"
+            kept = (
+                f"a checkpoint is in {o.checkpoint}"
+                if o.checkpoint
+                else "nothing was saved, because there was no --checkpoint"
+            )
             print(f"asked to leave after step {done} of {o.steps}: {kept}", file=sys.stderr, flush=True)
         return done >= o.steps
 
 
 def summary(log: Log, task: Task) -> str:
-    """The rate of the median step, and the book's yardstick where an epoch is of images."""
+    """The rate of the median step, and for images the hours for an epoch of 50,000, the book's yardstick."""
     rate = statistics.median(log.rates)
     line = f"median {rate:,.4g} {task.unit}s/s"
     if task.unit == "image":

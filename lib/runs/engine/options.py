@@ -1,4 +1,4 @@
-"""What a run is told on the command line, and all that can be wrong with it before anything is allocated."""
+"""The command line of a run, and every mistake in it that can be found before anything is allocated."""
 
 import argparse
 import importlib.util
@@ -13,12 +13,12 @@ OPTIMIZERS = ("ours", "adamw", "sgd")
 
 
 class UsageError(ValueError):
-    """What the person who started the run can mend: one line that names the value and what was expected."""
+    """A mistake that the person who started the run can correct: one line that names the value and what was expected."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """A run. ``--help`` says what each means; None stands for what follows from the others, and ``resolved`` fills it in."""
+    """The flags of a run; ``--help`` explains each. None means that the value follows from the others, and ``_resolved`` fills it in."""
 
     model: str
     strategy: str
@@ -63,113 +63,122 @@ class Options:
 
 
 class Parser(argparse.ArgumentParser):
-    """One line for what is wrong, without the page of usage."""
+    """Reports a wrong flag in one line, without the page of usage."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; --help lists the flags")
 
 
 def whole(least: int):
-    """A whole number of at least ``least``, for ``type=``."""
+    """For ``type=``: accepts a whole number of at least ``least``."""
 
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least {least}")
         return int(text)
 
     return number
 
 
 def positive(text: str) -> float:
-    """A number above 0."""
+    """For ``type=``: accepts a number above 0."""
     if not (value := share(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
     return value
 
 
 def share(text: str) -> float:
-    """A finite number from 0 on."""
+    """For ``type=``: accepts a finite number, 0 or above."""
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 0")
     return value
 
 
 def make_parser(program: str, models: list[str], items: str, description: str) -> Parser:
-    """The flags that both programs have.
+    """The flags that both programs share.
 
     Args:
-        program: Its module, for the usage line.
+        program: The program's module, for the usage line.
         models: Names of presets.
-        items: What a batch counts: "images", "sequences".
-        description: What stands above the flags.
+        items: The unit of a batch: "images" or "sequences".
+        description: Text above the flags.
     """
     parser = Parser(prog=f"python -m {program}", description=description, allow_abbrev=False)
-    what = parser.add_argument_group("what is computed")
+    what = parser.add_argument_group("model and computation")
     what.add_argument("--model", choices=models, default="tiny")
-    what.add_argument("--strategy", choices=STRATEGIES, default="single", help="how ranks share the work")
+    what.add_argument("--strategy", choices=STRATEGIES, default="single", help="how the ranks divide the work")
     what.add_argument("--engine", choices=("ours", "torch"), default="ours", help="the book's functions, or PyTorch's")
     what.add_argument(
-        "--precision", choices=PRECISIONS, default="float32", help="of products; float16 has a loss scaler"
+        "--precision",
+        choices=PRECISIONS,
+        default="float32",
+        help="number format of the matrix products; float16 adds a loss scaler",
     )
     what.add_argument("--path", choices=("auto", "fast", "plain"), default="auto",
-                      help="fast: lib.fast.models; plain: the model as its chapter has it; auto: fast where the strategy allows")  # fmt: skip
+                      help="fast: lib.fast.models; plain: the model as in its chapter; auto: fast where the strategy allows it")  # fmt: skip
     what.add_argument(
-        "--attention", choices=("fused", "flash", "cudnn"), default="fused", help="kernel of the fast path"
+        "--attention", choices=("fused", "flash", "cudnn"), default="fused", help="attention kernel of the fast path"
     )
     what.add_argument("--compile", nargs="?", const="auto", choices=("auto", "whole", "blocks"),
-                      help="torch.compile: the whole model (single) or block by block, so that gradients are ready early")  # fmt: skip
+                      help="torch.compile the whole model (single) or each block, so that gradients are ready early")  # fmt: skip
     what.add_argument(
-        "--graph", action="store_true", help="the whole step as a CUDA graph (single, or ddp of engine ours)"
+        "--graph", action="store_true", help="record the whole step as a CUDA graph (single, or ddp with --engine ours)"
     )
     train = parser.add_argument_group("training")
-    train.add_argument("--batch", type=whole(1), default=32, help=f"{items} a step, of all ranks together")
-    train.add_argument("--accumulate", type=whole(1), default=1, help="micro-batches a step")
-    train.add_argument("--steps", type=whole(1), default=100, help="of the whole run, those before a restart included")
-    train.add_argument("--lr", type=share, default=1e-3, help="largest learning rate")
-    train.add_argument("--min-lr", type=share, default=0.0, help="where the cosine ends, after the last step")
-    train.add_argument("--warmup", type=whole(0), default=0, help="steps")
-    train.add_argument("--weight-decay", type=share, default=0.05, help="of tensors of two or more dimensions")
+    train.add_argument("--batch", type=whole(1), default=32, help=f"{items} in a step, over all ranks")
+    train.add_argument("--accumulate", type=whole(1), default=1, help="micro-batches in a step")
     train.add_argument(
-        "--clip", type=share, default=1.0, help="largest norm of the gradient; 0: neither clipped nor measured"
+        "--steps", type=whole(1), default=100, help="steps of the whole run, including those before a restart"
     )
-    train.add_argument("--optimizer", choices=OPTIMIZERS, help="ours: chapter 7's AdamW (default of engine ours); sgd: momentum 0.9")  # fmt: skip
-    train.add_argument("--bucket-mb", type=positive, default=25.0, help="of ddp, in 2**20 bytes")
-    train.add_argument("--seed", type=whole(0), default=0, help="of weights and of the order of the data")
+    train.add_argument("--lr", type=share, default=1e-3, help="largest learning rate")
+    train.add_argument(
+        "--min-lr", type=share, default=0.0, help="learning rate at the end of the cosine, after the last step"
+    )
+    train.add_argument("--warmup", type=whole(0), default=0, help="warm-up steps")
+    train.add_argument("--weight-decay", type=share, default=0.05, help="applied to tensors of two or more dimensions")
+    train.add_argument("--clip", type=share, default=1.0, help="largest gradient norm; 0 neither clips nor measures it")
+    train.add_argument("--optimizer", choices=OPTIMIZERS, help="ours: chapter 7's AdamW (the default with --engine ours); sgd: momentum 0.9")  # fmt: skip
+    train.add_argument("--bucket-mb", type=positive, default=25.0, help="size of a DDP bucket, in 2**20 bytes")
+    train.add_argument("--seed", type=whole(0), default=0, help="for the initial weights and the order of the data")
     data = parser.add_argument_group("data")
     data.add_argument("--data", help="embedded, synthetic (made on the device), a file, a folder, or a name on the hub; "
                       "default: embedded for tiny, synthetic for the others")  # fmt: skip
-    data.add_argument("--column", help="where the rows hold their picture or text")
+    data.add_argument("--column", help="name of the column that holds the picture or the text")
     data.add_argument("--limit", type=whole(1), help="read no more rows than this")
-    data.add_argument("--items", type=whole(1), help=f"how many synthetic {items}")
+    data.add_argument("--items", type=whole(1), help=f"number of synthetic {items}")
     where = parser.add_argument_group("where it runs")
     where.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    where.add_argument("--threads", type=whole(1), default=1, help="of a rank on a CPU")
+    where.add_argument("--threads", type=whole(1), default=1, help="CPU threads of each rank")
     where.add_argument(
-        "--deterministic", action="store_true", help="kernels that give the same bits each time, also on a GPU"
+        "--deterministic", action="store_true", help="use kernels that return the same bits every time, on a GPU too"
     )
     where.add_argument(
-        "--checkpoint", type=Path, help="a folder that all ranks see; a run that finds one there goes on from it"
+        "--checkpoint",
+        type=Path,
+        help="folder that all ranks can see; a run that finds a checkpoint there continues from it",
     )
     where.add_argument(
-        "--save-every", type=whole(1), default=100, help="steps between checkpoints; the last step always"
+        "--save-every", type=whole(1), default=100, help="steps between checkpoints; the last step always writes one"
     )
     where.add_argument("--log-file", "--log", dest="log", type=Path,
-                       help="one line of JSON a step (torchrun on Python 3.11 takes --log for one of its own: write --log-file)")  # fmt: skip
-    where.add_argument("--tensorboard", type=Path, help="a folder for TensorBoard, if it is installed")
+                       help="write a line of JSON for each step (torchrun on Python 3.11 takes --log for a flag of its own: use --log-file)")  # fmt: skip
+    where.add_argument("--tensorboard", type=Path, help="folder for TensorBoard, if it is installed")
     where.add_argument("--quiet", action="store_true", help="no progress bar")
-    where.add_argument("--peak-tflops", type=positive, help="of one device, for mfu; known for A100, H100 SXM and H200")
+    where.add_argument(
+        "--peak-tflops", type=positive, help="peak of one device, for MFU; known for A100, H100 SXM and H200"
+    )
     return parser
 
 
 def parse(parser: Parser, argv: list[str] | None) -> Options:
-    """The options, with what follows from others filled in.
+    """The options, with every default filled in that follows from other flags.
 
     Raises:
-        UsageError: a flag that is wrong, or two that exclude each other.
+        UsageError: a flag is wrong, or two flags exclude each other.
     """
     given = vars(parser.parse_args(argv))
     known = {field.name for field in fields(Options)}
@@ -189,13 +198,13 @@ def _resolved(o: Options) -> dict[str, Any]:
 
 
 def check_flags(o: Options) -> Options:
-    """The same options, if no two of them exclude each other.
+    """Returns the options unchanged if no two of them exclude each other.
 
     Raises:
-        UsageError: they do.
+        UsageError: two of them do.
     """
     if o.path == "fast" and o.strategy == "tp":
-        raise UsageError("--path fast computes whole layers, --strategy tp has parts of them: expected --path plain")
+        raise UsageError("--path fast computes whole layers, but --strategy tp divides them: expected --path plain")
     if o.compile == "whole" and o.strategy in ("fsdp", "tp"):
         raise UsageError(
             f"--compile whole cannot see into the hooks of --strategy {o.strategy}: expected --compile blocks"
@@ -208,7 +217,7 @@ def check_flags(o: Options) -> Options:
         raise UsageError("--precision float16 with --strategy tp --engine torch: expected bf16, or --engine ours")
     if o.attention != "fused" and (o.path == "plain" or o.precision not in ("bf16", "float16")):
         raise UsageError(
-            f"--attention {o.attention} with --path {o.path} --precision {o.precision}: a kernel of the fast path for 16 bits; "
+            f"--attention {o.attention} with --path {o.path} --precision {o.precision}: a 16-bit kernel of the fast path; "
             "expected --attention fused, or --path fast with --precision bf16 or float16"
         )
     if o.warmup > o.steps:
@@ -223,10 +232,10 @@ def check_flags(o: Options) -> Options:
 
 
 def make_places(o: Options) -> None:
-    """Make the folders that a run writes into, before it has trained what could not be kept.
+    """Create the folders that a run writes to, before it trains anything that it could not save.
 
     Raises:
-        UsageError: one cannot be made or written to.
+        UsageError: a folder cannot be created or written to.
     """
     log = o.log and o.log.parent
     for flag, path, folder in (
@@ -240,10 +249,12 @@ def make_places(o: Options) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(
-                f"{flag} {path}: cannot make the folder {folder} ({error.strerror}); expected one to write into"
+                f"{flag} {path}: cannot create the folder {folder} ({error.strerror}); expected a folder that can be written to"
             ) from None
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise UsageError(f"{flag} {path}: may not write into {folder}; expected a folder where you may")
+            raise UsageError(
+                f"{flag} {path}: no permission to write into {folder}; expected a folder that can be written to"
+            )
     if o.log and o.log.is_dir():
         raise UsageError(f"--log-file {o.log} is a folder; expected a file, such as {o.log / 'log.jsonl'}")
 
@@ -251,24 +262,26 @@ def make_places(o: Options) -> None:
 def _check_graph(o: Options) -> None:
     if o.strategy != "single" and (o.strategy, o.engine) != ("ddp", "ours"):
         raise UsageError(
-            f"--graph with --strategy {o.strategy} --engine {o.engine}: expected single, or ddp of engine ours"
+            f"--graph with --strategy {o.strategy} --engine {o.engine}: expected single, or ddp with --engine ours"
         )
     if o.precision == "float16":
         raise UsageError(
-            "--graph with --precision float16: the scaler asks the host each step; expected bf16, tf32 or float32"
+            "--graph with --precision float16: the loss scaler needs the host in each step; expected bf16, tf32 or float32"
         )
     if o.optimizer == "ours":
-        raise UsageError("--graph with --optimizer ours: its step count lives on the host; expected adamw or sgd")
+        raise UsageError(
+            "--graph with --optimizer ours: that optimizer counts its steps on the host; expected adamw or sgd"
+        )
 
 
 def check_world(o: Options, n_ranks: int, n_data_ranks: int) -> None:
-    """Whether this many ranks can share the batch.
+    """Check that this many ranks can divide the batch.
 
     Raises:
-        UsageError: too many ranks for ``single``, or a batch that does not divide.
+        UsageError: there are several ranks for ``single``, or the batch does not divide evenly.
     """
     if o.strategy == "single" and n_ranks > 1:
-        raise UsageError(f"--strategy single runs on 1 rank, and {n_ranks} were started: expected ddp, fsdp or tp")
+        raise UsageError(f"--strategy single runs on 1 rank, but {n_ranks} were started: expected ddp, fsdp or tp")
     parts = n_data_ranks * o.accumulate
     if o.batch % parts:
         whole_part, rest = divmod(o.batch, parts)

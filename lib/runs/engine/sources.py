@@ -1,4 +1,4 @@
-"""Data that lies on the device: pictures and rows of tokens, real or made there, and batches of them by number."""
+"""Data on the device: images and rows of tokens, loaded or generated there, and batches of them by index."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,30 +19,30 @@ N_PICTURES, N_SEQUENCES, PICTURE_SIDE = 50_000, 1024, 32
 
 
 class Source(Protocol):
-    """Items by their numbers."""
+    """Items by index."""
 
     n: int
 
     def to(self, device: torch.device) -> None:
-        """Bring, or make, what there is on the device."""
+        """Move the data to the device, or generate it there."""
 
     def fetch(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of the items ``numbers`` ``[B]``, int64 on the device."""
+        """Inputs and targets of the items with these indices, ``[B]`` int64 on the device."""
 
 
 @dataclass
 class Pictures:
-    """Pictures and their classes, as they came; what the model reads is made of them on the device.
+    """Images and their classes as they were loaded; the model's inputs are computed from them on the device.
 
     Attributes:
-        pictures: ``[n, ch, height, width]``, uint8, or float32 from 0 to 1; None: random ones are made there.
+        pictures: ``[n, ch, height, width]``, uint8, or float32 from 0 to 1; None for random ones, generated on the device.
         labels: ``[n]``.
-        shape: ``(ch, height, width)`` of a picture.
-        n_classes: How many classes there are.
-        n: How many pictures.
-        size: Side of the square that the model reads, in pixels.
-        dtype: Of what the model reads.
-        seed: Of random pictures.
+        shape: ``(ch, height, width)`` of an image.
+        n_classes: Number of classes.
+        n: Number of images.
+        size: Side of the model's square input, in pixels.
+        dtype: Dtype of the model's input.
+        seed: Seed of random images.
     """
 
     pictures: Tensor | None
@@ -73,15 +73,15 @@ class Pictures:
 
 
 def open_pictures(options: Options, channels: int, n_classes: int, size: int) -> Pictures:
-    """The pictures that ``--data`` names; nothing is on the device yet.
+    """The images that ``--data`` names, still on the host.
 
     Args:
-        options: Of the run.
-        channels: Of synthetic pictures, as are ``n_classes`` and ``size``, the side that the model reads.
+        options: Options of the run.
+        channels, n_classes, size: Channels, classes and side of synthetic images.
 
     Raises:
         FileNotFoundError: there is no such data.
-        ValueError: a row that cannot be read.
+        ValueError: a row cannot be read.
     """
     if options.data == "synthetic":
         side = min(PICTURE_SIDE, size)
@@ -95,7 +95,7 @@ def open_pictures(options: Options, channels: int, n_classes: int, size: int) ->
     if torch.equal(scaled / 255.0, pictures):
         pictures = scaled.to(torch.uint8)
     if pictures.shape[1] not in (1, 3):
-        raise ValueError(f"{source}: pictures of {pictures.shape[1]} channels, expected 1 or 3")
+        raise ValueError(f"{source}: images have {pictures.shape[1]} channels, expected 1 or 3")
     ch, height, width = pictures.shape[1:]
     n_found = len(data.classes)
     return Pictures(pictures=pictures, labels=data.labels, shape=(ch, height, width), n_classes=n_found, n=len(data))
@@ -103,14 +103,14 @@ def open_pictures(options: Options, channels: int, n_classes: int, size: int) ->
 
 @dataclass
 class Tokens:
-    """One long row of tokens, cut into windows side by side; the targets are one token further on.
+    """One long row of tokens, divided into windows; the targets are shifted by one token.
 
     Attributes:
-        tokens: Ids ``[N]``; None: random ones are made on the device.
-        length: Tokens T of a window.
-        vocab_size: Of random tokens.
-        n: How many windows.
-        seed: Of random tokens.
+        tokens: Ids ``[N]``; None for random ones, generated on the device.
+        length: Tokens T in a window.
+        vocab_size: Vocabulary of random tokens.
+        n: Number of windows.
+        seed: Seed of random tokens.
     """
 
     tokens: Tensor | None
@@ -134,11 +134,11 @@ class Tokens:
 
 
 def open_tokens(options: Options, vocab_size: int, length: int) -> Tokens:
-    """The tokens of what ``--data`` names.
+    """The tokens of the text that ``--data`` names.
 
     Raises:
         FileNotFoundError: there is no such data.
-        ValueError: text that cannot be read, or has too few tokens for one window.
+        ValueError: the text cannot be read, or has too few tokens for one window.
     """
     if options.data == "synthetic":
         n = options.items or N_SEQUENCES
@@ -158,19 +158,19 @@ def _text(options: Options) -> str:
     if Path(options.data).suffix in (".txt", ".md") and options.limit is None:
         return load_text(options.data)
     documents = stream_text(options.data, column=options.column or "text", progress=False)
-    return "\n".join(islice(documents, options.limit))  # and no further: the hub would send all of it
+    return "\n".join(islice(documents, options.limit))  # stop there: the hub would send all of it
 
 
 def encoder(name: str, text: str, vocab_size: int) -> Callable[[str], list[int]]:
-    """A tokenizer's ``encode``: bytes, chapter 1's merges learned from the text, or GPT-2's own.
+    """The ``encode`` function of a tokenizer: bytes, chapter 1's BPE trained on the text, or GPT-2's own.
 
     Raises:
-        UsageError: the model has too few tokens for it, or the package that it needs is not there.
+        UsageError: the model's vocabulary is too small for it, or a package is missing.
     """
     needed = {"bytes": 256, "bpe": 257, "gpt2": 50_257}[name]
     if vocab_size < needed:
         raise UsageError(
-            f"--tokenizer {name} has {needed} tokens, the model's vocabulary {vocab_size}: expected bytes or bpe"
+            f"--tokenizer {name} needs {needed} tokens, but the model's vocabulary has {vocab_size}: expected bytes or bpe"
         )
     if name == "bytes":
         return lambda document: list(document.encode())

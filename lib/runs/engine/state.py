@@ -1,6 +1,7 @@
-"""Checkpoints: one file where every rank has all (chapter 7's), a folder into which each puts its part where not; atomic both.
+"""Checkpoints. Where every rank holds the whole model: one file, chapter 7's. Where each holds a part: a folder with a file from each rank.
 
-``<folder>/checkpoint.pt``, or ``<folder>/step_00000100/``, which is written under another name and moved into its place when it is whole.
+The file is ``<folder>/checkpoint.pt``, the folder ``<folder>/step_00000100/``. Both are written under another name and renamed when they are
+complete, so a reader finds the old checkpoint or the new one, never half of one.
 """
 
 import json
@@ -27,12 +28,12 @@ FILE, STATE, SUMS = "checkpoint.pt", "state.json", "checksums"
 
 
 def layout(options: Options) -> str:
-    """What a checkpoint of this run is made of; ``single`` and ``ddp`` read each other's."""
+    """The name of this run's checkpoint format; ``single`` and ``ddp`` can read each other's."""
     return "whole" if options.strategy in ("single", "ddp") else f"{options.strategy}, {options.engine}"
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest whole checkpoint in a folder."""
+    """The newest complete checkpoint in a folder."""
     if (folder / FILE).exists():
         return folder / FILE
     found = sorted(path for path in folder.glob("step_????????") if (path / STATE).exists())
@@ -40,20 +41,20 @@ def newest(folder: Path) -> Path | None:
 
 
 def peek(options: Options, rank: int = 0, world_size: int = 1) -> dict[str, Any] | None:
-    """What the newest checkpoint says about its run, without its tensors; None if there is none.
+    """The description of its run that the newest checkpoint holds, without its tensors; None if there is no checkpoint.
 
-    Its checksums are compared too: a byte that flipped on a disk would else come back as a wrong weight, or as NaN. Each rank
-    reads its share of a folder's files.
+    Checksums are verified too, because a byte that flipped on a disk would otherwise come back as a wrong weight or as NaN.
+    Each rank reads its share of a folder's files.
 
     Raises:
-        UsageError: it cannot be read, is damaged, or is of another layout.
+        UsageError: the checkpoint cannot be read, is damaged, or has another layout.
     """
     path = newest(options.checkpoint) if options.checkpoint else None
     if path is None:
         return None
     try:
         if path.name == FILE:
-            damaged = zipfile.ZipFile(path).testzip()  # torch.load compares no checksum
+            damaged = zipfile.ZipFile(path).testzip()  # torch.load verifies no checksum
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["state"]
         else:
             state = json.loads((path / STATE).read_text(encoding="utf-8"))
@@ -71,7 +72,7 @@ def peek(options: Options, rank: int = 0, world_size: int = 1) -> dict[str, Any]
         ) from None
     if damaged:
         raise UsageError(
-            f"--checkpoint {path} is damaged: {damaged} is not what was written; expected a whole copy, or none"
+            f"--checkpoint {path} is damaged: {damaged} is not what was written; expected an intact copy, or none"
         )
     if was != layout(options):
         raise UsageError(f"--checkpoint {path} holds a run of layout {was!r}, expected {layout(options)!r}")
@@ -79,10 +80,10 @@ def peek(options: Options, rank: int = 0, world_size: int = 1) -> dict[str, Any]
 
 
 def check_same_run(options: Options, state: dict[str, Any] | None, run: dict[str, Any]) -> None:
-    """Whether a checkpoint is one of this run.
+    """Check that a checkpoint belongs to this run.
 
     Raises:
-        UsageError: something differs; the message names the first such thing, and both values.
+        UsageError: something differs; the message names the first difference and both values.
     """
     if state is None:
         return
@@ -103,16 +104,16 @@ def check_same_run(options: Options, state: dict[str, Any] | None, run: dict[str
 
 
 class NotSaved(OSError):
-    """A checkpoint that could not be written; the message names the place, what it takes, and what is still there."""
+    """A checkpoint could not be written; the message names the place, the space that it needs, and the newest one that is still there."""
 
 
 def save(options: Options, strategy: Any, optimizer: Optimizer, step: int, **state: Any) -> None:
-    """Write a checkpoint; all ranks call it together, and it is in its place when any returns.
+    """Write a checkpoint. All ranks call this together; when it returns on any rank, the checkpoint is in its place.
 
     Args:
-        options, strategy, optimizer: Of the run.
-        step: Steps done.
-        state: Plain values.
+        options, strategy, optimizer: Those of the run.
+        step: Steps done so far.
+        state: Plain values to save with it.
 
     Raises:
         NotSaved: the disk is full, or cannot be written to.
@@ -138,7 +139,7 @@ def _save(folder: Path, strategy: Any, optimizer: Optimizer, step: int, state: d
     final = folder / f"step_{step:08d}"
     being_written = final.with_name(f".{final.name}")
     if rank == 0:
-        for left in folder.glob(".step_????????"):  # by runs that were killed while they saved
+        for left in folder.glob(".step_????????"):  # left by runs that were killed while they saved
             shutil.rmtree(left)
         being_written.mkdir()
     _barrier()
@@ -153,7 +154,7 @@ def _save(folder: Path, strategy: Any, optimizer: Optimizer, step: int, state: d
 
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a file, read in pieces."""
+    """CRC-32 of a file."""
     total = 0
     with open(path, "rb") as file:
         while piece := file.read(1 << 20):
@@ -162,7 +163,7 @@ def checksum(path: Path) -> int:
 
 
 def _gathered(mine: dict[str, int]) -> dict[str, int]:
-    """The entries of all ranks, on each of them."""
+    """The entries of all ranks, on every rank."""
     if not dist.is_initialized():
         return mine
     found: list[dict[str, int]] = [{}] * dist.get_world_size()
@@ -171,7 +172,7 @@ def _gathered(mine: dict[str, int]) -> dict[str, int]:
 
 
 def _disks_fault(error: BaseException) -> str:
-    """What the disk said, somewhere behind an error of a save; nothing where it is not to blame."""
+    """The operating system's message somewhere in the causes of a failed save; empty if the disk is not to blame."""
     left, seen = [error], set()
     while left:
         cause = left.pop()
@@ -183,7 +184,7 @@ def _disks_fault(error: BaseException) -> str:
         left += [e for e in behind if e is not None and id(e) not in seen]
     return (
         "a write failed, as on a full disk" if "inline_container.cc" in str(error) else ""
-    )  # PyTorch's writer of files
+    )  # the file writer of PyTorch
 
 
 def _why_not(folder: Path, strategy: Any, optimizer: Optimizer, step: int, reason: str) -> str:
@@ -195,9 +196,9 @@ def _why_not(folder: Path, strategy: Any, optimizer: Optimizer, step: int, reaso
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     old = newest(folder)
     return (
-        f"the checkpoint of step {step} could not be written to {folder}: {reason}. It takes about {needed / 1e6:,.1f} MB, and "
+        f"the checkpoint of step {step} could not be written to {folder}: {reason}. It needs about {needed / 1e6:,.1f} MB, and "
         f"{shutil.disk_usage(folder if folder.exists() else folder.parent).free / 1e6:,.1f} MB are free there; "
-        + (f"the one before, {old}, is whole" if old else "there is none before it")
+        + (f"the previous one, {old}, is complete" if old else "there is no earlier one")
     )
 
 
@@ -215,7 +216,7 @@ def _put_in_place(being_written: Path, final: Path, state: dict[str, Any]) -> No
 
 
 def load(options: Options, strategy: Any, optimizer: Optimizer) -> dict[str, Any]:
-    """Put model and optimizer back where the newest checkpoint saw them, in place; the rest is returned."""
+    """Load model and optimizer from the newest checkpoint, in place; return the rest of it."""
     assert options.checkpoint is not None
     path = newest(options.checkpoint)
     assert path is not None
@@ -236,7 +237,7 @@ def load(options: Options, strategy: Any, optimizer: Optimizer) -> dict[str, Any
 
 
 def _contents(strategy: Any, optimizer: Optimizer) -> dict[str, Any]:
-    """Parameters and the optimizer's state by name, cut tensors as DTensors in memory shared with the run's own."""
+    """Parameters and optimizer state by name. Divided tensors are DTensors that share memory with the run's own."""
     named = strategy.named()
     kept: dict[str, dict[str, Any]] = {}
     for name, p in named.items():
@@ -247,7 +248,7 @@ def _contents(strategy: Any, optimizer: Optimizer) -> dict[str, Any]:
 
 @torch.no_grad()
 def prime(optimizer: Optimizer) -> None:
-    """Let an optimizer make its state, and change no parameter: a step of zero gradients, without lr and without decay."""
+    """Let an optimizer create its state without changing a parameter: one step with zero gradients, zero lr and no decay."""
     settings = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if torch.is_tensor(group["lr"]) else 0.0

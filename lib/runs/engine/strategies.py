@@ -1,4 +1,4 @@
-"""How ranks share the work: each strategy wraps a `Loss`, and says what is different about a step. Ours or PyTorch's, by one flag."""
+"""How ranks divide the work: each strategy wraps a `Loss` and defines what its step does differently, by our engine or PyTorch's."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,14 +20,14 @@ from lib.training import clip_gradient_norm_, parameter_groups
 
 
 class Single:
-    """One process; also what the others have in common.
+    """One process; also the base class of the others.
 
     Attributes:
-        model: Without wrappers.
-        call: ``call(inputs, targets)`` gives the mean loss.
-        decays: Names of the parameters that decay, as they were before anything was cut.
-        is_sharded: Whether each rank holds another part, so that a checkpoint is a folder.
-        is_native: Whether ``lib.fsdp.save_sharded`` can write it: all that is cut is a DTensor.
+        model: The model without wrappers.
+        call: ``call(inputs, targets)`` returns the mean loss.
+        decays: Names of the parameters with weight decay, before anything was divided.
+        is_sharded: Whether ranks hold different parts, so that a checkpoint is a folder.
+        is_native: Whether ``lib.fsdp.save_sharded`` can write it, because everything that is divided is a DTensor.
     """
 
     is_sharded = is_native = False
@@ -39,15 +39,15 @@ class Single:
         self.call: Any = self.wrap(loss)
 
     def wrap(self, loss: Loss) -> nn.Module:
-        """The loss, its parameters shared out."""
+        """Wrap the loss, and divide its parameters among the ranks."""
         return loss
 
     def named(self) -> dict[str, nn.Parameter]:
-        """What this rank trains."""
+        """The parameters that this rank trains, by name."""
         return dict(self.model.named_parameters())
 
     def groups(self) -> list[dict[str, Any]]:
-        """What an optimizer takes; DTensors and plain tensors apart, because fused optimizers do not mix them."""
+        """Parameter groups for an optimizer. DTensors and plain tensors are in separate groups, because fused optimizers cannot mix them."""
         groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
         for name, p in self.named().items():
             groups.setdefault((name in self.decays, isinstance(p, DTensor)), []).append(p)
@@ -55,29 +55,29 @@ class Single:
         return [{"params": groups[key], "weight_decay": decay[key[0]]} for key in sorted(groups, reverse=True)]
 
     def micro_step(self, is_last: bool) -> AbstractContextManager:
-        """Around forward and backward of a micro-batch: gradients pass between ranks in the last one only."""
+        """Context for forward and backward of a micro-batch: gradients are synchronized in the last one only."""
         return nullcontext()
 
     def finish(self) -> None:
-        """After the last backward: gradients are complete."""
+        """Complete the gradients, after the last backward."""
 
     def share_overflow(self) -> None:
-        """If one rank's part of the gradients has inf or NaN, let all ranks see it, so that all skip the step."""
+        """If one rank's gradients have inf or NaN, make all ranks see it, so that all skip the step."""
 
     def clip(self, max_norm: float) -> Tensor:
-        """The norm of the whole gradient, which is scaled to at most ``max_norm``."""
+        """Scale the whole gradient to a norm of at most ``max_norm``; return its norm before that."""
         parameters = list(self.named().values())
         if self.options.ours:
             return clip_gradient_norm_(parameters, max_norm)
-        # for DTensors PyTorch's own choice is a loop
+        # by default PyTorch loops over DTensors one by one
         norm = nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def decay(self, lr: float) -> None:
-        """Weight decay that the optimizer cannot do, before its step."""
+        """Apply weight decay that the optimizer cannot apply, before its step."""
 
     def as_dtensor(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor of the shape of parameter ``name`` as a distributed checkpoint takes it: cut parts as DTensors."""
+        """A tensor with the shape of parameter ``name``, in the form that a distributed checkpoint stores: a part becomes a DTensor."""
         return tensor
 
 
@@ -100,7 +100,7 @@ class DataParallel(Single):
 
 
 class Sharded(Single):
-    """Chapter 12's ``FullySharded``: parameters are flat shards, in which weights and biases stand side by side."""
+    """Chapter 12's ``FullySharded``: parameters are flat shards that mix weights and biases."""
 
     is_sharded = True
 
@@ -114,7 +114,7 @@ class Sharded(Single):
         return wrapped
 
     def _decaying(self, flat: Any) -> list[slice]:
-        """Where this rank's shard holds what decays."""
+        """Slices of this rank's shard to which weight decay applies."""
         n, found = len(flat.shard), []
         start = -dist.get_rank() * n
         for name, size in zip(flat.shapes, flat.sizes, strict=True):
@@ -145,7 +145,7 @@ class Sharded(Single):
         values = [shard[part] for shard, part in shards]
         if not values or not self.options.weight_decay:
             return
-        if self.options.optimizer == "sgd":  # PyTorch's adds the decay to the gradient
+        if self.options.optimizer == "sgd":  # like PyTorch's SGD, add the decay to the gradient
             torch._foreach_add_([shard.grad[part] for shard, part in shards], values, alpha=self.options.weight_decay)
         else:
             torch._foreach_mul_(values, 1 - lr * self.options.weight_decay)
@@ -175,7 +175,7 @@ class TorchSharded(Single):
 
 
 class TensorParallel(Single):
-    """Every layer on all ranks: by chapter 13's layers, or by PyTorch's DTensor."""
+    """Every layer is divided among all ranks, by chapter 13's layers or by PyTorch's DTensor."""
 
     is_sharded = True
 
@@ -184,7 +184,7 @@ class TensorParallel(Single):
         self.is_native = not self.options.ours
         self.cuts: dict[
             str, tuple[int, int]
-        ] = {}  # name: the dimension that is cut, and into how many thirds it was fused
+        ] = {}  # name: the divided dimension, and the number of fused parts (3 for qkv)
         if self.options.ours:
             with loss.device:
                 self.cuts = cut_by_hand(loss.model)
@@ -207,7 +207,7 @@ class TensorParallel(Single):
             if name in self.cuts or (isinstance(p, DTensor) and p.placements[0].is_shard()):
                 cut += square
             else:
-                whole += square  # the same on all ranks
+                whole += square  # replicated: the same on all ranks
         dist.all_reduce(cut)
         norm = (cut + whole).sqrt()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -222,18 +222,18 @@ class TensorParallel(Single):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
+    """This rank's part of a DTensor; a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def make_mesh(device: torch.device) -> DeviceMesh:
-    """All ranks in a row."""
+    """A one-dimensional mesh of all ranks."""
     return init_device_mesh(device.type, (dist.get_world_size(),))
 
 
 @torch.no_grad()
 def share_overflow(parameters: list[nn.Parameter], device: torch.device) -> None:
-    """One all-reduce of one number; where it says so, an inf goes into each rank's first gradient. The host does not wait."""
+    """All-reduce one number: whether any gradient is not finite. If so, write an inf into each rank's first gradient. The host does not wait."""
     grads = [local(p.grad) for p in parameters if p.grad is not None]
     flags = [(~torch.isfinite(grad).all()).float() for grad in grads if grad.numel()]
     found = torch.stack(flags).amax() if flags else torch.zeros((), device=device)
@@ -244,7 +244,7 @@ def share_overflow(parameters: list[nn.Parameter], device: torch.device) -> None
 
 
 def make_strategy(options: Options, loss: Loss) -> Single:
-    """The strategy that the options name, its parameters in their places."""
+    """The strategy that the options name, with its parameters divided."""
     kinds: dict[tuple[str, bool], type[Single]] = {
         ("single", True): Single,
         ("single", False): Single,
@@ -259,34 +259,34 @@ def make_strategy(options: Options, loss: Loss) -> Single:
 
 
 def check_cuts(options: Options, widths: dict[str, int], n_ranks: int) -> None:
-    """Whether tensor parallelism can cut the model.
+    """Check that tensor parallelism can divide the model.
 
     Raises:
-        UsageError: a width that does not divide.
+        UsageError: a width is not a multiple of the ranks.
     """
     for name, width in widths.items() if options.strategy == "tp" else ():
         if width % n_ranks:
             raise UsageError(
-                f"--model {options.model} has {name} = {width}, which --strategy tp cannot share out to {n_ranks} ranks: "
+                f"--model {options.model} has {name} = {width}, which --strategy tp cannot divide among {n_ranks} ranks: "
                 f"{width} = {width // n_ranks} x {n_ranks} + {width % n_ranks}; expected a number of ranks that divides it"
             )
 
 
 def make_optimizer(options: Options, groups: list[dict[str, Any]], device: torch.device) -> Optimizer:
-    """The optimizer that the options name; what they say of it holds also after a checkpoint of another time."""
+    """The optimizer that the options name; its settings come from the options even after it loads a checkpoint."""
     optimizer = _new_optimizer(options, groups, device)
     optimizer.register_load_state_dict_pre_hook(keep_settings)
     return optimizer
 
 
 def keep_settings(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A loaded state with this run's learning rate, decay and kernels: a CUDA graph reads its rate from a tensor on the device."""
+    """A loaded state with this run's learning rate, decay and kernels. (A CUDA graph reads its rate from a tensor on the device.)"""
     pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
     return {**state, "param_groups": [{**now, "params": was["params"]} for now, was in pairs]}
 
 
 def _new_optimizer(options: Options, groups: list[dict[str, Any]], device: torch.device) -> Optimizer:
-    """Chapter 7's AdamW, PyTorch's, or momentum; fused on a GPU, and able to be recorded where ``--graph`` asks for it."""
+    """Chapter 7's AdamW, PyTorch's AdamW, or SGD with momentum; fused on a GPU, and capturable for ``--graph``."""
     if options.optimizer == "ours":
         from lib.training import AdamW
 
@@ -294,7 +294,7 @@ def _new_optimizer(options: Options, groups: list[dict[str, Any]], device: torch
     lr = torch.tensor(options.lr, device=device) if options.graph else options.lr
     fused = device.type == "cuda"
     if options.optimizer == "sgd":
-        # for DTensors there is no fused one
+        # there is no fused SGD for DTensors
         sharded = any(isinstance(p, DTensor) for group in groups for p in group["params"])
         return torch.optim.SGD(groups, lr=lr, momentum=0.9, fused=fused and not sharded, foreach=sharded)
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=fused, capturable=options.graph)

@@ -1,4 +1,4 @@
-"""What is learned: classes of pictures or the next token; the model, its loss on either path, and what an item costs."""
+"""The two tasks, image classification and the next token: the model, its loss on either path, and the FLOPs of an item."""
 
 import contextlib
 from collections.abc import Callable
@@ -27,11 +27,11 @@ class Task:
     """A model and its data.
 
     Attributes:
-        unit: What is counted.
-        per_row: How many of them a row of a batch holds.
-        config: Of the model.
+        unit: The unit in which speed is counted, "image" or "token".
+        per_row: Units in a row of a batch.
+        config: Configuration of the model.
         source: The data.
-        flops_per_item: Of a training step.
+        flops_per_item: FLOPs of a training step for one unit.
     """
 
     unit: str
@@ -45,7 +45,7 @@ class Task:
 
     @classmethod
     def widths(cls, model: str) -> dict[str, int]:
-        """What tensor parallelism cuts, by name."""
+        """The widths that tensor parallelism divides, by name."""
         raise NotImplementedError
 
     def new_model(self) -> nn.Module:
@@ -55,7 +55,7 @@ class Task:
         return fast.Path(dtype=self.dtype, attention=self.options.attention)
 
     def fast_block(self, model: Any, i: int, path: fast.Path) -> Callable[[Any, Tensor], Tensor]:
-        """What computes block i on the fast path."""
+        """The function that computes block i on the fast path."""
         raise NotImplementedError
 
     def fast_loss(self, model: Any, inputs: Tensor, targets: Tensor, path: fast.Path) -> Tensor:
@@ -65,14 +65,14 @@ class Task:
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
-        """What a checkpoint must agree on."""
+        """The settings that a run and its checkpoint must share."""
         o = self.options
         named = {"model": o.model, "config": asdict(self.config), "batch": o.batch, "seed": o.seed, "data": o.data}
         return {"task": type(self).__name__, **named, "items": self.source.n, "optimizer": o.optimizer}
 
 
 class ViTTask(Task):
-    """Classes of images."""
+    """Image classification."""
 
     unit, per_row = "image", 1
 
@@ -112,7 +112,7 @@ class ViTTask(Task):
 
 
 class GPT2Task(Task):
-    """The next token."""
+    """Next-token prediction."""
 
     unit = "token"
 
@@ -138,7 +138,7 @@ class GPT2Task(Task):
         return GPT2(self.config)
 
     def fast_path(self, device):
-        # the kernel's gradient has the width of the logits before the loss scale reaches it: float16 would lose most of it
+        # the kernel rounds its gradient to 16 bits before the loss scale reaches it: float16 would lose most of it
         return replace(super().fast_path(device), loss_kernel=device.type == "cuda" and self.dtype == torch.bfloat16)
 
     def fast_block(self, model, i, path):
@@ -152,25 +152,25 @@ class GPT2Task(Task):
 
 
 class Loss(nn.Module):
-    """A model that gives its mean loss: what strategies wrap, so that all that is computed is inside.
+    """A model that returns its mean loss. Strategies wrap this module, so that all computation happens inside of it.
 
     Args:
-        task: What is learned.
-        device: Where.
+        task: Model, loss and data.
+        device: Device of the model.
     """
 
     def __init__(self, task: Task, device: torch.device):
         super().__init__()
         with torch.device(device):
-            self.model = task.new_model().to(device)  # torch.normal does not heed the device that was set
+            self.model = task.new_model().to(device)  # torch.normal ignores the default device
         self.task, self.device, options = task, device, task.options
         self.path = task.fast_path(device) if options.path == "fast" else None
-        sharded = options.strategy == "fsdp"  # its parameters come in the dtype of the products
+        sharded = options.strategy == "fsdp"  # its parameters are gathered in the dtype of the products
         self.mixes = self.path is None and task.dtype != torch.float32 and not sharded
         self.place_blocks()
 
     def place_blocks(self) -> None:
-        """Let each block compute itself on the chosen path, compiled if that is asked for; it stays the module that it is."""
+        """Make each block compute on the chosen path, compiled if asked for; the module itself stays the same."""
         for i, block in enumerate(blocks_of(self.model)):
             compute = self.task.fast_block(self.model, i, self.path) if self.path else type(block).forward
             if self.task.options.compile == "blocks":
@@ -181,7 +181,7 @@ class Loss(nn.Module):
             self.compile(dynamic=False)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of a micro-batch, float32."""
+        """The mean loss of a micro-batch, in float32."""
         if self.path:
             return self.task.fast_loss(self.model, inputs, targets, self.path)
         with self.precision():
@@ -192,7 +192,7 @@ class Loss(nn.Module):
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
     def precision(self) -> contextlib.AbstractContextManager:
-        """Mixed precision of the plain path: chapter 11's, or PyTorch's, which its compiler knows."""
+        """Mixed precision of the plain path: chapter 11's, or PyTorch's autocast, which the compiler understands."""
         if not self.mixes:
             return contextlib.nullcontext()
         if self.task.options.ours and not self.task.options.compile:
@@ -204,7 +204,7 @@ _compiled_functions: dict[Any, Any] = {}
 
 
 def _compiled(compute: Any) -> Any:
-    """The same function, compiled once for all blocks that share it."""
+    """The function, compiled once for all blocks that share it."""
     function, keywords = (compute.func, compute.keywords) if isinstance(compute, partial) else (compute, {})
     if function not in _compiled_functions:
         _compiled_functions[function] = torch.compile(function, dynamic=False)

@@ -1,4 +1,4 @@
-"""The models of chapters 5 and 6 cut for tensor parallelism: by the layers of chapter 13, or by DTensor."""
+"""Tensor parallelism for the models of chapters 5 and 6, by the layers of chapter 13 or by DTensor."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ from lib.given.parallel.tensors import LocalHeads, SharedInput
 from lib.tensor_parallel import ColumnParallelLinear, CopyToRegion, RowParallelLinear
 
 FUSED = {"attn.c_attn": 3}
-"""Columns that hold queries, keys and values, one after the other: each third is cut by itself."""
+"""Layers whose columns hold queries, keys and values, one after the other: each third is divided by itself."""
 SEPARATE = ("attn.wq", "attn.wk", "attn.wv")
-"""Columns that read the same input: it enters the parallel region once."""
+"""Column-parallel layers with the same input, which enters the parallel region once."""
 COLUMNS = ("attn.c_attn", "mlp.fc1", "mlp.c_fc")
 ROWS = ("attn.wo", "attn.c_proj", "mlp.fc2", "mlp.c_proj")
 
@@ -37,26 +37,26 @@ def cut(whole: Tensor, dim: int, n_fused: int) -> Tensor:
 
 
 def part_of(mine: Tensor, dim: int, n_fused: int, mesh: DeviceMesh) -> DTensor:
-    """The inverse for a checkpoint: the whole as a DTensor, in memory shared with this rank's part."""
+    """The inverse of ``cut``, for a checkpoint: the whole tensor as a DTensor that shares memory with this rank's part."""
     parts = mine.unflatten(dim, (n_fused, -1)) if n_fused > 1 else mine
     return DTensor.from_local(parts, mesh, [Shard(dim + 1 if n_fused > 1 else dim)], run_check=False)
 
 
 def share_heads(block: Any) -> None:
-    """Let a block's attention split what it gets into this rank's heads."""
+    """Reduce the number of heads in a block's attention to those of this rank."""
     if not hasattr(block.attn, "n_heads"):
-        raise AttributeError(f"{type(block.attn).__name__} has no n_heads: what it is cut by, in tensor parallelism")
+        raise AttributeError(f"{type(block.attn).__name__} has no n_heads, by which tensor parallelism divides it")
     block.attn.n_heads //= dist.get_world_size()
 
 
 def cut_by_hand(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Put this rank's parts into the place of the layers: Megatron's f before them, its g after them.
+    """Replace layers by this rank's parts, with Megatron's f before them and its g after them.
 
     Args:
-        model: Whole, alike on all ranks; changed in place. Embeddings, norms and the head stay whole on every rank.
+        model: The whole model, the same on all ranks; changed in place. Embeddings, norms and head stay whole.
 
     Returns:
-        For each parameter that was cut: along which dimension, and of how many fused parts.
+        For each divided parameter its divided dimension and its number of fused parts.
     """
     cuts: dict[str, tuple[int, int]] = {}
     names = {id(part): name for name, part in model.named_modules()}
@@ -85,13 +85,13 @@ def _enter_region(_: nn.Module, args: tuple) -> tuple:
 
 
 def _eager(layer: Any) -> Any:
-    """A layer that the compiler leaves alone: it knows no collective of chapter 13's inside of a function for autograd."""
+    """Exclude a layer from compilation: the compiler cannot handle chapter 13's collectives inside of an autograd function."""
     layer.forward = torch.compiler.disable(layer.forward)
     return layer
 
 
 def _take(new: Any, old: Any, dim: int, n_fused: int) -> nn.Module:
-    """Give a layer this rank's part of the whole one; a bias is cut with the rows of the weight only."""
+    """Give ``new`` this rank's part of ``old``; a bias is divided only together with the weight's rows."""
     weight, bias = cut(old.weight, dim, n_fused), old.bias.detach()
     new.weight = nn.Parameter(weight.clone(memory_format=torch.contiguous_format))
     new.bias = nn.Parameter((cut(bias, 0, n_fused) if dim == 0 else bias).clone())
@@ -99,10 +99,10 @@ def _take(new: Any, old: Any, dim: int, n_fused: int) -> nn.Module:
 
 
 class FusedColumns(nn.Module):
-    """Queries, keys and values in one layer, cut by heads: DTensors ``[3, C, C]`` and ``[3, C]``, so that any number of ranks can load them.
+    """Queries, keys and values in one layer, divided by heads: DTensors ``[3, C, C]`` and ``[3, C]``, which any number of ranks can load.
 
     Args:
-        layer: The whole one, C to 3C.
+        layer: The whole layer, C to 3C.
         mesh: The ranks.
     """
 
@@ -122,14 +122,14 @@ class FusedColumns(nn.Module):
 
 
 class Rows(RowwiseParallel):
-    """PyTorch's row-wise style, with parts that come as plain tensors and a sum that leaves as one."""
+    """PyTorch's row-wise style with plain tensors as input and output."""
 
     def __init__(self):
         super().__init__(input_layouts=Shard(-1), output_layouts=Replicate())
 
 
 def cut_by_dtensor(model: nn.Module, mesh: DeviceMesh) -> None:
-    """The same by ``parallelize_module``."""
+    """The same as ``cut_by_hand``, by ``parallelize_module``."""
     for block in blocks_of(model):
         heads = getattr(block.attn, "n_heads", 0)
         plan: dict[str, Any] = {"attn": LocalHeads(heads, heads), "mlp": SharedInput()}

@@ -1,4 +1,4 @@
-"""Which rank this process is, by whatever started it: torchrun, Slurm's srun, mpiexec, or nothing."""
+"""Which rank this process is, as its launcher says: torchrun, Slurm's srun, mpiexec, or none."""
 
 import os
 import re
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lib.runs.engine.options import UsageError
 
-# Each launcher, and where it says the rank, how many there are, and both of them on this host.
+# Each launcher, and its variables for the rank, the number of ranks, and the same two on this host.
 LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "Open MPI": (
@@ -27,14 +27,14 @@ LAUNCHERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Where this process stands.
+    """The place of this process among the ranks.
 
     Attributes:
-        rank: From 0.
-        size: Ranks R.
-        local_rank: Among those of this host.
-        local_size: Ranks of this host.
-        launcher: What started it.
+        rank: Its rank, from 0.
+        size: Number of ranks R.
+        local_rank: Its rank among those on this host.
+        local_size: Number of ranks on this host.
+        launcher: The program that started it.
     """
 
     rank: int = 0
@@ -45,16 +45,16 @@ class World:
 
 
 def find_world(env: Mapping[str, str] = os.environ) -> World:
-    """This process's place, from a process group that is there already or from the environment.
+    """This process's place, from an existing process group or from the environment.
 
     Raises:
-        UsageError: the launcher's numbers are none, or do not fit together.
+        UsageError: the launcher's variables are not numbers, or do not fit together.
     """
     if dist.is_available() and dist.is_initialized():
         at, n_ranks = dist.get_rank(), dist.get_world_size()
         return World(rank=at, size=n_ranks, local_rank=at, local_size=n_ranks, launcher="group")
     for launcher, (rank, size, local_rank, local_size) in LAUNCHERS.items():
-        # srun sets PMI_RANK too, to the same; where they differ, mpiexec was started inside of a step
+        # srun sets PMI_RANK too, to the same value; if they differ, mpiexec was started inside of a step
         is_around = launcher == "Slurm" and env.get("PMI_SIZE", env.get(size)) != env.get(size)
         if rank in env and size in env and not is_around:
             n_ranks = _number(env, size)
@@ -75,7 +75,7 @@ def find_world(env: Mapping[str, str] = os.environ) -> World:
 
 
 def _slurm_tasks_here(env: Mapping[str, str]) -> int | None:
-    """Of ``2(x3),1``, two tasks on each of three hosts and one on the last, the number of this host's; None if nothing says it."""
+    """Tasks on this host, from a list such as ``2(x3),1`` (two on each of three hosts, one on the last); None if it is not set."""
     counts: list[int] = []
     for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         if found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
@@ -94,11 +94,11 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 def choose_device(name: str, world: World) -> torch.device:
     """The device of this rank; nothing is allocated on it.
 
-    A rank that sees one GPU takes it: ``srun --gpus-per-task=1`` shows each task its own, as number 0. Whether it is its own is seen when
-    the ranks meet (``share_no_gpu``).
+    A rank that sees one GPU takes it, because ``srun --gpus-per-task=1`` shows each task its own GPU as number 0. ``share_no_gpu``
+    checks later that no two ranks took the same one.
 
     Raises:
-        UsageError: there is no GPU, or there are several, but fewer than ranks on this host.
+        UsageError: there is no GPU, or this host has several GPUs but fewer than ranks.
     """
     n_gpus = torch.cuda.device_count() if name != "cpu" else 0
     if name == "cuda" and not n_gpus:
@@ -113,7 +113,7 @@ def choose_device(name: str, world: World) -> torch.device:
 
 
 def start_group(world: World, device: torch.device, env: Mapping[str, str] = os.environ) -> None:
-    """Meet the other ranks: NCCL between GPUs, gloo between CPUs; nothing if they have met already.
+    """Start the process group: NCCL between GPUs, gloo between CPUs. Does nothing if there is a group already.
 
     Raises:
         UsageError: two ranks have the same GPU.
@@ -126,7 +126,7 @@ def start_group(world: World, device: torch.device, env: Mapping[str, str] = os.
         store = dist.HashStore()
     elif world.launcher == "torchrun":
         store, _, _ = next(dist.rendezvous("env://"))
-        # after a restart the agent's store still holds the addresses of those who are gone: each attempt has its own names
+        # after a restart the agent's store still holds the addresses of dead ranks, so each attempt uses its own names
         attempt = f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}_of_{world.size}_ranks"
         store = dist.PrefixStore(attempt, store)
     else:
@@ -137,15 +137,15 @@ def start_group(world: World, device: torch.device, env: Mapping[str, str] = os.
 
 
 def share_no_gpu(store: dist.Store, world: World, gpu: str) -> None:
-    """Every rank has a GPU of its own: all see it, or all refuse, before NCCL meets and says it at length.
+    """Check that every rank has a GPU of its own, before NCCL fails with a long message. All ranks raise, or none does.
 
     Args:
-        store: Where ranks tell each other.
+        store: The store through which the ranks exchange their GPUs.
         world: This rank's place.
-        gpu: What no two GPUs have in common: this rank's UUID.
+        gpu: The UUID of this rank's GPU.
 
     Raises:
-        UsageError: two ranks have the same.
+        UsageError: two ranks have the same GPU.
     """
     store.set(f"gpu_of_{world.rank}", gpu)
     found = [store.get(f"gpu_of_{rank}").decode() for rank in range(world.size)]
@@ -153,20 +153,20 @@ def share_no_gpu(store: dist.Store, world: World, gpu: str) -> None:
     if len(shared) == world.size:
         return
     store.set(f"read_by_{world.rank}", "")
-    if world.rank == 0:  # who may hold the store
+    if world.rank == 0:  # which may host the store, so it must leave last
         store.wait([f"read_by_{rank}" for rank in range(world.size)])
     gpu, ranks = next((gpu, ranks) for gpu, ranks in shared.items() if len(ranks) > 1)
     raise UsageError(
         f"ranks {', '.join(map(str, ranks))} share one GPU (UUID {gpu}): expected as many GPUs on each host as ranks there, "
-        "and under srun --gpus-per-task=1 or all of them for each task"
+        "and under srun either --gpus-per-task=1 or all GPUs visible to each task"
     )
 
 
 def rendezvous(world: World, env: Mapping[str, str]) -> str:
-    """``host:port`` of rank 0: MASTER_ADDR if it is set, else what Slurm or MPI knows.
+    """``host:port`` of rank 0: from MASTER_ADDR if it is set, else from Slurm or MPI.
 
     Raises:
-        UsageError: neither is known.
+        UsageError: none of them knows it.
     """
     if "MASTER_ADDR" in env:
         return f"{env['MASTER_ADDR']}:{env.get('MASTER_PORT', '29500')}"
@@ -187,12 +187,12 @@ def _first_host(env: Mapping[str, str]) -> str:
 
 
 def _slurm_port(env: Mapping[str, str]) -> int:
-    """A port that the steps of other jobs do not take."""
+    """A port that depends on job and step, so that others do not take it."""
     return 20_000 + (31 * int(env.get("SLURM_JOB_ID", "0")) + int(env.get("SLURM_STEP_ID", "0"))) % 20_000
 
 
 def _by_mpi(world: World) -> str:
-    """Rank 0 finds a free port, MPI tells the others, and is left at once: NCCL or gloo do the rest."""
+    """Rank 0 finds a free port and broadcasts it by MPI, which is then shut down: NCCL or gloo do the rest."""
     import mpi4py
 
     mpi4py.rc.initialize = False
@@ -210,20 +210,20 @@ def _by_mpi(world: World) -> str:
     MPI.Finalize()
     if n_ranks != world.size:
         raise UsageError(
-            f"{world.launcher} started {world.size} ranks, and mpi4py, made for another MPI, sees {n_ranks}: "
+            f"{world.launcher} started {world.size} ranks, but mpi4py was built for another MPI and sees {n_ranks}: "
             "expected the mpiexec beside this Python, or MASTER_ADDR and MASTER_PORT"
         )
     return address
 
 
 def agree(value: object, what: str) -> None:
-    """All ranks found the same, before any of them goes on.
+    """Check that all ranks found the same value, before any of them continues.
 
     Raises:
-        UsageError: they did not; the message says what each found.
+        UsageError: they did not; the message lists what each of them found.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         found: list = [None] * dist.get_world_size()
         dist.all_gather_object(found, value)
         if any(other != found[0] for other in found):
-            raise UsageError(f"the ranks disagree about {what}: {found}; expected one folder that all of them see")
+            raise UsageError(f"the ranks disagree about {what}: {found}; expected one folder that all of them can see")

@@ -1,11 +1,11 @@
-"""The training programs on Modal's GPUs, on one host of up to eight, with the checkpoints in a volume that outlives it.
+"""The training programs on Modal: one host with up to eight GPUs, and checkpoints in a volume that outlives the host.
 
-    python -m lib.runs.rent.modal_train --dry-run -- lib.runs.train_vit --model L/16     # what it would do; needs no account and no `modal`
+    python -m lib.runs.rent.modal_train --dry-run -- lib.runs.train_vit --model L/16     # show what it would do; needs no account and no `modal`
     pip install modal && modal setup                                                # once: the package, and an account
     python -m lib.runs.rent.modal_train --gpu H100 --count 4 --hours 2 -- lib.runs.train_vit --model L/16 --strategy ddp
-    modal volume get workbook-runs / runs                                           # checkpoints and logs, back here
+    modal volume get workbook-runs / runs                                           # fetch checkpoints and logs
 
-A host that is taken away, a crash or the end of the time limit begin the program anew: it goes on from its checkpoint.
+If the host is taken away, the program crashes or its time limit ends, Modal starts it again, and it continues from its checkpoint.
 """
 
 import shlex
@@ -22,13 +22,13 @@ from lib.runs.rent.remote import ROOT, RUNS, launch, with_results
 
 APP, VOLUME, BOOK = "workbook-train", "workbook-runs", "/book"
 MOST_GPUS, MOST_HOURS, MOST_RETRIES = 8, 24, 10
-"""Modal's own limits: of one container, of one attempt, of one call."""
+"""Modal's own limits: GPUs of a container, hours of an attempt, retries of a call."""
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run takes, decided before anything is rented."""
+    """What a run needs, decided before anything is rented."""
 
     program: tuple[str, ...]
     gpu: Gpu
@@ -47,13 +47,13 @@ class Plan:
     def describe(self) -> str:
         most = self.dollars_per_hour * self.hours
         rows = {
-            "app": f"{APP}: one function; it goes on when this machine is switched off",
-            "image": f"debian_slim, Python {PYTHON}, the dependencies of pyproject.toml; this book on top",
+            "app": f"{APP}: one function; it keeps running when this machine is switched off",
+            "image": f"debian_slim, Python {PYTHON}, the dependencies of pyproject.toml, and this book",
             "gpu": f"{self.count} x {self.gpu.name} ({self.gpu.memory_gb} GB each)",
-            "volume": f"{VOLUME} at {BOOK}/{RUNS}, made if it is not there",
+            "volume": f"{VOLUME} at {BOOK}/{RUNS}, created if it does not exist",
             "command": shlex.join(self.command),
-            "time": f"at most {self.hours:g} h an attempt; up to {self.retries} more attempts, each from the last checkpoint",
-            "cost": f"${self.dollars_per_hour:.2f} an hour for the GPUs: at most ${most:.2f} an attempt, "
+            "time": f"at most {self.hours:g} h for an attempt; up to {self.retries} more attempts, each from the last checkpoint",
+            "cost": f"${self.dollars_per_hour:.2f} an hour for the GPUs: at most ${most:.2f} for an attempt, "
             f"${most * (1 + self.retries):.2f} if every attempt is used up",
             "results": f"modal volume get {VOLUME} / {RUNS}",
         }
@@ -61,38 +61,42 @@ class Plan:
 
 
 def make_plan(program: tuple[str, ...], gpu: str = "H100", count: int = 1, hours: float = 1, retries: int = 3) -> Plan:
-    """Check what was asked against what Modal rents.
+    """Check the request against what Modal offers.
 
     Raises:
-        ValueError: no such card, too many, too long, or results where they would be lost.
+        ValueError: there is no such GPU, too many or too many hours are asked for, or results would be lost.
     """
     cards = {card.name: card for card in GPUS}
     if not program:
-        raise ValueError("what is to be run? put it after --, for example: -- lib.runs.train_vit --model L/16")
+        raise ValueError(
+            "what is to be run? expected a module after --, for example: -- lib.runs.train_vit --model L/16"
+        )
     if gpu not in cards:
-        raise ValueError(f"no card {gpu!r}; there are {', '.join(cards)}")
+        raise ValueError(f"--gpu {gpu!r}: expected one of {', '.join(cards)}")
     if not 1 <= count <= MOST_GPUS:
-        raise ValueError(f"{count} GPUs: a host has 1 to {MOST_GPUS}")
+        raise ValueError(f"--count {count}: expected 1 to {MOST_GPUS}, the GPUs of one host")
     if not 0 < hours <= MOST_HOURS:
-        raise ValueError(f"{hours:g} h: an attempt takes at most {MOST_HOURS} h; the next goes on from there")
+        raise ValueError(
+            f"--hours {hours:g}: expected more than 0 and at most {MOST_HOURS}; a longer run continues in the next attempt"
+        )
     if not 0 <= retries <= MOST_RETRIES:
-        raise ValueError(f"{retries} retries: there are 0 to {MOST_RETRIES}")
+        raise ValueError(f"--retries {retries}: expected 0 to {MOST_RETRIES}")
     program = with_results(program, "workbook")
     return Plan(program=program, gpu=cards[gpu], count=count, hours=hours, retries=retries)
 
 
 def run_here(command: list[str], folder: str, keep: Callable[[], Any]) -> None:
-    """What runs in the container: plain Python, so that it can be tried anywhere.
+    """The container's part: plain Python, so that it can be tried anywhere.
 
-    Before Modal takes a container away it interrupts it, half a minute ahead: the program is then asked to leave, and waited for.
+    Half a minute before Modal takes a container away it interrupts it; the program is then asked to leave, and waited for.
 
     Args:
         command: The program and its arguments.
-        folder: Where it runs.
-        keep: Called at the end, however the end came: makes the volume keep what was written.
+        folder: Its working directory.
+        keep: Called at the end, also after a failure: commits the volume.
 
     Raises:
-        RuntimeError: the program failed; Modal then tries again.
+        RuntimeError: the program failed, so that Modal tries again.
     """
     try:
         with subprocess.Popen(command, cwd=folder) as process:
@@ -135,9 +139,9 @@ def make_app(plan: Plan) -> tuple[Any, Any]:
         "volumes": {runs: volume},
         "timeout": int(plan.hours * 3600),
         "retries": modal.Retries(max_retries=plan.retries, initial_delay=0.0),
-        "single_use_containers": True,  # a new attempt gets a new container: nothing is left of the one that failed
+        "single_use_containers": True,  # a new attempt gets a new container, without remains of the one that failed
     }
-    # serialized: the function lives in this one, because the plan decides its card
+    # serialized: the function is nested here, because the plan decides its GPU
     return app, app.function(image=image, serialized=True, **settings)(train)
 
 
@@ -146,11 +150,11 @@ def main(argv: list[str] | None = None) -> int:
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(prog="python -m lib.runs.rent.modal_train", description="Train on Modal's GPUs",
                     epilog="after --: the module to run there, and its arguments")  # fmt: skip
-    parser.add_argument("--gpu", default="H100", help=", ".join(card.name for card in GPUS))
-    parser.add_argument("--count", type=int, default=1, help=f"GPUs of one host, at most {MOST_GPUS}")
-    parser.add_argument("--hours", type=float, default=1, help=f"limit of one attempt, at most {MOST_HOURS}")
+    parser.add_argument("--gpu", default="H100", help="one of " + ", ".join(card.name for card in GPUS))
+    parser.add_argument("--count", type=int, default=1, help=f"GPUs, all on one host, at most {MOST_GPUS}")
+    parser.add_argument("--hours", type=float, default=1, help=f"time limit of one attempt, at most {MOST_HOURS}")
     parser.add_argument("--retries", type=int, default=3, help=f"further attempts, at most {MOST_RETRIES}")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    parser.add_argument("--dry-run", action="store_true", help="show what would be done, and do nothing")
     try:
         options = parser.parse_args(argv[:cut])
         plan = make_plan(tuple(argv[cut + 1 :]), options.gpu, options.count, options.hours, options.retries)
@@ -159,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     print(plan.describe())
     if options.dry_run:
-        print("dry run  nothing was rented, nothing was sent")
+        print("dry run  nothing was rented and nothing was sent")
         return 0
     try:
         app, train = make_app(plan)

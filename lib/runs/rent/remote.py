@@ -1,11 +1,12 @@
-"""A training run on a machine that you reach by SSH: copied there, started, watched, brought back.
+"""A training run on a machine that you reach by SSH: copy the book there, start the run, watch it, fetch the results.
 
     python -m lib.runs.rent.remote me@203.0.113.7:2222 --dry-run -- lib.runs.train_vit --model L/16 --strategy ddp
     python -m lib.runs.rent.remote me@203.0.113.7:2222 -- lib.runs.train_vit --model L/16 --strategy ddp
     python -m lib.runs.rent.remote me@203.0.113.7:2222 --only pull
 
-Each step is a plain rsync or ssh command, printed before it is run. The run lives in tmux on the machine, so it does not end with
-the connection. The same command again does what is left to do; on another machine it goes on from the last checkpoint brought back.
+Each step is a plain rsync or ssh command, which is printed before it runs. On the machine the run lives in tmux, so it survives a lost
+connection. Give the same command again to continue; with another machine's address the run continues from the last checkpoint that
+was fetched.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from lib.runs.engine.options import Parser, whole
 
 ROOT = Path(__file__).parents[3]
 FOLDER, RUNS = "scaling-workbook", "runs"
-"""The book's folder on the machine; and in it, on both sides, where checkpoints and logs lie: only they come back."""
+"""The book's folder on the machine, and the folder inside of it, on both sides, for checkpoints and logs: only this one is fetched."""
 PROCESSES = ("gpu", "cpu", "auto")
 LEFT_HERE = (".git", ".venv", "_build", "notebooks", "__pycache__", ".*_cache", ".workbook", f"/{RUNS}")
 RESULTS = (
@@ -31,7 +32,7 @@ RESULTS = (
     ("--tensorboard", ".tensorboard"),
     ("--out", ".json"),
 )
-"""The flags that say where a program writes, and how the name ends that it is given."""
+"""The flags that name a program's output files, and the ending of the names that they get by default."""
 GOES_ON = ("--checkpoint", "--log")
 ALWAYS = {
     "lib.runs.train_vit": GOES_ON,
@@ -39,19 +40,19 @@ ALWAYS = {
     "lib.runs.train_tiny": GOES_ON,
     "lib.runs.train_digits_mpi": ("--out",),
 }
-"""What each training program is given of them, where it has none."""
+"""The flags that each training program gets if it lacks them."""
 BY_MPI, MPI_PROCESSES = ("lib.runs.train_digits_mpi", "lib.runs.hello_parallel"), 4
-"""The programs that mpiexec starts, and how many processes of them where no number is given."""
+"""The programs that mpiexec starts, and their default number of processes."""
 TIME_TO_PULL, FILES_VANISHED, CONNECTION_LOST = 124, 24, {"ssh": (255,), "rsync": (12, 30, 255)}
 ADDRESS = re.compile(r"(?P<user>\w[\w.-]*)@(?P<host>\w[\w.-]*|\[[0-9a-fA-F:]+\])(:(?P<port>\d{1,5}))?", re.ASCII)
 INSTALL = {"ssh": "apt install openssh-client", "rsync": "apt install rsync, or brew install rsync"}
 Command = tuple[list[str], str]
-"""A program with its arguments, and the script that it reads, if any."""
+"""A program with its arguments, and the script on its standard input, if any."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where to, and with which key."""
+    """The machine's address, and the key for it."""
 
     user: str
     host: str
@@ -60,7 +61,7 @@ class Machine:
 
     @property
     def shell(self) -> list[str]:
-        """ssh and its options: a new host is noted and a changed one refused; a dead connection is noticed after 90 s."""
+        """ssh and its options: accept new hosts, refuse changed ones, and notice a dead connection after 90 s."""
         options = ["-p", str(self.port), *(["-i", str(self.key)] if self.key else [])]
         return ["ssh", *options, "-o", "StrictHostKeyChecking=accept-new", "-o", "ServerAliveInterval=30"]
 
@@ -68,7 +69,7 @@ class Machine:
         return [*self.shell, f"{self.user}@{self.host.strip('[]')}", "sh -s"], script
 
     def rsync(self, *arguments: str) -> Command:
-        """What is cut off in the middle waits in a folder of its own: half a checkpoint never stands where a whole one would."""
+        """An interrupted transfer stays in a folder of its own, so that half a checkpoint never takes the place of a complete one."""
         return ["rsync", "-az", "--partial-dir=.rsync-partial", "-e", shlex.join(self.shell), *arguments], ""
 
     def place(self, folder: str) -> str:
@@ -77,7 +78,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to run: ``program`` is a module of this book and its arguments."""
+    """What to run: ``program`` is a module of this book with its arguments."""
 
     program: tuple[str, ...] = ()
     name: str = "workbook"
@@ -86,39 +87,43 @@ class Job:
 
     def __post_init__(self):
         if not re.fullmatch(r"\w[\w-]*", self.name, re.ASCII):
-            raise ValueError(f"--name {self.name!r}: letters, digits, _ and - only")
+            raise ValueError(f"--name {self.name!r}: expected only letters, digits, _ and -")
 
 
 def parse_address(text: str, key: str | None = None) -> Machine:
-    """``user@host`` or ``user@host:port``, and the key's file.
+    """Parse ``user@host`` or ``user@host:port``, and check the key's file.
 
     Raises:
-        ValueError: it is none; or ssh would refuse the key.
+        ValueError: it is no address, or ssh would refuse the key.
     """
     found = ADDRESS.fullmatch(text)
     if not found or not 0 < int(found["port"] or 22) < 65536:
-        raise ValueError(f"{text!r} is no address: user@host or user@host:port, for example root@203.0.113.7:22022")
+        raise ValueError(
+            f"{text!r} is no address: expected user@host or user@host:port, for example root@203.0.113.7:22022"
+        )
     path = Path(key).expanduser().absolute() if key else None
     if path and not path.is_file():
         raise ValueError(f"there is no key at {path}: ssh-keygen -t ed25519 -f {shlex.quote(str(path))}")
     if path and path.suffix == ".pub":
-        raise ValueError(f"{path} is the public half, which the machine gets; --key takes the file without .pub")
+        raise ValueError(f"{path} is the public half, which belongs on the machine; expected the file without .pub")
     if path and (mode := path.stat().st_mode & 0o777) & 0o077:
-        raise ValueError(f"others may read {path} (mode {mode:o}), ssh refuses it: chmod 600 {shlex.quote(str(path))}")
+        raise ValueError(
+            f"others can read {path} (mode {mode:o}), so ssh refuses it: chmod 600 {shlex.quote(str(path))}"
+        )
     return Machine(user=found["user"], host=found["host"], port=int(found["port"] or 22), key=path)
 
 
 def _is_module(name: str) -> bool:
-    """Whether the file of a module is here, which is what is copied; nothing is imported."""
+    """Whether a module's file is in this copy of the book; nothing is imported."""
     path = Path(__file__).parents[3].joinpath(*name.split("."))
     return path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
 
 
 def with_results(program: tuple[str, ...], name: str) -> tuple[str, ...]:
-    """A training program with what it writes under ``runs`` (a checkpoint and a log, or a table), where it has none; any other as it is.
+    """Add output files under ``runs`` to a training program that names none (a checkpoint and a log, or a table); leave others alone.
 
     Raises:
-        ValueError: a checkpoint, a log, a table or a folder for TensorBoard elsewhere, which would not come back; or no such module.
+        ValueError: an output file is outside of ``runs``, from where it would not be fetched, or there is no such module.
     """
     if program and not _is_module(program[0]):
         raise ValueError(f"there is no module {program[0]!r} in this book; expected one such as lib.runs.train_vit")
@@ -130,14 +135,14 @@ def with_results(program: tuple[str, ...], name: str) -> tuple[str, ...]:
         for path in map(Path, given):
             if path.parts[:1] != (RUNS,) or ".." in path.parts:
                 where = f"{RUNS}/{name}{suffix}"
-                raise ValueError(f"{flags[0]} {path}: only what lies in {RUNS}/ comes back, such as {where}")
+                raise ValueError(f"{flags[0]} {path}: only files in {RUNS}/ come back; expected, for example, {where}")
         if not given and flags[0] in ALWAYS.get(program[0] if program else "", ()):
             program = (*program, flags[0], f"{RUNS}/{name}{suffix}")
     return program
 
 
 def launch(folder: str, processes: str | int, program: tuple[str, ...]) -> list[str]:
-    """What starts a program on one host, with the Python in ``folder``: mpiexec for those that MPI joins, torchrun for all others."""
+    """The command that starts a program on one host with the Python in ``folder``: mpiexec for MPI programs, torchrun for all others."""
     if program and program[0] in BY_MPI:
         n = str(processes) if str(processes).isdecimal() else str(MPI_PROCESSES)
         return [f"{folder}mpiexec", "-n", n, f"{folder}python", "-m", "mpi4py", "-m", *program]
@@ -145,16 +150,16 @@ def launch(folder: str, processes: str | int, program: tuple[str, ...]) -> list[
 
 
 def torchrun(python: str, processes: str | int, program: tuple[str, ...]) -> list[str]:
-    """torchrun on one host: so many processes of a module; when one dies, all begin again from the checkpoint.
+    """torchrun on one host. If one process dies, all of them start again from the checkpoint.
 
-    Without the ``--`` torchrun would take the program's ``--log`` for a short form of its own ``--log-dir``.
+    Without the ``--``, torchrun would take the program's ``--log`` for a short form of its own ``--log-dir``.
     """
     options = ["--standalone", f"--nproc-per-node={processes}", "--max-restarts=3"]
     return [python, "-m", "torch.distributed.run", *options, "-m", "--", *program]
 
 
 def push(machine: Machine, job: Job) -> list[Command]:
-    """Look at the machine; the book without what can be made again; results of an earlier machine, unless newer are there."""
+    """Look at the machine, copy the book (without what can be built again), and copy earlier results unless newer ones are there."""
     look = f"""set -eu; missing=
 for program in rsync tmux python3; do command -v $program >/dev/null || missing="$missing $program"; done
 test -z "$missing" || {{ echo "not on this machine:$missing. There: apt-get update && apt-get install -y$missing"; exit 3; }}
@@ -166,7 +171,7 @@ nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv || echo "no
 
 
 def start(machine: Machine, job: Job) -> list[Command]:
-    """An environment that takes the machine's own torch where it fits; then the run, in tmux, unless it is running."""
+    """Build an environment on the machine's own torch, then start the run in tmux unless it is running."""
     name = f"{RUNS}/{job.name}"
     command = launch(".venv/bin/", job.processes, with_results(job.program, job.name))
     run = f"export PYTHONUNBUFFERED=1\n{shlex.join(command)} >>{name}.out 2>&1\necho $? >{name}.exit"
@@ -185,22 +190,22 @@ tmux new-session -d -s {job.name} sh {name}.sh
 
 
 def watch(machine: Machine, job: Job) -> list[Command]:
-    """What the run writes, until it ends or it is time to bring results back (exit status 124)."""
+    """Show the run's output until it ends or it is time to fetch results (exit status 124)."""
     name = f"{RUNS}/{job.name}"
     script = f"""set -eu; cd {FOLDER}
 if tmux has-session -t ={job.name} 2>/dev/null; then
   touch {name}.out
   timeout {job.every_s} tail -n 10 -F --pid="$(tmux list-panes -t ={job.name}: -F '#{{pane_pid}}')" {name}.out
 fi
-test -e {name}.exit || {{ echo "{job.name} neither runs nor ended by itself: was the machine started anew? start it again"; exit 3; }}
-echo "{job.name} ended with exit status $(cat {name}.exit); all it said is in {name}.out"
+test -e {name}.exit || {{ echo "{job.name} is not running and left no exit status: was the machine restarted? start it again"; exit 3; }}
+echo "{job.name} ended with exit status $(cat {name}.exit); its whole output is in {name}.out"
 test "$(cat {name}.exit)" = 0
 """
     return [machine.ssh(script)]
 
 
 def pull(machine: Machine, job: Job) -> list[Command]:
-    """Checkpoints and logs, unless newer ones are here."""
+    """Fetch checkpoints and logs, unless newer ones are here."""
     return [machine.rsync("--update", machine.place(f"{FOLDER}/{RUNS}"), f"{RUNS}/")]
 
 
@@ -208,7 +213,7 @@ STEPS = {"push": push, "start": start, "watch": watch, "pull": pull}
 
 
 def _shown(script: str) -> str:
-    """A script as a here-document, under a marker that is no line of it."""
+    """A script as a here-document, with an end marker that is no line of the script."""
     marker = "EOF"
     while marker in script.splitlines():
         marker += "_"
@@ -216,24 +221,24 @@ def _shown(script: str) -> str:
 
 
 def run_step(name: str, machine: Machine, job: Job, dry_run: bool) -> int:
-    """Print each command of a step and run it; the first that fails ends the step with its exit status."""
+    """Print and run each command of a step; the first that fails ends the step with its exit status."""
     for command, script in STEPS[name](machine, job):
         print(f"# {name}\n{shlex.join(command)}{_shown(script)}", flush=True)
         status = 0 if dry_run else subprocess.run(command, input=script, text=True, cwd=ROOT, check=False).returncode
         if (
             command[0] == "rsync" and status == FILES_VANISHED
-        ):  # an old checkpoint, deleted while it was copied: no failure
+        ):  # an old checkpoint was deleted while it was copied: no failure
             status = 0
         if status in CONNECTION_LOST[command[0]]:
-            print(f"{name}: no connection to {machine.host}, port {machine.port}. What runs there goes on, and the same "
-                  "command again finds it. If the machine is gone, give another's address.", file=sys.stderr)  # fmt: skip
+            print(f"{name}: no connection to {machine.host}, port {machine.port}. A run there continues without it; give the same "
+                  "command again to find it. If the machine is gone, give the address of another.", file=sys.stderr)  # fmt: skip
         if status:
             return status
     return 0
 
 
 def run(names: list[str], machine: Machine, job: Job, dry_run: bool) -> int:
-    """The steps in their order; results come back while the run is watched, and also when it fails."""
+    """Run the steps in their order; results are fetched while the run is watched, and also if it fails."""
     for name in [name for name in STEPS if name in names]:
         status = run_step(name, machine, job, dry_run)
         while name == "watch" and status == TIME_TO_PULL:
@@ -246,9 +251,9 @@ def run(names: list[str], machine: Machine, job: Job, dry_run: bool) -> int:
 
 
 def processes(text: str) -> str:
-    """What torchrun takes for a number of processes, for ``type=``."""
+    """For ``type=``: accepts what torchrun accepts as a number of processes."""
     if text not in PROCESSES and not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r}, expected a number from 1 on, or one of {', '.join(PROCESSES)}")
+        raise argparse.ArgumentTypeError(f"{text!r}, expected a number of at least 1, or one of {', '.join(PROCESSES)}")
     return text
 
 
@@ -258,21 +263,21 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="python -m lib.runs.rent.remote", description="Train on a machine reached by SSH",
                     epilog="after --: the module to run there, and its arguments")  # fmt: skip
     parser.add_argument("address", help="user@host or user@host:port")
-    parser.add_argument("--key", help="the private key's file; without it ssh takes its own")
-    parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS), help="some of the four steps")
-    parser.add_argument("--name", default="workbook", help="of the tmux session, and of the files in runs/")
+    parser.add_argument("--key", help="file of the private key; without it ssh uses its default keys")
+    parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS), help="run only these steps")
+    parser.add_argument("--name", default="workbook", help="name of the tmux session and of the files in runs/")
     parser.add_argument("--processes", type=processes, default="gpu",
-                        help=f"how many on the machine; by default one a GPU, and {MPI_PROCESSES} by MPI")  # fmt: skip
-    parser.add_argument(
-        "--every", type=whole(1), default=600, help="seconds from one bringing back of results to the next"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
+                        help=f"processes on the machine; by default one for each GPU, and {MPI_PROCESSES} under MPI")  # fmt: skip
+    parser.add_argument("--every", type=whole(1), default=600, help="seconds between two fetches of results")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands and run none")
     try:
         options, program = parser.parse_args(argv[:cut]), tuple(argv[cut + 1 :])
         job = Job(program=program, name=options.name, processes=options.processes, every_s=options.every)
         machine = parse_address(options.address, options.key)
         if "start" in options.only and not with_results(program, job.name):
-            raise ValueError("what is to be run? put it after --, for example: -- lib.runs.train_vit --model L/16")
+            raise ValueError(
+                "what is to be run? expected a module after --, for example: -- lib.runs.train_vit --model L/16"
+            )
         missing = [] if options.dry_run else [name for name in INSTALL if shutil.which(name) is None]
         if missing:
             raise ValueError("; ".join(f"{name} is not installed here: {INSTALL[name]}" for name in missing))
@@ -284,10 +289,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         status = run(options.only, machine, job, options.dry_run)
     except KeyboardInterrupt:
-        print("\nno longer watched; what runs there goes on, and costs", file=sys.stderr)
+        print("\nstopped watching; the run continues, and the machine still costs money", file=sys.stderr)
         return 130
     if not status and not options.dry_run:
-        print(f"done: what came back is in {RUNS}/. The machine costs until you give it back.")
+        print(f"done: the results are in {RUNS}/. The machine costs money until you give it back.")
     return status
 
 
