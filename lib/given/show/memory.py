@@ -50,7 +50,12 @@ def draw_tiles(ax: Axes, n_tiles: int = 4) -> None:
     _boxes(ax, "in tiles: the scores never leave the chip")
     blue, orange, green = COLOURS[:3]
     height = 1.3 / n_tiles
-    for name, x, chosen, colour in (("Q", 0.75, 1, blue), ("K", 3.3, 2, blue), ("V", 4.7, 2, blue), ("O", 9.0, 1, green)):
+    for name, x, chosen, colour in (
+        ("Q", 0.75, 1, blue),
+        ("K", 3.3, 2, blue),
+        ("V", 4.7, 2, blue),
+        ("O", 9.0, 1, green),
+    ):
         for i in range(n_tiles):
             fill = colour + SHADE if i == chosen else "none"
             ax.add_patch(Rectangle((x, TOP + 1.5 - (i + 1) * height), 0.6, height, facecolor=fill, edgecolor=colour))

@@ -76,7 +76,14 @@ def measurements() -> Listing:
     rows = []
     for path in sorted(MEASUREMENTS.glob("*.json")):
         measured = json.loads(path.read_text(encoding="utf-8"))
-        rows.append([f"`{path.stem}`", ", ".join(shown_in(path.stem)), hardware(measured), f"`python -m lib.bench.{program(path)}`"])
+        rows.append(
+            [
+                f"`{path.stem}`",
+                ", ".join(shown_in(path.stem)),
+                hardware(measured),
+                f"`python -m lib.bench.{program(path)}`",
+            ]
+        )
     return table(["measurement", "shown in", "where and when", "made by"], rows)
 
 
