@@ -23,8 +23,7 @@ def attention_io_bytes(length: int, head_dim: int, sram_bytes: int, algorithm: s
         Two bytes for each number of equation (15.1) or (15.2).
 
     Raises:
-        ValueError: ``algorithm`` is neither of the two (the message shows it), ``length`` or ``head_dim`` is below 1, or
-            ``sram_bytes`` is below 2.
+        ValueError: another algorithm (the message shows it), ``length`` or ``head_dim`` below 1, ``sram_bytes`` below 2.
 
     Source: FlashAttention (arXiv:2205.14135), Algorithms 0 and 1, Theorem 2.
     """
@@ -102,8 +101,7 @@ def flash_backward(
         lse: Natural logsumexp of each row's scaled scores; -inf for a row without keys, whose gradient is 0.
 
     Returns:
-        dq, dk, dv, with the shapes and dtypes of q, k, v. No T x S tensor is made, and sums are in float32 at least, even
-        under autocast.
+        dq, dk, dv, shaped and typed as q, k, v; no T x S tensor is made; sums in float32 at least, even under autocast.
 
     Source: equations (15.6) and (15.7); FlashAttention-2 (arXiv:2307.08691), Algorithm 2.
     """
@@ -124,9 +122,8 @@ def flash_forward_kernel(q, k, v, o, lse, T, S, scale, GROUP: tl.constexpr, D: t
         ROWS, COLS, CAUSAL: Queries and keys in a tile. If CAUSAL, query t sees the keys up to t + S - T.
 
     Returns:
-        Nothing. Writes o and lse, and touches nothing outside the tensors. Skips tiles of keys that none of its queries
-        sees, and masks no score in tiles that all of them see. Sums are in float32, and products of float32 don't use TF32;
-        weights are cast to v's dtype before their product.
+        Nothing. Writes o and lse; touches nothing outside the tensors; skips tiles of keys that none of its queries sees;
+        masks no score in tiles that all see. Sums in float32; no TF32; weights are cast to v's dtype before their product.
 
     Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 1; equations (15.3) to (15.5).
     """
@@ -144,8 +141,7 @@ def flash_backward_dq_kernel(q, k, v, o, do, lse, delta, dq, T, S, scale, GROUP:
         delta, dq: Pointers to the results: each row's sum of o * do, float32 [heads, T], and the gradient [heads, T, D].
 
     Returns:
-        Nothing. Writes delta and dq, each number from a single program, without atomics. The other arguments, and what
-        holds for reads, sums and products, are those of `flash_forward_kernel`.
+        Nothing. Writes delta and dq, each number from one program, without atomics. All else is `flash_forward_kernel`'s.
     """
     raise NotImplementedError("Exercise 15.6: write flash_backward_dq_kernel")
 
