@@ -16,7 +16,7 @@ from torch import Tensor
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns if it is not set
 
 NO_TRITON = (
-    "Triton is not installed. It exists for Linux only: on macOS or Windows run kernels in Colab, in WSL or in a "
+    "Triton is not installed. Its package is for Linux: on macOS or Windows run kernels in Colab, in WSL or in a "
     "container, where `pip install triton` finds it"
 )
 """Why a kernel cannot be launched, and why its checks are skipped."""
