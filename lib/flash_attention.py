@@ -11,19 +11,19 @@ from lib.given.kernels.tiles import HAS_TRITON, LN2, LOG2E, fold_groups, hide_la
 
 
 def attention_io_bytes(length: int, head_dim: int, sram_bytes: int, algorithm: str) -> int:
-    """Bytes that the forward pass of one head moves to and from a GPU's main memory. (Exercise 15.1)
+    """Bytes that the forward pass of one head moves between the chip and main memory. (Exercise 15.1)
 
     Args:
         length: Number N of queries, and of keys.
         head_dim: Width d of the head.
-        sram_bytes: Memory on the chip; it holds M = sram_bytes // 2 numbers of 2 bytes.
+        sram_bytes: Size of the on-chip memory, which holds M = sram_bytes // 2 numbers of 2 bytes.
         algorithm: "standard", the paper's Algorithm 0, or "flash", its Algorithm 1 with blocks of ceil(M / 4d) keys.
 
     Returns:
         Two bytes for each number of equation (15.1) or (15.2).
 
     Raises:
-        ValueError: another algorithm (the message shows it), ``length`` or ``head_dim`` below 1, or ``sram_bytes`` below 2.
+        ValueError: another algorithm (the message shows it), ``length`` or ``head_dim`` below 1, ``sram_bytes`` below 2.
 
     Source: FlashAttention (arXiv:2205.14135), Algorithms 0 and 1, Theorem 2.
     """
@@ -37,17 +37,17 @@ def online_softmax_update(
     scores: Float[Tensor, "*lead r c"],
     values: Float[Tensor, "*lead c d"],
 ) -> tuple[Float[Tensor, "*lead r"], Float[Tensor, "*lead r"], Float[Tensor, "*lead r d"]]:
-    """Take one more tile of keys into a softmax that is under way. (Exercise 15.2)
+    """Add one more tile of keys to a softmax that has seen only part of its row. (Exercise 15.2)
 
     Args:
         m: Largest score of each row so far; -inf before the first tile.
         l: Sum of exp(score - m) so far; 0 before the first tile.
-        acc: Sum of exp(score - m) times value so far, not yet divided by l.
+        acc: Sum of exp(score - m) * value so far, not yet divided by l.
         scores: Scaled scores of the new tile; -inf where a key is hidden.
-        values: Values of the tile's keys, in any floating dtype.
+        values: Values of the tile's keys, in any floating-point dtype.
 
     Returns:
-        The new m, l and acc; the old ones stay unchanged. A row that has seen no key keeps -inf, 0 and 0.
+        New tensors m, l and acc; the old ones stay unchanged. A row that has seen no key keeps -inf, 0 and 0.
 
     Source: equation (15.3); Milakov and Gimelshein (arXiv:1805.02867), Algorithm 3.
     """
@@ -59,16 +59,16 @@ class FlashAttentionTorch(torch.autograd.Function):
 
     Args:
         q: Queries [..., T, D].
-        k, v: Keys and values [..., S, D]; q's axis of heads may be a multiple of theirs.
-        is_causal: Query t sees the keys up to t + S - T. A row without keys gives zeros.
+        k, v: Keys and values [..., S, D]. q may have a multiple of their number of heads.
+        is_causal: If true, query t sees the keys up to t + S - T. A row without keys gives zeros.
 
-    ``forward`` saves q, k, v, the output and exactly one tensor [..., T] more: the natural logsumexp of each row's
-    scaled scores, float32 (float64 for float64), -inf for a row without keys. No tensor of T x S numbers is made;
-    sums are kept in float32 at least, also under autocast; tiles above the diagonal are skipped. ``backward`` is given.
+    ``forward`` saves q, k, v, the output and exactly one more tensor [..., T]: the natural logsumexp of each row's scaled
+    scores, in float32 (float64 for float64), -inf for a row without keys. It never makes a tensor of T x S numbers, keeps
+    sums in float32 at least, even under autocast, and skips tiles above the diagonal. ``backward`` is given.
 
     Raises:
-        ValueError: the shapes or dtypes do not fit (`fold_groups` sees to it).
-        RuntimeError: a second derivative is asked for (`first_derivative_only` sees to it).
+        ValueError: the shapes or dtypes do not fit (`fold_groups` raises it).
+        RuntimeError: somebody asks for a second derivative (`first_derivative_only` raises it).
 
     Source: equations (15.3) and (15.4); FlashAttention-2 (arXiv:2307.08691), Algorithm 1.
     """
@@ -93,15 +93,15 @@ def flash_backward(
     lse: Float[Tensor, "*lead t"],
     is_causal: bool,
 ) -> tuple[Float[Tensor, "*lead t d"], Float[Tensor, "*lead_kv s d"], Float[Tensor, "*lead_kv s d"]]:
-    """Gradients of attention, from tiles of weights computed once more. (Exercise 15.4)
+    """Gradients of attention, from tiles of weights that are computed again. (Exercise 15.4)
 
     Args:
-        q, k, v, is_causal: As they went into the forward pass; heads may be shared.
-        o, do: What came out, and the gradient of the loss with respect to it; any strides.
+        q, k, v, is_causal: The inputs of the forward pass; several query heads may share a head of keys.
+        o, do: The output, and the gradient of the loss with respect to it; any strides.
         lse: Natural logsumexp of each row's scaled scores; -inf for a row without keys, whose gradient is 0.
 
     Returns:
-        dq, dk, dv, shaped and typed as q, k, v; no T x S tensor is made; sums in float32 at least, also under autocast.
+        dq, dk, dv, shaped and typed as q, k, v; no T x S tensor is made; sums in float32 at least, even under autocast.
 
     Source: equations (15.6) and (15.7); FlashAttention-2 (arXiv:2307.08691), Algorithm 2.
     """
@@ -114,16 +114,16 @@ def flash_forward_kernel(q, k, v, o, lse, T, S, scale, GROUP: tl.constexpr, D: t
     """Output and logsumexp of one tile of queries; the grid is (query heads, tiles of queries). (Exercise 15.5)
 
     Args:
-        q, k, v, o: Pointers to contiguous [heads, T, D], twice [heads / GROUP, S, D], and [heads, T, D].
+        q, k, v, o: Pointers to contiguous tensors: q and o [heads, T, D], k and v [heads / GROUP, S, D].
         lse: Pointer to float32 [heads, T]: the natural logsumexp, -inf for a row without keys (whose output is 0).
-        T, S, scale: Numbers of queries and keys, any; what the scores are multiplied with.
-        GROUP: Query heads that share a head of keys: head h reads keys of head h // GROUP, all batches counted on.
+        T, S, scale: Numbers of queries and of keys, both arbitrary; and the factor of the scores.
+        GROUP: Query heads that share a head of keys: head h, counted through all batches, reads the keys of h // GROUP.
         D, WIDTH: Width of a head, and the power of two that holds it.
-        ROWS, COLS, CAUSAL: Tiles of queries and keys; if CAUSAL, query t sees the keys up to t + S - T.
+        ROWS, COLS, CAUSAL: Queries and keys in a tile. If CAUSAL, query t sees the keys up to t + S - T.
 
     Returns:
-        Nothing; writes o and lse, and touches nothing outside the tensors. Tiles of keys that no query sees are not read;
-        tiles that all see mask no score. Sums in float32, products of float32 without TF32; weights take v's dtype for theirs.
+        Nothing. Writes o and lse; touches nothing outside the tensors; skips tiles of keys that none of its queries sees;
+        masks no score in tiles that all see. Sums in float32; no TF32; weights are cast to v's dtype before their product.
 
     Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 1; equations (15.3) to (15.5).
     """
@@ -133,15 +133,15 @@ def flash_forward_kernel(q, k, v, o, lse, T, S, scale, GROUP: tl.constexpr, D: t
 @triton.jit
 def flash_backward_dq_kernel(q, k, v, o, do, lse, delta, dq, T, S, scale, GROUP: tl.constexpr, D: tl.constexpr,
                              WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
-    """Gradient of one tile of queries; arguments and grid as `flash_forward_kernel`'s. (Exercise 15.6)
+    """Gradient of one tile of queries; the grid is (query heads, tiles of queries). (Exercise 15.6)
 
     Args:
         o, do: Pointers to the output and its gradient, [heads, T, D].
         lse: Pointer to the natural logsumexp [heads, T]; -inf for a row without keys, whose gradient is 0.
-        delta, dq: Each row's sum of o * do, float32 [heads, T], and the gradient [heads, T, D] are written there.
+        delta, dq: Pointers to the results: each row's sum of o * do, float32 [heads, T], and the gradient [heads, T, D].
 
     Returns:
-        Nothing; writes delta and dq, each number in one program: no atomics. Reads, sums and products are as forward.
+        Nothing. Writes delta and dq, each number from one program, without atomics. All else is `flash_forward_kernel`'s.
     """
     raise NotImplementedError("Exercise 15.6: write flash_backward_dq_kernel")
 
@@ -153,20 +153,20 @@ def flash_backward_dkdv_kernel(q, k, v, do, lse, delta, dk, dv, T, S, scale, GRO
 
     Args:
         do, lse, delta: Pointers to the output's gradient, the natural logsumexp and the row sums of o * do.
-        dk, dv: Pointers to [heads / GROUP, S, D]: the gradients, summed over the query heads that share the keys.
+        dk, dv: Pointers to the results [heads / GROUP, S, D], summed over the query heads that share the keys.
 
     Returns:
-        Nothing; writes dk and dv, each number in one program: no atomics. Tiles of queries that see none of the keys
-        are not read. Other arguments, sums and products are `flash_forward_kernel`'s.
+        Nothing. Writes dk and dv, each number from a single program, without atomics. Skips tiles of queries that see none
+        of its keys. The other arguments, and what holds for sums and products, are those of `flash_forward_kernel`.
     """
     raise NotImplementedError("Exercise 15.7: write flash_backward_dkdv_kernel")
 
 
 class FlashAttentionTriton(torch.autograd.Function):
-    """Attention by the three kernels. (Exercise 15.8)
+    """Attention by the three kernels, as one step of autograd. (Exercise 15.8)
 
-    Arguments, results, errors and what is saved are `FlashAttentionTorch`'s, for float32, float16 and bfloat16.
-    `launch_forward`, `launch_backward_dq` and `launch_backward_dkdv` choose the tiles and start a kernel.
+    Arguments, results, errors and saved tensors are those of `FlashAttentionTorch`, for float32, float16 and bfloat16.
+    `launch_forward`, `launch_backward_dq` and `launch_backward_dkdv` choose the tiles and launch a kernel.
     """
 
     @staticmethod
@@ -185,13 +185,13 @@ def flash_attention(
     v: Float[Tensor, "*lead_kv s d"],
     is_causal: bool = False,
 ) -> Float[Tensor, "*lead t d"]:
-    """Attention by the fastest way that fits. (Exercise 15.9)
+    """Attention by the fastest implementation that can compute it. (Exercise 15.9)
 
     Args:
-        q, k, v, is_causal: As `FlashAttentionTorch`'s. Under autocast they are cast to its dtype first; float64 stays.
+        q, k, v, is_causal: As for `FlashAttentionTorch`. Under autocast they are cast to its dtype first, except float64.
 
     Returns:
-        By `flash_attention_fast` where `fits_fast` says so, by `FlashAttentionTriton` for other GPU tensors of 16 or 32
-        bits and at most 256 features, else by `FlashAttentionTorch`. Errors are as there.
+        The output of `flash_attention_fast` where `fits_fast` says so; of `FlashAttentionTriton` for other GPU tensors of
+        16 or 32 bits and at most 256 features; else of `FlashAttentionTorch`, whose errors are raised.
     """
     raise NotImplementedError("Exercise 15.9: write flash_attention")

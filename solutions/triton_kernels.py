@@ -1,4 +1,4 @@
-"""Kernels in Triton: programs that each own a tile of the result."""
+"""Kernels in Triton, in which each program owns a tile of the result."""
 
 import torch
 from jaxtyping import Float
@@ -12,7 +12,7 @@ from lib.given.kernels.once import first_derivative_only
 
 @triton.jit
 def vector_add_kernel(x, y, out, n, BLOCK: tl.constexpr):
-    """Program i adds elements i * BLOCK up to (i + 1) * BLOCK of the vectors at pointers x and y; n elements in all."""
+    """Program i adds elements i * BLOCK up to (i + 1) * BLOCK of two vectors of n elements; x, y and out are pointers."""
     ### BEGIN SOLUTION
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < n
@@ -22,20 +22,21 @@ def vector_add_kernel(x, y, out, n, BLOCK: tl.constexpr):
 
 
 def vector_add(x: Float[Tensor, "..."], y: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Sum of two tensors, by a kernel. (Exercise)
+    """Sum of two tensors, computed by a kernel. (Exercise)
 
     Args:
         x: Any shape and strides, also empty; float32, float16 or, on a GPU, bfloat16.
-        y: Of the same shape, dtype and device.
+        y: The same shape, dtype and device as x.
 
     Returns:
-        x + y in a new contiguous tensor of that shape and dtype. x and y stay as they are. Forward only: the result carries no
+        x + y in a new contiguous tensor of that shape and dtype; x and y stay unchanged. Forward only: the result has no
         gradient.
 
     Raises:
-        ValueError: the shapes differ (the message shows both), or `check_tensors` refuses.
+        ValueError: the shapes differ (the message shows both), or `check_tensors` raises it.
 
-    Cost: one launch; each element is read once and written once; nothing beside them is touched.
+    Cost: one launch. Each element of x and y is read once, each element of the result is written once, and no other memory
+    is touched.
     """
     check_tensors(x, y)
     if x.shape != y.shape:
@@ -72,7 +73,7 @@ def weighted_sum_kernel(x, weight, out, n_rows, width, ROWS: tl.constexpr, BLOCK
 def weighted_sum_backward_kernel(
     x, weight, grad, dx, partial, n_rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Program i writes ROWS rows of dx, and its own row of ``partial``: what these rows give to the weight's gradient."""
+    """Program i writes ROWS rows of dx, and the share of these rows in the weight's gradient into row i of ``partial``."""
     ### BEGIN SOLUTION
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     g = tl.load(grad + rows, mask=rows < n_rows, other=0.0).to(tl.float32)
@@ -89,11 +90,11 @@ def weighted_sum_backward_kernel(
 
 
 class WeightedSum(torch.autograd.Function):
-    """The two kernels, as one step of autograd. x comes as a contiguous matrix, weight as a contiguous vector."""
+    """The two kernels as one step of autograd; x is a contiguous matrix, weight a contiguous vector."""
 
     @staticmethod
     def forward(ctx, x: Float[Tensor, "n d"], weight: Float[Tensor, " d"]) -> Float[Tensor, " n"]:
-        """Launch `weighted_sum_kernel`, and save what the backward pass reads."""
+        """Launch `weighted_sum_kernel`, and save what the backward pass needs."""
         ### BEGIN SOLUTION
         n_rows, width = x.shape
         ctx.save_for_backward(x, weight)
@@ -109,7 +110,7 @@ class WeightedSum(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, grad: Float[Tensor, " n"]) -> tuple[Float[Tensor, "n d"], Float[Tensor, " d"]]:
-        """Launch `weighted_sum_backward_kernel`; add the rows of ``partial``, float32 ``[programs, D]``."""
+        """Launch `weighted_sum_backward_kernel`, then add the rows of ``partial``, which is float32 ``[programs, D]``."""
         ### BEGIN SOLUTION
         x, weight = ctx.saved_tensors
         (n_rows, width), n_programs = x.shape, triton.cdiv(x.shape[0], ctx.rows)
@@ -122,21 +123,21 @@ class WeightedSum(torch.autograd.Function):
 
 
 def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"]) -> Float[Tensor, "..."]:
-    """Sum of the last dimension, each feature times its weight; with a backward pass. (Exercise)
+    """Sum over the last dimension, each feature times its weight, with a backward pass. (Exercise)
 
     Args:
         x: [..., D], any strides, also empty; float32, float16 or, on a GPU, bfloat16.
-        weight: [D], any stride, of the same dtype and device.
+        weight: [D], any stride, with the dtype and device of x.
 
     Returns:
-        [...] in the dtype of x; sums in float32. Differentiable: the gradients are equation (14.3), and the weight's is first
-        summed over each tile of rows, then over the tiles, in float32, without atomics.
+        [...] in the dtype of x, summed in float32. Differentiable, with the gradients of equation (14.3). The weight's
+        gradient is summed in float32 within each tile of rows first, then over the tiles, without atomics.
 
     Raises:
-        ValueError: weight is not [D] (the message shows both shapes), or `check_tensors` refuses.
-        RuntimeError: a second derivative is asked for (`first_derivative_only` sees to it).
+        ValueError: weight is not [D] (the message shows both shapes), or `check_tensors` raises it.
+        RuntimeError: somebody asks for a second derivative (`first_derivative_only` raises it).
 
-    Cost: one launch forward, one backward; each element of x is read once in each.
+    Cost: one launch in the forward pass and one in the backward pass; each of them reads each element of x once.
     """
     check_tensors(x, weight)
     if weight.shape != x.shape[-1:]:
@@ -152,7 +153,7 @@ def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"]) -> Floa
 
 @triton.jit
 def softmax_kernel(x, out, width, row_stride, BLOCK: tl.constexpr):
-    """Program i does row i, which fits into BLOCK numbers; rows of x begin row_stride elements apart, rows of out width."""
+    """Program i computes row i, which fits into BLOCK. Rows of x begin row_stride elements apart, rows of out width apart."""
     ### BEGIN SOLUTION
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     scores = tl.load(x + row * row_stride + columns, mask=columns < width, other=-float("inf")).to(tl.float32)
@@ -171,13 +172,13 @@ def softmax_rows(x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
         x: [N, D], any strides, also empty; float32, float16 or, on a GPU, bfloat16. Scores may be -inf.
 
     Returns:
-        [N, D], contiguous, in the dtype of x; computed in float32. Forward only: the result carries no gradient.
+        [N, D], contiguous, in the dtype of x; computed in float32. Forward only: the result has no gradient.
 
     Raises:
-        ValueError: x is no matrix, or `check_tensors` refuses.
+        ValueError: x is not a matrix, or `check_tensors` raises it.
 
     Cost: one launch; each element is read once and written once.
-    Convention: a row of nothing but -inf gives zeros, as chapter 3's softmax. PyTorch's gives NaN.
+    Convention: a row that is all -inf gives zeros, as in chapter 3. PyTorch's softmax returns NaN.
     """
     check_tensors(x)
     if x.ndim != 2:
@@ -200,9 +201,9 @@ def matmul_kernel(
     a, b, out, M, N, K, am, ak, bk, bn,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a @ b for each program, in the order of equation (14.5).
+    """Each program computes one tile of a @ b, in the order of equation (14.5).
 
-    Element (i, j) of a lies am * i + ak * j elements behind the pointer, and of b bk * i + bn * j; out is contiguous.
+    Element (i, j) is am * i + ak * j elements after the pointer a; in b it is bk * i + bn * j after b. out is contiguous.
     """
     ### BEGIN SOLUTION
     program, n_tiles = tl.program_id(0), tl.cdiv(N, TILE_N)
@@ -224,20 +225,20 @@ def matmul_kernel(
 
 
 def matmul(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> Float[Tensor, "m n"]:
-    """Product of two matrices, in tiles. (Exercise)
+    """Product of two matrices, computed in tiles. (Exercise)
 
     Args:
         a: [M, K], any strides, also empty; float32, float16 or, on a GPU, bfloat16.
-        b: [K, N], of the same dtype and device, any strides.
+        b: [K, N], any strides, with the dtype and device of a.
 
     Returns:
-        a @ b, contiguous, in the dtype of a; products of float32 are exact to float32 (no TF32), sums are in float32. Forward
-        only: the result carries no gradient.
+        a @ b, contiguous, in the dtype of a. Products of float32 tiles are true float32 (no TF32), sums are in float32.
+        Forward only: the result has no gradient.
 
     Raises:
-        ValueError: the shapes do not fit (the message shows both), or `check_tensors` refuses.
+        ValueError: the shapes do not fit (the message shows both), or `check_tensors` raises it.
 
-    Cost: one launch, no copy of a or b. Program p writes the tile of equation (14.5), of the size that `matmul_tiles` gives,
+    Cost: one launch, and no copy of a or b. Program p writes the tile of equation (14.5), whose size `matmul_tiles` chooses,
     and reads each element of its rows of a and of its columns of b once.
     """
     check_tensors(a, b)
@@ -261,7 +262,7 @@ def matmul(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> Float[Tensor, "m
 
 @triton.jit
 def rms_norm_kernel(x, weight, out, width, row_stride, eps, BLOCK: tl.constexpr):
-    """Program i does row i, which fits into BLOCK numbers; rows of x begin row_stride elements apart, rows of out width."""
+    """Program i computes row i, which fits into BLOCK. Rows of x begin row_stride elements apart, rows of out width apart."""
     ### BEGIN SOLUTION
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = columns < width
@@ -277,15 +278,15 @@ def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"], eps: float 
 
     Args:
         x: [..., D], any strides, also empty; float32, float16 or, on a GPU, bfloat16.
-        weight: [D], any stride, of the same dtype and device.
+        weight: [D], any stride, with the dtype and device of x.
         eps: Added to the mean square, under the root.
 
     Returns:
-        Equation (14.6), contiguous, in the shape and dtype of x; everything in float32, and one cast at the end. Forward only:
-        the result carries no gradient.
+        Equation (14.6), contiguous, with the shape and dtype of x; computed in float32, with one cast at the end. Forward
+        only: the result has no gradient.
 
     Raises:
-        ValueError: weight is not [D] (the message shows both shapes), or `check_tensors` refuses.
+        ValueError: weight is not [D] (the message shows both shapes), or `check_tensors` raises it.
 
     Cost: one launch; each element of x is read once and written once.
     """

@@ -1,1 +1,1 @@
-"""Speed and no lesson: the models' fast paths, fused kernels, FlashAttention for Hopper."""
+"""Code for speed, not for teaching: the models' fast paths, fused kernels, FlashAttention for Hopper."""

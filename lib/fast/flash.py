@@ -1,7 +1,7 @@
-"""FlashAttention for Hopper: chapter 15's kernels once more, with tensor descriptors and tiles chosen by measurement.
+"""FlashAttention for Hopper: chapter 15's kernels again, with tensor descriptors and tiles chosen by measurement.
 
-Read chapter 15 first: the arithmetic is the same, and its recorded sections say what each difference pays. Where
-``lib.fast.flash_hopper`` has a quicker kernel still, and the device can run it, ``tiles_for`` chooses that one.
+Read chapter 15 first: the arithmetic is the same, and the page "Measurements: FlashAttention" says what each difference pays.
+Where ``lib.fast.flash_hopper`` has an even faster kernel that the device can run, ``tiles_for`` chooses that one.
 """
 
 import math
@@ -28,10 +28,10 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     registers: int | None = None
-    heads_first: bool = False  # forward and dQ: neighbouring programs take different heads, not different rows
+    heads_first: bool = False  # forward and dQ: neighbouring programs compute different heads instead of different rows
 
 
-# Width, causal: forward, dQ, dK/dV; found on an H200 by ``lib.bench.flash_tiles``. First what Triton's own kernels take.
+# Width, causal: tiles of forward, dQ, dK/dV, found on an H200 by ``lib.bench.flash_tiles``, for kernels without roles.
 TABLE: dict[tuple[int, bool], tuple[Tiles, Tiles, Tiles]] = {
     (64, True): (
         Tiles(64, 128, 4, 2, 168, heads_first=True),
@@ -42,14 +42,14 @@ TABLE: dict[tuple[int, bool], tuple[Tiles, Tiles, Tiles]] = {
     (128, True): (Tiles(64, 64, 4, 3, heads_first=True), Tiles(128, 64, 8, 3, heads_first=True), Tiles(64, 64, 4, 2)),
     (128, False): (Tiles(128, 64, 4, 2), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)),
 }
-# The quickest of all where `has_roles`: mostly kernels with roles for their warps.
+# The fastest of all where `has_roles`, mostly kernels with roles for their warps.
 ROLES_TABLE: dict[tuple[int, bool], tuple[Tiles | Roles, Tiles | Roles, Tiles | Roles]] = {
     (64, True): (Roles(3, 128, 4, heads_first=True), TABLE[64, True][1], Roles(2, 64, 3, registers=True)),
     (64, False): (Roles(3, 128, 2), TABLE[64, False][1], Roles(2, 64, 3, registers=True)),
     (128, True): (Roles(3, 64, 3, heads_first=True), Roles(2, 64, 3, heads_first=True, early=True), Roles(2, 64, 2)),
     (128, False): (Roles(2, 128, 2), Roles(2, 128, 2), Roles(2, 64, 2)),
 }
-# Rows of queries, or of keys for dK/dV, in all heads: with fewer, roles leave multiprocessors idle (lib.bench.flash_short).
+# Queries (keys for dK/dV) in all heads: with fewer, kernels with roles leave multiprocessors idle (lib.bench.flash_short).
 ENOUGH_ROWS = (2**16, 2**15, 2**15)
 
 
@@ -65,7 +65,7 @@ def _keys(acc, l, m, query, k, v, base, first, end, sees, scale2, COLS: tl.const
         if MASK:
             scores = tl.where(sees[:, None] >= start + tl.arange(0, COLS)[None, :], scores, -float("inf"))
         m_new = tl.maximum(m, tl.max(scores, 1) * scale2)
-        weights = tl.exp2(scores * scale2 - m_new[:, None])  # one multiply-add and one exp2 a score
+        weights = tl.exp2(scores * scale2 - m_new[:, None])  # one multiply-add and one exp2 for each score
         decay = tl.exp2(m - m_new)
         l = l * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
@@ -81,7 +81,7 @@ def fast_forward_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """As ``flash_forward_kernel``, for whole tiles, through descriptors of [heads * T, D] and [heads / GROUP * S, D]."""
+    """Like ``flash_forward_kernel``, for whole tiles, with descriptors of [heads * T, D] and [heads / GROUP * S, D]."""
     if HEADS_FIRST:
         head, i = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     else:
@@ -116,7 +116,7 @@ def _keys_back(
         key = k.load([base + start, 0])
         value = v.load([base + start, 0])
         scores = tl.dot(query, key.T, input_precision="ieee")
-        dp = tl.dot(grad, value.T, input_precision="ieee")  # begun before the softmax waits for the scores
+        dp = tl.dot(grad, value.T, input_precision="ieee")  # started before the softmax waits for the scores
         weights = tl.exp2(scores * scale2 - lse2[:, None])
         if MASK:
             weights = tl.where(sees[:, None] >= start + tl.arange(0, COLS)[None, :], weights, 0.0)
@@ -131,7 +131,7 @@ def fast_dq_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """As ``flash_backward_dq_kernel``: it leaves stats [2, heads * T] for dK/dV, lse in base 2 and row sums of o * do."""
+    """Like ``flash_backward_dq_kernel``. Stores stats [2, heads * T] for dK/dV: lse in base 2, and row sums of o * do."""
     if HEADS_FIRST:
         head, i, n_heads = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.num_programs(0)
     else:
@@ -186,7 +186,7 @@ def fast_dkdv_kernel(
     q, k, v, do, dk, dv, stats, T, S, scale2, scale,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """As ``flash_backward_dkdv_kernel``."""
+    """Like ``flash_backward_dkdv_kernel``."""
     head, start = tl.program_id(1), tl.program_id(0) * COLS
     cols = start + tl.arange(0, COLS)
     key = k.load([head * S + start, 0])
@@ -216,7 +216,7 @@ def fast_dkdv_kernel(
 
 
 def fits_fast(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
-    """Whether the fast kernels can do it: a Hopper GPU, 16 bits, width 64 or 128, whole tiles, no row without keys."""
+    """Whether the fast kernels can compute it: a Hopper GPU, 16 bits, width 64 or 128, whole tiles, no row without keys."""
     if not (HAS_TRITON and q.is_cuda) or INTERPRETED or torch.cuda.get_device_capability(q.device)[0] < 9:
         return False
     lengths = q.shape[-2] % 128 == k.shape[-2] % 128 == 0 and (not is_causal or q.shape[-2] <= k.shape[-2])
@@ -225,7 +225,7 @@ def fits_fast(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Contiguous, beginning at a multiple of 16 bytes, as the copy engine wants it."""
+    """Contiguous and starting at a multiple of 16 bytes, as the copy engine requires."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x
 
@@ -233,12 +233,12 @@ def _aligned(x: Tensor) -> Tensor:
 def _describe(x: Tensor, rows: int):
     """A descriptor that copies ``rows`` rows at once."""
     width = x.shape[-1]
-    flat = x.view(-1, width) if INTERPRETED else x  # compiled, only its address counts
+    flat = x.view(-1, width) if INTERPRETED else x  # when compiled, only its address matters
     return TensorDescriptor(flat, [x.numel() // width, width], [width, 1], [rows, width])
 
 
 def tiles_for(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tiles | Roles, Tiles | Roles, Tiles | Roles]:
-    """Forward's, dQ's and dK/dV's for device and sizes; small tiles for a width that is in no table, as the tests use."""
+    """Tiles of forward, dQ and dK/dV for this device and these sizes; small ones for widths in no table, as in the tests."""
     small = Tiles(32, 32, 4, 2)
     chosen = TABLE.get((q.shape[-1], is_causal), (small, small, small))
     if not has_roles(q) or (q.shape[-1], is_causal) not in ROLES_TABLE:
@@ -286,7 +286,7 @@ def fast_dq(q, k, v, o, do, lse, is_causal: bool, tiles: Tiles | Roles) -> tuple
 
 
 def fast_dkdv(q, k, v, do, stats, is_causal: bool, tiles: Tiles | Roles) -> tuple[Tensor, Tensor]:
-    """The gradients of k and v; stats as `fast_dq` leaves them."""
+    """The gradients of k and v; stats are those that `fast_dq` returns."""
     if isinstance(tiles, Roles):
         return hopper_dkdv(q, k, v, do, stats, is_causal, tiles)
     (t, d), s, n_heads, n_rows = q.shape[-2:], k.shape[-2], math.prod(k.shape[:-2]), math.prod(q.shape[:-1])
@@ -317,7 +317,7 @@ def _backward(
     return dq, *fast_dkdv(q, k, v, do, stats, is_causal, for_dkdv)
 
 
-# Operators of their own, so that torch.compile takes each as one step and need not look inside.
+# Registered as operators, so that torch.compile treats each as one step and does not look inside.
 forward_operator = torch.library.custom_op("workbook::flash_forward", mutates_args=())(_forward)
 backward_operator = torch.library.custom_op("workbook::flash_backward", mutates_args=())(_backward)
 
@@ -353,7 +353,7 @@ forward_operator.register_autograd(_differentiate, setup_context=_save)
 
 
 class Eager(torch.autograd.Function):
-    """The same without operators, whose way through PyTorch's dispatcher takes longer than a short kernel runs."""
+    """The same without operators: PyTorch's dispatcher takes longer for these than a short kernel runs."""
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal):
@@ -365,13 +365,13 @@ class Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
-        # With create_graph the operator, which refuses a second derivative; a launch would leave it out without a word.
+        # With create_graph use the operator, which raises on a second derivative; a plain launch would silently lack terms.
         compute = backward_operator if torch.is_grad_enabled() else _backward
         return *compute(q, k, v, o, do, lse, ctx.is_causal), None
 
 
 def _looked_at(*xs: Tensor) -> bool:
-    """Whether someone wants to see operators: a mode; or a kind of tensor, such as a fake one, that has no memory."""
+    """Whether somebody watches operators: a dispatch mode, or tensors of another kind, such as fake ones without memory."""
     return _get_current_dispatch_mode() is not None or any(type(x) is not Tensor for x in xs)
 
 

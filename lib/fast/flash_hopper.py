@@ -1,13 +1,14 @@
 """FlashAttention with roles for a Hopper GPU's warps (warp specialization): one only copies, groups of four only compute.
 
-Read ``lib.fast.flash`` first: the arithmetic is the same. There, Triton decides who copies and when a product is waited
-for. Gluon, the language below Triton, leaves that to its caller: layouts, shared memory, barriers and waits stand here in full.
+Read ``lib.fast.flash`` first: the arithmetic is the same. There, Triton decides which warps copy and when they wait for a
+product. In Gluon, the language below Triton, the author decides: layouts, shared memory, barriers and waits are all explicit.
 
-Each program is 64 rows (forward, dQ) or 64 keys (dK/dV) for each of its groups, its *users*, and one ring of tiles that all
-of them read: what comes from memory comes once for two or three users. Two barriers stand at each place of the ring. ``full``
-is passed when the copy engine has written all bytes of the tile, ``empty`` when every user has let go of the tile. Tile n of
-a program lies at place n % stages, and a barrier's phase, 0 or 1 in turn, says which time round it is. A barrier of its own,
-``once``, says that the users' own rows have come. Sizes are multiples of 128, and callers see to that (``fits_fast``).
+A program has two or three groups of warps that compute, its *users*. Each user owns 64 rows (forward, dQ) or 64 keys (dK/dV).
+All of them read the same ring of tiles, so each tile comes from memory once for all users. Each place in the ring has two
+barriers: ``full`` opens when the copy engine has written all bytes of the tile, ``empty`` when every user has finished with
+it. Tile n of a program is at place n % stages, and a barrier's phase, which alternates between 0 and 1, tells the rounds
+apart. One more barrier, ``once``, opens when the users' own rows have arrived. Sizes are multiples of 128; callers check that
+with ``fits_fast``.
 """
 
 import math
@@ -20,8 +21,13 @@ from torch import Tensor
 
 from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, check_shapes, triton
 
-KNOWN = ((3, 6), (3, 7), (3, 8), (3, 9))  # Tritons that compile what stands here; Gluon is young, and its names change
-PROVEN = ((3, 6),)  # those whose code has run on a GPU and passed tests/workbook/test_flash_hopper.py there
+KNOWN = (
+    (3, 6),
+    (3, 7),
+    (3, 8),
+    (3, 9),
+)  # versions of Triton that compile this file; Gluon is young, and its names change
+PROVEN = ((3, 6),)  # versions whose code passed tests/workbook/test_flash_hopper.py on a GPU
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if HAS_TRITON else ()
 GLUON = not INTERPRETED and VERSION in KNOWN
@@ -29,14 +35,16 @@ GLUON = not INTERPRETED and VERSION in KNOWN
 
 @dataclass(frozen=True)
 class Roles:
-    """How one kernel is cut, known when it is compiled; `complete` fills in what is behind ``registers``."""
+    """How one kernel is cut, known when it is compiled; `complete` fills in the fields after ``registers``."""
 
     users: int  # groups of four warps that compute; 2, or 3 for forward and dQ
-    tile: int  # keys (forward, dQ) or rows (dK/dV) that come at a time
-    stages: int  # tiles in the ring, 2 or more: the next one comes before this one is let go
-    heads_first: bool = False  # forward and dQ: neighbouring programs take different heads, not different rows
-    early: bool = False  # forward and dQ: the next scores are begun before this tile's softmax
-    registers: bool = False  # what a group owns is the left factor of products from registers, not from shared memory
+    tile: int  # keys (forward, dQ) or rows (dK/dV) in a tile of the ring
+    stages: int  # tiles in the ring, 2 or more: the next one arrives before this one is released
+    heads_first: bool = False  # forward and dQ: neighbouring programs compute different heads instead of different rows
+    early: bool = False  # forward and dQ: the next scores are started before this tile's softmax
+    registers: bool = (
+        False  # a group's own rows are read from registers, not from shared memory, as left factors of products
+    )
     kernel: str = "forward"  # or "dQ", "dK/dV"
     width: int = 0
     group: int = 1  # heads of queries for each head of keys
@@ -51,7 +59,7 @@ if GLUON:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     fence_async_shared = hopper.fence_async_shared
-    copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # since Triton 3.9 the first
+    copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # the first name since Triton 3.9
     copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
     LOG2E, LN2 = gl.constexpr(math.log2(math.e)), gl.constexpr(math.log(2))
@@ -59,12 +67,12 @@ if GLUON:
 
     @gluon.constexpr_function
     def acc(n):
-        """Where a group keeps [64, n] of float32: what a tensor core adds to."""
+        """Layout of a group's [64, n] float32 accumulator, to which tensor cores add."""
         return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, n, 16])
 
     @gluon.constexpr_function
     def left(n):
-        """Where it keeps the left factor of a product [64, n] that comes from registers."""
+        """Layout of a left factor [64, n] that is read from registers."""
         return gl.DotOperandLayout(operand_index=0, parent=acc(n), k_width=2)
 
     @gluon.jit
@@ -90,7 +98,7 @@ if GLUON:
 
     @gluon.jit
     def _part(used, loaded, CUT: gl.constexpr):
-        """The program's warps part: users with many registers, and one warp with few that loads."""
+        """Assign roles to the program's warps: users with many registers, and one warp with few registers that loads."""
         first: gl.constexpr = 0
         second: gl.constexpr = 1
         third: gl.constexpr = 2
@@ -126,7 +134,7 @@ if GLUON:
 
     @gluon.jit
     def _wait_empty(empty, n, CUT: gl.constexpr):
-        """The first time round nobody has to let go."""
+        """Wait until place n is free. In the first round it is free from the start."""
         mbarrier.wait(empty.index(n % CUT.stages), ((n // CUT.stages) & 1) ^ 1)
 
     @gluon.jit
@@ -135,14 +143,14 @@ if GLUON:
 
     @gluon.jit
     def _begin(factor, shared):
-        """Begin factor @ shared^T, both in shared memory; the result may be read after a wait."""
+        """Start factor @ shared^T; the result may be read only after a wait."""
         n: gl.constexpr = shared.shape[0]
         zeros = gl.full([64, n], 0.0, gl.float32, acc(n))
         return warpgroup_mma(factor, shared.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
     @gluon.jit
     def _begin_scores(factor, places, full, n, CUT: gl.constexpr):
-        """Begin the scores of tile n; the loader brings one tile more than there are, so that the last, too, may look ahead."""
+        """Start the scores of tile n. The loader brings one tile more than needed, so that even the last one can look ahead."""
         _wait_full(full, n, CUT)
         return _begin(factor, places.index(n % CUT.stages))
 
@@ -150,7 +158,7 @@ if GLUON:
 
     @gluon.jit
     def _place(CUT: gl.constexpr):
-        """Head and first row of this program, longest rows first."""
+        """Head and first row of this program; the longest rows come first."""
         if CUT.heads_first:
             return gl.program_id(0), (gl.num_programs(1) - 1 - gl.program_id(1)) * (64 * CUT.users)
         else:  # noqa: RET505
@@ -158,7 +166,7 @@ if GLUON:
 
     @gluon.jit
     def _n_tiles(end, T, S, CUT: gl.constexpr):
-        """Tiles that rows before ``end`` see."""
+        """Number of tiles that the rows before ``end`` see."""
         if CUT.causal:
             return (gl.minimum(end, T) + S - T + CUT.tile - 1) // CUT.tile
         else:  # noqa: RET505
@@ -171,7 +179,7 @@ if GLUON:
         head, start = _place(CUT)
         mbarrier.expect(once, len(rows_in) * CUT.users * 64 * CUT.width * 2)
         for user in gl.static_range(gl.constexpr(CUT.users)):
-            at = head * T + gl.minimum(start + 64 * user, T - 64)  # beyond the last row: rows that will not be used
+            at = head * T + gl.minimum(start + 64 * user, T - 64)  # beyond the last row, load rows that nobody uses
             for i in gl.static_range(len(rows_in)):
                 copy_in(rows_in[i], [at, 0], once, rows_s[i].index(user))
         base = head // CUT.group * S
@@ -186,14 +194,14 @@ if GLUON:
 
     @gluon.jit
     def _pass_by(full, empty, n, n_tiles, CUT: gl.constexpr):
-        """Let go of tiles that only later rows need."""
+        """Release the tiles that only later rows need."""
         for i in range(n, n_tiles):
             _wait_full(full, i, CUT)
             _let_go(empty, i, CUT)
 
     @gluon.jit
     def _keys(o, l, m, s, query, ring, n, sees, scale2, MASK: gl.constexpr, CUT: gl.constexpr):
-        """One tile of the forward pass; s are its scores, and the next tile's come back."""
+        """One tile of the forward pass. s are its scores; returns those of the next tile too."""
         k_s, v_s, full, empty = ring
         if CUT.early:
             ahead = _begin_scores(query, k_s, full, n + 1, CUT)
@@ -247,7 +255,7 @@ if GLUON:
 
     @gluon.jit
     def hopper_forward_kernel(q, k, v, out, lse, T, S, scale2, CUT: gl.constexpr):
-        """As ``fast_forward_kernel``."""
+        """Like ``fast_forward_kernel``."""
         q_s = gl.allocate_shared_memory(q.dtype, [CUT.users, 64, CUT.width], q.layout)
         k_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, CUT.tile, CUT.width], k.layout)
         v_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, CUT.tile, CUT.width], v.layout)
@@ -257,7 +265,7 @@ if GLUON:
 
     @gluon.jit
     def _keys_back(dq, s, query, grad, lse2, sums, ring, n, sees, scale2, MASK: gl.constexpr, CUT: gl.constexpr):
-        """One tile of dQ; s are its scores, and the next tile's come back."""
+        """One tile of dQ. s are its scores; returns those of the next tile too."""
         k_s, v_s, full, empty = ring
         dp = _begin(grad, v_s.index(n % CUT.stages))
         if CUT.early:
@@ -311,7 +319,7 @@ if GLUON:
 
     @gluon.jit
     def hopper_dq_kernel(q, k, v, o, do, dq, lse, stats, n_rows, T, S, scale2, scale, CUT: gl.constexpr):
-        """As ``fast_dq_kernel``: it leaves stats [2, heads * T] for dK/dV."""
+        """Like ``fast_dq_kernel``; stores stats [2, heads * T] for dK/dV."""
         q_s = gl.allocate_shared_memory(q.dtype, [CUT.users, 64, CUT.width], q.layout)
         o_s = gl.allocate_shared_memory(q.dtype, [CUT.users, 64, CUT.width], q.layout)
         do_s = gl.allocate_shared_memory(q.dtype, [CUT.users, 64, CUT.width], q.layout)
@@ -329,7 +337,7 @@ if GLUON:
 
     @gluon.jit
     def _first_row(key, T, S, CUT: gl.constexpr):
-        """Where the first tile begins whose rows see key number ``key``, or one after it."""
+        """Start of the first tile that sees key number ``key``, or a later one."""
         if CUT.causal:
             return gl.maximum(key + T - S, 0) // CUT.tile * CUT.tile
         else:  # noqa: RET505
@@ -358,7 +366,7 @@ if GLUON:
 
     @gluon.jit
     def _queries(dk, dv, s, key, value, ring, n, rows, cols, scale2, MASK: gl.constexpr, CUT: gl.constexpr):
-        """One tile of dK and dV; s are its scores, and the next tile's come back."""
+        """One tile of dK and dV. s are its scores; returns those of the next tile too."""
         q_s, do_s, lse_s, sums_s, full, empty = ring
         place = n % CUT.stages
         query, grad = q_s.index(place), do_s.index(place)
@@ -396,7 +404,7 @@ if GLUON:
         key, value = _own(key_place, CUT), _own(value_place, CUT)
         s = warpgroup_mma_wait(0, deps=[_begin_scores(key, q_s, full, 0, CUT)])
         for _ in range(0, CUT.group):
-            for _ in range(_first_row(start, T, S, CUT), first, CUT.tile):  # rows that see no key of mine
+            for _ in range(_first_row(start, T, S, CUT), first, CUT.tile):  # rows that see none of this user's keys
                 s = warpgroup_mma_wait(0, deps=[_begin_scores(key, q_s, full, n + 1, CUT)])
                 _let_go(empty, n, CUT)
                 n += 1
@@ -415,7 +423,7 @@ if GLUON:
 
     @gluon.jit
     def hopper_dkdv_kernel(q, k, v, do, dk, dv, stats, n_rows, T, S, scale2, scale, CUT: gl.constexpr):
-        """As ``fast_dkdv_kernel``; stats in one row."""
+        """Like ``fast_dkdv_kernel``, with stats as one row."""
         q_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, CUT.tile, CUT.width], q.layout)
         do_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, CUT.tile, CUT.width], q.layout)
         lse_s = gl.allocate_shared_memory(gl.float32, [CUT.stages, CUT.tile], stats.layout)
@@ -435,7 +443,7 @@ if GLUON:
 
 
 def has_roles(x: Tensor) -> bool:
-    """Whether warps can have roles on its device: compute capability 9.0 exactly, and a Triton that is proven."""
+    """Whether kernels with roles run on x's device: compute capability 9.0 exactly, and a version of Triton in PROVEN."""
     return GLUON and VERSION in PROVEN and x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
@@ -443,10 +451,11 @@ _compiled: dict[tuple, Any] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, int], key: tuple, args: tuple, **options: Any) -> None:
-    """As ``kernel[grid](*args, **options)``, which compares every argument with what it has compiled, each time.
+    """The same as ``kernel[grid](*args, **options)``, with less work on the host.
 
-    That takes longer than a short kernel runs. Here ``key`` says all that the compiled code depends on, beside what callers
-    see to: sizes are multiples of 16, and so are addresses, in bytes.
+    Triton compares every argument with its compiled variants at each launch, which takes longer than a short kernel runs.
+    Here ``key`` holds everything that the compiled code depends on. Callers guarantee the rest: sizes, and addresses in
+    bytes, are multiples of 16.
     """
     if INTERPRETED:
         kernel[grid](*args, **options)
@@ -460,7 +469,7 @@ def launch(kernel: Any, grid: tuple[int, int], key: tuple, args: tuple, **option
 
 @lru_cache(maxsize=64)
 def _layout(rows: int, width: int, dtype: torch.dtype) -> Any:
-    """The order of a tile in shared memory in which tensor cores read it."""
+    """The layout of a tile in shared memory that tensor cores read."""
     return gl.NVMMASharedLayout.get_default_for([rows, width], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
 
 
@@ -471,10 +480,10 @@ def _describe(x: Tensor, rows: int) -> Any:
 
 
 def complete(cut: Roles, kernel: str, width: int, group: int, is_causal: bool) -> Roles:
-    """The cut with what its caller does not choose.
+    """The cut with the fields that its caller does not choose.
 
     Raises:
-        ValueError: no kernel is cut so.
+        ValueError: no kernel can be cut like this.
     """
     most = 2 if kernel == "dK/dV" else 3
     if not 2 <= cut.users <= most:
@@ -482,7 +491,9 @@ def complete(cut: Roles, kernel: str, width: int, group: int, is_causal: bool) -
     if cut.tile not in (32, 64, 128):
         raise ValueError(f"tile = {cut.tile}, expected 32, 64 or 128")
     if cut.stages < 2:
-        raise ValueError(f"stages = {cut.stages}, expected 2 or more: the next tile comes before this one is let go")
+        raise ValueError(
+            f"stages = {cut.stages}, expected 2 or more: the next tile arrives before this one is released"
+        )
     if kernel == "dK/dV" and (cut.early or cut.heads_first):
         raise ValueError(f"early = {cut.early}, heads_first = {cut.heads_first}, expected neither for dK/dV")
     return replace(cut, kernel=kernel, width=width, group=group, causal=is_causal)
@@ -523,7 +534,7 @@ def hopper_dq(q, k, v, o, do, lse, is_causal: bool, cut: Roles) -> tuple[Tensor,
 
 
 def hopper_dkdv(q, k, v, do, stats, is_causal: bool, cut: Roles) -> tuple[Tensor, Tensor]:
-    """The gradients of k and v; stats as `hopper_dq` leaves them."""
+    """The gradients of k and v; stats are those that `hopper_dq` returns."""
     t, s, scale, cut = _sizes("dK/dV", q, k, v, is_causal, cut)
     dk, dv, n_rows = torch.empty_like(k), torch.empty_like(v), stats.numel() // 2
     keys, values, d_keys, d_values = (_describe(x, 64) for x in (k, v, dk, dv))

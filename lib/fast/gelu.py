@@ -1,9 +1,9 @@
-"""The exact GELU of a sum with a bias in one kernel, and the gradients of both in another.
+"""The exact GELU of ``x + bias`` in one kernel, and the gradients of both in another.
 
-In the middle of an MLP of ViT-L/16 stand, for 256 images, 50,432 rows of 4096 numbers, 413 MB in bf16. Written as operators, the
-bias is added where the product before it ends, backward goes once over the rows for their gradient, and then the compiler computes
-all of it once more, only to sum it for the bias. Here the product comes without its bias, and each number crosses the memory bus as
-often as it must.
+In the middle of an MLP of ViT-L/16 there are, for 256 images, 50,432 rows of 4096 numbers: 413 MB in bf16. Written as operators,
+the bias is added at the end of the product before it. The backward pass then goes over the rows for their gradient, and the
+compiler computes that gradient a second time, only to sum it for the bias. Here the product comes without its bias, and each
+number crosses the memory bus only as often as it must.
 """
 
 import math
@@ -18,7 +18,7 @@ from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, tl, triton
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 P, TAIL = 0.3275911, (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
-"""p and the coefficients of Abramowitz and Stegun's formula 7.1.26, at most 1.5e-7 from the error function: as near as float32 gets."""
+"""p and the coefficients of Abramowitz and Stegun's formula 7.1.26, whose error of at most 1.5e-7 is close to float32's rounding."""
 
 A, B, C, D, E = (tl.constexpr(coefficient / 2) for coefficient in TAIL)
 SLOPE = tl.constexpr(P * 0.5**0.5)
@@ -27,13 +27,13 @@ PEAK = tl.constexpr((2 * math.pi) ** -0.5)  # of the normal distribution's densi
 
 
 class Tiles(NamedTuple):
-    """How a kernel is cut: each program takes ``steps`` tiles of ``rows`` x ``columns``, one below the other."""
+    """How a kernel is cut: each program computes ``steps`` tiles of ``rows`` x ``columns``, one below the other."""
 
     rows: int
     columns: int
     steps: int
     warps: int
-    stages: int = 1  # more: the loads of later tiles begin early, by way of shared memory
+    stages: int = 1  # with more, later tiles are loaded early, through shared memory
 
 
 FORWARD, BACKWARD = Tiles(8, 512, 1, 4), Tiles(16, 256, 8, 8, 3)
@@ -43,10 +43,10 @@ FORWARD, BACKWARD = Tiles(8, 512, 1, 4), Tiles(16, 256, 8, 8, 3)
 
 @triton.jit
 def _bell_and_tail(size, ONE_INSTRUCTION: tl.constexpr):
-    """exp(-size^2 / 2), and the factor that makes it the normal distribution's share above ``size``, which is at least 0."""
+    """exp(-size^2 / 2), and the factor that turns it into the share of the normal distribution above ``size`` >= 0."""
     exponent = size * size * MINUS_HALF_LOG2E
     below = 1.0 + SLOPE * size
-    if ONE_INSTRUCTION:  # an exponential or a reciprocal; both are off by at most two units in the last place
+    if ONE_INSTRUCTION:  # the exponential and the reciprocal, each with an error of at most two units in the last place
         bell = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [exponent], tl.float32, True, 1)
         t = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [below], tl.float32, True, 1)
     else:
@@ -60,7 +60,7 @@ def bias_gelu_forward_kernel(
     x, bias, out, n_rows, n_columns,
     ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, ONE_INSTRUCTION: tl.constexpr,
 ):  # fmt: skip
-    """Bytes moved: 1 read and 1 write of the rows. Some 20 instructions a number; the time its bytes take would allow 30."""
+    """Bytes moved: 1 read and 1 write of the rows. About 20 instructions for each number; its bytes take the time of 30."""
     n_across = tl.cdiv(n_columns, COLS)
     first = tl.program_id(0) // n_across * ROWS * STEPS
     x += first.to(tl.int64) * n_columns
@@ -74,7 +74,7 @@ def bias_gelu_forward_kernel(
         y = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + shift[None, :]
         size = tl.abs(y)
         bell, tail = _bell_and_tail(size, ONE_INSTRUCTION)
-        y = tl.maximum(y, 0.0) - size * (bell * tail)  # the tail is on the other side of 0
+        y = tl.maximum(y, 0.0) - size * (bell * tail)  # the tail belongs to the other side of 0
         tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -85,8 +85,8 @@ def bias_gelu_backward_kernel(
 ):  # fmt: skip
     """Bytes moved: 2 reads and 1 write of the rows, and a row of float32 sums for each ROWS * STEPS of them.
 
-    The slope of the GELU is the share below y and y times the density: g on the left of 0 and 1 - g on the right, where g is
-    the tail less the density times the distance from 0.
+    The slope of the GELU is the normal share below y plus y times the density. With g, the share of the tail minus |y| times
+    the density, that is g for negative y and 1 - g otherwise.
     """
     n_across = tl.cdiv(n_columns, COLS)
     first = tl.program_id(0) // n_across * ROWS * STEPS
@@ -113,7 +113,7 @@ def bias_gelu_backward_kernel(
 
 
 def launch_forward(x: Tensor, bias: Tensor, tiles: Tiles = FORWARD) -> Tensor:
-    """The kernel's result, contiguous; ``x`` and ``bias`` as `bias_gelu` takes them."""
+    """The forward kernel's result, contiguous, for the ``x`` and ``bias`` of `bias_gelu`."""
     x, bias = x.contiguous(), bias.contiguous()
     out = torch.empty_like(x)
     _launch(bias_gelu_forward_kernel, tiles, x, bias, out)
@@ -121,7 +121,7 @@ def launch_forward(x: Tensor, bias: Tensor, tiles: Tiles = FORWARD) -> Tensor:
 
 
 def launch_backward(x: Tensor, bias: Tensor, d_out: Tensor, tiles: Tiles = BACKWARD) -> tuple[Tensor, Tensor]:
-    """The gradients of both; the bias's is summed in float32, each time in the same order."""
+    """The gradients of both; that of the bias is summed in float32, always in the same order."""
     x, bias, d_out = x.contiguous(), bias.contiguous(), d_out.contiguous()
     dx = torch.empty_like(x)
     n_sums = triton.cdiv(_n_rows(x), tiles.rows * tiles.steps)
@@ -152,7 +152,7 @@ def _has_kernel(x: Tensor) -> bool:
 
 @torch.library.custom_op("scaling_workbook::bias_gelu", mutates_args=())
 def bias_gelu_op(x: Tensor, bias: Tensor) -> Tensor:
-    """What `bias_gelu` computes, without its checks."""
+    """`bias_gelu` without its checks."""
     if _has_kernel(x):
         return launch_forward(x, bias)
     return F.gelu(x.float() + bias.float()).to(x.dtype).contiguous()
@@ -189,17 +189,18 @@ bias_gelu_op.register_autograd(_backward, setup_context=_save)
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    """The exact GELU of ``x + bias``, computed in float32, at most 1e-6 away there.
+    """The exact GELU of ``x + bias``, computed in float32 with an error of at most 1e-6.
 
     Args:
         x: ``[..., C]``, a product without its bias; bfloat16, float16 or float32.
-        bias: ``[C]``, of any dtype of floating point.
+        bias: ``[C]``, of any floating-point dtype.
 
     Returns:
-        ``[..., C]`` in the dtype of ``x``, contiguous; nan on a GPU where ``x + bias`` is infinite. Backward keeps ``x`` and ``bias``, and gives each its gradient in its dtype.
+        ``[..., C]`` in the dtype of ``x``, contiguous; nan on a GPU where ``x + bias`` is infinite. The backward pass keeps ``x`` and
+        ``bias``, and returns gradients in their dtypes.
 
     Raises:
-        ValueError: A shape or dtype is another.
+        ValueError: a shape or dtype is not one of these.
     """
     if x.dtype not in DTYPES:
         raise ValueError(f"x is {x.dtype}, expected one of {', '.join(map(str, DTYPES))}")

@@ -1,8 +1,8 @@
-"""Queries, keys and values out of one product, and on the way back their gradients into one, summed for the bias in passing.
+"""Split queries, keys and values from one product; in the backward pass join their gradients and sum them for the bias.
 
-Attention gives three gradients; the product before it wants them side by side. Written as operators that is a copy, and then the
-compiler reads the copy once more to sum it for the product's bias. Here the bias's gradient is taken where the rows are at hand:
-the product's own bias is detached, and whoever splits its result gives the gradient instead.
+Attention returns three gradients, and the product before it needs them side by side. Written as operators that is a copy, and
+then the compiler reads the copy again to sum it for the product's bias. Here one kernel copies and sums: the product's own bias is
+detached, and `split_heads` returns the bias's gradient instead.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ def join_heads_kernel(
     q, k, v, out, sums, n_rows, width,
     ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """q, k and v [n_rows, width] side by side in out, and for each ROWS * STEPS rows their sums in a row of sums [*, 3 * width]."""
+    """Write q, k and v [n_rows, width] side by side into out, and the sums of every ROWS * STEPS rows into sums [*, 3 * width]."""
     part, first = tl.program_id(1), tl.program_id(0) * ROWS * STEPS
     source = q
     if part == 1:
@@ -44,7 +44,7 @@ def join_heads_kernel(
 
 
 def launch_join(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """``[..., H, D]`` each, contiguous: side by side ``[..., 3 * H * D]``, and their sums over all rows in float32."""
+    """Join three contiguous ``[..., H, D]`` to ``[..., 3 * H * D]``, and sum them over all rows in float32."""
     width, n_rows = q.shape[-2] * q.shape[-1], q.shape[:-2].numel()
     out = q.new_empty(*q.shape[:-2], 3 * width)
     n_chunks = triton.cdiv(n_rows, ROWS * STEPS)
@@ -61,7 +61,7 @@ def launch_join(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("scaling_workbook::join_heads", mutates_args=())
 def join_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """What `launch_join` gives, of tensors with any strides."""
+    """`launch_join` for tensors with any strides, and without a GPU."""
     if HAS_TRITON and not INTERPRETED and q.is_cuda:
         return launch_join(q.contiguous(), k.contiguous(), v.contiguous())
     out = torch.cat([x.flatten(-2) for x in (q, k, v)], dim=-1)
@@ -75,7 +75,7 @@ def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class SplitHeads(torch.autograd.Function):
-    """Views forward; backward one kernel that joins three gradients and sums them for the bias."""
+    """Forward: three views. Backward: one kernel that joins three gradients and sums them for the bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, n_heads: int) -> tuple[Tensor, ...]:
@@ -89,10 +89,10 @@ class SplitHeads(torch.autograd.Function):
 
 
 def split_heads(x: Tensor, bias: Tensor, n_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, views of a product's result.
+    """Queries, keys and values as views of a product's result.
 
     Args:
-        x: ``[..., 3 * H * D]``, to which ``bias`` has been added, detached: its gradient comes from here.
+        x: ``[..., 3 * H * D]``, the product with a detached ``bias`` added: the bias gets its gradient from here.
         bias: ``[3 * H * D]``.
         n_heads: H.
 
@@ -100,7 +100,7 @@ def split_heads(x: Tensor, bias: Tensor, n_heads: int) -> tuple[Tensor, Tensor, 
         Three of ``[..., H, D]``.
 
     Raises:
-        ValueError: A shape is another.
+        ValueError: a shape is not one of these.
     """
     if x.ndim < 2 or bias.shape != x.shape[-1:] or n_heads < 1 or x.shape[-1] % (3 * n_heads):
         raise ValueError(

@@ -1,7 +1,7 @@
 """The cross-entropy of a large vocabulary in one kernel: loss and gradient from a single reading of the logits.
 
-Logits of 16 x 1024 tokens and 50,304 columns fill 1.6 GB in bf16. Written as softmax, logarithm and choice they cross the memory
-bus again and again; here each row is read from memory once, and once more from the cache, and its gradient is written.
+Logits of 16 x 1024 tokens and 50,304 columns fill 1.6 GB in bf16. Written as softmax, logarithm and choice, they cross the memory
+bus again and again. Here each row is read once from memory and once from the cache, and its gradient is written once.
 """
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # there is none for this system: the CPU path below needs none
+except ImportError:  # Triton does not exist for this system; the CPU path below does not need it
     triton = None
 
-BLOCK, N_WARPS = 4096, 16  # 512 threads a row: few rows are under way at a time, so that they stay in the cache
+BLOCK, N_WARPS = 4096, 16  # 512 threads for each row: few rows are in flight at a time, so they stay in the cache
 
 if triton is not None:
 
@@ -24,12 +24,12 @@ if triton is not None:
 
     @triton.jit
     def _softmax_loss_kernel(logits, targets, losses, gradient, n_vocab, n_columns, scale, BLOCK: tl.constexpr):
-        """A row a program: bytes moved 2 reads (the second from the cache) and 1 write of the row."""
+        """One program for each row. Bytes moved: 2 reads of the row, the second from the cache, and 1 write."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * n_columns
         gradient += row * n_columns
         columns = tl.arange(0, BLOCK)
-        largest = tl.full([BLOCK], -1e30, tl.float32)  # of each lane; lanes meet after the loop
+        largest = tl.full([BLOCK], -1e30, tl.float32)  # one for each lane; lanes are combined after the loop
         total = tl.zeros([BLOCK], tl.float32)
         for start in range(0, n_vocab, 2 * BLOCK):
             x = _load_wide(logits, start + columns, n_vocab)
@@ -55,7 +55,7 @@ def softmax_loss(logits: Tensor, targets: Tensor, n_vocab: int) -> tuple[Tensor,
     Args:
         logits: ``[N, V + padding]``, contiguous.
         targets: ``[N]``, each below ``n_vocab``.
-        n_vocab: Columns V that are tokens; the rest get no probability.
+        n_vocab: Number V of columns that are tokens; the others get no probability.
 
     Returns:
         The loss, float32, and the gradient in the dtype of the logits.
@@ -84,7 +84,7 @@ def _(logits: Tensor, targets: Tensor, n_vocab: int) -> tuple[Tensor, Tensor]:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The last product and the loss together, so that the gradient of the logits is computed where they are read."""
+    """The last product and the loss together, so that the gradient of the logits is computed while they are read."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, weight: Tensor, targets: Tensor, n_vocab: int) -> Tensor:
@@ -106,6 +106,6 @@ def linear_cross_entropy(rows: Tensor, weight: Tensor, targets: Tensor, n_vocab:
         rows: ``[N, C]``.
         weight: ``[V + padding, C]``, of the dtype of the rows.
         targets: ``[N]``.
-        n_vocab: Columns V that are tokens.
+        n_vocab: Number V of columns that are tokens.
     """
     return LinearCrossEntropy.apply(rows, weight, targets, n_vocab)

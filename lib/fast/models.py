@@ -1,7 +1,7 @@
-"""The book's GPT-2 and vision transformer on the fast path: the same parameters and the same function, fewer kernels and fewer bytes.
+"""The book's GPT-2 and vision transformer on the fast path: the same parameters and the same function, with fewer kernels and bytes.
 
-The models of chapters 5 and 6 are written to be read. What stands here computes their loss from their own parameters with
-PyTorch's fused operators, so that a compiler has less to mend; every choice is a field of `Path`, so that each can be measured alone.
+The models of chapters 5 and 6 are written to be read. This module computes their loss from their own parameters with PyTorch's
+fused operators, so that a compiler has less to repair. Every choice is a field of `Path`, so that each can be measured alone.
 """
 
 from collections.abc import Callable
@@ -27,14 +27,14 @@ class Path:
     """How a model is computed.
 
     Attributes:
-        dtype: Of every product's factors; parameters, losses and sums of gradients stay float32.
-        stream: Of the residual stream; None is ``dtype``.
-        attention: "written out" forms the scores; "fused" is PyTorch's own choice of kernel; "flash" and "cudnn" say which.
-        loss_kernel: GPT-2's last product, loss and gradient by ``lib.fast.loss``.
-        class_token_alone: In the last block of a ViT compute only what its head reads: the class token.
-        short_gelu: The exact GELU by `short_gelu`, which needs one exponential and no error function.
-        gelu_kernel: The exact GELU and the bias before it by `lib.fast.gelu`; takes precedence over ``short_gelu``.
-        heads_kernel: A ViT's gradients of queries, keys and values joined, and summed for their bias, by `lib.fast.heads`.
+        dtype: Dtype of the factors of every product; parameters, losses and sums of gradients stay float32.
+        stream: Dtype of the residual stream; None means ``dtype``.
+        attention: "written out" computes the scores; "fused" is PyTorch's choice of kernel; "flash" and "cudnn" name one.
+        loss_kernel: Compute GPT-2's last product, the loss and its gradient with ``lib.fast.loss``.
+        class_token_alone: In the last block of a ViT, compute only the class token, which is all that the head reads.
+        short_gelu: Compute the exact GELU with `short_gelu`, which needs one exponential and no error function.
+        gelu_kernel: Compute the exact GELU and the bias before it with `lib.fast.gelu`; takes precedence over ``short_gelu``.
+        heads_kernel: Join a ViT's gradients of queries, keys and values, and sum them for their bias, with `lib.fast.heads`.
     """
 
     dtype: torch.dtype = torch.float32
@@ -52,12 +52,12 @@ class Path:
 
     @property
     def stream_dtype(self) -> torch.dtype:
-        """Of the residual stream."""
+        """Dtype of the residual stream."""
         return self.stream or self.dtype
 
 
 def linear(x: Tensor, path: Path, *layers: nn.Linear) -> Tensor:
-    """One product for one linear map, or for several that read the same input; the outputs stand side by side."""
+    """One product for one linear map, or for several that read the same input; their outputs come side by side."""
     weight, bias = _side_by_side(layers)
     return F.linear(x.to(path.dtype), weight.flatten(1).to(path.dtype), bias.to(path.dtype))
 
@@ -69,16 +69,16 @@ def _side_by_side(layers: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor]:
 
 
 def norm(x: Tensor, layer: nn.LayerNorm, path: Path) -> Tensor:
-    """Layer norm in one kernel, its statistics in float32; what comes out goes into a product."""
+    """Layer norm in one kernel, with statistics in float32 and a result for the next product."""
     if torch.compiler.is_compiling() or x.dtype == torch.float32:  # the compiler fuses the two casts
-        weight, bias = layer.weight.float(), layer.bias.float()  # sharded parameters may come in less
+        weight, bias = layer.weight.float(), layer.bias.float()  # sharded parameters may be narrower
         return F.layer_norm(x.float(), layer.normalized_shape, weight, bias, layer.eps).to(path.dtype)
     weight, bias = layer.weight.to(x.dtype), layer.bias.to(x.dtype)
     return F.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, path: Path, causal: bool) -> Tensor:
-    """Attention on ``[B, T, H, D]`` as the projection leaves it, without a copy; ``[B, T, H*D]`` comes back."""
+    """Attention on ``[B, T, H, D]`` as the projection returns it, without a copy; returns ``[B, T, H*D]``."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if path.attention == "written out" or (q.shape[2] == 1 and not causal):
         return _written_out(q, k, v, causal).transpose(1, 2).flatten(2)
@@ -92,7 +92,7 @@ def _kernel(name: str) -> AbstractContextManager:
 
 
 def _written_out(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Scores, softmax, means: three steps that write ``[B, H, T, S]`` each; scale and mask go into the first."""
+    """Scores, softmax, weighted means. Scale and mask are part of the first product; scores and weights are written to memory."""
     b, h, t, _ = q.shape
     s, scale = k.shape[2], q.shape[-1] ** -0.5
     if causal:
@@ -115,7 +115,7 @@ def gpt2_block(block: Any, x: Tensor, path: Path, n_heads: int) -> Tensor:
 
 
 def gpt2_loss(model: Any, tokens: Tensor, targets: Tensor, path: Path, call_blocks: bool = False) -> Tensor:
-    """The mean cross-entropy of a ``lib.gpt2.GPT2``; with ``call_blocks`` each block is called as the module that it is."""
+    """The mean cross-entropy of a ``lib.gpt2.GPT2``; with ``call_blocks`` each block is called as a module."""
     x = F.embedding(tokens, model.wte.weight) + model.wpe.weight[: tokens.shape[1]]
     x = x.to(path.stream_dtype)
     for block in model.h:
@@ -134,7 +134,7 @@ def gpt2_loss(model: Any, tokens: Tensor, targets: Tensor, path: Path, call_bloc
 def vit_logits(model: Any, images: Tensor, path: Path, call_blocks: bool = False) -> Tensor:
     """The float32 logits of a ``lib.vit.VisionTransformer``; patches go through a product instead of a convolution.
 
-    With ``call_blocks`` each block is called as the module that it is: for whoever has put ``vit_block_of`` into its place.
+    With ``call_blocks`` each block is called as a module: for callers that have replaced its forward by ``vit_block_of``.
     """
     x = vit_stem(model.embeddings, images, path)
     for i, block in enumerate(model.blocks):
@@ -148,13 +148,13 @@ def vit_loss(model: Any, images: Tensor, labels: Tensor, path: Path, call_blocks
 
 
 def vit_block_of(model: Any, i: int, path: Path) -> Callable[..., Tensor]:
-    """What computes block i of a ``lib.vit.VisionTransformer`` from (block, x, path): of the last, perhaps only what the head reads."""
+    """The function (block, x, path) for block i of a ``lib.vit.VisionTransformer``: for the last, perhaps the class token's only."""
     alone = path.class_token_alone and model.config.pooling == "token" and i == len(model.blocks) - 1
     return _class_token_block if alone else vit_block
 
 
 def vit_stem(inputs: Any, images: Tensor, path: Path) -> Tensor:
-    """The residual stream ``[B, 1 + N, C]`` that the first block reads, of its ``ImageEmbeddings``."""
+    """The residual stream ``[B, 1 + N, C]`` that the first block reads; ``inputs`` are the model's ``ImageEmbeddings``."""
     side = inputs.config.patch_size
     patches = rearrange(images.to(path.dtype), "b ch (r p) (c q) -> b (r c) (ch p q)", p=side, q=side)
     x = linear(patches, path, inputs.proj)
@@ -163,7 +163,7 @@ def vit_stem(inputs: Any, images: Tensor, path: Path) -> Tensor:
 
 
 def vit_head(last: Any, final_norm: Any, head: Any, x: Tensor, path: Path, pooling: str = "token") -> Tensor:
-    """From what the last block reads to float32 logits."""
+    """The last block, the final norm and the head: from the residual stream to float32 logits."""
     alone = path.class_token_alone and pooling == "token"
     x = _class_token_block(last, x, path) if alone else vit_block(last, x, path)
     return _vit_out(final_norm, head, x, path, pooling)
@@ -175,7 +175,7 @@ def _vit_out(final_norm: Any, head: Any, x: Tensor, path: Path, pooling: str) ->
 
 
 def vit_block(block: Any, x: Tensor, path: Path) -> Tensor:
-    """Attention and MLP of a ``ViTBlock``, each added to what comes in."""
+    """Attention and MLP of a ``ViTBlock``, each added to its input."""
     attn, seen = block.attn, norm(x, block.norm1, path)
     if path.heads_kernel:
         weight, bias = _side_by_side((attn.wq, attn.wk, attn.wv))
@@ -199,7 +199,7 @@ def _vit_mlp(block: Any, x: Tensor, path: Path) -> Tensor:
 
 
 def _class_token_block(block: Any, x: Tensor, path: Path) -> Tensor:
-    """The last block for the class token alone: it asks all tokens, and no one asks the others. ``[B, 1, C]``."""
+    """The last block for the class token alone, ``[B, 1, C]``: its query sees all tokens, and no other query is needed."""
     attn, seen = block.attn, norm(x, block.norm1, path)
     keys, values = linear(seen, path, attn.wk, attn.wv).unflatten(-1, (2, attn.n_heads, -1)).unbind(2)
     queries = linear(seen[:, :1], path, attn.wq).unflatten(-1, (attn.n_heads, -1))
@@ -211,10 +211,11 @@ def _class_token_block(block: Any, x: Tensor, path: Path) -> Tensor:
 
 
 class ShortGELU(torch.autograd.Function):
-    """``x`` times the normal distribution's share below ``x``; forward and backward need the same exponential.
+    """``x`` times the share of the normal distribution below ``x``; forward and backward need the same exponential.
 
-    PyTorch's error function is some fifty instructions an element, so that a GELU that is fused with its casts waits for
-    arithmetic, not for memory. A polynomial in 1 / (1 + 0.33 z) and one exponential do, which backward needs anyway.
+    PyTorch's error function takes about fifty instructions for each element, so a GELU that is fused with its casts waits for
+    arithmetic and not for memory. A polynomial in 1 / (1 + 0.33 z) and one exponential, which the backward pass needs anyway,
+    are enough.
     """
 
     @staticmethod
@@ -231,7 +232,7 @@ class ShortGELU(torch.autograd.Function):
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float32; never a cast without effect, for which torch 2.11's compiler gives a gradient of zeros."""
+    """Cast to float32, but never without effect: for such a cast torch 2.11's compiler returns a gradient of zeros."""
     return x if x.dtype == torch.float32 else x.float()
 
 
@@ -240,7 +241,7 @@ def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def normal_share(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The normal distribution's share below ``x``, and its density there."""
+    """Share of the normal distribution below ``x``, and its density at ``x``."""
     z = x.abs() * 0.5**0.5
     bell, t = torch.exp(-z * z), 1.0 / (1.0 + P * z)
     a, b, c, d, e = TAIL
@@ -249,7 +250,7 @@ def normal_share(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def short_gelu(x: Tensor) -> Tensor:
-    """The exact GELU, at most 1e-6 away in float32, in the dtype of ``x``."""
+    """The exact GELU with an error of at most 1e-6 in float32, in the dtype of ``x``."""
     return ShortGELU.apply(x)
 
 
@@ -261,13 +262,13 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def prepare_images(
     pictures: Tensor, size: int, dtype: torch.dtype = torch.float32, mean: Any = MEAN, std: Any = STD
 ) -> Tensor:
-    """Pictures as the model wants them, on the device where they are: resized and normalised.
+    """Resize and normalise pictures for the model, on the device where they are.
 
     Args:
         pictures: ``[B, ch, height, width]``, uint8 or floats from 0 to 1.
-        size: Side of what comes back, in pixels.
-        dtype: Of what comes back.
-        mean, std: Of each channel; tensors on the same device spare each call a copy to it.
+        size: Side of the result in pixels.
+        dtype: Dtype of the result.
+        mean, std: One for each channel; tensors on the same device save a copy to it in each call.
     """
     mean, std = (torch.as_tensor(x, device=pictures.device)[:, None, None] for x in (mean, std))
     unit = pictures.float() / 255.0 if pictures.dtype == torch.uint8 else pictures
@@ -278,16 +279,16 @@ def prepare_images(
 
 
 def capture(step: Callable[[], Tensor], n_warmup: int = 3, on_ranks: bool = False) -> Callable[[], Tensor]:
-    """A step recorded once as a CUDA graph, and then replayed: one launch for all its kernels.
+    """Record a step once as a CUDA graph and replay it: one launch for all its kernels.
 
     Args:
         step: Reads and writes the same tensors each time, and never waits for the device; its optimizer is ``capturable``.
-        n_warmup: Steps before the recording, which compile and choose kernels.
-        on_ranks: The step has NCCL's collectives, whose watchdog, a thread of its own, asks the device for its events
-            meanwhile: only what this thread asks may then spoil the recording.
+        n_warmup: Number of steps before the recording, in which kernels are compiled and chosen.
+        on_ranks: The step contains NCCL's collectives. NCCL's watchdog thread queries events while we record, so only calls
+            of this thread may then invalidate the recording.
 
     Returns:
-        A call that replays the step and gives its result, which the next replay overwrites.
+        A function that replays the step and returns its result, which the next replay overwrites.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -296,7 +297,7 @@ def capture(step: Callable[[], Tensor], n_warmup: int = 3, on_ranks: bool = Fals
             step()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()  # what the warm-up took, the graph's own memory does not reuse
+    torch.cuda.empty_cache()  # the graph has memory of its own and can't reuse what the warm-up left
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local" if on_ranks else "global"):
         result = step()

@@ -1,14 +1,15 @@
-"""The vision transformer in a few parts, each with its parameters in one row of numbers: what ranks train fast together.
+"""The vision transformer in a few parts, each with its parameters in one row of numbers, for fast training on several ranks.
 
-A whole model compiled as one has one backward: all gradients are ready at its end, and nothing is left that could hide their
-means. Compiled block by block it pays at every seam. Here it is compiled in parts of a few blocks. A part's parameters are
-views of one row, so its gradient is one row too, joined at the end of the part's backward: chapter 10's ``OverlapDDP`` averages
-it as it is while the next part's backward runs, chapter 12's ``FullySharded`` gathers it in one piece, and equal parts share one
-compilation.
+A model that is compiled as a whole has a single backward pass. All gradients are ready at its end, when no computation remains
+that could hide their all-reduce. A model that is compiled block by block pays at every seam. Here the model is compiled in parts
+of a few blocks. A part's parameters are views of one row, so its gradient is one row too, joined at the end of the part's
+backward pass. Chapter 10's ``OverlapDDP`` averages that row while the next part's backward pass runs, chapter 12's
+``FullySharded`` gathers it in one piece, and equal parts share one compilation.
 
-The row is cut outside of what is compiled, at the price of one copy of the gradient. Inside, PyTorch 2.10 to 2.13 lose a part of
-it on a GPU: where a gradient is joined from pieces, the compiler's fusion of sums over rows and over columns leaves LayerNorm's
-pieces in tensors that nothing reads, from some thousand tokens on (github.com/pytorch/pytorch/issues/193061).
+The row is cut outside of the compiled function, at the price of one copy of the gradient. If it is cut inside, PyTorch 2.10 to
+2.13 lose a part of the gradient on a GPU, from some thousand tokens on: where a gradient is joined from pieces, the compiler's
+fusion of sums over rows and over columns leaves LayerNorm's pieces in tensors that nothing reads
+(github.com/pytorch/pytorch/issues/193061).
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ Compile = Callable[[Callable], Callable]
 
 
 class Stem(nn.Module):
-    """Images to the residual stream."""
+    """From images to the residual stream."""
 
     def __init__(self, model: Any, path: Path):
         super().__init__()
@@ -67,9 +68,9 @@ class RowPart(nn.Module):
     """A part of a model whose parameters are one row.
 
     Args:
-        part: What to compute; its own parameters are left behind, on the device "meta".
-        names: For each of its parameters the name in the whole model.
-        run: Of an equal part, already compiled; None makes it, by ``compiled``.
+        part: The module to compute; its own parameters are moved to the device "meta".
+        names: For each of its parameters, the name in the whole model.
+        run: The compiled function of an equal part; None compiles a new one with ``compiled``.
 
     Attributes:
         row: All parameters of the part, one after another, in the order of ``shapes``.
@@ -87,13 +88,13 @@ class RowPart(nn.Module):
         return self.run(list(self.named(self.row).values()), *inputs)
 
     def named(self, row: Tensor) -> dict[str, Tensor]:
-        """Views of a row of this length, under the names of the whole model."""
+        """Views of a row of this part's length, under the names of the whole model."""
         pieces = row.split([shape.numel() for shape in self.shapes.values()])
         return {name: piece.view(shape) for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True)}
 
 
 def on_pieces(part: nn.Module) -> Callable[..., Tensor]:
-    """The part as a function of its parameters, in the order in which it names them, and of its inputs."""
+    """The part as a function of a list of its parameters, in the order of ``named_parameters``, and of its inputs."""
     names = [name for name, _ in part.named_parameters()]
 
     def run(pieces: list[Tensor], *inputs: Tensor) -> Tensor:
@@ -106,13 +107,13 @@ class RowViT(nn.Module):
     """A ``lib.vit.VisionTransformer`` cut into a stem, equal parts of some blocks, and a tail with the loss.
 
     Args:
-        model: Whose parameters it takes over; the model's own are on the device "meta" afterwards.
-        path: How it is computed.
-        n_blocks: Blocks of a part. What is left over, at least one block, is the tail's.
-        compiled: What makes a part's function fast: ``torch.compile`` or nothing.
+        model: The model whose parameters it takes over; the model's own are on the device "meta" afterwards.
+        path: How the model is computed.
+        n_blocks: Number of blocks in a part. The remaining blocks, at least one, belong to the tail.
+        compiled: Applied to each part's function: ``torch.compile``, or nothing by default.
 
     Attributes:
-        parts: In the order in which they run: units for ``lib.fsdp.FullySharded``.
+        parts: The parts in the order in which they run, which are units for ``lib.fsdp.FullySharded``.
     """
 
     def __init__(self, model: Any, path: Path, n_blocks: int = 4, compiled: Compile = lambda run: run):
@@ -138,12 +139,12 @@ class RowViT(nn.Module):
         return self.parts[-1](x, labels)
 
     def named_gradients(self) -> dict[str, Tensor]:
-        """The gradients under the names of the model that it was made from."""
+        """The gradients under the names of the original model."""
         return {name: grad for part in self.row_parts() for name, grad in part.named(part.row.grad).items()}
 
     @torch.no_grad()
     def named_values(self) -> dict[str, Tensor]:
-        """The parameters under the names of the model that it was made from: a state dict of it."""
+        """The parameters under the names of the original model: its state dict."""
         return {name: value for part in self.row_parts() for name, value in part.named(part.row.detach()).items()}
 
     def row_parts(self) -> list[Any]:
@@ -156,12 +157,12 @@ def train_step(
     """A whole step that can be called, or recorded by ``lib.fast.models.capture``: nothing in it waits for the device.
 
     Args:
-        loss_of: The forward.
-        optimizer: Whose gradients are made anew in each step: in a recorded one they lie where they lay.
-        finish: What makes gradients complete: ``OverlapDDP.finish_gradient_synchronization``, say.
+        loss_of: The forward pass.
+        optimizer: Its gradients are allocated anew in each step; in a recorded step they keep their addresses.
+        finish: Completes the gradients, for example ``OverlapDDP.finish_gradient_synchronization``.
 
     Returns:
-        A call that takes a step and gives the loss before it.
+        A function that takes a step and returns the loss before it.
     """
 
     def step() -> Tensor:

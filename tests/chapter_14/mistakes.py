@@ -1,4 +1,4 @@
-"""What goes wrong when people write kernels. Each kernel takes its fault as a constant, and else is the reference's."""
+"""What goes wrong when people write kernels. Each kernel takes its fault as a constant; without one it is the reference."""
 
 import torch
 
@@ -40,7 +40,7 @@ def _vector_add(x, y, fault=0, n_programs=triton.cdiv, out=None):
     return out
 
 
-@mistake("vector_add", "the store has no mask: the last program writes behind the end of the tensor")
+@mistake("vector_add", "the store has no mask: the last program writes beyond the end of the tensor")
 def store_without_mask(x, y):
     return _vector_add(x, y, NO_MASK)
 
@@ -50,7 +50,7 @@ def loads_without_mask(x, y):
     return _vector_add(x, y, LOADS_UNMASKED)
 
 
-@mistake("vector_add", "the mask says <= n where < n belongs: one element too many")
+@mistake("vector_add", "the mask says <= n instead of < n: one element too many")
 def mask_up_to_n(x, y):
     return _vector_add(x, y, UP_TO_N)
 
@@ -60,12 +60,12 @@ def grid_rounded_down(x, y):
     return _vector_add(x, y, n_programs=lambda n, block: n // block)
 
 
-@mistake("vector_add", "program i starts at element i, where it should start at i * BLOCK")
+@mistake("vector_add", "program i starts at element i instead of i * BLOCK")
 def program_not_scaled(x, y):
     return _vector_add(x, y, SAME_TILE)
 
 
-@mistake("vector_add", "one program loops over nothing and does everything: its block is as long as the tensor")
+@mistake("vector_add", "a single program does everything: its block is as long as the tensor")
 def one_large_program(x, y):
     if x.shape != y.shape:
         raise ValueError(f"{tuple(x.shape)} and {tuple(y.shape)}")
@@ -74,7 +74,7 @@ def one_large_program(x, y):
     return out
 
 
-@mistake("vector_add", "PyTorch adds, and no kernel is launched")
+@mistake("vector_add", "PyTorch computes the sum, and no kernel is launched")
 def added_by_pytorch(x, y):
     if x.shape != y.shape:
         raise ValueError(f"{tuple(x.shape)} and {tuple(y.shape)}")
@@ -200,7 +200,9 @@ def summed_in_narrow(x, weight):
     return _weighted_sum(x, weight, NARROW)
 
 
-@mistake("weighted_sum", "the last program stores all its rows, also those that do not exist: the store needs a mask")
+@mistake(
+    "weighted_sum", "the last program stores all of its rows, even those that do not exist: the store needs a mask"
+)
 def rows_without_mask(x, weight):
     return _weighted_sum(x, weight, NO_ROW_MASK)
 
@@ -210,33 +212,37 @@ def tile_without_mask(x, weight):
     return _weighted_sum(x, weight, SUM_UNMASKED)
 
 
-@mistake("weighted_sum", "the weight's gradient is the sum of x: the gradient of the output is left out")
+@mistake("weighted_sum", "the weight's gradient is the sum of x: the factor with the output's gradient is missing")
 def weight_gradient_without_grad(x, weight):
     return _weighted_sum(x, weight, NO_GRAD)
 
 
-@mistake("weighted_sum", "the gradient of x is the output's gradient alone: it lacks the factor weight")
+@mistake("weighted_sum", "the gradient of x is just the output's gradient: the factor weight is missing")
 def x_gradient_without_weight(x, weight):
     return _weighted_sum(x, weight, DX_GRAD_ALONE)
 
 
-@mistake("weighted_sum", "the weight's gradient is the first program's part: the parts are not added")
+@mistake("weighted_sum", "the weight's gradient is the first program's part only: the parts are not added")
 def partial_sums_not_added(x, weight):
     return _weighted_sum(x, weight, FIRST_ROW)
 
 
-@mistake("weighted_sum", "the kernel takes the output's gradient for contiguous, but out.sum() gives an expanded one")
+@mistake(
+    "weighted_sum", "the kernel assumes that the output's gradient is contiguous, but out.sum() gives an expanded one"
+)
 def gradient_taken_for_contiguous(x, weight):
     return _weighted_sum(x, weight, "strides")
 
 
-@mistake("weighted_sum", "the kernel takes the weight for contiguous, but it may be every second number of a vector")
+@mistake(
+    "weighted_sum", "the kernel assumes that the weight is contiguous, but it may be every second number of a vector"
+)
 def weight_taken_for_contiguous(x, weight):
     return _weighted_sum(x, weight, 0, copied=False)
 
 
 @mistake(
-    "weighted_sum", "masked places are loaded without other=0.0: Triton leaves them undefined, and they are summed"
+    "weighted_sum", "masked places are loaded without other=0.0: Triton leaves them undefined, and they enter the sum"
 )
 def masked_left_undefined(x, weight):
     return _weighted_sum(x, weight, NO_OTHER)
@@ -249,17 +255,17 @@ def added_by_atomics(x, weight):
     return _weighted_sum(x, weight, ATOMIC)
 
 
-@mistake("weighted_sum", "the kernel is called outside of autograd, so that nothing flows back")
+@mistake("weighted_sum", "the kernel is called outside of autograd, so no gradient flows back")
 def cut_from_the_graph(x, weight):
     return reference.weighted_sum(x.detach(), weight.detach())
 
 
-@mistake("weighted_sum", "`first_derivative_only` taken off `backward`: a second derivative silently lacks terms")
+@mistake("weighted_sum", "`first_derivative_only` is missing on `backward`: a second derivative silently lacks terms")
 def second_derivative_silent(x, weight):
     return _weighted_sum(x, weight, 0, step=_SecondSilent)
 
 
-@mistake("weighted_sum", "PyTorch multiplies and sums, and no kernel is launched")
+@mistake("weighted_sum", "PyTorch computes the sums, and no kernel is launched")
 def summed_by_pytorch(x, weight):
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"{tuple(x.shape)} and {tuple(weight.shape)}")
@@ -320,22 +326,25 @@ def largest_not_subtracted(x):
     return _softmax_rows(x, NO_SHIFT)
 
 
-@mistake("softmax_rows", "masked places are loaded as 0 and count as scores; they need -inf")
+@mistake("softmax_rows", "masked places are loaded as 0 and count as scores; they have to be -inf")
 def masked_as_zero(x):
     return _softmax_rows(x, FILL_ZERO)
 
 
-@mistake("softmax_rows", "the row is loaded without a mask: into the next row, and for the last beyond the end")
+@mistake(
+    "softmax_rows",
+    "the row is loaded without a mask: the load reaches into the next row, and for the last row beyond the end",
+)
 def row_without_mask(x):
     return _softmax_rows(x, ROW_UNMASKED)
 
 
-@mistake("softmax_rows", "a row of -inf gives NaN, since -inf is subtracted from -inf")
+@mistake("softmax_rows", "a row that is all -inf gives NaN, because -inf is subtracted from -inf")
 def nan_for_hidden_row(x):
     return _softmax_rows(x, NAN_ROW)
 
 
-@mistake("softmax_rows", "the row is loaded again for each step, where one load serves all")
+@mistake("softmax_rows", "the row is loaded again for each step, although one load is enough")
 def loaded_again(x):
     return _softmax_rows(x, THREE_PASSES)
 
@@ -350,12 +359,12 @@ def not_divided(x):
     return _softmax_rows(x, NOT_DIVIDED)
 
 
-@mistake("softmax_rows", "rows are taken to begin `width` apart, where x.stride(0) says how far")
+@mistake("softmax_rows", "the kernel assumes that rows begin `width` elements apart, but x.stride(0) says how far")
 def row_stride_ignored(x):
     return _softmax_rows(x, 0, x.shape[-1])
 
 
-@mistake("softmax_rows", "rows of the result are stepped by x's row stride, but the result is contiguous")
+@mistake("softmax_rows", "the kernel steps through the result with x's row stride, but the result is contiguous")
 def result_stepped_by_row_stride(x):
     return _softmax_rows(x, OUT_STRIDE)
 
@@ -435,17 +444,17 @@ def _matmul(a, b, fault=0, strides=None):
     return out
 
 
-@mistake("matmul", "the tiles are walked row by row: every program reads another column of tiles of b")
+@mistake("matmul", "the tiles are computed row by row, so every program reads another column of tiles of b")
 def row_by_row(a, b):
     return _matmul(a, b, ROW_MAJOR)
 
 
-@mistake("matmul", "the last group is taken for a full one: its height is what is left of the rows of tiles")
+@mistake("matmul", "the last group is assumed to be full, but it has only the remaining rows of tiles")
 def last_group_taken_for_full(a, b):
     return _matmul(a, b, FULL_GROUPS)
 
 
-@mistake("matmul", "the last step along K has no mask: it reads into the next row, or behind the end")
+@mistake("matmul", "the last step along K has no mask: it reads into the next row, or beyond the end")
 def k_without_mask(a, b):
     return _matmul(a, b, NO_K_MASK)
 
@@ -477,7 +486,10 @@ def rounded_to_tf32(a, b):
     return _matmul(a, b, TF32)
 
 
-@mistake("matmul", "masked places are loaded without other=0.0: Triton leaves them undefined, and K's enter the sum")
+@mistake(
+    "matmul",
+    "masked places are loaded without other=0.0: Triton leaves them undefined, and those along K enter the sum",
+)
 def k_left_undefined(a, b):
     return _matmul(a, b, K_UNDEFINED)
 
@@ -487,7 +499,7 @@ def strides_exchanged(a, b):
     return _matmul(a, b, strides=(*a.stride(), *b.stride()[::-1]) if b.ndim == a.ndim == 2 else None)
 
 
-@mistake("matmul", "the strides are those of contiguous matrices, whatever a.stride() says")
+@mistake("matmul", "the strides are those of contiguous matrices, although a.stride() says otherwise")
 def strides_assumed(a, b):
     return _matmul(a, b, strides=(a.shape[-1], 1, b.shape[-1], 1))
 
@@ -557,12 +569,14 @@ def _rms_norm(x, weight, eps, fault, row_stride=None, copied=True, fits=lambda s
     return out
 
 
-@mistake("rms_norm", "the squares are divided by BLOCK, which counts the masked places too, and not by the width")
+@mistake(
+    "rms_norm", "the sum of squares is divided by BLOCK, which counts the masked places too, instead of by the width"
+)
 def divided_by_block(x, weight, eps=1e-5):
     return _rms_norm(x, weight, eps, OVER_BLOCK)
 
 
-@mistake("rms_norm", "eps is added to the root, where it belongs under it")
+@mistake("rms_norm", "eps is added to the root instead of under it")
 def eps_outside_the_root(x, weight, eps=1e-5):
     return _rms_norm(x, weight, eps, EPS_OUTSIDE)
 
@@ -572,12 +586,14 @@ def mean_subtracted(x, weight, eps=1e-5):
     return _rms_norm(x, weight, eps, CENTRED)
 
 
-@mistake("rms_norm", "rounded to the dtype of x before the weight's product, as Meta's code does, and then once more")
+@mistake(
+    "rms_norm", "rounded to the dtype of x before the product with the weight, as Meta's code does, and then once more"
+)
 def rounded_before_the_weight(x, weight, eps=1e-5):
     return _rms_norm(x, weight, eps, CAST_TWICE)
 
 
-@mistake("rms_norm", "x is loaded a second time for the product, though it is still in registers")
+@mistake("rms_norm", "x is loaded a second time for the product, although it is still in registers")
 def x_loaded_twice(x, weight, eps=1e-5):
     return _rms_norm(x, weight, eps, TWO_PASSES)
 
@@ -592,27 +608,29 @@ def squares_in_narrow(x, weight, eps=1e-5):
     return _rms_norm(x, weight, eps, NARROW_SQUARES)
 
 
-@mistake("rms_norm", "rows are taken to begin `width` apart, where the stride says how far")
+@mistake("rms_norm", "the kernel assumes that rows begin `width` elements apart, but the stride says how far")
 def norm_row_stride_ignored(x, weight, eps=1e-5):
     return _rms_norm(x, weight, eps, 0, x.shape[-1])
 
 
-@mistake("rms_norm", "x is loaded without a mask: into the next row, and for the last beyond the end")
+@mistake(
+    "rms_norm", "x is loaded without a mask: the load reaches into the next row, and for the last row beyond the end"
+)
 def norm_without_mask(x, weight, eps=1e-5):
     return _rms_norm(x, weight, eps, NORM_UNMASKED)
 
 
-@mistake("rms_norm", "columns of stride 0, of an expanded x, are taken for contiguous")
+@mistake("rms_norm", "columns of stride 0, in an expanded x, are treated as contiguous")
 def stride_zero_taken_for_contiguous(x, weight, eps=1e-5):
     return _rms_norm(x, weight, eps, 0, fits=lambda stride: stride <= 1)
 
 
-@mistake("rms_norm", "the argument eps is not passed on: the kernel adds 1e-5, whatever is asked")
+@mistake("rms_norm", "the argument eps is not passed on: the kernel always adds 1e-5")
 def eps_not_passed_on(x, weight, eps=1e-5):
     return _rms_norm(x, weight, 1e-5, 0)
 
 
-@mistake("rms_norm", "the kernel takes the weight for contiguous, but it may be every second number of a vector")
+@mistake("rms_norm", "the kernel assumes that the weight is contiguous, but it may be every second number of a vector")
 def norm_weight_taken_for_contiguous(x, weight, eps=1e-5):
     return _rms_norm(x, weight, eps, 0, copied=False)
 

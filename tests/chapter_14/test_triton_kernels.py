@@ -230,7 +230,9 @@ def test_weighted_sum_reads_x_once_in_each_direction():
 
 
 def test_weighted_sum_refuses_a_second_derivative():
-    case("the gradient of out.sum() with respect to x is the weight: to differentiate it would leave the weight out")
+    case(
+        "the gradient of out.sum() with respect to x is the weight: a second derivative would silently leave the weight out"
+    )
     x, w = randn(3, 5).requires_grad_(), randn(5, seed=1).requires_grad_()
     out, seen = run(kernels.weighted_sum, x, w)
     if seen:
@@ -264,7 +266,7 @@ def test_softmax_rows_of_ragged_sizes(shape, dtype):
 
 
 def test_softmax_rows_of_negative_scores():
-    case("scores near -30: what stands behind the end of a row must not count")
+    case("scores near -30: places beyond the end of a row must not count")
     x = randn(4, 11) - 30
     expect_close(run(kernels.softmax_rows, x)[0], softmax(x).float(), rtol=1e-4, read=SOFTMAX)
 
@@ -276,7 +278,7 @@ def test_softmax_rows_of_large_scores():
 
 
 def test_softmax_rows_of_hidden_scores():
-    case("row 0 half hidden, row 1 nothing but -inf: zeros by the convention, row 2 one score; 3 rows of 7")
+    case("3 rows of 7: row 0 half hidden, row 1 all -inf (zeros by the convention), row 2 with a single score")
     x = randn(3, 7)
     x[0, ::2] = x[1] = x[2, 1:] = -torch.inf
     expect_close(run(kernels.softmax_rows, x)[0], softmax(x).float(), rtol=1e-5, read="the contract, under Convention")
@@ -419,7 +421,9 @@ def test_matmul_of_any_sizes_and_orders():
 def test_matmul_reads_what_a_tile_needs_and_copies_nothing():
     tiles = matmul_tiles(torch.float32)
     m, n, k = 2 * tiles.m + 1, tiles.n + 9, 2 * tiles.k + 3
-    case(f"a [{m}, {k}], a transposed view, and b [{k}, {n}]: the programs are to read a twice and b three times")
+    case(
+        f"a [{m}, {k}], a transposed view, and b [{k}, {n}]: together the programs should read a twice and b three times"
+    )
     a, b = randn(k, m).T, randn(k, n)
     out, seen = run(kernels.matmul, a, b)
     by_kernels(seen, out)
@@ -461,7 +465,7 @@ def test_rms_norm_equals_pytorch():
 
 
 def test_rms_norm_of_small_numbers():
-    case("x of 1e-3, eps 1e-5: inside the root it halves nothing away")
+    case("x of about 1e-3, where eps 1e-5 is larger than the mean square")
     x, w = randn(3, 10) * 1e-3, torch.ones(10, device=DEVICE)
     expect_close(run(kernels.rms_norm, x, w, 1e-5)[0], norm(x, w, 1e-5).float(), rtol=1e-5, read=NORM)
 

@@ -27,28 +27,28 @@ def _io_bytes(length, head_dim, sram_bytes, algorithm, *, item_bytes=2, squares=
     return item_bytes * (2 * length * head_dim + n * (linear * length * head_dim + 4 * length))
 
 
-@mistake("attention_io_bytes", "numbers counted, not bytes")
+@mistake("attention_io_bytes", "numbers are counted instead of bytes")
 def numbers_not_bytes(length, head_dim, sram_bytes, algorithm):
     return _io_bytes(length, head_dim, sram_bytes, algorithm, item_bytes=1)
 
 
-@mistake("attention_io_bytes", "the scores are moved twice: what the softmax writes is read again too")
+@mistake("attention_io_bytes", "2 N^2 instead of 4 N^2: both the scores and the weights are written and read again")
 def scores_moved_twice(length, head_dim, sram_bytes, algorithm):
     return _io_bytes(length, head_dim, sram_bytes, algorithm, squares=2)
 
 
-@mistake("attention_io_bytes", "the last block of keys, which is not full, is forgotten")
+@mistake("attention_io_bytes", "the last block of keys, which is not full, is missing")
 def last_block_forgotten(length, head_dim, sram_bytes, algorithm):
     return _io_bytes(length, head_dim, sram_bytes, algorithm, passes=lambda n, block: n // block)
 
 
-@mistake("attention_io_bytes", "the output is written once a block and never read back")
+@mistake("attention_io_bytes", "the output is written for each block, but never read back")
 def output_never_read_back(length, head_dim, sram_bytes, algorithm):
     return _io_bytes(length, head_dim, sram_bytes, algorithm, linear=2)
 
 
 @mistake(
-    "attention_io_bytes", "the block of keys rounded down: where fewer than 4d numbers have room it has no key at all"
+    "attention_io_bytes", "the block of keys is rounded down: with room for fewer than 4d numbers it has no key at all"
 )
 def block_rounded_down(length, head_dim, sram_bytes, algorithm):
     return _io_bytes(length, head_dim, sram_bytes, algorithm, blocks=lambda m, d: m // (4 * d))
@@ -59,7 +59,7 @@ def block_of_the_whole_memory(length, head_dim, sram_bytes, algorithm):
     return _io_bytes(length, head_dim, sram_bytes, algorithm, blocks=lambda m, d: -(-m // d))
 
 
-@mistake("attention_io_bytes", "M taken for the bytes of the memory: it is the numbers of two bytes that it holds")
+@mistake("attention_io_bytes", "M is the memory's size in bytes instead of the numbers of two bytes that it holds")
 def memory_in_bytes(length, head_dim, sram_bytes, algorithm):
     return _io_bytes(length, head_dim, sram_bytes, algorithm, blocks=lambda m, d: -(-sram_bytes // (4 * d)))
 
@@ -86,14 +86,14 @@ def output_not_scaled(m, l, acc, scores, values):
     return m_new, l * decay + weights.sum(-1), acc + weights @ values.to(acc.dtype)
 
 
-@mistake("online_softmax_update", "the old sums are multiplied by exp(m' - m): the exponent's sign is turned")
+@mistake("online_softmax_update", "the old sums are multiplied by exp(m' - m): the exponent has the wrong sign")
 def factor_inverted(m, l, acc, scores, values):
     m_new, weights, _ = _weights(m, scores)
     decay = torch.exp((m_new - m).nan_to_num(0.0, posinf=0.0))
     return m_new, l * decay + weights.sum(-1), acc * decay[..., None] + weights @ values.to(acc.dtype)
 
 
-@mistake("online_softmax_update", "the maximum of the tile alone: what came before is forgotten")
+@mistake("online_softmax_update", "the new maximum is that of the tile alone: the old maximum is forgotten")
 def maximum_of_the_tile(m, l, acc, scores, values):
     m_new = scores.amax(-1)
     shift = m_new.masked_fill(m_new == -torch.inf, 0)
@@ -101,14 +101,14 @@ def maximum_of_the_tile(m, l, acc, scores, values):
     return m_new, l * decay + weights.sum(-1), acc * decay[..., None] + weights @ values.to(acc.dtype)
 
 
-@mistake("online_softmax_update", "a row without keys subtracts -inf from -inf")
+@mistake("online_softmax_update", "in a row without keys, -inf is subtracted from -inf")
 def infinity_from_infinity(m, l, acc, scores, values):
     m_new = torch.maximum(m, scores.amax(-1))
     weights, decay = torch.exp(scores - m_new[..., None]), torch.exp(m - m_new)
     return m_new, l * decay + weights.sum(-1), acc * decay[..., None] + weights @ values.to(acc.dtype)
 
 
-@mistake("online_softmax_update", "divided already: the output is normalised in every tile")
+@mistake("online_softmax_update", "the output is divided by l in every tile instead of once at the end")
 def divided_in_every_tile(m, l, acc, scores, values):
     m, l, acc = reference.online_softmax_update(m, l, acc, scores, values)
     return m, l, acc / l[..., None]
@@ -118,7 +118,7 @@ def divided_in_every_tile(m, l, acc, scores, values):
 
 
 def _attend(ctx, q, k, v, is_causal, *, scale=None, ahead=None, divisor=None, skip=True, autocast=False):
-    """The reference's forward pass, with these things told: the scale, S - T, the guard of l, and what is left out."""
+    """The reference's forward pass with a chosen scale, S - T and guard of l, and with parts left out."""
     queries, keys, values = fold_groups(q, k, v)
     dtype, ahead = torch.promote_types(q.dtype, torch.float32), k.shape[-2] - q.shape[-2] if ahead is None else ahead
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -142,56 +142,58 @@ def _attend(ctx, q, k, v, is_causal, *, scale=None, ahead=None, divisor=None, sk
     return out
 
 
-@mistake("FlashAttentionTorch", "scores not scaled by the root of the width")
+@mistake("FlashAttentionTorch", "scores not divided by the root of the width")
 class ScoresNotScaled(reference.FlashAttentionTorch):
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False):
         return _attend(ctx, q, k, v, is_causal, scale=1.0)
 
 
-@mistake("FlashAttentionTorch", "scores scaled by the width, not by its root")
+@mistake("FlashAttentionTorch", "scores divided by the width instead of its root")
 class ScaledByTheWidth(reference.FlashAttentionTorch):
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False):
         return _attend(ctx, q, k, v, is_causal, scale=1 / q.shape[-1])
 
 
-@mistake("FlashAttentionTorch", "causal aligned to the first key: query t sees the keys up to t + S - T")
+@mistake(
+    "FlashAttentionTorch", "the causal mask is aligned to the first key, but query t sees the keys up to t + S - T"
+)
 class CausalFromTheFirstKey(reference.FlashAttentionTorch):
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False):
         return _attend(ctx, q, k, v, is_causal, ahead=0)
 
 
-@mistake("FlashAttentionTorch", "the diagonal hidden too, < for <=: a query sees its own key")
+@mistake("FlashAttentionTorch", "the diagonal is hidden too (< instead of <=), but a query sees its own key")
 class DiagonalHidden(reference.FlashAttentionTorch):
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False):
         return _attend(ctx, q, k, v, is_causal, ahead=k.shape[-2] - q.shape[-2] - 1)
 
 
-@mistake("FlashAttentionTorch", "a row without keys is divided by its sum, which is 0: NaN where zeros belong")
+@mistake("FlashAttentionTorch", "a row without keys is divided by its sum, which is 0: NaN instead of zeros")
 class DividedByZero(reference.FlashAttentionTorch):
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False):
         return _attend(ctx, q, k, v, is_causal, divisor=lambda l: l)
 
 
-@mistake("FlashAttentionTorch", "causal ignored")
+@mistake("FlashAttentionTorch", "the causal mask is ignored")
 class CausalIgnored(reference.FlashAttentionTorch):
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False):
         return _attend(ctx, q, k, v, False)
 
 
-@mistake("FlashAttentionTorch", "tiles above the diagonal are computed and hidden, not skipped")
+@mistake("FlashAttentionTorch", "tiles above the diagonal are computed and hidden instead of skipped")
 class NothingSkipped(reference.FlashAttentionTorch):
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False):
         return _attend(ctx, q, k, v, is_causal, skip=False)
 
 
-@mistake("FlashAttentionTorch", "the logsumexp saved for base 2")
+@mistake("FlashAttentionTorch", "the saved logsumexp is in base 2")
 class SavedForBaseTwo(reference.FlashAttentionTorch):
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False):
@@ -200,7 +202,7 @@ class SavedForBaseTwo(reference.FlashAttentionTorch):
         return out
 
 
-@mistake("FlashAttentionTorch", "nothing but q, k and v saved: the backward pass has no logsumexp")
+@mistake("FlashAttentionTorch", "only q, k and v are saved, so the backward pass has no logsumexp")
 class LogsumexpNotSaved(reference.FlashAttentionTorch):
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False):
@@ -209,7 +211,7 @@ class LogsumexpNotSaved(reference.FlashAttentionTorch):
         return out
 
 
-@mistake("FlashAttentionTorch", "the whole matrix of scores at once")
+@mistake("FlashAttentionTorch", "the whole matrix of scores is computed at once")
 class WholeMatrix(reference.FlashAttentionTorch):
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False):
@@ -218,7 +220,7 @@ class WholeMatrix(reference.FlashAttentionTorch):
         return _attend(ctx, q, k, v, is_causal)
 
 
-@mistake("FlashAttentionTorch", "autocast left on inside: it rounds the products of float32 inputs to 16 bits")
+@mistake("FlashAttentionTorch", "autocast is left on inside: it rounds the products of float32 inputs to 16 bits")
 class AutocastLeftOn(reference.FlashAttentionTorch):
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False):
@@ -275,27 +277,27 @@ def keys_without_scale(q, k, v, o, do, lse, is_causal):
     return _backward(q, k, v, o, do, lse, is_causal, fault="dk")
 
 
-@mistake("flash_backward", "the gradient of the values taken with ds instead of the weights")
+@mistake("flash_backward", "the gradient of the values is computed with ds instead of the weights")
 def values_by_ds(q, k, v, o, do, lse, is_causal):
     return _backward(q, k, v, o, do, lse, is_causal, fault="dv")
 
 
-@mistake("flash_backward", "causal aligned to the first key: query t sees the keys up to t + S - T")
+@mistake("flash_backward", "the causal mask is aligned to the first key, but query t sees the keys up to t + S - T")
 def backward_from_the_first_key(q, k, v, o, do, lse, is_causal):
     return _backward(q, k, v, o, do, lse, is_causal, fault="first key")
 
 
-@mistake("flash_backward", "the diagonal hidden too, < for <=: a query sees its own key")
+@mistake("flash_backward", "the diagonal is hidden too (< instead of <=), but a query sees its own key")
 def backward_without_the_diagonal(q, k, v, o, do, lse, is_causal):
     return _backward(q, k, v, o, do, lse, is_causal, fault="diagonal")
 
 
-@mistake("flash_backward", "causal ignored")
+@mistake("flash_backward", "the causal mask is ignored")
 def backward_not_causal(q, k, v, o, do, lse, is_causal):
     return _backward(q, k, v, o, do, lse, False)
 
 
-@mistake("flash_backward", "only the first of the query heads that share the keys")
+@mistake("flash_backward", "only the first of the query heads that share the keys is counted")
 def backward_of_the_first_head(q, k, v, o, do, lse, is_causal):
     return _backward(q, k, v, o, do, lse, is_causal, fault="first head")
 
@@ -308,7 +310,7 @@ def hidden_before_the_logsumexp(q, k, v, o, do, lse, is_causal):
     return _backward(q, k, v, o, do, lse, is_causal, fault="hidden first")
 
 
-@mistake("flash_backward", "autocast left on inside: it rounds the products of float32 inputs to 16 bits")
+@mistake("flash_backward", "autocast is left on inside: it rounds the products of float32 inputs to 16 bits")
 def backward_under_autocast(q, k, v, o, do, lse, is_causal):
     return _backward(q, k, v, o, do, lse, is_causal, autocast=True)
 
@@ -317,7 +319,7 @@ def backward_under_autocast(q, k, v, o, do, lse, is_causal):
 
 
 class _Faulty:
-    """A kernel with a fault, which is started as the graded kernel is: ``Kernel[grid](...)``."""
+    """A kernel with a fault, launched as the graded kernel is: ``Kernel[grid](...)``."""
 
     def __init_subclass__(cls, kernel, fault):
         cls.kernel, cls.fault = staticmethod(kernel), fault
@@ -553,22 +555,24 @@ def _dkdv_kernel(q, k, v, do, lse, delta, dk, dv, T, S, scale, GROUP: tl.constex
 # ---- 15.5 flash_forward_kernel ---------------------------------------------------------------------------------------
 
 
-@mistake("flash_forward_kernel", "causal aligned to the first key: query t sees the keys up to t + S - T")
+@mistake(
+    "flash_forward_kernel", "the causal mask is aligned to the first key, but query t sees the keys up to t + S - T"
+)
 class ForwardFromTheFirstKey(_Faulty, kernel=_forward_kernel, fault=FIRST_KEY):
     pass
 
 
-@mistake("flash_forward_kernel", "the diagonal hidden too, < for <=: a query sees its own key")
+@mistake("flash_forward_kernel", "the diagonal is hidden too (< instead of <=), but a query sees its own key")
 class ForwardWithoutTheDiagonal(_Faulty, kernel=_forward_kernel, fault=DIAGONAL):
     pass
 
 
-@mistake("flash_forward_kernel", "causal ignored")
+@mistake("flash_forward_kernel", "the causal mask is ignored")
 class ForwardNotCausal(_Faulty, kernel=_forward_kernel, fault=NOT_CAUSAL):
     pass
 
 
-@mistake("flash_forward_kernel", "the logsumexp left in base 2")
+@mistake("flash_forward_kernel", "the logsumexp is left in base 2")
 class LogsumexpInBaseTwo(_Faulty, kernel=_forward_kernel, fault=BASE_2):
     pass
 
@@ -578,17 +582,17 @@ class ExpTwoOfNaturalScores(_Faulty, kernel=_forward_kernel, fault=NATURAL):
     pass
 
 
-@mistake("flash_forward_kernel", "scores not scaled by the root of the width")
+@mistake("flash_forward_kernel", "scores not divided by the root of the width")
 class ForwardNotScaled(_Faulty, kernel=_forward_kernel, fault=NO_SCALE):
     pass
 
 
-@mistake("flash_forward_kernel", "a row without keys is divided by its sum, which is 0: NaN where zeros belong")
+@mistake("flash_forward_kernel", "a row without keys is divided by its sum, which is 0: NaN instead of zeros")
 class ForwardDividedByZero(_Faulty, kernel=_forward_kernel, fault=ZERO_SUM):
     pass
 
 
-@mistake("flash_forward_kernel", "tiles above the diagonal read and masked, not skipped")
+@mistake("flash_forward_kernel", "tiles above the diagonal are read and masked instead of skipped")
 class ForwardNothingSkipped(_Faulty, kernel=_forward_kernel, fault=NO_SKIP):
     pass
 
@@ -598,7 +602,7 @@ class KeysAfterTheLast(_Faulty, kernel=_forward_kernel, fault=NO_END):
     pass
 
 
-@mistake("flash_forward_kernel", "one key after the last takes part with score 0: the mask says <= S where < S belongs")
+@mistake("flash_forward_kernel", "one key after the last takes part with score 0: the mask says <= S instead of < S")
 class OneKeyAfterTheLast(_Faulty, kernel=_forward_kernel, fault=END_SEEN):
     pass
 
@@ -613,25 +617,27 @@ class OutputStoredUnmasked(_Faulty, kernel=_forward_kernel, fault=NO_STORE_MASK)
     pass
 
 
-@mistake("flash_forward_kernel", "keys of head % GROUP are read: the map is head // GROUP")
+@mistake("flash_forward_kernel", "the keys of head % GROUP are read instead of head // GROUP")
 class ForwardHeadInGroup(_Faulty, kernel=_forward_kernel, fault=IN_GROUP):
     pass
 
 
 @mistake(
     "flash_forward_kernel",
-    "query heads dealt out in turn: the map is head // GROUP, not head modulo the heads of keys",
+    "heads of keys are assigned in turn, head modulo their number, instead of head // GROUP",
 )
 class ForwardHeadsInTurn(_Faulty, kernel=_forward_kernel, fault=TURNS):
     pass
 
 
-@mistake("flash_forward_kernel", "one loop in which every tile is masked, the whole ones too")
+@mistake("flash_forward_kernel", "a single loop masks every tile, even those that are seen whole")
 class ForwardInOneLoop(_Faulty, kernel=_forward_kernel, fault=ONE_LOOP):
     pass
 
 
-@mistake("flash_forward_kernel", "weights left in float32 for their product: tensor cores want them in v's dtype")
+@mistake(
+    "flash_forward_kernel", "weights are left in float32 for their product, but tensor cores need them in v's dtype"
+)
 class WeightsLeftWide(_Faulty, kernel=_forward_kernel, fault=WIDE_WEIGHTS):
     pass
 
@@ -644,7 +650,7 @@ class ForwardInTF32(_Faulty, kernel=_forward_kernel, fault=TF32):
 # ---- 15.6 flash_backward_dq_kernel -----------------------------------------------------------------------------------
 
 
-@mistake("flash_backward_dq_kernel", "the natural logsumexp taken for one in base 2")
+@mistake("flash_backward_dq_kernel", "the natural logsumexp is used as if it were in base 2")
 class DqNaturalForBaseTwo(_Faulty, kernel=_dq_kernel, fault=NATURAL):
     pass
 
@@ -659,17 +665,19 @@ class DqWithoutRowSums(_Faulty, kernel=_dq_kernel, fault=NO_DELTA):
     pass
 
 
-@mistake("flash_backward_dq_kernel", "causal aligned to the first key: query t sees the keys up to t + S - T")
+@mistake(
+    "flash_backward_dq_kernel", "the causal mask is aligned to the first key, but query t sees the keys up to t + S - T"
+)
 class DqFromTheFirstKey(_Faulty, kernel=_dq_kernel, fault=FIRST_KEY):
     pass
 
 
-@mistake("flash_backward_dq_kernel", "the diagonal hidden too, < for <=: a query sees its own key")
+@mistake("flash_backward_dq_kernel", "the diagonal is hidden too (< instead of <=), but a query sees its own key")
 class DqWithoutTheDiagonal(_Faulty, kernel=_dq_kernel, fault=DIAGONAL):
     pass
 
 
-@mistake("flash_backward_dq_kernel", "causal ignored")
+@mistake("flash_backward_dq_kernel", "the causal mask is ignored")
 class DqNotCausal(_Faulty, kernel=_dq_kernel, fault=NOT_CAUSAL):
     pass
 
@@ -684,14 +692,14 @@ class RowSumsStoredUnmasked(_Faulty, kernel=_dq_kernel, fault=NO_STORE_MASK):
     pass
 
 
-@mistake("flash_backward_dq_kernel", "tiles above the diagonal read and masked, not skipped")
+@mistake("flash_backward_dq_kernel", "tiles above the diagonal are read and masked instead of skipped")
 class DqNothingSkipped(_Faulty, kernel=_dq_kernel, fault=NO_SKIP):
     pass
 
 
 @mistake(
     "flash_backward_dq_kernel",
-    "query heads dealt out in turn: the map is head // GROUP, not head modulo the heads of keys",
+    "heads of keys are assigned in turn, head modulo their number, instead of head // GROUP",
 )
 class DqHeadsInTurn(_Faulty, kernel=_dq_kernel, fault=TURNS):
     pass
@@ -713,7 +721,7 @@ class DqInTF32(_Faulty, kernel=_dq_kernel, fault=TF32):
 # ---- 15.7 flash_backward_dkdv_kernel ---------------------------------------------------------------------------------
 
 
-@mistake("flash_backward_dkdv_kernel", "the natural logsumexp taken for one in base 2")
+@mistake("flash_backward_dkdv_kernel", "the natural logsumexp is used as if it were in base 2")
 class DkdvNaturalForBaseTwo(_Faulty, kernel=_dkdv_kernel, fault=NATURAL):
     pass
 
@@ -728,22 +736,25 @@ class DkdvWithoutRowSums(_Faulty, kernel=_dkdv_kernel, fault=NO_DELTA):
     pass
 
 
-@mistake("flash_backward_dkdv_kernel", "the gradient of the values taken with ds instead of the weights")
+@mistake("flash_backward_dkdv_kernel", "the gradient of the values is computed with ds instead of the weights")
 class DvByDs(_Faulty, kernel=_dkdv_kernel, fault=BY_DS):
     pass
 
 
-@mistake("flash_backward_dkdv_kernel", "causal aligned to the first key: query t sees the keys up to t + S - T")
+@mistake(
+    "flash_backward_dkdv_kernel",
+    "the causal mask is aligned to the first key, but query t sees the keys up to t + S - T",
+)
 class DkdvFromTheFirstKey(_Faulty, kernel=_dkdv_kernel, fault=FIRST_KEY):
     pass
 
 
-@mistake("flash_backward_dkdv_kernel", "the diagonal hidden too, < for <=: a query sees its own key")
+@mistake("flash_backward_dkdv_kernel", "the diagonal is hidden too (< instead of <=), but a query sees its own key")
 class DkdvWithoutTheDiagonal(_Faulty, kernel=_dkdv_kernel, fault=DIAGONAL):
     pass
 
 
-@mistake("flash_backward_dkdv_kernel", "the diagonal not compared: later keys are seen")
+@mistake("flash_backward_dkdv_kernel", "positions are not compared on the diagonal, so queries see later keys")
 class DkdvNotCausal(_Faulty, kernel=_dkdv_kernel, fault=NOT_CAUSAL):
     pass
 
@@ -766,14 +777,14 @@ class EarlierQueriesRead(_Faulty, kernel=_dkdv_kernel, fault=NO_SKIP):
     pass
 
 
-@mistake("flash_backward_dkdv_kernel", "only the first of the query heads that share the keys")
+@mistake("flash_backward_dkdv_kernel", "only the first of the query heads that share the keys is counted")
 class DkdvOfTheFirstHead(_Faulty, kernel=_dkdv_kernel, fault=FIRST_HEAD):
     pass
 
 
 @mistake(
     "flash_backward_dkdv_kernel",
-    "query heads counted from the head of keys on: its own are head * GROUP to head * GROUP + GROUP - 1",
+    "query heads are counted from the head of keys on, but its own are head * GROUP to head * GROUP + GROUP - 1",
 )
 class DkdvHeadsFromItself(_Faulty, kernel=_dkdv_kernel, fault=FROM_ITSELF):
     pass
@@ -795,7 +806,7 @@ class DkdvInTF32(_Faulty, kernel=_dkdv_kernel, fault=TF32):
 # ---- 15.8 FlashAttentionTriton ---------------------------------------------------------------------------------------
 
 
-@mistake("FlashAttentionTriton", "causal not passed to the forward kernel")
+@mistake("FlashAttentionTriton", "is_causal is not passed to the forward kernel")
 class CausalNotPassed(reference.FlashAttentionTriton):
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False):
@@ -804,7 +815,7 @@ class CausalNotPassed(reference.FlashAttentionTriton):
         return o
 
 
-@mistake("FlashAttentionTriton", "causal not passed to the backward kernels")
+@mistake("FlashAttentionTriton", "is_causal is not passed to the backward kernels")
 class CausalForgottenBackward(reference.FlashAttentionTriton):
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False):
@@ -821,7 +832,7 @@ def _gradients(ctx, do, rows_for_dkdv=lambda lse, delta: delta):
     return dq, dk, dv
 
 
-@mistake("FlashAttentionTriton", "the gradients of keys and values exchanged")
+@mistake("FlashAttentionTriton", "the gradients of keys and values are exchanged")
 class KeysForValues(reference.FlashAttentionTriton):
     @staticmethod
     def backward(ctx, do):
@@ -829,7 +840,7 @@ class KeysForValues(reference.FlashAttentionTriton):
         return dq, dv, dk, None
 
 
-@mistake("FlashAttentionTriton", "the logsumexp handed on where the row sums belong")
+@mistake("FlashAttentionTriton", "the logsumexp is passed on instead of the row sums")
 class LogsumexpForRowSums(reference.FlashAttentionTriton):
     @staticmethod
     def backward(ctx, do):
@@ -837,7 +848,7 @@ class LogsumexpForRowSums(reference.FlashAttentionTriton):
 
 
 @mistake(
-    "FlashAttentionTriton", "`first_derivative_only` taken off `backward`: a second derivative silently lacks terms"
+    "FlashAttentionTriton", "`first_derivative_only` is missing on `backward`: a second derivative silently lacks terms"
 )
 class SecondDerivativeSilent(reference.FlashAttentionTriton):
     @staticmethod
@@ -845,7 +856,9 @@ class SecondDerivativeSilent(reference.FlashAttentionTriton):
         return *_gradients(ctx, do), None
 
 
-@mistake("FlashAttentionTriton", "the contiguous copies are saved too: twice the memory until the backward pass")
+@mistake(
+    "FlashAttentionTriton", "contiguous copies are saved too, which takes twice the memory until the backward pass"
+)
 class CopiesSaved(reference.FlashAttentionTriton):
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False):
@@ -874,7 +887,7 @@ def dtype_kept_under_autocast(q, k, v, is_causal=False):
         return reference.flash_attention(q, k, v, is_causal)
 
 
-@mistake("flash_attention", "float64 cast under autocast too: PyTorch's autocast leaves it alone")
+@mistake("flash_attention", "float64 is cast under autocast, but PyTorch's autocast leaves it alone")
 def float64_cast_under_autocast(q, k, v, is_causal=False):
     kind = q.device.type
     if torch.is_autocast_enabled(kind):

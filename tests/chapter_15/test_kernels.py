@@ -1,4 +1,4 @@
-"""FlashAttention's kernels: in Triton's interpreter on a CPU, compiled on a GPU, the same tests."""
+"""FlashAttention's kernels, with the same tests in Triton's interpreter on a CPU and compiled on a GPU."""
 
 import pytest
 import torch
@@ -25,14 +25,10 @@ pytestmark = [pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON), pytest.mark.
 
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 FORWARD, LSE, BACKWARD = "eq-flash_attention-3 to eq-flash_attention-5", "eq-flash_attention-4", "eq-flash_attention-7"
-NO_KEYS = "eq-flash_attention-6 and what stands under it about rows without keys"
-WHOLE = "the contract of ex-flash-attention-flash-forward-kernel, under Returns, and the picture of the tiles"
-WEIGHTS = (
-    "the contract of ex-flash-attention-flash-forward-kernel, under Returns: weights take v's dtype for their product"
-)
-EXACT = (
-    "the contract of ex-flash-attention-flash-forward-kernel, under Returns: products of float32 are exact to float32"
-)
+NO_KEYS = "eq-flash_attention-6, and the lines after it about rows without keys"
+WHOLE = "the contract of ex-flash-attention-flash-forward-kernel, under Returns, and the picture in 'Tiles in PyTorch'"
+WEIGHTS = "the contract of ex-flash-attention-flash-forward-kernel, under Returns: weights are cast to v's dtype before their product"
+EXACT = "the contract of ex-flash-attention-flash-forward-kernel, under Returns: products of float32 don't use TF32"
 OUTSIDE = "the contract: nothing outside the tensors is read or written"
 CASES = [  # q, k and v, causal: whole tiles, the diagonal, ragged and S > T, T > S with rows without keys
     ((1, 32, 16), (1, 64, 16), False),
@@ -61,7 +57,7 @@ def prepared(q_shape, kv_shape, is_causal, dtype=torch.float32):
 
 
 def launched(launch, kernel, *args, **kwargs):
-    """A launch in tiles of 32 unless told, and in the interpreter its trace; an access outside the tensors is wrong."""
+    """A launch, in tiles of 32 by default, and in the interpreter its trace; an access outside the tensors is wrong."""
     with watched(OUTSIDE) as seen:
         results = launch(kernel, *args, **({"rows": 32, "cols": 32} | kwargs))
     return results, seen
@@ -75,10 +71,10 @@ def exact_products(seen, answer) -> None:
 
 
 def unwritten(names, tensors, answer) -> None:
-    """On a GPU, where no access is watched: the numbers around the results are as they were."""
+    """On a GPU, where no access is watched: the numbers around the results have not changed."""
     for name, x in zip(names, tensors, strict=True):
         kept = bool((guards_of(x) == -7).all())
-        expect_true(kept, f"numbers before or after {name} were overwritten: a store without its mask", answer=answer)
+        expect_true(kept, f"numbers before or after {name} were overwritten: a store lacks its mask", answer=answer)
 
 
 def beside(values, *names, dtype=torch.float32):
@@ -91,7 +87,7 @@ def with_delta(values, do):
 
 def where_to_read(r, otherwise=BACKWARD):
     if r["dk"].ndim == 4 and r["dk"].shape[1] > 1:
-        return "under 'The forward kernel', what is said about heads and `head // GROUP`"
+        return "under 'The forward kernel', the lines about heads and `head // GROUP`"
     return NO_KEYS if otherwise == BACKWARD and r["lse"].isinf().any() else otherwise
 
 
@@ -165,7 +161,7 @@ def test_flash_forward_kernel_masks_no_whole_tile():
             (o, _), _ = launched(launch_forward, flash.flash_forward_kernel, q, k, v, is_causal)
         expect_close(o, exact(q, k, v, do, is_causal)["o"].float(), atol=5e-6, read=FORWARD)
         unit = unit or count.n
-        problem = f"{count.n / (unit or 1):g} tiles of scores were masked, and {n_masked} need it"
+        problem = f"{count.n / (unit or 1):g} tiles of scores were masked, but {n_masked} need it"
         expect_true(count.n == n_masked * unit, problem, answer=count.n, read=WHOLE)
 
 

@@ -1,1 +1,1 @@
-"""Triton in class: interpreter, traces, tiles, launches."""
+"""What the chapters on Triton are given: the interpreter, traces, tiles and launches."""

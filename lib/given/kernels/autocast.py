@@ -1,7 +1,7 @@
 """What ``torch.autocast`` does to each operation, by the name that a ``TorchFunctionMode`` sees, and formats by name.
 
-Transcribed from PyTorch's ``aten/src/ATen/autocast_mode.h``: common operations, not all of them. Whatever is in neither set
-runs in the dtypes that its inputs have. CUDA's lists and the CPU's differ: on the CPU softmax, norms and sums stay narrow.
+Transcribed from PyTorch's ``aten/src/ATen/autocast_mode.h``, for common operations only. An operation in neither set runs in
+the dtypes of its inputs. The lists of CUDA and of the CPU differ: on the CPU, softmax, norms and sums stay narrow.
 """
 
 FORMATS: dict[str, tuple[int, int, bool]] = {
@@ -12,7 +12,7 @@ FORMATS: dict[str, tuple[int, int, bool]] = {
     "float8_e5m2": (5, 2, True),
     "float8_e4m3fn": (4, 3, False),
 }
-"""Exponent bits, mantissa bits, and whether the format has infinities."""
+"""Bits of the exponent, bits of the mantissa, and whether the format has infinities."""
 
 _CONVOLUTIONS = {f"conv{transposed}{n}d" for transposed in ("", "_transpose") for n in (1, 2, 3)}
 _LOSSES = {
@@ -39,7 +39,7 @@ PRODUCTS: frozenset[str] = frozenset(
     | {"addmm", "addbmm", "baddbmm", "multi_dot", "vecdot", "multi_head_attention_forward"}
     | _CONVOLUTIONS
 )
-"""Run in the low precision."""
+"""Operations that run in the low precision."""
 
 _CUDA = {
     "softmax",
@@ -74,4 +74,4 @@ REDUCTIONS: dict[str, frozenset[str]] = {
     "cuda": frozenset(_CUDA | _LOSSES),
     "cpu": frozenset({"prod", "cdist", "trace", "quantile", "nanquantile", "avg_pool3d", "ctc_loss"} | _LOSSES),
 }
-"""Run in float32, by the kind of device."""
+"""Operations that run in float32, by type of device."""

@@ -1,4 +1,4 @@
-"""Exact attention by PyTorch in float64, and counters of what a call holds and masks: what chapter 15 is checked with."""
+"""What chapter 15 is checked with: PyTorch's attention in float64, and counters of the tensors and masks that a call makes."""
 
 import torch
 from torch import Tensor
@@ -8,14 +8,14 @@ from torch.utils._pytree import tree_leaves
 
 
 def make_inputs(q_shape, kv_shape, dtype=torch.float32, device="cpu", seed=0) -> list[Tensor]:
-    """q, k, v and a gradient of the output, the same numbers in every dtype up to rounding."""
+    """q, k, v and a gradient of the output: random, and equal in every dtype up to rounding."""
     generator = torch.Generator().manual_seed(seed)
     shapes = (q_shape, kv_shape, kv_shape, q_shape)
     return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor, is_causal: bool) -> dict[str, Tensor]:
-    """Output, logsumexp and gradients in float64, by PyTorch's scaled_dot_product_attention; rows without keys are 0."""
+    """Output, logsumexp and gradients in float64, by PyTorch's scaled_dot_product_attention; 0 for rows without keys."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     shared = q.shape[-3] // k.shape[-3] if q.ndim > 2 else 1
     keys, values = (x.repeat_interleave(shared, -3) if shared > 1 else x for x in (k, v))
@@ -27,13 +27,15 @@ def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor, is_causal: bool) -> dict[
     if some.any():
         o[..., some, :] = F.scaled_dot_product_attention(q[..., some, :], keys, values, attn_mask=seen[some])
     scores = (q @ keys.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
-    loss = (o * do.double()).sum() + 0 * sum(x.sum() for x in (q, k, v))  # of every one, also where no row has keys
+    loss = (o * do.double()).sum() + 0 * sum(
+        x.sum() for x in (q, k, v)
+    )  # so that all three get a gradient, even if no row has keys
     dq, dk, dv = torch.autograd.grad(loss, (q, k, v))
     return {"o": o.detach(), "lse": scores.logsumexp(-1).detach(), "dq": dq, "dk": dk, "dv": dv}
 
 
 class LargestTensor(TorchDispatchMode):
-    """While it is active: the most numbers that any tensor made held."""
+    """While active, ``numbers`` is the size of the largest tensor that was made."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +49,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 class CountMasked:
-    """While it is active: ``n`` counts how often interpreted kernels chose a tile of ``shape`` by a condition, `tl.where`."""
+    """While active, ``n`` counts the calls of `tl.where` on tiles of ``shape`` in interpreted kernels."""
 
     def __init__(self, shape: tuple[int, int]):
         self.shape, self.n = shape, 0
@@ -69,14 +71,14 @@ class CountMasked:
 
 
 def guarded(shape, dtype, device="cpu", guard=8192, value=-7.0) -> Tensor:
-    """A contiguous tensor with ``guard`` numbers before and after it; all hold ``value``."""
+    """A contiguous tensor with ``guard`` numbers before and after it, all filled with ``value``."""
     n = torch.Size(shape).numel()
     whole = torch.full((n + 2 * guard,), value, dtype=dtype, device=device)
     return whole[guard : guard + n].view(shape)
 
 
 def guards_of(tensor: Tensor, guard=8192) -> Tensor:
-    """The numbers that lie before and after a tensor made by ``guarded``, as they are now."""
+    """The current values of the numbers before and after a tensor made by ``guarded``."""
     n, at = tensor.numel(), tensor.storage_offset()
     before = tensor.as_strided((guard,), (1,), at - guard)
     return torch.cat([before, tensor.as_strided((guard,), (1,), at + n)])

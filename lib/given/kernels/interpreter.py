@@ -1,9 +1,9 @@
-"""What the book changes in Triton's interpreter, so that a kernel fails there as one expects of Python.
+"""What the book changes in Triton's interpreter, so that a kernel fails there as ordinary Python does.
 
-- An exception inside a kernel reaches the caller as it was raised, with the kernel's own line in its traceback; Triton wraps it
-  into an `InterpreterError` whose traceback ends at the launch.
-- Infinities and NaN arise without a warning, as on a GPU: `tl.log2` of 0 is -inf.
-- Triton 3.6 works with NumPy 2.4, too.
+- An exception inside a kernel reaches the caller as it was raised, with the kernel's own line in its traceback. Triton alone
+  wraps it into an `InterpreterError`, whose traceback ends at the launch.
+- Infinities and NaN appear without a warning, as on a GPU: `tl.log2` of 0 is -inf.
+- Triton 3.6 also works with NumPy 2.4.
 """
 
 import ast
@@ -16,7 +16,7 @@ import numpy as np
 
 
 def mend() -> None:
-    """Change the interpreter; once, after Triton was imported."""
+    """Change the interpreter. Call it once, after Triton has been imported."""
     import triton
     from triton.runtime import interpreter
 
@@ -25,13 +25,13 @@ def mend() -> None:
     def run_plainly(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             with np.errstate(all="ignore"), warnings.catch_warnings():
-                warnings.simplefilter("ignore", RuntimeWarning)  # the maximum of NaN alone
+                warnings.simplefilter("ignore", RuntimeWarning)  # raised by the maximum of a row of NaN
                 return run(self, *args, **kwargs)
         except interpreter.InterpreterError as error:
             failure = _original(error, interpreter.InterpreterError)
         except ValueError as error:
             failure = _chained_assignment(self.fn, error)
-        raise failure  # here, where no other exception is being handled, so that nothing is chained to it
+        raise failure  # outside of the except blocks, so that no other exception is chained to it
 
     interpreter.InterpretedFunction.run = run_plainly
     if triton.__version__.startswith("3.6."):
@@ -39,14 +39,14 @@ def mend() -> None:
 
 
 def _original(error: BaseException, wrapper: type[BaseException]) -> BaseException:
-    """The exception that the kernel raised; a kernel that calls another has two wrappers around it."""
+    """The exception that the kernel raised. When one kernel calls another, there are two wrappers around it."""
     while isinstance(error, wrapper) and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def _chained_assignment(fn: Any, error: ValueError) -> Exception:
-    """The place of an ``a = b = ...``, which Triton refuses before the kernel runs and without saying where."""
+    """An error with the line of an ``a = b = ...``; Triton rejects it before the kernel runs, without saying where it is."""
     if "Multiple assignments" not in str(error):
         return error
     lines, first = inspect.getsourcelines(fn)
@@ -59,7 +59,7 @@ def _chained_assignment(fn: Any, error: ValueError) -> Exception:
 
 
 def _let_numpy_index(interpreter: Any) -> None:
-    """NumPy makes no int of an array with an axis from 2.4 on, which Triton heeds from 3.7 on."""
+    """From 2.4 on NumPy converts no array with an axis to an int; Triton respects that only from 3.7 on."""
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch_tensor_for_numpy(tensor: Any, scope: Any) -> None:

@@ -1,4 +1,4 @@
-"""Start the kernels of chapter 15: contiguous inputs, tiles, the grid, and where the results go."""
+"""Launch the kernels of chapter 15: make inputs contiguous, choose tiles and grid, allocate the results."""
 
 import math
 
@@ -10,11 +10,11 @@ from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, NO_TRITON, check_sh
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, rows: int | None, cols: int | None):
-    """The arguments that every kernel takes after its tensors, and the number of query heads in all.
+    """The constants that every kernel takes, the number of query heads in all batches, and T, S and scale.
 
     Raises:
         RuntimeError: Triton is not installed.
-        ValueError: the head is wider than 256, or the dtype is none that the kernels know.
+        ValueError: the head is wider than 256, or the kernels don't support the dtype.
     """
     if not HAS_TRITON:
         raise RuntimeError(f"{NO_TRITON}; or use FlashAttentionTorch")
@@ -36,13 +36,13 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, rows: int | None,
 
 
 def _readable(*tensors: Tensor) -> list[Tensor]:
-    """Contiguous, and in a dtype that the interpreter can multiply: it cannot bfloat16."""
+    """Contiguous copies, in float32 where the interpreter would have to multiply bfloat16, which it can't."""
     cast = INTERPRETED and tensors[0].dtype == torch.bfloat16
     return [(x.float() if cast and x.dtype == torch.bfloat16 else x).contiguous() for x in tensors]
 
 
 def _empty(shape, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Room for a result; in the interpreter with space behind it, so that a store without its mask crashes nothing."""
+    """A tensor for a result. In the interpreter there is spare room after it, so that a store without a mask crashes nothing."""
     n = math.prod(shape)
     return like.new_empty(n + (1 << 16) * INTERPRETED, dtype=dtype or like.dtype)[:n].view(shape)
 
@@ -50,12 +50,12 @@ def _empty(shape, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def launch_forward(
     kernel, q, k, v, is_causal=False, *, rows=None, cols=None, o=None, lse=None
 ) -> tuple[Float[Tensor, "*lead t d"], Float[Tensor, "*lead t"]]:
-    """Run a forward kernel: one program for each head and each tile of ``rows`` queries.
+    """Launch a forward kernel, with one program for each head and each tile of ``rows`` queries.
 
     Args:
         kernel: Takes q, k, v, o, lse, T, S, scale, GROUP, D, WIDTH, ROWS, COLS, CAUSAL.
-        rows, cols: Tiles of queries and keys; chosen here unless told.
-        o, lse: Where the results go, contiguous; made here unless given.
+        rows, cols: Queries and keys in a tile; by default they are chosen here.
+        o, lse: Contiguous tensors for the results; by default they are allocated here.
     """
     constants, n_heads, sizes = _prepare(q, k, v, is_causal, rows, cols)
     qs, ks, vs = _readable(q, k, v)
@@ -70,10 +70,10 @@ def launch_forward(
 def launch_backward_dq(
     kernel, q, k, v, o, do, lse, is_causal=False, *, rows=None, cols=None, dq=None, delta=None
 ) -> tuple[Float[Tensor, "*lead t d"], Float[Tensor, "*lead t"]]:
-    """Run a dQ kernel, one program for each head and tile of queries; returns dq and delta, the row sums of o * do.
+    """Launch a dQ kernel, with one program for each head and tile of queries; returns dq and delta, the row sums of o * do.
 
     Args:
-        kernel: Takes q, k, v, o, do, lse, delta, dq, then as the forward kernel.
+        kernel: Takes q, k, v, o, do, lse, delta, dq, then the same as the forward kernel.
     """
     constants, n_heads, sizes = _prepare(q, k, v, is_causal, rows, cols)
     qs, ks, vs, os_, dos = _readable(q, k, v, o, do)
@@ -88,10 +88,10 @@ def launch_backward_dq(
 def launch_backward_dkdv(
     kernel, q, k, v, do, lse, delta, is_causal=False, *, rows=None, cols=None, dk=None, dv=None
 ) -> tuple[Float[Tensor, "*lead_kv s d"], Float[Tensor, "*lead_kv s d"]]:
-    """Run a dK/dV kernel, one program for each head of keys and tile of keys.
+    """Launch a dK/dV kernel, with one program for each head of keys and tile of keys.
 
     Args:
-        kernel: Takes q, k, v, do, lse, delta, dk, dv, then as the forward kernel.
+        kernel: Takes q, k, v, do, lse, delta, dk, dv, then the same as the forward kernel.
     """
     constants, n_heads, sizes = _prepare(q, k, v, is_causal, rows, cols)
     qs, ks, vs, dos = _readable(q, k, v, do)

@@ -1,7 +1,8 @@
-"""Triton, compiled where there is a GPU and interpreted where there is none; and the sizes of tiles that suit each.
+"""Triton, compiled where there is a GPU and interpreted where there is none, with sizes of tiles that suit each.
 
-Which of the two, ``import lib`` has said in ``TRITON_INTERPRET`` before this module is read. Import ``triton`` and ``tl`` from
-here: where Triton is not installed (macOS, Windows) files with kernels can be read all the same, and a launch says what is missing.
+``import lib`` decides which of the two and sets ``TRITON_INTERPRET`` before this module is imported. Import ``triton`` and
+``tl`` from here: then files with kernels can be imported even where Triton is not installed (macOS, Windows), and a launch
+says what is missing.
 """
 
 import os
@@ -12,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where nobody says it
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns if it is not set
 
 NO_TRITON = (
-    "Triton is not installed. It exists for Linux only: on macOS or Windows run kernels in Colab, in WSL or in a "
+    "Triton is not installed. Its package is for Linux: on macOS or Windows run kernels in Colab, in WSL or in a "
     "container, where `pip install triton` finds it"
 )
 """Why a kernel cannot be launched, and why its checks are skipped."""
@@ -30,7 +31,7 @@ try:
 except ImportError:
 
     class _Kernel:
-        """What ``triton.jit`` gives where there is no Triton."""
+        """What ``triton.jit`` returns where Triton is not installed."""
 
         def __init__(self, fn):
             self.fn = fn
@@ -39,7 +40,7 @@ except ImportError:
             raise RuntimeError(NO_TRITON)
 
     class _Absent:
-        """Stands where Triton would."""
+        """Replaces ``triton`` and ``tl`` where Triton is not installed."""
 
         jit = _Kernel
 
@@ -85,7 +86,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class MatmulTiles:
-    """How a matrix product is cut: ``m`` x ``n`` numbers of the result a program, ``k`` terms a step, ``group`` rows of tiles."""
+    """How a matrix product is cut: a program computes ``m`` x ``n`` numbers in steps of ``k`` terms; ``group`` rows of tiles."""
 
     m: int
     n: int
@@ -96,7 +97,7 @@ class MatmulTiles:
 
 
 def matmul_tiles(dtype: torch.dtype) -> MatmulTiles:
-    """Small tiles for the interpreter, so that little matrices have many; large ones for a GPU."""
+    """Small tiles for the interpreter, so that even small matrices have several; large tiles for a GPU."""
     if INTERPRETED:
         return MatmulTiles(16, 32, 16, 3)
     if dtype == torch.float32:
@@ -110,20 +111,20 @@ def block_of(length: int, largest: int = 1 << 20) -> int:
 
 
 def rows_of(width: int) -> int:
-    """Rows a program where a row's block is ``width`` wide: a tile of about 4096 numbers; 8 rows in the interpreter."""
+    """Rows for each program if a block of columns is ``width`` wide: about 4096 numbers; 8 rows in the interpreter."""
     return 8 if INTERPRETED else max(1, 4096 // width)
 
 
 def warps_of(block: int) -> int:
-    """Groups of 32 threads for a row's block: about 32 numbers a thread, 4 groups at least and 16 at most."""
+    """Groups of 32 threads for a row of ``block`` numbers: about 32 numbers for each thread, and 4 to 16 groups."""
     return min(16, max(4, block // 1024))
 
 
 def check_tensors(*tensors: Tensor) -> None:
-    """Refuse what the kernels of chapter 14 cannot compute with.
+    """Reject tensors that the kernels of chapter 14 can't compute with.
 
     Raises:
-        ValueError: a dtype that is none of float32, float16 and (on a GPU) bfloat16, or tensors of several dtypes or devices.
+        ValueError: a dtype other than float32, float16 and (on a GPU) bfloat16, or tensors of several dtypes or devices.
     """
     known = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
     for x in tensors:

@@ -1,4 +1,4 @@
-"""What the tiles of chapter 15 need and is no lesson: Triton where there is one, and layouts."""
+"""Helpers for the tiles of chapter 15: Triton where it is installed, and layouts."""
 
 import math
 
@@ -29,7 +29,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """How many query heads share a head of keys; 1 where there is no axis of heads.
+    """Number of query heads that share a head of keys; 1 if there is no axis of heads.
 
     Raises:
         ValueError: the shapes or dtypes do not fit; the message shows them.
@@ -47,7 +47,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> int:
 def fold_groups(
     q: Float[Tensor, "*lead t d"], k: Float[Tensor, "*lead_kv s d"], v: Float[Tensor, "*lead_kv s d"]
 ) -> tuple[Float[Tensor, "n g r t d"], Float[Tensor, "n g 1 s d"], Float[Tensor, "n g 1 s d"]]:
-    """Any layout as five axes: batch, heads of keys, query heads that share one, tokens, width.
+    """Bring any layout to five axes: batch, heads of keys, query heads that share one, tokens, width.
 
     Raises:
         ValueError: as `check_shapes`.
@@ -59,13 +59,13 @@ def fold_groups(
 
 
 def tile_slices(length: int) -> list[slice]:
-    """Tiles of a sequence: powers of two from 16 to 128, at least four of them where there is room."""
+    """Slices that cut a sequence into tiles of a power of two from 16 to 128; at least four tiles if it is long enough."""
     size = min(128, max(16, 1 << (max(length, 1) - 1).bit_length() >> 2))
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def hide_later(scores: Float[Tensor, "*lead r c"], position: int) -> Float[Tensor, "*lead r c"]:
-    """-inf where row i of a tile looks beyond key ``position + i`` of it; the tile itself if no row does."""
+    """Put -inf wherever row i of a tile looks beyond the tile's key ``position + i``; the tile itself if no row does."""
     rows, keys = (torch.arange(n, device=scores.device) for n in scores.shape[-2:])
     if position >= len(keys) - 1:
         return scores

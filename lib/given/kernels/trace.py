@@ -1,6 +1,6 @@
-"""See what a kernel does to memory: which program reads and writes which element. In the interpreter only.
+"""Record which program reads and writes which element of memory; in the interpreter only.
 
-What Triton leaves undefined, a masked place of a ``tl.load`` without ``other``, is NaN here.
+Masked places of a ``tl.load`` without ``other``, which Triton leaves undefined, are NaN here.
 
 with trace() as seen:
     out = vector_add(x, y)
@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-FAR_BYTES = 1 << 20  # what lies further from every tensor has nothing to do with any of them
+FAR_BYTES = 1 << 20  # an access further away than this belongs to none of the tensors
 
 
 class OutOfBounds(IndexError):
     """A kernel loaded or stored outside the tensors that it was given.
 
     Attributes:
-        problem: Which operation, on which side of which tensor.
-        place: Which program, at which offset.
+        problem: The operation, the tensor, and the side on which it went outside.
+        place: The program and the offset.
     """
 
     def __init__(self, problem: str, place: str):
@@ -35,7 +35,7 @@ class OutOfBounds(IndexError):
 
 @dataclass
 class Access:
-    """One ``tl.load`` or ``tl.store`` of one program: the addresses that its mask lets through. An atomic is one of each."""
+    """One ``tl.load`` or ``tl.store`` of one program, without masked addresses. An atomic counts as one of each."""
 
     program: int
     stores: bool
@@ -45,15 +45,15 @@ class Access:
 
 @dataclass
 class Trace:
-    """What the launches under ``trace()`` did.
+    """Everything that the launches under ``trace()`` did.
 
     Attributes:
-        launches: Name, grid and tensors of each launch. The tensors are held, so that no address is used twice.
-        given: The tensors of the last launch, by the names that the kernel has for them.
-        index: The place of the last program in its grid, as "3" or "(0, 3)".
-        accesses: Loads and stores, in order. A program's number counts on from launch to launch.
-        n_atomics: Atomic operations of all programs, such as ``tl.atomic_add``; each is a load and a store, too.
-        dots: Dtype of the left factor and ``input_precision`` of each ``tl.dot``, as ("fp32", "IEEE").
+        launches: Name, grid and tensors of each launch. The tensors are kept alive, so that no address is reused.
+        given: The tensors of the last launch, by the names of the kernel's parameters.
+        index: Position of the last program in its grid, such as "3" or "(0, 3)".
+        accesses: Loads and stores, in order. The numbers of programs continue from launch to launch.
+        n_atomics: Atomic operations of all programs, such as ``tl.atomic_add``; each also counts as a load and a store.
+        dots: Dtype of the left factor and ``input_precision`` of each ``tl.dot``, such as ("fp32", "IEEE").
     """
 
     launches: list[tuple[str, tuple[int, ...], list[Tensor]]] = field(default_factory=list)
@@ -78,14 +78,14 @@ class Trace:
         return self._bytes(True)
 
     def count(self, tensor: Tensor, stores: bool) -> np.ndarray:
-        """How often each element of ``tensor`` was loaded, or stored; its shape."""
+        """How often each element of ``tensor`` was loaded or stored, in the tensor's shape."""
         where = element_addresses(tensor)
         found = [a.addresses for a in self.accesses if a.stores == stores]
         unique, counts = np.unique(np.concatenate([np.empty(0, np.int64), *found]), return_counts=True)
         return np.array([*counts, 0])[_positions(unique, where)]
 
     def writer(self, tensor: Tensor) -> np.ndarray:
-        """Which program stored each element of ``tensor`` last; -1 if none did; its shape."""
+        """The program that stored each element of ``tensor`` last, or -1, in the tensor's shape."""
         where, writer = element_addresses(tensor), np.full(tensor.shape, -1)
         for access in self.accesses:
             if access.stores:
@@ -93,7 +93,7 @@ class Trace:
         return writer
 
     def outside(self, stores: bool) -> int:
-        """How many accesses hit no element of any tensor that a launch was given."""
+        """Number of addresses that belong to no element of any tensor given to a launch."""
         tensors = [element_addresses(t).ravel() for _, _, given in self.launches for t in given]
         inside = np.unique(np.concatenate([np.empty(0, np.int64), *tensors]))
         found = [a.addresses for a in self.accesses if a.stores == stores]
@@ -101,10 +101,10 @@ class Trace:
 
 
 def _refuse_outside(seen: Trace, operation: str) -> None:
-    """Refuse a last access outside the tensors of the last launch; gaps between the elements of a strided one pass here.
+    """Check that the last access is inside the tensors of the last launch; gaps between strided elements are allowed here.
 
     Raises:
-        OutOfBounds: there are some; it names the tensor that most of the access hit, or else the nearest.
+        OutOfBounds: some of it is outside; the error names the tensor that most of the access hit, or else the nearest.
     """
     access, spans = seen.accesses[-1], {name: _span(tensor) for name, tensor in seen.given.items()}
     at = access.addresses
@@ -127,14 +127,14 @@ def _refuse_outside(seen: Trace, operation: str) -> None:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of the first byte of a tensor and of the first byte behind it."""
+    """The addresses of the first byte of a tensor and of the first byte after it."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = tensor.data_ptr()
     return first, first + (reach + 1) * tensor.element_size() * (tensor.numel() > 0)
 
 
 def _positions(unique: np.ndarray, where: np.ndarray) -> np.ndarray:
-    """Index of each address among ``unique``; the last index plus one where it is missing."""
+    """Index of each address in ``unique``; one more than the last index where it is missing."""
     at = np.searchsorted(unique, where)
     present = np.isin(where, unique)
     return np.where(present, at, len(unique))
@@ -154,10 +154,10 @@ def trace(stop_outside: bool = False) -> Iterator[Trace]:
     """Record every launch, load, store and atomic of interpreted kernels.
 
     Args:
-        stop_outside: Raise `OutOfBounds` in the kernel at its first access outside the tensors that it was given.
+        stop_outside: Raise `OutOfBounds` inside the kernel at its first access outside the tensors that it was given.
 
     Raises:
-        RuntimeError: kernels are compiled here; there is nothing to see from Python.
+        RuntimeError: kernels are compiled here, so Python can't see their accesses.
     """
     from lib.given.kernels.mode import INTERPRETED
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lib.bench.record import MEASUREMENTS, where
 from lib.workbook.book import contracts
-from lib.workbook.book.catalog import ROOT, Chapter, Exercise, all_exercises, chapters
+from lib.workbook.book.catalog import ROOT, Chapter, Exercise, all_exercises, chapters, is_back_matter, pages
 
 LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<url>https?://[^)\s]+)\)")
 
@@ -75,15 +75,28 @@ def measurements() -> Listing:
     """Every recorded measurement: where it is shown, on what it was made, and the program that makes it again."""
     rows = []
     for path in sorted(MEASUREMENTS.glob("*.json")):
-        shown = [chapter_link(chapter, str(chapter.number)) for chapter in _written() if shows(chapter, path.stem)]
         measured = json.loads(path.read_text(encoding="utf-8"))
-        rows.append([f"`{path.stem}`", ", ".join(shown), hardware(measured), f"`python -m lib.bench.{program(path)}`"])
-    return table(["measurement", "chapter", "where and when", "made by"], rows)
+        rows.append(
+            [
+                f"`{path.stem}`",
+                ", ".join(shown_in(path.stem)),
+                hardware(measured),
+                f"`python -m lib.bench.{program(path)}`",
+            ]
+        )
+    return table(["measurement", "shown in", "where and when", "made by"], rows)
 
 
-def shows(chapter: Chapter, name: str) -> bool:
-    """Whether a chapter loads a measurement, by its name or by ``f"ladder_{model}"``."""
-    text = chapter.path.read_text(encoding="utf-8")
+def shown_in(name: str) -> list[str]:
+    """Links to the chapters and the pages of the back matter that load a measurement."""
+    links = [chapter_link(chapter, str(chapter.number)) for chapter in _written() if shows(chapter.path, name)]
+    behind = [(ROOT / page["file"], page["title"]) for page in pages() if is_back_matter(page["file"])]
+    return links + [f"[{title}]({path.name})" for path, title in behind if path.exists() and shows(path, name)]
+
+
+def shows(page: Path, name: str) -> bool:
+    """Whether a page loads a measurement, by its name or by ``f"ladder_{model}"``."""
+    text = page.read_text(encoding="utf-8")
     return f'load("{name}")' in text or f'load(f"{name.rpartition("_")[0]}_{{' in text
 
 
