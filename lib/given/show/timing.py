@@ -35,5 +35,6 @@ def measured_when(
         found = measure()
         if condition(found):
             return found
-    print(f"This machine was busy. The text needs that {what}; that failed {tries} times in a row.")
+    instead = "" if otherwise is None else " A recorded measurement takes its place."
+    print(f"This machine was busy. The text needs that {what}; that failed {tries} times in a row.{instead}")
     return otherwise
