@@ -128,7 +128,10 @@ def test_profile_step_writes_a_trace_at(tmp_path, kind):
     names = {event["name"] for event in events}
     expect_true({"outer", "inner", "aten::mm"} <= names, "the trace lacks a range or an operator", read=TRACE)
     expect_equal(sorted(profile.range_s), ["inner", "outer"], name="the ranges", read=TRACE)
-    expect_true(profile.range_s["outer"] >= profile.range_s["inner"] > 0, "an outer range holds its inner one")
+    expect_true(
+        profile.range_s["outer"] >= profile.range_s["inner"] > 0,
+        "an outer range must take at least as long as the range inside it",
+    )
     expect_true("aten::mm" in profile.operator_s, "operator_s lacks aten::mm", read=TRACE)
 
 
@@ -205,7 +208,7 @@ def test_profile_step_on_a_gpu(tmp_path):
         inside = [k["dur"] for k in kernels if 0 <= launched[k["args"]["correlation"]] - e["ts"] < e["dur"]]
         ranges[e["name"]] += sum(inside) / 1e6
     total = sum(k["dur"] for k in kernels) / 1e6
-    expect_true(total > 0, "the trace holds no kernel: profile the device too", read=TRACE)
+    expect_true(total > 0, "the trace has no kernel: profile the device too", read=TRACE)
     expect_close(profile.range_s, ranges, atol=2e-6, rtol=0.02, name="range_s", read=TRACE)
     expect_close(sum(profile.operator_s.values()), total, atol=2e-6, rtol=0.02, name="sum of operator_s", read=TRACE)
 
@@ -358,7 +361,7 @@ def test_memory_timeline_stops_with_the_block(tmp_path):
 
 @pytest.mark.usefixtures("no_cuda")
 def test_memory_timeline_is_written_after_an_error(tmp_path):
-    case("the block raises: the error goes on, and the file is there")
+    case("the block raises: the error passes through, and the file is there")
     path = tmp_path / "memory.json"
     with expect_raises(RuntimeError, "out of memory"), speed.memory_timeline(path):
         kept = torch.ones(10)
@@ -412,7 +415,7 @@ def test_memory_timeline_agrees_with_the_allocator(tmp_path):
 
 @pytest.mark.parametrize("fails", [False, True], ids=["", "error"])
 def test_memory_timeline_on_cuda_asks_the_allocator(tmp_path, monkeypatch, fails):
-    case("a CUDA device (played by the test)" + (", and the block raises" if fails else ""))
+    case("a CUDA device (simulated by the test)" + (", and the block raises" if fails else ""))
     asked = []
 
     def record(enabled="all", **settings):

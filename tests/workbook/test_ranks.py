@@ -486,7 +486,7 @@ def test_mpi_endless_loop():
 @mpi
 def test_mpi_message_that_nobody_takes():
     result = pool("mpi").run(mpi_programs.untaken)
-    assert result.mismatch() == "rank 0 sent rank 1 1 message, of which it received 0"
+    assert result.mismatch() == "rank 0 sent rank 1 1 message, and rank 1 received 0"
     assert pool("mpi").run(mpi_programs.sum_of_ranks, 1, n_ranks=2).mismatch() == ""
 
 
