@@ -47,7 +47,7 @@ class Step:
 
 
 def profile_of(step, path):
-    """What the answer gives, once it is seen to have the two parts."""
+    """What the answer returns, after a check that it has the two parts."""
     if torch.cuda.is_available():  # a process's first profile starts CUPTI: an empty one, so that no answer sees it
         with torch.profiler.profile():
             torch.cuda.synchronize()
@@ -277,9 +277,7 @@ def test_memory_timeline_names_the_operators_in_order_of_time(tmp_path):
 
 @pytest.mark.usefixtures("no_cuda")
 def test_memory_timeline_counts_time_from_its_beginning(tmp_path, monkeypatch):
-    case(
-        "every clock of the module time stands at 1,000,000 s and goes on by 1 s when it is read; three tensors are made"
-    )
+    case("every clock of the module time shows 1,000,000 s and advances by 1 s when it is read; three tensors are made")
     ticks = itertools.count(1_000_000)
     for clock in ("time", "mono" + "tonic", "perf" + "_counter"):  # the test winds them; no test reads a real one
         monkeypatch.setattr(time, clock, lambda: float(next(ticks)))

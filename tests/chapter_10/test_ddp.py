@@ -1,6 +1,6 @@
 """Distributed data parallel, graded: on 2 to 4 ranks with gloo, against one process and PyTorch's own DDP.
 
-What runs on the ranks stands in `programs.py`. The ledger of collectives is graded, not only the numbers.
+The programs that run on the ranks are in `programs.py`. The tests grade the ledger of collectives, not only the numbers.
 """
 
 import math
