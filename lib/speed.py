@@ -55,9 +55,9 @@ def benchmark(
     Raises:
         ValueError: ``warmup`` is negative or ``repeats`` is less than 1; the message names the argument and its value.
 
-    Convention: the clock is ``time.perf_counter()``. On CUDA, call ``torch.cuda.synchronize(device)`` before every reading
-        of the clock, also before the first one of a call; on another accelerator, ``torch.accelerator.synchronize(device)``.
-        On the CPU there is nothing to wait for, so call neither.
+    Convention: the clock is ``time.perf_counter()``. Before every reading, also the first one of a call, wait: on CUDA with
+        ``torch.cuda.synchronize(device)``, on another accelerator with ``torch.accelerator.synchronize(device)``. On the
+        CPU there is nothing to wait for, so call neither.
     """
     raise NotImplementedError("Exercise 8.1: write benchmark")
 
@@ -73,9 +73,8 @@ def matmul_flops(m: int, k: int, n: int) -> int:
     Returns:
         Multiplications and additions, as an ``int``.
 
-    Convention: a fused multiply-add is two operations, and each of the ``m * n`` results takes k of them (the first
-        addition, to zero, counts). PyTorch, the makers of processors and most papers count the same way; "MACs" are half
-        as many.
+    Convention: a fused multiply-add is two operations, and each of the ``m * n`` results takes k of them, the first addition
+        (to zero) included. PyTorch, makers of processors and most papers count the same way; "MACs" are half as many.
     """
     raise NotImplementedError("Exercise 8.2: write matmul_flops")
 
@@ -124,8 +123,7 @@ def training_flops_per_token(config: GPT2Config) -> int:
 
     Returns:
         FLOPs of all matrix products, as an ``int``: the blocks' linear maps, attention (every pair, not only the causal ones)
-        and the head with its rows of padding. Backward has two products for each one of forward, one for the gradient of
-        each factor.
+        and the head with its rows of padding. Backward has two products for each of forward: one a factor's gradient.
 
     Source: Kaplan and others (arXiv:2001.08361), section 2.1; PaLM (arXiv:2204.02311), appendix B.
     Convention: exactly what ``FlopCounterMode`` counts for chapter 6's model, divided by the tokens. Looking up an
@@ -175,9 +173,8 @@ def saved_activation_bytes(fn: Callable[[], Any]) -> int:
         returns. Each storage counts in full and once, however many views of it are saved.
 
     Convention: count what ``torch.autograd.graph.saved_tensors_hooks`` sees: inputs and parameters that a backward formula
-        needs as well as intermediate results. Two storages are the same if they have the same ``_cdata`` while both are
-        alive; ``data_ptr`` won't do, because it is 0 for every tensor on the meta device, where ``fn`` may work too. The
-        call keeps nothing alive: what ``fn`` drops is freed without waiting for the garbage collector.
+        needs, and intermediate results. Storages are the same if they have the same ``_cdata`` while both are alive (on the
+        meta device ``data_ptr`` is always 0). What ``fn`` drops is freed without waiting for the garbage collector.
     """
     raise NotImplementedError("Exercise 8.8: write saved_activation_bytes")
 
@@ -220,10 +217,10 @@ def profile_step(step_fn: Callable[[], Any], path: str | os.PathLike) -> StepPro
         path: File for the Chrome trace, which https://ui.perfetto.dev opens; its folder exists.
 
     Returns:
-        A ``StepProfile``. On the CPU, a range takes the time from its opening to its closing, and an operator its own time
-        (``self_cpu_time_total``). If any operator took time on a CUDA device (``self_device_time_total``), all times are
-        the device's: an operator has its own, and a range has the sum over the operators that began while it was open, on
-        any thread (autograd has a thread of its own). Do not add the device row that the profiler makes for a range.
+        A ``StepProfile``. On the CPU, a range takes the time from its opening to its closing, and an operator its own time.
+        If any operator took time on a CUDA device (``self_device_time_total``), all times are the device's: an operator has
+        its own, and a range has the sum over the operators that began while it was open, on any thread (autograd has one
+        of its own). Do not add the device row that the profiler makes for a range.
 
     Convention: PyTorch's optimizers open ranges of their own, named "Optimizer.step#AdamW.step" and the like. They are in
         the trace, but not in ``range_s``, because the step did not open them.
@@ -242,18 +239,16 @@ def memory_timeline(path: str | os.PathLike) -> Iterator[list[dict[str, Any]]]:
         path: The file to write; its folder exists.
 
     Yields:
-        A list that grows while the block runs, by one dict for each storage that is made or freed: ``time_s`` since the
-        block began; ``operator``, any text with the name of the operator that made it, as "aten.mm.default", or "free";
-        ``change_bytes``, negative for a free; ``total_bytes``, alive after the event. With a CUDA device the list stays
-        empty, and everything is in the file.
+        A list that grows by one dict for each storage that is made or freed: ``time_s`` since the block began; ``operator``,
+        a text with the name of the operator that made it, as "aten.mm.default", or "free"; ``change_bytes``, negative for a
+        free; ``total_bytes``, alive after the event. With a CUDA device the list stays empty, and all is in the file.
 
     Without a CUDA device, ``path`` holds JSON: ``{"events": the list, "peak_bytes": the greatest total}``. Count storages
-    that operators make inside the block, in forward and backward, each once however many views it has. Weights that were
-    there before the block do not count, nor do storages of 0 bytes. This is an estimate: it does not see what an operator
-    needs inside itself, nor what the allocator keeps in reserve. After the block, storages are not followed any more.
+    that operators make inside the block, in forward and backward, each once however many views it has; not weights that
+    were there before, nor storages of 0 bytes. This is an estimate: it does not see what an operator needs inside itself,
+    nor what the allocator keeps in reserve. After the block, storages are not followed any more.
 
-    With a CUDA device the allocator keeps the history: call ``torch.cuda.memory._record_memory_history(max_entries=100_000)``
-    at the start, and ``torch.cuda.memory._dump_snapshot(str(path))`` and ``_record_memory_history(enabled=None)`` at the
-    end. https://pytorch.org/memory_viz shows the file.
+    With a CUDA device, call ``torch.cuda.memory._record_memory_history(max_entries=100_000)`` at the start, and at the end
+    ``torch.cuda.memory._dump_snapshot(str(path))`` (for pytorch.org/memory_viz) and ``_record_memory_history(enabled=None)``.
     """
     raise NotImplementedError("Exercise 8.11: write memory_timeline")
