@@ -384,7 +384,7 @@ def test_what_libraries_print_is_left_out():
     )
     enforced = "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce fail at pair.cc:455] a <= b. 48 vs 24\n"
     assert noise.meaningful(assertion + stack + logged + aborted + enforced + "mine: 3\n") == ["mine: 3"]
-    assert noise.cause(assertion + stack).startswith("what arrived is no whole number")
+    assert noise.cause(assertion + stack).startswith("the message is not a whole number")
     assert noise.cause("mine\n" + aborted) == "Oh"
     assert noise.cause(enforced) == "a <= b. 48 vs 24"
     assert noise.cause("mine") == ""
