@@ -18,11 +18,12 @@ def shard_indices(
     shuffle: bool = True,
     drop_last: bool = False,
 ) -> list[int]:
-    """Which items of a data set a rank reads in an epoch, in its order. (Exercise 10.1)
+    """The items of a data set that a rank reads in an epoch, in order. (Exercise 10.1)
 
-    All ranks make the same list of all n items: shuffled by a ``torch.Generator`` seeded with ``seed + epoch`` and
-    ``torch.randperm``, or in order. It is made a multiple of R long: padded from its own start, again and again if it is
-    shorter than what is missing, or cut. Rank r takes every R-th item, from the r-th on.
+    All ranks make the same list of all n items, in order or shuffled by ``torch.randperm`` with a ``torch.Generator`` that
+    is seeded with ``seed + epoch``. The length of the list becomes a multiple of R: it is padded from its own start (again
+    and again, if the list is shorter than the padding) or, with ``drop_last``, cut. Rank r takes every R-th item, beginning
+    with item r.
 
     Args:
         n: Items of the data set.
@@ -39,7 +40,7 @@ def shard_indices(
     Raises:
         ValueError: ``rank`` is not one of ``world_size`` ranks; the message names both.
 
-    Source: ``torch.utils.data.DistributedSampler``, whose order this is.
+    Source: ``torch.utils.data.DistributedSampler``, which has the same order.
     """
     raise NotImplementedError("Exercise 10.1: write shard_indices")
 
@@ -49,9 +50,9 @@ def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup | None = No
     """Give every rank the parameters and buffers of the group's rank 0, in place. (Exercise 10.2)
 
     Args:
-        module: The same on all ranks but for its values. Frozen parameters are sent too, and buffers of any dtype: also
-            int16, uint16 and the floats of 8 bits, which gloo refuses as such and takes as bytes (uint8). A tensor that
-            stands in two places is sent once; one that is not contiguous keeps its strides.
+        module: The same module on all ranks, with different values. Frozen parameters are sent too, and buffers of any dtype,
+            also int16, uint16 and 8-bit floats: gloo refuses these dtypes, but sends their bytes (uint8). A tensor that
+            occurs twice in the module is sent once; one that is not contiguous keeps its strides.
         group: The ranks that take part; None is all of them.
 
     Returns:
@@ -65,14 +66,14 @@ def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None)
     """Replace each gradient by its mean over the ranks, with one all-reduce a tensor. (Exercise 10.3)
 
     Args:
-        module: After ``backward``. Frozen parameters are left alone; a tied parameter counts once.
+        module: The module after ``backward``. Frozen parameters are left alone; a tied parameter counts once.
         group: The ranks that take part; None is all of them.
 
     Returns:
-        Nothing. A parameter without a gradient on this rank counts as zeros, here and in the mean: another rank may have
-        one. If no rank has, the mean is zeros.
+        Nothing. A gradient that is None on this rank counts as zeros, because another rank may have one, and becomes the
+        mean like any other. If no rank has one, the mean is zeros.
 
-    The mean is of elements with the same index: gradients may lie in memory in other strides on other ranks.
+    The mean is over elements with the same index: a gradient may have different strides on different ranks.
 
     Cost: one ``all_reduce`` for each trainable parameter, in the order of ``module.parameters()``, of its own size.
     Convention: the mean over ranks. It is the mean over all items if every rank has equally many.
@@ -82,37 +83,37 @@ def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None)
 
 @torch.no_grad()
 def average_gradients_flat(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """The same as ``average_gradients`` with one all-reduce in all. (Exercise 10.4)
+    """Do what ``average_gradients`` does with a single all-reduce. (Exercise 10.4)
 
     Args:
-        module: After ``backward``.
+        module: The module after ``backward``.
         group: The ranks that take part; None is all of them.
 
     Returns:
         Nothing; gradients as after ``average_gradients``, each in its own dtype and shape.
 
-    Cost: one ``all_reduce`` of all gradients in one flat buffer; with mixed dtypes, one for each dtype, in the order in
+    Cost: one ``all_reduce`` of one flat buffer with all gradients; with mixed dtypes, one for each dtype, in the order in
         which the dtypes first occur among the parameters.
     """
     raise NotImplementedError("Exercise 10.4: write average_gradients_flat")
 
 
 class OverlapDDP(nn.Module):
-    """A module whose gradients are averaged while backward still runs, one collective each. (Exercise 10.5)
+    """A module whose gradients are averaged while backward still runs, with one collective each. (Exercise 10.5)
 
     Args:
-        module: The model, on every rank; it gets rank 0's parameters and buffers at once.
+        module: The model, on every rank; the constructor gives it rank 0's parameters and buffers.
 
     Attributes:
         module: The same model.
 
-    The mean of a gradient is started (``async_op=True``) by a hook, as soon as the gradient is ready, and in reverse order
-    of the parameters on all ranks: a gradient that is ready early waits for its turn. What backward did not reach is
-    started by ``finish_gradient_synchronization()``, and counts as ``average_gradients`` says.
+    A hook starts the mean of a gradient (``async_op=True``) as soon as the gradient is ready, but in the reverse order of
+    the parameters on all ranks: a gradient that is ready early waits for its turn. ``finish_gradient_synchronization()``
+    starts the means of gradients that backward did not reach; they count as ``average_gradients`` says.
 
     Raises:
-        RuntimeError: in a backward without ``no_sync()`` that makes a gradient ready a second time in one round, when it
-            may be on its way already. (A forward in between completes the round, so there it is no error.)
+        RuntimeError: in a backward without ``no_sync()`` that makes a gradient ready a second time in one round, because the
+            first one may be on its way already. (A forward in between completes the round, and then it is no error.)
 
     Source: Li and others (arXiv:2006.15704), section 3.2.3.
     """
@@ -122,8 +123,8 @@ class OverlapDDP(nn.Module):
         raise NotImplementedError("Exercise 10.5: write OverlapDDP.__init__")
 
     def forward(self, *args, **kwargs):
-        """What ``module`` gives. If the round before was left open, by an exception or for lack of a finish, it is completed
-        first: also if gradients were made ready and no collective had been started.
+        """Return what ``module`` returns. First complete a round that was left open, by an exception or because nobody called
+        ``finish_gradient_synchronization()``; a round is open if a gradient is ready, even if no collective has started.
         """
         raise NotImplementedError("Exercise 10.5: write OverlapDDP.forward")
 
@@ -133,9 +134,9 @@ class OverlapDDP(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward inside starts no collective: gradients add up on each rank, and the next round averages the sums.
+        """Start no collective in a backward inside: gradients add up on each rank, and the next round averages the sums.
 
-        It may be nested; only the end of the outermost one turns collectives on again.
+        One ``no_sync()`` may be inside another; only the end of the outermost turns collectives on again.
         """
         raise NotImplementedError("Exercise 10.5: write OverlapDDP.no_sync")
 
@@ -144,13 +145,13 @@ def ddp_overhead_seconds(n_bytes: float, bandwidth: float, call_overhead_s: floa
     """Time that communication adds to a step when it overlaps with backward. (Exercise 10.6)
 
     Args:
-        n_bytes: All gradients together.
-        bandwidth: Bytes a second that an all-reduce averages.
+        n_bytes: Bytes of all gradients together.
+        bandwidth: Algorithm bandwidth: bytes of an array over the seconds of its all-reduce.
         call_overhead_s: Seconds that each call costs, whatever its size.
-        n_buckets: Collectives k, of equal size.
+        n_buckets: Number k of collectives, of equal size.
 
     Returns:
-        Seconds: the last bucket's transfer, which nothing is left to hide, and the cost of all calls.
+        Seconds: the transfer of the last bucket, which nothing hides, and the cost of all calls.
 
     Raises:
         ValueError: ``n_buckets`` is less than 1 or ``bandwidth`` is not positive; the message names the value.
@@ -159,35 +160,35 @@ def ddp_overhead_seconds(n_bytes: float, bandwidth: float, call_overhead_s: floa
 
 
 def optimal_bucket_bytes(n_bytes: float, bandwidth: float, call_overhead_s: float) -> float:
-    """The bucket that makes ``ddp_overhead_seconds`` smallest. (Exercise 10.7)
+    """The size of bucket that makes ``ddp_overhead_seconds`` smallest. (Exercise 10.7)
 
     Args:
-        n_bytes: All gradients together.
-        bandwidth: Bytes a second.
-        call_overhead_s: Seconds a call.
+        n_bytes: Bytes of all gradients together.
+        bandwidth: Algorithm bandwidth, in bytes a second.
+        call_overhead_s: Seconds that each call costs.
 
     Returns:
-        Bytes of a bucket, a float: ``n_bytes`` divided by the best k, which need not be whole but is at least 1.
+        Bytes of a bucket, a float: ``n_bytes`` divided by the best k, which is at least 1 and may be a fraction.
     """
     raise NotImplementedError("Exercise 10.7: write optimal_bucket_bytes")
 
 
 class BucketedDDP(nn.Module):
-    """``OverlapDDP`` with gradients that travel together in buckets. (Exercise 10.8)
+    """``OverlapDDP`` with several gradients in one collective, a bucket. (Exercise 10.8)
 
     Args:
-        module: The model, on every rank; it gets rank 0's parameters and buffers at once.
+        module: The model, on every rank; the constructor gives it rank 0's parameters and buffers.
         bucket_size_mb: The most that a bucket holds, in MB of 2**20 bytes; may be a fraction.
 
     Attributes:
         module: The same model.
 
-    Buckets are filled in reverse order of the parameters: a gradient that would make its bucket too large begins the next
-    one, and one larger than a bucket has one of its own. Each dtype has its own buckets; those whose last gradient comes
-    earlier in the reverse order go first. A bucket is one flat ``all_reduce``, started when all its gradients are ready and
-    all buckets before it have been started, so that the order is the same on all ranks. A parameter that only some ranks
-    used gets the mean with zeros for the others; one that none used gets zeros. Frozen parameters are in no bucket, tied
-    ones once.
+    Buckets fill in the reverse order of the parameters. A gradient that would make its bucket too large begins the next
+    one; a gradient larger than a bucket has a bucket of its own. Each dtype has its own buckets. All ranks send the buckets
+    in the same order: the bucket whose last gradient comes earlier in the reverse order goes first. A bucket is one flat
+    ``all_reduce``; it starts when all its gradients are ready and all buckets before it have started. For a parameter that
+    only some ranks used, the others count as zeros; one that no rank used gets zeros. Frozen parameters are in no bucket,
+    tied ones in one bucket once.
 
     Raises:
         ValueError: ``bucket_size_mb`` is not positive; the message names it.
@@ -201,8 +202,8 @@ class BucketedDDP(nn.Module):
         raise NotImplementedError("Exercise 10.8: write BucketedDDP.__init__")
 
     def forward(self, *args, **kwargs):
-        """What ``module`` gives. If the round before was left open, by an exception or for lack of a finish, it is completed
-        first: also if gradients were made ready and no collective had been started.
+        """Return what ``module`` returns. First complete a round that was left open, by an exception or because nobody called
+        ``finish_gradient_synchronization()``; a round is open if a gradient is ready, even if no collective has started.
         """
         raise NotImplementedError("Exercise 10.8: write BucketedDDP.forward")
 
@@ -212,8 +213,8 @@ class BucketedDDP(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward inside starts no collective: gradients add up on each rank, and the next round averages the sums.
+        """Start no collective in a backward inside: gradients add up on each rank, and the next round averages the sums.
 
-        It may be nested; only the end of the outermost one turns collectives on again.
+        One ``no_sync()`` may be inside another; only the end of the outermost turns collectives on again.
         """
         raise NotImplementedError("Exercise 10.8: write BucketedDDP.no_sync")

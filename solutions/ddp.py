@@ -18,11 +18,12 @@ def shard_indices(
     shuffle: bool = True,
     drop_last: bool = False,
 ) -> list[int]:
-    """Which items of a data set a rank reads in an epoch, in its order. (Exercise)
+    """The items of a data set that a rank reads in an epoch, in order. (Exercise)
 
-    All ranks make the same list of all n items: shuffled by a ``torch.Generator`` seeded with ``seed + epoch`` and
-    ``torch.randperm``, or in order. It is made a multiple of R long: padded from its own start, again and again if it is
-    shorter than what is missing, or cut. Rank r takes every R-th item, from the r-th on.
+    All ranks make the same list of all n items, in order or shuffled by ``torch.randperm`` with a ``torch.Generator`` that
+    is seeded with ``seed + epoch``. The length of the list becomes a multiple of R: it is padded from its own start (again
+    and again, if the list is shorter than the padding) or, with ``drop_last``, cut. Rank r takes every R-th item, beginning
+    with item r.
 
     Args:
         n: Items of the data set.
@@ -39,14 +40,14 @@ def shard_indices(
     Raises:
         ValueError: ``rank`` is not one of ``world_size`` ranks; the message names both.
 
-    Source: ``torch.utils.data.DistributedSampler``, whose order this is.
+    Source: ``torch.utils.data.DistributedSampler``, which has the same order.
     """
     ### BEGIN SOLUTION
     if not 0 <= rank < world_size:
         raise ValueError(f"rank = {rank}, expected 0 to {world_size - 1} with world_size = {world_size}")
     generator = torch.Generator().manual_seed(seed + epoch)
     order = torch.randperm(n, generator=generator).tolist() if shuffle else list(range(n))
-    n_each = n // world_size if drop_last else -(-n // world_size)  # the second rounds up, without a float
+    n_each = n // world_size if drop_last else -(-n // world_size)  # the second form rounds up, without a float
     return [order[i % n] for i in range(rank, n_each * world_size, world_size)]
     ### END SOLUTION
 
@@ -56,9 +57,9 @@ def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup | None = No
     """Give every rank the parameters and buffers of the group's rank 0, in place. (Exercise)
 
     Args:
-        module: The same on all ranks but for its values. Frozen parameters are sent too, and buffers of any dtype: also
-            int16, uint16 and the floats of 8 bits, which gloo refuses as such and takes as bytes (uint8). A tensor that
-            stands in two places is sent once; one that is not contiguous keeps its strides.
+        module: The same module on all ranks, with different values. Frozen parameters are sent too, and buffers of any dtype,
+            also int16, uint16 and 8-bit floats: gloo refuses these dtypes, but sends their bytes (uint8). A tensor that
+            occurs twice in the module is sent once; one that is not contiguous keeps its strides.
         group: The ranks that take part; None is all of them.
 
     Returns:
@@ -78,12 +79,12 @@ def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup | None = No
 
 ### BEGIN SOLUTION
 def _trainable(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters that get a gradient, each once, in the order that all ranks share."""
+    """Parameters that get a gradient, each once, in the same order on all ranks."""
     return [p for p in module.parameters() if p.requires_grad]
 
 
 def _start_mean(tensor: Tensor, group=None, async_op: bool = False) -> dist.Work | None:
-    """Replace a contiguous tensor by its mean over the ranks; dividing first cannot overflow where the mean does not."""
+    """Replace a contiguous tensor by its mean over the ranks; the division comes first, so that the sum cannot overflow."""
     if dist.get_backend(group) == "nccl":
         return dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=group, async_op=async_op)
     tensor.div_(dist.get_world_size(group))
@@ -95,10 +96,10 @@ def _flat_mean(parameters: Sequence[nn.Parameter], group=None, async_op: bool = 
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     if any(grad.layout != torch.strided for grad in grads):
         raise TypeError(
-            "a gradient is sparse: its ranks hold other rows, so make it dense (Embedding(..., sparse=False))"
+            "a gradient is sparse: each rank's has different rows, so make it dense (Embedding(..., sparse=False))"
         )
     pieces = [grad.detach().reshape(-1) for grad in grads]
-    flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0]  # the one copy; a single gradient is sent where it is
+    flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0]  # the only copy; a single gradient needs none
     for p, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
         p.grad = piece.view(p.shape)
     return _start_mean(flat, group, async_op)
@@ -110,14 +111,14 @@ def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None)
     """Replace each gradient by its mean over the ranks, with one all-reduce a tensor. (Exercise)
 
     Args:
-        module: After ``backward``. Frozen parameters are left alone; a tied parameter counts once.
+        module: The module after ``backward``. Frozen parameters are left alone; a tied parameter counts once.
         group: The ranks that take part; None is all of them.
 
     Returns:
-        Nothing. A parameter without a gradient on this rank counts as zeros, here and in the mean: another rank may have
-        one. If no rank has, the mean is zeros.
+        Nothing. A gradient that is None on this rank counts as zeros, because another rank may have one, and becomes the
+        mean like any other. If no rank has one, the mean is zeros.
 
-    The mean is of elements with the same index: gradients may lie in memory in other strides on other ranks.
+    The mean is over elements with the same index: a gradient may have different strides on different ranks.
 
     Cost: one ``all_reduce`` for each trainable parameter, in the order of ``module.parameters()``, of its own size.
     Convention: the mean over ranks. It is the mean over all items if every rank has equally many.
@@ -130,16 +131,16 @@ def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None)
 
 @torch.no_grad()
 def average_gradients_flat(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """The same as ``average_gradients`` with one all-reduce in all. (Exercise)
+    """Do what ``average_gradients`` does with a single all-reduce. (Exercise)
 
     Args:
-        module: After ``backward``.
+        module: The module after ``backward``.
         group: The ranks that take part; None is all of them.
 
     Returns:
         Nothing; gradients as after ``average_gradients``, each in its own dtype and shape.
 
-    Cost: one ``all_reduce`` of all gradients in one flat buffer; with mixed dtypes, one for each dtype, in the order in
+    Cost: one ``all_reduce`` of one flat buffer with all gradients; with mixed dtypes, one for each dtype, in the order in
         which the dtypes first occur among the parameters.
     """
     ### BEGIN SOLUTION
@@ -153,10 +154,10 @@ def average_gradients_flat(module: nn.Module, group: dist.ProcessGroup | None = 
 
 ### BEGIN SOLUTION
 class _Rounds:
-    """Means of buckets of gradients, each started when its last gradient is ready and all buckets before it have started.
+    """Starts the mean of each bucket of gradients when its last gradient is ready and all buckets before it have started.
 
-    The order of the buckets is the same on all ranks, whatever parameters each of them used, so that the n-th collective of
-    one rank is the n-th of every other.
+    The order of the buckets is the same on all ranks, whichever parameters each rank used, so that the n-th collective of
+    one rank meets the n-th of every other.
     """
 
     def __init__(self, buckets: list[list[nn.Parameter]]):
@@ -167,13 +168,13 @@ class _Rounds:
         self.begin()
 
     def begin(self) -> None:
-        """Wait for all gradients, with no collective under way."""
+        """Begin a round: no gradient is ready, and no collective has started."""
         self.ready: set[nn.Parameter] = set()
         self.n_missing = [len(bucket) for bucket in self.buckets]
         self.works: list[dist.Work | None] = []
 
     def on_ready(self, p: nn.Parameter) -> None:
-        """Called by autograd, in the midst of backward, when a gradient is whole."""
+        """Called by autograd during backward, when a gradient is complete."""
         if self.is_paused:
             return
         if p in self.ready:
@@ -190,7 +191,7 @@ class _Rounds:
         self.works.append(_flat_mean(self.buckets[len(self.works)], async_op=True))
 
     def finish(self) -> None:
-        """Start what is left, wait for all, and be ready for the next round."""
+        """Start the collectives that have not started, wait for all, and begin the next round."""
         if self.is_paused:
             return
         while len(self.works) < len(self.buckets):
@@ -202,7 +203,7 @@ class _Rounds:
                 work.wait()
 
     def finish_what_was_left(self) -> None:
-        """Complete a round that an exception interrupted, so that its collectives meet those of the other ranks."""
+        """Complete a round that was left open, so that its collectives meet those of the other ranks."""
         if self.ready and torch.is_grad_enabled():
             paused, self.is_paused = self.is_paused, False
             self.finish()
@@ -219,21 +220,21 @@ class _Rounds:
 
 ### END SOLUTION
 class OverlapDDP(nn.Module):
-    """A module whose gradients are averaged while backward still runs, one collective each. (Exercise)
+    """A module whose gradients are averaged while backward still runs, with one collective each. (Exercise)
 
     Args:
-        module: The model, on every rank; it gets rank 0's parameters and buffers at once.
+        module: The model, on every rank; the constructor gives it rank 0's parameters and buffers.
 
     Attributes:
         module: The same model.
 
-    The mean of a gradient is started (``async_op=True``) by a hook, as soon as the gradient is ready, and in reverse order
-    of the parameters on all ranks: a gradient that is ready early waits for its turn. What backward did not reach is
-    started by ``finish_gradient_synchronization()``, and counts as ``average_gradients`` says.
+    A hook starts the mean of a gradient (``async_op=True``) as soon as the gradient is ready, but in the reverse order of
+    the parameters on all ranks: a gradient that is ready early waits for its turn. ``finish_gradient_synchronization()``
+    starts the means of gradients that backward did not reach; they count as ``average_gradients`` says.
 
     Raises:
-        RuntimeError: in a backward without ``no_sync()`` that makes a gradient ready a second time in one round, when it
-            may be on its way already. (A forward in between completes the round, so there it is no error.)
+        RuntimeError: in a backward without ``no_sync()`` that makes a gradient ready a second time in one round, because the
+            first one may be on its way already. (A forward in between completes the round, and then it is no error.)
 
     Source: Li and others (arXiv:2006.15704), section 3.2.3.
     """
@@ -247,8 +248,8 @@ class OverlapDDP(nn.Module):
         ### END SOLUTION
 
     def forward(self, *args, **kwargs):
-        """What ``module`` gives. If the round before was left open, by an exception or for lack of a finish, it is completed
-        first: also if gradients were made ready and no collective had been started.
+        """Return what ``module`` returns. First complete a round that was left open, by an exception or because nobody called
+        ``finish_gradient_synchronization()``; a round is open if a gradient is ready, even if no collective has started.
         """
         ### BEGIN SOLUTION
         self._rounds.finish_what_was_left()
@@ -263,9 +264,9 @@ class OverlapDDP(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward inside starts no collective: gradients add up on each rank, and the next round averages the sums.
+        """Start no collective in a backward inside: gradients add up on each rank, and the next round averages the sums.
 
-        It may be nested; only the end of the outermost one turns collectives on again.
+        One ``no_sync()`` may be inside another; only the end of the outermost turns collectives on again.
         """
         ### BEGIN SOLUTION
         with self._rounds.paused():
@@ -277,13 +278,13 @@ def ddp_overhead_seconds(n_bytes: float, bandwidth: float, call_overhead_s: floa
     """Time that communication adds to a step when it overlaps with backward. (Exercise)
 
     Args:
-        n_bytes: All gradients together.
-        bandwidth: Bytes a second that an all-reduce averages.
+        n_bytes: Bytes of all gradients together.
+        bandwidth: Algorithm bandwidth: bytes of an array over the seconds of its all-reduce.
         call_overhead_s: Seconds that each call costs, whatever its size.
-        n_buckets: Collectives k, of equal size.
+        n_buckets: Number k of collectives, of equal size.
 
     Returns:
-        Seconds: the last bucket's transfer, which nothing is left to hide, and the cost of all calls.
+        Seconds: the transfer of the last bucket, which nothing hides, and the cost of all calls.
 
     Raises:
         ValueError: ``n_buckets`` is less than 1 or ``bandwidth`` is not positive; the message names the value.
@@ -296,15 +297,15 @@ def ddp_overhead_seconds(n_bytes: float, bandwidth: float, call_overhead_s: floa
 
 
 def optimal_bucket_bytes(n_bytes: float, bandwidth: float, call_overhead_s: float) -> float:
-    """The bucket that makes ``ddp_overhead_seconds`` smallest. (Exercise)
+    """The size of bucket that makes ``ddp_overhead_seconds`` smallest. (Exercise)
 
     Args:
-        n_bytes: All gradients together.
-        bandwidth: Bytes a second.
-        call_overhead_s: Seconds a call.
+        n_bytes: Bytes of all gradients together.
+        bandwidth: Algorithm bandwidth, in bytes a second.
+        call_overhead_s: Seconds that each call costs.
 
     Returns:
-        Bytes of a bucket, a float: ``n_bytes`` divided by the best k, which need not be whole but is at least 1.
+        Bytes of a bucket, a float: ``n_bytes`` divided by the best k, which is at least 1 and may be a fraction.
     """
     ### BEGIN SOLUTION
     return min(float(n_bytes), math.sqrt(n_bytes * bandwidth * call_overhead_s))
@@ -313,7 +314,7 @@ def optimal_bucket_bytes(n_bytes: float, bandwidth: float, call_overhead_s: floa
 
 ### BEGIN SOLUTION
 def _buckets(parameters: list[nn.Parameter], bucket_bytes: float) -> list[list[nn.Parameter]]:
-    """Parameters in the order given, each dtype in buckets of its own; the bucket that is complete first comes first."""
+    """Fill buckets in the order given, for each dtype its own; the bucket whose last parameter comes first goes first."""
     position = {p: i for i, p in enumerate(parameters)}
     buckets: list[list[nn.Parameter]] = []
     open_buckets: dict[torch.dtype, list[nn.Parameter]] = {}
@@ -328,21 +329,21 @@ def _buckets(parameters: list[nn.Parameter], bucket_bytes: float) -> list[list[n
 
 ### END SOLUTION
 class BucketedDDP(nn.Module):
-    """``OverlapDDP`` with gradients that travel together in buckets. (Exercise)
+    """``OverlapDDP`` with several gradients in one collective, a bucket. (Exercise)
 
     Args:
-        module: The model, on every rank; it gets rank 0's parameters and buffers at once.
+        module: The model, on every rank; the constructor gives it rank 0's parameters and buffers.
         bucket_size_mb: The most that a bucket holds, in MB of 2**20 bytes; may be a fraction.
 
     Attributes:
         module: The same model.
 
-    Buckets are filled in reverse order of the parameters: a gradient that would make its bucket too large begins the next
-    one, and one larger than a bucket has one of its own. Each dtype has its own buckets; those whose last gradient comes
-    earlier in the reverse order go first. A bucket is one flat ``all_reduce``, started when all its gradients are ready and
-    all buckets before it have been started, so that the order is the same on all ranks. A parameter that only some ranks
-    used gets the mean with zeros for the others; one that none used gets zeros. Frozen parameters are in no bucket, tied
-    ones once.
+    Buckets fill in the reverse order of the parameters. A gradient that would make its bucket too large begins the next
+    one; a gradient larger than a bucket has a bucket of its own. Each dtype has its own buckets. All ranks send the buckets
+    in the same order: the bucket whose last gradient comes earlier in the reverse order goes first. A bucket is one flat
+    ``all_reduce``; it starts when all its gradients are ready and all buckets before it have started. For a parameter that
+    only some ranks used, the others count as zeros; one that no rank used gets zeros. Frozen parameters are in no bucket,
+    tied ones in one bucket once.
 
     Raises:
         ValueError: ``bucket_size_mb`` is not positive; the message names it.
@@ -362,8 +363,8 @@ class BucketedDDP(nn.Module):
         ### END SOLUTION
 
     def forward(self, *args, **kwargs):
-        """What ``module`` gives. If the round before was left open, by an exception or for lack of a finish, it is completed
-        first: also if gradients were made ready and no collective had been started.
+        """Return what ``module`` returns. First complete a round that was left open, by an exception or because nobody called
+        ``finish_gradient_synchronization()``; a round is open if a gradient is ready, even if no collective has started.
         """
         ### BEGIN SOLUTION
         self._rounds.finish_what_was_left()
@@ -378,9 +379,9 @@ class BucketedDDP(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward inside starts no collective: gradients add up on each rank, and the next round averages the sums.
+        """Start no collective in a backward inside: gradients add up on each rank, and the next round averages the sums.
 
-        It may be nested; only the end of the outermost one turns collectives on again.
+        One ``no_sync()`` may be inside another; only the end of the outermost turns collectives on again.
         """
         ### BEGIN SOLUTION
         with self._rounds.paused():

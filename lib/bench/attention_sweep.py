@@ -4,7 +4,7 @@ Run ``python -m lib.bench.attention_sweep`` (two minutes on a GPU) on any device
 ``chapters/measurements/attention_sweep.json`` as it goes.
 
 Attention is chapter 3's ``scaled_dot_product_attention`` with a causal mask, on batch 8 without heads, in float32, as in
-Stanford's CS336, assignment 2.
+Stanford's CS336, assignment 2, spring 2025.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What the ranks of chapter 10 run: a step with marks in its ledger, digits trained together, an all-reduce that is timed."""
+"""What the ranks of chapter 10 run: a step with marks in its ledger, a training on digits, a timed all-reduce."""
 
 import statistics
 import time
@@ -21,7 +21,7 @@ Strategy = str | float
 
 
 def synchronised(strategy: Strategy, model: nn.Module, **options) -> tuple[nn.Module, Callable[[], None]]:
-    """The model to call, and what to call after its backward.
+    """The model to call, and a function to call after its backward.
 
     Args:
         strategy: How gradients become means.
@@ -40,7 +40,7 @@ def synchronised(strategy: Strategy, model: nn.Module, **options) -> tuple[nn.Mo
 
 
 def step_with_marks(rank: int, world_size: int, strategies: list[Strategy], width: int, depth: int, batch: int) -> None:
-    """A step of a stack of linear layers for each strategy; the ledger says when each part and each collective began."""
+    """One step of a stack of linear layers for each strategy; marks and ledger tell when each part and each collective began."""
     torch.set_num_threads(1)
     for strategy in strategies:
         torch.manual_seed(0)
@@ -59,7 +59,7 @@ def step_with_marks(rank: int, world_size: int, strategies: list[Strategy], widt
 
 
 def digits_batch(data, chosen: list[int]) -> tuple[Tensor, Tensor]:
-    """Normalised pictures and their classes."""
+    """Normalised images and their classes."""
     return (data.images[chosen] - 0.3) / 0.37, data.labels[chosen]
 
 
@@ -70,8 +70,8 @@ def train_digits(rank: int, world_size: int, strategy: Strategy, n_shares: int, 
         rank: This rank.
         world_size: Ranks.
         strategy: How gradients become means.
-        n_shares: Parts of ``share`` items that make a batch; one process may take them all.
-        n_epochs: Times through the data.
+        n_shares: Parts of ``share`` items that make up a batch; one process may take all of them.
+        n_epochs: Passes over the data.
         share: Items in a part.
 
     Returns:
@@ -79,7 +79,7 @@ def train_digits(rank: int, world_size: int, strategy: Strategy, n_shares: int, 
     """
     torch.set_num_threads(1)
     train, test = load_images("digits", "train"), load_images("digits", "test")
-    torch.manual_seed(rank if strategy not in ("none", "naive", "flat") else 0)  # a wrapper must make them one
+    torch.manual_seed(rank if strategy not in ("none", "naive", "flat") else 0)  # a wrapper must make them equal
     inner = VisionTransformer(TINY)
     with torch.no_grad():
         inner.get_parameter("embeddings.pos_embed").mul_(50)  # as chapter 5 found better for so short a run
@@ -108,7 +108,7 @@ def train_digits(rank: int, world_size: int, strategy: Strategy, n_shares: int, 
 
 
 def time_all_reduce(rank: int, world_size: int, sizes: list[int], n_repeats: int = 7) -> list[float]:
-    """Median seconds of an all-reduce of each number of bytes, the slowest rank's."""
+    """For each number of bytes, the median seconds of an all-reduce on the slowest rank."""
     torch.set_num_threads(1)
     found = []
     for size in sizes:

@@ -1,24 +1,24 @@
-"""Small MPI programs that chapter 9 looks at: some wait for each other for ever, and `lib.ranks` says how."""
+"""Small MPI programs of chapter 9. Some of them wait for ever, and `lib.ranks` reports where."""
 
 import numpy as np
 
 
 def both_receive(comm):
-    """Each waits for the other to speak first."""
+    """Each rank waits for the other to send first."""
     other, inbox = 1 - comm.rank, np.empty(4)
     comm.Recv(inbox, source=other)
     comm.Send(np.ones(4), dest=other)
 
 
 def both_send(comm, n_bytes):
-    """Each sends first and then receives: that works as long as MPI can keep the message meanwhile."""
+    """Each rank sends first and then receives: that works as long as MPI can buffer the message."""
     other, inbox = 1 - comm.rank, np.empty(n_bytes, np.uint8)
     comm.Send(np.ones(n_bytes, np.uint8), dest=other)
     comm.Recv(inbox, source=other)
 
 
 def both_at_once(comm, n_bytes):
-    """Sending and receiving are one call: neither waits for the other's turn."""
+    """Send and receive in one call: no rank waits for the other's turn."""
     other, inbox = 1 - comm.rank, np.empty(n_bytes, np.uint8)
     comm.Sendrecv(np.ones(n_bytes, np.uint8), dest=other, recvbuf=inbox, source=other)
 
@@ -31,14 +31,14 @@ def one_stays_away(comm):
 
 
 def ring_of(comm, n):
-    """The graded ring on n float64, for its ledger."""
+    """Run the learner's ring on n float64, for its ledger."""
     from lib.mpi import ring_all_reduce
 
     return ring_all_reduce(comm, np.arange(n) + float(comm.rank))
 
 
 def tree_of(comm, root):
-    """The graded tree, for its ledger."""
+    """Run the learner's tree, for its ledger."""
     from lib.mpi import tree_broadcast
 
     return tree_broadcast(comm, np.full(4, float(comm.rank)), root)

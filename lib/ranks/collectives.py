@@ -1,4 +1,4 @@
-"""torch.distributed's functions, each call of which is written into the rank's journal."""
+"""Records every call of torch.distributed's functions in the rank's journal."""
 
 import functools
 import inspect
@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 
 from lib.ranks.journal import Journal
 
-# name: (the argument that the rank passes in, the argument that must be alike on all ranks)
+# name: (the argument that the rank passes in, the argument that must be equal on all ranks)
 _CALLS: dict[str, tuple[str, str]] = {
     "all_reduce": ("tensor", "tensor"),
     "reduce": ("tensor", "tensor"),
@@ -43,7 +43,7 @@ _TO_ROOT = ("reduce", "gather", "gather_object")
 
 
 class Pending:
-    """A handle of an operation that was started: all that the handle can, and a ``wait`` that is written down."""
+    """The handle of an operation that was started, with a ``wait`` that is recorded."""
 
     def __init__(self, work, journal: Journal, index: int):
         self._work, self._journal, self._index = work, journal, index
@@ -57,7 +57,7 @@ class Pending:
 
 
 def record_collectives(journal: Journal) -> None:
-    """Put recording functions in the place of torch.distributed's, in this process, for good.
+    """Replace torch.distributed's functions by recording ones, in this process, for good.
 
     ``batch_isend_irecv`` needs none: it calls ``isend`` and ``irecv``, which are recorded.
     """
@@ -77,7 +77,7 @@ def _recorded(name: str, function, journal: Journal):
         try:
             facts = _facts(name, signature.bind(*args, **kwargs).arguments)
         except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
-            return function(*args, **kwargs)  # which says what is wrong with the arguments
+            return function(*args, **kwargs)  # its error says what is wrong with the arguments
         with journal.call(name, **facts) as index:
             result = function(*args, **kwargs)
         return Pending(result, journal, index) if isinstance(result, dist.Work) else result
@@ -86,7 +86,7 @@ def _recorded(name: str, function, journal: Journal):
 
 
 def _facts(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """What the ledger says of a call, from its arguments."""
+    """A call's entry in the ledger, from its arguments."""
     group = given.get("group") or distributed_c10d._get_default_group()
     ranks = dist.get_process_group_ranks(group)
     passed_in, alike = _CALLS[name]

@@ -1,4 +1,4 @@
-"""How a run of ranks failed, in words for whoever wrote the code that ran."""
+"""Explains how a run of ranks failed, to the author of the code that ran."""
 
 import re
 import time
@@ -22,8 +22,9 @@ ECHO = re.compile(
 class RankState:
     """Where one rank was when the run ended.
 
-    ``status`` is returned, raised, died, waits, computes or starts; ``detail`` the call that it waits in, the last one that
-    it has behind it while it computes, the exception's text or how it died; ``where`` its line of the user's code, ``code`` that line's text.
+    ``status`` is returned, raised, died, waits, computes or starts. ``detail`` depends on it: the call that the rank waits
+    in, the last call that it finished before it computes, the exception's text, or how the rank died. ``where`` is its line
+    of the user's code, and ``code`` the text of that line.
     """
 
     rank: int
@@ -48,11 +49,12 @@ def _first_line(text: str) -> str:
 
 
 class RankFailure(Exception):
-    """A run that did not end well.
+    """A run of ranks that failed.
 
-    ``kind`` is "raised", "died", "deadlock" (ranks that wait for each other or call different things), "time" (a rank still
-    computes at the limit) or "missing" (fork, MPI). ``rank`` is the one that began it, ``error`` its own exception where it
-    could be sent, ``per_rank`` where each was, ``ledgers`` and ``outputs`` what each did and printed until then.
+    ``kind`` is "raised", "died", "deadlock" (ranks wait for each other, or call different collectives), "time" (a rank still
+    computes at the limit) or "missing" (no fork, no MPI). ``rank`` is the rank that caused the failure, and ``error`` its
+    exception, if it could be sent. ``per_rank`` says where each rank was; ``ledgers`` and ``outputs`` hold what each rank
+    did and printed until then.
     """
 
     def __init__(self, message: str, *, kind: str = "missing", rank: int | None = None, per_rank=(), **facts):
@@ -75,7 +77,7 @@ def _again(message: str, facts: dict) -> RankFailure:
 
 @dataclass
 class Outcome:
-    """What came of one rank: ``status`` is returned, raised or died."""
+    """How one rank ended: ``status`` is returned, raised or died."""
 
     status: str
     at: float = field(default_factory=time.monotonic)
@@ -86,7 +88,7 @@ class Outcome:
 
     @property
     def is_echo(self) -> bool:
-        """Whether the exception only says that another rank has gone."""
+        """Whether the exception only says that the connection to another rank broke."""
         return self.status == "raised" and bool(ECHO.search(self.text))
 
 
@@ -99,7 +101,7 @@ def explain(
 ):
     """Kind, culprit, message and the state of each rank.
 
-    ``limit_s`` is the time limit that was reached, if it was; ``outputs`` what each rank and its libraries printed.
+    ``limit_s`` is the time limit, if it was reached; ``outputs`` is what each rank and its libraries printed.
     """
     states = [_state(view, outcomes.get(view.rank), stacks[view.rank]) for view in views]
     disagreement = mismatch(views)
@@ -122,7 +124,7 @@ def _state(view: View, outcome: Outcome | None, stack: Path) -> RankState:
         where, code = (outcome.frames[-1][0], outcome.frames[-1][2]) if outcome.frames else ("", "")
         trace = tuple(f"{at} in {name}  {code}" if name else f"{at}  {code}" for at, name, code in outcome.frames)
         return RankState(rank=view.rank, status="raised", detail=outcome.text, where=where, code=code, traceback=trace)
-    if view.phase == "raised":  # what it was has not come through
+    if view.phase == "raised":  # the exception itself did not arrive
         return RankState(
             rank=view.rank,
             status="raised",
@@ -149,7 +151,7 @@ def _state(view: View, outcome: Outcome | None, stack: Path) -> RankState:
 
 
 def _frames(stack: Path) -> list[str]:
-    """The user's lines, innermost first, of the main thread in what faulthandler wrote."""
+    """The user's lines of the main thread, innermost first, from faulthandler's output."""
     try:
         text = stack.read_text(errors="replace")
     except OSError:
@@ -160,7 +162,7 @@ def _frames(stack: Path) -> list[str]:
 
 
 def _culprit(outcomes: dict[int, Outcome]) -> int | None:
-    """The rank that began it: what it raised is no echo of another's end; the first one, if several."""
+    """The rank that caused the failure: the first whose exception is not an echo of another rank's end."""
 
     bad = {rank: outcome for rank, outcome in outcomes.items() if outcome.status != "returned"}
     if not bad:
@@ -173,7 +175,7 @@ def _gone(views, outcomes, states, culprit: int, disagreement: str, output: str)
     """Kind and message for a rank that raised or died."""
     view, state, outcome = views[culprit], states[culprit], outcomes[culprit]
     if disagreement and (view.failed_in is not None or view.open):
-        return "deadlock", [disagreement, *map(str, states)]  # as the backend's own message would not say
+        return "deadlock", [disagreement, *map(str, states)]  # which the backend's own message does not say
     at = f" at {state.where}" if state.where else ""
     unlike = message_mismatch(view, views)
     if outcome.status == "died":
@@ -211,7 +213,7 @@ def _headline(views: list[View], states: list[RankState], limit_s: float | None)
         if len(streams) > 1:
             parts = [f"{part} on group {r.stream!r}" for part, r in zip(parts, records, strict=True) if r is not None]
         told = grouped([s.rank for s in waiting], parts, "waits", "wait")
-        said.append(f"{told}, since {since:.0f} s")
+        said.append(f"{told}, for {since:.0f} s")
     for state in states:
         missed = _missed(state.rank, views)
         never = f" and never reached {missed}" if missed else ""
@@ -226,7 +228,7 @@ def _headline(views: list[View], states: list[RankState], limit_s: float | None)
 
 
 def _missed(rank: int, views: list[View]) -> str:
-    """The call of another rank that waits for this one; empty if none does."""
+    """The call in which another rank waits for this rank; empty if none does."""
     for view in views:
         record = view.waits_in
         if record is not None and rank in blockers(view, views) and record.source != -1:

@@ -1,9 +1,9 @@
-"""A process that has imported what takes seconds to import, and runs each program that it is asked for in a fork of itself.
+"""A process that has imported the slow libraries, and runs each requested program in a fork of itself.
 
 ``python -P forkserver.py SOCKET MODULE...`` imports the modules and listens. A request is a program (a module, or a file), its
-arguments, its folder, its environment, a descriptor for what it prints, and further descriptors that it keeps. The answer is its
-process number, and later its exit status. A program is ended when whoever asked for it closes the connection, however that comes.
-Nothing of the project is imported here, so that each program sees the files as they are now. Linux only.
+arguments, its folder, its environment, a descriptor for what it prints, and further descriptors that it keeps. The server replies
+with the program's process number, and later with its exit status. It ends the program when the requester's connection closes,
+for whatever reason. It imports nothing of the project, so that each program sees the files as they are now. Linux only.
 """
 
 import contextlib
@@ -25,23 +25,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-VARIABLE = "FORKSERVER"  # where a program that was forked finds the server
+VARIABLE = "FORKSERVER"  # tells a forked program where the server is
 IDLE_S = 900.0
 
 
 @dataclass(kw_only=True)
 class Request:
-    """What is to be run: ``program`` is a module's name or the path of a file; ``fds`` become the last arguments."""
+    """What to run: ``program`` is a module's name or the path of a file; ``fds`` become the last arguments."""
 
     program: str
     arguments: list[str]
     folder: str
     environment: dict[str, str]
-    preload: tuple[str, ...] = ()  # imported by the server afterwards, for the next of its kind
+    preload: tuple[str, ...] = ()  # imported by the server afterwards, for the next such program
 
 
 class Forked:
-    """A program that a server runs: as much of `subprocess.Popen` as is asked of it."""
+    """A program that a server runs, with the part of `subprocess.Popen`'s interface that we use."""
 
     def __init__(self, wire: socket.socket):
         self.wire = wire
@@ -70,17 +70,17 @@ class Forked:
         return self.returncode
 
     def kill(self) -> None:
-        """Close the connection, on which the server ends the program."""
+        """Close the connection; the server then ends the program."""
         if self.returncode is None:
             with contextlib.suppress(OSError):
                 self.wire.shutdown(socket.SHUT_WR)
 
 
 def ask(where: str, request: Request, output: int, fds: Sequence[int] = ()) -> Forked:
-    """Have the server at ``where`` run a program.
+    """Ask the server at ``where`` to run a program.
 
     Raises:
-        OSError: there is no server, or it ended before it answered.
+        OSError: there is no server, or it ended before it replied.
     """
     wire = socket.socket(socket.AF_UNIX)
     try:
@@ -98,7 +98,7 @@ def ask(where: str, request: Request, output: int, fds: Sequence[int] = ()) -> F
 
 
 def serve(where: str, modules: Sequence[str], idle_s: float = IDLE_S) -> None:
-    """Answer until nobody has asked for a while and nothing runs, or another process took over the socket."""
+    """Serve until no request has come for a while and nothing runs, or another process took over the socket."""
     _import(modules)
     waiting = f"{where}.{os.getpid()}"
     listener = socket.socket(socket.AF_UNIX)
@@ -106,7 +106,7 @@ def serve(where: str, modules: Sequence[str], idle_s: float = IDLE_S) -> None:
     listener.listen(64)
     os.replace(waiting, where)
     mine, used_at = os.stat(where).st_ino, time.monotonic()
-    running: dict[socket.socket, tuple[int, int]] = {}  # a caller's wire: its process, and what tells that it ended
+    running: dict[socket.socket, tuple[int, int]] = {}  # by a requester's wire: its process, and what reports its end
     while running or (time.monotonic() - used_at < idle_s and _is_mine(where, mine)):
         waited: list[Any] = [listener, *running, *(fd for _, fd in running.values())]
         ready = select.select(waited, [], [], 10.0)[0]
@@ -121,7 +121,7 @@ def serve(where: str, modules: Sequence[str], idle_s: float = IDLE_S) -> None:
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 with contextlib.suppress(OSError):
                     wire.send(str(status).encode())
-            elif wire in ready:  # who asked has gone
+            elif wire in ready:  # the requester has gone
                 for kill in (os.killpg, os.kill):
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         kill(pid, signal.SIGKILL)
@@ -137,7 +137,7 @@ def serve(where: str, modules: Sequence[str], idle_s: float = IDLE_S) -> None:
 
 
 def _is_mine(where: str, inode: int) -> bool:
-    """Whether the socket is still this process's, and the checkout that this file belongs to still there."""
+    """Whether the socket still belongs to this process and this file's checkout still exists."""
     return os.path.exists(__file__) and os.path.exists(where) and os.stat(where).st_ino == inode
 
 
@@ -151,7 +151,7 @@ def _import(names: Sequence[str]) -> None:
 
 
 def _start(wire: socket.socket, listener: socket.socket, running: dict) -> tuple[str, ...]:
-    """Read a request and fork its program; return what is to be imported for the next."""
+    """Read a request and fork its program; return the modules to import for the next one."""
     wire.settimeout(10)
     told, fds, *_ = socket.recv_fds(wire, 1, 8)
     if not told:
@@ -186,7 +186,7 @@ def _read(wire: socket.socket, size: int) -> bytes:
 
 
 def _be(request: Request, fds: list[int]) -> None:
-    """In the fork: be the program; never returns."""
+    """Run the program, in the fork; never returns."""
     status = 1
     try:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG

@@ -1,4 +1,4 @@
-"""The caller's end of a pool: its keeper, the connections to its ranks, and the folder that they share."""
+"""The caller's side of a pool: its keeper, the connections to its ranks, and the folder that they share."""
 
 import contextlib
 import fcntl
@@ -36,7 +36,7 @@ class Worker:
 
 @dataclass
 class Handle:
-    """A keeper and what belongs to it. A forked child may use its parent's while the parent waits for it."""
+    """A keeper and what belongs to it. A forked child may use its parent's keeper while the parent waits for the child."""
 
     backend: str
     max_ranks: int
@@ -61,7 +61,7 @@ class Handle:
         self.control = Connection(ours.detach())
 
     def _start_keeper(self, mpiexec: str, control: int, log: int) -> "subprocess.Popen | forkserver.Forked":
-        """Start the keeper: a fork of the server that this process came from, where there is one, saves it seconds of imports."""
+        """Start the keeper; if this process came from a fork server, as a fork of it, which saves seconds of imports."""
         arguments = [self.backend, mpiexec, str(self.folder / "mpiexec")]
         server = os.environ.get(forkserver.VARIABLE)
         if server and self.backend == "gloo":
@@ -81,7 +81,7 @@ class Handle:
         )
 
     def log(self, name: str) -> str:
-        """What the keeper or mpiexec has said."""
+        """What the keeper or mpiexec has printed."""
         with contextlib.suppress(OSError):
             return (self.folder / name).read_text(errors="replace").strip()
         return ""
@@ -117,7 +117,7 @@ class Handle:
         return ()
 
     def hear_of(self, kind: str) -> tuple:
-        """The keeper's next event of this kind; others are passed over."""
+        """The keeper's next event of this kind; skips others."""
         deadline = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline:
             event = self.hear(1.0)
@@ -132,7 +132,7 @@ class Handle:
     # ---- ranks ----
 
     def ready(self) -> None:
-        """Return when the next task can begin at once. Whoever calls holds the pool."""
+        """Return when the next task can begin at once. The caller must hold the pool."""
         if self.backend == "mpi":
             self.connect(self.max_ranks)
         else:
@@ -140,7 +140,7 @@ class Handle:
             self.hear_of("answer")
 
     def connect(self, n_ranks: int) -> list[Worker]:
-        """Processes for the next task, warm where there are such."""
+        """Processes for the next task, warm ones if there are any."""
         if self.workers and self.backend == "mpi" and self.n_tasks < 200:
             self.tell("reuse", self.tag, os.getpid())
             if self.hear_of("world")[2]:
@@ -183,20 +183,20 @@ class Handle:
         self.workers = []
 
     def end_ranks(self) -> None:
-        """Have every rank ended, and all that they started; returns when they are gone."""
+        """End every rank and everything that the ranks started; return when they are gone."""
         self.drop()
         self.tell("end", self.tag)
         self.hear_of("ended")
 
     def close(self) -> None:
-        """End the keeper, and with it every rank. Only the process that made it does so."""
+        """End the keeper, and with it every rank. Does nothing in a process that did not make the keeper."""
         if os.getpid() != self.owner:
             return
         self.drop()
         self.control.close()
         self.listener.close()
         if not self.tag:
-            self.process.kill()  # it has started nothing, and may still be importing
+            self.process.kill()  # it has started no process, and may still be importing
         try:
             self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -224,7 +224,7 @@ def _require(backend: str) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Surroundings in which a fork is safe (no thread before it) and gloo finds its peers without a network."""
+    """An environment in which a fork is safe (no threads before it) and gloo finds its peers without a network."""
     environment = {k: v for k, v in mpi_launch.mpi_environment().items() if k != forkserver.VARIABLE}
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         environment[name] = "1"

@@ -1,4 +1,4 @@
-"""What a rank writes down while it runs, one JSON line an event, so that it can be read whatever becomes of the rank."""
+"""A file in which a rank records what it does, one JSON line an event, so that others can read it even if the rank dies."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ class Journal:
 
     @property
     def is_inside(self) -> bool:
-        """Whether this thread is within a call that is written down already: what it calls is the library's own."""
+        """Whether this thread is inside a recorded call: calls that it makes there are the library's own."""
         return getattr(self._thread, "inside", False)
 
     def write(self, event: str, **facts) -> None:
@@ -32,7 +32,7 @@ class Journal:
 
     @contextlib.contextmanager
     def call(self, op: str, **facts):
-        """Publish a call while it lasts; gives its index, by which `waiting` refers to it."""
+        """Record a call's beginning and end; yields its index, by which `waiting` refers to it."""
         self._seq[op] += 1
         index, self._n_begun = self._n_begun, self._n_begun + 1
         self.write("begin", index=index, op=op, seq=self._seq[op], where=user_line(sys._getframe(2)), **facts)
@@ -49,7 +49,7 @@ class Journal:
 
     @contextlib.contextmanager
     def waiting(self, index: int):
-        """Publish that the rank waits for a call that it started earlier."""
+        """Record that the rank waits for a call that it started earlier."""
         if self.is_inside:
             yield
             return
@@ -67,13 +67,13 @@ class Journal:
 
 
 def open_journal(path: str) -> Journal:
-    """Make the journal that `mark` writes to, in this process."""
+    """Open the journal that `mark` writes to in this process."""
     global _current
     _current = Journal(path)
     return _current
 
 
 def mark(name: str) -> None:
-    """Put a named moment into this rank's ledger; does nothing in a process that is no rank."""
+    """Put a named moment into this rank's ledger; does nothing in a process that is not a rank."""
     if _current is not None:
         _current.write("mark", name=name)

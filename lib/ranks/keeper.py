@@ -1,4 +1,4 @@
-"""The process that keeps the ranks of one pool: starts them, tells how they end, and leaves none behind.
+"""The process that keeps the ranks of one pool: it starts them, reports how they end, and leaves none behind.
 
 ``python -P keeper.py BACKEND MPIEXEC LOG FD``. For gloo it has imported torch and forks a rank in milliseconds; for MPI
 it starts mpiexec. It imports nothing of the project, so that a fork sees the project as it is on disk.
@@ -33,14 +33,14 @@ PRELOADED = ("torch", "torch.distributed.fsdp", "torch._dynamo", "numpy", "einop
 class Keeper:
     def __init__(self, backend: str, control: Connection, mpiexec: str, log: str):
         self.backend, self.control, self.mpiexec, self.log = backend, control, mpiexec, log
-        self.children: dict[int, int | None] = {}  # process: its rank, None for mpiexec
+        self.children: dict[int, int | None] = {}  # process: its rank; None for mpiexec
         self.tag, self.runner = "", 0
         self.segments: set[str] = set()  # what MPI would leave in /dev/shm
         self.wake, wake_end = os.pipe()
         os.set_blocking(wake_end, False)
         signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        PROCESSES["adopt_orphans"]()  # of ranks, to be ended
+        PROCESSES["adopt_orphans"]()  # of the ranks, so that it can end them
         if backend == "gloo":
             for name in PRELOADED:
                 with contextlib.suppress(ImportError):
@@ -49,7 +49,7 @@ class Keeper:
         gc.freeze()
 
     def keep(self) -> None:
-        """Obey until the parent, or whoever holds the other end of the control, is gone."""
+        """Run commands until the process at the other end of the control pipe is gone."""
         parent = os.getppid()
         while os.getppid() == parent:
             ready = wait([self.control, self.wake], timeout=1.0)
@@ -95,7 +95,7 @@ class Keeper:
             self.runner = 0
 
     def answer(self, tag: str) -> None:
-        """Say that everything is imported."""
+        """Report that everything is imported."""
         self.tell("answer", tag)
 
     def end(self, tag: str) -> None:
@@ -127,10 +127,10 @@ class Keeper:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
         self.children[process.pid] = None
-        process.returncode = 0  # it is reaped below, and not by subprocess
+        process.returncode = 0  # it is reaped below, not by subprocess
 
     def reap(self) -> None:
-        """Tell of every child that has ended."""
+        """Report every child that has ended."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -158,7 +158,7 @@ def _lives(pid: int) -> bool:
 
 
 def _shared_memory(pid: int) -> set[str]:
-    """The segments in /dev/shm that an MPI rank has open, which MPI leaves there when it is ended."""
+    """The segments in /dev/shm that an MPI rank has open; MPI leaves them there when it is killed."""
     try:
         return set(
             re.findall(r"/dev/shm/(?:mpich_|sm_segment|vader_segment)\S+", Path(f"/proc/{pid}/maps").read_text())

@@ -10,7 +10,7 @@ class Record:
 
     ``seq`` counts the calls of the same name on this rank from 1, ``at_s`` is in seconds since the run began (one clock
     for all ranks), ``n_bytes`` is what the rank passes in, and ``n_elements`` and ``dtype`` are those of the part that must be
-    alike on all ranks (None and "" where nothing must be). ``group``, ``to``, ``source`` and ``root`` are ranks of the world;
+    equal on all ranks (None and "" if no part must be). ``group``, ``to``, ``source`` and ``root`` are ranks of the world;
     a ``source`` of -1 is any rank. ``room`` is the elements and the dtype that a message is received into.
     """
 
@@ -48,7 +48,7 @@ class Record:
 
     @property
     def shape_of_call(self) -> str:
-        """``all_reduce of 4 float32``: what must be alike on all ranks."""
+        """``all_reduce of 4 float32``: what must be equal on all ranks."""
         size = "" if self.n_elements is None else f" of {self.n_elements} {self.dtype}".rstrip()
         root = "" if self.root is None else f" with root {self.root}"
         return f"{self.op}{size}{root}"
@@ -56,7 +56,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Mark:
-    """A name that the rank's code gave to a moment, ``at_s`` seconds after the run began."""
+    """A moment that the rank's code gave a name, ``at_s`` seconds after the run began."""
 
     name: str
     at_s: float
@@ -64,25 +64,25 @@ class Mark:
 
 @dataclass
 class Ledger:
-    """What one rank did, in its order."""
+    """What one rank did, in order."""
 
     rank: int
     records: list[Record] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
 
     def count(self, *ops: str) -> int:
-        """How many calls of these names; Send and send are counted alike. All calls, if no name is given."""
+        """Number of calls with these names, in upper or lower case (Send and send); of all calls, if no name is given."""
         wanted = {op.lower() for op in ops}
         return sum(not wanted or record.op.lower() in wanted for record in self.records)
 
     @property
     def bytes_sent(self) -> int:
-        """The bytes that the rank handed over for others: not what it received, nor what a root keeps."""
+        """Bytes that the rank passed in to be sent: not what it received, nor what a root keeps."""
         return sum(record.n_bytes for record in self.records if record.sends)
 
     @property
     def n_messages(self) -> int:
-        """The messages to one other rank, collectives not among them."""
+        """Number of messages to one other rank, without collectives."""
         return sum(record.to is not None for record in self.records)
 
     def before(self, mark: str) -> list[Record]:

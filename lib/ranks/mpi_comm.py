@@ -1,4 +1,4 @@
-"""mpi4py's communicators and requests, each call of which is written into the rank's journal."""
+"""mpi4py's communicators and requests, which record every call in the rank's journal."""
 
 import functools
 import inspect
@@ -27,7 +27,7 @@ _NEW_COMMS = _names("Split Split_type Dup Dup_with_info Clone Create Create_grou
 _FROM_ROOT = ("bcast", "scatter", "scatterv")
 _TO_ROOT = ("gather", "gatherv", "reduce")
 _ALIKE = ("bcast", "gather", "allgather", "reduce", "allreduce", "scan", "exscan", "alltoall")
-_REQUEST = MPI.Request  # a task finds RecordedRequest in its place
+_REQUEST = MPI.Request  # tasks see RecordedRequest instead
 _PAYLOADS = ("buf", "obj", "sendbuf", "sendobj")
 
 
@@ -39,13 +39,13 @@ class _Context:
         self.made: dict[tuple[int, ...], int] = {}
 
     def name(self, ranks: tuple[int, ...]) -> str:
-        """The same name on all ranks of a communicator: its ranks, and the how-manieth of these ranks it is."""
+        """A name that is the same on all ranks of a communicator: its ranks, and how many communicators these ranks made before."""
         self.made[ranks] = self.made.get(ranks, 0) + 1
         return f"{','.join(map(str, ranks))}:{self.made[ranks]}"
 
 
 class _Recorded:
-    """What is common to recorded communicators, whatever mpi4py calls them."""
+    """What all recorded communicators have in common."""
 
     def _adopt(self, context: _Context):
         group = self.Get_group()  # type: ignore[attr-defined]
@@ -55,15 +55,15 @@ class _Recorded:
 
 
 class RecordedComm(_Recorded, MPI.Intracomm):
-    """An `MPI.Intracomm` that writes down what is done with it."""
+    """An `MPI.Intracomm` that records its calls."""
 
 
 class RecordedCart(_Recorded, MPI.Cartcomm):
-    """An `MPI.Cartcomm` that writes down what is done with it."""
+    """An `MPI.Cartcomm` that records its calls."""
 
 
 class RecordedRequest(MPI.Request):
-    """An `MPI.Request` whose waits are written down."""
+    """An `MPI.Request` that records its waits."""
 
     def _adopt(self, journal: Journal, index: int):
         self.journal, self.index = journal, index
@@ -71,7 +71,7 @@ class RecordedRequest(MPI.Request):
 
 
 def adopt(comm: Any, context: _Context) -> Any:
-    """The recorded form of a communicator that mpi4py gave back; anything else as it is."""
+    """The recording version of a communicator that mpi4py returned; anything else unchanged."""
     if isinstance(comm, _Recorded):
         return comm if hasattr(comm, "context") else comm._adopt(context)
     if isinstance(comm, MPI.Cartcomm) and comm != MPI.COMM_NULL:
@@ -98,7 +98,7 @@ def _method(name: str, base: type):
         try:
             facts = _facts(self, name, signature.bind(self, *args, **kwargs).arguments)
         except (TypeError, ValueError, IndexError):
-            return plain(self, *args, **kwargs)  # which says what is wrong with the arguments
+            return plain(self, *args, **kwargs)  # its error says what is wrong with the arguments
         with journal.call(name, **facts) as index:
             result = plain(self, *args, **kwargs)
         if isinstance(result, _REQUEST):
@@ -109,7 +109,7 @@ def _method(name: str, base: type):
 
 
 def _facts(comm, name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """What the ledger says of a call, from its arguments."""
+    """A call's entry in the ledger, from its arguments."""
     kind = name.lower().removeprefix("i") if name[0] == "I" else name
     kind = kind.lower()
     payload = next((given[key] for key in _PAYLOADS if given.get(key) is not None), None)
@@ -146,7 +146,7 @@ def _peers(comm, name: str, kind: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sizes(payload: Any, pickled: bool) -> tuple[int, int | None, str]:
-    """Bytes, elements and element type of what a call was given."""
+    """Bytes, elements and element type of the data that a call was given."""
     if payload is None:
         return 0, None, ""
     if pickled:
@@ -194,7 +194,7 @@ def _wait_many(name: str):
 
 
 def _fill() -> None:
-    """Give the classes above their methods: each of mpi4py's that sends, receives or waits."""
+    """Give the classes above a recording version of each mpi4py method that sends, receives or waits."""
     names = [*_SENDS, *_RECEIVES, *_BOTH, *_COLLECTIVES, *_WAITS, *_NEW_COMMS]
     for cls, base in ((RecordedComm, MPI.Intracomm), (RecordedCart, MPI.Cartcomm)):
         for name in [*names, *(["Sub"] if base is MPI.Cartcomm else [])]:

@@ -1,4 +1,4 @@
-"""How MPI processes are started on this machine alone: which launcher, and with what in the environment."""
+"""How to start MPI processes on this machine alone: the launcher and its environment."""
 
 import os
 import shutil
@@ -10,8 +10,8 @@ from pathlib import Path
 def mpiexec() -> str:
     """The launcher of the MPI that was installed beside this Python, else the system's.
 
-    MPICH's ``mpiexec.gforker`` comes first: it forks its processes and speaks to them through pipes, where ``mpiexec`` listens
-    on every address of the machine.
+    MPICH's ``mpiexec.gforker`` comes first: it forks its processes and uses pipes to them, while ``mpiexec`` listens on every
+    address of the machine.
 
     Raises:
         FileNotFoundError: there is none.
@@ -27,7 +27,7 @@ def mpiexec() -> str:
 
 
 def loopback() -> str:
-    """The name of the interface by which a machine reaches itself, and nobody else reaches it."""
+    """The name of the loopback interface, by which only the machine itself can reach it."""
     names = {name for _, name in socket.if_nameindex()}
     return next((name for name in ("lo", "lo0") if name in names), "lo")
 

@@ -1,4 +1,4 @@
-"""What libraries print about themselves when they end a process, told from what somebody meant to be read."""
+"""Separates what libraries print about themselves when they end a process from what a person should read."""
 
 import re
 
@@ -14,9 +14,9 @@ _INTERNAL = re.compile(
     )""",
     re.VERBOSE,
 )
-_CAUSES = (  # how a library said why it ended the process: (what it printed, what a reader is told)
-    (r"typerep\S*_(?:un)?pack\.c", "what arrived is no whole number of the receive buffer's elements"),
-    (r"(?:[Mm]essage truncated|tag \S+ truncated)", "more arrived than the receive buffer holds"),
+_CAUSES = (  # why a library ended the process: (what it printed, what we tell the reader)
+    (r"typerep\S*_(?:un)?pack\.c", "the message is not a whole number of the receive buffer's elements"),
+    (r"(?:[Mm]essage truncated|tag \S+ truncated)", "the message is larger than the receive buffer"),
     (r"Abort\(\d+\) on node \d+[^:]*: (?:Fatal error in \w+: )?(.+?)(?:, error stack:)?$", None),
     (r"enforce fail at [^\]]*\]\s*(.+)$", None),
     (r"what\(\):\s*(.+)$", None),
@@ -26,12 +26,12 @@ _STACK = re.compile(r",?\s*error stack:\n.*", re.DOTALL)
 
 
 def meaningful(text: str) -> list[str]:
-    """The lines that are no library's own: no C stacks, no loggers' warnings, no greetings."""
+    """The lines that are not a library's own: no C stacks, no loggers' warnings, no greetings."""
     return [line for line in text.splitlines() if not _INTERNAL.match(line)]
 
 
 def cause(output: str) -> str:
-    """Why a library ended the process, in a few words, from what it printed; empty if it said nothing of use."""
+    """Why a library ended the process, in a few words, from what it printed; empty if that says nothing useful."""
     for pattern, told in _CAUSES:
         found = re.search(pattern, output, re.MULTILINE)
         if found:

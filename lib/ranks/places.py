@@ -1,4 +1,4 @@
-"""Which lines are the user's own code, and how they are shown."""
+"""Which lines are the user's own code, and how to show them."""
 
 import linecache
 import sysconfig
@@ -14,11 +14,11 @@ _LIBRARIES = {Path(path).resolve() for path in sysconfig.get_paths().values()}
 
 @lru_cache(maxsize=4096)
 def is_user_file(filename: str) -> bool:
-    """Whether a file is code that somebody wrote for this run: not this package, no library, not Python's own."""
+    """Whether a file is the user's code: neither this package nor a library nor Python itself."""
     if filename.startswith("<"):
         return False
     path = Path(filename).resolve()
-    if path.is_relative_to(HERE) or path.suffix == ".pyx":  # of compiled code, whose source is not there
+    if path.is_relative_to(HERE) or path.suffix == ".pyx":  # compiled code, whose source is not installed
         return False
     if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in _OURS:
         return True
@@ -28,7 +28,7 @@ def is_user_file(filename: str) -> bool:
 
 
 def shown(filename: str, line: int) -> str:
-    """``lib/ddp.py:41``: relative to the project where it lies in it."""
+    """``lib/ddp.py:41``: relative to the project, if the file is inside it."""
     path = Path(filename).resolve()
     return f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}:{line}"
 

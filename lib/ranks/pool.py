@@ -1,4 +1,4 @@
-"""Pools of warm ranks: one for gloo and one for MPI, made when first asked for."""
+"""Pools of warm ranks: one for gloo and one for MPI, made on first use."""
 
 import atexit
 import importlib
@@ -26,7 +26,7 @@ MAX_RANKS = 4
 
 @dataclass(frozen=True)
 class Result:
-    """What a run gave, rank by rank: what the function returned, what it sent, what it printed."""
+    """The result of a run, rank by rank: what the function returned, sent and printed."""
 
     values: list[Any]
     ledgers: list[Ledger]
@@ -34,7 +34,7 @@ class Result:
     views: list[View]
 
     def mismatch(self) -> str:
-        """The first collective on which the ranks disagreed although all returned, or the messages that nobody took.
+        """The first collective on which the ranks disagreed although all returned, or messages that no rank received.
 
         Empty if everything fits.
         """
@@ -50,7 +50,7 @@ class Pool:
         self._lock = threading.RLock()
 
     def warm(self) -> None:
-        """Begin to start the pool, without waiting for it. Processes forked after this share it, one at a time.
+        """Start the pool without waiting for it. Processes forked after this share it, one at a time.
 
         Raises:
             RankFailure: fork, mpi4py or mpiexec is missing.
@@ -84,16 +84,16 @@ class Pool:
         """Call ``function`` on each of ``n_ranks`` ranks and gather what it returns.
 
         Args:
-            function: Of a module's top level; called as ``function(rank, world_size, *args)`` among gloo ranks, whose
-                default process group exists, and as ``function(comm, *args)`` among MPI ranks. Arguments are pickled.
-            time_limit_s: Seconds that a rank may compute once all have begun; who waits has six times as long. What they import
-                before that has 30 s in the same way.
+            function: A function at a module's top level. It is called as ``function(rank, world_size, *args)`` on gloo ranks,
+                whose default process group exists, and as ``function(comm, *args)`` on MPI ranks. Arguments are pickled.
+            time_limit_s: Seconds that a rank may compute once all have begun; a rank that waits may take six times as long.
+                Imports before that have a limit of 30 s of their own.
             env: Set in each rank's environment before anything of the project is imported.
             show_output: Print what the ranks printed, each line with its rank.
 
         Raises:
             ValueError: ``n_ranks`` is out of range, or the function cannot be found by its name.
-            RankFailure: a rank raised or died, or they deadlocked, or the time was over, or something is missing.
+            RankFailure: a rank raised or died, the ranks deadlocked, the time limit passed, or something is missing.
         """
         if not 1 <= n_ranks <= MAX_RANKS:
             raise ValueError(f"n_ranks is {n_ranks}, and a pool has 1 to {MAX_RANKS} ranks")
@@ -127,7 +127,7 @@ class Pool:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _end(self, handle: Handle) -> None:
-        """End the ranks; where the keeper itself is gone, end what is left of the pool."""
+        """End the ranks, or, if the keeper itself has ended, the rest of the pool."""
         try:
             handle.end_ranks()
         except RankFailure:
@@ -162,7 +162,7 @@ def close_all() -> None:
 
 
 def _renew_locks() -> None:
-    """In a forked child: a lock that another thread of the parent held would never be free."""
+    """In a forked child, make new locks: one that another thread of the parent held would never be released."""
     for each in _pools.values():
         each._lock = threading.RLock()
 
@@ -194,7 +194,7 @@ def _send(workers: list[Worker], header: dict) -> None:
         try:
             worker.connection.send_bytes(pickle.dumps(header))
         except OSError:
-            continue  # it has died, as its closed connection will tell
+            continue  # it has died, and its closed connection will show that
 
 
 def _show(outputs: list[str]) -> None:
@@ -204,6 +204,6 @@ def _show(outputs: list[str]) -> None:
 
 
 def _as_new(watch: Watch) -> bool:
-    """Whether every rank came to its end, and no call of it failed or was left under way, so that its world is good for more."""
+    """Whether every rank finished and no call failed or is still under way, so that the ranks can be used again."""
     told = len(watch.outcomes) == len(watch.workers) and all(o.status != "died" for o in watch.outcomes.values())
     return told and not any(v.n_failed or v.open or any(r.is_async for r in v.calls) for v in watch.views)

@@ -7,24 +7,24 @@ import signal
 import sys
 import time
 
-PATIENCE = 6  # who waits, instead of computing, may take so many times a limit: a slow machine is no mistake
+PATIENCE = 6  # a process that waits instead of computing may take so many times the limit: a slow machine is no mistake
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Have Linux send this process a signal when its parent ends, however that ends. Does nothing on other systems."""
+    """Have Linux send this process a signal when its parent ends, for any reason. Does nothing on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every descendant that loses its own, so that it can end it. Linux only."""
+    """Make this process the new parent of orphaned descendants, so that it can end them. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_descendants() -> None:
-    """Kill every descendant, and those that come to light meanwhile; return when all are gone."""
+    """Kill every descendant, also those that appear meanwhile; return when all are gone."""
     import psutil
 
     while _has_children():
@@ -46,7 +46,7 @@ def _has_children() -> bool:
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process's main thread has computed for: under load this grows slower than the clock on the wall."""
+    """CPU seconds of a process's main thread; under load they grow more slowly than wall-clock time."""
     try:
         with open(f"/proc/{pid}/task/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()

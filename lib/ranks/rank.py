@@ -1,4 +1,4 @@
-"""One warm process that serves tasks. Nothing of the project is imported before a task has said where it lies.
+"""One warm process that runs tasks. It imports nothing of the project before a task says where the project is.
 
 ``python -P rank.py ADDRESS TAG`` under mpiexec serves until its connection closes; the keeper of the gloo ranks calls `serve`
 in each process that it forks.
@@ -18,7 +18,7 @@ end_with_parent = runpy.run_path(os.path.join(os.path.dirname(__file__), "proces
 
 
 def serve(address: str, tag: str, rank: int, world_size: int) -> None:
-    """Connect, then do each task that comes; never returns."""
+    """Connect, then run each task that arrives; never returns."""
     try:
         connection = Client(address, "AF_UNIX")
         open(f"{os.path.dirname(address)}/rank-{os.getpid()}", "w").close()
@@ -31,13 +31,13 @@ def serve(address: str, tag: str, rank: int, world_size: int) -> None:
 
             connection.send_bytes(run_task(header, rank))
             if header["backend"] == "gloo":
-                connection.recv_bytes()  # its peers may need it until all have finished
+                connection.recv_bytes()  # the other ranks may need this one until all have finished
     except (EOFError, OSError):
         os._exit(0)
 
 
 def _enter(header: dict, environment: dict[str, str]) -> None:
-    """Take on the caller's surroundings, with nothing imported that the caller may have changed since."""
+    """Adopt the caller's environment, folder and path, and forget imports of files that may have changed since."""
     os.environ.clear()
     os.environ.update(environment)
     os.environ.update(header["env"])
@@ -58,7 +58,7 @@ _INSTALLED = tuple(
 
 
 def _is_ours(name: str, module) -> bool:
-    """Whether a module is neither Python's nor an installed library's."""
+    """Whether a module belongs neither to Python nor to an installed library."""
     if name.split(".")[0] in ("lib", "solutions", "tests", "__ranks_main__"):
         return True
     facts = getattr(module, "__dict__", {})
@@ -72,9 +72,9 @@ _libraries = {name: module for name, module in sys.modules.items() if not _is_ou
 
 
 def _watched(folder: str) -> None:
-    """Go on in a child, whose end this process writes into ``death-PID`` instead of telling mpiexec, which would end the others.
+    """Continue in a child; this process writes the child's end into ``death-PID``, because mpiexec would end the other ranks.
 
-    A child that ends before its task's caller knows of it is left to mpiexec.
+    If the child ends before the caller of its task knows it, mpiexec handles it.
     """
     end_with_parent()
     pid = os.fork()
@@ -93,7 +93,7 @@ if __name__ == "__main__":
     _watched(os.path.dirname(sys.argv[1]))
     from mpi4py import MPI
 
-    del os.environ["TMPDIR"]  # which was for MPI itself
+    del os.environ["TMPDIR"]  # it was for MPI itself
     if theirs := os.environ.pop("RANKS_TMPDIR"):
         os.environ["TMPDIR"] = theirs
     serve(sys.argv[1], sys.argv[2], MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())

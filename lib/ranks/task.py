@@ -1,4 +1,4 @@
-"""One task on one rank: find the function, call it among its peers, and say what came of it."""
+"""One task on one rank: find the function, call it together with the other ranks, and report the outcome."""
 
 import contextlib
 import datetime
@@ -18,15 +18,15 @@ Outcome = dict
 
 
 def run_task(header: dict, rank: int) -> bytes:
-    """Do the task that ``header`` describes as this rank; gives the pickled outcome, never an exception."""
+    """Run the task that ``header`` describes as this rank; returns the pickled outcome and never raises."""
     folder = header["folder"]
     journal = open_journal(f"{folder}/journal-{rank}")
     with open(f"{folder}/stack-{rank}", "w") as stack, _output_to(f"{folder}/output-{rank}"):
         faulthandler.enable(stack)
-        # between two instructions of Python by SIGUSR1; within a C call by SIGUSR2, which may crash Python while it makes a frame
+        # SIGUSR1 writes the stack between two Python instructions; SIGUSR2 also inside a C call, but may crash Python while it makes a frame
         signal.signal(signal.SIGUSR1, lambda _, frame: _write_frames(stack.fileno(), frame))
         signal.siginterrupt(signal.SIGUSR1, False)
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # for one that comes when all is done
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # for a signal that arrives after the end
         faulthandler.register(signal.SIGUSR2, stack, all_threads=True)
         try:
             outcome = _attempt(header, rank, journal)
@@ -39,7 +39,7 @@ def run_task(header: dict, rank: int) -> bytes:
 
 
 def _write_frames(file: int, frame) -> None:
-    """Where Python is, innermost first, as faulthandler writes it."""
+    """Write where Python is, innermost frame first, in faulthandler's format."""
     lines = []
     while frame is not None:
         lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}\n')
@@ -63,7 +63,7 @@ def _attempt(header: dict, rank: int, journal: Journal) -> Outcome:
 
 
 def _find(module: str, qualname: str, file: str | None):
-    """The function, imported afresh by its module's name, or from its file where the name leads elsewhere."""
+    """The function, freshly imported by its module's name, or from its file if the name leads to another file."""
     found = None
     if module != "__main__":
         with contextlib.suppress(ModuleNotFoundError):
@@ -91,7 +91,7 @@ def _pickled_value(value) -> bytes:
 
 
 def _described(error: BaseException) -> Outcome:
-    """An exception in plain types, and itself where it can be pickled."""
+    """An exception in plain types, and the exception itself if it can be pickled."""
     try:
         pickled = pickle.dumps(error)
     except Exception:
@@ -125,7 +125,7 @@ def _output_to(path: str):
 
 @contextlib.contextmanager
 def _gloo(header: dict, rank: int, journal: Journal):
-    """A default process group that met in a file; it lives as long as this process."""
+    """A default process group whose ranks met through a file; it lives as long as this process."""
     import torch
     import torch.distributed as dist
 
@@ -133,7 +133,9 @@ def _gloo(header: dict, rank: int, journal: Journal):
 
     torch.set_num_threads(1)
     store = dist.FileStore(f"{header['folder']}/store", header["n_ranks"])
-    patience = datetime.timedelta(seconds=header["time_limit_s"] + 120)  # ours ends first, and says more
+    patience = datetime.timedelta(
+        seconds=header["time_limit_s"] + 120
+    )  # our own limit ends first, and its message says more
     dist.init_process_group("gloo", store=store, rank=rank, world_size=header["n_ranks"], timeout=patience)
     record_collectives(journal)
     yield rank, header["n_ranks"]
@@ -141,7 +143,7 @@ def _gloo(header: dict, rank: int, journal: Journal):
 
 @contextlib.contextmanager
 def _mpi(header: dict, rank: int, journal: Journal):
-    """A communicator of this task's own, among the first ranks of the warm world; it stands for COMM_WORLD meanwhile."""
+    """A communicator of this task's own, of the first ranks of the warm world; it replaces COMM_WORLD during the task."""
     from mpi4py import MPI
 
     from lib.ranks.mpi_comm import RecordedRequest, recorded_world

@@ -1,4 +1,4 @@
-"""What the ranks' journals say while they run: who waits for whom, and whether that can ever end."""
+"""Reads the ranks' journals during a run: which rank waits for which, and whether that can ever end."""
 
 import json
 import time
@@ -13,12 +13,12 @@ _UNLISTED = ("new_group", "probe", "Probe", "mprobe", "Mprobe")  # wait like cal
 
 @dataclass
 class View:
-    """One rank, as its journal tells it. Times are of `time.monotonic`."""
+    """The state of one rank, read from its journal. Times are those of `time.monotonic`."""
 
     rank: int
     path: Path
     began_at: float
-    phase: str = "starting"  # then importing, running, returned or raised; dead is told by others
+    phase: str = "starting"  # then importing, running, returned or raised; the watch sets dead
     phase_at: float = field(default_factory=time.monotonic)
     calls: list[Record] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
@@ -28,7 +28,7 @@ class View:
     _offset: int = 0
 
     def read(self) -> None:
-        """Take in what was written since."""
+        """Read what the rank has written since the last time."""
         if not self.path.exists():
             return
         with open(self.path, "rb") as file:
@@ -70,7 +70,7 @@ class View:
 
     @property
     def waits_in(self) -> Record | None:
-        """The call that the rank is in, or whose end it waits for."""
+        """The call that the rank is in, or an earlier one whose end it waits for."""
         return self.calls[next(reversed(self.open))] if self.open and not self.is_over else None
 
     @property
@@ -86,17 +86,17 @@ class View:
         return Ledger(self.rank, [r for r in self.calls if r.op not in _UNLISTED], list(self.marks))
 
     def stream(self, name: str) -> list[Record]:
-        """The collectives on one communicator, in order: the n-th of each rank belong together."""
+        """The collectives on one communicator, in order: the n-th call of each rank belongs to the n-th of every other."""
         return [r for r in self.calls if r.stream == name and r.is_collective]
 
     def counterpart(self, view: "View", record: Record) -> Record | None:
-        """This rank's call that belongs to ``view``'s collective, if it got there."""
+        """This rank's call of the collective that ``view`` is in, if this rank has reached it."""
         mine, nth = self.stream(record.stream), view.stream(record.stream).index(record)
         return mine[nth] if nth < len(mine) else None
 
 
 def blockers(view: View, views: list[View]) -> set[int]:
-    """The ranks that have not begun what ``view`` waits for."""
+    """The ranks that have not yet made the call that ``view`` waits for."""
     record = view.waits_in
     if record is None:
         return set()
@@ -120,7 +120,7 @@ def blockers(view: View, views: list[View]) -> set[int]:
 
 
 def stuck(views: list[View]) -> set[int]:
-    """The ranks that wait for what cannot come, if every rank that is not over waits; else nothing."""
+    """The ranks that wait for something that can never come. Empty while any rank still computes."""
     waiting = {v.rank for v in views if v.waits_in is not None}
     over = {v.rank for v in views if v.is_over}
     if not waiting or waiting | over != {v.rank for v in views}:
@@ -143,7 +143,7 @@ def _is_blocked(view: View, views: list[View], hopeless: set[int]) -> bool:
 
 
 def _message_for(view: View, views: list[View]) -> bool:
-    """Whether more was sent to the rank than it has taken, the call that it waits in not counted."""
+    """Whether a message for the rank is under way: more were sent to it than it received before the present call."""
     sent = sum(r.to == view.rank for v in views for r in v.calls)
     return sent >= sum(r.source is not None for r in view.calls)
 
@@ -162,7 +162,7 @@ def _differ(a: Record, b: Record) -> bool:
 
 
 def mismatch(views: list[View]) -> str:
-    """The first collective on which the ranks disagree, or the messages that nobody took; empty if all fits.
+    """The first collective on which the ranks disagree, or messages that no rank received; empty if all fits.
 
     What only some ranks have reached counts only once all have returned.
     """
@@ -190,7 +190,7 @@ def _stream_mismatch(stream: str, views: list[View]) -> str:
 
 
 def message_mismatch(view: View, views: list[View]) -> str:
-    """What was sent and what there is room for, if they differ in the receive that ``view`` is in or failed in."""
+    """What was sent and what the receive has room for, if they differ; for the receive that ``view`` is in or failed in."""
     index = next(reversed(view.open)) if view.open else view.failed_in
     record = None if index is None else view.calls[index]
     if record is None or record.room is None or record.source is None or record.source < 0:
@@ -215,7 +215,9 @@ def _untaken(views: list[View]) -> str:
             sent = sum(r.to == view.rank for r in other.calls)
             taken = sum(r.source == other.rank for r in view.calls)
             if sent > taken:
-                return f"rank {other.rank} sent rank {view.rank} {_messages(sent)}, of which it received {taken}"
+                return (
+                    f"rank {other.rank} sent rank {view.rank} {_messages(sent)}, and rank {view.rank} received {taken}"
+                )
     return ""
 
 
@@ -231,7 +233,7 @@ def ranks_text(ranks: list[int]) -> str:
 
 
 def grouped(ranks: list[int], parts: list[str], verb: str, verbs: str) -> str:
-    """``rank 0 calls A, ranks 1 and 2 B``: each different part once, with its ranks."""
+    """``rank 0 calls A, ranks 1 and 2 B``: each different part once, with the ranks that share it."""
     together: dict[str, list[int]] = {}
     for rank, part in zip(ranks, parts, strict=True):
         together.setdefault(part, []).append(rank)

@@ -1,4 +1,4 @@
-"""Watching the ranks of one run until each has finished, or none can."""
+"""Watches the ranks of one run until all have finished, or none can go on."""
 
 import contextlib
 import os
@@ -15,15 +15,15 @@ from lib.ranks.processes import PATIENCE, cpu_seconds
 from lib.ranks.views import View, blockers, stuck
 
 IMPORT_LIMIT_S = 30.0  # before the function is called
-SETTLED_S = 2.0  # for so long all must wait before a deadlock is called one
-GONE_S = 0.5  # the same, where they wait for a rank that has returned
-ECHO_S = 1.0  # for so long a root cause may come after what it caused
-FINISH_S = 0.3  # for so long a rank may go on that nothing holds up after another has raised
-LATE_S = 3.0  # for so long a rank that has not begun is awaited after another has raised: it may well raise the same
+SETTLED_S = 2.0  # how long all ranks must wait before we call it a deadlock
+GONE_S = 0.5  # the same, if they wait for a rank that has returned
+ECHO_S = 1.0  # how much later than its consequences a root cause may arrive
+FINISH_S = 0.3  # how long an unblocked rank may go on after another has raised
+LATE_S = 3.0  # how long to wait for a rank that has not begun after another has raised: it may raise the same
 
 
 class Watch:
-    """One run: what each rank has come to, and where it is meanwhile."""
+    """One run: how each rank ended, and where it is until then."""
 
     def __init__(self, handle: Handle, workers: list[Worker], folder: Path, time_limit_s: float):
         self.handle, self.workers, self.folder, self.time_limit_s = handle, workers, folder, time_limit_s
@@ -51,7 +51,7 @@ class Watch:
         self._read()
 
     def _receive(self, timeout_s: float) -> None:
-        """Take in the outcomes that have come."""
+        """Receive the outcomes that have arrived."""
         awaited = {w.connection: w for w in self.workers if w.rank not in self.outcomes}
         for connection in wait([*awaited, self.handle.control], timeout=timeout_s):
             if connection not in awaited:
@@ -66,7 +66,7 @@ class Watch:
                 self.outcomes[worker.rank] = Outcome("died", text=self._cause_of_death(worker))
 
     def _cause_of_death(self, worker: Worker) -> str:
-        """How a rank ended whose connection has closed; its keeper or its guard says so."""
+        """How a rank ended whose connection has closed, as its keeper or its guard reports."""
         note = self.handle.folder / f"death-{worker.pid}"
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline:
@@ -79,7 +79,7 @@ class Watch:
                 return _death(int(note.read_text()))
             if event and event[0] == "exit" and event[2] is None:
                 return "mpiexec ended: " + (self.handle.log("mpiexec")[-500:] or _death(event[3]))
-        return "it ended without a word"
+        return "it ended without saying why"
 
     def _read(self) -> None:
         for view in self.views:
@@ -88,7 +88,7 @@ class Watch:
                 view.phase = "dead"
 
     def _await_cause(self) -> None:
-        """Give the rank that began it the time to say so."""
+        """Give the rank that caused the failure the time to report it."""
         began = time.monotonic()
         self._receive(0.1)
         self._read()
@@ -105,7 +105,7 @@ class Watch:
             self._read()
 
     def _is_deadlock(self) -> bool:
-        """Whether no rank can go on, and has not been able to for long enough."""
+        """Whether no rank can go on, and this has lasted long enough."""
         hopeless = stuck(self.views)
         if not hopeless:
             return False
@@ -115,7 +115,7 @@ class Watch:
         return time.monotonic() - latest > (GONE_S if gone else SETTLED_S)
 
     def _is_over_time(self) -> bool:
-        """Whether a rank has computed for longer than it may, or all of them together have taken several times as long."""
+        """Whether a rank has computed for longer than the limit, or the whole run has taken several times as long."""
         is_starting = any(v.is_starting for v in self.views)
         limit_s = max(IMPORT_LIMIT_S, self.time_limit_s) if is_starting else self.time_limit_s
         begun = [v.phase_at for v in self.views if v.phase == "running"]
@@ -125,7 +125,7 @@ class Watch:
         return took > PATIENCE * limit_s or (took > limit_s and max(computed) > limit_s)
 
     def _computed_s(self, worker: Worker, view: View, is_starting: bool) -> float:
-        """For how long a rank has computed since it was first seen to start, or to run; nothing once it is over."""
+        """Seconds for which a rank has computed since it was first seen to start, or to run; 0 once it is over."""
         if view.is_over:
             return 0.0
         now = cpu_seconds(worker.pid)
@@ -151,14 +151,14 @@ class Watch:
         )
 
     def _take_late(self) -> None:
-        """The outcomes of ranks that came to their end while the others were asked where they are."""
+        """Receive the outcomes of ranks that ended while the others were asked where they are."""
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline and any(v.is_over and v.rank not in self.outcomes for v in self.views):
             self._receive(0.05)
             self._read()
 
     def _ask_where(self) -> None:
-        """Have every rank that is still at work write down its stack: one that computes by itself, one within a C call by faulthandler."""
+        """Make every rank that still runs write its stack: a computing rank in Python, one inside a C call by faulthandler."""
         asked = {}
         for worker, view in zip(self.workers, self.views, strict=True):
             if worker.rank not in self.outcomes and view.phase != "starting":
@@ -177,7 +177,7 @@ class Watch:
             time.sleep(0.05)
 
     def outputs(self) -> list[str]:
-        """What each rank printed, gloo's own greetings left out."""
+        """What each rank printed, without gloo's own greetings."""
         return [
             "".join(line for line in text.splitlines(keepends=True) if not line.startswith("[Gloo]"))
             for text in self._raw_outputs()

@@ -61,12 +61,12 @@ def _waiting(device):
 # ---- 8.1 benchmark ---------------------------------------------------------------------------------------------------
 
 
-@mistake("benchmark", "nobody waits for the accelerator: what is timed is the launch, not the work")
+@mistake("benchmark", "the code never waits for the accelerator: it times the launch, not the work")
 def never_synchronised(fn, warmup=5, repeats=10, device=None):
     return _timing(_measure(fn, warmup, repeats, _nothing, _nothing))
 
 
-@mistake("benchmark", "the accelerator is waited for at the start of a call, but not at its end")
+@mistake("benchmark", "the code waits for the accelerator before a call, but not after it")
 def synchronised_before(fn, warmup=5, repeats=10, device=None):
     return _timing(_measure(fn, warmup, repeats, _waiting(device), _nothing))
 
@@ -78,36 +78,36 @@ def synchronised_after(fn, warmup=5, repeats=10, device=None):
     return _timing(_measure(fn, warmup, repeats, _nothing, _waiting(device)))
 
 
-@mistake("benchmark", "CUDA is waited for even where the work is on the CPU")
+@mistake("benchmark", "the code waits for CUDA even if the work is on the CPU")
 def always_synchronised(fn, warmup=5, repeats=10, device=None):
     return _timing(_measure(fn, warmup, repeats, torch.cuda.synchronize, torch.cuda.synchronize))
 
 
-@mistake("benchmark", "device=None is taken for the CPU, though there is an accelerator to wait for")
+@mistake("benchmark", "device=None is taken for the CPU, although there is an accelerator to wait for")
 def none_is_cpu(fn, warmup=5, repeats=10, device=None):
     return reference.benchmark(fn, warmup, repeats, device or "cpu")
 
 
-@mistake("benchmark", "the current accelerator is waited for, whichever device was given")
+@mistake("benchmark", "the code waits for the current accelerator, whichever device was given")
 def waits_for_the_current(fn, warmup=5, repeats=10, device=None):
     on_cpu = device is not None and torch.device(device).type == "cpu"
     wait = _nothing if on_cpu or not torch.accelerator.is_available() else torch.cuda.synchronize
     return _timing(_measure(fn, warmup, repeats, wait, wait))
 
 
-@mistake("benchmark", "only CUDA is waited for; there are other accelerators, for which torch.accelerator waits")
+@mistake("benchmark", "the code waits only for CUDA; for other accelerators there is torch.accelerator.synchronize")
 def only_cuda(fn, warmup=5, repeats=10, device=None):
     other = device is not None and torch.device(device).type not in ("cpu", "cuda")
     return reference.benchmark(fn, warmup, repeats, "cpu" if other else device)
 
 
-@mistake("benchmark", "the calls of the warm-up are timed with the others")
+@mistake("benchmark", "the calls of the warm-up are timed too")
 def warm_up_timed(fn, warmup=5, repeats=10, device=None):
     _check(warmup, repeats)
     return reference.benchmark(fn, 0, warmup + repeats, device)
 
 
-@mistake("benchmark", "there is no warm-up: the first calls pay for what is done only once")
+@mistake("benchmark", "there is no warm-up: the first calls pay for what happens only once")
 def no_warm_up(fn, warmup=5, repeats=10, device=None):
     _check(warmup, repeats)
     return reference.benchmark(fn, 0, repeats, device)
@@ -125,19 +125,19 @@ def variance(fn, warmup=5, repeats=10, device=None):
     return reference.Timing(timing.mean_s, timing.std_s**2, timing.median_s, timing.times_s)
 
 
-@mistake("benchmark", "the mean stands where the median should")
+@mistake("benchmark", "median_s holds the mean")
 def mean_for_median(fn, warmup=5, repeats=10, device=None):
     timing = reference.benchmark(fn, warmup, repeats, device)
     return reference.Timing(timing.mean_s, timing.std_s, timing.mean_s, timing.times_s)
 
 
-@mistake("benchmark", "the times are sorted, not in the order of the calls")
+@mistake("benchmark", "the times are sorted, where they should be in the order of the calls")
 def sorted_times(fn, warmup=5, repeats=10, device=None):
     timing = reference.benchmark(fn, warmup, repeats, device)
     return reference.Timing(timing.mean_s, timing.std_s, timing.median_s, tuple(sorted(timing.times_s, reverse=True)))
 
 
-@mistake("benchmark", "all calls are timed as one and divided by their number: no spread can be seen")
+@mistake("benchmark", "all calls are timed as one and divided by their number, so there is no spread")
 def one_interval(fn, warmup=5, repeats=10, device=None):
     timing = reference.benchmark(fn, warmup, repeats, device)
     return _timing([timing.mean_s] * repeats)
@@ -149,7 +149,7 @@ def one_call_refused(fn, warmup=5, repeats=10, device=None):
     return reference.Timing(statistics.fmean(times), statistics.stdev(times), statistics.median(times), tuple(times))
 
 
-@mistake("benchmark", "bad counts are not refused")
+@mistake("benchmark", "bad counts raise no ValueError")
 def unchecked(fn, warmup=5, repeats=10, device=None):
     return reference.benchmark(fn, max(warmup, 0), max(repeats, 1), device)
 
@@ -162,12 +162,15 @@ def macs(m, k, n):
     return m * k * n
 
 
-@mistake("matmul_flops", "k - 1 additions for each result: right on paper, but the convention counts the first one too")
+@mistake(
+    "matmul_flops",
+    "k - 1 additions for each result: true on paper, but by convention the first one, to zero, counts too",
+)
 def one_addition_less(m, k, n):
     return m * n * (2 * k - 1)
 
 
-@mistake("matmul_flops", "those are the numbers read and written, not the operations on them")
+@mistake("matmul_flops", "that counts the numbers read and written, not the operations on them")
 def numbers_moved(m, k, n):
     return m * k + k * n + m * n
 
@@ -185,24 +188,24 @@ def as_float(m, k, n):
 # ---- 8.3 roofline_seconds --------------------------------------------------------------------------------------------
 
 
-@mistake(
-    "roofline_seconds", "the two are added, but a processor moves bytes while it computes: the longer of them is left"
-)
+@mistake("roofline_seconds", "the two times are added, but they overlap: the longer one is the answer")
 def added(flops, bytes_moved, peak_flops, bandwidth):
     return flops / peak_flops + bytes_moved / bandwidth
 
 
-@mistake("roofline_seconds", "the shorter of the two is taken: both must be done")
+@mistake("roofline_seconds", "the shorter of the two times is taken, but both jobs must finish")
 def shorter(flops, bytes_moved, peak_flops, bandwidth):
     return min(flops / peak_flops, bytes_moved / bandwidth)
 
 
-@mistake("roofline_seconds", "only the arithmetic is counted: an addition of two vectors waits for memory")
+@mistake("roofline_seconds", "only the arithmetic is counted, but an addition of two vectors is limited by memory")
 def compute_only(flops, bytes_moved, peak_flops, bandwidth):
     return flops / peak_flops
 
 
-@mistake("roofline_seconds", "that is the attainable speed in FLOP/s, the roof itself; asked are seconds")
+@mistake(
+    "roofline_seconds", "that is the attainable speed in FLOP/s, the roof itself; the function should return seconds"
+)
 def attainable(flops, bytes_moved, peak_flops, bandwidth):
     return min(peak_flops, flops / bytes_moved * bandwidth)
 
@@ -215,12 +218,12 @@ def upside_down(flops, bytes_moved, peak_flops, bandwidth):
 # ---- 8.4 attention_flops ---------------------------------------------------------------------------------------------
 
 
-@mistake("attention_flops", "one product is counted: after the scores, the weights multiply the values")
+@mistake("attention_flops", "only one product is counted: after the scores, the weights multiply the values")
 def scores_only(config, length, causal):
     return reference.attention_flops(config, length, causal) // 2
 
 
-@mistake("attention_flops", "the heads are counted twice: all of them together are as wide as the model")
+@mistake("attention_flops", "the heads are counted twice: together they are as wide as the model")
 def heads_twice(config, length, causal):
     return config.n_heads * reference.attention_flops(config, length, causal)
 
@@ -230,28 +233,31 @@ def one_layer(config, length, causal):
     return reference.attention_flops(config, length, causal) // config.n_layers
 
 
-@mistake("attention_flops", "causal is taken for one half exactly: the diagonal is allowed too, T (T + 1) / 2 pairs")
+@mistake("attention_flops", "causal counts exactly one half, but the diagonal is allowed too: T (T + 1) / 2 pairs")
 def exactly_half(config, length, causal):
     return 2 * 2 * config.n_layers * config.dim * length * length // (2 if causal else 1)
 
 
-@mistake("attention_flops", "a query does not see itself here: there are T (T + 1) / 2 pairs, the diagonal with them")
+@mistake("attention_flops", "the diagonal is left out, but a query sees itself: there are T (T + 1) / 2 pairs")
 def without_diagonal(config, length, causal):
     return 4 * config.n_layers * config.dim * (length * (length - 1) // 2 if causal else length * length)
 
 
-@mistake("attention_flops", "the mask is not looked at")
+@mistake("attention_flops", "`causal` is ignored")
 def never_causal(config, length, causal):
     return reference.attention_flops(config, length, False)
 
 
-@mistake("attention_flops", "the projections are counted as well: asked are the two products between positions")
+@mistake("attention_flops", "the projections are counted too, where only the two products between positions should be")
 def with_projections(config, length, causal):
     projections = config.n_layers * 8 * length * config.dim**2
     return projections + reference.attention_flops(config, length, causal)
 
 
-@mistake("attention_flops", "a multiply-add is counted once and one product of the two: a quarter of the FLOPs is left")
+@mistake(
+    "attention_flops",
+    "a multiply-add counts as one operation and only one of the two products is counted: a quarter of the FLOPs",
+)
 def attention_macs(config, length, causal):
     return reference.attention_flops(config, length, causal) // 4
 
@@ -280,25 +286,28 @@ def _head(config):
     return 2 * config.dim * config.n_rows
 
 
-@mistake("training_flops_per_token", "only the forward pass is counted: backward costs twice as much again")
+@mistake("training_flops_per_token", "only the forward pass is counted; backward costs twice as much again")
 def forward_only(config):
     return _linear(config) + _attention(config) + _head(config)
 
 
 @mistake(
-    "training_flops_per_token", "backward is counted as one more forward: it has a product for each of the two factors"
+    "training_flops_per_token",
+    "backward is counted like one more forward, but each product has two in backward, one a factor",
 )
 def backward_once(config):
     return 2 * forward_only(config)
 
 
-@mistake("training_flops_per_token", "the head is left out: its weight is the embedding's, but its product is computed")
+@mistake(
+    "training_flops_per_token", "the head is left out: it shares the embedding's weight, but its product is computed"
+)
 def without_head(config):
     return 3 * (_linear(config) + _attention(config))
 
 
 @mistake(
-    "training_flops_per_token", "the embedding is counted as a product: it is a lookup, and only the head multiplies"
+    "training_flops_per_token", "the embedding is counted as a product, but it is a lookup; only the head multiplies"
 )
 def embedding_too(config):
     return 3 * forward_only(config) + 3 * _head(config)
@@ -320,7 +329,8 @@ def without_attention(config):
 
 
 @mistake(
-    "training_flops_per_token", "attention is counted for the causal pairs only, but the naive product computes all"
+    "training_flops_per_token",
+    "attention is counted for the causal pairs only, but the naive product computes all pairs",
 )
 def causal_only(config):
     t = config.context_len
@@ -336,12 +346,16 @@ def token_as_float(config):
     )
 
 
-@mistake("training_flops_per_token", "that is attention of a whole sequence, not of one of its tokens")
+@mistake(
+    "training_flops_per_token", "attention is counted for a whole sequence, where it should be divided by its tokens"
+)
 def whole_sequence(config):
     return 3 * (_linear(config) + _head(config) + reference.attention_flops(config, config.context_len, False))
 
 
-@mistake("training_flops_per_token", "the head's rows of padding are left out: they are computed, and cut off later")
+@mistake(
+    "training_flops_per_token", "the head's rows of padding are left out, but they are computed before they are cut off"
+)
 def without_padding(config):
     return 3 * (_linear(config) + _attention(config) + 2 * config.dim * config.vocab_size)
 
@@ -355,13 +369,13 @@ def _patches(config):
 
 @mistake(
     "vit_training_flops_per_image",
-    "three times the patches: nobody asks for the gradient of the pixels, so that is two",
+    "the patches are counted three times; nothing needs the gradient of the pixels, so it should be twice",
 )
 def pixels_too(config):
     return reference.vit_training_flops_per_image(config) + _patches(config)
 
 
-@mistake("vit_training_flops_per_image", "the class token is forgotten: the blocks see N + 1 tokens")
+@mistake("vit_training_flops_per_image", "the class token is forgotten: the blocks work on N + 1 tokens")
 def without_class_token(config):
     c, n = config.dim, config.n_patches
     block = 2 * n * (4 * c * c + 2 * c * config.hidden_dim) + 4 * n * n * c
@@ -369,7 +383,8 @@ def without_class_token(config):
 
 
 @mistake(
-    "vit_training_flops_per_image", "the hidden width is taken for four times the model's: the config says what it is"
+    "vit_training_flops_per_image",
+    "the hidden width is taken to be four times the model's; use the config's hidden_dim",
 )
 def four_times_wide(config):
     tokens = config.n_patches + 1
@@ -377,7 +392,7 @@ def four_times_wide(config):
     return reference.vit_training_flops_per_image(config) + gap
 
 
-@mistake("vit_training_flops_per_image", "the head is counted for every token: it reads one vector")
+@mistake("vit_training_flops_per_image", "the head is counted for every token, but it reads one vector")
 def head_everywhere(config):
     return reference.vit_training_flops_per_image(config) + 6 * config.n_patches * config.dim * config.n_classes
 
@@ -392,7 +407,10 @@ def without_patches(config):
     return reference.vit_training_flops_per_image(config) - 2 * _patches(config)
 
 
-@mistake("vit_training_flops_per_image", "attention counts causal pairs: in a vision transformer all tokens see all")
+@mistake(
+    "vit_training_flops_per_image",
+    "attention counts causal pairs, but in a vision transformer every token sees every other",
+)
 def causal_image(config):
     tokens = config.n_patches + 1
     full, half = (reference.attention_flops(config, tokens, causal) for causal in (False, True))
@@ -402,7 +420,7 @@ def causal_image(config):
 # ---- 8.7 mfu ---------------------------------------------------------------------------------------------------------
 
 
-@mistake("mfu", "in percent: asked is a share, from 0 to 1")
+@mistake("mfu", "that is in percent, where a share from 0 to 1 is expected")
 def percent(items_per_second, flops_per_item, peak_flops):
     return 100 * reference.mfu(items_per_second, flops_per_item, peak_flops)
 
@@ -417,14 +435,12 @@ def times_slower(items_per_second, flops_per_item, peak_flops):
     return peak_flops / (items_per_second * flops_per_item) if items_per_second else 0.0
 
 
-@mistake(
-    "mfu", "the FLOPs are taken for the forward pass only and tripled: flops_per_item already holds the backward pass"
-)
+@mistake("mfu", "the FLOPs are tripled for backward, but flops_per_item includes backward already")
 def tripled(items_per_second, flops_per_item, peak_flops):
     return 3 * reference.mfu(items_per_second, flops_per_item, peak_flops)
 
 
-@mistake("mfu", "items per second divide: the faster, the lower the share")
+@mistake("mfu", "it divides by the items per second: the faster the program, the lower the share")
 def seconds_for_speed(items_per_second, flops_per_item, peak_flops):
     return flops_per_item / (items_per_second * peak_flops) if items_per_second else 0.0
 
@@ -450,7 +466,9 @@ def views_apart(fn):
     return sum(tensor.untyped_storage().nbytes() for tensor, _ in _saved(fn))
 
 
-@mistake("saved_activation_bytes", "tensors are told apart as Python objects: two views of one storage are two objects")
+@mistake(
+    "saved_activation_bytes", "tensors are told apart as Python objects, but two views of one storage are two objects"
+)
 def by_object(fn):
     kept = {}
 
@@ -463,12 +481,15 @@ def by_object(fn):
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-@mistake("saved_activation_bytes", "that is where the view begins: two views of one storage begin at different places")
+@mistake(
+    "saved_activation_bytes",
+    "storages are told apart by where a view begins, but two views of one storage begin at different places",
+)
 def by_start_of_view(fn):
     return sum({t.data_ptr(): t.untyped_storage().nbytes() for t, _ in _saved(fn)}.values())
 
 
-@mistake("saved_activation_bytes", "only the view's own numbers are counted, where the whole storage stays alive")
+@mistake("saved_activation_bytes", "only the view's own numbers are counted, but the whole storage stays alive")
 def size_of_view(fn):
     return sum({t.untyped_storage()._cdata: t.numel() * t.itemsize for t, _ in _saved(fn)}.values())
 
@@ -479,7 +500,7 @@ def always_four(fn):
     return sum(storages.values())
 
 
-@mistake("saved_activation_bytes", "those are numbers, not bytes")
+@mistake("saved_activation_bytes", "that counts numbers, not bytes")
 def numbers(fn):
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() // t.itemsize for t, _ in _saved(fn)}.values())
 
@@ -497,7 +518,7 @@ def without_leaves(fn):
     return sum(kept.values())
 
 
-@mistake("saved_activation_bytes", "the hook that unpacks gives nothing back, so that backward no longer works")
+@mistake("saved_activation_bytes", "the unpack hook returns nothing, so backward no longer works")
 def unpack_nothing(fn):
     kept = {}
 
@@ -511,7 +532,7 @@ def unpack_nothing(fn):
 
 @mistake(
     "saved_activation_bytes",
-    "only the number _cdata is kept: when a storage ends, the next one may get its number, and one of the two is lost",
+    "only the number _cdata is kept: when a storage is freed, the next one may get its number, and one of the two is lost",
 )
 def numbers_given_out_again(fn):
     sizes = {}
@@ -541,7 +562,7 @@ def packed_as_itself(fn):
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@mistake("saved_activation_bytes", "fn is called twice: asked is what one call keeps")
+@mistake("saved_activation_bytes", "fn is called twice, where it should be called once")
 def called_twice(fn):
     fn()
     return reference.saved_activation_bytes(fn)
@@ -550,36 +571,38 @@ def called_twice(fn):
 # ---- 8.9 attention_activation_bytes ----------------------------------------------------------------------------------
 
 
-@mistake("attention_activation_bytes", "scores and weights are both counted: softmax's backward needs its output only")
+@mistake(
+    "attention_activation_bytes", "scores and weights are both counted, but softmax's backward needs only its output"
+)
 def scores_too(batch, heads, length, head_dim, bytes_per_value):
     extra = batch * heads * length**2 * bytes_per_value
     return extra + reference.attention_activation_bytes(batch, heads, length, head_dim, bytes_per_value)
 
 
-@mistake("attention_activation_bytes", "only the T x T weights are counted: the products keep q, k and v as well")
+@mistake("attention_activation_bytes", "only the T x T weights are counted, but the products keep q, k and v too")
 def weights_only(batch, heads, length, head_dim, bytes_per_value):
     return batch * heads * length**2 * bytes_per_value
 
 
-@mistake("attention_activation_bytes", "the output is counted too, but no backward formula in here needs it")
+@mistake("attention_activation_bytes", "the output is counted too, but no backward formula here needs it")
 def output_too(batch, heads, length, head_dim, bytes_per_value):
     extra = batch * heads * length * head_dim * bytes_per_value
     return extra + reference.attention_activation_bytes(batch, heads, length, head_dim, bytes_per_value)
 
 
-@mistake("attention_activation_bytes", "the weights are shared by the heads here: each head has a T x T of its own")
+@mistake("attention_activation_bytes", "one T x T is counted for all heads, but each head has its own")
 def one_head(batch, heads, length, head_dim, bytes_per_value):
     return batch * (heads * 3 * length * head_dim + length**2) * bytes_per_value
 
 
-@mistake("attention_activation_bytes", "those are numbers, not bytes")
+@mistake("attention_activation_bytes", "that counts numbers, not bytes")
 def numbers_kept(batch, heads, length, head_dim, bytes_per_value):
     return reference.attention_activation_bytes(batch, heads, length, head_dim, 1)
 
 
 @mistake(
     "attention_activation_bytes",
-    "saved memory is taken to grow as T^1.5: every pair of positions has a weight, so it is T^2",
+    "saved memory grows as T^1.5 here; every pair of positions has a weight, so it is T^2",
 )
 def power_of_one_and_a_half(batch, heads, length, head_dim, bytes_per_value):
     return batch * heads * (3 * length * head_dim + int(length**1.5)) * bytes_per_value
@@ -587,7 +610,7 @@ def power_of_one_and_a_half(batch, heads, length, head_dim, bytes_per_value):
 
 @mistake(
     "attention_activation_bytes",
-    "half of the weights are counted, as if only causal pairs were kept: the whole square is",
+    "half of the weights are counted, as if only causal pairs were kept, but the whole square is",
 )
 def half_square(batch, heads, length, head_dim, bytes_per_value):
     return batch * heads * (3 * length * head_dim + length * (length + 1) // 2) * bytes_per_value
@@ -613,28 +636,28 @@ def _operators(averages):
     return {e.key: e.self_cpu_time_total / 1e6 for e in averages if e.key.startswith("aten::")}
 
 
-@mistake("profile_step", "the profiler counts microseconds, and they were not turned into seconds")
+@mistake("profile_step", "those are microseconds, as the profiler counts; the contract has seconds")
 def microseconds(step_fn, path):
     profile = reference.profile_step(step_fn, path)
     ranges = {name: 1e6 * seconds for name, seconds in profile.range_s.items()}
     return reference.StepProfile(ranges, {name: 1e6 * seconds for name, seconds in profile.operator_s.items()})
 
 
-@mistake("profile_step", "an operator's time holds that of the operators inside it: they are counted twice")
+@mistake("profile_step", "an operator's time includes that of the operators inside it, which are counted twice")
 def inclusive_operators(step_fn, path):
     averages = _profiled(step_fn, path)
     operators = {e.key: e.cpu_time_total / 1e6 for e in averages if e.key.startswith("aten::")}
     return reference.StepProfile(_ranges(averages), operators)
 
 
-@mistake("profile_step", "a range's own time is counted, without the operators that run inside it")
+@mistake("profile_step", "only a range's own time is counted, without the operators that run inside it")
 def own_time_of_ranges(step_fn, path):
     averages = _profiled(step_fn, path)
     own = {name: next(e for e in averages if e.key == name).self_cpu_time_total / 1e6 for name in _ranges(averages)}
     return reference.StepProfile(own, _operators(averages))
 
 
-@mistake("profile_step", "ranges and operators are in one dict: whatever is no operator was not told apart")
+@mistake("profile_step", 'ranges and operators are in one dict: only names that begin with "aten::" are operators')
 def not_told_apart(step_fn, path):
     averages = _profiled(step_fn, path)
     return reference.StepProfile({e.key: e.cpu_time_total / 1e6 for e in averages}, _operators(averages))
@@ -647,7 +670,7 @@ def optimizers_ranges(step_fn, path):
     return reference.StepProfile(ranges, _operators(averages))
 
 
-@mistake("profile_step", "a mean of each range, where a range opened twice should have the sum")
+@mistake("profile_step", "a range opened twice has the mean of both, where it should have the sum")
 def mean_of_ranges(step_fn, path):
     averages = _profiled(step_fn, path)
     counts = {e.key: e.count for e in averages}
@@ -667,7 +690,9 @@ def no_trace(step_fn, path):
     return reference.StepProfile(_ranges(averages), _operators(averages))
 
 
-@mistake("profile_step", "the host's time is taken on a CUDA device too: that is the launching, not the work")
+@mistake(
+    "profile_step", "the host's time is taken on a CUDA device too: that is the time of launching, not of the work"
+)
 def hosts_time(step_fn, path):
     averages = _profiled(step_fn, path)
     return reference.StepProfile(_ranges([e for e in averages if e.device_type.name == "CPU"]), _operators(averages))
@@ -693,13 +718,13 @@ def rows_added(step_fn, path):
 
 @mistake(
     "profile_step",
-    "a range's own row knows only what its own thread launched on the device, and autograd launches from another",
+    "a range's own row has only what its own thread launched on the device, and autograd launches from another thread",
 )
 def own_thread_only(step_fn, path):
     return _rows_of_ranges(step_fn, path, max)
 
 
-@mistake("profile_step", "the ranges are looked for under three fixed names")
+@mistake("profile_step", "only three fixed names are taken for ranges")
 def fixed_names(step_fn, path):
     profile = reference.profile_step(step_fn, path)
     names = ("forward", "backward", "optimizer")
@@ -804,7 +829,7 @@ def _logged(path, views_are_new):
         _write(path, events)
 
 
-@mistake("memory_timeline", "what is freed is not noticed: the total only grows")
+@mistake("memory_timeline", "frees are not noticed: the total only grows")
 def never_freed(path):
     return _logged(path, views_are_new=False)
 
@@ -833,7 +858,7 @@ def only_after_success(path):
     _write(path, events)
 
 
-@mistake("memory_timeline", "storages that end after the block are followed still: the list grows when it should rest")
+@mistake("memory_timeline", "storages are still followed after the block: the list grows when it shouldn't")
 @contextmanager
 def goes_on(path):
     if torch.cuda.is_available():
@@ -848,7 +873,7 @@ def goes_on(path):
         _write(path, events)
 
 
-@mistake("memory_timeline", "the peak is what is alive at the end, where it should be the greatest total")
+@mistake("memory_timeline", "the peak is the total at the end, where it should be the greatest total")
 @contextmanager
 def peak_at_the_end(path):
     with reference.memory_timeline(path) as events:
@@ -858,7 +883,7 @@ def peak_at_the_end(path):
         Path(path).write_text(json.dumps({"events": events, "peak_bytes": end}), encoding="utf-8")
 
 
-@mistake("memory_timeline", "the estimate is made on CUDA too, where the allocator knows and should be asked")
+@mistake("memory_timeline", "the estimate is made on CUDA too, where the allocator's own history should be written")
 @contextmanager
 def never_asks_cuda(path):
     events: list = []
@@ -871,7 +896,7 @@ def never_asks_cuda(path):
         _write(path, events)
 
 
-@mistake("memory_timeline", "CUDA's history is never switched off again, and slows down whatever follows")
+@mistake("memory_timeline", "CUDA's history is never switched off, and slows down everything that follows")
 @contextmanager
 def history_left_on(path):
     if torch.cuda.is_available():
@@ -885,7 +910,7 @@ def history_left_on(path):
         yield events
 
 
-@mistake("memory_timeline", "the total is that of all allocations, with the frees not taken off")
+@mistake("memory_timeline", "the total adds all allocations and does not subtract the frees")
 @contextmanager
 def total_of_allocations(path):
     with reference.memory_timeline(path) as events:
@@ -900,14 +925,14 @@ def total_of_allocations(path):
         _write(path, events)
 
 
-@mistake("memory_timeline", "storages of 0 bytes are noted too: they are no memory")
+@mistake("memory_timeline", "storages of 0 bytes are noted too, but they take no memory")
 @contextmanager
 def nothing_noted(path):
     with reference.memory_timeline(path) as events, _Empties(events):
         yield events
 
 
-@mistake("memory_timeline", "time_s is what the clock shows: the clock's reading at the beginning must be taken off")
+@mistake("memory_timeline", "time_s is the clock's reading: subtract its reading at the beginning")
 @contextmanager
 def clock_shown(path):
     start = _now()
@@ -947,7 +972,7 @@ class _TensorLog(_Log):
             self.note("free", -self.alive[key])
 
 
-@mistake("memory_timeline", "the tensor is followed to its end, where its storage may live on in a view")
+@mistake("memory_timeline", "the tensor is followed instead of its storage, which may live on in a view")
 @contextmanager
 def tensors_followed(path):
     if torch.cuda.is_available():

@@ -47,7 +47,7 @@ class Step:
 
 
 def profile_of(step, path):
-    """What the answer gives, once it is seen to have the two parts."""
+    """What the answer returns, after a check that it has the two parts."""
     if torch.cuda.is_available():  # a process's first profile starts CUPTI: an empty one, so that no answer sees it
         with torch.profiler.profile():
             torch.cuda.synchronize()
@@ -128,7 +128,10 @@ def test_profile_step_writes_a_trace_at(tmp_path, kind):
     names = {event["name"] for event in events}
     expect_true({"outer", "inner", "aten::mm"} <= names, "the trace lacks a range or an operator", read=TRACE)
     expect_equal(sorted(profile.range_s), ["inner", "outer"], name="the ranges", read=TRACE)
-    expect_true(profile.range_s["outer"] >= profile.range_s["inner"] > 0, "an outer range holds its inner one")
+    expect_true(
+        profile.range_s["outer"] >= profile.range_s["inner"] > 0,
+        "an outer range must take at least as long as the range inside it",
+    )
     expect_true("aten::mm" in profile.operator_s, "operator_s lacks aten::mm", read=TRACE)
 
 
@@ -205,7 +208,7 @@ def test_profile_step_on_a_gpu(tmp_path):
         inside = [k["dur"] for k in kernels if 0 <= launched[k["args"]["correlation"]] - e["ts"] < e["dur"]]
         ranges[e["name"]] += sum(inside) / 1e6
     total = sum(k["dur"] for k in kernels) / 1e6
-    expect_true(total > 0, "the trace holds no kernel: profile the device too", read=TRACE)
+    expect_true(total > 0, "the trace has no kernel: profile the device too", read=TRACE)
     expect_close(profile.range_s, ranges, atol=2e-6, rtol=0.02, name="range_s", read=TRACE)
     expect_close(sum(profile.operator_s.values()), total, atol=2e-6, rtol=0.02, name="sum of operator_s", read=TRACE)
 
@@ -274,9 +277,7 @@ def test_memory_timeline_names_the_operators_in_order_of_time(tmp_path):
 
 @pytest.mark.usefixtures("no_cuda")
 def test_memory_timeline_counts_time_from_its_beginning(tmp_path, monkeypatch):
-    case(
-        "every clock of the module time stands at 1,000,000 s and goes on by 1 s when it is read; three tensors are made"
-    )
+    case("every clock of the module time shows 1,000,000 s and advances by 1 s when it is read; three tensors are made")
     ticks = itertools.count(1_000_000)
     for clock in ("time", "mono" + "tonic", "perf" + "_counter"):  # the test winds them; no test reads a real one
         monkeypatch.setattr(time, clock, lambda: float(next(ticks)))
@@ -358,7 +359,7 @@ def test_memory_timeline_stops_with_the_block(tmp_path):
 
 @pytest.mark.usefixtures("no_cuda")
 def test_memory_timeline_is_written_after_an_error(tmp_path):
-    case("the block raises: the error goes on, and the file is there")
+    case("the block raises: the error passes through, and the file is there")
     path = tmp_path / "memory.json"
     with expect_raises(RuntimeError, "out of memory"), speed.memory_timeline(path):
         kept = torch.ones(10)
@@ -412,7 +413,7 @@ def test_memory_timeline_agrees_with_the_allocator(tmp_path):
 
 @pytest.mark.parametrize("fails", [False, True], ids=["", "error"])
 def test_memory_timeline_on_cuda_asks_the_allocator(tmp_path, monkeypatch, fails):
-    case("a CUDA device (played by the test)" + (", and the block raises" if fails else ""))
+    case("a CUDA device (simulated by the test)" + (", and the block raises" if fails else ""))
     asked = []
 
     def record(enabled="all", **settings):

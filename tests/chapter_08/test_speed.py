@@ -122,7 +122,7 @@ def test_benchmark_waits_at_all(run_on):
     case("a device that works for 3 s after calls that return in 0.25 s; warmup=1, repeats=1, device='cuda'")
     machine = Machine([3])
     run_on(machine, warmup=1, repeats=1, device="cuda", has_accelerator=True)
-    problem = "nobody waits for the accelerator: torch.cuda.synchronize was never called"
+    problem = "the code never waits for the accelerator: torch.cuda.synchronize was never called"
     expect_true("synchronize" in machine.done, problem, answer=machine.done, read=TIMING)
 
 
@@ -133,7 +133,7 @@ def test_benchmark_waits_for_an_accelerator(run_on):
     machine = Machine([8, 4, 1, 2, 6])
     timing = run_on(machine, warmup=2, repeats=3, device="cuda", has_accelerator=True)
     expect_timing(timing, [1.25, 2.25, 6.25], machine, 5)
-    problem = "the clock was read while the device still worked: synchronise before each reading"
+    problem = "the code read the clock while the device still worked: synchronise before each reading"
     expect_true("clock while the device works" not in machine.done, problem, read=TIMING)
 
 
@@ -400,7 +400,7 @@ def test_mfu_takes_whole_numbers_and_names():
 
 
 def test_mfu_is_proportional():
-    case("twice the speed, half the peak: each doubles it; nothing done is 0")
+    case("twice the speed or half the peak doubles the MFU; nothing done is 0")
     base, faster, smaller = speed.mfu(10.0, 3.0, 120.0), speed.mfu(20.0, 3.0, 120.0), speed.mfu(10.0, 3.0, 60.0)
     expect_close([base, faster, smaller], [0.25, 0.5, 0.5], read=SHARE)
     expect_close(speed.mfu(0.0, 3.0, 120.0), 0.0, read=SHARE)
@@ -592,7 +592,7 @@ def test_attention_activation_bytes_are_what_the_graph_holds(sizes, dtype):
 
 
 def test_attention_activation_bytes_grow_with_the_square():
-    case("batch 8, 12 heads of 64, float32, 16,384 positions: whole numbers, more than any card holds")
+    case("batch 8, 12 heads of 64, float32, 16,384 positions: whole numbers, more than any GPU holds")
     expect_equal(
         speed.attention_activation_bytes(8, 12, 16_384, 64, 4), 8 * 12 * 4 * (3 * 16_384 * 64 + 16_384**2), read=KEPT
     )

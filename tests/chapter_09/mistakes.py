@@ -53,12 +53,15 @@ def divided_by_factor(comm, values, factor=0.5):
     return comm.bcast(None if total is None else total / comm.size)
 
 
-@mistake("scatter_scale_average", "the factor is not used")
+@mistake("scatter_scale_average", "the factor is ignored")
 def not_scaled(comm, values, factor=0.5):
     return reference.scatter_scale_average(comm, values, 1.0)
 
 
-@mistake("scatter_scale_average", "only rank 0 has the mean: a reduce gives None to the others, and nobody told them")
+@mistake(
+    "scatter_scale_average",
+    "only rank 0 has the mean: a reduce returns None on the other ranks, and nothing was broadcast",
+)
 def only_on_root(comm, values, factor=0.5):
     total = comm.reduce(_scaled(comm, values, lambda part: part * factor))
     return None if total is None else total / comm.size
@@ -69,15 +72,13 @@ def from_own_values(comm, values, factor=0.5):
     return comm.allreduce(values[comm.rank] * factor) / comm.size
 
 
-@mistake(
-    "scatter_scale_average", "rank 0 computes alone and broadcasts the result; the others have no part in the work"
-)
+@mistake("scatter_scale_average", "rank 0 computes everything and broadcasts the result; the other ranks do no work")
 def root_computes(comm, values, factor=0.5):
     _check_count(comm, values)
     return comm.bcast(sum(v * factor for v in values) / comm.size if comm.rank == 0 else None)
 
 
-@mistake("scatter_scale_average", "a barrier stands before a collective, which waits for what it needs by itself")
+@mistake("scatter_scale_average", "there is a barrier before a collective, which waits by itself for what it needs")
 def with_barriers(comm, values, factor=0.5):
     part = _scaled(comm, values, lambda part: part * factor)
     comm.Barrier()
@@ -86,7 +87,7 @@ def with_barriers(comm, values, factor=0.5):
     return comm.bcast(None if total is None else total / comm.size)
 
 
-@mistake("scatter_scale_average", "rank 0 raises alone, and the others wait in a scatter for ever")
+@mistake("scatter_scale_average", "only rank 0 raises, and the others wait in a scatter for ever")
 def raises_alone(comm, values, factor=0.5):
     if comm.rank == 0 and len(values) != comm.size:
         raise ValueError(f"{len(values)} values for {comm.size} ranks")
@@ -95,7 +96,7 @@ def raises_alone(comm, values, factor=0.5):
 
 @mistake(
     "scatter_scale_average",
-    "messages go through MPI.COMM_WORLD, which is all ranks, where `comm` may hold only some of them",
+    "messages go through MPI.COMM_WORLD, which has all ranks, but `comm` may have only some of them",
 )
 def scattered_over_the_world(comm, values, factor=0.5):
     world = _world(comm)
@@ -134,14 +135,14 @@ def _walk(comm, array, place, rank_of):
     return array
 
 
-@mistake("tree_broadcast", "the tree always begins at rank 0; the root is not looked at")
+@mistake("tree_broadcast", "the tree always begins at rank 0; `root` is ignored")
 def from_rank_0(comm, array, root=0):
     _check_root(comm, root)
     return _walk(comm, array, comm.rank, lambda place: place)
 
 
 @mistake(
-    "tree_broadcast", "the root sends to all others one after the other: R - 1 rounds, while the others stand idle"
+    "tree_broadcast", "the root sends to all others one after the other: R - 1 rounds, in which the others are idle"
 )
 def star(comm, array, root=0):
     _check_root(comm, root)
@@ -169,7 +170,7 @@ def chain(comm, array, root=0):
     return array
 
 
-@mistake("tree_broadcast", "the ranks beyond the last power of two get nothing: 3 ranks need two rounds, as 4 do")
+@mistake("tree_broadcast", "ranks beyond the last power of two get nothing: 3 ranks need two rounds, just as 4 do")
 def floor_of_log(comm, array, root=0):
     _check_root(comm, root)
     place, whole = (comm.rank - root) % comm.size, 2 ** int(math.log2(comm.size))
@@ -183,7 +184,7 @@ def floor_of_log(comm, array, root=0):
     return array
 
 
-@mistake("tree_broadcast", "received is into a new array, and the caller's keeps its old numbers")
+@mistake("tree_broadcast", "the message arrives in a new array, and the caller's array keeps its old numbers")
 def into_a_copy(comm, array, root=0):
     _check_root(comm, root)
     if comm.rank == root:
@@ -192,12 +193,12 @@ def into_a_copy(comm, array, root=0):
     return reference.tree_broadcast(comm, np.array(array), root)
 
 
-@mistake("tree_broadcast", "it is filled in place and nothing is returned")
+@mistake("tree_broadcast", "the array is filled, but not returned")
 def returns_nothing(comm, array, root=0):
     reference.tree_broadcast(comm, array, root)
 
 
-@mistake("tree_broadcast", "that is MPI's own broadcast; here the tree is to be built of messages")
+@mistake("tree_broadcast", "that is MPI's own broadcast; build the tree from messages")
 def by_bcast(comm, array, root=0):
     _check_root(comm, root)
     buffer = np.array(array, order="C")
@@ -207,7 +208,7 @@ def by_bcast(comm, array, root=0):
     return array
 
 
-@mistake("tree_broadcast", "a strided array is sent as if its numbers lay side by side, or is refused")
+@mistake("tree_broadcast", "a strided array is sent as if it were contiguous, or raises an error")
 def strided(comm, array, root=0):
     _check_root(comm, root)
     buffer = array.ravel(order="K") if not array.flags.c_contiguous else array
@@ -215,9 +216,7 @@ def strided(comm, array, root=0):
     return array
 
 
-@mistake(
-    "tree_broadcast", "the root's array is written back too, from its own copy, although it may be one that cannot be"
-)
+@mistake("tree_broadcast", "the root's array is written to as well, but it may be read-only")
 def writes_to_the_root(comm, array, root=0):
     _check_root(comm, root)
     buffer = np.array(array, order="C")
@@ -236,13 +235,13 @@ def receives_into_float64(comm, array, root=0):
     return array
 
 
-@mistake("tree_broadcast", "a root that is no rank is wrapped around to one that is")
+@mistake("tree_broadcast", "a root that is no rank wraps around to one that is, instead of raising")
 def wrapped_root(comm, array, root=0):
     return reference.tree_broadcast(comm, array, root % comm.size)
 
 
 @mistake(
-    "tree_broadcast", "messages go through MPI.COMM_WORLD, which is all ranks, where `comm` may hold only some of them"
+    "tree_broadcast", "messages go through MPI.COMM_WORLD, which has all ranks, but `comm` may have only some of them"
 )
 def broadcast_over_the_world(comm, array, root=0):
     return reference.tree_broadcast(_world(comm), array, root)
@@ -278,7 +277,7 @@ def _ring(comm, array, gather=True, blocking=False):
     return total
 
 
-@mistake("ring_all_reduce", "there is no all-gather: each rank has one chunk summed, and the rest half done")
+@mistake("ring_all_reduce", "there is no all-gather: each rank has one complete chunk, and partial sums in the others")
 def without_gather(comm, array):
     return _ring(comm, array, gather=False)
 
@@ -312,23 +311,29 @@ def inbox_of_float64(comm, array):
     return total
 
 
-@mistake("ring_all_reduce", "that is the mean: a sum is asked for")
+@mistake("ring_all_reduce", "that is the mean, where the sum is expected")
 def averaged(comm, array):
     return reference.ring_all_reduce(comm, array) / comm.size
 
 
-@mistake("ring_all_reduce", "the array that was given is overwritten; the sum should be a new one")
+@mistake("ring_all_reduce", "the argument is overwritten; the sum should be a new array")
 def in_place(comm, array):
     array[...] = reference.ring_all_reduce(comm, array)
     return array
 
 
-@mistake("ring_all_reduce", "all wait in Send before any of them receives: a large message blocks until it is received")
+@mistake(
+    "ring_all_reduce",
+    "every rank waits in Send before any rank receives: a large Send blocks until its message is received",
+)
 def send_first(comm, array):
     return _ring(comm, array, blocking=True) if comm.size > 1 else np.array(array, order="C")
 
 
-@mistake("ring_all_reduce", "the whole array goes around instead of its chunks: R - 1 messages, each R times too long")
+@mistake(
+    "ring_all_reduce",
+    "the whole array goes around the ring instead of its chunks: R - 1 messages, each R times too long",
+)
 def whole_array(comm, array):
     total = np.array(array, order="C")
     passing, inbox = total.copy(), np.empty_like(total)
@@ -339,7 +344,7 @@ def whole_array(comm, array):
     return total
 
 
-@mistake("ring_all_reduce", "every rank sends everything to rank 0, which adds and sends it back: no ring")
+@mistake("ring_all_reduce", "every rank sends everything to rank 0, which adds it and sends it back: that is no ring")
 def by_star(comm, array):
     total = np.array(array, order="C")
     if comm.rank == 0:
@@ -355,7 +360,7 @@ def by_star(comm, array):
     return total
 
 
-@mistake("ring_all_reduce", "that is MPI's own Allreduce; here the ring is to be built of messages")
+@mistake("ring_all_reduce", "that is MPI's own Allreduce; build the ring from messages")
 def by_allreduce(comm, array):
     mine = np.array(array, order="C")
     total = np.empty_like(mine)
@@ -363,7 +368,7 @@ def by_allreduce(comm, array):
     return total
 
 
-@mistake("ring_all_reduce", "what does not divide by R is left out: the last n mod R numbers are not summed")
+@mistake("ring_all_reduce", "the last n mod R numbers are not summed: chunks need not be equally long")
 def remainder_left(comm, array):
     total = np.array(array, order="C")
     flat = total.reshape(-1)
@@ -372,7 +377,7 @@ def remainder_left(comm, array):
     return total
 
 
-@mistake("ring_all_reduce", "the array comes back flat, or of another dtype")
+@mistake("ring_all_reduce", "the result is flat, or has another dtype")
 def flattened(comm, array):
     return reference.ring_all_reduce(comm, array).reshape(-1)
 
@@ -389,7 +394,7 @@ def pickled(comm, array):
 
 
 @mistake(
-    "ring_all_reduce", "messages go through MPI.COMM_WORLD, which is all ranks, where `comm` may hold only some of them"
+    "ring_all_reduce", "messages go through MPI.COMM_WORLD, which has all ranks, but `comm` may have only some of them"
 )
 def reduced_over_the_world(comm, array):
     return reference.ring_all_reduce(_world(comm), array)
@@ -412,7 +417,7 @@ def _table(n, R, way=2, log=None, ring=None):
     return {"naive": (way * (R - 1), n), "tree": (way * log, n), "ring": ring or (way * (R - 1), n / R)}
 
 
-@mistake("all_reduce_seconds", "only one way is counted: what is reduced has to come back")
+@mistake("all_reduce_seconds", "only the way to the root is counted; the sum has to come back too")
 def one_way(n_bytes, n_ranks, latency_s, bandwidth, algorithm):
     return _seconds(n_ranks, latency_s, bandwidth, algorithm, _table(n_bytes, max(n_ranks, 1), way=1))
 
@@ -429,13 +434,13 @@ def log_rounded_down(n_bytes, n_ranks, latency_s, bandwidth, algorithm):
     return _seconds(n_ranks, latency_s, bandwidth, algorithm, _table(n_bytes, R, log=int(math.log2(R))))
 
 
-@mistake("all_reduce_seconds", "the logarithm is the natural one; a tree doubles, so its base is 2")
+@mistake("all_reduce_seconds", "the logarithm is natural, but a tree doubles in each round, so the base is 2")
 def natural_log(n_bytes, n_ranks, latency_s, bandwidth, algorithm):
     R = max(n_ranks, 1)
     return _seconds(n_ranks, latency_s, bandwidth, algorithm, _table(n_bytes, R, log=math.ceil(math.log(R))))
 
 
-@mistake("all_reduce_seconds", "the ring's messages are of the whole array, where each is an R-th of it")
+@mistake("all_reduce_seconds", "the ring's messages have the whole array, where each should have an R-th of it")
 def ring_of_wholes(n_bytes, n_ranks, latency_s, bandwidth, algorithm):
     R = max(n_ranks, 1)
     return _seconds(n_ranks, latency_s, bandwidth, algorithm, _table(n_bytes, R, ring=(2 * (R - 1), n_bytes)))
@@ -461,7 +466,7 @@ def any_number_of_ranks(n_bytes, n_ranks, latency_s, bandwidth, algorithm):
     return found if n_ranks > 0 else 0.0
 
 
-@mistake("all_reduce_seconds", "an unknown algorithm passes for the ring, or for nothing")
+@mistake("all_reduce_seconds", "an unknown algorithm is taken for the ring or returns None, instead of raising")
 def unknown_is_ring(n_bytes, n_ranks, latency_s, bandwidth, algorithm):
     known = algorithm if algorithm in ("naive", "tree") else "ring"
     return reference.all_reduce_seconds(n_bytes, n_ranks, latency_s, bandwidth, known)
@@ -503,7 +508,8 @@ def one_each(comm, module):
 
 
 @mistake(
-    "average_gradients_mpi", "a rank whose own gradient is None keeps None, where it should have the mean as all do"
+    "average_gradients_mpi",
+    "a rank whose own gradient is None keeps None, where it should get the mean like all others",
 )
 def none_stays(comm, module):
     without = [p for p in module.parameters() if p.grad is None]
@@ -535,7 +541,7 @@ def flags_too(comm, module):
         p.grad.copy_(mean.view(p.shape))
 
 
-@mistake("average_gradients_mpi", "the buffer is float64 throughout: twice the bytes, where no parameter asks for it")
+@mistake("average_gradients_mpi", "the buffer is always float64: twice the bytes, though no parameter is float64")
 def always_wide(comm, module):
     parameters = [p for p in module.parameters() if p.requires_grad]
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
@@ -547,7 +553,8 @@ def always_wide(comm, module):
 
 
 @mistake(
-    "average_gradients_mpi", "a rank leaves out the parameters that have no gradient there: buffers of many lengths"
+    "average_gradients_mpi",
+    "a rank leaves out parameters without a gradient, so buffers differ in length between ranks",
 )
 def leaves_out_none(comm, module):
     with_grad = [p for p in module.parameters() if p.grad is not None]
@@ -567,7 +574,7 @@ def by_those_present(comm, module):
             p.grad *= comm.size / count
 
 
-@mistake("average_gradients_mpi", "the buffer is float32, and float64 gradients lose their digits")
+@mistake("average_gradients_mpi", "the buffer is always float32, and float64 gradients lose digits")
 def narrow_buffer(comm, module):
     for p in module.parameters():
         if p.grad is not None and p.dtype == torch.float64:
@@ -584,7 +591,8 @@ def sum_in_half(comm, module):
 
 
 @mistake(
-    "average_gradients_mpi", "each gradient becomes a new tensor; whoever held the old one sees nothing of the mean"
+    "average_gradients_mpi",
+    "each gradient becomes a new tensor, and other references to the old one don't see the mean",
 )
 def new_tensors(comm, module):
     reference.average_gradients_mpi(comm, module)
@@ -602,7 +610,9 @@ def averages_parameters(comm, module):
             p.copy_(torch.from_numpy(total / comm.size).view(p.shape))
 
 
-@mistake("average_gradients_mpi", "gradients are pickled (lower-case allreduce), where a buffer is sent as it lies")
+@mistake(
+    "average_gradients_mpi", "gradients are pickled (lower-case allreduce), where a buffer should be sent as it is"
+)
 def pickled_gradients(comm, module):
     grads = comm.allreduce(np.zeros(1))
     assert grads is not None
@@ -620,7 +630,7 @@ def only_root(comm, module):
 
 @mistake(
     "average_gradients_mpi",
-    "messages go through MPI.COMM_WORLD, which is all ranks, where `comm` may hold only some of them",
+    "messages go through MPI.COMM_WORLD, which has all ranks, but `comm` may have only some of them",
 )
 def averaged_over_the_world(comm, module):
     return reference.average_gradients_mpi(_world(comm), module)

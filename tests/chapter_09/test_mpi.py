@@ -75,11 +75,11 @@ def test_scatter_scale_average_leaves_its_values(ranks):
 
 def test_scatter_scale_average_of_the_wrong_number_of_values(ranks):
     lists = [1.5] * 2, [1.5] * 17, []
-    case("3 ranks; 2 values, then 17, then none: a ValueError on every rank, none left waiting")
+    case("3 ranks; 2 values, then 17, then none: a ValueError on every rank, and no rank waits for ever")
     result = ranks(programs.scattered_wrongly, lists, n_ranks=3, backend="mpi")
     for rank, texts in enumerate(result.values):
         for values, text in zip(lists, texts, strict=True):
-            case(f"3 ranks, {len(values)} values: a ValueError on every rank, none left waiting")
+            case(f"3 ranks, {len(values)} values: a ValueError on every rank, and no rank waits for ever")
             problem = f"rank {rank} raised nothing, expected a ValueError on every rank"
             expect_true(text is not None, problem, answer=result.values, read=SCATTER)
             said = {len(values), 3} <= set(numbers_of(text))
@@ -131,7 +131,7 @@ def test_tree_broadcast_from_every_root(ranks, n_ranks):
             kind, n, dtype = kinds[i // n_ranks]
             case(f"{ranks_text(n_ranks)}, root {i % n_ranks}, {n} numbers, {kind}, {dtype}")
             expect_close(ours, theirs, atol=0, rtol=0, name="array", read=TREE)
-            expect_true(is_same, "what is returned is not the array that was given", answer=ours, read=TREE)
+            expect_true(is_same, "the function did not return the array that it was given", answer=ours, read=TREE)
 
 
 def test_tree_broadcast_in_another_communicator(ranks):
@@ -236,7 +236,7 @@ def test_ring_all_reduce_beside_mpi(ranks, n_ranks):
             case(f"{ranks_text(n_ranks)}, {n} numbers, {kind}, {dtype}")
             atol = 1e-6 if dtype == "float32" else 1e-14  # sums of up to 4, in another order
             expect_close(ours, theirs, atol=atol, rtol=0, name=f"sum on rank {rank}", read=RING)
-            problem = f"rank {rank}: the array that was given has changed, or is what came back"
+            problem = f"rank {rank}: the argument has changed, or the function returned the argument itself"
             expect_true(is_kept, problem, answer=ours, read=RING)
             same = ours.tobytes() == result.values[0][i][0].tobytes()
             problem = f"ranks 0 and {rank} have sums whose last bits differ"
@@ -350,7 +350,7 @@ def expect_one_buffer(result, n_bytes):
                     f"rank {ledger.rank} calls {', '.join(used) or 'nothing'}, expected one Allreduce",
                     answer=used, read=MEAN)  # fmt: skip
         expect_true(ledger.bytes_sent == n_bytes,
-                    f"rank {ledger.rank} sends {ledger.bytes_sent} bytes, expected {n_bytes}: float32 gradients alone",
+                    f"rank {ledger.rank} sends {ledger.bytes_sent} bytes, expected {n_bytes}: only float32 gradients",
                     answer=ledger.bytes_sent, read=MEAN)  # fmt: skip
 
 

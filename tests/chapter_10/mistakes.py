@@ -27,7 +27,7 @@ def _padded(order, world_size, drop_last):
     return [order[i % len(order)] for i in range(n_each * world_size)]
 
 
-@mistake("shard_indices", "each rank takes a block of neighbours, where it should take every R-th item")
+@mistake("shard_indices", "each rank takes a block of consecutive items, where it should take every R-th item")
 def in_blocks(n, rank, world_size, epoch=0, seed=0, shuffle=True, drop_last=False):
     _check(rank, world_size)
     order = _padded(_order(n, epoch, seed, shuffle), world_size, drop_last)
@@ -36,7 +36,7 @@ def in_blocks(n, rank, world_size, epoch=0, seed=0, shuffle=True, drop_last=Fals
 
 
 @mistake(
-    "shard_indices", "nothing is padded or cut, so some ranks have an item more than others, and would wait for them"
+    "shard_indices", "nothing is padded or cut, so some ranks have an item more than others and would wait for them"
 )
 def ragged(n, rank, world_size, epoch=0, seed=0, shuffle=True, drop_last=False):
     _check(rank, world_size)
@@ -64,7 +64,7 @@ def padded_with_last(n, rank, world_size, epoch=0, seed=0, shuffle=True, drop_la
 
 
 @mistake(
-    "shard_indices", "padding takes one turn through the items, which is too little when there are fewer than ranks"
+    "shard_indices", "padding goes through the items only once, which is too little if there are fewer items than ranks"
 )
 def padded_once(n, rank, world_size, epoch=0, seed=0, shuffle=True, drop_last=False):
     if drop_last or not n:
@@ -105,7 +105,8 @@ def _send(tensor, group, **root):
 
 
 @mistake(
-    "broadcast_parameters", "tensors go out in their own dtype, and gloo refuses some: send a uint8 view, the bytes"
+    "broadcast_parameters",
+    "tensors are sent in their own dtype, and gloo refuses some dtypes: send their bytes, a uint8 view",
 )
 def own_dtypes(module, group=None):
     with torch.no_grad():
@@ -122,9 +123,7 @@ def without_buffers(module, group=None):
     reference.broadcast_parameters(stripped, group)
 
 
-@mistake(
-    "broadcast_parameters", "only parameters that are trained are sent; a frozen one must be the same everywhere too"
-)
+@mistake("broadcast_parameters", "only trained parameters are sent; frozen ones must be the same everywhere too")
 def only_trained(module, group=None):
     with torch.no_grad():
         for tensor in [*(p for p in module.parameters() if p.requires_grad), *module.buffers()]:
@@ -213,7 +212,8 @@ def group_ignored(module, group=None):
 
 
 @mistake(
-    "average_gradients", "a parameter without a gradient is skipped, and the other ranks wait for it or meet another"
+    "average_gradients",
+    "a parameter without a gradient is skipped: other ranks wait for it, or meet the wrong collective",
 )
 def skipped(module, group=None):
     for p in _trained(module):
@@ -244,7 +244,7 @@ def parameters_averaged(module, group=None):
 
 @mistake(
     "average_gradients",
-    "a gradient that is not contiguous is sent as it lies in memory, and meets other elements: make it contiguous first",
+    "a gradient that is not contiguous is sent in its memory order, and meets other elements: make it contiguous first",
 )
 def as_it_lies(module, group=None):
     _fill(module)
@@ -337,7 +337,7 @@ def one_call(n_bytes, bandwidth, call_overhead_s, n_buckets):
     return n_bytes / (n_buckets * bandwidth) + call_overhead_s
 
 
-@mistake("ddp_overhead_seconds", "the call's cost is divided by the number of buckets instead of multiplied with it")
+@mistake("ddp_overhead_seconds", "the call's cost is divided by the number of buckets instead of multiplied by it")
 def call_divided(n_bytes, bandwidth, call_overhead_s, n_buckets):
     _refuse(bandwidth, n_buckets)
     return (n_bytes / bandwidth + call_overhead_s) / n_buckets
@@ -360,24 +360,25 @@ def slow_refused(n_bytes, bandwidth, call_overhead_s, n_buckets):
     return reference.ddp_overhead_seconds(n_bytes, bandwidth, call_overhead_s, n_buckets)
 
 
-@mistake("optimal_bucket_bytes", "that is the best number of buckets, where the size of one is asked for")
+@mistake("optimal_bucket_bytes", "that is the best number of buckets, where the size of one bucket is expected")
 def best_number(n_bytes, bandwidth, call_overhead_s):
     return math.sqrt(n_bytes / (bandwidth * call_overhead_s)) if call_overhead_s else math.inf
 
 
-@mistake("optimal_bucket_bytes", "the root is missing")
+@mistake("optimal_bucket_bytes", "the square root is missing")
 def without_root(n_bytes, bandwidth, call_overhead_s):
     return min(float(n_bytes), n_bytes * bandwidth * call_overhead_s)
 
 
 @mistake(
-    "optimal_bucket_bytes", "that is the size whose transfer takes as long as a call, whatever is to be sent in all"
+    "optimal_bucket_bytes",
+    "that is the size whose transfer takes as long as a call; it should depend on all bytes together",
 )
 def break_even(n_bytes, bandwidth, call_overhead_s):
     return min(float(n_bytes), bandwidth * call_overhead_s)
 
 
-@mistake("optimal_bucket_bytes", "a bucket larger than all gradients together: there is at least one bucket")
+@mistake("optimal_bucket_bytes", "the bucket is larger than all gradients together, but k is at least 1")
 def unbounded(n_bytes, bandwidth, call_overhead_s):
     return math.sqrt(n_bytes * bandwidth * call_overhead_s)
 
@@ -658,7 +659,7 @@ class _PlainCall:
         return self.module(x, *rest)
 
 
-NOT_SENT = "the ranks begin with different weights: nobody sent rank 0's"
+NOT_SENT = "the ranks begin with different weights: broadcast rank 0's first"
 
 
 @mistake("OverlapDDP", NOT_SENT)
@@ -684,7 +685,7 @@ class BucketedSum(_Bucketed):
     rounds = _Sum
 
 
-AT_THE_END = "every collective starts in finish_gradient_synchronization(), when backward is over: nothing overlaps"
+AT_THE_END = "every collective starts in finish_gradient_synchronization(), after backward: nothing overlaps"
 
 
 @mistake("OverlapDDP", AT_THE_END)
@@ -697,7 +698,7 @@ class BucketedAtTheEnd(_Bucketed):
     rounds = _AtTheEnd
 
 
-BLOCKING = "the collective in the hook is not asynchronous (async_op=True), so that backward stands still meanwhile"
+BLOCKING = "the collective in the hook is not asynchronous (async_op=True), so backward waits for it"
 
 
 @mistake("OverlapDDP", BLOCKING)
@@ -710,7 +711,7 @@ class BucketedBlocking(_Bucketed):
     rounds = _Blocking
 
 
-NO_ZEROS = "a parameter that this rank did not use is left out, and the other ranks wait for it or meet another"
+NO_ZEROS = "a parameter that this rank did not use is left out: other ranks wait for it, or meet the wrong collective"
 
 
 @mistake("OverlapDDP", NO_ZEROS)
@@ -723,7 +724,9 @@ class BucketedNoZeros(_Bucketed):
     rounds = _NoZeros
 
 
-AS_READY = "each collective starts when it can, so that ranks that used other parameters start them in another order"
+AS_READY = (
+    "each collective starts as soon as it can, so ranks that used different parameters start them in different orders"
+)
 
 
 @mistake("OverlapDDP", AS_READY)
@@ -736,7 +739,7 @@ class BucketedAsReady(_Bucketed):
     rounds = _AsReady
 
 
-ALWAYS_SYNC = "no_sync() does not keep the hooks from starting collectives"
+ALWAYS_SYNC = "hooks start collectives inside no_sync() too"
 
 
 @mistake("OverlapDDP", ALWAYS_SYNC)
@@ -749,7 +752,7 @@ class BucketedAlwaysSync(_Bucketed):
     rounds = _AlwaysSync
 
 
-STAYS_PAUSED = "an exception inside no_sync() leaves synchronisation off: a context manager restores in `finally`"
+STAYS_PAUSED = "an exception inside no_sync() leaves synchronisation off: restore the flag in `finally`"
 
 
 @mistake("OverlapDDP", STAYS_PAUSED)
@@ -763,8 +766,8 @@ class BucketedStaysPaused(_Bucketed):
 
 
 OPEN_IF_STARTED = (
-    "a round counts as open only once a collective has been started: ready marks (or counts) of a step that an "
-    "exception ended before that stay, and must be forgotten too"
+    "a round counts as open only once a collective has started: if an exception ends a step before that, its notes "
+    "of ready gradients stay, and must be forgotten too"
 )
 
 
@@ -779,7 +782,7 @@ class BucketedOpenIfStarted(_Bucketed):
 
 
 RESET_TO_ON = (
-    "the end of an inner no_sync() turns synchronisation on within the outer one: restore what was there before"
+    "the end of an inner no_sync() turns synchronisation on inside the outer one: restore the value from before"
 )
 
 
@@ -793,7 +796,7 @@ class BucketedResetToOn(_Bucketed):
     rounds = _ResetToOn
 
 
-TWICE_READY = "a second backward in one round changes gradients that were sent already, without a word"
+TWICE_READY = "a second backward in one round changes gradients that were sent already, and no error says so"
 
 
 @mistake("OverlapDDP", TWICE_READY)
@@ -806,7 +809,7 @@ class BucketedTwiceReady(_Bucketed):
     rounds = _TwiceReady
 
 
-NOT_FORGOTTEN = "what a step that an exception ended had started is counted as the next step's"
+NOT_FORGOTTEN = "collectives that a failed step had started are counted as the next step's"
 
 
 @mistake("OverlapDDP", NOT_FORGOTTEN)
@@ -819,7 +822,7 @@ class BucketedNotForgotten(_Bucketed):
     rounds = _NotForgotten
 
 
-PLAIN_CALL = "named arguments do not reach the module"
+PLAIN_CALL = "keyword arguments do not reach the module"
 
 
 @mistake("OverlapDDP", PLAIN_CALL)
@@ -832,29 +835,27 @@ class BucketedPlainCall(_PlainCall, _Bucketed):
     pass
 
 
-@mistake("OverlapDDP", "all gradients travel in one bucket, which is whole only when backward ends")
+@mistake("OverlapDDP", "all gradients are in one bucket, which is complete only when backward ends")
 class OneBucket(_Overlap):
     def buckets(self, trained, bucket_size_mb):
         return _fill_buckets(trained[::-1], math.inf)
 
 
 @mistake(
-    "OverlapDDP", "collectives start in the order of the parameters, but backward comes to the first parameters last"
+    "OverlapDDP", "collectives start in the order of the parameters, but backward reaches the first parameters last"
 )
 class Forwards(_Overlap):
     def buckets(self, trained, bucket_size_mb):
         return [[p] for p in trained]
 
 
-@mistake(
-    "BucketedDDP", "buckets are filled in the order of the parameters, but backward comes to the first parameters last"
-)
+@mistake("BucketedDDP", "buckets fill in the order of the parameters, but backward reaches the first parameters last")
 class BucketsForwards(_Bucketed):
     def buckets(self, trained, bucket_size_mb):
         return _fill_buckets(trained, bucket_size_mb * 2**20)
 
 
-@mistake("BucketedDDP", "every gradient travels alone")
+@mistake("BucketedDDP", "every gradient has a collective of its own, where buckets should hold several")
 class NoBuckets(_Bucketed):
     def buckets(self, trained, bucket_size_mb):
         return [[p] for p in reversed(trained)]
@@ -892,7 +893,7 @@ class Elements(_Bucketed):
         return _fill_buckets(trained[::-1], 4 * bucket_size_mb * 2**20)
 
 
-@mistake("BucketedDDP", "dtypes share a bucket, where the narrow ones are widened on the way")
+@mistake("BucketedDDP", "dtypes share a bucket, in which the narrow ones are widened")
 class MixedBuckets(_Bucketed):
     def buckets(self, trained, bucket_size_mb):
         buckets = [[]]
@@ -903,14 +904,16 @@ class MixedBuckets(_Bucketed):
         return buckets if trained else []
 
 
-@mistake("BucketedDDP", "buckets go in the order in which they were begun: the wide-spread one holds up all others")
+@mistake(
+    "BucketedDDP", "buckets go in the order in which they were begun: one that is completed late holds up all others"
+)
 class OrderOfBeginning(_Bucketed):
     def buckets(self, trained, bucket_size_mb):
         order = {p: i for i, p in enumerate(reversed(trained))}
         return sorted(super().buckets(trained, bucket_size_mb), key=lambda bucket: order[bucket[0]])
 
 
-@mistake("BucketedDDP", "a bucket of no size is taken as it comes instead of a ValueError")
+@mistake("BucketedDDP", "a bucket size that is not positive raises no ValueError")
 class AnySize(_Bucketed):
     def __init__(self, module, bucket_size_mb):
         super().__init__(module, max(bucket_size_mb, 1e-9))

@@ -175,7 +175,7 @@ def average_loose(rank, world_size, name, used):
 
 
 def average_laid_out(rank, world_size, name):
-    """The gradient of ``b`` lies in memory column by column on rank 1, and row by row on the others."""
+    """The gradient of ``b`` is in memory column by column on rank 1, and row by row on the others."""
     module = Loose(rank, [True] * world_size, transposed=rank == 1)
     getattr(ddp, name)(module)
     return gradients(module)
@@ -226,10 +226,8 @@ def step_by_hand(rank, world_size, kind):
 def train(rank, world_size, kind, n_each, n_steps):
     """Steps of SGD on this rank's share, beside PyTorch's DDP; each rank begins with other weights."""
     found = {}
-    for name, seed in (
-        ("torch", 0),
-        (kind, rank),
-    ):  # ours last: in PyTorch's collectives nobody sees who waits for whom
+    # our wrapper runs last: PyTorch's own collectives are not recorded, so no report could say which rank waits for which
+    for name, seed in (("torch", 0), (kind, rank)):
         model = wrap(name, Net(seed=seed))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         for step in range(n_steps):
@@ -352,7 +350,7 @@ def with_an_empty_rank(rank, world_size, kind):
 
 
 class Pair(nn.Module):
-    """Two parameters, of which a call may leave out the second."""
+    """Two parameters; a call may leave out the second."""
 
     def __init__(self):
         super().__init__()

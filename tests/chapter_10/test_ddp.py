@@ -1,6 +1,6 @@
 """Distributed data parallel, graded: on 2 to 4 ranks with gloo, against one process and PyTorch's own DDP.
 
-What runs on the ranks stands in `programs.py`. The ledger of collectives is graded, not only the numbers.
+The programs that run on the ranks are in `programs.py`. The tests grade the ledger of collectives, not only the numbers.
 """
 
 import math
@@ -200,7 +200,7 @@ def check_training(ranks, name: str) -> None:
     case("4 ranks with 3 items each, 4 steps")
     result = ranks(programs.train_by_hand, name, 3, 4, n_ranks=4)
     for rank, state in enumerate(result.values):
-        case(f"4 ranks with 3 items each, 4 steps, beside one process with 12; rank {rank}")
+        case(f"4 ranks with 3 items each, 4 steps, compared with one process with 12; rank {rank}")
         expect_close(state, whole_batch(12, 4), atol=1e-6, rtol=1e-5, name="parameters", read=SUMS)
 
 
@@ -236,7 +236,7 @@ def test_average_gradients_trains_like_one_process(ranks):
 
 @pytest.mark.time_limit(30)
 def test_average_gradients_of_nothing(ranks):
-    case("no backward on any rank: the mean of nothing is zeros (or None), and no rank waits")
+    case("no backward on any rank: the means are zeros (or None), and no rank waits")
     result = ranks(programs.average_all_unused, "average_gradients", n_ranks=2)
     expect_equal(result.values, [[0.0, 0.0]] * 2, name="sums of the gradients", read=MEAN)
 
@@ -265,7 +265,7 @@ def test_average_gradients_flat_where_a_rank_has_none(ranks):
 @pytest.mark.time_limit(30)
 def test_average_gradients_flat_counts_its_collectives(ranks):
     case(
-        "3 ranks, all gradients there: one collective a dtype, 8 float32 (the frozen parameter is left out) and 1 float64"
+        "3 ranks, no gradient missing: one collective a dtype, 8 float32 (the frozen parameter is left out) and 1 float64"
     )
     for ledger in ranks(programs.average_loose, "average_gradients_flat", [True] * 3, n_ranks=3).ledgers:
         calls = [(record.op, record.n_bytes, record.dtype) for record in ledger.records]
@@ -299,7 +299,7 @@ def check_wrapped_training(ranks, kind) -> None:
     case("3 ranks, 3 steps; `maybe` is unused on rank 0 from the second on, `never` is never used")
     result = ranks(programs.train, kind, 2, 3, n_ranks=3)
     for rank, (ours, theirs) in enumerate(result.values):
-        case(f"3 ranks, 3 steps, other weights on each at first, beside PyTorch's DDP; rank {rank}")
+        case(f"3 ranks, 3 steps, different weights on each at first, compared with PyTorch's DDP; rank {rank}")
         expect_close(ours[0], theirs[0], atol=1e-6, rtol=1e-5, name="parameters", answer=ours[0], read=SUMS)
         for name, grad in theirs[1].items():
             expected = torch.zeros_like(ours[0][name]) if grad is None else grad
@@ -353,7 +353,7 @@ def check_several(ranks, kind) -> None:
     expected = programs.mean_of_locals(3, seeds=lambda rank: [rank, 10 + rank])
     check_means([after for _, after in accumulated], expected, what, TURN)
     for rank, (inside, ledger) in enumerate(zip(nested, result.ledgers, strict=True)):
-        case(f"no_sync() within no_sync(): backward after the inner one has ended, the outer one holds; rank {rank}")
+        case(f"no_sync() inside no_sync(): backward after the inner one has ended, inside the outer one; rank {rank}")
         expect_close(inside, torch.tensor([[1.0 + rank, 2.0 + 10 * rank]]), name="the local gradient", read=TURN)
         n = len(ledger.before("nested ends")) - len(ledger.before("nested begins"))
         expect_equal(n, 0, name="collectives under the outer no_sync", read=TURN)
@@ -367,7 +367,7 @@ def check_interrupted(ranks, kind) -> None:
     case("an exception after backward, in backward, or on rank 0 alone after backward; then ordinary steps")
     result = ranks(programs.interrupted, kind, places, n_ranks=2)
     turn = "the collective of a waits for b" if kind == "overlap" else "a and b share a bucket"
-    what = f"{turn}; an exception after a backward that reached a alone: nothing is started; then a step with both"
+    what = f"{turn}; an exception after a backward that reached only a: nothing has started; then a step with both"
     by_hand = {"a": torch.tensor([1.5, 7.0]), "b": torch.tensor([3.0])}
     alone, others, synced = zip(*result.values, strict=True)
     check_means(alone, by_hand, what, TURN)
@@ -375,7 +375,9 @@ def check_interrupted(ranks, kind) -> None:
     for where, found in zip(places, zip(*others, strict=True), strict=True):
         check_means(found, expected, f"an exception {where}, then two ordinary steps", TURN)
     for rank, (grad, error) in enumerate(synced):
-        case(f"gradients [1 + r, 2 + 10 r], then a hundred times that, each with its forward, no no_sync; rank {rank}")
+        case(
+            f"gradients [1 + r, 2 + 10 r], then a hundred times that, each with its own forward, without no_sync; rank {rank}"
+        )
         expect_close(grad, 101 * torch.tensor([[1.5, 7.0]]), name="the gradient after both", read=TURN)
         case(f"two forwards, then two backwards in one round without no_sync; rank {rank}")
         expect_true(error is not None, "the second backward raised no RuntimeError", read=TURN)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lib.given.models.sizes import MODEL_SIZES
-from lib.given.show.profiles import draw_trace, memory_curve, nsys_command, nvtx_range, trace_events
+from lib.given.show.profiles import draw_trace, memory_curve, nsys_command, nvtx_range, own_spans, trace_events
 
 
 def test_model_sizes_are_the_assignments():
@@ -57,9 +57,14 @@ def test_traces_are_read_and_drawn(tmp_path):
     assert found[:2] == [("aten::linear", 1.0, 1.0, 0), ("aten::addmm", 1.1, 0.8, 1)]
     assert found[2:] == [("aten::add", 2.0, 0.5, 0), ("aten::mm", 1.2, 0.01, 0)]
     fig, ax = plt.subplots()
-    draw_trace(ax, path, {"products": ["aten::linear", "aten::addmm"]})
-    assert len(ax.patches) == 5
-    assert [text.get_text() for text in ax.texts] == ["forward"]
+    spans = own_spans(trace_events(path, "cpu_op", "aten::"))
+    assert sum(end - begin for name, begin, end in spans if name == "aten::linear") == pytest.approx(0.2)
+    assert sum(end - begin for name, begin, end in spans if name == "aten::addmm") == pytest.approx(0.8)
+    assert ("aten::mm", 1.2, 1.21) in spans
+    draw_trace(ax, path, {"products": ["aten::linear", "aten::addmm"]}, n_bins=10)
+    assert len(ax.patches) == 2 * 10 + 1
+    assert [text.get_text() for text in ax.texts] == ["50%", "26%", "forward"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["range", "products", "other"]
     plt.close(fig)
 
 

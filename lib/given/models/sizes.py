@@ -1,6 +1,7 @@
 """The five model sizes that chapters 8, 10 and 12 measure: GPT-2's shape, from 100 million weights to 2.7 billion.
 
-The feed-forward width is four times the model width in all of them. The table is that of Stanford's CS336, assignment 2.
+The feed-forward width is four times the model width in all of them. The table, with the name
+"2.7B", is that of Stanford's CS336, assignment 2, spring 2025.
 """
 
 from lib.given.models.gpt2 import GPT2Config

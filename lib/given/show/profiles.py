@@ -1,4 +1,4 @@
-"""Profiles as pictures, and ranges and a command line for those who have Nsight Systems."""
+"""Profiles as pictures; ranges and a command line for Nsight Systems."""
 
 import json
 import os
@@ -73,35 +73,72 @@ def trace_events(path: str | os.PathLike, cat: str, prefix: str = "") -> list[di
     return events
 
 
-def draw_trace(ax, path: str | os.PathLike, groups: Mapping[str, Sequence[str]], n_rows: int = 2) -> None:
-    """A step as a timeline: its ranges in a row at the top, the operators below, coloured by what they are.
+def own_spans(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, float, float]]:
+    """Name, beginning and end (ms) of what each operator did itself: its span without those of the operators inside it.
+
+    Args:
+        events: As ``trace_events`` gives them.
+    """
+    spans: list[tuple[str, float, float]] = []
+    stack: list[tuple[str, float]] = []  # names and ends, the outermost first
+    now = 0.0
+
+    def go_to(moment: float) -> None:
+        nonlocal now
+        while stack:
+            name, end = stack[-1]
+            if min(end, moment) > now:
+                spans.append((name, now, min(end, moment)))
+                now = min(end, moment)
+            if end > moment:
+                break
+            stack.pop()
+
+    for event in events:
+        if event["depth"] == 0:  # also the first of another thread
+            go_to(float("inf"))
+        go_to(event["start_ms"])
+        now = event["start_ms"]
+        stack.append((event["name"], event["start_ms"] + event["ms"]))
+    go_to(float("inf"))
+    return spans
+
+
+def draw_trace(ax, path: str | os.PathLike, groups: Mapping[str, Sequence[str]], n_bins: int = 80) -> None:
+    """A step as a timeline: its ranges at the top, and below a row for each kind of operator, filled while it works.
 
     Args:
         ax: The axes to draw on.
         path: A trace that ``profile_step`` wrote.
         groups: Names of operators, as "aten::mm", under a name for each kind; all others are "other".
-        n_rows: Rows of operators: those that the step calls, those that they call, and so on.
+        n_bins: Parts into which the step is cut; the height of a bar is the share of its part.
     """
-    ranges = [
-        e for e in trace_events(path, "user_annotation") if not e["name"].startswith(("Optimizer.", "ProfilerStep"))
-    ]
-    operators = [e for e in trace_events(path, "cpu_op", "aten::") if e["depth"] < n_rows]
-    start = min(e["start_ms"] for e in ranges + operators)
-    whole = max(e["start_ms"] + e["ms"] for e in ranges + operators) - start
-    colours = {name: COLOURS[n] for n, names in enumerate(groups.values()) for name in names}
+    found = trace_events(path, "user_annotation")
+    ranges = [e for e in found if not e["name"].startswith(("Optimizer.", "ProfilerStep"))]
+    spans = own_spans(trace_events(path, "cpu_op", "aten::"))
+    start = min(*(e["start_ms"] for e in ranges), *(begin for _, begin, _ in spans))
+    whole = max(*(e["start_ms"] + e["ms"] for e in ranges), *(end for *_, end in spans)) - start
+    kind_of = {name: kind for kind, names in groups.items() for name in names}
+    kinds, width = [*groups, "other"], whole / n_bins
+    for row, kind in enumerate(kinds):
+        own = [(a - start, b - start) for name, a, b in spans if kind_of.get(name, "other") == kind]
+        shares = [
+            sum(max(0.0, min(b, (n + 1) * width) - max(a, n * width)) for a, b in own) / width for n in range(n_bins)
+        ]
+        colour, base = COLOURS[row] if row < len(groups) else GREY, -row - 1.0
+        ax.bar([n * width for n in range(n_bins)], [0.8 * s for s in shares], width, base, align="edge", color=colour)
+        ax.text(1.01 * whole, base + 0.3, f"{sum(b - a for a, b in own) / whole:.0%}", va="center", color=colour)
+        ax.axhline(base, color=GREY, linewidth=0.6)
     for e in ranges:
         corner = (e["start_ms"] - start, 0.1)
         ax.add_patch(Rectangle(corner, e["ms"], 0.8, facecolor=f"{GREY}55", edgecolor=GREY))
-        if e["ms"] < 0.08 * whole:  # too narrow for its name
-            ax.text(corner[0] + e["ms"] + 0.01 * whole, 0.5, e["name"], ha="left", va="center", fontsize=8)
+        if e["ms"] < 0.15 * whole:  # too narrow for its name
+            ax.text(corner[0] + e["ms"], 1.0, e["name"], ha="right", va="bottom")
         else:
-            ax.text(corner[0] + e["ms"] / 2, 0.5, e["name"], ha="center", va="center", fontsize=8)
-    for e in operators:
-        corner = (e["start_ms"] - start, -e["depth"] - 0.9)
-        ax.add_patch(Rectangle(corner, e["ms"], 0.8, facecolor=colours.get(e["name"], GREY), linewidth=0))
-    for n, kind in enumerate([*groups, "other"]):
-        ax.plot([], [], color=COLOURS[n] if n < len(groups) else GREY, linewidth=6, label=kind)
-    ax.set(xlim=(0, 1.1 * whole), ylim=(-n_rows - 0.1, 1), yticks=[], xlabel="ms since the step began")
+            ax.text(corner[0] + e["ms"] / 2, 0.5, e["name"], ha="center", va="center")
+    ax.set_yticks([0.5, *(-row - 0.7 for row in range(len(kinds)))], ["range", *kinds])
+    ax.set(xlim=(0, 1.09 * whole), ylim=(-len(kinds) - 0.1, 1.5), xlabel="ms since the step began")
+    ax.tick_params(axis="y", length=0)
     ax.grid(visible=False)
     ax.spines["left"].set_visible(False)
 

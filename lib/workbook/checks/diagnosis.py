@@ -80,7 +80,7 @@ def _raised_on_a_rank(error: BaseException) -> str:
 
 def _without_places(error: BaseException) -> str:
     """The first line of a deadlock's report, without lines of code and without seconds."""
-    return re.sub(r" \([^()]*:\d+\)|, since \d+ s| \(the limit is [^)]*\)", "", str(error).partition("\n")[0])
+    return re.sub(r" \([^()]*:\d+\)|, for \d+ s| \(the limit is [^)]*\)", "", str(error).partition("\n")[0])
 
 
 def looks_like(
