@@ -288,7 +288,7 @@ def test_swiglu_hidden_dim_is_the_next_multiple():
     def check(dim, multiple_of):
         case(f"dim={dim} multiple_of={multiple_of}")
         width, wanted = llama.swiglu_hidden_dim(dim, multiple_of), 2 * 4 * dim // 3
-        expect_true(width % multiple_of == 0, f"{width} is no multiple of {multiple_of}", answer=width)
+        expect_true(width % multiple_of == 0, f"{width} is not a multiple of {multiple_of}", answer=width)
         expect_true(wanted <= width < wanted + multiple_of, f"{width} is not the next from {wanted} on", answer=width)
 
     check()

@@ -234,7 +234,7 @@ def test_patchify_unfold_lets_gradients_through():
     case("b=1 ch=2 height=4 width=4 patch=2: the gradient of half the sum of squares is the image")
     images = randn(1, 2, 4, 4).requires_grad_()
     out = vit.patchify_unfold(images, 2)
-    expect_true(out.requires_grad, "the patches are cut off from the graph", answer=out)
+    expect_true(out.requires_grad, "the patches are detached from the graph", answer=out)
     (0.5 * out.square().sum()).backward()
     expect_close(images.grad, images.detach(), name="images.grad", answer=out)
 

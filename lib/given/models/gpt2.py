@@ -33,7 +33,7 @@ class GPT2Config:
 
     def __post_init__(self):
         if self.dim % self.n_heads:
-            raise ValueError(f"dim = {self.dim} is no multiple of n_heads = {self.n_heads}")
+            raise ValueError(f"dim = {self.dim} is not a multiple of n_heads = {self.n_heads}")
         if self.padded_vocab_size is not None and self.padded_vocab_size < self.vocab_size:
             raise ValueError(f"padded_vocab_size = {self.padded_vocab_size} is below vocab_size = {self.vocab_size}")
 

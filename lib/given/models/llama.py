@@ -37,9 +37,9 @@ class LlamaConfig:
         if self.n_kv_heads is None:
             object.__setattr__(self, "n_kv_heads", self.n_heads)
         if self.dim % self.n_heads:
-            raise ValueError(f"dim = {self.dim} is no multiple of n_heads = {self.n_heads}")
+            raise ValueError(f"dim = {self.dim} is not a multiple of n_heads = {self.n_heads}")
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_heads = {self.n_heads} is no multiple of n_kv_heads = {self.n_kv_heads}")
+            raise ValueError(f"n_heads = {self.n_heads} is not a multiple of n_kv_heads = {self.n_kv_heads}")
         if self.hidden_dim is None:
             width = int(self.ffn_dim_multiplier * (8 * self.dim // 3))
             object.__setattr__(self, "hidden_dim", -(-width // self.multiple_of) * self.multiple_of)
