@@ -35,7 +35,7 @@ def layer_norm(
     Returns:
         A tensor of the shape and dtype of ``x``; mean and variance are computed in float32 at least (float64 stays float64).
 
-    Source: Ba and others (arXiv:1607.06450), equation (4).
+    Source: Ba and others (arXiv:1607.06450), equations (3) and (5).
     Convention: the variance divides by C, not by C - 1. RMSNorm (chapter 4) has neither a mean nor a bias.
     """
     ### BEGIN SOLUTION

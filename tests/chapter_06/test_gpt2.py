@@ -22,13 +22,13 @@ from tests.inputs import randn
 gpt2 = graded("gpt2")
 
 NORM, GELU, FUSED, INIT, PADDED, LOSS, FIRST_LOSS, COUNT = (f"eq-gpt2-{n}" for n in (1, 2, 3, 6, 7, 9, 10, 11))
-BLOCK = "eq-gpt2-4; a block is made of ex-gpt2-layer-norm to ex-gpt2-mlp: if they do not pass, mend those first"
+BLOCK = "eq-gpt2-4; a block is made of ex-gpt2-layer-norm to ex-gpt2-mlp: if they do not pass, fix those first"
 HEAD = (
-    "eq-gpt2-8; the model is made of ex-gpt2-layer-norm to ex-gpt2-init-weights: if they do not pass, mend those first"
+    "eq-gpt2-8; the model is made of ex-gpt2-layer-norm to ex-gpt2-init-weights: if they do not pass, fix those first"
 )
 LOADS = (
     "the contract of ex-gpt2-load-pretrained; it uses ex-gpt2-gpt2 and ex-gpt2-convert-hf-state-dict: "
-    "if they do not pass, mend those first"
+    "if they do not pass, fix those first"
 )
 SMALL = GPT2Config(vocab_size=11, context_len=6, dim=8, n_layers=2, n_heads=2)
 ONE = GPT2Config(vocab_size=7, context_len=4, dim=4, n_layers=1, n_heads=2)

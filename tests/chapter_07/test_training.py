@@ -29,8 +29,8 @@ training = graded("training")
 LOSS, MOMENTS, CORRECTED, DECAY, COSINE, CLIP, SHARE, YARDSTICK = (f"eq-training-{n}" for n in (1, 2, 3, 4, 5, 6, 8, 9))
 WINDOWS, BATCHES = "eq-training-7", "the contract of ex-training-tokenbatches"
 SAVE = "the contract of ex-training-save-checkpoint"
-READ = f"{SAVE}; it reads through load_checkpoint: if only the random states of ex-training-load-checkpoint fail, mend that first"
-LOAD = "the contract of ex-training-load-checkpoint; it reads what ex-training-save-checkpoint wrote: mend that first"
+READ = f"{SAVE}; it reads through load_checkpoint: if only the random states of ex-training-load-checkpoint fail, fix that first"
+LOAD = "the contract of ex-training-load-checkpoint; it reads what ex-training-save-checkpoint wrote: fix that first"
 
 
 def draw(n: int, *shape: int, seed: int = 0) -> Tensor:
