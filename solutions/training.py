@@ -25,8 +25,7 @@ def cross_entropy(logits: Float[Tensor, "... v"], targets: Int[Tensor, "..."]) -
     Returns:
         A scalar of the dtype of ``logits``, computed in float32 at least (float64 stays float64), because float16 ends at 65,504.
 
-    Convention: the classes are the last dimension. ``torch.nn.functional.cross_entropy`` expects them second, ``[N, V, ...]``, and
-        ignores targets of -100; here every target counts.
+    Convention: the classes come last. PyTorch's ``cross_entropy`` expects them second, ``[N, V, ...]``, and ignores targets of -100.
     """
     ### BEGIN SOLUTION
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -40,7 +39,7 @@ class AdamW(torch.optim.Optimizer):
     """Adam with decoupled weight decay. (Exercise)
 
     Args:
-        params: Parameters, or groups: dicts with "params" and any settings that differ from the defaults.
+        params: Parameters, or groups: dicts with "params" and the settings that differ from the defaults.
         lr: Learning rate.
         betas: Fractions of the mean of gradients, and of the mean of their squares, that each step keeps.
         eps: Added to the root of the mean square, after the mean square is corrected.
@@ -113,9 +112,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
         weight_decay: Decay of the first group; the second group has 0.0.
 
     Returns:
-        Two parameter groups for an optimizer: dicts with "params" (a list, in the model's order) and "weight_decay". The first has the
-        tensors of two or more dimensions, the second the others. Parameters that do not require a gradient are in neither. A list may
-        be empty.
+        Two parameter groups for an optimizer: dicts with "params" (a list, in the model's order) and "weight_decay". The first has the tensors
+        of two or more dimensions, the second the others. Parameters that do not require a gradient are in neither. A list may be empty.
 
     Convention: embeddings and positions decay here, as in nanoGPT; some programs exempt them.
     """
@@ -136,7 +134,7 @@ def cosine_schedule(step: int, max_lr: float, min_lr: float, warmup_steps: int, 
         max_lr: Rate at ``step == warmup_steps``.
         min_lr: Rate from ``step == max_steps`` on.
         warmup_steps: Length of the warm-up; may be 0.
-        max_steps: At least ``warmup_steps``. If both are equal, that step has ``min_lr``, and there is no cosine.
+        max_steps: At least ``warmup_steps``. If both are equal, that step has ``min_lr``.
 
     Returns:
         Before ``warmup_steps``, ``max_lr * step / warmup_steps``, which is 0 at step 0; after that the cosine.
@@ -167,8 +165,7 @@ def clip_gradient_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) 
         max_norm: Largest Euclidean norm of all gradients together, as one long vector.
 
     Returns:
-        The norm before clipping, a scalar tensor; zero if there is no gradient. It must be right for float16 gradients too, whose
-        squares overflow.
+        The norm before clipping, a scalar tensor, right even if float16's squares would overflow; zero if there is no gradient.
 
     Source: Pascanu and others (arXiv:1211.5063), algorithm 1; the factor is PyTorch's, ``max_norm / (norm + 1e-6)``.
     Cost: no value is copied to the host: no ``item()``, no ``float()``, no ``if`` on a tensor.
@@ -191,10 +188,10 @@ class TokenBatches:
     """An endless iterator of inputs and targets over one long row of tokens. (Exercise)
 
     The row of N tokens is cut into ``n_windows`` = (N - 1) // length windows. Window i has the inputs
-    ``tokens[i * length : (i + 1) * length]``, and its targets are shifted by one token. An epoch contains every window once: in
-    order, or, with a seed, in an order that is shuffled anew for each epoch. The epochs follow each other without a gap. Each step
-    takes the next ``world_size * batch`` windows: rank 0 the first ``batch``, rank 1 the next, and so on. So a batch may start in
-    one epoch and end in the next; every batch is full, and no window is dropped.
+    ``tokens[i * length : (i + 1) * length]``, and its targets are shifted by one token. An epoch contains every window once: in order, or,
+    with a seed, in an order that is shuffled anew for each epoch. The epochs follow each other without a gap. Each step takes the next
+    ``world_size * batch`` windows: rank 0 the first ``batch``, rank 1 the next, and so on. So a batch may start in one epoch and end in the
+    next; every batch is full, and no window is dropped.
 
     Args:
         tokens: Ids ``[N]``: a tensor, an array, a list, or a ``numpy.memmap``, which is read batch by batch and never as a whole.
@@ -209,7 +206,7 @@ class TokenBatches:
         epoch: Epochs finished by all ranks together: 0 until ``n_windows`` windows have been returned.
 
     Raises:
-        ValueError: there are too few tokens for one batch on every rank; the message names the number of tokens and the number needed,
+        ValueError: there are too few tokens for one batch on every rank; the message names their number and the number needed,
             ``world_size * batch * length + 1``. Or ``rank`` is not from 0 to ``world_size - 1``.
     """
 
@@ -323,13 +320,11 @@ def save_checkpoint(
         **state: Additional values by name: tensors, numbers, strings, and dicts, lists and tuples of those.
 
     Returns:
-        Nothing. At every moment ``path`` is either the complete old checkpoint or the complete new one: the function writes
-        ``{path}.tmp``, waits until it is on the disk (``os.fsync``), and renames it (``os.replace``). If anything fails, it removes
-        ``{path}.tmp``.
+        Nothing. At every moment ``path`` is the complete old checkpoint or the complete new one: the function writes ``{path}.tmp``, waits
+        until it is on the disk (``os.fsync``), and renames it (``os.replace``). If anything fails, it removes ``{path}.tmp``.
 
     Raises:
-        TypeError: pickle refuses a value in ``state`` (a lambda, for example), or ``weights_only=True`` does (an object); the message
-            names the value.
+        TypeError: pickle (a lambda) or ``weights_only=True`` (an object) refuses a value in ``state``; the message names the value.
     """
     ### BEGIN SOLUTION
     for name, value in state.items():
@@ -381,8 +376,7 @@ def load_checkpoint(path: str | os.PathLike | BinaryIO, model: nn.Module, optimi
         model: Gets the saved weights, in place, on whatever device it is. ``optimizer`` gets its saved state and its groups' settings.
 
     Returns:
-        ``step`` and the additional state, by name, with tensors on the CPU. The random number generators continue from their saved
-        states.
+        ``step`` and the additional state, by name, with tensors on the CPU. The random numbers continue where they were when it was saved.
 
     Raises:
         pickle.UnpicklingError: the file contains more than tensors and plain values; nothing in it is run.

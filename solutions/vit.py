@@ -149,7 +149,7 @@ class ImageEmbeddings(nn.Module):
         ### BEGIN SOLUTION
         wanted = [self.config.channels, self.config.image_size, self.config.image_size]
         if list(images.shape[1:]) != wanted:
-            raise ValueError(f"images of [ch, height, width] = {list(images.shape[1:])}, the config wants {wanted}")
+            raise ValueError(f"images of [ch, height, width] = {list(images.shape[1:])}, expected {wanted}")
         patches = rearrange(self.proj(images), "b c row column -> b (row column) c")
         tokens = torch.cat([self.cls_token.expand(len(images), -1, -1), patches], dim=1)
         return tokens + self.pos_embed

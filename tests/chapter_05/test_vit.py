@@ -19,7 +19,7 @@ vit = graded("vit")
 
 CUT, LINEAR, EMBED, ATTEND, GELU = (f"eq-vit-{n}" for n in (1, 2, 3, 4, 5))
 BLOCK, MODEL, COUNT, RESIZE = (f"eq-vit-{n}" for n in (6, 7, 8, 9))
-CONVERT = 'section "Weights of others"'
+CONVERT = 'section "Other people\'s weights"'
 SMALL = ViTConfig(
     image_size=6, patch_size=3, channels=2, n_classes=5, dim=12, n_layers=2, n_heads=3, hidden_dim=20, eps=1e-5
 )
