@@ -95,7 +95,7 @@ def test_an_equation_that_is_referred_to_by_number_is_there():
 
 
 def test_a_chapter_that_is_mentioned_is_in_the_book():
-    last = max([16, *(chapter.number for chapter in CHAPTERS)])  # chapter 16 may be mentioned before it is there
+    last = max([22, *(chapter.number for chapter in CHAPTERS)])  # chapters up to 22 are announced before they are there
     for page in pages():
         if (ROOT / page["file"]).exists():
             for number in re.findall(r"\b[Cc]hapters? (\d+)", (ROOT / page["file"]).read_text(encoding="utf-8")):
