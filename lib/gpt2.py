@@ -24,7 +24,7 @@ from lib.attention import causal_mask, merge_heads, scaled_dot_product_attention
 def layer_norm(
     x: Float[Tensor, "... c"], weight: Float[Tensor, " c"], bias: Float[Tensor, " c"], eps: float = 1e-5
 ) -> Float[Tensor, "... c"]:
-    """Features with mean 0 and variance 1, then a gain and a bias for each. (Exercise 6.1)
+    """Normalise features to mean 0 and variance 1, then apply a gain and a bias to each. (Exercise 6.1)
 
     Args:
         x: ``[..., C]``, any floating dtype; each vector of C features is normalised by itself.
@@ -33,16 +33,16 @@ def layer_norm(
         eps: Added to the variance, under the root.
 
     Returns:
-        The shape and dtype of ``x``; mean and variance are taken in float32 at least (float64 stays float64).
+        A tensor of the shape and dtype of ``x``; mean and variance are computed in float32 at least (float64 stays float64).
 
-    Source: Ba and others (arXiv:1607.06450), equation (4).
-    Convention: the variance divides by C, not by C - 1. RMSNorm (chapter 4) has neither mean nor bias.
+    Source: Ba and others (arXiv:1607.06450), equations (3) and (5).
+    Convention: the variance divides by C, not by C - 1. RMSNorm (chapter 4) has neither a mean nor a bias.
     """
     raise NotImplementedError("Exercise 6.1: write layer_norm")
 
 
 class LayerNorm(nn.LayerNorm):
-    """The parameters ``weight`` (ones) and ``bias`` (zeros) of a ``layer_norm``, and its ``eps``."""
+    """A module that calls ``layer_norm`` with its parameters ``weight`` (initially ones) and ``bias`` (zeros) and its ``eps``."""
 
     def forward(self, x: Float[Tensor, "... c"]) -> Float[Tensor, "... c"]:
         return layer_norm(x, self.weight, self.bias, self.eps)
@@ -55,24 +55,24 @@ def gelu_tanh(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         x: Any shape, any floating dtype.
 
     Returns:
-        The shape and dtype of ``x``. It is computed in float32 at least (float64 stays float64): float16 ends at 65,504, so
-        the cube of 41 is infinite there, and backward turns that into NaN.
+        A tensor of the shape and dtype of ``x``, computed in float32 at least (float64 stays float64). In float16, which ends at
+        65,504, the cube of 41 would be infinite, and backward would turn that into NaN.
 
     Source: Hendrycks and Gimpel (arXiv:1606.08415), section 2.
-    Convention: GPT-2 was trained with this formula, "gelu_new" in Transformers; there, ViT and BERT have the exact one.
+    Convention: GPT-2 was trained with this formula, called "gelu_new" in Transformers; BERT and ViT use the exact form there.
     """
     raise NotImplementedError("Exercise 6.2: write gelu_tanh")
 
 
 class CausalSelfAttention(nn.Module):
-    """Attention of every position to itself and those before it. (Exercise 6.3)
+    """Attention of every position to itself and the positions before it. (Exercise 6.3)
 
     Args:
-        config: Gives ``dim`` C and ``n_heads`` H.
+        config: Provides ``dim`` C and ``n_heads`` H.
 
     Attributes:
-        c_attn: ``nn.Linear`` C to 3C with bias: the queries of all heads, then all keys, then all values.
-        c_proj: ``nn.Linear`` C to C with bias, after the heads are merged.
+        c_attn: ``nn.Linear`` from C to 3C with a bias: the queries of all heads, then all keys, then all values.
+        c_proj: ``nn.Linear`` from C to C with a bias, applied after the heads are merged.
 
     There are no other parameters.
     """
@@ -87,14 +87,14 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear maps with a ``gelu_tanh`` between, at four times the width. (Exercise 6.4)
+    """Two linear layers with a ``gelu_tanh`` between them, at four times the width. (Exercise 6.4)
 
     Args:
-        config: Gives ``dim`` C.
+        config: Provides ``dim`` C.
 
     Attributes:
-        c_fc: ``nn.Linear`` C to 4C with bias.
-        c_proj: ``nn.Linear`` 4C to C with bias.
+        c_fc: ``nn.Linear`` from C to 4C with a bias.
+        c_proj: ``nn.Linear`` from 4C to C with a bias.
     """
 
     def __init__(self, config: GPT2Config):
@@ -107,10 +107,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP; each reads a normalised copy of the stream and adds to the stream. (Exercise 6.5)
+    """Attention, then the MLP; each reads a normalised copy of the stream and adds its output to the stream. (Exercise 6.5)
 
     Args:
-        config: Gives ``dim`` C, ``n_heads`` and ``norm_eps``.
+        config: Provides ``dim`` C, ``n_heads`` and ``norm_eps``.
 
     Attributes:
         ln_1: ``LayerNorm`` of width C before ``attn``.
@@ -119,7 +119,7 @@ class Block(nn.Module):
         mlp: ``MLP``.
 
     Source: Radford and others (2019), section 2.3: the norm moved to the input of each part.
-    Convention: GPT-2 was trained with dropout of 0.1 in every part; this model has none, as is usual since.
+    Convention: this model has no dropout, like OpenAI's published code; Transformers' configuration of GPT-2 sets 0.1.
     """
 
     def __init__(self, config: GPT2Config):
@@ -132,15 +132,15 @@ class Block(nn.Module):
 
 
 def init_weights(module: nn.Module, n_layers: int) -> None:
-    """Set every weight to GPT-2's random start, in place. (Exercise 6.6)
+    """Initialise every weight as GPT-2 does, in place. (Exercise 6.6)
 
-    Weights of ``nn.Embedding`` and ``nn.Linear`` become normal with mean 0 and standard deviation 0.02; those of the
-    linear maps whose name ends in ``c_proj``, which write to the residual stream, ``0.02 / sqrt(2 * n_layers)``. Biases of
-    linear maps, where there are any, are 0. Layer norms are left as they are.
+    Weights of ``nn.Embedding`` and ``nn.Linear`` become normal with mean 0 and standard deviation 0.02. Linear layers whose
+    name ends in ``c_proj`` write to the residual stream; their standard deviation is ``0.02 / sqrt(2 * n_layers)`` instead. Biases
+    of linear layers, where they exist, become 0. Layer norms are left as they are.
 
     Args:
         module: A whole model or a part of it.
-        n_layers: Blocks L of the whole model.
+        n_layers: Number of blocks L of the whole model.
 
     Returns:
         Nothing.
@@ -152,11 +152,11 @@ def init_weights(module: nn.Module, n_layers: int) -> None:
 
 
 def pad_vocab(n: int, multiple: int = 128) -> int:
-    """The least multiple that holds a vocabulary. (Exercise 6.7)
+    """Round a vocabulary size up to a multiple. (Exercise 6.7)
 
     Args:
-        n: Tokens that exist.
-        multiple: What the number of rows should be divisible by.
+        n: Number of tokens.
+        multiple: The result is divisible by this.
 
     Returns:
         The smallest multiple of ``multiple`` that is at least ``n``: 50,304 for 50,257.
@@ -165,22 +165,22 @@ def pad_vocab(n: int, multiple: int = 128) -> int:
 
 
 class GPT2(nn.Module):
-    """The whole model: tokens in, scores of the next token out. (Exercise 6.8)
+    """The whole model: takes tokens, returns scores of the next token. (Exercise 6.8)
 
     Args:
         config: A ``GPT2Config``.
 
     Attributes:
-        config: The same.
-        wte: ``nn.Embedding`` of ``config.n_rows`` tokens (V, or more if padded), which is also the head.
+        config: The argument.
+        wte: ``nn.Embedding`` with ``config.n_rows`` rows (V, or more if padded); its weight is also the head.
         wpe: ``nn.Embedding`` of ``config.context_len`` positions.
         h: ``nn.ModuleList`` of L ``Block``.
         ln_f: ``LayerNorm`` after the last block, with ``config.norm_eps``.
 
-    There are no other parameters: the head is ``wte.weight`` itself. The weights start as ``init_weights`` sets them.
+    There are no other parameters: the head is ``wte.weight`` itself. ``init_weights`` sets the initial weights.
 
-    Source: Radford and others (2019).
-    Convention: parameters have the names of GPT-2's checkpoints; weights of linear maps are ``[out, in]``, as in PyTorch.
+    Source: Radford and others (2019), section 2.3.
+    Convention: parameters have the names of GPT-2's checkpoints; weights of linear layers are ``[out, in]``, as in PyTorch.
     """
 
     def __init__(self, config: GPT2Config):
@@ -190,46 +190,47 @@ class GPT2(nn.Module):
     def forward(
         self, tokens: Int[Tensor, "b t"], targets: Int[Tensor, "b t"] | None = None
     ) -> tuple[Float[Tensor, "b t v"], Float[Tensor, ""] | None]:
-        """Predict the token after each.
+        """For each token, predict the token that follows it.
 
         Args:
-            tokens: Ids ``[B, T]``, at most ``context_len`` of them in a row; on whatever device the model is.
-            targets: Ids ``[B, T]``: the token that follows each; already shifted.
+            tokens: Ids ``[B, T]`` with T at most ``context_len``, on the model's device.
+            targets: Ids ``[B, T]``: for each token the one that follows it, so already shifted.
 
         Returns:
             Logits ``[B, T, V]`` and the mean cross-entropy over all B*T targets, in nats (None without targets). V is
-            ``vocab_size``: the columns of padding rows are cut off, so that none can win or take probability.
+            ``vocab_size``: the columns of padding rows are cut off, so that no padding row can win or take probability.
 
         Raises:
-            ValueError: there are more tokens than ``context_len``; the message names both numbers.
+            ValueError: T is more than ``context_len``; the message names both numbers.
         """
         raise NotImplementedError("Exercise 6.8: write GPT2.forward")
 
 
 def count_parameters(config: GPT2Config) -> int:
-    """Numbers that training would set, without building the model. (Exercise 6.9)
+    """Number of parameters of the model, without building it. (Exercise 6.9)
 
     Args:
         config: A ``GPT2Config``.
 
     Returns:
-        Parameters, the tied head once, padding rows not: 124,439,808 for ``GPT2_SMALL``, 1,557,611,200 for ``GPT2_XL``.
+        The number of parameters, with the tied head counted once and padding rows not counted: 124,439,808 for ``GPT2_SMALL`` and
+        1,557,611,200 for ``GPT2_XL``.
     """
     raise NotImplementedError("Exercise 6.9: write count_parameters")
 
 
 def convert_hf_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Transformers' GPT-2 weights under this model's names and in its layout. (Exercise 6.10)
+    """Convert Transformers' GPT-2 weights to this model's names and layout. (Exercise 6.10)
 
     Args:
-        state_dict: Tensors of a ``GPT2LMHeadModel`` (names begin with ``transformer.``) or of OpenAI's checkpoint on the
-            hub (names without it); left unchanged.
+        state_dict: Tensors of a ``GPT2LMHeadModel`` (whose names begin with ``transformer.``) or of OpenAI's checkpoint on the
+            hub (without that prefix); left unchanged.
 
     Returns:
-        What ``GPT2.load_state_dict`` takes. Weights of the linear maps ``c_attn``, ``c_fc`` and ``c_proj`` are
-        transposed: Transformers' ``Conv1D`` keeps them as ``[in, out]``. Left out are the buffers ``attn.bias`` and
-        ``attn.masked_bias`` (causal masks of old checkpoints), and ``lm_head.weight`` if it equals ``wte.weight``. An
-        unknown name is passed on, so that ``load_state_dict`` can refuse it; so is a head that is not tied.
+        A state dict for ``GPT2.load_state_dict``. Weights of the linear layers ``c_attn``, ``c_fc`` and ``c_proj`` are
+        transposed, because Transformers' ``Conv1D`` stores them as ``[in, out]``. The buffers ``attn.bias`` and
+        ``attn.masked_bias`` (causal masks of old checkpoints) are dropped, and so is ``lm_head.weight`` if it equals
+        ``wte.weight``. Unknown names and a head that is not tied are passed on, so that ``load_state_dict`` can refuse them.
 
     Source: Transformers, ``pytorch_utils.Conv1D``.
     """
@@ -237,7 +238,7 @@ def convert_hf_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_pretrained(name_or_path: str | os.PathLike) -> GPT2:
-    """A model with the weights of a checkpoint in Transformers' format. (Exercise 6.11)
+    """Load a model from a checkpoint in Transformers' format. (Exercise 6.11)
 
     Args:
         name_or_path: A folder with ``config.json`` and ``model.safetensors`` (or shards and their index), or a name on
@@ -247,8 +248,8 @@ def load_pretrained(name_or_path: str | os.PathLike) -> GPT2:
         The model, in evaluation mode.
 
     Raises:
-        FileNotFoundError: there is no such folder and no such name.
-        ValueError: the checkpoint does not fit; one message lists all that is wrong: what ``read_config`` and
-            ``read_tensors`` report, each missing tensor, each unexpected one, and each of another shape with both shapes.
+        FileNotFoundError: there is no such folder and no such name on the hub.
+        ValueError: the checkpoint does not fit. One message lists everything that is wrong: the problems that ``read_config`` and
+            ``read_tensors`` report, each missing tensor, each unexpected tensor, and each tensor of a wrong shape with both shapes.
     """
     raise NotImplementedError("Exercise 6.11: write load_pretrained")

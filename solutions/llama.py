@@ -1,4 +1,4 @@
-"""Llama 2: a model that writes, from a norm to the next token."""
+"""Llama 2: a model that writes text, from its norm to the next token."""
 
 from collections.abc import Iterator, Mapping
 
@@ -16,17 +16,18 @@ from solutions.rope import half_to_interleaved, precompute_rope
 
 
 class RMSNorm(nn.Module):
-    """Scale each vector to a root mean square of one, then each feature by a weight. (Exercise)
+    """Scale each vector to a root mean square of 1, then multiply each feature by a weight. (Exercise)
 
     Args:
         dim: Width C of the vectors.
         eps: Added to the mean square, under the root.
 
     Attributes:
-        weight: Parameter ``[C]``, ones at first.
+        weight: Parameter ``[C]``, initially ones.
 
     Source: Zhang and Sennrich (arXiv:1910.07467), equation (4).
-    Convention: everything in float32, the weight's product too, and one cast at the end. Meta's code casts before that product.
+    Convention: everything is computed in float32, including the product with the weight, and cast once at the end. Meta's code casts
+        before that product.
     """
 
     def __init__(self, dim: int, eps: float = 1e-5):
@@ -43,7 +44,7 @@ class RMSNorm(nn.Module):
             x: ``[..., C]`` of any floating dtype.
 
         Returns:
-            The shape and dtype of ``x``; the statistics are in float32.
+            A tensor of the shape and dtype of ``x``; the statistics are computed in float32.
         """
         ### BEGIN SOLUTION
         wide = x.float()
@@ -53,16 +54,16 @@ class RMSNorm(nn.Module):
 
 
 def swiglu_hidden_dim(dim: int, multiple_of: int = 256, multiplier: float = 1.0) -> int:
-    """Width of a SwiGLU with as many weights as a plain feed-forward of 4 x ``dim``. (Exercise)
+    """Width of a SwiGLU that has as many weights as a plain feed-forward layer of width 4 x ``dim``. (Exercise)
 
     Args:
         dim: Model width C.
         multiple_of: The width is rounded up to a multiple of this.
-        multiplier: Llama 2 70B makes its feed-forward wider by 1.3.
+        multiplier: Widens the layer; 1.3 in Llama 2 70B.
 
     Returns:
-        The width F: 4 x ``dim``, two thirds of it (fractions dropped), ``multiplier`` times that (fractions dropped), rounded up.
-        4096 gives 11008.
+        The width F. Take two thirds of 4 x ``dim`` and drop the fraction; multiply by ``multiplier`` and drop the fraction; round up
+        to a multiple of ``multiple_of``. A ``dim`` of 4096 gives 11008.
 
     Source: Shazeer (arXiv:2002.05202), section 2; the rounding is that of Meta's ``FeedForward``.
     """
@@ -73,14 +74,15 @@ def swiglu_hidden_dim(dim: int, multiple_of: int = 256, multiplier: float = 1.0)
 
 
 class SwiGLU(nn.Module):
-    """A feed-forward layer whose first projection has a gate beside it. (Exercise)
+    """A feed-forward layer with a gate: ``w2(silu(w1 x) * w3 x)``. (Exercise)
 
     Args:
         dim: Model width C.
-        hidden_dim: Width F between the layers, taken as it is.
+        hidden_dim: Width F inside the layer, used exactly as given.
 
     Attributes:
-        w1: ``nn.Linear`` C to F, no bias: the gate; ``w3``, C to F, is what it gates; ``w2``, F to C, leads back.
+        w1: ``nn.Linear`` from C to F, without bias: the gate. ``w3``, from C to F, makes the values that it gates; ``w2``, from F to C,
+            projects back. Neither has a bias.
 
     Source: Shazeer (arXiv:2002.05202), equation (6).
     Convention: the names are Meta's. Transformers calls w1, w3, w2 ``gate_proj``, ``up_proj``, ``down_proj``.
@@ -102,13 +104,13 @@ class SwiGLU(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention, then a feed-forward layer, each normalised before and added to what came in. (Exercise)
+    """Attention, then a feed-forward layer; each reads a normalised copy of its input and adds its output to the input. (Exercise)
 
     Args:
-        config: Its ``dim``, ``n_heads``, ``n_kv_heads``, ``hidden_dim`` and ``norm_eps`` are used.
+        config: The block uses its ``dim``, ``n_heads``, ``n_kv_heads``, ``hidden_dim`` and ``norm_eps``.
 
     Attributes:
-        attention: ``MultiHeadAttention`` of chapter 3; ``feed_forward``: ``SwiGLU``; ``attention_norm`` and ``ffn_norm``:
+        attention: Chapter 3's ``MultiHeadAttention``; ``feed_forward`` is a ``SwiGLU``; ``attention_norm`` and ``ffn_norm`` are
             ``RMSNorm``.
 
     Source: Llama (arXiv:2302.13971), section 2.2.
@@ -130,7 +132,7 @@ class TransformerBlock(nn.Module):
         mask: Bool[Tensor, "t s"] | None = None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "b t c"]:
-        """One block: ``x`` with what attention and feed-forward add to it; the call is ``attention(x, rope, mask, cache)``."""
+        """``x`` plus the outputs of attention and feed-forward; attention is called as ``attention(x, rope, mask, cache)``."""
         ### BEGIN SOLUTION
         x = x + self.attention(self.attention_norm(x), rope, mask, cache)
         return x + self.feed_forward(self.ffn_norm(x))
@@ -138,20 +140,20 @@ class TransformerBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens in, scores of the next token out. (Exercise)
+    """The whole model: takes tokens, returns scores of the next token. (Exercise)
 
     Args:
-        config: Its sizes.
+        config: The model's sizes.
 
     Attributes:
-        config: The same.
+        config: The argument.
         tok_embeddings: ``nn.Embedding`` V x C.
         layers: ``nn.ModuleList`` of L ``TransformerBlock``.
-        norm: ``RMSNorm``, after the last block.
-        output: ``nn.Linear`` C to V, no bias, with a weight of its own.
-        rope: Rotations of ``context_len`` positions, complex64: a plain attribute, no parameter and no buffer. (In a state dict it would be a
-            name that Meta's files lack, and ``model.to(torch.bfloat16)`` would cut off the imaginary part of a buffer.) ``forward`` takes it to the
-            device of the tokens.
+        norm: ``RMSNorm`` after the last block.
+        output: ``nn.Linear`` from C to V, without bias; its weight is its own, not the embedding's.
+        rope: Rotations of ``context_len`` positions, complex64. A plain attribute, neither parameter nor buffer: as a buffer it would appear
+            in the state dict under a name that Meta's files lack, and ``model.to(torch.bfloat16)`` would drop its imaginary part. ``forward``
+            moves it to the device of the tokens.
 
     Source: Llama 2 (arXiv:2307.09288), section 2.2; the names are those of Meta's weights.
     """
@@ -168,7 +170,7 @@ class Llama(nn.Module):
         ### END SOLUTION
 
     def make_cache(self, batch: int, max_len: int) -> list[KVCache]:
-        """An empty cache for each layer, in the dtype and on the device of the weights; ``[B, G, max_len, D]`` each."""
+        """One empty cache per layer, each ``[B, G, max_len, D]``, in the dtype and on the device of the weights."""
         ### BEGIN SOLUTION
         weight, config = self.output.weight, self.config
         shape = (batch, config.n_kv_heads, max_len, config.head_dim)
@@ -176,15 +178,16 @@ class Llama(nn.Module):
         ### END SOLUTION
 
     def forward(self, tokens: Int[Tensor, "b t"], cache: list[KVCache] | None = None) -> Float[Tensor, "b t v"]:
-        """Scores of the token after each of ``tokens``.
+        """For each token, the scores of the token that follows it.
 
         Args:
-            tokens: ``[B, T]``; without a cache, positions 0 .. T - 1.
-            cache: From ``make_cache``: holds the positions before these, and then these too. The first token stands at the cache's length.
+            tokens: ``[B, T]``; without a cache they are at positions 0 to T - 1.
+            cache: From ``make_cache``. It holds the earlier positions, and the call appends the new ones. The first new token is at
+                the position that equals the cache's length.
 
         Returns:
-            Logits ``[B, T, V]``, float32 whatever the weights' dtype, on the device of ``tokens``. So is all that it makes on the way,
-            whatever PyTorch's default device is.
+            Logits ``[B, T, V]``, float32 whatever the dtype of the weights, on the device of ``tokens``. Every tensor made on the way is
+            on that device too, whatever PyTorch's default device is.
 
         Raises:
             ValueError: the cache's length + T is more than ``context_len``; the message names that sum and ``context_len``.
@@ -194,7 +197,7 @@ class Llama(nn.Module):
         end = start + tokens.shape[1]
         if end > self.config.context_len:
             raise ValueError(f"{end} positions ({start} cached) do not fit: context_len is {self.config.context_len}")
-        if not tokens.is_meta:  # a table on meta holds no numbers, and could not come back
+        if not tokens.is_meta:  # moving the table to meta would lose its numbers for good
             self.rope = self.rope.to(tokens.device)
         rope = self.rope[start:end].to(tokens.device)
         mask = causal_mask(tokens.shape[1], end, tokens.device)
@@ -206,10 +209,10 @@ class Llama(nn.Module):
 
 
 def count_parameters(config: LlamaConfig) -> int:
-    """How many weights the model has, by arithmetic. (Exercise)
+    """Number of weights of the model, by arithmetic. (Exercise)
 
     Args:
-        config: Any sizes; no model is built, so 70B costs nothing.
+        config: Sizes of the model; no model is built, so 70B costs nothing.
 
     Returns:
         Exactly the number of values in the state dict.
@@ -223,12 +226,12 @@ def count_parameters(config: LlamaConfig) -> int:
 
 
 def inference_memory_gb(n_parameters: float, bits: int = 16, overhead: float = 1.2) -> float:
-    """Rule of thumb for the memory in which a model can answer. (Exercise)
+    """Rule of thumb for the memory that a model needs to run. (Exercise)
 
     Args:
-        n_parameters: Weights of the model.
-        bits: Q, of each weight as it is kept: 32, 16, 8, 4.
-        overhead: A factor for all that is not weights.
+        n_parameters: Number of weights.
+        bits: Bits Q of each stored weight: 32, 16, 8 or 4.
+        overhead: Factor for everything besides the weights.
 
     Returns:
         Gigabytes (1e9 bytes): 33.6 for 7e9 weights of 32 bits.
@@ -239,12 +242,12 @@ def inference_memory_gb(n_parameters: float, bits: int = 16, overhead: float = 1
 
 
 def kv_cache_bytes(config: LlamaConfig, batch: int, length: int, bytes_per_value: int = 2) -> int:
-    """Bytes of keys and values that a batch of sequences keeps. (Exercise)
+    """Bytes of the cached keys and values of a batch of sequences. (Exercise)
 
     Args:
-        config: Its layers and heads; mind the grouped ones.
-        batch: Sequences B.
-        length: Positions of each.
+        config: Sizes of the model; keys and values have ``n_kv_heads`` heads.
+        batch: Number of sequences B.
+        length: Positions of each sequence.
         bytes_per_value: 2 for float16 and bfloat16.
 
     Returns:
@@ -257,19 +260,20 @@ def kv_cache_bytes(config: LlamaConfig, batch: int, length: int, bytes_per_value
 
 
 def convert_hf_state_dict(state_dict: Mapping[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
-    """Transformers' weights under Meta's names, rotary pairs as neighbours. (Exercise)
+    """Rename Transformers' weights to Meta's names and reorder their rotary pairs. (Exercise)
 
     Args:
-        state_dict: Of a ``LlamaForCausalLM``; left unchanged. ``hf_tensors(config)`` gives, for each name in it, Meta's name and the shape.
-        config: The sizes that it should have.
+        state_dict: State dict of a ``LlamaForCausalLM``; left unchanged. ``hf_tensors(config)`` maps each of its names to Meta's name
+            and the shape.
+        config: The sizes that the weights should have.
 
     Returns:
-        What ``Llama(config).load_state_dict`` takes, in the dtypes given. The rows of query and key projections are reordered with
-        ``half_to_interleaved`` (chapter 2), each by its own number of heads.
+        A state dict for ``Llama(config).load_state_dict``, in the dtypes given. The rows of the query and key projections are reordered
+        with ``half_to_interleaved`` (chapter 2), each by its own number of heads.
 
     Raises:
-        ValueError: one message that lists every missing name, every extra name and every wrong shape (the one found and the one
-            expected). Old checkpoints hold ``….rotary_emb.inv_freq``: those alone are left out without a word.
+        ValueError: a name is missing, a name is extra, or a shape is wrong; one message lists all of them, a wrong shape with the shape
+            found and the shape expected. Old checkpoints contain ``….rotary_emb.inv_freq``: drop those names without an error.
     """
     ### BEGIN SOLUTION
     expected = hf_tensors(config)
@@ -301,11 +305,11 @@ def sample_next(
 
     Args:
         logits: ``[B, V]``; left unchanged.
-        temperature: Divides the logits first; 0 takes the likeliest token, whatever the rest says.
-        top_k: Then only the k likeliest may be drawn (all of them, if V is less). Ties with the k-th may stay.
-        top_p: Then only the likeliest whose probabilities, after the two steps above, sum to p: as few as reach it, so the one that crosses
-            p may still be drawn, and one is always left.
-        generator: Where the chance comes from.
+        temperature: First, the logits are divided by it. 0 means the likeliest token, whatever the other arguments are.
+        top_k: Second, only the k likeliest tokens remain (all of them if V is less than k). Ties with the k-th may remain too.
+        top_p: Third, only the likeliest tokens remain whose probabilities (renormalised after the second step) sum to at least p, and as few as
+            possible: the token that crosses p remains, so there is always at least one.
+        generator: Source of the random numbers.
 
     Returns:
         Token ids ``[B]``, int64.
@@ -348,19 +352,20 @@ def generate(
     eos_id: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Int[Tensor, " b"]]:
-    """Go on writing, one token of every sequence at a time. (Exercise)
+    """Continue the prompts, one token of every sequence at a time. (Exercise)
 
-    The prompt passes through the model once, into a cache; then each step passes only the newest tokens.
+    The whole prompt passes through the model once and fills a cache; after that, each step passes only the newest tokens.
 
     Args:
-        model: With ``make_cache(batch, max_len)`` and ``model(tokens, cache)``, as ``Llama``.
+        model: ``Llama``, or anything with ``make_cache(batch, max_len)`` and ``model(tokens, cache)``.
         tokens: Prompts ``[B, T]`` of equal length.
-        max_new_tokens: Most steps; the model runs once for each.
-        temperature: As ``top_k``, ``top_p`` and ``generator``: for ``sample_next``.
-        eos_id: A sequence that has produced this token repeats it from then on; when all have, nothing more comes. One in the prompt means nothing.
+        max_new_tokens: Number of steps at most; the model runs once per step.
+        temperature: Passed to ``sample_next``, like ``top_k``, ``top_p`` and ``generator``.
+        eos_id: End token. A sequence that has produced it repeats it from then on, and when all sequences have produced it, the iterator ends.
+            An end token in the prompt has no effect.
 
     Yields:
-        ``[B]``, the newest token of each sequence, as soon as it is known, on the device of ``tokens``. No gradients are kept.
+        ``[B]``, the newest token of each sequence, as soon as it is known, on the device of ``tokens``. No gradients are recorded.
     """
     ### BEGIN SOLUTION
     batch, prompt_len = tokens.shape

@@ -1,4 +1,4 @@
-"""The vision transformer: an image cut into patches, and the patches read as words."""
+"""The vision transformer: cuts an image into patches and reads them as words."""
 
 from collections.abc import Mapping
 
@@ -23,7 +23,7 @@ def _check_sides(height: int, width: int, patch: int) -> None:
     for name, side in (("height", height), ("width", width)):
         if side % patch:
             raise ValueError(
-                f"{name} {side} is no multiple of patch {patch}: {side} = {side // patch} x {patch} + {side % patch}"
+                f"{name} {side} is not a multiple of patch {patch}: {side} = {side // patch} x {patch} + {side % patch}"
             )
 
 
@@ -36,14 +36,14 @@ def patchify_unfold(images: Float[Tensor, "b ch height width"], patch: int) -> F
         patch: Side P of a patch, in pixels.
 
     Returns:
-        ``[B, N, ch*P*P]``: patches row by row from the top left; inside a patch all of channel 0 first (row by row), then
+        ``[B, N, ch*P*P]``: patches row by row from the top left; inside of a patch first all of channel 0 (row by row), then
         channel 1, and so on.
 
     Raises:
-        ValueError: a side is no multiple of ``patch``; the message shows the arithmetic, as "10 = 2 x 4 + 2".
+        ValueError: a side is not a multiple of ``patch``; the message shows the arithmetic, for example "10 = 2 x 4 + 2".
 
     Source: Dosovitskiy and others (arXiv:2010.11929), section 3.1.
-    Convention: channel-major, as PyTorch's convolutions; the paper's own code (JAX) has the channel last.
+    Convention: the channel comes first inside of a patch, as in PyTorch's convolutions; in the paper's own code (JAX) it comes last.
     """
     ### BEGIN SOLUTION
     _check_sides(images.shape[2], images.shape[3], patch)
@@ -59,10 +59,10 @@ def patchify_einops(images: Float[Tensor, "b ch height width"], patch: int) -> F
         patch: Side P of a patch, in pixels.
 
     Returns:
-        What ``patchify_unfold`` gives.
+        The same as ``patchify_unfold``.
 
     Raises:
-        ValueError: a side is no multiple of ``patch``; the message shows the arithmetic, as "10 = 2 x 4 + 2".
+        ValueError: a side is not a multiple of ``patch``; the message shows the arithmetic, for example "10 = 2 x 4 + 2".
     """
     ### BEGIN SOLUTION
     _check_sides(images.shape[2], images.shape[3], patch)
@@ -78,14 +78,14 @@ def unpatchify(
     Args:
         patches: ``[B, N, ch*P*P]``.
         patch: Side P of a patch.
-        height: Of the image, in pixels.
-        width: Of the image, in pixels.
+        height: Height of the image, in pixels.
+        width: Width of the image, in pixels.
 
     Returns:
         ``[B, ch, height, width]``.
 
     Raises:
-        ValueError: a side is no multiple of ``patch``, or N patches do not fill the image; the message shows the
+        ValueError: a side is not a multiple of ``patch``, or N patches do not fill the image; the message shows the
             arithmetic.
     """
     ### BEGIN SOLUTION
@@ -101,10 +101,10 @@ def unpatchify(
 
 
 def conv_from_linear(weight: Float[Tensor, "c ch_p_p"], channels: int, patch: int) -> Float[Tensor, "c ch p p"]:
-    """The convolution kernel that does to an image what a matrix does to its patches. (Exercise)
+    """Turn the matrix that projects patches into a convolution kernel that does the same to the image. (Exercise)
 
     Args:
-        weight: Of a ``nn.Linear`` from a patch to the model width, ``[C, ch*P*P]``.
+        weight: Weight ``[C, ch*P*P]`` of an ``nn.Linear`` from a patch to the model width.
         channels: Number ch of channels.
         patch: Side P of a patch.
 
@@ -117,15 +117,15 @@ def conv_from_linear(weight: Float[Tensor, "c ch_p_p"], channels: int, patch: in
 
 
 class ImageEmbeddings(nn.Module):
-    """Patches as vectors, a class token before them, and a learned position for each. (Exercise)
+    """Project the patches, put a class token before them, and add a learned position to each. (Exercise)
 
     Args:
         config: Sizes.
 
     Attributes:
-        proj: ``nn.Conv2d`` from ch channels to C, with kernel and stride P and a bias.
-        cls_token: Parameter ``[1, 1, C]``, zero at first.
-        pos_embed: Parameter ``[1, 1 + N, C]``, normal at first, with standard deviation 0.02; row 0 is the class token's.
+        proj: ``nn.Conv2d`` from ch channels to C, with kernel size and stride P and a bias.
+        cls_token: Parameter ``[1, 1, C]``, initially zero.
+        pos_embed: Parameter ``[1, 1 + N, C]``, initially normal with standard deviation 0.02; row 0 belongs to the class token.
 
     Source: Dosovitskiy and others (arXiv:2010.11929), equation (1).
     """
@@ -143,13 +143,13 @@ class ImageEmbeddings(nn.Module):
         """``[B, ch, height, width]`` to ``[B, 1 + N, C]``.
 
         Raises:
-            ValueError: the images have other sides or channels than the config; the message shows the images'
-                ``[ch, height, width]`` and the config's.
+            ValueError: the sides or channels of the images differ from the config's; the message shows ``[ch, height, width]``
+                of the images and of the config.
         """
         ### BEGIN SOLUTION
         wanted = [self.config.channels, self.config.image_size, self.config.image_size]
         if list(images.shape[1:]) != wanted:
-            raise ValueError(f"images of [ch, height, width] = {list(images.shape[1:])}, the config wants {wanted}")
+            raise ValueError(f"images of [ch, height, width] = {list(images.shape[1:])}, expected {wanted}")
         patches = rearrange(self.proj(images), "b c row column -> b (row column) c")
         tokens = torch.cat([self.cls_token.expand(len(images), -1, -1), patches], dim=1)
         return tokens + self.pos_embed
@@ -157,13 +157,13 @@ class ImageEmbeddings(nn.Module):
 
 
 class EncoderAttention(nn.Module):
-    """Attention in which every token sees every other. (Exercise)
+    """Attention in which every token sees every other token. (Exercise)
 
     Args:
         config: Sizes.
 
     Attributes:
-        wq: ``nn.Linear`` C to C with a bias; so are ``wk``, ``wv`` and ``wo``.
+        wq: ``nn.Linear`` from C to C with a bias; ``wk``, ``wv`` and ``wo`` are the same.
     """
 
     def __init__(self, config: ViTConfig):
@@ -182,17 +182,17 @@ class EncoderAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two layers with a GELU between them, applied to each token alone. (Exercise)
+    """Two linear layers with a GELU between them, applied to each token separately. (Exercise)
 
     Args:
-        config: Sizes; ``gelu`` says which form: "exact", with the error function, or its "tanh" approximation.
+        config: Sizes, and ``gelu``: "exact" is the form with the error function, "tanh" its approximation.
 
     Attributes:
-        fc1: ``nn.Linear`` C to F with a bias.
-        fc2: ``nn.Linear`` F to C with a bias.
+        fc1: ``nn.Linear`` from C to F with a bias.
+        fc2: ``nn.Linear`` from F to C with a bias.
 
     Source: Hendrycks and Gimpel (arXiv:1606.08415), section 2.
-    Convention: timm and Transformers take the exact form, the paper's own code (JAX) the approximation.
+    Convention: timm and Transformers use the exact form, the vision transformer's own code (JAX) the approximation.
     """
 
     def __init__(self, config: ViTConfig):
@@ -204,21 +204,21 @@ class MLP(nn.Module):
         ### END SOLUTION
 
     def forward(self, x: Float[Tensor, "... c"]) -> Float[Tensor, "... c"]:
-        """The shape of ``x``."""
+        """``[..., C]`` to ``[..., C]``."""
         ### BEGIN SOLUTION
         return self.fc2(F.gelu(self.fc1(x), approximate=self.approximate))
         ### END SOLUTION
 
 
 class ViTBlock(nn.Module):
-    """Attention and an MLP, each added to what comes in, each behind a LayerNorm. (Exercise)
+    """Attention, then an MLP; each reads its input through a LayerNorm and adds its output to the input. (Exercise)
 
     Args:
-        config: Sizes; every LayerNorm takes ``eps``.
+        config: Sizes; both LayerNorms use ``eps``.
 
     Attributes:
-        norm1: ``nn.LayerNorm`` before ``attn``, an ``EncoderAttention``.
-        norm2: ``nn.LayerNorm`` before ``mlp``, an ``MLP``.
+        norm1: ``nn.LayerNorm`` before ``attn``, which is an ``EncoderAttention``.
+        norm2: ``nn.LayerNorm`` before ``mlp``, which is an ``MLP``.
 
     Source: Dosovitskiy and others (arXiv:2010.11929), equations (2) and (3).
     """
@@ -241,17 +241,17 @@ class ViTBlock(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """The whole model: images in, one score a class out. (Exercise)
+    """The whole model: takes images, returns one score per class. (Exercise)
 
     Args:
-        config: Sizes; ``pooling`` says what the head sees, after ``norm``: the class "token", or the "mean" of the N
-            patches without it.
+        config: Sizes, and ``pooling``: the head reads, after ``norm``, either the class "token" or the "mean" of the N patches,
+            without the class token.
 
     Attributes:
         embeddings: ``ImageEmbeddings``.
         blocks: ``nn.ModuleList`` of L ``ViTBlock``.
         norm: ``nn.LayerNorm`` after the last block.
-        head: ``nn.Linear`` C to the number of classes, with a bias.
+        head: ``nn.Linear`` from C to the number of classes, with a bias.
 
     Source: Dosovitskiy and others (arXiv:2010.11929), equation (4).
     Convention: the mean is taken after the norm, as in Google's big_vision; timm takes it before.
@@ -279,7 +279,7 @@ class VisionTransformer(nn.Module):
 
 
 def count_parameters(config: ViTConfig) -> int:
-    """How many numbers the model learns, without building it. (Exercise)
+    """Number of parameters of the model, without building it. (Exercise)
 
     Args:
         config: Sizes.
@@ -299,7 +299,7 @@ def count_parameters(config: ViTConfig) -> int:
 
 ### BEGIN SOLUTION
 def _rename(state_dict: Mapping[str, Tensor], config: ViTConfig, names: dict[str, str]) -> dict[str, Tensor]:
-    """Our names for theirs, or one error that lists all that is wrong."""
+    """Rename tensors to our names, or raise one error that lists everything that is wrong."""
     with torch.device("meta"):
         wanted = {ours: list(tensor.shape) for ours, tensor in VisionTransformer(config).state_dict().items()}
     problems = [f"{name} is extra" for name in sorted(state_dict.keys() - set(names.values()))]
@@ -315,18 +315,18 @@ def _rename(state_dict: Mapping[str, Tensor], config: ViTConfig, names: dict[str
 
 ### END SOLUTION
 def convert_hf_state_dict(state_dict: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
-    """Transformers' weights under our names. (Exercise)
+    """Rename Transformers' weights to our names. (Exercise)
 
     Args:
-        state_dict: Of ``ViTForImageClassification``; names of Transformers 4 are taken too (pass it through
-            ``modern_hf_names`` first).
-        config: What the weights should fit; ``hf_names`` lists our name and theirs for each.
+        state_dict: State dict of a ``ViTForImageClassification``. Names of Transformers 4 are accepted too: pass it through
+            ``modern_hf_names`` first.
+        config: Sizes that the weights should have; ``hf_names(config)`` maps each of our names to theirs.
 
     Returns:
-        What ``VisionTransformer(config).load_state_dict`` takes.
+        A state dict for ``VisionTransformer(config).load_state_dict``.
 
     Raises:
-        ValueError: a tensor is missing, extra or misshapen: one error that names all of them, as they are called there.
+        ValueError: a tensor is missing, extra or has the wrong shape; one message names all of them, by Transformers' names.
     """
     ### BEGIN SOLUTION
     return _rename(modern_hf_names(state_dict), config, hf_names(config))
@@ -334,18 +334,18 @@ def convert_hf_state_dict(state_dict: Mapping[str, Tensor], config: ViTConfig) -
 
 
 def convert_timm_state_dict(state_dict: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
-    """timm's weights under our names, its fused projections split. (Exercise)
+    """Rename timm's weights to our names, and split its fused projections. (Exercise)
 
     Args:
-        state_dict: Of ``timm.models.VisionTransformer``: ``blocks.{i}.attn.qkv.weight`` ``[3C, C]`` holds the rows of all
-            queries, then of all keys, then of all values; its bias ``[3C]`` likewise.
-        config: What the weights should fit; ``timm_names`` lists our name and theirs for all others.
+        state_dict: State dict of a ``timm.models.VisionTransformer``; left unchanged. ``blocks.{i}.attn.qkv.weight``, ``[3C, C]``,
+            contains the rows of all queries, then of all keys, then of all values; its bias ``[3C]`` likewise.
+        config: Sizes that the weights should have; ``timm_names(config)`` maps each of our other names to theirs.
 
     Returns:
-        What ``VisionTransformer(config).load_state_dict`` takes.
+        A state dict for ``VisionTransformer(config).load_state_dict``.
 
     Raises:
-        ValueError: a tensor is missing, extra or misshapen: one error that names all of them, as they are called there.
+        ValueError: a tensor is missing, extra or has the wrong shape; one message names all of them, by timm's names.
     """
     ### BEGIN SOLUTION
     names, split = timm_names(config), dict(state_dict)
@@ -363,21 +363,21 @@ def convert_timm_state_dict(state_dict: Mapping[str, Tensor], config: ViTConfig)
 def resize_positions(
     pos_embed: Float[Tensor, "1 n_plus_1 c"], old_grid: tuple[int, int], new_grid: tuple[int, int]
 ) -> Float[Tensor, "1 m_plus_1 c"]:
-    """Positions for images of another size, interpolated from the learned ones. (Exercise)
+    """Interpolate the learned positions for images of another size. (Exercise)
 
     Args:
-        pos_embed: ``[1, 1 + N, C]``; row 0 is the class token's.
+        pos_embed: ``[1, 1 + N, C]``; row 0 belongs to the class token.
         old_grid: Rows and columns of the N patches.
-        new_grid: Rows and columns wanted.
+        new_grid: Rows and columns of the result.
 
     Returns:
-        ``[1, 1 + rows*columns, C]``: row 0 as it was, the others bicubic between the old ones, corners not aligned.
+        ``[1, 1 + rows*columns, C]``: row 0 unchanged, the others by bicubic interpolation without aligned corners.
 
     Raises:
         ValueError: N is not rows times columns of ``old_grid``; the message shows the arithmetic.
 
     Source: Dosovitskiy and others (arXiv:2010.11929), section 3.2.
-    Convention: plain bicubic, as in Transformers; timm switches antialiasing on, which gives slightly other numbers.
+    Convention: plain bicubic, as in Transformers; timm turns antialiasing on, which gives slightly different numbers.
     """
     ### BEGIN SOLUTION
     (rows, columns), n = old_grid, pos_embed.shape[1] - 1

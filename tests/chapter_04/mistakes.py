@@ -20,21 +20,23 @@ class NormCentred(reference.RMSNorm):
         return super().forward(x.float() - x.float().mean(-1, keepdim=True)).to(x.dtype)
 
 
-@mistake("RMSNorm", "eps is added outside the root")
+@mistake("RMSNorm", "eps is added outside of the root, and it belongs inside, to the mean square")
 class NormEpsilonOutside(reference.RMSNorm):
     def forward(self, x):
         wide = x.float()
         return (self.weight * wide / (wide.square().mean(-1, keepdim=True).sqrt() + self.eps)).to(x.dtype)
 
 
-@mistake("RMSNorm", "the squares are summed and not averaged: the vector has length 1, not a root mean square of 1")
+@mistake(
+    "RMSNorm", "the squares are summed instead of averaged: each vector gets length 1, not a root mean square of 1"
+)
 class NormOfLengthOne(reference.RMSNorm):
     def forward(self, x):
         wide = x.float()
         return (self.weight * wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
-@mistake("RMSNorm", "the root is missing: divided by the mean square itself")
+@mistake("RMSNorm", "the root is missing: x is divided by the mean square itself")
 class NormWithoutRoot(reference.RMSNorm):
     def forward(self, x):
         wide = x.float()
@@ -47,7 +49,9 @@ class NormInHalf(reference.RMSNorm):
         return (self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))).to(x.dtype)
 
 
-@mistake("RMSNorm", "cast before the weight's product: that is Meta's order, and here the cast comes last")
+@mistake(
+    "RMSNorm", "the cast comes before the product with the weight: that is Meta's order, and here the cast comes last"
+)
 class NormWeighsAfterTheCast(reference.RMSNorm):
     def forward(self, x):
         wide = x.float()
@@ -55,13 +59,13 @@ class NormWeighsAfterTheCast(reference.RMSNorm):
         return self.weight.to(x.dtype) * normed.to(x.dtype)
 
 
-@mistake("RMSNorm", "the result stays in float32, whatever came in")
+@mistake("RMSNorm", "the result stays in float32 instead of returning to the dtype of x")
 class NormStaysWide(reference.RMSNorm):
     def forward(self, x):
         return super().forward(x.float())
 
 
-@mistake("RMSNorm", "the mean is taken over all positions and not over each vector")
+@mistake("RMSNorm", "the mean is taken over all positions together instead of over each vector")
 class NormOverAll(reference.RMSNorm):
     def forward(self, x):
         wide = x.float()
@@ -75,7 +79,7 @@ class NormWithoutWeight(reference.RMSNorm):
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
-@mistake("RMSNorm", "the weight begins at zero, so that nothing passes")
+@mistake("RMSNorm", "the weight starts at zero, so the output is zero; it should start at one")
 class NormBeginsAtZero(reference.RMSNorm):
     def __init__(self, dim, eps=1e-5):
         super().__init__(dim, eps)
@@ -89,22 +93,22 @@ def _round_up(width, multiple_of):
     return -(-int(width) // multiple_of) * multiple_of
 
 
-@mistake("swiglu_hidden_dim", "4 x dim, without the two thirds: the block of the article this chapter mends")
+@mistake("swiglu_hidden_dim", "the width is 4 x dim, without the two thirds")
 def four_times(dim, multiple_of=256, multiplier=1.0):
     return _round_up(multiplier * 4 * dim, multiple_of)
 
 
-@mistake("swiglu_hidden_dim", "rounded down to a multiple, not up")
+@mistake("swiglu_hidden_dim", "the width is rounded down to a multiple instead of up")
 def rounded_down(dim, multiple_of=256, multiplier=1.0):
     return int(multiplier * (8 * dim // 3)) // multiple_of * multiple_of
 
 
-@mistake("swiglu_hidden_dim", "a width that is a multiple already goes up to the next one")
+@mistake("swiglu_hidden_dim", "a width that is already a multiple is raised to the next one")
 def always_one_more(dim, multiple_of=256, multiplier=1.0):
     return (int(multiplier * (8 * dim // 3)) // multiple_of + 1) * multiple_of
 
 
-@mistake("swiglu_hidden_dim", "not rounded to a multiple")
+@mistake("swiglu_hidden_dim", "the width is not rounded to a multiple of multiple_of")
 def not_rounded(dim, multiple_of=256, multiplier=1.0):
     return int(multiplier * (8 * dim // 3))
 
@@ -115,13 +119,14 @@ def multiplier_ignored(dim, multiple_of=256, multiplier=1.0):
 
 
 @mistake(
-    "swiglu_hidden_dim", "fractions are dropped once at the end, where Meta's code drops them before the multiplier too"
+    "swiglu_hidden_dim",
+    "the fraction is dropped only once, at the end; Meta's code also drops it before the multiplier",
 )
 def dropped_once(dim, multiple_of=256, multiplier=1.0):
     return _round_up(multiplier * 8 * dim / 3, multiple_of)
 
 
-@mistake("swiglu_hidden_dim", "a whole number, but as a float")
+@mistake("swiglu_hidden_dim", "the number is right, but it is a float and should be an int")
 def width_as_float(dim, multiple_of=256, multiplier=1.0):
     return float(reference.swiglu_hidden_dim(dim, multiple_of, multiplier))
 
@@ -129,43 +134,45 @@ def width_as_float(dim, multiple_of=256, multiplier=1.0):
 # ---- 4.3 SwiGLU ------------------------------------------------------------------------------------------------------
 
 
-@mistake("SwiGLU", "silu is on the wrong branch: on w3, where w1 is the gate")
+@mistake("SwiGLU", "silu is applied to w3's branch; the gate is w1")
 class GateOnW3(reference.SwiGLU):
     def forward(self, x):
         return self.w2(self.w1(x) * silu(self.w3(x)))
 
 
-@mistake("SwiGLU", "silu after the product of the two branches")
+@mistake(
+    "SwiGLU", "silu is applied after the two branches are multiplied; it belongs on w1's branch, before the product"
+)
 class SiluOfProduct(reference.SwiGLU):
     def forward(self, x):
         return self.w2(silu(self.w1(x) * self.w3(x)))
 
 
-@mistake("SwiGLU", "silu on both branches")
+@mistake("SwiGLU", "silu is applied to both branches; only w1's is the gate")
 class SiluOnBoth(reference.SwiGLU):
     def forward(self, x):
         return self.w2(silu(self.w1(x)) * silu(self.w3(x)))
 
 
-@mistake("SwiGLU", "a sigmoid for the gate (GLU): silu is x times it")
+@mistake("SwiGLU", "the gate is a sigmoid (that is GLU); silu is x times its sigmoid")
 class SigmoidGate(reference.SwiGLU):
     def forward(self, x):
         return self.w2(self.w1(x).sigmoid() * self.w3(x))
 
 
-@mistake("SwiGLU", "GELU for the gate (GEGLU)")
+@mistake("SwiGLU", "the gate is GELU (that is GEGLU); SwiGLU's is silu")
 class GeluGate(reference.SwiGLU):
     def forward(self, x):
         return self.w2(gelu(self.w1(x)) * self.w3(x))
 
 
-@mistake("SwiGLU", "the branches are added and not multiplied")
+@mistake("SwiGLU", "the two branches are added instead of multiplied")
 class BranchesAdded(reference.SwiGLU):
     def forward(self, x):
         return self.w2(silu(self.w1(x)) + self.w3(x))
 
 
-@mistake("SwiGLU", "w2 and w3 have changed places: at Meta w2 leads back")
+@mistake("SwiGLU", "w2 and w3 are exchanged: in Meta's names, w2 projects back from F to C")
 class W2AndW3Exchanged(nn.Module):
     def __init__(self, dim, hidden_dim):
         super().__init__()
@@ -177,14 +184,14 @@ class W2AndW3Exchanged(nn.Module):
         return self.w3(silu(self.w1(x)) * self.w2(x))
 
 
-@mistake("SwiGLU", "the layers have a bias")
+@mistake("SwiGLU", "the linear layers have a bias; Llama has none")
 class FeedForwardWithBias(reference.SwiGLU):
     def __init__(self, dim, hidden_dim):
         super().__init__(dim, hidden_dim)
         self.w2 = nn.Linear(hidden_dim, dim)
 
 
-@mistake("SwiGLU", "two thirds are taken here again, of a width that was already right")
+@mistake("SwiGLU", "two thirds of hidden_dim are taken again, although hidden_dim already includes them")
 class TwoThirdsTwice(reference.SwiGLU):
     def __init__(self, dim, hidden_dim):
         super().__init__(dim, 2 * hidden_dim // 3)
@@ -193,20 +200,23 @@ class TwoThirdsTwice(reference.SwiGLU):
 # ---- 4.4 TransformerBlock --------------------------------------------------------------------------------------------
 
 
-@mistake("TransformerBlock", "post-norm: the sum is normalised, where Llama normalises what goes in")
+@mistake("TransformerBlock", "that is post-norm: the sum is normalised, and Llama normalises the input of each part")
 class PostNorm(reference.TransformerBlock):
     def forward(self, x, rope, mask=None, cache=None):
         x = self.attention_norm(x + self.attention(x, rope, mask, cache))
         return self.ffn_norm(x + self.feed_forward(x))
 
 
-@mistake("TransformerBlock", "the feed-forward gets the block's input, beside attention and not after it")
+@mistake(
+    "TransformerBlock",
+    "the feed-forward reads the block's input; it should read the sum that includes attention's output",
+)
 class Parallel(reference.TransformerBlock):
     def forward(self, x, rope, mask=None, cache=None):
         return x + self.attention(self.attention_norm(x), rope, mask, cache) + self.feed_forward(self.ffn_norm(x))
 
 
-@mistake("TransformerBlock", "nothing is added to what came in: the residual connections are missing")
+@mistake("TransformerBlock", "the residual connections are missing: each part's output should be added to its input")
 class NoResidual(reference.TransformerBlock):
     def forward(self, x, rope, mask=None, cache=None):
         return self.feed_forward(self.ffn_norm(self.attention(self.attention_norm(x), rope, mask, cache)))
@@ -221,7 +231,7 @@ class AddsTheNormed(reference.TransformerBlock):
         return normed + self.feed_forward(normed)
 
 
-@mistake("TransformerBlock", "the two norms have changed places")
+@mistake("TransformerBlock", "the two norms are exchanged")
 class NormsExchanged(reference.TransformerBlock):
     def forward(self, x, rope, mask=None, cache=None):
         x = x + self.attention(self.ffn_norm(x), rope, mask, cache)
@@ -246,14 +256,14 @@ class BlockWithoutCache(reference.TransformerBlock):
         return super().forward(x, rope, mask if cache is None else mask[:, -x.shape[1] :])
 
 
-@mistake("TransformerBlock", "n_kv_heads is ignored: every query head has keys of its own")
+@mistake("TransformerBlock", "n_kv_heads is ignored, so every query head has its own keys and values")
 class BlockUngrouped(reference.TransformerBlock):
     def __init__(self, config):
         super().__init__(config)
         self.attention = MultiHeadAttention(config.dim, config.n_heads)
 
 
-@mistake("TransformerBlock", "the feed-forward is 4 x dim wide, and not hidden_dim")
+@mistake("TransformerBlock", "the feed-forward is 4 x dim wide instead of hidden_dim")
 class BlockFourTimes(reference.TransformerBlock):
     def __init__(self, config):
         super().__init__(config)
@@ -302,7 +312,7 @@ class PositionsFromZero(_Varied):
         return 0
 
 
-@mistake("Llama", "no causal mask: every token sees those that it should foretell")
+@mistake("Llama", "there is no causal mask: every token sees the tokens that it should predict")
 class NoMask(_Varied):
     def mask_of(self, t, end):
         return None
@@ -326,31 +336,34 @@ class LogitsStayHalf(_Varied):
         return self.output(self.norm(x))
 
 
-@mistake("Llama", "it gives probabilities, where logits are asked for")
+@mistake("Llama", "it returns probabilities instead of logits")
 class GivesProbabilities(_Varied):
     def head(self, x):
         return super().head(x).softmax(-1)
 
 
-@mistake("Llama", "only the last position's logits come back")
+@mistake("Llama", "only the logits of the last position are returned")
 class LastOnly(_Varied):
     def head(self, x):
         return super().head(x)[:, -1:]
 
 
-@mistake("Llama", "the mask is made on PyTorch's default device, where the tokens may be on another")
+@mistake("Llama", "the mask is made on PyTorch's default device, and the tokens may be on another one")
 class MaskOnDefaultDevice(_Varied):
     def mask_of(self, t, end):
         return causal_mask(t, end)
 
 
-@mistake("Llama", "the last position is refused: context_len of them fit")
+@mistake("Llama", "the last position is refused, although context_len positions fit")
 class RefusesTheLast(_Varied):
     def check(self, end):
         super().check(end + 1)
 
 
-@mistake("Llama", "what is in the cache is not counted: the length of the new tokens alone is checked, or nothing")
+@mistake(
+    "Llama",
+    "the check ignores the tokens in the cache: it looks at the number of new tokens alone, or there is no check",
+)
 class ChecksNewOnly(_Varied):
     def forward(self, tokens, cache=None):
         if tokens.shape[1] > self.config.context_len:
@@ -361,7 +374,7 @@ class ChecksNewOnly(_Varied):
         pass
 
 
-@mistake("Llama", "the head shares the embedding's weight, as GPT-2's does: Llama 2 has two")
+@mistake("Llama", "the head shares the embedding's weight, as in GPT-2; Llama 2 has two separate weights")
 class TiedHead(reference.Llama):
     def __init__(self, config):
         super().__init__(config)
@@ -382,7 +395,7 @@ class RopeOfFixedBase(reference.Llama):
         self.rope = precompute_rope(config.head_dim, config.context_len, device="cpu")
 
 
-@mistake("Llama", "the length is asked of the second layer's cache, which a model of one layer does not have")
+@mistake("Llama", "the length is read from the second layer's cache, which a model with one layer doesn't have")
 class AsksTheSecondCache(reference.Llama):
     def forward(self, tokens, cache=None):
         if cache:
@@ -390,7 +403,10 @@ class AsksTheSecondCache(reference.Llama):
         return super().forward(tokens, cache)
 
 
-@mistake("Llama", "the embeddings are multiplied by the root of the width, as in the first transformer")
+@mistake(
+    "Llama",
+    "the embeddings are multiplied by the root of the width, as in the first transformer; Llama doesn't do that",
+)
 class ScaledEmbeddings(_Varied):
     def forward(self, tokens, cache=None):
         hook = self.tok_embeddings.register_forward_hook(lambda m, i, out: out * self.config.dim**0.5)
@@ -400,7 +416,7 @@ class ScaledEmbeddings(_Varied):
             hook.remove()
 
 
-@mistake("Llama", "the rotation table is a buffer: it stands in the state dict under a name that Meta's files lack")
+@mistake("Llama", "the rotation table is a buffer, so it appears in the state dict under a name that Meta's files lack")
 class RopeInStateDict(reference.Llama):
     def __init__(self, config):
         super().__init__(config)
@@ -411,7 +427,7 @@ class RopeInStateDict(reference.Llama):
 
 @mistake(
     "Llama",
-    "the rotation table is a buffer, kept out of the state dict, but casting the model cuts its imaginary part off",
+    "the rotation table is a non-persistent buffer, and casting the model to a real dtype drops its imaginary part",
 )
 class RopeCast(reference.Llama):
     def __init__(self, config):
@@ -456,7 +472,7 @@ class _Reused:
         return self.cache.update(k, v)
 
 
-@mistake("Llama", "the cache has room for every query head, where the grouped key heads are fewer")
+@mistake("Llama", "the cache has room for every query head, but there are fewer key/value heads (n_kv_heads)")
 class CacheUngrouped(reference.Llama):
     def make_cache(self, batch, max_len):
         weight = self.output.weight
@@ -471,7 +487,7 @@ class CacheFloat32(reference.Llama):
         return [KVCache(*shape, device=self.output.weight.device) for _ in self.layers]
 
 
-@mistake("Llama", "the cache is made on PyTorch's default device, where the weights may be on another")
+@mistake("Llama", "the cache is made on PyTorch's default device, and the weights may be on another one")
 class CacheOnDefaultDevice(reference.Llama):
     def make_cache(self, batch, max_len):
         shape = (batch, self.config.n_kv_heads, max_len, self.config.head_dim)
@@ -493,12 +509,15 @@ def counts_tied(config):
     return _count(config, heads=1)
 
 
-@mistake("count_parameters", "keys and values are counted for every query head, where grouped ones are fewer")
+@mistake(
+    "count_parameters",
+    "keys and values are counted for every query head, but there are fewer key/value heads (n_kv_heads)",
+)
 def counts_ungrouped(config):
     return _count(config, attention=4 * config.dim**2)
 
 
-@mistake("count_parameters", "two matrices in the feed-forward, where SwiGLU has three")
+@mistake("count_parameters", "the feed-forward is counted with two matrices; SwiGLU has three")
 def counts_two_matrices(config):
     return _count(config, ffn=2)
 
@@ -508,12 +527,12 @@ def counts_no_last_norm(config):
     return _count(config, last=0)
 
 
-@mistake("count_parameters", "one norm a block, where there are two")
+@mistake("count_parameters", "one norm per block is counted; there are two")
 def counts_one_norm(config):
     return _count(config, norms=1)
 
 
-@mistake("count_parameters", "norms with a bias, as LayerNorm's: RMSNorm has a weight only")
+@mistake("count_parameters", "the norms are counted with a bias, as in LayerNorm; RMSNorm has only a weight")
 def counts_norm_biases(config):
     return _count(config, norms=4, last=2)
 
@@ -521,17 +540,17 @@ def counts_norm_biases(config):
 # ---- 4.7 inference_memory_gb -----------------------------------------------------------------------------------------
 
 
-@mistake("inference_memory_gb", "bits are taken for bytes")
+@mistake("inference_memory_gb", "the bits are taken for bytes")
 def bits_as_bytes(n_parameters, bits=16, overhead=1.2):
     return n_parameters * bits * overhead / 1e9
 
 
-@mistake("inference_memory_gb", "always four bytes a weight, whatever the bits")
+@mistake("inference_memory_gb", "every weight is counted as four bytes, whatever `bits` says")
 def always_four_bytes(n_parameters, bits=16, overhead=1.2):
     return n_parameters * 4 * overhead / 1e9
 
 
-@mistake("inference_memory_gb", "in GiB (2 ** 30 bytes), where GB are asked for")
+@mistake("inference_memory_gb", "the result is in GiB (2 ** 30 bytes) instead of GB (1e9 bytes)")
 def in_gib(n_parameters, bits=16, overhead=1.2):
     return n_parameters * bits / 8 * overhead / 2**30
 
@@ -549,17 +568,17 @@ def upside_down(n_parameters, bits=16, overhead=1.2):
 # ---- 4.8 kv_cache_bytes ----------------------------------------------------------------------------------------------
 
 
-@mistake("kv_cache_bytes", "keys only: the values are as many")
+@mistake("kv_cache_bytes", "only the keys are counted; there are as many values")
 def keys_only(config, batch, length, bytes_per_value=2):
     return reference.kv_cache_bytes(config, batch, length, bytes_per_value) // 2
 
 
-@mistake("kv_cache_bytes", "one layer: every layer has a cache")
+@mistake("kv_cache_bytes", "only one layer is counted; every layer has a cache")
 def one_layer(config, batch, length, bytes_per_value=2):
     return reference.kv_cache_bytes(config, batch, length, bytes_per_value) // config.n_layers
 
 
-@mistake("kv_cache_bytes", "counted for every query head, where grouped key heads are fewer")
+@mistake("kv_cache_bytes", "every query head is counted, but only the key/value heads (n_kv_heads) are cached")
 def cache_of_query_heads(config, batch, length, bytes_per_value=2):
     return reference.kv_cache_bytes(config, batch, length, bytes_per_value) * config.n_heads // config.n_kv_heads
 
@@ -608,13 +627,13 @@ def queries_only(state_dict, config):
     return _renamed(state_dict, config, {"q_proj": config.n_heads})
 
 
-@mistake("convert_hf_state_dict", "k is reordered with the number of query heads, where grouped key heads are fewer")
+@mistake("convert_hf_state_dict", "k is reordered by the number of query heads; it has only n_kv_heads heads")
 def keys_by_query_heads(state_dict, config):
     n = config.n_heads if config.n_heads * 2 <= config.n_kv_heads * config.head_dim else config.n_kv_heads // 2 or 1
     return _renamed(state_dict, config, {"q_proj": config.n_heads, "k_proj": n})
 
 
-@mistake("convert_hf_state_dict", "the rows are reordered the wrong way round, from neighbours to halves")
+@mistake("convert_hf_state_dict", "the rows are reordered in the wrong direction, from neighbours to halves")
 def wrong_way(state_dict, config):
     out = _renamed(state_dict, config, {})
     for name in out:
@@ -624,18 +643,18 @@ def wrong_way(state_dict, config):
     return out
 
 
-@mistake("convert_hf_state_dict", "gate and up have changed places: gate_proj is w1")
+@mistake("convert_hf_state_dict", "gate_proj and up_proj are exchanged: gate_proj is w1")
 def gate_and_up_exchanged(state_dict, config):
     out = reference.convert_hf_state_dict(state_dict, config)
     return {name.replace(".w1.", ".x.").replace(".w3.", ".w1.").replace(".x.", ".w3."): w for name, w in out.items()}
 
 
-@mistake("convert_hf_state_dict", "everything becomes float32")
+@mistake("convert_hf_state_dict", "every tensor is cast to float32 instead of keeping its dtype")
 def converts_dtype(state_dict, config):
     return {name: w.float() for name, w in reference.convert_hf_state_dict(state_dict, config).items()}
 
 
-@mistake("convert_hf_state_dict", "the first problem ends it: the others are not listed")
+@mistake("convert_hf_state_dict", "only the first problem is reported; the message should list all of them")
 def first_problem_only(state_dict, config):
     try:
         return reference.convert_hf_state_dict(state_dict, config)
@@ -643,13 +662,16 @@ def first_problem_only(state_dict, config):
         raise ValueError("\n".join(str(error).splitlines()[:2])) from None
 
 
-@mistake("convert_hf_state_dict", "unknown names are dropped without a word")
+@mistake("convert_hf_state_dict", "unknown names are dropped silently; they should be reported as extra")
 def extra_ignored(state_dict, config):
     known = {name: w for name, w in state_dict.items() if name in hf_tensors(config)}
     return reference.convert_hf_state_dict(known, config)
 
 
-@mistake("convert_hf_state_dict", "the frequencies that old checkpoints carry are taken for an error")
+@mistake(
+    "convert_hf_state_dict",
+    "rotary_emb.inv_freq, which old checkpoints contain, is reported as an error; it should be dropped",
+)
 def inv_freq_refused(state_dict, config):
     if any("inv_freq" in name for name in state_dict):
         raise ValueError(f"extra: {[name for name in state_dict if 'inv_freq' in name]}")
@@ -696,22 +718,22 @@ def crossing_dropped(logits, temperature=1.0, top_k=None, top_p=None, generator=
     return _sample(logits, temperature, top_k, top_p, generator, strict=True)
 
 
-@mistake("sample_next", "a token more than top_p needs stays, where the sum before it is p exactly")
+@mistake("sample_next", "one token too many remains when the sum before it is exactly top_p")
 def exactly_met(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     return _sample(logits, temperature, top_k, top_p, generator, one_more=True)
 
 
-@mistake("sample_next", "top_p looks at the probabilities from before top_k, which no longer sum to 1")
+@mistake("sample_next", "top_p uses the probabilities from before top_k, without renormalising those that remain")
 def top_p_before_top_k(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     return _sample(logits, temperature, top_k, top_p, generator, top_p_first=True)
 
 
-@mistake("sample_next", "the temperature comes after top_p, which was judged without it")
+@mistake("sample_next", "the temperature is applied after top_p instead of first")
 def temperature_last(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     return _sample(logits, temperature, top_k, top_p, generator, by_logits=True)
 
 
-@mistake("sample_next", "the logits are multiplied by the temperature, not divided")
+@mistake("sample_next", "the logits are multiplied by the temperature instead of divided")
 def multiplied(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     inverse = 1 / temperature if temperature > 0 else temperature
     return reference.sample_next(logits, inverse, top_k, top_p, generator)
@@ -731,20 +753,20 @@ def divides_by_zero(logits, temperature=1.0, top_k=None, top_p=None, generator=N
     return reference.sample_next(logits, temperature, top_k, top_p, generator)
 
 
-@mistake("sample_next", "always the likeliest: nothing is drawn")
+@mistake("sample_next", "it always returns the likeliest token: nothing is drawn")
 def always_greedy(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     reference.sample_next(logits, temperature, top_k, top_p, generator)
     return logits.argmax(-1)
 
 
-@mistake("sample_next", "the places in the sorted order come back, not the tokens at them")
+@mistake("sample_next", "it returns positions in the sorted order instead of the token ids at those positions")
 def places_not_tokens(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     order = logits.argsort(dim=-1, descending=True)
     drawn = reference.sample_next(logits, temperature, top_k, top_p, generator)
     return (order == drawn[..., None]).int().argmax(-1)
 
 
-@mistake("sample_next", "a dimension too much: [B, 1] comes back")
+@mistake("sample_next", "it returns [B, 1] instead of [B]")
 def keeps_a_dimension(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     return reference.sample_next(logits, temperature, top_k, top_p, generator)[:, None]
 
@@ -762,14 +784,14 @@ def in_place(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     return out
 
 
-@mistake("sample_next", "settings that mean nothing are taken without a word")
+@mistake("sample_next", "meaningless settings (a negative temperature, top_k = 0) are accepted without an error")
 def nothing_refused(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     top_k = None if top_k is not None and top_k < 1 else top_k
     top_p = None if top_p is not None and not 0 < top_p <= 1 else top_p
     return reference.sample_next(logits, abs(temperature), top_k, top_p, generator)
 
 
-@mistake("sample_next", "top_k larger than the vocabulary is an error")
+@mistake("sample_next", "top_k larger than the vocabulary raises an error; it should keep all tokens")
 def top_k_too_large(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     if top_k is not None:
         logits.topk(top_k)
@@ -826,24 +848,24 @@ def _as_generator(function):
 
 whole_text = _variant(
     "whole_text",
-    "the whole text is passed again at each step, where the cache holds all but the newest token",
+    "the whole text is passed again in each step, although the cache holds everything but the newest token",
     whole=True,
 )
 once_more = _variant(
-    "once_more", "the model is run once more after the last token, for a token that nobody asked for", once_more=True
+    "once_more", "the model runs once more after the last token, and the result is never used", once_more=True
 )
-first_only = _variant(
-    "first_only", "it stops as soon as any sequence has ended, where the others still write", stop=any
+first_only = _variant("first_only", "it stops as soon as one sequence has ended, although others have not", stop=any)
+ended_go_on = _variant(
+    "ended_go_on", "a sequence that has ended continues with other tokens instead of repeating eos_id", fill=False
 )
-ended_go_on = _variant("ended_go_on", "a sequence that has ended goes on with other tokens", fill=False)
-never_stops = _variant(
-    "never_stops", "it goes on to the last step when all sequences have ended", stop=lambda done: False
+never_stops = _variant("never_stops", "it keeps going after all sequences have ended", stop=lambda done: False)
+eos_swallowed = _variant("eos_swallowed", "the step in which the last sequence ends is not yielded", before=True)
+ended_by_prompt = _variant(
+    "ended_by_prompt", "an end token in the prompt counts as the end of the sequence", prompt_eos=True
 )
-eos_swallowed = _variant("eos_swallowed", "the step at which the last sequence ends is not given", before=True)
-ended_by_prompt = _variant("ended_by_prompt", "an end in the prompt counts as the end", prompt_eos=True)
-with_gradients = _variant("with_gradients", "gradients are kept", no_grad=False)
+with_gradients = _variant("with_gradients", "gradients are recorded", no_grad=False)
 first_position = _variant(
-    "first_position", "the next token is read from the first position, where the last foretells it", position=0
+    "first_position", "the next token is read from the first position; the last position predicts it", position=0
 )
 nothing_handed_on = _variant(
     "nothing_handed_on",
@@ -856,38 +878,38 @@ seed_lost = _variant(
     sample=lambda logits, temperature, k, p, g: reference.sample_next(logits, temperature, k, p),
 )
 small_cache = _variant(
-    "small_cache", "the cache has room for the new tokens only, and the prompt goes into it too", room=3
+    "small_cache", "the cache has room for the new tokens only, but the prompt goes into it too", room=3
 )
 
 
 on_default_device = _variant(
-    "on_default_device", "who has ended is kept on PyTorch's default device, where the tokens may be on another",
+    "on_default_device", "the record of ended sequences is on PyTorch's default device, and the tokens may be on another one",
     on_default=True,
 )  # fmt: skip
 
 
-@mistake("generate", "a list of all tokens comes back at the end: nothing can be shown as it is written")
+@mistake("generate", "it returns a list of all tokens at the end, so nothing can be shown while it is being written")
 @torch.no_grad()
 def all_at_once(model, tokens, max_new_tokens, temperature=1.0, top_k=None, top_p=None, eos_id=None, generator=None):
     args = (model, tokens, max_new_tokens, temperature, top_k, top_p, eos_id, generator)
     return list(reference.generate(*args))
 
 
-@mistake("generate", "each sequence is written by itself, one after the other, and not in one batch")
+@mistake("generate", "the sequences are written one after the other instead of in one batch")
 @torch.no_grad()
 def one_by_one(model, tokens, max_new_tokens, temperature=1.0, top_k=None, top_p=None, eos_id=None, generator=None):
     rest = (max_new_tokens, temperature, top_k, top_p, eos_id, generator)
     yield from (step for row in tokens for step in reference.generate(model, row[None], *rest))
 
 
-@mistake("generate", "the prompt comes out as well, before the new tokens")
+@mistake("generate", "the prompt is yielded too, before the new tokens")
 @torch.no_grad()
 def prompt_too(model, tokens, max_new_tokens, temperature=1.0, top_k=None, top_p=None, eos_id=None, generator=None):
     yield from tokens.T
     yield from reference.generate(model, tokens, max_new_tokens, temperature, top_k, top_p, eos_id, generator)
 
 
-@mistake("generate", "each step gives [B, 1], where [B] is asked for")
+@mistake("generate", "each step yields [B, 1] instead of [B]")
 @torch.no_grad()
 def columns(model, tokens, max_new_tokens, temperature=1.0, top_k=None, top_p=None, eos_id=None, generator=None):
     for step in reference.generate(model, tokens, max_new_tokens, temperature, top_k, top_p, eos_id, generator):

@@ -245,7 +245,7 @@ def test_RMSNorm_weighs_in_float32(dtype):
     expected = plain_norm(x.double(), weight, 1e-5).to(dtype)
     expect_close(out, expected, atol=0.05, rtol=0.05, read="the contract")
     off = (out != expected).double().mean().item()
-    problem = f"{off:.0%} of the numbers are rounded more than once: the weight's product was not in float32"
+    problem = f"{off:.0%} of the numbers are rounded more than once: the product with the weight was not in float32"
     expect_true(off < 0.02, problem, answer=out, read="the contract, under Convention")
 
 
@@ -261,7 +261,7 @@ def test_RMSNorm_passes_gradients_back():
     norm = llama.RMSNorm(6)
     norm.load_state_dict({"weight": weight})
     out = norm(x)
-    expect_true(out.requires_grad, "the output is cut off from the graph", answer=out, read=NORM)
+    expect_true(out.requires_grad, "the output is detached from the graph", answer=out, read=NORM)
     out.backward(incoming)
     other_x, other_w = x.detach().double().requires_grad_(), weight.double().requires_grad_()
     nn.functional.rms_norm(other_x, (6,), other_w, eps=1e-5).backward(incoming.double())
@@ -288,7 +288,7 @@ def test_swiglu_hidden_dim_is_the_next_multiple():
     def check(dim, multiple_of):
         case(f"dim={dim} multiple_of={multiple_of}")
         width, wanted = llama.swiglu_hidden_dim(dim, multiple_of), 2 * 4 * dim // 3
-        expect_true(width % multiple_of == 0, f"{width} is no multiple of {multiple_of}", answer=width)
+        expect_true(width % multiple_of == 0, f"{width} is not a multiple of {multiple_of}", answer=width)
         expect_true(wanted <= width < wanted + multiple_of, f"{width} is not the next from {wanted} on", answer=width)
 
     check()
@@ -369,7 +369,7 @@ def test_TransformerBlock_sees_all_without_a_mask():
 
 
 def test_TransformerBlock_is_the_identity_if_nothing_is_added():
-    case("wo and w2 are zero: what comes in goes out")
+    case("wo and w2 are zero: the output equals the input")
     silent = {"attention.wo.weight": torch.zeros(24, 24), "feed_forward.w2.weight": torch.zeros(24, 28)}
     block, _ = make_block(PLAIN, **silent)
     x = 5 * randn(2, 3, 24)
@@ -475,7 +475,9 @@ def test_Llama_head_has_a_weight_of_its_own():
     case("output.weight and tok_embeddings.weight")
     model = llama.Llama(PLAIN)
     tied = model.output.weight is model.tok_embeddings.weight
-    expect_true(not tied, "the head shares the embedding's weight: Llama 2's are two", read="the contract")
+    expect_true(
+        not tied, "the head shares the embedding's weight; Llama 2 has two separate weights", read="the contract"
+    )
 
 
 @pytest.mark.parametrize("cuts", [(4, 5, 6, 7, 8), (1, 2, 8)], ids=["prompt_then_one_by_one", "uneven"])
@@ -523,7 +525,7 @@ def test_Llama_works_on_the_device_of_its_tokens():
     logits = torch.cat(pieces, dim=1)
     returns = "the contract, under Returns"
     expect_close(logits, expected, atol=1e-3, rtol=1e-3, read=returns)
-    problem = f"two devices meet in {devices.mixed}: something was made on PyTorch's default device"
+    problem = f"{devices.mixed} mixes two devices: a tensor was made on PyTorch's default device"
     expect_true(not devices.mixed, problem, answer=logits, read=returns)
 
 
@@ -591,7 +593,7 @@ def test_Llama_learns():
     case("tokens [2, 6]: every parameter gets a gradient")
     model, _ = make_llama(GROUPED)
     logits = model(make_tokens(GROUPED, 2, 6))
-    expect_true(logits.requires_grad, "the logits are cut off from the graph", answer=logits)
+    expect_true(logits.requires_grad, "the logits are detached from the graph", answer=logits)
     logits.square().mean().backward()
     still = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
     expect_equal(still, [], name="parameters without a gradient", read="the contract")
@@ -776,7 +778,7 @@ def test_sample_next_draws_in_proportion(settings, expected):
     expected = [share / sum(expected) for share in expected]
     read = NUCLEUS if "top_p" in settings else TEMPERATURE
     for token, share in enumerate(expected):
-        problem = f"token {token} was drawn, which these settings leave out"
+        problem = f"token {token} was drawn, although these settings exclude it"
         expect_true(share > 0 or shares[token] == 0, problem, answer=tenths, read=read)
     # five standard deviations of a share of 4000 draws are at most 0.04
     expect_close(shares, expected, atol=0.04, rtol=0.0, name="shares", answer=tenths, read=read)
@@ -820,7 +822,7 @@ def test_sample_next_repeats_with_the_same_seed():
     before = torch.random.get_rng_state()
     llama.sample_next(logits, generator=torch.Generator().manual_seed(3))
     same = torch.equal(before, torch.random.get_rng_state())
-    expect_true(same, "the global random state was used, where a generator was given", read="the contract, generator")
+    expect_true(same, "the global random state was used although a generator was given", read="the contract, generator")
 
 
 def test_sample_next_leaves_the_logits_alone():
@@ -853,7 +855,7 @@ def test_sample_next_refuses(settings, named_value):
 
 
 class Scripted(nn.Module):
-    """A model that says a given sequence, and keeps account of what it is asked."""
+    """A model that writes a given sequence and records how it is called."""
 
     def __init__(self, script: list[list[int]], vocab_size: int = 10):
         super().__init__()
@@ -870,7 +872,7 @@ class Scripted(nn.Module):
         expect_true(cache is not None, "the model was run without its cache", read=GENERATE)
         step, (batch, n_steps) = len(self.asked), self.script.shape
         self.asked.append(tokens.tolist())
-        problem = f"the model was given {len(tokens)} sequences, where there are {batch}"
+        problem = f"the model was given {len(tokens)} sequences, and there are {batch}"
         expect_true(len(tokens) == batch, problem, answer=self.asked, read=GENERATE)
         problem = f"the model was asked for step {step + 1} of {n_steps}: it should run exactly max_new_tokens times"
         expect_true(step < n_steps, problem, answer=self.asked, read=GENERATE)
@@ -895,7 +897,7 @@ class Plain(nn.Module):
 
 
 class Bigrams(nn.Module):
-    """A model whose scores hang on the newest token alone."""
+    """A model whose scores depend on the newest token only."""
 
     def __init__(self):
         super().__init__()
@@ -922,14 +924,14 @@ def write(model: nn.Module, tokens: Tensor, n_new: int, **settings) -> list[list
 
 
 def test_generate_by_hand():
-    case("prompts (1, 2, 3) and (4, 5, 6), greedy, a model that says 7 8 9 and 3 2 1")
+    case("prompts (1, 2, 3) and (4, 5, 6), greedy, a model that writes 7 8 9 and 3 2 1")
     model, prompts = Scripted([[7, 8, 9], [3, 2, 1]]), torch.tensor([[1, 2, 3], [4, 5, 6]])
     out = write(model, prompts, 3, temperature=0)
     expect_equal(out, [[7, 8, 9], [3, 2, 1]], name="new tokens", read=GENERATE)
     asked = [[[1, 2, 3], [4, 5, 6]], [[7], [3]], [[8], [2]]]
     expect_equal(model.asked, asked, name="what the model was given, call by call", answer=model.asked, read=GENERATE)
     batch, max_len = model.caches[0] if model.caches else (0, 0)
-    problem = f"the cache is for {batch} x {max_len} positions, where 2 sequences may need 5 or 6"
+    problem = f"the cache has room for {batch} x {max_len} positions; 2 sequences may need 5 or 6 each"
     expect_true(len(model.caches) == 1 and batch == 2 and max_len >= 5, problem, answer=model.asked, read=GENERATE)
 
 
@@ -937,7 +939,9 @@ def test_generate_yields_each_token_as_soon_as_it_is_known():
     case("the first token asked for, of 5")
     model = Scripted([[7, 8, 9, 1, 2]])
     steps = llama.generate(model, torch.tensor([[1]]), 5, temperature=0)
-    expect_true(hasattr(steps, "__next__"), "generate gave no iterator", answer=str(type(steps)), read=GENERATE)
+    expect_true(
+        hasattr(steps, "__next__"), "generate did not return an iterator", answer=str(type(steps)), read=GENERATE
+    )
     first = next(steps)
     expect_equal(first.tolist(), [7], name="first token", read=GENERATE)
     problem = f"the model ran {len(model.asked)} times before the first token came out"
@@ -959,20 +963,22 @@ def test_generate_does_not_mind_eos_in_the_prompt():
 
 
 def test_generate_without_eos_id_goes_on():
-    case("no eos_id, a model that says 0 0 0; then no steps at all")
+    case("no eos_id, a model that writes 0 0 0; then no steps at all")
     expect_equal(write(Scripted([[0, 0, 0]]), torch.tensor([[1]]), 3, temperature=0), [[0, 0, 0]], read=GENERATE)
     expect_equal(write(Scripted([[0, 0, 0]]), torch.tensor([[1]]), 0, temperature=0), [[]], read=GENERATE)
 
 
 def test_generate_keeps_no_gradients():
-    case("one step: does the token or the model hold a graph; is it on again outside?")
+    case("one step: are gradients off inside, and on again outside?")
     model, seen = Scripted([[7, 8]]), []
     forward = model.forward
     model.forward = lambda tokens, cache=None: (seen.append(torch.is_grad_enabled()), forward(tokens, cache))[1]
     steps = llama.generate(model, torch.tensor([[1]]), 2, temperature=0)
     next(steps)
     expect_equal(seen, [False], name="gradients enabled inside", read=GENERATE)
-    expect_true(torch.is_grad_enabled(), "gradients stay off between two steps, in the caller's code", read=GENERATE)
+    expect_true(
+        torch.is_grad_enabled(), "gradients are still off in the caller's code between two steps", read=GENERATE
+    )
 
 
 def test_generate_hands_on_how_to_draw():
@@ -989,7 +995,7 @@ def test_generate_hands_on_how_to_draw():
         write(model, tokens, 9, temperature=5.0, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
     ]
     expect_equal(seeded[1], seeded[0], name="new tokens, same seed", read=GENERATE)
-    expect_true(seeded[2] != seeded[0], "two seeds give the same text: was it drawn at all?", answer=seeded[0])
+    expect_true(seeded[2] != seeded[0], "two seeds give the same text: was anything drawn?", answer=seeded[0])
     case("temperature left out: it is 1")
     usual, one = (
         write(model, tokens, 9, generator=torch.Generator().manual_seed(1), **settings)
@@ -1005,7 +1011,7 @@ def test_generate_works_on_the_device_of_its_tokens():
     with torch.device("meta"), Devices() as devices:
         out = write(model, tokens, 4, temperature=0, eos_id=0)
     expect_equal(out, expected, name="new tokens", read=GENERATE)
-    problem = f"two devices meet in {devices.mixed}: something was made on PyTorch's default device"
+    problem = f"{devices.mixed} mixes two devices: a tensor was made on PyTorch's default device"
     expect_true(not devices.mixed, problem, answer=out, read=GENERATE)
 
 

@@ -19,7 +19,7 @@ vit = graded("vit")
 
 CUT, LINEAR, EMBED, ATTEND, GELU = (f"eq-vit-{n}" for n in (1, 2, 3, 4, 5))
 BLOCK, MODEL, COUNT, RESIZE = (f"eq-vit-{n}" for n in (6, 7, 8, 9))
-CONVERT = 'section "Weights of others"'
+CONVERT = 'section "Other people\'s weights"'
 SMALL = ViTConfig(
     image_size=6, patch_size=3, channels=2, n_classes=5, dim=12, n_layers=2, n_heads=3, hidden_dim=20, eps=1e-5
 )
@@ -234,7 +234,7 @@ def test_patchify_unfold_lets_gradients_through():
     case("b=1 ch=2 height=4 width=4 patch=2: the gradient of half the sum of squares is the image")
     images = randn(1, 2, 4, 4).requires_grad_()
     out = vit.patchify_unfold(images, 2)
-    expect_true(out.requires_grad, "the patches are cut off from the graph", answer=out)
+    expect_true(out.requires_grad, "the patches are detached from the graph", answer=out)
     (0.5 * out.square().sum()).backward()
     expect_close(images.grad, images.detach(), name="images.grad", answer=out)
 

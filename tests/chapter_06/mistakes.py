@@ -18,9 +18,7 @@ def _wide(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-@mistake(
-    "layer_norm", "the variance divides by C - 1 (torch's var is unbiased unless told), where it should divide by C"
-)
+@mistake("layer_norm", "the variance divides by C - 1, torch.var's default; it should divide by C")
 def unbiased(x, weight, bias, eps=1e-5):
     wide = _wide(x)
     return ((wide - wide.mean(-1, keepdim=True)) / torch.sqrt(wide.var(-1, keepdim=True) + eps) * weight + bias).to(
@@ -28,7 +26,7 @@ def unbiased(x, weight, bias, eps=1e-5):
     )
 
 
-@mistake("layer_norm", "eps is added to the standard deviation, outside the root, where it belongs to the variance")
+@mistake("layer_norm", "eps is added to the standard deviation, outside of the root; it belongs to the variance")
 def eps_outside(x, weight, bias, eps=1e-5):
     wide = _wide(x)
     std = wide.var(-1, keepdim=True, unbiased=False).sqrt()
@@ -41,20 +39,20 @@ def without_mean(x, weight, bias, eps=1e-5):
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight + bias).to(x.dtype)
 
 
-@mistake("layer_norm", "it divides by the variance, where it should divide by its root")
+@mistake("layer_norm", "it divides by the variance instead of by its root")
 def by_variance(x, weight, bias, eps=1e-5):
     wide = _wide(x)
     variance = wide.var(-1, keepdim=True, unbiased=False)
     return ((wide - wide.mean(-1, keepdim=True)) / (variance + eps) * weight + bias).to(x.dtype)
 
 
-@mistake("layer_norm", "mean and variance are of the whole tensor, where each vector has its own")
+@mistake("layer_norm", "mean and variance are taken over the whole tensor; each vector has its own")
 def of_everything(x, weight, bias, eps=1e-5):
     wide = _wide(x)
     return ((wide - wide.mean()) * torch.rsqrt(wide.var(unbiased=False) + eps) * weight + bias).to(x.dtype)
 
 
-@mistake("layer_norm", "the bias is added before the gain is multiplied")
+@mistake("layer_norm", "the bias is added before the gain is applied")
 def bias_first(x, weight, bias, eps=1e-5):
     plain = reference.layer_norm(_wide(x), torch.ones_like(weight), torch.zeros_like(bias), eps)
     return ((plain + bias) * weight).to(x.dtype)
@@ -65,7 +63,7 @@ def norm_left_wide(x, weight, bias, eps=1e-5):
     return reference.layer_norm(_wide(x), _wide(weight), _wide(bias), eps)
 
 
-@mistake("layer_norm", "mean and variance are computed in the dtype of x, where float16 overflows")
+@mistake("layer_norm", "mean and variance are computed in the dtype of x, and float16 overflows")
 def norm_in_dtype(x, weight, bias, eps=1e-5):
     centred = x - x.mean(-1, keepdim=True)
     return centred * torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps) * weight + bias
@@ -76,12 +74,15 @@ def norm_in_bfloat16(x, weight, bias, eps=1e-5):
     return (norm_in_dtype if x.dtype == torch.bfloat16 else reference.layer_norm)(x, weight, bias, eps)
 
 
-@mistake("layer_norm", "computed in float32 although x is float64: 'float32 at least' means that float64 stays float64")
+@mistake("layer_norm", "float64 is computed in float32: 'float32 at least' means that float64 stays float64")
 def norm_narrowed(x, weight, bias, eps=1e-5):
     return reference.layer_norm(x.float(), weight.float(), bias.float(), eps).to(x.dtype)
 
 
-@mistake("layer_norm", "the variance is the mean square less the squared mean, which cancels far from zero")
+@mistake(
+    "layer_norm",
+    "the variance is the mean square minus the squared mean, which loses all digits when the mean is large",
+)
 def cancelling(x, weight, bias, eps=1e-5):
     wide = _wide(x)
     mean = wide.mean(-1, keepdim=True)
@@ -92,12 +93,12 @@ def cancelling(x, weight, bias, eps=1e-5):
 # ---- 6.2 gelu_tanh ---------------------------------------------------------------------------------------------------
 
 
-@mistake("gelu_tanh", "that is the exact unit, with the error function; GPT-2 has the tanh formula")
+@mistake("gelu_tanh", "that is the exact GELU, with the error function; GPT-2 uses the tanh formula")
 def exact(x):
     return functional.gelu(x)
 
 
-@mistake("gelu_tanh", "that is x times sigmoid(1.702 x), the paper's other approximation")
+@mistake("gelu_tanh", "that is x times sigmoid(1.702 x), the other approximation in the paper")
 def with_sigmoid(x):
     return x * torch.sigmoid(1.702 * x)
 
@@ -112,7 +113,7 @@ def squared(x):
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**2)))
 
 
-@mistake("gelu_tanh", "the root is of pi / 2 instead of 2 / pi")
+@mistake("gelu_tanh", "the root is taken of pi / 2 instead of 2 / pi")
 def root_inverted(x):
     return 0.5 * x * (1 + torch.tanh(math.sqrt(math.pi / 2) * (x + 0.044715 * x**3)))
 
@@ -170,7 +171,7 @@ class ValuesFirst(_Attention):
         return q, k, v
 
 
-@mistake("CausalSelfAttention", "c_attn is cut head by head into q, k, v; all heads' queries come first")
+@mistake("CausalSelfAttention", "c_attn is cut head by head into q, k, v; the queries of all heads come first")
 class FusedByHead(_Attention):
     def parts(self, x):
         fused = self.c_attn(x).unflatten(-1, (self.n_heads, 3, -1))
@@ -189,20 +190,22 @@ class WithoutSelf(_Attention):
         return torch.ones(t, t, dtype=torch.bool, device=device).tril(-1)
 
 
-@mistake("CausalSelfAttention", "the mask points the wrong way: each position sees only itself and what follows")
+@mistake("CausalSelfAttention", "the mask is the wrong way around: each position sees only itself and what follows")
 class LooksAhead(_Attention):
     def mask(self, t, device):
         return torch.ones(t, t, dtype=torch.bool, device=device).triu()
 
 
-@mistake("CausalSelfAttention", "hidden scores get -10,000 added instead of -inf: a large score still shines through")
+@mistake(
+    "CausalSelfAttention", "-10,000 is added to masked scores instead of -inf, so a very large score still gets weight"
+)
 class TenThousand(_Attention):
     def weigh(self, q, k, v):
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
         return softmax(scores - 1e4 * ~self.mask(q.shape[-2], q.device), dim=-1) @ v
 
 
-@mistake("CausalSelfAttention", "the scores are divided by the root of the model width, not of the head's")
+@mistake("CausalSelfAttention", "the scores are divided by the root of the model's width instead of the head's")
 class ScaledByWidth(_Attention):
     def weigh(self, q, k, v):
         return super().weigh(q / math.sqrt(self.n_heads), k, v)
@@ -220,13 +223,16 @@ class WithoutProjection(_Attention):
         return merge_heads(self.weigh(*self.parts(x)))
 
 
-@mistake("CausalSelfAttention", "the heads are put back in the wrong order: [B, H, T, D] was reshaped, not transposed")
+@mistake(
+    "CausalSelfAttention",
+    "the heads are merged in the wrong order: [B, H, T, D] was reshaped without being transposed first",
+)
 class Reshaped(_Attention):
     def forward(self, x):
         return self.c_proj(self.weigh(*self.parts(x)).reshape(x.shape))
 
 
-@mistake("CausalSelfAttention", "the linear maps have no bias; GPT-2's do (Llama's do not)")
+@mistake("CausalSelfAttention", "the linear layers have no bias; GPT-2's do")
 class WithoutBias(_Attention):
     def __init__(self, config):
         super().__init__(config)
@@ -269,13 +275,13 @@ class WithSiLU(_MLP):
         return functional.silu(x)
 
 
-@mistake("MLP", "there is no activation: two linear maps in a row are one")
+@mistake("MLP", "there is no activation, and two linear maps in a row are one linear map")
 class Linear(_MLP):
     def activate(self, x):
         return x
 
 
-@mistake("MLP", "the activation stands after the second map, or there too")
+@mistake("MLP", "there is an activation after the second layer; it belongs between the two")
 class ActivatedTwice(_MLP):
     def forward(self, x):
         return self.activate(super().forward(x))
@@ -287,7 +293,7 @@ class OwnResidual(_MLP):
         return x + super().forward(x)
 
 
-@mistake("MLP", "the hidden width is C, where it should be 4C")
+@mistake("MLP", "the hidden width is C instead of 4C")
 class Narrow(_MLP):
     def __init__(self, config):
         super().__init__(config)
@@ -310,7 +316,7 @@ class WithoutResidual(reference.Block):
         return self.mlp(self.ln_2(self.attn(self.ln_1(x))))
 
 
-@mistake("Block", "the sum takes the normalised stream, where the stream itself should pass untouched")
+@mistake("Block", "the normalised stream is added instead of the stream itself")
 class NormedResidual(reference.Block):
     def forward(self, x):
         x = self.ln_1(x)
@@ -324,7 +330,7 @@ class Parallel(reference.Block):
         return x + self.attn(self.ln_1(x)) + self.mlp(self.ln_2(x))
 
 
-@mistake("Block", "ln_1 normalises for both parts; the MLP has ln_2")
+@mistake("Block", "ln_1 is used for both parts; the MLP has ln_2")
 class OneNorm(reference.Block):
     def forward(self, x):
         x = x + self.attn(self.ln_1(x))
@@ -345,7 +351,7 @@ class MLPFirst(reference.Block):
         return x + self.attn(self.ln_1(x))
 
 
-@mistake("Block", "the norms do not take norm_eps from the config")
+@mistake("Block", "the norms do not use the config's norm_eps")
 class FixedEps(reference.Block):
     def __init__(self, config):
         super().__init__(config)
@@ -367,17 +373,19 @@ def _is_residual(name):
     return name.endswith("c_proj")
 
 
-@mistake("init_weights", "the power is -0.05 instead of -0.5, the error of a widely copied notebook")
+@mistake("init_weights", "the power is -0.05 instead of -0.5")
 def copied_power(module, n_layers):
     _start(module, lambda name, _: 0.02 * (2 * n_layers) ** (-0.05 if _is_residual(name) else 0.0))
 
 
-@mistake("init_weights", "the residual projections are divided by the root of L; there are two of them a block: 2L")
+@mistake(
+    "init_weights", "the residual projections are divided by the root of L; there are two per block, so it should be 2L"
+)
 def one_a_block(module, n_layers):
     _start(module, lambda name, _: 0.02 * (n_layers**-0.5 if _is_residual(name) else 1.0))
 
 
-@mistake("init_weights", "the residual projections are divided by 2L itself, not by its root")
+@mistake("init_weights", "the residual projections are divided by 2L instead of by its root")
 def by_number(module, n_layers):
     _start(module, lambda name, _: 0.02 / (2 * n_layers if _is_residual(name) else 1))
 
@@ -387,7 +395,7 @@ def unscaled(module, n_layers):
     _start(module, lambda *_: 0.02)
 
 
-@mistake("init_weights", "every linear map is scaled down, where only those named c_proj write to the stream")
+@mistake("init_weights", "every linear layer is scaled down; only those named c_proj write to the stream")
 def all_scaled(module, n_layers):
     _start(module, lambda _, part: 0.02 / math.sqrt(2 * n_layers) if isinstance(part, nn.Linear) else 0.02)
 
@@ -406,17 +414,17 @@ def embeddings_left(module, n_layers):
             nn.init.normal_(part.weight, std=0.02 / math.sqrt(2 * n_layers))
 
 
-@mistake("init_weights", "0.02 was taken for the variance: the standard deviation is its root")
+@mistake("init_weights", "0.02 is used as the variance; it is the standard deviation")
 def as_variance(module, n_layers):
     _start(module, lambda name, _: math.sqrt(0.02 / (2 * n_layers if _is_residual(name) else 1)))
 
 
-@mistake("init_weights", "biases keep PyTorch's random start; GPT-2's are 0")
+@mistake("init_weights", "the biases keep PyTorch's random values; GPT-2's start at 0")
 def biases_left(module, n_layers):
     _start(module, lambda name, _: 0.02 / (math.sqrt(2 * n_layers) if _is_residual(name) else 1), biases=False)
 
 
-@mistake("init_weights", "the gains of the layer norms were drawn too: they should stay 1")
+@mistake("init_weights", "the gains of the layer norms were drawn too; they should stay 1")
 def norms_drawn(module, n_layers):
     reference.init_weights(module, n_layers)
     for part in module.modules():
@@ -424,7 +432,7 @@ def norms_drawn(module, n_layers):
             nn.init.normal_(part.weight, std=0.02)
 
 
-@mistake("init_weights", "the values are uniform between two bounds, where they should be normal")
+@mistake("init_weights", "the values are uniform instead of normal")
 def uniform(module, n_layers):
     reference.init_weights(module, n_layers)
     for part in module.modules():
@@ -434,7 +442,7 @@ def uniform(module, n_layers):
 
 
 @mistake(
-    "init_weights", "a weight was replaced by a new parameter, so that an optimizer or a tied head keeps the old one"
+    "init_weights", "a weight was replaced by a new parameter, so an optimizer or a tied head still has the old one"
 )
 def replaced(module, n_layers):
     reference.init_weights(module, n_layers)
@@ -446,17 +454,17 @@ def replaced(module, n_layers):
 # ---- 6.7 pad_vocab ---------------------------------------------------------------------------------------------------
 
 
-@mistake("pad_vocab", "that is the next power of two; 50,304 is a multiple of 128 and no power of two")
+@mistake("pad_vocab", "that is the next power of two; the next multiple of 128 is smaller")
 def power_of_two(n, multiple=128):
     return 1 << (n - 1).bit_length()
 
 
-@mistake("pad_vocab", "a size that is a multiple already gets one more")
+@mistake("pad_vocab", "a size that is already a multiple is raised to the next one")
 def one_more(n, multiple=128):
     return (n // multiple + 1) * multiple
 
 
-@mistake("pad_vocab", "it rounds down, and the last tokens have no row")
+@mistake("pad_vocab", "it rounds down, so the last tokens have no row")
 def rounded_down(n, multiple=128):
     return n // multiple * multiple
 
@@ -499,7 +507,7 @@ class _GPT2(reference.GPT2):
         return logits, None if targets is None else self.loss(logits, targets)
 
 
-@mistake("GPT2", "the head is a matrix of its own, where GPT-2 uses the token embedding again")
+@mistake("GPT2", "the head is a separate matrix; GPT-2 uses the token embedding again")
 class Untied(_GPT2):
     def __init__(self, config):
         super().__init__(config)
@@ -509,7 +517,7 @@ class Untied(_GPT2):
         return self.lm_head(self.ln_f(x))[..., : self.config.vocab_size]
 
 
-@mistake("GPT2", "the head uses a copy of the embedding that takes no gradient")
+@mistake("GPT2", "the head uses a copy of the embedding that gets no gradient")
 class DetachedHead(_GPT2):
     def head(self, x):
         return functional.linear(self.ln_f(x), self.wte.weight.detach())[..., : self.config.vocab_size]
@@ -539,25 +547,25 @@ class WithoutLastNorm(_GPT2):
         return functional.linear(x, self.wte.weight)[..., : self.config.vocab_size]
 
 
-@mistake("GPT2", "the targets were shifted once more: they already are the next tokens")
+@mistake("GPT2", "the targets were shifted again; they already are the next tokens")
 class ShiftedTwice(_GPT2):
     def loss(self, logits, targets):
         return super().loss(logits[:, :-1], targets[:, 1:])
 
 
-@mistake("GPT2", "the loss is the sum over the targets, where it should be their mean")
+@mistake("GPT2", "the loss is the sum over the targets instead of their mean")
 class SummedLoss(_GPT2):
     def loss(self, logits, targets):
         return super().loss(logits, targets) * targets.numel()
 
 
-@mistake("GPT2", "the loss is in bits: cross-entropy is taken with the natural logarithm")
+@mistake("GPT2", "the loss is in bits; cross-entropy uses the natural logarithm")
 class LossInBits(_GPT2):
     def loss(self, logits, targets):
         return super().loss(logits, targets) / math.log(2)
 
 
-@mistake("GPT2", "a sequence longer than the context is cut without a word")
+@mistake("GPT2", "a sequence longer than the context is cut silently")
 class CutsSilently(_GPT2):
     def forward(self, tokens, targets=None):
         length = self.config.context_len
@@ -576,7 +584,7 @@ class PaddingWins(_GPT2):
         return functional.linear(self.ln_f(x), self.wte.weight)
 
 
-@mistake("GPT2", "the loss still counts the padding rows: cut before the cross-entropy")
+@mistake("GPT2", "the loss still includes the padding rows; cut their columns off before the cross-entropy")
 class PaddingCounts(_GPT2):
     def head(self, x):
         return functional.linear(self.ln_f(x), self.wte.weight)
@@ -586,7 +594,7 @@ class PaddingCounts(_GPT2):
         return logits[..., : self.config.vocab_size], loss
 
 
-@mistake("GPT2", "the last norm does not take norm_eps from the config")
+@mistake("GPT2", "the last norm does not use the config's norm_eps")
 class LastNormFixedEps(_GPT2):
     def __init__(self, config):
         super().__init__(config)
@@ -599,7 +607,7 @@ class PositionsOnCPU(_GPT2):
         return self.wpe(torch.arange(tokens.shape[1]))
 
 
-@mistake("GPT2", "the probabilities are returned, where the logits should be")
+@mistake("GPT2", "probabilities are returned instead of logits")
 class Probabilities(_GPT2):
     def head(self, x):
         return super().head(x).softmax(-1)
@@ -636,27 +644,27 @@ def head_twice(config):
     return reference.count_parameters(config) + config.vocab_size * config.dim
 
 
-@mistake("count_parameters", "the biases of the linear maps are left out")
+@mistake("count_parameters", "the biases of the linear layers are not counted")
 def without_biases(config):
     return reference.count_parameters(config) - config.n_layers * 9 * config.dim
 
 
-@mistake("count_parameters", "the layer norms are left out")
+@mistake("count_parameters", "the layer norms are not counted")
 def without_norms(config):
     return reference.count_parameters(config) - (4 * config.n_layers + 2) * config.dim
 
 
-@mistake("count_parameters", "the last norm, ln_f, is left out")
+@mistake("count_parameters", "the last norm, ln_f, is not counted")
 def without_last_norm(config):
     return reference.count_parameters(config) - 2 * config.dim
 
 
-@mistake("count_parameters", "the position embedding is left out")
+@mistake("count_parameters", "the position embedding is not counted")
 def without_positions(config):
     return reference.count_parameters(config) - config.context_len * config.dim
 
 
-@mistake("count_parameters", "the norms have a gain each and no bias, as in Llama")
+@mistake("count_parameters", "the norms are counted with a gain and no bias, as in Llama")
 def norms_without_bias(config):
     return reference.count_parameters(config) - (2 * config.n_layers + 1) * config.dim
 
@@ -683,14 +691,12 @@ def _is_conv1d(name, tensor=None):
     return name.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight"))
 
 
-@mistake("convert_hf_state_dict", "nothing is transposed: Conv1D keeps its weights as [in, out]")
+@mistake("convert_hf_state_dict", "nothing is transposed; Conv1D stores its weights as [in, out]")
 def not_transposed(state_dict):
     return _convert(state_dict, lambda *_: False)
 
 
-@mistake(
-    "convert_hf_state_dict", "square weights are not transposed: attention's c_proj has the right shape either way"
-)
+@mistake("convert_hf_state_dict", "square weights are not transposed; attention's c_proj has the same shape either way")
 def square_left(state_dict):
     return _convert(state_dict, lambda name, tensor: _is_conv1d(name) and tensor.shape[0] != tensor.shape[1])
 
@@ -700,18 +706,19 @@ def all_transposed(state_dict):
     return _convert(state_dict, lambda name, tensor: tensor.dim() == 2)
 
 
-@mistake("convert_hf_state_dict", "c_attn.bias is thrown away with the mask: its name ends in attn.bias as well")
+@mistake("convert_hf_state_dict", "c_attn.bias is dropped with the masks, because its name ends in attn.bias too")
 def bias_lost(state_dict):
     return _convert(state_dict, _is_conv1d, ("attn.bias", "attn.masked_bias"))
 
 
-@mistake("convert_hf_state_dict", "the causal masks of old checkpoints (attn.bias) are kept as if they were weights")
+@mistake("convert_hf_state_dict", "the causal masks of old checkpoints (attn.bias) are kept")
 def masks_kept(state_dict):
     return _convert(state_dict, _is_conv1d, ("attn.masked_bias",))
 
 
 @mistake(
-    "convert_hf_state_dict", "every weight of the head is dropped, although one that is not tied cannot be used here"
+    "convert_hf_state_dict",
+    "the head is always dropped; one that isn't tied must be passed on, because this model cannot use it",
 )
 def head_dropped(state_dict):
     converted = _convert(state_dict, _is_conv1d)
@@ -724,12 +731,12 @@ def prefix_kept(state_dict):
     return {f"transformer.{name}": tensor for name, tensor in reference.convert_hf_state_dict(state_dict).items()}
 
 
-@mistake("convert_hf_state_dict", "twelve characters are cut off every name, also where there is no prefix")
+@mistake("convert_hf_state_dict", "twelve characters are cut off every name, even if it has no prefix")
 def prefix_cut_blindly(state_dict):
     return reference.convert_hf_state_dict({name[len("transformer.") :]: t for name, t in state_dict.items()})
 
 
-@mistake("convert_hf_state_dict", "the input is changed: names were popped from it")
+@mistake("convert_hf_state_dict", "the caller's dict was changed: names were popped from it")
 def input_emptied(state_dict):
     converted = reference.convert_hf_state_dict(state_dict)
     state_dict.clear()
@@ -754,19 +761,17 @@ def _load(folder, strict=True, convert=reference.convert_hf_state_dict, **change
     return model.eval()
 
 
-@mistake("load_pretrained", "only the first problem is named, so a bad checkpoint needs one try for each")
+@mistake("load_pretrained", "only the first problem is reported; one message should list all of them")
 def first_only(name_or_path):
     return _load(name_or_path)
 
 
-@mistake("load_pretrained", "strict=False: what is missing keeps its random start without a word")
+@mistake("load_pretrained", "strict=False: missing tensors silently keep their random values")
 def not_strict(name_or_path):
     return _load(name_or_path, strict=False)
 
 
-@mistake(
-    "load_pretrained", "a file without tensors is taken for one that cannot be read: the missing ones are not listed"
-)
+@mistake("load_pretrained", "a file without tensors is treated as unreadable, so the missing tensors are not listed")
 def empty_not_listed(name_or_path):
     folder = find_checkpoint(name_or_path)
     tensors, problems = read_tensors(folder)
@@ -789,17 +794,20 @@ def eps_ignored(name_or_path):
     return model
 
 
-@mistake("load_pretrained", "the weights were never copied into the model, which keeps its random start")
+@mistake("load_pretrained", "the weights were never loaded: the model keeps its random values")
 def not_loaded(name_or_path):
     return reference.GPT2(reference.load_pretrained(name_or_path).config).eval()
 
 
-@mistake("load_pretrained", "the weights do not ask for gradients, so that the model cannot be trained further")
+@mistake("load_pretrained", "the weights don't require gradients, so the model cannot be trained further")
 def frozen(name_or_path):
     return reference.load_pretrained(name_or_path).requires_grad_(False)
 
 
-@mistake("load_pretrained", "what read_config reports is not looked at: a checkpoint of another activation loads")
+@mistake(
+    "load_pretrained",
+    "the problems that read_config reports are ignored, so a checkpoint with another activation loads",
+)
 def config_problems_ignored(name_or_path):
     folder = find_checkpoint(name_or_path)
     config, problems = read_config(folder)

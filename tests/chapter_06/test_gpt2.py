@@ -22,13 +22,13 @@ from tests.inputs import randn
 gpt2 = graded("gpt2")
 
 NORM, GELU, FUSED, INIT, PADDED, LOSS, FIRST_LOSS, COUNT = (f"eq-gpt2-{n}" for n in (1, 2, 3, 6, 7, 9, 10, 11))
-BLOCK = "eq-gpt2-4; a block is made of ex-gpt2-layer-norm to ex-gpt2-mlp: if they do not pass, mend those first"
+BLOCK = "eq-gpt2-4; a block is made of ex-gpt2-layer-norm to ex-gpt2-mlp: if they do not pass, fix those first"
 HEAD = (
-    "eq-gpt2-8; the model is made of ex-gpt2-layer-norm to ex-gpt2-init-weights: if they do not pass, mend those first"
+    "eq-gpt2-8; the model is made of ex-gpt2-layer-norm to ex-gpt2-init-weights: if they do not pass, fix those first"
 )
 LOADS = (
     "the contract of ex-gpt2-load-pretrained; it uses ex-gpt2-gpt2 and ex-gpt2-convert-hf-state-dict: "
-    "if they do not pass, mend those first"
+    "if they do not pass, fix those first"
 )
 SMALL = GPT2Config(vocab_size=11, context_len=6, dim=8, n_layers=2, n_heads=2)
 ONE = GPT2Config(vocab_size=7, context_len=4, dim=4, n_layers=1, n_heads=2)
@@ -453,12 +453,12 @@ def test_init_weights_clears_biases_and_leaves_norms():
 
 
 def test_init_weights_works_in_place_and_keeps_gradients():
-    case("n_layers=2: the parameters are the same objects, and still want gradients")
+    case("n_layers=2: the parameters are the same objects, and still require gradients")
     module = Part()
     before = {name: id(parameter) for name, parameter in module.named_parameters()}
     gpt2.init_weights(module, 2)
     expect_equal({name: id(parameter) for name, parameter in module.named_parameters()}, before, name="identities")
-    expect_true(all(p.requires_grad for p in module.parameters()), "a parameter no longer wants gradients")
+    expect_true(all(p.requires_grad for p in module.parameters()), "a parameter no longer requires gradients")
 
 
 # ---- 6.7 pad_vocab ---------------------------------------------------------------------------------------------------
@@ -658,10 +658,10 @@ def old_buffers(config: GPT2Config, prefix: str) -> dict[str, Tensor]:
 def check_converted(given: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     found = gpt2.convert_hf_state_dict(given)
     read = "the contract of ex-gpt2-convert-hf-state-dict"
-    expect_true(isinstance(found, dict), f"a {type(found).__name__} came back, expected a dict", read=read)
+    expect_true(isinstance(found, dict), f"it returned a {type(found).__name__}, expected a dict", read=read)
     missing, extra = ([n for n in a if n not in b] for a, b in ((expected, found), (found, expected)))
     expect_true(not missing, f"these names are missing: {', '.join(missing[:3])}", answer=found, read=read)
-    expect_true(not extra, f"these names are too many: {', '.join(extra[:3])}", answer=found, read=read)
+    expect_true(not extra, f"these names are unexpected: {', '.join(extra[:3])}", answer=found, read=read)
     for name, tensor in expected.items():
         expect_close(found[name], tensor, atol=0.0, rtol=0.0, name=f"out[{name!r}]", answer=found, read=read)
 
@@ -740,7 +740,7 @@ def write_checkpoint(
 def expect_loaded(folder: Path, weights: dict[str, Tensor], config: GPT2Config = SMALL) -> None:
     model = gpt2.load_pretrained(folder)
     read = LOADS
-    expect_true(isinstance(model, nn.Module), f"a {type(model).__name__} came back, expected a model", read=read)
+    expect_true(isinstance(model, nn.Module), f"it returned a {type(model).__name__}, expected a model", read=read)
     tokens = draw_tokens(config, 2, config.context_len)
     with torch.no_grad():
         logits = model(tokens)[0]

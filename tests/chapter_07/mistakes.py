@@ -21,25 +21,23 @@ def _pick(values, targets):
     return values.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
 
 
-@mistake("cross_entropy", "exp of the logits as they are: it overflows, the largest must be subtracted first")
+@mistake("cross_entropy", "exp is taken of the logits themselves and overflows; subtract the largest first")
 def not_stable(logits, targets):
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return (wide.exp().sum(-1).log() - _pick(wide, targets)).mean().to(logits.dtype)
 
 
-@mistake("cross_entropy", "the sum over all targets, where it should be their mean")
+@mistake("cross_entropy", "it returns the sum over all targets instead of their mean")
 def summed(logits, targets):
     return reference.cross_entropy(logits, targets) * targets.numel()
 
 
-@mistake("cross_entropy", "the logarithm of the probability without the minus")
+@mistake("cross_entropy", "the minus before the logarithm is missing")
 def without_minus(logits, targets):
     return -reference.cross_entropy(logits, targets)
 
 
-@mistake(
-    "cross_entropy", "the mean of the probabilities before the logarithm, where each target has a logarithm of its own"
-)
+@mistake("cross_entropy", "the probabilities are averaged before the logarithm; each target has its own logarithm")
 def mean_inside(logits, targets):
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return -_pick(wide.softmax(-1), targets).mean().log().to(logits.dtype)
@@ -47,21 +45,21 @@ def mean_inside(logits, targets):
 
 @mistake(
     "cross_entropy",
-    "a small number is added inside the logarithm: a surprise can then never be larger than its logarithm",
+    "a small number is added inside of the logarithm, which limits how large a loss can be",
 )
 def with_epsilon(logits, targets):
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return -(_pick(wide.softmax(-1), targets) + 1e-8).log().mean().to(logits.dtype)
 
 
-@mistake("cross_entropy", "bits (logarithm to the base 2), where it should be nats")
+@mistake("cross_entropy", "the loss is in bits (logarithm to the base 2) instead of nats")
 def in_bits(logits, targets):
     return reference.cross_entropy(logits, targets) / math.log(2)
 
 
 @mistake(
     "cross_entropy",
-    "it counts in the dtype of the logits, where it should widen first: float16's sum is infinite above 65,504",
+    "it computes in the dtype of the logits; cast to float32 first, because a float16 sum is infinite above 65,504",
 )
 def not_widened(logits, targets):
     shifted = logits - logits.amax(-1, keepdim=True)
@@ -70,7 +68,7 @@ def not_widened(logits, targets):
 
 @mistake(
     "cross_entropy",
-    "one maximum is subtracted from the whole batch: a row that lies far below it has a sum of 0, whose logarithm is -inf",
+    "one maximum is subtracted from the whole batch; in a row far below it the sum is 0, and its logarithm is -inf",
 )
 def one_maximum(logits, targets):
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -104,14 +102,14 @@ class _Variant(reference.AdamW):
         return state["exp_avg"], state["exp_avg_sq"], 1 - b1 ** state["step"], 1 - b2 ** state["step"]
 
 
-@mistake("AdamW", "the decay is added to the gradient and so divided by the root too: that is Adam with L2, not AdamW")
+@mistake("AdamW", "the decay is added to the gradient and so divided by the root too; that is Adam with L2, not AdamW")
 class Coupled(_Variant):
     def update(self, p, g, state, group):
         m, v, c1, c2 = self.moments(p, g + group["weight_decay"] * p, state, group)
         p.sub_(group["lr"] * (m / c1) / ((v / c2).sqrt() + group["eps"]))
 
 
-@mistake("AdamW", "the moments start at zero and are not corrected for it")
+@mistake("AdamW", "the moments start at zero and are not corrected for that")
 class Uncorrected(_Variant):
     def update(self, p, g, state, group):
         m, v, _, _ = self.moments(p, g, state, group)
@@ -119,7 +117,7 @@ class Uncorrected(_Variant):
         p.sub_(group["lr"] * m / (v.sqrt() + group["eps"]))
 
 
-@mistake("AdamW", "eps is added under the root, where it belongs outside")
+@mistake("AdamW", "eps is added under the root; it belongs outside")
 class EpsInside(_Variant):
     def update(self, p, g, state, group):
         m, v, c1, c2 = self.moments(p, g, state, group)
@@ -127,7 +125,7 @@ class EpsInside(_Variant):
         p.sub_(group["lr"] * (m / c1) / (v / c2 + group["eps"]).sqrt())
 
 
-@mistake("AdamW", "eps is added to the root before that is corrected, so that it weighs more in the first steps")
+@mistake("AdamW", "eps is added to the root before the correction, so it weighs too much in the first steps")
 class EpsEarly(_Variant):
     def update(self, p, g, state, group):
         m, v, c1, c2 = self.moments(p, g, state, group)
@@ -143,7 +141,7 @@ class DecayWithoutRate(_Variant):
         p.sub_(group["lr"] * (m / c1) / ((v / c2).sqrt() + group["eps"]))
 
 
-@mistake("AdamW", "there is no root: the update is divided by the mean square itself")
+@mistake("AdamW", "the root is missing: the update is divided by the mean square itself")
 class NoRoot(_Variant):
     def update(self, p, g, state, group):
         m, v, c1, c2 = self.moments(p, g, state, group)
@@ -151,7 +149,7 @@ class NoRoot(_Variant):
         p.sub_(group["lr"] * (m / c1) / (v / c2 + group["eps"]))
 
 
-@mistake("AdamW", "the root is taken of v before its correction, which belongs under the root too")
+@mistake("AdamW", "the root is taken before v is corrected; the correction belongs under the root too")
 class RootBeforeCorrection(_Variant):
     def update(self, p, g, state, group):
         m, v, c1, c2 = self.moments(p, g, state, group)
@@ -159,7 +157,7 @@ class RootBeforeCorrection(_Variant):
         p.sub_(group["lr"] * (m / c1) / (v.sqrt() / c2 + group["eps"]))
 
 
-@mistake("AdamW", "the weight decays after the update, where it should decay before: the update decays with it")
+@mistake("AdamW", "the weight decays after the update, so the update decays too; decay first")
 class DecayAfter(_Variant):
     def update(self, p, g, state, group):
         m, v, c1, c2 = self.moments(p, g, state, group)
@@ -175,7 +173,7 @@ class BetasExchanged(reference.AdamW):
 
 @mistake(
     "AdamW",
-    "one step for all parameters of a group, where each counts its own: one without a gradient has not made the step",
+    "all parameters of a group share one step count; each counts its own, and a step without a gradient doesn't count",
 )
 class StepInGroup(_Variant):
     @torch.no_grad()
@@ -200,7 +198,8 @@ class StepInGroup(_Variant):
 
 
 @mistake(
-    "AdamW", "a parameter without a gradient is treated as one with a gradient of zero: it decays and its steps count"
+    "AdamW",
+    "a parameter without a gradient is treated as if its gradient were zero: it decays, and its step is counted",
 )
 class NoneIsZero(reference.AdamW):
     @torch.no_grad()
@@ -215,7 +214,7 @@ class NoneIsZero(reference.AdamW):
         return loss
 
 
-@mistake("AdamW", "it reads the defaults, where each group has settings of its own")
+@mistake("AdamW", "it reads the defaults; each group has its own settings")
 class DefaultsOnly(reference.AdamW):
     @torch.no_grad()
     def step(self, closure=None):
@@ -245,22 +244,25 @@ def _trained(model):
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad]
 
 
-@mistake("parameter_groups", "split by the word bias in the name, so that the gains of the norms decay")
+@mistake("parameter_groups", "the split looks for the word bias in the name, so the gains of the norms decay")
 def by_name(model, weight_decay):
     return _split(_trained(model), weight_decay, lambda n, p: "bias" not in n)
 
 
-@mistake("parameter_groups", "tensors of more than two dimensions decay, where those of exactly two should too")
+@mistake("parameter_groups", "only tensors of more than two dimensions decay; those of exactly two should decay too")
 def above_two(model, weight_decay):
     return _split(_trained(model), weight_decay, lambda n, p: p.ndim > 2)
 
 
-@mistake("parameter_groups", "only tensors of exactly two dimensions decay: a convolution has four")
+@mistake(
+    "parameter_groups",
+    "only tensors of exactly two dimensions decay; a convolution's weight has four and should decay too",
+)
 def exactly_two(model, weight_decay):
     return _split(_trained(model), weight_decay, lambda n, p: p.ndim == 2)
 
 
-@mistake("parameter_groups", "a tied weight is in the list twice")
+@mistake("parameter_groups", "a tied weight is in the group twice")
 def tied_twice(model, weight_decay):
     named = [(n, p) for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
     return _split(named, weight_decay, lambda n, p: p.ndim >= 2)
@@ -288,14 +290,14 @@ def _cosine(progress, max_lr, min_lr):
     return min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (max_lr - min_lr)
 
 
-@mistake("cosine_schedule", "it warms up with step + 1, as some do; here step 0 has the rate 0")
+@mistake("cosine_schedule", "it warms up with step + 1, as some programs do; here step 0 has the rate 0")
 def one_ahead(step, max_lr, min_lr, warmup_steps, max_steps):
     if step < warmup_steps:
         return max_lr * (step + 1) / warmup_steps
     return reference.cosine_schedule(step, max_lr, min_lr, warmup_steps, max_steps)
 
 
-@mistake("cosine_schedule", "the cosine counts from step 0, so that the rate jumps where the warm-up ends")
+@mistake("cosine_schedule", "the cosine starts at step 0, so the rate jumps at the end of the warm-up")
 def from_zero(step, max_lr, min_lr, warmup_steps, max_steps):
     _checked(warmup_steps, max_steps)
     if step < warmup_steps:
@@ -303,7 +305,7 @@ def from_zero(step, max_lr, min_lr, warmup_steps, max_steps):
     return min_lr if step >= max_steps else _cosine(step / max_steps, max_lr, min_lr)
 
 
-@mistake("cosine_schedule", "a whole cosine, down and up again, where half of one goes down only")
+@mistake("cosine_schedule", "the cosine is a whole period, down and up again; it should be half a period, down only")
 def whole_cosine(step, max_lr, min_lr, warmup_steps, max_steps):
     _checked(warmup_steps, max_steps)
     if step < warmup_steps or step >= max_steps:
@@ -311,7 +313,7 @@ def whole_cosine(step, max_lr, min_lr, warmup_steps, max_steps):
     return _cosine(2 * (step - warmup_steps) / (max_steps - warmup_steps), max_lr, min_lr)
 
 
-@mistake("cosine_schedule", "max_steps is counted from the end of the warm-up, where it is counted from step 0")
+@mistake("cosine_schedule", "max_steps is counted from the end of the warm-up; it counts from step 0")
 def max_after_warmup(step, max_lr, min_lr, warmup_steps, max_steps):
     _checked(warmup_steps, max_steps)
     if step < warmup_steps:
@@ -319,14 +321,14 @@ def max_after_warmup(step, max_lr, min_lr, warmup_steps, max_steps):
     return _cosine(min(1.0, (step - warmup_steps) / max(1, max_steps)), max_lr, min_lr)
 
 
-@mistake("cosine_schedule", "after max_steps the cosine goes on, and up again")
+@mistake("cosine_schedule", "after max_steps the cosine continues and rises again")
 def goes_on(step, max_lr, min_lr, warmup_steps, max_steps):
     if step <= max_steps:
         return reference.cosine_schedule(step, max_lr, min_lr, warmup_steps, max_steps)
     return _cosine((step - warmup_steps) / max(1, max_steps - warmup_steps), max_lr, min_lr)
 
 
-@mistake("cosine_schedule", "it falls to 0 and is cut off at min_lr, where the cosine should end at min_lr")
+@mistake("cosine_schedule", "the cosine falls to 0 and is cut off at min_lr; it should end at min_lr")
 def cut_off(step, max_lr, min_lr, warmup_steps, max_steps):
     _checked(warmup_steps, max_steps)
     if step < warmup_steps:
@@ -348,7 +350,7 @@ def _norm(gradients) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
 
 
-@mistake("clip_gradient_norm_", "each tensor is clipped by its own norm, where all are scaled by their common one")
+@mistake("clip_gradient_norm_", "each tensor is clipped by its own norm; all should be scaled by their common norm")
 def each_alone(parameters, max_norm):
     gradients = _gradients(parameters)
     norm = _norm(gradients)
@@ -357,7 +359,7 @@ def each_alone(parameters, max_norm):
     return norm
 
 
-@mistake("clip_gradient_norm_", "small gradients are scaled up to max_norm: the factor should be at most 1")
+@mistake("clip_gradient_norm_", "small gradients are scaled up to max_norm; the factor should be at most 1")
 def scaled_up(parameters, max_norm):
     gradients = _gradients(parameters)
     norm = _norm(gradients)
@@ -366,7 +368,7 @@ def scaled_up(parameters, max_norm):
     return norm
 
 
-@mistake("clip_gradient_norm_", "each value is cut off at max_norm: that changes the direction")
+@mistake("clip_gradient_norm_", "each value is cut off at max_norm, which changes the direction of the gradient")
 def by_value(parameters, max_norm):
     gradients = _gradients(parameters)
     norm = _norm(gradients)
@@ -375,7 +377,7 @@ def by_value(parameters, max_norm):
     return norm
 
 
-@mistake("clip_gradient_norm_", "an if on the norm (or item()) brings it to the host, and a GPU is waited for")
+@mistake("clip_gradient_norm_", "an if on the norm (or item()) copies it to the host, which has to wait for the GPU")
 def with_if(parameters, max_norm):
     gradients = _gradients(parameters)
     norm = _norm(gradients)
@@ -386,7 +388,8 @@ def with_if(parameters, max_norm):
 
 
 @mistake(
-    "clip_gradient_norm_", "1e-6 is taken off the norm instead of added: a gradient smaller than that changes its sign"
+    "clip_gradient_norm_",
+    "1e-6 is subtracted from the norm instead of added, so a gradient smaller than that changes its sign",
 )
 def minus_epsilon(parameters, max_norm):
     gradients = _gradients(parameters)
@@ -415,7 +418,7 @@ def norm_after(parameters, max_norm):
     return norm * factor
 
 
-@mistake("clip_gradient_norm_", "the norms of the tensors are added, where their squares should be")
+@mistake("clip_gradient_norm_", "the norms of the tensors are added; their squares should be")
 def norms_added(parameters, max_norm):
     gradients = _gradients(parameters)
     norm = sum((torch.linalg.vector_norm(g) for g in gradients), torch.tensor(0.0))
@@ -426,7 +429,7 @@ def norms_added(parameters, max_norm):
 
 @mistake(
     "clip_gradient_norm_",
-    "the values are squared in their own dtype: in float16 300 squared is infinite, and all gradients become 0",
+    "the values are squared in their own dtype; in float16 the square of 300 is infinite, and all gradients become 0",
 )
 def squares_overflow(parameters, max_norm):
     gradients = _gradients(parameters)
@@ -438,7 +441,7 @@ def squares_overflow(parameters, max_norm):
     return norm
 
 
-@mistake("clip_gradient_norm_", "a generator is walked through twice, and the second time it is empty")
+@mistake("clip_gradient_norm_", "a generator is iterated twice, and the second time it is empty")
 def walked_twice(parameters, max_norm):
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     norm = _norm([p.grad for p in parameters if p.grad is not None])
@@ -469,7 +472,7 @@ class _Windows(reference.TokenBatches):
         return rows[:, :-1].clone(), rows[:, 1:].clone()
 
 
-@mistake("TokenBatches", "it begins anew when a whole batch no longer fits: the tail of every epoch is never seen")
+@mistake("TokenBatches", "it starts over when a whole batch no longer fits, so the end of every epoch is never seen")
 class DropsTheTail(_Windows):
     def _window(self, position):
         per_step = self.batch * self.world_size
@@ -480,7 +483,7 @@ class DropsTheTail(_Windows):
 
 @mistake(
     "TokenBatches",
-    "the epoch is computed once for a batch: where a batch runs into the next epoch, its last rows keep the old order",
+    "the epoch is computed once per batch; if a batch runs into the next epoch, its last rows still use the old order",
 )
 class OneEpochABatch(_Windows):
     def __next__(self):
@@ -491,7 +494,7 @@ class OneEpochABatch(_Windows):
         return super()._window(self._at * self.n_windows + position % self.n_windows)
 
 
-@mistake("TokenBatches", "inputs and targets are views of the same rows: who changes one changes the other")
+@mistake("TokenBatches", "inputs and targets are views of the same rows, so changing one changes the other")
 class SharedRows(reference.TokenBatches):
     def __next__(self):
         inputs, targets = super().__next__()
@@ -499,7 +502,7 @@ class SharedRows(reference.TokenBatches):
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-@mistake("TokenBatches", "the targets are the inputs: nobody has to guess the next token")
+@mistake("TokenBatches", "the targets equal the inputs; they should be the next tokens")
 class NotShifted(reference.TokenBatches):
     def __next__(self):
         inputs, _ = super().__next__()
@@ -508,7 +511,7 @@ class NotShifted(reference.TokenBatches):
 
 @mistake(
     "TokenBatches",
-    "the targets are taken from the inputs by rolling them, so that the last target of a row is its first token",
+    "the targets are the inputs rolled by one, so the last target of a row is its own first token",
 )
 class Rolled(reference.TokenBatches):
     def __next__(self):
@@ -526,13 +529,13 @@ class SameForAll(reference.TokenBatches):
             self.rank = rank
 
 
-@mistake("TokenBatches", "the order is drawn once, and every epoch repeats it")
+@mistake("TokenBatches", "the order is drawn once and repeated in every epoch")
 class OneOrder(_Windows):
     def _window(self, position):
         return super()._window(position % self.n_windows)
 
 
-@mistake("TokenBatches", "seed + epoch as the seed: epoch 1 of seed 3 is epoch 0 of seed 4")
+@mistake("TokenBatches", "the seed is seed + epoch, so epoch 1 of seed 3 equals epoch 0 of seed 4")
 class SeedPlusEpoch(_Windows):
     def _window(self, position):
         epoch, place = divmod(position, self.n_windows)
@@ -543,7 +546,7 @@ class SeedPlusEpoch(_Windows):
 
 @mistake(
     "TokenBatches",
-    "the order comes from the global random numbers: whoever else draws changes it, and it cannot be resumed",
+    "the order comes from the global random generator, so other draws change it, and a run cannot be resumed",
 )
 class GlobalOrder(_Windows):
     def _window(self, position):
@@ -556,20 +559,26 @@ class GlobalOrder(_Windows):
 
 
 @mistake(
-    "TokenBatches", "the state is the place in the epoch without the epoch: a resumed run shuffles as in the first"
+    "TokenBatches",
+    "the state has the place in the epoch but not the epoch, so a resumed run uses the first epoch's order",
 )
 class EpochForgotten(reference.TokenBatches):
     def state_dict(self):
         return super().state_dict() | {"position": self.position % self.n_windows}
 
 
-@mistake("TokenBatches", "all tokens become int64 at once: a file of many gigabytes is read and grows fourfold")
+@mistake(
+    "TokenBatches",
+    "all tokens are converted to int64 at once, so a file of many gigabytes is read as a whole and grows fourfold",
+)
 class ReadsAll(reference.TokenBatches):
     def __init__(self, tokens, *args, **kwargs):
         super().__init__(torch.as_tensor(np.array(tokens).astype(np.int64)), *args, **kwargs)
 
 
-@mistake("TokenBatches", "windows of length + 1 tokens side by side: the last of each is a target and never an input")
+@mistake(
+    "TokenBatches", "the windows are length + 1 tokens apart, so the last token of each is a target and never an input"
+)
 class StrideTooLong(_Windows):
     def __init__(self, tokens, batch, length, *args, **kwargs):
         super().__init__(tokens, batch, length, *args, **kwargs)
@@ -594,7 +603,7 @@ def _listed(micro_batches):
     return micro_batches, sum(targets.numel() for _, targets in micro_batches)
 
 
-@mistake("accumulate_gradients", "every micro-batch counts alike, where it should count by its items")
+@mistake("accumulate_gradients", "every micro-batch gets the same weight; weight it by its number of items")
 def by_micro_batch(model, micro_batches):
     micro_batches, _ = _listed(micro_batches)
     losses = [model(*pair)[1] for pair in micro_batches]
@@ -604,7 +613,8 @@ def by_micro_batch(model, micro_batches):
 
 
 @mistake(
-    "accumulate_gradients", "the losses are added and not divided: the gradient grows with the number of micro-batches"
+    "accumulate_gradients",
+    "the losses are added without being divided, so the gradient grows with the number of micro-batches",
 )
 def not_divided(model, micro_batches):
     micro_batches, n_items = _listed(micro_batches)
@@ -618,7 +628,7 @@ def not_divided(model, micro_batches):
 
 @mistake(
     "accumulate_gradients",
-    "micro-batches are weighed by their rows, where rows of different lengths hold different numbers of items",
+    "micro-batches are weighted by their rows; rows of different lengths have different numbers of items",
 )
 def by_rows(model, micro_batches):
     micro_batches, _ = _listed(micro_batches)
@@ -630,7 +640,7 @@ def by_rows(model, micro_batches):
     return mean
 
 
-@mistake("accumulate_gradients", "one backward at the end: all activations are kept, and nothing is saved")
+@mistake("accumulate_gradients", "there is one backward at the end, so the activations of all micro-batches are kept")
 def backward_at_the_end(model, micro_batches):
     micro_batches, n_items = _listed(micro_batches)
     mean = sum(model(inputs, targets)[1] * (targets.numel() / n_items) for inputs, targets in micro_batches)
@@ -638,7 +648,10 @@ def backward_at_the_end(model, micro_batches):
     return mean.detach()
 
 
-@mistake("accumulate_gradients", "the gradients are cleared first: that is the caller's, who may have others there")
+@mistake(
+    "accumulate_gradients",
+    "the gradients are cleared first; the caller does that, and may have gradients there already",
+)
 def clears(model, micro_batches):
     model.zero_grad()
     return reference.accumulate_gradients(model, micro_batches)
@@ -646,7 +659,7 @@ def clears(model, micro_batches):
 
 @mistake(
     "accumulate_gradients",
-    "a micro-batch without items is run too: its mean is 0 / 0, NaN, and NaN times a share of 0 is NaN still",
+    "a micro-batch without items is run too; its mean is 0 / 0 = NaN, and NaN times a share of 0 is still NaN",
 )
 def empty_too(model, micro_batches):
     micro_batches = list(micro_batches)
@@ -659,7 +672,7 @@ def empty_too(model, micro_batches):
     return mean
 
 
-@mistake("accumulate_gradients", "it returns the loss of the last micro-batch")
+@mistake("accumulate_gradients", "it returns the loss of the last micro-batch instead of the mean over all items")
 def last_loss(model, micro_batches):
     micro_batches, _ = _listed(micro_batches)
     reference.accumulate_gradients(model, micro_batches)
@@ -696,7 +709,7 @@ def _write(path, contents, temporary=None):
         raise
 
 
-@mistake("save_checkpoint", "it writes over the old checkpoint: whoever is killed meanwhile has neither")
+@mistake("save_checkpoint", "it overwrites the old checkpoint: a run that is killed meanwhile has neither")
 def written_over(path, model, optimizer, step, **state):
     torch.save(_contents(model, optimizer, step, state), path)
 
@@ -729,7 +742,7 @@ def _moved_by(path, contents, move):
 
 @mistake(
     "save_checkpoint",
-    "the old checkpoint is removed and the new one renamed: between the two there is none. os.replace does both in one step",
+    "the old checkpoint is removed and then the new one is renamed, and in between there is none; os.replace does both in one step",
 )
 def removed_then_renamed(path, model, optimizer, step, **state):
     def move(temporary, path):
@@ -741,7 +754,7 @@ def removed_then_renamed(path, model, optimizer, step, **state):
 
 
 @mistake(
-    "save_checkpoint", "shutil.move copies where it cannot rename, and a copy can be cut short; os.replace never copies"
+    "save_checkpoint", "shutil.move copies if it cannot rename, and a copy can be cut short; os.replace never copies"
 )
 def moved_by_shutil(path, model, optimizer, step, **state):
     _moved_by(path, _contents(model, optimizer, step, state), shutil.move)
@@ -749,13 +762,13 @@ def moved_by_shutil(path, model, optimizer, step, **state):
 
 @mistake(
     "save_checkpoint",
-    "os.rename replaces a file that is there on Linux, but raises on Windows; os.replace works on both",
+    "os.rename replaces an existing file on Linux but raises on Windows; os.replace works on both",
 )
 def renamed(path, model, optimizer, step, **state):
     _moved_by(path, _contents(model, optimizer, step, state), os.rename)
 
 
-@mistake("save_checkpoint", "without os.fsync the name can reach the disk before what it stands for")
+@mistake("save_checkpoint", "os.fsync is missing, so the rename can reach the disk before the contents do")
 def without_fsync(path, model, optimizer, step, **state):
     if not isinstance(path, str | os.PathLike):
         torch.save(_contents(model, optimizer, step, state), path)
@@ -770,7 +783,9 @@ def without_fsync(path, model, optimizer, step, **state):
         raise
 
 
-@mistake("save_checkpoint", "without flush() the end of the file is still in Python's buffer when os.fsync is called")
+@mistake(
+    "save_checkpoint", "flush() is missing, so the end of the file is still in Python's buffer when os.fsync is called"
+)
 def without_flush(path, model, optimizer, step, **state):
     contents = _contents(model, optimizer, step, state)
     if not isinstance(path, str | os.PathLike):
@@ -792,14 +807,14 @@ def without_flush(path, model, optimizer, step, **state):
 
 @mistake(
     "save_checkpoint",
-    "the temporary file is in the system's folder for such: from another disk it cannot be moved in one step",
+    "the temporary file is in the system's temporary folder; from another disk it cannot be moved in one step",
 )
 def elsewhere(path, model, optimizer, step, **state):
     name = os.path.join(tempfile.gettempdir(), f"checkpoint-{os.getpid()}.tmp")
     _write(path, _contents(model, optimizer, step, state), name)
 
 
-@mistake("save_checkpoint", "the random numbers are forgotten: dropout and sampling go another way after a resume")
+@mistake("save_checkpoint", "the random states are not saved, so dropout and sampling differ after a resume")
 def without_random(path, model, optimizer, step, **state):
     contents = _contents(model, optimizer, step, state)
     with torch.random.fork_rng():
@@ -808,14 +823,14 @@ def without_random(path, model, optimizer, step, **state):
     _write(path, contents)
 
 
-@mistake("save_checkpoint", "the optimizer is forgotten: its moments start at zero again")
+@mistake("save_checkpoint", "the optimizer is not saved, so its moments start at zero again")
 def without_optimizer(path, model, optimizer, step, **state):
     contents = _contents(model, optimizer, step, state)
     contents["optimizer"] = {**contents["optimizer"], "state": {}}
     _write(path, contents)
 
 
-@mistake("save_checkpoint", "half of a file that could not be written is left behind")
+@mistake("save_checkpoint", "after a failure the incomplete temporary file is left behind")
 def leaves_rubbish(path, model, optimizer, step, **state):
     contents = _contents(model, optimizer, step, state)
     if not isinstance(path, str | os.PathLike):
@@ -831,7 +846,7 @@ def leaves_rubbish(path, model, optimizer, step, **state):
 
 @mistake(
     "save_checkpoint",
-    "any object is pickled, and only the load, on the day that it is needed, says that it cannot be read",
+    "any object is saved, and only loading it reveals that it cannot be read",
 )
 def unchecked(path, model, optimizer, step, **state):
     contents = _contents(model, optimizer, step, {})
@@ -841,7 +856,7 @@ def unchecked(path, model, optimizer, step, **state):
 
 @mistake(
     "save_checkpoint",
-    "only what the load refuses is caught: what cannot even be pickled, a lambda, raises an error of its own that names nothing",
+    "only errors of loading are caught; a lambda cannot even be pickled, and its error doesn't name the value",
 )
 def only_loads_checked(path, model, optimizer, step, **state):
     for value in state.values():
@@ -871,40 +886,40 @@ def _read(path):
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-@mistake("load_checkpoint", "PyTorch's random numbers are not set back")
+@mistake("load_checkpoint", "PyTorch's random state is not restored")
 def torch_forgotten(path, model, optimizer):
     return _restore(_read(path), model, optimizer, torch_too=False)
 
 
-@mistake("load_checkpoint", "only PyTorch's random numbers are set back: NumPy's and Python's go on from elsewhere")
+@mistake("load_checkpoint", "only PyTorch's random state is restored, not NumPy's and Python's")
 def others_forgotten(path, model, optimizer):
     return _restore(_read(path), model, optimizer, python_too=False, numpy_too=False)
 
 
-@mistake("load_checkpoint", "the random numbers of the CUDA devices are not set back")
+@mistake("load_checkpoint", "the random states of the CUDA devices are not restored")
 def cards_forgotten(path, model, optimizer):
     return _restore(_read(path), model, optimizer, cards_too=False)
 
 
-@mistake("load_checkpoint", "weights_only=False: a checkpoint from a stranger can run what it likes")
+@mistake("load_checkpoint", "weights_only=False: a stranger's checkpoint can run any code")
 def unsafe(path, model, optimizer):
     return _restore(torch.load(path, map_location="cpu", weights_only=False), model, optimizer)
 
 
-@mistake("load_checkpoint", "the optimizer is not loaded: its moments and its rates start anew")
+@mistake("load_checkpoint", "the optimizer is not loaded, so its moments and learning rates start over")
 def optimizer_forgotten(path, model, optimizer):
     contents = _read(path)
     contents["optimizer"] = optimizer.state_dict()
     return _restore(contents, model, optimizer)
 
 
-@mistake("load_checkpoint", "it returns the step alone, where the extra state belongs to it")
+@mistake("load_checkpoint", "it returns only the step, without the additional state")
 def step_only(path, model, optimizer):
     return {"step": _restore(_read(path), model, optimizer)["step"]}
 
 
 @mistake(
-    "load_checkpoint", "the model gets new parameters (assign=True), and the optimizer goes on training the old ones"
+    "load_checkpoint", "the model gets new parameters (assign=True), and the optimizer keeps updating the old ones"
 )
 def assigned(path, model, optimizer):
     contents = _read(path)
@@ -920,19 +935,19 @@ def _moving(items_per_second):
         raise ValueError(f"items_per_second = {items_per_second} is not above 0")
 
 
-@mistake("hours_per_epoch", "seconds, where it should be hours")
+@mistake("hours_per_epoch", "the result is in seconds instead of hours")
 def in_seconds(items_per_second, dataset_size):
     _moving(items_per_second)
     return dataset_size / items_per_second
 
 
-@mistake("hours_per_epoch", "minutes, where it should be hours")
+@mistake("hours_per_epoch", "the result is in minutes instead of hours")
 def in_minutes(items_per_second, dataset_size):
     _moving(items_per_second)
     return dataset_size / items_per_second / 60
 
 
-@mistake("hours_per_epoch", "upside down: the speed divided by the size")
+@mistake("hours_per_epoch", "the fraction is upside down: the speed is divided by the size")
 def upside_down(items_per_second, dataset_size):
     _moving(items_per_second)
     return items_per_second / dataset_size * 3600
@@ -940,7 +955,7 @@ def upside_down(items_per_second, dataset_size):
 
 @mistake(
     "hours_per_epoch",
-    "a speed of zero gives infinity or a ZeroDivisionError, where a ValueError should say what it was",
+    "a speed of zero gives infinity or a ZeroDivisionError; raise a ValueError that names it",
 )
 def standstill(items_per_second, dataset_size):
     if math.isnan(items_per_second):
@@ -948,7 +963,7 @@ def standstill(items_per_second, dataset_size):
     return dataset_size / items_per_second / 3600
 
 
-@mistake("hours_per_epoch", "nan is neither below nor above 0, so that `<= 0` lets it through")
+@mistake("hours_per_epoch", "NaN passes the check: `nan <= 0` is False, because NaN is neither below nor above 0")
 def lets_nan_through(items_per_second, dataset_size):
     if items_per_second <= 0:
         raise ValueError(f"items_per_second = {items_per_second} is not above 0")

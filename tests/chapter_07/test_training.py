@@ -29,8 +29,8 @@ training = graded("training")
 LOSS, MOMENTS, CORRECTED, DECAY, COSINE, CLIP, SHARE, YARDSTICK = (f"eq-training-{n}" for n in (1, 2, 3, 4, 5, 6, 8, 9))
 WINDOWS, BATCHES = "eq-training-7", "the contract of ex-training-tokenbatches"
 SAVE = "the contract of ex-training-save-checkpoint"
-READ = f"{SAVE}; it reads through load_checkpoint: if only the random states of ex-training-load-checkpoint fail, mend that first"
-LOAD = "the contract of ex-training-load-checkpoint; it reads what ex-training-save-checkpoint wrote: mend that first"
+READ = f"{SAVE}; it reads through load_checkpoint: if only the random states of ex-training-load-checkpoint fail, fix that first"
+LOAD = "the contract of ex-training-load-checkpoint; it reads what ex-training-save-checkpoint wrote: fix that first"
 
 
 def draw(n: int, *shape: int, seed: int = 0) -> Tensor:
@@ -38,7 +38,7 @@ def draw(n: int, *shape: int, seed: int = 0) -> Tensor:
 
 
 class HostReads(TorchDispatchMode):
-    """Counts how often a tensor's value is brought to the host: item(), float(), if, tolist()."""
+    """Counts how often a tensor's value is copied to the host: item(), float(), if, tolist()."""
 
     def __init__(self):
         super().__init__()
@@ -106,7 +106,7 @@ def test_cross_entropy_of_more_classes_than_float16_can_count():
     case("logits 0 for each of 70,000 classes, float16: the sum of their exp is 70,000, and float16 ends at 65,504")
     expected = torch.tensor(math.log(70_000), dtype=torch.float16)
     found = training.cross_entropy(torch.zeros(1, 70_000, dtype=torch.float16), torch.tensor([69_999]))
-    expect_close(found, expected, atol=1e-2, read="the contract, under Returns: inside, float32 at least")
+    expect_close(found, expected, atol=1e-2, read="the contract, under Returns: computed in float32 at least")
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int64])
@@ -583,7 +583,7 @@ def test_clip_gradient_norm__brings_nothing_to_the_host():
         parameters = with_gradients(torch.tensor([3.0]), torch.tensor([4.0]))
         with HostReads() as host:
             training.clip_gradient_norm_(parameters, max_norm)
-        expect_equal(host.n, 0, name="values brought to the host", read="the contract, under Cost")
+        expect_equal(host.n, 0, name="values copied to the host", read="the contract, under Cost")
     case("gradients on the meta device, which have a shape and no values")
     parameter = nn.Parameter(torch.zeros(3, device="meta"))
     parameter.grad = torch.zeros(3, device="meta")
@@ -651,7 +651,7 @@ def test_TokenBatches_gives_int64_rows_that_can_be_viewed():
 
 
 def test_TokenBatches_is_an_iterator():
-    case("iter() does not begin anew: one batch by next, one by a for loop")
+    case("iter() does not start over: one batch by next, one by a for loop")
     batches = training.TokenBatches(range(100), 1, 3)
     found = firsts(batches, 1)
     for inputs, _ in batches:
@@ -800,7 +800,7 @@ def test_TokenBatches_reads_a_memmap_as_it_goes(tmp_path):
 
 
 def test_TokenBatches_does_not_alias_the_tokens():
-    read = f"{BATCHES}, __next__: in memory shared with nothing"
+    read = f"{BATCHES}, __next__: they share memory with no other tensor"
     for batch in (1, 2):
         case(f"int64 tokens, batch={batch}; all inputs are set to 0: do inputs, targets and tokens share memory?")
         tokens = np.arange(17)
@@ -930,7 +930,7 @@ def test_accumulate_gradients_equals_the_whole_batch(sizes):
     found = training.accumulate_gradients(model, micro_batches)
     expect_close([p.grad for p in model.parameters()], gradients, atol=1e-10, name="gradients", read=SHARE)
     expect_close(found, loss, atol=1e-10, name="the mean loss", read=SHARE)
-    expect_true(not found.requires_grad, "the mean loss should be detached: it would keep what was computed alive")
+    expect_true(not found.requires_grad, "the mean loss should be detached, or it keeps the graph alive")
 
 
 def test_accumulate_gradients_in_float32():
@@ -1064,7 +1064,9 @@ def test_save_checkpoint_writes_where_it_is_told(tmp_path):
     save(tmp_path / "b.pt", 2)
     with open(tmp_path / "c.pt", "wb") as file:
         save(file, 3)
-        expect_true(not file.closed, "the open file was closed: it is the caller's", read=f"{SAVE}, under Args")
+        expect_true(
+            not file.closed, "the open file was closed, but it belongs to the caller", read=f"{SAVE}, under Args"
+        )
     buffer = io.BytesIO()
     save(buffer, 4)
     buffer.seek(0)
@@ -1178,7 +1180,7 @@ def test_save_checkpoint_moves_a_whole_file_into_place(tmp_path, monkeypatch, ki
     )
     size, written = path.stat().st_size, log.fsynced
     problem = (
-        f"at os.fsync the file had {written} of its {size} bytes: the others were in Python's buffer; flush() it first"
+        f"at os.fsync the file had {written} of its {size} bytes: the rest was still in Python's buffer; flush() first"
     )
     expect_true(written == size, problem, answer=names, read=read)
     source = Path(log.calls[names.index("replace")][1][0])
@@ -1219,7 +1221,7 @@ def test_save_checkpoint_that_fails_leaves_the_old_one(tmp_path, monkeypatch, er
             raised = False
         except type(error):
             raised = True
-    expect_true(raised, "the failure was swallowed: a run should hear of it", read=SAVE)
+    expect_true(raised, "the failure was swallowed; the caller should get the error", read=SAVE)
     expect_true(path.exists() and path.read_bytes() == old, "the old checkpoint is gone or changed", read=SAVE)
     there = [p.name for p in tmp_path.iterdir()]
     expect_equal(there, ["run.pt"], name="files left", read=f"{SAVE}, under Returns")

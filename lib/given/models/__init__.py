@@ -1,1 +1,1 @@
-"""Sizes and names of the models, and of the machines that run them."""
+"""Sizes of the models, names of their weights, and data sheets of the machines that run them."""

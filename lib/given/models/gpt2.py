@@ -1,4 +1,4 @@
-"""GPT-2's sizes, and its checkpoints as Transformers writes them: found, opened and checked, not yet converted."""
+"""Sizes of GPT-2, and readers for checkpoints in Transformers' format: they find, open and check, but don't convert."""
 
 import json
 import os
@@ -11,16 +11,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class GPT2Config:
-    """The shape of a GPT-2.
+    """Sizes of a GPT-2.
 
     Attributes:
-        vocab_size: Tokens V that exist.
-        context_len: Positions T at most.
+        vocab_size: Number of tokens V.
+        context_len: Largest number of positions T.
         dim: Model width C; a multiple of ``n_heads``.
-        n_layers: Blocks L.
-        n_heads: Heads H.
+        n_layers: Number of blocks L.
+        n_heads: Number of heads H.
         norm_eps: Added to the variance in every layer norm.
-        padded_vocab_size: Rows of the embedding, at least ``vocab_size``; None means as many as there are tokens.
+        padded_vocab_size: Rows of the embedding, at least ``vocab_size``; None means ``vocab_size``.
     """
 
     vocab_size: int = 50_257
@@ -33,7 +33,7 @@ class GPT2Config:
 
     def __post_init__(self):
         if self.dim % self.n_heads:
-            raise ValueError(f"dim = {self.dim} is no multiple of n_heads = {self.n_heads}")
+            raise ValueError(f"dim = {self.dim} is not a multiple of n_heads = {self.n_heads}")
         if self.padded_vocab_size is not None and self.padded_vocab_size < self.vocab_size:
             raise ValueError(f"padded_vocab_size = {self.padded_vocab_size} is below vocab_size = {self.vocab_size}")
 
@@ -49,7 +49,7 @@ GPT2_LARGE = GPT2Config(dim=1280, n_layers=36, n_heads=20)
 GPT2_XL = GPT2Config(dim=1600, n_layers=48, n_heads=25)
 TINY = GPT2Config(vocab_size=512, context_len=64, dim=128, n_layers=2, n_heads=2)
 
-# What Transformers' config.json calls the fields of GPT2Config.
+# Names in Transformers' config.json, and the fields of GPT2Config that they set.
 FIELDS = {
     "vocab_size": "vocab_size",
     "n_positions": "context_len",
@@ -57,7 +57,7 @@ FIELDS = {
     "n_layer": "n_layers",
     "n_head": "n_heads",
 }
-# Settings that this model has no switch for, and the values under which it computes the same.
+# Settings that this model cannot change, and the values with which Transformers computes the same.
 FIXED = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "scale_attn_weights": (True,),
@@ -69,10 +69,10 @@ INDEX = "model.safetensors.index.json"
 
 
 def find_checkpoint(name_or_path: str | os.PathLike) -> Path:
-    """The folder of a checkpoint: one that is there, or a name on the hub, fetched into its cache.
+    """Return the folder of a checkpoint: a local folder, or a download if the argument is a name on the hub.
 
     Raises:
-        FileNotFoundError: it is neither; the message says what was tried.
+        FileNotFoundError: there is no such folder, and the hub has no such name; the message says what was tried.
     """
     folder = Path(name_or_path)
     if folder.is_dir():
@@ -89,13 +89,13 @@ def find_checkpoint(name_or_path: str | os.PathLike) -> Path:
 
 
 def read_config(folder: Path) -> tuple[GPT2Config | None, list[str]]:
-    """What ``config.json`` says, and all that is wrong with it; no config where it cannot be made."""
+    """Read ``config.json``; return the config (None if there is no usable one) and a list of problems."""
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None, ["config.json is missing"]
     except ValueError as error:
-        return None, [f"config.json is no JSON: {error}"]
+        return None, [f"config.json is not valid JSON: {error}"]
     problems = [f"config.json has no {name}" for name in FIELDS if name not in settings]
     for name, allowed in FIXED.items():
         if settings.get(name, allowed[0]) not in allowed:
@@ -113,7 +113,7 @@ def read_config(folder: Path) -> tuple[GPT2Config | None, list[str]]:
 
 
 def read_tensors(folder: Path) -> tuple[dict[str, Tensor], list[str]]:
-    """All tensors of ``model.safetensors``, or of the shards that its index lists, and all that is wrong with them."""
+    """Read ``model.safetensors`` or the shards that its index lists; return the tensors and a list of problems."""
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = {}
@@ -127,7 +127,7 @@ def read_tensors(folder: Path) -> tuple[dict[str, Tensor], list[str]]:
             problems.append(f"{name} cannot be read (cut off?): {error}")
     for name, tensor in tensors.items():
         if not torch.is_floating_point(tensor) and not name.endswith("attn.bias"):
-            problems.append(f"{name} is {tensor.dtype}, no floating-point numbers")
+            problems.append(f"{name} is {tensor.dtype}, expected a floating-point dtype")
     return tensors, problems
 
 

@@ -1,22 +1,22 @@
-"""Sizes of Llama 2: what Meta released, and one that a laptop trains in half a minute."""
+"""Sizes of Llama 2: those that Meta released, and a tiny one that a laptop trains in half a minute."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """What decides the shape of every tensor of a Llama.
+    """Sizes of a Llama: they determine the shape of every tensor.
 
     Attributes:
-        vocab_size: Tokens V.
+        vocab_size: Number of tokens V.
         dim: Model width C; a multiple of ``n_heads``.
-        n_layers: Blocks L.
-        n_heads: Query heads H.
-        n_kv_heads: Key/value heads G, a divisor of H; None means H.
+        n_layers: Number of blocks L.
+        n_heads: Number of query heads H.
+        n_kv_heads: Number of key/value heads G, a divisor of H; None means H.
         hidden_dim: Feed-forward width F; None means Meta's rule: two thirds of 4 x ``dim``, widened and rounded up.
-        multiple_of: The rule rounds up to a multiple of this.
-        ffn_dim_multiplier: The rule widens by this factor.
-        context_len: Positions that the model can number.
+        multiple_of: Meta's rule rounds up to a multiple of this.
+        ffn_dim_multiplier: Meta's rule widens by this factor.
+        context_len: Largest number of positions.
         norm_eps: Added to the mean square in every RMSNorm.
         rope_theta: Base of the rotary frequencies.
     """
@@ -37,9 +37,9 @@ class LlamaConfig:
         if self.n_kv_heads is None:
             object.__setattr__(self, "n_kv_heads", self.n_heads)
         if self.dim % self.n_heads:
-            raise ValueError(f"dim = {self.dim} is no multiple of n_heads = {self.n_heads}")
+            raise ValueError(f"dim = {self.dim} is not a multiple of n_heads = {self.n_heads}")
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_heads = {self.n_heads} is no multiple of n_kv_heads = {self.n_kv_heads}")
+            raise ValueError(f"n_heads = {self.n_heads} is not a multiple of n_kv_heads = {self.n_kv_heads}")
         if self.hidden_dim is None:
             width = int(self.ffn_dim_multiplier * (8 * self.dim // 3))
             object.__setattr__(self, "hidden_dim", -(-width // self.multiple_of) * self.multiple_of)
@@ -75,7 +75,7 @@ PRESETS = {"7B": LLAMA_2_7B, "13B": LLAMA_2_13B, "70B": LLAMA_2_70B, "tiny": TIN
 
 
 def hf_tensors(config: LlamaConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Every tensor of Transformers' checkpoint: its name there, its name at Meta, its shape (the same in both)."""
+    """For the name of every tensor in Transformers' checkpoint: its name in Meta's, and its shape, which is the same in both."""
     C, F, V = config.dim, config.hidden_dim, config.vocab_size
     kv_width = config.n_kv_heads * config.head_dim
     block = {
@@ -99,5 +99,5 @@ def hf_tensors(config: LlamaConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def meta_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of Meta's checkpoint, by name."""
+    """Shape of every tensor of Meta's checkpoint, by its name there."""
     return dict(hf_tensors(config).values())

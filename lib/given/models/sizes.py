@@ -1,7 +1,6 @@
-"""The five model sizes that chapters 8, 10 and 12 measure: GPT-2's shape, from 100 million weights to 2.7 billion.
+"""The five model sizes that chapters 8, 10 and 12 measure: GPT-2's architecture, from 100 million weights to 2.7 billion.
 
-The feed-forward width is four times the model width in all of them. The table, with the name
-"2.7B", is that of Stanford's CS336, assignment 2, spring 2025.
+The feed-forward width is four times the model width in all of them. Source: Stanford's CS336, spring 2025, assignment 2.
 """
 
 from lib.given.models.gpt2 import GPT2Config

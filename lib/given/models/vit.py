@@ -1,4 +1,4 @@
-"""The vision transformer's sizes, and what its weights are called elsewhere."""
+"""Sizes of vision transformers, and the names of their weights in other libraries."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,8 +22,8 @@ class ViTConfig:
         n_layers: Number L of blocks.
         n_heads: Number H of attention heads.
         hidden_dim: Width F inside the MLP.
-        eps: What every LayerNorm adds to the variance: 1e-6 in the paper's code and in timm, 1e-12 in Transformers.
-        pooling: What the head sees: the class "token", or the "mean" of the patches.
+        eps: Added to the variance in every LayerNorm: 1e-6 in the paper's code and in timm, 1e-12 in Transformers.
+        pooling: What the head reads: the class "token", or the "mean" of the patches.
         gelu: "exact", as in timm and Transformers, or the "tanh" approximation, as in the paper's code.
     """
 
@@ -43,7 +43,7 @@ class ViTConfig:
         for wide, narrow in (("image_size", "patch_size"), ("dim", "n_heads")):
             n, d = getattr(self, wide), getattr(self, narrow)
             if n % d:
-                raise ValueError(f"{wide} = {n} is no multiple of {narrow} = {d}: {n} = {n // d} x {d} + {n % d}")
+                raise ValueError(f"{wide} = {n} is not a multiple of {narrow} = {d}: {n} = {n // d} x {d} + {n % d}")
         for name, allowed in (("pooling", POOLINGS), ("gelu", GELUS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} = {getattr(self, name)!r} is none of {', '.join(allowed)}")
@@ -71,7 +71,7 @@ VIT_H_14 = ViTConfig(patch_size=14, dim=1280, n_layers=32, n_heads=16, hidden_di
 VIT_GIANT_14 = ViTConfig(patch_size=14, dim=1408, n_layers=40, n_heads=16, hidden_dim=6144)
 VIT_GIGANTIC_14 = ViTConfig(patch_size=14, dim=1664, n_layers=48, n_heads=16, hidden_dim=8192)
 TINY = ViTConfig(image_size=8, patch_size=2, channels=1, n_classes=10, dim=64, n_layers=4, n_heads=4, hidden_dim=128)
-"""For scikit-learn's 8 x 8 digits, on a laptop."""
+"""For scikit-learn's 8 x 8 digits; trains on a laptop."""
 
 PRESETS = {
     "B/16": VIT_B_16,
@@ -87,14 +87,14 @@ def preset(name: str, **changes) -> ViTConfig:
     """A preset by its name in the papers ("B/16", "g/14"), with fields changed.
 
     Raises:
-        ValueError: there is no such preset; the message lists those that there are.
+        ValueError: there is no preset of that name; the message lists the names.
     """
     if name not in PRESETS:
         raise ValueError(f"no vision transformer {name!r}: there are {', '.join(PRESETS)} (g and G are two)")
     return replace(PRESETS[name], **changes)
 
 
-# ---- names of weights elsewhere --------------------------------------------------------------------------------------
+# ---- names of weights in other libraries -----------------------------------------------------------------------------
 
 _HF = {
     "embeddings.cls_token": "vit.embeddings.cls_token",
@@ -133,7 +133,7 @@ _TIMM_BLOCK = {"attn.wo": "attn.proj"} | {name: name for name in ("norm1", "norm
 
 
 def _names(n_layers: int, outer: dict[str, str], block: dict[str, str], layer: str) -> dict[str, str]:
-    """Our name of every tensor to its name elsewhere; modules have a weight and a bias."""
+    """Map our name of every tensor to its name elsewhere; every module has a weight and a bias."""
     modules = dict(outer)
     for i in range(n_layers):
         modules |= {f"blocks.{i}.{ours}": f"{layer}.{i}.{theirs}" for ours, theirs in block.items()}
@@ -145,20 +145,20 @@ def _names(n_layers: int, outer: dict[str, str], block: dict[str, str], layer: s
 
 
 def hf_names(config: ViTConfig) -> dict[str, str]:
-    """Our name of every tensor to its name in Transformers' ``ViTForImageClassification``."""
+    """Map our name of every tensor to its name in Transformers' ``ViTForImageClassification``."""
     return _names(config.n_layers, _HF, _HF_BLOCK, "vit.layers")
 
 
 def timm_names(config: ViTConfig) -> dict[str, str]:
-    """Our name of every tensor to its name in timm's ``VisionTransformer``, but for the queries, keys and values.
+    """Map our name of every tensor to its name in timm's ``VisionTransformer``, except for queries, keys and values.
 
-    Those, ``blocks.{i}.attn.wq``, ``wk`` and ``wv``, are fused there into one ``blocks.{i}.attn.qkv``.
+    timm fuses those (``blocks.{i}.attn.wq``, ``wk`` and ``wv``) into one ``blocks.{i}.attn.qkv``.
     """
     return _names(config.n_layers, _TIMM, _TIMM_BLOCK, "blocks")
 
 
 def modern_hf_names(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors under the names of Transformers 5: files on the hub still have those of version 4."""
+    """The same tensors under the names of Transformers 5; most files on the hub still have those of version 4."""
     renamed = {}
     for name, tensor in state_dict.items():
         for old, new in _HF_BEFORE_5.items():
