@@ -93,38 +93,29 @@ def draw_step(n_units: int = 3) -> Figure:
     """Above, what the GPU computes and what the network carries; below, from when to when each unit is whole."""
     work = plan_step(n_units)
     fig, (lanes, whole) = plt.subplots(2, 1, figsize=(6.4, 4.2), sharex=True, height_ratios=(1, 1.25))
-    colours = {"forward": COLOURS[0], "backward": COLOURS[0], "gather": COLOURS[1], "reduce": COLOURS[2]}
-    for lane, what, unit, start, end in work:
-        y = 1.0 if lane == "compute" else 0.0
-        lanes.add_patch(
-            Rectangle((start, y + 0.1), end - start, 0.8, facecolor=colours[what], alpha=0.5, edgecolor=GREY)
-        )
-        lanes.text(
-            (start + end) / 2,
-            y + 0.5,
-            "root" if unit == 0 else str(unit),
-            ha="center",
-            va="center",
-            fontsize=9 if unit == 0 else 10.5,
-        )
-    last = max(end for *_, end in work)
-    lanes.set(ylim=(0, 2.1), yticks=[0.5, 1.5], yticklabels=["network", "compute"])
-    for x, text, what in (
-        (0.0, "gather", "gather"),
-        (0.22, "reduce-scatter", "reduce"),
-        (0.58, "forward, backward", "forward"),
-    ):
-        lanes.text(x, 1.06, f"■ {text}", color=colours[what], transform=lanes.transAxes)
+    draw_lanes(lanes, work)
     for unit, start, end, ahead in lifetimes(work):
         whole.barh(unit, end - ahead, left=ahead, height=0.7, color=COLOURS[0], alpha=0.6)
         whole.barh(unit, ahead - start, left=start, height=0.7, color=COLOURS[1], alpha=0.6)
-    whole.set(
-        ylim=(-0.6, n_units + 0.6), yticks=range(n_units + 1), xlim=(0, last), xticks=[], ylabel="unit", xlabel="time"
-    )
+    whole.set(ylim=(-0.6, n_units + 0.6), yticks=range(n_units + 1), ylabel="unit", xlabel="time")
+    whole.set(xlim=(0, max(end for *_, end in work)), xticks=[])
     whole.set_yticklabels(["root", *map(str, range(1, n_units + 1))])
     for ax in (lanes, whole):
         ax.grid(False)
     return fig
+
+
+def draw_lanes(ax: Axes, work: Sequence[tuple[str, str, int, float, float]]) -> None:
+    """What the GPU computes and what the network carries, a box for each piece of work, with the unit's number in it."""
+    colours = {"forward": COLOURS[0], "backward": COLOURS[0], "gather": COLOURS[1], "reduce": COLOURS[2]}
+    for lane, what, unit, start, end in work:
+        y, look = float(lane == "compute"), {"facecolor": colours[what], "edgecolor": GREY, "alpha": 0.5}
+        ax.add_patch(Rectangle((start, y + 0.1), end - start, 0.8, **look))
+        text, size = (str(unit), 10.5) if unit else ("root", 9)
+        ax.text((start + end) / 2, y + 0.5, text, ha="center", va="center", fontsize=size)
+    ax.set(ylim=(0, 2.1), yticks=[0.5, 1.5], yticklabels=["network", "compute"])
+    for x, what, text in ((0.0, "gather", "gather"), (0.22, "reduce", "reduce-scatter"), (0.58, "forward", "compute")):
+        ax.text(x, 1.06, f"■ {text}", color=colours[what], transform=ax.transAxes)
 
 
 def lifetimes(work: Sequence[tuple[str, str, int, float, float]]) -> list[tuple[int, float, float, float]]:
