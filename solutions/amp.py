@@ -19,18 +19,18 @@ class FloatFormat:
     """A binary floating-point format: one sign bit, an exponent, a mantissa. (Exercise)
 
     Args:
-        exponent_bits: Width E of the exponent, 2 to 11; its bias is ``2**(E - 1) - 1``. The least stored exponent holds
+        exponent_bits: Width E of the exponent, 2 to 11; its bias is ``2**(E - 1) - 1``. The smallest stored exponent encodes
             zero and the subnormals.
         mantissa_bits: Width M of the fraction, 1 to 52.
-        has_infinity: True: the greatest stored exponent is kept for infinity and NaN, as IEEE 754 has it. False: it holds
-            numbers, and only its all-ones mantissa is NaN. A format of 11 exponent bits must have infinity.
+        has_infinity: If True, the largest stored exponent is reserved for infinity and NaN, as in IEEE 754. If False, it
+            encodes numbers, and only its all-ones mantissa is NaN. A format with 11 exponent bits must have infinity.
 
     Raises:
-        ValueError: a width is out of its range, or 11 exponent bits are to go without infinity; the message names the width
-            and its range, which without infinity is 2 to 10 for the exponent.
+        ValueError: a width is out of its range; the message names the width and its range. Without infinity the range of
+            ``exponent_bits`` is 2 to 10.
 
     Source: IEEE 754-2019, section 3; Micikevicius and others (arXiv:2209.05433), table 1, for the two formats of 8 bits.
-    Convention: ``mantissa_bits`` counts the stored bits; texts that count the implied leading 1 say 24 for float32.
+    Convention: ``mantissa_bits`` counts the stored bits: 23 for float32. Texts that also count the implied leading 1 say 24.
     """
 
     exponent_bits: int
@@ -48,7 +48,7 @@ class FloatFormat:
 
     @property
     def max(self) -> float:
-        """The greatest finite number: 65,504 for float16."""
+        """The largest finite number: 65,504 for float16."""
         ### BEGIN SOLUTION
         bias = 2 ** (self.exponent_bits - 1) - 1
         if self.has_infinity:
@@ -58,44 +58,44 @@ class FloatFormat:
 
     @property
     def min_normal(self) -> float:
-        """The least positive number with all its mantissa bits: ``2**-14`` for float16."""
+        """The smallest positive number with full precision: ``2**-14`` for float16."""
         ### BEGIN SOLUTION
         return 2.0 ** (2 - 2 ** (self.exponent_bits - 1))
         ### END SOLUTION
 
     @property
     def min_subnormal(self) -> float:
-        """The least positive number: ``2**-24``, about 6e-8, for float16."""
+        """The smallest positive number: ``2**-24``, about 6e-8, for float16."""
         ### BEGIN SOLUTION
         return self.min_normal * self.epsilon
         ### END SOLUTION
 
     @property
     def epsilon(self) -> float:
-        """The distance from 1 to the next greater number: ``2**-10`` for float16."""
+        """The distance from 1 to the next larger number: ``2**-10`` for float16."""
         ### BEGIN SOLUTION
         return 2.0**-self.mantissa_bits
         ### END SOLUTION
 
 
 def round_to_format(x: Float[Tensor, "..."], fmt: FloatFormat) -> Float[Tensor, "..."]:
-    """Each number moved to the nearest one that the format has; of two equally near, to the even one. (Exercise)
+    """Round each number to the nearest one that the format has; round ties to even. (Exercise)
 
     Args:
-        x: Any shape, any floating dtype, those of 8 bits too (``x.double()`` takes them all); left unchanged.
+        x: Any shape and any floating dtype, those of 8 bits included (``x.double()`` takes them all); left unchanged.
         fmt: A ``FloatFormat``.
 
     Returns:
-        The shape and dtype of ``x``. Bit for bit what a cast to the format and back gives: subnormals are kept, what rounds
-        beyond ``fmt.max`` is infinite, zeros keep their sign, NaN stays NaN. A format without infinity has ``fmt.max``,
-        with the sign of x, in the place of infinity.
+        The shape and dtype of ``x``. Bit for bit the result of a cast to the format and back: subnormals are kept, numbers that
+        round beyond ``fmt.max`` become infinite, zeros keep their sign, NaN stays NaN. In a format without infinity,
+        ``fmt.max`` with the sign of x takes the place of infinity.
 
     Raises:
-        ValueError: ``x`` is of no floating dtype; the message names it.
+        ValueError: ``x`` does not have a floating dtype; the message names its dtype.
 
     Source: IEEE 754-2019, section 4.3.1, roundTiesToEven.
-    Convention: float8_e4m3fn saturates at 448, as PyTorch does from 2.12; before, it gave NaN. float64 is rounded once;
-        PyTorch takes float64 to float16 by way of float32, and is off by one place in a few of 100,000 numbers.
+    Convention: float8_e4m3fn saturates at 448, as PyTorch does from 2.12 on; before, PyTorch gave NaN. Round float64 once;
+        PyTorch casts float64 to float16 by way of float32, and is off by one place in a few of 100,000 numbers.
     """
     ### BEGIN SOLUTION
     if not x.is_floating_point():
@@ -113,16 +113,16 @@ def round_to_format(x: Float[Tensor, "..."], fmt: FloatFormat) -> Float[Tensor, 
 def accumulate(
     values: Tensor | Iterable[float], accumulator_dtype: torch.dtype, value_dtype: torch.dtype
 ) -> Float[Tensor, ""]:
-    """Numbers added one after another to a running total, which is rounded after each. (Exercise)
+    """Add numbers one after another to a running total that is rounded after each addition. (Exercise)
 
     Args:
         values: Numbers in the order in which they are added.
-        accumulator_dtype: Dtype of the total, which begins at 0.
+        accumulator_dtype: Dtype of the total, which starts at 0.
         value_dtype: Dtype to which each number is rounded before it is added.
 
     Returns:
-        The total, a tensor without dimensions, in ``accumulator_dtype``: what ``total += value`` gives. It is on the device of
-        ``values`` if that is a tensor, else on the CPU. A list's numbers are Python floats, float64, until they are rounded
+        The total, a scalar tensor in ``accumulator_dtype``: what ``total += value`` gives. It is on the device of ``values``
+        if that is a tensor, otherwise on the CPU. The numbers of a list are Python floats (float64) until they are rounded
         to ``value_dtype``.
 
     Source: Stanford CS336, assignment 2, problem mixed_precision_accumulation.
@@ -138,20 +138,20 @@ def accumulate(
 
 
 class GradScaler:
-    """Multiplies the loss so that small gradients survive float16, and divides them again before the step. (Exercise)
+    """Scales the loss up so that small gradients survive float16, and scales the gradients down before the step. (Exercise)
 
     Args:
-        init_scale: First factor.
-        growth_factor: What the scale is multiplied by after ``growth_interval`` updates in a row without inf or NaN.
-        backoff_factor: What it is multiplied by after an update with inf or NaN.
-        growth_interval: Updates without inf or NaN between two growths.
+        init_scale: The first scale.
+        growth_factor: Multiplies the scale after ``growth_interval`` updates in a row without inf or NaN.
+        backoff_factor: Multiplies the scale after an update with inf or NaN.
+        growth_interval: Number of updates without inf or NaN before the scale grows.
 
-    A step is ``scaler.scale(loss).backward()``, ``scaler.step(optimizer)``, ``scaler.update()``; whoever clips gradients
-    calls ``scaler.unscale_(optimizer)`` before. Several optimizers may be stepped between two updates; one with inf or NaN
-    does not keep another from its step.
+    A training step calls ``scaler.scale(loss).backward()``, ``scaler.step(optimizer)`` and ``scaler.update()``; to clip
+    gradients, call ``scaler.unscale_(optimizer)`` before ``step``. Several optimizers may step between two updates, and inf
+    or NaN in the gradients of one does not keep another from its step.
 
     Source: Micikevicius and others (arXiv:1710.03740), section 3.2; ``torch.amp.GradScaler``.
-    Cost: at most one value read back by the host for each optimizer's step, none in ``scale``, ``unscale_`` and ``update``.
+    Cost: the host reads back at most one value in each ``step``, and none in ``scale``, ``unscale_`` and ``update``.
     """
 
     def __init__(
@@ -163,14 +163,16 @@ class GradScaler:
     ):
         self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
         self._scale = torch.tensor(float(init_scale), dtype=torch.float32)
-        self._growth_tracker = torch.zeros((), dtype=torch.int32)  # updates without inf or NaN since the last change
-        self._found: dict[int, Tensor] = {}  # id of an unscaled optimizer -> bool tensor: has it inf or NaN?
+        self._growth_tracker = torch.zeros(
+            (), dtype=torch.int32
+        )  # updates without inf or NaN since the scale last changed
+        self._found: dict[int, Tensor] = {}  # id of an unscaled optimizer -> bool tensor: is a gradient inf or NaN?
         self._stepped: set[int] = set()  # ids of the optimizers stepped since the last update
 
     def scale(self, outputs: Any) -> Any:
-        """A loss times the scale; or a list or tuple of them, nested or not, each times the scale, in the same structure.
+        """A loss times the scale. A list or tuple of losses, nested or not, comes back in the same structure, each loss scaled.
 
-        ``_scale`` and ``_growth_tracker`` move to the losses' device.
+        Moves ``_scale`` and ``_growth_tracker`` to the losses' device.
         """
         ### BEGIN SOLUTION
         if isinstance(outputs, Tensor):
@@ -184,12 +186,12 @@ class GradScaler:
         ### END SOLUTION
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of an optimizer's parameters by the scale, in place, and note whether one is inf or NaN.
+        """Divide the gradients of an optimizer's parameters by the scale, in place, and note whether any is inf or NaN.
 
         Raises:
             RuntimeError: since the last ``update`` this optimizer was unscaled (the message names ``unscale_()``) or stepped
-                (it names ``step()``); or none of its parameters has a gradient. An empty gradient is one.
-            ValueError: a gradient is float16, where its parameter should be float32; the message names float16.
+                (it names ``step()``); or none of its parameters has a gradient. A gradient without elements counts as one.
+            ValueError: a gradient is float16, so its parameter is not in float32; the message names float16.
         """
         ### BEGIN SOLUTION
         if id(optimizer) in self._stepped:
@@ -202,7 +204,7 @@ class GradScaler:
         if any(grad.dtype == torch.float16 for grad in grads):
             raise ValueError("a gradient is float16, expected float32: the parameters of a scaled run stay in float32")
         grads = [grad._values() if grad.is_sparse else grad for grad in grads]
-        grads = [grad for grad in grads if grad.numel()]  # an empty gradient has no greatest magnitude
+        grads = [grad for grad in grads if grad.numel()]  # an empty gradient has no largest magnitude
         inverse, found = self._scale.double().reciprocal().float(), [torch.zeros_like(self._scale, dtype=torch.bool)]
         for kind in {(grad.device, grad.dtype) for grad in grads}:
             alike = [grad for grad in grads if (grad.device, grad.dtype) == kind]
@@ -213,14 +215,14 @@ class GradScaler:
         ### END SOLUTION
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale if that was not done, then step unless a gradient is inf or NaN.
+        """Unscale if that has not been done, then step unless a gradient is inf or NaN.
 
         Returns:
             What ``optimizer.step(*args, **kwargs)`` returns, or None if the step is skipped.
 
         Raises:
             RuntimeError: this optimizer was stepped since the last ``update`` (the message names ``step()``); or a closure is
-                given, by name or by position, which would be run after the check (it names ``closure``).
+                passed, by name or by position, whose gradients would not be checked (the message names ``closure``).
         """
         ### BEGIN SOLUTION
         if "closure" in kwargs or args:
@@ -236,9 +238,9 @@ class GradScaler:
         ### END SOLUTION
 
     def update(self) -> None:
-        """Back off if any optimizer unscaled since the last update had inf or NaN, else count, and grow in time.
+        """Back off if any optimizer unscaled since the last update had inf or NaN; otherwise count, and grow after the interval.
 
-        A growth that would make the scale infinite is left out, and the count begins again all the same.
+        A growth that would make the scale infinite is skipped, but the count starts again all the same.
 
         Raises:
             RuntimeError: nothing was unscaled or stepped since the last update.
@@ -257,16 +259,16 @@ class GradScaler:
         ### END SOLUTION
 
     def get_scale(self) -> float:
-        """The scale as a number; the host waits for it."""
+        """The scale as a number. The host waits for it."""
         return self._scale.item()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, under the keys of ``torch.amp.GradScaler``."""
+        """The state for a checkpoint, under the keys of ``torch.amp.GradScaler``."""
         settings = {name: getattr(self, name) for name in ("growth_factor", "backoff_factor", "growth_interval")}
         return {"scale": self.get_scale(), "_growth_tracker": int(self._growth_tracker), **settings}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on as the scaler did that gave the ``state_dict``, ours or PyTorch's."""
+        """Continue from the state of another scaler, ours or PyTorch's."""
         for name in ("growth_factor", "backoff_factor", "growth_interval"):
             setattr(self, name, state_dict[name])
         self._scale = torch.full_like(self._scale, state_dict["scale"])
@@ -275,7 +277,7 @@ class GradScaler:
 
 ### BEGIN SOLUTION
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in ``dtype``, wherever they stand in lists and tuples; float64 and all else as it is."""
+    """Floating-point tensors cast to ``dtype``, inside lists and tuples too; float64 and everything else unchanged."""
     if isinstance(value, list | tuple):
         return type(value)(_cast(part, dtype) for part in value)
     if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64:
@@ -283,7 +285,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-_inside = threading.local()  # .busy: a region further in has decided about the running operation
+_inside = threading.local()  # .busy: an inner region has already decided about the current operation
 
 
 ### END SOLUTION
@@ -291,19 +293,19 @@ class MiniAutocast(TorchFunctionMode):
     """Inside ``with MiniAutocast(dtype):`` products run in ``dtype`` and reductions in float32. (Exercise)
 
     Args:
-        dtype: Of the products: float16, bfloat16, or float32, which switches an outer region off.
-        device_type: Whose rules: "cuda", or "cpu" with its shorter list of reductions.
+        dtype: Dtype of the products: float16, bfloat16, or float32, which switches an outer region off.
+        device_type: Which rules apply: "cuda", or "cpu" with its shorter list of reductions.
 
-    The floating-point tensors among the arguments of an operation whose name is in ``PRODUCTS`` are cast to ``dtype``; of one
-    in ``REDUCTIONS[device_type]``, to float32; every other operation runs as it is. float64 is never cast. Regions nest, and
-    the innermost decides. Parameters stay as they are, and their gradients come in their own dtype. Both lists are in
+    If the name of an operation is in ``PRODUCTS``, its floating-point arguments are cast to ``dtype``; if it is in
+    ``REDUCTIONS[device_type]``, to float32; every other operation runs unchanged. float64 is never cast. Regions nest, and
+    the innermost one decides. Parameters are not changed, and their gradients have the parameters' dtype. Both lists are in
     ``lib/given/kernels/autocast.py``.
 
     Raises:
-        ValueError: ``dtype`` is none of the three, or there are no rules for ``device_type``; the message names it.
+        ValueError: ``dtype`` is none of the three, or ``device_type`` has no rules; the message names the wrong one.
 
     Source: ``torch.autocast``.
-    Convention: these are CUDA's rules, on any device. ``torch.autocast("cpu")`` keeps softmax, norms and sums narrow.
+    Convention: by default CUDA's rules apply on any device. ``torch.autocast("cpu")`` keeps softmax, norms and sums narrow.
     """
 
     def __init__(self, dtype: torch.dtype, device_type: str = "cuda"):
@@ -317,7 +319,7 @@ class MiniAutocast(TorchFunctionMode):
         ### END SOLUTION
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Called for every operation in the region, with the function that PyTorch was about to run."""
+        """PyTorch calls this for every operation in the region, with the function that it was about to run."""
         kwargs = kwargs or {}
         ### BEGIN SOLUTION
         if getattr(_inside, "busy", False):
@@ -336,18 +338,18 @@ class MiniAutocast(TorchFunctionMode):
 
 
 def autocast_dtypes(model: nn.Module, x: Tensor, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtype that every layer's output would have under ``torch.autocast``, predicted by its rules. (Exercise)
+    """Predict the dtype that every layer's output would have under ``torch.autocast``. (Exercise)
 
     Args:
-        model: Any module; afterwards it has no more hooks, gradients or changed buffers than before, and is in its mode.
-            The prediction leaves the random generators as they were: a Dropout in it draws nothing from the run.
-        x: What ``model(x)`` takes. On the CPU the CPU's rules hold; anywhere else, CUDA's. A model and an ``x`` on the
-            "meta" device have no numbers: the prediction costs nothing and needs no GPU.
+        model: Any module. Afterwards its hooks, gradients, buffers and mode are what they were before, and so is the state of
+            the random generators, even if the model has a Dropout.
+        x: The argument of ``model(x)``. If it is on the CPU, the CPU's rules apply; otherwise CUDA's. A model and an ``x`` on
+            the "meta" device have no numbers, so there the prediction costs nothing and needs no GPU.
         dtype: float16 or bfloat16.
 
     Returns:
-        Name to dtype, in the order of ``model.named_modules()``, which need not be the order of the calls, for each module
-        without submodules that was called. A model that has no submodules is named "". Of an output of several tensors the first counts; of several calls the last.
+        Name to dtype for each module without submodules that was called, in the order of ``model.named_modules()`` (which need
+        not be the order of the calls). A model without submodules has the name "". If an output has several tensors, the first counts; if a module is called several times, the last call counts.
     """
     ### BEGIN SOLUTION
     layers = {name: module for name, module in model.named_modules() if not list(module.children())}
@@ -371,7 +373,7 @@ def autocast_dtypes(model: nn.Module, x: Tensor, dtype: torch.dtype) -> dict[str
 
 ### BEGIN SOLUTION
 def _first_tensor(output: Any) -> Tensor:
-    """A layer's output, or the first tensor of a tuple or dict of them."""
+    """A layer's output, or the first tensor in it if it is a tuple or a dict."""
     while not isinstance(output, Tensor):
         output = next(iter(output.values() if isinstance(output, dict) else output))
     return output

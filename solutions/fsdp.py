@@ -1,4 +1,4 @@
-"""Fully sharded data parallel: every rank keeps a share of the model, and borrows the rest when it needs it."""
+"""Fully sharded data parallel: every rank keeps a share of the model and gathers the rest when it computes."""
 
 import math
 import os
@@ -26,13 +26,13 @@ def memory_per_device(
     Args:
         n_parameters, world_size: Parameters of the whole model; devices R.
         stage: 0 shards nothing, 1 the optimizer's state, 2 also the gradients, 3 also the parameters.
-        param_bytes, grad_bytes, optimizer_bytes: Bytes of a parameter, of its gradient, and of what the optimizer keeps for it (8 for two float32 moments).
+        param_bytes, grad_bytes, optimizer_bytes: Bytes of a parameter, of its gradient, and of its optimizer state (8 for two float32 moments).
 
     Returns:
-        Bytes, without activations, padding and what is gathered for a moment.
+        Bytes, not counting activations, padding, and parameters that are gathered for a moment.
 
     Raises:
-        ValueError: ``stage`` is none of 0, 1, 2, 3, or ``world_size`` is below 1; the message names the wrong value.
+        ValueError: ``stage`` is not 0, 1, 2 or 3, or ``world_size`` is below 1; the message names the wrong value.
 
     Source: Rajbhandari and others (arXiv:1910.02054), figure 1.
     """
@@ -48,11 +48,11 @@ def shard(tensor: Shaped[Tensor, "..."], rank: int, world_size: int) -> Shaped[T
     """This rank's share of a tensor, as a row of numbers. (Exercise)
 
     Args:
-        tensor: Any shape (also none), dtype and strides; left as it is.
-        rank, world_size: Which share, from 0, of how many R.
+        tensor: Any shape (also a scalar), dtype and strides; left unchanged.
+        rank, world_size: Index of the share, from 0; number R of shares.
 
     Returns:
-        ``[ceil(n / R)]`` of the n elements in row-major order, then zeros; a copy, so that the tensor can be freed.
+        ``[ceil(n / R)]`` of the n elements in row-major order, the last shares filled up with zeros. A copy, so that the tensor can be freed.
 
     Raises:
         ValueError: ``rank`` is not in 0..R-1; the message names ``rank``.
@@ -69,10 +69,10 @@ def shard(tensor: Shaped[Tensor, "..."], rank: int, world_size: int) -> Shaped[T
 
 
 def unshard(shards: Iterable[Shaped[Tensor, " s"]], shape: Sequence[int]) -> Shaped[Tensor, "..."]:
-    """The tensor again, from the shares of all ranks in their order. (Exercise)
+    """The tensor again, put together from the shards of all ranks. (Exercise)
 
     Args:
-        shards, shape: What ``shard`` gave for ranks 0 to R-1; the tensor's shape.
+        shards, shape: What ``shard`` returned for ranks 0 to R-1, in this order; the tensor's shape.
 
     Returns:
         The tensor, in the shards' dtype.
@@ -89,14 +89,14 @@ def unshard(shards: Iterable[Shaped[Tensor, " s"]], shape: Sequence[int]) -> Sha
 
 
 class ShardedOptimizer(Optimizer):
-    """ZeRO-1: each rank updates its share of the parameters, then all ranks get all new values. (Exercise)
+    """ZeRO-1: each rank updates its share of the parameters, then broadcasts the new values. (Exercise)
 
     Args:
-        params: Parameters, or dicts with ``params`` and options, as any optimizer takes them; alike on all ranks.
+        params: Parameters, or dicts with ``params`` and options, as any optimizer takes them; the same on all ranks.
         optimizer_cls, kwargs: The optimizer that updates this rank's share, such as ``torch.optim.AdamW``; its options.
 
-    A parameter belongs to one rank, whole: the largest of a group comes first, each goes to the rank with the fewest elements so far in all
-    groups (the lowest such); frozen ones count nothing. ``state`` has this rank's parameters only, also after ``load_state_dict``. Gradients come averaged.
+    One rank owns a whole parameter. Go through a group from the largest to the smallest; each goes to the rank that owns the fewest elements so far, over all groups
+    (of equals, the lowest rank). Frozen ones count as 0. ``state`` has this rank's parameters only, also after ``load_state_dict``. Gradients are already averaged.
     Source: Rajbhandari and others (arXiv:1910.02054), section 5.1.
     """
 
@@ -112,7 +112,7 @@ class ShardedOptimizer(Optimizer):
         ### END SOLUTION
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Share out one more group, ``params`` and options; ``Optimizer.__init__`` calls this for each that it is given."""
+        """Assign owners in one more group (``params`` and options). ``Optimizer.__init__`` calls this for each of its groups."""
         ### BEGIN SOLUTION
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -130,9 +130,9 @@ class ShardedOptimizer(Optimizer):
         ### END SOLUTION
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Update this rank's parameters with the options that ``param_groups`` has now, broadcast every trained one, return what ``closure`` gave.
+        """Update this rank's parameters with the current options in ``param_groups``, broadcast every trained one, return what ``closure`` returned.
 
-        The inner ``step`` gets a ``closure`` only if there is one; what it changes in its groups, such as a counter, is in ``param_groups`` afterwards."""
+        Pass a ``closure`` to the inner ``step`` only if there is one. Whatever that step changes in its groups, such as a counter, must be in ``param_groups`` afterwards."""
         ### BEGIN SOLUTION
         for theirs, group in zip(self._local.param_groups, self.param_groups, strict=True):
             theirs.update({key: value for key, value in group.items() if key != "params"})
@@ -155,16 +155,16 @@ class ShardedOptimizer(Optimizer):
 def reduce_scatter_gradients(
     module: nn.Module, group: dist.ProcessGroup | None = None
 ) -> dict[str, Float[Tensor, " s"]]:
-    """ZeRO-2: each rank keeps its share of the average gradient, and nobody keeps the whole. (Exercise)
+    """ZeRO-2: each rank keeps its share of the average gradient, and no rank keeps the whole. (Exercise)
 
     Args:
-        module, group: After backward; the ranks, all by default. Frozen parameters are left out, a tied one stands once
-            under its first name, and one without a gradient on this rank counts as zeros.
+        module, group: The model after backward; the ranks, all by default. Frozen parameters are left out, a tied one appears
+            once, under its first name, and a parameter without a gradient on this rank counts as zeros.
 
     Returns:
-        This rank's padded share of each gradient's mean over the ranks, ``shard``'s layout, in the parameters' order; in float16
-        the sum may overflow where the mean does not, so divide first. The ``grad`` of every trained parameter is None afterwards.
-    Cost: one reduce-scatter of each gradient, padded (``reduce_scatter_row``, given, is PyTorch's under its old and new name).
+        By name, this rank's padded share of each gradient's mean over the ranks, laid out as by ``shard``, in the parameters' order. Divide
+        before you sum: a float16 sum can overflow where the mean does not. Afterwards the ``grad`` of every trained parameter is None.
+    Cost: one reduce-scatter for each padded gradient. The given ``reduce_scatter_row`` is PyTorch's, under its old and its new name.
     """
     ### BEGIN SOLUTION
     world_size, shares = dist.get_world_size(group), {}
@@ -179,16 +179,16 @@ def reduce_scatter_gradients(
 
 
 class FlatShard:
-    """The parameters of one unit as one row of numbers, of which each rank keeps a share. (Exercise)
+    """The parameters of one unit as one flat row; each rank keeps a shard of it. (Exercise)
 
     Args:
-        parameters: Names and parameters of one dtype, all trained or all frozen; rank 0's values count.
-        param_dtype: What is gathered and computed with; None is the parameters' own dtype.
+        parameters: Names and parameters of one dtype, all trained or all frozen; all ranks start from rank 0's values.
+        param_dtype: Dtype of the gathered row, with which the unit computes; None is the parameters' own dtype.
 
     Attributes:
-        shard: ``nn.Parameter`` ``[S]``, S = ceil(n / R): this rank's ``shard`` of the n values; trained if they were.
-        full: ``[R * S]`` in ``param_dtype``, on the parameters' device; a leaf that needs a gradient if the shard does; has memory only while gathered.
-        is_whole: Whether the gather has begun and ``free`` was not called since.
+        shard: ``nn.Parameter`` ``[S]``, S = ceil(n / R): this rank's ``shard`` of the n values; trained if the parameters were.
+        full: ``[R * S]`` in ``param_dtype``, on the parameters' device: a leaf that needs a gradient if the shard does, and has memory only while it is gathered.
+        is_whole: True from the start of a gather until ``free``.
 
     Source: Zhao and others (arXiv:2304.11277), section 3.2.
     """
@@ -210,7 +210,7 @@ class FlatShard:
         ### END SOLUTION
 
     def start_gather(self) -> None:
-        """Take memory for ``full`` and start one all-gather into it; if it is whole or on its way, do nothing."""
+        """Allocate ``full`` and start one all-gather into it. If it is whole already, or on its way, do nothing."""
         ### BEGIN SOLUTION
         if not self.is_whole:
             self.is_whole = True
@@ -221,7 +221,7 @@ class FlatShard:
         ### END SOLUTION
 
     def finish_gather(self) -> None:
-        """Wait until ``full`` holds all values; start the gather, if nobody has."""
+        """Wait until ``full`` holds all values; start the gather if it has not been started."""
         ### BEGIN SOLUTION
         self.start_gather()
         if self._gathering is not None:
@@ -230,14 +230,14 @@ class FlatShard:
         ### END SOLUTION
 
     def views(self) -> dict[str, Tensor]:
-        """The parameters by name, in their shapes: views of ``full`` through which gradients reach it."""
+        """The parameters by name, in their shapes: views of ``full``, so that autograd passes their gradients on to it."""
         ### BEGIN SOLUTION
         parts = self.full.split([*self.sizes, self.full.numel() - sum(self.sizes)])
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=False)}
         ### END SOLUTION
 
     def free(self) -> None:
-        """Give the memory behind ``full`` back, now, whoever still refers to it; wait first for a gather that is on its way."""
+        """Release the memory behind ``full`` at once, even if other tensors refer to it. First wait for a gather that is on its way."""
         ### BEGIN SOLUTION
         if self.is_whole:
             self.finish_gather()
@@ -246,7 +246,7 @@ class FlatShard:
         ### END SOLUTION
 
     def start_reduce(self) -> None:
-        """Take ``full.grad`` away (it is None afterwards), divide it by R, as a float16 sum may overflow, and start one reduce-scatter in its dtype."""
+        """Take ``full.grad`` (and set it to None), divide it by R, because a float16 sum can overflow, and start one reduce-scatter in its dtype."""
         ### BEGIN SOLUTION
         grad, self.full.grad = self.full.grad, None
         assert grad is not None
@@ -256,7 +256,7 @@ class FlatShard:
         ### END SOLUTION
 
     def finish_reduce(self) -> None:
-        """Wait; add the mean over ranks, in the shard's dtype, in place to ``shard.grad``. With none on its way, do nothing."""
+        """Wait, then add the mean over the ranks to ``shard.grad``, in place and in the shard's dtype. If nothing is on its way, do nothing."""
         ### BEGIN SOLUTION
         if self._reducing is not None:
             work, mine, _ = self._reducing
@@ -270,27 +270,27 @@ class FullySharded(HookedUnits):
     """ZeRO-3: a unit's parameters are gathered just before they are used, and freed just after. (Exercise)
 
     Args:
-        module: The model, alike on all ranks but for its values: rank 0's count. It is changed in place.
-        units: Submodules in the order in which they run; by default the children of the module's ``ModuleList``. What no
-            unit owns, or two share, belongs to the root, unit 0, which is gathered when the module is called.
-        param_dtype: What is gathered, computed with and reduced; the shards and their gradients keep the parameters' dtype.
+        module: The model, the same on all ranks except for its values: all start from rank 0's. It is changed in place.
+        units: Submodules in the order in which they run; by default the children of the module's ``ModuleList``. Parameters that no
+            unit owns, or that two units share, belong to the root, unit 0, which is gathered when the module is called.
+        param_dtype: Dtype in which units are gathered, computed with and reduced. Shards and their gradients keep the parameters' dtype.
 
     Attributes:
         module: The model, whose only parameters are now the shards.
         flats, places: For each unit its list of ``FlatShard`` (one, two if some parameters are frozen, or none), and its
-            ``Places``, with ``hang(views)`` and ``take_down()``. The given ``HookedUnits`` makes them, and calls the methods.
+            ``Places``, with ``hang(views)`` and ``take_down()``. The given ``HookedUnits`` makes both, and calls your methods.
 
-    Of the units beside the root at most two are whole at any moment. A step gathers each ``FlatShard`` twice, reduces it once.
-    Each of several backwards before ``finish_gradient_synchronization`` is reduced, and they add up in the shards' ``grad``. After a
-    backward that raised, the given ``HookedUnits`` calls ``after_forward(0)`` and drops what ``reducing`` names, before the next forward.
+    Beside the root, at most two units are whole at any moment. A step gathers each ``FlatShard`` twice and reduces it once.
+    If there are several backwards before ``finish_gradient_synchronization``, each is reduced, and they add up in the shards' ``grad``. If a
+    backward raised, the given ``HookedUnits`` calls ``after_forward(0)`` and drops the gradient in ``reducing`` before the next forward.
     """
 
     make_flat = FlatShard
-    ahead: int | None = None  # the unit that was gathered ahead of its use
-    reducing: FlatShard | None = None  # the one whose gradient is on its way
+    ahead: int | None = None  # the unit that is gathered ahead of its use
+    reducing: FlatShard | None = None  # the one whose gradient is being reduced
 
     def gather(self, i: int, following: int) -> None:
-        """Free what is ahead, unless i or ``following``; make i whole; start on ``following``, if it is a unit but the root."""
+        """Free the unit that is ahead, unless it is i or ``following``; make i whole; start gathering ``following`` if it is a unit other than the root."""
         ### BEGIN SOLUTION
         if self.ahead not in (None, i, following):
             self.free(self.ahead)
@@ -302,7 +302,7 @@ class FullySharded(HookedUnits):
         ### END SOLUTION
 
     def free(self, i: int) -> None:
-        """Free unit i, and take its views down."""
+        """Free unit i's flat shards, and take its views down."""
         ### BEGIN SOLUTION
         for flat in self.flats[i]:
             flat.free()
@@ -310,7 +310,7 @@ class FullySharded(HookedUnits):
         ### END SOLUTION
 
     def before_forward(self, i: int) -> None:
-        """Gather unit i and start on the next; hang the views of unit i in their places."""
+        """Gather unit i, start gathering the next one, and hang the views of unit i in their places."""
         ### BEGIN SOLUTION
         self.gather(i, i + 1)
         for flat in self.flats[i]:
@@ -318,7 +318,7 @@ class FullySharded(HookedUnits):
         ### END SOLUTION
 
     def after_forward(self, i: int) -> None:
-        """Free unit i; after the root, every unit, and none is ahead. Called also when the forward raised."""
+        """Free unit i. After the root, free every unit, and then none is ahead. Also called when the forward raised."""
         ### BEGIN SOLUTION
         for unit in range(len(self.flats)) if i == 0 else (i,):
             self.free(unit)
@@ -326,14 +326,14 @@ class FullySharded(HookedUnits):
         ### END SOLUTION
 
     def before_backward(self, i: int) -> None:
-        """Gather unit i again, and start on the unit that ran before it; for the root on the last, if none is ahead."""
+        """Gather unit i again, and start gathering the unit that ran before it. For the root that is the last unit, unless one is ahead already."""
         ### BEGIN SOLUTION
         last = len(self.flats) - 1 if self.ahead is None else self.ahead
         self.gather(i, i - 1 if i else last)
         ### END SOLUTION
 
     def after_gradient(self, flat: FlatShard) -> None:
-        """``flat.full.grad`` is complete: free the values, reduce the gradient; wait for the one before it first."""
+        """``flat.full.grad`` is complete: free the values, wait for the previous reduction, then start to reduce this gradient."""
         ### BEGIN SOLUTION
         flat.free()
         if self.reducing is not None:
@@ -343,7 +343,7 @@ class FullySharded(HookedUnits):
         ### END SOLUTION
 
     def finish_gradient_synchronization(self) -> None:
-        """After backward, before the optimizer: every shard's ``grad`` is complete, and nothing is whole."""
+        """To be called after backward and before the optimizer. Afterwards every shard's ``grad`` is complete, and no unit is whole."""
         ### BEGIN SOLUTION
         if self.reducing is not None:
             self.reducing.finish_reduce()
@@ -353,13 +353,13 @@ class FullySharded(HookedUnits):
 
 
 def clip_sharded_gradient_norm_(parameters: Iterable[Tensor], max_norm: float, group=None) -> Float[Tensor, ""]:
-    """Scale gradients of which each rank holds a share, so that the norm of the whole is at most ``max_norm``. (Exercise)
+    """Clip a gradient that is sharded over the ranks, so that the norm of the whole is at most ``max_norm``. (Exercise)
 
     Args:
-        parameters, max_norm, group: This rank's shards, whose ``grad`` is scaled in place, if there is one; the largest norm.
+        parameters, max_norm, group: This rank's shards, whose ``grad`` (if there is one) is scaled in place; the largest norm; the ranks, None for all.
 
     Returns:
-        The norm of the whole gradient before clipping, float32, alike on all ranks, for one all-reduce of one number.
+        The norm of the whole gradient before clipping, float32, the same on all ranks, from one all-reduce of one number.
     """
     ### BEGIN SOLUTION
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -374,11 +374,11 @@ def clip_sharded_gradient_norm_(parameters: Iterable[Tensor], max_norm: float, g
 
 
 def apply_fully_shard(model: nn.Module, mesh: DeviceMesh | None, param_dtype: torch.dtype | None) -> nn.Module:
-    """The same with PyTorch's own: ``fully_shard`` on each block of the ``ModuleList``, then on the root. (Exercise)
+    """PyTorch's own ``fully_shard``, on each block of the ``ModuleList`` and then on the root. (Exercise)
 
     Args:
-        model, mesh: Changed in place, its parameters become DTensors cut along dimension 0; the devices, None is all.
-        param_dtype: What is gathered and computed with (``MixedPrecisionPolicy``); None is the parameters' dtype.
+        model, mesh: Changed in place, its parameters become DTensors cut along dimension 0; the devices, None for all.
+        param_dtype: Dtype of the gathered parameters (``MixedPrecisionPolicy``); None is the parameters' own dtype.
 
     Returns:
         The same model.
@@ -391,13 +391,13 @@ def apply_fully_shard(model: nn.Module, mesh: DeviceMesh | None, param_dtype: to
 
 
 def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer) -> None:
-    """Write a checkpoint with ``torch.distributed.checkpoint``, into which every rank puts its own share. (Exercise)
+    """Write a checkpoint with ``torch.distributed.checkpoint``; every rank writes its own share. (Exercise)
 
     Args:
-        path, model, optimizer: A folder, the same on all ranks; a model after ``apply_fully_shard``, or plain; its optimizer. The dict has the keys "model" and "optimizer".
+        path, model, optimizer: A folder, the same on all ranks; a plain model, or one after ``apply_fully_shard``; its optimizer. The saved dict has the keys "model" and "optimizer".
 
     Raises:
-        ValueError: ``model`` is any ``HookedUnits``, such as ``FullySharded``, whose shards have no names; the message names ``gather_full_params``.
+        ValueError: ``model`` is a ``HookedUnits``, such as ``FullySharded``, whose shards have no names; the message names ``gather_full_params``.
 
     Returns: nothing.
     """
@@ -410,10 +410,10 @@ def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
 
 
 def load_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer) -> None:
-    """Read such a checkpoint, on the same number of ranks or on another, in place. (Exercise)
+    """Load such a checkpoint into a model and its optimizer, on any number of ranks. (Exercise)
 
     Args:
-        path, model, optimizer: As for ``save_sharded``. The optimizer need not have taken a step; its state and options (the learning rate) become the saved ones.
+        path, model, optimizer: As for ``save_sharded``; both are changed in place. The optimizer need not have taken a step; its state and options (the learning rate) become the saved ones.
 
     Returns: nothing.
     """

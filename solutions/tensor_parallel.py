@@ -18,15 +18,15 @@ def partitioned_dot(a: Float[Tensor, " n"], b: Float[Tensor, " n"], parts: int) 
 
     Args:
         a: ``[n]``; so is b.
-        parts: How many parts. Where n is no multiple, the first n % parts have one element more; where n is smaller, the last are empty.
+        parts: Number of parts. If it does not divide n, the first n % parts have one element more; if n is smaller, the last parts are empty.
 
     Returns:
-        The sum of the parts' dot products: a scalar tensor of the dtype of ``a``.
+        The sum of the parts' dot products: a scalar tensor with the dtype of ``a``.
 
     Raises:
         ValueError: the lengths differ, or ``parts`` is below 1; the message names the numbers.
 
-    Cost: no product has more than one part's elements in it, as no rank would hold more.
+    Cost: no product takes more elements than one part has, because no rank would hold more.
     """
     ### BEGIN SOLUTION
     if len(a) != len(b) or parts < 1:
@@ -37,14 +37,14 @@ def partitioned_dot(a: Float[Tensor, " n"], b: Float[Tensor, " n"], parts: int) 
 
 
 def matmul_outer(a: Float[Tensor, "... m k"], b_shard: Float[Tensor, "k n_local"]) -> Float[Tensor, "... m n_local"]:
-    """This rank's columns of a product whose second matrix is cut along an outer axis. (Exercise)
+    """This rank's columns of a product whose second matrix is cut by columns, along an outer axis. (Exercise)
 
     Args:
         a: All of ``[..., M, K]``, the same on every rank.
-        b_shard: This rank's columns ``[K, N/R]`` of a ``[K, N]``; the numbers of columns may differ from rank to rank.
+        b_shard: This rank's columns ``[K, N/R]`` of ``[K, N]``; ranks may have different numbers of columns.
 
     Returns:
-        The same columns of the product, ``[..., M, N/R]``.
+        Those columns of the product, ``[..., M, N/R]``.
 
     Cost: no communication.
     """
@@ -56,15 +56,15 @@ def matmul_outer(a: Float[Tensor, "... m k"], b_shard: Float[Tensor, "k n_local"
 def matmul_inner(
     a_shard: Float[Tensor, "... m k_local"], b_shard: Float[Tensor, "k_local n"], group: dist.ProcessGroup | None
 ) -> Float[Tensor, "... m n"]:
-    """The whole of a product whose two matrices are cut along the inner axis. (Exercise)
+    """The whole product of two matrices that are cut along the inner axis. (Exercise)
 
     Args:
-        a_shard: This rank's columns ``[..., M, K/R]``; left unchanged.
-        b_shard: The rows ``[K/R, N]`` that belong to them.
-        group: The ranks that hold the parts; None means all.
+        a_shard: This rank's columns ``[..., M, K/R]`` of the first matrix; left unchanged.
+        b_shard: The matching rows ``[K/R, N]`` of the second.
+        group: The ranks that hold the parts; None means all ranks.
 
     Returns:
-        The product ``[..., M, N]``, the same on every rank. No gradient is asked for here.
+        The product ``[..., M, N]``, the same on every rank. It need not support gradients.
 
     Cost: one product and one all-reduce of the result.
     """
@@ -98,9 +98,9 @@ def _all_reduced(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class CopyToRegion(torch.autograd.Function):
-    """The entrance of a parallel region: f. Nothing on the way in, a sum of gradients on the way back. (Exercise)
+    """f, the entrance of a parallel region: forward it copies, backward it sums the gradients over the ranks. (Exercise)
 
-    Used as ``CopyToRegion.apply(x, group)``; a group of None means all. ``x`` is the same on every rank, and each computes another part with it; nothing is changed in place.
+    Call it as ``CopyToRegion.apply(x, group)``; None means all ranks. ``x`` is the same on every rank, and each rank uses it for a different part of the layer. It changes nothing in place.
     Source: Megatron-LM (arXiv:1909.08053), section 3, f in figure 3.
     """
 
@@ -121,9 +121,9 @@ class CopyToRegion(torch.autograd.Function):
 
 
 class ReduceFromRegion(torch.autograd.Function):
-    """The exit of a parallel region: g. A sum on the way out, nothing on the way back. (Exercise)
+    """g, the exit of a parallel region: forward it sums over the ranks, backward it passes the gradient on. (Exercise)
 
-    Used as ``ReduceFromRegion.apply(x, group)``; a group of None means all. ``x`` is this rank's part of a sum, and all go on with the whole; nothing is changed in place.
+    Call it as ``ReduceFromRegion.apply(x, group)``; None means all ranks. ``x`` is this rank's part of a sum, and every rank continues with the whole sum. It changes nothing in place.
     Source: Megatron-LM (arXiv:1909.08053), section 3, g in figure 3.
     """
 
@@ -136,31 +136,31 @@ class ReduceFromRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Float[Tensor, "..."]):
-        """The gradient itself, and None for the group: after the sum, all ranks have the same."""
+        """The gradient itself, the same on all ranks after the sum, and None for the group."""
         ### BEGIN SOLUTION
         return grad, None
         ### END SOLUTION
 
 
 class ColumnParallelLinear(nn.Module):
-    """A linear layer of which each rank computes some outputs. (Exercise)
+    """A linear layer in which each rank computes some of the outputs. (Exercise)
 
     Args:
         in_features: Width C of the input, which every rank has whole.
         out_features: Width F of all ranks' outputs together.
-        group, bias: The R ranks, where None means all; whether there is a bias.
+        group, bias: The R ranks, None for all; whether there is a bias.
 
     Attributes:
-        weight: ``[F/R, C]``: the rank's rows of ``nn.Linear``'s ``[F, C]``, in rank order.
+        weight: ``[F/R, C]``: this rank's rows of ``nn.Linear``'s ``[F, C]``, in rank order.
         bias: ``[F/R]``, or None.
 
-    The start is that of ``nn.Linear(C, F)`` under the same seed: every rank draws the whole layer and keeps its part.
+    It starts with the values of ``nn.Linear(C, F)`` under the same seed: every rank draws the whole layer and keeps its part.
 
     Raises:
         ValueError: F is no multiple of R; the message names both.
 
     Source: Megatron-LM (arXiv:1909.08053), section 3: Y = X [A1, A2].
-    Convention: "column" is of the paper's A, which is ``weight`` transposed.
+    Convention: "column" means a column of the paper's A, which is ``weight`` transposed.
     """
 
     def __init__(self, in_features: int, out_features: int, group: dist.ProcessGroup | None = None, bias: bool = True):
@@ -174,25 +174,25 @@ class ColumnParallelLinear(nn.Module):
         ### END SOLUTION
 
     def forward(self, x: Float[Tensor, "... c"]) -> Float[Tensor, "... f_local"]:
-        """``[..., C]``, the same on every rank, to this rank's ``[..., F/R]``; nothing sent forward, one all-reduce backward."""
+        """From ``[..., C]``, the same on every rank, to this rank's ``[..., F/R]``; sends nothing forward, all-reduces once backward."""
         ### BEGIN SOLUTION
         return nn.functional.linear(CopyToRegion.apply(x, self.group), self.weight, self.bias)
         ### END SOLUTION
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer of which each rank reads some inputs. (Exercise)
+    """A linear layer in which each rank reads some of the inputs. (Exercise)
 
     Args:
         in_features: Width F of all ranks' inputs together.
         out_features: Width C of the output, which every rank gets whole.
-        group, bias: The R ranks, where None means all; whether there is a bias.
+        group, bias: The R ranks, None for all; whether there is a bias.
 
     Attributes:
-        weight: ``[C, F/R]``: the rank's columns of ``nn.Linear``'s ``[C, F]``, in rank order.
+        weight: ``[C, F/R]``: this rank's columns of ``nn.Linear``'s ``[C, F]``, in rank order.
         bias: ``[C]``, whole on every rank and added once; or None.
 
-    The start is that of ``nn.Linear(F, C)`` under the same seed, as in ``ColumnParallelLinear``; so is the source.
+    Initial values come from ``nn.Linear(F, C)`` under the same seed, as in ``ColumnParallelLinear``; the source is the same, too.
 
     Raises:
         ValueError: F is no multiple of R; the message names both.
@@ -209,7 +209,7 @@ class RowParallelLinear(nn.Module):
         ### END SOLUTION
 
     def forward(self, x: Float[Tensor, "... f_local"]) -> Float[Tensor, "... c"]:
-        """This rank's ``[..., F/R]`` to all of ``[..., C]``; one all-reduce forward, nothing sent backward."""
+        """From this rank's ``[..., F/R]`` to the whole ``[..., C]``; all-reduces once forward, sends nothing backward."""
         ### BEGIN SOLUTION
         total = ReduceFromRegion.apply(nn.functional.linear(x, self.weight), self.group)
         return total if self.bias is None else total + self.bias
@@ -220,7 +220,7 @@ class ParallelMLP(nn.Module):
     """A feed-forward layer on R ranks: the hidden features are cut, and never put together. (Exercise)
 
     Args:
-        dim, hidden_dim, group: Model width C; width F between the layers; the R ranks, where None means all.
+        dim, hidden_dim, group: Model width C; width F between the layers; the R ranks, None for all.
 
     Attributes:
         fc1: ``ColumnParallelLinear`` C to F with a bias; ``fc2``: ``RowParallelLinear`` F to C with a bias. Between them an exact GELU.
@@ -228,7 +228,7 @@ class ParallelMLP(nn.Module):
     Raises:
         ValueError: ``hidden_dim`` is no multiple of R; the message names both.
 
-    Source: Megatron-LM (arXiv:1909.08053), equations (2) and (3).
+    Source: Megatron-LM (arXiv:1909.08053), section 3, equation (3) and figure 3a.
     """
 
     def __init__(self, dim: int, hidden_dim: int, group: dist.ProcessGroup | None = None):
@@ -255,10 +255,10 @@ class ParallelAttention(nn.Module):
 
     Attributes:
         wq, wk, wv: ``ColumnParallelLinear`` C to C without bias; wo: ``RowParallelLinear`` C to C without bias; made in the order wq, wk, wv, wo.
-            Rank r has heads r H/R to (r + 1) H/R - 1: with the same weights, it equals ``MultiHeadAttention(dim, n_heads)``.
+            Rank r has heads r H/R to (r + 1) H/R - 1. With the same weights it equals ``MultiHeadAttention(dim, n_heads)``.
 
     Raises:
-        ValueError: ``dim`` is no multiple of ``n_heads``, or ``n_heads`` none of R; the message names both numbers.
+        ValueError: ``dim`` is not a multiple of ``n_heads``, or ``n_heads`` not one of R; the message names both numbers.
 
     Source: Megatron-LM (arXiv:1909.08053), section 3, figure 3b.
     """
@@ -276,10 +276,10 @@ class ParallelAttention(nn.Module):
         ### END SOLUTION
 
     def forward(self, x: Float[Tensor, "b t c"], rope=None, mask=None, cache=None) -> Float[Tensor, "b t c"]:
-        """``[B, T, C]`` in and out, the same on every rank; one all-reduce forward and one backward, not one for each of wq, wk and wv.
+        """``[B, T, C]`` in and out, the same on every rank; one all-reduce forward, and one backward for wq, wk and wv together.
 
-        ``rope`` ``[T, D/2]``, ``mask`` (the same for all heads; None lets every position attend to every other) and ``cache`` (of the
-        rank's own H/R heads) are those of chapter 3's ``MultiHeadAttention.forward``.
+        ``rope`` ``[T, D/2]``, ``mask`` (the same for all heads; None lets every position attend to every other) and ``cache`` (for this
+        rank's H/R heads only) mean what they mean in chapter 3's ``MultiHeadAttention.forward``.
         """
         ### BEGIN SOLUTION
         x = CopyToRegion.apply(x, self.group)
@@ -296,18 +296,18 @@ class ParallelAttention(nn.Module):
 def vocab_parallel_cross_entropy(
     logits_shard: Float[Tensor, "... v_local"], targets: Int[Tensor, "..."], group: dist.ProcessGroup | None
 ) -> Float[Tensor, ""]:
-    """The mean cross-entropy of logits whose vocabulary lies on several ranks. (Exercise)
+    """The mean cross-entropy of logits whose vocabulary is divided among the ranks. (Exercise)
 
     Args:
-        logits_shard: This rank's columns ``[..., V_r]``, in rank order, any floating dtype; the widths V_r may differ from rank to rank, and be 0. Unchanged.
+        logits_shard: This rank's columns ``[..., V_r]``, in rank order, any floating dtype; widths V_r may differ from rank to rank, and be 0. Left unchanged.
         targets: Ids ``[...]`` in the whole vocabulary, the same on every rank.
-        group: The ranks; None means all.
+        group: The ranks; None means all ranks.
 
     Returns:
-        The mean loss in nats, float32 (float64 for float64 logits), the same on every rank, stable at logits of 1e4; nothing is sent backward.
+        The mean loss in nats, float32 (float64 for float64 logits), the same on every rank, stable for logits of 1e4. Its backward sends nothing.
 
     Raises:
-        ValueError: a target is no id of the vocabulary, on every rank alike; the message names it. So -100, which PyTorch ignores, is refused.
+        ValueError: a target is not an id of the vocabulary (raised on every rank); the message names it. So -100, which PyTorch ignores, is refused.
 
     Cost: for N targets, all-reduces of N numbers (the largest logit, the sum of exponentials, the target's logit) and a few integers.
     Source: Megatron-LM (arXiv:1909.08053), section 3.
@@ -339,17 +339,17 @@ def llama_plan(config: LlamaConfig) -> dict[str, ParallelStyle]:
     """How DTensor should cut chapter 4's ``Llama``. (Exercise)
 
     Given: ``LocalHeads(n_heads, n_kv_heads)`` for ``layers.*.attention`` and ``SharedInput()`` for ``layers.*.feed_forward`` (both make one
-    DTensor of their input for the layers inside), and ``KeyValueHeads(n_kv_heads)`` for ``wk`` and ``wv``: column-wise, or, where R is
-    larger than G, whole on every rank. Yours: ``ColwiseParallel`` and ``RowwiseParallel``, with their ``input_layouts`` and ``output_layouts``.
+    DTensor of their input for the layers inside), and ``KeyValueHeads(n_kv_heads)`` for ``wk`` and ``wv``: cut by columns, or whole on every
+    rank if R is larger than G. For the rest use ``ColwiseParallel`` and ``RowwiseParallel``, with their ``input_layouts`` and ``output_layouts``.
 
     Args:
         config: The sizes of the model.
 
     Returns:
         The plan for ``parallelize_module(model, mesh, plan)``: module names (``*`` for the layer's number) to styles. It cuts every
-        matrix, embedding and head by tokens. Tokens go in and whole logits come out as plain tensors, the same on every rank.
+        matrix; the embedding and the head are cut by tokens. Token ids go in and whole logits come out as plain tensors, the same on every rank.
 
-    Convention: for training and for scores; a ``make_cache`` of the cut model would still have room for all heads.
+    Convention: the plan serves training and scoring. A ``make_cache`` of the cut model would still make room for all heads.
     """
     ### BEGIN SOLUTION
     return {
@@ -369,18 +369,18 @@ def llama_plan(config: LlamaConfig) -> dict[str, ParallelStyle]:
 
 
 def ffn_partition_specs(layout: str) -> dict[str, tuple[str | None, ...]]:
-    """Which mesh axis cuts which dimension of a feed-forward layer's tensors. (Exercise)
+    """Which mesh axis cuts which dimension of a feed-forward layer's tensors. (Exercise, stretch)
 
     Args:
-        layout: "data" (batch cut along X), "megatron" (hidden features cut along Y), "2d features", "2d batch" (two steps on the way, named
-            here) or "2d finalized" (GSPMD's). Upper case, "_" and "-" are taken as lower case and a space.
+        layout: "data" (batch cut along X), "megatron" (hidden features cut along Y), "2d features", "2d batch" (two steps on the way, names
+            of our own) or "2d finalized" (GSPMD's). Letters may be upper case, and "_" or "-" may replace the space.
 
     Returns:
-        Four tuples, one entry a dimension: "X", "Y", or None where it is not cut. ``embedding`` ``[B, T, C]`` (input and output),
+        Four tuples with one entry for each dimension: "X", "Y", or None where it is not cut. ``embedding`` ``[B, T, C]`` (input and output),
         ``w_in`` ``[C, F]``, ``hidden`` ``[B, T, F]``, ``w_out`` ``[F, C]``. ``jax.sharding.PartitionSpec(*entries)`` takes each.
 
     Raises:
-        ValueError: an unknown layout; the message names it and lists those that there are.
+        ValueError: the layout is unknown; the message names it and lists the known ones.
 
     Source: GSPMD (arXiv:2105.04663), table 1, for "2d finalized": embedding and hidden [X, _, Y]. "2d features" has [_, _, X] and [_, _, Y],
         "2d batch" [X, _, _] and [X, _, Y]; in all three the weights are cut both ways, [X, Y] and [Y, X].
@@ -401,16 +401,16 @@ def ffn_partition_specs(layout: str) -> dict[str, tuple[str | None, ...]]:
 
 
 def tensor_parallel_bytes(config, batch: int, length: int, world_size: int, bytes_per_value: int = 2) -> int:
-    """What a rank sends for the blocks of a model in one step, forward and backward. (Exercise)
+    """Bytes that a rank sends for the blocks of a model in one step, forward and backward. (Exercise)
 
     Args:
-        config: Anything with ``dim`` C and ``n_layers`` L: a ``LlamaConfig``, a ``GPT2Config``.
-        batch, length, world_size: Sequences B; positions T of each; ranks R.
+        config: Anything with ``dim`` C and ``n_layers`` L, such as a ``LlamaConfig`` or a ``GPT2Config``.
+        batch, length, world_size: Sequences B; positions T in each; ranks R.
         bytes_per_value: 2 for bfloat16 activations.
 
     Returns:
-        Bytes, an ``int``, rounded down: each block has two all-reduces of ``[B, T, C]`` forward and two backward, each by a ring (chapter 9), in which a
-        rank sends 2 (R - 1)/R of the bytes. Embedding, head and loss are not counted.
+        Bytes, an ``int``, rounded down. Each block all-reduces ``[B, T, C]`` twice forward and twice backward, and in a ring all-reduce (chapter 9) a
+        rank sends 2 (R - 1)/R times the bytes of the tensor. Embedding, head and loss are not counted.
     """
     ### BEGIN SOLUTION
     all_reduced_bytes = 4 * config.n_layers * batch * length * config.dim * bytes_per_value
@@ -422,16 +422,16 @@ def pipeline_bubble(stages: int, micro_batches: int) -> float:
     """The share of a pipeline's time in which a stage waits. (Exercise)
 
     Args:
-        stages, micro_batches: Ranks p that each hold a stretch of the layers; pieces m into which the batch is cut.
+        stages, micro_batches: Number p of stages, each a stretch of consecutive layers; number m of pieces that the batch is cut into.
 
     Returns:
-        Idle time as a share of the whole; stages of equal cost, free messages.
+        Idle time as a share of the whole time, if all stages cost the same and messages cost nothing.
 
     Raises:
-        ValueError: a number below 1; the message names both.
+        ValueError: one of the numbers is below 1; the message names both.
 
     Source: GPipe (arXiv:1811.06965), section 2.3.
-    Convention: of the whole time. Megatron's papers give it as a share of the useful time, (p - 1)/m.
+    Convention: a share of the whole time. Megatron's papers give the share of the useful time, (p - 1)/m.
     """
     ### BEGIN SOLUTION
     if min(stages, micro_batches) < 1:
