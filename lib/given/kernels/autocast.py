@@ -1,7 +1,7 @@
 """What ``torch.autocast`` does to each operation, by the name that a ``TorchFunctionMode`` sees, and formats by name.
 
-Transcribed from PyTorch's ``aten/src/ATen/autocast_mode.h``: common operations, not all of them. Whatever is in neither set
-runs in the dtypes that its inputs have. CUDA's lists and the CPU's differ: on the CPU softmax, norms and sums stay narrow.
+Transcribed from PyTorch's ``aten/src/ATen/autocast_mode.h``: the common operations, not all of them. An operation in neither set
+runs in the dtypes of its inputs. CUDA's lists and the CPU's differ: on the CPU, softmax, norms and sums stay narrow.
 """
 
 FORMATS: dict[str, tuple[int, int, bool]] = {
@@ -74,4 +74,4 @@ REDUCTIONS: dict[str, frozenset[str]] = {
     "cuda": frozenset(_CUDA | _LOSSES),
     "cpu": frozenset({"prod", "cdist", "trace", "quantile", "nanquantile", "avg_pool3d", "ctc_loss"} | _LOSSES),
 }
-"""Run in float32, by the kind of device."""
+"""Run in float32, by kind of device."""

@@ -1,4 +1,4 @@
-"""Pictures of chapter 9: who has what after each step of a ring, and who tells whom in a tree."""
+"""Pictures of chapter 9: what each rank has after each step of a ring, and who sends to whom in a tree."""
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -9,7 +9,7 @@ State = list[list[frozenset[int]]]
 
 
 def ring_states(n_ranks: int) -> list[State]:
-    """For each moment, rank and chunk: the ranks whose numbers are in it. The first moment is before the first step."""
+    """For each moment, rank and chunk, the ranks whose numbers are in that chunk. The first moment is before the first step."""
     now: State = [[frozenset({rank})] * n_ranks for rank in range(n_ranks)]
     states = [now]
     for step in range(2 * (n_ranks - 1)):
@@ -23,7 +23,7 @@ def ring_states(n_ranks: int) -> list[State]:
 
 
 def draw_ring(n_ranks: int = 4) -> Figure:
-    """A grid of ranks and chunks at the start and after each step s; a darker cell holds more ranks; framed is what came in."""
+    """A grid of ranks and chunks at the start and after each step s. The darker a cell, the more ranks are in it; a frame marks what just arrived."""
     states = ring_states(n_ranks)
     fig, axes = plt.subplots(1, len(states), figsize=(8.0, 2.1), sharey=True)
     cmap = plt.get_cmap("Blues")
@@ -51,7 +51,7 @@ def draw_ring(n_ranks: int = 4) -> Figure:
 
 
 def draw_tree(n_ranks: int = 8) -> Figure:
-    """Who sends to whom in each round of a binomial tree from rank 0; coloured are the ranks that have the array."""
+    """Who sends to whom in each round of a binomial tree from rank 0. Ranks that have the array are coloured."""
     fig, ax = plt.subplots(figsize=(6.6, 2.9))
     n_rounds = (n_ranks - 1).bit_length()
     for moment in range(n_rounds + 1):
