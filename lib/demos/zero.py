@@ -1,4 +1,4 @@
-"""Short runs of chapter 12 on ranks of their own: what each stage of ZeRO holds and sends while a small ViT learns digits."""
+"""Short runs of chapter 12: what each stage of ZeRO holds and sends while a small ViT learns handwritten digits."""
 
 import tempfile
 from typing import Any
@@ -33,7 +33,7 @@ def make_model() -> nn.Module:
 
 
 def digits() -> Data:
-    """One batch of handwritten digits, normalised in float32 before anything casts it."""
+    """One batch of handwritten digits, normalised in float32, before any cast."""
     train = load_images("digits", "train")
     chosen = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))[:BATCH]
     return (train.images[chosen] - 0.3) / 0.37, train.labels[chosen]
@@ -61,7 +61,7 @@ def _average(model: nn.Module, world_size: int) -> None:
 
 
 def run_stages(rank: int, world_size: int, data: Data, n_steps: int = 3) -> list[dict[str, Any]]:
-    """`run_stage` for every stage; before each a mark, "stage 0" to "stage 3", in the ledger."""
+    """Call `run_stage` for every stage, with a mark in the ledger before each: "stage 0" to "stage 3"."""
     found = []
     for stage in range(4):
         mark(f"stage {stage}")
@@ -71,7 +71,7 @@ def run_stages(rank: int, world_size: int, data: Data, n_steps: int = 3) -> list
 
 
 def run_stage(rank: int, world_size: int, data: Data, stage: int, n_steps: int) -> dict[str, Any]:
-    """Train under a stage; losses, and the bytes that this rank holds of each kind."""
+    """Train under one stage; return the losses, and the bytes of each kind that this rank holds."""
     model: nn.Module = make_model()
     held: dict[str, int] = {}
     if stage == 3:
@@ -108,7 +108,7 @@ def run_stage(rank: int, world_size: int, data: Data, stage: int, n_steps: int) 
 
 
 def _gather(model: nn.Module, shards: list, world_size: int) -> None:
-    """Every parameter whole again from the ranks' new shards."""
+    """Put every parameter together again from the ranks' new shards."""
     with torch.no_grad():
         for parameter, mine in zip(model.parameters(), shards, strict=True):
             row = mine.new_empty(world_size * len(mine))
@@ -117,7 +117,7 @@ def _gather(model: nn.Module, shards: list, world_size: int) -> None:
 
 
 def watch_units(rank: int, world_size: int, data: Data) -> list[tuple[str, list[int]]]:
-    """Which units are whole at each moment of one step."""
+    """List the units that are whole at each moment of one step."""
     wrapped = FullySharded(make_model())
     blocks: Any = blocks_of(wrapped)
     moments: list[tuple[str, list[int]]] = []
@@ -138,7 +138,7 @@ def watch_units(rank: int, world_size: int, data: Data) -> list[tuple[str, list[
 
 
 def save_on(rank: int, world_size: int, data: Data, folder: str) -> float:
-    """Two steps under ``fully_shard``, then a checkpoint; the loss after them."""
+    """Take two steps under ``fully_shard``, save a checkpoint, and return the loss."""
     model = apply_fully_shard(make_model(), None, None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(2):
@@ -150,7 +150,7 @@ def save_on(rank: int, world_size: int, data: Data, folder: str) -> float:
 
 
 def load_on(rank: int, world_size: int, data: Data, folder: str) -> float:
-    """The same loss, from the checkpoint, on any number of ranks."""
+    """Load the checkpoint on any number of ranks and return the same loss."""
     torch.manual_seed(1)
     model = apply_fully_shard(VisionTransformer(TINY), None, None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

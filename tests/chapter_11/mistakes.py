@@ -15,7 +15,7 @@ from solutions import amp as reference
 # ---- 11.1 FloatFormat ------------------------------------------------------------------------------------------------
 
 
-@mistake("FloatFormat", "the greatest number is a power of two: the mantissa of all ones nearly doubles it")
+@mistake("FloatFormat", "the largest number is taken to be a power of two: a mantissa of all ones nearly doubles it")
 @dataclass(frozen=True)
 class PowerOfTwo(reference.FloatFormat):
     @property
@@ -23,7 +23,7 @@ class PowerOfTwo(reference.FloatFormat):
         return 2.0 ** (2 ** (self.exponent_bits - 1) - 1 + (not self.has_infinity))
 
 
-@mistake("FloatFormat", "the bias is 2**(E - 1), one too many")
+@mistake("FloatFormat", "the bias is 2**(E - 1), which is one too large")
 @dataclass(frozen=True)
 class BiasOneMore(reference.FloatFormat):
     @property
@@ -35,7 +35,7 @@ class BiasOneMore(reference.FloatFormat):
         return super().max / 2
 
 
-@mistake("FloatFormat", "without infinity the greatest exponent is left unused all the same")
+@mistake("FloatFormat", "the largest exponent is left unused, although a format without infinity uses it for numbers")
 @dataclass(frozen=True)
 class NoExtraExponent(reference.FloatFormat):
     @property
@@ -43,7 +43,7 @@ class NoExtraExponent(reference.FloatFormat):
         return (2 - self.epsilon) * 2.0 ** (2 ** (self.exponent_bits - 1) - 1)
 
 
-@mistake("FloatFormat", "without infinity the mantissa of all ones counts as a number, where it is NaN")
+@mistake("FloatFormat", "in the format without infinity, the all-ones mantissa counts as a number, but it is NaN")
 @dataclass(frozen=True)
 class NanIsANumber(reference.FloatFormat):
     @property
@@ -51,7 +51,7 @@ class NanIsANumber(reference.FloatFormat):
         return (2 - self.epsilon) * 2.0 ** (2 ** (self.exponent_bits - 1) - 1 + (not self.has_infinity))
 
 
-@mistake("FloatFormat", "the least number is taken to be the least normal one: subnormals go on below it")
+@mistake("FloatFormat", "the smallest number is taken to be the smallest normal one, but subnormals go on below it")
 @dataclass(frozen=True)
 class WithoutSubnormals(reference.FloatFormat):
     @property
@@ -77,7 +77,7 @@ class HalfEpsilon(reference.FloatFormat):
         return 2 * self.min_normal * self.epsilon
 
 
-@mistake("FloatFormat", "widths that no format has are taken without an error")
+@mistake("FloatFormat", "widths that no format can have are accepted without an error")
 @dataclass(frozen=True)
 class AnyWidth(reference.FloatFormat):
     def __post_init__(self):
@@ -102,19 +102,19 @@ def _checked(x):
         raise ValueError(f"x has dtype {x.dtype}")
 
 
-@mistake("round_to_format", "ties go away from zero, where they go to the even number")
+@mistake("round_to_format", "ties are rounded away from zero, but they should go to the even number")
 def ties_away(x, fmt):
     _checked(x)
     return _round(x, fmt, lambda v: torch.copysign((v.abs() + 0.5).floor(), v))
 
 
-@mistake("round_to_format", "`floor(x + 0.5)` takes every tie up, where half of them go down to the even number")
+@mistake("round_to_format", "`floor(x + 0.5)` rounds every tie up, but half of them should go down, to the even number")
 def ties_up(x, fmt):
     _checked(x)
     return _round(x, fmt, lambda v: (v + 0.5).floor())
 
 
-@mistake("round_to_format", "the bits that do not fit are cut off, where the nearest number is wanted")
+@mistake("round_to_format", "the bits that do not fit are cut off instead of rounded to the nearest number")
 def cut(x, fmt):
     _checked(x)
     return _round(x, fmt, torch.trunc)
@@ -122,21 +122,21 @@ def cut(x, fmt):
 
 @mistake(
     "round_to_format",
-    "the spacing goes on shrinking below the least normal number, where subnormals are equally far apart",
+    "the spacing keeps shrinking below the smallest normal number, but subnormals are equally far apart",
 )
 def no_subnormals(x, fmt):
     _checked(x)
     return _round(x, fmt, least=0.0)
 
 
-@mistake("round_to_format", "what is below the least normal number becomes 0, where subnormals go on")
+@mistake("round_to_format", "numbers below the smallest normal number become 0, but subnormals go on there")
 def flushed(x, fmt):
     _checked(x)
     return torch.where(x.double().abs() < fmt.min_normal, torch.zeros_like(x), _round(x, fmt))
 
 
 @mistake(
-    "round_to_format", "what is beyond max is compared before rounding: 65,519 becomes infinite, where it rounds down"
+    "round_to_format", "the comparison with max comes before the rounding: 65,519 becomes infinite, but it rounds down"
 )
 def overflow_first(x, fmt):
     _checked(x)
@@ -144,13 +144,13 @@ def overflow_first(x, fmt):
     return torch.where(x.abs() > fmt.max, torch.copysign(torch.full_like(x, far), x), _round(x, fmt))
 
 
-@mistake("round_to_format", "overflow stops at the greatest number, where a format with infinity gives infinity")
+@mistake("round_to_format", "overflow stops at the largest number, but a format with infinity overflows to infinity")
 def saturated(x, fmt):
     _checked(x)
     return _round(x, fmt, beyond=fmt.max)
 
 
-@mistake("round_to_format", "a format without infinity gives infinity all the same")
+@mistake("round_to_format", "a format without infinity returns infinity")
 def infinite(x, fmt):
     _checked(x)
     return _round(x, fmt, beyond=torch.inf)
@@ -162,13 +162,13 @@ def overflow_to_nan(x, fmt):
     return _round(x, fmt, beyond=torch.inf if fmt.has_infinity else torch.nan)
 
 
-@mistake("round_to_format", "an infinite input becomes NaN: infinity divided by its spacing is none")
+@mistake("round_to_format", "an infinite input becomes NaN, because infinity divided by its own spacing is NaN")
 def infinity_to_nan(x, fmt):
     _checked(x)
     return torch.where(x.isinf(), torch.nan, _round(x, fmt)).to(x.dtype)
 
 
-@mistake("round_to_format", "a logarithm gives the exponent: just below a power of two it rounds up to the next")
+@mistake("round_to_format", "the exponent comes from a logarithm, which rounds up just below a power of two")
 def by_logarithm(x, fmt):
     _checked(x)
     wide = x.double()
@@ -197,7 +197,7 @@ def left_wide(x, fmt):
     return _round(x.double(), fmt)
 
 
-@mistake("round_to_format", "integers are taken without an error")
+@mistake("round_to_format", "integers are accepted without an error")
 def any_dtype(x, fmt):
     return _round(x.float(), fmt) if not x.is_floating_point() else _round(x, fmt)
 
@@ -222,7 +222,7 @@ def values_unrounded(values, accumulator_dtype, value_dtype):
     return total
 
 
-@mistake("accumulate", "the total is rounded once at the end, where it is rounded after each addition")
+@mistake("accumulate", "the total is rounded once at the end instead of after each addition")
 def rounded_at_the_end(values, accumulator_dtype, value_dtype):
     return reference.accumulate(values, torch.float32, value_dtype).to(accumulator_dtype)
 
@@ -232,7 +232,7 @@ def dtypes_exchanged(values, accumulator_dtype, value_dtype):
     return reference.accumulate(values, value_dtype, accumulator_dtype).to(accumulator_dtype)
 
 
-@mistake("accumulate", "total = total + value lets the total take the wider dtype; += keeps its own")
+@mistake("accumulate", "`total = total + value` gives the total the wider of the two dtypes; `+=` keeps its own")
 def promoted(values, accumulator_dtype, value_dtype):
     total = torch.zeros((), dtype=accumulator_dtype, device=_values(values).device)
     for value in _values(values).flatten().to(value_dtype):
@@ -270,14 +270,14 @@ class _Scaler(reference.GradScaler):
         return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
-@mistake("GradScaler", "a step with inf is taken all the same: only the scale changes")
+@mistake("GradScaler", "a step with inf is not skipped: only the scale changes")
 class NeverSkips(_Scaler):
     def step(self, optimizer, *args, **kwargs):
         result = super().step(optimizer, *args, **kwargs)
         return optimizer.step() if self._found[id(optimizer)] else result
 
 
-@mistake("GradScaler", "NaN passes: only infinity is looked for")
+@mistake("GradScaler", "NaN goes unnoticed: only infinity is looked for")
 class NanPasses(_Scaler):
     def unscale_(self, optimizer):
         super().unscale_(optimizer)
@@ -296,7 +296,7 @@ class NeverUnscales(_Scaler):
             grad.mul_(self._scale)
 
 
-@mistake("GradScaler", "step divides again what unscale_ had divided")
+@mistake("GradScaler", "step divides the gradients again, although unscale_ has already divided them")
 class UnscalesTwice(_Scaler):
     def step(self, optimizer, *args, **kwargs):
         self._found.pop(id(optimizer), None)
@@ -311,7 +311,7 @@ class NeverGrows(_Scaler):
         self._scale = torch.minimum(self._scale, before)
 
 
-@mistake("GradScaler", "the count of good steps goes on after a bad one, where it begins again at 0")
+@mistake("GradScaler", "the count of good steps goes on after a bad one instead of starting again at 0")
 class CountGoesOn(_Scaler):
     def update(self):
         before, found = self._growth_tracker, torch.stack(list(self._found.values())).any() if self._found else None
@@ -340,7 +340,7 @@ class GrowsLate(_Scaler):
         self.growth_interval -= 1
 
 
-@mistake("GradScaler", "inf in one optimizer's gradients keeps every other from its step")
+@mistake("GradScaler", "inf in one optimizer's gradients keeps the other optimizers from their steps, too")
 class AllOrNone(_Scaler):
     def step(self, optimizer, *args, **kwargs):
         if id(optimizer) not in self._found and id(optimizer) not in self._stepped:
@@ -350,7 +350,7 @@ class AllOrNone(_Scaler):
         return super().step(optimizer, *args, **kwargs)
 
 
-@mistake("GradScaler", "the scale backs off once for each optimizer, where once an update is right")
+@mistake("GradScaler", "the scale backs off once for each optimizer instead of once for each update")
 class BacksOffTwice(_Scaler):
     def update(self):
         n = len(self._found)
@@ -369,7 +369,7 @@ class GrowsToInfinity(_Scaler):
             self._scale = before
 
 
-@mistake("GradScaler", "the host reads one value for every parameter, where one for all is enough")
+@mistake("GradScaler", "the host reads one value for each parameter, but one value for all of them is enough")
 class ReadsEach(_Scaler):
     def unscale_(self, optimizer):
         super().unscale_(optimizer)
@@ -401,14 +401,14 @@ class PositionalClosure(_Scaler):
         return result
 
 
-@mistake("GradScaler", "step may be called twice without an error, and the same gradients are taken twice")
+@mistake("GradScaler", "step may be called twice without an error, and the same gradients are applied twice")
 class StepTwiceAllowed(_Scaler):
     def step(self, optimizer, *args, **kwargs):
         self._stepped.discard(id(optimizer))
         return super().step(optimizer, *args, **kwargs)
 
 
-@mistake("GradScaler", "an empty gradient stops the run: the greatest of no numbers is an error")
+@mistake("GradScaler", "an empty gradient raises an error, because the maximum of no numbers does")
 class EmptyFails(_Scaler):
     def unscale_(self, optimizer):
         super().unscale_(optimizer)
@@ -416,7 +416,7 @@ class EmptyFails(_Scaler):
             _dense(grad).abs().max()
 
 
-@mistake("GradScaler", "float16 parameters are taken: nothing keeps the small updates that float16 cannot hold")
+@mistake("GradScaler", "float16 parameters are accepted, and their small updates are lost")
 class TakesHalf(_Scaler):
     def unscale_(self, optimizer):
         grads = self._grads(optimizer)
@@ -432,7 +432,7 @@ class TuplesBecomeLists(_Scaler):
         return super().scale(outputs) if isinstance(outputs, Tensor) else [self.scale(output) for output in outputs]
 
 
-@mistake("GradScaler", "the scale stays on the CPU, and a loss on another device cannot be multiplied by it in time")
+@mistake("GradScaler", "the scale stays on the CPU instead of moving to the device of the loss")
 class StaysOnTheCpu(_Scaler):
     def scale(self, outputs):
         kept = self._scale, self._growth_tracker
@@ -447,7 +447,7 @@ class OneTensor(_Scaler):
         return super().scale(outputs) if isinstance(outputs, Tensor) else outputs
 
 
-@mistake("GradScaler", "what the optimizer's step returns is dropped")
+@mistake("GradScaler", "step does not return what the optimizer's step returned")
 class ReturnsNothing(_Scaler):
     def step(self, optimizer, *args, **kwargs):
         super().step(optimizer, *args, **kwargs)
@@ -508,7 +508,7 @@ class NarrowReductions(_Region):
         self.reductions = frozenset()
 
 
-@mistake("MiniAutocast", "device_type is not looked at: CUDA's rules hold for the CPU's too")
+@mistake("MiniAutocast", "device_type is ignored: CUDA's rules are used for the CPU, too")
 class OneRule(_Region):
     def __init__(self, dtype, device_type="cuda"):
         super().__init__(dtype, device_type)
@@ -521,7 +521,7 @@ class NotInLists(_Region):
         return value if isinstance(value, list) else super().cast(value, dtype)
 
 
-@mistake("MiniAutocast", "float64 is cast down")
+@mistake("MiniAutocast", "float64 is cast, but a region should leave it alone")
 class DoubleToo(_Region):
     def is_cast(self, tensor):
         return tensor.is_floating_point()
@@ -554,7 +554,7 @@ class CastsEverything(_Region):
         return self.cast(out, self.dtype) if getattr(func, "__name__", "") in ("add", "__add__", "cat") else out
 
 
-@mistake("MiniAutocast", "dtypes that no region has are taken without an error")
+@mistake("MiniAutocast", "dtypes that are not allowed are accepted without an error")
 class AnyDtype(_Region):
     def __init__(self, dtype, device_type="cuda"):
         known = dtype in (torch.float16, torch.bfloat16)
@@ -597,7 +597,7 @@ def _first(out):
     return out if isinstance(out, Tensor) else out[0]
 
 
-@mistake("autocast_dtypes", "every layer is taken to give the low precision")
+@mistake("autocast_dtypes", "every layer is assumed to return the low precision")
 def all_low(model, x, dtype):
     return dict.fromkeys(_predict(model, x, dtype), dtype)
 
@@ -607,17 +607,17 @@ def of_parameters(model, x, dtype):
     return {n: next(iter([p.dtype for p in m.parameters()]), x.dtype) for n, m in model.named_modules() if n}
 
 
-@mistake("autocast_dtypes", "CUDA's rules on the CPU: there, LayerNorm and softmax keep the low precision")
+@mistake("autocast_dtypes", "CUDA's rules are used on the CPU, where LayerNorm and softmax keep the low precision")
 def always_cuda(model, x, dtype):
     return _predict(model, x, dtype, "cuda")
 
 
-@mistake("autocast_dtypes", "the CPU's rules everywhere: on a GPU, LayerNorm gives float32")
+@mistake("autocast_dtypes", "the CPU's rules are used everywhere, but on a GPU LayerNorm returns float32")
 def always_cpu(model, x, dtype):
     return _predict(model, x, dtype, "cpu")
 
 
-@mistake("autocast_dtypes", "it goes by the layer's type alone: only Linear gives the low precision, all else float32")
+@mistake("autocast_dtypes", "only the layer's type counts: Linear gets the low precision, every other layer float32")
 def by_type(model, x, dtype):
     layers = _predict(model, x, dtype)
     return {
@@ -646,7 +646,7 @@ def buffers_changed(model, x, dtype):
     return out
 
 
-@mistake("autocast_dtypes", "the names come in the order of the calls, where the order of named_modules() is wanted")
+@mistake("autocast_dtypes", "the names are in the order of the calls instead of the order of named_modules()")
 def in_order_of_calls(model, x, dtype):
     order, out = [], _predict(model, x, dtype)
     handles = [m.register_forward_hook(lambda *_, n=n: order.append(n)) for n, m in model.named_modules() if n in out]
@@ -659,7 +659,7 @@ def in_order_of_calls(model, x, dtype):
     return {name: out[name] for name in order}
 
 
-@mistake("autocast_dtypes", "of a layer that is called twice the first call is noted, where the last one counts")
+@mistake("autocast_dtypes", "for a layer that is called twice, the first call is noted instead of the last")
 def first_call(model, x, dtype):
     return _predict(model, x, dtype, note=lambda found, name, dtype: found.setdefault(name, dtype))
 
@@ -681,7 +681,9 @@ def hooks_stay_after_an_error(model, x, dtype):
         raise
 
 
-@mistake("autocast_dtypes", "the prediction draws random numbers that the training would have drawn")
+@mistake(
+    "autocast_dtypes", "the prediction changes the state of the random generator, and so the training that follows"
+)
 def random_drawn(model, x, dtype):
     torch.rand(1)
     return _predict(model, x, dtype)

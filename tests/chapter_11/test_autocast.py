@@ -16,7 +16,7 @@ amp = graded("amp")
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 CASTS = "eq-amp-5"
-PREDICTS = "eq-amp-5; ex-amp-autocast-dtypes uses ex-amp-miniautocast: if that does not pass, mend it first"
+PREDICTS = "eq-amp-5; ex-amp-autocast-dtypes uses ex-amp-miniautocast: if that does not pass, fix it first"
 
 
 class ToyModel(nn.Module):

@@ -25,7 +25,7 @@ def parameters_first(n_parameters, world_size, stage, param_bytes, grad_bytes, o
     return reference.memory_per_device(n_parameters, world_size, stage, optimizer_bytes, grad_bytes, param_bytes)
 
 
-@mistake("memory_per_device", "each stage shards its own part only, where stage 2 also shards what stage 1 does")
+@mistake("memory_per_device", "each stage shards only its own part, but stage 2 should also shard what stage 1 shards")
 def one_part_only(n_parameters, world_size, stage, param_bytes, grad_bytes, optimizer_bytes):
     _checked(n_parameters, world_size, stage)
     sizes = [optimizer_bytes, grad_bytes, param_bytes]
@@ -38,7 +38,7 @@ def all_divided(n_parameters, world_size, stage, param_bytes, grad_bytes, optimi
     return n_parameters * (param_bytes + grad_bytes + optimizer_bytes) / (world_size if stage else 1)
 
 
-@mistake("memory_per_device", "a stage that does not exist is taken for stage 3")
+@mistake("memory_per_device", "an unknown stage is treated as stage 3 instead of being refused")
 def any_stage(n_parameters, world_size, stage, param_bytes, grad_bytes, optimizer_bytes):
     if world_size < 1:
         raise ValueError("0 devices")
@@ -56,14 +56,14 @@ def unpadded(tensor, rank, world_size):
     return full[: max(0, min(len(full), tensor.numel() - rank * len(full)))].clone()
 
 
-@mistake("shard", "every R-th element was taken, where a shard is a stretch of neighbours")
+@mistake("shard", "a shard holds every R-th element instead of a stretch of neighbouring elements")
 def strided(tensor, rank, world_size):
     reference.shard(tensor, rank, world_size)
     row = tensor.detach().reshape(-1)
     return nn.functional.pad(row, (0, -len(row) % world_size))[rank::world_size].clone()
 
 
-@mistake("shard", "the size is rounded down, so that the end of the tensor is in no shard")
+@mistake("shard", "the size is rounded down, so the end of the tensor is in no shard")
 def rounded_down(tensor, rank, world_size):
     reference.shard(tensor, rank, world_size)
     size = tensor.numel() // world_size
@@ -93,13 +93,13 @@ def with_padding(shards, shape):
     return row
 
 
-@mistake("unshard", "the shards are interleaved, where they follow one another")
+@mistake("unshard", "the shards are interleaved instead of following one another")
 def interleaved(shards, shape):
     row = torch.stack(list(shards), dim=1).flatten()
     return reference.unshard([row], shape)
 
 
-@mistake("unshard", "missing elements are filled up with zeros instead of being an error")
+@mistake("unshard", "missing elements are filled with zeros, but they should raise an error")
 def filled_up(shards, shape):
     row = torch.cat(list(shards))
     return reference.unshard([row, row.new_zeros(max(0, math.prod(shape) - len(row)))], shape)
@@ -174,46 +174,50 @@ class _Zero1(torch.optim.Optimizer):
                 parameter.detach().copy_(values)
 
 
-@mistake("ShardedOptimizer", "every rank updates every parameter: that is right, and saves nothing")
+@mistake("ShardedOptimizer", "every rank updates every parameter: the values are right, but no memory is saved")
 class NothingSharded(_Zero1):
     def mine(self, parameters):
         return list(parameters)
 
 
-@mistake("ShardedOptimizer", "the new values are not sent: each rank has new values for its own share only")
+@mistake("ShardedOptimizer", "the new values are not broadcast: each rank has new values for its own share only")
 class NoBroadcast(_Zero1):
     def send(self):
         pass
 
 
-@mistake("ShardedOptimizer", "the options are those of the beginning: a scheduler changes param_groups in vain")
+@mistake(
+    "ShardedOptimizer",
+    "the inner optimizer keeps its first options, so a scheduler that changes param_groups has no effect",
+)
 class OldOptions(_Zero1):
     def copy(self, source, target):
         pass
 
 
 @mistake(
-    "ShardedOptimizer", "parameters are dealt out in turn, whatever their size: one rank may get all the large ones"
+    "ShardedOptimizer",
+    "parameters are dealt out in turn, regardless of their size: one rank may get all the large ones",
 )
 class InTurn(_Zero1):
     def next_owner(self):
         return len(self.owners) % len(self.loads)
 
 
-@mistake("ShardedOptimizer", "parameters are dealt out in the order in which they come, where the largest comes first")
+@mistake("ShardedOptimizer", "parameters are dealt out in their own order instead of from the largest to the smallest")
 class AsTheyCome(_Zero1):
     def order(self, parameters):
         return parameters
 
 
-@mistake("ShardedOptimizer", "each group is dealt out anew: the loads of the groups before it are forgotten")
+@mistake("ShardedOptimizer", "the loads start again at zero for each group, so the earlier groups are forgotten")
 class EachGroupAnew(_Zero1):
     def add_param_group(self, param_group):
         self.loads = [0] * len(self.loads)
         super().add_param_group(param_group)
 
 
-@mistake("ShardedOptimizer", "frozen parameters are sent along, though nobody changes them")
+@mistake("ShardedOptimizer", "frozen parameters are broadcast, although no rank changes them")
 class FrozenSent(_Zero1):
     def send(self):
         super().send()
@@ -224,7 +228,7 @@ class FrozenSent(_Zero1):
 
 @mistake(
     "ShardedOptimizer",
-    "the state was linked once, at the start: `load_state_dict` replaces it, and the inner optimizer keeps the old one",
+    "the state is linked only once, at the start: `load_state_dict` replaces it, and the inner optimizer keeps the old one",
 )
 class LinkedOnce(_Zero1):
     is_linked = False
@@ -234,7 +238,7 @@ class LinkedOnce(_Zero1):
             self.inner.state, self.is_linked = self.state, True
 
 
-@mistake("ShardedOptimizer", "step does not return what the closure gave")
+@mistake("ShardedOptimizer", "step does not return what the closure returned")
 class NoLoss(_Zero1):
     def step(self, closure=None, **kwargs):
         super().step(closure, **kwargs)
@@ -248,7 +252,7 @@ class ClosureAlways(_Zero1):
 
 @mistake(
     "ShardedOptimizer",
-    "what the inner optimizer changes in its own groups is overwritten at the next step: copy it back",
+    "what the inner optimizer changes in its groups is not copied back, and is overwritten at the next step",
 )
 class NotCopiedBack(_Zero1):
     def copy_back(self):
@@ -279,12 +283,14 @@ def summed(module, group=None):
     return _scatter(module, group, before=False)
 
 
-@mistake("reduce_scatter_gradients", "the full gradients are still there: each rank holds all of them and its share")
+@mistake("reduce_scatter_gradients", "the full gradients are kept: each rank holds all of them, and its share as well")
 def kept(module, group=None):
     return _scatter(module, group, keep=True)
 
 
-@mistake("reduce_scatter_gradients", "every rank gets the whole sum by an all-reduce, and cuts its share out of it")
+@mistake(
+    "reduce_scatter_gradients", "an all-reduce gives every rank the whole sum, out of which it then cuts its share"
+)
 def all_reduced(module, group=None):
     rank, n, shares = dist.get_rank(group), dist.get_world_size(group), {}
     for name, parameter in module.named_parameters():
@@ -303,7 +309,7 @@ def by_columns(module, group=None):
 
 @mistake(
     "reduce_scatter_gradients",
-    "a parameter without a gradient on this rank is skipped: the ranks' calls no longer match",
+    "a parameter without a gradient on this rank is skipped, so the ranks' collectives no longer match",
 )
 def skipped(module, group=None):
     return _scatter(module, group, missing=False)
@@ -353,7 +359,9 @@ class Replaced(reference.FlatShard):
         super().start_reduce()
 
 
-@mistake("FlatShard", "shard.grad is added to out of place: the old sum and the new one are both held for a moment")
+@mistake(
+    "FlatShard", "the addition to shard.grad is not in place: the old sum and the new one are both held for a moment"
+)
 class OutOfPlace(reference.FlatShard):
     def finish_reduce(self):
         before, self.shard.grad = self.shard.grad, None
@@ -362,7 +370,7 @@ class OutOfPlace(reference.FlatShard):
             self.shard.grad = before if self.shard.grad is None else before + self.shard.grad
 
 
-@mistake("FlatShard", "full is not emptied: `free` only forgets that it is whole")
+@mistake("FlatShard", "`free` does not empty full: it only sets is_whole to False")
 class NotFreed(reference.FlatShard):
     def free(self):
         if self.is_whole:
@@ -370,7 +378,9 @@ class NotFreed(reference.FlatShard):
             self.is_whole = False
 
 
-@mistake("FlatShard", "free does not wait for a gather on its way, which then writes into memory that is gone")
+@mistake(
+    "FlatShard", "free does not wait for a gather on its way, which then writes into memory that has been released"
+)
 class FreedTooEarly(reference.FlatShard):
     def free(self):
         if self.is_whole:
@@ -378,7 +388,7 @@ class FreedTooEarly(reference.FlatShard):
             self.is_whole = False
 
 
-@mistake("FlatShard", "start_gather waits: nothing can be computed while the values are on their way")
+@mistake("FlatShard", "start_gather waits for its gather, so nothing can be computed in the meantime")
 class GatheredAtOnce(reference.FlatShard):
     def start_gather(self):
         super().start_gather()
@@ -390,13 +400,13 @@ class GatheredAtOnce(reference.FlatShard):
         super().finish_gather()
 
 
-@mistake("FlatShard", "without a param_dtype full is float32, where it should have the parameters' own dtype")
+@mistake("FlatShard", "without a param_dtype full is float32 instead of the parameters' own dtype")
 class AlwaysFloat32(reference.FlatShard):
     def __init__(self, parameters, param_dtype=None):
         super().__init__(parameters, param_dtype or torch.float32)
 
 
-@mistake("FlatShard", "full is made on the default device, not where the parameters are")
+@mistake("FlatShard", "full is made on the default device instead of the parameters' device")
 class DefaultDevice(reference.FlatShard):
     def __init__(self, parameters, param_dtype=None):
         super().__init__(parameters, param_dtype)
@@ -405,7 +415,7 @@ class DefaultDevice(reference.FlatShard):
         self.full.untyped_storage().resize_(0)
 
 
-@mistake("FlatShard", "each rank keeps its own start: rank 0's values were not sent to the others")
+@mistake("FlatShard", "each rank keeps its own initial values: rank 0's were not broadcast")
 class OwnStart(reference.FlatShard):
     def __init__(self, parameters, param_dtype=None):
         super().__init__(parameters, param_dtype)
@@ -414,7 +424,8 @@ class OwnStart(reference.FlatShard):
 
 
 @mistake(
-    "FlatShard", "the gathered row is copied into full, a change that autograd sees; copied into full.data it is none"
+    "FlatShard",
+    "the gathered row is copied into full, which changes the version that autograd checks; copy it into full.data",
 )
 class NewVersion(reference.FlatShard):
     def start_gather(self):
@@ -428,7 +439,7 @@ class NewVersion(reference.FlatShard):
                 self.full.copy_(row)
 
 
-@mistake("FlatShard", "the gather writes into full, a tensor of autograd's; it belongs into full.data")
+@mistake("FlatShard", "the gather writes into full, which autograd watches; it should write into full.data")
 class IntoFull(reference.FlatShard):
     def start_gather(self):
         if not self.is_whole:
@@ -437,7 +448,7 @@ class IntoFull(reference.FlatShard):
             all_gather_row(self.full, self.shard.detach().to(self.full.dtype))
 
 
-@mistake("FlatShard", "the shard is kept in the dtype of the computation, which loses the small updates")
+@mistake("FlatShard", "the shard is kept in param_dtype, which loses small updates")
 class LowShard(reference.FlatShard):
     def __init__(self, parameters, param_dtype=None):
         if param_dtype is not None:
@@ -448,31 +459,33 @@ class LowShard(reference.FlatShard):
 # ---- 12.7 FullySharded -----------------------------------------------------------------------------------------------
 
 
-@mistake("FullySharded", "nothing is freed after forward: at its end every unit is whole")
+@mistake("FullySharded", "nothing is freed after forward, so at its end every unit is whole")
 class KeptAfterForward(reference.FullySharded):
     def after_forward(self, i):
         self.ahead = self.ahead if i else None
 
 
-@mistake("FullySharded", "there is no gather ahead: every unit waits for its own")
+@mistake("FullySharded", "nothing is gathered ahead: every unit waits for its own gather")
 class NothingAhead(reference.FullySharded):
     def gather(self, i, following):
         super().gather(i, len(self.flats))
 
 
-@mistake("FullySharded", "in backward the next unit in forward order is gathered ahead, where the one before it comes")
+@mistake("FullySharded", "backward gathers unit i + 1 ahead, but unit i - 1 comes next")
 class WrongWayBack(reference.FullySharded):
     def before_backward(self, i):
         self.gather(i, i + 1)
 
 
-@mistake("FullySharded", "before the root's backward nothing is gathered ahead, where the last unit comes next")
+@mistake("FullySharded", "nothing is gathered ahead before the root's backward, but the last unit comes next")
 class NothingAheadOfTheRoot(reference.FullySharded):
     def before_backward(self, i):
         self.gather(i, i - 1 if i else len(self.flats))
 
 
-@mistake("FullySharded", "each reduction is waited for where it was started: nothing is computed beside it")
+@mistake(
+    "FullySharded", "each reduction is waited for as soon as it is started, so nothing is computed in the meantime"
+)
 class NoOverlap(reference.FullySharded):
     def after_gradient(self, flat):
         flat.free()
@@ -480,9 +493,7 @@ class NoOverlap(reference.FullySharded):
         flat.finish_reduce()
 
 
-@mistake(
-    "FullySharded", "no reduction is waited for before the end: the gradients of all units are on their way at once"
-)
+@mistake("FullySharded", "reductions are waited for only at the end, so the gradients of all units are held at once")
 class AllOnTheirWay(reference.FullySharded):
     def after_gradient(self, flat):
         flat.free()
@@ -502,7 +513,9 @@ class LastGradientLost(reference.FullySharded):
         self.after_forward(0)
 
 
-@mistake("FullySharded", "the gradients are reduced after backward: until then every unit's gradient is kept whole")
+@mistake(
+    "FullySharded", "the gradients are reduced only after backward: until then every unit's gradient is held whole"
+)
 class ReducedAtTheEnd(reference.FullySharded):
     def after_gradient(self, flat):
         flat.free()
@@ -516,7 +529,7 @@ class ReducedAtTheEnd(reference.FullySharded):
         super().finish_gradient_synchronization()
 
 
-@mistake("FullySharded", "what was gathered ahead for nothing is never freed")
+@mistake("FullySharded", "a unit that was gathered ahead and then not used is never freed")
 class AheadForGood(reference.FullySharded):
     def gather(self, i, following):
         self.ahead = None
@@ -566,7 +579,10 @@ def _clip(parameters, max_norm, group, before=lambda square: square, after=torch
     return norm
 
 
-@mistake("clip_sharded_gradient_norm_", "the norm is of this rank's share alone, so each rank scales by another factor")
+@mistake(
+    "clip_sharded_gradient_norm_",
+    "the norm is that of this rank's share alone, so each rank scales by a different factor",
+)
 def own_share(parameters, max_norm, group=None):
     parameters = list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
@@ -576,7 +592,7 @@ def own_share(parameters, max_norm, group=None):
     return norm
 
 
-@mistake("clip_sharded_gradient_norm_", "norms are added over the ranks, where their squares must be")
+@mistake("clip_sharded_gradient_norm_", "norms are added over the ranks, but their squares should be")
 def norms_added(parameters, max_norm, group=None):
     return _clip(parameters, max_norm, group, before=torch.sqrt, after=lambda norm: norm)
 
@@ -586,12 +602,12 @@ def averaged(parameters, max_norm, group=None):
     return _clip(parameters, max_norm, group, after=lambda square: (square / dist.get_world_size(group)).sqrt())
 
 
-@mistake("clip_sharded_gradient_norm_", "the square root is missing: what is compared with the limit is the square")
+@mistake("clip_sharded_gradient_norm_", "the square root is missing: the squared norm is compared with the limit")
 def not_rooted(parameters, max_norm, group=None):
     return _clip(parameters, max_norm, group, after=lambda square: square)
 
 
-@mistake("clip_sharded_gradient_norm_", "the group is not used: the norm is over all ranks")
+@mistake("clip_sharded_gradient_norm_", "the group is ignored: the norm is over all ranks")
 def clipped_over_all(parameters, max_norm, group=None):
     return _clip(parameters, max_norm, None)
 
@@ -602,7 +618,8 @@ def negative_norm(parameters, max_norm, group=None):
 
 
 @mistake(
-    "clip_sharded_gradient_norm_", "squares are taken in the gradient's own dtype: in float16 that of 300 is infinite"
+    "clip_sharded_gradient_norm_",
+    "squares are computed in the gradient's own dtype: in float16 the square of 300 is infinite",
 )
 def narrow_squares(parameters, max_norm, group=None):
     return _clip(parameters, max_norm, group, wide=None)
@@ -626,7 +643,7 @@ def root_only(model, mesh, param_dtype):
     return fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
 
 
-@mistake("apply_fully_shard", "the root is left out, so embeddings and head stay whole on every rank")
+@mistake("apply_fully_shard", "the root is left out, so the embeddings and the head stay whole on every rank")
 def blocks_only(model, mesh, param_dtype):
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
@@ -646,7 +663,7 @@ def every_layer(model, mesh, param_dtype):
     return reference.apply_fully_shard(model, mesh, param_dtype)
 
 
-@mistake("apply_fully_shard", "the root is sharded before its blocks, and takes what belongs to them")
+@mistake("apply_fully_shard", "the root is sharded before its blocks, and takes their parameters")
 def root_first(model, mesh, param_dtype):
     for part in (model, *blocks_of(model)):
         fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
@@ -678,7 +695,7 @@ def weights_only(path, model, optimizer):
     dcp.save({"model": weights, "optimizer": {}}, checkpoint_id=path)
 
 
-@mistake("save_sharded", "every rank writes the shard that it sees as if it were the whole")
+@mistake("save_sharded", "every rank writes its own shard as if it were the whole parameter")
 def local_shards(path, model, optimizer):
     _refuse(model)
     weights, state = get_state_dict(model, optimizer)
@@ -686,7 +703,7 @@ def local_shards(path, model, optimizer):
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
 
 
-@mistake("save_sharded", "rank 0 gathers everything and writes it alone, which a large model does not survive")
+@mistake("save_sharded", "rank 0 gathers everything and writes it alone, but a large model does not fit on one rank")
 def gathered_first(path, model, optimizer):
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
@@ -699,14 +716,14 @@ def gathered_first(path, model, optimizer):
 
 @mistake(
     "save_sharded",
-    "flat shards are not refused: those of any `HookedUnits`, not of `FullySharded` alone, have no names to save",
+    "flat shards are not refused: no `HookedUnits` has names to save, and `FullySharded` is only one of them",
 )
 def anything(path, model, optimizer):
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
 
 
-@mistake("load_sharded", "the model is loaded, the optimizer starts anew")
+@mistake("load_sharded", "the model is loaded, but the optimizer starts from scratch")
 def without_optimizer(path, model, optimizer):
     weights, state = get_state_dict(model, optimizer)
     dcp.load({"model": weights}, checkpoint_id=path)
@@ -720,7 +737,7 @@ def thrown_away(path, model, optimizer):
     dcp.load({"model": copies, "optimizer": state}, checkpoint_id=path)
 
 
-@mistake("load_sharded", "the optimizer is loaded, the model keeps its own start")
+@mistake("load_sharded", "the optimizer is loaded, but the model keeps its initial values")
 def without_model(path, model, optimizer):
     weights, state = get_state_dict(model, optimizer)
     dcp.load({"optimizer": state}, checkpoint_id=path)
@@ -728,7 +745,7 @@ def without_model(path, model, optimizer):
 
 
 @mistake(
-    "load_sharded", "set_state_dict is missing: moments are read in place, the learning rate stays the optimizer's own"
+    "load_sharded", "set_state_dict is missing: the moments are read in place, but the learning rate is not restored"
 )
 def without_set(path, model, optimizer):
     weights, state = get_state_dict(model, optimizer)

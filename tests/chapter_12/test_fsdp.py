@@ -23,7 +23,7 @@ fsdp = graded("fsdp")
 MEMORY, SHARD, ZERO1, ZERO2, FLAT, ZERO3, CLIP = (f"eq-fsdp-{n}" for n in (1, 2, 3, 4, 5, 6, 7))
 GATHER = ("all_gather_into_tensor", "all_gather_single")
 SCATTER = ("reduce_scatter_tensor", "reduce_scatter_single")
-PARTS = "it is made of `FlatShard`: if that does not pass, mend it first"
+PARTS = "it uses `FlatShard`: if that does not pass, fix it first"
 
 
 class Net(nn.Module):
@@ -158,11 +158,15 @@ def test_shard_is_a_copy_in_row_major_order():
     expect_true(not mine.requires_grad, "the shard still belongs to autograd's graph", answer=mine, read=SHARD)
     case("a 2 x 3 tensor on 2 ranks: 12 bytes of memory behind the shard")
     held = fsdp.shard(torch.arange(6.0).view(2, 3), 0, 2).untyped_storage().nbytes()
-    expect_true(held == 12, f"the shard holds on to {held} bytes", answer=held, read=SHARD)
+    expect_true(
+        held == 12, f"the shard keeps {held} bytes alive; it should be a copy of 12 bytes", answer=held, read=SHARD
+    )
     case("four elements on one rank")
     even = torch.arange(4.0)
     share = fsdp.shard(even, 0, 1)
-    expect_true(share.data_ptr() != even.data_ptr(), "on one rank too the shard is a copy", answer=share, read=SHARD)
+    expect_true(
+        share.data_ptr() != even.data_ptr(), "on one rank, too, the shard should be a copy", answer=share, read=SHARD
+    )
 
 
 @pytest.mark.parametrize("rank", [-1, 13, 27])
@@ -250,7 +254,7 @@ def sharded_steps(rank, world_size):
         mine.step(), one.step()
         [schedule.step() for schedule in schedules]
     expect_close([p.detach() for p in ours], [p.detach() for p in theirs], name="parameters", read=ZERO1)
-    expect_true(isinstance(mine, torch.optim.Optimizer), "it is no torch.optim.Optimizer", read=ZERO1)
+    expect_true(isinstance(mine, torch.optim.Optimizer), "it is not a torch.optim.Optimizer", read=ZERO1)
     return sorted(p.numel() for p in mine.state)
 
 
@@ -412,7 +416,7 @@ def scattered(rank, world_size):
     expect_equal(left, [], name="parameters that still have a full gradient", read=ZERO2)
     case("the memory of a share")
     most = max(share.untyped_storage().nbytes() for share in shares.values())
-    problem = f"a share holds on to {most} bytes: the memory of the whole gradient"
+    problem = f"a share keeps {most} bytes alive: the memory of the whole gradient"
     expect_true(most <= 4 * math.ceil(6 / world_size), problem, answer=most, read=ZERO2)
     mark("all ranks done")
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -445,8 +449,8 @@ def test_reduce_scatter_gradients_gives_shares_of_the_mean(ranks, n_ranks):
 # ---- 12.6 FlatShard --------------------------------------------------------------------------------------------------
 
 CHANGED = (
-    "autograd refuses the views, because it saw that `full` was changed: a gather into `full` or `full.detach()` counts as "
-    "a change, one into `full.data` does not"
+    "autograd raised an error because it saw `full` change: a gather into `full` or `full.detach()` counts as a change, "
+    "and a gather into `full.data` does not"
 )
 
 
@@ -486,7 +490,7 @@ def flat_by_hand(rank, world_size):
     size = math.ceil(5 / world_size)
     row = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0] + [0.0] * (size * world_size - 5))
     expect_close(flat.shard.detach(), row[rank * size : (rank + 1) * size], name="shard", read=FLAT)
-    expect_true(isinstance(flat.shard, nn.Parameter), "shard is no nn.Parameter", read=FLAT)
+    expect_true(isinstance(flat.shard, nn.Parameter), "shard is not an nn.Parameter", read=FLAT)
     held = flat.full.untyped_storage().nbytes()
     expect_equal(held, 0, name="bytes behind full before a gather", read=FLAT)
     flat.start_gather(), flat.start_gather()
@@ -504,12 +508,12 @@ def flat_by_hand(rank, world_size):
         flat.free()
         expect_equal(flat.full.untyped_storage().nbytes(), 0, name="bytes behind full after free", read=FLAT)
         flat.start_reduce()
-        expect_true(flat.full.grad is None, "full.grad is still there after start_reduce", read=FLAT)
+        expect_true(flat.full.grad is None, "full.grad should be None after start_reduce", read=FLAT)
         flat.finish_reduce(), flat.finish_reduce()
         grads.append(flat.shard.grad)
     mean = torch.tensor([2.0] * 4 + [10 * (world_size + 1) / 2] + [0.0] * (size * world_size - 5))
     expect_close(flat.shard.grad, 2 * mean[rank * size : (rank + 1) * size], name="shard.grad", read=FLAT)
-    problem = "shard.grad became a new tensor, so that two were held for a moment: add in place"
+    problem = "shard.grad became a new tensor, so two were held for a moment: add in place"
     if rank == 0:  # the last rank has nothing but padding: whatever is done to it, it stays zero
         expect_true(grads[0] is grads[1], problem, answer=flat.shard.grad, read=FLAT)
 
@@ -556,7 +560,7 @@ def flat_waits(rank, world_size):
         expect_close(flat.views()["w"].detach().clone(), values, name="view", read=FLAT)
         flat.free()
         flat.start_gather(), flat.free()
-        problem = "free did not wait for the gather on its way, which would write into memory that is gone"
+        problem = "free did not wait for the gather on its way, which would then write into released memory"
         expect_true(late.n_waited == late.n_begun, problem, answer=(late.n_waited, late.n_begun), read=FLAT)
         held = flat.full.untyped_storage().nbytes()
         expect_equal([held, flat.is_whole], [0, False], name="bytes behind full, and is_whole, after free", read=FLAT)
@@ -626,7 +630,7 @@ def fully_equal(rank, world_size):
     expected = train_alone(Net(), world_size)
     wrapped = fsdp.FullySharded(Net(seed=rank))
     total = sum(p.numel() for p in wrapped.parameters())
-    expect_true(all(p.ndim == 1 for p in wrapped.parameters()), "the parameters are no flat shards", read=ZERO3)
+    expect_true(all(p.ndim == 1 for p in wrapped.parameters()), "the parameters are not flat shards", read=ZERO3)
     whole = sum(v.numel() for v in expected.values())
     expect_true(total <= whole / world_size + 5, f"a rank holds {total} of {whole} values", read=ZERO3)
     found = train(wrapped, rank, world_size)
@@ -782,8 +786,10 @@ def fully_out_of_order(rank, world_size):
     wrapped(x, order).sum().backward()
     wrapped.finish_gradient_synchronization()
     for moment, whole in log.items():
-        expect_true(0 in whole, f"{moment}: whole are {whole}; the root, 0, was freed while it is in use", read=ZERO3)
-        expect_true(len(whole) <= 3, f"{moment}: whole are {whole}: more than the root and two units", read=ZERO3)
+        expect_true(
+            0 in whole, f"{moment}: the root, unit 0, was freed while it is in use; whole units: {whole}", read=ZERO3
+        )
+        expect_true(len(whole) <= 3, f"{moment}: more than the root and two units are whole: {whole}", read=ZERO3)
     alone(again, order).sum().backward()
     expect_close(x.grad, again.grad, name="gradient of the input", read=ZERO3)
     for module in (wrapped, alone):
@@ -967,8 +973,8 @@ def test_clip_sharded_gradient_norm__is_of_the_whole(ranks):
 
 
 ROOT_FIRST = (
-    "PyTorch meets blocks that it does not know: `fully_shard` of the root has to come last, after every block, because a "
-    "root takes what no block before it has taken"
+    "call `fully_shard` on the root last, after every block: the root takes all parameters that no block has taken before, "
+    "and PyTorch raises this error when a block comes after it"
 )
 
 
@@ -997,7 +1003,7 @@ def applied(rank, world_size):
     read = "the contract of ex-fsdp-apply-fully-shard"
     with explained("Invariant encountered", ROOT_FIRST, read):
         out = fsdp.apply_fully_shard(model, init_device_mesh("cpu", (world_size,)), torch.bfloat16)
-    expect_true(out is model, "it should return the model that it was given", read=read)
+    expect_true(out is model, "it should return the model that was passed", read=read)
     expect_equal(
         [isinstance(part, FSDPModule) for part in (*model.blocks, model)], [True] * 4, name="sharded", read=read
     )

@@ -42,7 +42,7 @@ def in_one(a, b, parts):
     return torch.dot(a, b)
 
 
-@mistake("partitioned_dot", "the parts all have n // parts elements, and the rest is lost")
+@mistake("partitioned_dot", "all parts have n // parts elements, and the rest is lost")
 def rest_lost(a, b, parts):
     reference.partitioned_dot(a, b, parts)
     size = len(a) // parts
@@ -59,18 +59,18 @@ def chunked(a, b, parts):
     return torch.stack([torch.dot(p, q) for p, q in zip(a.chunk(parts), b.chunk(parts), strict=True)]).sum()
 
 
-@mistake("partitioned_dot", "the mean of the parts is returned, where their sum is the product")
+@mistake("partitioned_dot", "the mean of the partial sums is returned instead of their sum")
 def mean_of_parts(a, b, parts):
     return reference.partitioned_dot(a, b, parts) / parts
 
 
-@mistake("partitioned_dot", "the partial sums are returned, and nobody adds them")
+@mistake("partitioned_dot", "the partial sums are returned without being added")
 def partial_sums(a, b, parts):
     reference.partitioned_dot(a, b, parts)
     return torch.stack([torch.dot(p, q) for p, q in zip(a.tensor_split(parts), b.tensor_split(parts), strict=True)])
 
 
-@mistake("partitioned_dot", "lengths are not compared: the longer vector loses its end")
+@mistake("partitioned_dot", "the lengths are not compared: the longer vector loses its end")
 def lengths_ignored(a, b, parts):
     n = min(len(a), len(b))
     return reference.partitioned_dot(a[:n], b[:n], parts)
@@ -79,7 +79,7 @@ def lengths_ignored(a, b, parts):
 # ---- 13.2 matmul_outer -----------------------------------------------------------------------------------------------
 
 
-@mistake("matmul_outer", "the result is summed over the ranks, which have different columns of it, not parts of a sum")
+@mistake("matmul_outer", "the result is summed over the ranks, but they hold different columns, not parts of a sum")
 def outer_reduced(a, b_shard):
     product = a @ b_shard
     if dist.is_initialized():
@@ -87,7 +87,9 @@ def outer_reduced(a, b_shard):
     return product
 
 
-@mistake("matmul_outer", "the columns of all ranks are gathered: the result may stay cut, and nothing has to be sent")
+@mistake(
+    "matmul_outer", "the columns of all ranks are gathered, but the result should stay cut, and nothing should be sent"
+)
 def outer_gathered(a, b_shard):
     product = a @ b_shard
     if not dist.is_initialized():
@@ -97,7 +99,7 @@ def outer_gathered(a, b_shard):
     return torch.cat(parts, dim=-1)
 
 
-@mistake("matmul_outer", "b_shard is transposed, as nn.Linear keeps its weight; here it is [K, N/R]")
+@mistake("matmul_outer", "b_shard is transposed, like the weight of nn.Linear; here it is [K, N/R]")
 def outer_transposed(a, b_shard):
     return a @ b_shard.T
 
@@ -110,7 +112,9 @@ def inner_partial(a_shard, b_shard, group):
     return a_shard @ b_shard
 
 
-@mistake("matmul_inner", "the mean over the ranks is taken, as of gradients in chapter 10; here it is a sum")
+@mistake(
+    "matmul_inner", "the mean over the ranks is taken, as for the gradients in chapter 10; here it should be the sum"
+)
 def inner_mean(a_shard, b_shard, group):
     return reference.matmul_inner(a_shard, b_shard, group) / dist.get_world_size(group)
 
@@ -120,14 +124,16 @@ def inner_group_ignored(a_shard, b_shard, group):
     return reference.matmul_inner(a_shard, b_shard, None)
 
 
-@mistake("matmul_inner", "the inputs are summed first, and then multiplied: a sum of products is no product of sums")
+@mistake(
+    "matmul_inner", "the inputs are summed first and then multiplied, but a sum of products is not a product of sums"
+)
 def inner_inputs_reduced(a_shard, b_shard, group):
     a = a_shard.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(a, group=group)
     return a @ b_shard
 
 
-@mistake("matmul_inner", "only the first rank has the result: reduce, where the others need it too")
+@mistake("matmul_inner", "only the first rank has the result: this is a reduce, but all ranks need it")
 def inner_to_root(a_shard, b_shard, group):
     product = a_shard @ b_shard
     dist.reduce(product, dist.get_process_group_ranks(group or dist.group.WORLD)[0], group=group)
@@ -146,14 +152,17 @@ class _Copy(torch.autograd.Function):
         return x.view_as(x)
 
 
-@mistake("CopyToRegion", "the gradients of the ranks are not summed: each has only what its own part of the layer says")
+@mistake(
+    "CopyToRegion",
+    "the gradients of the ranks are not summed: each rank has only the gradient from its own part of the layer",
+)
 class CopyWithoutSum(_Copy):
     @staticmethod
     def backward(ctx, grad):
         return grad, None
 
 
-@mistake("CopyToRegion", "f and g are exchanged: the sum is taken forward")
+@mistake("CopyToRegion", "f and g are exchanged: it sums forward instead of backward")
 class CopyIsReduce(_Copy):
     @staticmethod
     def forward(ctx, x, group=None):
@@ -165,7 +174,8 @@ class CopyIsReduce(_Copy):
 
 
 @mistake(
-    "CopyToRegion", "the mean of the gradients is taken: each rank used the same x for another part, so they add up"
+    "CopyToRegion",
+    "the mean of the gradients is taken, but each rank used x for a different part, so they should be added",
 )
 class CopyMean(_Copy):
     @staticmethod
@@ -173,7 +183,7 @@ class CopyMean(_Copy):
         return summed(grad, ctx.group) / dist.get_world_size(ctx.group), None
 
 
-@mistake("CopyToRegion", "the incoming gradient is all-reduced in place, and others may still need it")
+@mistake("CopyToRegion", "the incoming gradient is all-reduced in place, although it may be needed elsewhere")
 class CopyInPlace(_Copy):
     @staticmethod
     def backward(ctx, grad):
@@ -206,7 +216,8 @@ class _Reduce(torch.autograd.Function):
 
 
 @mistake(
-    "ReduceFromRegion", "the gradient is summed again, although all ranks have the same: it comes out R times too large"
+    "ReduceFromRegion",
+    "the gradient is summed again, although all ranks have the same one: it becomes R times too large",
 )
 class ReduceTwice(_Reduce):
     @staticmethod
@@ -247,13 +258,13 @@ class ReduceGroupIgnored(_Reduce):
 # ---- 13.6 ColumnParallelLinear ---------------------------------------------------------------------------------------
 
 
-@mistake("ColumnParallelLinear", "f is missing: x's gradient has only this rank's outputs in it; use CopyToRegion")
+@mistake("ColumnParallelLinear", "f is missing: x's gradient comes from this rank's outputs alone; use CopyToRegion")
 class ColumnWithoutCopy(reference.ColumnParallelLinear):
     def forward(self, x):
         return functional.linear(x, self.weight, self.bias)
 
 
-@mistake("ColumnParallelLinear", "the outputs of all ranks are gathered, where they should stay split")
+@mistake("ColumnParallelLinear", "the outputs of all ranks are gathered, but they should stay split")
 class ColumnGathered(reference.ColumnParallelLinear):
     def forward(self, x):
         out = super().forward(x).contiguous()
@@ -297,7 +308,7 @@ class ColumnView(reference.ColumnParallelLinear):
         self.bias = nn.Parameter(full.bias.detach().chunk(n)[rank]) if bias else None
 
 
-@mistake("ColumnParallelLinear", "outputs that cannot be shared out evenly are dropped without a word")
+@mistake("ColumnParallelLinear", "outputs that cannot be divided evenly are dropped without an error")
 class ColumnDropsRest(reference.ColumnParallelLinear):
     def __init__(self, in_features, out_features, group=None, bias=True):
         super().__init__(in_features, out_features - out_features % dist.get_world_size(group), group, bias)
@@ -322,7 +333,7 @@ class ColumnBiasDrawn(reference.ColumnParallelLinear):
 # ---- 13.7 RowParallelLinear ------------------------------------------------------------------------------------------
 
 
-@mistake("RowParallelLinear", "each rank adds the bias before the sum, so that it is there R times")
+@mistake("RowParallelLinear", "each rank adds the bias before the sum, so the total contains it R times")
 class RowBiasInside(reference.RowParallelLinear):
     def forward(self, x):
         return reference.ReduceFromRegion.apply(functional.linear(x, self.weight, self.bias), self.group)
@@ -339,7 +350,7 @@ class RowPartial(reference.RowParallelLinear):
 
 @mistake(
     "RowParallelLinear",
-    "a share of the bias is added on each rank: the output is right, the bias's gradient R times too small",
+    "each rank adds 1/R of the bias: the output is right, but the bias's gradient is R times too small",
 )
 class RowBiasShared(reference.RowParallelLinear):
     def forward(self, x):
@@ -347,7 +358,7 @@ class RowBiasShared(reference.RowParallelLinear):
         return reference.ReduceFromRegion.apply(functional.linear(x, self.weight, share), self.group)
 
 
-@mistake("RowParallelLinear", "the bias is cut as the weight is; every rank adds all of it, after the sum")
+@mistake("RowParallelLinear", "the bias is cut like the weight, but every rank should add all of it, after the sum")
 class RowBiasCut(reference.RowParallelLinear):
     def __init__(self, in_features, out_features, group=None, bias=True):
         super().__init__(in_features, out_features, group, bias)
@@ -382,7 +393,7 @@ class RowBiasDrawn(reference.RowParallelLinear):
 # ---- 13.8 ParallelMLP ------------------------------------------------------------------------------------------------
 
 
-@mistake("ParallelMLP", "the GELU is the tanh formula, where the exact one is asked for")
+@mistake("ParallelMLP", "the GELU is the tanh approximation instead of the exact one")
 class MLPTanh(reference.ParallelMLP):
     def forward(self, x):
         return self.fc2(functional.gelu(self.fc1(x), approximate="tanh"))
@@ -394,7 +405,7 @@ class MLPLinear(reference.ParallelMLP):
         return self.fc2(self.fc1(x))
 
 
-@mistake("ParallelMLP", "the GELU comes after the second layer, where it belongs between the two")
+@mistake("ParallelMLP", "the GELU comes after the second layer instead of between the two")
 class MLPGeluLast(reference.ParallelMLP):
     def forward(self, x):
         return functional.gelu(self.fc2(self.fc1(x)))
@@ -436,14 +447,17 @@ class _Attention(reference.ParallelAttention):
 
 @mistake(
     "ParallelAttention",
-    "wq, wk and wv each sum their own gradient of x: three all-reduces backward, where one would do",
+    "wq, wk and wv each all-reduce their own gradient of x: three all-reduces backward instead of one",
 )
 class AttentionThreeTimes(_Attention):
     def project(self, x):
         return [layer(x) for layer in (self.wq, self.wk, self.wv)]
 
 
-@mistake("ParallelAttention", "the rank's features are cut into all H heads, so that each is R times too narrow")
+@mistake(
+    "ParallelAttention",
+    "the rank's features are split into all H heads instead of H/R, so each head is R times too narrow",
+)
 class AttentionAllHeads(reference.ParallelAttention):
     def __init__(self, dim, n_heads, group=None):
         super().__init__(dim, n_heads, group)
@@ -453,7 +467,7 @@ class AttentionAllHeads(reference.ParallelAttention):
         return super().forward(x, None if rope is None else rope[:, : rope.shape[1] // dist.get_world_size()], mask)
 
 
-@mistake("ParallelAttention", "f is missing: x's gradient has only this rank's heads in it")
+@mistake("ParallelAttention", "f is missing: x's gradient comes from this rank's heads alone")
 class AttentionWithoutCopy(_Attention):
     def enter(self, x):
         return x
@@ -484,7 +498,7 @@ class AttentionWithoutMask(reference.ParallelAttention):
         return super().forward(x, rope, None, cache)
 
 
-@mistake("ParallelAttention", "it is always causal, where no mask means that every position may attend to every other")
+@mistake("ParallelAttention", "attention is always causal, but without a mask every position may attend to every other")
 class AttentionAlwaysCausal(reference.ParallelAttention):
     def forward(self, x, rope=None, mask=None, cache=None):
         return super().forward(x, rope, torch.ones(x.shape[1], x.shape[1]).tril().bool() if mask is None else mask)
@@ -537,34 +551,33 @@ def _loss(
 
 @mistake(
     "vocab_parallel_cross_entropy",
-    "each rank subtracts its own largest logit: the exponentials are then not of one scale",
+    "each rank subtracts its own largest logit, so the exponentials of different ranks cannot be added",
 )
 def loss_own_max(logits_shard, targets, group):
     return _loss(logits_shard, targets, group, reduces_max=False)
 
 
 @mistake(
-    "vocab_parallel_cross_entropy", "the targets are taken as columns of the rank's own part: subtract where it begins"
+    "vocab_parallel_cross_entropy",
+    "the targets are used as columns of this rank's part; first subtract the id at which it begins",
 )
 def loss_without_offset(logits_shard, targets, group):
     return _loss(logits_shard, targets, group, offset=lambda rank, width: 0)
 
 
 @mistake(
-    "vocab_parallel_cross_entropy", "all ranks are taken to have as many columns as this one, where widths may differ"
+    "vocab_parallel_cross_entropy", "all ranks are assumed to have as many columns as this one, but widths may differ"
 )
 def loss_equal_widths(logits_shard, targets, group):
     return _loss(logits_shard, targets, group, offset=lambda rank, width: rank * width)
 
 
-@mistake(
-    "vocab_parallel_cross_entropy", "ranks that do not have the target add some other logit, where they should add zero"
-)
+@mistake("vocab_parallel_cross_entropy", "ranks that do not have the target add some other logit instead of zero")
 def loss_without_mask(logits_shard, targets, group):
     return _loss(logits_shard, targets, group, masks=False)
 
 
-@mistake("vocab_parallel_cross_entropy", "the sum over the targets is returned, where it should be the mean")
+@mistake("vocab_parallel_cross_entropy", "the sum over the targets is returned instead of the mean")
 def loss_summed(logits_shard, targets, group):
     return _loss(logits_shard, targets, group, ends=torch.sum)
 
@@ -575,7 +588,8 @@ def loss_reduced_twice(logits_shard, targets, group):
 
 
 @mistake(
-    "vocab_parallel_cross_entropy", "the logits are gathered: that is the memory and the traffic that this loss avoids"
+    "vocab_parallel_cross_entropy",
+    "the logits are gathered, which costs the memory and the traffic that this loss should avoid",
 )
 def loss_gathered(logits_shard, targets, group):
     n, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -593,13 +607,13 @@ def loss_of_no_columns(logits_shard, targets, group):
 
 
 @mistake(
-    "vocab_parallel_cross_entropy", "a target outside of the vocabulary is not refused: its logit is taken to be zero"
+    "vocab_parallel_cross_entropy", "a target outside of the vocabulary is not refused, and its logit counts as zero"
 )
 def loss_of_any_target(logits_shard, targets, group):
     return _loss(logits_shard, targets, group, refuses=False)
 
 
-@mistake("vocab_parallel_cross_entropy", "the group is not used: the vocabulary is taken to lie on all ranks")
+@mistake("vocab_parallel_cross_entropy", "the group is ignored: the vocabulary is assumed to be on all ranks")
 def loss_over_all_ranks(logits_shard, targets, group):
     return _loss(logits_shard, targets, None)
 
@@ -625,7 +639,7 @@ def _changed(config, changes):
 
 @mistake(
     "llama_plan",
-    "T became R x T: RowwiseParallel takes its input to be cut and gathers the tokens, which come in whole; input_layouts says so",
+    "T became R x T: RowwiseParallel assumes that its input is cut and gathers the token ids; say with input_layouts that they are whole",
 )
 def plan_tokens_cut(config):
     return _changed(config, {"tok_embeddings": RowwiseParallel()})
@@ -633,13 +647,13 @@ def plan_tokens_cut(config):
 
 @mistake(
     "llama_plan",
-    "the embedding's table is cut by features (ColwiseParallel), and so is its output; the contract cuts it by tokens: RowwiseParallel",
+    "the embedding is cut by features (ColwiseParallel), and so is its output; the contract cuts it by tokens (RowwiseParallel)",
 )
 def plan_embedding_by_features(config):
     return _changed(config, {"tok_embeddings": ColwiseParallel()})
 
 
-@mistake("llama_plan", "the embedding's output stays cut along its positions, where the blocks need it whole")
+@mistake("llama_plan", "the embedding's output stays cut along the positions, but the blocks need it whole")
 def plan_embedding_output_cut(config):
     style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
     return _changed(config, {"tok_embeddings": style})
@@ -660,17 +674,17 @@ def plan_without_shared_input(config):
     return _changed(config, {"layers.*.feed_forward": None})
 
 
-@mistake("llama_plan", "w2 is cut by columns, where its input is already cut: it should be row-wise")
+@mistake("llama_plan", "w2 is cut by columns, but its input is cut already, so it should be cut by rows")
 def plan_w2_colwise(config):
     return _changed(config, {"layers.*.feed_forward.w2": ColwiseParallel(output_layouts=Replicate())})
 
 
-@mistake("llama_plan", "wo is cut by columns, where its input is already cut: it should be row-wise")
+@mistake("llama_plan", "wo is cut by columns, but its input is cut already, so it should be cut by rows")
 def plan_wo_colwise(config):
     return _changed(config, {"layers.*.attention.wo": ColwiseParallel(output_layouts=Replicate())})
 
 
-@mistake("llama_plan", "the logits come out as a DTensor: use_local_output=False has no place here")
+@mistake("llama_plan", "the logits come out as a DTensor; leave out use_local_output=False")
 def plan_logits_dtensor(config):
     return _changed(config, {"output": ColwiseParallel(output_layouts=Replicate(), use_local_output=False)})
 
@@ -680,17 +694,20 @@ def plan_without_ends(config):
     return _changed(config, {"tok_embeddings": None, "output": None})
 
 
-@mistake("llama_plan", "w3 is left whole, so that its output does not fit the cut output of w1")
+@mistake("llama_plan", "w3 is left whole, so its output does not fit the cut output of w1")
 def plan_without_w3(config):
     return _changed(config, {"layers.*.feed_forward.w3": None})
 
 
-@mistake("llama_plan", "wk and wv are cut like wq, also where there are fewer heads than ranks and half a head is none")
+@mistake(
+    "llama_plan",
+    "wk and wv are always cut like wq, even if there are fewer heads than ranks and a head would be cut in half",
+)
 def plan_kv_cut(config):
     return _changed(config, {f"layers.*.attention.w{n}": ColwiseParallel() for n in "kv"})
 
 
-@mistake("llama_plan", "only the first layer is cut: a star in the name stands for the number of the layer")
+@mistake("llama_plan", "only the first layer is cut; use `*` for the number of the layer")
 def plan_first_layer(config):
     return {name.replace("*", "0"): style for name, style in reference.llama_plan(config).items()}
 
@@ -698,7 +715,7 @@ def plan_first_layer(config):
 # ---- 13.12 ffn_partition_specs ---------------------------------------------------------------------------------------
 
 
-@mistake("ffn_partition_specs", "w_out is cut as w_in is: its rows are the hidden features, which Y cuts")
+@mistake("ffn_partition_specs", "w_out is cut like w_in, but its rows are the hidden features, which Y cuts")
 def specs_w_out(layout):
     found = reference.ffn_partition_specs(layout)
     return found | {"w_out": found["w_in"]}
@@ -716,18 +733,18 @@ def specs_exchanged(layout):
     return {name: tuple(swap[axis] for axis in spec) for name, spec in reference.ffn_partition_specs(layout).items()}
 
 
-@mistake("ffn_partition_specs", "lists are returned, where tuples are asked for")
+@mistake("ffn_partition_specs", "lists are returned instead of tuples")
 def specs_lists(layout):
     return {name: list(spec) for name, spec in reference.ffn_partition_specs(layout).items()}
 
 
-@mistake("ffn_partition_specs", "dimensions that are not cut have no entry: None should stand there")
+@mistake("ffn_partition_specs", "dimensions that are not cut have no entry; their entry should be None")
 def specs_without_none(layout):
     found = reference.ffn_partition_specs(layout)
     return {name: tuple(axis for axis in spec if axis) for name, spec in found.items()}
 
 
-@mistake("ffn_partition_specs", "an unknown layout is a KeyError that does not say what there is")
+@mistake("ffn_partition_specs", "an unknown layout raises a KeyError, which does not list the known layouts")
 def specs_key_error(layout):
     try:
         return reference.ffn_partition_specs(layout)
@@ -740,13 +757,16 @@ def specs_key_error(layout):
 
 @mistake(
     "tensor_parallel_bytes",
-    "that is half: each block has two all-reduces forward, of attention and feed-forward, and two backward",
+    "only half is counted: each block has two all-reduces forward, of attention and feed-forward, and two backward",
 )
 def bytes_forward(config, batch, length, world_size, bytes_per_value=2):
     return reference.tensor_parallel_bytes(config, batch, length, world_size, bytes_per_value) // 2
 
 
-@mistake("tensor_parallel_bytes", "the size of what is all-reduced is counted, where a ring sends 2 (R - 1)/R of it")
+@mistake(
+    "tensor_parallel_bytes",
+    "the bytes of the tensors are counted, but in a ring each rank sends 2 (R - 1)/R times as many",
+)
 def bytes_of_tensor(config, batch, length, world_size, bytes_per_value=2):
     return 4 * config.n_layers * batch * length * config.dim * bytes_per_value
 
@@ -764,12 +784,12 @@ def bytes_values(config, batch, length, world_size, bytes_per_value=2):
     return reference.tensor_parallel_bytes(config, batch, length, world_size, 1)
 
 
-@mistake("tensor_parallel_bytes", "the bytes of all ranks are added; one rank's are asked for")
+@mistake("tensor_parallel_bytes", "the bytes of all ranks are added, but only one rank's are wanted")
 def bytes_of_all(config, batch, length, world_size, bytes_per_value=2):
     return world_size * reference.tensor_parallel_bytes(config, batch, length, world_size, bytes_per_value)
 
 
-@mistake("tensor_parallel_bytes", "values are always taken to have 2 bytes, whatever was asked for")
+@mistake("tensor_parallel_bytes", "every value counts 2 bytes, whatever bytes_per_value is")
 def bytes_fixed(config, batch, length, world_size, bytes_per_value=2):
     return reference.tensor_parallel_bytes(config, batch, length, world_size)
 
@@ -780,7 +800,7 @@ def bytes_as_float(config, batch, length, world_size, bytes_per_value=2):
     return int(4 * config.n_layers * batch * length * config.dim * bytes_per_value * share)
 
 
-@mistake("tensor_parallel_bytes", "a float is returned, where bytes are an int")
+@mistake("tensor_parallel_bytes", "a float is returned instead of an int")
 def bytes_are_float(config, batch, length, world_size, bytes_per_value=2):
     return float(reference.tensor_parallel_bytes(config, batch, length, world_size, bytes_per_value))
 
@@ -788,13 +808,13 @@ def bytes_are_float(config, batch, length, world_size, bytes_per_value=2):
 # ---- 13.14 pipeline_bubble -------------------------------------------------------------------------------------------
 
 
-@mistake("pipeline_bubble", "that is the bubble as a share of the useful time, (p - 1)/m, not of the whole")
+@mistake("pipeline_bubble", "this is the bubble as a share of the useful time, (p - 1)/m, not of the whole time")
 def bubble_of_useful(stages, micro_batches):
     reference.pipeline_bubble(stages, micro_batches)
     return (stages - 1) / micro_batches
 
 
-@mistake("pipeline_bubble", "that is the useful share: the bubble is the rest")
+@mistake("pipeline_bubble", "this is the useful share of the time: the bubble is the rest")
 def bubble_useful(stages, micro_batches):
     return 1 - reference.pipeline_bubble(stages, micro_batches)
 

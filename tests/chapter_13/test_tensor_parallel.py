@@ -107,7 +107,7 @@ def test_partitioned_dot_computes_by_parts():
     case("n=24 parts=4: no operation may see more than six elements")
     with LargestProduct() as seen:
         answer = tp.partitioned_dot(randn(24), randn(24, seed=1), 4)
-    problem = f"{seen.n} elements went into one operation, where a part has 6"
+    problem = f"{seen.n} elements went into one operation, but a part has only 6"
     expect_true(seen.n <= 6, problem, answer=answer, read=DOT)
 
 
@@ -195,7 +195,7 @@ def copy_on_ranks(rank, world_size):
     upstream = torch.tensor([1.0, 10.0]) * (rank + 1)
     (grad,) = torch.autograd.grad(out, x, upstream)
     expect_close(grad, torch.tensor([10.0, 100.0]), name="x's gradient", read=PAIR)
-    problem = "the incoming gradient was changed in place: all-reduce a copy"
+    problem = "the incoming gradient was changed in place: all-reduce a copy of it"
     expect_true(upstream.equal(torch.tensor([1.0, 10.0]) * (rank + 1)), problem, answer=upstream, read=PAIR)
     case(f"x [2, 3] transposed, float64, in the groups (0, 2) and (1, 3); rank {rank}")
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -438,8 +438,8 @@ def test_RowParallelLinear_starts_as_one_layer(ranks):
 
 MLP_CUTS = {"fc1.weight": 0, "fc1.bias": 0, "fc2.weight": 1}
 MLP_READ = (
-    "eq-tensor_parallel-5; it is made of ex-tensor-parallel-columnparallellinear and "
-    "ex-tensor-parallel-rowparallellinear: if they do not pass, mend those first"
+    "eq-tensor_parallel-5; it uses ex-tensor-parallel-columnparallellinear and "
+    "ex-tensor-parallel-rowparallellinear: if they do not pass, fix those first"
 )
 
 
@@ -500,8 +500,8 @@ def test_ParallelMLP_in_groups(ranks):
 
 ATTENTION_CUTS = {"wq.weight": 0, "wk.weight": 0, "wv.weight": 0, "wo.weight": 1}
 ATTENTION_READ = (
-    "figure 3b of arXiv:1909.08053; it is made of ex-tensor-parallel-copytoregion to "
-    "ex-tensor-parallel-rowparallellinear: if they do not pass, mend those first"
+    "figure 3b of arXiv:1909.08053; it uses ex-tensor-parallel-copytoregion to "
+    "ex-tensor-parallel-rowparallellinear: if they do not pass, fix those first"
 )
 
 
@@ -704,9 +704,7 @@ def plan_on_ranks(rank, world_size, n_kv_heads):
     from lib.llama import Llama
 
     config = replace(TINY, vocab_size=30, dim=32, n_layers=2, n_kv_heads=n_kv_heads, hidden_dim=24, context_len=16)
-    read = (
-        "the contract of ex-tensor-parallel-llama-plan, and what the two styles take and give in `The same, by a plan`"
-    )
+    read = "the contract of ex-tensor-parallel-llama-plan, and what the two styles expect and return in `The same, by a plan`"
     torch.manual_seed(0)
     whole = Llama(config)
     model = parallelize_module(copy.deepcopy(whole), init_device_mesh("cpu", (world_size,)), tp.llama_plan(config))
@@ -722,9 +720,7 @@ def plan_on_ranks(rank, world_size, n_kv_heads):
     with Collectives() as forward:
         logits = model(tokens)
     expected = whole(tokens)
-    expect_true(
-        not isinstance(logits, DTensor), "the logits are a DTensor, where they should be a plain tensor", read=read
-    )
+    expect_true(not isinstance(logits, DTensor), "the logits are a DTensor, but should be a plain tensor", read=read)
     expect_close(logits, expected, atol=1e-5, name="logits", read=read)
     upstream = randn(*expected.shape, seed=2)
     with Collectives() as backward:

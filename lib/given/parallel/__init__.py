@@ -1,1 +1,1 @@
-"""Given parts of parallel programs."""
+"""Parts of parallel programs that the book gives and does not grade."""

@@ -1,4 +1,4 @@
-"""Four ranks beside a notebook: MPI processes that run a ``%%px`` cell, each with its own output."""
+"""Ranks beside a notebook: MPI processes that each run a ``%%px`` cell and show their own output."""
 
 import atexit
 import logging
@@ -9,7 +9,7 @@ from lib.ranks.mpi_launch import mpi_environment, mpiexec
 
 
 class Ranks:
-    """MPI processes beside the kernel; ``with`` or ``stop()`` ends them, and so does the end of the kernel."""
+    """MPI processes beside the kernel. ``stop()`` ends them, and so does the end of the kernel."""
 
     def __init__(self, n: int = 4, timeout_s: float = 60):
         import ipyparallel
@@ -37,7 +37,7 @@ class Ranks:
         self._register()
 
     def _register(self) -> None:
-        """Make ``%%px`` mean these ranks, in their order and without a progress bar, where there is an IPython."""
+        """Point ``%%px`` at these ranks, in rank order and without a progress bar. Does nothing outside of IPython."""
         from IPython.core.getipython import get_ipython
 
         shell = get_ipython()
@@ -52,7 +52,7 @@ class Ranks:
         return f"{self.n} MPI ranks; %%px runs a cell on each" if self._folder else "stopped"
 
     def stop(self) -> None:
-        """End every rank; a second call does nothing."""
+        """End every rank. A second call does nothing."""
         if self._folder is None:
             return
         atexit.unregister(self.stop)
@@ -67,7 +67,7 @@ def start(n: int = 4, timeout_s: float = 60) -> Ranks:
     """Start ``n`` MPI ranks and register ``%%px``, which runs a cell on each of them.
 
     Args:
-        n: How many; four suit two cores.
-        timeout_s: How long the start may take.
+        n: Number of ranks; four work well on two cores.
+        timeout_s: Longest time that starting them may take.
     """
     return Ranks(n, timeout_s)

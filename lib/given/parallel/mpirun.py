@@ -1,4 +1,4 @@
-"""Start programs on several MPI processes, and compile a C program for them, where there is what it takes."""
+"""Start a program on several MPI processes, and compile a C program for them if the machine has a compiler."""
 
 import os
 import shutil
@@ -11,15 +11,15 @@ from lib.ranks.mpi_launch import mpi_environment, mpiexec
 
 
 def mpirun(n_ranks: int, *command: str, timeout_s: float = 60) -> str:
-    """What a program prints on ``n_ranks`` processes of ``mpiexec``; what it says on its error stream comes last.
+    """Run a program on ``n_ranks`` processes of ``mpiexec`` and return what it prints, its error stream last.
 
     Args:
-        n_ranks: How many processes.
-        command: The program and its arguments; ``"python"`` is this Python.
-        timeout_s: After so long all processes are ended.
+        n_ranks: Number of processes.
+        command: The program and its arguments; ``"python"`` stands for the running Python.
+        timeout_s: After this time all processes are ended.
 
     Raises:
-        subprocess.TimeoutExpired: they have not ended by themselves.
+        subprocess.TimeoutExpired: the processes did not end in time.
     """
     program = [sys.executable if part == "python" else part for part in command]
     process = subprocess.Popen(
@@ -33,20 +33,20 @@ def mpirun(n_ranks: int, *command: str, timeout_s: float = 60) -> str:
     try:
         return "".join(process.communicate(timeout=timeout_s))
     except subprocess.TimeoutExpired:
-        process.terminate()  # mpiexec then ends its processes, which it could not if it were killed
+        process.terminate()  # mpiexec then ends its processes; if it were killed, it could not
         process.communicate(timeout=10)
         raise
 
 
 def compile_c(source: str | os.PathLike, program: str | os.PathLike) -> str:
-    """Compile a C program with the ``mpicc`` that lies beside this Python, else the system's.
+    """Compile a C program with the ``mpicc`` beside this Python, or else with the system's.
 
     Args:
         source: The ``.c`` file.
-        program: Where the executable goes.
+        program: Path of the executable.
 
     Returns:
-        Nothing, or why it could not be: there is no ``mpicc``, no C compiler behind it, or an error in the source.
+        An empty string, or the reason for the failure: no ``mpicc``, no C compiler behind it, or an error in the source.
     """
     beside = Path(sys.executable).with_name("mpicc")
     mpicc = str(beside) if beside.exists() else shutil.which("mpicc")

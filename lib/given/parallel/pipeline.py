@@ -1,11 +1,11 @@
-"""A pipeline of stages, simulated: which stage works on which micro-batch at what time, under two schedules."""
+"""A simulated pipeline: which stage works on which micro-batch at what time, under two schedules."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Work:
-    """A stage at work: ``kind`` is "F" (forward) or "B" (backward) of micro-batch ``micro_batch``."""
+    """One piece of work of a stage: the forward (``kind`` "F") or backward ("B") of micro-batch ``micro_batch``."""
 
     stage: int
     micro_batch: int
@@ -21,7 +21,7 @@ def gpipe(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
 
 
 def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
-    """As many forwards as there are stages from here to the end, then a backward after each forward."""
+    """First as many forwards as there are stages from this one to the last; from then on backwards and forwards alternate."""
     ahead = min(stages - stage, micro_batches)
     order = [("F", m) for m in range(ahead)]
     for m in range(micro_batches):
@@ -32,10 +32,10 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> lis
 
 
 def simulate(schedule, stages: int, micro_batches: int, forward: float = 1.0, backward: float = 2.0) -> list[Work]:
-    """Every stage does its list in order, each entry as soon as the stage is free and its input is there.
+    """Run every stage's list in order; each entry starts as soon as the stage is free and its input has arrived.
 
-    A forward waits for the same micro-batch's forward on the stage before, a backward for the backward on the stage after (on the
-    last stage, for its own forward). Messages take no time.
+    The forward of a micro-batch waits for its forward on the previous stage, and its backward for the backward on the next stage (on
+    the last stage, for its own forward). Messages take no time.
     """
     todo = [schedule(stage, stages, micro_batches) for stage in range(stages)]
     free, done = [0.0] * stages, []
@@ -56,7 +56,7 @@ def simulate(schedule, stages: int, micro_batches: int, forward: float = 1.0, ba
 
 
 def idle_share(work: list[Work]) -> float:
-    """The share of all stages' time, from the first start to the last end, in which they wait."""
+    """The share of all stages' time in which they wait, from the first start to the last end."""
     stages, end = 1 + max(w.stage for w in work), max(w.end for w in work)
     return 1 - sum(w.end - w.start for w in work) / (stages * end)
 

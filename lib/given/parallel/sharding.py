@@ -1,4 +1,4 @@
-"""What chapter 12 uses and does not grade: who owns a parameter, where it hangs, and how much memory was taken."""
+"""Parts of chapter 12 that are given: which unit owns a parameter, where it hangs in the model, and how much memory a call takes."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 def all_gather_row(whole: Tensor, mine: Tensor, group=None, async_op: bool = False) -> Any:
-    """``dist.all_gather_into_tensor``, which torch 2.13 renamed to ``all_gather_single``: every rank's row, in rank order."""
+    """Fill ``whole`` with every rank's row ``mine``, in rank order: ``dist.all_gather_into_tensor``, which torch 2.13 renamed ``all_gather_single``."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(whole, mine, group=group, async_op=async_op)
 
 
 def reduce_scatter_row(mine: Tensor, whole: Tensor, group=None, async_op: bool = False) -> Any:
-    """``dist.reduce_scatter_tensor``, which torch 2.13 renamed to ``reduce_scatter_single``: this rank's part of the sum."""
+    """Fill ``mine`` with this rank's part of the sum of all ``whole``: ``dist.reduce_scatter_tensor``, which torch 2.13 renamed ``reduce_scatter_single``."""
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return reduce(mine, whole, group=group, async_op=async_op)
 
@@ -32,10 +32,10 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
 
 
 def owned_parameters(module: nn.Module, units: Iterable[nn.Module]) -> list[dict[str, nn.Parameter]]:
-    """Which parameters each unit gathers, under their names in ``module``.
+    """Which parameters each unit gathers, by their names in ``module``.
 
     Returns:
-        First those of the root: in no unit, or shared between two. Then a dict for each unit. A tied parameter stands once.
+        First a dict for the root, with the parameters that are in no unit or in more than one; then a dict for each unit. A tied parameter appears once.
     """
     units = list(units)
     members = [{id(p) for p in unit.parameters()} for unit in units]
@@ -47,7 +47,7 @@ def owned_parameters(module: nn.Module, units: Iterable[nn.Module]) -> list[dict
 
 
 def alike(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
-    """The same, parted by what a single row of numbers must share: dtype, and whether it is trained."""
+    """Split parameters into groups that can share one row: the same dtype, and all trained or all frozen."""
     parts: dict[Any, dict[str, nn.Parameter]] = {}
     for name, parameter in parameters.items():
         parts.setdefault((parameter.requires_grad, parameter.dtype), {})[name] = parameter
@@ -55,10 +55,10 @@ def alike(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter
 
 
 class Places:
-    """Where a module's parameters hang, so that other tensors can be hung there.
+    """The places in a module where its parameters hang, so that other tensors can hang there instead.
 
-    A tied parameter hangs in several places. ``hang`` puts a tensor into all of them; ``take_down`` leaves an empty tensor of
-    the right shape, on the device "meta", which any use refuses.
+    A tied parameter hangs in several places. ``hang`` puts a tensor into all of them. ``take_down`` replaces it by an empty tensor
+    of the right shape on the device "meta", and any use of that raises an error.
     """
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]):
@@ -82,42 +82,42 @@ class Places:
 
 
 def tensors_with_grad(tree: Any) -> list[Tensor]:
-    """The tensors that need a gradient in whatever a forward takes or gives: tuples, dicts, anything else."""
+    """The tensors that need a gradient among the inputs or outputs of a forward, inside tuples, dicts and other containers."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
-    """The same tree with its floating tensors in ``dtype``; None leaves them."""
+    """The same tree with its floating-point tensors cast to ``dtype``; None leaves them as they are."""
     if dtype is None:
         return tree
     return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
 
 
 def call_before_backward(tensors: list[Tensor], call: Callable[[], None]) -> None:
-    """Call once when the gradient of the first of these tensors is there."""
+    """Call once, when the first gradient of these tensors arrives."""
     torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: call(), mode="any")
 
 
 def call_after_backward(tensors: list[Tensor], call: Callable[[], None]) -> None:
-    """Call once when the gradients of all these tensors are there."""
+    """Call once, when the gradients of all these tensors have arrived."""
     torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: call(), mode="all")
 
 
 def backward_is_running() -> bool:
-    """Whether the caller is called from inside of a backward: by a hook, or because activation checkpointing computes again."""
+    """Whether this code runs inside a backward: in a hook, or because activation checkpointing recomputes a forward."""
     return torch._C._current_graph_task_id() != -1
 
 
 class HookedUnits(nn.Module):
-    """A module cut into units, with calls at the moments at which sharding must do something.
+    """A module cut into units, which calls its subclass at the moments at which sharding must do something.
 
-    A subclass has ``make_flat`` (a unit's ``FlatShard``), ``before_forward(i)``, ``after_forward(i)``,
-    ``before_backward(i)``, ``free(i)`` for unit i (0 is the root) and ``after_gradient(flat)``. Backward of a unit may need
-    frozen values to its end: ``free(i)`` is called when the gradients of the unit's inputs and trained values are there.
+    A subclass defines ``make_flat`` (makes a unit's ``FlatShard``), ``before_forward(i)``, ``after_forward(i)``,
+    ``before_backward(i)`` and ``free(i)`` for unit i (0 is the root), and ``after_gradient(flat)``. A unit's backward may need its
+    frozen values until it ends, so ``free(i)`` is called when the gradients of the unit's inputs and trained values are complete.
 
-    Two things are done here, so that no subclass has to think of them. Activation checkpointing runs a unit's forward again in
-    the middle of backward: a unit that is whole at that moment stays whole, any other is gathered for the time of its forward.
-    And after a backward that raised, the next forward first frees every unit and drops the gradient in ``reducing``.
+    Two cases are handled here, so that no subclass has to. Activation checkpointing runs a unit's forward again in the middle of
+    backward: a unit that is whole at that moment stays whole, and any other is gathered for the duration of that forward. And if a
+    backward raised, the next forward first frees every unit and drops the gradient in ``reducing``.
     """
 
     make_flat: Any
@@ -139,8 +139,8 @@ class HookedUnits(nn.Module):
         self.places = [Places(module, part) for part in owned]
         self.flats: list[list[Any]] = []
         self._awaited: dict[int, set] = {}
-        self._was_whole: dict[int, bool] = {}  # of the units whose forward runs inside of a backward
-        self._unfinished: set[int] = set()  # backwards that have begun, by autograd's number
+        self._was_whole: dict[int, bool] = {}  # for units whose forward runs inside a backward
+        self._unfinished: set[int] = set()  # backwards that have begun, by autograd's id
         for i, unit in enumerate((module, *units)):
             self.flats.append([type(self).make_flat(part, param_dtype) for part in alike(owned[i])])
             owned[i].clear()
@@ -160,7 +160,7 @@ class HookedUnits(nn.Module):
 
     @torch.no_grad()
     def gather_full_params(self) -> dict[str, Tensor]:
-        """Every parameter whole, in its own dtype, under its name in the module as it was; all ranks call it together."""
+        """Every parameter, whole and in its own dtype, under its name in the original module. All ranks must call this together."""
         found = {}
         for flat in (flat for flats in self.flats for flat in flats):
             row = flat.shard.new_empty(dist.get_world_size() * len(flat.shard))
@@ -198,7 +198,7 @@ class HookedUnits(nn.Module):
             self.places[i].hang(flat.views())
 
     def _drop_what_a_backward_left(self) -> None:
-        """Start afresh if the last backward raised: what it gathered is freed, what it was reducing is added to nothing."""
+        """Clean up if the last backward raised: free what it had gathered, and drop the gradient that it was reducing."""
         if not self._unfinished:
             return
         for of_the_last in (self._unfinished, self._awaited, self._was_whole):
@@ -216,12 +216,12 @@ class HookedUnits(nn.Module):
         backward = torch._C._current_graph_task_id()
         if backward not in self._unfinished:
             self._unfinished.add(backward)
-            at_the_end = partial(self._unfinished.discard, backward)  # which is not called if backward raises
+            at_the_end = partial(self._unfinished.discard, backward)  # not called if backward raises
             torch.autograd.Variable._execution_engine.queue_callback(at_the_end)
         self._awaited[i] = {id(flat) for flat in self.flats[i] if flat.shard.requires_grad}
         self._awaited[i] |= {"finish"} if i == 0 else {"inputs"} if has_inputs else set()
         self.before_backward(i)
-        with torch.enable_grad():  # a part of the unit that is checkpointed looks for its parameters
+        with torch.enable_grad():  # a checkpointed part of the unit looks for its parameters here
             for flat in self.flats[i]:
                 self.places[i].hang(flat.views())
 
@@ -238,13 +238,13 @@ class HookedUnits(nn.Module):
 
 
 def peak_bytes(run: Callable[[], Any], times: int = 5) -> tuple[int, int]:
-    """Bytes that a call takes on the CPU beyond what was taken before it, counted by the allocator.
+    """Bytes that a call allocates on the CPU, in addition to what was allocated before, as the allocator counts them.
 
-    A gradient that is reduced may be let go last by a thread of gloo, which the profiler does not watch: then it seems to be
-    held. So the call is made several times, and the least counts; what is really held is held each time.
+    The last reference to a reduced gradient may be dropped by a thread of gloo, which the profiler does not watch; then the memory
+    seems to be held. So the call is repeated and the smallest count taken: memory that is really held is held every time.
 
     Returns:
-        The largest number at any moment, and what is still taken at the end.
+        The most bytes at any moment, and the bytes that are still allocated at the end.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -261,7 +261,7 @@ def peak_bytes(run: Callable[[], Any], times: int = 5) -> tuple[int, int]:
 
 
 def saved_bytes(run: Callable[[], Any], without: Iterable[Tensor] = ()) -> int:
-    """Bytes that autograd keeps for backward, each storage once; the storages of ``without`` do not count."""
+    """Bytes that autograd saves for backward, counting each storage once, and those of ``without`` not at all."""
     known = {tensor.untyped_storage().data_ptr() for tensor in without}
     kept: dict[int, int] = {}
 

@@ -1,4 +1,4 @@
-"""What tensor parallelism needs beside its exercises: three styles for DTensor, and a count of what passes between ranks."""
+"""Parts of chapter 13 that are given: three styles for DTensor, and a counter of what ranks send each other."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class SharedInput(ParallelStyle):
-    """A module whose first argument becomes one DTensor, whole on every rank.
+    """Turns a module's first argument into one DTensor, whole on every rank.
 
-    Each layer inside that took a plain tensor would make a DTensor of its own from it, and sum its own gradient over the ranks. One
-    DTensor for all adds their gradients first, and is summed once: it is Megatron's f.
+    Without it, each layer inside would make its own DTensor from the plain tensor, and all-reduce its own gradient. With one DTensor
+    for all of them, autograd adds their gradients first and all-reduces the sum once, like Megatron's f.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -27,11 +27,11 @@ class SharedInput(ParallelStyle):
 
 
 class LocalHeads(SharedInput):
-    """An attention that goes on with plain tensors, and with this rank's heads only.
+    """Tells an attention module how many heads its rank has; inside, it computes with plain tensors.
 
     Args:
         n_heads: Query heads H of the whole model.
-        n_kv_heads: Its key/value heads G.
+        n_kv_heads: Key/value heads G of the whole model.
     """
 
     def __init__(self, n_heads: int, n_kv_heads: int):
@@ -41,15 +41,15 @@ class LocalHeads(SharedInput):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         n_ranks = device_mesh.size()
         if self.n_heads % n_ranks:
-            raise ValueError(f"n_heads = {self.n_heads} cannot be shared out evenly to {n_ranks} ranks")
+            raise ValueError(f"n_heads = {self.n_heads} cannot be divided evenly among {n_ranks} ranks")
         vars(module).update(n_heads=self.n_heads // n_ranks, n_kv_heads=max(1, self.n_kv_heads // n_ranks))
         return super()._apply(module, device_mesh)
 
 
 class KeyValueHeads(ParallelStyle):
-    """The projection to keys or to values: cut by heads, or whole on every rank where there are fewer heads than ranks.
+    """The projection to keys or to values: cut by heads, or whole on every rank if there are fewer heads than ranks.
 
-    In that case the weight stays a plain parameter, each rank uses the rows of the one head that its queries share, and the
+    If it is whole, the weight stays a plain parameter, each rank uses the output of the one head that its queries share, and the
     gradients of all ranks are summed.
 
     Args:
@@ -80,11 +80,11 @@ _NAMES |= {"_reduce_scatter_base_": "reduce_scatter", "broadcast_": "broadcast"}
 
 
 class Collectives(TorchDispatchMode):
-    """Counts what the lines inside ``with`` pass between ranks, forward and backward, by hand and by DTensor.
+    """Counts the collectives that the lines inside ``with`` call, whether written by hand or made by DTensor.
 
     Attributes:
-        calls: How many of each: ``{"all_reduce": 4}``.
-        n_bytes: What this rank passed into them.
+        calls: Number of calls by name, such as ``{"all_reduce": 4}``.
+        n_bytes: Bytes that this rank passed to them.
     """
 
     def __init__(self):
@@ -94,7 +94,7 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor turns it into work on this rank's part, which comes by here again
+            return NotImplemented  # DTensor turns it into operations on this rank's part, which come through here again
         name = _NAMES.get(func._schema.name.split("::")[1])
         if name and func.namespace in ("c10d", "_c10d_functional"):
             self.calls[name] += 1
@@ -109,12 +109,12 @@ def _n_bytes(value) -> int:
 
 
 def rank_part(full: Mapping[str, Tensor], local: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """The parts of whole parameters that a rank holds, found by comparing shapes: where one is smaller, that dimension is cut.
+    """Cut a rank's parts out of whole parameters: every dimension that is smaller in the sharded model is cut.
 
     Args:
         full: The unsharded model's state dict.
-        local: The sharded model's, under the same names.
-        rank: Whose part.
+        local: The sharded model's state dict, with the same names.
+        rank: The rank whose parts are wanted.
     """
     parts = {}
     for name, tensor in local.items():

@@ -10,7 +10,7 @@ from lib.given.show.plots import COLOURS, GREY
 
 
 def bits_of(value: float, exponent_bits: int, mantissa_bits: int) -> str:
-    """The bits with which a format holds the number nearest to ``value``: sign, exponent, mantissa; normal numbers only."""
+    """The bits of the format's number nearest to ``value``: sign, exponent, mantissa. For normal numbers only."""
     size, exponent = Fraction(abs(value)), 0
     while size >= 2:
         size, exponent = size / 2, exponent + 1
@@ -23,17 +23,17 @@ def bits_of(value: float, exponent_bits: int, mantissa_bits: int) -> str:
 
 
 def draw_bits(ax: Axes, value: float, formats: Mapping[str, tuple[int, int, bool]]) -> None:
-    """A row of squares for each format, filled where a bit is 1; sign, exponent and mantissa in their own colours.
+    """Draw a row of squares for each format, filled where the bit is 1; sign, exponent and mantissa have their own colours.
 
     Args:
-        ax: The axes to draw on; they lose their frame.
+        ax: The axes to draw on; their frame is removed.
         value: The number to show.
-        formats: Exponent bits, mantissa bits and whether there is infinity, by name.
+        formats: By name: exponent bits, mantissa bits, and whether the format has infinity.
     """
     for row, (name, (exponent_bits, mantissa_bits, _)) in enumerate(formats.items()):
         for place, bit in enumerate(bits_of(value, exponent_bits, mantissa_bits)):
             colour = COLOURS[1] if place == 0 else COLOURS[0] if place <= exponent_bits else COLOURS[2]
-            # exponents end at the same column, so that the binary point is one line
+            # align the ends of all exponents, so that the mantissas begin in one column
             left = place - exponent_bits + 8
             fill = colour if bit == "1" else "none"
             ax.add_patch(Rectangle((left + 0.1, -row - 0.4), 0.8, 0.8, facecolor=fill, edgecolor=colour))

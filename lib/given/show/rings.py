@@ -11,7 +11,7 @@ State = list[list[frozenset[int]]]
 
 
 def ring_states(n_ranks: int) -> list[State]:
-    """For each moment, rank and chunk: the ranks whose numbers are in it. The first moment is before the first step."""
+    """For each moment, rank and chunk, the ranks whose numbers are in that chunk. The first moment is before the first step."""
     now: State = [[frozenset({rank})] * n_ranks for rank in range(n_ranks)]
     states = [now]
     for step in range(2 * (n_ranks - 1)):
