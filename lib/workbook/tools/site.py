@@ -103,7 +103,8 @@ def write_toc(book: dict) -> str:
 def code_digest() -> str:
     """A name for what the cells run: it changes when lib's own parts, a reference or a measurement does."""
     mine = {chapter.mine for chapter in chapters().values()}
-    files = [*ROOT.glob("lib/**/*.py"), *ROOT.glob("solutions/*.py"), *ROOT.glob("chapters/measurements/*.json")]
+    parts = ("lib/**/*.py", "lib/**/*.js", "lib/**/*.css", "solutions/*.py", "chapters/measurements/*.json")
+    files = [path for part in parts for path in ROOT.glob(part)]
     digest = hashlib.sha256()
     for path in sorted(set(files) - mine):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
