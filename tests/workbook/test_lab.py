@@ -138,7 +138,9 @@ def wait_for_notebook(page, name: str) -> None:
     """The notebook stands in front, its kernel is idle, and nothing is asked of the learner."""
     page.wait_for_selector(f".lm-TabBar-tab.lm-mod-current:has-text('{name}')")
     page.wait_for_selector(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-Cell")
-    page.wait_for_selector("#jp-main-statusbar :text('| Idle')")  # the notebook's own light is idle before it has a kernel
+    page.wait_for_selector(
+        "#jp-main-statusbar :text('| Idle')"
+    )  # the notebook's own light is idle before it has a kernel
     page.wait_for_timeout(500)
     assert page.locator(".jp-Dialog, .Toastify__toast").all_inner_texts() == []
 
