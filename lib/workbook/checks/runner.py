@@ -65,8 +65,7 @@ class Runner:
         last = next((one for one in reports if one.failed), reports[-1])
         told = Told.of(last) or report.begin(exercise, self.world_of(exercise))
         if limit and growth > limit and not last.failed:
-            what = f"took {growth:.0f} MB of memory, more than the {limit:g} MB under which it promises to stay"
-            _fail(last, told, what, [("case", report.case_of(item))])
+            _fail(last, told, _too_much(growth, limit), [("case", report.case_of(item))])
         elif changed and last.passed:
             _fail(last, told, "changes what all code of the program shares", [("changed", "\n".join(changed))])
         elif changed and told.state == "wrong":
@@ -137,12 +136,17 @@ class Runner:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item):
-        """The limit of checks that run in pytest's own process; a child's is kept by the judge."""
+        """The limits of checks that run in pytest's own process; a child's are kept by the judge and by ``work``."""
         if item.stash.get(EXERCISE, None) is None or boundary.role() == "child" or self.option.usepdb:
             return (yield)
         patience = 6 if self.option.reference else 2  # live oracles import slowly
+        limit = limit_of(item, "memory_limit", None)
+        before = peak_mb(start_anew=True) if limit else 0.0
         with alarm(patience * limit_of(item, "time_limit", TIME_LIMIT_S)):
-            return (yield)
+            result = yield
+        if limit and (growth := peak_mb() - before) > limit:
+            raise MemoryError(_too_much(growth, limit))
+        return result
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item, call):
@@ -177,6 +181,10 @@ class Runner:
 
     def pytest_leave_pdb(self):
         BOARD.at_a_prompt(False)
+
+
+def _too_much(growth: float, limit: float) -> str:
+    return f"took {growth:.0f} MB of memory, more than the {limit:g} MB under which it promises to stay"
 
 
 def _fail(made: TestReport, told: Told, problem: str, rows: list[tuple[str, str]]) -> None:
