@@ -1,4 +1,4 @@
-"""Attention: every position compares its query with all keys, and takes from each value in proportion."""
+"""Attention: every position compares its query with all keys, and returns a weighted mean of the values."""
 
 import math
 
@@ -63,8 +63,8 @@ def scaled_dot_product_attention(
 
     Returns:
         ``[..., T, Dv]`` in the dtype of ``q``. A query that may attend to nothing gets zeros: if its row of the mask is
-        all False, or if there are no keys (S = 0). In float16 the scores need to stay below 65,504 only after the
-        division by ``sqrt(D)``, so divide before the product.
+        all False, or if there are no keys (S = 0). In float16, scores that are below 65,504 after the
+        division by ``sqrt(D)`` must not overflow before it, so divide the queries first.
 
     Cost: a few operations on whole tensors and no loop; no tensor is larger than the ``[..., T, S]`` scores or the inputs.
     Source: Vaswani and others (arXiv:1706.03762), equation (1).

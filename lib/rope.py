@@ -58,7 +58,8 @@ def precompute_rope(
         head_dim: Width D of a head; even.
         context_len: Number of positions, 0 .. context_len - 1.
         theta: Base of the frequencies.
-        device: Where the result lives; None means PyTorch's default device. If one is given, the default is not used at all.
+        device: Where the result lives; None means PyTorch's default device. If a device is given, nothing is
+            made on the default one.
 
     Returns:
         Complex64 of modulus 1: row m holds ``exp(1j * m * frequency[i])`` for each pair i.

@@ -95,8 +95,8 @@ def train_bpe(text: str, vocab_size: int, special_tokens: Sequence[str] = ()) ->
         text: The text to learn from.
         vocab_size: Size of the vocabulary at the end: 256 bytes, the special tokens and the merges. Training stops
             earlier when no pair is left.
-        special_tokens: Strings that are never cut; where several fit, the longest wins. No pair is counted inside of
-            one or across one.
+        special_tokens: Strings that are never cut; where several begin at the same place, the longest wins. No
+            pair is counted inside of one or across one.
 
     Returns:
         The vocabulary (id to bytes) and the merges, in the order in which they were made.
@@ -117,11 +117,11 @@ def train_bpe(text: str, vocab_size: int, special_tokens: Sequence[str] = ()) ->
 class BPETokenizer:
     """Byte-pair encoding with a given vocabulary. (Exercise 1.5)
 
-    A text is first cut at its special tokens; where several fit, the longest wins. What is between them is cut into
-    words by ``PRE_TOKEN``. Inside a word, the pair that comes first in ``merges`` is joined, everywhere in the word, and
-    this is repeated until no pair of the word is a merge. ``encode_iterable`` yields the same ids for a text that comes
-    in chunks, wherever it is cut: one by one, and each as soon as it is certain. ``decode`` turns bytes that are not
-    UTF-8 into U+FFFD.
+    A text is first cut at its special tokens; where several begin at the same place, the longest wins. What is between
+    them is cut into words by ``PRE_TOKEN``. Inside a word, the pair that comes first in ``merges`` is joined, everywhere
+    in the word, and this is repeated until no pair of the word is a merge. ``encode_iterable`` yields the same ids for
+    a text that comes in chunks, wherever it is cut: one by one, and each as soon as it is certain. ``decode`` turns
+    bytes that are not UTF-8 into U+FFFD.
 
     Args:
         vocab: Bytes of each id; it is not changed.
@@ -179,7 +179,8 @@ def embed(ids: Int[Tensor, "..."], weight: Float[Tensor, "v c"]) -> Float[Tensor
         weight: One row of width C for each of the V tokens.
 
     Returns:
-        The rows of ``weight``, in its dtype. Row i of the gradient of ``weight`` is the sum over all places with token i.
+        The rows of ``weight``, in its dtype. In the backward pass, row i of the gradient of ``weight`` is the sum of the
+        output's gradients over all places with token i.
 
     Source: this chapter's last section; ``torch.nn.functional.embedding`` returns the same without the product.
     """
