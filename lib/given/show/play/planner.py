@@ -8,6 +8,7 @@ from lib.given.show.play.player import WIDTH, Control, Figure, layer
 from lib.given.show.play.svg import BLUE, ORANGE, label, line, rect
 from lib.given.show.tokens import Html
 
+POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 AXES = ("data", "sharded", "tensor", "pipeline")
 PARTS = {"compute": BLUE, "sharded": ORANGE, "data": ORANGE, "tensor": ORANGE, "pipeline": ORANGE}
 LEFT, LONGEST, TOP = 76, 206, 86
@@ -22,7 +23,7 @@ def planner(
     plan: Callable[..., Plan],
     models: Mapping[str, FFNConfig],
     links: Bandwidths | Mapping[str, float],
-    gpus: Sequence[int] = tuple(2**k for k in range(11)),
+    gpus: Sequence[int] = POWERS,
     memory_gb: Sequence[float] = (24, 40, 80, 141, 192),
 ) -> Html:
     """The fastest layout that fits, for every choice.

@@ -34,7 +34,7 @@
         if (input.type === "range") {
           input.max = last(control);
           input.setAttribute("aria-valuetext", shown[state[name]]);
-          input.parentElement.querySelector("output").textContent = shown[state[name]];
+          input.parentElement.querySelector("b").textContent = shown[state[name]];
         }
         input.value = state[name];
         // aria-disabled and not disabled, so that a button at its end keeps the keyboard's focus

@@ -163,7 +163,7 @@ def _control(control: Control) -> str:
     if control.kind == "choice":
         options = "".join(f"<option value='{i}'>{html.escape(control.text(i))}</option>" for i in range(last + 1))
         return f"<label>{text} <select data-control='{control.name}'>{options}</select></label>"
-    value = f"<output>{html.escape(control.text(control.start))}</output>"
+    value = f"<b aria-hidden='true'>{html.escape(control.text(control.start))}</b>"
     slider = f"<input type='range' data-control='{control.name}' min='0' max='{last}' value='{control.start}'>"
     whole = f"<label><span>{text} {value}</span>{slider}</label>"
     if control.kind == "slider":

@@ -8,7 +8,7 @@ from lib.given.show.plots import COLOURS
 from lib.given.show.rings import ring_states
 from lib.given.show.tokens import Html
 
-HEIGHT, BOX = 372, 20
+HEIGHT, BOX = 346, 20
 ALT = (
     "Ranks in a circle, each with a row of chunks; in a chunk there is a stripe for each rank whose numbers are summed in it. "
     "Arrows show what each rank sends to its right neighbour in a step."
@@ -44,7 +44,7 @@ def sent(n_ranks: int, rank: int, step: int) -> int:
 def centre(n_ranks: int, rank: int) -> Point:
     """Where a rank is, clockwise from the top."""
     angle = 2 * math.pi * rank / n_ranks - math.pi / 2
-    return WIDTH / 2 + 115 * math.cos(angle), HEIGHT / 2 + 145 * math.sin(angle)
+    return WIDTH / 2 + 115 * math.cos(angle), HEIGHT / 2 + 132 * math.sin(angle)
 
 
 def ring_at_rest(n_ranks: int) -> str:
@@ -78,7 +78,7 @@ def draw(n_ranks: int, step: int) -> str:
 
 def _corner(n_ranks: int, rank: int) -> tuple[float, float, float]:
     """Left and top of a rank's row of chunks, and the width of one."""
-    width = min(30.0, 120 / n_ranks)
+    width = min(30.0, 100 / n_ranks)
     x, y = centre(n_ranks, rank)
     return x - n_ranks * width / 2, y - BOX / 2, width
 
@@ -104,9 +104,10 @@ def _message(n_ranks: int, rank: int, chunk: int) -> str:
     (x0, y0), (x1, y1) = centre(n_ranks, rank), centre(n_ranks, (rank + 1) % n_ranks)
     long = math.hypot(x1 - x0, y1 - y0)
     out = ((y1 - y0) / long, (x0 - x1) / long)  # a unit to the outside of the ring
-    aside = 22 if n_ranks == 2 else 0
-    start, end = ((x0 + t * (x1 - x0) + aside * out[0], y0 + t * (y1 - y0) + aside * out[1]) for t in (0.36, 0.66))
-    at = (start[0] + end[0]) / 2 + 13 * out[0], (start[1] + end[1]) / 2 + 13 * out[1] + 4
+    aside = 64 if n_ranks == 2 else 0
+    start, end = ((x0 + t * (x1 - x0) + aside * out[0], y0 + t * (y1 - y0) + aside * out[1]) for t in (0.39, 0.63))
+    beside = 13 if n_ranks < 5 else -13  # inside where ranks are close to each other
+    at = (start[0] + end[0]) / 2 + beside * out[0], (start[1] + end[1]) / 2 + beside * out[1] + 4
     return arrow(start, end, ORANGE) + label(*at, str(chunk), kind="middle strong")
 
 

@@ -37,28 +37,28 @@ def schedules(timelines_of: Mapping[str, Timeline] | None = None) -> Html:
 
 def figure(timelines_of: Mapping[str, Timeline]) -> Figure:
     @cache
-    def work(name: str, n_stages: int, n_micro: int) -> Sequence[Any] | str:
+    def work(name: str, n_stages: int, n_micro: int) -> Sequence[Any] | ValueError:
         try:
             return timelines_of[name](n_stages, n_micro)
         except ValueError as error:
-            return str(error)
+            return error
 
     def draw(name: str, n_stages: int, n_micro: int) -> str:
         drawn = work(name, n_stages, n_micro)
-        if isinstance(drawn, str):
-            return label(WIDTH / 2, TOP + 40, drawn, kind="middle")
+        if isinstance(drawn, ValueError):
+            return label(WIDTH / 2, TOP + 40, str(drawn), kind="middle")
         others = [work(other, n_stages, n_micro) for other in timelines_of]  # one scale for all, to compare them
-        longest = max(w.end for one in others if not isinstance(one, str) for w in one)
+        longest = max(w.end for one in others if not isinstance(one, ValueError) for w in one)
         return _rows(drawn, n_stages, (WIDTH - LEFT) / longest)
 
     def legend(name: str) -> str:
         drawn = work(name, 2, 2)
-        return _legend(set() if isinstance(drawn, str) else {w.kind for w in drawn})
+        return _legend(set() if isinstance(drawn, ValueError) else {w.kind for w in drawn})
 
     def say(name: str, n_stages: int, n_micro: int) -> str:
         drawn = work(name, n_stages, n_micro)
         size = f"{name}, {n_stages} stages, {n_micro} micro-batch{'es' if n_micro > 1 else ''}"
-        if isinstance(drawn, str):
+        if isinstance(drawn, ValueError):
             return f"{size}: {drawn}."
         kept = most_kept(drawn)
         return (
@@ -68,11 +68,11 @@ def figure(timelines_of: Mapping[str, Timeline]) -> Figure:
 
     schedule = Control(name="schedule", label="schedule", values=[*timelines_of], kind="choice", still=1)
     stages = Control(name="stages", label="stages", values=(2, 4, 8), start=1, still=1)
-    micro = Control(name="micro", label="micro-batches", values=(1, 2, 4, 8, 16), start=2, still=3)
+    micro = Control(name="micro", label="micro-batches", values=(1, 2, 4, 8, 16), start=3, still=3)
     return Figure(
         name="schedules",
         alt=ALT,
-        height=TOP + ROWS + 18,
+        height=TOP + ROWS + 24,
         controls=[schedule, stages, micro],
         layers=[layer(legend, schedule), layer(_names, stages), layer(draw, schedule, stages, micro)],
         sentences=[layer(say, schedule, stages, micro)],

@@ -2,6 +2,7 @@
 
 import html
 import math
+from collections.abc import Sequence
 
 from lib.given.show.plots import COLOURS
 
@@ -38,7 +39,7 @@ def line(start: Point, end: Point, **attributes: float | str) -> str:
     return tag("path", d=f"M{number(start[0])} {number(start[1])}L{number(end[0])} {number(end[1])}", **attributes)
 
 
-def boxes(corners: list[Point], width: float, height: float) -> str:
+def boxes(corners: Sequence[Point], width: float, height: float) -> str:
     """The path ``d`` of many rectangles of one size."""
     w, h = number(width), number(height)
     return "".join(f"M{number(x)} {number(y)}h{w}v{h}h-{w}z" for x, y in corners)

@@ -70,7 +70,8 @@ def zero_bubble(n_stages: int, n_micro: int) -> list[Box]:
 
 def _timeline(orders: Sequence[list[Entry]], n_chunks: int, seconds: dict[str, float]) -> list[Box]:
     """Every stage's list in order, as early as its inputs allow."""
-    n_stages, done = len(orders), []
+    n_stages = len(orders)
+    done: list[Box] = []
     ends: dict[
         tuple[str, int, int], float
     ] = {}  # kind, micro-batch, place: stages of chunk 0, then of chunk 1, and so on

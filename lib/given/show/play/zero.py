@@ -11,6 +11,7 @@ BYTES = {"parameters": (4, 0, 0), "gradients": (0, 4, 0), "optimizer": (0, 0, 8)
 """Bytes a parameter of each kind, float32 with AdamW's two moments, as ``memory_per_device`` takes them."""
 STAGES = ("plain", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 CARD_GB = 80
+POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 LEFT, LONGEST, ROW = 58, 222, 38
 ALT = "Bars of memory a device for plain data parallel and ZeRO's stages 1 to 3, in parameters, gradients and optimizer state."
 
@@ -20,7 +21,7 @@ Memory = Callable[[int, int, int, float, float, float], float]
 def zero(
     memory_per_device: Memory,
     sizes: Sequence[float] = (0.124e9, 1.5e9, 7e9, 13e9, 70e9, 405e9),
-    ranks: Sequence[int] = tuple(2**k for k in range(11)),
+    ranks: Sequence[int] = POWERS,
 ) -> Html:
     """Model states of one device under each stage.
 
@@ -41,7 +42,7 @@ def figure(memory_per_device: Memory, sizes: Sequence[float], ranks: Sequence[in
         scale = LONGEST / sum(parts_gb(0, size, n_ranks).values())
         drawn = []
         for stage in range(4):
-            x, y = LEFT, 34 + ROW * stage
+            x, y = float(LEFT), 34 + ROW * stage
             gb = parts_gb(stage, size, n_ranks)
             for part, colour in zip(gb.values(), COLOURS, strict=False):
                 drawn.append(rect(x, y, part * scale, 22, fill=colour))
@@ -57,12 +58,17 @@ def figure(memory_per_device: Memory, sizes: Sequence[float], ranks: Sequence[in
         gb = parts_gb(stage, size, n_ranks)
         total = sum(gb.values())
         account = " + ".join(f"{kind} {_gb(value)}" for kind, value in gb.items())
-        fits = "fits on" if total <= CARD_GB else "does not fit on"
-        return f"{STAGES[stage]}, {size / 1e9:g} billion parameters, {n_ranks} ranks: {account} = {_gb(total)} GB on each device. That {fits} a card of {CARD_GB} GB, without activations."
+        card = f"a card of {CARD_GB} GB"
+        fits = (
+            f"fits on {card}, activations not counted"
+            if total <= CARD_GB
+            else f"does not fit on {card}, even without activations"
+        )
+        return f"{STAGES[stage]}, {size / 1e9:g} billion parameters, {n_ranks} ranks: {account} = {_gb(total)} GB on each device. That {fits}."
 
     stage_ = Control(name="stage", label="stage", values=range(4), shown=STAGES, kind="choice", still=2)
     size_ = Control(
-        name="size", label="parameters", values=sizes, shown=[f"{n / 1e9:g} billion" for n in sizes], start=2, still=2
+        name="size", label="parameters", values=sizes, shown=[f"{n / 1e9:g}B" for n in sizes], start=2, still=2
     )
     ranks_ = Control(name="ranks", label="ranks R", values=ranks, start=3, still=3)
     return Figure(
