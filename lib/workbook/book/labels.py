@@ -1,10 +1,12 @@
-"""What a label of the book stands for: ``eq-rope-7`` is equation (2.7), ``ex-rope-apply-rope`` exercise 2.4."""
+"""What a label of the book means: ``eq-rope-7`` is equation (2.7), ``ex-rope-apply-rope`` exercise 2.4, ``fig-rope-clocks`` a figure."""
 
+import contextlib
 import re
 from functools import cache
+from pathlib import Path
 
-from lib.workbook.book.catalog import BookError, Chapter, Exercise, all_exercises, chapters
-import contextlib
+from lib.workbook.book.catalog import CHAPTER_FILE, ROOT, BookError, Chapter, Exercise, all_exercises, chapters, pages
+from lib.workbook.book.sources import write_bytes
 
 KINDS = {"eq": "equation", "ex": "exercise"}
 _LABEL = {kind: rf"\b{kind}-[a-z0-9_-]*[a-z0-9]" for kind in KINDS}
@@ -74,3 +76,63 @@ def where_to_read(exercise: Exercise, read: str | None) -> str:
         with contextlib.suppress(BookError):
             chapter = find_label(first[0])[0].number
     return f"chapter {chapter}, {resolved(read)}"
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+
+CAPTION = re.compile(r"^\((?P<label>fig-[\w-]+)\)=\n\*\*Figure [\w.]*\*\*", re.MULTILINE)
+FIGURE_LINK = re.compile(r"\[Figure [\w.]*\]\(#(?P<label>fig-[\w-]+)\)")
+
+
+def figure_numbers(texts: dict[int, str]) -> dict[str, str]:
+    """The number of each figure, by label: the order of the captions in each chapter's text.
+
+    Args:
+        texts: Each chapter's text, by its number.
+
+    Raises:
+        BookError: two captions have the same label.
+    """
+    numbers: dict[str, str] = {}
+    for chapter, text in texts.items():
+        for n, caption in enumerate(CAPTION.finditer(text), start=1):
+            if caption["label"] in numbers:
+                raise BookError(f"chapter {chapter}: a second caption has the label {caption['label']!r}")
+            numbers[caption["label"]] = f"{chapter}.{n}"
+    return numbers
+
+
+def with_figure_numbers(text: str, numbers: dict[str, str]) -> str:
+    """A page's text in which every caption, and every link to a figure, has its number.
+
+    A link to a label that no caption has is left as it is: the site's build and tests/workbook find it.
+    """
+    text = CAPTION.sub(lambda m: f"({m['label']})=\n**Figure {numbers[m['label']]}.**", text)
+    return FIGURE_LINK.sub(lambda m: f"[Figure {numbers[m[1]]}](#{m[1]})" if m[1] in numbers else m[0], text)
+
+
+def number_figures(check: bool = False) -> list[str]:
+    """Write the figures' numbers into captions and links of every page; with ``check``, only say where they differ.
+
+    Returns:
+        A line for each page whose numbers differed.
+    """
+    texts = {ROOT / page["file"]: "" for page in pages() if (ROOT / page["file"]).exists()}
+    by_chapter = {}
+    for path in texts:
+        texts[path] = path.read_bytes().decode("utf-8")
+        if match := CHAPTER_FILE.fullmatch(path.relative_to(ROOT).as_posix()):
+            by_chapter[int(match["number"])] = texts[path]
+    numbers, lines = figure_numbers(by_chapter), []
+    for path, text in texts.items():
+        numbered = with_figure_numbers(text, numbers)
+        if numbered != text:
+            lines.append(_renumbered(path, check))
+            if not check:
+                write_bytes(path, numbered.encode("utf-8"))
+    return lines
+
+
+def _renumbered(path: Path, check: bool) -> str:
+    where = path.relative_to(ROOT).as_posix()
+    return f"{where}: figures are not numbered in order" if check else f"{where}: figures numbered anew"
