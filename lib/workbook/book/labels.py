@@ -81,7 +81,7 @@ def where_to_read(exercise: Exercise, read: str | None) -> str:
 # ---- figures ---------------------------------------------------------------------------------------------------------
 
 CAPTION = re.compile(r"^\((?P<label>fig-[\w-]+)\)=\n\*\*Figure [\w.]*\*\*", re.MULTILINE)
-FIGURE_LINK = re.compile(r"\[Figure [\w.]*\]\(#(?P<label>fig-[\w-]+)\)")
+FIGURE_LINK = re.compile(r"\[Figure(?: [\w.]*)?(?P<part>,[^\]\n]*)?\]\(#(?P<label>fig-[\w-]+)\)")
 
 
 def figure_numbers(texts: dict[int, str]) -> dict[str, str]:
@@ -107,8 +107,13 @@ def with_figure_numbers(text: str, numbers: dict[str, str]) -> str:
 
     A link to a label that no caption has is left as it is: the site's build and tests/workbook find it.
     """
+
+    def linked(m: re.Match) -> str:
+        number = numbers.get(m["label"])
+        return f"[Figure {number}{m['part'] or ''}](#{m['label']})" if number else m[0]
+
     text = CAPTION.sub(lambda m: f"({m['label']})=\n**Figure {numbers[m['label']]}.**", text)
-    return FIGURE_LINK.sub(lambda m: f"[Figure {numbers[m[1]]}](#{m[1]})" if m[1] in numbers else m[0], text)
+    return FIGURE_LINK.sub(linked, text)
 
 
 def number_figures(check: bool = False) -> list[str]:
