@@ -27,6 +27,7 @@ def connect(app) -> None:
     for builder in ("html", "dirhtml"):
         app.set_translator(builder, Translator)
     app.connect("doctree-read", mark_captions)
+    app.connect("doctree-read", keep_punctuation)
     app.connect("doctree-resolved", draw_inline)
     app.connect("html-page-context", describe_page)
     app.connect("html-page-context", offer_notebook)
@@ -86,9 +87,21 @@ def _meta(kind: str, name: str, content: str) -> str:
 def mark_captions(app, doctree: nodes.document) -> None:
     """Give a paragraph that begins with a bold "Figure 2.1." the class of captions."""
     for paragraph in doctree.findall(nodes.paragraph):
-        first = paragraph[0] if len(paragraph) else None
+        first = next((child for child in paragraph if child.astext()), None)
         if isinstance(first, nodes.strong) and CAPTION.fullmatch(first.astext()):
             paragraph["classes"].append("workbook-caption")
+
+
+def keep_punctuation(app, doctree: nodes.document) -> None:
+    """Keep a comma or a period on the line of the formula before it: a browser may break a line after any formula."""
+    for formula in list(doctree.findall(nodes.math)):
+        after = formula.next_node(descend=False, siblings=True)
+        mark = re.match(r"[.,;:?!)\]]+", after.astext()) if isinstance(after, nodes.Text) else None
+        if mark:
+            whole = nodes.inline("", "", classes=["workbook-together"])
+            formula.replace_self(whole)
+            whole += [formula, nodes.Text(mark[0])]
+            after.parent.replace(after, nodes.Text(after.astext()[mark.end() :]))
 
 
 def breakable(text: str) -> str:
@@ -146,8 +159,10 @@ def notebook(source: Path) -> str:
 
     found = jupytext.read(source)
     if not any("google.colab" in cell["source"] for cell in found.cells):
-        cell = new_code_cell(COLAB, id="colab", metadata={"tags": ["hide-input"]})
+        cell = new_code_cell(COLAB, metadata={"jupyter": {"source_hidden": True}})
         code = (i for i, other in enumerate(found.cells) if other["cell_type"] == "code")
         if (first := next(code, None)) is not None:
             found.cells.insert(first, cell)
+    for n, cell in enumerate(found.cells):
+        cell["id"] = f"cell-{n}"  # otherwise random, and every build would write another file
     return jupytext.writes(found, fmt="ipynb")

@@ -92,7 +92,9 @@ def write_toc(book: dict) -> str:
         if solution_page(chapter).exists()
     ]
     if solved and SOLUTIONS.exists():
-        subtrees.append({"caption": "Solutions", "entries": [{"file": "solutions/index", "entries": solved}]})
+        if not subtrees or "caption" not in subtrees[-1] or "numbered" in subtrees[-1]:
+            subtrees.append({"caption": "Solutions", "entries": []})
+        subtrees[-1]["entries"].append({"file": "solutions/index", "entries": solved})
     toc = {"root": _page(loose[0]), **({"subtrees": subtrees} if subtrees else {})}
     write_if_new(ROOT / "_build" / "toc.yml", yaml.safe_dump(toc, sort_keys=False))
     return "_build/toc.yml"
@@ -108,10 +110,11 @@ def _page(entry: dict) -> str:
 
 def code_digest() -> str:
     """A name for the code that cells run: it changes whenever lib/ (your answers apart), a reference or a measurement does."""
-    mine = {chapter.mine for chapter in chapters().values()}
+    apart = {chapter.mine for chapter in chapters().values()}
+    apart |= {Path(__file__).with_name(f"{name}.py") for name in ("site", "pages", "paper")}  # which no cell runs
     files = [*ROOT.glob("lib/**/*.py"), *ROOT.glob("solutions/*.py"), *ROOT.glob("chapters/measurements/*.json")]
     digest = hashlib.sha256()
-    for path in sorted(set(files) - mine):
+    for path in sorted(set(files) - apart):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
