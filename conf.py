@@ -65,7 +65,9 @@ html_favicon = "_static/favicon.svg"
 html_static_path = ["_static", str(mathjax)]
 html_css_files = ["workbook.css"]
 html_js_files = [("workbook.js", {"defer": "defer"})]
-html_baseurl = os.environ.get("WORKBOOK_URL", "")  # where the site will be published; without it, previews have relative addresses
+html_baseurl = os.environ.get(
+    "WORKBOOK_URL", ""
+)  # where the site will be published; without it, previews have relative addresses
 html_show_sourcelink = False
 html_copy_source = True
 html_sourcelink_suffix = ""

@@ -177,7 +177,9 @@ def test_every_figure_that_is_cited_has_a_caption(file):
 
 
 def test_captions_and_links_get_their_numbers():
-    second = "See [Figure 9.9](#fig-rope-a).\n\n(fig-rope-b)=\n**Figure X.** One.\n\n(fig-rope-a)=\n**Figure 2.1.** Two.\n"
+    second = (
+        "See [Figure 9.9](#fig-rope-a).\n\n(fig-rope-b)=\n**Figure X.** One.\n\n(fig-rope-a)=\n**Figure 2.1.** Two.\n"
+    )
     third = "[Figure](#fig-rope-b), [Figure 1, left](#fig-rope-a), [Figure 1](#fig-rope-none)\n"
     numbers = figure_numbers({2: second, 3: third})
     assert numbers == {"fig-rope-b": "2.1", "fig-rope-a": "2.2"}
@@ -185,7 +187,10 @@ def test_captions_and_links_get_their_numbers():
     assert again.startswith("See [Figure 2.2](#fig-rope-a).")
     assert "(fig-rope-b)=\n**Figure 2.1.** One." in again
     assert "(fig-rope-a)=\n**Figure 2.2.** Two." in again
-    assert with_figure_numbers(third, numbers) == "[Figure 2.1](#fig-rope-b), [Figure 2.2, left](#fig-rope-a), [Figure 1](#fig-rope-none)\n"
+    assert (
+        with_figure_numbers(third, numbers)
+        == "[Figure 2.1](#fig-rope-b), [Figure 2.2, left](#fig-rope-a), [Figure 1](#fig-rope-none)\n"
+    )
 
 
 def test_two_figures_of_one_label_are_refused():

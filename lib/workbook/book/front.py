@@ -37,13 +37,18 @@ def numbers() -> Numbers:
 
 def _exercises() -> tuple[str, str]:
     n_chapters = len(chapters())
-    return f"{len(all_exercises())} exercises", f"functions and classes in {n_chapters} chapters, each with its own check"
+    return (
+        f"{len(all_exercises())} exercises",
+        f"functions and classes in {n_chapters} chapters, each with its own check",
+    )
 
 
 def _speed(batch: int = 16) -> tuple[str, str]:
     """From the first rung of chapter 8's ladder to the top, for GPT-2."""
     ladder = load("ladder_gpt2")
-    rate = {r["rung"]["name"]: r["items_per_s"]["ours"] for r in ladder["results"]["rungs"] if r["rung"]["batch"] == batch}
+    rate = {
+        r["rung"]["name"]: r["items_per_s"]["ours"] for r in ladder["results"]["rungs"] if r["rung"]["batch"] == batch
+    }
     first, top = rate["float32"], rate["top"]
     return (
         f"{top / first:.0f} times as fast",
@@ -55,7 +60,10 @@ def _speed(batch: int = 16) -> tuple[str, str]:
 def _memory(n_ranks: str = "4", model: str = "ViT-G/14") -> tuple[str, str]:
     """The sharding of chapter 12 beside PyTorch's DDP."""
     measured = load("fsdp")
-    peak = {name: row["peak_bytes"] / 1e9 for name, row in measured["results"]["ranks"][n_ranks][model]["competitors"].items()}
+    peak = {
+        name: row["peak_bytes"] / 1e9
+        for name, row in measured["results"]["ranks"][n_ranks][model]["competitors"].items()
+    }
     return (
         f"{peak['ours']:.0f} GB instead of {peak['ddp']:.0f} GB",
         f"peak memory of each of four GPUs that train {model}: with the sharding that you write in chapter 12, and with "

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from urllib.parse import urldefrag
 
+import yaml
 from bs4 import BeautifulSoup, Tag
 
 from lib.workbook.book.catalog import ROOT, BookError, chapters, pages
@@ -18,15 +19,21 @@ body { font-size: 10pt; background: #fff; color: #000; }
 body, html { overflow: visible !important; height: auto !important; }
 article.bd-article { break-before: page; padding: 0 !important; }
 article.bd-article:first-of-type { break-before: auto; }
+.bd-article svg.workbook-drawing { max-width: 27rem; margin: .5rem auto; }
+.bd-article * { box-shadow: none !important; }
+.sd-card, .workbook-numbers, .sd-row > * { break-inside: avoid; }
 article h1 { font-size: 24pt; margin: 0 0 12pt; } article h2 { font-size: 16pt; } article h3 { font-size: 13pt; }
 .paper-list { list-style: none; padding: 0; margin: 0; }
 .paper-list li { display: flex; align-items: baseline; gap: 1em; padding: 1.5pt 0; break-inside: avoid; }
 .paper-list li > a { flex: 1; color: #000; text-decoration: none; }
+.paper-list .level-0 { font-size: 12pt; padding-top: 14pt; break-after: avoid; }
 .paper-list .level-1 { font-weight: 700; padding-top: 7pt; break-after: avoid; }
 .paper-list .level-2 { padding-left: 1.4em; font-size: 9.5pt; }
 .paper-list .page { min-width: 2.5em; text-align: right; font-variant-numeric: tabular-nums; }
 """
-FOOTER = '<div style="width:100%;text-align:center;font:8px sans-serif;color:#555"><span class="pageNumber"></span></div>'
+FOOTER = (
+    '<div style="width:100%;text-align:center;font:8px sans-serif;color:#555"><span class="pageNumber"></span></div>'
+)
 
 
 def chromium() -> str | None:
@@ -67,7 +74,13 @@ def write(built: Path, target: Path) -> int:
                 source.write_text(str(document), encoding="utf-8")
                 _print(browser, source, target)
                 reader = PdfReader(target)
-                _fill_in(document, {name: reader.get_destination_page_number(place) for name, place in reader.named_destinations.items()})
+                _fill_in(
+                    document,
+                    {
+                        name: reader.get_destination_page_number(place)
+                        for name, place in reader.named_destinations.items()
+                    },
+                )
         finally:
             browser.close()
             source.unlink(missing_ok=True)
@@ -81,7 +94,9 @@ def _print(browser, source: Path, target: Path) -> None:
     page.goto(source.as_uri())
     page.evaluate("() => window.MathJax && MathJax.startup ? MathJax.startup.promise : null")
     options = {"prefer_css_page_size": True, "print_background": True, "outline": True, "tagged": True}
-    page.pdf(path=target, display_header_footer=True, header_template="<span></span>", footer_template=FOOTER, **options)
+    page.pdf(
+        path=target, display_header_footer=True, header_template="<span></span>", footer_template=FOOTER, **options
+    )
     context.close()
 
 
@@ -116,9 +131,9 @@ def assemble(built: Path) -> BeautifulSoup:
     for name, article in articles.items():
         _lead_inside(name, article, anchors)
         _unfold(article)
-    document = _frame(built / names[0])
+    document = _frame([built / name for name in names])
     first, *rest = articles.values()
-    lists = [_contents(document, list(articles.values())), _figures(document, list(articles.values()))]
+    lists = [_contents(document, articles), _figures(document, articles)]
     for part in (first, *(found for found in lists if found is not None), *rest):
         document.body.append(part)
     return document
@@ -170,14 +185,15 @@ def _unfold(article: Tag) -> None:
         fold["open"] = ""
         if "hide" in fold.get("class", []) and fold.summary is not None:
             fold.summary.decompose()
+            fold.name = "div"  # otherwise the browser puts a word of its own in the summary's place
 
 
-def _frame(front: Path) -> BeautifulSoup:
+def _frame(files: list[Path]) -> BeautifulSoup:
     """An empty document with the site's style sheets and its mathematics, and without the theme's scripts."""
-    page = BeautifulSoup(front.read_text(encoding="utf-8"), "html.parser")
-    sheets = [link for link in page.select("link[rel=stylesheet]") if not re.match(r"[a-z]+:", link["href"])]
-    scripts = [s for s in page.select("script") if "MathJax" in (s.string or "") or "tex-svg" in (s.get("src") or "")]
-    title = page.h1.get_text().rstrip("#") if page.h1 else page.title.string
+    front = BeautifulSoup(files[0].read_text(encoding="utf-8"), "html.parser")
+    sheets = [link for link in front.select("link[rel=stylesheet]") if not re.match(r"[a-z]+:", link["href"])]
+    scripts = next(filter(None, map(_mathematics, files)), [])
+    title = front.h1.get_text().rstrip("#") if front.h1 else front.title.string
     head = "".join(str(tag) for tag in (*sheets, *scripts))
     return BeautifulSoup(
         f'<!DOCTYPE html><html lang="en" data-theme="light" data-mode="light"><head><meta charset="utf-8"><title>{title}'
@@ -186,26 +202,47 @@ def _frame(front: Path) -> BeautifulSoup:
     )
 
 
-def _contents(document: BeautifulSoup, articles: list[Tag]) -> Tag:
-    """The titles of pages and of their sections."""
-    lines = []
-    for article in articles[1:]:
-        for heading in article.select("h1, section > section > h2"):
-            place = heading.find_parent("section")
-            target = article["id"] if heading.name == "h1" or place is None else place.get("id", article["id"])
+def _mathematics(path: Path) -> list[Tag]:
+    """The scripts by which a page sets formulas; none where a page has no formula."""
+    found = []
+    for script in BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser").select("script"):
+        if "tex-svg" in (script.get("src") or ""):
+            script["src"] = "_static/" + script["src"].partition("_static/")[2]
+            found.append(script)
+        elif "window.MathJax" in (script.string or ""):
+            found.insert(0, script)
+    return found
+
+
+def _contents(document: BeautifulSoup, articles: dict[str, Tag]) -> Tag:
+    """The titles of parts, of pages, and of the pages' sections; a page of solutions has only its title here."""
+    lines: list[tuple[int, str, str]] = []
+    part_of = _parts()
+    for name, article in list(articles.items())[1:]:
+        if part := part_of.get(name):
+            lines.append((0, part, article["id"]))
+        for heading in article.select("h1" if name.startswith("solutions/") else "h1, h2"):
+            section = heading.find_parent("section")
+            target = article["id"] if heading.name == "h1" or section is None else section.get("id", article["id"])
             lines.append((int(heading.name[1]), " ".join(heading.get_text().split()), target))
-    return _list(document, "Contents", [line for line in lines if not (line[0] == 2 and line[2].startswith("page-"))])
+    return _list(document, "Contents", lines)
 
 
-def _figures(document: BeautifulSoup, articles: list[Tag]) -> Tag | None:
-    """The captions of all figures, up to the first period."""
+def _parts() -> dict[str, str]:
+    """The title of each part of the book, by its first page."""
+    toc = yaml.safe_load((ROOT / "book.yml").read_text(encoding="utf-8"))["project"]["toc"]
+    parts = [part for part in toc if part.get("children")]
+    return {part["children"][0]["file"].replace(".md", ".html"): part["title"] for part in parts}
+
+
+def _figures(document: BeautifulSoup, articles: dict[str, Tag]) -> Tag | None:
+    """The first sentence of every figure's caption."""
     lines = []
-    for caption in (caption for article in articles for caption in article.select("p.workbook-caption")):
+    for caption in (caption for article in articles.values() for caption in article.select("p.workbook-caption")):
         number, text = caption.strong.get_text(), " ".join(caption.get_text().split())
-        rest = re.split(r"(?<=[.?!:;])\s", text.removeprefix(number).strip())[0]
-        if not caption.get("id"):
-            caption["id"] = f"caption-{number.strip('.').replace(' ', '-')}"
-        lines.append((2, f"{number} {rest}", caption["id"]))
+        sentence = re.split(r"(?<=[.?!])\s", text.removeprefix(number).strip())[0]
+        caption["id"] = caption.get("id") or f"caption-{number.strip('.').replace(' ', '-')}"
+        lines.append((2, f"{number} {sentence}", caption["id"]))
     return _list(document, "Figures", lines) if lines else None
 
 
@@ -224,7 +261,3 @@ def _list(document: BeautifulSoup, title: str, lines: list[tuple[int, str, str]]
     article.append(heading)
     article.append(listed)
     return article
-
-
-def default_target() -> Path:
-    return ROOT / "_build" / "scaling-workbook.pdf"
