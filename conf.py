@@ -10,7 +10,7 @@ sys.path.insert(0, str(HERE))
 
 import yaml  # noqa: E402
 
-from lib.workbook.tools import site  # noqa: E402
+from lib.workbook.tools import pages, site  # noqa: E402
 
 book = yaml.safe_load((HERE / "book.yml").read_text(encoding="utf-8"))["project"]
 mathjax = Path(find_spec("sphinx-mathjax-offline").submodule_search_locations[0], "static/mathjax/tex-svg.js")
@@ -40,7 +40,7 @@ math_eqref_format = "({number})"
 myst_enable_extensions = ["amsmath", "attrs_inline", "colon_fence", "deflist", "dollarmath", "substitution", "tasklist"]
 myst_heading_anchors = 3
 
-# Every cell runs. The cache is one of its code: a changed lib/ or solutions/ runs every cell anew.
+# Every cell runs. The cache is named after the code: after a change in lib/ or solutions/ every cell runs again.
 code = site.code_digest()
 nb_execution_mode = "force" if os.environ.get("CI") else "cache"
 nb_execution_cache_path = str(HERE / "_build" / ".jupyter_cache" / code)
@@ -48,7 +48,7 @@ nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_execution_timeout = 300
 nb_merge_streams = True
-nb_render_markdown_format = "myst"  # else a table that a cell writes stays raw text
+nb_render_markdown_format = "myst"  # otherwise a table that a cell writes stays raw text
 
 # Nothing is fetched from another host, mathematics included.
 mathjax_path = mathjax.name
@@ -64,18 +64,22 @@ html_logo = "_static/logo.svg"
 html_favicon = "_static/favicon.svg"
 html_static_path = ["_static", str(mathjax)]
 html_css_files = ["workbook.css"]
+html_js_files = [("workbook.js", {"defer": "defer"})]
+html_baseurl = os.environ.get(
+    "WORKBOOK_URL", ""
+)  # where the site will be published; without it, previews have relative addresses
 html_show_sourcelink = False
 html_copy_source = True
 html_sourcelink_suffix = ""
 html_last_updated_fmt = None
 html_context = {"default_mode": "auto"}  # light or dark as the reader's system says, until a reader chooses
 html_theme_options = {
-    "navbar_persistent": [],  # else the search bar stands twice
+    "navbar_persistent": [],  # otherwise the search bar is there twice
     "use_download_button": True,
     "use_fullscreen_button": False,
     "home_page_in_toc": True,
     "show_navbar_depth": 1,
-    "show_toc_level": 2,
+    "show_toc_level": 1,
     "logo": {"text": project},
 }
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
@@ -86,5 +90,6 @@ togglebutton_hint_hide = "Hide"
 
 def setup(app):
     app.add_config_value("workbook_code", code, "env")
-    app.connect("html-page-context", site.offer_notebook)
+    app.add_config_value("workbook_subtitle", book["subtitle"], "html")
+    pages.connect(app)
     site.read_definition_lists(app)

@@ -67,7 +67,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small models, to try the program")
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     options = parser.parse_args()
-    device, found = torch.device(options.device), {}
+    device = torch.device(options.device)
+    found: dict[str, dict[str, dict[str, Any]]] = {}
     for attention in ("written out", "fused"):
         if attention == "fused":
             use_fused_parts()

@@ -147,7 +147,7 @@ def test_reset_of_a_chapter_asks_and_says_how_to_restore(book):
     before = book.mine("toy").read_bytes()
     done = book.workbook("reset", "1")
     assert done.returncode == 2
-    assert "this starts all of lib/toy.py anew: if you mean it, add --yes" in done.stderr
+    assert "this resets all of lib/toy.py; if you want that, add --yes" in done.stderr
     assert book.mine("toy").read_bytes() == before
     done = book.workbook("reset", "1", "--yes")
     command = done.stdout.splitlines()[-1].partition("to have it back: ")[2]
@@ -171,7 +171,7 @@ def test_reset_of_a_chapter_at_a_terminal(book, answer, status):
     os.close(ours)
     os.close(theirs)
     assert program.returncode == status, said
-    assert "Start all of lib/toy.py anew?" in said
+    assert "Reset all of lib/toy.py?" in said
     assert ("is a stub again" in said) == (status == 0)
 
 
@@ -187,7 +187,7 @@ def test_progress_names_a_syntax_error_and_goes_on(book):
     lines = done.stdout.splitlines()
     assert lines[0].split(maxsplit=2) == ["1", "Toys", "lib/toy.py:18: SyntaxError: '(' was never closed"]
     assert lines[1].split() == ["2", "Later", "✓", "1", "of", "1"]
-    assert "next: mend chapter 1: lib/toy.py:18: SyntaxError: '(' was never closed" in lines
+    assert "next: fix the file of chapter 1: lib/toy.py:18: SyntaxError: '(' was never closed" in lines
 
 
 def test_progress_survives_a_damaged_cache(book):

@@ -6,8 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from lib.workbook.book.catalog import ROOT, BookError, chapters, find
-from lib.workbook.book.labels import find_label, labels_in, resolved, where_to_read
+from lib.workbook.book.catalog import CHAPTER_FILE, ROOT, BookError, chapters, find, pages
+from lib.workbook.book.labels import (
+    FIGURE_LINK,
+    figure_numbers,
+    find_label,
+    labels_in,
+    number_figures,
+    resolved,
+    where_to_read,
+    with_figure_numbers,
+)
 
 FILES = sorted((ROOT / "tests").glob("chapter_*/*.py"))
 by_file = pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}/{p.name}")
@@ -116,3 +125,74 @@ def test_numbers_are_the_order_of_the_definitions():
     assert '"""One. (Exercise 2.1, stretch)"""' in numbered
     assert '"""Two. (Exercise 2.2)\n\n    Of class (Exercise).' in numbered
     assert '"""A module (Exercise)."""' in numbered
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+
+PAGES = {page["file"]: (ROOT / page["file"]).read_text(encoding="utf-8") for page in pages()}
+NUMBERED = {file: match for file in PAGES if (match := CHAPTER_FILE.fullmatch(file))}
+CELL = re.compile(r"^```\{code-cell\}[^\n]*\n(?P<code>.*?)^```\n+(?P<after>[^\n]*\n[^\n]*)", re.DOTALL | re.MULTILINE)
+on_every_chapter = pytest.mark.parametrize("file", NUMBERED)
+
+
+def shows_a_figure(code: str) -> bool:
+    """Whether a cell calls ``show(fig, ...)`` when it runs; a call inside a function that it only defines does not count."""
+    lines = re.sub(r"\A(:[^\n]*\n|---\n.*?\n---\n)+", "", code, flags=re.DOTALL).splitlines()
+    tree = ast.parse("\n".join(re.sub(r"^(\s*)[!%].*$", r"\1pass", line) for line in lines))
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "show":
+            return True
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)
+    return False
+
+
+def test_a_cell_that_only_defines_how_to_show_shows_nothing():
+    assert shows_a_figure(":tags: [hide-input]\n\nfig, ax = plt.subplots()\nshow(fig, alt)\n")
+    assert not shows_a_figure("def draw():\n    show(fig, alt)\n")
+
+
+@on_every_chapter
+def test_every_figure_has_a_caption_right_below_its_cell(file):
+    module, bare = NUMBERED[file]["module"], []
+    for cell in CELL.finditer(PAGES[file]):
+        captioned = re.match(rf"\(fig-{module}-[\w-]+\)=\n\*\*Figure [\d.]+\*\* \S", cell["after"])
+        if shows_a_figure(cell["code"]) and not captioned:
+            bare.append(cell["code"][-200:])
+    assert bare == [], f"below the cell: (fig-{module}-name)= and, on the next line, **Figure N.M.** with a sentence"
+
+
+def test_figures_are_numbered_in_order_and_cited_by_their_numbers():
+    assert number_figures(check=True) == [], "`workbook stubs` numbers captions and links"
+
+
+@pytest.mark.parametrize("file", PAGES)
+def test_every_figure_that_is_cited_has_a_caption(file):
+    labels = figure_numbers({int(match["number"]): PAGES[name] for name, match in NUMBERED.items()})
+    assert [m["label"] for m in FIGURE_LINK.finditer(PAGES[file]) if m["label"] not in labels] == []
+    typed = re.findall(r"(?<![\[*])\bFigure \d+\.\d+\b", PAGES[file])
+    assert typed == [], "a figure is cited by a link: [Figure 2.1](#fig-rope-clocks)"
+
+
+def test_captions_and_links_get_their_numbers():
+    second = (
+        "See [Figure 9.9](#fig-rope-a).\n\n(fig-rope-b)=\n**Figure X.** One.\n\n(fig-rope-a)=\n**Figure 2.1.** Two.\n"
+    )
+    third = "[Figure](#fig-rope-b), [Figure 1, left](#fig-rope-a), [Figure 1](#fig-rope-none)\n"
+    numbers = figure_numbers({2: second, 3: third})
+    assert numbers == {"fig-rope-b": "2.1", "fig-rope-a": "2.2"}
+    again = with_figure_numbers(second, numbers)
+    assert again.startswith("See [Figure 2.2](#fig-rope-a).")
+    assert "(fig-rope-b)=\n**Figure 2.1.** One." in again
+    assert "(fig-rope-a)=\n**Figure 2.2.** Two." in again
+    assert (
+        with_figure_numbers(third, numbers)
+        == "[Figure 2.1](#fig-rope-b), [Figure 2.2, left](#fig-rope-a), [Figure 1](#fig-rope-none)\n"
+    )
+
+
+def test_two_figures_of_one_label_are_refused():
+    with pytest.raises(BookError, match="second caption has the label 'fig-rope-a'"):
+        figure_numbers({2: "(fig-rope-a)=\n**Figure 2.1.**\n", 3: "(fig-rope-a)=\n**Figure 3.1.**\n"})

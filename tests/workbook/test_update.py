@@ -140,7 +140,7 @@ def test_a_book_that_nobody_began_becomes_the_new_one(versions):
     versions.publish_second()
     out = update(versions)
     assert "origin/main: 1 new commit, " in out
-    assert "lib/toy.py: the new stubs" in out
+    assert "lib/toy.py: updated to the new stubs" in out
     versions.is_second()
     assert versions.changed() == ["?? notes.md"]
     assert versions.git(versions.book, "rev-parse", "HEAD") == versions.git(versions.author, "rev-parse", "HEAD")
@@ -160,12 +160,12 @@ def test_what_was_begun_stays_and_what_changed_is_said(versions):
     assert [copy.read_bytes() for copy in copies] == [before]
     assert copies[0].name in out
     assert re.search(
-        r"lib/toy.py: double: what is asked has changed under your answer.*\n"
+        r"lib/toy.py: double: its contract has changed since you wrote it.*\n"
         r"    -         x: Any number\.\n    \+         x: A whole number, at most ``LIMIT``\.", out
     )  # fmt: skip
     assert "lib/toy.py: halves is no longer an exercise; your code stays" in out
-    assert "lib/toy.py: triple is a new exercise; its stub stands at the end" in out
-    assert "lib/later.py: the new stubs" in out
+    assert "lib/toy.py: triple is a new exercise; its stub is at the end of the file" in out
+    assert "lib/later.py: updated to the new stubs" in out
     assert versions.changed() == ["?? notes.md", "M lib/toy.py"]
     marks = versions.book.marks("tests/chapter_01")
     assert (marks["double"]["state"], marks["triple"]["state"]) == ("passed", "not started")
@@ -177,7 +177,7 @@ def test_an_exercise_that_was_not_written_says_how_to_get_the_new_stub(versions)
     versions.book.answer("halves", "return [half, half]")
     versions.publish_second()
     out = update(versions)
-    assert "lib/toy.py: double: still the old stub: `workbook reset double` gives the new one" in out
+    assert "lib/toy.py: double: still the old stub; run `workbook reset double` for the new one" in out
     assert versions.book.workbook("reset", "double").returncode == 0
     assert "A whole number" in versions.book.mine("toy").read_text()
 
@@ -192,7 +192,7 @@ def test_windows_line_ends_and_a_byte_order_mark_stay(versions):
     out = update(versions)
     assert toy.read_bytes().startswith(begun)
     assert b"\n" not in toy.read_bytes().replace(b"\r\n", b"")
-    assert "lib/later.py: the new stubs" in out
+    assert "lib/later.py: updated to the new stubs" in out
     new = (versions.author.root / "lib/later.py").read_bytes()
     assert later.read_bytes() == new.replace(b"\n", b"\r\n")
 
@@ -204,7 +204,7 @@ def test_a_module_that_is_no_python_or_no_utf8_stays_and_is_named(versions):
     out = update(versions)
     assert versions.book.mine("toy").read_bytes() == toy
     assert "lib/toy.py:18: '(' was never closed; your file stays as it is" in out
-    assert "triple is new; mend that line, then `workbook reset triple` adds its stub" in out
+    assert "triple is new; fix that line, then run `workbook reset triple` to add its stub" in out
     versions.is_second()
 
 
@@ -269,7 +269,7 @@ def test_what_both_changed_is_refused_and_nothing_is_touched(versions, how):
     before, commit = snapshot(versions.book), versions.git(versions.book, "rev-parse", "HEAD")
     out = update(versions, status=2)
     assert path in out
-    assert "Nothing was touched" in out
+    assert "No file has changed" in out
     assert {"edited": "git stash push -- chapters/01_toy.md", "committed": "git merge origin/main"}.get(how, "") in out
     assert snapshot(versions.book) == before
     assert versions.git(versions.book, "rev-parse", "HEAD") == commit
@@ -389,12 +389,12 @@ def test_faults_are_one_line(versions, tmp_path):
     versions.git(versions.book, "remote", "set-url", "origin", str(tmp_path / "nowhere.git"))
     out = update(versions, status=2)
     assert out.startswith("workbook: could not fetch origin/main: '")
-    assert "Nothing was touched; run it again when `git fetch origin` works" in out
+    assert "No file has changed; try again when `git fetch origin` works" in out
     assert "expected REMOTE/BRANCH; this copy knows origin" in update(versions, "--from", "elsewhere/main", status=2)
     versions.git(versions.book, "remote", "add", "school", str(versions.upstream))
     assert "1 new commit" in update(versions, "--from", "school/main")
     versions.git(versions.book, "checkout", "-q", "-b", "mine")
-    assert "this branch follows none: say which with --from" in update(versions, status=2)
+    assert "this branch follows no other; name one with --from" in update(versions, status=2)
     (versions.book.root / ".git/MERGE_HEAD").write_text(versions.git(versions.book, "rev-parse", "HEAD"))
     assert "a merge or a rebase is not finished" in update(versions, status=2)
     shutil.rmtree(versions.book.root / ".git")
@@ -415,7 +415,7 @@ def test_a_folder_or_a_pipe_in_a_modules_place_stays(versions):
     versions.book.mine("toy").unlink()
     os.mkfifo(versions.book.mine("toy"))
     versions.publish_second()
-    assert "lib/toy.py is not a file: move it away, then `workbook reset toy`" in update(versions)
+    assert "lib/toy.py is not a file: move it away, then run `workbook reset toy`" in update(versions)
     versions.is_second()
 
 

@@ -109,8 +109,8 @@ def draw_lanes(ax: Axes, work: Sequence[tuple[str, str, int, float, float]]) -> 
     """What the GPU computes and what the network carries, a box for each piece of work, with the unit's number in it."""
     colours = {"forward": COLOURS[0], "backward": COLOURS[0], "gather": COLOURS[1], "reduce": COLOURS[2]}
     for lane, what, unit, start, end in work:
-        y, look = float(lane == "compute"), {"facecolor": colours[what], "edgecolor": GREY, "alpha": 0.5}
-        ax.add_patch(Rectangle((start, y + 0.1), end - start, 0.8, **look))
+        y, corner = float(lane == "compute"), (start, float(lane == "compute") + 0.1)
+        ax.add_patch(Rectangle(corner, end - start, 0.8, facecolor=colours[what], edgecolor=GREY, alpha=0.5))
         text, size = (str(unit), 10.5) if unit else ("root", 9)
         ax.text((start + end) / 2, y + 0.5, text, ha="center", va="center", fontsize=size)
     ax.set(ylim=(0, 2.1), yticks=[0.5, 1.5], yticklabels=["network", "compute"])
@@ -138,8 +138,8 @@ def lifetimes(work: Sequence[tuple[str, str, int, float, float]]) -> list[tuple[
 def box(ax: Axes, x: float, y: float, text: str, colour: str, size: tuple[float, float] = (1.5, 0.8)) -> None:
     """A rounded box around a text, centred at ``(x, y)``."""
     at = (x - size[0] / 2, y - size[1] / 2)
-    look = {"boxstyle": "round,pad=0,rounding_size=0.12", "facecolor": colour, "edgecolor": GREY}
-    ax.add_patch(FancyBboxPatch(at, *size, alpha=0.4, **look))
+    shape = "round,pad=0,rounding_size=0.12"
+    ax.add_patch(FancyBboxPatch(at, *size, boxstyle=shape, facecolor=colour, edgecolor=GREY, alpha=0.4))
     ax.text(x, y, text, ha="center", va="center")
 
 

@@ -1,10 +1,13 @@
-"""What a label of the book stands for: ``eq-rope-7`` is equation (2.7), ``ex-rope-apply-rope`` exercise 2.4."""
+"""What a label of the book means: ``eq-rope-7`` is equation (2.7), ``ex-rope-apply-rope`` exercise 2.4, ``fig-rope-clocks`` a figure."""
 
 import contextlib
 import re
+from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 
-from lib.workbook.book.catalog import BookError, Chapter, Exercise, all_exercises, chapters
+from lib.workbook.book.catalog import CHAPTER_FILE, ROOT, BookError, Chapter, Exercise, all_exercises, chapters, pages
+from lib.workbook.book.sources import write_bytes
 
 KINDS = {"eq": "equation", "ex": "exercise"}
 _LABEL = {kind: rf"\b{kind}-[a-z0-9_-]*[a-z0-9]" for kind in KINDS}
@@ -74,3 +77,75 @@ def where_to_read(exercise: Exercise, read: str | None) -> str:
         with contextlib.suppress(BookError):
             chapter = find_label(first[0])[0].number
     return f"chapter {chapter}, {resolved(read)}"
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+
+CAPTION = re.compile(r"^\((?P<label>fig-[\w-]+)\)=\n\*\*Figure [\w.]*\*\*", re.MULTILINE)
+FIGURE_LINK = re.compile(r"\[Figure(?: [\w.]*)?(?P<part>,[^\]\n]*)?\]\(#(?P<label>fig-[\w-]+)\)")
+
+
+def figure_numbers(texts: Mapping[int | str, str]) -> dict[str, str]:
+    """The number of each figure, by label: the order of the captions in each page's text.
+
+    Args:
+        texts: Each page's text, by what its figures' numbers begin with: a chapter's number, or a letter.
+
+    Raises:
+        BookError: two captions have the same label.
+    """
+    numbers: dict[str, str] = {}
+    for chapter, text in texts.items():
+        for n, caption in enumerate(CAPTION.finditer(text), start=1):
+            if caption["label"] in numbers:
+                raise BookError(f"{chapter}: a second caption has the label {caption['label']!r}")
+            numbers[caption["label"]] = f"{chapter}.{n}"
+    return numbers
+
+
+def by_beginning(texts: Mapping[Path, str]) -> dict[int | str, str]:
+    """Each page's text by what its figures' numbers begin with: the chapter's number; A, B, ... for pages that have none."""
+    found: dict[int | str, str] = {}
+    letters = iter("ABCDEFGH")
+    for path, text in texts.items():
+        match = CHAPTER_FILE.fullmatch(path.relative_to(ROOT).as_posix())
+        if match or CAPTION.search(text):
+            found[int(match["number"]) if match else next(letters)] = text
+    return found
+
+
+def with_figure_numbers(text: str, numbers: dict[str, str]) -> str:
+    """A page's text in which every caption, and every link to a figure, has its number.
+
+    A link to a label that no caption has is left as it is: the site's build and tests/workbook find it.
+    """
+
+    def linked(m: re.Match) -> str:
+        number = numbers.get(m["label"])
+        return f"[Figure {number}{m['part'] or ''}](#{m['label']})" if number else m[0]
+
+    text = CAPTION.sub(lambda m: f"({m['label']})=\n**Figure {numbers[m['label']]}.**", text)
+    return FIGURE_LINK.sub(linked, text)
+
+
+def number_figures(check: bool = False) -> list[str]:
+    """Write the figures' numbers into captions and links of every page; with ``check``, only say where they differ.
+
+    Returns:
+        A line for each page whose numbers differed.
+    """
+    paths = [ROOT / page["file"] for page in pages() if (ROOT / page["file"]).exists()]
+    texts = {path: path.read_bytes().decode("utf-8") for path in paths}
+    numbers, lines = figure_numbers(by_beginning(texts)), []
+    for path, text in texts.items():
+        numbered = with_figure_numbers(text, numbers)
+        if numbered != text:
+            lines.append(_renumbered(path, check))
+            if not check:
+                write_bytes(path, numbered.encode("utf-8"))
+    return lines
+
+
+def _renumbered(path: Path, check: bool) -> str:
+    where = path.relative_to(ROOT).as_posix()
+    return f"{where}: figures are not numbered in order" if check else f"{where}: figures numbered anew"

@@ -1,4 +1,4 @@
-"""One check as the command line and the notebook ask for it: run, collect the marks, show the table."""
+"""One check, for the command line and the notebook: run it, collect the marks, show the table."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from lib.workbook.checks.summary import describe
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a check."""
+    """The outcome of a check."""
 
     status: int
     rows: list[dict] = field(default_factory=list)
@@ -21,7 +21,7 @@ class Result:
 
     @property
     def first_report(self) -> str:
-        """The full report of the first exercise that is wrong, or could not be checked, with what its check printed."""
+        """The full report of the first exercise that is wrong or could not be checked, followed by what its check printed."""
         for row in self.rows:
             if row["state"] in ("wrong", "not checked"):
                 printed = f"\n\n  printed by this check:\n{row['printed']}" if row["printed"] else ""
@@ -34,10 +34,10 @@ def run(what: str, *, mine: bool = False) -> Result:
 
     Args:
         what: A number, a module or a graded name: ``2``, ``rope``, ``2.4``, ``apply_rope``.
-        mine: Use the learner's answers for the other chapters' names too.
+        mine: Use the learner's own answers for the other chapters too.
 
     Raises:
-        BookError: nothing has that name, or the run itself failed; the message holds pytest's output.
+        BookError: there is nothing of that name, or the run itself failed; the message contains pytest's output.
     """
     chapter, exercise = find(what)
     with tempfile.TemporaryDirectory() as folder:
@@ -72,7 +72,7 @@ def table(rows: list[dict]):
     from rich.text import Text
 
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("", "exercise", "state", "what is there, and the next step"):
+    for title in ("", "exercise", "state", "what the check found, and the next step"):
         shown.add_column(title)
     for row in rows:
         sign, colour = SIGNS[row["state"]]

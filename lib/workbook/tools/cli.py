@@ -1,4 +1,4 @@
-"""The ``workbook`` command: lab, check, progress, solution, reset, update, stubs, site, test."""
+"""Work through the Scaling Workbook: open a chapter, check your answers, and see what comes next."""
 
 import codecs
 import difflib
@@ -17,16 +17,16 @@ from lib.workbook.book.catalog import ROOT, BookError, find
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 console = Console(highlight=False, soft_wrap=False)
 
-What = Annotated[str, typer.Argument(help="a chapter or an exercise: 2, rope, 2.4 or apply_rope")]
+What = Annotated[str, typer.Argument(help="A chapter or an exercise: 2, rope, 2.4 or apply_rope.")]
 
 
 @app.command()
 def lab(
-    chapter: Annotated[str | None, typer.Argument(help="the chapter to open, as 2 or rope")] = None,
-    browser: Annotated[bool, typer.Option(help="open the browser")] = True,
-    port: Annotated[int | None, typer.Option(help="instead of the first free one")] = None,
+    chapter: Annotated[str | None, typer.Argument(help="The chapter to open: 2 or rope.")] = None,
+    browser: Annotated[bool, typer.Option(help="Open it in the browser.")] = True,
+    port: Annotated[int | None, typer.Option(help="Use this port instead of the first free one.")] = None,
 ):
-    """Open a chapter in JupyterLab beside the file that you write."""
+    """Open a chapter in JupyterLab, with the file that you write beside it."""
     from lib.workbook.tools import lab as jupyterlab
 
     raise typer.Exit(jupyterlab.start(chapter, browser=browser, port=port))
@@ -35,10 +35,10 @@ def lab(
 @app.command()
 def check(
     what: What,
-    watch: Annotated[bool, typer.Option("--watch", help="check again whenever a file of lib/ is saved")] = False,
-    mine: Annotated[bool, typer.Option("--mine", help="your answers for the other chapters' names too")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Check again whenever you save a file in lib/.")] = False,
+    mine: Annotated[bool, typer.Option("--mine", help="Use your own answers for the other chapters too.")] = False,
 ):
-    """Grade a chapter or an exercise of yours."""
+    """Check your answers to a chapter or to one exercise."""
     if not watch:
         raise typer.Exit(_check_once(what, mine))
     from watchfiles import watch as changes
@@ -46,9 +46,9 @@ def check(
     status = 1
     saves = changes(ROOT / "lib", ROOT / "tests", raise_interrupt=True, rust_timeout=100, yield_on_timeout=True)
     try:
-        next(saves)  # from here on no save is missed, also not during a check
+        next(saves)  # from here on no save is missed, not even during a check
         status = _check_once(what, mine)
-        console.print("[dim]watching lib/ and tests/; Ctrl-C ends it[/dim]")
+        console.print("[dim]watching lib/ and tests/; press Ctrl-C to stop[/dim]")
         for files in saves:
             if files:
                 console.rule(style="dim")
@@ -73,7 +73,7 @@ def _check_once(what: str, mine: bool) -> int:
 
 @app.command()
 def progress():
-    """All chapters at a glance, and the next exercise."""
+    """Show all chapters at a glance, and the next exercise."""
     from rich.text import Text
 
     from lib.workbook.tools import check as checks
@@ -93,23 +93,23 @@ def progress():
         line.append(f" {passed} of {len(row.chapter.exercises)}")
         console.print(line, soft_wrap=True)
     if following is None:
-        console.print("\nEverything passes. What is left is the part without exercises.")
+        console.print("\nEverything passes. You have written the whole book.")
         return
     if problem := next((row.problem for row in found if row.chapter.module == following.module), ""):
-        console.print(f"\nnext: mend chapter {following.chapter}: {problem}", markup=False, soft_wrap=True)
+        console.print(f"\nnext: fix the file of chapter {following.chapter}: {problem}", markup=False, soft_wrap=True)
         return
     console.print(
         f"\nnext: [bold]{following.number} {following.name}[/bold]: {following.summary}\n"
-        f"      write it in lib/{following.module}.py, then: workbook check {following.name}"
+        f"      write it in lib/{following.module}.py, then run: workbook check {following.name}"
     )
 
 
 @app.command()
 def solution(
     what: What,
-    diff: Annotated[bool, typer.Option("--diff", help="how it differs from yours")] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Show how it differs from your answer.")] = False,
 ):
-    """Show the reference's answer, or how it differs from yours."""
+    """Show one good answer, or how it differs from yours."""
     from lib.workbook.book.sources import read_mine
     from lib.workbook.book.stubs import BEGIN, END, source_of, where_it_breaks
 
@@ -124,17 +124,17 @@ def solution(
     try:
         yours = own if exercise is None else source_of(own, exercise.name) or ""
     except SyntaxError as error:
-        raise BookError(f"{where_it_breaks(chapter, error)}; mend that line first") from error
+        raise BookError(f"{where_it_breaks(chapter, error)}; fix that line first") from error
     names = f"lib/{chapter.module}.py (yours)", f"solutions/{chapter.module}.py"
     lines = list(difflib.unified_diff(yours.splitlines(), text.splitlines(), *names, lineterm=""))
     if lines:
         _print_source("\n".join(lines), "diff")
     else:
-        console.print("yours is the reference's, to the letter")
+        console.print("your answer is the same as the reference, letter for letter")
 
 
 def _print_source(text: str, language: str) -> None:
-    """Print code in colours, every line whole: a narrow terminal breaks it, and a pipe gets it as it is."""
+    """Print code in colour and leave long lines to the terminal, so that a pipe gets them unbroken."""
     highlighted = Syntax("", language, background_color="default").highlight(text)
     highlighted.rstrip()
     console.print(highlighted, soft_wrap=True)
@@ -143,61 +143,83 @@ def _print_source(text: str, language: str) -> None:
 @app.command()
 def reset(
     what: What,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask before a whole chapter is started anew")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before resetting a whole chapter.")] = False,
 ):
-    """Put the stub of an exercise, or of a whole chapter, back; what was there is kept in a dated copy."""
+    """Start an exercise, or a whole chapter, over; a dated copy of your answer is kept."""
     from lib.workbook.book import stubs
 
     chapter, exercise = find(what)
     mine = f"lib/{chapter.module}.py"
     if exercise is None and not yes and stubs.is_begun(chapter):
         if not sys.stdin.isatty():
-            raise BookError(f"this starts all of {mine} anew: if you mean it, add --yes (a dated copy is kept)")
-        typer.confirm(f"Start all of {mine} anew? A dated copy is kept.", abort=True)
+            raise BookError(f"this resets all of {mine}; if you want that, add --yes (a dated copy is kept)")
+        typer.confirm(f"Reset all of {mine}? A dated copy is kept.", abort=True)
     copy = stubs.reset(chapter, exercise.name if exercise else None)
-    typer.echo(f"{mine}: {exercise.name if exercise else 'all of it'} is a stub again")
+    typer.echo(f"{mine}: {exercise.name if exercise else 'the whole file'} is a stub again")
     if copy is not None:
-        typer.echo(f"what was there is kept; to have it back: cp {copy.relative_to(ROOT)} {mine}")
+        typer.echo(f"your answer is kept; to get it back: cp {copy.relative_to(ROOT)} {mine}")
 
 
 @app.command()
 def update(
     source: Annotated[
-        str | None, typer.Option("--from", metavar="REMOTE/BRANCH", help="instead of what this branch follows")
+        str | None,
+        typer.Option(
+            "--from", metavar="REMOTE/BRANCH", help="Update from here instead of the branch that this one follows."
+        ),
     ] = None,
 ):
-    """Bring the book up to date; what you have begun stays as you wrote it."""
+    """Bring the book up to date; everything you have written stays as it is."""
     from lib.workbook.tools import update as updates
 
     updates.update(source, typer.echo)
 
 
 @app.command()
-def stubs(check: Annotated[bool, typer.Option("--check", help="change nothing; exit 1 if a stub differs")] = False):
-    """Write the stubs of lib/ from the reference (for maintainers)."""
+def stubs(
+    check: Annotated[
+        bool, typer.Option("--check", help="Change nothing; exit with status 1 if anything differs.")
+    ] = False,
+):
+    """Write what is derived: the stubs of lib/ and the numbers of figures (for maintainers)."""
+    from lib.workbook.book.labels import number_figures
     from lib.workbook.book.stubs import write_stubs
 
-    lines = write_stubs(check=check)
+    lines = write_stubs(check=check) + number_figures(check=check)
     for line in lines:
         typer.echo(line)
     if check and lines:
-        typer.echo("run `workbook stubs`: it makes lib/ and its record from solutions/")
+        typer.echo("run `workbook stubs`: it writes lib/ from solutions/, and the numbers of figures")
         raise typer.Exit(1)
     if not lines:
-        typer.echo("every stub is as the reference says")
+        typer.echo("every stub matches the reference, and the figures are numbered in order")
 
 
 @app.command()
-def site(destination: Annotated[str, typer.Argument(help="where the pages go")] = "_build/html"):
-    """Build the book's site, every cell executed on the reference."""
+def site(destination: Annotated[str, typer.Argument(help="The folder for the pages.")] = "_build/html"):
+    """Build the book's site; every cell runs on the reference solutions."""
     from lib.workbook.tools import site as sites
 
     sites.build(destination)
 
 
 @app.command()
+def pdf(
+    target: Annotated[str, typer.Argument(help="The file to write.")] = "_build/scaling-workbook.pdf",
+    site: Annotated[str, typer.Option(help="The folder of the site's pages, which are built first.")] = "_build/html",
+):
+    """Print the whole book as one PDF, with contents, figures and page numbers."""
+    from lib.workbook.tools import paper
+    from lib.workbook.tools import site as sites
+
+    sites.build(site)
+    n_pages = paper.write(ROOT / site, ROOT / target)
+    typer.echo(f"{target}: {n_pages} pages")
+
+
+@app.command()
 def test():
-    """What `make test` runs: the reference against every test, and the machinery."""
+    """Run the reference solutions against every test, and test the machinery (for maintainers)."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     folders = [path for path in (ROOT / "tests").iterdir() if (path / "__init__.py").exists()]
     longest_first = sorted((str(path.relative_to(ROOT)) for path in folders), reverse=True)
@@ -219,18 +241,18 @@ PLAIN = {
     "≤": "<=",
     "≥": ">=",
 }
-"""What stands for a sign on a terminal that cannot show it; any other becomes a question mark."""
+"""Replacements for signs that a terminal cannot show; any other sign becomes a question mark."""
 
 
 def plainly(error: UnicodeError) -> tuple[str, int]:
-    """A handler of encoding errors: the nearest sign that the terminal has, instead of an exception."""
+    """Handle an encoding error: print the nearest sign that the terminal has instead of raising."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return "".join(PLAIN.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
 
 
 def main() -> None:
-    """The console script: an error of the user's is one line, without a traceback."""
+    """The console script: a mistake in its use is reported in one line, without a traceback."""
     codecs.register_error("plainly", plainly)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -1,4 +1,4 @@
-"""What ``workbook update`` asks of git: plumbing only, which runs no hook, opens no editor and merges nothing."""
+"""Git for ``workbook update``: only plumbing commands, which run no hooks, open no editor and merge nothing."""
 
 import functools
 import os
@@ -10,15 +10,15 @@ from pathlib import Path
 from lib.workbook.book.catalog import ROOT, BookError
 
 ELSEWHERE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX", "GIT_NAMESPACE")
-"""Variables by which a program that called us may have pointed git at another repository."""
+"""Variables that may point git at another repository, set by a program that called us."""
 
 
 class GitError(BookError):
-    """git refused; the message is its own first line."""
+    """A git command failed; the message is the first line that git printed."""
 
 
 def environment() -> dict[str, str]:
-    """git on this checkout, in English, and without a question that nobody could answer."""
+    """Git's environment: this checkout, messages in English, and no prompts when nobody is there to answer them."""
     kept = {key: value for key, value in os.environ.items() if key not in ELSEWHERE}
     if not sys.stdin or not sys.stdin.isatty():
         kept |= {"GIT_TERMINAL_PROMPT": "0", "GIT_SSH_COMMAND": kept.get("GIT_SSH_COMMAND", "ssh -oBatchMode=yes")}
@@ -26,15 +26,15 @@ def environment() -> dict[str, str]:
 
 
 def git(*arguments: str, stdin: bytes = b"", env: Mapping[str, str] | None = None) -> bytes:
-    """What git prints.
+    """Run git, and return what it prints.
 
     Args:
-        arguments: Of git.
-        stdin: What it reads.
-        env: More of its environment.
+        arguments: The command line after ``git``.
+        stdin: Its standard input.
+        env: More environment variables.
 
     Raises:
-        GitError: it is not installed, or ends with an error.
+        GitError: git is not installed, or the command failed.
     """
     try:
         done = subprocess.run(
@@ -57,7 +57,7 @@ def git(*arguments: str, stdin: bytes = b"", env: Mapping[str, str] | None = Non
 
 
 def line(*arguments: str, default: str | None = None) -> str:
-    """The one line that git prints; ``default``, if one is given, where it fails."""
+    """The one line that a git command prints, or ``default``, if given, when the command fails."""
     try:
         return os.fsdecode(git(*arguments)).strip()
     except GitError:
@@ -67,7 +67,7 @@ def line(*arguments: str, default: str | None = None) -> str:
 
 
 def names(*arguments: str) -> list[str]:
-    """The paths, or other words, that git prints with a zero byte after each."""
+    """The paths (or other words) that a git command prints, separated by zero bytes."""
     return [os.fsdecode(name) for name in git(*arguments).split(b"\0") if name]
 
 
@@ -80,7 +80,7 @@ def tree(commit: str) -> dict[str, tuple[str, str]]:
 
 @functools.cache
 def text(commit: str, path: str) -> str | None:
-    """A file of a commit as text with newlines at its line ends; None where the commit has none."""
+    """A file of a commit as text, with ``\\n`` as line ends; None if the commit has no such file."""
     entry = tree(commit).get(path)
     if entry is None:
         return None
@@ -89,10 +89,10 @@ def text(commit: str, path: str) -> str | None:
 
 
 def at_work(paths: Iterable[str]) -> dict[str, str]:
-    """The blob that git would make of each file as it lies in the checkout.
+    """The blob id of each file in the checkout, as git would store it now.
 
     Returns:
-        By path: a blob; ``""`` where nothing is, ``"other"`` where a folder or a pipe is, or a file in a folder's place.
+        By path: a blob id; ``""`` if nothing is there; ``"other"`` if a folder or a pipe is there, or a file where a folder should be.
     """
     paths, found, plain = list(paths), {}, []
     for path in paths:
@@ -114,7 +114,7 @@ def at_work(paths: Iterable[str]) -> dict[str, str]:
 
 
 def staged() -> dict[str, tuple[str, str]]:
-    """Mode and blob of what is staged and differs from the last commit; the blob is ``""`` where a file was removed."""
+    """Mode and blob of every staged file that differs from the last commit; the blob is ``""`` for a removed file."""
     words = names("diff-index", "--cached", "-z", "--no-renames", "HEAD")
     rows = zip(words[::2], words[1::2], strict=True)
     found = {path: facts.split() for facts, path in rows}

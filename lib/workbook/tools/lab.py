@@ -1,4 +1,4 @@
-"""JupyterLab with a chapter as a notebook beside the file that its learner writes."""
+"""JupyterLab, with a chapter as a notebook on the left and the file that you write on the right."""
 
 import json
 import os
@@ -20,12 +20,12 @@ FIRST_PORT = 8888
 
 
 def start(chapter: str | None = None, browser: bool = True, port: int | None = None) -> int:
-    """Open JupyterLab and stay until it ends; print its address as soon as it answers.
+    """Start JupyterLab, print its address as soon as it accepts connections, and wait until it ends.
 
     Args:
-        chapter: What to open, as ``2`` or ``rope``; by default what was open last, and at first chapter 1.
-        browser: Whether to open it there too.
-        port: Instead of the first free one from 8888 on.
+        chapter: What to open, as ``2`` or ``rope``; by default what was open last, or chapter 1 the first time.
+        browser: Whether to open it in the browser.
+        port: The port; by default the first free one from 8888 on.
 
     Returns:
         JupyterLab's exit status.
@@ -38,7 +38,7 @@ def start(chapter: str | None = None, browser: bool = True, port: int | None = N
     process = subprocess.Popen(command(port), cwd=ROOT, env=environment(token))
     try:
         if _answers(process, port):
-            print(f"JupyterLab is at {address}\nCtrl-C ends it.", flush=True)
+            print(f"JupyterLab is at {address}\nPress Ctrl-C here to stop it.", flush=True)
             if browser:
                 webbrowser.open(address)
         return process.wait()
@@ -51,7 +51,7 @@ def start(chapter: str | None = None, browser: bool = True, port: int | None = N
 
 
 def command(port: int) -> list[str]:
-    """The server's command line: this machine only, no browser of its own."""
+    """The server's command line: it listens on this machine only and opens no browser itself."""
     root = ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
     return [
         *(sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={port}", *root),
@@ -60,7 +60,7 @@ def command(port: int) -> list[str]:
 
 
 def environment(token: str) -> dict[str, str]:
-    """The book's settings, this Python first on the path, and the token, which no list of processes shows."""
+    """The server's environment: the book's settings, this Python first on the path, and the token (which a command line would show to everybody)."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
@@ -74,7 +74,7 @@ def environment(token: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """The first port from 8888 on that nobody listens to."""
+    """The first port from 8888 on that is free."""
     for port in range(FIRST_PORT, FIRST_PORT + 200):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
@@ -84,11 +84,11 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-    raise BookError(f"no free port between {FIRST_PORT} and {FIRST_PORT + 199}: say one with --port")
+    raise BookError(f"no port between {FIRST_PORT} and {FIRST_PORT + 199} is free; choose another with --port")
 
 
 def _answers(process: subprocess.Popen, port: int, within_s: float = 60) -> bool:
-    """Whether the server takes connections before it ends or the time is up."""
+    """Whether the server accepts connections before it ends or the time is up."""
     until = time.monotonic() + within_s
     while process.poll() is None and time.monotonic() < until:
         with socket.socket() as probe:
@@ -102,10 +102,10 @@ def _answers(process: subprocess.Popen, port: int, within_s: float = 60) -> bool
 
 
 def documents(chapter: str) -> list[str]:
-    """A chapter's page, and the file that its learner writes, relative to the project.
+    """A chapter's page and the learner's file, as paths relative to the project.
 
     Raises:
-        BookError: there is no such chapter, or its module is a folder or a pipe.
+        BookError: there is no such chapter, or its module is not an ordinary file.
     """
     ungraded = [m for p in pages() if (m := CHAPTER_FILE.fullmatch(p["file"])) and int(m["number"]) == 0]
     for match in ungraded:
@@ -119,9 +119,9 @@ def documents(chapter: str) -> list[str]:
 
 
 def open_in_workspace(chapter: str | None) -> None:
-    """Bring a chapter to the front of the saved workspace, which is made when there is none.
+    """Bring a chapter to the front of the saved workspace, and make one if there is none.
 
-    What the workspace holds already stays open.
+    Whatever is open in the workspace stays open.
     """
     from jupyterlab_server.workspaces_handler import WorkspacesManager
 
@@ -139,13 +139,13 @@ def _workspaces() -> Path:
 
 
 def _first() -> str:
-    """Chapter 1 where it exists, else the book's first page."""
+    """Chapter 1 if it exists, otherwise the book's first chapter."""
     numbers = [m["number"] for p in pages() if (m := CHAPTER_FILE.fullmatch(p["file"])) and (ROOT / p["file"]).exists()]
     return next((number for number in numbers if int(number)), numbers[0])
 
 
 def with_documents(saved: dict | None, paths: list[str]) -> dict:
-    """A workspace in which the first document is in front on the left, and the second on the right."""
+    """A workspace that shows the first document on the left and the second on the right, both in front."""
     data = dict((saved or {}).get("data", {}))
     layout = data.get("layout-restorer:data") or {}
     widgets = []
@@ -174,7 +174,7 @@ def with_documents(saved: dict | None, paths: list[str]) -> dict:
 
 
 def _tab_areas(dock: dict | None) -> list[dict]:
-    """Every area of tabs of a dock, left to right."""
+    """All tab areas of a dock, from left to right."""
     if not dock:
         return []
     if dock["type"] == "tab-area":

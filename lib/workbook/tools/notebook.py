@@ -1,4 +1,4 @@
-"""The book inside a notebook: exercise cards, ``%check``, and edits that a running kernel picks up."""
+"""The book inside a notebook: exercise cards, ``%check``, and a kernel that picks up what you save in lib/."""
 
 import ast
 import html
@@ -47,7 +47,7 @@ def exercise(name: str) -> Shown:
     """The card of an exercise: its number, contract, file and check, from the reference's docstring."""
     chapter, found = find(name)
     if found is None:
-        raise BookError(f"{name!r} is a chapter; an exercise of it is {chapter.exercises[0].name!r}")
+        raise BookError(f"{name!r} is a chapter; name one of its exercises, such as {chapter.exercises[0].name!r}")
     stretch = " · stretch" if found.stretch else ""
     parts = [
         f"<h4>Exercise {found.number}{stretch} · <code>{html.escape(found.name)}</code></h4>",
@@ -63,7 +63,7 @@ def exercise(name: str) -> Shown:
 
 
 def _solution_link(found: Exercise) -> str:
-    """A link on the site, a command elsewhere: one click or one line away, never on the page."""
+    """A link on the site, a command everywhere else: the solution is one click or one line away, never on the page."""
     if os.environ.get("WORKBOOK_LINKS") == "site":
         anchor = found.name.lower().replace("_", "-").strip("-")  # as Sphinx names a heading
         return f'<a href="../solutions/{found.module}.html#{anchor}">The solution</a>.'
@@ -71,7 +71,7 @@ def _solution_link(found: Exercise) -> str:
 
 
 def signature(chapter: Chapter, found: Exercise) -> str:
-    """The line of a ``def``, or a class with its public methods, as the reference writes them."""
+    """The signature of a function, or a class with the signatures of its public methods, from the reference."""
     for node in ast.parse(chapter.reference.read_text(encoding="utf-8")).body:
         if getattr(node, "name", None) != found.name:
             continue
@@ -100,7 +100,7 @@ def _inline(text: str) -> str:
 
 
 def contract(doc: str) -> str:
-    """A docstring's text and sections as HTML; the number is left out, since the card's title has it."""
+    """A docstring's text and sections as HTML, without the exercise's number, which is in the card's title."""
     return "".join(_block(title, text) for title, text in contracts.parts(doc))
 
 
@@ -115,12 +115,12 @@ def _block(title: str, text: str | list[tuple[str, str]]) -> str:
 
 
 def check(line: str) -> Shown:
-    """Grade what a ``%check`` line names: the same run as in a terminal, in a process of its own."""
+    """Grade the chapter or exercise of a ``%check`` line, in a process of its own, exactly as in a terminal."""
     words = line.split()
     mine = "--mine" in words
     names = [word for word in words if not word.startswith("-")]
     if len(names) != 1:
-        return _told(f"%check takes one chapter or exercise, as in `%check apply_rope`; it was given {line.strip()!r}")
+        return _told(f"%check takes one chapter or exercise, as in `%check apply_rope`, but got {line.strip()!r}")
     try:
         result = checks.run(names[0], mine=mine)
     except BookError as error:
@@ -144,7 +144,7 @@ def _told(text: str) -> Shown:
 
 
 def load(shell=None) -> None:
-    """Register ``%check`` and the hook that loads edited modules before each cell; called by ``import lib`` in a kernel."""
+    """Register ``%check``, and a hook that reloads edited modules before each cell; ``import lib`` calls it in a kernel."""
     from IPython.core.getipython import get_ipython
 
     shell = shell or get_ipython()
@@ -161,7 +161,7 @@ def load(shell=None) -> None:
 
 
 def _leave_to_us(shell) -> None:
-    """Keep ``%autoreload`` from patching graded modules, whose names may be the reference's."""
+    """Keep ``%autoreload`` away from graded modules, whose names may come from the reference."""
     from lib.workbook.book.catalog import chapters
 
     reloader = getattr(shell.magics_manager.registry.get("AutoreloadMagics"), "_reloader", None)

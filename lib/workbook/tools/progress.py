@@ -13,7 +13,7 @@ CACHE = ROOT / ".workbook" / "progress.json"
 
 
 def _key(chapter: Chapter) -> str:
-    """Changes whenever a chapter would have to be graded anew."""
+    """A digest that changes whenever a chapter has to be graded again."""
     digest = hashlib.sha256()
     for path in (chapter.mine, chapter.reference, *sorted(chapter.tests.glob("*.py"))):
         digest.update(path.read_bytes() if path.exists() else b"missing")
@@ -21,10 +21,10 @@ def _key(chapter: Chapter) -> str:
 
 
 def states(chapter: Chapter) -> dict[str, dict]:
-    """The row of each exercise of a chapter; graded anew only where a file changed since the last time.
+    """The result of each exercise of a chapter, which is graded again only if one of its files has changed.
 
     Raises:
-        SourceError: the learner's file cannot be read or is no Python; the message names the line.
+        SourceError: the learner's file cannot be read, or has a syntax error; the message names the line.
     """
     try:
         unwritten = marker_lines(read_mine(chapter))
@@ -42,7 +42,7 @@ def states(chapter: Chapter) -> dict[str, dict]:
 
 
 def _cached() -> dict:
-    """What was found before; nothing, where the file is damaged."""
+    """The results of the last run; empty if the file is missing or damaged."""
     try:
         return dict(json.loads(CACHE.read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -59,7 +59,7 @@ class Line:
 
 
 def glance() -> tuple[list[Line], Exercise | None]:
-    """Every chapter, and the first exercise (stretches apart) that has not passed."""
+    """Every chapter, and the first exercise that has not passed; stretch exercises do not count."""
     found = []
     for chapter in chapters().values():
         try:

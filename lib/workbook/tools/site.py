@@ -1,4 +1,4 @@
-"""The site: Sphinx's settings that follow from book.yml, the solution pages, and the build itself."""
+"""The site: the settings of Sphinx that follow from book.yml, the pages of solutions, and the build itself."""
 
 import ast
 import hashlib
@@ -28,14 +28,14 @@ kernelspec:
 
 
 def build(destination: str | Path = "_build/html", execute: bool = True) -> None:
-    """Build every page, each cell executed on the reference; a warning is an error.
+    """Build every page and run every cell on the reference solutions; a warning is an error.
 
     Args:
         destination: Folder of the pages, relative to the project.
-        execute: False shows the cells without their results, for who only edits prose.
+        execute: False leaves out the results of cells, which is enough for editing prose.
 
     Raises:
-        BookError: Sphinx found fault with a page; it has printed which.
+        BookError: Sphinx could not build a page; it has printed which one and why.
     """
     write_solution_pages()
     command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q"]
@@ -44,12 +44,12 @@ def build(destination: str | Path = "_build/html", execute: bool = True) -> None
     command += [str(ROOT), str(ROOT / destination)]
     finished = subprocess.run(command, cwd=ROOT, env=environment())
     if finished.returncode:
-        raise BookError("the site has faults; they stand above")
-    print(f"the site is in {destination}; open {Path(destination) / 'index.html'}")
+        raise BookError("the site could not be built; the errors are printed above")
+    print(f"The site is built. Open {Path(destination) / 'index.html'} in a browser.")
 
 
 def environment() -> dict[str, str]:
-    """What the cells of the site see: the reference's code, links instead of commands, and no network."""
+    """The environment in which the site's cells run: the reference solutions, links instead of commands, no network."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
@@ -65,62 +65,59 @@ def environment() -> dict[str, str]:
 
 
 def write_toc(book: dict) -> str:
-    """Write book.yml's table of contents as sphinx-external-toc reads it, and return where it is.
+    """Write book.yml's table of contents as sphinx-external-toc reads it, and return the file's path.
 
-    Chapters are numbered; the last part may hold pages that are none (the back matter), and these are not.
+    The first page is the front page. Chapters are numbered; pages before the first part, and those of a last part that holds
+    no chapter (the back matter), are not. The solutions follow as pages below one page of their own, so that they fold.
 
     Raises:
-        BookError: a chapter's file bears another number than its place in the list.
+        BookError: the number in a chapter's file name is not its place in the list.
     """
-    first, *parts = book["toc"]
+    loose = [entry for entry in book["toc"] if "file" in entry]
+    parts = [part for part in book["toc"] if "file" not in part]
+    subtrees: list[dict] = [{"entries": found}] if (found := _entries(loose[1:])) else []
     number = 0
-    subtrees = []
     for part in parts:
-        entries = []
         back_matter = part is parts[-1] and all(is_back_matter(entry["file"]) for entry in part["children"])
-        for entry in part["children"]:
-            match = CHAPTER_FILE.fullmatch(entry["file"])
+        for entry in [] if back_matter else part["children"]:
             number += 1
-            if not back_matter and (match is None or int(match["number"]) != number):
-                raise BookError(f"book.yml: {entry['file']} stands where chapter {number:02d} is expected")
-            if (ROOT / entry["file"]).exists():
-                entries.append({"file": entry["file"].removesuffix(".md")})
-        if entries:
-            numbered = {} if back_matter else {"numbered": 1}
-            subtrees.append({"caption": part["title"], **numbered, "entries": entries})
+            match = CHAPTER_FILE.fullmatch(entry["file"])
+            if match is None or int(match["number"]) != number:
+                raise BookError(f"book.yml: expected chapter {number:02d} here, found {entry['file']}")
+        if entries := _entries(part["children"]):
+            subtrees.append({"caption": part["title"], **({} if back_matter else {"numbered": 1}), "entries": entries})
     solved = [
         {"file": f"solutions/{chapter.module}", "title": f"{chapter.number}. {chapter.title}"}
         for chapter in chapters().values()
         if solution_page(chapter).exists()
     ]
-    if solved:
-        subtrees.append({"caption": "Solutions", "entries": solved})
-    toc = {"root": first["file"].removesuffix(".md"), **({"subtrees": subtrees} if subtrees else {})}
+    if solved and SOLUTIONS.exists():
+        if not subtrees or "caption" not in subtrees[-1] or "numbered" in subtrees[-1]:
+            subtrees.append({"caption": "Solutions", "entries": []})
+        subtrees[-1]["entries"].append({"file": "solutions/index", "entries": solved})
+    toc = {"root": _page(loose[0]), **({"subtrees": subtrees} if subtrees else {})}
     write_if_new(ROOT / "_build" / "toc.yml", yaml.safe_dump(toc, sort_keys=False))
     return "_build/toc.yml"
 
 
+def _entries(listed: list[dict]) -> list[dict]:
+    return [{"file": _page(entry)} for entry in listed if (ROOT / entry["file"]).exists()]
+
+
+def _page(entry: dict) -> str:
+    return entry["file"].removesuffix(".md")
+
+
 def code_digest() -> str:
-    """A name for what the cells run: it changes when lib's own parts, a reference or a measurement does."""
-    mine = {chapter.mine for chapter in chapters().values()}
+    """A name for the code that cells run: it changes whenever lib/ (your answers apart), a reference or a measurement does."""
+    apart = {chapter.mine for chapter in chapters().values()}
+    apart |= {Path(__file__).with_name(f"{name}.py") for name in ("site", "pages", "paper")}  # which no cell runs
     parts = ("lib/**/*.py", "lib/**/*.js", "lib/**/*.css", "solutions/*.py", "chapters/measurements/*.json")
     files = [path for part in parts for path in ROOT.glob(part)]
     digest = hashlib.sha256()
-    for path in sorted(set(files) - mine):
+    for path in sorted(set(files) - apart):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def offer_notebook(app, pagename: str, templatename: str, context: dict, doctree) -> None:
-    """Put the page's notebook, without results, beside its source, where the theme's download button looks for it."""
-    source = Path(app.srcdir, f"{pagename}.md")
-    if doctree is None or not pagename.startswith("chapters/") or not source.exists():
-        return
-    import jupytext
-
-    target = Path(app.outdir, "_sources", f"{pagename}.ipynb")
-    write_if_new(target, jupytext.writes(jupytext.read(source), fmt="ipynb"))
-    context["ipynb_source"] = f"{pagename}.ipynb"
 
 
 def write_if_new(path: Path, text: str) -> None:
@@ -131,17 +128,29 @@ def write_if_new(path: Path, text: str) -> None:
 
 # ---- the solution pages ----------------------------------------------------------------------------------------------
 
+SOLUTIONS = ROOT / "solutions" / "index.md"
+"""The page that lists the pages of solutions."""
+
 
 def solution_page(chapter: Chapter) -> Path:
-    """Where a chapter's solution page is written; on the site it is solutions/<module>.html."""
+    """The file of a chapter's solution page; on the site it becomes solutions/<module>.html."""
     return ROOT / "solutions" / f"{chapter.module}.md"
 
 
 def write_solution_pages() -> None:
-    """Write each chapter's page of answers; an exercise's heading is its name, hence rope.html#apply-rope."""
-    for chapter in chapters().values():
-        if chapter.path.exists():
-            write_if_new(solution_page(chapter), _solutions(chapter))
+    """Write each chapter's page of answers, in which an exercise's heading is its name (rope.html#apply-rope), and their list."""
+    written = [chapter for chapter in chapters().values() if chapter.path.exists()]
+    for chapter in written:
+        write_if_new(solution_page(chapter), _solutions(chapter))
+    lines = [
+        f"{JUPYTEXT_HEADER}\n# Solutions\n",
+        "**Have you tried it?**\n",
+        "Here is one good answer to every exercise of the book, a page a chapter.",
+        "Each chapter's three hints give away less, in small steps; `workbook solution NAME --diff` compares an answer with yours.\n",
+        *(f"- [{chapter.number}. {chapter.title}]({chapter.module}.md)" for chapter in written),
+        "",
+    ]
+    write_if_new(SOLUTIONS, "\n".join(lines))
 
 
 def _solutions(chapter: Chapter) -> str:
@@ -151,7 +160,7 @@ def _solutions(chapter: Chapter) -> str:
     lines = [
         f"{JUPYTEXT_HEADER}\n# {chapter.title}: solutions\n",
         f"One good answer to each exercise of [chapter {chapter.number}]({page}).",
-        "Yours may differ and be as good: the checks decide.\n",
+        "Yours may look different and be just as good: the checks decide.\n",
     ]
     for exercise in chapter.exercises:
         back = f" [Back to the exercise](#{exercise.label})." if exercise.label in targets else ""
@@ -161,7 +170,7 @@ def _solutions(chapter: Chapter) -> str:
             _fenced(source_of(source, exercise.name) or ""),
         ]
     if rest := _rest(chapter, source):
-        lines += ["## What they share\n", "Imports, constants and helpers of the module.\n", _fenced(rest)]
+        lines += ["## Shared code\n", "The module's imports, constants and helpers.\n", _fenced(rest)]
     return "\n".join(lines)
 
 
@@ -171,7 +180,7 @@ def _fenced(source: str) -> str:
 
 
 def _rest(chapter: Chapter, source: str) -> str:
-    """The module without its docstring and its graded names."""
+    """The module without its docstring and without the exercises."""
     graded = {exercise.name for exercise in chapter.exercises}
     lines = source.splitlines()
     for node in reversed(ast.parse(source).body):
@@ -186,7 +195,7 @@ def _rest(chapter: Chapter, source: str) -> str:
 
 
 def read_definition_lists(app) -> None:
-    """Let Sphinx's glossary take terms as Jupyter Book 2 does: a line ``: definition`` below each."""
+    """Let Sphinx's glossary read terms as Jupyter Book 2 does, with a line ``: definition`` below each."""
     from sphinx.domains.std import Glossary
 
     class DefinitionList(Glossary):

@@ -1,8 +1,9 @@
-"""``workbook update``: the newest book around a learner's answers, of which no byte is lost.
+"""``workbook update``: bring the book up to date without losing a byte of what the learner wrote.
 
-What is the learner's: every ``lib/<module>.py`` that they began, and whatever the new version does not touch. All else moves to the
-new version, file by file, each in one step. Before the first one moves, everything in the way is found and refused, begun modules
-are copied, and a journal says what is being done: a run that was killed is taken up where it ended.
+The learner owns every ``lib/<module>.py`` that they have begun, and every file that the new version does not change. All other files
+move to the new version one by one, each in a single step. Before the first file moves, the update looks for conflicts and refuses to
+start if there are any, copies the modules that were begun, and writes a journal. If the update is killed, the next run reads the
+journal and continues.
 """
 
 import ast
@@ -32,13 +33,13 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """From where to where, as commits.
+    """The commits that an update goes from and to.
 
     Attributes:
-        head: The checkout's, when the update began.
-        base: The newest that the book and the learner have in common: ``head``, if the learner committed nothing.
-        target: The book's newest.
-        new: The checkout's when the update is done: ``target``, or a merge of ``head`` and ``target``.
+        head: The checkout's commit when the update began.
+        base: The newest commit that the book and the learner share; this is ``head`` if the learner committed nothing.
+        target: The book's newest commit.
+        new: The checkout's commit after the update: ``target``, or a merge of ``head`` and ``target``.
     """
 
     head: str
@@ -51,18 +52,18 @@ def update(source: str | None = None, say: Say = print) -> None:
     """Bring the book up to date.
 
     Args:
-        source: ``REMOTE/BRANCH``; by default what the current branch follows.
-        say: Takes each line of the report.
+        source: ``REMOTE/BRANCH``; by default the branch that the current one follows.
+        say: Called with each line of the report.
 
     Raises:
-        BookError: there is no git or no network, or something is in the way; nothing was touched then, and the message
+        BookError: git or the network is missing, or there is a conflict; no file has changed then, and the message
             says what to do.
     """
     _check_checkout()
     with _alone():
         plan = _journal()
         if plan is not None and line("rev-parse", "HEAD") in (plan.head, plan.new):
-            say(f"an update to {plan.target[:9]} was interrupted: it is finished now")
+            say(f"finishing the update to {plan.target[:9]}, which was interrupted")
         else:
             plan = _planned(source, say)
         if plan is None:
@@ -72,7 +73,7 @@ def update(source: str | None = None, say: Say = print) -> None:
             _carry_out(plan, say)
         except OSError as error:
             raise BookError(
-                f"the update stopped: {error}. Nothing of yours is lost; once that is mended, `workbook update` goes on"
+                f"the update stopped: {error}. None of your work is lost; fix this, then run `workbook update` again to finish"
             ) from None
 
 
@@ -86,12 +87,12 @@ def _check_checkout() -> None:
         raise BookError(f"this copy of the book was not cloned with git: {ROOT} is a folder of {top}")
     folder = Path(ROOT, line("rev-parse", "--git-dir"))
     if found := [name for name in UNFINISHED if (folder / name).exists()]:
-        raise BookError(f"a merge or a rebase is not finished ({found[0]}): end it first, with git")
+        raise BookError(f"a merge or a rebase is unfinished ({found[0]}): finish or abort it with git first")
 
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Two updates at once would trip over each other."""
+    """Hold a lock, so that two updates cannot run at once."""
     FOLDER.mkdir(exist_ok=True)
     with open(FOLDER / "update.lock", "w") as file:
         if sys.platform != "win32":
@@ -105,7 +106,7 @@ def _alone() -> Iterator[None]:
 
 
 def _journal() -> Plan | None:
-    """The plan of an update that was killed."""
+    """The plan of an update that was killed; None if there is none."""
     try:
         return Plan(**json.loads(JOURNAL.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -116,13 +117,13 @@ def _journal() -> Plan | None:
 
 
 def _planned(source: str | None, say: Say) -> Plan | None:
-    """Fetch, and look for whatever is in the way; None where there is nothing to do."""
+    """Fetch the new version and look for conflicts; None if the book is up to date."""
     name, remote, branch = _upstream(source)
     try:
         git("fetch", "--quiet", remote, f"refs/heads/{branch}")
     except GitError as error:
         raise BookError(
-            f"could not fetch {name}: {error}. Nothing was touched; run it again when `git fetch {remote}` works"
+            f"could not fetch {name}: {error}. No file has changed; try again when `git fetch {remote}` works"
         ) from None
     head, target = line("rev-parse", "HEAD"), line("rev-parse", "FETCH_HEAD")
     base = line("merge-base", head, target, default="")
@@ -146,7 +147,7 @@ def _upstream(source: str | None) -> tuple[str, str, str]:
         merge = line("config", f"branch.{branch}.merge", default="") if branch else ""
         if remote not in remotes or not merge:
             example = f"{remotes[0] if remotes else 'origin'}/main"
-            raise BookError(f"this branch follows none: say which with --from, for example --from {example}")
+            raise BookError(f"this branch follows no other; name one with --from, for example --from {example}")
         merge = merge.removeprefix("refs/heads/")
         return f"{remote}/{merge}", remote, merge
     found = [remote for remote in remotes if source.startswith(f"{remote}/") and source != f"{remote}/"]
@@ -158,7 +159,7 @@ def _upstream(source: str | None) -> tuple[str, str, str]:
 
 
 def modules(*commits: str) -> list[str]:
-    """The modules that learners write, by name, in any of these versions."""
+    """The names of the modules that learners write, in any of these versions."""
     found = {Path(path).stem for c in commits for path in tree(c) if re.fullmatch(r"solutions/[a-z]\w*\.py", path)}
     return sorted(name for name in found if any(f"lib/{name}.py" in tree(c) for c in commits))
 
@@ -168,22 +169,24 @@ def _own(*commits: str) -> set[str]:
 
 
 def _changed(old: str, new: str) -> list[str]:
-    """Paths that differ between two commits."""
+    """The paths that differ between two commits."""
     before, after = tree(old), tree(new)
     return sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
 
 
 def _refuse_what_is_in_the_way(head: str, base: str, target: str, name: str) -> None:
-    """Files that the new version changes and the learner changed too, modules apart."""
+    """Raise if the new version changes files that the learner changed too; the learner's modules do not count."""
     moving = [path for path in _changed(base, target) if path not in _own(base, target)]
     blob = {commit: {path: entry[1] for path, entry in tree(commit).items()} for commit in (head, base, target)}
     committed = [path for path in moving if blob[head].get(path) not in (blob[base].get(path), blob[target].get(path))]
     if committed:
         raise BookError(
-            f"your commits and the new version both change {_listed(committed)}. Nothing was touched. Merge them by hand: "
+            f"your commits and the new version both change {_listed(committed)}. No file has changed. Merge by hand: "
             f"git stash, git merge {name}, git stash pop"
         )
-    left = _journal()  # of an update that was killed before the learner committed something: its files may lie there
+    left = (
+        _journal()
+    )  # of an update that was killed before the learner committed something: its files may still be there
     after = tree(left.new) if left else {}
     expected = {
         path: ("", blob[head].get(path, ""), blob[target].get(path, ""), after.get(path, ("", ""))[1])
@@ -195,11 +198,11 @@ def _refuse_what_is_in_the_way(head: str, base: str, target: str, name: str) -> 
     if edited := sorted({*edited}):
         known = [path for path in edited if path in blob[head] or path in in_index]
         strange = [path for path in edited if path not in known]
-        advice = [f"To put your edits aside and try them on the new version: git stash push -- {shlex.join(known)}; "
+        advice = [f"To set your edits aside and apply them to the new version: git stash push -- {shlex.join(known)}; "
                   f"workbook update; git stash pop"] if known else []  # fmt: skip
-        advice += [f"Move away what is not the book's: {_listed(strange)}"] if strange else []
+        advice += [f"Move these files of yours away: {_listed(strange)}"] if strange else []
         raise BookError(
-            f"the new version changes what you changed too: {_listed(edited)}. Nothing was touched. {'. '.join(advice)}"
+            f"you and the new version both changed {_listed(edited)}. No file has changed yet. {'. '.join(advice)}"
         )
 
 
@@ -208,7 +211,7 @@ def _listed(paths: list[str]) -> str:
 
 
 def _joined(head: str, base: str, target: str) -> str:
-    """A merge of the learner's commits and the new version: their files as they committed them, all others new."""
+    """Make a merge commit: files that the learner committed stay as they are, and all others come from the new version."""
     before, ours, theirs = tree(base), tree(head), tree(target)
     mine = [
         path
@@ -230,7 +233,7 @@ def _joined(head: str, base: str, target: str) -> str:
     return git("commit-tree", made, "-p", head, "-p", target, stdin=message, env=person).decode().strip()
 
 
-# ---- carrying it out: each step may be repeated ----------------------------------------------------------------------
+# ---- carrying it out: every step can be repeated ----------------------------------------------------------------------
 
 
 def _carry_out(plan: Plan, say: Say) -> None:
@@ -239,7 +242,7 @@ def _carry_out(plan: Plan, say: Say) -> None:
     kept_index = staged() if line("rev-parse", "HEAD") == plan.head else {}
     copies = _copy(begun, kept_index, plan)
     if begun:
-        say(f"kept as you wrote them, and copied to {sources.shown(stubs.BACKUPS)}/: "
+        say(f"your files stay as they are, with copies in {sources.shown(stubs.BACKUPS)}/: "
             + ", ".join(f"lib/{name}.py ({copy.name})" for name, copy in zip(begun, copies, strict=True)))  # fmt: skip
     sources.write_bytes(JOURNAL, json.dumps(asdict(plan)).encode())
     moved = _move(plan, say)
@@ -248,13 +251,13 @@ def _carry_out(plan: Plan, say: Say) -> None:
     for message in report:
         say(message)
     if "pyproject.toml" in moved:
-        say("the packages that the book needs have changed: run `make lab`, or `pip install -e .`")
-    say(f"the book is at {plan.target[:9]}")
+        say("the book needs other packages now: run `make lab`, or `pip install -e .`")
+    say(f"the book is now at {plan.target[:9]}")
     JOURNAL.unlink(missing_ok=True)
 
 
 def _mine(name: str) -> str | None:
-    """A learner's module with its line ends as they are; None where there is nothing.
+    """A learner's module, with its line ends unchanged; None if there is no file.
 
     Raises:
         SourceError: it cannot be read.
@@ -278,7 +281,7 @@ def _state(name: str, plan: Plan) -> str:
 
 
 def _copy(begun: list[str], kept_index: dict[str, tuple[str, str]], plan: Plan) -> list[Path]:
-    """Dated copies of every begun module, and of what is staged and lies nowhere else."""
+    """Make dated copies of every module that was begun, and of staged content that is nowhere else."""
     for path, (_, blob) in kept_index.items():
         books = [tree(commit).get(path, ("", ""))[1] for commit in (plan.head, plan.new)]
         if blob and blob not in (*books, at_work([path])[path]):
@@ -288,16 +291,18 @@ def _copy(begun: list[str], kept_index: dict[str, tuple[str, str]], plan: Plan) 
 
 
 def _move(plan: Plan, say: Say) -> list[str]:
-    """Everything but the modules to the new version; each file is replaced in one step."""
+    """Move all files but the modules to the new version; each file is replaced in one step."""
     moving = [path for path in _changed(plan.head, plan.new) if path not in _own(plan.base, plan.target)]
     before, after = tree(plan.head), tree(plan.new)
     found = at_work(moving)
     stale = [path for path in moving if found[path] != after.get(path, ("", ""))[1]]
     if other := [path for path in stale if found[path] == "other"]:
-        raise BookError(f"{_listed(other)}: a folder or a link is in the way; move it away, then: workbook update")
+        raise BookError(
+            f"{_listed(other)}: a folder or a link is in the way; move it away, then run `workbook update` again"
+        )
     for path in stale:
         if found[path] not in ("", before.get(path, ("", ""))[1]):  # edited since an update was interrupted
-            say(f"{path}: what you wrote there is kept in {sources.shown(stubs.keep_copy(ROOT / path))}")
+            say(f"{path}: your version is kept in {sources.shown(stubs.keep_copy(ROOT / path))}")
     for path in [path for path in stale if path not in after]:
         (ROOT / path).unlink(missing_ok=True)
         for folder in Path(path).parents[:-1]:
@@ -318,7 +323,7 @@ def _move(plan: Plan, say: Say) -> list[str]:
 
 
 def _finish(plan: Plan, kept_index: dict[str, tuple[str, str]]) -> None:
-    """git's index and branch; what was staged stays so. What a killed run was writing goes."""
+    """Set git's index and branch, keep what was staged, and remove the temporary files of a killed run."""
     for path in (ROOT / "lib").glob(".*.py.*"):
         if re.fullmatch(r"\.\w+\.py\.\d+", path.name):
             path.unlink(missing_ok=True)
@@ -336,7 +341,7 @@ def _finish(plan: Plan, kept_index: dict[str, tuple[str, str]]) -> None:
 
 
 def exercises(stub: str) -> dict[str, str]:
-    """The graded names of a stub, and the text of each: signature, docstring and what is given."""
+    """The graded names of a stub, with the text of each: signature, docstring and given code."""
     found = {}
     for node in ast.parse(stub).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -347,12 +352,12 @@ def exercises(stub: str) -> dict[str, str]:
 
 
 def _renew(name: str, plan: Plan) -> list[str]:
-    """Bring one module up to date, and say what of it concerns the learner."""
+    """Bring one module up to date, and return what the learner should know about it."""
     where = f"lib/{name}.py"
     path, state = ROOT / where, _state(name, plan)
     old, new = text(plan.base, where), text(plan.target, where)
     if state == "no file":
-        return [f"{where} is not a file: move it away, then `workbook reset {name}`"]
+        return [f"{where} is not a file: move it away, then run `workbook reset {name}`"]
     if state == "begun":
         if new is None:
             return [f"{where}: the book no longer has this module; yours stays"]
@@ -363,11 +368,11 @@ def _renew(name: str, plan: Plan) -> list[str]:
     if state == "stub" and re.sub(r"\r\n?", "\n", _mine(name) or "") == new:
         return []
     sources.write_stub(path, new)
-    return [f"{where}: the new stubs" if old is not None else f"{where} is new"]
+    return [f"{where}: updated to the new stubs" if old is not None else f"{where} is new"]
 
 
 def _renew_begun(name: str, old: str, new: str) -> list[str]:
-    """Add the stubs of new exercises at the end of a begun module; say which contracts changed under an answer."""
+    """Add the stubs of new exercises at the end of a module that was begun, and report contracts that changed."""
     where = f"lib/{name}.py"
     before, after = exercises(old), exercises(new)
     added = [one for one in after if one not in before]
@@ -377,32 +382,38 @@ def _renew_begun(name: str, old: str, new: str) -> list[str]:
     except (SyntaxError, SourceError) as error:
         problem = f"{where}:{error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
         lines = [f"{problem}; your file stays as it is"]
-        lines += [f"{where}: {one} is new; mend that line, then `workbook reset {one}` adds its stub" for one in added]
+        lines += [
+            f"{where}: {one} is new; fix that line, then run `workbook reset {one}` to add its stub" for one in added
+        ]
         return lines + [row for one in after if one in before for row in _difference(where, one, before, after, "")]
     lines = []
     imports = {key for key in stubs.bindings(new).keys() - stubs.bindings(old).keys() if key not in after}
     for one in added:
         if one in have:
-            lines.append(f"{where}: {one} is a new exercise, and you have one of that name: `workbook check {one}`")
+            lines.append(
+                f"{where}: {one} is a new exercise, and you already have code of that name: run `workbook check {one}`"
+            )
             continue
         mine = stubs.with_piece(mine, stubs.piece(new, one, mine, also=imports))
-        lines.append(f"{where}: {one} is a new exercise; its stub stands at the end")
+        lines.append(f"{where}: {one} is a new exercise; its stub is at the end of the file")
     if any(one not in have for one in added):
         sources.write_mine(ROOT / where, mine)
     for one in before:
         if one not in after and one in have:
             lines.append(f"{where}: {one} is no longer an exercise; your code stays")
         elif one in after:
-            note = f"still the old stub: `workbook reset {one}` gives the new one" if one in left else ""
+            note = f"still the old stub; run `workbook reset {one}` for the new one" if one in left else ""
             lines += _difference(where, one, before, after, note)
     return lines
 
 
 def _difference(where: str, name: str, before: dict[str, str], after: dict[str, str], note: str) -> list[str]:
-    """The lines by which the contract of a graded name differs, its number apart."""
+    """The lines in which the contract of a graded name differs, apart from its number."""
     old, new = (re.sub(r"\bExercise \d+\.\d+", "Exercise", found[name]).splitlines() for found in (before, after))
     lines = [row for row in list(difflib.unified_diff(old, new, lineterm="", n=0))[2:] if not row.startswith("@@")]
     if not lines:
         return []
-    head = f"{where}: {name}: {note or 'what is asked has changed under your answer: `workbook check ' + name + '`'}"
+    head = (
+        f"{where}: {name}: {note or 'its contract has changed since you wrote it; run `workbook check ' + name + '`'}"
+    )
     return [head, *(f"    {row[0]} {row[1:]}" for row in lines)]

@@ -1,0 +1,92 @@
+"""What the front page says of the book: three numbers, each counted or measured, and how to cite it."""
+
+import html
+
+import yaml
+
+from lib.bench.record import load
+from lib.workbook.book.backmatter import Listing, hardware
+from lib.workbook.book.catalog import ROOT, all_exercises, chapters
+
+STYLE = """<style>
+.workbook-numbers {display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: 1rem; margin: 1rem 0}
+.workbook-numbers div {border-top: 3px solid #1f7fc4; padding-top: .4rem}
+.workbook-numbers strong {display: block; font-size: 1.7em; line-height: 1.2}
+.workbook-numbers p {margin: .3rem 0 0}
+</style>"""
+
+
+class Numbers:
+    """A few large numbers, each with the sentence that explains it."""
+
+    def __init__(self, found: list[tuple[str, str]]):
+        self.found = found
+
+    def _repr_html_(self) -> str:
+        cells = (f"<div><strong>{html.escape(n)}</strong><p>{html.escape(text)}</p></div>" for n, text in self.found)
+        return f'{STYLE}<div class="workbook-numbers">{"".join(cells)}</div>'
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{number}: {text}" for number, text in self.found)
+
+
+def numbers() -> Numbers:
+    """How much one writes, how much faster it gets, and how much memory it saves."""
+    return Numbers([_exercises(), _speed(), _memory()])
+
+
+def _exercises() -> tuple[str, str]:
+    n_chapters = len(chapters())
+    return (
+        f"{len(all_exercises())} exercises",
+        f"functions and classes in {n_chapters} chapters, each with its own check",
+    )
+
+
+def _speed(batch: int = 16) -> tuple[str, str]:
+    """From the first rung of chapter 8's ladder to the top, for GPT-2."""
+    ladder = load("ladder_gpt2")
+    rate = {
+        r["rung"]["name"]: r["items_per_s"]["ours"] for r in ladder["results"]["rungs"] if r["rung"]["batch"] == batch
+    }
+    first, top = rate["float32"], rate["top"]
+    return (
+        f"{top / first:.0f} times as fast",
+        f"chapter 8 takes the training of GPT-2 from {first:,.0f} to {top:,.0f} tokens per second on one GPU "
+        f"({_short(ladder)})",
+    )
+
+
+def _memory(n_ranks: str = "4", model: str = "ViT-G/14") -> tuple[str, str]:
+    """The sharding of chapter 12 beside PyTorch's DDP."""
+    measured = load("fsdp")
+    peak = {
+        name: row["peak_bytes"] / 1e9
+        for name, row in measured["results"]["ranks"][n_ranks][model]["competitors"].items()
+    }
+    return (
+        f"{peak['ours']:.0f} GB instead of {peak['ddp']:.0f} GB",
+        f"peak memory of each of four GPUs that train {model}: with the sharding that you write in chapter 12, and with "
+        f"PyTorch's DDP ({_short(measured)})",
+    )
+
+
+def _short(measured: dict) -> str:
+    """The hardware and the day, without the version of Python."""
+    on, *_, date = hardware(measured).split(", ")
+    return f"{on}, {date}"
+
+
+def citation() -> Listing:
+    """The reference for a bibliography, made from CITATION.cff."""
+    cff = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    book = cff["preferred-citation"]
+    fields = {
+        "title": f"{{{book['title']}}}",
+        "author": f"{{{book['authors'][0]['name']}}}",
+        "year": str(book["year"]),
+        "version": str(book["version"]),
+        "url": book["url"],
+    }
+    lines = [f"  {name} = {{{value}}}," for name, value in fields.items()]
+    return Listing("\n".join(["```bibtex", "@book{scaling_workbook,", *lines, "}", "```"]))

@@ -1,0 +1,168 @@
+"""What the site adds to a page of Sphinx: a description, captions, breaks in long names, drawings, and its notebook."""
+
+import html
+import re
+from pathlib import Path
+from urllib.parse import urljoin
+
+from docutils import nodes
+from sphinx.writers.html5 import HTML5Translator
+
+from lib.workbook.tools.site import write_if_new
+
+CAPTION = re.compile(r"Figure \d+\.\d+\.")
+DESCRIPTION_LENGTH = 170
+"""Search engines show about this many characters."""
+PREVIEW = "_static/preview.png"
+PREVIEW_ALT = "Six drawings: tokens, attention, training, many devices, tiles on a chip, a cluster."
+COLAB = """import sys
+
+if "google.colab" in sys.modules:  # on Colab: fetch the book and install it; elsewhere nothing happens
+    !git clone -q https://github.com/scaling-workbook/scaling-workbook && pip install -q ./scaling-workbook
+    %cd scaling-workbook"""
+
+
+def connect(app) -> None:
+    """Register everything below with Sphinx; called by conf.py."""
+    for builder in ("html", "dirhtml"):
+        app.set_translator(builder, Translator)
+    app.connect("doctree-read", mark_captions)
+    app.connect("doctree-read", keep_punctuation)
+    app.connect("doctree-resolved", draw_inline)
+    app.connect("html-page-context", describe_page)
+    app.connect("html-page-context", offer_notebook)
+
+
+# ---- descriptions ----------------------------------------------------------------------------------------------------
+
+
+def description(doctree: nodes.document) -> str:
+    """What a page is about, in one or two sentences: the question at its head, and as much after it as fits."""
+    found = ""
+    for paragraph in doctree.findall(nodes.paragraph):
+        if not isinstance(paragraph.parent, nodes.section):
+            break
+        for sentence in re.split(r"(?<=[.?!])\s+", " ".join(paragraph.astext().split())):
+            if found and len(found) + len(sentence) > DESCRIPTION_LENGTH:
+                return found
+            found = f"{found} {sentence}".strip()
+    return found
+
+
+def describe_page(app, pagename: str, templatename: str, context: dict, doctree) -> None:
+    """Put the description into a page's head, and what a preview of a link to it shows."""
+    if doctree is None:
+        return
+    at_front = pagename == app.config.root_doc
+    title = re.sub(r"<[^>]+>", "", html.unescape(context["title"]))
+    if at_front:
+        context["docstitle"] = app.config.workbook_subtitle
+    about = description(doctree)
+    base = app.config.html_baseurl
+    picture = urljoin(base, PREVIEW) if base else context["pathto"](PREVIEW, 1)
+    properties = {
+        "og:title": title if at_front else f"{title} · {app.config.project}",
+        "og:description": about,
+        "og:type": "website" if at_front else "article",
+        "og:site_name": app.config.project,
+        "og:image": picture,
+        "og:image:width": "1200",
+        "og:image:height": "630",
+        "og:image:alt": PREVIEW_ALT,
+    }
+    if base:
+        properties["og:url"] = urljoin(base, app.builder.get_target_uri(pagename))
+    tags = [_meta("name", "description", about), _meta("name", "twitter:card", "summary_large_image")]
+    tags += [_meta("property", name, content) for name, content in properties.items()]
+    context["metatags"] = context.get("metatags", "") + "\n".join(["", *tags, ""])
+
+
+def _meta(kind: str, name: str, content: str) -> str:
+    return f'<meta {kind}="{name}" content="{html.escape(content)}" />'
+
+
+# ---- captions, names and drawings ------------------------------------------------------------------------------------
+
+
+def mark_captions(app, doctree: nodes.document) -> None:
+    """Give a paragraph that begins with a bold "Figure 2.1." the class of captions."""
+    for paragraph in doctree.findall(nodes.paragraph):
+        first = next((child for child in paragraph if child.astext()), None)
+        if isinstance(first, nodes.strong) and CAPTION.fullmatch(first.astext()):
+            paragraph["classes"].append("workbook-caption")
+
+
+def keep_punctuation(app, doctree: nodes.document) -> None:
+    """Keep a comma or a period on the line of the formula before it: a browser may break a line after any formula."""
+    for formula in list(doctree.findall(nodes.math)):
+        after = formula.next_node(descend=False, siblings=True)
+        mark = re.match(r"[.,;:?!)\]]+", after.astext()) if isinstance(after, nodes.Text) else None
+        if mark:
+            whole = nodes.inline("", "", classes=["workbook-together"])
+            formula.replace_self(whole)
+            whole += [formula, nodes.Text(mark[0])]
+            after.parent.replace(after, nodes.Text(after.astext()[mark.end() :]))
+
+
+def breakable(text: str) -> str:
+    """HTML in which a name may break after an underscore, a dot or a slash, as in ``vocab_<wbr>parallel_<wbr>embedding``."""
+    return re.sub(r"(?<=\w)([_/]|\.(?=[A-Za-z]))(?=\w)", r"\1<wbr>", text)
+
+
+class Translator(HTML5Translator):
+    """Sphinx's writer of HTML, with breaks in the code of running text, headings and lists of contents."""
+
+    def visit_Text(self, node: nodes.Text) -> None:
+        start = len(self.body)
+        super().visit_Text(node)
+        if isinstance(node.parent, nodes.literal):
+            self.body[start:] = [breakable(part) for part in self.body[start:]]
+
+
+def draw_inline(app, doctree: nodes.document, docname: str) -> None:
+    """Put a page's drawings (.svg) into the page itself, where they take its colours, light or dark, and can be read aloud."""
+    if app.builder.format != "html":
+        return
+    for image in list(doctree.findall(nodes.image)):
+        path = Path(app.srcdir, image["uri"])
+        if path.suffix == ".svg" and path.exists():
+            drawing = inline(path.read_text(encoding="utf-8"), image.get("alt", ""))
+            image.replace_self(nodes.raw("", drawing, format="html"))
+
+
+def inline(drawing: str, alt: str) -> str:
+    """An SVG file's text as part of a page: with its description, and without the header that only a file needs."""
+    drawing = re.sub(r"\A\s*(<\?xml.*?\?>\s*)?(<!--.*?-->\s*)*", "", drawing, flags=re.DOTALL)
+    described = f'<svg role="img" aria-label="{html.escape(alt)}" class="workbook-drawing"'
+    return re.sub(r"\A<svg", described, drawing)
+
+
+# ---- the notebook of a page ------------------------------------------------------------------------------------------
+
+
+def offer_notebook(app, pagename: str, templatename: str, context: dict, doctree) -> None:
+    """Put the page's notebook, without results, beside its source, where the theme's download button looks for it."""
+    source = Path(app.srcdir, f"{pagename}.md")
+    if doctree is None or pagename.startswith("solutions/") or not source.exists():
+        return
+    write_if_new(Path(app.outdir, "_sources", f"{pagename}.ipynb"), notebook(source))
+    context["ipynb_source"] = f"{pagename}.ipynb"
+
+
+def notebook(source: Path) -> str:
+    """A page as a notebook that also runs on Colab: the cell that installs the book there comes right after the title.
+
+    It stands in no chapter, since a downloaded notebook is the only one that Colab ever opens.
+    """
+    import jupytext
+    from nbformat.v4 import new_code_cell
+
+    found = jupytext.read(source)
+    if not any("google.colab" in cell["source"] for cell in found.cells):
+        cell = new_code_cell(COLAB, metadata={"jupyter": {"source_hidden": True}})
+        code = (i for i, other in enumerate(found.cells) if other["cell_type"] == "code")
+        if (first := next(code, None)) is not None:
+            found.cells.insert(first, cell)
+    for n, cell in enumerate(found.cells):
+        cell["id"] = f"cell-{n}"  # otherwise random, and every build would write another file
+    return jupytext.writes(found, fmt="ipynb")
