@@ -1,4 +1,4 @@
-"""What the ranks of chapter 10 run: a step with marks in its ledger, a training on digits, a timed all-reduce."""
+"""What the ranks of chapter 10 run: a step with milestones in its ledger, a training on digits, a timed all-reduce."""
 
 import statistics
 import time
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lib.ddp import BucketedDDP, OverlapDDP, average_gradients, average_gradients_flat, shard_indices
 from lib.given.data.images import load_images
 from lib.given.models.vit import TINY
-from lib.ranks import mark
+from lib.ranks import milestone
 from lib.vit import VisionTransformer
 
 Strategy = str | float
@@ -40,7 +40,7 @@ def synchronised(strategy: Strategy, model: nn.Module, **options) -> tuple[nn.Mo
 
 
 def step_with_marks(rank: int, world_size: int, strategies: list[Strategy], width: int, depth: int, batch: int) -> None:
-    """One step of a stack of linear layers for each strategy; marks and ledger tell when each part and each collective began."""
+    """One step of a stack of linear layers for each strategy; milestones and ledger tell when each part and each collective began."""
     torch.set_num_threads(1)
     for strategy in strategies:
         torch.manual_seed(0)
@@ -51,11 +51,11 @@ def step_with_marks(rank: int, world_size: int, strategies: list[Strategy], widt
             model.zero_grad()
             loss = model(x).square().mean()
             dist.barrier()
-            mark(f"{strategy} {name}: backward begins")
+            milestone(f"{strategy} {name}: backward begins")
             loss.backward()
-            mark(f"{strategy} {name}: backward ends")
+            milestone(f"{strategy} {name}: backward ends")
             finish()
-            mark(f"{strategy} {name}: means are there")
+            milestone(f"{strategy} {name}: means are there")
 
 
 def digits_batch(data, chosen: list[int]) -> tuple[Tensor, Tensor]:

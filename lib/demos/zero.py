@@ -20,7 +20,7 @@ from lib.fsdp import (
 from lib.given.data.images import load_images
 from lib.given.models.vit import TINY
 from lib.given.parallel.sharding import all_gather_row, blocks_of
-from lib.ranks import mark
+from lib.ranks import milestone
 from lib.vit import VisionTransformer
 
 BATCH = 32
@@ -61,12 +61,12 @@ def _average(model: nn.Module, world_size: int) -> None:
 
 
 def run_stages(rank: int, world_size: int, data: Data, n_steps: int = 3) -> list[dict[str, Any]]:
-    """Call `run_stage` for every stage, with a mark in the ledger before each: "stage 0" to "stage 3"."""
+    """Call `run_stage` for every stage, with a milestone in the ledger before each: "stage 0" to "stage 3"."""
     found = []
     for stage in range(4):
-        mark(f"stage {stage}")
+        milestone(f"stage {stage}")
         found.append(run_stage(rank, world_size, data, stage, n_steps))
-    mark("stage 4")
+    milestone("stage 4")
     return found
 
 

@@ -5,20 +5,20 @@ rank raises, dies, loops or waits for ever, the run ends with a `RankFailure` th
 """
 
 from lib.ranks.failure import RankFailure, RankState
-from lib.ranks.journal import mark
-from lib.ranks.ledger import Ledger, Mark, Record
+from lib.ranks.journal import milestone
+from lib.ranks.ledger import Ledger, Milestone, Record
 from lib.ranks.pool import MAX_RANKS, Pool, Result, close_all, pool
 
 __all__ = [
     "MAX_RANKS",
     "Ledger",
-    "Mark",
+    "Milestone",
     "Pool",
     "RankFailure",
     "RankState",
     "Record",
     "Result",
     "close_all",
-    "mark",
+    "milestone",
     "pool",
 ]

@@ -67,13 +67,13 @@ class Journal:
 
 
 def open_journal(path: str) -> Journal:
-    """Open the journal that `mark` writes to in this process."""
+    """Open the journal that `milestone` writes to in this process."""
     global _current
     _current = Journal(path)
     return _current
 
 
-def mark(name: str) -> None:
+def milestone(name: str) -> None:
     """Put a named moment into this rank's ledger; does nothing in a process that is not a rank."""
     if _current is not None:
-        _current.write("mark", name=name)
+        _current.write("milestone", name=name)

@@ -55,7 +55,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Mark:
+class Milestone:
     """A moment that the rank's code gave a name, ``at_s`` seconds after the run began."""
 
     name: str
@@ -68,7 +68,7 @@ class Ledger:
 
     rank: int
     records: list[Record] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
+    milestones: list[Milestone] = field(default_factory=list)
 
     def count(self, *ops: str) -> int:
         """Number of calls with these names, in upper or lower case (Send and send); of all calls, if no name is given."""
@@ -85,15 +85,17 @@ class Ledger:
         """Number of messages to one other rank, without collectives."""
         return sum(record.to is not None for record in self.records)
 
-    def before(self, mark: str) -> list[Record]:
-        """The calls that were started before the first mark of that name.
+    def before(self, milestone: str) -> list[Record]:
+        """The calls that were started before the first milestone of that name.
 
         Raises:
-            ValueError: the rank made no such mark.
+            ValueError: the rank made no such milestone.
         """
-        at = [m.at_s for m in self.marks if m.name == mark]
+        at = [m.at_s for m in self.milestones if m.name == milestone]
         if not at:
-            raise ValueError(f"rank {self.rank} made no mark {mark!r}; it made {[m.name for m in self.marks]}")
+            raise ValueError(
+                f"rank {self.rank} made no milestone {milestone!r}; it made {[m.name for m in self.milestones]}"
+            )
         return [record for record in self.records if record.at_s < at[0]]
 
     def __str__(self) -> str:
@@ -101,7 +103,7 @@ class Ledger:
             (r.at_s, (f"{r.at_s:.3f}", r.with_peer, str(r.n_bytes), r.dtype, str(r.group_size), r.where))
             for r in self.records
         ]
-        rows += [(m.at_s, (f"{m.at_s:.3f}", f"-- {m.name}", "", "", "", "")) for m in self.marks]
+        rows += [(m.at_s, (f"{m.at_s:.3f}", f"-- {m.name}", "", "", "", "")) for m in self.milestones]
         table = [("at s", "call", "bytes", "dtype", "ranks", "where"), *(row for _, row in sorted(rows))]
         widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table]

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from lib.ranks.ledger import Ledger, Mark, Record
+from lib.ranks.ledger import Ledger, Milestone, Record
 
 _FIELDS = {f.name for f in fields(Record)}
 _UNLISTED = ("new_group", "probe", "Probe", "mprobe", "Mprobe")  # wait like calls, but move no data
@@ -21,7 +21,7 @@ class View:
     phase: str = "starting"  # then importing, running, returned or raised; the watch sets dead
     phase_at: float = field(default_factory=time.monotonic)
     calls: list[Record] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
+    milestones: list[Milestone] = field(default_factory=list)
     open: dict[int, tuple[float, str]] = field(default_factory=dict)  # index of a call: since when, from which line
     failed_in: int | None = None
     n_failed: int = 0
@@ -51,8 +51,8 @@ class View:
             self.open.pop(event["index"], None)
             self.failed_in = event["index"] if kind == "failed" else None
             self.n_failed += kind == "failed"
-        elif kind == "mark":
-            self.marks.append(Mark(event["name"], at - self.began_at))
+        elif kind == "milestone":
+            self.milestones.append(Milestone(event["name"], at - self.began_at))
         else:
             self.phase, self.phase_at = kind, at
 
@@ -83,7 +83,7 @@ class View:
 
     @property
     def ledger(self) -> Ledger:
-        return Ledger(self.rank, [r for r in self.calls if r.op not in _UNLISTED], list(self.marks))
+        return Ledger(self.rank, [r for r in self.calls if r.op not in _UNLISTED], list(self.milestones))
 
     def stream(self, name: str) -> list[Record]:
         """The collectives on one communicator, in order: the n-th call of each rank belongs to the n-th of every other."""

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lib.ranks import mark
+from lib.ranks import milestone
 from lib.workbook.grading import graded
 
 ddp = graded("ddp")
@@ -241,14 +241,14 @@ def train(rank, world_size, kind, n_each, n_steps):
 
 
 def overlap(rank, world_size, kinds):
-    """One round for each kind, with marks where backward is through with a layer, and where it ends."""
+    """One round for each kind, with milestones where backward is through with a layer, and where it ends."""
     for i, kind in enumerate(kinds):
-        model = wrap(kind, Chain(after=lambda name, i=i: mark(f"{name} ({i})")))
-        mark(f"begin ({i})")
+        model = wrap(kind, Chain(after=lambda name, i=i: milestone(f"{name} ({i})")))
+        milestone(f"begin ({i})")
         model(items(3, seed=rank, width=4)).square().mean().backward()
-        mark(f"backward ends ({i})")
+        milestone(f"backward ends ({i})")
         model.finish_gradient_synchronization()
-        mark(f"end ({i})")
+        milestone(f"end ({i})")
 
 
 def several(rank, world_size, kind):
@@ -262,7 +262,7 @@ def mixed(rank, world_size, kinds):
     found = []
     for kind in kinds:
         model = wrap(kind, Net())
-        mark(f"wrapped ({kind})")
+        milestone(f"wrapped ({kind})")
         model(items(2, seed=rank), rank != 1).square().mean().backward()
         model.finish_gradient_synchronization()
         found.append(gradients(model.module))
@@ -287,12 +287,12 @@ def mean_of_locals(world_size, use=lambda rank: True, seeds=lambda rank: [rank],
 def accumulate(rank, world_size, kind):
     """Two micro-batches, the first under no_sync; the parameter ``maybe`` is used in the first only."""
     model = wrap(kind, Net())
-    mark("wrapped")
+    milestone("wrapped")
     with model.no_sync():
         model(items(2, seed=rank)).square().mean().backward()
         model.finish_gradient_synchronization()
     inside = gradients(model.module)
-    mark("no_sync ends")
+    milestone("no_sync ends")
     model(items(2, seed=10 + rank), False).square().mean().backward()
     model.finish_gradient_synchronization()
     return inside, gradients(model.module)
@@ -302,14 +302,14 @@ def nested(rank, world_size, kind):
     """One weight; backward after the end of an inner no_sync, within the outer one: nothing is sent yet."""
     module = nn.Linear(2, 1, bias=False)
     model = wrap(kind, module)
-    mark("nested begins")
+    milestone("nested begins")
     with model.no_sync():
         with model.no_sync():
             pass
         model(torch.tensor([[1.0 + rank, 2.0 + 10 * rank]])).sum().backward()
         model.finish_gradient_synchronization()
         inside = module.weight.grad.clone()
-    mark("nested ends")
+    milestone("nested ends")
     return inside
 
 
@@ -440,7 +440,7 @@ def passthrough_and_frozen(rank, world_size, kind):
     """What ``passthrough`` gives; then all is frozen: nothing to average, and no error."""
     found = passthrough(rank, world_size, kind)
     model = wrap(kind, nn.Linear(2, 2).requires_grad_(False))
-    mark("wrapped")
+    milestone("wrapped")
     model(torch.ones(1, 2))
     model.finish_gradient_synchronization()
     return found

@@ -421,9 +421,9 @@ def check_overlap(ranks, expected: dict[str | float, list[int]], early: dict[str
             expect_equal(calls, sizes, name="bytes of each all_reduce, in order", read=read)
             started = bytes_of(ledger.before(f"backward ends ({i})"))[skip:]
             expect_equal(started, sizes, name="those started before backward ends", answer=started, read=HIDDEN)
-            for mark, n in early.items() if i == 0 else ():
-                found = len(bytes_of(ledger.before(f"{mark} ({i})"))[skip:])
-                problem = f"when {mark}, {found} collectives had been started, expected at least {n}"
+            for milestone, n in early.items() if i == 0 else ():
+                found = len(bytes_of(ledger.before(f"{milestone} ({i})"))[skip:])
+                problem = f"when {milestone}, {found} collectives had been started, expected at least {n}"
                 expect_true(found >= n, problem, answer=found, read=HIDDEN)
     for ledger in result.ledgers:
         waits = [record.name for record in ledger.records if record.op == "all_reduce" and not record.is_async]

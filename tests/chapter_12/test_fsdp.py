@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.given.parallel.sharding import all_gather_row, peak_bytes
-from lib.ranks import mark
+from lib.ranks import milestone
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
 
 fsdp = graded("fsdp")
@@ -418,7 +418,7 @@ def scattered(rank, world_size):
     most = max(share.untyped_storage().nbytes() for share in shares.values())
     problem = f"a share keeps {most} bytes alive: the memory of the whole gradient"
     expect_true(most <= 4 * math.ceil(6 / world_size), problem, answer=most, read=ZERO2)
-    mark("all ranks done")
+    milestone("all ranks done")
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     case(f"the groups (0, 2) and (1, 3) of 4 ranks, gradients of 1, 2, 3 times rank + 1; {ELSEWHERE}")
     module = Odd()
@@ -541,7 +541,7 @@ def flat_in_bfloat16(rank, world_size):
         flat.finish_gather()
         loss.backward()
     expect_close(x.grad, values, name="gradient of the input", read=FLAT)
-    mark("counted")
+    milestone("counted")
 
 
 def flat_waits(rank, world_size):
@@ -740,7 +740,7 @@ class Noted(nn.Module):
         self.weight, self.place, self.look = nn.Parameter(torch.ones(4 + place)), place, None
 
     def forward(self, x):
-        mark(f"computes {self.place}")
+        milestone(f"computes {self.place}")
         self.look(f"forward {self.place}")
         out = x * self.weight.sum()
         inside = out * 1.0
@@ -952,7 +952,7 @@ def clipped(rank, world_size):
     norm = fsdp.clip_sharded_gradient_norm_([half], 5.0)
     expect_close(norm, torch.tensor(50_000.0), name="norm", read=CLIP)
     expect_close(half.grad, start.half(), name="clipped share", read=CLIP)
-    mark("counted")
+    milestone("counted")
     case("the groups (1,) and (0, 2) of 3 ranks")
     groups = [dist.new_group([0, 2]), dist.new_group([1])]
     mine.grad = start + 0.5

@@ -21,7 +21,7 @@ from lib.attention import KVCache
 from lib.given.models.gpt2 import GPT2_SMALL
 from lib.given.models.llama import LLAMA_2_7B, TINY
 from lib.given.parallel.tensors import Collectives
-from lib.ranks import mark
+from lib.ranks import milestone
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
 from tests.inputs import randn
 
@@ -536,9 +536,9 @@ def attention_on_ranks(rank, world_size, plain):
     out = module(ours, **given)
     expect_close(out, expected, atol=1e-5, read=ATTENTION_READ)
     upstream = randn(2, t, c, seed=8)
-    mark("forward ends")
+    milestone("forward ends")
     out.backward(upstream)
-    mark("backward ends")
+    milestone("backward ends")
     expected.backward(upstream)
     expect_close(ours.grad, theirs.grad, atol=1e-5, name="x's gradient", read=ATTENTION_READ)
     parts = {name: weight.grad.tensor_split(world_size, ATTENTION_CUTS[name])[rank] for name, weight in w.items()}

@@ -9,7 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from lib.ranks import mark
+from lib.ranks import milestone
 
 
 def sum_of_ranks(rank, world_size, n=3):
@@ -65,7 +65,7 @@ def overlap(rank, world_size):
     works = []
     weight.register_post_accumulate_grad_hook(lambda p: works.append(dist.all_reduce(p.grad, async_op=True)))
     weight.sum().backward()
-    mark("backward ends")
+    milestone("backward ends")
     works[0].wait()
     dist.barrier()
     return weight.grad, works[0].is_completed()

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from lib.ranks import MAX_RANKS, RankFailure, mark, noise, pool
+from lib.ranks import MAX_RANKS, RankFailure, milestone, noise, pool
 from lib.ranks.failure import _state
 from lib.ranks.views import View
 from tests.workbook import ranks_mpi_programs as mpi_programs
@@ -146,13 +146,13 @@ def test_gloo_async_begins_before_a_mark():
         assert completed
         assert [record.op for record in ledger.before("backward ends")] == ["all_reduce"]
         assert ledger.records[0].is_async
-        assert [m.name for m in ledger.marks] == ["backward ends"]
-    with pytest.raises(ValueError, match="no mark 'forward ends'"):
+        assert [m.name for m in ledger.milestones] == ["backward ends"]
+    with pytest.raises(ValueError, match="no milestone 'forward ends'"):
         result.ledgers[0].before("forward ends")
 
 
 def test_mark_outside_a_rank_does_nothing():
-    mark("nowhere")
+    milestone("nowhere")
 
 
 @mpi

@@ -18,7 +18,7 @@ from typing import Any
 
 from lib.given.models.gpus import GPUS, Gpu
 from lib.runs.engine.options import Parser
-from lib.runs.rent.remote import ROOT, RUNS, launch, with_results
+from lib.runs.rent.remote import ROOT, RUNS, start_command, with_results
 
 APP, VOLUME, BOOK = "workbook-train", "workbook-runs", "/book"
 MOST_GPUS, MOST_HOURS, MOST_RETRIES = 8, 24, 10
@@ -38,7 +38,7 @@ class Plan:
 
     @property
     def command(self) -> list[str]:
-        return launch("", self.count, self.program)
+        return start_command("", self.count, self.program)
 
     @property
     def dollars_per_hour(self) -> float:

@@ -141,7 +141,7 @@ def with_results(program: tuple[str, ...], name: str) -> tuple[str, ...]:
     return program
 
 
-def launch(folder: str, processes: str | int, program: tuple[str, ...]) -> list[str]:
+def start_command(folder: str, processes: str | int, program: tuple[str, ...]) -> list[str]:
     """The command that starts a program on one host with the Python in ``folder``: mpiexec for MPI programs, torchrun for all others."""
     if program and program[0] in BY_MPI:
         n = str(processes) if str(processes).isdecimal() else str(MPI_PROCESSES)
@@ -173,7 +173,7 @@ nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv || echo "no
 def start(machine: Machine, job: Job) -> list[Command]:
     """Build an environment on the machine's own torch, then start the run in tmux unless it is running."""
     name = f"{RUNS}/{job.name}"
-    command = launch(".venv/bin/", job.processes, with_results(job.program, job.name))
+    command = start_command(".venv/bin/", job.processes, with_results(job.program, job.name))
     run = f"export PYTHONUNBUFFERED=1\n{shlex.join(command)} >>{name}.out 2>&1\necho $? >{name}.exit"
     script = f"""set -eu; cd {FOLDER}
 if tmux has-session -t ={job.name} 2>/dev/null; then echo "{job.name} is running already"; exit 0; fi
