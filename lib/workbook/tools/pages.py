@@ -10,7 +10,7 @@ from sphinx.writers.html5 import HTML5Translator
 
 from lib.workbook.tools.site import write_if_new
 
-CAPTION = re.compile(r"Figure \d+\.\d+\.")
+CAPTION = re.compile(r"Figure [0-9A-Z]+\.\d+\.")
 DESCRIPTION_LENGTH = 170
 """Search engines show about this many characters."""
 PREVIEW = "_static/preview.png"
