@@ -379,6 +379,4 @@ def test_a_stub_that_asks_nothing_or_is_no_python_is_refused(book):
 
 
 def test_the_command_as_a_module(book):
-    assert (
-        "every stub matches the reference" in book.run(sys.executable, "-m", "lib.workbook.tools.cli", "stubs").out
-    )
+    assert "every stub matches the reference" in book.run(sys.executable, "-m", "lib.workbook.tools.cli", "stubs").out

@@ -2,7 +2,6 @@
 
 import posixpath
 import re
-import shutil
 from pathlib import Path
 from urllib.parse import urldefrag
 
@@ -10,6 +9,7 @@ import yaml
 from bs4 import BeautifulSoup, Tag
 
 from lib.workbook.book.catalog import ROOT, BookError, chapters, pages
+from lib.workbook.tools.browser import chromium
 
 SOURCE = ".book.html"
 """The document that is printed; it lies beside the site's pages while Chromium reads it, so that their pictures are found."""
@@ -34,12 +34,6 @@ article h1 { font-size: 24pt; margin: 0 0 12pt; } article h2 { font-size: 16pt; 
 FOOTER = (
     '<div style="width:100%;text-align:center;font:8px sans-serif;color:#555"><span class="pageNumber"></span></div>'
 )
-
-
-def chromium() -> str | None:
-    """The path of the Chromium, or Chrome, of this machine."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    return next((found for name in names if (found := shutil.which(name))), None)
 
 
 def write(built: Path, target: Path) -> int:
