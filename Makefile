@@ -1,10 +1,10 @@
-# make lab | make test | make site | make clean | make lock
-# The first three make .venv first, when it is missing or older than pyproject.toml or requirements.lock, and then call `workbook`.
+# make lab | make test | make site | make pdf | make clean | make lock
+# The first four make .venv first, when it is missing or older than pyproject.toml or requirements.lock, and then call `workbook`.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: lab test site clean lock
+.PHONY: lab test site pdf clean lock
 lab: .venv/.plain
 	$(BIN)/workbook lab
 
@@ -13,6 +13,9 @@ test: .venv/.test
 
 site: .venv/.site
 	$(BIN)/workbook site
+
+pdf: .venv/.site
+	$(BIN)/workbook pdf
 
 .venv/.plain: pyproject.toml requirements.lock
 	$(PYTHON) -m venv .venv

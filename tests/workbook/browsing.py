@@ -1,11 +1,12 @@
 """Chromium, driven by Playwright, for the tests of the site and of JupyterLab; nothing it loads may come from elsewhere."""
 
 import os
-import shutil
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import pytest
+
+from lib.workbook.tools import browser as browsers
 
 ARGUMENTS = (
     "--no-sandbox",
@@ -27,7 +28,7 @@ def missing(what: str):
 @contextmanager
 def chromium():
     """A browser, closed at the end."""
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    program = browsers.chromium()
     if program is None:
         missing("no Chromium: `apt-get install chromium`")
     try:

@@ -72,6 +72,8 @@ def test_every_figure_goes_through_show(file):
     assert not re.search(r"plt\.show\(", code), "show(fig, alt) from lib.given.show.plots asks for a description"
     pictures = re.findall(r"!\[([^\]]*)\]\(|<img(?![^>]*\balt=)", prose(file))
     assert [alt for alt in pictures if len(alt.split()) < 6] == []
+    links = re.findall(r"!\[[^\]]*\]\(([^)\s]+)", prose(file))
+    assert [link for link in links if not ((ROOT / file).parent / link).exists()] == []
 
 
 def at_once(tree: ast.Module) -> list[str]:
@@ -117,6 +119,8 @@ def test_a_link_says_where_it_leads(file):
 def test_a_link_to_another_page_has_its_page(file):
     for text, target in re.findall(r"(?<!!)\[([^\]\n]+)\]\(([\w./-]+\.md)(?:#[\w-]*)?\)", prose(file)):
         assert ((ROOT / file).parent / target).exists(), f"[{text}]({target})"
+    for target in re.findall(r"(?<!!)\[\]\(([\w./-]+\.md)\)", prose(file)):  # the site writes the page's title
+        assert (ROOT / file).parent.joinpath(target).resolve().relative_to(ROOT).as_posix() in WRITTEN, target
 
 
 @on_every_page

@@ -29,7 +29,7 @@ def test_the_back_matter_is_not_numbered_and_may_not_stand_between_chapters(monk
     sites.write_toc({"toc": [start, first, back]})
     toc = written["toc.yml"]
     assert toc.count("numbered: 1") == 1
-    with pytest.raises(BookError, match="expected chapter 02"):
+    with pytest.raises(BookError, match="expected chapter 02 here"):
         sites.write_toc({"toc": [start, first, back, {"title": "II", "children": [rope]}]})
 
 

@@ -150,7 +150,7 @@ def test_reset_of_a_chapter_asks_and_says_how_to_restore(book):
     assert "this resets all of lib/toy.py; if you want that, add --yes" in done.stderr
     assert book.mine("toy").read_bytes() == before
     done = book.workbook("reset", "1", "--yes")
-    command = done.stdout.splitlines()[-1].partition("to have it back: ")[2]
+    command = done.stdout.splitlines()[-1].partition("to get it back: ")[2]
     assert command.startswith("cp .workbook/backups/toy-")
     assert book.run("sh", "-c", command).returncode == 0
     assert book.mine("toy").read_bytes() == before

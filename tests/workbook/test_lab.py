@@ -169,8 +169,7 @@ def run_in_new_cell(page, code: str):
 
 
 def first_chapter() -> dict:
-    written = [entry for entry in pages() if (PROJECT / entry["file"]).exists()]
-    return written[min(1, len(written) - 1)]
+    return next(entry for entry in pages() if entry["file"].startswith("chapters/01_"))
 
 
 @pytest.mark.slow

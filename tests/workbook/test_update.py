@@ -396,7 +396,7 @@ def test_faults_are_one_line(versions, tmp_path):
     versions.git(versions.book, "checkout", "-q", "-b", "mine")
     assert "this branch follows no other; name one with --from" in update(versions, status=2)
     (versions.book.root / ".git/MERGE_HEAD").write_text(versions.git(versions.book, "rev-parse", "HEAD"))
-    assert "a merge or a rebase is not finished" in update(versions, status=2)
+    assert "a merge or a rebase is unfinished" in update(versions, status=2)
     shutil.rmtree(versions.book.root / ".git")
     assert "this copy of the book cannot be updated by git: " in update(versions, status=2)
     assert "git is not installed" in update(versions, status=2, PATH="/nowhere")

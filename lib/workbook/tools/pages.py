@@ -106,7 +106,7 @@ def keep_punctuation(app, doctree: nodes.document) -> None:
 
 def breakable(text: str) -> str:
     """HTML in which a name may break after an underscore, a dot or a slash, as in ``vocab_<wbr>parallel_<wbr>embedding``."""
-    return re.sub(r"(?<=\w)([_/]|\.(?=[A-Za-z]))(?=\w)", r"\1<wbr>", text)
+    return re.sub(r"(?<=[A-Za-z0-9])([_/]|\.(?=[A-Za-z]))(?=[A-Za-z0-9])", r"\1<wbr>", text)
 
 
 class Translator(HTML5Translator):

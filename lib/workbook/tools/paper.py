@@ -2,14 +2,18 @@
 
 import posixpath
 import re
-import shutil
 from pathlib import Path
+from typing import Any
 from urllib.parse import urldefrag
 
 import yaml
-from bs4 import BeautifulSoup, Tag
+from bs4 import BeautifulSoup
 
 from lib.workbook.book.catalog import ROOT, BookError, chapters, pages
+from lib.workbook.tools.browser import chromium
+
+Soup = Any
+"""A document or an element of Beautiful Soup, whose own types make every attribute a string or a list."""
 
 SOURCE = ".book.html"
 """The document that is printed; it lies beside the site's pages while Chromium reads it, so that their pictures are found."""
@@ -34,12 +38,6 @@ article h1 { font-size: 24pt; margin: 0 0 12pt; } article h2 { font-size: 16pt; 
 FOOTER = (
     '<div style="width:100%;text-align:center;font:8px sans-serif;color:#555"><span class="pageNumber"></span></div>'
 )
-
-
-def chromium() -> str | None:
-    """The path of the Chromium, or Chrome, of this machine."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    return next((found for name in names if (found := shutil.which(name))), None)
 
 
 def write(built: Path, target: Path) -> int:
@@ -100,7 +98,7 @@ def _print(browser, source: Path, target: Path) -> None:
     context.close()
 
 
-def _fill_in(document: BeautifulSoup, page_of: dict[str, int | None]) -> None:
+def _fill_in(document: Soup, page_of: dict[str, int | None]) -> None:
     """Write the page numbers into the lists of contents and of figures."""
     for line in document.select(".paper-list li"):
         number = page_of.get("/" + line.a["href"][1:], page_of.get(line.a["href"][1:]))
@@ -117,7 +115,7 @@ def order(built: Path) -> list[str]:
     return [f"{name}.html" for name in names if (built / f"{name}.html").exists()]
 
 
-def assemble(built: Path) -> BeautifulSoup:
+def assemble(built: Path) -> Soup:
     """One document of all pages: unfolded, every link between them inside of it, contents and figures listed.
 
     Raises:
@@ -139,8 +137,12 @@ def assemble(built: Path) -> BeautifulSoup:
     return document
 
 
-def _article(path: Path) -> Tag:
-    page = BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
+def _parsed(text: str) -> Soup:
+    return BeautifulSoup(text, "html.parser")
+
+
+def _article(path: Path) -> Soup:
+    page = _parsed(path.read_text(encoding="utf-8"))
     article = page.select_one("article.bd-article")
     if article is None:
         raise BookError(f"{path} is no page of the site")
@@ -149,7 +151,7 @@ def _article(path: Path) -> Tag:
     return article
 
 
-def _unique_ids(articles: dict[str, Tag]) -> dict[tuple[str, str], str]:
+def _unique_ids(articles: dict[str, Soup]) -> dict[tuple[str, str], str]:
     """Rename what several pages call by one id; the id in the document of each (page, id), "" for the page itself."""
     taken: set[str] = set()
     found = {}
@@ -164,7 +166,7 @@ def _unique_ids(articles: dict[str, Tag]) -> dict[tuple[str, str], str]:
     return found
 
 
-def _lead_inside(name: str, article: Tag, anchors: dict[tuple[str, str], str]) -> None:
+def _lead_inside(name: str, article: Soup, anchors: dict[tuple[str, str], str]) -> None:
     """Turn links to the book's other pages into links within the document, and paths of pictures into the site's."""
     for link in article.select("a[href]"):
         path, anchor = urldefrag(link["href"])
@@ -180,7 +182,7 @@ def _lead_inside(name: str, article: Tag, anchors: dict[tuple[str, str], str]) -
             picture["src"] = posixpath.normpath(posixpath.join(posixpath.dirname(name), picture["src"]))
 
 
-def _unfold(article: Tag) -> None:
+def _unfold(article: Soup) -> None:
     for fold in article.select("details"):
         fold["open"] = ""
         if "hide" in fold.get("class", []) and fold.summary is not None:
@@ -188,24 +190,23 @@ def _unfold(article: Tag) -> None:
             fold.name = "div"  # otherwise the browser puts a word of its own in the summary's place
 
 
-def _frame(files: list[Path]) -> BeautifulSoup:
+def _frame(files: list[Path]) -> Soup:
     """An empty document with the site's style sheets and its mathematics, and without the theme's scripts."""
-    front = BeautifulSoup(files[0].read_text(encoding="utf-8"), "html.parser")
+    front = _parsed(files[0].read_text(encoding="utf-8"))
     sheets = [link for link in front.select("link[rel=stylesheet]") if not re.match(r"[a-z]+:", link["href"])]
     scripts = next(filter(None, map(_mathematics, files)), [])
     title = front.h1.get_text().rstrip("#") if front.h1 else front.title.string
     head = "".join(str(tag) for tag in (*sheets, *scripts))
-    return BeautifulSoup(
+    return _parsed(
         f'<!DOCTYPE html><html lang="en" data-theme="light" data-mode="light"><head><meta charset="utf-8"><title>{title}'
-        f"</title>{head}<style>{STYLE}</style></head><body></body></html>",
-        "html.parser",
+        f"</title>{head}<style>{STYLE}</style></head><body></body></html>"
     )
 
 
-def _mathematics(path: Path) -> list[Tag]:
+def _mathematics(path: Path) -> list[Soup]:
     """The scripts by which a page sets formulas; none where a page has no formula."""
     found = []
-    for script in BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser").select("script"):
+    for script in _parsed(path.read_text(encoding="utf-8")).select("script"):
         if "tex-svg" in (script.get("src") or ""):
             script["src"] = "_static/" + script["src"].partition("_static/")[2]
             found.append(script)
@@ -214,7 +215,7 @@ def _mathematics(path: Path) -> list[Tag]:
     return found
 
 
-def _contents(document: BeautifulSoup, articles: dict[str, Tag]) -> Tag:
+def _contents(document: Soup, articles: dict[str, Soup]) -> Soup:
     """The titles of parts, of pages, and of the pages' sections; a page of solutions has only its title here."""
     lines: list[tuple[int, str, str]] = []
     part_of = _parts()
@@ -235,7 +236,7 @@ def _parts() -> dict[str, str]:
     return {part["children"][0]["file"].replace(".md", ".html"): part["title"] for part in parts}
 
 
-def _figures(document: BeautifulSoup, articles: dict[str, Tag]) -> Tag | None:
+def _figures(document: Soup, articles: dict[str, Soup]) -> Soup | None:
     """The first sentence of every figure's caption."""
     lines = []
     for caption in (caption for article in articles.values() for caption in article.select("p.workbook-caption")):
@@ -246,7 +247,7 @@ def _figures(document: BeautifulSoup, articles: dict[str, Tag]) -> Tag | None:
     return _list(document, "Figures", lines) if lines else None
 
 
-def _list(document: BeautifulSoup, title: str, lines: list[tuple[int, str, str]]) -> Tag:
+def _list(document: Soup, title: str, lines: list[tuple[int, str, str]]) -> Soup:
     article = document.new_tag("article", attrs={"class": "bd-article", "id": f"paper-{title.lower()}"})
     heading = document.new_tag("h1")
     heading.string = title
