@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lib.ranks import mark
+from lib.ranks import milestone
 from lib.workbook.grading import case, expect_close, expect_equal, expect_true, graded
 
 scaling = graded("scaling")
@@ -179,21 +179,21 @@ def rounds(rank: int, world_size: int) -> dict:
     model, state, found = Net(), {}, {}
     optimizer = adamw(model.parameters())
     for turn, counts in enumerate(STEPS):
-        mark(f"round {turn}")
+        milestone(f"round {turn}")
         scaling.local_sgd_step(model, state, optimizer, data(rank, turn, counts[rank]), 0.7, 0.9)
-    mark("one step")
+    milestone("one step")
     found["model"], found["momentum"] = values_of(model), state["momentum"]
     model = Net()
     scaling.local_sgd_step(model, {}, sgd(model.parameters()), data(rank, 0, 1), 1.0, 0.0)
     found["one step"] = values_of(model)
-    mark("in a group")
+    milestone("in a group")
     model = Line()
     group = dist.new_group([1, 3])
     if rank in (1, 3):
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         scaling.local_sgd_step(model, {}, inner, [(torch.tensor([float(rank)]),)], 1.0, 0.0, group=group)
     found["in a group"] = model.weight.detach().clone()
-    mark("end")
+    milestone("end")
     return found
 
 
