@@ -191,7 +191,10 @@ def loses_the_last(symbols, pair):
     return tuple(merged)
 
 
-@mistake("merge_pair", "i += 1 inside a for loop over a range skips nothing: the second symbol comes again")
+@mistake(
+    "merge_pair",
+    "the second symbol of a merged pair comes again: it is not skipped (in a for loop over a range, i += 1 skips nothing)",
+)
 def skips_nothing(symbols, pair):
     merged = []
     for i in range(len(symbols)):

@@ -326,7 +326,7 @@ def test_train_bpe_stops_when_no_pair_is_left():
 
 
 def test_train_bpe_exact_size():
-    case("vocab_size of 256 and one special token: no merge")
+    case("vocab_size=257: the 256 bytes and one special token leave no room for a merge")
     vocab, merges = tokenization.train_bpe("abab", 257, [END])
     expect_equal((merges, len(vocab)), ([], 257), name="(merges, len(vocab))")
 
