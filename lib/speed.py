@@ -174,7 +174,7 @@ def saved_activation_bytes(fn: Callable[[], Any]) -> int:
 
     Convention: count what ``torch.autograd.graph.saved_tensors_hooks`` sees: inputs and parameters that a backward formula
         needs, and intermediate results. Storages are the same if they have the same ``_cdata`` while both are alive (on the
-        meta device ``data_ptr`` is always 0). What ``fn`` drops is freed without waiting for the garbage collector.
+        meta device ``data_ptr`` is always 0). What ``fn`` drops must be freed at once, not by the garbage collector.
     """
     raise NotImplementedError("Exercise 8.8: write saved_activation_bytes")
 
@@ -240,8 +240,8 @@ def memory_timeline(path: str | os.PathLike) -> Iterator[list[dict[str, Any]]]:
 
     Yields:
         A list that grows by one dict for each storage that is made or freed: ``time_s`` since the block began; ``operator``,
-        a text with the name of the operator that made it, as "aten.mm.default", or "free"; ``change_bytes``, negative for a
-        free; ``total_bytes``, alive after the event. With a CUDA device the list stays empty, and all is in the file.
+        what made it, ``str(func)`` as "aten.mm.default", or "free"; ``change_bytes``, negative for a free; ``total_bytes``,
+        alive after the event. With a CUDA device the list stays empty, and all is in the file.
 
     Without a CUDA device, ``path`` holds JSON: ``{"events": the list, "peak_bytes": the greatest total}``. Count storages
     that operators make inside the block, in forward and backward, each once however many views it has; not weights that
