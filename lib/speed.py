@@ -222,8 +222,8 @@ def profile_step(step_fn: Callable[[], Any], path: str | os.PathLike) -> StepPro
         its own, and a range has the sum over the operators that began while it was open, on any thread (autograd has one
         of its own). Do not add the device row that the profiler makes for a range.
 
-    Convention: PyTorch's optimizers open ranges of their own, named "Optimizer.step#AdamW.step" and the like. They are in
-        the trace, but not in ``range_s``, because the step did not open them.
+    Convention: PyTorch's optimizers open ranges of their own, whose names begin with "Optimizer." (``step``, ``zero_grad``).
+        They are in the trace, but not in ``range_s``, because the step did not open them.
     """
     raise NotImplementedError("Exercise 8.10: write profile_step")
 

@@ -91,7 +91,7 @@ def none_is_cpu(fn, warmup=5, repeats=10, device=None):
 @mistake("benchmark", "the code waits for the current accelerator, whichever device was given")
 def waits_for_the_current(fn, warmup=5, repeats=10, device=None):
     on_cpu = device is not None and torch.device(device).type == "cpu"
-    wait = _nothing if on_cpu or not torch.accelerator.is_available() else torch.cuda.synchronize
+    wait = _nothing if on_cpu or not torch.accelerator.is_available() else torch.accelerator.synchronize
     return _timing(_measure(fn, warmup, repeats, wait, wait))
 
 
@@ -384,6 +384,25 @@ def without_class_token(config):
 
 @mistake(
     "vit_training_flops_per_image",
+    "attention is counted over the N patches: the class token is a query and a key too, so there are N + 1",
+)
+def attention_over_patches(config):
+    n = config.n_patches
+    gap = 3 * config.n_layers * 4 * config.dim * ((n + 1) ** 2 - n**2)
+    return reference.vit_training_flops_per_image(config) - gap
+
+
+@mistake(
+    "vit_training_flops_per_image",
+    "the feed-forward part is counted for the N patches: the class token passes through it too, so there are N + 1",
+)
+def feed_forward_of_patches(config):
+    gap = 3 * config.n_layers * 4 * config.dim * config.hidden_dim
+    return reference.vit_training_flops_per_image(config) - gap
+
+
+@mistake(
+    "vit_training_flops_per_image",
     "the hidden width is taken to be four times the model's; use the config's hidden_dim",
 )
 def four_times_wide(config):
@@ -668,6 +687,13 @@ def optimizers_ranges(step_fn, path):
     averages = _profiled(step_fn, path)
     ranges = {e.key: e.cpu_time_total / 1e6 for e in averages if e.is_user_annotation}
     return reference.StepProfile(ranges, _operators(averages))
+
+
+@mistake("profile_step", "only Optimizer.step is left out, but the optimizer names its zero_grad too")
+def optimizers_other_range(step_fn, path):
+    averages = _profiled(step_fn, path)
+    own = [e for e in averages if e.is_user_annotation and not e.key.startswith("Optimizer.step")]
+    return reference.StepProfile({e.key: e.cpu_time_total / 1e6 for e in own}, _operators(averages))
 
 
 @mistake("profile_step", "a range opened twice has the mean of both, where it should have the sum")
@@ -986,4 +1012,17 @@ def tensors_followed(path):
             yield events
     finally:
         mode.resting = True
+        _write(path, events)
+
+
+@mistake(
+    "memory_timeline", 'the operator is called by its short name ("mm.default"), where str(func) says "aten.mm.default"'
+)
+@contextmanager
+def short_names(path):
+    with reference.memory_timeline(path) as events:
+        yield events
+    for event in events:
+        event["operator"] = event["operator"].removeprefix("aten.")
+    if not torch.cuda.is_available():
         _write(path, events)

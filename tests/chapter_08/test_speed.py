@@ -22,6 +22,7 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 speed = graded("speed")
 
 TIMING, PRODUCT, ROOF, PAIRS, TRAINING, IMAGE, SHARE = (f"eq-speed-{n}" for n in (1, 2, 3, 4, 5, 6, 7))
+WAITING = "the contract, under Convention"
 TINY = GPT2Config(vocab_size=10, context_len=2, dim=4, n_layers=1, n_heads=2)
 ODD = GPT2Config(vocab_size=101, context_len=9, dim=24, n_layers=3, n_heads=2)
 TINY_VIT = ViTConfig(image_size=4, patch_size=2, channels=1, n_classes=5, dim=2, n_layers=1, n_heads=1, hidden_dim=3)
@@ -86,14 +87,21 @@ class Host(Machine):
 def run_on(monkeypatch):
     """Run ``benchmark`` on a machine that is put where torch and the clock are."""
 
-    def run(machine, *args, has_accelerator=False, **kwargs):
+    def run(machine, *args, accelerator=None, **kwargs):
+        def synchronize_cuda(device=None):
+            if device is not None and torch.device(device).type != "cuda":
+                raise ValueError(f"Expected a cuda device, but got: {device}")  # as PyTorch does
+            if device is not None or accelerator in ("cuda", None):
+                machine.synchronize(device)
+
         with monkeypatch.context() as patch:
             patch.setattr(time, CLOCK, machine.clock)
-            for module in (torch.cuda, torch.accelerator, torch.mps, torch.xpu):
+            patch.setattr(torch.cuda, "synchronize", synchronize_cuda)
+            for module in (torch.accelerator, torch.mps, torch.xpu):
                 patch.setattr(module, "synchronize", machine.synchronize)
-            for module in (torch.cuda, torch.accelerator):
-                patch.setattr(module, "is_available", lambda: has_accelerator)
-            device = torch.device("cuda") if has_accelerator else None
+            patch.setattr(torch.cuda, "is_available", lambda: accelerator == "cuda")
+            patch.setattr(torch.accelerator, "is_available", lambda: accelerator is not None)
+            device = torch.device(accelerator) if accelerator else None
             patch.setattr(torch.accelerator, "current_accelerator", lambda *args: device)
             return speed.benchmark(machine.fn, *args, **kwargs)
 
@@ -121,9 +129,9 @@ def test_benchmark_by_hand_on_the_host(run_on):
 def test_benchmark_waits_at_all(run_on):
     case("a device that works for 3 s after calls that return in 0.25 s; warmup=1, repeats=1, device='cuda'")
     machine = Machine([3])
-    run_on(machine, warmup=1, repeats=1, device="cuda", has_accelerator=True)
+    run_on(machine, warmup=1, repeats=1, device="cuda", accelerator="cuda")
     problem = "the code never waits for the accelerator: torch.cuda.synchronize was never called"
-    expect_true("synchronize" in machine.done, problem, answer=machine.done, read=TIMING)
+    expect_true("synchronize" in machine.done, problem, answer=machine.done, read=WAITING)
 
 
 def test_benchmark_waits_for_an_accelerator(run_on):
@@ -131,28 +139,38 @@ def test_benchmark_waits_for_an_accelerator(run_on):
         "a device that works for 8, 4, 1, 2 and 6 s after calls that return in 0.25 s; warmup=2, repeats=3, device='cuda'"
     )
     machine = Machine([8, 4, 1, 2, 6])
-    timing = run_on(machine, warmup=2, repeats=3, device="cuda", has_accelerator=True)
+    timing = run_on(machine, warmup=2, repeats=3, device="cuda", accelerator="cuda")
     expect_timing(timing, [1.25, 2.25, 6.25], machine, 5)
     problem = "the code read the clock while the device still worked: synchronise before each reading"
-    expect_true("clock while the device works" not in machine.done, problem, read=TIMING)
+    expect_true("clock while the device works" not in machine.done, problem, read=WAITING)
 
 
 @pytest.mark.parametrize("device", [torch.device("cuda"), torch.device("cuda", 1), "cuda:0", None])
 def test_benchmark_takes_a_device_its_name_or_none(run_on, device):
     case(f"device={device!r}, and there is an accelerator")
     machine = Machine([3])
-    timing = run_on(machine, 1, 2, device, has_accelerator=True)
+    timing = run_on(machine, 1, 2, device, accelerator="cuda")
     expect_timing(timing, [3.25, 3.25], machine, 3)
 
 
 @pytest.mark.parametrize("device", [torch.device("cuda", 1), "cuda:1", torch.device("xpu", 2), "mps"])
 def test_benchmark_waits_for_the_device_that_is_given(run_on, device):
     case(f"device={device!r}, which is not the current accelerator; 3 s of work after calls that return in 0.25 s")
-    machine, read = Machine([3]), "the contract, under Convention"
-    timing = run_on(machine, 1, 2, device, has_accelerator=True)
+    machine = Machine([3])
+    timing = run_on(machine, 1, 2, device, accelerator="cuda")
     expect_timing(timing, [3.25, 3.25], machine, 3)
     waited_for = sorted({str(one) for one in machine.waited_for})
-    expect_equal(waited_for, [str(device)], name="devices that were waited for", read=read)
+    expect_equal(waited_for, [str(device)], name="devices that were waited for", read=WAITING)
+
+
+@pytest.mark.parametrize(("accelerator", "device"), [("xpu", None), ("xpu", "xpu:1"), ("mps", None), ("mps", "mps")])
+def test_benchmark_waits_for_an_accelerator_that_is_not_cuda(run_on, accelerator, device):
+    case(f"device={device!r} on a machine whose accelerator is {accelerator!r}; 3 s of work after calls of 0.25 s")
+    machine = Machine([3])
+    timing = run_on(machine, 1, 2, device, accelerator=accelerator)
+    problem = "the code never waits for an accelerator that is not CUDA"
+    expect_true("synchronize" in machine.done, problem, answer=machine.done, read=WAITING)
+    expect_timing(timing, [3.25, 3.25], machine, 3)
 
 
 @pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
@@ -347,7 +365,10 @@ def test_training_flops_per_token_of_the_real_sizes():
 
 
 def test_vit_training_flops_per_image_by_hand():
-    case("4 patches of 4 pixels, C=2, F=3, one layer, 5 classes: 2 x 64 for the patches, 3 x (160 + 120 + 200 + 20)")
+    case(
+        "4 patches of 4 pixels, C=2, F=3, one layer, 5 classes: 2 x 64 for the patches, "
+        "3 x (160 for the projections + 120 for the feed-forward part + 200 for attention + 20 for the head)"
+    )
     expect_whole(speed.vit_training_flops_per_image(TINY_VIT), 1628, read=IMAGE)
 
 
