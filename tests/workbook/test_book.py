@@ -180,6 +180,22 @@ CONTRACT = {
         "layout_costs",
         "plan",
     ],
+    "moe": [
+        "top_k_router",
+        "load_balancing_loss",
+        "router_z_loss",
+        "sort_by_expert",
+        "grouped_matmul_kernel",
+        "grouped_matmul",
+        "capacity_mask",
+        "update_router_bias",
+        "MoE",
+        "convert_hf_state_dict",
+        "dispatch",
+        "combine",
+        "ExpertParallelMoE",
+        "moe_parameters",
+    ],
 }
 
 

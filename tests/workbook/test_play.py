@@ -11,6 +11,7 @@ import torch
 from lib.given.models.scaling import XXL, Bandwidths, FFNConfig
 from lib.given.parallel import pipeline
 from lib.given.show.play import timelines
+from lib.given.show.play.capacity import figure as capacity_figure
 from lib.given.show.play.clocks import figure as clocks_figure
 from lib.given.show.play.flash_tiles import figure as tiles_figure
 from lib.given.show.play.flash_tiles import hidden, moments, scores_and_values
@@ -25,6 +26,7 @@ from lib.given.show.rings import ring_states
 from lib.workbook.book.catalog import ROOT
 from solutions.flash_attention import online_softmax_update
 from solutions.fsdp import memory_per_device
+from solutions.moe import capacity_mask
 from solutions.rope import apply_rope, precompute_rope, rope_frequencies
 from solutions.scaling import plan
 from solutions.tensor_parallel import pipeline_bubble
@@ -39,6 +41,7 @@ FIGURES = {
     "schedules": schedules_figure(GIVEN),
     "tiles": tiles_figure(online_softmax_update),
     "planner": planner_figure(plan, MODELS, LINKS, (1, 8, 64), (24, 80)),
+    "capacity": capacity_figure(capacity_mask, (0.0, 1.0), (0.5, 1.0, 2.0)),
 }
 CHAPTERS = {
     "ring": "09_mpi",
@@ -47,6 +50,7 @@ CHAPTERS = {
     "schedules": "13_tensor_parallel",
     "tiles": "15_flash_attention",
     "planner": "16_scaling",
+    "capacity": "19_moe",
 }
 every_figure = pytest.mark.parametrize("name", FIGURES)
 
@@ -174,6 +178,15 @@ def test_the_rings_sentences():
     assert "rank 0 chunk 1" in said("ring", ranks=4, step=3)
     assert "holds the sum, and has sent 6 chunks, 1.5 times its array" in said("ring", ranks=4, step=6)
     assert said("ring", ranks=4, step=7) == ""
+
+
+def test_the_capacitys_sentence():
+    text = said("capacity", preference=1.0, factor=1.0)
+    asked = [int(n) for n in re.findall(r"\d+", text.partition(" assignments")[0])]
+    assert len(asked) == 6
+    assert sum(asked) == 48
+    assert "room for 8" in text
+    assert "No assignment is dropped" not in text
 
 
 @pytest.mark.parametrize(("stage", "size", "n_ranks"), [(0, 7e9, 8), (1, 7e9, 8), (2, 405e9, 64), (3, 1.5e9, 64)])
