@@ -1,4 +1,4 @@
-"""What the front page says of the book: three numbers, each counted or measured, and how to cite it."""
+"""The front page's three numbers, each counted or measured, and the entry by which the book is cited."""
 
 import html
 
@@ -31,7 +31,7 @@ class Numbers:
 
 
 def numbers() -> Numbers:
-    """How much one writes, how much faster it gets, and how much memory it saves."""
+    """How many exercises there are, how much faster training gets, and how much memory sharding saves."""
     return Numbers([_exercises(), _speed(), _memory()])
 
 
@@ -58,7 +58,7 @@ def _speed(batch: int = 16) -> tuple[str, str]:
 
 
 def _memory(n_ranks: str = "4", model: str = "ViT-G/14") -> tuple[str, str]:
-    """The sharding of chapter 12 beside PyTorch's DDP."""
+    """Peak memory with chapter 12's sharding, beside that of PyTorch's DDP."""
     measured = load("fsdp")
     peak = {
         name: row["peak_bytes"] / 1e9
