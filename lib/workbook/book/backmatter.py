@@ -31,6 +31,12 @@ def table(head: list[str], rows: list[list[str]]) -> Listing:
     return Listing("\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines))
 
 
+def plain(text: str) -> str:
+    """A docstring's text for Markdown: code in single backticks, and no emphasis from other underscores or asterisks."""
+    parts = text.replace("``", "`").split("`")
+    return "`".join(part if n % 2 else re.sub(r"([_*])", r"\\\1", part) for n, part in enumerate(parts))
+
+
 # ---- links -----------------------------------------------------------------------------------------------------------
 
 
@@ -122,8 +128,9 @@ def names() -> Listing:
     rows = []
     for e in sorted(found, key=lambda e: (e.name.lower(), e.chapter)):
         stretch = ", stretch" if e.stretch else ""
-        summary = e.summary.replace("``", "`")
-        rows.append([f"`{e.name}`", summary, exercise_link(e, e.number) + stretch, chapter_link(chapters()[e.module])])
+        rows.append(
+            [f"`{e.name}`", plain(e.summary), exercise_link(e, e.number) + stretch, chapter_link(chapters()[e.module])]
+        )
     return table(["name", "what it does", "exercise", "chapter"], rows)
 
 
@@ -178,6 +185,6 @@ def sources() -> Listing:
     rows = []
     for e in (e for e in all_exercises() if chapters()[e.module].path.exists()):
         for text in (text for title, text in contracts.parts(e.doc) if title == "Source" and isinstance(text, str)):
-            linked = re.sub(r"arXiv:(\d{4}\.\d{4,5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text.replace("``", "`"))
+            linked = re.sub(r"arXiv:(\d{4}\.\d{4,5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", plain(text))
             rows.append([exercise_link(e, e.number), f"`{e.name}`", linked])
     return table(["exercise", "name", "source"], rows)
