@@ -96,7 +96,7 @@ class Pool:
             RankFailure: a rank raised or died, the ranks deadlocked, the time limit passed, or something is missing.
         """
         if not 1 <= n_ranks <= MAX_RANKS:
-            raise ValueError(f"n_ranks is {n_ranks}, and a pool has 1 to {MAX_RANKS} ranks")
+            raise ValueError(f"n_ranks is {n_ranks}: expected 1 to {MAX_RANKS}, the size of a pool")
         header = {**_surroundings(), "backend": self.backend, "n_ranks": n_ranks, "time_limit_s": time_limit_s}
         header.update(env=dict(env or {}), function=_named(function), args=pickle.dumps(args))
         with self._lock:
