@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lib.fast.flash_hopper import Roles, has_roles, hopper_dkdv, hopper_dq, hopper_forward
-from lib.fast.flash_launch import Address, Box, Launch, Sizes, can_be_read
+from lib.fast.flash_launch import LENGTHS, Address, Box, Launch, Sizes, can_be_read
 from lib.given.kernels.once import NO_SECOND_DERIVATIVE
 from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, LN2, LOG2E, check_shapes, tl, triton
 
@@ -100,7 +100,7 @@ def _bounds(start, T, S, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.cons
         return S // COLS * COLS, S
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def fast_forward_kernel(
     q, k, v, o, lse, T, S, H, scale2,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
@@ -155,7 +155,7 @@ def _keys_back(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def fast_dq_kernel(
     q, k, v, o, do, dq, lse, stats, n_rows, T, S, H, padded, scale2, scale,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
@@ -217,7 +217,7 @@ def _queries(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def fast_dkdv_kernel(
     q, k, v, do, dk, dv, stats, T, S, G, padded, scale2, scale,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,

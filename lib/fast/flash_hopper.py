@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lib.fast.flash_launch import VERSION, Address, Box, Launch, Sizes
+from lib.fast.flash_launch import LENGTHS, VERSION, Address, Box, Launch, Sizes
 from lib.given.kernels.tiles import INTERPRETED, triton
 
 KNOWN = (
@@ -291,7 +291,7 @@ if GLUON:
         _pass_by(full, empty, n, n_tiles, CUT)
         tma.store_wait(0)
 
-    @gluon.jit
+    @gluon.jit(do_not_specialize=LENGTHS)
     def hopper_forward_kernel(q, k, v, out, lse, T, S, H, scale2, CUT: gl.constexpr):
         """Like ``fast_forward_kernel``."""
         q_s = gl.allocate_shared_memory(q.dtype, [CUT.users, 64, CUT.width], tile_layout(64, CUT))
@@ -360,7 +360,7 @@ if GLUON:
         _pass_by(full, empty, n, n_tiles, CUT)
         tma.store_wait(0)
 
-    @gluon.jit
+    @gluon.jit(do_not_specialize=LENGTHS)
     def hopper_dq_kernel(q, k, v, o, do, dq, lse, stats, n_rows, T, S, H, padded, scale2, scale, CUT: gl.constexpr):
         """Like ``fast_dq_kernel``; stores stats [2, heads * padded] for dK/dV."""
         q_s = gl.allocate_shared_memory(q.dtype, [CUT.users, 64, CUT.width], tile_layout(64, CUT))
@@ -474,7 +474,7 @@ if GLUON:
         copy_out(dv_out, [head // G, head % G, mine, 0], _box(value_place, dv_out))
         tma.store_wait(0)
 
-    @gluon.jit
+    @gluon.jit(do_not_specialize=LENGTHS)
     def hopper_dkdv_kernel(q, k, v, do, dk, dv, stats, n_rows, T, S, G, padded, scale2, scale, CUT: gl.constexpr):
         """Like ``fast_dkdv_kernel``, with stats as one row."""
         q_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, CUT.tile, CUT.width], tile_layout(CUT.tile, CUT))

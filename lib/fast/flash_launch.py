@@ -22,6 +22,7 @@ VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if HAS_TRITON else 
 DIRECT = (
     (3, 6),
 )  # versions of Triton whose launcher `_direct` knows; with others a launch goes through Triton's Python
+LENGTHS = ("T", "S", "H", "G")  # arguments of kernels that are not compiled anew for a multiple of 16, or for 1
 MOST_DESCRIPTORS = 256  # that an argument keeps
 
 
