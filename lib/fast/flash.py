@@ -54,6 +54,7 @@ ROLES_TABLE: dict[tuple[int, bool], tuple[Tiles | Roles, Tiles | Roles, Tiles | 
 }
 # Queries (keys for dK/dV) in all heads: with fewer, kernels with roles leave multiprocessors idle (lib.bench.flash_short).
 ENOUGH_ROWS = (2**16, 2**15, 2**15)
+QUICKEST = {(64, True), (64, False), (96, True), (128, True)}  # width, causal: where no kernel of PyTorch is faster
 WIDTHS = range(64, 129, 8)  # those between are computed in tiles of 128
 
 
@@ -645,6 +646,12 @@ def fits_fast(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
         return False
     known = q.dtype is torch.bfloat16 or q.dtype is torch.float16
     return known and _has_copy_engine(q.device) and q.numel() > 0 and k.numel() > 0
+
+
+def is_quickest(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
+    """Whether the fast kernels were measured to be ahead of all of PyTorch's, by ``lib.bench.flash_shapes``."""
+    ungrouped = q.ndim < 3 or q.shape[-3] == k.shape[-3]
+    return ungrouped and q.shape[-2] > 1 and (q.shape[-1], is_causal) in QUICKEST and fits_fast(q, k, v, is_causal)
 
 
 def flash_attention_fast(
