@@ -65,6 +65,7 @@ if GLUON:
     copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
     LOG2E, LN2 = gl.constexpr(math.log2(math.e)), gl.constexpr(math.log(2))
+    RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # in newer versions of Triton
     FLAT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
     @gluon.constexpr_function
@@ -93,7 +94,10 @@ if GLUON:
     @gluon.jit
     def _box(shared, descriptor):
         """The same memory with the four dimensions of what the copy engine copies."""
-        return shared._reinterpret(descriptor.dtype, descriptor.block_shape, descriptor.layout)
+        if RENAMED:
+            return shared.reinterpret(descriptor.dtype, descriptor.block_shape, descriptor.layout)
+        else:  # noqa: RET505
+            return shared._reinterpret(descriptor.dtype, descriptor.block_shape, descriptor.layout)
 
     # ---- the ring ----------------------------------------------------------------------------------------------------
 
