@@ -55,7 +55,12 @@ ROLES_TABLE: dict[tuple[int, bool], tuple[Tiles | Roles, Tiles | Roles, Tiles | 
 # Queries (keys for dK/dV) in all heads: with fewer, kernels with roles leave multiprocessors idle (lib.bench.flash_short).
 ENOUGH_ROWS = (2**16, 2**15, 2**15)
 QUICKEST = {(64, True), (64, False), (96, True), (128, True)}  # width, causal: where no kernel of PyTorch is faster
-WIDTHS = range(64, 129, 8)  # those between are computed in tiles of 128
+WIDTHS = range(64, 257, 8)  # those between are computed in tiles of 128 or 256
+WIDE = (
+    Tiles(64, 64, 4, 2),
+    Tiles(64, 32, 4, 2),
+    Tiles(32, 64, 8, 2),
+)  # for width 256, twice as fast as chapter 15's own
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
@@ -255,9 +260,9 @@ def fast_dkdv_kernel(
 
 def tiles_for(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tiles | Roles, Tiles | Roles, Tiles | Roles]:
     """Tiles of forward, dQ and dK/dV for this device and these sizes; small ones for widths in no table, as in the tests."""
-    small = Tiles(32, 32, 4, 2)
+    small = (Tiles(32, 32, 4, 2),) * 3
     width = q.shape[-1] if INTERPRETED else sizes_of(q, k, is_causal).width
-    chosen = TABLE.get((width, is_causal), (small, small, small))
+    chosen = TABLE.get((width, is_causal), WIDE if width == 256 else small)
     if not has_roles(q) or (width, is_causal) not in ROLES_TABLE:
         return chosen
     rows = q.shape[:-1].numel(), q.shape[:-1].numel(), k.shape[:-1].numel()
@@ -630,7 +635,7 @@ class EagerJoined(torch.autograd.Function):
 
 def _looked_at(*xs: Tensor) -> bool:
     """Whether somebody watches operators: a dispatch mode, or tensors of another kind, such as fake ones without memory."""
-    return _get_current_dispatch_mode() is not None or any(type(x) is not Tensor for x in xs)
+    return _get_current_dispatch_mode() is not None or {Tensor} != {type(x) for x in xs}
 
 
 @torch.compiler.assume_constant_result
@@ -641,7 +646,7 @@ def _has_copy_engine(device: torch.device) -> bool:
 
 
 def fits_fast(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
-    """Whether the fast kernels can compute it: a Hopper GPU, 16 bits, a width from 64 to 128 that is a multiple of 8."""
+    """Whether the fast kernels can compute it: a Hopper GPU, 16 bits, a width from 64 to 256 that is a multiple of 8."""
     if not q.is_cuda or not HAS_TRITON or INTERPRETED or q.ndim < 2 or q.shape[-1] not in WIDTHS:
         return False
     known = q.dtype is torch.bfloat16 or q.dtype is torch.float16
