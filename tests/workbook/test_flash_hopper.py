@@ -27,6 +27,7 @@ from lib.fast.flash import (
 from lib.fast.flash_hopper import KNOWN, VERSION, Roles, has_roles
 from lib.given.kernels.tiles import INTERPRETED
 
+pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # autograd's thread says so once
 needs_roles = pytest.mark.skipif(
     not has_roles(torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu")),
     reason="warps have roles on a GPU of compute capability 9.0, with a Triton that is proven",
@@ -198,7 +199,6 @@ def gap(found, exact):
 @pytest.mark.gpu
 @needs_roles
 @pytest.mark.time_limit(300)
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # autograd's thread says so once
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("width", [64, 128])
@@ -272,7 +272,6 @@ def test_any_length_and_any_strides_without_a_copy(width, causal, monkeypatch):
 
 @pytest.mark.gpu
 @needs_roles
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 def test_what_the_copy_engine_cannot_read_is_copied_and_right():
     (q, k, v, do), exact = given_at((1, 2, 2, 128, 128), 64, True, torch.bfloat16)
     odd = torch.empty(q.numel() + 1, dtype=q.dtype, device="cuda")[1:].view(q.shape).copy_(q)
