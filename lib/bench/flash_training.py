@@ -84,16 +84,16 @@ def trainer(task: Task, name: str, batch: int) -> Any:
 def race(task: Task, names: list[str], batch: int) -> dict[str, Any]:
     """Milliseconds of a step for each, in turns; the losses after the first steps show that all train the same model."""
     found: dict[str, Any] = {}
-    steps: dict[str, Callable[[], Tensor]] = {}
+    trainers: dict[str, Any] = {}  # they must live as long as their graphs, which read their parameters
     times: dict[str, list[float]] = {name: [] for name in names}
     for name in names:
         torch.manual_seed(0)
-        ready = trainer(task, name, batch)
-        ready.warm_up()
-        steps[name], found[name] = ready.step, {"loss": ready.step().item()}
+        trainers[name] = trainer(task, name, batch)
+        trainers[name].warm_up()
+        found[name] = {"loss": trainers[name].step().item()}
     for turn in range(ROUNDS if task.device == "cuda" else 1):
         for name in names[:: 1 if turn % 2 == 0 else -1]:
-            times[name].append(step_ms(steps[name], task.device))
+            times[name].append(step_ms(trainers[name].step, task.device))
     for name, ms in times.items():
         rate = 1e3 * task.items(batch) / spread(ms)["median"]
         found[name] |= {"step_ms": spread(ms), "items_per_s": rate, "mfu": rate * flops_per_item(task) / PEAK_FLOPS}
