@@ -80,7 +80,8 @@ def inputs(shape: Shape, device: str) -> tuple[list[Tensor], Tensor]:
 def ours(shape: Shape, leaves: list[Tensor]) -> Tensor:
     if shape.joined:
         return flash_attention_joined(leaves[0], shape.heads, shape.causal)
-    return flash_attention_fast(*leaves, shape.causal)
+    q, k, v = leaves
+    return flash_attention_fast(q, k, v, shape.causal)
 
 
 def theirs(shape: Shape, leaves: list[Tensor], backends: list[Any]) -> Tensor:
@@ -242,7 +243,7 @@ def main() -> None:
         assert [x.shape for x in split_joined(found, 2)] == [(1, 2, 33, 16), (1, 1, 33, 16), (1, 1, 33, 16)]
         print(f"{len(SHAPES)} shapes of {1 + len(OTHERS)} kernels would be timed, but there is no GPU")
         return
-    start, rows = time.perf_counter(), []
+    start, rows = time.perf_counter(), list[dict[str, Any]]()
     results: dict[str, Any] = {"rows": rows, "host": {}}
     for name in ("GPT-2: 16 x 12 x 64, 1,024 tokens, causal", "ViT: 64 x 16 x 64, 256 tokens, full"):
         results["host"][name] = host(SHAPES[name])

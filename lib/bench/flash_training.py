@@ -43,8 +43,9 @@ class Trainer:
             dtype=torch.bfloat16, attention=attention, loss_kernel=not vit, gelu_kernel=vit, heads_kernel=vit
         )
         self.loss: Callable[[Tensor, Tensor], Tensor]
+        self.model: torch.nn.Module
         if vit:
-            self.model = self.loss = RowViT(model, path, min(N_BLOCKS, task.config.n_layers), compiled)
+            self.loss = self.model = RowViT(model, path, min(N_BLOCKS, task.config.n_layers), compiled)
         else:
             self.model = model
             self.loss = compiled(lambda inputs, targets: task.fast(model, inputs, targets, path))

@@ -672,7 +672,7 @@ def flash_attention_fast(
     """
     if q.ndim > 4:
         check_shapes(q, k, v)
-        flat = flash_attention_fast(*(x.flatten(0, -4) for x in (q, k, v)), is_causal)
+        flat = flash_attention_fast(q.flatten(0, -4), k.flatten(0, -4), v.flatten(0, -4), is_causal)
         return flat.unflatten(0, q.shape[:-3])
     if torch.compiler.is_compiling() or _looked_at(q, k, v):
         check_shapes(q, k, v)

@@ -27,18 +27,18 @@ MOST_DESCRIPTORS = 256  # that an argument keeps
 
 
 class Box(NamedTuple):
-    """An argument of a kernel: a descriptor with which the copy engine copies boxes of tensor number ``index``."""
+    """An argument of a kernel: a descriptor with which the copy engine copies boxes of tensor number ``tensor``."""
 
-    index: int
+    tensor: int
     box: tuple[int, ...]
     layout: Any = None  # of Gluon: where the numbers of a box lie in shared memory
     flat: tuple[int, ...] | None = None  # for a contiguous tensor: the shape in which it is described
 
 
 class Address(NamedTuple):
-    """An argument of a kernel: the address of tensor number ``index``."""
+    """An argument of a kernel: the address of tensor number ``tensor``."""
 
-    index: int
+    tensor: int
 
 
 def as_heads(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -136,10 +136,10 @@ def _shape_of(arg: Box, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _argument(arg: Any, tensors: tuple[Tensor, ...]) -> Any:
     if isinstance(arg, Address):
-        return tensors[arg.index]
+        return tensors[arg.tensor]
     if not isinstance(arg, Box):
         return arg
-    x = tensors[arg.index]
+    x = tensors[arg.tensor]
     shape, strides = _shape_of(arg, x)
     if INTERPRETED:  # it reads the tensor itself; when compiled, only its address matters
         x = x.as_strided(shape, strides)
@@ -163,15 +163,16 @@ def _direct(launch: Launch, compiled: Any, tensors: tuple[Tensor, ...]) -> Calla
     run = inspect.getclosurevars(outer.launch).nonlocals.get("launcher")
     if run is None or len(described) != sum(isinstance(arg, Box) for arg in launch.args) or None in described:
         return None
-    encode, flat, slots = driver.active.utils.fill_tma_descriptor, [], []
+    encode, flat = driver.active.utils.fill_tma_descriptor, []  # type: ignore[var-annotated]
+    slots: list[tuple[int, int, dict[int, Any] | None, tuple]] = []
     for arg in launch.args:
         if isinstance(arg, Box):
-            meta, (shape, strides) = described.pop(0), _shape_of(arg, tensors[arg.index])
-            fixed = (meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]])
-            slots.append((len(flat), arg.index, {}, (*fixed, meta["block_size"], list(shape), list(strides), 0)))
+            meta, (shape, strides) = described.pop(0), _shape_of(arg, tensors[arg.tensor])
+            kind = (meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]])
+            slots.append((len(flat), arg.tensor, {}, (*kind, meta["block_size"], list(shape), list(strides), 0)))
             flat += [None, *shape, *strides]
         elif isinstance(arg, Address):
-            slots.append((len(flat), arg.index, None, ()))
+            slots.append((len(flat), arg.tensor, None, ()))
             flat.append(None)
         else:
             flat.append(arg)

@@ -40,8 +40,8 @@ def workbook_attention(
         return flash_attention_fast(query, key, value, causal).transpose(1, 2), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **given, **kwargs)
+    given: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
 
 
 def register(name: str = "workbook") -> None:

@@ -96,7 +96,8 @@ def attend_joined(x: Tensor, n_heads: int, path: Path, causal: bool) -> Tensor:
     heads = x.unflatten(-1, (3 * n_heads, -1))
     if _takes_ours(*split_joined(heads, n_heads), path, causal):
         return flash_attention_joined(heads, n_heads, causal).flatten(2)
-    return attend(*x.unflatten(-1, (3, n_heads, -1)).unbind(2), path, causal)
+    q, k, v = x.unflatten(-1, (3, n_heads, -1)).unbind(2)
+    return attend(q, k, v, path, causal)
 
 
 def _takes_ours(q: Tensor, k: Tensor, v: Tensor, path: Path, causal: bool) -> bool:
