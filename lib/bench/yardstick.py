@@ -73,7 +73,7 @@ class Cell:
     n_gpus: int = 1
     sharded: bool = False
     n_blocks: int = 4
-    attention: str = "fused"
+    attention: str = "quickest"
     tiny: bool = False
 
     @property
@@ -577,7 +577,7 @@ def main() -> None:
     parser.add_argument(
         "--blocks", type=int, default=0, help="blocks in each part of ours, instead of the cell's number"
     )
-    parser.add_argument("--attention", choices=ATTENTIONS, default="fused", help="attention kernel of ours")
+    parser.add_argument("--attention", choices=ATTENTIONS, default="quickest", help="attention kernel of ours")
     parser.add_argument("--step", choices=STEPS, default="graph", help="what of ours goes into a CUDA graph")
     parser.add_argument("--seconds", type=float, default=10, help="seconds to time each cell")
     parser.add_argument("--budget", type=float, default=500, help="start no further cell after this many seconds")

@@ -121,7 +121,11 @@ def make_parser(program: str, models: list[str], items: str, description: str) -
     what.add_argument("--path", choices=("auto", "fast", "plain"), default="auto",
                       help="fast: lib.fast.models; plain: the model as in its chapter; auto: fast where the strategy allows it")  # fmt: skip
     what.add_argument(
-        "--attention", choices=("fused", "flash", "cudnn"), default="fused", help="attention kernel of the fast path"
+        "--attention",
+        choices=("quickest", "workbook", "fused", "flash", "cudnn"),
+        default="quickest",
+        help="attention kernel of the fast path: chapter 15's where it was measured to be the fastest, or wherever it fits; "
+        "PyTorch's choice; or one of PyTorch's",
     )
     what.add_argument("--compile", nargs="?", const="auto", choices=("auto", "whole", "blocks"),
                       help="torch.compile the whole model (single) or each block, so that gradients are ready early")  # fmt: skip
@@ -215,7 +219,7 @@ def check_flags(o: Options) -> Options:
         )
     if o.precision == "float16" and (o.strategy, o.engine) == ("tp", "torch"):
         raise UsageError("--precision float16 with --strategy tp --engine torch: expected bf16, or --engine ours")
-    if o.attention != "fused" and (o.path == "plain" or o.precision not in ("bf16", "float16")):
+    if o.attention not in ("quickest", "fused") and (o.path == "plain" or o.precision not in ("bf16", "float16")):
         raise UsageError(
             f"--attention {o.attention} with --path {o.path} --precision {o.precision}: a 16-bit kernel of the fast path; "
             "expected --attention fused, or --path fast with --precision bf16 or float16"
