@@ -44,8 +44,8 @@ class Task:
         self.options, self.dtype = options, DTYPES[options.precision]
 
     @classmethod
-    def widths(cls, model: str) -> dict[str, int]:
-        """The widths that tensor parallelism divides, by name."""
+    def sizes(cls, options: Options) -> dict[str, dict[str, int]]:
+        """The sizes that each kind of parallelism divides, by kind and name. A kind that this model cannot have stands under "why", with the reason."""
         raise NotImplementedError
 
     def new_model(self) -> nn.Module:
@@ -92,9 +92,11 @@ class ViTTask(Task):
         self.flops_per_item = vit_training_flops_per_image(self.config)
 
     @classmethod
-    def widths(cls, model: str) -> dict[str, int]:
-        config = vit.preset(model)
-        return {"n_heads": config.n_heads, "hidden_dim": config.hidden_dim}
+    def sizes(cls, options):
+        config = vit.preset(options.model)
+        widths = {"n_heads": config.n_heads, "hidden_dim": config.hidden_dim}
+        why = {"context": "a picture is a short sequence, whose class token the head reads on one rank only"}
+        return {"tensor": widths, "pipeline": {"n_layers": config.n_layers}, "why": why}
 
     def new_model(self) -> nn.Module:
         from lib.vit import VisionTransformer
@@ -121,16 +123,19 @@ class GPT2Task(Task):
 
         super().__init__(options)
         config = GPT2_PRESETS[options.model]
-        length = options.context or config.context_len
-        padded = pad_vocab(config.vocab_size) if options.path == "fast" else None
-        self.config: GPT2Config = replace(config, context_len=length, padded_vocab_size=padded)
+        length = options.length or config.context_len
+        self.config: GPT2Config = replace(config, context_len=length, padded_vocab_size=pad_vocab(config.vocab_size))
         self.source = open_tokens(options, config.vocab_size, length)
         self.per_row, self.flops_per_item = length, training_flops_per_token(self.config)
 
     @classmethod
-    def widths(cls, model: str) -> dict[str, int]:
-        config = GPT2_PRESETS[model]
-        return {"n_heads": config.n_heads, "hidden_dim": 4 * config.dim}
+    def sizes(cls, options):
+        config = GPT2_PRESETS[options.model]
+        return {
+            "tensor": {"n_heads": config.n_heads, "hidden_dim": 4 * config.dim},
+            "context": {"length": options.length or config.context_len},
+            "pipeline": {"n_layers": config.n_layers},
+        }
 
     def new_model(self) -> nn.Module:
         from lib.gpt2 import GPT2
@@ -165,8 +170,8 @@ class Loss(nn.Module):
             self.model = task.new_model().to(device)  # torch.normal ignores the default device
         self.task, self.device, options = task, device, task.options
         self.path = task.fast_path(device) if options.path == "fast" else None
-        sharded = options.strategy == "fsdp"  # its parameters are gathered in the dtype of the products
-        self.mixes = self.path is None and task.dtype != torch.float32 and not sharded
+        # sharded parameters are gathered in the dtype of the products
+        self.mixes = self.path is None and task.dtype != torch.float32 and not options.shards
         self.place_blocks()
 
     def place_blocks(self) -> None:

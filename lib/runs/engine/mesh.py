@@ -1,0 +1,111 @@
+"""How the ranks are arranged: a degree for each kind of parallelism, checked against the ranks and the model, and the mesh that they span."""
+
+import math
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lib.runs.engine.options import KINDS, STRATEGIES, Options, UsageError
+
+
+def arrange(options: Options, n_ranks: int) -> Options:
+    """The options with a number for every degree; their product is the number of ranks.
+
+    Raises:
+        UsageError: it is not; the message shows the product.
+    """
+    if options.strategy is not None:
+        kind = STRATEGIES[options.strategy]
+        if kind is None and n_ranks > 1:
+            raise UsageError(
+                f"--strategy single runs on 1 rank, but {n_ranks} were started: expected {', '.join(list(STRATEGIES)[1:-1])} "
+                f"or {list(STRATEGIES)[-1]}, or degrees such as --shard {n_ranks}"
+            )
+        return replace(options, **{name: n_ranks if name == kind else 1 for name in KINDS})
+    given = {name: getattr(options, name) or 1 for name in KINDS}
+    known = math.prod(n for n in given.values() if n != -1)
+    degrees = {name: n_ranks // known if n == -1 else n for name, n in given.items()}
+    if math.prod(degrees.values()) != n_ranks:
+        shown = " x ".join(f"--{name} {n}" for name, n in given.items() if n != 1) or "no degree"
+        raise UsageError(
+            f"{shown} is {known} rank{'s' * (known > 1)}, but {n_ranks} {'were' if n_ranks > 1 else 'was'} started: "
+            f"expected degrees whose product is {n_ranks}"
+            if -1 not in given.values()
+            else f"{shown}: {n_ranks} ranks do not divide into groups of {known}: {_division(n_ranks, known)}"
+        )
+    return replace(options, **degrees)
+
+
+def _division(n: int, parts: int) -> str:
+    return f"{n} = {n // parts} x {parts} + {n % parts}"
+
+
+def check_degrees(options: Options, sizes: dict[str, dict[str, int]]) -> None:
+    """Check that the degrees can divide the model.
+
+    Args:
+        options: With a number for every degree.
+        sizes: A task's ``sizes``.
+
+    Raises:
+        UsageError: a degree cannot; the message names the size.
+    """
+    for kind in ("tensor", "context", "pipeline"):
+        n = getattr(options, kind)
+        if n == 1:
+            continue
+        if kind not in sizes:
+            raise UsageError(f"{options.named(kind)}: {sizes['why'][kind]}; expected --{kind} 1")
+        for name, size in sizes[kind].items():
+            if kind == "pipeline" and size < n:
+                raise UsageError(
+                    f"--model {options.model} has {name} = {size}, too few for {options.named(kind)} with {n} stages: expected at most {size} stages"
+                )
+            parts = 2 * n if kind == "context" else n  # zigzag gives every rank two chunks
+            if kind != "pipeline" and size % parts:
+                what = f"{n} ranks with two chunks each" if kind == "context" else f"{n} ranks"
+                raise UsageError(
+                    f"--model {options.model} has {name} = {size}, which {options.named(kind)} cannot divide among {what}: "
+                    f"{_division(size, parts)}; expected a degree that divides it"
+                )
+
+
+class Mesh:
+    """The ranks as one ``DeviceMesh`` whose axes are the kinds of parallelism, and this rank's place in it.
+
+    Ranks that hold the same parameters and train on different tokens differ along ``replicate`` or ``context``: together they are
+    the copies, over which gradients are averaged.
+
+    Args:
+        options: With a number for every degree.
+        device: Device of this rank.
+    """
+
+    def __init__(self, options: Options, device: torch.device):
+        self.size = {kind: getattr(options, kind) for kind in KINDS}
+        self.devices = init_device_mesh(device.type, tuple(self.size.values()), mesh_dim_names=KINDS)
+        self.rank = {kind: self.devices.get_local_rank(kind) for kind in KINDS}
+        self.stage_size = self.devices.size() // self.size["pipeline"]
+        self.stage_rank = dist.get_rank() % self.stage_size  # the pipeline is the outermost axis
+        self._copies = self.devices["replicate", "context"]._flatten("copies")
+        self.size["copies"] = self._copies.size()
+
+    def group(self, kind: str) -> dist.ProcessGroup:
+        """The ranks along one axis, or ``"copies"``."""
+        return (self._copies if kind == "copies" else self.devices[kind]).get_group()
+
+    def along(self, kind: str) -> dict[str, Any]:
+        """``{"group": ...}`` for a function that takes all ranks by default; empty where the axis has all ranks."""
+        return {} if self.size[kind] == self.devices.size() else {"group": self.group(kind)}
+
+    def copies_by_shard(self) -> DeviceMesh:
+        """The two axes that ``fully_shard`` takes for hybrid sharding."""
+        if self.size["context"] == 1:
+            return self.devices["replicate", "shard"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a flattened axis beside others has no other public form
+            return self.devices["copies", "shard"]
