@@ -179,7 +179,12 @@ class Run:
         numbers = next(self.numbers)[0][:, 0]
         if self.device.type == "cuda":
             numbers = numbers.pin_memory().to(self.device, non_blocking=True)
-        return self.task.source.fetch(numbers)
+        inputs, targets = self.task.source.fetch(numbers)
+        if self.mesh is not None and self.options.uses("context"):
+            from lib.runs.engine.context import share_of
+
+            return share_of(inputs, self.mesh), share_of(targets, self.mesh)
+        return inputs, targets
 
     def plain_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Forward, backward, clipping, one update.
@@ -219,7 +224,7 @@ class Run:
         numbers = torch.stack([total, self.asked])
         if self.mesh is not None:
             dist.all_reduce(numbers)
-            numbers /= self.world.size
+            numbers *= self.mesh.size["pipeline"] / self.world.size  # the loss is on the last stage only
         return numbers
 
     def set_lr(self, step: int) -> float:

@@ -246,13 +246,14 @@ def _contents(strategy: Any, optimizer: Optimizer) -> dict[str, dict[str, Tensor
     """The whole tensors that this rank writes: for each, the ranks of its stage put it together, and the one with the fewest bytes so far keeps it on the host."""
     mine: dict[str, dict[str, Tensor]] = {}
     n_bytes = [0] * strategy.mesh.stage_size
+    elsewhere = () if strategy.loss.is_first else strategy.tied
     for name, p in strategy.named().items():
         tensors = {MODEL: p, **{key: value for key, value in optimizer.state[p].items() if _is_like(value, p)}}
         for key, tensor in tensors.items():
             for member, whole in strategy.whole(name, tensor).items():
                 writer = n_bytes.index(min(n_bytes))
                 n_bytes[writer] += whole.nbytes
-                if writer == strategy.mesh.stage_rank and member not in strategy.elsewhere:
+                if writer == strategy.mesh.stage_rank and member not in elsewhere:
                     mine.setdefault(key, {})[member] = whole.detach().to("cpu", copy=True)
     return mine
 

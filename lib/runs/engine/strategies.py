@@ -34,7 +34,7 @@ class Strategy:
         call: ``call(inputs, targets)`` returns the mean loss.
         decays: Names of the parameters with weight decay, before anything was divided.
         cuts: How parameters are divided along the tensor axis.
-        elsewhere: Names of parameters of which the first stage has a copy too.
+        tied: Names of the parameters on this stage that both the first stage and the last one have.
     """
 
     def __init__(self, options: Options, loss: Loss, mesh: Mesh | None):
@@ -42,11 +42,24 @@ class Strategy:
         decaying = {id(p) for p in parameter_groups(loss.model, options.weight_decay)[0]["params"]}
         self.decays = {name for name, p in loss.model.named_parameters() if id(p) in decaying}
         self.cuts: Cuts = {}
-        self.elsewhere: set[str] = set()
+        self.tied: list[str] = []
+        self.pipeline: Any = None
+        if mesh is not None and options.uses("pipeline"):
+            from lib.runs.engine.stages import keep_stage
+
+            self.tied = keep_stage(loss, mesh)
         if mesh is not None and options.uses("tensor"):
             with loss.device:
                 self.cuts = divide_layers(loss.model, mesh, options.ours)
+        if mesh is not None and options.uses("context"):
+            from lib.runs.engine.context import divide_sequences
+
+            divide_sequences(loss.model, mesh)
         self.call: Any = self.wrap(loss)
+        if mesh is not None and options.uses("pipeline"):
+            from lib.runs.engine.stages import Pipeline
+
+            self.pipeline = Pipeline(self.call, loss, mesh, options.accumulate, options.ours)
 
     def wrap(self, loss: Loss) -> nn.Module:
         """Wrap the loss, and divide what is left of its parameters."""
@@ -67,6 +80,8 @@ class Strategy:
 
     def backward(self, inputs: Tensor, targets: Tensor, scale: Callable[[Tensor], Tensor]) -> Tensor:
         """The gradient of the whole batch, micro-batch by micro-batch. Returns this rank's mean loss, detached."""
+        if self.pipeline is not None:
+            return self.backward_of_stage(inputs, targets)
         n, total = self.options.accumulate, torch.zeros((), device=self.loss.device)
         for i, (x, y) in enumerate(zip(inputs.chunk(n), targets.chunk(n), strict=True)):
             with self.micro_step(i == n - 1):
@@ -75,6 +90,16 @@ class Strategy:
             total += loss.detach().float()
         self.finish()
         return total
+
+    def backward_of_stage(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """``backward`` where this rank has a stage only; the loss is 0 on all but the last."""
+        with self.micro_step(not self.options.ours):  # ours is synchronized at the end; PyTorch's schedule does it by itself
+            loss = self.pipeline.run(inputs, targets)
+        self.finish()
+        for name, p in self.named().items():
+            if any(member in self.tied for member in self.members(name)):
+                self.pipeline.add_ends(local(p.grad))
+        return loss.float()
 
     def micro_step(self, is_last: bool) -> AbstractContextManager:
         """Context for forward and backward of a micro-batch: gradients are synchronized in the last one only."""
@@ -119,7 +144,7 @@ class Strategy:
         """The number of ranks that hold the same values of a parameter of the model."""
         assert self.mesh is not None
         axes = ["copies"] + ["shard"] * (not self.options.uses("shard")) + ["tensor"] * (name not in self.cuts)
-        n = 1
+        n = 2 if name in self.tied else 1
         for axis in axes:
             n *= self.mesh.size[axis]
         return n
@@ -227,6 +252,10 @@ class Sharded(Strategy):
     def wrap(self, loss):
         low = loss.task.dtype if loss.task.dtype != torch.float32 else None
         settings: dict = {"param_dtype": low, **self.mesh.along("shard")}
+        if self.options.uses("pipeline"):
+            from lib.runs.engine.stages import units_of
+
+            settings["units"] = units_of(loss)
         if self.mesh.size["copies"] > 1:
             wrapped: FullySharded = HybridSharded(loss, copies=self.mesh.group("copies"), **settings)
         else:

@@ -32,6 +32,7 @@ class Task:
         config: Configuration of the model.
         source: The data.
         flops_per_item: FLOPs of a training step for one unit.
+        first_parts, last_parts: The model's parts before its blocks and after them.
     """
 
     unit: str
@@ -39,6 +40,8 @@ class Task:
     config: Any
     source: Source
     flops_per_item: int
+    first_parts: tuple[str, ...]
+    last_parts: tuple[str, ...]
 
     def __init__(self, options: Options):
         self.options, self.dtype = options, DTYPES[options.precision]
@@ -64,6 +67,14 @@ class Task:
     def plain_logits(self, model: Any, inputs: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def enter(self, model: Any, inputs: Tensor) -> Tensor:
+        """The residual stream that the first block reads."""
+        raise NotImplementedError
+
+    def leave(self, model: Any, x: Tensor) -> Tensor:
+        """The logits, from what the last block returns."""
+        raise NotImplementedError
+
     def describe(self) -> dict[str, Any]:
         """The settings that a run and its checkpoint must share."""
         o = self.options
@@ -75,6 +86,7 @@ class ViTTask(Task):
     """Image classification."""
 
     unit, per_row = "image", 1
+    first_parts, last_parts = ("embeddings",), ("norm", "head")
 
     def __init__(self, options: Options):
         super().__init__(options)
@@ -112,11 +124,19 @@ class ViTTask(Task):
     def plain_logits(self, model, inputs):
         return model(inputs)
 
+    def enter(self, model, inputs):
+        return model.embeddings(inputs)
+
+    def leave(self, model, x):
+        x = model.norm(x)
+        return model.head(x[:, 0] if self.config.pooling == "token" else x[:, 1:].mean(dim=1))
+
 
 class GPT2Task(Task):
     """Next-token prediction."""
 
     unit = "token"
+    first_parts, last_parts = ("wte", "wpe"), ("ln_f", "wte")
 
     def __init__(self, options: Options):
         from lib.gpt2 import pad_vocab
@@ -155,14 +175,22 @@ class GPT2Task(Task):
     def plain_logits(self, model, inputs):
         return model(inputs)[0]
 
+    def enter(self, model, inputs):
+        return model.wte(inputs) + model.wpe(torch.arange(inputs.shape[1], device=inputs.device))
+
+    def leave(self, model, x):
+        return model.wte(model.ln_f(x))[..., : self.config.vocab_size]
+
 
 class Loss(nn.Module):
-    """A model that returns its mean loss. Strategies wrap this module, so that all computation happens inside of it.
+    """A model that returns its mean loss, or a stage of one. Strategies wrap this module, so that all computation happens inside of it.
 
     Args:
         task: Model, loss and data.
         device: Device of the model.
     """
+
+    is_first = is_last = True  # of the stages of a pipeline
 
     def __init__(self, task: Task, device: torch.device):
         super().__init__()
@@ -185,12 +213,25 @@ class Loss(nn.Module):
         if self.task.options.compile == "whole":
             self.compile(dynamic=False)
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of a micro-batch, in float32."""
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        """The mean loss of a micro-batch, in float32; without targets a stage's output."""
+        if targets is None:
+            with self.precision():
+                return self.stage(inputs)
         if self.path:
             return self.task.fast_loss(self.model, inputs, targets, self.path)
         with self.precision():
             logits = self.task.plain_logits(self.model, inputs)
+        return self.loss_of(logits, targets)
+
+    def stage(self, x: Tensor) -> Tensor:
+        """This stage's part of the model: from inputs or the residual stream to the residual stream or logits."""
+        x = self.task.enter(self.model, x) if self.is_first else x
+        for block in blocks_of(self.model):
+            x = block(x)
+        return self.task.leave(self.model, x) if self.is_last else x
+
+    def loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
         logits = logits.float()
         if self.task.options.ours:
             return training.cross_entropy(logits, targets)
