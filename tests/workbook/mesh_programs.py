@@ -2,19 +2,18 @@
 
 import contextlib
 import io
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lib.given.models import vit
 from lib.given.models.gpt2 import GPT2Config
 from lib.runs import train_gpt2, train_vit
 from lib.runs.engine import loop, tasks
 from lib.runs.engine.loop import Run
+from lib.runs.engine.options import KINDS
 
 PROGRAMS = {"vit": train_vit.main, "gpt2": train_gpt2.main}
 TEXT = GPT2Config(vocab_size=40, context_len=16, dim=16, n_layers=4, n_heads=4)
@@ -64,11 +63,20 @@ def observe(command: str) -> dict[str, Any]:
 
 
 def observe_all(rank: int, world_size: int, commands: list[str], folder: str) -> list[tuple[int, str]]:
-    """Each command's status and what it said; rank 0 and the first rank of each later stage write gradients into the folder."""
-    results = []
-    with small_models():
-        for i, command in enumerate(commands):
-            found = observe(command)
-            torch.save(found["gradient"], Path(folder, f"{i}.{rank}"))
-            results.append((found["status"], found["said"]))
+    """Each command's status and what it said; every rank writes its gradients into the folder. Runs with the same degrees share a mesh."""
+    results, make, meshes = [], loop.Mesh, {}
+
+    def one_mesh(options: Any, device: torch.device) -> Any:
+        degrees = tuple(getattr(options, kind) for kind in KINDS)
+        return meshes.setdefault(degrees, None) or meshes.update({degrees: make(options, device)}) or meshes[degrees]
+
+    loop.Mesh = one_mesh
+    try:
+        with small_models():
+            for i, command in enumerate(commands):
+                found = observe(command)
+                torch.save(found["gradient"], Path(folder, f"{i}.{rank}"))
+                results.append((found["status"], found["said"]))
+    finally:
+        loop.Mesh = make
     return results
