@@ -177,9 +177,8 @@ class BucketedDDP(nn.Module):
     """``OverlapDDP`` with several gradients in one collective, a bucket. (Exercise 10.8)
 
     Args:
-        module: The model, on every rank; the constructor gives it the parameters and buffers of the group's rank 0.
+        module: The model, on every rank; the constructor gives it rank 0's parameters and buffers.
         bucket_size_mb: The most that a bucket holds, in MB of 2**20 bytes; may be a fraction.
-        group: The ranks that take part; None is all of them.
 
     Attributes:
         module: The same model.
@@ -198,7 +197,7 @@ class BucketedDDP(nn.Module):
     Source: Li and others (arXiv:2006.15704), sections 3.2.2 and 3.2.3.
     """
 
-    def __init__(self, module: nn.Module, bucket_size_mb: float, group: dist.ProcessGroup | None = None):
+    def __init__(self, module: nn.Module, bucket_size_mb: float):
         super().__init__()
         raise NotImplementedError("Exercise 10.8: write BucketedDDP.__init__")
 

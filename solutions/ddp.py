@@ -160,8 +160,8 @@ class _Rounds:
     one rank meets the n-th of every other.
     """
 
-    def __init__(self, buckets: list[list[nn.Parameter]], group: dist.ProcessGroup | None = None):
-        self.buckets, self.group, self.is_paused = buckets, group, False
+    def __init__(self, buckets: list[list[nn.Parameter]]):
+        self.buckets, self.is_paused = buckets, False
         self.bucket_of = {p: i for i, bucket in enumerate(buckets) for p in bucket}
         for p in self.bucket_of:
             p.register_post_accumulate_grad_hook(self.on_ready)
@@ -188,7 +188,7 @@ class _Rounds:
 
     @torch.no_grad()
     def start_next(self) -> None:
-        self.works.append(_flat_mean(self.buckets[len(self.works)], self.group, async_op=True))
+        self.works.append(_flat_mean(self.buckets[len(self.works)], async_op=True))
 
     def finish(self) -> None:
         """Start the collectives that have not started, wait for all, and begin the next round."""
@@ -332,9 +332,8 @@ class BucketedDDP(nn.Module):
     """``OverlapDDP`` with several gradients in one collective, a bucket. (Exercise)
 
     Args:
-        module: The model, on every rank; the constructor gives it the parameters and buffers of the group's rank 0.
+        module: The model, on every rank; the constructor gives it rank 0's parameters and buffers.
         bucket_size_mb: The most that a bucket holds, in MB of 2**20 bytes; may be a fraction.
-        group: The ranks that take part; None is all of them.
 
     Attributes:
         module: The same model.
@@ -353,14 +352,14 @@ class BucketedDDP(nn.Module):
     Source: Li and others (arXiv:2006.15704), sections 3.2.2 and 3.2.3.
     """
 
-    def __init__(self, module: nn.Module, bucket_size_mb: float, group: dist.ProcessGroup | None = None):
+    def __init__(self, module: nn.Module, bucket_size_mb: float):
         super().__init__()
         ### BEGIN SOLUTION
         if not bucket_size_mb > 0:
             raise ValueError(f"bucket_size_mb = {bucket_size_mb}, expected more than 0")
         self.module = module
-        broadcast_parameters(module, group)
-        self._rounds = _Rounds(_buckets(_trainable(module)[::-1], bucket_size_mb * 2**20), group)
+        broadcast_parameters(module)
+        self._rounds = _Rounds(_buckets(_trainable(module)[::-1], bucket_size_mb * 2**20))
         ### END SOLUTION
 
     def forward(self, *args, **kwargs):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lib.ddp import BucketedDDP
+from lib.ddp import BucketedDDP, average_gradients_flat
 from lib.fsdp import FlatShard, FullySharded, apply_fully_shard, clip_sharded_gradient_norm_, shard
 from lib.given.parallel.sharding import all_gather_row
 from lib.runs.engine.mesh import Mesh
@@ -193,16 +193,22 @@ class Strategy:
         return {name: cut(t, *self.cuts[name], *place) if name in self.cuts else t for name, t in whole.items()}
 
 
+class Copied(Strategy):
+    """Our engine where a model whose layers or stages are divided has copies: all gradients are averaged at once, after the last backward."""
+
+    def finish(self):
+        average_gradients_flat(self.model, self.mesh.group("copies"))
+
+
 class Replicated(Strategy):
-    """Gradients are averaged over the copies."""
+    """All ranks are copies; gradients are averaged while backward goes on."""
 
     def wrap(self, loss):
         if self.options.ours:
-            return BucketedDDP(loss, self.options.bucket_mb, **self.mesh.along("copies"))
+            return BucketedDDP(loss, self.options.bucket_mb)
         devices = [loss.device] if loss.device.type == "cuda" else None
         settings: dict = {"bucket_cap_mb": self.options.bucket_mb, "gradient_as_bucket_view": True}
-        group = self.mesh.group("copies")
-        return DistributedDataParallel(loss, device_ids=devices, process_group=group, **settings)
+        return DistributedDataParallel(loss, device_ids=devices, **settings)
 
     def micro_step(self, is_last):
         return nullcontext() if is_last else self.call.no_sync()
@@ -363,7 +369,9 @@ def make_strategy(options: Options, loss: Loss, mesh: Mesh | None) -> Strategy:
     """The model on its ranks, divided as the options say."""
     if options.shards:
         return (Sharded if options.ours else TorchSharded)(options, loss, mesh)
-    return (Replicated if options.uses("replicate", "context") else Strategy)(options, loss, mesh)
+    if not options.uses("replicate", "context"):
+        return Strategy(options, loss, mesh)
+    return (Copied if options.uses("tensor", "pipeline") else Replicated)(options, loss, mesh)
 
 
 def make_optimizer(options: Options, groups: list[dict[str, Any]], device: torch.device) -> Optimizer:
