@@ -67,7 +67,13 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the program")
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     options = parser.parse_args()
-    settings = {"dtype": "bfloat16", "n_warmup": N_WARMUP, "n_rounds": N_ROUNDS, "n_steps": N_STEPS, "optimizer": "AdamW"}
+    settings = {
+        "dtype": "bfloat16",
+        "n_warmup": N_WARMUP,
+        "n_rounds": N_ROUNDS,
+        "n_steps": N_STEPS,
+        "optimizer": "AdamW",
+    }
     results: dict[str, Any] = {"settings": {**settings, "model": "GPT-2 xl", "batch": BATCH}, "ranks": {}}
     if (options.folder / "hybrid.json").exists():  # other numbers of ranks stay
         results["ranks"] = load("hybrid", options.folder)["results"]["ranks"]

@@ -601,7 +601,9 @@ def test_FlatShard_gathers_frees_and_reduces(ranks, n_ranks):
 
 
 def flat_of_a_pair(rank, world_size):
-    case(f"{world_size} ranks in pairs: the second pair has other values and gradients than the first, and rank r has group rank r % 2")
+    case(
+        f"{world_size} ranks in pairs: the second pair has other values and gradients than the first, and rank r has group rank r % 2"
+    )
     pairs = [dist.new_group([first, first + 1]) for first in range(0, world_size, 2)]
     group, start = pairs[rank // 2], torch.tensor([1.0, 2.0, 3.0]) + 10 * rank
     flat = fsdp.FlatShard({"w": nn.Parameter(start)}, None, group)

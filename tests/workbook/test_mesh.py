@@ -139,8 +139,12 @@ def test_a_checkpoint_goes_on_on_any_other_mesh(ranks, tmp_path):
 @pytest.mark.time_limit(100)
 def test_the_planners_choice_is_a_command_that_runs(ranks, tmp_path):
     text = programs.TEXT
-    chosen = plan(FFNConfig(text.dim, 6 * text.dim, text.n_layers), 4, 1.2e5, Bandwidths(1e9, 1e9), tokens_per_device=64)
-    printed = chosen.layout.command("--batch 16", f"--data synthetic --items 20 --steps 2 --log {tmp_path}/log", program="gpt2")
+    chosen = plan(
+        FFNConfig(text.dim, 6 * text.dim, text.n_layers), 4, 1.2e5, Bandwidths(1e9, 1e9), tokens_per_device=64
+    )
+    printed = chosen.layout.command(
+        "--batch 16", f"--data synthetic --items 20 --steps 2 --log {tmp_path}/log", program="gpt2"
+    )
     launcher, _, words = printed.partition(" -m ")
     assert launcher == "torchrun --nproc-per-node 4"
     assert math.prod(vars(chosen.layout).values()) == 4

@@ -80,7 +80,9 @@ class Options:
 
         PyTorch's DDP knows no divided layers and no stages; there ``fully_shard`` keeps the copies, over one shard.
         """
-        return self.uses("shard") or (not self.ours and self.uses("replicate", "context") and self.uses("tensor", "pipeline"))
+        return self.uses("shard") or (
+            not self.ours and self.uses("replicate", "context") and self.uses("tensor", "pipeline")
+        )
 
     @property
     def is_parallel(self) -> bool:
@@ -174,7 +176,9 @@ def make_parser(program: str, models: list[str], items: str, description: str) -
         "what the others leave.",
     )
     ranks.add_argument("--replicate", type=degree, help="copies of the model, whose gradients are averaged")
-    ranks.add_argument("--shard", type=degree, help="ranks among which parameters, gradients and optimizer state are divided")
+    ranks.add_argument(
+        "--shard", type=degree, help="ranks among which parameters, gradients and optimizer state are divided"
+    )
     ranks.add_argument("--tensor", type=degree, help="ranks that divide each layer")
     ranks.add_argument("--context", type=degree, help="ranks that divide each sequence")
     ranks.add_argument("--pipeline", type=degree, help="stages; --accumulate is the number of micro-batches")

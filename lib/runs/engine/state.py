@@ -74,7 +74,9 @@ def peek(options: Options, rank: int = 0, world_size: int = 1) -> dict[str, Any]
             f"--checkpoint {path} is damaged: {damaged} is not what was written; expected an intact copy, or none"
         )
     if is_old:
-        raise UsageError(f"--checkpoint {path} was written by an older version, in parts that fit one layout of ranks only")
+        raise UsageError(
+            f"--checkpoint {path} was written by an older version, in parts that fit one layout of ranks only"
+        )
     return state
 
 

@@ -93,7 +93,9 @@ class Strategy:
 
     def backward_of_stage(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """``backward`` where this rank has a stage only; the loss is 0 on all but the last."""
-        with self.micro_step(not self.options.ours):  # ours is synchronized at the end; PyTorch's schedule does it by itself
+        with self.micro_step(
+            not self.options.ours
+        ):  # ours is synchronized at the end; PyTorch's schedule does it by itself
             loss = self.pipeline.run(inputs, targets)
         self.finish()
         for name, p in self.named().items():
@@ -305,7 +307,12 @@ class Sharded(Strategy):
 
     @torch.no_grad()
     def decay(self, lr):
-        found = [(p, part) for name, p in self.named().items() for whole, part in self.parts(name).items() if whole in self.decays]
+        found = [
+            (p, part)
+            for name, p in self.named().items()
+            for whole, part in self.parts(name).items()
+            if whole in self.decays
+        ]
         values = [p[part] for p, part in found]
         if not values or not self.options.weight_decay:
             return
