@@ -1,4 +1,4 @@
-"""What a pipeline does: actions and the work that they become, and the simulation of two schedules that chapter 13 uses."""
+"""What the stages of a pipeline do: actions, the work that they become, and what one can count in it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,47 +34,6 @@ class Work:
     start: float
     end: float
     chunk: int = 0
-
-
-def gpipe(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
-    """All forwards, then all backwards, the last micro-batch first."""
-    order = list(range(micro_batches))
-    return [("F", m) for m in order] + [("B", m) for m in reversed(order)]
-
-
-def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
-    """First as many forwards as there are stages from this one to the last; from then on backwards and forwards alternate."""
-    ahead = min(stages - stage, micro_batches)
-    order = [("F", m) for m in range(ahead)]
-    for m in range(micro_batches):
-        order.append(("B", m))
-        if ahead + m < micro_batches:
-            order.append(("F", ahead + m))
-    return order
-
-
-def simulate(schedule, stages: int, micro_batches: int, forward: float = 1.0, backward: float = 2.0) -> list[Work]:
-    """Run every stage's list in order; each entry starts as soon as the stage is free and its input has arrived.
-
-    The forward of a micro-batch waits for its forward on the previous stage, and its backward for the backward on the next stage (on
-    the last stage, for its own forward). Messages take no time.
-    """
-    todo = [schedule(stage, stages, micro_batches) for stage in range(stages)]
-    free, done = [0.0] * stages, []
-    ends: dict[tuple[str, int, int], float] = {}
-    while any(todo):
-        for stage, queue in enumerate(todo):
-            while queue:
-                kind, m = queue[0]
-                needs = ("F", stage - 1) if kind == "F" else ("B", stage + 1) if stage + 1 < stages else ("F", stage)
-                is_first = kind == "F" and stage == 0
-                if not is_first and (*needs, m) not in ends:
-                    break
-                start = max(free[stage], 0.0 if is_first else ends[(*needs, m)])
-                free[stage] = ends[(kind, stage, m)] = start + (forward if kind == "F" else backward)
-                done.append(Work(stage, m, kind, start, free[stage]))
-                queue.pop(0)
-    return done
 
 
 def idle_share(work: list[Work]) -> float:
