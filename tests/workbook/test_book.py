@@ -180,6 +180,18 @@ CONTRACT = {
         "layout_costs",
         "plan",
     ],
+    "pipeline": [
+        "partition_layers",
+        "gpipe_schedule",
+        "one_f_one_b_schedule",
+        "interleaved_schedule",
+        "zero_bubble_schedule",
+        "simulate",
+        "checkpoint",
+        "DeferredLinear",
+        "PipelineStage",
+        "run_schedule",
+    ],
 }
 
 
