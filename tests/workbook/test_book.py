@@ -180,6 +180,22 @@ CONTRACT = {
         "layout_costs",
         "plan",
     ],
+    "context_parallel": [
+        "GatherSequence",
+        "ScatterSequence",
+        "SequenceParallelBlock",
+        "heads_to_sequence",
+        "sequence_to_heads",
+        "ulysses_attention",
+        "merge_attention",
+        "zigzag_indices",
+        "zigzag_shard",
+        "zigzag_gather",
+        "ring_block",
+        "ring_attention",
+        "context_parallel_bytes",
+        "hidden_length",
+    ],
 }
 
 
