@@ -25,21 +25,27 @@ def draw_sequence_block() -> Figure:
             arrow(ax, (left + 1.75, 0.4 * y), (left + 2.2, 0.6 * y))
             arrow(ax, (left + 4.3, 0.6 * y), (left + 4.6, 0.4 * y))
         arrow(ax, (left, 2.4), (left, 1.3))
-        box(ax, left + 1.45, 0.0, "G", COLOURS[2], (0.6, 1.2))
-        box(ax, left + 4.9, 0.0, "S", COLOURS[2], (0.6, 1.2))
-        arrow(ax, (left + 4.9, 0.6), (left + 4.9, 2.3))
+        _upright(ax, left + 1.45, "gather")
+        _upright(ax, left + 4.9, "scatter")
+        arrow(ax, (left + 4.9, 0.75), (left + 4.9, 2.3))
         ax.plot(left + 4.9, 2.6, "o", markersize=15, markerfacecolor="none", markeredgecolor=GREY)
         ax.text(left + 4.9, 2.58, "+", ha="center", va="center")
         ax.text(left + 3.25, 1.8, text, ha="center", va="center")
     ax.text(0.2, 3.15, "residual stream, [B, T/2, C] on each rank", va="center")
     for y, words in (
-        (-2.0, "G: forward all-gather, backward reduce-scatter"),
-        (-2.6, "S: forward reduce-scatter, backward all-gather"),
+        (-2.0, "gather: forward all-gather, backward reduce-scatter"),
+        (-2.6, "scatter: forward reduce-scatter, backward all-gather"),
     ):
         ax.text(0.0, y, words, va="center", color=COLOURS[2])
     ax.set(xlim=(-0.3, 13.8), ylim=(-2.9, 3.5))
     ax.axis("off")
     return fig
+
+
+def _upright(ax: Axes, x: float, text: str) -> None:
+    """A green box with its text from bottom to top."""
+    box(ax, x, 0.0, "", COLOURS[2], (0.6, 1.5))
+    ax.text(x, 0.0, text, ha="center", va="center", rotation=90)
 
 
 def draw_exchange(n_ranks: int = 4) -> Figure:
