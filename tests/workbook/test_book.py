@@ -192,6 +192,22 @@ CONTRACT = {
         "PipelineStage",
         "run_schedule",
     ],
+    "context_parallel": [
+        "GatherSequence",
+        "ScatterSequence",
+        "SequenceParallelBlock",
+        "heads_to_sequence",
+        "sequence_to_heads",
+        "ulysses_attention",
+        "merge_attention",
+        "zigzag_indices",
+        "zigzag_shard",
+        "zigzag_gather",
+        "ring_block",
+        "ring_attention",
+        "context_parallel_bytes",
+        "hidden_length",
+    ],
 }
 
 

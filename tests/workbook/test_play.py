@@ -13,6 +13,7 @@ from lib.given.parallel.pipeline import idle_share, most_kept, n_messages
 from lib.given.show.play.clocks import figure as clocks_figure
 from lib.given.show.play.flash_tiles import figure as tiles_figure
 from lib.given.show.play.flash_tiles import hidden, moments, scores_and_values
+from lib.given.show.play.pairs import figure as pairs_figure
 from lib.given.show.play.planner import figure as planner_figure
 from lib.given.show.play.player import HERE, Control, Figure, layer, layer_of_sum
 from lib.given.show.play.ring import figure as ring_figure
@@ -22,6 +23,7 @@ from lib.given.show.play.schedules import timeline
 from lib.given.show.play.zero import figure as zero_figure
 from lib.given.show.rings import ring_states
 from lib.workbook.book.catalog import ROOT
+from solutions.context_parallel import zigzag_indices
 from solutions.flash_attention import online_softmax_update
 from solutions.fsdp import memory_per_device
 from solutions.pipeline import (
@@ -51,6 +53,7 @@ FIGURES = {
     "clocks": clocks_figure(rope_frequencies),
     "schedules": schedules_figure(SCHEDULES, simulate),
     "tiles": tiles_figure(online_softmax_update),
+    "pairs": pairs_figure(zigzag_indices),
     "planner": planner_figure(plan, MODELS, LINKS, (1, 8, 64), (24, 80)),
 }
 CHAPTERS = {
@@ -59,6 +62,7 @@ CHAPTERS = {
     "clocks": "02_rope",
     "schedules": "17_pipeline",
     "tiles": "15_flash_attention",
+    "pairs": "18_context_parallel",
     "planner": "16_scaling",
 }
 every_figure = pytest.mark.parametrize("name", FIGURES)
@@ -232,6 +236,21 @@ def test_the_tiles_end_at_the_softmax_of_the_whole_row(mask):
     shown = tiles_figure(online_softmax_update).picture(places(FIGURES["tiles"], mask=mask, step=len(walk) - 1))
     for output in (scores.softmax(-1) @ values).flatten().tolist():
         assert f">{output:.2f}<" in shown
+
+
+@pytest.mark.parametrize("n_ranks", range(2, 7))
+def test_the_pairs_meet_every_query_once_and_take_the_time_that_chapter_18_says(n_ranks):
+    """In blocks: R without a mask, R - 1/2 with contiguous shares under a causal mask, R/2 in zigzag, where nobody waits."""
+    for layout, blocks, waited in (
+        ("no mask", n_ranks, 0.0),
+        ("causal, contiguous", n_ranks - 0.5, 1 - n_ranks / 2 / (n_ranks - 0.5)),
+        ("causal, zigzag", n_ranks / 2, 0.0),
+    ):
+        texts = [said("pairs", layout=layout, ranks=n_ranks, step=step) for step in range(n_ranks + 1)]
+        last = re.search(r"So far ([\d.]+) blocks? of time, (\d+)% of it spent waiting; .* takes ([\d.]+)\.", texts[-1])
+        assert (float(last[1]), float(last[3])) == (blocks, n_ranks if layout == "no mask" else n_ranks / 2)
+        assert int(last[2]) == round(100 * waited)
+        assert layout != "causal, zigzag" or all("All ranks compute 0.5 blocks" in text for text in texts[1:])
 
 
 @pytest.mark.parametrize(("n", "model", "gb"), [(8, "7B", 80), (64, "1.5B", 24), (64, "7B", 80)])
