@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lib import amp
 from lib.fast.models import capture
 from lib.runs.engine import state as checkpoints
+from lib.runs.engine.context import share_of
 from lib.runs.engine.leave import STATUS, Signals, follow_launcher
 from lib.runs.engine.log import Log
 from lib.runs.engine.mesh import Mesh, arrange, check_degrees
@@ -181,8 +182,6 @@ class Run:
             numbers = numbers.pin_memory().to(self.device, non_blocking=True)
         inputs, targets = self.task.source.fetch(numbers)
         if self.mesh is not None and self.options.uses("context"):
-            from lib.runs.engine.context import share_of
-
             return share_of(inputs, self.mesh), share_of(targets, self.mesh)
         return inputs, targets
 

@@ -14,8 +14,10 @@ from torch.optim import Optimizer
 from lib.ddp import BucketedDDP, average_gradients_flat
 from lib.fsdp import FlatShard, FullySharded, apply_fully_shard, clip_sharded_gradient_norm_, shard
 from lib.given.parallel.sharding import all_gather_row
+from lib.runs.engine.context import divide_sequences
 from lib.runs.engine.mesh import Mesh
 from lib.runs.engine.options import Options
+from lib.runs.engine.stages import Pipeline, keep_stage, units_of
 from lib.runs.engine.tasks import Loss
 from lib.runs.engine.tensor import Cuts, cut, divide_layers, gather, uncut
 from lib.training import clip_gradient_norm_, parameter_groups
@@ -43,22 +45,16 @@ class Strategy:
         self.decays = {name for name, p in loss.model.named_parameters() if id(p) in decaying}
         self.cuts: Cuts = {}
         self.tied: list[str] = []
-        self.pipeline: Any = None
+        self.pipeline: Pipeline | None = None
         if mesh is not None and options.uses("pipeline"):
-            from lib.runs.engine.stages import keep_stage
-
             self.tied = keep_stage(loss, mesh)
         if mesh is not None and options.uses("tensor"):
             with loss.device:
                 self.cuts = divide_layers(loss.model, mesh, options.ours)
         if mesh is not None and options.uses("context"):
-            from lib.runs.engine.context import divide_sequences
-
             divide_sequences(loss.model, mesh)
         self.call: Any = self.wrap(loss)
         if mesh is not None and options.uses("pipeline"):
-            from lib.runs.engine.stages import Pipeline
-
             self.pipeline = Pipeline(self.call, loss, mesh, options.accumulate, options.ours)
 
     def wrap(self, loss: Loss) -> nn.Module:
@@ -81,7 +77,7 @@ class Strategy:
     def backward(self, inputs: Tensor, targets: Tensor, scale: Callable[[Tensor], Tensor]) -> Tensor:
         """The gradient of the whole batch, micro-batch by micro-batch. Returns this rank's mean loss, detached."""
         if self.pipeline is not None:
-            return self.backward_of_stage(inputs, targets)
+            return self.backward_of_stage(self.pipeline, inputs, targets)
         n, total = self.options.accumulate, torch.zeros((), device=self.loss.device)
         for i, (x, y) in enumerate(zip(inputs.chunk(n), targets.chunk(n), strict=True)):
             with self.micro_step(i == n - 1):
@@ -91,16 +87,15 @@ class Strategy:
         self.finish()
         return total
 
-    def backward_of_stage(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def backward_of_stage(self, pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> Tensor:
         """``backward`` where this rank has a stage only; the loss is 0 on all but the last."""
-        with self.micro_step(
-            not self.options.ours
-        ):  # ours is synchronized at the end; PyTorch's schedule does it by itself
-            loss = self.pipeline.run(inputs, targets)
+        waits = self.options.ours  # for the last micro-batch: PyTorch's schedule knows which backward is the last
+        with self.micro_step(not waits):
+            loss = pipeline.run(inputs, targets)
         self.finish()
         for name, p in self.named().items():
-            if any(member in self.tied for member in self.members(name)):
-                self.pipeline.add_ends(local(p.grad))
+            if p.grad is not None and any(member in self.tied for member in self.members(name)):
+                pipeline.add_ends(local(p.grad))
         return loss.float()
 
     def micro_step(self, is_last: bool) -> AbstractContextManager:
@@ -174,7 +169,7 @@ class Strategy:
         found = self.unsharded(name, mine.detach())
         if self.mesh is None:
             return found
-        for whole in found.keys() & self.cuts.keys():
+        for whole in [name for name in found if name in self.cuts]:
             dim, n_fused = self.cuts[whole]
             joined = found[whole] if isinstance(mine, DTensor) else gather(found[whole], dim, self.mesh.group("tensor"))
             found[whole] = uncut(joined, dim, n_fused, self.mesh.size["tensor"])
@@ -261,8 +256,6 @@ class Sharded(Strategy):
         low = loss.task.dtype if loss.task.dtype != torch.float32 else None
         settings: dict = {"param_dtype": low, **self.mesh.along("shard")}
         if self.options.uses("pipeline"):
-            from lib.runs.engine.stages import units_of
-
             settings["units"] = units_of(loss)
         if self.mesh.size["copies"] > 1:
             wrapped: FullySharded = HybridSharded(loss, copies=self.mesh.group("copies"), **settings)
