@@ -168,7 +168,7 @@ def test_on_several_hosts_the_planners_command_says_so():
     [
         ("--replicate 2 --shard 2", ("--replicate 2 x --shard 2 is 4 ranks", "8 were started", "product is 8")),
         ("--tensor 3", ("--tensor 3 is 3 ranks", "8 were started")),
-        ("--tensor 3 --shard -1", ("--shard -1 x --tensor 3", "groups of 3", "8 = 2 x 3 + 2")),
+        ("--tensor 3 --shard -1", ("--shard -1 x --tensor 3", "multiple of 3", "8 were started", "8 = 2 x 3 + 2")),
         ("--shard -1 --replicate -1", ("more than one degree is -1",)),
         ("--shard 0", ("--shard", "'0'", "at least 1")),
         ("--strategy ddp --shard 8", ("--strategy ddp with --shard 8", "either")),

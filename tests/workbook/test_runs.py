@@ -396,10 +396,13 @@ def test_a_checkpoint_of_another_run_is_refused(capsys, tmp_path):
     refused(capsys, f"{VIT} --batch 8 {with_it}", "batch = 12", "8")
     refused(capsys, f"{VIT} --seed 5 {with_it}", "seed = 0", "5")
     refused(capsys, f"{VIT} --steps 1 --warmup 0 {with_it}", "at step 2", "--steps 1")
-    refused(capsys, f"{VIT} --strategy fsdp {with_it}", "'whole'", "'fsdp, ours'")
     refused(capsys, f"{GPT2} {with_it}", "task = 'ViTTask'", "'GPT2Task'")
     (tmp_path / "checkpoint.pt").write_bytes(b"PK no checkpoint")
     refused(capsys, f"{VIT} {with_it}", "cannot be read", "checkpoint.pt")
+    old = tmp_path / "old" / "step_00000002"
+    old.mkdir(parents=True)
+    (old / state.STATE).write_text(json.dumps({"step": 2, "run": {"layout": "fsdp, ours"}}))
+    refused(capsys, f"{VIT} --strategy fsdp --checkpoint {old.parent} --quiet", "step_00000002", "older version")
 
 
 def flip(path: Path, place: float) -> None:

@@ -18,26 +18,28 @@ def arrange(options: Options, n_ranks: int) -> Options:
     Raises:
         UsageError: it is not; the message shows the product.
     """
+    degrees: dict[str, Any]
     if options.strategy is not None:
         kind = STRATEGIES[options.strategy]
         if kind is None and n_ranks > 1:
+            names = ", ".join(name for name, kind in STRATEGIES.items() if kind)
             raise UsageError(
-                f"--strategy single runs on 1 rank, but {n_ranks} were started: expected {', '.join(list(STRATEGIES)[1:-1])} "
-                f"or {list(STRATEGIES)[-1]}, or degrees such as --shard {n_ranks}"
+                f"--strategy single runs on 1 rank, but {n_ranks} were started: expected one of {names}, or degrees such as --shard {n_ranks}"
             )
-        return replace(options, **{name: n_ranks if name == kind else 1 for name in KINDS})
+        degrees = {name: n_ranks if name == kind else 1 for name in KINDS}
+        return replace(options, **degrees)
     given = {name: getattr(options, name) or 1 for name in KINDS}
     known = math.prod(n for n in given.values() if n != -1)
     degrees = {name: n_ranks // known if n == -1 else n for name, n in given.items()}
-    if math.prod(degrees.values()) != n_ranks:
-        shown = " x ".join(f"--{name} {n}" for name, n in given.items() if n != 1) or "no degree"
-        raise UsageError(
-            f"{shown} is {known} rank{'s' * (known > 1)}, but {n_ranks} {'were' if n_ranks > 1 else 'was'} started: "
-            f"expected degrees whose product is {n_ranks}"
-            if -1 not in given.values()
-            else f"{shown}: {n_ranks} ranks do not divide into groups of {known}: {_division(n_ranks, known)}"
-        )
-    return replace(options, **degrees)
+    if math.prod(degrees.values()) == n_ranks:
+        return replace(options, **degrees)
+    shown = " x ".join(f"--{name} {n}" for name, n in given.items() if n != 1)
+    started = f"but {n_ranks} {'were' if n_ranks > 1 else 'was'} started"
+    if -1 in given.values():
+        raise UsageError(f"{shown} needs a multiple of {known} ranks, {started}: {_division(n_ranks, known)}")
+    raise UsageError(
+        f"{shown or '--replicate 1'} is {known} ranks, {started}: expected degrees whose product is {n_ranks}"
+    )
 
 
 def _division(n: int, parts: int) -> str:

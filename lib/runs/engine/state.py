@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import shutil
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -289,7 +290,9 @@ def _open_folder(path: Path, strategy: Any) -> tuple[Read, dict[str, float], dic
 
     def read(keys: list[str], members: list[str]) -> dict[str, dict[str, Tensor]]:
         found = {key: {n: torch.empty(described[f"{key}.{n}"].size) for n in members} for key in keys}
-        dcp.load(found, checkpoint_id=path, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it points out that this rank reads alone
+            dcp.load(found, checkpoint_id=path, no_dist=True)
         return found
 
     state = json.loads((path / STATE).read_text(encoding="utf-8"))
