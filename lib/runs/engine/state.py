@@ -236,7 +236,7 @@ def load(options: Options, strategy: Any, optimizer: Optimizer) -> dict[str, Any
                 local(tensor).copy_(strategy.take(name, found[key]))
             for key, count in counts.items():
                 kept = optimizer.state[p]
-                kept[key] = torch.full_like(kept[key], count) if torch.is_tensor(kept[key]) else count
+                kept[key] = torch.full_like(kept[key], count) if torch.is_tensor(kept[key]) else type(kept[key])(count)
     return state
 
 
