@@ -135,7 +135,7 @@ class Run:
         resumes: bool,
     ):
         self.options, self.task, self.world, self.device, self.run = options, task, world, device, run
-        self.mesh = Mesh(options, device) if options.is_parallel else None
+        self.mesh = Mesh(options, device)
         torch.manual_seed(options.seed)
         self.strategy: Strategy = make_strategy(options, Loss(task, device), self.mesh)
         self.optimizer: Optimizer = make_optimizer(options, self.strategy.groups(), device)
@@ -155,13 +155,13 @@ class Run:
     def _order(self) -> TokenBatches:
         """Indices of this rank's items, batch after batch, in the order in which chapter 7 visits windows of a text."""
         row, share = np.arange(self.task.source.n + 1), self.options.batch // self.n_data
-        rank = self.mesh.rank["replicate"] * self.mesh.size["shard"] + self.mesh.rank["shard"] if self.mesh else 0
+        rank = self.mesh.rank["replicate"] * self.mesh.size["shard"] + self.mesh.rank["shard"]
         return TokenBatches(row, share, 1, rank=rank, world_size=self.n_data, seed=self.options.seed)
 
     @property
     def n_data(self) -> int:
         """Number of ranks, or groups of ranks, that divide a batch."""
-        return self.mesh.size["replicate"] * self.mesh.size["shard"] if self.mesh else 1
+        return self.mesh.size["replicate"] * self.mesh.size["shard"]
 
     def _resume(self) -> int:
         state = checkpoints.load(self.options, self.strategy, self.optimizer)
@@ -181,7 +181,7 @@ class Run:
         if self.device.type == "cuda":
             numbers = numbers.pin_memory().to(self.device, non_blocking=True)
         inputs, targets = self.task.source.fetch(numbers)
-        if self.mesh is not None and self.options.uses("context"):
+        if self.options.uses("context"):
             return share_of(inputs, self.mesh), share_of(targets, self.mesh)
         return inputs, targets
 
@@ -221,7 +221,7 @@ class Run:
         self.optimizer.zero_grad(set_to_none=True)
         total = self.strategy.backward(inputs, targets, self.scaler.scale if self.scaler else lambda loss: loss)
         numbers = torch.stack([total, self.asked])
-        if self.mesh is not None:
+        if self.options.is_parallel:
             dist.all_reduce(numbers)
             numbers *= self.mesh.size["pipeline"] / self.world.size  # the loss is on the last stage only
         return numbers

@@ -88,18 +88,28 @@ class Mesh:
     the copies, over which gradients are averaged.
 
     Args:
-        options: With a number for every degree.
+        options: With a number for every degree. One process alone needs no process group; it is a mesh of one rank without axes.
         device: Device of this rank.
+
+    Attributes:
+        size, rank: Number of ranks along each axis, and this rank's place there. "copies" has a size too.
+        devices: PyTorch's mesh.
+        stage_size, stage_rank: Number of ranks of a stage, and this rank's place among them.
     """
 
     def __init__(self, options: Options, device: torch.device):
         self.size = {kind: getattr(options, kind) for kind in KINDS}
-        self.devices = init_device_mesh(device.type, tuple(self.size.values()), mesh_dim_names=KINDS)
+        self.rank = dict.fromkeys(KINDS, 0)
+        self.size["copies"] = self.size["replicate"] * self.size["context"]
+        self.stage_size, self.stage_rank = math.prod(self.size[kind] for kind in KINDS[1:]), 0
+        if options.is_parallel:
+            self._join(device)
+
+    def _join(self, device: torch.device) -> None:
+        self.devices = init_device_mesh(device.type, tuple(self.size[kind] for kind in KINDS), mesh_dim_names=KINDS)
         self.rank = {kind: self.devices.get_local_rank(kind) for kind in KINDS}
-        self.stage_size = self.devices.size() // self.size["pipeline"]
         self.stage_rank = dist.get_rank() % self.stage_size  # the pipeline is the outermost axis
         self._copies = self.devices["replicate", "context"]._flatten("copies")
-        self.size["copies"] = self._copies.size()
 
     def group(self, kind: str) -> dist.ProcessGroup:
         """The ranks along one axis, or ``"copies"``."""

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lib.ddp import BucketedDDP, average_gradients_flat
-from lib.fsdp import FlatShard, FullySharded, apply_fully_shard, clip_sharded_gradient_norm_, shard
+from lib.fsdp import FullySharded, apply_fully_shard, clip_sharded_gradient_norm_, shard
 from lib.given.parallel.sharding import all_gather_row
 from lib.runs.engine.context import divide_sequences
 from lib.runs.engine.mesh import Mesh
@@ -29,7 +29,7 @@ class Strategy:
     Args:
         options: With a number for every degree.
         loss: The model, whole and the same on all ranks; changed in place.
-        mesh: The ranks; None for one process alone.
+        mesh: The ranks.
 
     Attributes:
         model: The model without wrappers.
@@ -39,22 +39,22 @@ class Strategy:
         tied: Names of the parameters on this stage that both the first stage and the last one have.
     """
 
-    def __init__(self, options: Options, loss: Loss, mesh: Mesh | None):
+    def __init__(self, options: Options, loss: Loss, mesh: Mesh):
         self.options, self.model, self.loss, self.mesh = options, loss.model, loss, mesh
         decaying = {id(p) for p in parameter_groups(loss.model, options.weight_decay)[0]["params"]}
         self.decays = {name for name, p in loss.model.named_parameters() if id(p) in decaying}
         self.cuts: Cuts = {}
         self.tied: list[str] = []
         self.pipeline: Pipeline | None = None
-        if mesh is not None and options.uses("pipeline"):
+        if options.uses("pipeline"):
             self.tied = keep_stage(loss, mesh)
-        if mesh is not None and options.uses("tensor"):
+        if options.uses("tensor"):
             with loss.device:
                 self.cuts = divide_layers(loss.model, mesh, options.ours)
-        if mesh is not None and options.uses("context"):
+        if options.uses("context"):
             divide_sequences(loss.model, mesh)
         self.call: Any = self.wrap(loss)
-        if mesh is not None and options.uses("pipeline"):
+        if options.uses("pipeline"):
             self.pipeline = Pipeline(self.call, loss, mesh, options.accumulate, options.ours)
 
     def wrap(self, loss: Loss) -> nn.Module:
@@ -94,7 +94,7 @@ class Strategy:
             loss = pipeline.run(inputs, targets)
         self.finish()
         for name, p in self.named().items():
-            if p.grad is not None and any(member in self.tied for member in self.members(name)):
+            if p.grad is not None and set(self.members(name)) & set(self.tied):
                 pipeline.add_ends(local(p.grad))
         return loss.float()
 
@@ -125,21 +125,20 @@ class Strategy:
     def clip_parts(self, max_norm: float) -> Tensor:
         """``clip`` where some values are on more ranks than others: each rank adds its part of what it shares with n ranks."""
         shared: dict[int, list[Tensor]] = {}
-        for name, p in self.named().items():
-            for whole, part in self.parts(name).items() if p.grad is not None else ():
-                shared.setdefault(self.n_holders(whole), []).append(local(p.grad)[part])
+        grads = {name: local(p.grad) for name, p in self.named().items() if p.grad is not None}
+        for name, grad in grads.items():
+            for whole, part in self.parts(name).items():
+                shared.setdefault(self.n_holders(whole), []).append(grad[part])
         square = torch.zeros((), device=self.loss.device)
         for n, pieces in shared.items():
             square += torch.stack(torch._foreach_norm(pieces)).square().sum() / n
         dist.all_reduce(square)
         norm = square.sqrt()
-        grads = [local(p.grad) for p in self.named().values() if p.grad is not None]
-        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(list(grads.values()), (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def n_holders(self, name: str) -> int:
         """The number of ranks that hold the same values of a parameter of the model."""
-        assert self.mesh is not None
         axes = ["copies"] + ["shard"] * (not self.options.uses("shard")) + ["tensor"] * (name not in self.cuts)
         n = 2 if name in self.tied else 1
         for axis in axes:
@@ -167,8 +166,6 @@ class Strategy:
     def whole(self, name: str, mine: Tensor) -> dict[str, Tensor]:
         """The whole of a tensor with the shape of ``named()[name]``, by the model's names. The ranks of a stage must call it together."""
         found = self.unsharded(name, mine.detach())
-        if self.mesh is None:
-            return found
         for whole in [name for name in found if name in self.cuts]:
             dim, n_fused = self.cuts[whole]
             joined = found[whole] if isinstance(mine, DTensor) else gather(found[whole], dim, self.mesh.group("tensor"))
@@ -184,8 +181,6 @@ class Strategy:
         return next(iter(self._cut(whole).values()))
 
     def _cut(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self.mesh is None:
-            return whole
         place = (self.mesh.rank["tensor"], self.mesh.size["tensor"])
         return {name: cut(t, *self.cuts[name], *place) if name in self.cuts else t for name, t in whole.items()}
 
@@ -226,15 +221,15 @@ class HybridSharded(FullySharded):
     def __init__(self, *others: Any, copies: dist.ProcessGroup, **settings: Any):
         super().__init__(*others, **settings)
         self.copies, self.is_last = copies, True
-        self.means: dict[FlatShard, Any] = {}
+        self.means: dict[Any, dist.Work] = {}
 
-    def after_gradient(self, flat: FlatShard) -> None:
+    def after_gradient(self, flat: Any) -> None:
         scattered = self.reducing
         super().after_gradient(flat)
         if scattered is not None and self.is_last:
             self.start_mean(scattered)
 
-    def start_mean(self, flat: FlatShard) -> None:
+    def start_mean(self, flat: Any) -> None:
         """Start to average a shard's gradient, unless that has been done in this step."""
         if flat not in self.means and flat.shard.grad is not None:
             flat.shard.grad.div_(dist.get_world_size(self.copies))
@@ -365,7 +360,7 @@ def share_overflow(parameters: list[nn.Parameter], device: torch.device) -> None
         first.copy_(torch.where(found > 0, torch.full_like(first, torch.inf), first))
 
 
-def make_strategy(options: Options, loss: Loss, mesh: Mesh | None) -> Strategy:
+def make_strategy(options: Options, loss: Loss, mesh: Mesh) -> Strategy:
     """The model on its ranks, divided as the options say."""
     if options.shards:
         return (Sharded if options.ours else TorchSharded)(options, loss, mesh)

@@ -82,11 +82,11 @@ def _by_hand(block: Any, mesh: Mesh) -> None:
         enter = torch.compiler.disable(lambda _, args: (CopyToRegion.apply(args[0], group), *args[1:]))
         block.get_submodule("attn").register_forward_pre_hook(enter)
     for name, layer in layers_of(block, COLUMNS).items():
-        new = ColumnParallelLinear(*reversed(layer.weight.shape), group)
-        block.set_submodule(name, _take(_eager(new), layer, 0, FUSED.get(name, 1), place))
+        column = ColumnParallelLinear(layer.in_features, layer.out_features, group)
+        block.set_submodule(name, _take(_eager(column), layer, 0, FUSED.get(name, 1), place))
     for name, layer in layers_of(block, ROWS).items():
-        new = RowParallelLinear(*reversed(layer.weight.shape), group)
-        block.set_submodule(name, _take(_eager(new), layer, 1, 1, place))
+        row = RowParallelLinear(layer.in_features, layer.out_features, group)
+        block.set_submodule(name, _take(_eager(row), layer, 1, 1, place))
 
 
 def _eager(layer: Any) -> Any:
