@@ -223,6 +223,13 @@ class HybridSharded(FullySharded):
         self.copies, self.is_last = copies, True
         self.means: dict[Any, dist.Work] = {}
 
+    def begin(self, is_last: bool) -> None:
+        """Begin a micro-batch; averages start only in the last one."""
+        if self.reducing is not None:  # of the micro-batch before: its mean must wait for this one's gradient
+            self.reducing.finish_reduce()
+            self.reducing = None
+        self.is_last = is_last
+
     def after_gradient(self, flat: Any) -> None:
         scattered = self.reducing
         super().after_gradient(flat)
@@ -282,7 +289,7 @@ class Sharded(Strategy):
 
     def micro_step(self, is_last):
         if isinstance(self.call, HybridSharded):
-            self.call.is_last = is_last
+            self.call.begin(is_last)
         return nullcontext()
 
     def finish(self):
