@@ -24,8 +24,7 @@ def divide_sequences(model: Any, mesh: Mesh) -> None:
         mine = mine.to(model.wpe.weight.device)
         model.wpe.register_forward_pre_hook(lambda _, args: (mine[args[0]],))
     for block in blocks_of(model):
-        if list(block.parameters()):
-            vars(block.attn)["forward"] = partial(attend, block.attn, group)
+        vars(block.attn)["forward"] = partial(attend, block.attn, group)
 
 
 def attend(attn: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:

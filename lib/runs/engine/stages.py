@@ -42,7 +42,7 @@ def keep_stage(loss: Any, mesh: Mesh) -> list[str]:
     holder = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
     for i in range(len(blocks)):
         if i not in mine:
-            holder[i] = nn.Identity()
+            del holder._modules[str(i)]  # the list itself would count the others anew
     kept = (task.first_parts if loss.is_first else ()) + (task.last_parts if loss.is_last else ())
     for name in (*task.first_parts, *task.last_parts):
         if name not in kept:
@@ -56,9 +56,8 @@ def keep_stage(loss: Any, mesh: Mesh) -> list[str]:
 def units_of(loss: Any) -> list[nn.Module]:
     """What chapter 12's sharding gathers together on a stage: each block, and what both ends hold, so that it is divided in the same way on both."""
     tied = [getattr(loss.model, name) for name in loss.task.first_parts if name in loss.task.last_parts]
-    ends = [part for part in tied if list(part.parameters())]
-    blocks = [block for block in blocks_of(loss.model) if list(block.parameters())]
-    return ends + blocks if loss.is_first else blocks + ends
+    ends = [part for part in tied if list(part.parameters())]  # none on a stage in the middle
+    return ends + blocks_of(loss.model) if loss.is_first else blocks_of(loss.model) + ends
 
 
 class Pipeline:

@@ -58,8 +58,6 @@ def divide_layers(model: nn.Module, mesh: Mesh, ours: bool) -> Cuts:
     cuts: Cuts = {}
     names = {id(part): name for name, part in model.named_modules()}
     for block in blocks_of(model):
-        if not list(block.parameters()):
-            continue  # of another stage
         for name in layers_of(block, (*SEPARATE, *COLUMNS)):
             cuts |= {f"{names[id(block)]}.{name}.{part}": (0, FUSED.get(name, 1)) for part in ("weight", "bias")}
         cuts |= {f"{names[id(block)]}.{name}.weight": (1, 1) for name in layers_of(block, ROWS)}
