@@ -42,13 +42,13 @@ def gradients(run: Run) -> dict[str, torch.Tensor]:
 
 
 def observe(command: str) -> dict[str, Any]:
-    """Run one command. Returns its status, what it said, and the gradient of its second step before clipping, in which no weight is at its initial value any more."""
+    """Run one command. Returns its status, what it said, and the gradient of its last step before clipping."""
     seen: list[dict[str, torch.Tensor]] = []
     backward = Run.backward
 
     def watched(self: Run, *batch: torch.Tensor) -> torch.Tensor:
         numbers = backward(self, *batch)
-        seen.append(gradients(self) if len(seen) == 1 else {})
+        seen.append(gradients(self) if len(seen) == self.options.steps - 1 else {})
         return numbers
 
     program, *argv = command.split()
@@ -59,7 +59,7 @@ def observe(command: str) -> dict[str, Any]:
             status = PROGRAMS[program]([*argv, "--quiet", "--device", "cpu"])
     finally:
         Run.backward = backward
-    return {"status": status, "said": said.getvalue(), "gradient": seen[1] if len(seen) > 1 else {}}
+    return {"status": status, "said": said.getvalue(), "gradient": seen[-1] if seen else {}}
 
 
 def observe_all(rank: int, world_size: int, commands: list[str], folder: str) -> list[tuple[int, str]]:

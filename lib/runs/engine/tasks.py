@@ -32,6 +32,7 @@ class Task:
         config: Configuration of the model.
         source: The data.
         flops_per_item: FLOPs of a training step for one unit.
+        n_classes: Number of logits.
         first_parts, last_parts: The model's parts before its blocks and after them.
     """
 
@@ -40,6 +41,7 @@ class Task:
     config: Any
     source: Source
     flops_per_item: int
+    n_classes: int
     first_parts: tuple[str, ...]
     last_parts: tuple[str, ...]
 
@@ -72,7 +74,7 @@ class Task:
         raise NotImplementedError
 
     def leave(self, model: Any, x: Tensor) -> Tensor:
-        """The logits, from what the last block returns."""
+        """The logits, those of padding too, from what the last block returns."""
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
@@ -99,6 +101,7 @@ class ViTTask(Task):
             )
         n_classes = options.classes or source.n_classes
         self.config = replace(config, image_size=size, channels=source.shape[0], n_classes=n_classes)
+        self.n_classes = n_classes
         source.size, source.dtype = size, self.dtype if options.path == "fast" else torch.float32
         self.source = source
         self.flops_per_item = vit_training_flops_per_image(self.config)
@@ -145,7 +148,7 @@ class GPT2Task(Task):
         config = GPT2_PRESETS[options.model]
         length = options.length or config.context_len
         self.config: GPT2Config = replace(config, context_len=length, padded_vocab_size=pad_vocab(config.vocab_size))
-        self.source = open_tokens(options, config.vocab_size, length)
+        self.source, self.n_classes = open_tokens(options, config.vocab_size, length), config.vocab_size
         self.per_row, self.flops_per_item = length, training_flops_per_token(self.config)
 
     @classmethod
@@ -179,7 +182,7 @@ class GPT2Task(Task):
         return model.wte(inputs) + model.wpe(torch.arange(inputs.shape[1], device=inputs.device))
 
     def leave(self, model, x):
-        return model.wte(model.ln_f(x))[..., : self.config.vocab_size]
+        return model.wte(model.ln_f(x))
 
 
 class Loss(nn.Module):
@@ -232,7 +235,7 @@ class Loss(nn.Module):
         return self.task.leave(self.model, x) if self.is_last else x
 
     def loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
-        logits = logits.float()
+        logits = logits[..., : self.task.n_classes].float()  # without those of padding
         if self.task.options.ours:
             return training.cross_entropy(logits, targets)
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
