@@ -122,8 +122,8 @@ MESHES = [
     ("ours", {"context": 2, "tensor": 2}),
     ("torch", {"pipeline": 2, "replicate": 2}),
     ("ours", {"shard": 4}),
-    ("ours", {"pipeline": 2, "tensor": 2}),
     ("torch", {"context": 4}),
+    ("ours", {"pipeline": 2, "tensor": 2}),
 ]
 
 
