@@ -400,5 +400,5 @@ def _new_optimizer(options: Options, groups: list[dict[str, Any]], device: torch
     if options.optimizer == "sgd":
         # there is no fused SGD for DTensors
         sharded = any(isinstance(p, DTensor) for group in groups for p in group["params"])
-        return torch.optim.SGD(groups, lr=lr, momentum=0.9, fused=fused and not sharded, foreach=sharded)
+        return torch.optim.SGD(groups, lr=lr, momentum=0.9, fused=fused and not sharded, foreach=fused and sharded)
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=fused, capturable=options.graph)
