@@ -181,7 +181,7 @@ class Run:
         if self.device.type == "cuda":
             numbers = numbers.pin_memory().to(self.device, non_blocking=True)
         inputs, targets = self.task.source.fetch(numbers)
-        if self.options.uses("context"):
+        if self.mesh.size["context"] > 1:
             return share_of(inputs, self.mesh), share_of(targets, self.mesh)
         return inputs, targets
 

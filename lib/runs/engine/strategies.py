@@ -46,15 +46,15 @@ class Strategy:
         self.cuts: Cuts = {}
         self.tied: list[str] = []
         self.pipeline: Pipeline | None = None
-        if options.uses("pipeline"):
+        if mesh.size["pipeline"] > 1:
             self.tied = keep_stage(loss, mesh)
         if options.uses("tensor"):
             with loss.device:
                 self.cuts = divide_layers(loss.model, mesh, options.ours)
-        if options.uses("context"):
+        if mesh.size["context"] > 1:
             divide_sequences(loss.model, mesh)
         self.call: Any = self.wrap(loss)
-        if options.uses("pipeline"):
+        if mesh.size["pipeline"] > 1:
             self.pipeline = Pipeline(self.call, loss, mesh, options.accumulate, options.ours)
 
     def wrap(self, loss: Loss) -> nn.Module:
@@ -257,7 +257,7 @@ class Sharded(Strategy):
     def wrap(self, loss):
         low = loss.task.dtype if loss.task.dtype != torch.float32 else None
         settings: dict = {"param_dtype": low, **self.mesh.along("shard")}
-        if self.options.uses("pipeline"):
+        if self.mesh.size["pipeline"] > 1:
             settings["units"] = units_of(loss)
         if self.mesh.size["copies"] > 1:
             wrapped: FullySharded = HybridSharded(loss, copies=self.mesh.group("copies"), **settings)
