@@ -67,12 +67,6 @@ def layers_of(model: GPT2) -> list[nn.Module]:
     return [Start(model), *model.h, End(model)]
 
 
-def costs_of(config: GPT2Config) -> list[float]:
-    """Operations of each layer for one token, in blocks."""
-    block = 24 * config.dim**2 + 4 * config.context_len * config.dim
-    return [0.0, *[1.0] * config.n_layers, 2 * config.vocab_size * config.dim / block]
-
-
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -102,10 +96,12 @@ def train_whole(tokens: Tensor, n_steps: int) -> list[float]:
     return losses
 
 
-def make_stages(model: GPT2, rank: int, n_ranks: int, n_chunks: int, is_split: bool) -> list[PipelineStage]:
+def make_stages(
+    model: GPT2, rank: int, n_ranks: int, costs: Sequence[float], n_chunks: int, is_split: bool
+) -> list[PipelineStage]:
     """This rank's chunks of the model; with a split backward, every linear layer can defer its weights' gradient."""
     n_groups = n_chunks * n_ranks
-    parts, layers = partition_layers(costs_of(SMALL), n_groups), layers_of(model)
+    parts, layers = partition_layers(costs, n_groups), layers_of(model)
     groups = [chunk * n_ranks + rank for chunk in range(n_chunks)]
     modules = [nn.Sequential(*(layers[i] for i in parts[group])) for group in groups]
     if is_split:
@@ -122,8 +118,15 @@ def defer(module: nn.Module) -> None:
                 setattr(parent, name, DeferredLinear(child))
 
 
-def train(rank: int, n_ranks: int, tokens: Tensor, name: str, n_steps: int) -> dict[str, Any]:
+def train(rank: int, n_ranks: int, tokens: Tensor, name: str, costs: Sequence[float], n_steps: int) -> dict[str, Any]:
     """Train the small GPT-2 under one schedule.
+
+    Args:
+        rank, n_ranks: This rank, and the number of ranks.
+        tokens: The corpus.
+        name: One of ``SCHEDULES``.
+        costs: Cost of each of the model's layers.
+        n_steps: Steps, at least 3.
 
     Returns:
         ``"losses"`` (on the last rank), ``"peak_bytes"`` (what the third step held at most, beyond what it began with) and
@@ -132,7 +135,7 @@ def train(rank: int, n_ranks: int, tokens: Tensor, name: str, n_steps: int) -> d
     torch.set_num_threads(1)
     n_chunks = 2 if "chunks" in name else 1
     model = make_model()
-    stages = make_stages(model, rank, n_ranks, n_chunks, is_split=name == "zero bubble")
+    stages = make_stages(model, rank, n_ranks, costs, n_chunks, is_split=name == "zero bubble")
     schedule = SCHEDULES[name](rank, n_ranks, N_MICRO)
     ends = dist.new_group([0, n_ranks - 1])
     parameters = list({id(p): p for stage in stages for p in stage.parameters()}.values())
