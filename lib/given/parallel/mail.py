@@ -35,8 +35,9 @@ class Mail:
         self._store = self.group.get_group_store()  # type: ignore[union-attr]
         self._round = self._store.add(f"mail/rounds/{self.rank}", 1)
         self._n_gathered = 0
-        for old in (1, 2):  # all ranks have read what this one gathered two exchanges ago
-            self._store.delete_key(self._key(("gather", old, self.rank), self._round - 2))
+        for n in (1, 2):  # all ranks have read what this one gathered two exchanges ago
+            for name in (("gather", n, self.rank), ("read", n), ("read by all", n)):
+                self._store.delete_key(self._key(name, self._round - 2))
         self._arrived: dict[Hashable, tuple[Tensor, dist.Work | None]] = {}
         self._sending: deque[tuple[Any, Tensor]] = deque()
         self._open: list[Message] = []
@@ -46,7 +47,12 @@ class Mail:
         self._n_gathered += 1
         names = [("gather", self._n_gathered, rank) for rank in range(self.n_ranks)]
         self._write(names[self.rank], value)
-        return [value if rank == self.rank else self._read(name) for rank, name in enumerate(names)]
+        values = [value if rank == self.rank else self._read(name) for rank, name in enumerate(names)]
+        if self._store.add(self._key(("read", self._n_gathered), self._round), 1) == self.n_ranks:
+            self._write(("read by all", self._n_gathered), True)
+        if self.rank == 0:  # whose process may hold the store
+            self._read(("read by all", self._n_gathered))
+        return values
 
     @contextmanager
     def delivering(self, messages: Iterable[Message], device: torch.device | str = "cpu") -> Iterator[None]:
