@@ -229,7 +229,12 @@ def measure_ranks(bench: Bench, n_rounds: int) -> dict[str, Any]:
     makers["sharded"] = bench.sharded
     parts = {v: [[r.start, r.stop] for r in partition_layers(bench.costs(), v * bench.n_ranks)] for v in (1, 2)}
     c = bench.config
-    facts = {"n_micro": bench.n_micro, "micro_batch": bench.micro_batch, "context_len": c.context_len, "dim": c.dim}
+    facts: dict[str, Any] = {
+        "n_micro": bench.n_micro,
+        "micro_batch": bench.micro_batch,
+        "context_len": c.context_len,
+        "dim": c.dim,
+    }
     facts |= {"n_layers": c.n_layers, "vocab_size": c.vocab_size, "parts": {str(v): p for v, p in parts.items()}}
     return facts | {"competitors": race(bench, makers, n_rounds)}
 
