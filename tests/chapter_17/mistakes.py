@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from functools import partial
+from functools import cache, partial
 from unittest import mock
 
 import torch
@@ -76,6 +76,26 @@ def empty_stages(costs, n_stages):
     if 1 <= n_stages <= len(costs):
         return reference.partition_layers(costs, n_stages)
     return [range(min(s, len(costs)), min(s + 1, len(costs))) for s in range(max(n_stages, 0))]
+
+
+@mistake(
+    "partition_layers",
+    "the layers after the first stage are cut as well as they can be by themselves; they need only stay below the largest stage of all",
+)
+def best_rests(costs, n_stages):
+    reference.partition_layers(costs, n_stages)
+
+    @cache
+    def cut(first, n):
+        if n == 1:
+            return sum(costs[first:]), (first,)
+        found = []
+        for i in range(first + 1, len(costs) - n + 2):
+            largest, starts = cut(i, n - 1)
+            found.append((max(sum(costs[first:i]), largest), (first, *starts)))
+        return min(found)
+
+    return ranges(cut(0, n_stages)[1], len(costs))
 
 
 # ---- 17.2 gpipe_schedule ---------------------------------------------------------------------------------------------
@@ -342,6 +362,25 @@ def chunks_apart(schedules, durations):
 
     def needs(kind, group, m, n_groups):
         return [need for need in right_needs(kind, group, m, n_groups) if need[1] // n == group // n]
+
+    return simulated(schedules, durations, needs)
+
+
+@mistake(
+    "simulate",
+    "a stage's chunks are taken for neighbours; chunk c of stage s is layer group c * R + s, so the stages alternate",
+)
+def neighbours(schedules, durations):
+    n = len(schedules)
+    v = 1 + max((a.chunk for actions in schedules for a in actions), default=0)
+
+    def group_of(place):  # place c * n + s is group s * v + c here
+        return (place % n) * v + place // n
+
+    place_of = {group_of(place): place for place in range(n * v)}
+
+    def needs(kind, place, m, n_groups):
+        return [(k, place_of[g], i) for k, g, i in right_needs(kind, group_of(place), m, n_groups)]
 
     return simulated(schedules, durations, needs)
 
@@ -911,6 +950,19 @@ def not_checked(stages, schedule, micro_inputs, micro_targets, loss_function, gr
             if stage.stage == 0:
                 stage.forward_micro(0, micro_inputs[0])
             raise error
+
+    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, check=check)
+
+
+@mistake(
+    "run_schedule",
+    "only what simulate refuses is refused: an action that is missing, and for which nobody waits, passes",
+)
+def only_simulated(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
+    def check(plans):
+        if any(n != plans[0][2] for plan in plans for n in plan[2:]) or plans[-1][1][0] != len(plans) - 1:
+            return reference._checked(plans)
+        return reference.simulate([plan[0] for plan in plans], {"F": 1, "B": 2, "W": 1})
 
     return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, check=check)
 

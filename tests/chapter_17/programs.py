@@ -251,6 +251,67 @@ def float_targets(rank, n_ranks) -> None:
         )
 
 
+def shared_table(rank, n_ranks) -> None:
+    """The first and the last stage hold the same table; the sum of its two gradients is the whole model's."""
+    case(f"3 ranks, 1F1B, 4 micro-batches; the table of words is also the last layer; rank {rank}")
+
+    class Head(nn.Module):
+        def __init__(self, table: nn.Embedding):
+            super().__init__()
+            self.table = table
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.linear(x, self.table.weight)
+
+    start, middle, _ = layers(3)
+    whole = nn.Sequential(start, middle, Head(start))
+    mine = copy.deepcopy(whole)
+    inputs, targets = batches(4)
+    expected, grads = one_process(whole, inputs, targets)
+    stage = Stage(mine[rank], rank, 3)
+    loss = pipeline.run_schedule([stage], plan("1F1B", rank, 3, 4), inputs, targets, word_loss)
+    if rank == 2:
+        expect_close(loss, expected, name="the loss", read=SHARE)
+    table = torch.zeros(WORDS, WIDTH, dtype=torch.float64) if rank == 1 else mine[0].weight.grad
+    dist.all_reduce(table)
+    expect_close(table, grads["0.weight"], name="the sum of the table's two gradients", read=SHARE)
+
+
+def numbers_and_tables(rank, n_ranks) -> None:
+    """Two programs in one world."""
+    float_targets(rank, n_ranks)
+    shared_table(rank, n_ranks)
+
+
+def beside_pytorch(rank, n_ranks) -> None:
+    """The same split and micro-batches as schedules of torch.distributed.pipelining."""
+    from torch.distributed import pipelining
+
+    for name, kind, n_chunks in (
+        ("ScheduleGPipe", "all, then back", 1),
+        ("Schedule1F1B", "1F1B", 1),
+        ("ScheduleInterleaved1F1B", "all, then back", 2),
+    ):
+        case(f"{n_ranks} ranks, {n_chunks} chunks, 4 micro-batches, beside {name}; rank {rank}")
+        n = n_ranks * n_chunks
+        model = groups(layers(max(n, 2)), n)
+        theirs = my_stages(copy.deepcopy(model), rank, n_ranks, n_chunks)
+        made = [pipelining.PipelineStage(s.module, s.stage, n, torch.device("cpu")) for s in theirs]
+        inputs, targets = batches(4, ragged=False)
+        schedule = getattr(pipelining, name)(made if n_chunks > 1 else made[0], 4, loss_fn=word_loss)
+        losses: list[Tensor] = []
+        given = {"target": torch.cat(targets), "losses": losses} if rank == n_ranks - 1 else {}
+        schedule.step(*([torch.cat(inputs)] if rank == 0 else []), **given)
+        ours = my_stages(model, rank, n_ranks, n_chunks)
+        actions = plan(kind, rank, n_ranks, 4, n_chunks)
+        loss = pipeline.run_schedule(ours, actions, inputs, targets, word_loss)
+        if losses:
+            expect_close(loss, torch.stack(losses).mean().detach(), name="the loss")
+        for mine, other in zip(ours, theirs, strict=True):
+            found = {name: p.grad for name, p in mine.module.named_parameters()}
+            expect_close(found, {name: p.grad for name, p in other.module.named_parameters()}, name="gradients")
+
+
 def counted(rank, n_ranks, kind, n_micro, n_chunks) -> list[int]:
     """One step of equal micro-batches, for the ledger."""
     case(f"{n_ranks} ranks, {n_chunks} chunks, {n_micro} micro-batches, {kind}: the messages; rank {rank}")
@@ -299,6 +360,7 @@ def bad_schedules(rank, n_ranks) -> int:
     reversed_b = [a for a in good if a.kind == "F"] + [a for a in good if a.kind == "B"][::-1]
     cases = {
         "the last action is missing": (1, good[:-1], "micro-batch 2"),
+        "the last action is missing on the first stage, for which nobody waits": (0, good[:-1], "micro-batch 2"),
         "F of micro-batch 1 occurs twice": (0, [*good, Action("F", 1)], "micro-batch 1"),
         "an action of micro-batch 7, which does not exist": (1, [*good, Action("W", 7)], "micro-batch 7"),
         "an action of chunk 1, which does not exist": (0, [*good, Action("W", 0, 1)], "chunk 1"),

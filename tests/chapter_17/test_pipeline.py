@@ -1028,8 +1028,14 @@ def test_run_schedule_leaves_ignored_targets_out(ranks):
 
 
 @pytest.mark.time_limit(30)
-def test_run_schedule_of_numbers(ranks):
-    ranks(programs.float_targets, n_ranks=3)
+def test_run_schedule_of_numbers_and_of_a_shared_table(ranks):
+    ranks(programs.numbers_and_tables, n_ranks=3)
+
+
+@oracle
+@pytest.mark.time_limit(60)
+def test_run_schedule_equals_pytorch(ranks):
+    ranks(programs.beside_pytorch, n_ranks=2)
 
 
 @pytest.mark.time_limit(30)

@@ -64,6 +64,8 @@ class Mail:
         self._open, self._device, failure = list(messages), device, None
         try:
             yield
+            if left := [message for message in self._open if self.rank in message[1:]]:
+                raise ValueError(f"rank {self.rank} has neither sent nor expected {left[0]}")
         except Exception as error:
             failure = error
             self._give_up(error)
@@ -78,6 +80,7 @@ class Mail:
 
     def send(self, message: Message, tensor: Tensor) -> None:
         """Start to send a tensor. It returns at once unless two earlier tensors are still on their way."""
+        self._check(message, self.rank == message.sender, "send")
         self._open.remove(message)
         tensor = tensor.detach().contiguous()
         if message.receiver == self.rank:
@@ -90,8 +93,9 @@ class Mail:
 
     def expect(self, message: Message) -> None:
         """Make room for a tensor that another rank sends, and start to receive it."""
-        if message.sender == self.rank:
+        if message.sender == message.receiver == self.rank:
             return
+        self._check(message, self.rank == message.receiver, "expect")
         found = self._read(message.name)
         self._store.delete_key(self._key(message.name, self._round))
         self._open.remove(message)
@@ -103,10 +107,22 @@ class Mail:
 
     def take(self, name: Hashable) -> Tensor:
         """The tensor of a message that is expected, as soon as it is here."""
+        if name not in self._arrived:
+            raise ValueError(
+                f"rank {self.rank} takes {name}, which it does not expect; it expects {list(self._arrived)}"
+            )
         tensor, work = self._arrived.pop(name)
         if work is not None:
             work.wait()
         return tensor
+
+    def _check(self, message: Message, is_mine: bool, verb: str) -> None:
+        if not is_mine:
+            raise ValueError(f"rank {self.rank} cannot {verb} {message}")
+        if message not in self._open:
+            raise ValueError(
+                f"rank {self.rank} has done {verb} {message} before, or it is not among the messages of this block"
+            )
 
     def _give_up(self, error: Exception) -> None:
         """Tell the ranks that wait for this one why nothing will come, and take what is still sent to this one."""
