@@ -293,8 +293,8 @@ def checkpoint(function: Callable, *args) -> Any:
     """
     ### BEGIN SOLUTION
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
-    keeper = _KeepTensors.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn
-    if keeper is None:  # no gradients are wanted
+    keeper = _KeepTensors.apply(torch.empty(0, requires_grad=True), *tensors)
+    if keeper.grad_fn is None:  # no gradients are wanted
         return function(*args)
     blanks = [keeper if isinstance(arg, Tensor) else arg for arg in args]
     conditions = _conditions(tensors)
@@ -310,7 +310,7 @@ def checkpoint(function: Callable, *args) -> Any:
                 raise _Enough
             return tensor.detach()
 
-        saved = iter(keeper.saved_tensors)
+        saved = iter(keeper.grad_fn.saved_tensors)
         inputs = [next(saved) if blank is keeper else blank for blank in blanks]
         with suppress(_Enough), conditions(), torch.enable_grad(), saved_tensors_hooks(catch, lambda tensor: tensor):
             function(*inputs)
