@@ -3,8 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from copy import copy
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -106,7 +105,7 @@ def zero_bubble_schedule(stage: int, n_stages: int, n_micro: int) -> list[Action
         ``n_stages - stage`` forwards wait for their "B", and at most ``n_stages`` micro-batches wait for their "W": no stage holds more
         than the first stage of 1F1B.
 
-    Source: Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 3.1, ZB-H1.
+    Source: Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.1, ZB-H1.
     """
     raise NotImplementedError("Exercise 17.5: write zero_bubble_schedule")
 

@@ -3,8 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from copy import copy
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -146,7 +145,7 @@ def zero_bubble_schedule(stage: int, n_stages: int, n_micro: int) -> list[Action
         ``n_stages - stage`` forwards wait for their "B", and at most ``n_stages`` micro-batches wait for their "W": no stage holds more
         than the first stage of 1F1B.
 
-    Source: Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 3.1, ZB-H1.
+    Source: Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.1, ZB-H1.
     """
     ### BEGIN SOLUTION
     actions = []
@@ -294,15 +293,15 @@ def checkpoint(function: Callable, *args) -> Any:
     """
     ### BEGIN SOLUTION
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
-    keeper = _KeepTensors.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn
-    if keeper is None:  # no gradients are wanted
+    keeper = _KeepTensors.apply(torch.empty(0, requires_grad=True), *tensors)
+    if keeper.grad_fn is None:  # no gradients are wanted
         return function(*args)
     blanks = [keeper if isinstance(arg, Tensor) else arg for arg in args]
     conditions = _conditions(tensors)
-    indices, again = count(), dict[int, Tensor]()
+    indices, again = list[int](), dict[int, Tensor]()
 
     def run_again() -> None:
-        n_saved = next(copy(indices))
+        n_saved = len(indices)
         again.clear()
 
         def catch(tensor: Tensor) -> Tensor:
@@ -311,7 +310,7 @@ def checkpoint(function: Callable, *args) -> Any:
                 raise _Enough
             return tensor.detach()
 
-        saved = iter(keeper.saved_tensors)
+        saved = iter(keeper.grad_fn.saved_tensors)
         inputs = [next(saved) if blank is keeper else blank for blank in blanks]
         with suppress(_Enough), conditions(), torch.enable_grad(), saved_tensors_hooks(catch, lambda tensor: tensor):
             function(*inputs)
@@ -320,12 +319,16 @@ def checkpoint(function: Callable, *args) -> Any:
                 f"the function saved {n_saved} tensors when it ran first, and {len(again)} when it ran again"
             )
 
+    def drop(tensor: Tensor) -> int:
+        indices.append(len(indices))
+        return indices[-1]
+
     def restore(index: int) -> Tensor:
         if index not in again:
             run_again()
         return again.pop(index)
 
-    with saved_tensors_hooks(lambda tensor: next(indices), restore):
+    with saved_tensors_hooks(drop, restore):
         return function(*args)
     ### END SOLUTION
 
@@ -400,7 +403,7 @@ class DeferredLinear(nn.Module):
         ### BEGIN SOLUTION
         if not self.pending:
             raise RuntimeError("no backward is pending: run backward first")
-        x, grad = (tensor.flatten(0, -2) for tensor in self.pending.popleft())
+        x, grad = (tensor.reshape(-1, tensor.shape[-1]) for tensor in self.pending.popleft())
         _add_gradient(self.weight, lambda: grad.T @ x)
         _add_gradient(self.bias, lambda: grad.sum(0))
         ### END SOLUTION
@@ -494,18 +497,26 @@ def _checked(plans: Sequence[tuple[Sequence[Action], list[int], int, int]]) -> l
         ValueError: They do not. All ranks see the same plans, so it is raised on all.
     """
     n_ranks, (_, groups, n_micro, _) = len(plans), plans[0]
+    if not n_micro:
+        raise ValueError("there are no micro-batches: 0 inputs, expected at least 1")
     for rank, (actions, indices, n_inputs, n_targets) in enumerate(plans):
-        if not n_inputs == n_targets == n_micro > 0:
-            raise ValueError(f"rank {rank} has {n_inputs} inputs and {n_targets} targets, rank 0 has {n_micro} inputs")
-        if indices != [chunk * n_ranks + rank for chunk in range(len(groups))]:
-            raise ValueError(f"rank {rank} of {n_ranks} holds stages {indices}, rank 0 holds {groups}")
+        if not n_inputs == n_targets == n_micro:
+            raise ValueError(
+                f"rank {rank} has {n_inputs} inputs and {n_targets} targets, expected {n_micro} of both as on rank 0"
+            )
+        expected = [chunk * n_ranks + rank for chunk in range(len(groups))]
+        if indices != expected:
+            raise ValueError(f"rank {rank} of {n_ranks} holds the layer groups {indices}, expected {expected}")
         counts = Counter(actions)
         wanted = [Action(kind, m, chunk) for chunk in range(len(groups)) for m in range(n_micro) for kind in "FB"]
         allowed = [*wanted, *(Action("W", action.micro_batch, action.chunk) for action in wanted)]
         for problem, found in (
             ("lacks", [action for action in wanted if not counts[action]]),
             ("repeats", [action for action in counts if counts[action] > 1]),
-            (f"has, for {n_micro} micro-batches and {len(groups)} chunks,", [a for a in counts if a not in allowed]),
+            (
+                f"({n_micro} micro-batches, {len(groups)} chunks) has no place for",
+                [a for a in counts if a not in allowed],
+            ),
         ):
             if found:
                 raise ValueError(f"the schedule of rank {rank} {problem} {found[0]}")

@@ -1,7 +1,7 @@
 """What the ranks of chapter 17 run: a naive step that deadlocks, and a small GPT-2 that trains on stages or in one process."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from lib.training import AdamW, TokenBatches, accumulate_gradients
 
 SMALL = GPT2Config(vocab_size=512, context_len=64, dim=64, n_layers=8, n_heads=2)
 N_MICRO, MICRO_BATCH, LR = 8, 4, 1e-3
-SCHEDULES = {
+SCHEDULES: dict[str, Callable[[int, int, int], list[Action]]] = {
     "GPipe": gpipe_schedule,
     "1F1B": one_f_one_b_schedule,
     "interleaved, 2 chunks": partial(interleaved_schedule, n_chunks=2),
@@ -43,7 +43,10 @@ SCHEDULES = {
 class Start(nn.Module):
     """The first layer: from tokens to the stream."""
 
-    def __init__(self, model: GPT2):
+    wte: nn.Embedding
+    wpe: nn.Embedding
+
+    def __init__(self, model: Any):
         super().__init__()
         self.wte, self.wpe = model.wte, model.wpe
 
@@ -54,7 +57,10 @@ class Start(nn.Module):
 class End(nn.Module):
     """The last layer: from the stream to logits, by the transposed embedding."""
 
-    def __init__(self, model: GPT2):
+    ln_f: nn.Module
+    wte: nn.Embedding
+
+    def __init__(self, model: Any):
         super().__init__()
         self.ln_f, self.wte, self.vocab_size = model.ln_f, model.wte, model.config.vocab_size
 
@@ -62,22 +68,16 @@ class End(nn.Module):
         return F.linear(self.ln_f(x), self.wte.weight)[..., : self.vocab_size]
 
 
-def layers_of(model: GPT2) -> list[nn.Module]:
-    """The model as layers to be called one after another."""
+def layers_of(model: Any) -> list[nn.Module]:
+    """A ``GPT2`` as layers to be called one after another."""
     return [Start(model), *model.h, End(model)]
-
-
-def costs_of(config: GPT2Config) -> list[float]:
-    """Operations of each layer for one token, in blocks."""
-    block = 24 * config.dim**2 + 4 * config.context_len * config.dim
-    return [0.0, *[1.0] * config.n_layers, 2 * config.vocab_size * config.dim / block]
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def make_model() -> GPT2:
+def make_model() -> Any:
     torch.manual_seed(0)
     return GPT2(SMALL)
 
@@ -102,10 +102,12 @@ def train_whole(tokens: Tensor, n_steps: int) -> list[float]:
     return losses
 
 
-def make_stages(model: GPT2, rank: int, n_ranks: int, n_chunks: int, is_split: bool) -> list[PipelineStage]:
+def make_stages(
+    model: GPT2, rank: int, n_ranks: int, costs: Sequence[float], n_chunks: int, is_split: bool
+) -> list[PipelineStage]:
     """This rank's chunks of the model; with a split backward, every linear layer can defer its weights' gradient."""
     n_groups = n_chunks * n_ranks
-    parts, layers = partition_layers(costs_of(SMALL), n_groups), layers_of(model)
+    parts, layers = partition_layers(costs, n_groups), layers_of(model)
     groups = [chunk * n_ranks + rank for chunk in range(n_chunks)]
     modules = [nn.Sequential(*(layers[i] for i in parts[group])) for group in groups]
     if is_split:
@@ -122,8 +124,15 @@ def defer(module: nn.Module) -> None:
                 setattr(parent, name, DeferredLinear(child))
 
 
-def train(rank: int, n_ranks: int, tokens: Tensor, name: str, n_steps: int) -> dict[str, Any]:
+def train(rank: int, n_ranks: int, tokens: Tensor, name: str, costs: Sequence[float], n_steps: int) -> dict[str, Any]:
     """Train the small GPT-2 under one schedule.
+
+    Args:
+        rank, n_ranks: This rank, and the number of ranks.
+        tokens: The corpus.
+        name: One of ``SCHEDULES``.
+        costs: Cost of each of the model's layers.
+        n_steps: Steps, at least 3.
 
     Returns:
         ``"losses"`` (on the last rank), ``"peak_bytes"`` (what the third step held at most, beyond what it began with) and
@@ -132,18 +141,18 @@ def train(rank: int, n_ranks: int, tokens: Tensor, name: str, n_steps: int) -> d
     torch.set_num_threads(1)
     n_chunks = 2 if "chunks" in name else 1
     model = make_model()
-    stages = make_stages(model, rank, n_ranks, n_chunks, is_split=name == "zero bubble")
+    stages = make_stages(model, rank, n_ranks, costs, n_chunks, is_split=name == "zero bubble")
     schedule = SCHEDULES[name](rank, n_ranks, N_MICRO)
     ends = dist.new_group([0, n_ranks - 1])
     parameters = list({id(p): p for stage in stages for p in stage.parameters()}.values())
-    optimizer, losses, peak = AdamW(parameters, lr=LR), [], 0
+    optimizer, peak = AdamW(parameters, lr=LR), 0
+    losses: list[float] = []
     for step, (inputs, targets) in zip(range(n_steps), micro_batches(tokens), strict=False):
         optimizer.zero_grad(set_to_none=False)
-        batch = inputs.chunk(N_MICRO), targets.chunk(N_MICRO)
-        if step == 2:
-            loss, peak = measured(stages, schedule, batch)
-        else:
-            loss = run_schedule(stages, schedule, *batch, next_token_loss)
+        make_step = partial(
+            run_schedule, stages, schedule, inputs.chunk(N_MICRO), targets.chunk(N_MICRO), next_token_loss
+        )
+        loss, peak = measured(make_step) if step == 2 else (make_step(), peak)
         if rank in (0, n_ranks - 1):
             dist.all_reduce(model.wte.weight.grad, group=ends)  # both ends use this table
         optimizer.step()
@@ -151,12 +160,10 @@ def train(rank: int, n_ranks: int, tokens: Tensor, name: str, n_steps: int) -> d
     return {"losses": losses, "peak_bytes": peak, "parameters": sum(p.numel() for p in parameters)}
 
 
-def measured(
-    stages: list[PipelineStage], schedule: list[Action], batch: tuple[Sequence[Tensor], ...]
-) -> tuple[Tensor, int]:
+def measured(make_step: Callable[[], Tensor]) -> tuple[Tensor, int]:
     """A step's loss, and the most bytes that it held at one time, gradients of the parameters not counted."""
     with tempfile.TemporaryDirectory() as folder, memory_timeline(Path(folder, "memory.json")) as events:
-        loss = run_schedule(stages, schedule, *batch, next_token_loss)
+        loss = make_step()
     return loss, max(event["total_bytes"] for event in events)
 
 

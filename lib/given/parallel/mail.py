@@ -35,8 +35,9 @@ class Mail:
         self._store = self.group.get_group_store()  # type: ignore[union-attr]
         self._round = self._store.add(f"mail/rounds/{self.rank}", 1)
         self._n_gathered = 0
-        for old in (1, 2):  # all ranks have read what this one gathered two exchanges ago
-            self._store.delete_key(self._key(("gather", old, self.rank), self._round - 2))
+        for n in (1, 2):  # all ranks have read what this one gathered two exchanges ago
+            for name in (("gather", n, self.rank), ("read", n), ("read by all", n)):
+                self._store.delete_key(self._key(name, self._round - 2))
         self._arrived: dict[Hashable, tuple[Tensor, dist.Work | None]] = {}
         self._sending: deque[tuple[Any, Tensor]] = deque()
         self._open: list[Message] = []
@@ -46,7 +47,12 @@ class Mail:
         self._n_gathered += 1
         names = [("gather", self._n_gathered, rank) for rank in range(self.n_ranks)]
         self._write(names[self.rank], value)
-        return [value if rank == self.rank else self._read(name) for rank, name in enumerate(names)]
+        values = [value if rank == self.rank else self._read(name) for rank, name in enumerate(names)]
+        if self._store.add(self._key(("read", self._n_gathered), self._round), 1) == self.n_ranks:
+            self._write(("read by all", self._n_gathered), True)
+        if self.rank == 0:  # whose process may hold the store
+            self._read(("read by all", self._n_gathered))
+        return values
 
     @contextmanager
     def delivering(self, messages: Iterable[Message], device: torch.device | str = "cpu") -> Iterator[None]:
@@ -58,6 +64,8 @@ class Mail:
         self._open, self._device, failure = list(messages), device, None
         try:
             yield
+            if left := [message for message in self._open if self.rank in message[1:]]:
+                raise ValueError(f"rank {self.rank} has neither sent nor expected {left[0]}")
         except Exception as error:
             failure = error
             self._give_up(error)
@@ -72,6 +80,7 @@ class Mail:
 
     def send(self, message: Message, tensor: Tensor) -> None:
         """Start to send a tensor. It returns at once unless two earlier tensors are still on their way."""
+        self._check(message, self.rank == message.sender, "send")
         self._open.remove(message)
         tensor = tensor.detach().contiguous()
         if message.receiver == self.rank:
@@ -84,8 +93,9 @@ class Mail:
 
     def expect(self, message: Message) -> None:
         """Make room for a tensor that another rank sends, and start to receive it."""
-        if message.sender == self.rank:
+        if message.sender == message.receiver == self.rank:
             return
+        self._check(message, self.rank == message.receiver, "expect")
         found = self._read(message.name)
         self._store.delete_key(self._key(message.name, self._round))
         self._open.remove(message)
@@ -97,10 +107,22 @@ class Mail:
 
     def take(self, name: Hashable) -> Tensor:
         """The tensor of a message that is expected, as soon as it is here."""
+        if name not in self._arrived:
+            raise ValueError(
+                f"rank {self.rank} takes {name}, which it does not expect; it expects {list(self._arrived)}"
+            )
         tensor, work = self._arrived.pop(name)
         if work is not None:
             work.wait()
         return tensor
+
+    def _check(self, message: Message, is_mine: bool, verb: str) -> None:
+        if not is_mine:
+            raise ValueError(f"rank {self.rank} cannot {verb} {message}")
+        if message not in self._open:
+            raise ValueError(
+                f"rank {self.rank} has done {verb} {message} before, or it is not among the messages of this block"
+            )
 
     def _give_up(self, error: Exception) -> None:
         """Tell the ranks that wait for this one why nothing will come, and take what is still sent to this one."""
