@@ -50,7 +50,7 @@ class TensorParallelBlock(SequenceParallelBlock):
 
 
 def run_blocks(rank: int, world_size: int, config: GPT2Config, batch: int, length: int) -> dict[str, dict[str, Any]]:
-    """One forward and backward of each kind of block; milestones part the ledger: "all-reduce", "gather and scatter", "end"."""
+    """One forward and backward of each kind of block; in the ledger each lies between milestones, "all-reduce" and "all-reduce: end", and so on."""
     torch.manual_seed(0)
     whole = torch.randn(batch, length, config.dim)
     cut = whole.chunk(world_size, 1)[rank].clone()
@@ -66,8 +66,8 @@ def run_blocks(rank: int, world_size: int, config: GPT2Config, batch: int, lengt
         milestone(name)
         out = module(x)
         out.sum().backward()
+        milestone(f"{name}: end")
         found[name] = {"saved": saved, "stream": tuple(out.shape)}
-    milestone("end")
     with torch.no_grad():
         expected = block(whole).chunk(world_size, 1)[rank]
     found["gather and scatter"]["off"] = (out - expected).abs().max().item()
