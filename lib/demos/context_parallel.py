@@ -148,6 +148,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def logits_of(model: Llama, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
     """Chapter 4's forward pass for some positions of a long sequence; ``attend`` is causal attention on ``[B, H, T/R, D]``."""
+    model.rope = model.rope.to(tokens.device)
     rope, x = model.rope[positions], model.tok_embeddings(tokens)
     for block in model.layers:
         layer: Any = block
