@@ -45,6 +45,7 @@ from lib.llama import Llama
 SMALL = LlamaConfig(vocab_size=256, dim=64, n_layers=1, n_heads=4, hidden_dim=128)
 N_REPEATS, FILL, TIMEOUT_S = 3, 0.9, 120
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+SDPA = functional.scaled_dot_product_attention
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -122,8 +123,11 @@ def torchs_ring(method: str, backend: str, device: str) -> Way:
     def within(length: int):
         set_rotate_method(method)
         positions = torch.arange(length, device=device)[None]
-        with context_parallel(mesh, buffers=[positions], buffer_seq_dims=[1], no_restore_buffers={positions}):
-            yield
+        try:
+            with context_parallel(mesh, buffers=[positions], buffer_seq_dims=[1], no_restore_buffers={positions}):
+                yield
+        finally:  # it replaces the function, and some releases leave it so after an error
+            functional.scaled_dot_product_attention = SDPA
 
     attend.within = within  # type: ignore[attr-defined]
     return attend
@@ -176,7 +180,7 @@ def step(attend: Way, tensors: list[Tensor], length: int) -> list[Tensor]:
     with within(length):
         out = attend(*leaves)
         out.backward(tensors[3])
-    return [out.detach(), *(x.grad for x in leaves)]  # type: ignore[misc]
+    return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
 
 
 def off(sizes: Sizes, layout: str, attend: Way) -> float:

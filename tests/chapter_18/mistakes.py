@@ -684,9 +684,8 @@ class Ring(torch.autograd.Function):
 
     @staticmethod
     def pairs(k, v, group, wrong):
-        rank, n_ranks = place(group)
         if wrong == "alone":
-            return [(rank, torch.stack((k, v)))]
+            return [(dist.get_rank(group), torch.stack((k, v)))]
         if wrong in ("sends after", "waits first", "third pair"):
             return Ring.slow(torch.stack((k, v)), group, wrong)
         return reference._around(torch.stack((k, v)), group)
@@ -723,7 +722,7 @@ class Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do):
         (q, k, v, o, lse, *_), (is_causal, group, layout, wrong) = ctx.saved_tensors, ctx.of_call
-        (rank, n_ranks), mine, arriving, messages = place(group), None, None, []
+        rank, mine, arriving, messages = dist.get_rank(group), None, None, []
         if wrong == "lse of the last block":
             lse = ctx.last
         dq = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32))
