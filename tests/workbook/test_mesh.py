@@ -223,3 +223,13 @@ def test_a_length_may_still_be_called_context_where_it_can_be_no_degree(monkeypa
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert with_length(["--context", "2"]) == ["--context", "2"]
+
+
+@pytest.mark.parametrize("strategy", ["cp", "pp"])
+def test_one_rank_is_no_ring_and_no_pipeline(tmp_path, strategy):
+    plain, expected = alone("gpt2", "--steps 2", tmp_path)
+    with programs.small_models():
+        found = programs.observe(f"{RUN['gpt2']} --steps 2 --strategy {strategy} --log {tmp_path}/log")
+    assert (found["status"], found["said"]) == (0, "")
+    assert curve(tmp_path / "log") == [pytest.approx(pair, rel=RTOL) for pair in expected]
+    assert found["gradient"].keys() == plain.keys()
