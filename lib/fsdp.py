@@ -119,8 +119,9 @@ class FlatShard:
     """The parameters of one unit as one flat row; each rank keeps a shard of it. (Exercise 12.6)
 
     Args:
-        parameters: Names and parameters of one dtype, all trained or all frozen; all ranks start from rank 0's values.
+        parameters: Names and parameters of one dtype, all trained or all frozen; all ranks start from the values of the group's rank 0.
         param_dtype: Dtype of the gathered row, with which the unit computes; None is the parameters' own dtype.
+        group: The R ranks that share the parameters, None for all.
 
     Attributes:
         shard: ``nn.Parameter`` ``[S]``, S = ceil(n / R): this rank's ``shard`` of the n values; trained if the parameters were.
@@ -130,7 +131,12 @@ class FlatShard:
     Source: Zhao and others (arXiv:2304.11277), section 3.2.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], param_dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        param_dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | None = None,
+    ):
         self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self.sizes = [parameter.numel() for parameter in parameters.values()]
         raise NotImplementedError("Exercise 12.6: write FlatShard.__init__")
@@ -164,10 +170,11 @@ class FullySharded(HookedUnits):
     """ZeRO-3: a unit's parameters are gathered just before they are used, and freed just after. (Exercise 12.7)
 
     Args:
-        module: The model, the same on all ranks except for its values: all start from rank 0's. It is changed in place.
+        module: The model, the same on all ranks except for its values: all start from those of the group's rank 0. It is changed in place.
         units: Submodules in the order in which they run; by default the children of the module's ``ModuleList``. Parameters that no
             unit owns, or that two units share, belong to the root, unit 0, which is gathered when the module is called.
         param_dtype: Dtype in which units are gathered, computed with and reduced. Shards and their gradients keep the parameters' dtype.
+        group: The R ranks that share the model, None for all. (The given ``HookedUnits`` passes it to each ``FlatShard``.)
 
     Attributes:
         module: The model, whose only parameters are now the shards.

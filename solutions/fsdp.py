@@ -182,8 +182,9 @@ class FlatShard:
     """The parameters of one unit as one flat row; each rank keeps a shard of it. (Exercise)
 
     Args:
-        parameters: Names and parameters of one dtype, all trained or all frozen; all ranks start from rank 0's values.
+        parameters: Names and parameters of one dtype, all trained or all frozen; all ranks start from the values of the group's rank 0.
         param_dtype: Dtype of the gathered row, with which the unit computes; None is the parameters' own dtype.
+        group: The R ranks that share the parameters, None for all.
 
     Attributes:
         shard: ``nn.Parameter`` ``[S]``, S = ceil(n / R): this rank's ``shard`` of the n values; trained if the parameters were.
@@ -193,14 +194,19 @@ class FlatShard:
     Source: Zhao and others (arXiv:2304.11277), section 3.2.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], param_dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        param_dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | None = None,
+    ):
         self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self.sizes = [parameter.numel() for parameter in parameters.values()]
         ### BEGIN SOLUTION
-        first, world_size = next(iter(parameters.values())), dist.get_world_size()
+        first, world_size, self.group = next(iter(parameters.values())), dist.get_world_size(group), group
         row = torch.cat([parameter.detach().reshape(-1) for parameter in parameters.values()])
-        dist.broadcast(row, 0)
-        self.shard = nn.Parameter(shard(row, dist.get_rank(), world_size), requires_grad=first.requires_grad)
+        dist.broadcast(row, group_src=0, group=group)
+        self.shard = nn.Parameter(shard(row, dist.get_rank(group), world_size), requires_grad=first.requires_grad)
         self.full = torch.empty(len(self.shard) * world_size, dtype=param_dtype or first.dtype, device=first.device)
         self.full.requires_grad_(first.requires_grad)
         self.is_whole = True
@@ -216,7 +222,7 @@ class FlatShard:
             self.is_whole = True
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
             mine = self.shard.detach().to(self.full.dtype)
-            work = all_gather_row(self.full.data, mine, async_op=True)  # .data: no new version for autograd
+            work = all_gather_row(self.full.data, mine, self.group, async_op=True)  # .data: no new version for autograd
             self._gathering = (work, mine)
         ### END SOLUTION
 
@@ -250,9 +256,9 @@ class FlatShard:
         ### BEGIN SOLUTION
         grad, self.full.grad = self.full.grad, None
         assert grad is not None
-        grad.div_(dist.get_world_size())  # before the sum, which could overflow
+        grad.div_(dist.get_world_size(self.group))  # before the sum, which could overflow
         mine = grad.new_empty(len(self.shard))
-        self._reducing = (reduce_scatter_row(mine, grad, async_op=True), mine, grad)
+        self._reducing = (reduce_scatter_row(mine, grad, self.group, async_op=True), mine, grad)
         ### END SOLUTION
 
     def finish_reduce(self) -> None:
@@ -270,10 +276,11 @@ class FullySharded(HookedUnits):
     """ZeRO-3: a unit's parameters are gathered just before they are used, and freed just after. (Exercise)
 
     Args:
-        module: The model, the same on all ranks except for its values: all start from rank 0's. It is changed in place.
+        module: The model, the same on all ranks except for its values: all start from those of the group's rank 0. It is changed in place.
         units: Submodules in the order in which they run; by default the children of the module's ``ModuleList``. Parameters that no
             unit owns, or that two units share, belong to the root, unit 0, which is gathered when the module is called.
         param_dtype: Dtype in which units are gathered, computed with and reduced. Shards and their gradients keep the parameters' dtype.
+        group: The R ranks that share the model, None for all. (The given ``HookedUnits`` passes it to each ``FlatShard``.)
 
     Attributes:
         module: The model, whose only parameters are now the shards.

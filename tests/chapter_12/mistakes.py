@@ -333,7 +333,7 @@ def divided_after(module, group=None):
 @mistake("FlatShard", "the gradient is summed over the ranks, not averaged")
 class Summed(reference.FlatShard):
     def start_reduce(self):
-        self.full.grad.mul_(dist.get_world_size())
+        self.full.grad.mul_(dist.get_world_size(self.group))
         super().start_reduce()
 
 
@@ -402,14 +402,14 @@ class GatheredAtOnce(reference.FlatShard):
 
 @mistake("FlatShard", "without a param_dtype full is float32 instead of the parameters' own dtype")
 class AlwaysFloat32(reference.FlatShard):
-    def __init__(self, parameters, param_dtype=None):
-        super().__init__(parameters, param_dtype or torch.float32)
+    def __init__(self, parameters, param_dtype=None, group=None):
+        super().__init__(parameters, param_dtype or torch.float32, group)
 
 
 @mistake("FlatShard", "full is made on the default device instead of the parameters' device")
 class DefaultDevice(reference.FlatShard):
-    def __init__(self, parameters, param_dtype=None):
-        super().__init__(parameters, param_dtype)
+    def __init__(self, parameters, param_dtype=None, group=None):
+        super().__init__(parameters, param_dtype, group)
         full, needs_grad = self.full, self.full.requires_grad
         self.full = torch.empty(full.shape, dtype=full.dtype).requires_grad_(needs_grad)
         self.full.untyped_storage().resize_(0)
@@ -417,10 +417,10 @@ class DefaultDevice(reference.FlatShard):
 
 @mistake("FlatShard", "each rank keeps its own initial values: rank 0's were not broadcast")
 class OwnStart(reference.FlatShard):
-    def __init__(self, parameters, param_dtype=None):
-        super().__init__(parameters, param_dtype)
+    def __init__(self, parameters, param_dtype=None, group=None):
+        super().__init__(parameters, param_dtype, group)
         row = torch.cat([p.detach().reshape(-1) for p in parameters.values()])
-        self.shard.data.copy_(reference.shard(row, dist.get_rank(), dist.get_world_size()))
+        self.shard.data.copy_(reference.shard(row, dist.get_rank(group), dist.get_world_size(group)))
 
 
 @mistake(
@@ -435,7 +435,7 @@ class NewVersion(reference.FlatShard):
             with torch.no_grad():
                 mine = self.shard.detach().to(self.full.dtype)
                 row = torch.empty_like(self.full)
-                all_gather_row(row, mine)
+                all_gather_row(row, mine, self.group)
                 self.full.copy_(row)
 
 
@@ -445,15 +445,28 @@ class IntoFull(reference.FlatShard):
         if not self.is_whole:
             self.is_whole = True
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-            all_gather_row(self.full, self.shard.detach().to(self.full.dtype))
+            all_gather_row(self.full, self.shard.detach().to(self.full.dtype), self.group)
 
 
 @mistake("FlatShard", "the shard is kept in param_dtype, which loses small updates")
 class LowShard(reference.FlatShard):
-    def __init__(self, parameters, param_dtype=None):
+    def __init__(self, parameters, param_dtype=None, group=None):
         if param_dtype is not None:
             parameters = {n: nn.Parameter(p.detach().to(param_dtype)) for n, p in parameters.items()}
+        super().__init__(parameters, param_dtype, group)
+
+
+@mistake("FlatShard", "the group is ignored: the parameters are divided among all ranks instead of the group's")
+class AmongAll(reference.FlatShard):
+    def __init__(self, parameters, param_dtype=None, group=None):
         super().__init__(parameters, param_dtype)
+
+
+@mistake("FlatShard", "the sum over the group's ranks is divided by the number of all ranks")
+class DividedByAll(reference.FlatShard):
+    def start_reduce(self):
+        self.full.grad.mul_(dist.get_world_size(self.group) / dist.get_world_size())
+        super().start_reduce()
 
 
 # ---- 12.7 FullySharded -----------------------------------------------------------------------------------------------

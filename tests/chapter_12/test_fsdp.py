@@ -600,6 +600,27 @@ def test_FlatShard_gathers_frees_and_reduces(ranks, n_ranks):
     expect_equal(in_low, [2 * math.ceil(5 / n_ranks)], name="bytes sent in bfloat16", read=FLAT)
 
 
+def flat_of_a_pair(rank, world_size):
+    case(
+        f"{world_size} ranks in pairs: the second pair has other values and gradients than the first, and rank r has group rank r % 2"
+    )
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, world_size, 2)]
+    group, start = pairs[rank // 2], torch.tensor([1.0, 2.0, 3.0]) + 10 * rank
+    flat = fsdp.FlatShard({"w": nn.Parameter(start)}, None, group)
+    row = torch.tensor([1.0, 2.0, 3.0, -10.0 * (rank - rank % 2)]) + 10 * (rank - rank % 2)
+    expect_close(flat.shard.detach(), row[2 * (rank % 2) :][:2], name="shard", read=FLAT)
+    flat.finish_gather()
+    expect_close(flat.views()["w"].detach().clone(), row[:3], name="view", read=FLAT)
+    flat.full.grad = torch.full_like(flat.full, rank + 1.0)
+    flat.start_reduce(), flat.finish_reduce()
+    expect_close(flat.shard.grad, torch.full((2,), rank - rank % 2 + 1.5), name="shard.grad", read=FLAT)
+
+
+@pytest.mark.time_limit(30)
+def test_FlatShard_of_some_of_the_ranks(ranks):
+    ranks(flat_of_a_pair, n_ranks=4)
+
+
 # ---- 12.7 FullySharded -----------------------------------------------------------------------------------------------
 
 

@@ -1,10 +1,11 @@
-"""Six figures that one can play with, on the book's pages and in a notebook; ``player`` says how they are made."""
+"""Seven figures that one can play with, on the book's pages and in a notebook; ``player`` says how they are made."""
 
 from lib.given.show.play.clocks import clocks
 from lib.given.show.play.flash_tiles import tiles
+from lib.given.show.play.pairs import pairs
 from lib.given.show.play.planner import planner
 from lib.given.show.play.ring import ring
 from lib.given.show.play.schedules import schedules
 from lib.given.show.play.zero import zero
 
-__all__ = ["clocks", "planner", "ring", "schedules", "tiles", "zero"]
+__all__ = ["clocks", "pairs", "planner", "ring", "schedules", "tiles", "zero"]
