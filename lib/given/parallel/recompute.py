@@ -30,14 +30,14 @@ def keep_in_graph(args: Sequence[Any]) -> Callable[[], list] | None:
         through the hooks that are active (`torch.autograd.graph.saved_tensors_hooks`), so an enclosing checkpoint can drop these, too.
     """
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
-    node = _Keep.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn
-    if node is None:
+    kept = _Keep.apply(torch.empty(0, requires_grad=True), *tensors)
+    if kept.grad_fn is None:
         return None
-    blanks = [node if isinstance(arg, Tensor) else arg for arg in args]
+    blanks = [kept if isinstance(arg, Tensor) else arg for arg in args]
 
     def restored() -> list:
-        saved = iter(node.saved_tensors)
-        return [next(saved) if blank is node else blank for blank in blanks]
+        saved = iter(kept.grad_fn.saved_tensors)  # torch 2.11 frees them with the output, so the output is what stays
+        return [next(saved) if blank is kept else blank for blank in blanks]
 
     return restored
 
