@@ -1,38 +1,34 @@
 """Pipeline parallelism: a model cut between its layers, micro-batches in flight, and activations that are computed twice."""
 
-from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from itertools import accumulate
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from fractions import Fraction
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from lib.given.parallel.mail import Mail, Message
-from lib.given.parallel.pipeline import Action, Work
+from lib.given.parallel.pipeline import Action, MeanLoss, Plan, Work, check_plans
+from lib.given.parallel.recompute import Enough, conditions_of, keep_in_graph
 
 
 def partition_layers(costs: Sequence[float], n_stages: int) -> list[range]:
     """Cut a list of layers into stages so that the most expensive stage is as cheap as possible. (Exercise 17.1)
 
     Args:
-        costs: Cost of each layer in any one unit (FLOPs, seconds, bytes), none negative.
-        n_stages: Number of stages.
+        costs, n_stages: Cost of each layer in any one unit (FLOPs, seconds, bytes), none negative; number of stages.
 
     Returns:
-        The layers of each stage: consecutive, none empty, and together all of them. The largest sum of costs of a stage is as small as
-        possible. Of several such cuts the one whose list of first layers is lexicographically smallest: the second stage begins as
-        early as possible, then the third, and so on.
+        The layers of each stage: consecutive, none empty, together all of them. The cost of the most expensive stage is as small as possible. Of several such
+        cuts it is the one whose list of first layers is lexicographically smallest: the second stage begins as early as possible, then the third, and so on.
 
     Raises:
         ValueError: There are fewer layers than stages, or ``n_stages`` is less than 1; the message names both numbers.
-
-    Cost: at most about ``n_stages * n_layers**2`` steps; trying all cuts would take far too many.
     """
     raise NotImplementedError("Exercise 17.1: write partition_layers")
 
@@ -41,15 +37,13 @@ def gpipe_schedule(stage: int, n_stages: int, n_micro: int) -> list[Action]:
     """What a stage does under GPipe: all forwards, then all backwards. (Exercise 17.2)
 
     Args:
-        stage: Index of the stage, from 0.
-        n_stages, n_micro: Numbers of stages and of micro-batches.
+        stage, n_stages, n_micro: Index of the stage from 0, numbers of stages and of micro-batches.
 
     Returns:
         ``2 * n_micro`` actions, micro-batches in ascending order in both halves.
 
     Source: GPipe (arXiv:1811.06965), section 2.3.
-    Convention: the paper runs the backwards in descending order. Ascending, as in PyTorch, gradients are added up in the order of the
-        micro-batches, and so equal those of one process to the last bit.
+    Convention: the paper runs the backwards in descending order. In ascending order, as in PyTorch, gradients add up in the order of one process.
     """
     raise NotImplementedError("Exercise 17.2: write gpipe_schedule")
 
@@ -57,13 +51,9 @@ def gpipe_schedule(stage: int, n_stages: int, n_micro: int) -> list[Action]:
 def one_f_one_b_schedule(stage: int, n_stages: int, n_micro: int) -> list[Action]:
     """What a stage does under 1F1B: as soon as it can run a backward it does, and so frees memory early. (Exercise 17.3)
 
-    Args:
-        stage, n_stages, n_micro: As in ``gpipe_schedule``.
-
     Returns:
-        ``2 * n_micro`` actions: first forwards, ``n_stages - stage`` of them (all, if there are fewer micro-batches); then a backward and a
-        forward in turn; at the end the backwards that are left. Micro-batches ascend, and at most ``n_stages - stage`` of them wait
-        for their backward.
+        ``2 * n_micro`` actions: first forwards, ``n_stages - stage`` of them (all, if there are fewer micro-batches); then a backward and a forward in turn; at the
+        end the backwards that are left. Micro-batches ascend, and at most ``n_stages - stage`` of them wait for their backward.
 
     Source: PipeDream-Flush (arXiv:2006.09503), section 3.2; Megatron-LM (arXiv:2104.04473), section 2.2.
     """
@@ -73,17 +63,13 @@ def one_f_one_b_schedule(stage: int, n_stages: int, n_micro: int) -> list[Action
 def interleaved_schedule(stage: int, n_stages: int, n_micro: int, n_chunks: int) -> list[Action]:
     """What a stage does under interleaved 1F1B, where it holds several chunks of layers. (Exercise 17.4)
 
-    Chunk c of stage s is layer group ``c * n_stages + s``, so a micro-batch passes each stage ``n_chunks`` times.
-
     Args:
-        stage, n_stages, n_micro: As in ``gpipe_schedule``.
-        n_chunks: Number v of chunks on each stage.
+        stage, n_stages, n_micro, n_chunks: As in ``gpipe_schedule``; chunks on each stage. Chunk c of stage s is layer group ``c * n_stages + s``.
 
     Returns:
-        ``2 * n_micro * n_chunks`` actions. Forwards come in rounds of ``n_stages`` micro-batches: a round goes through chunk 0, then
-        through chunk 1, up to the last, and then the next round begins. Backwards come in the same rounds, each from the last chunk to
-        the first. The stage begins with ``2 (n_stages - stage - 1) + (n_chunks - 1) n_stages + 1`` forwards (all, if there are fewer), and then
-        runs a backward and a forward in turn. With one chunk it is 1F1B.
+        ``2 * n_micro * n_chunks`` actions. Forwards come in rounds of ``n_stages`` micro-batches: a round goes through chunk 0, then through chunk 1, up to the
+        last, and then the next round begins. Backwards come in the same rounds, each from the last chunk to the first. The stage begins with
+        ``2 (n_stages - stage - 1) + (n_chunks - 1) n_stages + 1`` forwards (all, if there are fewer), then runs a backward and a forward in turn. With one chunk it is 1F1B.
 
     Raises:
         ValueError: ``n_micro`` is no multiple of ``n_stages``; the message names both.
@@ -96,14 +82,10 @@ def interleaved_schedule(stage: int, n_stages: int, n_micro: int, n_chunks: int)
 def zero_bubble_schedule(stage: int, n_stages: int, n_micro: int) -> list[Action]:
     """What a stage does under ZB-H1: the gradients of the weights, for which no other stage waits, fill the bubble. (Exercise 17.5)
 
-    Args:
-        stage, n_stages, n_micro: As in ``gpipe_schedule``.
-
     Returns:
-        ``3 * n_micro`` actions: those of ``one_f_one_b_schedule`` in their order, and a "W" for each micro-batch. The "W" of micro-batch
-        ``m - stage`` comes right after the "B" of micro-batch m; the last ``stage`` of them come at the end. So at most
-        ``n_stages - stage`` forwards wait for their "B", and at most ``n_stages`` micro-batches wait for their "W": no stage holds more
-        than the first stage of 1F1B.
+        ``3 * n_micro`` actions: those of ``one_f_one_b_schedule`` in their order, and a "W" for each micro-batch. The "W" of micro-batch ``m - stage`` comes right after
+        the "B" of micro-batch m; the last ``stage`` of them come at the end. So at most ``n_stages - stage`` forwards wait for their "B", and at most
+        ``n_stages`` micro-batches for their "W": no stage holds more than the first stage of 1F1B.
 
     Source: Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.1, ZB-H1.
     """
@@ -115,39 +97,33 @@ def simulate(
 ) -> list[Work]:
     """When each stage runs each of its actions, if messages take no time. (Exercise 17.6)
 
-    A stage runs its list in order, each action as soon as the stage is free and what the action needs has ended. With R stages, chunk c
-    of stage s is layer group ``g = c * R + s``. For each micro-batch, "F" of group g needs "F" of group g - 1; "B" needs "F" of the same group
-    and "B" of group g + 1; "W" needs "B" of the same group. The first group needs no other forward, and the last no other backward.
+    A stage runs its list in order, each action as soon as the stage is free and what the action needs has ended. With R stages, chunk c of stage s is layer group
+    ``g = c * R + s``. For each micro-batch, "F" of group g needs "F" of group g - 1; "B" needs "F" of the same group and "B" of group g + 1; "W" needs "B" of the same group.
 
     Args:
-        schedules: The actions of each stage.
-        durations: Seconds of each kind of action, above 0: one mapping for all stages, or a sequence with one for each stage.
+        schedules, durations: The actions of each stage; seconds of each kind of action, above 0: one mapping for all stages, or a sequence with one for each stage.
 
     Returns:
         A ``Work`` for each action, in ascending order of start, then of stage.
 
     Raises:
-        ValueError: The stages can never complete their lists; the message names the first action that is stuck (of several, the one
-            whose stage has waited longest) and the action that it waits for. Or an action occurs twice; the message names it.
+        ValueError: The stages can never complete their lists; the message names the first action that is stuck (the stage has waited longest) and what it waits for.
     """
     raise NotImplementedError("Exercise 17.6: write simulate")
 
 
-def checkpoint(function: Callable, *args) -> Any:
+def checkpoint(function: Callable, *args):
     """Call a function, keep only its inputs, and compute the rest again when backward needs it. (Exercise 17.7)
 
     Args:
-        function: Called as ``function(*args)``; may use parameters, draw random numbers, call ``checkpoint`` itself.
-        *args: Anything. Tensors among them may or may not require gradients.
+        function, *args: Called as ``function(*args)``; may use parameters, draw random numbers, call ``checkpoint``. Arguments may be anything; tensors may require gradients or not.
 
     Returns:
-        What ``function`` returns: a tensor, a tuple, anything. Values and gradients are those of a plain call. The graph saves the
-        tensors among ``args`` and nothing else. In an enclosing ``checkpoint`` it does not keep even those, because they are saved by
-        autograd, and the enclosing call computes them again.
+        What ``function`` returns, with the values and gradients of a plain call. The graph saves the tensors among ``args`` and nothing else; ``keep_in_graph`` saves
+        them so that an enclosing ``checkpoint`` can drop even these. Without gradients it is a plain call.
 
-    The first saved tensor that backward asks for makes the function run again, with gradients enabled and with the random states
-    (of the CPU and of the arguments' GPUs) and the autocast settings of the first run; random states are put back afterwards. The second run
-    ends as soon as all tensors that the first one saved are there again. Without gradients it is a plain call.
+    The first saved tensor that backward asks for makes the function run again, with gradients enabled and under the random states and the autocast of the first run
+    (``conditions_of``). The second run ends as soon as all tensors that the first one saved are there again; backward uses each and drops it.
 
     Raises:
         RuntimeError: In backward, if the second run saves fewer tensors than the first; the message names both numbers.
@@ -160,15 +136,11 @@ def checkpoint(function: Callable, *args) -> Any:
 class DeferredLinear(nn.Module):
     """A linear layer with a backward in two parts. (Exercise 17.8)
 
-    Args:
-        linear: The ``nn.Linear`` to replace. Its parameters are used, not copied.
-
     Attributes:
-        weight, bias: The same ``nn.Parameter`` objects as in ``linear``; ``bias`` may be None.
+        weight, bias: Those of the ``nn.Linear`` that it replaces: the same ``nn.Parameter`` objects, no copies; ``bias`` may be None.
         pending: A deque with an entry for each backward whose weights' gradients are still to be computed.
 
-    Autograd's backward computes the gradient of the input, and leaves ``weight.grad`` and ``bias.grad`` alone, even if the input needs no
-    gradient. It also works under autocast.
+    Autograd's backward computes the gradient of the input, and leaves ``weight.grad`` and ``bias.grad`` alone, even if the input needs no gradient. It also works under autocast.
     """
 
     def __init__(self, linear: nn.Linear):
@@ -180,33 +152,21 @@ class DeferredLinear(nn.Module):
         raise NotImplementedError("Exercise 17.8: write DeferredLinear.forward")
 
     def backward_weights(self) -> None:
-        """Add the gradients of weight and bias for the oldest backward that is pending, and release what it kept.
-
-        They are what ``nn.Linear`` would have added to ``.grad``. A frozen parameter gets none.
-
-        Raises:
-            RuntimeError: No backward is pending.
-        """
+        """Add to ``.grad`` what ``nn.Linear`` would have added in the oldest pending backward, and release what was kept for it; a RuntimeError if none is pending."""
         raise NotImplementedError("Exercise 17.8: write DeferredLinear.backward_weights")
 
 
 class PipelineStage(nn.Module):
-    """A group of layers on one rank: forward and backward of one micro-batch at a time. (Exercise 17.9)
+    """A group of layers on one rank: forward and backward of one micro-batch at a time, in any order. (Exercise 17.9)
 
     Args:
         module: The layers. They take one tensor and return one.
-        stage: Index of the layer group, ``c * R + s`` for chunk c of stage s.
-        n_stages: Number of layer groups: R times the chunks of a stage.
-        group: The R ranks; None means all ranks.
+        stage, n_stages, group: Index of the layer group, ``c * R + s`` for chunk c of stage s; number of groups, R times the chunks of a stage; the R ranks, None for all.
 
-    Attributes:
-        module, stage, n_stages, group: The arguments.
-
-    Several micro-batches may be between their forward and their backward, and backwards may come in any order.
+    Attributes: the arguments, under their names.
 
     Raises:
-        ValueError: ``stage`` is not in ``range(n_stages)``; the message names both. And whenever a method is called too early or
-            twice: a forward whose backward is still to come, a backward without a forward, ``backward_weights`` without a backward; the message names i.
+        ValueError: ``stage`` is not in ``range(n_stages)``; the message names both. Or a backward without a forward, or ``backward_weights`` without a backward; it names i.
     """
 
     def __init__(self, module: nn.Module, stage: int, n_stages: int, group: dist.ProcessGroup | None = None):
@@ -214,62 +174,42 @@ class PipelineStage(nn.Module):
         raise NotImplementedError("Exercise 17.9: write PipelineStage.__init__")
 
     def forward_micro(self, i: int, x: Tensor) -> Tensor:
-        """The output for micro-batch i, whose graph ends at ``x``: no gradient goes beyond this stage by itself.
-
-        Keeps what backward needs: ``x`` and what autograd saved, but not the output.
-        """
+        """The output for micro-batch i, whose graph ends at ``x``. Keeps ``x`` and what autograd saved, but not the output."""
         raise NotImplementedError("Exercise 17.9: write PipelineStage.forward_micro")
 
     def backward_micro(self, i: int, grad: Tensor | None = None) -> Tensor | None:
-        """Run the backward of micro-batch i, and release all that its forward kept.
+        """Run the backward of micro-batch i, release all that its forward kept, and return the gradient of ``x``; None if ``x`` holds integers.
 
-        Args:
-            i: The micro-batch.
-            grad: Gradient of the output; None if the output is one number, the loss itself.
-
-        Returns:
-            The gradient of ``x``, or None if ``x`` holds integers. The parameters' gradients are added to ``.grad``, except those of
-            ``DeferredLinear`` layers, which wait for ``backward_weights(i)``.
+        ``grad`` is the gradient of the output; None if the output is one number, the loss itself. The parameters' gradients are added to ``.grad``, but
+        ``DeferredLinear`` layers wait for ``backward_weights(i)``.
         """
         raise NotImplementedError("Exercise 17.9: write PipelineStage.backward_micro")
 
     def backward_weights(self, i: int) -> None:
-        """Add the gradients that ``backward_micro(i)`` left to the ``DeferredLinear`` layers; without such layers, do nothing.
-
-        Call it in the order of the backwards.
-        """
+        """Add the gradients that ``backward_micro(i)`` left to the ``DeferredLinear`` layers, if there are any. Call it in the order of the backwards."""
         raise NotImplementedError("Exercise 17.9: write PipelineStage.backward_weights")
 
 
 def run_schedule(
-    stages: Sequence[PipelineStage],
-    schedule: Sequence[Action],
-    micro_inputs: Sequence[Tensor],
-    micro_targets: Sequence[Tensor],
-    loss_function: Callable[[Tensor, Tensor], Tensor],
-    group: dist.ProcessGroup | None = None,
-) -> Float[Tensor, ""]:
-    """Train on one batch: run this rank's schedule, and exchange activations and gradients with the other ranks. (Exercise 17.10)
+    stages: Sequence[PipelineStage], schedule: Sequence[Action], micro_inputs: Sequence[Tensor],
+    micro_targets: Sequence[Tensor], loss_function: Callable, group: dist.ProcessGroup | None = None
+) -> Float[Tensor, ""]:  # fmt: skip
+    """Run this rank's schedule for one batch, and exchange activations and gradients with the other ranks. (Exercise 17.10)
 
     Args:
-        stages: This rank's chunks in order; chunk c of rank s of R is layer group ``c * R + s``.
-        schedule: This rank's actions, for example from ``one_f_one_b_schedule``. Any list goes that has one "F" and one "B" for each chunk and micro-batch, a
-            "W" after the "B" where it likes, and an order in which the ranks can complete their lists.
-        micro_inputs, micro_targets: The m micro-batches, the same on every rank, of any sizes.
-        loss_function: ``loss_function(output, targets)`` gives the mean loss of a micro-batch.
-        group: The R ranks; None means all ranks.
+        stages, group: This rank's chunks in order; chunk c of rank s of R is layer group ``c * R + s``. The R ranks; None means all ranks.
+        schedule: This rank's actions. Any list goes that has one "F" and one "B" for each chunk and micro-batch, a "W" after the "B" where it likes, and
+            an order in which the ranks can complete their lists. Where no "W" follows a "B", the weights of ``DeferredLinear`` layers are done with the "B".
+        micro_inputs, micro_targets: The micro-batches, the same on every rank, of any sizes.
+        loss_function: ``loss_function(output, targets)`` returns the mean loss of a micro-batch; ``MeanLoss`` weights it by its targets.
 
     Returns:
-        On the last rank the mean loss over all targets, detached; on the others a zero, so that the sum over the ranks is the loss.
-        As in chapter 7, a micro-batch counts by its targets; integer targets of -100, which PyTorch's losses ignore, do not count. Gradients are added to
-        ``.grad``, and are those of the whole model on the whole batch. Where no "W" follows a "B", the weights of ``DeferredLinear`` layers are done with the "B".
+        On the last rank the mean loss over all targets, detached; on the others a zero. Gradients are added to ``.grad``: those of the whole model on the whole batch.
 
     Raises:
-        ValueError: The ranks' arguments do not fit together: an action is missing, unknown or there twice, a list can never be completed
-            (as ``simulate`` says), stages or numbers of micro-batches differ. It is raised on every rank, before any activation is sent.
-        RuntimeError: Another rank raised an exception; the message has its text. The rank itself raises the exception.
+        ValueError: ``check_plans`` or ``simulate`` refuses the ranks' plans. It is raised on every rank, before any activation is computed or sent.
+        RuntimeError: Another rank raised an exception; the message has its text. That rank raises the exception itself.
 
-    Cost: for each micro-batch one message with the activation and one with its gradient between neighbouring layer groups; a message between
-        chunks of the same rank is none. It never deadlocks, however much or little the backend buffers.
+    Cost: one message with each activation and one with each gradient between neighbouring layer groups, none between chunks of one rank. It never deadlocks, whatever the backend buffers.
     """
     raise NotImplementedError("Exercise 17.10: write run_schedule")

@@ -12,7 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from lib.given.parallel.mail import Mail, Message
-from lib.given.parallel.pipeline import Action, Work
+from lib.given.parallel.pipeline import Action, MeanLoss, Plan, Work, check_plans
+from lib.given.parallel.recompute import Enough, keep_in_graph
 from lib.workbook.grading import mistake
 from solutions import pipeline as reference
 
@@ -297,7 +298,7 @@ def no_rest(stage, n_stages, n_micro):
 # ---- 17.6 simulate ---------------------------------------------------------------------------------------------------
 
 
-def simulated(schedules, durations, needs, twice=True, name_first=True, sort=True, free_at=None):
+def simulated(schedules, durations, needs, name_first=True, sort=True, free_at=None):
     """The reference's loop with other rules: ``needs(kind, group, micro_batch, n_groups)``."""
     n = len(schedules)
     per_stage = [durations] * n if isinstance(durations, dict) else list(durations)
@@ -309,8 +310,6 @@ def simulated(schedules, durations, needs, twice=True, name_first=True, sort=Tru
             while queue:
                 a = queue[0]
                 event = a.kind, a.chunk * n + stage, a.micro_batch
-                if twice and event in ends:
-                    raise ValueError(f"stage {stage} has {a} twice")
                 wanted = needs(*event, n_groups)
                 if not all(need in ends for need in wanted):
                     break
@@ -320,14 +319,14 @@ def simulated(schedules, durations, needs, twice=True, name_first=True, sort=Tru
                 works.append(Work(stage, a.micro_batch, a.kind, start, ends[event], a.chunk))
                 queue.popleft()
         if len(works) == before:
-            if not name_first:
-                raise ValueError("the schedule can never go on")
-            raise reference._stuck(todo, free, ends, n_groups)
+            if name_first:
+                reference.simulate(schedules, durations)
+            raise ValueError("the schedule can never go on")
     return sorted(works, key=lambda w: (w.start, w.stage)) if sort else works
 
 
 def right_needs(kind, group, m, n_groups):
-    return reference._needs((kind, group, m), n_groups)
+    return reference._needs(kind, group, m, n_groups)
 
 
 @mistake("simulate", "the backward of a stage waits for W on the next one; it needs only B from there")
@@ -407,18 +406,10 @@ def nameless(schedules, durations):
 
 @mistake("simulate", "what can never go on is left out silently instead of being refused")
 def stops_silently(schedules, durations):
-    schedules = [list(actions) for actions in schedules]
     try:
         return reference.simulate(schedules, durations)
-    except ValueError as error:
-        if "twice" in str(error):
-            raise
+    except ValueError:
         return []
-
-
-@mistake("simulate", "an action that occurs twice is done twice")
-def twice_is_fine(schedules, durations):
-    return simulated(schedules, durations, right_needs, twice=False)
 
 
 # ---- 17.7 checkpoint -------------------------------------------------------------------------------------------------
@@ -451,15 +442,11 @@ def by_function(function, *args):
     return _Again.apply(function, *args)
 
 
-def checkpointed(function, args, *, random=True, autocast=True, keep=None, stop=True, put_back=True, check=True):
+def checkpointed(function, args, *, random=True, autocast=True, stop=True, put_back=True, check=True):
     """The reference in one piece, with parts that a mistake leaves out."""
-    tensors = [arg for arg in args if isinstance(arg, Tensor)]
-    if not torch.is_grad_enabled():
+    inputs = keep_in_graph(args)
+    if inputs is None:
         return function(*args)
-    keeper = reference._KeepTensors.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn
-    kept = tensors if keep == "closure" else None
-    is_tensor = [isinstance(arg, Tensor) for arg in args]
-    rest = [None if t else arg for t, arg in zip(is_tensor, args, strict=True)]
     state, cast = torch.get_rng_state(), (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
     n_saved, again = [0], {}
 
@@ -470,21 +457,20 @@ def checkpointed(function, args, *, random=True, autocast=True, keep=None, stop=
     def catch(tensor):
         again[len(again)] = tensor.detach()
         if stop and len(again) == n_saved[0]:
-            raise reference._Enough
+            raise Enough
         return tensor.detach()
 
     def run_again():
         again.clear()
-        saved = iter(kept if kept is not None else keeper.saved_tensors)
-        inputs = [next(saved) if t else arg for t, arg in zip(is_tensor, rest, strict=True)]
+        given = inputs()
         now = torch.get_rng_state()
         if random:
             torch.set_rng_state(state)
         try:
             cast_again = torch.autocast("cpu", enabled=cast[0] and autocast, dtype=cast[1])
             with cast_again, torch.enable_grad(), saved_tensors_hooks(catch, lambda t: t):
-                function(*inputs)
-        except reference._Enough:
+                function(*given)
+        except Enough:
             pass
         finally:
             if put_back:
@@ -541,7 +527,7 @@ def _outside(function, args):
     def catch(tensor):
         again[len(again)] = tensor.detach()
         if len(again) == n_saved[0]:
-            raise reference._Enough
+            raise Enough
         return tensor.detach()
 
     def restore(index):
@@ -552,7 +538,7 @@ def _outside(function, args):
                 try:
                     with torch.enable_grad(), saved_tensors_hooks(catch, lambda t: t):
                         function(*args)
-                except reference._Enough:
+                except Enough:
                     pass
             if len(again) < n_saved[0]:
                 raise RuntimeError(f"{n_saved[0]} tensors were saved first, {len(again)} again")
@@ -786,10 +772,6 @@ class NoWeights(reference.PipelineStage):
 
 @mistake("PipelineStage", "a call in the wrong state is not refused, or without the number of the micro-batch")
 class NoStates(reference.PipelineStage):
-    def forward_micro(self, i, x):
-        self._kept.pop(i, None)
-        return super().forward_micro(i, x)
-
     def backward_micro(self, i, grad=None):
         return super().backward_micro(i, grad) if i in self._kept else None
 
@@ -800,58 +782,55 @@ class NoStates(reference.PipelineStage):
 # ---- 17.10 run_schedule ----------------------------------------------------------------------------------------------
 
 
+def refuse(plans):
+    """What the reference refuses before the run; the works of what it accepts."""
+    check_plans(plans)
+    return reference.simulate([plan.actions for plan in plans], {"F": 1, "B": 2, "W": 1})
+
+
 def changed(
-    stages,
-    schedule,
-    micro_inputs,
-    micro_targets,
-    loss_function,
-    group,
-    *,
-    run_class=None,
-    check=None,
-    order=None,
-    safe=True,
+    stages, schedule, micro_inputs, micro_targets, loss_function, group, *, run=None, loss=None, check=None, order=None
 ):
     """The reference in one piece, with parts that a mistake exchanges."""
     mail = Mail(group)
-    plans = mail.gather((list(schedule), [s.stage for s in stages], len(micro_inputs), len(micro_targets)))
-    timetable = reference._timetable((check or reference._checked)(plans), mail.n_ranks)
-    run = (run_class or reference._Run)(stages, schedule, micro_inputs, micro_targets, loss_function, mail)
+    plan = Plan(list(schedule), [s.stage for s in stages], len(micro_inputs), len(micro_targets))
+    timetable = reference._timetable((check or refuse)(mail.gather(plan)), mail.n_ranks)
+    mean = (loss or MeanLoss)(loss_function, micro_targets)
+    mine = (run or reference._Run)(stages, schedule, micro_inputs, mean, mail)
     with mail.delivering([item for item in timetable if isinstance(item, Message)]):
         for item in (order or list)(timetable):
             if isinstance(item, Work):
                 if item.stage == mail.rank:
-                    run.work(item)
+                    mine.work(item)
             elif item.sender == mail.rank:
-                mail.send(item, run.outgoing.pop(item.name))
+                mail.send(item, mine.outgoing.pop(item.name))
             elif item.receiver == mail.rank:
                 mail.expect(item)
-    return run.loss
+    return mean.total
 
 
-class _PlainMean(reference._Run):
+class _PlainMean(MeanLoss):
     def __init__(self, *args):
         super().__init__(*args)
-        self.shares = torch.full((len(self.inputs),), 1 / len(self.inputs), dtype=torch.float64)
+        self.shares = torch.full((len(self.targets),), 1 / len(self.targets), dtype=torch.float64)
 
 
-class _ByAllTargets(reference._Run):
+class _ByAllTargets(MeanLoss):
     def __init__(self, *args):
         super().__init__(*args)
         n = torch.tensor([t.numel() for t in self.targets], dtype=torch.float64)
         self.shares = n / n.sum()
 
 
-class _Summed(reference._Run):
+class _Summed(MeanLoss):
     def __init__(self, *args):
         super().__init__(*args)
-        self.shares = torch.ones(len(self.inputs), dtype=torch.float64)
+        self.shares = torch.ones(len(self.targets), dtype=torch.float64)
 
 
-class _WholeLoss(reference._Run):
-    def add_loss(self, y, i):
-        grad = super().add_loss(y, i)
+class _WholeLoss(MeanLoss):
+    def add(self, i, output):
+        grad = super().add(i, output)
         return None if grad is None else grad / self.shares[i].to(grad)
 
 
@@ -869,24 +848,24 @@ class _WeightsAtOnce(reference._Run):
 
 
 class _KeepsOutputs(reference._Run):
-    def forward(self, stage, i):
-        super().forward(stage, i)
+    def work(self, work):
+        super().work(work)
         self.all = [*getattr(self, "all", []), *self.outgoing.values()]
 
 
 @mistake("run_schedule", "all micro-batches count equally, whatever their sizes; each counts by its targets")
 def plain_mean(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
-    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, run_class=_PlainMean)
+    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, loss=_PlainMean)
 
 
 @mistake("run_schedule", "targets of -100 are counted, though the loss leaves them out")
 def counts_ignored(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
-    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, run_class=_ByAllTargets)
+    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, loss=_ByAllTargets)
 
 
 @mistake("run_schedule", "the losses are added up without dividing: gradients grow with the number of micro-batches")
 def summed(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
-    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, run_class=_Summed)
+    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, loss=_Summed)
 
 
 @mistake(
@@ -894,22 +873,22 @@ def summed(stages, schedule, micro_inputs, micro_targets, loss_function, group=N
     "the loss is right, but each backward starts from a micro-batch's own mean: the gradient is not weighted",
 )
 def gradient_not_weighted(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
-    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, run_class=_WholeLoss)
+    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, loss=_WholeLoss)
 
 
 @mistake("run_schedule", "a B without a W in the list does only half of the backward: backward_weights is never called")
 def half_a_backward(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
-    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, run_class=_NoWeights)
+    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, run=_NoWeights)
 
 
 @mistake("run_schedule", "the weights' gradients are computed with each B, although the list puts them off to a W")
 def weights_too_early(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
-    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, run_class=_WeightsAtOnce)
+    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, run=_WeightsAtOnce)
 
 
 @mistake("run_schedule", "all outputs are held to the end of the run: the memory that 1F1B saves is spent again")
 def holds_outputs(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
-    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, run_class=_KeepsOutputs)
+    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, run=_KeepsOutputs)
 
 
 @mistake(
@@ -944,7 +923,7 @@ def no_common_order(stages, schedule, micro_inputs, micro_targets, loss_function
 def not_checked(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
     def check(plans):
         try:
-            return reference._checked(plans)
+            return refuse(plans)
         except ValueError as error:
             stage = stages[0]
             if stage.stage == 0:
@@ -960,9 +939,9 @@ def not_checked(stages, schedule, micro_inputs, micro_targets, loss_function, gr
 )
 def only_simulated(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
     def check(plans):
-        if any(n != plans[0][2] for plan in plans for n in plan[2:]) or plans[-1][1][0] != len(plans) - 1:
-            return reference._checked(plans)
-        return reference.simulate([plan[0] for plan in plans], {"F": 1, "B": 2, "W": 1})
+        if any(p.n_inputs != plans[0].n_inputs for p in plans) or plans[-1].groups[0] != len(plans) - 1:
+            return refuse(plans)
+        return reference.simulate([plan.actions for plan in plans], {"F": 1, "B": 2, "W": 1})
 
     return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, check=check)
 
@@ -973,7 +952,7 @@ def own_list_only(stages, schedule, micro_inputs, micro_targets, loss_function, 
 
     def check(plans):
         try:
-            return reference._checked(plans)
+            return refuse(plans)
         except ValueError as error:
             if f"rank {rank} " in str(error) or f"stage {rank} is stuck" in str(error).split(";")[0]:
                 raise
