@@ -256,7 +256,7 @@ def measure_ways(sizes: Sizes, chosen: dict[str, tuple[str, Way]], length: int, 
 def silence():
     """Leave out the ring's messages: every rank computes with what happens to be in its buffers, which takes as long."""
     names: dict[str, Any] = ring_attention.__globals__
-    names["pass_on"] = lambda tensor, into, group: []
+    names["pass_on"] = lambda tensor, into, group: lambda: into
     try:
         yield
     finally:
@@ -269,8 +269,7 @@ def costs(run: Callable[[], Any], whole_s: float, pair: Tensor, n_rounds: int, d
     def messages():
         into = torch.empty_like(pair)
         for _ in range(n_rounds * (dist.get_world_size() - 1)):
-            for handle in pass_on(pair, into, None):
-                handle.wait()
+            pass_on(pair, into, None)()
 
     with silence():
         computing = sorted(seconds(run, device) for _ in range(1 + N_REPEATS))[N_REPEATS // 2]

@@ -8,7 +8,7 @@ from einops import rearrange
 from torch import nn
 
 from lib.fast.blocks import block_backward, block_forward
-from lib.given.parallel.ring import check_shares, equal_part, pass_on
+from lib.given.parallel.ring import check_shares, equal_part, exchange, pass_on
 from lib.workbook.grading import mistake
 from solutions import context_parallel as reference
 from solutions.attention import causal_mask, merge_heads, scaled_dot_product_attention, split_heads
@@ -16,7 +16,17 @@ from solutions.flash_attention import flash_attention
 from solutions.gpt2 import gelu_tanh, layer_norm
 from solutions.tensor_parallel import CopyToRegion, ReduceFromRegion
 
-gathered, scattered = reference._gathered, reference._scattered
+
+def gathered(x, dim, group):
+    """All ranks' shares side by side."""
+    with torch.no_grad():
+        return reference.GatherSequence.apply(x, dim, group)
+
+
+def scattered(x, dim, group):
+    """This rank's share of the sum."""
+    with torch.no_grad():
+        return reference.ScatterSequence.apply(x, dim, group)
 
 
 def place(group):
@@ -266,10 +276,6 @@ class WholeStream(SequenceBlock):
 
 
 # ---- 18.4 heads_to_sequence, 18.5 sequence_to_heads ------------------------------------------------------------------
-
-
-def exchange(x, group):
-    return reference._Exchange.apply(x, group)
 
 
 def check_heads(x, group):
@@ -645,7 +651,7 @@ def block_all_of_earlier(rank, source, length, is_causal=False, layout="contiguo
 
 def wait(messages):
     for message in messages:
-        message.wait()
+        message()
 
 
 class Ring(torch.autograd.Function):
@@ -697,12 +703,12 @@ class Ring(torch.autograd.Function):
         for step in range(n_ranks):
             is_last = step == n_ranks - 1
             arriving = torch.empty_like(pair)
-            messages = [] if is_last or wrong == "sends after" else pass_on(pair, arriving, group)
+            messages = [] if is_last or wrong == "sends after" else [pass_on(pair, arriving, group)]
             if wrong == "waits first":
                 wait(messages)
             yield (rank - step) % n_ranks, pair
             if wrong == "sends after" and not is_last:
-                messages = pass_on(pair, arriving, group)
+                messages = [pass_on(pair, arriving, group)]
             if wrong != "waits first":
                 wait(messages)
             if wrong == "third pair":
@@ -747,7 +753,7 @@ class Ring(torch.autograd.Function):
                 if wrong != "gradients forgotten":
                     grads += arriving
             arriving = torch.empty_like(grads)
-            messages = pass_on(grads, arriving, group)
+            messages = [pass_on(grads, arriving, group)]
         wait(messages)
         dk, dv = mine if arriving is None else mine + arriving
         if wrong == "own gradients lost" and arriving is not None:
