@@ -78,7 +78,8 @@ class ShardedOptimizer(Optimizer):
         optimizer_cls, kwargs: The optimizer that updates this rank's share, such as ``torch.optim.AdamW``; its options.
 
     One rank owns a whole parameter. Go through a group from the largest to the smallest; each goes to the rank that owns the fewest elements so far, over all groups
-    (of equals, the lowest rank). Frozen ones count as 0. ``state`` has this rank's parameters only, also after ``load_state_dict``. Gradients are already averaged.
+    (of equals, the lowest rank). Frozen ones count as 0. Gradients are already averaged. ``state`` has this rank's parameters only, and so has
+    ``state_dict``; a rank loads what its own ``state_dict`` gave. (A whole optimizer's dict would bring the state of all parameters to every rank.)
     Source: Rajbhandari and others (arXiv:1910.02054), section 5.1.
     """
 
@@ -106,6 +107,7 @@ def reduce_scatter_gradients(
     Args:
         module, group: The model after backward; the ranks, all by default. Frozen parameters are left out, a tied one appears
             once, under its first name, and a parameter without a gradient on this rank counts as zeros.
+            One after another: a gradient is set to None before the next one is reduced.
 
     Returns:
         By name, this rank's padded share of each gradient's mean over the ranks, laid out as by ``shard``, in the parameters' order. Divide
@@ -150,7 +152,9 @@ class FlatShard:
         raise NotImplementedError("Exercise 12.6: write FlatShard.finish_gather")
 
     def views(self) -> dict[str, Tensor]:
-        """The parameters by name, in their shapes: views of ``full``, so that autograd passes their gradients on to it."""
+        """The parameters by name, in their shapes: views of ``full``, so that autograd passes their gradients on to it.
+
+        They come from one ``split``: its backward makes one row as long as ``full``, where a slice for each parameter would make as many rows."""
         raise NotImplementedError("Exercise 12.6: write FlatShard.views")
 
     def free(self) -> None:
@@ -158,7 +162,7 @@ class FlatShard:
         raise NotImplementedError("Exercise 12.6: write FlatShard.free")
 
     def start_reduce(self) -> None:
-        """Take ``full.grad`` (and set it to None), divide it by R, because a float16 sum can overflow, and start one reduce-scatter in its dtype."""
+        """Take ``full.grad`` (and set it to None), divide it by R, because a float16 sum can overflow, and start one reduce-scatter in ``full``'s dtype."""
         raise NotImplementedError("Exercise 12.6: write FlatShard.start_reduce")
 
     def finish_reduce(self) -> None:
@@ -207,7 +211,9 @@ class FullySharded(HookedUnits):
         raise NotImplementedError("Exercise 12.7: write FullySharded.after_forward")
 
     def before_backward(self, i: int) -> None:
-        """Gather unit i again, and start gathering the unit that ran before it. For the root that is the last unit, unless one is ahead already."""
+        """Gather unit i again, and start gathering the unit that ran before it. For the root that is the last unit, unless one is ahead already.
+
+        One is ahead already if the root returns a unit's output: the backward of that unit began first."""
         raise NotImplementedError("Exercise 12.7: write FullySharded.before_backward")
 
     def after_gradient(self, flat: FlatShard) -> None:
@@ -226,7 +232,8 @@ def clip_sharded_gradient_norm_(parameters: Iterable[Tensor], max_norm: float, g
         parameters, max_norm, group: This rank's shards, whose ``grad`` (if there is one) is scaled in place; the largest norm; the ranks, None for all.
 
     Returns:
-        The norm of the whole gradient before clipping, float32, the same on all ranks, from one all-reduce of one number.
+        The norm of the whole gradient before clipping, float32, the same on all ranks, from one all-reduce of one number. It is on the
+        parameters' device, also on a rank where none has a gradient.
     """
     raise NotImplementedError("Exercise 12.8: write clip_sharded_gradient_norm_")
 
@@ -239,7 +246,7 @@ def apply_fully_shard(model: nn.Module, mesh: DeviceMesh | None, param_dtype: to
         param_dtype: Dtype of the gathered parameters (``MixedPrecisionPolicy``); None is the parameters' own dtype.
 
     Returns:
-        The same model.
+        The same model. All other options keep their defaults, by which a block is freed after its forward.
     """
     raise NotImplementedError("Exercise 12.9: write apply_fully_shard")
 
@@ -249,6 +256,7 @@ def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
 
     Args:
         path, model, optimizer: A folder, the same on all ranks; a plain model, or one after ``apply_fully_shard``; its optimizer. The saved dict has the keys "model" and "optimizer".
+            No rank gathers a sharded tensor in order to write it.
 
     Raises:
         ValueError: ``model`` is a ``HookedUnits``, such as ``FullySharded``, whose shards have no names; the message names ``gather_full_params``.

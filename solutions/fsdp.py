@@ -96,7 +96,8 @@ class ShardedOptimizer(Optimizer):
         optimizer_cls, kwargs: The optimizer that updates this rank's share, such as ``torch.optim.AdamW``; its options.
 
     One rank owns a whole parameter. Go through a group from the largest to the smallest; each goes to the rank that owns the fewest elements so far, over all groups
-    (of equals, the lowest rank). Frozen ones count as 0. ``state`` has this rank's parameters only, also after ``load_state_dict``. Gradients are already averaged.
+    (of equals, the lowest rank). Frozen ones count as 0. Gradients are already averaged. ``state`` has this rank's parameters only, and so has
+    ``state_dict``; a rank loads what its own ``state_dict`` gave. (A whole optimizer's dict would bring the state of all parameters to every rank.)
     Source: Rajbhandari and others (arXiv:1910.02054), section 5.1.
     """
 
@@ -160,6 +161,7 @@ def reduce_scatter_gradients(
     Args:
         module, group: The model after backward; the ranks, all by default. Frozen parameters are left out, a tied one appears
             once, under its first name, and a parameter without a gradient on this rank counts as zeros.
+            One after another: a gradient is set to None before the next one is reduced.
 
     Returns:
         By name, this rank's padded share of each gradient's mean over the ranks, laid out as by ``shard``, in the parameters' order. Divide
@@ -236,7 +238,9 @@ class FlatShard:
         ### END SOLUTION
 
     def views(self) -> dict[str, Tensor]:
-        """The parameters by name, in their shapes: views of ``full``, so that autograd passes their gradients on to it."""
+        """The parameters by name, in their shapes: views of ``full``, so that autograd passes their gradients on to it.
+
+        They come from one ``split``: its backward makes one row as long as ``full``, where a slice for each parameter would make as many rows."""
         ### BEGIN SOLUTION
         parts = self.full.split([*self.sizes, self.full.numel() - sum(self.sizes)])
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=False)}
@@ -252,7 +256,7 @@ class FlatShard:
         ### END SOLUTION
 
     def start_reduce(self) -> None:
-        """Take ``full.grad`` (and set it to None), divide it by R, because a float16 sum can overflow, and start one reduce-scatter in its dtype."""
+        """Take ``full.grad`` (and set it to None), divide it by R, because a float16 sum can overflow, and start one reduce-scatter in ``full``'s dtype."""
         ### BEGIN SOLUTION
         grad, self.full.grad = self.full.grad, None
         assert grad is not None
@@ -333,7 +337,9 @@ class FullySharded(HookedUnits):
         ### END SOLUTION
 
     def before_backward(self, i: int) -> None:
-        """Gather unit i again, and start gathering the unit that ran before it. For the root that is the last unit, unless one is ahead already."""
+        """Gather unit i again, and start gathering the unit that ran before it. For the root that is the last unit, unless one is ahead already.
+
+        One is ahead already if the root returns a unit's output: the backward of that unit began first."""
         ### BEGIN SOLUTION
         last = len(self.flats) - 1 if self.ahead is None else self.ahead
         self.gather(i, i - 1 if i else last)
@@ -366,11 +372,13 @@ def clip_sharded_gradient_norm_(parameters: Iterable[Tensor], max_norm: float, g
         parameters, max_norm, group: This rank's shards, whose ``grad`` (if there is one) is scaled in place; the largest norm; the ranks, None for all.
 
     Returns:
-        The norm of the whole gradient before clipping, float32, the same on all ranks, from one all-reduce of one number.
+        The norm of the whole gradient before clipping, float32, the same on all ranks, from one all-reduce of one number. It is on the
+        parameters' device, also on a rank where none has a gradient.
     """
     ### BEGIN SOLUTION
+    parameters = list(parameters)
+    device = parameters[0].device if parameters else "cpu"
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    device = grads[0].device if grads else "cpu"
     square = sum((grad.float().square().sum() for grad in grads), torch.zeros((), device=device))
     dist.all_reduce(square, group=group)
     norm = square.sqrt()
@@ -388,7 +396,7 @@ def apply_fully_shard(model: nn.Module, mesh: DeviceMesh | None, param_dtype: to
         param_dtype: Dtype of the gathered parameters (``MixedPrecisionPolicy``); None is the parameters' own dtype.
 
     Returns:
-        The same model.
+        The same model. All other options keep their defaults, by which a block is freed after its forward.
     """
     ### BEGIN SOLUTION
     for part in (*blocks_of(model), model):
@@ -402,6 +410,7 @@ def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
 
     Args:
         path, model, optimizer: A folder, the same on all ranks; a plain model, or one after ``apply_fully_shard``; its optimizer. The saved dict has the keys "model" and "optimizer".
+            No rank gathers a sharded tensor in order to write it.
 
     Raises:
         ValueError: ``model`` is a ``HookedUnits``, such as ``FullySharded``, whose shards have no names; the message names ``gather_full_params``.

@@ -57,8 +57,9 @@ def alike(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter
 class Places:
     """The places in a module where its parameters hang, so that other tensors can hang there instead.
 
-    A tied parameter hangs in several places. ``hang`` puts a tensor into all of them. ``take_down`` replaces it by an empty tensor
-    of the right shape on the device "meta", and any use of that raises an error.
+    A tied parameter hangs in several places. ``hang`` puts a tensor into all of them. ``take_down`` replaces it by a tensor of the
+    right shape on the device "meta", which has no values. Don't compute with it: many operators raise an error that names the
+    device, but some return a tensor on "meta", and some (a matrix product on a CPU, in torch 2.13) whatever was in memory.
     """
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]):
