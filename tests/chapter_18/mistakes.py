@@ -692,7 +692,7 @@ class Ring(torch.autograd.Function):
     def pairs(k, v, group, wrong):
         if wrong == "alone":
             return [(dist.get_rank(group), torch.stack((k, v)))]
-        if wrong in ("sends after", "waits first", "third pair"):
+        if wrong in ("sends after", "waits first", "third pair", "new buffers"):
             return Ring.slow(torch.stack((k, v)), group, wrong)
         return reference._around(torch.stack((k, v)), group)
 
@@ -741,7 +741,7 @@ class Ring(torch.autograd.Function):
                 rows, cols, masked = block
                 kept = (o[..., rows, :], do[..., rows, :], lse[..., rows])
                 part = block_backward(q[..., rows, :], key[..., cols, :], value[..., cols, :], *kept, masked)
-                dq[..., rows, :] += part[0]
+                dq[..., rows, :] = part[0] if wrong == "last dq" else dq[..., rows, :] + part[0]
                 grads[0, ..., cols, :], grads[1, ..., cols, :] = part[1:]
             if source == rank:
                 mine = grads
@@ -776,6 +776,7 @@ ring("alone", "each rank attends to its own keys only: nothing goes round")
 ring("sends after", "a pair is sent on only after the rank has computed with it: no message is on its way meanwhile")
 ring("waits first", "the rank waits for the next pair before it computes with the present one: nothing overlaps")
 ring("third pair", "every pair that came by is kept: a rank ends up with the whole sequence")
+ring("new buffers", "each pair gets a new buffer while the one before the last is still held: three pairs at once")
 ring("keeps pairs", "every pair is kept for backward, instead of sending them round once more")
 ring("computes all", "blocks that the mask hides are computed and then thrown away")
 ring("unweighted", "the blocks' outputs are averaged instead of weighted by their logsumexp")
@@ -789,6 +790,7 @@ ring(
 )
 ring("gradients stay", "dK and dV are not sent home: each rank keeps those that its own queries gave")
 ring("gradients forgotten", "dK and dV travel, but each rank overwrites what came before it instead of adding to it")
+ring("last dq", "every block overwrites dQ: only the last pair counts")
 ring("own gradients lost", "what a rank's own queries give to its own dK and dV is lost")
 
 

@@ -6,6 +6,7 @@ Messages and bytes are read off the ledger, work is counted in products, memory 
 import copy
 import math
 from contextlib import contextmanager
+from itertools import accumulate
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lib.demos.context_parallel import COPIER, copies, logits_of
 from lib.given.models.gpt2 import GPT2Config
 from lib.given.models.llama import LLAMA_2_7B, LLAMA_2_70B, LlamaConfig
-from lib.given.parallel.sharding import peak_bytes, saved_bytes
+from lib.given.parallel.sharding import saved_bytes
 from lib.gpt2 import Block
 from lib.llama import Llama
 from lib.ranks import Ledger, milestone
@@ -782,32 +783,38 @@ def test_ring_attention_sends_while_it_computes(ranks):
                 expect_true(waited <= most, problem, answer=events, read=RING)
 
 
+def most_pairs(run, pair_bytes: int, times: int = 4) -> float:
+    """The most pairs of K and V, in one tensor or in two, that a call holds at once in memory that it allocated itself.
+
+    A thread of gloo may let go of a buffer late, so the call is repeated and the smallest count taken, as in `peak_bytes`.
+    """
+    found = []
+    for _ in range(times):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+            run()
+        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+        found.append(max(accumulate((n for n in changes if abs(n) in (pair_bytes, pair_bytes // 2)), initial=0)))
+    return min(found) / pair_bytes
+
+
 def measure_memory(rank, world_size):
     length, width = 64, 32
-    leaves = [randn(1, 4, length, width, seed=i).requires_grad_() for i in range(3)]
-    kept = saved_bytes(lambda: cp.ring_attention(*leaves))
-    forward, _ = peak_bytes(lambda: cp.ring_attention(*(x.detach() for x in leaves)), times=3)
-    return kept, forward, 2 * leaves[1].nbytes
+    q, k, v = (randn(1, h, length, width, seed=i).requires_grad_() for i, h in enumerate((3, 1, 1)))
+    kept = saved_bytes(lambda: cp.ring_attention(q, k, v))
+    held = most_pairs(lambda: cp.ring_attention(q.detach(), k.detach(), v.detach()), 2 * k.nbytes)
+    return kept, held, 2 * q.nbytes + 2 * k.nbytes + 3 * length * 4
 
 
-@pytest.mark.time_limit(30)
+@pytest.mark.time_limit(20)
 def test_ring_attention_holds_two_pairs(ranks):
-    peaks = {}
-    for n_ranks in (2, 4):
-        found = ranks(measure_memory, n_ranks=n_ranks).values
-        kept, _, pair = found[0]
-        case(f"64 positions, 4 heads of 32 on each of {n_ranks} ranks: bytes that autograd keeps")
-        # q, k, v and the output are two pairs; the logsumexp is one number for each row.
-        problem = f"autograd keeps {kept:,} bytes: q, k, v, the output and the logsumexp are {2 * pair + 1024:,}"
-        expect_true(kept <= 2 * pair + 1024, problem, answer=kept, read="the contract, under Returns")
-        peaks[n_ranks] = min(forward for _, forward, _ in found)
-    case("64 positions, 4 heads of 32 on each rank: memory at the peak, on two and on four ranks")
-    grown = (peaks[4] - peaks[2]) / pair
-    problem = f"four ranks need {grown:.1f} pairs of K and V more than two: a rank holds more than two pairs"
-    expect_true(grown < 0.5, problem, answer=grown, read=RING)
-    limit = 2 + 3
-    problem = f"{peaks[4] / pair:.1f} pairs' bytes at the peak: two pairs, the output and some copies of it are {limit}"
-    expect_true(peaks[4] <= limit * pair, problem, answer=peaks[4] / pair, read=RING)
+    for kept, held, allowed in ranks(measure_memory, n_ranks=4).values:
+        case("64 positions, 3 query heads and one key head of 32 on each of four ranks: bytes that autograd keeps")
+        problem = f"autograd keeps {kept:,} bytes: q, k, v, the output and the logsumexp are {allowed:,}"
+        expect_true(kept <= allowed, problem, answer=kept, read="the contract, under Returns")
+        case("64 positions, 3 query heads and one key head of 32 on each of four ranks: travelling pairs of K and V")
+        problem = f"a rank holds {held:g} travelling pairs of K and V at once, and should hold two: the one in use, and the next"
+        expect_true(held <= 2, problem, answer=held, read=RING)
 
 
 def run_llama(rank, world_size):
