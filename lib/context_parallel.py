@@ -67,7 +67,7 @@ class SequenceParallelBlock(nn.Module):
 
     Attributes:
         ln_1, ln_2: The norms, whole on every rank.
-        attn, mlp: As in the ``Block``, with this rank's part of each weight: of ``c_attn`` the rows of its heads' queries, keys and values, of ``c_fc`` its
+        attn, mlp: As in the ``Block`` (``block.attn.n_heads`` is its number of heads), with this rank's part of each weight: of ``c_attn`` the rows of its heads' queries, keys and values, of ``c_fc`` its
             rows, both with their biases; of both ``c_proj.weight`` its columns. Both ``c_proj.bias`` are whole, and added once.
 
     A parameter that is whole sees only this rank's positions, so its gradient is a part of a sum. The module adds the parts of all ranks before backward ends.
@@ -227,7 +227,7 @@ def ring_attention(q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g t d"], v: 
     Given: ``block_forward`` and ``block_backward`` compute one block in chapter 15's tiles; ``pass_on`` starts a message to the next rank and one from the previous.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, shares differ in length, the layout is unknown, or a share is odd for "zigzag" (``check_ring`` raises it).
+        ValueError: shapes or dtypes do not fit, shares differ in length, the layout is unknown, or a share is odd for "zigzag" (``check_ring`` raises it). RuntimeError: somebody asks for a second derivative (``first_derivative_only`` raises it).
     Cost: forward, R - 1 pairs of K and V, each sent while the rank computes with it. Backward, as many again, and R - 1 pairs of dK and dV in the inputs'
         dtype, one step behind. At most two travelling pairs of K and V are on a rank at any time. Only the blocks of ``ring_block`` are computed.
     Source: Ring Attention (arXiv:2310.01889), section 3. Striped Attention (arXiv:2311.09431) describes the imbalance under a causal mask.

@@ -119,6 +119,7 @@ def test_partition_layers_by_hand():
         ([2, 3, 4], 3, [0, 1, 2]),
         ([2, 3, 4], 1, [0]),
         ([0.5, 0.25, 0.125, 0.125], 2, [0, 1]),
+        ([0.4, 1.0, 0.0], 3, [0, 1, 2]),  # sums that are rounded differently on two ways must not lose a stage
     ],
 )
 def test_partition_layers_of_equal_ones_takes_the_first(costs, n, expected):
@@ -139,6 +140,21 @@ def test_partition_layers_equals_trying_all_cuts():
         worst = [max(sum(costs[i:j]) for i, j in itertools.pairwise([*cut, n_layers])) for cut in cuts]
         best = min(cut for cut, cost in zip(cuts, worst, strict=True) if cost == min(worst))
         expect_equal(starts(pipeline.partition_layers(costs, n)), best, name="first layers", read=CUT)
+
+
+def test_partition_layers_of_tenths():
+    case(
+        "ten layers of 0.1 in 4 stages: differences of running sums differ in their last digits, and no stage may be empty"
+    )
+    found = pipeline.partition_layers([0.1] * 10, 4)
+    sizes = [len(r) for r in found]
+    expect_equal(
+        (len(found), max(sizes), min(sizes) > 0, sum(sizes)),
+        (4, 3, True, 10),
+        name="stages, largest, none empty, layers",
+        answer=found,
+        read=CUT,
+    )
 
 
 def test_partition_layers_of_many():

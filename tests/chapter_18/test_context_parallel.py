@@ -191,6 +191,19 @@ def run_block(rank, world_size):
     expect_close({name: p.detach() for name, p in block.named_parameters()}, unchanged, name="block")
 
 
+def block_in_group(rank, world_size):
+    case(f"groups of the ranks (0, 2) and (1, 3), B=2 T=12 C=8 H=4, float64; rank {rank}")
+    group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    block, whole = a_block(), randn(2, 12, 8, seed=50 + rank % 2, dtype=torch.float64)
+    out = cp.SequenceParallelBlock(block, group)(whole.chunk(2, 1)[rank // 2])
+    expect_close(out, block(whole).chunk(2, 1)[rank // 2], **FLOAT64, read="the contract, under Args: group")
+
+
+@pytest.mark.time_limit(20)
+def test_SequenceParallelBlock_in_a_group(ranks):
+    ranks(block_in_group, n_ranks=4)
+
+
 @pytest.mark.time_limit(20)
 @pytest.mark.parametrize("n_ranks", [2, 4])
 def test_SequenceParallelBlock_equals_the_block(ranks, n_ranks):
@@ -868,6 +881,8 @@ def test_context_parallel_bytes_by_hand():
         (LLAMA_2_70B, 1, 16_384, 16, 15_099_494_400, 6_291_456_000),
         (GPT2Config(vocab_size=16, context_len=16, dim=12, n_layers=2, n_heads=3), 2, 6, 3, 2304, 1024),
         (LLAMA_2_7B, 4, 4096, 1, 0, 0),
+        # 4 heads of keys on 6 ranks are sent as 12, the least common multiple: 2 x 12 + 2 x 12 heads of 2 x 2 bytes, 5 of 6 leave, twice
+        (LlamaConfig(vocab_size=16, dim=24, n_layers=1, n_heads=12, n_kv_heads=4, hidden_dim=8), 1, 6, 6, 480, 320),
     ],
 )
 def test_context_parallel_bytes_of_models(config, batch, length, n_ranks, ring, ulysses):
@@ -894,6 +909,34 @@ def run_for_bytes(rank, world_size, kind):
     else:
         out = cp.ulysses_attention(*leaves)
     out.sum().backward()
+
+
+def backward_in_bfloat16(rank, world_size):
+    q, k, v, do = (randn(1, 2, 4, 4, seed=i).bfloat16().requires_grad_() for i in range(4))
+    cp.ring_attention(q, k, v).backward(do)
+
+
+@pytest.mark.time_limit(20)
+def test_ring_attention_sends_in_the_inputs_dtype(ranks):
+    for ledger in ranks(backward_in_bfloat16, n_ranks=2).ledgers:
+        case(
+            f"two ranks, two heads of 4 positions, 4 wide, bfloat16, forward and backward: bytes that rank {ledger.rank} sends"
+        )
+        sent = sum(r.n_bytes for r in ledger.records if r.sends and r.to is not None)
+        read = "the contract, under Cost: pairs of dK and dV in the inputs' dtype"
+        expect_equal(sent, 3 * 2 * 2 * 4 * 4 * 2, name="bytes of three pairs", read=read)
+
+
+def test_ring_attention_refuses_a_second_derivative(ranks):
+    ranks(second_derivative, n_ranks=2)
+
+
+def second_derivative(rank, world_size):
+    case(f"two ranks: the gradient of a gradient; rank {rank}")
+    q, k, v, do = (randn(1, 1, 4, 4, seed=i).requires_grad_() for i in range(4))
+    (grad,) = torch.autograd.grad((cp.ring_attention(q, k, v) * do).sum(), q, create_graph=True)
+    with expect_raises(RuntimeError, "second derivative", read="the contract, under Raises"):
+        grad.sum().backward()
 
 
 @oracle

@@ -107,7 +107,7 @@ def test_every_product_of_four_trains_as_one_process_does_or_is_refused(ranks, t
     assert check_every_product(ranks, tmp_path, program, engine, 4, n_steps=2) == n_trained
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.time_limit(1000)
 @pytest.mark.parametrize("engine", ["ours", "torch"])
 @pytest.mark.parametrize(("program", "n_trained"), [("vit", 18), ("gpt2", 33)])
