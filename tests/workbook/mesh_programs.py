@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ def observe(command: str) -> dict[str, Any]:
     said = io.StringIO()
     Run.backward = watched
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Grad strides do not match")  # PyTorch's DDP, of one picture
             status = PROGRAMS[program]([*argv, "--quiet", "--device", "cpu"])
     finally:
         Run.backward = backward

@@ -56,11 +56,6 @@ def check_degrees(options: Options, sizes: dict[str, dict[str, int]]) -> None:
     Raises:
         UsageError: a degree cannot; the message names the size.
     """
-    if options.pipeline and options.pipeline > max(options.accumulate, 1) and not options.ours:
-        raise UsageError(
-            f"{options.named('pipeline')} --engine torch with --accumulate {options.accumulate}: PyTorch's 1F1B needs as many micro-batches "
-            f"as stages; expected --accumulate {options.pipeline} or more"
-        )
     for kind in ("tensor", "context", "pipeline"):
         n = getattr(options, kind)
         if n == 1:
@@ -79,6 +74,11 @@ def check_degrees(options: Options, sizes: dict[str, dict[str, int]]) -> None:
                     f"--model {options.model} has {name} = {size}, which {options.named(kind)} cannot divide among {what}: "
                     f"{_division(size, parts)}; expected a degree that divides it"
                 )
+    if options.pipeline and options.pipeline > options.accumulate and not options.ours:
+        raise UsageError(
+            f"{options.named('pipeline')} --engine torch with --accumulate {options.accumulate}: PyTorch's 1F1B needs as many micro-batches "
+            f"as stages; expected --accumulate {options.pipeline} or more"
+        )
 
 
 class Mesh:
