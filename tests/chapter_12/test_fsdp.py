@@ -1105,9 +1105,7 @@ def clipped(rank, world_size):
     expect_close(norm, torch.tensor(5.0), name="norm", read=CLIP)
     expect_close(mine.grad, start / 10, atol=1e-5, name="gradient above the limit", read=CLIP)
     problem = "grad became a new tensor, so two were held for a moment: scale it in place"
-    expect_true(
-        mine.grad is before, problem, answer=mine.grad, read="the contract of ex-fsdp-clip-sharded-gradient-norm-"
-    )
+    expect_true(mine.grad is before, problem, answer=mine.grad, read="the contract, under Args")
     case(f"a rank that holds no gradient at all takes part too; {ELSEWHERE}")
     if rank == 1:
         mine.grad = None

@@ -311,7 +311,7 @@ def test_flash_backward_under_autocast():
 
 
 def gradients_from(q, k, v, o, do, lse):
-    """Equation (15.7) in float64, from the output and the logsumexp as they are given."""
+    """The gradients in float64, from the output and the logsumexp as they are given."""
     q, k, v, o, do = (x.double() for x in (q, k, v, o, do))
     scale = q.shape[-1] ** -0.5
     p = torch.exp(q @ k.mT * scale - lse[..., None])
