@@ -283,11 +283,11 @@ class DeferredLinear(nn.Module):
 class PipelineStage(nn.Module):
     """A group of layers on one rank: forward and backward of one micro-batch at a time, in any order. (Exercise)
 
+    The arguments are its attributes, under their names.
+
     Args:
         module: The layers. They take one tensor and return one.
         stage, n_stages, group: Index of the layer group, ``c * R + s`` for chunk c of stage s; number of groups, R times the chunks of a stage; the R ranks, None for all.
-
-    Attributes: the arguments, under their names.
 
     Raises:
         ValueError: ``stage`` is not in ``range(n_stages)``; the message names both. Or a backward without a forward, or ``backward_weights`` without a backward; it names i.
