@@ -10,14 +10,17 @@ from lib.workbook.book import resolve as _resolve
 
 
 def _sees_gpu() -> bool:
-    """Whether PyTorch will find a GPU, read off the device files: to ask it would take the seconds that its import takes."""
+    """Whether PyTorch will find a GPU. Looks at the device files, because asking PyTorch would take seconds to import it."""
     hidden = any(_os.environ.get(f"{maker}_VISIBLE_DEVICES") in ("", "-1") for maker in ("CUDA", "HIP"))
     return not hidden and any(_os.path.exists(f"/dev/{name}") for name in ("nvidiactl", "nvidia0", "dxg", "kfd"))
 
 
-# Without a GPU the kernels of chapters 14 and 15 run in Triton's interpreter. It must be asked for before anything imports
-# Triton, and PyTorch does that where it likes: so it is asked for here, before every other module of the book, and only here.
+# Without a GPU the kernels of chapters 14 and 15 run in Triton's interpreter. The variable must be set before anything imports
+# Triton, which PyTorch may do at any time, so it is set here, before every other module of the book, and only here.
 if not _sees_gpu():
     _os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# PyTorch's profiler prints lines such as "USDT:… profiler_start" for every profile; it reads this variable when it is imported.
+_os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 _resolve.install()

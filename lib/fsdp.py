@@ -78,7 +78,7 @@ class ShardedOptimizer(Optimizer):
         optimizer_cls, kwargs: The optimizer that updates this rank's share, such as ``torch.optim.AdamW``; its options.
 
     One rank owns a whole parameter. Go through a group from the largest to the smallest; each goes to the rank that owns the fewest elements so far, over all groups
-    (of equals, the lowest rank). Frozen ones count as 0. ``state`` has this rank's parameters only, also after ``load_state_dict``. Gradients are already averaged.
+    (of equals, the lowest rank). Frozen ones count as 0. Gradients are already averaged. ``state`` and ``state_dict`` have this rank's parameters only; a rank loads what its own ``state_dict`` gave.
     Source: Rajbhandari and others (arXiv:1910.02054), section 5.1.
     """
 
@@ -105,7 +105,7 @@ def reduce_scatter_gradients(
 
     Args:
         module, group: The model after backward; the ranks, all by default. Frozen parameters are left out, a tied one appears
-            once, under its first name, and a parameter without a gradient on this rank counts as zeros.
+            once, under its first name, and a parameter without a gradient on this rank counts as zeros. A gradient is set to None before the next one is reduced.
 
     Returns:
         By name, this rank's padded share of each gradient's mean over the ranks, laid out as by ``shard``, in the parameters' order. Divide
@@ -119,8 +119,8 @@ class FlatShard:
     """The parameters of one unit as one flat row; each rank keeps a shard of it. (Exercise 12.6)
 
     Args:
-        parameters: Names and parameters of one dtype, all trained or all frozen; all ranks start from rank 0's values.
-        param_dtype: Dtype of the gathered row, with which the unit computes; None is the parameters' own dtype.
+        parameters: Names and parameters of one dtype, all trained or all frozen; all ranks start from the values of the group's rank 0.
+        param_dtype, group: Dtype of the gathered row, with which the unit computes (None is the parameters' own); the R ranks that share the parameters, None for all.
 
     Attributes:
         shard: ``nn.Parameter`` ``[S]``, S = ceil(n / R): this rank's ``shard`` of the n values; trained if the parameters were.
@@ -130,7 +130,7 @@ class FlatShard:
     Source: Zhao and others (arXiv:2304.11277), section 3.2.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], param_dtype: torch.dtype | None = None):
+    def __init__(self, parameters: Mapping[str, nn.Parameter], param_dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None):  # fmt: skip
         self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self.sizes = [parameter.numel() for parameter in parameters.values()]
         raise NotImplementedError("Exercise 12.6: write FlatShard.__init__")
@@ -144,7 +144,7 @@ class FlatShard:
         raise NotImplementedError("Exercise 12.6: write FlatShard.finish_gather")
 
     def views(self) -> dict[str, Tensor]:
-        """The parameters by name, in their shapes: views of ``full``, so that autograd passes their gradients on to it."""
+        """The parameters by name, in their shapes: views of ``full``, so that autograd passes their gradients on to it: one ``split``, whose backward makes one row (a slice for each would make as many)."""
         raise NotImplementedError("Exercise 12.6: write FlatShard.views")
 
     def free(self) -> None:
@@ -152,7 +152,7 @@ class FlatShard:
         raise NotImplementedError("Exercise 12.6: write FlatShard.free")
 
     def start_reduce(self) -> None:
-        """Take ``full.grad`` (and set it to None), divide it by R, because a float16 sum can overflow, and start one reduce-scatter in its dtype."""
+        """Take ``full.grad`` (and set it to None), divide it by R, because a float16 sum can overflow, and start one reduce-scatter in ``full``'s dtype."""
         raise NotImplementedError("Exercise 12.6: write FlatShard.start_reduce")
 
     def finish_reduce(self) -> None:
@@ -164,10 +164,10 @@ class FullySharded(HookedUnits):
     """ZeRO-3: a unit's parameters are gathered just before they are used, and freed just after. (Exercise 12.7)
 
     Args:
-        module: The model, the same on all ranks except for its values: all start from rank 0's. It is changed in place.
+        module: The model, the same on all ranks except for its values: all start from those of the group's rank 0. It is changed in place.
         units: Submodules in the order in which they run; by default the children of the module's ``ModuleList``. Parameters that no
             unit owns, or that two units share, belong to the root, unit 0, which is gathered when the module is called.
-        param_dtype: Dtype in which units are gathered, computed with and reduced. Shards and their gradients keep the parameters' dtype.
+        param_dtype, group: Dtype in which units are gathered, computed with and reduced (shards and their gradients keep the parameters'); the R ranks, None for all, which ``HookedUnits`` passes to each ``FlatShard``.
 
     Attributes:
         module: The model, whose only parameters are now the shards.
@@ -200,7 +200,7 @@ class FullySharded(HookedUnits):
         raise NotImplementedError("Exercise 12.7: write FullySharded.after_forward")
 
     def before_backward(self, i: int) -> None:
-        """Gather unit i again, and start gathering the unit that ran before it. For the root that is the last unit, unless one is ahead already."""
+        """Gather unit i again, and start gathering the unit that ran before it. For the root that is the last unit, unless one is ahead already (the root returned a unit's output, whose backward began first)."""
         raise NotImplementedError("Exercise 12.7: write FullySharded.before_backward")
 
     def after_gradient(self, flat: FlatShard) -> None:
@@ -219,7 +219,7 @@ def clip_sharded_gradient_norm_(parameters: Iterable[Tensor], max_norm: float, g
         parameters, max_norm, group: This rank's shards, whose ``grad`` (if there is one) is scaled in place; the largest norm; the ranks, None for all.
 
     Returns:
-        The norm of the whole gradient before clipping, float32, the same on all ranks, from one all-reduce of one number.
+        The norm of the whole gradient before clipping, float32, the same on all ranks, from one all-reduce of one number, on the parameters' device, also where no gradient is.
     """
     raise NotImplementedError("Exercise 12.8: write clip_sharded_gradient_norm_")
 
@@ -232,7 +232,7 @@ def apply_fully_shard(model: nn.Module, mesh: DeviceMesh | None, param_dtype: to
         param_dtype: Dtype of the gathered parameters (``MixedPrecisionPolicy``); None is the parameters' own dtype.
 
     Returns:
-        The same model.
+        The same model. All other options keep their defaults, by which a block is freed after its forward.
     """
     raise NotImplementedError("Exercise 12.9: write apply_fully_shard")
 
@@ -241,7 +241,7 @@ def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
     """Write a checkpoint with ``torch.distributed.checkpoint``; every rank writes its own share. (Exercise 12.10)
 
     Args:
-        path, model, optimizer: A folder, the same on all ranks; a plain model, or one after ``apply_fully_shard``; its optimizer. The saved dict has the keys "model" and "optimizer".
+        path, model, optimizer: A folder, the same on all ranks; a plain model, or one after ``apply_fully_shard``; its optimizer. The saved dict has the keys "model" and "optimizer". No rank gathers a sharded tensor in order to write it.
 
     Raises:
         ValueError: ``model`` is a ``HookedUnits``, such as ``FullySharded``, whose shards have no names; the message names ``gather_full_params``.

@@ -54,7 +54,7 @@ def online_softmax_update(
         l: Sum of exp(score - m) so far; 0 before the first tile.
         acc: Sum of exp(score - m) * value so far, not yet divided by l.
         scores: Scaled scores of the new tile; -inf where a key is hidden.
-        values: Values of the tile's keys, in any floating-point dtype.
+        values: Values of the tile's keys, in any floating-point dtype; cast to that of acc for their product with the weights.
 
     Returns:
         New tensors m, l and acc; the old ones stay unchanged. A row that has seen no key keeps -inf, 0 and 0.
@@ -97,7 +97,7 @@ class FlashAttentionTorch(torch.autograd.Function):
         is_causal: If true, query t sees the keys up to t + S - T. A row without keys gives zeros.
 
     ``forward`` saves q, k, v, the output and exactly one more tensor [..., T]: the natural logsumexp of each row's scaled
-    scores, in float32 (float64 for float64), -inf for a row without keys. It never makes a tensor of T x S numbers, keeps
+    scores, in float32 (float64 for float64), -inf for a row without keys. It never makes a tensor of a quarter of T x S numbers, keeps
     sums in float32 at least, even under autocast, and skips tiles above the diagonal. ``backward`` is given.
 
     Raises:
@@ -147,7 +147,7 @@ def flash_backward(
         lse: Natural logsumexp of each row's scaled scores; -inf for a row without keys, whose gradient is 0.
 
     Returns:
-        dq, dk, dv, shaped and typed as q, k, v; no T x S tensor is made; sums in float32 at least, even under autocast.
+        dq, dk, dv, shaped and typed as q, k, v; no tensor of a quarter of T x S numbers is made; sums in float32 at least, even under autocast.
 
     Source: equations (15.6) and (15.7); FlashAttention-2 (arXiv:2307.08691), Algorithm 2.
     """

@@ -96,7 +96,7 @@ class ShardedOptimizer(Optimizer):
         optimizer_cls, kwargs: The optimizer that updates this rank's share, such as ``torch.optim.AdamW``; its options.
 
     One rank owns a whole parameter. Go through a group from the largest to the smallest; each goes to the rank that owns the fewest elements so far, over all groups
-    (of equals, the lowest rank). Frozen ones count as 0. ``state`` has this rank's parameters only, also after ``load_state_dict``. Gradients are already averaged.
+    (of equals, the lowest rank). Frozen ones count as 0. Gradients are already averaged. ``state`` and ``state_dict`` have this rank's parameters only; a rank loads what its own ``state_dict`` gave.
     Source: Rajbhandari and others (arXiv:1910.02054), section 5.1.
     """
 
@@ -159,7 +159,7 @@ def reduce_scatter_gradients(
 
     Args:
         module, group: The model after backward; the ranks, all by default. Frozen parameters are left out, a tied one appears
-            once, under its first name, and a parameter without a gradient on this rank counts as zeros.
+            once, under its first name, and a parameter without a gradient on this rank counts as zeros. A gradient is set to None before the next one is reduced.
 
     Returns:
         By name, this rank's padded share of each gradient's mean over the ranks, laid out as by ``shard``, in the parameters' order. Divide
@@ -182,8 +182,8 @@ class FlatShard:
     """The parameters of one unit as one flat row; each rank keeps a shard of it. (Exercise)
 
     Args:
-        parameters: Names and parameters of one dtype, all trained or all frozen; all ranks start from rank 0's values.
-        param_dtype: Dtype of the gathered row, with which the unit computes; None is the parameters' own dtype.
+        parameters: Names and parameters of one dtype, all trained or all frozen; all ranks start from the values of the group's rank 0.
+        param_dtype, group: Dtype of the gathered row, with which the unit computes (None is the parameters' own); the R ranks that share the parameters, None for all.
 
     Attributes:
         shard: ``nn.Parameter`` ``[S]``, S = ceil(n / R): this rank's ``shard`` of the n values; trained if the parameters were.
@@ -193,14 +193,14 @@ class FlatShard:
     Source: Zhao and others (arXiv:2304.11277), section 3.2.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], param_dtype: torch.dtype | None = None):
+    def __init__(self, parameters: Mapping[str, nn.Parameter], param_dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None):  # fmt: skip
         self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self.sizes = [parameter.numel() for parameter in parameters.values()]
         ### BEGIN SOLUTION
-        first, world_size = next(iter(parameters.values())), dist.get_world_size()
+        first, world_size, self.group = next(iter(parameters.values())), dist.get_world_size(group), group
         row = torch.cat([parameter.detach().reshape(-1) for parameter in parameters.values()])
-        dist.broadcast(row, 0)
-        self.shard = nn.Parameter(shard(row, dist.get_rank(), world_size), requires_grad=first.requires_grad)
+        dist.broadcast(row, group_src=0, group=group)
+        self.shard = nn.Parameter(shard(row, dist.get_rank(group), world_size), requires_grad=first.requires_grad)
         self.full = torch.empty(len(self.shard) * world_size, dtype=param_dtype or first.dtype, device=first.device)
         self.full.requires_grad_(first.requires_grad)
         self.is_whole = True
@@ -216,7 +216,7 @@ class FlatShard:
             self.is_whole = True
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
             mine = self.shard.detach().to(self.full.dtype)
-            work = all_gather_row(self.full.data, mine, async_op=True)  # .data: no new version for autograd
+            work = all_gather_row(self.full.data, mine, self.group, async_op=True)  # .data: no new version for autograd
             self._gathering = (work, mine)
         ### END SOLUTION
 
@@ -230,7 +230,7 @@ class FlatShard:
         ### END SOLUTION
 
     def views(self) -> dict[str, Tensor]:
-        """The parameters by name, in their shapes: views of ``full``, so that autograd passes their gradients on to it."""
+        """The parameters by name, in their shapes: views of ``full``, so that autograd passes their gradients on to it: one ``split``, whose backward makes one row (a slice for each would make as many)."""
         ### BEGIN SOLUTION
         parts = self.full.split([*self.sizes, self.full.numel() - sum(self.sizes)])
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=False)}
@@ -246,13 +246,13 @@ class FlatShard:
         ### END SOLUTION
 
     def start_reduce(self) -> None:
-        """Take ``full.grad`` (and set it to None), divide it by R, because a float16 sum can overflow, and start one reduce-scatter in its dtype."""
+        """Take ``full.grad`` (and set it to None), divide it by R, because a float16 sum can overflow, and start one reduce-scatter in ``full``'s dtype."""
         ### BEGIN SOLUTION
         grad, self.full.grad = self.full.grad, None
         assert grad is not None
-        grad.div_(dist.get_world_size())  # before the sum, which could overflow
+        grad.div_(dist.get_world_size(self.group))  # before the sum, which could overflow
         mine = grad.new_empty(len(self.shard))
-        self._reducing = (reduce_scatter_row(mine, grad, async_op=True), mine, grad)
+        self._reducing = (reduce_scatter_row(mine, grad, self.group, async_op=True), mine, grad)
         ### END SOLUTION
 
     def finish_reduce(self) -> None:
@@ -270,10 +270,10 @@ class FullySharded(HookedUnits):
     """ZeRO-3: a unit's parameters are gathered just before they are used, and freed just after. (Exercise)
 
     Args:
-        module: The model, the same on all ranks except for its values: all start from rank 0's. It is changed in place.
+        module: The model, the same on all ranks except for its values: all start from those of the group's rank 0. It is changed in place.
         units: Submodules in the order in which they run; by default the children of the module's ``ModuleList``. Parameters that no
             unit owns, or that two units share, belong to the root, unit 0, which is gathered when the module is called.
-        param_dtype: Dtype in which units are gathered, computed with and reduced. Shards and their gradients keep the parameters' dtype.
+        param_dtype, group: Dtype in which units are gathered, computed with and reduced (shards and their gradients keep the parameters'); the R ranks, None for all, which ``HookedUnits`` passes to each ``FlatShard``.
 
     Attributes:
         module: The model, whose only parameters are now the shards.
@@ -326,7 +326,7 @@ class FullySharded(HookedUnits):
         ### END SOLUTION
 
     def before_backward(self, i: int) -> None:
-        """Gather unit i again, and start gathering the unit that ran before it. For the root that is the last unit, unless one is ahead already."""
+        """Gather unit i again, and start gathering the unit that ran before it. For the root that is the last unit, unless one is ahead already (the root returned a unit's output, whose backward began first)."""
         ### BEGIN SOLUTION
         last = len(self.flats) - 1 if self.ahead is None else self.ahead
         self.gather(i, i - 1 if i else last)
@@ -359,17 +359,17 @@ def clip_sharded_gradient_norm_(parameters: Iterable[Tensor], max_norm: float, g
         parameters, max_norm, group: This rank's shards, whose ``grad`` (if there is one) is scaled in place; the largest norm; the ranks, None for all.
 
     Returns:
-        The norm of the whole gradient before clipping, float32, the same on all ranks, from one all-reduce of one number.
+        The norm of the whole gradient before clipping, float32, the same on all ranks, from one all-reduce of one number, on the parameters' device, also where no gradient is.
     """
     ### BEGIN SOLUTION
+    parameters = list(parameters)
+    device = parameters[0].device if parameters else "cpu"
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    device = grads[0].device if grads else "cpu"
     square = sum((grad.float().square().sum() for grad in grads), torch.zeros((), device=device))
     dist.all_reduce(square, group=group)
-    norm = square.sqrt()
     for grad in grads:
-        grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
+        grad.mul_((max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0))
+    return square.sqrt()
     ### END SOLUTION
 
 
@@ -381,7 +381,7 @@ def apply_fully_shard(model: nn.Module, mesh: DeviceMesh | None, param_dtype: to
         param_dtype: Dtype of the gathered parameters (``MixedPrecisionPolicy``); None is the parameters' own dtype.
 
     Returns:
-        The same model.
+        The same model. All other options keep their defaults, by which a block is freed after its forward.
     """
     ### BEGIN SOLUTION
     for part in (*blocks_of(model), model):
@@ -394,7 +394,7 @@ def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
     """Write a checkpoint with ``torch.distributed.checkpoint``; every rank writes its own share. (Exercise)
 
     Args:
-        path, model, optimizer: A folder, the same on all ranks; a plain model, or one after ``apply_fully_shard``; its optimizer. The saved dict has the keys "model" and "optimizer".
+        path, model, optimizer: A folder, the same on all ranks; a plain model, or one after ``apply_fully_shard``; its optimizer. The saved dict has the keys "model" and "optimizer". No rank gathers a sharded tensor in order to write it.
 
     Raises:
         ValueError: ``model`` is a ``HookedUnits``, such as ``FullySharded``, whose shards have no names; the message names ``gather_full_params``.

@@ -382,7 +382,7 @@ def ffn_partition_specs(layout: str) -> dict[str, tuple[str | None, ...]]:
     Raises:
         ValueError: the layout is unknown; the message names it and lists the known ones.
 
-    Source: GSPMD (arXiv:2105.04663), table 1, for "2d finalized": embedding and hidden [X, _, Y]. "2d features" has [_, _, X] and [_, _, Y],
+    Source: GSPMD (arXiv:2105.04663), its table of layouts, for "2d finalized": embedding and hidden [X, _, Y]. "2d features" has [_, _, X] and [_, _, Y],
         "2d batch" [X, _, _] and [X, _, Y]; in all three the weights are cut both ways, [X, Y] and [Y, X].
     """
     ### BEGIN SOLUTION

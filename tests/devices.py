@@ -1,4 +1,4 @@
-"""Counting what a check's code asks of PyTorch, without a second device and without importing PyTorch's compiler."""
+"""Records which devices code asks PyTorch for, without a second device and without importing PyTorch's compiler."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Watch(TorchDispatchMode):
-    """A dispatch mode whose first use does not import the compiler, which would take 2 s."""
+    """A dispatch mode whose first use does not import PyTorch's compiler, which would take 2 s."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -17,13 +17,13 @@ class Watch(TorchDispatchMode):
 
 
 class Devices(Watch):
-    """Lets all operators run on the CPU, and notes which devices they are asked for.
+    """Runs all operators on the CPU, and records which devices they were asked to use.
 
-    A tensor that was made on, or moved to, ``meta`` counts as being there; so does what is computed from it.
+    A tensor that was made on ``meta``, or moved there, counts as being there, and so does everything computed from it.
 
     Attributes:
         asked: The types of the devices that operators were asked for, in order.
-        mixed: The first operator that got tensors from both places, or "". Elsewhere PyTorch would have refused it.
+        mixed: The first operator that got tensors from both places, or "". On real devices PyTorch would have refused it.
     """
 
     def __init__(self):
@@ -59,7 +59,7 @@ class Devices(Watch):
 
 
 class _Moves(TorchFunctionMode):
-    """``.to(device)``, ``.type_as(other)`` and ``.cpu()`` of a tensor that only counts as being on ``meta``: no operator would run."""
+    """Notices ``.to(device)``, ``.type_as(other)`` and ``.cpu()``, which run no operator on a tensor that is really on the CPU."""
 
     def __init__(self, devices: Devices):
         super().__init__()
@@ -83,7 +83,7 @@ class _Moves(TorchFunctionMode):
 def devices_of(function, *args, **kwargs) -> tuple[Tensor, set[str]]:
     """What a call returns, and every device that it asked for or that its result is on.
 
-    ``torch.tensor(..., device="meta")`` passes no dispatch mode: its result alone shows the device.
+    ``torch.tensor(..., device="meta")`` bypasses dispatch modes, so only its result shows the device.
     """
     with Devices() as devices:
         out = function(*args, **kwargs)

@@ -5,11 +5,17 @@ import math
 import torch
 from torch import Tensor
 
-from lib.fast.flash import _describe
 from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, LOG2E, tl, triton
 
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+def _describe(x: Tensor, rows: int):
+    """A descriptor of a contiguous tensor as [*, width], which copies ``rows`` rows at once."""
+    width = x.shape[-1]
+    flat = x.view(-1, width) if INTERPRETED else x  # when compiled, only its address matters
+    return TensorDescriptor(flat, [x.numel() // width, width], [width, 1], [rows, width])
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import gc
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +77,12 @@ def make_loss(config: Any, batch: int, device: torch.device) -> Callable[[nn.Mod
 class Competitor:
     """A wrapped model with its optimizer, and what its steps took."""
 
-    def __init__(self, name: str, config: Any, batch: int, device: torch.device):
+    def __init__(self, name: str, config: Any, batch: int, device: torch.device, wrap: "Wrap"):
         self.name, self.device = name, device
         self.times: list[float] = []
         gc.collect()  # what the model before left behind is not freed while this one is measured
         before = _taken(device)
-        self.model = _wrap(name, make_model(config, device))
+        self.model = wrap(name, make_model(config, device))
         self.loss, self.peak = make_loss(config, batch, device), 0
         fused = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=fused)
@@ -112,6 +112,10 @@ class Competitor:
         self.times.append((time.perf_counter() - start) / n)
         if self.device.type == "cuda":
             self.peak = max(self.peak, torch.cuda.max_memory_allocated() - others)
+
+
+Wrap = Callable[[str, nn.Module], nn.Module]
+"""Wraps a model as the competitor of this name does."""
 
 
 def _wrap(name: str, model: nn.Module) -> nn.Module:
@@ -151,16 +155,24 @@ def predict(config: Any, batch: int, n_ranks: int, device: torch.device) -> dict
     return parts | {"gathered": gathered, "reducing": reducing, "total": total, "n_parameters": n}
 
 
-def measure_model(config: Any, batch: int, n_ranks: int, device: torch.device) -> dict[str, Any]:
+def measure_model(
+    config: Any,
+    batch: int,
+    n_shards: int,
+    device: torch.device,
+    names: Sequence[str] = ("ours", "fully_shard", "ddp"),
+    wrap: Wrap = _wrap,
+) -> dict[str, Any]:
+    """Let the competitors of these names take steps in turn, each with a model divided among ``n_shards`` ranks."""
     found: dict[str, Any] = {
         "batch": batch,
-        "predicted_bytes": predict(config, batch, n_ranks, device),
+        "predicted_bytes": predict(config, batch, n_shards, device),
         "competitors": {},
     }
     racers: list[Competitor] = []
-    for name in ("ours", "fully_shard", "ddp"):
+    for name in names:
         try:
-            racers.append(Competitor(name, config, batch, device))
+            racers.append(Competitor(name, config, batch, device, wrap))
         except torch.OutOfMemoryError:
             found["competitors"][name] = {"out_of_memory": True}
     for racer in racers:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from lib.fast.flash import fits_fast
+from lib.fast.flash import fits_fast, flash_attention_joined
 from lib.fast.gelu import bias_gelu
 from lib.fast.heads import split_heads
 from lib.flash_attention import FlashAttentionTriton, flash_attention
@@ -59,6 +59,15 @@ def main() -> None:
             lambda q=q, k=k, v=v, c=causal: FlashAttentionTriton.apply(q, k, v, c),
             device,
         )
+    for width, t, causal in (
+        ((64, 197, False), (64, 1000, True), (80, 257, False), (128, 1, True)) if device == "cuda" else ()
+    ):
+        for heads in (2, 512):  # few rows get other kernels than many
+            x = normal(1, t, heads + 2 * (heads // 2), width, device=device, dtype=torch.bfloat16)
+            run(f"joined {width}, {t}", lambda x=x, h=heads, c=causal: flash_attention_joined(x, h, c), device)
+    for t, s in ((70, 197), (197, 70)) if device == "cuda" else ():
+        q, k, v = (normal(1, n, 64, 64, device=device, dtype=torch.bfloat16).transpose(1, 2) for n in (t, s, s))
+        run(f"attention, {t} x {s}", lambda q=q, k=k, v=v: flash_attention(q, k, v, True), device)
     for width in (64, 128) if device == "cuda" else ():
         for causal in (True, False):
             for heads in (2, 256):  # few rows get other kernels than many

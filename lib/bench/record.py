@@ -77,17 +77,20 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def record(name: str, results: dict[str, Any], folder: Path = MEASUREMENTS) -> Path:
+def record(
+    name: str, results: dict[str, Any], folder: Path = MEASUREMENTS, measured: dict[str, Any] | None = None
+) -> Path:
     """Write results with the machine and the date. A reader sees either the complete old file or the complete new one.
 
     Args:
         name: Name of the file, without its suffix.
         results: Values that JSON can hold; keys end in their unit, as in ``train_s``.
         folder: Folder of the file.
+        measured: A recorded measurement whose machine and date to keep, if the results come from there and not from this machine.
     """
     path = folder / f"{name}.json"
-    date = datetime.now(UTC).strftime("%Y-%m-%d")
-    text = json.dumps({"name": name, "date": date, "machine": machine(), "results": results}, indent=2)
+    kept = measured or {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "machine": machine()}
+    text = json.dumps({"name": name, "date": kept["date"], "machine": kept["machine"], "results": results}, indent=2)
     folder.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text + "\n", encoding="utf-8")

@@ -5,7 +5,8 @@ every cell: a model, a batch for each GPU and a number of GPUs. Each cell runs i
 other cell; both competitors train in the same processes, in turns. Images are random numbers on the device. ``--compile-only``
 first fills the compiler's cache, for all cells at once; ``--tiny`` tries the program on a CPU. Recorded results of other cells
 stay, unless you give ``--fresh``. To use several GPUs at once, let programs measure beside each other, one on each GPU, into
-folders of their own; ``--join`` then merges their files, on the same machine.
+folders of their own; ``--join`` then merges their files, anywhere: name the folders of single GPUs first, because scaling is computed
+from them, and last the one whose machine the merged file shall name.
 
 *ours* is chapter 5's model on the path of ``lib.fast.models``, in parts with flat parameters (``lib.fast.replicas``), whose gradients
 chapter 10's ``OverlapDDP`` averages while backward runs; forward, backward, averaging and update are one CUDA graph. *peer* is timm
@@ -72,7 +73,7 @@ class Cell:
     n_gpus: int = 1
     sharded: bool = False
     n_blocks: int = 4
-    attention: str = "fused"
+    attention: str = "quickest"
     tiny: bool = False
 
     @property
@@ -471,7 +472,7 @@ def write(found: dict[str, Any], options: argparse.Namespace) -> None:
     for cell in results["cells"]:
         for who, facts in cell.get("competitors", {}).items():
             facts["scaling"] = scaling(cell, who, results["cells"])
-    record(options.name, results, options.folder)
+    record(options.name, results, options.folder, options.measured)
     for who, facts in found.get("competitors", {}).items():
         share = f"{facts['scaling']:.1%}" if facts["scaling"] else "-"
         print(
@@ -576,7 +577,7 @@ def main() -> None:
     parser.add_argument(
         "--blocks", type=int, default=0, help="blocks in each part of ours, instead of the cell's number"
     )
-    parser.add_argument("--attention", choices=ATTENTIONS, default="fused", help="attention kernel of ours")
+    parser.add_argument("--attention", choices=ATTENTIONS, default="quickest", help="attention kernel of ours")
     parser.add_argument("--step", choices=STEPS, default="graph", help="what of ours goes into a CUDA graph")
     parser.add_argument("--seconds", type=float, default=10, help="seconds to time each cell")
     parser.add_argument("--budget", type=float, default=500, help="start no further cell after this many seconds")
@@ -607,7 +608,9 @@ def main() -> None:
     kept: list[dict[str, Any]] = []
     if not options.fresh and (options.folder / f"{options.name}.json").exists():
         kept = load(options.name, options.folder)["results"]["cells"]
-    record(options.name, {"settings": settings_of(options), "cells": kept}, options.folder)
+    options.measured = load(options.name, options.join[-1]) if options.join else None
+    settings = options.measured["results"]["settings"] if options.join else settings_of(options)
+    record(options.name, {"settings": settings, "cells": kept}, options.folder, options.measured)
     for folder in options.join or ():
         for found in load(options.name, folder)["results"]["cells"]:
             write(found, options)

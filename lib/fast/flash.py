@@ -2,22 +2,24 @@
 
 Read chapter 15 first: the arithmetic is the same, and the page "Measurements: FlashAttention" says what each difference pays.
 Where ``lib.fast.flash_hopper`` has an even faster kernel that the device can run, ``tiles_for`` chooses that one.
+
+Tensors are read and written where they lie, whatever their strides, and of any length. `attention_with_lse` and
+`attention_backward` are the two halves for callers that need them apart, such as ring attention.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from lib.fast.flash_hopper import Roles, has_roles, hopper_dkdv, hopper_dq, hopper_forward, launch
+from lib.fast.flash_hopper import Roles, has_roles, hopper_dkdv, hopper_dq, hopper_forward
+from lib.fast.flash_launch import LENGTHS, Address, Box, Launch, Sizes, can_be_read
 from lib.given.kernels.once import NO_SECOND_DERIVATIVE
 from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, LN2, LOG2E, check_shapes, tl, triton
-
-if HAS_TRITON:
-    from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class Tiles(NamedTuple):
@@ -51,57 +53,89 @@ ROLES_TABLE: dict[tuple[int, bool], tuple[Tiles | Roles, Tiles | Roles, Tiles | 
 }
 # Queries (keys for dK/dV) in all heads: with fewer, kernels with roles leave multiprocessors idle (lib.bench.flash_short).
 ENOUGH_ROWS = (2**16, 2**15, 2**15)
+QUICKEST = {(64, True), (96, True)}  # width, causal: where no kernel of PyTorch was measured to be faster
+WIDTHS = range(64, 257, 8)  # those between are computed in tiles of 128 or 256
+WIDE = (
+    Tiles(64, 64, 4, 2),
+    Tiles(64, 32, 4, 2),
+    Tiles(32, 64, 8, 2),
+)  # for width 256, twice as fast as chapter 15's own
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _keys(acc, l, m, query, k, v, base, first, end, sees, scale2, COLS: tl.constexpr, MASK: tl.constexpr):
+def _tile(x, b, h, at, ROWS: tl.constexpr, D: tl.constexpr):
+    """Rows ``at`` to ``at + ROWS`` of one head; zeros beyond the last token."""
+    return x.load([b, h, at, 0]).reshape(ROWS, D)
+
+
+@triton.jit
+def _keys(
+    acc, l, m, query, k, v, b, g, first, end, sees, scale2,
+    COLS: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr, EMPTY: tl.constexpr,
+):  # fmt: skip
     for start in tl.range(first, end, COLS):
         start = tl.multiple_of(start, COLS)
-        key = k.load([base + start, 0])
+        key = _tile(k, b, g, start, COLS, D)
         scores = tl.dot(query, key.T, input_precision="ieee")
         if MASK:
             scores = tl.where(sees[:, None] >= start + tl.arange(0, COLS)[None, :], scores, -float("inf"))
         m_new = tl.maximum(m, tl.max(scores, 1) * scale2)
-        weights = tl.exp2(scores * scale2 - m_new[:, None])  # one multiply-add and one exp2 for each score
-        decay = tl.exp2(m - m_new)
+        shift = m_new
+        if EMPTY:
+            shift = tl.where(m_new == -float("inf"), 0.0, m_new)  # a row that has seen no key yet
+        weights = tl.exp2(scores * scale2 - shift[:, None])  # one multiply-add and one exp2 for each score
+        decay = tl.exp2(m - shift)
         l = l * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
-        value = v.load([base + start, 0])
+        value = _tile(v, b, g, start, COLS, D)
         acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
         m = m_new
     return acc, l, m
 
 
 @triton.jit
+def _bounds(start, T, S, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):
+    """For ROWS rows from ``start``: the end of the tiles of keys that all of them see whole, and the end of what the last sees."""
+    if CAUSAL:
+        return tl.maximum(start + S - T + 1, 0) // COLS * COLS, tl.minimum(tl.maximum(start + ROWS + S - T, 0), S)
+    else:  # noqa: RET505 - Triton wants both ways written out
+        return S // COLS * COLS, S
+
+
+@triton.jit(do_not_specialize=LENGTHS)
 def fast_forward_kernel(
-    q, k, v, o, lse, T, S, scale2,
+    q, k, v, o, lse, T, S, H, scale2,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
-    HEADS_FIRST: tl.constexpr,
+    HEADS_FIRST: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Like ``flash_forward_kernel``, for whole tiles, with descriptors of [heads * T, D] and [heads / GROUP * S, D]."""
+    """Like ``flash_forward_kernel``, with descriptors of [batch, H, T, D] and [batch, H / GROUP, S, D]."""
     if HEADS_FIRST:
         head, i = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     else:
         head, i = tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0)
     start = i * ROWS
-    base = head // GROUP * S
+    b, h = head // H, head % H
+    g = h // GROUP
     rows = start + tl.arange(0, ROWS)
-    query = q.load([head * T + start, 0])
+    query = _tile(q, b, h, start, ROWS, D)
     m = tl.full([ROWS], -float("inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
-    if CAUSAL:
-        first = start + S - T
-        whole = first // COLS * COLS
-        acc, l, m = _keys(acc, l, m, query, k, v, base, 0, whole, rows + S - T, scale2, COLS, False)
-        acc, l, m = _keys(acc, l, m, query, k, v, base, whole, first + ROWS, rows + S - T, scale2, COLS, True)
+    whole, end = _bounds(start, T, S, ROWS, COLS, CAUSAL)
+    sees = rows + S - T if CAUSAL else tl.zeros([ROWS], tl.int32) + S - 1
+    acc, l, m = _keys(acc, l, m, query, k, v, b, g, 0, whole, sees, scale2, COLS, D, False, False)
+    if CAUSAL or RAGGED:
+        acc, l, m = _keys(acc, l, m, query, k, v, b, g, whole, end, sees, scale2, COLS, D, True, RAGGED)
+    logsumexp = (m + tl.log2(l)) * LN2
+    if RAGGED:
+        l = tl.where(l == 0.0, 1.0, l)
+        tl.store(lse + head * T + rows, logsumexp, mask=rows < T)
     else:
-        acc, l, m = _keys(acc, l, m, query, k, v, base, 0, S, rows, scale2, COLS, False)
-    o.store([head * T + start, 0], (acc / l[:, None]).to(query.dtype))
-    tl.store(lse + head * T + rows, (m + tl.log2(l)) * LN2)
+        tl.store(lse + head * T + rows, logsumexp)
+    o.store([b, h, start, 0], (acc / l[:, None]).to(query.dtype).reshape(1, 1, ROWS, D))
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
@@ -109,12 +143,13 @@ def fast_forward_kernel(
 
 @triton.jit
 def _keys_back(
-    dq, query, grad, lse2, delta, k, v, base, first, end, sees, scale2, COLS: tl.constexpr, MASK: tl.constexpr
-):
+    dq, query, grad, lse2, delta, k, v, b, g, first, end, sees, scale2,
+    COLS: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
     for start in tl.range(first, end, COLS):
         start = tl.multiple_of(start, COLS)
-        key = k.load([base + start, 0])
-        value = v.load([base + start, 0])
+        key = _tile(k, b, g, start, COLS, D)
+        value = _tile(v, b, g, start, COLS, D)
         scores = tl.dot(query, key.T, input_precision="ieee")
         dp = tl.dot(grad, value.T, input_precision="ieee")  # started before the softmax waits for the scores
         weights = tl.exp2(scores * scale2 - lse2[:, None])
@@ -125,50 +160,56 @@ def _keys_back(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def fast_dq_kernel(
-    q, k, v, o, do, dq, lse, stats, T, S, scale2, scale,
+    q, k, v, o, do, dq, lse, stats, n_rows, T, S, H, padded, scale2, scale,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
-    HEADS_FIRST: tl.constexpr,
+    HEADS_FIRST: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Like ``flash_backward_dq_kernel``. Stores stats [2, heads * T] for dK/dV: lse in base 2, and row sums of o * do."""
+    """Like ``flash_backward_dq_kernel``. Stores stats [2, heads * padded] for dK/dV: lse in base 2, and row sums of o * do.
+
+    A row that has no key, or that lies beyond the last token, gets an lse of infinity, so that dK/dV finds weights of 0.
+    """
     if HEADS_FIRST:
-        head, i, n_heads = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.num_programs(0)
+        head, i = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     else:
-        head, i, n_heads = tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(1)
+        head, i = tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0)
     start = i * ROWS
-    base = head // GROUP * S
-    at = head * T + start
+    b, h = head // H, head % H
+    g = h // GROUP
     rows = start + tl.arange(0, ROWS)
-    query = q.load([at, 0])
-    grad = do.load([at, 0])
-    out = o.load([at, 0])
+    query = _tile(q, b, h, start, ROWS, D)
+    grad = _tile(do, b, h, start, ROWS, D)
+    out = _tile(o, b, h, start, ROWS, D)
     sums = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
-    lse2 = tl.load(lse + head * T + rows) * LOG2E
-    tl.store(stats + head * T + rows, lse2)
-    tl.store(stats + n_heads * T + head * T + rows, sums)
-    acc = tl.zeros([ROWS, D], tl.float32)
-    if CAUSAL:
-        first = start + S - T
-        whole = first // COLS * COLS
-        sees = rows + S - T
-        acc = _keys_back(acc, query, grad, lse2, sums, k, v, base, 0, whole, sees, scale2, COLS, False)
-        acc = _keys_back(acc, query, grad, lse2, sums, k, v, base, whole, first + ROWS, sees, scale2, COLS, True)
+    if RAGGED:
+        lse2 = tl.load(lse + head * T + rows, mask=rows < T, other=float("inf")) * LOG2E
+        lse2 = tl.where(lse2 == -float("inf"), float("inf"), lse2)
+        tl.store(stats + head * padded + rows, lse2, mask=rows < padded)
+        tl.store(stats + n_rows + head * padded + rows, sums, mask=rows < padded)
     else:
-        acc = _keys_back(acc, query, grad, lse2, sums, k, v, base, 0, S, rows, scale2, COLS, False)
-    dq.store([at, 0], (acc * scale).to(query.dtype))
+        lse2 = tl.load(lse + head * T + rows) * LOG2E
+        tl.store(stats + head * padded + rows, lse2)
+        tl.store(stats + n_rows + head * padded + rows, sums)
+    acc = tl.zeros([ROWS, D], tl.float32)
+    whole, end = _bounds(start, T, S, ROWS, COLS, CAUSAL)
+    sees = rows + S - T if CAUSAL else tl.zeros([ROWS], tl.int32) + S - 1
+    acc = _keys_back(acc, query, grad, lse2, sums, k, v, b, g, 0, whole, sees, scale2, COLS, D, False)
+    if CAUSAL or RAGGED:
+        acc = _keys_back(acc, query, grad, lse2, sums, k, v, b, g, whole, end, sees, scale2, COLS, D, True)
+    dq.store([b, h, start, 0], (acc * scale).to(query.dtype).reshape(1, 1, ROWS, D))
 
 
 @triton.jit
 def _queries(
-    dk, dv, key, value, q, do, stats, base, first, end, cols, ahead, scale2,
-    ROWS: tl.constexpr, MASK: tl.constexpr,
+    dk, dv, key, value, q, do, stats, b, h, base, first, end, cols, ahead, scale2,
+    ROWS: tl.constexpr, D: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     for start in tl.range(first, end, ROWS):
         start = tl.multiple_of(start, ROWS)
         rows = start + tl.arange(0, ROWS)
-        query = q.load([base + start, 0])
-        grad = do.load([base + start, 0])
+        query = _tile(q, b, h, start, ROWS, D)
+        grad = _tile(do, b, h, start, ROWS, D)
         lse2, sums = tl.split(stats.load([0, base + start]).T)
         scores = tl.dot(key, query.T, input_precision="ieee")
         dp = tl.dot(value, grad.T, input_precision="ieee")
@@ -181,72 +222,58 @@ def _queries(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def fast_dkdv_kernel(
-    q, k, v, do, dk, dv, stats, T, S, scale2, scale,
+    q, k, v, do, dk, dv, stats, T, S, G, padded, scale2, scale,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Like ``flash_backward_dkdv_kernel``."""
+    """Like ``flash_backward_dkdv_kernel``. G is the number of heads of keys in a batch."""
     head, start = tl.program_id(1), tl.program_id(0) * COLS
+    b, g = head // G, head % G
     cols = start + tl.arange(0, COLS)
-    key = k.load([head * S + start, 0])
-    value = v.load([head * S + start, 0])
+    key = _tile(k, b, g, start, COLS, D)
+    value = _tile(v, b, g, start, COLS, D)
     dkey = tl.zeros([COLS, D], tl.float32)
     dvalue = tl.zeros([COLS, D], tl.float32)
     for shared in tl.range(0, GROUP):
-        base = (head * GROUP + shared) * T
+        h, base = g * GROUP + shared, (head * GROUP + shared) * padded
         if CAUSAL:
             first = tl.maximum(start + T - S, 0) // ROWS * ROWS
-            whole = tl.cdiv(tl.maximum(start + COLS + T - S, 0), ROWS) * ROWS
+            whole = tl.minimum(tl.cdiv(tl.maximum(start + COLS - 1 + T - S, 0), ROWS) * ROWS, tl.cdiv(T, ROWS) * ROWS)
             dkey, dvalue = _queries(
-                dkey, dvalue, key, value, q, do, stats, base, first, whole, cols, S - T, scale2, ROWS, True
+                dkey, dvalue, key, value, q, do, stats, b, h, base, first, whole, cols, S - T, scale2, ROWS, D, True
             )
             dkey, dvalue = _queries(
-                dkey, dvalue, key, value, q, do, stats, base, whole, T, cols, S - T, scale2, ROWS, False
+                dkey, dvalue, key, value, q, do, stats, b, h, base, whole, T, cols, S - T, scale2, ROWS, D, False
             )
         else:
             dkey, dvalue = _queries(
-                dkey, dvalue, key, value, q, do, stats, base, 0, T, cols, S - T, scale2, ROWS, False
+                dkey, dvalue, key, value, q, do, stats, b, h, base, 0, T, cols, S - T, scale2, ROWS, D, False
             )
-    dk.store([head * S + start, 0], (dkey * scale).to(key.dtype))
-    dv.store([head * S + start, 0], dvalue.to(key.dtype))
+    dk.store([b, g, start, 0], (dkey * scale).to(key.dtype).reshape(1, 1, COLS, D))
+    dv.store([b, g, start, 0], dvalue.to(key.dtype).reshape(1, 1, COLS, D))
 
 
-# ---- host ------------------------------------------------------------------------------------------------------------
-
-
-def fits_fast(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
-    """Whether the fast kernels can compute it: a Hopper GPU, 16 bits, width 64 or 128, whole tiles, no row without keys."""
-    if not (HAS_TRITON and q.is_cuda) or INTERPRETED or torch.cuda.get_device_capability(q.device)[0] < 9:
-        return False
-    lengths = q.shape[-2] % 128 == k.shape[-2] % 128 == 0 and (not is_causal or q.shape[-2] <= k.shape[-2])
-    known = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in (64, 128)
-    return bool(known and lengths and q.numel() and k.numel())
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """Contiguous and starting at a multiple of 16 bytes, as the copy engine requires."""
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
-
-
-def _describe(x: Tensor, rows: int):
-    """A descriptor that copies ``rows`` rows at once."""
-    width = x.shape[-1]
-    flat = x.view(-1, width) if INTERPRETED else x  # when compiled, only its address matters
-    return TensorDescriptor(flat, [x.numel() // width, width], [width, 1], [rows, width])
+# ---- launches --------------------------------------------------------------------------------------------------------
 
 
 def tiles_for(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tiles | Roles, Tiles | Roles, Tiles | Roles]:
     """Tiles of forward, dQ and dK/dV for this device and these sizes; small ones for widths in no table, as in the tests."""
-    small = Tiles(32, 32, 4, 2)
-    chosen = TABLE.get((q.shape[-1], is_causal), (small, small, small))
-    if not has_roles(q) or (q.shape[-1], is_causal) not in ROLES_TABLE:
+    small = (Tiles(32, 32, 4, 2),) * 3
+    width = q.shape[-1] if INTERPRETED else sizes_of(q, k, is_causal).width
+    chosen = TABLE.get((width, is_causal), WIDE if width == 256 else small)
+    if not has_roles(q) or (width, is_causal) not in ROLES_TABLE:
         return chosen
     rows = q.shape[:-1].numel(), q.shape[:-1].numel(), k.shape[:-1].numel()
-    both = zip(chosen, ROLES_TABLE[q.shape[-1], is_causal], rows, ENOUGH_ROWS, strict=True)
+    both = zip(chosen, ROLES_TABLE[width, is_causal], rows, ENOUGH_ROWS, strict=True)
     forward, dq, dkdv = (roles if n >= enough else tiles for tiles, roles, n, enough in both)
     return forward, dq, dkdv
+
+
+def sizes_of(q: Tensor, k: Tensor, is_causal: bool) -> Sizes:
+    """The sizes that launches depend on."""
+    n_heads, n_groups = (x.shape[-3] if x.ndim > 2 else 1 for x in (q, k))
+    return Sizes(q.shape[:-3].numel(), n_heads, n_heads // n_groups, q.shape[-2], k.shape[-2], q.shape[-1], is_causal)
 
 
 def _options(tiles: Tiles) -> dict[str, int]:
@@ -254,82 +281,286 @@ def _options(tiles: Tiles) -> dict[str, int]:
     return {} if INTERPRETED else options | ({"maxnreg": tiles.registers} if tiles.registers else {})
 
 
-def fast_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, tiles: Tiles | Roles) -> tuple[Tensor, Tensor]:
-    """Output and natural logsumexp [..., T]; q, k, v aligned."""
+def _grid(sizes: Sizes, tiles: Tiles, rows: int) -> tuple[int, int]:
+    n_heads, n = sizes.n_batches * sizes.n_heads, triton.cdiv(rows, tiles.rows)
+    return (n_heads, n) if tiles.heads_first else (n, n_heads)
+
+
+def launch_forward(sizes: Sizes, tiles: Tiles | Roles) -> Launch:
+    """The launch for (q, k, v, o, lse)."""
     if isinstance(tiles, Roles):
-        return hopper_forward(q, k, v, is_causal, tiles)
-    (t, d), s, n_heads = q.shape[-2:], k.shape[-2], math.prod(q.shape[:-2])
-    o, lse = torch.empty_like(q), torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    grid, group = (n_heads, t // tiles.rows) if tiles.heads_first else (t // tiles.rows, n_heads), check_shapes(q, k, v)
+        return hopper_forward(sizes, tiles)
+    rows, cols = (1, 1, tiles.rows, sizes.width), (1, 1, tiles.cols, sizes.width)
     args = (
-        _describe(q, tiles.rows), _describe(k, tiles.cols), _describe(v, tiles.cols), _describe(o, tiles.rows), lse,
-        t, s, d**-0.5 * math.log2(math.e), group, d, tiles.rows, tiles.cols, is_causal, tiles.heads_first,
+        Box(0, rows), Box(1, cols), Box(2, cols), Box(3, rows), Address(4),
+        sizes.t, sizes.s, sizes.n_heads, sizes.scale * math.log2(math.e), sizes.group, sizes.width, tiles.rows, tiles.cols,
+        sizes.causal, tiles.heads_first, sizes.ragged,
     )  # fmt: skip
-    launch(fast_forward_kernel, grid, (tiles, q.dtype, group, d, is_causal), args, **_options(tiles))
+    return Launch(fast_forward_kernel, _grid(sizes, tiles, sizes.t), args, **_options(tiles))
+
+
+def launch_dq(sizes: Sizes, tiles: Tiles | Roles) -> Launch:
+    """The launch for (q, k, v, o, do, dq, lse, stats)."""
+    if isinstance(tiles, Roles):
+        return hopper_dq(sizes, tiles)
+    rows, cols = (1, 1, tiles.rows, sizes.width), (1, 1, tiles.cols, sizes.width)
+    args = (
+        Box(0, rows), Box(1, cols), Box(2, cols), Box(3, rows), Box(4, rows), Box(5, rows), Address(6), Address(7),
+        sizes.n_rows, sizes.t, sizes.s, sizes.n_heads, sizes.padded, sizes.scale * math.log2(math.e), sizes.scale,
+        sizes.group, sizes.width, tiles.rows, tiles.cols, sizes.causal, tiles.heads_first, sizes.ragged,
+    )  # fmt: skip
+    return Launch(fast_dq_kernel, _grid(sizes, tiles, sizes.padded), args, **_options(tiles))
+
+
+def launch_dkdv(sizes: Sizes, tiles: Tiles | Roles) -> Launch:
+    """The launch for (q, k, v, do, dk, dv, stats)."""
+    if isinstance(tiles, Roles):
+        return hopper_dkdv(sizes, tiles)
+    rows, cols = (1, 1, tiles.rows, sizes.width), (1, 1, tiles.cols, sizes.width)
+    n_groups = sizes.n_heads // sizes.group
+    args = (
+        Box(0, rows), Box(1, cols), Box(2, cols), Box(3, rows), Box(4, cols), Box(5, cols),
+        Box(6, (2, tiles.rows), flat=(2, sizes.n_rows)), sizes.t, sizes.s, n_groups, sizes.padded,
+        sizes.scale * math.log2(math.e), sizes.scale, sizes.group, sizes.width, tiles.rows, tiles.cols, sizes.causal,
+    )  # fmt: skip
+    grid = (triton.cdiv(sizes.s, tiles.cols), sizes.n_batches * n_groups)
+    return Launch(fast_dkdv_kernel, grid, args, **_options(tiles))
+
+
+# ---- plans: what follows from shapes and strides is worked out once -----------------------------------------------------
+
+_plans: dict[tuple, "Plan"] = {}
+MOST_PLANS = 1024
+
+
+class Like(NamedTuple):
+    """A tensor that a plan allocates."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def new(self) -> Tensor:
+        """It, with any numbers in it."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+
+
+class Plan(NamedTuple):
+    """What a call does for tensors of given shapes, strides and dtypes."""
+
+    copied: tuple[int, ...]  # numbers of the inputs that the copy engine can't read where they lie
+    results: tuple[Like, ...]
+    launches: tuple[Launch, ...]
+
+    def legible(self, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The inputs, with copies of those that need one."""
+        if not self.copied:
+            return xs
+        some = list(xs)
+        for i in self.copied:
+            some[i] = xs[i].clone(memory_format=torch.contiguous_format)
+        return tuple(some)
+
+
+def _planned(make: Callable[..., Plan], xs: tuple[Tensor, ...], *rest: Any) -> Plan:
+    """``make(xs, *rest)``, kept for later calls with tensors that look the same."""
+    looks = [(x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in xs]
+    key = (make, xs[0].device, *rest, *looks)
+    plan = _plans.get(key)
+    if plan is None:
+        check_shapes(*xs[:3])
+        if any(x.device != xs[0].device for x in xs):
+            raise ValueError(f"tensors on {', '.join(str(x.device) for x in xs)}: expected one device")
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = make(xs, *rest)
+    return plan
+
+
+def dense_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
+    """Strides of a tensor without gaps whose dimensions lie in memory in the order that ``strides`` give."""
+    dense, n = [1] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda i: (strides[i], -i)):
+        dense[dim], n = n, n * max(1, shape[dim])
+    return dense
+
+
+def _like(x: Tensor) -> Like:
+    """A tensor of x's shape, with its dimensions in the same order and no gaps; its rows are always whole."""
+    strides = dense_strides(tuple(x.shape[:-1]), x.stride()[:-1])
+    return Like(tuple(x.shape), (*(n * x.shape[-1] for n in strides), 1), x.dtype, x.device)
+
+
+def _statistics(x: Tensor, *shape: int) -> Like:
+    return Like(shape, tuple(dense_strides(shape, tuple(range(len(shape), 0, -1)))), torch.float32, x.device)
+
+
+def _copied(xs: tuple[Tensor, ...]) -> tuple[int, ...]:
+    return tuple(i for i, x in enumerate(xs) if not can_be_read(x) or x.data_ptr() % 16)
+
+
+def _plan_forward(xs: tuple[Tensor, ...], is_causal: bool, tiles: Tiles | Roles | None) -> Plan:
+    q, k, _ = xs
+    launch = launch_forward(sizes_of(q, k, is_causal), tiles or tiles_for(q, k, is_causal)[0])
+    return Plan(_copied(xs), (_like(q), _statistics(q, *q.shape[:-1])), (launch,))
+
+
+def _plan_dq(xs: tuple[Tensor, ...], is_causal: bool, tiles: Tiles | Roles | None) -> Plan:
+    q, k = xs[:2]
+    sizes = sizes_of(q, k, is_causal)
+    launch = launch_dq(sizes, tiles or tiles_for(q, k, is_causal)[1])
+    return Plan(_copied(xs), (_like(q), _statistics(q, 2, sizes.n_rows)), (launch,))
+
+
+def _plan_dkdv(xs: tuple[Tensor, ...], is_causal: bool, tiles: Tiles | Roles | None) -> Plan:
+    q, k, v = xs[:3]
+    launch = launch_dkdv(sizes_of(q, k, is_causal), tiles or tiles_for(q, k, is_causal)[2])
+    return Plan(_copied(xs), (_like(k), _like(v)), (launch,))
+
+
+def _plan_backward(xs: tuple[Tensor, ...], is_causal: bool) -> Plan:
+    first, second = _plan_dq(xs, is_causal, None), _plan_dkdv((*xs[:3], xs[4]), is_causal, None)
+    return Plan(first.copied, (*first.results, *second.results), (*first.launches, *second.launches))
+
+
+# ---- the kernels as functions of tensors --------------------------------------------------------------------------------
+
+
+def fast_forward(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, tiles: Tiles | Roles | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output, laid out as q, and natural logsumexp [..., T]; by the tiles of the tables unless others are given."""
+    xs = (q, k, v)
+    plan = _planned(_plan_forward, xs, is_causal, tiles)
+    o, lse = [like.new() for like in plan.results]
+    plan.launches[0](*plan.legible(xs), o, lse)
     return o, lse
 
 
-def fast_dq(q, k, v, o, do, lse, is_causal: bool, tiles: Tiles | Roles) -> tuple[Tensor, Tensor]:
-    """The gradient of q; and for each row, stats [2, ...]: lse in base 2, and the sum of o * do."""
-    if isinstance(tiles, Roles):
-        return hopper_dq(q, k, v, o, do, lse, is_causal, tiles)
-    (t, d), s, n_heads = q.shape[-2:], k.shape[-2], math.prod(q.shape[:-2])
-    dq, stats = torch.empty_like(q), lse.new_empty((2, *lse.shape))
-    by_rows, by_cols = ([_describe(x, n) for x in xs] for n, xs in ((tiles.rows, (q, o, do, dq)), (tiles.cols, (k, v))))
-    grid, group = (n_heads, t // tiles.rows) if tiles.heads_first else (t // tiles.rows, n_heads), check_shapes(q, k, v)
-    args = (
-        by_rows[0], *by_cols, *by_rows[1:], lse, stats, t, s, d**-0.5 * math.log2(math.e), d**-0.5,
-        group, d, tiles.rows, tiles.cols, is_causal, tiles.heads_first,
-    )  # fmt: skip
-    launch(fast_dq_kernel, grid, (tiles, q.dtype, group, d, is_causal), args, **_options(tiles))
+def fast_dq(q, k, v, o, do, lse, is_causal: bool, tiles: Tiles | Roles | None = None) -> tuple[Tensor, Tensor]:
+    """The gradient of q; and stats [2, rows]: each row's lse in base 2, and its sum of o * do."""
+    xs = (q, k, v, o, do)
+    plan = _planned(_plan_dq, xs, is_causal, tiles)
+    dq, stats = [like.new() for like in plan.results]
+    plan.launches[0](*plan.legible(xs), dq, lse.contiguous(), stats)
     return dq, stats
 
 
-def fast_dkdv(q, k, v, do, stats, is_causal: bool, tiles: Tiles | Roles) -> tuple[Tensor, Tensor]:
+def fast_dkdv(q, k, v, do, stats, is_causal: bool, tiles: Tiles | Roles | None = None) -> tuple[Tensor, Tensor]:
     """The gradients of k and v; stats are those that `fast_dq` returns."""
-    if isinstance(tiles, Roles):
-        return hopper_dkdv(q, k, v, do, stats, is_causal, tiles)
-    (t, d), s, n_heads, n_rows = q.shape[-2:], k.shape[-2], math.prod(k.shape[:-2]), math.prod(q.shape[:-1])
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
-    queries, grads = _describe(q, tiles.rows), _describe(do, tiles.rows)
-    by_cols = [_describe(x, tiles.cols) for x in (k, v, dk, dv)]
-    pairs = TensorDescriptor(stats, [2, n_rows], [n_rows, 1], [2, tiles.rows])
-    group = check_shapes(q, k, v)
-    args = (
-        queries, *by_cols[:2], grads, *by_cols[2:], pairs, t, s, d**-0.5 * math.log2(math.e), d**-0.5,
-        group, d, tiles.rows, tiles.cols, is_causal,
-    )  # fmt: skip
-    launch(fast_dkdv_kernel, (s // tiles.cols, n_heads), (tiles, q.dtype, group, d, is_causal), args, **_options(tiles))
+    xs = (q, k, v, do)
+    plan = _planned(_plan_dkdv, xs, is_causal, tiles)
+    dk, dv = [like.new() for like in plan.results]
+    plan.launches[0](*plan.legible(xs), dk, dv, stats)
     return dk, dv
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    q, k, v = (_aligned(x) for x in (q, k, v))
-    return fast_forward(q, k, v, is_causal, tiles_for(q, k, is_causal)[0])
+def fast_backward(q, k, v, o, do, lse, is_causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """All three gradients, each laid out as its input."""
+    xs = (q, k, v, o, do)
+    plan = _planned(_plan_backward, xs, is_causal)
+    dq, stats, dk, dv = [like.new() for like in plan.results]
+    _launch_backward(plan, xs, lse, dq, dk, dv, stats)
+    return dq, dk, dv
 
 
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, is_causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, o, do, lse = (_aligned(x) for x in (q, k, v, o, do, lse))
-    _, for_dq, for_dkdv = tiles_for(q, k, is_causal)
-    dq, stats = fast_dq(q, k, v, o, do, lse, is_causal, for_dq)
-    return dq, *fast_dkdv(q, k, v, do, stats, is_causal, for_dkdv)
+def _launch_backward(plan: Plan, xs: tuple[Tensor, ...], lse: Tensor, dq, dk, dv, stats) -> None:
+    q, k, v, o, do = plan.legible(xs)
+    for_dq, for_dkdv = plan.launches
+    for_dq(q, k, v, o, do, dq, lse.contiguous(), stats)
+    for_dkdv(q, k, v, do, dk, dv, stats)
 
+
+# ---- the same on a joined projection ------------------------------------------------------------------------------------
+
+
+def split_joined(x: Tensor, n_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries ``[B, H, T, D]``, keys and values ``[B, G, T, D]`` as views of ``[B, T, H + 2 * G, D]``.
+
+    Raises:
+        ValueError: the heads can't be split so.
+    """
+    if x.ndim != 4 or n_heads < 1 or x.shape[2] <= n_heads or (x.shape[2] - n_heads) % 2:
+        raise ValueError(f"x {tuple(x.shape)}, expected [B, T, H + 2 * G, D] with H = {n_heads} heads of queries")
+    groups = (x.shape[2] - n_heads) // 2
+    heads = x.transpose(1, 2)
+    return heads[:, :n_heads], heads[:, n_heads : n_heads + groups], heads[:, n_heads + groups :]
+
+
+def _joined_forward(x: Tensor, n_heads: int, is_causal: bool) -> tuple[Tensor, Tensor]:
+    o, lse = fast_forward(*split_joined(x, n_heads), is_causal)
+    return o.transpose(1, 2), lse
+
+
+def _joined_backward(x: Tensor, o: Tensor, do: Tensor, lse: Tensor, n_heads: int, is_causal: bool) -> Tensor:
+    dx = torch.empty_strided(x.shape, _joined_strides(x), dtype=x.dtype, device=x.device)
+    xs = (*split_joined(x, n_heads), o.transpose(1, 2), do.transpose(1, 2))
+    plan = _planned(_plan_backward, xs, is_causal)
+    _launch_backward(plan, xs, lse, *split_joined(dx, n_heads), plan.results[1].new())
+    return dx
+
+
+def _joined_strides(x: Tensor) -> tuple[int, ...]:
+    _, t, n, d = x.shape
+    return t * n * d, n * d, d, 1
+
+
+# ---- as PyTorch and its compiler see it ----------------------------------------------------------------------------------
 
 # Registered as operators, so that torch.compile treats each as one step and does not look inside.
-forward_operator = torch.library.custom_op("workbook::flash_forward", mutates_args=())(_forward)
-backward_operator = torch.library.custom_op("workbook::flash_backward", mutates_args=())(_backward)
+
+
+@torch.library.custom_op("workbook::flash_forward", mutates_args=())
+def forward_operator(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """`fast_forward` with the tiles of the tables."""
+    return fast_forward(q, k, v, is_causal)
+
+
+@torch.library.custom_op("workbook::flash_backward", mutates_args=())
+def backward_operator(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`fast_backward`."""
+    return fast_backward(q, k, v, o, do, lse, is_causal)
+
+
+@torch.library.custom_op("workbook::flash_joined_forward", mutates_args=())
+def joined_forward_operator(x: Tensor, n_heads: int, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention on a joined projection; returns ``[B, T, H, D]`` and the logsumexp ``[B, H, T]``."""
+    return _joined_forward(x, n_heads, is_causal)
+
+
+@torch.library.custom_op("workbook::flash_joined_backward", mutates_args=())
+def joined_backward_operator(x: Tensor, o: Tensor, do: Tensor, lse: Tensor, n_heads: int, is_causal: bool) -> Tensor:
+    """The gradient of a joined projection, joined too."""
+    return _joined_backward(x, o, do, lse, n_heads, is_causal)
+
+
+def _fake_like(x: Tensor) -> Tensor:
+    like = _like(x)
+    return x.new_empty_strided(like.shape, like.strides)
 
 
 @forward_operator.register_fake
 def _(q, k, v, is_causal):
-    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return _fake_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 @backward_operator.register_fake
 def _(q, k, v, o, do, lse, is_causal):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return _fake_like(q), _fake_like(k), _fake_like(v)
+
+
+@joined_forward_operator.register_fake
+def _(x, n_heads, is_causal):
+    b, t, _, d = x.shape
+    return x.new_empty(b, t, n_heads, d), x.new_empty(b, n_heads, t, dtype=torch.float32)
+
+
+@joined_backward_operator.register_fake
+def _(x, o, do, lse, n_heads, is_causal):
+    return x.new_empty(x.shape)
 
 
 def _refuse(ctx, *grads):
@@ -337,6 +568,7 @@ def _refuse(ctx, *grads):
 
 
 backward_operator.register_autograd(_refuse)
+joined_backward_operator.register_autograd(_refuse)
 
 
 def _save(ctx, inputs, output):
@@ -346,10 +578,23 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, do, _):
-    return *backward_operator(*ctx.saved_tensors[:4], do, ctx.saved_tensors[4], ctx.is_causal), None
+    q, k, v, o, lse = ctx.saved_tensors
+    return *backward_operator(q, k, v, o, do, lse, ctx.is_causal), None
+
+
+def _save_joined(ctx, inputs, output):
+    x, ctx.n_heads, ctx.is_causal = inputs
+    ctx.save_for_backward(x, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate_joined(ctx, do, _):
+    x, o, lse = ctx.saved_tensors
+    return joined_backward_operator(x, o, do, lse, ctx.n_heads, ctx.is_causal), None, None
 
 
 forward_operator.register_autograd(_differentiate, setup_context=_save)
+joined_forward_operator.register_autograd(_differentiate_joined, setup_context=_save_joined)
 
 
 class Eager(torch.autograd.Function):
@@ -357,7 +602,7 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal):
-        o, lse = _forward(q, k, v, is_causal)
+        o, lse = fast_forward(q, k, v, is_causal)
         ctx.is_causal = is_causal
         ctx.save_for_backward(q, k, v, o, lse)
         return o
@@ -366,24 +611,129 @@ class Eager(torch.autograd.Function):
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
         # With create_graph use the operator, which raises on a second derivative; a plain launch would silently lack terms.
-        compute = backward_operator if torch.is_grad_enabled() else _backward
+        compute = backward_operator if torch.is_grad_enabled() else fast_backward
         return *compute(q, k, v, o, do, lse, ctx.is_causal), None
+
+
+class EagerJoined(torch.autograd.Function):
+    """`Eager` for a joined projection."""
+
+    @staticmethod
+    def forward(ctx, x, n_heads, is_causal):
+        o, lse = _joined_forward(x, n_heads, is_causal)
+        ctx.n_heads, ctx.is_causal = n_heads, is_causal
+        ctx.save_for_backward(x, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        x, o, lse = ctx.saved_tensors
+        compute = joined_backward_operator if torch.is_grad_enabled() else _joined_backward
+        return compute(x, o, do, lse, ctx.n_heads, ctx.is_causal), None, None
 
 
 def _looked_at(*xs: Tensor) -> bool:
     """Whether somebody watches operators: a dispatch mode, or tensors of another kind, such as fake ones without memory."""
-    return _get_current_dispatch_mode() is not None or any(type(x) is not Tensor for x in xs)
+    return _get_current_dispatch_mode() is not None or {Tensor} != {type(x) for x in xs}
+
+
+_capabilities: dict[torch.device, tuple[int, int]] = {}
+
+
+@torch.compiler.assume_constant_result
+def _has_copy_engine(device: torch.device) -> bool:
+    """Whether a GPU copies whole tiles by descriptors: compute capability 9.0 or more."""
+    if device not in _capabilities:
+        _capabilities[device] = torch.cuda.get_device_capability(device)
+    return _capabilities[device][0] >= 9
+
+
+def fits_fast(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
+    """Whether the fast kernels can compute it: a Hopper GPU, 16 bits, a width from 64 to 256 that is a multiple of 8."""
+    if not q.is_cuda or not HAS_TRITON or INTERPRETED or q.ndim < 2 or q.shape[-1] not in WIDTHS:
+        return False
+    known = q.dtype is torch.bfloat16 or q.dtype is torch.float16
+    return known and _has_copy_engine(q.device) and q.numel() > 0 and k.numel() > 0
+
+
+def is_quickest(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
+    """Whether the fast kernels were measured to be ahead of all of PyTorch's, by ``lib.bench.flash_shapes``."""
+    ungrouped = q.ndim < 3 or q.shape[-3] == k.shape[-3]
+    return ungrouped and q.shape[-2] > 1 and (q.shape[-1], is_causal) in QUICKEST and fits_fast(q, k, v, is_causal)
 
 
 def flash_attention_fast(
     q: Float[Tensor, "*lead t d"], k: Float[Tensor, "*lead_kv s d"], v: Float[Tensor, "*lead_kv s d"], is_causal=False
 ) -> Float[Tensor, "*lead t d"]:
-    """Attention where `fits_fast`, with gradients.
+    """Attention where `fits_fast`, with gradients; tensors are read and written in the layout that they have.
 
     Raises:
         ValueError: the shapes or dtypes do not fit.
     """
-    check_shapes(q, k, v)
+    if q.ndim > 4:
+        check_shapes(q, k, v)
+        flat = flash_attention_fast(q.flatten(0, -4), k.flatten(0, -4), v.flatten(0, -4), is_causal)
+        return flat.unflatten(0, q.shape[:-3])
     if torch.compiler.is_compiling() or _looked_at(q, k, v):
+        check_shapes(q, k, v)
         return forward_operator(q, k, v, is_causal)[0]
     return Eager.apply(q, k, v, is_causal)
+
+
+def flash_attention_joined(
+    x: Float[Tensor, "b t n d"], n_heads: int, is_causal: bool = False
+) -> Float[Tensor, "b t h d"]:
+    """Attention on a joined projection ``[B, T, H + 2 * G, D]`` where `fits_fast`; its gradient is joined too.
+
+    Raises:
+        ValueError: the heads can't be split so.
+    """
+    if torch.compiler.is_compiling() or _looked_at(x):
+        split_joined(x, n_heads)
+        return joined_forward_operator(x, n_heads, is_causal)[0]
+    return EagerJoined.apply(x, n_heads, is_causal)
+
+
+# ---- the two halves for other modules -------------------------------------------------------------------------------------
+
+
+def attention_with_lse(
+    q: Float[Tensor, "*lead t d"], k: Float[Tensor, "*lead_kv s d"], v: Float[Tensor, "*lead_kv s d"], is_causal=False
+) -> tuple[Float[Tensor, "*lead t d"], Float[Tensor, "*lead t"]]:
+    """Output and natural logsumexp of the scaled scores, without autograd, on any device.
+
+    A row without keys (causal, and more queries than keys) gets an output of 0 and a logsumexp of -inf.
+
+    Raises:
+        ValueError: the shapes or dtypes do not fit.
+    """
+    with torch.no_grad():
+        if fits_fast(q, k, v, is_causal) and q.ndim <= 4:
+            return fast_forward(q, k, v, is_causal)
+        from lib.flash_attention import FlashAttentionTorch
+
+        context = _Saved()
+        o = FlashAttentionTorch.forward(context, q, k, v, is_causal)
+        return o, context.saved[-1]
+
+
+class _Saved:
+    """Stands for autograd's context where only the saved tensors are wanted."""
+
+    def save_for_backward(self, *xs: Tensor) -> None:
+        self.saved = xs
+
+
+def attention_backward(
+    q, k, v, o, do, lse, is_causal: bool = False
+) -> tuple[Float[Tensor, "*lead t d"], Float[Tensor, "*lead_kv s d"], Float[Tensor, "*lead_kv s d"]]:
+    """Gradients of q, k and v, without autograd, on any device.
+
+    With an output and logsumexp over more keys than k has, as in ring attention, these are the gradients' share of k's keys.
+    """
+    with torch.no_grad():
+        if fits_fast(q, k, v, is_causal) and q.ndim <= 4:
+            return fast_backward(q, k, v, o, do, lse, is_causal)
+        from lib.flash_attention import flash_backward
+
+        return flash_backward(q, k, v, o, do, lse, is_causal)

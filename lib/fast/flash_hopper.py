@@ -7,8 +7,10 @@ A program has two or three groups of warps that compute, its *users*. Each user 
 All of them read the same ring of tiles, so each tile comes from memory once for all users. Each place in the ring has two
 barriers: ``full`` opens when the copy engine has written all bytes of the tile, ``empty`` when every user has finished with
 it. Tile n of a program is at place n % stages, and a barrier's phase, which alternates between 0 and 1, tells the rounds
-apart. One more barrier, ``once``, opens when the users' own rows have arrived. Sizes are multiples of 128; callers check that
-with ``fits_fast``.
+apart. One more barrier, ``once``, opens when the users' own rows have arrived.
+
+The copy engine sees each matrix as [batch, heads, tokens, width] with any strides, so nothing is copied beforehand. It fills
+what lies beyond the last token with zeros, and does not store there. `Roles.ragged` compiles what this is not enough for.
 """
 
 import math
@@ -19,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, check_shapes, triton
+from lib.fast.flash_launch import LENGTHS, VERSION, Address, Box, Launch, Sizes
+from lib.given.kernels.tiles import INTERPRETED, triton
 
 KNOWN = (
     (3, 6),
@@ -29,7 +32,6 @@ KNOWN = (
 )  # versions of Triton that compile this file; Gluon is young, and its names change
 PROVEN = ((3, 6),)  # versions whose code passed tests/workbook/test_flash_hopper.py on a GPU
 
-VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if HAS_TRITON else ()
 GLUON = not INTERPRETED and VERSION in KNOWN
 
 
@@ -49,6 +51,7 @@ class Roles:
     width: int = 0
     group: int = 1  # heads of queries for each head of keys
     causal: bool = False
+    ragged: bool = False  # lengths that are no multiples of 128, or rows without keys
 
 
 if GLUON:
@@ -56,19 +59,24 @@ if GLUON:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper
     from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     fence_async_shared = hopper.fence_async_shared
     copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # the first name since Triton 3.9
     copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
     LOG2E, LN2 = gl.constexpr(math.log2(math.e)), gl.constexpr(math.log(2))
+    RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # in newer versions of Triton
     FLAT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
     @gluon.constexpr_function
     def acc(n):
         """Layout of a group's [64, n] float32 accumulator, to which tensor cores add."""
         return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, n, 16])
+
+    @gluon.constexpr_function
+    def tile_layout(rows, cut):
+        """Layout of a tile [rows, width] of 16-bit numbers in shared memory, from which tensor cores read."""
+        return gl.NVMMASharedLayout.get_default_for([rows, cut.width], gl.bfloat16)
 
     @gluon.constexpr_function
     def left(n):
@@ -82,6 +90,14 @@ if GLUON:
             return shared.load(left(CUT.tile))
         else:  # noqa: RET505 - Gluon wants both ways written out
             return shared
+
+    @gluon.jit
+    def _box(shared, descriptor):
+        """The same memory with the four dimensions of what the copy engine copies."""
+        if RENAMED:
+            return shared.reinterpret(descriptor.dtype, descriptor.block_shape, descriptor.layout)
+        else:  # noqa: RET505
+            return shared._reinterpret(descriptor.dtype, descriptor.block_shape, descriptor.layout)
 
     # ---- the ring ----------------------------------------------------------------------------------------------------
 
@@ -158,7 +174,7 @@ if GLUON:
 
     @gluon.jit
     def _place(CUT: gl.constexpr):
-        """Head and first row of this program; the longest rows come first."""
+        """Head, counted through all batches, and first row of this program; the longest rows come first."""
         if CUT.heads_first:
             return gl.program_id(0), (gl.num_programs(1) - 1 - gl.program_id(1)) * (64 * CUT.users)
         else:  # noqa: RET505
@@ -168,29 +184,47 @@ if GLUON:
     def _n_tiles(end, T, S, CUT: gl.constexpr):
         """Number of tiles that the rows before ``end`` see."""
         if CUT.causal:
-            return (gl.minimum(end, T) + S - T + CUT.tile - 1) // CUT.tile
+            return gl.maximum(gl.minimum(end, T) + S - T + CUT.tile - 1, 0) // CUT.tile
         else:  # noqa: RET505
+            return (S + CUT.tile - 1) // CUT.tile
+
+    @gluon.jit
+    def _n_whole(row, n_tiles, T, S, CUT: gl.constexpr):
+        """Number of tiles without a hidden key for ``row`` and the rows after it."""
+        if CUT.causal:
+            return gl.maximum(row + 1 + S - T, 0) // CUT.tile
+        elif CUT.ragged:  # noqa: RET505
             return S // CUT.tile
+        else:
+            return n_tiles
+
+    @gluon.jit
+    def _last_key(rows, T, S, CUT: gl.constexpr):
+        """The last key that each row sees."""
+        if CUT.causal:
+            return rows + S - T
+        else:  # noqa: RET505
+            return gl.zeros_like(rows) + (S - 1)
 
     @gluon.jit
     def _load_for_rows(given, CUT: gl.constexpr):
-        rows_in, rows_s, k, v, once, ring, T, S = given
+        rows_in, rows_s, k, v, once, ring, T, S, H = given
         k_s, v_s, full, empty = ring
         head, start = _place(CUT)
+        b, h = head // H, head % H
         mbarrier.expect(once, len(rows_in) * CUT.users * 64 * CUT.width * 2)
         for user in gl.static_range(gl.constexpr(CUT.users)):
-            at = head * T + gl.minimum(start + 64 * user, T - 64)  # beyond the last row, load rows that nobody uses
             for i in gl.static_range(len(rows_in)):
-                copy_in(rows_in[i], [at, 0], once, rows_s[i].index(user))
-        base = head // CUT.group * S
+                copy_in(rows_in[i], [b, h, start + 64 * user, 0], once, _box(rows_s[i].index(user), rows_in[i]))
+        g = h // CUT.group
         n_tiles = _n_tiles(start + 64 * CUT.users, T, S, CUT)
         for n in range(0, n_tiles + 1):
-            at = base + gl.minimum(n, n_tiles - 1) * CUT.tile
+            at = gl.minimum(n, gl.maximum(n_tiles - 1, 0)) * CUT.tile
             place = n % CUT.stages
             _wait_empty(empty, n, CUT)
             mbarrier.expect(full.index(place), 2 * CUT.tile * CUT.width * 2)
-            copy_in(k, [at, 0], full.index(place), k_s.index(place))
-            copy_in(v, [at, 0], full.index(place), v_s.index(place))
+            copy_in(k, [b, g, at, 0], full.index(place), _box(k_s.index(place), k))
+            copy_in(v, [b, g, at, 0], full.index(place), _box(v_s.index(place), v))
 
     @gluon.jit
     def _pass_by(full, empty, n, n_tiles, CUT: gl.constexpr):
@@ -209,8 +243,11 @@ if GLUON:
             cols = n * CUT.tile + gl.arange(0, CUT.tile, gl.SliceLayout(0, acc(CUT.tile)))
             s = gl.where(sees[:, None] >= cols[None, :], s, -float("inf"))
         m_new = gl.maximum(m, gl.max(s, 1) * scale2)
-        weights = gl.exp2(s * scale2 - m_new[:, None])
-        decay = gl.exp2(m - m_new)
+        shift = m_new
+        if MASK and CUT.ragged:
+            shift = gl.where(m_new == -float("inf"), 0.0, m_new)  # a row that has seen no key yet
+        weights = gl.exp2(s * scale2 - shift[:, None])
+        decay = gl.exp2(m - shift)
         l = l * decay + gl.sum(weights, 1)
         weights = gl.convert_layout(weights.to(query.dtype), left(CUT.width))
         o = o * gl.convert_layout(decay, gl.SliceLayout(1, acc(CUT.width)))[:, None]
@@ -223,7 +260,7 @@ if GLUON:
 
     @gluon.jit
     def _use_forward(user: gl.constexpr, given, CUT: gl.constexpr):
-        q_s, out, lse, once, ring, T, S, scale2 = given
+        q_s, out, lse, once, ring, T, S, H, scale2 = given
         k_s, full, empty = ring[0], ring[2], ring[3]
         head, start = _place(CUT)
         mine = start + 64 * user
@@ -238,30 +275,35 @@ if GLUON:
             l = gl.full([64], 0.0, gl.float32, row_layout)
             o = gl.full([64, CUT.width], 0.0, gl.float32, acc(CUT.width))
             s = warpgroup_mma_wait(0, deps=[_begin_scores(query, k_s, full, 0, CUT)])
-            whole = (mine + S - T) // CUT.tile if CUT.causal else n_tiles
+            whole = _n_whole(mine, n_tiles, T, S, CUT)
             for _ in range(0, whole):
                 o, l, m, s = _keys(o, l, m, s, query, ring, n, rows, scale2, False, CUT)
                 n += 1
-            if CUT.causal:
+            if CUT.causal or CUT.ragged:
+                sees = _last_key(rows, T, S, CUT)
                 for _ in range(whole, _n_tiles(mine + 64, T, S, CUT)):
-                    o, l, m, s = _keys(o, l, m, s, query, ring, n, rows + S - T, scale2, True, CUT)
+                    o, l, m, s = _keys(o, l, m, s, query, ring, n, sees, scale2, True, CUT)
                     n += 1
-            gl.store(lse + head * T + rows, (m + gl.log2(l)) * LN2)
+            if CUT.ragged:
+                gl.store(lse + head * T + rows, (m + gl.log2(l)) * LN2, mask=rows < T)
+                l = gl.where(l == 0.0, 1.0, l)
+            else:
+                gl.store(lse + head * T + rows, (m + gl.log2(l)) * LN2)
             place.store((o / gl.convert_layout(l, gl.SliceLayout(1, acc(CUT.width)))[:, None]).to(place.dtype))
             fence_async_shared()
-            copy_out(out, [head * T + mine, 0], place)
+            copy_out(out, [head // H, head % H, mine, 0], _box(place, out))
         _pass_by(full, empty, n, n_tiles, CUT)
         tma.store_wait(0)
 
-    @gluon.jit
-    def hopper_forward_kernel(q, k, v, out, lse, T, S, scale2, CUT: gl.constexpr):
+    @gluon.jit(do_not_specialize=LENGTHS)
+    def hopper_forward_kernel(q, k, v, out, lse, T, S, H, scale2, CUT: gl.constexpr):
         """Like ``fast_forward_kernel``."""
-        q_s = gl.allocate_shared_memory(q.dtype, [CUT.users, 64, CUT.width], q.layout)
-        k_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, CUT.tile, CUT.width], k.layout)
-        v_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, CUT.tile, CUT.width], v.layout)
+        q_s = gl.allocate_shared_memory(q.dtype, [CUT.users, 64, CUT.width], tile_layout(64, CUT))
+        k_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, CUT.tile, CUT.width], tile_layout(CUT.tile, CUT))
+        v_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, CUT.tile, CUT.width], tile_layout(CUT.tile, CUT))
         once, full, empty = _barriers(CUT)
         ring = (k_s, v_s, full, empty)
-        _part((q_s, out, lse, once, ring, T, S, scale2), ((q,), (q_s,), k, v, once, ring, T, S), CUT)
+        _part((q_s, out, lse, once, ring, T, S, H, scale2), ((q,), (q_s,), k, v, once, ring, T, S, H), CUT)
 
     @gluon.jit
     def _keys_back(dq, s, query, grad, lse2, sums, ring, n, sees, scale2, MASK: gl.constexpr, CUT: gl.constexpr):
@@ -285,51 +327,56 @@ if GLUON:
 
     @gluon.jit
     def _use_dq(user: gl.constexpr, given, CUT: gl.constexpr):
-        q_s, o_s, do_s, out, lse, stats, n_rows, once, ring, T, S, scale2, scale = given
+        q_s, o_s, do_s, out, lse, stats, n_rows, once, ring, T, S, H, padded, scale2, scale = given
         k_s, full, empty = ring[0], ring[2], ring[3]
         head, start = _place(CUT)
         mine = start + 64 * user
         n_tiles = _n_tiles(start + 64 * CUT.users, T, S, CUT)
         n = 0
         mbarrier.wait(once, 0)
-        if mine < T:
+        if mine < padded:
             query, grad, output = _own(q_s.index(user), CUT), _own(do_s.index(user), CUT), o_s.index(user)
             row_layout: gl.constexpr = gl.SliceLayout(1, acc(CUT.tile))
             rows = mine + gl.arange(0, 64, row_layout)
-            lse2 = gl.load(lse + head * T + rows) * LOG2E
+            if CUT.ragged:
+                lse2 = gl.load(lse + head * T + rows, mask=rows < T, other=float("inf")) * LOG2E
+                lse2 = gl.where(lse2 == -float("inf"), float("inf"), lse2)  # no keys: all weights become 0
+            else:
+                lse2 = gl.load(lse + head * T + rows) * LOG2E
             both = output.load(acc(CUT.width)).to(gl.float32) * do_s.index(user).load(acc(CUT.width)).to(gl.float32)
             sums = gl.convert_layout(gl.sum(both, 1), row_layout)
-            gl.store(stats + head * T + rows, lse2)
-            gl.store(stats + n_rows + head * T + rows, sums)
+            gl.store(stats + head * padded + rows, lse2)
+            gl.store(stats + n_rows + head * padded + rows, sums)
             dq = gl.full([64, CUT.width], 0.0, gl.float32, acc(CUT.width))
             s = warpgroup_mma_wait(0, deps=[_begin_scores(query, k_s, full, 0, CUT)])
-            whole = (mine + S - T) // CUT.tile if CUT.causal else n_tiles
+            whole = _n_whole(mine, n_tiles, T, S, CUT)
             for _ in range(0, whole):
                 dq, s = _keys_back(dq, s, query, grad, lse2, sums, ring, n, rows, scale2, False, CUT)
                 n += 1
-            if CUT.causal:
+            if CUT.causal or CUT.ragged:
+                sees = _last_key(rows, T, S, CUT)
                 for _ in range(whole, _n_tiles(mine + 64, T, S, CUT)):
-                    dq, s = _keys_back(dq, s, query, grad, lse2, sums, ring, n, rows + S - T, scale2, True, CUT)
+                    dq, s = _keys_back(dq, s, query, grad, lse2, sums, ring, n, sees, scale2, True, CUT)
                     n += 1
             output.store((dq * scale).to(output.dtype))
             fence_async_shared()
-            copy_out(out, [head * T + mine, 0], output)
+            copy_out(out, [head // H, head % H, mine, 0], _box(output, out))
         _pass_by(full, empty, n, n_tiles, CUT)
         tma.store_wait(0)
 
-    @gluon.jit
-    def hopper_dq_kernel(q, k, v, o, do, dq, lse, stats, n_rows, T, S, scale2, scale, CUT: gl.constexpr):
-        """Like ``fast_dq_kernel``; stores stats [2, heads * T] for dK/dV."""
-        q_s = gl.allocate_shared_memory(q.dtype, [CUT.users, 64, CUT.width], q.layout)
-        o_s = gl.allocate_shared_memory(q.dtype, [CUT.users, 64, CUT.width], q.layout)
-        do_s = gl.allocate_shared_memory(q.dtype, [CUT.users, 64, CUT.width], q.layout)
-        k_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, CUT.tile, CUT.width], k.layout)
-        v_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, CUT.tile, CUT.width], v.layout)
+    @gluon.jit(do_not_specialize=LENGTHS)
+    def hopper_dq_kernel(q, k, v, o, do, dq, lse, stats, n_rows, T, S, H, padded, scale2, scale, CUT: gl.constexpr):
+        """Like ``fast_dq_kernel``; stores stats [2, heads * padded] for dK/dV."""
+        q_s = gl.allocate_shared_memory(q.dtype, [CUT.users, 64, CUT.width], tile_layout(64, CUT))
+        o_s = gl.allocate_shared_memory(q.dtype, [CUT.users, 64, CUT.width], tile_layout(64, CUT))
+        do_s = gl.allocate_shared_memory(q.dtype, [CUT.users, 64, CUT.width], tile_layout(64, CUT))
+        k_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, CUT.tile, CUT.width], tile_layout(CUT.tile, CUT))
+        v_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, CUT.tile, CUT.width], tile_layout(CUT.tile, CUT))
         once, full, empty = _barriers(CUT)
         ring = (k_s, v_s, full, empty)
         _part(
-            (q_s, o_s, do_s, dq, lse, stats, n_rows, once, ring, T, S, scale2, scale),
-            ((q, do, o), (q_s, do_s, o_s), k, v, once, ring, T, S),
+            (q_s, o_s, do_s, dq, lse, stats, n_rows, once, ring, T, S, H, padded, scale2, scale),
+            ((q, do, o), (q_s, do_s, o_s), k, v, once, ring, T, S, H),
             CUT,
         )
 
@@ -339,29 +386,39 @@ if GLUON:
     def _first_row(key, T, S, CUT: gl.constexpr):
         """Start of the first tile that sees key number ``key``, or a later one."""
         if CUT.causal:
-            return gl.maximum(key + T - S, 0) // CUT.tile * CUT.tile
+            first = gl.maximum(key + T - S, 0) // CUT.tile * CUT.tile
+            return gl.minimum(first, _end_row(T, CUT)) if CUT.ragged else first
         else:  # noqa: RET505
             return 0
 
     @gluon.jit
+    def _end_row(T, CUT: gl.constexpr):
+        """End of the last tile of rows."""
+        return (T + CUT.tile - 1) // CUT.tile * CUT.tile if CUT.ragged else T
+
+    @gluon.jit
     def _load_for_keys(given, CUT: gl.constexpr):
-        q, k, v, do, stats, n_rows, k_s, v_s, once, ring, T, S = given
+        q, k, v, do, stats, n_rows, k_s, v_s, once, ring, T, S, G, padded = given
         q_s, do_s, lse_s, sums_s, full, empty = ring
         head, start = gl.program_id(1), gl.program_id(0) * (64 * CUT.users)
+        b, g = head // G, head % G
         mbarrier.expect(once, 2 * CUT.users * 64 * CUT.width * 2)
         for user in gl.static_range(gl.constexpr(CUT.users)):
-            copy_in(k, [head * S + start + 64 * user, 0], once, k_s.index(user))
-            copy_in(v, [head * S + start + 64 * user, 0], once, v_s.index(user))
+            copy_in(k, [b, g, start + 64 * user, 0], once, _box(k_s.index(user), k))
+            copy_in(v, [b, g, start + 64 * user, 0], once, _box(v_s.index(user), v))
         first = _first_row(start, T, S, CUT)
-        each = (T - first) // CUT.tile
+        each = (_end_row(T, CUT) - first) // CUT.tile
         for n in range(0, CUT.group * each + 1):
-            at = (head * CUT.group + gl.minimum(n // each, CUT.group - 1)) * T + first + n % each * CUT.tile
+            shared = gl.minimum(n // each, CUT.group - 1)
+            row = first + n % each * CUT.tile
+            at = (head * CUT.group + shared) * padded + row
+            h = g * CUT.group + shared
             place = n % CUT.stages
             _wait_empty(empty, n, CUT)
             mbarrier.expect(full.index(place), 2 * CUT.tile * (CUT.width * 2 + 4))
-            copy_in(q, [at, 0], full.index(place), q_s.index(place))
+            copy_in(q, [b, h, row, 0], full.index(place), _box(q_s.index(place), q))
             copy_in(stats, [at], full.index(place), lse_s.index(place))
-            copy_in(do, [at, 0], full.index(place), do_s.index(place))
+            copy_in(do, [b, h, row, 0], full.index(place), _box(do_s.index(place), do))
             copy_in(stats, [n_rows + at], full.index(place), sums_s.index(place))
 
     @gluon.jit
@@ -388,7 +445,7 @@ if GLUON:
 
     @gluon.jit
     def _use_dkdv(user: gl.constexpr, given, CUT: gl.constexpr):
-        dk_out, dv_out, k_s, v_s, once, ring, T, S, scale2, scale = given
+        dk_out, dv_out, k_s, v_s, once, ring, T, S, G, scale2, scale = given
         q_s, full, empty = ring[0], ring[4], ring[5]
         head, start = gl.program_id(1), gl.program_id(0) * (64 * CUT.users)
         mine = start + 64 * user
@@ -411,30 +468,30 @@ if GLUON:
             for row in range(first, whole, CUT.tile):
                 dk, dv, s = _queries(dk, dv, s, key, value, ring, n, rows + row, cols, scale2, True, CUT)
                 n += 1
-            for _ in range(whole, T, CUT.tile):
+            for _ in range(whole, _end_row(T, CUT), CUT.tile):
                 dk, dv, s = _queries(dk, dv, s, key, value, ring, n, rows, cols, scale2, False, CUT)
                 n += 1
         key_place.store((dk * scale).to(key.dtype))
         value_place.store(dv.to(key.dtype))
         fence_async_shared()
-        copy_out(dk_out, [head * S + mine, 0], key_place)
-        copy_out(dv_out, [head * S + mine, 0], value_place)
+        copy_out(dk_out, [head // G, head % G, mine, 0], _box(key_place, dk_out))
+        copy_out(dv_out, [head // G, head % G, mine, 0], _box(value_place, dv_out))
         tma.store_wait(0)
 
-    @gluon.jit
-    def hopper_dkdv_kernel(q, k, v, do, dk, dv, stats, n_rows, T, S, scale2, scale, CUT: gl.constexpr):
+    @gluon.jit(do_not_specialize=LENGTHS)
+    def hopper_dkdv_kernel(q, k, v, do, dk, dv, stats, n_rows, T, S, G, padded, scale2, scale, CUT: gl.constexpr):
         """Like ``fast_dkdv_kernel``, with stats as one row."""
-        q_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, CUT.tile, CUT.width], q.layout)
-        do_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, CUT.tile, CUT.width], q.layout)
+        q_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, CUT.tile, CUT.width], tile_layout(CUT.tile, CUT))
+        do_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, CUT.tile, CUT.width], tile_layout(CUT.tile, CUT))
         lse_s = gl.allocate_shared_memory(gl.float32, [CUT.stages, CUT.tile], stats.layout)
         sums_s = gl.allocate_shared_memory(gl.float32, [CUT.stages, CUT.tile], stats.layout)
-        k_s = gl.allocate_shared_memory(q.dtype, [CUT.users, 64, CUT.width], k.layout)
-        v_s = gl.allocate_shared_memory(q.dtype, [CUT.users, 64, CUT.width], k.layout)
+        k_s = gl.allocate_shared_memory(q.dtype, [CUT.users, 64, CUT.width], tile_layout(64, CUT))
+        v_s = gl.allocate_shared_memory(q.dtype, [CUT.users, 64, CUT.width], tile_layout(64, CUT))
         once, full, empty = _barriers(CUT)
         ring = (q_s, do_s, lse_s, sums_s, full, empty)
         _part(
-            (dk, dv, k_s, v_s, once, ring, T, S, scale2, scale),
-            (q, k, v, do, stats, n_rows, k_s, v_s, once, ring, T, S),
+            (dk, dv, k_s, v_s, once, ring, T, S, G, scale2, scale),
+            (q, k, v, do, stats, n_rows, k_s, v_s, once, ring, T, S, G, padded),
             CUT,
         )
 
@@ -447,39 +504,18 @@ def has_roles(x: Tensor) -> bool:
     return GLUON and VERSION in PROVEN and x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
-_compiled: dict[tuple, Any] = {}
-
-
-def launch(kernel: Any, grid: tuple[int, int], key: tuple, args: tuple, **options: Any) -> None:
-    """The same as ``kernel[grid](*args, **options)``, with less work on the host.
-
-    Triton compares every argument with its compiled variants at each launch, which takes longer than a short kernel runs.
-    Here ``key`` holds everything that the compiled code depends on. Callers guarantee the rest: sizes, and addresses in
-    bytes, are multiples of 16.
-    """
-    if INTERPRETED:
-        kernel[grid](*args, **options)
-        return
-    key = (kernel, torch.cuda.current_device(), *key)
-    if key in _compiled:
-        _compiled[key][(*grid, 1)](*args)
-    else:
-        _compiled[key] = kernel[grid](*args, **options)
-
-
 @lru_cache(maxsize=64)
-def _layout(rows: int, width: int, dtype: torch.dtype) -> Any:
-    """The layout of a tile in shared memory that tensor cores read."""
-    return gl.NVMMASharedLayout.get_default_for([rows, width], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+def _layout(rows: int, width: int) -> Any:
+    """The layout in shared memory of a tile that tensor cores read."""
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], gl.bfloat16)
 
 
-def _describe(x: Tensor, rows: int) -> Any:
-    """A descriptor that copies ``rows`` rows at once."""
-    width = x.shape[-1]
-    return TensorDescriptor(x, [x.numel() // width, width], [width, 1], [rows, width], _layout(rows, width, x.dtype))
+def box(index: int, rows: int, width: int) -> Box:
+    """A descriptor that copies ``rows`` rows of a head at once."""
+    return Box(index, (1, 1, rows, width), _layout(rows, width))
 
 
-def complete(cut: Roles, kernel: str, width: int, group: int, is_causal: bool) -> Roles:
+def complete(cut: Roles, kernel: str, sizes: Sizes) -> Roles:
     """The cut with the fields that its caller does not choose.
 
     Raises:
@@ -496,52 +532,43 @@ def complete(cut: Roles, kernel: str, width: int, group: int, is_causal: bool) -
         )
     if kernel == "dK/dV" and (cut.early or cut.heads_first):
         raise ValueError(f"early = {cut.early}, heads_first = {cut.heads_first}, expected neither for dK/dV")
-    return replace(cut, kernel=kernel, width=width, group=group, causal=is_causal)
+    return replace(cut, kernel=kernel, width=sizes.width, group=sizes.group, causal=sizes.causal, ragged=sizes.ragged)
 
 
-def _sizes(kernel: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, cut: Roles) -> tuple[int, int, float, Roles]:
-    whole = complete(cut, kernel, q.shape[-1], check_shapes(q, k, v), is_causal)
-    return q.shape[-2], k.shape[-2], q.shape[-1] ** -0.5, whole
-
-
-def _grid(q: Tensor, cut: Roles) -> tuple[int, int]:
-    n_heads, n = math.prod(q.shape[:-2]), triton.cdiv(q.shape[-2], 64 * cut.users)
+def _grid(sizes: Sizes, cut: Roles, rows: int) -> tuple[int, int]:
+    n_heads, n = sizes.n_batches * sizes.n_heads, triton.cdiv(rows, 64 * cut.users)
     return (n_heads, n) if cut.heads_first else (n, n_heads)
 
 
-def hopper_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, cut: Roles) -> tuple[Tensor, Tensor]:
-    """Output and natural logsumexp [..., T]; q, k, v aligned."""
-    t, s, scale, cut = _sizes("forward", q, k, v, is_causal, cut)
-    o, lse = torch.empty_like(q), torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+def hopper_forward(sizes: Sizes, cut: Roles) -> Launch:
+    """The launch for (q, k, v, o, lse)."""
+    cut = complete(cut, "forward", sizes)
     args = (
-        _describe(q, 64), _describe(k, cut.tile), _describe(v, cut.tile), _describe(o, 64), lse,
-        t, s, scale * math.log2(math.e), cut,
+        box(0, 64, cut.width), box(1, cut.tile, cut.width), box(2, cut.tile, cut.width), box(3, 64, cut.width), Address(4),
+        sizes.t, sizes.s, sizes.n_heads, sizes.scale * math.log2(math.e), cut,
     )  # fmt: skip
-    launch(hopper_forward_kernel, _grid(q, cut), (cut, q.dtype), args, num_warps=4)
-    return o, lse
+    return Launch(hopper_forward_kernel, _grid(sizes, cut, sizes.t), args, num_warps=4)
 
 
-def hopper_dq(q, k, v, o, do, lse, is_causal: bool, cut: Roles) -> tuple[Tensor, Tensor]:
-    """The gradient of q; and for each row, stats [2, ...]: lse in base 2, and the sum of o * do."""
-    t, s, scale, cut = _sizes("dQ", q, k, v, is_causal, cut)
-    dq, stats = torch.empty_like(q), lse.new_empty((2, *lse.shape))
+def hopper_dq(sizes: Sizes, cut: Roles) -> Launch:
+    """The launch for (q, k, v, o, do, dq, lse, stats)."""
+    cut = complete(cut, "dQ", sizes)
     args = (
-        _describe(q, 64), _describe(k, cut.tile), _describe(v, cut.tile), *(_describe(x, 64) for x in (o, do, dq)),
-        lse, stats, lse.numel(), t, s, scale * math.log2(math.e), scale, cut,
+        box(0, 64, cut.width), box(1, cut.tile, cut.width), box(2, cut.tile, cut.width),
+        *(box(i, 64, cut.width) for i in (3, 4, 5)), Address(6), Address(7), sizes.n_rows,
+        sizes.t, sizes.s, sizes.n_heads, sizes.padded, sizes.scale * math.log2(math.e), sizes.scale, cut,
     )  # fmt: skip
-    launch(hopper_dq_kernel, _grid(q, cut), (cut, q.dtype), args, num_warps=4)
-    return dq, stats
+    return Launch(hopper_dq_kernel, _grid(sizes, cut, sizes.padded), args, num_warps=4)
 
 
-def hopper_dkdv(q, k, v, do, stats, is_causal: bool, cut: Roles) -> tuple[Tensor, Tensor]:
-    """The gradients of k and v; stats are those that `hopper_dq` returns."""
-    t, s, scale, cut = _sizes("dK/dV", q, k, v, is_causal, cut)
-    dk, dv, n_rows = torch.empty_like(k), torch.empty_like(v), stats.numel() // 2
-    keys, values, d_keys, d_values = (_describe(x, 64) for x in (k, v, dk, dv))
+def hopper_dkdv(sizes: Sizes, cut: Roles) -> Launch:
+    """The launch for (q, k, v, do, dk, dv, stats)."""
+    cut = complete(cut, "dK/dV", sizes)
+    n_groups = sizes.n_heads // sizes.group
     args = (
-        _describe(q, cut.tile), keys, values, _describe(do, cut.tile), d_keys, d_values,
-        TensorDescriptor(stats, [2 * n_rows], [1], [cut.tile], FLAT), n_rows, t, s, scale * math.log2(math.e), scale, cut,
+        box(0, cut.tile, cut.width), box(1, 64, cut.width), box(2, 64, cut.width), box(3, cut.tile, cut.width),
+        box(4, 64, cut.width), box(5, 64, cut.width), Box(6, (cut.tile,), FLAT, (2 * sizes.n_rows,)), sizes.n_rows,
+        sizes.t, sizes.s, n_groups, sizes.padded, sizes.scale * math.log2(math.e), sizes.scale, cut,
     )  # fmt: skip
-    grid = (s // (64 * cut.users), math.prod(k.shape[:-2]))
-    launch(hopper_dkdv_kernel, grid, (cut, q.dtype), args, num_warps=4)
-    return dk, dv
+    grid = (triton.cdiv(sizes.s, 64 * cut.users), sizes.n_batches * n_groups)
+    return Launch(hopper_dkdv_kernel, grid, args, num_warps=4)

@@ -15,11 +15,12 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lib.fast.flash import fits_fast, flash_attention_fast, flash_attention_joined, is_quickest, split_joined
 from lib.fast.gelu import TAIL, P, bias_gelu
 from lib.fast.heads import split_heads
 from lib.fast.loss import linear_cross_entropy
 
-ATTENTIONS = ("written out", "fused", "flash", "cudnn")
+ATTENTIONS = ("written out", "fused", "flash", "cudnn", "workbook", "quickest")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +30,14 @@ class Path:
     Attributes:
         dtype: Dtype of the factors of every product; parameters, losses and sums of gradients stay float32.
         stream: Dtype of the residual stream; None means ``dtype``.
-        attention: "written out" computes the scores; "fused" is PyTorch's choice of kernel; "flash" and "cudnn" name one.
+        attention: "written out" computes the scores; "fused" is PyTorch's choice of kernel; "flash" and "cudnn" name one;
+            "workbook" takes chapter 15's kernels where they fit, and "quickest" where they were measured to be the fastest.
         loss_kernel: Compute GPT-2's last product, the loss and its gradient with ``lib.fast.loss``.
         class_token_alone: In the last block of a ViT, compute only the class token, which is all that the head reads.
         short_gelu: Compute the exact GELU with `short_gelu`, which needs one exponential and no error function.
         gelu_kernel: Compute the exact GELU and the bias before it with `lib.fast.gelu`; takes precedence over ``short_gelu``.
         heads_kernel: Join a ViT's gradients of queries, keys and values, and sum them for their bias, with `lib.fast.heads`.
+            Chapter 15's kernels need no such step: their gradient of a joined projection is joined.
     """
 
     dtype: torch.dtype = torch.float32
@@ -80,10 +83,27 @@ def norm(x: Tensor, layer: nn.LayerNorm, path: Path) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, path: Path, causal: bool) -> Tensor:
     """Attention on ``[B, T, H, D]`` as the projection returns it, without a copy; returns ``[B, T, H*D]``."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if _takes_ours(q, k, v, path, causal):
+        return flash_attention_fast(q, k, v, causal).transpose(1, 2).flatten(2)
     if path.attention == "written out" or (q.shape[2] == 1 and not causal):
         return _written_out(q, k, v, causal).transpose(1, 2).flatten(2)
     with _kernel(path.attention if q.is_cuda else "fused"):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
+
+
+def attend_joined(x: Tensor, n_heads: int, path: Path, causal: bool) -> Tensor:
+    """`attend` for one projection ``[B, T, 3*H*D]`` that holds queries, keys and values side by side."""
+    heads = x.unflatten(-1, (3 * n_heads, -1))
+    if _takes_ours(*split_joined(heads, n_heads), path, causal):
+        return flash_attention_joined(heads, n_heads, causal).flatten(2)
+    q, k, v = x.unflatten(-1, (3, n_heads, -1)).unbind(2)
+    return attend(q, k, v, path, causal)
+
+
+def _takes_ours(q: Tensor, k: Tensor, v: Tensor, path: Path, causal: bool) -> bool:
+    if path.attention == "workbook":
+        return fits_fast(q, k, v, causal)
+    return path.attention == "quickest" and is_quickest(q, k, v, causal)
 
 
 def _kernel(name: str) -> AbstractContextManager:
@@ -107,9 +127,8 @@ def _written_out(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 def gpt2_block(block: Any, x: Tensor, path: Path, n_heads: int) -> Tensor:
     """One block of a ``lib.gpt2.GPT2``."""
-    heads = linear(norm(x, block.ln_1, path), path, block.attn.c_attn).unflatten(-1, (3, n_heads, -1))
-    q, k, v = heads.unbind(2)
-    x = x + linear(attend(q, k, v, path, causal=True), path, block.attn.c_proj)
+    heads = linear(norm(x, block.ln_1, path), path, block.attn.c_attn)
+    x = x + linear(attend_joined(heads, n_heads, path, causal=True), path, block.attn.c_proj)
     wide = F.gelu(linear(norm(x, block.ln_2, path), path, block.mlp.c_fc), approximate="tanh")
     return x + linear(wide, path, block.mlp.c_proj)
 
@@ -177,14 +196,17 @@ def _vit_out(final_norm: Any, head: Any, x: Tensor, path: Path, pooling: str) ->
 def vit_block(block: Any, x: Tensor, path: Path) -> Tensor:
     """Attention and MLP of a ``ViTBlock``, each added to its input."""
     attn, seen = block.attn, norm(x, block.norm1, path)
-    if path.heads_kernel:
+    x = x + linear(_vit_attention(attn, seen, path), path, attn.wo)
+    return x + _vit_mlp(block, x, path)
+
+
+def _vit_attention(attn: Any, seen: Tensor, path: Path) -> Tensor:
+    like_queries = seen.to(path.dtype).unflatten(-1, (attn.n_heads, -1)).transpose(1, 2)
+    if path.heads_kernel and not _takes_ours(like_queries, like_queries, like_queries, path, causal=False):
         weight, bias = _side_by_side((attn.wq, attn.wk, attn.wv))
         wide = F.linear(seen.to(path.dtype), weight.to(path.dtype), bias.detach().to(path.dtype))
-        q, k, v = split_heads(wide, bias, attn.n_heads)
-    else:
-        q, k, v = linear(seen, path, attn.wq, attn.wk, attn.wv).unflatten(-1, (3, attn.n_heads, -1)).unbind(2)
-    x = x + linear(attend(q, k, v, path, causal=False), path, attn.wo)
-    return x + _vit_mlp(block, x, path)
+        return attend(*split_heads(wide, bias, attn.n_heads), path, causal=False)
+    return attend_joined(linear(seen, path, attn.wq, attn.wk, attn.wv), attn.n_heads, path, causal=False)
 
 
 def _vit_mlp(block: Any, x: Tensor, path: Path) -> Tensor:

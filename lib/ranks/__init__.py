@@ -1,6 +1,6 @@
 """Warm processes on which a function runs as the ranks of a small world, with gloo or with MPI.
 
-``pool("gloo").run(fn, *args, n_ranks=4)`` returns what ``fn`` returned on each rank and a ledger of what each rank sent. If a
+``pool("gloo").run(fn, *args, n_ranks=4)`` returns the value of ``fn`` on each rank and a ledger of what each rank sent. If a
 rank raises, dies, loops or waits for ever, the run ends with a `RankFailure` that says where each rank was.
 """
 

@@ -11,6 +11,7 @@ _INTERNAL = re.compile(
     | (?:internal_|P?MPI[A-Z]*_|MPI[DRC])\w*\(\d+\)\.*:
     | Abort\(\d+\)\ on\ node | Assertion\ failed\ in\ file
     | terminate\ called | what\(\): | \[Gloo\] | \[libprotobuf
+    | (?:USDT|STAGE):\d{4}-\d\d-\d\d\s         # PyTorch's profiler
     )""",
     re.VERBOSE,
 )

@@ -42,10 +42,10 @@ class Result:
 
 
 class Pool:
-    """Up to four warm processes that run a function as the ranks of one world."""
+    """Warm processes, four unless told, that run a function as the ranks of one world."""
 
-    def __init__(self, backend: str):
-        self.backend = backend
+    def __init__(self, backend: str, max_ranks: int = MAX_RANKS):
+        self.backend, self.max_ranks = backend, max_ranks
         self._handle: Handle | None = None
         self._lock = threading.RLock()
 
@@ -58,7 +58,7 @@ class Pool:
         with self._lock:
             if self._handle is None or (self._handle.owner == os.getpid() and self._handle.process.poll() is not None):
                 self.close()
-                self._handle = Handle(self.backend, MAX_RANKS)
+                self._handle = Handle(self.backend, self.max_ranks)
 
     def ready(self) -> None:
         """Wait until a run can begin at once; the first time, and after a run that ended its ranks, this takes seconds.
@@ -95,8 +95,8 @@ class Pool:
             ValueError: ``n_ranks`` is out of range, or the function cannot be found by its name.
             RankFailure: a rank raised or died, the ranks deadlocked, the time limit passed, or something is missing.
         """
-        if not 1 <= n_ranks <= MAX_RANKS:
-            raise ValueError(f"n_ranks is {n_ranks}, and a pool has 1 to {MAX_RANKS} ranks")
+        if not 1 <= n_ranks <= self.max_ranks:
+            raise ValueError(f"n_ranks is {n_ranks}: expected 1 to {self.max_ranks}, the size of a pool")
         header = {**_surroundings(), "backend": self.backend, "n_ranks": n_ranks, "time_limit_s": time_limit_s}
         header.update(env=dict(env or {}), function=_named(function), args=pickle.dumps(args))
         with self._lock:

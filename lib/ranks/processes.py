@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 
-PATIENCE = 6  # a process that waits instead of computing may take so many times the limit: a slow machine is no mistake
+PATIENCE = 6  # a process that waits may take this many times the limit: a slow machine is not a mistake
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
 
 

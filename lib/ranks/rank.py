@@ -67,7 +67,7 @@ def _is_ours(name: str, module) -> bool:
     return name != "__main__" and any(not os.path.realpath(file).startswith(_INSTALLED) for file in files)
 
 
-# modules known to be none of ours: to ask about each of them again would take a rank a tenth of a second
+# modules known to be none of ours; asking about each of them again would cost a rank a tenth of a second
 _libraries = {name: module for name, module in sys.modules.items() if not _is_ours(name, module)}
 
 

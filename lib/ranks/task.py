@@ -63,7 +63,7 @@ def _attempt(header: dict, rank: int, journal: Journal) -> Outcome:
 
 
 def _find(module: str, qualname: str, file: str | None):
-    """The function, freshly imported by its module's name, or from its file if the name leads to another file."""
+    """The function, imported by its module's name, or from its file if that name belongs to another file."""
     found = None
     if module != "__main__":
         with contextlib.suppress(ModuleNotFoundError):

@@ -162,9 +162,9 @@ def _differ(a: Record, b: Record) -> bool:
 
 
 def mismatch(views: list[View]) -> str:
-    """The first collective on which the ranks disagree, or messages that no rank received; empty if all fits.
+    """The first collective on which the ranks disagree, or messages that no rank received; empty if everything fits.
 
-    What only some ranks have reached counts only once all have returned.
+    A call that only some of the ranks have made counts as a disagreement only once all of them have returned.
     """
     streams = dict.fromkeys(r.stream for v in views for r in v.calls if r.is_collective)
     for stream in streams:
@@ -190,7 +190,7 @@ def _stream_mismatch(stream: str, views: list[View]) -> str:
 
 
 def message_mismatch(view: View, views: list[View]) -> str:
-    """What was sent and what the receive has room for, if they differ; for the receive that ``view`` is in or failed in."""
+    """For the receive that ``view`` waits in or failed in: what was sent and what it has room for, if these differ."""
     index = next(reversed(view.open)) if view.open else view.failed_in
     record = None if index is None else view.calls[index]
     if record is None or record.room is None or record.source is None or record.source < 0:

@@ -3,24 +3,38 @@
 python -m lib.runs.train_gpt2
 torchrun --nproc-per-node 4 -m lib.runs.train_gpt2 --model small --strategy ddp --precision bf16 --compile --batch 64
 torchrun --nproc-per-node 4 -m lib.runs.train_gpt2 --model xl --strategy fsdp --engine torch --precision bf16 --compile
+torchrun --nproc-per-node 8 -m lib.runs.train_gpt2 --model xl --replicate 2 --shard 4 --precision bf16 --compile
 python -m lib.runs.train_gpt2 --model small --data openwebtext --limit 10000 --tokenizer gpt2
 """
 
 import sys
 
 from lib.runs.engine.loop import main as run
-from lib.runs.engine.options import make_parser, whole
+from lib.runs.engine.options import KINDS, make_parser, whole
 from lib.runs.engine.tasks import GPT2_PRESETS, GPT2Task
+from lib.runs.engine.world import find_world
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, or 75 if asked to leave before the last step, or 2 after one line about what is wrong with the request."""
     parser = make_parser("lib.runs.train_gpt2", list(GPT2_PRESETS), "sequences", "Train a GPT-2.")
     text = parser.add_argument_group("text")
-    text.add_argument("--context", type=whole(1), help="tokens in a sequence; default: the preset's")
+    text.add_argument("--length", type=whole(1), help="tokens in a sequence; default: the preset's")
     text.add_argument("--tokenizer", choices=("bytes", "bpe", "gpt2"), default="bytes",
                       help="bytes; bpe: chapter 1's tokenizer, trained on the text; gpt2: tiktoken's")  # fmt: skip
-    return run(parser, GPT2Task, argv)
+    return run(parser, GPT2Task, with_length(sys.argv[1:] if argv is None else argv))
+
+
+def with_length(argv: list[str]) -> list[str]:
+    """``--context`` was the length of a sequence before ranks could divide one. It still is where it can be no degree: beside ``--strategy``, and in one process."""
+    words = " ".join(argv).replace("=", " ").split()
+    at = next((i + 1 for i, word in enumerate(words[:-1]) if word == "--context"), None)
+    is_degree = any(f"--{kind}" in words for kind in KINDS if kind != "context") or (
+        "--strategy" not in words and find_world().size > 1
+    )
+    if at is None or is_degree or "--length" in words or not words[at].isdecimal() or int(words[at]) < 2:
+        return argv
+    return [word.replace("--context", "--length") if word.split("=")[0] == "--context" else word for word in argv]
 
 
 if __name__ == "__main__":

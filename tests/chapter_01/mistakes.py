@@ -383,6 +383,176 @@ def merges_at_count_0(text, vocab_size, special_tokens=()):
     return _train_by_counts(text, vocab_size, special_tokens, merges_nothing=True)
 
 
+class _Index:
+    """Hint 3's four tables and its loop, in steps, each of which a mistake may take in its own way."""
+
+    def __init__(self, words):
+        self.words, self.word_counts = list(words), list(words.values())
+        self.counts, self.holders = self.first_counts(words), {}
+        for n, symbols in enumerate(self.words):
+            for pair in pairwise(symbols):
+                self.holders.setdefault(pair, set()).add(n)
+
+    def first_counts(self, words):
+        return reference.count_pairs(words)
+
+    def best(self):
+        return max(self.counts, key=lambda pair: (self.counts[pair], pair), default=None)
+
+    def pairs_of(self, symbols):
+        return list(pairwise(symbols))
+
+    def times(self, n):
+        return self.word_counts[n]
+
+    def add_holder(self, pair, n):
+        self.holders.setdefault(pair, set()).add(n)
+
+    def merge(self, best):
+        for n in sorted(self.holders.get(best, ())):
+            before, self.words[n] = self.words[n], reference.merge_pair(self.words[n], best)
+            for pair in self.pairs_of(before):
+                self.counts[pair] -= self.times(n)
+            for pair in self.pairs_of(self.words[n]):
+                self.counts[pair] += self.times(n)
+                self.add_holder(pair, n)
+        self.counts = Counter({pair: count for pair, count in self.counts.items() if count > 0 and pair != best})
+
+
+def _train_with(index_of, text, vocab_size, special_tokens):
+    n_merges = vocab_size - 256 - len(special_tokens)
+    if n_merges < 0:
+        raise ValueError(f"vocab_size {vocab_size} is less than {256 + len(special_tokens)}")
+    pieces = _special_pattern(special_tokens).split(text)[::2]
+    found = Counter(word for piece in pieces for word in PRE_TOKEN.findall(piece))
+    index, merges = index_of({_bytes_of(word): count for word, count in found.items()}), []
+    while len(merges) < n_merges and (best := index.best()):
+        merges.append(best)
+        index.merge(best)
+    tokens = [bytes([b]) for b in range(256)] + [a + b for a, b in merges] + [s.encode() for s in special_tokens]
+    return dict(enumerate(tokens)), merges
+
+
+@mistake("train_bpe", "ties go to the first pair in the table of counts, in whatever order the updates have put it")
+def first_seen_wins_after_updates(text, vocab_size, special_tokens=()):
+    class Index(_Index):
+        def best(self):
+            return max(self.counts, key=self.counts.get, default=None)
+
+    return _train_with(Index, text, vocab_size, special_tokens)
+
+
+@mistake("train_bpe", "the first counts take each distinct word once; only the updates use how often the text has it")
+def counts_words_once_at_first(text, vocab_size, special_tokens=()):
+    class Index(_Index):
+        def first_counts(self, words):
+            return Counter(pair for symbols in words for pair in pairwise(symbols))
+
+    return _train_with(Index, text, vocab_size, special_tokens)
+
+
+@mistake(
+    "train_bpe", "an update subtracts and adds 1 for each word, not the number of times that the text has the word"
+)
+def updates_by_one(text, vocab_size, special_tokens=()):
+    class Index(_Index):
+        def times(self, n):
+            return 1
+
+    return _train_with(Index, text, vocab_size, special_tokens)
+
+
+@mistake("train_bpe", "an update counts a pair once per word, even if the word has it twice")
+def updates_distinct_pairs(text, vocab_size, special_tokens=()):
+    class Index(_Index):
+        def pairs_of(self, symbols):
+            return list(dict.fromkeys(pairwise(symbols)))
+
+    return _train_with(Index, text, vocab_size, special_tokens)
+
+
+@mistake(
+    "train_bpe",
+    "the words that contain a pair are noted only at the start: a pair that a merge creates has none, so its own merge "
+    "changes nothing",
+)
+def never_notes_new_holders(text, vocab_size, special_tokens=()):
+    class Index(_Index):
+        def add_holder(self, pair, n):
+            pass
+
+    return _train_with(Index, text, vocab_size, special_tokens)
+
+
+@mistake(
+    "train_bpe",
+    "a merge replaces the set of words that contain a pair instead of adding to it: words from an earlier merge are lost",
+)
+def replaces_the_holders(text, vocab_size, special_tokens=()):
+    class Index(_Index):
+        def merge(self, best):
+            fresh, held = {}, self.holders
+            self.holders = fresh
+            fresh[best] = held.get(best, set())
+            super().merge(best)
+            self.holders = {**held, **fresh}
+
+    return _train_with(Index, text, vocab_size, special_tokens)
+
+
+@mistake("train_bpe", "the first word that gets a new pair is noted, the others are not")
+def notes_the_first_holder(text, vocab_size, special_tokens=()):
+    class Index(_Index):
+        def add_holder(self, pair, n):
+            self.holders.setdefault(pair, {n})
+
+    return _train_with(Index, text, vocab_size, special_tokens)
+
+
+@mistake(
+    "train_bpe",
+    "a new pair is given all words of the merged pair, also those that do not contain it, and its own merge visits them all",
+)
+def inherits_the_holders(text, vocab_size, special_tokens=()):
+    class Index(_Index):
+        def merge(self, best):
+            self.held = self.holders.get(best, set())
+            super().merge(best)
+
+        def add_holder(self, pair, n):
+            self.holders[pair] = self.holders.get(pair, set()) | self.held
+
+    return _train_with(Index, text, vocab_size, special_tokens)
+
+
+@mistake(
+    "train_bpe", "words are noted in the form that they had before a merge, and the old forms are counted again later"
+)
+def counts_old_forms_again(text, vocab_size, special_tokens=()):
+    class Index:
+        def __init__(self, words):
+            self.words, self.counts, self.holders = dict(words), reference.count_pairs(words), {}
+            for symbols in self.words:
+                for pair in pairwise(symbols):
+                    self.holders.setdefault(pair, []).append(symbols)
+
+        def best(self):
+            return max(self.counts, key=lambda pair: (self.counts[pair], pair), default=None)
+
+        def merge(self, best):
+            for before in self.holders.pop(best, ()):
+                after = reference.merge_pair(before, best)
+                self.words[after] = count = self.words[before]
+                for pair in pairwise(before):
+                    self.counts[pair] -= count
+                for pair in pairwise(after):
+                    self.counts[pair] += count
+                    self.holders.setdefault(pair, []).append(after)
+            self.counts = Counter({pair: count for pair, count in self.counts.items() if count > 0 and pair != best})
+
+    return _train_with(Index, text, vocab_size, special_tokens)
+
+
 # ---- 1.5 BPETokenizer ------------------------------------------------------------------------------------------------
 
 
@@ -447,9 +617,9 @@ class _Tokenizer:
         words = list(PRE_TOKEN.finditer(text, start, max(start, open_from)))[: -self.n_held]
         yield from ((word[0], word.end(), False) for word in words)
 
-    def stream(self, chunks, waits=True, longest=None):
-        """The ids of chunks; what is held is looked at when it has doubled, or at every chunk."""
-        buffer, enough = "", 0
+    def stream(self, chunks, waits=True, longest=None, patience=0, is_complete=True):
+        """The ids of chunks; what is held is looked at when it has doubled (and ``patience`` more), or at every chunk."""
+        buffer, enough = "", patience
         for chunk in chunks:
             buffer += chunk
             if waits and len(buffer) < enough:
@@ -458,8 +628,8 @@ class _Tokenizer:
             for token, end, is_special in self.settled(buffer, longest):  # noqa: B007
                 yield from [self.ids[token.encode()]] if is_special else self.ids_of_stream(token)
             buffer = buffer[end:]
-            enough = 2 * len(buffer)
-        yield from self.encode(buffer)
+            enough = patience + 2 * len(buffer)
+        yield from self.encode(buffer) if is_complete else ()
 
     def ids_of_stream(self, word):
         if len(self.known) >= 2000:
@@ -611,6 +781,18 @@ class EncodesEachChunk(_Tokenizer):
     def encode_iterable(self, chunks):
         for chunk in chunks:
             yield from self.encode(chunk)
+
+
+@mistake("BPETokenizer", "what is left in the buffer after the last chunk is never given")
+class DropsTheEnd(_Tokenizer):
+    def encode_iterable(self, chunks):
+        yield from self.stream(chunks, is_complete=False)
+
+
+@mistake("BPETokenizer", "ids wait for a thousand more characters of the stream, although they are certain")
+class WaitsTooLong(_Tokenizer):
+    def encode_iterable(self, chunks):
+        yield from self.stream(chunks, patience=1000)
 
 
 @mistake("BPETokenizer", "the whole stream is read and joined before the first id comes out")

@@ -88,12 +88,12 @@ def make_text(rng: random.Random, length: int) -> str:
 
 
 def expect_same_pieces(tokenizer, chunks: list[str], ids: list[int]) -> None:
-    """A stream gives the ids of the whole text; a failure shows the bytes of the tokens beside them."""
+    """A stream gives the ids of the whole text; a failure shows what the tokens spell."""
     streamed = list(tokenizer.encode_iterable(chunks))
     if streamed != ids:
         pieces, expected = ([tokenizer.decode([i]) for i in some] for some in (streamed, ids))
-        expect_equal(pieces, expected, name="pieces", answer=streamed, read='"Text to numbers"')
-    expect_equal(streamed, ids, name="ids")
+        expect_equal(pieces, expected, name="pieces of the stream", answer=streamed, read='"Text to numbers"')
+    expect_equal(streamed, ids, name="ids of the stream")
 
 
 def cut(text: str, rng: random.Random, n_cuts: int) -> list[str]:
@@ -387,6 +387,26 @@ def test_train_bpe_counts_only_what_changed():
     )
 
 
+@pytest.mark.time_limit(30)
+def test_train_bpe_visits_only_words_with_the_pair():
+    """The first merge, y+z, changes every word; of the 40 after it, each changes one of three frequent words."""
+    letters = "efghijklmnopqrstuvwxABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    frequent = ["yz" + letters[at : at + 15] for at in (0, 15, 30)]
+    rare = ["yz" + "".join(w) for w in itertools.islice(itertools.product("abcd", repeat=6), 0, None, 2)]
+    text = "\n".join(frequent * 1000 + rare)
+    case(f"{len(rare)} words that the first merge changes, y+z, and that 40 later merges do not touch")
+    start = count_lines(tokenization.train_bpe, text, 257)
+    limit = 40 * len(rare)
+    lines = count_lines(tokenization.train_bpe, text, 257 + 40, limit=start + limit) - start
+    expect_true(
+        lines < limit,
+        f"40 merges that change one word each ran more than {limit:,} lines of Python: "
+        f"words are visited that do not contain the pair",
+        answer="visits too many",
+        read='"Write the dictionary"',
+    )
+
+
 # ---- 1.5 BPETokenizer ------------------------------------------------------------------------------------------------
 
 
@@ -400,7 +420,8 @@ def test_BPETokenizer_by_hand():
     tokenizer = hand_made()
     expect_equal(tokenizer.encode("the cat ate"), [259, 257, 97, 116, 260, 101], name="ids", read="eq-tokenization-3")
     expect_equal(tokenizer.decode([259, 257, 97, 116, 260, 101]), "the cat ate", name="text")
-    expect_equal(list(tokenizer.encode_iterable(["the c", "at ate"])), [259, 257, 97, 116, 260, 101], name="ids")
+    case('encode_iterable(["the c", "at ate"]) with the same merges: the ids of "the cat ate"')
+    expect_same_pieces(tokenizer, ["the c", "at ate"], [259, 257, 97, 116, 260, 101])
 
 
 def test_BPETokenizer_earliest_merge_first():
@@ -439,7 +460,7 @@ def test_BPETokenizer_empty():
     expect_equal(tokenizer.encode(""), [], name="ids")
     expect_equal(tokenizer.decode([]), "", name="text")
     case("streams of nothing")
-    expect_equal([*tokenizer.encode_iterable([]), *tokenizer.encode_iterable(["", ""])], [], name="ids")
+    expect_equal([*tokenizer.encode_iterable([]), *tokenizer.encode_iterable(["", ""])], [], name="ids of the stream")
 
 
 def test_BPETokenizer_bytes_of_one_character():
@@ -487,8 +508,9 @@ def test_BPETokenizer_longest_special_token_wins():
         expected = [two, one, 259, one, *b"<c>"]
         expect_equal(tokenizer.encode(text), expected, name="ids")
         for at in range(len(text) + 1):
-            case(f"special tokens {special_tokens}, stream cut at {at}")
-            expect_equal(list(tokenizer.encode_iterable([text[:at], text[at:]])), expected, name="ids")
+            chunks = [text[:at], text[at:]]
+            case(f"special tokens {special_tokens}, encode_iterable({chunks})")
+            expect_same_pieces(tokenizer, chunks, expected)
 
 
 def test_BPETokenizer_special_tokens_are_no_patterns():
@@ -522,7 +544,7 @@ def test_BPETokenizer_encode_iterable_wherever_it_is_cut(seed):
     for n in range(1, 90):
         text = make_text(rng, rng.randrange(1, 14))
         pieces = cut(text, rng, rng.randrange(1, 6)) if n % 3 else list(text)
-        case(f"chunks {pieces}")
+        case(f"encode_iterable({pieces})")
         expect_same_pieces(tokenizer, pieces, tokenizer.encode(text))
 
 
@@ -531,7 +553,7 @@ def test_BPETokenizer_encode_iterable_at_every_cut(text):
     tokenizer = make_tokenizer()
     expected = tokenizer.encode(text)
     for at in range(len(text) + 1):
-        case(f"chunks {[text[:at], text[at:]]}")
+        case(f"encode_iterable({[text[:at], text[at:]]})")
         expect_same_pieces(tokenizer, [text[:at], text[at:]], expected)
 
 
@@ -565,6 +587,25 @@ def test_BPETokenizer_encode_iterable_gives_ids_as_they_are_certain():
     for i in make_tokenizer([END]).encode_iterable(lines()):
         got.append(i)
     expect_true(seen[0] > 5, f"{seen[0]} ids were given when the first line had been read", answer=got)
+
+
+def test_BPETokenizer_encode_iterable_holds_little_back():
+    case("a stream of 4,000 characters in chunks of 7, with words of at most 9 characters")
+    tokenizer, limit = make_tokenizer([END]), 200
+    text = ("the ruler counted all 26 letters of the kingdom\n" * 90)[:4000]
+    n_read = n_given = held = 0
+
+    def chunks():
+        nonlocal n_read, held
+        for at in range(0, len(text), 7):
+            held = max(held, n_read - n_given)
+            n_read += len(text[at : at + 7])
+            yield text[at : at + 7]
+
+    for i in tokenizer.encode_iterable(chunks()):
+        n_given += len(tokenizer.decode([i]))  # the text is ASCII
+    problem = f"held back up to {held:,} characters, of which all but two words were certain (up to {limit} are fine)"
+    expect_true(held <= limit, problem, answer="late", read='"Text to numbers"')
 
 
 @pytest.mark.time_limit(20)
@@ -650,7 +691,7 @@ def test_BPETokenizer_encode_iterable_long_word():
         ids = list(tokenizer.encode_iterable(word))
     problem = f"PRE_TOKEN scanned more than {limit:,} characters: the whole buffer is scanned again at every chunk"
     expect_true(ids is not None, problem, answer="scans again", read="the contract, under Cost")
-    expect_equal(ids, expected, name="ids")
+    expect_equal(ids, expected, name="ids of the stream")
 
 
 def test_BPETokenizer_looks_at_the_pairs_of_a_word():
@@ -740,7 +781,7 @@ def test_BPETokenizer_of_any_text():
         text = "".join(chunks)
         ids = tokenizer.encode(text)
         expect_equal(tokenizer.decode(ids), text, name="text")
-        expect_equal(list(tokenizer.encode_iterable(chunks)), ids, name="ids")
+        expect_equal(list(tokenizer.encode_iterable(chunks)), ids, name="ids of the stream")
 
     check()
 

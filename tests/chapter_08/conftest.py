@@ -1,4 +1,4 @@
-"""What the first dispatch mode of a process loads, for seconds on a busy machine, is loaded before any check is timed."""
+"""Loads what a process's first dispatch mode needs, which can take seconds, before any check is timed."""
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode

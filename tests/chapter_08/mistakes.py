@@ -502,6 +502,22 @@ def by_object(fn):
 
 @mistake(
     "saved_activation_bytes",
+    "only the number id(tensor) is kept: Python gives it to the next object when the tensor is gone, and tensors are lost",
+)
+def ids_given_out_again(fn):
+    sizes = {}
+
+    def pack(tensor):
+        sizes[id(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        fn()
+    return sum(sizes.values())
+
+
+@mistake(
+    "saved_activation_bytes",
     "storages are told apart by where a view begins, but two views of one storage begin at different places",
 )
 def by_start_of_view(fn):
@@ -660,6 +676,42 @@ def microseconds(step_fn, path):
     profile = reference.profile_step(step_fn, path)
     ranges = {name: 1e6 * seconds for name, seconds in profile.range_s.items()}
     return reference.StepProfile(ranges, {name: 1e6 * seconds for name, seconds in profile.operator_s.items()})
+
+
+@mistake("profile_step", "those are milliseconds: the profiler counts microseconds, and 1e6 of them are a second")
+def milliseconds(step_fn, path):
+    profile = reference.profile_step(step_fn, path)
+    ranges = {name: 1e3 * seconds for name, seconds in profile.range_s.items()}
+    return reference.StepProfile(ranges, {name: 1e3 * seconds for name, seconds in profile.operator_s.items()})
+
+
+def _events_of(step_fn, path):
+    with torch.profiler.profile() as profiler:
+        step_fn()
+    profiler.export_chrome_trace(str(path))
+    return profiler.events()
+
+
+@mistake("profile_step", "a range opened twice has the time of the last one: add to what the dict has already")
+def last_range_wins(step_fn, path):
+    events = _events_of(step_fn, path)
+    own = [e for e in events if e.is_user_annotation and not e.name.startswith("Optimizer.")]
+    ranges = {e.name: e.cpu_time_total / 1e6 for e in own if e.device_type.name == "CPU"}
+    operators: dict[str, float] = {}
+    for e in (e for e in events if e.name.startswith("aten::")):
+        operators[e.name] = operators.get(e.name, 0.0) + e.self_cpu_time_total / 1e6
+    return reference.StepProfile(ranges, operators)
+
+
+@mistake(
+    "profile_step", "of ranges and operators that come several times, only the last is counted: add up their times"
+)
+def last_of_all_wins(step_fn, path):
+    events = _events_of(step_fn, path)
+    own = [e for e in events if e.is_user_annotation and not e.name.startswith("Optimizer.")]
+    ranges = {e.name: e.cpu_time_total / 1e6 for e in own if e.device_type.name == "CPU"}
+    operators = {e.name: e.self_cpu_time_total / 1e6 for e in events if e.name.startswith("aten::")}
+    return reference.StepProfile(ranges, operators)
 
 
 @mistake("profile_step", "an operator's time includes that of the operators inside it, which are counted twice")

@@ -18,6 +18,7 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 
 speed = graded("speed")
 
+TIMED = "times that differ from run to run"  # in place of an answer's numbers, which no mistake would repeat
 TRACE, TIMELINE = "the contract of ex-speed-profile-step", "the contract of ex-speed-memory-timeline"
 
 
@@ -92,6 +93,80 @@ def expected_operators(events) -> dict[str, float]:
     return {name: seconds for name, seconds in own.items() if name.startswith("aten::")}
 
 
+def events_of(rows) -> EventList:
+    """What PyTorch's profiler sees of a step, from (name, start, end, facts) of each event; times in microseconds."""
+    events, on_device = [], any("kernel_us" in facts for *_, facts in rows)
+    device = "cuda" if on_device else None
+    for number, (name, start, end, facts) in enumerate(rows, start=1):
+        facts = {"thread": 1, **facts}
+        kernel_us = facts.pop("kernel_us", 0)
+        event = FunctionEvent(number, name, start_us=start, end_us=end, use_device=device, stack=[], **facts)
+        if kernel_us:
+            event.append_kernel(f"kernel of {name}", 0, kernel_us)
+        events.append(event)
+    found = EventList(events, use_device=device)
+    found._build_tree()
+    return found
+
+
+def played_on_the_host() -> EventList:
+    """A step on the CPU: forward, which is opened twice, calls linear, and linear calls addmm."""
+    ours = {"is_user_annotation": True}
+    rows = []
+    for start, longer in ((0, 0), (200, 30)):
+        rows += [("forward", start, start + 50 + longer, ours), ("aten::linear", start + 5, start + 45 + longer, {})]
+        rows += [("aten::addmm", start + 10, start + 30 + longer, {})]
+    rows += [("optimizer", 400, 460, ours), ("Optimizer.step#AdamW.step", 405, 455, ours)]
+    rows += [("aten::add", 470, 480, {})]  # in no range
+    return events_of(rows)
+
+
+def played_on_a_device() -> EventList:
+    """A step on a CUDA device: rows of the host and of the device."""
+    ours, device = {"is_user_annotation": True}, {"thread": 7, "device_type": DeviceType.CUDA}
+    rows = []
+    for start in (0, 200):  # forward and backward are opened twice
+        rows += [("forward", start, start + 40, ours), ("aten::linear", start + 5, start + 35, {})]
+        rows += [
+            ("aten::addmm", start + 10, start + 30, {"kernel_us": 500}),
+            ("backward", start + 50, start + 150, ours),
+        ]
+        for at, kernel_us in ((60, 700), (90, 300)):  # from autograd's thread
+            rows += [("aten::mm", start + at, start + at + 20, {"thread": 2, "kernel_us": kernel_us})]
+        rows += [("forward", start + 8, start + 608, ours | device)]
+        rows += [("kernel of aten::addmm", start + 8, start + 508, device)]
+    rows += [("optimizer", 400, 460, ours), ("Optimizer.step#AdamW.step", 405, 455, ours)]
+    rows += [("aten::_fused_adamw_", 410, 450, {"kernel_us": 90}), ("aten::add", 470, 480, {"kernel_us": 10})]
+    return events_of(rows)  # the last is in no range
+
+
+def play(monkeypatch, played: EventList) -> None:
+    """Make PyTorch's profiler return these events, so that the times of a check are the same in every run."""
+    monkeypatch.setattr(torch.profiler.profile, "events", lambda *args, **kwargs: played)
+    monkeypatch.setattr(torch.profiler.profile, "key_averages", lambda *args, **kwargs: played.key_averages())
+
+
+HOST = (
+    "a step on the CPU whose events the test plays, in µs: forward is opened twice, for 50 and for 80; in it linear takes 40 "
+    "and 70, of which addmm takes 20 and 50; optimizer takes 60"
+)
+
+
+def test_profile_step_by_hand(tmp_path, monkeypatch):
+    case(HOST)
+    play(monkeypatch, played_on_the_host())
+    profile = profile_of(lambda: torch.ones(2) + 1, tmp_path / "trace.json")
+    expect_close(profile.range_s, {"forward": 130e-6, "optimizer": 60e-6}, rtol=1e-6, name="range_s", read=TRACE)
+
+
+def test_profile_step_by_hand_of_operators(tmp_path, monkeypatch):
+    case(HOST)
+    play(monkeypatch, played_on_the_host())
+    profile = profile_of(lambda: torch.ones(2) + 1, tmp_path / "trace.json")
+    expected = {"aten::linear": 40e-6, "aten::addmm": 70e-6, "aten::add": 10e-6}
+    expect_close(profile.operator_s, expected, rtol=1e-6, name="operator_s", read=TRACE)
+
+
 def test_profile_step_names_the_ranges(tmp_path):
     case("a step with the ranges forward and backward (each opened twice) and optimizer")
     step = Step()
@@ -104,7 +179,7 @@ def test_profile_step_adds_up_the_ranges(tmp_path):
     case("a step with the ranges forward and backward (each opened twice) and optimizer, against its own trace")
     profile = profile_of(Step(), tmp_path / "trace.json")
     expected = expected_ranges(read_trace(tmp_path / "trace.json"))
-    expect_close(profile.range_s, expected, atol=2e-6, rtol=1e-3, name="range_s", read=TRACE)
+    expect_close(profile.range_s, expected, atol=2e-6, rtol=1e-3, name="range_s", answer=TIMED, read=TRACE)
 
 
 def test_profile_step_gives_operators_their_own_time(tmp_path):
@@ -112,7 +187,7 @@ def test_profile_step_gives_operators_their_own_time(tmp_path):
     profile = profile_of(Step(), tmp_path / "trace.json")
     expected = expected_operators(read_trace(tmp_path / "trace.json"))
     expect_equal(sorted(profile.operator_s), sorted(expected), name="the operators", read=TRACE)
-    expect_close(profile.operator_s, expected, atol=5e-6, rtol=1e-2, name="operator_s", read=TRACE)
+    expect_close(profile.operator_s, expected, atol=5e-6, rtol=1e-2, name="operator_s", answer=TIMED, read=TRACE)
 
 
 @pytest.mark.parametrize("kind", [str, lambda path: path], ids=["str", "Path"])
@@ -143,44 +218,12 @@ def test_profile_step_without_ranges(tmp_path):
     expect_true("aten::add" in profile.operator_s, "operator_s lacks aten::add", read=TRACE)
 
 
-def played_events() -> EventList:
-    """What PyTorch's profiler would see of a step on a CUDA device: times in microseconds, rows of host and of device."""
-    events = []
-
-    def add(name, start, end, thread=1, kernel_us=0, **kwargs):
-        number = len(events) + 1
-        event = FunctionEvent(number, name, thread, start, end, use_device="cuda", stack=[], **kwargs)
-        if kernel_us:
-            event.append_kernel(f"kernel of {name}", 0, kernel_us)
-        events.append(event)
-
-    ours, device = {"is_user_annotation": True}, {"thread": 7, "device_type": DeviceType.CUDA}
-    for start in (0, 200):  # forward and backward are opened twice
-        add("forward", start, start + 40, **ours)
-        add("aten::linear", start + 5, start + 35)
-        add("aten::addmm", start + 10, start + 30, kernel_us=500)
-        add("backward", start + 50, start + 150, **ours)
-        add("aten::mm", start + 60, start + 80, thread=2, kernel_us=700)  # from autograd's thread
-        add("aten::mm", start + 90, start + 110, thread=2, kernel_us=300)
-        add("forward", start + 8, start + 608, **ours, **device)
-        add("kernel of aten::addmm", start + 8, start + 508, **device)
-    add("optimizer", 400, 460, **ours)
-    add("Optimizer.step#AdamW.step", 405, 455, **ours)
-    add("aten::_fused_adamw_", 410, 450, kernel_us=90)
-    add("aten::add", 470, 480, kernel_us=10)  # in no range
-    found = EventList(events, use_device="cuda")
-    found._build_tree()
-    return found
-
-
 def test_profile_step_takes_the_devices_time_where_there_is_some(tmp_path, monkeypatch):
     case(
         "a CUDA device (its events are played by the test): 500 µs of addmm in each of two forward ranges; 700 + 300 µs of "
         "mm in each of two backward ranges, launched by autograd's thread; 90 µs in optimizer; a device row of forward"
     )
-    played = played_events()
-    monkeypatch.setattr(torch.profiler.profile, "events", lambda *args, **kwargs: played)
-    monkeypatch.setattr(torch.profiler.profile, "key_averages", lambda *args, **kwargs: played.key_averages())
+    play(monkeypatch, played_on_a_device())
     profile = profile_of(lambda: torch.ones(2) + 1, tmp_path / "trace.json")
     ranges = {"forward": 1000e-6, "backward": 2000e-6, "optimizer": 90e-6}
     expect_close(profile.range_s, ranges, rtol=1e-6, name="range_s", read=TRACE)

@@ -38,6 +38,13 @@ def all_divided(n_parameters, world_size, stage, param_bytes, grad_bytes, optimi
     return n_parameters * (param_bytes + grad_bytes + optimizer_bytes) / (world_size if stage else 1)
 
 
+@mistake("memory_per_device", "the padding of the last share is counted")
+def padding_counted(n_parameters, world_size, stage, param_bytes, grad_bytes, optimizer_bytes):
+    _checked(n_parameters, world_size, stage)
+    share, sizes = math.ceil(n_parameters / world_size), (optimizer_bytes, grad_bytes, param_bytes)
+    return float(sum(size * (share if i < stage else n_parameters) for i, size in enumerate(sizes)))
+
+
 @mistake("memory_per_device", "an unknown stage is treated as stage 3 instead of being refused")
 def any_stage(n_parameters, world_size, stage, param_bytes, grad_bytes, optimizer_bytes):
     if world_size < 1:
@@ -76,6 +83,14 @@ def a_view(tensor, rank, world_size):
     return nn.functional.pad(tensor.detach().reshape(-1), (0, size * world_size - tensor.numel())).view(-1)[
         rank * size : (rank + 1) * size
     ]
+
+
+@mistake("shard", "the shard is made on the default device instead of the tensor's")
+def on_the_default_device(tensor, rank, world_size):
+    share = reference.shard(tensor, rank, world_size)
+    out = torch.zeros(len(share), dtype=share.dtype)
+    out.copy_(share)
+    return out
 
 
 @mistake("shard", "a negative rank counts from the end instead of being refused")
@@ -210,6 +225,32 @@ class AsTheyCome(_Zero1):
         return parameters
 
 
+@mistake("ShardedOptimizer", "parameters are dealt out from the smallest to the largest instead of the other way round")
+class SmallestFirst(_Zero1):
+    def order(self, parameters):
+        return sorted(parameters, key=torch.Tensor.numel)
+
+
+@mistake("ShardedOptimizer", "a frozen parameter counts by its size, but it needs no state: it counts as 0")
+class FrozenCounted(_Zero1):
+    def next_owner(self):
+        sizes = [0] * len(self.loads)
+        for parameter, owner in self.owners.items():
+            sizes[owner] += parameter.numel()
+        return sizes.index(min(sizes))
+
+
+@mistake(
+    "ShardedOptimizer",
+    "only the learning rate is copied to the inner optimizer: a schedule of betas, momentum or weight decay has no effect",
+)
+class OnlyTheLearningRate(_Zero1):
+    def copy(self, source, target):
+        for theirs, ours in zip(source, target, strict=True):
+            is_back = source is self.inner.param_groups
+            ours.update({k: value for k, value in theirs.items() if k == "lr" or (is_back and k != "params")})
+
+
 @mistake("ShardedOptimizer", "the loads start again at zero for each group, so the earlier groups are forgotten")
 class EachGroupAnew(_Zero1):
     def add_param_group(self, param_group):
@@ -289,6 +330,17 @@ def kept(module, group=None):
 
 
 @mistake(
+    "reduce_scatter_gradients",
+    "the gradients are set to None only after all of them were reduced: until then a rank holds all of them, and its shares as well",
+)
+def dropped_at_the_end(module, group=None):
+    shares = _scatter(module, group, keep=True)
+    for parameter in module.parameters():
+        parameter.grad = None if parameter.requires_grad else parameter.grad
+    return shares
+
+
+@mistake(
     "reduce_scatter_gradients", "an all-reduce gives every rank the whole sum, out of which it then cuts its share"
 )
 def all_reduced(module, group=None):
@@ -333,7 +385,7 @@ def divided_after(module, group=None):
 @mistake("FlatShard", "the gradient is summed over the ranks, not averaged")
 class Summed(reference.FlatShard):
     def start_reduce(self):
-        self.full.grad.mul_(dist.get_world_size())
+        self.full.grad.mul_(dist.get_world_size(self.group))
         super().start_reduce()
 
 
@@ -350,6 +402,17 @@ class DividedAfter(reference.FlatShard):
             self.shard.grad.div_(dist.get_world_size())
         if before is not None:
             self.shard.grad = before if self.shard.grad is None else before.add_(self.shard.grad)
+
+
+@mistake(
+    "FlatShard", "the gradient is reduced in the shard's dtype, which sends twice the bytes of a bfloat16 gradient"
+)
+class ReducedWide(reference.FlatShard):
+    def start_reduce(self):
+        grad, self.full.grad = self.full.grad, None
+        grad = grad.to(torch.promote_types(grad.dtype, self.shard.dtype)) / dist.get_world_size()
+        mine = grad.new_empty(len(self.shard))
+        self._reducing = (reduce_scatter_row(mine, grad, async_op=True), mine, grad)
 
 
 @mistake("FlatShard", "a second backward replaces shard.grad instead of adding to it")
@@ -402,14 +465,14 @@ class GatheredAtOnce(reference.FlatShard):
 
 @mistake("FlatShard", "without a param_dtype full is float32 instead of the parameters' own dtype")
 class AlwaysFloat32(reference.FlatShard):
-    def __init__(self, parameters, param_dtype=None):
-        super().__init__(parameters, param_dtype or torch.float32)
+    def __init__(self, parameters, param_dtype=None, group=None):
+        super().__init__(parameters, param_dtype or torch.float32, group)
 
 
 @mistake("FlatShard", "full is made on the default device instead of the parameters' device")
 class DefaultDevice(reference.FlatShard):
-    def __init__(self, parameters, param_dtype=None):
-        super().__init__(parameters, param_dtype)
+    def __init__(self, parameters, param_dtype=None, group=None):
+        super().__init__(parameters, param_dtype, group)
         full, needs_grad = self.full, self.full.requires_grad
         self.full = torch.empty(full.shape, dtype=full.dtype).requires_grad_(needs_grad)
         self.full.untyped_storage().resize_(0)
@@ -417,10 +480,10 @@ class DefaultDevice(reference.FlatShard):
 
 @mistake("FlatShard", "each rank keeps its own initial values: rank 0's were not broadcast")
 class OwnStart(reference.FlatShard):
-    def __init__(self, parameters, param_dtype=None):
-        super().__init__(parameters, param_dtype)
+    def __init__(self, parameters, param_dtype=None, group=None):
+        super().__init__(parameters, param_dtype, group)
         row = torch.cat([p.detach().reshape(-1) for p in parameters.values()])
-        self.shard.data.copy_(reference.shard(row, dist.get_rank(), dist.get_world_size()))
+        self.shard.data.copy_(reference.shard(row, dist.get_rank(group), dist.get_world_size(group)))
 
 
 @mistake(
@@ -435,7 +498,7 @@ class NewVersion(reference.FlatShard):
             with torch.no_grad():
                 mine = self.shard.detach().to(self.full.dtype)
                 row = torch.empty_like(self.full)
-                all_gather_row(row, mine)
+                all_gather_row(row, mine, self.group)
                 self.full.copy_(row)
 
 
@@ -445,15 +508,40 @@ class IntoFull(reference.FlatShard):
         if not self.is_whole:
             self.is_whole = True
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-            all_gather_row(self.full, self.shard.detach().to(self.full.dtype))
+            all_gather_row(self.full, self.shard.detach().to(self.full.dtype), self.group)
+
+
+@mistake(
+    "FlatShard",
+    "a slice of full for each parameter: backward makes a row of the whole unit's size for every one of them",
+)
+class SlicedOneByOne(reference.FlatShard):
+    def views(self):
+        views, at = {}, 0
+        for (name, shape), size in zip(self.shapes.items(), self.sizes, strict=True):
+            views[name], at = self.full[at : at + size].view(shape), at + size
+        return views
 
 
 @mistake("FlatShard", "the shard is kept in param_dtype, which loses small updates")
 class LowShard(reference.FlatShard):
-    def __init__(self, parameters, param_dtype=None):
+    def __init__(self, parameters, param_dtype=None, group=None):
         if param_dtype is not None:
             parameters = {n: nn.Parameter(p.detach().to(param_dtype)) for n, p in parameters.items()}
+        super().__init__(parameters, param_dtype, group)
+
+
+@mistake("FlatShard", "the group is ignored: the parameters are divided among all ranks instead of the group's")
+class AmongAll(reference.FlatShard):
+    def __init__(self, parameters, param_dtype=None, group=None):
         super().__init__(parameters, param_dtype)
+
+
+@mistake("FlatShard", "the sum over the group's ranks is divided by the number of all ranks")
+class DividedByAll(reference.FlatShard):
+    def start_reduce(self):
+        self.full.grad.mul_(dist.get_world_size(self.group) / dist.get_world_size())
+        super().start_reduce()
 
 
 # ---- 12.7 FullySharded -----------------------------------------------------------------------------------------------
@@ -556,6 +644,62 @@ class WholeAfterAnException(reference.FullySharded):
         self.free(i)
 
 
+@mistake("FullySharded", "`free` does not take the views down: the weights of a freed unit still hang in the model")
+class ViewsLeftHanging(reference.FullySharded):
+    def free(self, i):
+        for flat in self.flats[i]:
+            flat.free()
+
+
+@mistake("FullySharded", "finish_gradient_synchronization frees nothing: a root with frozen values stays whole")
+class NothingFreedAtTheEnd(reference.FullySharded):
+    def finish_gradient_synchronization(self):
+        if self.reducing is not None:
+            self.reducing.finish_reduce()
+        self.reducing = None
+
+
+@mistake(
+    "FullySharded",
+    "the root's backward always gathers the last unit ahead: if that unit's backward began first, the one ahead is freed and gathered again",
+)
+class AlwaysTheLastUnit(reference.FullySharded):
+    def before_backward(self, i):
+        self.gather(i, i - 1 if i else len(self.flats) - 1)
+
+
+@mistake("FullySharded", "after the root's forward a unit still counts as ahead, although all were freed")
+class StillAhead(reference.FullySharded):
+    def after_forward(self, i):
+        for unit in range(len(self.flats)) if i == 0 else (i,):
+            self.free(unit)
+
+
+@mistake(
+    "FullySharded", "a reduction is started before the previous one was waited for, so two gradients are on their way"
+)
+class TwoOnTheirWay(reference.FullySharded):
+    def after_gradient(self, flat):
+        flat.free()
+        flat.start_reduce()
+        if self.reducing is not None:
+            self.reducing.finish_reduce()
+        self.reducing = flat
+
+
+@mistake(
+    "FullySharded",
+    "a unit's values are freed only after its reduction was started, so they are held beside its gradient",
+)
+class FreedAfterTheReduction(reference.FullySharded):
+    def after_gradient(self, flat):
+        if self.reducing is not None:
+            self.reducing.finish_reduce()
+        flat.start_reduce()
+        flat.free()
+        self.reducing = flat
+
+
 @mistake("FullySharded", "only the gradient of the last backward is kept: gradient accumulation is lost")
 class LastBackwardOnly(reference.FullySharded):
     def before_backward(self, i):
@@ -625,6 +769,44 @@ def narrow_squares(parameters, max_norm, group=None):
     return _clip(parameters, max_norm, group, wide=None)
 
 
+@mistake("clip_sharded_gradient_norm_", "the scaled gradient is a new tensor, but it should be scaled in place")
+def out_of_place(parameters, max_norm, group=None):
+    parameters = list(parameters)
+    grads = [p.grad for p in parameters]
+    norm = reference.clip_sharded_gradient_norm_(parameters, max_norm, group)
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = None if grad is None else grad.clone()
+    return norm
+
+
+@mistake("clip_sharded_gradient_norm_", "`parameters` is walked through twice: an iterator is empty the second time")
+def walked_twice(parameters, max_norm, group=None):
+    again = parameters if isinstance(parameters, list) else ()
+    grads = [p.grad for p in parameters if p.grad is not None]
+    device = "cpu"
+    square = sum((g.float().square().sum() for g in grads), torch.zeros((), device=device))
+    dist.all_reduce(square, group=group)
+    norm = square.sqrt()
+    for grad in (p.grad for p in again if p.grad is not None):
+        grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+@mistake(
+    "clip_sharded_gradient_norm_",
+    "on a rank without gradients the zero is made on the default device, which NCCL refuses: make it on the parameters' device",
+)
+def zero_anywhere(parameters, max_norm, group=None):
+    grads = [p.grad for p in parameters if p.grad is not None]
+    zero = torch.zeros((), device=grads[0].device if grads else None)
+    square = sum((g.float().square().sum() for g in grads), zero)
+    dist.all_reduce(square, group=group)
+    norm = square.sqrt()
+    for grad in grads:
+        grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
 @mistake("clip_sharded_gradient_norm_", "gradients below the limit are scaled up to it")
 def scaled_up(parameters, max_norm, group=None):
     parameters = list(parameters)
@@ -675,6 +857,21 @@ def mesh_ignored(model, mesh, param_dtype):
     return reference.apply_fully_shard(model, None, param_dtype)
 
 
+@mistake("apply_fully_shard", "`reshard_after_forward=False` keeps every block whole until its backward")
+def kept_whole(model, mesh, param_dtype):
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype)
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+@mistake("apply_fully_shard", "the root has no policy: its own parameters are gathered and computed with in float32")
+def root_without_policy(model, mesh, param_dtype):
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
+    return fully_shard(model, mesh=mesh)
+
+
 @mistake("apply_fully_shard", "param_dtype is not passed on: everything is gathered in float32")
 def dtype_ignored(model, mesh, param_dtype):
     return reference.apply_fully_shard(model, mesh, None)
@@ -714,6 +911,31 @@ def gathered_first(path, model, optimizer):
     dist.barrier()
 
 
+@mistake("save_sharded", "`full_state_dict=True` gathers the whole model and optimizer on every rank before it writes")
+def gathered_everywhere(path, model, optimizer):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    _refuse(model)
+    weights, state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+
+
+@mistake("save_sharded", "the optimizer's state is not saved under the key 'optimizer'")
+def another_key(path, model, optimizer):
+    _refuse(model)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=path)
+
+
+@mistake(
+    "save_sharded",
+    "a plain `state_dict()` names the optimizer's state by numbers; `get_state_dict` uses the parameters' names",
+)
+def plain_state_dicts(path, model, optimizer):
+    _refuse(model)
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+
+
 @mistake(
     "save_sharded",
     "flat shards are not refused: no `HookedUnits` has names to save, and `FullySharded` is only one of them",
@@ -745,7 +967,8 @@ def without_model(path, model, optimizer):
 
 
 @mistake(
-    "load_sharded", "set_state_dict is missing: the moments are read in place, but the learning rate is not restored"
+    "load_sharded",
+    "set_state_dict is not called after dcp.load: the moments are read in place, but the learning rate is not restored",
 )
 def without_set(path, model, optimizer):
     weights, state = get_state_dict(model, optimizer)

@@ -8,6 +8,7 @@ import copy
 import math
 import tempfile
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -81,6 +82,10 @@ def elsewhere():
         yield
 
 
+GROUP_SIZE = (
+    "the sizes fit all 4 ranks, but the group has 2: both `get_world_size` and `reduce_scatter_row` take `group`"
+)
+NO_DEVICE = "a tensor was made without `device=`: it is on 'meta' in this check, and would be on the CPU if the others were on a GPU"
 ELSEWHERE = "tensors made without `device=` are on 'meta' here, as they would be on the CPU if these were on a GPU"
 
 
@@ -93,6 +98,13 @@ def explained(words: str, problem: str, read: str):
         if words not in str(error):
             raise
         expect_true(False, problem, answer=f"{type(error).__name__}: {str(error).partition('.')[0]}", read=read)
+
+
+@contextmanager
+def explained_elsewhere(read: str):
+    """``elsewhere``, where PyTorch's error about a tensor on "meta" says that nobody chose a device for it."""
+    with explained("meta", NO_DEVICE, read), explained("Meta", NO_DEVICE, read), elsewhere():
+        yield
 
 
 def mean_over_ranks(module: nn.Module) -> None:
@@ -117,6 +129,8 @@ def test_memory_per_device_gives_the_papers_figure():
     found = [round(fsdp.memory_per_device(7_500_000_000, 64, s, 2, 2, 12) / 1e9, 1) for s in (0, 1, 2, 3)]
     expect_close(found, [120.0, 31.4, 16.6, 1.9], read=MEMORY)
     expect_close(fsdp.memory_per_device(7, 1, 3, 4, 4, 8), 112.0, name="on one device", read=MEMORY)
+    case("10 parameters on 4 devices, 2 + 3 + 7 bytes each: a fourth of 120, and no padding")
+    expect_close(fsdp.memory_per_device(10, 4, 3, 2, 3, 7), 30.0, read="the contract: padding is not counted")
 
 
 @pytest.mark.parametrize(
@@ -161,6 +175,10 @@ def test_shard_is_a_copy_in_row_major_order():
     expect_true(
         held == 12, f"the shard keeps {held} bytes alive; it should be a copy of 12 bytes", answer=held, read=SHARD
     )
+    case(f"1..5 on 3 ranks; {ELSEWHERE}")
+    with elsewhere():
+        share = fsdp.shard(torch.arange(1.0, 6.0, device="cpu"), 2, 3)
+    expect_equal(share.device.type, "cpu", name="device of the shard of a tensor on the CPU", read=SHARD)
     case("four elements on one rank")
     even = torch.arange(4.0)
     share = fsdp.shard(even, 0, 1)
@@ -328,6 +346,13 @@ def sharded_groups(rank, world_size):
     mine.step(), one.step()
     expect_close([p.detach() for p in ours], [p.detach() for p in theirs], name="parameters", read=ZERO1)
     n_states = len(mine.state)
+    case("the same two after new betas and a new weight_decay in param_groups, as some schedules set them")
+    for group in (*mine.param_groups, *reversed(one.param_groups)):
+        group["betas"], group["weight_decay"] = (0.5, 0.6), 0.3
+    gradients(ours, 7), gradients(theirs, 7)
+    mine.step(), one.step()
+    options = "the contract of ex-fsdp-shardedoptimizer, `step`: the current options, whichever they are"
+    expect_close([p.detach() for p in ours], [p.detach() for p in theirs], name="parameters", read=options)
     case(
         "an optimizer whose step takes no closure and halves the lr in its groups; 1.0, gradient 1, lr 1: 1 - 1/2 - 1/4"
     )
@@ -356,7 +381,7 @@ def test_ShardedOptimizer_groups_closure_and_state(ranks):
     expect_equal(sorted(result.values), [0, 1, 1, 1], name="parameters with state, over the ranks", read=ZERO1)
     case("what a rank sends: all new values, once a step, by broadcasts")
     sent = sum(ledger.bytes_sent for ledger in result.ledgers)
-    expect_equal(sent, 4 * (4 * 9 + 3 * 3), name="bytes of all ranks: four steps of 9 values, three of 3", read=ZERO1)
+    expect_equal(sent, 4 * (5 * 9 + 3 * 3), name="bytes of all ranks: five steps of 9 values, three of 3", read=ZERO1)
 
 
 def beside_zero_redundancy(rank, world_size):
@@ -406,7 +431,8 @@ def scattered(rank, world_size):
     module.low.grad = torch.ones(1, dtype=torch.bfloat16) * (rank + 1)
     mean = (world_size + 1) / 2
     case(f"{world_size} ranks, gradients 1, 2, ... times those of rank 0; on rank 1 one is missing")
-    shares = fsdp.reduce_scatter_gradients(module)
+    with Calls(SCATTER, lambda: sum(p.grad is not None for p in module.parameters())) as calls:
+        shares = fsdp.reduce_scatter_gradients(module)
     whole = {"a": torch.tensor([1.0, 2.0, 3.0]) * mean, "unused": torch.tensor([6.0 / world_size])}
     whole |= {"turned": torch.arange(6.0).view(2, 3).t().flatten() * mean, "low": torch.tensor([mean]).bfloat16()}
     expected = {name: cut(row, rank, world_size) for name, row in whole.items()}
@@ -414,6 +440,11 @@ def scattered(rank, world_size):
     expect_equal(list(shares), list(whole), name="names", read=ZERO2)
     left = [name for name, parameter in module.named_parameters() if parameter.grad is not None]
     expect_equal(left, [], name="parameters that still have a full gradient", read=ZERO2)
+    case("how many whole gradients are still there when each reduction begins")
+    most = [len(calls.seen) - i for i in range(len(calls.seen))]
+    problem = f"{calls.seen} gradients were still there, and at most {most} need to be: set each to None on the way"
+    on_the_way = all(n <= limit for n, limit in zip(calls.seen, most, strict=True))
+    expect_true(on_the_way, problem, answer=calls.seen, read="the contract of ex-fsdp-reduce-scatter-gradients")
     case("the memory of a share")
     most = max(share.untyped_storage().nbytes() for share in shares.values())
     problem = f"a share keeps {most} bytes alive: the memory of the whole gradient"
@@ -423,7 +454,11 @@ def scattered(rank, world_size):
     case(f"the groups (0, 2) and (1, 3) of 4 ranks, gradients of 1, 2, 3 times rank + 1; {ELSEWHERE}")
     module = Odd()
     module.a.grad = torch.tensor([1.0, 2.0, 3.0]) * (rank + 1)
-    with elsewhere():
+    with (
+        explained("outputShape", GROUP_SIZE, ZERO2),
+        explained("must be equal to output", GROUP_SIZE, ZERO2),
+        elsewhere(),
+    ):
         shares = fsdp.reduce_scatter_gradients(module, groups[rank % 2])
     expected = cut(torch.tensor([1.0, 2.0, 3.0]) * (2.0 + rank % 2), rank // 2, 2)
     expect_close(shares["a"], expected, name="shares['a']", answer=shares, read=ZERO2)
@@ -454,15 +489,39 @@ CHANGED = (
 )
 
 
+class Calls:
+    """While active, ``seen`` has what ``look()`` gives at the start of each call of these collectives."""
+
+    def __init__(self, names, look):
+        self.names, self.look, self.seen = [name for name in names if hasattr(dist, name)], look, []
+
+    def __enter__(self):
+        self.functions = {name: getattr(dist, name) for name in self.names}
+        for name, function in self.functions.items():
+            setattr(dist, name, partial(self._call, function))
+        return self
+
+    def _call(self, function, *args, **kwargs):
+        self.seen.append(self.look())
+        return function(*args, **kwargs)
+
+    def __exit__(self, *_):
+        for name, function in self.functions.items():
+            setattr(dist, name, function)
+
+
 class Late:
     """Gathers and reductions that do their work when somebody waits for them, and not before."""
 
     def __enter__(self):
-        self.n_begun, self.n_waited = 0, 0
+        self.n_begun, self.n_waited, self.reductions, self.in_flight = 0, 0, [], []
         self.functions = {name: getattr(dist, name) for name in (*GATHER, *SCATTER) if hasattr(dist, name)}
-        for name, function in self.functions.items():
-            setattr(dist, name, lambda *args, function=function, **kwargs: LateWork(self, function, args, kwargs))
+        for name in self.functions:
+            setattr(dist, name, partial(self._call, name))
         return self
+
+    def _call(self, name, *args, **kwargs):
+        return LateWork(self, name, args, kwargs)
 
     def __exit__(self, *_):
         for name, function in self.functions.items():
@@ -470,8 +529,12 @@ class Late:
 
 
 class LateWork:
-    def __init__(self, late: Late, function, args, kwargs):
+    def __init__(self, late: Late, name, args, kwargs):
+        function = late.functions[name]
         late.n_begun += 1
+        if name in SCATTER:
+            late.in_flight.append(sum(not work.is_done for work in late.reductions))
+            late.reductions.append(self)
         self.late, self.call, self.is_done = late, (lambda: function(*args, **kwargs | {"async_op": False})), False
         if not kwargs.get("async_op"):
             self.wait()
@@ -582,10 +645,37 @@ def flat_waits(rank, world_size):
     expect_close(flat.shard.grad, torch.full_like(flat.shard, 40_000.0), name="shard.grad", read=FLAT)
 
 
+def last_before(views: list[Tensor]) -> list[str]:
+    """The steps of autograd that hand a gradient of the whole row to a leaf, by their names."""
+    todo, seen, found = [view.grad_fn for view in views], set(), []
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        later = [function for function, _ in node.next_functions if function is not None]
+        leaves = [function for function in later if type(function).__name__ == "AccumulateGrad"]
+        found += [type(node).__name__] if leaves else []
+        todo += [function for function in later if function not in leaves]
+    return found
+
+
+def flat_cut_once(rank, world_size):
+    case("three parameters of 2, 3 and 1 elements: how many rows as long as full their backward makes")
+    start = {name: nn.Parameter(torch.ones(n)) for name, n in (("a", 2), ("b", 3), ("c", 1))}
+    flat = fsdp.FlatShard(start)
+    flat.finish_gather()
+    steps = last_before(list(flat.views().values()))
+    problem = f"{len(steps)} rows as long as full ({', '.join(sorted(steps))}): cut full once, by `split`"
+    expect_true(len(steps) == 1, problem, answer=steps, read="the contract of ex-fsdp-flatshard, `views`")
+    flat.free()
+
+
 def flat_steps(rank, world_size):
     flat_by_hand(rank, world_size)
     flat_in_bfloat16(rank, world_size)
     flat_waits(rank, world_size)
+    flat_cut_once(rank, world_size)
 
 
 @pytest.mark.time_limit(30)
@@ -598,6 +688,31 @@ def test_FlatShard_gathers_frees_and_reduces(ranks, n_ranks):
     expect_equal(counts, [2 + 1 + 2, 3], name="all-gathers and reduce-scatters", read=FLAT)
     in_low = [r.n_bytes for r in calls if r.op in GATHER and r.dtype == "bfloat16"]
     expect_equal(in_low, [2 * math.ceil(5 / n_ranks)], name="bytes sent in bfloat16", read=FLAT)
+    case("what it reduces of five values: two gradients in float32, and one in the bfloat16 of its unit")
+    size = math.ceil(5 / n_ranks) * n_ranks
+    reduced = [r.n_bytes for r in calls if r.op in SCATTER]
+    expect_equal(reduced, [4 * size, 4 * size, 2 * size], name="bytes passed to reduce-scatters", read=FLAT)
+
+
+def flat_of_a_pair(rank, world_size):
+    case(
+        f"{world_size} ranks in pairs: the second pair has other values and gradients than the first, and rank r has group rank r % 2"
+    )
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, world_size, 2)]
+    group, start = pairs[rank // 2], torch.tensor([1.0, 2.0, 3.0]) + 10 * rank
+    flat = fsdp.FlatShard({"w": nn.Parameter(start)}, None, group)
+    row = torch.tensor([1.0, 2.0, 3.0, -10.0 * (rank - rank % 2)]) + 10 * (rank - rank % 2)
+    expect_close(flat.shard.detach(), row[2 * (rank % 2) :][:2], name="shard", read=FLAT)
+    flat.finish_gather()
+    expect_close(flat.views()["w"].detach().clone(), row[:3], name="view", read=FLAT)
+    flat.full.grad = torch.full_like(flat.full, rank + 1.0)
+    flat.start_reduce(), flat.finish_reduce()
+    expect_close(flat.shard.grad, torch.full((2,), rank - rank % 2 + 1.5), name="shard.grad", read=FLAT)
+
+
+@pytest.mark.time_limit(30)
+def test_FlatShard_of_some_of_the_ranks(ranks):
+    ranks(flat_of_a_pair, n_ranks=4)
 
 
 # ---- 12.7 FullySharded -----------------------------------------------------------------------------------------------
@@ -797,6 +912,47 @@ def fully_out_of_order(rank, world_size):
     expect_close(wrapped.gather_full_params(), values_of(alone), name="parameters", read=ZERO3)
 
 
+def fully_reduced(rank, world_size):
+    """How many reductions are on their way, and which units are whole, when each reduction begins."""
+    case(f"a chain of four units on {world_size} ranks, at the start of the reductions of units 4, 3, 2, 1")
+    wrapped = fsdp.FullySharded(Chain())
+    for block in wrapped.module.blocks:
+        block.look = wrapped.module.look
+    with Late() as late, Calls(SCATTER, lambda: whole_units(wrapped)) as calls:
+        wrapped(torch.ones(1, requires_grad=True)).sum().backward()
+        wrapped.finish_gradient_synchronization()
+    read = "the contract of ex-fsdp-fullysharded, `after_gradient`"
+    expect_equal(late.in_flight, [0] * 4, name="other reductions that are on their way", read=read)
+    expect_equal(calls.seen, [[3], [2], [1], []], name="units that are whole", read=read)
+
+
+class Headless(nn.Module):
+    """The root returns its last unit's output, and its own parameter is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x):
+        x = x * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def fully_without_a_head(rank, world_size):
+    case(f"a root that returns its last unit's output, its parameter frozen; four units on {world_size} ranks")
+    wrapped = fsdp.FullySharded(Headless())
+    with Calls(GATHER, lambda: None) as calls:
+        wrapped(torch.ones(2, 3)).sum().backward()
+        wrapped.finish_gradient_synchronization()
+    read = "the contract of ex-fsdp-fullysharded, `finish_gradient_synchronization`"
+    expect_equal(whole_units(wrapped), [], name="units that are whole after finish", read=read)
+    read = "the contract of ex-fsdp-fullysharded, `before_backward`"
+    expect_equal(len(calls.seen), 2 * 5, name="gathers of five flat shards in a step", read=read)
+
+
 def fully_ahead(rank, world_size):
     wrapped, log, reduced = fsdp.FullySharded(Chain()), {}, {}
 
@@ -842,6 +998,29 @@ def test_FullySharded_gathers_ahead_and_survives_what_happens_in_training(ranks)
     ledger = result.ledgers[0]
     begun = [sum(r.op in GATHER for r in ledger.before(f"computes {i}")) for i in (1, 2, 3, 4)]
     expect_equal(begun, [2, 3, 4, 4], name="gathers", read=ZERO3)
+
+
+def fully_kept_promises(rank, world_size):
+    """What the contract of each method says, one by one: a test of its own, so that a mistake fails no more than it must."""
+    case("a chain of four units on 2 ranks, run as 1, 3, 2 without gradients: unit 3 was ahead in the end")
+    wrapped = fsdp.FullySharded(Chain())
+    for block in wrapped.module.blocks:
+        block.look = wrapped.module.look
+    with torch.no_grad():
+        wrapped(torch.ones(1), order=(0, 2, 1))
+    read = "the contract of ex-fsdp-fullysharded, `after_forward`"
+    expect_equal(wrapped.ahead, None, name="which unit is ahead after the root's forward", read=read)
+    case("a chain of four units on 2 ranks, after forward; what hangs in the place of a weight")
+    kept = [i for i, block in enumerate(wrapped.module.blocks, 1) if block.weight.device.type != "meta"]
+    read = "the contract of ex-fsdp-fullysharded, `free`"
+    expect_equal(kept, [], name="units whose views were not taken down", read=read)
+    fully_reduced(rank, world_size)
+    fully_without_a_head(rank, world_size)
+
+
+@pytest.mark.time_limit(40)
+def test_FullySharded_does_what_each_method_promises(ranks):
+    ranks(fully_kept_promises, n_ranks=2)
 
 
 def fully_counted(rank, world_size, n_blocks):
@@ -921,13 +1100,18 @@ def clipped(rank, world_size):
     norm = fsdp.clip_sharded_gradient_norm_((p for p in (mine, other)), 10.0)
     expect_close(norm, torch.tensor(5.0), name="norm", read=CLIP)
     expect_close(mine.grad, start, name="gradient below the limit", read=CLIP)
-    norm = fsdp.clip_sharded_gradient_norm_([mine, other], max_norm=0.5)
+    before = mine.grad
+    norm = fsdp.clip_sharded_gradient_norm_((p for p in (mine, other)), max_norm=0.5)
     expect_close(norm, torch.tensor(5.0), name="norm", read=CLIP)
     expect_close(mine.grad, start / 10, atol=1e-5, name="gradient above the limit", read=CLIP)
-    case("a rank that holds no gradient at all takes part too")
+    problem = "grad became a new tensor, so two were held for a moment: scale it in place"
+    expect_true(mine.grad is before, problem, answer=mine.grad, read="the contract, under Args")
+    case(f"a rank that holds no gradient at all takes part too; {ELSEWHERE}")
     if rank == 1:
         mine.grad = None
-    norm = fsdp.clip_sharded_gradient_norm_([mine], 1.0)
+    with explained_elsewhere(CLIP):
+        norm = fsdp.clip_sharded_gradient_norm_([mine], 1.0)
+    expect_equal(norm.device.type, "cpu", name="device of the norm", read=CLIP)
     expect_close(norm, torch.tensor(0.3), atol=1e-5, name="norm", read=CLIP)
     case(f"a net's gradients cut over {world_size} ranks, beside torch.nn.utils.clip_grad_norm_ on the whole")
     net = Net()
@@ -942,8 +1126,9 @@ def clipped(rank, world_size):
     case(f"gradients of 3e-8 and 4e-8, far below 1e-6; {ELSEWHERE}")
     for scale in (1e-8, 0.0):
         mine.grad = start * scale
-        with elsewhere():
+        with explained_elsewhere(CLIP):
             norm = fsdp.clip_sharded_gradient_norm_([mine], 1.0)
+        expect_equal(norm.device.type, "cpu", name="device of the norm", read=CLIP)
         expect_close(norm, torch.tensor(5 * scale), atol=1e-10, name="norm", read=CLIP)
         expect_close(mine.grad, start * scale, atol=1e-10, name="gradient below the limit", read=CLIP)
     case("gradients of 30,000 and 40,000 in float16, where the square of either is infinite")
@@ -1014,9 +1199,17 @@ def applied(rank, world_size):
     expect_equal(kinds, {DTensor}, name="types of the parameters", read=read)
     weight = model.blocks[0][0].weight
     expect_equal([weight.dtype, tuple(weight.placements)], [torch.float32, (Shard(0),)], name="weight", read=read)
+    seen = []
+    model.blocks[1][0].register_forward_hook(lambda layer, args, out: seen.append(out.dtype))
     with explained("Invariant encountered", ROOT_FIRST, read):
         result = model(inputs_of(2, rank))["out"][0]
-    expect_equal(result.dtype, torch.bfloat16, name="dtype of the output", read=read)
+    found = {"a block": seen[0], "the root": result.dtype}
+    expect_equal(found, dict.fromkeys(found, torch.bfloat16), name="dtypes of the outputs", answer=found, read=read)
+    whole = [i for i, block in enumerate(model.blocks) if not isinstance(block[0].weight, DTensor)]
+    problem = (
+        f"blocks {whole} are still whole after the root's forward: by default `fully_shard` frees a block after its own"
+    )
+    expect_true(not whole, problem, answer=whole, read=read)
     result.float().sum().backward()
     expect_equal(weight.grad.dtype, torch.float32, name="dtype of a gradient", read=read)
     case(f"{world_size} ranks, param_dtype=None, the default mesh")
@@ -1109,6 +1302,19 @@ def written(path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(about.size) for name, about in found.items() if hasattr(about, "size")}
 
 
+def rows_of(path) -> dict[str, list[int]]:
+    """For each tensor in a checkpoint, the rows (along dimension 0) of the pieces in which it was written."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    found = FileSystemReader(path).read_metadata().state_dict_metadata
+    chunks = {
+        name: sorted(about.chunks, key=lambda c: tuple(c.offsets))
+        for name, about in found.items()
+        if hasattr(about, "chunks")
+    }
+    return {name: [c.sizes[0] for c in parts if c.sizes and c.sizes[0]] for name, parts in chunks.items()}
+
+
 def stepped(kind):
     model, optimizer = build(kind, 0)
     one_step(model, optimizer), one_step(model, optimizer)
@@ -1127,12 +1333,18 @@ def test_save_sharded_writes_what_another_number_of_ranks_reads(ranks):
         expected |= {f"optimizer.state.{name}.exp_avg": shape for name, shape in shapes.items()}
         found = written(folder)
         read = "the contract of ex-fsdp-save-sharded: the state of the model and that of the optimizer, under these two keys"
+        keys = sorted({name.partition(".")[0] for name in found})
+        expect_equal(keys, ["model", "optimizer"], name="keys of the saved dict that hold tensors", read=read)
         parts = {name: found.get(name) for name in expected}
         expect_equal(parts, expected, name="names and whole shapes", answer=found, read=read)
         files = sorted(file.name for file in Path(folder).iterdir())
         expect_true(
             sum(name.endswith(".distcp") for name in files) == 2, f"two ranks should write a file each: {files}"
         )
+        case("saved on 2 ranks: how many of each tensor's rows were written at once; a rank has about half of them")
+        read = "the contract of ex-fsdp-save-sharded: every rank writes its own share"
+        shares = {name: [len(part) for part in torch.empty(shape).chunk(2)] for name, shape in expected.items()}
+        expect_equal({name: rows_of(folder)[name] for name in shares}, shares, name="rows", read=read)
         ranks(read_back, folder, ("plain",), True, before, n_ranks=1)
 
 

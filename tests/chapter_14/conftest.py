@@ -1,4 +1,4 @@
-"""Tensors of these chapters are small: on one thread a check does not wait for the others of a busy machine."""
+"""Runs these checks on one thread: their tensors are small, and on a busy machine threads would only wait for each other."""
 
 import pytest
 import torch

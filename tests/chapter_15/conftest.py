@@ -1,4 +1,4 @@
-"""As in chapter 14: one thread."""
+"""Runs these checks on one thread, as in chapter 14."""
 
 from tests.chapter_14.conftest import one_thread
 

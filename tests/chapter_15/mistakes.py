@@ -108,6 +108,13 @@ def infinity_from_infinity(m, l, acc, scores, values):
     return m_new, l * decay + weights.sum(-1), acc * decay[..., None] + weights @ values.to(acc.dtype)
 
 
+@mistake("online_softmax_update", "the weights are rounded to the values' 16 bits for their product")
+def weights_in_the_values_dtype(m, l, acc, scores, values):
+    m_new, weights, decay = _weights(m, scores)
+    product = (weights.to(values.dtype) @ values).to(acc.dtype)
+    return m_new, l * decay + weights.sum(-1), acc * decay[..., None] + product
+
+
 @mistake("online_softmax_update", "the output is divided by l in every tile instead of once at the end")
 def divided_in_every_tile(m, l, acc, scores, values):
     m, l, acc = reference.online_softmax_update(m, l, acc, scores, values)
@@ -117,7 +124,7 @@ def divided_in_every_tile(m, l, acc, scores, values):
 # ---- 15.3 FlashAttentionTorch ----------------------------------------------------------------------------------------
 
 
-def _attend(ctx, q, k, v, is_causal, *, scale=None, ahead=None, divisor=None, skip=True, autocast=False):
+def _attend(ctx, q, k, v, is_causal, *, scale=None, ahead=None, divisor=None, skip=True, autocast=False, rounded=None):
     """The reference's forward pass with a chosen scale, S - T and guard of l, and with parts left out."""
     queries, keys, values = fold_groups(q, k, v)
     dtype, ahead = torch.promote_types(q.dtype, torch.float32), k.shape[-2] - q.shape[-2] if ahead is None else ahead
@@ -126,12 +133,14 @@ def _attend(ctx, q, k, v, is_causal, *, scale=None, ahead=None, divisor=None, sk
     with contextlib.nullcontext() if autocast else torch.autocast(q.device.type, enabled=False):
         for rows in tile_slices(q.shape[-2]):
             query = queries[..., rows, :].to(dtype) * scale
+            query = query.to(q.dtype).to(dtype) if rounded == "queries" else query
             l = query.new_zeros(query.shape[:-1])
             m, acc = torch.full_like(l, -torch.inf), torch.zeros_like(query)
             for cols in tile_slices(k.shape[-2]):
                 if is_causal and skip and cols.start > rows.stop - 1 + ahead:
                     break
                 scores = query @ keys[..., cols, :].to(dtype).mT
+                scores = scores.to(q.dtype).to(dtype) if rounded == "scores" else scores
                 if is_causal:
                     scores = hide_later(scores, rows.start + ahead - cols.start)
                 m, l, acc = reference.online_softmax_update(m, l, acc, scores, values[..., cols, :])
@@ -227,6 +236,20 @@ class AutocastLeftOn(reference.FlashAttentionTorch):
         return _attend(ctx, q, k, v, is_causal, autocast=True)
 
 
+@mistake("FlashAttentionTorch", "the scaled queries are rounded to 16 bits before their product with the keys")
+class QueriesRounded(reference.FlashAttentionTorch):
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal=False):
+        return _attend(ctx, q, k, v, is_causal, rounded="queries")
+
+
+@mistake("FlashAttentionTorch", "the scores are computed in the inputs' dtype: 16 bits before the exponential")
+class ScoresRounded(reference.FlashAttentionTorch):
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal=False):
+        return _attend(ctx, q, k, v, is_causal, rounded="scores")
+
+
 # ---- 15.4 flash_backward ---------------------------------------------------------------------------------------------
 
 
@@ -236,14 +259,18 @@ def _backward(q, k, v, o, do, lse, is_causal, *, fault="", autocast=False):
     qs, ks, vs = (x.to(dtype) for x in fold_groups(q, k, v))
     dos, lses = do.reshape(qs.shape).to(dtype), lse.reshape(qs.shape[:-1])
     delta = (dos * o.reshape(qs.shape)).sum(-1) * (fault != "no delta")
+    if fault == "low delta":
+        delta = (do * o).reshape(qs.shape).sum(-1).to(dtype)
     dq, dk, dv = torch.zeros_like(qs), torch.zeros_like(ks), torch.zeros_like(vs)
+    dv = dv.to(v.dtype) if fault == "low dv" else dv
     with contextlib.nullcontext() if autocast else torch.autocast(q.device.type, enabled=False):
         for rows in tile_slices(q.shape[-2]):
             query, grad = qs[..., rows, :] * scale, dos[..., rows, :]
             for cols in tile_slices(k.shape[-2]):
-                if is_causal and cols.start > rows.stop - 1 + ahead:
+                if is_causal and fault != "no break" and cols.start > rows.stop - 1 + ahead:
                     break
                 scores, lowered = query @ ks[..., cols, :].mT, lses[..., rows, None]
+                scores = scores.to(q.dtype).to(dtype) if fault == "low scores" else scores
                 if fault == "hidden first" and is_causal:
                     scores = hide_later(scores, rows.start + ahead - cols.start)
                 exponent = scores - lowered
@@ -315,6 +342,26 @@ def backward_under_autocast(q, k, v, o, do, lse, is_causal):
     return _backward(q, k, v, o, do, lse, is_causal, autocast=True)
 
 
+@mistake("flash_backward", "tiles above the diagonal are computed and hidden instead of skipped")
+def backward_of_all_tiles(q, k, v, o, do, lse, is_causal):
+    return _backward(q, k, v, o, do, lse, is_causal, fault="no break")
+
+
+@mistake("flash_backward", "the row sums of o * do are computed in the inputs' 16 bits")
+def row_sums_in_16_bits(q, k, v, o, do, lse, is_causal):
+    return _backward(q, k, v, o, do, lse, is_causal, fault="low delta")
+
+
+@mistake("flash_backward", "the gradient of the values is summed in their 16 bits: each tile's part is rounded")
+def values_summed_in_16_bits(q, k, v, o, do, lse, is_causal):
+    return _backward(q, k, v, o, do, lse, is_causal, fault="low dv")
+
+
+@mistake("flash_backward", "the scores are computed in the inputs' dtype: 16 bits before the exponential")
+def scores_in_16_bits(q, k, v, o, do, lse, is_causal):
+    return _backward(q, k, v, o, do, lse, is_causal, fault="low scores")
+
+
 # ---- the kernels -----------------------------------------------------------------------------------------------------
 
 
@@ -333,7 +380,7 @@ TURNS, IN_GROUP, NO_LOADS_MASK, NO_STORE_MASK = (tl.constexpr(n) for n in (5, 6,
 ONE_LOOP, NO_END, ZERO_SUM, BASE_2 = (tl.constexpr(n) for n in (9, 10, 11, 12))
 WIDE_WEIGHTS, TF32, HIDDEN_FIRST, NO_SCALE = (tl.constexpr(n) for n in (13, 14, 15, 16))
 NO_DELTA, FIRST_HEAD, FROM_ITSELF, BY_DS = (tl.constexpr(n) for n in (17, 18, 19, 20))
-NOT_CAUSAL, END_SEEN = (tl.constexpr(n) for n in (21, 22))
+NOT_CAUSAL, END_SEEN, WIDE_DS, LOW_SUMS, OTHER_SIDE = (tl.constexpr(n) for n in (21, 22, 23, 24, 25))
 
 
 @triton.jit
@@ -449,6 +496,8 @@ def _dq_kernel(q, k, v, o, do, lse, delta, dq, T, S, scale, GROUP: tl.constexpr,
     query = tl.load(q + at, mask=inside, other=0.0)
     grad = tl.load(do + at, mask=inside, other=0.0)
     sums = tl.sum(tl.load(o + at, mask=inside, other=0.0).to(tl.float32) * grad.to(tl.float32), 1)
+    if FAULT == LOW_SUMS:
+        sums = tl.sum(tl.load(o + at, mask=inside, other=0.0) * grad, 1).to(tl.float32)
     if FAULT == NO_STORE_MASK:
         tl.store(delta + head * T + rows, sums)
     else:
@@ -486,7 +535,10 @@ def _dq_kernel(q, k, v, o, do, lse, delta, dq, T, S, scale, GROUP: tl.constexpr,
                 ds = tl.exp2(exponent) * dp
             else:
                 ds = tl.exp2(exponent) * (dp - sums[:, None])
-            acc = tl.dot(ds.to(key.dtype), key, acc, input_precision="ieee")
+            if FAULT == WIDE_DS:
+                acc = tl.dot(ds, key.to(tl.float32), acc, input_precision="ieee")
+            else:
+                acc = tl.dot(ds.to(key.dtype), key, acc, input_precision="ieee")
     if FAULT != NO_SCALE:
         acc = acc * scale
     tl.store(dq + at, acc.to(dq.dtype.element_ty), mask=inside)
@@ -501,54 +553,64 @@ def _dkdv_kernel(q, k, v, do, lse, delta, dk, dv, T, S, scale, GROUP: tl.constex
     key = tl.load(k + at, mask=inside, other=0.0)
     value = tl.load(v + at, mask=inside, other=0.0)
     dkey, dvalue = tl.zeros([COLS, WIDTH], tl.float32), tl.zeros([COLS, WIDTH], tl.float32)
-    first = 0
-    if CAUSAL and FAULT != NO_SKIP:
-        first = tl.maximum(j * COLS + T - S, 0) // ROWS * ROWS
+    first, whole = 0, 0
+    if CAUSAL:
+        if FAULT != NO_SKIP:
+            first = tl.maximum(j * COLS + T - S, 0) // ROWS * ROWS
+        whole = tl.minimum(tl.cdiv(tl.maximum(j * COLS + COLS - 1 + T - S, 0), ROWS) * ROWS, T)
+        if (FAULT == FIRST_KEY) | (FAULT == DIAGONAL) | (FAULT == ONE_LOOP):
+            whole = whole * 0 + T
     for shared in tl.range(0, 1 if FAULT == FIRST_HEAD else GROUP):
         h = head * GROUP + shared
         if FAULT == FROM_ITSELF:
             h = head + shared
-        for start in tl.range(first, T, ROWS):
-            rows = start + tl.arange(0, ROWS)
-            part = (h * T + rows[:, None]) * D + dims[None, :]
-            there = (rows[:, None] < T) & (dims[None, :] < D)
-            if FAULT == NO_LOADS_MASK:
-                query = tl.load(q + part)
-                grad = tl.load(do + part)
-            else:
-                query = tl.load(q + part, mask=there, other=0.0)
-                grad = tl.load(do + part, mask=there, other=0.0)
-            lse2 = tl.load(lse + h * T + rows, mask=rows < T, other=0.0)
-            if FAULT != NATURAL:
-                lse2 = lse2 * LOG2E
-            sums = tl.load(delta + h * T + rows, mask=rows < T, other=0.0)
-            if FAULT == TF32:
-                exponent = tl.dot(key, tl.trans(query)) * (scale * LOG2E)
-            else:
-                exponent = tl.dot(key, tl.trans(query), input_precision="ieee") * (scale * LOG2E)
-            dp = tl.dot(value, tl.trans(grad), input_precision="ieee")
-            if FAULT != HIDDEN_FIRST:
-                exponent = exponent - lse2[None, :]
-            if CAUSAL and FAULT != NOT_CAUSAL:
-                seen = _seen(rows[None, :], cols[:, None], T, S, CAUSAL, FAULT)
-                exponent = tl.where(seen, exponent, -float("inf"))
-            if FAULT == HIDDEN_FIRST:
-                exponent = exponent - lse2[None, :]
-            weights = tl.exp2(exponent)
-            if FAULT == NO_DELTA:
-                ds = weights * dp
-            else:
-                ds = weights * (dp - sums[None, :])
-            if FAULT == BY_DS:
-                weights = ds
-            dvalue = tl.dot(weights.to(grad.dtype), grad, dvalue, input_precision="ieee")
-            dkey = tl.dot(ds.to(query.dtype), query, dkey, input_precision="ieee")
+        for masked in tl.static_range(2):
+            for start in tl.range(first if masked else whole, whole if masked else T, ROWS):
+                rows = start + tl.arange(0, ROWS)
+                part = (h * T + rows[:, None]) * D + dims[None, :]
+                there = (rows[:, None] < T) & (dims[None, :] < D)
+                if FAULT == NO_LOADS_MASK:
+                    query = tl.load(q + part)
+                    grad = tl.load(do + part)
+                else:
+                    query = tl.load(q + part, mask=there, other=0.0)
+                    grad = tl.load(do + part, mask=there, other=0.0)
+                lse2 = tl.load(lse + h * T + rows, mask=rows < T, other=0.0)
+                if FAULT != NATURAL:
+                    lse2 = lse2 * LOG2E
+                sums = tl.load(delta + h * T + rows, mask=rows < T, other=0.0)
+                if FAULT == TF32:
+                    exponent = tl.dot(key, tl.trans(query)) * (scale * LOG2E)
+                else:
+                    exponent = tl.dot(key, tl.trans(query), input_precision="ieee") * (scale * LOG2E)
+                dp = tl.dot(value, tl.trans(grad), input_precision="ieee")
+                if FAULT != HIDDEN_FIRST:
+                    exponent = exponent - lse2[None, :]
+                if masked and FAULT != NOT_CAUSAL:
+                    seen = _seen(rows[None, :], cols[:, None], T, S, CAUSAL, FAULT)
+                    exponent = tl.where(seen, exponent, -float("inf"))
+                if FAULT == HIDDEN_FIRST:
+                    exponent = exponent - lse2[None, :]
+                weights = tl.exp2(exponent)
+                if FAULT == NO_DELTA:
+                    ds = weights * dp
+                else:
+                    ds = weights * (dp - sums[None, :])
+                if FAULT == BY_DS:
+                    weights = ds
+                dvalue = tl.dot(weights.to(grad.dtype), grad, dvalue, input_precision="ieee")
+                if FAULT == WIDE_DS:
+                    dkey = tl.dot(ds, query.to(tl.float32), dkey, input_precision="ieee")
+                else:
+                    dkey = tl.dot(ds.to(query.dtype), query, dkey, input_precision="ieee")
     if FAULT != NO_SCALE:
         dkey = dkey * scale
     if FAULT == NO_STORE_MASK:
         tl.store(dk + at, dkey.to(dk.dtype.element_ty))
     else:
         tl.store(dk + at, dkey.to(dk.dtype.element_ty), mask=inside)
+    if FAULT == OTHER_SIDE:
+        dvalue = dvalue * scale
     tl.store(dv + at, dvalue.to(dv.dtype.element_ty), mask=inside)
 
 
@@ -718,6 +780,21 @@ class DqInTF32(_Faulty, kernel=_dq_kernel, fault=TF32):
     pass
 
 
+@mistake("flash_backward_dq_kernel", "a single loop masks every tile, even those that are seen whole")
+class DqInOneLoop(_Faulty, kernel=_dq_kernel, fault=ONE_LOOP):
+    pass
+
+
+@mistake("flash_backward_dq_kernel", "ds is left in float32 for its product, but tensor cores need it in k's dtype")
+class DsLeftWide(_Faulty, kernel=_dq_kernel, fault=WIDE_DS):
+    pass
+
+
+@mistake("flash_backward_dq_kernel", "o * do is multiplied and summed in 16 bits; cast both to float32 first")
+class RowSumsIn16Bits(_Faulty, kernel=_dq_kernel, fault=LOW_SUMS):
+    pass
+
+
 # ---- 15.7 flash_backward_dkdv_kernel ---------------------------------------------------------------------------------
 
 
@@ -803,6 +880,21 @@ class DkdvInTF32(_Faulty, kernel=_dkdv_kernel, fault=TF32):
     pass
 
 
+@mistake("flash_backward_dkdv_kernel", "every tile is masked, even those whose queries see all of the keys")
+class DkdvInOneLoop(_Faulty, kernel=_dkdv_kernel, fault=ONE_LOOP):
+    pass
+
+
+@mistake("flash_backward_dkdv_kernel", "ds is left in float32 for its product, but tensor cores need it in q's dtype")
+class DkdvDsLeftWide(_Faulty, kernel=_dkdv_kernel, fault=WIDE_DS):
+    pass
+
+
+@mistake("flash_backward_dkdv_kernel", "the gradient of the values has the scale of the scores; only the keys' has it")
+class DvScaled(_Faulty, kernel=_dkdv_kernel, fault=OTHER_SIDE):
+    pass
+
+
 # ---- 15.8 FlashAttentionTriton ---------------------------------------------------------------------------------------
 
 
@@ -813,6 +905,25 @@ class CausalNotPassed(reference.FlashAttentionTriton):
         o = reference.FlashAttentionTriton.forward(ctx, q, k, v, False)
         ctx.is_causal = is_causal
         return o
+
+
+@mistake("FlashAttentionTriton", "the inputs are saved as contiguous copies instead of as they are")
+class SavedAsCopies(reference.FlashAttentionTriton):
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal=False):
+        o, lse = launch_forward(reference.flash_forward_kernel, q, k, v, is_causal)
+        ctx.save_for_backward(*(x.contiguous() for x in (q, k, v)), o, lse)
+        ctx.is_causal = is_causal
+        return o
+
+
+@mistake("FlashAttentionTriton", "the row sums are computed again in the inputs' 16 bits; the dQ kernel's are float32")
+class RowSumsByHand(reference.FlashAttentionTriton):
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, do):
+        o = ctx.saved_tensors[3]
+        return *_gradients(ctx, do, lambda lse, delta: (o * do).sum(-1).float()), None
 
 
 @mistake("FlashAttentionTriton", "is_causal is not passed to the backward kernels")
@@ -879,6 +990,15 @@ class CopiesSaved(reference.FlashAttentionTriton):
 @mistake("flash_attention", "is_causal is not passed on: every query sees every key")
 def causal_lost(q, k, v, is_causal=False):
     return reference.flash_attention(q, k, v, False)
+
+
+@mistake(
+    "flash_attention", "CPU tensors go to the Triton kernels, which an interpreter runs there; ask `q.is_cuda` first"
+)
+def triton_on_a_cpu(q, k, v, is_causal=False):
+    if q.is_cuda or torch.is_autocast_enabled(q.device.type) or q.dtype == torch.float64 or q.shape[-1] > 256:
+        return reference.flash_attention(q, k, v, is_causal)
+    return reference.FlashAttentionTriton.apply(q, k, v, is_causal)
 
 
 @mistake("flash_attention", "under autocast the dtype of the inputs is kept")

@@ -216,6 +216,45 @@ def test_flash_backward_dq_kernel_stays_inside():
         reads_by_tiles(seen, {"keys": k, "values": v}, [3, 2, 1])
 
 
+def narrow_products(seen, answer) -> None:
+    """Tensor cores multiply 16 bits: in the interpreter, no product of a kernel with float16 inputs has a float32 factor."""
+    wide = [left for left, _ in seen.dots if left == "fp32"] if seen else []
+    problem = (
+        f"{len(wide)} of {len(seen.dots) if seen else 0} products have factors in float32, where the inputs are float16"
+    )
+    expect_true(not wide, problem, answer=answer, read=WEIGHTS)
+
+
+def test_flash_backward_dq_kernel_sums_and_products_of_float16():
+    inputs, r = prepared((1, 40, 16), (1, 52, 16), True, torch.float16)
+    (dq, delta), seen = run_dq(inputs, r, True)
+    sums = (r["o"].half().double() * inputs[3].double()).sum(-1).float()
+    read = "the contract: each row's sum of o * do, float32"
+    expect_close(delta, sums, atol=1e-5, rtol=1e-5, name="delta", answer=(dq, delta), read=read)
+    narrow_products(seen, (dq, delta))
+
+
+def masks_no_whole_tile(run, cases, name) -> None:
+    """How often `tl.where` is called on a tile of scores; ``cases`` has T, S, causal and the tiles that need a mask."""
+    unit = 0
+    for length, n_keys, is_causal, n_masked in cases:
+        q, k, v, do = make_inputs((1, length, 16), (1, n_keys, 16))
+        r = exact(q, k, v, do, is_causal)
+        case(f"{length} queries, {n_keys} keys, causal {is_causal}, tiles of 32")
+        with CountMasked((32, 32)) as count:
+            results, _ = run((q, k, v, do), r, is_causal)
+        expect_close(results[0], r[name].float(), atol=1e-5, rtol=1e-5, name=name, answer=results, read=BACKWARD)
+        unit = unit or count.n
+        problem = f"{count.n / (unit or 1):g} tiles of scores were masked, but {n_masked} need it"
+        expect_true(count.n == n_masked * unit, problem, answer=count.n, read=WHOLE)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="conditions are counted in Triton's interpreter")
+def test_flash_backward_dq_kernel_masks_no_whole_tile():
+    cases = [(32, 32, True, 1), (32, 128, True, 1), (32, 63, True, 1), (32, 62, True, 2), (32, 64, False, 0)]
+    masks_no_whole_tile(run_dq, cases, "dq")
+
+
 # ---- 15.7 flash_backward_dkdv_kernel ---------------------------------------------------------------------------------
 
 
@@ -259,6 +298,18 @@ def test_flash_backward_dkdv_kernel_stays_inside():
         reads_by_tiles(seen, {"queries": q, "gradients": do}, [1, 2, 3])
 
 
+def test_flash_backward_dkdv_kernel_products_of_float16():
+    inputs, r = prepared((1, 40, 16), (1, 52, 16), True, torch.float16)
+    (dk, dv), seen = run_dkdv(inputs, r, True)
+    narrow_products(seen, (dk, dv))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="conditions are counted in Triton's interpreter")
+def test_flash_backward_dkdv_kernel_masks_no_whole_tile():
+    cases = [(32, 32, True, 1), (32, 128, True, 1), (96, 96, True, 3), (32, 64, False, 0)]
+    masks_no_whole_tile(run_dkdv, cases, "dk")
+
+
 # ---- 15.8 FlashAttentionTriton ---------------------------------------------------------------------------------------
 
 
@@ -299,6 +350,35 @@ def test_FlashAttentionTriton_keeps_dtypes(dtype):
     leaves = [x.requires_grad_() for x in (q, k, v)]
     o = flash.FlashAttentionTriton.apply(*leaves, True)
     expect_as_exact((o.detach(), *torch.autograd.grad((o * do).sum(), leaves)), r, dtype)
+
+
+def test_FlashAttentionTriton_saves_its_inputs_and_no_copies():
+    saved = []
+    q, k, v, _ = (x.transpose(1, 2) for x in make_inputs((1, 35, 2, 16), (1, 43, 2, 16), torch.float32, DEVICE))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    case("q, k, v as [B, T, H, D] transposed: are the saved ones those, or copies of them?")
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        flash.FlashAttentionTriton.apply(*leaves, True)
+    places = {x.data_ptr() for x in saved}
+    copied = [name for name, x in zip("qkv", leaves, strict=True) if x.data_ptr() not in places]
+    problem = (
+        f"copies of {', '.join(copied)} are saved, which live until the backward pass beside what they were copied from"
+    )
+    expect_true(not copied, problem, answer=copied, read="the contract of ex-flash-attention-flashattentiontorch")
+
+
+def test_FlashAttentionTriton_takes_row_sums_beyond_float16():
+    q, k, v, do = make_inputs((1, 1, 20, 16), (1, 1, 25, 16), torch.float32, DEVICE)
+    q, k, v, do = q.half(), k.half(), (v + 256).half(), (do + 256).half()
+    case(
+        "float16, values and gradients about 256: a row's sum of o * do is about 1,000,000, and float16 ends at 65,504"
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    o = flash.FlashAttentionTriton.apply(*leaves, True)
+    gradients = torch.autograd.grad((o.float() * do.float()).sum(), leaves)
+    finite = [bool(x.isfinite().all()) for x in gradients]
+    read = "the contract of ex-flash-attention-flash-backward-dq-kernel: each row's sum of o * do is float32"
+    expect_equal(finite, [True] * 3, name="whether dq, dk and dv are finite", read=read)
 
 
 def test_FlashAttentionTriton_of_no_keys():

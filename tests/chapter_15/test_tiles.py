@@ -18,6 +18,8 @@ STANDARD, FLASH, UPDATE, LSE, BACKWARD = (f"eq-flash_attention-{n}" for n in (1,
 NO_KEYS = "eq-flash_attention-6, and the lines after it about rows without keys"
 TILES = "under 'Tiles in PyTorch'"
 AUTOCAST = "the contract: sums are in float32 at least, even under autocast"
+WIDE = "the hints of ex-flash-attention-online-softmax-update: the product with the values is taken in the dtype of acc"
+WIDE_SUMS = "the contract: sums are in float32 at least"
 ERRORS = "the contract, under Raises"
 SHAPES = [  # q, k and v: one tile, shared heads with T < S, T > S, no heads, one query, no keys
     ((1, 2, 12, 8), (1, 2, 15, 8)),
@@ -135,6 +137,17 @@ def test_online_softmax_update_hidden_keys_and_half_values():
     expect_close(new, expected, read=UPDATE)
 
 
+def test_online_softmax_update_keeps_its_sums_wide():
+    torch.manual_seed(0)
+    scores, values = torch.randn(4, 64), torch.randn(64, 8).bfloat16()
+    case("4 rows, 64 keys in tiles of 32, values in bfloat16; m, l, acc and scores in float32")
+    m, l, acc = start(4, 8)
+    for at in (0, 32):
+        m, l, acc = flash.online_softmax_update(m, l, acc, scores[:, at : at + 32], values[at : at + 32])
+    expected = (scores.double().softmax(-1) @ values.double()).float()
+    expect_close(acc / l[:, None], expected, atol=1e-6, name="acc / l", answer=(m, l, acc), read=WIDE)
+
+
 # ---- 15.3 FlashAttentionTorch ----------------------------------------------------------------------------------------
 
 
@@ -194,7 +207,7 @@ def test_FlashAttentionTorch_never_holds_the_scores(is_causal):
     case(f"T=320, S=256, D=16, causal {is_causal}")
     with LargestTensor() as largest:
         o = flash.FlashAttentionTorch.apply(q, k, v, is_causal)
-    problem = f"a tensor of {largest.numbers} numbers was made, and T x S is {320 * 256}"
+    problem = f"a tensor of {largest.numbers} numbers was made; a quarter of T x S is {320 * 256 // 4}"
     expect_true(largest.numbers < 320 * 256 / 4, problem, answer=o, read=TILES)
 
 
@@ -233,6 +246,22 @@ def test_FlashAttentionTorch_gradcheck():
         assert torch.autograd.gradcheck(attend, leaves, fast_mode=True)
 
 
+def rounding_times(found, exact_values):
+    """By how much the root mean square error of a result exceeds that of the exact one, rounded to its dtype."""
+    error, rounded = (x.double() - exact_values for x in (found, exact_values.to(found.dtype)))
+    return math.sqrt(error.square().mean() / rounded.square().mean())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_FlashAttentionTorch_rounds_once(dtype):
+    q, k, v, do = make_inputs((1, 1, 384, 24), (1, 1, 384, 24), dtype)
+    case(f"T=S=384, D=24, {dtype}: the error of o beside that of the exact output, rounded once")
+    o = flash.FlashAttentionTorch.apply(q, k, v, False)
+    times = rounding_times(o, exact(q, k, v, do, False)["o"])
+    problem = f"the error is {times:.2f} times that of one rounding to {dtype}: something was rounded on the way"
+    expect_true(times < 1.05, problem, answer=o, read=WIDE_SUMS)
+
+
 # ---- 15.4 flash_backward ---------------------------------------------------------------------------------------------
 
 
@@ -259,7 +288,7 @@ def test_flash_backward_of_a_sum_and_memory():
     with LargestTensor() as largest:
         got = flash.flash_backward(q, k, v, r["o"].float(), do, r["lse"].float(), True)
     expect_close(got, tuple(r[n].float() for n in ("dq", "dk", "dv")), atol=5e-5, rtol=1e-4, read=BACKWARD)
-    problem = f"a tensor of {largest.numbers} numbers was made, and T x S is {256 * 320}"
+    problem = f"a tensor of {largest.numbers} numbers was made; a quarter of T x S is {256 * 320 // 4}"
     expect_true(largest.numbers < 256 * 320 / 4, problem, answer=got, read=BACKWARD)
 
 
@@ -279,6 +308,41 @@ def test_flash_backward_under_autocast():
         got = flash.flash_backward(q, k, v, r["o"].float(), do, r["lse"].float(), True)
     expected = tuple(r[n].float() for n in ("dq", "dk", "dv"))
     expect_close(got, expected, atol=1e-5, rtol=1e-5, read=AUTOCAST)
+
+
+def gradients_from(q, k, v, o, do, lse):
+    """The gradients in float64, from the output and the logsumexp as they are given."""
+    q, k, v, o, do = (x.double() for x in (q, k, v, o, do))
+    scale = q.shape[-1] ** -0.5
+    p = torch.exp(q @ k.mT * scale - lse[..., None])
+    ds = p * (do @ v.mT - (o * do).sum(-1, keepdim=True))
+    return {"dq": ds @ k * scale, "dk": ds.mT @ q * scale, "dv": p.mT @ do}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_flash_backward_rounds_once(dtype):
+    q, k, v, do = make_inputs((1, 1, 384, 24), (1, 1, 384, 24), dtype)
+    r = exact(q, k, v, do, False)
+    o, lse = r["o"].to(dtype), r["lse"].float()
+    case(f"T=S=384, D=24, {dtype}: the errors of dq, dk, dv beside those of the exact gradients, rounded once")
+    got = flash.flash_backward(q, k, v, o, do, lse, False)
+    for found, (name, expected) in zip(got, gradients_from(q, k, v, o, do, lse).items(), strict=True):
+        times = rounding_times(found, expected)
+        problem = f"the error of {name} is {times:.2f} times that of one rounding to {dtype}: something was rounded on the way"
+        expect_true(times < 1.05, problem, answer=got, read=WIDE_SUMS)
+
+
+def test_flash_backward_skips_tiles_above_the_diagonal():
+    q, k, v, do = make_inputs((1, 1, 256, 16), (1, 1, 256, 16))
+    flops = []
+    for is_causal in (False, True):
+        r = exact(q, k, v, do, is_causal)
+        with FlopCounterMode(display=False) as counter:
+            flash.flash_backward(q, k, v, r["o"].float(), do, r["lse"].float(), is_causal)
+        flops.append(counter.get_total_flops())
+    case("T=S=256")
+    problem = f"causal took {flops[1]} FLOPs and full {flops[0]}: the tiles above the diagonal were computed"
+    expect_true(flops[1] <= 0.65 * flops[0], problem, answer=flops, read=TILES)
 
 
 # ---- 15.9 flash_attention --------------------------------------------------------------------------------------------
@@ -313,6 +377,19 @@ def test_flash_attention_default_and_long_causal_alignment():
     q, k, v, do = make_inputs((7, 16), (7, 16))
     case("no is_causal given: every query sees every key")
     expect_close(flash.flash_attention(q, k, v), exact(q, k, v, do, False)["o"].float(), atol=2e-6)
+
+
+def test_flash_attention_takes_pytorch_on_a_cpu():
+    q, k, v, _ = make_inputs((1, 1, 40, 16), (1, 1, 40, 16))
+    case("float32 tensors on the CPU: the FLOPs of PyTorch's matrix products, two products of 40 x 40 x 16 at least")
+    with FlopCounterMode(display=False) as counter:
+        flash.flash_attention(q, k, v)
+    flops = counter.get_total_flops()
+    problem = (
+        f"PyTorch computed {flops} FLOPs: CPU tensors went to a Triton kernel, which only an interpreter can run there"
+    )
+    read = "the contract of ex-flash-attention-flash-attention, under Returns: `FlashAttentionTriton` for other GPU tensors"
+    expect_true(flops >= 2 * 2 * 40 * 40 * 16, problem, answer=flops, read=read)
 
 
 def test_flash_attention_under_autocast():

@@ -1,4 +1,4 @@
-"""A toy book of two chapters, on which the machinery is tried: the real lib/workbook, tiny exercises, no torch."""
+"""A toy book of two chapters for testing the machinery: the real lib/workbook with tiny exercises and without torch."""
 
 import atexit
 import functools
@@ -25,7 +25,7 @@ collect_ignore = ["toy", "toy_ranks"]
 
 
 class Book:
-    """A checkout in a folder of its own, and the programs that a learner runs in it."""
+    """A copy of the book in a folder of its own, with the commands that a learner runs in it."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -68,7 +68,7 @@ class Book:
         return done
 
     def cold_pytest(self, *arguments, **env):
-        """The same in a process of its own, as a learner starts it."""
+        """``pytest`` in a new process, as a learner starts it."""
         return self.run(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments, **env)
 
     def workbook(self, *arguments, **env):
@@ -83,14 +83,14 @@ class Book:
         return self.root / "lib" / f"{module}.py"
 
     def write(self, module: str, old: str, new: str) -> None:
-        """Edit the learner's file: ``old`` must stand there once."""
+        """Edit the learner's file, in which ``old`` must occur exactly once."""
         path = self.mine(module)
         text = path.read_text()
-        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {path}"
+        assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times in {path}, expected once"
         path.write_text(text.replace(old, new))
 
     def answer(self, name: str, code: str, module: str = "toy") -> None:
-        """Put ``code`` in the place of the stub's raise."""
+        """Replace a stub's raise with ``code``."""
         text = self.mine(module).read_text()
         text, n = re.subn(rf'raise NotImplementedError\("Exercise [\d.]+: write {re.escape(name)}"\)', code, text)
         assert n == 1, f"no stub of {name} in lib/{module}.py"
@@ -99,7 +99,7 @@ class Book:
 
 @functools.cache
 def _server() -> str:
-    """The address of the process that runs the books' pytests; it is ended with this one."""
+    """The address of the process that runs the toy books' pytest; it ends with this process."""
     folder = tempfile.mkdtemp(prefix="books-")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("WORKBOOK_", "PYTEST_", "COV_"))}
     modules = ("torch", "torch.distributed.fsdp", "torch._dynamo", *PRELOADED)

@@ -11,6 +11,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from lib.fast import flash_hopper
 from lib.fast.flash import ROLES_TABLE
 from lib.fast.flash_hopper import FLAT, Roles, complete
+from lib.fast.flash_launch import LENGTHS, Sizes
 
 KERNELS = {
     "forward": flash_hopper.hopper_forward_kernel,
@@ -21,15 +22,15 @@ PER_TILE = {"forward": ("k", "v"), "dQ": ("k", "v"), "dK/dV": ("q", "do")}  # th
 
 
 def described(rows, width):
-    layout = gl.NVMMASharedLayout.get_default_for([rows, width], gl.bfloat16)
-    return f"tensordesc<bf16{[rows, width]},{layout!r}>"
+    layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], gl.bfloat16)
+    return f"tensordesc<bf16{[1, 1, rows, width]},{layout!r}>"
 
 
-def machine_code(kernel, width, causal, cut: Roles):
-    cut = complete(cut, kernel, width, 1, causal)
+def machine_code(kernel, sizes: Sizes, cut: Roles):
+    cut = complete(cut, kernel, sizes)
     fn, signature = KERNELS[kernel], {}
     for name in fn.arg_names:
-        if name in ("T", "S", "n_rows"):
+        if name in (*LENGTHS, "n_rows", "padded"):
             signature[name] = "i32"
         elif name in ("scale", "scale2"):
             signature[name] = "fp32"
@@ -40,9 +41,9 @@ def machine_code(kernel, width, causal, cut: Roles):
         elif name in ("lse", "stats"):
             signature[name] = "*fp32"
         else:
-            signature[name] = described(cut.tile if name in PER_TILE[kernel] else 64, width)
+            signature[name] = described(cut.tile if name in PER_TILE[kernel] else 64, sizes.width)
     constants = {(fn.arg_names.index("CUT"),): cut}
-    divisible = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(fn.arg_names) if name in ("T", "S", "n_rows")}
+    divisible = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(fn.arg_names) if name in ("n_rows", "padded")}
     source = GluonASTSource(fn, signature, constants, divisible)
     return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["sass"]
 
@@ -50,12 +51,12 @@ def machine_code(kernel, width, causal, cut: Roles):
 def main():
     assert not torch.cuda.is_initialized()
     found = {}
-    for width, kernels in ((64, ("forward", "dQ", "dK/dV")), (128, ("dQ",))):  # all of them take a minute
-        for kernel, cut in zip(KERNELS, ROLES_TABLE[width, True], strict=True):
+    for width, length, kernels in ((64, 1024, ("forward", "dK/dV")), (64, 1000, ("forward",)), (128, 1024, ("dQ",))):
+        for kernel, cut in zip(KERNELS, ROLES_TABLE[width, True], strict=True):  # all of them take a minute
             if isinstance(cut, Roles) and kernel in kernels:
-                text = machine_code(kernel, width, True, cut)
+                text = machine_code(kernel, Sizes(1, 16, 1, length, length, width, True), cut)
                 counts = {word: text.count(word) for word in ("HGMMA", "WARPGROUP.ARRIVE", "LDL", "USETMAXREG")}
-                found[f"{kernel}, {width}"] = counts
+                found[f"{kernel}, {width}, {length}"] = counts
     print(json.dumps(found))
 
 

@@ -112,3 +112,8 @@ def test_glossary_terms_are_many_linked_and_in_order():
         terms += [term for term, _ in entries]
     assert len(set(terms)) == len(terms) >= 60
     assert [name for name in re.findall(r"\{term\}`([^`]+)`", text) if name not in terms] == []
+
+
+def test_underscores_of_a_docstring_are_no_emphasis():
+    assert backmatter.plain("[_, _, X] of ``a_b`` and c_d") == "[\\_, \\_, X] of `a_b` and c\\_d"
+    assert "[X, \\_, Y]" in backmatter.sources().text

@@ -39,7 +39,7 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read(book):
         (b"a = 1\nb = 2\n# caf\xe9\n", "lib/toy.py:3: not UTF-8 (byte 0xe9): save the file with the encoding UTF-8"),
         (b"a = 1\r\r\nb = '\xff'\n", "lib/toy.py:3: not UTF-8 (byte 0xff)"),
         ("a = 1\n".encode("utf-16"), "lib/toy.py:1: not UTF-8 (byte 0xff)"),
-        ("a = 1\nb\n".encode("utf-16-le"), "lib/toy.py:1: a zero byte, which no Python source holds"),
+        ("a = 1\nb\n".encode("utf-16-le"), "lib/toy.py:1: a zero byte, which Python source cannot contain"),
     ],
     ids=["latin-1", "mixed", "utf-16", "utf-16 without a mark"],
 )

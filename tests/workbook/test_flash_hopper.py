@@ -10,11 +10,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lib.fast import flash as flash_fast
-from lib.fast import flash_hopper
+from lib.fast import flash_launch
 from lib.fast.flash import (
     ROLES_TABLE,
     TABLE,
+    WIDE,
     Tiles,
+    fast_backward,
     fast_dkdv,
     fast_dq,
     fast_forward,
@@ -25,6 +27,7 @@ from lib.fast.flash import (
 from lib.fast.flash_hopper import KNOWN, VERSION, Roles, has_roles
 from lib.given.kernels.tiles import INTERPRETED
 
+pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # autograd's thread says so once
 needs_roles = pytest.mark.skipif(
     not has_roles(torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu")),
     reason="warps have roles on a GPU of compute capability 9.0, with a Triton that is proven",
@@ -106,13 +109,15 @@ def test_what_another_kernel_is_compiled_for_is_compiled_again_and_nothing_else(
     fake = FakeKernel()
     names = {"forward": "fast_forward_kernel", "dQ": "fast_dq_kernel", "dK/dV": "fast_dkdv_kernel"}
     monkeypatch.setattr(flash_fast, names[kernel], fake)
-    monkeypatch.setattr(flash_hopper, "INTERPRETED", False)
-    monkeypatch.setattr(flash_hopper, "_compiled", {})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(flash_launch, "INTERPRETED", False)
+    monkeypatch.setattr(flash_launch, "DIRECT", ())
+    monkeypatch.setattr(flash_fast, "_plans", {})
 
-    def run(heads=2, length=128, width=64, dtype=torch.float16, causal=True, rows=64):
+    def run(heads=2, length=128, width=64, dtype=torch.float16, causal=True, rows=64, turned=False):
         q, k = torch.empty(1, 2, length, width, dtype=dtype), torch.empty(1, heads, length, width, dtype=dtype)
-        lse, stats, tiles = torch.empty(1, 2, length), torch.empty(2, 1, 2, length), Tiles(rows, 64, 4, 2)
+        if turned:  # the same sizes in another layout
+            q = torch.empty(1, length, 2, width, dtype=dtype).transpose(1, 2)
+        lse, stats, tiles = torch.empty(1, 2, length), torch.empty(2, 2 * length), Tiles(rows, 64, 4, 2)
         if kernel == "forward":
             fast_forward(q, k, k, causal, tiles)
         elif kernel == "dQ":
@@ -121,16 +126,20 @@ def test_what_another_kernel_is_compiled_for_is_compiled_again_and_nothing_else(
             fast_dkdv(q, k, k, q, stats, causal, tiles)
 
     run()
-    run(length=256)
-    assert (fake.compiled, fake.launched) == (1, 1)
-    for n, other in enumerate(
-        ({"heads": 1}, {"width": 128}, {"dtype": torch.bfloat16}, {"causal": False}, {"rows": 128})
-    ):
-        run(**other)
-        assert fake.compiled == n + 2, other
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     run()
-    assert fake.compiled == 7
+    assert (fake.compiled, fake.launched) == (1, 1)
+    others = [
+        {"heads": 1},
+        {"width": 128},
+        {"dtype": torch.bfloat16},
+        {"causal": False},
+        {"rows": 128},
+        {"turned": True},
+    ]
+    for n, other in enumerate([*others, {"length": 256}]):
+        run(**other)
+        run(**other)
+        assert (fake.compiled, fake.launched) == (n + 2, n + 2), other
 
 
 @interpreted
@@ -172,10 +181,12 @@ def given_at(shape, width, causal, dtype):
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     wide = [leaves[0], *(x.repeat_interleave(heads // kv_heads, 1) for x in leaves[1:])]
     scores = wide[0] @ wide[1].mT * width**-0.5
-    if causal:
-        scores = scores.masked_fill(torch.ones(t, s, dtype=torch.bool, device="cuda").triu(1 + s - t), -torch.inf)
-    o = scores.softmax(-1) @ wide[2]
-    exact = {"o": o.detach(), "lse": scores.logsumexp(-1).detach()}
+    hidden = (
+        torch.ones(t, s, dtype=torch.bool, device="cuda").triu(1 + s - t) if causal else scores.new_zeros(t, s).bool()
+    )
+    empty = hidden.all(-1, keepdim=True)  # rows without keys
+    o = scores.masked_fill(hidden & ~empty, -torch.inf).softmax(-1).masked_fill(empty, 0.0) @ wide[2]
+    exact = {"o": o.detach(), "lse": scores.masked_fill(hidden, -torch.inf).logsumexp(-1).detach()}
     return (q, k, v, do), exact | dict(
         zip(("dq", "dk", "dv"), torch.autograd.grad(o, leaves, do.double()), strict=True)
     )
@@ -188,7 +199,6 @@ def gap(found, exact):
 @pytest.mark.gpu
 @needs_roles
 @pytest.mark.time_limit(300)
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # autograd's thread says so once
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("width", [64, 128])
@@ -216,6 +226,63 @@ def test_they_are_as_exact_as_tritons_kernels_and_give_the_same_bits_again(width
                 assert gap(x, exact[key]) <= 1.1 * gap(old, exact[key]), (name, cut, key)
             again = fast_dkdv(q, k, v, do, stats, causal, cut)
             assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), (name, cut)
+
+
+RAGGED = [(2, 4, 2, 197, 197), (1, 2, 2, 257, 257), (1, 2, 1, 1000, 1000), (1, 2, 2, 1, 1), (2, 2, 2, 1, 300)]
+RAGGED += [(1, 2, 2, 300, 1), (1, 2, 1, 100, 333), (1, 2, 2, 500, 130), (1, 2, 2, 256, 256)]
+
+
+def laid_out(x, layout):
+    """The same numbers, with rows of one token side by side or as a slice of a larger tensor."""
+    if layout == "heads first":
+        return x
+    if layout == "tokens first":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    wide = torch.full((*x.shape[:2], x.shape[2], 3 * x.shape[3]), torch.nan, dtype=x.dtype, device=x.device)
+    wide[..., x.shape[3] : 2 * x.shape[3]] = x
+    return wide[..., x.shape[3] : 2 * x.shape[3]]
+
+
+@pytest.mark.gpu
+@needs_roles
+@pytest.mark.time_limit(300)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("width", [64, 80, 128, 256])
+def test_any_length_and_any_strides_without_a_copy(width, causal, monkeypatch):
+    tables = [table[64 if width == 64 else 128, causal] for table in (TABLE, ROLES_TABLE)] if width <= 128 else [WIDE]
+    for shape in RAGGED:
+        given, exact = given_at(shape, width, causal, torch.bfloat16)
+        for layout in ("heads first", "tokens first", "a slice"):
+            q, k, v, do = (laid_out(x, layout) for x in given)
+            for tiles in tables:
+                monkeypatch.setattr(flash_fast, "tiles_for", lambda *args, tiles=tiles: tiles)
+                monkeypatch.setattr(flash_fast, "_plans", {})
+                o, lse = fast_forward(q, k, v, causal)
+                found = dict(
+                    zip(("o", "dq", "dk", "dv"), (o, *fast_backward(q, k, v, o, do, lse, causal)), strict=True)
+                )
+                assert not any(plan.copied for plan in flash_fast._plans.values()), (shape, layout)
+                seen = exact["lse"].isfinite()
+                assert torch.equal(lse.isfinite(), seen)
+                torch.testing.assert_close(lse[seen], exact["lse"][seen].float(), atol=1e-3, rtol=1e-4)
+                for n, x in found.items():
+                    size = exact[n].square().mean().sqrt().item()
+                    assert gap(x, exact[n]) <= 1e-2 * size + 1e-5, (shape, layout, tiles, n)
+
+
+@pytest.mark.gpu
+@needs_roles
+def test_what_the_copy_engine_cannot_read_is_copied_and_right():
+    (q, k, v, do), exact = given_at((1, 2, 2, 128, 128), 64, True, torch.bfloat16)
+    odd = torch.empty(q.numel() + 1, dtype=q.dtype, device="cuda")[1:].view(q.shape).copy_(q)
+    assert odd.data_ptr() % 16 != 0
+    for x in (odd, q.mT.contiguous().mT, q):
+        found = flash_attention_fast(x.requires_grad_(), k, v, True)
+        (grad,) = torch.autograd.grad(found, x, do)
+        assert gap(found, exact["o"]) <= 1e-2
+        assert gap(grad, exact["dq"]) <= 1e-2
+    whole = torch.autograd.grad(flash_attention_fast(q, k, v, True).sum(), q)  # its gradient has strides of 0
+    torch.testing.assert_close(whole, torch.autograd.grad(flash_attention_fast(q, k, v, True), q, torch.ones_like(q)))
 
 
 @pytest.mark.gpu

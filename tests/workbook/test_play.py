@@ -1,32 +1,40 @@
 """The figures that one can play with: whole in themselves, in agreement with the book's functions, and alive in a browser."""
 
-import itertools
 import json
 import re
+from functools import partial
 from html.parser import HTMLParser
 
 import pytest
 import torch
 
 from lib.given.models.scaling import XXL, Bandwidths, FFNConfig
-from lib.given.parallel import pipeline
-from lib.given.show.play import timelines
+from lib.given.parallel.pipeline import idle_share, most_kept, n_messages
 from lib.given.show.play.capacity import figure as capacity_figure
 from lib.given.show.play.clocks import figure as clocks_figure
 from lib.given.show.play.flash_tiles import figure as tiles_figure
 from lib.given.show.play.flash_tiles import hidden, moments, scores_and_values
+from lib.given.show.play.pairs import figure as pairs_figure
 from lib.given.show.play.planner import figure as planner_figure
 from lib.given.show.play.player import HERE, Control, Figure, layer, layer_of_sum
 from lib.given.show.play.ring import figure as ring_figure
 from lib.given.show.play.ring import sent
-from lib.given.show.play.schedules import GIVEN, idle_share, most_kept
 from lib.given.show.play.schedules import figure as schedules_figure
+from lib.given.show.play.schedules import timeline
 from lib.given.show.play.zero import figure as zero_figure
 from lib.given.show.rings import ring_states
 from lib.workbook.book.catalog import ROOT
+from solutions.context_parallel import zigzag_indices
 from solutions.flash_attention import online_softmax_update
 from solutions.fsdp import memory_per_device
 from solutions.moe import capacity_mask
+from solutions.pipeline import (
+    gpipe_schedule,
+    interleaved_schedule,
+    one_f_one_b_schedule,
+    simulate,
+    zero_bubble_schedule,
+)
 from solutions.rope import apply_rope, precompute_rope, rope_frequencies
 from solutions.scaling import plan
 from solutions.tensor_parallel import pipeline_bubble
@@ -34,12 +42,20 @@ from tests.workbook.browsing import chromium, record_faults
 
 LINKS = {"within_host": 450e9, "across_hosts": 50e9, "devices_per_host": 8}
 MODELS = {"1.5B": FFNConfig(1600, 9600, 48), "7B": FFNConfig(4096, 24_704, 32)}
+SCHEDULES = {
+    "GPipe": gpipe_schedule,
+    "1F1B": one_f_one_b_schedule,
+    "interleaved, 2 chunks": partial(interleaved_schedule, n_chunks=2),
+    "interleaved, 4 chunks": partial(interleaved_schedule, n_chunks=4),
+    "zero bubble (ZB-H1)": zero_bubble_schedule,
+}
 FIGURES = {
     "ring": ring_figure(),
     "zero": zero_figure(memory_per_device, (1.5e9, 7e9, 405e9), (1, 8, 64)),
     "clocks": clocks_figure(rope_frequencies),
-    "schedules": schedules_figure(GIVEN),
+    "schedules": schedules_figure(SCHEDULES, simulate),
     "tiles": tiles_figure(online_softmax_update),
+    "pairs": pairs_figure(zigzag_indices),
     "planner": planner_figure(plan, MODELS, LINKS, (1, 8, 64), (24, 80)),
     "capacity": capacity_figure(capacity_mask, (0.0, 1.0), (0.5, 1.0, 2.0)),
 }
@@ -47,8 +63,9 @@ CHAPTERS = {
     "ring": "09_mpi",
     "zero": "12_fsdp",
     "clocks": "02_rope",
-    "schedules": "13_tensor_parallel",
+    "schedules": "17_pipeline",
     "tiles": "15_flash_attention",
+    "pairs": "18_context_parallel",
     "planner": "16_scaling",
     "capacity": "19_moe",
 }
@@ -202,44 +219,22 @@ def test_zeros_memory_is_the_chapters(stage, size, n_ranks):
 @pytest.mark.parametrize("n_micro", [1, 2, 4, 8, 16])
 def test_idle_shares_are_those_of_the_formulas(n_stages, n_micro):
     for name in ("GPipe", "1F1B"):
-        work = GIVEN[name](n_stages, n_micro)
+        work = timeline(SCHEDULES[name], simulate, n_stages, n_micro)
         assert idle_share(work) == pytest.approx(pipeline_bubble(n_stages, n_micro))
-        assert idle_share(work) == pytest.approx(pipeline.idle_share(work))
-        assert most_kept(work) == pipeline.most_in_flight(work)
-        assert f"wait {idle_share(work):.1%}" in said("schedules", schedule=name, stages=n_stages, micro=n_micro)
-    if n_micro % n_stages == 0:  # two chunks halve the bubble; ZB-H1 leaves a third of 1F1B's (F + B - W of F + B + W)
-        work = timelines.interleaved(n_stages, n_micro)
-        assert idle_share(work) == pytest.approx((n_stages - 1) / (2 * n_micro + n_stages - 1))
-    else:
-        assert f"multiple of {n_stages}" in said(
-            "schedules", schedule="interleaved, 2 chunks", stages=n_stages, micro=n_micro
-        )
-    if n_micro >= n_stages:
-        work = timelines.zero_bubble(n_stages, n_micro)
+        text = said("schedules", schedule=name, stages=n_stages, micro=n_micro)
+        assert f"wait {idle_share(work):.1%}" in text
+        assert f"send {2 * n_micro * (n_stages - 1)} messages" in text
+    for n_chunks in (2, 4):
+        name = f"interleaved, {n_chunks} chunks"
+        if n_micro % n_stages == 0:
+            work = timeline(SCHEDULES[name], simulate, n_stages, n_micro)
+            assert idle_share(work) == pytest.approx((n_stages - 1) / (n_chunks * n_micro + n_stages - 1))
+            assert n_messages(work) == 2 * n_micro * (n_chunks * n_stages - 1)
+        else:
+            assert f"n_stages = {n_stages}" in said("schedules", schedule=name, stages=n_stages, micro=n_micro)
+    if n_micro >= n_stages:  # ZB-H1 leaves a third of 1F1B's (F + B - W of F + B + W)
+        work = timeline(zero_bubble_schedule, simulate, n_stages, n_micro)
         assert idle_share(work) == pytest.approx((n_stages - 1) / (3 * n_micro + n_stages - 1))
-
-
-@pytest.mark.parametrize("timeline", [timelines.interleaved, timelines.zero_bubble])
-def test_a_timeline_does_everything_once_in_order_and_one_thing_at_a_time(timeline):
-    p, m = 4, 8
-    work = timeline(p, m)
-    kinds = {w.kind for w in work}
-    n_chunks = 1 + max(w.chunk for w in work)
-    assert len(work) == len({w[:3] + w[5:] for w in work}) == len(kinds) * p * m * n_chunks
-    assert sum(w.end - w.start for w in work) == 3 * p * m
-    when = {(w.kind, w.micro_batch, w.chunk * p + w.stage): w for w in work}
-    for (kind, n, place), w in when.items():
-        if kind == "F" and place:
-            assert w.start >= when["F", n, place - 1].end
-        if kind == "B":
-            assert w.start >= when["F", n, place].end
-            assert place + 1 == p * n_chunks or w.start >= when["B", n, place + 1].end
-        if kind == "W":
-            assert w.start >= when["B", n, place].end
-    for stage in range(p):
-        mine = sorted((w.start, w.end) for w in work if w.stage == stage)
-        assert all(one[1] <= after[0] for one, after in itertools.pairwise(mine))
-        assert timeline is timelines.interleaved or most_kept(work, stage) <= p
 
 
 @pytest.mark.parametrize("mask", ["none", "causal"])
@@ -254,6 +249,21 @@ def test_the_tiles_end_at_the_softmax_of_the_whole_row(mask):
     shown = tiles_figure(online_softmax_update).picture(places(FIGURES["tiles"], mask=mask, step=len(walk) - 1))
     for output in (scores.softmax(-1) @ values).flatten().tolist():
         assert f">{output:.2f}<" in shown
+
+
+@pytest.mark.parametrize("n_ranks", range(2, 7))
+def test_the_pairs_meet_every_query_once_and_take_the_time_that_chapter_18_says(n_ranks):
+    """In blocks: R without a mask, R - 1/2 with contiguous shares under a causal mask, R/2 in zigzag, where nobody waits."""
+    for layout, blocks, waited in (
+        ("no mask", n_ranks, 0.0),
+        ("causal, contiguous", n_ranks - 0.5, 1 - n_ranks / 2 / (n_ranks - 0.5)),
+        ("causal, zigzag", n_ranks / 2, 0.0),
+    ):
+        texts = [said("pairs", layout=layout, ranks=n_ranks, step=step) for step in range(n_ranks + 1)]
+        last = re.search(r"So far ([\d.]+) blocks? of time, (\d+)% of it spent waiting; .* takes ([\d.]+)\.", texts[-1])
+        assert (float(last[1]), float(last[3])) == (blocks, n_ranks if layout == "no mask" else n_ranks / 2)
+        assert int(last[2]) == round(100 * waited)
+        assert layout != "causal, zigzag" or all("All ranks compute 0.5 blocks" in text for text in texts[1:])
 
 
 @pytest.mark.parametrize(("n", "model", "gb"), [(8, "7B", 80), (64, "1.5B", 24), (64, "7B", 80)])
@@ -305,14 +315,18 @@ def test_what_chapter_12_asks_has_an_answer():
     assert memory_per_device(int(70e9), 16, 3, 4, 4, 8) <= 80e9
 
 
-def test_what_chapter_13_says_of_the_schedules():
-    work = {name: timeline(4, 8) for name, timeline in GIVEN.items()}
-    idle = {name: idle_share(work[name]) for name in GIVEN}
-    assert idle["GPipe"] == pytest.approx(idle["1F1B"])
-    assert idle["1F1B"] > idle["interleaved, 2 chunks"] > idle["zero bubble (ZB-H1)"]
-    kept = {name: [most_kept(work[name], stage) for stage in range(4)] for name in GIVEN}
+def test_what_chapter_17_says_of_the_schedules():
+    work = {name: timeline(schedule, simulate, 4, 8) for name, schedule in SCHEDULES.items()}
+    end = {name: max(w.end for w in works) for name, works in work.items()}
+    assert end["GPipe"] == end["1F1B"] > end["interleaved, 2 chunks"] > end["zero bubble (ZB-H1)"]
+    assert min(end, key=end.__getitem__) == "interleaved, 4 chunks"
+    kept = {name: [most_kept(works, stage) for stage in range(4)] for name, works in work.items()}
     assert kept["GPipe"][0] > kept["interleaved, 2 chunks"][0] > kept["1F1B"][0]
     assert kept["zero bubble (ZB-H1)"] == [kept["1F1B"][0]] * 4
+    sent = {name: n_messages(works) for name, works in work.items()}
+    assert sent["zero bubble (ZB-H1)"] == sent["1F1B"] < sent["interleaved, 2 chunks"] < sent["interleaved, 4 chunks"]
+    waits = {m: pipeline_bubble(8, m) < 1 / 3 for m in (1, 2, 4, 8, 16)}
+    assert [m for m, is_less in waits.items() if is_less] == [16]
 
 
 def test_what_chapter_15_says_of_the_fourth_tile():

@@ -383,7 +383,8 @@ def test_what_libraries_print_is_left_out():
         "internal_Allreduce_c(342).....: MPI_Allreduce_c(sendbuf=0x5610f48e90e0) failed\nMPIR_Wait(745).: \n"
     )
     enforced = "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce fail at pair.cc:455] a <= b. 48 vs 24\n"
-    assert noise.meaningful(assertion + stack + logged + aborted + enforced + "mine: 3\n") == ["mine: 3"]
+    profiled = "USDT:2026-11-22 17:34:31 10770:10770 SyncActivityProfilerHandler.cpp:52] profiler_start\n"
+    assert noise.meaningful(assertion + stack + logged + aborted + enforced + profiled + "mine: 3\n") == ["mine: 3"]
     assert noise.cause(assertion + stack).startswith("the message is not a whole number")
     assert noise.cause("mine\n" + aborted) == "Oh"
     assert noise.cause(enforced) == "a <= b. 48 vs 24"

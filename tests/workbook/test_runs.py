@@ -36,7 +36,7 @@ if sys.platform != "win32":
 
 ROOT = Path(__file__).resolve().parents[2]
 VIT = "vit --batch 12 --steps 4 --data synthetic --items 40 --warmup 1"
-GPT2 = "gpt2 --batch 4 --steps 4 --data synthetic --items 20 --context 16 --warmup 1"
+GPT2 = "gpt2 --batch 4 --steps 4 --data synthetic --items 20 --length 16 --warmup 1"
 MODELS = {"vit": VIT, "gpt2": GPT2}
 WAYS = [
     f"--strategy {strategy} --engine {engine}" for strategy in ("ddp", "fsdp", "tp") for engine in ("ours", "torch")
@@ -396,10 +396,13 @@ def test_a_checkpoint_of_another_run_is_refused(capsys, tmp_path):
     refused(capsys, f"{VIT} --batch 8 {with_it}", "batch = 12", "8")
     refused(capsys, f"{VIT} --seed 5 {with_it}", "seed = 0", "5")
     refused(capsys, f"{VIT} --steps 1 --warmup 0 {with_it}", "at step 2", "--steps 1")
-    refused(capsys, f"{VIT} --strategy fsdp {with_it}", "'whole'", "'fsdp, ours'")
     refused(capsys, f"{GPT2} {with_it}", "task = 'ViTTask'", "'GPT2Task'")
     (tmp_path / "checkpoint.pt").write_bytes(b"PK no checkpoint")
     refused(capsys, f"{VIT} {with_it}", "cannot be read", "checkpoint.pt")
+    old = tmp_path / "old" / "step_00000002"
+    old.mkdir(parents=True)
+    (old / state.STATE).write_text(json.dumps({"step": 2, "run": {"layout": "fsdp, ours"}}))
+    refused(capsys, f"{VIT} --strategy fsdp --checkpoint {old.parent} --quiet", "step_00000002", "older version")
 
 
 def flip(path: Path, place: float) -> None:
@@ -540,7 +543,7 @@ def test_real_data_is_learned_and_files_are_read(tmp_path):
     losses = [line["loss"] for line in read_log(tmp_path / "digits")]
     assert sum(losses[-5:]) / 5 < 0.8 * losses[0]
     (tmp_path / "words.txt").write_text("to be or not to be, that is the question\n" * 40)
-    words = f"gpt2 --batch 4 --context 16 --data {tmp_path / 'words.txt'} --lr 3e-3"
+    words = f"gpt2 --batch 4 --length 16 --data {tmp_path / 'words.txt'} --lr 3e-3"
     train(f"{words} --steps 20 --log {tmp_path / 'bytes'}", f"{words} --steps 2 --tokenizer bpe")
     assert curve(tmp_path / "bytes")[19][0] < 0.7 * curve(tmp_path / "bytes")[0][0]
 
@@ -554,7 +557,7 @@ def test_no_more_documents_are_asked_for_than_the_limit(monkeypatch, tmp_path):
             yield "to be or not to be"
 
     monkeypatch.setattr("lib.runs.engine.sources.stream_text", stream)
-    train(f"gpt2 --batch 2 --context 16 --steps 1 --data somewhere --limit 3 --log {tmp_path / 'log'}")
+    train(f"gpt2 --batch 2 --length 16 --steps 1 --data somewhere --limit 3 --log {tmp_path / 'log'}")
     assert asked == [0, 1, 2]
 
 

@@ -187,6 +187,7 @@ def test_long_names_break_after_underscores_and_dots():
     page_tools = pytest.importorskip("lib.workbook.tools.pages")
     assert page_tools.breakable("vocab_parallel") == "vocab_<wbr>parallel"
     assert page_tools.breakable("lib/rope.py") == "lib/<wbr>rope.<wbr>py"
+    assert page_tools.breakable("ImageEmbeddings") == "Image<wbr>Embeddings"
     assert page_tools.breakable('<span class="pre">0.95</span> __init__') == '<span class="pre">0.95</span> __init__'
 
 

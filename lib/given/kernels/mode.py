@@ -39,10 +39,13 @@ except ImportError:
         def __getitem__(self, grid):
             raise RuntimeError(NO_TRITON)
 
+    def _jit(fn=None, **options):
+        return _Kernel if fn is None else _Kernel(fn)
+
     class _Absent:
         """Replaces ``triton`` and ``tl`` where Triton is not installed."""
 
-        jit = _Kernel
+        jit = staticmethod(_jit)
 
         def __getattr__(self, name):
             return self

@@ -171,6 +171,26 @@ class Layout:
                 break
         return bandwidths.within_host if span <= bandwidths.devices_per_host else bandwidths.across_hosts
 
+    @property
+    def flags(self) -> str:
+        """The same degrees for ``lib.runs``, where copies are called replicas and micro-batches are counted by ``--accumulate``."""
+        degrees = {"replicate": self.data, "shard": self.sharded, "tensor": self.tensor, "pipeline": self.pipeline}
+        degrees["accumulate"] = 4 * self.pipeline if self.pipeline > 1 else 1
+        return " ".join(f"--{name} {n}" for name, n in degrees.items() if n > 1)
+
+    def command(self, *arguments: str, devices_per_host: int = 8, program: str = "lib.runs.train_gpt2") -> str:
+        """The command that trains with this layout; on several hosts, the one to run on each.
+
+        Args:
+            arguments: Further arguments, such as "--model xl".
+            devices_per_host: Number of devices in a host.
+            program: "lib.runs.train_gpt2" or "lib.runs.train_vit".
+        """
+        n_hosts = -(-self.n_devices // devices_per_host)
+        hosts = f"--nnodes {n_hosts} --rdzv-backend c10d --rdzv-endpoint $FIRST_HOST:29500 " if n_hosts > 1 else ""
+        ranks = f"--nproc-per-node {self.n_devices // n_hosts}"
+        return " ".join(["torchrun", f"{hosts}{ranks}", "-m", program, *arguments, self.flags]).strip()
+
     def __str__(self) -> str:
         return f"{self.data} data x {self.sharded} sharded x {self.tensor} tensor x {self.pipeline} pipeline"
 

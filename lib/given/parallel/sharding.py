@@ -57,8 +57,9 @@ def alike(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter
 class Places:
     """The places in a module where its parameters hang, so that other tensors can hang there instead.
 
-    A tied parameter hangs in several places. ``hang`` puts a tensor into all of them. ``take_down`` replaces it by an empty tensor
-    of the right shape on the device "meta", and any use of that raises an error.
+    A tied parameter hangs in several places. ``hang`` puts a tensor into all of them. ``take_down`` replaces it by a tensor of the
+    right shape on the device "meta", which has no values. Don't compute with it: many operators raise an error that names the
+    device, but some return a tensor on "meta", and some (a matrix product on a CPU, in torch 2.13) whatever was in memory.
     """
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]):
@@ -129,11 +130,16 @@ class HookedUnits(nn.Module):
     free: Callable[[int], None]
 
     def __init__(
-        self, module: nn.Module, units: Iterable[nn.Module] | None = None, param_dtype: torch.dtype | None = None
+        self,
+        module: nn.Module,
+        units: Iterable[nn.Module] | None = None,
+        param_dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | None = None,
     ):
         super().__init__()
         units = blocks_of(module) if units is None else list(units)
-        self.module, self.param_dtype = module, param_dtype
+        self.module, self.param_dtype, self.group = module, param_dtype, group
+        settings = (param_dtype,) if group is None else (param_dtype, group)
         self.names = [name for name, _ in module.named_parameters()]
         owned = owned_parameters(module, units)
         self.places = [Places(module, part) for part in owned]
@@ -142,7 +148,7 @@ class HookedUnits(nn.Module):
         self._was_whole: dict[int, bool] = {}  # for units whose forward runs inside a backward
         self._unfinished: set[int] = set()  # backwards that have begun, by autograd's id
         for i, unit in enumerate((module, *units)):
-            self.flats.append([type(self).make_flat(part, param_dtype) for part in alike(owned[i])])
+            self.flats.append([type(self).make_flat(part, *settings) for part in alike(owned[i])])
             owned[i].clear()
             self._register(i, unit)
 
@@ -163,8 +169,8 @@ class HookedUnits(nn.Module):
         """Every parameter, whole and in its own dtype, under its name in the original module. All ranks must call this together."""
         found = {}
         for flat in (flat for flats in self.flats for flat in flats):
-            row = flat.shard.new_empty(dist.get_world_size() * len(flat.shard))
-            all_gather_row(row, flat.shard.detach())
+            row = flat.shard.new_empty(dist.get_world_size(self.group) * len(flat.shard))
+            all_gather_row(row, flat.shard.detach(), self.group)
             start = 0
             for name, shape in flat.shapes.items():
                 found[name] = row[start : start + shape.numel()].view(shape)

@@ -13,8 +13,6 @@ from matplotlib.patches import Rectangle
 
 from lib.given.show.plots import COLOURS, GREY
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes two lines into a notebook for each profile
-
 
 @contextmanager
 def nvtx_range(name: str) -> Iterator[None]:

@@ -131,7 +131,7 @@ class Log:
             self.board = SummaryWriter(str(options.tensorboard), purge_step=begin)
         self.bar: Any = range(begin, options.steps)
         if speaks and not options.quiet:
-            self.bar = progress(self.bar, f"{options.model} {options.strategy}")
+            self.bar = progress(self.bar, f"{options.model} {options.how}")
         self.last = Moment(device)
 
     def _continue_file(self, path: Path, begin: int) -> None:

@@ -15,11 +15,13 @@ from torch.optim import Optimizer
 from lib import amp
 from lib.fast.models import capture
 from lib.runs.engine import state as checkpoints
+from lib.runs.engine.context import share_of
 from lib.runs.engine.leave import STATUS, Signals, follow_launcher
 from lib.runs.engine.log import Log
-from lib.runs.engine.options import Options, Parser, UsageError, check_world, make_places, parse
+from lib.runs.engine.mesh import Mesh, arrange, check_degrees
+from lib.runs.engine.options import Options, Parser, UsageError, check_batch, make_places, parse
 from lib.runs.engine.sources import N_PICTURES
-from lib.runs.engine.strategies import Single, check_cuts, make_optimizer, make_strategy
+from lib.runs.engine.strategies import Strategy, make_optimizer, make_strategy
 from lib.runs.engine.tasks import Loss, Task
 from lib.runs.engine.world import World, agree, choose_device, find_world, start_group
 from lib.training import TokenBatches, cosine_schedule, hours_per_epoch
@@ -48,25 +50,35 @@ def train(options: Options, kind: type[Task]) -> bool:
     Raises:
         UsageError: the request is wrong; in this case nothing was allocated on a device.
     """
+    run = prepare(options, kind)
+    return run.go()
+
+
+def prepare(options: Options, kind: type[Task]) -> "Run":
+    """Check the request, start the group and build or resume the model.
+
+    Raises:
+        UsageError: the request is wrong; in this case nothing was allocated on a device.
+    """
     world = find_world()
     if world.launcher == "torchrun":
         follow_launcher()
-    n_data = 1 if options.strategy == "tp" else world.size
-    check_world(options, world.size, n_data)
-    check_cuts(options, kind.widths(options.model), world.size)
+    options = arrange(options, world.size)
+    check_batch(options, (options.replicate or 1) * (options.shard or 1))
+    check_degrees(options, kind.sizes(options))
     device = choose_device(options.device, world)
     if options.graph and device.type != "cuda":
         raise UsageError("--graph records a CUDA graph, but the device is a CPU: expected a GPU, or no --graph")
     make_places(options)
     found = checkpoints.peek(options, world.rank, world.size)
     task = make_task(options, kind)
-    run = {"layout": checkpoints.layout(options), **task.describe()}
+    run = task.describe()
     checkpoints.check_same_run(options, found, run)
     set_up(options, device)
-    if options.strategy != "single":
+    if options.is_parallel:
         start_group(world, device)
         agree(found and found["step"], "the step of the checkpoint")
-    return Run(options, task, world, device, n_data, run, found is not None).go()
+    return Run(options, task, world, device, run, found is not None)
 
 
 def make_task(options: Options, kind: type[Task]) -> Task:
@@ -109,7 +121,6 @@ class Run:
         task: Model, loss and data.
         world: This rank's place.
         device: Device of this rank.
-        n_data: Number of ranks that divide a batch.
         run: The description of the run that its checkpoints hold.
         resumes: Whether there is a checkpoint to continue from.
     """
@@ -120,14 +131,13 @@ class Run:
         task: Task,
         world: World,
         device: torch.device,
-        n_data: int,
         run: dict[str, Any],
         resumes: bool,
     ):
         self.options, self.task, self.world, self.device, self.run = options, task, world, device, run
-        self.n_data, self.data_rank = n_data, world.rank if n_data > 1 else 0
+        self.mesh = Mesh(options, device)
         torch.manual_seed(options.seed)
-        self.strategy: Single = make_strategy(options, Loss(task, device))
+        self.strategy: Strategy = make_strategy(options, Loss(task, device), self.mesh)
         self.optimizer: Optimizer = make_optimizer(options, self.strategy.groups(), device)
         self.scaler: Any = self._scaler()
         self.parameters = list(self.strategy.named().values())
@@ -144,9 +154,14 @@ class Run:
 
     def _order(self) -> TokenBatches:
         """Indices of this rank's items, batch after batch, in the order in which chapter 7 visits windows of a text."""
-        row = np.arange(self.task.source.n + 1)
-        share = self.options.batch // self.n_data
-        return TokenBatches(row, share, 1, rank=self.data_rank, world_size=self.n_data, seed=self.options.seed)
+        row, share = np.arange(self.task.source.n + 1), self.options.batch // self.n_data
+        rank = self.mesh.rank["replicate"] * self.mesh.size["shard"] + self.mesh.rank["shard"]
+        return TokenBatches(row, share, 1, rank=rank, world_size=self.n_data, seed=self.options.seed)
+
+    @property
+    def n_data(self) -> int:
+        """Number of ranks, or groups of ranks, that divide a batch."""
+        return self.mesh.size["replicate"] * self.mesh.size["shard"]
 
     def _resume(self) -> int:
         state = checkpoints.load(self.options, self.strategy, self.optimizer)
@@ -165,7 +180,10 @@ class Run:
         numbers = next(self.numbers)[0][:, 0]
         if self.device.type == "cuda":
             numbers = numbers.pin_memory().to(self.device, non_blocking=True)
-        return self.task.source.fetch(numbers)
+        inputs, targets = self.task.source.fetch(numbers)
+        if self.mesh.size["context"] > 1:
+            return share_of(inputs, self.mesh), share_of(targets, self.mesh)
+        return inputs, targets
 
     def plain_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Forward, backward, clipping, one update.
@@ -200,19 +218,12 @@ class Run:
 
     def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Compute the gradient of the whole batch, micro-batch by micro-batch. Returns the mean loss over all ranks, and the share of ranks that were asked to leave."""
-        n = self.options.accumulate
         self.optimizer.zero_grad(set_to_none=True)
-        total = torch.zeros((), device=self.device)
-        for i, (x, y) in enumerate(zip(inputs.chunk(n), targets.chunk(n), strict=True)):
-            with self.strategy.micro_step(i == n - 1):
-                loss = self.strategy.call(x, y) / n
-                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-            total += loss.detach().float()
-        self.strategy.finish()
+        total = self.strategy.backward(inputs, targets, self.scaler.scale if self.scaler else lambda loss: loss)
         numbers = torch.stack([total, self.asked])
-        if self.options.strategy != "single":
+        if self.options.is_parallel:
             dist.all_reduce(numbers)
-            numbers /= self.world.size
+            numbers *= self.mesh.size["pipeline"] / self.world.size  # the loss is on the last stage only
         return numbers
 
     def set_lr(self, step: int) -> float:

@@ -7,7 +7,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-STRATEGIES = ("single", "ddp", "fsdp", "tp")
+KINDS = ("pipeline", "replicate", "context", "shard", "tensor")
+"""Kinds of parallelism, each an axis of the mesh of ranks. The last axis joins neighbours: ranks that divide a layer communicate most."""
+STRATEGIES = {"single": None, "ddp": "replicate", "fsdp": "shard", "tp": "tensor", "cp": "context", "pp": "pipeline"}
+"""Names of the simple cases: one kind over all ranks."""
 PRECISIONS = ("float32", "tf32", "bf16", "float16")
 OPTIMIZERS = ("ours", "adamw", "sgd")
 
@@ -21,7 +24,12 @@ class Options:
     """The flags of a run; ``--help`` explains each. None means that the value follows from the others, and ``_resolved`` fills it in."""
 
     model: str
-    strategy: str
+    strategy: str | None
+    replicate: int | None
+    shard: int | None
+    tensor: int | None
+    context: int | None
+    pipeline: int | None
     engine: str
     precision: str
     path: str
@@ -54,12 +62,42 @@ class Options:
     peak_tflops: float | None
     image_size: int | None = None
     classes: int | None = None
-    context: int | None = None
+    length: int | None = None
     tokenizer: str = "bytes"
 
     @property
     def ours(self) -> bool:
         return self.engine == "ours"
+
+    def uses(self, *kinds: str) -> bool:
+        """Whether ranks divide the work in one of these ways, be it among one rank only because ``--strategy`` asks for it."""
+        named = STRATEGIES[self.strategy] if self.strategy else None
+        return any(kind == named or (getattr(self, kind) or 1) != 1 for kind in kinds)
+
+    @property
+    def shards(self) -> bool:
+        """Whether parameters are divided by ``FullySharded`` or ``fully_shard``, which then choose the dtype of the products too.
+
+        PyTorch's DDP knows no divided layers and no stages; there ``fully_shard`` keeps the copies, over one shard.
+        """
+        return self.uses("shard") or (
+            not self.ours and self.uses("replicate", "context") and self.uses("tensor", "pipeline")
+        )
+
+    @property
+    def is_parallel(self) -> bool:
+        return self.uses(*KINDS)
+
+    def named(self, kind: str) -> str:
+        """The flag that asks for this kind, as it was given."""
+        return f"--strategy {self.strategy}" if self.strategy else f"--{kind} {getattr(self, kind)}"
+
+    @property
+    def how(self) -> str:
+        """All flags that say how the ranks divide the work."""
+        if self.strategy:
+            return f"--strategy {self.strategy}"
+        return " ".join(self.named(kind) for kind in KINDS if self.uses(kind)) or "--strategy single"
 
 
 class Parser(argparse.ArgumentParser):
@@ -78,6 +116,11 @@ def whole(least: int):
         return int(text)
 
     return number
+
+
+def degree(text: str) -> int:
+    """For ``type=``: accepts a whole number of at least 1, or -1."""
+    return -1 if text == "-1" else whole(1)(text)
 
 
 def positive(text: str) -> float:
@@ -110,7 +153,6 @@ def make_parser(program: str, models: list[str], items: str, description: str) -
     parser = Parser(prog=f"python -m {program}", description=description, allow_abbrev=False)
     what = parser.add_argument_group("model and computation")
     what.add_argument("--model", choices=models, default="tiny")
-    what.add_argument("--strategy", choices=STRATEGIES, default="single", help="how the ranks divide the work")
     what.add_argument("--engine", choices=("ours", "torch"), default="ours", help="the book's functions, or PyTorch's")
     what.add_argument(
         "--precision",
@@ -121,13 +163,31 @@ def make_parser(program: str, models: list[str], items: str, description: str) -
     what.add_argument("--path", choices=("auto", "fast", "plain"), default="auto",
                       help="fast: lib.fast.models; plain: the model as in its chapter; auto: fast where the strategy allows it")  # fmt: skip
     what.add_argument(
-        "--attention", choices=("fused", "flash", "cudnn"), default="fused", help="attention kernel of the fast path"
+        "--attention",
+        choices=("quickest", "workbook", "fused", "flash", "cudnn"),
+        default="quickest",
+        help="attention kernel of the fast path: chapter 15's where it was measured to be the fastest, or wherever it fits; "
+        "PyTorch's choice; or one of PyTorch's",
     )
     what.add_argument("--compile", nargs="?", const="auto", choices=("auto", "whole", "blocks"),
                       help="torch.compile the whole model (single) or each block, so that gradients are ready early")  # fmt: skip
     what.add_argument(
         "--graph", action="store_true", help="record the whole step as a CUDA graph (single, or ddp with --engine ours)"
     )
+    ranks = parser.add_argument_group(
+        "ranks",
+        "How the ranks divide the work. The product of the degrees is the number of ranks; a degree left out is 1, and -1 is "
+        "what the others leave.",
+    )
+    ranks.add_argument("--replicate", type=degree, help="copies of the model, whose gradients are averaged")
+    ranks.add_argument(
+        "--shard", type=degree, help="ranks among which parameters, gradients and optimizer state are divided"
+    )
+    ranks.add_argument("--tensor", type=degree, help="ranks that divide each layer")
+    ranks.add_argument("--context", type=degree, help="ranks that divide each sequence")
+    ranks.add_argument("--pipeline", type=degree, help="stages; --accumulate is the number of micro-batches")
+    ranks.add_argument("--strategy", choices=STRATEGIES, help="one kind over all ranks: ddp is --replicate, fsdp --shard, tp --tensor, "
+                       "cp --context, pp --pipeline")  # fmt: skip
     train = parser.add_argument_group("training")
     train.add_argument("--batch", type=whole(1), default=32, help=f"{items} in a step, over all ranks")
     train.add_argument("--accumulate", type=whole(1), default=1, help="micro-batches in a step")
@@ -187,11 +247,20 @@ def parse(parser: Parser, argv: list[str] | None) -> Options:
 
 
 def _resolved(o: Options) -> dict[str, Any]:
+    degrees = [kind for kind in KINDS if getattr(o, kind) is not None]
+    if o.strategy and degrees:
+        raise UsageError(
+            f"--strategy {o.strategy} with --{degrees[0]} {getattr(o, degrees[0])}: expected either a strategy or degrees"
+        )
+    if [getattr(o, kind) for kind in KINDS].count(-1) > 1:
+        raise UsageError("more than one degree is -1: only one can be what the others leave")
     found: dict[str, Any] = {"path": o.path, "compile": o.compile}
+    if not degrees:
+        found["strategy"] = o.strategy or "single"
     if o.path == "auto":
-        found["path"] = "plain" if o.strategy == "tp" else "fast"
+        found["path"] = "plain" if o.uses("tensor", "context", "pipeline") else "fast"
     if o.compile == "auto":
-        found["compile"] = "whole" if o.strategy == "single" else "blocks"
+        found["compile"] = "blocks" if o.is_parallel else "whole"
     found["optimizer"] = o.optimizer or ("ours" if o.ours and not o.graph else "adamw")
     found["data"] = o.data or ("embedded" if o.model == "tiny" else "synthetic")
     return found
@@ -203,19 +272,20 @@ def check_flags(o: Options) -> Options:
     Raises:
         UsageError: two of them do.
     """
-    if o.path == "fast" and o.strategy == "tp":
-        raise UsageError("--path fast computes whole layers, but --strategy tp divides them: expected --path plain")
-    if o.compile == "whole" and o.strategy in ("fsdp", "tp"):
-        raise UsageError(
-            f"--compile whole cannot see into the hooks of --strategy {o.strategy}: expected --compile blocks"
-        )
-    if o.compile == "whole" and (o.strategy, o.engine) == ("ddp", "torch") and o.bucket_mb < 1:
+    divides = o.uses("tensor", "context", "pipeline")
+    if o.path == "fast" and divides:
+        raise UsageError(f"--path fast computes whole layers, but {o.how} divides them: expected --path plain")
+    if o.compile == "whole" and (divides or o.uses("shard")):
+        raise UsageError(f"--compile whole cannot see into the hooks of {o.how}: expected --compile blocks")
+    if o.compile == "whole" and o.uses("replicate") and not o.ours and o.bucket_mb < 1:
         raise UsageError(
             f"--bucket-mb {o.bucket_mb:g} with --compile whole: PyTorch cuts the graph at buckets of 1 MB and more; expected --compile blocks"
         )
-    if o.precision == "float16" and (o.strategy, o.engine) == ("tp", "torch"):
-        raise UsageError("--precision float16 with --strategy tp --engine torch: expected bf16, or --engine ours")
-    if o.attention != "fused" and (o.path == "plain" or o.precision not in ("bf16", "float16")):
+    if o.precision == "float16" and o.uses("tensor") and not o.ours:
+        raise UsageError(f"--precision float16 with {o.how} --engine torch: expected bf16, or --engine ours")
+    if o.precision == "float16" and o.uses("pipeline"):
+        raise UsageError(f"--precision float16 with {o.how}: no loss scale goes through the stages; expected bf16")
+    if o.attention not in ("quickest", "fused") and (o.path == "plain" or o.precision not in ("bf16", "float16")):
         raise UsageError(
             f"--attention {o.attention} with --path {o.path} --precision {o.precision}: a 16-bit kernel of the fast path; "
             "expected --attention fused, or --path fast with --precision bf16 or float16"
@@ -260,10 +330,8 @@ def make_places(o: Options) -> None:
 
 
 def _check_graph(o: Options) -> None:
-    if o.strategy != "single" and (o.strategy, o.engine) != ("ddp", "ours"):
-        raise UsageError(
-            f"--graph with --strategy {o.strategy} --engine {o.engine}: expected single, or ddp with --engine ours"
-        )
+    if o.is_parallel and (o.uses("shard", "tensor", "context", "pipeline") or not o.ours):
+        raise UsageError(f"--graph with {o.how} --engine {o.engine}: expected single, or ddp with --engine ours")
     if o.precision == "float16":
         raise UsageError(
             "--graph with --precision float16: the loss scaler needs the host in each step; expected bf16, tf32 or float32"
@@ -274,14 +342,12 @@ def _check_graph(o: Options) -> None:
         )
 
 
-def check_world(o: Options, n_ranks: int, n_data_ranks: int) -> None:
+def check_batch(o: Options, n_data_ranks: int) -> None:
     """Check that this many ranks can divide the batch.
 
     Raises:
-        UsageError: there are several ranks for ``single``, or the batch does not divide evenly.
+        UsageError: it does not divide evenly.
     """
-    if o.strategy == "single" and n_ranks > 1:
-        raise UsageError(f"--strategy single runs on 1 rank, but {n_ranks} were started: expected ddp, fsdp or tp")
     parts = n_data_ranks * o.accumulate
     if o.batch % parts:
         whole_part, rest = divmod(o.batch, parts)

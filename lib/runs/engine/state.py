@@ -2,42 +2,42 @@
 
 The file is ``<folder>/checkpoint.pt``, the folder ``<folder>/step_00000100/``. Both are written under another name and renamed when they are
 complete, so a reader finds the old checkpoint or the new one, never half of one.
+
+Both hold whole parameters under the model's own names, so a run on any mesh can load either. For a folder the ranks put one tensor
+after the other together, and each keeps some of them; for loading each rank reads one tensor after the other and takes its part.
 """
 
 import json
 import os
 import pickle
 import shutil
+import warnings
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
-from lib.fsdp import load_sharded, save_sharded
 from lib.given.data.weights import why
 from lib.runs.engine.options import Options, UsageError
+from lib.runs.engine.strategies import local
 from lib.training import load_checkpoint, save_checkpoint
 
-FILE, STATE, SUMS = "checkpoint.pt", "state.json", "checksums"
-
-
-def layout(options: Options) -> str:
-    """The name of this run's checkpoint format; ``single`` and ``ddp`` can read each other's."""
-    return "whole" if options.strategy in ("single", "ddp") else f"{options.strategy}, {options.engine}"
+FILE, STATE, SUMS, COUNTS, MODEL = "checkpoint.pt", "state.json", "checksums", "counts", "model"
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint in a folder."""
-    if (folder / FILE).exists():
-        return folder / FILE
-    found = sorted(path for path in folder.glob("step_????????") if (path / STATE).exists())
-    return found[-1] if found else None
+    """The newest complete checkpoint in a folder: of a file and folders, which are there together for a moment only, the last written."""
+    found = [path for path in sorted(folder.glob("step_????????")) if (path / STATE).exists()][-1:]
+    found += [folder / FILE] if (folder / FILE).exists() else []
+    return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
 def peek(options: Options, rank: int = 0, world_size: int = 1) -> dict[str, Any] | None:
@@ -47,7 +47,7 @@ def peek(options: Options, rank: int = 0, world_size: int = 1) -> dict[str, Any]
     Each rank reads its share of a folder's files.
 
     Raises:
-        UsageError: the checkpoint cannot be read, is damaged, or has another layout.
+        UsageError: the checkpoint cannot be read, or is damaged.
     """
     path = newest(options.checkpoint) if options.checkpoint else None
     if path is None:
@@ -60,7 +60,7 @@ def peek(options: Options, rank: int = 0, world_size: int = 1) -> dict[str, Any]
             state = json.loads((path / STATE).read_text(encoding="utf-8"))
             written = sorted(state.pop(SUMS, {}).items())[rank::world_size]
             damaged = next((name for name, kept in written if checksum(path / name) != kept), None)
-        was = state["run"]["layout"]
+        is_old = path.name != FILE and "layout" in state["run"]
     except pickle.UnpicklingError as error:
         raise UsageError(
             f"--checkpoint {path} cannot be read: it holds more than tensors and plain values{why(error)}; nothing was run"
@@ -74,8 +74,10 @@ def peek(options: Options, rank: int = 0, world_size: int = 1) -> dict[str, Any]
         raise UsageError(
             f"--checkpoint {path} is damaged: {damaged} is not what was written; expected an intact copy, or none"
         )
-    if was != layout(options):
-        raise UsageError(f"--checkpoint {path} holds a run of layout {was!r}, expected {layout(options)!r}")
+    if is_old:
+        raise UsageError(
+            f"--checkpoint {path} was written by an older version, in parts that fit one layout of ranks only"
+        )
     return state
 
 
@@ -131,9 +133,11 @@ def _save(folder: Path, strategy: Any, optimizer: Optimizer, step: int, state: d
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-    if not strategy.is_sharded:
+    if not strategy.is_divided:
         if rank == 0:
             save_checkpoint(folder / FILE, strategy.model, optimizer, step, **state)
+            for old in folder.glob("step_????????"):
+                shutil.rmtree(old, ignore_errors=True)
         _barrier()
         return
     final = folder / f"step_{step:08d}"
@@ -143,13 +147,13 @@ def _save(folder: Path, strategy: Any, optimizer: Optimizer, step: int, state: d
             shutil.rmtree(left)
         being_written.mkdir()
     _barrier()
-    if strategy.is_native:
-        save_sharded(being_written, strategy.model, optimizer)
-    else:
-        dcp.save(_contents(strategy, optimizer), checkpoint_id=being_written)
+    dcp.save(_contents(strategy, optimizer), checkpoint_id=being_written)
     sums = _gathered({path.name: checksum(path) for path in being_written.glob(f"__{rank}_*")})
     if rank == 0:
-        _put_in_place(being_written, final, {"step": step, **state, SUMS: sums})
+        first = next(iter(strategy.named().values()))
+        counts = _counts(optimizer.state[first], first)
+        _put_in_place(being_written, final, {"step": step, **state, COUNTS: counts, SUMS: sums})
+        (folder / FILE).unlink(missing_ok=True)
     _barrier()
 
 
@@ -220,30 +224,80 @@ def load(options: Options, strategy: Any, optimizer: Optimizer) -> dict[str, Any
     assert options.checkpoint is not None
     path = newest(options.checkpoint)
     assert path is not None
-    if path.name == FILE:
+    if path.name == FILE and not strategy.is_divided:
         return load_checkpoint(path, strategy.model, optimizer)
-    if strategy.is_native:
-        load_sharded(path, strategy.model, optimizer)
-    else:
-        prime(optimizer)
-        contents = _contents(strategy, optimizer)
-        dcp.load(contents, checkpoint_id=path)
+    prime(optimizer)
+    read, counts, state = (_open_file if path.name == FILE else _open_folder)(path, strategy)
+    with torch.no_grad():
         for name, p in strategy.named().items():
-            kept = contents["optimizer"].get(name, {})
-            optimizer.state[p].update({key: value for key, value in kept.items() if not torch.is_tensor(value)})
-    state = json.loads((path / STATE).read_text(encoding="utf-8"))
-    state.pop(SUMS, None)
+            tensors = {MODEL: p, **{key: value for key, value in optimizer.state[p].items() if _is_like(value, p)}}
+            found = read(list(tensors), strategy.members(name))
+            for key, tensor in tensors.items():
+                local(tensor).copy_(strategy.take(name, found[key]))
+            for key, count in counts.items():
+                kept = optimizer.state[p]
+                kept[key] = torch.full_like(kept[key], count) if torch.is_tensor(kept[key]) else type(kept[key])(count)
     return state
 
 
-def _contents(strategy: Any, optimizer: Optimizer) -> dict[str, Any]:
-    """Parameters and optimizer state by name. Divided tensors are DTensors that share memory with the run's own."""
-    named = strategy.named()
-    kept: dict[str, dict[str, Any]] = {}
-    for name, p in named.items():
-        alike = {k: torch.is_tensor(v) and v.shape == p.shape and v.ndim > 0 for k, v in optimizer.state[p].items()}
-        kept[name] = {k: strategy.as_dtensor(name, v) if alike[k] else v for k, v in optimizer.state[p].items()}
-    return {"model": {name: strategy.as_dtensor(name, p) for name, p in named.items()}, "optimizer": kept}
+def _is_like(value: Any, p: Tensor) -> bool:
+    """Whether an optimizer's value has a number for each element of the parameter; a count of steps has not."""
+    return torch.is_tensor(value) and value.ndim > 0 and value.shape == p.shape
+
+
+def _contents(strategy: Any, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
+    """The whole tensors that this rank writes: for each, the ranks of its stage put it together, and the one with the fewest bytes so far keeps it on the host."""
+    mine: dict[str, dict[str, Tensor]] = {}
+    n_bytes = [0] * strategy.mesh.stage_size
+    elsewhere = () if strategy.loss.is_first else strategy.tied
+    for name, p in strategy.named().items():
+        tensors = {MODEL: p, **{key: value for key, value in optimizer.state[p].items() if _is_like(value, p)}}
+        for key, tensor in tensors.items():
+            for member, whole in strategy.whole(name, tensor).items():
+                writer = n_bytes.index(min(n_bytes))
+                n_bytes[writer] += whole.nbytes
+                if writer == strategy.mesh.stage_rank and member not in elsewhere:
+                    mine.setdefault(key, {})[member] = whole.detach().to("cpu", copy=True)
+    return mine
+
+
+def _counts(state: dict[str, Any], p: Tensor) -> dict[str, float]:
+    """What an optimizer keeps for a parameter as a whole, such as the number of its steps, which is the same for all parameters."""
+    return {key: float(value) for key, value in state.items() if not _is_like(value, p) and value is not None}
+
+
+Read = Callable[[list[str], list[str]], dict[str, dict[str, Tensor]]]
+"""Whole tensors by kind ("model", or the name in the optimizer's state) and parameter."""
+
+
+def _open_file(path: Path, strategy: Any) -> tuple[Read, dict[str, float], dict[str, Any]]:
+    """The tensors of a file, in which the optimizer numbers its parameters: those that decay come first."""
+    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    names = sorted(saved[MODEL], key=lambda name: name not in strategy.decays)
+    kept = {names[i]: state for i, state in saved["optimizer"]["state"].items()}
+
+    def read(keys: list[str], members: list[str]) -> dict[str, dict[str, Tensor]]:
+        return {key: {n: saved[MODEL][n] if key == MODEL else kept[n][key] for n in members} for key in keys}
+
+    first = next(iter(kept), None)
+    counts = _counts(kept[first], saved[MODEL][first]) if first else {}
+    return read, counts, saved["state"]
+
+
+def _open_folder(path: Path, strategy: Any) -> tuple[Read, dict[str, float], dict[str, Any]]:
+    """The tensors of a folder. Each rank reads what it needs, without the others."""
+    described: dict[str, Any] = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+
+    def read(keys: list[str], members: list[str]) -> dict[str, dict[str, Tensor]]:
+        found = {key: {n: torch.empty(described[f"{key}.{n}"].size) for n in members} for key in keys}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it points out that this rank reads alone
+            dcp.load(found, checkpoint_id=path, no_dist=True)
+        return found
+
+    state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    state.pop(SUMS, None)
+    return read, state.pop(COUNTS), state
 
 
 @torch.no_grad()

@@ -1,45 +1,64 @@
-"""How ranks divide the work: each strategy wraps a `Loss` and defines what its step does differently, by our engine or PyTorch's."""
+"""A model on a mesh of ranks: divided by each kind of parallelism in turn, and what a step does differently then, by our engine or PyTorch's."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lib.ddp import BucketedDDP
-from lib.fsdp import FullySharded, apply_fully_shard, clip_sharded_gradient_norm_
-from lib.runs.engine.options import Options, UsageError
+from lib.ddp import BucketedDDP, average_gradients_flat
+from lib.fsdp import FullySharded, apply_fully_shard, clip_sharded_gradient_norm_, shard
+from lib.given.parallel.sharding import all_gather_row
+from lib.runs.engine.context import divide_sequences
+from lib.runs.engine.mesh import Mesh
+from lib.runs.engine.options import Options
+from lib.runs.engine.stages import Pipeline, keep_stage, units_of
 from lib.runs.engine.tasks import Loss
-from lib.runs.engine.tensor import cut_by_dtensor, cut_by_hand, part_of
+from lib.runs.engine.tensor import Cuts, cut, divide_layers, gather, uncut
 from lib.training import clip_gradient_norm_, parameter_groups
 
 
-class Single:
-    """One process; also the base class of the others.
+class Strategy:
+    """A model whose parameters are whole on each rank, or plain parts; also the base class of the others.
+
+    Args:
+        options: With a number for every degree.
+        loss: The model, whole and the same on all ranks; changed in place.
+        mesh: The ranks.
 
     Attributes:
         model: The model without wrappers.
         call: ``call(inputs, targets)`` returns the mean loss.
         decays: Names of the parameters with weight decay, before anything was divided.
-        is_sharded: Whether ranks hold different parts, so that a checkpoint is a folder.
-        is_native: Whether ``lib.fsdp.save_sharded`` can write it, because everything that is divided is a DTensor.
+        cuts: How parameters are divided along the tensor axis.
+        tied: Names of the parameters on this stage that both the first stage and the last one have.
     """
 
-    is_sharded = is_native = False
-
-    def __init__(self, options: Options, loss: Loss):
-        self.options, self.model, self.loss = options, loss.model, loss
+    def __init__(self, options: Options, loss: Loss, mesh: Mesh):
+        self.options, self.model, self.loss, self.mesh = options, loss.model, loss, mesh
         decaying = {id(p) for p in parameter_groups(loss.model, options.weight_decay)[0]["params"]}
         self.decays = {name for name, p in loss.model.named_parameters() if id(p) in decaying}
+        self.cuts: Cuts = {}
+        self.tied: list[str] = []
+        self.pipeline: Pipeline | None = None
+        if mesh.size["pipeline"] > 1:
+            self.tied = keep_stage(loss, mesh)
+        if options.uses("tensor"):
+            with loss.device:
+                self.cuts = divide_layers(loss.model, mesh, options.ours)
+        if mesh.size["context"] > 1:
+            divide_sequences(loss.model, mesh)
         self.call: Any = self.wrap(loss)
+        if mesh.size["pipeline"] > 1:
+            self.pipeline = Pipeline(self.call, loss, mesh, options.accumulate, options.ours)
 
     def wrap(self, loss: Loss) -> nn.Module:
-        """Wrap the loss, and divide its parameters among the ranks."""
+        """Wrap the loss, and divide what is left of its parameters."""
         return loss
 
     def named(self) -> dict[str, nn.Parameter]:
@@ -47,12 +66,37 @@ class Single:
         return dict(self.model.named_parameters())
 
     def groups(self) -> list[dict[str, Any]]:
-        """Parameter groups for an optimizer. DTensors and plain tensors are in separate groups, because fused optimizers cannot mix them."""
-        groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+        """Parameter groups for an optimizer. Parameters on different meshes are in separate groups, because fused optimizers cannot mix them."""
+        groups: dict[tuple[bool, int], list[nn.Parameter]] = {}
         for name, p in self.named().items():
-            groups.setdefault((name in self.decays, isinstance(p, DTensor)), []).append(p)
+            n_axes = p.device_mesh.ndim if isinstance(p, DTensor) else 0
+            groups.setdefault((name in self.decays, n_axes), []).append(p)
         decay = {True: self.options.weight_decay, False: 0.0}
         return [{"params": groups[key], "weight_decay": decay[key[0]]} for key in sorted(groups, reverse=True)]
+
+    def backward(self, inputs: Tensor, targets: Tensor, scale: Callable[[Tensor], Tensor]) -> Tensor:
+        """The gradient of the whole batch, micro-batch by micro-batch. Returns this rank's mean loss, detached."""
+        if self.pipeline is not None:
+            return self.backward_of_stage(self.pipeline, inputs, targets)
+        n, total = self.options.accumulate, torch.zeros((), device=self.loss.device)
+        for i, (x, y) in enumerate(zip(inputs.chunk(n), targets.chunk(n), strict=True)):
+            with self.micro_step(i == n - 1):
+                loss = self.call(x, y) / n
+                scale(loss).backward()
+            total += loss.detach().float()
+        self.finish()
+        return total
+
+    def backward_of_stage(self, pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> Tensor:
+        """``backward`` where this rank has a stage only; the loss is 0 on all but the last."""
+        waits = self.options.ours  # for the last micro-batch: PyTorch's schedule knows which backward is the last
+        with self.micro_step(not waits):
+            loss = pipeline.run(inputs, targets)
+        self.finish()
+        for name, p in self.named().items():
+            if p.grad is not None and set(self.members(name)) & set(self.tied):
+                pipeline.add_ends(local(p.grad))
+        return loss.float()
 
     def micro_step(self, is_last: bool) -> AbstractContextManager:
         """Context for forward and backward of a micro-batch: gradients are synchronized in the last one only."""
@@ -63,26 +107,93 @@ class Single:
 
     def share_overflow(self) -> None:
         """If one rank's gradients have inf or NaN, make all ranks see it, so that all skip the step."""
+        if self.options.uses("shard", "tensor"):
+            share_overflow(list(self.named().values()), self.loss.device)
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the whole gradient to a norm of at most ``max_norm``; return its norm before that."""
         parameters = list(self.named().values())
+        if self.options.uses("tensor", "pipeline"):
+            return self.clip_parts(max_norm)
         if self.options.ours:
             return clip_gradient_norm_(parameters, max_norm)
         # by default PyTorch loops over DTensors one by one
         norm = nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
+    @torch.no_grad()
+    def clip_parts(self, max_norm: float) -> Tensor:
+        """``clip`` where some values are on more ranks than others: each rank adds its part of what it shares with n ranks."""
+        shared: dict[int, list[Tensor]] = {}
+        grads = {name: local(p.grad) for name, p in self.named().items() if p.grad is not None}
+        for name, grad in grads.items():
+            for whole, part in self.parts(name).items():
+                shared.setdefault(self.n_holders(whole), []).append(grad[part])
+        square = torch.zeros((), device=self.loss.device)
+        for n, pieces in shared.items():
+            square += torch.stack(torch._foreach_norm(pieces)).square().sum() / n
+        dist.all_reduce(square)
+        norm = square.sqrt()
+        torch._foreach_mul_(list(grads.values()), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def n_holders(self, name: str) -> int:
+        """The number of ranks that hold the same values of a parameter of the model."""
+        axes = ["copies"] + ["shard"] * (not self.options.uses("shard")) + ["tensor"] * (name not in self.cuts)
+        n = 2 if name in self.tied else 1
+        for axis in axes:
+            n *= self.mesh.size[axis]
+        return n
+
     def decay(self, lr: float) -> None:
         """Apply weight decay that the optimizer cannot apply, before its step."""
 
-    def as_dtensor(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor with the shape of parameter ``name``, in the form that a distributed checkpoint stores: a part becomes a DTensor."""
-        return tensor
+    # ---- between this rank's parts and the whole model, for checkpoints ----
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks hold different parts, so that a checkpoint is a folder."""
+        return self.options.shards or self.options.uses("tensor", "pipeline")
+
+    def members(self, name: str) -> list[str]:
+        """The parameters of the model of which ``named()[name]`` has parts, on this rank or others."""
+        return [name]
+
+    def parts(self, name: str) -> dict[str, slice]:
+        """The parameters of the model that ``named()[name]`` holds on this rank, and where."""
+        return {name: slice(None)}
+
+    def whole(self, name: str, mine: Tensor) -> dict[str, Tensor]:
+        """The whole of a tensor with the shape of ``named()[name]``, by the model's names. The ranks of a stage must call it together."""
+        found = self.unsharded(name, mine.detach())
+        for whole in [name for name in found if name in self.cuts]:
+            dim, n_fused = self.cuts[whole]
+            joined = found[whole] if isinstance(mine, DTensor) else gather(found[whole], dim, self.mesh.group("tensor"))
+            found[whole] = uncut(joined, dim, n_fused, self.mesh.size["tensor"])
+        return found
+
+    def unsharded(self, name: str, mine: Tensor) -> dict[str, Tensor]:
+        """``whole`` along all axes but the tensor axis; a DTensor knows that one too."""
+        return {name: mine.full_tensor() if isinstance(mine, DTensor) else mine}
+
+    def take(self, name: str, whole: dict[str, Tensor]) -> Tensor:
+        """The inverse of ``whole``: this rank's part, as a plain tensor."""
+        return next(iter(self._cut(whole).values()))
+
+    def _cut(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        place = (self.mesh.rank["tensor"], self.mesh.size["tensor"])
+        return {name: cut(t, *self.cuts[name], *place) if name in self.cuts else t for name, t in whole.items()}
 
 
-class DataParallel(Single):
-    """Every rank has the whole model; gradients are averaged."""
+class Copied(Strategy):
+    """Our engine where a model whose layers or stages are divided has copies: all gradients are averaged at once, after the last backward."""
+
+    def finish(self):
+        average_gradients_flat(self.model, self.mesh.group("copies"))
+
+
+class Replicated(Strategy):
+    """All ranks are copies; gradients are averaged while backward goes on."""
 
     def wrap(self, loss):
         if self.options.ours:
@@ -99,30 +210,76 @@ class DataParallel(Single):
             self.call.finish_gradient_synchronization()
 
 
-class Sharded(Single):
-    """Chapter 12's ``FullySharded``: parameters are flat shards that mix weights and biases."""
+class HybridSharded(FullySharded):
+    """Chapter 12's ``FullySharded`` with copies: each gradient that has been scattered is then averaged over them, while backward goes on.
 
-    is_sharded = True
+    Args:
+        copies: The ranks that hold the same shard.
+        others: Arguments of ``FullySharded``.
+    """
+
+    def __init__(self, *others: Any, copies: dist.ProcessGroup, **settings: Any):
+        super().__init__(*others, **settings)
+        self.copies, self.is_last = copies, True
+        self.means: dict[Any, dist.Work] = {}
+
+    def begin(self, is_last: bool) -> None:
+        """Begin a micro-batch; averages start only in the last one."""
+        if self.reducing is not None:  # of the micro-batch before: its mean must wait for this one's gradient
+            self.reducing.finish_reduce()
+            self.reducing = None
+        self.is_last = is_last
+
+    def after_gradient(self, flat: Any) -> None:
+        scattered = self.reducing
+        super().after_gradient(flat)
+        if scattered is not None and self.is_last:
+            self.start_mean(scattered)
+
+    def start_mean(self, flat: Any) -> None:
+        """Start to average a shard's gradient, unless that has been done in this step."""
+        if flat not in self.means and flat.shard.grad is not None:
+            flat.shard.grad.div_(dist.get_world_size(self.copies))
+            self.means[flat] = dist.all_reduce(flat.shard.grad, group=self.copies, async_op=True)
+
+    def finish_gradient_synchronization(self) -> None:
+        super().finish_gradient_synchronization()
+        for flat in (flat for flats in self.flats for flat in flats):
+            self.start_mean(flat)
+        for work in self.means.values():
+            work.wait()
+        self.means.clear()
+
+
+class Sharded(Strategy):
+    """Chapter 12's ``FullySharded``: parameters are flat shards that mix weights and biases."""
 
     def wrap(self, loss):
         low = loss.task.dtype if loss.task.dtype != torch.float32 else None
-        self.mesh = make_mesh(loss.device)
-        wrapped = FullySharded(loss, param_dtype=low)
+        settings: dict = {"param_dtype": low, **self.mesh.along("shard")}
+        if self.mesh.size["pipeline"] > 1:
+            settings["units"] = units_of(loss)
+        if self.mesh.size["copies"] > 1:
+            wrapped: FullySharded = HybridSharded(loss, copies=self.mesh.group("copies"), **settings)
+        else:
+            wrapped = FullySharded(loss, **settings)
         flats = [(f"unit_{i}.flat_{j}", flat) for i, unit in enumerate(wrapped.flats) for j, flat in enumerate(unit)]
-        self.flats = dict(flats)
-        self.decaying = {name: self._decaying(flat) for name, flat in flats}
+        self.flats: dict[str, Any] = dict(flats)
         return wrapped
 
-    def _decaying(self, flat: Any) -> list[slice]:
-        """Slices of this rank's shard to which weight decay applies."""
-        n, found = len(flat.shard), []
-        start = -dist.get_rank() * n
-        for name, size in zip(flat.shapes, flat.sizes, strict=True):
+    def parts(self, name):
+        flat = self.flats[name]
+        n, found = len(flat.shard), {}
+        start = -self.mesh.rank["shard"] * n
+        for whole, size in zip(flat.shapes, flat.sizes, strict=True):
             here = slice(max(start, 0), min(start + size, n))
-            if here.start < here.stop and name.removeprefix("model.") in self.decays:
-                found.append(here)
+            if here.start < here.stop:
+                found[whole.removeprefix("model.")] = here
             start += size
         return found
+
+    def members(self, name):
+        return [whole.removeprefix("model.") for whole in self.flats[name].shapes]
 
     def named(self):
         return {name: flat.shard for name, flat in self.flats.items()}
@@ -130,105 +287,72 @@ class Sharded(Single):
     def groups(self):
         return [{"params": list(self.named().values()), "weight_decay": 0.0}]
 
+    def micro_step(self, is_last):
+        if isinstance(self.call, HybridSharded):
+            self.call.begin(is_last)
+        return nullcontext()
+
     def finish(self):
         self.call.finish_gradient_synchronization()
 
-    def share_overflow(self):
-        share_overflow(list(self.named().values()), self.loss.device)
-
     def clip(self, max_norm):
-        return clip_sharded_gradient_norm_(self.named().values(), max_norm)
+        if self.options.uses("tensor", "pipeline"):
+            return self.clip_parts(max_norm)
+        return clip_sharded_gradient_norm_(self.named().values(), max_norm, **self.mesh.along("shard"))
 
     @torch.no_grad()
     def decay(self, lr):
-        shards = [(self.flats[name].shard, part) for name, parts in self.decaying.items() for part in parts]
-        values = [shard[part] for shard, part in shards]
+        found = [
+            (p, part)
+            for name, p in self.named().items()
+            for whole, part in self.parts(name).items()
+            if whole in self.decays
+        ]
+        values = [p[part] for p, part in found]
         if not values or not self.options.weight_decay:
             return
         if self.options.optimizer == "sgd":  # like PyTorch's SGD, add the decay to the gradient
-            torch._foreach_add_([shard.grad[part] for shard, part in shards], values, alpha=self.options.weight_decay)
+            torch._foreach_add_([p.grad[part] for p, part in found], values, alpha=self.options.weight_decay)
         else:
             torch._foreach_mul_(values, 1 - lr * self.options.weight_decay)
 
-    def as_dtensor(self, name, tensor):
+    def unsharded(self, name, mine):
         flat = self.flats[name]
-        n, start = sum(flat.sizes), dist.get_rank() * len(flat.shard)
-        mine = tensor.detach()[: max(0, min(len(flat.shard), n - start))]  # without the padding
-        return DTensor.from_local(mine, self.mesh, [Shard(0)], run_check=False, shape=torch.Size((n,)), stride=(1,))
+        row = mine.new_empty(self.mesh.size["shard"] * len(mine))
+        all_gather_row(row, mine, self.mesh.group("shard"))
+        parts = row[: sum(flat.sizes)].split(flat.sizes)
+        shaped = zip(self.members(name), parts, flat.shapes.values(), strict=True)
+        return {whole: part.view(shape) for whole, part, shape in shaped}
+
+    def take(self, name, whole):
+        local = self._cut(whole)
+        row = torch.cat([local[n].reshape(-1) for n in self.members(name)])
+        return shard(row, self.mesh.rank["shard"], self.mesh.size["shard"])
 
 
-class TorchSharded(Single):
+class TorchSharded(Strategy):
     """PyTorch's ``fully_shard``."""
-
-    is_sharded = is_native = True
 
     def wrap(self, loss):
         low = loss.task.dtype if loss.task.dtype != torch.float32 else None
-        return apply_fully_shard(loss, make_mesh(loss.device), low)
+        hybrid = self.mesh.size["copies"] > 1
+        mesh = self.mesh.copies_by_shard() if hybrid else self.mesh.devices["shard"]
+        return apply_fully_shard(loss, mesh, low)
 
     def micro_step(self, is_last):
         self.call.set_requires_gradient_sync(is_last)
         return nullcontext()
 
-    def share_overflow(self):
-        share_overflow(list(self.named().values()), self.loss.device)
-
-
-class TensorParallel(Single):
-    """Every layer is divided among all ranks, by chapter 13's layers or by PyTorch's DTensor."""
-
-    is_sharded = True
-
-    def wrap(self, loss):
-        self.mesh = make_mesh(loss.device)
-        self.is_native = not self.options.ours
-        self.cuts: dict[
-            str, tuple[int, int]
-        ] = {}  # name: the divided dimension, and the number of fused parts (3 for qkv)
-        if self.options.ours:
-            with loss.device:
-                self.cuts = cut_by_hand(loss.model)
-        else:
-            cut_by_dtensor(loss.model, self.mesh)
-        return loss
-
-    def share_overflow(self):
-        share_overflow(list(self.named().values()), self.loss.device)
-
-    @torch.no_grad()
-    def clip(self, max_norm):
-        cut, whole = torch.zeros((), device=self.loss.device), torch.zeros((), device=self.loss.device)
-        grads: list[Tensor] = []
-        for name, p in self.named().items():
-            if p.grad is None:
-                continue
-            grads.append(local(p.grad))
-            square = grads[-1].float().square().sum()
-            if name in self.cuts or (isinstance(p, DTensor) and p.placements[0].is_shard()):
-                cut += square
-            else:
-                whole += square  # replicated: the same on all ranks
-        dist.all_reduce(cut)
-        norm = (cut + whole).sqrt()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for grad in grads:
-            grad.mul_(factor)
-        return norm
-
-    def as_dtensor(self, name, tensor):
-        if name not in self.cuts:
-            return tensor.detach()
-        return part_of(tensor.detach(), *self.cuts[name], self.mesh)
+    def take(self, name, whole):
+        (mine,) = self._cut(whole).values()
+        parts = mine.chunk(self.mesh.size["shard"])
+        rank = self.mesh.rank["shard"]
+        return parts[rank] if rank < len(parts) else mine[:0]
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def make_mesh(device: torch.device) -> DeviceMesh:
-    """A one-dimensional mesh of all ranks."""
-    return init_device_mesh(device.type, (dist.get_world_size(),))
 
 
 @torch.no_grad()
@@ -243,33 +367,13 @@ def share_overflow(parameters: list[nn.Parameter], device: torch.device) -> None
         first.copy_(torch.where(found > 0, torch.full_like(first, torch.inf), first))
 
 
-def make_strategy(options: Options, loss: Loss) -> Single:
-    """The strategy that the options name, with its parameters divided."""
-    kinds: dict[tuple[str, bool], type[Single]] = {
-        ("single", True): Single,
-        ("single", False): Single,
-        ("ddp", True): DataParallel,
-        ("ddp", False): DataParallel,
-        ("fsdp", True): Sharded,
-        ("fsdp", False): TorchSharded,
-        ("tp", True): TensorParallel,
-        ("tp", False): TensorParallel,
-    }
-    return kinds[options.strategy, options.ours](options, loss)
-
-
-def check_cuts(options: Options, widths: dict[str, int], n_ranks: int) -> None:
-    """Check that tensor parallelism can divide the model.
-
-    Raises:
-        UsageError: a width is not a multiple of the ranks.
-    """
-    for name, width in widths.items() if options.strategy == "tp" else ():
-        if width % n_ranks:
-            raise UsageError(
-                f"--model {options.model} has {name} = {width}, which --strategy tp cannot divide among {n_ranks} ranks: "
-                f"{width} = {width // n_ranks} x {n_ranks} + {width % n_ranks}; expected a number of ranks that divides it"
-            )
+def make_strategy(options: Options, loss: Loss, mesh: Mesh) -> Strategy:
+    """The model on its ranks, divided as the options say."""
+    if options.shards:
+        return (Sharded if options.ours else TorchSharded)(options, loss, mesh)
+    if not options.uses("replicate", "context"):
+        return Strategy(options, loss, mesh)
+    return (Copied if options.uses("tensor", "pipeline") else Replicated)(options, loss, mesh)
 
 
 def make_optimizer(options: Options, groups: list[dict[str, Any]], device: torch.device) -> Optimizer:
@@ -296,5 +400,5 @@ def _new_optimizer(options: Options, groups: list[dict[str, Any]], device: torch
     if options.optimizer == "sgd":
         # there is no fused SGD for DTensors
         sharded = any(isinstance(p, DTensor) for group in groups for p in group["params"])
-        return torch.optim.SGD(groups, lr=lr, momentum=0.9, fused=fused and not sharded, foreach=sharded)
+        return torch.optim.SGD(groups, lr=lr, momentum=0.9, fused=fused and not sharded, foreach=fused and sharded)
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=fused, capturable=options.graph)

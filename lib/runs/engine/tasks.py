@@ -32,6 +32,8 @@ class Task:
         config: Configuration of the model.
         source: The data.
         flops_per_item: FLOPs of a training step for one unit.
+        n_classes: Number of logits.
+        first_parts, last_parts: The model's parts before its blocks and after them.
     """
 
     unit: str
@@ -39,13 +41,16 @@ class Task:
     config: Any
     source: Source
     flops_per_item: int
+    n_classes: int
+    first_parts: tuple[str, ...]
+    last_parts: tuple[str, ...]
 
     def __init__(self, options: Options):
         self.options, self.dtype = options, DTYPES[options.precision]
 
     @classmethod
-    def widths(cls, model: str) -> dict[str, int]:
-        """The widths that tensor parallelism divides, by name."""
+    def sizes(cls, options: Options) -> dict[str, dict[str, int]]:
+        """The sizes that each kind of parallelism divides, by kind and name. A kind that this model cannot have stands under "why", with the reason."""
         raise NotImplementedError
 
     def new_model(self) -> nn.Module:
@@ -64,6 +69,14 @@ class Task:
     def plain_logits(self, model: Any, inputs: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def enter(self, model: Any, inputs: Tensor) -> Tensor:
+        """The residual stream that the first block reads."""
+        raise NotImplementedError
+
+    def leave(self, model: Any, x: Tensor) -> Tensor:
+        """The logits, those of padding too, from what the last block returns."""
+        raise NotImplementedError
+
     def describe(self) -> dict[str, Any]:
         """The settings that a run and its checkpoint must share."""
         o = self.options
@@ -75,6 +88,7 @@ class ViTTask(Task):
     """Image classification."""
 
     unit, per_row = "image", 1
+    first_parts, last_parts = ("embeddings",), ("norm", "head")
 
     def __init__(self, options: Options):
         super().__init__(options)
@@ -87,14 +101,17 @@ class ViTTask(Task):
             )
         n_classes = options.classes or source.n_classes
         self.config = replace(config, image_size=size, channels=source.shape[0], n_classes=n_classes)
+        self.n_classes = n_classes
         source.size, source.dtype = size, self.dtype if options.path == "fast" else torch.float32
         self.source = source
         self.flops_per_item = vit_training_flops_per_image(self.config)
 
     @classmethod
-    def widths(cls, model: str) -> dict[str, int]:
-        config = vit.preset(model)
-        return {"n_heads": config.n_heads, "hidden_dim": config.hidden_dim}
+    def sizes(cls, options):
+        config = vit.preset(options.model)
+        widths = {"n_heads": config.n_heads, "hidden_dim": config.hidden_dim}
+        why = {"context": "a picture is a short sequence, whose class token the head reads on one rank only"}
+        return {"tensor": widths, "pipeline": {"n_layers": config.n_layers}, "why": why}
 
     def new_model(self) -> nn.Module:
         from lib.vit import VisionTransformer
@@ -110,27 +127,38 @@ class ViTTask(Task):
     def plain_logits(self, model, inputs):
         return model(inputs)
 
+    def enter(self, model, inputs):
+        return model.embeddings(inputs)
+
+    def leave(self, model, x):
+        x = model.norm(x)
+        return model.head(x[:, 0] if self.config.pooling == "token" else x[:, 1:].mean(dim=1))
+
 
 class GPT2Task(Task):
     """Next-token prediction."""
 
     unit = "token"
+    first_parts, last_parts = ("wte", "wpe"), ("ln_f", "wte")
 
     def __init__(self, options: Options):
         from lib.gpt2 import pad_vocab
 
         super().__init__(options)
         config = GPT2_PRESETS[options.model]
-        length = options.context or config.context_len
-        padded = pad_vocab(config.vocab_size) if options.path == "fast" else None
-        self.config: GPT2Config = replace(config, context_len=length, padded_vocab_size=padded)
-        self.source = open_tokens(options, config.vocab_size, length)
+        length = options.length or config.context_len
+        self.config: GPT2Config = replace(config, context_len=length, padded_vocab_size=pad_vocab(config.vocab_size))
+        self.source, self.n_classes = open_tokens(options, config.vocab_size, length), config.vocab_size
         self.per_row, self.flops_per_item = length, training_flops_per_token(self.config)
 
     @classmethod
-    def widths(cls, model: str) -> dict[str, int]:
-        config = GPT2_PRESETS[model]
-        return {"n_heads": config.n_heads, "hidden_dim": 4 * config.dim}
+    def sizes(cls, options):
+        config = GPT2_PRESETS[options.model]
+        return {
+            "tensor": {"n_heads": config.n_heads, "hidden_dim": 4 * config.dim},
+            "context": {"length": options.length or config.context_len},
+            "pipeline": {"n_layers": config.n_layers},
+        }
 
     def new_model(self) -> nn.Module:
         from lib.gpt2 import GPT2
@@ -150,14 +178,22 @@ class GPT2Task(Task):
     def plain_logits(self, model, inputs):
         return model(inputs)[0]
 
+    def enter(self, model, inputs):
+        return model.wte(inputs) + model.wpe(torch.arange(inputs.shape[1], device=inputs.device))
+
+    def leave(self, model, x):
+        return model.wte(model.ln_f(x))
+
 
 class Loss(nn.Module):
-    """A model that returns its mean loss. Strategies wrap this module, so that all computation happens inside of it.
+    """A model that returns its mean loss, or a stage of one. Strategies wrap this module, so that all computation happens inside of it.
 
     Args:
         task: Model, loss and data.
         device: Device of the model.
     """
+
+    is_first = is_last = True  # of the stages of a pipeline
 
     def __init__(self, task: Task, device: torch.device):
         super().__init__()
@@ -165,8 +201,8 @@ class Loss(nn.Module):
             self.model = task.new_model().to(device)  # torch.normal ignores the default device
         self.task, self.device, options = task, device, task.options
         self.path = task.fast_path(device) if options.path == "fast" else None
-        sharded = options.strategy == "fsdp"  # its parameters are gathered in the dtype of the products
-        self.mixes = self.path is None and task.dtype != torch.float32 and not sharded
+        # sharded parameters are gathered in the dtype of the products
+        self.mixes = self.path is None and task.dtype != torch.float32 and not options.shards
         self.place_blocks()
 
     def place_blocks(self) -> None:
@@ -180,13 +216,26 @@ class Loss(nn.Module):
         if self.task.options.compile == "whole":
             self.compile(dynamic=False)
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of a micro-batch, in float32."""
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        """The mean loss of a micro-batch, in float32; without targets a stage's output."""
+        if targets is None:
+            with self.precision():
+                return self.stage(inputs)
         if self.path:
             return self.task.fast_loss(self.model, inputs, targets, self.path)
         with self.precision():
             logits = self.task.plain_logits(self.model, inputs)
-        logits = logits.float()
+        return self.loss_of(logits, targets)
+
+    def stage(self, x: Tensor) -> Tensor:
+        """This stage's part of the model: from inputs or the residual stream to the residual stream or logits."""
+        x = self.task.enter(self.model, x) if self.is_first else x
+        for block in blocks_of(self.model):
+            x = block(x)
+        return self.task.leave(self.model, x) if self.is_last else x
+
+    def loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
+        logits = logits[..., : self.task.n_classes].float()  # without those of padding
         if self.task.options.ours:
             return training.cross_entropy(logits, targets)
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten())

@@ -4,14 +4,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lib.given.parallel.sharding import blocks_of
 from lib.given.parallel.tensors import LocalHeads, SharedInput
+from lib.runs.engine.mesh import Mesh
 from lib.tensor_parallel import ColumnParallelLinear, CopyToRegion, RowParallelLinear
 
 FUSED = {"attn.c_attn": 3}
@@ -21,6 +20,9 @@ SEPARATE = ("attn.wq", "attn.wk", "attn.wv")
 COLUMNS = ("attn.c_attn", "mlp.fc1", "mlp.c_fc")
 ROWS = ("attn.wo", "attn.c_proj", "mlp.fc2", "mlp.c_proj")
 
+Cuts = dict[str, tuple[int, int]]
+"""For each divided parameter its divided dimension and its number of fused parts (3 for queries, keys and values in one layer)."""
+
 
 def layers_of(block: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
     """The layers of a block that have one of these names."""
@@ -28,60 +30,61 @@ def layers_of(block: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: there[name] for name in names if name in there}
 
 
-def cut(whole: Tensor, dim: int, n_fused: int) -> Tensor:
-    """This rank's part along ``dim``; with ``n_fused`` of 3, its part of each third."""
-    parts = whole.detach().unflatten(dim, (n_fused, -1)) if n_fused > 1 else whole.detach()
-    at = dim + 1 if n_fused > 1 else dim
-    mine = parts.chunk(dist.get_world_size(), at)[dist.get_rank()]
-    return mine.flatten(dim, at) if n_fused > 1 else mine
+def cut(whole: Tensor, dim: int, n_fused: int, rank: int, n_ranks: int) -> Tensor:
+    """A rank's part along ``dim``: with ``n_fused`` of 3, its part of each third, one after the other."""
+    return whole.unflatten(dim, (n_fused, n_ranks, -1)).select(dim + 1, rank).flatten(dim, dim + 1)
 
 
-def part_of(mine: Tensor, dim: int, n_fused: int, mesh: DeviceMesh) -> DTensor:
-    """The inverse of ``cut``, for a checkpoint: the whole tensor as a DTensor that shares memory with this rank's part."""
-    parts = mine.unflatten(dim, (n_fused, -1)) if n_fused > 1 else mine
-    return DTensor.from_local(parts, mesh, [Shard(dim + 1 if n_fused > 1 else dim)], run_check=False)
+def uncut(joined: Tensor, dim: int, n_fused: int, n_ranks: int) -> Tensor:
+    """The whole, from all ranks' parts joined along ``dim`` in the order of the ranks."""
+    return joined.unflatten(dim, (n_ranks, n_fused, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
-def share_heads(block: Any) -> None:
-    """Reduce the number of heads in a block's attention to those of this rank."""
-    if not hasattr(block.attn, "n_heads"):
-        raise AttributeError(f"{type(block.attn).__name__} has no n_heads, by which tensor parallelism divides it")
-    block.attn.n_heads //= dist.get_world_size()
+def gather(mine: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """All ranks' parts, joined along ``dim`` in the order of the ranks."""
+    parts = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine.contiguous(), group=group)
+    return torch.cat(parts, dim)
 
 
-def cut_by_hand(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Replace layers by this rank's parts, with Megatron's f before them and its g after them.
+def divide_layers(model: nn.Module, mesh: Mesh, ours: bool) -> Cuts:
+    """Give each rank of the tensor axis its part of every block, in place. Embeddings, norms and head stay whole.
 
     Args:
-        model: The whole model, the same on all ranks; changed in place. Embeddings, norms and head stay whole.
-
-    Returns:
-        For each divided parameter its divided dimension and its number of fused parts.
+        model: The whole model, the same on all ranks.
+        mesh: The ranks.
+        ours: By chapter 13's layers instead of DTensor.
     """
-    cuts: dict[str, tuple[int, int]] = {}
+    cuts: Cuts = {}
     names = {id(part): name for name, part in model.named_modules()}
     for block in blocks_of(model):
-        share_heads(block)
-        where = names[id(block)]
-        for name, layer in layers_of(block, SEPARATE).items():
-            _take(layer, layer, 0, 1)
-            cuts |= {f"{where}.{name}.{part}": (0, 1) for part in ("weight", "bias")}
-        if layers_of(block, SEPARATE):
-            block.get_submodule("attn").register_forward_pre_hook(_enter_region)
-        for name, layer in layers_of(block, COLUMNS).items():
-            n_fused = FUSED.get(name, 1)
-            new = _take(_eager(ColumnParallelLinear(*reversed(layer.weight.shape))), layer, 0, n_fused)
-            block.set_submodule(name, new)
-            cuts |= {f"{where}.{name}.{part}": (0, n_fused) for part in ("weight", "bias")}
-        for name, layer in layers_of(block, ROWS).items():
-            block.set_submodule(name, _take(_eager(RowParallelLinear(*reversed(layer.weight.shape))), layer, 1, 1))
-            cuts[f"{where}.{name}.weight"] = (1, 1)
+        for name in layers_of(block, (*SEPARATE, *COLUMNS)):
+            cuts |= {f"{names[id(block)]}.{name}.{part}": (0, FUSED.get(name, 1)) for part in ("weight", "bias")}
+        cuts |= {f"{names[id(block)]}.{name}.weight": (1, 1) for name in layers_of(block, ROWS)}
+        if ours:
+            _by_hand(block, mesh)
+        else:
+            _by_dtensor(block, mesh)
     return cuts
 
 
-@torch.compiler.disable
-def _enter_region(_: nn.Module, args: tuple) -> tuple:
-    return (CopyToRegion.apply(args[0], None), *args[1:])
+def _by_hand(block: Any, mesh: Mesh) -> None:
+    """Replace layers by this rank's parts, with Megatron's f before them and its g after them."""
+    group, place = mesh.group("tensor"), (mesh.rank["tensor"], mesh.size["tensor"])
+    if not hasattr(block.attn, "n_heads"):
+        raise AttributeError(f"{type(block.attn).__name__} has no n_heads, by which tensor parallelism divides it")
+    block.attn.n_heads //= mesh.size["tensor"]
+    for layer in layers_of(block, SEPARATE).values():
+        _take(layer, layer, 0, 1, place)
+    if layers_of(block, SEPARATE):
+        enter = torch.compiler.disable(lambda _, args: (CopyToRegion.apply(args[0], group), *args[1:]))
+        block.get_submodule("attn").register_forward_pre_hook(enter)
+    for name, layer in layers_of(block, COLUMNS).items():
+        column = ColumnParallelLinear(layer.in_features, layer.out_features, group)
+        block.set_submodule(name, _take(_eager(column), layer, 0, FUSED.get(name, 1), place))
+    for name, layer in layers_of(block, ROWS).items():
+        row = RowParallelLinear(layer.in_features, layer.out_features, group)
+        block.set_submodule(name, _take(_eager(row), layer, 1, 1, place))
 
 
 def _eager(layer: Any) -> Any:
@@ -90,35 +93,12 @@ def _eager(layer: Any) -> Any:
     return layer
 
 
-def _take(new: Any, old: Any, dim: int, n_fused: int) -> nn.Module:
+def _take(new: Any, old: Any, dim: int, n_fused: int, place: tuple[int, int]) -> nn.Module:
     """Give ``new`` this rank's part of ``old``; a bias is divided only together with the weight's rows."""
-    weight, bias = cut(old.weight, dim, n_fused), old.bias.detach()
+    weight, bias = cut(old.weight.detach(), dim, n_fused, *place), old.bias.detach()
     new.weight = nn.Parameter(weight.clone(memory_format=torch.contiguous_format))
-    new.bias = nn.Parameter((cut(bias, 0, n_fused) if dim == 0 else bias).clone())
+    new.bias = nn.Parameter((cut(bias, 0, n_fused, *place) if dim == 0 else bias).clone())
     return new
-
-
-class FusedColumns(nn.Module):
-    """Queries, keys and values in one layer, divided by heads: DTensors ``[3, C, C]`` and ``[3, C]``, which any number of ranks can load.
-
-    Args:
-        layer: The whole layer, C to 3C.
-        mesh: The ranks.
-    """
-
-    weight: Any  # parameters, and DTensors
-    bias: Any
-
-    def __init__(self, layer: nn.Linear, mesh: DeviceMesh, n_fused: int = 3):
-        super().__init__()
-        self.weight, self.bias = (
-            nn.Parameter(distribute_tensor(p.detach().unflatten(0, (n_fused, -1)).contiguous(), mesh, [Shard(1)]))
-            for p in (layer.weight, layer.bias)
-        )
-
-    def forward(self, x: DTensor) -> Tensor:
-        mine = x.to_local(grad_placements=[Partial()])
-        return F.linear(mine, self.weight.to_local().flatten(0, 1), self.bias.to_local().flatten())
 
 
 class Rows(RowwiseParallel):
@@ -128,14 +108,14 @@ class Rows(RowwiseParallel):
         super().__init__(input_layouts=Shard(-1), output_layouts=Replicate())
 
 
-def cut_by_dtensor(model: nn.Module, mesh: DeviceMesh) -> None:
-    """The same as ``cut_by_hand``, by ``parallelize_module``."""
-    for block in blocks_of(model):
-        heads = getattr(block.attn, "n_heads", 0)
-        plan: dict[str, Any] = {"attn": LocalHeads(heads, heads), "mlp": SharedInput()}
-        fused = layers_of(block, tuple(FUSED))
-        plan |= {name: ColwiseParallel() for name in layers_of(block, (*SEPARATE, *COLUMNS)) if name not in fused}
-        plan |= {name: Rows() for name in layers_of(block, ROWS)}
-        parallelize_module(block, mesh, plan)
-        for name, layer in fused.items():
-            block.set_submodule(name, FusedColumns(layer, mesh, FUSED[name]))
+@torch.no_grad()
+def _by_dtensor(block: Any, mesh: Mesh) -> None:
+    """The same by ``parallelize_module``. A fused layer's rows are put into the order of the ranks first, so that each gets a third of each part."""
+    heads, n_ranks = block.attn.n_heads, mesh.size["tensor"]
+    for name, n_fused in FUSED.items():
+        for whole in (p for layer in layers_of(block, (name,)).values() for p in layer.parameters()):
+            whole.copy_(torch.cat([cut(whole, 0, n_fused, rank, n_ranks) for rank in range(n_ranks)]))
+    plan: dict[str, Any] = {"attn": LocalHeads(heads, heads), "mlp": SharedInput()}
+    plan |= {name: ColwiseParallel() for name in layers_of(block, (*SEPARATE, *COLUMNS))}
+    plan |= {name: Rows() for name in layers_of(block, ROWS)}
+    parallelize_module(block, mesh.devices["tensor"], plan)

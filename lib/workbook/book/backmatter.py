@@ -1,4 +1,4 @@
-"""What the pages at the end of the book list, read from the catalog, the references, the tests and the chapters."""
+"""Makes the tables and lists at the end of the book from the catalog, the references, the tests and the chapters."""
 
 import ast
 import json
@@ -14,7 +14,7 @@ LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<url>https?://[^)\s]+)\)")
 
 
 class Listing:
-    """A Markdown table or list; plain text where Markdown is not shown."""
+    """A Markdown table or list; shown as plain text where Markdown is not rendered."""
 
     def __init__(self, text: str):
         self.text = text
@@ -31,6 +31,12 @@ def table(head: list[str], rows: list[list[str]]) -> Listing:
     return Listing("\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines))
 
 
+def plain(text: str) -> str:
+    """A docstring's text for Markdown: code in single backticks, and no emphasis from other underscores or asterisks."""
+    parts = text.replace("``", "`").split("`")
+    return "`".join(part if n % 2 else re.sub(r"([_*])", r"\\\1", part) for n, part in enumerate(parts))
+
+
 # ---- links -----------------------------------------------------------------------------------------------------------
 
 
@@ -39,7 +45,7 @@ def chapter_link(chapter: Chapter, text: str = "") -> str:
 
 
 def exercise_link(exercise: Exercise, text: str) -> str:
-    """To the exercise on the site; to its chapter in JupyterLab, which knows no labels of another page."""
+    """A link to the exercise on the site; in JupyterLab, which cannot follow labels into another page, to its chapter."""
     if os.environ.get("WORKBOOK_LINKS") == "site":
         return f"[{text}](#{exercise.label})"
     return f"[{text}]({chapters()[exercise.module].path.name})"
@@ -53,7 +59,7 @@ def _written() -> list[Chapter]:
 
 
 def systems() -> Listing:
-    """Each chapter, the names that it grades, and what their results are compared with."""
+    """Each chapter, its graded names, and the implementations that their results are compared with."""
     rows = []
     for chapter in _written():
         names = ", ".join(exercise_link(e, f"`{e.name}`") for e in chapter.exercises)
@@ -62,7 +68,7 @@ def systems() -> Listing:
 
 
 def compared_with(chapter: Chapter) -> str:
-    """The oracles, from the docstring of tests/chapter_NN/__init__.py, which reads "Compared with …."."""
+    """The oracles of a chapter, from the docstring "Compared with …" in tests/chapter_NN/__init__.py."""
     path = chapter.tests / "__init__.py"
     doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) if path.exists() else None
     return " ".join((doc or "").split()).removeprefix("Compared with ").rstrip(".")
@@ -72,7 +78,7 @@ def compared_with(chapter: Chapter) -> str:
 
 
 def measurements() -> Listing:
-    """Every recorded measurement: where it is shown, on what it was made, and the program that makes it again."""
+    """Every recorded measurement: the pages that show it, the machine and day, and the command that measures it again."""
     rows = []
     for path in sorted(MEASUREMENTS.glob("*.json")):
         measured = json.loads(path.read_text(encoding="utf-8"))
@@ -88,7 +94,7 @@ def measurements() -> Listing:
 
 
 def shown_in(name: str) -> list[str]:
-    """Links to the chapters and the pages of the back matter that load a measurement."""
+    """Links to the pages, chapters first, that load a measurement."""
     links = [chapter_link(chapter, str(chapter.number)) for chapter in _written() if shows(chapter.path, name)]
     behind = [(ROOT / page["file"], page["title"]) for page in pages() if is_back_matter(page["file"])]
     return links + [f"[{title}]({path.name})" for path, title in behind if path.exists() and shows(path, name)]
@@ -101,13 +107,13 @@ def shows(page: Path, name: str) -> bool:
 
 
 def program(path: Path) -> str:
-    """The longest name in lib/bench that a measurement's name begins with."""
+    """The program in lib/bench that wrote a measurement: the longest name that the measurement's name begins with."""
     names = [p.stem for p in (ROOT / "lib" / "bench").glob("*.py")]
     return max((n for n in names if path.stem == n or path.stem.startswith(f"{n}_")), key=len)
 
 
 def hardware(measured: dict) -> str:
-    """``where`` with equal accelerators counted."""
+    """Machine and date as `where` writes them, with equal accelerators counted ("4 NVIDIA H200")."""
     found = measured["machine"].get("accelerators", [])
     counted = [f"{found.count(name)} {name}" for name in dict.fromkeys(found)]
     return where({**measured, "machine": {**measured["machine"], "accelerators": counted}}).removeprefix("measured on ")
@@ -117,13 +123,14 @@ def hardware(measured: dict) -> str:
 
 
 def names() -> Listing:
-    """Every graded name, in alphabetical order; of several with one name the chapter tells which."""
+    """Every graded name in alphabetical order; the chapter distinguishes those that share a name."""
     found = [e for e in all_exercises() if chapters()[e.module].path.exists()]
     rows = []
     for e in sorted(found, key=lambda e: (e.name.lower(), e.chapter)):
         stretch = ", stretch" if e.stretch else ""
-        summary = e.summary.replace("``", "`")
-        rows.append([f"`{e.name}`", summary, exercise_link(e, e.number) + stretch, chapter_link(chapters()[e.module])])
+        rows.append(
+            [f"`{e.name}`", plain(e.summary), exercise_link(e, e.number) + stretch, chapter_link(chapters()[e.module])]
+        )
     return table(["name", "what it does", "exercise", "chapter"], rows)
 
 
@@ -131,7 +138,7 @@ def names() -> Listing:
 
 
 def times() -> Listing:
-    """Each chapter's exercises, and how long it takes, in the words of its own first lines."""
+    """How many exercises each chapter has, and how long it takes according to its own first lines."""
     rows = []
     for chapter in _written():
         stretch = sum(e.stretch for e in chapter.exercises)
@@ -147,13 +154,13 @@ def hours(chapter: Chapter) -> str:
 
 
 def needs(chapter: Chapter) -> str:
-    """The sentence in which a chapter says what it needs, without what follows a semicolon."""
+    """The sentence in which a chapter says what it needs, up to the first semicolon."""
     found = re.search(r"You need (.+?)(?:;|\.(?:\s|$)|$)", opening(chapter), re.MULTILINE)
     return found[1] if found else ""
 
 
 def opening(chapter: Chapter) -> str:
-    """What stands between a chapter's title and its first cell."""
+    """The text between a chapter's title and its first cell."""
     text = chapter.path.read_text(encoding="utf-8")
     return text.split("\n# ", 1)[1].split("```{code-cell}")[0]
 
@@ -165,7 +172,7 @@ def read_on(chapter: Chapter) -> list[tuple[str, str]]:
 
 
 def works() -> Listing:
-    """By chapter, what it grew from and where to read on, with links."""
+    """For each chapter, the links of its section "Read on"."""
     lines = []
     for chapter in _written():
         links = "; ".join(f"[{text}]({url})" for text, url in read_on(chapter))
@@ -174,10 +181,10 @@ def works() -> Listing:
 
 
 def sources() -> Listing:
-    """By exercise, the paper, section and equation that its docstring names."""
+    """For each exercise, the paper, section and equation that its docstring names."""
     rows = []
     for e in (e for e in all_exercises() if chapters()[e.module].path.exists()):
         for text in (text for title, text in contracts.parts(e.doc) if title == "Source" and isinstance(text, str)):
-            linked = re.sub(r"arXiv:(\d{4}\.\d{4,5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text.replace("``", "`"))
+            linked = re.sub(r"arXiv:(\d{4}\.\d{4,5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", plain(text))
             rows.append([exercise_link(e, e.number), f"`{e.name}`", linked])
     return table(["exercise", "name", "source"], rows)

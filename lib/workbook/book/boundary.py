@@ -1,14 +1,14 @@
-"""The boundary: where the learner's code may run, and what it may not reach. This module alone owns the rule.
+"""The boundary: where the learner's code may run, and which files it may not open. The rule lives in this module alone.
 
-A process has one of three roles. A ``free`` one (a notebook, a script, a training run) runs whatever its world says. A
-``judge`` is pytest's own process: the learner's code never runs in it, not even by an import, so nothing that the learner
-writes can hang it, end it or change it. A ``child`` runs the checks of one exercise, and so may run the learner's code; so are
-the ranks of a distributed exercise.
+A process has one of three roles. A ``free`` process (a notebook, a script, a training run) runs whatever its world says. The
+``judge`` is pytest's own process: the learner's code never runs in it, not even by an import, so nothing that a learner writes
+can hang it, end it or change it. A ``child`` runs the checks of one exercise and therefore the learner's code; the ranks of a
+distributed exercise are children too.
 
-In a child the world is pinned: no change of an environment variable reaches it any more. The reference of
-the chapter that is graded is out of reach: an audit hook refuses to open it while the learner's file is on the stack. That
-holds against ``import``, ``exec(open(...))``, names put together from strings and symbolic links. It guards against an
-accident and against temptation, not against malice: strangers' files are graded in a container (see "For teachers").
+In a child the world is pinned: changing the environment variable no longer has any effect. The reference of the graded chapter
+is closed: an audit hook refuses to open it while the learner's file is on the stack, whether by ``import``, by
+``exec(open(...))``, by a name put together from strings or by a symbolic link. This protects against accidents and temptation,
+not against malice: grade strangers' files in a container (see "For teachers").
 """
 
 import os
@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-CHILD = "WORKBOOK_CHILD"  # in the environment of a check's ranks: the world that they are pinned to
+CHILD = "WORKBOOK_CHILD"  # environment variable of a check's ranks: the world that they are pinned to
 _world: str | None = os.environ.pop(CHILD, None)
 _role = "free" if _world is None else "child"
-_refused: dict[str, tuple[str, Path]] = {}  # module: the learner's file, and the reference that must stay closed
+_refused: dict[str, tuple[str, Path]] = {}  # by module: the learner's file, and the reference that must stay closed
 _hooked = False
 
 
@@ -34,30 +34,30 @@ def role() -> str:
 
 
 def become_judge() -> None:
-    """From now on this process grades, and so runs no answer."""
+    """From now on this process grades, and therefore runs no answer itself."""
     global _role
     _role = "judge"
 
 
 def become_child(world: str) -> None:
-    """From now on this process runs answers, in ``world`` for good; a fork of a judge may so by this call and by nothing else."""
+    """From now on this process runs answers, in ``world`` for good. Only this call lets a fork of the judge do so."""
     global _role, _world
     _role, _world = "child", world
 
 
 def pinned() -> str | None:
-    """The world that this process can no longer leave; None as long as it can."""
+    """The world that this process is pinned to; None if it may still change."""
     return _world
 
 
 def check_may_run(mine: Path) -> None:
-    """Raises RuntimeError in pytest's own process, where the learner's code must not run."""
+    """Raise RuntimeError in pytest's own process, where the learner's code must not run."""
     if _role == "judge":
         raise RuntimeError(f"{mine.name} was about to run in pytest's own process: only a child may run an answer")
 
 
 def refuse_reference(module: str, mine: Path, reference: Path) -> None:
-    """In a child, code of ``mine`` cannot open ``reference`` from now on, nor find it already imported."""
+    """From now on, code of ``mine`` in this child can neither open ``reference`` nor find it already imported."""
     global _hooked
     if _role != "child":
         return
@@ -69,7 +69,7 @@ def refuse_reference(module: str, mine: Path, reference: Path) -> None:
 
 
 def forget_reference(module: str) -> None:
-    """Take the reference out of ``sys.modules``, whoever put it there: an import of it must open its file, and is seen."""
+    """Remove the reference from ``sys.modules``, so that an import has to open its file, where the hook sees it."""
     if module in _refused and sys.modules.pop(f"solutions.{module}", None) is not None:
         package = sys.modules.get("solutions")
         if hasattr(package, module):
@@ -88,13 +88,13 @@ def _watch(event: str, args: tuple) -> None:
     for module, (mine, reference) in _refused.items():
         if what and _on_the_stack(mine) and any(reaches(one, reference) for one in what):
             raise AnswerError(
-                f"lib/{module}.py:{_on_the_stack(mine)}: reaches for solutions/{module}.py, the answer key of this chapter: "
-                f"a check grades only what you wrote (other chapters are at hand as lib.<module>)"
+                f"lib/{module}.py:{_on_the_stack(mine)}: opens solutions/{module}.py, the answer key of this chapter: "
+                f"a check grades only what you wrote (you can import other chapters, as lib.<module>)"
             )
 
 
 def _is_reference(path: str | bytes | os.PathLike, reference: Path) -> bool:
-    """Whether a path leads to the reference's source, under whatever name, or to its compiled code."""
+    """Whether a path leads to the reference's source, under any name, or to its compiled code."""
     try:
         if os.path.samefile(path, reference):
             return True
@@ -120,7 +120,7 @@ def _words(args: tuple) -> list[str]:
 
 
 def _on_the_stack(mine: str) -> int:
-    """The innermost line of a file that is being executed in this thread; 0 if none is."""
+    """The innermost line of a file that is being executed in this thread; 0 if no line of it is."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == mine:

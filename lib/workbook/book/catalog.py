@@ -1,4 +1,4 @@
-"""Which chapters and exercises the book has, read from book.yml and from the reference's docstrings."""
+"""The book's chapters and exercises, read from book.yml and from the reference's docstrings."""
 
 import ast
 import os
@@ -14,11 +14,11 @@ CHAPTER_FILE = re.compile(r"chapters/(?P<number>\d\d)_(?P<module>\w+)\.md")
 EXERCISE = re.compile(
     r"\(Exercise(?P<typed> [\d.]+)?(?P<stretch>, stretch)?\)"
 )  # in the reference, at the end of a line
-EXERCISE_NUMBER = re.compile(r"\(Exercise (?P<number>\d+\.\d+)(?P<stretch>, stretch)?\)")  # as everybody else sees it
+EXERCISE_NUMBER = re.compile(r"\(Exercise (?P<number>\d+\.\d+)(?P<stretch>, stretch)?\)")  # in stubs and on cards
 
 
 class BookError(ValueError):
-    """The book does not fit together; the message names the file and what was expected."""
+    """Something in the book does not fit together; the message names the file and what was expected."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,8 @@ class Exercise:
 
     @property
     def command(self) -> str:
-        """The line for a terminal that checks it and no other: with ``-k``, which ignores case, where a word is enough."""
-        word = f"{self.name}_" if self.name.lower() in self.module else self.name  # the file is called after the module
+        """The terminal command that checks this exercise and no other: with ``-k``, which ignores case, if a word is enough."""
+        word = f"{self.name}_" if self.name.lower() in self.module else self.name  # -k also looks at the file's name
         others = [e for e in chapters()[self.module].exercises if e != self]
         alone = not any(word.lower() in e.name.lower() for e in others)
         return f"pytest tests/chapter_{self.chapter:02d} {f'-k {word}' if alone else f'--exercise {self.handle}'}"
@@ -82,12 +82,12 @@ class Chapter:
         return ROOT / "tests" / f"chapter_{self.number:02d}"
 
     def numbered(self, source: str | None = None) -> str:
-        """The reference's text in which each graded docstring's ``(Exercise)`` has its number, as ``(Exercise 2.1)``.
+        """The reference's text with a number in each graded docstring: ``(Exercise)`` becomes ``(Exercise 2.1)``.
 
-        The numbers are the order of the graded definitions in the file.
+        Exercises are numbered in the order of the file.
 
         Raises:
-            BookError: a number is typed; the message names the file and the line.
+            BookError: somebody typed a number; the message names the file and the line.
         """
         source = self.reference.read_text(encoding="utf-8") if source is None else source
         lines = source.split("\n")
@@ -106,7 +106,7 @@ class Chapter:
 
     @cached_property
     def exercises(self) -> tuple[Exercise, ...]:
-        """The graded names in the order of their numbers; read from the reference's docstrings, nothing is imported."""
+        """The exercises in the order of their numbers, read from the reference's docstrings without importing anything."""
         tree = ast.parse(self.numbered(), str(self.reference))
         found = []
         for node in tree.body:
@@ -131,7 +131,7 @@ class Chapter:
         return tuple(found)
 
     def may_grade(self, name: str) -> bool:
-        """Whether the reference's text defines a name; a look before ``exercises``, which takes fifty times as long."""
+        """Whether the reference's text defines a name: a quick look, fifty times as fast as ``exercises``."""
         text = self.reference.read_text(encoding="utf-8")
         return f"\ndef {name}(" in text or f"\nclass {name}" in text
 
@@ -157,7 +157,7 @@ def pages() -> tuple[dict, ...]:
 
 
 def is_back_matter(file: str) -> bool:
-    """Whether a page is no chapter: it stands in chapters/ and its name begins with no number."""
+    """Whether a page belongs to the back matter: a file in chapters/ whose name has no number."""
     return file.startswith("chapters/") and CHAPTER_FILE.fullmatch(file) is None
 
 
@@ -183,10 +183,10 @@ def all_exercises() -> list[Exercise]:
 
 
 def find(what: str) -> tuple[Chapter, Exercise | None]:
-    """The chapter, and the exercise if one is meant, that ``2``, ``rope``, ``2.4``, ``apply_rope`` or ``rope.apply_rope`` names.
+    """The chapter, and the exercise if one is named, for ``2``, ``rope``, ``2.4``, ``apply_rope`` or ``rope.apply_rope``.
 
     Raises:
-        BookError: nothing, or more than one thing, has that name; the message lists the nearest.
+        BookError: the name fits nothing, or more than one thing; the message lists the nearest names.
     """
     import difflib
 
@@ -207,8 +207,9 @@ def find(what: str) -> tuple[Chapter, Exercise | None]:
     if len(matches) == 1:
         return chapters()[matches[0].module], matches[0]
     if matches:
-        raise BookError(f"{what!r} is in several chapters: say " + " or ".join(f"{e.module}.{e.name}" for e in matches))
+        written = " or ".join(f"{e.module}.{e.name}" for e in matches)
+        raise BookError(f"{what!r} is in several chapters: write {written}")
     names = [*chapters(), *(e.name for e in all_exercises())]
     close = difflib.get_close_matches(what, names, n=3, cutoff=0.5)
-    hint = f"; did you mean {', '.join(close)}?" if close else f"; chapters are {', '.join(chapters())}"
+    hint = f"; did you mean {', '.join(close)}?" if close else f"; the chapters are {', '.join(chapters())}"
     raise BookError(f"no chapter or exercise is called {what!r}{hint}")

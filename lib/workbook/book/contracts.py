@@ -1,4 +1,4 @@
-"""A docstring's sections, as the cards and the lists at the end of the book show them."""
+"""Splits a docstring into sections, for the exercise cards and the lists at the end of the book."""
 
 import re
 
@@ -20,13 +20,13 @@ _BORDER = re.compile(rf"\n(?={_TITLE.replace('?P<title>', '?:')})|\n\s*\n(?=\S)"
 
 
 def parts(doc: str) -> list[Part]:
-    """The paragraphs and sections of a docstring in their order, without the exercise's number.
+    """The paragraphs and sections of a docstring in order, without the exercise's number.
 
-    A section may begin on the line of its title (``Source: …``), where docstring_parser wants it below.
+    The text of a section may begin on the line of its title (``Source: …``); docstring_parser alone would not accept that.
 
     Returns:
-        (title, text) of each; the title of a paragraph is empty, and for ``Args``, ``Attributes`` and ``Raises`` the text is a list of
-        (name, text).
+        A (title, text) pair for each. A paragraph's title is empty; for ``Args``, ``Attributes`` and ``Raises`` the text is a list
+        of (name, text) pairs.
 
     Raises:
         BookError: an entry of a list has no name.

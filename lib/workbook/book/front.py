@@ -1,4 +1,4 @@
-"""What the front page says of the book: three numbers, each counted or measured, and how to cite it."""
+"""The front page's numbers, each counted or measured, and the entry by which the book is cited."""
 
 import html
 
@@ -31,8 +31,8 @@ class Numbers:
 
 
 def numbers() -> Numbers:
-    """How much one writes, how much faster it gets, and how much memory it saves."""
-    return Numbers([_exercises(), _speed(), _memory()])
+    """How many exercises there are, how much faster training gets, how much memory sharding saves, and a race with timm."""
+    return Numbers([_exercises(), _speed(), _memory(), _race()])
 
 
 def _exercises() -> tuple[str, str]:
@@ -58,7 +58,7 @@ def _speed(batch: int = 16) -> tuple[str, str]:
 
 
 def _memory(n_ranks: str = "4", model: str = "ViT-G/14") -> tuple[str, str]:
-    """The sharding of chapter 12 beside PyTorch's DDP."""
+    """Peak memory with chapter 12's sharding, beside that of PyTorch's DDP."""
     measured = load("fsdp")
     peak = {
         name: row["peak_bytes"] / 1e9
@@ -68,6 +68,19 @@ def _memory(n_ranks: str = "4", model: str = "ViT-G/14") -> tuple[str, str]:
         f"{peak['ours']:.0f} GB instead of {peak['ddp']:.0f} GB",
         f"peak memory of each of four GPUs that train {model}: with the sharding that you write in chapter 12, and with "
         f"PyTorch's DDP ({_short(measured)})",
+    )
+
+
+def _race(model: str = "L/16", batch: int = 256, n_gpus: int = 4) -> tuple[str, str]:
+    """The yardstick's first cell: this book's training beside timm's."""
+    measured = load("yardstick")
+    place = model, batch, n_gpus
+    cell = next(c for c in measured["results"]["cells"] if (c["model"], c["batch"], c["n_gpus"]) == place)
+    ours, peer = (cell["competitors"][who]["images_per_s"] for who in ("ours", "peer"))
+    return (
+        f"{ours / peer - 1:.0%} ahead of timm",
+        f"the book's ViT-{model} trains on {ours:,.0f} images per second on four GPUs, and timm under PyTorch's DDP on "
+        f"{peer:,.0f} ({_short(measured)})",
     )
 
 

@@ -1,4 +1,4 @@
-"""What a label of the book means: ``eq-rope-7`` is equation (2.7), ``ex-rope-apply-rope`` exercise 2.4, ``fig-rope-clocks`` a figure."""
+"""The book's labels and their numbers: ``eq-rope-7`` is equation (2.7), ``ex-rope-apply-rope`` exercise 2.4, ``fig-rope-clocks`` a figure."""
 
 import contextlib
 import re
@@ -17,14 +17,14 @@ _RUNS = {kind: re.compile(rf"{label}(?:(?:, | and | to ){label})*") for kind, la
 
 @cache
 def _equations(chapter: Chapter) -> dict[str, str]:
-    """Label of each numbered equation of a chapter's page, with its number in parentheses."""
+    """The number, in parentheses, of each labelled equation of a chapter's page."""
     page = chapter.path.read_text(encoding="utf-8") if chapter.path.exists() else ""
     labels = re.findall(r"^:label: (\S+)$", page, re.MULTILINE)
     return {label: f"({chapter.number}.{n})" for n, label in enumerate(labels, start=1)}
 
 
 def find_label(label: str) -> tuple[Chapter, str]:
-    """The chapter in which a label stands, and its number as a reader sees it: ``(2.7)`` or ``2.4``.
+    """The chapter that a label belongs to, and its number as readers see it: ``(2.7)`` or ``2.4``.
 
     Raises:
         BookError: the book has no such label.
@@ -45,9 +45,9 @@ def labels_in(text: str) -> list[str]:
 
 
 def resolved(text: str) -> str:
-    """A text with numbers for its labels: ``eq-rope-3 to eq-rope-5`` becomes "equations (2.3) to (2.5)".
+    """A text in which numbers replace the labels: ``eq-rope-3 to eq-rope-5`` becomes "equations (2.3) to (2.5)".
 
-    A label that the book does not have is left as it is: a report is shown in any case, and tests/workbook finds the label.
+    An unknown label is left as it is, so that a report is shown in any case; tests/workbook finds such labels.
     """
 
     def numbered(kind: str, run: str) -> str:
@@ -63,11 +63,11 @@ def resolved(text: str) -> str:
 
 
 def where_to_read(exercise: Exercise, read: str | None) -> str:
-    """A report's last pointer: "chapter 2, equation (2.7)"; without ``read``, the exercise itself.
+    """The place where a report sends its reader, such as "chapter 2, equation (2.7)"; without ``read``, the exercise itself.
 
     Args:
-        exercise: The one that is graded; "the contract", with no "of" behind it, is its contract.
-        read: What the test says, with labels; a label at its beginning decides the chapter.
+        exercise: The graded exercise; "the contract" without an "of" behind it means this exercise's.
+        read: The test's text, with labels. If it begins with a label, that label decides the chapter.
     """
     read = read or exercise.label
     read = re.sub(r"^the contract\b(?! of)", f"the contract of {exercise.label}", read)
@@ -86,10 +86,10 @@ FIGURE_LINK = re.compile(r"\[Figure(?: [\w.]*)?(?P<part>,[^\]\n]*)?\]\(#(?P<labe
 
 
 def figure_numbers(texts: Mapping[int | str, str]) -> dict[str, str]:
-    """The number of each figure, by label: the order of the captions in each page's text.
+    """The number of each figure, by label; figures are numbered in the order of a page's captions.
 
     Args:
-        texts: Each page's text, by what its figures' numbers begin with: a chapter's number, or a letter.
+        texts: Each page's text. The key, a chapter's number or a letter, is the first part of its figures' numbers.
 
     Raises:
         BookError: two captions have the same label.
@@ -104,7 +104,7 @@ def figure_numbers(texts: Mapping[int | str, str]) -> dict[str, str]:
 
 
 def by_beginning(texts: Mapping[Path, str]) -> dict[int | str, str]:
-    """Each page's text by what its figures' numbers begin with: the chapter's number; A, B, ... for pages that have none."""
+    """Each page's text by the first part of its figures' numbers: the chapter's number, or A, B, … for other pages."""
     found: dict[int | str, str] = {}
     letters = iter("ABCDEFGH")
     for path, text in texts.items():
@@ -115,9 +115,9 @@ def by_beginning(texts: Mapping[Path, str]) -> dict[int | str, str]:
 
 
 def with_figure_numbers(text: str, numbers: dict[str, str]) -> str:
-    """A page's text in which every caption, and every link to a figure, has its number.
+    """A page's text with the right number in every caption and in every link to a figure.
 
-    A link to a label that no caption has is left as it is: the site's build and tests/workbook find it.
+    A link to an unknown label is left as it is; the site's build and tests/workbook find it.
     """
 
     def linked(m: re.Match) -> str:
@@ -129,7 +129,7 @@ def with_figure_numbers(text: str, numbers: dict[str, str]) -> str:
 
 
 def number_figures(check: bool = False) -> list[str]:
-    """Write the figures' numbers into captions and links of every page; with ``check``, only say where they differ.
+    """Write the figures' numbers into the captions and links of every page; with ``check``, only report differences.
 
     Returns:
         A line for each page whose numbers differed.

@@ -1,6 +1,6 @@
-"""Whose code runs: which definition stands behind each graded name of ``lib``.
+"""Whose code runs: the learner's or the reference's, for each graded name of ``lib``.
 
-One environment variable, ``WORKBOOK_WORLD``, says it for a process and for every process that it starts:
+The environment variable ``WORKBOOK_WORLD`` decides for a process and for every process that it starts:
 
 =============  =========================  ==========================
 world          a graded name is           where
@@ -14,8 +14,8 @@ world          a graded name is           where
 ``reference``  the reference's            ``pytest --reference``, site
 =============  =========================  ==========================
 
-``import lib`` puts a finder on ``sys.meta_path`` that loads ``lib.<module>`` accordingly. A process that grades several
-chapters changes worlds; each world keeps its own modules.
+``import lib`` installs a finder on ``sys.meta_path`` that loads ``lib.<module>`` accordingly. A process that grades several
+chapters switches between worlds; each world has its own copies of the modules.
 """
 
 import ast
@@ -47,19 +47,19 @@ _loaded: dict[str, dict[str, types.ModuleType]] = defaultdict(dict)
 _stamps: dict[str, tuple] = {}
 
 
-# told True before a learner's module runs and False after it, so that whoever has to end the process knows what it was at
+# called with True before a learner's module runs and with False after it, so that a report can say "when it was imported"
 on_import: Callable[[bool], object] = lambda begins: None
 
 
 class ReferenceWarning(UserWarning):
-    """The reference stands in for something of the learner's: a module that does not import, methods not written yet."""
+    """The reference replaces something of the learner's: a module that fails to import, or methods not written yet."""
 
 
 def world() -> str:
-    """The world that is pinned, else the one that the environment asks for.
+    """The world that this process is pinned to; otherwise the one that the environment variable names.
 
     Raises:
-        ValueError: the variable holds something else.
+        ValueError: the variable names no world.
     """
     value = boundary.pinned() or os.environ.get(VARIABLE, "fallback")
     kind, _, module = value.partition(":")
@@ -84,7 +84,7 @@ def _belongs_to_a_world(name: str) -> bool:
 
 
 def sync() -> None:
-    """Put the modules of the world that the environment asks for into ``sys.modules``."""
+    """Put the modules of the current world into ``sys.modules``, and set those of the previous world aside."""
     global _active
     wanted = world()
     if wanted == _active:
@@ -103,7 +103,7 @@ def sync() -> None:
 
 
 def enter(new: str) -> str:
-    """Change to another world; return the one that was."""
+    """Switch to another world; returns the previous one."""
     before = world()
     os.environ[VARIABLE] = new
     sync()
@@ -129,7 +129,7 @@ class _Loader(importlib.abc.InspectLoader):
         return read_mine(self.chapter)
 
     def get_code(self, fullname: str) -> types.CodeType:
-        """What ``python -m lib.rope`` runs: the learner's file as it stands."""
+        """The code that ``python -m lib.rope`` runs: the learner's file as it is."""
         return compile(self.get_source(fullname), str(self.chapter.mine), "exec")
 
     def is_package(self, fullname: str) -> bool:
@@ -164,7 +164,7 @@ def _execute(path: Path, source: str, module: types.ModuleType) -> None:
 
 
 def broken(chapter: Chapter, error: BaseException) -> AnswerError:
-    """One line that says where a learner's module fails to import."""
+    """An AnswerError whose one line says where and why a learner's module fails to import."""
     if isinstance(error, AnswerError | SourceError):
         return AnswerError(str(error))
     where = chapter.mine.relative_to(ROOT)
@@ -174,7 +174,7 @@ def broken(chapter: Chapter, error: BaseException) -> AnswerError:
 
 
 def safe_text(error: BaseException) -> str:
-    """An exception's own text, also where its ``__str__`` raises."""
+    """An exception's text; safe even if its ``__str__`` raises."""
     try:
         return str(error)
     except Exception as fault:
@@ -194,14 +194,14 @@ def _run_learners(chapter: Chapter, module: types.ModuleType) -> None:
     """Load the learner's file and nothing else, behind the boundary.
 
     Raises:
-        AnswerError: it is missing, does not import, or reaches for the reference.
+        AnswerError: the file is missing, fails to import, or opens the reference.
     """
     boundary.check_may_run(chapter.mine)
     try:
         source = read_mine(chapter)
     except SourceError as error:
         raise AnswerError(str(error)) from None
-    _contract(chapter)  # read now, as the reference is closed from here on
+    _contract(chapter)  # read it now: the reference is closed from here on
     boundary.refuse_reference(chapter.module, chapter.mine, chapter.reference)
     on_import(True)
     try:
@@ -213,10 +213,10 @@ def _run_learners(chapter: Chapter, module: types.ModuleType) -> None:
 
 
 def _run_with_fallback(chapter: Chapter, module: types.ModuleType) -> None:
-    """Load the learner's file; put the reference's definition wherever a stub is left.
+    """Load the learner's file, and fill each remaining stub with the reference's definition.
 
-    The reference runs in a module of its own, so that its helpers and the learner's never meet; graded names are shared
-    between the two, so that the reference calls what the learner wrote.
+    The reference runs in a module of its own, so that its helpers and the learner's never mix. The two modules share the graded
+    names, so that the reference calls what the learner wrote.
     """
     standin = types.ModuleType(module.__name__)
     standin.__file__ = str(chapter.reference)
@@ -229,7 +229,7 @@ def _run_with_fallback(chapter: Chapter, module: types.ModuleType) -> None:
         _execute(chapter.mine, source, module)
     except (Exception, SystemExit) as error:
         warnings.warn(
-            f"{broken(chapter, error)} (the reference stands in for lib.{chapter.module})",
+            f"{broken(chapter, error)} (until it imports, the reference replaces all of lib.{chapter.module})",
             ReferenceWarning,
             stacklevel=2,
         )
@@ -250,21 +250,22 @@ def _run_with_fallback(chapter: Chapter, module: types.ModuleType) -> None:
 
 
 def _lend_methods(chapter: Chapter, mine: type, theirs: type, names: list[str]) -> None:
-    """Put the reference's methods where a half-written class has stubs, and say once which."""
+    """Fill the stubs of a half-written class with the reference's methods, and warn once which ones."""
     for name, value in vars(theirs).items():
         if name in names or name not in vars(mine):
             setattr(mine, name, _moved(value, mine))
     shown = ", ".join(f"{mine.__name__}.{name}" for name in names)
     verb = "is" if len(names) == 1 else "are"
     warnings.warn(
-        f"lib/{chapter.module}.py: {shown} {verb} not written yet: the reference's runs in its place; the rest is yours",
+        f"lib/{chapter.module}.py: {shown} {verb} not written yet, so the reference's code runs there; "
+        f"all other methods are yours",
         ReferenceWarning,
         stacklevel=2,
     )
 
 
 def _moved(value, owner: type):
-    """A function that was defined in another class's body, with ``super()`` meaning ``owner``."""
+    """A copy of a method from another class's body, in which ``super()`` refers to ``owner``."""
     if isinstance(value, staticmethod | classmethod):
         return type(value)(_moved(value.__func__, owner))
     if isinstance(value, property):
@@ -284,10 +285,10 @@ def _moved(value, owner: type):
 
 
 def answer(module: str, name: str):
-    """What this world gives for one graded name.
+    """The definition that this world uses for one graded name.
 
     Raises:
-        AnswerError: the learner's is missing, is not callable, or takes other arguments than the contract says.
+        AnswerError: the learner's is missing, is not callable, or takes other arguments than its contract.
     """
     sync()
     chapter = chapters()[module]
@@ -309,10 +310,10 @@ def answer(module: str, name: str):
 
 
 def check_signature(exercise: Exercise, found) -> None:
-    """Other chapters call a graded name by its arguments' names, so that these are part of the contract.
+    """Check a definition's arguments: other chapters pass them by name, so their names are part of the contract.
 
     Raises:
-        AnswerError: an argument of the contract is missing, has another name or stands in another place.
+        AnswerError: an argument of the contract is missing, or has another name or position.
     """
     chapter = chapters()[exercise.module]
     for method, (wanted, allowed) in _contract(chapter)[exercise.name].items():
@@ -323,7 +324,7 @@ def check_signature(exercise: Exercise, found) -> None:
         try:
             given = list(inspect.signature(inspect.unwrap(part)).parameters.values())
         except (TypeError, ValueError):
-            continue  # a kernel, or something that C defines
+            continue  # a kernel, or something defined in C
         if any(p.kind is p.VAR_KEYWORD for p in given):
             continue
         names = tuple(p.name for p in given)
@@ -339,14 +340,14 @@ _contracts: dict[str, dict] = {}
 
 
 def _contract(chapter: Chapter) -> dict:
-    """What `contract_arguments` says of a chapter's stub."""
+    """The result of `contract_arguments` for a chapter's stub."""
     if chapter.module not in _contracts:
         _contracts[chapter.module] = contract_arguments(make_stub(chapter))
     return _contracts[chapter.module]
 
 
 def place(exercise: Exercise, of_world: str) -> tuple[Path, int]:
-    """File and line of the definition that a world grades, read from the source; nothing is imported. Line 0: none."""
+    """File and line of the definition that a world grades, read from the source without importing it; line 0 if there is none."""
     chapter = chapters()[exercise.module]
     if of_world == "reference":
         return chapter.reference, exercise.line
@@ -358,7 +359,7 @@ def place(exercise: Exercise, of_world: str) -> tuple[Path, int]:
 
 @functools.lru_cache(maxsize=64)
 def definition_lines(source: str) -> dict[str, int]:
-    """The line of each name that a source defines or assigns at top level; of several, the last."""
+    """The line at which each top-level name of a source is defined or assigned; the last one, if there are several."""
     found: dict[str, int] = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -369,7 +370,7 @@ def definition_lines(source: str) -> dict[str, int]:
 
 
 def provenance(found) -> tuple[Path, int] | None:
-    """File and line at which a function or class was defined."""
+    """File and line of a function's or class's definition; None if it has none."""
     found = inspect.unwrap(getattr(found, "fn", found))  # a Triton kernel keeps its function in .fn
     if isinstance(found, type):
         for value in vars(found).values():
@@ -394,11 +395,11 @@ def _class_line(path: Path, found: type) -> int | None:
     return starts[-1] if starts else None
 
 
-# ---- a kernel that goes on while files are edited --------------------------------------------------------------------
+# ---- a kernel that keeps running while files are edited ---------------------------------------------------------------
 
 
 def refresh(namespace: dict | None = None) -> list[str]:
-    """Load edited modules again, in place, and rebind the names of ``namespace`` that held their old definitions.
+    """Reload edited modules in place, and rebind the names in ``namespace`` that refer to their old definitions.
 
     Returns:
         The modules whose files changed.

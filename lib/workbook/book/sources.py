@@ -1,4 +1,4 @@
-"""The learner's files: read and written with care for encodings, line ends, and whatever else may lie in a module's place."""
+"""Reads and writes the learner's files, with care for encodings, line ends, and folders or pipes where a module should be."""
 
 import os
 import re
@@ -17,26 +17,26 @@ class SourceError(BookError):
 
 
 def read_mine(chapter: Chapter) -> str:
-    """The learner's module as text, with every line end turned into a newline and without a byte order mark.
+    """The learner's module as text, with newlines as line ends and without a byte order mark.
 
     Raises:
-        SourceError: the file is missing, or is a folder, a pipe or a device, or cannot be opened; or it is not UTF-8, and
-            then the message names the line.
+        SourceError: the file is missing; is a folder, a pipe or a device; cannot be opened; or is not UTF-8 (the message then
+            names the line).
     """
     return re.sub(r"\r\n?", "\n", read_exactly(chapter))
 
 
 def read_exactly(chapter: Chapter) -> str:
-    """The same with the line ends that are there, for whoever will write the text again."""
+    """The learner's module with its own line ends, for code that will write the text back."""
     return decode(chapter.mine, read_bytes(chapter.mine, chapter.module))
 
 
 def read_bytes(path: Path, module: str | None = None) -> bytes:
-    """The bytes of a regular file; never waits, as opening a named pipe would.
+    """The bytes of a regular file. Never blocks, as opening a named pipe would.
 
     Args:
-        path: What to read.
-        module: The module that ``path`` should be, if it is one, for the advice in the message.
+        path: The file.
+        module: If ``path`` should be a learner's module, its name, for the advice in the message.
 
     Raises:
         SourceError: there is no such file, it is not a regular file, or it cannot be opened.
@@ -58,10 +58,10 @@ def read_bytes(path: Path, module: str | None = None) -> bytes:
 
 
 def decode(path: Path, data: bytes) -> str:
-    """The text of a source file, line ends as they are, without a byte order mark.
+    """The text of a source file with its own line ends and without a byte order mark.
 
     Raises:
-        SourceError: it is not UTF-8, or holds a zero byte; the message names the line.
+        SourceError: the file is not UTF-8 or contains a zero byte; the message names the line.
     """
     data = data.removeprefix(BOM)
     try:
@@ -73,7 +73,9 @@ def decode(path: Path, data: bytes) -> str:
         ) from None
     if "\0" in text:
         line = _line_number(data[: data.index(b"\0")])
-        raise SourceError(f"{shown(path)}:{line}: a zero byte, which no Python source holds: save the file as UTF-8")
+        raise SourceError(
+            f"{shown(path)}:{line}: a zero byte, which Python source cannot contain: save the file as UTF-8"
+        )
     return text
 
 
@@ -82,7 +84,7 @@ def _line_number(before: bytes) -> int:
 
 
 def shown(path: Path) -> str:
-    """A path as messages show it: relative to the book where it lies in it."""
+    """A path as messages show it: relative to the book if it is inside it."""
     return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path)
 
 
@@ -90,7 +92,7 @@ def shown(path: Path) -> str:
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a source with their ends, numbered as Python's parser numbers them (``splitlines`` also cuts at form feeds)."""
+    """The lines of a source with their line ends, split as Python's parser does (``splitlines`` also splits at form feeds)."""
     return _LINE.findall(text)
 
 
@@ -101,7 +103,7 @@ def line_end(text: str) -> str:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Replace ``path`` in one step, so that a reader or a killed program sees the old file or the new one, whole."""
+    """Replace ``path`` in one step: at every moment, even after a crash, the file is complete, either old or new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_symlink():
         path = path.resolve()
@@ -120,12 +122,12 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_mine(path: Path, text: str) -> None:
-    """Write a learner's module as it stands in ``text``, after the byte order mark of the file that it replaces, if there is one."""
+    """Write ``text`` as a learner's module; if the old file began with a byte order mark, so does the new one."""
     mark = BOM if path.is_file() and read_bytes(path).startswith(BOM) else b""
     write_bytes(path, mark + text.encode("utf-8"))
 
 
 def write_stub(path: Path, text: str) -> None:
-    """Write a whole stub with the line ends, and the byte order mark if any, of the file that it replaces."""
+    """Write a whole stub, with the line ends and the byte order mark (if any) of the file that it replaces."""
     before = read_bytes(path).decode("utf-8", "replace") if path.exists() else ""
     write_mine(path, text.replace("\n", line_end(before)))

@@ -1,4 +1,4 @@
-"""Stubs made from the reference, and what state a learner's answer is in."""
+"""Makes stubs from the reference, and finds out which exercises of a learner's file are written."""
 
 import ast
 import difflib
@@ -25,9 +25,9 @@ def as_lib(source: str) -> str:
 
 
 def _owners(tree: ast.Module, graded: dict[str, str]) -> list[tuple[int, int, str, str]]:
-    """(first line, last line, exercise number, what is to be written) of each function; the innermost comes last.
+    """(first line, last line, exercise number, name to be written) of each function, outer functions before inner ones.
 
-    What is to be written is empty for a class: what a mark hides there, beside its methods, is a helper that just goes.
+    For a class the name is empty: a marked part between its methods is a helper, which the stub simply leaves out.
     """
     spans = []
     for node in tree.body:
@@ -43,11 +43,11 @@ def _owners(tree: ast.Module, graded: dict[str, str]) -> list[tuple[int, int, st
 
 
 def make_stub(chapter: Chapter, source: str | None = None) -> str:
-    """The learner's file: the reference with every marked part replaced by a NotImplementedError that names its exercise.
+    """The learner's file: the reference, with a NotImplementedError that names the exercise in place of every marked part.
 
     Raises:
-        BookError: a mark has no partner, or the stub is no Python or asks for too little; the message names the file and
-            the line or the exercise.
+        BookError: a mark has no partner, the stub is not valid Python, or an exercise has nothing to write; the message names
+            the file and the line or exercise.
     """
     path = chapter.reference
     source = chapter.numbered(source)
@@ -78,10 +78,10 @@ def make_stub(chapter: Chapter, source: str | None = None) -> str:
     try:
         asked = marker_lines(text)
     except SyntaxError as error:
-        raise BookError(f"{path}: its stub is no Python, {error.msg}: {(error.text or '').strip()!r}") from error
+        raise BookError(f"{path}: its stub is not valid Python, {error.msg}: {(error.text or '').strip()!r}") from error
     if missing := [name for name in graded if name not in asked]:
         raise BookError(
-            f"{path}: the stub asks nothing of {', '.join(missing)}: put {BEGIN} inside a function or a method of it"
+            f"{path}: the stub leaves nothing to write in {', '.join(missing)}: put {BEGIN} inside its function or a method"
         )
     return text
 
@@ -91,25 +91,25 @@ def _digest(text: str) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace ``path`` in one step, so that a reader or a killed program sees the old file or the new one, whole."""
+    """Replace ``path`` in one step: at every moment, even after a crash, the file is complete, either old or new."""
     sources.write_bytes(path, text.encode("utf-8"))
 
 
 def dated(path: Path) -> Path:
-    """Where a copy of a learner's file goes: under .workbook/backups, the time in its name."""
+    """The path for a copy of a learner's file: under .workbook/backups, with the time in its name."""
     stamp = datetime.now().strftime("%Y-%m-%dT%H-%M-%S.%f")
     return BACKUPS / f"{path.stem}-{stamp}{path.suffix}"
 
 
 def keep_copy(path: Path, module: str | None = None) -> Path:
-    """Copy a learner's file, which is a module or any other, to a dated one under .workbook/backups, and return where it lies."""
+    """Copy a learner's file (a module or any other) to a dated file under .workbook/backups; returns the copy's path."""
     copy = dated(path)
     sources.write_bytes(copy, read_bytes(path, module))
     return copy
 
 
 def _now(chapter: Chapter) -> tuple[str | None, str]:
-    """The text of a learner's module, None where there is none; and what is wrong with the file, if it cannot be read."""
+    """The text of a learner's module (None if there is none), and the problem if it cannot be read ("" otherwise)."""
     if not chapter.mine.exists():
         return None, ""
     try:
@@ -119,16 +119,16 @@ def _now(chapter: Chapter) -> tuple[str | None, str]:
 
 
 def is_begun(chapter: Chapter) -> bool:
-    """Whether there is anything of the learner's in their module."""
+    """Whether the learner has written anything in this module."""
     now, unreadable = _now(chapter)
     return bool(unreadable) or (now is not None and now != make_stub(chapter))
 
 
 def write_stubs(check: bool = False) -> list[str]:
-    """Write every lib/<module>.py that nobody has begun; with ``check``, only say what differs.
+    """Write every lib/<module>.py that nobody has begun; with ``check``, only report differences.
 
     Returns:
-        A line for each file that differed (``check``), was written, or was left because it was begun.
+        A line for each file that differs (``check``), was written, or was left alone because somebody has begun it.
     """
     recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     fresh, lines = {}, []
@@ -150,7 +150,7 @@ def write_stubs(check: bool = False) -> list[str]:
         elif now is not None and _digest(now) != recorded.get(chapter.module):
             fresh[chapter.module] = recorded.get(chapter.module, "")
             lines.append(
-                f"{where} was begun: left as it is (workbook reset {chapter.module} starts it anew and keeps a copy)"
+                f"{where} is begun, so it stays as it is (workbook reset {chapter.module} makes it a stub again and keeps a copy)"
             )
         else:
             sources.write_stub(chapter.mine, stub)
@@ -179,7 +179,7 @@ def _is_marker(node: ast.AST) -> bool:
 
 
 def marker_lines(source: str) -> dict[str, int]:
-    """Graded names of a learner's source that still hold a stub's ``raise``, with the line of the first."""
+    """Names in a learner's source that still contain a stub's ``raise``, each with the line of the first one."""
     found = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -190,7 +190,7 @@ def marker_lines(source: str) -> dict[str, int]:
 
 
 def methods_left(chapter: Chapter, source: str) -> dict[str, list[str]]:
-    """The methods that still hold a stub's ``raise``, of each class of which a learner has written others."""
+    """For each half-written class, the methods that still contain a stub's ``raise``."""
     left = _methods_with_markers(source)
     asked = _methods_with_markers(make_stub(chapter)) if left else {}
     return {name: methods for name, methods in left.items() if set(methods) < set(asked.get(name, ()))}
@@ -206,9 +206,9 @@ def _methods_with_markers(source: str) -> dict[str, list[str]]:
 
 
 def contract_arguments(stub: str) -> dict[str, dict[str, tuple[tuple[str, ...], frozenset[str]]]]:
-    """Of each top-level name of a stub, by method ("" for a function): its positional arguments in order, and all of them.
+    """The arguments of each top-level name of a stub, by method ("" for a function): the positional ones in order, and all.
 
-    The methods of an ``autograd.Function``, which are called by position, are left out, and so are properties.
+    Properties are left out, and so are the methods of an ``autograd.Function``, which are called by position.
     """
     found: dict[str, dict[str, tuple[tuple[str, ...], frozenset[str]]]] = {}
     for node in ast.parse(stub).body:
@@ -234,7 +234,7 @@ def _arguments(node: ast.FunctionDef) -> tuple[tuple[str, ...], frozenset[str]]:
 
 
 def _span(source: str, name: str) -> tuple[int, int] | None:
-    """First and last line of a top-level definition, its decorators included."""
+    """First and last line of a top-level definition, including its decorators."""
     span = None
     for node in ast.parse(source).body:
         if getattr(node, "name", None) == name:
@@ -243,7 +243,7 @@ def _span(source: str, name: str) -> tuple[int, int] | None:
 
 
 def _first(node: ast.stmt) -> int:
-    """The line on which a statement begins, with its decorators."""
+    """The first line of a statement, including its decorators."""
     return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
 
 
@@ -254,7 +254,7 @@ def source_of(source: str, name: str) -> str | None:
 
 
 def bindings(source: str) -> dict[str, ast.stmt]:
-    """The statement at the top of a module that binds each name last."""
+    """For each name of a module, the top-level statement that binds it last."""
     bound: dict[str, ast.stmt] = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -269,13 +269,13 @@ def bindings(source: str) -> dict[str, ast.stmt]:
 
 
 def piece(stub: str, name: str, mine: str, also: Iterable[str] = ()) -> str:
-    """One exercise of a stub, as it can be added to a learner's source: after what it uses and the learner does not have.
+    """One exercise of a stub, preceded by the imports and helpers that it uses and the learner's source lacks.
 
     Args:
         stub: The whole stub.
         name: The exercise.
         mine: The learner's source.
-        also: More names of the stub that the answer will use.
+        also: Other names of the stub that the answer will use.
     """
     given, have = bindings(stub), {name, *bindings(mine)}
     needed, missing = [given[name], *(given[other] for other in {*also} - have)], {*also} - have
@@ -291,16 +291,16 @@ def piece(stub: str, name: str, mine: str, also: Iterable[str] = ()) -> str:
 
 
 def with_piece(mine: str, added: str) -> str:
-    """A learner's source with something added at its end, in its own line ends; what was there stays as it is."""
+    """A learner's source with something added at its end, in the source's own line ends; the rest is unchanged."""
     start = "" if mine.endswith(("\n", "\r")) or not mine else "\n"
     return mine + f"{start}\n\n{added}\n".replace("\n", line_end(mine))
 
 
 def reset(chapter: Chapter, name: str | None = None) -> Path | None:
-    """Put a stub back in place of one answer, or of the whole module; return the dated copy of what was there.
+    """Replace one answer, or the whole module, by its stub; returns the dated copy of the file as it was.
 
     Raises:
-        BookError: the module cannot be read or does not parse, so that one answer cannot be found in it.
+        BookError: the module cannot be read, or does not parse, so that the answer cannot be found in it.
     """
     stub = make_stub(chapter)
     mine = None if name is None or not chapter.mine.exists() else read_exactly(chapter)
@@ -312,8 +312,8 @@ def reset(chapter: Chapter, name: str | None = None) -> Path | None:
         span = _span(mine, name)
     except SyntaxError as error:
         raise SourceError(
-            f"{where_it_breaks(chapter, error)}; mend that line, "
-            f"or start the whole module anew with: workbook reset {chapter.module}"
+            f"{where_it_breaks(chapter, error)}; fix that line, "
+            f"or start the whole module over with: workbook reset {chapter.module}"
         ) from error
     if span is None:
         text = with_piece(mine, piece(stub, name, mine))

@@ -1,4 +1,4 @@
-"""A time limit inside one process: an exception in the main thread when the time is over."""
+"""A time limit inside one process: the main thread gets an exception when the time is up."""
 
 import contextlib
 import signal
@@ -7,12 +7,12 @@ import time
 
 
 class TimeLimit(BaseException):
-    """The check's time is over; no ``except Exception`` of the code under check may stop it."""
+    """The check's time is up. A BaseException, so that no ``except Exception`` in the code under test swallows it."""
 
 
 @contextlib.contextmanager
 def alarm(seconds: float):
-    """Raise TimeLimit in the main thread after ``seconds``; nothing happens where there are no signals."""
+    """Raise TimeLimit in the main thread after ``seconds``. Does nothing without signals, or outside of the main thread."""
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -32,7 +32,7 @@ def alarm(seconds: float):
 
 @contextlib.contextmanager
 def paused():
-    """The alarms that are set do not run on in this block."""
+    """Stop the clock of any alarm for the length of this block."""
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,9 +1,9 @@
-"""A check in a child process: what an answer does to its process, it does to nothing else.
+"""Runs a check in a child process, so that an answer can harm no process but its own.
 
-``pytest`` (a judge, see `lib.workbook.book.boundary`) forks a guard, and the guard forks the runner, in which the tests of one
-exercise run. The runner sends a report after each test. The guard does nothing but wait: when the runner ends, or when the
-judge does (by Ctrl-C, by a signal, by ``kill -9``: its end of a socket then closes), the guard kills the runner and all that
-the runner has started, and ends.
+``pytest`` (the judge, see `lib.workbook.book.boundary`) forks a guard, and the guard forks the runner, which runs the tests of
+one exercise and sends a report after each test. The guard only waits. When the runner ends, or when the judge does (Ctrl-C, a
+signal, even ``kill -9``: its end of a socket then closes), the guard kills the runner and every process that the runner
+started, and then ends itself.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ from lib.workbook.book import boundary, resolve
 from lib.workbook.grading.cases import BOARD
 
 MEMORY_LIMIT_MB = 6144.0
-MACHINERY = "a fault of the machinery"  # what a stack begins with that is not the answer's
-DIAGNOSIS_S = 30.0  # to look for the mistake behind a failure; after that the report goes out without
+MACHINERY = "a fault of the machinery"  # a recorded stack begins with this if the book failed, not the answer
+DIAGNOSIS_S = 30.0  # to find the mistake behind a failure; after that the report goes out without a diagnosis
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A runner that had to be ended, or ended by itself, before it could report.
+    """A runner that was ended, or ended on its own, before it could report.
 
-    ``stack`` is what `faulthandler` wrote; ``is_time`` and ``in_import`` say that nothing more of the exercise, and of its
-    whole chapter, is worth a try.
+    ``stack`` is what `faulthandler` wrote. ``is_time`` says that the time limit passed: the exercise's other checks are then
+    skipped. ``in_import`` says that the learner's module was being imported: then the whole chapter is skipped.
     """
 
     why: str
@@ -47,12 +47,12 @@ class Ended:
 
 
 class Child:
-    """The guard and the runner of one exercise, as the judge knows them."""
+    """The judge's handle on the guard and the runner of one exercise."""
 
     def __init__(self, world: str, work):
-        """Fork both. ``work(index)`` runs in the runner, once for each ``run``, and yields what is sent back, piece by piece."""
+        """Fork both. Each call of ``run`` runs ``work(index)`` in the runner; what that yields is sent back piece by piece."""
         self.world = world
-        self.stacks = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the child)
+        self.stacks = tempfile.TemporaryFile()  # noqa: SIM115 (open for as long as the child lives)
         BOARD.at_a_prompt(False)
         BOARD.importing(False)
         sys.stdout.flush()
@@ -67,7 +67,7 @@ class Child:
         self.runner = int(self.line.recv(16) or 0)
 
     def _leave_after(self, function, *arguments) -> None:
-        """Call a function in a forked process, and never return from there; its faults are the machinery's own."""
+        """Call a function in a forked process and never return. An exception here is the book's fault, and is recorded as such."""
         try:
             function(*arguments)
         except BaseException:
@@ -76,7 +76,7 @@ class Child:
             os._exit(1)
 
     def run(self, index: int, time_limit_s: float, memory_limit_mb: float | None):
-        """What the runner sends for one test, and an `Ended` last if it came to its end over it."""
+        """Yield what the runner sends for one test; if the runner ended before it sent anything, an `Ended` instead."""
         self.pipe.send(index)
         clock, told_anything = _Clock(self.runner, time_limit_s, memory_limit_mb or MEMORY_LIMIT_MB), False
         while True:
@@ -89,7 +89,7 @@ class Child:
                 if why:
                     _write_stack(self.runner)
                 ended = self.end(why, is_time=clock.is_over)
-                if not told_anything:  # else all that is lost is a diagnosis
+                if not told_anything:  # otherwise only the diagnosis is lost
                     yield ended
                 return
             what, data = said
@@ -100,14 +100,14 @@ class Child:
             yield data
 
     def _wait(self, clock: "_Clock") -> str:
-        """Why the runner has to be ended; empty once it says something."""
+        """Wait for a message from the runner. Returns why the runner must be ended, or "" when a message has arrived."""
         while not self.pipe.poll(0.02 if clock.is_fresh else 0.1):
             if why := clock.verdict():
                 return why
         return ""
 
     def end(self, why: str = "", is_time: bool = False) -> Ended:
-        """Have the guard end everything; say how the runner came to its end."""
+        """Have the guard end everything, and report how the runner ended."""
         self.pipe.close()
         self.line.settimeout(10)
         with contextlib.suppress(OSError):
@@ -120,18 +120,18 @@ class Child:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.guard, 0)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.guard, signal.SIGKILL)  # where the guard itself was killed
+            os.killpg(self.guard, signal.SIGKILL)  # in case the guard itself was killed
         self.stacks.seek(0)
         stack = self.stacks.read().decode(errors="replace")
         return Ended(why or _death(status), stack, BOARD.case, is_time, BOARD.importing())
 
     def close(self) -> None:
-        """End a runner that has nothing left to do."""
+        """End a runner whose work is done."""
         self.end("its work is done")
 
 
 class _Clock:
-    """How long a runner may still take: in seconds of computing, with patience for one that waits."""
+    """The limits of one check: seconds of computing, several times as many seconds on the wall clock, and memory."""
 
     def __init__(self, pid: int, limit_s: float, memory_limit_mb: float):
         self.pid, self.limit_s, self.memory_limit_mb = pid, limit_s, memory_limit_mb
@@ -141,13 +141,13 @@ class _Clock:
         self.seen = self.started
 
     def diagnosing(self) -> None:
-        """From here on only the diagnosis is waited for."""
+        """The report has arrived: from here on, the clock allows only for the diagnosis."""
         self.deadline, self.limit_s = time.monotonic() + DIAGNOSIS_S, float("inf")
 
     def verdict(self) -> str:
-        """Why it must not go on; empty as long as it may."""
+        """Why the runner must be ended; "" while it is within its limits."""
         now = time.monotonic()
-        if BOARD.at_a_prompt():  # a person's time
+        if BOARD.at_a_prompt():  # a person at a debugger takes as long as they like
             self.deadline += now - self.seen
         self.seen = now
         self.is_fresh = now - self.started < 1.0
@@ -155,18 +155,23 @@ class _Clock:
         if self.is_over:
             return f"was not finished after {self.limit_s:g} s, the limit of this check"
         if resident_mb(self.pid) - self.base_mb > self.memory_limit_mb:
-            return f"took more than {self.memory_limit_mb:g} MB of memory, under which it promises to stay"
+            return f"used more than {self.memory_limit_mb:g} MB of memory, the limit of this check"
         return ""
 
 
 def resident_mb(pid: int) -> float:
+    """The memory that a process holds now, in MB; 0 if there is no such process."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).memory_info().rss / 2**20
     return 0.0
 
 
 def peak_mb(start_anew: bool = False) -> float:
-    """The largest resident size of this process in MB since it was last started anew; 0 where Linux's /proc is missing."""
+    """The peak memory of this process in MB since the peak was last reset; 0 on systems without Linux's /proc.
+
+    Args:
+        start_anew: Reset the peak to the present size first.
+    """
     try:
         if start_anew:
             with open("/proc/self/clear_refs", "w") as file:
@@ -178,7 +183,7 @@ def peak_mb(start_anew: bool = False) -> float:
 
 
 def _guard(child: Child, pipe: Connection, line: socket.socket, work) -> None:
-    """In the guard: wait until the runner or the judge has ended, then end all that is left."""
+    """The guard's program: wait until the runner or the judge has ended, then end every remaining descendant."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
     os.setpgid(0, 0)
@@ -212,7 +217,7 @@ def _guard(child: Child, pipe: Connection, line: socket.socket, work) -> None:
 
 
 def _runner(child: Child, pipe: Connection, work) -> None:
-    """In the runner: run what is asked for, send what comes of it, and leave without a trace."""
+    """The runner's program: run each check that the judge asks for, send its reports, and end when the judge hangs up."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -233,7 +238,7 @@ def _runner(child: Child, pipe: Connection, work) -> None:
 
 
 def _write_stack(pid: int) -> None:
-    """Have the runner write down where it is; faulthandler does so also while a C call does not return."""
+    """Have the runner write its stack into a file. faulthandler can do so even inside a C call that does not return."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGUSR1)
         time.sleep(0.3)
@@ -241,8 +246,8 @@ def _write_stack(pid: int) -> None:
 
 def _death(told: bytes) -> str:
     if not told.isdigit():
-        return "ended Python itself, and all that ran beside it"
+        return "ended Python, together with the process that watches over the check"
     status = int(told)
     if os.WIFSIGNALED(status):
-        return f"ended Python itself ({signal.Signals(os.WTERMSIG(status)).name})"
-    return f"ended Python itself (exit status {os.WEXITSTATUS(status)})"
+        return f"ended Python ({signal.Signals(os.WTERMSIG(status)).name})"
+    return f"ended Python (exit status {os.WEXITSTATUS(status)})"

@@ -1,9 +1,9 @@
-"""Which known mistake an answer is: the one that fails as the answer does, wherever the two can be compared.
+"""Finds the known mistake that an answer makes: the one that fails the same checks in the same way.
 
-A mistake is a candidate if it fails the failing check in the same way: on the same case, with the same problem and the same
-numbers. It is dropped if it fails another check that the answer passes. If candidates with different sentences are left, those
-stay that are like the answer on every check that was tried; if that does not decide, nothing is said: no sentence is better than
-a wrong one.
+A mistake is a candidate if it fails the failing check just as the answer does: on the same case, with the same problem and the
+same numbers. It is dropped if it fails another check that the answer passes. If several candidates with different sentences
+remain, only those that agree with the answer on every check stay. If that does not decide either, the report names no mistake:
+no sentence is better than a wrong one.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from lib.workbook.grading.mistakes import Mistake, standing_in
 
 DIAGNOSIS_S, RANKS_DIAGNOSIS_S = 4.0, 20.0  # for all known mistakes together
 RUN_S = 90.0  # for one run of one check, whatever it is
-CONFIRMED_BY = 12  # so many other checks are enough, once one sentence is left
+CONFIRMED_BY = 12  # once a single sentence remains, this many other checks are enough to confirm it
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a check ended: ``error`` is None if it passed; ``case`` is the one that it was at."""
+    """How a check ended: ``error`` is None if it passed, and ``case`` is the last case that it named."""
 
     error: BaseException | None
     case: str = ""
@@ -37,7 +37,7 @@ class Outcome:
 
     @property
     def is_telling(self) -> bool:
-        """Whether it shows the answer's own numbers, which hardly agree by chance."""
+        """Whether the failure shows the answer's own numbers; two answers hardly have the same wrong numbers by chance."""
         return isinstance(self.error, Wrong) and self.error.answer is not None
 
     def is_like(self, other: "Outcome") -> bool:
@@ -57,13 +57,13 @@ class Outcome:
             kinds = getattr(a, "kind", None), getattr(b, "kind", "")
             if kinds == ("raised", "raised"):
                 return _raised_on_a_rank(a) == _raised_on_a_rank(b) != ""
-            parted = ("deadlock", "died")  # which of the two it is when calls do not fit is chance
+            parted = ("deadlock", "died")  # when the ranks' calls do not match, chance decides between these two
             return kinds[0] in parted and kinds[1] in parted and _without_places(a) == _without_places(b)
         return type(a) is type(b) and _head(a) == _head(b)
 
 
 def of_one_rank(error: BaseException) -> BaseException:
-    """What a rank raised, where that is why its run of ranks failed; else the error itself."""
+    """If a run of ranks failed because one rank raised: that rank's exception. Otherwise the error itself."""
     inner = getattr(error, "error", None)
     return inner if hasattr(error, "per_rank") and isinstance(inner, Exception) else error
 
@@ -79,7 +79,7 @@ def _raised_on_a_rank(error: BaseException) -> str:
 
 
 def _without_places(error: BaseException) -> str:
-    """The first line of a deadlock's report, without lines of code and without seconds."""
+    """The first line of a deadlock's report, without places in the code and without seconds."""
     return re.sub(r" \([^()]*:\d+\)|, for \d+ s| \(the limit is [^)]*\)", "", str(error).partition("\n")[0])
 
 
@@ -91,12 +91,12 @@ def looks_like(
     try_answer: Callable[[object], Outcome],
     try_mistake: Callable[[Mistake, object], Outcome],
 ) -> str:
-    """The sentence of the mistake that the answer makes; empty if none is sure.
+    """The sentence of the mistake that the answer makes; empty if no mistake is certain.
 
     Args:
         failing: The check that the answer failed first.
-        first: How.
-        others: Further checks of the exercise, on which candidates are told apart.
+        first: How it failed.
+        others: Other checks of the exercise, which tell the candidates apart.
         mistakes: The known mistakes of the exercise.
         try_answer: Runs a check on the answer.
         try_mistake: Runs a check on a mistake.
@@ -119,7 +119,7 @@ def looks_like(
 
 
 class Trials:
-    """Runs checks again, in silence and within a time, on the answer or on a mistake; each pair once."""
+    """Runs checks again on the answer or on a mistake, silently and within a time limit; each combination runs once."""
 
     def __init__(self, run: Callable[[object], Outcome], limit_s: float = float("inf")):
         self.run, self.deadline = run, time.monotonic() + limit_s
@@ -133,7 +133,7 @@ class Trials:
             return self._once(mistake.key, check)
 
     def know(self, check, outcome: Outcome, key: str = "") -> None:
-        """Note an outcome that is known already."""
+        """Store an outcome that is already known."""
         self.seen[key, check.nodeid] = outcome
 
     def _once(self, key: str, check) -> Outcome:
@@ -147,14 +147,14 @@ class Trials:
 
 
 def is_diagnosable(outcome: Outcome) -> bool:
-    """Whether a failure is one that a mistake can be compared with."""
+    """Whether mistakes can be compared with this failure: not with a time limit, nor with a package that is missing."""
     error = outcome.error
     return error is not None and not isinstance(error, TimeLimit) and getattr(error, "kind", "deadlock") != "missing"
 
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Nothing that is printed in this block, by Python or by C, reaches the terminal; the case that is named stays."""
+    """Discard everything that this block prints, from Python or from C, and keep the case that the board shows."""
     case = BOARD.case
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         kept = []

@@ -1,4 +1,4 @@
-"""Marks as Gradescope reads them: https://gradescope-autograders.readthedocs.io/en/latest/specs/#output-format"""
+"""Marks in Gradescope's format: https://gradescope-autograders.readthedocs.io/en/latest/specs/#output-format"""
 
 from lib.workbook.checks.summary import describe
 
@@ -7,12 +7,12 @@ def results(rows: list[dict], described: str) -> dict:
     """The contents of ``results.json``: a test for each exercise, worth one point.
 
     Args:
-        rows: Of `Marks.sorted_rows`.
-        described: Whose code was graded, for the head of the page.
+        rows: As `Marks.sorted_rows` returns them.
+        described: Whose code was graded; stands at the top of the page.
 
     Returns:
-        Plain values for JSON. Where nothing was graded there is a total, 0, since Gradescope wants a score somewhere.
-        An exercise of which every check was skipped is worth nothing, so that a missing device costs nobody a point.
+        Plain values for JSON. If nothing was graded there is a total score of 0, because Gradescope requires a score. An
+        exercise whose checks were all skipped is worth 0 points, so that a missing device costs nobody a point.
     """
     made = {"output": described, "output_format": "text", "tests": [_test(row) for row in rows]}
     return made if rows else {"score": 0.0} | made

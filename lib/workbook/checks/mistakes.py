@@ -1,4 +1,4 @@
-"""``pytest --mistakes``: each known mistake is put in place of the answer; a test must catch it, and its own sentence name it."""
+"""``pytest --mistakes``: grades each known mistake as if it were the answer. A test must catch it, and the diagnosis must name it."""
 
 import pytest
 from _pytest.runner import CallInfo
@@ -7,11 +7,12 @@ from lib.workbook.checks import diagnosis
 from lib.workbook.checks.diagnosis import Outcome
 from lib.workbook.grading.mistakes import Mistake, mistakes_of
 
-CACHE = "workbook/caught-by"  # in pytest's own cache: which test caught a mistake last, and is tried first
+# In pytest's own cache: the test that caught each mistake last time, and is therefore tried first now.
+CACHE = "workbook/caught-by"
 
 
 class MistakeItem(pytest.Item):
-    """One wrong answer."""
+    """One wrong answer, as a test of its own."""
 
     def __init__(self, *, mistake: Mistake, tests: list, trials, **kwargs):
         super().__init__(**kwargs)
@@ -40,7 +41,7 @@ class MistakeItem(pytest.Item):
         if said != self.mistake.sentence:
             alike = [m.sentence for m in known if self.trials.of_mistake(m, test).is_like(outcome)]
             raise AssertionError(
-                f"{test.name} catches the mistake, and the report does not name it.\n"
+                f"{test.name} catches the mistake, but the report does not name it.\n"
                 f"  sentence  {self.mistake.sentence}\n  said      {said or 'nothing'}\n"
                 f"  case      {outcome.case}\n  failure   {outcome.error!r}"[:1500]
                 + f"\n  alike     {alike}"
@@ -54,17 +55,17 @@ class MistakeItem(pytest.Item):
 
 
 class Unfit(Exception):
-    """A test could not grade a mistake through a fault of the book's."""
+    """A test could not grade a mistake, and the book is at fault."""
 
 
 def comparable(tests: list, failing) -> list:
-    """The checks on which candidates are told apart: those that are quick, cheap ones first."""
+    """The checks that tell candidates apart: the quick ones, those without ranks first."""
     quick = [t for t in tests if t is not failing and not t.get_closest_marker("memory_limit")]
     return sorted(quick, key=lambda t: "ranks" in t.fixturenames)
 
 
 def items(tests_by_exercise: dict, config, run) -> list[MistakeItem]:
-    """An item for each mistake of the exercises whose tests were collected."""
+    """One item for each mistake of the exercises whose tests were collected."""
     caught_by = config.cache.get(CACHE, {}) if hasattr(config, "cache") else {}
     made = []
     for exercise, tests in tests_by_exercise.items():
@@ -79,7 +80,7 @@ def items(tests_by_exercise: dict, config, run) -> list[MistakeItem]:
 
 
 def _likely_first(tests: list, catcher: str | None) -> list:
-    """The same tests: the one that caught it last first, those that need ranks or much time last."""
+    """The same tests in another order: first the one that caught the mistake last time, at the end those with ranks or long limits."""
 
     def place(test):
         takes_long = test.get_closest_marker("memory_limit") or test.get_closest_marker("time_limit")
@@ -89,7 +90,7 @@ def _likely_first(tests: list, catcher: str | None) -> list:
 
 
 def remember(config, reports: list) -> None:
-    """Keep in pytest's cache what caught each mistake."""
+    """Store in pytest's cache which test caught each mistake."""
     found: dict[str, float] = {}
     for report in reports:
         found |= {f"{report.nodeid}": t for key, t in report.user_properties if key == CACHE}

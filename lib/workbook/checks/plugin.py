@@ -1,7 +1,7 @@
-"""The pytest plugin: which tests grade what, each exercise in a child of its own, and what a failure says.
+"""The pytest plugin: assigns tests to exercises, runs each exercise in a child process of its own, and writes the reports.
 
-pytest's own process is a judge (`lib.workbook.book.boundary`): it collects the tests in the reference's world, and never runs an
-answer. ``--reference`` and ``--mistakes`` grade what the book itself wrote, and so run their tests in this process.
+pytest's own process is the judge (`lib.workbook.book.boundary`): it collects the tests in the reference's world and never runs
+an answer. ``--reference`` and ``--mistakes`` grade only the book's own code, and therefore run their tests in this process.
 """
 
 import functools
@@ -27,8 +27,8 @@ from lib.workbook.checks.summary import Marks, refusal
 from lib.workbook.grading.cases import case
 from lib.workbook.grading.oracles import RECORDING
 
-SHOWN_FAILURES = 3  # of one exercise; the others are counted
-# What PyTorch imports only when a check first uses it, hundreds of modules at a time, by what the check's text then says.
+SHOWN_FAILURES = 3  # of one exercise; the others are only counted
+# PyTorch imports these modules, hundreds at a time, when a check first uses them; the check's source text shows that it will.
 IMPORTED_LATE = {
     ".step()": "torch._dynamo",
     '.to("meta")': "torch._dynamo",
@@ -40,24 +40,24 @@ CHECKS = pytest.StashKey["Checks"]()
 def pytest_addoption(parser):
     group = parser.getgroup("workbook", "The Scaling Workbook")
     group.addoption("--reference", action="store_true", help="grade the reference instead of your answers")
-    group.addoption("--mine", action="store_true", help="your answers everywhere, in the other chapters too")
+    group.addoption("--mine", action="store_true", help="use your answers for the other chapters too")
     group.addoption("--mistakes", action="store_true", help="prove that the tests catch and name every known mistake")
-    group.addoption("--record", action="store_true", help="with --reference: write the oracles' recorded values")
+    group.addoption("--record", action="store_true", help="with --reference: record the oracles' values anew")
     group.addoption("--exercise", action="append", default=[], metavar="NAME", help="only the tests of this exercise")
     group.addoption("--marks", metavar="FILE", help="write the marks of every exercise as JSON")
-    group.addoption("--gradescope", metavar="FILE", help="write the same as Gradescope's results.json")
-    group.addoption("--no-prompt", action="store_true", help="nobody sits at a terminal: breakpoint() is passed over")
+    group.addoption("--gradescope", metavar="FILE", help="write the marks as Gradescope's results.json")
+    group.addoption("--no-prompt", action="store_true", help="skip breakpoint(), because nobody sits at a terminal")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
     options = config.option
     if not (options.reference or options.mistakes) and options.reportchars == "fE":
-        options.reportchars = ""  # the table of exercises says it better
+        options.reportchars = ""  # the table of exercises replaces pytest's summary
     if options.mine and (options.reference or options.mistakes):
         raise pytest.UsageError("--mine grades your answers, --reference and --mistakes the book's: choose one")
     if options.record and not options.reference:
-        raise pytest.UsageError("--record writes what the oracles give: use it with --reference")
+        raise pytest.UsageError("--record writes the oracles' values: use it with --reference")
     for name in ("marks", "gradescope"):
         if fault := refusal(config.getoption(name)):
             raise pytest.UsageError(f"--{name} {fault}")
@@ -73,7 +73,7 @@ def pytest_configure(config):
 
 
 def _on_one_thread() -> None:
-    """Checks are small: on a busy machine, threads that wait for each other take a hundred times as long as one alone."""
+    """Compute on one thread: checks are small, and on a busy machine threads that wait for each other take 100 times as long."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -99,21 +99,23 @@ def chapter_of(path: Path) -> Chapter | None:
 
 
 def exercise_of(chapter: Chapter, test_name: str) -> Exercise:
-    """The exercise whose name follows ``test_``: the longest that fits.
+    """The exercise whose name follows ``test_``; if several fit, the longest.
 
     Raises:
-        UsageError: none does.
+        UsageError: no exercise fits.
     """
     stem = test_name.split("[")[0].removeprefix("test_")
     fitting = [e for e in chapter.exercises if stem == e.name or stem.startswith(e.name + "_")]
     if not fitting:
         names = ", ".join(e.name for e in chapter.exercises)
-        raise pytest.UsageError(f"{chapter.tests.name}: {test_name} is named after no exercise; they are {names}")
+        raise pytest.UsageError(
+            f"{chapter.tests.name}: {test_name} is named after no exercise; the exercises are {names}"
+        )
     return max(fitting, key=lambda e: len(e.name))
 
 
 class Checks:
-    """One session: its options, its marks, and the child that grades the exercise at hand."""
+    """One session: its options, its marks, and the child that grades the current exercise."""
 
     def __init__(self, config):
         self.config, self.option = config, config.option
@@ -121,9 +123,8 @@ class Checks:
         self.reports: list[TestReport] = []
         self.child: Child | None = None
         self.child_of: tuple[str, str] | None = None  # module and name of the exercise that the child grades
-        self.given_up: dict[
-            tuple[str, str], str
-        ] = {}  # module and exercise ("" for all of them): why no more of it is run
+        # by module and exercise ("" for the whole module): why its remaining checks are not run
+        self.given_up: dict[tuple[str, str], str] = {}
         self.runner = Runner(config, self.marks)
         self.n_maintainers = 0
 
@@ -139,14 +140,14 @@ class Checks:
         if self.option.mistakes:
             return "grading the known mistakes: each must be caught and named"
         if self.option.mine:
-            return "grading your answers (lib/), which also stand in for the other chapters'"
-        return "grading your answers (lib/); names of other chapters are the reference's"
+            return "grading your answers (lib/), in the other chapters too"
+        return "grading your answers (lib/); other chapters use the reference"
 
     # ---- collection --------------------------------------------------------------------------------------------------
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pycollect_makemodule(self, module_path, parent):
-        """Begin to start the ranks of a chapter that is run as a whole while its tests are imported."""
+        """If a whole chapter is to run, begin to start its ranks while its tests are imported."""
         some = self.option.keyword or self.option.exercise or any("::" in argument for argument in self.config.args)
         if not (some or self.option.collectonly or hasattr(self.config, "workerinput")) and chapter_of(module_path):
             warm_up([module_path.read_text(encoding="utf-8")])
@@ -165,7 +166,7 @@ class Checks:
             item.stash[EXERCISE] = exercise = exercise_of(chapter, item.originalname) if chapter else None
             if exercise is not None:
                 item.extra_keyword_matches.add(exercise.name)
-                item.repr_failure = _no_traceback  # `report.explain` says it; pytest's own parses the test file
+                item.repr_failure = _no_traceback  # `report.explain` writes the report
             is_oracle = getattr(getattr(item, "function", None), "workbook_oracle", False)
             maintainers = is_oracle and not self.option.reference
             unwanted = wanted and not any(
@@ -189,7 +190,7 @@ class Checks:
     def pytest_report_collectionfinish(self):
         if self.n_maintainers and not (self.option.mistakes or self.option.keyword or self.option.exercise):
             return (
-                f"(deselected: {self.n_maintainers} checks that compare the reference with other libraries; "
+                f"(left out: {self.n_maintainers} checks that compare the reference with other libraries; "
                 "`pytest --reference` runs them)"
             )
         return None
@@ -212,8 +213,8 @@ class Checks:
         return None
 
     def _grade(self, item, exercise: Exercise) -> None:
-        """Run a check in a child, and log what comes of it."""
-        item.session._setupstate.teardown_exact(item)  # what an item before this one left set up for its file
+        """Run a check in a child, and log its reports."""
+        item.session._setupstate.teardown_exact(item)  # fixtures that an earlier item set up for its file
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         key = (exercise.module, exercise.name)
         why = self.given_up.get(key) or self.given_up.get((exercise.module, ""))
@@ -255,7 +256,7 @@ class Checks:
         return reports
 
     def _prepare(self, item) -> None:
-        """Do once, before the fork, what each child would have to do anew."""
+        """Do once, before the fork, the work that every child would otherwise repeat."""
         if "tmp_path" in item.fixturenames:
             item.config._tmp_path_factory.getbasetemp()
         if "ranks" in item.fixturenames:
@@ -267,7 +268,7 @@ class Checks:
                 importlib.import_module(module)
 
     def _ended(self, item, exercise: Exercise, ended: Ended) -> TestReport:
-        """The report of a check that could not make its own; and what else is not worth a try."""
+        """The report of a check whose child ended before it could report; also decides which checks are not run any more."""
         if ended.is_time or ended.in_import:
             self.given_up[exercise.module, "" if ended.in_import else exercise.name] = (
                 f"lib/{exercise.module}.py {ended.why} when it was imported"
@@ -293,7 +294,7 @@ class Checks:
         return made
 
     def _count(self, one: TestReport) -> None:
-        """Tell a failure in a line if the exercise has failed before, unless -v asks for all."""
+        """Shorten a failure to one line if the exercise has failed before, unless -v asks for everything."""
         told = Told.of(one)
         if told is None or not one.failed or self.option.verbose > 0:
             return

@@ -1,4 +1,4 @@
-"""The ``ranks`` fixture: a check's own runs on warm ranks, within the time of the check."""
+"""The ``ranks`` fixture: a check runs functions on warm ranks, within the check's own time limit."""
 
 import contextlib
 import os
@@ -9,17 +9,17 @@ from lib.workbook.book import boundary, resolve
 from lib.workbook.checks.alarm import paused
 from lib.workbook.grading.mistakes import MISTAKE
 
-SHOWN_LINES = 8  # of what one rank printed
-DIAGNOSED_RUN_S = 6.0  # for one run of ranks with a known mistake
+SHOWN_LINES = 8  # of each rank's output
+DIAGNOSED_RUN_S = 6.0  # the limit of one run of ranks during a diagnosis
 
 
 class Ranks:
-    """What the fixture gives.
+    """The fixture's value: a function that runs another function on ranks.
 
     Args:
         limit_s: Seconds that each rank may compute in all runs of a check together.
-        shows_all: Print all that the ranks print, as ``pytest -s`` asks.
-        is_quiet: The check runs for a diagnosis: short, and without a word.
+        shows_all: Print everything that the ranks print, as ``pytest -s`` asks.
+        is_quiet: The check runs for a diagnosis: briefly, and without printing.
     """
 
     def __init__(self, limit_s: float, shows_all: bool, is_quiet: bool):
@@ -34,7 +34,7 @@ class Ranks:
         if self.is_quiet:
             seconds = min(time_limit_s or DIAGNOSED_RUN_S, DIAGNOSED_RUN_S)
             return pool(backend).run(fn, *args, n_ranks=n_ranks, time_limit_s=seconds, env=env, show_output=False)
-        with paused():  # that processes start is no time of the answer's
+        with paused():  # starting processes does not count as the answer's time
             began = time.monotonic()
             pool(backend).ready()
             self.started += time.monotonic() - began
@@ -63,9 +63,9 @@ def _print_some(outputs: list[str]) -> None:
 
 
 def warm_up(module_texts: list[str]) -> None:
-    """Begin to start the ranks that tests will ask for, while the rest of them is collected: both take seconds."""
+    """Begin to start the ranks that the tests will need. That takes seconds, and so does collecting the other tests meanwhile."""
     from lib.ranks import RankFailure, pool
 
     if any("ranks(" in text and 'backend="mpi"' not in text for text in module_texts):
-        with contextlib.suppress(RankFailure):  # the check that needs them says so
+        with contextlib.suppress(RankFailure):  # the check that needs the ranks will report it
             pool("gloo").warm()

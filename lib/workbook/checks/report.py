@@ -1,4 +1,4 @@
-"""What is told of a check: a dataclass that travels with pytest's report, and the text that a person reads."""
+"""What a report says about a check: a dataclass that travels with pytest's report, and the text that a person reads."""
 
 import contextlib
 import linecache
@@ -21,21 +21,21 @@ from lib.workbook.grading.mistakes import active_mistake
 
 LABEL_WIDTH, MESSAGE_WIDTH, MESSAGE_LINES = 12, 300, 40
 BOOKS_FAULT = "the book is at fault here, not you"
-DETAILS = ("raised", "expected", "first wrong", "value", "shape", "dtype", "at")  # what a one-line report keeps
+DETAILS = ("raised", "expected", "first wrong", "value", "shape", "dtype", "at")  # rows that a one-line report keeps
 STATES = ("passed", "wrong", "not started", "not run", "not checked", "skipped")
 
 
 class RaisedInAnswer(Exception):
-    """An answer raised what ends or skips a test (``pytest.skip()``, ``sys.exit()``): in an answer that is an error."""
+    """An answer called ``pytest.skip()``, ``sys.exit()`` or the like, which would end or skip the test: in an answer, an error."""
 
 
 @dataclass(kw_only=True)
 class Told:
-    """What is told of one check.
+    """What the report says about one check.
 
-    ``state`` is one of `STATES`: "wrong" is the learner's, "not checked" the book's or the machine's fault, "not run" was not
-    tried because an earlier check did not end. ``rows`` are (label, text) pairs of the report. ``repeated`` counts the failed
-    checks of the same exercise before this one.
+    ``state`` is one of `STATES`: "wrong" is the learner's fault, "not checked" is the book's or the machine's, and "not run"
+    means that the check was not tried because an earlier one did not end. ``rows`` are the (label, text) pairs of the report.
+    ``repeated`` counts the failed checks of the same exercise before this one.
     """
 
     chapter: int
@@ -55,12 +55,12 @@ class Told:
 
     @classmethod
     def of(cls, report) -> "Told | None":
-        """What a report of pytest carries; None for a test that grades nothing."""
+        """The record that a report of pytest carries; None for a test that grades nothing."""
         data = getattr(report, "workbook", None)
         return cls(**data) if data else None
 
     def put_on(self, report) -> None:
-        """Make it what ``report`` carries, and its text what pytest shows."""
+        """Attach this record to ``report``, and make its text what pytest shows."""
         report.workbook = asdict(self)
         if self.state in ("wrong", "not started", "not checked"):
             report.longrepr = self.text() if not self.repeated else self.line()
@@ -79,7 +79,7 @@ class Told:
         return "\n".join(lines)
 
     def line(self) -> str:
-        """The later failures of one exercise: what, and on which case."""
+        """One line for a later failure of the same exercise: the problem and its case."""
         if self.state == "not started":
             return self.text()
         case = f" ({self.case})" if self.case else ""
@@ -87,7 +87,7 @@ class Told:
         return _cut(f"{self.name}: {self.problem}{case}{detail}", 3 * MESSAGE_WIDTH)
 
     def fill(self, problem: str, rows, read: str | None = None, state: str = "wrong") -> None:
-        """Say what is wrong."""
+        """Set the state and what the report says about it."""
         self.state, self.problem, self.read = state, problem, read or ""
         self.rows = [(label, text) for label, text in rows if text]
         found = dict(self.rows)
@@ -100,12 +100,12 @@ def _cut(text: str, width: int = 2 * MESSAGE_WIDTH) -> str:
 
 
 def _in_one_line(label: str, text: str) -> str:
-    """A row in one line: of a traceback the last, of a message all of it."""
+    """A row's text in one line: the last line of a traceback, or a whole message."""
     return text.splitlines()[-1] if label == "at" else " ".join(text.split())[:MESSAGE_WIDTH]
 
 
 def begin(exercise: Exercise, world: str) -> Told:
-    """What is told of every check of an exercise that is graded in ``world``."""
+    """A fresh record for a check of an exercise that is graded in ``world``."""
     return Told(
         chapter=exercise.chapter,
         module=exercise.module,
@@ -117,7 +117,7 @@ def begin(exercise: Exercise, world: str) -> Told:
 
 
 def graded_place(exercise: Exercise, world: str) -> str:
-    """``lib/rope.py:34``; without a line where the source has no such name."""
+    """``lib/rope.py:34``; without a line number if the source has no such name."""
     wrong = active_mistake()
     if wrong is not None:
         place = resolve.provenance(wrong.implementation)
@@ -127,7 +127,7 @@ def graded_place(exercise: Exercise, world: str) -> str:
 
 
 def shown(path, line: int) -> str:
-    """A place, relative to the project where it lies in it."""
+    """A place in a file, relative to the project if the file is inside it."""
     path = Path(path)
     return f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}:{line}"
 
@@ -137,13 +137,13 @@ def code_line(file: str, line: int) -> str:
 
 
 def case_of(item) -> str:
-    """The case that the test named, else its parameters, else its own name."""
+    """The case that the test named; without one, the test's parameters, or its name."""
     callspec = getattr(item, "callspec", None)
     return current_case() or (callspec.id if callspec else item.name)
 
 
 def explain(told: Told, item, error: BaseException) -> None:
-    """Say of ``told`` what the exception of a check means."""
+    """Write into ``told`` what the exception of a check means."""
     inner = getattr(error, "error", None)  # a rank's own exception, inside the failure of its run
     wrong = next((e for e in (error, inner) if isinstance(e, Wrong)), None)
     refused = next((e for e in (error, inner) if isinstance(e, AnswerError)), None)
@@ -175,14 +175,14 @@ def _next_step(told: Told, stub: str) -> str:
 
 
 def frames_of_stack(exercise: Exercise, stack: str) -> str:
-    """The learner's innermost line in what faulthandler wrote of a process; empty if it was in none."""
+    """The learner's innermost line in a stack that faulthandler wrote; empty if no line of theirs was running."""
     mine = str(chapters()[exercise.module].mine)
     found = re.findall(r'File "([^"]+)", line (\d+) in', stack)
     return next((code_line(file, int(line)) for file, line in found if file == mine), "")
 
 
 def learners_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The learner's own lines on the way to an exception, or to what caused it, outermost first."""
+    """The learner's own lines in the traceback of an exception, or of its cause, outermost first."""
     places = {str(chapter.mine) for chapter in chapters().values()}
     seen = 0
     while error is not None and seen < 10:
@@ -195,7 +195,7 @@ def learners_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def _raised(case: tuple[str, str], error: BaseException):
-    """An exception that no expectation made: the learner's own lines of the traceback."""
+    """Problem and rows for an exception that the code itself raised, with the learner's own lines of the traceback."""
     if isinstance(error, RaisedInAnswer) and error.__cause__ is not None:
         error = error.__cause__
     rows = [case]

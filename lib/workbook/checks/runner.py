@@ -1,4 +1,4 @@
-"""Running one check, wherever that is: in a child, whose reports it makes and whose first failure it diagnoses, or in place."""
+"""Runs one check: in a child, where it makes the reports and diagnoses the first failure, or in pytest's own process."""
 
 import contextlib
 import os
@@ -23,24 +23,24 @@ from lib.workbook.grading.cases import BOARD, case
 from lib.workbook.grading.mistakes import mistakes_of
 
 TIME_LIMIT_S = 10.0
-PRINTED_LINES, PRINTED_CHARS = 40, 8000  # of what a failed check printed
+PRINTED_LINES, PRINTED_CHARS = 40, 8000  # of a failed check's output
 EXERCISE = pytest.StashKey[Exercise | None]()
 OUTCOME = pytest.StashKey[Outcome]()
 
 
 def limit_of(item, marker: str, default):
-    """What a test's marker says, ``time_limit`` or ``memory_limit``, else the default."""
+    """The value of a test's marker, ``time_limit`` or ``memory_limit``; without the marker, the default."""
     found = item.get_closest_marker(marker)
     return float(found.args[0]) if found else default
 
 
 class Runner:
-    """Runs checks and makes their reports; ``is_quiet`` while one runs for a diagnosis, and is not reported."""
+    """Runs checks and makes their reports. ``is_quiet`` is true while a check runs for a diagnosis only and is not reported."""
 
     def __init__(self, config, marks: Marks):
         self.config, self.option, self.marks = config, config.option, marks
         self.is_quiet = False
-        self.shared: Shared | None = None  # what was shared before the check
+        self.shared: Shared | None = None  # the shared settings as they were before the check
 
     def world_of(self, exercise: Exercise) -> str:
         """The world in which an exercise is graded."""
@@ -49,7 +49,7 @@ class Runner:
         return "mine" if self.option.mine else f"only:{exercise.module}"
 
     def work(self, index: int):
-        """Run one check; yield its reports, then the same with a diagnosis if there is one."""
+        """Run one check; yield its reports and then, if there is a diagnosis, the same reports with the diagnosis."""
         session = self.config.pluginmanager.getplugin("session")
         item = session.items[index]
         exercise, limit = item.stash[EXERCISE], limit_of(item, "memory_limit", None)
@@ -67,7 +67,9 @@ class Runner:
         if limit and growth > limit and not last.failed:
             _fail(last, told, _too_much(growth, limit), [("case", report.case_of(item))])
         elif changed and last.passed:
-            _fail(last, told, "changes what all code of the program shares", [("changed", "\n".join(changed))])
+            _fail(
+                last, told, "leaves a setting changed that the whole program shares", [("changed", "\n".join(changed))]
+            )
         elif changed and told.state == "wrong":
             told.rows.append(("and changed", "\n".join(changed)))
             told.put_on(last)
@@ -83,7 +85,7 @@ class Runner:
                 yield [to_data(config=self.config, report=one) for one in reports]
 
     def _is_first(self, exercise: Exercise) -> bool:
-        """Whether no check of an exercise has failed yet in this child; only the first failure is diagnosed."""
+        """Whether this is the exercise's first failure in this child; only the first one is diagnosed."""
         seen = self.marks.failed_before(exercise.module, exercise.name)
         self.marks.note_failure(exercise.module, exercise.name)
         return seen == 0
@@ -108,7 +110,7 @@ class Runner:
             boundary.forget_reference(exercise.module)
 
     def outcome_of(self, item) -> Outcome:
-        """How a check ends now, run once more and without a word."""
+        """Run a check once more, silently, and return how it ended."""
         self.is_quiet = True
         case("")
         item.stash[OUTCOME] = Outcome(None)
@@ -136,7 +138,7 @@ class Runner:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item):
-        """The limits of checks that run in pytest's own process; a child's are kept by the judge and by ``work``."""
+        """Enforce the limits of checks in pytest's own process; in a child, the judge and ``work`` enforce them."""
         if item.stash.get(EXERCISE, None) is None or boundary.role() == "child" or self.option.usepdb:
             return (yield)
         patience = 6 if self.option.reference else 2  # live oracles import slowly
@@ -174,7 +176,7 @@ class Runner:
             ]
 
     def pytest_enter_pdb(self):
-        """The clock stops while a person is at a prompt, and the terminal is the child's."""
+        """Stop the clock while a person is at the prompt, and give the terminal to the child."""
         if boundary.role() == "child":
             BOARD.at_a_prompt(True)
             take_terminal()
@@ -184,7 +186,7 @@ class Runner:
 
 
 def _too_much(growth: float, limit: float) -> str:
-    return f"took {growth:.0f} MB of memory, more than the {limit:g} MB under which it promises to stay"
+    return f"used {growth:.0f} MB of memory; the limit of this check is {limit:g} MB"
 
 
 def _fail(made: TestReport, told: Told, problem: str, rows: list[tuple[str, str]]) -> None:
@@ -195,13 +197,13 @@ def _fail(made: TestReport, told: Told, problem: str, rows: list[tuple[str, str]
 
 
 def _without_noise(section: tuple[str, str]) -> tuple[str, str]:
-    """What a check wrote to stderr, without what libraries say there of themselves."""
+    """A captured section; from stderr, the lines that libraries print about themselves are removed."""
     name, text = section
     return (name, "\n".join(meaningful(text))) if "stderr" in name else section
 
 
 def _shortened(text: str) -> str:
-    """The beginning and the end of what a check printed."""
+    """A check's output; if it is long, only its beginning and its end."""
     lines = text[:PRINTED_CHARS].splitlines()
     if len(text) <= PRINTED_CHARS and len(lines) <= PRINTED_LINES:
         return text
@@ -211,11 +213,11 @@ def _shortened(text: str) -> str:
 
 
 def _no_prompt(*args, **kwargs) -> None:
-    print("breakpoint() needs a terminal: run this check there with pytest", file=sys.stderr)
+    print("breakpoint() needs a terminal: run this check with pytest in one", file=sys.stderr)
 
 
 def take_terminal() -> None:
-    """Make this process's group the one that the terminal listens to."""
+    """Make this process's group the one that receives the terminal's input."""
     with contextlib.suppress(OSError, ValueError):
         if os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp():
             before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)

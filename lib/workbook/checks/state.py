@@ -1,4 +1,4 @@
-"""What all code of a process shares: taken before a check, and put back and named after it, if the check left it changed."""
+"""Settings that all code of a process shares. They are read before a check; what the check left changed is restored and reported."""
 
 import contextlib
 import functools
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Setting:
-    """One thing that is shared: how it is called, read and set."""
+    """One shared setting: its name, and how to read and set it."""
 
     name: str
     get: Callable[[], Any]
@@ -60,7 +60,7 @@ def _autocast(torch) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
 
 
 class Shared:
-    """What is shared, as it is now."""
+    """The shared settings as they are now."""
 
     def __init__(self):
         self.before = [(setting, setting.get()) for setting in _settings()]
@@ -69,7 +69,7 @@ class Shared:
 
     @contextlib.contextmanager
     def streams_stay_open(self) -> Iterator[None]:
-        """In this block, closing ``sys.stdout`` or ``sys.stderr`` is only noted: they are pytest's, which could not report without."""
+        """In this block, closing ``sys.stdout`` or ``sys.stderr`` is only noted: pytest needs both to report anything."""
         streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
         for name, stream in streams.items():
             with contextlib.suppress(AttributeError):
@@ -82,7 +82,7 @@ class Shared:
                     del stream.close
 
     def restore(self) -> list[str]:
-        """Put everything back; say what was different."""
+        """Restore every setting; return a line for each one that was changed."""
         changed = []
         for setting, before in self.before:
             try:
@@ -90,15 +90,15 @@ class Shared:
             except Exception as error:
                 now = f"an error, {type(error).__name__}"
             if now is not before and now != before:
-                changed.append(f"{setting.name} was {_short(before)}, and is {_short(now)} now")
+                changed.append(f"{setting.name} was {_short(before)} before the check and {_short(now)} after it")
                 with contextlib.suppress(Exception):
                     setting.put(before)
-        changed += [f"{name} was open, and was closed" for name in dict.fromkeys(self.closed)]
+        changed += [f"{name} was closed" for name in dict.fromkeys(self.closed)]
         for number, kept in self.streams:
             try:
                 os.fstat(number)
             except OSError:
-                changed.append(f"file descriptor {number} was open, and was closed")
+                changed.append(f"file descriptor {number} was closed")
                 os.dup2(kept, number)
             os.close(kept)
         return changed

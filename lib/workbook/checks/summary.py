@@ -1,4 +1,4 @@
-"""The marks of a run: one row an exercise, with its state, its first failing case and the next step."""
+"""The marks of a run: a row for each exercise, with its state, its first failing case and the next step."""
 
 import tempfile
 from collections import Counter
@@ -17,7 +17,7 @@ NUMBER_OF = {
 
 
 class Marks:
-    """Collects the reports of a run, also those that other processes send."""
+    """Collects the reports of a run, including those that other processes send."""
 
     def __init__(self):
         self.rows: dict[tuple[str, str], dict] = {}
@@ -45,16 +45,16 @@ class Marks:
                 row["problem"] = row["problem"] or told.problem
 
     def failed_before(self, module: str, name: str) -> int:
-        """How many checks of this exercise have failed already; the first had the whole report."""
+        """How many checks of this exercise have failed so far; only the first of them gets a full report."""
         return self.failures[module, name]
 
     def note_failure(self, module: str, name: str) -> None:
-        """Count a failure whose report this process does not get to see."""
+        """Count a failure whose report does not reach this process."""
         self.failures[module, name] += 1
 
     @staticmethod
     def state(row: dict) -> str:
-        """``wrong`` where a check failed, else ``not checked`` or ``not run`` where one could not be made, and so on."""
+        """``wrong`` if any check failed; otherwise ``not checked`` or ``not run`` if one could not be made, and so on."""
         for number, state in (
             ("failed", "wrong"),
             ("unchecked", "not checked"),
@@ -97,7 +97,7 @@ class Marks:
 
 
 def describe(row: dict) -> str:
-    """What the table says after the state."""
+    """The words that follow the state in the table."""
     if row["state"] in ("not run", "not checked"):
         return row["problem"] + (f" ({row['case']})" if row["case"] else "")
     if row["state"] == "wrong":
@@ -119,7 +119,7 @@ def _empty_row(told: Told) -> dict:
 
 
 def refusal(file: str | None) -> str:
-    """Why no marks can be written to a file; nothing where they can. Asked before the first check, not after the last."""
+    """Why marks cannot be written to a file; "" if they can. Asked before the first check, so that no run is wasted."""
     if file is None:
         return ""
     path = Path(file)

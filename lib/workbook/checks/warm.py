@@ -1,7 +1,7 @@
-"""A warm process: checks that the command line and the notebook ask for start in a fork of one that has imported PyTorch.
+"""A warm process: `workbook check` and `%check` fork a process that has already imported PyTorch, which saves seconds.
 
-It is a fork server (`lib.ranks.forkserver`) of this checkout and this Python. It ends when nobody has asked for a quarter of an
-hour. Where there can be none (macOS, Windows; a folder that others may write to), a check starts a process of its own.
+The warm process is a fork server (`lib.ranks.forkserver`) for this checkout and this Python. It ends after a quarter of an hour
+without a request. Where it cannot run (macOS, Windows, a folder that others may write to), each check starts a new process.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ PRELOADED = (
 )
 PATIENCE_S = 60.0
 INHERITED = ("PATH", "HOME", "PYTHONPATH", "VIRTUAL_ENV", "WORKBOOK_ROOT")
-EARLY = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # plugins are among what was imported beforehand
+EARLY = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # pytest warns that its plugins were imported before it ran
 
 
 def can_fork() -> bool:
@@ -32,7 +32,7 @@ def can_fork() -> bool:
 
 
 def run_pytest(arguments: list[str], root: Path) -> tuple[int, str]:
-    """Exit status and output of ``pytest ARGUMENTS`` in the project, from the warm process where there can be one."""
+    """Exit status and output of ``pytest ARGUMENTS`` in the project; run by the warm process if possible."""
     with tempfile.TemporaryFile() as output:
         program: Any = (
             _forked(arguments, root, output.fileno()) if can_fork() and not os.environ.get("WORKBOOK_COLD") else None
@@ -55,11 +55,11 @@ def run_pytest(arguments: list[str], root: Path) -> tuple[int, str]:
 
 
 def _forked(arguments: list[str], root: Path, output: int) -> forkserver.Forked | None:
-    """The run in a fork of the warm process, which is started if there is none; None if it cannot be."""
+    """Start the run in a fork of the warm process, which is started first if necessary; None if that is impossible."""
     where = address(root)
     if where is None:
         return None
-    # a check needs the book's plugin only, and the others cost time
+    # a check needs only the book's own plugin, and loading the others takes time
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", forkserver.VARIABLE: where}
     request = forkserver.Request(
         program="pytest",
@@ -78,7 +78,7 @@ def _forked(arguments: list[str], root: Path, output: int) -> forkserver.Forked 
 
 
 def _start(where: str, root: Path) -> bool:
-    """Start the server, or wait for the one that somebody else is starting; whether there is one."""
+    """Start the server, or wait for the one that another process is starting. Returns whether it runs."""
     with open(where + ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if _answers(where):
@@ -110,7 +110,7 @@ def _answers(where: str) -> bool:
 
 
 def address(root: Path) -> str | None:
-    """A socket that only this user, this checkout, this Python and this version of the server share; None: nowhere is safe."""
+    """The path of a socket that only this user, checkout, Python and version of the server use; None if no folder is safe."""
     version = str(Path(forkserver.__file__).stat().st_mtime_ns)
     key = "|".join([str(root), sys.executable, version, *(os.environ.get(n, "") for n in INHERITED)])
     name = f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.sock"
@@ -125,7 +125,7 @@ def address(root: Path) -> str | None:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether a folder is this user's alone, and no link; it is made if it is missing."""
+    """Make a folder if it is missing. Returns whether it is a real folder (no link) that only this user can enter."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()

@@ -1,4 +1,4 @@
-"""What a test is written with: the graded names, cases, expectations, mistakes and recorded oracles."""
+"""The tools that tests are written with: graded names, cases, expectations, mistakes and recorded oracles."""
 
 from lib.workbook.grading.cases import case, current_case
 from lib.workbook.grading.expect import Wrong, expect_close, expect_equal, expect_raises, expect_true

@@ -1,4 +1,4 @@
-"""Whether two answers are the same: what a diagnosis compares."""
+"""Decides whether two answers are the same, for a diagnosis."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ def is_array(value) -> bool:
 
 
 def same_answer(a, b) -> bool:
-    """Whether two wrong answers are the same numbers."""
+    """Whether two wrong answers consist of the same values."""
     if a is None or b is None:
         return False
     if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -34,11 +34,11 @@ def same_answer(a, b) -> bool:
 
 
 def further_apart(a, b, gap: float | None) -> bool:
-    """Whether two arrays differ by more than a fifth of ``gap``, so that they are not the same mistake."""
+    """Whether two arrays differ by more than a fifth of ``gap``, so that they cannot be the same mistake."""
     if gap is None or not (is_array(a) and is_array(b)) or not math.isfinite(gap):
         return False
     import torch
 
     a, b = (torch.as_tensor(value).detach().cpu().double() for value in (a, b))
-    alike = (a == b) | (a.isnan() & b.isnan())  # infinity minus infinity is no difference, and no number
+    alike = (a == b) | (a.isnan() & b.isnan())  # equal infinities differ by 0, but their difference is NaN
     return not float((a - b).masked_fill(alike, 0).abs().max()) <= gap / 5

@@ -1,13 +1,13 @@
-"""Which case a test is at, on a board that the process above can read whatever becomes of the one below."""
+"""The case that a test is working on, kept on a board that the judge can read even after the child has died."""
 
 import mmap
 
 _WIDTH = 1024
-_PROMPT, _IMPORTING, _TEXT = 0, 1, 2  # one byte each, then the text of the case
+_PROMPT, _IMPORTING, _TEXT = 0, 1, 2  # two flags of one byte, then the text of the case
 
 
 class Board:
-    """Memory that a check shares with the process that may have to end it."""
+    """Memory that a check shares with the judge, which may have to end it."""
 
     def __init__(self):
         self.memory = mmap.mmap(-1, _WIDTH)
@@ -18,7 +18,7 @@ class Board:
         return bool(self.memory[place])
 
     def at_a_prompt(self, value: bool | None = None) -> bool:
-        """Whether a debugger waits for a person, whose time is not the answer's."""
+        """Whether a debugger is waiting for a person, whose time does not count as the answer's."""
         return self._flag(_PROMPT, value)
 
     def importing(self, value: bool | None = None) -> bool:
@@ -39,7 +39,7 @@ BOARD = Board()
 
 
 def case(description: str) -> None:
-    """Name the case that the following lines of a test are about; a failure shows it."""
+    """Name the case that the next lines of a test are about; if they fail, the report shows it."""
     BOARD.case = description
 
 

@@ -1,4 +1,4 @@
-"""Expectations: what a test says of an answer, and what a report needs to say how the answer is wrong."""
+"""Expectations: a test states what an answer should be, and a failure carries all that the report needs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,13 +12,13 @@ from lib.workbook.grading.graded import is_stub_error
 
 
 class Wrong(AssertionError):
-    """An answer that is wrong, with what the report needs to say how.
+    """A wrong answer, with everything that its report shows.
 
     Attributes:
         problem: What is wrong, in a few words.
-        rows: (label, text) pairs that follow it.
-        answer: What the learner's code gave, for comparison with the mistakes'.
-        case: The case it was on.
+        rows: The (label, text) pairs that follow it.
+        answer: What the learner's code returned, for comparison with what the mistakes return.
+        case: The case that was being tested.
         gap: The largest difference between the answer and what was expected, where both are arrays.
     """
 
@@ -32,7 +32,7 @@ class Wrong(AssertionError):
 
 
 def _tolerances(dtype, atol, rtol) -> tuple[float, float]:
-    """PyTorch's default tolerances of a dtype, wherever a test names none."""
+    """The tolerances that a test names, or PyTorch's defaults for the dtype."""
     defaults = {"float16": (1e-3, 1e-5), "bfloat16": (1.6e-2, 1e-5), "float32": (1.3e-6, 1e-5), "float64": (1e-7, 1e-7)}
     defaults |= {"complex64": (1.3e-6, 1e-5), "complex128": (1e-7, 1e-7)}
     default_rtol, default_atol = defaults.get(str(dtype).removeprefix("torch."), (0.0, 0.0))
@@ -49,14 +49,14 @@ def _show(value) -> str:
 
 
 def expect_close(actual, expected, *, atol=None, rtol=None, name="out", answer=None, read=None) -> None:
-    """Numbers equal within a tolerance: tensors, arrays and floats, alone or in tuples, lists and dicts.
+    """Expect numbers that are equal within a tolerance: tensors, arrays and floats, alone or in tuples, lists and dicts.
 
     Args:
         atol: Absolute tolerance; by default the dtype's.
         rtol: Relative tolerance; by default the dtype's.
-        name: What the report calls the value.
-        answer: The learner's own output, where ``actual`` is only a property of it.
-        read: Where the chapter explains it, by label, as "eq-rope-4"; or "the contract, under Raises".
+        name: The value's name in the report.
+        answer: The learner's own output, if ``actual`` is only a property of it.
+        read: Where the chapter explains it: a label such as "eq-rope-4", or "the contract, under Raises".
 
     Raises:
         Wrong: the type, then the shape, the dtype or a value differs.
@@ -137,13 +137,13 @@ def _close_arrays(actual, expected, atol, rtol, name, answer, read) -> None:
 
 
 def _apart(a, b) -> tuple[str, str]:
-    """Two numbers with as many digits as it takes to see that they differ."""
+    """Two numbers as text, with enough digits to show that they differ."""
     short = _show(a), _show(b)
     return short if short[0] != short[1] else (repr(a), repr(b))
 
 
 def expect_equal(actual, expected, *, name="out", answer=None, read=None) -> None:
-    """Exactly equal Python values; the report shows the first difference.
+    """Expect exactly equal Python values; the report shows the first difference.
 
     Raises:
         Wrong: the type or a value differs.
@@ -161,7 +161,8 @@ def _first_difference(actual, expected, name) -> tuple[str, str, str]:
     if isinstance(expected, Mapping):
         for key in expected:
             if key not in actual:
-                return f"{name}[{key!r}]", "missing", _show(expected[key])
+                other = next((f" (it has the key {_show(k)})" for k in actual if k not in expected), "")
+                return f"{name}[{key!r}]", f"missing{other}", _show(expected[key])
             if actual[key] != expected[key]:
                 return _first_difference(actual[key], expected[key], f"{name}[{key!r}]")
         extra = next(key for key in actual if key not in expected)
@@ -189,7 +190,7 @@ def _first_difference(actual, expected, name) -> tuple[str, str, str]:
 
 
 def expect_true(condition, problem: str, *, answer=None, read=None) -> None:
-    """A property that holds; ``problem`` says in a sentence what does not.
+    """Expect that a condition holds; if it does not, ``problem`` is the report's first line.
 
     Raises:
         Wrong: ``condition`` is false.
@@ -200,10 +201,10 @@ def expect_true(condition, problem: str, *, answer=None, read=None) -> None:
 
 @contextmanager
 def expect_raises(error: type[BaseException], *mentions: str, read: str | None = None):
-    """The block raises ``error``, and its message holds every one of ``mentions``.
+    """Expect the block to raise ``error`` with a message that contains every one of ``mentions``.
 
     Raises:
-        Wrong: it raises nothing, another error, or a message that does not say enough.
+        Wrong: the block raises nothing, another error, or a message that does not say enough.
     """
     wanted = error.__name__ + (f" that mentions {' and '.join(map(repr, mentions))}" if mentions else "")
     try:

@@ -1,4 +1,4 @@
-"""The graded names of a chapter, looked up at the moment at which they are used."""
+"""The graded names of a chapter, each looked up at the moment when a test uses it."""
 
 import re
 from typing import Any
@@ -9,7 +9,7 @@ from lib.workbook.grading.mistakes import active_mistake
 
 
 class Graded:
-    """The graded names of one chapter, looked up when they are used."""
+    """The graded names of one chapter, as attributes that are looked up anew at each use."""
 
     def __init__(self, module: str):
         if module not in chapters():
@@ -17,7 +17,7 @@ class Graded:
         self._module = module
 
     def __getattr__(self, name: str):
-        if name.startswith("_"):  # no graded name does; pytest, which looks for fixtures, asks for such
+        if name.startswith("_"):  # no graded name; pytest asks for such attributes when it looks for fixtures
             raise AttributeError(name)
         wrong = active_mistake()
         if wrong is not None and (wrong.module, wrong.name) == (self._module, name):
@@ -34,7 +34,7 @@ def graded(module: str) -> Any:
 
 
 def is_stub_error(error: BaseException | None) -> str | None:
-    """The text of a stub's NotImplementedError, wherever in a chain of causes it stands."""
+    """The text of a stub's NotImplementedError, if there is one anywhere in the chain of causes."""
     seen = 0
     while error is not None and seen < 10:
         text = str(error.args[0]) if isinstance(error, NotImplementedError) and error.args else ""

@@ -16,7 +16,7 @@ IDLE = "changes nothing"
 
 @dataclass(frozen=True)
 class Mistake:
-    """A plausible wrong answer, with the sentence that names the misconception."""
+    """One known mistake: the exercise it belongs to, its sentence, and the wrong code itself."""
 
     module: str
     name: str
@@ -45,7 +45,7 @@ def mistake(name: str, sentence: str) -> Callable:
 
 
 def mistakes_of(module: str, name: str | None = None) -> list[Mistake]:
-    """The mistakes of a chapter, or of one exercise of it."""
+    """The known mistakes of a chapter, or of one of its exercises."""
     home = f"tests.{chapters()[module].tests.name}.mistakes"
     if not (chapters()[module].tests / "mistakes.py").exists():
         return []
@@ -55,19 +55,19 @@ def mistakes_of(module: str, name: str | None = None) -> list[Mistake]:
 
 
 def _idle(exercise: Exercise) -> Mistake:
-    """The answer to an exercise that changes what it is given: one that leaves everything as it was."""
+    """The mistake of doing nothing, for an exercise whose function should change its arguments."""
 
     def changes_nothing(*args, **kwargs):
         return None
 
-    sentence = "a function that does nothing: all that it was given is as it was before"
+    sentence = "a function that does nothing: its arguments are the same after the call as before"
     return Mistake(
         exercise.module, exercise.name, sentence, changes_nothing, f"{IDLE}:{exercise.module}.{exercise.name}"
     )
 
 
 def active_mistake() -> Mistake | None:
-    """The mistake that stands in for an answer at this moment, named by the environment so that ranks see it too."""
+    """The mistake that currently replaces an answer. An environment variable names it, so that ranks see it too."""
     key = os.environ.get(MISTAKE)
     if not key:
         return None
@@ -80,7 +80,7 @@ def active_mistake() -> Mistake | None:
 
 @contextmanager
 def standing_in(wrong: Mistake):
-    """Let a mistake stand in for the graded name it belongs to."""
+    """In this block, a mistake replaces the graded name that it belongs to."""
     os.environ[MISTAKE] = wrong.key
     try:
         yield

@@ -1,4 +1,4 @@
-"""Oracles: implementations that nobody here wrote, live for maintainers and recorded for learners."""
+"""Oracles: implementations from other libraries. Maintainers run them live; learners get their recorded values."""
 
 import os
 import sys
@@ -11,20 +11,20 @@ RECORDING: dict[str, bool] = {"live": False, "write": False}
 
 
 def oracle(test: Callable) -> Callable:
-    """A test that needs maintainers' packages: collected with ``--reference`` only."""
+    """Mark a test that needs packages only maintainers install; it runs with ``--reference`` only."""
     test.workbook_oracle = True  # type: ignore[attr-defined]
     return test
 
 
 def recorded(name: str, compute: Callable):
-    """A value of an oracle: computed live under ``--reference``, read from the chapter's record in a learner's run.
+    """An oracle's value: computed live under ``--reference``, and read from the chapter's record in a learner's run.
 
     Args:
-        name: The record's key; unique in the chapter.
-        compute: Runs the oracle and returns a tensor; imports what it needs inside.
+        name: The value's key in the record; unique in the chapter.
+        compute: Runs the oracle and returns a tensor; it imports the oracle's package itself.
 
     Raises:
-        BookError: the record lacks the value, or no longer agrees with the oracle.
+        BookError: the value is not recorded, or no longer agrees with the oracle.
     """
     import torch
     from safetensors.torch import load_file

@@ -223,7 +223,16 @@ def test():
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     folders = [path for path in (ROOT / "tests").iterdir() if (path / "__init__.py").exists()]
     longest_first = sorted((str(path.relative_to(ROOT)) for path in folders), reverse=True)
-    command = [sys.executable, "-m", "pytest", *longest_first, "--reference", "-m", "not browser", "-q"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *longest_first,
+        "--reference",
+        "-m",
+        "not browser and not exhaustive",
+        "-q",
+    ]
     command += ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     raise typer.Exit(subprocess.run(command, cwd=ROOT, env=environment).returncode)
 

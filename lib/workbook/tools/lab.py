@@ -66,6 +66,7 @@ def environment(token: str) -> dict[str, str]:
         **os.environ,
         "JUPYTER_CONFIG_DIR": str(CONFIG),
         "JUPYTER_PREFER_ENV_PATH": "1",
+        "KINETO_LOG_LEVEL": "99",  # as lib/__init__.py sets it; a chapter imports torch before lib
         "JUPYTER_TOKEN": token,
         "JUPYTERLAB_WORKSPACES_DIR": str(_workspaces()),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),

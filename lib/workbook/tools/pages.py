@@ -105,8 +105,9 @@ def keep_punctuation(app, doctree: nodes.document) -> None:
 
 
 def breakable(text: str) -> str:
-    """HTML in which a name may break after an underscore, a dot or a slash, as in ``vocab_<wbr>parallel_<wbr>embedding``."""
-    return re.sub(r"(?<=[A-Za-z0-9])([_/]|\.(?=[A-Za-z]))(?=[A-Za-z0-9])", r"\1<wbr>", text)
+    """HTML in which a name may break: ``vocab_<wbr>parallel``, ``lib/<wbr>rope.<wbr>py``, ``Image<wbr>Embeddings``."""
+    text = re.sub(r"(?<=[A-Za-z0-9])([_/]|\.(?=[A-Za-z]))(?=[A-Za-z0-9])", r"\1<wbr>", text)
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "<wbr>", text)
 
 
 class Translator(HTML5Translator):

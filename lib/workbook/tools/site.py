@@ -57,6 +57,7 @@ def environment() -> dict[str, str]:
         "WORKBOOK_LINKS": "site",
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "HF_HUB_OFFLINE": "1",
+        "KINETO_LOG_LEVEL": "99",  # as lib/__init__.py sets it; a chapter imports torch before lib
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
     }
 

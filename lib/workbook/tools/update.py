@@ -1,4 +1,4 @@
-"""``workbook update``: bring the book up to date without losing a byte of what the learner wrote.
+"""``workbook update``: bring the book up to date without losing a byte of the learner's work.
 
 The learner owns every ``lib/<module>.py`` that they have begun, and every file that the new version does not change. All other files
 move to the new version one by one, each in a single step. Before the first file moves, the update looks for conflicts and refuses to

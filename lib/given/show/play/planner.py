@@ -64,7 +64,7 @@ def figure(
             return f"{size}: {found}."
         return (
             f"{size}: {found.layout}. A step is predicted to take {_s(found.step_s)}, and a device to hold "
-            f"{found.memory_bytes / 1e9:.3g} GB. {found.reasons[0]}."
+            f"{found.memory_bytes / 1e9:.3g} GB. {found.reasons[0]}. For lib.runs it is {found.layout.flags or 'one process'}."
         )
 
     gpus_ = Control(name="gpus", label="GPUs", values=gpus, start=7, still=7)

@@ -1,0 +1,198 @@
+"""Launch a kernel with as little work on the host as Python allows.
+
+A short kernel runs for some tens of microseconds. Triton's own launch of a kernel with seven tensor descriptors takes longer:
+it builds each descriptor in Python, checks it, and compares every argument with its compiled variants. Here a `Launch` belongs
+to fixed shapes and strides. Everything but the addresses is prepared once, and a descriptor is made once for each address,
+of which a training loop sees few because PyTorch's allocator hands out the same blocks again.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, triton
+
+if HAS_TRITON:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if HAS_TRITON else ()
+DIRECT = (
+    (3, 6),
+)  # versions of Triton whose launcher `_direct` knows; with others a launch goes through Triton's Python
+LENGTHS = ("T", "S", "H", "G")  # arguments of kernels that are not compiled anew for a multiple of 16, or for 1
+MOST_DESCRIPTORS = 256  # that an argument keeps
+
+
+class Box(NamedTuple):
+    """An argument of a kernel: a descriptor with which the copy engine copies boxes of tensor number ``tensor``."""
+
+    tensor: int
+    box: tuple[int, ...]
+    layout: Any = None  # of Gluon: where the numbers of a box lie in shared memory
+    flat: tuple[int, ...] | None = None  # for a contiguous tensor: the shape in which it is described
+
+
+class Address(NamedTuple):
+    """An argument of a kernel: the address of tensor number ``tensor``."""
+
+    tensor: int
+
+
+def as_heads(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of ``[..., T, D]`` with at most two leading dimensions as ``[batch, heads, T, D]``."""
+    missing, unit = 4 - x.ndim, -(-x.shape[-1] // 8) * 8
+    shape = (1,) * missing + tuple(x.shape)
+    strides = (unit,) * missing + x.stride()
+    usable = (unit if n == 1 else stride for n, stride in zip(shape[:3], strides[:3], strict=True))
+    return shape, (*usable, 1)
+
+
+def can_be_read(x: Tensor) -> bool:
+    """Whether the copy engine can read rows where they lie; the address must also be a multiple of 16 bytes."""
+    strides = as_heads(x)[1][:3]
+    return (x.stride(-1) == 1 or x.shape[-1] == 1) and all(n > 0 and n * x.element_size() % 16 == 0 for n in strides)
+
+
+class Sizes(NamedTuple):
+    """What the launches of forward, dQ and dK/dV depend on, beside strides."""
+
+    n_batches: int
+    n_heads: int  # of queries, in a batch
+    group: int  # heads of queries for each head of keys
+    t: int
+    s: int
+    head_dim: int
+    causal: bool
+
+    @property
+    def width(self) -> int:
+        """Width of a tile: a power of two, of which the copy engine fills the rest with zeros; for tensor cores 64 or more."""
+        return max(16 if INTERPRETED else 64, triton.next_power_of_2(self.head_dim))
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores."""
+        return self.head_dim**-0.5
+
+    @property
+    def padded(self) -> int:
+        """Rows of a head for which dQ stores statistics, so that dK/dV reads only whole tiles."""
+        return -(-self.t // 128) * 128
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of all heads with statistics."""
+        return self.n_batches * self.n_heads * self.padded
+
+    @property
+    def ragged(self) -> bool:
+        """Whether a tile can be partly empty, or a row have no key."""
+        return self.t % 128 != 0 or self.s % 128 != 0 or (self.causal and self.t > self.s)
+
+
+class Launch:
+    """One kernel for tensors of fixed shapes, strides and dtypes.
+
+    Args:
+        kernel: Of Triton or Gluon.
+        grid: Numbers of programs along two axes.
+        args: The kernel's arguments in their order; `Box` and `Address` stand for tensors.
+        options: What the compiler gets.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], **options: Any):
+        self.kernel, self.grid, self.args, self.options = kernel, grid, args, options
+        self.ready: Callable[[tuple[Tensor, ...]], None] | None = None
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Launch on the current stream of the current device, which holds the tensors."""
+        if self.ready is not None:
+            self.ready(tensors)
+            return
+        compiled = self.kernel[self.grid](*self._arguments(tensors), **self.options)
+        if not INTERPRETED:
+            self.ready = _direct(self, compiled, tensors) or self._through(compiled)
+
+    def _arguments(self, tensors: tuple[Tensor, ...]) -> list[Any]:
+        return [_argument(arg, tensors) for arg in self.args]
+
+    def _through(self, compiled: Any) -> Callable[[tuple[Tensor, ...]], None]:
+        """The same through Triton's Python, for versions that `_direct` does not know."""
+        run = compiled[(*self.grid, 1)]
+        return lambda tensors: run(*self._arguments(tensors))
+
+
+def _shape_of(arg: Box, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if arg.flat is None:
+        return as_heads(x)
+    strides = [1]
+    for n in arg.flat[:0:-1]:
+        strides.insert(0, strides[0] * n)
+    return arg.flat, tuple(strides)
+
+
+def _argument(arg: Any, tensors: tuple[Tensor, ...]) -> Any:
+    if isinstance(arg, Address):
+        return tensors[arg.tensor]
+    if not isinstance(arg, Box):
+        return arg
+    x = tensors[arg.tensor]
+    shape, strides = _shape_of(arg, x)
+    if INTERPRETED:  # it reads the tensor itself; when compiled, only its address matters
+        x = x.as_strided(shape, strides)
+    if arg.layout is None:
+        return TensorDescriptor(x, list(shape), list(strides), list(arg.box))
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as InGluon
+
+    return InGluon(x, list(shape), list(strides), list(arg.box), arg.layout)
+
+
+def _direct(launch: Launch, compiled: Any, tensors: tuple[Tensor, ...]) -> Callable[[tuple[Tensor, ...]], None] | None:
+    """A function that calls the launcher in C which Triton compiled for this kernel; None if it is not one that we know."""
+    if VERSION not in DIRECT:
+        return None
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+    from triton.runtime import driver
+
+    outer, described = compiled.run, list(compiled.metadata.tensordesc_meta or [])
+    if not inspect.isfunction(outer.launch) or outer.global_scratch_size or outer.profile_scratch_size:
+        return None
+    run = inspect.getclosurevars(outer.launch).nonlocals.get("launcher")
+    if run is None or len(described) != sum(isinstance(arg, Box) for arg in launch.args) or None in described:
+        return None
+    encode, flat = driver.active.utils.fill_tma_descriptor, []  # type: ignore[var-annotated]
+    slots: list[tuple[int, int, dict[int, Any] | None, tuple]] = []
+    for arg in launch.args:
+        if isinstance(arg, Box):
+            meta, (shape, strides) = described.pop(0), _shape_of(arg, tensors[arg.tensor])
+            kind = (meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]])
+            slots.append((len(flat), arg.tensor, {}, (*kind, meta["block_size"], list(shape), list(strides), 0)))
+            flat += [None, *shape, *strides]
+        elif isinstance(arg, Address):
+            slots.append((len(flat), arg.tensor, None, ()))
+            flat.append(None)
+        else:
+            flat.append(arg)
+    device, stream_of = tensors[0].get_device(), torch._C._cuda_getCurrentRawStream
+    fixed = (outer.launch_cooperative_grid, outer.launch_pdl, None, None, compiled.packed_metadata, None, None, None)
+    (n_x, n_y), function = launch.grid, compiled.function
+
+    def ready(tensors: tuple[Tensor, ...]) -> None:
+        args, addresses = flat.copy(), [x.data_ptr() for x in tensors]
+        for at, index, known, how in slots:
+            address = addresses[index]
+            if known is None:
+                args[at] = address
+                continue
+            descriptor = known.get(address)
+            if descriptor is None:
+                if len(known) >= MOST_DESCRIPTORS:
+                    known.clear()
+                descriptor = known[address] = encode(address, *how)
+            args[at] = descriptor
+        run(n_x, n_y, 1, stream_of(device), function, *fixed, *args)
+
+    return ready

@@ -1,0 +1,50 @@
+"""Pictures of chapter 17: what the stages of a pipeline do when, and how many micro-batches they keep."""
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
+
+from lib.given.parallel.pipeline import Work, kept_over_time
+from lib.given.show.plots import COLOURS, GREY
+
+KINDS = dict(zip("FBW", COLOURS, strict=False))
+
+
+def draw_timeline(ax: Axes, work: Sequence[Work], until: float | None = None) -> None:
+    """A row for each stage, with a box for each of its actions and the micro-batch's number in it; odd chunks are pale.
+
+    Args:
+        ax: The axes to draw on.
+        work: What was done when, as ``simulate`` returns it.
+        until: Where the axis of time ends; at the last action's end unless given.
+    """
+    end, n_stages = until or max(w.end for w in work), 1 + max(w.stage for w in work)
+    for w in work:
+        corner, size, colour = (w.start, w.stage - 0.42), (w.end - w.start, 0.84), KINDS[w.kind]
+        face = colour + "33" if w.chunk % 2 else colour
+        ax.add_patch(Rectangle(corner, *size, facecolor=face, edgecolor=GREY, linewidth=0.7))
+        if size[0] / end > 0.011 * len(str(w.micro_batch)):
+            middle, ink = (w.start + size[0] / 2, w.stage), colour if w.chunk % 2 else "white"
+            ax.text(*middle, str(w.micro_batch), ha="center", va="center", fontsize=8.5, color=ink)
+    ax.set(xlim=(0, end), ylim=(n_stages - 0.5, -0.5), yticks=range(n_stages), ylabel="stage")
+    ax.set_xlabel("time, in forwards of one stage for one micro-batch")
+    ax.grid(visible=False)
+
+
+def draw_kept(ax: Axes, work: Sequence[Work], stages: Sequence[int] = (0,), most: float = 0) -> None:
+    """For some stages a staircase of the micro-batches whose activations they keep.
+
+    Args:
+        ax: The axes to draw on, below a timeline that shares its axis of time.
+        work: What was done when.
+        stages: The stages to draw.
+        most: The least height of the axis, to compare several schedules.
+    """
+    for stage, colour in zip(stages, (COLOURS[0], COLOURS[3]), strict=False):
+        times, held = zip(*kept_over_time(work, stage), strict=True)
+        ax.step(times, held, where="post", color=colour, label=f"stage {stage}")
+        most = max([most, *held])
+    ax.set(ylim=(0, 1.08 * most), ylabel="kept")
+    ax.yaxis.set_major_locator(MaxNLocator(3, integer=True))

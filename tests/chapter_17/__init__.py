@@ -1,0 +1,1 @@
+"""Compared with the unsplit model, `torch.utils.checkpoint`, `torch.distributed.pipelining` and PyTorch's own layers."""

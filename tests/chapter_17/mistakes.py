@@ -1,0 +1,1001 @@
+"""What goes wrong when people build pipelines."""
+
+import itertools
+from collections import deque
+from functools import cache, partial
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from lib.given.parallel.mail import Mail, Message
+from lib.given.parallel.pipeline import Action, MeanLoss, Plan, Work, check_plans
+from lib.given.parallel.recompute import Enough, keep_in_graph
+from lib.workbook.grading import mistake
+from solutions import pipeline as reference
+
+# ---- 17.1 partition_layers -------------------------------------------------------------------------------------------
+
+
+def ranges(starts, n):
+    return [range(i, j) for i, j in itertools.pairwise([*starts, n])]
+
+
+@mistake("partition_layers", "equally many layers on each stage: their costs are not looked at")
+def by_number(costs, n_stages):
+    reference.partition_layers(costs, n_stages)
+    return ranges([len(costs) * s // n_stages for s in range(n_stages)], len(costs))
+
+
+@mistake(
+    "partition_layers", "each stage is filled up to the mean cost, from the first on: greedy, and not the best cut"
+)
+def greedy(costs, n_stages):
+    reference.partition_layers(costs, n_stages)
+    starts, held, mean = [0], 0, sum(costs) / n_stages
+    for i, cost in enumerate(costs):
+        left = n_stages - len(starts)
+        if i > starts[-1] and left and (held + cost > mean or len(costs) - i <= left):
+            starts.append(i)
+            held = 0
+        held += cost
+    return ranges(starts, len(costs))
+
+
+@mistake(
+    "partition_layers",
+    "stages are filled to the limit from the first on; of equally good cuts the contract asks for the earliest starts",
+)
+def filled(costs, n_stages):
+    best = max(sum(costs[i] for i in r) for r in reference.partition_layers(costs, n_stages))
+    starts, held = [0], 0
+    for i, cost in enumerate(costs):
+        left = n_stages - len(starts)
+        if i > starts[-1] and left and (held + cost > best or len(costs) - i <= left):
+            starts.append(i)
+            held = 0
+        held += cost
+    return ranges(starts, len(costs))
+
+
+@mistake("partition_layers", "the smallest sum of squares is another aim: here only the most expensive stage counts")
+def squares(costs, n_stages):
+    reference.partition_layers(costs, n_stages)
+    if len(costs) > 20:
+        return by_number(costs, n_stages)
+    cuts = [[0, *cut] for cut in itertools.combinations(range(1, len(costs)), n_stages - 1)]
+    return ranges(
+        min(cuts, key=lambda cut: sum(sum(costs[i] for i in r) ** 2 for r in ranges(cut, len(costs)))), len(costs)
+    )
+
+
+@mistake("partition_layers", "too few layers for the stages are no error here: a stage stays empty")
+def empty_stages(costs, n_stages):
+    if 1 <= n_stages <= len(costs):
+        return reference.partition_layers(costs, n_stages)
+    return [range(min(s, len(costs)), min(s + 1, len(costs))) for s in range(max(n_stages, 0))]
+
+
+@mistake(
+    "partition_layers",
+    "the layers after the first stage are cut as well as they can be by themselves; they need only stay below the largest stage of all",
+)
+def best_rests(costs, n_stages):
+    reference.partition_layers(costs, n_stages)
+
+    @cache
+    def cut(first, n):
+        if n == 1:
+            return sum(costs[first:]), (first,)
+        found = []
+        for i in range(first + 1, len(costs) - n + 2):
+            largest, starts = cut(i, n - 1)
+            found.append((max(sum(costs[first:i]), largest), (first, *starts)))
+        return min(found)
+
+    return ranges(cut(0, n_stages)[1], len(costs))
+
+
+# ---- 17.2 gpipe_schedule ---------------------------------------------------------------------------------------------
+
+
+@mistake(
+    "gpipe_schedule",
+    "the backwards descend, as in the paper's figure; the contract asks for ascending ones, whose gradients add up in order",
+)
+def gpipe_reversed(stage, n_stages, n_micro):
+    return [Action("F", m) for m in range(n_micro)] + [Action("B", m) for m in reversed(range(n_micro))]
+
+
+@mistake(
+    "gpipe_schedule",
+    "each forward is followed by its backward: with several stages they would work one after the other",
+)
+def gpipe_one_by_one(stage, n_stages, n_micro):
+    return [Action(kind, m) for m in range(n_micro) for kind in "FB"]
+
+
+@mistake("gpipe_schedule", "this is 1F1B: backwards begin before all forwards are done")
+def gpipe_eager(stage, n_stages, n_micro):
+    return reference.one_f_one_b_schedule(stage, n_stages, n_micro)
+
+
+@mistake(
+    "gpipe_schedule", "the gradients of the weights are separate actions, which belong to the zero-bubble schedule only"
+)
+def gpipe_with_weights(stage, n_stages, n_micro):
+    return [Action(kind, m) for kind in "FBW" for m in range(n_micro)]
+
+
+# ---- 17.3 one_f_one_b_schedule ---------------------------------------------------------------------------------------
+
+
+def alternate(forwards, backwards, n_ahead):
+    actions = forwards[:n_ahead]
+    for n, backward in enumerate(backwards):
+        actions += [backward, *forwards[n_ahead + n : n_ahead + n + 1]]
+    return actions
+
+
+def numbered(kind, n_micro):
+    return [Action(kind, m) for m in range(n_micro)]
+
+
+@mistake(
+    "one_f_one_b_schedule",
+    "a forward too few at the start: n_stages - stage - 1, so that the stage waits before each backward",
+)
+def one_forward_less(stage, n_stages, n_micro):
+    return alternate(numbered("F", n_micro), numbered("B", n_micro), max(1, n_stages - stage - 1))
+
+
+@mistake(
+    "one_f_one_b_schedule",
+    "every stage starts with n_stages forwards; later stages need fewer, because their first backward comes sooner",
+)
+def same_on_all(stage, n_stages, n_micro):
+    return alternate(numbered("F", n_micro), numbered("B", n_micro), n_stages)
+
+
+@mistake(
+    "one_f_one_b_schedule",
+    "the stages are counted from the wrong end: stage 0 starts with one forward, the last with n_stages",
+)
+def wrong_end(stage, n_stages, n_micro):
+    return alternate(numbered("F", n_micro), numbered("B", n_micro), stage + 1)
+
+
+@mistake("one_f_one_b_schedule", "a forward before each backward instead of after it: one micro-batch more is kept")
+def forward_first(stage, n_stages, n_micro):
+    return alternate(numbered("F", n_micro), numbered("B", n_micro), n_stages - stage + 1)
+
+
+@mistake("one_f_one_b_schedule", "this is GPipe: all forwards come first")
+def all_forwards_first(stage, n_stages, n_micro):
+    return reference.gpipe_schedule(stage, n_stages, n_micro)
+
+
+# ---- 17.4 interleaved_schedule ---------------------------------------------------------------------------------------
+
+
+def interleaved(stage, n_stages, n_micro, n_chunks, forward_chunks=None, backward_chunks=None, ahead=0, per_round=None):
+    reference.interleaved_schedule(stage, n_stages, n_micro, n_chunks)
+    size = per_round or n_stages
+    rounds = [range(first, min(first + size, n_micro)) for first in range(0, n_micro, size)]
+    up, down = forward_chunks or range(n_chunks), backward_chunks or range(n_chunks)[::-1]
+    forwards = [Action("F", m, c) for r in rounds for c in up for m in r]
+    backwards = [Action("B", m, c) for r in rounds for c in down for m in r]
+    return alternate(
+        forwards, backwards, min(n_chunks, 2) * (n_stages - stage - 1) + (n_chunks - 1) * n_stages + 1 + ahead
+    )
+
+
+@mistake(
+    "interleaved_schedule",
+    "backwards go from the first chunk to the last; they must come back from the last to the first",
+)
+def chunks_forward(stage, n_stages, n_micro, n_chunks):
+    return interleaved(stage, n_stages, n_micro, n_chunks, backward_chunks=list(range(n_chunks)))
+
+
+@mistake(
+    "interleaved_schedule",
+    "all micro-batches go through a chunk before the next chunk begins; a round has only n_stages of them",
+)
+def all_micro_batches(stage, n_stages, n_micro, n_chunks):
+    reference.interleaved_schedule(stage, n_stages, n_micro, n_chunks)
+    found = interleaved(stage, n_stages, n_micro, n_chunks, per_round=n_micro)
+    n_ahead = min(n_chunks, 2) * (n_stages - stage - 1) + (n_chunks - 1) * n_micro + 1
+    forwards, backwards = ([a for a in found if a.kind == kind] for kind in "FB")
+    return alternate(forwards, backwards, n_ahead)
+
+
+@mistake(
+    "interleaved_schedule",
+    "it begins with n_stages - stage - 1 forwards besides the rounds, as 1F1B; here it takes twice as many",
+)
+def too_few_ahead(stage, n_stages, n_micro, n_chunks):
+    return interleaved(stage, n_stages, n_micro, n_chunks, ahead=-(min(n_chunks, 2) - 1) * (n_stages - stage - 1))
+
+
+@mistake(
+    "interleaved_schedule",
+    "the forwards at the start are counted as in Megatron's code, where one more follows before the first backward",
+)
+def without_one_more(stage, n_stages, n_micro, n_chunks):
+    return interleaved(stage, n_stages, n_micro, n_chunks, ahead=-1)
+
+
+@mistake("interleaved_schedule", "all forwards come first, as in GPipe")
+def interleaved_gpipe(stage, n_stages, n_micro, n_chunks):
+    return interleaved(stage, n_stages, n_micro, n_chunks, ahead=n_micro * n_chunks)
+
+
+@mistake("interleaved_schedule", "micro-batches that are no multiple of the stages are not refused")
+def any_number(stage, n_stages, n_micro, n_chunks):
+    whole = -(-n_micro // n_stages) * n_stages
+    return [a for a in reference.interleaved_schedule(stage, n_stages, whole, n_chunks) if a.micro_batch < n_micro]
+
+
+# ---- 17.5 zero_bubble_schedule ---------------------------------------------------------------------------------------
+
+
+def with_weights(stage, n_stages, n_micro, late):
+    actions = []
+    for action in reference.one_f_one_b_schedule(stage, n_stages, n_micro):
+        actions.append(action)
+        if action.kind == "B" and action.micro_batch >= late:
+            actions.append(Action("W", action.micro_batch - late))
+    return actions + [Action("W", m) for m in range(max(0, n_micro - late), n_micro)]
+
+
+@mistake(
+    "zero_bubble_schedule",
+    "each W follows its own B: that is 1F1B in three actions, and nothing fills the bubble at the end",
+)
+def weights_at_once(stage, n_stages, n_micro):
+    return with_weights(stage, n_stages, n_micro, 0)
+
+
+@mistake("zero_bubble_schedule", "all W come at the end: the bubble is filled, but every micro-batch waits for its W")
+def weights_at_the_end(stage, n_stages, n_micro):
+    return with_weights(stage, n_stages, n_micro, n_micro)
+
+
+@mistake(
+    "zero_bubble_schedule",
+    "W is late by n_stages - 1 - stage micro-batches: the first stage puts most off, and it should be the last",
+)
+def late_at_the_first(stage, n_stages, n_micro):
+    return with_weights(stage, n_stages, n_micro, n_stages - 1 - stage)
+
+
+@mistake(
+    "zero_bubble_schedule",
+    "every stage puts its W off by n_stages - 1 micro-batches; stage s may put off s, or it keeps too many",
+)
+def equally_late(stage, n_stages, n_micro):
+    return with_weights(stage, n_stages, n_micro, n_stages - 1)
+
+
+@mistake("zero_bubble_schedule", "W is late by one micro-batch too many: stage + 1 instead of stage")
+def one_too_late(stage, n_stages, n_micro):
+    return with_weights(stage, n_stages, n_micro, stage + 1)
+
+
+@mistake(
+    "zero_bubble_schedule",
+    "the W that are left at the end are missing: some micro-batches give the weights no gradient",
+)
+def no_rest(stage, n_stages, n_micro):
+    found = reference.zero_bubble_schedule(stage, n_stages, n_micro)
+    return found[: len(found) - min(stage, n_micro)]
+
+
+# ---- 17.6 simulate ---------------------------------------------------------------------------------------------------
+
+
+def simulated(schedules, durations, needs, name_first=True, sort=True, free_at=None):
+    """The reference's loop with other rules: ``needs(kind, group, micro_batch, n_groups)``."""
+    n = len(schedules)
+    per_stage = [durations] * n if isinstance(durations, dict) else list(durations)
+    n_groups = n * (1 + max((a.chunk for actions in schedules for a in actions), default=0))
+    todo, free, ends, works = [deque(actions) for actions in schedules], [0.0] * n, {}, []
+    while any(todo):
+        before = len(works)
+        for stage, queue in enumerate(todo):
+            while queue:
+                a = queue[0]
+                event = a.kind, a.chunk * n + stage, a.micro_batch
+                wanted = needs(*event, n_groups)
+                if not all(need in ends for need in wanted):
+                    break
+                start = max([free[stage], *(ends[need] for need in wanted)])
+                ends[event] = start + per_stage[stage][a.kind]
+                free[stage] = ends[event] if free_at is None else free_at(start, ends[event], a)
+                works.append(Work(stage, a.micro_batch, a.kind, start, ends[event], a.chunk))
+                queue.popleft()
+        if len(works) == before:
+            if name_first:
+                reference.simulate(schedules, durations)
+            raise ValueError("the schedule can never go on")
+    return sorted(works, key=lambda w: (w.start, w.stage)) if sort else works
+
+
+def right_needs(kind, group, m, n_groups):
+    return reference._needs(kind, group, m, n_groups)
+
+
+@mistake("simulate", "the backward of a stage waits for W on the next one; it needs only B from there")
+def waits_for_weights(schedules, durations):
+    has = {
+        (a.chunk * len(schedules) + s, a.micro_batch)
+        for s, actions in enumerate(schedules)
+        for a in actions
+        if a.kind == "W"
+    }
+
+    def needs(kind, group, m, n_groups):
+        found = right_needs(kind, group, m, n_groups)
+        return [("W", g, i) if k == "B" and kind == "B" and (g, i) in has else (k, g, i) for k, g, i in found]
+
+    return simulated(schedules, durations, needs)
+
+
+@mistake("simulate", "the backward does not wait for the backward on the next stage")
+def backward_alone(schedules, durations):
+    return simulated(schedules, durations, lambda k, g, m, n: right_needs(k, g, m, n)[:1])
+
+
+@mistake("simulate", "the forward does not wait for the forward on the stage before")
+def forward_alone(schedules, durations):
+    return simulated(schedules, durations, lambda k, g, m, n: [] if k == "F" else right_needs(k, g, m, n))
+
+
+@mistake("simulate", "the chunks do not wait for each other: the first stage's chunk 1 needs the last stage's chunk 0")
+def chunks_apart(schedules, durations):
+    n = len(schedules)
+
+    def needs(kind, group, m, n_groups):
+        return [need for need in right_needs(kind, group, m, n_groups) if need[1] // n == group // n]
+
+    return simulated(schedules, durations, needs)
+
+
+@mistake(
+    "simulate",
+    "a stage's chunks are taken for neighbours; chunk c of stage s is layer group c * R + s, so the stages alternate",
+)
+def neighbours(schedules, durations):
+    n = len(schedules)
+    v = 1 + max((a.chunk for actions in schedules for a in actions), default=0)
+
+    def group_of(place):  # place c * n + s is group s * v + c here
+        return (place % n) * v + place // n
+
+    place_of = {group_of(place): place for place in range(n * v)}
+
+    def needs(kind, place, m, n_groups):
+        return [(k, place_of[g], i) for k, g, i in right_needs(kind, group_of(place), m, n_groups)]
+
+    return simulated(schedules, durations, needs)
+
+
+@mistake("simulate", "an action starts when its input is there, even if the stage is still at work")
+def stage_never_busy(schedules, durations):
+    return simulated(schedules, durations, right_needs, free_at=lambda start, end, a: 0.0)
+
+
+@mistake("simulate", "all stages take the first stage's durations")
+def first_durations(schedules, durations):
+    return reference.simulate(schedules, durations if isinstance(durations, dict) else durations[0])
+
+
+@mistake("simulate", "the works are listed as they were found, not by their start")
+def not_sorted(schedules, durations):
+    return simulated(schedules, durations, right_needs, sort=False)
+
+
+@mistake("simulate", "the error does not name the action that is stuck and what it waits for")
+def nameless(schedules, durations):
+    return simulated(schedules, durations, right_needs, name_first=False)
+
+
+@mistake("simulate", "what can never go on is left out silently instead of being refused")
+def stops_silently(schedules, durations):
+    try:
+        return reference.simulate(schedules, durations)
+    except ValueError:
+        return []
+
+
+# ---- 17.7 checkpoint -------------------------------------------------------------------------------------------------
+
+
+class _Again(torch.autograd.Function):
+    """An older way to do it: an autograd function that runs forward without a graph, and again in backward."""
+
+    @staticmethod
+    def forward(ctx, function, *args):
+        ctx.function, ctx.args = function, args
+        ctx.state = torch.get_rng_state()
+        return function(*args)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        args = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in ctx.args]
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(ctx.state)
+            out = ctx.function(*args)
+        outs = out if isinstance(out, tuple) else (out,)
+        torch.autograd.backward(outs, grads)
+        return None, *(a.grad if isinstance(a, Tensor) else None for a in args)
+
+
+@mistake(
+    "checkpoint", "an autograd function is used: where no argument needs a gradient, the parameters get none either"
+)
+def by_function(function, *args):
+    return _Again.apply(function, *args)
+
+
+def checkpointed(function, args, *, random=True, autocast=True, stop=True, put_back=True, check=True):
+    """The reference in one piece, with parts that a mistake leaves out."""
+    inputs = keep_in_graph(args)
+    if inputs is None:
+        return function(*args)
+    state, cast = torch.get_rng_state(), (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+    n_saved, again = [0], {}
+
+    def drop(tensor):
+        n_saved[0] += 1
+        return n_saved[0] - 1
+
+    def catch(tensor):
+        again[len(again)] = tensor.detach()
+        if stop and len(again) == n_saved[0]:
+            raise Enough
+        return tensor.detach()
+
+    def run_again():
+        again.clear()
+        given = inputs()
+        now = torch.get_rng_state()
+        if random:
+            torch.set_rng_state(state)
+        try:
+            cast_again = torch.autocast("cpu", enabled=cast[0] and autocast, dtype=cast[1])
+            with cast_again, torch.enable_grad(), saved_tensors_hooks(catch, lambda t: t):
+                function(*given)
+        except Enough:
+            pass
+        finally:
+            if put_back:
+                torch.set_rng_state(now)
+        if check and len(again) < n_saved[0]:
+            raise RuntimeError(f"{n_saved[0]} tensors were saved first, {len(again)} again")
+
+    def restore(index):
+        if index not in again:
+            run_again()
+        return again.pop(index)
+
+    with saved_tensors_hooks(drop, restore):
+        return function(*args)
+
+
+@mistake("checkpoint", "the second run draws other random numbers: another dropout mask than in forward")
+def other_numbers(function, *args):
+    return checkpointed(function, args, random=False, put_back=False)
+
+
+@mistake(
+    "checkpoint",
+    "the random state is not put back after the second run, so that backward changes the numbers drawn afterwards",
+)
+def not_put_back(function, *args):
+    return checkpointed(function, args, put_back=False)
+
+
+@mistake("checkpoint", "autocast is off in the second run: float32 is computed where forward computed bf16")
+def autocast_off(function, *args):
+    return checkpointed(function, args, autocast=False)
+
+
+@mistake(
+    "checkpoint",
+    "the arguments are kept outside of the graph, so that an enclosing checkpoint cannot drop them, and nobody can count them",
+)
+def kept_outside(function, *args):
+    if not torch.is_grad_enabled():
+        return function(*args)
+    return _outside(function, args)
+
+
+def _outside(function, args):
+    state = torch.get_rng_state()
+    cast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    n_saved, again = [0], {}
+
+    def drop(tensor):
+        n_saved[0] += 1
+        return n_saved[0] - 1
+
+    def catch(tensor):
+        again[len(again)] = tensor.detach()
+        if len(again) == n_saved[0]:
+            raise Enough
+        return tensor.detach()
+
+    def restore(index):
+        if index not in again:
+            again.clear()
+            with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=cast[0], dtype=cast[1]):
+                torch.set_rng_state(state)
+                try:
+                    with torch.enable_grad(), saved_tensors_hooks(catch, lambda t: t):
+                        function(*args)
+                except Enough:
+                    pass
+            if len(again) < n_saved[0]:
+                raise RuntimeError(f"{n_saved[0]} tensors were saved first, {len(again)} again")
+        return again.pop(index)
+
+    with saved_tensors_hooks(drop, restore):
+        return function(*args)
+
+
+@mistake("checkpoint", "nothing is dropped: this is a plain call")
+def plain_call(function, *args):
+    return function(*args)
+
+
+@mistake("checkpoint", "the second run goes on to the end, although everything that was saved is there already")
+def to_the_end(function, *args):
+    return checkpointed(function, args, stop=False)
+
+
+@mistake(
+    "checkpoint",
+    "a second run that saves fewer tensors fails with a KeyError; the contract asks for a RuntimeError with both numbers",
+)
+def no_check(function, *args):
+    return checkpointed(function, args, check=False)
+
+
+@mistake(
+    "checkpoint",
+    "the tensors are saved again by PyTorch's reentrant checkpoint, which needs an argument with a gradient and cannot be nested in autograd.grad",
+)
+def reentrant(function, *args):
+    return torch_checkpoint(function, *args, use_reentrant=True)
+
+
+# ---- 17.8 DeferredLinear ---------------------------------------------------------------------------------------------
+
+
+@mistake(
+    "DeferredLinear", "a plain linear layer: the weights get their gradients in backward, and nothing is left for later"
+)
+class AtOnce(reference.DeferredLinear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
+
+    def backward_weights(self):
+        return None
+
+
+@mistake("DeferredLinear", "the newest backward is done first; the contract asks for the oldest")
+class Newest(reference.DeferredLinear):
+    def backward_weights(self):
+        if self.pending:
+            self.pending.rotate(1)
+        super().backward_weights()
+
+
+@mistake("DeferredLinear", "all backwards that are pending are done at once; the contract asks for one, the oldest")
+class AllPending(reference.DeferredLinear):
+    def backward_weights(self):
+        super().backward_weights()
+        while self.pending:
+            super().backward_weights()
+
+
+@mistake(
+    "DeferredLinear", "the weight's gradient is transposed: x^T times the gradient, where nn.Linear keeps [out, in]"
+)
+class Transposed(reference.DeferredLinear):
+    def backward_weights(self):
+        if not self.pending:
+            raise RuntimeError("no backward is pending")
+        x, grad = (t.reshape(-1, t.shape[-1]) for t in self.pending.popleft())
+        for p, new in ((self.weight, x.T @ grad), (self.bias, grad.sum(0))):
+            if p is not None and p.requires_grad:
+                new = new.to(p.dtype)
+                p.grad = new.reshape(p.shape) if p.grad is None else p.grad + new.reshape(p.shape)
+
+
+@mistake("DeferredLinear", "the gradient replaces what is in .grad; it must be added")
+class Replaced(reference.DeferredLinear):
+    def backward_weights(self):
+        if self.pending:
+            self.weight.grad = None
+            if self.bias is not None:
+                self.bias.grad = None
+        super().backward_weights()
+
+
+@mistake("DeferredLinear", "the bias never gets a gradient")
+class NoBias(reference.DeferredLinear):
+    def backward_weights(self):
+        before = None if self.bias is None or self.bias.grad is None else self.bias.grad.clone()
+        super().backward_weights()
+        if self.bias is not None:
+            self.bias.grad = before
+
+
+@mistake(
+    "DeferredLinear", "the parameters are copies: an optimizer of the original layer would never see their gradients"
+)
+class Copied(reference.DeferredLinear):
+    def __init__(self, linear):
+        super().__init__(linear)
+        self.weight = nn.Parameter(linear.weight.detach().clone())
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
+
+
+@mistake(
+    "DeferredLinear",
+    "the output requires a gradient only if the input does: on the first layer of a model the weights get none",
+)
+class InputOnly(reference.DeferredLinear):
+    def forward(self, x):
+        return super().forward(x) if x.requires_grad else super().forward(x).detach()
+
+
+@mistake("DeferredLinear", "under autocast the layer computes in float32, unlike nn.Linear")
+class NoAutocast(reference.DeferredLinear):
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x)
+
+
+@mistake("DeferredLinear", "what was kept for the weights is never released")
+class Held(reference.DeferredLinear):
+    def backward_weights(self):
+        self.old = [*getattr(self, "old", []), *list(self.pending)[:1]]
+        super().backward_weights()
+
+
+# ---- 17.9 PipelineStage ----------------------------------------------------------------------------------------------
+
+
+@mistake("PipelineStage", "the output is kept until backward, though the next stage has it: keep its gradient edge")
+class KeepsOutput(reference.PipelineStage):
+    def forward_micro(self, i, x):
+        y = super().forward_micro(i, x)
+        self.outputs = {**getattr(self, "outputs", {}), i: y.detach()}
+        return y
+
+    def backward_micro(self, i, grad=None):
+        getattr(self, "outputs", {}).pop(i, None)
+        return super().backward_micro(i, grad)
+
+
+@mistake("PipelineStage", "what a micro-batch kept is held after its backward")
+class NeverReleases(reference.PipelineStage):
+    def backward_micro(self, i, grad=None):
+        if i in self._kept:
+            self.held = [*getattr(self, "held", []), self._kept[i]]
+        with mock.patch("torch.autograd.backward", partial(torch.autograd.backward, retain_graph=True)):
+            return super().backward_micro(i, grad)
+
+
+@mistake("PipelineStage", "x is not cut off from its history: backward goes on beyond the stage")
+class NotCut(reference.PipelineStage):
+    def forward_micro(self, i, x):
+        y = super().forward_micro(i, x)
+        if x.requires_grad:
+            leaf, _ = self._kept[i]
+            leaf.register_hook(lambda grad: x.backward(grad))
+        return y
+
+
+@mistake("PipelineStage", "one slot for all micro-batches: the second forward overwrites what the first one kept")
+class OneSlot(reference.PipelineStage):
+    def forward_micro(self, i, x):
+        y = super().forward_micro(i, x)
+        self._kept.update(dict.fromkeys(self._kept, self._kept[i]))
+        return y
+
+    def backward_micro(self, i, grad=None):
+        if i in self._kept and grad is not None and len(grad) != len(self._kept[i][0]):
+            grad = grad[:1].expand(len(self._kept[i][0]), *grad.shape[1:])
+        if i in self._kept:
+            x, edge = self._kept.pop(i)
+            torch.autograd.backward(edge, grad, retain_graph=True)
+            self._pending[i] = []
+            return x.grad
+        return super().backward_micro(i, grad)
+
+
+@mistake("PipelineStage", "backwards are done in the order of the forwards, whichever micro-batch is asked for")
+class InOrder(reference.PipelineStage):
+    def backward_micro(self, i, grad=None):
+        if i in self._kept:
+            first = min(self._kept)
+            self._kept[i], self._kept[first] = self._kept[first], self._kept[i]
+            if grad is not None and len(grad) != len(self._kept[i][0]):
+                grad = grad[:1].expand(len(self._kept[i][0]), *grad.shape[1:])
+        return super().backward_micro(i, grad)
+
+
+@mistake("PipelineStage", "nothing is returned: the stage before never gets its gradient")
+class NoGradient(reference.PipelineStage):
+    def backward_micro(self, i, grad=None):
+        super().backward_micro(i, grad)
+
+
+@mistake(
+    "PipelineStage",
+    "the weights of DeferredLinear layers are done in backward_micro; they must wait for backward_weights",
+)
+class WeightsAtOnce(reference.PipelineStage):
+    def backward_micro(self, i, grad=None):
+        found = super().backward_micro(i, grad)
+        for layer in self._pending[i]:
+            layer.backward_weights()
+        self._pending[i] = []
+        return found
+
+
+@mistake(
+    "PipelineStage", "each DeferredLinear is called once, though a layer that was used twice has two backwards pending"
+)
+class OnceForEach(reference.PipelineStage):
+    def backward_weights(self, i):
+        if i in self._pending:
+            self._pending[i] = list(dict.fromkeys(self._pending[i]))
+        super().backward_weights(i)
+
+
+@mistake("PipelineStage", "backward_weights does nothing: DeferredLinear layers never get their gradients")
+class NoWeights(reference.PipelineStage):
+    def backward_weights(self, i):
+        if i not in self._pending:
+            raise ValueError(f"micro-batch {i} has had no backward")
+        self._pending.pop(i)
+
+
+@mistake("PipelineStage", "a call in the wrong state is not refused, or without the number of the micro-batch")
+class NoStates(reference.PipelineStage):
+    def backward_micro(self, i, grad=None):
+        return super().backward_micro(i, grad) if i in self._kept else None
+
+    def backward_weights(self, i):
+        return super().backward_weights(i) if i in self._pending else None
+
+
+# ---- 17.10 run_schedule ----------------------------------------------------------------------------------------------
+
+
+def refuse(plans):
+    """What the reference refuses before the run; the works of what it accepts."""
+    check_plans(plans)
+    return reference.simulate([plan.actions for plan in plans], {"F": 1, "B": 2, "W": 1})
+
+
+def changed(
+    stages, schedule, micro_inputs, micro_targets, loss_function, group, *, run=None, loss=None, check=None, order=None
+):
+    """The reference in one piece, with parts that a mistake exchanges."""
+    mail = Mail(group)
+    plan = Plan(list(schedule), [s.stage for s in stages], len(micro_inputs), len(micro_targets))
+    timetable = reference._timetable((check or refuse)(mail.gather(plan)), mail.n_ranks)
+    mean = (loss or MeanLoss)(loss_function, micro_targets)
+    mine = (run or reference._Run)(stages, schedule, micro_inputs, mean, mail)
+    with mail.delivering([item for item in timetable if isinstance(item, Message)]):
+        for item in (order or list)(timetable):
+            if isinstance(item, Work):
+                if item.stage == mail.rank:
+                    mine.work(item)
+            elif item.sender == mail.rank:
+                mail.send(item, mine.outgoing.pop(item.name))
+            elif item.receiver == mail.rank:
+                mail.expect(item)
+    return mean.total
+
+
+class _PlainMean(MeanLoss):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.shares = torch.full((len(self.targets),), 1 / len(self.targets), dtype=torch.float64)
+
+
+class _ByAllTargets(MeanLoss):
+    def __init__(self, *args):
+        super().__init__(*args)
+        n = torch.tensor([t.numel() for t in self.targets], dtype=torch.float64)
+        self.shares = n / n.sum()
+
+
+class _Summed(MeanLoss):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.shares = torch.ones(len(self.targets), dtype=torch.float64)
+
+
+class _WholeLoss(MeanLoss):
+    def add(self, i, output):
+        grad = super().add(i, output)
+        return None if grad is None else grad / self.shares[i].to(grad)
+
+
+class _NoWeights(reference._Run):
+    def work(self, work):
+        self.weights_later = {(m, c) for m in range(len(self.inputs)) for c in range(len(self.stages))}
+        super().work(work)
+
+
+class _WeightsAtOnce(reference._Run):
+    def work(self, work):
+        self.weights_later = set()
+        if work.kind != "W":
+            super().work(work)
+
+
+class _KeepsOutputs(reference._Run):
+    def work(self, work):
+        super().work(work)
+        self.all = [*getattr(self, "all", []), *self.outgoing.values()]
+
+
+@mistake("run_schedule", "all micro-batches count equally, whatever their sizes; each counts by its targets")
+def plain_mean(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
+    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, loss=_PlainMean)
+
+
+@mistake("run_schedule", "targets of -100 are counted, though the loss leaves them out")
+def counts_ignored(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
+    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, loss=_ByAllTargets)
+
+
+@mistake("run_schedule", "the losses are added up without dividing: gradients grow with the number of micro-batches")
+def summed(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
+    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, loss=_Summed)
+
+
+@mistake(
+    "run_schedule",
+    "the loss is right, but each backward starts from a micro-batch's own mean: the gradient is not weighted",
+)
+def gradient_not_weighted(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
+    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, loss=_WholeLoss)
+
+
+@mistake("run_schedule", "a B without a W in the list does only half of the backward: backward_weights is never called")
+def half_a_backward(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
+    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, run=_NoWeights)
+
+
+@mistake("run_schedule", "the weights' gradients are computed with each B, although the list puts them off to a W")
+def weights_too_early(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
+    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, run=_WeightsAtOnce)
+
+
+@mistake("run_schedule", "all outputs are held to the end of the run: the memory that 1F1B saves is spent again")
+def holds_outputs(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
+    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, run=_KeepsOutputs)
+
+
+@mistake(
+    "run_schedule",
+    "each rank receives right before it needs a message and sends right after: two ranks that send to each other wait for ever",
+)
+def no_common_order(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
+    rank = dist.get_rank(group)
+
+    def order(timetable):
+        expects = {
+            item.name: item for item in timetable if isinstance(item, Message) and item.receiver == rank != item.sender
+        }
+        sends = {item.name: item for item in timetable if isinstance(item, Message) and item.sender == rank}
+        n = dist.get_world_size(group)
+        for item in timetable:
+            if isinstance(item, Work) and item.stage == rank:
+                g = item.chunk * n + rank
+                if (item.kind, g, item.micro_batch) in expects:
+                    yield expects[item.kind, g, item.micro_batch]
+                yield item
+                to = (item.kind, g + (1 if item.kind == "F" else -1), item.micro_batch)
+                if item.kind != "W" and to in sends:
+                    yield sends[to]
+
+    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, order=order)
+
+
+@mistake(
+    "run_schedule", "the schedule is not checked before the run: a bad one fails after the first activations were sent"
+)
+def not_checked(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
+    def check(plans):
+        try:
+            return refuse(plans)
+        except ValueError as error:
+            stage = stages[0]
+            if stage.stage == 0:
+                stage.forward_micro(0, micro_inputs[0])
+            raise error
+
+    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, check=check)
+
+
+@mistake(
+    "run_schedule",
+    "only what simulate refuses is refused: an action that is missing, and for which nobody waits, passes",
+)
+def only_simulated(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
+    def check(plans):
+        if any(p.n_inputs != plans[0].n_inputs for p in plans) or plans[-1].groups[0] != len(plans) - 1:
+            return refuse(plans)
+        return reference.simulate([plan.actions for plan in plans], {"F": 1, "B": 2, "W": 1})
+
+    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, check=check)
+
+
+@mistake("run_schedule", "each rank checks its own list only: the others do not notice, and wait")
+def own_list_only(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
+    rank = dist.get_rank(group)
+
+    def check(plans):
+        try:
+            return refuse(plans)
+        except ValueError as error:
+            if f"rank {rank} " in str(error) or f"stage {rank} is stuck" in str(error).split(";")[0]:
+                raise
+            raise RuntimeError("another rank has ended") from None
+
+    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, check=check)
+
+
+@mistake(
+    "run_schedule",
+    "the loss is on every rank: that takes another message, and the contract asks for a zero on the others",
+)
+def loss_everywhere(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
+    loss = reference.run_schedule(stages, schedule, micro_inputs, micro_targets, loss_function, group).double()
+    dist.all_reduce(loss, group=group)
+    return loss
+
+
+@mistake("run_schedule", "the last micro-batch's loss is returned instead of the mean over all targets")
+def last_loss(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
+    seen = []
+
+    def loss(y, targets):
+        found = loss_function(y, targets)
+        seen.append(found.detach())
+        return found
+
+    mean = reference.run_schedule(stages, schedule, micro_inputs, micro_targets, loss, group)
+    return seen[-1] if seen else mean
+
+
+@mistake("run_schedule", "the group is not passed on: the ranks of another group are waited for")
+def all_ranks(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
+    if group is not None and dist.get_world_size(group) != dist.get_world_size():
+        raise RuntimeError("the ranks of all groups together do not fit the stages")
+    return reference.run_schedule(stages, schedule, micro_inputs, micro_targets, loss_function)
+
+
+@mistake("run_schedule", "an exception on one rank is not passed on: the others never learn why they wait")
+def silent_failure(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
+    try:
+        return reference.run_schedule(stages, schedule, micro_inputs, micro_targets, loss_function, group)
+    except RuntimeError as error:
+        if "raised" in str(error):
+            raise RuntimeError("a rank has ended") from None
+        raise

@@ -1,0 +1,147 @@
+"""Chapter 15's kernels inside a Transformers Llama, and as operators that PyTorch's compiler understands."""
+
+import pytest
+import torch
+
+from lib.fast import interface
+from lib.fast.flash import (
+    attention_backward,
+    attention_with_lse,
+    flash_attention_fast,
+    flash_attention_joined,
+    forward_operator,
+    joined_forward_operator,
+    split_joined,
+)
+from lib.given.kernels.tiles import INTERPRETED
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="tensors on the CPU, which compiled kernels cannot read")
+
+
+def llama(implementation, **options):
+    transformers = pytest.importorskip("transformers", reason="Transformers, with which logits are compared")
+    interface.register()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, attn_implementation=implementation, **options,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def logits_and_gradient(implementation, tokens, device="cpu", dtype=torch.float32, **inputs):
+    model = llama(implementation).to(device, dtype)
+    found = model(tokens, use_cache=False, **inputs).logits
+    found.float().square().mean().backward()
+    return found.detach(), model.model.embed_tokens.weight.grad
+
+
+@interpreted
+@pytest.mark.time_limit(120)
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_llama_of_transformers_has_the_same_logits(ours, monkeypatch):
+    calls = []
+
+    def counted(*args):
+        calls.append(args[0].shape)
+        return flash_attention_fast(*args)
+
+    monkeypatch.setattr(interface, "flash_attention_fast", counted)
+    if ours:
+        monkeypatch.setattr(interface, "fits_fast", lambda q, k, v, causal: True)
+    tokens = torch.randint(64, (2, 37))
+    torch.testing.assert_close(logits_and_gradient("workbook", tokens), logits_and_gradient("eager", tokens))
+    assert calls == ([(2, 4, 37, 16)] * 2 if ours else [])
+
+
+@interpreted
+def test_what_the_kernels_do_not_have_goes_to_pytorch(monkeypatch):
+    monkeypatch.setattr(interface, "fits_fast", lambda q, k, v, causal: True)
+    monkeypatch.setattr(interface, "flash_attention_fast", lambda *args: pytest.fail("this call has a mask"))
+    tokens, mask = torch.randint(64, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :3] = 0
+    padded = [logits_and_gradient(name, tokens, attention_mask=mask)[0][1] for name in ("workbook", "sdpa")]
+    torch.testing.assert_close(*padded)
+
+
+@pytest.mark.gpu
+@pytest.mark.time_limit(120)
+def test_a_llama_on_a_gpu_has_nearly_the_same_logits():
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("a Hopper GPU")
+    transformers = pytest.importorskip("transformers")
+    interface.register()
+    found = {}
+    for name in ("workbook", "sdpa", "eager"):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=256, hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8,
+            num_key_value_heads=4, attn_implementation=name,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config).cuda()
+        if name != "eager":
+            model.bfloat16()
+        tokens = torch.randint(256, (2, 197), generator=torch.Generator().manual_seed(1)).cuda()
+        found[name] = model(tokens, use_cache=False).logits.double()
+    errors = {name: (found[name] - found["eager"]).norm() for name in ("workbook", "sdpa")}
+    assert errors["workbook"] <= 1.2 * errors["sdpa"], errors
+
+
+# ---- operators -----------------------------------------------------------------------------------------------------------
+
+
+@interpreted
+@pytest.mark.time_limit(120)
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_the_operators_pass_pytorchs_own_check():
+    q = torch.randn(1, 9, 2, 16).transpose(1, 2).requires_grad_()
+    k, v = (torch.randn(1, 1, 12, 16, requires_grad=True) for _ in range(2))
+    torch.library.opcheck(forward_operator, (q, k, v, True))
+    torch.library.opcheck(joined_forward_operator, (torch.randn(2, 9, 4, 16, requires_grad=True), 2, False))
+
+
+@interpreted
+@pytest.mark.time_limit(120)
+@pytest.mark.filterwarnings("ignore")
+def test_a_joined_projection_gets_a_joined_gradient_compiled_or_not():
+    x, grad = torch.randn(2, 33, 4, 16, requires_grad=True), torch.randn(2, 33, 2, 16)
+    q, k, v = (part.detach().requires_grad_() for part in split_joined(x, 2))
+    wide = [y.repeat_interleave(2, 1) for y in (k, v)]
+    plain = torch.nn.functional.scaled_dot_product_attention(q, *wide, is_causal=True)
+    parts = torch.autograd.grad(plain, (q, k, v), grad.transpose(1, 2))
+    for attend in (
+        flash_attention_joined,
+        torch.compile(flash_attention_joined, backend="aot_eager", fullgraph=True),
+    ):
+        o = attend(x, 2, True)
+        (found,) = torch.autograd.grad(o, x, grad)
+        torch.testing.assert_close(o, plain.transpose(1, 2), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(found, torch.cat(parts, 1).transpose(1, 2), atol=1e-5, rtol=1e-4)
+        assert found.is_contiguous()
+
+
+def test_heads_that_cannot_be_split_are_refused():
+    with pytest.raises(ValueError, match="H = 3"):
+        split_joined(torch.zeros(1, 4, 4, 16), 3)
+
+
+@interpreted
+@pytest.mark.parametrize("through_kernels", [True, False])
+def test_two_halves_of_the_keys_give_the_gradients_of_all(through_kernels, monkeypatch):
+    if through_kernels:
+        monkeypatch.setattr("lib.fast.flash.fits_fast", lambda *args: True)
+    q, do = (torch.randn(1, 2, 20, 16) for _ in range(2))
+    k, v = (torch.randn(1, 1, 34, 16) for _ in range(2))
+    o, lse = attention_with_lse(q, k, v)
+    scores = q @ k.mT * 0.25
+    torch.testing.assert_close(lse, scores.logsumexp(-1), atol=1e-5, rtol=1e-4)
+    whole = attention_backward(q, k, v, o, do, lse)
+    halves = [
+        attention_backward(q, k[..., part, :], v[..., part, :], o, do, lse) for part in (slice(15), slice(15, 34))
+    ]
+    torch.testing.assert_close(sum(x[0] for x in halves), whole[0], atol=1e-5, rtol=1e-4)
+    for i in (1, 2):
+        torch.testing.assert_close(torch.cat([x[i] for x in halves], 2), whole[i], atol=1e-5, rtol=1e-4)
+    causal = attention_with_lse(q, k[..., :7, :], v[..., :7, :], True)
+    assert causal[1][..., :13].isneginf().all()
+    assert (causal[0][..., :13, :] == 0).all()
