@@ -1,5 +1,6 @@
 """The run itself: check the request, start the group, build or resume the model, train, save, and leave when a signal asks for it."""
 
+import math
 import os
 import statistics
 import sys
@@ -25,6 +26,9 @@ from lib.runs.engine.strategies import Strategy, make_optimizer, make_strategy
 from lib.runs.engine.tasks import Loss, Task
 from lib.runs.engine.world import World, agree, choose_device, find_world, start_group
 from lib.training import TokenBatches, cosine_schedule, hours_per_epoch
+
+DATA = ("replicate", "shard", "expert")
+"""Kinds of parallelism whose ranks divide a batch."""
 
 
 def main(parser: Parser, kind: type[Task], argv: list[str] | None = None) -> int:
@@ -64,7 +68,7 @@ def prepare(options: Options, kind: type[Task]) -> "Run":
     if world.launcher == "torchrun":
         follow_launcher()
     options = arrange(options, world.size)
-    check_batch(options, (options.replicate or 1) * (options.shard or 1))
+    check_batch(options, math.prod(getattr(options, kind) for kind in DATA))
     check_degrees(options, kind.sizes(options))
     device = choose_device(options.device, world)
     if options.graph and device.type != "cuda":
@@ -155,23 +159,29 @@ class Run:
     def _order(self) -> TokenBatches:
         """Indices of this rank's items, batch after batch, in the order in which chapter 7 visits windows of a text."""
         row, share = np.arange(self.task.source.n + 1), self.options.batch // self.n_data
-        rank = self.mesh.rank["replicate"] * self.mesh.size["shard"] + self.mesh.rank["shard"]
+        rank = 0
+        for kind in DATA:
+            rank = rank * self.mesh.size[kind] + self.mesh.rank[kind]
         return TokenBatches(row, share, 1, rank=rank, world_size=self.n_data, seed=self.options.seed)
 
     @property
     def n_data(self) -> int:
         """Number of ranks, or groups of ranks, that divide a batch."""
-        return self.mesh.size["replicate"] * self.mesh.size["shard"]
+        return math.prod(self.mesh.size[kind] for kind in DATA)
 
     def _resume(self) -> int:
         state = checkpoints.load(self.options, self.strategy, self.optimizer)
         self.numbers.load_state_dict(state["data"])
+        if self.strategy.balance is not None:
+            self.strategy.balance.load(state["router_bias"])
         if self.scaler is not None and "scaler" in state:  # absent if the run has not used float16 before
             self.scaler.load_state_dict(state["scaler"])
         return state["step"]
 
     def save(self, step: int) -> None:
         extra = {"scaler": self.scaler.state_dict()} if self.scaler is not None else {}
+        if self.strategy.balance is not None:
+            extra["router_bias"] = self.strategy.balance.bias.tolist()
         state = {"data": self.numbers.state_dict(), "run": self.run, **extra}
         checkpoints.save(self.options, self.strategy, self.optimizer, step, **state)
 
@@ -220,6 +230,8 @@ class Run:
         """Compute the gradient of the whole batch, micro-batch by micro-batch. Returns the mean loss over all ranks, and the share of ranks that were asked to leave."""
         self.optimizer.zero_grad(set_to_none=True)
         total = self.strategy.backward(inputs, targets, self.scaler.scale if self.scaler else lambda loss: loss)
+        if self.strategy.balance is not None:
+            self.strategy.balance.update()
         numbers = torch.stack([total, self.asked])
         if self.options.is_parallel:
             dist.all_reduce(numbers)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-KINDS = ("pipeline", "replicate", "context", "shard", "tensor")
+KINDS = ("pipeline", "replicate", "context", "shard", "expert", "tensor")
 """Kinds of parallelism, each an axis of the mesh of ranks. The last axis joins neighbours: ranks that divide a layer communicate most."""
 STRATEGIES = {"single": None, "ddp": "replicate", "fsdp": "shard", "tp": "tensor", "cp": "context", "pp": "pipeline"}
 """Names of the simple cases: one kind over all ranks."""
@@ -30,6 +30,7 @@ class Options:
     tensor: int | None
     context: int | None
     pipeline: int | None
+    expert: int | None
     engine: str
     precision: str
     path: str
@@ -64,6 +65,9 @@ class Options:
     classes: int | None = None
     length: int | None = None
     tokenizer: str = "bytes"
+    n_experts: int | None = None
+    top_k: int | None = None
+    bias_rate: float | None = None
 
     @property
     def ours(self) -> bool:
@@ -186,6 +190,11 @@ def make_parser(program: str, models: list[str], items: str, description: str) -
     ranks.add_argument("--tensor", type=degree, help="ranks that divide each layer")
     ranks.add_argument("--context", type=degree, help="ranks that divide each sequence")
     ranks.add_argument("--pipeline", type=degree, help="stages; --accumulate is the number of micro-batches")
+    ranks.add_argument(
+        "--expert",
+        type=degree,
+        help="ranks that divide the experts of each mixture; each has a share of the batch, too",
+    )
     ranks.add_argument("--strategy", choices=STRATEGIES, help="one kind over all ranks: ddp is --replicate, fsdp --shard, tp --tensor, "
                        "cp --context, pp --pipeline")  # fmt: skip
     train = parser.add_argument_group("training")
@@ -258,10 +267,13 @@ def _resolved(o: Options) -> dict[str, Any]:
     if not degrees:
         found["strategy"] = o.strategy or "single"
     if o.path == "auto":
-        found["path"] = "plain" if o.uses("tensor", "context", "pipeline") else "fast"
+        found["path"] = "plain" if o.uses("tensor", "context", "pipeline") or o.n_experts else "fast"
     if o.compile == "auto":
         found["compile"] = "blocks" if o.is_parallel else "whole"
     found["optimizer"] = o.optimizer or ("ours" if o.ours and not o.graph else "adamw")
+    if o.n_experts:
+        found["top_k"] = o.top_k or min(2, o.n_experts)
+        found["bias_rate"] = 1e-3 if o.bias_rate is None else o.bias_rate
     found["data"] = o.data or ("embedded" if o.model == "tiny" else "synthetic")
     return found
 
@@ -285,6 +297,7 @@ def check_flags(o: Options) -> Options:
         raise UsageError(f"--precision float16 with {o.how} --engine torch: expected bf16, or --engine ours")
     if o.precision == "float16" and o.uses("pipeline"):
         raise UsageError(f"--precision float16 with {o.how}: no loss scale goes through the stages; expected bf16")
+    _check_mixtures(o)
     if o.attention not in ("quickest", "fused") and (o.path == "plain" or o.precision not in ("bf16", "float16")):
         raise UsageError(
             f"--attention {o.attention} with --path {o.path} --precision {o.precision}: a 16-bit kernel of the fast path; "
@@ -299,6 +312,24 @@ def check_flags(o: Options) -> Options:
     if o.graph:
         _check_graph(o)
     return o
+
+
+def _check_mixtures(o: Options) -> None:
+    if not o.n_experts:
+        for flag, value in (("--top-k", o.top_k), ("--bias-rate", o.bias_rate)):
+            if value is not None:
+                raise UsageError(
+                    f"{flag} {value} without --n-experts: the model has no mixtures; expected both, or neither"
+                )
+        return
+    if o.top_k and o.top_k > o.n_experts:
+        raise UsageError(f"--top-k {o.top_k} is more than --n-experts {o.n_experts}: expected at most {o.n_experts}")
+    for flag, asked in (("--path fast", o.path == "fast"), (f"--compile {o.compile}", o.compile), ("--graph", o.graph)):
+        if asked:
+            raise UsageError(
+                f"{flag} with --n-experts {o.n_experts}: how many rows an expert gets is known only when the step runs; "
+                f"expected {'--path plain' if o.path == 'fast' else f'no {flag.split()[0]}'}"
+            )
 
 
 def make_places(o: Options) -> None:
@@ -330,7 +361,7 @@ def make_places(o: Options) -> None:
 
 
 def _check_graph(o: Options) -> None:
-    if o.is_parallel and (o.uses("shard", "tensor", "context", "pipeline") or not o.ours):
+    if o.is_parallel and (o.uses("shard", "tensor", "context", "pipeline", "expert") or not o.ours):
         raise UsageError(f"--graph with {o.how} --engine {o.engine}: expected single, or ddp with --engine ours")
     if o.precision == "float16":
         raise UsageError(

@@ -15,6 +15,7 @@ from lib.fast import models as fast
 from lib.given.models import vit
 from lib.given.models.gpt2 import GPT2_LARGE, GPT2_MEDIUM, GPT2_SMALL, GPT2_XL, TINY, GPT2Config
 from lib.given.parallel.sharding import blocks_of
+from lib.runs.engine.experts import extra_weights, put_mixtures
 from lib.runs.engine.options import Options, UsageError
 from lib.runs.engine.sources import Source, open_pictures, open_tokens
 from lib.speed import training_flops_per_token, vit_training_flops_per_image
@@ -110,7 +111,10 @@ class ViTTask(Task):
     def sizes(cls, options):
         config = vit.preset(options.model)
         widths = {"n_heads": config.n_heads, "hidden_dim": config.hidden_dim}
-        why = {"context": "a picture is a short sequence, whose class token the head reads on one rank only"}
+        why = {
+            "expert": "a vision transformer has no experts to spread",
+            "context": "a picture is a short sequence, whose class token the head reads on one rank only",
+        }
         return {"tensor": widths, "pipeline": {"n_layers": config.n_layers}, "why": why}
 
     def new_model(self) -> nn.Module:
@@ -150,20 +154,32 @@ class GPT2Task(Task):
         self.config: GPT2Config = replace(config, context_len=length, padded_vocab_size=pad_vocab(config.vocab_size))
         self.source, self.n_classes = open_tokens(options, config.vocab_size, length), config.vocab_size
         self.per_row, self.flops_per_item = length, training_flops_per_token(self.config)
+        if options.n_experts:
+            self.flops_per_item += 6 * config.n_layers * extra_weights(options, config.dim)
 
     @classmethod
     def sizes(cls, options):
         config = GPT2_PRESETS[options.model]
-        return {
-            "tensor": {"n_heads": config.n_heads, "hidden_dim": 4 * config.dim},
-            "context": {"length": options.length or config.context_len},
-            "pipeline": {"n_layers": config.n_layers},
-        }
+        sizes = {"context": {"length": options.length or config.context_len}, "pipeline": {"n_layers": config.n_layers}}
+        if options.n_experts:
+            why = {"tensor": "--tensor divides an MLP by its hidden features, and mixtures are divided by --expert"}
+            return sizes | {"expert": {"n_experts": options.n_experts}, "why": why}
+        widths = {"n_heads": config.n_heads, "hidden_dim": 4 * config.dim}
+        why = {"expert": "the model has no experts without --n-experts"}
+        return sizes | {"tensor": widths, "why": why}
 
     def new_model(self) -> nn.Module:
         from lib.gpt2 import GPT2
 
-        return GPT2(self.config)
+        model = GPT2(self.config)
+        if self.options.n_experts:
+            put_mixtures(model, self.options, self.config.dim, self.config.n_layers)
+        return model
+
+    def describe(self):
+        o = self.options
+        mixture = {"n_experts": o.n_experts, "top_k": o.top_k} if o.n_experts else None
+        return {**super().describe(), "mixture": mixture}
 
     def fast_path(self, device):
         # the kernel rounds its gradient to 16 bits before the loss scale reaches it: float16 would lose most of it
