@@ -144,7 +144,10 @@ def update_router_bias(bias: Float[Tensor, " e"], counts: Int[Tensor, " e"], rat
     Args:
         bias: ``[E]``: what is added to each expert's score when experts are chosen, and only then. Left unchanged.
         counts: ``[E]``: how many assignments each expert got in the last step.
-        rate: How far a bias moves in a step: the new bias is ``bias + rate * sign(mean of counts - counts)``.
+        rate: How far a bias moves in a step.
+
+    Returns:
+        A new tensor, ``bias + rate * sign(mean of counts - counts)``.
 
     Source: Wang et al. (arXiv:2408.15664), Algorithm 1; DeepSeek-V3 (arXiv:2412.19437), section 2.1.2.
     """
@@ -170,6 +173,9 @@ class MoE(nn.Module):
 
     Source: Mixtral (arXiv:2401.04088), section 2.1; shared experts: DeepSeekMoE (arXiv:2401.06066), section 3.2.
     """
+
+    router_bias: Tensor
+    routing: tuple[Tensor, Tensor] | None
 
     def __init__(self, dim: int, hidden_dim: int, n_experts: int, k: int, n_shared: int = 0):
         super().__init__()

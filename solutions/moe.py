@@ -198,7 +198,10 @@ def update_router_bias(bias: Float[Tensor, " e"], counts: Int[Tensor, " e"], rat
     Args:
         bias: ``[E]``: what is added to each expert's score when experts are chosen, and only then. Left unchanged.
         counts: ``[E]``: how many assignments each expert got in the last step.
-        rate: How far a bias moves in a step: the new bias is ``bias + rate * sign(mean of counts - counts)``.
+        rate: How far a bias moves in a step.
+
+    Returns:
+        A new tensor, ``bias + rate * sign(mean of counts - counts)``.
 
     Source: Wang et al. (arXiv:2408.15664), Algorithm 1; DeepSeek-V3 (arXiv:2412.19437), section 2.1.2.
     """
@@ -228,17 +231,22 @@ class MoE(nn.Module):
     Source: Mixtral (arXiv:2401.04088), section 2.1; shared experts: DeepSeekMoE (arXiv:2401.06066), section 3.2.
     """
 
+    router_bias: Tensor
+    routing: tuple[Tensor, Tensor] | None
+
     def __init__(self, dim: int, hidden_dim: int, n_experts: int, k: int, n_shared: int = 0):
         super().__init__()
         ### BEGIN SOLUTION
         self.k = k
         self.router = nn.Linear(dim, n_experts, bias=False)
-        for name, shape in {"w1": (dim, hidden_dim), "w2": (hidden_dim, dim), "w3": (dim, hidden_dim)}.items():
-            bound = shape[0] ** -0.5
-            setattr(self, name, nn.Parameter(torch.empty(n_experts, *shape).uniform_(-bound, bound)))
+        shapes = ((dim, hidden_dim), (hidden_dim, dim), (dim, hidden_dim))
+        self.w1, self.w2, self.w3 = (
+            nn.Parameter(torch.empty(n_experts, *shape).uniform_(-(shape[0] ** -0.5), shape[0] ** -0.5))
+            for shape in shapes
+        )
         self.register_buffer("router_bias", torch.zeros(n_experts))
         self.shared = SwiGLU(dim, n_shared * hidden_dim) if n_shared else None
-        self.routing: tuple[Tensor, Tensor] | None = None
+        self.routing = None
         ### END SOLUTION
 
     def route(self, x: Float[Tensor, "n c"]) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
