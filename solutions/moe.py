@@ -26,8 +26,7 @@ def top_k_router(
 
     Args:
         logits: ``[N, E]``: each token's score for each expert, in any floating dtype.
-        k: Experts for each token, from 1 to E.
-        normalize: Whether a token's k weights are divided by their sum.
+        k, normalize: Experts for each token, from 1 to E; whether a token's k weights are divided by their sum.
 
     Returns:
         Weights ``[N, k]``, float32, the largest first, and their experts ``[N, k]``, int64. The softmax is over all E experts, in float32; of
@@ -215,10 +214,8 @@ class MoE(nn.Module):
     """A feed-forward layer of E experts, of which each token passes k. (Exercise)
 
     Args:
-        dim: Model width C.
-        hidden_dim: Width F of an expert, which is chapter 4's SwiGLU.
-        n_experts: Number of experts E.
-        k: Experts for each token.
+        dim, hidden_dim: Model width C; width F of an expert, which is chapter 4's SwiGLU.
+        n_experts, k: Number of experts E; how many of them each token passes.
         n_shared: Experts that every token passes, as one SwiGLU of width ``n_shared * hidden_dim``; none if 0.
 
     Attributes:
@@ -239,11 +236,11 @@ class MoE(nn.Module):
         ### BEGIN SOLUTION
         self.k = k
         self.router = nn.Linear(dim, n_experts, bias=False)
-        shapes = ((dim, hidden_dim), (hidden_dim, dim), (dim, hidden_dim))
-        self.w1, self.w2, self.w3 = (
-            nn.Parameter(torch.empty(n_experts, *shape).uniform_(-(shape[0] ** -0.5), shape[0] ** -0.5))
-            for shape in shapes
-        )
+
+        def matrices(n_in: int, n_out: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(n_experts, n_in, n_out).uniform_(-(n_in**-0.5), n_in**-0.5))
+
+        self.w1, self.w2, self.w3 = matrices(dim, hidden_dim), matrices(hidden_dim, dim), matrices(dim, hidden_dim)
         self.register_buffer("router_bias", torch.zeros(n_experts))
         self.shared = SwiGLU(dim, n_shared * hidden_dim) if n_shared else None
         self.routing = None
@@ -320,10 +317,8 @@ def dispatch(
     """Send each token to the ranks that hold its experts. (Exercise)
 
     Args:
-        x: ``[N, C]``: this rank's tokens; ranks may have different numbers of them, also none.
-        experts: ``[N, k]``: their experts, out of all E.
-        n_experts: Number of experts E. Rank r of R holds experts ``r * E/R`` up to ``(r + 1) * E/R``.
-        group: The ranks that share the experts; None means all ranks.
+        x, experts: ``[N, C]``, this rank's tokens; ``[N, k]``, their experts out of all E. Ranks may have different numbers of tokens, also none.
+        n_experts, group: Number of experts E; the R ranks that share them, None for all. Rank r holds experts ``r * E/R`` up to ``(r + 1) * E/R``.
 
     Returns:
         rows: ``[A, C]``: the rows for this rank's experts, sorted by expert, then by rank of origin, then by their order there. Differentiable.
