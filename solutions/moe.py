@@ -62,9 +62,9 @@ def load_balancing_loss(probabilities: Float[Tensor, "n e"], experts: Int[Tensor
     Convention: Transformers' Mixtral counts shares of the N tokens, so its loss is k times as large.
     """
     ### BEGIN SOLUTION
-    n_experts = probabilities.shape[-1]
-    shares = torch.bincount(experts.flatten(), minlength=n_experts) / experts.numel()
-    return n_experts * (shares * probabilities.mean(0)).sum()
+    counts = torch.bincount(experts.flatten(), minlength=probabilities.shape[-1])
+    shares = (counts.double() / experts.numel()).to(probabilities.dtype)
+    return len(shares) * (shares * probabilities.mean(0)).sum()
     ### END SOLUTION
 
 
@@ -94,7 +94,8 @@ def sort_by_expert(experts: Int[Tensor, "n k"], n_experts: int) -> tuple[Int[Ten
     """
     ### BEGIN SOLUTION
     flat = experts.flatten()
-    return flat.argsort(stable=True), torch.bincount(flat, minlength=n_experts)
+    ones = torch.ones_like(flat, dtype=torch.int64)  # bincount would let the host wait for a GPU
+    return flat.argsort(stable=True), ones.new_zeros(n_experts).index_add(0, flat, ones)
     ### END SOLUTION
 
 
@@ -184,7 +185,7 @@ def capacity_mask(experts: Int[Tensor, "n k"], n_experts: int, capacity_factor: 
     Source: GShard (arXiv:2006.16668), Algorithm 1, which serves first choices first; Switch (arXiv:2101.03961), equation (3).
     """
     ### BEGIN SOLUTION
-    room = math.ceil(capacity_factor * experts.numel() / n_experts)
+    room = math.ceil(capacity_factor * len(experts) * experts.shape[1] / n_experts)
     in_order = functional.one_hot(experts.T.flatten(), n_experts)
     place = (in_order.cumsum(0) * in_order).sum(-1)
     return (place <= room).view(*experts.T.shape).T
@@ -205,8 +206,7 @@ def update_router_bias(bias: Float[Tensor, " e"], counts: Int[Tensor, " e"], rat
     Source: Wang et al. (arXiv:2408.15664), Algorithm 1; DeepSeek-V3 (arXiv:2412.19437), section 2.1.2.
     """
     ### BEGIN SOLUTION
-    counts = counts.to(bias.dtype)
-    return bias + rate * torch.sign(counts.mean() - counts)
+    return bias + rate * torch.sign(counts.double().mean() - counts).to(bias.dtype)
     ### END SOLUTION
 
 
@@ -297,7 +297,7 @@ def convert_hf_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]
     n_experts = len(state_dict.get("gate.weight", ()))
     single = [f"experts.{e}.{w}.weight" for e in range(n_experts) for w in ("w1", "w3", "w2")]
     joined = ["experts.gate_up_proj", "experts.down_proj"]
-    names = joined if joined[0] in state_dict else single
+    names = joined if set(joined) & set(state_dict) else single
     wrong = {"gate.weight", *names} ^ set(state_dict)
     if wrong:
         raise ValueError(f"missing or unknown: {', '.join(sorted(wrong))}; expected gate.weight, {', '.join(names)}")

@@ -42,6 +42,7 @@ def make_model(kind: str, seed: int = 0) -> Llama:
             layer.feed_forward = SwiGLU(CONFIG.dim, N_EXPERTS * HIDDEN)
         elif kind == "mixture":
             layer.feed_forward = MoE(CONFIG.dim, HIDDEN, N_EXPERTS, K)
+            layer.feed_forward.router.register_forward_hook(_keep_logits)
     return model
 
 
@@ -97,8 +98,13 @@ def _counts(layer: MoE) -> Tensor:
 
 def _router_losses(layer: MoE) -> Tensor:
     assert layer.routing is not None
-    probabilities, experts = layer.routing
-    return 0.01 * load_balancing_loss(probabilities, experts) + 0.001 * router_z_loss(probabilities.log())
+    logits: Any = layer.router.logits
+    return 0.01 * load_balancing_loss(*layer.routing) + 0.001 * router_z_loss(logits)
+
+
+def _keep_logits(router: nn.Module, inputs: tuple, logits: Tensor) -> None:
+    """A hook: the z-loss needs the logits, and a softmax forgets how large they were."""
+    vars(router)["logits"] = logits
 
 
 def _held_out(model: nn.Module, data: Tensor) -> float:

@@ -617,11 +617,10 @@ def test_convert_hf_state_dict_of_single_experts():
     expect_equal(strided, [], name="weights that are not contiguous", read="the contract, under Returns")
 
 
-@pytest.mark.parametrize("keep", ["joined", "single"])
-def test_convert_hf_state_dict_refuses(keep):
-    state = joined_weights() if keep == "joined" else single_weights(joined_weights())
-    gone = "experts.down_proj" if keep == "joined" else "experts.2.w3.weight"
-    case(f"{keep}, without {gone}, and with router.scale too many")
+@pytest.mark.parametrize("gone", ["experts.down_proj", "experts.gate_up_proj", "experts.2.w3.weight"])
+def test_convert_hf_state_dict_refuses(gone):
+    state = single_weights(joined_weights()) if "w3" in gone else joined_weights()
+    case(f"without {gone}, and with router.scale too many")
     changed = {name: t for name, t in state.items() if name != gone} | {"router.scale": torch.ones(1)}
     with expect_raises(ValueError, gone, "router.scale", read=RAISES):
         moe.convert_hf_state_dict(changed)
