@@ -239,7 +239,7 @@ class _DeferredProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
-        ctx.layer.pending.append((x, grad))
+        ctx.layer.pending.append((x.detach(), grad))  # with its history, weight.grad would get one, and keep every grad
         return grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None, None, None, None
 
 

@@ -706,6 +706,21 @@ class Held(reference.DeferredLinear):
         super().backward_weights()
 
 
+@mistake(
+    "DeferredLinear",
+    "x is put aside with its history: weight.grad gets a graph, which keeps the gradients of all micro-batches in memory",
+)
+class Traced(reference.DeferredLinear):
+    def forward(self, x):
+        self.inputs = [*getattr(self, "inputs", []), x]
+        return super().forward(x)
+
+    def backward_weights(self):
+        if self.pending:
+            self.pending[0] = self.inputs.pop(0), self.pending[0][1]
+        super().backward_weights()
+
+
 # ---- 17.9 PipelineStage ----------------------------------------------------------------------------------------------
 
 

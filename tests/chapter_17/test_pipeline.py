@@ -850,6 +850,36 @@ def test_DeferredLinear_saves_in_the_graph():
     expect_equal(saved_bytes(lambda: layer(x))[1], expected, name="bytes saved by the graph", read=TWICE)
 
 
+def test_DeferredLinear_keeps_its_input_and_its_gradient():
+    refs: dict[str, StorageWeakRef] = {}
+
+    def follow(name: str, tensor: Tensor) -> Tensor:
+        refs[name] = StorageWeakRef(tensor.untyped_storage())
+        return tensor
+
+    torch.manual_seed(2)
+    first, last = pipeline.DeferredLinear(nn.Linear(3, 4)), pipeline.DeferredLinear(nn.Linear(4, 3))
+    inner = follow("sin's input", first(randn(1000, 3).requires_grad_()))
+    inner.register_hook(lambda grad: refs.update(grad=StorageWeakRef(grad.untyped_storage())))
+    out = last(follow("x", inner.sin()))
+    del inner
+    out.sum().backward()
+    case("3 to 4 features, sin, 4 to 3, x [1000, 3], backward: the layers keep their inputs and gradients, no more")
+    expect_true(refs["sin's input"].expired(), "the input of sin is still in memory after backward", read=HALVES)
+    kept = not (refs["x"].expired() or refs["grad"].expired())
+    expect_true(kept, "the input or the gradient is gone before backward_weights()", read=HALVES)
+    case("the same, then backward_weights() of both layers, while the output is still there")
+    last.backward_weights()
+    first.backward_weights()
+    problem = (
+        "the gradient of the first layer's output is still in memory; does weight.grad have a history, which keeps it?"
+    )
+    expect_true(
+        refs["grad"].expired(), problem, answer=first.weight.grad, read="the contract of ex-pipeline-deferredlinear"
+    )
+    expect_true(refs["x"].expired(), "the second layer's input is still in memory", read=HALVES)
+
+
 # ---- 17.9 PipelineStage ----------------------------------------------------------------------------------------------
 
 
