@@ -36,6 +36,9 @@ SIMPLE = [f"--strategy {strategy} --engine {engine}" for strategy in ("ddp", "fs
 DIVIDED = [f"--strategy tp --engine {engine}" for engine in ("ours", "torch")]
 DIVIDED += [f"--strategy pp --accumulate 2 --engine {engine}" for engine in ("ours", "torch")]
 LONG = [f"--strategy cp --engine {engine}" for engine in ("ours", "torch")]
+PRODUCTS = ["--replicate 2 --shard 2", "--tensor 2 --context 2", "--pipeline 2 --shard 2 --accumulate 2"]
+PRODUCTS += ["--pipeline 2 --shard 2 --accumulate 2 --engine torch"]
+SGD = "--optimizer sgd --lr 0.1"  # AdamW would divide rounding errors by tiny roots
 WAYS = {"vit": SIMPLE + DIVIDED, "gpt2": SIMPLE + DIVIDED + LONG, "llama": SIMPLE}
 
 
@@ -59,12 +62,15 @@ def samples(log: Path) -> dict[int, str]:
 @pytest.mark.time_limit(200)
 def test_every_strategy_finds_the_scores_and_writes_the_text_of_one_process(tmp_path, words):
     base = {"vit": VIT, "gpt2": f"gpt2 --data {words} {WRITES}", "llama": f"llama --data {words} {WRITES}"}
-    base = {name: f"{command} --lr 1e-2" for name, command in base.items()}
+    base = {name: f"{command} {SGD}" for name, command in base.items()}
     train(*(f"{command} --log {tmp_path / name} --export {tmp_path}/{name}.x" for name, command in base.items()))
-    runs = {f"{name}{i}": f"{base[name]} {way}" for name, ways in WAYS.items() for i, way in enumerate(ways)}
+    runs = {f"{name}.{i}": f"{base[name]} {way}" for name, ways in WAYS.items() for i, way in enumerate(ways)}
     on_ranks(programs.run_all, [f"{c} --log {tmp_path / log} --export {tmp_path / log}.x" for log, c in runs.items()])
-    for log, command in runs.items():
-        name = log.rstrip("0123456789")
+    on_four = {f"gpt2.{90 + i}": f"{base['gpt2']} {way}" for i, way in enumerate(PRODUCTS)}
+    commands = [f"{c} --log {tmp_path / log} --export {tmp_path / log}.x" for log, c in on_four.items()]
+    on_ranks(programs.run_all, commands, n_ranks=4)
+    for log, command in (runs | on_four).items():
+        name = log.partition(".")[0]
         alone, found = evaluations(tmp_path / name), evaluations(tmp_path / log)
         assert list(found) == list(alone) == [1, 3]
         for step, scores in found.items():
@@ -80,6 +86,25 @@ def test_every_strategy_finds_the_scores_and_writes_the_text_of_one_process(tmp_
     assert set(evaluations(tmp_path / "vit")[1]) == {"held_out_loss", "held_out_top1"}
     scores = evaluations(tmp_path / "gpt2")[3]
     assert scores["held_out_perplexity"] == pytest.approx(torch.tensor(scores["held_out_loss"]).exp().item())
+
+
+@pytest.mark.time_limit(200)
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it
+def test_low_precision_and_compiled_models_are_evaluated_too(tmp_path, words):
+    base = {"vit": VIT, "gpt2": f"gpt2 --data {words} --batch 4 --length 16 {LOOK}"}
+    train(*(f"{command} --log {tmp_path / name}" for name, command in base.items()))
+    low = ["--precision bf16", "--precision float16 --path plain", "--precision bf16 --path plain --engine torch"]
+    train(*(f"{c} {way} --log {tmp_path / name}.{i}" for name, c in base.items() for i, way in enumerate(low)))
+    for name, command in base.items():
+        assert programs.run_compiled(0, 1, f"{command} --compile --log {tmp_path / name}.3") == [(0, "")]
+    sharded = [f"--strategy fsdp --precision bf16 --engine {engine}" for engine in ("ours", "torch")]
+    runs = {f"{name}.{4 + i}": f"{c} {way}" for name, c in base.items() for i, way in enumerate(sharded)}
+    on_ranks(programs.run_all, [f"{command} --log {tmp_path / log}" for log, command in runs.items()])
+    for log in [f"{name}.{i}" for name in base for i in range(6)]:
+        alone, found = evaluations(tmp_path / log.partition(".")[0]), evaluations(tmp_path / log)
+        assert list(found) == [1, 3]
+        for step, scores in found.items():
+            assert scores["held_out_loss"] == pytest.approx(alone[step]["held_out_loss"], rel=0.05), (log, step)
 
 
 @pytest.mark.parametrize(
@@ -352,8 +377,11 @@ def test_weights_and_biases_gets_every_line_where_it_is_asked_to(monkeypatch, tm
 
 def test_weights_and_biases_that_is_not_there_is_one_line(capsys, monkeypatch):
     found = importlib.util.find_spec
-    missing = lambda name, *more: None if name == "wandb" else found(name, *more)  # noqa: E731
-    monkeypatch.setattr("lib.runs.engine.options.importlib.util.find_spec", missing)
+
+    def without(name, *more):
+        return None if name == "wandb" else found(name, *more)
+
+    monkeypatch.setattr("lib.runs.engine.options.importlib.util.find_spec", without)
     refused(capsys, "vit --wandb workbook", "--wandb", "pip install wandb")
 
 
@@ -375,7 +403,7 @@ def test_weights_and_biases_that_is_not_there_is_one_line(capsys, monkeypatch):
         ("vit --export {file}", ("--export {file}", "cannot create")),
         ("llama --strategy tp", ("--strategy tp", "Llama", "fsdp")),
         ("llama --strategy pp", ("--strategy pp", "Llama", "fsdp")),
-        ("llama --context 2", ("--context 2", "Llama")),
+        ("llama --strategy cp", ("--strategy cp", "Llama")),
         ("llama --path fast", ("--path fast", "--path plain")),
         ("llama --model 8B", ("'8B'", "70B")),
         ("llama --tokenizer gpt2", ("--tokenizer gpt2", "50257", "1024")),

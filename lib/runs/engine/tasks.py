@@ -74,6 +74,10 @@ class Task:
     def fast_loss(self, model: Any, inputs: Tensor, targets: Tensor, path: fast.Path) -> Tensor:
         raise NotImplementedError
 
+    def fast_logits(self, model: Any, inputs: Tensor, path: fast.Path) -> Tensor:
+        """Logits on the fast path, for the scores that need them."""
+        raise NotImplementedError
+
     def plain_logits(self, model: Any, inputs: Tensor) -> Tensor:
         raise NotImplementedError
 
@@ -140,6 +144,9 @@ class ViTTask(Task):
 
     def fast_loss(self, model, inputs, targets, path):
         return fast.vit_loss(model, inputs, targets, path, call_blocks=True)
+
+    def fast_logits(self, model, inputs, path):
+        return fast.vit_logits(model, inputs, path, call_blocks=True)
 
     def plain_logits(self, model, inputs):
         return model(inputs)
@@ -299,6 +306,8 @@ class Loss(nn.Module):
         return loss if self.training else loss[None]
 
     def logits(self, inputs: Tensor) -> Tensor:
+        if self.path:
+            return self.task.fast_logits(self.model, inputs, self.path)
         with self.precision():
             return self.task.plain_logits(self.model, inputs)
 

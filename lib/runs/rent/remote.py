@@ -37,6 +37,7 @@ GOES_ON = ("--checkpoint", "--log")
 ALWAYS = {
     "lib.runs.train_vit": GOES_ON,
     "lib.runs.train_gpt2": GOES_ON,
+    "lib.runs.train_llama": GOES_ON,
     "lib.runs.train_tiny": GOES_ON,
     "lib.runs.train_digits_mpi": ("--out",),
 }
