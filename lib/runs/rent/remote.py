@@ -30,6 +30,7 @@ RESULTS = (
     ("--checkpoint", ".checkpoint"),
     ("--log", "--log-file", ".jsonl"),
     ("--tensorboard", ".tensorboard"),
+    ("--export", ".export"),
     ("--out", ".json"),
 )
 """The flags that name a program's output files, and the ending of the names that they get by default."""
