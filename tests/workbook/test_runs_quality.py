@@ -208,7 +208,9 @@ def test_a_run_with_another_held_out_part_is_refused(capsys, tmp_path):
     refused(capsys, f"{VIT} --checkpoint {tmp_path} --quiet".replace("--eval-every 2", ""), "items = 48", "60")
 
 
-def test_a_loss_that_is_no_number_is_never_the_best(tmp_path):
+def test_a_model_that_diverged_is_never_the_best_and_writes_nothing(tmp_path, words):
+    train(f"gpt2 --data {words} {WRITES} --optimizer sgd --lr 1e30 --log {tmp_path / 'text'}")
+    assert samples(tmp_path / "text") == {2: "to", 3: "to"}
     train(f"{VIT} --optimizer sgd --lr 1e30 --warmup 0 --log {tmp_path / 'log'} --checkpoint {tmp_path / 'ck'}")
     lines = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "log").read_text().splitlines()]
     assert [line["not_finite"]["held_out_loss"] for line in lines if "held_out_loss" in line] == ["nan", "nan"]

@@ -78,7 +78,7 @@ def sample(run: Any) -> str | None:
 
 @torch.no_grad()
 def write(task: Any, model: nn.Module, options: Options) -> str:
-    """The prompt and ``--sample-tokens`` more."""
+    """The prompt and ``--sample-tokens`` more; none if the model's logits are no numbers."""
     from lib.llama import sample_next
 
     codec, length = task.source.codec, task.per_row
@@ -86,6 +86,8 @@ def write(task: Any, model: nn.Module, options: Options) -> str:
     tokens: Tensor = torch.tensor([codec.encode(options.prompt)], device=next(model.parameters()).device)
     for _ in range(options.sample_tokens):
         logits = task.plain_logits(model, tokens[:, -length:])[:, -1, : codec.n_tokens]
+        if not logits.isfinite().all():
+            break
         drawn = sample_next(logits.cpu(), TEMPERATURE, generator=generator)
         tokens = torch.cat([tokens, drawn[:, None].to(tokens.device)], dim=1)
     return codec.decode(tokens[0].tolist())
