@@ -277,6 +277,7 @@ def test_on_several_hosts_the_planners_command_says_so():
         ("--n-experts 8 --expert 8 --engine torch", ("--expert 8 --engine torch", "--engine ours")),
         ("--n-experts 8 --expert 8 --batch 12", ("--batch 12", "8 ranks x 1 micro-batches")),
         ("--n-experts 2 --top-k 3 --shard 8", ("--top-k 3", "--n-experts 2", "at most 2")),
+        ("--n-experts 2 --shard 8 --export out", ("--export with --n-experts 2", "no --export")),
         ("--bias-rate 0.1 --shard 8", ("--bias-rate 0.1 without --n-experts",)),
         ("--n-experts 2 --shard 8 --path fast", ("--path fast with --n-experts 2", "--path plain")),
         ("--n-experts 2 --shard 8 --compile", ("--compile blocks with --n-experts 2", "no --compile")),

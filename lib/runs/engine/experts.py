@@ -133,6 +133,10 @@ class Balance:
         for bias, counts in zip(self.bias, step, strict=True):
             bias.copy_(update_router_bias(bias, counts, self.rate))
 
+    def named(self) -> dict[str, Tensor]:
+        """The biases by their names in the whole model."""
+        return {f"h.{i}.mlp.router_bias": bias for i, bias in enumerate(self.bias)}
+
     def load(self, bias: list[list[float]]) -> None:
         """Go on from the biases of a checkpoint."""
         self.bias.copy_(torch.tensor(bias))

@@ -70,6 +70,8 @@ def sample(run: Any) -> str | None:
     weights = checkpoints.gather_model(run.strategy, run.device)
     if run.world.rank:
         return None
+    if run.strategy.balance is not None:
+        weights |= run.strategy.balance.named()
     with torch.device("meta"):
         model = run.task.new_model()
     model.load_state_dict(weights, assign=True)

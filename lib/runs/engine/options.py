@@ -372,6 +372,10 @@ def _check_mixtures(o: Options) -> None:
                     f"{flag} {value} without --n-experts: the model has no mixtures; expected both, or neither"
                 )
         return
+    if o.export:
+        raise UsageError(
+            f"--export with --n-experts {o.n_experts}: no other library has a GPT-2 of mixtures; expected no --export"
+        )
     if o.top_k and o.top_k > o.n_experts:
         raise UsageError(f"--top-k {o.top_k} is more than --n-experts {o.n_experts}: expected at most {o.n_experts}")
     for flag, asked in (("--path fast", o.path == "fast"), (f"--compile {o.compile}", o.compile), ("--graph", o.graph)):
