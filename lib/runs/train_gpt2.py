@@ -10,7 +10,7 @@ python -m lib.runs.train_gpt2 --model small --data openwebtext --limit 10000 --t
 import sys
 
 from lib.runs.engine.loop import main as run
-from lib.runs.engine.options import KINDS, make_parser, whole
+from lib.runs.engine.options import KINDS, add_text_flags, make_parser
 from lib.runs.engine.tasks import GPT2_PRESETS, GPT2Task
 from lib.runs.engine.world import find_world
 
@@ -18,10 +18,7 @@ from lib.runs.engine.world import find_world
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, or 75 if asked to leave before the last step, or 2 after one line about what is wrong with the request."""
     parser = make_parser("lib.runs.train_gpt2", list(GPT2_PRESETS), "sequences", "Train a GPT-2.")
-    text = parser.add_argument_group("text")
-    text.add_argument("--length", type=whole(1), help="tokens in a sequence; default: the preset's")
-    text.add_argument("--tokenizer", choices=("bytes", "bpe", "gpt2"), default="bytes",
-                      help="bytes; bpe: chapter 1's tokenizer, trained on the text; gpt2: tiktoken's")  # fmt: skip
+    add_text_flags(parser)
     return run(parser, GPT2Task, with_length(sys.argv[1:] if argv is None else argv))
 
 

@@ -64,6 +64,13 @@ class Options:
     classes: int | None = None
     length: int | None = None
     tokenizer: str = "bytes"
+    eval_every: int | None = None
+    held_out: float | None = None
+    sample_every: int | None = None
+    prompt: str | None = None
+    sample_tokens: int = 64
+    export: Path | None = None
+    wandb: str | None = None
 
     @property
     def ours(self) -> bool:
@@ -141,6 +148,17 @@ def share(text: str) -> float:
     return value
 
 
+def fraction(text: str) -> float:
+    """For ``type=``: accepts a number between 0 and 1, without the ends."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number between 0 and 1, such as 0.1")
+    return value
+
+
 def make_parser(program: str, models: list[str], items: str, description: str) -> Parser:
     """The flags that both programs share.
 
@@ -210,6 +228,20 @@ def make_parser(program: str, models: list[str], items: str, description: str) -
     data.add_argument("--column", help="name of the column that holds the picture or the text")
     data.add_argument("--limit", type=whole(1), help="read no more rows than this")
     data.add_argument("--items", type=whole(1), help=f"number of synthetic {items}")
+    quality = parser.add_argument_group("evaluation and export")
+    quality.add_argument(
+        "--eval-every",
+        type=whole(1),
+        help="steps between evaluations on the held-out part; the last step always makes one",
+    )
+    quality.add_argument(
+        "--held-out", type=fraction, help="share of the data that is never trained on, in whole batches; default: 0.1"
+    )
+    quality.add_argument(
+        "--export",
+        type=Path,
+        help="folder for the trained model, in the format of Transformers (text) or timm (images)",
+    )
     where = parser.add_argument_group("where it runs")
     where.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     where.add_argument("--threads", type=whole(1), default=1, help="CPU threads of each rank")
@@ -227,11 +259,25 @@ def make_parser(program: str, models: list[str], items: str, description: str) -
     where.add_argument("--log-file", "--log", dest="log", type=Path,
                        help="write a line of JSON for each step (torchrun on Python 3.11 takes --log for a flag of its own: use --log-file)")  # fmt: skip
     where.add_argument("--tensorboard", type=Path, help="folder for TensorBoard, if it is installed")
+    where.add_argument("--wandb", metavar="PROJECT", help="project of Weights & Biases to log to, if it is installed")
     where.add_argument("--quiet", action="store_true", help="no progress bar")
     where.add_argument(
         "--peak-tflops", type=positive, help="peak of one device, for MFU; known for A100, H100 SXM and H200"
     )
     return parser
+
+
+def add_text_flags(parser: Parser) -> None:
+    """The flags of the programs that train on text."""
+    text = parser.add_argument_group("text")
+    text.add_argument("--length", type=whole(1), help="tokens in a sequence; default: the preset's")
+    text.add_argument("--tokenizer", choices=("bytes", "bpe", "gpt2"), default="bytes",
+                      help="bytes; bpe: chapter 1's tokenizer, trained on the text; gpt2: tiktoken's")  # fmt: skip
+    text.add_argument(
+        "--sample-every", type=whole(1), help="steps between samples of text; the last step always makes one"
+    )
+    text.add_argument("--prompt", help="beginning of each sample")
+    text.add_argument("--sample-tokens", type=whole(1), default=64, help="tokens that a sample adds to the prompt")
 
 
 def parse(parser: Parser, argv: list[str] | None) -> Options:
@@ -262,6 +308,7 @@ def _resolved(o: Options) -> dict[str, Any]:
     if o.compile == "auto":
         found["compile"] = "blocks" if o.is_parallel else "whole"
     found["optimizer"] = o.optimizer or ("ours" if o.ours and not o.graph else "adamw")
+    found["held_out"] = o.held_out or (0.1 if o.eval_every else None)
     found["data"] = o.data or ("embedded" if o.model == "tiny" else "synthetic")
     return found
 
@@ -296,9 +343,25 @@ def check_flags(o: Options) -> Options:
         raise UsageError(f"--min-lr {o.min_lr} is above --lr {o.lr}: expected at most {o.lr}")
     if o.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UsageError("--tensorboard needs the package tensorboard, which is not installed: pip install tensorboard")
+    if o.wandb and importlib.util.find_spec("wandb") is None:
+        raise UsageError("--wandb needs the package wandb, which is not installed: pip install wandb")
     if o.graph:
         _check_graph(o)
+    _check_quality(o)
     return o
+
+
+def _check_quality(o: Options) -> None:
+    if o.held_out and not o.eval_every:
+        raise UsageError(f"--held-out {o.held_out:g} without --eval-every: nothing would read the held-out part")
+    if o.sample_every and not o.prompt:
+        raise UsageError(f"--sample-every {o.sample_every} without --prompt: expected a text for the model to continue")
+    if o.prompt and not o.sample_every:
+        raise UsageError("--prompt without --sample-every: expected the number of steps between samples")
+    if o.sample_every and o.data == "synthetic":
+        raise UsageError(
+            "--sample-every with --data synthetic: a model of random tokens has no text to write; expected other --data"
+        )
 
 
 def make_places(o: Options) -> None:
@@ -312,6 +375,7 @@ def make_places(o: Options) -> None:
         ("--checkpoint", o.checkpoint, o.checkpoint),
         ("--log-file", o.log, log),
         ("--tensorboard", o.tensorboard, o.tensorboard),
+        ("--export", o.export, o.export),
     ):
         if folder is None:
             continue

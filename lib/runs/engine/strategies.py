@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -97,6 +98,10 @@ class Strategy:
             if p.grad is not None and set(self.members(name)) & set(self.tied):
                 pipeline.add_ends(local(p.grad))
         return loss.float()
+
+    def score(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """This rank's scores of a micro-batch; the model is in evaluation mode. All ranks call it together."""
+        return self.pipeline.score(inputs, targets) if self.pipeline is not None else self.call(inputs, targets)
 
     def micro_step(self, is_last: bool) -> AbstractContextManager:
         """Context for forward and backward of a micro-batch: gradients are synchronized in the last one only."""
@@ -338,6 +343,13 @@ class TorchSharded(Strategy):
         hybrid = self.mesh.size["copies"] > 1
         mesh = self.mesh.copies_by_shard() if hybrid else self.mesh.devices["shard"]
         return apply_fully_shard(loss, mesh, low)
+
+    def score(self, inputs, targets):
+        found = super().score(inputs, targets)
+        for part in self.call.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()  # the root waits for a backward to do it
+        return found
 
     def micro_step(self, is_last):
         self.call.set_requires_gradient_sync(is_last)
