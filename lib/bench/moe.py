@@ -144,10 +144,10 @@ def grouped(options: argparse.Namespace) -> None:
 
 def exchanges(layer: ExpertParallelMoE, x: Tensor) -> tuple[Callable[[], None], int]:
     """The five all-to-alls of a step and nothing else, with the rows that the layer sends; and how many rows arrive at this rank."""
-    router: Any = layer.local.router
+    local: Any = layer.local
     with torch.no_grad():
-        _, experts = layer.local.route(x)
-    order, to_each = sort_by_expert(experts, router.out_features)
+        _, experts = local.route(x)
+    order, to_each = sort_by_expert(experts, local.router.out_features)
     from_each = torch.empty_like(to_each)
     dist.all_to_all_single(from_each, to_each)
     send, receive = (n.view(dist.get_world_size(), -1).sum(1).tolist() for n in (to_each, from_each))
@@ -180,7 +180,8 @@ def parallel_case(config: MoEConfig, n_tokens: int, device: torch.device) -> dic
         torch.manual_seed(1 + dist.get_rank())
         x = torch.randn(n_tokens, config.dim).requires_grad_()
     messages, received = exchanges(layer, x)
-    ways = dict(zip(PARALLEL, (partial(step, layer, x), messages, partial(step, dense, x)), strict=True))
+    calls: tuple[Callable[[], None], ...] = (partial(step, layer, x), messages, partial(step, dense, x))
+    ways = dict(zip(PARALLEL, calls, strict=True))
     samples: dict[str, list[float]] = {name: [] for name in ways}
     for round_ in range(N_ROUNDS + N_WARMUP):
         for name, run in ways.items():
