@@ -98,8 +98,8 @@ def _counts(layer: MoE) -> Tensor:
 
 def _router_losses(layer: MoE) -> Tensor:
     assert layer.routing is not None
-    logits: Any = layer.router.logits
-    return 0.01 * load_balancing_loss(*layer.routing) + 0.001 * router_z_loss(logits)
+    router: Any = layer.router
+    return 0.01 * load_balancing_loss(*layer.routing) + 0.001 * router_z_loss(router.logits)
 
 
 def _keep_logits(router: nn.Module, inputs: tuple, logits: Tensor) -> None:
