@@ -4,14 +4,27 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
+from lib.given.kernels.int4 import dequantize_int4, launch_int4_matmul
 from lib.given.kernels.mode import tl, triton
-from lib.given.kernels.quantized import BLOCK, expand_blocks, largest, launch_block_matmul, launch_int4_matmul
+from lib.given.kernels.quantized import BLOCK, expand_blocks, has_float8, largest, tensor_core_product, with_products
 
 
+### BEGIN SOLUTION
+def _magnitudes(x: Tensor) -> Tensor:
+    """The absolute values, float32, with 0 for infinities and NaN."""
+    magnitudes = x.detach().float().abs()
+    return torch.where(magnitudes.isfinite(), magnitudes, 0)
+
+
+def _positive(scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, scale, 1.0)
+
+
+### END SOLUTION
 def absmax_scale(
     x: Float[Tensor, "..."], dtype: torch.dtype, dim: int | tuple[int, int] | None = None
 ) -> Float[Tensor, "..."]:
-    """The scale with which a tensor just fits into a format. (Exercise)
+    """The scale with which a tensor just fits into a format of 8 bits. (Exercise)
 
     Args:
         x: Any shape and floating dtype; for blocks a matrix.
@@ -26,18 +39,14 @@ def absmax_scale(
         ValueError: another dtype (`largest` raises it) or another pair of block sizes; the message shows it.
     """
     ### BEGIN SOLUTION
-    magnitudes = x.detach().float().abs()
-    magnitudes = torch.where(magnitudes.isfinite(), magnitudes, 0)
-    if isinstance(dim, tuple):
-        if dim != (BLOCK, BLOCK) or x.ndim != 2:
-            raise ValueError(f"blocks of {dim} in {tuple(x.shape)}: expected ({BLOCK}, {BLOCK}) in a matrix")
-        rows, columns = (-n % BLOCK for n in x.shape)
-        padded = nn.functional.pad(magnitudes, (0, columns, 0, rows))
-        amax = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).amax((1, 3))
-    else:
-        amax = magnitudes.amax() if dim is None else magnitudes.amax(dim, keepdim=True)
-    scale = amax / largest(dtype)
-    return torch.where(scale > 0, scale, 1.0)
+    magnitudes = _magnitudes(x)
+    if not isinstance(dim, tuple):
+        return _positive((magnitudes.amax() if dim is None else magnitudes.amax(dim, keepdim=True)) / largest(dtype))
+    if dim != (BLOCK, BLOCK) or x.ndim != 2:
+        raise ValueError(f"blocks of {dim} in {tuple(x.shape)}: expected ({BLOCK}, {BLOCK}) in a matrix")
+    rows, columns = (-n % BLOCK for n in x.shape)
+    padded = nn.functional.pad(magnitudes, (0, columns, 0, rows))
+    return _positive(padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).amax((1, 3)) / largest(dtype))
     ### END SOLUTION
 
 
@@ -72,37 +81,27 @@ def dequantize(q: Tensor, scale: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     ### END SOLUTION
 
 
-@triton.jit
-def block_matmul_kernel(
-    a, b, scale_a, scale_b, out, M, N, K, am, ak, bk, bn,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    """A tile of the product of two matrices whose blocks of 128 x 128 have scales; the grid is (tiles of rows, tiles of columns). (Exercise)
+def quantization_error(x: Float[Tensor, "m n"], dtype: torch.dtype, granularity: str) -> float:
+    """How much of a tensor survives rounding: signal over noise, in decibels. (Exercise)
 
     Args:
-        a, b, out: Pointers to ``[M, K]`` and ``[K, N]`` of 8 bits, and a contiguous ``[M, N]``. Element (i, j) of a is ``am * i + ak * j`` elements
-            after its pointer; of b, ``bk * i + bn * j``.
-        scale_a, scale_b: Pointers to contiguous float32 ``[ceil(M / 128), ceil(K / 128)]`` and ``[ceil(K / 128), ceil(N / 128)]``.
-        TILE_M, TILE_N, TILE_K: Sizes of a tile; TILE_K is 128, the others divide 128.
+        x: A matrix.
+        dtype: As in `absmax_scale`.
+        granularity: "tensor", "row" (a scale for each) or "block".
 
     Returns:
-        Nothing. Each step's product of 128 terms is accumulated in float32 and scaled before it is added.
+        ``10 log10(sum of squares of x / sum of squared errors)``; infinity if nothing is lost. Six decibels are worth about one bit.
+
+    Raises:
+        ValueError: another granularity; the message shows it.
     """
     ### BEGIN SOLUTION
-    rows = (tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
-    columns = (tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
-    a_scales = scale_a + tl.program_id(0) * TILE_M // 128 * tl.cdiv(K, 128)
-    b_scales, n_blocks = scale_b + tl.program_id(1) * TILE_N // 128, tl.cdiv(N, 128)
-    total = tl.zeros([TILE_M, TILE_N], tl.float32)
-    for block in range(0, tl.cdiv(K, TILE_K)):
-        k = (block * TILE_K + tl.arange(0, TILE_K)).to(tl.int64)
-        a_inside, b_inside = (rows < M)[:, None] & (k < K)[None, :], (k < K)[:, None] & (columns < N)[None, :]
-        left = tl.load(a + rows[:, None] * am + k[None, :] * ak, mask=a_inside, other=0.0)
-        right = tl.load(b + k[:, None] * bk + columns[None, :] * bn, mask=b_inside, other=0.0)
-        factor = tl.load(a_scales + block) * tl.load(b_scales + block * n_blocks)
-        total += tl.dot(left, right).to(tl.float32) * factor
-    inside = (rows < M)[:, None] & (columns < N)[None, :]
-    tl.store(out + rows[:, None] * N + columns[None, :], total.to(out.dtype.element_ty), mask=inside)
+    dims: dict[str, int | tuple[int, int] | None] = {"tensor": None, "row": -1, "block": (BLOCK, BLOCK)}
+    if granularity not in dims:
+        raise ValueError(f"granularity = {granularity!r}: expected 'tensor', 'row' or 'block'")
+    scale = absmax_scale(x, dtype, dims[granularity])
+    noise = (dequantize(quantize(x, scale, dtype), scale).double() - x.double()).square().sum()
+    return (10 * torch.log10(x.double().square().sum() / noise)).item() if noise else torch.inf
     ### END SOLUTION
 
 
@@ -112,15 +111,15 @@ def scaled_matmul(
     """The product of two quantized matrices. (Exercise)
 
     Args:
-        a: ``[M, K]`` of 8 bits. On a GPU, PyTorch's product wants it row after row, and b column after column.
+        a: ``[M, K]`` of 8 bits.
         b: ``[K, N]`` of 8 bits.
         scale_a: Of a: one number, ``[M, 1]``, or one for each block of 128 x 128.
         scale_b: Of b: one number, ``[1, N]``, or one for each block.
         out_dtype: Dtype of the result.
 
     Returns:
-        ``[M, N]``: what the dequantized matrices' product is, accumulated in float32 and rounded once. On a GPU ``torch._scaled_mm`` computes it
-        for float8 with one scale or with rows and columns, and `launch_block_matmul` for blocks; elsewhere float32 products do.
+        ``[M, N]``: the product of the dequantized matrices, accumulated in float32 and rounded once. Where `has_float8` says that a GPU
+        multiplies such numbers, `tensor_core_product` computes it.
 
     Raises:
         ValueError: the shapes don't fit together; the message shows them.
@@ -128,26 +127,28 @@ def scaled_matmul(
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)}: expected [M, K] and [K, N]")
     ### BEGIN SOLUTION
-    by_blocks = scale_a.numel() > 1 and scale_a.shape[-1] > 1
-    if not a.is_cuda or a.dtype == torch.int8:
-        return (dequantize(a, scale_a) @ dequantize(b, scale_b)).to(out_dtype)
-    if by_blocks:
-        return launch_block_matmul(block_matmul_kernel, a, b, scale_a, scale_b, out_dtype)
-    return torch._scaled_mm(a, b, scale_a=scale_a.float(), scale_b=scale_b.float(), out_dtype=out_dtype)
+    if has_float8(a):
+        return tensor_core_product(a, b, scale_a, scale_b, out_dtype)
+    return (dequantize(a, scale_a) @ dequantize(b, scale_b)).to(out_dtype)
     ### END SOLUTION
 
 
 class DelayedScale:
-    """A scale from the past: nobody has to read a tensor twice before it can be rounded. (Exercise)
+    """A scale from the past, so that a tensor can be rounded without being read twice. (Exercise)
 
     Args:
-        history: Number of past steps that are remembered.
+        history: Number of past steps that are remembered, at least 1.
+
+    Raises:
+        ValueError: ``history`` is below 1; the message shows it.
 
     Source: Micikevicius and others (arXiv:2209.05433), section 3; Transformer Engine's ``DelayedScaling``.
     """
 
     def __init__(self, history: int = 16):
         ### BEGIN SOLUTION
+        if history < 1:
+            raise ValueError(f"history = {history}: expected at least 1")
         self.history = history
         self.amax: list[Tensor] = []
         ### END SOLUTION
@@ -155,64 +156,31 @@ class DelayedScale:
     def update(self, x: Float[Tensor, "..."]) -> None:
         """Record the largest finite magnitude of a step's tensor, and forget the oldest beyond ``history``. The host does not wait."""
         ### BEGIN SOLUTION
-        self.amax = [*self.amax, absmax_scale(x, torch.int8) * 127][-self.history :]
+        self.amax = [*self.amax, _magnitudes(x).amax()][-self.history :]
         ### END SOLUTION
 
     def scale(self, dtype: torch.dtype, x: Float[Tensor, "..."] | None = None) -> Float[Tensor, ""]:
-        """The largest recorded magnitude over the format's largest number; without any record, the scale of the current tensor x.
+        """The largest recorded magnitude over the format's largest number, or 1 if that is 0; without any record, the scale of the tensor x.
 
         Raises:
             ValueError: nothing is recorded, and no x is given.
         """
         ### BEGIN SOLUTION
         if self.amax:
-            return torch.stack(self.amax).amax() / largest(dtype)
+            return _positive(torch.stack(self.amax).amax() / largest(dtype))
         if x is None:
             raise ValueError("no tensor has been recorded: expected update(x) first, or the current tensor")
         return absmax_scale(x, dtype)
         ### END SOLUTION
 
 
-### BEGIN SOLUTION
-class _Float8Product(torch.autograd.Function):
-    """``x @ weight.T`` with all three products of a step in 8 bits; ``cast(tensor, name, dim)`` quantizes for a sum along ``dim``."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, layer: "Float8Linear") -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.layer = layer
-        (a, scale_a), (w, scale_w) = layer.cast(x, "x", 1), layer.cast(weight, "weight", 1)
-        return scaled_matmul(a, w.T, scale_a, scale_w.T if scale_w.ndim else scale_w, x.dtype)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        (x, weight), layer = ctx.saved_tensors, ctx.layer
-        g, scale_g = layer.cast(grad, "grad", 1)
-        w, scale_w = layer.cast(weight, "weight", 0, again=True)
-        dx = scaled_matmul(g, _by_columns(w), scale_g, scale_w, x.dtype)
-        g, scale_g = layer.cast(grad, "grad", 0, again=True)
-        a, scale_a = layer.cast(x, "x", 0, again=True)
-        transposed = g.T.contiguous()
-        return (
-            dx,
-            scaled_matmul(transposed, _by_columns(a), scale_g.T if scale_g.ndim else scale_g, scale_a, weight.dtype),
-            None,
-        )
-
-
-def _by_columns(x: Tensor) -> Tensor:
-    """The same matrix, stored column after column, as ``torch._scaled_mm`` wants its second operand."""
-    return x.T.contiguous().T
-
-
-### END SOLUTION
 class Float8Linear(nn.Module):
     """A linear layer whose three products, forward and backward, are computed in float8. (Exercise)
 
     Args:
         linear: The layer; its parameters are used, not copied, and stay in their dtype.
         recipe: "dynamic": one scale for each tensor, from the tensor itself. "delayed": one, from past steps (`DelayedScale`). "rowwise": one for
-            each row, or column, that a product sums along. "blockwise": one for each block of 128 x 128.
+            each row of the left factor and each column of the right. "blockwise": one for each block of 128 x 128.
 
     Activations and weights are e4m3fn, gradients e5m2. The bias and its gradient stay in the dtype of the input.
 
@@ -229,26 +197,34 @@ class Float8Linear(nn.Module):
             raise ValueError(f"recipe = {recipe!r}: expected 'dynamic', 'delayed', 'rowwise' or 'blockwise'")
         self.weight, self.bias, self.recipe = linear.weight, linear.bias, recipe
         self.past = {name: DelayedScale() for name in ("x", "weight", "grad")}
+        self.now: dict[str, Tensor] = {}
         ### END SOLUTION
 
-    def cast(self, tensor: Float[Tensor, "m n"], name: str, dim: int, again: bool = False) -> tuple[Tensor, Tensor]:
-        """Quantize "x", "weight" or "grad" for a product that sums along ``dim``; ``again`` if it was recorded in this step already."""
+    def cast(self, tensor: Float[Tensor, "m n"], name: str, dim: int, first: bool) -> tuple[Tensor, Tensor]:
+        """Quantize the left (dim 1) or right (dim 0) factor of a product that sums along ``dim``; returns it and its scale.
+
+        ``name`` is "x", "weight" or "grad"; ``first`` says whether this is its first product in this step, where "delayed" chooses its scale and records it.
+        """
         ### BEGIN SOLUTION
         dtype = torch.float8_e5m2 if name == "grad" else torch.float8_e4m3fn
-        if self.recipe == "delayed":
-            scale = self.past[name].scale(dtype, tensor)
-            if not again:
-                self.past[name].update(tensor)
-        else:
-            along = {"dynamic": None, "rowwise": dim, "blockwise": (BLOCK, BLOCK)}[self.recipe]
-            scale = absmax_scale(tensor, dtype, along)  # type: ignore[arg-type]
+        if self.recipe == "delayed" and first:
+            self.now[name] = self.past[name].scale(dtype, tensor)
+            self.past[name].update(tensor)
+        dims: dict[str, int | tuple[int, int] | None] = {"rowwise": dim, "blockwise": (BLOCK, BLOCK)}
+        scale = self.now[name] if self.recipe == "delayed" else absmax_scale(tensor, dtype, dims.get(self.recipe))
         return quantize(tensor, scale, dtype), scale
         ### END SOLUTION
 
     def forward(self, x: Float[Tensor, "... k"]) -> Float[Tensor, "... n"]:
-        """``x @ weight.T + bias``, in the dtype of x."""
+        """``x @ weight.T + bias``, in the dtype of x; `with_products` asks for each of the three products."""
         ### BEGIN SOLUTION
-        y = _Float8Product.apply(x.reshape(-1, x.shape[-1]), self.weight, self).unflatten(0, x.shape[:-1])
+
+        def product(a: Tensor, b: Tensor, names: tuple[str, str], first: tuple[bool, bool]) -> Tensor:
+            left, scale_a = self.cast(a, names[0], 1, first[0])
+            right, scale_b = self.cast(b, names[1], 0, first[1])
+            return scaled_matmul(left, right, scale_a, scale_b, x.dtype)
+
+        y = with_products(x.reshape(-1, x.shape[-1]), self.weight, product).reshape(*x.shape[:-1], len(self.weight))
         return y if self.bias is None else y + self.bias.to(y.dtype)
         ### END SOLUTION
 
@@ -262,8 +238,7 @@ def mx_quantize(x: Float[Tensor, "... n"], block: int = 32) -> tuple[Tensor, Ten
 
     Returns:
         elements: float8_e4m3fn, in the shape of x, saturating.
-        scales: float8_e8m0fnu ``[..., n / block]``: ``2**(floor(log2(amax)) - 8)``, where 8 is the exponent of e4m3's largest numbers; the
-            smallest one, ``2**-127``, for a block of zeros.
+        scales: float8_e8m0fnu ``[..., n / block]``: ``2**(floor(log2(amax)) - 8)``, or ``2**-127``, the smallest, for a block of zeros.
 
     Raises:
         ValueError: the block does not divide n; the message shows both.
@@ -274,11 +249,10 @@ def mx_quantize(x: Float[Tensor, "... n"], block: int = 32) -> tuple[Tensor, Ten
     if x.shape[-1] % block:
         raise ValueError(f"{x.shape[-1]} numbers cannot be divided into blocks of {block}")
     blocks = x.float().unflatten(-1, (-1, block))
-    amax = torch.where(blocks.isfinite(), blocks, 0).abs().amax(-1)
-    exponent = (torch.frexp(amax).exponent - 1 - 8).clamp(-127, 127)
-    scale = torch.exp2(torch.where(amax > 0, exponent, -127).double()).float()
-    elements = quantize(blocks.double().div(scale[..., None]).float(), torch.ones(()), torch.float8_e4m3fn)
-    return elements.flatten(-2), scale.to(torch.float8_e8m0fnu)
+    amax = _magnitudes(blocks).amax(-1, keepdim=True)
+    exponent = torch.where(amax > 0, torch.frexp(amax).exponent - 1 - 8, -127).clamp(-127, 127)
+    scale = torch.exp2(exponent.double()).float()
+    return quantize(blocks, scale, torch.float8_e4m3fn).flatten(-2), scale[..., 0].to(torch.float8_e8m0fnu)
     ### END SOLUTION
 
 
@@ -286,7 +260,7 @@ def mx_quantize(x: Float[Tensor, "... n"], block: int = 32) -> tuple[Tensor, Ten
 def _group_range(groups: Tensor) -> tuple[Tensor, Tensor]:
     """Scale and zero point of each group along the last dimension; both kept as ``[..., 1]``."""
     low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
-    scale = torch.where(high > low, (high - low) / 15, 1.0)
+    scale = _positive((high - low) / 15)
     return scale, torch.round(-low / scale)
 
 
@@ -303,7 +277,7 @@ def quantize_int4(
     Returns:
         q: ``[N, K]``, uint8, 0 to 15: ``round(weight / scale) + zero``, clamped.
         scale: ``[N, K / group_size]``, float32: a fifteenth of the group's range, which always contains 0; 1 for a group of zeros.
-        zero: ``[N, K / group_size]``, uint8, 0 to 15: the level that stands for 0. A weight is about ``(q - zero) * scale``.
+        zero: ``[N, K / group_size]``, uint8, 0 to 15: the level of the number 0. A weight is about ``(q - zero) * scale``.
 
     Raises:
         ValueError: the group size does not divide K; the message shows both.
@@ -385,6 +359,11 @@ class Int4Linear(nn.Module):
         packed: Buffer uint8 ``[N, K / 2]``; ``scale`` and ``zero``, buffers ``[N, K / group_size]``; ``bias``, a buffer, or None.
     """
 
+    packed: Tensor
+    scale: Tensor
+    zero: Tensor
+    bias: Tensor | None
+
     def __init__(self, linear: nn.Linear, group_size: int = 128):
         super().__init__()
         ### BEGIN SOLUTION
@@ -401,10 +380,8 @@ class Int4Linear(nn.Module):
         if x.is_cuda:
             y = launch_int4_matmul(int4_matmul_kernel, rows, self.packed, self.scale, self.zero)
         else:
-            levels = unpack_int4(self.packed).float().unflatten(1, (self.scale.shape[1], -1))
-            weight = ((levels - self.zero[..., None].float()) * self.scale[..., None]).flatten(1)
-            y = rows @ weight.to(x.dtype).T
-        y = y.unflatten(0, x.shape[:-1])
+            y = rows @ dequantize_int4(unpack_int4(self.packed), self.scale, self.zero).to(x.dtype).T
+        y = y.reshape(*x.shape[:-1], len(self.packed))
         return y if self.bias is None else y + self.bias.to(y.dtype)
         ### END SOLUTION
 
@@ -422,6 +399,9 @@ def gptq(
     Returns:
         (q, scale, zero), as `quantize_int4`.
 
+    Raises:
+        ValueError: the group size does not divide K; the message shows both.
+
     Source: GPTQ (arXiv:2210.17323), Algorithm 1, with a damping of 1 % of the mean diagonal.
     """
     ### BEGIN SOLUTION
@@ -429,8 +409,7 @@ def gptq(
     if n_columns % group_size:
         raise ValueError(f"{n_columns} columns cannot be divided into groups of {group_size}")
     w, h = weight.detach().double().clone(), hessian.double()
-    damp = 0.01 * h.diagonal().mean().clamp(min=1e-12)
-    inverse = torch.linalg.inv(h + damp * torch.eye(n_columns, dtype=h.dtype, device=h.device))
+    inverse = torch.linalg.inv(h + 0.01 * h.diagonal().mean().clamp(min=1e-12) * torch.eye(n_columns).to(h))
     upper = torch.linalg.cholesky(inverse, upper=True)
     levels, scales, zeros = [], [], []
     for i in range(n_columns):
@@ -444,28 +423,4 @@ def gptq(
         error = (column - (level - zero) * scale) / upper[i, i]
         w[:, i + 1 :] -= error * upper[i, i + 1 :]
     return torch.cat(levels, 1).to(torch.uint8), torch.cat(scales, 1), torch.cat(zeros, 1).to(torch.uint8)
-    ### END SOLUTION
-
-
-def quantization_error(x: Float[Tensor, "m n"], dtype: torch.dtype, granularity: str) -> float:
-    """How much of a tensor survives rounding: signal over noise, in decibels. (Exercise)
-
-    Args:
-        x: A matrix.
-        dtype: As in `absmax_scale`.
-        granularity: "tensor", "row" (a scale for each) or "block".
-
-    Returns:
-        ``10 log10(sum of squares of x / sum of squared errors)``; infinity if nothing is lost. Six decibels are a bit.
-
-    Raises:
-        ValueError: another granularity; the message shows it.
-    """
-    ### BEGIN SOLUTION
-    dims: dict[str, int | tuple[int, int] | None] = {"tensor": None, "row": -1, "block": (BLOCK, BLOCK)}
-    if granularity not in dims:
-        raise ValueError(f"granularity = {granularity!r}: expected 'tensor', 'row' or 'block'")
-    scale = absmax_scale(x, dtype, dims[granularity])
-    noise = (dequantize(quantize(x, scale, dtype), scale).double() - x.double()).square().sum()
-    return (10 * torch.log10(x.double().square().sum() / noise)).item()
     ### END SOLUTION
