@@ -20,6 +20,7 @@ from lib.low_precision import (
     gptq,
     pack_int4,
     quantize,
+    quantize_int4,
 )
 
 LENGTH, BATCH = 64, 8
@@ -115,6 +116,17 @@ def train_gpt2(recipe: str = "float32", n_steps: int = 150, seed: int = 0) -> li
     return losses
 
 
+def zero_gradients(recipe: str, seed: int = 0) -> float:
+    """The share of zeros among the gradients of the blocks' linear weights, in the first step."""
+    torch.manual_seed(seed)
+    model = GPT2(GPT2_TINY)
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    if recipe in RECIPES:
+        replace_linears(model, RECIPES[recipe])
+    model(*windows(corpus()[0], torch.Generator().manual_seed(seed)))[1].backward()
+    return sum(int((w.grad == 0).sum()) for w in weights) / sum(w.numel() for w in weights)
+
+
 def train_llama(n_steps: int = 400, seed: int = 0) -> Llama:
     """A small Llama, trained on bytes of the language reference."""
     torch.manual_seed(seed)
@@ -133,7 +145,7 @@ def train_llama(n_steps: int = 400, seed: int = 0) -> Llama:
 
 
 @torch.no_grad()
-def perplexity(model: nn.Module, n_batches: int = 20) -> float:
+def perplexity(model: nn.Module, n_batches: int = 40) -> float:
     """The exponential of the mean loss over held-out bytes."""
     data, generator = corpus()[1], torch.Generator().manual_seed(1)
     losses = []
@@ -144,8 +156,8 @@ def perplexity(model: nn.Module, n_batches: int = 20) -> float:
 
 
 def with_int8(model: nn.Module) -> nn.Module:
-    """A copy whose linear layers, the head too, have int8 weights."""
-    return replace_linears(copy.deepcopy(model), Int8Linear)
+    """A copy whose linear layers, except for the head, have int8 weights."""
+    return replace_linears(copy.deepcopy(model), Int8Linear, skip=("output",))
 
 
 def with_int4(model: nn.Module, group_size: int) -> nn.Module:
@@ -171,8 +183,8 @@ def _with_levels(linear: nn.Linear, group_size: int) -> Int4Linear:
 
 
 @torch.no_grad()
-def hessians(model: nn.Module, n_batches: int = 8) -> dict[nn.Linear, Tensor]:
-    """For each linear layer except for the head, the sum of ``x x^T`` over its inputs."""
+def hessians(model: nn.Module, n_batches: int = 8, held_out: bool = False) -> dict[nn.Linear, Tensor]:
+    """For each linear layer except for the head, the sum of ``x x^T`` over its inputs on some batches of text."""
     found: dict[nn.Linear, Tensor] = {}
 
     def watch(layer, inputs):
@@ -181,7 +193,7 @@ def hessians(model: nn.Module, n_batches: int = 8) -> dict[nn.Linear, Tensor]:
 
     layers = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "output"]
     hooks = [layer.register_forward_pre_hook(watch) for layer in layers]
-    data, generator = corpus()[0], torch.Generator().manual_seed(2)
+    data, generator = corpus()[held_out], torch.Generator().manual_seed(2)
     for _ in range(n_batches):
         model(windows(data, generator)[0])
     for hook in hooks:
@@ -189,8 +201,21 @@ def hessians(model: nn.Module, n_batches: int = 8) -> dict[nn.Linear, Tensor]:
     return found
 
 
+@torch.no_grad()
+def output_errors(model: nn.Module, group_size: int) -> tuple[float, float]:
+    """Squared error of the linear layers' outputs over their inputs on held-out text, by rounding and by GPTQ, as shares of the outputs' squares."""
+    train, test = hessians(model), hessians(model, held_out=True)
+    found = []
+    for layer, h in test.items():
+        total = (layer.weight @ h * layer.weight).sum()
+        for levels in (quantize_int4(layer.weight, group_size), gptq(layer.weight, train[layer], group_size)):
+            off = dequantize_int4(*levels) - layer.weight
+            found.append(((off @ h * off).sum() / total).item())
+    return sum(found[::2]) / len(test), sum(found[1::2]) / len(test)
+
+
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers of the linear layers, the head and the embedding, and of the norms."""
+    """Bytes of all parameters and buffers."""
     return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
 
 
