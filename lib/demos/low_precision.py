@@ -90,24 +90,33 @@ def windows(data: Tensor, generator: torch.Generator, batch: int = BATCH) -> tup
     return window[:, :-1], window[:, 1:]
 
 
-def train_gpt2(recipe: str = "float32", n_steps: int = 150, seed: int = 0) -> list[float]:
+def make_gpt2(recipe: str, seed: int, device: str = "cpu") -> GPT2:
+    """A small GPT-2 with the linear layers of a recipe; its embeddings are drawn wider than GPT-2's, so that it learns within a hundred steps."""
+    torch.manual_seed(seed)
+    model = GPT2(GPT2_TINY)
+    with torch.no_grad():
+        model.get_parameter("wte.weight").mul_(4)
+    if recipe in RECIPES:
+        replace_linears(model, RECIPES[recipe])
+    return model.to(device)
+
+
+def train_gpt2(recipe: str = "float32", n_steps: int = 100, seed: int = 0, device: str = "cpu") -> list[float]:
     """The losses of a short training.
 
     Args:
         recipe: "float32", "bfloat16" (under autocast) or one of `RECIPES`.
         n_steps: Steps of ``BATCH`` sequences of ``LENGTH`` bytes.
         seed: Of the weights and of the batches.
+        device: Where it is trained.
     """
-    torch.manual_seed(seed)
-    model = GPT2(GPT2_TINY)
-    if recipe in RECIPES:
-        replace_linears(model, RECIPES[recipe])
-    data, generator = corpus()[0], torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
+    model, data, generator = make_gpt2(recipe, seed, device), corpus()[0], torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     losses = []
     for _ in range(n_steps):
-        with torch.autocast("cpu", torch.bfloat16, enabled=recipe == "bfloat16"):
-            loss = model(*windows(data, generator))[1]
+        x, y = windows(data, generator)
+        with torch.autocast(device, torch.bfloat16, enabled=recipe == "bfloat16"):
+            loss = model(x.to(device), y.to(device))[1]
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -118,13 +127,10 @@ def train_gpt2(recipe: str = "float32", n_steps: int = 150, seed: int = 0) -> li
 
 def zero_gradients(recipe: str, seed: int = 0) -> float:
     """The share of zeros among the gradients of the blocks' linear weights, in the first step."""
-    torch.manual_seed(seed)
-    model = GPT2(GPT2_TINY)
-    weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
-    if recipe in RECIPES:
-        replace_linears(model, RECIPES[recipe])
+    model = make_gpt2(recipe, seed)
+    weights = [p for name, p in model.named_parameters() if p.ndim == 2 and "wte" not in name and "wpe" not in name]
     model(*windows(corpus()[0], torch.Generator().manual_seed(seed)))[1].backward()
-    return sum(int((w.grad == 0).sum()) for w in weights) / sum(w.numel() for w in weights)
+    return 1 - sum(int(torch.count_nonzero(torch.as_tensor(w.grad))) for w in weights) / sum(w.numel() for w in weights)
 
 
 def train_llama(n_steps: int = 400, seed: int = 0) -> Llama:
@@ -168,18 +174,14 @@ def with_int4(model: nn.Module, group_size: int) -> nn.Module:
 def with_gptq(model: nn.Module, group_size: int, n_batches: int = 8) -> nn.Module:
     """As `with_int4`, with levels by GPTQ: each layer's Hessian is that of its inputs on some batches of the training text."""
     model = copy.deepcopy(model)
-    for layer, hessian in hessians(model, n_batches).items():
-        q, scale, zero = gptq(layer.weight, hessian, group_size)
-        with torch.no_grad():
-            layer.weight.copy_(dequantize_int4(q, scale, zero))
-        layer.levels = q, scale, zero
-    return replace_linears(model, lambda linear: _with_levels(linear, group_size), skip=("output",))
+    found = hessians(model, n_batches)
 
+    def make(linear: nn.Linear) -> Int4Linear:
+        layer, (q, scale, zero) = Int4Linear(linear, group_size), gptq(linear.weight, found[linear], group_size)
+        layer.packed, layer.scale, layer.zero = pack_int4(q), scale, zero
+        return layer
 
-def _with_levels(linear: nn.Linear, group_size: int) -> Int4Linear:
-    layer, (q, scale, zero) = Int4Linear(linear, group_size), linear.levels
-    layer.packed, layer.scale, layer.zero = pack_int4(q), scale, zero
-    return layer
+    return replace_linears(model, make, skip=("output",))
 
 
 @torch.no_grad()
@@ -219,7 +221,7 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
 
 
-def text(model: nn.Module, prompt: str, n: int = 60) -> str:
+def text(model: Llama, prompt: str, n: int = 60) -> str:
     """The prompt and n more bytes, the likeliest one at each step."""
     tokens = torch.tensor([list(prompt.encode())])
     steps: Iterator[Tensor] = generate(model, tokens, n, temperature=0)

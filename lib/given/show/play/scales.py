@@ -61,7 +61,7 @@ def figure(quantize: Quantize, exponents: Sequence[int]) -> Figure:
         place = (x.abs() / scale).log2().floor().clamp(LOWEST, HIGHEST - 1)
         masks = fates(x, scale, FORMATS[name], quantize)
         for power in range(LOWEST, HIGHEST):
-            bottom = BASE
+            bottom: float = BASE
             for fate, mask in masks.items():
                 height = int((mask & (place == power)).sum()) / N_NUMBERS * 620
                 if height > 0.2:
