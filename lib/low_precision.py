@@ -50,6 +50,9 @@ def dequantize(q: Tensor, scale: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     Args:
         q: What `quantize` returned.
         scale: The scale that `quantize` was given.
+
+    Returns:
+        A float32 tensor of the shape of q.
     """
     raise NotImplementedError("Exercise 20.3: write dequantize")
 
@@ -79,8 +82,7 @@ def scaled_matmul(
     Args:
         a: ``[M, K]`` of 8 bits.
         b: ``[K, N]`` of 8 bits.
-        scale_a: Of a: one number, ``[M, 1]``, or one for each block of 128 x 128.
-        scale_b: Of b: one number, ``[1, N]``, or one for each block.
+        scale_a, scale_b: One number for each matrix; or ``[M, 1]`` and ``[1, N]``; or one for each block of 128 x 128.
         out_dtype: Dtype of the result.
 
     Returns:
@@ -99,10 +101,7 @@ class DelayedScale:
     """A scale from the past, so that a tensor can be rounded without being read twice. (Exercise 20.6)
 
     Args:
-        history: Number of past steps that are remembered, at least 1.
-
-    Raises:
-        ValueError: ``history`` is below 1; the message shows it.
+        history: Number of past steps that are remembered.
 
     Source: Micikevicius and others (arXiv:2209.05433), section 3; Transformer Engine's ``DelayedScaling``.
     """
@@ -197,6 +196,9 @@ def quantize_int4(
 def pack_int4(q: UInt8[Tensor, "... k"]) -> UInt8[Tensor, "... half_k"]:
     """Two levels in a byte: the even place in the low four bits, the odd one in the high four. (Exercise 20.10)
 
+    Returns:
+        uint8, with half as many along the last dimension.
+
     Raises:
         ValueError: the last dimension is odd; the message shows it.
     """
@@ -204,7 +206,11 @@ def pack_int4(q: UInt8[Tensor, "... k"]) -> UInt8[Tensor, "... half_k"]:
 
 
 def unpack_int4(packed: UInt8[Tensor, "... half_k"]) -> UInt8[Tensor, "... k"]:
-    """The levels of `pack_int4`. (Exercise 20.11)"""
+    """The levels that `pack_int4` packed. (Exercise 20.11)
+
+    Returns:
+        uint8, 0 to 15, with twice as many along the last dimension.
+    """
     raise NotImplementedError("Exercise 20.11: write unpack_int4")
 
 

@@ -44,8 +44,7 @@ def absmax_scale(
         return _positive((magnitudes.amax() if dim is None else magnitudes.amax(dim, keepdim=True)) / largest(dtype))
     if dim != (BLOCK, BLOCK) or x.ndim != 2:
         raise ValueError(f"blocks of {dim} in {tuple(x.shape)}: expected ({BLOCK}, {BLOCK}) in a matrix")
-    rows, columns = (-n % BLOCK for n in x.shape)
-    padded = nn.functional.pad(magnitudes, (0, columns, 0, rows))
+    padded = nn.functional.pad(magnitudes, (0, -x.shape[1] % BLOCK, 0, -x.shape[0] % BLOCK))
     return _positive(padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).amax((1, 3)) / largest(dtype))
     ### END SOLUTION
 
@@ -75,6 +74,9 @@ def dequantize(q: Tensor, scale: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     Args:
         q: What `quantize` returned.
         scale: The scale that `quantize` was given.
+
+    Returns:
+        A float32 tensor of the shape of q.
     """
     ### BEGIN SOLUTION
     return q.float() * expand_blocks(scale, q.shape)
@@ -113,8 +115,7 @@ def scaled_matmul(
     Args:
         a: ``[M, K]`` of 8 bits.
         b: ``[K, N]`` of 8 bits.
-        scale_a: Of a: one number, ``[M, 1]``, or one for each block of 128 x 128.
-        scale_b: Of b: one number, ``[1, N]``, or one for each block.
+        scale_a, scale_b: One number for each matrix; or ``[M, 1]`` and ``[1, N]``; or one for each block of 128 x 128.
         out_dtype: Dtype of the result.
 
     Returns:
@@ -137,18 +138,13 @@ class DelayedScale:
     """A scale from the past, so that a tensor can be rounded without being read twice. (Exercise)
 
     Args:
-        history: Number of past steps that are remembered, at least 1.
-
-    Raises:
-        ValueError: ``history`` is below 1; the message shows it.
+        history: Number of past steps that are remembered.
 
     Source: Micikevicius and others (arXiv:2209.05433), section 3; Transformer Engine's ``DelayedScaling``.
     """
 
     def __init__(self, history: int = 16):
         ### BEGIN SOLUTION
-        if history < 1:
-            raise ValueError(f"history = {history}: expected at least 1")
         self.history = history
         self.amax: list[Tensor] = []
         ### END SOLUTION
@@ -295,6 +291,9 @@ def quantize_int4(
 def pack_int4(q: UInt8[Tensor, "... k"]) -> UInt8[Tensor, "... half_k"]:
     """Two levels in a byte: the even place in the low four bits, the odd one in the high four. (Exercise)
 
+    Returns:
+        uint8, with half as many along the last dimension.
+
     Raises:
         ValueError: the last dimension is odd; the message shows it.
     """
@@ -306,7 +305,11 @@ def pack_int4(q: UInt8[Tensor, "... k"]) -> UInt8[Tensor, "... half_k"]:
 
 
 def unpack_int4(packed: UInt8[Tensor, "... half_k"]) -> UInt8[Tensor, "... k"]:
-    """The levels of `pack_int4`. (Exercise)"""
+    """The levels that `pack_int4` packed. (Exercise)
+
+    Returns:
+        uint8, 0 to 15, with twice as many along the last dimension.
+    """
     ### BEGIN SOLUTION
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
     ### END SOLUTION
@@ -335,14 +338,13 @@ def int4_matmul_kernel(
         at = columns * (K // group) + start // group
         factor = tl.load(scale + at, mask=columns < N, other=0.0)
         origin = tl.load(zero + at, mask=columns < N, other=0).to(tl.float32)
-        half = start // 2 + pairs
-        byte = tl.load(packed + columns[None, :] * (K // 2) + half[:, None], mask=(columns < N)[None, :], other=0)
+        bytes_at = packed + columns[None, :] * (K // 2) + (start // 2 + pairs)[:, None]
+        byte = tl.load(bytes_at, mask=(columns < N)[None, :], other=0)
         for odd in tl.static_range(2):
             level = (byte >> 4 if odd else byte & 15).to(tl.float32)
             weight = ((level - origin[None, :]) * factor[None, :]).to(x.dtype.element_ty)
-            k = start + 2 * pairs + odd
-            left = tl.load(x + rows[:, None] * K + k[None, :], mask=(rows < M)[:, None], other=0.0)
-            total = tl.dot(left, weight, total, input_precision="ieee")
+            x_at = x + rows[:, None] * K + (start + 2 * pairs + odd)[None, :]
+            total = tl.dot(tl.load(x_at, mask=(rows < M)[:, None], other=0.0), weight, total, input_precision="ieee")
     inside = (rows < M)[:, None] & (columns < N)[None, :]
     tl.store(out + rows[:, None] * N + columns[None, :], total.to(out.dtype.element_ty), mask=inside)
     ### END SOLUTION

@@ -367,12 +367,6 @@ class OneWithoutPast(reference.DelayedScale):
         return super().scale(dtype, x) if self.amax or x is not None else torch.tensor(1.0)
 
 
-@mistake("DelayedScale", "a history below 1 is not refused")
-class NoHistory(reference.DelayedScale):
-    def __init__(self, history=16):
-        super().__init__(max(history, 1))
-
-
 # ---- 20.7 Float8Linear -----------------------------------------------------------------------------------------------
 
 

@@ -421,12 +421,6 @@ def test_DelayedScale_of_zeros_and_infinities():
     )
 
 
-def test_DelayedScale_refuses_no_history():
-    case("history=0")
-    with expect_raises(ValueError, "0", read=RAISES):
-        low.DelayedScale(0)
-
-
 # ---- 20.7 Float8Linear -----------------------------------------------------------------------------------------------
 
 RECIPES = ["dynamic", "delayed", "rowwise", "blockwise"]
