@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from lib.bench import all_reduce, moe
+from lib.bench import all_reduce, low_precision, moe
 from lib.bench.record import load, record
 
 
@@ -61,3 +61,28 @@ def test_experts_on_ranks_are_measured(tmp_path, monkeypatch):
         assert set(case["seconds"]) == set(moe.PARALLEL)
         assert all(times["n"] == moe.N_ROUNDS and times["median"] > 0 for times in case["seconds"].values())
         assert case["rows_at_busiest_rank"] >= case["rows_sent_per_rank"], "no rank can have less than the mean"
+
+
+@pytest.mark.time_limit(120)
+def test_low_precision_measures_each_part_and_keeps_the_others(tmp_path):
+    record("low_precision", {"tiny": True, "steps": {"GPT-2 XL": "kept"}}, tmp_path)
+    low_precision.main(["--tiny", "--device", "cpu", "products", "tokens"], tmp_path)
+    found = load("low_precision", tmp_path)["results"]
+    assert found["steps"] == {"GPT-2 XL": "kept"}
+    assert found["products"]["tiny"]["seconds"]["block: scaled_matmul"]["median"] > 0
+    assert found["tokens"]["Int4Linear"]["tokens_per_s"] > 0
+
+
+@pytest.mark.time_limit(120)
+def test_low_precision_makes_steps_of_both_models_in_every_recipe(tmp_path):
+    low_precision.main(["--tiny", "--device", "cpu", "steps"], tmp_path)
+    steps = load("low_precision", tmp_path)["results"]["steps"]
+    for found in steps.values():
+        assert all(found[way]["median"] > 0 for way in ("bfloat16", *low_precision.RECIPES))
+        assert found["failed"] == {}
+
+
+def test_low_precision_refuses_an_unknown_part(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        low_precision.main(["speed"], tmp_path)
+    assert "products, steps, losses, tokens" in capsys.readouterr().err

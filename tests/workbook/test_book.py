@@ -224,6 +224,22 @@ CONTRACT = {
         "ExpertParallelMoE",
         "moe_parameters",
     ],
+    "low_precision": [
+        "absmax_scale",
+        "quantize",
+        "dequantize",
+        "quantization_error",
+        "scaled_matmul",
+        "DelayedScale",
+        "Float8Linear",
+        "mx_quantize",
+        "quantize_int4",
+        "pack_int4",
+        "unpack_int4",
+        "int4_matmul_kernel",
+        "Int4Linear",
+        "gptq",
+    ],
 }
 
 

@@ -19,6 +19,8 @@ from lib.given.show.play.planner import figure as planner_figure
 from lib.given.show.play.player import HERE, Control, Figure, layer, layer_of_sum
 from lib.given.show.play.ring import figure as ring_figure
 from lib.given.show.play.ring import sent
+from lib.given.show.play.scales import fates, numbers
+from lib.given.show.play.scales import figure as scales_figure
 from lib.given.show.play.schedules import figure as schedules_figure
 from lib.given.show.play.schedules import timeline
 from lib.given.show.play.zero import figure as zero_figure
@@ -27,6 +29,7 @@ from lib.workbook.book.catalog import ROOT
 from solutions.context_parallel import zigzag_indices
 from solutions.flash_attention import online_softmax_update
 from solutions.fsdp import memory_per_device
+from solutions.low_precision import quantize
 from solutions.moe import capacity_mask
 from solutions.pipeline import (
     gpipe_schedule,
@@ -58,6 +61,7 @@ FIGURES = {
     "pairs": pairs_figure(zigzag_indices),
     "planner": planner_figure(plan, MODELS, LINKS, (1, 8, 64), (24, 80)),
     "capacity": capacity_figure(capacity_mask, (0.0, 1.0), (0.5, 1.0, 2.0)),
+    "scales": scales_figure(quantize, (-20, -12, 0)),
 }
 CHAPTERS = {
     "ring": "09_mpi",
@@ -68,6 +72,7 @@ CHAPTERS = {
     "pairs": "18_context_parallel",
     "planner": "16_scaling",
     "capacity": "19_moe",
+    "scales": "20_low_precision",
 }
 every_figure = pytest.mark.parametrize("name", FIGURES)
 
@@ -204,6 +209,21 @@ def test_the_capacitys_sentence():
     assert sum(asked) == 48
     assert "room for 8" in text
     assert "No assignment is dropped" not in text
+
+
+@pytest.mark.parametrize("exponent", [-20, -12, 0])
+@pytest.mark.parametrize("name", ["e4m3fn", "e5m2"])
+def test_the_scales_sentence_counts_what_pytorchs_cast_does(name, exponent):
+    x, dtype = numbers(), {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[name]
+    scaled = x.double() / 2.0**exponent
+    zero = float((scaled.clamp(-448, 448).to(dtype).float() == 0).float().mean())
+    beyond = float((scaled.abs() > torch.finfo(dtype).max).float().mean())
+    text = said("scales", format=name, exponent=exponent)
+    assert f"{zero:.1%} of the numbers become 0" in text
+    assert f"{beyond:.1%} saturate" in text
+    masks = fates(x, 2.0**exponent, dtype, quantize)
+    assert int(sum(mask.int() for mask in masks.values()).min()) == 1
+    assert int(sum(mask.int() for mask in masks.values()).max()) == 1
 
 
 @pytest.mark.parametrize(("stage", "size", "n_ranks"), [(0, 7e9, 8), (1, 7e9, 8), (2, 405e9, 64), (3, 1.5e9, 64)])
