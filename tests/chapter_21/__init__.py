@@ -1,0 +1,1 @@
+"""Compared with Transformers' generate and with attention on whole keys and values."""
