@@ -1,1 +1,1 @@
-"""Compared with Transformers' generate and with attention on whole keys and values."""
+"""Compared with Transformers' ``generate``, PyTorch's ``FlopCounterMode`` and attention, a cache of plain lists, and chapter 4's ``generate``."""
