@@ -22,7 +22,7 @@ from lib.given.models.llama import LLAMA_2_7B, LLAMA_2_70B, LlamaConfig
 from lib.given.models.serving import Chunk, OutOfBlocks, Request
 from lib.gpt2 import GPT2
 from lib.llama import Llama, generate
-from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle, recorded
+from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
 from tests.inputs import randn
 
 serving = graded("serving")
@@ -126,7 +126,7 @@ def serving_parameters(config: LlamaConfig) -> int:
 # ---- 21.3 BlockAllocator ---------------------------------------------------------------------------------------------
 
 
-def test_BlockAllocator_by_hand():  # noqa: N802
+def test_BlockAllocator_by_hand():
     case("3 blocks: allocate all, share the first, free it twice, allocate again")
     pool = serving.BlockAllocator(3)
     seen = [pool.n_free]
@@ -142,7 +142,7 @@ def test_BlockAllocator_by_hand():  # noqa: N802
     expect_equal(pool.allocate(), blocks[0], name="the only free block", read=PAGE)
 
 
-def test_BlockAllocator_out_of_blocks():  # noqa: N802
+def test_BlockAllocator_out_of_blocks():
     case("2 blocks, both in use: allocate")
     pool = serving.BlockAllocator(2)
     pool.allocate(), pool.allocate()
@@ -151,7 +151,7 @@ def test_BlockAllocator_out_of_blocks():  # noqa: N802
 
 
 @pytest.mark.parametrize("call", ["free", "share"])
-def test_BlockAllocator_refuses_what_is_not_in_use(call):  # noqa: N802
+def test_BlockAllocator_refuses_what_is_not_in_use(call):
     case(f"{call} of a block that was freed already, that was never allocated, and that does not exist")
     pool = serving.BlockAllocator(4)
     block, never = pool.allocate(), 0
@@ -163,7 +163,7 @@ def test_BlockAllocator_refuses_what_is_not_in_use(call):  # noqa: N802
     expect_equal(pool.n_free, 4, name="n_free afterwards", read=RAISES)
 
 
-def test_BlockAllocator_never_leaks():  # noqa: N802
+def test_BlockAllocator_never_leaks():
     case("3,000 random calls on 7 blocks, compared with a counter after each")
     pool, users, rng = serving.BlockAllocator(7), Counter(), random.Random(0)
     for _ in range(3000):
@@ -217,7 +217,7 @@ def expect_content(cache, sequence: int, layer: int, k: Tensor, v: Tensor, read:
         expect_close(found, expected, name=f"{name} of sequence {sequence}, layer {layer}", read=read)
 
 
-def test_PagedCache_by_hand():  # noqa: N802
+def test_PagedCache_by_hand():
     case("blocks of 4; two sequences get 3 + 2 and 6 positions, in turns")
     cache = make_cache()
     a, b = cache.new(), cache.new()
@@ -234,7 +234,7 @@ def test_PagedCache_by_hand():  # noqa: N802
 
 
 @pytest.mark.parametrize("config", [SMALL, GPT2Config(vocab_size=64, context_len=32, dim=24, n_layers=3, n_heads=4)])
-def test_PagedCache_sizes(config):  # noqa: N802
+def test_PagedCache_sizes(config):
     case(f"{type(config).__name__} of {config.n_layers} layers, 5 blocks of 16, float16")
     cache = serving.PagedCache(config, 5, dtype=torch.float16)
     n_kv_heads = getattr(config, "n_kv_heads", config.n_heads)
@@ -247,7 +247,7 @@ def test_PagedCache_sizes(config):  # noqa: N802
     expect_equal(cache.lengths[sequence], [0, 2] + [0] * (config.n_layers - 2), name="lengths", read=PAGE)
 
 
-def test_PagedCache_find_slots():  # noqa: N802
+def test_PagedCache_find_slots():
     case("blocks of 4: slots of positions 2 to 9 of a sequence that has 3")
     cache = make_cache()
     other, sequence = cache.new(), cache.new()
@@ -262,7 +262,7 @@ def test_PagedCache_find_slots():  # noqa: N802
     expect_equal(len(cache.tables[sequence]), 3, name="blocks in the table afterwards", read=PAGE)
 
 
-def test_PagedCache_fork_copies_on_write():  # noqa: N802
+def test_PagedCache_fork_copies_on_write():
     case("blocks of 4; 6 positions, fork, then 1 position more for the fork and 1 for the first")
     cache, copies = make_cache(), []
     copy_block = cache.copy_block
@@ -282,7 +282,7 @@ def test_PagedCache_fork_copies_on_write():  # noqa: N802
             expect_content(cache, sequence, layer, *whole, read=COPY)
 
 
-def test_PagedCache_fork_at_a_border():  # noqa: N802
+def test_PagedCache_fork_at_a_border():
     case("blocks of 4; 8 positions, fork, 1 position more for the fork: nothing needs to be copied")
     cache = make_cache()
     a = cache.new()
@@ -296,7 +296,7 @@ def test_PagedCache_fork_at_a_border():  # noqa: N802
     expect_content(cache, b, 1, torch.cat([k, new_k], 1) + 10, torch.cat([v, new_v], 1) + 10, read=COPY)
 
 
-def test_PagedCache_new_on_shared_blocks():  # noqa: N802
+def test_PagedCache_new_on_shared_blocks():
     case("blocks of 4; a sequence that begins with the first block of another")
     cache = make_cache()
     a = cache.new()
@@ -314,7 +314,7 @@ def state_of(cache) -> tuple:
     return tables, {i: list(n) for i, n in cache.lengths.items()}, cache.allocator.n_free, cache.keys.clone()
 
 
-def test_PagedCache_a_refused_append_changes_nothing():  # noqa: N802
+def test_PagedCache_a_refused_append_changes_nothing():
     case("3 blocks of 4; 6 positions, fork; 5 positions more need a copy and a block, and 1 is free")
     cache = make_cache(n_blocks=3)
     a = cache.new()
@@ -329,7 +329,7 @@ def test_PagedCache_a_refused_append_changes_nothing():  # noqa: N802
     both_layers(cache, b, 1, 2)  # what fits is still possible
 
 
-def test_PagedCache_refuses():  # noqa: N802
+def test_PagedCache_refuses():
     case("wrong shapes, an id that was freed, an id that never was")
     cache = make_cache()
     a, freed = cache.new(), cache.new()
@@ -351,7 +351,7 @@ def test_PagedCache_refuses():  # noqa: N802
     expect_true(cache.new() not in (a, freed), "an old id is given again", answer=freed, read=RAISES)
 
 
-def test_PagedCache_never_leaks():  # noqa: N802
+def test_PagedCache_never_leaks():
     case("2,000 random calls on 12 blocks of 3, compared with plain lists after each")
     cache, rng, model = make_cache(12, 3), random.Random(1), {}
     for step in range(2000):
@@ -511,12 +511,14 @@ def test_paged_attention_in_parts_launches_the_kernel():
 # ---- 21.6 PrefixTree -------------------------------------------------------------------------------------------------
 
 
-def test_PrefixTree_by_hand():  # noqa: N802
+def test_PrefixTree_by_hand():
     case("blocks of 2: abcdef is remembered as blocks 5, 6, 7, and abxy as 5, 8")
     tree = serving.PrefixTree(2)
     new = [tree.insert("abcdef", [5, 6, 7]), tree.insert("abxy", [9, 8]), tree.insert("ab", [4])]
     expect_equal(new, [[5, 6, 7], [8], []], name="new blocks of each insert", read=PREFIX)
-    found = {text: tree.match(text) for text in ("abcdef", "abcdefgh", "abcd", "abcx", "abxyz", "a", "", "xbcd", "cdef")}
+    found = {
+        text: tree.match(text) for text in ("abcdef", "abcdefgh", "abcd", "abcx", "abxyz", "a", "", "xbcd", "cdef")
+    }
     expected = {
         "abcdef": [5, 6, 7], "abcdefgh": [5, 6, 7], "abcd": [5, 6], "abcx": [5], "abxyz": [5, 8], "a": [], "": [],
         "xbcd": [], "cdef": [],
@@ -524,7 +526,7 @@ def test_PrefixTree_by_hand():  # noqa: N802
     expect_equal(found, expected, name="matches", read=PREFIX)
 
 
-def test_PrefixTree_of_token_lists():  # noqa: N802
+def test_PrefixTree_of_token_lists():
     case("blocks of 3, tokens as lists; the last two tokens are no whole block")
     tree = serving.PrefixTree(3)
     expect_equal(tree.insert([1, 2, 3, 4, 5, 6, 7, 8], [10, 11]), [10, 11], name="new blocks", read=PREFIX)
@@ -533,7 +535,7 @@ def test_PrefixTree_of_token_lists():  # noqa: N802
 
 
 @pytest.mark.parametrize("blocks", [[1], [1, 2, 3]])
-def test_PrefixTree_insert_refuses(blocks):  # noqa: N802
+def test_PrefixTree_insert_refuses(blocks):
     case(f"7 tokens in blocks of 3 with {len(blocks)} blocks")
     tree = serving.PrefixTree(3)
     with expect_raises(ValueError, "2", str(len(blocks)), read=RAISES):
@@ -541,7 +543,7 @@ def test_PrefixTree_insert_refuses(blocks):  # noqa: N802
     expect_equal(tree.match(list(range(7))), [], name="match afterwards", read=RAISES)
 
 
-def test_PrefixTree_evicts_the_least_recently_used():  # noqa: N802
+def test_PrefixTree_evicts_the_least_recently_used():
     case("blocks of 1: ab, ac, d; then ab is matched")
     tree = serving.PrefixTree(1)
     tree.insert("ab", [0, 1]), tree.insert("ac", [0, 2]), tree.insert("d", [3])
@@ -551,7 +553,7 @@ def test_PrefixTree_evicts_the_least_recently_used():  # noqa: N802
     expect_equal((tree.match("ab"), tree.evict(1)), ([], []), name="match and evict of an empty tree", read=PREFIX)
 
 
-def test_PrefixTree_a_longer_match_uses_the_shorter():  # noqa: N802
+def test_PrefixTree_a_longer_match_uses_the_shorter():
     case("blocks of 1: abc, then de; abc is matched as far as ab only")
     tree = serving.PrefixTree(1)
     tree.insert("abc", [0, 1, 2]), tree.insert("de", [3, 4])
@@ -559,7 +561,7 @@ def test_PrefixTree_a_longer_match_uses_the_shorter():  # noqa: N802
     expect_equal(tree.evict(3), [2, 4, 3], name="evict(3)", read="the contract: the nodes on their way")
 
 
-def test_PrefixTree_insert_and_acquire_are_uses():  # noqa: N802
+def test_PrefixTree_insert_and_acquire_are_uses():
     case("blocks of 1: a, b, c; then a is inserted again and b acquired and released")
     tree = serving.PrefixTree(1)
     for block, token in enumerate("abc"):
@@ -569,7 +571,7 @@ def test_PrefixTree_insert_and_acquire_are_uses():  # noqa: N802
     expect_equal(tree.evict(3), [2, 0, 1], name="evict(3)", read="the contract: match, insert and acquire use")
 
 
-def test_PrefixTree_never_evicts_what_is_in_use():  # noqa: N802
+def test_PrefixTree_never_evicts_what_is_in_use():
     case("blocks of 1: abc and abd; ab is acquired twice")
     tree = serving.PrefixTree(1)
     tree.insert("abc", [0, 1, 2]), tree.insert("abd", [0, 1, 3])
@@ -581,8 +583,10 @@ def test_PrefixTree_never_evicts_what_is_in_use():  # noqa: N802
     expect_equal(seen, [[0, 1], [0, 1], [2, 3], [], [1, 0]], name="what is acquired and evicted", read=PREFIX)
 
 
-def test_PrefixTree_releases_what_was_acquired():  # noqa: N802
-    case("blocks of 1: abcd is acquired when only ab is known, then abcd is inserted and ab acquired, then abcd released")
+def test_PrefixTree_releases_what_was_acquired():
+    case(
+        "blocks of 1: abcd is acquired when only ab is known, then abcd is inserted and ab acquired, then abcd released"
+    )
     tree = serving.PrefixTree(1)
     tree.insert("ab", [0, 1])
     seen = [tree.acquire("abcd")]
@@ -592,10 +596,12 @@ def test_PrefixTree_releases_what_was_acquired():  # noqa: N802
     seen.append(tree.evict(9))
     tree.release("ab")
     seen.append(tree.evict(9))
-    expect_equal(seen, [[0, 1], [0, 1], [3, 2], [1, 0]], name="what is acquired and evicted", read="ex-serving-prefixtree")
+    expect_equal(
+        seen, [[0, 1], [0, 1], [3, 2], [1, 0]], name="what is acquired and evicted", read="ex-serving-prefixtree"
+    )
 
 
-def test_PrefixTree_refuses_a_second_release():  # noqa: N802
+def test_PrefixTree_refuses_a_second_release():
     case("blocks of 2: release before acquire, and a second release")
     tree = serving.PrefixTree(2)
     tree.insert("abcd", [0, 1])
@@ -607,7 +613,7 @@ def test_PrefixTree_refuses_a_second_release():  # noqa: N802
     expect_equal(tree.evict(2), [1, 0], name="evict(2)", read=PREFIX)
 
 
-def test_PrefixTree_random_scripts():  # noqa: N802
+def test_PrefixTree_random_scripts():
     case("2,000 random calls on a tree of blocks of 1, compared with a dictionary of prefixes after each")
     tree, rng = serving.PrefixTree(1), random.Random(2)
     known, used, held, clock, n_made = {}, {}, [], 0, 0
@@ -628,9 +634,7 @@ def test_PrefixTree_random_scripts():  # noqa: N802
             held += [(text, path)] if call == 2 else []
         elif call == 3 and held:
             text, _ = held.pop(rng.randrange(len(held)))
-            first = next((i for i, one in enumerate(held) if one[0] == text), None)
             tree.release(text)
-            assert first is None or True
         elif call == 4:
             _check_eviction(tree, known, used, held)
 
@@ -680,14 +684,14 @@ def run_steps(scheduler, requests, n_steps: int = 10_000) -> list[list[tuple[int
     return steps
 
 
-def test_Scheduler_by_hand():  # noqa: N802
+def test_Scheduler_by_hand():
     case("max_tokens=6, plenty of blocks; prompts of 4, 9 and 2 tokens, for 3, 2 and 2 new ones")
     scheduler, requests = submitted(6, 20, 4, (4, 3), (9, 2), (2, 2))
     expected = [[(0, 4), (1, 2)], [(0, 1), (1, 5)], [(0, 1), (1, 2), (2, 2)], [(1, 1), (2, 1)]]
     expect_equal(run_steps(scheduler, requests), expected, name="the steps", read=BUDGET)
 
 
-def test_Scheduler_decodes_before_prompts():  # noqa: N802
+def test_Scheduler_decodes_before_prompts():
     case("max_tokens=3; prompts of 7, 1 and 1 tokens for 2, 3 and 2 new ones; the second arrives after one step")
     scheduler, requests = serving.Scheduler(3, 20, 4), make_requests((1, 4), (8, 2), (1, 2))
     scheduler.submit(requests[0])
@@ -702,7 +706,7 @@ def test_Scheduler_decodes_before_prompts():  # noqa: N802
     expect_equal(steps, expected, name="the steps", read=BUDGET)
 
 
-def test_Scheduler_admits_in_order():  # noqa: N802
+def test_Scheduler_admits_in_order():
     case("max_tokens=8, 5 blocks of 2; prompts of 6, 6 and 1: the third would fit, the second does not yet")
     scheduler, requests = submitted(8, 5, 2, (6, 3), (6, 2), (1, 1))
     steps = run_steps(scheduler, requests)
@@ -713,7 +717,7 @@ def test_Scheduler_admits_in_order():  # noqa: N802
     expect_equal(steps[0], expected[0], name="the first step", answer=steps, read=BUDGET)
 
 
-def test_Scheduler_preempts_the_youngest():  # noqa: N802
+def test_Scheduler_preempts_the_youngest():
     case("max_tokens=12, 4 blocks of 2; prompts of 3, 2 and 2 for 4, 4 and 4 new tokens")
     scheduler, requests = submitted(12, 4, 2, (3, 4), (2, 4), (2, 4))
     steps = run_steps(scheduler, requests)
@@ -732,14 +736,16 @@ def test_Scheduler_preempts_the_youngest():  # noqa: N802
     expect_equal(order, sorted(order), name="order of the first steps", answer=steps, read="ex-serving-scheduler")
 
 
-def test_Scheduler_preempted_requests_wait_at_the_head():  # noqa: N802
+def test_Scheduler_preempted_requests_wait_at_the_head():
     case("two running requests lose their blocks, and one waits already")
     scheduler, requests = submitted(12, 4, 2, (3, 5), (2, 4), (2, 4), (1, 1))
     scheduler.advance(*first_of(scheduler, requests))
     youngest = [requests.index(scheduler.preempt().request) for _ in range(2)]
     waiting = [requests.index(progress.request) for progress in scheduler.waiting]
     seen = [youngest, waiting, [p.n_cached for p in scheduler.waiting], scheduler.n_free]
-    expect_equal(seen, [[2, 1], [1, 2, 3], [0, 0, 0], 2], name="who was preempted, who waits, n_cached, n_free", read=BUDGET)
+    expect_equal(
+        seen, [[2, 1], [1, 2, 3], [0, 0, 0], 2], name="who was preempted, who waits, n_cached, n_free", read=BUDGET
+    )
 
 
 def first_of(scheduler, requests):
@@ -750,14 +756,14 @@ def first_of(scheduler, requests):
     return chunks[0], 0 if chunks[0].completes else None
 
 
-def test_Scheduler_nobody_is_admitted_while_blocks_are_taken():  # noqa: N802
+def test_Scheduler_nobody_is_admitted_while_blocks_are_taken():
     case("max_tokens=12, 3 blocks of 2; the second request is preempted: it is not admitted again in the same step")
     scheduler, requests = submitted(12, 3, 2, (4, 3), (1, 5))
     steps = run_steps(scheduler, requests, 2)
     expect_equal(steps, [[(0, 4), (1, 1)], [(0, 1)]], name="the first two steps", read="ex-serving-scheduler")
 
 
-def test_Scheduler_submit_refuses_what_never_fits():  # noqa: N802
+def test_Scheduler_submit_refuses_what_never_fits():
     case("4 blocks of 4: 10 tokens and 7 new ones need 16 positions; with 8 new ones, 17")
     scheduler = serving.Scheduler(8, 4, 4)
     scheduler.submit(Request(list(range(10)), 7))
@@ -766,7 +772,7 @@ def test_Scheduler_submit_refuses_what_never_fits():  # noqa: N802
     expect_equal(len(scheduler.waiting), 1, name="waiting requests", read=RAISES)
 
 
-def test_Scheduler_submit_refuses_a_request_that_runs():  # noqa: N802
+def test_Scheduler_submit_refuses_a_request_that_runs():
     case("the same request twice, while it waits and while it runs; afterwards it may come again")
     scheduler, requests = submitted(8, 4, 4, (2, 1))
     with expect_raises(ValueError, read=RAISES):
@@ -776,7 +782,7 @@ def test_Scheduler_submit_refuses_a_request_that_runs():  # noqa: N802
     expect_equal(run_steps(scheduler, requests), [[(0, 2)]], name="the steps of the second time", read=RAISES)
 
 
-def test_Scheduler_random_scripts():  # noqa: N802
+def test_Scheduler_random_scripts():
     case("100 schedulers, 2,500 random requests, some cancelled: limits after every step, and every request ends")
     rng = random.Random(3)
     for _ in range(100):
@@ -805,7 +811,9 @@ def _drive(scheduler, rng: random.Random, n_requests: int) -> None:
             expect_equal(blocks, needed, name=f"blocks of a request with {n} positions", read=BUDGET)
         expect_true(scheduler.n_free >= 0, f"n_free = {scheduler.n_free}", answer=scheduler.n_free, read=BUDGET)
         took_part = [chunk.progress.request for chunk in chunks]
-        expect_true(oldest is None or oldest in took_part, "the oldest request is not in the step", answer=tokens, read=BUDGET)
+        expect_true(
+            oldest is None or oldest in took_part, "the oldest request is not in the step", answer=tokens, read=BUDGET
+        )
         ages = [list(open_).index(request) for request in took_part]
         expect_equal(ages, sorted(ages), name="ages of the requests in a step", read=BUDGET)
         for chunk in chunks:
@@ -816,7 +824,9 @@ def _drive(scheduler, rng: random.Random, n_requests: int) -> None:
                 del open_[chunk.progress.request]
         if n_new == n_requests and not open_:
             break
-    expect_equal((len(open_), scheduler.n_free), (0, scheduler.n_blocks), name="requests left, free blocks", read=BUDGET)
+    expect_equal(
+        (len(open_), scheduler.n_free), (0, scheduler.n_blocks), name="requests left, free blocks", read=BUDGET
+    )
 
 
 # ---- 21.8 Engine -----------------------------------------------------------------------------------------------------
@@ -869,7 +879,7 @@ def collect(requests, events) -> list[list[int]]:
     return [found[request] for request in requests]
 
 
-def test_Engine_takes_steps():  # noqa: N802
+def test_Engine_takes_steps():
     case("prompts of 5 and 3 tokens, max_tokens=6: tokens of each step, and free blocks after it")
     model, requests = small_model(), [Request([1, 2, 3, 4, 5], 2), Request([9, 8, 7], 1)]
     engine = serving.Engine(model, serving.Scheduler(6, 10, 2))
@@ -886,7 +896,7 @@ def test_Engine_takes_steps():  # noqa: N802
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_Engine_gives_what_each_gets_alone(kind):  # noqa: N802
+def test_Engine_gives_what_each_gets_alone(kind):
     case(f"{kind}: 9 greedy requests together, max_tokens=16, 10 blocks of 4")
     model, requests = small_model(kind), random_requests(9, 1, sampled=False)
     engine = serving.Engine(model, serving.Scheduler(16, 10, 4))
@@ -900,8 +910,10 @@ def test_Engine_gives_what_each_gets_alone(kind):  # noqa: N802
 
 
 @pytest.mark.parametrize("n_blocks", [40, 8])
-def test_Engine_samples_with_each_requests_own_numbers(n_blocks):  # noqa: N802
-    case(f"8 requests, half of them sampled, with seeds; {n_blocks} blocks of 4, so that {'none is' if n_blocks == 40 else 'some are'} preempted")
+def test_Engine_samples_with_each_requests_own_numbers(n_blocks):
+    case(
+        f"8 requests, half of them sampled, with seeds; {n_blocks} blocks of 4, so that {'none is' if n_blocks == 40 else 'some are'} preempted"
+    )
     model, requests = small_model(), random_requests(8, 2, sampled=True)
     engine = serving.Engine(model, serving.Scheduler(10, n_blocks, 4))
     for request in requests:
@@ -913,7 +925,7 @@ def test_Engine_samples_with_each_requests_own_numbers(n_blocks):  # noqa: N802
     expect_equal(answer, [alone(model, request) for request in requests], name="tokens", read="ex-serving-engine")
 
 
-def test_Engine_ends_at_eos():  # noqa: N802
+def test_Engine_ends_at_eos():
     case("a request whose third token is its eos_id: it ends there, and its blocks are free")
     model = small_model()
     expected = alone(model, Request([3, 1, 4], 8))
@@ -926,7 +938,7 @@ def test_Engine_ends_at_eos():  # noqa: N802
     expect_equal(engine.cache.allocator.n_free, 8, name="free blocks", answer=tokens, read="ex-serving-engine")
 
 
-def test_Engine_random_cancellations_never_leak():  # noqa: N802
+def test_Engine_random_cancellations_never_leak():
     case("60 requests on 9 blocks of 4, some cancelled between steps: blocks of cache and scheduler after every step")
     model, rng = small_model().float(), random.Random(4)
     engine = serving.Engine(model, serving.Scheduler(12, 9, 4))
@@ -939,7 +951,9 @@ def test_Engine_random_cancellations_never_leak():  # noqa: N802
             engine.cancel(open_.pop(rng.randrange(len(open_))))
         n_tokens.append(len(engine.step()))
         free = engine.cache.allocator.n_free, engine.scheduler.n_free
-        expect_equal(free[0], free[1], name="free blocks of the cache", answer=(n_tokens, free), read="ex-serving-engine")
+        expect_equal(
+            free[0], free[1], name="free blocks of the cache", answer=(n_tokens, free), read="ex-serving-engine"
+        )
         if not waiting and not engine.is_busy:
             break
     seen = engine.is_busy, engine.cache.allocator.n_free, len(engine.cache.tables)
@@ -955,7 +969,9 @@ def test_generate_many_gives_what_each_gets_alone(kind):
     model, requests = small_model(kind), random_requests(10, 6, sampled=kind == "llama")
     events = list(serving.generate_many(model, requests, serving.Scheduler(14, 9, 4)))
     answer = collect(requests, events)
-    expect_equal(answer, [alone(model, request) for request in requests], name="tokens", read="ex-serving-generate-many")
+    expect_equal(
+        answer, [alone(model, request) for request in requests], name="tokens", read="ex-serving-generate-many"
+    )
 
 
 def test_generate_many_runs_requests_together():
@@ -963,7 +979,9 @@ def test_generate_many_runs_requests_together():
     model, requests = small_model(), [Request([i], 5) for i in range(4)]
     events = list(serving.generate_many(model, requests, serving.Scheduler(8, 16, 4)))
     order = [requests.index(request) for request, _ in events]
-    expect_equal(order, [0, 1, 2, 3] * 5, name="whose token comes when", answer=events_of(requests, events), read=BUDGET)
+    expect_equal(
+        order, [0, 1, 2, 3] * 5, name="whose token comes when", answer=events_of(requests, events), read=BUDGET
+    )
 
 
 def events_of(requests, events) -> list[tuple[int, int]]:
@@ -1007,7 +1025,9 @@ def transformers_tokens() -> Tensor:
     rows = []
     for prompt in prompts:
         tokens = torch.tensor([prompt])
-        out = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=8, do_sample=False, pad_token_id=0)
+        out = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=8, do_sample=False, pad_token_id=0
+        )
         rows.append(out[0, len(prompt) :])
     return torch.stack(rows)
 
@@ -1046,7 +1066,6 @@ def test_generate_many_equals_transformers():
 def distribution(target: Tensor, draft: Tensor, n: int, seed: int = 0) -> list[float]:
     """How often each sequence of two tokens comes out, when the step is repeated until there are two tokens."""
     generator, counts = torch.Generator().manual_seed(seed), Counter()
-    k, size = draft.shape
     for _ in range(n):
         drafted = torch.multinomial(draft, 1, generator=generator)[:, 0]
         counts[tuple(serving.speculative_step(target, draft, drafted, generator).tolist()[:2])] += 1
@@ -1129,9 +1148,13 @@ def test_speculative_step_uses_the_generator():
     target, draft = (randn(n, 50, seed=n).softmax(-1) for n in (5, 4))
     drafted = torch.tensor([3, 9, 20, 41])
     torch.manual_seed(1)
-    first = [serving.speculative_step(target, draft, drafted, torch.Generator().manual_seed(s)).tolist() for s in range(20)]
+    first = [
+        serving.speculative_step(target, draft, drafted, torch.Generator().manual_seed(s)).tolist() for s in range(20)
+    ]
     torch.manual_seed(2)
-    again = [serving.speculative_step(target, draft, drafted, torch.Generator().manual_seed(s)).tolist() for s in range(20)]
+    again = [
+        serving.speculative_step(target, draft, drafted, torch.Generator().manual_seed(s)).tolist() for s in range(20)
+    ]
     expect_equal(again, first, name="tokens of 20 calls", read="the contract, under Args")
 
 
