@@ -49,7 +49,7 @@ def weights_for_each(config, card, batch, length):
 
 @mistake("decode_seconds", "the keys and values of one sequence only are read")
 def cache_of_one(config, card, batch, length):
-    weights, own, flops = costs(config, length)
+    weights, _, flops = costs(config, length)
     n_bytes = weights + kv_cache_bytes(config, 1, length) + batch * 2 * config.dim
     return roofline_seconds(batch * flops, n_bytes, card.peak_flops, card.bandwidth)
 

@@ -224,6 +224,19 @@ CONTRACT = {
         "ExpertParallelMoE",
         "moe_parameters",
     ],
+    "serving": [
+        "decode_seconds",
+        "compute_bound_decode_batch",
+        "BlockAllocator",
+        "PagedCache",
+        "paged_attention",
+        "PrefixTree",
+        "Scheduler",
+        "Engine",
+        "generate_many",
+        "speculative_step",
+        "expected_tokens",
+    ],
 }
 
 
