@@ -162,8 +162,7 @@ class Scheduler(Queue):
     """Decides, step by step, which tokens of which requests pass through the model. (Exercise 21.7)
 
     Args:
-        max_tokens: Tokens that a step passes at most, over all requests.
-        n_blocks, block_size: Blocks in the cache's pool; positions in each.
+        max_tokens, n_blocks, block_size: Tokens that a step passes at most, over all requests; blocks in the cache's pool, and positions in each.
 
     The given ``Queue`` keeps ``waiting``, a deque of ``Progress`` without blocks, and ``running``, the number of blocks of each admitted ``Progress``, both with the oldest first; ``n_free`` and
     ``blocks_for(n_positions)`` count blocks. After each step ``advance`` (given) notes what was computed.
@@ -236,9 +235,11 @@ def speculative_step(target: Float[Tensor, "k_plus_1 v"], draft: Float[Tensor, "
 
 
 def expected_tokens(acceptance: float, n_drafted: int) -> float:
-    """Mean number of tokens that a speculative step returns, if each drafted token is kept with the same probability. (Exercise 21.11)
+    """How many tokens a speculative step gives on average, if each drafted token is kept with the same probability. (Exercise 21.11)
 
-    ``acceptance`` is that probability; one that is not from 0 to 1 is a ``ValueError`` that names it.
+    Returns:
+        The mean; a ``ValueError`` that names ``acceptance``, that probability, if it is not from 0 to 1.
+
     Source: Leviathan, Kalman and Matias (arXiv:2211.17192), equation (1).
     """
     raise NotImplementedError("Exercise 21.11: write expected_tokens")
