@@ -70,7 +70,8 @@ def make_tiny() -> Llama:
     reference. The blocks, random and weak, disturb these a little.
     """
     generator = torch.Generator().manual_seed(0)
-    model, V = Llama(TINY), TINY.vocab_size
+    model: Any = Llama(TINY)
+    V = TINY.vocab_size
     for parameter in model.layers.parameters():
         if parameter.dim() == 2:
             parameter.copy_(0.01 * torch.randn(parameter.shape, generator=generator))
