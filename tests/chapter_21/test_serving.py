@@ -1053,11 +1053,10 @@ def test_generate_many_equals_transformers():
 # ---- 21.10 speculative_step ------------------------------------------------------------------------------------------
 
 
-def distribution(target: Tensor, draft: Tensor, n: int, seed: int = 0) -> list[float]:
-    """How often each sequence of two tokens comes out, when the step is repeated until there are two tokens."""
+def distribution(target: Tensor, draft: Tensor, n: int, seed: int = 0) -> Counter:
+    """How often each beginning of at most two tokens comes out of n steps."""
     generator, counts = torch.Generator().manual_seed(seed), Counter()
-    for _ in range(n):
-        drafted = torch.multinomial(draft, 1, generator=generator)[:, 0]
+    for drafted in torch.multinomial(draft, n, replacement=True, generator=generator).T:
         counts[tuple(serving.speculative_step(target, draft, drafted, generator).tolist()[:2])] += 1
     return counts
 
@@ -1068,8 +1067,8 @@ Q = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.6, 0.2]])
 
 @pytest.mark.time_limit(30)
 def test_speculative_step_has_the_targets_distribution():
-    case("k=2 of 3 tokens, 12,000 steps with a fixed seed: how often the first token is 0, 1, 2")
-    n = 12_000
+    case("k=2 of 3 tokens, 4,000 steps with a fixed seed: how often the first token is 0, 1, 2")
+    n = 4000
     counts = Counter()
     for pair, count in distribution(P, Q, n).items():
         counts[pair[0]] += count
@@ -1082,9 +1081,9 @@ def test_speculative_step_has_the_targets_distribution():
 
 @pytest.mark.time_limit(30)
 def test_speculative_step_second_token():
-    case("k=2 of 3 tokens, 12,000 steps with a fixed seed: the second token of steps that have one is drawn from row 1")
+    case("k=2 of 3 tokens, 4,000 steps with a fixed seed: the second token of steps that have one is drawn from row 1")
     counts = Counter()
-    for pair, count in distribution(P, Q, 12_000, seed=1).items():
+    for pair, count in distribution(P, Q, 4000, seed=1).items():
         if len(pair) > 1:
             counts[pair[1]] += count
     n = sum(counts.values())
@@ -1093,20 +1092,20 @@ def test_speculative_step_second_token():
     kept = torch.minimum(P[0], Q[0]).sum().item()
     text = f"shares {[round(s, 3) for s in share.tolist()]}, expected {[round(p, 3) for p in P[1].tolist()]}"
     expect_true(bool(((share - P[1]).abs() < error).all()), text, answer=share, read=REST)
-    expect_true(abs(n / 12_000 - kept) < 0.02, f"{n / 12_000:.3f} of the first drafts are kept, expected {kept:.3f}",
-                answer=torch.tensor(n / 12_000), read=KEEP)  # fmt: skip
+    expect_true(abs(n / 4000 - kept) < 0.035, f"{n / 4000:.3f} of the first drafts are kept, expected {kept:.3f}",
+                answer=torch.tensor(n / 4000), read=KEEP)  # fmt: skip
 
 
 @pytest.mark.time_limit(30)
 def test_speculative_step_last_token():
-    case("k=1 with a draft equal to the target, 6,000 steps: always two tokens, the second from the last row")
-    counts = distribution(P[:2], P[:1], 6000, seed=2)
+    case("k=1 with a draft equal to the target, 3,000 steps: always two tokens, the second from the last row")
+    counts = distribution(P[:2], P[:1], 3000, seed=2)
     lengths = Counter()
     for pair, count in counts.items():
         lengths[len(pair)] += count
-    expect_equal(dict(lengths), {2: 6000}, name="steps by number of tokens", read=KEEP)
-    share = torch.tensor([sum(c for pair, c in counts.items() if pair[1] == t) / 6000 for t in range(3)])
-    error = 4.5 * (P[1] * (1 - P[1]) / 6000).sqrt()
+    expect_equal(dict(lengths), {2: 3000}, name="steps by number of tokens", read=KEEP)
+    share = torch.tensor([sum(c for pair, c in counts.items() if pair[1] == t) / 3000 for t in range(3)])
+    error = 4.5 * (P[1] * (1 - P[1]) / 3000).sqrt()
     text = f"shares {[round(s, 3) for s in share.tolist()]}, expected {[round(p, 3) for p in P[1].tolist()]}"
     expect_true(bool(((share - P[1]).abs() < error).all()), text, answer=share, read=REST)
 
