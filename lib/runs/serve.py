@@ -68,13 +68,15 @@ def open_socket(host: str, port: int) -> socket.socket:
     Raises:
         UsageError: there is no such address, or somebody else has the port.
     """
+    if port > 65_535:  # the system would take it modulo 65,536
+        raise UsageError(f"--port {port}: expected 65535 at most")
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+    except OSError as error:
+        reason = error.strerror or str(error)
         raise UsageError(
             f"--host {host} --port {port}: {reason}; expected an address of this machine and a free port"
         ) from None

@@ -18,6 +18,7 @@ import openai
 import pytest
 import torch
 
+from lib.bench.record import load
 from lib.given.data.corpora import language_reference
 from lib.given.models.gpt2 import GPT2Config
 from lib.given.models.serving import Request
@@ -549,3 +550,18 @@ def test_a_wrong_command_is_one_line(capfd):
             assert serve.main(flags) == 2, flags
             said = capfd.readouterr().err.strip().splitlines()
             assert len([line for line in said if line.startswith("error: ")]) == 1, said
+
+
+def test_the_load_test_measures_all_three(tmp_path, monkeypatch):
+    from lib.bench import serving
+
+    monkeypatch.setattr(sys, "argv", ["serving", "--tiny", "--device", "cpu", "--folder", str(tmp_path)])
+    serving.main()
+    found = load("serving", tmp_path)["results"]["requests_per_s"]
+    assert list(found) == ["50", "1000"]
+    for loads in found.values():
+        assert list(loads) == list(serving.COMPETITORS)
+        for numbers in loads.values():
+            assert numbers["tokens_per_s"] > 0
+            assert 0 < numbers["first_token_s"]["median"] <= numbers["whole_s"]["p90"]
+            assert numbers["between_tokens_s"]["median"] >= 0

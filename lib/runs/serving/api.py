@@ -120,7 +120,7 @@ def make_app(service: Service) -> FastAPI:
 def _add_routes(app: FastAPI, service: Service) -> None:
     def check_key(http: Request) -> None:
         given = http.headers.get("authorization", "").removeprefix("Bearer ")
-        if service.key is not None and not hmac.compare_digest(given.encode(), service.key.encode()):
+        if service.key is not None and not hmac.compare_digest(given.encode("latin-1"), service.key.encode()):
             text = "the key is wrong or missing: expected the header Authorization: Bearer KEY"
             refused = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, text, code="invalid_api_key", kind="authentication_error", headers=refused)
