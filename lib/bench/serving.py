@@ -106,7 +106,8 @@ class Theirs:
             bos_token_id=None, eos_token_id=None, pad_token_id=0,
         )  # fmt: skip
         with torch.device(device):
-            self.model = transformers.LlamaForCausalLM(config).to(device, dtype).eval()
+            model: Any = transformers.LlamaForCausalLM(config)
+        self.model = model.to(device, dtype).eval()
         self.model.generation_config.do_sample = False
         self.device = device
 
@@ -152,7 +153,7 @@ class Continuous(Theirs):
     def _settings(self) -> Any:
         from transformers import ContinuousBatchingConfig
 
-        small = {
+        small: dict[str, Any] = {
             "num_blocks": 32,
             "page_size": BLOCK_SIZE,
             "max_batch_tokens": 64,
