@@ -32,7 +32,7 @@ class Step(NamedTuple):
 def batching(
     make_scheduler: Callable[[int, int, int], Any],
     max_tokens: Sequence[int] = (8, 16, 32),
-    n_blocks: Sequence[int] = (12, 20, 40),
+    n_blocks: Sequence[int] = (16, 24, 40),
 ) -> Html:
     """Ten requests with prompts of 4 to 16 tokens that ask for 2 to 20 new ones, in blocks of 4 positions.
 
