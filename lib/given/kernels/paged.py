@@ -40,9 +40,8 @@ def paged_attention_kernel(
     n_tiles, n_parts = tl.cdiv(length, COLS), tl.num_programs(2)
     for tile in range(part * n_tiles // n_parts, (part + 1) * n_tiles // n_parts):
         cols = tile * COLS + tl.arange(0, COLS)
-        block = tl.load(
-            tables + b * M + cols // SIZE, mask=cols < length, other=0
-        )  # the only thing that paging changes
+        # The next line is the only thing that paging changes.
+        block = tl.load(tables + b * M + cols // SIZE, mask=cols < length, other=0)
         where = ((block * SIZE + cols % SIZE) * (H // GROUP) + g)[:, None] * D + dims[None, :]
         there = (cols[:, None] < length) & (dims[None, :] < D)
         key = tl.load(keys + where, mask=there, other=0.0)
