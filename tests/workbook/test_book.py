@@ -240,6 +240,19 @@ CONTRACT = {
         "Int4Linear",
         "gptq",
     ],
+    "serving": [
+        "decode_seconds",
+        "compute_bound_decode_batch",
+        "BlockAllocator",
+        "PagedCache",
+        "paged_attention",
+        "PrefixTree",
+        "Scheduler",
+        "Engine",
+        "generate_many",
+        "speculative_step",
+        "expected_tokens",
+    ],
 }
 
 

@@ -10,6 +10,9 @@ import torch
 
 from lib.given.models.scaling import XXL, Bandwidths, FFNConfig
 from lib.given.parallel.pipeline import idle_share, most_kept, n_messages
+from lib.given.show.play.batching import figure as batching_figure
+from lib.given.show.play.batching import requests as batched_requests
+from lib.given.show.play.batching import steps_of
 from lib.given.show.play.capacity import figure as capacity_figure
 from lib.given.show.play.clocks import figure as clocks_figure
 from lib.given.show.play.flash_tiles import figure as tiles_figure
@@ -40,6 +43,7 @@ from solutions.pipeline import (
 )
 from solutions.rope import apply_rope, precompute_rope, rope_frequencies
 from solutions.scaling import plan
+from solutions.serving import Scheduler
 from solutions.tensor_parallel import pipeline_bubble
 from tests.workbook.browsing import chromium, record_faults
 
@@ -62,6 +66,7 @@ FIGURES = {
     "planner": planner_figure(plan, MODELS, LINKS, (1, 8, 64), (24, 80)),
     "capacity": capacity_figure(capacity_mask, (0.0, 1.0), (0.5, 1.0, 2.0)),
     "scales": scales_figure(quantize, (-20, -12, 0)),
+    "batching": batching_figure(Scheduler, (8, 16), (12, 40)),
 }
 CHAPTERS = {
     "ring": "09_mpi",
@@ -73,6 +78,7 @@ CHAPTERS = {
     "planner": "16_scaling",
     "capacity": "19_moe",
     "scales": "20_low_precision",
+    "batching": "21_serving",
 }
 every_figure = pytest.mark.parametrize("name", FIGURES)
 
@@ -224,6 +230,18 @@ def test_the_scales_sentence_counts_what_pytorchs_cast_does(name, exponent):
     masks = fates(x, 2.0**exponent, dtype, quantize)
     assert int(sum(mask.int() for mask in masks.values()).min()) == 1
     assert int(sum(mask.int() for mask in masks.values()).max()) == 1
+
+
+def test_the_batches_sentence_says_what_the_scheduler_did():
+    text = said("batching", way="continuous", limit=16, pool=12)
+    steps = steps_of(Scheduler, "continuous", 16, 12)
+    computed = sum(sum(step.tokens.values()) for step in steps)
+    needed = sum(len(request.tokens) + request.max_new_tokens - 1 for request in batched_requests())
+    assert f"{len(steps)} steps of {computed / len(steps):.1f} tokens" in text
+    assert f"{computed - needed} tokens are computed again" in text
+    assert computed > needed
+    assert max(step.n_blocks for step in steps) <= 12
+    assert "nothing is computed twice" in said("batching", way="static", limit=16, pool=12)
 
 
 @pytest.mark.parametrize(("stage", "size", "n_ranks"), [(0, 7e9, 8), (1, 7e9, 8), (2, 405e9, 64), (3, 1.5e9, 64)])

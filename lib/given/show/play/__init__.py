@@ -1,5 +1,6 @@
 """Nine figures that one can play with, on the book's pages and in a notebook; ``player`` says how they are made."""
 
+from lib.given.show.play.batching import batching
 from lib.given.show.play.capacity import capacity
 from lib.given.show.play.clocks import clocks
 from lib.given.show.play.flash_tiles import tiles
@@ -10,4 +11,4 @@ from lib.given.show.play.scales import scales
 from lib.given.show.play.schedules import schedules
 from lib.given.show.play.zero import zero
 
-__all__ = ["capacity", "clocks", "pairs", "planner", "ring", "scales", "schedules", "tiles", "zero"]
+__all__ = ["batching", "capacity", "clocks", "pairs", "planner", "ring", "scales", "schedules", "tiles", "zero"]
