@@ -387,7 +387,7 @@ def run_schedule(
         stages, group: This rank's chunks in order; chunk c of rank s of R is layer group ``c * R + s``. The R ranks; None means all ranks.
         schedule: This rank's actions. Any list goes that has one "F" and one "B" for each chunk and micro-batch, a "W" after the "B" where it likes, and
             an order in which the ranks can complete their lists. Where no "W" follows a "B", the weights of ``DeferredLinear`` layers are done with the "B".
-        micro_inputs, micro_targets: The micro-batches, the same on every rank, of any sizes.
+        micro_inputs, micro_targets: The micro-batches, the same on every rank, of any sizes; for two of one shape, what a stage returns has one shape too.
         loss_function: ``loss_function(output, targets)`` returns the mean loss of a micro-batch; ``MeanLoss`` weights it by its targets.
 
     Returns:
@@ -405,7 +405,9 @@ def run_schedule(
     check_plans(plans)
     timetable = _timetable(simulate([plan.actions for plan in plans], {"F": 1, "B": 2, "W": 1}), mail.n_ranks)
     run = _Run(stages, schedule, micro_inputs, MeanLoss(loss_function, micro_targets), mail)
-    with mail.delivering([item for item in timetable if isinstance(item, Message)], micro_inputs[0].device):
+    messages = [item for item in timetable if isinstance(item, Message)]
+    shapes = [(x.shape, x.dtype) for x in micro_inputs]  # on which those of activations and gradients depend
+    with mail.delivering(messages, micro_inputs[0].device, lambda message: (message.name[:2], shapes[message.name[2]])):
         for item in timetable:
             if isinstance(item, Work):
                 if item.stage == mail.rank:
