@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,7 +96,8 @@ def serve(model: Llama, requests: Sequence[Request], scheduler: Scheduler) -> Se
     served = Served([[] for _ in requests], finished=[0] * len(requests))
     engine, place = Engine(model, scheduler), {request: i for i, request in enumerate(requests)}
     passed = [0]
-    hook = model.tok_embeddings.register_forward_pre_hook(lambda _, inputs: passed.append(len(inputs[0])))
+    embeddings: Any = model.tok_embeddings
+    hook = embeddings.register_forward_pre_hook(lambda _, inputs: passed.append(len(inputs[0])))
     for request in requests:
         engine.submit(request)
     while engine.is_busy:
@@ -197,13 +199,14 @@ def speculate(
             return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
         return (logits / temperature).softmax(-1)
 
+    config: Any = target.config
     while len(done.tokens) < n_new:
         tokens, rows = prompt + done.tokens, []
         for _ in range(k):
             rows.append(probabilities(draft, tokens, 1)[0])
             tokens = [*tokens, int(torch.multinomial(rows[-1], 1, generator=generator))]
         drafted = torch.tensor(tokens[len(tokens) - k :] if k else [], dtype=torch.int64)
-        q = torch.stack(rows) if rows else torch.zeros(0, target.config.vocab_size)
+        q = torch.stack(rows) if rows else torch.zeros(0, config.vocab_size)
         new = speculative_step(probabilities(target, tokens, k + 1), q, drafted, generator).tolist()
         done.per_pass.append(len(new))
         done.tokens += new

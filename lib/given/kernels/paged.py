@@ -82,7 +82,10 @@ def table_of(cache: Any, sequences: Sequence[int], layer: int = 0) -> tuple[Int[
             torch.tensor(rows, dtype=torch.int64).view(len(tables), longest),
             torch.tensor(lengths, dtype=torch.int64),
         )
-        known = ([list(table) for table in tables], lengths), tuple(x.to(cache.keys.device) for x in made)
+        known = (
+            ([list(table) for table in tables], lengths),
+            (made[0].to(cache.keys.device), made[1].to(cache.keys.device)),
+        )
         cache._table_of = known
     return known[1]
 

@@ -186,6 +186,8 @@ class BlockStore:
         tables, lengths: For each sequence's id the list of its blocks, and the list of its lengths, one a layer.
     """
 
+    allocator: Any  # the BlockAllocator that a paged cache makes
+
     def __init__(
         self, config: Any, n_blocks: int, block_size: int, dtype: torch.dtype | None = None, device: Any = None
     ) -> None:

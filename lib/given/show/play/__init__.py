@@ -1,4 +1,4 @@
-"""Nine figures that one can play with, on the book's pages and in a notebook; ``player`` says how they are made."""
+"""Ten figures that one can play with, on the book's pages and in a notebook; ``player`` says how they are made."""
 
 from lib.given.show.play.batching import batching
 from lib.given.show.play.capacity import capacity
