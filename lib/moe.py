@@ -163,7 +163,7 @@ class MoE(nn.Module):
 
     Attributes:
         router: ``nn.Linear`` from C to E, without bias.
-        w1: Parameter ``[E, C, F]``, the gates; ``w3``, ``[E, C, F]``, the values; ``w2``, ``[E, F, C]``, back to the model's width.
+        w1: Parameter ``[E, C, F]``, the gates; ``w3``, ``[E, C, F]``, the values; ``w2``, ``[E, F, C]``, back to the model's width; drawn as ``nn.Linear`` draws.
         router_bias: Buffer ``[E]``, initially zeros, added to the logits when experts are chosen and not when they are weighted.
         shared: The shared SwiGLU, or None.
         routing: For the balancing losses: softmax ``[N, E]``, with its gradient, and experts ``[N, k]`` of the last forward pass; at first None.
@@ -179,7 +179,7 @@ class MoE(nn.Module):
         raise NotImplementedError("Exercise 19.9: write MoE.__init__")
 
     def route(self, x: Float[Tensor, "n c"]) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
-        """Weights and experts of each token, as `top_k_router` returns them; the choice sees the bias, the weights don't. Sets ``routing``."""
+        """Weights and experts of each token, ``[N, k]`` each, in the order of the choice. The choice sees the bias, the weights don't. Sets ``routing``."""
         raise NotImplementedError("Exercise 19.9: write MoE.route")
 
     def compute_experts(self, rows: Float[Tensor, "a c"], counts: Int[Tensor, " e"]) -> Float[Tensor, "a c"]:
@@ -251,7 +251,7 @@ class ExpertParallelMoE(nn.Module):
     """A `MoE` whose experts are spread over ranks; every rank brings its own tokens. (Exercise 19.13)
 
     Args:
-        moe: The whole layer, the same on every rank; left unchanged.
+        moe: The whole layer, the same on every rank; left unchanged. Use only what ``MoE``'s contract lists.
         group: The ranks that share the experts; None means all ranks.
 
     Attributes:
