@@ -389,6 +389,18 @@ def capacity_of_tokens(experts, n_experts, capacity_factor):
     return _mask(experts, n_experts, math.ceil(capacity_factor * len(experts) / n_experts))
 
 
+@mistake(
+    "capacity_mask", "one assignment fewer than the capacity is accepted: places begin with 1, so the last one is <="
+)
+def one_too_few(experts, n_experts, capacity_factor):
+    return _mask(experts, n_experts, math.ceil(capacity_factor * experts.numel() / n_experts) - 1)
+
+
+@mistake("capacity_mask", "the mask holds integers instead of booleans: it would index, not select")
+def mask_of_integers(experts, n_experts, capacity_factor):
+    return reference.capacity_mask(experts, n_experts, capacity_factor).long()
+
+
 @mistake("capacity_mask", "one assignment more than the capacity is accepted")
 def one_too_many(experts, n_experts, capacity_factor):
     return _mask(experts, n_experts, 1 + math.ceil(capacity_factor * experts.numel() / n_experts))
@@ -576,6 +588,15 @@ def nothing_refused(state_dict):
         return {}
 
 
+@mistake("convert_hf_state_dict", "only missing names are refused, unknown ones are passed over")
+def unknown_ignored(state_dict):
+    known = ("gate.weight", "experts.")
+    try:
+        return _names({n: t for n, t in state_dict.items() if n.startswith(known)})
+    except ValueError:
+        return _names(state_dict)
+
+
 @mistake("convert_hf_state_dict", "the router's bias is missing")
 def without_bias(state_dict):
     return {n: t for n, t in _names(state_dict).items() if n != "router_bias"}
@@ -625,6 +646,11 @@ def counts_sent(x, experts, n_experts, group=None):
 @mistake("dispatch", "the counts are exchanged twice")
 def counts_twice(x, experts, n_experts, group=None):
     return _dispatch(x, experts, n_experts, group, n_exchanges=2)
+
+
+@mistake("dispatch", "the group is not passed on to the collectives: all ranks take part")
+def dispatch_to_all(x, experts, n_experts, group=None):
+    return reference.dispatch(x, experts, n_experts, None)
 
 
 @mistake("dispatch", "experts are dealt to the ranks in turn: expert e lives on rank e // (E/R), not e % R")
@@ -680,6 +706,13 @@ def overwritten(y, weights, state, group=None):
 @mistake("combine", "the weights get no gradient: the router cannot learn")
 def weights_detached(y, weights, state, group=None):
     return _combine(y, weights.detach(), state, group) + 0 * weights.sum()
+
+
+@mistake("combine", "the group is not passed on to the all-to-all: all ranks take part")
+def combine_with_all(y, weights, state, group=None):
+    order, by_expert, send, receive = state
+    n_more = dist.get_world_size() - len(send)
+    return reference.combine(y, weights, (order, by_expert, send + [0] * n_more, receive + [0] * n_more), None)
 
 
 # ---- 19.13 ExpertParallelMoE -----------------------------------------------------------------------------------------
@@ -751,6 +784,13 @@ class CutsTheGiven(_Parallel):
         super().__init__(moe, group)
         for name in ("w1", "w2", "w3"):
             moe.get_parameter(name).data = moe.get_parameter(name).data.clone() * 0
+
+
+@mistake("ExpertParallelMoE", "the router is the given layer's own, not a copy: a step of one moves the other")
+class SharesTheRouter(_Parallel):
+    def __init__(self, moe, group=None):
+        super().__init__(moe, group)
+        self.local.router = moe.router
 
 
 @mistake("ExpertParallelMoE", "the group is not passed on: all ranks take part")
