@@ -544,6 +544,7 @@ def test_play_walks_to_the_end_and_is_not_offered_to_those_who_want_no_motion(op
     page.clock.run_for(60_000)
     assert state_of(figure)["step"] == 10
     assert figure.get_by_role("button", name="Play").is_visible()
+    n_playing = page.get_by_role("button", name="Play").count()
     calm = open_page(reduced_motion="reduce")
-    assert calm.get_by_role("button", name="Next").count() == 3
+    assert calm.get_by_role("button", name="Next").count() == n_playing > 0
     assert calm.get_by_role("button", name="Play").count() == 0
