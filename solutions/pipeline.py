@@ -405,9 +405,7 @@ def run_schedule(
     check_plans(plans)
     timetable = _timetable(simulate([plan.actions for plan in plans], {"F": 1, "B": 2, "W": 1}), mail.n_ranks)
     run = _Run(stages, schedule, micro_inputs, MeanLoss(loss_function, micro_targets), mail)
-    messages = [item for item in timetable if isinstance(item, Message)]
-    shapes = [(x.shape, x.dtype) for x in micro_inputs]  # on which those of activations and gradients depend
-    with mail.delivering(messages, micro_inputs[0].device, lambda message: (message.name[:2], shapes[message.name[2]])):
+    with mail.delivering(timetable, micro_inputs[0].device, lambda m: (m.name[:2], micro_inputs[m.name[2]].shape)):
         for item in timetable:
             if isinstance(item, Work):
                 if item.stage == mail.rank:

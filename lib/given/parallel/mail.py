@@ -64,7 +64,7 @@ class Mail:
     @contextmanager
     def delivering(
         self,
-        messages: Iterable[Message],
+        messages: Iterable[Any],
         device: torch.device | str = "cpu",
         alike: Callable[[Message], Hashable] | None = None,
     ) -> Iterator[None]:
@@ -75,12 +75,13 @@ class Mail:
         another shape, or at the end.
 
         Args:
-            messages: All messages of the block, the same on all ranks.
+            messages: All messages of the block, the same on all ranks. What is no `Message` is skipped, so that a whole timetable may be given.
             device: Where received tensors live.
             alike: The same function on all ranks. Messages for which it returns the same key have the same shape and dtype, or
                 `send` raises a ValueError. None if nothing is known of the shapes.
         """
-        self._open, self._device, self._alike, failure = list(messages), device, alike, None
+        self._open, self._device, self._alike = [item for item in messages if isinstance(item, Message)], device, alike
+        failure = None
         try:
             yield
             if left := [message for message in self._open if self.rank in message[1:]]:
