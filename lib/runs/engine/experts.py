@@ -118,7 +118,9 @@ class Balance:
             mixture.register_forward_hook(partial(self.count, i))
 
     def count(self, i: int, mixture: Any, *_: Any) -> None:
-        self.counts[i].append(torch.bincount(mixture.routing[1].flatten(), minlength=self.bias.shape[1]))
+        experts = mixture.routing[1].flatten()
+        counts = torch.zeros_like(self.bias[i], dtype=torch.int64)
+        self.counts[i].append(counts.scatter_add_(0, experts, torch.ones_like(experts)))  # the host does not wait
         mixture.routing = None  # with its graph
 
     @torch.no_grad()
