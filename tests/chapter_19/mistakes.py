@@ -158,6 +158,11 @@ def reversed_within(experts, n_experts):
     return len(flat) - 1 - order, counts
 
 
+@mistake("sort_by_expert", "`argsort` without `stable=True`: it may put assignments of one expert in any order")
+def argsort_alone(experts, n_experts):
+    return experts.flatten().argsort(), reference.sort_by_expert(experts, n_experts)[1]
+
+
 @mistake("sort_by_expert", "experts are flattened choice by choice instead of token by token")
 def by_choice(experts, n_experts):
     return reference.sort_by_expert(experts.T.contiguous(), n_experts)
@@ -437,6 +442,11 @@ def rounded_mean(bias, counts, rate):
     return bias + rate * torch.sign(mean - counts).to(bias.dtype)
 
 
+@mistake("update_router_bias", "counts are compared with their median instead of their mean")
+def by_median(bias, counts, rate):
+    return bias + rate * torch.sign(counts.median() - counts).to(bias.dtype)
+
+
 @mistake("update_router_bias", "the bias is changed in place")
 def in_place(bias, counts, rate):
     return bias.copy_(reference.update_router_bias(bias, counts, rate))
@@ -481,6 +491,17 @@ class WeightsNotSorted(_MoE):
         order, _ = reference.sort_by_expert(experts, len(self.w1))
         inverse = torch.empty_like(order).index_copy(0, order, torch.arange(len(order)))
         return _combined(self, x, weights.flatten()[inverse].view_as(weights), experts)
+
+
+@mistake("MoE", "a token's results overwrite each other instead of being added")
+class Overwritten(_MoE):
+    def mix(self, x, weights, experts):
+        tokens = x.reshape(-1, x.shape[-1])
+        order, counts = reference.sort_by_expert(experts, len(self.w1))
+        rows = self.compute_experts(tokens[order // self.k], counts) * weights.flatten()[order, None].to(x.dtype)
+        out = torch.zeros_like(tokens)
+        out[order // self.k] = rows
+        return (out if self.shared is None else out + self.shared(tokens)).view_as(x)
 
 
 @mistake("MoE", "the shared experts are forgotten")
@@ -586,6 +607,13 @@ def nothing_refused(state_dict):
         return _names(state_dict)
     except ValueError:
         return {}
+
+
+@mistake("convert_hf_state_dict", "the weights are taken out of the dictionary given, which must stay as it is")
+def popped(state_dict):
+    found = _names(dict(state_dict))
+    state_dict.clear()
+    return found
 
 
 @mistake("convert_hf_state_dict", "only missing names are refused, unknown ones are passed over")
@@ -847,6 +875,16 @@ def no_routers(config):
 def no_biases(config):
     biases = config.n_experts * config.router_bias * (config.n_layers - config.n_dense)
     return tuple(n - biases for n in reference.moe_parameters(config))
+
+
+@mistake("moe_parameters", "a block is counted with one norm; it has two")
+def one_norm(config):
+    return tuple(n - config.dim * config.n_layers for n in reference.moe_parameters(config))
+
+
+@mistake("moe_parameters", "the norm behind the last block is forgotten")
+def no_last_norm(config):
+    return tuple(n - config.dim for n in reference.moe_parameters(config))
 
 
 @mistake("moe_parameters", "the norms are forgotten")

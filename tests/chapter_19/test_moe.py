@@ -383,9 +383,9 @@ def test_update_router_bias_by_hand():
 
 
 def test_update_router_bias_of_an_uneven_mean():
-    case("counts 3, 0, 1, with mean 4/3; rate 0.25")
-    answer = moe.update_router_bias(torch.zeros(3), torch.tensor([3, 0, 1]), 0.25)
-    expect_close(answer, torch.tensor([-0.25, 0.25, 0.25]), read=BIAS)
+    case("counts 9, 0, 2, 3, with mean 3.5; rate 0.25")
+    answer = moe.update_router_bias(torch.zeros(4), torch.tensor([9, 0, 2, 3]), 0.25)
+    expect_close(answer, torch.tensor([-0.25, 0.25, 0.25, 0.25]), read=BIAS)
 
 
 def test_update_router_bias_balances():
@@ -607,6 +607,10 @@ def test_convert_hf_state_dict_of_joined_experts():
     before = {name: t.clone() for name, t in state.items()}
     answer = moe.convert_hf_state_dict(state)
     expect_close(dict(sorted(answer.items())), expected_conversion(state), read="the contract")
+    lost = [name for name in before if name not in state]
+    expect_equal(
+        lost, [], name="names that the dictionary given has lost", answer=answer, read="the contract: left unchanged"
+    )
     expect_close(state, before, name="the weights given, afterwards", read="the contract: left unchanged")
 
 
