@@ -150,7 +150,7 @@ class PrefixTree:
         raise NotImplementedError("Exercise 21.6: write PrefixTree.acquire")
 
     def release(self, tokens: Sequence[int]) -> None:
-        """Release the blocks that ``acquire`` returned for these tokens, no others; a ``ValueError`` if it was not called, or they were released already."""
+        """Release the blocks that the oldest ``acquire`` of these tokens returned, no others; a ``ValueError`` if it was not called, or they were released already."""
         raise NotImplementedError("Exercise 21.6: write PrefixTree.release")
 
     def evict(self, n: int) -> list[int]:

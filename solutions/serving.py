@@ -255,11 +255,11 @@ class PrefixTree:
         ### END SOLUTION
 
     def release(self, tokens: Sequence[int]) -> None:
-        """Release the blocks that ``acquire`` returned for these tokens, no others; a ``ValueError`` if it was not called, or they were released already."""
+        """Release the blocks that the oldest ``acquire`` of these tokens returned, no others; a ``ValueError`` if it was not called, or they were released already."""
         ### BEGIN SOLUTION
         if not self.acquired.get(tuple(tokens)):
             raise ValueError(f"these {len(tokens)} tokens are not acquired: released already, or never acquired")
-        for node in self.acquired[tuple(tokens)].pop():
+        for node in self.acquired[tuple(tokens)].pop(0):
             node.n_users -= 1
         ### END SOLUTION
 

@@ -650,9 +650,17 @@ class ReleasesWhatIsThere(reference.PrefixTree):
     def release(self, tokens):
         if not self.acquired.get(tuple(tokens)):
             raise ValueError("not acquired")
-        self.acquired[tuple(tokens)].pop()
+        self.acquired[tuple(tokens)].pop(0)
         for node in self._path(tokens):
             node.n_users -= 1
+
+
+@mistake("PrefixTree", "the newest acquire is released first, which may hold blocks that somebody still reads")
+class ReleasesTheNewest(reference.PrefixTree):
+    def release(self, tokens):
+        self.acquired.get(tuple(tokens), []).reverse()
+        super().release(tokens)
+        self.acquired[tuple(tokens)].reverse()
 
 
 @mistake("PrefixTree", "a release without an acquire goes unnoticed")

@@ -28,7 +28,9 @@ from tests.inputs import randn
 
 serving = graded("serving")
 
-STEP, BOUND, PAGE, COPY, PARTS, PREFIX, BUDGET, KEEP, REST, MEAN = (f"eq-serving-{n}" for n in range(1, 11))
+STEP, BOUND, PAGE, COPY, PARTS, PREFIX, BUDGET, KEEP, REST, MEAN = (
+    f"eq-serving-{n}" for n in (1, 2, 3, 4, 6, 7, 8, 9, 9, 10)
+)
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 RAISES = "the contract: what is a ValueError"
 SMALL = LlamaConfig(vocab_size=64, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, context_len=64)
@@ -587,6 +589,19 @@ def test_PrefixTree_releases_what_was_acquired():
     expect_equal(
         seen, [[0, 1], [0, 1], [3, 2], [1, 0]], name="what is acquired and evicted", read="ex-serving-prefixtree"
     )
+
+
+def test_PrefixTree_releases_the_oldest_acquire_first():
+    case("blocks of 1: acquire ab while only a is known, insert ab, acquire ab again; one release: b is still in use")
+    tree = serving.PrefixTree(1)
+    tree.insert("a", [5])
+    tree.acquire("ab")
+    tree.insert("ab", [5, 6])
+    tree.acquire("ab")
+    tree.release("ab")
+    expect_equal(tree.evict(2), [], name="evicted", read="the contract of ex-serving-prefixtree: acquire")
+    tree.release("ab")
+    expect_equal(tree.evict(2), [6, 5], name="evicted after the second release", read="the contract: evict")
 
 
 def test_PrefixTree_refuses_a_second_release():
