@@ -36,7 +36,7 @@ def absmax_scale(
         each block, those at the ragged ends included. Infinities and NaN do not take part. Where all numbers are 0, the scale is 1.
 
     Raises:
-        ValueError: another dtype (`largest` raises it) or another pair of block sizes; the message shows it.
+        ValueError: another dtype (`largest` raises it) or another pair of block sizes, or blocks of what is no matrix; the message shows it.
     """
     ### BEGIN SOLUTION
     magnitudes = _magnitudes(x)
@@ -395,7 +395,7 @@ def gptq(
 
     Args:
         weight: ``[N, K]``.
-        hessian: ``[K, K]``: the sum over inputs x of ``x x^T``; symmetric, without negative eigenvalues, perhaps singular.
+        hessian: ``[K, K]``: the sum over inputs x of ``x x^T``; symmetric, without negative eigenvalues, perhaps singular. If it is 0, the result is that of `quantize_int4`.
         group_size: As in `quantize_int4`. A group's scale is set when its first column's turn comes, from the weights as they are then.
 
     Returns:

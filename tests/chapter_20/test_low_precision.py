@@ -448,7 +448,7 @@ def layer_and_inputs(recipe: str, lead=(6,), k=20, n=12, bias=True, dtype=torch.
     return low.Float8Linear(linear, recipe), linear, randn(*lead, k, seed=3, dtype=dtype), randn(*lead, n, seed=4, dtype=dtype)  # fmt: skip
 
 
-@pytest.mark.parametrize("sizes", [((6,), 20, 12), ((2, 3, 75), 130, 140)], ids=str)
+@pytest.mark.parametrize("sizes", [((6,), 20, 12), ((2, 3, 75), 130, 140), ((), 20, 12)], ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_Float8Linear_and_its_gradients(recipe, sizes):
     lead, k, n = sizes
@@ -456,7 +456,7 @@ def test_Float8Linear_and_its_gradients(recipe, sizes):
     layer, linear, x, grad = layer_and_inputs(recipe, lead, k, n)
     x.requires_grad_()
     y = layer(x)
-    flat, w, g = x.detach().flatten(0, -2), linear.weight.detach(), grad.flatten(0, -2)
+    flat, w, g = x.detach().reshape(-1, k), linear.weight.detach(), grad.reshape(-1, n)
     forward = rounded(flat, E4M3, recipe, 1) @ rounded(w.T, E4M3, recipe, 0)
     expected = (forward.float() + linear.bias.detach()).view(*lead, n)
     close = {"rtol": 1e-4, "atol": 1e-3}
