@@ -6,12 +6,12 @@ take turns in random order. torchao's layers are measured beside the book's wher
 """
 
 import argparse
-import copy
 import logging
 import random
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lib.bench.record import MEASUREMENTS, load, record, spread
 from lib.demos.low_precision import replace_linears, train_gpt2
+from lib.fast import models as fast
 from lib.given.kernels.quantized import has_float8, scaled_mm
 from lib.given.models.gpt2 import GPT2Config
 from lib.given.models.llama import LLAMA_2_7B, LlamaConfig
@@ -116,25 +117,29 @@ class Bench:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def steps(self) -> dict[str, Any]:
-        """Forward, backward and AdamW of GPT-2 XL and ViT-H/14, compiled: bfloat16, each recipe, and torchao's float8."""
+        """Forward, backward and AdamW of GPT-2 XL and ViT-H/14 on the fast path, blocks compiled: bfloat16, the recipes, torchao's float8.
+
+        "delayed" changes its records in the backward pass, which the compiler refuses; it is measured uncompiled, and "dynamic" beside it.
+        """
         found: dict[str, dict[str, Any]] = {}
+        variants = {"bfloat16": lambda m: m, "torchao": _torchao_training}
+        variants |= {recipe: lambda m, r=recipe: _with_recipe(m, r) for recipe in RECIPES}
+        ways = [(way, True) for way in variants if way != "delayed"] + [("bfloat16", False), ("dynamic", False), ("delayed", False)]  # fmt: skip
         for name, (make, batch) in self._models().items():
-            torch.manual_seed(0)
-            model = make().to(self.device)
-            variants = {"bfloat16": lambda m: m, "torchao": _torchao_training}
-            variants |= {recipe: lambda m, r=recipe: _with_recipe(m, r) for recipe in RECIPES}
-            found[name] = {}
-            for way, change in variants.items():  # one after the other: two copies of the largest would not fit
+            found[name] = {"batch": list(batch[0].shape)}
+            for way, compiles in ways:  # one after the other: two copies of the largest would not fit
+                torch.manual_seed(0)
+                label = way if compiles else f"{way}, not compiled"
                 try:
-                    step = self._step(change(copy.deepcopy(model)), batch)
+                    with self.device:
+                        model = variants[way](make().to(self.device))
+                    found[name] |= self.compare({label: self._step(model, batch, compiles and not self.tiny)})
                 except (ImportError, RuntimeError, AssertionError) as error:
-                    found[name][way] = {"failed": str(error)[:200]}
-                    continue
-                found[name] |= self.compare({way: step})
-                del step
+                    found[name][label] = {"failed": str(error)[:200]}
+                model = None
                 if self.device.type == "cuda":
                     torch.cuda.empty_cache()
-            print(name, {w: f"{1e3 * t['median']:.1f} ms" for w, t in found[name].items() if "median" in t}, flush=True)
+                print(name, label, found[name].get(label), flush=True)
         return found
 
     def _models(self) -> dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]]:
@@ -143,7 +148,7 @@ class Bench:
             vit, batch = ViTConfig(image_size=28, patch_size=14, dim=32, n_layers=1, n_heads=2, hidden_dim=64), (2, 2)
         else:
             gpt2 = GPT2Config(vocab_size=50_304, context_len=1024, dim=1600, n_layers=48, n_heads=25)
-            vit, batch = ViTConfig(image_size=224, patch_size=14, dim=1280, n_layers=32, n_heads=16, hidden_dim=5120), (8, 64)  # fmt: skip
+            vit, batch = ViTConfig(image_size=224, patch_size=14, dim=1280, n_layers=32, n_heads=16, hidden_dim=5120), (16, 128)  # fmt: skip
         tokens = torch.randint(gpt2.vocab_size, (batch[0], gpt2.context_len), device=self.device)
         images = torch.randn(batch[1], vit.channels, vit.image_size, vit.image_size, device=self.device)
         labels = torch.randint(vit.n_classes, (batch[1],), device=self.device)
@@ -152,17 +157,18 @@ class Bench:
             "ViT-H/14": (lambda: VisionTransformer(vit), (images, labels)),
         }
 
-    def _step(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Call:
-        run = model if self.tiny else torch.compile(model)
+    def _step(self, model: Any, batch: tuple[Tensor, ...], compiles: bool) -> Call:
+        path, is_vit = fast.Path(dtype=torch.bfloat16, loss_kernel=not self.tiny), isinstance(model, VisionTransformer)
+        compute: Any = fast.vit_block if is_vit else fast.gpt2_block
+        compute = torch.compile(compute, dynamic=False) if compiles else compute
+        sizes = {} if is_vit else {"n_heads": model.config.n_heads}
+        for block in model.blocks if is_vit else model.h:
+            block.forward = partial(compute, block, path=path, **sizes)
+        loss_of: Any = fast.vit_loss if is_vit else fast.gpt2_loss
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=self.device.type == "cuda")
 
         def step() -> None:
-            with torch.autocast(self.device.type, torch.bfloat16):
-                if isinstance(model, VisionTransformer):
-                    loss = nn.functional.cross_entropy(run(batch[0]), batch[1])
-                else:
-                    loss = run(*batch)[1]
-            loss.backward()
+            loss_of(model, *batch, path, call_blocks=True).backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -197,24 +203,47 @@ class Bench:
             try:
                 change(model)
                 times = self.compare({name: lambda m=model: list(generate(m, prompt, n, temperature=0))})
+                if self.device.type == "cuda":
+                    times |= self.compare({f"{name}, one step in a graph": self._graph(model, prompt)})
             except (ImportError, RuntimeError, AssertionError) as error:
                 times = {name: {"failed": str(error)[:200]}}
             found |= times
             if "median" in times.get(name, {}):
                 found[name]["tokens_per_s"] = n / times[name]["median"]
-                print(name, f"{found[name]['tokens_per_s']:.1f} tokens/s", flush=True)
+            print(name, times, flush=True)
+            del model
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
         return found
 
+    def _graph(self, model: Llama, prompt: Tensor) -> Call:
+        """One step of generation at the place after the prompt, recorded and replayed without the host."""
+        cache, start = model.make_cache(1, prompt.shape[1] + 1), prompt.shape[1]
+        with torch.no_grad():
+            model(prompt, cache)
 
-class _NarrowFloat8Linear(Float8Linear):
-    """Returns bfloat16, as a linear layer does under autocast."""
+        @torch.no_grad()
+        def step() -> Tensor:
+            for layer in cache:
+                layer.length = start
+            return model(prompt[:, :1], cache)
+
+        return fast.capture(step)
+
+
+class _Called(nn.Module):
+    """Hides from the fast path that torchao's layer is an ``nn.Linear``, so that it is called."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.bfloat16())
+        return self.layer(x)
 
 
 def _with_recipe(model: nn.Module, recipe: str) -> nn.Module:
-    return replace_linears(model, lambda linear: _NarrowFloat8Linear(linear, recipe), skip=("head",))
+    return replace_linears(model, lambda linear: Float8Linear(linear, recipe), skip=("head",))
 
 
 def _quietly(load_it: Callable[[], Any]) -> Any:
@@ -236,8 +265,10 @@ def _torchao_training(model: nn.Module) -> nn.Module:
 
     if not next(model.parameters()).is_cuda:
         raise RuntimeError("torchao trains in float8 on a GPU only")
-    fits = lambda m, _: not isinstance(m, nn.Linear) or (m.in_features % 16 == 0 and m.out_features % 16 == 0)
-    return _quietly(load_it)(model, module_filter_fn=fits)
+    convert = _quietly(load_it)
+    with torch.autocast("cuda", torch.bfloat16):
+        convert(model, module_filter_fn=lambda m, name: isinstance(m, nn.Linear) and name != "head")
+    return replace_linears(model, _Called, skip=("head",))
 
 
 def _torchao_int4(model: nn.Module) -> nn.Module:
@@ -249,7 +280,14 @@ def _torchao_int4(model: nn.Module) -> nn.Module:
     if not next(model.parameters()).is_cuda:
         raise RuntimeError("torchao's four-bit product needs a GPU")
     quantize_, config = _quietly(load_it)
-    quantize_(model, config(group_size=128), filter_fn=lambda m, name: isinstance(m, nn.Linear) and name != "output")
+    tiles: Any = (
+        "tile_packed_to_4d"  # PyTorch's own kernel; the other formats need libraries that PyTorch doesn't bring
+    )
+    quantize_(
+        model,
+        config(group_size=128, int4_packing_format=tiles),
+        filter_fn=lambda m, name: isinstance(m, nn.Linear) and name != "output",
+    )
     return model
 
 

@@ -46,19 +46,21 @@ class Sizes:
 
     config: LlamaConfig
     rates: tuple[float, ...]  # requests a second
-    n_asks: int
+    n_asks: tuple[int, int]  # fewest and most
     prompts: tuple[int, int]  # shortest and longest, in tokens
     answers: tuple[int, int]
 
 
-LARGE = Sizes(ONE_B, (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0), 192, (32, 512), (16, 256))
-TINY = Sizes(SMALL, (50.0, 1000.0), 5, (3, 20), (2, 6))
+LARGE = Sizes(ONE_B, (1.0, 4.0, 16.0, 64.0), (16, 192), (32, 512), (16, 256))
+TINY = Sizes(SMALL, (50.0, 1000.0), (5, 5), (3, 20), (2, 6))
+LOAD_S = 8.0  # requests arrive for about this long, if their number allows it
 
 
 def make_load(sizes: Sizes, rate: float, seed: int = 0) -> list[Ask]:
     """Requests whose arrivals are a Poisson process."""
     chance, now, asks = random.Random(seed), 0.0, []
-    for _ in range(sizes.n_asks):
+    fewest, most = sizes.n_asks
+    for _ in range(min(most, max(fewest, round(rate * LOAD_S)))):
         now += chance.expovariate(rate)
         tokens = [chance.randrange(sizes.config.vocab_size) for _ in range(chance.randint(*sizes.prompts))]
         asks.append(Ask(now, tokens, chance.randint(*sizes.answers)))
@@ -71,7 +73,7 @@ class Ours:
     def __init__(self, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
         with torch.device(device):
             self.model = Llama(sizes.config).to(device, dtype).eval()
-        n_blocks = sizes.n_asks * -(-(sizes.prompts[1] + sizes.answers[1]) // BLOCK_SIZE)
+        n_blocks = sizes.n_asks[1] * -(-(sizes.prompts[1] + sizes.answers[1]) // BLOCK_SIZE)
         self.make_engine = lambda: Engine(self.model, Scheduler(MAX_TOKENS, n_blocks, BLOCK_SIZE))
 
     def serve(self, asks: list[Ask]) -> Times:

@@ -60,7 +60,12 @@ class Path:
 
 
 def linear(x: Tensor, path: Path, *layers: nn.Linear) -> Tensor:
-    """One product for one linear map, or for several that read the same input; their outputs come side by side."""
+    """One product for one linear map, or for several that read the same input; their outputs come side by side.
+
+    What replaced an ``nn.Linear``, such as chapter 20's ``Float8Linear``, is called.
+    """
+    if not all(isinstance(layer, nn.Linear | nn.Conv2d) for layer in layers):
+        return torch.cat([layer(x.to(path.dtype)) for layer in layers], dim=-1)
     weight, bias = _side_by_side(layers)
     return F.linear(x.to(path.dtype), weight.flatten(1).to(path.dtype), bias.to(path.dtype))
 

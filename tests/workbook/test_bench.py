@@ -78,7 +78,7 @@ def test_low_precision_makes_steps_of_both_models_in_every_recipe(tmp_path):
     low_precision.main(["--tiny", "--device", "cpu", "steps"], tmp_path)
     steps = load("low_precision", tmp_path)["results"]["steps"]
     for found in steps.values():
-        assert all(found[way]["median"] > 0 for way in ("bfloat16", *low_precision.RECIPES))
+        assert all(found[way]["median"] > 0 for way in ("bfloat16", "blockwise", "delayed, not compiled"))
         assert found["failed"] == {}
 
 
