@@ -224,6 +224,17 @@ CONTRACT = {
         "ExpertParallelMoE",
         "moe_parameters",
     ],
+    "scaling_laws": [
+        "fit_power_law",
+        "bootstrap",
+        "learning_curve_prediction",
+        "wsd_schedule",
+        "fit_parametric",
+        "isoflop_minimum",
+        "compute_optimal",
+        "critical_batch_size",
+        "mup_multipliers",
+    ],
 }
 
 
