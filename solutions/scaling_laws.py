@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 import numpy as np
@@ -141,7 +141,8 @@ def bootstrap(
 
 ### BEGIN SOLUTION
 def _numbers(fit: Callable[..., Any], rows: np.ndarray) -> Mapping[str, float]:
-    result = fit(rows) if len(signature(fit).parameters) == 1 else fit(*rows.T)
+    takes = list(signature(fit).parameters.values())
+    result = fit(rows) if len(takes) == 1 and takes[0].kind is not Parameter.VAR_POSITIONAL else fit(*rows.T)
     if is_dataclass(result) and not isinstance(result, type):
         return asdict(result)
     return result if isinstance(result, Mapping) else {"value": result}

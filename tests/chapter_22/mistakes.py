@@ -705,6 +705,8 @@ def three_points(n_parameters, losses):
 
 
 def _unchecked(n_parameters, losses):
+    if len(n_parameters) < 3:
+        reference.isoflop_minimum(n_parameters, losses)
     n = np.asarray(n_parameters, dtype=float)
     curvature, slope, _ = np.polyfit(np.log(n / n.min()), losses, 2)
     return float(n.min() * math.exp(max(-700, min(600, -slope / (2 * (curvature or 1e-300)))))), curvature, n

@@ -15,7 +15,7 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 laws = graded("scaling_laws")
 
 POWER, HUBER, WSD, LAW, ISOFLOP, OPTIMUM, NOISE, BATCH, MUP = (
-    f"eq-scaling-laws-{n}" for n in (1, 2, 3, 4, 5, 6, 7, 8, 9)
+    f"eq-scaling_laws-{n}" for n in (1, 2, 3, 4, 5, 6, 7, 8, 9)
 )
 RAISES = "the contract, under Raises"
 SIZES = np.array([1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7])
@@ -349,7 +349,7 @@ def test_learning_curve_prediction_of_an_exact_curve(final_step):
     case(f"an exact curve 6 / t**0.4 + 2 from t = 20 to 390: the loss at {final_step}, and an interval of no width")
     found = laws.learning_curve_prediction(STEPS, CURVE(STEPS), final_step)
     value = float(CURVE(final_step))
-    expect_close(tuple(found), (value, value, value), rtol=2e-3, read="eq-scaling-laws-1")
+    expect_close(tuple(found), (value, value, value), rtol=2e-3, read="eq-scaling_laws-1")
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -364,7 +364,7 @@ def test_learning_curve_prediction_of_a_noisy_curve(seed):
         answer=found,
         read="the contract, under Returns",
     )
-    expect_close(value, truth, rtol=0.06, name="value", answer=found, read="eq-scaling-laws-1")
+    expect_close(value, truth, rtol=0.06, name="value", answer=found, read="eq-scaling_laws-1")
     expect_true(
         0.02 < high - low < 0.5,
         f"the interval is {high - low:.4g} wide; 38 points with noise of 1 % leave about 0.15",
@@ -378,7 +378,7 @@ def test_learning_curve_prediction_is_repeatable():
     y = noisy(CURVE(STEPS), 0.01, 9).tolist()
     found, again = (laws.learning_curve_prediction(STEPS.tolist(), y, 390) for _ in range(2))
     expect_close(tuple(found), tuple(again), answer=again, read="the contract, under Returns")
-    expect_close(found[0], float(CURVE(390)), rtol=0.02, name="value", answer=found, read="eq-scaling-laws-1")
+    expect_close(found[0], float(CURVE(390)), rtol=0.02, name="value", answer=found, read="eq-scaling_laws-1")
 
 
 def test_learning_curve_prediction_refuses():

@@ -8,12 +8,14 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
+from lib.given.models.laws import BESIROGLU, HOFFMANN
 from lib.given.models.scaling import XXL, Bandwidths, FFNConfig
 from lib.given.parallel.pipeline import idle_share, most_kept, n_messages
 from lib.given.show.play.capacity import figure as capacity_figure
 from lib.given.show.play.clocks import figure as clocks_figure
 from lib.given.show.play.flash_tiles import figure as tiles_figure
 from lib.given.show.play.flash_tiles import hidden, moments, scores_and_values
+from lib.given.show.play.isoflop import figure as isoflop_figure
 from lib.given.show.play.pairs import figure as pairs_figure
 from lib.given.show.play.planner import figure as planner_figure
 from lib.given.show.play.player import HERE, Control, Figure, layer, layer_of_sum
@@ -37,6 +39,7 @@ from solutions.pipeline import (
 )
 from solutions.rope import apply_rope, precompute_rope, rope_frequencies
 from solutions.scaling import plan
+from solutions.scaling_laws import compute_optimal
 from solutions.tensor_parallel import pipeline_bubble
 from tests.workbook.browsing import chromium, record_faults
 
@@ -58,6 +61,7 @@ FIGURES = {
     "pairs": pairs_figure(zigzag_indices),
     "planner": planner_figure(plan, MODELS, LINKS, (1, 8, 64), (24, 80)),
     "capacity": capacity_figure(capacity_mask, (0.0, 1.0), (0.5, 1.0, 2.0)),
+    "isoflop": isoflop_figure(compute_optimal, {"replication": BESIROGLU, "paper": HOFFMANN}, range(17, 27)),
 }
 CHAPTERS = {
     "ring": "09_mpi",
@@ -68,6 +72,7 @@ CHAPTERS = {
     "pairs": "18_context_parallel",
     "planner": "16_scaling",
     "capacity": "19_moe",
+    "isoflop": "22_scaling_laws",
 }
 every_figure = pytest.mark.parametrize("name", FIGURES)
 
