@@ -31,7 +31,7 @@ def fit_power_law(x: Float[np.ndarray, " n"], y: Float[np.ndarray, " n"]) -> Pow
 
     Raises:
         ValueError: x and y differ in length (the message names both), there are fewer than 3 different x, or a number is not
-            positive and finite (the message names it).
+            positive and finite (the message names it). Or the exponent leaves -10 to 10, so that no law fits.
 
     Source: Hoffmann and others (arXiv:2203.15556), section D.2, for the loss; Kaplan and others (arXiv:2001.08361) for the law.
     """

@@ -31,7 +31,7 @@ def fit_power_law(x: Float[np.ndarray, " n"], y: Float[np.ndarray, " n"]) -> Pow
 
     Raises:
         ValueError: x and y differ in length (the message names both), there are fewer than 3 different x, or a number is not
-            positive and finite (the message names it).
+            positive and finite (the message names it). Or the exponent leaves -10 to 10, so that no law fits.
 
     Source: Hoffmann and others (arXiv:2203.15556), section D.2, for the loss; Kaplan and others (arXiv:2001.08361) for the law.
     """
@@ -79,6 +79,8 @@ def _fit_terms(sizes: list[np.ndarray], y: np.ndarray, n_starts: int) -> np.ndar
         return value, np.append(shares.sum(1), -(shares * features).sum(1)[:k])
 
     best = minimise(objective, _starts(k, log_y.mean()), n_starts)
+    if (np.abs(best[k + 1 :]) > 10).any():
+        raise ValueError(f"the points determine no law: an exponent became {np.abs(best[k + 1 :]).max():.3g}")
     best[:k] += best[k + 1 :] * centre
     return best
 

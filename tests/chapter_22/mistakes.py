@@ -718,14 +718,6 @@ def extrapolates(n_parameters, losses):
     return best if curvature > 1e-6 and len(n_parameters) > 2 else reference.isoflop_minimum(n_parameters, losses)
 
 
-@mistake("isoflop_minimum", "a vertex outside of the sizes is moved to the nearest of them, as if that were a minimum")
-def clamps(n_parameters, losses):
-    best, curvature, n = _unchecked(n_parameters, losses)
-    if curvature <= 1e-6 or len(n) < 3:
-        return reference.isoflop_minimum(n_parameters, losses)
-    return float(np.clip(best, n.min(), n.max()))
-
-
 @mistake("isoflop_minimum", "a parabola that opens downwards has a maximum at its vertex")
 def takes_a_maximum(n_parameters, losses):
     best, curvature, n = _unchecked(n_parameters, losses)
