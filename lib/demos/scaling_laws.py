@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from lib.scaling_laws import mup_multipliers, wsd_schedule
 
 LENGTH, BATCH, BASE_WIDTH, WARMUP = 32, 8, 32, 20
 LEARNING_RATE = 5e-3
-"""The best of the base width, by the chapter's own sweep."""
+"""At the base width."""
 
 N_LAYERS, HEAD_WIDTH = 2, 16
 WIDTHS = (16, 32, 48, 64, 96, 192)
@@ -74,7 +75,8 @@ def make_model(width: int, multipliers: Multipliers = mup_multipliers, seed: int
         elif weight.ndim == 2:
             nn.init.normal_(weight, std=0.1)
     factor = multipliers(width, BASE_WIDTH, "output")["output"]
-    model.ln_f.register_forward_hook(lambda module, inputs, out: out * factor)  # before the tied head
+    norm: Any = model.ln_f
+    norm.register_forward_hook(lambda module, inputs, out: out * factor)  # before the tied head
     return model
 
 
@@ -82,10 +84,10 @@ def make_optimizer(
     model: GPT2, lr: float = LEARNING_RATE, multipliers: Multipliers = mup_multipliers
 ) -> torch.optim.Optimizer:
     """AdamW with one group for each kind of weight; "factor" is what multiplies the schedule's rate."""
-    groups = []
+    groups, config = [], cast(GPT2Config, model.config)
     for kind in ("input", "hidden"):
         weights = [w for name, w in model.named_parameters() if kind_of(name, w) == kind]
-        factor = multipliers(model.config.dim, BASE_WIDTH, kind)["lr"]
+        factor = multipliers(config.dim, BASE_WIDTH, kind)["lr"]
         groups.append({"params": weights, "lr": lr * factor, "factor": factor})
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
 
@@ -130,7 +132,7 @@ def train(
     """
     model = make_model(width, multipliers, seed)
     optimizer, generator = make_optimizer(model, lr, multipliers), torch.Generator().manual_seed(seed)
-    run = Run(count_parameters(model.config))
+    run = Run(count_parameters(cast(GPT2Config, model.config)))
     for last in lengths:
         start = last - last // 5
         while len(run.losses) < start:
@@ -181,8 +183,9 @@ def coordinate_check(
     for width in widths:
         model = make_model(width, multipliers)
         optimizer, generator = make_optimizer(model, lr, multipliers), torch.Generator().manual_seed(0)
-        batch, seen = windows(corpus()[0], generator), []
-        model.h[-1].register_forward_hook(lambda module, inputs, out, seen=seen: seen.append(out.detach()))
+        batch, seen = windows(corpus()[0], generator), list[Tensor]()
+        blocks: Any = model.h
+        blocks[-1].register_forward_hook(lambda module, inputs, out, seen=seen: seen.append(out.detach()))
         first = model(*batch)[0].detach()
         for _ in range(n_steps):
             step(model, optimizer, lr, batch)
