@@ -26,8 +26,7 @@ def top_k_router(
 
     Args:
         logits: ``[N, E]``: each token's score for each expert, in any floating dtype.
-        k: Experts for each token, from 1 to E.
-        normalize: Whether a token's k weights are divided by their sum.
+        k, normalize: Experts for each token, from 1 to E; whether a token's k weights are divided by their sum.
 
     Returns:
         Weights ``[N, k]``, float32, the largest first, and their experts ``[N, k]``, int64. The softmax is over all E experts, in float32; of
@@ -144,7 +143,10 @@ def update_router_bias(bias: Float[Tensor, " e"], counts: Int[Tensor, " e"], rat
     Args:
         bias: ``[E]``: what is added to each expert's score when experts are chosen, and only then. Left unchanged.
         counts: ``[E]``: how many assignments each expert got in the last step.
-        rate: How far a bias moves in a step: the new bias is ``bias + rate * sign(mean of counts - counts)``.
+        rate: How far a bias moves in a step.
+
+    Returns:
+        A new tensor, ``bias + rate * sign(mean of counts - counts)``.
 
     Source: Wang et al. (arXiv:2408.15664), Algorithm 1; DeepSeek-V3 (arXiv:2412.19437), section 2.1.2.
     """
@@ -155,15 +157,13 @@ class MoE(nn.Module):
     """A feed-forward layer of E experts, of which each token passes k. (Exercise 19.9)
 
     Args:
-        dim: Model width C.
-        hidden_dim: Width F of an expert, which is chapter 4's SwiGLU.
-        n_experts: Number of experts E.
-        k: Experts for each token.
+        dim, hidden_dim: Model width C; width F of an expert, which is chapter 4's SwiGLU.
+        n_experts, k: Number of experts E; how many of them each token passes.
         n_shared: Experts that every token passes, as one SwiGLU of width ``n_shared * hidden_dim``; none if 0.
 
     Attributes:
         router: ``nn.Linear`` from C to E, without bias.
-        w1: Parameter ``[E, C, F]``, the gates; ``w3``, ``[E, C, F]``, the values; ``w2``, ``[E, F, C]``, back to the model's width.
+        w1: Parameter ``[E, C, F]``, the gates; ``w3``, ``[E, C, F]``, the values; ``w2``, ``[E, F, C]``, back to the model's width; drawn as ``nn.Linear`` draws.
         router_bias: Buffer ``[E]``, initially zeros, added to the logits when experts are chosen and not when they are weighted.
         shared: The shared SwiGLU, or None.
         routing: For the balancing losses: softmax ``[N, E]``, with its gradient, and experts ``[N, k]`` of the last forward pass; at first None.
@@ -171,12 +171,15 @@ class MoE(nn.Module):
     Source: Mixtral (arXiv:2401.04088), section 2.1; shared experts: DeepSeekMoE (arXiv:2401.06066), section 3.2.
     """
 
+    router_bias: Tensor
+    routing: tuple[Tensor, Tensor] | None
+
     def __init__(self, dim: int, hidden_dim: int, n_experts: int, k: int, n_shared: int = 0):
         super().__init__()
         raise NotImplementedError("Exercise 19.9: write MoE.__init__")
 
     def route(self, x: Float[Tensor, "n c"]) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
-        """Weights and experts of each token, as `top_k_router` returns them; the choice sees the bias, the weights don't. Sets ``routing``."""
+        """Weights and experts of each token, ``[N, k]`` each, in the order of the choice. The choice sees the bias, the weights don't. Sets ``routing``."""
         raise NotImplementedError("Exercise 19.9: write MoE.route")
 
     def compute_experts(self, rows: Float[Tensor, "a c"], counts: Int[Tensor, " e"]) -> Float[Tensor, "a c"]:
@@ -213,10 +216,8 @@ def dispatch(
     """Send each token to the ranks that hold its experts. (Exercise 19.11)
 
     Args:
-        x: ``[N, C]``: this rank's tokens; ranks may have different numbers of them, also none.
-        experts: ``[N, k]``: their experts, out of all E.
-        n_experts: Number of experts E. Rank r of R holds experts ``r * E/R`` up to ``(r + 1) * E/R``.
-        group: The ranks that share the experts; None means all ranks.
+        x, experts: ``[N, C]``, this rank's tokens; ``[N, k]``, their experts out of all E. Ranks may have different numbers of tokens, also none.
+        n_experts, group: Number of experts E; the R ranks that share them, None for all. Rank r holds experts ``r * E/R`` up to ``(r + 1) * E/R``.
 
     Returns:
         rows: ``[A, C]``: the rows for this rank's experts, sorted by expert, then by rank of origin, then by their order there. Differentiable.
@@ -250,7 +251,7 @@ class ExpertParallelMoE(nn.Module):
     """A `MoE` whose experts are spread over ranks; every rank brings its own tokens. (Exercise 19.13)
 
     Args:
-        moe: The whole layer, the same on every rank; left unchanged.
+        moe: The whole layer, the same on every rank; left unchanged. Use only what ``MoE``'s contract lists.
         group: The ranks that share the experts; None means all ranks.
 
     Attributes:

@@ -200,7 +200,7 @@ def run_schedule(
         stages, group: This rank's chunks in order; chunk c of rank s of R is layer group ``c * R + s``. The R ranks; None means all ranks.
         schedule: This rank's actions. Any list goes that has one "F" and one "B" for each chunk and micro-batch, a "W" after the "B" where it likes, and
             an order in which the ranks can complete their lists. Where no "W" follows a "B", the weights of ``DeferredLinear`` layers are done with the "B".
-        micro_inputs, micro_targets: The micro-batches, the same on every rank, of any sizes.
+        micro_inputs, micro_targets: The micro-batches, the same on every rank, of any sizes; for two of one shape, what a stage returns has one shape too.
         loss_function: ``loss_function(output, targets)`` returns the mean loss of a micro-batch; ``MeanLoss`` weights it by its targets.
 
     Returns:

@@ -172,7 +172,7 @@ class Llama(nn.Module):
     def make_cache(self, batch: int, max_len: int) -> list[KVCache]:
         """One empty cache per layer, each ``[B, G, max_len, D]``, in the dtype and on the device of the weights."""
         ### BEGIN SOLUTION
-        weight, config = self.output.weight, self.config
+        weight, config = self.tok_embeddings.weight, self.config
         shape = (batch, config.n_kv_heads, max_len, config.head_dim)
         return [KVCache(*shape, dtype=weight.dtype, device=weight.device) for _ in self.layers]
         ### END SOLUTION

@@ -26,8 +26,7 @@ def top_k_router(
 
     Args:
         logits: ``[N, E]``: each token's score for each expert, in any floating dtype.
-        k: Experts for each token, from 1 to E.
-        normalize: Whether a token's k weights are divided by their sum.
+        k, normalize: Experts for each token, from 1 to E; whether a token's k weights are divided by their sum.
 
     Returns:
         Weights ``[N, k]``, float32, the largest first, and their experts ``[N, k]``, int64. The softmax is over all E experts, in float32; of
@@ -63,9 +62,9 @@ def load_balancing_loss(probabilities: Float[Tensor, "n e"], experts: Int[Tensor
     Convention: Transformers' Mixtral counts shares of the N tokens, so its loss is k times as large.
     """
     ### BEGIN SOLUTION
-    n_experts = probabilities.shape[-1]
-    shares = torch.bincount(experts.flatten(), minlength=n_experts) / experts.numel()
-    return n_experts * (shares * probabilities.mean(0)).sum()
+    counts = torch.bincount(experts.flatten(), minlength=probabilities.shape[-1])
+    shares = (counts.double() / experts.numel()).to(probabilities.dtype)
+    return len(shares) * (shares * probabilities.mean(0)).sum()
     ### END SOLUTION
 
 
@@ -95,7 +94,8 @@ def sort_by_expert(experts: Int[Tensor, "n k"], n_experts: int) -> tuple[Int[Ten
     """
     ### BEGIN SOLUTION
     flat = experts.flatten()
-    return flat.argsort(stable=True), torch.bincount(flat, minlength=n_experts)
+    ones = torch.ones_like(flat, dtype=torch.int64)  # bincount would let the host wait for a GPU
+    return flat.argsort(stable=True), ones.new_zeros(n_experts).index_add(0, flat, ones)
     ### END SOLUTION
 
 
@@ -185,7 +185,7 @@ def capacity_mask(experts: Int[Tensor, "n k"], n_experts: int, capacity_factor: 
     Source: GShard (arXiv:2006.16668), Algorithm 1, which serves first choices first; Switch (arXiv:2101.03961), equation (3).
     """
     ### BEGIN SOLUTION
-    room = math.ceil(capacity_factor * experts.numel() / n_experts)
+    room = math.ceil(capacity_factor * len(experts) * experts.shape[1] / n_experts)
     in_order = functional.one_hot(experts.T.flatten(), n_experts)
     place = (in_order.cumsum(0) * in_order).sum(-1)
     return (place <= room).view(*experts.T.shape).T
@@ -198,13 +198,15 @@ def update_router_bias(bias: Float[Tensor, " e"], counts: Int[Tensor, " e"], rat
     Args:
         bias: ``[E]``: what is added to each expert's score when experts are chosen, and only then. Left unchanged.
         counts: ``[E]``: how many assignments each expert got in the last step.
-        rate: How far a bias moves in a step: the new bias is ``bias + rate * sign(mean of counts - counts)``.
+        rate: How far a bias moves in a step.
+
+    Returns:
+        A new tensor, ``bias + rate * sign(mean of counts - counts)``.
 
     Source: Wang et al. (arXiv:2408.15664), Algorithm 1; DeepSeek-V3 (arXiv:2412.19437), section 2.1.2.
     """
     ### BEGIN SOLUTION
-    counts = counts.to(bias.dtype)
-    return bias + rate * torch.sign(counts.mean() - counts)
+    return bias + rate * torch.sign(counts.double().mean() - counts).to(bias.dtype)
     ### END SOLUTION
 
 
@@ -212,15 +214,13 @@ class MoE(nn.Module):
     """A feed-forward layer of E experts, of which each token passes k. (Exercise)
 
     Args:
-        dim: Model width C.
-        hidden_dim: Width F of an expert, which is chapter 4's SwiGLU.
-        n_experts: Number of experts E.
-        k: Experts for each token.
+        dim, hidden_dim: Model width C; width F of an expert, which is chapter 4's SwiGLU.
+        n_experts, k: Number of experts E; how many of them each token passes.
         n_shared: Experts that every token passes, as one SwiGLU of width ``n_shared * hidden_dim``; none if 0.
 
     Attributes:
         router: ``nn.Linear`` from C to E, without bias.
-        w1: Parameter ``[E, C, F]``, the gates; ``w3``, ``[E, C, F]``, the values; ``w2``, ``[E, F, C]``, back to the model's width.
+        w1: Parameter ``[E, C, F]``, the gates; ``w3``, ``[E, C, F]``, the values; ``w2``, ``[E, F, C]``, back to the model's width; drawn as ``nn.Linear`` draws.
         router_bias: Buffer ``[E]``, initially zeros, added to the logits when experts are chosen and not when they are weighted.
         shared: The shared SwiGLU, or None.
         routing: For the balancing losses: softmax ``[N, E]``, with its gradient, and experts ``[N, k]`` of the last forward pass; at first None.
@@ -228,21 +228,26 @@ class MoE(nn.Module):
     Source: Mixtral (arXiv:2401.04088), section 2.1; shared experts: DeepSeekMoE (arXiv:2401.06066), section 3.2.
     """
 
+    router_bias: Tensor
+    routing: tuple[Tensor, Tensor] | None
+
     def __init__(self, dim: int, hidden_dim: int, n_experts: int, k: int, n_shared: int = 0):
         super().__init__()
         ### BEGIN SOLUTION
         self.k = k
         self.router = nn.Linear(dim, n_experts, bias=False)
-        for name, shape in {"w1": (dim, hidden_dim), "w2": (hidden_dim, dim), "w3": (dim, hidden_dim)}.items():
-            bound = shape[0] ** -0.5
-            setattr(self, name, nn.Parameter(torch.empty(n_experts, *shape).uniform_(-bound, bound)))
+
+        def matrices(n_in: int, n_out: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(n_experts, n_in, n_out).uniform_(-(n_in**-0.5), n_in**-0.5))
+
+        self.w1, self.w2, self.w3 = matrices(dim, hidden_dim), matrices(hidden_dim, dim), matrices(dim, hidden_dim)
         self.register_buffer("router_bias", torch.zeros(n_experts))
         self.shared = SwiGLU(dim, n_shared * hidden_dim) if n_shared else None
-        self.routing: tuple[Tensor, Tensor] | None = None
+        self.routing = None
         ### END SOLUTION
 
     def route(self, x: Float[Tensor, "n c"]) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
-        """Weights and experts of each token, as `top_k_router` returns them; the choice sees the bias, the weights don't. Sets ``routing``."""
+        """Weights and experts of each token, ``[N, k]`` each, in the order of the choice. The choice sees the bias, the weights don't. Sets ``routing``."""
         ### BEGIN SOLUTION
         logits = self.router(x)
         probabilities = logits.float().softmax(-1)
@@ -292,7 +297,7 @@ def convert_hf_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]
     n_experts = len(state_dict.get("gate.weight", ()))
     single = [f"experts.{e}.{w}.weight" for e in range(n_experts) for w in ("w1", "w3", "w2")]
     joined = ["experts.gate_up_proj", "experts.down_proj"]
-    names = joined if joined[0] in state_dict else single
+    names = joined if set(joined) & set(state_dict) else single
     wrong = {"gate.weight", *names} ^ set(state_dict)
     if wrong:
         raise ValueError(f"missing or unknown: {', '.join(sorted(wrong))}; expected gate.weight, {', '.join(names)}")
@@ -312,10 +317,8 @@ def dispatch(
     """Send each token to the ranks that hold its experts. (Exercise)
 
     Args:
-        x: ``[N, C]``: this rank's tokens; ranks may have different numbers of them, also none.
-        experts: ``[N, k]``: their experts, out of all E.
-        n_experts: Number of experts E. Rank r of R holds experts ``r * E/R`` up to ``(r + 1) * E/R``.
-        group: The ranks that share the experts; None means all ranks.
+        x, experts: ``[N, C]``, this rank's tokens; ``[N, k]``, their experts out of all E. Ranks may have different numbers of tokens, also none.
+        n_experts, group: Number of experts E; the R ranks that share them, None for all. Rank r holds experts ``r * E/R`` up to ``(r + 1) * E/R``.
 
     Returns:
         rows: ``[A, C]``: the rows for this rank's experts, sorted by expert, then by rank of origin, then by their order there. Differentiable.
@@ -365,7 +368,7 @@ class ExpertParallelMoE(nn.Module):
     """A `MoE` whose experts are spread over ranks; every rank brings its own tokens. (Exercise)
 
     Args:
-        moe: The whole layer, the same on every rank; left unchanged.
+        moe: The whole layer, the same on every rank; left unchanged. Use only what ``MoE``'s contract lists.
         group: The ranks that share the experts; None means all ranks.
 
     Attributes:

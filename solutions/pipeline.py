@@ -239,7 +239,7 @@ class _DeferredProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
-        ctx.layer.pending.append((x, grad))
+        ctx.layer.pending.append((x.detach(), grad))  # with its history, weight.grad would get one, and keep every grad
         return grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None, None, None, None
 
 
@@ -387,7 +387,7 @@ def run_schedule(
         stages, group: This rank's chunks in order; chunk c of rank s of R is layer group ``c * R + s``. The R ranks; None means all ranks.
         schedule: This rank's actions. Any list goes that has one "F" and one "B" for each chunk and micro-batch, a "W" after the "B" where it likes, and
             an order in which the ranks can complete their lists. Where no "W" follows a "B", the weights of ``DeferredLinear`` layers are done with the "B".
-        micro_inputs, micro_targets: The micro-batches, the same on every rank, of any sizes.
+        micro_inputs, micro_targets: The micro-batches, the same on every rank, of any sizes; for two of one shape, what a stage returns has one shape too.
         loss_function: ``loss_function(output, targets)`` returns the mean loss of a micro-batch; ``MeanLoss`` weights it by its targets.
 
     Returns:
@@ -405,7 +405,7 @@ def run_schedule(
     check_plans(plans)
     timetable = _timetable(simulate([plan.actions for plan in plans], {"F": 1, "B": 2, "W": 1}), mail.n_ranks)
     run = _Run(stages, schedule, micro_inputs, MeanLoss(loss_function, micro_targets), mail)
-    with mail.delivering([item for item in timetable if isinstance(item, Message)], micro_inputs[0].device):
+    with mail.delivering(timetable, micro_inputs[0].device, lambda m: (m.name[:2], micro_inputs[m.name[2]].shape)):
         for item in timetable:
             if isinstance(item, Work):
                 if item.stage == mail.rank:

@@ -14,6 +14,8 @@ from lib.fast.flash import fits_fast, flash_attention_joined
 from lib.fast.gelu import bias_gelu
 from lib.fast.heads import split_heads
 from lib.flash_attention import FlashAttentionTriton, flash_attention
+from lib.given.models.llama import LlamaConfig
+from lib.serving import PagedCache, paged_attention
 from lib.triton_kernels import matmul, rms_norm, softmax_rows, vector_add, weighted_sum
 
 
@@ -29,6 +31,24 @@ def run(name: str, call: Callable[[], torch.Tensor], device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
     print("ran", name, flush=True)
+
+
+def run_paged(device: str) -> None:
+    """Attention to sequences in blocks, in one part and in several, one sequence empty and one ending in the middle of a block."""
+    for width, groups, size in ((16, 2, 3), (64, 1, 16), (120, 4, 16)):
+        config = LlamaConfig(vocab_size=8, dim=4 * width, n_layers=1, n_heads=4, n_kv_heads=groups)
+        cache = PagedCache(config, 60, size, torch.bfloat16 if device == "cuda" else torch.float32, device)
+        sequences = [cache.new() for _ in range(3)]
+        for sequence, n in zip(sequences, (0, 1, 130), strict=True):
+            new = torch.randn(groups, n, width, device=device)
+            cache.append(sequence, 0, new, new)
+        q = torch.randn(3, 4, width, device=device, dtype=cache.keys.dtype)
+        for parts in (1, 4):
+            run(
+                f"paged_attention {width}, {parts}",
+                lambda q=q, c=cache, s=sequences, n=parts: paged_attention(q, c, s, 0, n),
+                device,
+            )
 
 
 def main() -> None:
@@ -68,6 +88,7 @@ def main() -> None:
     for t, s in ((70, 197), (197, 70)) if device == "cuda" else ():
         q, k, v = (normal(1, n, 64, 64, device=device, dtype=torch.bfloat16).transpose(1, 2) for n in (t, s, s))
         run(f"attention, {t} x {s}", lambda q=q, k=k, v=v: flash_attention(q, k, v, True), device)
+    run_paged(device)
     for width in (64, 128) if device == "cuda" else ():
         for causal in (True, False):
             for heads in (2, 256):  # few rows get other kernels than many

@@ -1,20 +1,35 @@
-"""Measure grouped products at the shapes of Mixtral 8x7B and DeepSeek-V3: the book's kernel, a loop, padding, and PyTorch's own.
+"""Measure mixtures at the sizes of Mixtral 8x7B and DeepSeek-V3: their grouped products on one GPU, and a layer whose experts are on several.
 
-Run ``python -m lib.bench.moe`` on a machine with one GPU (about a minute); it writes ``chapters/measurements/moe.json``.
+``python -m lib.bench.moe grouped`` needs one GPU and about a minute. It compares the book's kernel with a loop, with padding and with PyTorch's
+own grouped product, and writes ``chapters/measurements/moe.json``. ``python -m lib.bench.moe parallel`` starts a rank on each of 4 GPUs. It times
+forward and backward of a layer with its experts spread over the ranks, the layer's all-to-alls alone, and a dense layer of the same active
+size, and writes ``moe_parallel.json``. ``--device cpu --tiny`` tries either of them, the second one with gloo.
 """
 
+import argparse
+import dataclasses
 import random
+import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+from torch import Tensor, nn
 
-from lib.bench.record import record, spread
+from lib.bench.all_reduce import slowest, spawn, wait_for
+from lib.bench.record import MEASUREMENTS, record, spread
 from lib.given.models.moe import DEEPSEEK_V3, MIXTRAL_8X7B, MoEConfig
-from lib.moe import grouped_matmul, sort_by_expert
+from lib.given.parallel.experts import AllToAll
+from lib.llama import SwiGLU
+from lib.moe import ExpertParallelMoE, MoE, grouped_matmul, sort_by_expert
 
-N_ROUNDS = 12
+N_ROUNDS, N_WARMUP = 12, 2
+TOKENS_PER_RANK = 4096
+PARALLEL = ("experts on ranks", "all-to-alls alone", "dense layer")
 TOKENS = {"Mixtral 8x7B": (1024, 8192), "DeepSeek-V3": (4096, 16_384)}
 CONFIGS = {"Mixtral 8x7B": MIXTRAL_8X7B, "DeepSeek-V3": DEEPSEEK_V3}
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -44,7 +59,12 @@ def pytorchs(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 PRODUCTS: dict[str, Product] = {"ours": grouped_matmul, "PyTorch": pytorchs, "loop": loop, "padded": padded}
 
 
-def inputs(config: MoEConfig, n_tokens: int, balanced: bool, device: str = "cuda") -> tuple[Tensor, Tensor, Tensor]:
+def shrunk(config: MoEConfig) -> MoEConfig:
+    """A size with which to try the program."""
+    return dataclasses.replace(config, dim=32, hidden_dim=16)
+
+
+def inputs(config: MoEConfig, n_tokens: int, balanced: bool, device: str) -> tuple[Tensor, Tensor, Tensor]:
     """Sorted rows, the first matrices of all experts, and the counts of a router with random, or random and uneven, logits."""
     generator = torch.Generator(device).manual_seed(0)
     logits = torch.randn(n_tokens, config.n_experts, device=device, generator=generator)
@@ -57,8 +77,12 @@ def inputs(config: MoEConfig, n_tokens: int, balanced: bool, device: str = "cuda
     return x, weights, counts
 
 
-def seconds(run: Callable[[], object]) -> float:
+def seconds(run: Callable[[], object], device: str) -> float:
     """Time of one call on the device."""
+    if device == "cpu":
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     run()
@@ -83,18 +107,18 @@ def times(given: tuple[Tensor, Tensor, Tensor]) -> dict[str, dict]:
     found = {}
     for name, run in (("forward", forward), ("forward and backward", forward_and_backward)):
         samples: dict[str, list[float]] = {who: [] for who in PRODUCTS}
-        for round_ in range(N_ROUNDS + 2):
+        for round_ in range(N_ROUNDS + N_WARMUP):
             for who in random.sample(list(PRODUCTS), len(PRODUCTS)):
-                taken = seconds(lambda: run(PRODUCTS[who], *given))  # noqa: B023 (called at once)
-                if round_ > 1:
+                taken = seconds(partial(run, PRODUCTS[who], *given), given[0].device.type)
+                if round_ >= N_WARMUP:
                     samples[who].append(taken)
         found[name] = {who: spread(values) for who, values in samples.items()}
     return found
 
 
-def case(name: str, n_tokens: int, balanced: bool) -> dict:
-    config = CONFIGS[name]
-    given = x, weights, counts = inputs(config, n_tokens, balanced)
+def case(name: str, n_tokens: int, balanced: bool, options: argparse.Namespace) -> dict:
+    config = shrunk(CONFIGS[name]) if options.tiny else CONFIGS[name]
+    given = x, weights, counts = inputs(config, n_tokens, balanced, options.device)
     expected = pytorchs(*given).float()
     apart = {who: (product(*given).float() - expected).abs().max().item() for who, product in PRODUCTS.items()}
     flops = 2 * len(x) * weights.shape[1] * weights.shape[2]
@@ -102,17 +126,107 @@ def case(name: str, n_tokens: int, balanced: bool) -> dict:
     return facts | {"flops": flops, "differs_by": apart, "seconds": times(given)}
 
 
-def main() -> None:
-    random.seed(0)
+def grouped(options: argparse.Namespace) -> None:
     cases = []
     for name, lengths in TOKENS.items():
-        for n_tokens in lengths:
+        for n_tokens in (64,) if options.tiny else lengths:
             for balanced in (True, False):
-                cases.append(case(name, n_tokens, balanced))
-                by_us = {who: f"{1e6 * t['median']:.0f}" for who, t in cases[-1]["seconds"]["forward"].items()}
-                print(name, n_tokens, balanced, by_us, flush=True)
-                torch.cuda.empty_cache()
-    record("moe", {"dtype": "bfloat16", "n_rounds": N_ROUNDS, "cases": cases})
+                cases.append(case(name, n_tokens, balanced, options))
+                taken = {who: f"{1e6 * t['median']:.0f}" for who, t in cases[-1]["seconds"]["forward"].items()}
+                print(name, n_tokens, balanced, taken, flush=True)
+                if options.device == "cuda":
+                    torch.cuda.empty_cache()
+    record("moe", {"dtype": "bfloat16", "n_rounds": N_ROUNDS, "cases": cases}, options.folder)
+
+
+# ---- experts on ranks ------------------------------------------------------------------------------------------------
+
+
+def exchanges(layer: ExpertParallelMoE, x: Tensor) -> tuple[Callable[[], None], int]:
+    """The five all-to-alls of a step and nothing else, with the rows that the layer sends; and how many rows arrive at this rank."""
+    local: Any = layer.local
+    with torch.no_grad():
+        _, experts = local.route(x)
+    order, to_each = sort_by_expert(experts, local.router.out_features)
+    from_each = torch.empty_like(to_each)
+    dist.all_to_all_single(from_each, to_each)
+    send, receive = (n.view(dist.get_world_size(), -1).sum(1).tolist() for n in (to_each, from_each))
+    rows = x.detach()[order // experts.shape[1]]
+
+    def run() -> None:
+        dist.all_to_all_single(from_each, to_each)
+        for _ in ("forward", "backward"):
+            AllToAll.apply(AllToAll.apply(rows, send, receive, None), receive, send, None)
+
+    return run, sum(receive)
+
+
+def step(layer: nn.Module, x: Tensor) -> None:
+    """Forward and backward; the gradients are let go, as an optimizer would after its step."""
+    out = layer(x)
+    out.backward(torch.ones_like(out))
+    layer.zero_grad(set_to_none=True)
+    x.grad = None
+
+
+def parallel_case(config: MoEConfig, n_tokens: int, device: torch.device) -> dict[str, Any]:
+    """Times of the slowest rank in each round; every rank has ``n_tokens`` tokens of its own."""
+    torch.manual_seed(0)  # the whole layer is the same on every rank
+    with device:
+        whole = MoE(config.dim, config.hidden_dim, config.n_experts, config.k, config.n_shared)
+        layer = ExpertParallelMoE(whole)
+        del whole
+        dense = SwiGLU(config.dim, (config.k + config.n_shared) * config.hidden_dim)
+        torch.manual_seed(1 + dist.get_rank())
+        x = torch.randn(n_tokens, config.dim).requires_grad_()
+    messages, received = exchanges(layer, x)
+    calls: tuple[Callable[[], None], ...] = (partial(step, layer, x), messages, partial(step, dense, x))
+    ways = dict(zip(PARALLEL, calls, strict=True))
+    samples: dict[str, list[float]] = {name: [] for name in ways}
+    for round_ in range(N_ROUNDS + N_WARMUP):
+        for name, run in ways.items():
+            dist.barrier()
+            wait_for(device)
+            began = time.perf_counter()
+            run()
+            wait_for(device)
+            taken = slowest(time.perf_counter() - began, device)
+            if round_ >= N_WARMUP:
+                samples[name].append(taken)
+    most = int(slowest(received, device))
+    facts = {"tokens_per_rank": n_tokens, "rows_sent_per_rank": n_tokens * config.k, "rows_at_busiest_rank": most}
+    return facts | {"seconds": {name: spread(values) for name, values in samples.items()}}
+
+
+def measure_parallel(rank: int, device: torch.device, options: argparse.Namespace) -> None:
+    dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+    torch.set_default_dtype(dtype)
+    results: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "n_ranks": options.ranks, "cases": []}
+    for name, config in CONFIGS.items():
+        chosen, n_tokens = (shrunk(config), 64) if options.tiny else (config, TOKENS_PER_RANK)
+        results["cases"].append({"model": name} | parallel_case(chosen, n_tokens, device))
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+        if rank == 0:
+            taken = {who: f"{1e3 * t['median']:.2f} ms" for who, t in results["cases"][-1]["seconds"].items()}
+            print(name, taken, flush=True)
+            record("moe_parallel", results, options.folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("grouped", "parallel"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--ranks", type=int, default=4, help="of parallel; the number of experts must be a multiple")
+    parser.add_argument("--folder", type=Path, default=MEASUREMENTS, help="where the JSON goes")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the program out")
+    options = parser.parse_args()
+    random.seed(0)
+    if options.what == "grouped":
+        grouped(options)
+    else:
+        backend = "nccl" if options.device == "cuda" else "gloo"
+        spawn(measure_parallel, backend, options.ranks, options, limit_s=600)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,11 +36,13 @@ def make_model(kind: str, seed: int = 0) -> Llama:
     """A Llama on bytes: ``dense`` of the active size, ``wide`` of the total size, or ``mixture``."""
     torch.manual_seed(seed)
     model = Llama(CONFIG)
-    for layer in model.layers:
+    layers: Any = model.layers
+    for layer in layers:
         if kind == "wide":
             layer.feed_forward = SwiGLU(CONFIG.dim, N_EXPERTS * HIDDEN)
         elif kind == "mixture":
             layer.feed_forward = MoE(CONFIG.dim, HIDDEN, N_EXPERTS, K)
+            layer.feed_forward.router.register_forward_hook(_keep_logits)
     return model
 
 
@@ -78,7 +81,7 @@ def train(kind: str, balance: str = "none", n_steps: int = 200, seed: int = 0, l
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         run.losses.append(loss.item())
-        counts = [torch.bincount(layer.routing[1].flatten(), minlength=N_EXPERTS) for layer in mixtures(model)]
+        counts = [_counts(layer) for layer in mixtures(model)]
         run.shares.append([(c / c.sum()).tolist() for c in counts])
         if balance == "bias":
             for layer, c in zip(mixtures(model), counts, strict=True):
@@ -87,9 +90,21 @@ def train(kind: str, balance: str = "none", n_steps: int = 200, seed: int = 0, l
     return run
 
 
+def _counts(layer: MoE) -> Tensor:
+    """How many of the last rows each expert got."""
+    assert layer.routing is not None
+    return torch.bincount(layer.routing[1].flatten(), minlength=N_EXPERTS)
+
+
 def _router_losses(layer: MoE) -> Tensor:
-    probabilities, experts = layer.routing
-    return 0.01 * load_balancing_loss(probabilities, experts) + 0.001 * router_z_loss(probabilities.log())
+    assert layer.routing is not None
+    router: Any = layer.router
+    return 0.01 * load_balancing_loss(*layer.routing) + 0.001 * router_z_loss(router.logits)
+
+
+def _keep_logits(router: nn.Module, inputs: tuple, logits: Tensor) -> None:
+    """A hook: the z-loss needs the logits, and a softmax forgets how large they were."""
+    vars(router)["logits"] = logits
 
 
 def _held_out(model: nn.Module, data: Tensor) -> float:
@@ -103,14 +118,13 @@ def _held_out(model: nn.Module, data: Tensor) -> float:
 
 
 def spread_layer(rank: int, world_size: int, lengths: Sequence[int]) -> tuple[float, list[int]]:
-    """One layer on all ranks, each with its own number of tokens: the largest difference from the whole layer, and the rows for each expert here."""
+    """One layer on all ranks, each with its own number of tokens: the largest sum of a token's differences from the whole layer, and the rows for each expert here."""
     torch.manual_seed(0)
     whole = MoE(16, 32, 8, 2).double()
     x = torch.randn(lengths[rank], 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
     layer = ExpertParallelMoE(whole)
     with torch.no_grad():
-        apart = (layer(x) - whole(x)).abs().max() if len(x) else torch.zeros(())
-        experts = whole.routing[1] if whole.routing else torch.zeros(0, 2, dtype=torch.int64)
-    counts = torch.bincount(experts.flatten(), minlength=8)
+        apart = (layer(x) - whole(x)).abs().sum(-1)  # a rank without tokens takes part, too
+    counts = _counts(whole)
     dist.all_reduce(counts)
-    return apart.item(), counts.chunk(world_size)[rank].tolist()
+    return max(apart.tolist(), default=0.0), counts.chunk(world_size)[rank].tolist()

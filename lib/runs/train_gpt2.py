@@ -4,13 +4,14 @@ python -m lib.runs.train_gpt2
 torchrun --nproc-per-node 4 -m lib.runs.train_gpt2 --model small --strategy ddp --precision bf16 --compile --batch 64
 torchrun --nproc-per-node 4 -m lib.runs.train_gpt2 --model xl --strategy fsdp --engine torch --precision bf16 --compile
 torchrun --nproc-per-node 8 -m lib.runs.train_gpt2 --model xl --replicate 2 --shard 4 --precision bf16 --compile
+torchrun --nproc-per-node 4 -m lib.runs.train_gpt2 --model small --n-experts 8 --top-k 2 --expert 4 --precision bf16
 python -m lib.runs.train_gpt2 --model small --data openwebtext --limit 10000 --tokenizer gpt2
 """
 
 import sys
 
 from lib.runs.engine.loop import main as run
-from lib.runs.engine.options import KINDS, make_parser, whole
+from lib.runs.engine.options import KINDS, add_text_flags, make_parser, share, whole
 from lib.runs.engine.tasks import GPT2_PRESETS, GPT2Task
 from lib.runs.engine.world import find_world
 
@@ -18,10 +19,15 @@ from lib.runs.engine.world import find_world
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, or 75 if asked to leave before the last step, or 2 after one line about what is wrong with the request."""
     parser = make_parser("lib.runs.train_gpt2", list(GPT2_PRESETS), "sequences", "Train a GPT-2.")
-    text = parser.add_argument_group("text")
-    text.add_argument("--length", type=whole(1), help="tokens in a sequence; default: the preset's")
-    text.add_argument("--tokenizer", choices=("bytes", "bpe", "gpt2"), default="bytes",
-                      help="bytes; bpe: chapter 1's tokenizer, trained on the text; gpt2: tiktoken's")  # fmt: skip
+    add_text_flags(parser)
+    mixtures = parser.add_argument_group("mixtures of experts")
+    mixtures.add_argument(
+        "--n-experts",
+        type=whole(1),
+        help="experts in every block, in place of its MLP; a token's experts together cost as much",
+    )
+    mixtures.add_argument("--top-k", type=whole(1), help="experts of each token; default: 2")
+    mixtures.add_argument("--bias-rate", type=share, help="how far a step moves the router's bias; default: 0.001")
     return run(parser, GPT2Task, with_length(sys.argv[1:] if argv is None else argv))
 
 

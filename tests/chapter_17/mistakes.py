@@ -442,7 +442,9 @@ def by_function(function, *args):
     return _Again.apply(function, *args)
 
 
-def checkpointed(function, args, *, random=True, autocast=True, stop=True, put_back=True, check=True):
+def checkpointed(
+    function, args, *, random=True, autocast=True, stop=True, put_back=True, check=True, drop_used=True, once=False
+):
     """The reference in one piece, with parts that a mistake leaves out."""
     inputs = keep_in_graph(args)
     if inputs is None:
@@ -479,12 +481,25 @@ def checkpointed(function, args, *, random=True, autocast=True, stop=True, put_b
             raise RuntimeError(f"{n_saved[0]} tensors were saved first, {len(again)} again")
 
     def restore(index):
-        if index not in again:
+        if not again if once else index not in again:
             run_again()
-        return again.pop(index)
+        return again.pop(index) if drop_used else again[index]
 
     with saved_tensors_hooks(drop, restore):
         return function(*args)
+
+
+@mistake("checkpoint", "what the second run computed is kept to the end of backward: pop each tensor when it is used")
+def keeps_used(function, *args):
+    return checkpointed(function, args, drop_used=False)
+
+
+@mistake(
+    "checkpoint",
+    "the function runs again only when nothing is left of the last run: a tensor that was used already is missing",
+)
+def again_when_empty(function, *args):
+    return checkpointed(function, args, once=True)
 
 
 @mistake("checkpoint", "the second run draws other random numbers: another dropout mask than in forward")
@@ -663,10 +678,46 @@ class NoAutocast(reference.DeferredLinear):
             return super().forward(x)
 
 
+class _OnContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, layer):
+        ctx.x, ctx.weight, ctx.layer = x, weight, layer
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.layer.pending.append((ctx.x, grad))
+        return grad @ ctx.weight.to(grad.dtype) if ctx.needs_input_grad[0] else None, None, None, None
+
+
+@mistake(
+    "DeferredLinear",
+    "x is an attribute of ctx, not saved with `save_for_backward`: a checkpoint around it cannot drop it",
+)
+class OnContext(reference.DeferredLinear):
+    def forward(self, x):
+        return _OnContext.apply(x, self.weight, self.bias, self)
+
+
 @mistake("DeferredLinear", "what was kept for the weights is never released")
 class Held(reference.DeferredLinear):
     def backward_weights(self):
         self.old = [*getattr(self, "old", []), *list(self.pending)[:1]]
+        super().backward_weights()
+
+
+@mistake(
+    "DeferredLinear",
+    "x is put aside with its history: weight.grad gets a graph, which keeps the gradients of all micro-batches in memory",
+)
+class Traced(reference.DeferredLinear):
+    def forward(self, x):
+        self.inputs = [*getattr(self, "inputs", []), x]
+        return super().forward(x)
+
+    def backward_weights(self):
+        if self.pending:
+            self.pending[0] = self.inputs.pop(0), self.pending[0][1]
         super().backward_weights()
 
 
@@ -760,6 +811,19 @@ class OnceForEach(reference.PipelineStage):
         if i in self._pending:
             self._pending[i] = list(dict.fromkeys(self._pending[i]))
         super().backward_weights(i)
+
+
+@mistake(
+    "PipelineStage",
+    "backward_weights(i) does everything that is pending; it should do what micro-batch i left, and no more",
+)
+class AllWeights(reference.PipelineStage):
+    def backward_weights(self, i):
+        super().backward_weights(i)
+        for layer in self.modules():
+            while isinstance(layer, reference.DeferredLinear) and layer.pending:
+                layer.backward_weights()
+        self._pending = {m: [] for m in self._pending}
 
 
 @mistake("PipelineStage", "backward_weights does nothing: DeferredLinear layers never get their gradients")

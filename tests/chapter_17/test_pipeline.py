@@ -616,6 +616,35 @@ def test_checkpoint_backward_twice():
     expect_close(grads[1], grads[0], name="gradient after both", read=TWICE)
 
 
+def test_checkpoint_backward_in_parts():
+    case("first the gradient of the last layer's weight alone, then those of everything; retain_graph=True")
+    grads = []
+    for call in (plain, pipeline.checkpoint):
+        model, x = block(), randn(4, 5).requires_grad_()
+        out = call(model, x).sum()
+        (first,) = torch.autograd.grad(out, model[3].weight, retain_graph=True)
+        out.backward()
+        grads.append({"last weight": first, "x": x.grad, "first weight": model[0].weight.grad})
+    expect_close(grads[1], grads[0], name="gradients", read="the contract")
+
+
+def test_checkpoint_drops_what_backward_has_used():
+    case("sin(exp(exp(x))) on [1000, 5]: what is in memory when backward has passed the outer exp")
+    outer, used = list[StorageWeakRef](), list[bool]()
+
+    def function(x):
+        inner = x.exp()
+        if inner.requires_grad:
+            inner.register_hook(lambda grad: used.append(outer[-1].expired()))
+        out = inner.exp()
+        outer.append(StorageWeakRef(out.untyped_storage()))
+        return out.sin()
+
+    pipeline.checkpoint(function, randn(1000, 5).requires_grad_()).sum().backward()
+    problem = "the outer exp has had its backward, and what it saved is still in memory: each tensor is needed once"
+    expect_true(used == [True], problem, answer=used, read="the contract")
+
+
 def test_checkpoint_of_a_gradient():
     case("the gradient of the gradient of exp(sin(x)), with create_graph=True")
     x = randn(4, dtype=torch.float64).requires_grad_()
@@ -813,6 +842,44 @@ def test_DeferredLinear_releases_what_it_kept():
     )
 
 
+def test_DeferredLinear_saves_in_the_graph():
+    case("x [1000, 3]: the bytes that the graph saves, which a checkpoint can drop; as nn.Linear")
+    x = randn(1000, 3, dtype=torch.float64).requires_grad_()
+    expected = saved_bytes(lambda: linear()(x))[1]
+    layer = pipeline.DeferredLinear(linear())
+    expect_equal(saved_bytes(lambda: layer(x))[1], expected, name="bytes saved by the graph", read=TWICE)
+
+
+def test_DeferredLinear_keeps_its_input_and_its_gradient():
+    refs: dict[str, StorageWeakRef] = {}
+
+    def follow(name: str, tensor: Tensor) -> Tensor:
+        refs[name] = StorageWeakRef(tensor.untyped_storage())
+        return tensor
+
+    torch.manual_seed(2)
+    first, last = pipeline.DeferredLinear(nn.Linear(3, 4)), pipeline.DeferredLinear(nn.Linear(4, 3))
+    inner = follow("sin's input", first(randn(1000, 3).requires_grad_()))
+    inner.register_hook(lambda grad: refs.update(grad=StorageWeakRef(grad.untyped_storage())))
+    out = last(follow("x", inner.sin()))
+    del inner
+    out.sum().backward()
+    case("3 to 4 features, sin, 4 to 3, x [1000, 3], backward: the layers keep their inputs and gradients, no more")
+    expect_true(refs["sin's input"].expired(), "the input of sin is still in memory after backward", read=HALVES)
+    kept = not (refs["x"].expired() or refs["grad"].expired())
+    expect_true(kept, "the input or the gradient is gone before backward_weights()", read=HALVES)
+    case("the same, then backward_weights() of both layers, while the output is still there")
+    last.backward_weights()
+    first.backward_weights()
+    problem = (
+        "the gradient of the first layer's output is still in memory; does weight.grad have a history, which keeps it?"
+    )
+    expect_true(
+        refs["grad"].expired(), problem, answer=first.weight.grad, read="the contract of ex-pipeline-deferredlinear"
+    )
+    expect_true(refs["x"].expired(), "the second layer's input is still in memory", read=HALVES)
+
+
 # ---- 17.9 PipelineStage ----------------------------------------------------------------------------------------------
 
 
@@ -926,7 +993,11 @@ def test_PipelineStage_with_deferred_layers():
         stage.backward_micro(i, torch.ones(i + 1, 3, dtype=torch.float64))
     problem = "the weights of a DeferredLinear have a gradient before backward_weights"
     expect_true(first.weight.grad is None and last.weight.grad is None, problem, read=STAGE)
-    for i in range(3):
+    stage.backward_weights(0)
+    expect_close(
+        last.bias.grad, torch.ones(3, dtype=torch.float64), name="last bias after backward_weights(0)", read=STAGE
+    )
+    for i in (1, 2):
         stage.backward_weights(i)
     expect_close(gradients(theirs.named_parameters(), STAGE), expected, name="gradients", read=STAGE)
 

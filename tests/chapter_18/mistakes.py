@@ -8,6 +8,7 @@ from einops import rearrange
 from torch import nn
 
 from lib.fast.blocks import block_backward, block_forward
+from lib.given.kernels.once import first_derivative_only
 from lib.given.parallel.ring import check_shares, equal_part, exchange, pass_on
 from lib.workbook.grading import mistake
 from solutions import context_parallel as reference
@@ -273,6 +274,24 @@ class WholeStream(SequenceBlock):
         h = CopyToRegion.apply(layer_norm(x, gain_2, bias_2, self.ln_2.eps), self.group)
         h = gelu_tanh(self.mlp.c_fc(h)) @ self.mlp.c_proj.weight.T
         return cut(x + ReduceFromRegion.apply(h, self.group) + mlp_bias, 1, self.group)
+
+
+@mistake(
+    "SequenceParallelBlock",
+    "the part of the weights is chosen by the rank in the world instead of the rank in the group",
+)
+class PartOfTheWorld(SequenceBlock):
+    def __init__(self, block, group=None):
+        super().__init__(block, group)
+        n_ranks = dist.get_world_size(group)
+        taken = dist.get_rank() % n_ranks
+        for linear, whole, sections in (
+            (self.attn.c_attn, block.attn.c_attn, 3),
+            (self.mlp.c_fc, block.mlp.c_fc, 1),
+        ):
+            for name in ("weight", "bias"):
+                parts = getattr(whole, name).detach().unflatten(0, (sections, n_ranks, -1))
+                setattr(linear, name, nn.Parameter(parts[:, taken].flatten(0, 1).clone()))
 
 
 # ---- 18.4 heads_to_sequence, 18.5 sequence_to_heads ------------------------------------------------------------------
@@ -727,13 +746,19 @@ class Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do):
+        if ctx.of_call[-1] != "twice":
+            return first_derivative_only(Ring.gradients)(ctx, do)
+        return Ring.gradients(ctx, do)
+
+    @staticmethod
+    def gradients(ctx, do):
         (q, k, v, o, lse, *_), (is_causal, group, layout, wrong) = ctx.saved_tensors, ctx.of_call
         rank, mine, arriving, messages = dist.get_rank(group), None, None, []
         if wrong == "lse of the last block":
             lse = ctx.last
         dq = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32))
         for source, (key, value) in Ring.pairs(k, v, group, wrong):
-            grads = torch.zeros((2, *k.shape), dtype=k.dtype)
+            grads = torch.zeros((2, *k.shape), dtype=dq.dtype if wrong == "wide gradients" else k.dtype)
             block = Ring.block(rank, source, q.shape[-2], is_causal, layout, wrong)
             if wrong == "computes all" and block is None:
                 block_backward(q, key, value, o, do, lse, False)
@@ -758,7 +783,7 @@ class Ring(torch.autograd.Function):
         dk, dv = mine if arriving is None else mine + arriving
         if wrong == "own gradients lost" and arriving is not None:
             dk, dv = arriving
-        return dq.to(q.dtype), dk, dv, None, None, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
 def ring(wrong, sentence):
@@ -791,6 +816,10 @@ ring(
 ring("gradients stay", "dK and dV are not sent home: each rank keeps those that its own queries gave")
 ring("gradients forgotten", "dK and dV travel, but each rank overwrites what came before it instead of adding to it")
 ring("last dq", "every block overwrites dQ: only the last pair counts")
+ring("wide gradients", "dK and dV travel in float32: twice the bytes; the contract asks for the inputs' dtype")
+ring(
+    "twice", "a second derivative is returned, and is wrong: backward's messages have none; see `first_derivative_only`"
+)
 ring("own gradients lost", "what a rank's own queries give to its own dK and dV is lost")
 
 
@@ -821,6 +850,28 @@ class Sizes:
 
 
 right_bytes = reference.context_parallel_bytes
+
+
+def all_to_all_bytes(config, batch, length, n_ranks, key_heads):
+    """Bytes of four all-to-alls a layer, with so many heads of keys on all ranks together."""
+    head_bytes = 2 * batch * (length // n_ranks) * (config.dim // config.n_heads)
+    return config.n_layers * 4 * (config.n_heads + key_heads) // n_ranks * (n_ranks - 1) * head_bytes
+
+
+@mistake(
+    "context_parallel_bytes",
+    'for "ulysses", max(G, R) heads of keys are counted; ranks that don\'t divide G get the least common multiple',
+)
+def bytes_of_the_larger(config, batch, length, n_ranks, kind):
+    right = right_bytes(config, batch, length, n_ranks, kind)
+    groups = max(getattr(config, "n_kv_heads", config.n_heads), n_ranks)
+    return right if kind == "ring" else all_to_all_bytes(config, batch, length, n_ranks, groups)
+
+
+@mistake("context_parallel_bytes", 'for "ulysses", keys and values are counted with H heads instead of G')
+def bytes_of_all_heads_exchanged(config, batch, length, n_ranks, kind):
+    right = right_bytes(config, batch, length, n_ranks, kind)
+    return right if kind == "ring" else all_to_all_bytes(config, batch, length, n_ranks, config.n_heads)
 
 
 @mistake("context_parallel_bytes", "keys and values are counted with H heads instead of their own G")

@@ -158,6 +158,11 @@ def reversed_within(experts, n_experts):
     return len(flat) - 1 - order, counts
 
 
+@mistake("sort_by_expert", "`argsort` without `stable=True`: it may put assignments of one expert in any order")
+def argsort_alone(experts, n_experts):
+    return experts.flatten().argsort(), reference.sort_by_expert(experts, n_experts)[1]
+
+
 @mistake("sort_by_expert", "experts are flattened choice by choice instead of token by token")
 def by_choice(experts, n_experts):
     return reference.sort_by_expert(experts.T.contiguous(), n_experts)
@@ -389,6 +394,18 @@ def capacity_of_tokens(experts, n_experts, capacity_factor):
     return _mask(experts, n_experts, math.ceil(capacity_factor * len(experts) / n_experts))
 
 
+@mistake(
+    "capacity_mask", "one assignment fewer than the capacity is accepted: places begin with 1, so the last one is <="
+)
+def one_too_few(experts, n_experts, capacity_factor):
+    return _mask(experts, n_experts, math.ceil(capacity_factor * experts.numel() / n_experts) - 1)
+
+
+@mistake("capacity_mask", "the mask holds integers instead of booleans: it would index, not select")
+def mask_of_integers(experts, n_experts, capacity_factor):
+    return reference.capacity_mask(experts, n_experts, capacity_factor).long()
+
+
 @mistake("capacity_mask", "one assignment more than the capacity is accepted")
 def one_too_many(experts, n_experts, capacity_factor):
     return _mask(experts, n_experts, 1 + math.ceil(capacity_factor * experts.numel() / n_experts))
@@ -423,6 +440,11 @@ def by_the_difference(bias, counts, rate):
 def rounded_mean(bias, counts, rate):
     mean = torch.div(counts.sum(), len(counts), rounding_mode="floor")
     return bias + rate * torch.sign(mean - counts).to(bias.dtype)
+
+
+@mistake("update_router_bias", "counts are compared with their median instead of their mean")
+def by_median(bias, counts, rate):
+    return bias + rate * torch.sign(counts.median() - counts).to(bias.dtype)
 
 
 @mistake("update_router_bias", "the bias is changed in place")
@@ -469,6 +491,17 @@ class WeightsNotSorted(_MoE):
         order, _ = reference.sort_by_expert(experts, len(self.w1))
         inverse = torch.empty_like(order).index_copy(0, order, torch.arange(len(order)))
         return _combined(self, x, weights.flatten()[inverse].view_as(weights), experts)
+
+
+@mistake("MoE", "a token's results overwrite each other instead of being added")
+class Overwritten(_MoE):
+    def mix(self, x, weights, experts):
+        tokens = x.reshape(-1, x.shape[-1])
+        order, counts = reference.sort_by_expert(experts, len(self.w1))
+        rows = self.compute_experts(tokens[order // self.k], counts) * weights.flatten()[order, None].to(x.dtype)
+        out = torch.zeros_like(tokens)
+        out[order // self.k] = rows
+        return (out if self.shared is None else out + self.shared(tokens)).view_as(x)
 
 
 @mistake("MoE", "the shared experts are forgotten")
@@ -576,6 +609,22 @@ def nothing_refused(state_dict):
         return {}
 
 
+@mistake("convert_hf_state_dict", "the weights are taken out of the dictionary given, which must stay as it is")
+def popped(state_dict):
+    found = _names(dict(state_dict))
+    state_dict.clear()
+    return found
+
+
+@mistake("convert_hf_state_dict", "only missing names are refused, unknown ones are passed over")
+def unknown_ignored(state_dict):
+    known = ("gate.weight", "experts.")
+    try:
+        return _names({n: t for n, t in state_dict.items() if n.startswith(known)})
+    except ValueError:
+        return _names(state_dict)
+
+
 @mistake("convert_hf_state_dict", "the router's bias is missing")
 def without_bias(state_dict):
     return {n: t for n, t in _names(state_dict).items() if n != "router_bias"}
@@ -625,6 +674,11 @@ def counts_sent(x, experts, n_experts, group=None):
 @mistake("dispatch", "the counts are exchanged twice")
 def counts_twice(x, experts, n_experts, group=None):
     return _dispatch(x, experts, n_experts, group, n_exchanges=2)
+
+
+@mistake("dispatch", "the group is not passed on to the collectives: all ranks take part")
+def dispatch_to_all(x, experts, n_experts, group=None):
+    return reference.dispatch(x, experts, n_experts, None)
 
 
 @mistake("dispatch", "experts are dealt to the ranks in turn: expert e lives on rank e // (E/R), not e % R")
@@ -680,6 +734,13 @@ def overwritten(y, weights, state, group=None):
 @mistake("combine", "the weights get no gradient: the router cannot learn")
 def weights_detached(y, weights, state, group=None):
     return _combine(y, weights.detach(), state, group) + 0 * weights.sum()
+
+
+@mistake("combine", "the group is not passed on to the all-to-all: all ranks take part")
+def combine_with_all(y, weights, state, group=None):
+    order, by_expert, send, receive = state
+    n_more = dist.get_world_size() - len(send)
+    return reference.combine(y, weights, (order, by_expert, send + [0] * n_more, receive + [0] * n_more), None)
 
 
 # ---- 19.13 ExpertParallelMoE -----------------------------------------------------------------------------------------
@@ -753,6 +814,13 @@ class CutsTheGiven(_Parallel):
             moe.get_parameter(name).data = moe.get_parameter(name).data.clone() * 0
 
 
+@mistake("ExpertParallelMoE", "the router is the given layer's own, not a copy: a step of one moves the other")
+class SharesTheRouter(_Parallel):
+    def __init__(self, moe, group=None):
+        super().__init__(moe, group)
+        self.local.router = moe.router
+
+
 @mistake("ExpertParallelMoE", "the group is not passed on: all ranks take part")
 class GroupForgotten(_Parallel):
     def __init__(self, moe, group=None):
@@ -807,6 +875,16 @@ def no_routers(config):
 def no_biases(config):
     biases = config.n_experts * config.router_bias * (config.n_layers - config.n_dense)
     return tuple(n - biases for n in reference.moe_parameters(config))
+
+
+@mistake("moe_parameters", "a block is counted with one norm; it has two")
+def one_norm(config):
+    return tuple(n - config.dim * config.n_layers for n in reference.moe_parameters(config))
+
+
+@mistake("moe_parameters", "the norm behind the last block is forgotten")
+def no_last_norm(config):
+    return tuple(n - config.dim for n in reference.moe_parameters(config))
 
 
 @mistake("moe_parameters", "the norms are forgotten")

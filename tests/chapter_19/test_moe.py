@@ -236,8 +236,8 @@ def test_grouped_matmul_kernel_of_ragged_groups(counts, dtype):
 @kernel_marks
 def test_grouped_matmul_kernel_of_other_strides():
     counts = [5, 0, 18]
-    x, weights = randn(17, 23).T.to(DEVICE), randn(3, 30, 17, seed=1).transpose(1, 2).to(DEVICE)
-    case(f"counts {counts}, c=17 f=30, both operands transposed")
+    x, weights = randn(17, 23).T.to(DEVICE), randn(3, 32, 17, seed=1)[:, :30].transpose(1, 2).to(DEVICE)
+    case(f"counts {counts}, c=17 f=30, both operands transposed, the matrices cut out of larger ones")
     out, _ = run_kernel(x, weights, counts)
     expect_close(out, by_loop(x, weights, counts), atol=1e-5, read="the contract, under Args: the strides")
 
@@ -368,6 +368,7 @@ def test_capacity_mask_of_many():
             used[expert] += 1
     answer = moe.capacity_mask(experts, 8, 0.7)
     expect_equal(answer.tolist(), expected.tolist(), read=ROOM)
+    expect_equal(answer.dtype, torch.bool, name="dtype", read="the contract, under Returns")
 
 
 # ---- 19.8 update_router_bias -----------------------------------------------------------------------------------------
@@ -382,9 +383,9 @@ def test_update_router_bias_by_hand():
 
 
 def test_update_router_bias_of_an_uneven_mean():
-    case("counts 3, 0, 1, with mean 4/3; rate 0.25")
-    answer = moe.update_router_bias(torch.zeros(3), torch.tensor([3, 0, 1]), 0.25)
-    expect_close(answer, torch.tensor([-0.25, 0.25, 0.25]), read=BIAS)
+    case("counts 9, 0, 2, 3, with mean 3.5; rate 0.25")
+    answer = moe.update_router_bias(torch.zeros(4), torch.tensor([9, 0, 2, 3]), 0.25)
+    expect_close(answer, torch.tensor([-0.25, 0.25, 0.25, 0.25]), read=BIAS)
 
 
 def test_update_router_bias_balances():
@@ -448,15 +449,16 @@ def compare_layer(layer, weights, x, k, bias=None, read=LAYER):
     weights = {name: w.clone().requires_grad_() for name, w in weights.items()}
     ours, theirs = (x.clone().requires_grad_() for _ in range(2))
     out, expected = layer(ours), loop_over_tokens(theirs, weights, k, bias)
-    expect_close(out, expected, read=read)
+    expect_close(out, expected, atol=1e-5, rtol=1e-5, read=read)  # the router's float32 leaves seven digits
     upstream = randn(*x.shape, seed=9, dtype=x.dtype)
     out.backward(upstream)
     (expected + 0 * sum(w.sum() for w in weights.values())).backward(upstream)
-    expect_close(ours.grad, theirs.grad, name="x's gradient", read=read)
+    expect_close(ours.grad, theirs.grad, name="x's gradient", atol=1e-5, rtol=1e-5, read=read)
     grads = {name: p.grad for name, p in layer.named_parameters()}
     missing = [name for name, grad in grads.items() if grad is None]
     expect_true(not missing, f"{', '.join(missing)} got no gradient", answer=out, read=read)
-    expect_close(grads, {name: weights[name].grad for name in grads}, name="gradients", read=read)
+    expected = {name: weights[name].grad for name in grads}
+    expect_close(grads, expected, name="gradients", atol=1e-5, rtol=1e-5, read=read)
 
 
 def test_MoE_by_hand():
@@ -605,6 +607,10 @@ def test_convert_hf_state_dict_of_joined_experts():
     before = {name: t.clone() for name, t in state.items()}
     answer = moe.convert_hf_state_dict(state)
     expect_close(dict(sorted(answer.items())), expected_conversion(state), read="the contract")
+    lost = [name for name in before if name not in state]
+    expect_equal(
+        lost, [], name="names that the dictionary given has lost", answer=answer, read="the contract: left unchanged"
+    )
     expect_close(state, before, name="the weights given, afterwards", read="the contract: left unchanged")
 
 
@@ -617,14 +623,19 @@ def test_convert_hf_state_dict_of_single_experts():
     expect_equal(strided, [], name="weights that are not contiguous", read="the contract, under Returns")
 
 
-@pytest.mark.parametrize("keep", ["joined", "single"])
-def test_convert_hf_state_dict_refuses(keep):
-    state = joined_weights() if keep == "joined" else single_weights(joined_weights())
-    gone = "experts.down_proj" if keep == "joined" else "experts.2.w3.weight"
-    case(f"{keep}, without {gone}, and with router.scale too many")
+@pytest.mark.parametrize("gone", ["experts.down_proj", "experts.gate_up_proj", "experts.2.w3.weight"])
+def test_convert_hf_state_dict_refuses(gone):
+    state = single_weights(joined_weights()) if "w3" in gone else joined_weights()
+    case(f"without {gone}, and with router.scale too many")
     changed = {name: t for name, t in state.items() if name != gone} | {"router.scale": torch.ones(1)}
     with expect_raises(ValueError, gone, "router.scale", read=RAISES):
         moe.convert_hf_state_dict(changed)
+
+
+def test_convert_hf_state_dict_refuses_a_name_too_many():
+    case("nothing is missing, and router.scale is too many")
+    with expect_raises(ValueError, "router.scale", read=RAISES):
+        moe.convert_hf_state_dict(joined_weights() | {"router.scale": torch.ones(1)})
 
 
 # ---- 19.11 dispatch --------------------------------------------------------------------------------------------------
@@ -691,6 +702,26 @@ def test_dispatch_on_ranks(ranks, n_ranks):
         expect_equal(exchanges(ledger), [4 * 8, 2 * len(routes[ledger.rank]) * 16, back * 16], name="bytes", read=COST)
 
 
+def there_and_back_in_pairs(rank, world_size, uses):
+    from solutions import moe as reference
+
+    case(f"4 experts in the groups (0, 2) and (1, 3), whose ranks have 1, 2, 3 and 4 tokens; rank {rank}")
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    x = randn(rank + 1, 3, seed=rank, dtype=torch.float64)
+    experts = torch.tensor([[rank % 4, (rank + 1) % 4]] * (rank + 1))
+    given, written = (reference, moe) if uses == "combine" else (moe, reference)
+    rows, counts, state = given.dispatch(x, experts, 4, groups[rank % 2])
+    expect_equal(len(counts), 2, name="experts on this rank, of 4 in a group of 2", read="the contract: group")
+    weights = torch.full((rank + 1, 2), 0.5, dtype=torch.float64)
+    out = written.combine(rows, weights, state, groups[rank % 2])
+    expect_close(out, x, name="tokens sent there and back", read="the contract: group")
+
+
+@pytest.mark.time_limit(20)
+def test_dispatch_in_groups(ranks):
+    ranks(there_and_back_in_pairs, "dispatch", n_ranks=4)
+
+
 def refuse_on_ranks(rank, world_size):
     case(f"4 experts on 3 ranks; rank {rank}")
     with expect_raises(ValueError, "4", "3", read=RAISES):
@@ -738,6 +769,11 @@ def test_combine_on_ranks(ranks, n_ranks):
     expect_equal(counts, [4] * n_ranks, name="all-to-alls of each rank", read="the contract, under Returns")
 
 
+@pytest.mark.time_limit(20)
+def test_combine_in_groups(ranks):
+    ranks(there_and_back_in_pairs, "combine", n_ranks=4)
+
+
 # ---- 19.13 ExpertParallelMoE -----------------------------------------------------------------------------------------
 
 
@@ -776,9 +812,18 @@ def parallel_on_ranks(rank, world_size, n_shared, lengths):
     expect_close(x.grad, y.grad, name="x's gradient", read=LAYER)
     case(f"the same; rank {rank}: the router's gradient is this rank's part, the experts' are of all tokens")
     router, shared = (
-        {n: p.grad for n, p in m.named_parameters() if n.startswith("router")} for m in (layer.local, whole)
+        {n: p.grad for n, p in m.named_parameters() if n.startswith(("router", "shared"))} for m in (layer.local, whole)
     )
-    expect_close(router, shared, name="the router's gradient", read="the contract: nothing is averaged")
+    expect_close(
+        router, shared, name="gradients of router and shared experts", read="the contract: nothing is averaged"
+    )
+    same = [name for name, p in layer.local.named_parameters() if any(p is other for other in whole.parameters())]
+    expect_true(
+        not same,
+        f"{', '.join(same)} belong to the layer given, too; expected copies",
+        answer=same,
+        read="the contract: left unchanged",
+    )
     for grad in (p.grad for p in (whole.w1, whole.w2, whole.w3)):
         dist.all_reduce(grad)
     wanted = {name: getattr(whole, name).grad.chunk(world_size)[rank] for name in ("w1", "w2", "w3")}

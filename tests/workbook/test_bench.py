@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from lib.bench import all_reduce
+from lib.bench import all_reduce, low_precision, moe
 from lib.bench.record import load, record
 
 
@@ -34,3 +34,55 @@ def test_an_all_reduce_of_other_sizes_loses_nothing(tmp_path, monkeypatch, capsy
         measure(tmp_path, monkeypatch, "--tiny")
     assert "--fresh" in capsys.readouterr().err
     assert load("all_reduce", tmp_path)["results"]["all_reduce_s"] == {"nccl 4": {}}
+
+
+@pytest.mark.time_limit(60)
+def test_grouped_products_are_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["moe", "grouped", "--device", "cpu", "--tiny", "--folder", str(tmp_path)])
+    moe.main()
+    cases = load("moe", tmp_path)["results"]["cases"]
+    assert [(case["model"], case["balanced"]) for case in cases] == [
+        (name, balanced) for name in moe.CONFIGS for balanced in (True, False)
+    ]
+    for case in cases:
+        assert case["rows"] == 64 * moe.CONFIGS[case["model"]].k
+        assert max(case["differs_by"].values()) < 0.05
+        assert set(case["seconds"]["forward and backward"]) == set(moe.PRODUCTS)
+
+
+@pytest.mark.time_limit(60)
+def test_experts_on_ranks_are_measured(tmp_path, monkeypatch):
+    words = ["parallel", "--device", "cpu", "--tiny", "--ranks", "2", "--folder", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["moe", *words])
+    moe.main()
+    results = load("moe_parallel", tmp_path)["results"]
+    assert [case["model"] for case in results["cases"]] == list(moe.CONFIGS)
+    for case in results["cases"]:
+        assert set(case["seconds"]) == set(moe.PARALLEL)
+        assert all(times["n"] == moe.N_ROUNDS and times["median"] > 0 for times in case["seconds"].values())
+        assert case["rows_at_busiest_rank"] >= case["rows_sent_per_rank"], "no rank can have less than the mean"
+
+
+@pytest.mark.time_limit(120)
+def test_low_precision_measures_each_part_and_keeps_the_others(tmp_path):
+    record("low_precision", {"tiny": True, "steps": {"GPT-2 XL": "kept"}}, tmp_path)
+    low_precision.main(["--tiny", "--device", "cpu", "products", "tokens"], tmp_path)
+    found = load("low_precision", tmp_path)["results"]
+    assert found["steps"] == {"GPT-2 XL": "kept"}
+    assert found["products"]["tiny"]["seconds"]["block: scaled_matmul"]["median"] > 0
+    assert found["tokens"]["Int4Linear"]["tokens_per_s"] > 0
+
+
+@pytest.mark.time_limit(120)
+def test_low_precision_makes_steps_of_both_models_in_every_recipe(tmp_path):
+    low_precision.main(["--tiny", "--device", "cpu", "steps"], tmp_path)
+    steps = load("low_precision", tmp_path)["results"]["steps"]
+    for found in steps.values():
+        assert all(found[way]["median"] > 0 for way in ("bfloat16", *low_precision.RECIPES))
+        assert found["failed"] == {}
+
+
+def test_low_precision_refuses_an_unknown_part(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        low_precision.main(["speed"], tmp_path)
+    assert "products, steps, losses, tokens" in capsys.readouterr().err

@@ -13,12 +13,15 @@ from lib.runs.engine.log import read_log
 from lib.runs.engine.mesh import arrange
 from lib.runs.engine.options import KINDS, make_parser, parse
 from lib.runs.train_gpt2 import with_length
+from solutions import moe
+from solutions.moe import grouped_matmul
 from solutions.scaling import plan
 from tests.workbook import mesh_programs as programs
 
 RUN = {
     "vit": "vit --batch 16 --data synthetic --items 40 --clip 0.5 --optimizer sgd --lr 0.1",
     "gpt2": "gpt2 --batch 16 --data synthetic --items 20 --clip 0.5 --optimizer sgd --lr 0.1",
+    "mixture": "gpt2 --n-experts 4 --top-k 2 --bias-rate 0.1 --batch 16 --data synthetic --items 20 --clip 0.5 --optimizer sgd --lr 0.1",
 }
 """With SGD: AdamW would divide rounding errors by tiny roots."""
 LONG_S = 900.0
@@ -26,20 +29,28 @@ RTOL = 2e-6  # of float32 sums in another order
 
 
 def products(n_ranks: int) -> list[dict[str, int]]:
-    """Every way to write a number of ranks as a product of five degrees."""
+    """Every way to write a number of ranks as a product of six degrees."""
     divisors = [d for d in range(1, n_ranks + 1) if n_ranks % d == 0]
     found = [dict(zip(KINDS, degrees, strict=True)) for degrees in itertools.product(divisors, repeat=len(KINDS))]
     return [degrees for degrees in found if math.prod(degrees.values()) == n_ranks]
 
 
-def reason(program: str, degrees: dict[str, int]) -> str:
-    """Why a model with four heads, four layers and sixteen positions cannot be divided like this; empty if it can."""
+def reason(program: str, engine: str, degrees: dict[str, int]) -> str:
+    """Why a model with four heads, four layers, sixteen positions and perhaps four experts cannot be divided like this; empty if it can."""
+    if degrees["expert"] > 1 and program != "mixture":
+        return "has no experts"
+    if degrees["expert"] > 4:
+        return "n_experts = 4"
+    if degrees["tensor"] > 1 and program == "mixture":
+        return "--tensor divides an MLP"
     if program == "vit" and degrees["context"] > 1:
         return "a picture is a short sequence"
     if degrees["tensor"] > 4:
         return "n_heads = 4"
     if degrees["pipeline"] > 4:
         return "n_layers = 4"
+    if degrees["expert"] > 1 and engine == "torch":
+        return "no module that spreads experts"
     return ""
 
 
@@ -89,7 +100,7 @@ def check_every_product(ranks: Pool, folder: Path, program: str, engine: str, n_
     n_trained = 0
     for i, degrees in enumerate(cases):
         said = {result[i] for result in results}
-        if why := reason(program, degrees):
+        if why := reason(program, engine, degrees):
             assert all(status == 2 and why in line and line.count("\n") == 1 for status, line in said), said
             continue
         assert said == {(0, "")}, (commands[i], said)
@@ -105,6 +116,12 @@ def check_every_product(ranks: Pool, folder: Path, program: str, engine: str, n_
 @pytest.mark.parametrize(("program", "n_trained"), [("vit", 10), ("gpt2", 15)])
 def test_every_product_of_four_trains_as_one_process_does_or_is_refused(ranks, tmp_path, program, engine, n_trained):
     assert check_every_product(ranks, tmp_path, program, engine, 4, n_steps=2) == n_trained
+
+
+@pytest.mark.time_limit(400)
+@pytest.mark.parametrize(("engine", "n_ranks", "n_trained"), [("ours", 2, 5), ("ours", 4, 15), ("torch", 4, 10)])
+def test_every_product_trains_a_mixture_as_one_process_does_or_is_refused(ranks, tmp_path, engine, n_ranks, n_trained):
+    assert check_every_product(ranks, tmp_path, "mixture", engine, n_ranks, n_steps=3) == n_trained
 
 
 @pytest.mark.exhaustive
@@ -127,30 +144,88 @@ MESHES = [
 ]
 
 
+MIXED = [
+    ("ours", {"expert": 4}),
+    ("torch", {"replicate": 4}),
+    ("ours", {"expert": 2, "shard": 2}),
+    ("torch", {"shard": 4}),
+    ("ours", {"expert": 2, "pipeline": 2}),
+    ("ours", {"shard": 2, "context": 2}),
+    ("ours", {"expert": 2, "replicate": 2}),
+]
+
+
 @pytest.mark.time_limit(400)
-def test_a_checkpoint_goes_on_on_any_other_mesh(ranks, tmp_path):
+@pytest.mark.parametrize(("program", "meshes"), [("gpt2", MESHES), ("mixture", MIXED)])
+def test_a_checkpoint_goes_on_on_any_other_mesh(ranks, tmp_path, program, meshes):
     """One step in one process, one on each mesh in turn, and one in one process again: the checkpoints of all are read by another."""
-    n_steps = len(MESHES) + 2
+    n_steps = len(meshes) + 2
     flags = (
         "--optimizer adamw --lr 1e-2 --min-lr 1e-2"  # so that the rate of a step does not depend on the number of steps
     )
     there = f"{flags} --checkpoint {tmp_path}/ck --log {tmp_path}/log"
     commands = [
-        f"{command('gpt2', engine, dict.fromkeys(KINDS, 1) | degrees)} {there} --steps {n_done}"
-        for n_done, (engine, degrees) in enumerate(MESHES, start=2)
+        f"{command(program, engine, dict.fromkeys(KINDS, 1) | degrees)} {there} --steps {n_done}"
+        for n_done, (engine, degrees) in enumerate(meshes, start=2)
     ]
     with programs.small_models():
-        assert programs.observe(f"{RUN['gpt2']} {flags} --log {tmp_path}/whole --steps {n_steps}")["status"] == 0
-        assert programs.observe(f"{RUN['gpt2']} {there} --steps 1")["status"] == 0
+        assert programs.observe(f"{RUN[program]} {flags} --log {tmp_path}/whole --steps {n_steps}")["status"] == 0
+        assert programs.observe(f"{RUN[program]} {there} --steps 1")["status"] == 0
     results = ranks.run(programs.observe_all, commands, str(tmp_path), n_ranks=4, time_limit_s=LONG_S).values
-    assert results == [[(0, "")] * len(MESHES)] * 4
+    assert results == [[(0, "")] * len(meshes)] * 4
     assert not (tmp_path / "ck/checkpoint.pt").exists()
     with programs.small_models():
-        assert programs.observe(f"{RUN['gpt2']} {there} --steps {n_steps}")["said"] == ""
+        assert programs.observe(f"{RUN[program]} {there} --steps {n_steps}")["said"] == ""
     assert [path.name for path in (tmp_path / "ck").iterdir()] == ["checkpoint.pt"]
     assert len(curve(tmp_path / "log")) == n_steps
     for found, wanted in zip(curve(tmp_path / "log"), curve(tmp_path / "whole"), strict=True):
         assert found == pytest.approx(wanted, rel=1e-4)  # AdamW's first steps divide rounding errors by tiny roots
+
+
+@pytest.mark.time_limit(100)
+def test_in_16_bits_a_spread_mixture_trains_as_one_process_does(ranks, tmp_path):
+    """The products of the experts are in bfloat16 too, and their gradients in float32."""
+    flags = "--steps 3 --precision bf16"
+    _, expected = alone("mixture", flags, tmp_path)
+    meshes = [{"expert": 2, "replicate": 2}, {"expert": 2, "shard": 2}]
+    commands = [
+        f"{command('mixture', 'ours', dict.fromkeys(KINDS, 1) | degrees)} {flags} --log {tmp_path}/log{i}"
+        for i, degrees in enumerate(meshes)
+    ]
+    results = ranks.run(programs.observe_all, commands, str(tmp_path), n_ranks=4, time_limit_s=LONG_S).values
+    assert results == [[(0, "")] * len(meshes)] * 4
+    for i in range(len(meshes)):
+        for found, wanted in zip(curve(tmp_path / f"log{i}"), expected, strict=True):
+            assert found == pytest.approx(wanted, rel=2e-2)
+    assert {g.dtype for g in torch.load(tmp_path / "0.0").values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_the_experts_compute_in_the_precision_of_the_run(monkeypatch, precision):
+    seen = []
+
+    def watched(x, weights, counts):
+        seen.append((x.dtype, weights.dtype))
+        return grouped_matmul(x, weights, counts)
+
+    monkeypatch.setattr(moe, "grouped_matmul", watched)
+    with programs.small_models():
+        assert programs.observe(f"{RUN['mixture']} --steps 1 --precision {precision}")["status"] == 0
+    dtype = torch.float32 if precision == "float32" else torch.bfloat16
+    assert set(seen) == {(dtype, dtype)}
+
+
+def test_the_bias_moves_towards_experts_that_got_too_little(tmp_path):
+    with programs.small_models():
+        assert programs.observe(f"{RUN['mixture']} --steps 1 --checkpoint {tmp_path}")["status"] == 0
+        state = torch.load(tmp_path / "checkpoint.pt")["state"]
+        other = programs.observe(f"{RUN['gpt2']} --steps 2 --checkpoint {tmp_path}")
+    bias = torch.tensor(state["router_bias"])
+    assert bias.shape == (4, 4)
+    assert bias.abs().unique().tolist() in ([pytest.approx(0.1)], [0.0, pytest.approx(0.1)])
+    assert all(row.min() < 0 < row.max() for row in bias)
+    assert other["status"] == 2
+    assert "mixture = {'n_experts': 4, 'top_k': 2}, this one has None" in other["said"]
 
 
 @pytest.mark.time_limit(100)
@@ -196,6 +271,16 @@ def test_on_several_hosts_the_planners_command_says_so():
         ("--shard 4 --tensor 2 --path fast", ("--path fast", "--shard 4 --tensor 2", "--path plain")),
         ("--shard 4 --replicate 2 --batch 12", ("--batch 12", "8 ranks x 1 micro-batches", "12 = 1 x 8 + 4")),
         ("--pipeline 2 --shard 4 --precision float16", ("--precision float16", "--pipeline 2", "bf16")),
+        ("--expert 8", ("--expert 8: the model has no experts without --n-experts", "--expert 1")),
+        ("--n-experts 12 --expert 8", ("n_experts = 12", "--expert 8", "12 = 1 x 8 + 4")),
+        ("--n-experts 8 --expert 4 --tensor 2", ("--tensor 2", "divided by --expert", "--tensor 1")),
+        ("--n-experts 8 --expert 8 --engine torch", ("--expert 8 --engine torch", "--engine ours")),
+        ("--n-experts 8 --expert 8 --batch 12", ("--batch 12", "8 ranks x 1 micro-batches")),
+        ("--n-experts 2 --top-k 3 --shard 8", ("--top-k 3", "--n-experts 2", "at most 2")),
+        ("--n-experts 2 --shard 8 --export out", ("--export with --n-experts 2", "no --export")),
+        ("--bias-rate 0.1 --shard 8", ("--bias-rate 0.1 without --n-experts",)),
+        ("--n-experts 2 --shard 8 --path fast", ("--path fast with --n-experts 2", "--path plain")),
+        ("--n-experts 2 --shard 8 --compile", ("--compile blocks with --n-experts 2", "no --compile")),
     ],
 )
 def test_a_wrong_arrangement_is_one_line_and_status_2(monkeypatch, flags, words):

@@ -11,6 +11,9 @@ import torch
 from lib.given.models.laws import BESIROGLU, HOFFMANN
 from lib.given.models.scaling import XXL, Bandwidths, FFNConfig
 from lib.given.parallel.pipeline import idle_share, most_kept, n_messages
+from lib.given.show.play.batching import figure as batching_figure
+from lib.given.show.play.batching import requests as batched_requests
+from lib.given.show.play.batching import steps_of
 from lib.given.show.play.capacity import figure as capacity_figure
 from lib.given.show.play.clocks import figure as clocks_figure
 from lib.given.show.play.flash_tiles import figure as tiles_figure
@@ -21,6 +24,8 @@ from lib.given.show.play.planner import figure as planner_figure
 from lib.given.show.play.player import HERE, Control, Figure, layer, layer_of_sum
 from lib.given.show.play.ring import figure as ring_figure
 from lib.given.show.play.ring import sent
+from lib.given.show.play.scales import fates, numbers
+from lib.given.show.play.scales import figure as scales_figure
 from lib.given.show.play.schedules import figure as schedules_figure
 from lib.given.show.play.schedules import timeline
 from lib.given.show.play.zero import figure as zero_figure
@@ -29,6 +34,7 @@ from lib.workbook.book.catalog import ROOT
 from solutions.context_parallel import zigzag_indices
 from solutions.flash_attention import online_softmax_update
 from solutions.fsdp import memory_per_device
+from solutions.low_precision import quantize
 from solutions.moe import capacity_mask
 from solutions.pipeline import (
     gpipe_schedule,
@@ -40,6 +46,7 @@ from solutions.pipeline import (
 from solutions.rope import apply_rope, precompute_rope, rope_frequencies
 from solutions.scaling import plan
 from solutions.scaling_laws import compute_optimal
+from solutions.serving import Scheduler
 from solutions.tensor_parallel import pipeline_bubble
 from tests.workbook.browsing import chromium, record_faults
 
@@ -61,6 +68,8 @@ FIGURES = {
     "pairs": pairs_figure(zigzag_indices),
     "planner": planner_figure(plan, MODELS, LINKS, (1, 8, 64), (24, 80)),
     "capacity": capacity_figure(capacity_mask, (0.0, 1.0), (0.5, 1.0, 2.0)),
+    "scales": scales_figure(quantize, (-20, -12, 0)),
+    "batching": batching_figure(Scheduler, (8, 16), (12, 40)),
     "isoflop": isoflop_figure(compute_optimal, {"replication": BESIROGLU, "paper": HOFFMANN}, range(17, 27)),
 }
 CHAPTERS = {
@@ -72,6 +81,8 @@ CHAPTERS = {
     "pairs": "18_context_parallel",
     "planner": "16_scaling",
     "capacity": "19_moe",
+    "scales": "20_low_precision",
+    "batching": "21_serving",
     "isoflop": "22_scaling_laws",
 }
 every_figure = pytest.mark.parametrize("name", FIGURES)
@@ -209,6 +220,33 @@ def test_the_capacitys_sentence():
     assert sum(asked) == 48
     assert "room for 8" in text
     assert "No assignment is dropped" not in text
+
+
+@pytest.mark.parametrize("exponent", [-20, -12, 0])
+@pytest.mark.parametrize("name", ["e4m3fn", "e5m2"])
+def test_the_scales_sentence_counts_what_pytorchs_cast_does(name, exponent):
+    x, dtype = numbers(), {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[name]
+    scaled = x.double() / 2.0**exponent
+    zero = float((scaled.clamp(-448, 448).to(dtype).float() == 0).float().mean())
+    beyond = float((scaled.abs() > torch.finfo(dtype).max).float().mean())
+    text = said("scales", format=name, exponent=exponent)
+    assert f"{zero:.1%} of the numbers become 0" in text
+    assert f"{beyond:.1%} saturate" in text
+    masks = fates(x, 2.0**exponent, dtype, quantize)
+    assert int(sum(mask.int() for mask in masks.values()).min()) == 1
+    assert int(sum(mask.int() for mask in masks.values()).max()) == 1
+
+
+def test_the_batches_sentence_says_what_the_scheduler_did():
+    text = said("batching", way="continuous", limit=16, pool=12)
+    steps = steps_of(Scheduler, "continuous", 16, 12)
+    computed = sum(sum(step.tokens.values()) for step in steps)
+    needed = sum(len(request.tokens) + request.max_new_tokens - 1 for request in batched_requests())
+    assert f"{len(steps)} steps of {computed / len(steps):.1f} tokens" in text
+    assert f"{computed - needed} tokens are computed again" in text
+    assert computed > needed
+    assert max(step.n_blocks for step in steps) <= 12
+    assert "nothing is computed twice" in said("batching", way="static", limit=16, pool=12)
 
 
 @pytest.mark.parametrize(("stage", "size", "n_ranks"), [(0, 7e9, 8), (1, 7e9, 8), (2, 405e9, 64), (3, 1.5e9, 64)])
@@ -511,6 +549,7 @@ def test_play_walks_to_the_end_and_is_not_offered_to_those_who_want_no_motion(op
     page.clock.run_for(60_000)
     assert state_of(figure)["step"] == 10
     assert figure.get_by_role("button", name="Play").is_visible()
+    n_playing = page.get_by_role("button", name="Play").count()
     calm = open_page(reduced_motion="reduce")
-    assert calm.get_by_role("button", name="Next").count() == 3
+    assert calm.get_by_role("button", name="Next").count() == n_playing > 0
     assert calm.get_by_role("button", name="Play").count() == 0

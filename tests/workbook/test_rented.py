@@ -306,6 +306,7 @@ def test_what_makes_no_run(capsys):
                                  (("--evry", "3"), TRAIN, "unrecognized arguments: --evry 3"),
                                  ((), ("lib.runs.train_vit", "--log=/tmp/a"), "only files in runs/ come back"),
                                  ((), ("lib.runs.train_vit", "--log-file", "a"), "--log a: only files in runs/"),
+                                 ((), ("lib.runs.train_llama", "--export", "a"), "runs/workbook.export"),
                                  ((), ("lib.runs.train_vit", "--tensorboard", "a"), "runs/workbook.tensorboard")]:  # fmt: skip
         assert go("--dry-run", *arguments, run=run) == 2
         said = capsys.readouterr().err

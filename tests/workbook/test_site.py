@@ -358,7 +358,7 @@ def test_the_first_page_is_the_front_page(page, built, address):
     assert page.title().startswith("The Scaling Workbook")
     assert page.locator(".bd-article svg[role=img]").get_attribute("aria-label")
     numbers = page.locator(".workbook-numbers strong").all_inner_texts()
-    assert len(numbers) == 3
+    assert len(numbers) == 4
     assert str(len(all_exercises())) in numbers[0]
     linked = page.locator(".bd-article .sd-card a").all_inner_texts()
     entries = page.locator(".bd-sidebar-primary a.reference.internal").all_inner_texts()

@@ -2,8 +2,8 @@
 
 import pickle
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -14,16 +14,21 @@ from torch import Tensor
 class Message(NamedTuple):
     """A tensor that one rank of the group sends to another; ``name`` is unique in an exchange."""
 
-    name: Hashable
+    name: Any
     sender: int
     receiver: int
+
+
+Header = tuple[tuple[int, ...], torch.dtype]
+"""What a receiver must know to make room for a tensor: its shape and dtype."""
 
 
 class Mail:
     """One exchange of messages among the ranks of a group. Every rank makes a `Mail` for it, in the same order as the others.
 
     The tensors travel by ``isend`` and ``irecv``. Their shapes travel through the group's key-value store, from host to host, so
-    the receiver can make room for any tensor and the accelerator never has to wait for its host.
+    the receiver can make room for any tensor and the accelerator never has to wait for its host. But a host that reads a shape
+    waits until the sender's host has got that far; of messages that are alike, it reads only the first one's.
 
     Args:
         group: The ranks; None means all ranks. Ranks below are ranks in this group.
@@ -41,6 +46,8 @@ class Mail:
         self._arrived: dict[Hashable, tuple[Tensor, dist.Work | None]] = {}
         self._sending: deque[tuple[Any, Tensor]] = deque()
         self._open: list[Message] = []
+        self._alike: Callable[[Message], Hashable] | None = None
+        self._shapes: dict[Hashable, Header] = {}
 
     def gather(self, value: Any) -> list:
         """Every rank's ``value``, in the order of the ranks. All ranks call it."""
@@ -55,13 +62,26 @@ class Mail:
         return values
 
     @contextmanager
-    def delivering(self, messages: Iterable[Message], device: torch.device | str = "cpu") -> Iterator[None]:
+    def delivering(
+        self,
+        messages: Iterable[Any],
+        device: torch.device | str = "cpu",
+        alike: Callable[[Message], Hashable] | None = None,
+    ) -> Iterator[None]:
         """Inside, the ranks send and receive all of ``messages``, each rank in the same order.
 
         An exception on one rank ends the block on all ranks: its own on the rank that raised it, and a RuntimeError with its text
-        on the others.
+        on the others. These get zeros for messages whose shape they know already, and read of the exception in the next message of
+        another shape, or at the end.
+
+        Args:
+            messages: All messages of the block, the same on all ranks. What is no `Message` is skipped, so that a whole timetable may be given.
+            device: Where received tensors live.
+            alike: The same function on all ranks. Messages for which it returns the same key have the same shape and dtype, or
+                `send` raises a ValueError. None if nothing is known of the shapes.
         """
-        self._open, self._device, failure = list(messages), device, None
+        self._open, self._device, self._alike = [item for item in messages if isinstance(item, Message)], device, alike
+        failure = None
         try:
             yield
             if left := [message for message in self._open if self.rank in message[1:]]:
@@ -81,12 +101,17 @@ class Mail:
     def send(self, message: Message, tensor: Tensor) -> None:
         """Start to send a tensor. It returns at once unless two earlier tensors are still on their way."""
         self._check(message, self.rank == message.sender, "send")
+        tensor, known = tensor.detach().contiguous(), self._known(message)
+        header = tuple(tensor.shape), tensor.dtype
+        if message.receiver != self.rank and known not in (None, header):
+            raise ValueError(f"{message}: {header}, and an earlier message that should be alike was {known}")
         self._open.remove(message)
-        tensor = tensor.detach().contiguous()
         if message.receiver == self.rank:
             self._arrived[message.name] = tensor, None
             return
-        self._write(message.name, (tensor.shape, tensor.dtype))
+        if known is None:
+            self._write(message.name, header)
+            self._remember(message, header)
         self._sending.append((dist.isend(tensor, group=self.group, group_dst=message.receiver), tensor))
         while len(self._sending) > 2:
             self._sending.popleft()[0].wait()
@@ -96,11 +121,11 @@ class Mail:
         if message.sender == message.receiver == self.rank:
             return
         self._check(message, self.rank == message.receiver, "expect")
-        found = self._read(message.name)
-        self._store.delete_key(self._key(message.name, self._round))
+        found = self._known(message) or self._read_header(message)
         self._open.remove(message)
         if isinstance(found, str):
             raise _OtherRank(found)
+        self._remember(message, found)
         tensor = torch.empty(found[0], dtype=found[1], device=self._device)
         work = dist.irecv(tensor, group=self.group, group_src=message.sender)
         self._arrived[message.name] = tensor, work
@@ -124,17 +149,36 @@ class Mail:
                 f"rank {self.rank} has done {verb} {message} before, or it is not among the messages of this block"
             )
 
+    def _known(self, message: Message) -> Header | None:
+        """Shape and dtype of an earlier message that is alike."""
+        return None if self._alike is None else self._shapes.get(self._alike(message))
+
+    def _remember(self, message: Message, header: Header) -> None:
+        if self._alike is not None:
+            self._shapes[self._alike(message)] = header
+
+    def _read_header(self, message: Message) -> Header | str:
+        """Shape and dtype, or why the tensor will not come."""
+        found = self._read(message.name)
+        self._store.delete_key(self._key(message.name, self._round))
+        return found
+
     def _give_up(self, error: Exception) -> None:
-        """Tell the ranks that wait for this one why nothing will come, and take what is still sent to this one."""
-        for message in self._open:
-            if message.sender == self.rank != message.receiver:
-                self._write(message.name, self._text(error))
+        """Tell the ranks that wait for this one why nothing will come, or send zeros where they wait for a tensor; take what is still sent to this one.
+
+        Again in the order of the messages, so that it cannot deadlock either.
+        """
         for message in list(self._open):
-            if message.receiver == self.rank != message.sender:
-                try:
+            known = self._known(message)
+            if message.sender == message.receiver:
+                continue
+            if message.sender == self.rank and known:
+                self.send(message, torch.zeros(known[0], dtype=known[1], device=self._device))
+            elif message.sender == self.rank:
+                self._write(message.name, self._text(error))
+            elif message.receiver == self.rank:
+                with suppress(_OtherRank):
                     self.expect(message)
-                except _OtherRank:
-                    continue
         for name in list(self._arrived):
             self.take(name)
 

@@ -1,4 +1,6 @@
-"""Output of a run: a line of JSON for each step, a progress bar, and TensorBoard where it is installed.
+"""Output of a run: a line of JSON for each step, a progress bar, and TensorBoard or Weights & Biases where they are asked for.
+
+An evaluation and a sample of text have a line of their own, after that of their step and with its number.
 
 JSON has neither NaN nor infinity, so such a loss or norm is written as null, and the line gets a further entry,
 ``"not_finite": {"loss": "nan"}``.
@@ -49,8 +51,15 @@ def as_json(line: dict[str, Any]) -> str:
     return json.dumps({**plain, "not_finite": odd} if odd else plain, allow_nan=False) + "\n"
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a log; a line that was cut off is skipped. A loss that was not finite is None."""
+def read_log(path: Path, what: str = "loss") -> list[dict[str, Any]]:
+    """The complete lines of a log that have this entry: "loss" for those of steps, "held_out_loss" of evaluations, "sample" of samples.
+
+    A line that was cut off is skipped. A loss that was not finite is None.
+    """
+    return [line for line in _lines(path) if what in line]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
@@ -109,9 +118,13 @@ class Log:
         n_ranks: Number of ranks.
         begin: First step that is logged.
         speaks: Whether this is rank 0.
+        wandb_id: Weights & Biases' name of the run that this one continues.
     """
 
-    def __init__(self, options: Options, task: Any, device: torch.device, n_ranks: int, begin: int, speaks: bool):
+    def __init__(
+        self, options: Options, task: Any, device: torch.device, n_ranks: int, begin: int, speaks: bool,
+        wandb_id: str | None = None,
+    ):  # fmt: skip
         self.options, self.task, self.device, self.speaks = options, task, device, speaks
         self.items = options.batch * task.per_row
         peak = peak_flops(options, device)
@@ -129,6 +142,8 @@ class Log:
             from torch.utils.tensorboard import SummaryWriter
 
             self.board = SummaryWriter(str(options.tensorboard), purge_step=begin)
+        self.wandb: Any = _start_wandb(options, wandb_id) if speaks and options.wandb else None
+        self.wandb_id: str | None = self.wandb.id if self.wandb else wandb_id
         self.bar: Any = range(begin, options.steps)
         if speaks and not options.quiet:
             self.bar = progress(self.bar, f"{options.model} {options.how}")
@@ -140,7 +155,7 @@ class Log:
         If no line is kept, the file belongs to another run: it is renamed, with ``.old`` after its name.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in read_log(path) if line["step"] < begin]
+        kept = [line for line in _lines(path) if line["step"] < begin]
         if not kept and path.exists() and path.stat().st_size:
             os.replace(path, path.with_name(f"{path.name}.old"))
         temporary = path.with_name(f".{path.name}.tmp")
@@ -172,18 +187,23 @@ class Log:
         share = mfu(rate, self.task.flops_per_item, self.peak) if self.peak else None
         line = {"step": step, "loss": loss, "lr": lr, "grad_norm": norm[0] if norm else None}
         line |= {f"{self.task.unit}s_per_s": rate, "mfu": share, "memory_peak_bytes": memory_peak_bytes(self.device)}
-        self._say({**line, "seconds": seconds})
-
-    def _say(self, line: dict[str, Any]) -> None:
-        if self.file:
-            self.file.write(as_json(line))
-            self.file.flush()
-        if self.board:
-            for name, value in line.items():
-                if name != "step" and value is not None:
-                    self.board.add_scalar(name, value, line["step"])
+        self.note(step, {**line, "seconds": seconds})
         if hasattr(self.bar, "set_postfix"):
             self.bar.set_postfix(loss=f"{line['loss']:.4f}", per_s=f"{self.rates[-1]:.4g}", refresh=False)
+
+    def note(self, step: int, values: dict[str, Any]) -> None:
+        """Write a line about a step, to wherever this run writes."""
+        if self.file:
+            self.file.write(as_json({"step": step, **values}))
+            self.file.flush()
+        there = {name: value for name, value in values.items() if name != "step" and value is not None}
+        for name, value in there.items() if self.board else ():
+            (self.board.add_text if isinstance(value, str) else self.board.add_scalar)(name, value, step)
+        if self.wandb:
+            self.wandb.log(there, step=step)
+        if self.speaks and not self.options.quiet and "loss" not in values:
+            shown = (f"{name} {value if isinstance(value, str) else f'{value:.4f}'}" for name, value in there.items())
+            self.bar.write(f"step {step}: {', '.join(shown)}", file=sys.stderr)
 
     def restart_clock(self) -> None:
         """Do not count the time since the last step as part of the next one."""
@@ -194,3 +214,14 @@ class Log:
         for part in (self.file, self.board):
             if part:
                 part.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def _start_wandb(options: Options, run_id: str | None) -> Any:
+    """A run of Weights & Biases, which is imported here only; with ``run_id`` the run of that name goes on."""
+    import wandb
+
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    again = {"id": run_id, "resume": "allow"} if run_id else {}
+    return wandb.init(project=options.wandb, config=settings, **again)

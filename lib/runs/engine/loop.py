@@ -1,9 +1,12 @@
 """The run itself: check the request, start the group, build or resume the model, train, save, and leave when a signal asks for it."""
 
+import math
 import os
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +17,12 @@ from torch.optim import Optimizer
 
 from lib import amp
 from lib.fast.models import capture
+from lib.runs.engine import export
 from lib.runs.engine import state as checkpoints
 from lib.runs.engine.context import share_of
 from lib.runs.engine.leave import STATUS, Signals, follow_launcher
 from lib.runs.engine.log import Log
+from lib.runs.engine.look import evaluate, hold_out, is_due, sample
 from lib.runs.engine.mesh import Mesh, arrange, check_degrees
 from lib.runs.engine.options import Options, Parser, UsageError, check_batch, make_places, parse
 from lib.runs.engine.sources import N_PICTURES
@@ -25,6 +30,11 @@ from lib.runs.engine.strategies import Strategy, make_optimizer, make_strategy
 from lib.runs.engine.tasks import Loss, Task
 from lib.runs.engine.world import World, agree, choose_device, find_world, start_group
 from lib.training import TokenBatches, cosine_schedule, hours_per_epoch
+
+DATA = ("replicate", "shard", "expert")
+"""Kinds of parallelism whose ranks divide a batch."""
+BEST = "best"
+"""The folder of the best model, inside of that of the last one."""
 
 
 def main(parser: Parser, kind: type[Task], argv: list[str] | None = None) -> int:
@@ -64,7 +74,7 @@ def prepare(options: Options, kind: type[Task]) -> "Run":
     if world.launcher == "torchrun":
         follow_launcher()
     options = arrange(options, world.size)
-    check_batch(options, (options.replicate or 1) * (options.shard or 1))
+    check_batch(options, math.prod(getattr(options, kind) for kind in DATA))
     check_degrees(options, kind.sizes(options))
     device = choose_device(options.device, world)
     if options.graph and device.type != "cuda":
@@ -92,8 +102,10 @@ def make_task(options: Options, kind: type[Task]) -> Task:
     except (ValueError, FileNotFoundError) as error:
         raise UsageError(str(error)) from None
     if options.batch > task.source.n:
-        rows = "images" if task.unit == "image" else "sequences"
-        raise UsageError(f"--batch {options.batch} is more than the {task.source.n} {rows} of --data {options.data}")
+        raise UsageError(
+            f"--batch {options.batch} is more than the {task.source.n} {task.rows} of --data {options.data}"
+        )
+    hold_out(task)
     return task
 
 
@@ -142,6 +154,8 @@ class Run:
         self.scaler: Any = self._scaler()
         self.parameters = list(self.strategy.named().values())
         self.numbers = self._order()
+        self.best: dict[str, float] | None = None  # step and scores of the best evaluation
+        self.wandb_id: str | None = None
         self.begin = self._resume() if resumes else 0
         task.source.to(device)
         self.asked = torch.zeros((), device=device)  # 1 when this rank was asked to leave; a CUDA graph reads it too
@@ -155,29 +169,41 @@ class Run:
     def _order(self) -> TokenBatches:
         """Indices of this rank's items, batch after batch, in the order in which chapter 7 visits windows of a text."""
         row, share = np.arange(self.task.source.n + 1), self.options.batch // self.n_data
-        rank = self.mesh.rank["replicate"] * self.mesh.size["shard"] + self.mesh.rank["shard"]
+        rank = 0
+        for kind in DATA:
+            rank = rank * self.mesh.size[kind] + self.mesh.rank[kind]
         return TokenBatches(row, share, 1, rank=rank, world_size=self.n_data, seed=self.options.seed)
 
     @property
     def n_data(self) -> int:
         """Number of ranks, or groups of ranks, that divide a batch."""
-        return self.mesh.size["replicate"] * self.mesh.size["shard"]
+        return math.prod(self.mesh.size[kind] for kind in DATA)
 
     def _resume(self) -> int:
         state = checkpoints.load(self.options, self.strategy, self.optimizer)
         self.numbers.load_state_dict(state["data"])
+        if self.strategy.balance is not None:
+            self.strategy.balance.load(state["router_bias"])
         if self.scaler is not None and "scaler" in state:  # absent if the run has not used float16 before
             self.scaler.load_state_dict(state["scaler"])
+        self.best, self.wandb_id = state.get("best"), state.get("wandb_id")
         return state["step"]
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, options: Options | None = None) -> None:
+        """Write a checkpoint, where the run's own options say or others."""
         extra = {"scaler": self.scaler.state_dict()} if self.scaler is not None else {}
+        if self.strategy.balance is not None:
+            extra["router_bias"] = self.strategy.balance.bias.tolist()
+        extra |= {"best": self.best, "wandb_id": self.wandb_id}
         state = {"data": self.numbers.state_dict(), "run": self.run, **extra}
-        checkpoints.save(self.options, self.strategy, self.optimizer, step, **state)
+        checkpoints.save(options or self.options, self.strategy, self.optimizer, step, **state)
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """This rank's share of the next batch, on the device; the host does not wait for it."""
-        numbers = next(self.numbers)[0][:, 0]
+        return self.fetch(next(self.numbers)[0][:, 0])
+
+    def fetch(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """The items with these indices, on the device: of each sequence this rank's positions."""
         if self.device.type == "cuda":
             numbers = numbers.pin_memory().to(self.device, non_blocking=True)
         inputs, targets = self.task.source.fetch(numbers)
@@ -220,6 +246,8 @@ class Run:
         """Compute the gradient of the whole batch, micro-batch by micro-batch. Returns the mean loss over all ranks, and the share of ranks that were asked to leave."""
         self.optimizer.zero_grad(set_to_none=True)
         total = self.strategy.backward(inputs, targets, self.scaler.scale if self.scaler else lambda loss: loss)
+        if self.strategy.balance is not None:
+            self.strategy.balance.update()
         numbers = torch.stack([total, self.asked])
         if self.options.is_parallel:
             dist.all_reduce(numbers)
@@ -268,7 +296,8 @@ class Run:
         o = self.options
         if o.graph:
             self.record_graph()
-        log = Log(o, self.task, self.device, self.world.size, self.begin, self.world.rank == 0)
+        log = Log(o, self.task, self.device, self.world.size, self.begin, self.world.rank == 0, self.wandb_id)
+        self.wandb_id = log.wandb_id
         done = self.begin
         try:
             with Signals() as signals:
@@ -276,6 +305,7 @@ class Run:
                     self.asked.fill_(signals.asked)
                     log.add(step, self.set_lr(step), self.step(*self.batch()))
                     done = step + 1
+                    self.look(log, done)
                     if o.checkpoint and (done % o.save_every == 0 or done == o.steps or log.leaves):
                         log.flush()
                         self.save(done)
@@ -285,6 +315,8 @@ class Run:
         finally:
             log.close()
             del self.step  # NCCL leaves a communicator only when the graph that uses it is gone
+        if o.export and done >= o.steps:
+            self.export(o.export)
         if self.world.rank == 0 and log.rates and not o.quiet:
             print(summary(log, self.task), file=sys.stderr, flush=True)
         if self.world.rank == 0 and done < o.steps:
@@ -295,6 +327,33 @@ class Run:
             )
             print(f"asked to leave after step {done} of {o.steps}: {kept}", file=sys.stderr, flush=True)
         return done >= o.steps
+
+    def look(self, log: Log, done: int) -> None:
+        """Evaluate and sample after a step, if it is time to, and keep the best model so far. This takes no part of any step's time."""
+        o = self.options
+        if is_due(o.eval_every, done, o):
+            log.flush()
+            found = evaluate(self)
+            log.note(done - 1, found)
+            if found["held_out_loss"] < (self.best["held_out_loss"] if self.best else math.inf):
+                self.best = {"step": done, **found}
+                if o.checkpoint:
+                    self.save(done, replace(o, checkpoint=o.checkpoint / BEST))
+            log.restart_clock()
+        if is_due(o.sample_every, done, o):
+            log.flush()
+            if text := sample(self):
+                log.note(done - 1, {"sample": text})
+            log.restart_clock()
+
+    def export(self, folder: Path) -> None:
+        """Write the model for other libraries, and into ``folder/best`` the best one, if there is a checkpoint of it."""
+        weights = checkpoints.gather_model(self.strategy, self.device)
+        if self.world.rank == 0:
+            export.write(folder, self.task.exported(weights))
+            if self.options.checkpoint and checkpoints.newest(self.options.checkpoint / BEST):
+                best = checkpoints.read_model(self.options.checkpoint / BEST)
+                export.write(folder / BEST, self.task.exported(best))
 
 
 def summary(log: Log, task: Task) -> str:

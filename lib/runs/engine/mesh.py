@@ -56,7 +56,7 @@ def check_degrees(options: Options, sizes: dict[str, dict[str, int]]) -> None:
     Raises:
         UsageError: a degree cannot; the message names the size.
     """
-    for kind in ("tensor", "context", "pipeline"):
+    for kind in ("expert", "tensor", "context", "pipeline"):
         n = getattr(options, kind)
         if n == 1:
             continue
@@ -79,20 +79,24 @@ def check_degrees(options: Options, sizes: dict[str, dict[str, int]]) -> None:
             f"{options.named('pipeline')} --engine torch with --accumulate {options.accumulate}: PyTorch's 1F1B needs as many micro-batches "
             f"as stages; expected --accumulate {options.pipeline} or more"
         )
+    if options.uses("expert") and not options.ours:
+        raise UsageError(
+            f"{options.named('expert')} --engine torch: PyTorch has no module that spreads experts over ranks; expected --engine ours"
+        )
 
 
 class Mesh:
     """The ranks as one ``DeviceMesh`` whose axes are the kinds of parallelism, and this rank's place in it.
 
-    Ranks that hold the same parameters and train on different tokens differ along ``replicate`` or ``context``: together they are
-    the copies, over which gradients are averaged.
+    Ranks that hold the same parameters and train on different tokens differ along ``replicate``, ``context`` or ``expert``: together
+    they are the copies, over which gradients are averaged. Along ``expert`` the experts themselves differ; their copies are fewer.
 
     Args:
         options: With a number for every degree. One process alone needs no process group; it is a mesh of one rank without axes.
         device: Device of this rank.
 
     Attributes:
-        size, rank: Number of ranks along each axis, and this rank's place there. "copies" has a size too.
+        size, rank: Number of ranks along each axis, and this rank's place there. "copies" and "expert_copies" have a size too.
         devices: PyTorch's mesh.
         stage_size, stage_rank: Number of ranks of a stage, and this rank's place among them.
     """
@@ -100,7 +104,8 @@ class Mesh:
     def __init__(self, options: Options, device: torch.device):
         self.size = {kind: getattr(options, kind) for kind in KINDS}
         self.rank = dict.fromkeys(KINDS, 0)
-        self.size["copies"] = self.size["replicate"] * self.size["context"]
+        self.size["expert_copies"] = self.size["replicate"] * self.size["context"]
+        self.size["copies"] = self.size["expert_copies"] * self.size["expert"]
         self.stage_size, self.stage_rank = math.prod(self.size[kind] for kind in KINDS[1:]), 0
         if options.is_parallel:
             self._join(device)
@@ -109,11 +114,14 @@ class Mesh:
         self.devices = init_device_mesh(device.type, tuple(self.size[kind] for kind in KINDS), mesh_dim_names=KINDS)
         self.rank = {kind: self.devices.get_local_rank(kind) for kind in KINDS}
         self.stage_rank = dist.get_rank() % self.stage_size  # the pipeline is the outermost axis
-        self._copies = self.devices["replicate", "context"]._flatten("copies")
+        copies = self.devices["replicate", "context"]._flatten("expert_copies")
+        self._copies = {"expert_copies": copies, "copies": copies}
+        if self.size["expert"] > 1:
+            self._copies["copies"] = self.devices["replicate", "context", "expert"]._flatten("copies")
 
     def group(self, kind: str) -> dist.ProcessGroup:
-        """The ranks along one axis, or ``"copies"``."""
-        return (self._copies if kind == "copies" else self.devices[kind]).get_group()
+        """The ranks along one axis, or ``"copies"``, or ``"expert_copies"``."""
+        return (self._copies.get(kind) or self.devices[kind]).get_group()
 
     def along(self, kind: str) -> dict[str, Any]:
         """``{"group": ...}`` for a function that takes all ranks by default; empty where the axis has all ranks."""
@@ -125,4 +133,4 @@ class Mesh:
             return self.devices["replicate", "shard"]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a flattened axis beside others has no other public form
-            return self.devices["copies", "shard"]
+            return self.devices["expert_copies", "shard"]

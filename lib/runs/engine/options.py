@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-KINDS = ("pipeline", "replicate", "context", "shard", "tensor")
+KINDS = ("pipeline", "replicate", "context", "shard", "expert", "tensor")
 """Kinds of parallelism, each an axis of the mesh of ranks. The last axis joins neighbours: ranks that divide a layer communicate most."""
 STRATEGIES = {"single": None, "ddp": "replicate", "fsdp": "shard", "tp": "tensor", "cp": "context", "pp": "pipeline"}
 """Names of the simple cases: one kind over all ranks."""
@@ -30,6 +30,7 @@ class Options:
     tensor: int | None
     context: int | None
     pipeline: int | None
+    expert: int | None
     engine: str
     precision: str
     path: str
@@ -64,6 +65,16 @@ class Options:
     classes: int | None = None
     length: int | None = None
     tokenizer: str = "bytes"
+    n_experts: int | None = None
+    top_k: int | None = None
+    bias_rate: float | None = None
+    eval_every: int | None = None
+    held_out: float | None = None
+    sample_every: int | None = None
+    prompt: str | None = None
+    sample_tokens: int = 64
+    export: Path | None = None
+    wandb: str | None = None
 
     @property
     def ours(self) -> bool:
@@ -141,6 +152,17 @@ def share(text: str) -> float:
     return value
 
 
+def fraction(text: str) -> float:
+    """For ``type=``: accepts a number between 0 and 1, without the ends."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number between 0 and 1, such as 0.1")
+    return value
+
+
 def make_parser(program: str, models: list[str], items: str, description: str) -> Parser:
     """The flags that both programs share.
 
@@ -186,6 +208,11 @@ def make_parser(program: str, models: list[str], items: str, description: str) -
     ranks.add_argument("--tensor", type=degree, help="ranks that divide each layer")
     ranks.add_argument("--context", type=degree, help="ranks that divide each sequence")
     ranks.add_argument("--pipeline", type=degree, help="stages; --accumulate is the number of micro-batches")
+    ranks.add_argument(
+        "--expert",
+        type=degree,
+        help="ranks that divide the experts of each mixture; each has a share of the batch, too",
+    )
     ranks.add_argument("--strategy", choices=STRATEGIES, help="one kind over all ranks: ddp is --replicate, fsdp --shard, tp --tensor, "
                        "cp --context, pp --pipeline")  # fmt: skip
     train = parser.add_argument_group("training")
@@ -210,6 +237,20 @@ def make_parser(program: str, models: list[str], items: str, description: str) -
     data.add_argument("--column", help="name of the column that holds the picture or the text")
     data.add_argument("--limit", type=whole(1), help="read no more rows than this")
     data.add_argument("--items", type=whole(1), help=f"number of synthetic {items}")
+    quality = parser.add_argument_group("evaluation and export")
+    quality.add_argument(
+        "--eval-every",
+        type=whole(1),
+        help="steps between evaluations on the held-out part; the last step always makes one",
+    )
+    quality.add_argument(
+        "--held-out", type=fraction, help="share of the data that is never trained on, in whole batches; default: 0.1"
+    )
+    quality.add_argument(
+        "--export",
+        type=Path,
+        help="folder for the trained model, in the format of Transformers (text) or timm (images)",
+    )
     where = parser.add_argument_group("where it runs")
     where.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     where.add_argument("--threads", type=whole(1), default=1, help="CPU threads of each rank")
@@ -227,11 +268,25 @@ def make_parser(program: str, models: list[str], items: str, description: str) -
     where.add_argument("--log-file", "--log", dest="log", type=Path,
                        help="write a line of JSON for each step (torchrun on Python 3.11 takes --log for a flag of its own: use --log-file)")  # fmt: skip
     where.add_argument("--tensorboard", type=Path, help="folder for TensorBoard, if it is installed")
+    where.add_argument("--wandb", metavar="PROJECT", help="project of Weights & Biases to log to, if it is installed")
     where.add_argument("--quiet", action="store_true", help="no progress bar")
     where.add_argument(
         "--peak-tflops", type=positive, help="peak of one device, for MFU; known for A100, H100 SXM and H200"
     )
     return parser
+
+
+def add_text_flags(parser: Parser) -> None:
+    """The flags of the programs that train on text."""
+    text = parser.add_argument_group("text")
+    text.add_argument("--length", type=whole(1), help="tokens in a sequence; default: the preset's")
+    text.add_argument("--tokenizer", choices=("bytes", "bpe", "gpt2"), default="bytes",
+                      help="bytes; bpe: chapter 1's tokenizer, trained on the text; gpt2: tiktoken's")  # fmt: skip
+    text.add_argument(
+        "--sample-every", type=whole(1), help="steps between samples of text; the last step always makes one"
+    )
+    text.add_argument("--prompt", help="beginning of each sample")
+    text.add_argument("--sample-tokens", type=whole(1), default=64, help="tokens that a sample adds to the prompt")
 
 
 def parse(parser: Parser, argv: list[str] | None) -> Options:
@@ -258,10 +313,14 @@ def _resolved(o: Options) -> dict[str, Any]:
     if not degrees:
         found["strategy"] = o.strategy or "single"
     if o.path == "auto":
-        found["path"] = "plain" if o.uses("tensor", "context", "pipeline") else "fast"
+        found["path"] = "plain" if o.uses("tensor", "context", "pipeline") or o.n_experts else "fast"
     if o.compile == "auto":
         found["compile"] = "blocks" if o.is_parallel else "whole"
     found["optimizer"] = o.optimizer or ("ours" if o.ours and not o.graph else "adamw")
+    if o.n_experts:
+        found["top_k"] = o.top_k or min(2, o.n_experts)
+        found["bias_rate"] = 1e-3 if o.bias_rate is None else o.bias_rate
+    found["held_out"] = o.held_out or (0.1 if o.eval_every else None)
     found["data"] = o.data or ("embedded" if o.model == "tiny" else "synthetic")
     return found
 
@@ -285,6 +344,7 @@ def check_flags(o: Options) -> Options:
         raise UsageError(f"--precision float16 with {o.how} --engine torch: expected bf16, or --engine ours")
     if o.precision == "float16" and o.uses("pipeline"):
         raise UsageError(f"--precision float16 with {o.how}: no loss scale goes through the stages; expected bf16")
+    _check_mixtures(o)
     if o.attention not in ("quickest", "fused") and (o.path == "plain" or o.precision not in ("bf16", "float16")):
         raise UsageError(
             f"--attention {o.attention} with --path {o.path} --precision {o.precision}: a 16-bit kernel of the fast path; "
@@ -296,9 +356,47 @@ def check_flags(o: Options) -> Options:
         raise UsageError(f"--min-lr {o.min_lr} is above --lr {o.lr}: expected at most {o.lr}")
     if o.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UsageError("--tensorboard needs the package tensorboard, which is not installed: pip install tensorboard")
+    if o.wandb and importlib.util.find_spec("wandb") is None:
+        raise UsageError("--wandb needs the package wandb, which is not installed: pip install wandb")
     if o.graph:
         _check_graph(o)
+    _check_quality(o)
     return o
+
+
+def _check_mixtures(o: Options) -> None:
+    if not o.n_experts:
+        for flag, value in (("--top-k", o.top_k), ("--bias-rate", o.bias_rate)):
+            if value is not None:
+                raise UsageError(
+                    f"{flag} {value} without --n-experts: the model has no mixtures; expected both, or neither"
+                )
+        return
+    if o.export:
+        raise UsageError(
+            f"--export with --n-experts {o.n_experts}: no other library has a GPT-2 of mixtures; expected no --export"
+        )
+    if o.top_k and o.top_k > o.n_experts:
+        raise UsageError(f"--top-k {o.top_k} is more than --n-experts {o.n_experts}: expected at most {o.n_experts}")
+    for flag, asked in (("--path fast", o.path == "fast"), (f"--compile {o.compile}", o.compile), ("--graph", o.graph)):
+        if asked:
+            raise UsageError(
+                f"{flag} with --n-experts {o.n_experts}: how many rows an expert gets is known only when the step runs; "
+                f"expected {'--path plain' if o.path == 'fast' else f'no {flag.split()[0]}'}"
+            )
+
+
+def _check_quality(o: Options) -> None:
+    if o.held_out and not o.eval_every:
+        raise UsageError(f"--held-out {o.held_out:g} without --eval-every: nothing would read the held-out part")
+    if o.sample_every and not o.prompt:
+        raise UsageError(f"--sample-every {o.sample_every} without --prompt: expected a text for the model to continue")
+    if o.prompt and not o.sample_every:
+        raise UsageError("--prompt without --sample-every: expected the number of steps between samples")
+    if o.sample_every and o.data == "synthetic":
+        raise UsageError(
+            "--sample-every with --data synthetic: a model of random tokens has no text to write; expected other --data"
+        )
 
 
 def make_places(o: Options) -> None:
@@ -312,6 +410,7 @@ def make_places(o: Options) -> None:
         ("--checkpoint", o.checkpoint, o.checkpoint),
         ("--log-file", o.log, log),
         ("--tensorboard", o.tensorboard, o.tensorboard),
+        ("--export", o.export, o.export),
     ):
         if folder is None:
             continue
@@ -330,7 +429,7 @@ def make_places(o: Options) -> None:
 
 
 def _check_graph(o: Options) -> None:
-    if o.is_parallel and (o.uses("shard", "tensor", "context", "pipeline") or not o.ours):
+    if o.is_parallel and (o.uses("shard", "tensor", "context", "pipeline", "expert") or not o.ours):
         raise UsageError(f"--graph with {o.how} --engine {o.engine}: expected single, or ddp with --engine ours")
     if o.precision == "float16":
         raise UsageError(

@@ -22,6 +22,10 @@ class Source(Protocol):
     """Items by index."""
 
     n: int
+    n_held_out: int
+
+    def hold_out(self, n: int) -> None:
+        """Take n items out of training: afterwards they have the indices ``self.n`` to ``self.n + n - 1``."""
 
     def to(self, device: torch.device) -> None:
         """Move the data to the device, or generate it there."""
@@ -39,10 +43,11 @@ class Pictures:
         labels: ``[n]``.
         shape: ``(ch, height, width)`` of an image.
         n_classes: Number of classes.
-        n: Number of images.
+        n: Number of images to train on.
         size: Side of the model's square input, in pixels.
         dtype: Dtype of the model's input.
-        seed: Seed of random images.
+        seed: Seed of random images, and of the choice of those that are held out.
+        n_held_out: Number of further images, which are not trained on.
     """
 
     pictures: Tensor | None
@@ -53,13 +58,22 @@ class Pictures:
     size: int = 0
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    n_held_out: int = 0
+
+    def hold_out(self, n: int) -> None:
+        """Images of a data set are often in the order of their classes, so those that are held out are drawn at random."""
+        self.n, self.n_held_out = self.n - n, n
+        if self.pictures is not None and self.labels is not None:
+            order = torch.randperm(self.n + n, generator=torch.Generator().manual_seed(self.seed))
+            self.pictures, self.labels = self.pictures[order], self.labels[order]
 
     def to(self, device: torch.device) -> None:
         if self.pictures is None:
             generator = torch.Generator(device).manual_seed(self.seed)
             made: dict[str, Any] = {"generator": generator, "device": device}
-            self.pictures = torch.randint(256, (self.n, *self.shape), dtype=torch.uint8, **made)
-            self.labels = torch.randint(self.n_classes, (self.n,), **made)
+            n = self.n + self.n_held_out
+            self.pictures = torch.randint(256, (n, *self.shape), dtype=torch.uint8, **made)
+            self.labels = torch.randint(self.n_classes, (n,), **made)
         assert self.labels is not None
         self.pictures, self.labels = self.pictures.to(device), self.labels.to(device)
         mean, std = (MEAN, STD) if self.shape[0] == 3 else (GRAY_MEAN, GRAY_STD)
@@ -98,7 +112,25 @@ def open_pictures(options: Options, channels: int, n_classes: int, size: int) ->
         raise ValueError(f"{source}: images have {pictures.shape[1]} channels, expected 1 or 3")
     ch, height, width = pictures.shape[1:]
     n_found = len(data.classes)
-    return Pictures(pictures=pictures, labels=data.labels, shape=(ch, height, width), n_classes=n_found, n=len(data))
+    shape = (ch, height, width)
+    return Pictures(
+        pictures=pictures, labels=data.labels, shape=shape, n_classes=n_found, n=len(data), seed=options.seed
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec:
+    """A tokenizer: text to ids and back.
+
+    Attributes:
+        encode: Ids of a text.
+        decode: Text of ids from 0 to ``n_tokens - 1``; bytes that are not UTF-8 become U+FFFD.
+        n_tokens: Number of ids that it has.
+    """
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    n_tokens: int
 
 
 @dataclass
@@ -109,8 +141,10 @@ class Tokens:
         tokens: Ids ``[N]``; None for random ones, generated on the device.
         length: Tokens T in a window.
         vocab_size: Vocabulary of random tokens.
-        n: Number of windows.
+        n: Number of windows to train on.
         seed: Seed of random tokens.
+        codec: What made the tokens from text; None for random ones.
+        n_held_out: Number of further windows, which are not trained on.
     """
 
     tokens: Tensor | None
@@ -118,11 +152,17 @@ class Tokens:
     vocab_size: int
     n: int
     seed: int = 0
+    codec: Codec | None = None
+    n_held_out: int = 0
+
+    def hold_out(self, n: int) -> None:
+        """The end of the text is held out, in one piece: windows in between would continue what was trained on."""
+        self.n, self.n_held_out = self.n - n, n
 
     def to(self, device: torch.device) -> None:
         if self.tokens is None:
             generator = torch.Generator(device).manual_seed(self.seed)
-            shape = (self.n * self.length + 1,)
+            shape = ((self.n + self.n_held_out) * self.length + 1,)
             self.tokens = torch.randint(self.vocab_size, shape, dtype=torch.int32, generator=generator, device=device)
         self.tokens = self.tokens.to(device)
         self._steps = torch.arange(self.length + 1, device=device)
@@ -144,11 +184,13 @@ def open_tokens(options: Options, vocab_size: int, length: int) -> Tokens:
         n = options.items or N_SEQUENCES
         return Tokens(tokens=None, length=length, vocab_size=vocab_size, n=n, seed=options.seed)
     text = _text(options)
-    ids = torch.tensor(encoder(options.tokenizer, text, vocab_size)(text), dtype=torch.int32)
+    seen = text[: int(len(text) * (1 - (options.held_out or 0.0)))]
+    codec = make_codec(options.tokenizer, seen, vocab_size)
+    ids = torch.tensor(codec.encode(text), dtype=torch.int32)
     n = (len(ids) - 1) // length
     if n < 1:
         raise ValueError(f"{options.data}: {len(ids)} tokens are too few for one window of {length} and its targets")
-    return Tokens(tokens=ids, length=length, vocab_size=vocab_size, n=n)
+    return Tokens(tokens=ids, length=length, vocab_size=vocab_size, n=n, codec=codec)
 
 
 def _text(options: Options) -> str:
@@ -161,8 +203,8 @@ def _text(options: Options) -> str:
     return "\n".join(islice(documents, options.limit))  # stop there: the hub would send all of it
 
 
-def encoder(name: str, text: str, vocab_size: int) -> Callable[[str], list[int]]:
-    """The ``encode`` function of a tokenizer: bytes, chapter 1's BPE trained on the text, or GPT-2's own.
+def make_codec(name: str, text: str, vocab_size: int) -> Codec:
+    """A tokenizer by its name: bytes, chapter 1's BPE trained on the text, or GPT-2's own.
 
     Raises:
         UsageError: the model's vocabulary is too small for it, or a package is missing.
@@ -173,15 +215,22 @@ def encoder(name: str, text: str, vocab_size: int) -> Callable[[str], list[int]]
             f"--tokenizer {name} needs {needed} tokens, but the model's vocabulary has {vocab_size}: expected bytes or bpe"
         )
     if name == "bytes":
-        return lambda document: list(document.encode())
+        return Codec(
+            encode=lambda document: list(document.encode()),
+            decode=lambda ids: bytes(ids).decode(errors="replace"),
+            n_tokens=256,
+        )
     if name == "bpe":
         from lib.tokenization import BPETokenizer, train_bpe
 
-        return BPETokenizer(*train_bpe(text, min(vocab_size, 4096))).encode
+        vocab, merges = train_bpe(text, min(vocab_size, 4096))
+        bpe = BPETokenizer(vocab, merges)
+        return Codec(encode=bpe.encode, decode=bpe.decode, n_tokens=len(vocab))
     try:
         import tiktoken
     except ImportError:
         raise UsageError(
             "--tokenizer gpt2 needs the package tiktoken, which is not installed: pip install tiktoken"
         ) from None
-    return tiktoken.get_encoding("gpt2").encode_ordinary
+    gpt2 = tiktoken.get_encoding("gpt2")
+    return Codec(encode=gpt2.encode_ordinary, decode=gpt2.decode, n_tokens=50_257)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage as TorchStage
 from torch.distributed.pipelining import Schedule1F1B
 
+from lib.given.parallel.mail import Mail, Message
 from lib.given.parallel.sharding import blocks_of
 from lib.pipeline import PipelineStage, one_f_one_b_schedule, partition_layers, run_schedule
 from lib.runs.engine.mesh import Mesh
@@ -72,7 +73,8 @@ class Pipeline:
     """
 
     def __init__(self, call: nn.Module, loss: Any, mesh: Mesh, n_micro: int, ours: bool):
-        self.loss, self.n_micro, self.ours, self.group = loss, n_micro, ours, mesh.group("pipeline")
+        self.call, self.loss, self.n_micro, self.ours = call, loss, n_micro, ours
+        self.group = mesh.group("pipeline")
         rank, n_stages = mesh.rank["pipeline"], mesh.size["pipeline"]
         self.n_stages = n_stages
         if ours:
@@ -91,6 +93,21 @@ class Pipeline:
         target = targets if self.loss.is_last else None
         self.schedule.step(*([inputs] if self.loss.is_first else []), target=target, losses=losses)
         return torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self.loss.device)
+
+    def score(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Pass a micro-batch through all stages, forward only. Returns its scores on the last stage, and zeros on the others."""
+        mail, rank = Mail(self.group), dist.get_rank(self.group)
+        hops = [Message(("score", to), to - 1, to) for to in range(1, self.n_stages)]
+        with mail.delivering(hops, self.loss.device):
+            if not self.loss.is_first:
+                mail.expect(hops[rank - 1])
+                inputs = mail.take(hops[rank - 1].name)
+            output = self.call(inputs)
+            if not self.loss.is_last:
+                mail.send(hops[rank], output)
+        if self.loss.is_last:
+            return self.loss.scores_of(output, targets)
+        return torch.zeros(len(self.loss.task.scores), device=self.loss.device)
 
     @torch.no_grad()
     def add_ends(self, grad: Tensor) -> None:

@@ -15,6 +15,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from lib.given.data.weights import why
+from lib.given.parallel.mail import Mail, Message
 from lib.runs.engine.options import Options, UsageError
 from lib.runs.engine.strategies import local
 from lib.training import load_checkpoint, save_checkpoint
@@ -240,6 +242,39 @@ def load(options: Options, strategy: Any, optimizer: Optimizer) -> dict[str, Any
     return state
 
 
+def read_model(folder: Path) -> dict[str, Tensor]:
+    """The whole parameters in the newest checkpoint of a folder, by the model's names, on the host."""
+    path = newest(folder)
+    assert path is not None
+    if path.name == FILE:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)[MODEL]
+    described = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    names = [name.removeprefix(f"{MODEL}.") for name in described if name.startswith(f"{MODEL}.")]
+    return _read_folder(path, [MODEL], names)[MODEL]
+
+
+def gather_model(strategy: Any, device: torch.device) -> dict[str, Tensor]:
+    """The whole parameters, by the model's names, on rank 0's host; on the other ranks nothing. All ranks call it together."""
+    mesh, mine = strategy.mesh, dict[str, Tensor]()
+    for name, p in strategy.named().items():
+        for member, whole in strategy.whole(name, p).items():
+            if mesh.stage_rank == 0:
+                mine[member] = whole.to("cpu", copy=True)
+    if mesh.size["pipeline"] == 1 or mesh.stage_rank:
+        return mine
+    mail = Mail(mesh.group("pipeline"))
+    senders = list(enumerate(mail.gather(list(mine))))[1:]
+    sent = [(name, Message((stage, name), stage, 0)) for stage, names in senders for name in names]
+    with mail.delivering([message for _, message in sent], device):
+        for name, message in sent:
+            if message.sender == mail.rank:
+                mail.send(message, mine[name].to(device))
+            elif mail.rank == 0:
+                mail.expect(message)
+                mine[name] = mail.take(message.name).cpu()
+    return mine if mail.rank == 0 else {}
+
+
 def _is_like(value: Any, p: Tensor) -> bool:
     """Whether an optimizer's value has a number for each element of the parameter; a count of steps has not."""
     return torch.is_tensor(value) and value.ndim > 0 and value.shape == p.shape
@@ -286,18 +321,20 @@ def _open_file(path: Path, strategy: Any) -> tuple[Read, dict[str, float], dict[
 
 def _open_folder(path: Path, strategy: Any) -> tuple[Read, dict[str, float], dict[str, Any]]:
     """The tensors of a folder. Each rank reads what it needs, without the others."""
-    described: dict[str, Any] = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-
-    def read(keys: list[str], members: list[str]) -> dict[str, dict[str, Tensor]]:
-        found = {key: {n: torch.empty(described[f"{key}.{n}"].size) for n in members} for key in keys}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it points out that this rank reads alone
-            dcp.load(found, checkpoint_id=path, no_dist=True)
-        return found
-
+    read = partial(_read_folder, path)
     state = json.loads((path / STATE).read_text(encoding="utf-8"))
     state.pop(SUMS, None)
     return read, state.pop(COUNTS), state
+
+
+def _read_folder(path: Path, keys: list[str], members: list[str]) -> dict[str, dict[str, Tensor]]:
+    """Whole tensors of a folder, as ``Read`` returns them, read by this rank alone."""
+    described: dict[str, Any] = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    found = {key: {n: torch.empty(described[f"{key}.{n}"].size) for n in members} for key in keys}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it points out that this rank reads alone
+        dcp.load(found, checkpoint_id=path, no_dist=True)
+    return found
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -15,6 +16,7 @@ from lib.ddp import BucketedDDP, average_gradients_flat
 from lib.fsdp import FullySharded, apply_fully_shard, clip_sharded_gradient_norm_, shard
 from lib.given.parallel.sharding import all_gather_row
 from lib.runs.engine.context import divide_sequences
+from lib.runs.engine.experts import Balance, narrow_mixtures, spread_experts
 from lib.runs.engine.mesh import Mesh
 from lib.runs.engine.options import Options
 from lib.runs.engine.stages import Pipeline, keep_stage, units_of
@@ -35,7 +37,8 @@ class Strategy:
         model: The model without wrappers.
         call: ``call(inputs, targets)`` returns the mean loss.
         decays: Names of the parameters with weight decay, before anything was divided.
-        cuts: How parameters are divided along the tensor axis.
+        cuts: How parameters are divided along the tensor axis, and experts along theirs.
+        balance: Keeps the experts of mixtures equally busy; None for a dense model.
         tied: Names of the parameters on this stage that both the first stage and the last one have.
     """
 
@@ -53,6 +56,13 @@ class Strategy:
                 self.cuts = divide_layers(loss.model, mesh, options.ours)
         if mesh.size["context"] > 1:
             divide_sequences(loss.model, mesh)
+        if mesh.size["expert"] > 1:
+            self.cuts |= spread_experts(loss.model, mesh)
+        self.balance: Balance | None = None
+        if options.n_experts:
+            self.balance = Balance(loss.model, options, loss.task.config.n_layers, loss.device)
+            if loss.mixes:
+                narrow_mixtures(loss.model, loss.task.dtype)
         self.call: Any = self.wrap(loss)
         if mesh.size["pipeline"] > 1:
             self.pipeline = Pipeline(self.call, loss, mesh, options.accumulate, options.ours)
@@ -98,6 +108,10 @@ class Strategy:
                 pipeline.add_ends(local(p.grad))
         return loss.float()
 
+    def score(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """This rank's scores of a micro-batch; the model is in evaluation mode. All ranks call it together."""
+        return self.pipeline.score(inputs, targets) if self.pipeline is not None else self.call(inputs, targets)
+
     def micro_step(self, is_last: bool) -> AbstractContextManager:
         """Context for forward and backward of a micro-batch: gradients are synchronized in the last one only."""
         return nullcontext()
@@ -107,13 +121,13 @@ class Strategy:
 
     def share_overflow(self) -> None:
         """If one rank's gradients have inf or NaN, make all ranks see it, so that all skip the step."""
-        if self.options.uses("shard", "tensor"):
+        if self.options.uses("shard", "tensor", "expert"):
             share_overflow(list(self.named().values()), self.loss.device)
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the whole gradient to a norm of at most ``max_norm``; return its norm before that."""
         parameters = list(self.named().values())
-        if self.options.uses("tensor", "pipeline"):
+        if self.options.uses("tensor", "pipeline", "expert"):
             return self.clip_parts(max_norm)
         if self.options.ours:
             return clip_gradient_norm_(parameters, max_norm)
@@ -139,7 +153,8 @@ class Strategy:
 
     def n_holders(self, name: str) -> int:
         """The number of ranks that hold the same values of a parameter of the model."""
-        axes = ["copies"] + ["shard"] * (not self.options.uses("shard")) + ["tensor"] * (name not in self.cuts)
+        axes = ["expert_copies" if self.is_spread(name) else "copies"] + ["shard"] * (not self.options.uses("shard"))
+        axes += ["tensor"] * (name not in self.cuts or self.is_spread(name))
         n = 2 if name in self.tied else 1
         for axis in axes:
             n *= self.mesh.size[axis]
@@ -153,7 +168,7 @@ class Strategy:
     @property
     def is_divided(self) -> bool:
         """Whether ranks hold different parts, so that a checkpoint is a folder."""
-        return self.options.shards or self.options.uses("tensor", "pipeline")
+        return self.options.shards or self.options.uses("tensor", "pipeline", "expert")
 
     def members(self, name: str) -> list[str]:
         """The parameters of the model of which ``named()[name]`` has parts, on this rank or others."""
@@ -167,13 +182,13 @@ class Strategy:
         """The whole of a tensor with the shape of ``named()[name]``, by the model's names. The ranks of a stage must call it together."""
         found = self.unsharded(name, mine.detach())
         for whole in [name for name in found if name in self.cuts]:
-            dim, n_fused = self.cuts[whole]
-            joined = found[whole] if isinstance(mine, DTensor) else gather(found[whole], dim, self.mesh.group("tensor"))
-            found[whole] = uncut(joined, dim, n_fused, self.mesh.size["tensor"])
+            axis, dim, n_fused = self.cuts[whole]
+            joined = found[whole] if isinstance(mine, DTensor) else gather(found[whole], dim, self.mesh.group(axis))
+            found[whole] = uncut(joined, dim, n_fused, self.mesh.size[axis])
         return found
 
     def unsharded(self, name: str, mine: Tensor) -> dict[str, Tensor]:
-        """``whole`` along all axes but the tensor axis; a DTensor knows that one too."""
+        """``whole`` along all axes but those of ``cuts``; a DTensor knows the tensor axis too."""
         return {name: mine.full_tensor() if isinstance(mine, DTensor) else mine}
 
     def take(self, name: str, whole: dict[str, Tensor]) -> Tensor:
@@ -181,15 +196,27 @@ class Strategy:
         return next(iter(self._cut(whole).values()))
 
     def _cut(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-        place = (self.mesh.rank["tensor"], self.mesh.size["tensor"])
-        return {name: cut(t, *self.cuts[name], *place) if name in self.cuts else t for name, t in whole.items()}
+        return {name: self._cut_one(t, *self.cuts[name]) if name in self.cuts else t for name, t in whole.items()}
+
+    def _cut_one(self, whole: Tensor, axis: str, dim: int, n_fused: int) -> Tensor:
+        return cut(whole, dim, n_fused, self.mesh.rank[axis], self.mesh.size[axis])
+
+    def is_spread(self, name: str) -> bool:
+        """Whether the copies hold other experts here, so that fewer of them share the gradient of a parameter of the model."""
+        return name in self.cuts and self.cuts[name][0] == "expert"
 
 
 class Copied(Strategy):
-    """Our engine where a model whose layers or stages are divided has copies: all gradients are averaged at once, after the last backward."""
+    """Our engine where a model whose layers, stages or experts are divided has copies: all gradients are averaged at once, after the last backward."""
 
     def finish(self):
-        average_gradients_flat(self.model, self.mesh.group("copies"))
+        experts = nn.ParameterList(p for name, p in self.named().items() if self.is_spread(name))
+        others = nn.ParameterList(p for name, p in self.named().items() if not self.is_spread(name))
+        average_gradients_flat(others, self.mesh.group("copies"))
+        if len(experts):
+            # backward has summed over the ranks that share the experts, and each rank's loss is a mean
+            torch._foreach_div_([p.grad for p in experts if p.grad is not None], self.mesh.size["expert"])
+            average_gradients_flat(experts, self.mesh.group("expert_copies"))
 
 
 class Replicated(Strategy):
@@ -216,12 +243,16 @@ class HybridSharded(FullySharded):
     Args:
         copies: The ranks that hold the same shard.
         others: Arguments of ``FullySharded``.
+
+    Attributes:
+        pieces: For a flat shard that holds experts, which have fewer copies: its parts, and the ranks over which each is averaged.
     """
 
     def __init__(self, *others: Any, copies: dist.ProcessGroup, **settings: Any):
         super().__init__(*others, **settings)
         self.copies, self.is_last = copies, True
-        self.means: dict[Any, dist.Work] = {}
+        self.means: dict[Any, list[dist.Work]] = {}
+        self.pieces: dict[Any, list[tuple[slice, dist.ProcessGroup]]] = {}
 
     def begin(self, is_last: bool) -> None:
         """Begin a micro-batch; averages start only in the last one."""
@@ -239,14 +270,15 @@ class HybridSharded(FullySharded):
     def start_mean(self, flat: Any) -> None:
         """Start to average a shard's gradient, unless that has been done in this step."""
         if flat not in self.means and flat.shard.grad is not None:
-            flat.shard.grad.div_(dist.get_world_size(self.copies))
-            self.means[flat] = dist.all_reduce(flat.shard.grad, group=self.copies, async_op=True)
+            grad = flat.shard.grad.div_(dist.get_world_size(self.copies))
+            pieces = self.pieces.get(flat, [(slice(None), self.copies)])
+            self.means[flat] = [dist.all_reduce(grad[part], group=group, async_op=True) for part, group in pieces]
 
     def finish_gradient_synchronization(self) -> None:
         super().finish_gradient_synchronization()
         for flat in (flat for flats in self.flats for flat in flats):
             self.start_mean(flat)
-        for work in self.means.values():
+        for work in (work for works in self.means.values() for work in works):
             work.wait()
         self.means.clear()
 
@@ -265,7 +297,19 @@ class Sharded(Strategy):
             wrapped = FullySharded(loss, **settings)
         flats = [(f"unit_{i}.flat_{j}", flat) for i, unit in enumerate(wrapped.flats) for j, flat in enumerate(unit)]
         self.flats: dict[str, Any] = dict(flats)
+        if isinstance(wrapped, HybridSharded) and self.mesh.size["expert"] > 1:
+            wrapped.pieces = {flat: self.pieces(name) for name, flat in flats}
         return wrapped
+
+    def pieces(self, name: str) -> list[tuple[slice, dist.ProcessGroup]]:
+        """The parts of a shard that hold experts, or none, and the ranks that hold the same ones."""
+        found: list[tuple[str, slice]] = []
+        for whole, part in self.parts(name).items():
+            kind = "expert_copies" if self.is_spread(whole) else "copies"
+            if found and found[-1][0] == kind:  # neighbours go together
+                part = slice(found.pop()[1].start, part.stop)
+            found.append((kind, part))
+        return [(part, self.mesh.group(kind)) for kind, part in found]
 
     def parts(self, name):
         flat = self.flats[name]
@@ -296,7 +340,7 @@ class Sharded(Strategy):
         self.call.finish_gradient_synchronization()
 
     def clip(self, max_norm):
-        if self.options.uses("tensor", "pipeline"):
+        if self.options.uses("tensor", "pipeline", "expert"):
             return self.clip_parts(max_norm)
         return clip_sharded_gradient_norm_(self.named().values(), max_norm, **self.mesh.along("shard"))
 
@@ -339,6 +383,13 @@ class TorchSharded(Strategy):
         mesh = self.mesh.copies_by_shard() if hybrid else self.mesh.devices["shard"]
         return apply_fully_shard(loss, mesh, low)
 
+    def score(self, inputs, targets):
+        found = super().score(inputs, targets)
+        for part in self.call.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()  # the root waits for a backward to do it
+        return found
+
     def micro_step(self, is_last):
         self.call.set_requires_gradient_sync(is_last)
         return nullcontext()
@@ -371,9 +422,9 @@ def make_strategy(options: Options, loss: Loss, mesh: Mesh) -> Strategy:
     """The model on its ranks, divided as the options say."""
     if options.shards:
         return (Sharded if options.ours else TorchSharded)(options, loss, mesh)
-    if not options.uses("replicate", "context"):
+    if not options.uses("replicate", "context", "expert"):
         return Strategy(options, loss, mesh)
-    return (Copied if options.uses("tensor", "pipeline") else Replicated)(options, loss, mesh)
+    return (Copied if options.uses("tensor", "pipeline", "expert") else Replicated)(options, loss, mesh)
 
 
 def make_optimizer(options: Options, groups: list[dict[str, Any]], device: torch.device) -> Optimizer:

@@ -1,4 +1,4 @@
-"""The two tasks, image classification and the next token: the model, its loss on either path, and the FLOPs of an item."""
+"""The tasks, image classification and the next token by GPT-2 or Llama: the model, its loss on either path, and the FLOPs of an item."""
 
 import contextlib
 from collections.abc import Callable
@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from lib import amp, training
 from lib.fast import models as fast
-from lib.given.models import vit
+from lib.given.models import llama, vit
 from lib.given.models.gpt2 import GPT2_LARGE, GPT2_MEDIUM, GPT2_SMALL, GPT2_XL, TINY, GPT2Config
 from lib.given.parallel.sharding import blocks_of
-from lib.runs.engine.options import Options, UsageError
+from lib.runs.engine import export
+from lib.runs.engine.experts import extra_weights, put_mixtures
+from lib.runs.engine.options import KINDS, Options, UsageError
 from lib.runs.engine.sources import Source, open_pictures, open_tokens
 from lib.speed import training_flops_per_token, vit_training_flops_per_image
 
@@ -34,6 +36,7 @@ class Task:
         flops_per_item: FLOPs of a training step for one unit.
         n_classes: Number of logits.
         first_parts, last_parts: The model's parts before its blocks and after them.
+        scores: Names of what an evaluation computes for each batch.
     """
 
     unit: str
@@ -44,9 +47,15 @@ class Task:
     n_classes: int
     first_parts: tuple[str, ...]
     last_parts: tuple[str, ...]
+    scores: tuple[str, ...] = ("held_out_loss",)
 
     def __init__(self, options: Options):
         self.options, self.dtype = options, DTYPES[options.precision]
+
+    @property
+    def rows(self) -> str:
+        """What the rows of a batch are called."""
+        return "images" if self.unit == "image" else "sequences"
 
     @classmethod
     def sizes(cls, options: Options) -> dict[str, dict[str, int]]:
@@ -66,7 +75,19 @@ class Task:
     def fast_loss(self, model: Any, inputs: Tensor, targets: Tensor, path: fast.Path) -> Tensor:
         raise NotImplementedError
 
+    def fast_logits(self, model: Any, inputs: Tensor, path: fast.Path) -> Tensor:
+        """Logits on the fast path, for the scores that need them."""
+        raise NotImplementedError
+
     def plain_logits(self, model: Any, inputs: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def exported(self, weights: dict[str, Tensor]) -> export.Exported:
+        """The model in the format of the library that people load it with.
+
+        Args:
+            weights: The whole parameters, by the names of ``new_model``.
+        """
         raise NotImplementedError
 
     def enter(self, model: Any, inputs: Tensor) -> Tensor:
@@ -89,6 +110,7 @@ class ViTTask(Task):
 
     unit, per_row = "image", 1
     first_parts, last_parts = ("embeddings",), ("norm", "head")
+    scores = ("held_out_loss", "held_out_top1")
 
     def __init__(self, options: Options):
         super().__init__(options)
@@ -110,7 +132,10 @@ class ViTTask(Task):
     def sizes(cls, options):
         config = vit.preset(options.model)
         widths = {"n_heads": config.n_heads, "hidden_dim": config.hidden_dim}
-        why = {"context": "a picture is a short sequence, whose class token the head reads on one rank only"}
+        why = {
+            "expert": "a vision transformer has no experts to spread",
+            "context": "a picture is a short sequence, whose class token the head reads on one rank only",
+        }
         return {"tensor": widths, "pipeline": {"n_layers": config.n_layers}, "why": why}
 
     def new_model(self) -> nn.Module:
@@ -124,8 +149,14 @@ class ViTTask(Task):
     def fast_loss(self, model, inputs, targets, path):
         return fast.vit_loss(model, inputs, targets, path, call_blocks=True)
 
+    def fast_logits(self, model, inputs, path):
+        return fast.vit_logits(model, inputs, path, call_blocks=True)
+
     def plain_logits(self, model, inputs):
         return model(inputs)
+
+    def exported(self, weights):
+        return export.vit_for_timm(weights, self.config)
 
     def enter(self, model, inputs):
         return model.embeddings(inputs)
@@ -150,20 +181,32 @@ class GPT2Task(Task):
         self.config: GPT2Config = replace(config, context_len=length, padded_vocab_size=pad_vocab(config.vocab_size))
         self.source, self.n_classes = open_tokens(options, config.vocab_size, length), config.vocab_size
         self.per_row, self.flops_per_item = length, training_flops_per_token(self.config)
+        if options.n_experts:
+            self.flops_per_item += 6 * config.n_layers * extra_weights(options, config.dim)
 
     @classmethod
     def sizes(cls, options):
         config = GPT2_PRESETS[options.model]
-        return {
-            "tensor": {"n_heads": config.n_heads, "hidden_dim": 4 * config.dim},
-            "context": {"length": options.length or config.context_len},
-            "pipeline": {"n_layers": config.n_layers},
-        }
+        sizes = {"context": {"length": options.length or config.context_len}, "pipeline": {"n_layers": config.n_layers}}
+        if options.n_experts:
+            why = {"tensor": "--tensor divides an MLP by its hidden features, and mixtures are divided by --expert"}
+            return sizes | {"expert": {"n_experts": options.n_experts}, "why": why}
+        widths = {"n_heads": config.n_heads, "hidden_dim": 4 * config.dim}
+        why = {"expert": "the model has no experts without --n-experts"}
+        return sizes | {"tensor": widths, "why": why}
 
     def new_model(self) -> nn.Module:
         from lib.gpt2 import GPT2
 
-        return GPT2(self.config)
+        model = GPT2(self.config)
+        if self.options.n_experts:
+            put_mixtures(model, self.options, self.config.dim, self.config.n_layers)
+        return model
+
+    def describe(self):
+        o = self.options
+        mixture = {"n_experts": o.n_experts, "top_k": o.top_k} if o.n_experts else None
+        return {**super().describe(), "mixture": mixture}
 
     def fast_path(self, device):
         # the kernel rounds its gradient to 16 bits before the loss scale reaches it: float16 would lose most of it
@@ -178,6 +221,9 @@ class GPT2Task(Task):
     def plain_logits(self, model, inputs):
         return model(inputs)[0]
 
+    def exported(self, weights):
+        return export.gpt2_for_transformers(weights, self.config)
+
     def enter(self, model, inputs):
         return model.wte(inputs) + model.wpe(torch.arange(inputs.shape[1], device=inputs.device))
 
@@ -185,8 +231,54 @@ class GPT2Task(Task):
         return model.wte(model.ln_f(x))
 
 
+class LlamaTask(Task):
+    """Next-token prediction by chapter 4's model, on the plain path, in copies or shards."""
+
+    unit = "token"
+
+    def __init__(self, options: Options):
+        super().__init__(options)
+        config = llama.PRESETS[options.model]
+        length = options.length or config.context_len
+        self.config: llama.LlamaConfig = replace(config, context_len=length)
+        self.source, self.n_classes = open_tokens(options, config.vocab_size, length), config.vocab_size
+        self.per_row, self.flops_per_item = length, llama_flops_per_token(self.config)
+
+    @classmethod
+    def sizes(cls, options):
+        if options.uses(*(kind for kind in KINDS if kind not in ("replicate", "shard"))):
+            raise UsageError(
+                f"{options.how}: chapter 4's Llama runs in copies and shards only, because no strategy here divides its layers; "
+                "expected single, ddp or fsdp, or --replicate and --shard"
+            )
+        if options.path == "fast":
+            raise UsageError("--path fast: there is no fast path for chapter 4's Llama; expected --path plain")
+        return {}
+
+    def new_model(self) -> nn.Module:
+        from lib.llama import Llama
+
+        return Llama(self.config)
+
+    def plain_logits(self, model, inputs):
+        return model(inputs)
+
+    def exported(self, weights):
+        return export.llama_for_transformers(weights, self.config)
+
+
+def llama_flops_per_token(config: llama.LlamaConfig) -> int:
+    """FLOPs of a training step for each token, counted as chapter 8 counts GPT-2's."""
+    kv_width = config.n_kv_heads * config.head_dim
+    block = 2 * config.dim * (config.dim + kv_width) + 3 * config.dim * config.hidden_dim
+    attention = 2 * config.context_len * config.dim
+    return 3 * 2 * (config.n_layers * (block + attention) + config.vocab_size * config.dim)
+
+
 class Loss(nn.Module):
-    """A model that returns its mean loss, or a stage of one. Strategies wrap this module, so that all computation happens inside of it.
+    """A model that returns its mean loss, or a stage of one; in evaluation mode it returns its scores.
+
+    Strategies wrap this module, so that all computation happens inside of it.
 
     Args:
         task: Model, loss and data.
@@ -217,15 +309,30 @@ class Loss(nn.Module):
             self.compile(dynamic=False)
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The mean loss of a micro-batch, in float32; without targets a stage's output."""
+        """The mean loss of a micro-batch, in float32; in evaluation mode its scores; without targets a stage's output."""
         if targets is None:
             with self.precision():
                 return self.stage(inputs)
+        if not self.training and "held_out_top1" in self.task.scores:
+            return self.scores_of(self.logits(inputs), targets)
         if self.path:
-            return self.task.fast_loss(self.model, inputs, targets, self.path)
+            loss = self.task.fast_loss(self.model, inputs, targets, self.path)
+        else:
+            loss = self.loss_of(self.logits(inputs), targets)
+        return loss if self.training else loss[None]
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        if self.path:
+            return self.task.fast_logits(self.model, inputs, self.path)
         with self.precision():
-            logits = self.task.plain_logits(self.model, inputs)
-        return self.loss_of(logits, targets)
+            return self.task.plain_logits(self.model, inputs)
+
+    def scores_of(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The task's scores of a micro-batch, each a mean: the loss, and for images the share whose likeliest class is right."""
+        scores = [self.loss_of(logits, targets)]
+        if "held_out_top1" in self.task.scores:
+            scores.append((logits[..., : self.task.n_classes].argmax(-1) == targets).float().mean())
+        return torch.stack(scores)
 
     def stage(self, x: Tensor) -> Tensor:
         """This stage's part of the model: from inputs or the residual stream to the residual stream or logits."""

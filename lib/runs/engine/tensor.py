@@ -20,8 +20,8 @@ SEPARATE = ("attn.wq", "attn.wk", "attn.wv")
 COLUMNS = ("attn.c_attn", "mlp.fc1", "mlp.c_fc")
 ROWS = ("attn.wo", "attn.c_proj", "mlp.fc2", "mlp.c_proj")
 
-Cuts = dict[str, tuple[int, int]]
-"""For each divided parameter its divided dimension and its number of fused parts (3 for queries, keys and values in one layer)."""
+Cuts = dict[str, tuple[str, int, int]]
+"""For each divided parameter the axis of the mesh, its divided dimension, and its number of fused parts (3 for queries, keys and values in one layer)."""
 
 
 def layers_of(block: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
@@ -59,8 +59,10 @@ def divide_layers(model: nn.Module, mesh: Mesh, ours: bool) -> Cuts:
     names = {id(part): name for name, part in model.named_modules()}
     for block in blocks_of(model):
         for name in layers_of(block, (*SEPARATE, *COLUMNS)):
-            cuts |= {f"{names[id(block)]}.{name}.{part}": (0, FUSED.get(name, 1)) for part in ("weight", "bias")}
-        cuts |= {f"{names[id(block)]}.{name}.weight": (1, 1) for name in layers_of(block, ROWS)}
+            cuts |= {
+                f"{names[id(block)]}.{name}.{part}": ("tensor", 0, FUSED.get(name, 1)) for part in ("weight", "bias")
+            }
+        cuts |= {f"{names[id(block)]}.{name}.weight": ("tensor", 1, 1) for name in layers_of(block, ROWS)}
         if ours:
             _by_hand(block, mesh)
         else:

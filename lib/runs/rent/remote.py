@@ -30,6 +30,7 @@ RESULTS = (
     ("--checkpoint", ".checkpoint"),
     ("--log", "--log-file", ".jsonl"),
     ("--tensorboard", ".tensorboard"),
+    ("--export", ".export"),
     ("--out", ".json"),
 )
 """The flags that name a program's output files, and the ending of the names that they get by default."""
@@ -37,6 +38,7 @@ GOES_ON = ("--checkpoint", "--log")
 ALWAYS = {
     "lib.runs.train_vit": GOES_ON,
     "lib.runs.train_gpt2": GOES_ON,
+    "lib.runs.train_llama": GOES_ON,
     "lib.runs.train_tiny": GOES_ON,
     "lib.runs.train_digits_mpi": ("--out",),
 }

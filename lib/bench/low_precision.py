@@ -1,0 +1,278 @@
+"""Measure eight bits and fewer on one GPU: products, training steps, loss curves, and generation from four-bit weights.
+
+Run ``python -m lib.bench.low_precision products steps losses tokens`` (or only some of them) on a machine with one GPU; it writes them into
+``chapters/measurements/low_precision.json`` and keeps what it does not measure anew. ``--tiny --device cpu`` tries the program. Competitors
+take turns in random order. torchao's layers are measured beside the book's where torchao is installed.
+"""
+
+import argparse
+import copy
+import logging
+import random
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lib.bench.record import MEASUREMENTS, load, record, spread
+from lib.demos.low_precision import replace_linears, train_gpt2
+from lib.given.kernels.quantized import has_float8, scaled_mm
+from lib.given.models.gpt2 import GPT2Config
+from lib.given.models.llama import LLAMA_2_7B, LlamaConfig
+from lib.given.models.vit import ViTConfig
+from lib.gpt2 import GPT2
+from lib.llama import Llama, generate
+from lib.low_precision import Float8Linear, Int4Linear, absmax_scale, quantize, scaled_matmul
+from lib.vit import VisionTransformer
+
+E4M3 = torch.float8_e4m3fn
+RECIPES = ("dynamic", "delayed", "rowwise", "blockwise")
+SHAPES = {
+    "GPT-2 XL, c_fc": (8192, 1600, 6400),
+    "GPT-2 XL, c_proj": (8192, 6400, 1600),
+    "ViT-H/14, w1": (16_448, 1280, 5120),
+    "square": (8192, 8192, 8192),
+}
+TINY_SHAPES = {"tiny": (32, 48, 64)}
+Call = Callable[[], Any]
+
+
+class Bench:
+    """What all parts share: the device, how often each call is timed, and the sizes."""
+
+    def __init__(self, device: str, tiny: bool):
+        self.device, self.tiny, self.n_rounds = torch.device(device), tiny, 2 if tiny else 12
+
+    def seconds(self, call: Call) -> float:
+        """Time of a call, with all that it started on the device."""
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+        start_, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start_.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start_.elapsed_time(end) / 1e3
+
+    def compare(self, calls: dict[str, Call]) -> dict[str, Any]:
+        """Seconds of each call, in random order in each round; what a call raises is recorded instead."""
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        failed: dict[str, str] = {}
+        for round_ in range(self.n_rounds + 2):
+            for name in random.sample(list(calls), len(calls)):
+                if name in failed:
+                    continue
+                try:
+                    taken = self.seconds(calls[name])
+                except (RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError) as error:
+                    failed[name] = str(error).splitlines()[0][:200]
+                    continue
+                if round_ > 1:
+                    times[name].append(taken)
+        return {name: spread(taken) for name, taken in times.items() if name not in failed} | {"failed": failed}
+
+    # ---- products ----------------------------------------------------------------------------------------------------
+
+    def products(self) -> dict[str, Any]:
+        """For each shape, bfloat16, ``torch._scaled_mm`` and `scaled_matmul` on factors that are quantized already, and with the casts."""
+        found: dict[str, Any] = {}
+        shapes = TINY_SHAPES if self.tiny else SHAPES
+        for name, (m, k, n) in shapes.items():
+            x, w = (torch.randn(size, k, device=self.device).bfloat16() for size in (m, n))
+            found[name] = {"shape": [m, k, n], "flops": 2 * m * k * n, "seconds": self.compare(self._products(x, w))}
+            print(name, {who: f"{1e6 * t['median']:.0f} us" for who, t in found[name]["seconds"].items() if who != "failed"}, flush=True)  # fmt: skip
+        return found
+
+    def _products(self, x: Tensor, w: Tensor) -> dict[str, Call]:
+        calls: dict[str, Call] = {"bfloat16": lambda: x @ w.T}
+        for recipe, dims in {"tensor": (None, None), "row": (1, 0), "block": ((128, 128), (128, 128))}.items():
+            calls |= self._by_scales(recipe, x, w, dims)
+        return calls
+
+    def _by_scales(self, recipe: str, x: Tensor, w: Tensor, dims: tuple[Any, Any]) -> dict[str, Call]:
+        def cast() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            scale_x, scale_w = absmax_scale(x, E4M3, dims[0]), absmax_scale(w.T, E4M3, dims[1])
+            return quantize(x, scale_x, E4M3), quantize(w, scale_w.T if scale_w.ndim else scale_w, E4M3).T, scale_x, scale_w  # fmt: skip
+
+        given = cast()
+        calls: dict[str, Call] = {
+            f"{recipe}: scaled_matmul": lambda: scaled_matmul(*given, torch.bfloat16),
+            f"{recipe}: casts and scaled_matmul": lambda: scaled_matmul(*cast(), torch.bfloat16),
+        }
+        if recipe != "block":
+            calls[f"{recipe}: torch._scaled_mm"] = lambda: torch._scaled_mm(
+                given[0], given[1], scale_a=given[2], scale_b=given[3], out_dtype=torch.bfloat16
+            )
+            if has_float8(given[0]):
+                calls[f"{recipe}: with fast sums"] = lambda: scaled_mm(*given, torch.bfloat16, fast=True)
+        return calls
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def steps(self) -> dict[str, Any]:
+        """Forward, backward and AdamW of GPT-2 XL and ViT-H/14, compiled: bfloat16, each recipe, and torchao's float8."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, (make, batch) in self._models().items():
+            torch.manual_seed(0)
+            model = make().to(self.device)
+            variants = {"bfloat16": lambda m: m, "torchao": _torchao_training}
+            variants |= {recipe: lambda m, r=recipe: _with_recipe(m, r) for recipe in RECIPES}
+            found[name] = {}
+            for way, change in variants.items():  # one after the other: two copies of the largest would not fit
+                try:
+                    step = self._step(change(copy.deepcopy(model)), batch)
+                except (ImportError, RuntimeError, AssertionError) as error:
+                    found[name][way] = {"failed": str(error)[:200]}
+                    continue
+                found[name] |= self.compare({way: step})
+                del step
+                if self.device.type == "cuda":
+                    torch.cuda.empty_cache()
+            print(name, {w: f"{1e3 * t['median']:.1f} ms" for w, t in found[name].items() if "median" in t}, flush=True)
+        return found
+
+    def _models(self) -> dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]]:
+        if self.tiny:
+            gpt2 = GPT2Config(vocab_size=64, context_len=16, dim=32, n_layers=1, n_heads=2)
+            vit, batch = ViTConfig(image_size=28, patch_size=14, dim=32, n_layers=1, n_heads=2, hidden_dim=64), (2, 2)
+        else:
+            gpt2 = GPT2Config(vocab_size=50_304, context_len=1024, dim=1600, n_layers=48, n_heads=25)
+            vit, batch = ViTConfig(image_size=224, patch_size=14, dim=1280, n_layers=32, n_heads=16, hidden_dim=5120), (8, 64)  # fmt: skip
+        tokens = torch.randint(gpt2.vocab_size, (batch[0], gpt2.context_len), device=self.device)
+        images = torch.randn(batch[1], vit.channels, vit.image_size, vit.image_size, device=self.device)
+        labels = torch.randint(vit.n_classes, (batch[1],), device=self.device)
+        return {
+            "GPT-2 XL": (lambda: GPT2(gpt2), (tokens, tokens)),
+            "ViT-H/14": (lambda: VisionTransformer(vit), (images, labels)),
+        }
+
+    def _step(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Call:
+        run = model if self.tiny else torch.compile(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=self.device.type == "cuda")
+
+        def step() -> None:
+            with torch.autocast(self.device.type, torch.bfloat16):
+                if isinstance(model, VisionTransformer):
+                    loss = nn.functional.cross_entropy(run(batch[0]), batch[1])
+                else:
+                    loss = run(*batch)[1]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    # ---- losses ------------------------------------------------------------------------------------------------------
+
+    def losses(self) -> dict[str, Any]:
+        """Losses of the chapter's small GPT-2 in bfloat16, with three seeds, and in each recipe."""
+        n_steps = 2 if self.tiny else 1000
+        runs = {f"bfloat16, seed {seed}": ("bfloat16", seed) for seed in range(1 if self.tiny else 3)}
+        runs |= {recipe: (recipe, 0) for recipe in RECIPES}
+        return {name: train_gpt2(recipe, n_steps, seed, self.device.type) for name, (recipe, seed) in runs.items()}
+
+    # ---- tokens ------------------------------------------------------------------------------------------------------
+
+    def tokens(self) -> dict[str, Any]:
+        """Tokens a second that Llama 2 7B, with random weights, generates for one sequence: bfloat16, `Int4Linear`, torchao's int4."""
+        config = LlamaConfig(vocab_size=64, dim=128, n_layers=1, n_heads=2, hidden_dim=128) if self.tiny else LLAMA_2_7B
+        n = 3 if self.tiny else 64
+        prompt = torch.zeros(1, 8, dtype=torch.long, device=self.device)
+        found: dict[str, Any] = {}
+        variants: dict[str, Callable[[nn.Module], nn.Module]] = {
+            "bfloat16": lambda m: m,
+            "Int4Linear": lambda m: replace_linears(m, Int4Linear, skip=("output",)),
+            "torchao": _torchao_int4,
+        }
+        for name, change in variants.items():
+            torch.manual_seed(0)
+            with self.device:
+                model = Llama(config).to(torch.bfloat16).eval()
+            try:
+                change(model)
+                times = self.compare({name: lambda m=model: list(generate(m, prompt, n, temperature=0))})
+            except (ImportError, RuntimeError, AssertionError) as error:
+                times = {name: {"failed": str(error)[:200]}}
+            found |= times
+            if "median" in times.get(name, {}):
+                found[name]["tokens_per_s"] = n / times[name]["median"]
+                print(name, f"{found[name]['tokens_per_s']:.1f} tokens/s", flush=True)
+        return found
+
+
+class _NarrowFloat8Linear(Float8Linear):
+    """Returns bfloat16, as a linear layer does under autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.bfloat16())
+
+
+def _with_recipe(model: nn.Module, recipe: str) -> nn.Module:
+    return replace_linears(model, lambda linear: _NarrowFloat8Linear(linear, recipe), skip=("head",))
+
+
+def _quietly(load_it: Callable[[], Any]) -> Any:
+    """Import torchao without its remarks on kernels that this machine has not."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return load_it()
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _torchao_training(model: nn.Module) -> nn.Module:
+    def load_it() -> Any:
+        from torchao.float8 import convert_to_float8_training
+
+        return convert_to_float8_training
+
+    if not next(model.parameters()).is_cuda:
+        raise RuntimeError("torchao trains in float8 on a GPU only")
+    fits = lambda m, _: not isinstance(m, nn.Linear) or (m.in_features % 16 == 0 and m.out_features % 16 == 0)
+    return _quietly(load_it)(model, module_filter_fn=fits)
+
+
+def _torchao_int4(model: nn.Module) -> nn.Module:
+    def load_it() -> Any:
+        from torchao.quantization import Int4WeightOnlyConfig, quantize_
+
+        return quantize_, Int4WeightOnlyConfig
+
+    if not next(model.parameters()).is_cuda:
+        raise RuntimeError("torchao's four-bit product needs a GPU")
+    quantize_, config = _quietly(load_it)
+    quantize_(model, config(group_size=128), filter_fn=lambda m, name: isinstance(m, nn.Linear) and name != "output")
+    return model
+
+
+def main(arguments: list[str] | None = None, folder: Path = MEASUREMENTS) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("parts", nargs="*", help="products, steps, losses, tokens; all unless told")
+    parser.add_argument("--tiny", action="store_true", help="try the program with tiny sizes")
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args(arguments)
+    known = ("products", "steps", "losses", "tokens")
+    if unknown := set(options.parts) - set(known):
+        parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(known)}")
+    random.seed(0)
+    bench = Bench(options.device, options.tiny)
+    found = {part: getattr(bench, part)() for part in options.parts or known}
+    try:
+        before = load("low_precision", folder)["results"]
+    except FileNotFoundError:
+        before = {}
+    if before.get("tiny") != options.tiny:
+        before = {}
+    record("low_precision", before | {"tiny": options.tiny} | found, folder)
+
+
+if __name__ == "__main__":
+    main()

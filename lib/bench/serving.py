@@ -1,0 +1,232 @@
+"""Load a Llama of about one billion parameters with requests that arrive at random, ever more of them a second, and note when each token comes.
+
+Competitors, each on the same requests: chapter 21's ``Engine``; Transformers' ``generate`` on static batches, each of all that wait when the batch before it has
+ended; and Transformers' continuous batching. Weights are random, which changes no speed. Run ``python -m lib.bench.serving`` on a GPU; it adds to
+``chapters/measurements/serving.json`` after each load. ``--tiny --device cpu`` tries the program.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lib.bench.record import MEASUREMENTS, record, spread
+from lib.given.models.llama import LlamaConfig
+from lib.given.models.serving import Request
+from lib.llama import Llama
+from lib.serving import Engine, Scheduler
+
+ONE_B = LlamaConfig(dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, hidden_dim=5632, context_len=2048)
+SMALL = LlamaConfig(vocab_size=128, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=64, context_len=128)
+MAX_TOKENS, BLOCK_SIZE, MAX_BATCH = 2048, 16, 256  # tokens of a step; positions of a block; sequences of a static batch
+IDLE_S = 0.0005
+
+Times = list[list[float]]
+"""For each request the moments of its tokens, in seconds since the load began."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request of the load: when it arrives, in seconds, its prompt, and how many tokens it wants."""
+
+    arrives_s: float
+    tokens: list[int]
+    n_new: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured, and how much of it."""
+
+    config: LlamaConfig
+    rates: tuple[float, ...]  # requests a second
+    n_asks: int
+    prompts: tuple[int, int]  # shortest and longest, in tokens
+    answers: tuple[int, int]
+
+
+LARGE = Sizes(ONE_B, (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0), 192, (32, 512), (16, 256))
+TINY = Sizes(SMALL, (50.0, 1000.0), 5, (3, 20), (2, 6))
+
+
+def make_load(sizes: Sizes, rate: float, seed: int = 0) -> list[Ask]:
+    """Requests whose arrivals are a Poisson process."""
+    chance, now, asks = random.Random(seed), 0.0, []
+    for _ in range(sizes.n_asks):
+        now += chance.expovariate(rate)
+        tokens = [chance.randrange(sizes.config.vocab_size) for _ in range(chance.randint(*sizes.prompts))]
+        asks.append(Ask(now, tokens, chance.randint(*sizes.answers)))
+    return asks
+
+
+class Ours:
+    """Chapter 21's engine, on chapter 4's Llama."""
+
+    def __init__(self, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
+        with torch.device(device):
+            self.model = Llama(sizes.config).to(device, dtype).eval()
+        n_blocks = sizes.n_asks * -(-(sizes.prompts[1] + sizes.answers[1]) // BLOCK_SIZE)
+        self.make_engine = lambda: Engine(self.model, Scheduler(MAX_TOKENS, n_blocks, BLOCK_SIZE))
+
+    def serve(self, asks: list[Ask]) -> Times:
+        engine, times = self.make_engine(), [list[float]() for _ in asks]
+        begun, waiting, numbers = time.perf_counter(), list(enumerate(asks)), dict[Request, int]()
+        while waiting or engine.is_busy:
+            while waiting and waiting[0][1].arrives_s <= time.perf_counter() - begun:
+                number, ask = waiting.pop(0)
+                request = Request(ask.tokens, ask.n_new)
+                numbers[request] = number
+                engine.submit(request)
+            if not engine.is_busy:
+                time.sleep(IDLE_S)
+                continue
+            new = engine.step()
+            now = time.perf_counter() - begun
+            for request, _ in new:
+                times[numbers[request]].append(now)
+        return times
+
+
+class Theirs:
+    """Transformers' Llama of the same sizes."""
+
+    def __init__(self, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
+        import transformers
+
+        c = sizes.config
+        config = transformers.LlamaConfig(
+            vocab_size=c.vocab_size, hidden_size=c.dim, intermediate_size=c.hidden_dim, num_hidden_layers=c.n_layers,
+            num_attention_heads=c.n_heads, num_key_value_heads=c.n_kv_heads, max_position_embeddings=c.context_len,
+            bos_token_id=None, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        with torch.device(device):
+            model: Any = transformers.LlamaForCausalLM(config)
+        self.model = model.to(device, dtype).eval()
+        self.model.generation_config.do_sample = False
+        self.device = device
+
+
+class Static(Theirs):
+    """``generate`` on batches: a batch begins when the one before it has ended, with all that have arrived by then."""
+
+    def serve(self, asks: list[Ask]) -> Times:
+        times: Times = [[] for _ in asks]
+        begun, waiting = time.perf_counter(), list(enumerate(asks))
+        while waiting:
+            now = time.perf_counter() - begun
+            batch = [pair for pair in waiting[:MAX_BATCH] if pair[1].arrives_s <= now]
+            if batch:
+                waiting = waiting[len(batch) :]
+                self._run(batch, begun, times)
+            else:
+                time.sleep(IDLE_S)
+        return times
+
+    def _run(self, batch: list[tuple[int, Ask]], begun: float, times: Times) -> None:
+        longest = max(len(ask.tokens) for _, ask in batch)
+        rows = [[0] * (longest - len(ask.tokens)) + ask.tokens for _, ask in batch]
+        seen = [[0] * (longest - len(ask.tokens)) + [1] * len(ask.tokens) for _, ask in batch]
+
+        def note(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            ids[0, -1].item()  # waits for the device
+            now = time.perf_counter() - begun
+            for number, ask in batch:
+                if len(times[number]) < ask.n_new:
+                    times[number].append(now)
+            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+        self.model.generate(
+            torch.tensor(rows, device=self.device), attention_mask=torch.tensor(seen, device=self.device),
+            max_new_tokens=max(ask.n_new for _, ask in batch), stopping_criteria=[note],
+        )  # fmt: skip
+
+
+class Continuous(Theirs):
+    """Transformers' continuous batching, as it chooses to run on a GPU."""
+
+    def _settings(self) -> Any:
+        from transformers import ContinuousBatchingConfig
+
+        small: dict[str, Any] = {
+            "num_blocks": 32,
+            "page_size": BLOCK_SIZE,
+            "max_batch_tokens": 64,
+        }  # else it takes nine tenths of all memory
+        return ContinuousBatchingConfig(**small if self.device.type == "cpu" else {})
+
+    def serve(self, asks: list[Ask]) -> Times:
+        times: Times = [[] for _ in asks]
+        n_ended = 0
+        with self.model.continuous_batching_context_manager(continuous_batching_config=self._settings()) as manager:
+            begun, waiting, numbers = time.perf_counter(), list(enumerate(asks)), dict[str, int]()
+            while n_ended < len(asks):
+                while waiting and waiting[0][1].arrives_s <= time.perf_counter() - begun:
+                    number, ask = waiting.pop(0)
+                    name = manager.add_request(ask.tokens, max_new_tokens=ask.n_new, record_timestamps=True)
+                    numbers[name] = number
+                found = manager.get_result(timeout=IDLE_S)
+                if found is not None and found.is_finished():
+                    if found.error:
+                        raise RuntimeError(f"Transformers' continuous batching failed: {found.error}")
+                    times[numbers[found.request_id]] = [moment - begun for moment in found.timestamps or []]
+                    n_ended += 1
+        return times
+
+
+COMPETITORS: dict[str, Callable[..., Any]] = {
+    "Engine": Ours,
+    "Transformers, static": Static,
+    "Transformers, continuous": Continuous,
+}
+
+
+def summarize(asks: list[Ask], times: Times) -> dict[str, Any]:
+    """Throughput and waits of one load. Every request must have got its tokens."""
+    for ask, moments in zip(asks, times, strict=True):
+        assert len(moments) == ask.n_new, f"{len(moments)} tokens of {ask.n_new}"
+    gaps = [b - a for moments in times for a, b in pairwise(moments)]
+    last = max(moments[-1] for moments in times)
+    return {
+        "tokens_per_s": sum(map(len, times)) / (last - asks[0].arrives_s),
+        "first_token_s": spread([moments[0] - ask.arrives_s for ask, moments in zip(asks, times, strict=True)]),
+        "between_tokens_s": spread(gaps),
+        "whole_s": spread([moments[-1] - ask.arrives_s for ask, moments in zip(asks, times, strict=True)]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tiny", action="store_true", help="a small model and few requests, to try the program")
+    parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
+    options = parser.parse_args()
+    sizes, device = TINY if options.tiny else LARGE, torch.device(options.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    settings = {"dtype": str(dtype).removeprefix("torch."), "n_requests": sizes.n_asks, "prompt_tokens": sizes.prompts,
+                "new_tokens": sizes.answers, "step_tokens": MAX_TOKENS, "config": vars(sizes.config)}  # fmt: skip
+    results: dict[str, Any] = {"tiny": options.tiny, "settings": settings, "requests_per_s": {}}
+    for name, make in COMPETITORS.items():  # one model at a time is in memory
+        torch.manual_seed(0)
+        competitor = make(sizes, device, dtype)
+        competitor.serve(
+            make_load(sizes, max(sizes.rates), seed=1)
+        )  # warm-up: kernels are compiled, memory is allocated
+        for rate in sizes.rates:
+            asks = make_load(sizes, rate)
+            found = summarize(asks, competitor.serve(asks))
+            results["requests_per_s"].setdefault(f"{rate:g}", {})[name] = found
+            record("serving", results, options.folder)
+            print(f"{name}, {rate:g} requests/s: {found['tokens_per_s']:,.0f} tokens/s", flush=True)
+        del competitor
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

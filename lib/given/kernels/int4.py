@@ -1,0 +1,34 @@
+"""Weights of four bits: back to float32, and the launch of chapter 20's kernel."""
+
+from torch import Tensor
+
+from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON, triton
+
+__all__ = ["dequantize_int4", "launch_int4_matmul"]
+
+
+def dequantize_int4(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Weights ``[N, K]``, float32: ``(q - zero) * scale``, with each group's scale and zero point."""
+    levels = q.float().unflatten(1, (scale.shape[1], -1))
+    return ((levels - zero[..., None].float()) * scale[..., None]).flatten(1)
+
+
+def launch_int4_matmul(kernel, x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Launch a kernel that multiplies rows with packed four-bit weights: ``[M, K] x [N, K / 2] -> [M, N]``.
+
+    Args:
+        kernel: Takes x, packed, scale, zero, out, M, N, K, the group size, and the constants TILE_M, TILE_N, TILE_K.
+    """
+    if not HAS_TRITON:
+        raise RuntimeError(NO_TRITON)
+    (m, k), n = x.shape, len(packed)
+    out = x.new_empty(m, n)
+    group = k // scale.shape[1]
+    tile_m, tile_n = (16, 32) if INTERPRETED else (16, 64)
+    tile_k = min(group & -group, 64)  # the largest power of two that divides the group
+    if tile_k < 2 or (not INTERPRETED and tile_k < 32):
+        raise ValueError(f"groups of {group}: expected a multiple of {2 if INTERPRETED else 32}")
+    kernel[(triton.cdiv(m, tile_m), triton.cdiv(n, tile_n))](
+        x.contiguous(), packed, scale.contiguous(), zero.contiguous(), out, m, n, k, group, TILE_M=tile_m, TILE_N=tile_n, TILE_K=tile_k,
+    )  # fmt: skip
+    return out

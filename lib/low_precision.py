@@ -1,0 +1,277 @@
+"""Eight bits and fewer: numbers with a scale beside them, products of such numbers, and weights of four bits."""
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor, nn
+
+from lib.given.kernels.int4 import dequantize_int4, launch_int4_matmul
+from lib.given.kernels.mode import tl, triton
+from lib.given.kernels.quantized import BLOCK, expand_blocks, has_float8, largest, tensor_core_product, with_products
+
+
+def absmax_scale(
+    x: Float[Tensor, "..."], dtype: torch.dtype, dim: int | tuple[int, int] | None = None
+) -> Float[Tensor, "..."]:
+    """The scale with which a tensor just fits into a format of 8 bits. (Exercise 20.1)
+
+    Args:
+        x: Any shape and floating dtype; for blocks a matrix.
+        dtype: ``torch.float8_e4m3fn``, ``torch.float8_e5m2`` or ``torch.int8``.
+        dim: None for one scale; a dimension along which one scale serves all numbers; or ``(128, 128)`` for a scale for each block.
+
+    Returns:
+        The largest finite magnitude over the format's largest number, float32: a scalar; the shape of x with 1 at ``dim``; or one for
+        each block, those at the ragged ends included. Infinities and NaN do not take part. Where all numbers are 0, the scale is 1.
+
+    Raises:
+        ValueError: another dtype (`largest` raises it) or another pair of block sizes, or blocks of what is no matrix; the message shows it.
+    """
+    raise NotImplementedError("Exercise 20.1: write absmax_scale")
+
+
+def quantize(x: Float[Tensor, "..."], scale: Float[Tensor, "..."], dtype: torch.dtype) -> Tensor:
+    """Divide by the scale and round to a format of 8 bits. (Exercise 20.2)
+
+    Args:
+        x: Any shape and floating dtype.
+        scale: What `absmax_scale` returns: anything that broadcasts with x, or one for each block of 128 x 128.
+        dtype: As in `absmax_scale`.
+
+    Returns:
+        A tensor of that dtype and of the shape of x, rounded to the nearest number, ties to even. Numbers beyond the largest one, infinities
+        too, become the largest one with their sign. NaN stays NaN in float8 and becomes 0 in int8.
+    """
+    raise NotImplementedError("Exercise 20.2: write quantize")
+
+
+def dequantize(q: Tensor, scale: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Back to float32: each number times its scale. (Exercise 20.3)
+
+    Args:
+        q: What `quantize` returned.
+        scale: The scale that `quantize` was given.
+
+    Returns:
+        A float32 tensor of the shape of q.
+    """
+    raise NotImplementedError("Exercise 20.3: write dequantize")
+
+
+def quantization_error(x: Float[Tensor, "m n"], dtype: torch.dtype, granularity: str) -> float:
+    """How much of a tensor survives rounding: signal over noise, in decibels. (Exercise 20.4)
+
+    Args:
+        x: A matrix.
+        dtype: As in `absmax_scale`.
+        granularity: "tensor", "row" (a scale for each) or "block".
+
+    Returns:
+        ``10 log10(sum of squares of x / sum of squared errors)``; infinity if nothing is lost. Six decibels are worth about one bit.
+
+    Raises:
+        ValueError: another granularity; the message shows it.
+    """
+    raise NotImplementedError("Exercise 20.4: write quantization_error")
+
+
+def scaled_matmul(
+    a: Tensor, b: Tensor, scale_a: Float[Tensor, "..."], scale_b: Float[Tensor, "..."], out_dtype: torch.dtype
+) -> Float[Tensor, "m n"]:
+    """The product of two quantized matrices. (Exercise 20.5)
+
+    Args:
+        a: ``[M, K]`` of 8 bits.
+        b: ``[K, N]`` of 8 bits.
+        scale_a, scale_b: One number for each matrix; or ``[M, 1]`` and ``[1, N]``; or one for each block of 128 x 128.
+        out_dtype: Dtype of the result.
+
+    Returns:
+        ``[M, N]``: the product of the dequantized matrices, accumulated in float32 and rounded once. Where `has_float8` says that a GPU
+        multiplies such numbers, `tensor_core_product` computes it.
+
+    Raises:
+        ValueError: the shapes don't fit together; the message shows them.
+    """
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)}: expected [M, K] and [K, N]")
+    raise NotImplementedError("Exercise 20.5: write scaled_matmul")
+
+
+class DelayedScale:
+    """A scale from the past, so that a tensor can be rounded without being read twice. (Exercise 20.6)
+
+    Args:
+        history: Number of past steps that are remembered.
+
+    Source: Micikevicius and others (arXiv:2209.05433), section 3; Transformer Engine's ``DelayedScaling``.
+    """
+
+    def __init__(self, history: int = 16):
+        raise NotImplementedError("Exercise 20.6: write DelayedScale.__init__")
+
+    def update(self, x: Float[Tensor, "..."]) -> None:
+        """Record the largest finite magnitude of a step's tensor, and forget the oldest beyond ``history``. The host does not wait."""
+        raise NotImplementedError("Exercise 20.6: write DelayedScale.update")
+
+    def scale(self, dtype: torch.dtype, x: Float[Tensor, "..."] | None = None) -> Float[Tensor, ""]:
+        """The largest recorded magnitude over the format's largest number, or 1 if that is 0; without any record, the scale of the tensor x.
+
+        Raises:
+            ValueError: nothing is recorded, and no x is given.
+        """
+        raise NotImplementedError("Exercise 20.6: write DelayedScale.scale")
+
+
+class Float8Linear(nn.Module):
+    """A linear layer whose three products, forward and backward, are computed in float8. (Exercise 20.7)
+
+    Args:
+        linear: The layer; its parameters are used, not copied, and stay in their dtype.
+        recipe: "dynamic": one scale for each tensor, from the tensor itself. "delayed": one, from past steps (`DelayedScale`). "rowwise": one for
+            each row of the left factor and each column of the right. "blockwise": one for each block of 128 x 128.
+
+    Activations and weights are e4m3fn, gradients e5m2. The bias and its gradient stay in the dtype of the input.
+
+    Raises:
+        ValueError: another recipe; the message shows it.
+
+    Source: Micikevicius and others (arXiv:2209.05433), section 3.
+    """
+
+    def __init__(self, linear: nn.Linear, recipe: str):
+        super().__init__()
+        raise NotImplementedError("Exercise 20.7: write Float8Linear.__init__")
+
+    def cast(self, tensor: Float[Tensor, "m n"], name: str, dim: int, first: bool) -> tuple[Tensor, Tensor]:
+        """Quantize the left (dim 1) or right (dim 0) factor of a product that sums along ``dim``; returns it and its scale.
+
+        ``name`` is "x", "weight" or "grad"; ``first`` says whether this is its first product in this step, where "delayed" chooses its scale and records it.
+        """
+        raise NotImplementedError("Exercise 20.7: write Float8Linear.cast")
+
+    def forward(self, x: Float[Tensor, "... k"]) -> Float[Tensor, "... n"]:
+        """``x @ weight.T + bias``, in the dtype of x; `with_products` asks for each of the three products."""
+        raise NotImplementedError("Exercise 20.7: write Float8Linear.forward")
+
+
+def mx_quantize(x: Float[Tensor, "... n"], block: int = 32) -> tuple[Tensor, Tensor]:
+    """Microscaling: each block of 32 numbers shares a power of two. (Exercise 20.8)
+
+    Args:
+        x: ``[..., n]``, any floating dtype.
+        block: Numbers that share a scale, along the last dimension; it divides n.
+
+    Returns:
+        elements: float8_e4m3fn, in the shape of x, saturating.
+        scales: float8_e8m0fnu ``[..., n / block]``: ``2**(floor(log2(amax)) - 8)``, or ``2**-127``, the smallest, for a block of zeros.
+
+    Raises:
+        ValueError: the block does not divide n; the message shows both.
+
+    Source: OCP Microscaling Formats (MX) v1.0, section 6.3.
+    """
+    raise NotImplementedError("Exercise 20.8: write mx_quantize")
+
+
+def quantize_int4(
+    weight: Float[Tensor, "n k"], group_size: int = 128
+) -> tuple[UInt8[Tensor, "n k"], Float[Tensor, "n g"], UInt8[Tensor, "n g"]]:
+    """Sixteen levels for each group of weights, laid from its smallest to its largest. (Exercise 20.9)
+
+    Args:
+        weight: ``[N, K]``.
+        group_size: Numbers of a row that share a scale and a zero point; it divides K.
+
+    Returns:
+        q: ``[N, K]``, uint8, 0 to 15: ``round(weight / scale) + zero``, clamped.
+        scale: ``[N, K / group_size]``, float32: a fifteenth of the group's range, which always contains 0; 1 for a group of zeros.
+        zero: ``[N, K / group_size]``, uint8, 0 to 15: the level of the number 0. A weight is about ``(q - zero) * scale``.
+
+    Raises:
+        ValueError: the group size does not divide K; the message shows both.
+    """
+    raise NotImplementedError("Exercise 20.9: write quantize_int4")
+
+
+def pack_int4(q: UInt8[Tensor, "... k"]) -> UInt8[Tensor, "... half_k"]:
+    """Two levels in a byte: the even place in the low four bits, the odd one in the high four. (Exercise 20.10)
+
+    Returns:
+        uint8, with half as many along the last dimension.
+
+    Raises:
+        ValueError: the last dimension is odd; the message shows it.
+    """
+    raise NotImplementedError("Exercise 20.10: write pack_int4")
+
+
+def unpack_int4(packed: UInt8[Tensor, "... half_k"]) -> UInt8[Tensor, "... k"]:
+    """The levels that `pack_int4` packed. (Exercise 20.11)
+
+    Returns:
+        uint8, 0 to 15, with twice as many along the last dimension.
+    """
+    raise NotImplementedError("Exercise 20.11: write unpack_int4")
+
+
+@triton.jit
+def int4_matmul_kernel(
+    x, packed, scale, zero, out, M, N, K, group, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr
+):
+    """A tile of rows times packed weights, which are unpacked on the chip; the grid is (tiles of rows, tiles of columns). (Exercise 20.12)
+
+    Args:
+        x, packed, out: Pointers to contiguous ``[M, K]``, uint8 ``[N, K / 2]`` and ``[M, N]``.
+        scale, zero: Pointers to contiguous ``[N, K / group]``, float32 and uint8.
+        TILE_M, TILE_N, TILE_K: Sizes of a tile; TILE_K is even and divides the group.
+
+    Returns:
+        Nothing. Each packed byte of the tile's columns is read once; sums are in float32.
+    """
+    raise NotImplementedError("Exercise 20.12: write int4_matmul_kernel")
+
+
+class Int4Linear(nn.Module):
+    """A linear layer for inference whose weights have four bits. (Exercise 20.13)
+
+    Args:
+        linear: The layer to quantize; left unchanged.
+        group_size: As in `quantize_int4`.
+
+    Attributes:
+        packed: Buffer uint8 ``[N, K / 2]``; ``scale`` and ``zero``, buffers ``[N, K / group_size]``; ``bias``, a buffer, or None.
+    """
+
+    packed: Tensor
+    scale: Tensor
+    zero: Tensor
+    bias: Tensor | None
+
+    def __init__(self, linear: nn.Linear, group_size: int = 128):
+        super().__init__()
+        raise NotImplementedError("Exercise 20.13: write Int4Linear.__init__")
+
+    def forward(self, x: Float[Tensor, "... k"]) -> Float[Tensor, "... n"]:
+        """``x`` times the dequantized weights, in the dtype of x; on a GPU by `launch_int4_matmul`. Forward only."""
+        raise NotImplementedError("Exercise 20.13: write Int4Linear.forward")
+
+
+def gptq(
+    weight: Float[Tensor, "n k"], hessian: Float[Tensor, "k k"], group_size: int = 128
+) -> tuple[UInt8[Tensor, "n k"], Float[Tensor, "n g"], UInt8[Tensor, "n g"]]:
+    """Four bits a weight, column by column: what rounding one column gets wrong, the columns after it make good. (Exercise 20.14)
+
+    Args:
+        weight: ``[N, K]``.
+        hessian: ``[K, K]``: the sum over inputs x of ``x x^T``; symmetric, without negative eigenvalues, perhaps singular. If it is 0, the result is that of `quantize_int4`.
+        group_size: As in `quantize_int4`. A group's scale is set when its first column's turn comes, from the weights as they are then.
+
+    Returns:
+        (q, scale, zero), as `quantize_int4`.
+
+    Raises:
+        ValueError: the group size does not divide K; the message shows both.
+
+    Source: GPTQ (arXiv:2210.17323), Algorithm 1, with a damping of 1 % of the mean diagonal.
+    """
+    raise NotImplementedError("Exercise 20.14: write gptq")

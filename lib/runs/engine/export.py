@@ -1,0 +1,146 @@
+"""The trained model as other libraries load it: ``model.safetensors`` and ``config.json``, for Transformers or timm.
+
+Each function here is the inverse of its chapter's converter: the names, layouts and settings of the other library, from our own.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lib.fast.models import MEAN, STD
+from lib.given.models.gpt2 import FIELDS, GPT2Config
+from lib.given.models.llama import LlamaConfig, hf_tensors
+from lib.given.models.vit import PRESETS, ViTConfig, timm_names
+from lib.runs.engine.sources import GRAY_MEAN, GRAY_STD
+
+Exported = tuple[dict[str, Tensor], dict[str, Any]]
+"""Tensors by the other library's names, and the contents of ``config.json``."""
+TIMM = {"B/16": "base_patch16", "L/16": "large_patch16", "H/14": "huge_patch14", "g/14": "giant_patch14", "G/14": "gigantic_patch14"}  # fmt: skip
+"""timm's name of each preset, between ``vit_`` and ``_224``."""
+
+
+def write(folder: Path, exported: Exported) -> None:
+    """Write both files. Each is complete or not there, because it gets its name last."""
+    tensors, settings = exported
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    _replace(folder / "model.safetensors", lambda path: save_file(kept, path, metadata={"format": "pt"}))
+    text = json.dumps(settings, indent=2) + "\n"
+    _replace(folder / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def _replace(path: Path, make: Callable[[Path], Any]) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    make(temporary)
+    os.replace(temporary, path)
+
+
+def gpt2_for_transformers(weights: dict[str, Tensor], config: GPT2Config) -> Exported:
+    """For ``GPT2LMHeadModel``: linear weights ``[in, out]``, no rows of padding, and the head that is the embedding left out."""
+    transposed = ("c_attn.weight", "c_fc.weight", "c_proj.weight")
+    tensors = {name: t.T if name.endswith(transposed) else t for name, t in weights.items()}
+    tensors["wte.weight"] = tensors["wte.weight"][: config.vocab_size]
+    settings: dict[str, Any] = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "dtype": "float32"}
+    settings |= {theirs: getattr(config, ours) for theirs, ours in FIELDS.items()}
+    settings |= {"layer_norm_epsilon": config.norm_eps, "activation_function": "gelu_new", "tie_word_embeddings": True}
+    settings |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    settings |= dict.fromkeys(("bos_token_id", "eos_token_id"), 50_256 if config.vocab_size == 50_257 else None)
+    return {f"transformer.{name}": tensor for name, tensor in tensors.items()}, settings
+
+
+def llama_for_transformers(weights: dict[str, Tensor], config: LlamaConfig) -> Exported:
+    """For ``LlamaForCausalLM``: its rotary pairs are half a head apart, so the rows of queries and keys are reordered."""
+    from lib.rope import interleaved_to_half
+
+    n_heads = {"q_proj": config.n_heads, "k_proj": config.n_kv_heads}
+    tensors = {}
+    for theirs, (ours, _) in hf_tensors(config).items():
+        heads = n_heads.get(theirs.split(".")[-2])
+        tensors[theirs] = interleaved_to_half(weights[ours], heads) if heads else weights[ours]
+    settings = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "float32",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "intermediate_size": config.hidden_dim,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "max_position_embeddings": config.context_len,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,  # Transformers 4 reads this, Transformers 5 the next
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return tensors, settings
+
+
+def vit_for_timm(weights: dict[str, Tensor], config: ViTConfig) -> Exported:
+    """For timm's ``VisionTransformer``: queries, keys and values are one layer. ``timm.create_model("local-dir:FOLDER", pretrained=True)`` loads it.
+
+    Raises:
+        ValueError: the model pools by the mean after its last norm; timm's takes the mean before.
+    """
+    if config.pooling != "token":
+        raise ValueError(f"pooling = {config.pooling!r}: timm takes the mean before the norm; expected 'token'")
+    tensors = {theirs: weights[ours] for ours, theirs in timm_names(config).items() if ours in weights}
+    for i in range(config.n_layers):
+        for part in ("weight", "bias"):
+            three = [weights[f"blocks.{i}.attn.{which}.{part}"] for which in ("wq", "wk", "wv")]
+            tensors[f"blocks.{i}.attn.qkv.{part}"] = torch.cat(three)
+    return tensors, {
+        "architecture": _architecture(config),
+        "num_classes": config.n_classes,
+        "num_features": config.dim,
+        "global_pool": "token",
+        "model_args": _model_args(config),
+        "pretrained_cfg": _preparation(config),
+    }
+
+
+def _architecture(config: ViTConfig) -> str:
+    """The timm model with these blocks; for other sizes the base model, whose arguments ``_model_args`` overrides."""
+    for name, middle in TIMM.items():
+        preset = PRESETS[name]
+        sizes = ("patch_size", "dim", "n_layers", "n_heads", "hidden_dim")
+        if all(getattr(preset, size) == getattr(config, size) for size in sizes):
+            return f"vit_{middle}_224"
+    return "vit_base_patch16_224"
+
+
+def _model_args(config: ViTConfig) -> dict[str, Any]:
+    ratio = config.hidden_dim / config.dim
+    if int(config.dim * ratio) != config.hidden_dim:  # timm rounds the product down
+        ratio = math.nextafter(ratio, math.inf)
+    args: dict[str, Any] = {"img_size": config.image_size, "patch_size": config.patch_size, "in_chans": config.channels}
+    args |= {"embed_dim": config.dim, "depth": config.n_layers, "num_heads": config.n_heads, "mlp_ratio": ratio}
+    return args | ({"act_layer": "gelu_tanh"} if config.gelu == "tanh" else {})
+
+
+def _preparation(config: ViTConfig) -> dict[str, Any]:
+    """How pictures are prepared: as in ``prepare_images``, resized whole, then normalised."""
+    mean, std = (MEAN, STD) if config.channels == 3 else (GRAY_MEAN, GRAY_STD)
+    side = config.image_size
+    return {
+        "input_size": [config.channels, side, side],
+        "fixed_input_size": True,
+        "interpolation": "bilinear",
+        "crop_pct": 1.0,
+        "crop_mode": "squash",
+        "mean": list(mean),
+        "std": list(std),
+        "num_classes": config.n_classes,
+        "first_conv": "patch_embed.proj",
+        "classifier": "head",
+    }

@@ -1,0 +1,193 @@
+"""Serve a model over HTTP, with the completions interface that the field's clients speak.
+
+python -m lib.runs.serve --model tiny --port 8000
+python -m lib.runs.serve --model runs/gpt2 --port 8000
+python -m lib.runs.serve --model ~/models/Llama-2-7b-hf --port 8000 --api-key "$KEY" --host 0.0.0.0
+
+On SIGTERM it completes what it has begun, refuses what is new, and exits with status 0. A second signal ends it at once.
+"""
+
+import importlib.util
+import ipaddress
+import os
+import socket
+import sys
+import time
+from typing import Any
+
+import torch
+
+from lib.runs.engine.options import Parser, UsageError, positive, whole
+
+NEEDED = ("fastapi", "uvicorn", "prometheus_client", "tokenizers")
+KEY_VARIABLE = "SERVE_API_KEY"
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
+CONTEXTS = 64  # of a full length, in a pool whose size nobody gave and no GPU limits
+
+
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser(prog="python -m lib.runs.serve", description="Serve a model over HTTP.")
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", required=True, metavar="tiny|FOLDER",
+                       help="tiny; a --checkpoint of lib.runs; or a folder of a Llama or a GPT-2 in Transformers' format")  # fmt: skip
+    model.add_argument("--name", help="what clients call the model; default: the folder's name")
+    model.add_argument(
+        "--tokenizer",
+        metavar="bytes|gpt2|FILE",
+        help="bytes, gpt2 (tiktoken's) or a tokenizer.json; default: the folder's, or bytes",
+    )
+    model.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    model.add_argument(
+        "--dtype", choices=tuple(DTYPES), help="of weights and cache; default: bf16 on a GPU, float32 on a CPU"
+    )
+    model.add_argument("--threads", type=whole(1), help="of PyTorch on a CPU")
+    http = parser.add_argument_group("HTTP")
+    http.add_argument(
+        "--port", type=whole(0), default=8000, help="0: one that is free, which the first line of the output names"
+    )
+    http.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, which only this machine can reach")
+    http.add_argument("--api-key", default=os.environ.get(KEY_VARIABLE) or None,
+                      help=f"what clients must present; default: {KEY_VARIABLE}, which other users of the machine do not see")  # fmt: skip
+    http.add_argument("--grace", type=positive, default=120.0, help="seconds after SIGTERM for what has begun")
+    load = parser.add_argument_group("load")
+    load.add_argument("--queue", type=whole(1), default=256, help="requests that may wait for room in the cache")
+    load.add_argument(
+        "--max-tokens", type=whole(1), default=2048, help="tokens that a step passes through the model at most"
+    )
+    load.add_argument(
+        "--blocks", type=whole(1), help="blocks of the cache; default: what fits into 0.9 of a GPU's free memory"
+    )
+    load.add_argument("--block-size", type=whole(1), default=16, help="positions in a block")
+    return parser
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """A bound socket, not yet listening: a port in use is found before the model is loaded.
+
+    Raises:
+        UsageError: there is no such address, or somebody else has the port.
+    """
+    if port > 65_535:  # the system would take it modulo 65,536
+        raise UsageError(f"--port {port}: expected 65535 at most")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UsageError(
+            f"--host {host} --port {port}: {reason}; expected an address of this machine and a free port"
+        ) from None
+    return bound
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def count_blocks(config: Any, block_size: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Blocks for the cache: what fits into 0.9 of the GPU's free memory, less a tenth of it all for activations; elsewhere those of 64 full contexts."""
+    from lib.given.models.serving import cache_sizes
+
+    n_layers, n_kv_heads, head_dim = cache_sizes(config)
+    whole_contexts = CONTEXTS * -(-config.context_len // block_size)
+    if device.type != "cuda":
+        return whole_contexts
+    free, total = torch.cuda.mem_get_info(device)
+    block_bytes = 2 * n_layers * n_kv_heads * head_dim * block_size * dtype.itemsize
+    n_blocks = int((0.9 * free - 0.1 * total) // block_bytes)
+    if n_blocks < 1:
+        raise UsageError(
+            f"no memory is left for the cache: {free / 1e9:.1f} GB are free; expected a larger GPU, or a smaller model"
+        )
+    return n_blocks
+
+
+def make_service(options: Any) -> Any:
+    """Load the model, and build all that serves it."""
+    from lib.runs.serving import models
+    from lib.runs.serving.api import Service
+    from lib.runs.serving.metrics import Metrics
+    from lib.runs.serving.worker import Worker
+    from lib.serving import Engine, Scheduler
+
+    has_gpu = torch.cuda.is_available()
+    if options.device == "cuda" and not has_gpu:
+        raise UsageError("--device cuda: this machine has no GPU that PyTorch can use; expected cpu")
+    device = torch.device("cuda" if has_gpu and options.device != "cpu" else "cpu")
+    dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "float32")]
+    if options.threads or (options.model == "tiny" and device.type == "cpu"):
+        torch.set_num_threads(options.threads or 1)
+    served = models.load(options.model, options.name, options.tokenizer, dtype, device)
+    config: Any = served.model.config
+    n_blocks = options.blocks or count_blocks(config, options.block_size, dtype, device)
+    engine = Engine(served.model, Scheduler(options.max_tokens, n_blocks, options.block_size))
+    metrics = Metrics(n_blocks)
+    return Service(
+        name=served.name, tokenizer=served.tokenizer, worker=Worker(engine, options.queue, metrics), metrics=metrics,
+        vocab_size=config.vocab_size, context_len=config.context_len, key=options.api_key, aliases=(options.model,),
+    )  # fmt: skip
+
+
+def make_server(service: Any, grace_s: float) -> Any:
+    """uvicorn's server, which leaves in good order."""
+    import uvicorn
+
+    from lib.runs.serving.api import make_app
+
+    class Server(uvicorn.Server):
+        """Goes on listening while it completes what it has begun, so that what is new gets its refusal; ends by itself when the engine has failed."""
+
+        asked_at = float("inf")
+
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            if service.is_leaving:
+                self.should_exit = self.force_exit = True
+            service.is_leaving, self.asked_at = True, min(self.asked_at, time.monotonic())
+
+        async def on_tick(self, counter: int) -> bool:
+            is_over = time.monotonic() > self.asked_at + grace_s
+            if service.worker.error or (service.is_leaving and (service.n_open == 0 or is_over)):
+                self.should_exit = True
+            return await super().on_tick(counter)
+
+    config = uvicorn.Config(make_app(service), log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+    return Server(config)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 0 after a signal, 1 if the engine failed, or 2 after one line about what is wrong with the request."""
+    try:
+        options = make_parser().parse_args(argv)
+        missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+        if missing:
+            raise UsageError(f"{', '.join(missing)}: not installed; pip install 'scaling-workbook[serve]'")
+        bound = open_socket(options.host, options.port)
+        address, port = bound.getsockname()[:2]
+        if options.api_key is None and not is_loopback(address):
+            print(
+                f"warning: anybody who reaches {address} may use this server; --api-key asks for a key", file=sys.stderr
+            )
+        service = make_service(options)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return run(service, bound, f"http://{f'[{address}]' if ':' in address else address}:{port}/v1", options.grace)
+
+
+def run(service: Any, bound: socket.socket, url: str, grace_s: float) -> int:
+    """Serve until a signal comes or the engine fails; returns the exit status."""
+    server = make_server(service, grace_s)
+    bound.listen(1024)
+    print(f"serving {service.name} at {url}", flush=True)
+    server.run(sockets=[bound])
+    if service.worker.error:
+        print(f"error: {service.worker.error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,344 @@
+"""The HTTP interface: completions as the field's clients ask for them, models, health and metrics."""
+
+import asyncio
+import hmac
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+
+from lib.given.models.serving import Request as Prompt
+from lib.runs.serving.metrics import Metrics
+from lib.runs.serving.schema import ApiError, Asked, parse
+from lib.runs.serving.text import Answer, Tokenizer
+from lib.runs.serving.worker import EngineFailed, Job, Piece, QueueFull, Worker
+
+MAX_BODY_BYTES, DEFAULT_MAX_TOKENS, RETRY_AFTER_S, CLIENT_LEFT = 16 * 2**20, 16, 1, 499
+T = TypeVar("T")
+
+
+@dataclass
+class Service:
+    """A served model and the state of its server.
+
+    Attributes:
+        name, aliases: What clients may call the model: the name that it lists, and others.
+        vocab_size, context_len: Of the model.
+        key: What clients must present; None if anybody may ask.
+        is_leaving: Whether the server was asked to end: what is new is refused.
+        n_open: Requests for completions that are being answered.
+        created: When the server began, in seconds since 1970.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    worker: Worker
+    metrics: Metrics
+    vocab_size: int
+    context_len: int
+    key: str | None = None
+    aliases: tuple[str, ...] = ()
+    is_leaving: bool = False
+    n_open: int = 0
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def describe(self) -> dict[str, Any]:
+        """The model, as ``/v1/models`` lists it."""
+        listed = {"id": self.name, "object": "model", "created": self.created, "owned_by": "workbook"}
+        return listed | {"max_model_len": self.context_len}
+
+    def check_model(self, name: str) -> None:
+        """Raise an ``ApiError`` if the model is not this one."""
+        if name not in (self.name, *self.aliases):
+            text = f"there is no model {name[:200]!r}; this server has {self.name!r}"
+            raise ApiError(404, text, param="model", code="model_not_found")
+
+    def prepare(self, asked: Asked) -> tuple[Job, list[str]]:
+        """The job of a request, and the text that each answer begins with, which is empty without ``echo``.
+
+        Raises:
+            ApiError: a prompt has no tokens, unknown ones, or does not fit.
+        """
+        requests, echoes = [], []
+        for prompt in asked.prompts:
+            tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            self._check_tokens(tokens)
+            room = self.context_len - len(tokens)
+            n_new = asked.max_tokens or max(1, min(DEFAULT_MAX_TOKENS, room))
+            if n_new > room:
+                text = f"max_tokens: a prompt of {len(tokens)} tokens and {n_new} new ones do not fit into the context of {self.context_len}"
+                raise ApiError(400, text, param="max_tokens", code="context_length_exceeded")
+            for i in range(asked.n or 1):
+                temperature = 1.0 if asked.temperature is None else asked.temperature
+                seed = None if asked.seed is None else (asked.seed + i) % 2**63
+                requests.append(Prompt(tokens, n_new, temperature, seed, top_k=asked.top_k, top_p=asked.top_p))
+                echoes.append(self._text(prompt) if asked.echo else "")
+        answers = [Answer(self.tokenizer.characters(), asked.stop) for _ in requests]
+        return Job(requests, answers, self.tokenizer.end_ids), echoes
+
+    def _check_tokens(self, tokens: list[int]) -> None:
+        if not tokens:
+            raise ApiError(400, "prompt: expected at least one token, got none", param="prompt")
+        strange = next((token for token in tokens if not 0 <= token < self.vocab_size), None)
+        if strange is not None:
+            text = f"prompt: token {strange} is not in the vocabulary of {self.vocab_size}"
+            raise ApiError(400, text, param="prompt")
+
+    def _text(self, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        characters = self.tokenizer.characters()
+        return "".join([*map(characters.add, prompt), characters.finish()])
+
+
+def make_app(service: Service) -> FastAPI:
+    """The application; its lifespan is that of the engine's thread."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.worker.start()
+        yield
+        service.worker.stop()
+
+    app = FastAPI(title="The Scaling Workbook", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.service = service
+    app.add_middleware(Door, service=service)
+    app.add_exception_handler(ApiError, _as_json)
+    app.add_exception_handler(HTTPException, _as_json)
+    _add_routes(app, service)
+    return app
+
+
+def _add_routes(app: FastAPI, service: Service) -> None:
+    def check_key(http: Request) -> None:
+        given = http.headers.get("authorization", "").removeprefix("Bearer ")
+        if service.key is not None and not hmac.compare_digest(given.encode("latin-1"), service.key.encode()):
+            text = "the key is wrong or missing: expected the header Authorization: Bearer KEY"
+            refused = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, text, code="invalid_api_key", kind="authentication_error", headers=refused)
+
+    closed = [Depends(check_key)]
+
+    @app.get("/v1/models", dependencies=closed)
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [service.describe()]}
+
+    @app.get("/v1/models/{name:path}", dependencies=closed)
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return service.describe()
+
+    @app.post("/v1/completions", dependencies=closed)
+    async def completions(http: Request) -> Response:
+        asked = parse(await _read_body(http))
+        service.check_model(asked.model)
+        return await _complete(http, service, asked)
+
+    @app.get("/health")
+    async def health() -> Response:
+        if service.worker.error:
+            raise _failed(service.worker.error)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+async def _read_body(http: Request) -> bytes:
+    body = bytearray()
+    async for part in http.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES:,} bytes", code="too_large")
+    return bytes(body)
+
+
+async def _complete(http: Request, service: Service, asked: Asked) -> Response:
+    job, echoes = await run_in_threadpool(service.prepare, asked)
+    try:
+        await _submit(service.worker, job)
+        first = await _unless_gone(http, job.next())
+        if asked.stream:
+            writer = Writer(service.name, asked)
+            return EventStream(writer.events(job, echoes, first), service.worker, job)
+        pieces = [first]
+        while sum(piece.finish_reason is not None for piece in pieces) < len(job.requests):
+            pieces.append(await _unless_gone(http, job.next()))
+        return JSONResponse(Writer(service.name, asked).whole(job, echoes, pieces))
+    except EngineFailed as error:
+        raise _failed(error) from None
+    except BaseException:
+        service.worker.cancel(job)
+        raise
+
+
+async def _submit(worker: Worker, job: Job) -> None:
+    if len(job.requests) > worker.max_waiting:
+        text = f"n: {len(job.requests)} answers are more than the queue of {worker.max_waiting} holds"
+        raise ApiError(400, text, param="n")
+    try:
+        await worker.submit(job)
+    except QueueFull as error:
+        later = {"Retry-After": str(RETRY_AFTER_S)}
+        raise ApiError(
+            429, f"{error}; try again later", code="queue_full", kind="rate_limit_error", headers=later
+        ) from None
+    except ValueError as error:
+        raise ApiError(400, f"this request can never run: {error}", param="max_tokens") from None
+
+
+async def _unless_gone(http: Request, result: Awaitable[T]) -> T:
+    """Wait for a result as long as the client does.
+
+    Raises:
+        ApiError: the client has left, so nobody reads this error.
+    """
+    task, gone = asyncio.ensure_future(result), asyncio.ensure_future(_gone(http))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(CLIENT_LEFT, "the client left before the answer was complete")
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _gone(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _failed(error: EngineFailed) -> ApiError:
+    return ApiError(500, str(error), code="engine_failed", kind="server_error")
+
+
+async def _as_json(http: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):  # no such page, no such method
+        text = f"{http.method} {http.url.path}: {error.detail}"
+        headers = dict(error.headers or {})
+        error = ApiError(error.status_code, text, headers=headers)
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body, error.status, headers=error.headers)
+
+
+class Writer:
+    """Writes answers in the interface's form.
+
+    Args:
+        model: Its name.
+        asked: The request.
+    """
+
+    def __init__(self, model: str, asked: Asked) -> None:
+        self.asked = asked
+        self.head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
+        self.head |= {"model": model}
+
+    def whole(self, job: Job, echoes: list[str], pieces: list[Piece]) -> dict[str, Any]:
+        """All answers at once."""
+        texts, reasons = list(echoes), [""] * len(echoes)
+        for piece in pieces:
+            texts[piece.index] += piece.text
+            reasons[piece.index] = piece.finish_reason or ""
+        choices = [self._choice(i, text, reason) for i, (text, reason) in enumerate(zip(texts, reasons, strict=True))]
+        return self.head | {"choices": choices, "usage": self._usage(job)}
+
+    async def events(self, job: Job, echoes: list[str], piece: Piece) -> AsyncIterator[str]:
+        """The answers as server-sent events, beginning with a first piece."""
+        for i, text in enumerate(echoes):
+            if text:
+                yield self._event([self._choice(i, text, None)])
+        n_open = len(echoes)
+        while True:
+            if piece.text or piece.finish_reason:
+                yield self._event([self._choice(piece.index, piece.text, piece.finish_reason)])
+            n_open -= piece.finish_reason is not None
+            if n_open == 0:
+                break
+            try:
+                piece = await job.next()
+            except EngineFailed as error:  # the status has gone out already
+                yield f"data: {json.dumps(_failed(error).body)}\n\n"
+                return
+        if self._counts:
+            yield self._event([], self._usage(job))
+        yield "data: [DONE]\n\n"
+
+    @property
+    def _counts(self) -> bool:
+        return bool(self.asked.stream_options and self.asked.stream_options.include_usage)
+
+    def _event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
+        counted = {"usage": usage} if self._counts else {}
+        return f"data: {json.dumps(self.head | {'choices': choices} | counted)}\n\n"
+
+    def _choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+
+    def _usage(self, job: Job) -> dict[str, int]:
+        n_choices = self.asked.n or 1
+        n_prompt, n_new = sum(len(request.tokens) for request in job.requests[::n_choices]), sum(job.n_tokens)
+        return {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of a job, which is cancelled when they end, for whatever reason."""
+
+    def __init__(self, events: AsyncIterator[str], worker: Worker, job: Job) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self.worker, self.job = worker, job
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.worker.cancel(self.job)  # of a job that has ended, nothing is left to cancel
+
+
+class Door:
+    """Counts the requests for completions, and lets none of ``/v1`` in when the server was asked to end.
+
+    Args:
+        app: The application.
+        service: Its state.
+    """
+
+    def __init__(self, app: Any, service: Service) -> None:
+        self.app, self.service = app, service
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["path"] == "/metrics":
+            return await self.app(scope, receive, send)
+        if self.service.is_leaving:
+            text = "this server was asked to end, and completes only what it has begun"
+            error = ApiError(503, text, code="leaving", kind="server_error", headers={"Connection": "close"})
+            return await JSONResponse(error.body, 503, headers=error.headers)(scope, receive, send)
+        if scope["path"] != "/v1/completions":
+            return await self.app(scope, receive, send)
+        return await self._counted(scope, receive, send)
+
+    async def _counted(self, scope: Any, receive: Any, send: Any) -> None:
+        status = "499"
+
+        async def noting(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+            await send(message)
+
+        self.service.n_open += 1
+        try:
+            await self.app(scope, receive, noting)
+        finally:
+            self.service.n_open -= 1
+            self.service.metrics.responses.labels(status).inc()

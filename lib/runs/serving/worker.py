@@ -1,0 +1,260 @@
+"""The thread that takes the engine's steps. Requests and cancellations reach it between two steps; text goes back to the event loop."""
+
+import asyncio
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lib.given.models.serving import Request
+from lib.runs.serving.metrics import Metrics
+from lib.runs.serving.text import Answer
+
+
+class Engine(Protocol):
+    """What the thread needs of chapter 21's ``Engine``.
+
+    Attributes:
+        scheduler: Has ``waiting`` and ``running``.
+        cache: Has ``allocator.n_free``.
+    """
+
+    scheduler: Any
+    cache: Any
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    def submit(self, request: Request) -> None: ...
+
+    def cancel(self, request: Request) -> bool: ...
+
+    def step(self) -> list[tuple[Request, int]]: ...
+
+
+class EngineFailed(RuntimeError):
+    """The engine raised an exception, and takes no more steps."""
+
+
+class QueueFull(RuntimeError):
+    """Too many requests wait; the message has the numbers."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a step adds to an answer.
+
+    Attributes:
+        index: The number of the answer in its job.
+        text: New text, which may be empty.
+        n_tokens: Tokens of the answer so far.
+        finish_reason: "stop" or "length" if this is the end, else None.
+    """
+
+    index: int
+    text: str
+    n_tokens: int
+    finish_reason: str | None
+
+
+@dataclass(eq=False)
+class Job:
+    """One HTTP request: the answers that it asks for, and what comes back.
+
+    Attributes:
+        requests: A request for each answer.
+        answers: The text of each.
+        end_ids: Tokens that end an answer.
+        n_tokens: Tokens of each answer so far.
+        arrived: When it came, by ``time.perf_counter``.
+        pieces: What the steps add, or the exception that ends all.
+    """
+
+    requests: list[Request]
+    answers: list[Answer]
+    end_ids: frozenset[int] = frozenset()
+    n_tokens: list[int] = field(init=False)
+    arrived: float = field(default_factory=time.perf_counter)
+    pieces: asyncio.Queue = field(default_factory=asyncio.Queue)
+
+    def __post_init__(self) -> None:
+        self.n_tokens = [0] * len(self.requests)
+
+    def add(self, index: int, token: int) -> Piece:
+        """Note a new token of an answer."""
+        self.n_tokens[index] += 1
+        answer, reason = self.answers[index], None
+        text = "" if token in self.end_ids else answer.add(token)
+        if token in self.end_ids or answer.is_stopped:
+            reason = "stop"
+        elif self.n_tokens[index] >= self.requests[index].max_new_tokens:
+            reason = "length"
+        if reason:
+            text += answer.finish()
+            reason = "stop" if answer.is_stopped else reason
+        return Piece(index, text, self.n_tokens[index], reason)
+
+    async def next(self) -> Piece:
+        """The next piece of any answer.
+
+        Raises:
+            EngineFailed: there will be none.
+        """
+        piece = await self.pieces.get()
+        if isinstance(piece, Exception):
+            raise piece
+        return piece
+
+
+class Worker:
+    """Takes the engine's steps in a thread of its own, as long as it has requests.
+
+    Args:
+        engine: Chapter 21's, or anything like it.
+        max_waiting: Requests that may wait for room in the engine.
+        metrics: Counts what happens.
+
+    Attributes:
+        error: Why the engine takes no more steps; None while it is well.
+    """
+
+    def __init__(self, engine: Engine, max_waiting: int, metrics: Metrics) -> None:
+        self.engine, self.max_waiting, self.metrics = engine, max_waiting, metrics
+        self.error: EngineFailed | None = None
+        self._jobs: dict[Request, tuple[Job, int]] = {}
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # between a failure and what is put into the inbox
+        self._accepting: dict[Job, asyncio.Future] = {}
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin, in the event loop to which all text goes."""
+        self._loop = asyncio.get_running_loop()
+        self._count()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the step that it is in."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    async def submit(self, job: Job) -> None:
+        """Hand all requests of a job to the engine, or none.
+
+        Raises:
+            ValueError: the engine refuses one; the message says why.
+            QueueFull: too many wait.
+            EngineFailed: the engine takes no more steps.
+        """
+        accepted = self._loop.create_future()
+        with self._lock:
+            if self.error:
+                raise self.error
+            self._accepting[job] = accepted
+            self._inbox.put(lambda: self._accept(job))
+        await accepted
+
+    def cancel(self, job: Job) -> None:
+        """Drop what is left of a job. Its blocks return before the next step."""
+        self._inbox.put(lambda: self._drop(job))
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            traceback.print_exc()
+            self._fail(error)
+
+    def _work(self) -> None:
+        while True:
+            while not (self._inbox.empty() and self.engine.is_busy):  # an idle engine waits here
+                command = self._inbox.get()
+                if command is None:
+                    return
+                command()
+                self._count()
+            self._deliver(self.engine.step())
+            self._count()
+
+    def _accept(self, job: Job) -> None:
+        try:
+            n_waiting = len(self.engine.scheduler.waiting)
+            if n_waiting + len(job.requests) > self.max_waiting:
+                raise QueueFull(f"{n_waiting} requests wait already, and the queue holds {self.max_waiting}")
+            for index, request in enumerate(job.requests):
+                self.engine.submit(request)
+                self._jobs[request] = job, index
+        except (ValueError, QueueFull) as error:
+            self._drop(job)
+            self._resolve(job, error)
+        else:
+            self.metrics.prompt_tokens.inc(sum(len(request.tokens) for request in job.requests))
+            self._resolve(job, None)
+
+    def _resolve(self, job: Job, error: Exception | None) -> None:
+        accepted = self._accepting.pop(job)
+        self._call(_settle, accepted, error)
+
+    def _drop(self, job: Job) -> None:
+        for request in job.requests:
+            if self._jobs.pop(request, None):
+                self.engine.cancel(request)
+
+    def _deliver(self, new: list[tuple[Request, int]]) -> None:
+        """Send the pieces of a step to their jobs, in one call for all."""
+        self.metrics.generated_tokens.inc(len(new))
+        pieces = []
+        for request, token in new:
+            job, index = self._jobs[request]
+            piece = job.add(index, token)
+            if piece.n_tokens == 1:
+                self.metrics.time_to_first_token.observe(time.perf_counter() - job.arrived)
+            if piece.finish_reason:
+                del self._jobs[request]
+                self.engine.cancel(request)  # ended by its text, or by its last token, when nothing is left to cancel
+            pieces.append((job, piece))
+        self._count()
+        self._call(_send, pieces)
+
+    def _fail(self, error: Exception) -> None:
+        """End all requests: there is no next step."""
+        failed = EngineFailed(f"the engine failed: {type(error).__name__}: {error}")
+        with self._lock:
+            self.error = failed
+            accepting, self._accepting = list(self._accepting.values()), {}
+        jobs = {job for job, _ in self._jobs.values()}
+        self._jobs.clear()
+        for accepted in accepting:
+            self._call(_settle, accepted, failed)
+        self._call(_send, [(job, failed) for job in jobs])
+
+    def _call(self, function: Callable[..., None], *args: Any) -> None:
+        """Call a function in the event loop."""
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            if not self._loop.is_closed():
+                raise
+
+    def _count(self) -> None:
+        scheduler = self.engine.scheduler
+        self.metrics.waiting.set(len(scheduler.waiting))
+        self.metrics.running.set(len(scheduler.running))
+        self.metrics.blocks_free.set(self.engine.cache.allocator.n_free)
+
+
+def _settle(accepted: asyncio.Future, error: Exception | None) -> None:
+    if accepted.done():  # the client has gone
+        return
+    if error is None:
+        accepted.set_result(None)
+    else:
+        accepted.set_exception(error)
+
+
+def _send(pieces: list[tuple[Job, Piece | Exception]]) -> None:
+    for job, piece in pieces:
+        job.pieces.put_nowait(piece)

@@ -1,0 +1,428 @@
+"""Eight bits and fewer: numbers with a scale beside them, products of such numbers, and weights of four bits."""
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor, nn
+
+from lib.given.kernels.int4 import dequantize_int4, launch_int4_matmul
+from lib.given.kernels.mode import tl, triton
+from lib.given.kernels.quantized import BLOCK, expand_blocks, has_float8, largest, tensor_core_product, with_products
+
+
+### BEGIN SOLUTION
+def _magnitudes(x: Tensor) -> Tensor:
+    """The absolute values, float32, with 0 for infinities and NaN."""
+    magnitudes = x.detach().float().abs()
+    return torch.where(magnitudes.isfinite(), magnitudes, 0)
+
+
+def _positive(scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, scale, 1.0)
+
+
+### END SOLUTION
+def absmax_scale(
+    x: Float[Tensor, "..."], dtype: torch.dtype, dim: int | tuple[int, int] | None = None
+) -> Float[Tensor, "..."]:
+    """The scale with which a tensor just fits into a format of 8 bits. (Exercise)
+
+    Args:
+        x: Any shape and floating dtype; for blocks a matrix.
+        dtype: ``torch.float8_e4m3fn``, ``torch.float8_e5m2`` or ``torch.int8``.
+        dim: None for one scale; a dimension along which one scale serves all numbers; or ``(128, 128)`` for a scale for each block.
+
+    Returns:
+        The largest finite magnitude over the format's largest number, float32: a scalar; the shape of x with 1 at ``dim``; or one for
+        each block, those at the ragged ends included. Infinities and NaN do not take part. Where all numbers are 0, the scale is 1.
+
+    Raises:
+        ValueError: another dtype (`largest` raises it) or another pair of block sizes, or blocks of what is no matrix; the message shows it.
+    """
+    ### BEGIN SOLUTION
+    magnitudes = _magnitudes(x)
+    if not isinstance(dim, tuple):
+        return _positive((magnitudes.amax() if dim is None else magnitudes.amax(dim, keepdim=True)) / largest(dtype))
+    if dim != (BLOCK, BLOCK) or x.ndim != 2:
+        raise ValueError(f"blocks of {dim} in {tuple(x.shape)}: expected ({BLOCK}, {BLOCK}) in a matrix")
+    padded = nn.functional.pad(magnitudes, (0, -x.shape[1] % BLOCK, 0, -x.shape[0] % BLOCK))
+    return _positive(padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).amax((1, 3)) / largest(dtype))
+    ### END SOLUTION
+
+
+def quantize(x: Float[Tensor, "..."], scale: Float[Tensor, "..."], dtype: torch.dtype) -> Tensor:
+    """Divide by the scale and round to a format of 8 bits. (Exercise)
+
+    Args:
+        x: Any shape and floating dtype.
+        scale: What `absmax_scale` returns: anything that broadcasts with x, or one for each block of 128 x 128.
+        dtype: As in `absmax_scale`.
+
+    Returns:
+        A tensor of that dtype and of the shape of x, rounded to the nearest number, ties to even. Numbers beyond the largest one, infinities
+        too, become the largest one with their sign. NaN stays NaN in float8 and becomes 0 in int8.
+    """
+    ### BEGIN SOLUTION
+    bound = largest(dtype)
+    scaled = (x.float() / expand_blocks(scale, x.shape)).clamp(-bound, bound)
+    return scaled.round().nan_to_num(0).to(dtype) if dtype == torch.int8 else scaled.to(dtype)
+    ### END SOLUTION
+
+
+def dequantize(q: Tensor, scale: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Back to float32: each number times its scale. (Exercise)
+
+    Args:
+        q: What `quantize` returned.
+        scale: The scale that `quantize` was given.
+
+    Returns:
+        A float32 tensor of the shape of q.
+    """
+    ### BEGIN SOLUTION
+    return q.float() * expand_blocks(scale, q.shape)
+    ### END SOLUTION
+
+
+def quantization_error(x: Float[Tensor, "m n"], dtype: torch.dtype, granularity: str) -> float:
+    """How much of a tensor survives rounding: signal over noise, in decibels. (Exercise)
+
+    Args:
+        x: A matrix.
+        dtype: As in `absmax_scale`.
+        granularity: "tensor", "row" (a scale for each) or "block".
+
+    Returns:
+        ``10 log10(sum of squares of x / sum of squared errors)``; infinity if nothing is lost. Six decibels are worth about one bit.
+
+    Raises:
+        ValueError: another granularity; the message shows it.
+    """
+    ### BEGIN SOLUTION
+    dims: dict[str, int | tuple[int, int] | None] = {"tensor": None, "row": -1, "block": (BLOCK, BLOCK)}
+    if granularity not in dims:
+        raise ValueError(f"granularity = {granularity!r}: expected 'tensor', 'row' or 'block'")
+    scale = absmax_scale(x, dtype, dims[granularity])
+    noise = (dequantize(quantize(x, scale, dtype), scale).double() - x.double()).square().sum()
+    return (10 * torch.log10(x.double().square().sum() / noise)).item() if noise else torch.inf
+    ### END SOLUTION
+
+
+def scaled_matmul(
+    a: Tensor, b: Tensor, scale_a: Float[Tensor, "..."], scale_b: Float[Tensor, "..."], out_dtype: torch.dtype
+) -> Float[Tensor, "m n"]:
+    """The product of two quantized matrices. (Exercise)
+
+    Args:
+        a: ``[M, K]`` of 8 bits.
+        b: ``[K, N]`` of 8 bits.
+        scale_a, scale_b: One number for each matrix; or ``[M, 1]`` and ``[1, N]``; or one for each block of 128 x 128.
+        out_dtype: Dtype of the result.
+
+    Returns:
+        ``[M, N]``: the product of the dequantized matrices, accumulated in float32 and rounded once. Where `has_float8` says that a GPU
+        multiplies such numbers, `tensor_core_product` computes it.
+
+    Raises:
+        ValueError: the shapes don't fit together; the message shows them.
+    """
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)}: expected [M, K] and [K, N]")
+    ### BEGIN SOLUTION
+    if has_float8(a):
+        return tensor_core_product(a, b, scale_a, scale_b, out_dtype)
+    return (dequantize(a, scale_a) @ dequantize(b, scale_b)).to(out_dtype)
+    ### END SOLUTION
+
+
+class DelayedScale:
+    """A scale from the past, so that a tensor can be rounded without being read twice. (Exercise)
+
+    Args:
+        history: Number of past steps that are remembered.
+
+    Source: Micikevicius and others (arXiv:2209.05433), section 3; Transformer Engine's ``DelayedScaling``.
+    """
+
+    def __init__(self, history: int = 16):
+        ### BEGIN SOLUTION
+        self.history = history
+        self.amax: list[Tensor] = []
+        ### END SOLUTION
+
+    def update(self, x: Float[Tensor, "..."]) -> None:
+        """Record the largest finite magnitude of a step's tensor, and forget the oldest beyond ``history``. The host does not wait."""
+        ### BEGIN SOLUTION
+        self.amax = [*self.amax, _magnitudes(x).amax()][-self.history :]
+        ### END SOLUTION
+
+    def scale(self, dtype: torch.dtype, x: Float[Tensor, "..."] | None = None) -> Float[Tensor, ""]:
+        """The largest recorded magnitude over the format's largest number, or 1 if that is 0; without any record, the scale of the tensor x.
+
+        Raises:
+            ValueError: nothing is recorded, and no x is given.
+        """
+        ### BEGIN SOLUTION
+        if self.amax:
+            return _positive(torch.stack(self.amax).amax() / largest(dtype))
+        if x is None:
+            raise ValueError("no tensor has been recorded: expected update(x) first, or the current tensor")
+        return absmax_scale(x, dtype)
+        ### END SOLUTION
+
+
+class Float8Linear(nn.Module):
+    """A linear layer whose three products, forward and backward, are computed in float8. (Exercise)
+
+    Args:
+        linear: The layer; its parameters are used, not copied, and stay in their dtype.
+        recipe: "dynamic": one scale for each tensor, from the tensor itself. "delayed": one, from past steps (`DelayedScale`). "rowwise": one for
+            each row of the left factor and each column of the right. "blockwise": one for each block of 128 x 128.
+
+    Activations and weights are e4m3fn, gradients e5m2. The bias and its gradient stay in the dtype of the input.
+
+    Raises:
+        ValueError: another recipe; the message shows it.
+
+    Source: Micikevicius and others (arXiv:2209.05433), section 3.
+    """
+
+    def __init__(self, linear: nn.Linear, recipe: str):
+        super().__init__()
+        ### BEGIN SOLUTION
+        if recipe not in ("dynamic", "delayed", "rowwise", "blockwise"):
+            raise ValueError(f"recipe = {recipe!r}: expected 'dynamic', 'delayed', 'rowwise' or 'blockwise'")
+        self.weight, self.bias, self.recipe = linear.weight, linear.bias, recipe
+        self.past = {name: DelayedScale() for name in ("x", "weight", "grad")}
+        self.now: dict[str, Tensor] = {}
+        ### END SOLUTION
+
+    def cast(self, tensor: Float[Tensor, "m n"], name: str, dim: int, first: bool) -> tuple[Tensor, Tensor]:
+        """Quantize the left (dim 1) or right (dim 0) factor of a product that sums along ``dim``; returns it and its scale.
+
+        ``name`` is "x", "weight" or "grad"; ``first`` says whether this is its first product in this step, where "delayed" chooses its scale and records it.
+        """
+        ### BEGIN SOLUTION
+        dtype = torch.float8_e5m2 if name == "grad" else torch.float8_e4m3fn
+        if self.recipe == "delayed" and first:
+            self.now[name] = self.past[name].scale(dtype, tensor)
+            self.past[name].update(tensor)
+        dims: dict[str, int | tuple[int, int] | None] = {"rowwise": dim, "blockwise": (BLOCK, BLOCK)}
+        scale = self.now[name] if self.recipe == "delayed" else absmax_scale(tensor, dtype, dims.get(self.recipe))
+        return quantize(tensor, scale, dtype), scale
+        ### END SOLUTION
+
+    def forward(self, x: Float[Tensor, "... k"]) -> Float[Tensor, "... n"]:
+        """``x @ weight.T + bias``, in the dtype of x; `with_products` asks for each of the three products."""
+        ### BEGIN SOLUTION
+
+        def product(a: Tensor, b: Tensor, names: tuple[str, str], first: tuple[bool, bool]) -> Tensor:
+            left, scale_a = self.cast(a, names[0], 1, first[0])
+            right, scale_b = self.cast(b, names[1], 0, first[1])
+            return scaled_matmul(left, right, scale_a, scale_b, x.dtype)
+
+        y = with_products(x.reshape(-1, x.shape[-1]), self.weight, product).reshape(*x.shape[:-1], len(self.weight))
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+        ### END SOLUTION
+
+
+def mx_quantize(x: Float[Tensor, "... n"], block: int = 32) -> tuple[Tensor, Tensor]:
+    """Microscaling: each block of 32 numbers shares a power of two. (Exercise)
+
+    Args:
+        x: ``[..., n]``, any floating dtype.
+        block: Numbers that share a scale, along the last dimension; it divides n.
+
+    Returns:
+        elements: float8_e4m3fn, in the shape of x, saturating.
+        scales: float8_e8m0fnu ``[..., n / block]``: ``2**(floor(log2(amax)) - 8)``, or ``2**-127``, the smallest, for a block of zeros.
+
+    Raises:
+        ValueError: the block does not divide n; the message shows both.
+
+    Source: OCP Microscaling Formats (MX) v1.0, section 6.3.
+    """
+    ### BEGIN SOLUTION
+    if x.shape[-1] % block:
+        raise ValueError(f"{x.shape[-1]} numbers cannot be divided into blocks of {block}")
+    blocks = x.float().unflatten(-1, (-1, block))
+    amax = _magnitudes(blocks).amax(-1, keepdim=True)
+    exponent = torch.where(amax > 0, torch.frexp(amax).exponent - 1 - 8, -127).clamp(-127, 127)
+    scale = torch.exp2(exponent.double()).float()
+    return quantize(blocks, scale, torch.float8_e4m3fn).flatten(-2), scale[..., 0].to(torch.float8_e8m0fnu)
+    ### END SOLUTION
+
+
+### BEGIN SOLUTION
+def _group_range(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and zero point of each group along the last dimension; both kept as ``[..., 1]``."""
+    low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
+    scale = _positive((high - low) / 15)
+    return scale, torch.round(-low / scale)
+
+
+### END SOLUTION
+def quantize_int4(
+    weight: Float[Tensor, "n k"], group_size: int = 128
+) -> tuple[UInt8[Tensor, "n k"], Float[Tensor, "n g"], UInt8[Tensor, "n g"]]:
+    """Sixteen levels for each group of weights, laid from its smallest to its largest. (Exercise)
+
+    Args:
+        weight: ``[N, K]``.
+        group_size: Numbers of a row that share a scale and a zero point; it divides K.
+
+    Returns:
+        q: ``[N, K]``, uint8, 0 to 15: ``round(weight / scale) + zero``, clamped.
+        scale: ``[N, K / group_size]``, float32: a fifteenth of the group's range, which always contains 0; 1 for a group of zeros.
+        zero: ``[N, K / group_size]``, uint8, 0 to 15: the level of the number 0. A weight is about ``(q - zero) * scale``.
+
+    Raises:
+        ValueError: the group size does not divide K; the message shows both.
+    """
+    ### BEGIN SOLUTION
+    if weight.shape[1] % group_size:
+        raise ValueError(f"{weight.shape[1]} columns cannot be divided into groups of {group_size}")
+    groups = weight.detach().float().unflatten(1, (-1, group_size))
+    scale, zero = _group_range(groups)
+    q = (torch.round(groups / scale) + zero).clamp(0, 15).to(torch.uint8)
+    return q.flatten(1), scale[..., 0], zero[..., 0].to(torch.uint8)
+    ### END SOLUTION
+
+
+def pack_int4(q: UInt8[Tensor, "... k"]) -> UInt8[Tensor, "... half_k"]:
+    """Two levels in a byte: the even place in the low four bits, the odd one in the high four. (Exercise)
+
+    Returns:
+        uint8, with half as many along the last dimension.
+
+    Raises:
+        ValueError: the last dimension is odd; the message shows it.
+    """
+    ### BEGIN SOLUTION
+    if q.shape[-1] % 2:
+        raise ValueError(f"{q.shape[-1]} levels cannot be packed in pairs")
+    return q[..., ::2] | q[..., 1::2] << 4
+    ### END SOLUTION
+
+
+def unpack_int4(packed: UInt8[Tensor, "... half_k"]) -> UInt8[Tensor, "... k"]:
+    """The levels that `pack_int4` packed. (Exercise)
+
+    Returns:
+        uint8, 0 to 15, with twice as many along the last dimension.
+    """
+    ### BEGIN SOLUTION
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    ### END SOLUTION
+
+
+@triton.jit
+def int4_matmul_kernel(
+    x, packed, scale, zero, out, M, N, K, group, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr
+):
+    """A tile of rows times packed weights, which are unpacked on the chip; the grid is (tiles of rows, tiles of columns). (Exercise)
+
+    Args:
+        x, packed, out: Pointers to contiguous ``[M, K]``, uint8 ``[N, K / 2]`` and ``[M, N]``.
+        scale, zero: Pointers to contiguous ``[N, K / group]``, float32 and uint8.
+        TILE_M, TILE_N, TILE_K: Sizes of a tile; TILE_K is even and divides the group.
+
+    Returns:
+        Nothing. Each packed byte of the tile's columns is read once; sums are in float32.
+    """
+    ### BEGIN SOLUTION
+    rows = (tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
+    columns = (tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
+    pairs = tl.arange(0, TILE_K // 2)
+    total = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for start in range(0, K, TILE_K):
+        at = columns * (K // group) + start // group
+        factor = tl.load(scale + at, mask=columns < N, other=0.0)
+        origin = tl.load(zero + at, mask=columns < N, other=0).to(tl.float32)
+        bytes_at = packed + columns[None, :] * (K // 2) + (start // 2 + pairs)[:, None]
+        byte = tl.load(bytes_at, mask=(columns < N)[None, :], other=0)
+        for odd in tl.static_range(2):
+            level = (byte >> 4 if odd else byte & 15).to(tl.float32)
+            weight = ((level - origin[None, :]) * factor[None, :]).to(x.dtype.element_ty)
+            x_at = x + rows[:, None] * K + (start + 2 * pairs + odd)[None, :]
+            total = tl.dot(tl.load(x_at, mask=(rows < M)[:, None], other=0.0), weight, total, input_precision="ieee")
+    inside = (rows < M)[:, None] & (columns < N)[None, :]
+    tl.store(out + rows[:, None] * N + columns[None, :], total.to(out.dtype.element_ty), mask=inside)
+    ### END SOLUTION
+
+
+class Int4Linear(nn.Module):
+    """A linear layer for inference whose weights have four bits. (Exercise)
+
+    Args:
+        linear: The layer to quantize; left unchanged.
+        group_size: As in `quantize_int4`.
+
+    Attributes:
+        packed: Buffer uint8 ``[N, K / 2]``; ``scale`` and ``zero``, buffers ``[N, K / group_size]``; ``bias``, a buffer, or None.
+    """
+
+    packed: Tensor
+    scale: Tensor
+    zero: Tensor
+    bias: Tensor | None
+
+    def __init__(self, linear: nn.Linear, group_size: int = 128):
+        super().__init__()
+        ### BEGIN SOLUTION
+        q, scale, zero = quantize_int4(linear.weight, group_size)
+        for name, tensor in {"packed": pack_int4(q), "scale": scale, "zero": zero}.items():
+            self.register_buffer(name, tensor)
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().clone())
+        ### END SOLUTION
+
+    def forward(self, x: Float[Tensor, "... k"]) -> Float[Tensor, "... n"]:
+        """``x`` times the dequantized weights, in the dtype of x; on a GPU by `launch_int4_matmul`. Forward only."""
+        ### BEGIN SOLUTION
+        rows = x.reshape(-1, x.shape[-1])
+        if x.is_cuda:
+            y = launch_int4_matmul(int4_matmul_kernel, rows, self.packed, self.scale, self.zero)
+        else:
+            y = rows @ dequantize_int4(unpack_int4(self.packed), self.scale, self.zero).to(x.dtype).T
+        y = y.reshape(*x.shape[:-1], len(self.packed))
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+        ### END SOLUTION
+
+
+def gptq(
+    weight: Float[Tensor, "n k"], hessian: Float[Tensor, "k k"], group_size: int = 128
+) -> tuple[UInt8[Tensor, "n k"], Float[Tensor, "n g"], UInt8[Tensor, "n g"]]:
+    """Four bits a weight, column by column: what rounding one column gets wrong, the columns after it make good. (Exercise)
+
+    Args:
+        weight: ``[N, K]``.
+        hessian: ``[K, K]``: the sum over inputs x of ``x x^T``; symmetric, without negative eigenvalues, perhaps singular. If it is 0, the result is that of `quantize_int4`.
+        group_size: As in `quantize_int4`. A group's scale is set when its first column's turn comes, from the weights as they are then.
+
+    Returns:
+        (q, scale, zero), as `quantize_int4`.
+
+    Raises:
+        ValueError: the group size does not divide K; the message shows both.
+
+    Source: GPTQ (arXiv:2210.17323), Algorithm 1, with a damping of 1 % of the mean diagonal.
+    """
+    ### BEGIN SOLUTION
+    n_columns = weight.shape[1]
+    if n_columns % group_size:
+        raise ValueError(f"{n_columns} columns cannot be divided into groups of {group_size}")
+    w, h = weight.detach().double().clone(), hessian.double()
+    inverse = torch.linalg.inv(h + 0.01 * h.diagonal().mean().clamp(min=1e-12) * torch.eye(n_columns).to(h))
+    upper = torch.linalg.cholesky(inverse, upper=True)
+    levels, scales, zeros = [], [], []
+    for i in range(n_columns):
+        if i % group_size == 0:
+            scale, zero = _group_range(w[:, i : i + group_size].float())
+            scales.append(scale)
+            zeros.append(zero)
+        column = w[:, i : i + 1]
+        level = (torch.round(column / scale) + zero).clamp(0, 15)
+        levels.append(level)
+        error = (column - (level - zero) * scale) / upper[i, i]
+        w[:, i + 1 :] -= error * upper[i, i + 1 :]
+    return torch.cat(levels, 1).to(torch.uint8), torch.cat(scales, 1), torch.cat(zeros, 1).to(torch.uint8)
+    ### END SOLUTION

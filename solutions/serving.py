@@ -1,0 +1,434 @@
+"""Serving: many requests on one model, with a cache in blocks, a scheduler, shared prefixes and drafted tokens."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from lib.fast.serving import Runner
+from lib.given.kernels.paged import launch_paged, table_of
+from lib.given.models.gpus import Sheet
+from lib.given.models.serving import BlockStore, Chunk, Node, OutOfBlocks, Progress, Queue, check_used, whole_blocks
+from lib.given.models.serving import Request as Request
+from solutions.attention import repeat_kv, scaled_dot_product_attention
+from solutions.context_parallel import merge_attention
+from solutions.llama import LlamaConfig, count_parameters, kv_cache_bytes, sample_next
+from solutions.speed import roofline_seconds
+
+
+def decode_seconds(config: LlamaConfig, card: Sheet, batch: int, length: int) -> float:
+    """The least time in which a GPU can give each sequence of a batch one more token. (Exercise)
+
+    Args:
+        config, card: The model's sizes; a GPU's ``peak_flops`` and memory ``bandwidth``.
+        batch, length: Number of sequences B; positions that each new token attends to, itself included.
+
+    Returns:
+        Seconds, by ``roofline_seconds`` of chapter 8. Bytes: every weight once, but of the embedding table only B rows, and the keys and values of all positions once; two bytes a value.
+        FLOPs: those of all matrix products, attention's two included; looking up, norms and rotations are none.
+    """
+    ### BEGIN SOLUTION
+    weights, own, flops = _decode_costs(config, length)
+    return roofline_seconds(batch * flops, weights + batch * own, card.peak_flops, card.bandwidth)
+    ### END SOLUTION
+
+
+def compute_bound_decode_batch(config: LlamaConfig, card: Sheet, length: int) -> float:
+    """From how many sequences on arithmetic, not memory traffic, sets the time of a decoding step. (Exercise)
+
+    Returns:
+        The smallest batch, an ``int``, whose FLOPs in ``decode_seconds`` take at least as long as its bytes; ``math.inf`` if no batch is large enough.
+    """
+    ### BEGIN SOLUTION
+    weights, own, flops = _decode_costs(config, length)
+    gain = flops * card.bandwidth / card.peak_flops - own  # by how many bytes one more sequence narrows the gap
+    return math.ceil(weights / gain) if gain > 0 else math.inf
+    ### END SOLUTION
+
+
+### BEGIN SOLUTION
+def _decode_costs(config: LlamaConfig, length: int) -> tuple[int, int, int]:
+    weights = count_parameters(config) - config.vocab_size * config.dim
+    products = weights - (2 * config.n_layers + 1) * config.dim + 2 * config.n_layers * config.dim * length
+    return 2 * weights, 2 * config.dim + kv_cache_bytes(config, 1, length), 2 * products
+
+
+### END SOLUTION
+
+
+class BlockAllocator:
+    """Hands out the blocks of a pool, numbered from 0 to ``n_blocks`` - 1, and lists in ``n_users`` how many users each has. (Exercise)"""
+
+    def __init__(self, n_blocks: int):
+        ### BEGIN SOLUTION
+        self.n_users, self.unused = [0] * n_blocks, list(range(n_blocks))
+        ### END SOLUTION
+
+    @property
+    def n_free(self) -> int:
+        """Number of blocks without a user."""
+        ### BEGIN SOLUTION
+        return len(self.unused)
+        ### END SOLUTION
+
+    def allocate(self) -> int:
+        """A block that had no user and has one now; ``OutOfBlocks`` if there is none, and the message says how many blocks the pool has."""
+        ### BEGIN SOLUTION
+        if not self.unused:
+            raise OutOfBlocks(f"all {len(self.n_users)} blocks of the pool are in use")
+        block = self.unused.pop()
+        self.n_users[block] = 1
+        return block
+        ### END SOLUTION
+
+    def share(self, block: int) -> int:
+        """Give a block one more user, and return the block; the given ``check_used`` raises a ``ValueError`` if it has none or does not exist."""
+        ### BEGIN SOLUTION
+        check_used(self.n_users, block)
+        self.n_users[block] += 1
+        return block
+        ### END SOLUTION
+
+    def free(self, block: int) -> None:
+        """Take one user away, or raise as ``share`` does; without a user a block can be allocated again."""
+        ### BEGIN SOLUTION
+        check_used(self.n_users, block)
+        self.n_users[block] -= 1
+        if self.n_users[block] == 0:
+            self.unused.append(block)
+        ### END SOLUTION
+
+
+class PagedCache(BlockStore):
+    """Keys and values of many sequences, in blocks that each sequence lists in a table. (Exercise)
+
+    Args:
+        config, dtype, device: A ``LlamaConfig`` or a ``GPT2Config``; of keys and values, PyTorch's defaults unless given.
+        n_blocks, block_size: Blocks in the pool; positions in a block, which holds them in all layers.
+
+    Attributes:
+        keys, values, allocator: ``[L, n_blocks, block_size, G, D]``, of the given ``BlockStore``; a ``BlockAllocator`` of the blocks.
+        tables, lengths: For each sequence's id the list of its blocks, and the list of its lengths, one a layer. Position p is in block ``table[p // block_size]``, at place ``p % block_size``.
+
+    An id that is unknown or was freed is a ``ValueError`` that names it (the given ``length_of`` raises it).
+    Source: PagedAttention (arXiv:2309.06180), sections 4.3 and 4.4.
+    """
+
+    def __init__(self, config, n_blocks: int, block_size: int = 16, dtype: torch.dtype | None = None, device=None):
+        super().__init__(config, n_blocks, block_size, dtype, device)
+        ### BEGIN SOLUTION
+        self.allocator, self.n_made = BlockAllocator(n_blocks), 0
+        ### END SOLUTION
+
+    def new(self, blocks: Sequence[int] = ()) -> int:
+        """The id of a new sequence, an id that none had before. It begins with the positions of ``blocks``, full blocks in use, and becomes one more user of each; without any it is empty."""
+        ### BEGIN SOLUTION
+        self.n_made += 1
+        self.tables[self.n_made] = [self.allocator.share(block) for block in blocks]
+        self.lengths[self.n_made] = [len(blocks) * self.block_size] * len(self.keys)
+        return self.n_made
+        ### END SOLUTION
+
+    def find_slots(self, sequence: int, start: int, end: int) -> list[int]:
+        """Prepare positions ``start`` to ``end`` - 1 for writing, and return their slots, ``block * block_size`` plus the place in the block.
+
+        Missing blocks are allocated, and a block that others use, too, is first exchanged for a copy (``copy_block``, given).
+        If too few are free for all this, ``OutOfBlocks`` says how many are needed and how many are free, and nothing changes.
+        """
+        ### BEGIN SOLUTION
+        table, size, n_blocks = self.tables[sequence], self.block_size, -(-end // self.block_size)
+        shared = [i for i in range(start // size, min(n_blocks, len(table))) if self.allocator.n_users[table[i]] > 1]
+        n_needed = max(0, n_blocks - len(table)) + len(shared)
+        if n_needed > self.allocator.n_free:
+            raise OutOfBlocks(f"{n_needed} blocks are needed and {self.allocator.n_free} are free")
+        for i in shared:
+            old, table[i] = table[i], self.allocator.allocate()
+            self.copy_block(old, table[i])
+            self.allocator.free(old)
+        table += [self.allocator.allocate() for _ in range(n_blocks - len(table))]
+        return [table[p // size] * size + p % size for p in range(start, end)]
+        ### END SOLUTION
+
+    def append(self, sequence: int, layer: int, k: Float[Tensor, "g t d"], v: Float[Tensor, "g t d"]) -> None:
+        """Append T positions to one layer of a sequence, by ``check_shapes`` (given: a ``ValueError`` if they are not ``[G, T, D]``), ``find_slots`` and ``write`` (given). A refused call changes nothing."""
+        ### BEGIN SOLUTION
+        self.check_shapes(k, v)
+        start = self.length_of(sequence, layer)
+        end = start + k.shape[1]
+        self.write(layer, self.find_slots(sequence, start, end), k.transpose(0, 1), v.transpose(0, 1))
+        self.lengths[sequence][layer] = end
+        ### END SOLUTION
+
+    def fork(self, sequence: int) -> int:
+        """The id of a new sequence with the same positions, which shares all blocks; nothing is copied."""
+        ### BEGIN SOLUTION
+        self.length_of(sequence)
+        copy = self.new(self.tables[sequence])
+        self.lengths[copy] = list(self.lengths[sequence])
+        return copy
+        ### END SOLUTION
+
+    def free(self, sequence: int) -> None:
+        """Forget a sequence; each of its blocks loses a user."""
+        ### BEGIN SOLUTION
+        self.length_of(sequence)
+        del self.lengths[sequence]
+        for block in self.tables.pop(sequence):
+            self.allocator.free(block)
+        ### END SOLUTION
+
+
+def paged_attention(q: Float[Tensor, "b h d"], cache: PagedCache, sequences: Sequence[int], layer: int = 0,
+                    n_parts: int | None = None) -> Float[Tensor, "b h d"]:  # fmt: skip
+    """Attention of one query of each sequence to all of the sequence's positions in a layer. (Exercise)
+
+    Args:
+        q: ``[B, H, D]``, a query for each sequence; H is a multiple of the cache's G.
+        cache, sequences, layer: A ``PagedCache``; ids of B sequences of any lengths, of which one may occur twice; the layer.
+        n_parts: A power of two: ``launch_paged`` (given) attends to so many parts of the positions, which ``merge_attention`` of chapter 18 joins in pairs. None lets it choose on a GPU; on a CPU, or in float64, PyTorch reads the blocks of ``table_of`` (given).
+
+    Returns:
+        ``[B, H, D]`` in the dtype of ``q``; 0 for a sequence without positions. Whatever a block holds beyond a sequence's positions, NaN too, has no effect.
+    """
+    ### BEGIN SOLUTION
+    if n_parts or (q.is_cuda and q.dtype != torch.float64):
+        o, lse = launch_paged(q, cache, sequences, layer, n_parts)
+        while len(o) > 1:
+            half = len(o) // 2
+            o, lse = merge_attention(o[:half], lse[:half], o[half:], lse[half:])
+        return o[0].to(q.dtype)
+    table, lengths = table_of(cache, sequences, layer)
+    k, v = (pool[layer][table].flatten(1, 2).transpose(1, 2) for pool in (cache.keys, cache.values))
+    mask = torch.arange(k.shape[2], device=q.device) < lengths[:, None]
+    k, v = (repeat_kv(x.masked_fill(~mask[:, None, :, None], 0), q.shape[1] // x.shape[1]) for x in (k, v))
+    return scaled_dot_product_attention(q[:, :, None], k, v, mask[:, None, None]).squeeze(2)
+    ### END SOLUTION
+
+
+class PrefixTree:
+    """Remembers which blocks hold the keys and values of which tokens, so that equal beginnings are computed once. (Exercise)
+
+    Args:
+        block_size: Tokens of a block. Only whole blocks count: the given ``whole_blocks(tokens, block_size)`` cuts them.
+
+    Each given ``Node`` is a block, and the way to it from ``root`` spells the tokens up to its end. ``match``, ``insert`` and ``acquire`` use the nodes on their way: these become the most recently used.
+    Source: SGLang (arXiv:2312.07104), section 3.
+    """
+
+    def __init__(self, block_size: int):
+        ### BEGIN SOLUTION
+        self.block_size, self.root, self.clock = block_size, Node(), 0
+        self.acquired: dict[tuple[int, ...], list[list[Node]]] = {}
+        ### END SOLUTION
+
+    def match(self, tokens: Sequence[int]) -> list[int]:
+        """The blocks of the longest remembered prefix."""
+        ### BEGIN SOLUTION
+        return [node.block for node in self._path(tokens)]
+        ### END SOLUTION
+
+    def insert(self, tokens: Sequence[int], blocks: Sequence[int]) -> list[int]:
+        """Remember a block for each whole block of tokens, except where one is remembered already; returns those that are new. A ``ValueError`` with both numbers if there are more or fewer of the one than of the other."""
+        ### BEGIN SOLUTION
+        pieces, node, new = whole_blocks(tokens, self.block_size), self.root, []
+        if len(pieces) != len(blocks):
+            raise ValueError(f"{len(tokens)} tokens fill {len(pieces)} blocks, and {len(blocks)} blocks were given")
+        for piece, block in zip(pieces, blocks, strict=True):
+            if piece not in node.children:
+                node.children[piece] = Node(block, node, piece)
+                new.append(block)
+            node = node.children[piece]
+        self._path(tokens)
+        return new
+        ### END SOLUTION
+
+    def acquire(self, tokens: Sequence[int]) -> list[int]:
+        """As ``match``; none of these blocks is evicted until it was released as often as acquired."""
+        ### BEGIN SOLUTION
+        path = self._path(tokens)
+        for node in path:
+            node.n_users += 1
+        self.acquired.setdefault(tuple(tokens), []).append(path)
+        return [node.block for node in path]
+        ### END SOLUTION
+
+    def release(self, tokens: Sequence[int]) -> None:
+        """Release the blocks that the oldest ``acquire`` of these tokens returned, no others; a ``ValueError`` if it was not called, or they were released already."""
+        ### BEGIN SOLUTION
+        if not self.acquired.get(tuple(tokens)):
+            raise ValueError(f"these {len(tokens)} tokens are not acquired: released already, or never acquired")
+        for node in self.acquired[tuple(tokens)].pop(0):
+            node.n_users -= 1
+        ### END SOLUTION
+
+    def evict(self, n: int) -> list[int]:
+        """Forget up to n blocks and return them, each the least recently used of the leaves (``root.leaves()``) that nobody has acquired."""
+        ### BEGIN SOLUTION
+        evicted: list[int] = []
+        while len(evicted) < n and (leaves := [leaf for leaf in self.root.leaves() if leaf.n_users == 0]):
+            leaf = min(leaves, key=lambda leaf: leaf.last_used)
+            del leaf.parent.children[leaf.piece]
+            evicted.append(leaf.block)
+        return evicted
+        ### END SOLUTION
+
+    ### BEGIN SOLUTION
+    def _path(self, tokens: Sequence[int]) -> list[Node]:
+        self.clock, path = self.clock + 1, [self.root]
+        for piece in whole_blocks(tokens, self.block_size):
+            if piece not in path[-1].children:
+                break
+            path.append(path[-1].children[piece])
+            path[-1].last_used = self.clock
+        return path[1:]
+
+    ### END SOLUTION
+
+
+class Scheduler(Queue):
+    """Decides, step by step, which tokens of which requests pass through the model. (Exercise)
+
+    Args:
+        max_tokens, n_blocks, block_size: Tokens that a step passes at most, over all requests; blocks in the cache's pool, and positions in each.
+
+    The given ``Queue`` keeps ``waiting``, a deque of ``Progress`` without blocks, and ``running``, the number of blocks of each admitted ``Progress``, both with the oldest first; ``n_free`` and
+    ``blocks_for(n_positions)`` count blocks. After each step ``advance`` (given) notes what was computed.
+    Source: continuous batching, Orca (OSDI 2022), section 3; chunks of prompts, Sarathi-Serve (arXiv:2403.02310), section 4.
+    """
+
+    def submit(self, request: Request) -> None:
+        """Queue a request, between any two steps, as the youngest. ``check_new`` (given) raises a ``ValueError`` if it waits or runs already.
+
+        A request that would not fit even alone is a ``ValueError`` with both numbers of blocks: of its tokens, old and new, all are cached but the last.
+        """
+        ### BEGIN SOLUTION
+        self.check_new(request)
+        n_needed = self.blocks_for(len(request.tokens) + request.max_new_tokens - 1)
+        if n_needed > self.n_blocks:
+            raise ValueError(f"{n_needed} blocks of {self.block_size} are needed, and the pool has {self.n_blocks}")
+        self.waiting.append(Progress(request))
+        ### END SOLUTION
+
+    def schedule(self) -> list[Chunk]:
+        """The next step: a ``Chunk(progress, n_tokens)`` (given) for each request that takes part, the oldest first.
+
+        First come the running requests with one pending token, then those with more, both in order of age; each gets as many of its pending tokens as the step has room for.
+        If it lacks blocks, ``preempt`` takes those of the youngest running request, and its chunk, until there are enough; the youngest may be the request itself.
+        Then, if nobody was preempted, waiting requests are admitted in order, as long as the step has room and the blocks of the next one's first chunk are free.
+        """
+        ### BEGIN SOLUTION
+        planned, n_running = dict[Progress, int](), len(self.running)
+        for progress in sorted(self.running, key=lambda progress: progress.n_pending > 1):
+            n = min(progress.n_pending, self.max_tokens - sum(planned.values()))
+            n_needed = self.blocks_for(progress.n_cached + n)
+            while progress in self.running and n_needed - self.running[progress] > self.n_free:
+                planned.pop(self.preempt(), None)
+            if progress in self.running and n:
+                planned[progress], self.running[progress] = n, n_needed
+        while self.waiting and len(self.running) >= n_running:
+            n = min(self.waiting[0].n_pending, self.max_tokens - sum(planned.values()))
+            if n == 0 or self.blocks_for(n) > self.n_free:
+                break
+            progress = self.waiting.popleft()
+            planned[progress], self.running[progress] = n, self.blocks_for(n)
+        return [Chunk(progress, planned[progress]) for progress in self.running if progress in planned]
+        ### END SOLUTION
+
+    def preempt(self) -> Progress:
+        """Take the blocks of the youngest running request and return it: its cache is forgotten, and it waits at the head of the queue."""
+        ### BEGIN SOLUTION
+        youngest, _ = self.running.popitem()
+        youngest.n_cached = 0
+        self.waiting.appendleft(youngest)
+        return youngest
+        ### END SOLUTION
+
+
+class Engine(Runner):
+    """A model (``Llama`` or ``GPT2``) with a scheduler and a cache; it takes requests between any two steps. (Exercise)
+
+    The given ``Runner`` has ``submit(request)``, ``cancel(request)``, ``is_busy``, and the two parts of a step: ``release()`` frees the cache of requests that no longer run, ``run(chunks)`` passes chunks through the model.
+    """
+
+    def __init__(self, model: nn.Module, scheduler: Scheduler):
+        super().__init__(model, scheduler, PagedCache, paged_attention)
+
+    def step(self) -> list[tuple[Request, int]]:
+        """Run the scheduler's next chunks; returns the new tokens, each with its request.
+
+        ``run`` gives logits ``[V]`` for each chunk, of which only a chunk that ``completes`` chooses a token: chapter 4's ``sample_next`` with the arguments ``progress.sampling(device)`` (given).
+        Caches are released before chunks need their blocks, and again when requests have ended.
+        """
+        ### BEGIN SOLUTION
+        chunks, new = self.scheduler.schedule(), []
+        self.release()
+        for chunk, logits in zip(chunks, self.run(chunks), strict=True):
+            request, token = chunk.progress.request, None
+            if chunk.completes:
+                token = int(sample_next(logits[None], **chunk.progress.sampling(logits.device)))
+                new.append((request, token))
+            self.scheduler.advance(chunk, token)
+        self.release()
+        return new
+        ### END SOLUTION
+
+
+def generate_many(model: nn.Module, requests: Iterable[Request], scheduler: Scheduler) -> Iterator[tuple[Request, int]]:
+    """Continue many prompts together, by an ``Engine`` to which all are submitted before its first step. (Exercise)
+
+    Yields:
+        ``(request, token)`` as soon as the token is known, until all have ended. If a request is refused, or the caller stops earlier, those of this call are cancelled.
+    """
+    ### BEGIN SOLUTION
+    engine, requests = Engine(model, scheduler), list(requests)
+    try:
+        for request in requests:
+            engine.submit(request)
+        while engine.is_busy:
+            yield from engine.step()
+    finally:
+        for request in requests:
+            engine.cancel(request)
+    ### END SOLUTION
+
+
+def speculative_step(target: Float[Tensor, "k_plus_1 v"], draft: Float[Tensor, "k v"], drafted: Int[Tensor, " k"],
+                     generator: torch.Generator | None = None) -> Int[Tensor, " n"]:  # fmt: skip
+    """Keep drafted tokens as long as the target agrees, and add one token of the target's own. (Exercise)
+
+    Args:
+        target, draft: Probabilities ``[k + 1, V]`` and ``[k, V]``: what the large and the small model would draw from at the k drafted tokens, and the large one after them.
+        drafted, generator: k tokens, token i drawn from row i of ``draft``; source of the random numbers.
+
+    Returns:
+        1 to k + 1 tokens, int64, distributed exactly as draws from ``target``. Token i is kept with probability min(1, p/q); the first that is not ends the step, and a draw
+        from max(0, p - q), normalised, takes its place. If all are kept, the last token is a draw from the last row of ``target``. One-hot rows give greedy decoding.
+
+    Source: Leviathan, Kalman and Matias (arXiv:2211.17192), algorithm 1.
+    """
+    ### BEGIN SOLUTION
+    places = torch.arange(len(drafted), device=target.device)
+    uniform = torch.rand(len(drafted), generator=generator, device=target.device)
+    kept = uniform * draft[places, drafted] < target[places, drafted]
+    n_kept = int(kept.long().cumprod(0).sum())
+    rest = (target - nn.functional.pad(draft, (0, 0, 0, 1)))[n_kept].clamp(min=0)  # behind the last draft q is 0
+    rest = rest if rest.any() else target[n_kept]  # p and q differ by rounding only
+    return torch.cat([drafted[:n_kept], torch.multinomial(rest, 1, generator=generator)])
+    ### END SOLUTION
+
+
+def expected_tokens(acceptance: float, n_drafted: int) -> float:
+    """How many tokens a speculative step gives on average, if each drafted token is kept with the same probability. (Exercise)
+
+    Returns:
+        The mean; a ``ValueError`` that names ``acceptance``, that probability, if it is not from 0 to 1.
+
+    Source: Leviathan, Kalman and Matias (arXiv:2211.17192), equation (1).
+    """
+    ### BEGIN SOLUTION
+    if not 0 <= acceptance <= 1:
+        raise ValueError(f"acceptance = {acceptance}: expected a probability from 0 to 1")
+    return float(sum(acceptance**i for i in range(n_drafted + 1)))
+    ### END SOLUTION

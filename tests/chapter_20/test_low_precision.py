@@ -1,0 +1,1031 @@
+"""Eight bits and fewer, graded: casts bit for bit, products, a layer that trains, shared exponents, and weights of four bits.
+
+Casts are compared with PyTorch's, products with those of the dequantized matrices and with ``torch._scaled_mm``, formats and groups with torchao.
+"""
+
+import logging
+import math
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lib.given.kernels.int4 import launch_int4_matmul
+from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON
+from lib.given.kernels.quantized import launch_block_matmul
+from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
+from tests.chapter_14.memory import watched
+from tests.inputs import randn
+
+low = graded("low_precision")
+
+E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+LARGEST = {E4M3: 448.0, E5M2: 57_344.0, INT8: 127.0}
+SCALE, ROUND, BACK, NOISE, PRODUCT, PAST, LAYER, SHARED, GROUPS, ERROR = (f"eq-low_precision-{n}" for n in range(1, 11))
+DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
+RAISES = "the contract, under Raises"
+RETURNS = "the contract, under Returns"
+by_format = pytest.mark.parametrize("dtype", [E4M3, E5M2, INT8], ids=lambda d: str(d).removeprefix("torch."))
+
+
+# ---- 20.1 absmax_scale -----------------------------------------------------------------------------------------------
+
+
+def test_absmax_scale_by_hand():
+    case(
+        "[[1, -896], [3, 14]] in e4m3fn, whose largest number is 448: one scale, one for each row, one for each column"
+    )
+    x = torch.tensor([[1.0, -896.0], [3.0, 14.0]])
+    expect_close(low.absmax_scale(x, E4M3), torch.tensor(2.0), read=SCALE)
+    expect_close(low.absmax_scale(x, E4M3, dim=1), torch.tensor([[2.0], [14 / 448]]), read=SCALE)
+    expect_close(low.absmax_scale(x, E4M3, dim=0), torch.tensor([[3 / 448, 2.0]]), read=SCALE)
+
+
+@by_format
+def test_absmax_scale_of_each_format(dtype):
+    case(f"x [3, 4, 5] in {dtype}: dim None, 0, -1")
+    x = 10 * randn(3, 4, 5)
+    expect_close(low.absmax_scale(x, dtype), x.abs().max() / LARGEST[dtype], rtol=1e-6, atol=0, read=SCALE)
+    for dim in (0, -1):
+        expected = x.abs().amax(dim, keepdim=True) / LARGEST[dtype]
+        expect_close(low.absmax_scale(x, dtype, dim), expected, rtol=1e-6, atol=0, read=SCALE)
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (130, 128), (5, 300), (1, 1)], ids=str)
+def test_absmax_scale_of_blocks(shape):
+    case(f"x {shape} in blocks of 128 x 128, those at the ends ragged")
+    x = randn(*shape)
+    sizes = [math.ceil(n / 128) for n in shape]
+    expected = torch.empty(sizes)
+    for i in range(sizes[0]):
+        for j in range(sizes[1]):
+            expected[i, j] = x[128 * i : 128 * i + 128, 128 * j : 128 * j + 128].abs().max() / 448
+    expect_close(low.absmax_scale(x, E4M3, (128, 128)), expected, rtol=1e-6, atol=0, read=SCALE)
+
+
+@pytest.mark.parametrize("dim", [None, 1, (128, 128)], ids=str)
+def test_absmax_scale_of_zeros_and_infinities(dim):
+    case(f"rows of zeros, of one infinity, of NaN and 7; dim={dim}")
+    x = torch.zeros(3, 4)
+    expect_true(
+        bool((low.absmax_scale(x, E4M3, dim) == 1).all()),
+        "where all numbers are 0, the scale is 1",
+        answer=low.absmax_scale(x, E4M3, dim),
+        read=RETURNS,
+    )
+    x[1] = torch.tensor([2.0, -torch.inf, 1.0, 0.0])
+    x[2] = torch.tensor([torch.nan, 7.0, torch.inf, -1.0])
+    expected = torch.tensor([[1.0], [2 / 448], [7 / 448]])
+    wanted = expected if dim == 1 else torch.tensor(7 / 448).reshape(() if dim is None else (1, 1))
+    expect_close(low.absmax_scale(x, E4M3, dim), wanted, rtol=1e-6, atol=0, read=RETURNS)
+
+
+def test_absmax_scale_of_the_smallest_numbers():
+    case("float32 numbers so small that a 448th of them is 0")
+    answer = low.absmax_scale(torch.tensor([1e-45, 0.0]), E4M3)
+    expect_true(bool(answer > 0), f"the scale is {answer}: expected a positive number", answer=answer, read=RETURNS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_absmax_scale_is_float32(dtype):
+    case(f"x in {dtype}, with a gradient")
+    x = (3 * randn(4, 6)).to(dtype).requires_grad_()
+    answer = low.absmax_scale(x, E4M3)
+    expect_close(answer, x.detach().abs().max().float() / 448, rtol=1e-6, atol=0, read=RETURNS)
+    expect_true(not answer.requires_grad, "a scale has no gradient", answer=answer, read=RETURNS)
+
+
+def test_absmax_scale_refuses():
+    case("a format that is none of the three; blocks of 64 x 64; blocks of a vector")
+    low.absmax_scale(torch.ones(3, 4), INT8)
+    with expect_raises(ValueError, "float16", read=RAISES):
+        low.absmax_scale(torch.ones(3, 4), torch.float16)
+    with expect_raises(ValueError, "64", read=RAISES):
+        low.absmax_scale(torch.ones(3, 4), E4M3, (64, 64))
+    with expect_raises(ValueError, "(5,)", read=RAISES):
+        low.absmax_scale(torch.ones(5), E4M3, (128, 128))
+
+
+# ---- 20.2 quantize ---------------------------------------------------------------------------------------------------
+
+
+def test_quantize_by_hand():
+    case("scale 2: numbers 2 * (1, 17, 19, -500, 0.001) in e4m3fn, whose numbers above 16 are 2 apart")
+    q = low.quantize(2 * torch.tensor([1.0, 17.0, 19.0, -500.0, 0.0009]), torch.tensor(2.0), E4M3)
+    expect_equal(q.dtype, E4M3, name="dtype", answer=q, read=RETURNS)
+    expect_close(q.float(), torch.tensor([1.0, 16.0, 20.0, -448.0, 0.0]), answer=q, read=ROUND)
+
+
+def test_quantize_to_int8_by_hand():
+    case("scale 0.5: numbers 0.5 * (1, 2.5, 3.5, -2.5, 130, -300) in int8, ties to even")
+    q = low.quantize(torch.tensor([0.5, 1.25, 1.75, -1.25, 65.0, -150.0]), torch.tensor(0.5), INT8)
+    expect_equal((q.dtype, q.tolist()), (INT8, [1, 2, 4, -2, 127, -127]), answer=q, read=ROUND)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_quantize_is_pytorchs_cast(dtype):
+    case(f"every float16 within the range of {dtype}, scale 1")
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16).float()
+    every = every[every.abs() <= LARGEST[dtype]]
+    q = low.quantize(every, torch.tensor(1.0), dtype)
+    expect_close(q.float(), every.to(dtype).float(), atol=0, rtol=0, answer=q, read=ROUND)
+
+
+@by_format
+def test_quantize_saturates(dtype):
+    case(f"numbers beyond the largest, infinities and NaN in {dtype}")
+    x = torch.tensor([1.5, -2.0, torch.inf, -torch.inf, torch.nan]) * LARGEST[dtype]
+    q = low.quantize(x, torch.tensor(1.0), dtype).float()
+    end = LARGEST[dtype]
+    nan = 0.0 if dtype == INT8 else torch.nan
+    expect_close(q, torch.tensor([end, -end, end, -end, nan]), answer=q, read=RETURNS)
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (200, 300)], ids=str)
+@by_format
+def test_quantize_with_each_scale(shape, dtype):
+    case(f"x {shape} in {dtype}, scales of rows, columns and blocks")
+    x, (m, n) = randn(*shape), shape
+    rows, columns = torch.rand(m, 1) + 0.5, torch.rand(1, n) + 0.5
+    blocks = torch.linspace(0.5, 2, math.ceil(m / 128) * math.ceil(n / 128)).view(math.ceil(m / 128), -1)
+    for scale, wide in ((rows, rows), (columns, columns), (blocks, by_number(blocks, shape))):
+        scale = scale / LARGEST[dtype]
+        wide = x / (wide / LARGEST[dtype])
+        limit = LARGEST[dtype]
+        expected = wide.clamp(-limit, limit).round() if dtype == INT8 else wide.clamp(-limit, limit).to(dtype).float()
+        expect_close(low.quantize(x, scale, dtype).float(), expected, atol=0, rtol=0, read=ROUND)
+
+
+def by_number(blocks: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The scale of each number, by Python's division."""
+    rows, columns = (torch.arange(n) // 128 for n in shape)
+    return blocks[rows][:, columns]
+
+
+def test_quantize_divides_in_float32():
+    case("bfloat16 numbers and a scale of 1/3")
+    x = torch.linspace(-30, 30, 101).bfloat16()
+    q = low.quantize(x, torch.tensor(1 / 3), E5M2)
+    expect_close(q.float(), (x.float() / torch.tensor(1 / 3)).to(E5M2).float(), atol=0, rtol=0, answer=q, read=ROUND)
+
+
+# ---- 20.3 dequantize -------------------------------------------------------------------------------------------------
+
+
+def test_dequantize_by_hand():
+    case("1, 16, -448 in e4m3fn with scale 2; 1, -3 in int8 with scale 0.5")
+    q = torch.tensor([1.0, 16.0, -448.0]).to(E4M3)
+    expect_close(low.dequantize(q, torch.tensor(2.0)), torch.tensor([2.0, 32.0, -896.0]), read=BACK)
+    q = torch.tensor([1, -3], dtype=INT8)
+    expect_close(low.dequantize(q, torch.tensor(0.5)), torch.tensor([0.5, -1.5]), read=BACK)
+
+
+@by_format
+def test_dequantize_with_each_scale(dtype):
+    case(f"q [150, 260] in {dtype}, scales of rows, columns and blocks")
+    q = (3 * randn(150, 260)).to(dtype)
+    rows, columns, blocks = torch.rand(150, 1), torch.rand(1, 260), torch.rand(2, 3)
+    for scale, wide in ((rows, rows), (columns, columns), (blocks, by_number(blocks, (150, 260)))):
+        expect_close(low.dequantize(q, scale), q.float() * wide, atol=0, rtol=0, read=BACK)
+
+
+def test_dequantize_loses_only_what_rounding_lost():
+    case("x [64, 48] in e4m3fn, scaled to its largest: off by a sixteenth at most, or by half of the smallest step")
+    x = randn(64, 48)
+    scale = x.abs().max() / 448
+    answer = low.dequantize((x / scale).to(E4M3), scale)
+    worst = ((answer - x).abs() / (x.abs() / 16 + scale * 2**-10)).max()
+    expect_true(
+        answer.dtype == torch.float32 and bool(worst <= 1),
+        f"{answer.dtype}, off by {worst:.2f} times the bound",
+        answer=answer,
+        read=BACK,
+    )
+
+
+# ---- 20.4 quantization_error -----------------------------------------------------------------------------------------
+
+
+def test_quantization_error_by_hand():
+    case("[[254, 1.4]] in int8 with scale 2: it becomes 254 and 2, an error of 0.6")
+    answer = low.quantization_error(torch.tensor([[254.0, 1.4]]), INT8, "tensor")
+    expect_close(answer, 10 * math.log10((254**2 + 1.4**2) / 0.6**2), rtol=1e-5, read=NOISE)
+
+
+@by_format
+@pytest.mark.parametrize("granularity", ["tensor", "row", "block"])
+def test_quantization_error_of_each_granularity(granularity, dtype):
+    case(f"x [200, 140] with rows of different sizes, {dtype}, {granularity}")
+    x = randn(200, 140) * torch.logspace(-3, 3, 200)[:, None]
+    wide = {
+        "tensor": x.abs().max().expand(200, 140),
+        "row": x.abs().amax(1, keepdim=True).expand(200, 140),
+        "block": by_number(
+            torch.stack([torch.stack([part.abs().max() for part in rows.split(128, 1)]) for rows in x.split(128)]),
+            (200, 140),
+        ),
+    }[granularity]
+    scale = wide / LARGEST[dtype]
+    rounded = (x / scale).round() if dtype == INT8 else (x / scale).to(dtype).float()
+    signal, noise = x.double().square().sum(), (rounded * scale - x).double().square().sum()
+    expect_close(low.quantization_error(x, dtype, granularity), 10 * math.log10(signal / noise), rtol=1e-3, read=NOISE)
+
+
+def test_quantization_error_of_an_outlier():
+    case("a row of numbers near 1 beside one of 1000: int8 with one scale loses the first row, with rows it does not")
+    x = torch.cat([randn(1, 400), torch.full((1, 400), 1000.0)])
+    one, rows = (low.quantization_error(x, INT8, granularity) for granularity in ("tensor", "row"))
+    problem = f"{one:.1f} dB with one scale, {rows:.1f} dB with scales of rows: expected 30 dB more at least"
+    expect_true(rows > one + 30, problem, answer=[one, rows], read=NOISE)
+
+
+def test_quantization_error_of_nothing_lost():
+    case("numbers that the format has, and a matrix of zeros: infinity")
+    x = torch.tensor([[127.0, 3.0], [-5.0, 64.0]])
+    expect_close(low.quantization_error(x, INT8, "tensor"), math.inf, read=RETURNS)
+    expect_close(low.quantization_error(torch.zeros(2, 3), E4M3, "row"), math.inf, read=RETURNS)
+
+
+def test_quantization_error_refuses():
+    case("granularity 'column'")
+    low.quantization_error(randn(2, 3), INT8, "row")
+    with expect_raises(ValueError, "column", read=RAISES):
+        low.quantization_error(randn(2, 3), INT8, "column")
+
+
+# ---- 20.5 scaled_matmul ----------------------------------------------------------------------------------------------
+
+
+def test_scaled_matmul_by_hand():
+    case("[[1, 2]] with scale 3 times [[4, 1], [0.5, -2]] with scale 10, and with scales of rows and columns")
+    a, b = torch.tensor([[1.0, 2.0]]).to(E4M3), torch.tensor([[4.0, 1.0], [0.5, -2.0]]).to(E4M3)
+    one = low.scaled_matmul(a, b, torch.tensor(3.0), torch.tensor(10.0), torch.float32)
+    expect_close(one, torch.tensor([[150.0, -90.0]]), read=PRODUCT)
+    rows = low.scaled_matmul(a, b, torch.tensor([[3.0]]), torch.tensor([[10.0, 100.0]]), torch.float32)
+    expect_close(rows, torch.tensor([[150.0, -900.0]]), read=PRODUCT)
+
+
+def factors(m: int, k: int, n: int, dtypes=(E4M3, E4M3)) -> tuple[Tensor, Tensor]:
+    limits = [100 if d == INT8 else 3 for d in dtypes]
+    return tuple((s * randn(*shape, seed=i)).to(d) for i, (shape, d, s) in enumerate(zip(((m, k), (k, n)), dtypes, limits, strict=True)))  # fmt: skip
+
+
+def scales_of(kind: str, m: int, k: int, n: int) -> tuple[Tensor, Tensor]:
+    blocks = [math.ceil(size / 128) for size in (m, k, n)]
+    shapes = {"one": ((), ()), "rows": ((m, 1), (1, n)), "blocks": (blocks[:2], blocks[1:])}[kind]
+    return tuple(torch.rand(shape, generator=torch.Generator().manual_seed(i)) + 0.1 for i, shape in enumerate(shapes))
+
+
+def in_full(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
+    """The product of the dequantized matrices, in float64."""
+    return (a.double() * wide(scale_a.double(), a)) @ (b.double() * wide(scale_b.double(), b))
+
+
+def wide(scale: Tensor, x: Tensor) -> Tensor:
+    """A scale that broadcasts with x."""
+    by_blocks = tuple(scale.shape) == tuple(math.ceil(n / 128) for n in x.shape)
+    return by_number(scale, tuple(x.shape)) if by_blocks else scale
+
+
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3), (INT8, INT8)], ids=str)
+@pytest.mark.parametrize("kind", ["one", "rows", "blocks"])
+@pytest.mark.parametrize("sizes", [(5, 9, 7), (140, 260, 33)], ids=str)
+def test_scaled_matmul_of_each_granularity(sizes, kind, dtypes):
+    case(f"m, k, n = {sizes}, {kind}, {dtypes}, float32 out")
+    a, b = factors(*sizes, dtypes)
+    scale_a, scale_b = scales_of(kind, *sizes)
+    expected = in_full(a, b, scale_a, scale_b)
+    answer = low.scaled_matmul(a, b, scale_a, scale_b, torch.float32)
+    expect_close(answer, expected.float(), rtol=1e-5, atol=1e-5 * expected.abs().max().item(), read=PRODUCT)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scaled_matmul_is_rounded_once(out_dtype):
+    case(f"m, k, n = 8, 600, 4, {out_dtype} out: sums in float32, rounded at the end")
+    a, b = factors(8, 600, 4)
+    scales = scales_of("one", 8, 600, 4)
+    expected = in_full(a, b, *scales)
+    answer = low.scaled_matmul(a, b, *scales, out_dtype)
+    eps = torch.finfo(out_dtype).eps
+    expect_close(answer, expected.to(out_dtype), rtol=eps, atol=1e-5, read="the contract: accumulated in float32")
+
+
+def test_scaled_matmul_of_transposed_factors():
+    case("m, k, n = 12, 40, 20, both factors transposed views")
+    a, b = (x.T for x in factors(40, 12, 1)[:1] + factors(20, 40, 1)[:1])
+    answer = low.scaled_matmul(a, b, torch.tensor(0.5), torch.tensor(2.0), torch.float32)
+    expect_close(answer, a.float() @ b.float(), rtol=1e-5, atol=1e-4, read=PRODUCT)
+
+
+def test_scaled_matmul_refuses():
+    case("a [2, 3] and b [4, 5]")
+    a, b = factors(2, 3, 1)[0], factors(4, 5, 1)[0]
+    low.scaled_matmul(b, b.T, torch.tensor(1.0), torch.tensor(1.0), torch.float32)
+    with expect_raises(ValueError, "(2, 3)", "(4, 5)", read=RAISES):
+        low.scaled_matmul(a, b, torch.tensor(1.0), torch.tensor(1.0), torch.float32)
+
+
+@oracle
+@pytest.mark.parametrize("kind", ["one", "rows"])
+def test_scaled_matmul_is_pytorchs(kind):
+    case(f"m, k, n = 48, 64, 32, {kind}, against torch._scaled_mm on this machine")
+    a, b = factors(48, 64, 32)
+    b = b.T.contiguous().T
+    scale_a, scale_b = scales_of(kind, 48, 64, 32)
+    theirs = torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32)
+    expect_close(low.scaled_matmul(a, b, scale_a, scale_b, torch.float32), theirs, rtol=1e-5, atol=1e-4, read=PRODUCT)
+
+
+@pytest.mark.gpu
+@pytest.mark.time_limit(120)
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3)], ids=str)
+@pytest.mark.parametrize("kind", ["one", "rows", "blocks"])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_scaled_matmul_on_a_gpu(out_dtype, kind, dtypes):
+    sizes = (300, 520, 136)
+    case(f"m, k, n = {sizes}, {kind}, {dtypes}, {out_dtype} out, on a GPU")
+    given = [*factors(*sizes, dtypes), *scales_of(kind, *sizes)]
+    expected = in_full(*given)
+    answer = low.scaled_matmul(*(x.cuda() for x in given), out_dtype)
+    eps = max(torch.finfo(out_dtype).eps, 1e-4)
+    expect_close(answer.cpu(), expected.to(out_dtype), rtol=eps, atol=eps * expected.abs().max().item(), read=PRODUCT)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON)
+@pytest.mark.time_limit(60)
+@oracle
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("sizes", [(5, 9, 7), (140, 260, 33)], ids=str)
+def test_scaled_matmul_of_blocks_by_the_given_kernel(sizes, dtype):
+    case(f"m, k, n = {sizes}, {dtype}: the kernel that multiplies blocks on a GPU")
+    a, b = factors(*sizes, (dtype, dtype))
+    scale_a, scale_b = scales_of("blocks", *sizes)
+    on_device = [x.to(DEVICE) for x in (a, b, scale_a, scale_b)]
+    with watched(PRODUCT):
+        out = launch_block_matmul(*on_device, torch.float32)
+    expected = in_full(a, b, scale_a, scale_b)
+    expect_close(out.cpu(), expected.float(), rtol=1e-4, atol=1e-4 * expected.abs().max().item(), read=PRODUCT)
+
+
+# ---- 20.6 DelayedScale -----------------------------------------------------------------------------------------------
+
+
+def test_DelayedScale_by_hand():
+    case("history of 2 steps; steps with largest numbers 448, 896, 4.48, 1 and 0.448; e4m3fn after each")
+    past = low.DelayedScale(2)
+    scales = []
+    for largest in (448.0, -896.0, 4.48, 1.0, 0.448):
+        past.update(torch.tensor([largest, 0.5]))
+        scales.append(float(past.scale(E4M3)))
+    expect_close(scales, [1.0, 2.0, 2.0, 0.01, 1 / 448], rtol=1e-6, name="scales", read=PAST)
+
+
+def test_DelayedScale_comes_from_the_past():
+    case("after a step with 448, the current tensor has 4480: it is not asked")
+    past = low.DelayedScale()
+    past.update(torch.tensor([448.0]))
+    expect_close(past.scale(E4M3, torch.tensor([4480.0])), torch.tensor(1.0), read=PAST)
+    expect_close(past.scale(E5M2), torch.tensor(448 / 57_344), rtol=1e-6, atol=0, name="in e5m2", read=PAST)
+
+
+def test_DelayedScale_forgets_after_sixteen():
+    case("the default history: a step with 896, then 16 with 448")
+    past = low.DelayedScale()
+    past.update(torch.tensor([896.0]))
+    for _ in range(15):
+        past.update(torch.tensor([448.0]))
+    expect_close(past.scale(E4M3), torch.tensor(2.0), name="after 15 more", read="the contract: history=16")
+    past.update(torch.tensor([448.0]))
+    expect_close(past.scale(E4M3), torch.tensor(1.0), name="after 16 more", read="the contract: history=16")
+
+
+def test_DelayedScale_without_a_past():
+    case("nothing recorded: the current tensor's scale, and an error without one")
+    past = low.DelayedScale()
+    expect_close(past.scale(E4M3, torch.tensor([896.0])), torch.tensor(2.0), read="the contract of scale")
+    past.update(torch.tensor([448.0]))
+    expect_close(past.scale(E4M3), torch.tensor(1.0), name="after one step", read=PAST)
+    with expect_raises(ValueError, read="the contract of scale, under Raises"):
+        low.DelayedScale().scale(E4M3)
+
+
+def test_DelayedScale_of_zeros_and_infinities():
+    case("a step of zeros: scale 1; a step with an infinity, NaN and 4.48; a step of zeros between others")
+    past = low.DelayedScale()
+    past.update(torch.zeros(3))
+    expect_close(past.scale(E4M3), torch.tensor(1.0), name="zeros", read="the contract of scale")
+    past.update(torch.tensor([torch.inf, torch.nan, -4.48]))
+    expect_close(
+        past.scale(E4M3), torch.tensor(0.01), rtol=1e-6, atol=0, name="afterwards", read="the contract of update"
+    )
+
+
+# ---- 20.7 Float8Linear -----------------------------------------------------------------------------------------------
+
+RECIPES = ["dynamic", "delayed", "rowwise", "blockwise"]
+
+
+def rounded(x: Tensor, dtype: torch.dtype, recipe: str, dim: int) -> Tensor:
+    """What is left of a factor of a sum along ``dim``, in float64."""
+    if recipe == "rowwise":
+        largest = x.abs().amax(dim, keepdim=True)
+    elif recipe == "blockwise":
+        parts = torch.stack([torch.stack([p.abs().max() for p in r.split(128, 1)]) for r in x.split(128)])
+        largest = by_number(parts, x.shape)
+    else:
+        largest = x.abs().max()
+    scale = largest / LARGEST[dtype]
+    return (x / scale).to(dtype).double() * scale.double()
+
+
+def layer_and_inputs(recipe: str, lead=(6,), k=20, n=12, bias=True, dtype=torch.float32):
+    linear = nn.Linear(k, n, bias=bias, dtype=dtype)
+    with torch.no_grad():
+        linear.weight.copy_(0.3 * randn(n, k, seed=1))
+        if bias:
+            linear.bias.copy_(randn(n, seed=2))
+    return low.Float8Linear(linear, recipe), linear, randn(*lead, k, seed=3, dtype=dtype), randn(*lead, n, seed=4, dtype=dtype)  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", [((6,), 20, 12), ((2, 3, 75), 130, 140), ((), 20, 12)], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_Float8Linear_and_its_gradients(recipe, sizes):
+    lead, k, n = sizes
+    case(f"{recipe}, x {(*lead, k)}, weight [{n}, {k}]: outputs, then gradients, against products of rounded factors")
+    layer, linear, x, grad = layer_and_inputs(recipe, lead, k, n)
+    x.requires_grad_()
+    y = layer(x)
+    flat, w, g = x.detach().reshape(-1, k), linear.weight.detach(), grad.reshape(-1, n)
+    forward = rounded(flat, E4M3, recipe, 1) @ rounded(w.T, E4M3, recipe, 0)
+    expected = (forward.float() + linear.bias.detach()).view(*lead, n)
+    close = {"rtol": 1e-4, "atol": 1e-3}
+    expect_close(y.detach(), expected, **close, answer=y, read=LAYER)
+    y.backward(grad)
+    expect_true(x.grad is not None and linear.weight.grad is not None, "a gradient is missing", answer=y, read=LAYER)
+    dx = rounded(g, E5M2, recipe, 1) @ rounded(w, E4M3, recipe, 0)
+    expect_close(x.grad, dx.float().view(*lead, k), **close, name="x.grad", answer=x.grad, read=LAYER)
+    dw = rounded(g.T, E5M2, recipe, 1) @ rounded(flat, E4M3, recipe, 0)
+    expect_close(linear.weight.grad, dw.float(), **close, name="weight.grad", answer=linear.weight.grad, read=LAYER)
+    expect_close(linear.bias.grad, g.sum(0), **close, name="bias.grad", read="the contract: the bias")
+
+
+def test_Float8Linear_delayed_uses_the_past():
+    case(
+        "delayed: a second step whose inputs, weights and gradients are 4 times as large saturates at the first step's"
+    )
+    layer, linear, x, grad = layer_and_inputs("delayed", bias=False)
+    layer(x.requires_grad_()).backward(grad)
+    w = linear.weight.detach().clone()
+    with torch.no_grad():
+        linear.weight.mul_(4).grad.zero_()
+    big = (4 * x.detach()).requires_grad_()
+    y = layer(big)
+
+    def old(current: Tensor, before: Tensor, dtype: torch.dtype) -> Tensor:
+        scale = before.abs().max() / LARGEST[dtype]
+        return (current / scale).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype).double() * scale.double()
+
+    a, b, g = old(big.detach(), x.detach(), E4M3), old(linear.weight.detach(), w, E4M3), old(4 * grad, grad, E5M2)
+    expect_close(y.detach(), (a @ b.T).float(), rtol=1e-4, atol=1e-3, name="second output", answer=y, read=PAST)
+    y.backward(4 * grad)
+    expect_close(big.grad, (g @ b).float(), rtol=1e-4, atol=1e-3, name="second x.grad", answer=big.grad, read=PAST)
+    answer = linear.weight.grad
+    expect_close(answer, (g.T @ a).float(), rtol=1e-4, atol=1e-3, name="second weight.grad", answer=answer, read=PAST)
+
+
+def test_Float8Linear_delayed_remembers_a_step_once():
+    case("delayed: a large step, then 16 small ones: the large one is forgotten, after 15 it is not")
+    layer, _, x, grad = layer_and_inputs("delayed", bias=False)
+    layer((100 * x).requires_grad_()).backward(100 * grad)
+    outputs = []
+    for _ in range(17):
+        y = layer(x.clone().requires_grad_())
+        y.backward(grad)
+        outputs.append(y.detach())
+    coarse = (x / (100 * x.abs().max() / 448)).to(E4M3).double() * (100 * x.abs().max() / 448).double()
+    w = rounded(layer.weight.detach().T, E4M3, "dynamic", 0)
+    expect_close(outputs[15], (coarse @ w).float(), rtol=1e-4, atol=1e-3, name="step 16", answer=outputs, read=PAST)
+    fine = rounded(x, E4M3, "dynamic", 1)
+    expect_close(outputs[16], (fine @ w).float(), rtol=1e-4, atol=1e-3, name="step 17", answer=outputs, read=PAST)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_Float8Linear_keeps_parameters_and_dtype(recipe):
+    case(f"{recipe}: the parameters are the layer's own; bfloat16 in gives bfloat16 out; no bias")
+    layer, linear, x, grad = layer_and_inputs(recipe, bias=False, dtype=torch.bfloat16)
+    found = [name for name, p in layer.named_parameters() if p is linear.weight]
+    expect_equal(found, ["weight"], name="the layer's weight among the parameters", read="the contract, under Args")
+    y = layer(x.requires_grad_())
+    y.backward(grad)
+    dtypes = [y.dtype, x.grad.dtype, linear.weight.grad.dtype]
+    expect_equal(dtypes, [torch.bfloat16] * 3, name="dtypes of output and gradients", answer=y, read="the contract")
+    wide = rounded(x.detach().float(), E4M3, recipe, 1) @ rounded(linear.weight.detach().float().T, E4M3, recipe, 0)
+    expect_close(y.detach(), wide.bfloat16(), rtol=2e-2, atol=2e-2, answer=y, read=LAYER)
+
+
+def test_Float8Linear_of_float32_weights_and_bfloat16_inputs():
+    case("weights in float32, inputs in bfloat16, as under autocast: the weight's gradient is float32")
+    layer, linear, _, _ = layer_and_inputs("dynamic")
+    x = randn(6, 20, seed=3, dtype=torch.bfloat16).requires_grad_()
+    y = layer(x)
+    y.backward(torch.ones_like(y))
+    dtypes = [y.dtype, x.grad.dtype, linear.weight.grad.dtype, linear.bias.grad.dtype]
+    wanted = [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+    expect_equal(dtypes, wanted, name="dtypes of output and gradients", answer=y, read="the contract")
+
+
+def test_Float8Linear_trains():
+    case("a linear map is learned in 60 steps, with each recipe")
+    target, x = randn(8, 16, seed=5), randn(64, 16, seed=6)
+    for recipe in RECIPES:
+        layer, _, _, _ = layer_and_inputs(recipe, k=16, n=8)
+        optimizer = torch.optim.Adam(layer.parameters(), lr=0.05)
+        for _ in range(60):
+            loss = (layer(x) - x @ target.T).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        share = float(loss.detach() / (x @ target.T).square().mean())
+        expect_true(
+            share < 0.02, f"{recipe}: the loss ends at {share:.1%} of its start", answer=loss.detach(), read=LAYER
+        )
+
+
+def test_Float8Linear_refuses():
+    case("recipe 'tensorwise'")
+    low.Float8Linear(nn.Linear(4, 4), "dynamic")
+    with expect_raises(ValueError, "tensorwise", read=RAISES):
+        low.Float8Linear(nn.Linear(4, 4), "tensorwise")
+
+
+@pytest.mark.gpu
+@pytest.mark.time_limit(120)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_Float8Linear_on_a_gpu(recipe):
+    case(f"{recipe}, x [3, 100, 130], weight [140, 130], on a GPU: the same numbers, and the host does not wait")
+    layer, linear, x, grad = layer_and_inputs(recipe, (3, 100), 130, 140)
+    y = layer(x.requires_grad_())
+    y.backward(grad)
+    expected = [y.detach(), x.grad.clone(), linear.weight.grad.clone()]
+    there, own, x, grad = layer_and_inputs(recipe, (3, 100), 130, 140)
+    there, own.weight.grad = there.cuda(), None
+    low.Float8Linear(nn.Linear(130, 140, device="cuda"), recipe)(x.cuda())  # compiles
+    x, grad = x.cuda().requires_grad_(), grad.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = there(x)
+        y.backward(grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for name, mine, wanted in zip(
+        ("out", "x.grad", "weight.grad"), (y, x.grad, there.weight.grad), expected, strict=True
+    ):
+        atol = 2e-3 * wanted.abs().max().item()
+        expect_close(mine.detach().cpu(), wanted, rtol=1e-3, atol=atol, name=name, answer=y, read=LAYER)
+
+
+# ---- 20.8 mx_quantize ------------------------------------------------------------------------------------------------
+
+
+def test_mx_quantize_by_hand():
+    case("blocks of 4: [1000, 17, -3, 0] has scale 2**(9 - 8) = 2; [0.3, ...] has 2**(-2 - 8)")
+    x = torch.tensor([[1000.0, 17.0, -3.0, 0.0, 0.3, -0.1, 0.25, 0.0]])
+    elements, scales = low.mx_quantize(x, 4)
+    expect_equal((elements.dtype, scales.dtype), (E4M3, torch.float8_e8m0fnu), name="dtypes", read=RETURNS)
+    expect_close(scales.float(), torch.tensor([[2.0, 2.0**-10]]), name="scales", answer=scales, read=SHARED)
+    wanted = torch.tensor([[448.0, 8.5, -1.5, 0.0, 307.2, -102.4, 256.0, 0.0]]).to(E4M3).float()
+    expect_close(elements.float(), wanted, name="elements", answer=elements, read=SHARED)
+
+
+def test_mx_quantize_of_powers_of_two():
+    case("blocks whose largest numbers are 2**-3, just below it, and 2**8")
+    x = torch.zeros(3, 32)
+    x[:, 5] = torch.tensor([2.0**-3, 2.0**-3 * (1 - 2.0**-20), -(2.0**8)])
+    _, scales = low.mx_quantize(x)
+    expect_close(
+        scales.float(), torch.tensor([[2.0**-11], [2.0**-12], [1.0]]), name="scales", answer=scales, read=SHARED
+    )
+
+
+def test_mx_quantize_of_zeros_and_of_the_smallest():
+    case("a block of zeros, one of 1e-40, one of 3e38, one with an infinity and 1")
+    x = torch.zeros(4, 32)
+    x[1], x[2], x[3, 0], x[3, 1] = 1e-40, 3e38, -torch.inf, 1.0
+    elements, scales = low.mx_quantize(x)
+    wanted = torch.tensor([[2.0**-127], [2.0**-127], [2.0**119], [2.0**-8]])
+    expect_close(scales.double(), wanted.double(), rtol=0, atol=0, name="scales", answer=scales, read=RETURNS)
+    first = torch.tensor([0.0, 1e-40 * 2.0**127, 448.0, -448.0]).to(E4M3).float()
+    expect_close(elements[:, 0].float(), first, name="first elements", answer=elements, read=RETURNS)
+
+
+@pytest.mark.parametrize("shape", [(32,), (3, 64), (2, 3, 96)], ids=str)
+def test_mx_quantize_of_many(shape):
+    case(f"x {shape}, numbers of many sizes, float64 arithmetic")
+    x = randn(*shape) * torch.exp2(randn(*shape, seed=1).mul(8).round())
+    elements, scales = low.mx_quantize(x)
+    blocks = x.double().unflatten(-1, (-1, 32))
+    powers = torch.tensor([math.frexp(v)[1] - 9 for v in blocks.abs().amax(-1).flatten().tolist()]).double()
+    wanted = torch.exp2(powers).view(blocks.shape[:-1])
+    expect_close(scales.double(), wanted, rtol=0, atol=0, name="scales", answer=scales, read=SHARED)
+    expected = (blocks / wanted[..., None]).clamp(-448, 448).flatten(-2).float().to(E4M3).float()
+    expect_close(elements.float(), expected, rtol=0, atol=0, name="elements", answer=elements, read=SHARED)
+
+
+def test_mx_quantize_refuses():
+    case("33 numbers in blocks of 32")
+    low.mx_quantize(torch.ones(2, 32))
+    with expect_raises(ValueError, "33", "32", read=RAISES):
+        low.mx_quantize(torch.ones(2, 33))
+
+
+@oracle
+def test_mx_quantize_is_torchaos():
+    case("x [16, 128] with numbers of many sizes, against torchao's rounding of scales to the floor")
+    with quiet_torchao():
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+        x = randn(16, 128) * torch.exp2(randn(16, 128, seed=1).mul(6).round())
+        scales, elements = to_mx(x, E4M3, 32, ScaleCalculationMode.FLOOR)
+    ours = low.mx_quantize(x)
+    expect_equal(ours[1].view(torch.uint8).tolist(), scales.view(torch.uint8).tolist(), name="scales", read=SHARED)
+    expect_equal(ours[0].view(torch.uint8).tolist(), elements.view(torch.uint8).tolist(), name="elements", read=SHARED)
+
+
+class quiet_torchao(warnings.catch_warnings):
+    """Import torchao without its remarks on kernels that this machine has not."""
+
+    def __enter__(self):
+        super().__enter__()
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+
+    def __exit__(self, *error):
+        logging.disable(logging.NOTSET)
+        super().__exit__(*error)
+
+
+# ---- 20.9 quantize_int4 ----------------------------------------------------------------------------------------------
+
+
+def test_quantize_int4_by_hand():
+    case("groups of 4: [-1, 0, 0.4, 2] with scale 0.2 and zero 5; [3, 1, 2, 1.5], whose range begins at 0")
+    q, scale, zero = low.quantize_int4(torch.tensor([[-1.0, 0.0, 0.4, 2.0, 3.0, 1.0, 2.0, 1.5]]), 4)
+    dtypes = [t.dtype for t in (q, scale, zero)]
+    expect_equal(dtypes, [torch.uint8, torch.float32, torch.uint8], name="dtypes", answer=q, read=RETURNS)
+    expect_close(scale, torch.tensor([[0.2, 0.2]]), name="scale", answer=scale, read=GROUPS)
+    expect_equal(zero.tolist(), [[5, 0]], name="zero", answer=zero, read=GROUPS)
+    expect_equal(q[:, :5].tolist(), [[0, 5, 7, 15, 15]], name="q", answer=q, read=GROUPS)
+
+
+@pytest.mark.parametrize("shape", [(1, 128), (6, 384)], ids=str)
+def test_quantize_int4_of_many(shape):
+    case(f"weight {shape}, groups of 128: off by half a step, and by little more where a zero point was rounded")
+    weight = randn(*shape)
+    q, scale, zero = low.quantize_int4(weight)
+    groups = weight.unflatten(1, (-1, 128))
+    span = groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)
+    expect_close(scale, span / 15, rtol=1e-6, atol=0, name="scale", answer=scale, read=GROUPS)
+    expect_equal(zero.tolist(), torch.round(-groups.amin(-1).clamp(max=0) / scale).to(torch.uint8).tolist(), name="zero", answer=zero, read=GROUPS)  # fmt: skip
+    back = (q.float().unflatten(1, (-1, 128)) - zero[..., None]) * scale[..., None]
+    worst = ((back - groups).abs() / scale[..., None]).max().item()
+    expect_true(worst <= 1.0001, f"a weight is off by {worst:.2f} steps: expected at most 1", answer=q, read=GROUPS)
+    inner = ((back - groups).abs() / scale[..., None]).flatten().quantile(0.9).item()
+    expect_true(inner <= 0.5, f"a tenth of the weights are off by {inner:.2f} steps or more: expected at most 0.5", answer=q, read=GROUPS)  # fmt: skip
+
+
+def test_quantize_int4_of_zeros_and_of_one_sign():
+    case("groups of zeros, of positive and of negative numbers: 0 is always one of the levels")
+    weight = torch.cat([torch.zeros(1, 4), torch.full((1, 4), 7.5), torch.full((1, 4), -3.0)], dim=1)
+    q, scale, zero = low.quantize_int4(weight, 4)
+    expect_close(scale, torch.tensor([[1.0, 0.5, 0.2]]), name="scale", answer=scale, read=RETURNS)
+    expect_equal(zero.tolist(), [[0, 0, 15]], name="zero", answer=zero, read=RETURNS)
+    expect_equal(q.tolist(), [[0] * 4 + [15] * 4 + [0] * 4], name="q", answer=q, read=RETURNS)
+
+
+def test_quantize_int4_never_leaves_the_levels():
+    case("a group of [-5.5, 9.5, 0, 1]: with scale 1 and zero 6 the largest weight would get level 16")
+    q, _, zero = low.quantize_int4(torch.tensor([[-5.5, 9.5, 0.0, 1.0]]), 4)
+    expect_equal((q.tolist(), zero.tolist()), ([[0, 15, 6, 7]], [[6]]), name="q and zero", answer=q, read=GROUPS)
+
+
+def test_quantize_int4_of_other_dtypes():
+    case("weight [2, 64] in bfloat16, a parameter, groups of 32: scales in float32 and no gradient")
+    weight = nn.Parameter(randn(2, 64, dtype=torch.bfloat16))
+    q, scale, _ = low.quantize_int4(weight, 32)
+    groups = weight.detach().float().unflatten(1, (-1, 32))
+    expect_close(scale, (groups.amax(-1) - groups.amin(-1)) / 15, name="scale", answer=scale, read=RETURNS)
+    expect_true(not scale.requires_grad, "the scale has a gradient", answer=q, read=RETURNS)
+
+
+def test_quantize_int4_refuses():
+    case("100 columns in groups of 128")
+    low.quantize_int4(torch.ones(1, 128))
+    with expect_raises(ValueError, "100", "128", read=RAISES):
+        low.quantize_int4(torch.ones(1, 100))
+
+
+@oracle
+def test_quantize_int4_is_torchaos():
+    case("weight [24, 256], groups of 64, against torchao's asymmetric groups of four bits")
+    weight = randn(24, 256)
+    with quiet_torchao():
+        from torchao.quantization.quant_primitives import MappingType, choose_qparams_affine, quantize_affine
+
+        scale, zero = choose_qparams_affine(
+            weight, MappingType.ASYMMETRIC, (1, 64), torch.uint8, 0, 15, eps=1e-9, zero_point_dtype=torch.int32
+        )
+        q = quantize_affine(weight, (1, 64), scale, zero, torch.uint8, 0, 15)
+    ours = low.quantize_int4(weight, 64)
+    expect_close(ours[1], scale.view(24, 4), rtol=1e-6, atol=0, name="scale", read=GROUPS)
+    expect_equal(ours[2].tolist(), zero.view(24, 4).tolist(), name="zero", read=GROUPS)
+    expect_equal(ours[0].tolist(), q.tolist(), name="q", read=GROUPS)
+
+
+# ---- 20.10 pack_int4 -------------------------------------------------------------------------------------------------
+
+
+def test_pack_int4_by_hand():
+    case("levels 1, 2, 15, 0: bytes 0x21 and 0x0f")
+    packed = low.pack_int4(torch.tensor([[1, 2, 15, 0]], dtype=torch.uint8))
+    expect_equal((packed.dtype, packed.tolist()), (torch.uint8, [[0x21, 0x0F]]), answer=packed, read="the contract")
+
+
+def test_pack_int4_of_all_pairs():
+    case("all 256 pairs of levels, as [16, 32], and in three dimensions")
+    low_half, high_half = torch.meshgrid(torch.arange(16), torch.arange(16), indexing="ij")
+    q = torch.stack([low_half, high_half], -1).flatten(1).to(torch.uint8)
+    expected = (low_half + 16 * high_half).tolist()
+    expect_equal(low.pack_int4(q).tolist(), expected, answer=low.pack_int4(q), read="the contract")
+    expect_equal(low.pack_int4(q.view(2, 8, 32)).tolist(), [expected[:8], expected[8:]], read="the contract")
+
+
+def test_pack_int4_refuses():
+    case("3 levels")
+    low.pack_int4(torch.zeros(2, dtype=torch.uint8))
+    with expect_raises(ValueError, "3", read=RAISES):
+        low.pack_int4(torch.zeros(3, dtype=torch.uint8))
+
+
+# ---- 20.11 unpack_int4 -----------------------------------------------------------------------------------------------
+
+
+def test_unpack_int4_by_hand():
+    case("bytes 0x21 and 0xf0: levels 1, 2, 0, 15")
+    q = low.unpack_int4(torch.tensor([[0x21, 0xF0]], dtype=torch.uint8))
+    expect_equal((q.dtype, q.tolist()), (torch.uint8, [[1, 2, 0, 15]]), answer=q, read="the contract")
+
+
+@pytest.mark.parametrize("shape", [(256,), (4, 64), (2, 2, 64), (3, 0)], ids=str)
+def test_unpack_int4_of_every_byte(shape):
+    case(f"bytes {shape}")
+    packed = torch.arange(math.prod(shape), dtype=torch.int32).to(torch.uint8).view(shape)
+    q = low.unpack_int4(packed)
+    wanted = [level for byte in packed.flatten().tolist() for level in (byte % 16, byte // 16)]
+    expect_equal((tuple(q.shape), q.flatten().tolist()), ((*shape[:-1], 2 * shape[-1]), wanted), answer=q, read="the contract")  # fmt: skip
+
+
+# ---- 20.12 int4_matmul_kernel ----------------------------------------------------------------------------------------
+
+KERNEL = [pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON), pytest.mark.time_limit(60)]
+
+
+def kernel_marks(test):
+    for mark in KERNEL:
+        test = mark(test)
+    return test
+
+
+def packed_weights(n: int, k: int, group: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random levels in bytes, scales and zero points, and the weights that they stand for, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randint(16, (n, k), generator=generator)
+    scale, zero = torch.rand(n, k // group, generator=generator) + 0.1, torch.randint(16, (n, k // group), generator=generator)  # fmt: skip
+    weight = (q - zero.repeat_interleave(group, 1)).double() * scale.repeat_interleave(group, 1).double()
+    packed = (q[:, ::2] + 16 * q[:, 1::2]).to(torch.uint8)
+    return packed, scale, zero.to(torch.uint8), weight
+
+
+def run_int4(x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor, read="the contract"):
+    with watched(read) as seen:
+        out = launch_int4_matmul(low.int4_matmul_kernel, x.to(DEVICE), packed, scale, zero)
+    return out, seen
+
+
+@kernel_marks
+def test_int4_matmul_kernel_by_hand():
+    case("x [[1, 10, 100, 1000]], levels 1, 2, 15, 0, scale 0.5, zero 2")
+    x = torch.tensor([[1.0, 10.0, 100.0, 1000.0]])
+    x, levels = x.repeat(1, 8), torch.tensor([[0x21, 0x0F]], dtype=torch.uint8).repeat(1, 8)
+    scale, zero = torch.tensor([[0.5]]), torch.tensor([[2]], dtype=torch.uint8)
+    out, _ = run_int4(x, levels.to(DEVICE), scale.to(DEVICE), zero.to(DEVICE))
+    expect_close(out.cpu(), torch.tensor([[8 * 0.5 * (-1 + 0 + 1300 - 2000)]]), read="the contract")
+
+
+@kernel_marks
+@pytest.mark.parametrize(("m", "n", "k", "group"), [(1, 1, 32, 32), (3, 37, 128, 64), (20, 70, 384, 128), (17, 33, 192, 96)])  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str
+)
+def test_int4_matmul_kernel_of_ragged_sizes(m, n, k, group, dtype):
+    case(f"m={m} n={n} k={k}, groups of {group}, {dtype}")
+    packed, scale, zero, weight = packed_weights(n, k, group)
+    x = randn(m, k, seed=3).to(dtype)
+    out, _ = run_int4(x, packed.to(DEVICE), scale.to(DEVICE), zero.to(DEVICE))
+    expected = x.double() @ weight.T
+    eps = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    expect_close(out.cpu(), expected.to(dtype), rtol=eps, atol=eps * expected.abs().max().item(), read="the contract")
+
+
+@kernel_marks
+@pytest.mark.skipif(not INTERPRETED, reason="accesses are counted in Triton's interpreter")
+def test_int4_matmul_kernel_reads_each_byte_once():
+    case("m=5 n=40 k=256, groups of 64: one tile of rows, so each byte is read once and each result is stored once")
+    packed, scale, zero, weight = packed_weights(40, 256, 64)
+    x = randn(5, 256)
+    out, seen = run_int4(x, packed, scale, zero)
+    expect_close(out, (x.double() @ weight.T).float(), rtol=1e-4, atol=1e-3, read="the contract")
+    reads, writes = seen.count(packed, stores=False), seen.count(out, stores=True)
+    problem = f"each packed byte is read {reads.min()} to {reads.max()} times: expected once, for both of its levels"
+    expect_true(reads.min() == reads.max() == 1, problem, answer=out, read=RETURNS)
+    problem = f"each element of the result is stored once; they were stored {writes.min()} to {writes.max()} times"
+    expect_true(writes.min() == writes.max() == 1, problem, answer=out, read=RETURNS)
+    exact = {precision.lower() for dtype, precision in seen.dots if dtype == "fp32"} <= {"ieee"}
+    problem = "tl.dot of float32 tiles needs input_precision='ieee', else a GPU uses TF32"
+    expect_true(exact, problem, answer=out, read=RETURNS)
+
+
+# ---- 20.13 Int4Linear ------------------------------------------------------------------------------------------------
+
+
+def layer_of_int4(lead=(2, 3), k=64, n=10, group=32, bias=True, dtype=torch.float32):
+    linear = nn.Linear(k, n, bias=bias, dtype=dtype)
+    with torch.no_grad():
+        linear.weight.copy_(randn(n, k, seed=1))
+        if bias:
+            linear.bias.copy_(randn(n, seed=2))
+    groups = linear.weight.detach().float().unflatten(1, (-1, group))
+    least, most = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
+    scale = (most - least) / 15
+    zero = torch.round(-least / scale)
+    weight = ((torch.round(groups / scale) + zero).clamp(0, 15) - zero) * scale
+    return low.Int4Linear(linear, group), linear, randn(*lead, k, seed=3, dtype=dtype), weight.flatten(1)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("lead", [(), (1,), (2, 3)], ids=str)
+def test_Int4Linear_outputs(lead, bias):
+    case(f"x {(*lead, 64)}, weight [10, 64], groups of 32, bias={bias}")
+    layer, linear, x, weight = layer_of_int4(lead, bias=bias)
+    y = layer(x)
+    expected = x @ weight.T + (linear.bias.detach() if bias else 0)
+    expect_close(y, expected, rtol=1e-5, atol=1e-4, read="the contract of forward")
+
+
+def test_Int4Linear_holds_half_a_byte_for_each_weight():
+    case("weight [10, 256], groups of 128: buffers and no parameters; the layer itself is unchanged")
+    layer, linear, _, _ = layer_of_int4(k=256, group=128)
+    found = {name: (tuple(b.shape), b.dtype) for name, b in layer.named_buffers()}
+    wanted = {"packed": ((10, 128), torch.uint8), "scale": ((10, 2), torch.float32), "zero": ((10, 2), torch.uint8)}
+    expect_equal(dict(sorted(found.items())), dict(sorted((wanted | {"bias": ((10,), torch.float32)}).items())), name="buffers", read="the contract, under Attributes")  # fmt: skip
+    expect_equal(len(list(layer.parameters())), 0, name="number of parameters", read="the contract, under Attributes")
+    layer(randn(3, 256))
+    expect_close(
+        linear.weight.detach(), randn(10, 256, seed=1), name="the layer's weight", read="the contract, under Args"
+    )
+
+
+def test_Int4Linear_loads_a_state_dict():
+    case("the buffers of one layer are loaded into another: the outputs are equal")
+    (one, _, x, _), (other, _, _, _) = layer_of_int4(), layer_of_int4(bias=True)
+    other.packed.zero_()
+    other.load_state_dict(one.state_dict())
+    expect_close(other(x), one(x), atol=0, rtol=0, read="the contract, under Attributes")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_Int4Linear_in_other_dtypes(dtype):
+    case(f"x and weights in {dtype}")
+    layer, linear, x, weight = layer_of_int4(dtype=dtype)
+    y = layer(x)
+    expected = (x.double() @ weight.to(dtype).double().T + linear.bias.detach().double()).to(dtype)
+    expect_close(y, expected, rtol=2e-2, atol=0.3 if dtype == torch.bfloat16 else 4e-2, read="the contract of forward")
+
+
+@pytest.mark.gpu
+@pytest.mark.time_limit(120)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_Int4Linear_on_a_gpu(dtype):
+    case(f"x [2, 3, 256], weight [200, 256], groups of 128, {dtype}, on a GPU")
+    layer, linear, x, weight = layer_of_int4(k=256, n=200, group=128, dtype=dtype)
+    y = layer.cuda()(x.cuda())
+    expected = x.double() @ weight.to(dtype).double().T + linear.bias.detach().double()
+    eps = 1e-4 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
+    expect_close(y.cpu(), expected.to(dtype), rtol=eps, atol=eps * expected.abs().max().item(), read="the contract")
+
+
+# ---- 20.14 gptq ------------------------------------------------------------------------------------------------------
+
+
+def correlated(n: int, k: int, n_inputs: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights, inputs that are mixtures of a few directions and a little noise, and the inputs' Hessian."""
+    inputs = randn(n_inputs, k // 4, seed=seed) @ randn(k // 4, k, seed=seed + 1) + 0.3 * randn(n_inputs, k, seed=seed + 2)  # fmt: skip
+    return randn(n, k, seed=seed + 3), inputs, (inputs.double().T @ inputs.double()).float()
+
+
+def weights_of(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    group = q.shape[1] // scale.shape[1]
+    return (q.double() - zero.double().repeat_interleave(group, 1)) * scale.double().repeat_interleave(group, 1)
+
+
+def one_by_one(weight: Tensor, hessian: Tensor, group: int) -> Tensor:
+    """Levels by optimal brain quantization in the order of the columns: each time the inverse of what is left of the Hessian is computed anew."""
+    w, h = weight.double().clone(), hessian.double()
+    h = h + 0.01 * h.diagonal().mean() * torch.eye(len(h), dtype=torch.float64)
+    levels = torch.empty_like(w)
+    for i in range(w.shape[1]):
+        if i % group == 0:
+            part = w[:, i : i + group].float()
+            least, most = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
+            scale = (most - least) / 15
+            zero = torch.round(-least / scale)
+        inverse = torch.linalg.inv(h[i:, i:])
+        levels[:, i] = (torch.round(w[:, i] / scale) + zero).clamp(0, 15)
+        error = (w[:, i] - (levels[:, i] - zero) * scale) / inverse[0, 0]
+        w[:, i:] -= error[:, None] * inverse[0]
+    return levels.to(torch.uint8)
+
+
+def nearest(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    groups = weight.unflatten(1, (-1, group))
+    least, most = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scale = (most - least) / 15
+    zero = torch.round(-least / scale)
+    q = (torch.round(groups / scale[..., None]) + zero[..., None]).clamp(0, 15).to(torch.uint8)
+    return q.flatten(1), scale, zero.to(torch.uint8)
+
+
+def test_gptq_by_hand():
+    case("two columns of which the second follows the first: what the first loses, the second makes good; group of 2")
+    weight, hessian = torch.tensor([[15.0, 7.0], [15.0, 0.4]]), torch.tensor([[1.0, 1.0], [1.0, 1.0001]])
+    weight[0, 0] = 14.6
+    weight[1] = torch.tensor([0.4, 15.0])
+    q, scale, zero = low.gptq(weight, hessian, 2)
+    expect_equal([t.dtype for t in (q, scale, zero)], [torch.uint8, torch.float32, torch.uint8], name="dtypes", answer=q, read=RETURNS)  # fmt: skip
+    expect_equal(q.tolist(), one_by_one(weight, hessian, 2).tolist(), name="q", answer=q, read=ERROR)
+
+
+@pytest.mark.parametrize(("n", "k", "group"), [(3, 16, 8), (6, 64, 32), (4, 64, 64)])
+def test_gptq_is_optimal_brain_quantization(n, k, group):
+    case(f"weight [{n}, {k}], groups of {group}: column by column, with the rest's inverse computed anew")
+    weight, _, hessian = correlated(n, k, 4 * k)
+    q, scale, zero = low.gptq(weight, hessian, group)
+    expect_equal((tuple(q.shape), tuple(scale.shape), tuple(zero.shape)), ((n, k), (n, k // group), (n, k // group)), name="shapes", read=RETURNS)  # fmt: skip
+    expected = one_by_one(weight, hessian, group)
+    share = (q == expected).double().mean().item()
+    expect_true(share > 0.99, f"{share:.1%} of the levels are those of exact arithmetic", answer=q, read=ERROR)
+
+
+def test_gptq_beats_rounding():
+    case("weight [32, 128], correlated inputs, groups of 64: the outputs' squared error beside that of rounding")
+    weight, inputs, hessian = correlated(32, 128, 512)
+    q, scale, zero = low.gptq(weight, hessian, 64)
+    errors = [((inputs.double() @ (weights_of(*w) - weight).T).square().sum()).item() for w in ((q, scale, zero), nearest(weight, 64))]  # fmt: skip
+    share = errors[0] / errors[1]
+    expect_true(share < 0.5, f"{share:.2f} of rounding's error: expected less than half", answer=q, read=ERROR)
+
+
+def test_gptq_of_independent_inputs_is_rounding():
+    case("a Hessian that is the identity: no column can make another's error good")
+    weight = randn(5, 64)
+    q, scale, zero = low.gptq(weight, torch.eye(64), 32)
+    expected = nearest(weight, 32)
+    expect_equal((q.tolist(), zero.tolist()), (expected[0].tolist(), expected[2].tolist()), name="q and zero", answer=q, read=ERROR)  # fmt: skip
+    expect_close(scale, expected[1], name="scale", answer=scale, read=ERROR)
+
+
+def test_gptq_of_a_singular_hessian():
+    case("fewer inputs than columns, and a column that is always 0; then no inputs at all")
+    weight, inputs, _ = correlated(4, 32, 8)
+    inputs[:, 5] = 0
+    q, scale, _ = low.gptq(weight, inputs.T @ inputs, 16)
+    expect_true(bool(scale.isfinite().all()) and int(q.max()) <= 15, "the result is not finite", answer=q, read="the contract, under Args")  # fmt: skip
+    q, _, _ = low.gptq(weight, torch.zeros(32, 32), 16)
+    expect_equal(q.tolist(), nearest(weight, 16)[0].tolist(), name="q without inputs", answer=q, read="the contract, under Args")  # fmt: skip
+
+
+def test_gptq_changes_nothing_in_place():
+    case("weight and Hessian are as before")
+    weight, _, hessian = correlated(3, 16, 64)
+    given = weight.clone(), hessian.clone()
+    q, _, _ = low.gptq(weight, hessian, 16)
+    same = torch.equal(weight, given[0]) and torch.equal(hessian, given[1])
+    expect_true(same, "an argument was changed in place", answer=q, read="the contract")
+
+
+def test_gptq_refuses():
+    case("100 columns in groups of 128")
+    low.gptq(torch.ones(1, 128), torch.eye(128))
+    with expect_raises(ValueError, "100", "128", read=RAISES):
+        low.gptq(torch.ones(1, 100), torch.eye(100))
