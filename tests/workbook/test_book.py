@@ -253,6 +253,17 @@ CONTRACT = {
         "speculative_step",
         "expected_tokens",
     ],
+    "scaling_laws": [
+        "fit_power_law",
+        "bootstrap",
+        "learning_curve_prediction",
+        "wsd_schedule",
+        "fit_parametric",
+        "isoflop_minimum",
+        "compute_optimal",
+        "critical_batch_size",
+        "mup_multipliers",
+    ],
 }
 
 

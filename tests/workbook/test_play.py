@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
+from lib.given.models.laws import BESIROGLU, HOFFMANN
 from lib.given.models.scaling import XXL, Bandwidths, FFNConfig
 from lib.given.parallel.pipeline import idle_share, most_kept, n_messages
 from lib.given.show.play.batching import figure as batching_figure
@@ -17,6 +18,7 @@ from lib.given.show.play.capacity import figure as capacity_figure
 from lib.given.show.play.clocks import figure as clocks_figure
 from lib.given.show.play.flash_tiles import figure as tiles_figure
 from lib.given.show.play.flash_tiles import hidden, moments, scores_and_values
+from lib.given.show.play.isoflop import figure as isoflop_figure
 from lib.given.show.play.pairs import figure as pairs_figure
 from lib.given.show.play.planner import figure as planner_figure
 from lib.given.show.play.player import HERE, Control, Figure, layer, layer_of_sum
@@ -43,6 +45,7 @@ from solutions.pipeline import (
 )
 from solutions.rope import apply_rope, precompute_rope, rope_frequencies
 from solutions.scaling import plan
+from solutions.scaling_laws import compute_optimal
 from solutions.serving import Scheduler
 from solutions.tensor_parallel import pipeline_bubble
 from tests.workbook.browsing import chromium, record_faults
@@ -67,6 +70,7 @@ FIGURES = {
     "capacity": capacity_figure(capacity_mask, (0.0, 1.0), (0.5, 1.0, 2.0)),
     "scales": scales_figure(quantize, (-20, -12, 0)),
     "batching": batching_figure(Scheduler, (8, 16), (12, 40)),
+    "isoflop": isoflop_figure(compute_optimal, {"replication": BESIROGLU, "paper": HOFFMANN}, range(17, 27)),
 }
 CHAPTERS = {
     "ring": "09_mpi",
@@ -79,6 +83,7 @@ CHAPTERS = {
     "capacity": "19_moe",
     "scales": "20_low_precision",
     "batching": "21_serving",
+    "isoflop": "22_scaling_laws",
 }
 every_figure = pytest.mark.parametrize("name", FIGURES)
 

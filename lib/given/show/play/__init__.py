@@ -1,9 +1,10 @@
-"""Ten figures that one can play with, on the book's pages and in a notebook; ``player`` says how they are made."""
+"""Eleven figures that one can play with, on the book's pages and in a notebook; ``player`` says how they are made."""
 
 from lib.given.show.play.batching import batching
 from lib.given.show.play.capacity import capacity
 from lib.given.show.play.clocks import clocks
 from lib.given.show.play.flash_tiles import tiles
+from lib.given.show.play.isoflop import isoflop
 from lib.given.show.play.pairs import pairs
 from lib.given.show.play.planner import planner
 from lib.given.show.play.ring import ring
@@ -11,4 +12,16 @@ from lib.given.show.play.scales import scales
 from lib.given.show.play.schedules import schedules
 from lib.given.show.play.zero import zero
 
-__all__ = ["batching", "capacity", "clocks", "pairs", "planner", "ring", "scales", "schedules", "tiles", "zero"]
+__all__ = [
+    "batching",
+    "capacity",
+    "clocks",
+    "isoflop",
+    "pairs",
+    "planner",
+    "ring",
+    "scales",
+    "schedules",
+    "tiles",
+    "zero",
+]

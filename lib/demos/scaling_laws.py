@@ -1,0 +1,206 @@
+"""Runs of chapter 22: GPT-2s of 10,000 to 1,000,000 parameters on text, each of which ends at several lengths."""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lib.given.data.corpora import language_reference, standard_library_docstrings
+from lib.given.models.gpt2 import GPT2Config
+from lib.gpt2 import GPT2, count_parameters
+from lib.scaling_laws import mup_multipliers, wsd_schedule
+
+LENGTH, BATCH, BASE_WIDTH, WARMUP = 32, 8, 32, 20
+LEARNING_RATE = 5e-3
+"""At the base width."""
+
+N_LAYERS, HEAD_WIDTH = 2, 16
+WIDTHS = (16, 32, 48, 64, 96, 192)
+"""Widths of the sweep; the last one is predicted before it is trained."""
+
+Multipliers = Callable[[int, int, str], dict[str, float]]
+
+
+@dataclass
+class Run:
+    """One model's training: its size, the loss of each step at a constant rate, and where it ended at each length."""
+
+    n_parameters: int
+    losses: list[float] = field(default_factory=list)
+    ends: list[tuple[int, float]] = field(default_factory=list)
+    """Tokens seen, and the held-out loss after the decay."""
+
+
+@cache
+def corpus() -> tuple[Tensor, Tensor]:
+    """The language reference and the docstrings as bytes: nine tenths for training, and one tenth, in pieces, held out."""
+    data = torch.tensor(list((language_reference() + standard_library_docstrings()).encode()), dtype=torch.uint8)
+    pieces = data[: len(data) // 4096 * 4096].view(-1, 4096)
+    held_out = torch.arange(len(pieces)) % 10 == 9
+    return pieces[~held_out].flatten(), pieces[held_out].flatten()
+
+
+def windows(data: Tensor, generator: torch.Generator, batch: int = BATCH) -> tuple[Tensor, Tensor]:
+    """Inputs and targets ``[batch, LENGTH]`` from random places."""
+    start = torch.randint(len(data) - LENGTH, (batch, 1), generator=generator)
+    window = data[start + torch.arange(LENGTH + 1)].long()
+    return window[:, :-1], window[:, 1:]
+
+
+def standard(width: int, base_width: int, kind: str) -> dict[str, float]:
+    """Standard parametrisation: random weights shrink with the width, learning rates do not."""
+    return {"init": (width / base_width) ** -0.5 if kind == "hidden" else 1.0, "lr": 1.0, "output": 1.0}
+
+
+def kind_of(name: str, weight: Tensor) -> str:
+    """Weights of the blocks grow in both dimensions; embeddings, which are the head too, biases and gains in one."""
+    return "hidden" if name.startswith("h.") and weight.ndim == 2 else "input"
+
+
+def make_model(width: int, multipliers: Multipliers = mup_multipliers, seed: int = 0) -> GPT2:
+    """A GPT-2 on bytes with heads of 16 features, whose initial weights and output follow the multipliers."""
+    torch.manual_seed(seed)
+    config = GPT2Config(vocab_size=256, context_len=LENGTH, dim=width, n_layers=N_LAYERS, n_heads=width // HEAD_WIDTH)
+    model = GPT2(config)
+    for name, weight in model.named_parameters():
+        if kind_of(name, weight) == "hidden":
+            depth = 1 / math.sqrt(2 * N_LAYERS) if name.endswith("c_proj.weight") else 1.0
+            std = BASE_WIDTH**-0.5 * depth * multipliers(width, BASE_WIDTH, "hidden")["init"]
+            nn.init.normal_(weight, std=std / 2 if "mlp.c_proj" in name else std)
+        elif weight.ndim == 2:
+            nn.init.normal_(weight, std=0.1)
+    factor = multipliers(width, BASE_WIDTH, "output")["output"]
+    norm: Any = model.ln_f
+    norm.register_forward_hook(lambda module, inputs, out: out * factor)  # before the tied head
+    return model
+
+
+def make_optimizer(
+    model: GPT2, lr: float = LEARNING_RATE, multipliers: Multipliers = mup_multipliers
+) -> torch.optim.Optimizer:
+    """AdamW with one group for each kind of weight; "factor" is what multiplies the schedule's rate."""
+    groups, config = [], cast(GPT2Config, model.config)
+    for kind in ("input", "hidden"):
+        weights = [w for name, w in model.named_parameters() if kind_of(name, w) == kind]
+        factor = multipliers(config.dim, BASE_WIDTH, kind)["lr"]
+        groups.append({"params": weights, "lr": lr * factor, "factor": factor})
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, batch: tuple[Tensor, Tensor]) -> float:
+    """One step at this rate; returns the loss before it."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["factor"]
+    loss = model(*batch)[1]
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.item()
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, n_windows: int = 512) -> float:
+    """Mean loss, in nats a byte, over the same windows of the held-out tenth for every model."""
+    inputs, targets = windows(corpus()[1], torch.Generator().manual_seed(1), n_windows)
+    parts = [model(x, y)[1] for x, y in zip(inputs.split(64), targets.split(64), strict=True)]
+    return torch.stack(parts).mean().item()
+
+
+def train(
+    width: int,
+    lengths: Sequence[int],
+    lr: float = LEARNING_RATE,
+    multipliers: Multipliers = mup_multipliers,
+    batch: int = BATCH,
+    seed: int = 0,
+) -> Run:
+    """One run at a constant rate, from which a decay branches off for each length.
+
+    Args:
+        width: Of the model.
+        lengths: Steps at which a run ends, rising; its decay is the last fifth of them.
+        lr: Highest rate of the base width.
+        multipliers: How weights and rates follow the width.
+        batch: Windows in a batch.
+        seed: Of weights and batches.
+    """
+    model = make_model(width, multipliers, seed)
+    optimizer, generator = make_optimizer(model, lr, multipliers), torch.Generator().manual_seed(seed)
+    run = Run(count_parameters(cast(GPT2Config, model.config)))
+    for last in lengths:
+        start = last - last // 5
+        while len(run.losses) < start:
+            rate = wsd_schedule(len(run.losses), lr, WARMUP, start, last)
+            run.losses.append(step(model, optimizer, rate, windows(corpus()[0], generator, batch)))
+        branch, after = copy.deepcopy((model, optimizer)), torch.Generator().manual_seed(seed + last)
+        for at in range(start, last):
+            rate = wsd_schedule(at, lr, WARMUP, start, last)
+            step(*branch, rate, windows(corpus()[0], after, batch))
+        run.ends.append((last * batch * LENGTH, held_out_loss(branch[0])))
+    return run
+
+
+def sweep(rank: int, world_size: int, widths: Sequence[int], lengths: Sequence[int]) -> list[Run]:
+    """This rank's share of the runs, the wide ones first; ranks do not communicate."""
+    return [train(width, lengths) for width in sorted(widths, reverse=True)[rank::world_size]]
+
+
+def gradient_norm(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
+    """Norm of the gradient of all weights over one batch."""
+    model.zero_grad()
+    model(*batch)[1].backward()
+    return torch.cat([w.grad.flatten() for w in model.parameters() if w.grad is not None]).norm().item()
+
+
+def norms_along(
+    width: int, moments: Sequence[int], small: int, large: int, n_large: int = 12
+) -> dict[int, tuple[list[float], list[float]]]:
+    """Train at a constant rate and measure gradients at some steps: the norms of small and of large batches of windows."""
+    model = make_model(width)
+    optimizer, generator = make_optimizer(model), torch.Generator().manual_seed(0)
+    found = {}
+    for at in range(max(moments) + 1):
+        if at in moments:
+            smalls = [gradient_norm(model, windows(corpus()[0], generator, small)) for _ in range(8 * n_large)]
+            larges = [gradient_norm(model, windows(corpus()[0], generator, large)) for _ in range(n_large)]
+            found[at] = smalls, larges
+        rate = wsd_schedule(at, LEARNING_RATE, WARMUP, max(moments) + 1, max(moments) + 1)
+        step(model, optimizer, rate, windows(corpus()[0], generator))
+    return found
+
+
+def coordinate_check(
+    widths: Sequence[int], multipliers: Multipliers, n_steps: int = 4, lr: float = LEARNING_RATE
+) -> list[list[float]]:
+    """For each width, how far the last block's output and the logits have moved after each of a few steps, on average."""
+    moved = []
+    for width in widths:
+        model = make_model(width, multipliers)
+        optimizer, generator = make_optimizer(model, lr, multipliers), torch.Generator().manual_seed(0)
+        batch, seen = windows(corpus()[0], generator), list[Tensor]()
+        blocks: Any = model.h
+        blocks[-1].register_forward_hook(lambda module, inputs, out, seen=seen: seen.append(out.detach()))
+        first = model(*batch)[0].detach()
+        for _ in range(n_steps):
+            step(model, optimizer, lr, batch)
+        logits = model(*batch)[0].detach()
+        moved.append([(seen[-1] - seen[0]).abs().mean().item(), (logits - first).abs().mean().item()])
+    return moved
+
+
+def transfer(
+    rank: int, world_size: int, widths: Sequence[int], rates: Sequence[float], n_steps: int
+) -> dict[tuple[str, int, float], float]:
+    """This rank's share of short runs: held-out loss for each parametrisation, width and learning rate."""
+    kinds: dict[str, Multipliers] = {"standard": standard, "muP": mup_multipliers}
+    cases = [(kind, width, lr) for kind in kinds for width in widths for lr in rates]
+    return {
+        (kind, width, lr): train(width, (n_steps,), lr, kinds[kind]).ends[0][1]
+        for kind, width, lr in cases[rank::world_size]
+    }

@@ -1,0 +1,216 @@
+"""Scaling laws: fit the loss of small models, predict that of large ones, and choose size, data, batch and learning rate."""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from inspect import Parameter, signature
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from lib.given.models.laws import BESIROGLU as BESIROGLU
+from lib.given.models.laws import HOFFMANN as HOFFMANN
+from lib.given.models.laws import Chinchilla, PowerLaw, minimise
+
+DELTA = 1e-3
+"""Where Huber's loss turns from a parabola into a line: a relative error of 0.1 %."""
+
+
+def fit_power_law(x: Float[np.ndarray, " n"], y: Float[np.ndarray, " n"]) -> PowerLaw:
+    """Fit ``y = a * x**-alpha + floor`` to points, robustly. (Exercise 22.1)
+
+    Args:
+        x: Sizes, tokens or steps ``[n]``: positive; an array, a tensor or a list.
+        y: Losses ``[n]``: positive.
+
+    Returns:
+        The law that minimises the sum of Huber's losses (``DELTA``) of ``log y - log prediction``. ``a`` is positive and
+        ``floor`` is not negative; ``alpha`` is negative where y rises with x.
+
+    Raises:
+        ValueError: x and y differ in length (the message names both), there are fewer than 3 different x, or a number is not
+            positive and finite (the message names it). Or the exponent leaves -10 to 10, so that no law fits.
+
+    Source: Hoffmann and others (arXiv:2203.15556), section D.2, for the loss; Kaplan and others (arXiv:2001.08361) for the law.
+    """
+    raise NotImplementedError("Exercise 22.1: write fit_power_law")
+
+
+def bootstrap(
+    fit: Callable[..., Any], points: Float[np.ndarray, "n k"], n: int, seed: int, level: float = 0.9
+) -> dict[str, tuple[float, float]]:
+    """Intervals of a fit's numbers, from fits to points that are drawn again with replacement. (Exercise 22.2)
+
+    Args:
+        fit: Takes the k columns of the points, ``fit(x, y)``; if it has only one parameter, it takes the rows ``[n, k]``. It
+            returns a dataclass, a mapping of numbers or one number.
+        points: One point a row, ``[n, k]``. A row stays together.
+        n: Number of fits; each is to as many rows as there are points.
+        seed: Of the drawing, as in ``numpy.random.default_rng(seed)``.
+        level: Share of the fits that the interval contains; the rest is left out in equal parts below and above.
+
+    Returns:
+        For each field of the fit's result ``(low, high)``; one number is called ``"value"``. Rows on which ``fit`` raises a
+        ``ValueError`` are drawn again.
+
+    Raises:
+        ValueError: ``n`` is below 1 or ``level`` is not between 0 and 1 (the message names it), or the fit fails on the points
+            themselves or on 10 n draws.
+
+    Source: Efron (1979), "Bootstrap methods: another look at the jackknife"; the percentile interval.
+    """
+    raise NotImplementedError("Exercise 22.2: write bootstrap")
+
+
+def learning_curve_prediction(
+    steps: Sequence[float], losses: Sequence[float], final_step: float
+) -> tuple[float, float, float]:
+    """Predict where a run will end, from its first part. (Exercise 22.3)
+
+    Args:
+        steps: Positive steps at which the loss was measured, after the warm-up and at a constant learning rate.
+        losses: The losses at these steps.
+        final_step: The step of the prediction, at or after the last of ``steps``.
+
+    Returns:
+        ``(value, low, high)``: the loss at ``final_step`` by the power law of the steps, and the 90 % interval of this
+        prediction from 50 draws with seed 0.
+
+    Raises:
+        ValueError: ``final_step`` is before the last step; the message names both. Or as for ``fit_power_law``.
+
+    Convention: the interval is of the curve. A single measured loss scatters around the curve, too.
+    """
+    raise NotImplementedError("Exercise 22.3: write learning_curve_prediction")
+
+
+def wsd_schedule(step: int, max_lr: float, warmup_steps: int, decay_start: int, max_steps: int) -> float:
+    """Learning rate of a step: warm up, stay, decay. (Exercise 22.4)
+
+    Args:
+        step: Number of the step, from 0.
+        max_lr: Rate from ``warmup_steps`` to ``decay_start``, both included.
+        warmup_steps: Length of the warm-up, which is a line from 0; may be 0.
+        decay_start: Step from which the rate falls in a line.
+        max_steps: Step at which it reaches 0, where it stays.
+
+    Returns:
+        The rate. If ``decay_start`` is ``max_steps``, that step has 0.
+
+    Raises:
+        ValueError: not ``0 <= warmup_steps <= decay_start <= max_steps``; the message names the three.
+
+    Source: Hu and others, MiniCPM (arXiv:2404.06395), section 4.2; the linear decay is that of Hägele and others (arXiv:2405.18392).
+    Convention: the decay is a line to 0; MiniCPM decays exponentially, Hägele and others prefer one minus a square root.
+    """
+    raise NotImplementedError("Exercise 22.4: write wsd_schedule")
+
+
+def fit_parametric(
+    n_parameters: Float[np.ndarray, " n"],
+    n_tokens: Float[np.ndarray, " n"],
+    losses: Float[np.ndarray, " n"],
+    n_starts: int = 8,
+) -> Chinchilla:
+    """Fit ``loss = e + a / N**alpha + b / D**beta`` to runs of several sizes and lengths. (Exercise 22.5)
+
+    Args:
+        n_parameters: Sizes N of the runs ``[n]``.
+        n_tokens: Tokens D of the runs ``[n]``.
+        losses: Their losses ``[n]``.
+        n_starts: L-BFGS descends from this many points of a grid, those with the lowest objective.
+
+    Returns:
+        The law that minimises the sum of Huber's losses (``DELTA``) of the logarithms' differences.
+
+    Raises:
+        ValueError: as for ``fit_power_law``, for N as for D; or there are fewer than 5 runs (the message names their number).
+
+    Source: Hoffmann and others (arXiv:2203.15556), equation 3 and section D.2; why the scale of the objective matters:
+        Besiroglu and others (arXiv:2404.10102).
+    """
+    raise NotImplementedError("Exercise 22.5: write fit_parametric")
+
+
+def isoflop_minimum(n_parameters: Float[np.ndarray, " n"], losses: Float[np.ndarray, " n"]) -> float:
+    """The best size at one amount of compute: the minimum of a parabola in log N. (Exercise 22.6)
+
+    Args:
+        n_parameters: Sizes N of runs that cost equally many FLOPs ``[n]``.
+        losses: Their losses ``[n]``.
+
+    Returns:
+        N at the vertex of the least-squares parabola through ``(log N, loss)``.
+
+    Raises:
+        ValueError: there are fewer than 3 different sizes; the parabola opens downwards or is a line; or the vertex is outside of
+            the sizes, where nothing was measured (the message names the vertex and the range).
+
+    Source: Hoffmann and others (arXiv:2203.15556), section 3.2.
+    """
+    raise NotImplementedError("Exercise 22.6: write isoflop_minimum")
+
+
+def compute_optimal(flops: float, law: Chinchilla) -> tuple[float, float]:
+    """The size and the tokens with the lowest loss for a given amount of compute. (Exercise 22.7)
+
+    Args:
+        flops: Compute of the run; a run costs 6 N D.
+        law: The loss as a function of N and D.
+
+    Returns:
+        ``(n_parameters, n_tokens)``, floats.
+
+    Raises:
+        ValueError: ``flops`` is not positive; the message names it.
+
+    Source: Hoffmann and others (arXiv:2203.15556), equation 4.
+    """
+    raise NotImplementedError("Exercise 22.7: write compute_optimal")
+
+
+def critical_batch_size(
+    small_norms: Sequence[float], large_norms: Sequence[float], small: float, large: float
+) -> float:
+    """The gradient noise scale: the batch at which noise and gradient are equally large. (Exercise 22.8)
+
+    Args:
+        small_norms: Norms of gradients, each the mean over a batch of ``small`` examples; not squared.
+        large_norms: Norms of gradients over batches of ``large`` examples; there may be more or fewer of them.
+        small, large: Sizes of the batches; ``small`` is below ``large``.
+
+    Returns:
+        The noise scale tr(Sigma) / |G|^2 in examples, from unbiased estimates of both parts.
+
+    Raises:
+        ValueError: not ``0 < small < large`` (the message names both), a list is empty, or the estimate of |G|^2 is not positive,
+            because the norms are too few or too noisy.
+
+    Source: McCandlish and others (arXiv:1812.06162), equation 2.9 and appendix A.1.
+    """
+    raise NotImplementedError("Exercise 22.8: write critical_batch_size")
+
+
+def mup_multipliers(width: int, base_width: int, kind: str) -> dict[str, float]:
+    """How to change a weight's initialisation and learning rate when a model gets wider. (Exercise 22.9)
+
+    Args:
+        width: Width C of the model.
+        base_width: Width at which the initial standard deviations and the learning rate were tuned.
+        kind: ``"input"`` (embeddings, positions, biases and gains: one dimension at most grows, and it is the output's),
+            ``"hidden"`` (both dimensions grow) or ``"output"`` (only the input's dimension grows).
+
+    Returns:
+        Factors relative to the base width: ``"init"`` of the initial standard deviation, ``"lr"`` of AdamW's learning rate, and
+        ``"output"``, by which the product with this weight is multiplied.
+
+    Raises:
+        ValueError: a width is below 1, or ``kind`` is none of the three; the message names it.
+
+    Source: Yang and others (arXiv:2203.03466), table 8.
+    Convention: table 3 of the paper moves the output's multiplier into its initialisation and its learning rate; the functions
+        that the model computes are the same. Table 8 also allows an output weight that is tied to the input's.
+    """
+    raise NotImplementedError("Exercise 22.9: write mup_multipliers")
