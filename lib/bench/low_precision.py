@@ -45,8 +45,8 @@ Call = Callable[[], Any]
 class Bench:
     """What all parts share: the device, how often each call is timed, and the sizes."""
 
-    def __init__(self, device: str, tiny: bool):
-        self.device, self.tiny, self.n_rounds = torch.device(device), tiny, 2 if tiny else 12
+    def __init__(self, device: str, tiny: bool, ways: list[str] | None = None):
+        self.device, self.tiny, self.n_rounds, self.ways = torch.device(device), tiny, 2 if tiny else 12, ways
 
     def seconds(self, call: Call) -> float:
         """Time of a call, with all that it started on the device."""
@@ -127,7 +127,9 @@ class Bench:
         ways = [(way, True) for way in variants if way != "delayed"] + [("bfloat16", False), ("dynamic", False), ("delayed", False)]  # fmt: skip
         for name, (make, batch) in self._models().items():
             found[name] = {"batch": list(batch[0].shape)}
-            for way, compiles in ways:  # one after the other: two copies of the largest would not fit
+            for way, compiles in [
+                pair for pair in ways if not self.ways or pair[0] in self.ways
+            ]:  # one after the other: two copies of the largest would not fit
                 torch.manual_seed(0)
                 label = way if compiles else f"{way}, not compiled"
                 try:
@@ -296,12 +298,13 @@ def main(arguments: list[str] | None = None, folder: Path = MEASUREMENTS) -> Non
     parser.add_argument("parts", nargs="*", help="products, steps, losses, tokens; all unless told")
     parser.add_argument("--tiny", action="store_true", help="try the program with tiny sizes")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--ways", nargs="+", help="measure only these in steps, and keep the others")
     options = parser.parse_args(arguments)
     known = ("products", "steps", "losses", "tokens")
     if unknown := set(options.parts) - set(known):
         parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(known)}")
     random.seed(0)
-    bench = Bench(options.device, options.tiny)
+    bench = Bench(options.device, options.tiny, options.ways)
     found = {part: getattr(bench, part)() for part in options.parts or known}
     try:
         before = load("low_precision", folder)["results"]
@@ -309,6 +312,8 @@ def main(arguments: list[str] | None = None, folder: Path = MEASUREMENTS) -> Non
         before = {}
     if before.get("tiny") != options.tiny:
         before = {}
+    if options.ways and "steps" in found and "steps" in before:
+        found["steps"] = {model: before["steps"][model] | new for model, new in found["steps"].items()}
     record("low_precision", before | {"tiny": options.tiny} | found, folder)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lib.bench.record import MEASUREMENTS, record, spread
+from lib.bench.record import MEASUREMENTS, load, record, spread
 from lib.given.models.llama import LlamaConfig
 from lib.given.models.serving import Request
 from lib.llama import Llama
@@ -206,6 +206,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="a small model and few requests, to try the program")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(COMPETITORS),
+        default=list(COMPETITORS),
+        help="measure these, and keep the others",
+    )
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     options = parser.parse_args()
     sizes, device = TINY if options.tiny else LARGE, torch.device(options.device)
@@ -213,9 +220,11 @@ def main() -> None:
     settings = {"dtype": str(dtype).removeprefix("torch."), "n_requests": sizes.n_asks, "prompt_tokens": sizes.prompts,
                 "new_tokens": sizes.answers, "step_tokens": MAX_TOKENS, "config": vars(sizes.config)}  # fmt: skip
     results: dict[str, Any] = {"tiny": options.tiny, "settings": settings, "requests_per_s": {}}
-    for name, make in COMPETITORS.items():  # one model at a time is in memory
+    if options.only != list(COMPETITORS):
+        results["requests_per_s"] = load("serving", options.folder)["results"]["requests_per_s"]
+    for name in options.only:  # one model at a time is in memory
         torch.manual_seed(0)
-        competitor = make(sizes, device, dtype)
+        competitor = COMPETITORS[name](sizes, device, dtype)
         competitor.serve(
             make_load(sizes, max(sizes.rates), seed=1)
         )  # warm-up: kernels are compiled, memory is allocated

@@ -72,11 +72,7 @@ def scaled_mm(
         fast: Whether the tensor cores may keep their sums in fewer bits than float32 has.
     """
     (m, k), n = a.shape, b.shape[1]
-    # zeros of 8 bits are zeros in every format, and not all of PyTorch pads float8
-    left, right = (
-        torch.nn.functional.pad(x.view(torch.int8), (0, -k % 16, 0, extra)) for x, extra in ((a, 0), (b.T, -n % 16))
-    )
-    operands = left.contiguous().view(a.dtype), right.contiguous().view(b.dtype).T
+    operands = _padded(a, -k % 16, 0).contiguous(), _padded(b.T, -k % 16, -n % 16).contiguous().T
     scales = scale_a.float().expand(m, 1), scale_b.float().expand(1, n)
     if scale_a.numel() == scale_b.numel() == 1:
         one = {"scale_a": scale_a.float().reshape(()), "scale_b": scale_b.float().reshape(())}
@@ -88,6 +84,13 @@ def scaled_mm(
     one = {"scale_a": scale_a.new_ones((), dtype=torch.float32), "scale_b": scale_b.new_ones((), dtype=torch.float32)}
     total = torch._scaled_mm(*operands, **one, out_dtype=torch.float32, use_fast_accum=fast)[:, :n]
     return (total * scales[0] * scales[1]).to(out_dtype)
+
+
+def _padded(x: Tensor, columns: int, rows: int) -> Tensor:
+    """The matrix with more columns and rows of zeros; zeros of 8 bits are zeros in every format, and not all of PyTorch pads float8."""
+    if columns == rows == 0:  # even padding by nothing would copy
+        return x
+    return torch.nn.functional.pad(x.view(torch.int8), (0, columns, 0, rows)).view(x.dtype)
 
 
 class _LinearProducts(torch.autograd.Function):

@@ -24,7 +24,7 @@ from lib.runs.engine.leave import STATUS, Signals, follow_launcher
 from lib.runs.engine.log import Log
 from lib.runs.engine.look import evaluate, hold_out, is_due, sample
 from lib.runs.engine.mesh import Mesh, arrange, check_degrees
-from lib.runs.engine.options import Options, Parser, UsageError, check_batch, make_places, parse
+from lib.runs.engine.options import DECAYED, Options, Parser, UsageError, check_batch, make_places, parse
 from lib.runs.engine.sources import N_PICTURES
 from lib.runs.engine.strategies import Strategy, make_optimizer, make_strategy
 from lib.runs.engine.tasks import Loss, Task
@@ -256,7 +256,7 @@ class Run:
 
     def set_lr(self, step: int) -> float:
         o = self.options
-        lr = cosine_schedule(step, o.lr, o.min_lr, o.warmup, o.steps)
+        lr = rate(step, o)
         for group in self.optimizer.param_groups:
             if torch.is_tensor(group["lr"]):
                 group["lr"].fill_(lr)
@@ -354,6 +354,15 @@ class Run:
             if self.options.checkpoint and checkpoints.newest(self.options.checkpoint / BEST):
                 best = checkpoints.read_model(self.options.checkpoint / BEST)
                 export.write(folder / BEST, self.task.exported(best))
+
+
+def rate(step: int, o: Options) -> float:
+    """The learning rate of a step."""
+    if o.schedule == "cosine":
+        return cosine_schedule(step, o.lr, o.min_lr, o.warmup, o.steps)
+    from lib.scaling_laws import wsd_schedule
+
+    return wsd_schedule(step, o.lr, o.warmup, o.steps - o.steps // DECAYED, o.steps)
 
 
 def summary(log: Log, task: Task) -> str:

@@ -7,12 +7,18 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lib.runs.corpus import held_out_share
+
 KINDS = ("pipeline", "replicate", "context", "shard", "expert", "tensor")
 """Kinds of parallelism, each an axis of the mesh of ranks. The last axis joins neighbours: ranks that divide a layer communicate most."""
 STRATEGIES = {"single": None, "ddp": "replicate", "fsdp": "shard", "tp": "tensor", "cp": "context", "pp": "pipeline"}
 """Names of the simple cases: one kind over all ranks."""
 PRECISIONS = ("float32", "tf32", "bf16", "float16")
 OPTIMIZERS = ("ours", "adamw", "sgd")
+HEAD = 64
+"""Width of a head of GPT-2, in all of its sizes."""
+DECAYED = 5
+"""With ``--schedule wsd`` the last of so many parts of the steps is the decay."""
 
 
 class UsageError(ValueError):
@@ -42,6 +48,7 @@ class Options:
     steps: int
     lr: float
     min_lr: float
+    schedule: str
     warmup: int
     weight_decay: float
     clip: float
@@ -64,6 +71,8 @@ class Options:
     image_size: int | None = None
     classes: int | None = None
     length: int | None = None
+    dim: int | None = None
+    n_layers: int | None = None
     tokenizer: str = "bytes"
     n_experts: int | None = None
     top_k: int | None = None
@@ -225,6 +234,12 @@ def make_parser(program: str, models: list[str], items: str, description: str) -
     train.add_argument(
         "--min-lr", type=share, default=0.0, help="learning rate at the end of the cosine, after the last step"
     )
+    train.add_argument(
+        "--schedule",
+        choices=("cosine", "wsd"),
+        default="cosine",
+        help="after the warm-up: half a cosine, or chapter 22's constant rate that falls in a line over the last fifth of the steps",
+    )
     train.add_argument("--warmup", type=whole(0), default=0, help="warm-up steps")
     train.add_argument("--weight-decay", type=share, default=0.05, help="applied to tensors of two or more dimensions")
     train.add_argument("--clip", type=share, default=1.0, help="largest gradient norm; 0 neither clips nor measures it")
@@ -280,6 +295,8 @@ def add_text_flags(parser: Parser) -> None:
     """The flags of the programs that train on text."""
     text = parser.add_argument_group("text")
     text.add_argument("--length", type=whole(1), help="tokens in a sequence; default: the preset's")
+    text.add_argument("--dim", type=whole(64), help="width, a multiple of 64, which is a head's; default: the preset's")
+    text.add_argument("--n-layers", type=whole(1), help="blocks; default: the preset's")
     text.add_argument("--tokenizer", choices=("bytes", "bpe", "gpt2"), default="bytes",
                       help="bytes; bpe: chapter 1's tokenizer, trained on the text; gpt2: tiktoken's")  # fmt: skip
     text.add_argument(
@@ -320,8 +337,8 @@ def _resolved(o: Options) -> dict[str, Any]:
     if o.n_experts:
         found["top_k"] = o.top_k or min(2, o.n_experts)
         found["bias_rate"] = 1e-3 if o.bias_rate is None else o.bias_rate
-    found["held_out"] = o.held_out or (0.1 if o.eval_every else None)
     found["data"] = o.data or ("embedded" if o.model == "tiny" else "synthetic")
+    found["held_out"] = o.held_out or ((held_out_share(found["data"]) or 0.1) if o.eval_every else None)
     return found
 
 
@@ -352,6 +369,13 @@ def check_flags(o: Options) -> Options:
         )
     if o.warmup > o.steps:
         raise UsageError(f"--warmup {o.warmup} is longer than --steps {o.steps}: expected at most {o.steps}")
+    if o.dim and o.dim % HEAD:
+        raise UsageError(f"--dim {o.dim}: expected a multiple of {HEAD}, the width of a head")
+    if o.schedule == "wsd" and (o.min_lr or o.warmup > o.steps - o.steps // DECAYED):
+        raise UsageError(
+            f"--schedule wsd with --min-lr {o.min_lr:g} --warmup {o.warmup}: it falls to 0 over the last fifth of {o.steps} steps; "
+            "expected no --min-lr, and a warm-up that ends before"
+        )
     if o.min_lr > o.lr:
         raise UsageError(f"--min-lr {o.min_lr} is above --lr {o.lr}: expected at most {o.lr}")
     if o.tensorboard and importlib.util.find_spec("tensorboard") is None:

@@ -6,12 +6,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lib.fast.models import MEAN, STD, prepare_images
 from lib.given.data.corpora import language_reference, load_text, stream_text
 from lib.given.data.images import load_images
+from lib.runs.corpus import is_corpus, make_tokenizer, read_facts, read_merges
 from lib.runs.engine.options import Options, UsageError
 
 GRAY_MEAN, GRAY_STD = (0.3,), (0.37,)  # of the handwritten digits
@@ -183,6 +185,8 @@ def open_tokens(options: Options, vocab_size: int, length: int) -> Tokens:
     if options.data == "synthetic":
         n = options.items or N_SEQUENCES
         return Tokens(tokens=None, length=length, vocab_size=vocab_size, n=n, seed=options.seed)
+    if is_corpus(options.data or ""):
+        return _corpus(Path(str(options.data)), vocab_size, length)
     text = _text(options)
     seen = text[: int(len(text) * (1 - (options.held_out or 0.0)))]
     codec = make_codec(options.tokenizer, seen, vocab_size)
@@ -190,6 +194,20 @@ def open_tokens(options: Options, vocab_size: int, length: int) -> Tokens:
     n = (len(ids) - 1) // length
     if n < 1:
         raise ValueError(f"{options.data}: {len(ids)} tokens are too few for one window of {length} and its targets")
+    return Tokens(tokens=ids, length=length, vocab_size=vocab_size, n=n, codec=codec)
+
+
+def _corpus(folder: Path, vocab_size: int, length: int) -> Tokens:
+    facts, tokenizer = read_facts(folder), make_tokenizer(read_merges(folder))
+    if facts["vocab_size"] > vocab_size:
+        raise UsageError(
+            f"--data {folder} has {facts['vocab_size']:,} different tokens, but the model's vocabulary has {vocab_size:,}: "
+            "expected a larger model, or a corpus with a smaller --vocab"
+        )
+    ids = torch.from_numpy(np.fromfile(folder / "tokens.bin", dtype=np.uint16)).int()
+    codec = Codec(encode=tokenizer.encode, decode=tokenizer.decode, n_tokens=facts["vocab_size"])
+    if (n := (len(ids) - 1) // length) < 1:
+        raise ValueError(f"{folder}: {len(ids)} tokens are too few for one window of {length} and its targets")
     return Tokens(tokens=ids, length=length, vocab_size=vocab_size, n=n, codec=codec)
 
 

@@ -17,7 +17,7 @@ from lib.given.models.gpt2 import GPT2_LARGE, GPT2_MEDIUM, GPT2_SMALL, GPT2_XL, 
 from lib.given.parallel.sharding import blocks_of
 from lib.runs.engine import export
 from lib.runs.engine.experts import extra_weights, put_mixtures
-from lib.runs.engine.options import KINDS, Options, UsageError
+from lib.runs.engine.options import HEAD, KINDS, Options, UsageError
 from lib.runs.engine.sources import Source, open_pictures, open_tokens
 from lib.speed import training_flops_per_token, vit_training_flops_per_image
 
@@ -166,6 +166,14 @@ class ViTTask(Task):
         return model.head(x[:, 0] if self.config.pooling == "token" else x[:, 1:].mean(dim=1))
 
 
+def gpt2_sizes(options: Options) -> GPT2Config:
+    """The preset, with what the flags change of it."""
+    config = GPT2_PRESETS[options.model]
+    asked: dict[str, int] = {"dim": options.dim, "n_heads": options.dim // HEAD} if options.dim else {}
+    asked |= {"n_layers": options.n_layers} if options.n_layers else {}
+    return replace(config, context_len=options.length or config.context_len, **asked)
+
+
 class GPT2Task(Task):
     """Next-token prediction."""
 
@@ -176,9 +184,9 @@ class GPT2Task(Task):
         from lib.gpt2 import pad_vocab
 
         super().__init__(options)
-        config = GPT2_PRESETS[options.model]
-        length = options.length or config.context_len
-        self.config: GPT2Config = replace(config, context_len=length, padded_vocab_size=pad_vocab(config.vocab_size))
+        config = gpt2_sizes(options)
+        length = config.context_len
+        self.config: GPT2Config = replace(config, padded_vocab_size=pad_vocab(config.vocab_size))
         self.source, self.n_classes = open_tokens(options, config.vocab_size, length), config.vocab_size
         self.per_row, self.flops_per_item = length, training_flops_per_token(self.config)
         if options.n_experts:
@@ -186,8 +194,8 @@ class GPT2Task(Task):
 
     @classmethod
     def sizes(cls, options):
-        config = GPT2_PRESETS[options.model]
-        sizes = {"context": {"length": options.length or config.context_len}, "pipeline": {"n_layers": config.n_layers}}
+        config = gpt2_sizes(options)
+        sizes = {"context": {"length": config.context_len}, "pipeline": {"n_layers": config.n_layers}}
         if options.n_experts:
             why = {"tensor": "--tensor divides an MLP by its hidden features, and mixtures are divided by --expert"}
             return sizes | {"expert": {"n_experts": options.n_experts}, "why": why}
