@@ -37,9 +37,9 @@ from lib.scaling_laws import bootstrap, fit_parametric, wsd_schedule
 SIZES = ((128, 4), (192, 6), (256, 8), (384, 8), (512, 9), (640, 10))
 """Width and blocks of the models of the sweep."""
 BATCH, LENGTH, WARMUP = 32, 1024, 100
-STEPS = (120, 240, 480, 960)
+STEPS = (160, 320, 640, 960)
 """Where the runs of the sweep end: their decays are branches of one run."""
-GPU_OF = (0, 1, 1, 0, 1, 0)
+GPU_OF = (0, 1, 0, 1, 1, 1)
 """Where each runs if there are two GPUs, the widest first, so that both have about as much to do."""
 TINY_SIZES, TINY_STEPS = ((64, 1), (128, 1), (192, 1)), (12, 16, 24)
 PROMPT = "The function returns"
@@ -224,7 +224,7 @@ def _legs(o: argparse.Namespace, folder: Path) -> int:
         f"--log-file={folder / 'log.jsonl'}",
     ]
     dim, n_layers = TINY_SIZES[-1] if o.tiny else (GPT2_SMALL.dim, GPT2_SMALL.n_layers)
-    every = max(1, o.steps // 8)
+    every = max(1, o.steps // 5)
     more += [f"--eval-every={every}", f"--sample-every={every}", f"--prompt={PROMPT}", "--sample-tokens=100"]
     command = [sys.executable, "-m", "lib.runs.train_gpt2", *flags(o, dim, n_layers, o.steps), *more]
     for restarts in range(100):
