@@ -81,7 +81,7 @@ def make_model(width: int, multipliers: Multipliers = mup_multipliers, seed: int
         elif weight.ndim == 2:
             nn.init.normal_(weight, std=0.2)
     with torch.no_grad():
-        cast(Tensor, model.wpe.weight).copy_(0.2 * sinusoids(width))
+        cast(nn.Embedding, model.wpe).weight.copy_(0.2 * sinusoids(width))
     factor = multipliers(width, BASE_WIDTH, "output")["output"]
     norm: Any = model.ln_f
     norm.register_forward_hook(lambda module, inputs, out: out * factor)  # before the tied head
