@@ -15,7 +15,7 @@ from lib.given.models.gpt2 import GPT2Config
 from lib.gpt2 import GPT2, count_parameters
 from lib.scaling_laws import mup_multipliers, wsd_schedule
 
-LENGTH, BATCH, BASE_WIDTH, WARMUP = 32, 8, 32, 20
+LENGTH, BATCH, BASE_WIDTH, WARMUP = 32, 16, 32, 20
 LEARNING_RATE = 5e-3
 """At the base width."""
 
@@ -62,6 +62,12 @@ def kind_of(name: str, weight: Tensor) -> str:
     return "hidden" if name.startswith("h.") and weight.ndim == 2 else "input"
 
 
+def sinusoids(width: int) -> Tensor:
+    """Positions ``[LENGTH, width]`` as sines and cosines, of mean square 1: a shift is a rotation, so attention learns it early."""
+    angles = torch.arange(LENGTH)[:, None] * torch.logspace(0, -2, width // 2)
+    return math.sqrt(2) * torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
 def make_model(width: int, multipliers: Multipliers = mup_multipliers, seed: int = 0) -> GPT2:
     """A GPT-2 on bytes with heads of 16 features, whose initial weights and output follow the multipliers."""
     torch.manual_seed(seed)
@@ -73,7 +79,9 @@ def make_model(width: int, multipliers: Multipliers = mup_multipliers, seed: int
             std = BASE_WIDTH**-0.5 * depth * multipliers(width, BASE_WIDTH, "hidden")["init"]
             nn.init.normal_(weight, std=std / 2 if "mlp.c_proj" in name else std)
         elif weight.ndim == 2:
-            nn.init.normal_(weight, std=0.1)
+            nn.init.normal_(weight, std=0.2)
+    with torch.no_grad():
+        cast(nn.Embedding, model.wpe).weight.copy_(0.2 * sinusoids(width))
     factor = multipliers(width, BASE_WIDTH, "output")["output"]
     norm: Any = model.ln_f
     norm.register_forward_hook(lambda module, inputs, out: out * factor)  # before the tied head
@@ -89,7 +97,7 @@ def make_optimizer(
         weights = [w for name, w in model.named_parameters() if kind_of(name, w) == kind]
         factor = multipliers(config.dim, BASE_WIDTH, kind)["lr"]
         groups.append({"params": weights, "lr": lr * factor, "factor": factor})
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, batch: tuple[Tensor, Tensor]) -> float:
@@ -201,6 +209,6 @@ def transfer(
     kinds: dict[str, Multipliers] = {"standard": standard, "muP": mup_multipliers}
     cases = [(kind, width, lr) for kind in kinds for width in widths for lr in rates]
     return {
-        (kind, width, lr): train(width, (n_steps,), lr, kinds[kind]).ends[0][1]
+        (kind, width, lr): train(width, (n_steps,), lr, kinds[kind], BATCH // 2).ends[0][1]
         for kind, width, lr in cases[rank::world_size]
     }
