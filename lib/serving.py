@@ -116,7 +116,7 @@ def paged_attention(q: Float[Tensor, "b h d"], cache: PagedCache, sequences: Seq
     Args:
         q: ``[B, H, D]``, a query for each sequence; H is a multiple of the cache's G.
         cache, sequences, layer: A ``PagedCache``; ids of B sequences of any lengths, of which one may occur twice; the layer.
-        n_parts: A power of two: ``launch_paged`` (given) attends to so many parts of the positions, which ``merge_attention`` of chapter 18 joins in pairs. None lets it choose on a GPU; on a CPU, or in float64, PyTorch reads the blocks of ``table_of`` (given).
+        n_parts: A power of two, not with float64: on any device, ``launch_paged`` (given) attends in float32 to so many parts of the positions, which ``merge_attention`` of chapter 18 joins in pairs. None: on a GPU ``launch_paged`` chooses the number; on a CPU, and for float64 on any device, PyTorch gathers the blocks of ``table_of`` (given), without the kernel.
 
     Returns:
         ``[B, H, D]`` in the dtype of ``q``; 0 for a sequence without positions. Whatever a block holds beyond a sequence's positions, NaN too, has no effect.
@@ -154,7 +154,7 @@ class PrefixTree:
         raise NotImplementedError("Exercise 21.6: write PrefixTree.release")
 
     def evict(self, n: int) -> list[int]:
-        """Forget up to n blocks and return them, each the least recently used of the leaves (``root.leaves()``) that nobody has acquired."""
+        """Forget up to n blocks, none if n is 0 or less, and return them, each the least recently used of the leaves (``root.leaves()``) that nobody has acquired."""
         raise NotImplementedError("Exercise 21.6: write PrefixTree.evict")
 
 
@@ -164,8 +164,7 @@ class Scheduler(Queue):
     Args:
         max_tokens, n_blocks, block_size: Tokens that a step passes at most, over all requests; blocks in the cache's pool, and positions in each.
 
-    The given ``Queue`` keeps ``waiting``, a deque of ``Progress`` without blocks, and ``running``, the number of blocks of each admitted ``Progress``, both with the oldest first; ``n_free`` and
-    ``blocks_for(n_positions)`` count blocks. After each step ``advance`` (given) notes what was computed.
+    The given ``Queue`` keeps ``waiting``, a deque of ``Progress`` without blocks, and ``running``, the number of blocks of each admitted ``Progress``, both with the oldest first; ``n_free`` and ``blocks_for(n_positions)`` count blocks. After each step ``advance`` (given) notes what was computed.
     Source: continuous batching, Orca (OSDI 2022), section 3; chunks of prompts, Sarathi-Serve (arXiv:2403.02310), section 4.
     """
 
@@ -177,11 +176,10 @@ class Scheduler(Queue):
         raise NotImplementedError("Exercise 21.7: write Scheduler.submit")
 
     def schedule(self) -> list[Chunk]:
-        """The next step: a ``Chunk(progress, n_tokens)`` (given) for each request that takes part, the oldest first.
+        """The next step: a list with a ``Chunk(progress, n_tokens)`` (given) for each request that takes part. Age decides who is served first, and the list has the same order: the oldest first.
 
-        First come the running requests with one pending token, then those with more, both in order of age; each gets as many of its pending tokens as the step has room for.
-        If it lacks blocks, ``preempt`` takes those of the youngest running request, and its chunk, until there are enough; the youngest may be the request itself.
-        Then, if nobody was preempted, waiting requests are admitted in order, as long as the step has room and the blocks of the next one's first chunk are free.
+        Running requests, in order of age, get as many of their pending tokens as the step has room for. If one lacks blocks, ``preempt`` takes those of the youngest running request until there are enough; the youngest may be the request itself.
+        Who is preempted has no chunk yet, so this frees blocks and no room. Then, if nobody was preempted, waiting requests are admitted in order, as long as the step has room and the blocks of the next one's first chunk are free.
         """
         raise NotImplementedError("Exercise 21.7: write Scheduler.schedule")
 
@@ -212,7 +210,7 @@ def generate_many(model: nn.Module, requests: Iterable[Request], scheduler: Sche
     """Continue many prompts together, by an ``Engine`` to which all are submitted before its first step. (Exercise 21.9)
 
     Yields:
-        ``(request, token)`` as soon as the token is known, until all have ended. If a request is refused, or the caller stops earlier, those of this call are cancelled.
+        ``(request, token)`` as soon as the token is known, until all have ended. If a request is refused, or the caller stops earlier, those that this call submitted are cancelled, and no others.
     """
     raise NotImplementedError("Exercise 21.9: write generate_many")
 
@@ -223,7 +221,7 @@ def speculative_step(target: Float[Tensor, "k_plus_1 v"], draft: Float[Tensor, "
 
     Args:
         target, draft: Probabilities ``[k + 1, V]`` and ``[k, V]``: what the large and the small model would draw from at the k drafted tokens, and the large one after them.
-        drafted, generator: k tokens, token i drawn from row i of ``draft``; source of the random numbers.
+        drafted, generator: k tokens, token i drawn from row i of ``draft``; source of the random numbers, None for PyTorch's global one.
 
     Returns:
         1 to k + 1 tokens, int64, distributed exactly as draws from ``target``. Token i is kept with probability min(1, p/q); the first that is not ends the step, and a draw

@@ -187,7 +187,7 @@ def paged_attention(q: Float[Tensor, "b h d"], cache: PagedCache, sequences: Seq
     Args:
         q: ``[B, H, D]``, a query for each sequence; H is a multiple of the cache's G.
         cache, sequences, layer: A ``PagedCache``; ids of B sequences of any lengths, of which one may occur twice; the layer.
-        n_parts: A power of two: ``launch_paged`` (given) attends to so many parts of the positions, which ``merge_attention`` of chapter 18 joins in pairs. None lets it choose on a GPU; on a CPU, or in float64, PyTorch reads the blocks of ``table_of`` (given).
+        n_parts: A power of two, not with float64: on any device, ``launch_paged`` (given) attends in float32 to so many parts of the positions, which ``merge_attention`` of chapter 18 joins in pairs. None: on a GPU ``launch_paged`` chooses the number; on a CPU, and for float64 on any device, PyTorch gathers the blocks of ``table_of`` (given), without the kernel.
 
     Returns:
         ``[B, H, D]`` in the dtype of ``q``; 0 for a sequence without positions. Whatever a block holds beyond a sequence's positions, NaN too, has no effect.
@@ -264,7 +264,7 @@ class PrefixTree:
         ### END SOLUTION
 
     def evict(self, n: int) -> list[int]:
-        """Forget up to n blocks and return them, each the least recently used of the leaves (``root.leaves()``) that nobody has acquired."""
+        """Forget up to n blocks, none if n is 0 or less, and return them, each the least recently used of the leaves (``root.leaves()``) that nobody has acquired."""
         ### BEGIN SOLUTION
         evicted: list[int] = []
         while len(evicted) < n and (leaves := [leaf for leaf in self.root.leaves() if leaf.n_users == 0]):
@@ -293,8 +293,7 @@ class Scheduler(Queue):
     Args:
         max_tokens, n_blocks, block_size: Tokens that a step passes at most, over all requests; blocks in the cache's pool, and positions in each.
 
-    The given ``Queue`` keeps ``waiting``, a deque of ``Progress`` without blocks, and ``running``, the number of blocks of each admitted ``Progress``, both with the oldest first; ``n_free`` and
-    ``blocks_for(n_positions)`` count blocks. After each step ``advance`` (given) notes what was computed.
+    The given ``Queue`` keeps ``waiting``, a deque of ``Progress`` without blocks, and ``running``, the number of blocks of each admitted ``Progress``, both with the oldest first; ``n_free`` and ``blocks_for(n_positions)`` count blocks. After each step ``advance`` (given) notes what was computed.
     Source: continuous batching, Orca (OSDI 2022), section 3; chunks of prompts, Sarathi-Serve (arXiv:2403.02310), section 4.
     """
 
@@ -312,28 +311,28 @@ class Scheduler(Queue):
         ### END SOLUTION
 
     def schedule(self) -> list[Chunk]:
-        """The next step: a ``Chunk(progress, n_tokens)`` (given) for each request that takes part, the oldest first.
+        """The next step: a list with a ``Chunk(progress, n_tokens)`` (given) for each request that takes part. Age decides who is served first, and the list has the same order: the oldest first.
 
-        First come the running requests with one pending token, then those with more, both in order of age; each gets as many of its pending tokens as the step has room for.
-        If it lacks blocks, ``preempt`` takes those of the youngest running request, and its chunk, until there are enough; the youngest may be the request itself.
-        Then, if nobody was preempted, waiting requests are admitted in order, as long as the step has room and the blocks of the next one's first chunk are free.
+        Running requests, in order of age, get as many of their pending tokens as the step has room for. If one lacks blocks, ``preempt`` takes those of the youngest running request until there are enough; the youngest may be the request itself.
+        Who is preempted has no chunk yet, so this frees blocks and no room. Then, if nobody was preempted, waiting requests are admitted in order, as long as the step has room and the blocks of the next one's first chunk are free.
         """
         ### BEGIN SOLUTION
-        planned, n_running = dict[Progress, int](), len(self.running)
-        for progress in sorted(self.running, key=lambda progress: progress.n_pending > 1):
-            n = min(progress.n_pending, self.max_tokens - sum(planned.values()))
+        chunks, room, n_running = list[Chunk](), self.max_tokens, len(self.running)
+        for progress in list(self.running):
+            n = min(progress.n_pending, room)
             n_needed = self.blocks_for(progress.n_cached + n)
             while progress in self.running and n_needed - self.running[progress] > self.n_free:
-                planned.pop(self.preempt(), None)
+                self.preempt()
             if progress in self.running and n:
-                planned[progress], self.running[progress] = n, n_needed
-        while self.waiting and len(self.running) >= n_running:
-            n = min(self.waiting[0].n_pending, self.max_tokens - sum(planned.values()))
-            if n == 0 or self.blocks_for(n) > self.n_free:
+                chunks.append(Chunk(progress, n))
+                self.running[progress], room = n_needed, room - n
+        while self.waiting and room and len(self.running) >= n_running:
+            n = min(self.waiting[0].n_pending, room)
+            if self.blocks_for(n) > self.n_free:
                 break
-            progress = self.waiting.popleft()
-            planned[progress], self.running[progress] = n, self.blocks_for(n)
-        return [Chunk(progress, planned[progress]) for progress in self.running if progress in planned]
+            chunks.append(Chunk(self.waiting.popleft(), n))
+            self.running[chunks[-1].progress], room = self.blocks_for(n), room - n
+        return chunks
         ### END SOLUTION
 
     def preempt(self) -> Progress:
@@ -379,17 +378,18 @@ def generate_many(model: nn.Module, requests: Iterable[Request], scheduler: Sche
     """Continue many prompts together, by an ``Engine`` to which all are submitted before its first step. (Exercise)
 
     Yields:
-        ``(request, token)`` as soon as the token is known, until all have ended. If a request is refused, or the caller stops earlier, those of this call are cancelled.
+        ``(request, token)`` as soon as the token is known, until all have ended. If a request is refused, or the caller stops earlier, those that this call submitted are cancelled, and no others.
     """
     ### BEGIN SOLUTION
-    engine, requests = Engine(model, scheduler), list(requests)
+    engine, submitted = Engine(model, scheduler), list[Request]()
     try:
         for request in requests:
             engine.submit(request)
+            submitted.append(request)
         while engine.is_busy:
             yield from engine.step()
     finally:
-        for request in requests:
+        for request in submitted:
             engine.cancel(request)
     ### END SOLUTION
 
@@ -400,7 +400,7 @@ def speculative_step(target: Float[Tensor, "k_plus_1 v"], draft: Float[Tensor, "
 
     Args:
         target, draft: Probabilities ``[k + 1, V]`` and ``[k, V]``: what the large and the small model would draw from at the k drafted tokens, and the large one after them.
-        drafted, generator: k tokens, token i drawn from row i of ``draft``; source of the random numbers.
+        drafted, generator: k tokens, token i drawn from row i of ``draft``; source of the random numbers, None for PyTorch's global one.
 
     Returns:
         1 to k + 1 tokens, int64, distributed exactly as draws from ``target``. Token i is kept with probability min(1, p/q); the first that is not ends the step, and a draw

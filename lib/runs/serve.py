@@ -110,8 +110,9 @@ def make_service(options: Any) -> Any:
     from lib.runs.serving import models
     from lib.runs.serving.api import Service
     from lib.runs.serving.metrics import Metrics
+    from lib.runs.serving.prefix import PrefixEngine
     from lib.runs.serving.worker import Worker
-    from lib.serving import Engine, Scheduler
+    from lib.serving import Scheduler
 
     has_gpu = torch.cuda.is_available()
     if options.device == "cuda" and not has_gpu:
@@ -123,8 +124,9 @@ def make_service(options: Any) -> Any:
     served = models.load(options.model, options.name, options.tokenizer, dtype, device)
     config: Any = served.model.config
     n_blocks = options.blocks or count_blocks(config, options.block_size, dtype, device)
-    engine = Engine(served.model, Scheduler(options.max_tokens, n_blocks, options.block_size))
     metrics = Metrics(n_blocks)
+    scheduler = Scheduler(options.max_tokens, n_blocks, options.block_size)
+    engine = PrefixEngine(served.model, scheduler, metrics.found_tokens.inc)
     return Service(
         name=served.name, tokenizer=served.tokenizer, worker=Worker(engine, options.queue, metrics), metrics=metrics,
         vocab_size=config.vocab_size, context_len=config.context_len, key=options.api_key, aliases=(options.model,),

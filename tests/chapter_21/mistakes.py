@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lib.given.kernels.paged import launch_paged, table_of
-from lib.given.models.serving import Chunk, OutOfBlocks, Progress, whole_blocks
+from lib.given.models.serving import Chunk, Node, OutOfBlocks, Progress, check_used, whole_blocks
 from lib.workbook.grading import mistake
 from solutions import serving as reference
 from solutions.llama import count_parameters, kv_cache_bytes, sample_next
@@ -126,6 +126,65 @@ def negative(config, card, length):
     return math.ceil(weights / (flops * card.bandwidth / card.peak_flops - own))
 
 
+def border(config, card, length, *, finish=math.ceil, weigh=1.0, **faults):
+    weights, own, flops = costs(config, length, **faults)
+    gain = flops * card.bandwidth / card.peak_flops - own
+    return finish(weigh * weights / gain) if gain > 0 else math.inf
+
+
+@mistake("compute_bound_decode_batch", "one batch too large where both times are equal: rounded down, plus 1")
+def down_plus_one(config, card, length):
+    return border(config, card, length, finish=lambda batch: math.floor(batch) + 1)
+
+
+@mistake("compute_bound_decode_batch", "rounded to the nearest batch, which may still be bound by memory")
+def rounded(config, card, length):
+    return border(config, card, length, finish=lambda batch: max(1, round(batch)))
+
+
+@mistake("compute_bound_decode_batch", "the batch is not rounded up to a whole number")
+def not_rounded(config, card, length):
+    return border(config, card, length, finish=lambda batch: batch)
+
+
+@mistake("compute_bound_decode_batch", "a sequence that brings as many bytes as arithmetic is a division by zero")
+def no_gain(config, card, length):
+    weights, own, flops = costs(config, length)
+    gain = flops * card.bandwidth / card.peak_flops - own
+    return math.ceil(weights / gain) if gain >= 0 else math.inf
+
+
+@mistake("compute_bound_decode_batch", "the embedding table is read whole")
+def bound_with_table(config, card, length):
+    return border(config, card, length, table=True)
+
+
+@mistake("compute_bound_decode_batch", "the row of the embedding table that each sequence reads is forgotten")
+def bound_without_rows(config, card, length):
+    return border(config, card, length, rows=False)
+
+
+@mistake("compute_bound_decode_batch", "the norms' weights are counted as a product")
+def bound_with_norms(config, card, length):
+    return border(config, card, length, norms=True)
+
+
+@mistake("compute_bound_decode_batch", "weights are counted, not their bytes: each has two")
+def weights_not_bytes(config, card, length):
+    return border(config, card, length, weigh=0.5)
+
+
+@mistake("compute_bound_decode_batch", "a multiplication with its addition is counted as one operation")
+def bound_one_flop(config, card, length):
+    return border(config, card, length, fma=1)
+
+
+@mistake("compute_bound_decode_batch", "only powers of two are tried")
+def doubled(config, card, length):
+    batch = reference.compute_bound_decode_batch(config, card, length)
+    return batch if batch == math.inf else 1 << (batch - 1).bit_length()
+
+
 # ---- 21.3 BlockAllocator ---------------------------------------------------------------------------------------------
 
 
@@ -185,6 +244,84 @@ class SharesUnused(reference.BlockAllocator):
             raise ValueError(f"there is no block {block}")
         self.n_users[block] += 1
         return block
+
+
+@mistake("BlockAllocator", "n_free subtracts users, not blocks: a shared block counts twice")
+class FreeByUsers(reference.BlockAllocator):
+    @property
+    def n_free(self):
+        return len(self.n_users) - sum(self.n_users)
+
+
+@mistake("BlockAllocator", "allocate does not count the block's first user")
+class AllocateUncounted(reference.BlockAllocator):
+    def allocate(self):
+        block = super().allocate()
+        self.n_users[block] = 0
+        return block
+
+
+@mistake("BlockAllocator", "blocks that do not exist are not refused: -1 is the last one, as in any list")
+class NegativeBlocks(reference.BlockAllocator):
+    def _check(self, block):
+        if self.n_users[block] == 0:
+            raise ValueError(f"block {block} is not in use")
+
+    def share(self, block):
+        self._check(block)
+        self.n_users[block] += 1
+        return block
+
+    def free(self, block):
+        self._check(block)
+        self.n_users[block] -= 1
+        if self.n_users[block] == 0:
+            self.unused.append(block)
+
+
+@mistake("BlockAllocator", "each free puts the block back into the pool, whether or not it was the last user's")
+class ReturnsAlways(reference.BlockAllocator):
+    def free(self, block):
+        check_used(self.n_users, block)
+        self.n_users[block] -= 1
+        self.unused.append(block)
+
+
+@mistake("BlockAllocator", "share sets the number of users to 2 instead of adding 1")
+class SharesOnce(reference.BlockAllocator):
+    def share(self, block):
+        check_used(self.n_users, block)
+        self.n_users[block] = 2
+        return block
+
+
+@mistake("BlockAllocator", "blocks are handed out in order, and those that were freed never again")
+class NeverAgain(reference.BlockAllocator):
+    def allocate(self):
+        self.unused = [block for block in self.unused if block > getattr(self, "last", -1)]
+        if not self.unused:
+            raise OutOfBlocks(f"all {len(self.n_users)} blocks of the pool are in use")
+        self.last = self.unused.pop(0)
+        self.n_users[self.last] = 1
+        return self.last
+
+
+@mistake("BlockAllocator", "blocks are numbered from 1")
+class FromOne(reference.BlockAllocator):
+    def __init__(self, n_blocks):
+        self.n_users, self.unused = [0] * (n_blocks + 1), list(range(1, n_blocks + 1))
+
+
+@mistake("BlockAllocator", "free takes the user away before it checks, so that a refused call leaves -1 users")
+class ChecksTooLate(reference.BlockAllocator):
+    def free(self, block):
+        if not 0 <= block < len(self.n_users):
+            raise ValueError(f"there is no block {block}")
+        self.n_users[block] -= 1
+        if self.n_users[block] < 0:
+            raise ValueError(f"block {block} is not in use")
+        if self.n_users[block] == 0:
+            self.unused.append(block)
 
 
 # ---- 21.4 PagedCache -------------------------------------------------------------------------------------------------
@@ -403,6 +540,139 @@ class NewOfLengthZero(reference.PagedCache):
         return sequence
 
 
+def find(cache, sequence, start, end, *, shared=None, n_new=None, check=None, slots_first=False, into_old=False):
+    """The reference's ``find_slots`` with something done differently."""
+    table, size, n_blocks = cache.tables[sequence], cache.block_size, -(-end // cache.block_size)
+    written = [i for i in range(start // size, min(n_blocks, len(table))) if cache.allocator.n_users[table[i]] > 1]
+    written = written if shared is None else shared(table, written)
+    n_new = max(0, n_blocks - len(table)) if n_new is None else n_new
+    n_needed, n_free = n_new + len(written), cache.allocator.n_free
+    if n_needed > n_free if check is None else check(n_needed, n_free):
+        raise OutOfBlocks(f"{n_needed} blocks are needed and {n_free} are free")
+    before = list(table)
+    for i in written:
+        old, table[i] = table[i], cache.allocator.allocate()
+        cache.copy_block(*((table[i], old) if into_old else (old, table[i])))
+        cache.allocator.free(old)
+    table += [cache.allocator.allocate() for _ in range(n_new)]
+    table = before + table[len(before) :] if slots_first else table
+    return [table[p // size] * size + p % size for p in range(start, end)]
+
+
+@mistake("PagedCache", "slots are computed before the shared block is exchanged: the old block is written to")
+class SlotsBeforeCopy(reference.PagedCache):
+    def find_slots(self, sequence, start, end):
+        return find(self, sequence, start, end, slots_first=True)
+
+
+@mistake("PagedCache", "copy_block's arguments are exchanged: the shared block is overwritten by the new, empty one")
+class CopiesBackwards(reference.PagedCache):
+    def find_slots(self, sequence, start, end):
+        return find(self, sequence, start, end, into_old=True)
+
+
+@mistake("PagedCache", "only the first of the blocks written to is copied")
+class CopiesTheFirst(reference.PagedCache):
+    def find_slots(self, sequence, start, end):
+        return find(self, sequence, start, end, shared=lambda table, written: written[:1])
+
+
+@mistake("PagedCache", "the table's last block is copied when it is shared, though it may be full")
+class CopiesTheLast(reference.PagedCache):
+    def find_slots(self, sequence, start, end):
+        def last(table, written):
+            return [len(table) - 1] if table and end > start and self.allocator.n_users[table[-1]] > 1 else []
+
+        return find(self, sequence, start, end, shared=last)
+
+
+@mistake("PagedCache", "new positions get blocks of their own, though the last block has room")
+class BlocksForNewAlone(reference.PagedCache):
+    def find_slots(self, sequence, start, end):
+        return find(self, sequence, start, end, n_new=-(-(end - start) // self.block_size))
+
+
+@mistake("PagedCache", "refused when exactly as many blocks are free as are needed")
+class RefusesWhatFits(reference.PagedCache):
+    def find_slots(self, sequence, start, end):
+        return find(self, sequence, start, end, check=lambda n_needed, n_free: n_needed and n_needed >= n_free)
+
+
+@mistake("PagedCache", "every shared block of the table is counted as a copy, also those that are not written to")
+class CountsAllShared(reference.PagedCache):
+    def find_slots(self, sequence, start, end):
+        table = self.tables[sequence]
+        n_needed = max(0, -(-end // self.block_size) - len(table))
+        n_needed += sum(self.allocator.n_users[block] > 1 for block in table)
+        if end > start and n_needed > self.allocator.n_free:
+            raise OutOfBlocks(f"{n_needed} blocks are needed and {self.allocator.n_free} are free")
+        return super().find_slots(sequence, start, end)
+
+
+@mistake("PagedCache", "shared blocks are copied before the new ones are counted: a refused call has changed the table")
+class CopiesBeforeCounting(reference.PagedCache):
+    def find_slots(self, sequence, start, end):
+        find(self, sequence, start, min(end, len(self.tables[sequence]) * self.block_size), n_new=0)
+        return find(self, sequence, start, end)
+
+
+@mistake("PagedCache", "the length grows before it is known whether the positions fit")
+class GrowsFirst(reference.PagedCache):
+    def append(self, sequence, layer, k, v):
+        self.check_shapes(k, v)
+        start = self.length_of(sequence, layer)
+        end = self.lengths[sequence][layer] = start + k.shape[1]
+        self.write(layer, self.find_slots(sequence, start, end), k.transpose(0, 1), v.transpose(0, 1))
+
+
+@mistake("PagedCache", "shapes are checked after blocks were allocated for them")
+class ChecksShapesLate(reference.PagedCache):
+    def append(self, sequence, layer, k, v):
+        start = self.length_of(sequence, layer)
+        self.find_slots(sequence, start, start + k.shape[1])
+        super().append(sequence, layer, k, v)
+
+
+@mistake("PagedCache", "[G, T, D] is reshaped to [T, G, D] instead of transposed")
+class Reshaped(reference.PagedCache):
+    def write(self, layer, slots, k, v):
+        super().write(layer, slots, *(x.transpose(0, 1).reshape(x.shape) for x in (k, v)))
+
+
+@mistake("PagedCache", "fork copies the partly full block at once, though nobody has written yet")
+class ForkCopiesTheLast(reference.PagedCache):
+    def fork(self, sequence):
+        copy = super().fork(sequence)
+        length = self.lengths[copy][0]
+        if length % self.block_size and self.allocator.n_free:
+            find(self, copy, length, length + 1, n_new=0)
+        return copy
+
+
+@mistake("PagedCache", "fork gives all layers the length of the first")
+class ForkLengthOfLayerZero(reference.PagedCache):
+    def fork(self, sequence):
+        copy = super().fork(sequence)
+        self.lengths[copy] = [self.lengths[sequence][0]] * len(self.keys)
+        return copy
+
+
+@mistake("PagedCache", "a sequence that begins with blocks of others counts blocks as its length, not positions")
+class NewOfBlocksLength(reference.PagedCache):
+    def new(self, blocks=()):
+        sequence = super().new(blocks)
+        self.lengths[sequence] = [len(blocks)] * len(self.keys)
+        return sequence
+
+
+@mistake("PagedCache", "free returns the blocks, and the lengths stay: the id is still known")
+class FreeKeepsLengths(reference.PagedCache):
+    def free(self, sequence):
+        self.length_of(sequence)
+        for block in self.tables.pop(sequence):
+            self.allocator.free(block)
+
+
 # ---- 21.5 paged_attention --------------------------------------------------------------------------------------------
 
 
@@ -523,6 +793,11 @@ def never_launched(q, cache, sequences, layer=0, n_parts=None):
 @mistake("paged_attention", "the output has the dtype of the sums, not of the queries")
 def wide_output(q, cache, sequences, layer=0, n_parts=None):
     return reference.paged_attention(q, cache, sequences, layer, n_parts).float()
+
+
+@mistake("paged_attention", "the kernel is launched on a CPU without n_parts, too; in float64 it is less exact")
+def always_launched(q, cache, sequences, layer=0, n_parts=None):
+    return reference.paged_attention(q, cache, sequences, layer, n_parts or 1)
 
 
 # ---- 21.6 PrefixTree -------------------------------------------------------------------------------------------------
@@ -677,6 +952,124 @@ class LeavesOfTheBeginning(reference.PrefixTree):
         for leaf in leaves:
             del leaf.parent.children[leaf.piece]
         return [leaf.block for leaf in leaves]
+
+
+@mistake("PrefixTree", "inserting known tokens again does not count as use")
+class InsertIsNoUse(reference.PrefixTree):
+    def insert(self, tokens, blocks):
+        before = [(node, node.last_used) for node in FirstInFirstOut._all(self)]
+        new = super().insert(tokens, blocks)
+        for node, used in before:
+            node.last_used = used
+        return new
+
+
+@mistake("PrefixTree", "acquire does not count as use")
+class AcquireIsNoUse(reference.PrefixTree):
+    def acquire(self, tokens):
+        before = [(node, node.last_used) for node in FirstInFirstOut._all(self)]
+        found = super().acquire(tokens)
+        for node, used in before:
+            node.last_used = used
+        return found
+
+
+@mistake("PrefixTree", "release counts as a use")
+class ReleaseIsAUse(reference.PrefixTree):
+    def release(self, tokens):
+        super().release(tokens)
+        self._path(tokens)
+
+
+@mistake("PrefixTree", "new nodes begin as never used, so that the newest are evicted first")
+class NewNodesUnused(reference.PrefixTree):
+    def insert(self, tokens, blocks):
+        old = {id(node) for node in FirstInFirstOut._all(self)}
+        new = super().insert(tokens, blocks)
+        for node in FirstInFirstOut._all(self):
+            node.last_used = node.last_used if id(node) in old else 0
+        return new
+
+
+@mistake("PrefixTree", "insert replaces a leaf by a new node, and nobody has acquired that one")
+class ReplacesLeaves(reference.PrefixTree):
+    def insert(self, tokens, blocks):
+        node = self.root
+        for piece in whole_blocks(tokens, self.block_size) if len(blocks) == len(tokens) // self.block_size else []:
+            child = node.children.get(piece)
+            if child is not None and not child.children:
+                node.children[piece] = Node(child.block, node, piece)
+            node = node.children.get(piece, Node())
+        return super().insert(tokens, blocks)
+
+
+@mistake("PrefixTree", "an acquire that finds no block is forgotten, and its release is refused")
+class ForgetsEmptyAcquires(reference.PrefixTree):
+    def acquire(self, tokens):
+        found = super().acquire(tokens)
+        if not found:
+            self.acquired[tuple(tokens)].pop()
+        return found
+
+
+@mistake("PrefixTree", "tokens are taken to be hashable as they are: a list of tokens cannot be acquired")
+class HashesTokens(reference.PrefixTree):
+    def acquire(self, tokens):
+        hash(tokens)
+        return super().acquire(tokens)
+
+
+def evicted(tree, n, *, go_on=False, stop=False, keep=False):
+    """The reference's ``evict`` with something done differently."""
+    blocks, leaves = [], tree.root.leaves() if keep else []
+    while len(blocks) < n:
+        leaves = leaves if keep else tree.root.leaves()
+        leaves = [leaf for leaf in leaves if stop or leaf.n_users == 0]
+        leaf = min(leaves, key=lambda leaf: leaf.last_used, default=None)
+        if leaf is None or leaf.n_users:
+            break
+        blocks.append(leaf.block)
+        if keep:
+            leaves.remove(leaf)
+            continue
+        del leaf.parent.children[leaf.piece]
+        while go_on and len(blocks) < n and (leaf := leaf.parent).parent and not (leaf.children or leaf.n_users):
+            del leaf.parent.children[leaf.piece]
+            blocks.append(leaf.block)
+    return blocks
+
+
+@mistake("PrefixTree", "evict goes on with the parent of an evicted leaf, though another leaf is older")
+class EvictsUpwards(reference.PrefixTree):
+    def evict(self, n):
+        return evicted(self, n, go_on=True)
+
+
+@mistake("PrefixTree", "evict ends at the first leaf in use, though others could go")
+class EvictStopsAtUse(reference.PrefixTree):
+    def evict(self, n):
+        return evicted(self, n, stop=True)
+
+
+@mistake("PrefixTree", "evict returns blocks that stay in the tree")
+class EvictKeeps(reference.PrefixTree):
+    def evict(self, n):
+        return evicted(self, n, keep=True)
+
+
+@mistake("PrefixTree", "evict fails when fewer than n blocks can go")
+class EvictRaises(reference.PrefixTree):
+    def evict(self, n):
+        blocks = super().evict(n)
+        if len(blocks) < n:
+            raise ValueError(f"only {len(blocks)} of {n} blocks can be evicted")
+        return blocks
+
+
+@mistake("PrefixTree", "evict counts n down to exactly 0: a negative n forgets everything")
+class EvictsBelowZero(reference.PrefixTree):
+    def evict(self, n):
+        return super().evict(n if n >= 0 else 1 << 30)
 
 
 # ---- 21.7 Scheduler --------------------------------------------------------------------------------------------------
@@ -836,17 +1229,64 @@ class Twice(reference.Scheduler):
         pass
 
 
+@mistake("Scheduler", "a step's list begins with the youngest")
+class YoungestFirst(reference.Scheduler):
+    def schedule(self):
+        return super().schedule()[::-1]
+
+
+@mistake("Scheduler", "a step's list is sorted: chunks of one token come first, whatever their age")
+class SortedByChunk(reference.Scheduler):
+    def schedule(self):
+        return sorted(super().schedule(), key=lambda chunk: chunk.n_tokens > 1)
+
+
+@mistake("Scheduler", "a step's list is sorted: prompts come before requests that decode, whatever their age")
+class SortedPromptsFirst(reference.Scheduler):
+    def schedule(self):
+        return sorted(super().schedule(), key=lambda chunk: chunk.n_tokens == 1)
+
+
+@mistake("Scheduler", "waiting requests are admitted before the running ones have got their tokens")
+class AdmitsFirst(reference.Scheduler):
+    def schedule(self):
+        old, room = list(self.running), self.max_tokens
+        chunks, new = [], []
+        while self.waiting and room and self.blocks_for(min(self.waiting[0].n_pending, room)) <= self.n_free:
+            new.append(Chunk(self.waiting[0], min(self.waiting[0].n_pending, room)))
+            self.running[self.waiting.popleft()] = self.blocks_for(new[-1].n_tokens)
+            room -= new[-1].n_tokens
+        for progress in old:
+            n = min(progress.n_pending, room)
+            while progress in self.running and self.blocks_for(progress.n_cached + n) - self.running[progress] > self.n_free:  # fmt: skip
+                self.preempt()
+            if progress in self.running and n:
+                chunks.append(Chunk(progress, n))
+                self.running[progress], room = self.blocks_for(progress.n_cached + n), room - n
+        return [chunk for chunk in chunks + new if chunk.progress in self.running]
+
+
+@mistake("Scheduler", "the request with the most blocks is preempted instead of the youngest")
+class PreemptsTheLargest(reference.Scheduler):
+    def preempt(self):
+        largest = max(self.running, key=lambda progress: self.running[progress])
+        del self.running[largest]
+        largest.n_cached = 0
+        self.waiting.appendleft(largest)
+        return largest
+
+
 # ---- 21.8 Engine -----------------------------------------------------------------------------------------------------
 
 
-def step(self, *, early=True, late=True, all_chunks=False, generator=None, options=True, advance=True, greedy=False):
+def step(self, *, early=True, late=True, all_chunks=False, generator=None, options=True, greedy=False, chooses=None):
     """The reference's ``step`` with something done differently."""
     chunks, new = self.scheduler.schedule(), []
     if early:
         self.release()
     for chunk, logits in zip(chunks, self.run(chunks), strict=True):
         request, token = chunk.progress.request, None
-        if chunk.completes or all_chunks:
+        if chooses(chunk) if chooses else chunk.completes or all_chunks:
             sampling = chunk.progress.sampling(logits.device)
             if generator:
                 sampling["generator"] = generator(chunk.progress)
@@ -921,6 +1361,49 @@ class OneAtATime(reference.Engine):
         return new
 
 
+@mistake("Engine", "all requests draw from one generator of the engine's")
+class OneGenerator(reference.Engine):
+    def __init__(self, model, scheduler):
+        super().__init__(model, scheduler)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def step(self):
+        return step(self, generator=lambda progress: self.generator)
+
+
+@mistake("Engine", "only chunks of one token choose a token, not those that complete a longer prompt")
+class SingleTokensOnly(reference.Engine):
+    def step(self):
+        return step(self, chooses=lambda chunk: chunk.n_tokens == 1)
+
+
+@mistake("Engine", "a chunk in the middle of a prompt draws a token that is thrown away, and uses up random numbers")
+class DrawsAndThrowsAway(reference.Engine):
+    def step(self):
+        chunks, new = self.scheduler.schedule(), []
+        self.release()
+        for chunk, logits in zip(chunks, self.run(chunks), strict=True):
+            token = int(sample_next(logits[None], **chunk.progress.sampling(logits.device)))
+            new += [(chunk.progress.request, token)] if chunk.completes else []
+            self.scheduler.advance(chunk, token if chunk.completes else None)
+        self.release()
+        return new
+
+
+@mistake("Engine", "chunks that choose no token do not advance: the scheduler plans them again")
+class AdvancesTokensOnly(reference.Engine):
+    def step(self):
+        chunks, new = self.scheduler.schedule(), []
+        self.release()
+        for chunk, logits in zip(chunks, self.run(chunks), strict=True):
+            if chunk.completes:
+                token = int(sample_next(logits[None], **chunk.progress.sampling(logits.device)))
+                new.append((chunk.progress.request, token))
+                self.scheduler.advance(chunk, token)
+        self.release()
+        return new
+
+
 # ---- 21.9 generate_many ----------------------------------------------------------------------------------------------
 
 
@@ -965,6 +1448,57 @@ def skipped(model, requests, scheduler):
         except ValueError:
             pass
     yield from reference.generate_many(model, good, scheduler)
+
+
+@mistake("generate_many", "requests that somebody else submitted are cancelled, too")
+def cancels_all(model, requests, scheduler):
+    engine, requests = reference.Engine(model, scheduler), list(requests)
+    try:
+        for request in requests:
+            engine.submit(request)
+        while engine.is_busy:
+            yield from engine.step()
+    finally:
+        for request in requests:
+            engine.cancel(request)
+
+
+@mistake("generate_many", "the scheduler is emptied at the end, with the requests of others in it")
+def empties(model, requests, scheduler):
+    try:
+        yield from reference.generate_many(model, requests, scheduler)
+    finally:
+        scheduler.waiting.clear()
+        scheduler.running.clear()
+
+
+@mistake("generate_many", "if one request is refused, those submitted before it stay in the scheduler")
+def stay(model, requests, scheduler):
+    engine, submitted = reference.Engine(model, scheduler), []
+    for request in requests:
+        engine.submit(request)
+        submitted.append(request)
+    try:
+        while engine.is_busy:
+            yield from engine.step()
+    finally:
+        for request in submitted:
+            engine.cancel(request)
+
+
+@mistake("generate_many", "a step is taken after each submit, instead of after all")
+def steps_between(model, requests, scheduler):
+    engine, submitted = reference.Engine(model, scheduler), []
+    try:
+        for request in requests:
+            engine.submit(request)
+            submitted.append(request)
+            yield from engine.step()
+        while engine.is_busy:
+            yield from engine.step()
+    finally:
+        for request in submitted:
+            engine.cancel(request)
 
 
 # ---- 21.10 speculative_step ------------------------------------------------------------------------------------------
@@ -1061,6 +1595,39 @@ def in_place(target, draft, drafted, generator=None):
     return answer
 
 
+@mistake("speculative_step", "u <= p/q instead of u < p/q: a draft with p = 0 is kept when the uniform number is 0")
+def keeps_at_zero(target, draft, drafted, generator=None):
+    return speculate(target, draft, drafted, generator, keep=lambda u, p, q: u * q <= p)
+
+
+@mistake("speculative_step", "one uniform number decides about all drafts")
+def one_uniform(target, draft, drafted, generator=None):
+    return speculate(target, draft, drafted, generator, keep=lambda u, p, q: u[:1].expand_as(u) * q < p)
+
+
+@mistake("speculative_step", "without a generator the numbers are seeded anew: each call draws the same")
+def seeds_itself(target, draft, drafted, generator=None):
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    return reference.speculative_step(target, draft, drafted, generator)
+
+
+@mistake("speculative_step", "only the uniform numbers come from the generator, not the target's own token")
+def half_global(target, draft, drafted, generator=None):
+    n = len(reference.speculative_step(target, draft, drafted, generator)) - 1
+    weights = target[n] if n == len(drafted) else (target[n] - draft[n]).clamp(min=0)
+    weights = weights if weights.any() else target[n]
+    return torch.cat([drafted[:n], torch.multinomial(weights, 1)])
+
+
+@mistake("speculative_step", "the target's own token is the likeliest one instead of a draw")
+def own_is_likeliest(target, draft, drafted, generator=None):
+    places = torch.arange(len(drafted))
+    kept = torch.rand(len(drafted), generator=generator) * draft[places, drafted] < target[places, drafted]
+    n = int(kept.long().cumprod(0).sum())
+    weights = target[n] if n == len(drafted) else (target[n] - draft[n]).clamp(min=0)
+    return torch.cat([drafted[:n], weights.argmax()[None]])
+
+
 # ---- 21.11 expected_tokens -------------------------------------------------------------------------------------------
 
 
@@ -1090,3 +1657,36 @@ def one_term_less(acceptance, n_drafted):
 @mistake("expected_tokens", "the acceptance is not checked")
 def acceptance_unchecked(acceptance, n_drafted):
     return float(sum(acceptance**i for i in range(n_drafted + 1)))
+
+
+@mistake("expected_tokens", "the sum goes on for ever: as if drafts had no end")
+def endless(acceptance, n_drafted):
+    reference.expected_tokens(acceptance, n_drafted)
+    return 1 / (1 - acceptance) if acceptance < 1 else n_drafted + 1.0
+
+
+@mistake("expected_tokens", "the drafts are taken to be kept all together or not at all")
+def all_or_none(acceptance, n_drafted):
+    reference.expected_tokens(acceptance, n_drafted)
+    return 1 + n_drafted * acceptance**n_drafted
+
+
+@mistake("expected_tokens", "the sum ends one term too late")
+def one_term_more(acceptance, n_drafted):
+    return reference.expected_tokens(acceptance, n_drafted + 1)
+
+
+@mistake("expected_tokens", "0 and 1 are refused, though both are probabilities")
+def ends_refused(acceptance, n_drafted):
+    if not 0 < acceptance < 1:
+        raise ValueError(f"acceptance = {acceptance}: expected a probability between 0 and 1")
+    return reference.expected_tokens(acceptance, n_drafted)
+
+
+@mistake("expected_tokens", "only an acceptance above 1 is refused")
+def below_unchecked(acceptance, n_drafted):
+    return (
+        reference.expected_tokens(acceptance, n_drafted)
+        if acceptance > 1
+        else acceptance_unchecked(acceptance, n_drafted)
+    )

@@ -103,6 +103,19 @@ def test_compute_bound_decode_batch_of_one():
     expect_equal(serving.compute_bound_decode_batch(SMALL, Sheet(1e-3, 1.0), 8), 1, read=BOUND)
 
 
+BORDER = LlamaConfig(vocab_size=32, dim=32, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=8, context_len=64)
+
+
+def test_compute_bound_decode_batch_where_both_take_as_long():
+    case("4 FLOPs for each byte, 12 positions: 5 sequences' arithmetic takes exactly as long as their memory traffic")
+    expect_equal(serving.compute_bound_decode_batch(BORDER, Sheet(4.0, 1.0), 12), 5, read="the contract, under Returns")
+
+
+def test_compute_bound_decode_batch_that_never_comes_closer():
+    case("32 FLOPs for each byte, 4 positions: a sequence brings exactly as much arithmetic as memory traffic")
+    expect_equal(serving.compute_bound_decode_batch(BORDER, Sheet(32.0, 1.0), 4), math.inf, read=BOUND)
+
+
 def test_compute_bound_decode_batch_never():
     case("Llama 2 7B at 4,096 positions on an H100")
     answer = serving.compute_bound_decode_batch(LLAMA_2_7B, SHEETS["H100"], 4096)
@@ -142,7 +155,11 @@ def test_BlockAllocator_by_hand():
         pool.free(blocks[0])
         seen += [pool.n_free, pool.n_users[blocks[0]]]
     expect_equal(seen, [3, 0, 2, 0, 1, 1, 0], name="n_free and n_users on the way", read=PAGE)
-    expect_equal(pool.allocate(), blocks[0], name="the only free block", read=PAGE)
+    try:
+        last = pool.allocate()
+    except OutOfBlocks:
+        expect_true(False, "a block that was freed is not handed out again", answer=pool.n_free, read=PAGE)
+    expect_equal(last, blocks[0], name="the only free block", read=PAGE)
 
 
 def test_BlockAllocator_out_of_blocks():
@@ -163,7 +180,7 @@ def test_BlockAllocator_refuses_what_is_not_in_use(call):
     for wrong in (block, never, 4, -1):
         with expect_raises(ValueError, str(wrong), read=RAISES):
             getattr(pool, call)(wrong)
-    expect_equal(pool.n_free, 4, name="n_free afterwards", read=RAISES)
+    expect_equal((pool.n_free, pool.n_users), (4, [0] * 4), name="n_free and n_users afterwards", read=RAISES)
 
 
 def test_BlockAllocator_never_leaks():
@@ -310,6 +327,35 @@ def test_PagedCache_new_on_shared_blocks():
     cache.free(a)
     expect_content(cache, b, 0, torch.cat([k[:, :4], new_k], 1), torch.cat([v[:, :4], new_v], 1), read=PREFIX)
     expect_equal(cache.allocator.n_free, 6, name="free blocks after the first is freed", read=PREFIX)
+
+
+def test_PagedCache_fork_between_two_layers():
+    case("blocks of 4; 9 positions in layer 0, fork, then 9 in layer 1 of the fork: each of its blocks is written to")
+    cache = make_cache()
+    a, (k, v), (new_k, new_v) = cache.new(), new_kv(9, 1), new_kv(9, 2)
+    cache.append(a, 0, k, v)
+    b = cache.fork(a)
+    expect_equal(cache.lengths[b], [9, 0], name="lengths of the fork", read="the contract: the same positions")
+    cache.append(b, 1, new_k, new_v)
+    shared = [x == y for x, y in zip(cache.tables[a], cache.tables[b], strict=True)]
+    expect_equal((shared, cache.allocator.n_free), ([False] * 3, 2), name="blocks shared, free blocks", read=COPY)
+    cache.append(a, 1, k, v)
+    for sequence, layer, keys, values in ((a, 0, k, v), (a, 1, k, v), (b, 0, k, v), (b, 1, new_k, new_v)):
+        expect_content(cache, sequence, layer, keys, values, read=COPY)
+
+
+def test_PagedCache_takes_what_just_fits():
+    case("3 blocks of 4: 6 positions, fork, 2 positions more for the fork, which need the last free block")
+    cache = make_cache(n_blocks=3)
+    a = cache.new()
+    both_layers(cache, a, 6, 1)
+    b = cache.fork(a)
+    try:
+        both_layers(cache, b, 2, 2)
+    except OutOfBlocks:
+        free = cache.allocator.n_free
+        expect_true(False, f"refused, though 1 block is needed and {free} is free", answer=free, read=COPY)
+    expect_equal((cache.lengths[b], cache.allocator.n_free), ([8, 8], 0), name="lengths, free blocks", read=COPY)
 
 
 def state_of(cache) -> tuple:
@@ -522,6 +568,9 @@ def test_PrefixTree_of_token_lists():
     expect_equal(tree.insert([1, 2, 3, 4, 5, 6, 7, 8], [10, 11]), [10, 11], name="new blocks", read=PREFIX)
     found = [tree.match([1, 2, 3, 4, 5, 6, 7, 9]), tree.match((1, 2, 3, 4, 5))]
     expect_equal(found, [[10, 11], [10]], name="matches", read=PREFIX)
+    seen = [tree.acquire([1, 2, 3]), tree.evict(9)]
+    tree.release([1, 2, 3])
+    expect_equal(seen, [[10], [11]], name="what is acquired, what is evicted", read=PREFIX)
 
 
 @pytest.mark.parametrize("blocks", [[1], [1, 2, 3]])
@@ -536,10 +585,11 @@ def test_PrefixTree_insert_refuses(blocks):
 def test_PrefixTree_evicts_the_least_recently_used():
     case("blocks of 1: ab, ac, d; then ab is matched")
     tree = serving.PrefixTree(1)
-    tree.insert("ab", [0, 1]), tree.insert("ac", [0, 2]), tree.insert("d", [3])
+    tree.insert("ab", [0, 2]), tree.insert("ac", [0, 3]), tree.insert("d", [1])
     tree.match("ab")
-    expect_equal(tree.evict(1), [2], name="evict(1)", read=PREFIX)
-    expect_equal(tree.evict(9), [3, 1, 0], name="evict(9)", read=PREFIX)
+    expect_equal([tree.evict(0), tree.evict(-2)], [[], []], name="evict(0) and evict(-2)", read="the contract: evict")
+    expect_equal(tree.evict(1), [3], name="evict(1)", read=PREFIX)
+    expect_equal(tree.evict(9), [1, 2, 0], name="evict(9)", read=PREFIX)
     expect_equal((tree.match("ab"), tree.evict(1)), ([], []), name="match and evict of an empty tree", read=PREFIX)
 
 
@@ -709,6 +759,16 @@ def test_Scheduler_decodes_before_prompts():
     expect_equal(steps, expected, name="the steps", read=BUDGET)
 
 
+def test_Scheduler_lists_the_oldest_first():
+    case(
+        "max_tokens=4; prompts of 1, 6 and 1 tokens for 9, 2 and 2 new ones: whose chunks stand where in each step's list"
+    )
+    scheduler, requests = submitted(4, 20, 4, (1, 9), (6, 2), (1, 2))
+    order = [[request for request, _ in step] for step in run_steps(scheduler, requests, 4)]
+    expected = [[0, 1], [0, 1], [0, 1, 2], [0, 2]]
+    expect_equal(order, expected, name="requests of each step", read="ex-serving-scheduler")
+
+
 def test_Scheduler_admits_in_order():
     case("max_tokens=8, 5 blocks of 2; prompts of 6, 6 and 1: the third would fit, the second does not yet")
     scheduler, requests = submitted(8, 5, 2, (6, 3), (6, 2), (1, 1))
@@ -738,14 +798,14 @@ def test_Scheduler_preempts_the_youngest():
 
 
 def test_Scheduler_preempted_requests_wait_at_the_head():
-    case("two running requests lose their blocks, and one waits already")
-    scheduler, requests = submitted(12, 4, 2, (3, 5), (2, 4), (2, 4), (1, 1))
+    case("two of three running requests, which hold 2, 3 and 1 blocks, lose them, and a fourth waits already")
+    scheduler, requests = submitted(12, 6, 2, (3, 5), (5, 4), (2, 4), (1, 1))
     scheduler.advance(*first_of(scheduler, requests))
     youngest = [requests.index(scheduler.preempt().request) for _ in range(2)]
     waiting = [requests.index(progress.request) for progress in scheduler.waiting]
     seen = [youngest, waiting, [p.n_cached for p in scheduler.waiting], scheduler.n_free]
     expect_equal(
-        seen, [[2, 1], [1, 2, 3], [0, 0, 0], 2], name="who was preempted, who waits, n_cached, n_free", read=BUDGET
+        seen, [[2, 1], [1, 2, 3], [0, 0, 0], 4], name="who was preempted, who waits, n_cached, n_free", read=BUDGET
     )
 
 
@@ -882,6 +942,18 @@ def collect(requests, events) -> list[list[int]]:
     return [found[request] for request in requests]
 
 
+def stepped(engine, n_steps: int) -> list[tuple[Request, int]]:
+    """The new tokens of some steps. A cache that is full although the scheduler counts free blocks is a wrong answer."""
+    events = []
+    for _ in range(n_steps):
+        try:
+            events += engine.step()
+        except OutOfBlocks:
+            text = "a step found too few free blocks in the cache, though the scheduler had counted them"
+            expect_true(False, text, answer=len(events), read="ex-serving-engine")
+    return events
+
+
 def test_Engine_takes_steps():
     case("prompts of 5 and 3 tokens, max_tokens=6: tokens of each step, and free blocks after it")
     model, requests = small_model(), [Request([1, 2, 3, 4, 5], 2), Request([9, 8, 7], 1)]
@@ -907,11 +979,23 @@ def test_Engine_gives_what_each_gets_alone(kind):
     engine = serving.Engine(model, serving.Scheduler(16, 10, 4))
     for request in requests:
         engine.submit(request)
-    events = []
-    for _ in range(300):
-        events += engine.step()
-    answer = collect(requests, events)
+    answer = collect(requests, stepped(engine, 300))
     expect_equal(answer, [alone(model, request) for request in requests], name="tokens", read="ex-serving-engine")
+
+
+def test_Engine_gives_twins_the_same_tokens():
+    case("2 sampled requests with the same prompt and seed, together; then once more, with another global seed")
+    model, runs = small_model(), []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        engine = serving.Engine(model, serving.Scheduler(8, 20, 4))
+        twins = [Request([3, 1, 4], 8, temperature=1.5, seed=7) for _ in range(2)]
+        for request in twins:
+            engine.submit(request)
+        runs.append(collect(twins, stepped(engine, 20)))
+    seen = [runs[0][0] == runs[0][1], runs[0] == runs[1]]
+    expect_equal(seen, [True, True], name="the twins agree, the second run agrees", read="ex-serving-engine")
+    expect_equal(runs[0][0], alone(model, twins[0]), name="tokens", read="ex-serving-engine")
 
 
 @pytest.mark.parametrize("n_blocks", [40, 8])
@@ -923,10 +1007,7 @@ def test_Engine_samples_with_each_requests_own_numbers(n_blocks):
     engine = serving.Engine(model, serving.Scheduler(10, n_blocks, 4))
     for request in requests:
         engine.submit(request)
-    events = []
-    for _ in range(400):
-        events += engine.step()
-    answer = collect(requests, events)
+    answer = collect(requests, stepped(engine, 400))
     expect_equal(answer, [alone(model, request) for request in requests], name="tokens", read="ex-serving-engine")
 
 
@@ -938,7 +1019,7 @@ def test_Engine_ends_at_eos():
     request = Request([3, 1, 4], 8, eos_id=expected[stop])
     engine = serving.Engine(model, serving.Scheduler(8, 8, 4))
     engine.submit(request)
-    tokens = [token for _ in range(10) for _, token in engine.step()]
+    tokens = [token for _, token in stepped(engine, 10)]
     expect_equal(tokens, expected[: stop + 1], name="tokens", read="ex-serving-engine")
     expect_equal(engine.cache.allocator.n_free, 8, name="free blocks", answer=tokens, read="ex-serving-engine")
 
@@ -1020,6 +1101,21 @@ def test_generate_many_refuses_and_cleans_up():
         list(serving.generate_many(model, [Request([99], 3)], scheduler))
 
 
+def test_generate_many_leaves_the_requests_of_others_alone():
+    case(
+        "two requests wait in the scheduler already, and one of these is among three: who is still there after the error"
+    )
+    model, scheduler = small_model(), serving.Scheduler(8, 16, 4)
+    theirs, ours = [Request([5], 3), Request([6], 3)], [Request([1, 2], 3), Request([3], 2)]
+    for request in theirs:
+        scheduler.submit(request)
+    with expect_raises(ValueError, read="the contract, under Yields"):
+        list(serving.generate_many(model, [ours[0], theirs[0], ours[1]], scheduler))
+    there = [scheduler.find(request) is not None for request in (*theirs, *ours)]
+    expect_equal(there, [True, True, False, False], name="the two of others, then two of this call's",
+                 read="the contract, under Yields")  # fmt: skip
+
+
 def transformers_tokens() -> Tensor:
     import os
 
@@ -1070,7 +1166,7 @@ def test_generate_many_equals_transformers():
 
 def distribution(target: Tensor, draft: Tensor, n: int, seed: int = 0) -> Counter:
     """How often each beginning of at most two tokens comes out of n steps."""
-    generator, counts = torch.Generator().manual_seed(seed), Counter()
+    generator, counts, target, draft = torch.Generator().manual_seed(seed), Counter(), target.clone(), draft.clone()
     for drafted in torch.multinomial(draft, n, replacement=True, generator=generator).T:
         counts[tuple(serving.speculative_step(target, draft, drafted, generator).tolist()[:2])] += 1
     return counts
@@ -1147,6 +1243,28 @@ def test_speculative_step_greedy(target, drafted, expected):
     expect_equal(answer.dtype, torch.int64, name="dtype", answer=answer, read="the contract, under Returns")
 
 
+def test_speculative_step_never_keeps_what_the_target_never_says(monkeypatch):
+    case("a draft with p = 0, and uniform numbers that are all 0, the smallest that torch.rand draws")
+    for name, zeros in (("rand", torch.zeros), ("rand_like", torch.zeros_like)):
+        monkeypatch.setattr(torch, name, lambda *args, _zeros=zeros, generator=None, **more: _zeros(*args, **more))
+    target, draft = torch.tensor([[0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]), torch.tensor([[0.5, 0.5, 0.0]])
+    answer = serving.speculative_step(target, draft, torch.tensor([0]), torch.Generator().manual_seed(0))
+    expect_equal(answer.tolist(), [2], name="tokens", read=KEEP)
+
+
+def test_speculative_step_without_a_generator():
+    case("20 calls without a generator, k=4 of 50 tokens, three times: with the global seeds 1, 1 and 2")
+    target, draft = (randn(n, 50, seed=n).softmax(-1) for n in (5, 4))
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        calls = [serving.speculative_step(target, draft, torch.tensor([3, 9, 20, 41])) for _ in range(20)]
+        runs.append([call.tolist() for call in calls])
+    seen = [runs[0] == runs[1], runs[0] == runs[2], all(call == runs[0][0] for call in runs[0])]
+    expect_equal(seen, [True, False, False], name="equal: seed 1 twice, seeds 1 and 2, all calls",
+                 read="the contract, under Args")  # fmt: skip
+
+
 def test_speculative_step_uses_the_generator():
     case("two calls with generators of one seed, k=4 of 50 tokens")
     target, draft = (randn(n, 50, seed=n).softmax(-1) for n in (5, 4))
@@ -1179,7 +1297,11 @@ def test_speculative_step_changes_nothing():
 )
 def test_expected_tokens(acceptance, n_drafted, expected):
     case(f"acceptance {acceptance}, {n_drafted} drafted tokens")
-    expect_close(serving.expected_tokens(acceptance, n_drafted), expected, read=MEAN)
+    try:
+        answer = serving.expected_tokens(acceptance, n_drafted)
+    except ValueError:
+        expect_true(False, "a probability is refused", answer=acceptance, read=RAISES)
+    expect_close(answer, expected, read=MEAN)
 
 
 def test_expected_tokens_near_one():

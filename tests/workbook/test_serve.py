@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -21,14 +22,16 @@ import torch
 from lib.bench.record import load
 from lib.given.data.corpora import language_reference
 from lib.given.models.gpt2 import GPT2Config
+from lib.given.models.llama import LlamaConfig
 from lib.given.models.serving import Request
 from lib.gpt2 import GPT2
-from lib.llama import generate
+from lib.llama import Llama, generate
 from lib.runs import serve
 from lib.runs.engine.options import UsageError
-from lib.runs.serving import models
+from lib.runs.serving import api, models
 from lib.runs.serving.api import Service
 from lib.runs.serving.metrics import Metrics
+from lib.runs.serving.prefix import PrefixEngine
 from lib.runs.serving.text import Answer, ByteTokenizer, FileTokenizer
 from lib.runs.serving.worker import Worker
 from lib.serving import Scheduler, generate_many
@@ -61,7 +64,7 @@ class Threaded:
     """A server in a thread of this process, over any engine."""
 
     def __init__(self, engine, tokenizer=None, queue=8, key=None, context_len=64):
-        metrics = Metrics(n_blocks=engine.cache.allocator.n_free)
+        metrics = Metrics(n_blocks=engine.scheduler.n_free)
         worker = Worker(engine, queue, metrics)
         tokenizer = tokenizer or ByteTokenizer()
         self.service = Service("fake", tokenizer, worker, metrics, vocab_size=256, context_len=context_len, key=key)
@@ -237,6 +240,10 @@ WRONG = {
     '{"model": "tiny", "prompt": "a", "max_tokens": 0}': ("max_tokens", "greater"),
     '{"model": "tiny", "prompt": "a", "max_tokens": "5"}': ("max_tokens", "got '5'"),
     '{"model": "tiny", "prompt": "a", "max_tokens": true}': ("max_tokens", "integer"),
+    '{"model": "tiny", "prompt": "a", "max_tokens": 2.0}': ("max_tokens", "integer"),
+    '{"model": "tiny", "prompt": "a", "max_tokens": 1%s}' % ("0" * 90): ("max_tokens", "0… new ones"),
+    '{"model": "tiny", "prompt": "%s"}' % ("a" * 1024): ("prompt", "prompt of 1024 tokens"),
+    '{"model": "tiny", "prompt": [%s"a"]}' % ('"a", ' * 80): ("prompt", "queue of 80"),
     '{"model": "tiny", "prompt": "a", "temperature": -1}': ("temperature", "got -1"),
     '{"model": "tiny", "prompt": "a", "temperature": NaN}': ("temperature", ""),
     '{"model": "tiny", "prompt": "a", "top_p": 0}': ("top_p", "greater"),
@@ -247,6 +254,11 @@ WRONG = {
     '{"model": "tiny", "prompt": "a", "logprobs": 1}': ("logprobs", "not supported"),
     '{"model": "tiny", "prompt": "a", "best_of": 3}': ("best_of", "not supported"),
     '{"model": "tiny", "prompt": "a", "max_token": 1}': ("max_token", "no such field"),
+    '{"model": "tiny", "prompt": "a", "suffix": "b"}': ("suffix", "not supported"),
+    '{"model": "tiny", "prompt": "a", "logit_bias": {"5": 1}}': ("logit_bias", "not supported"),
+    '{"model": "tiny", "prompt": "a", "seed": 1.5}': ("seed", "integer"),
+    '{"model": "tiny", "prompt": "a", "echo": "yes"}': ("echo", "boolean"),
+    '{"model": "tiny", "prompt": "a", "user": "%s", "n": 0}' % ("u" * 200): ("n", "greater"),
     '{"model": "tiny", "prompt": "a", "stream_options": {"include_usage": true}}': ("stream_options", "stream"),
 }
 
@@ -259,7 +271,47 @@ def test_what_is_wrong_with_a_request_is_one_error(server):
         assert set(error) == {"message", "type", "param", "code"}
         assert (error["type"], error["param"]) == ("invalid_request_error", param), body
         assert words in error["message"], error["message"]
+        assert len(error["message"]) < 300, error["message"]
     assert metric(server, "requests_running") == 0
+
+
+def test_a_temperature_next_to_0_is_0(server):
+    asked = {"model": "tiny", "prompt": "The for statement", "max_tokens": 8}
+    texts = [client(server).completions.create(**asked, temperature=t).choices[0].text for t in (0, 1e-300, 1e-45)]
+    assert texts == texts[:1] * 3
+
+
+def test_prompts_that_begin_alike_are_computed_once(server, tiny):
+    prompts = [language_reference()[:200].encode("ascii", "replace").decode() + end for end in ("a", "b")]
+    before = metric(server, "prefix_tokens_found_total")
+    for prompt in [*prompts, prompts[0]]:
+        asked = {"model": "tiny", "prompt": prompt, "max_tokens": 20, "temperature": 0}
+        assert client(server).completions.create(**asked).choices[0].text == alone(tiny, [prompt], 20)[0]
+    assert metric(server, "prefix_tokens_found_total") - before == 2 * 192
+
+
+def send(server, text, wait=True):
+    """The answer to raw bytes, or nothing if the client does not wait."""
+    host, port = server.root.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as made:
+        made.settimeout(LONG_S)
+        made.sendall(text)
+        return made.recv(100_000) if wait else b""
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+
+
+def test_a_body_that_never_ends_is_408_and_one_that_is_cut_off_is_no_fault(monkeypatch, capfd):
+    monkeypatch.setattr(api, "BODY_S", 0.5)
+    engine = Fake()
+    with running(Threaded(engine)) as server:
+        assert b"408" in send(server, HEAD + b"{").splitlines()[0]
+        send(server, HEAD + b"{", wait=False)
+        while server.service.n_open:
+            pass
+        assert 'responses_total{status="408"} 1' in httpx.get(f"{server.root}/metrics").text
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_what_is_not_there_is_404(server):
@@ -271,6 +323,8 @@ def test_what_is_not_there_is_404(server):
     with pytest.raises(openai.NotFoundError):
         client(server).chat.completions.create(model="tiny", messages=[])
     assert httpx.get(f"{server.root}/v1/completions").status_code == 405
+    slash = httpx.post(f"{server.root}/v1/completions/", json={"model": "tiny", "prompt": "a"})
+    assert (slash.status_code, slash.json()["error"]["type"]) == (404, "invalid_request_error")
     assert post(server, b"x" * (17 * 2**20)).status_code == 413
 
 
@@ -306,8 +360,7 @@ class Fake:
 
     def __init__(self, tokens=b"abcdefgh" * 100, fails_at=None):
         self.tokens, self.fails_at, self.gate, self.n_steps = tokens, fails_at, threading.Event(), 0
-        self.scheduler = SimpleNamespace(waiting=[], running={})
-        self.cache = SimpleNamespace(allocator=SimpleNamespace(n_free=8))
+        self.scheduler = SimpleNamespace(waiting=[], running={}, n_free=8)
 
     @property
     def is_busy(self):
@@ -385,6 +438,54 @@ def test_an_engine_that_fails_ends_its_requests_and_the_server(streams, capfd):
         server.thread.join(LONG_S)
         assert server.status == 1
     assert "error: the engine failed: ArithmeticError: no more numbers" in capfd.readouterr().err
+
+
+def users_of(engine):
+    """How many users each block should have: the sequences that list it, and the tree."""
+    users, open_ = [0] * engine.cache.n_blocks, list(engine.tree.root.children.values())
+    for table in engine.cache.tables.values():
+        for block in table:
+            users[block] += 1
+    while open_:
+        node = open_.pop()
+        users[node.block] += 1
+        open_ += node.children.values()
+    return users
+
+
+@pytest.mark.parametrize(("n_blocks", "max_tokens"), [(60, 64), (11, 16), (9, 5)])
+def test_shared_blocks_change_no_token_and_none_is_lost(n_blocks, max_tokens):
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=64, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, context_len=64)
+    model, rng, found = Llama(config).double().eval(), random.Random(n_blocks), []
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 3 if parameter.dim() > 1 else 1  # so that the next token is no near tie
+    engine = PrefixEngine(model, Scheduler(max_tokens, n_blocks, 4), found.append)
+    begins = [[rng.randrange(64) for _ in range(16)] for _ in range(3)]
+    requests = [
+        Request(rng.choice(begins)[: rng.randint(1, 16)] + [rng.randrange(3)] * rng.randint(0, 4), rng.randint(1, 12),
+                temperature=0.8 * (i % 2), seed=i)
+        for i in range(40)
+    ]  # fmt: skip
+    tokens, waiting, cancelled = {request: [] for request in requests}, list(requests), set()
+    while waiting or engine.is_busy:
+        if waiting and rng.random() < 0.5:
+            engine.submit(waiting.pop(0))
+        if rng.random() < 0.05:
+            request = rng.choice(requests)
+            cancelled |= {request} if engine.cancel(request) else set()
+        for request, token in engine.step():
+            tokens[request].append(token)
+        assert engine.cache.allocator.n_users == users_of(engine)
+    for request in requests:
+        own = [token for _, token in generate_many(model, [request], Scheduler(64, 60, 4))]
+        assert tokens[request] == (own[: len(tokens[request])] if request in cancelled else own)
+    assert sum(found) > 0
+    assert engine.acquired == engine.sequences == engine.cache.tables == {}
+    for block in engine.tree.evict(n_blocks):
+        engine.cache.allocator.free(block)
+    assert engine.cache.allocator.n_free == n_blocks
 
 
 def reciting(text: str) -> GPT2:

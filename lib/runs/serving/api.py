@@ -14,14 +14,17 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from lib.given.models.serving import Request as Prompt
 from lib.runs.serving.metrics import Metrics
-from lib.runs.serving.schema import ApiError, Asked, parse
+from lib.runs.serving.schema import ApiError, Asked, parse, shown
 from lib.runs.serving.text import Answer, Tokenizer
 from lib.runs.serving.worker import EngineFailed, Job, Piece, QueueFull, Worker
 
 MAX_BODY_BYTES, DEFAULT_MAX_TOKENS, RETRY_AFTER_S, CLIENT_LEFT = 16 * 2**20, 16, 1, 499
+BODY_S = 30.0  # from a request's head to the end of its body
+COLDEST = 1e-5  # below this temperature the likeliest token is chosen: logits divided by less might overflow
 T = TypeVar("T")
 
 
@@ -74,10 +77,12 @@ class Service:
             room = self.context_len - len(tokens)
             n_new = asked.max_tokens or max(1, min(DEFAULT_MAX_TOKENS, room))
             if n_new > room:
-                text = f"max_tokens: a prompt of {len(tokens)} tokens and {n_new} new ones do not fit into the context of {self.context_len}"
-                raise ApiError(400, text, param="max_tokens", code="context_length_exceeded")
+                name = "max_tokens" if room > 0 else "prompt"
+                text = f"{name}: a prompt of {len(tokens)} tokens and {shown(n_new)} new ones do not fit into the context of {self.context_len}"
+                raise ApiError(400, text, param=name, code="context_length_exceeded")
             for i in range(asked.n or 1):
                 temperature = 1.0 if asked.temperature is None else asked.temperature
+                temperature = temperature if temperature >= COLDEST else 0.0
                 seed = None if asked.seed is None else (asked.seed + i) % 2**63
                 requests.append(Prompt(tokens, n_new, temperature, seed, top_k=asked.top_k, top_p=asked.top_p))
                 echoes.append(self._text(prompt) if asked.echo else "")
@@ -89,7 +94,7 @@ class Service:
             raise ApiError(400, "prompt: expected at least one token, got none", param="prompt")
         strange = next((token for token in tokens if not 0 <= token < self.vocab_size), None)
         if strange is not None:
-            text = f"prompt: token {strange} is not in the vocabulary of {self.vocab_size}"
+            text = f"prompt: token {shown(strange)} is not in the vocabulary of {self.vocab_size}"
             raise ApiError(400, text, param="prompt")
 
     def _text(self, prompt: str | list[int]) -> str:
@@ -108,7 +113,10 @@ def make_app(service: Service) -> FastAPI:
         yield
         service.worker.stop()
 
-    app = FastAPI(title="The Scaling Workbook", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="The Scaling Workbook", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None,
+        redirect_slashes=False,
+    )  # fmt: skip
     app.state.service = service
     app.add_middleware(Door, service=service)
     app.add_exception_handler(ApiError, _as_json)
@@ -155,17 +163,23 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
 async def _read_body(http: Request) -> bytes:
     body = bytearray()
-    async for part in http.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES:,} bytes", code="too_large")
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in http.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES:,} bytes", code="too_large")
+    except TimeoutError:
+        raise ApiError(408, f"the body was not complete after {BODY_S:g} s", code="too_slow") from None
+    except ClientDisconnect:
+        raise ApiError(CLIENT_LEFT, "the client left before the body was complete") from None
     return bytes(body)
 
 
 async def _complete(http: Request, service: Service, asked: Asked) -> Response:
     job, echoes = await run_in_threadpool(service.prepare, asked)
     try:
-        await _submit(service.worker, job)
+        await _submit(service.worker, job, asked.n or 1)
         first = await _unless_gone(http, job.next())
         if asked.stream:
             writer = Writer(service.name, asked)
@@ -181,10 +195,11 @@ async def _complete(http: Request, service: Service, asked: Asked) -> Response:
         raise
 
 
-async def _submit(worker: Worker, job: Job) -> None:
+async def _submit(worker: Worker, job: Job, n_choices: int) -> None:
     if len(job.requests) > worker.max_waiting:
-        text = f"n: {len(job.requests)} answers are more than the queue of {worker.max_waiting} holds"
-        raise ApiError(400, text, param="n")
+        name = "n" if n_choices > 1 else "prompt"
+        text = f"{name}: {len(job.requests)} answers are more than the queue of {worker.max_waiting} holds"
+        raise ApiError(400, text, param=name)
     try:
         await worker.submit(job)
     except QueueFull as error:

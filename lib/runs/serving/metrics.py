@@ -17,9 +17,14 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.running = self._gauge("requests_running", "Requests that hold blocks of the cache")
         self.waiting = self._gauge("requests_waiting", "Requests that wait for blocks")
-        self.blocks_free = self._gauge("blocks_free", "Blocks of the cache that nobody uses")
+        self.blocks_free = self._gauge(
+            "blocks_free", "Blocks of the cache that no request holds; the prefix tree may remember them"
+        )
         self._gauge("blocks", "Blocks of the cache").set(n_blocks)
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of accepted prompts")
+        self.found_tokens = self._counter(
+            "prefix_tokens_found", "Tokens whose keys and values the prefix tree had, instead of computed"
+        )
         self.generated_tokens = self._counter("generated_tokens", "Tokens generated")
         self.responses = self._counter(
             "responses", "Answered requests for completions, by status; 499: the client left", "status"

@@ -96,6 +96,15 @@ def _is_tokens(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
 
 
+def shown(value: Any) -> str:
+    """A client's value for a message, which repeats no more than its beginning."""
+    return shorter(repr(value))
+
+
+def shorter(text: str, longest: int = 80) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
 def parse(body: bytes) -> Asked:
     """Read the body of a request.
 
@@ -110,9 +119,11 @@ def parse(body: bytes) -> Asked:
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
             message = "there is no such field"
-        shown = "" if name is None or first["type"] == "missing" else f", got {repr(first['input'])[:80]}"
-        text = f"{name}: {message}{shown}" if name else f"the body is no valid request: {message}"
-        raise ApiError(400, text, param=name, code=None if name else "invalid_json") from None
+        given = "" if first["type"] == "missing" else f", got {shown(first['input'])}"
+        text = f"{shorter(name)}: {message}{given}" if name else f"the body is no valid request: {message}"
+        raise ApiError(
+            400, text, param=shorter(name) if name else None, code=None if name else "invalid_json"
+        ) from None
     if asked.best_of not in (None, asked.n or 1):
         raise ApiError(
             400, f"best_of: {asked.best_of} is not n = {asked.n or 1}; not supported by this server", param="best_of"

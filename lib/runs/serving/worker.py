@@ -18,12 +18,10 @@ class Engine(Protocol):
     """What the thread needs of chapter 21's ``Engine``.
 
     Attributes:
-        scheduler: Has ``waiting`` and ``running``.
-        cache: Has ``allocator.n_free``.
+        scheduler: Has ``waiting``, ``running`` and ``n_free``.
     """
 
     scheduler: Any
-    cache: Any
 
     @property
     def is_busy(self) -> bool: ...
@@ -243,7 +241,7 @@ class Worker:
         scheduler = self.engine.scheduler
         self.metrics.waiting.set(len(scheduler.waiting))
         self.metrics.running.set(len(scheduler.running))
-        self.metrics.blocks_free.set(self.engine.cache.allocator.n_free)
+        self.metrics.blocks_free.set(scheduler.n_free)
 
 
 def _settle(accepted: asyncio.Future, error: Exception | None) -> None:

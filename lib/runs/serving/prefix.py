@@ -1,0 +1,68 @@
+"""Chapter 21's engine with its prefix tree: prompts that begin alike share blocks, and their beginnings are computed once."""
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor, nn
+
+from lib.given.models.serving import Chunk, Progress
+from lib.serving import Engine, PrefixTree, Scheduler
+
+
+class PrefixEngine(Engine):
+    """An engine whose new requests begin with the blocks of earlier ones, as far as these hold the same tokens.
+
+    The tree is one more user of each block that it remembers. The scheduler does not know it: it counts a request's blocks as if none were shared. So
+    the blocks of running requests always fit into the pool, and when one is missing, the tree holds one that nobody else uses.
+
+    Args:
+        model, scheduler: As for ``Engine``.
+        on_found: Called with the number of tokens that a request found in the tree.
+    """
+
+    def __init__(self, model: nn.Module, scheduler: Scheduler, on_found: Callable[[int], None] = lambda n: None):
+        super().__init__(model, scheduler)
+        self.tree, self.on_found = PrefixTree(scheduler.block_size), on_found
+        self.acquired: dict[Progress, list[int]] = {}
+
+    def run(self, chunks: list[Chunk]) -> Iterator[Tensor]:
+        """Pass chunks through the model, without those tokens of a new request's first chunk that the tree knows."""
+        found = {progress: self._begin(progress, n) for progress, n in chunks if progress not in self.sequences}
+        for progress, n_found in found.items():
+            progress.n_cached = n_found
+        logits = super().run([Chunk(progress, n - found.get(progress, 0)) for progress, n in chunks])
+        for progress in found:
+            progress.n_cached = 0  # the scheduler adds the whole chunk
+        for progress, n in chunks:
+            if n > 1:
+                self._remember(progress)
+        return logits
+
+    def release(self) -> None:
+        """Free the blocks of requests that no longer run, after the tree has become a user of the full ones."""
+        for progress in [progress for progress in self.sequences if progress not in self.scheduler.running]:
+            self._remember(progress)
+            self.tree.release(self.acquired.pop(progress))
+        super().release()
+
+    def _begin(self, progress: Progress, n_tokens: int) -> int:
+        """Make the sequence of a request; returns how many of its first tokens are known. The chunk's last one is computed in any case, for its logits."""
+        self.acquired[progress] = progress.tokens[: n_tokens - 1]
+        blocks = self.tree.acquire(self.acquired[progress])
+        self.sequences[progress] = self.cache.new(blocks)
+        n_found = len(blocks) * self.cache.block_size
+        self.on_found(n_found)
+        return n_found
+
+    def _remember(self, progress: Progress) -> None:
+        sequence, size = self.sequences[progress], self.cache.block_size
+        n_whole = self.cache.length_of(sequence) // size
+        for block in self.tree.insert(progress.tokens[: n_whole * size], self.cache.tables[sequence][:n_whole]):
+            self.cache.allocator.share(block)
+
+    def _extend(self, sequence: int, n_tokens: int) -> Tensor:
+        pool, end = self.cache.allocator, self.cache.length_of(sequence) + n_tokens
+        n_needed = self.scheduler.blocks_for(end) - len(self.cache.tables[sequence])
+        while n_needed > pool.n_free and (evicted := self.tree.evict(n_needed - pool.n_free)):
+            for block in evicted:
+                pool.free(block)
+        return super()._extend(sequence, n_tokens)
