@@ -37,7 +37,7 @@ class MistakeItem(pytest.Item):
         others = comparable(self.tests, test)
         known = mistakes_of(self.mistake.module, self.mistake.name)
         try_answer = lambda check: self.trials.of_mistake(self.mistake, check)
-        said = diagnosis.looks_like(test, outcome, others, known, try_answer, self.trials.of_mistake)
+        said = diagnosis.looks_like(test, outcome, others, known, try_answer, self.trials.of_mistake, confirmed_by=0)
         if said != self.mistake.sentence:
             alike = [m.sentence for m in known if self.trials.of_mistake(m, test).is_like(outcome)]
             raise AssertionError(
@@ -87,6 +87,17 @@ def _likely_first(tests: list, catcher: str | None) -> list:
         return test.name != catcher, "ranks" in test.fixturenames, takes_long is not None
 
     return sorted(tests, key=place)
+
+
+def scheduler(config, log):
+    """pytest-xdist's scheduler that gives all mistakes of an exercise to one process: its `Trials` then run each check once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByExercise(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid.partition("[")[0]
+
+    return ByExercise(config, log)
 
 
 def remember(config, reports: list) -> None:
