@@ -35,7 +35,7 @@ class MistakeItem(pytest.Item):
         if not diagnosis.is_diagnosable(outcome) or test.get_closest_marker("memory_limit"):
             return
         others = comparable(self.tests, test)
-        known = mistakes_of(self.mistake.module, self.mistake.name)
+        known = [m for m in mistakes_of(self.mistake.module, self.mistake.name) if self._gets_as_far(m, test, others)]
         try_answer = lambda check: self.trials.of_mistake(self.mistake, check)
         said = diagnosis.looks_like(test, outcome, others, known, try_answer, self.trials.of_mistake, confirmed_by=0)
         if said != self.mistake.sentence:
@@ -46,6 +46,14 @@ class MistakeItem(pytest.Item):
                 f"  case      {outcome.case}\n  failure   {outcome.error!r}"[:1500]
                 + f"\n  alike     {alike}"
             )
+
+    def _gets_as_far(self, other: Mistake, failing, others: list) -> bool:
+        """Whether another mistake passes what this one passed before it failed; if not, the diagnosis would drop it.
+
+        Its own item runs these checks, too, so that asking here costs nothing, and it need not run ``failing``.
+        """
+        earlier = [check for check in self.tests[: self.tests.index(failing)] if check in others]
+        return all(self.trials.of_mistake(other, check).passed for check in earlier)
 
     def repr_failure(self, excinfo, style=None):
         return str(excinfo.value)
