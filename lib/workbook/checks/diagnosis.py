@@ -90,6 +90,7 @@ def looks_like(
     mistakes: list[Mistake],
     try_answer: Callable[[object], Outcome],
     try_mistake: Callable[[Mistake, object], Outcome],
+    confirmed_by: int = CONFIRMED_BY,
 ) -> str:
     """The sentence of the mistake that the answer makes; empty if no mistake is certain.
 
@@ -100,11 +101,13 @@ def looks_like(
         mistakes: The known mistakes of the exercise.
         try_answer: Runs a check on the answer.
         try_mistake: Runs a check on a mistake.
+        confirmed_by: How many checks to try although a single sentence remains. None are needed if the answer is itself one of
+            ``mistakes``: it agrees with itself on every check.
     """
     candidates = [m for m in mistakes if try_mistake(m, failing).is_like(first)]
     unlike: set[str] = set()
     for n_tried, check in enumerate(others if candidates else []):
-        if n_tried >= CONFIRMED_BY and len({m.sentence for m in candidates}) == 1:
+        if n_tried >= confirmed_by and len({m.sentence for m in candidates}) == 1:
             break
         answer = try_answer(check)
         outcomes = {m.key: try_mistake(m, check) for m in candidates}

@@ -35,9 +35,9 @@ class MistakeItem(pytest.Item):
         if not diagnosis.is_diagnosable(outcome) or test.get_closest_marker("memory_limit"):
             return
         others = comparable(self.tests, test)
-        known = mistakes_of(self.mistake.module, self.mistake.name)
+        known = [m for m in mistakes_of(self.mistake.module, self.mistake.name) if self._gets_as_far(m, test, others)]
         try_answer = lambda check: self.trials.of_mistake(self.mistake, check)
-        said = diagnosis.looks_like(test, outcome, others, known, try_answer, self.trials.of_mistake)
+        said = diagnosis.looks_like(test, outcome, others, known, try_answer, self.trials.of_mistake, confirmed_by=0)
         if said != self.mistake.sentence:
             alike = [m.sentence for m in known if self.trials.of_mistake(m, test).is_like(outcome)]
             raise AssertionError(
@@ -46,6 +46,14 @@ class MistakeItem(pytest.Item):
                 f"  case      {outcome.case}\n  failure   {outcome.error!r}"[:1500]
                 + f"\n  alike     {alike}"
             )
+
+    def _gets_as_far(self, other: Mistake, failing, others: list) -> bool:
+        """Whether another mistake passes what this one passed before it failed; if not, the diagnosis would drop it.
+
+        Its own item runs these checks, too, so that asking here costs nothing, and it need not run ``failing``.
+        """
+        earlier = [check for check in self.tests[: self.tests.index(failing)] if check in others]
+        return all(self.trials.of_mistake(other, check).passed for check in earlier)
 
     def repr_failure(self, excinfo, style=None):
         return str(excinfo.value)
@@ -87,6 +95,17 @@ def _likely_first(tests: list, catcher: str | None) -> list:
         return test.name != catcher, "ranks" in test.fixturenames, takes_long is not None
 
     return sorted(tests, key=place)
+
+
+def scheduler(config, log):
+    """pytest-xdist's scheduler that gives all mistakes of an exercise to one process: its `Trials` then run each check once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByExercise(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid.partition("[")[0]
+
+    return ByExercise(config, log)
 
 
 def remember(config, reports: list) -> None:

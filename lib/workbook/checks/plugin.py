@@ -187,6 +187,11 @@ class Checks:
                 by_exercise.setdefault(item.stash[EXERCISE], []).append(item)  # type: ignore[arg-type]  # none is beside
             items[:] = mistakes.items(by_exercise, config, self.runner.outcome_of)
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config, log):
+        """Of several processes, one takes all mistakes of an exercise, unless ``--dist`` asks for something else."""
+        return mistakes.scheduler(config, log) if self.option.mistakes and self.option.dist == "load" else None
+
     def pytest_report_collectionfinish(self):
         if self.n_maintainers and not (self.option.mistakes or self.option.keyword or self.option.exercise):
             return (
