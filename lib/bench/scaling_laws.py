@@ -1,9 +1,9 @@
 """The run that ends the book: sweep small GPT-2s, fit a law, predict GPT-2 124M, then train it and compare.
 
 python -m lib.runs.corpus my_corpus
-python -m lib.bench.scaling_laws sweep predict run --data my_corpus
+python -m lib.bench.scaling_laws look sweep predict run --data my_corpus
 
-``sweep`` trains six sizes, each to four lengths, on all GPUs there are. ``predict`` fits chapter 22's law to them, and records which loss
+``look`` says how long the documents are. ``sweep`` trains six sizes, each to four lengths, on all GPUs there are. ``predict`` fits chapter 22's law to them, and records which loss
 GPT-2 124M will have before that model is trained. ``run`` trains it with ``lib.runs.train_gpt2``, in two legs of which the second
 resumes the first, and Transformers' GPT-2 with PyTorch's own optimizer for the same seconds, on a second GPU beside it or afterwards.
 Everything is recorded in ``chapters/measurements/scaling_laws.json``. ``--tiny`` tries the program on a CPU.
@@ -256,6 +256,29 @@ def summarize(lines: list[dict[str, Any]], o: argparse.Namespace) -> dict[str, A
     }  # fmt: skip
 
 
+# ---- a look at the data ----------------------------------------------------------------------------------------------
+
+
+def look(o: argparse.Namespace) -> dict[str, Any]:
+    """How long the documents are, and how the longest that is held out reads: what should have been looked at first."""
+    from lib.runs.corpus import END, make_tokenizer, read_facts, read_merges
+
+    tokenizer, n = make_tokenizer(read_merges(Path(o.data))), read_facts(Path(o.data))["held_out_tokens"]
+    ids = np.fromfile(Path(o.data, "tokens.bin"), dtype=np.uint16)
+    found: dict[str, Any] = {}
+    for name, part in {"trained on": ids[:-n], "held out": ids[-n:]}.items():
+        ends = np.flatnonzero(part == tokenizer.ids[END.encode()])
+        sizes = np.diff(np.concatenate([[-1], ends]))
+        longest = int(sizes.argmax())
+        begin = int(ends[longest] - sizes[longest] + 1)
+        found[name] = {
+            "documents": len(sizes), "longest_tokens": int(sizes[longest]), "share_of_longest": float(sizes[longest] / len(part)),
+            "share_of_those_over_50000": float(sizes[sizes > 50_000].sum() / len(part)),
+            "from_the_longest": tokenizer.decode(part[begin + sizes[longest] // 2 :][:90].tolist()),
+        }  # fmt: skip
+    return found
+
+
 # ---- the rival -------------------------------------------------------------------------------------------------------
 
 
@@ -336,7 +359,7 @@ def rival(o: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=("sweep", "predict", "run", "size", "rival"))
+    parser.add_argument("parts", nargs="+", choices=("look", "sweep", "predict", "run", "size", "rival"))
     parser.add_argument("--data", required=True, help="a folder that lib.runs.corpus wrote")
     parser.add_argument("--steps", type=int, default=3300, help="of GPT-2 124M")
     parser.add_argument(
@@ -354,15 +377,22 @@ def main(arguments: list[str] | None = None) -> None:
         (o.folder / f"{o.parts[0]}.json").write_text(json.dumps(done))
         return
     try:
-        found = load("scaling_laws", o.folder)["results"]
+        before = load("scaling_laws", o.folder)
+        found = before["results"]
     except FileNotFoundError:
-        found = {}
+        before, found = None, {}
     from lib.runs.corpus import read_facts
 
     found |= {"tiny": o.tiny, "corpus": read_facts(Path(o.data))}
     for part in o.parts:
-        found[part] = sweep(o) if part == "sweep" else {"predict": predict, "run": run}[part](o, found)
-        record("scaling_laws", found, o.folder)
+        found[part] = (
+            {"look": look, "sweep": sweep}[part](o)
+            if part in ("look", "sweep")
+            else {"predict": predict, "run": run}[part](o, found)
+        )
+        record(
+            "scaling_laws", found, o.folder, before if part == "look" else None
+        )  # a look is no measurement of a machine
         shown = {k: v for k, v in found[part].items() if k not in ("points", "ours")}
         print(part, json.dumps(shown)[:2000], flush=True)
     if "run" in o.parts:

@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, cast
 
+import matplotlib.pyplot as plt
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from lib.given.data.corpora import language_reference, standard_library_docstrings
 from lib.given.models.gpt2 import GPT2Config
+from lib.given.show.plots import COLOURS, GREY
 from lib.gpt2 import GPT2, count_parameters
 from lib.scaling_laws import mup_multipliers, wsd_schedule
 
@@ -212,3 +215,42 @@ def transfer(
         (kind, width, lr): train(width, (n_steps,), lr, kinds[kind], BATCH // 2).ends[0][1]
         for kind, width, lr in cases[rank::world_size]
     }
+
+
+def draw_run(recorded: dict[str, Any], law: Callable[[Any, Any], Any]) -> Figure:
+    """The run that ends the book: its loss over the tokens, what was predicted, and where Transformers ended.
+
+    Args:
+        recorded: ``load("scaling_laws")``.
+        law: The loss for weights and tokens, fitted to the sweep.
+    """
+    found = recorded["results"]
+    plan, ours, theirs = found["predict"], found["run"]["ours"], found["run"]["transformers"]
+    a_step = plan["tokens"] / plan["steps"] / 1e6
+    fig, ax = plt.subplots(figsize=(6.6, 3.8))
+    losses = ours["losses_every_20"]
+    ax.plot([a_step * (20 * i + 10) for i in range(len(losses))], losses, color=GREY, lw=1, label="training loss")
+    largest = max(point["n_weights"] for point in found["sweep"]["points"])
+    for point in found["sweep"]["points"]:
+        if point["n_weights"] == largest:
+            ax.plot(point["tokens"] / 1e6, point["held_out_loss"], "o", color=COLOURS[2])
+    ax.plot([], [], "o", color=COLOURS[2], label="largest model of the sweep")
+    tokens = [5e6 * 1.1**i for i in range(33)]
+    tokens = [t for t in tokens if t < plan["tokens"]] + [plan["tokens"]]
+    ax.plot([t / 1e6 for t in tokens], [law(plan["n_weights"], t) for t in tokens], "--", color=COLOURS[1])
+    low, high = plan["intervals_90"]["held_out_loss"]
+    at, value = plan["tokens"] / 1e6, plan["held_out_loss"]
+    ax.errorbar(at, value, [[value - low], [high - value]], fmt="s", color=COLOURS[1], capsize=4, label="predicted")
+    ends = ours["held_out"]
+    ax.plot(
+        [a_step * (e["step"] + 1) for e in ends],
+        [e["held_out_loss"] for e in ends],
+        "*",
+        ms=11,
+        color=COLOURS[0],
+        label="held out",
+    )
+    ax.plot(theirs["tokens"] / 1e6, theirs["held_out_loss"], "D", color=COLOURS[3], label="Transformers, as long")
+    ax.set(xlabel="million tokens", ylabel="loss (nats a token)", ylim=(1.5, 6.5), xlim=(0, 1.05 * at))
+    ax.legend(fontsize=8)
+    return fig
