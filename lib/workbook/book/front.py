@@ -35,6 +35,29 @@ def numbers() -> Numbers:
     return Numbers([_exercises(), _speed(), _memory(), _race()])
 
 
+def ending() -> Numbers:
+    """The run that ends the book, in three numbers."""
+    measured = load("scaling_laws")
+    run, plan = measured["results"]["run"]["ours"], measured["results"]["predict"]
+    loss = run["held_out"][-1]["held_out_loss"]
+    return Numbers(
+        [
+            (
+                f"{plan['tokens'] / 1e6:.0f} million tokens",
+                f"GPT-2 124M, in {run['legs']} legs, {run['tokens_per_s']:,.0f} tokens per second ({_short(measured)})",
+            ),
+            (
+                f"{run['dollars']:.2f} dollars",
+                f"for {run['wall_s'] / 60:.1f} minutes of one GPU and {run['kwh']:.3f} kWh",
+            ),
+            (
+                f"{loss:.2f} instead of {plan['held_out_loss']:.2f}",
+                "nats for each held-out token, and what was predicted before the run began",
+            ),
+        ]
+    )
+
+
 def _exercises() -> tuple[str, str]:
     n_chapters = len(chapters())
     return (
