@@ -370,6 +370,7 @@ def write(folder: Path, documents: list[Document], found: list[Source], share: f
     parts = [[d for d in documents if is_held_out(d.place, share) == held] for held in (False, True)]
     if not all(parts):
         raise ValueError(f"{len(documents)} documents: expected some to train on and some, {share:.1%}, to hold out")
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "corpus.json").unlink(missing_ok=True)  # until all is written again, the folder is no corpus
     merges = learn_merges(parts[0], sample, vocab)
     text = json.dumps([[left.decode("latin-1"), right.decode("latin-1")] for left, right in merges])
@@ -386,9 +387,9 @@ def write(folder: Path, documents: list[Document], found: list[Source], share: f
         "sha256": hashlib.sha256((folder / "tokens.bin").read_bytes()).hexdigest(),
         "sources": [asdict(source) for source in found],
     }  # fmt: skip
-    part = folder / "corpus.json.part"
-    part.write_text(json.dumps(facts, indent=1))
-    part.replace(folder / "corpus.json")
+    unfinished = folder / "corpus.json.part"
+    unfinished.write_text(json.dumps(facts, indent=1))
+    unfinished.replace(folder / "corpus.json")
     print(
         f"{folder}: {counts[0]:,} tokens to train on and {counts[1]:,} held out, of {facts['characters'] / 1e6:.0f} million characters"
     )
