@@ -74,13 +74,11 @@ def train_size(o: argparse.Namespace, dim: int, n_layers: int) -> list[dict[str,
     """One run at a constant rate, from which a decay branches off for each length; returns a point for each."""
     from lib.runs.engine.look import evaluate
     from lib.runs.engine.loop import prepare
-    from lib.runs.engine.options import DECAYED
+    from lib.runs.engine.options import DECAYED, parse
     from lib.runs.engine.tasks import GPT2Task
     from lib.runs.train_gpt2 import make_gpt2_parser
 
     ends = TINY_STEPS if o.tiny else STEPS
-    from lib.runs.engine.options import parse
-
     run = prepare(parse(make_gpt2_parser(), flags(o, dim, n_layers, ends[-1])), GPT2Task)
     if run.options.graph:
         run.record_graph()
@@ -295,10 +293,10 @@ def rival(o: argparse.Namespace) -> dict[str, Any]:
     """
     import transformers
 
-    from lib.runs.corpus import held_out_share
+    from lib.runs.corpus import held_out_share, read_tokens
 
     device = torch.device("cpu" if o.tiny else "cuda")
-    tokens = torch.from_numpy(np.fromfile(Path(o.data, "tokens.bin"), dtype=np.uint16)).int().to(device)
+    tokens = torch.from_numpy(read_tokens(Path(o.data))).int().to(device)
     batch, length = (4, 64) if o.tiny else (BATCH, LENGTH)
     n = (len(tokens) - 1) // length
     n_train = n - max(1, int((held_out_share(o.data) or 0.1) * n) // batch) * batch

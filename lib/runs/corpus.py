@@ -13,13 +13,16 @@ import argparse
 import gzip
 import hashlib
 import json
+import lzma
 import os
 import re
+import struct
 import subprocess
 import sys
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -39,6 +42,8 @@ PACKAGES = (
 PLAIN = {"", ".txt", ".md", ".rst", ".dat", ".pod", ".texi", ".tex", ".dict", ".1", ".2", ".3", ".4", ".5", ".6", ".7", ".8", ".9"}  # fmt: skip
 CODE = {".c", ".h", ".py", ".go", ".java", ".el", ".pl", ".pm", ".rs", ".js", ".sh", ".s", ".S", ".hs", ".erl"}
 MARKED_UP = {".html", ".htm", ".page", ".xhp"}
+BROKEN = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, OSError, EOFError, ValueError, RuntimeError)  # fmt: skip
+"""What reading a damaged archive raises; RuntimeError: a zip with a password. Some are broken on purpose, for tests."""
 ARCHIVES = (".tar", ".tar.gz", ".tar.xz", ".tar.bz2", ".tgz")
 END = "<|endoftext|>"
 VOCAB_SIZE = 50_257  # GPT-2's: 256 bytes, 50,000 merges and the end of a document
@@ -78,15 +83,20 @@ def unpacked(package: str, folder: Path) -> Source:
     """Download a Debian package and unpack it into the folder, without installing it.
 
     Raises:
-        RuntimeError: apt does not know the package or cannot reach its archive; the message is apt's own.
+        RuntimeError: There is no apt, or it does not know the package or cannot reach its archive; the message is apt's own.
     """
     for command in (["apt-get", "download", "-qq", package], ["dpkg-deb", "-x", "{deb}", "tree"]):
         debs = sorted(folder.glob("*.deb"))
-        done = subprocess.run(
-            [word.format(deb=debs[0] if debs else "") for word in command], cwd=folder, capture_output=True, text=True
-        )
+        words = [word.format(deb=debs[0] if debs else "") for word in command]
+        try:
+            done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+        except FileNotFoundError:
+            raise RuntimeError(
+                f"--packages {package}: there is no {command[0]} here; expected Debian or Ubuntu, or --dataset"
+            ) from None
         if done.returncode:
-            raise RuntimeError(f"{package}: {' '.join(command[:2])} failed: {done.stderr.strip()}")
+            why = " ".join(re.findall(r"^E: (.*)", done.stderr, re.MULTILINE)) or " ".join(done.stderr.split())
+            raise RuntimeError(f"--packages {package}: {' '.join(command[:2])} failed: {why}")
     version = sorted(folder.glob("*.deb"))[0].name.split("_")[1].replace("%3a", ":")
     copyright_ = folder / "tree/usr/share/doc" / package / "copyright"
     text = copyright_.read_text(errors="replace") if copyright_.exists() else ""
@@ -105,12 +115,16 @@ def files(tree: Path) -> Iterator[tuple[str, bytes]]:
         if path.name.endswith(ARCHIVES) or path.suffix == ".zip":
             yield from ((f"{place}/{name}", data) for name, data in _inside(path))
         elif is_text(place):
-            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-                yield place, file.read(LARGEST)
+            try:
+                with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+                    data = file.read(LARGEST)
+            except BROKEN:
+                continue
+            yield place, data
 
 
 def _inside(path: Path) -> Iterator[tuple[str, bytes]]:
-    """The files of text in an archive, as far as it can be read: some are broken on purpose, for tests."""
+    """The files of text in an archive, as far as it can be read."""
     try:
         if path.suffix == ".zip":
             with zipfile.ZipFile(path) as archive:
@@ -121,7 +135,7 @@ def _inside(path: Path) -> Iterator[tuple[str, bytes]]:
                 for member in tar:
                     if member.isfile() and is_text(member.name) and (file := tar.extractfile(member)):
                         yield member.name, file.read(LARGEST)
-    except (tarfile.TarError, zipfile.BadZipFile, RuntimeError, EOFError):  # RuntimeError: a zip with a password
+    except BROKEN:
         return
 
 
@@ -178,7 +192,10 @@ def clean(place: str, data: bytes) -> Document | None:
     kind = suffix(place)
     if kind in MARKED_UP:
         page = _Words()
-        page.feed(text)
+        try:
+            page.feed(text)
+        except AssertionError:  # a declaration that HTML does not know
+            return None
         text = "".join(page.pieces)
     elif re.fullmatch(r"\.\d", kind):
         text = re.sub(r"^[.'].*\n|\\f[A-Z]|\\[&-]", "", text, flags=re.MULTILINE)  # a manual page's commands
@@ -214,7 +231,7 @@ class Seen:
 def documents_of_packages(names: Iterable[str], most: int, found: list[Source]) -> Iterator[Document]:
     """The documents of Debian packages, at most so many characters of each; ``found`` gets a `Source` for each package."""
     seen = Seen()
-    for name in names:
+    for name in dict.fromkeys(names):
         with tempfile.TemporaryDirectory() as folder:
             source = unpacked(name, Path(folder))
             found.append(source)
@@ -243,6 +260,8 @@ def documents_of_dataset(name: str, column: str, limit: int | None, found: list[
     """The documents of a file, a folder or a data set of the hub, as chapter 1 streams them."""
     from lib.given.data.corpora import stream_text
 
+    if Path(name).is_file() and not Path(name).stat().st_size:
+        raise ValueError(f"--dataset {name} is an empty file: expected documents")
     source = Source(name, "", ["see the data set's card"])
     found.append(source)
     for i, text in enumerate(stream_text(name, column=column, progress=False)):
@@ -290,8 +309,35 @@ def is_corpus(data: str) -> bool:
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """What ``corpus.json`` says."""
-    return json.loads((folder / "corpus.json").read_text())
+    """What ``corpus.json`` says.
+
+    Raises:
+        ValueError: It is not what this program writes.
+    """
+    try:
+        facts = json.loads((folder / "corpus.json").read_text())
+        facts["held_out_tokens"] / facts["tokens"], facts["vocab_size"]
+    except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+        raise ValueError(f"{folder / 'corpus.json'} is damaged ({error}): make the corpus again") from None
+    return facts
+
+
+def read_tokens(folder: Path) -> np.ndarray:
+    """All tokens of a corpus, the held-out ones last.
+
+    Raises:
+        FileNotFoundError: There is no ``tokens.bin``.
+        ValueError: Its length is not what ``corpus.json`` says.
+    """
+    path, expected = folder / "tokens.bin", read_facts(folder)["tokens"]
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has a corpus.json but no tokens.bin: make the corpus again")
+    if path.stat().st_size != 2 * expected:
+        raise ValueError(
+            f"{path} has {path.stat().st_size:,} bytes, expected 2 for each of the {expected:,} tokens that corpus.json counts: "
+            "make the corpus again"
+        )
+    return np.fromfile(path, dtype=np.uint16)
 
 
 def held_out_share(data: str) -> float | None:
@@ -317,9 +363,7 @@ def learn_merges(documents: list[Document], characters: int, vocab_size: int) ->
 
 
 def write(folder: Path, documents: list[Document], found: list[Source], share: float, sample: int, vocab: int) -> None:
-    """Learn the tokenizer on what is trained on, and write everything into the folder."""
-    if vocab > 2**16:
-        raise ValueError(f"a vocabulary of {vocab:,}: expected at most {2**16:,}, what two bytes can name")
+    """Learn the tokenizer on what is trained on, and write everything into the folder; ``corpus.json`` comes last."""
     documents = sorted(
         documents, key=lambda d: hashlib.blake2b(d.place.encode(errors="replace"), person=b"order").digest()
     )
@@ -327,6 +371,7 @@ def write(folder: Path, documents: list[Document], found: list[Source], share: f
     if not all(parts):
         raise ValueError(f"{len(documents)} documents: expected some to train on and some, {share:.1%}, to hold out")
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "corpus.json").unlink(missing_ok=True)  # until all is written again, the folder is no corpus
     merges = learn_merges(parts[0], sample, vocab)
     text = json.dumps([[left.decode("latin-1"), right.decode("latin-1")] for left, right in merges])
     (folder / "merges.json").write_text(text)
@@ -342,15 +387,19 @@ def write(folder: Path, documents: list[Document], found: list[Source], share: f
         "sha256": hashlib.sha256((folder / "tokens.bin").read_bytes()).hexdigest(),
         "sources": [asdict(source) for source in found],
     }  # fmt: skip
-    (folder / "corpus.json").write_text(json.dumps(facts, indent=1))
+    unfinished = folder / "corpus.json.part"
+    unfinished.write_text(json.dumps(facts, indent=1))
+    unfinished.replace(folder / "corpus.json")
     print(
         f"{folder}: {counts[0]:,} tokens to train on and {counts[1]:,} held out, of {facts['characters'] / 1e6:.0f} million characters"
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 after one line about what is wrong with the request."""
-    parser = argparse.ArgumentParser(
+def make_parser() -> argparse.ArgumentParser:
+    """All flags of this program."""
+    from lib.runs.engine.options import Parser, fraction, positive, whole  # which reads corpora with this module
+
+    parser = Parser(
         prog="python -m lib.runs.corpus", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, help="where the corpus is written")
@@ -358,18 +407,42 @@ def main(argv: list[str] | None = None) -> int:
     where.add_argument("--packages", nargs="+", default=PACKAGES, help="Debian packages; default: about thirty with free licences")  # fmt: skip
     where.add_argument("--dataset", help="a file, a folder or a data set of the hub, in place of packages")
     parser.add_argument("--column", default="text", help="the data set's column with the text")
-    parser.add_argument("--limit", type=int, help="read no more documents of the data set than this")
-    parser.add_argument("--most", type=float, default=50, help="million characters of each package at most")
-    parser.add_argument("--held-out", type=float, default=0.01, help="share of the documents that is never trained on")
-    parser.add_argument("--sample", type=float, default=20, help="million characters that the tokenizer learns from")
-    parser.add_argument("--vocab", type=int, default=VOCAB_SIZE, help="size of the vocabulary")
-    o = parser.parse_args(argv)
+    parser.add_argument("--limit", type=whole(1), help="read no more documents of the data set than this")
+    parser.add_argument("--most", type=positive, default=50, help="million characters of each package at most")
+    parser.add_argument(
+        "--held-out", type=fraction, default=0.01, help="share of the documents that is never trained on"
+    )
+    parser.add_argument("--sample", type=positive, default=20, help="million characters that the tokenizer learns from")
+    parser.add_argument("--vocab", type=whole(257), default=VOCAB_SIZE, help="size of the vocabulary, at most 65,536")
+    return parser
+
+
+def make_place(folder: Path) -> None:
+    """Create the folder before anything is gathered that could not be written.
+
+    Raises:
+        ValueError: It cannot be created or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot create the folder ({error.strerror}); expected one that can be written to") from None  # fmt: skip
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{folder}: no permission to write there; expected a folder that can be written to")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 0, or 2 after one line about what is wrong with the request."""
     found: list[Source] = []
     try:
+        o = make_parser().parse_args(argv)
+        if o.vocab > 2**16:
+            raise ValueError(f"--vocab {o.vocab}: expected at most {2**16}, what two bytes can name")
+        make_place(o.folder)
         each = documents_of_dataset(o.dataset, o.column, o.limit, found) if o.dataset else documents_of_packages(o.packages, round(o.most * 1e6), found)  # fmt: skip
-        write(o.folder, list(each), found, o.held_out, round(o.sample * 1e6), o.vocab)
-    except (RuntimeError, ValueError, FileNotFoundError) as error:
-        print(f"corpus: {error}", file=sys.stderr)
+        write(o.folder, list(each), found, o.held_out, max(1, round(o.sample * 1e6)), o.vocab)
+    except (RuntimeError, ValueError, OSError) as error:
+        print(f"python -m lib.runs.corpus: {error}", file=sys.stderr)
         return 2
     return 0
 

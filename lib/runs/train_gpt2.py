@@ -26,6 +26,11 @@ def make_gpt2_parser() -> Parser:
     """All flags of this program."""
     parser = make_parser("lib.runs.train_gpt2", list(GPT2_PRESETS), "sequences", "Train a GPT-2.")
     add_text_flags(parser)
+    sizes = parser.add_argument_group("sizes")
+    sizes.add_argument(
+        "--dim", type=whole(64), help="width, a multiple of 64, which is a head's; default: the preset's"
+    )
+    sizes.add_argument("--n-layers", type=whole(1), help="blocks; default: the preset's")
     mixtures = parser.add_argument_group("mixtures of experts")
     mixtures.add_argument(
         "--n-experts",

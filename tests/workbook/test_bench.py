@@ -1,11 +1,14 @@
 """Programs that measure: what they keep of earlier records."""
 
+import argparse
+import math
 import sys
 
 import pytest
 
-from lib.bench import all_reduce, low_precision, moe
+from lib.bench import all_reduce, low_precision, moe, scaling_laws
 from lib.bench.record import load, record
+from lib.runs import corpus
 
 
 def measure(folder, monkeypatch, *words):
@@ -86,3 +89,43 @@ def test_low_precision_refuses_an_unknown_part(tmp_path, capsys):
     with pytest.raises(SystemExit):
         low_precision.main(["speed"], tmp_path)
     assert "products, steps, losses, tokens" in capsys.readouterr().err
+
+
+@pytest.mark.time_limit(200)
+def test_scaling_laws_are_swept_and_fitted(tmp_path):
+    texts = (" ".join(f"to be {i} or not to be {i + j}, that is the question\n" for j in range(9)) for i in range(90))
+    documents = [corpus.Document(f"{i}", text) for i, text in enumerate(texts)]
+    corpus.write(tmp_path / "corpus", documents, [], 0.2, 10**6, 300)
+    scaling_laws.main(["sweep", "predict", "--tiny", f"--data={tmp_path}/corpus", f"--folder={tmp_path}"])
+    found = load("scaling_laws", tmp_path)["results"]
+    points = found["sweep"]["points"]
+    assert [(p["dim"], p["n_layers"], p["steps"]) for p in points] == [
+        (*size, steps) for size in scaling_laws.TINY_SIZES for steps in scaling_laws.TINY_STEPS
+    ]
+    for point in points:
+        assert point["tokens"] == point["steps"] * 4 * 64
+        assert 0 < point["held_out_loss"] < math.log(512), "it has learned something"
+    law = found["predict"]
+    assert law["n_weights"] == 12 * 12 * 768**2
+    low, high = law["intervals_90"]["held_out_loss"]
+    assert low <= high
+    e, a, b, alpha, beta = law["law"].values()
+    errors = [
+        math.log((e + a / p["n_weights"] ** alpha + b / p["tokens"] ** beta) / p["held_out_loss"]) for p in points
+    ]
+    assert law["largest_relative_error_of_fit"] == pytest.approx(max(map(abs, errors)))
+    assert law["tokens"] == law["steps"] * 32 * 1024
+    expected = e + a / law["n_weights"] ** alpha + b / law["tokens"] ** beta
+    assert law["held_out_loss"] == pytest.approx(expected)
+    assert found["corpus"] == corpus.read_facts(tmp_path / "corpus")
+
+
+def test_a_log_is_summarized():
+    steps = [{"step": i, "loss": float(i), "seconds": 2.0, "tokens_per_s": 100.0 - i, "mfu": 0.5} for i in range(30)]
+    looks = [{"step": 29, "held_out_loss": 1.5, "held_out_perplexity": 4.5}, {"step": 29, "sample": "to be"}]
+    found = scaling_laws.summarize([*steps, *looks], argparse.Namespace())
+    assert (found["steps"], found["training_s"], found["mfu"]) == (30, 60.0, 0.5)
+    assert found["tokens_per_s"] == 86.0, "the rate of the median step"
+    assert found["losses_every_20"] == [9.5, 24.5]
+    assert found["held_out"] == looks[:1]
+    assert found["samples"] == [{"step": 29, "text": "to be"}]

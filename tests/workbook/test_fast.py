@@ -16,6 +16,7 @@ from lib.given.models.gpt2 import GPT2Config
 from lib.given.models.vit import ViTConfig
 from lib.ranks import pool
 from solutions.gpt2 import GPT2
+from solutions.low_precision import Float8Linear
 from solutions.vit import VisionTransformer
 from tests.workbook import fast_programs
 
@@ -40,6 +41,21 @@ def test_gpt2_has_the_loss_and_the_gradients_of_the_plain_model(padded, attentio
     fast = gpt2_loss(model, tokens[:, :-1], tokens[:, 1:], Path(attention=attention, loss_kernel=loss_kernel))
     torch.testing.assert_close(fast, plain)
     torch.testing.assert_close(gradients(fast, model), gradients(plain, model), atol=2e-6, rtol=1e-4)
+
+
+def test_a_float8_layer_in_a_block_is_called():
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=33, context_len=9, dim=16, n_layers=1, n_heads=2)
+    model, tokens, called = GPT2(config), torch.randint(33, (2, 9)), []
+    before = gpt2_loss(model, tokens[:, :-1], tokens[:, 1:], Path())
+    block = model.h[0]
+    for owner, name in ((block.attn, "c_attn"), (block.mlp, "c_fc"), (block.mlp, "c_proj")):
+        setattr(owner, name, Float8Linear(getattr(owner, name), "dynamic"))
+        getattr(owner, name).register_forward_hook(lambda *_, name=name: called.append(name))
+    fast = gpt2_loss(model, tokens[:, :-1], tokens[:, 1:], Path())
+    assert called == ["c_attn", "c_fc", "c_proj"]
+    assert fast != before, "eight bits round"
+    torch.testing.assert_close(fast, model(tokens[:, :-1], tokens[:, 1:])[1])
 
 
 @pytest.mark.parametrize("pooling", ["token", "mean"])

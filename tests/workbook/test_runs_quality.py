@@ -22,7 +22,7 @@ from lib.runs.engine.log import read_log
 from lib.runs.engine.loop import Run
 from lib.runs.engine.options import make_parser, parse
 from lib.runs.engine.sources import Pictures, Tokens, open_tokens
-from solutions import gpt2, llama, vit
+from solutions import gpt2, llama, scaling_laws, vit
 from tests.workbook import runs_programs as programs
 from tests.workbook.test_runs import curve, on_ranks, refused, train
 
@@ -407,6 +407,13 @@ def test_weights_and_biases_that_is_not_there_is_one_line(capsys, monkeypatch):
         ("llama --strategy pp", ("--strategy pp", "Llama", "fsdp")),
         ("llama --strategy cp", ("--strategy cp", "Llama")),
         ("llama --path fast", ("--path fast", "--path plain")),
+        ("llama --dim 64", ("--dim", "--help")),
+        ("gpt2 --dim 100", ("--dim 100", "multiple of 64")),
+        ("gpt2 --dim 32", ("--dim", "'32'", "at least 64")),
+        ("gpt2 --n-layers 0", ("--n-layers", "'0'")),
+        ("gpt2 --schedule wsd --min-lr 1e-4", ("--schedule wsd", "--min-lr 0.0001", "no --min-lr")),
+        ("gpt2 --schedule wsd --steps 50 --warmup 41", ("--schedule wsd", "--warmup 41", "last fifth of 50 steps")),
+        ("gpt2 --schedule linear", ("--schedule", "'linear'", "wsd")),
         ("llama --model 8B", ("'8B'", "70B")),
         ("llama --tokenizer gpt2", ("--tokenizer gpt2", "50257", "1024")),
     ],
@@ -415,6 +422,25 @@ def test_a_wrong_request_is_one_line_and_status_2(capsys, tmp_path, command, wor
     (tmp_path / "file").touch()
     names = {"file": tmp_path / "file"}
     refused(capsys, command.format(**names), *(word.format(**names) for word in words))
+
+
+def test_width_and_blocks_change_the_model_and_a_checkpoint_of_another_size_is_refused(capsys, tmp_path):
+    command = f"gpt2 --batch 4 --length 16 --steps 1 --data synthetic --items 8 --checkpoint {tmp_path}"
+    train(f"{command} --dim 192 --n-layers 1 --export {tmp_path / 'exported'}")
+    config = json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert (config["n_embd"], config["n_layer"], config["n_head"]) == (192, 1, 3), "heads stay 64 wide"
+    refused(capsys, f"{command} --dim 128 --n-layers 1 --quiet", "dim = 192", "128")
+    refused(capsys, f"{command} --dim 192 --n-layers 2 --quiet", "n_layers = 1", "2")
+
+
+def test_the_wsd_schedule_is_chapter_22s_at_each_step(tmp_path):
+    command = (
+        f"gpt2 --batch 4 --length 16 --data synthetic --items 8 --steps 10 --warmup 3 --lr 0.3 --log {tmp_path / 'log'}"
+    )
+    train(f"{command} --schedule wsd")
+    found = [line["lr"] for line in read_log(tmp_path / "log")]
+    assert found == pytest.approx([scaling_laws.wsd_schedule(step, 0.3, 3, 8, 10) for step in range(10)])
+    assert found[3:] == pytest.approx([0.3] * 6 + [0.15])
 
 
 def test_the_help_lists_what_this_page_tests(capsys):

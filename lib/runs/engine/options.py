@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lib.runs.corpus import held_out_share
+from lib.runs.corpus import held_out_share, is_corpus
 
 KINDS = ("pipeline", "replicate", "context", "shard", "expert", "tensor")
 """Kinds of parallelism, each an axis of the mesh of ranks. The last axis joins neighbours: ranks that divide a layer communicate most."""
@@ -73,7 +73,7 @@ class Options:
     length: int | None = None
     dim: int | None = None
     n_layers: int | None = None
-    tokenizer: str = "bytes"
+    tokenizer: str | None = None
     n_experts: int | None = None
     top_k: int | None = None
     bias_rate: float | None = None
@@ -247,7 +247,7 @@ def make_parser(program: str, models: list[str], items: str, description: str) -
     train.add_argument("--bucket-mb", type=positive, default=25.0, help="size of a DDP bucket, in 2**20 bytes")
     train.add_argument("--seed", type=whole(0), default=0, help="for the initial weights and the order of the data")
     data = parser.add_argument_group("data")
-    data.add_argument("--data", help="embedded, synthetic (made on the device), a file, a folder, or a name on the hub; "
+    data.add_argument("--data", help="embedded, synthetic (made on the device), a file, a folder, a corpus of lib.runs.corpus, or a name on the hub; "
                       "default: embedded for tiny, synthetic for the others")  # fmt: skip
     data.add_argument("--column", help="name of the column that holds the picture or the text")
     data.add_argument("--limit", type=whole(1), help="read no more rows than this")
@@ -295,10 +295,8 @@ def add_text_flags(parser: Parser) -> None:
     """The flags of the programs that train on text."""
     text = parser.add_argument_group("text")
     text.add_argument("--length", type=whole(1), help="tokens in a sequence; default: the preset's")
-    text.add_argument("--dim", type=whole(64), help="width, a multiple of 64, which is a head's; default: the preset's")
-    text.add_argument("--n-layers", type=whole(1), help="blocks; default: the preset's")
-    text.add_argument("--tokenizer", choices=("bytes", "bpe", "gpt2"), default="bytes",
-                      help="bytes; bpe: chapter 1's tokenizer, trained on the text; gpt2: tiktoken's")  # fmt: skip
+    text.add_argument("--tokenizer", choices=("bytes", "bpe", "gpt2"),
+                      help="bytes (the default); bpe: chapter 1's tokenizer, trained on the text; gpt2: tiktoken's; a corpus has its own")  # fmt: skip
     text.add_argument(
         "--sample-every", type=whole(1), help="steps between samples of text; the last step always makes one"
     )
@@ -338,7 +336,10 @@ def _resolved(o: Options) -> dict[str, Any]:
         found["top_k"] = o.top_k or min(2, o.n_experts)
         found["bias_rate"] = 1e-3 if o.bias_rate is None else o.bias_rate
     found["data"] = o.data or ("embedded" if o.model == "tiny" else "synthetic")
-    found["held_out"] = o.held_out or ((held_out_share(found["data"]) or 0.1) if o.eval_every else None)
+    try:
+        found["held_out"] = o.held_out or ((held_out_share(found["data"]) or 0.1) if o.eval_every else None)
+    except ValueError as error:  # a damaged corpus
+        raise UsageError(f"--data {error}") from None
     return found
 
 
@@ -382,6 +383,12 @@ def check_flags(o: Options) -> Options:
         raise UsageError("--tensorboard needs the package tensorboard, which is not installed: pip install tensorboard")
     if o.wandb and importlib.util.find_spec("wandb") is None:
         raise UsageError("--wandb needs the package wandb, which is not installed: pip install wandb")
+    if is_corpus(o.data or ""):
+        for flag, value in (("--tokenizer", o.tokenizer), ("--limit", o.limit), ("--column", o.column)):
+            if value is not None:
+                raise UsageError(
+                    f"{flag} {value} with --data {o.data}: a corpus is tokenized already; expected no {flag}"
+                )
     if o.graph:
         _check_graph(o)
     _check_quality(o)

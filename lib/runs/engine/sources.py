@@ -6,14 +6,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lib.fast.models import MEAN, STD, prepare_images
 from lib.given.data.corpora import language_reference, load_text, stream_text
 from lib.given.data.images import load_images
-from lib.runs.corpus import is_corpus, make_tokenizer, read_facts, read_merges
+from lib.runs.corpus import is_corpus, make_tokenizer, read_facts, read_merges, read_tokens
 from lib.runs.engine.options import Options, UsageError
 
 GRAY_MEAN, GRAY_STD = (0.3,), (0.37,)  # of the handwritten digits
@@ -189,7 +188,7 @@ def open_tokens(options: Options, vocab_size: int, length: int) -> Tokens:
         return _corpus(Path(str(options.data)), vocab_size, length)
     text = _text(options)
     seen = text[: int(len(text) * (1 - (options.held_out or 0.0)))]
-    codec = make_codec(options.tokenizer, seen, vocab_size)
+    codec = make_codec(options.tokenizer or "bytes", seen, vocab_size)
     ids = torch.tensor(codec.encode(text), dtype=torch.int32)
     n = (len(ids) - 1) // length
     if n < 1:
@@ -204,7 +203,7 @@ def _corpus(folder: Path, vocab_size: int, length: int) -> Tokens:
             f"--data {folder} has {facts['vocab_size']:,} different tokens, but the model's vocabulary has {vocab_size:,}: "
             "expected a larger model, or a corpus with a smaller --vocab"
         )
-    ids = torch.from_numpy(np.fromfile(folder / "tokens.bin", dtype=np.uint16)).int()
+    ids = torch.from_numpy(read_tokens(folder)).int()
     codec = Codec(encode=tokenizer.encode, decode=tokenizer.decode, n_tokens=facts["vocab_size"])
     if (n := (len(ids) - 1) // length) < 1:
         raise ValueError(f"{folder}: {len(ids)} tokens are too few for one window of {length} and its targets")
