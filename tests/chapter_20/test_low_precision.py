@@ -348,8 +348,9 @@ def test_scaled_matmul_on_a_gpu(out_dtype, kind, dtypes):
     given = [*factors(*sizes, dtypes), *scales_of(kind, *sizes)]
     expected = in_full(*given)
     answer = low.scaled_matmul(*(x.cuda() for x in given), out_dtype)
-    eps = max(torch.finfo(out_dtype).eps, 1e-4)
-    expect_close(answer.cpu(), expected.to(out_dtype), rtol=eps, atol=eps * expected.abs().max().item(), read=PRODUCT)
+    # Hopper's tensor cores add the terms of a float8 product in fewer bits than float32 has: results in the hundreds were off by about 0.1
+    atol = max(torch.finfo(out_dtype).eps, 1e-3) * expected.abs().max().item()
+    expect_close(answer.cpu(), expected.to(out_dtype), rtol=torch.finfo(out_dtype).eps, atol=atol, read=PRODUCT)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON)
@@ -572,8 +573,8 @@ def test_Float8Linear_on_a_gpu(recipe):
     there, own.weight.grad = there.cuda(), None
     low.Float8Linear(nn.Linear(130, 140, device="cuda"), recipe)(x.cuda())  # compiles
     x, grad = x.cuda().requires_grad_(), grad.cuda()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         y = there(x)
         y.backward(grad)
     finally:
