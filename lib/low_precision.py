@@ -21,7 +21,7 @@ def absmax_scale(
 
     Returns:
         The largest finite magnitude over the format's largest number, float32: a scalar; the shape of x with 1 at ``dim``; or one for
-        each block, those at the ragged ends included. NaN and what is infinite in float32 are left out. A scale that would be 0 is 1, as for zeros.
+        each block, those at the ragged ends included. NaN and what is infinite in float32 are left out. A scale that would be 0 is 1, as for zeros and for no numbers.
 
     Raises:
         ValueError: another dtype (`largest` raises it) or another pair of block sizes, or blocks of what is no matrix; the message shows it.
