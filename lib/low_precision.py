@@ -21,7 +21,7 @@ def absmax_scale(
 
     Returns:
         The largest finite magnitude over the format's largest number, float32: a scalar; the shape of x with 1 at ``dim``; or one for
-        each block, those at the ragged ends included. Infinities and NaN do not take part. Where all numbers are 0, the scale is 1.
+        each block, those at the ragged ends included. NaN and what is infinite in float32 are left out. A scale that would be 0 is 1, as for zeros and for no numbers.
 
     Raises:
         ValueError: another dtype (`largest` raises it) or another pair of block sizes, or blocks of what is no matrix; the message shows it.
@@ -33,13 +33,13 @@ def quantize(x: Float[Tensor, "..."], scale: Float[Tensor, "..."], dtype: torch.
     """Divide by the scale and round to a format of 8 bits. (Exercise 20.2)
 
     Args:
-        x: Any shape and floating dtype.
+        x: Any shape and floating dtype; left unchanged.
         scale: What `absmax_scale` returns: anything that broadcasts with x, or one for each block of 128 x 128.
         dtype: As in `absmax_scale`.
 
     Returns:
-        A tensor of that dtype and of the shape of x, rounded to the nearest number, ties to even. Numbers beyond the largest one, infinities
-        too, become the largest one with their sign. NaN stays NaN in float8 and becomes 0 in int8.
+        A new tensor of that dtype and of the shape of x, rounded to the nearest number, ties to even. Numbers beyond the largest
+        one, infinities too, become the largest one with their sign. NaN stays NaN in float8 and becomes 0 in int8.
     """
     raise NotImplementedError("Exercise 20.2: write quantize")
 
@@ -110,7 +110,7 @@ class DelayedScale:
         raise NotImplementedError("Exercise 20.6: write DelayedScale.__init__")
 
     def update(self, x: Float[Tensor, "..."]) -> None:
-        """Record the largest finite magnitude of a step's tensor, and forget the oldest beyond ``history``. The host does not wait."""
+        """Record the largest finite magnitude of a step's tensor, not x itself, and forget the oldest beyond ``history``. The host does not wait."""
         raise NotImplementedError("Exercise 20.6: write DelayedScale.update")
 
     def scale(self, dtype: torch.dtype, x: Float[Tensor, "..."] | None = None) -> Float[Tensor, ""]:
@@ -150,7 +150,7 @@ class Float8Linear(nn.Module):
         raise NotImplementedError("Exercise 20.7: write Float8Linear.cast")
 
     def forward(self, x: Float[Tensor, "... k"]) -> Float[Tensor, "... n"]:
-        """``x @ weight.T + bias``, in the dtype of x; `with_products` asks for each of the three products."""
+        """``x @ weight.T + bias``, in the dtype of x, which may be one vector or have no rows; `with_products` asks for each of the three products."""
         raise NotImplementedError("Exercise 20.7: write Float8Linear.forward")
 
 
@@ -162,8 +162,8 @@ def mx_quantize(x: Float[Tensor, "... n"], block: int = 32) -> tuple[Tensor, Ten
         block: Numbers that share a scale, along the last dimension; it divides n.
 
     Returns:
-        elements: float8_e4m3fn, in the shape of x, saturating.
-        scales: float8_e8m0fnu ``[..., n / block]``: ``2**(floor(log2(amax)) - 8)``, or ``2**-127``, the smallest, for a block of zeros.
+        elements: float8_e4m3fn, in the shape of x, saturating: infinities become 448 with their sign, and NaN stays NaN.
+        scales: float8_e8m0fnu ``[..., n / block]``: ``2**(floor(log2(amax)) - 8)``, amax the largest finite magnitude; ``2**-127``, the smallest, for zeros.
 
     Raises:
         ValueError: the block does not divide n; the message shows both.
@@ -197,7 +197,7 @@ def pack_int4(q: UInt8[Tensor, "... k"]) -> UInt8[Tensor, "... half_k"]:
     """Two levels in a byte: the even place in the low four bits, the odd one in the high four. (Exercise 20.10)
 
     Returns:
-        uint8, with half as many along the last dimension.
+        uint8, with half as many along the last dimension; q is left unchanged.
 
     Raises:
         ValueError: the last dimension is odd; the message shows it.
@@ -239,7 +239,7 @@ class Int4Linear(nn.Module):
         group_size: As in `quantize_int4`.
 
     Attributes:
-        packed: Buffer uint8 ``[N, K / 2]``; ``scale`` and ``zero``, buffers ``[N, K / group_size]``; ``bias``, a buffer, or None.
+        packed: Buffer uint8 ``[N, K / 2]``; ``scale`` and ``zero``, buffers ``[N, K / group_size]``; ``bias``, a buffer with a copy of the layer's, or None.
     """
 
     packed: Tensor
@@ -262,7 +262,7 @@ def gptq(
     """Four bits a weight, column by column: what rounding one column gets wrong, the columns after it make good. (Exercise 20.14)
 
     Args:
-        weight: ``[N, K]``.
+        weight: ``[N, K]``; left unchanged.
         hessian: ``[K, K]``: the sum over inputs x of ``x x^T``; symmetric, without negative eigenvalues, perhaps singular. If it is 0, the result is that of `quantize_int4`.
         group_size: As in `quantize_int4`. A group's scale is set when its first column's turn comes, from the weights as they are then.
 

@@ -11,9 +11,11 @@ from lib.given.kernels.quantized import BLOCK, expand_blocks, has_float8, larges
 
 ### BEGIN SOLUTION
 def _magnitudes(x: Tensor) -> Tensor:
-    """The absolute values, float32, with 0 for infinities and NaN."""
-    magnitudes = x.detach().float().abs()
-    return torch.where(magnitudes.isfinite(), magnitudes, 0)
+    return x.detach().float().abs().nan_to_num(nan=0, posinf=0)
+
+
+def _amax(magnitudes: Tensor, *dim, **kept) -> Tensor:
+    return (torch.amax if magnitudes.numel() else torch.sum)(magnitudes, *dim, **kept)  # 0 where there are no numbers
 
 
 def _positive(scale: Tensor) -> Tensor:
@@ -33,7 +35,7 @@ def absmax_scale(
 
     Returns:
         The largest finite magnitude over the format's largest number, float32: a scalar; the shape of x with 1 at ``dim``; or one for
-        each block, those at the ragged ends included. Infinities and NaN do not take part. Where all numbers are 0, the scale is 1.
+        each block, those at the ragged ends included. NaN and what is infinite in float32 are left out. A scale that would be 0 is 1, as for zeros and for no numbers.
 
     Raises:
         ValueError: another dtype (`largest` raises it) or another pair of block sizes, or blocks of what is no matrix; the message shows it.
@@ -41,11 +43,12 @@ def absmax_scale(
     ### BEGIN SOLUTION
     magnitudes = _magnitudes(x)
     if not isinstance(dim, tuple):
-        return _positive((magnitudes.amax() if dim is None else magnitudes.amax(dim, keepdim=True)) / largest(dtype))
+        return _positive((_amax(magnitudes) if dim is None else _amax(magnitudes, dim, keepdim=True)) / largest(dtype))
     if dim != (BLOCK, BLOCK) or x.ndim != 2:
         raise ValueError(f"blocks of {dim} in {tuple(x.shape)}: expected ({BLOCK}, {BLOCK}) in a matrix")
-    padded = nn.functional.pad(magnitudes, (0, -x.shape[1] % BLOCK, 0, -x.shape[0] % BLOCK))
-    return _positive(padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).amax((1, 3)) / largest(dtype))
+    rows, columns = (-(-n // BLOCK) for n in x.shape)
+    padded = nn.functional.pad(magnitudes, (0, columns * BLOCK - x.shape[1], 0, rows * BLOCK - x.shape[0]))
+    return _positive(_amax(padded.view(rows, BLOCK, columns, BLOCK), (1, 3)) / largest(dtype))
     ### END SOLUTION
 
 
@@ -53,13 +56,13 @@ def quantize(x: Float[Tensor, "..."], scale: Float[Tensor, "..."], dtype: torch.
     """Divide by the scale and round to a format of 8 bits. (Exercise)
 
     Args:
-        x: Any shape and floating dtype.
+        x: Any shape and floating dtype; left unchanged.
         scale: What `absmax_scale` returns: anything that broadcasts with x, or one for each block of 128 x 128.
         dtype: As in `absmax_scale`.
 
     Returns:
-        A tensor of that dtype and of the shape of x, rounded to the nearest number, ties to even. Numbers beyond the largest one, infinities
-        too, become the largest one with their sign. NaN stays NaN in float8 and becomes 0 in int8.
+        A new tensor of that dtype and of the shape of x, rounded to the nearest number, ties to even. Numbers beyond the largest
+        one, infinities too, become the largest one with their sign. NaN stays NaN in float8 and becomes 0 in int8.
     """
     ### BEGIN SOLUTION
     bound = largest(dtype)
@@ -150,9 +153,9 @@ class DelayedScale:
         ### END SOLUTION
 
     def update(self, x: Float[Tensor, "..."]) -> None:
-        """Record the largest finite magnitude of a step's tensor, and forget the oldest beyond ``history``. The host does not wait."""
+        """Record the largest finite magnitude of a step's tensor, not x itself, and forget the oldest beyond ``history``. The host does not wait."""
         ### BEGIN SOLUTION
-        self.amax = [*self.amax, _magnitudes(x).amax()][-self.history :]
+        self.amax = [*self.amax, _amax(_magnitudes(x))][-self.history :]
         ### END SOLUTION
 
     def scale(self, dtype: torch.dtype, x: Float[Tensor, "..."] | None = None) -> Float[Tensor, ""]:
@@ -212,7 +215,7 @@ class Float8Linear(nn.Module):
         ### END SOLUTION
 
     def forward(self, x: Float[Tensor, "... k"]) -> Float[Tensor, "... n"]:
-        """``x @ weight.T + bias``, in the dtype of x; `with_products` asks for each of the three products."""
+        """``x @ weight.T + bias``, in the dtype of x, which may be one vector or have no rows; `with_products` asks for each of the three products."""
         ### BEGIN SOLUTION
 
         def product(a: Tensor, b: Tensor, names: tuple[str, str], first: tuple[bool, bool]) -> Tensor:
@@ -233,8 +236,8 @@ def mx_quantize(x: Float[Tensor, "... n"], block: int = 32) -> tuple[Tensor, Ten
         block: Numbers that share a scale, along the last dimension; it divides n.
 
     Returns:
-        elements: float8_e4m3fn, in the shape of x, saturating.
-        scales: float8_e8m0fnu ``[..., n / block]``: ``2**(floor(log2(amax)) - 8)``, or ``2**-127``, the smallest, for a block of zeros.
+        elements: float8_e4m3fn, in the shape of x, saturating: infinities become 448 with their sign, and NaN stays NaN.
+        scales: float8_e8m0fnu ``[..., n / block]``: ``2**(floor(log2(amax)) - 8)``, amax the largest finite magnitude; ``2**-127``, the smallest, for zeros.
 
     Raises:
         ValueError: the block does not divide n; the message shows both.
@@ -292,7 +295,7 @@ def pack_int4(q: UInt8[Tensor, "... k"]) -> UInt8[Tensor, "... half_k"]:
     """Two levels in a byte: the even place in the low four bits, the odd one in the high four. (Exercise)
 
     Returns:
-        uint8, with half as many along the last dimension.
+        uint8, with half as many along the last dimension; q is left unchanged.
 
     Raises:
         ValueError: the last dimension is odd; the message shows it.
@@ -358,7 +361,7 @@ class Int4Linear(nn.Module):
         group_size: As in `quantize_int4`.
 
     Attributes:
-        packed: Buffer uint8 ``[N, K / 2]``; ``scale`` and ``zero``, buffers ``[N, K / group_size]``; ``bias``, a buffer, or None.
+        packed: Buffer uint8 ``[N, K / 2]``; ``scale`` and ``zero``, buffers ``[N, K / group_size]``; ``bias``, a buffer with a copy of the layer's, or None.
     """
 
     packed: Tensor
@@ -394,7 +397,7 @@ def gptq(
     """Four bits a weight, column by column: what rounding one column gets wrong, the columns after it make good. (Exercise)
 
     Args:
-        weight: ``[N, K]``.
+        weight: ``[N, K]``; left unchanged.
         hessian: ``[K, K]``: the sum over inputs x of ``x x^T``; symmetric, without negative eigenvalues, perhaps singular. If it is 0, the result is that of `quantize_int4`.
         group_size: As in `quantize_int4`. A group's scale is set when its first column's turn comes, from the weights as they are then.
 
@@ -417,8 +420,7 @@ def gptq(
     for i in range(n_columns):
         if i % group_size == 0:
             scale, zero = _group_range(w[:, i : i + group_size].float())
-            scales.append(scale)
-            zeros.append(zero)
+            scales, zeros = [*scales, scale], [*zeros, zero]
         column = w[:, i : i + 1]
         level = (torch.round(column / scale) + zero).clamp(0, 15)
         levels.append(level)

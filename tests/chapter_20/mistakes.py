@@ -101,6 +101,37 @@ def attached_scale(x, dtype, dim=None):
     return reference.absmax_scale(x, dtype, dim) + 0 * x.float().nan_to_num(0, 0, 0).sum()
 
 
+@mistake("absmax_scale", "the division by the format's largest number is in the dtype of x instead of float32")
+def scale_divided_in_their_dtype(x, dtype, dim=None):
+    if isinstance(dim, tuple):
+        return reference.absmax_scale(x, dtype, dim)
+    reference.absmax_scale(x, dtype, dim)
+    magnitudes = torch.where(x.isfinite(), x.detach().abs(), 0)
+    magnitude = (magnitudes.amax() if dim is None else magnitudes.amax(dim, keepdim=True)) if x.numel() else 0 * reference.absmax_scale(x, dtype, dim)  # fmt: skip
+    scale = magnitude / largest(dtype)
+    return torch.where(scale > 0, scale, 1.0).float()
+
+
+@mistake("absmax_scale", "zeros get a smallest scale, such as 1e-12, instead of 1")
+def smallest_scale_for_zeros(x, dtype, dim=None):
+    scale = reference.absmax_scale(x, dtype, dim)
+    return torch.where(scale == 1, 1e-12, scale)
+
+
+@mistake("absmax_scale", "infinities become float32's largest number, and enter the scale as such")
+def infinities_as_the_largest(x, dtype, dim=None):
+    return reference.absmax_scale(x.float().nan_to_num(), dtype, dim)
+
+
+@mistake(
+    "absmax_scale", "a tensor without numbers has no largest magnitude: `amax` raises instead of the scale being 1"
+)
+def refuses_no_numbers(x, dtype, dim=None):
+    if not x.numel():
+        x.abs().amax()
+    return reference.absmax_scale(x, dtype, dim)
+
+
 @mistake("absmax_scale", "block sizes other than 128 x 128 are not refused")
 def any_block(x, dtype, dim=None):
     return reference.absmax_scale(x, dtype, (BLOCK, BLOCK) if isinstance(dim, tuple) and x.ndim == 2 else dim)
@@ -166,6 +197,13 @@ def divided_in_their_dtype(x, scale, dtype):
     return reference.quantize((x / expand_blocks(scale, x.shape).to(x.dtype)), torch.tensor(1.0), dtype)
 
 
+@mistake("quantize", "x is divided in place: the caller's tensor is changed")
+def divided_in_place(x, scale, dtype):
+    q = reference.quantize(x, scale, dtype)
+    x.float().div_(expand_blocks(scale, x.shape))
+    return q
+
+
 @mistake("quantize", "the numbers come back in float32 instead of the format's dtype")
 def quantized_in_float32(x, scale, dtype):
     return reference.quantize(x, scale, dtype).float()
@@ -201,6 +239,13 @@ def tiled_scales(q, scale):
 @mistake("dequantize", "the product is rounded to bfloat16")
 def back_in_bfloat16(q, scale):
     return reference.dequantize(q, scale).bfloat16().float()
+
+
+@mistake(
+    "dequantize", "the product is in bfloat16, or in another narrow dtype: a scale without dimensions does not widen it"
+)
+def multiplied_in_bfloat16(q, scale):
+    return (q.bfloat16() * expand_blocks(scale, q.shape)).float()
 
 
 # ---- 20.4 quantization_error -----------------------------------------------------------------------------------------
@@ -244,6 +289,38 @@ def columns_for_rows(x, dtype, granularity):
 def nan_for_nothing(x, dtype, granularity):
     answer = reference.quantization_error(x, dtype, granularity)
     return torch.nan if answer == torch.inf and not x.any() else answer
+
+
+@mistake("quantization_error", "the signal is that of the rounded numbers instead of x")
+def signal_of_the_rounded(x, dtype, granularity):
+    answer = reference.quantization_error(x, dtype, granularity)
+    dims = {"tensor": None, "row": -1, "block": (BLOCK, BLOCK)}
+    scale = reference.absmax_scale(x, dtype, dims[granularity])
+    back = reference.dequantize(reference.quantize(x, scale, dtype), scale).double()
+    noise = (back - x.double()).square().sum()
+    return (10 * torch.log10(back.square().sum() / noise)).item() if noise else answer
+
+
+@mistake("quantization_error", "squares are added in the dtype of x, where they overflow or lose digits")
+def sums_in_their_dtype(x, dtype, granularity):
+    answer = reference.quantization_error(x, dtype, granularity)
+    if answer == torch.inf:
+        return answer
+    dims = {"tensor": None, "row": -1, "block": (BLOCK, BLOCK)}
+    scale = reference.absmax_scale(x, dtype, dims[granularity])
+    back = reference.dequantize(reference.quantize(x, scale, dtype), scale).to(x.dtype)
+    return (10 * torch.log10(x.square().sum() / (back - x).square().sum())).item()
+
+
+@mistake("quantization_error", "absolute values are added instead of squares")
+def absolute_values(x, dtype, granularity):
+    answer = reference.quantization_error(x, dtype, granularity)
+    if answer == torch.inf:
+        return answer
+    dims = {"tensor": None, "row": -1, "block": (BLOCK, BLOCK)}
+    scale = reference.absmax_scale(x, dtype, dims[granularity])
+    noise = (reference.dequantize(reference.quantize(x, scale, dtype), scale).double() - x.double()).abs().sum()
+    return (10 * torch.log10(x.double().abs().sum() / noise)).item()
 
 
 @mistake("quantization_error", "an unknown granularity is taken for 'tensor'")
@@ -300,6 +377,20 @@ def rounded_twice(a, b, scale_a, scale_b, out_dtype):
     return reference.scaled_matmul(a, b, scale_a, scale_b, torch.bfloat16).to(out_dtype)
 
 
+@mistake("scaled_matmul", "a's scale is used twice, and b's not at all")
+def scale_of_a_twice(a, b, scale_a, scale_b, out_dtype):
+    _checked(a, b)
+    if scale_a.shape != scale_b.shape:
+        return (a.float() @ b.float() * scale_a.max() ** 2).to(out_dtype)
+    return reference.scaled_matmul(a, b, scale_a, scale_a, out_dtype)
+
+
+@mistake("scaled_matmul", "`has_float8` is never asked: on a GPU, too, the dequantized matrices are multiplied")
+def never_on_the_tensor_cores(a, b, scale_a, scale_b, out_dtype):
+    _checked(a, b)
+    return (reference.dequantize(a, scale_a) @ reference.dequantize(b, scale_b)).to(out_dtype)
+
+
 # ---- 20.6 DelayedScale -----------------------------------------------------------------------------------------------
 
 
@@ -335,6 +426,40 @@ class CurrentFirst(reference.DelayedScale):
 class InverseScale(reference.DelayedScale):
     def scale(self, dtype, x=None):
         return 1 / super().scale(dtype, x)
+
+
+@mistake("DelayedScale", "the mean of the history is used instead of its largest")
+class MeanOfHistory(reference.DelayedScale):
+    def scale(self, dtype, x=None):
+        if not self.amax:
+            return super().scale(dtype, x)
+        mean = torch.stack(self.amax).mean() / largest(dtype)
+        return torch.where(mean > 0, mean, 1.0)
+
+
+@mistake("DelayedScale", "`scale` records the tensor that it is given, too")
+class ScaleRecords(reference.DelayedScale):
+    def scale(self, dtype, x=None):
+        scale = super().scale(dtype, x)
+        if x is not None:
+            self.update(x)
+        return scale
+
+
+@mistake("DelayedScale", "tensors are kept instead of their largest magnitudes: memory for a history of whole tensors")
+class KeepsTensors(reference.DelayedScale):
+    def __init__(self, history=16):
+        super().__init__(history)
+        self.kept = []
+
+    def update(self, x):
+        self.kept = [*self.kept, x.detach()][-self.history :]
+
+    def scale(self, dtype, x=None):
+        self.amax = []
+        for tensor in self.kept:
+            super().update(tensor)
+        return super().scale(dtype, x)
 
 
 @mistake("DelayedScale", "every format gets e4m3fn's scale")
@@ -564,11 +689,12 @@ def of_448(x, block=32):
 
 @mistake("mx_quantize", "log2 in float32 rounds up just below a power of two")
 def float32_logarithm(x, block=32):
-    def exponent(amax):
-        exact = torch.frexp(amax).exponent - 9
-        return torch.where(torch.frexp(amax * (1 + 2.0**-19)).exponent - 9 > exact, exact + 1, exact)
+    return _shared(x, block, lambda amax: torch.floor(torch.log2(amax)).int() - 8)
 
-    return _shared(x, block, exponent)
+
+@mistake("mx_quantize", "9 is subtracted from floor(log2) instead of 8: frexp's extra one is taken off twice")
+def nine_instead_of_eight(x, block=32):
+    return _shared(x, block, lambda amax: torch.frexp(amax).exponent - 1 - 9)
 
 
 @mistake("mx_quantize", "elements are not divided by the scale")
@@ -647,6 +773,24 @@ def cut_levels(weight, group_size=128):
     return _in_groups(weight, group_size, _least, _most, level=torch.floor)
 
 
+@mistake("quantize_int4", "the zero point is added before rounding: with an odd one, ties go to the other neighbour")
+def rounded_after_the_zero_point(weight, group_size=128):
+    _, scale, zero = reference.quantize_int4(weight, group_size)
+    groups = weight.detach().float().unflatten(1, (-1, group_size)) / scale[..., None]
+    return (groups + zero[..., None]).round().clamp(0, 15).to(torch.uint8).flatten(1), scale, zero
+
+
+@mistake("quantize_int4", "the zero point is cut off instead of rounded")
+def cut_zero_point(weight, group_size=128):
+    reference.quantize_int4(weight, group_size)
+    groups = weight.detach().float().unflatten(1, (-1, group_size))
+    low, high = _least(groups), _most(groups)
+    scale = torch.where(high > low, (high - low) / 15, 1.0)
+    zero = torch.floor(-low / scale)
+    q = (torch.round(groups / scale) + zero).clamp(0, 15).to(torch.uint8)
+    return q.flatten(1), scale[..., 0], zero[..., 0].to(torch.uint8)
+
+
 @mistake("quantize_int4", "one scale for a whole row, repeated for its groups")
 def one_scale_for_a_row(weight, group_size=128):
     n_groups = weight.shape[1] // group_size
@@ -719,6 +863,22 @@ def times_fifteen(q):
     return (q[..., ::2].int() + 15 * q[..., 1::2].int()).to(torch.uint8)
 
 
+@mistake(
+    "pack_int4",
+    "the pair is joined before it is shifted: `<<` binds tighter than `|`, and (a | b) << 4 is not a | b << 4",
+)
+def joined_before_shifted(q):
+    reference.pack_int4(q)
+    return (q[..., ::2] | q[..., 1::2]) << 4
+
+
+@mistake("pack_int4", "the levels that were given are changed in place")
+def packed_in_place(q):
+    packed = reference.pack_int4(q)
+    q[..., ::2] |= q[..., 1::2] << 4
+    return packed
+
+
 @mistake("pack_int4", "an odd number of levels is not refused: the last one is left out")
 def odd_length(q):
     return reference.pack_int4(q[..., : q.shape[-1] // 2 * 2])
@@ -727,6 +887,11 @@ def odd_length(q):
 @mistake("unpack_int4", "the high four bits come first")
 def high_first(packed):
     return reference.unpack_int4(packed).unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+
+
+@mistake("unpack_int4", "the levels are int32 instead of uint8")
+def unpacked_as_int32(packed):
+    return reference.unpack_int4(packed).to(torch.int32)
 
 
 @mistake("unpack_int4", "all low halves come first, then all high ones")
@@ -747,7 +912,7 @@ def low_unmasked(packed):
 # ---- 20.12 int4_matmul_kernel ----------------------------------------------------------------------------------------
 
 HALVES, NO_ZERO, FIRST_GROUP, READ_TWICE, TF32, SIGN = (tl.constexpr(n) for n in range(1, 7))
-UNMASKED_ROWS, UNMASKED_COLUMNS, NO_LOOP, HALVES_OF_TILE = (tl.constexpr(n) for n in range(7, 11))
+UNMASKED_ROWS, UNMASKED_COLUMNS, NO_LOOP, HALVES_OF_TILE, NARROW_SUM = (tl.constexpr(n) for n in range(7, 12))
 
 
 @triton.jit
@@ -796,6 +961,8 @@ def _int4_kernel(
                 total = tl.dot(left, weight, total)
             else:
                 total = tl.dot(left, weight, total, input_precision="ieee")
+            if FAULT == NARROW_SUM:
+                total = total.to(x.dtype.element_ty).to(tl.float32)
     kept = (rows < M)[:, None] & (columns < N)[None, :]
     tl.store(out + rows[:, None] * N + columns[None, :], total.to(out.dtype.element_ty), mask=kept)
 
@@ -852,6 +1019,11 @@ class ColumnsAfterTheLast(_Faulty, fault=UNMASKED_COLUMNS):
 
 @mistake("int4_matmul_kernel", "only the first TILE_K terms are added: the loop over K is missing")
 class NoLoop(_Faulty, fault=NO_LOOP):
+    pass
+
+
+@mistake("int4_matmul_kernel", "the sum is rounded to the dtype of x after each tile instead of once at the end")
+class NarrowSum(_Faulty, fault=NARROW_SUM):
     pass
 
 
@@ -917,6 +1089,23 @@ class Int4InPlace(reference.Int4Linear):
         super().__init__(linear, group_size)
         with torch.no_grad():
             linear.weight.copy_(dequantize_int4(reference.unpack_int4(self.packed), self.scale, self.zero))
+
+
+@mistake("Int4Linear", "the bias is the layer's own: it changes when the layer is trained on")
+class Int4SharedBias(reference.Int4Linear):
+    def __init__(self, linear, group_size=128):
+        super().__init__(linear, group_size)
+        self.bias = None if linear.bias is None else linear.bias.detach()
+
+
+@mistake("Int4Linear", "groups are multiplied one by one, and added in the dtype of x instead of float32")
+class Int4NarrowSum(reference.Int4Linear):
+    def forward(self, x):
+        weight = dequantize_int4(reference.unpack_int4(self.packed), self.scale, self.zero).to(x.dtype)
+        size = weight.shape[1] // self.scale.shape[1]
+        parts = [a @ b.T for a, b in zip(x.split(size, -1), weight.split(size, 1), strict=True)]
+        y = sum(parts[1:], parts[0])
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 @mistake("Int4Linear", "groups always have 128 columns, or are the whole row")
@@ -993,6 +1182,11 @@ def ranges_of_the_original(weight, hessian, group_size=128):
 @mistake("gptq", "the Hessian is not damped: a singular one has no inverse")
 def undamped(weight, hessian, group_size=128):
     return _gptq(weight, hessian, group_size, damping=0.0)
+
+
+@mistake("gptq", "the damping is 1 % of the diagonal's sum instead of its mean")
+def damped_by_the_trace(weight, hessian, group_size=128):
+    return _gptq(weight, hessian, group_size, damping=0.01 * weight.shape[1])
 
 
 @mistake("gptq", "the weights are changed in place")
