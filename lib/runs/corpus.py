@@ -25,7 +25,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from html.parser import HTMLParser
 from itertools import chain
 from pathlib import Path
@@ -252,6 +252,11 @@ def documents_of_packages(names: Iterable[str], most: int, found: list[Source]) 
         print(f"{name}: {source.documents:,} documents, {source.characters / 1e6:.1f} million characters", flush=True)
 
 
+def shortened(document: Document, longest: int | None) -> Document:
+    """The document's beginning: a file of a million lines would otherwise outweigh a thousand others."""
+    return replace(document, text=document.text[:longest])
+
+
 def _clean(item: tuple[str, bytes]) -> Document | None:
     return clean(*item)
 
@@ -408,6 +413,11 @@ def make_parser() -> argparse.ArgumentParser:
     where.add_argument("--dataset", help="a file, a folder or a data set of the hub, in place of packages")
     parser.add_argument("--column", default="text", help="the data set's column with the text")
     parser.add_argument("--limit", type=whole(1), help="read no more documents of the data set than this")
+    parser.add_argument(
+        "--longest",
+        type=whole(SHORTEST),
+        help="characters of a document that are kept, from its beginning; default: all",
+    )
     parser.add_argument("--most", type=positive, default=50, help="million characters of each package at most")
     parser.add_argument(
         "--held-out", type=fraction, default=0.01, help="share of the documents that is never trained on"
@@ -440,7 +450,14 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--vocab {o.vocab}: expected at most {2**16}, what two bytes can name")
         make_place(o.folder)
         each = documents_of_dataset(o.dataset, o.column, o.limit, found) if o.dataset else documents_of_packages(o.packages, round(o.most * 1e6), found)  # fmt: skip
-        write(o.folder, list(each), found, o.held_out, max(1, round(o.sample * 1e6)), o.vocab)
+        write(
+            o.folder,
+            [shortened(document, o.longest) for document in each],
+            found,
+            o.held_out,
+            max(1, round(o.sample * 1e6)),
+            o.vocab,
+        )
     except (RuntimeError, ValueError, OSError) as error:
         print(f"python -m lib.runs.corpus: {error}", file=sys.stderr)
         return 2
