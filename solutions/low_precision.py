@@ -416,7 +416,7 @@ def gptq(
     w, h = weight.detach().double().clone(), hessian.double()
     inverse = torch.linalg.inv(h + 0.01 * h.diagonal().mean().clamp(min=1e-12) * torch.eye(n_columns).to(h))
     upper = torch.linalg.cholesky(inverse, upper=True)
-    levels, scales, zeros = [], [], []
+    levels, scales, zeros = list[Tensor](), list[Tensor](), list[Tensor]()
     for i in range(n_columns):
         if i % group_size == 0:
             scale, zero = _group_range(w[:, i : i + group_size].float())
