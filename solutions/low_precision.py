@@ -386,8 +386,7 @@ class Int4Linear(nn.Module):
             y = launch_int4_matmul(int4_matmul_kernel, rows, self.packed, self.scale, self.zero)
         else:
             y = rows @ dequantize_int4(unpack_int4(self.packed), self.scale, self.zero).to(x.dtype).T
-        y = y.reshape(*x.shape[:-1], len(self.packed))
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        return (y if self.bias is None else y + self.bias.to(y.dtype)).reshape(*x.shape[:-1], len(self.packed))
         ### END SOLUTION
 
 
@@ -420,7 +419,8 @@ def gptq(
     for i in range(n_columns):
         if i % group_size == 0:
             scale, zero = _group_range(w[:, i : i + group_size].float())
-            scales, zeros = [*scales, scale], [*zeros, zero]
+            scales.append(scale)
+            zeros.append(zero)
         column = w[:, i : i + 1]
         level = (torch.round(column / scale) + zero).clamp(0, 15)
         levels.append(level)
