@@ -3,7 +3,7 @@
 python -m lib.runs.corpus my_corpus
 python -m lib.bench.scaling_laws look sweep predict run --data my_corpus
 
-``look`` says how long the documents are. ``sweep`` trains six sizes, each to four lengths, on all GPUs there are. ``predict`` fits chapter 22's law to them, and records which loss
+``look`` says how long the documents are. ``sweep`` trains six sizes, each to five lengths, on all GPUs there are. ``predict`` fits chapter 22's law to them, and records which loss
 GPT-2 124M will have before that model is trained. ``run`` trains it with ``lib.runs.train_gpt2``, in two legs of which the second
 resumes the first, and Transformers' GPT-2 with PyTorch's own optimizer for the same seconds, on a second GPU beside it or afterwards.
 Everything is recorded in ``chapters/measurements/scaling_laws.json``. ``--tiny`` tries the program on a CPU.
@@ -37,8 +37,8 @@ from lib.scaling_laws import bootstrap, fit_parametric, wsd_schedule
 SIZES = ((128, 4), (192, 6), (256, 8), (384, 8), (512, 9), (640, 10))
 """Width and blocks of the models of the sweep."""
 BATCH, LENGTH, WARMUP = 32, 1024, 100
-STEPS = (160, 320, 640, 960)
-"""Where the runs of the sweep end: their decays are branches of one run."""
+STEPS = (400, 800, 1600, 2400, 3200)
+"""Where the runs of the sweep end, the last where the predicted run ends: their decays are branches of one run."""
 GPU_OF = (0, 1, 0, 1, 1, 1)
 """Where each runs if there are two GPUs, the widest first, so that both have about as much to do."""
 TINY_SIZES, TINY_STEPS = ((64, 1), (128, 1), (192, 1)), (12, 16, 24)
@@ -359,7 +359,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=("look", "sweep", "predict", "run", "size", "rival"))
     parser.add_argument("--data", required=True, help="a folder that lib.runs.corpus wrote")
-    parser.add_argument("--steps", type=int, default=3300, help="of GPT-2 124M")
+    parser.add_argument("--steps", type=int, default=STEPS[-1], help="of GPT-2 124M")
     parser.add_argument(
         "--seconds", type=float, default=212.0, help="of training that the rival gets: what the run will take"
     )

@@ -25,7 +25,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from html.parser import HTMLParser
 from itertools import chain
 from pathlib import Path
@@ -56,6 +56,15 @@ FOREIGN = re.compile(r"/(locale|i18n|translations|po)/|[._-](ar|cs|da|de|es|fa|f
 
 
 @dataclass
+class Document:
+    """A text with its place, which decides whether it is held out."""
+
+    place: str
+    text: str
+    is_code: bool = False
+
+
+@dataclass
 class Source:
     """Where documents come from, and what was kept of them."""
 
@@ -66,14 +75,13 @@ class Source:
     characters: int = 0
     code_characters: int = 0
 
-
-@dataclass
-class Document:
-    """A text with its place, which decides whether it is held out."""
-
-    place: str
-    text: str
-    is_code: bool = False
+    def add(self, document: Document, longest: int | None) -> Document:
+        """Count a document, of which only the beginning is kept: a file of a million lines would outweigh a thousand others."""
+        text = document.text[:longest]
+        self.documents += 1
+        self.characters += len(text)
+        self.code_characters += len(text) * document.is_code
+        return Document(f"{self.name}/{document.place}", text, document.is_code)
 
 
 # ---- gather ----------------------------------------------------------------------------------------------------------
@@ -228,7 +236,9 @@ class Seen:
         return Document(document.place, text, document.is_code) if len(text) >= SHORTEST else None
 
 
-def documents_of_packages(names: Iterable[str], most: int, found: list[Source]) -> Iterator[Document]:
+def documents_of_packages(
+    names: Iterable[str], most: int, longest: int | None, found: list[Source]
+) -> Iterator[Document]:
     """The documents of Debian packages, at most so many characters of each; ``found`` gets a `Source` for each package."""
     seen = Seen()
     for name in dict.fromkeys(names):
@@ -245,23 +255,17 @@ def documents_of_packages(names: Iterable[str], most: int, found: list[Source]) 
                     workers.shutdown(wait=False, cancel_futures=True)
                     break
                 if document:
-                    source.documents += 1
-                    source.characters += len(document.text)
-                    source.code_characters += len(document.text) * document.is_code
-                    yield Document(f"{name}/{document.place}", document.text, document.is_code)
+                    yield source.add(document, longest)
         print(f"{name}: {source.documents:,} documents, {source.characters / 1e6:.1f} million characters", flush=True)
-
-
-def shortened(document: Document, longest: int | None) -> Document:
-    """The document's beginning: a file of a million lines would otherwise outweigh a thousand others."""
-    return replace(document, text=document.text[:longest])
 
 
 def _clean(item: tuple[str, bytes]) -> Document | None:
     return clean(*item)
 
 
-def documents_of_dataset(name: str, column: str, limit: int | None, found: list[Source]) -> Iterator[Document]:
+def documents_of_dataset(
+    name: str, column: str, limit: int | None, longest: int | None, found: list[Source]
+) -> Iterator[Document]:
     """The documents of a file, a folder or a data set of the hub, as chapter 1 streams them."""
     from lib.given.data.corpora import stream_text
 
@@ -272,8 +276,7 @@ def documents_of_dataset(name: str, column: str, limit: int | None, found: list[
     for i, text in enumerate(stream_text(name, column=column, progress=False)):
         if limit is not None and i == limit:
             return
-        source.documents, source.characters = source.documents + 1, source.characters + len(text)
-        yield Document(f"{name}/{i}", text)
+        yield source.add(Document(str(i), text), longest)
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
@@ -449,15 +452,11 @@ def main(argv: list[str] | None = None) -> int:
         if o.vocab > 2**16:
             raise ValueError(f"--vocab {o.vocab}: expected at most {2**16}, what two bytes can name")
         make_place(o.folder)
-        each = documents_of_dataset(o.dataset, o.column, o.limit, found) if o.dataset else documents_of_packages(o.packages, round(o.most * 1e6), found)  # fmt: skip
-        write(
-            o.folder,
-            [shortened(document, o.longest) for document in each],
-            found,
-            o.held_out,
-            max(1, round(o.sample * 1e6)),
-            o.vocab,
-        )
+        if o.dataset:
+            each = documents_of_dataset(o.dataset, o.column, o.limit, o.longest, found)
+        else:
+            each = documents_of_packages(o.packages, round(o.most * 1e6), o.longest, found)
+        write(o.folder, list(each), found, o.held_out, max(1, round(o.sample * 1e6)), o.vocab)
     except (RuntimeError, ValueError, OSError) as error:
         print(f"python -m lib.runs.corpus: {error}", file=sys.stderr)
         return 2
