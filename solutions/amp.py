@@ -361,8 +361,9 @@ def autocast_dtypes(model: nn.Module, x: Tensor, dtype: torch.dtype) -> dict[str
     handles = [layer.register_forward_hook(note(name)) for name, layer in layers.items()]
     rules = "cpu" if x.device.type == "cpu" else "cuda"
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    gpus = [x.device.index] if x.is_cuda else []  # whose random states are put back, besides the CPU's
     try:
-        with torch.no_grad(), torch.random.fork_rng(), MiniAutocast(dtype, rules):
+        with torch.no_grad(), torch.random.fork_rng(gpus), MiniAutocast(dtype, rules):
             functional_call(model, buffers, (x,))
     finally:
         for handle in handles:
