@@ -3,8 +3,9 @@
 python -m lib.runs.corpus my_corpus
 python -m lib.bench.scaling_laws look sweep predict run --data my_corpus
 
-``look`` says how long the documents are. ``sweep`` trains six sizes, each to five lengths, on all GPUs there are. ``predict`` fits chapter 22's law to them, and records which loss
-GPT-2 124M will have before that model is trained. ``run`` trains it with ``lib.runs.train_gpt2``, in two legs of which the second
+``look`` says how long the documents are. ``sweep`` trains six sizes, each to five lengths, on all GPUs there are. ``positions`` trains one
+size again and asks what the context is worth to it. ``predict`` fits chapter 22's law to the longest runs of the sweep, and records which
+loss GPT-2 124M will have before that model is trained. ``run`` trains it with ``lib.runs.train_gpt2``, in two legs of which the second
 resumes the first, and Transformers' GPT-2 with PyTorch's own optimizer for the same seconds, on a second GPU beside it or afterwards.
 Everything is recorded in ``chapters/measurements/scaling_laws.json``. ``--tiny`` tries the program on a CPU.
 """
@@ -32,7 +33,8 @@ import torch
 from lib.bench.record import MEASUREMENTS, load, machine, record
 from lib.given.models.gpt2 import GPT2_SMALL
 from lib.given.models.gpus import GPUS
-from lib.scaling_laws import bootstrap, fit_parametric, wsd_schedule
+from lib.runs.engine.state import gather_model
+from lib.scaling_laws import bootstrap, fit_power_law, wsd_schedule
 
 SIZES = ((128, 4), (192, 6), (256, 8), (384, 8), (512, 9), (640, 10))
 """Width and blocks of the models of the sweep."""
@@ -41,7 +43,7 @@ STEPS = (400, 800, 1600, 2400, 3200)
 """Where the runs of the sweep end, the last where the predicted run ends: their decays are branches of one run."""
 GPU_OF = (0, 1, 0, 1, 1, 1)
 """Where each runs if there are two GPUs, the widest first, so that both have about as much to do."""
-TINY_SIZES, TINY_STEPS = ((64, 1), (128, 1), (192, 1)), (12, 16, 24)
+TINY_SIZES, TINY_STEPS = ((64, 1), (128, 1), (192, 1)), (8, 10, 12)
 PROMPT = "The function returns"
 N_BOOTSTRAP = 100
 
@@ -70,15 +72,20 @@ def flags(o: argparse.Namespace, dim: int, n_layers: int, steps: int) -> list[st
 # ---- the sweep -------------------------------------------------------------------------------------------------------
 
 
-def train_size(o: argparse.Namespace, dim: int, n_layers: int) -> list[dict[str, Any]]:
-    """One run at a constant rate, from which a decay branches off for each length; returns a point for each."""
+def train_size(
+    o: argparse.Namespace,
+    dim: int,
+    n_layers: int,
+    ends: tuple[int, ...],
+    more: Callable[[Any], dict[str, Any]] = lambda run: {},
+) -> list[dict[str, Any]]:
+    """One run at a constant rate, from which a decay branches off for each length; returns a point for each, with what ``more`` says."""
     from lib.runs.engine.look import evaluate
     from lib.runs.engine.loop import prepare
     from lib.runs.engine.options import DECAYED, parse
     from lib.runs.engine.tasks import GPT2Task
     from lib.runs.train_gpt2 import make_gpt2_parser
 
-    ends = TINY_STEPS if o.tiny else STEPS
     run = prepare(parse(make_gpt2_parser(), flags(o, dim, n_layers, ends[-1])), GPT2Task)
     if run.options.graph:
         run.record_graph()
@@ -100,7 +107,7 @@ def train_size(o: argparse.Namespace, dim: int, n_layers: int) -> list[dict[str,
             {
                 "dim": dim, "n_layers": n_layers, "n_weights": n_weights(dim, n_layers), "steps": end,
                 "tokens": end * run.options.batch * run.task.per_row, "held_out_loss": evaluate(run)["held_out_loss"],
-                "seconds_so_far": time.perf_counter() - start,
+                "seconds_so_far": time.perf_counter() - start, **more(run),
             }
         )  # fmt: skip
         print(points[-1], flush=True)
@@ -148,25 +155,53 @@ def _on(o: argparse.Namespace, gpu: int) -> dict[str, str]:
     return {**os.environ} if o.tiny else {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
 
 
+@torch.no_grad()
+def loss_by_position(run: Any) -> dict[str, list[float]]:
+    """The held-out loss at each place in the window, in 16 equal parts: a model that uses its context is better at the end."""
+    source, length, model = run.task.source, run.task.per_row, run.task.new_model()
+    model.load_state_dict(gather_model(run.strategy, run.device))
+    model.to(run.device)
+    total, rows = torch.zeros(length, device=run.device), range(source.n, source.n + source.n_held_out, 4)
+    for row in rows:
+        inputs, targets = run.fetch(torch.arange(row, row + 4))
+        with torch.autocast(run.device.type, torch.bfloat16):
+            logits = run.task.plain_logits(model, inputs)
+        total += torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none").mean(0)
+    return {"loss_by_position": (total / len(rows)).view(16, -1).mean(1).tolist()}
+
+
+def positions(o: argparse.Namespace) -> dict[str, Any]:
+    """One size before and after the fall of the sweep's losses."""
+    (dim, n_layers), ends = (TINY_SIZES[0], TINY_STEPS[:2]) if o.tiny else (SIZES[3], STEPS[1:3])
+    return {"points": train_size(o, dim, n_layers, ends, loss_by_position)}
+
+
 # ---- the prediction --------------------------------------------------------------------------------------------------
 
 
 def predict(o: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
-    """The law of the sweep, and from it GPT-2 124M's held-out loss after ``--steps`` steps, with its 90 % interval."""
-    points = np.array([[p["n_weights"], p["tokens"], p["held_out_loss"]] for p in found["sweep"]["points"]])
-    n, d = n_weights(GPT2_SMALL.dim, GPT2_SMALL.n_layers), o.steps * BATCH * LENGTH
+    """GPT-2 124M's held-out loss from the runs that are as long as its own, so that only the size is extrapolated; with its 90 % interval.
 
-    def fit(x: Any, y: Any, z: Any) -> dict[str, float]:
-        law = fit_parametric(x, y, z, n_starts=4)
-        return asdict(law) | {"held_out_loss": float(law(n, d))}
+    A run that ends above a shorter one of the same size has diverged, and is left out.
+    """
+    swept = found["sweep"]["points"]
+    least = {size: min(p["held_out_loss"] for p in swept if p["dim"] == size) for size in {p["dim"] for p in swept}}
+    longest = [p for p in swept if p["steps"] == o.steps]
+    used = [p for p in longest if p["held_out_loss"] == least[p["dim"]]]
+    points = np.array([[p["n_weights"], p["held_out_loss"]] for p in used])
+    n = n_weights(GPT2_SMALL.dim, GPT2_SMALL.n_layers)
 
-    law = fit_parametric(*points.T)
-    intervals = bootstrap(fit, points, 4 if o.tiny else N_BOOTSTRAP, seed=0)
-    errors = np.log(law(points[:, 0], points[:, 1]) / points[:, 2])
+    def fit(x: Any, y: Any) -> dict[str, float]:
+        law = fit_power_law(x, y)
+        return asdict(law) | {"held_out_loss": float(law(n))}
+
+    law = fit_power_law(*points.T)
     return {
-        "at": datetime.now(UTC).isoformat(timespec="seconds"), "law": asdict(law), "intervals_90": intervals,
-        "largest_relative_error_of_fit": float(np.abs(errors).max()), "n_weights": n, "tokens": d, "steps": o.steps,
-        "held_out_loss": float(law(n, d)),
+        "at": datetime.now(UTC).isoformat(timespec="seconds"), "law": asdict(law),
+        "intervals_90": bootstrap(fit, points, 4 if o.tiny else N_BOOTSTRAP, seed=0),
+        "largest_relative_error_of_fit": float(np.abs(law(points[:, 0]) / points[:, 1] - 1).max()),
+        "diverged": [p["dim"] for p in longest if p not in used],
+        "n_weights": n, "tokens": o.steps * BATCH * LENGTH, "steps": o.steps, "held_out_loss": float(law(n)),
     }  # fmt: skip
 
 
@@ -357,7 +392,7 @@ def rival(o: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=("look", "sweep", "predict", "run", "size", "rival"))
+    parser.add_argument("parts", nargs="+", choices=("look", "sweep", "positions", "predict", "run", "size", "rival"))
     parser.add_argument("--data", required=True, help="a folder that lib.runs.corpus wrote")
     parser.add_argument("--steps", type=int, default=STEPS[-1], help="of GPT-2 124M")
     parser.add_argument(
@@ -371,7 +406,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     o = parser.parse_args(arguments)
     if o.parts in (["rival"], ["size"]):  # started by the others, each on its own GPU
-        done = rival(o) if o.parts == ["rival"] else train_size(o, *map(int, o.size.split("x")))
+        ends = TINY_STEPS if o.tiny else STEPS
+        dim, n_layers = map(int, (o.size or "0x0").split("x"))
+        done = rival(o) if o.parts == ["rival"] else train_size(o, dim, n_layers, ends)
         (o.folder / f"{o.parts[0]}.json").write_text(json.dumps(done))
         return
     try:
@@ -383,14 +420,10 @@ def main(arguments: list[str] | None = None) -> None:
 
     found |= {"tiny": o.tiny, "corpus": read_facts(Path(o.data))}
     for part in o.parts:
-        found[part] = (
-            {"look": look, "sweep": sweep}[part](o)
-            if part in ("look", "sweep")
-            else {"predict": predict, "run": run}[part](o, found)
-        )
-        record(
-            "scaling_laws", found, o.folder, before if part == "look" else None
-        )  # a look is no measurement of a machine
+        of_data = {"look": look, "sweep": sweep, "positions": positions}
+        found[part] = of_data[part](o) if part in of_data else {"predict": predict, "run": run}[part](o, found)
+        measured_elsewhere = before if part in ("look", "predict") else None  # neither measures a machine
+        record("scaling_laws", found, o.folder, measured_elsewhere)
         shown = {k: v for k, v in found[part].items() if k not in ("points", "ours")}
         print(part, json.dumps(shown)[:2000], flush=True)
     if "run" in o.parts:

@@ -96,7 +96,8 @@ def test_scaling_laws_are_swept_and_fitted(tmp_path):
     texts = (" ".join(f"to be {i} or not to be {i + j}, that is the question\n" for j in range(9)) for i in range(90))
     documents = [corpus.Document(f"{i}", text) for i, text in enumerate(texts)]
     corpus.write(tmp_path / "corpus", documents, [], 0.2, 10**6, 300)
-    scaling_laws.main(["sweep", "predict", "--tiny", f"--data={tmp_path}/corpus", f"--folder={tmp_path}"])
+    asked = ["--tiny", "--steps=12", f"--data={tmp_path}/corpus", f"--folder={tmp_path}"]
+    scaling_laws.main(["sweep", "positions", "predict", *asked])
     found = load("scaling_laws", tmp_path)["results"]
     points = found["sweep"]["points"]
     assert [(p["dim"], p["n_layers"], p["steps"]) for p in points] == [
@@ -109,15 +110,37 @@ def test_scaling_laws_are_swept_and_fitted(tmp_path):
     assert law["n_weights"] == 12 * 12 * 768**2
     low, high = law["intervals_90"]["held_out_loss"]
     assert low <= high
-    e, a, b, alpha, beta = law["law"].values()
-    errors = [
-        math.log((e + a / p["n_weights"] ** alpha + b / p["tokens"] ** beta) / p["held_out_loss"]) for p in points
-    ]
-    assert law["largest_relative_error_of_fit"] == pytest.approx(max(map(abs, errors)))
+    a, alpha, floor = law["law"].values()
+    longest = [p for p in points if p["steps"] == 12]
+    errors = [(floor + a / p["n_weights"] ** alpha) / p["held_out_loss"] - 1 for p in longest]
+    assert law["diverged"] == []
+    assert law["largest_relative_error_of_fit"] == pytest.approx(max(map(abs, errors)), abs=1e-9)
     assert law["tokens"] == law["steps"] * 32 * 1024
-    expected = e + a / law["n_weights"] ** alpha + b / law["tokens"] ** beta
-    assert law["held_out_loss"] == pytest.approx(expected)
+    assert law["held_out_loss"] == pytest.approx(floor + a / law["n_weights"] ** alpha)
+    for point in found["positions"]["points"]:
+        by_position = point["loss_by_position"]
+        assert len(by_position) == 16
+        assert sum(by_position) / 16 == pytest.approx(point["held_out_loss"], rel=0.01), (
+            "its mean, in bfloat16, is the loss"
+        )
     assert found["corpus"] == corpus.read_facts(tmp_path / "corpus")
+
+
+def test_a_run_of_the_sweep_that_diverged_is_left_out():
+    def point(dim, steps, loss):
+        return {"dim": dim, "n_weights": 12 * 4 * dim**2, "steps": steps, "held_out_loss": loss}
+
+    good = [point(dim, steps, 1 + 50 / dim + 100 / steps) for dim in (64, 128, 256, 512) for steps in (400, 800)]
+    plan = argparse.Namespace(steps=800, tiny=True)
+    expected = scaling_laws.predict(plan, {"sweep": {"points": good}})
+    bad = [point(96, 400, 1.8), point(96, 800, 4.5)]
+    found = scaling_laws.predict(plan, {"sweep": {"points": [*good, *bad]}})
+    assert found["diverged"] == [96]
+    assert (
+        found["held_out_loss"]
+        == pytest.approx(expected["held_out_loss"])
+        == pytest.approx(1.125 + 50 / (768 * math.sqrt(3)), rel=0.01)
+    )
 
 
 def test_a_log_is_summarized():
