@@ -213,6 +213,12 @@ def main() -> None:
         default=list(COMPETITORS),
         help="measure these, and keep the others",
     )
+    parser.add_argument(
+        "--rates",
+        nargs="+",
+        type=float,
+        help="measure these loads, in requests a second, and keep the others; default: all",
+    )
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     options = parser.parse_args()
     sizes, device = TINY if options.tiny else LARGE, torch.device(options.device)
@@ -220,7 +226,7 @@ def main() -> None:
     settings = {"dtype": str(dtype).removeprefix("torch."), "n_requests": sizes.n_asks, "prompt_tokens": sizes.prompts,
                 "new_tokens": sizes.answers, "step_tokens": MAX_TOKENS, "config": vars(sizes.config)}  # fmt: skip
     results: dict[str, Any] = {"tiny": options.tiny, "settings": settings, "requests_per_s": {}}
-    if options.only != list(COMPETITORS):
+    if options.only != list(COMPETITORS) or options.rates:
         results["requests_per_s"] = load("serving", options.folder)["results"]["requests_per_s"]
     for name in options.only:  # one model at a time is in memory
         torch.manual_seed(0)
@@ -228,7 +234,7 @@ def main() -> None:
         competitor.serve(
             make_load(sizes, max(sizes.rates), seed=1)
         )  # warm-up: kernels are compiled, memory is allocated
-        for rate in sizes.rates:
+        for rate in options.rates or sizes.rates:
             asks = make_load(sizes, rate)
             found = summarize(asks, competitor.serve(asks))
             results["requests_per_s"].setdefault(f"{rate:g}", {})[name] = found
