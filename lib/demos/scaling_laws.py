@@ -217,12 +217,12 @@ def transfer(
     }
 
 
-def draw_run(recorded: dict[str, Any], law: Callable[[Any, Any], Any]) -> Figure:
+def draw_run(recorded: dict[str, Any], law: Callable[[Any, Any], Any] | None = None) -> Figure:
     """The run that ends the book: its loss over the tokens, what was predicted, and where Transformers ended.
 
     Args:
         recorded: ``load("scaling_laws")``.
-        law: The loss for weights and tokens, fitted to the sweep.
+        law: The loss for weights and tokens, if one was fitted to the sweep.
     """
     found = recorded["results"]
     plan, ours, theirs = found["predict"], found["run"]["ours"], found["run"]["transformers"]
@@ -235,9 +235,10 @@ def draw_run(recorded: dict[str, Any], law: Callable[[Any, Any], Any]) -> Figure
         if point["n_weights"] == largest:
             ax.plot(point["tokens"] / 1e6, point["held_out_loss"], "o", color=COLOURS[2])
     ax.plot([], [], "o", color=COLOURS[2], label="largest model of the sweep")
-    tokens = [5e6 * 1.1**i for i in range(33)]
-    tokens = [t for t in tokens if t < plan["tokens"]] + [plan["tokens"]]
-    ax.plot([t / 1e6 for t in tokens], [law(plan["n_weights"], t) for t in tokens], "--", color=COLOURS[1])
+    if law:
+        tokens = [5e6 * 1.1**i for i in range(33)]
+        tokens = [t for t in tokens if t < plan["tokens"]] + [plan["tokens"]]
+        ax.plot([t / 1e6 for t in tokens], [law(plan["n_weights"], t) for t in tokens], "--", color=COLOURS[1])
     low, high = plan["intervals_90"]["held_out_loss"]
     at, value = plan["tokens"] / 1e6, plan["held_out_loss"]
     ax.errorbar(at, value, [[value - low], [high - value]], fmt="s", color=COLOURS[1], capsize=4, label="predicted")

@@ -28,7 +28,7 @@ kernelspec:
 
 
 def build(destination: str | Path = "_build/html", execute: bool = True) -> None:
-    """Build every page and run every cell on the reference solutions; a warning is an error.
+    """Build every page and run every cell on the reference solutions, two chapters at a time; a warning is an error.
 
     Args:
         destination: Folder of the pages, relative to the project.
@@ -38,7 +38,7 @@ def build(destination: str | Path = "_build/html", execute: bool = True) -> None
         BookError: Sphinx could not build a page; it has printed which one and why.
     """
     write_solution_pages()
-    command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q"]
+    command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-j", "2"]
     if not execute:
         command += ["-D", "nb_execution_mode=off", "-D", "suppress_warnings=misc.highlighting_failure"]
     command += [str(ROOT), str(ROOT / destination)]
