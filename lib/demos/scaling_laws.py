@@ -255,3 +255,21 @@ def draw_run(recorded: dict[str, Any], law: Callable[[Any, Any], Any] | None = N
     ax.set(xlabel="million tokens", ylabel="loss (nats a token)", ylim=(1.5, 6.5), xlim=(0, 1.05 * at))
     ax.legend(fontsize=8)
     return fig
+
+
+def draw_positions(recorded: dict[str, Any]) -> Figure:
+    """The held-out loss at each place in the window, before and after the sweep's fall.
+
+    Args:
+        recorded: ``load("scaling_laws")``.
+    """
+    found = recorded["results"]
+    fig, ax = plt.subplots(figsize=(6.6, 2.8))
+    for point, colour in zip(found["positions"]["points"], COLOURS, strict=False):
+        losses = point["loss_by_position"]
+        each = found["sweep"]["length"] / len(losses)
+        places = [each * (i + 0.5) for i in range(len(losses))]
+        ax.plot(places, losses, "o-", ms=4, color=colour, label=f"after {point['tokens'] / 1e6:.0f} million tokens")
+    ax.set(xlabel="place in the window", ylabel="loss (nats a token)")
+    ax.legend(fontsize=8)
+    return fig

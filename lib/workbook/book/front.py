@@ -51,8 +51,8 @@ def ending() -> Numbers:
                 f"for {run['wall_s'] / 60:.1f} minutes of one GPU and {run['kwh']:.3f} kWh",
             ),
             (
-                f"{loss:.2f} instead of {plan['held_out_loss']:.2f}",
-                "nats for each held-out token, and what was predicted before the run began",
+                f"{loss:.2f} nats",
+                f"for each held-out token, where {plan['held_out_loss']:.2f} had been predicted before the run began",
             ),
         ]
     )
