@@ -241,7 +241,17 @@ def draw_run(recorded: dict[str, Any], law: Callable[[Any, Any], Any] | None = N
         ax.plot([t / 1e6 for t in tokens], [law(plan["n_weights"], t) for t in tokens], "--", color=COLOURS[1])
     low, high = plan["intervals_90"]["held_out_loss"]
     at, value = plan["tokens"] / 1e6, plan["held_out_loss"]
-    ax.errorbar(at, value, [[value - low], [high - value]], fmt="s", color=COLOURS[1], capsize=4, label="predicted")
+    ax.errorbar(
+        at,
+        value,
+        [[value - low], [high - value]],
+        fmt="s",
+        ms=12,
+        mfc="none",
+        color=COLOURS[1],
+        capsize=4,
+        label="predicted",
+    )
     ends = ours["held_out"]
     ax.plot(
         [a_step * (e["step"] + 1) for e in ends],
