@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lib.given.kernels.grouped import check_groups, launch_grouped, with_gradients
+from lib.given.kernels.grouped import check_groups, launch_grouped, tile_of_program, with_gradients
 from lib.given.kernels.mode import tl, triton
 from lib.given.models.moe import DEEPSEEK_V3 as DEEPSEEK_V3
 from lib.given.models.moe import MIXTRAL_8X7B as MIXTRAL_8X7B
@@ -102,7 +102,7 @@ def sort_by_expert(experts: Int[Tensor, "n k"], n_experts: int) -> tuple[Int[Ten
 @triton.jit
 def grouped_matmul_kernel(
     x, weights, out, first_rows, first_tiles, C, F, E, xn, xc, we, wc, wf,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, EXPERTS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """A tile of the product of sorted rows with their experts' matrices; the grid is (tiles of rows, tiles of columns). (Exercise)
 
@@ -111,13 +111,14 @@ def grouped_matmul_kernel(
             element (e, c, f) is ``we * e + wc * c + wf * f`` after weights.
         first_rows, first_tiles: Pointers to int64 ``[E + 1]``: the first row and the first tile of rows of each expert, and the end of all.
         TILE_M, TILE_N, TILE_K: Rows and columns of a tile, and terms added at a time. No tile has rows of two experts.
+        GROUP: ``tile_of_program(GROUP)``, given, says which tile a program computes, (row of tiles, column of tiles).
         EXPERTS: The power of two that holds E.
 
     Returns:
-        Nothing. Program (i, j) writes tile (i, j); if there are fewer than i + 1 tiles of rows, it does nothing. Sums in float32, no TF32.
+        Nothing. The program of tile (i, j) writes it; if there are fewer than i + 1 tiles of rows, it does nothing. Sums in float32, no TF32.
     """
     ### BEGIN SOLUTION
-    tile = tl.program_id(0)
+    tile, column = tile_of_program(GROUP)
     index = tl.arange(0, EXPERTS)
     ends = tl.load(first_tiles + 1 + index, mask=index < E, other=1 << 60)
     expert = tl.sum((ends <= tile).to(tl.int32), axis=0)
@@ -125,7 +126,7 @@ def grouped_matmul_kernel(
         end = tl.load(first_rows + expert + 1)
         start = tl.load(first_rows + expert) + (tile - tl.load(first_tiles + expert)) * TILE_M
         rows = start + tl.arange(0, TILE_M)
-        columns = (tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
+        columns = (column * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
         matrix = weights + expert.to(tl.int64) * we
         total = tl.zeros([TILE_M, TILE_N], tl.float32)
         for first in range(0, C, TILE_K):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from lib.given.kernels.grouped import tile_of_program
 from lib.given.kernels.mode import tl, triton
 from lib.given.parallel.experts import AllToAll, experts_per_rank
 from lib.workbook.grading import mistake
@@ -190,9 +191,9 @@ UNMASKED_K = tl.constexpr(10)
 @triton.jit
 def _kernel(
     x, weights, out, first_rows, first_tiles, C, F, E, xn, xc, we, wc, wf,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, EXPERTS: tl.constexpr, FAULT: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, EXPERTS: tl.constexpr, FAULT: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
+    tile, column = tile_of_program(GROUP)
     index = tl.arange(0, EXPERTS)
     ends = tl.load(first_tiles + 1 + index, mask=index < E, other=1 << 60)
     if FAULT == ENDS_BEFORE:
@@ -213,7 +214,7 @@ def _kernel(
         if FAULT == FIRST_EXPERT:
             start = tl.load(first_rows + expert)
         rows = start + tl.arange(0, TILE_M)
-        columns = (tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
+        columns = (column * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
         matrix = weights + expert.to(tl.int64) * we
         if FAULT == SAME_MATRIX:
             matrix = weights

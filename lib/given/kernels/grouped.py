@@ -1,5 +1,6 @@
 """Launch the kernel of chapter 19: which program computes which rows of which expert is worked out on the device."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -9,7 +10,14 @@ from torch import Tensor
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON, MatmulTiles, tl, triton
 from lib.given.kernels.once import first_derivative_only
 
-__all__ = ["check_groups", "grouped_tiles", "launch_grouped", "launch_weight_gradients", "with_gradients"]
+__all__ = [
+    "check_groups",
+    "grouped_tiles",
+    "launch_grouped",
+    "launch_weight_gradients",
+    "tile_of_program",
+    "with_gradients",
+]
 
 
 def check_groups(x: Tensor, weights: Tensor, counts: Tensor) -> None:
@@ -28,13 +36,39 @@ def check_groups(x: Tensor, weights: Tensor, counts: Tensor) -> None:
         )
 
 
-def grouped_tiles(dtype: torch.dtype) -> MatmulTiles:
-    """Small tiles for the interpreter; on a GPU, tiles for rows that come in groups of some hundred."""
+def grouped_tiles(dtype: torch.dtype) -> list[MatmulTiles]:
+    """Small tiles for the interpreter; on a GPU, tiles for rows that come in groups of some hundred, of which the autotuner takes the quickest."""
     if INTERPRETED:
-        return MatmulTiles(16, 32, 16, 3)
+        return [MatmulTiles(16, 32, 16, 3)]
     if dtype == torch.float32:
-        return MatmulTiles(64, 64, 32, 8)
-    return MatmulTiles(128, 128, 64, 8, num_warps=8)
+        return [MatmulTiles(64, 64, 32, 8)]
+    wide = [MatmulTiles(128, 256, 64, group, num_warps=8, num_stages=stages) for group, stages in ((8, 3), (16, 4))]
+    return [
+        *wide,
+        MatmulTiles(128, 128, 64, 8, num_warps=8, num_stages=4),
+        MatmulTiles(128, 128, 64, 16, num_warps=4, num_stages=4),
+    ]
+
+
+@functools.cache
+def _tuned(kernel, dtype: torch.dtype):
+    """The kernel with Triton's autotuner around it, which times the tiles at the first call for each shape of the weights."""
+    configs = [
+        triton.Config({"TILE_N": t.n, "TILE_K": t.k, "GROUP": t.group}, num_warps=t.num_warps, num_stages=t.num_stages)
+        for t in grouped_tiles(dtype)
+    ]
+    return triton.autotune(configs, key=["C", "F"])(kernel)
+
+
+@triton.jit
+def tile_of_program(GROUP: tl.constexpr):
+    """Row and column of this program's tile, in chapter 14's order: programs that run together share GROUP tiles of rows, and columns."""
+    n_rows, n_columns = tl.num_programs(0), tl.num_programs(1)
+    program = tl.program_id(0) + tl.program_id(1) * n_rows
+    first = program // (GROUP * n_columns) * GROUP
+    height = tl.minimum(n_rows - first, GROUP)
+    inside = program % (GROUP * n_columns)
+    return first + inside % height, inside // height
 
 
 def launch_grouped(
@@ -47,7 +81,7 @@ def launch_grouped(
 
     Args:
         kernel: Takes x, weights, out, first_rows, first_tiles, C, F, E, the strides of x and of weights, and the constants TILE_M, TILE_N,
-            TILE_K and EXPERTS, the power of two that holds E. Entry e of ``first_rows`` is the first row of expert e, entry e of
+            TILE_K, GROUP and EXPERTS, the power of two that holds E. Entry e of ``first_rows`` is the first row of expert e, entry e of
             ``first_tiles`` its first tile of rows; both have an entry more, for the end.
 
     Raises:
@@ -55,29 +89,35 @@ def launch_grouped(
     """
     if not HAS_TRITON:
         raise RuntimeError(NO_TRITON)
-    tiles, (n_rows, width), (n_experts, _, columns) = grouped_tiles(x.dtype), x.shape, weights.shape
+    (tiles, *others), (n_rows, width), (n_experts, _, columns) = grouped_tiles(x.dtype), x.shape, weights.shape
     counts = counts.to(torch.int64)
     first_rows = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     first_tiles = torch.cat([counts.new_zeros(1), ((counts + tiles.m - 1) // tiles.m).cumsum(0)])
     out = x.new_empty(n_rows, columns)
     n_tiles = min(n_rows, triton.cdiv(n_rows, tiles.m) + n_experts)
     if out.numel():
-        kernel[(n_tiles, triton.cdiv(columns, tiles.n))](
-            x, weights, out, first_rows, first_tiles, width, columns, n_experts, *x.stride(), *weights.stride(),
-            TILE_M=tiles.m, TILE_N=tiles.n, TILE_K=tiles.k, EXPERTS=triton.next_power_of_2(n_experts),
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        )  # fmt: skip
+        operands = x, weights, out, first_rows, first_tiles, width, columns, n_experts, *x.stride(), *weights.stride()
+        constants: dict[str, int] = {"TILE_M": tiles.m, "EXPERTS": triton.next_power_of_2(n_experts)}
+        if others:
+            _tuned(kernel, x.dtype)[lambda chosen: (n_tiles, triton.cdiv(columns, chosen["TILE_N"]))](
+                *operands, **constants
+            )
+        else:
+            constants |= {"TILE_N": tiles.n, "TILE_K": tiles.k, "GROUP": tiles.group}
+            kernel[(n_tiles, triton.cdiv(columns, tiles.n))](*operands, **constants)
     return out
 
 
 @triton.jit
 def weight_gradient_kernel(
-    x, grad, out, first_rows, C, F, xn, xc, gn, gf, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr
-):
-    """Program (e, i, j) computes a tile of the gradient of expert e's matrix; its sum runs over the expert's rows, TILE_K at a time."""
-    expert = tl.program_id(0).to(tl.int64)
-    c = (tl.program_id(1) * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
-    f = (tl.program_id(2) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
+    x, grad, out, first_rows, C, F, xn, xc, gn, gf,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Program (i, j, e) computes a tile of the gradient of expert e's matrix; its sum runs over the expert's rows, TILE_K at a time."""
+    i, j = tile_of_program(GROUP)
+    expert = tl.program_id(2).to(tl.int64)
+    c = (i * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
+    f = (j * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
     end = tl.load(first_rows + expert + 1)
     total = tl.zeros([TILE_M, TILE_N], tl.float32)
     for first in range(tl.load(first_rows + expert), end, TILE_K):
@@ -97,14 +137,18 @@ def launch_weight_gradients(
     x: Float[Tensor, "n c"], grad: Float[Tensor, "n f"], counts: Int[Tensor, " e"]
 ) -> Float[Tensor, "e c f"]:
     """For each expert the product of its transposed rows of x with its rows of grad; zeros for an expert without rows."""
-    tiles, (_, width), columns = grouped_tiles(x.dtype), x.shape, grad.shape[1]
+    (tiles, *others), (_, width), columns = grouped_tiles(x.dtype), x.shape, grad.shape[1]
     counts = counts.to(torch.int64)
     first_rows = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     out = x.new_empty(len(counts), width, columns)
-    weight_gradient_kernel[(len(counts), triton.cdiv(width, tiles.m), triton.cdiv(columns, tiles.n))](
-        x, grad, out, first_rows, width, columns, *x.stride(), *grad.stride(),
-        TILE_M=tiles.m, TILE_N=tiles.n, TILE_K=tiles.k, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-    )  # fmt: skip
+    operands = x, grad, out, first_rows, width, columns, *x.stride(), *grad.stride()
+    if others:
+        _tuned(weight_gradient_kernel, x.dtype)[
+            lambda chosen: (triton.cdiv(width, tiles.m), triton.cdiv(columns, chosen["TILE_N"]), len(counts))
+        ](*operands, TILE_M=tiles.m)
+    else:
+        grid = (triton.cdiv(width, tiles.m), triton.cdiv(columns, tiles.n), len(counts))
+        weight_gradient_kernel[grid](*operands, TILE_M=tiles.m, TILE_N=tiles.n, TILE_K=tiles.k, GROUP=tiles.group)
     return out
 
 
