@@ -93,4 +93,6 @@ def setup(app):
     app.add_config_value("workbook_subtitle", book["subtitle"], "html")
     pages.connect(app)
     site.read_definition_lists(app)
-    app.extensions["sphinx_multitoc_numbering"].parallel_read_safe = True  # it numbers chapters after all have been read
+    app.extensions[
+        "sphinx_multitoc_numbering"
+    ].parallel_read_safe = True  # it numbers chapters after all have been read
