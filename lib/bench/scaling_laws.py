@@ -79,14 +79,27 @@ def train_size(
     ends: tuple[int, ...],
     more: Callable[[Any], dict[str, Any]] = lambda run: {},
 ) -> list[dict[str, Any]]:
-    """One run at a constant rate, from which a decay branches off for each length; returns a point for each, with what ``more`` says."""
-    from lib.runs.engine.look import evaluate
-    from lib.runs.engine.loop import prepare
-    from lib.runs.engine.options import DECAYED, parse
+    """A GPT-2 trained to each of these lengths; returns a point for each, with what ``more`` says."""
+    from lib.runs.engine.options import parse
     from lib.runs.engine.tasks import GPT2Task
     from lib.runs.train_gpt2 import make_gpt2_parser
 
-    run = prepare(parse(make_gpt2_parser(), flags(o, dim, n_layers, ends[-1])), GPT2Task)
+    options = parse(make_gpt2_parser(), flags(o, dim, n_layers, ends[-1]))
+    return [
+        {"dim": dim, "n_layers": n_layers, "n_weights": n_weights(dim, n_layers), **point}
+        for point in train_branches(options, GPT2Task, ends, more)
+    ]
+
+
+def train_branches(
+    options: Any, task: Any, ends: tuple[int, ...], more: Callable[[Any], dict[str, Any]] = lambda run: {}
+) -> list[dict[str, Any]]:
+    """One run at a constant rate, from which a decay branches off for each length; returns each one's scores, with what ``more`` says."""
+    from lib.runs.engine.look import evaluate
+    from lib.runs.engine.loop import prepare
+    from lib.runs.engine.options import DECAYED
+
+    run = prepare(options, task)
     if run.options.graph:
         run.record_graph()
     points, done, start = [], 0, time.perf_counter()
@@ -105,8 +118,7 @@ def train_size(
         train(begin, end, begin, end)
         points.append(
             {
-                "dim": dim, "n_layers": n_layers, "n_weights": n_weights(dim, n_layers), "steps": end,
-                "tokens": end * run.options.batch * run.task.per_row, "held_out_loss": evaluate(run)["held_out_loss"],
+                "steps": end, f"{run.task.unit}s": end * run.options.batch * run.task.per_row, **evaluate(run),
                 "seconds_so_far": time.perf_counter() - start, **more(run),
             }
         )  # fmt: skip

@@ -12,7 +12,7 @@ python -m lib.runs.train_gpt2 --model small --data openwebtext --limit 10000 --t
 import sys
 
 from lib.runs.engine.loop import main as run
-from lib.runs.engine.options import KINDS, Parser, add_text_flags, make_parser, share, whole
+from lib.runs.engine.options import KINDS, Parser, add_size_flags, add_text_flags, make_parser, share, whole
 from lib.runs.engine.tasks import GPT2_PRESETS, GPT2Task
 from lib.runs.engine.world import find_world
 
@@ -26,11 +26,7 @@ def make_gpt2_parser() -> Parser:
     """All flags of this program."""
     parser = make_parser("lib.runs.train_gpt2", list(GPT2_PRESETS), "sequences", "Train a GPT-2.")
     add_text_flags(parser)
-    sizes = parser.add_argument_group("sizes")
-    sizes.add_argument(
-        "--dim", type=whole(64), help="width, a multiple of 64, which is a head's; default: the preset's"
-    )
-    sizes.add_argument("--n-layers", type=whole(1), help="blocks; default: the preset's")
+    add_size_flags(parser)
     mixtures = parser.add_argument_group("mixtures of experts")
     mixtures.add_argument(
         "--n-experts",

@@ -10,12 +10,17 @@ import sys
 
 from lib.given.models.vit import PRESETS
 from lib.runs.engine.loop import main as run
-from lib.runs.engine.options import make_parser, whole
+from lib.runs.engine.options import Parser, add_size_flags, make_parser, whole
 from lib.runs.engine.tasks import ViTTask
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, or 75 if asked to leave before the last step, or 2 after one line about what is wrong with the request."""
+    return run(make_vit_parser(), ViTTask, argv)
+
+
+def make_vit_parser() -> Parser:
+    """All flags of this program."""
     models = ["tiny", *(name for name in PRESETS if name != "tiny")]
     parser = make_parser("lib.runs.train_vit", models, "images", "Train a vision transformer.")
     pictures = parser.add_argument_group("pictures")
@@ -23,7 +28,12 @@ def main(argv: list[str] | None = None) -> int:
         "--image-size", type=whole(1), help="side of the model's square input, in pixels; default: the preset's"
     )
     pictures.add_argument("--classes", type=whole(1), help="number of classes of the head; default: the data's")
-    return run(parser, ViTTask, argv)
+    add_size_flags(parser).add_argument(
+        "--patch-size",
+        type=whole(1),
+        help="side of a patch, in pixels, which divides the input's; default: the preset's",
+    )
+    return parser
 
 
 if __name__ == "__main__":

@@ -145,6 +145,12 @@ def _files_of(source: str | os.PathLike, split: str) -> list[Path]:
     return []
 
 
+def has_test_split(source: str | os.PathLike) -> bool:
+    """Whether a folder holds files of the split "test"."""
+    path = Path(source)
+    return path.is_dir() and any(p.suffix in BUILDERS for p in path.rglob("test*"))
+
+
 def _rows(source: str | os.PathLike, split: str, image: str) -> Iterator[tuple[str, dict, dict | None]]:
     """("file, row n", the row, its features) for every row; the pictures are not decoded yet."""
     from datasets import Image, load_dataset

@@ -30,7 +30,7 @@ def hold_out(task: Task) -> None:
     n = source.n
     if o.held_out is None:
         return
-    source.hold_out(max(1, int(o.held_out * n) // o.batch) * o.batch)
+    source.hold_out(max(1, (source.n_test or int(o.held_out * n)) // o.batch) * o.batch)
     if source.n < o.batch:
         raise UsageError(
             f"--held-out {o.held_out:g} of --data {o.data}, which has {n} {task.rows}: of --batch {o.batch} at least one batch is held out, "

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lib.given.data.images import has_test_split
 from lib.runs.corpus import held_out_share, is_corpus
 
 KINDS = ("pipeline", "replicate", "context", "shard", "expert", "tensor")
@@ -70,6 +71,7 @@ class Options:
     peak_tflops: float | None
     image_size: int | None = None
     classes: int | None = None
+    patch_size: int | None = None
     length: int | None = None
     dim: int | None = None
     n_layers: int | None = None
@@ -304,6 +306,16 @@ def add_text_flags(parser: Parser) -> None:
     text.add_argument("--sample-tokens", type=whole(1), default=64, help="tokens that a sample adds to the prompt")
 
 
+def add_size_flags(parser: Parser) -> argparse._ArgumentGroup:
+    """The flags that change a preset's size."""
+    sizes = parser.add_argument_group("sizes")
+    sizes.add_argument(
+        "--dim", type=whole(64), help="width, a multiple of 64, which is a head's; default: the preset's"
+    )
+    sizes.add_argument("--n-layers", type=whole(1), help="blocks; default: the preset's")
+    return sizes
+
+
 def parse(parser: Parser, argv: list[str] | None) -> Options:
     """The options, with every default filled in that follows from other flags.
 
@@ -311,6 +323,8 @@ def parse(parser: Parser, argv: list[str] | None) -> Options:
         UsageError: a flag is wrong, or two flags exclude each other.
     """
     given = vars(parser.parse_args(argv))
+    if given["held_out"] and "image_size" in given and has_test_split(given["data"] or ""):
+        raise UsageError(f"--held-out {given['held_out']:g}: --data {given['data']} has a test split of its own, which is held out; expected no --held-out")  # fmt: skip
     known = {field.name for field in fields(Options)}
     options = Options(**{name: value for name, value in given.items() if name in known})
     return check_flags(Options(**{**vars(options), **_resolved(options)}))

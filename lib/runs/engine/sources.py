@@ -1,7 +1,7 @@
 """Data on the device: images and rows of tokens, loaded or generated there, and batches of them by index."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lib.fast.models import MEAN, STD, prepare_images
 from lib.given.data.corpora import language_reference, load_text, stream_text
-from lib.given.data.images import load_images
+from lib.given.data.images import has_test_split, load_images
 from lib.runs.corpus import is_corpus, make_tokenizer, read_facts, read_merges, read_tokens
 from lib.runs.engine.options import Options, UsageError
 
@@ -24,6 +24,7 @@ class Source(Protocol):
 
     n: int
     n_held_out: int
+    n_test: int  # items of the data's own test split, the last ones: what is held out then
 
     def hold_out(self, n: int) -> None:
         """Take n items out of training: afterwards they have the indices ``self.n`` to ``self.n + n - 1``."""
@@ -49,6 +50,7 @@ class Pictures:
         dtype: Dtype of the model's input.
         seed: Seed of random images, and of the choice of those that are held out.
         n_held_out: Number of further images, which are not trained on.
+        n_test: Number of images of the data's own test split, the last of n; only they are held out then.
     """
 
     pictures: Tensor | None
@@ -60,9 +62,13 @@ class Pictures:
     dtype: torch.dtype = torch.float32
     seed: int = 0
     n_held_out: int = 0
+    n_test: int = 0
 
     def hold_out(self, n: int) -> None:
-        """Images of a data set are often in the order of their classes, so those that are held out are drawn at random."""
+        """Images of a data set are often in the order of their classes, so without a test split those that are held out are drawn at random."""
+        if self.n_test:
+            self.n, self.n_held_out = self.n - self.n_test, n
+            return
         self.n, self.n_held_out = self.n - n, n
         if self.pictures is not None and self.labels is not None:
             order = torch.randperm(self.n + n, generator=torch.Generator().manual_seed(self.seed))
@@ -106,6 +112,11 @@ def open_pictures(options: Options, channels: int, n_classes: int, size: int) ->
     source = "digits" if options.data == "embedded" else options.data
     assert source is not None
     data = load_images(source, image=options.column, limit=options.limit)
+    n_test = 0
+    if options.eval_every and has_test_split(source):
+        test = load_images(source, "test", image=options.column, limit=options.limit)
+        n_test = len(test)
+        data = replace(data, images=torch.cat([data.images, test.images]), labels=torch.cat([data.labels, test.labels]))
     pictures, scaled = data.images, (data.images * 255.0).round()
     if torch.equal(scaled / 255.0, pictures):
         pictures = scaled.to(torch.uint8)
@@ -115,7 +126,13 @@ def open_pictures(options: Options, channels: int, n_classes: int, size: int) ->
     n_found = len(data.classes)
     shape = (ch, height, width)
     return Pictures(
-        pictures=pictures, labels=data.labels, shape=shape, n_classes=n_found, n=len(data), seed=options.seed
+        pictures=pictures,
+        labels=data.labels,
+        shape=shape,
+        n_classes=n_found,
+        n=len(data),
+        seed=options.seed,
+        n_test=n_test,
     )
 
 
@@ -155,6 +172,7 @@ class Tokens:
     seed: int = 0
     codec: Codec | None = None
     n_held_out: int = 0
+    n_test: int = 0
 
     def hold_out(self, n: int) -> None:
         """The end of the text is held out, in one piece: windows in between would continue what was trained on."""

@@ -114,15 +114,15 @@ class ViTTask(Task):
 
     def __init__(self, options: Options):
         super().__init__(options)
-        config = vit.preset(options.model)
-        size = options.image_size or config.image_size
+        config = vit_sizes(options)
+        size = config.image_size
         source = open_pictures(options, config.channels, options.classes or config.n_classes, size)
         if options.classes is not None and options.classes < source.n_classes:
             raise UsageError(
                 f"--classes {options.classes}: the data has {source.n_classes} classes; expected at least as many"
             )
         n_classes = options.classes or source.n_classes
-        self.config = replace(config, image_size=size, channels=source.shape[0], n_classes=n_classes)
+        self.config = replace(config, channels=source.shape[0], n_classes=n_classes)
         self.n_classes = n_classes
         source.size, source.dtype = size, self.dtype if options.path == "fast" else torch.float32
         self.source = source
@@ -130,7 +130,7 @@ class ViTTask(Task):
 
     @classmethod
     def sizes(cls, options):
-        config = vit.preset(options.model)
+        config = vit_sizes(options)
         widths = {"n_heads": config.n_heads, "hidden_dim": config.hidden_dim}
         why = {
             "expert": "a vision transformer has no experts to spread",
@@ -164,6 +164,26 @@ class ViTTask(Task):
     def leave(self, model, x):
         x = model.norm(x)
         return model.head(x[:, 0] if self.config.pooling == "token" else x[:, 1:].mean(dim=1))
+
+
+def vit_sizes(options: Options) -> vit.ViTConfig:
+    """The preset, with what the flags change of it.
+
+    Raises:
+        UsageError: patches of this size do not tile the picture.
+    """
+    changes = {
+        "image_size": options.image_size,
+        "patch_size": options.patch_size,
+        "n_layers": options.n_layers,
+        "dim": options.dim,
+    }
+    if options.dim:
+        changes |= {"n_heads": options.dim // HEAD, "hidden_dim": 4 * options.dim}
+    try:
+        return vit.preset(options.model, **{name: value for name, value in changes.items() if value})
+    except ValueError as error:
+        raise UsageError(f"--image-size {options.image_size} --patch-size {options.patch_size}: {error}") from None
 
 
 def gpt2_sizes(options: Options) -> GPT2Config:
