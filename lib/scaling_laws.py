@@ -188,7 +188,7 @@ def critical_batch_size(
         ValueError: not ``0 < small < large`` (the message names both), a list is empty, or the estimate of |G|^2 is not positive,
             because the norms are too few or too noisy.
 
-    Source: McCandlish and others (arXiv:1812.06162), equation 2.9 and appendix A.1.
+    Source: McCandlish and others (arXiv:1812.06162), section 2.2 and appendix A.1.
     """
     raise NotImplementedError("Exercise 22.8: write critical_batch_size")
 

@@ -52,7 +52,7 @@ HOFFMANN = Chinchilla(e=1.69, a=406.4, b=410.7, alpha=0.34, beta=0.28)
 """The constants of the paper (arXiv:2203.15556, equation 10), as it prints them: rounded."""
 
 BESIROGLU = Chinchilla(e=1.8172, a=482.01, b=2085.43, alpha=0.3478, beta=0.3658)
-"""The constants that a replication found for the points of the paper's figure (arXiv:2404.10102, table 1)."""
+"""The constants that a replication found for the points of the paper's figure 4 (arXiv:2404.10102)."""
 
 
 def minimise(

@@ -15,7 +15,7 @@ STYLE = """<style>
   margin: .8em 0; border-radius: 4px; font-size: .95em; overflow-x: auto}
 .workbook-exercise h4 {margin: 0 0 .4em; font-size: 1.05em}
 .workbook-exercise pre, .workbook-check pre {background: rgba(127,127,127,.12); padding: .5em .7em; border-radius: 4px;
-  margin: .5em 0; white-space: pre-wrap}
+  margin: .5em 0; white-space: pre-wrap; word-break: normal !important; overflow-wrap: anywhere}
 .workbook-exercise dl {margin: .4em 0; display: grid; grid-template-columns: max-content 1fr; gap: .15em 1em}
 .workbook-exercise dt {font-weight: 600} .workbook-exercise dd {margin: 0}
 .workbook-exercise p {margin: .4em 0}

@@ -73,8 +73,8 @@ def figure(quantize: Quantize, exponents: Sequence[int]) -> Figure:
     def ends(name: str) -> str:
         info, drawn = torch.finfo(FORMATS[name]), []
         for value, text, kind in (
-            (info.smallest_normal * info.eps, "smallest", "middle"),
-            (info.smallest_normal, "normal", "middle"),
+            (info.smallest_normal * info.eps, "smallest", "end"),
+            (info.smallest_normal, "normal", "start"),
             (info.max, "largest", "middle"),
         ):
             at = LEFT + STEP * (math.log2(value) - LOWEST)
