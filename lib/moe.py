@@ -94,8 +94,7 @@ def grouped_matmul_kernel(
             element (e, c, f) is ``we * e + wc * c + wf * f`` after weights.
         first_rows, first_tiles: Pointers to int64 ``[E + 1]``: the first row and the first tile of rows of each expert, and the end of all.
         TILE_M, TILE_N, TILE_K: Rows and columns of a tile, and terms added at a time. No tile has rows of two experts.
-        GROUP: ``tile_of_program(GROUP)``, given, says which tile a program computes, (row of tiles, column of tiles).
-        EXPERTS: The power of two that holds E.
+        GROUP, EXPERTS: ``tile_of_program(GROUP)``, given, is the program's tile, (tile of rows, tile of columns); the power of two that holds E.
 
     Returns:
         Nothing. The program of tile (i, j) writes it; if there are fewer than i + 1 tiles of rows, it does nothing. Sums in float32, no TF32.
