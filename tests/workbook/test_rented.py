@@ -408,7 +408,9 @@ def test_the_container_that_is_taken_away_asks_its_program_to_leave_first(tmp_pa
     """The program takes its time, and is not killed."""
     slow = "import pathlib, signal, time\nsignal.signal(signal.SIGTERM, lambda *_: time.sleep(0.5) or pathlib.Path('saved').touch() or exit())"
     slow += "\npathlib.Path('ready').touch(); time.sleep(30)"
-    here = f"from lib.runs.rent.modal_train import run_here\nimport pathlib, sys\nrun_here([sys.executable, '-c', {slow!r}], {str(tmp_path)!r},"
+    # a shell's background job ignores SIGINT, and passes that on to what it starts; a container does not
+    here = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    here += f"from lib.runs.rent.modal_train import run_here\nimport pathlib, sys\nrun_here([sys.executable, '-c', {slow!r}], {str(tmp_path)!r},"
     here += f" lambda: pathlib.Path({str(tmp_path)!r}, 'kept').write_text(str(pathlib.Path({str(tmp_path)!r}, 'saved').exists())))"
     run = {"cwd": remote.ROOT, "stderr": subprocess.DEVNULL, "start_new_session": True}
     with subprocess.Popen([sys.executable, "-c", here], **run) as container:
