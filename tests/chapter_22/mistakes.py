@@ -415,6 +415,38 @@ def looks_back(steps, losses, final_step):
     return reference.learning_curve_prediction(steps, losses, final_step)
 
 
+@mistake("learning_curve_prediction", "the value is the middle of the interval; it is the curve of all points")
+def middle_of_the_interval(steps, losses, final_step):
+    _, low, high = reference.learning_curve_prediction(steps, losses, final_step)
+    return (low + high) / 2, low, high
+
+
+def _interval(steps, losses, final_step, **settings):
+    value, _, _ = reference.learning_curve_prediction(steps, losses, final_step)
+    points = np.column_stack([steps, losses])
+    found = reference.bootstrap(
+        lambda x, y: float(reference.fit_power_law(x, y)(final_step)), points, **{"n": 50, "seed": 0, **settings}
+    )
+    return value, *found["value"]
+
+
+@mistake("learning_curve_prediction", "the draws have another seed than 0, so the interval is another one")
+def another_seed(steps, losses, final_step):
+    return _interval(steps, losses, final_step, seed=1)
+
+
+@mistake("learning_curve_prediction", "the interval has 95 %, and 90 is asked for")
+def wider_level(steps, losses, final_step):
+    return _interval(steps, losses, final_step, level=0.95)
+
+
+@mistake("learning_curve_prediction", "the last step was taken to be the largest; steps may come in any order")
+def last_is_largest(steps, losses, final_step):
+    if final_step < steps[-1]:
+        raise ValueError(f"final_step = {final_step} is before the last step, {max(steps)}")
+    return reference.learning_curve_prediction(steps, losses, max(final_step, max(steps)))
+
+
 # ---- wsd_schedule ----------------------------------------------------------------------------------------------------
 
 
@@ -744,6 +776,11 @@ def without_the_six(flops, law):
     return n, d
 
 
+@mistake("compute_optimal", "the 6 was forgotten where the parameters are computed: N D = C / 6")
+def parameters_without_the_six(flops, law):
+    return _split(flops, reference.compute_optimal(6 * flops, law)[0])
+
+
 @mistake("compute_optimal", "2 N D is the forward pass alone")
 def forward_only(flops, law):
     return reference.compute_optimal(3 * flops, law)
@@ -799,9 +836,7 @@ def ratio_without_its_root(flops, law):
     return _optimum(flops, law, law.alpha * law.a / (law.beta * law.b), 1.0, law.beta / both)
 
 
-@mistake(
-    "compute_optimal", "N alone was optimised: the tokens are that of a run of its own, not what the compute leaves"
-)
+@mistake("compute_optimal", "the 6 is missing where the tokens are computed from the parameters: D = C / (6 N)")
 def budget_spent_twice(flops, law):
     n, d = reference.compute_optimal(flops, law)
     return n, d * 6
@@ -1013,7 +1048,7 @@ def multiplier_of_hidden(width, base_width, kind):
     )
 
 
-@mistake("mup_multipliers", "a kind that does not exist is treated as a hidden weight")
+@mistake("mup_multipliers", "a kind that does not exist gets factors instead of an error")
 def any_kind(width, base_width, kind):
     return reference.mup_multipliers(width, base_width, kind if kind in ("input", "output") else "hidden")
 

@@ -142,6 +142,21 @@ def test_fit_power_law_refuses():
     with expect_raises(ValueError, "nan", read=RAISES):
         laws.fit_power_law([1.0, 2, 3, 4], [4.0, 3, math.nan, 1.5])
 
+    case("y contains inf")
+    with expect_raises(ValueError, "inf", read=RAISES):
+        laws.fit_power_law([1.0, 2, 3, 4], [4.0, 3, math.inf, 1.5])
+    case("4 values of x and 1 of y")
+    with expect_raises(ValueError, "4", "1", read=RAISES):
+        laws.fit_power_law([1.0, 2, 3, 4], [4.0])
+    case("losses 100, 2, 2, 2 at 1, 2, 3, 4: only an exponent above 10 would fit")
+    with expect_raises(ValueError, read=RAISES):
+        laws.fit_power_law([1.0, 2, 3, 4], [100.0, 2, 2, 2])
+
+
+def test_fit_power_law_of_three_points():
+    case("3 / x + 2 at x = 1, 2, 4: as many points as unknowns")
+    expect_law(laws.fit_power_law([1.0, 2, 4], [5.0, 3.5, 2.75]), PowerLaw(3.0, 1.0, 2.0), 1e-3, POWER)
+
 
 def test_fit_power_law_refuses_too_few():
     case("four points at two values of x: three unknowns")
@@ -246,9 +261,25 @@ def test_bootstrap_draws_as_many_rows_as_there_are():
         answer=twice,
         read="ex-scaling-laws-bootstrap",
     )
-    expect_true(
-        len(seen) >= 30, f"{len(seen)} fits were made, expected 30", answer=len(seen), read="ex-scaling-laws-bootstrap"
-    )
+    drawn = sum(different < 40 for _, different in seen)
+    expect_equal(drawn, 30, name="number of draws", answer=len(seen), read="ex-scaling-laws-bootstrap")
+
+
+def test_bootstrap_draws_every_row():
+    points, seen = table(10), set()
+
+    def fit(x, y):
+        if len(set(x)) < 10:  # a draw, not the points themselves
+            seen.update(x.tolist())
+        return float(np.mean(y))
+
+    before = points.copy()
+    case("10 rows, 40 fits: each row is drawn in some of them, and the points are left as they were")
+    laws.bootstrap(fit, points, 40, 0)
+    expect_equal(len(seen), 10, name="rows that were drawn", read="ex-scaling-laws-bootstrap")
+    expect_equal(points.tolist(), before.tolist(), name="the points afterwards", read="the contract, under Args")
+    case("the same points as a list of rows")
+    expect_true(bool(laws.bootstrap(fit, points.tolist(), 5, 0)), "no interval came back", answer=0, read=RAISES)
 
 
 def test_bootstrap_is_repeated_by_its_seed():
@@ -308,8 +339,27 @@ def test_bootstrap_gives_up():
     with expect_raises(ValueError, read=RAISES):
         laws.bootstrap(once, table(8), 5, 0)
 
+    case("a fit that fails on the points themselves, and on no draw that lacks one of them")
+    with expect_raises(ValueError, read=RAISES):
+        laws.bootstrap(lambda x, y: never(x, y) if len(set(x)) == 8 else 0.0, table(8), 5, 0)
+
+
+def test_bootstrap_lets_other_errors_through():
+    def broken(x, y):
+        if len(set(x)) < 8:
+            raise KeyError("a mistake in the fit")
+        return 0.0
+
+    case("a fit that raises KeyError on a draw: only a ValueError means that the rows do not fit")
+    with expect_raises(KeyError, read="the contract, under Returns"):
+        laws.bootstrap(broken, table(8), 5, 0)
+
 
 def test_bootstrap_refuses():
+    for level in (0.0, 1.0):
+        case(f"level = {level}")
+        with expect_raises(ValueError, str(level), read=RAISES):
+            laws.bootstrap(mean_of, table(), 5, 0, level=level)
     case("n = 0")
     with expect_raises(ValueError, "0", read=RAISES):
         laws.bootstrap(mean_of, table(), 0, 0)
@@ -374,17 +424,38 @@ def test_learning_curve_prediction_of_a_noisy_curve(seed):
 
 
 def test_learning_curve_prediction_is_repeatable():
-    case("the same points twice, as lists, and final_step equal to the last step")
-    y = noisy(CURVE(STEPS), 0.01, 9).tolist()
-    found, again = (laws.learning_curve_prediction(STEPS.tolist(), y, 390) for _ in range(2))
+    case("eight points twice, as lists, and final_step equal to the last step")
+    steps = STEPS[2::5].tolist()
+    y = noisy(CURVE(np.array(steps)), 0.01, 9).tolist()
+    given = [*steps], [*y]
+    found, again = (laws.learning_curve_prediction(*given, steps[-1]) for _ in range(2))
     expect_close(tuple(found), tuple(again), answer=again, read="the contract, under Returns")
-    expect_close(found[0], float(CURVE(390)), rtol=0.02, name="value", answer=found, read="eq-scaling_laws-1")
+    expect_equal(given, (steps, y), name="the points afterwards", read="the contract, under Args")
+
+
+def test_learning_curve_prediction_is_the_law_and_its_bootstrap():
+    case(
+        "eight noisy points in no order, to step 2,000: your fit_power_law there, and the interval of your bootstrap, n = 50, seed 0"
+    )
+    steps = np.random.default_rng(3).permutation(STEPS[2::5])
+    y = noisy(CURVE(steps), 0.01, 4)
+    found = laws.learning_curve_prediction(steps, y, 2000)
+
+    def predict(x, y):
+        return float(laws.fit_power_law(x, y)(2000))
+
+    points = np.column_stack([steps, y])
+    expected = predict(steps, y), *laws.bootstrap(predict, points, 50, 0)["value"]
+    expect_close(tuple(map(float, found)), expected, rtol=1e-6, read="the contract, under Returns")
 
 
 def test_learning_curve_prediction_refuses():
     case("steps to 390, final_step = 200")
     with expect_raises(ValueError, "200", "390", read=RAISES):
         laws.learning_curve_prediction(STEPS, CURVE(STEPS), 200)
+    case("the same steps from the last to the first")
+    with expect_raises(ValueError, "200", "390", read=RAISES):
+        laws.learning_curve_prediction(STEPS[::-1], CURVE(STEPS[::-1]), 200)
 
 
 # ---- wsd_schedule ----------------------------------------------------------------------------------------------------
@@ -511,6 +582,16 @@ def test_fit_parametric_refuses():
     with expect_raises(ValueError, "30", "29", read=RAISES):
         laws.fit_parametric(N, D, BESIROGLU(N, D)[1:])
 
+    case("a run on 0 tokens among 30")
+    with expect_raises(ValueError, "0", read=RAISES):
+        laws.fit_parametric(N, np.where(D[3] == D, 0.0, D), BESIROGLU(N, D))
+
+
+def test_fit_parametric_refuses_one_length():
+    case("30 runs on the same number of tokens: beta cannot be known")
+    with expect_raises(ValueError, "1", read=RAISES):
+        laws.fit_parametric(N * np.linspace(1, 2, 30), np.full(30, 1e9), BESIROGLU(N, D))
+
 
 def test_fit_parametric_refuses_one_size():
     case("30 runs of one size: alpha cannot be known")
@@ -577,6 +658,19 @@ def test_isoflop_minimum_refuses():
     case("only two sizes")
     with expect_raises(ValueError, "2", read=RAISES):
         laws.isoflop_minimum([10.0, 100], [3.0, 2])
+    case("three runs of two sizes")
+    with expect_raises(ValueError, "2", read=RAISES):
+        laws.isoflop_minimum([10.0, 100, 100], [3.0, 2, 2.1])
+
+
+def test_isoflop_minimum_leaves_its_points_alone():
+    sizes, losses = np.array([10.0, 100, 1000, 1e4]), np.array([3.0, 2, 2.2, 4])
+    before = sizes.tolist(), losses.tolist()
+    case("four points as arrays, which are the same afterwards")
+    laws.isoflop_minimum(sizes, losses)
+    expect_equal(
+        (sizes.tolist(), losses.tolist()), before, name="the points afterwards", read="the contract, under Args"
+    )
 
 
 @pytest.mark.parametrize("losses", [[5.0, 3, 2], [2.0, 3, 5]])
@@ -632,7 +726,7 @@ def test_compute_optimal_by_search(law, flops):
 
 
 def test_compute_optimal_refuses():
-    for flops in (0, -3.5):
+    for flops in (0, -3.5, math.nan):
         case(f"{flops} FLOPs")
         with expect_raises(ValueError, str(flops), read=RAISES):
             laws.compute_optimal(flops, BESIROGLU)
@@ -697,9 +791,10 @@ def test_critical_batch_size_refuses():
         case(f"small = {small}, large = {large}")
         with expect_raises(ValueError, str(small), str(large), read=RAISES):
             laws.critical_batch_size([1.0, 1.2], [1.0], small, large)
-    case("no small norms")
-    with expect_raises(ValueError, read=RAISES):
-        laws.critical_batch_size([], [1.0], 2, 4)
+    case("no small norms, then no large ones")
+    for given in (([], [1.0]), ([1.0], [])):
+        with expect_raises(ValueError, read=RAISES):
+            laws.critical_batch_size(*given, 2, 4)
 
 
 def test_critical_batch_size_refuses_a_gradient_of_nothing():
@@ -707,6 +802,17 @@ def test_critical_batch_size_refuses_a_gradient_of_nothing():
     for large in (1.0, 0.9):
         with expect_raises(ValueError, read=RAISES):
             laws.critical_batch_size([math.sqrt(8.0)], [large], 1, 8)
+    case("norms of 2 and 1 at batches of 1 and 4: exactly 0")
+    with expect_raises(ValueError, read=RAISES):
+        laws.critical_batch_size([2.0], [1.0], 1, 4)
+
+
+def test_critical_batch_size_leaves_its_norms_alone():
+    small, large = np.sqrt([7.0, 10, 13]), np.sqrt([5.0, 7])
+    before = small.tolist(), large.tolist()
+    case("norms as arrays, which are the same afterwards")
+    laws.critical_batch_size(small, large, 2, 6)
+    expect_equal((small.tolist(), large.tolist()), before, name="the norms afterwards", read="the contract, under Args")
 
 
 # ---- mup_multipliers -------------------------------------------------------------------------------------------------
