@@ -433,7 +433,7 @@ def test_learning_curve_prediction_is_repeatable():
     expect_equal(given, (steps, y), name="the points afterwards", read="the contract, under Args")
 
 
-def test_learning_curve_prediction_is_the_law_and_its_bootstrap():
+def test_learning_curve_prediction_is_the_law_and_its_interval():
     case(
         "eight noisy points in no order, to step 2,000: your fit_power_law there, and the interval of your bootstrap, n = 50, seed 0"
     )
