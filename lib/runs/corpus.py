@@ -99,12 +99,10 @@ def unpacked(package: str, folder: Path) -> Source:
         try:
             done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
         except FileNotFoundError:
-            raise RuntimeError(
-                f"--packages {package}: there is no {command[0]} here; expected Debian or Ubuntu, or --dataset"
-            ) from None
+            raise RuntimeError(f"package {package}: there is no {command[0]} here; expected Debian or Ubuntu") from None
         if done.returncode:
             why = " ".join(re.findall(r"^E: (.*)", done.stderr, re.MULTILINE)) or " ".join(done.stderr.split())
-            raise RuntimeError(f"--packages {package}: {' '.join(command[:2])} failed: {why}")
+            raise RuntimeError(f"package {package}: {' '.join(command[:2])} failed: {why}")
     version = sorted(folder.glob("*.deb"))[0].name.split("_")[1].replace("%3a", ":")
     copyright_ = folder / "tree/usr/share/doc" / package / "copyright"
     text = copyright_.read_text(errors="replace") if copyright_.exists() else ""
@@ -243,7 +241,10 @@ def documents_of_packages(
     seen = Seen()
     for name in dict.fromkeys(names):
         with tempfile.TemporaryDirectory() as folder:
-            source = unpacked(name, Path(folder))
+            try:
+                source = unpacked(name, Path(folder))
+            except RuntimeError as error:
+                raise RuntimeError(f"--packages {name}: {error}; or read other data, with --dataset") from None
             found.append(source)
             each = sorted(
                 files(Path(folder, "tree")), key=lambda item: hashlib.blake2b(item[0].encode(errors="replace")).digest()
