@@ -79,6 +79,30 @@ def test_a_test_split_that_batches_do_not_divide_is_not_trained_on_either(made):
     assert (source.n, source.n_held_out) == (60, 15)
 
 
+def test_a_test_split_smaller_than_a_batch_is_refused(made):
+    with pytest.raises(
+        UsageError, match=r"--batch 30: the test split of .* has 20 images; expected a batch of at most"
+    ):
+        prepare(options(made[0], "--eval-every", "1", "--batch", "30"), ViTTask)
+
+
+def test_test_pictures_of_another_size_are_refused(made):
+    pictures.write_split(made[0] / "test.parquet", np.zeros((20, 32, 30), np.uint8), np.arange(20) % 10)
+    with pytest.raises(UsageError, match=r"of the test are \(1, 32, 30\) and those to train on \(1, 28, 28\)"):
+        prepare(options(made[0], "--eval-every", "1"), ViTTask)
+
+
+def test_a_class_that_only_the_test_has_gets_a_logit(tmp_path):
+    """Without names, each split says only which classes it has."""
+    from datasets import Dataset, Features, Image, Value
+
+    for split, classes in {"train": 3, "test": 4}.items():
+        pictures.write_split(tmp_path / "named.parquet", np.zeros((20, 28, 28), np.uint8), np.arange(20) % classes)
+        data = Dataset.from_parquet(str(tmp_path / "named.parquet"), cache_dir=str(tmp_path / split))
+        data.cast(Features({"img": Image(), "label": Value("int64")})).to_parquet(tmp_path / f"{split}.parquet")
+    assert prepare(options(tmp_path, "--eval-every", "1"), ViTTask).task.n_classes == 4
+
+
 def test_without_evaluation_the_test_split_is_not_read(made):
     source = prepare(options(made[0]), ViTTask).task.source
     assert (source.n, source.n_held_out, len(source.pictures)) == (60, 0, 60)

@@ -1,7 +1,7 @@
 """Data on the device: images and rows of tokens, loaded or generated there, and batches of them by index."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lib.fast.models import MEAN, STD, prepare_images
 from lib.given.data.corpora import language_reference, load_text, stream_text
-from lib.given.data.images import has_test_split, load_images
+from lib.given.data.images import Images, has_test_split, load_images
 from lib.runs.corpus import is_corpus, make_tokenizer, read_facts, read_merges, read_tokens
 from lib.runs.engine.options import Options, UsageError
 
@@ -103,6 +103,7 @@ def open_pictures(options: Options, channels: int, n_classes: int, size: int) ->
     Raises:
         FileNotFoundError: there is no such data.
         ValueError: a row cannot be read.
+        UsageError: the data's own test split does not fit what is trained on, or the batch.
     """
     if options.data == "synthetic":
         side = min(PICTURE_SIDE, size)
@@ -115,8 +116,7 @@ def open_pictures(options: Options, channels: int, n_classes: int, size: int) ->
     n_test = 0
     if options.eval_every and has_test_split(source):
         test = load_images(source, "test", image=options.column, limit=options.limit)
-        n_test = len(test)
-        data = replace(data, images=torch.cat([data.images, test.images]), labels=torch.cat([data.labels, test.labels]))
+        n_test, data = len(test), _join(data, test, options)
     pictures, scaled = data.images, (data.images * 255.0).round()
     if torch.equal(scaled / 255.0, pictures):
         pictures = scaled.to(torch.uint8)
@@ -134,6 +134,25 @@ def open_pictures(options: Options, channels: int, n_classes: int, size: int) ->
         seed=options.seed,
         n_test=n_test,
     )
+
+
+def _join(train: Images, test: Images, options: Options) -> Images:
+    """The pictures of both splits, those of the test at the end.
+
+    Raises:
+        UsageError: their sizes differ, or the test has fewer pictures than a batch.
+    """
+    sizes = [tuple(split.images.shape[1:]) for split in (train, test)]
+    if sizes[0] != sizes[1]:
+        raise UsageError(
+            f"--data {options.data}: the pictures of the test are {sizes[1]} and those to train on {sizes[0]} (channels, height, width); expected one size"
+        )
+    if len(test) < options.batch:
+        raise UsageError(
+            f"--batch {options.batch}: the test split of --data {options.data} has {len(test)} images; expected a batch of at most as many"
+        )
+    images, labels = torch.cat([train.images, test.images]), torch.cat([train.labels, test.labels])
+    return Images(images=images, labels=labels, classes=max(train.classes, test.classes, key=len))
 
 
 @dataclass(frozen=True, kw_only=True)
