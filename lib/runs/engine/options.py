@@ -323,7 +323,7 @@ def parse(parser: Parser, argv: list[str] | None) -> Options:
         UsageError: a flag is wrong, or two flags exclude each other.
     """
     given = vars(parser.parse_args(argv))
-    if given["held_out"] and "image_size" in given and has_test_split(given["data"] or ""):
+    if given["held_out"] and "image_size" in given and given["data"] and has_test_split(given["data"]):
         raise UsageError(f"--held-out {given['held_out']:g}: --data {given['data']} has a test split of its own, which is held out; expected no --held-out")  # fmt: skip
     known = {field.name for field in fields(Options)}
     options = Options(**{name: value for name, value in given.items() if name in known})
