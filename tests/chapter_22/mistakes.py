@@ -447,6 +447,30 @@ def last_is_largest(steps, losses, final_step):
     return reference.learning_curve_prediction(steps, losses, max(final_step, max(steps)))
 
 
+@mistake("learning_curve_prediction", "the law was read one step early, at final_step - 1")
+def one_step_early(steps, losses, final_step):
+    reference.learning_curve_prediction(steps, losses, final_step)
+    return _interval(steps, losses, final_step - 1) if final_step > max(steps) else _interval(steps, losses, final_step)
+
+
+@mistake(
+    "learning_curve_prediction",
+    "the interval was widened by the scatter of single measurements; it is that of the curve",
+)
+def widened_by_residuals(steps, losses, final_step):
+    value, low, high = reference.learning_curve_prediction(steps, losses, final_step)
+    scatter = float(np.std(np.asarray(losses) - reference.fit_power_law(steps, losses)(steps)))
+    return value, low - scatter, high + scatter
+
+
+@mistake("learning_curve_prediction", "the caller's steps and losses were sorted, and they are the caller's")
+def sorts_the_callers_points(steps, losses, final_step):
+    result = reference.learning_curve_prediction(steps, losses, final_step)
+    order = np.argsort(steps)
+    steps[:], losses[:] = np.asarray(steps)[order].tolist(), np.asarray(losses)[order].tolist()
+    return result
+
+
 # ---- wsd_schedule ----------------------------------------------------------------------------------------------------
 
 
