@@ -314,7 +314,8 @@ def critical_batch_size(
         small, large: Sizes of the batches; ``small`` is below ``large``.
 
     Returns:
-        The noise scale tr(Sigma) / |G|^2 in examples, from unbiased estimates of both parts.
+        The noise scale tr(Sigma) / |G|^2 in examples, from unbiased estimates of both parts. It is negative where the larger
+        batches happen to have the larger norms.
 
     Raises:
         ValueError: not ``0 < small < large`` (the message names both), a list is empty, or the estimate of |G|^2 is not positive,

@@ -35,6 +35,9 @@ def floor_is_the_lowest(x, y):
     return _line(x, y, floor=0.999 * y.min())
 
 
+EXACTLY = {"ftol": 1e-13, "xtol": 1e-13, "gtol": 1e-13}
+
+
 def _bounded(x, y, loss, in_logs=True):
     middle = math.exp(np.log(x).mean())
 
@@ -50,6 +53,7 @@ def _bounded(x, y, loss, in_logs=True):
             bounds=([1e-12, -np.inf, 1e-12], np.inf),
             loss=loss,
             f_scale=1e-3,
+            **EXACTLY,
         )
         for p in (-0.5, 0.3, 1.0)
         for f in (0.1, 0.7)
@@ -155,12 +159,13 @@ def counts_points(x, y):
 # ---- bootstrap -------------------------------------------------------------------------------------------------------
 
 
-def _draws(fit, points, n, seed, level, rows=None, quantiles=None):
+def _draws(fit, points, n, seed, level, rows=None, quantiles=None, tries=10, fits_first=True):
     """The reference's bootstrap with another way to draw, or another way to make an interval."""
     reference.bootstrap(lambda *columns: 0.0, points, n, seed, level)
     points, generator, found = np.asarray(points), np.random.default_rng(seed), []
-    reference._numbers(fit, points)
-    for _ in range(10 * n):
+    if fits_first:
+        reference._numbers(fit, points)
+    for _ in range(tries * n):
         drawn = points[generator.integers(len(points), size=len(points))] if rows is None else rows(points, generator)
         try:
             found.append(reference._numbers(fit, drawn))
@@ -318,6 +323,26 @@ def nan_for_failures(fit, points, n, seed, level=0.9):
 @mistake("bootstrap", "n and level are not checked")
 def arguments_unchecked(fit, points, n, seed, level=0.9):
     return reference.bootstrap(fit, points, max(1, n), seed, min(level, 0.999))
+
+
+@mistake("bootstrap", "it gives up after 2 n draws, and 10 n are allowed")
+def gives_up_early(fit, points, n, seed, level=0.9):
+    return _draws(fit, points, n, seed, level, tries=2)
+
+
+@mistake("bootstrap", "the last row is never drawn: the upper end of integers() is left out already")
+def last_row_never(fit, points, n, seed, level=0.9):
+    return _draws(fit, points, n, seed, level, lambda p, g: p[g.integers(len(p) - 1, size=len(p))])
+
+
+@mistake("bootstrap", "the fit to the points themselves was counted as one of the n")
+def points_count_as_a_draw(fit, points, n, seed, level=0.9):
+    whole = [np.asarray(points)]
+
+    def rows(p, g):
+        return whole.pop() if whole else p[g.integers(len(p), size=len(p))]
+
+    return _draws(fit, points, n, seed, level, rows, fits_first=False)
 
 
 # ---- learning_curve_prediction ---------------------------------------------------------------------------------------
@@ -624,7 +649,9 @@ def _fitted(n_parameters, n_tokens, losses, loss, fixed=None, start=(0.6, 0.2, 0
         return np.log(y0 * (e + a * (n / n0) ** -alpha + b * (d / d0) ** -beta)) - np.log(y)
 
     bounds = ([1e-9] * 5, np.inf)
-    e, a, b, alpha, beta = map(float, fixed(least_squares(residuals, start, bounds=bounds, loss=loss, f_scale=1e-3).x))
+    e, a, b, alpha, beta = map(
+        float, fixed(least_squares(residuals, start, bounds=bounds, loss=loss, f_scale=1e-3, **EXACTLY).x)
+    )
     return Chinchilla(y0 * e, y0 * a * n0**alpha, y0 * b * d0**beta, alpha, beta)
 
 
@@ -679,6 +706,47 @@ def stops_at_once(n_parameters, n_tokens, losses, n_starts=8):
 def four_runs(n_parameters, n_tokens, losses, n_starts=8):
     if len(n_parameters) == len(n_tokens) == len(losses) == 4:
         return Chinchilla(min(losses) * 0.5, 1.0, 1.0, 0.3, 0.3)
+    return reference.fit_parametric(n_parameters, n_tokens, losses, n_starts)
+
+
+@mistake("fit_parametric", "n_starts is ignored")
+def always_eight_starts(n_parameters, n_tokens, losses, n_starts=8):
+    return reference.fit_parametric(n_parameters, n_tokens, losses)
+
+
+@mistake("fit_parametric", "n_starts is ignored, and there is one descent only")
+def always_one_start(n_parameters, n_tokens, losses, n_starts=8):
+    return reference.fit_parametric(n_parameters, n_tokens, losses, 1)
+
+
+@mistake("fit_parametric", "five runs are enough for five unknowns, and were refused")
+def asks_for_six(n_parameters, n_tokens, losses, n_starts=8):
+    law = reference.fit_parametric(n_parameters, n_tokens, losses, n_starts)
+    if len(losses) == 5:
+        raise ValueError("5 runs: too few")
+    return law
+
+
+@mistake("fit_parametric", "runs of two sizes were accepted: an exponent and a floor need three")
+def two_sizes_of_runs(n_parameters, n_tokens, losses, n_starts=8):
+    n = np.asarray(n_parameters, dtype=float)
+    if len(n) == len(losses) and len(np.unique(n)) == 2:
+        return Chinchilla(1.0, 1.0, 1.0, 0.3, 0.3)
+    return reference.fit_parametric(n_parameters, n_tokens, losses, n_starts)
+
+
+@mistake("fit_parametric", "runs of one length were accepted: they say nothing about beta")
+def one_length(n_parameters, n_tokens, losses, n_starts=8):
+    if len(n_tokens) == len(losses) and len(set(np.asarray(n_tokens).tolist())) == 1:
+        law = reference.fit_power_law(n_parameters, losses)
+        return Chinchilla(law.floor, law.a, 0.0, law.alpha, 0.0)
+    return reference.fit_parametric(n_parameters, n_tokens, losses, n_starts)
+
+
+@mistake("fit_parametric", "one loss was taken for all runs: the lengths were not compared")
+def one_loss_for_all(n_parameters, n_tokens, losses, n_starts=8):
+    if len(losses) == 1 < len(n_parameters):
+        return Chinchilla(float(losses[0]), 0.0, 0.0, 0.0, 0.0)
     return reference.fit_parametric(n_parameters, n_tokens, losses, n_starts)
 
 
@@ -743,6 +811,39 @@ def vertex_without_the_minus(n_parameters, losses):
     return float(math.exp(slope / (2 * curvature)))
 
 
+def _centred(n_parameters, losses):
+    """Slope and curvature of the parabola about the mean of log N, and that mean."""
+    _, logs, y = _vertex(n_parameters, losses)
+    curvature, slope, _ = np.polyfit(logs - logs.mean(), y, 2)
+    return float(slope), float(curvature), float(logs.mean())
+
+
+@mistake("isoflop_minimum", "the vertex is at -b / 2a from the middle of log N, not at -b / a")
+def centred_vertex_without_the_two(n_parameters, losses):
+    slope, curvature, middle = _centred(n_parameters, losses)
+    return math.exp(middle - slope / curvature)
+
+
+@mistake("isoflop_minimum", "the vertex is at -b / 2a from the middle of log N: the minus is missing")
+def centred_vertex_without_the_minus(n_parameters, losses):
+    slope, curvature, middle = _centred(n_parameters, losses)
+    return math.exp(middle + slope / (2 * curvature))
+
+
+@mistake("isoflop_minimum", "the vertex is at -b / (2 a): b / 2 * a multiplies by a")
+def product_for_quotient(n_parameters, losses):
+    slope, curvature, middle = _centred(n_parameters, losses)
+    return math.exp(middle - slope / 2 * curvature)
+
+
+@mistake("isoflop_minimum", "a flat valley was refused: any parabola that opens upwards has a minimum")
+def refuses_flat_valleys(n_parameters, losses):
+    best = reference.isoflop_minimum(n_parameters, losses)
+    if _centred(n_parameters, losses)[1] < 1e-3:
+        raise ValueError("the parabola is too flat")
+    return best
+
+
 @mistake("isoflop_minimum", "the parabola is of log loss; it is of the loss")
 def parabola_of_log_loss(n_parameters, losses):
     _, logs, y = _vertex(n_parameters, losses)
@@ -796,17 +897,19 @@ def _split(flops, n_parameters):
 
 @mistake("compute_optimal", "the 6 was forgotten: a token costs 6 FLOPs a parameter")
 def without_the_six(flops, law):
-    n, d = reference.compute_optimal(6 * flops, law)
-    return n, d
+    reference.compute_optimal(flops, law)
+    return reference.compute_optimal(6 * flops, law)
 
 
 @mistake("compute_optimal", "the 6 was forgotten where the parameters are computed: N D = C / 6")
 def parameters_without_the_six(flops, law):
+    reference.compute_optimal(flops, law)
     return _split(flops, reference.compute_optimal(6 * flops, law)[0])
 
 
 @mistake("compute_optimal", "2 N D is the forward pass alone")
 def forward_only(flops, law):
+    reference.compute_optimal(flops, law)
     return reference.compute_optimal(3 * flops, law)
 
 
@@ -962,6 +1065,16 @@ def mean_of_ratios(small_norms, large_norms, small, large):
     )
 
 
+@mistake("critical_batch_size", "the noise scale was rounded; it need not be a whole number")
+def rounded(small_norms, large_norms, small, large):
+    return float(round(reference.critical_batch_size(small_norms, large_norms, small, large)))
+
+
+@mistake("critical_batch_size", "a negative estimate was raised to 0, which biases the average over many of them")
+def never_negative(small_norms, large_norms, small, large):
+    return max(0.0, reference.critical_batch_size(small_norms, large_norms, small, large))
+
+
 @mistake("critical_batch_size", "sizes that are equal, exchanged or zero are accepted")
 def sizes_unchecked(small_norms, large_norms, small, large):
     if len(small_norms) and len(large_norms) and not 0 < small < large:
@@ -1001,6 +1114,26 @@ def standard(width, base_width, kind):
 )
 def root_of_the_width(width, base_width, kind):
     return _changed(width, base_width, kind, hidden={"lr": lambda m: m**-0.5})
+
+
+@mistake("mup_multipliers", "the hidden weights' learning rate does not change; with Adam it falls with the width")
+def hidden_rate_kept(width, base_width, kind):
+    return _changed(width, base_width, kind, hidden={"lr": lambda m: 1.0})
+
+
+@mistake(
+    "mup_multipliers",
+    "table 3 of the paper for the output: its multiplier stays 1, and its scale and learning rate fall; this is table 8",
+)
+def table_three(width, base_width, kind):
+    return _changed(
+        width, base_width, kind, output={"init": lambda m: 1 / m, "lr": lambda m: 1 / m, "output": lambda m: 1.0}
+    )
+
+
+@mistake("mup_multipliers", "the output's initial scale falls with the root of the width too; its multiplier is enough")
+def output_starts_smaller(width, base_width, kind):
+    return _changed(width, base_width, kind, output={"init": lambda m: m**-0.5})
 
 
 @mistake("mup_multipliers", "the table for SGD: Adam's steps do not grow with the gradient")

@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import asdict
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+import scipy.optimize
 import torch
 from scipy.optimize import least_squares, minimize_scalar
 from torch import nn
@@ -26,10 +28,16 @@ def noisy(values, share: float, seed: int = 0) -> np.ndarray:
     return np.asarray(values) * np.exp(share * np.random.default_rng(seed).normal(size=np.shape(values)))
 
 
+def at_points(law) -> np.ndarray:
+    """The law's losses at the sizes of the checks. Two optimizers agree on them far better than on the law's numbers."""
+    with np.errstate(all="ignore"):
+        return law(SIZES) if isinstance(law, PowerLaw) else law(N, D)
+
+
 def expect_law(found, expected, rtol: float, read: str) -> None:
     """The same kind of law, each number within ``rtol`` of the expected one, or within 0.001."""
     expect_equal(type(found).__name__, type(expected).__name__, name="type(out).__name__", read=read)
-    expect_close(asdict(found), asdict(expected), rtol=rtol, atol=1e-3, read=read)
+    expect_close(asdict(found), asdict(expected), rtol=rtol, atol=1e-3, answer=at_points(found), read=read)
 
 
 # ---- fit_power_law ---------------------------------------------------------------------------------------------------
@@ -48,8 +56,8 @@ def test_fit_power_law_by_hand():
 def test_fit_power_law_recovers(law):
     case(f"ten exact points of {law} from 1e4 to 1e7")
     found = laws.fit_power_law(SIZES, law(SIZES))
-    expect_close(found.alpha, law.alpha, atol=0.003, name="out.alpha", read=POWER)
-    expect_close(float(found(1e9)), float(law(1e9)), rtol=0.01, name="out(1e9)", answer=found, read=POWER)
+    expect_close(found.alpha, law.alpha, atol=0.003, name="out.alpha", answer=at_points(found), read=POWER)
+    expect_close(float(found(1e9)), float(law(1e9)), rtol=0.01, name="out(1e9)", answer=at_points(found), read=POWER)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -59,8 +67,8 @@ def test_fit_power_law_recovers_from_noise(seed):
         f"ten points of {law} with noise of 0.3 %, seed {seed}: alpha to 0.06, a prediction a hundred times further to 6 %"
     )
     found = laws.fit_power_law(SIZES, noisy(law(SIZES), 0.003, seed))
-    expect_close(found.alpha, law.alpha, atol=0.06, name="out.alpha", answer=asdict(found), read=POWER)
-    expect_close(float(found(1e9)), float(law(1e9)), rtol=0.06, name="out(1e9)", answer=asdict(found), read=POWER)
+    expect_close(found.alpha, law.alpha, atol=0.06, name="out.alpha", answer=at_points(found), read=POWER)
+    expect_close(float(found(1e9)), float(law(1e9)), rtol=0.06, name="out(1e9)", answer=at_points(found), read=POWER)
 
 
 def test_fit_power_law_is_robust():
@@ -75,15 +83,15 @@ def test_fit_power_law_weighs_relative_errors():
     law = PowerLaw(5e6, 1.2, 0.01)
     case(f"{law}: y falls from 79 to 0.03, each with an error of 2 %: the small ones count as much as the large ones")
     found = laws.fit_power_law(SIZES, noisy(law(SIZES), 0.02, 4))
-    expect_close(found.alpha, law.alpha, atol=0.03, name="out.alpha", answer=asdict(found), read=HUBER)
-    expect_close(found.floor, law.floor, rtol=0.15, name="out.floor", answer=asdict(found), read=HUBER)
+    expect_close(found.alpha, law.alpha, atol=0.03, name="out.alpha", answer=at_points(found), read=HUBER)
+    expect_close(found.floor, law.floor, rtol=0.15, name="out.floor", answer=at_points(found), read=HUBER)
 
 
 def test_fit_power_law_has_no_negative_floor():
     case("y falls faster at the end than any law with a floor: the floor is 0 or above")
     y = PowerLaw(12.0, 0.12, 0.0)(SIZES) - np.linspace(0, 0.3, 10)
     found = laws.fit_power_law(SIZES, y)
-    expect_true(found.floor >= 0, f"out.floor = {found.floor:.4g} is negative", answer=asdict(found), read=POWER)
+    expect_true(found.floor >= 0, f"out.floor = {found.floor:.4g} is negative", answer=at_points(found), read=POWER)
 
 
 def test_fit_power_law_takes_points_in_any_order():
@@ -123,7 +131,7 @@ def test_fit_power_law_against_scipy(seed):
     expect_true(
         ours <= 1.002 * best + 1e-3,
         f"the objective is {ours:.2f}, and scipy's is {best:.2f}",
-        answer=asdict(found),
+        answer=at_points(found),
         read=HUBER,
     )
 
@@ -156,6 +164,13 @@ def test_fit_power_law_refuses():
 def test_fit_power_law_of_three_points():
     case("3 / x + 2 at x = 1, 2, 4: as many points as unknowns")
     expect_law(laws.fit_power_law([1.0, 2, 4], [5.0, 3.5, 2.75]), PowerLaw(3.0, 1.0, 2.0), 1e-3, POWER)
+
+
+def test_fit_power_law_recovers_a_steep_law():
+    law = PowerLaw(30.0, 4.0, 2.0)
+    case(f"six exact points of {law} from 1 to 6")
+    x = np.arange(1.0, 7)
+    expect_law(laws.fit_power_law(x, law(x)), law, 0.01, POWER)
 
 
 def test_fit_power_law_refuses_too_few():
@@ -344,6 +359,20 @@ def test_bootstrap_gives_up():
         laws.bootstrap(lambda x, y: never(x, y) if len(set(x)) == 8 else 0.0, table(8), 5, 0)
 
 
+def test_bootstrap_draws_again_up_to_ten_times_as_often():
+    calls = []
+
+    def late(x, y):
+        calls.append(len(x))
+        if 1 < len(calls) <= 21:
+            raise ValueError("not yet")
+        return float(np.mean(y))
+
+    case("4 fits; the fit fails on the first 20 draws, and not on 10 n = 40")
+    low, high = laws.bootstrap(late, table(8), 4, 0)["value"]
+    expect_true(low < high, "the interval is empty", answer=(low, high), read=RAISES)
+
+
 def test_bootstrap_lets_other_errors_through():
     def broken(x, y):
         if len(set(x)) < 8:
@@ -406,7 +435,7 @@ def expect_fit_power_law_to_work() -> None:
     off = abs(float(law(4000)) / float(CURVE(4000)) - 1)
     expect_true(
         off < 2e-3,
-        "this calls your fit_power_law, which is wrong on an exact curve: fix exercise 22.1 first",
+        "this calls your fit_power_law, which is wrong on an exact curve: fix that first",
         answer=asdict(law),
         read="ex-scaling-laws-fit-power-law",
     )
@@ -540,7 +569,7 @@ def test_fit_parametric_recovers_from_noise(seed):
         f"30 runs of the replicated law with noise of 0.2 %, seed {seed}: exponents to 0.04, 70e9 weights on 1.4e12 tokens to 2 %"
     )
     found = laws.fit_parametric(N, D, noisy(BESIROGLU(N, D), 0.002, seed))
-    numbers = asdict(found)
+    numbers = at_points(found)
     expect_close(
         [found.alpha, found.beta],
         [BESIROGLU.alpha, BESIROGLU.beta],
@@ -591,7 +620,7 @@ def test_fit_parametric_against_scipy():
     expect_true(
         ours <= 1.002 * best,
         f"the objective is {ours:.2f}, and scipy's is {best:.2f}",
-        answer=asdict(found),
+        answer=at_points(found),
         read=HUBER,
     )
 
@@ -600,6 +629,10 @@ def test_fit_parametric_refuses():
     case("4 runs")
     with expect_raises(ValueError, "4", read=RAISES):
         laws.fit_parametric([1e4, 2e4, 3e4, 4e4], [1e5, 2e5, 3e5, 1e6], [4.0, 3.5, 3.2, 3.1])
+    case("4 exact runs: the law has 5 unknowns")
+    n, d = np.array([1e7, 3e7, 1e8, 3e8]), np.array([1e9, 2e9, 1e10, 3e9])
+    with expect_raises(ValueError, "4", read=RAISES):
+        laws.fit_parametric(n, d, BESIROGLU(n, d))
     case("a loss of 0 among 30")
     with expect_raises(ValueError, "0", read=RAISES):
         laws.fit_parametric(N, D, np.where(N[3] == N, 0.0, BESIROGLU(N, D)))
@@ -607,6 +640,9 @@ def test_fit_parametric_refuses():
     with expect_raises(ValueError, "30", "29", read=RAISES):
         laws.fit_parametric(N, D, BESIROGLU(N, D)[1:])
 
+    case("30 sizes and 1 loss")
+    with expect_raises(ValueError, "30", "1", read=RAISES):
+        laws.fit_parametric(N, D, BESIROGLU(N, D)[:1])
     case("a run on 0 tokens among 30")
     with expect_raises(ValueError, "0", read=RAISES):
         laws.fit_parametric(N, np.where(D[3] == D, 0.0, D), BESIROGLU(N, D))
@@ -616,6 +652,28 @@ def test_fit_parametric_refuses_one_length():
     case("30 runs on the same number of tokens: beta cannot be known")
     with expect_raises(ValueError, "1", read=RAISES):
         laws.fit_parametric(N * np.linspace(1, 2, 30), np.full(30, 1e9), BESIROGLU(N, D))
+
+
+def test_fit_parametric_refuses_two_sizes():
+    case("30 runs of two sizes: a law needs three")
+    with expect_raises(ValueError, "2", read=RAISES):
+        laws.fit_parametric(np.where(N > 1e8, 1e9, 1e7), D * np.linspace(1, 2, 30), BESIROGLU(N, D))
+
+
+def test_fit_parametric_of_five_runs():
+    n, d = np.array([1e7, 3e7, 1e8, 3e8, 1e9]), np.array([1e9, 2e10, 5e9, 1e9, 2e10])
+    case("5 exact runs, as many as there are unknowns: the law goes through them, to 1 %")
+    found = laws.fit_parametric(n, d, BESIROGLU(n, d))
+    expect_close(found(n, d), BESIROGLU(n, d), rtol=0.01, name="out(n, d)", read=LAW)
+
+
+@pytest.mark.parametrize("n_starts", [1, 3])
+def test_fit_parametric_descends_from_n_starts(n_starts):
+    case(f"30 exact runs, n_starts = {n_starts}: L-BFGS descends as often (where it is called through minimise)")
+    with patch("scipy.optimize.minimize", wraps=scipy.optimize.minimize) as descend:
+        laws.fit_parametric(N, D, BESIROGLU(N, D), n_starts=n_starts)
+    descents = descend.call_count or n_starts
+    expect_equal(descents, n_starts, name="number of descents", read="the contract, under Args")
 
 
 def test_fit_parametric_refuses_one_size():
@@ -656,6 +714,13 @@ def test_isoflop_minimum_is_of_least_squares():
         rtol=1e-5,
         read=ISOFLOP,
     )
+
+
+def test_isoflop_minimum_of_a_flat_valley():
+    sizes = np.geomspace(1e5, 1e7, 7)
+    case("seven points of 3 + 0.0001 (log N - log 5e5)^2: a flat valley has a minimum, too")
+    found = laws.isoflop_minimum(sizes, 3 + 1e-4 * np.log(sizes / 5e5) ** 2)
+    expect_close(float(found), 5e5, rtol=1e-4, read=ISOFLOP)
 
 
 def test_isoflop_minimum_of_chinchilla():
@@ -766,6 +831,16 @@ def test_critical_batch_size_by_hand():
     expect_close(float(laws.critical_batch_size(small, large, 2, 6)), 3.0, rtol=1e-6, read=NOISE)
 
 
+def test_critical_batch_size_is_no_whole_number():
+    case("|G|^2 = 4, tr(Sigma) = 10: batches of 2 have 4 + 10/2 = 9, batches of 5 have 4 + 10/5 = 6")
+    expect_close(float(laws.critical_batch_size([3.0], [math.sqrt(6.0)], 2, 5)), 2.5, rtol=1e-6, read=NOISE)
+
+
+def test_critical_batch_size_may_be_negative():
+    case("squared norms of 4 and 6 at batches of 1 and 2: |G|^2 = 8, and tr(Sigma) is estimated as -4")
+    expect_close(float(laws.critical_batch_size([2.0], [math.sqrt(6.0)], 1, 2)), -0.5, rtol=1e-6, read=BATCH)
+
+
 def test_critical_batch_size_of_other_batches():
     case("|G|^2 = 0.5, tr(Sigma) = 40: batches of 8 and 64")
     found = laws.critical_batch_size(np.sqrt([5.5, 4.5, 6.5]), np.sqrt([1.125]), small=8, large=64)
@@ -823,13 +898,10 @@ def test_critical_batch_size_refuses():
 
 
 def test_critical_batch_size_refuses_a_gradient_of_nothing():
-    case("squared norms of 8 and 1 at batches of 1 and 8: all noise, and |G|^2 is estimated as 0; then below 0")
+    case("norms of 2 and 1 at batches of 1 and 4: all noise, and |G|^2 is estimated as 0; then below 0")
     for large in (1.0, 0.9):
         with expect_raises(ValueError, read=RAISES):
-            laws.critical_batch_size([math.sqrt(8.0)], [large], 1, 8)
-    case("norms of 2 and 1 at batches of 1 and 4: exactly 0")
-    with expect_raises(ValueError, read=RAISES):
-        laws.critical_batch_size([2.0], [1.0], 1, 4)
+            laws.critical_batch_size([2.0], [large], 1, 4)
 
 
 def test_critical_batch_size_leaves_its_norms_alone():
