@@ -124,10 +124,16 @@ def test_every_product_trains_a_mixture_as_one_process_does_or_is_refused(ranks,
     assert check_every_product(ranks, tmp_path, "mixture", engine, n_ranks, n_steps=3) == n_trained
 
 
+OF_EIGHT = [
+    *((program, engine, n) for program, n in (("vit", 18), ("gpt2", 33)) for engine in ("ours", "torch")),
+    ("mixture", "ours", 33),
+    ("mixture", "torch", 19),
+]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.time_limit(1000)
-@pytest.mark.parametrize("engine", ["ours", "torch"])
-@pytest.mark.parametrize(("program", "n_trained"), [("vit", 18), ("gpt2", 33)])
+@pytest.mark.parametrize(("program", "engine", "n_trained"), OF_EIGHT)
 def test_every_product_of_eight_trains_as_one_process_does_or_is_refused(ranks, tmp_path, program, engine, n_trained):
     assert check_every_product(ranks, tmp_path, program, engine, 8, n_steps=1) == n_trained
 
