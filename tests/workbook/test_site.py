@@ -434,6 +434,8 @@ def test_nothing_is_clipped_or_folded_on_paper(page, address, name):
     page.emulate_media(media="print", color_scheme="dark")
     page.evaluate("() => dispatchEvent(new Event('beforeprint'))")
     assert page.evaluate("() => document.querySelectorAll('.bd-article details:not([open])').length") == 0
+    hidden = "() => [...document.querySelectorAll('.bd-article details pre')].filter(e => !e.checkVisibility({checkOpacity: true}))"
+    assert page.evaluate(f"{hidden}.length") == 0, "code that is still fading in prints as an empty box"
     assert page.evaluate(CLIPPED) == []
     page.evaluate("() => dispatchEvent(new Event('afterprint'))")
     assert page.evaluate("() => document.querySelectorAll('.bd-article details[open].sd-dropdown').length") == 0
