@@ -8,7 +8,9 @@ import importlib.util
 import os
 import pickle
 import signal
+import socket
 import sys
+import time
 import traceback
 
 from lib.ranks.journal import Journal, open_journal
@@ -123,19 +125,40 @@ def _output_to(path: str):
             os.close(old)
 
 
+def _store(path: str, rank: int, timeout: datetime.timedelta):
+    """The store of all ranks: rank 0 keeps it, on a port of this machine alone, and writes the port to ``path``.
+
+    A FileStore would need no port, but it looks for a key only every 10 ms: half a pipeline's step on ranks was spent so.
+    """
+    from torch.distributed import TCPStore
+
+    if rank == 0:
+        listener = socket.create_server(("127.0.0.1", 0))
+        port, file = listener.getsockname()[1], listener.detach()
+        store = TCPStore(
+            "127.0.0.1", port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=file
+        )
+        with open(f"{path}.new", "w") as new:
+            new.write(str(port))
+        os.rename(f"{path}.new", path)
+        return store
+    while not os.path.exists(path):
+        time.sleep(0.001)
+    with open(path) as told:
+        return TCPStore("127.0.0.1", int(told.read()), is_master=False, timeout=timeout, wait_for_workers=False)
+
+
 @contextlib.contextmanager
 def _gloo(header: dict, rank: int, journal: Journal):
-    """A default process group whose ranks met through a file; it lives as long as this process."""
+    """A default process group; it lives as long as this process."""
     import torch
     import torch.distributed as dist
 
     from lib.ranks.collectives import record_collectives
 
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{header['folder']}/store", header["n_ranks"])
-    patience = datetime.timedelta(
-        seconds=header["time_limit_s"] + 120
-    )  # our own limit ends first, and its message says more
+    patience = datetime.timedelta(seconds=header["time_limit_s"] + 120)  # our own limit ends first and says more
+    store = _store(f"{header['folder']}/port", rank, patience)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=header["n_ranks"], timeout=patience)
     record_collectives(journal)
     yield rank, header["n_ranks"]
