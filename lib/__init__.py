@@ -1,4 +1,4 @@
-"""The learner's package: sixteen modules to write, and what the chapters use around them.
+"""The learner's package: the modules to write, and what the chapters use around them.
 
 ``from lib.rope import apply_rope`` gives the learner's function where it is written and the reference's where it is
 still a stub; `lib.workbook.book.resolve` says which, and why.
@@ -15,7 +15,7 @@ def _sees_gpu() -> bool:
     return not hidden and any(_os.path.exists(f"/dev/{name}") for name in ("nvidiactl", "nvidia0", "dxg", "kfd"))
 
 
-# Without a GPU the kernels of chapters 14 and 15 run in Triton's interpreter. The variable must be set before anything imports
+# Without a GPU the book's kernels run in Triton's interpreter. The variable must be set before anything imports
 # Triton, which PyTorch may do at any time, so it is set here, before every other module of the book, and only here.
 if not _sees_gpu():
     _os.environ.setdefault("TRITON_INTERPRET", "1")
