@@ -384,7 +384,7 @@ def run_schedule(
     """Run this rank's schedule for one batch, and exchange activations and gradients with the other ranks. (Exercise)
 
     Args:
-        stages, group: This rank's chunks in order; chunk c of rank s of R is layer group ``c * R + s``. The R ranks; None means all ranks.
+        stages, group: This rank's chunks in order; chunk c of rank s of R is layer group ``c * R + s``. The R ranks; None means the stages' ``group``.
         schedule: This rank's actions. Any list goes that has one "F" and one "B" for each chunk and micro-batch, a "W" after the "B" where it likes, and
             an order in which the ranks can complete their lists. Where no "W" follows a "B", the weights of ``DeferredLinear`` layers are done with the "B".
         micro_inputs, micro_targets: The micro-batches, the same on every rank, of any sizes; for two of one shape, what a stage returns has one shape too.
@@ -400,7 +400,7 @@ def run_schedule(
     Cost: one message with each activation and one with each gradient between neighbouring layer groups, none between chunks of one rank. It never deadlocks, whatever the backend buffers.
     """
     ### BEGIN SOLUTION
-    mail = Mail(group)
+    mail = Mail(group or next((stage.group for stage in stages), None))
     plans = mail.gather(Plan(list(schedule), [s.stage for s in stages], len(micro_inputs), len(micro_targets)))
     check_plans(plans)
     timetable = _timetable(simulate([plan.actions for plan in plans], {"F": 1, "B": 2, "W": 1}), mail.n_ranks)
