@@ -197,7 +197,7 @@ def run_schedule(
     """Run this rank's schedule for one batch, and exchange activations and gradients with the other ranks. (Exercise 17.10)
 
     Args:
-        stages, group: This rank's chunks in order; chunk c of rank s of R is layer group ``c * R + s``. The R ranks; None means all ranks.
+        stages, group: This rank's chunks in order; chunk c of rank s of R is layer group ``c * R + s``. The R ranks; None means the stages' ``group``.
         schedule: This rank's actions. Any list goes that has one "F" and one "B" for each chunk and micro-batch, a "W" after the "B" where it likes, and
             an order in which the ranks can complete their lists. Where no "W" follows a "B", the weights of ``DeferredLinear`` layers are done with the "B".
         micro_inputs, micro_targets: The micro-batches, the same on every rank, of any sizes; for two of one shape, what a stage returns has one shape too.

@@ -34,7 +34,7 @@ def partition_layers(costs: Sequence[float], n_stages: int) -> list[range]:
     n = len(costs)
     if not 1 <= n_stages <= n:
         raise ValueError(f"{n} layers cannot fill n_stages = {n_stages} stages with at least one layer each")
-    before = [Fraction(0), *accumulate(map(Fraction, costs))]  # exact, so that equal sums are equal
+    before = [0, *accumulate(Fraction(c if isinstance(c, int) else float(c)) for c in costs)]  # exact: equal sums are equal
     least = before  # least[i]: the first i layers in k stages
     for k in range(1, n_stages):
         least = [min((max(least[j], before[i] - before[j]) for j in range(k, i)), default=0) for i in range(n + 1)]
@@ -384,7 +384,7 @@ def run_schedule(
     """Run this rank's schedule for one batch, and exchange activations and gradients with the other ranks. (Exercise)
 
     Args:
-        stages, group: This rank's chunks in order; chunk c of rank s of R is layer group ``c * R + s``. The R ranks; None means all ranks.
+        stages, group: This rank's chunks in order; chunk c of rank s of R is layer group ``c * R + s``. The R ranks; None means the stages' ``group``.
         schedule: This rank's actions. Any list goes that has one "F" and one "B" for each chunk and micro-batch, a "W" after the "B" where it likes, and
             an order in which the ranks can complete their lists. Where no "W" follows a "B", the weights of ``DeferredLinear`` layers are done with the "B".
         micro_inputs, micro_targets: The micro-batches, the same on every rank, of any sizes; for two of one shape, what a stage returns has one shape too.
@@ -400,7 +400,7 @@ def run_schedule(
     Cost: one message with each activation and one with each gradient between neighbouring layer groups, none between chunks of one rank. It never deadlocks, whatever the backend buffers.
     """
     ### BEGIN SOLUTION
-    mail = Mail(group)
+    mail = Mail(group or next((getattr(stage, "group", None) for stage in stages), None))
     plans = mail.gather(Plan(list(schedule), [s.stage for s in stages], len(micro_inputs), len(micro_targets)))
     check_plans(plans)
     timetable = _timetable(simulate([plan.actions for plan in plans], {"F": 1, "B": 2, "W": 1}), mail.n_ranks)

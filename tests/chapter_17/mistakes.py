@@ -856,7 +856,7 @@ def changed(
     stages, schedule, micro_inputs, micro_targets, loss_function, group, *, run=None, loss=None, check=None, order=None
 ):
     """The reference in one piece, with parts that a mistake exchanges."""
-    mail = Mail(group)
+    mail = Mail(group or stages[0].group)
     plan = Plan(list(schedule), [s.stage for s in stages], len(micro_inputs), len(micro_targets))
     timetable = reference._timetable((check or refuse)(mail.gather(plan)), mail.n_ranks)
     mean = (loss or MeanLoss)(loss_function, micro_targets)
@@ -1053,6 +1053,12 @@ def all_ranks(stages, schedule, micro_inputs, micro_targets, loss_function, grou
     if group is not None and dist.get_world_size(group) != dist.get_world_size():
         raise RuntimeError("the ranks of all groups together do not fit the stages")
     return reference.run_schedule(stages, schedule, micro_inputs, micro_targets, loss_function)
+
+
+@mistake("run_schedule", "without `group` it takes all ranks, although the stages know their group")
+def stages_group_unread(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
+    everyone = group or dist.group.WORLD
+    return reference.run_schedule(stages, schedule, micro_inputs, micro_targets, loss_function, everyone)
 
 
 @mistake("run_schedule", "an exception on one rank is not passed on: the others never learn why they wait")

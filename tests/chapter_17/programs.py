@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,8 @@ class Stage:
     Its backward is always in two parts: nothing is added to a parameter's gradient before ``backward_weights``.
     """
 
-    def __init__(self, module: Callable[[Tensor], Tensor], stage: int, n_stages: int):
-        self.module, self.stage, self.n_stages, self.group = module, stage, n_stages, None
+    def __init__(self, module: Callable[[Tensor], Tensor], stage: int, n_stages: int, group: Any = None):
+        self.module, self.stage, self.n_stages, self.group = module, stage, n_stages, group
         self.parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
         self.grads: dict[int, tuple[Tensor, ...]] = {}
@@ -183,7 +184,6 @@ def several(rank, n_ranks, cases) -> None:
 
 def in_subgroups(rank, n_ranks) -> None:
     """Two pipelines of two ranks each, beside each other, on the ranks (0, 2) and (1, 3)."""
-    case(f"two groups of ranks, (0, 2) and (1, 3), each a pipeline of its own; rank {rank}")
     mine = dist.new_group([0, 2]), dist.new_group([1, 3])
     group = mine[rank % 2]
     at = dist.get_rank(group)
@@ -191,16 +191,19 @@ def in_subgroups(rank, n_ranks) -> None:
     copied = copy.deepcopy(whole)
     inputs, targets = batches(3)
     expected, grads = one_process(whole, inputs, targets)
-    stage = Stage(copied[at], at, 2)
-    loss = pipeline.run_schedule([stage], plan("1F1B", at, 2, 3), inputs, targets, word_loss, group)
-    if at == 1:
-        expect_close(loss, expected, name="the loss", read=SHARE)
-    expect_close(
-        {name: p.grad for name, p in stage.module.named_parameters()},
-        {name: grads[f"{at}.{name}"] for name, _ in stage.module.named_parameters()},
-        name="gradients",
-        read=SHARE,
-    )
+    stage = Stage(copied[at], at, 2, group)
+    for given, how in ((group, "given to run_schedule"), (None, "known from the stages only")):
+        case(f"two groups of ranks, (0, 2) and (1, 3), each a pipeline of its own, {how}; rank {rank}")
+        stage.module.zero_grad()
+        loss = pipeline.run_schedule([stage], plan("1F1B", at, 2, 3), inputs, targets, word_loss, given)
+        if at == 1:
+            expect_close(loss, expected, name="the loss", read=SHARE)
+        expect_close(
+            {name: p.grad for name, p in stage.module.named_parameters()},
+            {name: grads[f"{at}.{name}"] for name, _ in stage.module.named_parameters()},
+            name="gradients",
+            read=SHARE,
+        )
 
 
 def ignored_targets(rank, n_ranks) -> None:

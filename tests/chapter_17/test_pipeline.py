@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -107,6 +108,9 @@ def starts(ranges) -> list[int]:
 def test_partition_layers_by_hand():
     case("costs [4, 1, 1, 1, 1, 4, 2] in 3 stages: 6, 2 and 6 is worse than 5, 3 and 6? the least possible is 6")
     expect_equal(pipeline.partition_layers([4, 1, 1, 1, 1, 4, 2], 3), [range(0, 1), range(1, 5), range(5, 7)], read=CUT)
+    case("the same costs as an array of float32")
+    found = pipeline.partition_layers(np.array([4, 1, 1, 1, 1, 4, 2], dtype=np.float32), 3)
+    expect_equal(found, [range(0, 1), range(1, 5), range(5, 7)], read=CUT)
 
 
 @pytest.mark.parametrize(

@@ -790,8 +790,9 @@ def ring(wrong, sentence):
     """A mistake of ``ring_attention`` that makes one wrong choice."""
 
     def attention(q, k, v, is_causal=False, group=None, layout="contiguous"):
+        for tensor in (q, k):
+            check_shares(tensor.shape[-2], tensor.device, group)
         reference.ring_block(0, 0, q.shape[-2], is_causal, layout)
-        check_shares(q.shape[-2], q.device, group)
         return Ring.apply(q, k, v, is_causal, group, layout, wrong)
 
     return mistake("ring_attention", sentence)(attention)

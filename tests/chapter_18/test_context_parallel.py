@@ -679,6 +679,12 @@ def ring_in_group(rank, world_size):
     case("shares of 4, 3, 3 and 3 positions on four ranks")
     with expect_raises(ValueError, "4 + 3 + 3 + 3", "4 x 3 + 1", read=RAISES):
         cp.ring_attention(*(x[:, :, : 4 if rank == 0 else 3] for _ in range(3)))
+    case("shares of 3, 2, 2 and 2 positions on four ranks, zigzag")
+    with expect_raises(ValueError, "3 + 2 + 2 + 2", "4 x 2 + 1", read=RAISES):
+        cp.ring_attention(*(x[:, :, : 3 if rank == 0 else 2] for _ in range(3)), layout="zigzag")
+    case("4 queries on each of four ranks, keys and values of 4, 3, 3 and 3 positions")
+    with expect_raises(ValueError, "4 + 3 + 3 + 3", "4 x 3 + 1", read=RAISES):
+        cp.ring_attention(x, *(x[:, :, : 4 if rank == 0 else 3] for _ in range(2)))
     case("layout 'striped'")
     with expect_raises(ValueError, "striped", read=RAISES):
         cp.ring_attention(x, x, x, layout="striped")

@@ -60,6 +60,8 @@ def check_ring(q: Tensor, k: Tensor, v: Tensor, layout: str, group: dist.Process
     Raises:
         ValueError: shapes or dtypes do not fit, the ranks' shares have different lengths, the layout is unknown, or a share cannot be halved for "zigzag".
     """
+    for tensor in (q, k, v):  # before what only one rank may find wrong: the others would wait for it
+        check_shares(tensor.shape[-2], tensor.device, group)
     check_shapes(q, k, v)
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(f"{q.shape[-2]} queries and {k.shape[-2]} keys on a rank: expected the same positions")
@@ -67,7 +69,6 @@ def check_ring(q: Tensor, k: Tensor, v: Tensor, layout: str, group: dist.Process
         raise ValueError(f"layout = {layout!r}: expected one of {LAYOUTS}")
     if layout == "zigzag":
         equal_part(q.shape[-2], 2, "a rank's zigzag share")
-    check_shares(q.shape[-2], q.device, group)
 
 
 class _Exchange(torch.autograd.Function):
