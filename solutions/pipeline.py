@@ -34,8 +34,8 @@ def partition_layers(costs: Sequence[float], n_stages: int) -> list[range]:
     n = len(costs)
     if not 1 <= n_stages <= n:
         raise ValueError(f"{n} layers cannot fill n_stages = {n_stages} stages with at least one layer each")
-    before = [0, *accumulate(Fraction(c if isinstance(c, int) else float(c)) for c in costs)]  # exact: equal sums are equal
-    least = before  # least[i]: the first i layers in k stages
+    before = list(accumulate((Fraction(c if isinstance(c, int) else float(c)) for c in costs), initial=Fraction(0)))
+    least = before  # least[i]: the first i layers in k stages; exact, so that equal sums are equal
     for k in range(1, n_stages):
         least = [min((max(least[j], before[i] - before[j]) for j in range(k, i)), default=0) for i in range(n + 1)]
     starts = [n]
