@@ -79,7 +79,7 @@ def learning_curve_prediction(
         prediction from 50 draws with seed 0.
 
     Raises:
-        ValueError: ``final_step`` is before the last step; the message names both. Or as for ``fit_power_law``.
+        ValueError: ``final_step`` is before the last step, or no number; the message names both. Or as for ``fit_power_law``.
 
     Convention: the interval is of the curve. A single measured loss scatters around the curve, too.
     """
@@ -164,7 +164,7 @@ def compute_optimal(flops: float, law: Chinchilla) -> tuple[float, float]:
         ``(n_parameters, n_tokens)``, floats.
 
     Raises:
-        ValueError: ``flops`` is not positive; the message names it.
+        ValueError: ``flops`` is not positive and finite; the message names it.
 
     Source: Hoffmann and others (arXiv:2203.15556), equation 4.
     """
@@ -186,7 +186,7 @@ def critical_batch_size(
         batches happen to have the larger norms.
 
     Raises:
-        ValueError: not ``0 < small < large`` (the message names both), a list is empty, or the estimate of |G|^2 is not positive,
+        ValueError: not ``0 < small < large`` (the message names both), a list is empty, or the estimate of |G|^2 is NaN or not positive,
             because the norms are too few or too noisy.
 
     Source: McCandlish and others (arXiv:1812.06162), section 2.2 and appendix A.1.

@@ -133,8 +133,8 @@ def make_service(options: Any) -> Any:
     )  # fmt: skip
 
 
-def make_server(service: Any, grace_s: float) -> Any:
-    """uvicorn's server, which leaves in good order."""
+def make_server(service: Any, grace_s: float, url: str) -> Any:
+    """uvicorn's server, which says where it listens, once it heeds signals, and leaves in good order."""
     import uvicorn
 
     from lib.runs.serving.api import make_app
@@ -143,6 +143,10 @@ def make_server(service: Any, grace_s: float) -> Any:
         """Goes on listening while it completes what it has begun, so that what is new gets its refusal; ends by itself when the engine has failed."""
 
         asked_at = float("inf")
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            print(f"serving {service.name} at {url}", flush=True)
 
         def handle_exit(self, sig: int, frame: Any) -> None:
             if service.is_leaving:
@@ -181,9 +185,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(service: Any, bound: socket.socket, url: str, grace_s: float) -> int:
     """Serve until a signal comes or the engine fails; returns the exit status."""
-    server = make_server(service, grace_s)
+    server = make_server(service, grace_s, url)
     bound.listen(1024)
-    print(f"serving {service.name} at {url}", flush=True)
     server.run(sockets=[bound])
     if service.worker.error:
         print(f"error: {service.worker.error}", file=sys.stderr)

@@ -510,6 +510,9 @@ def test_learning_curve_prediction_refuses():
     case("the same steps from the last to the first")
     with expect_raises(ValueError, "200", "390", read=RAISES):
         laws.learning_curve_prediction(STEPS[::-1], CURVE(STEPS[::-1]), 200)
+    case("final_step = nan")
+    with expect_raises(ValueError, "nan", "390", read=RAISES):
+        laws.learning_curve_prediction(STEPS, CURVE(STEPS), math.nan)
 
 
 # ---- wsd_schedule ----------------------------------------------------------------------------------------------------
@@ -751,6 +754,9 @@ def test_isoflop_minimum_refuses():
     case("three runs of two sizes")
     with expect_raises(ValueError, "2", read=RAISES):
         laws.isoflop_minimum([10.0, 100, 100], [3.0, 2, 2.1])
+    case("seven equal losses: a line, up to rounding")
+    with expect_raises(ValueError, read=RAISES):
+        laws.isoflop_minimum(np.geomspace(1e6, 1e9, 7), np.full(7, 3.0))
 
 
 def test_isoflop_minimum_leaves_its_points_alone():
@@ -816,7 +822,7 @@ def test_compute_optimal_by_search(law, flops):
 
 
 def test_compute_optimal_refuses():
-    for flops in (0, -3.5, math.nan):
+    for flops in (0, -3.5, math.nan, math.inf):
         case(f"{flops} FLOPs")
         with expect_raises(ValueError, str(flops), read=RAISES):
             laws.compute_optimal(flops, BESIROGLU)
@@ -902,6 +908,9 @@ def test_critical_batch_size_refuses_a_gradient_of_nothing():
     for large in (1.0, 0.9):
         with expect_raises(ValueError, read=RAISES):
             laws.critical_batch_size([2.0], [large], 1, 4)
+    case("a norm of nan")
+    with expect_raises(ValueError, read=RAISES):
+        laws.critical_batch_size([2.0, math.nan], [1.5], 1, 4)
 
 
 def test_critical_batch_size_leaves_its_norms_alone():

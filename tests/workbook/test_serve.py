@@ -32,6 +32,7 @@ from lib.runs.serving import api, models
 from lib.runs.serving.api import Service
 from lib.runs.serving.metrics import Metrics
 from lib.runs.serving.prefix import PrefixEngine
+from lib.runs.serving.schema import parse
 from lib.runs.serving.text import Answer, ByteTokenizer, FileTokenizer
 from lib.runs.serving.worker import Worker
 from lib.serving import Scheduler, generate_many
@@ -252,6 +253,7 @@ WRONG = {
     '{"model": "tiny", "prompt": "a", "stop": ["a", "b", "c", "d", "e"]}': ("stop", "at most 4"),
     '{"model": "tiny", "prompt": "a", "stop": ""}': ("stop", "not empty"),
     '{"model": "tiny", "prompt": "a", "logprobs": 1}': ("logprobs", "not supported"),
+    '{"model": "tiny", "prompt": "a", "repetition_penalty": 1.1}': ("repetition_penalty", "not supported"),
     '{"model": "tiny", "prompt": "a", "best_of": 3}': ("best_of", "not supported"),
     '{"model": "tiny", "prompt": "a", "max_token": 1}': ("max_token", "no such field"),
     '{"model": "tiny", "prompt": "a", "suffix": "b"}': ("suffix", "not supported"),
@@ -273,6 +275,20 @@ def test_what_is_wrong_with_a_request_is_one_error(server):
         assert words in error["message"], error["message"]
         assert len(error["message"]) < 300, error["message"]
     assert metric(server, "requests_running") == 0
+
+
+def test_what_a_load_generator_adds_is_taken(server):
+    added = {"ignore_eos": True, "repetition_penalty": 1.0, "min_p": 0.0, "min_tokens": 0, "logprobs": None}
+    answer = client(server).completions.create(model="tiny", prompt="a", max_tokens=3, extra_body=added)
+    assert answer.usage.completion_tokens == 3
+
+
+def test_ignore_eos_goes_on_after_a_tokenizers_end():
+    service = SimpleNamespace(tokenizer=ByteTokenizer(end_ids=[7]), context_len=32, vocab_size=256)
+    service._check_tokens = lambda tokens: None
+    for more, expected in (("", {7}), (', "ignore_eos": false', {7}), (', "ignore_eos": true', set())):
+        asked = parse(b'{"model": "tiny", "prompt": "a"%s}' % more.encode())
+        assert Service.prepare(service, asked)[0].end_ids == expected
 
 
 def test_a_temperature_next_to_0_is_0(server):
@@ -338,6 +354,13 @@ def test_metrics_are_prometheus_text(server):
     assert families["workbook_generated_tokens"].type == "counter"
     assert families["workbook_time_to_first_token_seconds"].type == "histogram"
     assert {"workbook_requests_running", "workbook_requests_waiting", "workbook_blocks_free"} <= set(families)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_right_after_the_first_line_is_heeded(sent):
+    with running(Running()) as server:
+        server.process.send_signal(sent)
+        assert server.process.wait(LONG_S) == 0
 
 
 def test_sigterm_completes_what_streams_and_refuses_what_is_new():
@@ -648,7 +671,8 @@ def test_a_wrong_command_is_one_line(capfd):
         taken.listen()
         port = str(taken.getsockname()[1])
         for flags in (["--model", "tiny", "--port", port], ["--model", "tiny", "--port", "99999"], [],
-                      ["--model", "tiny", "--queue", "0"], ["--model", "tiny", "--host", "203.0.113.7"]):  # fmt: skip
+                      ["--model", "tiny", "--queue", "0"], ["--model", "tiny", "--host", "203.0.113.7"],
+                      ["--model", "tiny", "--port", "0", "--tokenizer", "/nowhere"]):  # fmt: skip
             assert serve.main(flags) == 2, flags
             said = capfd.readouterr().err.strip().splitlines()
             assert len([line for line in said if line.startswith("error: ")]) == 1, said

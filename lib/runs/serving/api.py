@@ -87,7 +87,7 @@ class Service:
                 requests.append(Prompt(tokens, n_new, temperature, seed, top_k=asked.top_k, top_p=asked.top_p))
                 echoes.append(self._text(prompt) if asked.echo else "")
         answers = [Answer(self.tokenizer.characters(), asked.stop) for _ in requests]
-        return Job(requests, answers, self.tokenizer.end_ids), echoes
+        return Job(requests, answers, frozenset() if asked.ignore_eos else self.tokenizer.end_ids), echoes
 
     def _check_tokens(self, tokens: list[int]) -> None:
         if not tokens:

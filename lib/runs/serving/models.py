@@ -51,7 +51,7 @@ def load(model: str, name: str | None, tokenizer: str | None, dtype: torch.dtype
     """
     folder = Path(model)
     if model == "tiny":
-        made: tuple[nn.Module, Tokenizer] = make_tiny(), ByteTokenizer()
+        made: tuple[nn.Module, Tokenizer] = make_tiny(), _tokenizer(tokenizer or "bytes", TINY.vocab_size)
     elif not folder.is_dir():
         raise UsageError(f"--model {model}: no such folder; expected tiny, or a folder with a checkpoint")
     elif (folder / "config.json").is_file():

@@ -6,8 +6,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 MAX_STOPS = 4
 NEUTRAL: dict[str, tuple[Any, ...]] = {"logprobs": (None,), "suffix": (None, ""), "logit_bias": (None, {}),
-                                       "presence_penalty": (None, 0), "frequency_penalty": (None, 0)}  # fmt: skip
-"""Fields of the interface that this server has not, with the values that ask for nothing."""
+                                       "presence_penalty": (None, 0), "frequency_penalty": (None, 0), "repetition_penalty": (None, 1),
+                                       "min_p": (None, 0), "min_tokens": (None, 0)}  # fmt: skip
+"""Fields of the interface, or that vLLM's load generator adds to it, that this server does not have, with the values that ask for nothing."""
 
 
 class ApiError(Exception):
@@ -60,6 +61,10 @@ class Asked(BaseModel):
     logit_bias: Any = None
     presence_penalty: Any = None
     frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    min_p: Any = None
+    min_tokens: Any = None
+    ignore_eos: bool | None = None
 
     @field_validator("prompt")
     @classmethod
