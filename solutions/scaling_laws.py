@@ -30,8 +30,9 @@ def fit_power_law(x: Float[np.ndarray, " n"], y: Float[np.ndarray, " n"]) -> Pow
         ``floor`` is not negative; ``alpha`` is negative where y rises with x.
 
     Raises:
-        ValueError: x and y differ in length (the message names both), there are fewer than 3 different x, or a number is not
-            positive and finite (the message names it). Or the exponent leaves -10 to 10, so that no law fits.
+        ValueError: x and y differ in length, a number is not positive and finite, or there are fewer than 3 different x; the
+            message names the two lengths, the number, or how many x are different. Or the fitted exponent is outside of
+            -10 to 10, so that no law fits.
 
     Source: Hoffmann and others (arXiv:2203.15556), section D.2, for the loss; Kaplan and others (arXiv:2001.08361) for the law.
     """
@@ -233,7 +234,8 @@ def fit_parametric(
         The law that minimises the sum of Huber's losses (``DELTA``) of the logarithms' differences.
 
     Raises:
-        ValueError: as for ``fit_power_law``, for N as for D; or there are fewer than 5 runs (the message names their number).
+        ValueError: as for ``fit_power_law``, for N as for D (3 different values of each); or there are fewer than 5 runs, and
+            the message names how many there are.
 
     Source: Hoffmann and others (arXiv:2203.15556), equation 3 and section D.2; why the scale of the objective matters:
         Besiroglu and others (arXiv:2404.10102).
@@ -258,8 +260,9 @@ def isoflop_minimum(n_parameters: Float[np.ndarray, " n"], losses: Float[np.ndar
         N at the vertex of the least-squares parabola through ``(log N, loss)``.
 
     Raises:
-        ValueError: there are fewer than 3 different sizes; the parabola opens downwards or is a line; or the vertex is outside of
-            the sizes, where nothing was measured (the message names the vertex and the range).
+        ValueError: there are fewer than 3 different sizes (the message names how many); the parabola opens downwards, or is a
+            line but for rounding; or the vertex is outside of the sizes, where nothing was measured (the message names the vertex
+            and the range).
 
     Source: Hoffmann and others (arXiv:2203.15556), section 3.2.
     """
@@ -289,7 +292,7 @@ def compute_optimal(flops: float, law: Chinchilla) -> tuple[float, float]:
         ``(n_parameters, n_tokens)``, floats.
 
     Raises:
-        ValueError: ``flops`` is not positive; the message names it.
+        ValueError: ``flops`` is not a positive number (NaN is none); the message names it.
 
     Source: Hoffmann and others (arXiv:2203.15556), equation 4.
     """

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict
+from types import MappingProxyType
 from unittest.mock import patch
 
 import numpy as np
@@ -40,7 +41,37 @@ def expect_law(found, expected, rtol: float, read: str) -> None:
     expect_close(asdict(found), asdict(expected), rtol=rtol, atol=1e-3, answer=at_points(found), read=read)
 
 
+def expect_gradient(fit, read: str) -> None:
+    """The gradient that ``fit`` hands to scipy is that of its objective, at each start and beside it."""
+    with patch("scipy.optimize.minimize", wraps=scipy.optimize.minimize) as descend:
+        fit()
+    for call in descend.call_args_list[:3]:
+        objective, start = call.args[:2]
+        if call.kwargs.get("jac") is not True:
+            continue
+        theta = np.asarray(start, dtype=np.float64) + 0.013
+        steps = 1e-6 * np.eye(len(theta))
+        found = np.asarray(objective(theta)[1], dtype=np.float64)
+        expected = np.array([(objective(theta + s)[0] - objective(theta - s)[0]) / 2e-6 for s in steps])
+        scale = float(np.abs(expected).max()) + 1e-12
+        expect_close(
+            found / scale,
+            expected / scale,
+            atol=2e-3,
+            rtol=0,
+            name="gradient / its largest entry",
+            answer=found,
+            read=read,
+        )
+
+
 # ---- fit_power_law ---------------------------------------------------------------------------------------------------
+
+
+def test_fit_power_law_has_the_gradient_of_its_objective():
+    x = np.array([1.0, 4, 16, 64, 256])
+    case("what objective(theta) returns second, against differences of what it returns first, in the order of theta")
+    expect_gradient(lambda: laws.fit_power_law(x, 3 / np.sqrt(x) + 2 + 0.01 * np.sin(x)), HUBER)
 
 
 def test_fit_power_law_by_hand():
@@ -227,6 +258,21 @@ def test_bootstrap_is_as_wide_as_the_normal_interval(level, z):
     )
 
 
+def test_bootstrap_is_repeated_by_its_seed():
+    case("the same seed twice, then another; NumPy's global generator is left alone")
+    np.random.seed(7)
+    state = np.random.get_state()[1].copy()
+    first, again, other = (laws.bootstrap(mean_of, table(), 21, seed) for seed in (5, 5, 6))
+    expect_true(
+        (np.random.get_state()[1] == state).all(),
+        "NumPy's global generator was used: take np.random.default_rng(seed)",
+        answer=0,
+        read="ex-scaling-laws-bootstrap",
+    )
+    expect_equal(again, first, name="with the same seed", answer=again, read="ex-scaling-laws-bootstrap")
+    expect_true(other != first, "another seed gives the same intervals", answer=first, read="ex-scaling-laws-bootstrap")
+
+
 def test_bootstrap_level_is_90_percent():
     case("the default level, and 0.9")
     found = laws.bootstrap(mean_of, table(), 41, 3)
@@ -297,27 +343,26 @@ def test_bootstrap_draws_every_row():
     expect_true(bool(laws.bootstrap(fit, points.tolist(), 5, 0)), "no interval came back", answer=0, read=RAISES)
 
 
-def test_bootstrap_is_repeated_by_its_seed():
-    case("the same seed twice, then another; NumPy's global generator is left alone")
-    np.random.seed(7)
-    state = np.random.get_state()[1].copy()
-    first, again, other = (laws.bootstrap(mean_of, table(), 21, seed) for seed in (5, 5, 6))
-    expect_true(
-        (np.random.get_state()[1] == state).all(),
-        "NumPy's global generator was used: take np.random.default_rng(seed)",
-        answer=0,
-        read="ex-scaling-laws-bootstrap",
-    )
-    expect_equal(again, first, name="with the same seed", answer=again, read="ex-scaling-laws-bootstrap")
-    expect_true(other != first, "another seed gives the same intervals", answer=first, read="ex-scaling-laws-bootstrap")
-
-
 def test_bootstrap_gives_rows_to_a_fit_of_one_parameter():
     case("a fit of one parameter gets the rows [n, 2]; one number comes back as 'value'")
     found = laws.bootstrap(lambda rows: float(np.mean(rows[:, 1] - 2 * rows[:, 0])), table(), 51, 0)
     expect_close(
         found["value"], (0.0, 0.0), atol=0.03, name="out['value']", answer=found, read="ex-scaling-laws-bootstrap"
     )
+
+
+def test_bootstrap_takes_other_tables_and_results():
+    three = np.column_stack([table(), np.arange(200.0)])
+    case("a fit of three parameters gets three columns; it returns a mapping that is no dict")
+    found = laws.bootstrap(lambda x, y, z: MappingProxyType({"z": float(np.mean(z))}), three, 51, 0)
+    expect_equal(list(found), ["z"], name="list(out)", read="the contract, under Args")
+    low, high = found["z"]
+    expect_true(
+        85 < low < high < 115, f"out['z'] is ({low:.4g}, {high:.4g}), and the mean of 0 to 199 is 99.5", answer=found
+    )
+    case("n = 1: one fit, so low and high are the same")
+    low, high = laws.bootstrap(mean_of, table(), 1, 0)["x"]
+    expect_equal(low, high, name="low", read=RAISES)
 
 
 def test_bootstrap_takes_dataclasses():
@@ -555,6 +600,11 @@ def test_wsd_schedule_refuses():
 # ---- fit_parametric --------------------------------------------------------------------------------------------------
 
 N, D = (grid.ravel() for grid in np.meshgrid(np.geomspace(1e7, 1e10, 6), np.geomspace(1e9, 3e11, 5)))
+
+
+def test_fit_parametric_has_the_gradient_of_its_objective():
+    case("what objective(theta) returns second, against differences of what it returns first, in the order of theta")
+    expect_gradient(lambda: laws.fit_parametric(N, D, noisy(BESIROGLU(N, D), 0.01), n_starts=1), HUBER)
 
 
 @pytest.mark.parametrize("law", [HOFFMANN, BESIROGLU, Chinchilla(0.7, 50.0, 3e4, 0.2, 0.55)])
@@ -936,6 +986,11 @@ def test_mup_multipliers_at_the_base_width(kind):
         {"init": 1.0, "lr": 1.0, "output": 1.0},
         read=MUP,
     )
+
+
+def test_mup_multipliers_of_a_model_that_is_wider_by_a_fraction():
+    case("width 144 tuned at 64, hidden weights: 2.25 times as wide")
+    expect_close(dict(laws.mup_multipliers(144, 64, "hidden")), {"init": 2 / 3, "lr": 4 / 9, "output": 1.0}, read=MUP)
 
 
 def test_mup_multipliers_of_a_narrower_model():
