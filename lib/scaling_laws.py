@@ -57,8 +57,8 @@ def bootstrap(
         ``ValueError`` are drawn again.
 
     Raises:
-        ValueError: ``n`` is below 1 or ``level`` is not between 0 and 1 (the message names it), or the fit fails on the points
-            themselves or on 10 n draws.
+        ValueError: ``n`` is below 1 or ``level`` is not between 0 and 1 (the message names it), the fit fails on the points
+            themselves, or it works on fewer than n of the first 10 n draws.
 
     Source: Efron (1979), "Bootstrap methods: another look at the jackknife"; the percentile interval.
     """
@@ -73,14 +73,14 @@ def learning_curve_prediction(
     Args:
         steps: Positive steps at which the loss was measured, after the warm-up and at a constant learning rate.
         losses: The losses at these steps.
-        final_step: The step of the prediction, at or after the last of ``steps``.
+        final_step: The step of the prediction, at or after the largest of ``steps``, which come in any order.
 
     Returns:
         ``(value, low, high)``: the loss at ``final_step`` by the power law of the steps, and the 90 % interval of this
         prediction from 50 draws with seed 0.
 
     Raises:
-        ValueError: ``final_step`` is before the last step; the message names both. Or as for ``fit_power_law``.
+        ValueError: ``final_step`` is before the largest step; the message names both. Or as for ``fit_power_law``.
 
     Convention: the interval is of the curve. A single measured loss scatters around the curve, too.
     """

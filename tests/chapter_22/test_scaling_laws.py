@@ -1,6 +1,7 @@
 """Scaling laws, graded against known laws, scipy's optimizers, closed forms, and models of several widths that are trained."""
 
 import math
+import re
 from dataclasses import asdict
 from types import MappingProxyType
 from unittest.mock import patch
@@ -600,6 +601,7 @@ def test_wsd_schedule_refuses():
 # ---- fit_parametric --------------------------------------------------------------------------------------------------
 
 N, D = (grid.ravel() for grid in np.meshgrid(np.geomspace(1e7, 1e10, 6), np.geomspace(1e9, 3e11, 5)))
+STEEP, FLAT = (grid.ravel() for grid in np.meshgrid([1.0, 2, 3, 4], [10.0, 30, 100]))
 
 
 def test_fit_parametric_has_the_gradient_of_its_objective():
@@ -696,6 +698,16 @@ def test_fit_parametric_refuses():
     case("a run on 0 tokens among 30")
     with expect_raises(ValueError, "0", read=RAISES):
         laws.fit_parametric(N, np.where(D[3] == D, 0.0, D), BESIROGLU(N, D))
+    case("a size that is infinite among 30")
+    with expect_raises(ValueError, "inf", read=RAISES):
+        laws.fit_parametric(np.where(N[3] == N, math.inf, N), D, BESIROGLU(N, D))
+    case("30 sizes and losses, and 29 numbers of tokens")
+    with expect_raises(ValueError, "30", "29", read=RAISES):
+        laws.fit_parametric(N, D[1:], BESIROGLU(N, D))
+    for name, sizes in (("N", (STEEP, FLAT)), ("D", (FLAT, STEEP))):
+        case(f"12 runs; losses of 100 where {name} = 1, and of about 2 elsewhere: only an exponent above 10 would fit")
+        with expect_raises(ValueError, read=RAISES):
+            laws.fit_parametric(*sizes, np.where(STEEP == 1, 100.0, 2) + 1 / FLAT)
 
 
 def test_fit_parametric_refuses_one_length():
@@ -733,6 +745,12 @@ def test_fit_parametric_refuses_one_size():
 
 
 # ---- isoflop_minimum -------------------------------------------------------------------------------------------------
+
+
+def test_isoflop_minimum_by_hand_in_millions():
+    case("losses 3, 2, 5 at N = 0.1, 10, 1000 (millions): the parabola's vertex is at log10 N = 1 - 1/2, N = 3.162")
+    found = laws.isoflop_minimum(np.array([0.1, 10, 1000]), np.array([3.0, 2, 5]))
+    expect_close(float(found), math.sqrt(10), rtol=1e-6, read=ISOFLOP)
 
 
 def test_isoflop_minimum_by_hand():
@@ -813,14 +831,17 @@ def test_isoflop_minimum_leaves_its_points_alone():
     )
 
 
-@pytest.mark.parametrize("losses", [[5.0, 3, 2], [2.0, 3, 5]])
-def test_isoflop_minimum_refuses_a_vertex_outside(losses):
-    case(f"losses {losses} at N = 10, 100, 1000: the vertex is outside of what was measured")
-    with expect_raises(ValueError, "10", "1000", read=RAISES):
+@pytest.mark.parametrize(("losses", "vertex"), [([5.0, 3, 2], 10**3.5), ([2.0, 3, 5], 10**0.5)])
+def test_isoflop_minimum_refuses_a_vertex_outside(losses, vertex):
+    case(f"losses {losses} at N = 10, 100, 1000: the vertex, {vertex:.1f}, is outside of what was measured")
+    with expect_raises(ValueError, "10", "1000", f"{vertex:.1f}", read=RAISES):
         try:
             laws.isoflop_minimum([10.0, 100, 1000], losses)
         except ValueError as error:
-            raise ValueError(str(error).replace("1e+03", "1000").replace("1,000", "1000")) from None
+            text = str(error).replace("1e+03", "1000").replace("1,000", "1000")
+            numbers = map(float, re.findall(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?", text.replace(",", "")))
+            near = any(math.isclose(number, vertex, rel_tol=0.05) for number in numbers)
+            raise ValueError(f"{text} [{vertex:.1f}]" if near else text) from None
 
 
 # ---- compute_optimal -------------------------------------------------------------------------------------------------
