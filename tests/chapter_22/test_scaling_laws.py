@@ -1017,17 +1017,21 @@ def test_mup_multipliers_of_a_model_that_is_wider_by_a_fraction():
 def test_mup_multipliers_of_a_narrower_model():
     case("width 64 tuned at 100, hidden weights: a smaller model has larger factors")
     expect_close(dict(laws.mup_multipliers(64, 100, "hidden")), {"init": 1.25, "lr": 1.5625, "output": 1.0}, read=MUP)
+    case("width 1 tuned at 4, output weights: the smallest width that there is")
+    expect_close(dict(laws.mup_multipliers(1, 4, "output")), {"init": 1.0, "lr": 1.0, "output": 4.0}, read=MUP)
 
 
 def changes(width: int, multipliers, base_width: int = 32, n_steps: int = 4) -> list[float]:
-    """How far the hidden features and the outputs of a network have moved after a few steps of Adam."""
+    """How far the hidden features and the outputs of a network have moved after a few steps of Adam.
+
+    Adam is written out: torch.optim imports its compiler when it is first used, which takes as long as a diagnosis may.
+    """
     torch.manual_seed(width)
     parts = [nn.Linear(16, width, bias=False), nn.Linear(width, width, bias=False), nn.Linear(width, 8, bias=False)]
     factors = [multipliers(width, base_width, kind) for kind in ("input", "hidden", "output")]
     for part, stds, factor in zip(parts, (0.25, base_width**-0.5, base_width**-0.5), factors, strict=True):
         nn.init.normal_(part.weight, std=stds * factor["init"])
-    groups = [{"params": part.parameters(), "lr": 0.01 * f["lr"]} for part, f in zip(parts, factors, strict=True)]
-    optimizer = torch.optim.Adam(groups)
+    moments = [(torch.zeros_like(part.weight), torch.zeros_like(part.weight)) for part in parts]
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(32, 16, generator=generator), torch.randint(8, (32,), generator=generator)
 
@@ -1037,10 +1041,13 @@ def changes(width: int, multipliers, base_width: int = 32, n_steps: int = 4) -> 
         return first, second, parts[2](second) * factors[2]["output"]
 
     before = [out.detach() for out in layers()]
-    for _ in range(n_steps):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(layers()[2], y).backward()
-        optimizer.step()
+    for step in range(1, n_steps + 1):
+        gradients = torch.autograd.grad(nn.functional.cross_entropy(layers()[2], y), [part.weight for part in parts])
+        for part, factor, (first, second), gradient in zip(parts, factors, moments, gradients, strict=True):
+            first.lerp_(gradient, 0.1)
+            second.lerp_(gradient.square(), 0.001)
+            change = (first / (1 - 0.9**step)) / ((second / (1 - 0.999**step)).sqrt() + 1e-8)
+            part.weight.data -= 0.01 * factor["lr"] * change
     return [(after.detach() - was).abs().mean().item() for after, was in zip(layers(), before, strict=True)]
 
 
