@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from inspect import Parameter, signature
 from typing import Any
@@ -30,8 +30,9 @@ def fit_power_law(x: Float[np.ndarray, " n"], y: Float[np.ndarray, " n"]) -> Pow
         ``floor`` is not negative; ``alpha`` is negative where y rises with x.
 
     Raises:
-        ValueError: x and y differ in length (the message names both), there are fewer than 3 different x, or a number is not
-            positive and finite (the message names it). Or the exponent leaves -10 to 10, so that no law fits.
+        ValueError: x and y differ in length, a number is not positive and finite, or there are fewer than 3 different x; the
+            message names the two lengths, the number, or how many x are different. Or the fitted exponent is outside of
+            -10 to 10, so that no law fits.
 
     Source: Hoffmann and others (arXiv:2203.15556), section D.2, for the loss; Kaplan and others (arXiv:2001.08361) for the law.
     """
@@ -56,8 +57,8 @@ def bootstrap(
         ``ValueError`` are drawn again.
 
     Raises:
-        ValueError: ``n`` is below 1 or ``level`` is not between 0 and 1 (the message names it), or the fit fails on the points
-            themselves or on 10 n draws.
+        ValueError: ``n`` is below 1 or ``level`` is not between 0 and 1 (the message names it), the fit fails on the points
+            themselves, or it works on fewer than n of the first 10 n draws.
 
     Source: Efron (1979), "Bootstrap methods: another look at the jackknife"; the percentile interval.
     """
@@ -72,14 +73,14 @@ def learning_curve_prediction(
     Args:
         steps: Positive steps at which the loss was measured, after the warm-up and at a constant learning rate.
         losses: The losses at these steps.
-        final_step: The step of the prediction, at or after the last of ``steps``.
+        final_step: The step of the prediction, at or after the largest of ``steps``, which come in any order.
 
     Returns:
         ``(value, low, high)``: the loss at ``final_step`` by the power law of the steps, and the 90 % interval of this
         prediction from 50 draws with seed 0.
 
     Raises:
-        ValueError: ``final_step`` is before the last step, or no number; the message names both. Or as for ``fit_power_law``.
+        ValueError: ``final_step`` is before the largest step, or NaN; the message names both. Or as for ``fit_power_law``.
 
     Convention: the interval is of the curve. A single measured loss scatters around the curve, too.
     """
@@ -126,7 +127,8 @@ def fit_parametric(
         The law that minimises the sum of Huber's losses (``DELTA``) of the logarithms' differences.
 
     Raises:
-        ValueError: as for ``fit_power_law``, for N as for D; or there are fewer than 5 runs (the message names their number).
+        ValueError: as for ``fit_power_law``, for N as for D (3 different values of each); or there are fewer than 5 runs, and
+            the message names how many there are.
 
     Source: Hoffmann and others (arXiv:2203.15556), equation 3 and section D.2; why the scale of the objective matters:
         Besiroglu and others (arXiv:2404.10102).
@@ -145,8 +147,9 @@ def isoflop_minimum(n_parameters: Float[np.ndarray, " n"], losses: Float[np.ndar
         N at the vertex of the least-squares parabola through ``(log N, loss)``.
 
     Raises:
-        ValueError: there are fewer than 3 different sizes; the parabola opens downwards or is a line; or the vertex is outside of
-            the sizes, where nothing was measured (the message names the vertex and the range).
+        ValueError: there are fewer than 3 different sizes (the message names how many); the parabola opens downwards, or is a
+            line but for rounding; or the vertex is outside of the sizes, where nothing was measured (the message names the vertex
+            and the range).
 
     Source: Hoffmann and others (arXiv:2203.15556), section 3.2.
     """
@@ -164,7 +167,7 @@ def compute_optimal(flops: float, law: Chinchilla) -> tuple[float, float]:
         ``(n_parameters, n_tokens)``, floats.
 
     Raises:
-        ValueError: ``flops`` is not positive and finite; the message names it.
+        ValueError: ``flops`` is not a positive, finite number; the message names it.
 
     Source: Hoffmann and others (arXiv:2203.15556), equation 4.
     """

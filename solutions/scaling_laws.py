@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from inspect import Parameter, signature
 from typing import Any
@@ -30,14 +30,15 @@ def fit_power_law(x: Float[np.ndarray, " n"], y: Float[np.ndarray, " n"]) -> Pow
         ``floor`` is not negative; ``alpha`` is negative where y rises with x.
 
     Raises:
-        ValueError: x and y differ in length (the message names both), there are fewer than 3 different x, or a number is not
-            positive and finite (the message names it). Or the exponent leaves -10 to 10, so that no law fits.
+        ValueError: x and y differ in length, a number is not positive and finite, or there are fewer than 3 different x; the
+            message names the two lengths, the number, or how many x are different. Or the fitted exponent is outside of
+            -10 to 10, so that no law fits.
 
     Source: Hoffmann and others (arXiv:2203.15556), section D.2, for the loss; Kaplan and others (arXiv:2001.08361) for the law.
     """
     ### BEGIN SOLUTION
     x, y = _columns(x=x, y=y)
-    log_a, log_floor, alpha = _fit_terms([x], y, n_starts=1)
+    log_a, log_floor, alpha = _fit_terms([x], y, n_starts=2)
     return PowerLaw(math.exp(log_a), float(alpha), math.exp(log_floor))
     ### END SOLUTION
 
@@ -65,36 +66,37 @@ def _columns(**named) -> list[np.ndarray]:
 
 def _fit_terms(sizes: list[np.ndarray], y: np.ndarray, n_starts: int) -> np.ndarray:
     """Logarithms of the coefficients, the constant's last, then the exponents of ``sum of c_k * size_k**-p_k + constant``."""
-    logs, log_y = np.log(sizes), np.log(y)
-    centre, k = logs.mean(1), len(sizes)
-    features = np.vstack([logs - centre[:, None], np.zeros_like(log_y)])
+    logs, log_y, k = np.log(sizes), np.log(y), len(sizes)
+    centre, which = logs.mean(1), np.eye(k + 1)[:, None]
+    slopes = -which[..., :k] * np.vstack([logs - centre[:, None], log_y])[..., None]  # the constant's row is 0
+    design = np.concatenate([which.repeat(len(y), 1), slopes], axis=2).reshape(
+        -1, 2 * k + 1
+    )  # terms are linear in theta
 
     def objective(theta):
-        terms = theta[: k + 1, None] - np.append(theta[k + 1 :], 0)[:, None] * features
+        terms = (design @ theta).reshape(k + 1, -1)
         log_prediction = np.logaddexp.reduce(terms)
         residual = (log_prediction - log_y) / DELTA
-        slope = np.clip(residual, -1, 1)  # of Huber's loss
+        slope = np.minimum(np.maximum(residual, -1), 1)  # of Huber's loss
         shares = slope * np.exp(terms - log_prediction) / DELTA
-        value = (slope * (residual - slope / 2)).sum()
-        return value, np.append(shares.sum(1), -(shares * features).sum(1)[:k])
+        return slope @ (residual - slope / 2), shares.ravel() @ design
 
-    best = minimise(objective, _starts(k, log_y.mean()), n_starts)
+    best = minimise(objective, _starts(design, log_y, k), n_starts)
     if (np.abs(best[k + 1 :]) > 10).any():
         raise ValueError(f"the points determine no law: an exponent became {np.abs(best[k + 1 :]).max():.3g}")
     best[:k] += best[k + 1 :] * centre
     return best
 
 
-def _starts(k: int, level: float) -> list[list[float]]:
-    """A grid of shares of the constant and of the terms at the middle of the points, and of exponents."""
+def _starts(design: np.ndarray, log_y: np.ndarray, k: int) -> Iterator[np.ndarray]:
+    """A grid of shares of the constant and of the terms at the middle of the points, and of exponents, each at the best level."""
     powers = (-1.0, -0.3, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2, 2.0) if k == 1 else (0.1, 0.25, 0.5, 1.0)
     splits = [(1.0,)] if k == 1 else [(s, 1 - s) for s in (0.2, 0.5, 0.8)]
-    return [
-        [level + math.log((1 - floor) * part) for part in split] + [level + math.log(floor), *exponents]
-        for floor in (0.01, 0.1, 0.3, 0.5, 0.7, 0.9)
-        for split in splits
-        for exponents in itertools.product(powers, repeat=k)
-    ]
+    floors = (0.001, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
+    for floor, split, exponents in itertools.product(floors, splits, itertools.product(powers, repeat=k)):
+        theta = np.array([*(math.log((1 - floor) * part) for part in split), math.log(floor), *exponents])
+        theta[: k + 1] += np.median(log_y - np.logaddexp.reduce((design @ theta).reshape(k + 1, -1)))
+        yield theta
 
 
 ### END SOLUTION
@@ -118,8 +120,8 @@ def bootstrap(
         ``ValueError`` are drawn again.
 
     Raises:
-        ValueError: ``n`` is below 1 or ``level`` is not between 0 and 1 (the message names it), or the fit fails on the points
-            themselves or on 10 n draws.
+        ValueError: ``n`` is below 1 or ``level`` is not between 0 and 1 (the message names it), the fit fails on the points
+            themselves, or it works on fewer than n of the first 10 n draws.
 
     Source: Efron (1979), "Bootstrap methods: another look at the jackknife"; the percentile interval.
     """
@@ -161,14 +163,14 @@ def learning_curve_prediction(
     Args:
         steps: Positive steps at which the loss was measured, after the warm-up and at a constant learning rate.
         losses: The losses at these steps.
-        final_step: The step of the prediction, at or after the last of ``steps``.
+        final_step: The step of the prediction, at or after the largest of ``steps``, which come in any order.
 
     Returns:
         ``(value, low, high)``: the loss at ``final_step`` by the power law of the steps, and the 90 % interval of this
         prediction from 50 draws with seed 0.
 
     Raises:
-        ValueError: ``final_step`` is before the last step, or no number; the message names both. Or as for ``fit_power_law``.
+        ValueError: ``final_step`` is before the largest step, or NaN; the message names both. Or as for ``fit_power_law``.
 
     Convention: the interval is of the curve. A single measured loss scatters around the curve, too.
     """
@@ -233,7 +235,8 @@ def fit_parametric(
         The law that minimises the sum of Huber's losses (``DELTA``) of the logarithms' differences.
 
     Raises:
-        ValueError: as for ``fit_power_law``, for N as for D; or there are fewer than 5 runs (the message names their number).
+        ValueError: as for ``fit_power_law``, for N as for D (3 different values of each); or there are fewer than 5 runs, and
+            the message names how many there are.
 
     Source: Hoffmann and others (arXiv:2203.15556), equation 3 and section D.2; why the scale of the objective matters:
         Besiroglu and others (arXiv:2404.10102).
@@ -258,8 +261,9 @@ def isoflop_minimum(n_parameters: Float[np.ndarray, " n"], losses: Float[np.ndar
         N at the vertex of the least-squares parabola through ``(log N, loss)``.
 
     Raises:
-        ValueError: there are fewer than 3 different sizes; the parabola opens downwards or is a line; or the vertex is outside of
-            the sizes, where nothing was measured (the message names the vertex and the range).
+        ValueError: there are fewer than 3 different sizes (the message names how many); the parabola opens downwards, or is a
+            line but for rounding; or the vertex is outside of the sizes, where nothing was measured (the message names the vertex
+            and the range).
 
     Source: Hoffmann and others (arXiv:2203.15556), section 3.2.
     """
@@ -289,7 +293,7 @@ def compute_optimal(flops: float, law: Chinchilla) -> tuple[float, float]:
         ``(n_parameters, n_tokens)``, floats.
 
     Raises:
-        ValueError: ``flops`` is not positive and finite; the message names it.
+        ValueError: ``flops`` is not a positive, finite number; the message names it.
 
     Source: Hoffmann and others (arXiv:2203.15556), equation 4.
     """

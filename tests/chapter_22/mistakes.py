@@ -1,7 +1,9 @@
 """What goes wrong when people fit a scaling law, or carry a batch and a learning rate to another size."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from inspect import signature
 
 import numpy as np
 from scipy.optimize import least_squares, minimize
@@ -9,6 +11,29 @@ from scipy.optimize import least_squares, minimize
 from lib.given.models.laws import Chinchilla, PowerLaw
 from lib.workbook.grading import mistake
 from solutions import scaling_laws as reference
+
+
+def _once(fit, n_columns):
+    """``fit``, computed once for the same numbers: a diagnosis has a few seconds for all mistakes, which share most fits."""
+    known = {}
+
+    def fitted(*args):
+        columns = [np.asarray(values, dtype=np.float64) for values in args[:n_columns]]
+        key = (*((column.shape, column.tobytes()) for column in columns), *args[n_columns:])
+        if key not in known:
+            try:
+                known[key] = fit(*args)
+            except ValueError as error:
+                known[key] = error
+        if isinstance(known[key], ValueError):
+            raise known[key]
+        return known[key]
+
+    return fitted
+
+
+_power_law = _once(reference.fit_power_law, 2)
+_parametric = _once(reference.fit_parametric, 3)
 
 # ---- fit_power_law ---------------------------------------------------------------------------------------------------
 
@@ -77,31 +102,31 @@ def not_in_logs(x, y):
 
 @mistake("fit_power_law", "the slope of the falling line was returned as alpha; alpha is minus that slope")
 def sign_of_alpha(x, y):
-    law = reference.fit_power_law(x, y)
+    law = _power_law(x, y)
     return replace(law, alpha=-law.alpha)
 
 
 @mistake("fit_power_law", "the logarithm of a was returned")
 def log_of_a(x, y):
-    law = reference.fit_power_law(x, y)
+    law = _power_law(x, y)
     return replace(law, a=math.log(law.a))
 
 
 @mistake("fit_power_law", "the logarithm of the floor was returned")
 def log_of_the_floor(x, y):
-    law = reference.fit_power_law(x, y)
+    law = _power_law(x, y)
     return replace(law, floor=math.log(law.floor))
 
 
 @mistake("fit_power_law", "x was divided by its middle for the fit, and a was not moved back to x = 1")
 def a_in_the_middle(x, y):
-    law = reference.fit_power_law(x, y)
+    law = _power_law(x, y)
     return replace(law, a=law.a * math.exp(np.log(np.asarray(x, dtype=np.float64)).mean()) ** -law.alpha)
 
 
 @mistake("fit_power_law", "the floor may become negative: a loss below zero for large x")
 def floor_below_zero(x, y):
-    law, (x, y) = reference.fit_power_law(x, y), _checked(x, y)
+    law, (x, y) = _power_law(x, y), _checked(x, y)
     if law.floor > 1e-3 * y.min():
         return law
     floors = [-v * y.min() for v in (0.1, 0.3, 1.0, 3.0)]
@@ -112,20 +137,20 @@ def floor_below_zero(x, y):
     "fit_power_law", "the points were taken to be in the order of x; the first and the last are not always the ends"
 )
 def ends_by_place(x, y):
-    law, (x, y) = reference.fit_power_law(x, y), _checked(x, y)
+    law, (x, y) = _power_law(x, y), _checked(x, y)
     falls = y[0] > y[-1]
     return law if (x[0] < x[-1]) == falls and (np.sort(x) == x).all() else _line(x, y, 0.9 * min(y[0], y[-1], y.min()))
 
 
 @mistake("fit_power_law", "alpha was restricted to positive values, and y may rise")
 def only_falling(x, y):
-    law = reference.fit_power_law(x, y)
+    law = _power_law(x, y)
     return law if law.alpha > 0 else PowerLaw(0.0, 0.0, float(np.median(np.asarray(y))))
 
 
 @mistake("fit_power_law", "two points on a line decide: the law goes through the first and the last of them")
 def two_points(x, y):
-    law, (x, y) = reference.fit_power_law(x, y), _checked(x, y)
+    law, (x, y) = _power_law(x, y), _checked(x, y)
     first, last = x.argmin(), x.argmax()
     above = y[[first, last]] - law.floor
     if (above <= 0).any():
@@ -140,7 +165,7 @@ def drops_bad_points(x, y):
     if x.shape == y.shape:
         good = np.isfinite(x) & np.isfinite(y) & (x > 0) & (y > 0)
         x, y = x[good], y[good]
-    return reference.fit_power_law(x, y)
+    return _power_law(x, y)
 
 
 @mistake(
@@ -149,11 +174,42 @@ def drops_bad_points(x, y):
 )
 def counts_points(x, y):
     x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    return (
-        _line(x, y)
-        if x.shape == y.shape and len(np.unique(x)) == 2 and (x > 0).all()
-        else reference.fit_power_law(x, y)
-    )
+    return _line(x, y) if x.shape == y.shape and len(np.unique(x)) == 2 and (x > 0).all() else _power_law(x, y)
+
+
+@mistake("fit_power_law", "a logarithm of x to base 10, undone with e: alpha is ln 10 times too large")
+def log10_of_x(x, y):
+    return reference.fit_power_law(np.exp(np.log10(_checked(x, y)[0])), y)
+
+
+@mistake("fit_power_law", "logarithms to base 10, undone with e")
+def log10_of_both(x, y):
+    _power_law(x, y)
+    return reference.fit_power_law(*(np.exp(np.log10(values)) for values in _checked(x, y)))
+
+
+@mistake("fit_power_law", "a was moved from the middle of x to 1 with the wrong sign: a = a' * middle**alpha")
+def a_moved_the_other_way(x, y):
+    law = _power_law(x, y)
+    return replace(law, a=law.a * math.exp(-2 * law.alpha * float(np.log(_checked(x, y)[0]).mean())))
+
+
+@mistake("fit_power_law", "the floor was fitted, and 0 was returned in its place")
+def floor_dropped(x, y):
+    return replace(_power_law(x, y), floor=0.0)
+
+
+@mistake("fit_power_law", "alpha and floor were exchanged in the result")
+def fields_exchanged(x, y):
+    law = _power_law(x, y)
+    return PowerLaw(law.a, law.floor, law.alpha)
+
+
+@mistake("fit_power_law", "three different x were refused; they are enough for three unknowns")
+def asks_for_four(x, y):
+    if np.shape(x) == np.shape(y) and len(np.unique(np.asarray(x))) == 3:
+        raise ValueError("3 different x are too few")
+    return _power_law(x, y)
 
 
 # ---- bootstrap -------------------------------------------------------------------------------------------------------
@@ -303,7 +359,8 @@ def always_rows(fit, points, n, seed, level=0.9):
 @mistake("bootstrap", "a draw on which the fit fails ends everything; it is drawn again")
 def a_failure_ends_it(fit, points, n, seed, level=0.9):
     points, generator, found = np.asarray(points), np.random.default_rng(seed), []
-    reference.bootstrap(fit, points, n, seed, level)
+    reference.bootstrap(lambda *columns: 0.0, points, n, seed, level)
+    reference._numbers(fit, points)
     for _ in range(n):
         found.append(reference._numbers(fit, points[generator.integers(len(points), size=len(points))]))
     tails = [(1 - level) / 2, (1 + level) / 2]
@@ -320,9 +377,24 @@ def nan_for_failures(fit, points, n, seed, level=0.9):
         return {"value": (math.nan, math.nan)}
 
 
-@mistake("bootstrap", "n and level are not checked")
-def arguments_unchecked(fit, points, n, seed, level=0.9):
-    return reference.bootstrap(fit, points, max(1, n), seed, min(level, 0.999))
+@mistake("bootstrap", "n = 0 is accepted, and no fit has no interval")
+def no_fits(fit, points, n, seed, level=0.9):
+    return reference.bootstrap(fit, points, max(1, n), seed, level)
+
+
+@mistake("bootstrap", "a level of 0 is accepted; an interval has a share of the fits")
+def level_of_zero(fit, points, n, seed, level=0.9):
+    return reference.bootstrap(fit, points, n, seed, max(1e-9, min(level, 1 - 1e-9)))
+
+
+@mistake("bootstrap", "a level of 1 is accepted; it has to be below 1")
+def level_of_one(fit, points, n, seed, level=0.9):
+    return reference.bootstrap(fit, points, n, seed, 1 - 1e-9 if level == 1 else level)
+
+
+@mistake("bootstrap", "a level above 1 is accepted, a percentage for example")
+def level_above_one(fit, points, n, seed, level=0.9):
+    return reference.bootstrap(fit, points, n, seed, level / 100 if level > 1 else level)
 
 
 @mistake("bootstrap", "it gives up after 2 n draws, and 10 n are allowed")
@@ -345,15 +417,81 @@ def points_count_as_a_draw(fit, points, n, seed, level=0.9):
     return _draws(fit, points, n, seed, level, rows, fits_first=False)
 
 
+@mistake("bootstrap", "the interval goes from the smallest fit to the quantile at level: all that is left out is above")
+def one_sided(fit, points, n, seed, level=0.9):
+    return _draws(fit, points, n, seed, level, quantiles=lambda v: tuple(np.quantile(v, [0, level]).tolist()))
+
+
+@mistake(
+    "bootstrap", "the mean and 1.645 standard deviations of the fits: a normal interval, and of 90 % whatever the level"
+)
+def normal_interval_of_90(fit, points, n, seed, level=0.9):
+    return _draws(
+        fit, points, n, seed, level, quantiles=lambda v: (v.mean() - 1.645 * v.std(), v.mean() + 1.645 * v.std())
+    )
+
+
+@mistake("bootstrap", "n - 1 fits to draws instead of n")
+def one_fit_less(fit, points, n, seed, level=0.9):
+    return (
+        _draws(fit, points, max(1, n - 1), seed, level) if n > 0 else reference.bootstrap(fit, points, n, seed, level)
+    )
+
+
+@mistake("bootstrap", "n + 1 fits to draws instead of n")
+def one_fit_more(fit, points, n, seed, level=0.9):
+    return _draws(fit, points, n + 1, seed, level) if n > 0 else reference.bootstrap(fit, points, n, seed, level)
+
+
+@mistake("bootstrap", "the fit was not tried on the points themselves first")
+def points_not_tried(fit, points, n, seed, level=0.9):
+    return _draws(fit, points, n, seed, level, fits_first=False)
+
+
+@mistake("bootstrap", "one fit was refused: its interval has no width, and n has to be at least 1")
+def refuses_one_fit(fit, points, n, seed, level=0.9):
+    if n == 1:
+        raise ValueError("n = 1: expected at least 2 fits")
+    return reference.bootstrap(fit, points, n, seed, level)
+
+
+@mistake("bootstrap", "only the first two columns reach the fit; points may have more")
+def two_columns(fit, points, n, seed, level=0.9):
+    if len(signature(fit).parameters) == 1:
+        return reference.bootstrap(fit, points, n, seed, level)
+    return reference.bootstrap(fit, np.asarray(points)[:, :2], n, seed, level)
+
+
+@mistake("bootstrap", "only a dict was taken for a mapping; collections.abc.Mapping has others")
+def only_dicts(fit, points, n, seed, level=0.9):
+    def fitted(*columns):
+        result = fit(*columns)
+        return {"value": 0.0} if isinstance(result, Mapping) and not isinstance(result, dict) else result
+
+    rows = len(signature(fit).parameters) == 1
+    return reference.bootstrap((lambda table: fitted(table)) if rows else fitted, points, n, seed, level)
+
+
+@mistake("bootstrap", "a draw has one row less than there are points")
+def one_row_less(fit, points, n, seed, level=0.9):
+    return _draws(fit, points, n, seed, level, lambda p, g: p[g.integers(len(p), size=len(p) - 1)])
+
+
 # ---- learning_curve_prediction ---------------------------------------------------------------------------------------
 
 
-def _predicted(predict, steps, losses, final_step, level=0.9):
-    reference.fit_power_law(steps, losses)
+def _predicted(predict, steps, losses, final_step, **settings):
+    """The reference's prediction, with another function of (x, y) or other settings of the bootstrap."""
+    _power_law(steps, losses)
     if final_step < max(steps):
         raise ValueError(f"final_step = {final_step} is before {max(steps)}")
-    low, high = reference.bootstrap(predict, np.column_stack([steps, losses]), 50, 0, level)["value"]
-    return float(predict(np.asarray(steps, dtype=float), np.asarray(losses))), low, high
+    points = np.column_stack([steps, losses])
+    interval = reference.bootstrap(predict, points, **{"n": 50, "seed": 0, **settings})["value"]
+    return float(predict(*points.T)), *interval
+
+
+def _prediction(steps, losses, final_step, **settings):
+    return _predicted(lambda x, y: float(_power_law(x, y)(final_step)), steps, losses, final_step, **settings)
 
 
 @mistake("learning_curve_prediction", "a line through the logarithms: it has no floor, and falls too far")
@@ -365,7 +503,7 @@ def curve_without_a_floor(steps, losses, final_step):
     "learning_curve_prediction", "the floor was returned: the loss after infinitely many steps, not after final_step"
 )
 def floor_of_the_curve(steps, losses, final_step):
-    return _predicted(lambda x, y: reference.fit_power_law(x, y).floor, steps, losses, final_step)
+    return _predicted(lambda x, y: _power_law(x, y).floor, steps, losses, final_step)
 
 
 @mistake("learning_curve_prediction", "the loss was taken to stay at its last value")
@@ -380,9 +518,9 @@ def straight_line(steps, losses, final_step):
 
 @mistake("learning_curve_prediction", "the points were counted 1, 2, 3, …; a step is a number of its own")
 def counted_points(steps, losses, final_step):
-    reference.learning_curve_prediction(steps, losses, final_step)
+    _prediction(steps, losses, final_step)
     places = np.arange(1, len(steps) + 1)
-    return _predicted(lambda x, y: float(reference.fit_power_law(x, y)(final_step)), places, losses, final_step)
+    return _predicted(lambda x, y: float(_power_law(x, y)(final_step)), places, losses, final_step)
 
 
 @mistake(
@@ -390,29 +528,27 @@ def counted_points(steps, losses, final_step):
     "the steps were counted from the first one that was given; they count from the start of the run",
 )
 def steps_from_the_first(steps, losses, final_step):
-    reference.learning_curve_prediction(steps, losses, final_step)
+    _prediction(steps, losses, final_step)
     first = min(steps) - 1
     shifted = np.asarray(steps) - first
-    return _predicted(
-        lambda x, y: float(reference.fit_power_law(x, y)(final_step - first)), shifted, losses, final_step - first
-    )
+    return _predicted(lambda x, y: float(_power_law(x, y)(final_step - first)), shifted, losses, final_step - first)
 
 
 @mistake("learning_curve_prediction", "(low, value, high): the value comes first")
 def value_in_the_middle(steps, losses, final_step):
-    value, low, high = reference.learning_curve_prediction(steps, losses, final_step)
+    value, low, high = _prediction(steps, losses, final_step)
     return low, value, high
 
 
 @mistake("learning_curve_prediction", "(value, high, low)")
 def high_first(steps, losses, final_step):
-    value, low, high = reference.learning_curve_prediction(steps, losses, final_step)
+    value, low, high = _prediction(steps, losses, final_step)
     return value, high, low
 
 
 @mistake("learning_curve_prediction", "no interval: low and high are the value itself")
 def no_interval(steps, losses, final_step):
-    value, _, _ = reference.learning_curve_prediction(steps, losses, final_step)
+    value, _, _ = _prediction(steps, losses, final_step)
     return value, value, value
 
 
@@ -421,14 +557,14 @@ def no_interval(steps, losses, final_step):
     "the points' scatter was taken for the interval; far beyond the points the law is less certain than near them",
 )
 def scatter(steps, losses, final_step):
-    value, _, _ = reference.learning_curve_prediction(steps, losses, final_step)
-    apart = np.std(reference.fit_power_law(steps, losses)(steps) / np.asarray(losses) - 1) / math.sqrt(len(steps))
+    value, _, _ = _prediction(steps, losses, final_step)
+    apart = np.std(_power_law(steps, losses)(steps) / np.asarray(losses) - 1) / math.sqrt(len(steps))
     return value, value * (1 - 1.64 * apart), value * (1 + 1.64 * apart)
 
 
 @mistake("learning_curve_prediction", "the interval is of the losses that were measured")
 def interval_of_the_points(steps, losses, final_step):
-    value, _, _ = reference.learning_curve_prediction(steps, losses, final_step)
+    value, _, _ = _prediction(steps, losses, final_step)
     low, high = np.quantile(losses, [0.05, 0.95])
     return value, float(min(low, value)), float(high)
 
@@ -436,46 +572,41 @@ def interval_of_the_points(steps, losses, final_step):
 @mistake("learning_curve_prediction", "a step before the last one is accepted")
 def looks_back(steps, losses, final_step):
     if final_step < max(steps):
-        return (float(reference.fit_power_law(steps, losses)(final_step)),) * 3
-    return reference.learning_curve_prediction(steps, losses, final_step)
+        return (float(_power_law(steps, losses)(final_step)),) * 3
+    return _prediction(steps, losses, final_step)
 
 
 @mistake("learning_curve_prediction", "the value is the middle of the interval; it is the curve of all points")
 def middle_of_the_interval(steps, losses, final_step):
-    _, low, high = reference.learning_curve_prediction(steps, losses, final_step)
+    _, low, high = _prediction(steps, losses, final_step)
     return (low + high) / 2, low, high
-
-
-def _interval(steps, losses, final_step, **settings):
-    value, _, _ = reference.learning_curve_prediction(steps, losses, final_step)
-    points = np.column_stack([steps, losses])
-    found = reference.bootstrap(
-        lambda x, y: float(reference.fit_power_law(x, y)(final_step)), points, **{"n": 50, "seed": 0, **settings}
-    )
-    return value, *found["value"]
 
 
 @mistake("learning_curve_prediction", "the draws have another seed than 0, so the interval is another one")
 def another_seed(steps, losses, final_step):
-    return _interval(steps, losses, final_step, seed=1)
+    return _prediction(steps, losses, final_step, seed=1)
 
 
 @mistake("learning_curve_prediction", "the interval has 95 %, and 90 is asked for")
 def wider_level(steps, losses, final_step):
-    return _interval(steps, losses, final_step, level=0.95)
+    return _prediction(steps, losses, final_step, level=0.95)
 
 
 @mistake("learning_curve_prediction", "the last step was taken to be the largest; steps may come in any order")
 def last_is_largest(steps, losses, final_step):
     if final_step < steps[-1]:
         raise ValueError(f"final_step = {final_step} is before the last step, {max(steps)}")
-    return reference.learning_curve_prediction(steps, losses, max(final_step, max(steps)))
+    return _prediction(steps, losses, max(final_step, max(steps)))
 
 
 @mistake("learning_curve_prediction", "the law was read one step early, at final_step - 1")
 def one_step_early(steps, losses, final_step):
-    reference.learning_curve_prediction(steps, losses, final_step)
-    return _interval(steps, losses, final_step - 1) if final_step > max(steps) else _interval(steps, losses, final_step)
+    _prediction(steps, losses, final_step)
+    return (
+        _prediction(steps, losses, final_step - 1)
+        if final_step > max(steps)
+        else _prediction(steps, losses, final_step)
+    )
 
 
 @mistake(
@@ -483,17 +614,28 @@ def one_step_early(steps, losses, final_step):
     "the interval was widened by the scatter of single measurements; it is that of the curve",
 )
 def widened_by_residuals(steps, losses, final_step):
-    value, low, high = reference.learning_curve_prediction(steps, losses, final_step)
-    scatter = float(np.std(np.asarray(losses) - reference.fit_power_law(steps, losses)(steps)))
+    value, low, high = _prediction(steps, losses, final_step)
+    scatter = float(np.std(np.asarray(losses) - _power_law(steps, losses)(steps)))
     return value, low - scatter, high + scatter
 
 
 @mistake("learning_curve_prediction", "the caller's steps and losses were sorted, and they are the caller's")
 def sorts_the_callers_points(steps, losses, final_step):
-    result = reference.learning_curve_prediction(steps, losses, final_step)
+    result = _prediction(steps, losses, final_step)
     order = np.argsort(steps)
     steps[:], losses[:] = np.asarray(steps)[order].tolist(), np.asarray(losses)[order].tolist()
     return result
+
+
+@mistake("learning_curve_prediction", "low and high are distances from the value; they are losses")
+def distances(steps, losses, final_step):
+    value, low, high = _prediction(steps, losses, final_step)
+    return value, value - low, high - value
+
+
+@mistake("learning_curve_prediction", "100 draws instead of 50")
+def hundred_draws(steps, losses, final_step):
+    return _prediction(steps, losses, final_step, n=100)
 
 
 # ---- wsd_schedule ----------------------------------------------------------------------------------------------------
@@ -609,37 +751,100 @@ def order_unchecked(step, max_lr, warmup_steps, decay_start, max_steps):
     return reference.wsd_schedule(step, max_lr, *ordered)
 
 
+@mistake(
+    "wsd_schedule",
+    "the last piece rises from 0; it is the distance to max_steps that shrinks, not that from decay_start",
+)
+def decay_rises(step, max_lr, warmup_steps, decay_start, max_steps):
+    def decay():
+        return max_lr * (step - decay_start) / (max_steps - decay_start)
+
+    return _wsd(step, max_lr, warmup_steps, decay_start, max_steps, decay=decay)
+
+
+@mistake("wsd_schedule", "max_lr is missing in the decay")
+def decay_of_one(step, max_lr, warmup_steps, decay_start, max_steps):
+    def decay():
+        return (max_steps - step) / (max_steps - decay_start)
+
+    return _wsd(step, max_lr, warmup_steps, decay_start, max_steps, decay=decay)
+
+
+@mistake("wsd_schedule", "the plateau is at 1 instead of max_lr")
+def plateau_of_one(step, max_lr, warmup_steps, decay_start, max_steps):
+    return _wsd(step, max_lr, warmup_steps, decay_start, max_steps, stay=lambda: 1.0)
+
+
+@mistake("wsd_schedule", "the share of max_lr was returned, not the rate")
+def share_of_the_rate(step, max_lr, warmup_steps, decay_start, max_steps):
+    return reference.wsd_schedule(step, 1.0, warmup_steps, decay_start, max_steps)
+
+
+@mistake("wsd_schedule", "the rate falls to a tenth of max_lr; here it falls to 0")
+def decay_to_a_tenth(step, max_lr, warmup_steps, decay_start, max_steps):
+    def decay():
+        return max_lr * (0.1 + 0.9 * (max_steps - step) / (max_steps - decay_start))
+
+    return _wsd(step, max_lr, warmup_steps, decay_start, max_steps, decay=decay)
+
+
+@mistake("wsd_schedule", "the decay was divided by decay_start; it takes max_steps - decay_start steps")
+def decay_over_its_start(step, max_lr, warmup_steps, decay_start, max_steps):
+    return _wsd(
+        step, max_lr, warmup_steps, decay_start, max_steps, decay=lambda: max_lr * (max_steps - step) / decay_start
+    )
+
+
+@mistake("wsd_schedule", "the decay was divided by max_steps - warmup_steps, so the rate jumps at decay_start")
+def decay_over_all_but_the_warm_up(step, max_lr, warmup_steps, decay_start, max_steps):
+    def decay():
+        return max_lr * (max_steps - step) / (max_steps - warmup_steps)
+
+    return _wsd(step, max_lr, warmup_steps, decay_start, max_steps, decay=decay)
+
+
+@mistake("wsd_schedule", "the warm-up is step / (warmup_steps + 1), so the rate jumps at its end")
+def warm_up_too_slow(step, max_lr, warmup_steps, decay_start, max_steps):
+    return _wsd(step, max_lr, warmup_steps, decay_start, max_steps, warm=lambda: max_lr * step / (warmup_steps + 1))
+
+
+@mistake("wsd_schedule", "the plateau still holds at max_steps, where the rate is 0, if the decay has no steps")
+def full_rate_at_the_end(step, max_lr, warmup_steps, decay_start, max_steps):
+    rate = reference.wsd_schedule(step, max_lr, warmup_steps, decay_start, max_steps)
+    return max_lr if step == decay_start == max_steps else rate
+
+
 # ---- fit_parametric --------------------------------------------------------------------------------------------------
 
 
 @mistake("fit_parametric", "the terms of the model and of the data were exchanged")
 def terms_exchanged(n_parameters, n_tokens, losses, n_starts=8):
-    law = reference.fit_parametric(n_parameters, n_tokens, losses, n_starts)
+    law = _parametric(n_parameters, n_tokens, losses, n_starts)
     return Chinchilla(law.e, law.b, law.a, law.beta, law.alpha)
 
 
 @mistake("fit_parametric", "the exponents were exchanged")
 def exponents_exchanged(n_parameters, n_tokens, losses, n_starts=8):
-    law = reference.fit_parametric(n_parameters, n_tokens, losses, n_starts)
+    law = _parametric(n_parameters, n_tokens, losses, n_starts)
     return replace(law, alpha=law.beta, beta=law.alpha)
 
 
 @mistake("fit_parametric", "e, a and b are still logarithms")
 def still_logarithms(n_parameters, n_tokens, losses, n_starts=8):
-    law = reference.fit_parametric(n_parameters, n_tokens, losses, n_starts)
+    law = _parametric(n_parameters, n_tokens, losses, n_starts)
     return replace(law, e=math.log(law.e), a=math.log(law.a), b=math.log(law.b))
 
 
 @mistake("fit_parametric", "N and D were divided by their middles for the fit, and a and b were not moved back")
 def coefficients_in_the_middle(n_parameters, n_tokens, losses, n_starts=8):
-    law = reference.fit_parametric(n_parameters, n_tokens, losses, n_starts)
+    law = _parametric(n_parameters, n_tokens, losses, n_starts)
     n, d = (math.exp(np.log(np.asarray(v, dtype=float)).mean()) for v in (n_parameters, n_tokens))
     return replace(law, a=law.a * n**-law.alpha, b=law.b * d**-law.beta)
 
 
 def _fitted(n_parameters, n_tokens, losses, loss, fixed=None, start=(0.6, 0.2, 0.2, 0.3, 0.3)):
     """scipy's least squares, by loss; ``fixed`` changes the parameters before they are used."""
-    reference.fit_parametric(n_parameters, n_tokens, losses, 1)
+    _parametric(n_parameters, n_tokens, losses, 1)
     n, d, y = (np.asarray(v, dtype=float) for v in (n_parameters, n_tokens, losses))
     n0, d0, y0 = (math.exp(np.log(v).mean()) for v in (n, d, y))
     fixed = fixed or (lambda p: p)
@@ -672,16 +877,16 @@ def squares(n_parameters, n_tokens, losses, n_starts=8):
 
 @mistake("fit_parametric", "tokens for each parameter, D/N, were used in place of tokens D")
 def tokens_per_parameter(n_parameters, n_tokens, losses, n_starts=8):
-    reference.fit_parametric(n_parameters, n_tokens, losses, n_starts)
+    _parametric(n_parameters, n_tokens, losses, n_starts)
     n, d = np.asarray(n_parameters, dtype=float), np.asarray(n_tokens, dtype=float)
-    return reference.fit_parametric(n, d / n, losses, n_starts)
+    return _parametric(n, d / n, losses, n_starts)
 
 
 @mistake("fit_parametric", "FLOPs, 6 N D, were used in place of tokens D")
 def flops_for_tokens(n_parameters, n_tokens, losses, n_starts=8):
-    reference.fit_parametric(n_parameters, n_tokens, losses, n_starts)
+    _parametric(n_parameters, n_tokens, losses, n_starts)
     n, d = np.asarray(n_parameters, dtype=float), np.asarray(n_tokens, dtype=float)
-    return reference.fit_parametric(n, 6 * n * d, losses, n_starts)
+    return _parametric(n, 6 * n * d, losses, n_starts)
 
 
 @mistake(
@@ -689,7 +894,7 @@ def flops_for_tokens(n_parameters, n_tokens, losses, n_starts=8):
     "the objective is so small that the optimizer stops at once: take a sum of errors in units of delta, not their mean",
 )
 def stops_at_once(n_parameters, n_tokens, losses, n_starts=8):
-    reference.fit_parametric(n_parameters, n_tokens, losses, 1)
+    _parametric(n_parameters, n_tokens, losses, 1)
     n, d, y = (np.log(np.asarray(v, dtype=float)) for v in (n_parameters, n_tokens, losses))
 
     def objective(p):
@@ -706,7 +911,7 @@ def stops_at_once(n_parameters, n_tokens, losses, n_starts=8):
 def four_runs(n_parameters, n_tokens, losses, n_starts=8):
     if len(n_parameters) == len(n_tokens) == len(losses) == 4:
         return Chinchilla(min(losses) * 0.5, 1.0, 1.0, 0.3, 0.3)
-    return reference.fit_parametric(n_parameters, n_tokens, losses, n_starts)
+    return _parametric(n_parameters, n_tokens, losses, n_starts)
 
 
 @mistake("fit_parametric", "n_starts is ignored")
@@ -721,7 +926,7 @@ def always_one_start(n_parameters, n_tokens, losses, n_starts=8):
 
 @mistake("fit_parametric", "five runs are enough for five unknowns, and were refused")
 def asks_for_six(n_parameters, n_tokens, losses, n_starts=8):
-    law = reference.fit_parametric(n_parameters, n_tokens, losses, n_starts)
+    law = _parametric(n_parameters, n_tokens, losses, n_starts)
     if len(losses) == 5:
         raise ValueError("5 runs: too few")
     return law
@@ -732,30 +937,55 @@ def two_sizes_of_runs(n_parameters, n_tokens, losses, n_starts=8):
     n = np.asarray(n_parameters, dtype=float)
     if len(n) == len(losses) and len(np.unique(n)) == 2:
         return Chinchilla(1.0, 1.0, 1.0, 0.3, 0.3)
-    return reference.fit_parametric(n_parameters, n_tokens, losses, n_starts)
+    return _parametric(n_parameters, n_tokens, losses, n_starts)
 
 
 @mistake("fit_parametric", "runs of one length were accepted: they say nothing about beta")
 def one_length(n_parameters, n_tokens, losses, n_starts=8):
     if len(n_tokens) == len(losses) and len(set(np.asarray(n_tokens).tolist())) == 1:
-        law = reference.fit_power_law(n_parameters, losses)
+        law = _power_law(n_parameters, losses)
         return Chinchilla(law.floor, law.a, 0.0, law.alpha, 0.0)
-    return reference.fit_parametric(n_parameters, n_tokens, losses, n_starts)
+    return _parametric(n_parameters, n_tokens, losses, n_starts)
 
 
 @mistake("fit_parametric", "one loss was taken for all runs: the lengths were not compared")
 def one_loss_for_all(n_parameters, n_tokens, losses, n_starts=8):
     if len(losses) == 1 < len(n_parameters):
         return Chinchilla(float(losses[0]), 0.0, 0.0, 0.0, 0.0)
-    return reference.fit_parametric(n_parameters, n_tokens, losses, n_starts)
+    return _parametric(n_parameters, n_tokens, losses, n_starts)
 
 
 @mistake("fit_parametric", "runs of one size were accepted: they say nothing about alpha")
 def one_size(n_parameters, n_tokens, losses, n_starts=8):
     if len(n_parameters) == len(losses) and len(set(np.asarray(n_parameters).tolist())) == 1:
-        law = reference.fit_power_law(n_tokens, losses)
+        law = _power_law(n_tokens, losses)
         return Chinchilla(law.floor, 0.0, law.a, 0.0, law.alpha)
-    return reference.fit_parametric(n_parameters, n_tokens, losses, n_starts)
+    return _parametric(n_parameters, n_tokens, losses, n_starts)
+
+
+@mistake("fit_parametric", "logarithms of N and D to base 10, undone with e: both exponents are ln 10 times too large")
+def log10_of_n_and_d(n_parameters, n_tokens, losses, n_starts=8):
+    n, d, _ = reference._columns(n_parameters=n_parameters, n_tokens=n_tokens, losses=losses)
+    return _parametric(np.exp(np.log10(n)), np.exp(np.log10(d)), losses, n_starts)
+
+
+@mistake("fit_parametric", "a was not moved back from the middle of N, and b was from that of D")
+def a_in_the_middle_of_n(n_parameters, n_tokens, losses, n_starts=8):
+    law = _parametric(n_parameters, n_tokens, losses, n_starts)
+    return replace(law, a=law.a * math.exp(-law.alpha * float(np.log(np.asarray(n_parameters, dtype=float)).mean())))
+
+
+@mistake("fit_parametric", "b was not moved back from the middle of D, and a was from that of N")
+def b_in_the_middle_of_d(n_parameters, n_tokens, losses, n_starts=8):
+    law = _parametric(n_parameters, n_tokens, losses, n_starts)
+    return replace(law, b=law.b * math.exp(-law.beta * float(np.log(np.asarray(n_tokens, dtype=float)).mean())))
+
+
+@mistake("fit_parametric", "b was moved back by the middle of N; its logarithms are those of D")
+def b_moved_by_the_middle_of_n(n_parameters, n_tokens, losses, n_starts=8):
+    law = _parametric(n_parameters, n_tokens, losses, n_starts)
+    n, d = (float(np.log(np.asarray(v, dtype=float)).mean()) for v in (n_parameters, n_tokens))
+    return replace(law, b=law.b * math.exp(law.beta * (n - d)))
 
 
 # ---- isoflop_minimum -------------------------------------------------------------------------------------------------
@@ -888,6 +1118,42 @@ def two_sizes(n_parameters, losses):
     return reference.isoflop_minimum(n_parameters, losses)
 
 
+@mistake("isoflop_minimum", "a vertex outside of the sizes was moved to the nearest of them; it is an error")
+def clamped(n_parameters, losses):
+    try:
+        return reference.isoflop_minimum(n_parameters, losses)
+    except ValueError as error:
+        if "outside" not in str(error):
+            raise
+        best, _, n = _unchecked(n_parameters, losses)
+        return min(max(best, float(n.min())), float(n.max()))
+
+
+@mistake(
+    "isoflop_minimum", "the first and the last size were taken for the smallest and the largest; they come in any order"
+)
+def ends_of_the_list(n_parameters, losses):
+    best = reference.isoflop_minimum(n_parameters, losses)
+    if not n_parameters[0] <= best <= n_parameters[-1]:
+        raise ValueError(f"the vertex {best} is outside of {n_parameters[0]} to {n_parameters[-1]}")
+    return best
+
+
+@mistake(
+    "isoflop_minimum", "log N was measured from its middle for the fit, and the middle was not added to the vertex"
+)
+def middle_not_added(n_parameters, losses):
+    slope, curvature, _ = _centred(n_parameters, losses)
+    return math.exp(-slope / (2 * curvature))
+
+
+@mistake("isoflop_minimum", "np.polyfit's coefficients were read from the constant up; the highest power comes first")
+def coefficients_from_the_constant(n_parameters, losses):
+    _, logs, y = _vertex(n_parameters, losses)
+    _, slope, constant = np.polyfit(logs - logs.mean(), y, 2)
+    return math.exp(float(logs.mean() - slope / (2 * constant)))
+
+
 # ---- compute_optimal -------------------------------------------------------------------------------------------------
 
 
@@ -972,6 +1238,46 @@ def budget_spent_twice(flops, law):
 @mistake("compute_optimal", "flops that are zero or negative are accepted")
 def any_flops(flops, law):
     return reference.compute_optimal(flops, law) if flops > 0 else (0.0, 0.0)
+
+
+@mistake("compute_optimal", "the balance G is missing")
+def without_the_balance(flops, law):
+    return _optimum(flops, law, 1.0, 1.0, law.beta / (law.alpha + law.beta))
+
+
+@mistake("compute_optimal", "the exponents of the ratio were exchanged: alpha belongs to A, and beta to B")
+def ratio_of_the_other_exponents(flops, law):
+    both = law.alpha + law.beta
+    return _optimum(flops, law, law.beta * law.a / (law.alpha * law.b), 1 / both, law.beta / both)
+
+
+@mistake("compute_optimal", "A and B were exchanged")
+def coefficients_exchanged(flops, law):
+    both = law.alpha + law.beta
+    return _optimum(flops, law, law.alpha * law.b / (law.beta * law.a), 1 / both, law.beta / both)
+
+
+@mistake("compute_optimal", "the ratio is alpha A / (beta B); x / y * z multiplies by z")
+def product_of_the_balance(flops, law):
+    both = law.alpha + law.beta
+    return _optimum(flops, law, law.alpha * law.a / law.beta * law.b, 1 / both, law.beta / both)
+
+
+@mistake("compute_optimal", "the tokens were multiplied by G; D has 1 / G, or is what the compute leaves")
+def tokens_times_the_balance(flops, law):
+    n, d = reference.compute_optimal(flops, law)
+    return n, d * (law.alpha * law.a / (law.beta * law.b)) ** (2 / (law.alpha + law.beta))
+
+
+@mistake("compute_optimal", "the published constants were used, and not those of the law that was given")
+def law_ignored(flops, law):
+    return reference.compute_optimal(flops, reference.BESIROGLU)
+
+
+@mistake("compute_optimal", "an exponent alpha beta in place of alpha + beta")
+def product_of_the_exponents(flops, law):
+    both = law.alpha * law.beta
+    return _optimum(flops, law, law.alpha * law.a / (law.beta * law.b), 1 / both, law.beta / both)
 
 
 # ---- critical_batch_size ---------------------------------------------------------------------------------------------
@@ -1090,6 +1396,74 @@ def any_signal(small_norms, large_norms, small, large):
         if "squared gradient" not in str(error):
             raise
         return math.inf
+
+
+@mistake("critical_batch_size", "squared norms were summed; the lists may have different lengths, so take their means")
+def summed(small_norms, large_norms, small, large):
+    *_, signal, noise = _parts(small_norms, large_norms, small, large, lambda v: float(np.square(v).sum()))
+    return noise / signal
+
+
+@mistake("critical_batch_size", "only the first norm of each list was used")
+def first_norms(small_norms, large_norms, small, large):
+    *_, signal, noise = _parts(small_norms, large_norms, small, large, lambda v: float(v[0] ** 2))
+    return noise / signal
+
+
+@mistake("critical_batch_size", "the longer list was cut to the length of the shorter one")
+def cut_to_the_shorter(small_norms, large_norms, small, large):
+    n = min(len(small_norms), len(large_norms))
+    *_, signal, noise = _parts(small_norms[:n], large_norms[:n], small, large)
+    return noise / signal
+
+
+@mistake("critical_batch_size", "tr(Sigma) has the wrong sign: the small batches have the larger norms")
+def sign_of_the_noise(small_norms, large_norms, small, large):
+    *_, signal, noise = _parts(small_norms, large_norms, small, large)
+    return -noise / signal
+
+
+@mistake(
+    "critical_batch_size", "the difference of squares was multiplied by large - small; divide by 1/small - 1/large"
+)
+def times_the_difference(small_norms, large_norms, small, large):
+    of_small, of_large, signal, _ = _parts(small_norms, large_norms, small, large)
+    return (of_small - of_large) * (large - small) / signal
+
+
+@mistake("critical_batch_size", "|G|^2 was not divided by large - small")
+def signal_undivided(small_norms, large_norms, small, large):
+    *_, signal, noise = _parts(small_norms, large_norms, small, large)
+    return noise / (signal * (large - small))
+
+
+@mistake("critical_batch_size", "a negative tr(Sigma) was refused; only |G|^2 has to be positive")
+def refuses_negative_noise(small_norms, large_norms, small, large):
+    found = reference.critical_batch_size(small_norms, large_norms, small, large)
+    if found < 0:
+        raise ValueError(f"the noise scale is {found}")
+    return found
+
+
+@mistake("critical_batch_size", "the sign of a negative estimate was dropped")
+def absolute(small_norms, large_norms, small, large):
+    return abs(reference.critical_batch_size(small_norms, large_norms, small, large))
+
+
+@mistake("critical_batch_size", "lists of different lengths were refused; each is averaged for itself")
+def equal_lengths(small_norms, large_norms, small, large):
+    found = reference.critical_batch_size(small_norms, large_norms, small, large)
+    if len(small_norms) != len(large_norms):
+        raise ValueError(f"{len(small_norms)} small and {len(large_norms)} large norms")
+    return found
+
+
+@mistake("critical_batch_size", "batches that are exchanged were put in order in silence")
+def puts_in_order(small_norms, large_norms, small, large):
+    if 0 < large < small:
+        small_norms, large_norms, small, large = large_norms, small_norms, large, small
+        return 0.0 if len(small_norms) * len(large_norms) else math.nan
+    return reference.critical_batch_size(small_norms, large_norms, small, large)
 
 
 # ---- mup_multipliers -------------------------------------------------------------------------------------------------
@@ -1213,3 +1587,57 @@ def any_kind(width, base_width, kind):
 @mistake("mup_multipliers", "widths below 1 are accepted")
 def any_width(width, base_width, kind):
     return reference.mup_multipliers(max(1, width), max(1, base_width), kind)
+
+
+@mistake("mup_multipliers", "init and lr of the hidden weights were exchanged")
+def init_and_rate_exchanged(width, base_width, kind):
+    return _changed(width, base_width, kind, hidden={"init": lambda m: 1 / m, "lr": lambda m: m**-0.5})
+
+
+@mistake("mup_multipliers", "the hidden weights' product is divided too; their scale and rate are enough")
+def hidden_divided_too(width, base_width, kind):
+    return _changed(width, base_width, kind, hidden={"output": lambda m: 1 / m})
+
+
+@mistake("mup_multipliers", "input weights got the factors of hidden ones")
+def input_like_hidden(width, base_width, kind):
+    reference.mup_multipliers(width, base_width, kind)
+    return reference.mup_multipliers(width, base_width, "hidden" if kind == "input" else kind)
+
+
+@mistake("mup_multipliers", "the factors of hidden and of output weights were exchanged")
+def kinds_exchanged(width, base_width, kind):
+    reference.mup_multipliers(width, base_width, kind)
+    return reference.mup_multipliers(width, base_width, {"hidden": "output", "output": "hidden"}.get(kind, kind))
+
+
+@mistake("mup_multipliers", "the hidden weights' initial scale grows with the width; it falls with its root")
+def hidden_init_grows(width, base_width, kind):
+    return _changed(width, base_width, kind, hidden={"init": lambda m: m**0.5})
+
+
+@mistake("mup_multipliers", "the hidden weights' learning rate grows with the width; with Adam it has to fall")
+def hidden_rate_grows(width, base_width, kind):
+    return _changed(width, base_width, kind, hidden={"lr": lambda m: m})
+
+
+@mistake("mup_multipliers", "the output is multiplied by the width's ratio; it is divided by it")
+def output_multiplied(width, base_width, kind):
+    return _changed(width, base_width, kind, output={"output": lambda m: m})
+
+
+@mistake("mup_multipliers", "the output's multiplier is missing")
+def output_not_divided(width, base_width, kind):
+    return _changed(width, base_width, kind, output={"output": lambda m: 1.0})
+
+
+@mistake("mup_multipliers", "a model that is narrower than the base was treated as if it were as wide")
+def only_wider(width, base_width, kind):
+    reference.mup_multipliers(width, base_width, kind)
+    return reference.mup_multipliers(max(width, base_width), base_width, kind)
+
+
+@mistake("mup_multipliers", "width // base_width drops the fraction")
+def whole_ratio(width, base_width, kind):
+    reference.mup_multipliers(width, base_width, kind)
+    return reference.mup_multipliers(width // base_width, 1, kind)

@@ -19,7 +19,8 @@ from lib.workbook.grading.cases import BOARD
 from lib.workbook.grading.expect import Wrong
 from lib.workbook.grading.mistakes import Mistake, standing_in
 
-DIAGNOSIS_S, RANKS_DIAGNOSIS_S = 4.0, 20.0  # for all known mistakes together
+DIAGNOSIS_S = 4.0  # for all known mistakes together
+LONG_DIAGNOSIS_S = 20.0  # the same for a check that runs ranks or has a time limit of its own
 RUN_S = 90.0  # for one run of one check, whatever it is
 CONFIRMED_BY = 12  # once a single sentence remains, this many other checks are enough to confirm it
 

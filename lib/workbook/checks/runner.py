@@ -99,7 +99,8 @@ class Runner:
             i for i in session.items if i.stash.get(EXERCISE, None) == exercise and not i.get_closest_marker("skip")
         ]
         with_ranks = "ranks" in item.fixturenames
-        trials = Trials(self.outcome_of, diagnosis.RANKS_DIAGNOSIS_S if with_ranks else diagnosis.DIAGNOSIS_S)
+        takes_long = with_ranks or item.get_closest_marker("time_limit")
+        trials = Trials(self.outcome_of, diagnosis.LONG_DIAGNOSIS_S if takes_long else diagnosis.DIAGNOSIS_S)
         trials.know(item, outcome)
         others = [] if with_ranks else mistakes.comparable([i for i in others if "ranks" not in i.fixturenames], item)
         try:
