@@ -1,11 +1,14 @@
 """Triton where there is a GPU, its interpreter where there is none, and neither where Triton is not installed (macOS)."""
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+import torch
 
+from lib.given.kernels.grouped import check_groups
 from lib.workbook.book.catalog import ROOT
 
 HIDE = """
@@ -87,3 +90,11 @@ def test_triton_that_was_imported_too_early_is_told():
         CUDA_VISIBLE_DEVICES="",
     )
     assert "put `import lib` first" in done
+
+
+@pytest.mark.parametrize("counts", [[1, 1], [4, -1], [2, 2, 0]])
+def test_groups_that_do_not_add_up_are_refused_with_their_counts(counts):
+    x, weights = torch.ones(3, 4), torch.ones(2, 4, 5)
+    with pytest.raises(ValueError, match=re.escape(str(counts)) if len(counts) == 2 else r"counts \(3,\)"):
+        check_groups(x, weights, torch.tensor(counts))
+    check_groups(x, weights, torch.tensor([0, 3]))

@@ -21,10 +21,10 @@ __all__ = [
 
 
 def check_groups(x: Tensor, weights: Tensor, counts: Tensor) -> None:
-    """Reject operands that don't fit together; reads no value, so a GPU need not be waited for.
+    """Reject operands that don't fit together; reads counts on a CPU only, so a GPU need not be waited for.
 
     Raises:
-        ValueError: the shapes or dtypes do not fit; the message shows them.
+        ValueError: the shapes or dtypes do not fit, or the counts do not add up to the rows; the message shows them.
     """
     fits = x.ndim == 2 and weights.ndim == 3 and counts.ndim == 1
     if not fits or x.shape[1] != weights.shape[1] or len(counts) != len(weights):
@@ -34,6 +34,8 @@ def check_groups(x: Tensor, weights: Tensor, counts: Tensor) -> None:
         raise ValueError(
             f"x is {x.dtype}, weights {weights.dtype}, counts {counts.dtype}: expected one dtype, and integers"
         )
+    if counts.device.type == "cpu" and (sum(rows := counts.tolist()) != len(x) or min(rows, default=0) < 0):
+        raise ValueError(f"counts are {rows}: expected numbers of rows that add up to {len(x)}")
 
 
 def grouped_tiles(dtype: torch.dtype) -> list[MatmulTiles]:
