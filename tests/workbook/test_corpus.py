@@ -10,14 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.runs import corpus
 from lib.runs.corpus import Document, Seen, Source, clean, files, is_held_out, is_text, make_tokenizer
 from lib.runs.engine.log import read_log
-from lib.runs.engine.options import parse
+from lib.runs.engine.options import UsageError, parse
 from lib.runs.engine.sources import open_tokens
+from lib.runs.serving import models
 from lib.runs.train_gpt2 import make_gpt2_parser
 from tests.workbook.test_runs import refused, train
 
@@ -264,6 +267,25 @@ def test_a_run_evaluates_the_held_out_tokens(made, tmp_path):
 
 
 # ---- what is wrong is one line ----
+
+
+def test_a_run_leaves_its_tokenizer_where_others_find_it(made, tmp_path):
+    """Beside its checkpoint, for the server, and beside the exported model, for Transformers."""
+    train(f"gpt2 --data {made} --batch 2 --length 16 --steps 2 --checkpoint {tmp_path}/ck --export {tmp_path}/x")
+    ours = make_tokenizer(corpus.read_merges(made))
+    text = "word3of5 h\N{LATIN SMALL LETTER E WITH ACUTE}\n\t 12<|endoftext|>don't"
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "x")
+    assert theirs(text)["input_ids"] == ours.encode(text)
+    assert theirs.decode(ours.encode(text)) == text
+    assert theirs.eos_token_id == ours.ids[b"<|endoftext|>"]
+    assert json.loads((tmp_path / "x" / "config.json").read_text())["eos_token_id"] == theirs.eos_token_id
+    for place in ("ck", "x"):
+        served = models.load(str(tmp_path / place), None, None, torch.float32, torch.device("cpu"))
+        assert served.tokenizer.encode(text) == ours.encode(text)
+        assert served.tokenizer.end_ids == {theirs.eos_token_id}
+    (tmp_path / "ck" / "tokenizer.json").unlink()
+    with pytest.raises(UsageError, match=r"no tokenizer\.json and a vocabulary of"):
+        models.load(str(tmp_path / "ck"), None, None, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ Each function here is the inverse of its chapter's converter: the names, layouts
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from lib.fast.models import MEAN, STD
 from lib.given.models.gpt2 import FIELDS, GPT2Config
 from lib.given.models.llama import LlamaConfig, hf_tensors
 from lib.given.models.vit import PRESETS, ViTConfig, timm_names
-from lib.runs.engine.sources import GRAY_MEAN, GRAY_STD
+from lib.runs.engine.sources import GRAY_MEAN, GRAY_STD, Codec
 
 Exported = tuple[dict[str, Tensor], dict[str, Any]]
 """Tensors by the other library's names, and the contents of ``config.json``."""
@@ -26,9 +26,12 @@ TIMM = {"B/16": "base_patch16", "L/16": "large_patch16", "H/14": "huge_patch14",
 """timm's name of each preset, between ``vit_`` and ``_224``."""
 
 
-def write(folder: Path, exported: Exported) -> None:
-    """Write both files. Each is complete or not there, because it gets its name last."""
+def write(folder: Path, exported: Exported, codec: Codec | None = None) -> None:
+    """Write both files, and the tokenizer. Each is complete or not there, because it gets its name last."""
     tensors, settings = exported
+    if codec is not None and codec.special_tokens:
+        settings = settings | dict.fromkeys(("bos_token_id", "eos_token_id"), codec.n_tokens - 1)
+    write_tokenizer(folder, codec)
     folder.mkdir(parents=True, exist_ok=True)
     kept = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     _replace(folder / "model.safetensors", lambda path: save_file(kept, path, metadata={"format": "pt"}))
@@ -40,6 +43,56 @@ def _replace(path: Path, make: Callable[[Path], Any]) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     make(temporary)
     os.replace(temporary, path)
+
+
+def write_tokenizer(folder: Path, codec: Codec | None) -> None:
+    """Write the tokenizer of a run beside its model, as ``tokenizer.json``; nothing for random tokens, and for GPT-2's, which every library has."""
+    if codec is None or codec.merges is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {"tokenizer.json": tokenizer_for_transformers(codec.merges, codec.special_tokens)}
+    files["tokenizer_config.json"] = {"tokenizer_class": "PreTrainedTokenizerFast"} | (
+        {"eos_token": codec.special_tokens[-1]} if codec.special_tokens else {}
+    )
+    for name, contents in files.items():
+        text = json.dumps(contents, ensure_ascii=False) + "\n"
+        _replace(folder / name, lambda path, text=text: path.write_text(text, encoding="utf-8"))
+
+
+def tokenizer_for_transformers(
+    merges: Sequence[tuple[bytes, bytes]], special_tokens: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Chapter 1's tokenizer in the format of the library tokenizers, whose vocabularies are text: each byte is a visible character.
+
+    Ids are those of `lib.runs.corpus.make_tokenizer`: 256 bytes, the merges, the special tokens.
+    """
+    letters = dict(zip(_order_of_bytes(), map(chr, [*_VISIBLE, *range(256, 512 - len(_VISIBLE))]), strict=True))
+
+    def shown(token: bytes) -> str:
+        return "".join(letters[byte] for byte in token)
+
+    tokens = [bytes([byte]) for byte in range(256)] + [left + right for left, right in merges]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
+    added = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    return {
+        "version": "1.0",
+        "added_tokens": [{"id": i, "content": t, **added} for i, t in enumerate(special_tokens, len(tokens))],
+        "pre_tokenizer": level,
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "vocab": {shown(token): i for i, token in enumerate(tokens)},
+            "merges": [[shown(left), shown(right)] for left, right in merges],
+        },
+    }
+
+
+_VISIBLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+
+
+def _order_of_bytes() -> list[int]:
+    """All bytes: first those that are a visible character of Latin-1 themselves, then the others, which get the characters from 256 on (GPT-2's table)."""
+    return [*_VISIBLE, *(byte for byte in range(256) if byte not in _VISIBLE)]
 
 
 def gpt2_for_transformers(weights: dict[str, Tensor], config: GPT2Config) -> Exported:

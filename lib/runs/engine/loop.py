@@ -84,6 +84,8 @@ def prepare(options: Options, kind: type[Task]) -> "Run":
     task = make_task(options, kind)
     run = task.describe()
     checkpoints.check_same_run(options, found, run)
+    if options.checkpoint and world.rank == 0:
+        export.write_tokenizer(options.checkpoint, task.source.codec)
     set_up(options, device)
     if options.is_parallel:
         start_group(world, device)
@@ -350,10 +352,10 @@ class Run:
         """Write the model for other libraries, and into ``folder/best`` the best one, if there is a checkpoint of it."""
         weights = checkpoints.gather_model(self.strategy, self.device)
         if self.world.rank == 0:
-            export.write(folder, self.task.exported(weights))
+            export.write(folder, self.task.exported(weights), self.task.source.codec)
             if self.options.checkpoint and checkpoints.newest(self.options.checkpoint / BEST):
                 best = checkpoints.read_model(self.options.checkpoint / BEST)
-                export.write(folder / BEST, self.task.exported(best))
+                export.write(folder / BEST, self.task.exported(best), self.task.source.codec)
 
 
 def rate(step: int, o: Options) -> float:

@@ -1,6 +1,6 @@
 """Data on the device: images and rows of tokens, loaded or generated there, and batches of them by index."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,6 +25,7 @@ class Source(Protocol):
     n: int
     n_held_out: int
     n_test: int  # items of the data's own test split, the last ones: what is held out then
+    codec: "Codec | None"  # what made the tokens from text
 
     def hold_out(self, n: int) -> None:
         """Take n items out of training: afterwards they have the indices ``self.n`` to ``self.n + n - 1``."""
@@ -63,6 +64,7 @@ class Pictures:
     seed: int = 0
     n_held_out: int = 0
     n_test: int = 0
+    codec: "Codec | None" = None
 
     def hold_out(self, n: int) -> None:
         """Images of a data set are often in the order of their classes, so without a test split those that are held out are drawn at random."""
@@ -163,11 +165,14 @@ class Codec:
         encode: Ids of a text.
         decode: Text of ids from 0 to ``n_tokens - 1``; bytes that are not UTF-8 become U+FFFD.
         n_tokens: Number of ids that it has.
+        merges, special_tokens: What chapter 1's tokenizer is made of; no merges if the ids are bytes, None if it is another tokenizer.
     """
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     n_tokens: int
+    merges: Sequence[tuple[bytes, bytes]] | None = None
+    special_tokens: Sequence[str] = ()
 
 
 @dataclass
@@ -234,14 +239,16 @@ def open_tokens(options: Options, vocab_size: int, length: int) -> Tokens:
 
 
 def _corpus(folder: Path, vocab_size: int, length: int) -> Tokens:
-    facts, tokenizer = read_facts(folder), make_tokenizer(read_merges(folder))
+    facts, merges = read_facts(folder), read_merges(folder)
+    tokenizer = make_tokenizer(merges)
     if facts["vocab_size"] > vocab_size:
         raise UsageError(
             f"--data {folder} has {facts['vocab_size']:,} different tokens, but the model's vocabulary has {vocab_size:,}: "
             "expected a larger model, or a corpus with a smaller --vocab"
         )
     ids = torch.from_numpy(read_tokens(folder)).int()
-    codec = Codec(encode=tokenizer.encode, decode=tokenizer.decode, n_tokens=facts["vocab_size"])
+    made: dict[str, Any] = {"merges": merges, "special_tokens": tokenizer.special_tokens}
+    codec = Codec(encode=tokenizer.encode, decode=tokenizer.decode, n_tokens=facts["vocab_size"], **made)
     if (n := (len(ids) - 1) // length) < 1:
         raise ValueError(f"{folder}: {len(ids)} tokens are too few for one window of {length} and its targets")
     return Tokens(tokens=ids, length=length, vocab_size=vocab_size, n=n, codec=codec)
@@ -273,13 +280,14 @@ def make_codec(name: str, text: str, vocab_size: int) -> Codec:
             encode=lambda document: list(document.encode()),
             decode=lambda ids: bytes(ids).decode(errors="replace"),
             n_tokens=256,
+            merges=(),
         )
     if name == "bpe":
         from lib.tokenization import BPETokenizer, train_bpe
 
         vocab, merges = train_bpe(text, min(vocab_size, 4096))
         bpe = BPETokenizer(vocab, merges)
-        return Codec(encode=bpe.encode, decode=bpe.decode, n_tokens=len(vocab))
+        return Codec(encode=bpe.encode, decode=bpe.decode, n_tokens=len(vocab), merges=merges)
     try:
         import tiktoken
     except ImportError:

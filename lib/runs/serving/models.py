@@ -98,7 +98,16 @@ def _from_runs(folder: Path, tokenizer: str | None) -> tuple[nn.Module, Tokenize
     make_config, make_model = KINDS[run["task"]]
     model = make_model(make_config(**run["config"]))
     model.load_state_dict(weights)
-    return model, _tokenizer(tokenizer or run.get("tokenizer") or "bytes", model.config.vocab_size)
+    files = (
+        place / "tokenizer.json" for place in (folder, folder.parent)
+    )  # the best checkpoint is in a folder of the last
+    found = next((str(path) for path in files if path.is_file()), None)
+    if not (tokenizer or found) and model.config.vocab_size > 256 and run["data"] != "synthetic":
+        raise UsageError(
+            f"--model {folder} has no tokenizer.json and a vocabulary of {model.config.vocab_size}: expected --tokenizer"
+        )
+    end_ids = [token["id"] for token in _json(Path(found))["added_tokens"]] if found and not tokenizer else []
+    return model, _tokenizer(tokenizer or found or "bytes", model.config.vocab_size, end_ids)
 
 
 def _read_run(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
