@@ -65,6 +65,7 @@ def environment(token: str) -> dict[str, str]:
     return {
         **os.environ,
         "JUPYTER_CONFIG_DIR": str(CONFIG),
+        "JUPYTER_PATH": os.pathsep.join(filter(None, [str(CONFIG), os.environ.get("JUPYTER_PATH", "")])),  # kernels/
         "JUPYTER_PREFER_ENV_PATH": "1",
         "KINETO_LOG_LEVEL": "99",  # as lib/__init__.py sets it; a chapter imports torch before lib
         "JUPYTER_TOKEN": token,
