@@ -113,7 +113,7 @@ def grouped_matmul(
         counts: ``[E]``: rows of each expert, also 0; they add up to N.
 
     Returns:
-        ``[N, F]``, with the dtype of x. On a GPU `launch_grouped` runs `grouped_matmul_kernel`, and the host does not wait for counts; on a
+        ``[N, F]``, with the dtype of x, or autocast's under autocast. On a GPU `launch_grouped` runs `grouped_matmul_kernel`, and the host does not wait for counts; on a
         CPU, or in float64, PyTorch multiplies expert by expert. Differentiable: `with_gradients` is given your product, and uses it again.
         `check_groups` raises a ``ValueError`` if the shapes or dtypes don't fit.
     """
@@ -187,7 +187,7 @@ class MoE(nn.Module):
         raise NotImplementedError("Exercise 19.9: write MoE.compute_experts")
 
     def forward(self, x: Float[Tensor, "... c"]) -> Float[Tensor, "... c"]:
-        """The sum of each token's experts, weighted by the router, and of the shared experts. No token is dropped."""
+        """The sum of each token's experts, weighted by the router, and of the shared experts, in the dtype of x, also under autocast. No token is dropped."""
         raise NotImplementedError("Exercise 19.9: write MoE.forward")
 
 

@@ -161,7 +161,7 @@ def grouped_matmul(
         counts: ``[E]``: rows of each expert, also 0; they add up to N.
 
     Returns:
-        ``[N, F]``, with the dtype of x. On a GPU `launch_grouped` runs `grouped_matmul_kernel`, and the host does not wait for counts; on a
+        ``[N, F]``, with the dtype of x, or autocast's under autocast. On a GPU `launch_grouped` runs `grouped_matmul_kernel`, and the host does not wait for counts; on a
         CPU, or in float64, PyTorch multiplies expert by expert. Differentiable: `with_gradients` is given your product, and uses it again.
         `check_groups` raises a ``ValueError`` if the shapes or dtypes don't fit.
     """
@@ -265,13 +265,13 @@ class MoE(nn.Module):
         ### END SOLUTION
 
     def forward(self, x: Float[Tensor, "... c"]) -> Float[Tensor, "... c"]:
-        """The sum of each token's experts, weighted by the router, and of the shared experts. No token is dropped."""
+        """The sum of each token's experts, weighted by the router, and of the shared experts, in the dtype of x, also under autocast. No token is dropped."""
         ### BEGIN SOLUTION
         tokens = x.reshape(-1, x.shape[-1])
         weights, experts = self.route(tokens)
         order, counts = sort_by_expert(experts, len(self.w1))
-        rows = self.compute_experts(tokens[order // self.k], counts)
-        rows = rows * weights.flatten()[order, None].to(rows.dtype)
+        rows = self.compute_experts(tokens[order // self.k], counts).to(x.dtype)
+        rows = rows * weights.flatten()[order, None].to(x.dtype)
         out = torch.zeros_like(tokens).index_add(0, order // self.k, rows)
         return (out if self.shared is None else out + self.shared(tokens)).view_as(x)
         ### END SOLUTION
@@ -395,7 +395,7 @@ class ExpertParallelMoE(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         weights, experts = self.local.route(tokens)
         rows, counts, state = dispatch(tokens, experts, self.n_experts, self.group)
-        out = combine(self.local.compute_experts(rows, counts), weights, state, self.group)
+        out = combine(self.local.compute_experts(rows, counts), weights, state, self.group).to(x.dtype)
         return (out if self.local.shared is None else out + self.local.shared(tokens)).view_as(x)
         ### END SOLUTION
 
