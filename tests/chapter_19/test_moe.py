@@ -189,6 +189,14 @@ def test_sort_by_expert_of_few(n, k):
     expect_equal(dtypes, (torch.int64, torch.int64), name="dtypes", read="the contract, under Returns")
 
 
+@pytest.mark.parametrize("expert", [-1, 6])
+def test_sort_by_expert_refuses(expert):
+    case(f"a token with experts 2 and {expert}, of 6")
+    moe.sort_by_expert(torch.tensor([[2, 5]]), 6)
+    with expect_raises(ValueError, f"expert {expert} of 6", read="the contract, under Args: experts"):
+        moe.sort_by_expert(torch.tensor([[2, expert]]), 6)
+
+
 # ---- 19.5 grouped_matmul_kernel --------------------------------------------------------------------------------------
 
 KERNEL = [pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON), pytest.mark.time_limit(60)]
