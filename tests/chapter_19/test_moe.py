@@ -318,6 +318,7 @@ AUTOCAST = {  # dtypes of x and of the matrices, and of their product under auto
 }
 
 
+@pytest.mark.time_limit(60)  # a GPU compiles
 @pytest.mark.parametrize("name", AUTOCAST)
 def test_grouped_matmul_under_autocast(name):
     dtypes, wanted = AUTOCAST[name][:2], AUTOCAST[name][2]
