@@ -260,7 +260,7 @@ def _group_range(groups: Tensor) -> tuple[Tensor, Tensor]:
     """Scale and zero point of each group along the last dimension; both kept as ``[..., 1]``."""
     low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
     scale = _positive((high - low) / 15)
-    return scale, torch.round(-low / scale)
+    return scale, torch.round(-low / scale).clamp(max=15)  # a subnormal scale has few digits
 
 
 ### END SOLUTION
@@ -422,7 +422,7 @@ def gptq(
             scales.append(scale)
             zeros.append(zero)
         column = w[:, i : i + 1]
-        level = (torch.round(column / scale) + zero).clamp(0, 15)
+        level = (torch.round(column.float() / scale) + zero).clamp(0, 15)  # as quantize_int4 divides
         levels.append(level)
         error = (column - (level - zero) * scale) / upper[i, i]
         w[:, i + 1 :] -= error * upper[i, i + 1 :]

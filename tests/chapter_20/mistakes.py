@@ -811,6 +811,15 @@ def smallest_instead_of_level(weight, group_size=128):
     return q, scale, -zero.float() * scale
 
 
+@mistake("quantize_int4", "the zero point is not clamped: the scale of the smallest numbers has few digits")
+def zero_point_beyond_the_levels(weight, group_size=128):
+    _, scale, _ = reference.quantize_int4(weight, group_size)
+    groups = weight.detach().float().unflatten(1, (-1, group_size))
+    zero = torch.round(-_least(groups) / scale[..., None])
+    q = (torch.round(groups / scale[..., None]) + zero).clamp(0, 15)
+    return q.flatten(1).to(torch.uint8), scale, zero[..., 0].to(torch.uint8)
+
+
 @mistake("quantize_int4", "levels are not clamped, and wrap around")
 def wrapped_levels(weight, group_size=128):
     _, scale, zero = reference.quantize_int4(weight, group_size)
@@ -1117,7 +1126,7 @@ class Int4WholeRows(reference.Int4Linear):
 # ---- 20.14 gptq ------------------------------------------------------------------------------------------------------
 
 
-def _gptq(weight, hessian, group_size, factor=None, damping=0.01, ranges="current", carry=True, later_only=True):
+def _gptq(weight, hessian, group_size, factor=None, damping=0.01, ranges="current", carry=True, later_only=True, narrow=True):  # fmt: skip
     reference.quantize_int4(weight, group_size)
     w, h = weight.detach().double().clone(), hessian.double()
     k = w.shape[1]
@@ -1136,7 +1145,7 @@ def _gptq(weight, hessian, group_size, factor=None, damping=0.01, ranges="curren
             scales.append(scale)
             zeros.append(zero)
         column = w[:, i : i + 1]
-        level = (torch.round(column / scale) + zero).clamp(0, 15)
+        level = (torch.round((column.float() if narrow else column) / scale) + zero).clamp(0, 15)
         levels.append(level)
         error = (column - (level - zero) * scale) / upper[i, i]
         if carry:
@@ -1167,6 +1176,11 @@ def errors_added(weight, hessian, group_size=128):
         return 2 * torch.diag(upper.diagonal()) - upper
 
     return _gptq(weight, hessian, group_size, factor=factor)
+
+
+@mistake("gptq", "weights are divided by the scale in float64: near a tie the level is not that of `quantize_int4`")
+def levels_in_float64(weight, hessian, group_size=128):
+    return _gptq(weight, hessian, group_size, narrow=False)
 
 
 @mistake("gptq", "errors stay within their group")

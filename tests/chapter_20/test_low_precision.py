@@ -801,6 +801,12 @@ def test_quantize_int4_never_leaves_the_levels():
     expect_equal((q.tolist(), zero.tolist()), ([[0, 15, 6, 7]], [[6]]), name="q and zero", answer=q, read=GROUPS)
 
 
+def test_quantize_int4_of_the_smallest_numbers():
+    case("a group of [-22, 0, 0, 0] times float32's smallest number: a fifteenth of 22 is rounded to 1 of them")
+    q, _, zero = low.quantize_int4(torch.tensor([[-22.0, 0.0, 0.0, 0.0]]) * 2.0**-149, 4)
+    expect_equal((q.tolist(), zero.tolist()), ([[0, 15, 15, 15]], [[15]]), name="q and zero", answer=q, read=RETURNS)
+
+
 def test_quantize_int4_of_ties():
     case("a group of [-5, 10, 0.5, 2.5]: scale 1, zero 5; ties go to the even number before the zero point is added")
     q, _, zero = low.quantize_int4(torch.tensor([[-5.0, 10.0, 0.5, 2.5]]), 4)
@@ -1149,6 +1155,15 @@ def test_gptq_of_independent_inputs_is_rounding():
     expected = nearest(weight, 32)
     expect_equal((q.tolist(), zero.tolist()), (expected[0].tolist(), expected[2].tolist()), name="q and zero", answer=q, read=ERROR)  # fmt: skip
     expect_close(scale, expected[1], name="scale", answer=scale, read=ERROR)
+
+
+def test_gptq_of_no_inputs_is_quantize_int4():
+    case("a Hessian of zeros; weights -0.5, -0.45, -0.4, ..., 1, whose scale is 0.1, so every other one is near a tie")
+    weight = torch.cat([torch.arange(-10, 21) * 0.05, torch.zeros(1)])[None]
+    q, scale, zero = low.gptq(weight, torch.zeros(32, 32), 32)
+    expected = nearest(weight, 32)
+    expect_equal((q.tolist(), zero.tolist()), (expected[0].tolist(), expected[2].tolist()), name="q and zero", answer=q, read="the contract, under Args")  # fmt: skip
+    expect_close(scale, expected[1], atol=0, rtol=0, name="scale", answer=scale, read="the contract, under Args")
 
 
 def test_gptq_of_a_singular_hessian():
