@@ -36,7 +36,7 @@ def top_k_router(
         ValueError: k is below 1 or above E; the message shows both.
 
     Source: Mixtral (arXiv:2401.04088), section 2.1, with the softmax before the choice. Dividing by the sum makes the two orders equal.
-    Convention: Mixtral divides by the sum; Switch and DeepSeek's first mixtures keep the probabilities.
+    Convention: Mixtral divides by the sum; Switch and DeepSeek's first mixtures keep the probabilities. Divided, the one weight of k = 1 has no gradient.
     """
     ### BEGIN SOLUTION
     if not 1 <= k <= logits.shape[-1]:
@@ -215,7 +215,7 @@ class MoE(nn.Module):
 
     Args:
         dim, hidden_dim: Model width C; width F of an expert, which is chapter 4's SwiGLU.
-        n_experts, k: Number of experts E; how many of them each token passes.
+        n_experts, k: Number of experts E; how many of them each token passes. With k = 1 the weight is always 1, and only the balancing losses train the router.
         n_shared: Experts that every token passes, as one SwiGLU of width ``n_shared * hidden_dim``; none if 0.
 
     Attributes:
