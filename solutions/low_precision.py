@@ -181,7 +181,7 @@ class Float8Linear(nn.Module):
         recipe: "dynamic": one scale for each tensor, from the tensor itself. "delayed": one, from past steps (`DelayedScale`). "rowwise": one for
             each row of the left factor and each column of the right. "blockwise": one for each block of 128 x 128.
 
-    Activations and weights are e4m3fn, gradients e5m2. The bias and its gradient stay in the dtype of the input.
+    Activations and weights are e4m3fn, gradients e5m2 (torchao's rowwise recipe: e4m3fn). The bias and its gradient stay in the dtype of the input.
 
     Raises:
         ValueError: another recipe; the message shows it.
