@@ -1239,7 +1239,7 @@ def test_gptq_of_independent_inputs_is_rounding():
     expect_close(scale, expected[1], name="scale", answer=scale, read=ERROR)
 
 
-def test_gptq_of_no_inputs_is_quantize_int4():
+def test_gptq_of_no_inputs_is_plain_rounding():
     case("a Hessian of zeros; weights -0.5, -0.45, -0.4, ..., 1, whose scale is 0.1, so every other one is near a tie")
     weight = torch.cat([torch.arange(-10, 21) * 0.05, torch.zeros(1)])[None]
     q, scale, zero = low.gptq(weight, torch.zeros(32, 32), 32)
