@@ -413,7 +413,7 @@ def gptq(
     if n_columns % group_size:
         raise ValueError(f"{n_columns} columns cannot be divided into groups of {group_size}")
     w, h = weight.detach().double().clone(), hessian.double()
-    inverse = torch.linalg.inv(h + 0.01 * h.diagonal().mean().clamp(min=1e-12) * torch.eye(n_columns).to(h))
+    inverse = torch.linalg.inv(h + 0.01 * _positive(h.diagonal().mean()) * torch.eye(n_columns).to(h))
     upper = torch.linalg.cholesky(inverse, upper=True)
     levels, scales, zeros = list[Tensor](), list[Tensor](), list[Tensor]()
     for i in range(n_columns):

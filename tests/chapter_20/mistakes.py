@@ -1126,11 +1126,12 @@ class Int4WholeRows(reference.Int4Linear):
 # ---- 20.14 gptq ------------------------------------------------------------------------------------------------------
 
 
-def _gptq(weight, hessian, group_size, factor=None, damping=0.01, ranges="current", carry=True, later_only=True, narrow=True):  # fmt: skip
+def _gptq(weight, hessian, group_size, factor=None, damping=0.01, ranges="current", carry=True, later_only=True, narrow=True, floor=0.0):  # fmt: skip
     reference.quantize_int4(weight, group_size)
     w, h = weight.detach().double().clone(), hessian.double()
     k = w.shape[1]
-    h = h + damping * h.diagonal().mean().clamp(min=1e-12) * torch.eye(k, dtype=h.dtype)
+    mean = h.diagonal().mean().clamp(min=floor)
+    h = h + damping * (mean if mean > 0 else 1.0) * torch.eye(k, dtype=h.dtype)
     upper = torch.linalg.cholesky(torch.linalg.inv(h), upper=True) if factor is None else factor(h)
     _, fixed_scale, fixed_zero = reference.quantize_int4(weight, group_size)
     levels, scales, zeros = [], [], []
@@ -1201,6 +1202,11 @@ def undamped(weight, hessian, group_size=128):
 @mistake("gptq", "the damping is 1 % of the diagonal's sum instead of its mean")
 def damped_by_the_trace(weight, hessian, group_size=128):
     return _gptq(weight, hessian, group_size, damping=0.01 * weight.shape[1])
+
+
+@mistake("gptq", "the damping has a smallest value, which is more than 1 % where inputs are small")
+def damping_with_a_floor(weight, hessian, group_size=128):
+    return _gptq(weight, hessian, group_size, floor=1e-6)
 
 
 @mistake("gptq", "the weights are changed in place")

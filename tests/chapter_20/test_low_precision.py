@@ -1248,6 +1248,15 @@ def test_gptq_of_no_inputs_is_plain_rounding():
     expect_close(scale, expected[1], atol=0, rtol=0, name="scale", answer=scale, read="the contract, under Args")
 
 
+def test_gptq_of_small_inputs():
+    case("weight [6, 64], groups of 32: inputs 2**-40 times as large as others; the Hessian's scale does not matter")
+    weight, _, hessian = correlated(6, 64, 256)
+    expected = one_by_one(weight, hessian, 32)
+    q, _, _ = low.gptq(weight, hessian * 2.0**-80, 32)
+    share = (q == expected).double().mean().item()
+    expect_true(share > 0.99, f"{share:.1%} of the levels are those of large inputs", answer=q, read=ERROR)
+
+
 def test_gptq_of_a_singular_hessian():
     case("fewer inputs than columns, and a column that is always 0; then no inputs at all")
     weight, inputs, _ = correlated(4, 32, 8)
