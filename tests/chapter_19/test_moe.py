@@ -1049,3 +1049,17 @@ def test_moe_parameters_count_transformers_mixtral():
         model = MixtralForCausalLM(theirs)
     ours = MoEConfig(vocab_size=50, dim=16, n_layers=2, hidden_dim=24, n_experts=3, k=2, attention_parameters=3 * 256)
     expect_equal(moe.moe_parameters(ours)[0], sum(p.numel() for p in model.parameters()), name="total", read=COUNT)
+
+
+@oracle
+def test_moe_parameters_count_transformers_deepseek():
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    case(
+        "Transformers' DeepSeek-V3 in its released size, without memory for its weights; the routers' biases are buffers there"
+    )
+    with torch.device("meta"):
+        model = DeepseekV3ForCausalLM(DeepseekV3Config())
+    biases = [b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    counted = sum(t.numel() for t in [*model.parameters(), *biases])
+    expect_equal(moe.moe_parameters(DEEPSEEK_V3)[0], counted, name="total", read=COUNT)
