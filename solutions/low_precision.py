@@ -406,7 +406,7 @@ def gptq(
     Raises:
         ValueError: the group size does not divide K; the message shows both.
 
-    Source: GPTQ (arXiv:2210.17323), Algorithm 1, with a damping of 1 % of the mean diagonal.
+    Source: GPTQ (arXiv:2210.17323), Algorithm 1, with a damping of 1 % of the mean diagonal. (The authors' code sets weights whose input is always 0 to 0.)
     """
     ### BEGIN SOLUTION
     n_columns = weight.shape[1]
