@@ -132,7 +132,7 @@ class Float8Linear(nn.Module):
         recipe: "dynamic": one scale for each tensor, from the tensor itself. "delayed": one, from past steps (`DelayedScale`). "rowwise": one for
             each row of the left factor and each column of the right. "blockwise": one for each block of 128 x 128.
 
-    Activations and weights are e4m3fn, gradients e5m2. The bias and its gradient stay in the dtype of the input.
+    Activations and weights are e4m3fn, gradients e5m2 (torchao's rowwise recipe: e4m3fn). The bias and its gradient stay in the dtype of the input.
 
     Raises:
         ValueError: another recipe; the message shows it.
@@ -277,7 +277,7 @@ def gptq(
     Raises:
         ValueError: what `quantize_int4` refuses, or a Hessian that is not as above (`check_weights` raises it); the message shows it.
 
-    Source: GPTQ (arXiv:2210.17323), Algorithm 1, with a damping of 1 % of the mean diagonal.
+    Source: GPTQ (arXiv:2210.17323), Algorithm 1, with a damping of 1 % of the mean diagonal. (The authors' code sets weights whose input is always 0 to 0.)
     """
     check_weights(weight, group_size, hessian)
     raise NotImplementedError("Exercise 20.14: write gptq")

@@ -183,7 +183,7 @@ class Float8Linear(nn.Module):
         recipe: "dynamic": one scale for each tensor, from the tensor itself. "delayed": one, from past steps (`DelayedScale`). "rowwise": one for
             each row of the left factor and each column of the right. "blockwise": one for each block of 128 x 128.
 
-    Activations and weights are e4m3fn, gradients e5m2. The bias and its gradient stay in the dtype of the input.
+    Activations and weights are e4m3fn, gradients e5m2 (torchao's rowwise recipe: e4m3fn). The bias and its gradient stay in the dtype of the input.
 
     Raises:
         ValueError: another recipe; the message shows it.
@@ -261,7 +261,7 @@ def _group_range(groups: Tensor) -> tuple[Tensor, Tensor]:
     """Scale and zero point of each group along the last dimension; both kept as ``[..., 1]``."""
     low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
     scale = _positive((high - low) / 15)
-    return scale, torch.round(-low / scale)
+    return scale, torch.round(-low / scale).clamp(max=15)  # a subnormal scale has few digits
 
 
 ### END SOLUTION
@@ -407,13 +407,13 @@ def gptq(
     Raises:
         ValueError: what `quantize_int4` refuses, or a Hessian that is not as above (`check_weights` raises it); the message shows it.
 
-    Source: GPTQ (arXiv:2210.17323), Algorithm 1, with a damping of 1 % of the mean diagonal.
+    Source: GPTQ (arXiv:2210.17323), Algorithm 1, with a damping of 1 % of the mean diagonal. (The authors' code sets weights whose input is always 0 to 0.)
     """
     check_weights(weight, group_size, hessian)
     ### BEGIN SOLUTION
     n_columns = weight.shape[1]
     w, h = weight.detach().double().clone(), hessian.double()
-    inverse = torch.linalg.inv(h + 0.01 * h.diagonal().mean().clamp(min=1e-12) * torch.eye(n_columns).to(h))
+    inverse = torch.linalg.inv(h + 0.01 * _positive(h.diagonal().mean()) * torch.eye(n_columns).to(h))
     upper = torch.linalg.cholesky(inverse, upper=True)
     levels, scales, zeros = list[Tensor](), list[Tensor](), list[Tensor]()
     for i in range(n_columns):
@@ -422,7 +422,7 @@ def gptq(
             scales.append(scale)
             zeros.append(zero)
         column = w[:, i : i + 1]
-        level = (torch.round(column / scale) + zero).clamp(0, 15)
+        level = (torch.round(column.float() / scale) + zero).clamp(0, 15)  # as quantize_int4 divides
         levels.append(level)
         error = (column - (level - zero) * scale) / upper[i, i]
         w[:, i + 1 :] -= error * upper[i, i + 1 :]

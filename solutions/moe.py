@@ -35,7 +35,7 @@ def top_k_router(
         ValueError: k is below 1 or above E; the message shows both.
 
     Source: Mixtral (arXiv:2401.04088), section 2.1, with the softmax before the choice. Dividing by the sum makes the two orders equal.
-    Convention: Mixtral divides by the sum; Switch and DeepSeek's first mixtures keep the probabilities.
+    Convention: Mixtral divides by the sum; Switch and DeepSeek's first mixtures keep the probabilities. Divided, the one weight of k = 1 has no gradient.
     """
     ### BEGIN SOLUTION
     if not 1 <= k <= logits.shape[-1]:
@@ -84,12 +84,15 @@ def sort_by_expert(experts: Int[Tensor, "n k"], n_experts: int) -> tuple[Int[Ten
     """Order the assignments so that each expert's lie together. (Exercise)
 
     Args:
-        experts: ``[N, k]``: the experts of each token, from 0 to E - 1; on a CPU `check_experts` raises an error for others. Assignment ``i`` of ``experts.flatten()`` belongs to token ``i // k``.
+        experts: ``[N, k]``: the experts of each token, from 0 to E - 1. Assignment ``i`` of ``experts.flatten()`` belongs to token ``i // k``.
         n_experts: Number of experts E.
 
     Returns:
         order: ``[N k]``, int64: the assignments of expert 0, then those of expert 1, and so on; those of one expert in their old order.
         counts: ``[E]``, int64: how many assignments each expert has; 0 for an expert without any.
+
+    Raises:
+        ValueError: an expert does not exist (`check_experts` raises it, on a CPU only).
     """
     check_experts(experts, n_experts)
     ### BEGIN SOLUTION
@@ -161,8 +164,9 @@ def grouped_matmul(
         counts: ``[E]``: rows of each expert, also 0; they add up to N.
 
     Returns:
-        ``[N, F]``, with the dtype of x, or autocast's under autocast. On a GPU `launch_grouped` runs `grouped_matmul_kernel`, and the host does not wait for counts; on a
-        CPU, or in float64, PyTorch multiplies expert by expert. Differentiable: `with_gradients` is given your product, and uses it again.
+        ``[N, F]``, with the dtype of x, or autocast's under autocast. On a GPU `launch_grouped` runs `grouped_matmul_kernel`, and the host does
+        not wait for counts; on a CPU, or in float64, PyTorch multiplies expert by expert. Differentiable: `with_gradients` is given your
+        product, and uses it again.
         `check_groups` raises a ``ValueError`` if the shapes or dtypes don't fit.
     """
     check_groups(x, weights, counts)
@@ -215,7 +219,7 @@ class MoE(nn.Module):
 
     Args:
         dim, hidden_dim: Model width C; width F of an expert, which is chapter 4's SwiGLU.
-        n_experts, k: Number of experts E; how many of them each token passes.
+        n_experts, k: Number of experts E; how many of them each token passes. With k = 1 the weight is always 1, and only the balancing losses train the router.
         n_shared: Experts that every token passes, as one SwiGLU of width ``n_shared * hidden_dim``; none if 0.
 
     Attributes:

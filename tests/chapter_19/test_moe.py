@@ -1,7 +1,7 @@
 """Mixture of experts, graded: on one process first, then on 1 to 4 ranks.
 
-The layer is compared with a loop over tokens and with Transformers' Mixtral block; the kernel with PyTorch's products; the layer on ranks
-with the layer on one process. The ledger counts what is sent.
+The layer is compared with a loop over tokens and with Transformers' Mixtral and DeepSeek-V2; routing and losses with those of Transformers;
+products with PyTorch's; the layer on ranks with the layer on one process. The ledger counts what is sent.
 """
 
 import math
@@ -96,6 +96,30 @@ def test_top_k_router_gradients(normalize):
     )
 
 
+@oracle
+@pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_top_k_router_is_transformers(k, normalize):
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    case(f"n=33 e=7 k={k}, normalize={normalize}: the router of Transformers' Qwen3-MoE with an identity as its weight")
+    router = Qwen3MoeTopKRouter(
+        Qwen3MoeConfig(hidden_size=7, num_experts=7, num_experts_per_tok=k, norm_topk_prob=normalize)
+    )
+    router.weight.data.copy_(torch.eye(7))
+    ours, theirs = ((3 * randn(33, 7)).requires_grad_() for _ in range(2))
+    weights, experts = moe.top_k_router(ours, k, normalize)
+    _, their_weights, their_experts = router(theirs)
+    expect_equal(experts.tolist(), their_experts.tolist(), name="experts", read=ROUTER)
+    expect_close(weights, their_weights, name="weights", read=ROUTER)
+    upstream = randn(33, k, seed=1)
+    weights.backward(upstream)
+    their_weights.backward(upstream)
+    expect_close(ours.grad, theirs.grad, atol=1e-6, name="the logits' gradient", read=ROUTER)
+
+
 @pytest.mark.parametrize("k", [0, 7])
 def test_top_k_router_refuses(k):
     case(f"k={k} of 6 experts")
@@ -136,6 +160,29 @@ def test_load_balancing_loss_gradient():
     expect_close(grad, (4 * shares / 5).expand(5, 4), name="the probabilities' gradient", read=BALANCE)
 
 
+@oracle
+@pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
+@pytest.mark.parametrize("k", [1, 3])
+def test_load_balancing_loss_is_transformers(k):
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func as mixtral
+    from transformers.models.switch_transformers.modeling_switch_transformers import load_balancing_loss_func as switch
+
+    case(
+        f"n=33 e=7 k={k}: Transformers' loss of Mixtral divided by k, and for k = 1 that of Switch; values and gradients"
+    )
+    logits = 2 * randn(33, 7)
+    experts = logits.topk(k).indices
+    losses = [
+        lambda x: moe.load_balancing_loss(x.softmax(-1), experts),
+        lambda x: mixtral((x,), 7, k) / k,
+        lambda x: switch(x.softmax(-1)[None], experts[None, :, 0]),
+    ]
+    answers = [torch.autograd.functional.vjp(loss, logits) for loss in losses[: 3 if k == 1 else 2]]
+    for value, grad in answers[1:]:
+        expect_close(answers[0][0], value, read=BALANCE)
+        expect_close(answers[0][1], grad, atol=1e-7, name="the logits' gradient", read=BALANCE)
+
+
 # ---- 19.3 router_z_loss ----------------------------------------------------------------------------------------------
 
 
@@ -157,6 +204,20 @@ def test_router_z_loss_gradient():
     (grad,) = torch.autograd.grad(moe.router_z_loss(ours), ours)
     (expected,) = torch.autograd.grad(theirs.logsumexp(-1).square().mean(), theirs)
     expect_close(grad, expected, name="the logits' gradient", read=Z_LOSS)
+
+
+@oracle
+@pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
+def test_router_z_loss_is_transformers():
+    from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
+
+    case("n=33 e=7: Transformers' loss of Switch, value and gradient")
+    (ours, grad), (theirs, their_grad) = (
+        torch.autograd.functional.vjp(loss, 2 * randn(33, 7))
+        for loss in (moe.router_z_loss, lambda x: router_z_loss_func(x[None]))
+    )
+    expect_close(ours, theirs, read=Z_LOSS)
+    expect_close(grad, their_grad, name="the logits' gradient", read=Z_LOSS)
 
 
 # ---- 19.4 sort_by_expert ---------------------------------------------------------------------------------------------
@@ -350,6 +411,21 @@ def test_grouped_matmul_refuses_two_dtypes():
             moe.grouped_matmul(x, weights, counts)
 
 
+@oracle
+def test_grouped_matmul_is_pytorchs():
+    counts = [16, 0, 33, 7]
+    case(f"counts {counts}, c=32 f=16, bfloat16: PyTorch's grouped product, values and gradients")
+    inputs = randn(56, 32, dtype=torch.bfloat16), randn(4, 32, 16, seed=1, dtype=torch.bfloat16)
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+    (ours, grads), (theirs, their_grads) = (
+        torch.autograd.functional.vjp(product, inputs, randn(56, 16, seed=2, dtype=torch.bfloat16))
+        for product in (lambda x, w: moe.grouped_matmul(x, w, torch.tensor(counts)), lambda x, w: functional.grouped_mm(x, w, offs=ends))
+    )  # fmt: skip
+    expect_close(ours, theirs, atol=1e-2, rtol=1e-2, read=GROUPED)
+    for name, mine, wanted in zip(("x", "weights"), grads, their_grads, strict=True):
+        expect_close(mine, wanted, atol=1e-2, rtol=1e-2, name=f"gradient of {name}", read=GRADS)
+
+
 def test_grouped_matmul_multiplies_no_more_than_it_must():
     case("counts [1, 0, 30, 1]: 32 rows take 32 x 8 x 6 multiplications, whatever the largest expert has")
     x, weights = randn(32, 8), randn(4, 8, 6, seed=1)
@@ -421,6 +497,27 @@ def test_capacity_mask_of_many():
     answer = moe.capacity_mask(experts, 8, 0.7)
     expect_equal(answer.tolist(), expected.tolist(), read=ROOM)
     expect_equal(answer.dtype, torch.bool, name="dtype", read="the contract, under Returns")
+
+
+@oracle
+@pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
+@pytest.mark.parametrize("room", [1, 6, 40])
+def test_capacity_mask_is_transformers(room):
+    from transformers import NllbMoeConfig
+    from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeTop2Router
+
+    case(
+        f"40 tokens, k=2, 5 experts with room for {room} each: the router of Transformers' NLLB-MoE, which serves first choices first"
+    )
+    config = NllbMoeConfig(
+        hidden_size=5, num_experts=5, expert_capacity=room, second_expert_policy="all", batch_prioritized_routing=False,
+        normalize_router_prob_before_dropping=True, moe_eval_capacity_token_fraction=-1.0,
+    )  # fmt: skip
+    logits = randn(40, 5) + torch.tensor([1.0, 0.0, 0.0, 0.0, -1.0])
+    _, theirs = NllbMoeTop2Router(config).eval().route_tokens(logits.clone())
+    experts = logits.topk(2).indices
+    answer = moe.capacity_mask(experts, 5, room * 5 / 80)
+    expect_equal(answer.tolist(), (theirs.gather(-1, experts) > 0).tolist(), read=ROOM)
 
 
 # ---- 19.8 update_router_bias -----------------------------------------------------------------------------------------
@@ -670,6 +767,42 @@ def test_MoE_equals_mixtral_under_autocast():
     grads = moe.convert_hf_state_dict({name: p.grad for name, p in block.named_parameters()})
     for name, parameter in layer.named_parameters():
         expect_close(parameter.grad, grads[name], **loosely(grads[name]), name=f"gradient of {name}", read=AUTOCAST_RULE)  # fmt: skip
+
+
+@oracle
+@pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_MoE_equals_deepseek(k):
+    from transformers import DeepseekV2Config
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
+
+    case(
+        f"x [2, 5, 6], 4 experts of width 5, k={k}, 2 shared: Transformers' DeepSeek-V2, whose weights are not divided by their sum"
+    )
+    config = DeepseekV2Config(
+        hidden_size=6, moe_intermediate_size=5, n_routed_experts=4, num_experts_per_tok=k, n_shared_experts=2, num_attention_heads=1,
+        num_key_value_heads=1, topk_method="greedy", routed_scaling_factor=1.0, n_group=1, topk_group=1,
+    )  # fmt: skip
+    config._experts_implementation = "eager"
+    block, (layer, weights) = DeepseekV2Moe(config).double(), make_moe(k=k, n_shared=2)
+    state = {"gate.weight": weights["router.weight"], "experts.down_proj": weights["w2"].transpose(1, 2)}
+    state["experts.gate_up_proj"] = torch.cat([weights["w1"], weights["w3"]], dim=2).transpose(1, 2)
+    for name, w in (("gate", "w1"), ("down", "w2"), ("up", "w3")):
+        state[f"shared_experts.{name}_proj.weight"] = weights[f"shared.{w}.weight"]
+    block.load_state_dict(state)
+    ours, theirs = (randn(2, 5, 6, seed=7, dtype=torch.float64).requires_grad_() for _ in range(2))
+    shared = layer.shared(ours)
+    out = layer(ours)
+    probabilities, experts = layer.routing
+    out = (out - shared) * probabilities.gather(-1, experts).sum(-1).view(2, 5, 1) + shared
+    expected = block(theirs)
+    expect_close(out, expected, atol=1e-5, rtol=1e-5, read=LAYER)
+    upstream = randn(2, 5, 6, seed=9, dtype=torch.float64)
+    out.backward(upstream)
+    expected.backward(upstream)
+    expect_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-5, name="x's gradient", read=LAYER)
+    router, their_router = layer.router.weight.grad, block.gate.weight.grad
+    expect_close(router, their_router, atol=1e-5, rtol=1e-5, name="the router's gradient", read=LAYER)
 
 
 # ---- 19.10 convert_hf_state_dict -------------------------------------------------------------------------------------
@@ -1035,3 +1168,17 @@ def test_moe_parameters_count_transformers_mixtral():
         model = MixtralForCausalLM(theirs)
     ours = MoEConfig(vocab_size=50, dim=16, n_layers=2, hidden_dim=24, n_experts=3, k=2, attention_parameters=3 * 256)
     expect_equal(moe.moe_parameters(ours)[0], sum(p.numel() for p in model.parameters()), name="total", read=COUNT)
+
+
+@oracle
+def test_moe_parameters_count_transformers_deepseek():
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    case(
+        "Transformers' DeepSeek-V3 in its released size, without memory for its weights; the routers' biases are buffers there"
+    )
+    with torch.device("meta"):
+        model = DeepseekV3ForCausalLM(DeepseekV3Config())
+    biases = [b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    counted = sum(t.numel() for t in [*model.parameters(), *biases])
+    expect_equal(moe.moe_parameters(DEEPSEEK_V3)[0], counted, name="total", read=COUNT)

@@ -807,6 +807,15 @@ def smallest_instead_of_level(weight, group_size=128):
     return q, scale, -zero.float() * scale
 
 
+@mistake("quantize_int4", "the zero point is not clamped: the scale of the smallest numbers has few digits")
+def zero_point_beyond_the_levels(weight, group_size=128):
+    _, scale, _ = reference.quantize_int4(weight, group_size)
+    groups = weight.detach().float().unflatten(1, (-1, group_size))
+    zero = torch.round(-_least(groups) / scale[..., None])
+    q = (torch.round(groups / scale[..., None]) + zero).clamp(0, 15)
+    return q.flatten(1).to(torch.uint8), scale, zero[..., 0].to(torch.uint8)
+
+
 @mistake("quantize_int4", "levels are not clamped, and wrap around")
 def wrapped_levels(weight, group_size=128):
     _, scale, zero = reference.quantize_int4(weight, group_size)
@@ -1108,11 +1117,12 @@ class Int4WholeRows(reference.Int4Linear):
 # ---- 20.14 gptq ------------------------------------------------------------------------------------------------------
 
 
-def _gptq(weight, hessian, group_size, factor=None, damping=0.01, ranges="current", carry=True, later_only=True):
+def _gptq(weight, hessian, group_size, factor=None, damping=0.01, ranges="current", carry=True, later_only=True, narrow=True, floor=0.0):  # fmt: skip
     check_weights(weight, group_size, hessian)
     w, h = weight.detach().double().clone(), hessian.double()
     k = w.shape[1]
-    h = h + damping * h.diagonal().mean().clamp(min=1e-12) * torch.eye(k, dtype=h.dtype)
+    mean = h.diagonal().mean().clamp(min=floor)
+    h = h + damping * (mean if mean > 0 else 1.0) * torch.eye(k, dtype=h.dtype)
     upper = torch.linalg.cholesky(torch.linalg.inv(h), upper=True) if factor is None else factor(h)
     _, fixed_scale, fixed_zero = reference.quantize_int4(weight, group_size)
     levels, scales, zeros = [], [], []
@@ -1127,7 +1137,7 @@ def _gptq(weight, hessian, group_size, factor=None, damping=0.01, ranges="curren
             scales.append(scale)
             zeros.append(zero)
         column = w[:, i : i + 1]
-        level = (torch.round(column / scale) + zero).clamp(0, 15)
+        level = (torch.round((column.float() if narrow else column) / scale) + zero).clamp(0, 15)
         levels.append(level)
         error = (column - (level - zero) * scale) / upper[i, i]
         if carry:
@@ -1160,6 +1170,11 @@ def errors_added(weight, hessian, group_size=128):
     return _gptq(weight, hessian, group_size, factor=factor)
 
 
+@mistake("gptq", "weights are divided by the scale in float64: near a tie the level is not that of `quantize_int4`")
+def levels_in_float64(weight, hessian, group_size=128):
+    return _gptq(weight, hessian, group_size, narrow=False)
+
+
 @mistake("gptq", "errors stay within their group")
 def within_the_group(weight, hessian, group_size=128):
     return _gptq(weight, hessian, group_size, later_only=False)
@@ -1178,6 +1193,11 @@ def undamped(weight, hessian, group_size=128):
 @mistake("gptq", "the damping is 1 % of the diagonal's sum instead of its mean")
 def damped_by_the_trace(weight, hessian, group_size=128):
     return _gptq(weight, hessian, group_size, damping=0.01 * weight.shape[1])
+
+
+@mistake("gptq", "the damping has a smallest value, which is more than 1 % where inputs are small")
+def damping_with_a_floor(weight, hessian, group_size=128):
+    return _gptq(weight, hessian, group_size, floor=1e-6)
 
 
 @mistake("gptq", "the weights are changed in place")

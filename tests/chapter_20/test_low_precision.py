@@ -1,6 +1,7 @@
 """Eight bits and fewer, graded: casts bit for bit, products, a layer that trains, shared exponents, and weights of four bits.
 
-Casts are compared with PyTorch's, products with those of the dequantized matrices and with ``torch._scaled_mm``, formats and groups with torchao.
+Casts are compared with PyTorch's and torchao's, products with those of the dequantized matrices and with ``torch._scaled_mm``, layers, formats and
+groups with torchao.
 """
 
 import inspect
@@ -29,6 +30,30 @@ DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 RAISES = "the contract, under Raises"
 RETURNS = "the contract, under Returns"
 by_format = pytest.mark.parametrize("dtype", [E4M3, E5M2, INT8], ids=lambda d: str(d).removeprefix("torch."))
+
+
+class quiet_torchao(warnings.catch_warnings):
+    """Import torchao without its remarks on kernels that this machine has not."""
+
+    def __enter__(self):
+        super().__enter__()
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+
+    def __exit__(self, *error):
+        logging.disable(logging.NOTSET)
+        super().__exit__(*error)
+
+
+TORCHAO_BLOCKS = {None: (256, 384), 1: (1, 384), 0: (256, 1), (128, 128): (128, 128)}  # of x [256, 384], for each dim
+
+
+def torchao_scale(x: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> Tensor:
+    """torchao's scales for blocks of this size."""
+    with quiet_torchao():
+        from torchao.quantization.quant_primitives import _choose_scale_float8
+
+        return _choose_scale_float8(x.float(), list(block), dtype)
 
 
 # ---- 20.1 absmax_scale -----------------------------------------------------------------------------------------------
@@ -122,6 +147,17 @@ def test_absmax_scale_refuses():
         low.absmax_scale(torch.ones(5), E4M3, (128, 128))
 
 
+@oracle
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
+def test_absmax_scale_is_torchaos(given, dtype):
+    case(f"x [256, 384] in {given}, scales for {dtype}: torchao's for a tensor, its rows, its columns and its blocks")
+    x = (randn(256, 384) * torch.exp2(2 * randn(256, 384, seed=1))).to(given)
+    for dim, block in TORCHAO_BLOCKS.items():
+        theirs = torchao_scale(x, dtype, block)
+        expect_close(low.absmax_scale(x, dtype, dim).reshape(theirs.shape), theirs, rtol=1e-6, atol=0, read=SCALE)
+
+
 # ---- 20.2 quantize ---------------------------------------------------------------------------------------------------
 
 
@@ -194,6 +230,25 @@ def test_quantize_changes_nothing_in_place(dtype):
     given = x.clone()
     q = low.quantize(x, torch.tensor(0.3), dtype)
     expect_true(torch.equal(x, given), "the tensor that was given is changed", answer=q, read=RETURNS)
+
+
+@oracle
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
+def test_quantize_is_torchaos(given, dtype):
+    case(
+        f"x [256, 384] in {given} to {dtype}, bit for bit, with torchao's scales of a tensor, rows, columns and blocks"
+    )
+    x = (randn(256, 384) * torch.exp2(2 * randn(256, 384, seed=1))).to(given)
+    for dim, block in TORCHAO_BLOCKS.items():
+        scale = torchao_scale(x, dtype, block)
+        with quiet_torchao():
+            from torchao.quantization.quant_primitives import _quantize_affine_float8
+
+            theirs = _quantize_affine_float8(x, scale, dtype)
+        q = low.quantize(x, scale, dtype)
+        wrong = (q.view(torch.uint8) != theirs.view(torch.uint8)).sum().item()
+        expect_equal(wrong, 0, name=f"numbers that differ, dim={dim}", answer=q, read=ROUND)
 
 
 # ---- 20.3 dequantize -------------------------------------------------------------------------------------------------
@@ -632,6 +687,42 @@ def test_Float8Linear_of_no_rows(recipe):
     expect_equal(shapes, [(0, 20), (12, 20), False], name="shapes of the gradients, and whether the weight's has entries other than 0", answer=y, read=LAYER)  # fmt: skip
 
 
+@oracle
+@pytest.mark.parametrize("recipe", ["dynamic", "rowwise"])
+def test_Float8Linear_is_torchaos(recipe):
+    case(
+        f"{recipe}, x [2, 4, 32], weight [16, 32], largest numbers 1.75: torchao's layer, emulated in float32, with gradients in e5m2"
+    )
+    with quiet_torchao():
+        from torchao.float8.config import CastConfig, Float8LinearConfig, ScalingGranularity
+        from torchao.float8.float8_linear import Float8Linear
+
+        by = ScalingGranularity.TENSORWISE if recipe == "dynamic" else ScalingGranularity.AXISWISE
+        e4m3, e5m2 = (CastConfig(scaling_granularity=by, target_dtype=dtype) for dtype in (E4M3, E5M2))
+        config = Float8LinearConfig(
+            cast_config_input=e4m3, cast_config_weight=e4m3, cast_config_grad_output=e5m2, emulate=True
+        )
+        layers = [nn.Linear(32, 16) for _ in range(2)]
+        theirs = Float8Linear.from_float(layers[1], config)
+    ours, found = low.Float8Linear(layers[0], recipe), []
+    for layer, linear in ((ours, layers[0]), (theirs, layers[1])):
+        with torch.no_grad():
+            linear.weight.copy_(at_most_175(16, 32, seed=1))
+            linear.bias.copy_(randn(16, seed=2))
+        x = at_most_175(8, 32, seed=3).view(2, 4, 32).requires_grad_()
+        y = layer(x)
+        y.backward(at_most_175(8, 16, seed=4).view(2, 4, 16))
+        found.append({"y": y.detach(), "x.grad": x.grad, "weight.grad": linear.weight.grad, "bias.grad": linear.bias.grad})  # fmt: skip
+    expect_close(found[0], found[1], rtol=1e-5, atol=1e-5, name="outputs and gradients", read=LAYER)
+
+
+def at_most_175(rows: int, columns: int, seed: int) -> Tensor:
+    """Numbers of which 1.75 is the largest in each row and column: their scales are powers of two, with which torchao's product by the inverse is a division."""
+    x = randn(rows, columns, seed=seed).clamp(-1.7, 1.7)
+    x[:, 0] = x[0] = 1.75
+    return x
+
+
 def test_Float8Linear_trains():
     case("a linear map is learned in 60 steps, with each recipe")
     target, x = randn(8, 16, seed=5), randn(64, 16, seed=6)
@@ -760,19 +851,6 @@ def test_mx_quantize_is_torchaos():
     expect_equal(ours[0].view(torch.uint8).tolist(), elements.view(torch.uint8).tolist(), name="elements", read=SHARED)
 
 
-class quiet_torchao(warnings.catch_warnings):
-    """Import torchao without its remarks on kernels that this machine has not."""
-
-    def __enter__(self):
-        super().__enter__()
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-
-    def __exit__(self, *error):
-        logging.disable(logging.NOTSET)
-        super().__exit__(*error)
-
-
 # ---- 20.9 quantize_int4 ----------------------------------------------------------------------------------------------
 
 
@@ -817,6 +895,12 @@ def test_quantize_int4_never_leaves_the_levels():
     expect_equal((q.tolist(), zero.tolist()), ([[0, 15, 6, 7]], [[6]]), name="q and zero", answer=q, read=GROUPS)
 
 
+def test_quantize_int4_of_the_smallest_numbers():
+    case("a group of [-22, 0, 0, 0] times float32's smallest number: a fifteenth of 22 is rounded to 1 of them")
+    q, _, zero = low.quantize_int4(torch.tensor([[-22.0, 0.0, 0.0, 0.0]]) * 2.0**-149, 4)
+    expect_equal((q.tolist(), zero.tolist()), ([[0, 15, 15, 15]], [[15]]), name="q and zero", answer=q, read=RETURNS)
+
+
 def test_quantize_int4_of_ties():
     case("a group of [-5, 10, 0.5, 2.5]: scale 1, zero 5; ties go to the even number before the zero point is added")
     q, _, zero = low.quantize_int4(torch.tensor([[-5.0, 10.0, 0.5, 2.5]]), 4)
@@ -859,8 +943,12 @@ def test_quantize_int4_refuses_what_is_not_finite(value):
 
 @oracle
 def test_quantize_int4_is_torchaos():
-    case("weight [24, 256], groups of 64, against torchao's asymmetric groups of four bits")
+    case(
+        "weight [24, 256], groups of 64, also of one sign, of one number and with an outlier, against torchao's asymmetric groups of four bits"
+    )
     weight = randn(24, 256)
+    weight[0], weight[1], weight[2], weight[3] = weight[0].abs(), -weight[1].abs(), 7.5, -0.3
+    weight[4:8, 5] = torch.tensor([1e30, -1e30, 100.0, -100.0])
     with quiet_torchao():
         from torchao.quantization.quant_primitives import MappingType, choose_qparams_affine, quantize_affine
 
@@ -1200,6 +1288,24 @@ def test_gptq_of_independent_inputs_is_rounding():
     expected = nearest(weight, 32)
     expect_equal((q.tolist(), zero.tolist()), (expected[0].tolist(), expected[2].tolist()), name="q and zero", answer=q, read=ERROR)  # fmt: skip
     expect_close(scale, expected[1], name="scale", answer=scale, read=ERROR)
+
+
+def test_gptq_of_no_inputs_is_plain_rounding():
+    case("a Hessian of zeros; weights -0.5, -0.45, -0.4, ..., 1, whose scale is 0.1, so every other one is near a tie")
+    weight = torch.cat([torch.arange(-10, 21) * 0.05, torch.zeros(1)])[None]
+    q, scale, zero = low.gptq(weight, torch.zeros(32, 32), 32)
+    expected = nearest(weight, 32)
+    expect_equal((q.tolist(), zero.tolist()), (expected[0].tolist(), expected[2].tolist()), name="q and zero", answer=q, read="the contract, under Args")  # fmt: skip
+    expect_close(scale, expected[1], atol=0, rtol=0, name="scale", answer=scale, read="the contract, under Args")
+
+
+def test_gptq_of_small_inputs():
+    case("weight [6, 64], groups of 32: inputs 2**-40 times as large as others; the Hessian's scale does not matter")
+    weight, _, hessian = correlated(6, 64, 256)
+    expected = one_by_one(weight, hessian, 32)
+    q, _, _ = low.gptq(weight, hessian * 2.0**-80, 32)
+    share = (q == expected).double().mean().item()
+    expect_true(share > 0.99, f"{share:.1%} of the levels are those of large inputs", answer=q, read=ERROR)
 
 
 def test_gptq_of_a_singular_hessian():

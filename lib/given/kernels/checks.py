@@ -70,7 +70,8 @@ def _check_hessian(hessian: Tensor, n_columns: int) -> None:
     apart = (h - h.T).abs().max()
     if apart > 0.01 * h.abs().max():
         raise ValueError(f"the Hessian and its transpose differ by {apart:.3g}: expected a symmetric matrix")
-    damping = 0.01 * h.diagonal().mean().clamp(min=1e-12)
+    mean = h.diagonal().mean().item()
+    damping = 0.01 * (mean if mean > 0 else 1.0)
     if torch.linalg.cholesky_ex(h + damping * torch.eye(n_columns).to(h)).info:
         least = torch.linalg.eigvalsh(h)[0].item()
         raise ValueError(f"the Hessian has the eigenvalue {least:.3g}: expected a sum of x x^T, which has none below 0")
