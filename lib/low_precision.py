@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
+from lib.given.kernels.checks import check_blocks, check_history, check_levels, check_weights
 from lib.given.kernels.int4 import dequantize_int4, launch_int4_matmul
 from lib.given.kernels.mode import tl, triton
 from lib.given.kernels.quantized import BLOCK, expand_blocks, has_float8, largest, tensor_core_product, with_products
@@ -101,12 +102,13 @@ class DelayedScale:
     """A scale from the past, so that a tensor can be rounded without being read twice. (Exercise 20.6)
 
     Args:
-        history: Number of past steps that are remembered.
+        history: Number of past steps that are remembered; `check_history` raises a ``ValueError`` if it is below 1.
 
     Source: Micikevicius and others (arXiv:2209.05433), section 3; Transformer Engine's ``DelayedScaling``.
     """
 
     def __init__(self, history: int = 16):
+        check_history(history)
         raise NotImplementedError("Exercise 20.6: write DelayedScale.__init__")
 
     def update(self, x: Float[Tensor, "..."]) -> None:
@@ -166,10 +168,11 @@ def mx_quantize(x: Float[Tensor, "... n"], block: int = 32) -> tuple[Tensor, Ten
         scales: float8_e8m0fnu ``[..., n / block]``: ``2**(floor(log2(amax)) - 8)``, amax the largest finite magnitude; ``2**-127``, the smallest, for zeros.
 
     Raises:
-        ValueError: the block does not divide n; the message shows both.
+        ValueError: the block is below 1 or does not divide n (`check_blocks` raises it); the message shows both.
 
     Source: OCP Microscaling Formats (MX) v1.0, section 6.3.
     """
+    check_blocks(x.shape[-1], block)
     raise NotImplementedError("Exercise 20.8: write mx_quantize")
 
 
@@ -188,8 +191,9 @@ def quantize_int4(
         zero: ``[N, K / group_size]``, uint8, 0 to 15: the level of the number 0. A weight is about ``(q - zero) * scale``.
 
     Raises:
-        ValueError: the group size does not divide K; the message shows both.
+        ValueError: the group size is below 1 or does not divide K, or a weight is not finite (`check_weights` raises it); the message shows it.
     """
+    check_weights(weight, group_size)
     raise NotImplementedError("Exercise 20.9: write quantize_int4")
 
 
@@ -200,8 +204,9 @@ def pack_int4(q: UInt8[Tensor, "... k"]) -> UInt8[Tensor, "... half_k"]:
         uint8, with half as many along the last dimension; q is left unchanged.
 
     Raises:
-        ValueError: the last dimension is odd; the message shows it.
+        ValueError: the last dimension is odd, or a level is not from 0 to 15 (`check_levels` raises the second); the message shows it.
     """
+    check_levels(q)
     raise NotImplementedError("Exercise 20.10: write pack_int4")
 
 
@@ -270,8 +275,9 @@ def gptq(
         (q, scale, zero), as `quantize_int4`.
 
     Raises:
-        ValueError: the group size does not divide K; the message shows both.
+        ValueError: what `quantize_int4` refuses, or a Hessian that is not as above (`check_weights` raises it); the message shows it.
 
     Source: GPTQ (arXiv:2210.17323), Algorithm 1, with a damping of 1 % of the mean diagonal. (The authors' code sets weights whose input is always 0 to 0.)
     """
+    check_weights(weight, group_size, hessian)
     raise NotImplementedError("Exercise 20.14: write gptq")

@@ -8,14 +8,13 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn import functional
 
 from lib.given.kernels.grouped import check_groups, launch_grouped, tile_of_program, with_gradients
 from lib.given.kernels.mode import tl, triton
 from lib.given.models.moe import DEEPSEEK_V3 as DEEPSEEK_V3
 from lib.given.models.moe import MIXTRAL_8X7B as MIXTRAL_8X7B
 from lib.given.models.moe import MoEConfig
-from lib.given.parallel.experts import AllToAll, experts_per_rank
+from lib.given.parallel.experts import AllToAll, check_experts, experts_per_rank
 from lib.llama import SwiGLU
 
 
@@ -72,13 +71,17 @@ def sort_by_expert(experts: Int[Tensor, "n k"], n_experts: int) -> tuple[Int[Ten
     """Order the assignments so that each expert's lie together. (Exercise 19.4)
 
     Args:
-        experts: ``[N, k]``: the experts of each token. Assignment ``i`` of ``experts.flatten()`` belongs to token ``i // k``.
+        experts: ``[N, k]``: the experts of each token, from 0 to E - 1. Assignment ``i`` of ``experts.flatten()`` belongs to token ``i // k``.
         n_experts: Number of experts E.
 
     Returns:
         order: ``[N k]``, int64: the assignments of expert 0, then those of expert 1, and so on; those of one expert in their old order.
         counts: ``[E]``, int64: how many assignments each expert has; 0 for an expert without any.
+
+    Raises:
+        ValueError: an expert does not exist (`check_experts` raises it, on a CPU only).
     """
+    check_experts(experts, n_experts)
     raise NotImplementedError("Exercise 19.4: write sort_by_expert")
 
 
@@ -113,8 +116,9 @@ def grouped_matmul(
         counts: ``[E]``: rows of each expert, also 0; they add up to N.
 
     Returns:
-        ``[N, F]``, with the dtype of x. On a GPU `launch_grouped` runs `grouped_matmul_kernel`, and the host does not wait for counts; on a
-        CPU, or in float64, PyTorch multiplies expert by expert. Differentiable: `with_gradients` is given your product, and uses it again.
+        ``[N, F]``, with the dtype of x, or autocast's under autocast. On a GPU `launch_grouped` runs `grouped_matmul_kernel`, and the host does
+        not wait for counts; on a CPU, or in float64, PyTorch multiplies expert by expert. Differentiable: `with_gradients` is given your
+        product, and uses it again.
         `check_groups` raises a ``ValueError`` if the shapes or dtypes don't fit.
     """
     check_groups(x, weights, counts)
@@ -190,7 +194,7 @@ class MoE(nn.Module):
         raise NotImplementedError("Exercise 19.9: write MoE.compute_experts")
 
     def forward(self, x: Float[Tensor, "... c"]) -> Float[Tensor, "... c"]:
-        """The sum of each token's experts, weighted by the router, and of the shared experts. No token is dropped."""
+        """The sum of each token's experts, weighted by the router, and of the shared experts, in the dtype of x, also under autocast. No token is dropped."""
         raise NotImplementedError("Exercise 19.9: write MoE.forward")
 
 

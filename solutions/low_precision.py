@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
+from lib.given.kernels.checks import check_blocks, check_history, check_levels, check_weights
 from lib.given.kernels.int4 import dequantize_int4, launch_int4_matmul
 from lib.given.kernels.mode import tl, triton
 from lib.given.kernels.quantized import BLOCK, expand_blocks, has_float8, largest, tensor_core_product, with_products
@@ -141,12 +142,13 @@ class DelayedScale:
     """A scale from the past, so that a tensor can be rounded without being read twice. (Exercise)
 
     Args:
-        history: Number of past steps that are remembered.
+        history: Number of past steps that are remembered; `check_history` raises a ``ValueError`` if it is below 1.
 
     Source: Micikevicius and others (arXiv:2209.05433), section 3; Transformer Engine's ``DelayedScaling``.
     """
 
     def __init__(self, history: int = 16):
+        check_history(history)
         ### BEGIN SOLUTION
         self.history = history
         self.amax: list[Tensor] = []
@@ -240,13 +242,12 @@ def mx_quantize(x: Float[Tensor, "... n"], block: int = 32) -> tuple[Tensor, Ten
         scales: float8_e8m0fnu ``[..., n / block]``: ``2**(floor(log2(amax)) - 8)``, amax the largest finite magnitude; ``2**-127``, the smallest, for zeros.
 
     Raises:
-        ValueError: the block does not divide n; the message shows both.
+        ValueError: the block is below 1 or does not divide n (`check_blocks` raises it); the message shows both.
 
     Source: OCP Microscaling Formats (MX) v1.0, section 6.3.
     """
+    check_blocks(x.shape[-1], block)
     ### BEGIN SOLUTION
-    if x.shape[-1] % block:
-        raise ValueError(f"{x.shape[-1]} numbers cannot be divided into blocks of {block}")
     blocks = x.float().unflatten(-1, (-1, block))
     amax = _magnitudes(blocks).amax(-1, keepdim=True)
     exponent = torch.where(amax > 0, torch.frexp(amax).exponent - 1 - 8, -127).clamp(-127, 127)
@@ -279,11 +280,10 @@ def quantize_int4(
         zero: ``[N, K / group_size]``, uint8, 0 to 15: the level of the number 0. A weight is about ``(q - zero) * scale``.
 
     Raises:
-        ValueError: the group size does not divide K; the message shows both.
+        ValueError: the group size is below 1 or does not divide K, or a weight is not finite (`check_weights` raises it); the message shows it.
     """
+    check_weights(weight, group_size)
     ### BEGIN SOLUTION
-    if weight.shape[1] % group_size:
-        raise ValueError(f"{weight.shape[1]} columns cannot be divided into groups of {group_size}")
     groups = weight.detach().float().unflatten(1, (-1, group_size))
     scale, zero = _group_range(groups)
     q = (torch.round(groups / scale) + zero).clamp(0, 15).to(torch.uint8)
@@ -298,8 +298,9 @@ def pack_int4(q: UInt8[Tensor, "... k"]) -> UInt8[Tensor, "... half_k"]:
         uint8, with half as many along the last dimension; q is left unchanged.
 
     Raises:
-        ValueError: the last dimension is odd; the message shows it.
+        ValueError: the last dimension is odd, or a level is not from 0 to 15 (`check_levels` raises the second); the message shows it.
     """
+    check_levels(q)
     ### BEGIN SOLUTION
     if q.shape[-1] % 2:
         raise ValueError(f"{q.shape[-1]} levels cannot be packed in pairs")
@@ -404,14 +405,13 @@ def gptq(
         (q, scale, zero), as `quantize_int4`.
 
     Raises:
-        ValueError: the group size does not divide K; the message shows both.
+        ValueError: what `quantize_int4` refuses, or a Hessian that is not as above (`check_weights` raises it); the message shows it.
 
     Source: GPTQ (arXiv:2210.17323), Algorithm 1, with a damping of 1 % of the mean diagonal. (The authors' code sets weights whose input is always 0 to 0.)
     """
+    check_weights(weight, group_size, hessian)
     ### BEGIN SOLUTION
     n_columns = weight.shape[1]
-    if n_columns % group_size:
-        raise ValueError(f"{n_columns} columns cannot be divided into groups of {group_size}")
     w, h = weight.detach().double().clone(), hessian.double()
     inverse = torch.linalg.inv(h + 0.01 * _positive(h.diagonal().mean()) * torch.eye(n_columns).to(h))
     upper = torch.linalg.cholesky(inverse, upper=True)

@@ -8,14 +8,13 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn import functional
 
 from lib.given.kernels.grouped import check_groups, launch_grouped, tile_of_program, with_gradients
 from lib.given.kernels.mode import tl, triton
 from lib.given.models.moe import DEEPSEEK_V3 as DEEPSEEK_V3
 from lib.given.models.moe import MIXTRAL_8X7B as MIXTRAL_8X7B
 from lib.given.models.moe import MoEConfig
-from lib.given.parallel.experts import AllToAll, experts_per_rank
+from lib.given.parallel.experts import AllToAll, check_experts, experts_per_rank
 from solutions.llama import SwiGLU
 
 
@@ -85,13 +84,17 @@ def sort_by_expert(experts: Int[Tensor, "n k"], n_experts: int) -> tuple[Int[Ten
     """Order the assignments so that each expert's lie together. (Exercise)
 
     Args:
-        experts: ``[N, k]``: the experts of each token. Assignment ``i`` of ``experts.flatten()`` belongs to token ``i // k``.
+        experts: ``[N, k]``: the experts of each token, from 0 to E - 1. Assignment ``i`` of ``experts.flatten()`` belongs to token ``i // k``.
         n_experts: Number of experts E.
 
     Returns:
         order: ``[N k]``, int64: the assignments of expert 0, then those of expert 1, and so on; those of one expert in their old order.
         counts: ``[E]``, int64: how many assignments each expert has; 0 for an expert without any.
+
+    Raises:
+        ValueError: an expert does not exist (`check_experts` raises it, on a CPU only).
     """
+    check_experts(experts, n_experts)
     ### BEGIN SOLUTION
     flat = experts.flatten()
     ones = torch.ones_like(flat, dtype=torch.int64)  # bincount would let the host wait for a GPU
@@ -161,8 +164,9 @@ def grouped_matmul(
         counts: ``[E]``: rows of each expert, also 0; they add up to N.
 
     Returns:
-        ``[N, F]``, with the dtype of x. On a GPU `launch_grouped` runs `grouped_matmul_kernel`, and the host does not wait for counts; on a
-        CPU, or in float64, PyTorch multiplies expert by expert. Differentiable: `with_gradients` is given your product, and uses it again.
+        ``[N, F]``, with the dtype of x, or autocast's under autocast. On a GPU `launch_grouped` runs `grouped_matmul_kernel`, and the host does
+        not wait for counts; on a CPU, or in float64, PyTorch multiplies expert by expert. Differentiable: `with_gradients` is given your
+        product, and uses it again.
         `check_groups` raises a ``ValueError`` if the shapes or dtypes don't fit.
     """
     check_groups(x, weights, counts)
@@ -186,7 +190,7 @@ def capacity_mask(experts: Int[Tensor, "n k"], n_experts: int, capacity_factor: 
     """
     ### BEGIN SOLUTION
     room = math.ceil(capacity_factor * len(experts) * experts.shape[1] / n_experts)
-    in_order = functional.one_hot(experts.T.flatten(), n_experts)
+    in_order = nn.functional.one_hot(experts.T.flatten(), n_experts)
     place = (in_order.cumsum(0) * in_order).sum(-1)
     return (place <= room).view(*experts.T.shape).T
     ### END SOLUTION
@@ -262,18 +266,18 @@ class MoE(nn.Module):
     def compute_experts(self, rows: Float[Tensor, "a c"], counts: Int[Tensor, " e"]) -> Float[Tensor, "a c"]:
         """The experts' SwiGLUs on rows that are sorted by expert: three grouped products."""
         ### BEGIN SOLUTION
-        gate = functional.silu(grouped_matmul(rows, self.w1, counts))
+        gate = nn.functional.silu(grouped_matmul(rows, self.w1, counts))
         return grouped_matmul(gate * grouped_matmul(rows, self.w3, counts), self.w2, counts)
         ### END SOLUTION
 
     def forward(self, x: Float[Tensor, "... c"]) -> Float[Tensor, "... c"]:
-        """The sum of each token's experts, weighted by the router, and of the shared experts. No token is dropped."""
+        """The sum of each token's experts, weighted by the router, and of the shared experts, in the dtype of x, also under autocast. No token is dropped."""
         ### BEGIN SOLUTION
         tokens = x.reshape(-1, x.shape[-1])
         weights, experts = self.route(tokens)
         order, counts = sort_by_expert(experts, len(self.w1))
-        rows = self.compute_experts(tokens[order // self.k], counts)
-        rows = rows * weights.flatten()[order, None].to(rows.dtype)
+        rows = self.compute_experts(tokens[order // self.k], counts).to(x.dtype)
+        rows = rows * weights.flatten()[order, None].to(x.dtype)
         out = torch.zeros_like(tokens).index_add(0, order // self.k, rows)
         return (out if self.shared is None else out + self.shared(tokens)).view_as(x)
         ### END SOLUTION
@@ -396,7 +400,7 @@ class ExpertParallelMoE(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         weights, experts = self.local.route(tokens)
         rows, counts, state = dispatch(tokens, experts, self.n_experts, self.group)
-        out = combine(self.local.compute_experts(rows, counts), weights, state, self.group)
+        out = combine(self.local.compute_experts(rows, counts), weights, state, self.group).to(x.dtype)
         return (out if self.local.shared is None else out + self.local.shared(tokens)).view_as(x)
         ### END SOLUTION
 

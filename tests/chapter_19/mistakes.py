@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from lib.given.kernels.autocast import factor_dtype
 from lib.given.kernels.grouped import tile_of_program
 from lib.given.kernels.mode import tl, triton
 from lib.given.parallel.experts import AllToAll, experts_per_rank
@@ -465,8 +466,8 @@ def raised_at_the_mean(bias, counts, rate):
 def _combined(layer, x, weights, experts, shared=True):
     tokens = x.reshape(-1, x.shape[-1])
     order, counts = reference.sort_by_expert(experts, len(layer.w1))
-    rows = layer.compute_experts(tokens[order // layer.k], counts)
-    rows = rows * weights.flatten()[order, None].to(rows.dtype)
+    rows = layer.compute_experts(tokens[order // layer.k], counts).to(x.dtype)
+    rows = rows * weights.flatten()[order, None].to(x.dtype)
     out = torch.zeros_like(tokens).index_add(0, order // layer.k, rows)
     return (out + layer.shared(tokens) if shared and layer.shared is not None else out).view_as(x)
 
@@ -499,7 +500,8 @@ class Overwritten(_MoE):
     def mix(self, x, weights, experts):
         tokens = x.reshape(-1, x.shape[-1])
         order, counts = reference.sort_by_expert(experts, len(self.w1))
-        rows = self.compute_experts(tokens[order // self.k], counts) * weights.flatten()[order, None].to(x.dtype)
+        rows = self.compute_experts(tokens[order // self.k], counts).to(x.dtype)
+        rows = rows * weights.flatten()[order, None].to(x.dtype)
         out = torch.zeros_like(tokens)
         out[order // self.k] = rows
         return (out if self.shared is None else out + self.shared(tokens)).view_as(x)
@@ -557,6 +559,12 @@ class RoutingDetached(_MoE):
         weights, experts = super().route(x)
         self.routing = self.routing[0].detach(), experts
         return weights, experts
+
+
+@mistake("MoE", "under autocast the tokens' sums stay in autocast's dtype instead of the dtype of x")
+class NarrowSums(_MoE):
+    def mix(self, x, weights, experts):
+        return super().mix(x.to(factor_dtype(x)), weights, experts)
 
 
 @mistake("MoE", "a full expert drops tokens; here no token is dropped")
@@ -749,6 +757,12 @@ def combine_with_all(y, weights, state, group=None):
 
 class _Parallel(reference.ExpertParallelMoE):
     pass
+
+
+@mistake("ExpertParallelMoE", "under autocast the result stays in autocast's dtype instead of the dtype of x")
+class NarrowResult(reference.ExpertParallelMoE):
+    def forward(self, x):
+        return super().forward(x).to(factor_dtype(x))
 
 
 @mistake("ExpertParallelMoE", "every rank keeps all experts")

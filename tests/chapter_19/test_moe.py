@@ -27,6 +27,10 @@ ROUTER, BALANCE, Z_LOSS, ORDER, GROUPED, GRADS, ROOM, BIAS, LAYER, COUNT = (f"eq
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 RAISES = "the contract, under Raises"
 COST = "the contract, under Cost"
+AUTOCAST_RULE = "the contract of forward: in the dtype of x, also under autocast"
+FAR_FROM_TIES = (
+    155  # a seed with which every token's second and third expert stay apart when logits are rounded to bfloat16
+)
 
 
 # ---- 19.1 top_k_router -----------------------------------------------------------------------------------------------
@@ -247,6 +251,14 @@ def test_sort_by_expert_of_few(n, k):
     expect_equal(dtypes, (torch.int64, torch.int64), name="dtypes", read="the contract, under Returns")
 
 
+@pytest.mark.parametrize("expert", [-1, 6])
+def test_sort_by_expert_refuses(expert):
+    case(f"a token with experts 2 and {expert}, of 6")
+    moe.sort_by_expert(torch.tensor([[2, 5]]), 6)
+    with expect_raises(ValueError, f"expert {expert} of 6", read="the contract, under Args: experts"):
+        moe.sort_by_expert(torch.tensor([[2, expert]]), 6)
+
+
 # ---- 19.5 grouped_matmul_kernel --------------------------------------------------------------------------------------
 
 KERNEL = [pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON), pytest.mark.time_limit(60)]
@@ -358,6 +370,46 @@ def test_grouped_matmul_keeps_the_dtype():
     x, weights = randn(5, 8, dtype=torch.float16).to(DEVICE), randn(2, 8, 6, seed=1, dtype=torch.float16).to(DEVICE)
     answer = moe.grouped_matmul(x, weights, torch.tensor([2, 3], device=DEVICE))
     expect_close(answer, by_loop(x, weights, [2, 3]), atol=1e-2, rtol=1e-2, read=GROUPED)
+
+
+AUTOCAST = {  # dtypes of x and of the matrices, and of their product under autocast to bfloat16
+    "the second product of a layer": (torch.bfloat16, torch.float32, torch.bfloat16),
+    "the first product of a layer": (torch.float32, torch.float32, torch.bfloat16),
+    "float16": (torch.float16, torch.float32, torch.bfloat16),
+    "float64 is left alone": (torch.float64, torch.float64, torch.float64),
+}
+
+
+@pytest.mark.time_limit(60)  # a GPU compiles
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_grouped_matmul_under_autocast(name):
+    dtypes, wanted = AUTOCAST[name][:2], AUTOCAST[name][2]
+    case(f"{name}: x in {dtypes[0]}, matrices in {dtypes[1]}, counts [2, 0, 3], under autocast to bfloat16")
+    inputs = [randn(*s, seed=i, dtype=d).to(DEVICE) for i, (s, d) in enumerate(zip(((5, 8), (3, 8, 6)), dtypes, strict=True))]  # fmt: skip
+    ours, theirs = ([t.clone().requires_grad_() for t in inputs] for _ in range(2))
+    counts = torch.tensor([2, 0, 3], device=DEVICE)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        answer = moe.grouped_matmul(*ours, counts)
+        expected = torch.cat(
+            [rows @ weight for rows, weight in zip(theirs[0].split([2, 0, 3]), theirs[1], strict=True)]
+        )
+    read = "the contract, under Returns: autocast"
+    expect_equal(answer.dtype, wanted, name="dtype of the product", answer=answer, read=read)
+    expect_close(answer, expected, atol=0.05, rtol=0.02, read=read)
+    upstream = randn(5, 6, seed=2, dtype=wanted).to(DEVICE)
+    answer.backward(upstream)
+    expected.backward(upstream)
+    for gradient, mine, other in zip(("x", "weights"), ours, theirs, strict=True):  # each in the dtype of its input
+        expect_close(mine.grad, other.grad, atol=0.05, rtol=0.02, name=f"gradient of {gradient}", read=GRADS)
+
+
+def test_grouped_matmul_refuses_two_dtypes():
+    case("x in float64, matrices in float32: without autocast, and under it, where float64 is left alone")
+    x, weights, counts = randn(5, 8, dtype=torch.float64), randn(2, 8, 6), torch.tensor([2, 3])
+    moe.grouped_matmul(x, weights.double(), counts)
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), expect_raises(ValueError, "float64", "float32", read="the contract, under Returns"):  # fmt: skip
+            moe.grouped_matmul(x, weights, counts)
 
 
 @oracle
@@ -639,6 +691,30 @@ def test_MoE_is_copied_without_its_routing():
     expect_close(other(x), out, name="the copy's output", read=LAYER)
 
 
+@pytest.mark.parametrize("n_shared", [0, 1])
+def test_MoE_under_autocast(n_shared):
+    case(f"x [2, 5, 6] in float32, 4 experts, k=2, {n_shared} shared, under autocast to bfloat16")
+    layer, weights = make_moe(n_shared=n_shared, dtype=torch.float32)
+    weights = {name: w.clone().requires_grad_() for name, w in weights.items()}
+    ours, theirs = (randn(2, 5, 6, seed=FAR_FROM_TIES).requires_grad_() for _ in range(2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, expected = layer(ours), loop_over_tokens(theirs, weights, 2)
+    expect_equal(out.dtype, torch.float32, name="dtype", answer=out, read=AUTOCAST_RULE)
+    expect_close(out, expected.to(out.dtype), **loosely(expected), read=AUTOCAST_RULE)
+    upstream = randn(2, 5, 6, seed=9)
+    out.backward(upstream)
+    expected.backward(upstream.to(expected.dtype))
+    expect_close(ours.grad, theirs.grad, **loosely(theirs.grad), name="x's gradient", read=AUTOCAST_RULE)
+    for name, parameter in layer.named_parameters():
+        wanted = weights[name].grad
+        expect_close(parameter.grad, wanted, **loosely(wanted), name=f"gradient of {name}", read=AUTOCAST_RULE)
+
+
+def loosely(expected: Tensor) -> dict[str, float]:
+    """Tolerances for three products in a row in bfloat16, each with eight bits."""
+    return {"rtol": 0.03, "atol": 0.01 * expected.detach().abs().max().item()}
+
+
 def mixtral_block(dim, hidden, n_experts, k):
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
@@ -684,6 +760,25 @@ def test_MoE_equals_mixtral():
     read = "it uses `convert_hf_state_dict`: if that does not pass, fix it first"
     expect_close(out, value, atol=1e-4, rtol=1e-4, read=read)
     expect_close(x.grad, grad, atol=1e-4, rtol=1e-4, name="x's gradient", read=read)
+
+
+@oracle
+@pytest.mark.time_limit(60)
+def test_MoE_equals_mixtral_under_autocast():
+    case("x [2, 5, 6], 4 experts of width 5, k=2, with the weights of Transformers' block, under autocast to bfloat16")
+    layer, _ = make_moe(dtype=torch.float32)
+    block = mixtral_block(6, 5, 4, 2)
+    layer.load_state_dict(moe.convert_hf_state_dict(block.state_dict()))
+    ours, theirs = (randn(2, 5, 6, seed=FAR_FROM_TIES).requires_grad_() for _ in range(2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, expected = layer(ours), block(theirs)
+    expect_close(out, expected, **loosely(expected), read=AUTOCAST_RULE)
+    for result in (out, expected):
+        result.backward(randn(2, 5, 6, seed=8))
+    expect_close(ours.grad, theirs.grad, **loosely(theirs.grad), name="x's gradient", read=AUTOCAST_RULE)
+    grads = moe.convert_hf_state_dict({name: p.grad for name, p in block.named_parameters()})
+    for name, parameter in layer.named_parameters():
+        expect_close(parameter.grad, grads[name], **loosely(grads[name]), name=f"gradient of {name}", read=AUTOCAST_RULE)  # fmt: skip
 
 
 @oracle
@@ -996,6 +1091,30 @@ def test_ExpertParallelMoE_on_ranks(ranks, n_shared, lengths):
         expect_true(
             received == 2 * sent[2].n_bytes, "the results and their gradients differ in size", answer=total, read=COST
         )
+
+
+def under_autocast(rank, world_size):
+    case(f"4 experts, k=2, 1 shared, float32 under autocast to bfloat16, on 2 ranks with 4 and 3 tokens; rank {rank}")
+    whole = whole_layer(1).float()
+    layer = moe.ExpertParallelMoE(whole)
+    x, y = (randn(4 - rank, 6, seed=10 + rank).requires_grad_() for _ in range(2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, alone = layer(x), whole(y)
+    read = "the contract of forward"
+    expect_equal(out.dtype, torch.float32, name="dtype", answer=out, read=read)
+    expect_close(out, alone, **loosely(alone), read=read)
+    for result in (out, alone):
+        result.backward(randn(4 - rank, 6, seed=40 + rank))
+    expect_close(x.grad, y.grad, **loosely(y.grad), name="x's gradient", read=read)
+    for name in ("w1", "w2", "w3"):
+        dist.all_reduce(getattr(whole, name).grad)
+        wanted = getattr(whole, name).grad.chunk(world_size)[rank]
+        expect_close(getattr(layer.local, name).grad, wanted, **loosely(wanted), name=f"gradient of {name}", read=read)
+
+
+@pytest.mark.time_limit(20)
+def test_ExpertParallelMoE_under_autocast(ranks):
+    ranks(under_autocast, n_ranks=2)
 
 
 def in_pairs(rank, world_size):

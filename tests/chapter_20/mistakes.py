@@ -5,6 +5,7 @@ import functools
 import torch
 from torch import nn
 
+from lib.given.kernels.checks import check_weights
 from lib.given.kernels.int4 import dequantize_int4
 from lib.given.kernels.mode import tl, triton
 from lib.given.kernels.quantized import BLOCK, expand_blocks, largest, with_products
@@ -721,11 +722,6 @@ def float32_scales(x, block=32):
     return elements, scales.float()
 
 
-@mistake("mx_quantize", "a ragged end is cut off instead of refused")
-def ragged_end_cut(x, block=32):
-    return reference.mx_quantize(x[..., : x.shape[-1] // block * block], block)
-
-
 # ---- 20.9 quantize_int4 ----------------------------------------------------------------------------------------------
 
 
@@ -839,11 +835,6 @@ def zero_scale(weight, group_size=128):
 def scales_in_their_dtype(weight, group_size=128):
     q, scale, zero = reference.quantize_int4(weight, group_size)
     return q, scale.to(weight.dtype), zero
-
-
-@mistake("quantize_int4", "columns that fill no group are left out instead of refused")
-def last_columns_left_out(weight, group_size=128):
-    return reference.quantize_int4(weight[:, : weight.shape[1] // group_size * group_size], group_size)
 
 
 # ---- 20.10 pack_int4, 20.11 unpack_int4 ------------------------------------------------------------------------------
@@ -1127,7 +1118,7 @@ class Int4WholeRows(reference.Int4Linear):
 
 
 def _gptq(weight, hessian, group_size, factor=None, damping=0.01, ranges="current", carry=True, later_only=True, narrow=True, floor=0.0):  # fmt: skip
-    reference.quantize_int4(weight, group_size)
+    check_weights(weight, group_size, hessian)
     w, h = weight.detach().double().clone(), hessian.double()
     k = w.shape[1]
     mean = h.diagonal().mean().clamp(min=floor)
@@ -1214,11 +1205,3 @@ def in_place(weight, hessian, group_size=128):
     answer = reference.gptq(weight, hessian, group_size)
     weight.copy_(dequantize_int4(*answer))
     return answer
-
-
-@mistake("gptq", "columns that fill no group are left out instead of refused")
-def last_group_left_out(weight, hessian, group_size=128):
-    n = weight.shape[1] // group_size * group_size
-    if n == weight.shape[1]:
-        return reference.gptq(weight, hessian, group_size)
-    return weight.to(torch.uint8), weight, weight.to(torch.uint8)

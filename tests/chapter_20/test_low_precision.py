@@ -554,6 +554,14 @@ def test_DelayedScale_keeps_no_tensor():
     expect_close(past.scale(E4M3), torch.tensor(2.0), read="the contract of update")
 
 
+@pytest.mark.parametrize("history", [0, -3])
+def test_DelayedScale_refuses_a_history_without_steps(history):
+    case(f"a history of {history} steps")
+    low.DelayedScale(1)
+    with expect_raises(ValueError, str(history), read="the contract, under Args"):
+        low.DelayedScale(history)
+
+
 # ---- 20.7 Float8Linear -----------------------------------------------------------------------------------------------
 
 RECIPES = ["dynamic", "delayed", "rowwise", "blockwise"]
@@ -821,6 +829,14 @@ def test_mx_quantize_refuses():
         low.mx_quantize(torch.ones(2, 33))
 
 
+@pytest.mark.parametrize("block", [0, -32])
+def test_mx_quantize_refuses_a_block_below_1(block):
+    case(f"64 numbers in blocks of {block}")
+    low.mx_quantize(torch.ones(2, 64))
+    with expect_raises(ValueError, "64", str(block), read=RAISES):
+        low.mx_quantize(torch.ones(2, 64), block)
+
+
 @oracle
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_mx_quantize_is_torchaos(dtype):
@@ -912,6 +928,24 @@ def test_quantize_int4_refuses():
         low.quantize_int4(torch.ones(1, 100))
 
 
+@pytest.mark.parametrize("size", [0, -32])
+def test_quantize_int4_refuses_a_group_below_1(size):
+    case(f"64 columns in groups of {size}")
+    low.quantize_int4(torch.ones(1, 64), 32)
+    with expect_raises(ValueError, "64", str(size), read=RAISES):
+        low.quantize_int4(torch.ones(1, 64), size)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e300])
+def test_quantize_int4_refuses_what_is_not_finite(value):
+    case(f"a weight is {value}, which is not finite in float32")
+    weight = torch.ones(2, 4, dtype=torch.float64)
+    low.quantize_int4(weight, 4)
+    weight[1, 2] = value
+    with expect_raises(ValueError, str(value), read=RAISES):
+        low.quantize_int4(weight, 4)
+
+
 @oracle
 def test_quantize_int4_is_torchaos():
     case(
@@ -963,6 +997,15 @@ def test_pack_int4_refuses():
     low.pack_int4(torch.zeros(2, dtype=torch.uint8))
     with expect_raises(ValueError, "3", read=RAISES):
         low.pack_int4(torch.zeros(3, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("level", [16, 255, -1])
+def test_pack_int4_refuses_more_than_four_bits(level):
+    case(f"levels 15, 0, 3, {level}: a level has four bits, from 0 to 15")
+    dtype = torch.uint8 if level > 0 else torch.int8
+    low.pack_int4(torch.tensor([15, 0, 3, 1], dtype=dtype))
+    with expect_raises(ValueError, str(level), read=RAISES):
+        low.pack_int4(torch.tensor([15, 0, 3, level], dtype=dtype))
 
 
 # ---- 20.11 unpack_int4 -----------------------------------------------------------------------------------------------
@@ -1143,6 +1186,14 @@ def test_Int4Linear_has_its_own_bias():
     expect_close(layer(x), before, atol=0, rtol=0, answer=layer(x), read="the contract, under Attributes")
 
 
+@pytest.mark.parametrize("size", [0, 48])
+def test_Int4Linear_refuses_a_group(size):
+    case(f"64 columns in groups of {size}")
+    low.Int4Linear(nn.Linear(64, 4), 32)
+    with expect_raises(ValueError, "64", str(size), read="the contract, under Args"):
+        low.Int4Linear(nn.Linear(64, 4), size)
+
+
 @pytest.mark.gpu
 @pytest.mark.time_limit(120)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -1277,3 +1328,28 @@ def test_gptq_refuses():
     low.gptq(torch.ones(1, 128), torch.eye(128))
     with expect_raises(ValueError, "100", "128", read=RAISES):
         low.gptq(torch.ones(1, 100), torch.eye(100))
+    case("16 columns in groups of 0; a weight that is NaN")
+    with expect_raises(ValueError, "16", "0", read=RAISES):
+        low.gptq(torch.ones(1, 16), torch.eye(16), 0)
+    with expect_raises(ValueError, "nan", read=RAISES):
+        low.gptq(torch.full((1, 16), torch.nan), torch.eye(16), 16)
+
+
+HESSIANS = {  # a Hessian of four columns with a fault, and what the message shows
+    "rows of three columns": (torch.eye(3), ("(3, 3)", "[4, 4]")),
+    "one row": (torch.ones(4), ("(4,)", "[4, 4]")),
+    "NaN": (torch.full((4, 4), torch.nan), ("nan",)),
+    "an infinity": (torch.diag(torch.tensor([1.0, torch.inf, 1.0, 1.0])), ("inf",)),
+    "not symmetric": (torch.eye(4) + torch.tensor([[0.0, 0.5, 0.0, 0.0]] + 3 * [[0.0] * 4]), ("0.5", "symmetric")),
+    "a negative eigenvalue": (torch.diag(torch.tensor([3.0, 1.0, -0.25, 2.0])), ("-0.25",)),
+    "all negative": (-torch.eye(4), ("-1",)),
+}
+
+
+@pytest.mark.parametrize("fault", HESSIANS)
+def test_gptq_refuses_a_hessian(fault):
+    case(f"weight [2, 4], groups of 4; the Hessian: {fault}")
+    hessian, shown = HESSIANS[fault]
+    low.gptq(torch.ones(2, 4), torch.eye(4), 4)
+    with expect_raises(ValueError, *shown, read=RAISES):
+        low.gptq(torch.ones(2, 4), hessian, 4)

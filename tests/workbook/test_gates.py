@@ -11,7 +11,11 @@ from packaging.requirements import Requirement
 from lib.workbook.book.catalog import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-NEEDED = [Requirement(r) for r in sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"])]
+NEEDED = [
+    needed
+    for needed in map(Requirement, sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"]))
+    if needed.name != PROJECT["name"]  # an extra may take in another one
+]
 LOCK = [
     Requirement(line)
     for line in (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()

@@ -222,9 +222,10 @@ def test_a_wrong_answer_is_explained_and_the_right_one_passes(page, project, ope
     page.goto(open_lab("2"))
     wait_for_notebook(page, "02_rope.md")
     notebook(page).locator(".jp-Cell").first.click()
+    cell = run_in_new_cell(page, "%check apply_rope")  # before any cell that imports lib
+    cell.locator(".workbook-check:has-text('not started')").wait_for()
     loaded = run_in_new_cell(page, "from lib.rope import apply_rope\nprint('ready')")
     loaded.locator(".jp-OutputArea-output:has-text('ready')").wait_for()
-
     cell = run_in_new_cell(page, "%check apply_rope")
     cell.locator(".workbook-check:has-text('not started')").wait_for()
 

@@ -1,8 +1,10 @@
-"""What ``torch.autocast`` does to each operation, by the name that a ``TorchFunctionMode`` sees, and formats by name.
+"""What ``torch.autocast`` does to each operation, by the name that a ``TorchFunctionMode`` sees, formats by name, and the dtype of a factor.
 
 Transcribed from PyTorch's ``aten/src/ATen/autocast_mode.h``, for common operations only. An operation in neither set runs in
 the dtypes of its inputs. The lists of CUDA and of the CPU differ: on the CPU, softmax, norms and sums stay narrow.
 """
+
+import torch
 
 FORMATS: dict[str, tuple[int, int, bool]] = {
     "float32": (8, 23, True),
@@ -75,3 +77,11 @@ REDUCTIONS: dict[str, frozenset[str]] = {
     "cpu": frozenset({"prod", "cdist", "trace", "quantile", "nanquantile", "avg_pool3d", "ctc_loss"} | _LOSSES),
 }
 """Operations that run in float32, by type of device."""
+
+
+def factor_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype in which ``x`` enters a product: autocast's dtype under ``torch.autocast``, except for float64; else its own."""
+    kind = x.device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return x.dtype
+    return torch.get_autocast_dtype(kind) if x.is_floating_point() and x.dtype != torch.float64 else x.dtype

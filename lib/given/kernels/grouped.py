@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lib.given.kernels.autocast import factor_dtype
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON, MatmulTiles, tl, triton
 from lib.given.kernels.once import first_derivative_only
 
@@ -30,7 +31,7 @@ def check_groups(x: Tensor, weights: Tensor, counts: Tensor) -> None:
     if not fits or x.shape[1] != weights.shape[1] or len(counts) != len(weights):
         shapes = f"x {tuple(x.shape)}, weights {tuple(weights.shape)}, counts {tuple(counts.shape)}"
         raise ValueError(f"{shapes}: expected [N, C], [E, C, F] and [E]")
-    if x.dtype != weights.dtype or counts.is_floating_point():
+    if factor_dtype(x) != factor_dtype(weights) or counts.is_floating_point():
         raise ValueError(
             f"x is {x.dtype}, weights {weights.dtype}, counts {counts.dtype}: expected one dtype, and integers"
         )
@@ -183,5 +184,7 @@ def with_gradients(
 
     The gradient of x is a grouped product again, with every matrix transposed: ``product(grad, weights.transpose(1, 2), counts)``.
     The gradient of a matrix is the product of its expert's transposed rows with their gradients.
+    Under autocast both factors are cast to its dtype first, except float64; their gradients come back in their own dtypes.
     """
+    x, weights = x.to(factor_dtype(x)), weights.to(factor_dtype(weights))
     return _GroupedProduct.apply(product, x, weights, counts)

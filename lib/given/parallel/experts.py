@@ -1,9 +1,21 @@
-"""Parts of chapter 19 that are given: rows that change ranks, and the gradients that follow them back."""
+"""Parts of chapter 19 that are given: a check of the experts chosen, rows that change ranks, and the gradients that follow them back."""
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
+
+
+def check_experts(experts: Int[Tensor, "..."], n_experts: int) -> None:
+    """Reject experts that don't exist; reads them on a CPU only, so a GPU need not be waited for.
+
+    Raises:
+        ValueError: an expert is below 0 or is not below ``n_experts``; the message shows it.
+    """
+    if experts.device.type == "cpu" and experts.numel():
+        for expert in experts.aminmax():
+            if not 0 <= expert < n_experts:
+                raise ValueError(f"expert {expert} of {n_experts}: expected from 0 to {n_experts - 1}")
 
 
 def experts_per_rank(n_experts: int, group: dist.ProcessGroup | None = None) -> int:

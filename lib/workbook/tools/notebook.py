@@ -160,6 +160,10 @@ def load(shell=None) -> None:
     shell.events.register("pre_run_cell", before_cell)
 
 
+load_ipython_extension = load
+"""Lets `workbook lab` load this module when a kernel starts (``.jupyter/kernels``), so that ``%check`` works before any other cell has run."""
+
+
 def _leave_to_us(shell) -> None:
     """Keep ``%autoreload`` away from graded modules, whose names may come from the reference."""
     from lib.workbook.book.catalog import chapters

@@ -12,6 +12,7 @@ import yaml
 
 from lib.workbook.book.catalog import CHAPTER_FILE, ROOT, BookError, Chapter, chapters, is_back_matter
 from lib.workbook.book.stubs import BEGIN, END, source_of, write_atomically
+from lib.workbook.tools.lab import jupyter_path
 
 JUPYTEXT_HEADER = """---
 jupytext:
@@ -59,6 +60,7 @@ def environment() -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "KINETO_LOG_LEVEL": "99",  # as lib/__init__.py sets it; a chapter imports torch before lib
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+        "JUPYTER_PATH": jupyter_path(),
     }
 
 
