@@ -71,15 +71,12 @@ def sort_by_expert(experts: Int[Tensor, "n k"], n_experts: int) -> tuple[Int[Ten
     """Order the assignments so that each expert's lie together. (Exercise 19.4)
 
     Args:
-        experts: ``[N, k]``: the experts of each token, from 0 to E - 1. Assignment ``i`` of ``experts.flatten()`` belongs to token ``i // k``.
+        experts: ``[N, k]``, below E (or `check_experts` raises, on a CPU). Assignment ``i`` of ``experts.flatten()`` belongs to token ``i // k``.
         n_experts: Number of experts E.
 
     Returns:
         order: ``[N k]``, int64: the assignments of expert 0, then those of expert 1, and so on; those of one expert in their old order.
         counts: ``[E]``, int64: how many assignments each expert has; 0 for an expert without any.
-
-    Raises:
-        ValueError: an expert does not exist (`check_experts` raises it, on a CPU only).
     """
     check_experts(experts, n_experts)
     raise NotImplementedError("Exercise 19.4: write sort_by_expert")
@@ -116,9 +113,8 @@ def grouped_matmul(
         counts: ``[E]``: rows of each expert, also 0; they add up to N.
 
     Returns:
-        ``[N, F]``, with the dtype of x, or autocast's under autocast. On a GPU `launch_grouped` runs `grouped_matmul_kernel`, and the host does
-        not wait for counts; on a CPU, or in float64, PyTorch multiplies expert by expert. Differentiable: `with_gradients` is given your
-        product, and uses it again.
+        ``[N, F]``, with the dtype of x, or autocast's. On a GPU `launch_grouped` runs `grouped_matmul_kernel`, and the host does not wait for
+        counts; on a CPU, or in float64, PyTorch multiplies expert by expert. Differentiable: `with_gradients` uses your product again.
         `check_groups` raises a ``ValueError`` if the shapes or dtypes don't fit.
     """
     check_groups(x, weights, counts)
