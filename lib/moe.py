@@ -178,6 +178,9 @@ class MoE(nn.Module):
         super().__init__()
         raise NotImplementedError("Exercise 19.9: write MoE.__init__")
 
+    def __getstate__(self) -> dict:  # what is copied and pickled: not the routing, which belongs to a graph
+        return self.__dict__ | {"routing": None}
+
     def route(self, x: Float[Tensor, "n c"]) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
         """Weights and experts of each token, ``[N, k]`` each, in the order of the choice. The choice sees the bias, the weights don't. Sets ``routing``."""
         raise NotImplementedError("Exercise 19.9: write MoE.route")

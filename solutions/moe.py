@@ -234,7 +234,7 @@ class MoE(nn.Module):
     def __init__(self, dim: int, hidden_dim: int, n_experts: int, k: int, n_shared: int = 0):
         super().__init__()
         ### BEGIN SOLUTION
-        self.k = k
+        self.k, self.routing = k, None
         self.router = nn.Linear(dim, n_experts, bias=False)
 
         def matrices(n_in: int, n_out: int) -> nn.Parameter:
@@ -243,8 +243,10 @@ class MoE(nn.Module):
         self.w1, self.w2, self.w3 = matrices(dim, hidden_dim), matrices(hidden_dim, dim), matrices(dim, hidden_dim)
         self.register_buffer("router_bias", torch.zeros(n_experts))
         self.shared = SwiGLU(dim, n_shared * hidden_dim) if n_shared else None
-        self.routing = None
         ### END SOLUTION
+
+    def __getstate__(self) -> dict:  # what is copied and pickled: not the routing, which belongs to a graph
+        return self.__dict__ | {"routing": None}
 
     def route(self, x: Float[Tensor, "n c"]) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
         """Weights and experts of each token, ``[N, k]`` each, in the order of the choice. The choice sees the bias, the weights don't. Sets ``routing``."""
@@ -306,8 +308,7 @@ def convert_hf_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]
     else:
         parts = [torch.stack([state_dict[name] for name in names[i::3]]) for i in range(3)]
     experts = {name: w.transpose(1, 2).contiguous() for name, w in zip(("w1", "w3", "w2"), parts, strict=True)}
-    router = state_dict["gate.weight"]
-    return {"router.weight": router, "router_bias": router.new_zeros(n_experts), **experts}
+    return {"router.weight": state_dict["gate.weight"], "router_bias": parts[0].new_zeros(n_experts), **experts}
     ### END SOLUTION
 
 

@@ -4,6 +4,7 @@ The layer is compared with a loop over tokens and with Transformers' Mixtral and
 products with PyTorch's; the layer on ranks with the layer on one process. The ledger counts what is sent.
 """
 
+import copy
 import math
 
 import pytest
@@ -677,6 +678,17 @@ def test_MoE_keeps_the_routing():
     expect_close(probabilities, expected, name="probabilities", read=read)
     expect_true(probabilities.requires_grad, "the probabilities have no gradient", answer=probabilities, read=read)
     expect_equal(experts.tolist(), expected.topk(2).indices.tolist(), name="experts", read=read)
+
+
+def test_MoE_is_copied_without_its_routing():
+    case("a layer after a forward pass, copied by copy.deepcopy: the routing, part of a graph, stays behind")
+    layer, _ = make_moe()
+    x = randn(8, 6, seed=7, dtype=torch.float64)
+    out = layer(x)
+    other = copy.deepcopy(layer)
+    expect_true(other.routing is None, "the copy has the routing", answer=out, read="the contract, under Attributes: routing")  # fmt: skip
+    expect_true(layer.routing is not None, "the layer has lost its routing", answer=out, read="the contract, under Attributes: routing")  # fmt: skip
+    expect_close(other(x), out, name="the copy's output", read=LAYER)
 
 
 @pytest.mark.parametrize("n_shared", [0, 1])

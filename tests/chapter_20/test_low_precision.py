@@ -838,13 +838,18 @@ def test_mx_quantize_refuses_a_block_below_1(block):
 
 
 @oracle
-def test_mx_quantize_is_torchaos():
-    case("x [16, 128] with numbers of many sizes, against torchao's rounding of scales to the floor")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_mx_quantize_is_torchaos(dtype):
+    case(
+        f"x [16, 128] in {dtype}: numbers of many sizes, zeros, 256 and 500, which saturates; torchao rounds scales to the floor"
+    )
     with quiet_torchao():
         from torchao.prototype.mx_formats.config import ScaleCalculationMode
         from torchao.prototype.mx_formats.mx_tensor import to_mx
 
         x = randn(16, 128) * torch.exp2(randn(16, 128, seed=1).mul(6).round())
+        x[0], x[1], x[2] = 0, 256, 500
+        x = x.to(dtype)
         scales, elements = to_mx(x, E4M3, 32, ScaleCalculationMode.FLOOR)
     ours = low.mx_quantize(x)
     expect_equal(ours[1].view(torch.uint8).tolist(), scales.view(torch.uint8).tolist(), name="scales", read=SHARED)
