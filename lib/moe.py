@@ -166,7 +166,7 @@ class MoE(nn.Module):
         w1: Parameter ``[E, C, F]``, the gates; ``w3``, ``[E, C, F]``, the values; ``w2``, ``[E, F, C]``, back to the model's width; drawn as ``nn.Linear`` draws.
         router_bias: Buffer ``[E]``, initially zeros, added to the logits when experts are chosen and not when they are weighted.
         shared: The shared SwiGLU, or None.
-        routing: For the balancing losses: softmax ``[N, E]``, with its gradient, and experts ``[N, k]`` of the last forward pass; at first None.
+        routing: For the balancing losses: softmax ``[N, E]``, with its gradient, and experts ``[N, k]`` of the last forward pass; None at first and in copies.
 
     Source: Mixtral (arXiv:2401.04088), section 2.1; shared experts: DeepSeekMoE (arXiv:2401.06066), section 3.2.
     """

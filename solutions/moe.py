@@ -223,7 +223,7 @@ class MoE(nn.Module):
         w1: Parameter ``[E, C, F]``, the gates; ``w3``, ``[E, C, F]``, the values; ``w2``, ``[E, F, C]``, back to the model's width; drawn as ``nn.Linear`` draws.
         router_bias: Buffer ``[E]``, initially zeros, added to the logits when experts are chosen and not when they are weighted.
         shared: The shared SwiGLU, or None.
-        routing: For the balancing losses: softmax ``[N, E]``, with its gradient, and experts ``[N, k]`` of the last forward pass; at first None.
+        routing: For the balancing losses: softmax ``[N, E]``, with its gradient, and experts ``[N, k]`` of the last forward pass; None at first and in copies.
 
     Source: Mixtral (arXiv:2401.04088), section 2.1; shared experts: DeepSeekMoE (arXiv:2401.06066), section 3.2.
     """
@@ -384,7 +384,7 @@ class ExpertParallelMoE(nn.Module):
         ### BEGIN SOLUTION
         self.group, self.n_experts = group, len(moe.w1)
         n_local = experts_per_rank(self.n_experts, group)
-        self.local = copy.deepcopy(moe, {id(moe.routing): None})  # the last routing stays behind
+        self.local = copy.deepcopy(moe)
         for name in ("w1", "w2", "w3"):
             part = getattr(moe, name).detach().split(n_local)[dist.get_rank(group)]
             setattr(self.local, name, nn.Parameter(part.clone()))
