@@ -8,6 +8,7 @@ import yaml
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
+from lib.runs import serve
 from lib.workbook.book.catalog import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -58,6 +59,12 @@ def test_what_the_book_needs_has_a_ceiling_and_its_tools_are_exact():
     tools = {r.name: str(r.specifier) for r in NEEDED if r.name in ("ruff", "mypy", "pre-commit")}
     assert len(tools) == 3
     assert all(spec.startswith("==") for spec in tools.values())
+
+
+def test_the_site_alone_has_what_the_server_needs_that_its_pages_start():
+    extras = PROJECT["optional-dependencies"]
+    assert f"{PROJECT['name']}[serve]" in extras["site"]
+    assert {canonical(Requirement(r).name) for r in extras["serve"]} == {canonical(name) for name in serve.NEEDED}
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.name)
