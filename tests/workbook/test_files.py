@@ -246,7 +246,7 @@ def test_gradescope_gets_what_its_specification_names(book):
     solve(book)
     book.write("toy", "return [half, half]", "return [half, 0]")
     test = book.root / "tests/chapter_02/test_later.py"
-    test.write_text(test.read_text().replace("def test", "@pytest.mark.skip(reason='no device')\ndef test"))
+    test.write_text(test.read_text().replace("def test", "@pytest.mark.skip(reason='no device: buy one')\ndef test"))
     test.write_text("import pytest\n" + test.read_text())
     book.pytest("tests", "--gradescope", "results.json")
     made = json.loads((book.root / "results.json").read_text())
@@ -271,6 +271,7 @@ def test_gradescope_gets_what_its_specification_names(book):
     ]
     assert "value        out[1] = 0, expected 1.5" in made["tests"][2]["output"]
     assert made["tests"][0]["output"] == "passed: 5 checks, lib/toy.py:6"
+    assert made["tests"][3]["output"].endswith("1 skipped (no device)")
     book.pytest("tests", "--gradescope", "results.json", "-k", "nothing_is_called_so")
     assert json.loads((book.root / "results.json").read_text())["score"] == 0
 

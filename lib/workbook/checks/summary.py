@@ -31,6 +31,7 @@ class Marks:
         row = self.rows.setdefault(key, _empty_row(told))
         if report.skipped and told.state != "not run":
             row["skipped"] += 1
+            row["why_skipped"] = row["why_skipped"] or _reason(report)
         elif told.state == "not started":
             row["not_started"] += 1
             row["next"] = row["next"] or told.next
@@ -108,13 +109,20 @@ def describe(row: dict) -> str:
     if row["state"] == "not started":
         done = f"{row['passed']} checks pass already; " if row["passed"] else ""
         return done + row["next"]
-    return f"{row['passed']} checks, {row['graded']}" + (f", {row['skipped']} skipped" if row["skipped"] else "")
+    skipped = f", {row['skipped']} skipped ({row['why_skipped']})" if row["skipped"] else ""
+    return f"{row['passed']} checks, {row['graded']}{skipped}"
+
+
+def _reason(report) -> str:
+    """Why a check was skipped, without what to do about it, which ``pytest -rs`` shows."""
+    _, _, why = report.longrepr
+    return why.removeprefix("Skipped: ").partition(":")[0]
 
 
 def _empty_row(told: Told) -> dict:
     numbers = dict.fromkeys(("passed", "failed", "unchecked", "not_run", "skipped", "not_started"), 0)
     facts = {"chapter": told.chapter, "module": told.module, "number": told.number, "name": told.name}
-    texts = dict.fromkeys(("problem", "case", "next", "report", "printed"), "")
+    texts = dict.fromkeys(("problem", "case", "next", "report", "printed", "why_skipped"), "")
     return {**facts, "graded": told.graded, **numbers, **texts}
 
 
