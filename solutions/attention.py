@@ -184,7 +184,7 @@ class KVCache:
         """
         ### BEGIN SOLUTION
         batch, n_kv_heads, max_len, head_dim = self.keys.shape
-        expected = (batch, n_kv_heads, k.shape[2], head_dim)
+        expected = (batch, n_kv_heads, k.shape[-2], head_dim)
         for name, new in (("keys", k), ("values", v)):
             if tuple(new.shape) != expected:
                 raise ValueError(f"{name} are {list(new.shape)}, this cache takes {list(expected)}")

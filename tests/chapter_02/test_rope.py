@@ -514,7 +514,7 @@ def test_interpolate_positions_by_hand():
     expect_close(rope.interpolate_positions(8, 4), expected, atol=1e-6, read=INTERPOLATION)
 
 
-@pytest.mark.parametrize(("context_len", "trained_len"), [(4, 8), (5, 5), (1, 2)])
+@pytest.mark.parametrize(("context_len", "trained_len"), [(4, 8), (5, 5), (1, 2), (0, 5)])
 def test_interpolate_positions_never_stretches(context_len, trained_len):
     case(f"context_len={context_len}, trained_len={trained_len}: it fits")
     expected = torch.arange(context_len, dtype=torch.float32)

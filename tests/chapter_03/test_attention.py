@@ -660,6 +660,13 @@ def test_KVCache_refuses_another_shape(what, k_shape, v_shape, wrong):
     expect_equal(cache.length, 1, name="length", read=raises)
 
 
+def test_KVCache_refuses_two_dimensions():
+    case("b=4 g=2 max_len=7 d=5: k and v [3, 5], without batch and heads")
+    cache = attention.KVCache(4, 2, 7, 5)
+    with expect_raises(ValueError, "3, 5", read="the contract, under Raises"):
+        cache.update(randn(3, 5), randn(3, 5, seed=1))
+
+
 def test_KVCache_keeps_its_dtype():
     case("bfloat16: the dtype of the result")
     cache = attention.KVCache(1, 1, 3, 2, dtype=torch.bfloat16)
