@@ -5,6 +5,7 @@ with the layer on one process. The ledger counts what is sent.
 """
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from lib.given.kernels.grouped import launch_grouped
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON
 from lib.given.models.moe import DEEPSEEK_V3, MIXTRAL_8X7B, MoEConfig
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle, recorded
-from tests.chapter_14.memory import watched
+from tests.chapter_14.memory import Guarded, watched
 from tests.inputs import randn
 
 moe = graded("moe")
@@ -127,7 +128,9 @@ def test_load_balancing_loss_gradient():
     case("5 tokens, 4 experts, k=2: gradient of the probabilities")
     probabilities = randn(5, 4).softmax(-1).requires_grad_()
     experts = torch.tensor([[0, 1], [0, 2], [0, 1], [2, 0], [1, 0]])
-    (grad,) = torch.autograd.grad(moe.load_balancing_loss(probabilities, experts), probabilities)
+    loss = moe.load_balancing_loss(probabilities, experts)
+    expect_true(loss.requires_grad, "the loss has no gradient", answer=loss, read=BALANCE)
+    (grad,) = torch.autograd.grad(loss, probabilities)
     shares = torch.tensor([5.0, 3.0, 2.0, 0.0]) / 10
     expect_close(grad, (4 * shares / 5).expand(5, 4), name="the probabilities' gradient", read=BALANCE)
 
@@ -150,7 +153,9 @@ def test_router_z_loss_of_large_logits():
 def test_router_z_loss_gradient():
     case("n=6 e=5: gradient of the logits")
     ours, theirs = (randn(6, 5).requires_grad_() for _ in range(2))
-    (grad,) = torch.autograd.grad(moe.router_z_loss(ours), ours)
+    loss = moe.router_z_loss(ours)
+    expect_true(loss.requires_grad, "the loss has no gradient", answer=loss, read=Z_LOSS)
+    (grad,) = torch.autograd.grad(loss, ours)
     (expected,) = torch.autograd.grad(theirs.logsumexp(-1).square().mean(), theirs)
     expect_close(grad, expected, name="the logits' gradient", read=Z_LOSS)
 
@@ -203,8 +208,10 @@ def by_loop(x: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
 
 
 def run_kernel(x, weights, counts, read=GROUPED):
-    with watched(read) as seen:
+    with watched(read) as seen, Guarded() if INTERPRETED else nullcontext():  # fresh memory is full of NaN
         out = launch_grouped(moe.grouped_matmul_kernel, x, weights, torch.tensor(counts, device=x.device))
+    n = int(out.isnan().sum())
+    expect_true(n == 0, f"{n} of {out.numel()} numbers of the result are never written", answer=out, read=read)
     return out, seen
 
 
@@ -282,13 +289,34 @@ def test_grouped_matmul_and_its_gradients(counts):
     answer, expected = moe.grouped_matmul(*ours, torch.tensor(counts)), by_loop(*theirs, counts)
     expect_close(answer, expected, read=GROUPED)
     upstream = randn(sum(counts), 7, seed=2, dtype=torch.float64)
-    grads, wanted = (torch.autograd.grad(out, given, upstream) for out, given in ((answer, ours), (expected, theirs)))
+    expect_true(answer.requires_grad, "the result has no gradient", answer=answer, read=GRADS)
+    grads = torch.autograd.grad(answer, ours, upstream, allow_unused=True)
+    missing = [name for name, grad in zip(("x", "weights"), grads, strict=True) if grad is None]
+    expect_true(not missing, f"{' and '.join(missing)} got no gradient", answer=answer, read=GRADS)
+    wanted = torch.autograd.grad(expected, theirs, upstream)
     expect_close(
         dict(zip(("x", "weights"), grads, strict=True)),
         dict(zip(("x", "weights"), wanted, strict=True)),
         name="gradients",
         read=GRADS,
     )
+
+
+def test_grouped_matmul_is_one_step_of_autograd():
+    case("counts [2, 3], float32: autograd sees one step, since on a GPU it could not see into your kernel")
+    x, weights = randn(5, 8).requires_grad_(), randn(2, 8, 6, seed=1).requires_grad_()
+    answer = moe.grouped_matmul(x, weights, torch.tensor([2, 3]))
+    expect_true(answer.requires_grad, "the result has no gradient", answer=answer, read=GRADS)
+    before = {type(step).__name__ for step, _ in answer.grad_fn.next_functions if step is not None}
+    problem = f"before the result's step autograd recorded {', '.join(sorted(before))}; expected x and weights alone"
+    expect_true(before == {"AccumulateGrad"}, problem, answer=answer, read=GRADS)
+
+
+@pytest.mark.parametrize(("shape", "counts"), [((2, 7, 6), [2, 3]), ((2, 8, 6), [2, 4]), ((3, 8, 6), [2, 3])])
+def test_grouped_matmul_refuses(shape, counts):
+    case(f"x [5, 8], weights {list(shape)}, counts {counts}")
+    with expect_raises(ValueError, str(counts if shape == (2, 8, 6) else shape), read="the contract, under Returns"):
+        moe.grouped_matmul(randn(5, 8), randn(*shape), torch.tensor(counts))
 
 
 def test_grouped_matmul_keeps_the_dtype():
@@ -528,6 +556,10 @@ def test_MoE_keeps_the_routing():
     expect_close(probabilities, expected, name="probabilities", read=read)
     expect_true(probabilities.requires_grad, "the probabilities have no gradient", answer=probabilities, read=read)
     expect_equal(experts.tolist(), expected.topk(2).indices.tolist(), name="experts", read=read)
+    case("the same with router_bias [0, 9, 0, 0]: the probabilities don't see it")
+    layer.router_bias.copy_(torch.tensor([0.0, 9.0, 0.0, 0.0]))
+    layer(x)
+    expect_close(layer.routing[0], expected, name="probabilities", read=read)
 
 
 def mixtral_block(dim, hidden, n_experts, k):
@@ -676,6 +708,7 @@ def dispatch_on_ranks(rank, world_size):
     )
     case(f"the same; rank {rank}: the gradient of a row is the number of its expert")
     upstream = torch.tensor([float(e) for e in local for _ in rows_for(e, routes)], dtype=torch.float64)
+    expect_true(rows.requires_grad, "the rows have no gradient", answer=rows, read="the contract: differentiable in x")
     rows.backward(upstream[:, None].expand(-1, 2))
     expected = experts_of(rank, routes).sum(-1).double()[:, None].expand(-1, 2)
     expect_close(x.grad, expected, name="x's gradient", read="the contract: differentiable in x")
@@ -715,6 +748,10 @@ def there_and_back_in_pairs(rank, world_size, uses):
     weights = torch.full((rank + 1, 2), 0.5, dtype=torch.float64)
     out = written.combine(rows, weights, state, groups[rank % 2])
     expect_close(out, x, name="tokens sent there and back", read="the contract: group")
+    if uses == "combine":
+        case(f"the same with results in bfloat16 and weights in float32; rank {rank}")
+        out = moe.combine(rows.bfloat16(), weights.float(), state, groups[rank % 2])
+        expect_close(out, x.bfloat16(), name="tokens sent there and back", read="the contract: the dtype of y")
 
 
 @pytest.mark.time_limit(20)
@@ -752,7 +789,10 @@ def combine_on_ranks(rank, world_size):
     read = "eq-moe-9; it uses `dispatch`: if that does not pass, fix it first"
     expect_close(out, x * share[:, None], read=read)
     case(f"the same; rank {rank}: gradients of the results and of the weights, from a gradient of ones")
+    expect_true(out.requires_grad, "the result has no gradient", answer=out, read=read)
     out.backward(torch.ones_like(out))
+    missing = [name for name, given in (("y", y), ("weights", weights)) if given.grad is None]
+    expect_true(not missing, f"{' and '.join(missing)} got no gradient", answer=out, read=read)
     expect_close(weights.grad, 2 * x[:, :1] * (experts + 1), name="the weights' gradient", read=read)
     case(f"the same; rank {rank}: all the gradients of the results, added up, are twice all weights' sum")
     total = torch.stack([y.grad.sum(), 2 * weights.detach().sum()])
@@ -817,7 +857,8 @@ def parallel_on_ranks(rank, world_size, n_shared, lengths):
     expect_close(
         router, shared, name="gradients of router and shared experts", read="the contract: nothing is averaged"
     )
-    same = [name for name, p in layer.local.named_parameters() if any(p is other for other in whole.parameters())]
+    places = {p.untyped_storage().data_ptr() for p in whole.parameters()}
+    same = [name for name, p in layer.local.named_parameters() if p.untyped_storage().data_ptr() in places]
     expect_true(
         not same,
         f"{', '.join(same)} belong to the layer given, too; expected copies",
