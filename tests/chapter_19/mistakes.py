@@ -753,6 +753,64 @@ class BiasInTheRouting(_MoE):
         return weights, experts
 
 
+@mistake("MoE", "the router's bias is added to the probabilities; the contract adds it to the logits")
+class BiasOnProbabilities(_MoE):
+    def route(self, x):
+        probabilities = self.router(x).float().softmax(-1)
+        experts = (probabilities + self.router_bias).argsort(dim=-1, descending=True, stable=True)[:, : self.k]
+        self.routing, weights = (probabilities, experts), probabilities.gather(-1, experts)
+        return weights / weights.sum(-1, keepdim=True), experts
+
+
+@mistake("MoE", "the shared experts' result replaces the others' instead of being added")
+class SharedAlone(_MoE):
+    def mix(self, x, weights, experts):
+        out = _combined(self, x, weights, experts, shared=False)
+        return out if self.shared is None else self.shared(x) + 0 * out
+
+
+@mistake("MoE", "the gate's silu is missing")
+class WithoutSilu(_MoE):
+    def compute_experts(self, rows, counts):
+        gate = reference.grouped_matmul(rows, self.w1, counts)
+        return reference.grouped_matmul(gate * reference.grouped_matmul(rows, self.w3, counts), self.w2, counts)
+
+
+@mistake("MoE", "the experts' weights start as zeros, so they never get a gradient")
+class StartsAtZero(_MoE):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        for w in (self.w1, self.w2, self.w3):
+            nn.init.zeros_(w)
+
+
+@mistake(
+    "MoE", "the experts' weights are drawn for the width that goes out, or for E, instead of the width that comes in"
+)
+class DrawnForOtherWidths(_MoE):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        for w in (self.w1, self.w2, self.w3):
+            nn.init.uniform_(w, -(w.shape[2] ** -0.5), w.shape[2] ** -0.5)
+
+
+@mistake("MoE", "the routing is computed in the layer's dtype instead of float32")
+class RoutesInItsDtype(_MoE):
+    def route(self, x):
+        weights, experts = super().route(x)
+        self.routing = self.routing[0].to(x.dtype), experts
+        return weights.to(x.dtype), experts
+
+
+@mistake("MoE", "the router's bias is no buffer: the state dict lacks it")
+class BiasNotKept(_MoE):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        bias = self.router_bias
+        del self.router_bias
+        self.router_bias = bias
+
+
 # ---- 19.10 convert_hf_state_dict -------------------------------------------------------------------------------------
 
 
@@ -896,6 +954,13 @@ def permuted_back(x, experts, n_experts, group=None):
 def exchanged(x, experts, n_experts, group=None):
     *_, (order, _, send, receive) = reference.dispatch(x, experts, n_experts, group)
     return AllToAll.apply(x[order // experts.shape[-1]], receive, send, group), None, None
+
+
+@mistake("dispatch", "the group is missing in the rows' all-to-all or in `experts_per_rank`")
+def rows_to_all(x, experts, n_experts, group=None):
+    order, _ = reference.sort_by_expert(experts, n_experts)
+    send = [1] * dist.get_world_size(group)
+    return AllToAll.apply(x[order // experts.shape[-1]], send, send, None), None, None
 
 
 # ---- 19.12 combine ---------------------------------------------------------------------------------------------------

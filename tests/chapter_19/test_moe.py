@@ -542,6 +542,38 @@ def test_MoE_bias_chooses_and_does_not_weight():
     bias = torch.tensor([0.0, 9.0, 0.0, 0.0])
     layer.router_bias.copy_(bias)
     compare_layer(layer, weights, randn(9, 6, seed=7, dtype=torch.float64), 2, bias, read=BIAS)
+    bias = torch.tensor([0.5, 0.0, -0.5, 0.0])
+    case("the same with router_bias [0.5, 0, -0.5, 0], which is added to the logits")
+    layer.zero_grad()
+    layer.router_bias.copy_(bias)
+    compare_layer(layer, weights, randn(9, 6, seed=7, dtype=torch.float64), 2, bias, read=BIAS)
+
+
+def test_MoE_starts_as_linear_layers_do():
+    case("dim 16, width 64, 3 experts: weights within 1 / sqrt(width that comes in), a bias of zeros, no routing yet")
+    layer = moe.MoE(16, 64, 3, 1)
+    read = "the contract, under Attributes"
+    for name, bound in (("w1", 16**-0.5), ("w3", 16**-0.5), ("w2", 64**-0.5)):
+        w = getattr(layer, name).detach()
+        for e in range(3):
+            largest, spread = w[e].abs().max().item(), w[e].std().item() / bound
+            problem = f"{name}[{e}] has numbers up to {largest:.3f}; expected uniform ones between -{bound:.3f} and {bound:.3f}"
+            even = 0.9 * bound < largest <= bound and 0.54 < spread < 0.62
+            expect_true(even, problem, answer=(name, e), read=read)
+    expect_true(not torch.equal(layer.w1, layer.w3), "w1 and w3 are the same numbers", answer=0, read=read)
+    expect_true("router_bias" in layer.state_dict(), "the state dict has no router_bias", answer=0, read=read)
+    expect_close(layer.router_bias, torch.zeros(3), name="router_bias", read=read)
+    expect_equal(layer.routing, None, name="routing", read=read)
+
+
+def test_MoE_routes_in_float32():
+    case("x [8, 6] in bfloat16, 4 experts, k=2: the probabilities are float32, the result bfloat16")
+    layer, weights = make_moe(dtype=torch.bfloat16)
+    x = randn(8, 6, seed=7).bfloat16()
+    out = layer(x)
+    expect_equal(out.dtype, torch.bfloat16, name="dtype of the result", read=LAYER)
+    expected = (x @ weights["router.weight"].T).float().softmax(-1)
+    expect_close(layer.routing[0], expected, name="probabilities", read="the contract: in float32")
 
 
 def test_MoE_keeps_the_routing():
@@ -655,7 +687,7 @@ def test_convert_hf_state_dict_of_single_experts():
     expect_equal(strided, [], name="weights that are not contiguous", read="the contract, under Returns")
 
 
-@pytest.mark.parametrize("gone", ["experts.down_proj", "experts.gate_up_proj", "experts.2.w3.weight"])
+@pytest.mark.parametrize("gone", ["gate.weight", "experts.down_proj", "experts.gate_up_proj", "experts.2.w3.weight"])
 def test_convert_hf_state_dict_refuses(gone):
     state = single_weights(joined_weights()) if "w3" in gone else joined_weights()
     case(f"without {gone}, and with router.scale too many")
@@ -895,13 +927,18 @@ def test_ExpertParallelMoE_on_ranks(ranks, n_shared, lengths):
 
 
 def in_pairs(rank, world_size):
-    case(f"4 experts, k=2, in the groups (0, 2) and (1, 3); rank {rank}")
+    case(f"x [1, {rank + 2}, 6], 4 experts, k=2, a router_bias, in the groups (0, 2) and (1, 3); rank {rank}")
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    whole, x = whole_layer(0), randn(rank + 2, 6, seed=30 + rank, dtype=torch.float64)
+    whole, x = whole_layer(0), randn(1, rank + 2, 6, seed=30 + rank, dtype=torch.float64)
+    whole.router_bias.copy_(torch.tensor([0.0, 9.0, 0.0, 0.0]))
     layer = moe.ExpertParallelMoE(whole, groups[rank % 2])
     held = len(layer.local.w1)
     expect_equal(held, 2, name="experts on this rank, of 4 in a group of 2", read="the contract: group")
-    expect_close(layer(x), whole(x), read="the contract: group")
+    out, alone = layer(x), whole(x)
+    expect_close(out, alone, read="the contract: group")
+    routing = layer.local.routing
+    expect_true(routing is not None, "local.routing is None after a forward pass", answer=out, read="ex-moe-moe")
+    expect_close(routing[0], whole.routing[0], name="local.routing", read="ex-moe-moe")
 
 
 @pytest.mark.time_limit(20)
