@@ -29,7 +29,10 @@ def never_normalized(logits, k, normalize=True):
     return reference.top_k_router(logits, k, normalize=False)
 
 
-@mistake("top_k_router", "the softmax is over the k chosen logits, so the weights add up to 1 even without normalize")
+@mistake(
+    "top_k_router",
+    "the weights add up to 1 even without normalize: they are divided by their sum, or come from a softmax of k logits",
+)
 def softmax_of_the_chosen(logits, k, normalize=True):
     _, experts = reference.top_k_router(logits, k)
     return logits.float().gather(-1, experts).softmax(-1), experts
@@ -272,6 +275,7 @@ def counted_once(experts, n_experts):
 NO_ROW_END, NO_GUARD, TILE_AS_ROW, FIRST_EXPERT = (tl.constexpr(n) for n in (1, 2, 3, 4))
 SAME_MATRIX, NO_LOOP, TF32, STRIDES, ENDS_BEFORE = (tl.constexpr(n) for n in (5, 6, 7, 8, 9))
 UNMASKED_K, FIRST_AS_END, NO_END_BEYOND, ROW_BY_ROW, BEGIN_AS_END = (tl.constexpr(n) for n in (10, 11, 12, 13, 14))
+UNMASKED_ROWS, COLUMNS_BY_ROWS, HALF_SUMS = (tl.constexpr(n) for n in (15, 16, 17))
 
 
 @triton.jit
@@ -309,6 +313,8 @@ def _kernel(
             start = tl.load(first_rows + expert) + (tile - tl.load(first_tiles + expert))
         rows = start + tl.arange(0, TILE_M)
         columns = (column * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
+        if FAULT == COLUMNS_BY_ROWS:
+            columns = (column * TILE_M + tl.arange(0, TILE_N)).to(tl.int64)
         matrix = weights + expert.to(tl.int64) * we
         if FAULT == SAME_MATRIX:
             matrix = weights
@@ -322,6 +328,8 @@ def _kernel(
             if FAULT == UNMASKED_K:
                 k_inside = k >= 0
             x_inside, w_inside = (rows < end)[:, None] & k_inside[None, :], k_inside[:, None] & (columns < F)[None, :]
+            if FAULT == UNMASKED_ROWS:
+                x_inside = (rows >= 0)[:, None] & k_inside[None, :]
             if FAULT == STRIDES:
                 left = tl.load(x + rows[:, None] * C + k[None, :], mask=x_inside, other=0.0)
                 right = tl.load(matrix + k[:, None] * F + columns[None, :], mask=w_inside, other=0.0)
@@ -332,6 +340,8 @@ def _kernel(
                 total = tl.dot(left, right, total)
             else:
                 total = tl.dot(left, right, total, input_precision="ieee")
+            if FAULT == HALF_SUMS:
+                total = total.to(out.dtype.element_ty).to(tl.float32)
         inside = (rows < end)[:, None] & (columns < F)[None, :]
         tl.store(out + rows[:, None] * F + columns[None, :], total.to(out.dtype.element_ty), mask=inside)
 
@@ -422,6 +432,21 @@ class TilesRowByRow(_Faulty, fault=ROW_BY_ROW):
 
 @mistake("grouped_matmul_kernel", "an expert's first row is taken for the end of its rows, which is entry e + 1")
 class FirstRowAsEnd(_Faulty, fault=BEGIN_AS_END):
+    pass
+
+
+@mistake("grouped_matmul_kernel", "the rows are masked when they are stored, but not when they are loaded")
+class RowsLoadedUnmasked(_Faulty, fault=UNMASKED_ROWS):
+    pass
+
+
+@mistake("grouped_matmul_kernel", "a tile's columns begin at a multiple of TILE_M instead of TILE_N")
+class ColumnsByRows(_Faulty, fault=COLUMNS_BY_ROWS):
+    pass
+
+
+@mistake("grouped_matmul_kernel", "the sums are kept in the dtype of the result instead of float32")
+class SumsInTheirDtype(_Faulty, fault=HALF_SUMS):
     pass
 
 
@@ -553,6 +578,11 @@ def viewed_untransposed(experts, n_experts, capacity_factor):
 @mistake("capacity_mask", "the capacity factor is not used")
 def factor_unused(experts, n_experts, capacity_factor):
     return reference.capacity_mask(experts, n_experts, 1.0)
+
+
+@mistake("capacity_mask", "the capacity is rounded to the nearest integer instead of up")
+def rounded_to_nearest(experts, n_experts, capacity_factor):
+    return _mask(experts, n_experts, round(capacity_factor * experts.numel() / n_experts))
 
 
 # ---- 19.8 update_router_bias -----------------------------------------------------------------------------------------
@@ -963,6 +993,15 @@ def rows_to_all(x, experts, n_experts, group=None):
     return AllToAll.apply(x[order // experts.shape[-1]], send, send, None), None, None
 
 
+@mistake("dispatch", "the received counts are returned for each rank of origin, instead of added up over the ranks")
+def counts_received(x, experts, n_experts, group=None):
+    rows, _, state = reference.dispatch(x, experts, n_experts, group)
+    _, counts = reference.sort_by_expert(experts, n_experts)
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts, group=group)
+    return rows, received, state
+
+
 # ---- 19.12 combine ---------------------------------------------------------------------------------------------------
 
 
@@ -1239,3 +1278,15 @@ def always_a_bias(config):
     from dataclasses import replace
 
     return reference.moe_parameters(replace(config, router_bias=True))
+
+
+@mistake("moe_parameters", "one row of the embedding is counted as active; the contract counts all of it")
+def one_row(config):
+    total, active = reference.moe_parameters(config)
+    return total, active - (config.vocab_size - 1) * config.dim
+
+
+@mistake("moe_parameters", "the embedding is left out of the active weights; the contract counts it")
+def embedding_not_active(config):
+    total, active = reference.moe_parameters(config)
+    return total, active - config.vocab_size * config.dim
