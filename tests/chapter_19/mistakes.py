@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from lib.given.kernels.grouped import check_groups, tile_of_program
+from lib.given.kernels.grouped import check_groups, tile_of_program, with_gradients
 from lib.given.kernels.mode import tl, triton
 from lib.given.parallel.experts import AllToAll, experts_per_rank
 from lib.workbook.grading import mistake
@@ -457,30 +457,39 @@ def _parts(x, weights, counts):
     return zip(x.split(counts.tolist()), weights, strict=True)
 
 
+def _one_step(product):
+    @functools.wraps(product)
+    def answer(x, weights, counts):
+        check_groups(x, weights, counts)
+        return with_gradients(product, x, weights, counts)
+
+    return answer
+
+
 @mistake("grouped_matmul", "experts and their rows are matched from the end")
+@_one_step
 def from_the_end(x, weights, counts):
-    check_groups(x, weights, counts)
     return torch.cat([rows @ weight for rows, weight in _parts(x, weights.flip(0), counts)])
 
 
 @mistake("grouped_matmul", "every row is multiplied with the matrix of expert 0")
+@_one_step
 def one_matrix(x, weights, counts):
-    check_groups(x, weights, counts)
     return x @ weights[0]
 
 
 @mistake(
     "grouped_matmul", "every row is multiplied with every expert's matrix, and masked afterwards: E times the work"
 )
+@_one_step
 def all_and_mask(x, weights, counts):
-    check_groups(x, weights, counts)
     expert = torch.repeat_interleave(counts.to(torch.int64))
     return torch.einsum("nc,ecf,ne->nf", x, weights, functional.one_hot(expert, len(weights)).to(x.dtype))
 
 
 @mistake("grouped_matmul", "the rows of each expert are padded to the longest: the padding is multiplied too")
+@_one_step
 def padded(x, weights, counts):
-    check_groups(x, weights, counts)
     longest = int(counts.max()) if len(counts) else 0
     parts = [functional.pad(rows, (0, 0, 0, longest - len(rows))) for rows in x.split(counts.tolist())]
     out = torch.bmm(torch.stack(parts), weights)
@@ -488,8 +497,8 @@ def padded(x, weights, counts):
 
 
 @mistake("grouped_matmul", "experts without rows are skipped, and the matrices of those after them move up")
+@_one_step
 def empty_moved_up(x, weights, counts):
-    check_groups(x, weights, counts)
     used = [int(n) for n in counts if n > 0]
     parts = zip(x.split(used) if used else (), weights[: len(used)], strict=True)
     return torch.cat([rows @ weight for rows, weight in parts]) if used else x @ weights[0]

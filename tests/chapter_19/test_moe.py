@@ -582,6 +582,7 @@ def test_MoE_routes_in_float32():
     x = randn(8, 6, seed=7).bfloat16()
     out = layer(x)
     expect_equal(out.dtype, torch.bfloat16, name="dtype of the result", read=LAYER)
+    expect_true(isinstance(layer.routing, tuple), "routing is no pair", answer=out, read="the contract: routing")
     expected = (x @ weights["router.weight"].T).float().softmax(-1)
     expect_close(layer.routing[0], expected, name="probabilities", read="the contract: in float32")
 
