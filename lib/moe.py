@@ -115,7 +115,7 @@ def grouped_matmul(
     Returns:
         ``[N, F]``, with the dtype of x, or autocast's. On a GPU `launch_grouped` runs `grouped_matmul_kernel`, and the host does not wait for
         counts; on a CPU, or in float64, PyTorch multiplies expert by expert. Differentiable: `with_gradients` uses your product again.
-        `check_groups` raises a ``ValueError`` if the shapes or dtypes don't fit.
+        `check_groups` raises a ``ValueError`` if the shapes, dtypes or counts don't fit.
     """
     check_groups(x, weights, counts)
     raise NotImplementedError("Exercise 19.6: write grouped_matmul")
@@ -166,7 +166,7 @@ class MoE(nn.Module):
         w1: Parameter ``[E, C, F]``, the gates; ``w3``, ``[E, C, F]``, the values; ``w2``, ``[E, F, C]``, back to the model's width; drawn as ``nn.Linear`` draws.
         router_bias: Buffer ``[E]``, initially zeros, added to the logits when experts are chosen and not when they are weighted.
         shared: The shared SwiGLU, or None.
-        routing: For the balancing losses: softmax ``[N, E]``, with its gradient, and experts ``[N, k]`` of the last forward pass; None at first and in copies.
+        routing: For the balancing losses: float32 softmax ``[N, E]`` without the bias, with its gradient, and experts ``[N, k]`` of the last pass; None at first and in copies.
 
     Source: Mixtral (arXiv:2401.04088), section 2.1; shared experts: DeepSeekMoE (arXiv:2401.06066), section 3.2.
     """
@@ -182,7 +182,7 @@ class MoE(nn.Module):
         return self.__dict__ | {"routing": None}
 
     def route(self, x: Float[Tensor, "n c"]) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
-        """Weights and experts of each token, ``[N, k]`` each, in the order of the choice. The choice sees the bias, the weights don't. Sets ``routing``."""
+        """Weights and experts of each token, ``[N, k]`` each, in the order of the choice, which alone sees the bias; a token's weights add up to 1. Sets ``routing``."""
         raise NotImplementedError("Exercise 19.9: write MoE.route")
 
     def compute_experts(self, rows: Float[Tensor, "a c"], counts: Int[Tensor, " e"]) -> Float[Tensor, "a c"]:
@@ -245,7 +245,7 @@ def combine(
         weights: ``[N, k]``: how much each expert counts for each of this rank's tokens.
 
     Returns:
-        ``[N, C]``, with the dtype of y: each token's weighted sum over its experts, for one all-to-all. Differentiable in y and weights.
+        ``[N, C]``, with the dtype of y, not of weights: each token's weighted sum over its experts, for one all-to-all. Differentiable in y and weights.
     """
     raise NotImplementedError("Exercise 19.12: write combine")
 
@@ -281,7 +281,7 @@ def moe_parameters(config: MoEConfig) -> tuple[int, int]:
 
     Returns:
         (total, active). Both contain the embedding, the untied output layer, attention, two norms of C weights a block and one at the end, dense
-        SwiGLUs, shared experts, and each router with its bias if there is one. All E experts are in the total; k of them are active.
+        SwiGLUs, shared experts, and each router with its E biases if it has any. All E experts are in the total; k of them are active.
 
     Source: 46.7 and 12.9 billion in Mixtral (arXiv:2401.04088), section 2; 671 and 37 billion in DeepSeek-V3 (arXiv:2412.19437), section 4.2.
     """

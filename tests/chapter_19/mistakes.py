@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from lib.given.kernels.autocast import factor_dtype
-from lib.given.kernels.grouped import tile_of_program
+from lib.given.kernels.grouped import check_groups, tile_of_program, with_gradients
 from lib.given.kernels.mode import tl, triton
 from lib.given.parallel.experts import AllToAll, experts_per_rank
 from lib.workbook.grading import mistake
@@ -30,7 +30,10 @@ def never_normalized(logits, k, normalize=True):
     return reference.top_k_router(logits, k, normalize=False)
 
 
-@mistake("top_k_router", "the softmax is over the k chosen logits, so the weights add up to 1 even without normalize")
+@mistake(
+    "top_k_router",
+    "the weights add up to 1 even without normalize: they are divided by their sum, or come from a softmax of k logits",
+)
 def softmax_of_the_chosen(logits, k, normalize=True):
     _, experts = reference.top_k_router(logits, k)
     return logits.float().gather(-1, experts).softmax(-1), experts
@@ -72,6 +75,33 @@ def k_unchecked(logits, k, normalize=True):
     return reference.top_k_router(logits, max(1, min(k, logits.shape[-1])), normalize)
 
 
+@mistake("top_k_router", "the experts come from `topk`, which may take any of equal probabilities")
+def topk_alone(logits, k, normalize=True):
+    reference.top_k_router(logits, k)
+    weights, experts = logits.float().softmax(-1).topk(k)
+    return weights / weights.sum(-1, keepdim=True) if normalize else weights, experts
+
+
+@mistake("top_k_router", "`argsort` without `stable=True`: equal probabilities may come in any order")
+def unstable(logits, k, normalize=True):
+    reference.top_k_router(logits, k)
+    probabilities = logits.float().softmax(-1)
+    experts = probabilities.argsort(dim=-1, descending=True)[..., :k]
+    weights = probabilities.gather(-1, experts)
+    return weights / weights.sum(-1, keepdim=True) if normalize else weights, experts
+
+
+@mistake("top_k_router", "the softmax is over the tokens instead of the experts")
+def softmax_over_tokens(logits, k, normalize=True):
+    return _route(logits, k, normalize, logits.float().softmax(0))
+
+
+@mistake("top_k_router", "the weights are divided by the sum over all tokens instead of the token's own")
+def divided_by_all(logits, k, normalize=True):
+    weights, experts = reference.top_k_router(logits, k, normalize=False)
+    return weights / weights.sum() if normalize else weights, experts
+
+
 # ---- 19.2 load_balancing_loss ----------------------------------------------------------------------------------------
 
 
@@ -110,6 +140,28 @@ def summed_over_tokens(probabilities, experts):
     return reference.load_balancing_loss(probabilities, experts) * len(probabilities)
 
 
+@mistake("load_balancing_loss", "the counts end at the last expert that was chosen: `bincount` needs `minlength`")
+def counted_to_the_last(probabilities, experts):
+    shares = torch.bincount(experts.flatten()) / experts.numel()
+    return probabilities.shape[-1] * (shares * probabilities.mean(0)).sum()
+
+
+@mistake("load_balancing_loss", "the shares are rounded down to integers")
+def integer_shares(probabilities, experts):
+    shares = torch.bincount(experts.flatten(), minlength=probabilities.shape[-1]) // experts.numel()
+    return probabilities.shape[-1] * (shares * probabilities.mean(0)).sum()
+
+
+@mistake("load_balancing_loss", "the probabilities are averaged over the experts too: that mean is always 1/E")
+def averaged_over_experts(probabilities, experts):
+    return reference.load_balancing_loss(probabilities.mean().expand_as(probabilities), experts)
+
+
+@mistake("load_balancing_loss", "the probabilities are detached: no gradient reaches the router")
+def probabilities_detached(probabilities, experts):
+    return reference.load_balancing_loss(probabilities.detach(), experts)
+
+
 # ---- 19.3 router_z_loss ----------------------------------------------------------------------------------------------
 
 
@@ -136,6 +188,26 @@ def overflowing(logits):
 @mistake("router_z_loss", "the logits themselves are squared")
 def logits_squared(logits):
     return logits.float().square().mean()
+
+
+@mistake("router_z_loss", "the logsumexp is over the tokens instead of the experts")
+def over_the_tokens(logits):
+    return logits.float().logsumexp(0).square().mean()
+
+
+@mistake("router_z_loss", "everything is computed in the dtype of the logits instead of float32")
+def in_their_dtype(logits):
+    return logits.logsumexp(-1).square().mean()
+
+
+@mistake("router_z_loss", "the logits become float32 only after the logsumexp")
+def converted_late(logits):
+    return logits.logsumexp(-1).float().square().mean()
+
+
+@mistake("router_z_loss", "the logits are detached: no gradient reaches the router")
+def logits_detached(logits):
+    return reference.router_z_loss(logits.detach())
 
 
 # ---- 19.4 sort_by_expert ---------------------------------------------------------------------------------------------
@@ -182,11 +254,29 @@ def offsets(experts, n_experts):
     return order, counts.cumsum(0)
 
 
+@mistake("sort_by_expert", "the last expert's assignments come first: the order is descending")
+def descending(experts, n_experts):
+    order = experts.flatten().argsort(descending=True, stable=True)
+    return order, reference.sort_by_expert(experts, n_experts)[1]
+
+
+@mistake("sort_by_expert", "the sorted experts are returned instead of the assignments in that order")
+def sorted_experts(experts, n_experts):
+    return experts.flatten().sort().values, reference.sort_by_expert(experts, n_experts)[1]
+
+
+@mistake("sort_by_expert", "each expert is counted once: `counts[flat] += 1` adds 1 for all of an expert's assignments")
+def counted_once(experts, n_experts):
+    order, counts = reference.sort_by_expert(experts, n_experts)
+    return order, counts.clamp(max=1)
+
+
 # ---- 19.5 grouped_matmul_kernel --------------------------------------------------------------------------------------
 
 NO_ROW_END, NO_GUARD, TILE_AS_ROW, FIRST_EXPERT = (tl.constexpr(n) for n in (1, 2, 3, 4))
 SAME_MATRIX, NO_LOOP, TF32, STRIDES, ENDS_BEFORE = (tl.constexpr(n) for n in (5, 6, 7, 8, 9))
-UNMASKED_K = tl.constexpr(10)
+UNMASKED_K, FIRST_AS_END, NO_END_BEYOND, ROW_BY_ROW, BEGIN_AS_END = (tl.constexpr(n) for n in (10, 11, 12, 13, 14))
+UNMASKED_ROWS, COLUMNS_BY_ROWS, HALF_SUMS = (tl.constexpr(n) for n in (15, 16, 17))
 
 
 @triton.jit
@@ -197,6 +287,10 @@ def _kernel(
     tile, column = tile_of_program(GROUP)
     index = tl.arange(0, EXPERTS)
     ends = tl.load(first_tiles + 1 + index, mask=index < E, other=1 << 60)
+    if FAULT == FIRST_AS_END:
+        ends = tl.load(first_tiles + index, mask=index < E, other=1 << 60)
+    if FAULT == NO_END_BEYOND:
+        ends = tl.load(first_tiles + 1 + index, mask=index < E, other=0)
     if FAULT == ENDS_BEFORE:
         expert = tl.sum((ends < tile).to(tl.int32), axis=0)
     else:
@@ -209,13 +303,19 @@ def _kernel(
         end = tl.load(first_rows + expert + 1)
         if FAULT == NO_ROW_END:
             end = tl.load(first_rows + E)
+        if FAULT == BEGIN_AS_END:
+            end = tl.load(first_rows + expert)
         start = tl.load(first_rows + expert) + (tile - tl.load(first_tiles + expert)) * TILE_M
         if FAULT == TILE_AS_ROW:
             start = (tile * TILE_M).to(tl.int64)
         if FAULT == FIRST_EXPERT:
             start = tl.load(first_rows + expert)
+        if FAULT == ROW_BY_ROW:
+            start = tl.load(first_rows + expert) + (tile - tl.load(first_tiles + expert))
         rows = start + tl.arange(0, TILE_M)
         columns = (column * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
+        if FAULT == COLUMNS_BY_ROWS:
+            columns = (column * TILE_M + tl.arange(0, TILE_N)).to(tl.int64)
         matrix = weights + expert.to(tl.int64) * we
         if FAULT == SAME_MATRIX:
             matrix = weights
@@ -229,6 +329,8 @@ def _kernel(
             if FAULT == UNMASKED_K:
                 k_inside = k >= 0
             x_inside, w_inside = (rows < end)[:, None] & k_inside[None, :], k_inside[:, None] & (columns < F)[None, :]
+            if FAULT == UNMASKED_ROWS:
+                x_inside = (rows >= 0)[:, None] & k_inside[None, :]
             if FAULT == STRIDES:
                 left = tl.load(x + rows[:, None] * C + k[None, :], mask=x_inside, other=0.0)
                 right = tl.load(matrix + k[:, None] * F + columns[None, :], mask=w_inside, other=0.0)
@@ -239,6 +341,8 @@ def _kernel(
                 total = tl.dot(left, right, total)
             else:
                 total = tl.dot(left, right, total, input_precision="ieee")
+            if FAULT == HALF_SUMS:
+                total = total.to(out.dtype.element_ty).to(tl.float32)
         inside = (rows < end)[:, None] & (columns < F)[None, :]
         tl.store(out + rows[:, None] * F + columns[None, :], total.to(out.dtype.element_ty), mask=inside)
 
@@ -312,6 +416,41 @@ class TermsAfterTheLast(_Faulty, fault=UNMASKED_K):
     pass
 
 
+@mistake("grouped_matmul_kernel", "an expert's first tile is taken for the end of its tiles, which is entry e + 1")
+class FirstTileAsEnd(_Faulty, fault=FIRST_AS_END):
+    pass
+
+
+@mistake("grouped_matmul_kernel", "places beyond E count as experts whose tiles have ended: their end must be huge")
+class PlacesBeyondE(_Faulty, fault=NO_END_BEYOND):
+    pass
+
+
+@mistake("grouped_matmul_kernel", "a tile begins one row after the tile before it, instead of TILE_M rows")
+class TilesRowByRow(_Faulty, fault=ROW_BY_ROW):
+    pass
+
+
+@mistake("grouped_matmul_kernel", "an expert's first row is taken for the end of its rows, which is entry e + 1")
+class FirstRowAsEnd(_Faulty, fault=BEGIN_AS_END):
+    pass
+
+
+@mistake("grouped_matmul_kernel", "the rows are masked when they are stored, but not when they are loaded")
+class RowsLoadedUnmasked(_Faulty, fault=UNMASKED_ROWS):
+    pass
+
+
+@mistake("grouped_matmul_kernel", "a tile's columns begin at a multiple of TILE_M instead of TILE_N")
+class ColumnsByRows(_Faulty, fault=COLUMNS_BY_ROWS):
+    pass
+
+
+@mistake("grouped_matmul_kernel", "the sums are kept in the dtype of the result instead of float32")
+class SumsInTheirDtype(_Faulty, fault=HALF_SUMS):
+    pass
+
+
 # ---- 19.6 grouped_matmul ---------------------------------------------------------------------------------------------
 
 
@@ -319,30 +458,39 @@ def _parts(x, weights, counts):
     return zip(x.split(counts.tolist()), weights, strict=True)
 
 
+def _one_step(product):
+    @functools.wraps(product)
+    def answer(x, weights, counts):
+        check_groups(x, weights, counts)
+        return with_gradients(product, x, weights, counts)
+
+    return answer
+
+
 @mistake("grouped_matmul", "experts and their rows are matched from the end")
+@_one_step
 def from_the_end(x, weights, counts):
-    reference.grouped_matmul(x, weights, counts)
     return torch.cat([rows @ weight for rows, weight in _parts(x, weights.flip(0), counts)])
 
 
 @mistake("grouped_matmul", "every row is multiplied with the matrix of expert 0")
+@_one_step
 def one_matrix(x, weights, counts):
-    reference.grouped_matmul(x, weights, counts)
     return x @ weights[0]
 
 
 @mistake(
     "grouped_matmul", "every row is multiplied with every expert's matrix, and masked afterwards: E times the work"
 )
+@_one_step
 def all_and_mask(x, weights, counts):
-    reference.grouped_matmul(x, weights, counts)
     expert = torch.repeat_interleave(counts.to(torch.int64))
     return torch.einsum("nc,ecf,ne->nf", x, weights, functional.one_hot(expert, len(weights)).to(x.dtype))
 
 
 @mistake("grouped_matmul", "the rows of each expert are padded to the longest: the padding is multiplied too")
+@_one_step
 def padded(x, weights, counts):
-    reference.grouped_matmul(x, weights, counts)
     longest = int(counts.max()) if len(counts) else 0
     parts = [functional.pad(rows, (0, 0, 0, longest - len(rows))) for rows in x.split(counts.tolist())]
     out = torch.bmm(torch.stack(parts), weights)
@@ -350,8 +498,8 @@ def padded(x, weights, counts):
 
 
 @mistake("grouped_matmul", "experts without rows are skipped, and the matrices of those after them move up")
+@_one_step
 def empty_moved_up(x, weights, counts):
-    reference.grouped_matmul(x, weights, counts)
     used = [int(n) for n in counts if n > 0]
     parts = zip(x.split(used) if used else (), weights[: len(used)], strict=True)
     return torch.cat([rows @ weight for rows, weight in parts]) if used else x @ weights[0]
@@ -364,7 +512,15 @@ def without_gradient(x, weights, counts):
 
 @mistake("grouped_matmul", "the gradient reaches x but not the matrices")
 def frozen_matrices(x, weights, counts):
-    return reference.grouped_matmul(x, weights.detach(), counts) + 0 * weights.sum()
+    return reference.grouped_matmul(x, weights.detach(), counts)
+
+
+@mistake(
+    "grouped_matmul", "autograd follows the CPU's loop, but it can't see into a kernel: `with_gradients` is missing"
+)
+def traced(x, weights, counts):
+    check_groups(x, weights, counts)
+    return torch.cat([rows @ weight for rows, weight in _parts(x, weights, counts)])
 
 
 # ---- 19.7 capacity_mask ----------------------------------------------------------------------------------------------
@@ -424,6 +580,21 @@ def dropped(experts, n_experts, capacity_factor):
     return ~reference.capacity_mask(experts, n_experts, capacity_factor)
 
 
+@mistake("capacity_mask", "the mask is in the order of the choices, and is viewed as [N, k] instead of as [k, N]")
+def viewed_untransposed(experts, n_experts, capacity_factor):
+    return reference.capacity_mask(experts, n_experts, capacity_factor).T.contiguous().view(experts.shape)
+
+
+@mistake("capacity_mask", "the capacity factor is not used")
+def factor_unused(experts, n_experts, capacity_factor):
+    return reference.capacity_mask(experts, n_experts, 1.0)
+
+
+@mistake("capacity_mask", "the capacity is rounded to the nearest integer instead of up")
+def rounded_to_nearest(experts, n_experts, capacity_factor):
+    return _mask(experts, n_experts, round(capacity_factor * experts.numel() / n_experts))
+
+
 # ---- 19.8 update_router_bias -----------------------------------------------------------------------------------------
 
 
@@ -458,6 +629,22 @@ def in_place(bias, counts, rate):
 def raised_at_the_mean(bias, counts, rate):
     counts = counts.to(bias.dtype)
     return bias + rate * torch.where(counts <= counts.mean(), 1.0, -1.0)
+
+
+@mistake("update_router_bias", "the bias moves by 1: the rate is not used")
+def without_rate(bias, counts, rate):
+    return reference.update_router_bias(bias, counts, 1.0)
+
+
+@mistake("update_router_bias", "an expert with exactly the mean is lowered too: there the sign is 0")
+def lowered_at_the_mean(bias, counts, rate):
+    counts = counts.to(bias.dtype)
+    return bias + rate * torch.where(counts < counts.mean(), 1.0, -1.0)
+
+
+@mistake("update_router_bias", "idle experts are raised, but busy ones are not lowered")
+def raised_only(bias, counts, rate):
+    return bias + rate * (counts < counts.double().mean())
 
 
 # ---- 19.9 MoE --------------------------------------------------------------------------------------------------------
@@ -574,6 +761,103 @@ class TokensDropped(_MoE):
         return _combined(self, x, weights * keep, experts)
 
 
+@mistake("MoE", "assignment i is taken for token i % N; it belongs to token i // k")
+class TokenModulo(_MoE):
+    def mix(self, x, weights, experts):
+        tokens = x.reshape(-1, x.shape[-1])
+        order, counts = reference.sort_by_expert(experts, len(self.w1))
+        owner = order % max(len(tokens), 1)
+        rows = self.compute_experts(tokens[owner], counts) * weights.flatten()[order, None].to(x.dtype)
+        out = torch.zeros_like(tokens).index_add(0, owner, rows)
+        return (out if self.shared is None else out + self.shared(tokens)).view_as(x)
+
+
+@mistake("MoE", "the experts get the tokens' rows in their old order, although counts are for rows sorted by expert")
+class RowsNotSorted(_MoE):
+    def mix(self, x, weights, experts):
+        tokens = x.reshape(-1, x.shape[-1])
+        order, counts = reference.sort_by_expert(experts, len(self.w1))
+        rows = self.compute_experts(tokens.repeat_interleave(self.k, 0), counts)
+        out = torch.zeros_like(tokens).index_add(0, order // self.k, rows * weights.flatten()[order, None].to(x.dtype))
+        return (out if self.shared is None else out + self.shared(tokens)).view_as(x)
+
+
+@mistake("MoE", "the experts' results are added as if they were in the tokens' order, but they are sorted by expert")
+class AddedUnsorted(_MoE):
+    def mix(self, x, weights, experts):
+        tokens = x.reshape(-1, x.shape[-1])
+        order, counts = reference.sort_by_expert(experts, len(self.w1))
+        rows = self.compute_experts(tokens[order // self.k], counts) * weights.flatten()[order, None].to(x.dtype)
+        out = torch.zeros_like(tokens).index_add(0, torch.arange(len(order)) // self.k, rows)
+        return (out if self.shared is None else out + self.shared(tokens)).view_as(x)
+
+
+@mistake("MoE", "the routing holds the softmax with the router's bias in it; the bias only chooses")
+class BiasInTheRouting(_MoE):
+    def route(self, x):
+        weights, experts = super().route(x)
+        self.routing = (self.router(x).float() + self.router_bias).softmax(-1), experts
+        return weights, experts
+
+
+@mistake("MoE", "the router's bias is added to the probabilities; the contract adds it to the logits")
+class BiasOnProbabilities(_MoE):
+    def route(self, x):
+        probabilities = self.router(x).float().softmax(-1)
+        experts = (probabilities + self.router_bias).argsort(dim=-1, descending=True, stable=True)[:, : self.k]
+        self.routing, weights = (probabilities, experts), probabilities.gather(-1, experts)
+        return weights / weights.sum(-1, keepdim=True), experts
+
+
+@mistake("MoE", "the shared experts' result replaces the others' instead of being added")
+class SharedAlone(_MoE):
+    def mix(self, x, weights, experts):
+        out = _combined(self, x, weights, experts, shared=False)
+        return out if self.shared is None else self.shared(x) + 0 * out
+
+
+@mistake("MoE", "the gate's silu is missing")
+class WithoutSilu(_MoE):
+    def compute_experts(self, rows, counts):
+        gate = reference.grouped_matmul(rows, self.w1, counts)
+        return reference.grouped_matmul(gate * reference.grouped_matmul(rows, self.w3, counts), self.w2, counts)
+
+
+@mistake("MoE", "the experts' weights start as zeros, so they never get a gradient")
+class StartsAtZero(_MoE):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        for w in (self.w1, self.w2, self.w3):
+            nn.init.zeros_(w)
+
+
+@mistake(
+    "MoE", "the experts' weights are drawn for the width that goes out, or for E, instead of the width that comes in"
+)
+class DrawnForOtherWidths(_MoE):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        for w in (self.w1, self.w2, self.w3):
+            nn.init.uniform_(w, -(w.shape[2] ** -0.5), w.shape[2] ** -0.5)
+
+
+@mistake("MoE", "the routing is computed in the layer's dtype instead of float32")
+class RoutesInItsDtype(_MoE):
+    def route(self, x):
+        weights, experts = super().route(x)
+        self.routing = self.routing[0].to(x.dtype), experts
+        return weights.to(x.dtype), experts
+
+
+@mistake("MoE", "the router's bias is no buffer: the state dict lacks it")
+class BiasNotKept(_MoE):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        bias = self.router_bias
+        del self.router_bias
+        self.router_bias = bias
+
+
 # ---- 19.10 convert_hf_state_dict -------------------------------------------------------------------------------------
 
 
@@ -584,7 +868,7 @@ def _names(state_dict):
 @mistake("convert_hf_state_dict", "gates and values are exchanged: the first half of gate_up_proj is w1")
 def halves_exchanged(state_dict):
     found = _names(state_dict)
-    return found | {"w1": found["w3"], "w3": found["w1"]}
+    return found | {"w1": found["w3"], "w3": found["w1"]} if "experts.gate_up_proj" in state_dict else found
 
 
 @mistake("convert_hf_state_dict", "the matrices are reshaped instead of transposed")
@@ -639,6 +923,17 @@ def without_bias(state_dict):
     return {n: t for n, t in _names(state_dict).items() if n != "router_bias"}
 
 
+@mistake("convert_hf_state_dict", "the matrices are not transposed: they still are [out, in]")
+def not_transposed(state_dict):
+    return {n: t.transpose(1, 2).contiguous() if t.ndim == 3 else t for n, t in _names(state_dict).items()}
+
+
+@mistake("convert_hf_state_dict", "the matrices are transposed views: `contiguous()` is missing")
+def views(state_dict):
+    swapped = not_transposed(state_dict)
+    return {n: t.transpose(1, 2) if t.ndim == 3 else t for n, t in swapped.items()}
+
+
 # ---- 19.11 dispatch --------------------------------------------------------------------------------------------------
 
 
@@ -670,8 +965,7 @@ def token_modulo(x, experts, n_experts, group=None):
 @mistake("dispatch", "the rows carry no gradient back: the all-to-all is not differentiated")
 def no_way_back(x, experts, n_experts, group=None):
     with torch.no_grad():
-        rows, counts, state = reference.dispatch(x, experts, n_experts, group)
-    return rows + 0 * x.sum(), counts, state
+        return reference.dispatch(x, experts, n_experts, group)
 
 
 @mistake("dispatch", "the counts of all experts are returned instead of those of this rank's experts")
@@ -697,6 +991,34 @@ def dealt_in_turn(x, experts, n_experts, group=None):
     return reference.dispatch(x, experts % n_ranks * n_local + experts // n_ranks, n_experts, group)
 
 
+@mistake("dispatch", "the rows are permuted by the inverse of the order that sorts them by expert")
+def permuted_back(x, experts, n_experts, group=None):
+    rows, counts, state = _dispatch(x, experts, n_experts, group, by_expert=False)
+    return rows[state[1].argsort()], counts, state
+
+
+@mistake("dispatch", "send and receive are exchanged")
+def exchanged(x, experts, n_experts, group=None):
+    *_, (order, _, send, receive) = reference.dispatch(x, experts, n_experts, group)
+    return AllToAll.apply(x[order // experts.shape[-1]], receive, send, group), None, None
+
+
+@mistake("dispatch", "the group is missing in the rows' all-to-all or in `experts_per_rank`")
+def rows_to_all(x, experts, n_experts, group=None):
+    order, _ = reference.sort_by_expert(experts, n_experts)
+    send = [1] * dist.get_world_size(group)
+    return AllToAll.apply(x[order // experts.shape[-1]], send, send, None), None, None
+
+
+@mistake("dispatch", "the received counts are returned for each rank of origin, instead of added up over the ranks")
+def counts_received(x, experts, n_experts, group=None):
+    rows, _, state = reference.dispatch(x, experts, n_experts, group)
+    _, counts = reference.sort_by_expert(experts, n_experts)
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts, group=group)
+    return rows, received, state
+
+
 # ---- 19.12 combine ---------------------------------------------------------------------------------------------------
 
 
@@ -705,8 +1027,8 @@ def _combine(y, weights, state, group, unsort=True, weigh=True, token_of=None):
     rows = torch.empty_like(y).index_copy(0, by_expert, y) if unsort else y
     back = AllToAll.apply(rows, receive, send, group)
     back = back * weights.flatten()[order, None].to(y.dtype) if weigh else back + 0 * weights.sum()
-    k = weights.shape[1]
-    return y.new_zeros(len(weights), y.shape[1]).index_add(0, order // k, back)
+    tokens = order // weights.shape[1] if token_of is None else token_of(order, len(weights))
+    return y.new_zeros(len(weights), y.shape[1]).index_add(0, tokens, back)
 
 
 @mistake("combine", "the results are sent back sorted by expert, not in the order in which their rows arrived")
@@ -742,14 +1064,36 @@ def overwritten(y, weights, state, group=None):
 
 @mistake("combine", "the weights get no gradient: the router cannot learn")
 def weights_detached(y, weights, state, group=None):
-    return _combine(y, weights.detach(), state, group) + 0 * weights.sum()
+    return _combine(y, weights.detach(), state, group)
 
 
 @mistake("combine", "the group is not passed on to the all-to-all: all ranks take part")
 def combine_with_all(y, weights, state, group=None):
+    return reference.combine(y, weights, state, None)
+
+
+@mistake("combine", "assignment i is taken for token i % N; it belongs to token i // k")
+def combine_modulo(y, weights, state, group=None):
+    return _combine(y, weights, state, group, token_of=lambda order, n: order % max(n, 1))
+
+
+@mistake("combine", "send and receive are not exchanged: rows go back the way they came")
+def combine_the_same_way(y, weights, state, group=None):
     order, by_expert, send, receive = state
-    n_more = dist.get_world_size() - len(send)
-    return reference.combine(y, weights, (order, by_expert, send + [0] * n_more, receive + [0] * n_more), None)
+    return reference.combine(y, weights, (order, by_expert, receive, send), group)
+
+
+@mistake("combine", "the results get no gradient: the experts cannot learn")
+def results_detached(y, weights, state, group=None):
+    return _combine(y.detach(), weights, state, group)
+
+
+@mistake("combine", "float32 weights make the results float32, too")
+def wider_results(y, weights, state, group=None):
+    order, by_expert, send, receive = state
+    rows = torch.empty_like(y).index_copy(0, by_expert, y)
+    back = AllToAll.apply(rows, receive, send, group) * weights.flatten()[order, None]
+    return back.new_zeros(len(weights), y.shape[1]).index_add(0, order // weights.shape[1], back)
 
 
 # ---- 19.13 ExpertParallelMoE -----------------------------------------------------------------------------------------
@@ -842,6 +1186,27 @@ class GroupForgotten(_Parallel):
         super().__init__(moe, None if dist.get_world_size() == 4 and group is not None else group)
 
 
+@mistake(
+    "ExpertParallelMoE", "a rank's experts are a view of the layer given, not a copy: a step of one moves the other"
+)
+class ViewsOfTheGiven(_Parallel):
+    def __init__(self, moe, group=None):
+        super().__init__(moe, group)
+        for name in ("w1", "w2", "w3"):
+            part = getattr(moe, name).detach().chunk(dist.get_world_size(group))[dist.get_rank(group)]
+            setattr(self.local, name, nn.Parameter(part))
+
+
+@mistake("ExpertParallelMoE", "the rank among all ranks is taken for the rank in the group")
+class RankOfAll(_Parallel):
+    def __init__(self, moe, group=None):
+        super().__init__(moe, group)
+        n_local = experts_per_rank(len(moe.w1), group)
+        first = dist.get_rank() * n_local
+        for name in ("w1", "w2", "w3"):
+            setattr(self.local, name, nn.Parameter(getattr(moe, name).detach()[first : first + n_local].clone()))
+
+
 # ---- 19.14 moe_parameters --------------------------------------------------------------------------------------------
 
 
@@ -905,3 +1270,46 @@ def no_last_norm(config):
 @mistake("moe_parameters", "the norms are forgotten")
 def no_norms(config):
     return tuple(n - config.dim * (2 * config.n_layers + 1) for n in reference.moe_parameters(config))
+
+
+@mistake("moe_parameters", "the dense blocks' SwiGLUs are forgotten")
+def no_dense(config):
+    dense = config.n_dense * 3 * config.dim * config.dense_hidden_dim
+    return tuple(n - dense for n in reference.moe_parameters(config))
+
+
+@mistake("moe_parameters", "the dense blocks' SwiGLUs are counted with the width of an expert")
+def narrow_dense(config):
+    less = config.n_dense * 3 * config.dim * (config.dense_hidden_dim - config.hidden_dim)
+    return tuple(n - less for n in reference.moe_parameters(config))
+
+
+@mistake("moe_parameters", "a dense block's SwiGLU is counted with two matrices; it has three")
+def two_dense_matrices(config):
+    less = config.n_dense * config.dim * config.dense_hidden_dim
+    return tuple(n - less for n in reference.moe_parameters(config))
+
+
+@mistake("moe_parameters", "shared experts are forgotten")
+def no_shared(config):
+    shared = 3 * config.dim * config.hidden_dim * config.n_shared * (config.n_layers - config.n_dense)
+    return tuple(n - shared for n in reference.moe_parameters(config))
+
+
+@mistake("moe_parameters", "every router is counted with a bias; here it has none")
+def always_a_bias(config):
+    from dataclasses import replace
+
+    return reference.moe_parameters(replace(config, router_bias=True))
+
+
+@mistake("moe_parameters", "one row of the embedding is counted as active; the contract counts all of it")
+def one_row(config):
+    total, active = reference.moe_parameters(config)
+    return total, active - (config.vocab_size - 1) * config.dim
+
+
+@mistake("moe_parameters", "the embedding is left out of the active weights; the contract counts it")
+def embedding_not_active(config):
+    total, active = reference.moe_parameters(config)
+    return total, active - config.vocab_size * config.dim

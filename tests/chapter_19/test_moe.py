@@ -6,6 +6,7 @@ products with PyTorch's; the layer on ranks with the layer on one process. The l
 
 import copy
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from lib.given.kernels.grouped import launch_grouped
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON
 from lib.given.models.moe import DEEPSEEK_V3, MIXTRAL_8X7B, MoEConfig
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle, recorded
-from tests.chapter_14.memory import watched
+from tests.chapter_14.memory import Guarded, watched
 from tests.inputs import randn
 
 moe = graded("moe")
@@ -156,7 +157,9 @@ def test_load_balancing_loss_gradient():
     case("5 tokens, 4 experts, k=2: gradient of the probabilities")
     probabilities = randn(5, 4).softmax(-1).requires_grad_()
     experts = torch.tensor([[0, 1], [0, 2], [0, 1], [2, 0], [1, 0]])
-    (grad,) = torch.autograd.grad(moe.load_balancing_loss(probabilities, experts), probabilities)
+    loss = moe.load_balancing_loss(probabilities, experts)
+    expect_true(loss.requires_grad, "the loss has no gradient", answer=loss, read=BALANCE)
+    (grad,) = torch.autograd.grad(loss, probabilities)
     shares = torch.tensor([5.0, 3.0, 2.0, 0.0]) / 10
     expect_close(grad, (4 * shares / 5).expand(5, 4), name="the probabilities' gradient", read=BALANCE)
 
@@ -202,7 +205,9 @@ def test_router_z_loss_of_large_logits():
 def test_router_z_loss_gradient():
     case("n=6 e=5: gradient of the logits")
     ours, theirs = (randn(6, 5).requires_grad_() for _ in range(2))
-    (grad,) = torch.autograd.grad(moe.router_z_loss(ours), ours)
+    loss = moe.router_z_loss(ours)
+    expect_true(loss.requires_grad, "the loss has no gradient", answer=loss, read=Z_LOSS)
+    (grad,) = torch.autograd.grad(loss, ours)
     (expected,) = torch.autograd.grad(theirs.logsumexp(-1).square().mean(), theirs)
     expect_close(grad, expected, name="the logits' gradient", read=Z_LOSS)
 
@@ -277,8 +282,10 @@ def by_loop(x: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
 
 
 def run_kernel(x, weights, counts, read=GROUPED):
-    with watched(read) as seen:
+    with watched(read) as seen, Guarded() if INTERPRETED else nullcontext():  # fresh memory is full of NaN
         out = launch_grouped(moe.grouped_matmul_kernel, x, weights, torch.tensor(counts, device=x.device))
+    n = int(out.isnan().sum())
+    expect_true(n == 0, f"{n} of {out.numel()} numbers of the result are never written", answer=out, read=read)
     return out, seen
 
 
@@ -308,6 +315,16 @@ def test_grouped_matmul_kernel_of_ragged_groups(counts, dtype):
 
 
 @kernel_marks
+def test_grouped_matmul_kernel_adds_in_float32():
+    case("one row of ones, c=144, a float16 matrix with 2048 first and then a 1 in every 16 rows: the sum is 2048 + 8")
+    weights = torch.zeros(1, 144, 1, dtype=torch.float16, device=DEVICE)
+    weights[0, ::16] = 1
+    weights[0, 0] = 2048
+    out, _ = run_kernel(torch.ones(1, 144, dtype=torch.float16, device=DEVICE), weights, [1])
+    expect_close(out, torch.full((1, 1), 2056, dtype=torch.float16, device=DEVICE), read="the contract: in float32")
+
+
+@kernel_marks
 def test_grouped_matmul_kernel_of_other_strides():
     counts = [5, 0, 18]
     x, weights = randn(17, 23).T.to(DEVICE), randn(3, 32, 17, seed=1)[:, :30].transpose(1, 2).to(DEVICE)
@@ -321,9 +338,9 @@ def test_grouped_matmul_kernel_of_other_strides():
 def test_grouped_matmul_kernel_reads_only_what_it_needs():
     counts = [16, 0, 40, 8]
     case(
-        f"counts {counts}, c=16 f=32, tiles of 16 rows: the expert without rows is never read, results are written once"
+        f"counts {counts}, c=16 f=64, tiles of 16 rows: the expert without rows is never read, results are written once"
     )
-    x, weights = randn(64, 16), randn(4, 16, 32, seed=1)
+    x, weights = randn(64, 16), randn(4, 16, 64, seed=1)
     out, seen = run_kernel(x, weights, counts)
     expect_close(out, by_loop(x, weights, counts), atol=1e-5, read=GROUPED)
     reads = seen.count(weights, stores=False)[:, 0, 0].tolist()
@@ -356,13 +373,34 @@ def test_grouped_matmul_and_its_gradients(counts):
     answer, expected = moe.grouped_matmul(*ours, torch.tensor(counts)), by_loop(*theirs, counts)
     expect_close(answer, expected, read=GROUPED)
     upstream = randn(sum(counts), 7, seed=2, dtype=torch.float64)
-    grads, wanted = (torch.autograd.grad(out, given, upstream) for out, given in ((answer, ours), (expected, theirs)))
+    expect_true(answer.requires_grad, "the result has no gradient", answer=answer, read=GRADS)
+    grads = torch.autograd.grad(answer, ours, upstream, allow_unused=True)
+    missing = [name for name, grad in zip(("x", "weights"), grads, strict=True) if grad is None]
+    expect_true(not missing, f"{' and '.join(missing)} got no gradient", answer=answer, read=GRADS)
+    wanted = torch.autograd.grad(expected, theirs, upstream)
     expect_close(
         dict(zip(("x", "weights"), grads, strict=True)),
         dict(zip(("x", "weights"), wanted, strict=True)),
         name="gradients",
         read=GRADS,
     )
+
+
+def test_grouped_matmul_is_one_step_of_autograd():
+    case("counts [2, 3], float32: autograd sees one step, since on a GPU it could not see into your kernel")
+    x, weights = randn(5, 8).requires_grad_(), randn(2, 8, 6, seed=1).requires_grad_()
+    answer = moe.grouped_matmul(x, weights, torch.tensor([2, 3]))
+    expect_true(answer.requires_grad, "the result has no gradient", answer=answer, read=GRADS)
+    before = {type(step).__name__ for step, _ in answer.grad_fn.next_functions if step is not None}
+    problem = f"before the result's step autograd recorded {', '.join(sorted(before))}; expected x and weights alone"
+    expect_true(before == {"AccumulateGrad"}, problem, answer=answer, read=GRADS)
+
+
+@pytest.mark.parametrize(("shape", "counts"), [((2, 7, 6), [2, 3]), ((2, 8, 6), [2, 4]), ((3, 8, 6), [2, 3])])
+def test_grouped_matmul_refuses(shape, counts):
+    case(f"x [5, 8], weights {list(shape)}, counts {counts}")
+    with expect_raises(ValueError, str(counts if shape == (2, 8, 6) else shape), read="the contract, under Returns"):
+        moe.grouped_matmul(randn(5, 8), randn(*shape), torch.tensor(counts))
 
 
 def test_grouped_matmul_keeps_the_dtype():
@@ -477,7 +515,7 @@ def test_capacity_mask_by_hand():
     expect_equal(moe.capacity_mask(experts, 4, 1.0).tolist(), expected, read=ROOM)
 
 
-@pytest.mark.parametrize(("factor", "room"), [(1.0, 3), (1.2, 3), (1.25, 4), (0.4, 1), (2.0, 5), (8.0, 20)])
+@pytest.mark.parametrize(("factor", "room"), [(1.0, 3), (1.1, 3), (1.2, 3), (1.25, 4), (0.4, 1), (2.0, 5), (8.0, 20)])
 def test_capacity_mask_rounds_up(factor, room):
     case(f"5 tokens, k=2, 4 experts, factor {factor}: room for {room} each, all want experts 0 and 1")
     experts = torch.tensor([[0, 1]] * 5)
@@ -664,6 +702,39 @@ def test_MoE_bias_chooses_and_does_not_weight():
     bias = torch.tensor([0.0, 9.0, 0.0, 0.0])
     layer.router_bias.copy_(bias)
     compare_layer(layer, weights, randn(9, 6, seed=7, dtype=torch.float64), 2, bias, read=BIAS)
+    bias = torch.tensor([0.5, 0.0, -0.5, 0.0])
+    case("the same with router_bias [0.5, 0, -0.5, 0], which is added to the logits")
+    layer.zero_grad()
+    layer.router_bias.copy_(bias)
+    compare_layer(layer, weights, randn(9, 6, seed=7, dtype=torch.float64), 2, bias, read=BIAS)
+
+
+def test_MoE_starts_as_linear_layers_do():
+    case("dim 16, width 64, 3 experts: weights within 1 / sqrt(width that comes in), a bias of zeros, no routing yet")
+    layer = moe.MoE(16, 64, 3, 1)
+    read = "the contract, under Attributes"
+    for name, bound in (("w1", 16**-0.5), ("w3", 16**-0.5), ("w2", 64**-0.5)):
+        w = getattr(layer, name).detach()
+        for e in range(3):
+            largest, spread = w[e].abs().max().item(), w[e].std().item() / bound
+            problem = f"{name}[{e}] has numbers up to {largest:.3f}; expected uniform ones between -{bound:.3f} and {bound:.3f}"
+            even = 0.9 * bound < largest <= bound and 0.54 < spread < 0.62
+            expect_true(even, problem, answer=(name, e), read=read)
+    expect_true(not torch.equal(layer.w1, layer.w3), "w1 and w3 are the same numbers", answer=0, read=read)
+    expect_true("router_bias" in layer.state_dict(), "the state dict has no router_bias", answer=0, read=read)
+    expect_close(layer.router_bias, torch.zeros(3), name="router_bias", read=read)
+    expect_equal(layer.routing, None, name="routing", read=read)
+
+
+def test_MoE_routes_in_float32():
+    case("x [8, 6] in bfloat16, 4 experts, k=2: the probabilities are float32, the result bfloat16")
+    layer, weights = make_moe(dtype=torch.bfloat16)
+    x = randn(8, 6, seed=7).bfloat16()
+    out = layer(x)
+    expect_equal(out.dtype, torch.bfloat16, name="dtype of the result", read=LAYER)
+    expect_true(isinstance(layer.routing, tuple), "routing is no pair", answer=out, read="the contract: routing")
+    expected = (x @ weights["router.weight"].T).float().softmax(-1)
+    expect_close(layer.routing[0], expected, name="probabilities", read="the contract: in float32")
 
 
 def test_MoE_keeps_the_routing():
@@ -678,6 +749,10 @@ def test_MoE_keeps_the_routing():
     expect_close(probabilities, expected, name="probabilities", read=read)
     expect_true(probabilities.requires_grad, "the probabilities have no gradient", answer=probabilities, read=read)
     expect_equal(experts.tolist(), expected.topk(2).indices.tolist(), name="experts", read=read)
+    case("the same with router_bias [0, 9, 0, 0]: the probabilities don't see it")
+    layer.router_bias.copy_(torch.tensor([0.0, 9.0, 0.0, 0.0]))
+    layer(x)
+    expect_close(layer.routing[0], expected, name="probabilities", read=read)
 
 
 def test_MoE_is_copied_without_its_routing():
@@ -863,7 +938,7 @@ def test_convert_hf_state_dict_of_single_experts():
     expect_equal(strided, [], name="weights that are not contiguous", read="the contract, under Returns")
 
 
-@pytest.mark.parametrize("gone", ["experts.down_proj", "experts.gate_up_proj", "experts.2.w3.weight"])
+@pytest.mark.parametrize("gone", ["gate.weight", "experts.down_proj", "experts.gate_up_proj", "experts.2.w3.weight"])
 def test_convert_hf_state_dict_refuses(gone):
     state = single_weights(joined_weights()) if "w3" in gone else joined_weights()
     case(f"without {gone}, and with router.scale too many")
@@ -906,7 +981,7 @@ def dispatch_on_ranks(rank, world_size):
     x = tokens_of(rank, routes).requires_grad_()
     rows, counts, _ = moe.dispatch(x, experts_of(rank, routes), 4)
     local = range(rank * 4 // world_size, (rank + 1) * 4 // world_size)
-    expect_equal(counts.tolist(), [len(rows_for(e, routes)) for e in local], name="counts", answer=rows, read=ORDER)
+    expect_equal(counts.tolist(), [len(rows_for(e, routes)) for e in local], name="counts", read=ORDER)
     wanted = [t for e in local for t in rows_for(e, routes)]
     expect_close(
         rows,
@@ -916,6 +991,7 @@ def dispatch_on_ranks(rank, world_size):
     )
     case(f"the same; rank {rank}: the gradient of a row is the number of its expert")
     upstream = torch.tensor([float(e) for e in local for _ in rows_for(e, routes)], dtype=torch.float64)
+    expect_true(rows.requires_grad, "the rows have no gradient", answer=rows, read="the contract: differentiable in x")
     rows.backward(upstream[:, None].expand(-1, 2))
     expected = experts_of(rank, routes).sum(-1).double()[:, None].expand(-1, 2)
     expect_close(x.grad, expected, name="x's gradient", read="the contract: differentiable in x")
@@ -955,6 +1031,10 @@ def there_and_back_in_pairs(rank, world_size, uses):
     weights = torch.full((rank + 1, 2), 0.5, dtype=torch.float64)
     out = written.combine(rows, weights, state, groups[rank % 2])
     expect_close(out, x, name="tokens sent there and back", read="the contract: group")
+    if uses == "combine":
+        case(f"the same with results in bfloat16 and weights in float32; rank {rank}")
+        out = moe.combine(rows.bfloat16(), weights.float(), state, groups[rank % 2])
+        expect_close(out, x.bfloat16(), name="tokens sent there and back", read="the contract: the dtype of y")
 
 
 @pytest.mark.time_limit(20)
@@ -992,7 +1072,10 @@ def combine_on_ranks(rank, world_size):
     read = "eq-moe-9; it uses `dispatch`: if that does not pass, fix it first"
     expect_close(out, x * share[:, None], read=read)
     case(f"the same; rank {rank}: gradients of the results and of the weights, from a gradient of ones")
+    expect_true(out.requires_grad, "the result has no gradient", answer=out, read=read)
     out.backward(torch.ones_like(out))
+    missing = [name for name, given in (("y", y), ("weights", weights)) if given.grad is None]
+    expect_true(not missing, f"{' and '.join(missing)} got no gradient", answer=out, read=read)
     expect_close(weights.grad, 2 * x[:, :1] * (experts + 1), name="the weights' gradient", read=read)
     case(f"the same; rank {rank}: all the gradients of the results, added up, are twice all weights' sum")
     total = torch.stack([y.grad.sum(), 2 * weights.detach().sum()])
@@ -1057,7 +1140,8 @@ def parallel_on_ranks(rank, world_size, n_shared, lengths):
     expect_close(
         router, shared, name="gradients of router and shared experts", read="the contract: nothing is averaged"
     )
-    same = [name for name, p in layer.local.named_parameters() if any(p is other for other in whole.parameters())]
+    places = {p.untyped_storage().data_ptr() for p in whole.parameters()}
+    same = [name for name, p in layer.local.named_parameters() if p.untyped_storage().data_ptr() in places]
     expect_true(
         not same,
         f"{', '.join(same)} belong to the layer given, too; expected copies",
@@ -1118,13 +1202,18 @@ def test_ExpertParallelMoE_under_autocast(ranks):
 
 
 def in_pairs(rank, world_size):
-    case(f"4 experts, k=2, in the groups (0, 2) and (1, 3); rank {rank}")
+    case(f"x [1, {rank + 2}, 6], 4 experts, k=2, a router_bias, in the groups (0, 2) and (1, 3); rank {rank}")
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    whole, x = whole_layer(0), randn(rank + 2, 6, seed=30 + rank, dtype=torch.float64)
+    whole, x = whole_layer(0), randn(1, rank + 2, 6, seed=30 + rank, dtype=torch.float64)
+    whole.router_bias.copy_(torch.tensor([0.0, 9.0, 0.0, 0.0]))
     layer = moe.ExpertParallelMoE(whole, groups[rank % 2])
     held = len(layer.local.w1)
     expect_equal(held, 2, name="experts on this rank, of 4 in a group of 2", read="the contract: group")
-    expect_close(layer(x), whole(x), read="the contract: group")
+    out, alone = layer(x), whole(x)
+    expect_close(out, alone, read="the contract: group")
+    routing = layer.local.routing
+    expect_true(routing is not None, "local.routing is None after a forward pass", answer=out, read="ex-moe-moe")
+    expect_close(routing[0], whole.routing[0], name="local.routing", read="ex-moe-moe")
 
 
 @pytest.mark.time_limit(20)
@@ -1145,12 +1234,12 @@ def test_ExpertParallelMoE_refuses(ranks):
 
 # ---- 19.14 moe_parameters --------------------------------------------------------------------------------------------
 
-TINY = MoEConfig(vocab_size=10, dim=4, n_layers=3, hidden_dim=2, n_experts=5, k=2, attention_parameters=100)
+TINY = MoEConfig(vocab_size=11, dim=4, n_layers=3, hidden_dim=2, n_experts=5, k=2, attention_parameters=100)
 
 
 def test_moe_parameters_by_hand():
-    case("V=10 C=4 L=3 F=2 E=5 k=2, attention 100 a block")
-    common = 2 * 10 * 4 + 4 + 3 * (100 + 2 * 4 + 5 * 4)
+    case("V=11 C=4 L=3 F=2 E=5 k=2, attention 100 a block")
+    common = 2 * 11 * 4 + 4 + 3 * (100 + 2 * 4 + 5 * 4)
     expected = (common + 3 * 5 * 24, common + 3 * 2 * 24)
     expect_equal(tuple(moe.moe_parameters(TINY)), expected, name="(total, active)", read=COUNT)
 
