@@ -398,7 +398,8 @@ def test_grouped_matmul_is_one_step_of_autograd():
 
 @pytest.mark.parametrize(("shape", "counts"), [((2, 7, 6), [2, 3]), ((2, 8, 6), [2, 4]), ((3, 8, 6), [2, 3])])
 def test_grouped_matmul_refuses(shape, counts):
-    case(f"x [5, 8], weights {list(shape)}, counts {counts}")
+    case(f"x [5, 8], weights {list(shape)}, counts {counts}; and once what fits")
+    moe.grouped_matmul(randn(5, 8), randn(2, 8, 6), torch.tensor([2, 3]))
     with expect_raises(ValueError, str(counts if shape == (2, 8, 6) else shape), read="the contract, under Returns"):
         moe.grouped_matmul(randn(5, 8), randn(*shape), torch.tensor(counts))
 

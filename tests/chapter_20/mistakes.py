@@ -1083,6 +1083,13 @@ class Int4AlwaysFloat32(reference.Int4Linear):
         return super().forward(x.float())
 
 
+@mistake("Int4Linear", "the bias is added in its own dtype, and the output takes it")
+class Int4BiasInItsDtype(reference.Int4Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y if self.bias is None else y.to(torch.promote_types(y.dtype, self.bias.dtype))
+
+
 @mistake("Int4Linear", "the given layer's weights are rounded in place")
 class Int4InPlace(reference.Int4Linear):
     def __init__(self, linear, group_size=128):
@@ -1198,6 +1205,14 @@ def damped_by_the_trace(weight, hessian, group_size=128):
 @mistake("gptq", "the damping has a smallest value, which is more than 1 % where inputs are small")
 def damping_with_a_floor(weight, hessian, group_size=128):
     return _gptq(weight, hessian, group_size, floor=1e-6)
+
+
+@mistake("gptq", "weights in float64 are not copied, so the corrections change the caller's tensor")
+def float64_in_place(weight, hessian, group_size=128):
+    answer = reference.gptq(weight, hessian, group_size)
+    if weight.dtype == torch.float64:
+        weight.copy_(dequantize_int4(*answer))
+    return answer
 
 
 @mistake("gptq", "the weights are changed in place")

@@ -1169,6 +1169,14 @@ def test_Int4Linear_in_other_dtypes(dtype):
     expect_close(y, expected, rtol=2e-2, atol=0.3 if dtype == torch.bfloat16 else 4e-2, read="the contract of forward")
 
 
+def test_Int4Linear_of_float32_keeps_the_dtype_of_x():
+    case("x in bfloat16, a layer in float32, with a bias")
+    layer, linear, x, weight = layer_of_int4()
+    y = layer(x.bfloat16())
+    expected = (x.bfloat16().double() @ weight.bfloat16().double().T + linear.bias.detach().double()).bfloat16()
+    expect_close(y, expected, rtol=2e-2, atol=0.3, read="the contract of forward")
+
+
 def test_Int4Linear_adds_in_float32():
     case("x in float16: 2048 and six ones; all weights are 1, in groups of 32: the sum is 2054")
     linear = nn.Linear(256, 4, bias=False, dtype=torch.float16)
@@ -1247,9 +1255,10 @@ def nearest(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     return q.flatten(1), scale, zero.to(torch.uint8)
 
 
-def test_gptq_changes_nothing_in_place():
-    case("weight and Hessian are as before")
-    weight, _, hessian = correlated(3, 16, 64)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_gptq_changes_nothing_in_place(dtype):
+    case(f"weight and Hessian in {dtype} are as before")
+    weight, hessian = (t.to(dtype) for t in correlated(3, 16, 64)[::2])
     given = weight.clone(), hessian.clone()
     q, _, _ = low.gptq(weight, hessian, 16)
     same = torch.equal(weight, given[0]) and torch.equal(hessian, given[1])
