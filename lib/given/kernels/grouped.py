@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lib.fast.grouped import fits, grouped_matmul_fast, weight_gradients_fast
 from lib.given.kernels.autocast import factor_dtype
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON, MatmulTiles, tl, triton
 from lib.given.kernels.once import first_derivative_only
@@ -165,16 +166,19 @@ def _weight_gradients(x: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, product: Callable, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.product = product
+        ctx.fast = fits(x, weights)
+        ctx.product = grouped_matmul_fast if ctx.fast else product
         ctx.save_for_backward(x, weights, counts)
-        return product(x, weights, counts)
+        return ctx.product(x, weights, counts)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, grad):
         x, weights, counts = ctx.saved_tensors
+        grad = grad.contiguous() if ctx.fast else grad  # a gradient may be one number with strides of 0
+        of_weights = weight_gradients_fast if ctx.fast else _weight_gradients
         dx = ctx.product(grad, weights.transpose(1, 2), counts) if ctx.needs_input_grad[1] else None
-        return None, dx, _weight_gradients(x, grad, counts) if ctx.needs_input_grad[2] else None, None
+        return None, dx, of_weights(x, grad, counts) if ctx.needs_input_grad[2] else None, None
 
 
 def with_gradients(
@@ -183,7 +187,8 @@ def with_gradients(
     """``product(x, weights, counts)`` as a step of autograd, by equation (19.6).
 
     The gradient of x is a grouped product again, with every matrix transposed: ``product(grad, weights.transpose(1, 2), counts)``.
-    The gradient of a matrix is the product of its expert's transposed rows with their gradients.
+    The gradient of a matrix is the product of its expert's transposed rows with their gradients. Where `lib.fast.grouped.fits` says so, on a
+    Hopper GPU and for large products of 16 bits, kernels with roles for their warps compute all three instead of ``product``.
     Under autocast both factors are cast to its dtype first, except float64; their gradients come back in their own dtypes.
     """
     x, weights = x.to(factor_dtype(x)), weights.to(factor_dtype(weights))
