@@ -175,11 +175,11 @@ def clip_gradient_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) 
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return torch.tensor(0.0)
-    norms = [torch.linalg.vector_norm(gradient).to(gradients[0].device) for gradient in gradients]
-    norm = torch.linalg.vector_norm(torch.stack(norms))
+    norms = torch._foreach_norm(gradients)  # one kernel for many tensors, as torch.optim does it
+    norm = torch.linalg.vector_norm(torch.stack([norm.to(gradients[0].device) for norm in norms]))
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factor.to(gradient.device))
+    for device in {gradient.device for gradient in gradients}:
+        torch._foreach_mul_([gradient for gradient in gradients if gradient.device == device], factor.to(device))
     return norm
     ### END SOLUTION
 
