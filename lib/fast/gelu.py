@@ -1,4 +1,4 @@
-"""The exact GELU of ``x + bias`` in one kernel, and the gradients of both in another.
+"""The GELU of ``x + bias`` in one kernel, and the gradients of both in another.
 
 In the middle of an MLP of ViT-L/16 there are, for 256 images, 50,432 rows of 4096 numbers: 413 MB in bf16. Written as operators,
 the bias is added at the end of the product before it. The backward pass then goes over the rows for their gradient, and the
@@ -25,6 +25,10 @@ SLOPE = tl.constexpr(P * 0.5**0.5)
 MINUS_HALF_LOG2E = tl.constexpr(-0.5 * math.log2(math.e))
 PEAK = tl.constexpr((2 * math.pi) ** -0.5)  # of the normal distribution's density
 
+CUBIC = tl.constexpr(0.044715)  # of the approximation by a tanh, as PyTorch has it
+MINUS_2_ROOT_LOG2E = tl.constexpr(-2 * math.sqrt(2 / math.pi) * math.log2(math.e))
+TWO_ROOT = tl.constexpr(2 * math.sqrt(2 / math.pi))
+
 
 class Tiles(NamedTuple):
     """How a kernel is cut: each program computes ``steps`` tiles of ``rows`` x ``columns``, one below the other."""
@@ -42,23 +46,72 @@ FORWARD, BACKWARD = Tiles(8, 512, 1, 4), Tiles(16, 256, 8, 8, 3)
 
 
 @triton.jit
+def _exp2(x, ONE_INSTRUCTION: tl.constexpr):
+    """2^x; as one instruction with an error of at most two units in the last place."""
+    if ONE_INSTRUCTION:
+        power = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        power = tl.exp2(x)
+    return power
+
+
+@triton.jit
+def _inverse(x, ONE_INSTRUCTION: tl.constexpr):
+    """1 / x, likewise."""
+    if ONE_INSTRUCTION:
+        inverse = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        inverse = 1.0 / x
+    return inverse
+
+
+@triton.jit
 def _bell_and_tail(size, ONE_INSTRUCTION: tl.constexpr):
     """exp(-size^2 / 2), and the factor that turns it into the share of the normal distribution above ``size`` >= 0."""
-    exponent = size * size * MINUS_HALF_LOG2E
-    below = 1.0 + SLOPE * size
-    if ONE_INSTRUCTION:  # the exponential and the reciprocal, each with an error of at most two units in the last place
-        bell = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [exponent], tl.float32, True, 1)
-        t = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [below], tl.float32, True, 1)
-    else:
-        bell = tl.exp2(exponent)
-        t = 1.0 / below
+    bell = _exp2(size * size * MINUS_HALF_LOG2E, ONE_INSTRUCTION)
+    t = _inverse(1.0 + SLOPE * size, ONE_INSTRUCTION)
     return bell, t * (A + t * (B + t * (C + t * (D + t * E))))
+
+
+@triton.jit
+def _shares_by_tanh(y, ONE_INSTRUCTION: tl.constexpr):
+    """(1 + tanh) / 2, and (1 - tanh) / 2 divided by it."""
+    power = _exp2(y * (1.0 + CUBIC * y * y) * MINUS_2_ROOT_LOG2E, ONE_INSTRUCTION)
+    return _inverse(1.0 + power, ONE_INSTRUCTION), power
+
+
+@triton.jit
+def _gelu(y, TANH: tl.constexpr, ONE_INSTRUCTION: tl.constexpr):
+    if TANH:
+        share, _ = _shares_by_tanh(y, ONE_INSTRUCTION)
+        result = y * share
+    else:
+        size = tl.abs(y)
+        bell, tail = _bell_and_tail(size, ONE_INSTRUCTION)
+        result = tl.maximum(y, 0.0) - size * (bell * tail)  # the tail belongs to the other side of 0
+    return result
+
+
+@triton.jit
+def _gelu_slope(y, TANH: tl.constexpr, ONE_INSTRUCTION: tl.constexpr):
+    """Exactly: the normal share below y plus y times the density. With g, the share of the tail minus |y| times the density,
+    that is g for negative y and 1 - g otherwise."""
+    if TANH:
+        y = tl.minimum(tl.maximum(y, -10.0), 10.0)  # beyond, the slope is 0 or 1
+        share, power = _shares_by_tanh(y, ONE_INSTRUCTION)
+        slope = share + y * (power * share) * share * TWO_ROOT * (1.0 + 3.0 * CUBIC * y * y)
+    else:
+        size = tl.abs(y)
+        bell, tail = _bell_and_tail(size, ONE_INSTRUCTION)
+        g = bell * (tail - PEAK * size)
+        slope = tl.where(y < 0.0, g, 1.0 - g)
+    return slope
 
 
 @triton.jit
 def bias_gelu_forward_kernel(
     x, bias, out, n_rows, n_columns,
-    ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, ONE_INSTRUCTION: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, TANH: tl.constexpr, ONE_INSTRUCTION: tl.constexpr,
 ):  # fmt: skip
     """Bytes moved: 1 read and 1 write of the rows. About 20 instructions for each number; its bytes take the time of 30."""
     n_across = tl.cdiv(n_columns, COLS)
@@ -72,22 +125,15 @@ def bias_gelu_forward_kernel(
         at = rows[:, None] * n_columns + columns[None, :]
         inside = (first + rows < n_rows)[:, None] & (columns < n_columns)[None, :]
         y = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + shift[None, :]
-        size = tl.abs(y)
-        bell, tail = _bell_and_tail(size, ONE_INSTRUCTION)
-        y = tl.maximum(y, 0.0) - size * (bell * tail)  # the tail belongs to the other side of 0
-        tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + at, _gelu(y, TANH, ONE_INSTRUCTION).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def bias_gelu_backward_kernel(
     x, bias, d_out, dx, sums, n_rows, n_columns,
-    ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, ONE_INSTRUCTION: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, TANH: tl.constexpr, ONE_INSTRUCTION: tl.constexpr,
 ):  # fmt: skip
-    """Bytes moved: 2 reads and 1 write of the rows, and a row of float32 sums for each ROWS * STEPS of them.
-
-    The slope of the GELU is the normal share below y plus y times the density. With g, the share of the tail minus |y| times
-    the density, that is g for negative y and 1 - g otherwise.
-    """
+    """Bytes moved: 2 reads and 1 write of the rows, and a row of float32 sums for each ROWS * STEPS of them."""
     n_across = tl.cdiv(n_columns, COLS)
     first = tl.program_id(0) // n_across * ROWS * STEPS
     x += first.to(tl.int64) * n_columns
@@ -102,31 +148,30 @@ def bias_gelu_backward_kernel(
         inside = (first + rows < n_rows)[:, None] & (columns < n_columns)[None, :]
         y = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + shift[None, :]
         d = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32)
-        size = tl.abs(y)
-        bell, tail = _bell_and_tail(size, ONE_INSTRUCTION)
-        g = bell * (tail - PEAK * size)
-        d *= tl.where(y < 0.0, g, 1.0 - g)
+        d *= _gelu_slope(y, TANH, ONE_INSTRUCTION)
         total += d
         tl.store(dx + at, d.to(dx.dtype.element_ty), mask=inside)
     sums += (tl.program_id(0) // n_across).to(tl.int64) * n_columns
     tl.store(sums + columns, tl.sum(total, 0), mask=columns < n_columns)
 
 
-def launch_forward(x: Tensor, bias: Tensor, tiles: Tiles = FORWARD) -> Tensor:
+def launch_forward(x: Tensor, bias: Tensor, approximate: str = "none", tiles: Tiles = FORWARD) -> Tensor:
     """The forward kernel's result, contiguous, for the ``x`` and ``bias`` of `bias_gelu`."""
     x, bias = x.contiguous(), bias.contiguous()
     out = torch.empty_like(x)
-    _launch(bias_gelu_forward_kernel, tiles, x, bias, out)
+    _launch(bias_gelu_forward_kernel, tiles, approximate, x, bias, out)
     return out
 
 
-def launch_backward(x: Tensor, bias: Tensor, d_out: Tensor, tiles: Tiles = BACKWARD) -> tuple[Tensor, Tensor]:
+def launch_backward(
+    x: Tensor, bias: Tensor, d_out: Tensor, approximate: str = "none", tiles: Tiles = BACKWARD
+) -> tuple[Tensor, Tensor]:
     """The gradients of both; that of the bias is summed in float32, always in the same order."""
     x, bias, d_out = x.contiguous(), bias.contiguous(), d_out.contiguous()
     dx = torch.empty_like(x)
     n_sums = triton.cdiv(_n_rows(x), tiles.rows * tiles.steps)
     sums = torch.empty(n_sums, len(bias), dtype=torch.float32, device=x.device)
-    _launch(bias_gelu_backward_kernel, tiles, x, bias, d_out, dx, sums)
+    _launch(bias_gelu_backward_kernel, tiles, approximate, x, bias, d_out, dx, sums)
     return dx, sums.sum(0).to(bias.dtype)
 
 
@@ -134,11 +179,11 @@ def _n_rows(x: Tensor) -> int:
     return x.numel() // max(1, x.shape[-1])
 
 
-def _launch(kernel: Any, tiles: Tiles, *tensors: Tensor) -> None:
+def _launch(kernel: Any, tiles: Tiles, approximate: str, *tensors: Tensor) -> None:
     n_rows, n_columns = _n_rows(tensors[0]), tensors[0].shape[-1]
     n_programs = triton.cdiv(n_rows, tiles.rows * tiles.steps) * triton.cdiv(n_columns, tiles.columns)
     one_instruction = torch.version.cuda is not None and not INTERPRETED
-    cut = (tiles.rows, tiles.columns, tiles.steps, tiles.stages, one_instruction)
+    cut = (tiles.rows, tiles.columns, tiles.steps, tiles.stages, approximate == "tanh", one_instruction)
     if n_programs > 0:
         kernel[(n_programs,)](*tensors, n_rows, n_columns, *cut, num_warps=tiles.warps)
 
@@ -151,56 +196,58 @@ def _has_kernel(x: Tensor) -> bool:
 
 
 @torch.library.custom_op("scaling_workbook::bias_gelu", mutates_args=())
-def bias_gelu_op(x: Tensor, bias: Tensor) -> Tensor:
+def bias_gelu_op(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
     """`bias_gelu` without its checks."""
     if _has_kernel(x):
-        return launch_forward(x, bias)
-    return F.gelu(x.float() + bias.float()).to(x.dtype).contiguous()
+        return launch_forward(x, bias, approximate)
+    return F.gelu(x.float() + bias.float(), approximate=approximate).to(x.dtype).contiguous()
 
 
 @torch.library.custom_op("scaling_workbook::bias_gelu_backward", mutates_args=())
-def bias_gelu_backward_op(x: Tensor, bias: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:
+def bias_gelu_backward_op(x: Tensor, bias: Tensor, d_out: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
     """The gradients of ``x`` and ``bias``, in their dtypes."""
     if _has_kernel(x):
-        return launch_backward(x, bias, d_out)
-    dx = torch.ops.aten.gelu_backward(d_out.float(), x.float() + bias.float())
+        return launch_backward(x, bias, d_out, approximate)
+    dx = torch.ops.aten.gelu_backward(d_out.float(), x.float() + bias.float(), approximate=approximate)
     return dx.to(x.dtype).contiguous(), dx.flatten(0, -2).sum(0).to(bias.dtype)
 
 
 @bias_gelu_op.register_fake
-def _(x: Tensor, bias: Tensor) -> Tensor:
+def _(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
 @bias_gelu_backward_op.register_fake
-def _(x: Tensor, bias: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, bias: Tensor, d_out: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), bias.new_empty(bias.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
+    x, bias, ctx.approximate = inputs
+    ctx.save_for_backward(x, bias)
 
 
-def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
-    return bias_gelu_backward_op(*ctx.saved_tensors, d_out)
+def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
+    return (*bias_gelu_backward_op(*ctx.saved_tensors, d_out, ctx.approximate), None)
 
 
 bias_gelu_op.register_autograd(_backward, setup_context=_save)
 
 
-def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    """The exact GELU of ``x + bias``, computed in float32 with an error of at most 1e-6.
+def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
+    """The GELU of ``x + bias``, computed in float32 with an error of at most 1e-6.
 
     Args:
         x: ``[..., C]``, a product without its bias; bfloat16, float16 or float32.
         bias: ``[C]``, of any floating-point dtype.
+        approximate: "none" or "tanh", as PyTorch's ``gelu`` has it.
 
     Returns:
         ``[..., C]`` in the dtype of ``x``, contiguous; nan on a GPU where ``x + bias`` is infinite. The backward pass keeps ``x`` and
         ``bias``, and returns gradients in their dtypes.
 
     Raises:
-        ValueError: a shape or dtype is not one of these.
+        ValueError: a shape, a dtype or ``approximate`` is not one of these.
     """
     if x.dtype not in DTYPES:
         raise ValueError(f"x is {x.dtype}, expected one of {', '.join(map(str, DTYPES))}")
@@ -208,4 +255,6 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
         raise ValueError(f"bias is {bias.dtype}, expected a dtype of floating point")
     if x.ndim < 2 or bias.shape != x.shape[-1:]:
         raise ValueError(f"x {tuple(x.shape)}, bias {tuple(bias.shape)}: expected [..., C], two axes or more, and [C]")
-    return bias_gelu_op(x, bias)
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"approximate = {approximate!r}: expected 'none' or 'tanh'")
+    return bias_gelu_op(x, bias, approximate)

@@ -35,7 +35,7 @@ class Path:
         loss_kernel: Compute GPT-2's last product, the loss and its gradient with ``lib.fast.loss``.
         class_token_alone: In the last block of a ViT, compute only the class token, which is all that the head reads.
         short_gelu: Compute the exact GELU with `short_gelu`, which needs one exponential and no error function.
-        gelu_kernel: Compute the exact GELU and the bias before it with `lib.fast.gelu`; takes precedence over ``short_gelu``.
+        gelu_kernel: Compute the GELU and the bias before it with `lib.fast.gelu`; takes precedence over ``short_gelu``.
         heads_kernel: Join a ViT's gradients of queries, keys and values, and sum them for their bias, with `lib.fast.heads`.
             Chapter 15's kernels need no such step: their gradient of a joined projection is joined.
     """
@@ -83,6 +83,14 @@ def norm(x: Tensor, layer: nn.LayerNorm, path: Path) -> Tensor:
         return F.layer_norm(x.float(), layer.normalized_shape, weight, bias, layer.eps).to(path.dtype)
     weight, bias = layer.weight.to(x.dtype), layer.bias.to(x.dtype)
     return F.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
+
+
+def bent(x: Tensor, path: Path, layer: nn.Linear, approximate: str) -> Tensor:
+    """The GELU of a linear map."""
+    if path.gelu_kernel and isinstance(layer, nn.Linear):
+        return bias_gelu(F.linear(x.to(path.dtype), layer.weight.to(path.dtype)), layer.bias, approximate)
+    wide = linear(x, path, layer)
+    return short_gelu(wide) if path.short_gelu and approximate == "none" else F.gelu(wide, approximate=approximate)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, path: Path, causal: bool) -> Tensor:
@@ -134,7 +142,7 @@ def gpt2_block(block: Any, x: Tensor, path: Path, n_heads: int) -> Tensor:
     """One block of a ``lib.gpt2.GPT2``."""
     heads = linear(norm(x, block.ln_1, path), path, block.attn.c_attn)
     x = x + linear(attend_joined(heads, n_heads, path, causal=True), path, block.attn.c_proj)
-    wide = F.gelu(linear(norm(x, block.ln_2, path), path, block.mlp.c_fc), approximate="tanh")
+    wide = bent(norm(x, block.ln_2, path), path, block.mlp.c_fc, "tanh")
     return x + linear(wide, path, block.mlp.c_proj)
 
 
@@ -207,22 +215,18 @@ def vit_block(block: Any, x: Tensor, path: Path) -> Tensor:
 
 def _vit_attention(attn: Any, seen: Tensor, path: Path) -> Tensor:
     like_queries = seen.to(path.dtype).unflatten(-1, (attn.n_heads, -1)).transpose(1, 2)
-    if path.heads_kernel and not _takes_ours(like_queries, like_queries, like_queries, path, causal=False):
-        weight, bias = _side_by_side((attn.wq, attn.wk, attn.wv))
+    layers = (attn.wq, attn.wk, attn.wv)
+    joins = path.heads_kernel and all(isinstance(layer, nn.Linear) for layer in layers)
+    if joins and not _takes_ours(like_queries, like_queries, like_queries, path, causal=False):
+        weight, bias = _side_by_side(layers)
         wide = F.linear(seen.to(path.dtype), weight.to(path.dtype), bias.detach().to(path.dtype))
         return attend(*split_heads(wide, bias, attn.n_heads), path, causal=False)
-    return attend_joined(linear(seen, path, attn.wq, attn.wk, attn.wv), attn.n_heads, path, causal=False)
+    return attend_joined(linear(seen, path, *layers), attn.n_heads, path, causal=False)
 
 
 def _vit_mlp(block: Any, x: Tensor, path: Path) -> Tensor:
-    seen, fc1, exact = norm(x, block.norm2, path), block.mlp.fc1, block.mlp.approximate == "none"
-    if path.gelu_kernel and exact:
-        bent = bias_gelu(F.linear(seen.to(path.dtype), fc1.weight.to(path.dtype)), fc1.bias)
-    elif path.short_gelu and exact:
-        bent = short_gelu(linear(seen, path, fc1))
-    else:
-        bent = F.gelu(linear(seen, path, fc1), approximate=block.mlp.approximate)
-    return linear(bent, path, block.mlp.fc2)
+    wide = bent(norm(x, block.norm2, path), path, block.mlp.fc1, block.mlp.approximate)
+    return linear(wide, path, block.mlp.fc2)
 
 
 def _class_token_block(block: Any, x: Tensor, path: Path) -> Tensor:

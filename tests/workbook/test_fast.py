@@ -31,19 +31,21 @@ def gradients(loss, model):
 
 @pytest.mark.parametrize("padded", [None, 40])
 @pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("loss_kernel", [False, True])
-def test_gpt2_has_the_loss_and_the_gradients_of_the_plain_model(padded, attention, loss_kernel):
+@pytest.mark.parametrize("kernels", [False, True])
+def test_gpt2_has_the_loss_and_the_gradients_of_the_plain_model(padded, attention, kernels):
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=33, context_len=9, dim=16, n_layers=2, n_heads=2, padded_vocab_size=padded)
     model = GPT2(config)
     tokens = torch.randint(33, (3, 8))
     plain = model(tokens[:, :-1], tokens[:, 1:])[1]
-    fast = gpt2_loss(model, tokens[:, :-1], tokens[:, 1:], Path(attention=attention, loss_kernel=loss_kernel))
+    path = Path(attention=attention, loss_kernel=kernels, gelu_kernel=kernels)
+    fast = gpt2_loss(model, tokens[:, :-1], tokens[:, 1:], path)
     torch.testing.assert_close(fast, plain)
     torch.testing.assert_close(gradients(fast, model), gradients(plain, model), atol=2e-6, rtol=1e-4)
 
 
-def test_a_float8_layer_in_a_block_is_called():
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_float8_layer_in_a_block_is_called(kernels):
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=33, context_len=9, dim=16, n_layers=1, n_heads=2)
     model, tokens, called = GPT2(config), torch.randint(33, (2, 9)), []
@@ -52,7 +54,7 @@ def test_a_float8_layer_in_a_block_is_called():
     for owner, name in ((block.attn, "c_attn"), (block.mlp, "c_fc"), (block.mlp, "c_proj")):
         setattr(owner, name, Float8Linear(getattr(owner, name), "dynamic"))
         getattr(owner, name).register_forward_hook(lambda *_, name=name: called.append(name))
-    fast = gpt2_loss(model, tokens[:, :-1], tokens[:, 1:], Path())
+    fast = gpt2_loss(model, tokens[:, :-1], tokens[:, 1:], Path(gelu_kernel=kernels))
     assert called == ["c_attn", "c_fc", "c_proj"]
     assert fast != before, "eight bits round"
     torch.testing.assert_close(fast, model(tokens[:, :-1], tokens[:, 1:])[1])

@@ -26,43 +26,45 @@ def batch(*shape, dtype=torch.float32, bias_dtype=torch.float32):
     return x, normal(shape[-1], dtype=bias_dtype, seed=2), d_out
 
 
-def exact(x, bias, d_out):
+def exact(x, bias, d_out, approximate="none"):
     """Result and gradients by PyTorch in float64."""
     x, bias = (tensor.detach().double().requires_grad_() for tensor in (x, bias))
-    out = F.gelu(x + bias)
+    out = F.gelu(x + bias, approximate=approximate)
     return out.detach(), *torch.autograd.grad(out, (x, bias), d_out.double())
 
 
-def by_operator(x, bias, d_out, function=bias_gelu):
+def by_operator(x, bias, d_out, approximate="none", function=bias_gelu):
     x, bias = x.detach().requires_grad_(), bias.detach().requires_grad_()
-    out = function(x, bias)
+    out = function(x, bias, approximate)
     return out.detach(), *torch.autograd.grad(out, (x, bias), d_out)
 
 
-def by_kernels(x, bias, d_out, tiles=SMALL):
-    return launch_forward(x, bias, tiles), *launch_backward(x, bias, d_out, tiles)
+def by_kernels(x, bias, d_out, approximate="none", tiles=SMALL):
+    return launch_forward(x, bias, approximate, tiles), *launch_backward(x, bias, d_out, approximate, tiles)
 
 
-def assert_exact(found, x, bias, d_out):
+def assert_exact(found, x, bias, d_out, approximate="none"):
     """Rounded once to its dtype, and 1e-6 away before; a sum of that many terms, as many times as far."""
     n_rows = x.numel() // max(1, x.shape[-1])
     room = 1e-6 * max(1.0, d_out.double().abs().max().item() if d_out.numel() else 0.0)
-    for got, want, n_terms in zip(found, exact(x, bias, d_out), (1, 1, max(1, n_rows)), strict=True):
+    for got, want, n_terms in zip(found, exact(x, bias, d_out, approximate), (1, 1, max(1, n_rows)), strict=True):
         rounding = 2 * HALF_UNIT[got.dtype]  # twice: the interpreter cuts bfloat16 off
         torch.testing.assert_close(got.double(), want, atol=room * n_terms, rtol=rounding)
 
 
+FORMS = ("none", "tanh")
 WAYS = [by_operator, pytest.param(by_kernels, marks=needs_interpreter)]
 
 
 @pytest.mark.parametrize("compute", WAYS)
+@pytest.mark.parametrize("approximate", FORMS)
 @pytest.mark.parametrize("dtype", HALF_UNIT)
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16])
-def test_result_and_gradients_have_the_dtypes_of_what_they_belong_to(compute, dtype, bias_dtype):
+def test_result_and_gradients_have_the_dtypes_of_what_they_belong_to(compute, approximate, dtype, bias_dtype):
     x, bias, d_out = batch(2, 7, 37, dtype=dtype, bias_dtype=bias_dtype)
-    found = compute(x, bias, d_out)
+    found = compute(x, bias, d_out, approximate)
     assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in (x, x, bias)]
-    assert_exact(found, x, bias, d_out)
+    assert_exact(found, x, bias, d_out, approximate)
 
 
 @pytest.mark.parametrize("compute", WAYS)
@@ -82,18 +84,20 @@ def test_rows_may_lie_in_any_order(compute):
 
 
 @pytest.mark.parametrize("compute", WAYS)
-def test_far_from_zero_it_is_the_number_itself_or_nothing(compute):
+@pytest.mark.parametrize("approximate", FORMS)
+def test_far_from_zero_it_is_the_number_itself_or_nothing(compute, approximate):
     far = torch.tensor([[30.0, -30.0, 1e4, -1e4, 1e18, -1e18, 0.0, -0.0]])
-    out, dx, d_bias = compute(far, torch.zeros(8), torch.ones(1, 8))
+    out, dx, d_bias = compute(far, torch.zeros(8), torch.ones(1, 8), approximate)
     torch.testing.assert_close(out, far.clamp(min=0), atol=0, rtol=0)
     torch.testing.assert_close(dx, torch.tensor([[1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.5, 0.5]]), atol=1e-6, rtol=0)
     torch.testing.assert_close(d_bias, dx[0], atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("compute", WAYS)
-def test_it_is_as_near_as_float32_gets_everywhere(compute):
+@pytest.mark.parametrize("approximate", FORMS)
+def test_it_is_as_near_as_float32_gets_everywhere(compute, approximate):
     x = torch.linspace(-9, 9, 1024).view(32, 32)
-    inputs = x, torch.zeros(32), torch.ones(32, 32)
+    inputs = x, torch.zeros(32), torch.ones(32, 32), approximate
     assert_exact(compute(*inputs), *inputs)
 
 
@@ -108,7 +112,7 @@ def test_the_same_numbers_give_the_same_bits(compute):
 @pytest.mark.parametrize("tiles", [Tiles(8, 16, 1, 4), Tiles(2, 64, 7, 4, 3)], ids=str)
 def test_how_the_kernels_are_cut_changes_nothing_but_rounding(tiles):
     inputs = batch(29, 50)
-    assert_exact(by_kernels(*inputs, tiles), *inputs)
+    assert_exact(by_kernels(*inputs, tiles=tiles), *inputs)
 
 
 @pytest.mark.parametrize(
@@ -127,13 +131,18 @@ def test_what_does_not_fit_is_refused(x, bias, says):
         bias_gelu(x, bias)
 
 
+def test_another_form_is_refused():
+    with pytest.raises(ValueError, match="'sigmoid'"):
+        bias_gelu(torch.zeros(2, 3), torch.zeros(3), "sigmoid")
+
+
 @pytest.mark.time_limit(60)
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_traced_it_gives_the_same(dtype):
     inputs = batch(6, 10, dtype=dtype)
-    traced = torch.compile(lambda x, bias: bias_gelu(x, bias), backend="aot_eager")
-    for found, wanted in zip(by_operator(*inputs, traced), by_operator(*inputs), strict=True):
+    traced = torch.compile(lambda *given: bias_gelu(*given), backend="aot_eager")
+    for found, wanted in zip(by_operator(*inputs, function=traced), by_operator(*inputs), strict=True):
         torch.testing.assert_close(found, wanted, atol=0, rtol=0)
 
 
@@ -141,9 +150,9 @@ def test_traced_it_gives_the_same(dtype):
 @pytest.mark.filterwarnings("ignore")
 def test_pytorch_finds_nothing_wrong_with_the_operators():
     x, bias, d_out = batch(5, 6)
-    args = x.requires_grad_(), bias.requires_grad_()
+    args = x.requires_grad_(), bias.requires_grad_(), "tanh"
     torch.library.opcheck(torch.ops.scaling_workbook.bias_gelu, args)
-    inner = (x.detach(), bias.detach(), d_out)
+    inner = (x.detach(), bias.detach(), d_out, "tanh")
     torch.library.opcheck(
         torch.ops.scaling_workbook.bias_gelu_backward, inner, test_utils=("test_schema", "test_faketensor")
     )
@@ -166,15 +175,20 @@ def test_a_vit_on_this_path_has_the_logits_and_the_gradients_of_the_plain_model(
 @pytest.mark.gpu
 @pytest.mark.time_limit(120)
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("approximate", FORMS)
 @pytest.mark.parametrize("shape", [(50_432, 4096), (257, 1000), (33, 77)], ids=str)
-def test_compiled_on_a_gpu_it_is_as_near_as_pytorchs(shape):
+def test_compiled_on_a_gpu_it_is_as_near_as_pytorchs(shape, approximate):
     x, bias, d_out = (t.cuda() for t in batch(*shape, dtype=torch.bfloat16))
     ours = torch.compile(bias_gelu, dynamic=False)
-    found = by_operator(x, bias, d_out, ours)
-    for first, second in zip(found, by_operator(x, bias, d_out, ours), strict=True):
+    found = by_operator(x, bias, d_out, approximate, ours)
+    for first, second in zip(found, by_operator(x, bias, d_out, approximate, ours), strict=True):
         assert torch.equal(first, second)
-    theirs = by_operator(x, bias, d_out, lambda x, bias: F.gelu(x.float() + bias).to(x.dtype))
-    for got, other, want in zip(found, theirs, exact(x, bias, d_out), strict=True):
+
+    def torchs(x, bias, approximate):
+        return F.gelu(x.float() + bias, approximate=approximate).to(x.dtype)
+
+    theirs = by_operator(x, bias, d_out, approximate, torchs)
+    for got, other, want in zip(found, theirs, exact(x, bias, d_out, approximate), strict=True):
         errors = [((t.double() - want).norm() / want.norm()).item() for t in (got, other)]
         assert errors[0] <= 1.1 * errors[1] + 1e-6, errors
         assert got.isfinite().all()

@@ -587,6 +587,15 @@ def test_the_loss_kernel_is_for_bf16_alone():
         assert not task.fast_path(CPU).loss_kernel
 
 
+def test_the_kernels_for_the_gelu_and_for_heads_are_for_16_bits_on_a_gpu_and_for_layers_that_are_whole():
+    cuda = torch.device("cuda")
+    for given, wanted in (("bf16", True), ("float16", True), ("tf32", False), ("bf16 --strategy tp", False)):
+        task = GPT2Task(parse_flags(f"--data synthetic --precision {given}".split()))
+        path = task.fast_path(cuda)
+        assert (path.gelu_kernel, path.heads_kernel) == (wanted, wanted)
+        assert not task.fast_path(CPU).gelu_kernel
+
+
 @pytest.mark.gpu
 def test_reading_a_number_does_not_wait_for_what_was_started_after_it():
     read = send(torch.ones(1, device="cuda"))
