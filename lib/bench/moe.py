@@ -1,6 +1,6 @@
 """Measure mixtures at the sizes of Mixtral 8x7B and DeepSeek-V3: their grouped products on one GPU, and a layer whose experts are on several.
 
-``python -m lib.bench.moe grouped`` needs one GPU and about a minute. It compares the book's kernel with a loop, with padding and with PyTorch's
+``python -m lib.bench.moe grouped`` needs one GPU and about a minute. It compares the book's kernels with a loop, with padding and with PyTorch's
 own grouped product, and writes ``chapters/measurements/moe.json``. ``python -m lib.bench.moe parallel`` starts a rank on each of 4 GPUs. It times
 forward and backward of a layer with its experts spread over the ranks, the layer's all-to-alls alone, and a dense layer of the same active
 size, and writes ``moe_parallel.json``. ``--device cpu --tiny`` tries either of them, the second one with gloo.
@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from lib.bench.all_reduce import slowest, spawn, wait_for
 from lib.bench.record import MEASUREMENTS, record, spread
+from lib.given.kernels.grouped import launch_grouped, with_gradients
 from lib.given.models.moe import DEEPSEEK_V3, MIXTRAL_8X7B, MoEConfig
 from lib.given.parallel.experts import AllToAll
 from lib.llama import SwiGLU
-from lib.moe import ExpertParallelMoE, MoE, grouped_matmul, sort_by_expert
+from lib.moe import ExpertParallelMoE, MoE, grouped_matmul, grouped_matmul_kernel, sort_by_expert
 
 N_ROUNDS, N_WARMUP = 12, 2
 TOKENS_PER_RANK = 4096
@@ -56,7 +57,20 @@ def pytorchs(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     return product(x, weights, offs=counts.cumsum(0).to(torch.int32))
 
 
-PRODUCTS: dict[str, Product] = {"ours": grouped_matmul, "PyTorch": pytorchs, "loop": loop, "padded": padded}
+def chapters(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """The kernel of chapter 19, also where `grouped_matmul` takes another."""
+    if not x.is_cuda:
+        return grouped_matmul(x, weights, counts)
+    return with_gradients(partial(launch_grouped, grouped_matmul_kernel), x, weights, counts, roles=False)
+
+
+PRODUCTS: dict[str, Product] = {
+    "ours": grouped_matmul,
+    "chapter's kernel": chapters,
+    "PyTorch": pytorchs,
+    "loop": loop,
+    "padded": padded,
+}
 
 
 def shrunk(config: MoEConfig) -> MoEConfig:

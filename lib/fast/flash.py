@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lib.fast.flash_hopper import Roles, has_roles, hopper_dkdv, hopper_dq, hopper_forward
-from lib.fast.flash_launch import LENGTHS, Address, Box, Launch, Sizes, can_be_read
+from lib.fast.flash_launch import LENGTHS, Address, Box, Launch, Sizes, can_be_read, is_watched
 from lib.given.kernels.once import NO_SECOND_DERIVATIVE
 from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, LN2, LOG2E, check_shapes, tl, triton
 
@@ -632,11 +631,6 @@ class EagerJoined(torch.autograd.Function):
         return compute(x, o, do, lse, ctx.n_heads, ctx.is_causal), None, None
 
 
-def _looked_at(*xs: Tensor) -> bool:
-    """Whether somebody watches operators: a dispatch mode, or tensors of another kind, such as fake ones without memory."""
-    return _get_current_dispatch_mode() is not None or {Tensor} != {type(x) for x in xs}
-
-
 _capabilities: dict[torch.device, tuple[int, int]] = {}
 
 
@@ -674,7 +668,7 @@ def flash_attention_fast(
         check_shapes(q, k, v)
         flat = flash_attention_fast(q.flatten(0, -4), k.flatten(0, -4), v.flatten(0, -4), is_causal)
         return flat.unflatten(0, q.shape[:-3])
-    if torch.compiler.is_compiling() or _looked_at(q, k, v):
+    if is_watched(q, k, v):
         check_shapes(q, k, v)
         return forward_operator(q, k, v, is_causal)[0]
     return Eager.apply(q, k, v, is_causal)
@@ -688,7 +682,7 @@ def flash_attention_joined(
     Raises:
         ValueError: the heads can't be split so.
     """
-    if torch.compiler.is_compiling() or _looked_at(x):
+    if is_watched(x):
         split_joined(x, n_heads)
         return joined_forward_operator(x, n_heads, is_causal)[0]
     return EagerJoined.apply(x, n_heads, is_causal)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, triton
 
@@ -54,6 +55,13 @@ def can_be_read(x: Tensor) -> bool:
     """Whether the copy engine can read rows where they lie; the address must also be a multiple of 16 bytes."""
     strides = as_heads(x)[1][:3]
     return (x.stride(-1) == 1 or x.shape[-1] == 1) and all(n > 0 and n * x.element_size() % 16 == 0 for n in strides)
+
+
+def is_watched(*xs: Tensor) -> bool:
+    """Whether somebody watches operators: a compiler, a dispatch mode, or tensors of another kind, such as fake ones without memory."""
+    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+        return True
+    return {type(x) for x in xs} != {Tensor}
 
 
 class Sizes(NamedTuple):

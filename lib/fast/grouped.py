@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lib.fast.flash_hopper import GLUON, has_roles
-from lib.fast.flash_launch import Address, Box, Launch, can_be_read
+from lib.fast.flash_launch import Address, Box, Launch, can_be_read, is_watched
 from lib.given.kernels.mode import tl, triton
 
 ROWS, TERMS = 128, 64  # rows of a tile; terms that are added at a time
@@ -275,10 +275,14 @@ if GLUON:
 
 
 def fits(x: Tensor, weights: Tensor) -> bool:
-    """Whether the kernels with roles multiply these, and are quicker: 16 bits, on Hopper, read in place by the copy engine, and large."""
+    """Whether the kernels with roles multiply these, and are quicker: 16 bits, on Hopper, read in place by the copy engine, and large.
+
+    Where a compiler or a mode watches, the product's own kernel is what it can see.
+    """
     (_, width, columns), inner = weights.shape, weights if weights.stride(-1) == 1 else weights.transpose(1, 2)
     return (
         has_roles(x)
+        and not is_watched(x)
         and x.dtype in (torch.bfloat16, torch.float16)
         and len(x) * width * columns >= LEAST_PRODUCTS
         and width % 8 == columns % 8 == 0
@@ -309,7 +313,7 @@ def plan(counts: Tensor, n_rows: int) -> tuple[Tensor, Tensor, int]:
     table, first_rows = both[: 1 + 3 * n_slots], both[1 + 3 * n_slots :]
     experts = triton.next_power_of_2(n_experts)
     plan_kernel[(triton.cdiv(n_slots, 32),)](
-        counts, table, first_rows, n_experts, n_slots, EXPERTS=experts, SLOTS=32, M=ROWS
+        counts.contiguous(), table, first_rows, n_experts, n_slots, EXPERTS=experts, SLOTS=32, M=ROWS
     )
     return table, first_rows, n_slots
 

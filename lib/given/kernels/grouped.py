@@ -165,8 +165,8 @@ def _weight_gradients(x: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
 
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, product: Callable, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.fast = fits(x, weights)
+    def forward(ctx, product: Callable, x: Tensor, weights: Tensor, counts: Tensor, roles: bool) -> Tensor:  # type: ignore[override]
+        ctx.fast = roles and fits(x, weights)
         ctx.product = grouped_matmul_fast if ctx.fast else product
         ctx.save_for_backward(x, weights, counts)
         return ctx.product(x, weights, counts)
@@ -175,21 +175,26 @@ class _GroupedProduct(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx, grad):
         x, weights, counts = ctx.saved_tensors
-        grad = grad.contiguous() if ctx.fast else grad  # a gradient may be one number with strides of 0
+        if ctx.fast and not fits(grad, weights.transpose(1, 2)):  # it may be one number with strides of 0
+            grad = grad.clone(memory_format=torch.contiguous_format)
         of_weights = weight_gradients_fast if ctx.fast else _weight_gradients
         dx = ctx.product(grad, weights.transpose(1, 2), counts) if ctx.needs_input_grad[1] else None
-        return None, dx, of_weights(x, grad, counts) if ctx.needs_input_grad[2] else None, None
+        return None, dx, of_weights(x, grad, counts) if ctx.needs_input_grad[2] else None, None, None
 
 
 def with_gradients(
-    product: Callable, x: Float[Tensor, "n c"], weights: Float[Tensor, "e c f"], counts: Int[Tensor, " e"]
+    product: Callable,
+    x: Float[Tensor, "n c"],
+    weights: Float[Tensor, "e c f"],
+    counts: Int[Tensor, " e"],
+    roles: bool = True,
 ) -> Float[Tensor, "n f"]:
     """``product(x, weights, counts)`` as a step of autograd, by equation (19.6).
 
     The gradient of x is a grouped product again, with every matrix transposed: ``product(grad, weights.transpose(1, 2), counts)``.
     The gradient of a matrix is the product of its expert's transposed rows with their gradients. Where `lib.fast.grouped.fits` says so, on a
-    Hopper GPU and for large products of 16 bits, kernels with roles for their warps compute all three instead of ``product``.
+    Hopper GPU and for large products of 16 bits, kernels with ``roles`` for their warps compute all three instead of ``product``.
     Under autocast both factors are cast to its dtype first, except float64; their gradients come back in their own dtypes.
     """
     x, weights = x.to(factor_dtype(x)), weights.to(factor_dtype(weights))
-    return _GroupedProduct.apply(product, x, weights, counts)
+    return _GroupedProduct.apply(product, x, weights, counts, roles)
