@@ -11,6 +11,14 @@ from lib.bench.record import load, record
 from lib.runs import corpus
 
 
+def test_a_trial_leaves_the_books_records_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["moe", "--tiny"])
+    monkeypatch.setattr("lib.bench.record.TRIALS", tmp_path)
+    assert record("moe", {}) == tmp_path / "moe.json"
+    assert str(tmp_path) in capsys.readouterr().out
+    assert load("moe")["results"]
+
+
 def measure(folder, monkeypatch, *words):
     monkeypatch.setattr(
         sys, "argv", ["all_reduce", "--backend", "gloo", "--ranks", "1", "--folder", str(folder), *words]
