@@ -11,10 +11,16 @@ from collections.abc import Callable
 import torch
 
 from lib.fast.flash import fits_fast, flash_attention_joined
+from lib.fast.flash_hopper import has_roles
 from lib.fast.gelu import bias_gelu
+from lib.fast.grouped import grouped_matmul_fast, weight_gradients_fast
 from lib.fast.heads import split_heads
+from lib.fast.loss import linear_cross_entropy
 from lib.flash_attention import FlashAttentionTriton, flash_attention
+from lib.given.kernels.int4 import launch_int4_matmul
 from lib.given.models.llama import LlamaConfig
+from lib.low_precision import absmax_scale, int4_matmul_kernel, pack_int4, quantize, quantize_int4, scaled_matmul
+from lib.moe import grouped_matmul
 from lib.serving import PagedCache, paged_attention
 from lib.triton_kernels import matmul, rms_norm, softmax_rows, vector_add, weighted_sum
 
@@ -51,6 +57,34 @@ def run_paged(device: str) -> None:
             )
 
 
+def run_grouped(device: str) -> None:
+    """Experts without rows, with one, with whole tiles and with a part of one."""
+    counts = torch.tensor([0, 5, 300, 1, 128], device=device)
+    x, weights = (normal(*s, device=device, dtype=torch.bfloat16) for s in ((434, 200), (5, 200, 264)))
+    run("grouped_matmul", lambda: grouped_matmul(x, weights, counts), device)
+    if has_roles(x):
+        given = x.detach(), weights.detach(), counts
+        run("grouped_matmul with roles", lambda: grouped_matmul_fast(*given), device)
+        flipped = given[1].transpose(1, 2).contiguous().transpose(1, 2)
+        run("grouped_matmul with roles, transposed", lambda: grouped_matmul_fast(x.detach(), flipped, counts), device)
+        rows = torch.randn(434, 264, device=device).bfloat16()
+        run("gradients of matrices with roles", lambda: weight_gradients_fast(x.detach(), rows, counts), device)
+
+
+def run_quantized(device: str) -> None:
+    """Four-bit weights times one row and times more than a tile; eight bits with a scale for each block."""
+    q, scale, zero = quantize_int4(torch.randn(40, 384, device=device), 128)
+    for n_rows in (1, 33):
+        x = torch.randn(n_rows, 384, device=device).bfloat16()
+        given = x, pack_int4(q), scale, zero
+        run(f"int4_matmul, {n_rows} rows", lambda given=given: launch_int4_matmul(int4_matmul_kernel, *given), device)
+    blocks, dtype = (128, 128), torch.float8_e4m3fn
+    a, b = torch.randn(130, 200, device=device), torch.randn(200, 300, device=device)
+    scales = absmax_scale(a, dtype, blocks), absmax_scale(b, dtype, blocks)
+    factors = quantize(a, scales[0], dtype), quantize(b, scales[1], dtype)
+    run("scaled_matmul of blocks", lambda: scaled_matmul(*factors, *scales, torch.bfloat16), device)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
@@ -66,11 +100,15 @@ def main() -> None:
     )
     for shape in ((300, 40), (33, 77)):
         x, bias = normal(*shape, device=device, dtype=torch.bfloat16), normal(shape[-1], device=device)
-        run(f"bias_gelu {shape}", lambda x=x, bias=bias: bias_gelu(x, bias), device)
+        for form in ("none", "tanh"):
+            run(f"bias_gelu {shape}, {form}", lambda x=x, bias=bias, f=form: bias_gelu(x, bias, f), device)
     rows: tuple[int, ...]
     for rows, n_heads in (((4, 77, 120), 5), ((300, 48), 2)):
         x, bias = normal(*rows, device=device, dtype=torch.bfloat16), normal(rows[-1], device=device)
         run(f"split_heads {rows}", lambda x=x, bias=bias, h=n_heads: torch.stack(split_heads(x, bias, h)), device)
+    hidden, head = (normal(*s, device=device, dtype=torch.bfloat16) for s in ((30, 16), (5008, 16)))
+    targets = torch.randint(5001, (30,), device=device)
+    run("softmax_loss", lambda: linear_cross_entropy(hidden, head, targets, 5001), device)
     run("rms_norm", lambda: rms_norm(normal(11, 37, device=device), row, 1e-5), device)
     for width, t, s, causal, groups in ((16, 33, 33, True, 2), (64, 100, 77, False, 1), (128, 17, 65, True, 2)):
         q, k, v = (normal(2, h, n, width, device=device) for h, n in ((2, t), (groups, s), (groups, s)))
@@ -89,6 +127,8 @@ def main() -> None:
         q, k, v = (normal(1, n, 64, 64, device=device, dtype=torch.bfloat16).transpose(1, 2) for n in (t, s, s))
         run(f"attention, {t} x {s}", lambda q=q, k=k, v=v: flash_attention(q, k, v, True), device)
     run_paged(device)
+    run_grouped(device)
+    run_quantized(device)
     for width in (64, 128) if device == "cuda" else ():
         for causal in (True, False):
             for heads in (2, 256):  # few rows get other kernels than many
