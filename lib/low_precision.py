@@ -21,7 +21,7 @@ def absmax_scale(
         dim: None for one scale; a dimension along which one scale serves all numbers; or ``(128, 128)`` for a scale for each block.
 
     Returns:
-        The largest finite magnitude over the format's largest number, float32: a scalar; the shape of x with 1 at ``dim``; or one for
+        The largest finite magnitude over the format's largest number, float32, without a gradient: a scalar; the shape of x with 1 at ``dim``; or one for
         each block, those at the ragged ends included. NaN and what is infinite in float32 are left out. A scale that would be 0 is 1, as for zeros and for no numbers.
 
     Raises:

@@ -85,7 +85,7 @@ def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"]) -> Floa
     Cost: one launch in the forward pass and one in the backward pass; each of them reads each element of x once.
     """
     check_tensors(x, weight)
-    if weight.shape != x.shape[-1:]:
+    if weight.ndim != 1 or weight.shape != x.shape[-1:]:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: expected [..., D] and [D]")
     raise NotImplementedError("Exercise 14.2: write weighted_sum")
 
@@ -183,6 +183,6 @@ def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"], eps: float 
     Cost: one launch; each element of x is read once and written once.
     """
     check_tensors(x, weight)
-    if weight.shape != x.shape[-1:]:
+    if weight.ndim != 1 or weight.shape != x.shape[-1:]:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: expected [..., D] and [D]")
     raise NotImplementedError("Exercise 14.5: write rms_norm")

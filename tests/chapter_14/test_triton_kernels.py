@@ -27,7 +27,7 @@ PRODUCTS = 'the section "Products, in tiles"'
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
 
 
 def tensor(values, dtype=torch.float32) -> torch.Tensor:
@@ -208,6 +208,9 @@ def test_weighted_sum_refuses_a_weight_of_other_length():
     run(kernels.weighted_sum, randn(2, 3), randn(3))
     with expect_raises(ValueError, "(2, 3)", "(1,)", read="the contract, under Raises"):
         run(kernels.weighted_sum, randn(2, 3), randn(1))
+    case("both are scalars")
+    with expect_raises(ValueError, "()", read="the contract, under Raises"):
+        run(kernels.weighted_sum, randn(), randn())
 
 
 @counted
@@ -508,6 +511,9 @@ def test_rms_norm_refuses_a_weight_of_other_length():
     run(kernels.rms_norm, randn(2, 3), randn(3), 1e-5)
     with expect_raises(ValueError, "(2, 3)", "(1,)", read="the contract, under Raises"):
         run(kernels.rms_norm, randn(2, 3), randn(1))
+    case("both are scalars")
+    with expect_raises(ValueError, "()", read="the contract, under Raises"):
+        run(kernels.rms_norm, randn(), randn())
 
 
 @counted
