@@ -132,7 +132,8 @@ class Float8Linear(nn.Module):
         recipe: "dynamic": one scale for each tensor, from the tensor itself. "delayed": one, from past steps (`DelayedScale`). "rowwise": one for
             each row of the left factor and each column of the right. "blockwise": one for each block of 128 x 128.
 
-    Activations and weights are e4m3fn, gradients e5m2 (torchao's rowwise recipe: e4m3fn). The bias and its gradient stay in the dtype of the input.
+    Activations and weights are e4m3fn and gradients e5m2, in every recipe (torchao's "rowwise" has e4m3fn for all). The results of the products, the bias and its
+    gradient have the dtype of the input.
 
     Raises:
         ValueError: another recipe; the message shows it.
@@ -147,7 +148,7 @@ class Float8Linear(nn.Module):
     def cast(self, tensor: Float[Tensor, "m n"], name: str, dim: int, first: bool) -> tuple[Tensor, Tensor]:
         """Quantize the left (dim 1) or right (dim 0) factor of a product that sums along ``dim``; returns it and its scale.
 
-        ``name`` is "x", "weight" or "grad"; ``first`` says whether this is its first product in this step, where "delayed" chooses its scale and records it.
+        ``name`` is "x", "weight" or "grad"; ``first`` says whether this is its first product in this step: there "delayed" chooses the scale, and then records the tensor.
         """
         raise NotImplementedError("Exercise 20.7: write Float8Linear.cast")
 
@@ -231,7 +232,7 @@ def int4_matmul_kernel(
         TILE_M, TILE_N, TILE_K: Sizes of a tile; TILE_K is even and divides the group.
 
     Returns:
-        Nothing. Each packed byte of the tile's columns is read once; sums are in float32.
+        Nothing. Each packed byte of the tile's columns is read once; weights are multiplied in the dtype of x; sums are in float32.
     """
     raise NotImplementedError("Exercise 20.12: write int4_matmul_kernel")
 
@@ -277,7 +278,8 @@ def gptq(
     Raises:
         ValueError: what `quantize_int4` refuses, or a Hessian that is not as above (`check_weights` raises it); the message shows it.
 
-    Source: GPTQ (arXiv:2210.17323), Algorithm 1, with a damping of 1 % of the mean diagonal. (The authors' code sets weights whose input is always 0 to 0.)
+    Source: GPTQ (arXiv:2210.17323), Algorithm 1, with a damping of 1 % of the mean diagonal.
+    Convention: corrections are computed in float64, and a group is rounded in float32, as in `quantize_int4`. (The authors' code sets weights whose input is always 0 to 0.)
     """
     check_weights(weight, group_size, hessian)
     raise NotImplementedError("Exercise 20.14: write gptq")
