@@ -19,10 +19,9 @@ import torch
 import torch._dynamo  # the first optimizer imports it, which takes seconds: better here than in a check's time
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
-from tests.inputs import randn
+from tests.inputs import HostReads, randn
 
 training = graded("training")
 
@@ -35,18 +34,6 @@ LOAD = "the contract of ex-training-load-checkpoint; it reads what ex-training-s
 
 def draw(n: int, *shape: int, seed: int = 0) -> Tensor:
     return torch.randint(n, shape, generator=torch.Generator().manual_seed(seed))
-
-
-class HostReads(TorchDispatchMode):
-    """Counts how often a tensor's value is copied to the host: item(), float(), if, tolist()."""
-
-    def __init__(self):
-        super().__init__()
-        self.n = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.n += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 # ---- 7.1 cross_entropy -----------------------------------------------------------------------------------------------

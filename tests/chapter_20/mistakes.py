@@ -1,6 +1,7 @@
 """What goes wrong when numbers of eight bits and fewer are written by hand. The kernel takes its fault as one constant more."""
 
 import functools
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -136,6 +137,25 @@ def refuses_no_numbers(x, dtype, dim=None):
 @mistake("absmax_scale", "block sizes other than 128 x 128 are not refused")
 def any_block(x, dtype, dim=None):
     return reference.absmax_scale(x, dtype, (BLOCK, BLOCK) if isinstance(dim, tuple) and x.ndim == 2 else dim)
+
+
+@mistake("absmax_scale", "a format that is none of the three is not refused")
+def any_format(x, dtype, dim=None):
+    if dtype in (E4M3, E5M2, torch.int8):
+        return reference.absmax_scale(x, dtype, dim)
+    return reference.absmax_scale(x, E4M3, dim)
+
+
+@mistake("absmax_scale", "x itself is changed: in float32, `x.float()` is no copy")
+def magnitudes_in_place(x, dtype, dim=None):
+    scale = reference.absmax_scale(x, dtype, dim)
+    x.detach().float().abs_()
+    return scale
+
+
+@mistake("absmax_scale", "`view` cannot cut blocks out of a matrix whose rows don't lie one after the other")
+def blocks_by_view(x, dtype, dim=None):
+    return reference.absmax_scale(x.view(-1).view(x.shape) if isinstance(dim, tuple) and x.ndim == 2 else x, dtype, dim)
 
 
 # ---- 20.2 quantize ---------------------------------------------------------------------------------------------------
@@ -324,6 +344,11 @@ def absolute_values(x, dtype, granularity):
     return (10 * torch.log10(x.double().abs().sum() / noise)).item()
 
 
+@mistake("quantization_error", "a tensor is returned instead of a float")
+def error_as_tensor(x, dtype, granularity):
+    return torch.tensor(reference.quantization_error(x, dtype, granularity))
+
+
 @mistake("quantization_error", "an unknown granularity is taken for 'tensor'")
 def any_granularity(x, dtype, granularity):
     known = granularity in ("tensor", "row", "block")
@@ -386,7 +411,7 @@ def scale_of_a_twice(a, b, scale_a, scale_b, out_dtype):
     return reference.scaled_matmul(a, b, scale_a, scale_a, out_dtype)
 
 
-@mistake("scaled_matmul", "`has_float8` is never asked: on a GPU, too, the dequantized matrices are multiplied")
+@mistake("scaled_matmul", "`has_float8` is never asked: it says where a GPU multiplies such numbers")
 def never_on_the_tensor_cores(a, b, scale_a, scale_b, out_dtype):
     _checked(a, b)
     return (reference.dequantize(a, scale_a) @ reference.dequantize(b, scale_b)).to(out_dtype)
@@ -415,6 +440,63 @@ class OneTooMany(reference.DelayedScale):
     def __init__(self, history=16):
         super().__init__(history)
         self.history = history + 1
+
+
+@mistake("DelayedScale", "one step too few is remembered")
+class OneTooFew(reference.DelayedScale):
+    def __init__(self, history=16):
+        super().__init__(history)
+        self.history = max(1, history - 1)
+
+
+@mistake("DelayedScale", "the first steps are remembered instead of the last")
+class FirstSteps(reference.DelayedScale):
+    def update(self, x):
+        if len(self.amax) < self.history:
+            super().update(x)
+
+
+@mistake("DelayedScale", "the number is copied to the host (item() or float()), which has to wait for the GPU")
+class WaitsForTheNumber(reference.DelayedScale):
+    def update(self, x):
+        super().update(x)
+        self.amax[-1] = torch.tensor(self.amax[-1].item())
+
+
+@mistake("DelayedScale", "x is not detached: what is recorded keeps the step's graph")
+class KeepsTheGraph(reference.DelayedScale):
+    def update(self, x):
+        super().update(x)
+        if x.numel():
+            self.amax[-1] = self.amax[-1] + 0 * x.float().nan_to_num(0, 0, 0).sum()
+
+
+@mistake("DelayedScale", "all magnitudes of a step are recorded, not the largest alone")
+class KeepsMagnitudes(reference.DelayedScale):
+    def update(self, x):
+        super().update(x)
+        self.all = [*getattr(self, "all", []), x.detach().abs()][-self.history :]
+
+
+@mistake("DelayedScale", "the magnitude stays in the dtype of x, and so does the scale")
+class NarrowMagnitude(reference.DelayedScale):
+    def update(self, x):
+        super().update(x)
+        self.amax[-1] = self.amax[-1].to(x.dtype)
+
+
+@mistake("DelayedScale", "all objects share one history")
+class SharedHistory(reference.DelayedScale):
+    shared: ClassVar[list] = []
+
+    def __init__(self, history=16):
+        super().__init__(history)
+        self.amax = self.shared
+
+    def update(self, x):
+        super().update(x)
+        self.shared[:] = self.amax
+        self.amax = self.shared
 
 
 @mistake("DelayedScale", "the current tensor is always used where it is given: the scale is not from the past")
@@ -656,6 +738,21 @@ class AnyRecipe(reference.Float8Linear):
         super().__init__(linear, recipe if recipe in ("dynamic", "delayed", "rowwise", "blockwise") else "dynamic")
 
 
+@mistake("Float8Linear", "weights are cast to the dtype of x before they are rounded: they are rounded twice")
+class RoundedTwice(reference.Float8Linear):
+    def cast(self, tensor, name, dim, first):
+        return super().cast(tensor.bfloat16() if name == "weight" else tensor, name, dim, first)
+
+
+@mistake(
+    "Float8Linear",
+    "`view` cannot flatten an x whose vectors don't lie one after the other: `reshape` copies where it must",
+)
+class FlattenedByView(reference.Float8Linear):
+    def forward(self, x):
+        return super().forward(x.view(-1, x.shape[-1]).view(x.shape) if x.numel() else x)
+
+
 # ---- 20.8 mx_quantize ------------------------------------------------------------------------------------------------
 
 
@@ -824,7 +921,7 @@ def wrapped_levels(weight, group_size=128):
     return free.remainder(16).to(torch.uint8).flatten(1), scale, zero
 
 
-@mistake("quantize_int4", "a group of zeros gets the scale 0")
+@mistake("quantize_int4", "a group of zeros gets another scale than 1")
 def zero_scale(weight, group_size=128):
     q, scale, zero = reference.quantize_int4(weight, group_size)
     zeros = (weight.detach().unflatten(1, (-1, group_size)) == 0).all(-1)
@@ -879,7 +976,7 @@ def packed_in_place(q):
     return packed
 
 
-@mistake("pack_int4", "an odd number of levels is not refused: the last one is left out")
+@mistake("pack_int4", "an odd number of levels in a row is not refused")
 def odd_length(q):
     return reference.pack_int4(q[..., : q.shape[-1] // 2 * 2])
 
@@ -1105,6 +1202,38 @@ class Int4SharedBias(reference.Int4Linear):
         self.bias = None if linear.bias is None else linear.bias.detach()
 
 
+@mistake("Int4Linear", "a layer without a bias gets one of zeros")
+class Int4ZeroBias(reference.Int4Linear):
+    def __init__(self, linear, group_size=128):
+        super().__init__(linear, group_size)
+        if self.bias is None:
+            self.bias = torch.zeros(len(self.packed))
+
+
+@mistake("Int4Linear", "the copy of the bias carries a gradient: it was not detached")
+class Int4BiasWithGraph(reference.Int4Linear):
+    def __init__(self, linear, group_size=128):
+        super().__init__(linear, group_size)
+        self.bias = None if linear.bias is None else linear.bias.clone()
+
+    def forward(self, x):
+        with torch.no_grad():
+            return super().forward(x)
+
+
+@mistake("Int4Linear", "the unpacked weights are kept as an attribute, beside the packed ones")
+class Int4KeepsUnpacked(reference.Int4Linear):
+    def __init__(self, linear, group_size=128):
+        super().__init__(linear, group_size)
+        self.unpacked = [dequantize_int4(reference.unpack_int4(self.packed), self.scale, self.zero)]
+
+
+@mistake("Int4Linear", "without being told, groups are not of 128")
+class Int4GroupsOf64(reference.Int4Linear):
+    def __init__(self, linear, group_size=64):
+        super().__init__(linear, group_size)
+
+
 @mistake("Int4Linear", "groups are multiplied one by one, and added in the dtype of x instead of float32")
 class Int4NarrowSum(reference.Int4Linear):
     def forward(self, x):
@@ -1213,6 +1342,22 @@ def float64_in_place(weight, hessian, group_size=128):
     if weight.dtype == torch.float64:
         weight.copy_(dequantize_int4(*answer))
     return answer
+
+
+@mistake("gptq", "the Hessian is damped in place")
+def damped_in_place(weight, hessian, group_size=128):
+    answer = reference.gptq(weight, hessian, group_size)
+    hessian.diagonal().mul_(1.01)
+    return answer
+
+
+@mistake("gptq", "the error is not divided by the entry of the factor on its diagonal")
+def error_undivided(weight, hessian, group_size=128):
+    def factor(h):
+        upper = torch.linalg.cholesky(torch.linalg.inv(h), upper=True)
+        return upper - torch.diag(upper.diagonal() - 1)
+
+    return _gptq(weight, hessian, group_size, factor=factor)
 
 
 @mistake("gptq", "the weights are changed in place")

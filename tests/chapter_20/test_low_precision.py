@@ -19,7 +19,7 @@ from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON
 from lib.given.kernels.quantized import launch_block_matmul
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
 from tests.chapter_14.memory import watched
-from tests.inputs import randn
+from tests.inputs import HostReads, randn, tensors_in
 
 low = graded("low_precision")
 
@@ -92,6 +92,22 @@ def test_absmax_scale_of_blocks(shape):
 
 
 @pytest.mark.parametrize("dim", [None, 1, (128, 128)], ids=str)
+def test_absmax_scale_changes_nothing_in_place(dim):
+    case(f"x in float32, so that x.float() is x itself; dim={dim}: x is as before")
+    x = randn(5, 7)
+    given = x.clone()
+    scale = low.absmax_scale(x, E4M3, dim)
+    expect_true(torch.equal(x, given), "the tensor that was given is changed", answer=scale, read=RETURNS)
+
+
+def test_absmax_scale_of_a_transposed_matrix():
+    case("x [300, 200], the transpose of a matrix, in blocks of 128 x 128: its rows don't lie one after the other")
+    x = randn(200, 300).T
+    expected = low.absmax_scale(x.contiguous(), E4M3, (128, 128))
+    expect_close(low.absmax_scale(x, E4M3, (128, 128)), expected, atol=0, rtol=0, read=SCALE)
+
+
+@pytest.mark.parametrize("dim", [None, 1, (128, 128)], ids=str)
 def test_absmax_scale_of_zeros_and_infinities(dim):
     case(f"rows of zeros, of one infinity, of NaN and 7; dim={dim}")
     x = torch.zeros(3, 4)
@@ -136,11 +152,16 @@ def test_absmax_scale_of_numbers_beyond_float32():
     expect_close(answer, torch.tensor(2.0), atol=0, rtol=0, read=RETURNS)
 
 
-def test_absmax_scale_refuses():
-    case("a format that is none of the three; blocks of 64 x 64; blocks of a vector")
+def test_absmax_scale_refuses_a_format():
+    case("a format that is none of the three: float16")
     low.absmax_scale(torch.ones(3, 4), INT8)
     with expect_raises(ValueError, "float16", read=RAISES):
         low.absmax_scale(torch.ones(3, 4), torch.float16)
+
+
+def test_absmax_scale_refuses_blocks():
+    case("blocks of 64 x 64; blocks of a vector")
+    low.absmax_scale(torch.ones(3, 4), INT8)
     with expect_raises(ValueError, "64", read=RAISES):
         low.absmax_scale(torch.ones(3, 4), E4M3, (64, 64))
     with expect_raises(ValueError, "(5,)", read=RAISES):
@@ -298,6 +319,7 @@ def test_dequantize_loses_only_what_rounding_lost():
 def test_quantization_error_by_hand():
     case("[[254, 1.4]] in int8 with scale 2: it becomes 254 and 2, an error of 0.6")
     answer = low.quantization_error(torch.tensor([[254.0, 1.4]]), INT8, "tensor")
+    expect_equal(type(answer).__name__, "float", name="type", answer=answer, read=RETURNS)
     expect_close(answer, 10 * math.log10((254**2 + 1.4**2) / 0.6**2), rtol=1e-5, read=NOISE)
 
 
@@ -495,13 +517,14 @@ def test_scaled_matmul_of_blocks_by_the_given_kernel(sizes, dtype):
 
 
 def test_DelayedScale_by_hand():
-    case("history of 2 steps; steps with largest numbers 448, 896, 4.48, 1 and 0.448; e4m3fn after each")
-    past = low.DelayedScale(2)
+    steps = (448.0, -896.0, 4.48, 1792.0, 1.12, 0.448, 0.224, 0.112)
+    case(f"history of 3 steps; steps with the largest numbers {steps}; e4m3fn after each")
+    past = low.DelayedScale(3)
     scales = []
-    for largest in (448.0, -896.0, 4.48, 1.0, 0.448):
-        past.update(torch.tensor([largest, 0.5]))
+    for largest in steps:
+        past.update(torch.tensor([largest, 0.1]))
         scales.append(float(past.scale(E4M3)))
-    expect_close(scales, [1.0, 2.0, 2.0, 0.01, 1 / 448], rtol=1e-6, name="scales", read=PAST)
+    expect_close(scales, [1.0, 2.0, 2.0, 4.0, 4.0, 4.0, 0.0025, 0.001], rtol=1e-6, name="scales", read=PAST)
 
 
 def test_DelayedScale_comes_from_the_past():
@@ -552,6 +575,51 @@ def test_DelayedScale_keeps_no_tensor():
     past.update(x)
     x.mul_(100)
     expect_close(past.scale(E4M3), torch.tensor(2.0), read="the contract of update")
+
+
+def test_DelayedScale_holds_a_number_for_each_step():
+    case("20 steps of 1,000 numbers with a gradient, in bfloat16: at most 16 numbers are held, and no gradient")
+    past = low.DelayedScale()
+    for i in range(20):
+        past.update((3 * randn(1000, seed=i)).bfloat16().requires_grad_())
+    held = tensors_in(past)
+    n = sum(t.numel() for t in held)
+    expect_true(
+        n <= 16, f"{n:,} numbers are held after 20 steps", answer=past.scale(E4M3), read="the contract of update"
+    )
+    graph = any(t.requires_grad for t in held)
+    expect_true(not graph, "what is held has a gradient, and keeps the step's graph", answer=past.scale(E4M3), read="the contract of update")  # fmt: skip
+
+
+def test_DelayedScale_does_not_wait_for_the_number():
+    case("two steps: item(), float() and if are counted")
+    past = low.DelayedScale()
+    with HostReads() as host:
+        past.update(torch.tensor([448.0]))
+        past.update(torch.tensor([896.0]))
+    expect_equal(host.n, 0, name="values copied to the host", read="the contract of update")
+
+
+def test_DelayedScale_divides_in_float32():
+    case("a step whose largest number is 3, in bfloat16")
+    past = low.DelayedScale()
+    past.update(torch.tensor([3.0, -1.0], dtype=torch.bfloat16))
+    expect_close(past.scale(E4M3), torch.tensor(3 / 448), rtol=1e-6, atol=0, read="the contract of scale")
+
+
+def test_DelayedScale_of_a_step_without_numbers():
+    case("a step with 896, and one without numbers, as an expert without tokens has it")
+    past = low.DelayedScale()
+    past.update(torch.tensor([896.0]))
+    past.update(torch.zeros(0, 4))
+    expect_close(past.scale(E4M3), torch.tensor(2.0), read="the contract of update")
+
+
+def test_DelayedScale_has_a_history_of_its_own():
+    case("a step is recorded in one object, and another is asked")
+    past, other = low.DelayedScale(), low.DelayedScale()
+    past.update(torch.tensor([896.0]))
+    expect_close(other.scale(E4M3, torch.tensor([448.0])), torch.tensor(1.0), read="the contract of scale")
 
 
 @pytest.mark.parametrize("history", [0, -3])
@@ -674,6 +742,24 @@ def test_Float8Linear_of_float32_weights_and_bfloat16_inputs():
     dtypes = [y.dtype, x.grad.dtype, linear.weight.grad.dtype, linear.bias.grad.dtype]
     wanted = [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
     expect_equal(dtypes, wanted, name="dtypes of output and gradients", answer=y, read="the contract")
+
+
+def test_Float8Linear_rounds_weights_once():
+    case("a weight 17.01 in float32, which e4m3fn rounds to 18; in bfloat16 it would be 17, whose even neighbour is 16")
+    linear = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(torch.tensor([[448.0, 17.01]]))
+    y = low.Float8Linear(linear, "dynamic")(torch.tensor([[0.0, 448.0]], dtype=torch.bfloat16))
+    expect_close(y.float().detach(), torch.tensor([[18.0 * 448]]), rtol=2**-8, atol=0, answer=y, read=LAYER)
+
+
+def test_Float8Linear_of_a_transposed_x():
+    case("x [3, 4, 20], the transpose of another tensor: its vectors don't lie one after the other")
+    layer, _, _, _ = layer_and_inputs("dynamic")
+    x = randn(20, 4, 3, seed=3).transpose(0, 2)
+    expect_close(
+        layer(x).detach(), layer(x.contiguous()).detach(), rtol=1e-5, atol=1e-5, read="the contract of forward"
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -820,6 +906,13 @@ def test_mx_quantize_of_many(shape):
     expect_close(scales.double(), wanted, rtol=0, atol=0, name="scales", answer=scales, read=SHARED)
     expected = (blocks / wanted[..., None]).clamp(-448, 448).flatten(-2).float().to(E4M3).float()
     expect_close(elements.float(), expected, rtol=0, atol=0, name="elements", answer=elements, read=SHARED)
+
+
+def test_mx_quantize_of_no_numbers():
+    case("x [2, 0]: no blocks, so no scales")
+    elements, scales = low.mx_quantize(torch.zeros(2, 0))
+    shapes = tuple(elements.shape), tuple(scales.shape)
+    expect_equal(shapes, ((2, 0), (2, 0)), name="shapes", answer=elements, read=RETURNS)
 
 
 def test_mx_quantize_refuses():
@@ -993,10 +1086,11 @@ def test_pack_int4_changes_nothing_in_place():
 
 
 def test_pack_int4_refuses():
-    case("3 levels")
+    case("3 levels; two rows of 3 levels, whose number is even")
     low.pack_int4(torch.zeros(2, dtype=torch.uint8))
-    with expect_raises(ValueError, "3", read=RAISES):
-        low.pack_int4(torch.zeros(3, dtype=torch.uint8))
+    for shape in ((3,), (2, 3)):
+        with expect_raises(ValueError, "3", read=RAISES):
+            low.pack_int4(torch.zeros(shape, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("level", [16, 255, -1])
@@ -1130,13 +1224,14 @@ def layer_of_int4(lead=(2, 3), k=64, n=10, group=32, bias=True, dtype=torch.floa
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("lead", [(), (1,), (2, 3)], ids=str)
+@pytest.mark.parametrize("lead", [(), (1,), (2, 3), (0,)], ids=str)
 def test_Int4Linear_outputs(lead, bias):
     case(f"x {(*lead, 64)}, weight [10, 64], groups of 32, bias={bias}")
     layer, linear, x, weight = layer_of_int4(lead, bias=bias)
     y = layer(x)
     expected = x @ weight.T + (linear.bias.detach() if bias else 0)
     expect_close(y, expected, rtol=1e-5, atol=1e-4, read="the contract of forward")
+    expect_equal(layer.bias is None, not bias, name="the bias is None", answer=y, read="the contract, under Attributes")
 
 
 def test_Int4Linear_holds_half_a_byte_for_each_weight():
@@ -1146,10 +1241,21 @@ def test_Int4Linear_holds_half_a_byte_for_each_weight():
     wanted = {"packed": ((10, 128), torch.uint8), "scale": ((10, 2), torch.float32), "zero": ((10, 2), torch.uint8)}
     expect_equal(dict(sorted(found.items())), dict(sorted((wanted | {"bias": ((10,), torch.float32)}).items())), name="buffers", read="the contract, under Attributes")  # fmt: skip
     expect_equal(len(list(layer.parameters())), 0, name="number of parameters", read="the contract, under Attributes")
+    graph = [name for name, b in layer.named_buffers() if b.requires_grad]
+    expect_equal(graph, [], name="buffers with a gradient", read="the contract, under Attributes")
     layer(randn(3, 256))
+    held, wanted_bytes = sum(t.nbytes for t in tensors_in(layer)), 10 * (128 + 2 * 4 + 2 + 4)
+    problem = f"{held:,} bytes are held beside {wanted_bytes:,}: something other than the buffers is kept"
+    expect_true(held <= wanted_bytes, problem, answer=held, read="the contract, under Attributes")
     expect_close(
         linear.weight.detach(), randn(10, 256, seed=1), name="the layer's weight", read="the contract, under Args"
     )
+
+
+def test_Int4Linear_groups_of_128_unless_told():
+    case("weight [10, 256], no group size given: two groups in a row")
+    scale = low.Int4Linear(nn.Linear(256, 10)).scale
+    expect_equal(tuple(scale.shape), (10, 2), name="the scale's shape", answer=scale, read="the contract, under Args")
 
 
 def test_Int4Linear_loads_a_state_dict():
@@ -1261,8 +1367,8 @@ def test_gptq_changes_nothing_in_place(dtype):
     weight, hessian = (t.to(dtype) for t in correlated(3, 16, 64)[::2])
     given = weight.clone(), hessian.clone()
     q, _, _ = low.gptq(weight, hessian, 16)
-    same = torch.equal(weight, given[0]) and torch.equal(hessian, given[1])
-    expect_true(same, "an argument was changed in place", answer=q, read="the contract")
+    for name, now, before in zip(("weight", "hessian"), (weight, hessian), given, strict=True):
+        expect_true(torch.equal(now, before), f"{name} was changed in place", answer=q, read="the contract, under Args")
 
 
 def test_gptq_by_hand():
