@@ -146,6 +146,15 @@ def any_format(x, dtype, dim=None):
     return reference.absmax_scale(x, E4M3, dim)
 
 
+@mistake(
+    "absmax_scale", "whether a number is finite is asked before the conversion to float32, in which it may be infinite"
+)
+def finite_too_early(x, dtype, dim=None):
+    scale = reference.absmax_scale(x, dtype, dim)
+    finite = torch.where(x.isfinite(), x.detach(), 0)
+    return torch.full_like(scale, torch.inf) if finite.float().isinf().any() else scale
+
+
 @mistake("absmax_scale", "x itself is changed: in float32, `x.float()` is no copy")
 def magnitudes_in_place(x, dtype, dim=None):
     scale = reference.absmax_scale(x, dtype, dim)
@@ -169,10 +178,7 @@ def multiplied(x, scale, dtype):
 @mistake("quantize", "not clamped: numbers beyond the largest one overflow instead of saturating")
 def unclamped(x, scale, dtype):
     scaled = x.float() / expand_blocks(scale, x.shape)
-    if dtype == INT8:
-        return (scaled.nan_to_num(0, 0, 0).round().to(torch.int32) % 256).to(torch.uint8).view(INT8)
-    q = reference.quantize(x, scale, dtype)
-    return torch.where(scaled.abs() > largest(dtype), torch.full_like(scaled, torch.nan), q.float()).to(dtype)
+    return (scaled.round().nan_to_num(0) if dtype == INT8 else scaled).to(dtype)
 
 
 @mistake("quantize", "int8 is cut towards 0 instead of rounded")
@@ -732,6 +738,25 @@ class CopiedParameters(reference.Float8Linear):
         self.weight = nn.Parameter(linear.weight.detach().clone())
 
 
+@mistake("Float8Linear", "the weight is detached, so it gets no gradient")
+class DetachedWeight(reference.Float8Linear):
+    def forward(self, x):
+        weight = self.weight
+        del self.weight
+        self.weight = weight.detach()
+        y = super().forward(x)
+        del self.weight
+        self.weight = weight
+        return y
+
+
+@mistake("Float8Linear", "the given layer is kept as a submodule: its weights are in the state dict twice")
+class KeepsTheLayer(reference.Float8Linear):
+    def __init__(self, linear, recipe):
+        super().__init__(linear, recipe)
+        self.linear = linear
+
+
 @mistake("Float8Linear", "another recipe is not refused")
 class AnyRecipe(reference.Float8Linear):
     def __init__(self, linear, recipe):
@@ -813,6 +838,13 @@ def infinite_block(x, block=32):
     return reference.mx_quantize(x.float().clamp(-3e38, 3e38), block)
 
 
+@mistake("mx_quantize", "the blocks are divided in place: in float32, `x.float()` is no copy")
+def blocks_divided_in_place(x, block=32):
+    answer = reference.mx_quantize(x, block)
+    x.detach().float().mul_(0.5)
+    return answer
+
+
 @mistake("mx_quantize", "the scales are float32 instead of float8_e8m0fnu")
 def float32_scales(x, block=32):
     elements, scales = reference.mx_quantize(x, block)
@@ -871,6 +903,28 @@ def rounded_after_the_zero_point(weight, group_size=128):
     _, scale, zero = reference.quantize_int4(weight, group_size)
     groups = weight.detach().float().unflatten(1, (-1, group_size)) / scale[..., None]
     return (groups + zero[..., None]).round().clamp(0, 15).to(torch.uint8).flatten(1), scale, zero
+
+
+@mistake("quantize_int4", "ties are rounded away from 0 instead of to the even number")
+def ties_away_from_zero(weight, group_size=128):
+    _, scale, zero = reference.quantize_int4(weight, group_size)
+    groups = weight.detach().float().unflatten(1, (-1, group_size)) / scale[..., None]
+    rounded = (groups.abs() + 0.5).floor() * groups.sign()
+    return (rounded + zero[..., None]).clamp(0, 15).to(torch.uint8).flatten(1), scale, zero
+
+
+@mistake("quantize_int4", "the zero points are returned before the scales")
+def results_exchanged(weight, group_size=128):
+    q, scale, zero = reference.quantize_int4(weight, group_size)
+    return q, zero, scale
+
+
+@mistake("quantize_int4", "the weights are divided in place: in float32, `weight.float()` is no copy")
+def weights_divided_in_place(weight, group_size=128):
+    answer = reference.quantize_int4(weight, group_size)
+    groups = weight.detach().float().unflatten(1, (-1, group_size))
+    groups.div_(answer[1][..., None])
+    return answer
 
 
 @mistake("quantize_int4", "the zero point is cut off instead of rounded")
@@ -1004,6 +1058,13 @@ def high_unshifted(packed):
 @mistake("unpack_int4", "the low level keeps the high four bits")
 def low_unmasked(packed):
     return torch.stack([packed, packed >> 4], dim=-1).flatten(-2)
+
+
+@mistake("unpack_int4", "the bytes that were given are changed in place")
+def unpacked_in_place(packed):
+    q = reference.unpack_int4(packed)
+    packed &= 15
+    return q
 
 
 # ---- 20.12 int4_matmul_kernel ----------------------------------------------------------------------------------------
@@ -1284,7 +1345,7 @@ def _gptq(weight, hessian, group_size, factor=None, damping=0.01, ranges="curren
 
 @mistake("gptq", "errors are not carried on: this is plain rounding")
 def plain_rounding(weight, hessian, group_size=128):
-    return reference.quantize_int4(weight, group_size)
+    return _gptq(weight, hessian, group_size, carry=False)
 
 
 @mistake("gptq", "the Cholesky factor of the Hessian is used instead of that of its inverse")

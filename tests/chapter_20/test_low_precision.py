@@ -95,6 +95,7 @@ def test_absmax_scale_of_blocks(shape):
 def test_absmax_scale_changes_nothing_in_place(dim):
     case(f"x in float32, so that x.float() is x itself; dim={dim}: x is as before")
     x = randn(5, 7)
+    x[2, 3] = torch.inf
     given = x.clone()
     scale = low.absmax_scale(x, E4M3, dim)
     expect_true(torch.equal(x, given), "the tensor that was given is changed", answer=scale, read=RETURNS)
@@ -139,7 +140,7 @@ def test_absmax_scale_is_float32(dtype):
     expect_true(not answer.requires_grad, "a scale has no gradient", answer=answer, read=RETURNS)
 
 
-@pytest.mark.parametrize(("shape", "dim", "wanted"), [((0, 4), None, ()), ((0, 4), 1, (0, 1)), ((0, 4), 0, (1, 4)), ((3, 0), 1, (3, 1)), ((0, 4), (128, 128), (0, 1))], ids=str)  # fmt: skip
+@pytest.mark.parametrize(("shape", "dim", "wanted"), [((0, 4), None, ()), ((0, 4), 1, (0, 1)), ((0, 4), 0, (1, 4)), ((3, 0), 1, (3, 1)), ((0, 4), (128, 128), (0, 1)), ((300, 0), (128, 128), (3, 0))], ids=str)  # fmt: skip
 def test_absmax_scale_of_no_numbers(shape, dim, wanted):
     case(f"x {shape}, dim={dim}: nothing to scale, so every scale is 1")
     answer = low.absmax_scale(torch.zeros(shape), E4M3, dim)
@@ -160,10 +161,11 @@ def test_absmax_scale_refuses_a_format():
 
 
 def test_absmax_scale_refuses_blocks():
-    case("blocks of 64 x 64; blocks of a vector")
+    case("blocks of 64 x 64 and of 128 x 64; blocks of a vector")
     low.absmax_scale(torch.ones(3, 4), INT8)
-    with expect_raises(ValueError, "64", read=RAISES):
-        low.absmax_scale(torch.ones(3, 4), E4M3, (64, 64))
+    for sizes in ((64, 64), (128, 64)):
+        with expect_raises(ValueError, "64", read=RAISES):
+            low.absmax_scale(torch.ones(3, 4), E4M3, sizes)
     with expect_raises(ValueError, "(5,)", read=RAISES):
         low.absmax_scale(torch.ones(5), E4M3, (128, 128))
 
@@ -725,6 +727,9 @@ def test_Float8Linear_keeps_parameters_and_dtype(recipe):
     layer, linear, x, grad = layer_and_inputs(recipe, bias=False, dtype=torch.bfloat16)
     found = [name for name, p in layer.named_parameters() if p is linear.weight]
     expect_equal(found, ["weight"], name="the layer's weight among the parameters", read="the contract, under Args")
+    expect_equal(
+        sorted(layer.state_dict()), ["weight"], name="names in the state dict", read="the contract, under Args"
+    )
     y = layer(x.requires_grad_())
     y.backward(grad)
     dtypes = [y.dtype, x.grad.dtype, linear.weight.grad.dtype]
@@ -908,6 +913,14 @@ def test_mx_quantize_of_many(shape):
     expect_close(elements.float(), expected, rtol=0, atol=0, name="elements", answer=elements, read=SHARED)
 
 
+def test_mx_quantize_changes_nothing_in_place():
+    case("x in float32, so that x.float() is x itself: it is as before")
+    x = randn(2, 64)
+    given = x.clone()
+    elements, _ = low.mx_quantize(x)
+    expect_true(torch.equal(x, given), "the tensor that was given is changed", answer=elements, read=RETURNS)
+
+
 def test_mx_quantize_of_no_numbers():
     case("x [2, 0]: no blocks, so no scales")
     elements, scales = low.mx_quantize(torch.zeros(2, 0))
@@ -999,9 +1012,17 @@ def test_quantize_int4_of_the_smallest_numbers():
     expect_equal((q.tolist(), zero.tolist()), ([[0, 15, 15, 15]], [[15]]), name="q and zero", answer=q, read=RETURNS)
 
 
+def test_quantize_int4_changes_nothing_in_place():
+    case("weight [2, 64] in float32, so that weight.float() is the weight itself: it is as before")
+    weight = randn(2, 64)
+    given = weight.clone()
+    q, _, _ = low.quantize_int4(weight, 32)
+    expect_true(torch.equal(weight, given), "the weights that were given are changed", answer=q, read=RETURNS)
+
+
 def test_quantize_int4_of_ties():
-    case("a group of [-5, 10, 0.5, 2.5]: scale 1, zero 5; ties go to the even number before the zero point is added")
-    q, _, zero = low.quantize_int4(torch.tensor([[-5.0, 10.0, 0.5, 2.5]]), 4)
+    case("a group of [-5, 10, 0.5, 1.5]: scale 1, zero 5; ties go to the even number before the zero point is added")
+    q, _, zero = low.quantize_int4(torch.tensor([[-5.0, 10.0, 0.5, 1.5]]), 4)
     expect_equal((q.tolist(), zero.tolist()), ([[0, 15, 5, 7]], [[5]]), name="q and zero", answer=q, read=GROUPS)
 
 
@@ -1118,6 +1139,13 @@ def test_unpack_int4_of_every_byte(shape):
     q = low.unpack_int4(packed)
     wanted = [level for byte in packed.flatten().tolist() for level in (byte % 16, byte // 16)]
     expect_equal((tuple(q.shape), q.flatten().tolist()), ((*shape[:-1], 2 * shape[-1]), wanted), answer=q, read="the contract")  # fmt: skip
+
+
+def test_unpack_int4_changes_nothing_in_place():
+    case("bytes 0x21 and 0xf0: they are as before")
+    packed = torch.tensor([[0x21, 0xF0]], dtype=torch.uint8)
+    q = low.unpack_int4(packed)
+    expect_equal(packed.tolist(), [[0x21, 0xF0]], name="packed after the call", answer=q, read="the contract")
 
 
 # ---- 20.12 int4_matmul_kernel ----------------------------------------------------------------------------------------
@@ -1372,13 +1400,12 @@ def test_gptq_changes_nothing_in_place(dtype):
 
 
 def test_gptq_by_hand():
-    case("two columns of which the second follows the first: what the first loses, the second makes good; group of 2")
-    weight, hessian = torch.tensor([[15.0, 7.0], [15.0, 0.4]]), torch.tensor([[1.0, 1.0], [1.0, 1.0001]])
-    weight[0, 0] = 14.6
-    weight[1] = torch.tensor([0.4, 15.0])
-    q, scale, zero = low.gptq(weight, hessian, 2)
+    case("three columns, of which the second follows the first; 7.4 loses 0.4, so 3.3 becomes 3.7; group of 3")
+    weight = torch.tensor([[7.4, 3.3, 15.0], [2.4, 8.2, 15.0]])
+    hessian = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0001, 0.0], [0.0, 0.0, 1.0]])
+    q, scale, zero = low.gptq(weight, hessian, 3)
     expect_equal([t.dtype for t in (q, scale, zero)], [torch.uint8, torch.float32, torch.uint8], name="dtypes", answer=q, read=RETURNS)  # fmt: skip
-    expect_equal(q.tolist(), one_by_one(weight, hessian, 2).tolist(), name="q", answer=q, read=ERROR)
+    expect_equal(q.tolist(), [[7, 4, 15], [2, 9, 15]], name="q", answer=q, read=ERROR)
 
 
 @pytest.mark.parametrize(("n", "k", "group"), [(6, 64, 32), (3, 16, 8), (4, 64, 64)])  # the first tells mistakes apart
