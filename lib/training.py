@@ -126,9 +126,8 @@ class TokenBatches:
 
     The row of N tokens is cut into ``n_windows`` = (N - 1) // length windows. Window i has the inputs
     ``tokens[i * length : (i + 1) * length]``, and its targets are shifted by one token. An epoch contains every window once: in order, or,
-    with a seed, in an order that is shuffled anew for each epoch. The epochs follow each other without a gap. Each step takes the next
-    ``world_size * batch`` windows: rank 0 the first ``batch``, rank 1 the next, and so on. So a batch may start in one epoch and end in the
-    next; every batch is full, and no window is dropped.
+    with a seed, in an order that is shuffled anew for each epoch. Each step takes the next ``world_size * batch`` windows: rank 0 the first
+    ``batch``, rank 1 the next, and so on. Every batch is full and no window is dropped, so a batch may span two epochs.
 
     Args:
         tokens: Ids ``[N]``: a tensor, an array, a list, or a ``numpy.memmap``, which is read batch by batch and never as a whole.
@@ -211,7 +210,7 @@ def save_checkpoint(
         until it is on the disk (``os.fsync``), and renames it (``os.replace``). If anything fails, it removes ``{path}.tmp``.
 
     Raises:
-        TypeError: pickle (a lambda) or ``weights_only=True`` (an object) refuses a value in ``state``; the message names the value.
+        TypeError: ``step``, a value in ``state`` or the optimizer's ``param_groups`` holds what ``weights_only=True`` refuses; it is named.
     """
     raise NotImplementedError("Exercise 7.8: write save_checkpoint")
 

@@ -189,9 +189,8 @@ class TokenBatches:
 
     The row of N tokens is cut into ``n_windows`` = (N - 1) // length windows. Window i has the inputs
     ``tokens[i * length : (i + 1) * length]``, and its targets are shifted by one token. An epoch contains every window once: in order, or,
-    with a seed, in an order that is shuffled anew for each epoch. The epochs follow each other without a gap. Each step takes the next
-    ``world_size * batch`` windows: rank 0 the first ``batch``, rank 1 the next, and so on. So a batch may start in one epoch and end in the
-    next; every batch is full, and no window is dropped.
+    with a seed, in an order that is shuffled anew for each epoch. Each step takes the next ``world_size * batch`` windows: rank 0 the first
+    ``batch``, rank 1 the next, and so on. Every batch is full and no window is dropped, so a batch may span two epochs.
 
     Args:
         tokens: Ids ``[N]``: a tensor, an array, a list, or a ``numpy.memmap``, which is read batch by batch and never as a whole.
@@ -213,7 +212,8 @@ class TokenBatches:
     def __init__(self, tokens, batch: int, length: int, rank: int = 0, world_size: int = 1, seed: int | None = None):
         ### BEGIN SOLUTION
         self.tokens = tokens.numpy(force=True) if isinstance(tokens, Tensor) else np.asarray(tokens)
-        self.batch, self.length, self.rank, self.world_size, self.seed = batch, length, rank, world_size, seed
+        self.batch, self.length, self.rank, self.world_size = map(int, (batch, length, rank, world_size))
+        self.seed = None if seed is None else int(seed)
         self.n_windows = (len(self.tokens) - 1) // length
         self.position = 0  # windows that all ranks together have read, over all epochs
         self._order = (-1, np.arange(0))
@@ -324,12 +324,12 @@ def save_checkpoint(
         until it is on the disk (``os.fsync``), and renames it (``os.replace``). If anything fails, it removes ``{path}.tmp``.
 
     Raises:
-        TypeError: pickle (a lambda) or ``weights_only=True`` (an object) refuses a value in ``state``; the message names the value.
+        TypeError: ``step``, a value in ``state`` or the optimizer's ``param_groups`` holds what ``weights_only=True`` refuses; it is named.
     """
     ### BEGIN SOLUTION
-    for name, value in state.items():
-        _check_readable(name, value)
     contents = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    for name, value in [("step", step), ("param_groups", contents["optimizer"]["param_groups"]), *state.items()]:
+        _check_readable(name, value)
     contents |= {"random": _random_state(), "state": {"step": step, **state}}
     if not isinstance(path, str | os.PathLike):
         torch.save(contents, path)

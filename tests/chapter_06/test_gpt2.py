@@ -821,6 +821,22 @@ def test_load_pretrained_refuses_a_config_without_heads(tmp_path):
         gpt2.load_pretrained(folder)
 
 
+@pytest.mark.parametrize("value", [0, "8", 8.0])
+def test_load_pretrained_refuses_a_size_that_is_no_positive_integer(tmp_path, value):
+    case(f"config.json has n_head = {value!r}, and all else is right")
+    folder = write_checkpoint(tmp_path / "model", as_hf(make_weights(SMALL)), n_head=value)
+    with expect_raises(ValueError, f"n_head = {value!r}", read=LOADS):
+        gpt2.load_pretrained(folder)
+
+
+def test_load_pretrained_refuses_a_config_that_is_a_list(tmp_path):
+    case("config.json holds a list, and all else is right")
+    folder = write_checkpoint(tmp_path / "model", as_hf(make_weights(SMALL)))
+    (folder / "config.json").write_text("[]")
+    with expect_raises(ValueError, "config.json", "list", read=LOADS):
+        gpt2.load_pretrained(folder)
+
+
 def test_load_pretrained_lists_all_that_is_wrong(tmp_path):
     case("a tensor missing, one of the wrong shape, one too many, another activation: one error names all four")
     tensors = as_hf(make_weights(SMALL))

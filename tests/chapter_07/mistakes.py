@@ -864,6 +864,16 @@ def only_loads_checked(path, model, optimizer, step, **state):
     reference.save_checkpoint(path, model, optimizer, step, **state)
 
 
+@mistake(
+    "save_checkpoint",
+    "only the additional state is checked; a NumPy number as the step or the learning rate is saved and can't be loaded",
+)
+def only_state_checked(path, model, optimizer, step, **state):
+    contents = _contents(model, torch.optim.SGD(model.parameters()), 0, state)
+    contents["state"]["step"] = step
+    _write(path, contents | {"optimizer": optimizer.state_dict()})
+
+
 # ---- 7.9 load_checkpoint ---------------------------------------------------------------------------------------------
 
 

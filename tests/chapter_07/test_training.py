@@ -733,6 +733,15 @@ def test_TokenBatches_state_is_a_copy_and_the_same_on_every_rank():
     expect_true(plain, f"the state should be plain numbers, for weights_only=True: {states[0]}")
 
 
+def test_TokenBatches_state_is_plain_after_sizes_of_numpy():
+    case("25 tokens, batch=1, length=2, seed=1, each an np.int64, after one step")
+    one = training.TokenBatches(range(25), np.int64(1), np.int64(2), np.int64(0), np.int64(1), np.int64(1))
+    take(one, 1)
+    state = one.state_dict()
+    plain = all(value is None or type(value) in (int, str, float, bool) for value in state.values())
+    expect_true(plain, f"the state should be plain numbers, for weights_only=True: {state}")
+
+
 @pytest.mark.parametrize("seed", [None, 2])
 def test_TokenBatches_goes_on_with_other_ranks(seed):
     case(f"41 tokens, length=2 (20 windows), seed={seed}: 2 ranks of batch 2 for two steps, then 3 ranks of batch 1")
@@ -1120,6 +1129,21 @@ def test_save_checkpoint_refuses_what_could_not_be_loaded(tmp_path, what):
         save(path, 2, epoch=3, sampler=REFUSED[what]())
     expect_true(path.read_bytes() == old, "the old checkpoint is changed", read=read)
     expect_equal([p.name for p in tmp_path.iterdir()], ["run.pt"], name="files", read=read)
+
+
+@pytest.mark.parametrize("what", ["step", "param_groups"])
+def test_save_checkpoint_refuses_numbers_of_numpy(tmp_path, what):
+    case(
+        f"a NumPy number in `{what}`, which weights_only=True could not read back; before, there is a checkpoint of step 1"
+    )
+    path, read = tmp_path / "run.pt", f"{SAVE}, under Raises"
+    save(path, 1)
+    old, run = path.read_bytes(), Run()
+    if what == "param_groups":
+        run.optimizer.param_groups[0]["lr"] = np.float64(0.1)
+    with expect_raises(TypeError, what, read=read):
+        training.save_checkpoint(path, run.model, run.optimizer, np.int64(2) if what == "step" else 2)
+    expect_true(path.read_bytes() == old, "the old checkpoint is changed", read=read)
 
 
 class Log:

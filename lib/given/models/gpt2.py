@@ -96,6 +96,8 @@ def read_config(folder: Path) -> tuple[GPT2Config | None, list[str]]:
         return None, ["config.json is missing"]
     except ValueError as error:
         return None, [f"config.json is not valid JSON: {error}"]
+    if not isinstance(settings, dict):
+        return None, [f"config.json holds a {type(settings).__name__}, expected an object"]
     problems = [f"config.json has no {name}" for name in FIELDS if name not in settings]
     for name, allowed in FIXED.items():
         if settings.get(name, allowed[0]) not in allowed:
@@ -105,6 +107,11 @@ def read_config(folder: Path) -> tuple[GPT2Config | None, list[str]]:
         problems.append(f"config.json: n_inner = {hidden}, this model has 4 x {dim}")
     if any(name not in settings for name in FIELDS):
         return None, problems
+    wrong = [name for name in FIELDS if type(settings[name]) is not int or settings[name] < 1]
+    if wrong:
+        return None, problems + [
+            f"config.json: {name} = {settings[name]!r}, expected a positive integer" for name in wrong
+        ]
     sizes = {ours: settings[theirs] for theirs, ours in FIELDS.items()}
     try:
         return GPT2Config(**sizes, norm_eps=settings.get("layer_norm_epsilon", 1e-5)), problems
