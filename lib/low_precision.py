@@ -39,8 +39,8 @@ def quantize(x: Float[Tensor, "..."], scale: Float[Tensor, "..."], dtype: torch.
         dtype: As in `absmax_scale`.
 
     Returns:
-        A new tensor of that dtype and of the shape of x, rounded to the nearest number, ties to even. Numbers beyond the largest
-        one, infinities too, become the largest one with their sign. NaN stays NaN in float8 and becomes 0 in int8.
+        A new tensor of that dtype and of the shape of x: divided in float32, and rounded to the nearest number, ties to even. Numbers beyond the
+        largest one, infinities too, become the largest one with their sign. NaN stays NaN in float8 and becomes 0 in int8.
     """
     raise NotImplementedError("Exercise 20.2: write quantize")
 
