@@ -132,8 +132,7 @@ class Float8Linear(nn.Module):
         recipe: "dynamic": one scale for each tensor, from the tensor itself. "delayed": one, from past steps (`DelayedScale`). "rowwise": one for
             each row of the left factor and each column of the right. "blockwise": one for each block of 128 x 128.
 
-    Activations and weights are e4m3fn and gradients e5m2, in every recipe (torchao's "rowwise" has e4m3fn for all). The results of the products, the bias and its
-    gradient have the dtype of the input.
+    Activations and weights are e4m3fn, gradients e5m2 in every recipe (torchao differs for rows). Products, the bias and its gradient have the dtype of the input.
 
     Raises:
         ValueError: another recipe; the message shows it.
@@ -273,13 +272,12 @@ def gptq(
         group_size: As in `quantize_int4`. A group's scale is set when its first column's turn comes, from the weights as they are then.
 
     Returns:
-        (q, scale, zero), as `quantize_int4`.
+        (q, scale, zero), as `quantize_int4`. Corrections are computed in float64, and a group is rounded in float32, as there.
 
     Raises:
         ValueError: what `quantize_int4` refuses, or a Hessian that is not as above (`check_weights` raises it); the message shows it.
 
-    Source: GPTQ (arXiv:2210.17323), Algorithm 1, with a damping of 1 % of the mean diagonal.
-    Convention: corrections are computed in float64, and a group is rounded in float32, as in `quantize_int4`. (The authors' code sets weights whose input is always 0 to 0.)
+    Source: GPTQ (arXiv:2210.17323), Algorithm 1, with a damping of 1 % of the mean diagonal. (The authors' code sets weights whose input is always 0 to 0.)
     """
     check_weights(weight, group_size, hessian)
     raise NotImplementedError("Exercise 20.14: write gptq")
