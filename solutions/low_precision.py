@@ -183,7 +183,7 @@ class Float8Linear(nn.Module):
         recipe: "dynamic": one scale for each tensor, from the tensor itself. "delayed": one, from past steps (`DelayedScale`). "rowwise": one for
             each row of the left factor and each column of the right. "blockwise": one for each block of 128 x 128.
 
-    Activations and weights are e4m3fn, gradients e5m2 in every recipe (torchao differs for rows). Products, the bias and its gradient have the dtype of the input.
+    Activations and weights are e4m3fn, gradients e5m2 in every recipe (torchao differs for rows). Products, and their sum with the bias, are in the dtype of the input.
 
     Raises:
         ValueError: another recipe; the message shows it.
