@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 MEASUREMENTS = Path(__file__).parents[2] / "chapters" / "measurements"
-TRIALS = Path(tempfile.gettempdir()) / "workbook_trials"
+if "--tiny" in sys.argv:  # a program that is only tried; the book's records stay
+    MEASUREMENTS = Path(tempfile.gettempdir()) / "workbook_trials"
 PACKAGES = ("torch", "numpy", "triton", "regex", "tokenizers", "tiktoken", "sentencepiece", "transformers", "mpi4py")
 
 
@@ -84,16 +85,12 @@ def record(
 ) -> Path:
     """Write results with the machine and the date. A reader sees either the complete old file or the complete new one.
 
-    A program that was started with ``--tiny`` is only tried, so the book's records stay, and the results go to TRIALS.
-
     Args:
         name: Name of the file, without its suffix.
         results: Values that JSON can hold; keys end in their unit, as in ``train_s``.
         folder: Folder of the file.
         measured: A recorded measurement whose machine and date to keep, if the results come from there and not from this machine.
     """
-    if folder == MEASUREMENTS and "--tiny" in sys.argv:
-        folder = TRIALS
     path = folder / f"{name}.json"
     kept = measured or {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "machine": machine()}
     text = json.dumps({"name": name, "date": kept["date"], "machine": kept["machine"], "results": results}, indent=2)
@@ -101,7 +98,7 @@ def record(
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text + "\n", encoding="utf-8")
     os.replace(temporary, path)
-    print(f"wrote {path if folder == TRIALS else path.name}")
+    print(f"wrote {path}")
     return path
 
 

@@ -2,21 +2,26 @@
 
 import argparse
 import math
+import os
+import subprocess
 import sys
 
 import pytest
 
 from lib.bench import all_reduce, low_precision, moe, scaling_laws
-from lib.bench.record import load, record
+from lib.bench.record import MEASUREMENTS, load, record
 from lib.runs import corpus
 
 
-def test_a_trial_leaves_the_books_records_alone(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["moe", "--tiny"])
-    monkeypatch.setattr("lib.bench.record.TRIALS", tmp_path)
-    assert record("moe", {}) == tmp_path / "moe.json"
-    assert str(tmp_path) in capsys.readouterr().out
-    assert load("moe")["results"]
+@pytest.mark.time_limit(60)
+def test_a_trial_leaves_the_books_records_alone_and_reads_its_own(tmp_path):
+    book = (MEASUREMENTS / "serving.json").read_bytes()
+    asked = [sys.executable, "-m", "lib.bench.serving", "--device", "cpu", "--tiny"]
+    done = subprocess.run(asked, env=os.environ | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path / "workbook_trials" / "serving.json") in done.stdout
+    assert (tmp_path / "workbook_trials" / "serving.json").exists()
+    assert (MEASUREMENTS / "serving.json").read_bytes() == book
 
 
 def measure(folder, monkeypatch, *words):
