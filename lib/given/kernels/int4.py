@@ -28,18 +28,16 @@ def _tuned(kernel, largest: int):
 
 
 @triton.jit
-def few_rows_kernel(
+def one_row_kernel(
     x, packed, scale, zero, out, N, K, TILE_N: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
-    """A row times packed weights, for rows too few to fill a tile of the tensor cores; the grid is (rows, tiles of columns).
+    """A row times packed weights, without tensor cores, whose tiles it would leave almost empty; one program for TILE_N columns.
 
     Every weight is used once, so what counts is how many bytes are on their way: a step asks for GROUPS groups of TILE_N columns.
     A group's levels are summed first, and its scale and zero point applied to the sum: s (sum of q x - z sum of x).
     """
-    row, columns = tl.program_id(0), (tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
-    pairs = (x + row.to(tl.int64) * K).to(
-        tl.pointer_type(tl.uint32)
-    )  # two numbers of x beside each other, as in a byte
+    columns = (tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
+    pairs = x.to(tl.pointer_type(tl.uint32))  # two numbers of x beside each other, as in a byte
     within = tl.arange(0, GROUP // 2)
     total = tl.zeros([TILE_N], tl.float32)
     for start in range(0, K // GROUP, GROUPS):
@@ -56,15 +54,12 @@ def few_rows_kernel(
         factor = tl.load(scale + of_scale, mask=inside, other=0.0)
         origin = tl.load(zero + of_scale, mask=inside, other=0).to(tl.float32)
         total += tl.sum(factor * (sums - origin * tl.sum(even + odd, 1)[None, :]), 1)
-    tl.store(out + row.to(tl.int64) * N + columns, total.to(out.dtype.element_ty), mask=columns < N)
-
-
-FEW = 8  # rows
+    tl.store(out + columns, total.to(out.dtype.element_ty), mask=columns < N)
 
 
 @functools.cache
-def _few_tuned():
-    """The kernel for few rows with Triton's autotuner around it."""
+def _one_row_tuned():
+    """The kernel for one row with Triton's autotuner around it."""
     configs = [
         triton.Config({"TILE_N": n, "GROUPS": groups}, num_warps=warps)
         for n in (1, 2, 4, 8)
@@ -72,26 +67,27 @@ def _few_tuned():
         for warps in (2, 4, 8)
         if 32 <= n * groups <= 256
     ]
-    return triton.autotune(configs, key=["N", "K", "GROUP"])(few_rows_kernel)
+    return triton.autotune(configs, key=["N", "K", "GROUP"])(one_row_kernel)
 
 
-def launch_few_rows(x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """Launch `few_rows_kernel` for rows of 16 bits and groups whose size is a power of two: ``[M, K] x [N, K / 2] -> [M, N]``."""
-    (m, k), n = x.shape, len(packed)
-    out = x.new_empty(m, n)
-    arguments = x.contiguous(), packed, scale.contiguous(), zero.contiguous(), out, n, k
+def launch_one_row(x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Launch `one_row_kernel` for a row of 16 bits and groups whose size is a power of two: ``[1, K] x [N, K / 2] -> [1, N]``."""
+    k, n = x.shape[1], len(packed)
+    out, x = x.new_empty(1, n), x.contiguous()
+    x = x if x.data_ptr() % 4 == 0 else x.clone()  # it is read four bytes at a time
+    arguments = x, packed, scale.contiguous(), zero.contiguous(), out, n, k
     if INTERPRETED:
-        few_rows_kernel[(m, triton.cdiv(n, 4))](*arguments, TILE_N=4, GROUPS=2, GROUP=k // scale.shape[1])
+        one_row_kernel[(triton.cdiv(n, 4),)](*arguments, TILE_N=4, GROUPS=2, GROUP=k // scale.shape[1])
     else:
-        grid = lambda tiles: (m, triton.cdiv(n, tiles["TILE_N"]))
-        _few_tuned()[grid](*arguments, GROUP=k // scale.shape[1])
+        grid = lambda tiles: (triton.cdiv(n, tiles["TILE_N"]),)
+        _one_row_tuned()[grid](*arguments, GROUP=k // scale.shape[1])
     return out
 
 
 def launch_int4_matmul(kernel, x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor, always: bool = False) -> Tensor:
     """Launch a kernel that multiplies rows with packed four-bit weights: ``[M, K] x [N, K / 2] -> [M, N]``.
 
-    On a GPU up to FEW rows of 16 bits go to `few_rows_kernel` instead, unless ``always`` is set: they would leave most of a tile empty.
+    On a GPU a single row of 16 bits goes to `one_row_kernel` instead, unless ``always`` is set.
 
     Args:
         kernel: Takes x, packed, scale, zero, out, M, N, K, the group size, and the constants TILE_M, TILE_N, TILE_K.
@@ -101,8 +97,8 @@ def launch_int4_matmul(kernel, x: Tensor, packed: Tensor, scale: Tensor, zero: T
     (m, k), n = x.shape, len(packed)
     out = x.new_empty(m, n)
     group = k // scale.shape[1]
-    if not (always or INTERPRETED) and m <= FEW and x.element_size() == 2 and group & (group - 1) == 0 and group >= 32:
-        return launch_few_rows(x, packed, scale, zero)
+    if not (always or INTERPRETED) and m == 1 and x.element_size() == 2 and group & (group - 1) == 0 and group >= 32:
+        return launch_one_row(x, packed, scale, zero)
     tile_k = min(group & -group, 128)  # the largest power of two that divides the group
     if tile_k < 2 or (not INTERPRETED and tile_k < 32):
         raise ValueError(f"groups of {group}: expected a multiple of {2 if INTERPRETED else 32}")
