@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
-from tests.inputs import HostReads, randn
+from tests.inputs import randn
+from tests.observe import HostReads
 
 training = graded("training")
 

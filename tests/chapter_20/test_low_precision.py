@@ -19,7 +19,8 @@ from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON
 from lib.given.kernels.quantized import launch_block_matmul
 from lib.workbook.grading import case, expect_close, expect_equal, expect_raises, expect_true, graded, oracle
 from tests.chapter_14.memory import watched
-from tests.inputs import HostReads, randn, tensors_in
+from tests.inputs import randn
+from tests.observe import HostReads, tensors_in
 
 low = graded("low_precision")
 
