@@ -18,7 +18,7 @@ from lib.fast.flash_launch import Address, Box, Launch, can_be_read, is_watched
 from lib.given.kernels.mode import tl, triton
 
 ROWS, TERMS = 128, 64  # rows of a tile; terms that are added at a time
-LEAST_PRODUCTS = 2**30  # multiplications below which Triton's kernel is as quick
+LEAST_PRODUCTS = 2**30  # multiplications; a guess, those that were measured to be quicker have 2**36 and more
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ if GLUON:
 
 
 def fits(x: Tensor, weights: Tensor) -> bool:
-    """Whether the kernels with roles multiply these, and are quicker: 16 bits, on Hopper, read in place by the copy engine, and large.
+    """Whether the kernels with roles multiply these: 16 bits, on Hopper, read in place by the copy engine, and not small.
 
     Where a compiler or a mode watches, the product's own kernel is what it can see.
     """
@@ -305,16 +305,24 @@ def _described(index: int, rows: int, width: int) -> Box:
     return Box(index, (1, 1, rows, width), _layout(rows, width))
 
 
-def plan(counts: Tensor, n_rows: int) -> tuple[Tensor, Tensor, int]:
+@lru_cache(maxsize=256)
+def _plan_launch(n_experts: int, n_slots: int, _: tuple[torch.dtype, torch.device]) -> Launch:
+    args = (Address(0), Address(1), Address(2), n_experts, n_slots, triton.next_power_of_2(n_experts), 32, ROWS)
+    return Launch(plan_kernel, (triton.cdiv(n_slots, 32), 1), args, num_warps=4)
+
+
+Plan = tuple[Tensor, Tensor, int]
+
+
+def plan(counts: Tensor, n_rows: int) -> Plan:
     """The table of `plan_kernel`, the first rows of the experts, and how many tiles the table has room for."""
     n_experts = len(counts)
-    n_slots = min(n_rows, triton.cdiv(n_rows, ROWS) + n_experts)
+    n_slots = 8 * triton.cdiv(n_rows, 8 * ROWS) + n_experts  # the same for almost as many rows, and so the same launch
     both = torch.empty(1 + 3 * n_slots + n_experts + 1, dtype=torch.int32, device=counts.device)
     table, first_rows = both[: 1 + 3 * n_slots], both[1 + 3 * n_slots :]
-    experts = triton.next_power_of_2(n_experts)
-    plan_kernel[(triton.cdiv(n_slots, 32),)](
-        counts.contiguous(), table, first_rows, n_experts, n_slots, EXPERTS=experts, SLOTS=32, M=ROWS
-    )
+    counts = counts.contiguous()
+    counts = counts if counts.data_ptr() % 16 == 0 else counts.clone()  # a launch belongs to one alignment
+    _plan_launch(n_experts, n_slots, (counts.dtype, counts.device))(counts, table, first_rows)
     return table, first_rows, n_slots
 
 
@@ -331,13 +339,17 @@ def _rows_launch(key: tuple) -> Launch:
 
 
 def grouped_matmul_fast(
-    x: Float[Tensor, "n c"], weights: Float[Tensor, "e c f"], counts: Int[Tensor, " e"], cut: Cut | None = None
+    x: Float[Tensor, "n c"],
+    weights: Float[Tensor, "e c f"],
+    counts: Int[Tensor, " e"],
+    planned: Plan | None = None,
+    cut: Cut | None = None,
 ) -> Float[Tensor, "n f"]:
-    """Chapter 19's `grouped_matmul` by `rows_kernel`, for what `fits`."""
+    """Chapter 19's `grouped_matmul` by `rows_kernel`, for what `fits`; ``planned`` is the `plan` of these counts, if there is one."""
     (n_rows, width), columns = x.shape, weights.shape[2]
     transposed = weights.stride(2) != 1
     cut = cut or Cut(transposed=transposed)
-    table, _, n_slots = plan(counts, n_rows)
+    table, _, n_slots = planned or plan(counts, n_rows)
     out = x.new_empty(n_rows, columns)
     inner = weights.transpose(1, 2) if transposed else weights
     launch = _launches(_rows_launch, (width, columns, n_slots, n_programs(x.device), cut), x, inner, out)
@@ -357,11 +369,15 @@ def _matrices_launch(key: tuple) -> Launch:
 
 
 def weight_gradients_fast(
-    x: Float[Tensor, "n c"], grad: Float[Tensor, "n f"], counts: Int[Tensor, " e"], cut: Cut | None = None
+    x: Float[Tensor, "n c"],
+    grad: Float[Tensor, "n f"],
+    counts: Int[Tensor, " e"],
+    planned: Plan | None = None,
+    cut: Cut | None = None,
 ) -> Float[Tensor, "e c f"]:
     """The gradient of the matrices by `matrices_kernel`."""
     cut = cut or Cut()
-    _, first_rows, _ = plan(counts, len(x))
+    _, first_rows, _ = planned or plan(counts, len(x))
     out = x.new_empty(len(counts), x.shape[1], grad.shape[1])
     key = (x.shape[1], grad.shape[1], len(counts), n_programs(x.device), cut)
     _launches(_matrices_launch, key, x, grad, out)(x, grad, out, first_rows)

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lib.fast.grouped import fits, grouped_matmul_fast, weight_gradients_fast
+from lib.fast.grouped import fits, grouped_matmul_fast, plan, weight_gradients_fast
 from lib.given.kernels.autocast import factor_dtype
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON, MatmulTiles, tl, triton
 from lib.given.kernels.once import first_derivative_only
@@ -167,7 +167,11 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, product: Callable, x: Tensor, weights: Tensor, counts: Tensor, roles: bool) -> Tensor:  # type: ignore[override]
         ctx.fast = roles and fits(x, weights)
-        ctx.product = grouped_matmul_fast if ctx.fast else product
+        ctx.product, ctx.of_weights = product, _weight_gradients
+        if ctx.fast:
+            planned = plan(counts, len(x))
+            ctx.product = functools.partial(grouped_matmul_fast, planned=planned)
+            ctx.of_weights = functools.partial(weight_gradients_fast, planned=planned)
         ctx.save_for_backward(x, weights, counts)
         return ctx.product(x, weights, counts)
 
@@ -177,9 +181,8 @@ class _GroupedProduct(torch.autograd.Function):
         x, weights, counts = ctx.saved_tensors
         if ctx.fast and not fits(grad, weights.transpose(1, 2)):  # it may be one number with strides of 0
             grad = grad.clone(memory_format=torch.contiguous_format)
-        of_weights = weight_gradients_fast if ctx.fast else _weight_gradients
         dx = ctx.product(grad, weights.transpose(1, 2), counts) if ctx.needs_input_grad[1] else None
-        return None, dx, of_weights(x, grad, counts) if ctx.needs_input_grad[2] else None, None, None
+        return None, dx, ctx.of_weights(x, grad, counts) if ctx.needs_input_grad[2] else None, None, None
 
 
 def with_gradients(
