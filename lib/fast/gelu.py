@@ -40,7 +40,7 @@ class Tiles(NamedTuple):
     stages: int = 1  # with more, later tiles are loaded early, through shared memory
 
 
-FORWARD, BACKWARD = Tiles(8, 512, 1, 4), Tiles(16, 256, 8, 8, 3)
+FORWARD, BACKWARD = Tiles(8, 512, 1, 4), Tiles(16, 128, 8, 4, 3)
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
@@ -94,8 +94,8 @@ def _gelu(y, TANH: tl.constexpr, ONE_INSTRUCTION: tl.constexpr):
 
 @triton.jit
 def _gelu_slope(y, TANH: tl.constexpr, ONE_INSTRUCTION: tl.constexpr):
-    """Exactly: the normal share below y plus y times the density. With g, the share of the tail minus |y| times the density,
-    that is g for negative y and 1 - g otherwise."""
+    """The derivative of the GELU. Without a tanh it is the normal share below y plus y times the density: with g, the share of the tail
+    minus |y| times the density, that is g for negative y and 1 - g otherwise."""
     if TANH:
         y = tl.minimum(tl.maximum(y, -10.0), 10.0)  # beyond, the slope is 0 or 1
         share, power = _shares_by_tanh(y, ONE_INSTRUCTION)

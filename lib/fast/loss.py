@@ -17,10 +17,12 @@ except ImportError:  # Triton does not exist for this system; the CPU path below
 BLOCK, N_WARPS = 4096, 16  # 512 threads for each row: few rows are in flight at a time, so they stay in the cache
 
 if triton is not None:
+    NATS = tl.constexpr(1.4426950408889634)  # bits in a nat: log2(e)
 
     @triton.jit
-    def _load_wide(pointer, columns, n):
-        return tl.load(pointer + columns, mask=columns < n, other=-1e30).to(tl.float32)
+    def _load_bits(pointer, columns, n):
+        """Logits in float32 as powers of 2, for which the GPU has an instruction."""
+        return tl.load(pointer + columns, mask=columns < n, other=-1e30).to(tl.float32) * NATS
 
     @triton.jit
     def _softmax_loss_kernel(logits, targets, losses, gradient, n_vocab, n_columns, scale, BLOCK: tl.constexpr):
@@ -32,20 +34,23 @@ if triton is not None:
         largest = tl.full([BLOCK], -1e30, tl.float32)  # one for each lane; lanes are combined after the loop
         total = tl.zeros([BLOCK], tl.float32)
         for start in range(0, n_vocab, 2 * BLOCK):
-            x = _load_wide(logits, start + columns, n_vocab)
-            y = _load_wide(logits, start + BLOCK + columns, n_vocab)
+            x = _load_bits(logits, start + columns, n_vocab)
+            y = _load_bits(logits, start + BLOCK + columns, n_vocab)
             new = tl.maximum(largest, tl.maximum(x, y))
-            total = total * tl.exp(largest - new) + tl.exp(x - new) + tl.exp(y - new)
+            total = total * tl.exp2(largest - new) + tl.exp2(x - new) + tl.exp2(y - new)
             largest = new
         peak = tl.max(largest, 0)
-        log_sum = peak + tl.log(tl.sum(total * tl.exp(largest - peak), 0))
+        log_sum = peak + tl.log2(tl.sum(total * tl.exp2(largest - peak), 0))
         target = tl.load(targets + row)
-        tl.store(losses + row, log_sum - tl.load(logits + target).to(tl.float32))
+        own = tl.load(logits + target).to(tl.float32) * NATS
+        tl.store(losses + row, (log_sum - own) / NATS)
+        log_scale = tl.log2(scale)
         for start in range(0, n_columns, BLOCK):
             at = start + columns
-            share = tl.exp(_load_wide(logits, at, n_vocab) - log_sum)  # 0 in the padding
-            share = tl.where(at == target, share - 1.0, share) * scale
+            share = tl.exp2(_load_bits(logits, at, n_vocab) - (log_sum - log_scale))  # 0 in the padding
             tl.store(gradient + at, share.to(gradient.dtype.element_ty), mask=at < n_columns)
+        tl.debug_barrier()  # another thread may have written the target's column
+        tl.store(gradient + target, ((tl.exp2(own - log_sum) - 1.0) * scale).to(gradient.dtype.element_ty))
 
 
 @torch.library.custom_op("scaling_workbook::softmax_loss", mutates_args=())
