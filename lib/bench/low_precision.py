@@ -6,6 +6,7 @@ take turns in random order. torchao's layers are measured beside the book's wher
 """
 
 import argparse
+import dataclasses
 import logging
 import random
 import time
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from lib.bench.record import MEASUREMENTS, load, record, spread
 from lib.demos.low_precision import replace_linears, train_gpt2
 from lib.fast import models as fast
+from lib.fast.float8 import DelayedLinear, Scales
 from lib.given.kernels.quantized import has_float8, scaled_mm
 from lib.given.models.gpt2 import GPT2Config
 from lib.given.models.llama import LLAMA_2_7B, LlamaConfig
@@ -31,6 +33,7 @@ from lib.low_precision import Float8Linear, Int4Linear, absmax_scale, quantize, 
 from lib.vit import VisionTransformer
 
 E4M3 = torch.float8_e4m3fn
+OUTSIDE, NOT_COMPILED, GRAPH = "delayed, outside", ", not compiled", ", in a graph"
 RECIPES = ("dynamic", "delayed", "rowwise", "blockwise")
 SHAPES = {
     "GPT-2 XL, c_fc": (8192, 1600, 6400),
@@ -61,11 +64,11 @@ class Bench:
         end.synchronize()
         return start_.elapsed_time(end) / 1e3
 
-    def compare(self, calls: dict[str, Call]) -> dict[str, Any]:
+    def compare(self, calls: dict[str, Call], n_rounds: int | None = None) -> dict[str, Any]:
         """Seconds of each call, in random order in each round; what a call raises is recorded instead."""
         times: dict[str, list[float]] = {name: [] for name in calls}
         failed: dict[str, str] = {}
-        for round_ in range(self.n_rounds + 2):
+        for round_ in range((n_rounds or self.n_rounds) + 2):
             for name in random.sample(list(calls), len(calls)):
                 if name in failed:
                     continue
@@ -117,25 +120,32 @@ class Bench:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def steps(self) -> dict[str, Any]:
-        """Forward, backward and AdamW of GPT-2 XL and ViT-H/14 on the fast path, blocks compiled: bfloat16, the recipes, torchao's float8.
+        """Forward, backward and AdamW of GPT-2 XL and ViT-H/14 with compiled blocks: bfloat16, the recipes, torchao's float8.
 
         "delayed" changes its records in the backward pass, which the compiler refuses; it is measured uncompiled, and "dynamic" beside it.
+        "delayed, outside" is the same recipe with its records outside the layers (`lib.fast.float8`). It and "bfloat16" are also measured as
+        `lib.runs` trains: with all kernels of `lib.fast`, and with the step in a CUDA graph.
         """
         found: dict[str, dict[str, Any]] = {}
         variants = {"bfloat16": lambda m: m, "torchao": _torchao_training}
         variants |= {recipe: lambda m, r=recipe: _with_recipe(m, r) for recipe in RECIPES}
-        ways = [(way, True) for way in variants if way != "delayed"] + [("bfloat16", False), ("dynamic", False), ("delayed", False)]  # fmt: skip
+        variants[OUTSIDE] = lambda m: replace_linears(m, DelayedLinear, skip=("head",))
+        ways = [(way, "") for way in variants if way != "delayed"]
+        ways += [(way, NOT_COMPILED) for way in ("bfloat16", "dynamic", "delayed")] + [
+            ("bfloat16", GRAPH),
+            (OUTSIDE, GRAPH),
+        ]
         for name, (make, batch) in self._models().items():
             found[name] = {"batch": list(batch[0].shape)}
-            for way, compiles in [
-                pair for pair in ways if not self.ways or pair[0] in self.ways
-            ]:  # one after the other: two copies of the largest would not fit
+            for way, how in ways:  # one after the other: two copies of the largest would not fit
+                label = way + how
+                if self.ways and label not in self.ways:
+                    continue
                 torch.manual_seed(0)
-                label = way if compiles else f"{way}, not compiled"
                 try:
                     with self.device:
                         model = variants[way](make().to(self.device))
-                    found[name] |= self.compare({label: self._step(model, batch, compiles and not self.tiny)})
+                    found[name] |= self.compare({label: self._step(model, batch, how)})
                 except (ImportError, RuntimeError, AssertionError) as error:
                     found[name][label] = {"failed": str(error)[:200]}
                 model = None
@@ -159,22 +169,31 @@ class Bench:
             "ViT-H/14": (lambda: VisionTransformer(vit), (images, labels)),
         }
 
-    def _step(self, model: Any, batch: tuple[Tensor, ...], compiles: bool) -> Call:
-        path, is_vit = fast.Path(dtype=torch.bfloat16, loss_kernel=not self.tiny), isinstance(model, VisionTransformer)
+    def _step(self, model: Any, batch: tuple[Tensor, ...], how: str) -> Call:
+        in_graph, is_vit = how == GRAPH and self.device.type == "cuda", isinstance(model, VisionTransformer)
+        path = fast.Path(dtype=torch.bfloat16, loss_kernel=not self.tiny)
+        if how == GRAPH:
+            path = dataclasses.replace(path, attention="quickest", gelu_kernel=True, heads_kernel=True)
         compute: Any = fast.vit_block if is_vit else fast.gpt2_block
-        compute = torch.compile(compute, dynamic=False) if compiles else compute
+        compute = torch.compile(compute, dynamic=False) if how != NOT_COMPILED and not self.tiny else compute
         sizes = {} if is_vit else {"n_heads": model.config.n_heads}
         for block in model.blocks if is_vit else model.h:
             block.forward = partial(compute, block, path=path, **sizes)
         loss_of: Any = fast.vit_loss if is_vit else fast.gpt2_loss
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=self.device.type == "cuda")
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=1e-4, fused=self.device.type == "cuda", capturable=in_graph
+        )
+        scales = Scales(model)
 
-        def step() -> None:
-            loss_of(model, *batch, path, call_blocks=True).backward()
+        def step() -> Tensor:
+            loss = loss_of(model, *batch, path, call_blocks=True)
+            loss.backward()
             optimizer.step()
+            scales.step()
             optimizer.zero_grad()
+            return loss.detach()
 
-        return step
+        return fast.capture(step) if in_graph else step
 
     # ---- losses ------------------------------------------------------------------------------------------------------
 
@@ -204,7 +223,7 @@ class Bench:
                 model = Llama(config).to(torch.bfloat16).eval()
             try:
                 change(model)
-                times = self.compare({name: lambda m=model: list(generate(m, prompt, n, temperature=0))})
+                times = self.compare({name: lambda m=model: list(generate(m, prompt, n, temperature=0))}, 4)
                 if self.device.type == "cuda":
                     times |= self.compare({f"{name}, one step in a graph": self._graph(model, prompt)})
             except (ImportError, RuntimeError, AssertionError) as error:
@@ -298,7 +317,9 @@ def main(arguments: list[str] | None = None, folder: Path = MEASUREMENTS) -> Non
     parser.add_argument("parts", nargs="*", help="products, steps, losses, tokens; all unless told")
     parser.add_argument("--tiny", action="store_true", help="try the program with tiny sizes")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--ways", nargs="+", help="measure only these in steps, and keep the others")
+    parser.add_argument(
+        "--ways", nargs="+", help="measure only these in steps, such as 'bfloat16, in a graph', and keep the others"
+    )
     options = parser.parse_args(arguments)
     known = ("products", "steps", "losses", "tokens")
     if unknown := set(options.parts) - set(known):

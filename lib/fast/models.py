@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lib.fast.flash import fits_fast, flash_attention_fast, flash_attention_joined, is_quickest, split_joined
+from lib.fast.float8 import DelayedLinear
 from lib.fast.gelu import TAIL, P, bias_gelu
 from lib.fast.heads import split_heads
 from lib.fast.loss import linear_cross_entropy
@@ -64,13 +65,22 @@ def linear(x: Tensor, path: Path, *layers: nn.Linear) -> Tensor:
 
     What replaced an ``nn.Linear``, such as chapter 20's ``Float8Linear``, is called.
     """
-    if not all(isinstance(layer, nn.Linear | nn.Conv2d) for layer in layers):
+    if not all(isinstance(layer, OPEN | nn.Conv2d) for layer in layers):
         return torch.cat([layer(x.to(path.dtype)) for layer in layers], dim=-1)
-    weight, bias = _side_by_side(layers)
-    return F.linear(x.to(path.dtype), weight.flatten(1).to(path.dtype), bias.to(path.dtype))
+    return _product(x, path, layers[0], *_side_by_side(layers))
 
 
-def _side_by_side(layers: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor]:
+OPEN = nn.Linear | DelayedLinear  # layers whose product can be taken with another weight, or without the bias
+
+
+def _product(x: Tensor, path: Path, layer: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A product as ``layer`` computes it."""
+    if isinstance(layer, DelayedLinear):
+        return layer.product(x.to(path.dtype), weight, bias)
+    return F.linear(x.to(path.dtype), weight.flatten(1).to(path.dtype), None if bias is None else bias.to(path.dtype))
+
+
+def _side_by_side(layers: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     if len(layers) == 1:
         return layers[0].weight, layers[0].bias
     return torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
@@ -85,10 +95,10 @@ def norm(x: Tensor, layer: nn.LayerNorm, path: Path) -> Tensor:
     return F.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
 
 
-def bent(x: Tensor, path: Path, layer: nn.Linear, approximate: str) -> Tensor:
+def linear_gelu(x: Tensor, path: Path, layer: nn.Linear, approximate: str) -> Tensor:
     """The GELU of a linear map."""
-    if path.gelu_kernel and isinstance(layer, nn.Linear):
-        return bias_gelu(F.linear(x.to(path.dtype), layer.weight.to(path.dtype)), layer.bias, approximate)
+    if path.gelu_kernel and isinstance(layer, OPEN):
+        return bias_gelu(_product(x, path, layer, layer.weight, None), layer.bias, approximate)
     wide = linear(x, path, layer)
     return short_gelu(wide) if path.short_gelu and approximate == "none" else F.gelu(wide, approximate=approximate)
 
@@ -142,7 +152,7 @@ def gpt2_block(block: Any, x: Tensor, path: Path, n_heads: int) -> Tensor:
     """One block of a ``lib.gpt2.GPT2``."""
     heads = linear(norm(x, block.ln_1, path), path, block.attn.c_attn)
     x = x + linear(attend_joined(heads, n_heads, path, causal=True), path, block.attn.c_proj)
-    wide = bent(norm(x, block.ln_2, path), path, block.mlp.c_fc, "tanh")
+    wide = linear_gelu(norm(x, block.ln_2, path), path, block.mlp.c_fc, "tanh")
     return x + linear(wide, path, block.mlp.c_proj)
 
 
@@ -216,16 +226,16 @@ def vit_block(block: Any, x: Tensor, path: Path) -> Tensor:
 def _vit_attention(attn: Any, seen: Tensor, path: Path) -> Tensor:
     like_queries = seen.to(path.dtype).unflatten(-1, (attn.n_heads, -1)).transpose(1, 2)
     layers = (attn.wq, attn.wk, attn.wv)
-    joins = path.heads_kernel and all(isinstance(layer, nn.Linear) for layer in layers)
+    joins = path.heads_kernel and all(isinstance(layer, OPEN) for layer in layers)
     if joins and not _takes_ours(like_queries, like_queries, like_queries, path, causal=False):
         weight, bias = _side_by_side(layers)
-        wide = F.linear(seen.to(path.dtype), weight.to(path.dtype), bias.detach().to(path.dtype))
+        wide = _product(seen, path, layers[0], weight, bias.detach())
         return attend(*split_heads(wide, bias, attn.n_heads), path, causal=False)
     return attend_joined(linear(seen, path, *layers), attn.n_heads, path, causal=False)
 
 
 def _vit_mlp(block: Any, x: Tensor, path: Path) -> Tensor:
-    wide = bent(norm(x, block.norm2, path), path, block.mlp.fc1, block.mlp.approximate)
+    wide = linear_gelu(norm(x, block.norm2, path), path, block.mlp.fc1, block.mlp.approximate)
     return linear(wide, path, block.mlp.fc2)
 
 

@@ -67,7 +67,13 @@ def tensor_core_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, 
 
 
 def scaled_mm(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, fast: bool = False
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    out_dtype: torch.dtype,
+    fast: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """``torch._scaled_mm`` for any shapes and strides, with one scale for each matrix or one for each row of a and column of b.
 
@@ -76,13 +82,18 @@ def scaled_mm(
 
     Args:
         fast: Whether the tensor cores may keep their sums in fewer bits than float32 has.
+        bias: ``[N]``, is added.
     """
     (m, k), n = a.shape, b.shape[1]
+    if bias is not None:
+        bias = bias.to(out_dtype)
+        if scale_a.numel() * scale_b.numel() > 1 or n % 16 or out_dtype == torch.float32:
+            return scaled_mm(a, b, scale_a, scale_b, out_dtype, fast) + bias
     operands = _padded(a, -k % 16, 0).contiguous(), _padded(b.T, -k % 16, -n % 16).contiguous().T
     scales = scale_a.float().expand(m, 1), scale_b.float().expand(1, n)
     if scale_a.numel() == scale_b.numel() == 1:
         one = {"scale_a": scale_a.float().reshape(()), "scale_b": scale_b.float().reshape(())}
-        return torch._scaled_mm(*operands, **one, out_dtype=out_dtype, use_fast_accum=fast)[:, :n]
+        return torch._scaled_mm(*operands, **one, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)[:, :n]
     if out_dtype == torch.bfloat16:
         columns = torch.nn.functional.pad(scales[1], (0, -n % 16), value=1.0)
         by_rows = {"scale_a": scales[0].contiguous(), "scale_b": columns.contiguous()}
