@@ -39,7 +39,7 @@ def quantize(x: Float[Tensor, "..."], scale: Float[Tensor, "..."], dtype: torch.
         dtype: As in `absmax_scale`.
 
     Returns:
-        A new tensor of that dtype and of the shape of x: divided in float32, and rounded to the nearest number, ties to even. Numbers beyond the
+        A new tensor of that dtype and of the shape of x. The quotients are float32, rounded to the nearest number of the format, ties to even. Numbers beyond the
         largest one, infinities too, become the largest one with their sign. NaN stays NaN in float8 and becomes 0 in int8.
     """
     raise NotImplementedError("Exercise 20.2: write quantize")
@@ -132,7 +132,7 @@ class Float8Linear(nn.Module):
         recipe: "dynamic": one scale for each tensor, from the tensor itself. "delayed": one, from past steps (`DelayedScale`). "rowwise": one for
             each row of the left factor and each column of the right. "blockwise": one for each block of 128 x 128.
 
-    Activations and weights are e4m3fn, gradients e5m2 in every recipe (torchao differs for rows). Products, and their sum with the bias, are in the dtype of the input.
+    Activations and weights are e4m3fn, gradients e5m2 in every recipe (torchao's rowwise recipe takes e4m3fn for gradients too). Products, and their sum with the bias, are in the dtype of the input.
 
     Raises:
         ValueError: another recipe; the message shows it.
@@ -272,7 +272,7 @@ def gptq(
         group_size: As in `quantize_int4`. A group's scale is set when its first column's turn comes, from the weights as they are then.
 
     Returns:
-        (q, scale, zero), as `quantize_int4`. Corrections are computed in float64, and a group is rounded in float32, as there.
+        (q, scale, zero), as `quantize_int4`. Corrections are computed in float64; weights are divided by their scale in float32.
 
     Raises:
         ValueError: what `quantize_int4` refuses, or a Hessian that is not as above (`check_weights` raises it); the message shows it.
