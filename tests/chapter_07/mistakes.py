@@ -494,6 +494,14 @@ class OneEpochABatch(_Windows):
         return super()._window(self._at * self.n_windows + position % self.n_windows)
 
 
+@mistake("TokenBatches", "after a step it goes on behind its own windows instead of behind those of all ranks")
+class OwnStep(reference.TokenBatches):
+    def __next__(self):
+        pair = super().__next__()
+        self.position -= (self.world_size - 1) * self.batch
+        return pair
+
+
 @mistake("TokenBatches", "inputs and targets are views of the same rows, so changing one changes the other")
 class SharedRows(reference.TokenBatches):
     def __next__(self):
