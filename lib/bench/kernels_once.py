@@ -12,6 +12,7 @@ import torch
 
 from lib.fast.flash import fits_fast, flash_attention_joined
 from lib.fast.flash_hopper import has_roles
+from lib.fast.float8 import cast_both
 from lib.fast.gelu import bias_gelu
 from lib.fast.grouped import grouped_matmul_fast, weight_gradients_fast
 from lib.fast.heads import split_heads
@@ -72,7 +73,7 @@ def run_grouped(device: str) -> None:
 
 
 def run_quantized(device: str) -> None:
-    """Four-bit weights times one row and times more than a tile; eight bits with a scale for each block."""
+    """Four-bit weights times one row and times more than a tile; eight bits with a scale for each block; a matrix cast in both orders."""
     q, scale, zero = quantize_int4(torch.randn(40, 384, device=device), 128)
     for n_rows in (1, 33):
         x = torch.randn(n_rows, 384, device=device).bfloat16()
@@ -83,6 +84,9 @@ def run_quantized(device: str) -> None:
     scales = absmax_scale(a, dtype, blocks), absmax_scale(b, dtype, blocks)
     factors = quantize(a, scales[0], dtype), quantize(b, scales[1], dtype)
     run("scaled_matmul of blocks", lambda: scaled_matmul(*factors, *scales, torch.bfloat16), device)
+    for shape, kind in (((33, 70), torch.bfloat16), ((80, 48), torch.float32)):
+        matrix = normal(*shape, device=device, dtype=kind).detach()
+        run(f"cast_both {shape}", lambda x=matrix: cast_both(x, scale[0, 0], dtype)[1].float(), device)
 
 
 def main() -> None:
