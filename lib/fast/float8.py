@@ -141,18 +141,21 @@ class _Linear(torch.autograd.Function):
 class DelayedLinear(nn.Module):
     """Chapter 20's ``Float8Linear(linear, "delayed")``, whose records are kept outside, by `Scales`, where a compiler need not see them.
 
-    Sums of the forward product are kept in fewer bits, as Transformer Engine and torchao do.
+    The tensor cores may keep sums of the forward product in fewer bits than float32 has, as with torchao.
 
     Args:
-        linear: The layer; its parameters are used, not copied.
+        linear: The layer, on the device where it stays; its parameters are used, not copied.
+
+    Attributes:
+        scales: ``[3, 4]``: in each row the scale of the input, of the weight and of the gradient, four times, because cuBLAS reads a scale
+            at a multiple of 16 bytes only. Its gradient is no gradient: it has the largest magnitudes.
+        known: Whether `Scales` has set them; until then each tensor is scaled by its own magnitude.
     """
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self.scales = torch.ones(
-            3, 4, device=linear.weight.device, requires_grad=True
-        )  # cuBLAS wants a scale at a multiple of 16 bytes
+        self.scales = torch.ones(3, 4, device=linear.weight.device, requires_grad=True)
         self.known = False
 
     def forward(self, x: Float[Tensor, "... k"]) -> Float[Tensor, "... n"]:
