@@ -22,6 +22,7 @@ from lib.fast.heads import split_heads
 from lib.fast.loss import linear_cross_entropy
 
 ATTENTIONS = ("written out", "fused", "flash", "cudnn", "workbook", "quickest")
+JOINABLE = nn.Linear | DelayedLinear  # layers whose product can be taken with other weights, or without the bias
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +66,9 @@ def linear(x: Tensor, path: Path, *layers: nn.Linear) -> Tensor:
 
     What replaced an ``nn.Linear``, such as chapter 20's ``Float8Linear``, is called.
     """
-    if not all(isinstance(layer, OPEN | nn.Conv2d) for layer in layers):
+    if not all(isinstance(layer, JOINABLE | nn.Conv2d) for layer in layers):
         return torch.cat([layer(x.to(path.dtype)) for layer in layers], dim=-1)
     return _product(x, path, layers[0], *_side_by_side(layers))
-
-
-OPEN = nn.Linear | DelayedLinear  # layers whose product can be taken with another weight, or without the bias
 
 
 def _product(x: Tensor, path: Path, layer: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -97,7 +95,7 @@ def norm(x: Tensor, layer: nn.LayerNorm, path: Path) -> Tensor:
 
 def linear_gelu(x: Tensor, path: Path, layer: nn.Linear, approximate: str) -> Tensor:
     """The GELU of a linear map."""
-    if path.gelu_kernel and isinstance(layer, OPEN):
+    if path.gelu_kernel and isinstance(layer, JOINABLE):
         return bias_gelu(_product(x, path, layer, layer.weight, None), layer.bias, approximate)
     wide = linear(x, path, layer)
     return short_gelu(wide) if path.short_gelu and approximate == "none" else F.gelu(wide, approximate=approximate)
@@ -226,7 +224,7 @@ def vit_block(block: Any, x: Tensor, path: Path) -> Tensor:
 def _vit_attention(attn: Any, seen: Tensor, path: Path) -> Tensor:
     like_queries = seen.to(path.dtype).unflatten(-1, (attn.n_heads, -1)).transpose(1, 2)
     layers = (attn.wq, attn.wk, attn.wv)
-    joins = path.heads_kernel and all(isinstance(layer, OPEN) for layer in layers)
+    joins = path.heads_kernel and all(isinstance(layer, JOINABLE) for layer in layers)
     if joins and not _takes_ours(like_queries, like_queries, like_queries, path, causal=False):
         weight, bias = _side_by_side(layers)
         wide = _product(seen, path, layers[0], weight, bias.detach())

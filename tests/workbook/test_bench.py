@@ -15,13 +15,15 @@ from lib.runs import corpus
 
 @pytest.mark.time_limit(60)
 def test_a_trial_leaves_the_books_records_alone_and_reads_its_own(tmp_path):
-    book = (MEASUREMENTS / "serving.json").read_bytes()
-    asked = [sys.executable, "-m", "lib.bench.serving", "--device", "cpu", "--tiny"]
+    book, trials = (MEASUREMENTS / "all_reduce.json").read_bytes(), tmp_path / "workbook_trials"
+    other = {"gloo 9": {"1": {"median": 0.5}}}
+    record("all_reduce", {"tiny": True, "all_reduce_s": other, "on": {"gloo 9": "another host"}}, trials)
+    asked = [sys.executable, "-m", "lib.bench.all_reduce", "--backend", "gloo", "--ranks", "1", "--tiny"]
     done = subprocess.run(asked, env=os.environ | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert str(tmp_path / "workbook_trials" / "serving.json") in done.stdout
-    assert (tmp_path / "workbook_trials" / "serving.json").exists()
-    assert (MEASUREMENTS / "serving.json").read_bytes() == book
+    assert str(trials / "all_reduce.json") in done.stdout
+    assert set(load("all_reduce", trials)["results"]["all_reduce_s"]) == {"gloo 9", "gloo 1"}
+    assert (MEASUREMENTS / "all_reduce.json").read_bytes() == book
 
 
 def measure(folder, monkeypatch, *words):
