@@ -32,18 +32,19 @@ def cast_kernel(
     rows = (tl.program_id(0) // n_across * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = (tl.program_id(0) % n_across * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     inside = (rows < M)[:, None] & (columns < K)[None, :]
-    value = tl.load(x + rows[:, None] * K + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    size = tl.abs(value)
-    tl.atomic_max(amax, tl.max(tl.max(tl.where(size < float("inf"), size, 0.0), 1), 0), sem="relaxed")
-    value = tl.where(value > bound, bound, tl.where(value < -bound, -bound, value))  # NaN stays
+    place = rows[:, None] * K + columns[None, :]
+    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    size = tl.max(tl.abs(value))
+    if not (size <= bound):  # few tiles have something to saturate; NaN stays
+        size = tl.max(tl.where(tl.abs(value) < float("inf"), tl.abs(value), 0.0))
+        value = tl.where(value > bound, bound, tl.where(value < -bound, -bound, value))
+    tl.atomic_max(amax, size, sem="relaxed")
     quotient = value * inverse
-    rest = tl.fma(-quotient, tl.full([ROWS, COLUMNS], factor, tl.float32), value)
+    rest = tl.fma(quotient, tl.full([ROWS, COLUMNS], -factor, tl.float32), value)
     quotient = tl.fma(rest, tl.full([ROWS, COLUMNS], inverse, tl.float32), quotient)  # as if divided
-    rounded = quotient.to(out.dtype.element_ty)
-    tl.store(out + rows[:, None] * K + columns[None, :], rounded, mask=inside)
-    if x.dtype.element_ty == tl.float32:
-        tl.debug_barrier()  # read again: Triton 3.6's assembler takes wrong bytes out of pairs just rounded from float32
-        rounded = tl.load(out + rows[:, None] * K + columns[None, :], mask=inside, other=0.0)
+    tl.store(out + place, quotient.to(out.dtype.element_ty), mask=inside)
+    tl.debug_barrier()  # to turn what lies in memory: turned in registers, the tile would be rounded twice, and Triton 3.6's assembler takes wrong
+    rounded = tl.load(out + place, mask=inside, other=0.0)  # bytes out of pairs that were just rounded from float32
     both = (columns < K)[:, None] & (rows < M)[None, :]
     tl.store(flipped + columns[:, None] * M + rows[None, :], tl.trans(rounded), mask=both)
 

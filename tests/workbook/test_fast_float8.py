@@ -46,11 +46,22 @@ def test_both_orders_are_chapter_20s(shape, dtype, given, size):
     assert amax == (finite[finite < torch.inf].max() if x.numel() else 0.0)
 
 
+@pytest.mark.parametrize("what", [torch.nan, torch.inf])
+def test_a_matrix_without_finite_numbers_has_no_magnitude(what):
+    rounded, flipped, amax = cast_both(
+        torch.full((130, 140), what, device=DEVICE), torch.tensor(0.5, device=DEVICE), E4M3
+    )
+    expected = torch.full((130, 140), 448.0 if what == torch.inf else what, device=DEVICE)
+    torch.testing.assert_close(rounded.float(), expected, equal_nan=True)
+    torch.testing.assert_close(flipped.float(), expected.T, equal_nan=True)
+    assert amax == 0
+
+
 @pytest.mark.skipif(not (HAS_TRITON and INTERPRETED), reason="the interpreter runs the kernels where there is no GPU")
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 def test_the_kernel_divides_by_the_scale_and_stores_both_orders(dtype):
     x, scale = matrix(130, 70), torch.tensor(2e-3)
-    x[3, 3] = torch.nan
+    x[3, 3], x[64:128] = torch.nan, torch.nan  # one number, and a whole tile
     quotients, flipped, amax = launch_cast(
         x, scale, dtype, torch.float32
     )  # the interpreter rounds to float8 in its own way
@@ -81,7 +92,8 @@ def test_steps_of_a_layer_are_those_of_the_delayed_recipe(bias, columns):
         scales.step()
         for mine, chapters in zip(*found[::-1], strict=True):
             assert mine.dtype == chapters.dtype
-            torch.testing.assert_close(mine, chapters, rtol=2e-2, atol=5e-3 * chapters.abs().max().item())
+            # PyTorch divides by a number on a GPU as it multiplies, so scales differ in their last bit and some numbers are rounded the other way
+            assert (mine - chapters).norm() <= 1e-2 * chapters.norm()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "vit"])
@@ -140,7 +152,7 @@ def test_the_steps_of_a_graph_are_those_without():
 
 
 def test_a_step_without_a_backward_pass_of_all_layers_is_refused():
-    layers = nn.Sequential(DelayedLinear(nn.Linear(16, 16)), DelayedLinear(nn.Linear(16, 16))).to(DEVICE)
+    layers = nn.Sequential(*(DelayedLinear(nn.Linear(16, 16, device=DEVICE)) for _ in range(2)))
     scales = Scales(layers)
     layers(torch.randn(2, 16, device=DEVICE).bfloat16()).sum().backward()
     scales.step()
