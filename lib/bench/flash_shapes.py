@@ -2,7 +2,8 @@
 
 ``python -m lib.bench.flash_shapes`` on a Hopper GPU (two minutes) adds its rows to ``flash_shapes.json`` under the name of the
 card, so that the record of another card stays beside them. Forward and backward run together in bf16, in random order, twice:
-called in a row from Python, and in a CUDA graph, where the host plays no part. ``--tiny`` runs a toy size and times nothing.
+called in a row from Python, and in a CUDA graph, where the host plays no part. ``--only`` measures some shapes anew and keeps the
+others. ``--tiny`` runs a toy size and times nothing.
 """
 
 import argparse
@@ -223,9 +224,19 @@ def host(shape: Shape) -> dict[str, dict[str, dict[str, float]]]:
     return found
 
 
+def cards_in(folder: Path) -> dict[str, Any]:
+    """What is recorded of each card."""
+    return load(NAME, folder)["results"]["cards"] if (folder / f"{NAME}.json").exists() else {}
+
+
+def found_before(folder: Path) -> dict[str, Any]:
+    """What is recorded of this card."""
+    return cards_in(folder).get(torch.cuda.get_device_name(), {"rows": [], "host": {}})
+
+
 def keep(results: dict[str, Any], folder: Path) -> None:
     """Write the results of this card beside those of others."""
-    cards = load(NAME, folder)["results"]["cards"] if (folder / f"{NAME}.json").exists() else {}
+    cards = cards_in(folder)
     cards[torch.cuda.get_device_name()] = results | {"machine": machine()}
     record(NAME, {"dtype": "bf16", "rounds": ROUNDS, "cards": cards}, folder)
 
@@ -234,6 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     parser.add_argument("--seconds", type=float, default=200)
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="shapes whose name has one of these words in it")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     if options.tiny:
@@ -243,21 +255,25 @@ def main() -> None:
         assert [x.shape for x in split_joined(found, 2)] == [(1, 2, 33, 16), (1, 1, 33, 16), (1, 1, 33, 16)]
         print(f"{len(SHAPES)} shapes of {1 + len(OTHERS)} kernels would be timed, but there is no GPU")
         return
-    start, rows = time.perf_counter(), list[dict[str, Any]]()
-    results: dict[str, Any] = {"rows": rows, "host": {}}
-    for name in ("GPT-2: 16 x 12 x 64, 1,024 tokens, causal", "ViT: 64 x 16 x 64, 256 tokens, full"):
-        results["host"][name] = host(SHAPES[name])
-    for name, shape in SHAPES.items():
+    start, names = time.perf_counter(), [n for n in SHAPES if not options.only or any(w in n for w in options.only)]
+    known = found_before(options.folder) if options.only else {"rows": [], "host": {}}
+    rows = {row["name"]: row for row in known["rows"]}
+    if not options.only:
+        for name in ("GPT-2: 16 x 12 x 64, 1,024 tokens, causal", "ViT: 64 x 16 x 64, 256 tokens, full"):
+            known["host"][name] = host(SHAPES[name])
+    for name in names:
+        shape = SHAPES[name]
         if time.perf_counter() - start > options.seconds:
             print("no time for", name)
             continue
         q, k, v = split_joined(inputs(shape, "cuda")[0][0], shape.heads) if shape.joined else inputs(shape, "cuda")[0]
         ms = measure(shape)
-        rows.append({"name": name, "shape": shape._asdict(), "fits_fast": fits_fast(q, k, v, shape.causal), "ms": ms})
+        rows[name] = {"name": name, "shape": shape._asdict(), "fits_fast": fits_fast(q, k, v, shape.causal), "ms": ms}
         print(
             f"{time.perf_counter() - start:.0f} s {name}", {n: round(t["median"], 3) for n, t in ms.items()}, flush=True
         )
-        keep(results, options.folder)
+        in_order = [rows[n] for n in SHAPES if n in rows]
+        keep({"rows": in_order, "host": known["host"]}, options.folder)
         torch.cuda.empty_cache()
 
 

@@ -1,34 +1,49 @@
-"""Find the length from which warp-specialized kernels beat Triton's own, by each kernel's time without its launch.
+"""Find which tiles suit short lengths, by each kernel's time without its launch.
 
-``python -m lib.bench.flash_short`` on a Hopper GPU (half a minute) writes ``flash_short.json``. A CUDA graph replays ``N_CALLS``
-calls of one kernel, so that the host plays no part in the time. ``--tiny`` runs what needs no GPU, and times nothing.
+``python -m lib.bench.flash_short lengths models`` on a Hopper GPU (half a minute each) writes ``flash_short.json``, and keeps what it
+does not measure anew. "lengths" compares kernels with roles for their warps and Triton's own for 16 heads; "models" compares both with
+the tiles for short sequences, at the shapes of models. A CUDA graph replays ``N_CALLS`` calls of one kernel, so that the host plays no
+part in the time. ``--tiny`` says what would run, and times nothing.
 """
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lib.bench import flash_shapes
 from lib.bench.flash import inputs, time_ms
-from lib.bench.record import MEASUREMENTS, record, spread
-from lib.fast.flash import ENOUGH_ROWS, ROLES_TABLE, TABLE, Tiles, fast_dkdv, fast_dq, fast_forward
+from lib.bench.record import MEASUREMENTS, load, record, spread
+from lib.fast.flash import (
+    ENOUGH_ROWS,
+    ROLES_TABLE,
+    TABLE,
+    Tiles,
+    fast_dkdv,
+    fast_dq,
+    fast_forward,
+    sizes_of,
+    split_joined,
+    tiles_for,
+)
 from lib.fast.flash_hopper import Roles
 from lib.fast.models import capture
 
-N_HEADS, LENGTHS, N_CALLS = 16, (256, 512, 1024, 2048, 4096, 8192), 20
+NAME, N_HEADS, LENGTHS, N_CALLS = "flash_short", 16, (256, 512, 1024, 2048, 4096, 8192), 20
 KERNELS = ("forward", "dQ", "dK/dV")
+MODELS = [name for name, shape in flash_shapes.SHAPES.items() if shape.joined]
 
 
 def calls(
-    length: int, width: int, causal: bool, device: str
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool
 ) -> dict[str, Callable[[Tiles | Roles], tuple[Tensor, Tensor]]]:
     """Each kernel on the same inputs, by its name; the tiles are still to be given."""
-    q, k, v = inputs(N_HEADS, length, width, torch.bfloat16, device, grad=False)
-    o, lse = fast_forward(q, k, v, causal, TABLE[width, causal][0])
-    do = torch.randn_like(o)
-    _, stats = fast_dq(q, k, v, o, do, lse, causal, TABLE[width, causal][1])
+    table = TABLE[sizes_of(q, k, causal).width, causal]
+    o, lse = fast_forward(q, k, v, causal, table[0])
+    _, stats = fast_dq(q, k, v, o, do, lse, causal, table[1])
     return {
         "forward": lambda tiles: fast_forward(q, k, v, causal, tiles),
         "dQ": lambda tiles: fast_dq(q, k, v, o, do, lse, causal, tiles),
@@ -48,25 +63,58 @@ def replayed_ms(call: Callable[[], tuple[Tensor, Tensor]], rounds: int) -> dict[
     return spread([ms / N_CALLS for ms in times])
 
 
+def lengths(rounds: int) -> list[dict[str, Any]]:
+    """Kernels with roles and Triton's own, for 16 heads of each length."""
+    rows = []
+    for (width, causal), table in TABLE.items():
+        for length in LENGTHS:
+            q, k, v = inputs(N_HEADS, length, width, torch.bfloat16, "cuda", grad=False)
+            found = calls(q, k, v, torch.randn_like(q), causal)
+            for i, kernel in enumerate(KERNELS):
+                pair = {"Triton": table[i], "roles": ROLES_TABLE[width, causal][i]}
+                ms = {name: replayed_ms(lambda c=found[kernel], t=t: c(t), rounds) for name, t in pair.items()}
+                rows.append({"kernel": kernel, "width": width, "causal": causal, "length": length, "ms": ms})
+    return rows
+
+
+def models(rounds: int) -> list[dict[str, Any]]:
+    """The same and the tiles that are chosen, at the shapes of models, on slices of one projection."""
+    rows = []
+    for name in MODELS:
+        shape = flash_shapes.SHAPES[name]
+        (x,), do = flash_shapes.inputs(shape, "cuda")
+        q, k, v = split_joined(x.detach(), shape.heads)
+        sizes, found = sizes_of(q, k, shape.causal), calls(q, k, v, do.transpose(1, 2), shape.causal)
+        tables: dict[str, dict[tuple[int, bool], Any]] = {"Triton": TABLE, "roles": ROLES_TABLE}
+        for i, kernel in enumerate(KERNELS):
+            ways = {way: table[sizes.width, shape.causal][i] for way, table in tables.items()}
+            ways["chosen"] = tiles_for(q, k, shape.causal)[i]
+            ms = {way: replayed_ms(lambda c=found[kernel], t=t: c(t), rounds) for way, t in ways.items()}
+            rows.append({"model": name, "kernel": kernel, "ms": ms})
+            print(name, kernel, {way: f"{1e3 * t['median']:.1f} us" for way, t in ms.items()}, flush=True)
+    return rows
+
+
+PARTS: dict[str, Callable[[int], list[dict[str, Any]]]] = {"lengths": lengths, "models": models}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help=f"parts to measure: {', '.join(PARTS)}; all of them if none is named")
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"unknown part {', '.join(sorted(unknown))}: expected {', '.join(PARTS)}")
     if options.tiny:
-        print(f"{len(TABLE) * len(LENGTHS)} rows of {len(KERNELS)} kernels would be timed, but there is no GPU")
+        n = len(TABLE) * len(LENGTHS) + len(MODELS)
+        print(f"{n} rows of {len(KERNELS)} kernels would be timed, but there is no GPU")
         return
-    rows: list[dict] = []
-    for (width, causal), table in TABLE.items():
-        for length in LENGTHS:
-            found = calls(length, width, causal, "cuda")
-            for i, kernel in enumerate(KERNELS):
-                pair = {"Triton": table[i], "roles": ROLES_TABLE[width, causal][i]}
-                ms = {name: replayed_ms(lambda c=found[kernel], t=t: c(t), options.rounds) for name, t in pair.items()}
-                rows.append({"kernel": kernel, "width": width, "causal": causal, "length": length, "ms": ms})
-        results = {"heads": N_HEADS, "dtype": "bf16", "enough_rows": ENOUGH_ROWS, "rows": rows}
-        record("flash_short", results, options.folder)
+    results = load(NAME, options.folder)["results"] if (options.folder / f"{NAME}.json").exists() else {}
+    for part in options.parts or PARTS:
+        results |= {"heads": N_HEADS, "dtype": "bf16", "enough_rows": ENOUGH_ROWS, part: PARTS[part](options.rounds)}
+        record(NAME, results, options.folder)
 
 
 if __name__ == "__main__":

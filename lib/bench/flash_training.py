@@ -168,7 +168,7 @@ def main() -> None:
     for model in models:
         results[model] = train(model, "cuda", BATCHES[model], tiny=False)
         cards = load(NAME, options.folder)["results"]["cards"] if (options.folder / f"{NAME}.json").exists() else {}
-        cards[card] = results | {"machine": machine()}
+        cards[card] = cards.get(card, {}) | results | {"machine": machine()}
         record(NAME, {"peak_flops": PEAK_FLOPS, "cards": cards}, options.folder)
 
 

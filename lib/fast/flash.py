@@ -50,9 +50,22 @@ ROLES_TABLE: dict[tuple[int, bool], tuple[Tiles | Roles, Tiles | Roles, Tiles | 
     (128, True): (Roles(3, 64, 3, heads_first=True), Roles(2, 64, 3, heads_first=True, early=True), Roles(2, 64, 2)),
     (128, False): (Roles(2, 128, 2), Roles(2, 128, 2), Roles(2, 64, 2)),
 }
+# Where no sequence has more than SHORT_LENGTH tokens, smaller programs are faster; None: as in the other tables (lib.bench.flash_short).
+SHORT_LENGTH = 1024
+SHORT: dict[tuple[int, bool], tuple[Tiles | None, Tiles | None, Tiles | None]] = {
+    (64, True): (Tiles(64, 64, 4, 2, 168, heads_first=True), Tiles(64, 32, 4, 3, heads_first=True), None),
+    (64, False): (TABLE[64, False][0], None, None),
+}
+NONE = (None, None, None)
+# Up to half of that, without a mask, of lengths that 128 does not divide: narrow tiles have fewer columns without a token.
+RAGGED = {
+    64: (Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(32, 64, 4, 4)),
+    128: (Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 3)),
+}
 # Queries (keys for dK/dV) in all heads: with fewer, kernels with roles leave multiprocessors idle (lib.bench.flash_short).
 ENOUGH_ROWS = (2**16, 2**15, 2**15)
-QUICKEST = {(64, True), (96, True)}  # width, causal: where no kernel of PyTorch was measured to be faster
+# Where no kernel of PyTorch was measured to be faster: width and mask, and widths of lengths in RAGGED.
+QUICKEST, QUICKEST_RAGGED = {(64, True), (96, True)}, {64, 80}
 WIDTHS = range(64, 257, 8)  # those between are computed in tiles of 128 or 256
 WIDE = (
     Tiles(64, 64, 4, 2),
@@ -265,8 +278,22 @@ def tiles_for(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tiles | Roles, Til
         return chosen
     rows = q.shape[:-1].numel(), q.shape[:-1].numel(), k.shape[:-1].numel()
     both = zip(chosen, ROLES_TABLE[width, is_causal], rows, ENOUGH_ROWS, strict=True)
-    forward, dq, dkdv = (roles if n >= enough else tiles for tiles, roles, n, enough in both)
+    by_rows = (roles if n >= enough else tiles for tiles, roles, n, enough in both)
+    forward, dq, dkdv = (a or b for a, b in zip(_short_tiles(sizes_of(q, k, is_causal)), by_rows, strict=True))
     return forward, dq, dkdv
+
+
+def _is_ragged(t: int, s: int, is_causal: bool) -> bool:
+    """Whether the tiles of RAGGED are for these lengths."""
+    return not is_causal and t > 1 and max(t, s) <= SHORT_LENGTH // 2 and (t % 128 != 0 or s % 128 != 0)
+
+
+def _short_tiles(sizes: Sizes) -> tuple[Tiles | None, Tiles | None, Tiles | None]:
+    """Tiles for short sequences, where there are better ones than in the other tables."""
+    if sizes.width in RAGGED and _is_ragged(sizes.t, sizes.s, sizes.causal):
+        return RAGGED[sizes.width]
+    is_short = max(sizes.t, sizes.s) <= SHORT_LENGTH
+    return SHORT.get((sizes.width, sizes.causal), NONE) if is_short else NONE
 
 
 def sizes_of(q: Tensor, k: Tensor, is_causal: bool) -> Sizes:
@@ -653,7 +680,10 @@ def fits_fast(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
 def is_quickest(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
     """Whether the fast kernels were measured to be ahead of all of PyTorch's, by ``lib.bench.flash_shapes``."""
     ungrouped = q.ndim < 3 or q.shape[-3] == k.shape[-3]
-    return ungrouped and q.shape[-2] > 1 and (q.shape[-1], is_causal) in QUICKEST and fits_fast(q, k, v, is_causal)
+    if not ungrouped or q.shape[-2] == 1 or not fits_fast(q, k, v, is_causal):
+        return False
+    width, ragged = q.shape[-1], _is_ragged(q.shape[-2], k.shape[-2], is_causal)
+    return (width, is_causal) in QUICKEST or (ragged and width in QUICKEST_RAGGED)
 
 
 def flash_attention_fast(

@@ -11,8 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lib.fast import flash as flash_fast
 from lib.fast import flash_launch
+from lib.fast.flash import RAGGED as SHORT_RAGGED
 from lib.fast.flash import (
     ROLES_TABLE,
+    SHORT,
     TABLE,
     WIDE,
     Tiles,
@@ -22,6 +24,7 @@ from lib.fast.flash import (
     fast_forward,
     fits_fast,
     flash_attention_fast,
+    is_quickest,
     tiles_for,
 )
 from lib.fast.flash_hopper import KNOWN, VERSION, Roles, has_roles
@@ -72,9 +75,53 @@ def test_roles_are_for_hopper_gpus_and_enough_rows(monkeypatch):
     assert all(isinstance(tiles, Tiles) for row in TABLE.values() for tiles in row)
     monkeypatch.setattr(flash_fast, "has_roles", lambda x: True)
     assert tiles_for(q, q, True) == ROLES_TABLE[64, True]
-    assert tiles_for(q[:, :, :128], q[:, :, :128], True) == TABLE[64, True]
+    assert tiles_for(q[:1, :1], q[:1, :1], True) == TABLE[64, True]
     shared = tiles_for(q, q[:, :1], True)  # dK/dV has a program for keys, and these are few
     assert shared == (*ROLES_TABLE[64, True][:2], TABLE[64, True][2])
+
+
+@pytest.mark.parametrize(
+    ("length", "width", "causal", "expected"),
+    [
+        (1024, 64, True, (*SHORT[64, True][:2], ROLES_TABLE[64, True][2])),
+        (1025, 64, True, ROLES_TABLE[64, True]),
+        (256, 64, False, (TABLE[64, False][0], *ROLES_TABLE[64, False][1:])),
+        (197, 64, False, SHORT_RAGGED[64]),
+        (257, 80, False, SHORT_RAGGED[128]),
+        (600, 64, False, (TABLE[64, False][0], *ROLES_TABLE[64, False][1:])),
+        (257, 128, True, ROLES_TABLE[128, True]),
+    ],
+    ids=str,
+)
+def test_short_sequences_have_tiles_of_their_own(length, width, causal, expected, monkeypatch):
+    q = torch.empty(64, 16, length, width, device="meta")
+    if INTERPRETED:
+        monkeypatch.setattr(flash_launch, "INTERPRETED", False)
+        monkeypatch.setattr(flash_fast, "INTERPRETED", False)
+    monkeypatch.setattr(flash_fast, "has_roles", lambda x: True)
+    assert tiles_for(q, q, causal) == expected
+
+
+def test_the_quickest_kernels_are_ours_where_they_were_measured(monkeypatch):
+    monkeypatch.setattr(flash_fast, "fits_fast", lambda *given: True)
+
+    @torch.compile(fullgraph=True, backend="eager", dynamic=False)
+    def takes_ours(q, k, causal):
+        return q + 1 if is_quickest(q, k, k, causal) else q
+
+    def asks(t, s, width, causal):
+        q, k = torch.zeros(2, 4, t, width), torch.zeros(2, 4, s, width)
+        assert takes_ours(q, k, causal).any() == is_quickest(q, k, k, causal)
+        return is_quickest(q, k, k, causal)
+
+    assert asks(1024, 1024, 64, True)
+    assert asks(197, 197, 64, False)
+    assert asks(257, 257, 80, False)
+    assert not asks(256, 256, 64, False)
+    assert not asks(600, 600, 64, False)
+    assert not asks(1, 197, 64, False)
+    assert not asks(257, 257, 128, False)
+    assert not is_quickest(torch.zeros(2, 4, 8, 64), torch.zeros(2, 2, 8, 64), torch.zeros(2, 2, 8, 64), True)
 
 
 class FakeKernel:
@@ -249,7 +296,12 @@ def laid_out(x, layout):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("width", [64, 80, 128, 256])
 def test_any_length_and_any_strides_without_a_copy(width, causal, monkeypatch):
-    tables = [table[64 if width == 64 else 128, causal] for table in (TABLE, ROLES_TABLE)] if width <= 128 else [WIDE]
+    of = 64 if width == 64 else 128
+    tables = [table[of, causal] for table in (TABLE, ROLES_TABLE)] if width <= 128 else [WIDE]
+    if (of, causal) in SHORT:
+        tables.append(tuple(a or b for a, b in zip(SHORT[of, causal], TABLE[of, causal], strict=True)))
+    if not causal and width <= 128:
+        tables.append(SHORT_RAGGED[of])
     for shape in RAGGED:
         given, exact = given_at(shape, width, causal, torch.bfloat16)
         for layout in ("heads first", "tokens first", "a slice"):
