@@ -64,8 +64,9 @@ RAGGED = {
 }
 # Queries (keys for dK/dV) in all heads: with fewer, kernels with roles leave multiprocessors idle (lib.bench.flash_short).
 ENOUGH_ROWS = (2**16, 2**15, 2**15)
-# Where no kernel of PyTorch was measured to be faster: width and mask, and widths of lengths in RAGGED.
-QUICKEST, QUICKEST_RAGGED = {(64, True), (96, True)}, {64, 80}
+# Where no kernel of PyTorch was measured to be faster (lib.bench.flash_shapes): width and mask; width and whether 128 does not divide the
+# lengths, without a mask and as short as in RAGGED.
+QUICKEST, QUICKEST_SHORT = {(64, True), (96, True)}, {(64, True), (64, False), (80, True)}
 WIDTHS = range(64, 257, 8)  # those between are computed in tiles of 128 or 256
 WIDE = (
     Tiles(64, 64, 4, 2),
@@ -283,14 +284,14 @@ def tiles_for(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tiles | Roles, Til
     return forward, dq, dkdv
 
 
-def _is_ragged(t: int, s: int, is_causal: bool) -> bool:
-    """Whether the tiles of RAGGED are for these lengths."""
-    return not is_causal and t > 1 and max(t, s) <= SHORT_LENGTH // 2 and (t % 128 != 0 or s % 128 != 0)
+def _is_short(t: int, s: int, is_causal: bool) -> bool:
+    """Whether the lengths are those of RAGGED; 128 may divide them."""
+    return not is_causal and t > 1 and max(t, s) <= SHORT_LENGTH // 2
 
 
 def _short_tiles(sizes: Sizes) -> tuple[Tiles | None, Tiles | None, Tiles | None]:
     """Tiles for short sequences, where there are better ones than in the other tables."""
-    if sizes.width in RAGGED and _is_ragged(sizes.t, sizes.s, sizes.causal):
+    if sizes.width in RAGGED and sizes.ragged and _is_short(sizes.t, sizes.s, sizes.causal):
         return RAGGED[sizes.width]
     is_short = max(sizes.t, sizes.s) <= SHORT_LENGTH
     return SHORT.get((sizes.width, sizes.causal), NONE) if is_short else NONE
@@ -682,8 +683,9 @@ def is_quickest(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
     ungrouped = q.ndim < 3 or q.shape[-3] == k.shape[-3]
     if not ungrouped or q.shape[-2] == 1 or not fits_fast(q, k, v, is_causal):
         return False
-    width, ragged = q.shape[-1], _is_ragged(q.shape[-2], k.shape[-2], is_causal)
-    return (width, is_causal) in QUICKEST or (ragged and width in QUICKEST_RAGGED)
+    t, s, width = q.shape[-2], k.shape[-2], q.shape[-1]
+    short = _is_short(t, s, is_causal) and (width, t % 128 != 0 or s % 128 != 0) in QUICKEST_SHORT
+    return short or (width, is_causal) in QUICKEST
 
 
 def flash_attention_fast(
