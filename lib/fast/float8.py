@@ -55,7 +55,7 @@ def cast_both(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
 
     Args:
         x: ``[M, K]``.
-        scale: A float32 scalar.
+        scale: A float32 scalar, as `usable` returns it.
         dtype: float8_e4m3fn or float8_e5m2.
 
     Returns:
@@ -107,14 +107,14 @@ def _(
 
 def _cast(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`cast_both`, and the scale: without one, chapter 20's ``absmax_scale`` of x."""
-    scale = positive(finite_amax(x) / largest(dtype)) if scale is None else scale
+    scale = usable(finite_amax(x) / largest(dtype)) if scale is None else scale
     rounded, flipped, amax = cast_both(x, scale, dtype)
     return rounded, flipped, scale, amax
 
 
-def positive(scale: Tensor) -> Tensor:
-    """The scale, or 1 where it is 0."""
-    return torch.where(scale > 0, scale, 1.0)
+def usable(scale: Tensor) -> Tensor:
+    """The scale, or 1 where it is 0 or so small that its inverse could be infinite."""
+    return torch.where(scale >= torch.finfo(torch.float32).tiny, scale, 1.0)
 
 
 class _Linear(torch.autograd.Function):
@@ -200,6 +200,6 @@ class Scales:
             self.amax = now.new_zeros(self.history, *now.shape)
             self.bounds = now.new_tensor([largest(dtype) for dtype in TENSORS])[:, None]
         self.amax.copy_(torch.cat([self.amax[1:], now[None]]))
-        torch._foreach_copy_([layer.scales for layer in used], list(positive(self.amax.amax(0) / self.bounds).unbind()))
+        torch._foreach_copy_([layer.scales for layer in used], list(usable(self.amax.amax(0) / self.bounds).unbind()))
         for layer in used:
             layer.scales.grad, layer.known = None, True

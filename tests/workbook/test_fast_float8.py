@@ -96,6 +96,19 @@ def test_steps_of_a_layer_are_those_of_the_delayed_recipe(bias, columns):
             assert (mine - chapters).norm() <= 1e-2 * chapters.norm()
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-43, 1e-37])
+def test_scales_of_zeros_and_of_the_smallest_numbers_have_inverses(size):
+    layer = DelayedLinear(nn.Linear(16, 16, bias=False, device=DEVICE))
+    scales = Scales(layer)
+    for _ in range(2):
+        y = layer(torch.full((16, 16), size, device=DEVICE))
+        y.backward(torch.full_like(y, size))
+        scales.step()
+        assert layer.scales.isfinite().all()
+        assert (1 / layer.scales).isfinite().all()
+        assert layer.weight.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("name", ["gpt2", "vit"])
 @pytest.mark.parametrize("kernels", [False, True], ids=["operators", "kernels"])
 @pytest.mark.time_limit(120)
