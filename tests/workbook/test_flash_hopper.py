@@ -221,16 +221,16 @@ def test_fake_tensors_get_shapes_and_no_kernel():
     assert [x.shape for x in (o, q.grad, k.grad)] == [q.shape, q.shape, k.shape]
 
 
-def given_at(shape, width, causal, dtype):
+def given_at(shape, width, causal, dtype, device="cuda"):
     batch, heads, kv_heads, t, s = shape
     torch.manual_seed(0)
-    q, do = (torch.randn(batch, heads, t, width, device="cuda").to(dtype) for _ in range(2))
-    k, v = (torch.randn(batch, kv_heads, s, width, device="cuda").to(dtype) for _ in range(2))
+    q, do = (torch.randn(batch, heads, t, width, device=device).to(dtype) for _ in range(2))
+    k, v = (torch.randn(batch, kv_heads, s, width, device=device).to(dtype) for _ in range(2))
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     wide = [leaves[0], *(x.repeat_interleave(heads // kv_heads, 1) for x in leaves[1:])]
     scores = wide[0] @ wide[1].mT * width**-0.5
     hidden = (
-        torch.ones(t, s, dtype=torch.bool, device="cuda").triu(1 + s - t) if causal else scores.new_zeros(t, s).bool()
+        torch.ones(t, s, dtype=torch.bool, device=device).triu(1 + s - t) if causal else scores.new_zeros(t, s).bool()
     )
     empty = hidden.all(-1, keepdim=True)  # rows without keys
     o = scores.masked_fill(hidden & ~empty, -torch.inf).softmax(-1).masked_fill(empty, 0.0) @ wide[2]
@@ -278,6 +278,24 @@ def test_they_are_as_exact_as_tritons_kernels_and_give_the_same_bits_again(width
 
 RAGGED = [(2, 4, 2, 197, 197), (1, 2, 2, 257, 257), (1, 2, 1, 1000, 1000), (1, 2, 2, 1, 1), (2, 2, 2, 1, 300)]
 RAGGED += [(1, 2, 2, 300, 1), (1, 2, 1, 100, 333), (1, 2, 2, 500, 130), (1, 2, 2, 256, 256)]
+
+
+@interpreted
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 2, 197, 197), (1, 3, 1, 2, 100), (1, 2, 1, 31, 95), (1, 1, 1, 70, 33)], ids=str
+)
+def test_the_tiles_of_short_sequences_are_right_at_any_length(shape, causal):
+    tables = list(SHORT_RAGGED.values())
+    if causal:
+        tables = [tuple(a or b for a, b in zip(SHORT[64, True], TABLE[64, True], strict=True))]
+    (q, k, v, do), exact = given_at(shape, 16, causal, torch.float32, "cpu")
+    for for_forward, for_dq, for_dkdv in tables:
+        o, lse = fast_forward(q, k, v, causal, for_forward)
+        dq, stats = fast_dq(q, k, v, o, do, lse, causal, for_dq)
+        dk, dv = fast_dkdv(q, k, v, do, stats, causal, for_dkdv)
+        for name, found in {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}.items():
+            torch.testing.assert_close(found.double(), exact[name], rtol=1e-5, atol=1e-5)
 
 
 def laid_out(x, layout):
