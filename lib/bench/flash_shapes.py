@@ -248,6 +248,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="WORD", help="shapes whose name has one of these words in it")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
+    names = [n for n in SHAPES if not options.only or any(w in n for w in options.only)]
+    if not names:
+        parser.error(
+            f"--only {' '.join(options.only)}: no shape has it in its name, expected a word of {'; '.join(SHAPES)}"
+        )
     if options.tiny:
         leaves, grad = inputs(Shape(1, 2, 1, 33, 16, True, joined=True), "cpu")
         o = theirs(Shape(1, 2, 1, 33, 16, True, joined=True), leaves, [])
@@ -255,7 +260,7 @@ def main() -> None:
         assert [x.shape for x in split_joined(found, 2)] == [(1, 2, 33, 16), (1, 1, 33, 16), (1, 1, 33, 16)]
         print(f"{len(SHAPES)} shapes of {1 + len(OTHERS)} kernels would be timed, but there is no GPU")
         return
-    start, names = time.perf_counter(), [n for n in SHAPES if not options.only or any(w in n for w in options.only)]
+    start = time.perf_counter()
     known = found_before(options.folder) if options.only else {"rows": [], "host": {}}
     rows = {row["name"]: row for row in known["rows"]}
     if not options.only:

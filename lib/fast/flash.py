@@ -50,14 +50,13 @@ ROLES_TABLE: dict[tuple[int, bool], tuple[Tiles | Roles, Tiles | Roles, Tiles | 
     (128, True): (Roles(3, 64, 3, heads_first=True), Roles(2, 64, 3, heads_first=True, early=True), Roles(2, 64, 2)),
     (128, False): (Roles(2, 128, 2), Roles(2, 128, 2), Roles(2, 64, 2)),
 }
-# Where no sequence has more than SHORT_LENGTH tokens, smaller programs are faster; None: as in the other tables (lib.bench.flash_short).
-SHORT_LENGTH = 1024
+# Where no sequence has more than SHORT_LENGTH tokens, other and mostly smaller programs are faster; None: as in the other tables (lib.bench.flash_short).
+SHORT_LENGTH, RAGGED_LENGTH = 1024, 512
 SHORT: dict[tuple[int, bool], tuple[Tiles | None, Tiles | None, Tiles | None]] = {
     (64, True): (Tiles(64, 64, 4, 2, 168, heads_first=True), Tiles(64, 32, 4, 3, heads_first=True), None),
     (64, False): (TABLE[64, False][0], None, None),
 }
-NONE = (None, None, None)
-# Up to half of that, without a mask, of lengths that 128 does not divide: narrow tiles have fewer columns without a token.
+# Without a mask, up to RAGGED_LENGTH tokens, where 128 does not divide the lengths: narrow tiles have fewer columns without a token.
 RAGGED = {
     64: (Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(32, 64, 4, 4)),
     128: (Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 3)),
@@ -65,7 +64,7 @@ RAGGED = {
 # Queries (keys for dK/dV) in all heads: with fewer, kernels with roles leave multiprocessors idle (lib.bench.flash_short).
 ENOUGH_ROWS = (2**16, 2**15, 2**15)
 # Where no kernel of PyTorch was measured to be faster (lib.bench.flash_shapes): width and mask; width and whether 128 does not divide the
-# lengths, without a mask and as short as in RAGGED.
+# lengths, without a mask and up to RAGGED_LENGTH tokens.
 QUICKEST, QUICKEST_SHORT = {(64, True), (96, True)}, {(64, True), (64, False), (80, True)}
 WIDTHS = range(64, 257, 8)  # those between are computed in tiles of 128 or 256
 WIDE = (
@@ -284,17 +283,17 @@ def tiles_for(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tiles | Roles, Til
     return forward, dq, dkdv
 
 
-def _is_short(t: int, s: int, is_causal: bool) -> bool:
-    """Whether the lengths are those of RAGGED; 128 may divide them."""
-    return not is_causal and t > 1 and max(t, s) <= SHORT_LENGTH // 2
+def _may_be_ragged(t: int, s: int, is_causal: bool) -> bool:
+    """Whether RAGGED is for such lengths if 128 does not divide them."""
+    return not is_causal and t > 1 and max(t, s) <= RAGGED_LENGTH
 
 
 def _short_tiles(sizes: Sizes) -> tuple[Tiles | None, Tiles | None, Tiles | None]:
-    """Tiles for short sequences, where there are better ones than in the other tables."""
-    if sizes.width in RAGGED and sizes.ragged and _is_short(sizes.t, sizes.s, sizes.causal):
+    """Tiles for short sequences; None where the other tables have the best."""
+    if sizes.width in RAGGED and sizes.ragged and _may_be_ragged(sizes.t, sizes.s, sizes.causal):
         return RAGGED[sizes.width]
-    is_short = max(sizes.t, sizes.s) <= SHORT_LENGTH
-    return SHORT.get((sizes.width, sizes.causal), NONE) if is_short else NONE
+    known = SHORT if max(sizes.t, sizes.s) <= SHORT_LENGTH else {}
+    return known.get((sizes.width, sizes.causal), (None, None, None))
 
 
 def sizes_of(q: Tensor, k: Tensor, is_causal: bool) -> Sizes:
@@ -684,7 +683,7 @@ def is_quickest(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
     if not ungrouped or q.shape[-2] == 1 or not fits_fast(q, k, v, is_causal):
         return False
     t, s, width = q.shape[-2], k.shape[-2], q.shape[-1]
-    short = _is_short(t, s, is_causal) and (width, t % 128 != 0 or s % 128 != 0) in QUICKEST_SHORT
+    short = _may_be_ragged(t, s, is_causal) and (width, t % 128 != 0 or s % 128 != 0) in QUICKEST_SHORT
     return short or (width, is_causal) in QUICKEST
 
 
