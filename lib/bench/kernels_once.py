@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from lib.fast import mlp
 from lib.fast.flash import fits_fast, flash_attention_joined
 from lib.fast.flash_hopper import has_roles
 from lib.fast.float8 import cast_both
@@ -72,6 +73,17 @@ def run_grouped(device: str) -> None:
         run("gradients of matrices with roles", lambda: weight_gradients_fast(x.detach(), rows, counts), device)
 
 
+def run_mlp(device: str) -> None:
+    """The products around a GELU, whose tiles are partly empty at the last rows, columns and terms."""
+    x, first, bias = (torch.randn(shape, device=device).bfloat16() for shape in ((300, 136), (264, 136), (264,)))
+    second = first.T.contiguous()
+    if has_roles(x):
+        for form in ("none", "tanh"):
+            run(f"gelu_kernel, {form}", lambda f=form: mlp.launch_forward(x, first, bias, f)[0], device)
+        slope = mlp.launch_forward(x, first, bias, "tanh")[1]
+        run("slope_kernel", lambda: mlp.launch_backward(x, second, slope)[0], device)
+
+
 def run_quantized(device: str) -> None:
     """Four-bit weights times one row and times more than a tile; eight bits with a scale for each block; a matrix cast in both orders."""
     q, scale, zero = quantize_int4(torch.randn(40, 384, device=device), 128)
@@ -132,6 +144,7 @@ def main() -> None:
         run(f"attention, {t} x {s}", lambda q=q, k=k, v=v: flash_attention(q, k, v, True), device)
     run_paged(device)
     run_grouped(device)
+    run_mlp(device)
     run_quantized(device)
     for width in (64, 128) if device == "cuda" else ():
         for causal in (True, False):

@@ -26,8 +26,8 @@ MINUS_HALF_LOG2E = tl.constexpr(-0.5 * math.log2(math.e))
 PEAK = tl.constexpr((2 * math.pi) ** -0.5)  # of the normal distribution's density
 
 CUBIC = tl.constexpr(0.044715)  # of the approximation by a tanh, as PyTorch has it
-MINUS_2_ROOT_LOG2E = tl.constexpr(-2 * math.sqrt(2 / math.pi) * math.log2(math.e))
 TWO_ROOT = tl.constexpr(2 * math.sqrt(2 / math.pi))
+LINEAR = tl.constexpr(-2 * math.sqrt(2 / math.pi) * math.log2(math.e))  # of the exponent, in bits
 
 
 class Tiles(NamedTuple):
@@ -74,38 +74,24 @@ def _bell_and_tail(size, ONE_INSTRUCTION: tl.constexpr):
 
 
 @triton.jit
-def _shares_by_tanh(y, ONE_INSTRUCTION: tl.constexpr):
-    """(1 + tanh) / 2, and (1 - tanh) / 2 divided by it."""
-    power = _exp2(y * (1.0 + CUBIC * y * y) * MINUS_2_ROOT_LOG2E, ONE_INSTRUCTION)
-    return _inverse(1.0 + power, ONE_INSTRUCTION), power
-
-
-@triton.jit
-def _gelu(y, TANH: tl.constexpr, ONE_INSTRUCTION: tl.constexpr):
+def _gelu_and_slope(y, TANH: tl.constexpr, ONE_INSTRUCTION: tl.constexpr):
+    """The GELU and its derivative, which is s + y s': s is the share of the normal distribution below y, or (1 + tanh) / 2."""
     if TANH:
-        share, _ = _shares_by_tanh(y, ONE_INSTRUCTION)
-        result = y * share
+        square = y * y
+        power = _exp2(y * (LINEAR + CUBIC * LINEAR * square), ONE_INSTRUCTION)
+        s = _inverse(1.0 + power, ONE_INSTRUCTION)
+        gelu = y * s
+        both = (
+            tl.minimum(power, 1e38) * s * s
+        )  # s (1 - s), without a difference of almost equal numbers, and 0 where s is 0
+        slope = s + both * y * (TWO_ROOT + 3.0 * CUBIC * TWO_ROOT * square)
     else:
         size = tl.abs(y)
         bell, tail = _bell_and_tail(size, ONE_INSTRUCTION)
-        result = tl.maximum(y, 0.0) - size * (bell * tail)  # the tail belongs to the other side of 0
-    return result
-
-
-@triton.jit
-def _gelu_slope(y, TANH: tl.constexpr, ONE_INSTRUCTION: tl.constexpr):
-    """The derivative of the GELU. Without a tanh it is the normal share below y plus y times the density: with g, the share of the tail
-    minus |y| times the density, that is g for negative y and 1 - g otherwise."""
-    if TANH:
-        y = tl.minimum(tl.maximum(y, -10.0), 10.0)  # beyond, the slope is 0 or 1
-        share, power = _shares_by_tanh(y, ONE_INSTRUCTION)
-        slope = share + y * (power * share) * share * TWO_ROOT * (1.0 + 3.0 * CUBIC * y * y)
-    else:
-        size = tl.abs(y)
-        bell, tail = _bell_and_tail(size, ONE_INSTRUCTION)
-        g = bell * (tail - PEAK * size)
-        slope = tl.where(y < 0.0, g, 1.0 - g)
-    return slope
+        gelu = tl.maximum(y, 0.0) - size * (bell * tail)  # the tail belongs to the other side of 0
+        rest = bell * (tail - PEAK * size)
+        slope = tl.where(y < 0.0, rest, 1.0 - rest)
+    return gelu, slope
 
 
 @triton.jit
@@ -125,7 +111,8 @@ def bias_gelu_forward_kernel(
         at = rows[:, None] * n_columns + columns[None, :]
         inside = (first + rows < n_rows)[:, None] & (columns < n_columns)[None, :]
         y = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + shift[None, :]
-        tl.store(out + at, _gelu(y, TANH, ONE_INSTRUCTION).to(out.dtype.element_ty), mask=inside)
+        y, _ = _gelu_and_slope(y, TANH, ONE_INSTRUCTION)
+        tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -148,7 +135,8 @@ def bias_gelu_backward_kernel(
         inside = (first + rows < n_rows)[:, None] & (columns < n_columns)[None, :]
         y = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + shift[None, :]
         d = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32)
-        d *= _gelu_slope(y, TANH, ONE_INSTRUCTION)
+        _, slope = _gelu_and_slope(y, TANH, ONE_INSTRUCTION)
+        d *= slope
         total += d
         tl.store(dx + at, d.to(dx.dtype.element_ty), mask=inside)
     sums += (tl.program_id(0) // n_across).to(tl.int64) * n_columns

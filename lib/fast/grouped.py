@@ -301,7 +301,8 @@ def _layout(rows: int, width: int) -> Any:
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], gl.bfloat16)
 
 
-def _described(index: int, rows: int, width: int) -> Box:
+def described(index: int, rows: int, width: int) -> Box:
+    """A descriptor that copies boxes of a matrix."""
     return Box(index, (1, 1, rows, width), _layout(rows, width))
 
 
@@ -332,7 +333,7 @@ def _rows_launch(key: tuple) -> Launch:
     n_columns = triton.cdiv(columns, cut.columns)
     matrix = (cut.columns, TERMS) if cut.transposed else (TERMS, cut.columns)
     args = (
-        _described(0, 64, TERMS), _described(1, *matrix), _described(2, 64, cut.columns), Address(2), Address(3),
+        described(0, 64, TERMS), described(1, *matrix), described(2, 64, cut.columns), Address(2), Address(3),
         n_slots, n_columns, triton.cdiv(width, TERMS), columns, cut,
     )  # fmt: skip
     return Launch(rows_kernel, (programs, 1), args, num_warps=4)
@@ -352,7 +353,7 @@ def grouped_matmul_fast(
     table, _, n_slots = planned or plan(counts, n_rows)
     out = x.new_empty(n_rows, columns)
     inner = weights.transpose(1, 2) if transposed else weights
-    launch = _launches(_rows_launch, (width, columns, n_slots, n_programs(x.device), cut), x, inner, out)
+    launch = launches(_rows_launch, (width, columns, n_slots, n_programs(x.device), cut), x, inner, out)
     launch(x, inner, out, table)
     return out
 
@@ -362,7 +363,7 @@ def _matrices_launch(key: tuple) -> Launch:
     width, columns, n_experts, programs, cut = key
     n_rows, n_columns = triton.cdiv(width, ROWS), triton.cdiv(columns, cut.columns)
     args = (
-        _described(0, TERMS, 64), _described(1, TERMS, cut.columns), _described(2, 64, cut.columns), Address(3),
+        described(0, TERMS, 64), described(1, TERMS, cut.columns), described(2, 64, cut.columns), Address(3),
         n_experts, n_rows, n_columns, cut,
     )  # fmt: skip
     return Launch(matrices_kernel, (programs, 1), args, num_warps=4)
@@ -380,11 +381,12 @@ def weight_gradients_fast(
     _, first_rows, _ = planned or plan(counts, len(x))
     out = x.new_empty(len(counts), x.shape[1], grad.shape[1])
     key = (x.shape[1], grad.shape[1], len(counts), n_programs(x.device), cut)
-    _launches(_matrices_launch, key, x, grad, out)(x, grad, out, first_rows)
+    launches(_matrices_launch, key, x, grad, out)(x, grad, out, first_rows)
     return out
 
 
-def _launches(make: Any, key: tuple, *tensors: Tensor) -> Launch:
+def launches(make: Any, key: tuple, *tensors: Tensor) -> Launch:
+    """The launch that ``make`` makes of ``key``, kept for tensors of the same shapes, strides and dtypes."""
     return _launch(make, key, tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors))
 
 

@@ -20,6 +20,7 @@ from lib.fast.float8 import DelayedLinear
 from lib.fast.gelu import TAIL, P, bias_gelu
 from lib.fast.heads import split_heads
 from lib.fast.loss import linear_cross_entropy
+from lib.fast.mlp import fits, mlp
 
 ATTENTIONS = ("written out", "fused", "flash", "cudnn", "workbook", "quickest")
 JOINABLE = nn.Linear | DelayedLinear  # layers whose product can be taken with other weights, or without the bias
@@ -37,7 +38,8 @@ class Path:
         loss_kernel: Compute GPT-2's last product, the loss and its gradient with ``lib.fast.loss``.
         class_token_alone: In the last block of a ViT, compute only the class token, which is all that the head reads.
         short_gelu: Compute the exact GELU with `short_gelu`, which needs one exponential and no error function.
-        gelu_kernel: Compute the GELU and the bias before it with `lib.fast.gelu`; takes precedence over ``short_gelu``.
+        gelu_kernel: Compute the GELU and the bias before it inside the products of `lib.fast.mlp` where they fit, and with `lib.fast.gelu`
+            elsewhere; takes precedence over ``short_gelu``.
         heads_kernel: Join a ViT's gradients of queries, keys and values, and sum them for their bias, with `lib.fast.heads`.
             Chapter 15's kernels need no such step: their gradient of a joined projection is joined.
     """
@@ -101,6 +103,16 @@ def linear_gelu(x: Tensor, path: Path, layer: nn.Linear, approximate: str) -> Te
     return short_gelu(wide) if path.short_gelu and approximate == "none" else F.gelu(wide, approximate=approximate)
 
 
+def mlp_of(x: Tensor, path: Path, first: nn.Linear, second: nn.Linear, approximate: str) -> Tensor:
+    """Two linear maps with a GELU between them."""
+    plain = isinstance(first, nn.Linear) and isinstance(second, nn.Linear)
+    if not (path.gelu_kernel and plain and fits(x.to(path.dtype), first.out_features)):
+        return linear(linear_gelu(x, path, first, approximate), path, second)
+    rows, weights = x.to(path.dtype).flatten(0, -2), (first.weight.to(path.dtype), second.weight.to(path.dtype))
+    inner = mlp(rows, weights[0], first.bias, weights[1], approximate).unflatten(0, x.shape[:-1])
+    return inner + second.bias.to(path.dtype)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, path: Path, causal: bool) -> Tensor:
     """Attention on ``[B, T, H, D]`` as the projection returns it, without a copy; returns ``[B, T, H*D]``."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -150,8 +162,7 @@ def gpt2_block(block: Any, x: Tensor, path: Path, n_heads: int) -> Tensor:
     """One block of a ``lib.gpt2.GPT2``."""
     heads = linear(norm(x, block.ln_1, path), path, block.attn.c_attn)
     x = x + linear(attend_joined(heads, n_heads, path, causal=True), path, block.attn.c_proj)
-    wide = linear_gelu(norm(x, block.ln_2, path), path, block.mlp.c_fc, "tanh")
-    return x + linear(wide, path, block.mlp.c_proj)
+    return x + mlp_of(norm(x, block.ln_2, path), path, block.mlp.c_fc, block.mlp.c_proj, "tanh")
 
 
 def gpt2_loss(model: Any, tokens: Tensor, targets: Tensor, path: Path, call_blocks: bool = False) -> Tensor:
@@ -233,8 +244,7 @@ def _vit_attention(attn: Any, seen: Tensor, path: Path) -> Tensor:
 
 
 def _vit_mlp(block: Any, x: Tensor, path: Path) -> Tensor:
-    wide = linear_gelu(norm(x, block.norm2, path), path, block.mlp.fc1, block.mlp.approximate)
-    return linear(wide, path, block.mlp.fc2)
+    return mlp_of(norm(x, block.norm2, path), path, block.mlp.fc1, block.mlp.fc2, block.mlp.approximate)
 
 
 def _class_token_block(block: Any, x: Tensor, path: Path) -> Tensor:

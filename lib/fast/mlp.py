@@ -1,0 +1,333 @@
+"""The MLP of a transformer on a Hopper GPU: its GELU is computed inside the products before and after it.
+
+Read ``lib.fast.grouped`` first: these products are cut in the same way. A GELU of its own reads all numbers of the widest
+layer and writes them, twice in a step, and tensor cores wait meanwhile. Here the first product applies it to sums that are
+still in registers. It writes the GELU and, in place of its argument, the slope there, which is all that the backward pass
+needs: the gradient of the argument is a product too, and each of its numbers is multiplied by a slope before it is written.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from lib.fast.flash_hopper import GLUON, PROVEN
+from lib.fast.flash_launch import VERSION, Address, Launch
+from lib.fast.gelu import _gelu_and_slope
+from lib.fast.grouped import Cut, described, launches, n_programs
+
+FORWARD, BACKWARD = Cut(columns=128, users=1, transposed=True), Cut(columns=128, users=1)
+REGISTERS = 128  # of a thread on average: half of a multiprocessor's, so that two programs share it
+
+if GLUON:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+
+    from lib.fast.flash_hopper import (
+        RENAMED,
+        _box,
+        _let_go,
+        _wait_empty,
+        _wait_full,
+        acc,
+        copy_in,
+        copy_out,
+        fence_async_shared,
+        mbarrier,
+        tma,
+    )
+    from lib.fast.grouped import _add, _barriers, _end, _place, shared_layout
+
+    @gluon.jit
+    def _load(given, CUT: gl.constexpr):
+        """Copy the factors of all tiles of a program into the ring; and after those of a tile its slopes, if there are any."""
+        x, w, slope, n_rows, n_columns, n_terms, ring = given
+        x_s, w_s, full, empty = ring
+        n = 0
+        for t in range(gl.program_id(0), n_rows * n_columns, gl.num_programs(0)):
+            i, j = _place(t, n_rows, n_columns, CUT)
+            for k in range(0, n_terms):
+                _wait_empty(empty, n, CUT)
+                opens = full.index(n % CUT.stages)
+                mbarrier.expect(opens, 256 * 64 * 2)
+                copy_in(x, [0, 0, 128 * i, 64 * k], opens, _box(x_s.index(n % CUT.stages), x))
+                right = _box(w_s.index(n % CUT.stages), w)
+                if CUT.transposed:
+                    copy_in(w, [0, 0, 128 * j, 64 * k], opens, right)
+                else:
+                    copy_in(w, [0, 0, 64 * k, 128 * j], opens, right)
+                n += 1
+            if not CUT.transposed:
+                _wait_empty(empty, n, CUT)
+                opens = full.index(n % CUT.stages)
+                mbarrier.expect(opens, 128 * 128 * 2)
+                copy_in(slope, [0, 0, 128 * i, 128 * j], opens, _box(x_s.index(n % CUT.stages), slope))
+                copy_in(slope, [0, 0, 128 * i, 128 * j + 64], opens, _box(w_s.index(n % CUT.stages), slope))
+                n += 1
+
+    @gluon.jit
+    def _halves(x):
+        """The left and the right half of a tile. No number leaves its thread."""
+        n: gl.constexpr = x.shape[1] // 2
+        left, right = x.reshape((x.shape[0], 2, n)).permute((0, 2, 1)).split()
+        return gl.convert_layout(left, acc(n), assert_trivial=True), gl.convert_layout(
+            right, acc(n), assert_trivial=True
+        )
+
+    @gluon.jit
+    def _quarters(x):
+        left, right = _halves(x)
+        a, b = _halves(left)
+        c, d = _halves(right)
+        return a, b, c, d
+
+    @gluon.jit
+    def _as_left(shared):
+        """The memory of a right factor's tile, as if it were a left factor's."""
+        if RENAMED:
+            return shared.reinterpret(shared.dtype, [128, 64], shared_layout(128, 64))
+        else:  # noqa: RET505 - Gluon wants both ways written out
+            return shared._reinterpret(shared.dtype, [128, 64], shared_layout(128, 64))
+
+    @gluon.jit
+    def _sum(n, n_terms, ring, CUT: gl.constexpr):
+        """A tile of the product, and the number of the next place in the ring."""
+        x_s, w_s, full, empty = ring
+        total = gl.full([128, 128], 0.0, gl.float32, acc(128))
+        for k in range(0, n_terms):
+            _wait_full(full, n, CUT)
+            right = w_s.index(n % CUT.stages)
+            if CUT.transposed:
+                right = right.permute((1, 0))
+            total = _add(x_s.index(n % CUT.stages), right, total, n, k, empty, CUT)
+            n += 1
+        return _end(total, n, empty, CUT), n
+
+    @gluon.jit
+    def _write_gelu(x, bias, gelu, slope, row, column, F, gelu_s, slope_s, TANH: gl.constexpr):
+        columns = column + gl.arange(0, 32, gl.SliceLayout(0, acc(32)))
+        shift = gl.load(bias + columns, mask=columns < F, other=0.0).to(gl.float32)
+        y, dy = _gelu_and_slope(x + shift[None, :], TANH, True)
+        tma.store_wait(0)
+        gelu_s.store(y.to(gelu_s.dtype))
+        slope_s.store(dy.to(slope_s.dtype))
+        fence_async_shared()
+        copy_out(gelu, [0, 0, row, column], _box(gelu_s, gelu))
+        copy_out(slope, [0, 0, row, column], _box(slope_s, slope))
+
+    @gluon.jit
+    def _use_forward(given, TANH: gl.constexpr, CUT: gl.constexpr):
+        bias, gelu, slope, n_rows, n_columns, n_terms, F, own_s, ring = given
+        n = 0
+        for t in range(gl.program_id(0), n_rows * n_columns, gl.num_programs(0)):
+            i, j = _place(t, n_rows, n_columns, CUT)
+            total, n = _sum(n, n_terms, ring, CUT)
+            quarters = _quarters(total)
+            for q in gl.static_range(4):
+                column = 128 * j + 32 * q
+                _write_gelu(quarters[q], bias, gelu, slope, 128 * i, column, F, own_s.index(0), own_s.index(1), TANH)
+        tma.store_wait(0)
+
+    @gluon.jit
+    def _write_product(x, slopes, out, sums, i, column, F, own):
+        """Multiply a quarter of a tile by its slopes, and sum its columns."""
+        columns = column + gl.arange(0, 32, gl.SliceLayout(0, acc(32)))
+        product = x * slopes.load(acc(32)).to(gl.float32)
+        tma.store_wait(1)  # the quarter before may still be on its way from the other piece of shared memory
+        own.store(product.to(own.dtype))
+        fence_async_shared()
+        copy_out(out, [0, 0, 128 * i, column], _box(own, out))
+        gl.store(sums + i.to(gl.int64) * F + columns, gl.sum(product, 0), mask=columns < F)
+
+    @gluon.jit
+    def _use_backward(given, CUT: gl.constexpr):
+        out, sums, n_rows, n_columns, n_terms, F, own_s, ring = given
+        x_s, w_s, full, empty = ring
+        n = 0
+        for t in range(gl.program_id(0), n_rows * n_columns, gl.num_programs(0)):
+            i, j = _place(t, n_rows, n_columns, CUT)
+            total, n = _sum(n, n_terms, ring, CUT)
+            quarters = _quarters(total)
+            _wait_full(full, n, CUT)
+            slopes = (x_s.index(n % CUT.stages), _as_left(w_s.index(n % CUT.stages)))
+            for q in gl.static_range(4):
+                here = slopes[q // 2].slice(32 * (q % 2), 32, 1)
+                _write_product(quarters[q], here, out, sums, i, 128 * j + 32 * q, F, own_s.index(q % 2))
+            _let_go(empty, n, CUT)
+            n += 1
+        tma.store_wait(0)
+
+    @gluon.jit(do_not_specialize=("n_rows", "n_columns", "n_terms"))
+    def gelu_kernel(x, w, bias, gelu, slope, n_rows, n_columns, n_terms, F, TANH: gl.constexpr, CUT: gl.constexpr):
+        """GELU and slope ``[N, F]`` at the sums of rows ``[N, C]`` times ``[F, C]``, transposed, and a bias ``[F]``."""
+        x_s = gl.allocate_shared_memory(x.dtype, [CUT.stages, 128, 64], shared_layout(128, 64))
+        w_s = gl.allocate_shared_memory(x.dtype, [CUT.stages, 128, 64], shared_layout(128, 64))
+        own_s = gl.allocate_shared_memory(x.dtype, [2, 128, 32], shared_layout(128, 32))
+        full, empty = _barriers(CUT)
+        ring = (x_s, w_s, full, empty)
+        used = (bias, gelu, slope, n_rows, n_columns, n_terms, F, own_s, ring)
+        loaded = (x, w, slope, n_rows, n_columns, n_terms, ring)
+        gl.warp_specialize([(_use_forward, (used, TANH, CUT)), (_load, (loaded, CUT))], [1], [24])
+
+    @gluon.jit(do_not_specialize=("n_rows", "n_columns", "n_terms"))
+    def slope_kernel(x, w, slope, out, sums, n_rows, n_columns, n_terms, F, CUT: gl.constexpr):
+        """Rows ``[N, C]`` times ``[C, F]``, times slopes ``[N, F]``; and the sums of each 128 rows of that, float32 ``[N / 128, F]``."""
+        x_s = gl.allocate_shared_memory(x.dtype, [CUT.stages, 128, 64], shared_layout(128, 64))
+        w_s = gl.allocate_shared_memory(x.dtype, [CUT.stages, 64, 128], shared_layout(64, 128))
+        own_s = gl.allocate_shared_memory(x.dtype, [2, 128, 32], shared_layout(128, 32))
+        full, empty = _barriers(CUT)
+        ring = (x_s, w_s, full, empty)
+        used = (out, sums, n_rows, n_columns, n_terms, F, own_s, ring)
+        loaded = (x, w, slope, n_rows, n_columns, n_terms, ring)
+        gl.warp_specialize([(_use_backward, (used, CUT)), (_load, (loaded, CUT))], [1], [24])
+
+
+# ---- host ------------------------------------------------------------------------------------------------------------
+
+
+@torch.compiler.assume_constant_result
+def _n_multiprocessors(device: torch.device) -> int:
+    """Those of a GPU for which these kernels were tried, and 0 of any other."""
+    proven = (
+        GLUON and VERSION in PROVEN and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    )
+    return n_programs(device) if proven else 0
+
+
+def fits(x: Tensor, n_columns: int) -> bool:
+    """Whether the kernels compute an MLP of rows ``[..., C]`` whose inner width is ``n_columns``: 16 bits, on Hopper, and a tile for each multiprocessor."""
+    n_rows, width = x.shape[:-1].numel(), x.shape[-1]
+    readable = x.dtype in (torch.bfloat16, torch.float16) and width % 8 == n_columns % 8 == 0
+    n_tiles = _cdiv(n_rows, 128) * _cdiv(n_columns, 128)
+    return readable and 0 < _n_multiprocessors(x.device) <= n_tiles
+
+
+def _cdiv(n: int, size: int) -> int:
+    return -(-n // size)
+
+
+@lru_cache(maxsize=64)
+def _forward_launch(key: tuple) -> Launch:
+    n_rows, width, columns, tanh, programs = key
+    grid = _cdiv(n_rows, 128), _cdiv(columns, 128)
+    args = (
+        described(0, 128, 64), described(1, 128, 64), Address(2), described(3, 128, 32), described(4, 128, 32),
+        *grid, _cdiv(width, 64), columns, tanh, FORWARD,
+    )  # fmt: skip
+    return Launch(gelu_kernel, (min(2 * programs, grid[0] * grid[1]), 1), args, num_warps=4, maxnreg=REGISTERS)
+
+
+def launch_forward(x: Tensor, weight: Tensor, bias: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
+    """The results of `gelu_kernel`."""
+    x, weight, bias = _readable(x), _readable(weight), _readable(bias)
+    (n_rows, width), columns = x.shape, len(weight)
+    gelu, slope = x.new_empty(n_rows, columns), x.new_empty(n_rows, columns)
+    key = (n_rows, width, columns, approximate == "tanh", n_programs(x.device))
+    launches(_forward_launch, key, x, weight, bias, gelu, slope)(x, weight, bias, gelu, slope)
+    return gelu, slope
+
+
+@lru_cache(maxsize=64)
+def _backward_launch(key: tuple) -> Launch:
+    n_rows, width, columns, programs = key
+    grid = _cdiv(n_rows, 128), _cdiv(columns, 128)
+    args = (
+        described(0, 128, 64), described(1, 64, 128), described(2, 128, 64), described(3, 128, 32), Address(4),
+        *grid, _cdiv(width, 64), columns, BACKWARD,
+    )  # fmt: skip
+    return Launch(slope_kernel, (min(2 * programs, grid[0] * grid[1]), 1), args, num_warps=4, maxnreg=REGISTERS)
+
+
+def launch_backward(x: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
+    """The results of `slope_kernel`; its sums are added up, always in the same order."""
+    x, weight, slope = _readable(x), _readable(weight), _readable(slope)
+    (n_rows, width), columns = x.shape, weight.shape[1]
+    out = x.new_empty(n_rows, columns)
+    sums = x.new_empty(_cdiv(n_rows, 128), columns, dtype=torch.float32)
+    key = (n_rows, width, columns, n_programs(x.device))
+    launches(_backward_launch, key, x, weight, slope, out, sums)(x, weight, slope, out, sums)
+    return out, sums.sum(0)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """As the copy engine reads it."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+# ---- as PyTorch and its compiler see them ----------------------------------------------------------------------------
+
+
+@torch.library.custom_op("scaling_workbook::gelu_and_slope", mutates_args=())
+def gelu_and_slope_op(x: Tensor, weight: Tensor, bias: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
+    """The GELU of ``x @ weight.T + bias`` and its slope there, in the dtype of ``x``."""
+    if fits(x, len(weight)):
+        return launch_forward(x, weight, bias, approximate)
+    y = x.float() @ weight.float().T + bias.float()
+    slope = torch.ops.aten.gelu_backward(torch.ones_like(y), y, approximate=approximate)
+    return F.gelu(y, approximate=approximate).to(x.dtype), slope.to(x.dtype)
+
+
+@torch.library.custom_op("scaling_workbook::times_slope", mutates_args=())
+def times_slope_op(x: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
+    """``(x @ weight) * slope`` in the dtype of ``x``, and its sums over rows in float32."""
+    if fits(x, weight.shape[1]):
+        return launch_backward(x, weight, slope)
+    product = (x.float() @ weight.float()) * slope.float()
+    return product.to(x.dtype), product.sum(0)
+
+
+@gelu_and_slope_op.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
+    return x.new_empty(len(x), len(weight)), x.new_empty(len(x), len(weight))
+
+
+@times_slope_op.register_fake
+def _(x: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(slope.shape), x.new_empty(slope.shape[1], dtype=torch.float32)
+
+
+class MLP(torch.autograd.Function):
+    """Both products and the GELU between them, because the gradient of the GELU's argument is computed in a product of the second layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, first: Tensor, bias: Tensor, second: Tensor, approximate: str) -> Tensor:
+        gelu, slope = gelu_and_slope_op(x, first, bias, approximate)
+        ctx.save_for_backward(x, first, bias, second, gelu, slope)
+        return gelu @ second.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+        x, first, bias, second, gelu, slope = ctx.saved_tensors
+        inner, sums = times_slope_op(grad, second, slope)
+        return inner @ first, inner.T @ x, sums.to(bias.dtype), grad.T @ gelu, None
+
+
+def mlp(x: Tensor, first: Tensor, bias: Tensor, second: Tensor, approximate: str = "none") -> Tensor:
+    """``gelu(x @ first.T + bias) @ second.T``, with kernels for what `fits`.
+
+    Args:
+        x: ``[N, C]``, bfloat16, float16 or float32.
+        first: ``[F, C]`` in the dtype of ``x``.
+        bias: ``[F]``, of any floating-point dtype.
+        second: ``[D, F]`` in the dtype of ``x``.
+        approximate: "none" or "tanh", as PyTorch's ``gelu`` has it.
+
+    Returns:
+        ``[N, D]``. The backward pass keeps the GELU and its slope, both ``[N, F]`` in the dtype of ``x``.
+
+    Raises:
+        ValueError: a shape, a dtype or ``approximate`` is not one of these.
+    """
+    shapes = f"x {tuple(x.shape)}, first {tuple(first.shape)}, bias {tuple(bias.shape)}, second {tuple(second.shape)}"
+    if x.ndim != 2 or first.shape != (*bias.shape, x.shape[1]) or second.shape[1:] != bias.shape:
+        raise ValueError(f"{shapes}: expected [N, C], [F, C], [F] and [D, F]")
+    if not x.dtype.is_floating_point or {x.dtype} != {first.dtype, second.dtype}:
+        raise ValueError(
+            f"x is {x.dtype}, first {first.dtype}, second {second.dtype}: expected one floating-point dtype"
+        )
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"approximate = {approximate!r}: expected 'none' or 'tanh'")
+    return MLP.apply(x, first, bias, second, approximate)
