@@ -81,9 +81,7 @@ def _gelu_and_slope(y, TANH: tl.constexpr, ONE_INSTRUCTION: tl.constexpr):
         power = _exp2(y * (LINEAR + CUBIC * LINEAR * square), ONE_INSTRUCTION)
         s = _inverse(1.0 + power, ONE_INSTRUCTION)
         gelu = y * s
-        both = (
-            tl.minimum(power, 1e38) * s * s
-        )  # s (1 - s), without a difference of almost equal numbers, and 0 where s is 0
+        both = tl.minimum(power, 1e38) * s * s  # s (1 - s) without a difference of almost equal numbers; 0 where s is 0
         slope = s + both * y * (TWO_ROOT + 3.0 * CUBIC * TWO_ROOT * square)
     else:
         size = tl.abs(y)

@@ -1,0 +1,175 @@
+"""Simulate the kernels with roles on a CPU, and print as JSON how far each result is from float64's, or what fault was found."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from lib.fast import flash, flash_hopper, grouped, mlp
+from lib.fast.flash_hopper import Roles
+from lib.fast.flash_launch import Sizes
+from tests.workbook.hopper_simulator import Fault, simulate
+
+SEEDS = range(3)
+SHAPES = {  # batch, heads, heads of keys, rows, keys, width
+    "equal": (2, 2, 2, 256, 256, 64),
+    "shared keys": (1, 3, 1, 128, 256, 64),
+    "ragged": (1, 2, 2, 197, 130, 64),
+    "rows without keys": (1, 2, 1, 200, 70, 80),
+    "one row": (1, 2, 2, 1, 300, 128),
+}
+CUTS = (
+    Roles(3, 128, 2, heads_first=True, early=True),
+    Roles(3, 64, 3, registers=True),
+    Roles(2, 64, 3, registers=True),
+)
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest error in units of bfloat16's rounding of the largest number."""
+    return ((found.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)).item() * 2**8
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Numbers of which each must be written."""
+    return torch.full(shape, math.nan, dtype=dtype)
+
+
+def attention(shape: str, causal: bool, cuts: tuple[Any, ...], seed: int, **options: Any) -> dict[str, float]:
+    """Forward and backward pass by kernels with roles alone."""
+    B, H, G, T, S, D = SHAPES[shape]
+    q, do, k, v = (torch.randn(B, n, t, D).bfloat16() for n, t in ((H, T), (H, T), (G, S), (G, S)))
+    sizes = Sizes(B, H, H // G, T, S, D, causal)
+    o, dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, q, k, v))
+    lse, stats = empty(B, H, T, dtype=torch.float32), empty(2 * sizes.n_rows, dtype=torch.float32)
+    simulate(flash_hopper.hopper_forward(sizes, cuts[0]), q, k, v, o, lse, seed=seed, **options)
+    simulate(flash_hopper.hopper_dq(sizes, cuts[1]), q, k, v, o, do, dq, lse, stats, seed=seed, **options)
+    simulate(flash_hopper.hopper_dkdv(sizes, cuts[2]), q, k, v, do, dk, dv, stats, seed=seed, **options)
+
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    scores = exact[0] @ exact[1].repeat_interleave(H // G, 1).mT * D**-0.5
+    if causal:
+        scores = scores.masked_fill(~torch.ones(T, S, dtype=torch.bool).tril(S - T), -math.inf)
+    seen = scores.isfinite().any(-1, keepdim=True)
+    weights = torch.where(seen, scores, 0).softmax(-1) * seen
+    wanted = weights @ exact[2].repeat_interleave(H // G, 1)
+    pairs = zip((dq, dk, dv), torch.autograd.grad(wanted, exact, do.double()), strict=True)
+    assert torch.equal(lse.isfinite(), seen[..., 0])
+    return {"o": distance(o, wanted), "lse": distance(lse[lse.isfinite()], scores.logsumexp(-1)[lse.isfinite()])} | {
+        f"d{name}": distance(*pair) for name, pair in zip("qkv", pairs, strict=True)
+    }
+
+
+def products(counts: tuple[int, ...], transposed: bool, seed: int, **options: Any) -> dict[str, float]:
+    """Chapter 19's grouped product and its gradient for the matrices."""
+    C, columns, n = 136, 264, sum(counts)
+    x, grad = torch.randn(n, C).bfloat16(), torch.randn(n, columns).bfloat16()
+    weights = torch.randn(len(counts), C, columns).bfloat16()
+    weights = weights.mT.contiguous().mT if transposed else weights
+    first = torch.tensor([0, *counts]).cumsum(0).int()
+    tiles = [(e, row, first[e + 1]) for e in range(len(counts)) for row in range(first[e], first[e + 1], grouped.ROWS)]
+    table = torch.tensor([len(tiles), *(column for part in zip(*tiles, strict=True) for column in part)]).int()
+    out, of_weights = empty(n, columns), empty(len(counts), C, columns)
+    cut = grouped.Cut(columns=128, transposed=transposed)
+    inner = weights.mT if transposed else weights
+    simulate(grouped._rows_launch((C, columns, len(tiles), 2, cut)), x, inner, out, table, seed=seed, **options)
+    launch = grouped._matrices_launch((C, columns, len(counts), 3, grouped.Cut(columns=128)))
+    simulate(launch, x, grad, of_weights, first, seed=seed, **options)
+    parts = [x.double().split(counts), weights.double(), grad.double().split(counts)]
+    wanted = torch.cat([a @ w for a, w in zip(parts[0], parts[1], strict=True)])
+    wanted_weights = torch.stack([a.T @ g for a, g in zip(parts[0], parts[2], strict=True)])
+    return {"rows": distance(out, wanted), "matrices": distance(of_weights, wanted_weights)}
+
+
+def around_gelu(form: str, n_programs: int, seed: int, **options: Any) -> dict[str, float]:
+    """The products before and after a GELU."""
+    n, C, inner = 300, 136, 264
+    x, first, bias = torch.randn(n, C).bfloat16(), (torch.randn(inner, C) / C**0.5).bfloat16(), torch.randn(inner)
+    gelu, slope = empty(n, inner), empty(n, inner)
+    launch = mlp._forward_launch((n, C, inner, form == "tanh", n_programs))
+    simulate(launch, x, first, bias, gelu, slope, seed=seed, **options)
+    argument = (x.double() @ first.double().T + bias.double()).requires_grad_()
+    wanted = F.gelu(argument, approximate=form)
+    (wanted_slope,) = torch.autograd.grad(wanted.sum(), argument)
+
+    grad, second = torch.randn(n, C).bfloat16(), (torch.randn(C, inner) / C**0.5).bfloat16()
+    out, sums = empty(n, inner), empty(-(-n // 128), inner, dtype=torch.float32)
+    simulate(mlp._backward_launch((n, C, inner, n_programs)), grad, second, slope, out, sums, seed=seed, **options)
+    d = (grad.double() @ second.double()) * slope.double()
+    pairs = {"gelu": (gelu, wanted), "slope": (slope, wanted_slope), "d": (out, d), "d_bias": (sums.sum(0), d.sum(0))}
+    return {name: distance(*pair) for name, pair in pairs.items()}
+
+
+def leave_out(name: str) -> Callable[[dict], None]:
+    return lambda names: names.update({name: lambda *_, **__: None})
+
+
+def no_store_wait(names: dict) -> None:
+    names["tma"].store_wait = lambda n: names["mbarrier"].arrive(None, pred=False) if n else None
+
+
+def hasty_add(names: dict) -> None:
+    """Lets go of a tile while its product may still read it."""
+
+    def _add(left: Any, right: Any, total: Any, n: Any, k: Any, empty: Any, CUT: Any) -> Any:
+        total = names["warpgroup_mma"](left, right, total, is_async=True)
+        names["mbarrier"].arrive(empty.index(n % CUT.stages))
+        return names["warpgroup_mma_wait"](1, deps=[total])
+
+    names.update(_add=_add, _end=lambda total, n, empty, CUT: names["warpgroup_mma_wait"](0, deps=[total]))
+
+
+BREAKS = {
+    "no tile is released": leave_out("_let_go"),
+    "no fence": leave_out("fence_async_shared"),
+    "nobody waits for a tile": leave_out("_wait_full"),
+    "nobody waits for a place": leave_out("_wait_empty"),
+    "nobody waits for copies to memory": no_store_wait,
+    "a tile is released while a product reads it": hasty_add,
+}
+
+
+def cases() -> Iterator[tuple[str, Callable[..., dict[str, float]]]]:
+    """Everything that is simulated, by name."""
+    for shape in SHAPES:
+        for causal in (True, False):
+            width = 64 if SHAPES[shape][-1] == 64 else 128
+            of_table = flash.ROLES_TABLE[width, causal]
+            cuts = tuple(mine if isinstance(mine, Roles) else other for mine, other in zip(of_table, CUTS, strict=True))
+            for kind, chosen in (("table", cuts), ("other", CUTS)):
+                name = f"attention, {shape}, {'causal' if causal else 'full'}, {kind}"
+                yield name, lambda seed, s=shape, c=causal, cut=chosen, **kw: attention(s, c, cut, seed, **kw)
+    for transposed in (False, True):
+        for counts in ((128, 256, 64), (0, 5, 300, 0, 129), (1,)):
+            name = f"products, {counts}, {'transposed' if transposed else 'plain'}"
+            yield name, lambda seed, n=counts, t=transposed, **kw: products(n, t, seed, **kw)
+    for form in ("none", "tanh"):
+        for n_programs in (1, 3):
+            name = f"around a GELU, {form}, {n_programs} on each half"
+            yield name, lambda seed, f=form, n=n_programs, **kw: around_gelu(f, n, seed, **kw)
+
+
+def outcome(run: Callable[..., dict[str, float]], seed: int, **options: Any) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    try:
+        return run(seed, **options)
+    except Fault as fault:
+        return {"fault": str(fault)}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    found = {name: [outcome(run, seed) for seed in SEEDS] for name, run in cases()}
+    broken = {}
+    for name, change in BREAKS.items():
+        broken[name] = [
+            outcome(lambda seed, **kw: around_gelu("tanh", 1, seed, **kw), seed, change=change) for seed in SEEDS
+        ]
+    print(json.dumps({"found": found, "broken": broken}))
+
+
+if __name__ == "__main__":
+    main()
