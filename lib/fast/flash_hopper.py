@@ -190,9 +190,9 @@ if GLUON:
 
     @gluon.jit
     def _n_whole(row, n_tiles, T, S, CUT: gl.constexpr):
-        """Number of tiles without a hidden key for ``row`` and the rows after it."""
+        """Number of tiles without a hidden key for ``row`` and the rows after it; dQ also asks for rows beyond the last one."""
         if CUT.causal:
-            return gl.maximum(row + 1 + S - T, 0) // CUT.tile
+            return gl.minimum(gl.maximum(row + 1 + S - T, 0) // CUT.tile, n_tiles)
         elif CUT.ragged:  # noqa: RET505
             return S // CUT.tile
         else:
