@@ -162,6 +162,7 @@ class Role:
         self.waits: Any = None  # a function: whether the role can go on
         self.products: list[Pending] = []
         self.stores: list[Any] = []  # copies to memory that may still read shared memory
+        self.started: list[Any] = []  # all of them, also those that have ended
         self.error: BaseException | None = None
 
         def body() -> None:
@@ -283,12 +284,13 @@ class Machine:
 
         source.seen()
         role.stores.append(store)
+        role.started.append(store)
         self.pause()
 
     def store_wait(self, pendings: int) -> None:
-        stores = self.current.stores
-        older = stores[: max(0, len(stores) - pendings)]  # the most recent ones may go on
-        self.pause(lambda: not any(copy in stores for copy in older))
+        role = self.current
+        older = role.started[: len(role.started) - pendings]  # the most recent ones may go on, whether or not they have ended
+        self.pause(lambda: not any(copy in role.stores for copy in older))
 
     def fence(self) -> None:
         for shared in self.buffers:
