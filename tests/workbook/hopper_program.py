@@ -1,62 +1,67 @@
-"""Compile one of each kernel with roles for a Hopper GPU, on whatever machine this is, and print what its machine code has as JSON."""
+"""Compile kernels with roles for a Hopper GPU, on whatever machine this is, and print what their machine code has as JSON."""
 
 import json
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from lib.fast import flash_hopper
-from lib.fast.flash import ROLES_TABLE
-from lib.fast.flash_hopper import FLAT, Roles, complete
-from lib.fast.flash_launch import LENGTHS, Sizes
+from lib.fast import grouped, mlp
+from lib.fast.flash import ROLES_TABLE, launch_dkdv, launch_dq, launch_forward
+from lib.fast.flash_hopper import Roles
+from lib.fast.flash_launch import Address, Box, Launch, Sizes
 
-KERNELS = {
-    "forward": flash_hopper.hopper_forward_kernel,
-    "dQ": flash_hopper.hopper_dq_kernel,
-    "dK/dV": flash_hopper.hopper_dkdv_kernel,
-}
-PER_TILE = {"forward": ("k", "v"), "dQ": ("k", "v"), "dK/dV": ("q", "do")}  # the others come 64 rows at a time
+B16, F32, I32 = "bf16", "fp32", "i32"
 
 
-def described(rows, width):
-    layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], gl.bfloat16)
-    return f"tensordesc<bf16{[1, 1, rows, width]},{layout!r}>"
-
-
-def machine_code(kernel, sizes: Sizes, cut: Roles):
-    cut = complete(cut, kernel, sizes)
-    fn, signature = KERNELS[kernel], {}
-    for name in fn.arg_names:
-        if name in (*LENGTHS, "n_rows", "padded"):
-            signature[name] = "i32"
-        elif name in ("scale", "scale2"):
-            signature[name] = "fp32"
-        elif name == "CUT":
-            signature[name] = "constexpr"
-        elif name == "stats" and kernel == "dK/dV":
-            signature[name] = f"tensordesc<fp32{[cut.tile]},{FLAT!r}>"
-        elif name in ("lse", "stats"):
-            signature[name] = "*fp32"
+def machine_code(launch: Launch, dtypes: list[str]) -> str:
+    """What the assembler makes of a launch for tensors of these dtypes."""
+    kernel: Any = launch.kernel
+    signature, constants, hints = {}, {}, {}
+    for i, (param, arg) in enumerate(zip(kernel.params, launch.args, strict=True)):
+        if param.is_constexpr:
+            signature[param.name], constants[(i,)] = "constexpr", arg
+        elif isinstance(arg, Box):
+            signature[param.name] = f"tensordesc<{dtypes[arg.tensor]}{list(arg.box)},{arg.layout!r}>"
+        elif isinstance(arg, Address):
+            signature[param.name] = f"*{dtypes[arg.tensor]}"
         else:
-            signature[name] = described(cut.tile if name in PER_TILE[kernel] else 64, sizes.width)
-    constants = {(fn.arg_names.index("CUT"),): cut}
-    divisible = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(fn.arg_names) if name in ("n_rows", "padded")}
-    source = GluonASTSource(fn, signature, constants, divisible)
-    return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["sass"]
+            signature[param.name] = F32 if isinstance(arg, float) else I32
+        whole = isinstance(arg, Address) or (isinstance(arg, int) and arg % 16 == 0 and not param.do_not_specialize)
+        if whole and not param.is_constexpr:
+            hints[(i,)] = [["tt.divisibility", 16]]
+    source = GluonASTSource(kernel, signature, constants, hints)
+    return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=launch.options).asm["sass"]
 
 
-def main():
+def launches() -> Iterator[tuple[str, Launch, list[str]]]:
+    """One of each kernel by name, with the dtypes of its tensors."""
+    make = {"forward": launch_forward, "dQ": launch_dq, "dK/dV": launch_dkdv}
+    dtypes = {"forward": [B16] * 4 + [F32], "dQ": [B16] * 6 + [F32] * 2, "dK/dV": [B16] * 6 + [F32]}
+    for width, length, kernels in ((64, 1024, ("forward", "dK/dV")), (64, 1000, ("forward",)), (128, 1024, ("dQ",))):
+        for kernel, cut in zip(make, ROLES_TABLE[width, True], strict=True):
+            if isinstance(cut, Roles) and kernel in kernels:
+                launch = make[kernel](Sizes(1, 16, 1, length, length, width, True), cut)
+                yield f"{kernel}, {width}, {length}", launch, dtypes[kernel]
+    for transposed in (False, True):
+        launch = grouped._rows_launch((1024, 4096, 64, 132, grouped.Cut(transposed=transposed)))
+        yield f"rows, {'transposed' if transposed else 'plain'}", launch, [B16] * 3 + [I32]
+    yield "matrices", grouped._matrices_launch((1024, 4096, 8, 132, grouped.Cut())), [B16] * 3 + [I32]
+    for form in ("none", "tanh"):
+        launch = mlp._forward_launch((4096, 768, 3072, form == "tanh", 132))
+        yield f"GELU, {form}", launch, [B16, B16, F32, B16, B16]
+    yield "slope", mlp._backward_launch((4096, 768, 3072, 132)), [B16] * 4 + [F32]
+
+
+def main() -> None:
     assert not torch.cuda.is_initialized()
     found = {}
-    for width, length, kernels in ((64, 1024, ("forward", "dK/dV")), (64, 1000, ("forward",)), (128, 1024, ("dQ",))):
-        for kernel, cut in zip(KERNELS, ROLES_TABLE[width, True], strict=True):  # all of them take a minute
-            if isinstance(cut, Roles) and kernel in kernels:
-                text = machine_code(kernel, Sizes(1, 16, 1, length, length, width, True), cut)
-                counts = {word: text.count(word) for word in ("HGMMA", "WARPGROUP.ARRIVE", "LDL", "USETMAXREG")}
-                found[f"{kernel}, {width}, {length}"] = counts
+    for name, launch, dtypes in launches():
+        text = machine_code(launch, dtypes)
+        found[name] = {word: text.count(word) for word in ("HGMMA", "WARPGROUP.ARRIVE", "LDL", "USETMAXREG")}
     print(json.dumps(found))
 
 

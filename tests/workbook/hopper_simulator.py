@@ -289,7 +289,9 @@ class Machine:
 
     def store_wait(self, pendings: int) -> None:
         role = self.current
-        older = role.started[: len(role.started) - pendings]  # the most recent ones may go on, whether or not they have ended
+        older = role.started[
+            : len(role.started) - pendings
+        ]  # the most recent ones may go on, whether or not they have ended
         self.pause(lambda: not any(copy in role.stores for copy in older))
 
     def fence(self) -> None:
