@@ -22,7 +22,7 @@ from lib.tensor_parallel import CopyToRegion
 class GatherSequence(torch.autograd.Function):
     """Forward all-gathers the ranks' shares of a sequence; backward reduce-scatters the gradient. (Exercise 18.1)
 
-    Call it as ``GatherSequence.apply(x, dim, group)``; a group of None means all ranks. ``x`` is this rank's share, and stays as it is. Each rank uses the whole sequence for a
+    Call it as ``GatherSequence.apply(x, dim, group)``; a group of None means all ranks. ``x`` is this rank's share, and is left unchanged. Each rank uses the whole sequence for a
     different part of a layer, so the gradients of all ranks must be added. Shares of different lengths are a ``ValueError`` with the arithmetic (``check_shares`` raises it).
 
     Source: Korthikanti and others (arXiv:2205.05198), section 4.2.2, g in figure 5.
@@ -42,8 +42,8 @@ class GatherSequence(torch.autograd.Function):
 class ScatterSequence(torch.autograd.Function):
     """Forward adds up the ranks' tensors and gives each rank its share; backward all-gathers the gradient. (Exercise 18.2)
 
-    Call it as ``ScatterSequence.apply(x, dim, group)``; a group of None means all ranks. ``x`` is this rank's part of a sum over the ranks, for the whole sequence, and stays as it
-    is. This is more than a slice: the ranks' tensors are added. A length that R does not divide is a ``ValueError`` with the arithmetic (``equal_part`` raises it).
+    Call it as ``ScatterSequence.apply(x, dim, group)``; a group of None means all ranks. ``x`` is this rank's part of a sum over the ranks, for the whole sequence, and is left
+    unchanged. This is more than a slice: the ranks' tensors are added. A length that R does not divide is a ``ValueError`` with the arithmetic (``equal_part`` raises it).
 
     Source: Korthikanti and others (arXiv:2205.05198), section 4.2.2, g-bar in figure 5.
     """
@@ -67,14 +67,14 @@ class SequenceParallelBlock(nn.Module):
 
     Attributes:
         ln_1, ln_2: The norms, whole on every rank.
-        attn, mlp: As in the ``Block`` (``block.attn.n_heads`` is its number of heads), with this rank's part of each weight: of ``c_attn`` the rows of its heads' queries, keys and values, of ``c_fc`` its
-            rows, both with their biases; of both ``c_proj.weight`` its columns. Both ``c_proj.bias`` are whole, and added once.
+        attn, mlp: As in the ``Block`` (``block.attn.n_heads`` is its number of heads), with this rank's part of each weight. ``c_attn`` keeps the rows of its heads' queries, keys and values, and
+            ``c_fc`` its rows, both with their biases; each ``c_proj.weight`` keeps its columns. Both ``c_proj.bias`` stay whole, and are added once.
 
-    A parameter that is whole sees only this rank's positions, so its gradient is a part of a sum. The module adds the parts of all ranks before backward ends.
+    A whole parameter is applied to this rank's positions only, so autograd gives only a part of its gradient. The module sums the parts of all ranks before backward ends.
 
     Raises:
         ValueError: R does not divide the number of heads; the message has the arithmetic.
-    Cost: two all-gathers and two reduce-scatters forward, the same backward: the bytes of four all-reduces. Autograd keeps a share, except for the gathered inputs of both layers.
+    Cost: two all-gathers and two reduce-scatters forward, the same backward: the bytes of four all-reduces. Autograd keeps a share of the positions, except for the gathered inputs of ``c_attn`` and ``c_fc``.
     Source: Korthikanti and others (arXiv:2205.05198), section 4.2.2, figure 5.
     """
 
@@ -124,7 +124,7 @@ def ulysses_attention(q: Float[Tensor, "b t h d"], k: Float[Tensor, "b t g d"], 
     """Attention over the whole sequence, in which each rank computes some of the heads. (Exercise 18.6)
 
     Args:
-        q, k, v: Queries ``[B, T/R, H, D]``, keys and values ``[B, T/R, G, D]`` of positions r T/R to (r + 1) T/R - 1; G divides H. If R does not divide G, each of their heads is repeated, as few times as possible, so that R divides their number.
+        q, k, v: Queries ``[B, T/R, H, D]``, keys and values ``[B, T/R, G, D]`` of positions r T/R to (r + 1) T/R - 1; G divides H. If R does not divide G, each head of keys and values is repeated, as few times as possible, so that R divides their number.
         is_causal, group: Whether no position attends to a later one; the R ranks, where None means all ranks.
 
     Returns:
@@ -145,8 +145,8 @@ def merge_attention(o: Float[Tensor, "*n t d"], lse: Float[Tensor, "*n t"], othe
         o, lse, other_o, other_lse: Outputs ``[..., T, D]`` of the same queries; natural logsumexp ``[..., T]`` of each row's scaled scores, -inf for a row that saw no key (its output is 0).
 
     Returns:
-        Output and logsumexp of the attention to all the keys: new tensors, in the dtype to which PyTorch promotes the two outputs' and in that of ``lse``.
-        A row that saw no key on either side keeps 0 and -inf. Nothing becomes NaN or infinite, gradients included, also not for scores of 1e4.
+        Output and logsumexp of the attention to all the keys: new tensors, the output in the dtype to which PyTorch promotes the two outputs, the logsumexp in that of ``lse``.
+        A row that saw no key on either side keeps 0 and -inf. Nothing else becomes NaN or infinite, gradients included, even for scores of 1e4.
 
     Source: Milakov and Gimelshein (arXiv:1805.02867), section 3.1, whose operator this is, with the division done.
     """
@@ -187,7 +187,7 @@ def zigzag_gather(x: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tenso
     """The whole sequence from the ranks' zigzag shares, by one all-gather. (Exercise 18.10)
 
     Args:
-        x, dim, group: This rank's share, as ``zigzag_shard`` gives it; the rest as there. Shares of different or odd lengths are a ``ValueError`` with the arithmetic.
+        x, dim, group: This rank's share, as ``zigzag_shard`` returns it; ``dim`` and ``group`` as there. Shares of different or odd lengths are a ``ValueError`` with the arithmetic.
 
     Returns:
         The whole sequence in its order, the same on every rank. Backward, one reduce-scatter adds the ranks' gradients, as in ``GatherSequence``.
@@ -201,11 +201,11 @@ def ring_block(
     """Which of a rank's queries attend to which keys of another rank's pair, as one block of attention. (Exercise 18.11)
 
     Args:
-        rank, source, length, is_causal: The rank that computes; the rank whose keys and values these are; positions L = T/R of each; whether none attends to a later one.
+        rank, source, length, is_causal: The rank that computes; the rank whose keys and values these are; positions L = T/R of each; whether no position attends to a later one.
         layout: "contiguous": rank r has positions r L to (r + 1) L - 1. "zigzag": those of ``zigzag_indices``.
 
     Returns:
-        ``(queries, keys, masked)``: two slices of the L positions, with explicit bounds, that hold just the scores to be computed, and whether a causal mask covers them. None if there are none.
+        ``(queries, keys, masked)``: two slices of the L positions, with explicit bounds, that cover just the scores to be computed, and whether they need a causal mask. None if there are no scores to compute.
 
     Raises:
         ValueError: another layout (the message shows it), or an odd length for "zigzag".
@@ -227,7 +227,7 @@ def ring_attention(q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g t d"], v: 
     Given: ``block_forward`` and ``block_backward`` compute one block in chapter 15's tiles; ``pass_on`` starts a message to the next rank and one from the previous.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, shares differ in length, the layout is unknown, or a share is odd for "zigzag" (``check_ring`` raises it). RuntimeError: somebody asks for a second derivative (``first_derivative_only`` raises it).
+        ValueError: shapes or dtypes do not fit, shares differ in length, the layout is unknown, or a share is odd for "zigzag" (``check_ring`` raises it). RuntimeError: a second derivative is asked for (``first_derivative_only`` raises it).
     Cost: forward, R - 1 pairs of K and V, each sent while the rank computes with it. Backward, as many again, and R - 1 pairs of dK and dV in the inputs'
         dtype, one step behind. At most two travelling pairs of K and V are on a rank at any time. Only the blocks of ``ring_block`` are computed.
     Source: Ring Attention (arXiv:2310.01889), section 3. Striped Attention (arXiv:2311.09431) describes the imbalance under a causal mask.
@@ -247,7 +247,7 @@ def context_parallel_bytes(config, batch: int, length: int, n_ranks: int, kind: 
         Bytes, an ``int``, with 2 bytes a value, dK and dV included. A rank does not send its own part of an all-to-all. Repeated heads count as often as they are sent.
 
     Raises:
-        ValueError: another kind (the message shows it), or R does not divide T, or for "ulysses" H; the message has the arithmetic.
+        ValueError: ``kind`` is another string (the message shows it), or R does not divide T or, for "ulysses", H; the message has the arithmetic.
     """
     raise NotImplementedError("Exercise 18.13: write context_parallel_bytes")
 
@@ -256,7 +256,7 @@ def hidden_length(config, n_ranks: int, peak_flops: float, bandwidth: float) -> 
     """From how many positions on each rank the ring's messages are hidden behind its computation. (Exercise 18.14)
 
     Args:
-        config, n_ranks, peak_flops, bandwidth: Sizes as for ``context_parallel_bytes``; ranks R; FLOPs that each computes in a second, and bytes that it sends.
+        config, n_ranks, peak_flops, bandwidth: Sizes as for ``context_parallel_bytes``; ranks R; FLOP/s that each computes, and bytes/s that it sends.
 
     Returns:
         The smallest T/R with which computing a block of the forward pass, without a mask, takes at least as long as sending a pair with 2 bytes a value; 1 if R is 1.

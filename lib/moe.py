@@ -35,7 +35,7 @@ def top_k_router(
         ValueError: k is below 1 or above E; the message shows both.
 
     Source: Mixtral (arXiv:2401.04088), section 2.1, with the softmax before the choice. Dividing by the sum makes the two orders equal.
-    Convention: Mixtral divides by the sum; Switch and DeepSeek's first mixtures keep the probabilities. Divided, the one weight of k = 1 has no gradient.
+    Convention: Mixtral divides by the sum; Switch and DeepSeek's first mixtures keep the probabilities. If divided, the single weight of k = 1 is always 1 and has no gradient.
     """
     raise NotImplementedError("Exercise 19.1: write top_k_router")
 
@@ -68,10 +68,10 @@ def router_z_loss(logits: Float[Tensor, "n e"]) -> Float[Tensor, ""]:
 
 
 def sort_by_expert(experts: Int[Tensor, "n k"], n_experts: int) -> tuple[Int[Tensor, " a"], Int[Tensor, " e"]]:
-    """Order the assignments so that each expert's lie together. (Exercise 19.4)
+    """Order the assignments so that those of each expert lie together. (Exercise 19.4)
 
     Args:
-        experts: ``[N, k]``, below E (or `check_experts` raises, on a CPU). Assignment ``i`` of ``experts.flatten()`` belongs to token ``i // k``.
+        experts: ``[N, k]``, all below E; on a CPU `check_experts` raises an error if not. Assignment ``i`` of ``experts.flatten()`` belongs to token ``i // k``.
         n_experts: Number of experts E.
 
     Returns:
@@ -92,9 +92,9 @@ def grouped_matmul_kernel(
     Args:
         x, weights, out: Pointers to ``[N, C]``, ``[E, C, F]`` and a contiguous ``[N, F]``. Element (n, c) is ``xn * n + xc * c`` elements after x,
             element (e, c, f) is ``we * e + wc * c + wf * f`` after weights.
-        first_rows, first_tiles: Pointers to int64 ``[E + 1]``: the first row and the first tile of rows of each expert, and the end of all.
+        first_rows, first_tiles: Pointers to int64 ``[E + 1]``: the first row and the first tile of rows of each expert; the last entry is the number of rows, or of tiles.
         TILE_M, TILE_N, TILE_K: Rows and columns of a tile, and terms added at a time. No tile has rows of two experts.
-        GROUP, EXPERTS: ``tile_of_program(GROUP)``, given, is the program's tile, (tile of rows, tile of columns); the power of two that holds E.
+        GROUP, EXPERTS: ``tile_of_program(GROUP)``, given, returns the program's tile, (tile of rows, tile of columns); the smallest power of two that is not below E.
 
     Returns:
         Nothing. The program of tile (i, j) writes it; if there are fewer than i + 1 tiles of rows, it does nothing. Sums in float32, no TF32.
@@ -154,12 +154,12 @@ def update_router_bias(bias: Float[Tensor, " e"], counts: Int[Tensor, " e"], rat
 
 
 class MoE(nn.Module):
-    """A feed-forward layer of E experts, of which each token passes k. (Exercise 19.9)
+    """A feed-forward layer of E experts; each token goes through k of them. (Exercise 19.9)
 
     Args:
         dim, hidden_dim: Model width C; width F of an expert, which is chapter 4's SwiGLU.
-        n_experts, k: Number of experts E; how many of them each token passes. With k = 1 the weight is always 1, and only the balancing losses train the router.
-        n_shared: Experts that every token passes, as one SwiGLU of width ``n_shared * hidden_dim``; none if 0.
+        n_experts, k: Number of experts E; how many of them each token goes through. With k = 1 the weight is always 1, and only the balancing losses train the router.
+        n_shared: Experts that every token goes through, as one SwiGLU of width ``n_shared * hidden_dim``; none if 0.
 
     Attributes:
         router: ``nn.Linear`` from C to E, without bias.
@@ -182,7 +182,7 @@ class MoE(nn.Module):
         return self.__dict__ | {"routing": None}
 
     def route(self, x: Float[Tensor, "n c"]) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
-        """Weights and experts of each token, ``[N, k]`` each, in the order of the choice, which alone sees the bias; a token's weights add up to 1. Sets ``routing``."""
+        """Weights and experts of each token, ``[N, k]`` each, in the order of the choice. Only the choice uses the bias; a token's weights add up to 1. Sets ``routing``."""
         raise NotImplementedError("Exercise 19.9: write MoE.route")
 
     def compute_experts(self, rows: Float[Tensor, "a c"], counts: Int[Tensor, " e"]) -> Float[Tensor, "a c"]:
@@ -245,7 +245,7 @@ def combine(
         weights: ``[N, k]``: how much each expert counts for each of this rank's tokens.
 
     Returns:
-        ``[N, C]``, with the dtype of y, not of weights: each token's weighted sum over its experts, for one all-to-all. Differentiable in y and weights.
+        ``[N, C]``, with the dtype of y, not of weights: each token's weighted sum over its experts. Costs one all-to-all. Differentiable in y and weights.
     """
     raise NotImplementedError("Exercise 19.12: write combine")
 
@@ -277,7 +277,7 @@ def moe_parameters(config: MoEConfig) -> tuple[int, int]:
     """Weights of a model with mixtures of experts: all of them, and those that one token uses. (Exercise 19.14)
 
     Args:
-        config: The sizes; ``attention_parameters`` of a block are counted there.
+        config: The sizes. Its ``attention_parameters`` are the attention weights of one block, inner norms included.
 
     Returns:
         (total, active). Both contain the embedding, the untied output layer, attention, two norms of C weights a block and one at the end, dense

@@ -24,8 +24,8 @@ def partition_layers(costs: Sequence[float], n_stages: int) -> list[range]:
         costs, n_stages: Cost of each layer in any one unit (FLOPs, seconds, bytes), none negative; number of stages.
 
     Returns:
-        The layers of each stage: consecutive, none empty, together all of them. The cost of the most expensive stage is as small as possible. Of several such
-        cuts it is the one whose list of first layers is lexicographically smallest: the second stage begins as early as possible, then the third, and so on.
+        A range of layers for each stage: consecutive, none empty, together all layers. The cost of the most expensive stage is as small as possible. If several cuts
+        achieve that, the one whose list of first layers is lexicographically smallest: the second stage begins as early as possible, then the third, and so on.
 
     Raises:
         ValueError: There are fewer layers than stages, or ``n_stages`` is less than 1; the message names both numbers.
@@ -49,11 +49,11 @@ def gpipe_schedule(stage: int, n_stages: int, n_micro: int) -> list[Action]:
 
 
 def one_f_one_b_schedule(stage: int, n_stages: int, n_micro: int) -> list[Action]:
-    """What a stage does under 1F1B: as soon as it can run a backward it does, and so frees memory early. (Exercise 17.3)
+    """What a stage does under 1F1B: it runs each backward as soon as it can, and so frees memory early. (Exercise 17.3)
 
     Returns:
-        ``2 * n_micro`` actions: first forwards, ``n_stages - stage`` of them (all, if there are fewer micro-batches); then a backward and a forward in turn; at the
-        end the backwards that are left. Micro-batches ascend, and at most ``n_stages - stage`` of them wait for their backward.
+        ``2 * n_micro`` actions: first ``n_stages - stage`` forwards (all, if there are fewer micro-batches); then a backward and a forward in turn; at the
+        end the backwards that are left. Both kinds are in ascending order of micro-batches, and at most ``n_stages - stage`` of them wait for their backward.
 
     Source: PipeDream-Flush (arXiv:2006.09503), section 3.2; Megatron-LM (arXiv:2104.04473), section 2.2.
     """
@@ -64,15 +64,15 @@ def interleaved_schedule(stage: int, n_stages: int, n_micro: int, n_chunks: int)
     """What a stage does under interleaved 1F1B, where it holds several chunks of layers. (Exercise 17.4)
 
     Args:
-        stage, n_stages, n_micro, n_chunks: As in ``gpipe_schedule``; chunks on each stage. Chunk c of stage s is layer group ``c * n_stages + s``.
+        stage, n_stages, n_micro, n_chunks: As in ``gpipe_schedule``; ``n_chunks`` is the number of chunks on each stage. Chunk c of stage s is layer group ``c * n_stages + s``.
 
     Returns:
         ``2 * n_micro * n_chunks`` actions. Forwards come in rounds of ``n_stages`` micro-batches: a round goes through chunk 0, then through chunk 1, up to the
         last, and then the next round begins. Backwards come in the same rounds, each from the last chunk to the first. The stage begins with
-        ``2 (n_stages - stage - 1) + (n_chunks - 1) n_stages + 1`` forwards (all, if there are fewer), then runs a backward and a forward in turn. With one chunk it is 1F1B.
+        ``2 (n_stages - stage - 1) + (n_chunks - 1) n_stages + 1`` forwards (all, if there are fewer), then runs a backward and a forward in turn. One chunk is the exception: then it is 1F1B.
 
     Raises:
-        ValueError: ``n_micro`` is no multiple of ``n_stages``; the message names both.
+        ValueError: ``n_micro`` is not a multiple of ``n_stages``; the message names both.
 
     Source: Megatron-LM (arXiv:2104.04473), section 2.2, figure 4.
     """
@@ -107,7 +107,7 @@ def simulate(
         A ``Work`` for each action, in ascending order of start, then of stage.
 
     Raises:
-        ValueError: The stages can never complete their lists; the message names the first action that is stuck (the stage has waited longest) and what it waits for.
+        ValueError: The stages can never complete their lists; the message names the stuck action whose stage has waited longest, and what it waits for.
     """
     raise NotImplementedError("Exercise 17.6: write simulate")
 
@@ -122,7 +122,7 @@ def checkpoint(function: Callable, *args):
         What ``function`` returns, with the values and gradients of a plain call. The graph saves the tensors among ``args`` and nothing else; ``keep_in_graph`` saves
         them so that an enclosing ``checkpoint`` can drop even these. Without gradients it is a plain call.
 
-    The first saved tensor that backward asks for makes the function run again, with gradients enabled and under the random states and the autocast of the first run
+    When backward asks for the first saved tensor, the function runs again, with gradients enabled and under the random states and the autocast of the first run
     (``conditions_of``). The second run ends as soon as all tensors that the first one saved are there again; backward uses each and drops it.
 
     Raises:
@@ -138,7 +138,7 @@ class DeferredLinear(nn.Module):
 
     Attributes:
         weight, bias: Those of the ``nn.Linear`` that it replaces: the same ``nn.Parameter`` objects, no copies; ``bias`` may be None.
-        pending: A deque with an entry for each backward whose weights' gradients are still to be computed.
+        pending: A deque with an entry for each backward whose weight gradients have not been computed yet, oldest first.
 
     Autograd's backward computes the gradient of the input, and leaves ``weight.grad`` and ``bias.grad`` alone, even if the input needs no gradient. It also works under autocast.
     """
@@ -163,10 +163,10 @@ class PipelineStage(nn.Module):
 
     Args:
         module: The layers. They take one tensor and return one.
-        stage, n_stages, group: Index of the layer group, ``c * R + s`` for chunk c of stage s; number of groups, R times the chunks of a stage; the R ranks, None for all.
+        stage, n_stages, group: Index of this layer group, ``c * R + s`` for chunk c of stage s; number of layer groups, R times the chunks of a stage; the R ranks, None for all.
 
     Raises:
-        ValueError: ``stage`` is not in ``range(n_stages)``; the message names both. Or a backward without a forward, or ``backward_weights`` without a backward; it names i.
+        ValueError: ``stage`` is not in ``range(n_stages)``; the message names both. Also a backward without a forward, or ``backward_weights`` without a backward; the message names i.
     """
 
     def __init__(self, module: nn.Module, stage: int, n_stages: int, group: dist.ProcessGroup | None = None):
@@ -198,9 +198,9 @@ def run_schedule(
 
     Args:
         stages, group: This rank's chunks in order; chunk c of rank s of R is layer group ``c * R + s``. The R ranks; None means the stages' ``group``.
-        schedule: This rank's actions. Any list goes that has one "F" and one "B" for each chunk and micro-batch, a "W" after the "B" where it likes, and
-            an order in which the ranks can complete their lists. Where no "W" follows a "B", the weights of ``DeferredLinear`` layers are done with the "B".
-        micro_inputs, micro_targets: The micro-batches, the same on every rank, of any sizes; for two of one shape, what a stage returns has one shape too.
+        schedule: This rank's actions. Any list is valid that has one "F" and one "B" for each chunk and micro-batch, optionally a "W" somewhere after a "B", and
+            an order in which the ranks can complete their lists. Where no "W" follows a "B", ``DeferredLinear`` layers compute their weights' gradients with the "B".
+        micro_inputs, micro_targets: The micro-batches, the same on every rank, of any sizes; a stage's outputs for two micro-batches of one shape have one shape too.
         loss_function: ``loss_function(output, targets)`` returns the mean loss of a micro-batch; ``MeanLoss`` weights it by its targets.
 
     Returns:
