@@ -99,16 +99,16 @@ class Descriptor:
 
 
 class Shared:
-    """A piece of shared memory. ``unseen`` marks what a role has stored and no fence has shown to copies and products."""
+    """A piece of shared memory. ``hidden`` has the number of the role that stored a number and has not fenced it since; 0 for others."""
 
-    def __init__(self, data: Tensor, unseen: Tensor):
-        self.data, self.unseen = data, unseen
+    def __init__(self, machine: "Machine", data: Tensor, hidden: Tensor):
+        self.machine, self.data, self.hidden = machine, data, hidden
 
     dtype = property(lambda self: self.data.dtype)
     shape = property(lambda self: tuple(self.data.shape))
 
     def _of_both(self, view: Any) -> "Shared":
-        return Shared(view(self.data), view(self.unseen))
+        return Shared(self.machine, view(self.data), view(self.hidden))
 
     def index(self, i: Any) -> "Shared":
         if not 0 <= int(i) < len(self.data):
@@ -129,11 +129,11 @@ class Shared:
 
     def store(self, values: Tensor) -> None:
         self.data.copy_(values.as_subclass(Tensor))
-        self.unseen.fill_(True)
+        self.hidden.fill_(self.machine.current.number)
 
     def seen(self) -> Tensor:
         """The numbers as copies and products see them."""
-        if self.unseen.any():
+        if self.hidden.any():
             raise Fault("a copy or a product reads what was stored without a fence")
         return self.data
 
@@ -157,8 +157,8 @@ class Barrier:
 class Role:
     """A thread that runs while the others wait."""
 
-    def __init__(self, machine: "Machine", name: str, run: Any):
-        self.name, self.turn, self.done = name, threading.Semaphore(0), False
+    def __init__(self, machine: "Machine", number: int, run: Any):
+        self.number, self.turn, self.done = number, threading.Semaphore(0), False
         self.waits: Any = None  # a function: whether the role can go on
         self.products: list[Pending] = []
         self.stores: list[Any] = []  # copies to memory that may still read shared memory
@@ -171,7 +171,7 @@ class Role:
                 if not machine.stopped:
                     run()
                     if self.products or self.stores:
-                        raise Fault(f"{name} ends while its products or copies are under way")
+                        raise Fault(f"role {number} ends while its products or copies are under way")
             except BaseException as error:
                 self.error = error
             self.done = True
@@ -187,7 +187,7 @@ class Machine:
     def __init__(self, seed: int, at: tuple[int, int], grid: tuple[int, int]):
         self.random, self.at, self.grid = random.Random(seed), at, grid
         self.back, self.stopped = threading.Semaphore(0), False
-        self.barriers: dict[tuple[int, int], Barrier] = {}
+        self.barriers: dict[int, Barrier] = {}  # by address
         self.buffers: list[Shared] = []
         self.loads: list[Any] = []
         self.roles: list[Role] = []
@@ -197,11 +197,11 @@ class Machine:
     def allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
         fill = math.nan if dtype.is_floating_point else 0
         data = torch.full(tuple(map(int, shape)), fill, dtype=dtype)
-        self.buffers.append(Shared(data, torch.zeros(data.shape, dtype=torch.bool)))
+        self.buffers.append(Shared(self, data, torch.zeros(data.shape, dtype=torch.int8)))
         return self.buffers[-1]
 
     def barrier(self, shared: Shared) -> Barrier:
-        return self.barriers[shared.data.data_ptr(), 0]
+        return self.barriers[shared.data.data_ptr()]
 
     def pause(self, until: Any = None) -> None:
         """Let others run; come back when ``until`` says so."""
@@ -214,7 +214,7 @@ class Machine:
         role.waits = None
 
     def run(self, parts: list[tuple[Any, tuple]]) -> None:
-        self.roles = [Role(self, f"role {i}", lambda f=f, args=args: f(*args)) for i, (f, args) in enumerate(parts)]
+        self.roles = [Role(self, i, lambda f=f, args=args: f(*args)) for i, (f, args) in enumerate(parts, 1)]
         try:
             for _ in range(MOST_STEPS):
                 if all(role.done for role in self.roles):
@@ -237,8 +237,8 @@ class Machine:
             self.random.choice(copies)()
             return
         if not ready:
-            waiting = ", ".join(role.name for role in self.roles if not role.done)
-            raise Fault(f"nothing can go on: {waiting} wait for a barrier that nobody completes")
+            waiting = ", ".join(str(role.number) for role in self.roles if not role.done)
+            raise Fault(f"nothing can go on: the roles {waiting} wait for a barrier that nobody completes")
         self.current = self.random.choice(ready)
         self.current.turn.release()
         self.back.acquire()
@@ -248,7 +248,7 @@ class Machine:
     # ---- what kernels call ---------------------------------------------------------------------------------------------
 
     def init(self, shared: Shared, count: int) -> None:
-        self.barriers[shared.data.data_ptr(), 0] = Barrier(int(count))
+        self.barriers[shared.data.data_ptr()] = Barrier(int(count))
 
     def expect(self, shared: Shared, n_bytes: int) -> None:
         self.barrier(shared).change(1, int(n_bytes))
@@ -295,8 +295,9 @@ class Machine:
         self.pause(lambda: not any(copy in role.stores for copy in older))
 
     def fence(self) -> None:
+        """Show copies and products what this role has stored."""
         for shared in self.buffers:
-            shared.unseen.fill_(False)
+            shared.hidden[shared.hidden == self.current.number] = 0
 
     def product(self, left: Any, right: Shared, total: Any, use_acc: Any = True, is_async: bool = False) -> Any:
         in_registers = None if isinstance(left, Shared) else left.clone()
