@@ -57,7 +57,7 @@ def _exp2(x, ONE_INSTRUCTION: tl.constexpr):
 
 @triton.jit
 def _inverse(x, ONE_INSTRUCTION: tl.constexpr):
-    """1 / x, likewise."""
+    """1 / x, as one instruction in the same way."""
     if ONE_INSTRUCTION:
         inverse = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
     else:
@@ -75,7 +75,7 @@ def _bell_and_tail(size, ONE_INSTRUCTION: tl.constexpr):
 
 @triton.jit
 def _gelu_and_slope(y, TANH: tl.constexpr, ONE_INSTRUCTION: tl.constexpr):
-    """The GELU and its derivative, which is s + y s': s is the share of the normal distribution below y, or (1 + tanh) / 2."""
+    """The GELU y s and its derivative s + y s', where s is the share of the normal distribution below y, or (1 + tanh) / 2."""
     if TANH:
         square = y * y
         power = _exp2(y * (LINEAR + CUBIC * LINEAR * square), ONE_INSTRUCTION)

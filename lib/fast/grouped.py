@@ -34,7 +34,7 @@ class Cut:
 
 @triton.jit
 def plan_kernel(counts, table, first_rows, E, n_slots, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, M: tl.constexpr):
-    """For each tile of rows its expert, its first row and the expert's last; their number; and the experts' first rows.
+    """Find for each tile of rows its expert, its first row and the end of the expert's rows; count the tiles; find each expert's first row.
 
     ``table`` is int32 [1 + 3 n_slots]: the number of tiles, then experts, first rows and ends. ``first_rows`` is int32 [E + 1].
     """
@@ -275,7 +275,7 @@ if GLUON:
 
 
 def fits(x: Tensor, weights: Tensor) -> bool:
-    """Whether the kernels with roles multiply these: 16 bits, on Hopper, read in place by the copy engine, and not small.
+    """Whether the kernels with roles take these: 16 bits, a Hopper GPU, a layout that the copy engine can read in place, and not small.
 
     Where a compiler or a mode watches, the product's own kernel is what it can see.
     """
@@ -292,7 +292,7 @@ def fits(x: Tensor, weights: Tensor) -> bool:
 
 @lru_cache(maxsize=16)
 def n_programs(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
+    """Number of programs of a persistent kernel: one for each multiprocessor of the GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -386,7 +386,7 @@ def weight_gradients_fast(
 
 
 def launches(make: Any, key: tuple, *tensors: Tensor) -> Launch:
-    """The launch that ``make`` makes of ``key``, kept for tensors of the same shapes, strides and dtypes."""
+    """Return ``make(key)``, a launch that is kept for tensors of the same shapes, strides and dtypes."""
     return _launch(make, key, tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors))
 
 

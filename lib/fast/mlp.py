@@ -1,9 +1,10 @@
 """The MLP of a transformer on a Hopper GPU: its GELU is computed inside the products before and after it.
 
-Read ``lib.fast.grouped`` first: these products are cut in the same way. A GELU of its own reads all numbers of the widest
-layer and writes them, twice in a step, and tensor cores wait meanwhile. Here the first product applies it to sums that are
-still in registers. It writes the GELU and, in place of its argument, the slope there, which is all that the backward pass
-needs: the gradient of the argument is a product too, and each of its numbers is multiplied by a slope before it is written.
+Read ``lib.fast.grouped`` first: these products are tiled in the same way. A separate GELU kernel reads and writes all numbers
+of the widest layer, once in the forward pass and once in the backward pass, and the tensor cores wait meanwhile. Here the
+first product applies the GELU to sums that are still in registers. It writes the GELU and, in place of its argument, the
+GELU's slope there. The backward pass needs nothing else: the gradient of the argument is a product too, and each of its
+numbers is multiplied by a slope before it is written.
 """
 
 from functools import lru_cache
@@ -42,7 +43,7 @@ if GLUON:
 
     @gluon.jit
     def _load(given, CUT: gl.constexpr):
-        """Copy the factors of all tiles of a program into the ring; and after those of a tile its slopes, if there are any."""
+        """Copy the factors of each of a program's tiles into the ring and, in the backward kernel, the tile's slopes after them."""
         x, w, slope, n_rows, n_columns, n_terms, ring = given
         x_s, w_s, full, empty = ring
         n = 0
@@ -69,7 +70,7 @@ if GLUON:
 
     @gluon.jit
     def _halves(x):
-        """The left and the right half of a tile. No number leaves its thread."""
+        """The left and the right half of a tile, without moving a number to another thread."""
         n: gl.constexpr = x.shape[1] // 2
         left, right = x.reshape((x.shape[0], 2, n)).permute((0, 2, 1)).split()
         return gl.convert_layout(left, acc(n), assert_trivial=True), gl.convert_layout(
@@ -85,7 +86,7 @@ if GLUON:
 
     @gluon.jit
     def _as_left(shared):
-        """The memory of a right factor's tile, as if it were a left factor's."""
+        """The memory of a right factor's tile, seen as a left factor's tile of the same size."""
         if RENAMED:
             return shared.reinterpret(shared.dtype, [128, 64], shared_layout(128, 64))
         else:  # noqa: RET505 - Gluon wants both ways written out
@@ -93,7 +94,7 @@ if GLUON:
 
     @gluon.jit
     def _sum(n, n_terms, ring, CUT: gl.constexpr):
-        """A tile of the product, and the number of the next place in the ring."""
+        """Compute a tile of the product; returns it with the number of the next place in the ring."""
         x_s, w_s, full, empty = ring
         total = gl.full([128, 128], 0.0, gl.float32, acc(128))
         for k in range(0, n_terms):
@@ -161,7 +162,7 @@ if GLUON:
 
     @gluon.jit(do_not_specialize=("n_rows", "n_columns", "n_terms"))
     def gelu_kernel(x, w, bias, gelu, slope, n_rows, n_columns, n_terms, F, TANH: gl.constexpr, CUT: gl.constexpr):
-        """GELU and slope ``[N, F]`` at the sums of rows ``[N, C]`` times ``[F, C]``, transposed, and a bias ``[F]``."""
+        """Write the GELU of ``x @ w.T + bias`` and its slope there, both ``[N, F]``, for x ``[N, C]``, w ``[F, C]`` and bias ``[F]``."""
         x_s = gl.allocate_shared_memory(x.dtype, [CUT.stages, 128, 64], shared_layout(128, 64))
         w_s = gl.allocate_shared_memory(x.dtype, [CUT.stages, 128, 64], shared_layout(128, 64))
         own_s = gl.allocate_shared_memory(x.dtype, [2, 128, 32], shared_layout(128, 32))
@@ -173,7 +174,7 @@ if GLUON:
 
     @gluon.jit(do_not_specialize=("n_rows", "n_columns", "n_terms"))
     def slope_kernel(x, w, slope, out, sums, n_rows, n_columns, n_terms, F, CUT: gl.constexpr):
-        """Rows ``[N, C]`` times ``[C, F]``, times slopes ``[N, F]``; and the sums of each 128 rows of that, float32 ``[N / 128, F]``."""
+        """Write ``(x @ w) * slope`` for x ``[N, C]``, w ``[C, F]`` and slope ``[N, F]``, and its sums over each 128 rows, float32 ``[N / 128, F]``."""
         x_s = gl.allocate_shared_memory(x.dtype, [CUT.stages, 128, 64], shared_layout(128, 64))
         w_s = gl.allocate_shared_memory(x.dtype, [CUT.stages, 64, 128], shared_layout(64, 128))
         own_s = gl.allocate_shared_memory(x.dtype, [2, 128, 32], shared_layout(128, 32))
@@ -189,7 +190,7 @@ if GLUON:
 
 @torch.compiler.assume_constant_result
 def _n_multiprocessors(device: torch.device) -> int:
-    """Those of a GPU for which these kernels were tried, and 0 of any other."""
+    """Number of multiprocessors of a GPU for which these kernels were tried; 0 for any other device."""
     proven = (
         GLUON and VERSION in PROVEN and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     )
@@ -197,7 +198,7 @@ def _n_multiprocessors(device: torch.device) -> int:
 
 
 def fits(x: Tensor, n_columns: int) -> bool:
-    """Whether the kernels compute an MLP of rows ``[..., C]`` whose inner width is ``n_columns``: 16 bits, on Hopper, and a tile for each multiprocessor."""
+    """Whether the kernels take rows ``[..., C]`` and an inner width of ``n_columns``: 16 bits, a Hopper GPU, and at least a tile for each multiprocessor."""
     n_rows, width = x.shape[:-1].numel(), x.shape[-1]
     readable = x.dtype in (torch.bfloat16, torch.float16) and width % 8 == n_columns % 8 == 0
     n_tiles = _cdiv(n_rows, 128) * _cdiv(n_columns, 128)
@@ -220,7 +221,7 @@ def _forward_launch(key: tuple) -> Launch:
 
 
 def launch_forward(x: Tensor, weight: Tensor, bias: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
-    """The results of `gelu_kernel`."""
+    """Run `gelu_kernel`; returns the GELU and its slope."""
     x, weight, bias = _readable(x), _readable(weight), _readable(bias)
     (n_rows, width), columns = x.shape, len(weight)
     gelu, slope = x.new_empty(n_rows, columns), x.new_empty(n_rows, columns)
@@ -241,7 +242,7 @@ def _backward_launch(key: tuple) -> Launch:
 
 
 def launch_backward(x: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
-    """The results of `slope_kernel`; its sums are added up, always in the same order."""
+    """Run `slope_kernel`; returns the product times the slopes, and its column sums, which are always added in the same order."""
     x, weight, slope = _readable(x), _readable(weight), _readable(slope)
     (n_rows, width), columns = x.shape, weight.shape[1]
     out = x.new_empty(n_rows, columns)
@@ -252,7 +253,7 @@ def launch_backward(x: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, T
 
 
 def _readable(x: Tensor) -> Tensor:
-    """As the copy engine reads it."""
+    """The same tensor, contiguous and at an address from which the copy engine can read."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
@@ -290,7 +291,7 @@ def _(x: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class MLP(torch.autograd.Function):
-    """Both products and the GELU between them, because the gradient of the GELU's argument is computed in a product of the second layer."""
+    """Both products with the GELU between them, as one function: the second layer's backward product also applies the GELU's slope."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, first: Tensor, bias: Tensor, second: Tensor, approximate: str) -> Tensor:
@@ -306,7 +307,7 @@ class MLP(torch.autograd.Function):
 
 
 def mlp(x: Tensor, first: Tensor, bias: Tensor, second: Tensor, approximate: str = "none") -> Tensor:
-    """``gelu(x @ first.T + bias) @ second.T``, with kernels for what `fits`.
+    """``gelu(x @ first.T + bias) @ second.T``, by the kernels where `fits` says so and by PyTorch elsewhere.
 
     Args:
         x: ``[N, C]``, bfloat16, float16 or float32.
