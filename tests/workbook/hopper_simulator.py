@@ -213,8 +213,9 @@ class Machine:
             raise SystemExit
         role.waits = None
 
-    def run(self, parts: list[tuple[Any, tuple]]) -> None:
-        self.roles = [Role(self, i, lambda f=f, args=args: f(*args)) for i, (f, args) in enumerate(parts, 1)]
+    def run(self, kernel: Any, args: tuple) -> None:
+        """Run a program to its end."""
+        self._add_role(lambda: kernel(*args))
         try:
             for _ in range(MOST_STEPS):
                 if all(role.done for role in self.roles):
@@ -228,6 +229,16 @@ class Machine:
             self.stopped = True
             for role in self.roles:
                 role.turn.release()
+
+    def _add_role(self, run: Any) -> None:
+        self.roles.append(Role(self, len(self.roles) + 1, run))
+
+    def specialize(self, parts: list[tuple[Any, tuple]]) -> None:
+        """Give the other parts to roles of their own; the first stays with the role that calls."""
+        for function, args in parts[1:]:
+            self._add_role(lambda function=function, args=args: function(*args))
+        function, args = parts[0]
+        function(*args)
 
     def step(self) -> None:
         """One role goes on to its next pause, or one copy is made."""
@@ -352,7 +363,7 @@ def _names(machine: Machine) -> dict[str, Any]:
         maximum=of_two(torch.maximum), minimum=of_two(torch.minimum), where=lambda c, a, b: torch.where(c, number(a), number(b)),
         max=lambda x, dim: x.amax(dim), sum=lambda x, dim: x.sum(dim), abs=torch.abs, exp2=torch.exp2, log2=torch.log2,
         load=_load, store=_store, convert_layout=lambda x, layout, assert_trivial=False: x,
-        allocate_shared_memory=machine.allocate, warp_specialize=lambda parts, warps, registers: machine.run(parts),
+        allocate_shared_memory=machine.allocate, warp_specialize=lambda parts, warps, registers: machine.specialize(parts),
     )  # fmt: skip
     barriers = SimpleNamespace(
         init=machine.init, expect=machine.expect, arrive=machine.arrive, wait=machine.wait, MBarrierLayout=lambda: None
@@ -405,8 +416,8 @@ def simulate(launch: Launch, *tensors: Tensor, seed: int = 0, change: Any = None
     """
     n_x, n_y = launch.grid
     for i in range(n_x * n_y):
-        names = _names(Machine(seed + i, (i % n_x, i // n_x), launch.grid))
+        machine = Machine(seed + i, (i % n_x, i // n_x), launch.grid)
+        names = _names(machine)
         if change is not None:
             change(names)
-        run = _python_of(launch.kernel, names, {})
-        run(*(_argument(arg, tensors) for arg in launch.args))
+        machine.run(_python_of(launch.kernel, names, {}), tuple(_argument(arg, tensors) for arg in launch.args))
