@@ -16,7 +16,7 @@ def arrange(options: Options, n_ranks: int) -> Options:
     """The options with a number for every degree; their product is the number of ranks.
 
     Raises:
-        UsageError: it is not; the message shows the product.
+        UsageError: the product differs from the number of ranks; the message shows it.
     """
     degrees: dict[str, Any]
     if options.strategy is not None:
@@ -54,7 +54,7 @@ def check_degrees(options: Options, sizes: dict[str, dict[str, int]]) -> None:
         sizes: A task's ``sizes``.
 
     Raises:
-        UsageError: a degree cannot; the message names the size.
+        UsageError: a degree cannot divide the model; the message names the size.
     """
     for kind in ("expert", "tensor", "context", "pipeline"):
         n = getattr(options, kind)

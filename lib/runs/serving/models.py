@@ -80,13 +80,13 @@ def make_tiny() -> Llama:
     model.tok_embeddings.weight.copy_(torch.eye(V))
     model.output.weight.copy_(
         (counts / counts.sum(1, keepdim=True)).log().T / V**0.5
-    )  # the norm makes each 1 a sqrt(V)
+    )  # the norm turns each 1 into sqrt(V)
     return model
 
 
 def _from_runs(folder: Path, tokenizer: str | None) -> tuple[nn.Module, Tokenizer]:
     """The model of the newest checkpoint that ``lib.runs`` wrote into a folder."""
-    from lib.runs.engine.state import newest  # with all of PyTorch's distributed checkpoints: seconds
+    from lib.runs.engine.state import newest  # imports PyTorch's distributed checkpoints, which takes seconds
 
     path = newest(folder)
     if path is None:
@@ -100,7 +100,7 @@ def _from_runs(folder: Path, tokenizer: str | None) -> tuple[nn.Module, Tokenize
     model.load_state_dict(weights)
     files = (
         place / "tokenizer.json" for place in (folder, folder.parent)
-    )  # the best checkpoint is in a folder of the last
+    )  # the best checkpoint is in a subfolder of the last one's
     found = next((str(path) for path in files if path.is_file()), None)
     if not (tokenizer or found) and model.config.vocab_size > 256 and run["data"] != "synthetic":
         raise UsageError(

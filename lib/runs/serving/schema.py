@@ -20,7 +20,7 @@ class ApiError(Exception):
         param: The field that is wrong.
         code: A word for programs.
         kind: The error's ``type``.
-        headers: Of the response.
+        headers: Further headers of the response.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ def parse(body: bytes) -> Asked:
     """Read the body of a request.
 
     Raises:
-        ApiError: 400 for what is wrong first.
+        ApiError: with status 400, about the first thing that is wrong.
     """
     try:
         asked = Asked.model_validate_json(body)
