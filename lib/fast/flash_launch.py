@@ -2,8 +2,8 @@
 
 A short kernel runs for some tens of microseconds. Triton's own launch of a kernel with seven tensor descriptors takes longer:
 it builds each descriptor in Python, checks it, and compares every argument with its compiled variants. Here a `Launch` belongs
-to fixed shapes and strides. Everything but the addresses is prepared once, and a descriptor is made once for each address,
-of which a training loop sees few because PyTorch's allocator hands out the same blocks again.
+to fixed shapes and strides. Everything but the addresses is prepared once, and a descriptor is made once for each
+address. A training loop sees few addresses, because PyTorch's allocator hands out the same blocks again.
 """
 
 import inspect
@@ -105,7 +105,7 @@ class Launch:
     Args:
         kernel: Of Triton or Gluon.
         grid: Numbers of programs along two axes.
-        args: The kernel's arguments in their order; `Box` and `Address` stand for tensors.
+        args: The kernel's arguments in their order; a `Box` or an `Address` takes the place of a tensor.
         options: Options for the compiler.
     """
 
