@@ -33,7 +33,7 @@ from lib.vit import VisionTransformer
 WIDE = ("float32", "TF32", "float16, our scaler", "float16, PyTorch's scaler", "bfloat16")
 """Ways that keep float32 weights, so that one model and its optimizer serve all of them in turn."""
 SMALLEST = replace(GPT2_TINY, vocab_size=256, context_len=16, dim=32)
-"""For ``--tiny``: float16 products are slow on a CPU."""
+"""The GPT-2 of ``--tiny``, which is very small because float16 products are slow on a CPU."""
 NARROW = ("model.half()", "model.half(), eps 1e-4")
 UNSCALED = ("float16, no scaler",)
 PHASES = ("forward", "backward", "optimizer")

@@ -115,7 +115,7 @@ class Competitor:
 
 
 Wrap = Callable[[str, nn.Module], nn.Module]
-"""Wraps a model as the competitor of this name does."""
+"""Wraps a model in the way of the competitor with this name."""
 
 
 def _wrap(name: str, model: nn.Module) -> nn.Module:

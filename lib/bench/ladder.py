@@ -32,7 +32,7 @@ from lib.given.models.gpus import SHEETS
 from lib.given.models.vit import VIT_L_16, ViTConfig
 
 PEAK_FLOPS = SHEETS["H200"].peak_flops
-"""Of an H100 or H200 in dense bf16, by the datasheet: what MFU is a share of, on every rung."""
+"""Peak of an H100 or H200 in dense bf16, by the datasheet. On every rung MFU is a share of this."""
 N_IMAGES = 50_000
 DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
 
@@ -93,7 +93,7 @@ def vit_rungs(batch: int) -> list[Rung]:
 
 @dataclass
 class Task:
-    """What is trained: configs, how each model's loss is computed, and a batch."""
+    """What is trained: the configurations, the loss of each model, and the batches."""
 
     name: str
     config: Any
@@ -105,7 +105,7 @@ class Task:
         torch.manual_seed(0)
         with torch.device(self.device):
             model = self.peer(rung) if who == "peer" else self.ours(rung)
-        model = model.to(self.device)  # torch.normal does not heed the device that was set
+        model = model.to(self.device)  # torch.normal ignores the default device
         if state is not None and who != "peer":
             model.load_state_dict(state)
         return model.train()

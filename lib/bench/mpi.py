@@ -88,7 +88,7 @@ class Silent:
 
 
 def python_seconds(all_reduce, n_ranks: int, n: int = 2000) -> float:
-    """How long rank 0's Python takes for one all-reduce of 8 bytes, without its messages."""
+    """Seconds of rank 0's Python in one all-reduce of 8 bytes, without the messages."""
     comm, array, times = Silent(0, n_ranks), np.ones(1), []
     for _ in range(n):
         start = time.perf_counter()

@@ -67,7 +67,7 @@ class Checkpointed(nn.Module):
 
 
 class Bench:
-    """The model, its micro-batches and the ways to make a step, on one rank."""
+    """The model, its micro-batches, and the ways to compute a step, on one rank."""
 
     def __init__(self, rank: int, n_ranks: int, tiny: bool, device: torch.device):
         self.rank, self.n_ranks, self.device, self.config = rank, n_ranks, device, TINY if tiny else XL

@@ -41,9 +41,9 @@ SIZES = ((128, 4), (192, 6), (256, 8), (384, 8), (512, 9), (640, 10))
 """Width and blocks of the models of the sweep."""
 BATCH, LENGTH, WARMUP = 32, 1024, 100
 STEPS = (400, 800, 1600, 2400, 3200)
-"""Where the runs of the sweep end, the last where the predicted run ends: their decays are branches of one run."""
+"""Lengths of the sweep's runs, which are decays that branch off one run. The predicted run has the last length."""
 GPU_OF = (0, 1, 0, 1, 1, 1)
-"""Where each runs if there are two GPUs, the widest first, so that both have about as much to do."""
+"""The GPU of each size if there are two, from the widest size on, so that both have about as much to do."""
 TINY_SIZES, TINY_STEPS = ((64, 1), (128, 1), (192, 1)), (8, 10, 12)
 PROMPT = "The function returns"
 N_BOOTSTRAP = 100

@@ -27,7 +27,7 @@ from lib.bench.scaling_laws import n_weights, train_branches
 from lib.scaling_laws import bootstrap, fit_parametric
 
 SIZES = ((64, 4), (128, 4), (128, 8), (256, 8))
-"""Width and blocks; the last is predicted."""
+"""Width and number of blocks of each model; the last model is predicted."""
 STEPS, BATCH, WARMUP = (120, 240, 480, 960), 500, 30  # 120 steps are a pass over all 60,000 pictures
 TINY_SIZES, TINY_STEPS = ((64, 1), (64, 2), (128, 2), (128, 4)), (10, 15, 20)
 N_BOOTSTRAP = 100

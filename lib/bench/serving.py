@@ -45,7 +45,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured, and how much of it."""
+    """The model, the load and the rates of one measurement."""
 
     config: LlamaConfig
     rates: tuple[float, ...]  # requests a second

@@ -345,7 +345,7 @@ def check_losses(cell: Cell, racers: list[Racer], device: torch.device) -> dict[
 
 
 class PlainTask(ViTTask):
-    """For a trial where timm is missing: chapter 5's model as it is written stands in for timm's."""
+    """For a trial without timm: chapter 5's model as it is written takes the place of timm's."""
 
     def peer(self, rung):
         return VisionTransformer(self.config)
@@ -364,7 +364,7 @@ def _converted(task: ViTTask, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def make_task(cell: Cell, device: torch.device) -> tuple[ViTTask, str]:
-    """What builds the peer, and the peer's name."""
+    """The task, which builds the peer, and the peer's name."""
     try:
         name = f"timm {version('timm')}"
     except PackageNotFoundError:
