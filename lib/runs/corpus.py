@@ -44,7 +44,7 @@ PLAIN = {"", ".txt", ".md", ".rst", ".dat", ".pod", ".texi", ".tex", ".dict", ".
 CODE = {".c", ".h", ".py", ".go", ".java", ".el", ".pl", ".pm", ".rs", ".js", ".sh", ".s", ".S", ".hs", ".erl"}
 MARKED_UP = {".html", ".htm", ".page", ".xhp"}
 BROKEN = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, OSError, EOFError, ValueError, RuntimeError)  # fmt: skip
-"""What reading a damaged archive raises; RuntimeError: a zip with a password. Some are broken on purpose, for tests."""
+"""What reading a damaged archive raises (RuntimeError: a zip with a password). Some are broken on purpose, as tests."""
 ARCHIVES = (".tar", ".tar.gz", ".tar.xz", ".tar.bz2", ".tgz")
 END = "<|endoftext|>"
 VOCAB_SIZE = 50_257  # GPT-2's: 256 bytes, 50,000 merges and the end of a document
@@ -92,7 +92,7 @@ def unpacked(package: str, folder: Path) -> Source:
     """Download a Debian package and unpack it into the folder, without installing it.
 
     Raises:
-        RuntimeError: There is no apt, or it does not know the package or cannot reach its archive; the message is apt's own.
+        RuntimeError: There is no apt, or apt cannot find or download the package; the message is apt's own.
     """
     for command in (["apt-get", "download", "-qq", package], ["dpkg-deb", "-x", "{deb}", "tree"]):
         debs = sorted(folder.glob("*.deb"))
@@ -351,7 +351,7 @@ def read_tokens(folder: Path) -> np.ndarray:
 
 
 def held_out_share(data: str) -> float | None:
-    """The share of a corpus's tokens that are held out; None if the data is no corpus."""
+    """The share of a corpus's tokens that are held out; None if the data are not a corpus."""
     if not is_corpus(data):
         return None
     facts = read_facts(Path(data))
@@ -381,7 +381,7 @@ def write(folder: Path, documents: list[Document], found: list[Source], share: f
     if not all(parts):
         raise ValueError(f"{len(documents)} documents: expected some to train on and some, {share:.1%}, to hold out")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "corpus.json").unlink(missing_ok=True)  # until all is written again, the folder is no corpus
+    (folder / "corpus.json").unlink(missing_ok=True)  # the folder is not a corpus until all files are written again
     merges = learn_merges(parts[0], sample, vocab)
     text = json.dumps([[left.decode("latin-1"), right.decode("latin-1")] for left, right in merges])
     (folder / "merges.json").write_text(text)

@@ -31,7 +31,7 @@ def read_idx(path: Path) -> np.ndarray:
     """The bytes that a compressed idx file holds, in the shape that its head says.
 
     Raises:
-        ValueError: It is no such file, or it is cut short; the message names it.
+        ValueError: It is not such a file, or it is cut short; the message names it.
     """
     try:
         data = gzip.decompress(path.read_bytes())

@@ -1,4 +1,4 @@
-"""How good the model is, while it trains: its scores on the held-out part of the data, and text that it writes."""
+"""A look at the model while it trains: its scores on the held-out part of the data, and text that it writes."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from lib.runs.engine.options import Options, UsageError
 from lib.runs.engine.tasks import Task
 
 TEMPERATURE = 0.8
-"""Of samples: chapter 6's."""
+"""Temperature of samples, as in chapter 6."""
 
 
 def is_due(every: int | None, done: int, options: Options) -> bool:

@@ -34,7 +34,7 @@ from lib.training import TokenBatches, cosine_schedule, hours_per_epoch
 DATA = ("replicate", "shard", "expert")
 """Kinds of parallelism whose ranks divide a batch."""
 BEST = "best"
-"""The folder of the best model, inside of that of the last one."""
+"""The folder of the best model, inside of the last model's folder."""
 
 
 def main(parser: Parser, kind: type[Task], argv: list[str] | None = None) -> int:

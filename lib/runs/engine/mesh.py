@@ -1,4 +1,7 @@
-"""How the ranks are arranged: a degree for each kind of parallelism, checked against the ranks and the model, and the mesh that they span."""
+"""How the ranks are arranged: a degree for each kind of parallelism, and the mesh that they span.
+
+The degrees are checked against the number of ranks and the sizes of the model.
+"""
 
 import math
 import warnings

@@ -19,7 +19,7 @@ OPTIMIZERS = ("ours", "adamw", "sgd")
 HEAD = 64
 """Width of a head of GPT-2, in all of its sizes."""
 DECAYED = 5
-"""With ``--schedule wsd`` the last of so many parts of the steps is the decay."""
+"""With ``--schedule wsd`` the decay takes one in so many steps, the last ones."""
 
 
 class UsageError(ValueError):

@@ -175,7 +175,7 @@ class Strategy:
         return self.options.shards or self.options.uses("tensor", "pipeline", "expert")
 
     def members(self, name: str) -> list[str]:
-        """The parameters of the model of which ``named()[name]`` has parts, on this rank or others."""
+        """The parameters of the model whose parts ``named()[name]`` holds, on this rank or others."""
         return [name]
 
     def parts(self, name: str) -> dict[str, slice]:

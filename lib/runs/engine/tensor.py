@@ -14,14 +14,14 @@ from lib.runs.engine.mesh import Mesh
 from lib.tensor_parallel import ColumnParallelLinear, CopyToRegion, RowParallelLinear
 
 FUSED = {"attn.c_attn": 3}
-"""Layers whose columns hold queries, keys and values, one after the other: each third is divided by itself."""
+"""Layers whose columns hold queries, keys and values, one after the other. Each third is divided by itself."""
 SEPARATE = ("attn.wq", "attn.wk", "attn.wv")
 """Column-parallel layers with the same input, which enters the parallel region once."""
 COLUMNS = ("attn.c_attn", "mlp.fc1", "mlp.c_fc")
 ROWS = ("attn.wo", "attn.c_proj", "mlp.fc2", "mlp.c_proj")
 
 Cuts = dict[str, tuple[str, int, int]]
-"""For each divided parameter the axis of the mesh, its divided dimension, and its number of fused parts (3 for queries, keys and values in one layer)."""
+"""For each divided parameter the mesh's axis, the dimension, and the number of fused parts (3 for q, k and v)."""
 
 
 def layers_of(block: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:

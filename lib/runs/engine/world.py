@@ -98,7 +98,7 @@ def choose_device(name: str, world: World) -> torch.device:
     checks later that no two ranks took the same one.
 
     Raises:
-        UsageError: there is no GPU, or this host has several GPUs but fewer than ranks.
+        UsageError: there is no GPU, or this host has several GPUs, but fewer than it has ranks.
     """
     n_gpus = torch.cuda.device_count() if name != "cpu" else 0
     if name == "cuda" and not n_gpus:

@@ -20,7 +20,7 @@ from lib.runs.engine.options import UsageError
 from lib.runs.serving.text import ByteTokenizer, FileTokenizer, Tokenizer
 
 KINDS: dict[str, Any] = {"GPT2Task": (GPT2Config, GPT2), "LlamaTask": (LlamaConfig, Llama)}
-"""Config and model of each task of ``lib.runs`` whose model continues text."""
+"""Configuration and model of each task of ``lib.runs`` that generates text."""
 TINY = LlamaConfig(vocab_size=256, dim=256, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=256, context_len=1024)
 FIELDS = {"vocab_size": "vocab_size", "hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
           "num_key_value_heads": "n_kv_heads", "intermediate_size": "hidden_dim", "max_position_embeddings": "context_len",

@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Tokens that are bytes, or stand for some.
+    """Tokens that are bytes, or sequences of bytes.
 
     Args:
         encode: The tokens of a text; its bytes unless given.
