@@ -24,11 +24,11 @@ TINY_MB = (0.01, 0.1, 1)
 
 
 def fit(sizes_bytes: list[float], seconds: list[float]) -> tuple[float, float]:
-    """Seconds a call and bytes a second, such that ``call + size / bandwidth`` is near each time, by relative error."""
+    """Fit ``call + size / bandwidth`` to the times by relative error; returns seconds per call and bytes per second."""
     x, y = (torch.tensor(values, dtype=torch.float64) for values in (sizes_bytes, seconds))
     design = torch.stack([1 / y, x / y], dim=1)
     call_s, per_byte = torch.linalg.lstsq(design, torch.ones(len(y), 1, dtype=torch.float64)).solution[:, 0].tolist()
-    if call_s <= 0:  # hidden by noise: then at most the quickest call
+    if call_s <= 0:  # the cost of a call is lost in the noise: take half of the quickest time
         call_s = min(seconds) / 2
     return call_s, 1 / per_byte if per_byte > 0 else max(s / t for s, t in zip(sizes_bytes, seconds, strict=True))
 
@@ -37,7 +37,7 @@ def spawn(worker: Callable, backend: str, n_ranks: int, *args, limit_s: float = 
     """Run ``worker(rank, device, *args)`` on each of ``n_ranks`` new processes that form a group.
 
     Raises:
-        TimeoutError: they had not ended after ``limit_s``, and were ended.
+        TimeoutError: they had not finished after ``limit_s`` seconds; they are killed.
     """
     with tempfile.TemporaryDirectory() as folder:
         given = (worker, backend, n_ranks, f"file://{folder}/meet", args)
@@ -78,7 +78,7 @@ def slowest(seconds: float, device: torch.device) -> float:
 
 
 def time_sizes(rank: int, device: torch.device, key: str, sizes_mb: list[float], n_repeats: int, folder: Path) -> None:
-    """Medians of each size, the slowest rank's of each repeat; rank 0 writes them down one by one."""
+    """Measure the median time of each size, with the slowest rank's in each repeat; rank 0 records size by size."""
     for size_mb in sizes_mb:
         x, times = torch.ones(int(size_mb * MB) // 4, device=device), []
         for repeat in range(n_repeats + 3):

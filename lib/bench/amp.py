@@ -33,7 +33,7 @@ from lib.vit import VisionTransformer
 WIDE = ("float32", "TF32", "float16, our scaler", "float16, PyTorch's scaler", "bfloat16")
 """Ways that keep float32 weights, so that one model and its optimizer serve all of them in turn."""
 SMALLEST = replace(GPT2_TINY, vocab_size=256, context_len=16, dim=32)
-"""For ``--tiny``: float16 products are slow on a CPU."""
+"""The GPT-2 of ``--tiny``, which is very small because float16 products are slow on a CPU."""
 NARROW = ("model.half()", "model.half(), eps 1e-4")
 UNSCALED = ("float16, no scaler",)
 PHASES = ("forward", "backward", "optimizer")
@@ -41,7 +41,7 @@ Loss = Callable[[nn.Module], Tensor]
 
 
 def region(way: str, device: str) -> Any:
-    """The autocast region of a way, with float32 products in TF32 or not."""
+    """Set float32 products to TF32 or not, and return the autocast region of this way."""
     torch.set_float32_matmul_precision("high" if way == "TF32" else "highest")
     dtype = torch.float16 if way.startswith("float16") else torch.bfloat16 if way == "bfloat16" else None
     return torch.autocast(device, dtype=dtype) if dtype else nullcontext()
@@ -59,7 +59,7 @@ def make_optimizer(model: nn.Module, way: str, device: str, lr: float) -> torch.
 
 
 def one_step(model, optimizer, scaler, loss_of: Loss, way: str, device: str) -> list[float]:
-    """Train one step; seconds of forward, backward and optimizer, the device waited for after each."""
+    """Train one step; returns the seconds of forward, backward and optimizer, each until the device is done."""
 
     def now() -> float:
         if device == "cuda":
@@ -80,7 +80,7 @@ def one_step(model, optimizer, scaler, loss_of: Loss, way: str, device: str) -> 
 
 
 class Plain:
-    """No scaler, with a scaler's methods."""
+    """Stands in for a scaler, and scales nothing."""
 
     def scale(self, loss: Tensor) -> Tensor:
         return loss
@@ -95,7 +95,7 @@ class Plain:
 def measure_steps(
     model: nn.Module, loss_of: Loss, ways: tuple[str, ...], device: str, n_repeats: int
 ) -> dict[str, Any]:
-    """Times of each way, taken in turns, and the most memory that a step of it held."""
+    """Measure the times of each way in turns, and the peak memory of a step."""
     scalers = {way: make_scaler(way, device) if way.startswith("float16") else Plain() for way in ways}
     optimizer = make_optimizer(model, ways[0], device, lr=1e-6)
     times: dict[str, list[list[float]]] = {way: [] for way in ways}
@@ -116,7 +116,7 @@ def measure_steps(
 
 
 def measure_model(build: Callable[[], nn.Module], loss_of: Loss, device: str, n_repeats: int) -> dict[str, Any]:
-    """All ways of one model; a way that finds no room says so."""
+    """Measure all ways for one model; ways that run out of memory are recorded as such."""
     found: dict[str, Any] = {}
     for ways in (WIDE, NARROW[:1]):
         gc.collect()
@@ -130,14 +130,14 @@ def measure_model(build: Callable[[], nn.Module], loss_of: Loss, device: str, n_
 
 
 def make_model(build: Callable[[], nn.Module], ways: tuple[str, ...], device: str) -> nn.Module:
-    """The model on its device; in float16 where its weights are narrow."""
+    """The model on its device, with float16 weights for the ways that want them."""
     with torch.device(device):
         model = build()
     return model.half() if ways == NARROW[:1] else model
 
 
 def step_cases(tiny: bool, device: str) -> dict[str, tuple[Callable[[], nn.Module], Loss]]:
-    """A way to build each model, and its loss on one batch."""
+    """For each model the function that builds it, and its loss on one batch."""
     batch, length, n_images = (2, 16, 2) if tiny else (4, 512, 64)
     sizes = dict.fromkeys(MODEL_SIZES, SMALLEST) if tiny else MODEL_SIZES
     vit = VIT_TINY if tiny else VIT_L_16
@@ -215,7 +215,7 @@ def vit_accuracy(way: str, seed: int, device: str, n_steps: int, tiny: bool) -> 
 
 
 def summary(values: list[float]) -> dict[str, Any]:
-    """The spread of the runs that ended with a number; how many did not."""
+    """The spread of the runs that ended with a finite value, and the number of those that did not."""
     finite = [value for value in values if math.isfinite(value)]
     values_or_none = [value if math.isfinite(value) else None for value in values]
     return {"values": values_or_none, "n_diverged": len(values) - len(finite), **(spread(finite) if finite else {})}

@@ -32,7 +32,7 @@ def score_bytes(length: int) -> int:
 
 
 class Held(TorchDispatchMode):
-    """Counts the bytes that operators take and give back, and remembers the most that were held at one time."""
+    """Counts the bytes that operators allocate and free, and remembers the peak."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ class Held(TorchDispatchMode):
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
-    """Most bytes that the tensors made by a call hold at one time, beyond those that were there before."""
+    """Peak bytes of the tensors that a call creates, beyond those that existed before."""
     with Held() as held:
         run()
     return held.peak_bytes

@@ -1,4 +1,4 @@
-"""Compare naive and compiled attention over widths and lengths, find where memory ends, and time softmax against the products.
+"""Compare naive and compiled attention over widths and lengths, find where memory runs out, and time the softmax.
 
 Run ``python -m lib.bench.attention_sweep`` (two minutes on a GPU) on any device; ``--tiny`` uses short sequences. It writes
 ``chapters/measurements/attention_sweep.json`` as it goes.
@@ -60,7 +60,7 @@ class Case:
         return {name: spread(times) for name, times in found.items()}
 
     def saved_bytes(self) -> int:
-        """Bytes that a forward pass leaves behind for the backward pass, its output included."""
+        """Bytes that a forward pass saves for the backward pass, its output included."""
         self.wait()
         before = torch.cuda.memory_allocated() if self.device == "cuda" else 0
         self.forward()
@@ -71,7 +71,7 @@ class Case:
 
 
 def clear(device: str) -> None:
-    """Give back what is cached, so that the next case finds an empty card."""
+    """Free cached memory, so that the next case starts on an empty GPU."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -92,7 +92,7 @@ def measure_case(attend: Callable[..., Tensor], width: int, length: int, device:
 
 
 def fits(attend: Callable[..., Tensor], width: int, length: int) -> bool:
-    """Whether one forward and backward pass has room on the card."""
+    """Whether one forward and backward pass fits into the GPU's memory."""
     clear("cuda")
     try:
         case = Case(attend, width, length, "cuda")
@@ -105,7 +105,7 @@ def fits(attend: Callable[..., Tensor], width: int, length: int) -> bool:
 
 
 def memory_end(attend: Callable[..., Tensor], width: int, row: dict, step: int = 512) -> dict:
-    """The first length that runs out of memory, as the peak of a shorter one predicts it, and as it is seen."""
+    """The first length that runs out of memory: predicted from the peak at a shorter one, and observed."""
     known = max(int(length) for length, found in row.items() if "peak_bytes" in found)
     peak = row[str(known)]["peak_bytes"]
     clear("cuda")
@@ -120,7 +120,7 @@ def memory_end(attend: Callable[..., Tensor], width: int, row: dict, step: int =
 
 
 def softmax_and_products(device: str, tiny: bool) -> dict:
-    """Time and FLOPs of the score product, the softmax and the product with the values, one layer."""
+    """Time and FLOPs of the score product, the softmax and the product with the values in one layer."""
     shape = {"batch": 1, "heads": 2, "length": 64, "head_dim": 16} if tiny else SOFTMAX_SHAPE
     b, h, t, d = shape.values()
     found: dict = {"shape": shape, "softmax_flops_per_score": 5}
@@ -143,7 +143,7 @@ def softmax_and_products(device: str, tiny: bool) -> dict:
 
 
 def seconds_of(run: Callable[[], Tensor], device: str, n_repeats: int = 20) -> dict[str, float]:
-    """Seconds of one call: ten in a row, so that launching them does not count."""
+    """Seconds of one call, measured over ten in a row, so that launching them does not count."""
     times = []
     for repeat in range(n_repeats + 2):
         start = time.perf_counter()

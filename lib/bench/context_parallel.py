@@ -3,9 +3,9 @@
 Run ``python -m lib.bench.context_parallel`` on a machine with 2 or more GPUs (about two minutes). It starts a rank on each of them and writes
 ``chapters/measurements/context_parallel.json`` after each part. ``--device cpu --tiny`` tries it with gloo.
 
-The first part times one layer of attention of Llama 2 7B, forward and backward, causal, over 131,072 tokens and over twice as many. The second
-finds from which local length the ring's messages are hidden. The third runs two blocks of the model over the longest sequence that fits, on one
-device and on all.
+The first part times one layer of causal attention of Llama 2 7B, forward and backward, over 131,072 tokens and over
+twice as many. The second finds the local length from which computation hides the ring's messages. The third runs two
+blocks of the model over the longest sequence that fits, on one device and on all.
 """
 
 import argparse
@@ -50,7 +50,7 @@ Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Sizes:
-    """What is measured: on GPUs, or tried out on a CPU."""
+    """The sizes to measure on GPUs, or to try on a CPU."""
 
     def __init__(self, device: str, tiny: bool):
         self.device, self.dtype = device, torch.bfloat16 if device == "cuda" else torch.float32
@@ -62,7 +62,7 @@ class Sizes:
 
     @property
     def stack(self) -> LlamaConfig:
-        """Two blocks with a small vocabulary, so that attention and activations are what counts."""
+        """Two blocks with a small vocabulary, so that attention and activations dominate."""
         return dataclasses.replace(self.config, n_layers=2, vocab_size=256, context_len=64)
 
 
@@ -72,7 +72,7 @@ def wait(device: str) -> None:
 
 
 def seconds(run: Callable[[], Any], device: str) -> float:
-    """Time of a call from the moment when all ranks begin to that at which the last one ends."""
+    """Time of a call, from the moment when all ranks begin until the last one ends."""
     wait(device)
     dist.barrier()
     start = time.perf_counter()
@@ -84,7 +84,7 @@ def seconds(run: Callable[[], Any], device: str) -> float:
 
 
 def peak_of(run: Callable[[], Any], device: str) -> int:
-    """Bytes that a call allocates at its peak, in addition to what was allocated before, the most of all ranks; 0 on a CPU."""
+    """Peak bytes that a call allocates beyond what was there before, on the rank with the most; 0 on a CPU."""
     if device != "cuda":
         run()
         return 0
@@ -102,7 +102,7 @@ def peak_of(run: Callable[[], Any], device: str) -> int:
 
 
 def torchs(backend: str | None = None, is_causal: bool = True) -> Way:
-    """PyTorch's attention on what a rank holds."""
+    """PyTorch's attention over the tokens that a rank holds."""
 
     def attend(q, k, v):
         with sdpa_kernel(BACKENDS[backend]) if backend else contextlib.nullcontext():
@@ -112,7 +112,7 @@ def torchs(backend: str | None = None, is_causal: bool = True) -> Way:
 
 
 def torchs_ring(method: str, backend: str, device: str) -> Way:
-    """PyTorch's context parallelism; its backward runs inside of the context, too, which `step` sees to."""
+    """PyTorch's context parallelism. Its backward must run inside of the context too, which `step` ensures."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
@@ -126,7 +126,7 @@ def torchs_ring(method: str, backend: str, device: str) -> Way:
         try:
             with context_parallel(mesh, buffers=[positions], buffer_seq_dims=[1], no_restore_buffers={positions}):
                 yield
-        finally:  # it replaces the function, and some releases leave it so after an error
+        finally:  # PyTorch replaces the function, and some releases do not restore it after an error
             functional.scaled_dot_product_attention = SDPA
 
     attend.within = within  # type: ignore[attr-defined]
@@ -143,7 +143,7 @@ def ring(layout: str, is_causal: bool = True) -> Way:
 
 
 def ways(device: str) -> dict[str, tuple[str, Way]]:
-    """For each way, how it deals out the positions ("all" means that every rank attends to all of them alone), and the attention."""
+    """For each way, how it divides the positions ("all": each rank has all of them), and its attention function."""
     found: dict[str, tuple[str, Way]] = {
         "one device": ("all", lambda q, k, v: flash_attention(q, k, v, True)),
         "one device, PyTorch": ("all", torchs()),
@@ -184,7 +184,7 @@ def step(attend: Way, tensors: list[Tensor], length: int) -> list[Tensor]:
 
 
 def off(sizes: Sizes, layout: str, attend: Way) -> float:
-    """How far output and gradients are from PyTorch's over the whole of a shorter sequence, as a share of the largest entry."""
+    """Largest error of output and gradients against PyTorch's on a shorter sequence, relative to the largest entry."""
     whole = inputs(sizes, sizes.check_length)
     expected = step(torchs(), whole, sizes.check_length)
     here = positions_of(layout, sizes.check_length, sizes.device)
@@ -194,9 +194,10 @@ def off(sizes: Sizes, layout: str, attend: Way) -> float:
 
 
 def try_out(sizes: Sizes, chosen: dict[str, tuple[str, Way]]) -> tuple[dict[str, float], dict[str, str]]:
-    """Differences of the ways that run; and why others don't, if they are PyTorch's, which is experimental.
+    """The errors of the ways that run, and why the others don't.
 
-    Of PyTorch's kernels that run, only the first is kept in ``chosen``.
+    Only PyTorch's ways may fail, because they are experimental. Of PyTorch's kernels that run, only the first is kept
+    in ``chosen``.
     """
     differences: dict[str, float] = {}
     refused: dict[str, str] = {}
@@ -216,7 +217,7 @@ def try_out(sizes: Sizes, chosen: dict[str, tuple[str, Way]]) -> tuple[dict[str,
 
 
 def measure_attention(sizes: Sizes) -> dict[str, Any]:
-    """Every way, in a random order that is the same on all ranks; and what the ring's messages cost."""
+    """Time every way, in a random order that is the same on all ranks, and find what the ring's messages cost."""
     chosen = ways(sizes.device)
     differences, refused = try_out(sizes, chosen)
     found = measure_ways(sizes, chosen, sizes.length, N_REPEATS)
@@ -232,7 +233,7 @@ def measure_attention(sizes: Sizes) -> dict[str, Any]:
 
 
 def measure_ways(sizes: Sizes, chosen: dict[str, tuple[str, Way]], length: int, n_repeats: int) -> dict[str, Any]:
-    """Forward and backward of each way: seconds, and bytes at the peak with its inputs, which it holds alone."""
+    """Seconds and peak bytes of forward and backward for each way. The peak includes the way's inputs."""
     found: dict[str, Any] = {}
     times: dict[str, list[float]] = {name: [] for name in chosen}
     n_ranks = dist.get_world_size()
@@ -254,7 +255,7 @@ def measure_ways(sizes: Sizes, chosen: dict[str, tuple[str, Way]], length: int, 
 
 @contextlib.contextmanager
 def silence():
-    """Leave out the ring's messages: every rank computes with what happens to be in its buffers, which takes as long."""
+    """Leave out the ring's messages: every rank computes with whatever its buffers hold, which takes just as long."""
     names: dict[str, Any] = ring_attention.__globals__
     names["pass_on"] = lambda tensor, into, group: lambda: into
     try:
@@ -278,11 +279,11 @@ def costs(run: Callable[[], Any], whole_s: float, pair: Tensor, n_rounds: int, d
     return {"blocks_s": computing, "messages_s": sending, "hidden_share": hidden}
 
 
-# ---- from which length the ring is hidden ----------------------------------------------------------------------------
+# ---- the length from which the messages are hidden -------------------------------------------------------------------
 
 
 def measure_hidden(sizes: Sizes) -> list[dict[str, float]]:
-    """The forward pass without a mask, for growing shares."""
+    """Time the forward pass without a mask at growing local lengths."""
     found = []
     attend = ring("contiguous", is_causal=False)
     for length in sizes.local_lengths:
@@ -312,7 +313,7 @@ def train_step(sizes: Sizes, model: Any, layout: str, attend: Way, length: int) 
 
 
 def longest(sizes: Sizes, layout: str, attend: Way) -> dict[str, Any]:
-    """Peaks at two lengths give the bytes of a token; then the length that fills the memory is run."""
+    """Predict the longest sequence from the peaks at two lengths, which give the bytes of a token, and run it."""
     n_ranks = 1 if layout == "all" else dist.get_world_size()
     unit = 256 * n_ranks if sizes.device == "cuda" else 4 * n_ranks
     config = dataclasses.replace(sizes.stack, context_len=2**21 if sizes.device == "cuda" else 2**12)
@@ -332,7 +333,7 @@ def longest(sizes: Sizes, layout: str, attend: Way) -> dict[str, Any]:
 
 
 def measure_longest(sizes: Sizes) -> dict[str, Any]:
-    """On one device, which all ranks try at once, each alone; then on all together, with the ring."""
+    """The longest sequence on one device, which each rank tries for itself, and on all devices, with the ring."""
     kinds: dict[str, tuple[str, Way]] = {
         "one device": ("all", lambda q, k, v: flash_attention(q, k, v, True)),
         "ring, zigzag": ("zigzag", ring("zigzag")),
@@ -366,7 +367,7 @@ def work(rank: int, n_ranks: int, options: argparse.Namespace, meeting: str) -> 
     }
     results: dict[str, Any] = {"config": dataclasses.asdict(sizes.config), "length": sizes.length, "n_ranks": n_ranks}
     results["nccl_priority"] = "high" if os.environ.get("TORCH_NCCL_HIGH_PRIORITY") == "1" else "normal"
-    written = options.folder / "context_parallel.json"  # other numbers of ranks stay
+    written = options.folder / "context_parallel.json"  # results for other numbers of ranks stay
     others = json.loads(written.read_text())["results"]["runs"] if written.exists() else {}
     results |= {"dtype": str(sizes.dtype).removeprefix("torch."), "sent_bytes": sent}
     started = time.perf_counter()
@@ -383,7 +384,7 @@ def work(rank: int, n_ranks: int, options: argparse.Namespace, meeting: str) -> 
 
 
 def predicted(sizes: Sizes, rows: list[dict[str, float]], n_ranks: int) -> dict[str, float]:
-    """The chapter's equation of the hidden length, with the speeds that the longest share showed: FLOP/s of the blocks and bytes/s of the messages."""
+    """The hidden length by the chapter's equation, from the FLOP/s and bytes/s measured at the longest local length."""
     last, config = rows[-1], sizes.config
     flops = 4 * n_ranks * config.dim * last["local_length"] ** 2 / last["blocks_s"]
     bandwidth = (n_ranks - 1) * last["pair_bytes"] / last["messages_s"]

@@ -40,7 +40,7 @@ def copy_of(base: nn.Module, config: GPT2Config) -> nn.Module:
 
 
 def make_strategies(base: nn.Module, config: GPT2Config, buckets_mb: dict[str, float], largest_mb: float) -> dict:
-    """Each strategy's name, and its model, the module inside and what to call after backward."""
+    """For each strategy its model, the module inside it, and the function to call after backward."""
     kinds: dict[str, tuple] = {name: (name, {}) for name in ("none", "naive", "flat", "overlap")}
     kinds |= {f"bucket {name}": (size, {}) for name, size in buckets_mb.items()}
     kinds["torch"] = ("torch", {})
@@ -54,7 +54,7 @@ def make_strategies(base: nn.Module, config: GPT2Config, buckets_mb: dict[str, f
 
 
 def step(made: tuple, tokens: torch.Tensor) -> None:
-    """Forward, backward, means, update; the gradients are dropped."""
+    """Forward, backward, averaging and update; then the gradients are freed."""
     model, parameters, finish = made
     _, loss = model(tokens[:, :-1], tokens[:, 1:])
     loss.backward()
@@ -66,7 +66,7 @@ def step(made: tuple, tokens: torch.Tensor) -> None:
 
 
 def merged(intervals: list[tuple[float, float]], gap: float = 0.0) -> list[list[float]]:
-    """Intervals in order, those that touch (or nearly) as one."""
+    """The intervals in order; those at most ``gap`` apart are merged into one."""
     found: list[list[float]] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1] + gap:
@@ -77,7 +77,7 @@ def merged(intervals: list[tuple[float, float]], gap: float = 0.0) -> list[list[
 
 
 def covered(intervals: list[list[float]], by: list[list[float]]) -> float:
-    """How much of some merged intervals lies within others."""
+    """Total length of the overlap of two lists of merged intervals."""
     return sum(max(0.0, min(e, f) - max(s, t)) for s, e in intervals for t, f in by)
 
 
@@ -110,7 +110,7 @@ def trace(made: tuple, tokens: torch.Tensor, device: torch.device) -> dict:
 
 
 def predicted_bucket_mb(n_bytes: int, key: str, folder: Path) -> tuple[float, dict] | None:
-    """The chapter's best bucket, from what ``lib.bench.all_reduce`` measured with as many ranks."""
+    """The chapter's best bucket, from what ``lib.bench.all_reduce`` measured with the same number of ranks."""
     try:
         measured = load("all_reduce", folder)["results"]
     except FileNotFoundError:
@@ -125,7 +125,7 @@ def predicted_bucket_mb(n_bytes: int, key: str, folder: Path) -> tuple[float, di
 
 
 def measure_steps(rank: int, device: torch.device, key: str, options: argparse.Namespace) -> None:
-    """Rounds of one step for each strategy until the time is over; rank 0 writes down what there is after each."""
+    """Run rounds of one step for each strategy until the time is up; rank 0 records the results after each round."""
     torch.set_float32_matmul_precision("high")
     sizes = TINY if options.tiny else XL
     config = GPT2Config(context_len=options.context, **sizes)
@@ -169,7 +169,7 @@ def traces(made: dict, tokens: torch.Tensor, device: torch.device, names: tuple[
 
 
 def kept(options: argparse.Namespace) -> dict:
-    """What this machine, with these versions, recorded of a step of this size, for other numbers of ranks too."""
+    """What this machine recorded with these versions for steps of this size, for all numbers of ranks."""
     try:
         before = load("ddp", options.folder)
     except FileNotFoundError:

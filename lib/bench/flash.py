@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(os.environ.get("TMPDIR", "/tmp")) / "flash_triton_cache"
-os.environ["TRITON_CACHE_DIR"] = str(FOLDER)  # Inductor would move it, and compile in each process anew
+# Inductor would otherwise choose a folder of its own, and each process would compile everything anew.
+os.environ["TRITON_CACHE_DIR"] = str(FOLDER)
 
 import torch
 import torch._dynamo
@@ -50,7 +51,7 @@ def inputs(heads, length, width, dtype, device, grad=True):
 
 
 def ours(q, k, v, causal):
-    """What a GPU gets; in the toy run the tiles in PyTorch."""
+    """Chapter 15's ``flash_attention``: kernels on a GPU, and in the toy run the tiles in PyTorch."""
     return flash_attention(q, k, v, causal)
 
 
@@ -160,7 +161,7 @@ class Report:
         return time.perf_counter() - STARTED < self.seconds - reserve
 
     def attempt(self, name, fn):
-        """Run a step; what fails is written down and stops nothing else."""
+        """Run a step; a failure is recorded and stops nothing else."""
         try:
             return fn()
         except Exception as error:
@@ -179,7 +180,7 @@ class Report:
 
 
 def warm_jobs(tiny):
-    """Calls that compile every kernel of this program once, at a length where they cost nothing."""
+    """Calls that compile every kernel of this program once, at a length where running them takes no time."""
     length, device = (128, "cpu") if tiny else (512, "cuda")
     jobs: list[tuple[str, Callable[[], Any]]] = []
     for _, width, causal in CASES.values():
@@ -227,7 +228,7 @@ def compile_all(tiny, n_ranks):
 
 
 def field(report, peers, device, length, rounds, n):
-    """Every peer in every case; the rounds take turns, so that a throttled minute hits all alike."""
+    """Time every peer in every case, in turns, so that a minute of throttling hits all of them alike."""
     table = {}
     for case, (heads, width, causal) in CASES.items():
         q, k, v = inputs(heads, length, width, torch.bfloat16, device)
@@ -270,7 +271,7 @@ ABLATION: dict[str, tuple[str, dict[str, Any]]] = {
 }
 WITH_ROLES: dict[
     str, tuple[str, dict[str, Any] | None]
-] = {  # only where warps can have roles; None: Triton's own kernel
+] = {  # only on devices where warps can have roles; None stands for Triton's own kernel
     "forward with roles: all": ("forward", {}),
     "forward with roles: no roles": ("forward", None),
     "forward with roles: two groups": ("forward", {"users": 2}),
@@ -298,7 +299,7 @@ def role_cut(which, options):
 
 
 def variants(device):
-    """Names of what `ablation` measures: each kernel with roles as it is, and what differs from it."""
+    """Names of the variants that `ablation` measures; a variant of a kernel with roles must differ from that kernel."""
     names = list(ABLATION)
     for name, (which, options) in WITH_ROLES.items() if has_roles(torch.empty(0, device=device)) else ():
         chosen = flash_fast.ROLES_TABLE[64, True][KERNELS.index(which)]
@@ -308,7 +309,7 @@ def variants(device):
 
 
 def role_call(name, length, device):
-    """As `ablation_call`, for `WITH_ROLES`."""
+    """A call without arguments that runs one variant of `WITH_ROLES`."""
     which, options = WITH_ROLES[name]
     q, k, v = inputs(16, length, 64, torch.bfloat16, device, grad=False)
     cut = role_cut(which, options)
@@ -393,7 +394,7 @@ def sweep(report, device, lengths, widths, n):
 
 
 def memory(report, device, lengths):
-    """The most memory that forward and backward take beyond the inputs, 16 heads of 64, bf16."""
+    """Peak memory of forward and backward beyond the inputs, 16 heads of 64, bf16."""
     rows = []
     for length in lengths:
         for name, attend in (("ours", ours), ("naive", naive)):
@@ -453,7 +454,7 @@ def main():
         errors(report, device, {"ours": FlashAttentionTorch.apply}, 128)
         return
     workers = compile_all(tiny, args.processes)
-    torch._functorch.config.donated_buffer = False  # else what is compiled refuses a second backward pass
+    torch._functorch.config.donated_buffer = False  # otherwise compiled functions refuse a second backward pass
     torch._dynamo.config.recompile_limit = 64
     peers = {
         "ours": ours,

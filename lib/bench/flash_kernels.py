@@ -136,7 +136,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, rows=64, cols=128, warps=4, stages=2,
     base2=True, split=True, copy_engine=True, longest_first=True, skip=True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output and the logsumexp in base 2 (natural without ``base2``, in units of its own: for timing only)."""
+    """Output and logsumexp in base 2; without ``base2`` the logsumexp mixes units, for timing only."""
     (t, d), n_heads = q.shape[-2:], math.prod(q.shape[:-2])
     o, lse = torch.empty_like(q), torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     scale = d**-0.5 * (math.log2(math.e) if base2 else 1.0)
@@ -150,7 +150,7 @@ def forward(
 
 
 def backward_dq(q, k, v, o, do, lse, rows=64, cols=64, warps=4, stages=3, early=True, fused=True) -> Tensor:
-    """The gradient of the queries without its last factor."""
+    """The gradient of the queries, not yet multiplied by the scale."""
     (t, d), n_heads = q.shape[-2:], math.prod(q.shape[:-2])
     delta = torch.empty_like(lse) if fused else (o.float() * do.float()).sum(-1)
     dq = torch.empty_like(q)
@@ -221,7 +221,7 @@ def dkdv_with_flags(
 def backward_dkdv(
     q, k, v, do, lse, stats, rows=64, cols=64, warps=4, stages=3, early=True, copy_engine=True
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of keys, without their last factor, and of values; ``stats`` as ``fast_dq`` leaves them.
+    """The gradients of keys, not yet multiplied by the scale, and of values; ``stats`` are those of ``fast_dq``.
 
     Without ``copy_engine`` it reads ``lse`` and the row sums by pointers.
     """
@@ -296,7 +296,7 @@ def backward_in_one_pass(
 
 
 def backward_once(q, k, v, o, do, lse, rows=64, cols=64, warps=4, stages=2) -> tuple[Tensor, Tensor, Tensor]:
-    """The three gradients, those of queries and keys without their last factor; ``lse`` in base 2."""
+    """The three gradients, those of queries and keys not yet multiplied by the scale; ``lse`` is in base 2."""
     (t, d), n_heads = q.shape[-2:], math.prod(q.shape[:-2])
     delta = (o.float() * do.float()).sum(-1)
     dq, dk, dv = torch.zeros_like(q, dtype=torch.float32), torch.empty_like(k), torch.empty_like(v)

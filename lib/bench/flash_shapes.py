@@ -1,9 +1,9 @@
 """Time attention at the shapes that models have, beside every kernel that PyTorch offers, in one process on one GPU.
 
-``python -m lib.bench.flash_shapes`` on a Hopper GPU (two minutes) adds its rows to ``flash_shapes.json`` under the name of the
-card, so that the record of another card stays beside them. Forward and backward run together in bf16, in random order, twice:
-called in a row from Python, and in a CUDA graph, where the host plays no part. ``--only`` measures some shapes anew and keeps the
-others. ``--tiny`` runs a toy size and times nothing.
+``python -m lib.bench.flash_shapes`` on a Hopper GPU (two minutes) adds its rows to ``flash_shapes.json`` under the
+GPU's name, and keeps the rows of other GPUs. Forward and backward run together in bf16, in random order, in two ways:
+called in a row from Python, and in a CUDA graph, where the host plays no part. ``--only`` measures some shapes anew and
+keeps the others. ``--tiny`` runs a toy size and times nothing.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def split(x: Tensor, shape: Shape) -> list[Tensor]:
 
 
 def steps(shape: Shape, device: str) -> dict[str, Step]:
-    """Forward and backward of everybody, on the same tensors."""
+    """Forward and backward of every competitor, on the same tensors."""
     leaves, grad = inputs(shape, device)
 
     def step(attend: Callable[..., Tensor], *rest: Any) -> Step:
@@ -113,7 +113,7 @@ def steps(shape: Shape, device: str) -> dict[str, Step]:
 
 
 def many(step: Step, n: int) -> Callable[[], Tensor]:
-    """n calls as one, so that a sample is longer than the clock's resolution."""
+    """A call that makes n calls, so that a sample is longer than the clock's resolution."""
 
     def run() -> Tensor:
         for _ in range(n - 1):
@@ -124,7 +124,7 @@ def many(step: Step, n: int) -> Callable[[], Tensor]:
 
 
 def prepare(name: str, step: Step) -> dict[str, tuple[Callable[[], Tensor], int]]:
-    """What is timed for one name: calls in a row and calls in a graph, and how many there are in a sample."""
+    """What is timed for one competitor: calls in a row and in a graph, each with the number of calls in a sample."""
     for _ in range(3):
         step()
     once = statistics.median(time_ms(step, 3, "cuda"))
@@ -155,7 +155,7 @@ def measure(shape: Shape) -> dict[str, dict[str, float]]:
 
 @contextmanager
 def without(what: str) -> Iterator[None]:
-    """Our host code with one of its savings taken back."""
+    """Our host code without one of its optimizations."""
     kept = flash_launch.Launch.__call__, flash_launch._direct, flash_launch.MOST_DESCRIPTORS
     flash._plans.clear()
     if what == "Triton's own launch":
@@ -205,7 +205,7 @@ def host_us(step: Step, n: int = 30, repeats: int = ROUNDS) -> dict[str, float]:
 
 
 def host(shape: Shape) -> dict[str, dict[str, dict[str, float]]]:
-    """Time of the host alone and time in a row, for each way to launch."""
+    """For each way to launch, the time of the host alone and the time of a call in a row of calls."""
     leaves, grad = inputs(shape, "cuda")
     ways: dict[str, Callable[..., Tensor]] = dict.fromkeys(HOST, ours)
     ways["the same as a registered operator"] = as_operator
@@ -225,17 +225,17 @@ def host(shape: Shape) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def cards_in(folder: Path) -> dict[str, Any]:
-    """What is recorded of each card."""
+    """The recorded results of each GPU."""
     return load(NAME, folder)["results"]["cards"] if (folder / f"{NAME}.json").exists() else {}
 
 
 def found_before(folder: Path) -> dict[str, Any]:
-    """What is recorded of this card."""
+    """The recorded results of this GPU."""
     return cards_in(folder).get(torch.cuda.get_device_name(), {"rows": [], "host": {}})
 
 
 def keep(results: dict[str, Any], folder: Path) -> None:
-    """Write the results of this card beside those of others."""
+    """Write the results of this GPU beside those of others."""
     cards = cards_in(folder)
     cards[torch.cuda.get_device_name()] = results | {"machine": machine()}
     record(NAME, {"dtype": "bf16", "rounds": ROUNDS, "cards": cards}, folder)

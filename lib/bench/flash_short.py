@@ -3,7 +3,7 @@
 ``python -m lib.bench.flash_short lengths models`` on a Hopper GPU (half a minute each) writes ``flash_short.json``, and keeps what it
 does not measure anew. "lengths" compares kernels with roles for their warps and Triton's own for 16 heads; "models" compares both with
 the tiles for short sequences, at the shapes of models. A CUDA graph replays ``N_CALLS`` calls of one kernel, so that the host plays no
-part in the time. ``--tiny`` says what would run, and times nothing.
+part in the time. ``--tiny`` prints what would run, and times nothing.
 """
 
 import argparse
@@ -40,7 +40,7 @@ MODELS = [name for name, shape in flash_shapes.SHAPES.items() if shape.joined]
 def calls(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool
 ) -> dict[str, Callable[[Tiles | Roles], tuple[Tensor, Tensor]]]:
-    """Each kernel on the same inputs, by its name; the tiles are still to be given."""
+    """For each kernel's name, a function of its tiles that runs it on these inputs."""
     table = TABLE[sizes_of(q, k, causal).width, causal]
     o, lse = fast_forward(q, k, v, causal, table[0])
     _, stats = fast_dq(q, k, v, o, do, lse, causal, table[1])
@@ -52,7 +52,7 @@ def calls(
 
 
 def replayed_ms(call: Callable[[], tuple[Tensor, Tensor]], rounds: int) -> dict[str, float]:
-    """Of one call, in a graph of ``N_CALLS``."""
+    """Milliseconds of one call, measured in a graph of ``N_CALLS``."""
 
     def many() -> Tensor:
         for _ in range(N_CALLS - 1):
@@ -78,7 +78,7 @@ def lengths(rounds: int) -> list[dict[str, Any]]:
 
 
 def models(rounds: int) -> list[dict[str, Any]]:
-    """The same and the tiles that are chosen, at the shapes of models, on slices of one projection."""
+    """Both, and the tiles that `tiles_for` chooses, at the shapes of models, on slices of one projection."""
     rows = []
     for name in MODELS:
         shape = flash_shapes.SHAPES[name]

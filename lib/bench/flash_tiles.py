@@ -77,11 +77,11 @@ WITH_ROLES: dict[tuple[str, int], list[tuple[Any, ...]]] = {
     ],
     ("dK/dV", 128): [(2, 64, 2), (2, 32, 3), (2, 32, 4)],
 }  # fmt: skip
-LIMIT = 1.5  # times the error of the table's tiles
+LIMIT = 1.5  # largest error that counts as right, in multiples of the error of the table's tiles
 
 
 def candidates(kernel: str, width: int) -> list[Tiles | Roles]:
-    """What is tried; forward and dQ in both orders of programs."""
+    """The candidates for a kernel; those for forward and dQ in both orders of programs."""
     orders = (False, True) if kernel in ("forward", "dQ") else (False,)
     tiles = [Tiles(*cut)._replace(heads_first=h) for cut in CUTS[kernel, width] for h in orders]
     roles = [Roles(*(*cut[:3], h, *cut[3:])) for cut in WITH_ROLES.get((kernel, width), ()) for h in orders]
@@ -102,7 +102,7 @@ def call(kernel: str, given: tuple[Tensor, ...], causal: bool, tiles: Tiles | Ro
 
 
 def fields(tiles: Tiles | Roles) -> dict[str, dict]:
-    """As the record has it: what a caller of the kernel chooses."""
+    """The fields that a caller of the kernel chooses, in the form in which they are recorded."""
     if isinstance(tiles, Tiles):
         return {"tiles": tiles._asdict()}
     return {
@@ -123,7 +123,7 @@ def given_at(heads: int, length: int, width: int, causal: bool, device: str) -> 
 def errors(
     kernel: str, causal: bool, width: int, all_tiles: list[Tiles | Roles], device: str, length: int
 ) -> dict[Tiles | Roles, float]:
-    """The root mean square error of each against float64; infinite for one that does not compile or gives no number."""
+    """Root mean square error of each candidate against float64; infinite if it does not compile or returns NaN."""
     given = given_at(2, length, width, causal, device)
     exact = [x.double().requires_grad_() for x in given[:3]]
     q, k, v = exact
@@ -138,7 +138,7 @@ def errors(
             got = call(kernel, given, causal, tiles)
             gaps = [(a.double() - b).square().mean().sqrt().item() for a, b in zip(got, want, strict=True)]
             found[tiles] = max(gaps) if all(gap == gap for gap in gaps) else float("inf")
-        except Exception as error:  # too much shared memory, or a compiler's failure: a finding like any other
+        except Exception as error:  # too much shared memory, or a failure of the compiler: a result like any other
             print(f"{kernel}, width {width}, {tiles}: {str(error)[:120]}", flush=True)
             found[tiles] = float("inf")
     return found

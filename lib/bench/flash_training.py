@@ -1,8 +1,8 @@
 """Train GPT-2 124M and ViT-L/16 with each kernel for attention, beside Transformers' and timm's models, in one process.
 
-``python -m lib.bench.flash_training`` on a GPU (five minutes) adds its rows to ``flash_training.json`` under the name of the card.
-Ours are the fast paths as ``lib.runs`` takes them, in a CUDA graph; the peers are compiled. Steps of all take turns. ``--tiny``
-takes one step of each on any device.
+``python -m lib.bench.flash_training`` on a GPU (five minutes) adds its rows to ``flash_training.json`` under the GPU's
+name. Ours are the fast paths that ``lib.runs`` uses, in a CUDA graph; the peers are compiled. Ours, one for each
+kernel, take steps in turns. ``--tiny`` takes one step of each on any device.
 """
 
 import argparse
@@ -70,12 +70,12 @@ class Trainer:
 
 
 def compiled(run: Callable) -> Callable:
-    """By PyTorch's compiler; on a CPU without its slow stages, since only a trial runs there."""
+    """Compile with PyTorch; on a CPU, where only a trial runs, without the compiler's slow stages."""
     return torch.compile(run, dynamic=False, backend="inductor" if torch.cuda.is_available() else "eager")
 
 
 def trainer(task: Task, name: str, batch: int) -> Any:
-    """One of ours, by the name of its kernel, or the peer."""
+    """One of our trainers, by the name of its kernel, or the peer's."""
     if name in KERNELS:
         return Trainer(task, KERNELS[name], batch)
     rung = replace(RUNG, batch=batch, compiled=task.device == "cuda")
@@ -103,7 +103,7 @@ def race(task: Task, names: list[str], batch: int) -> dict[str, Any]:
 
 
 def step_ms(step: Callable[[], Tensor], device: str) -> float:
-    """Of one step, the mean of some in a row."""
+    """Milliseconds of one step, the mean of several in a row."""
     wait(device)
     start = time.perf_counter()
     for _ in range(N_IN_ROW):
@@ -113,7 +113,7 @@ def step_ms(step: Callable[[], Tensor], device: str) -> float:
 
 
 def train(model: str, device: str, batch: int, tiny: bool) -> dict[str, Any]:
-    """Ours in turns, then the peer, for which there may be no memory beside them."""
+    """Time ours in turns, then the peer alone, because all together may not fit into memory."""
     task = make_task(model, device, tiny)
     found = race(task, list(KERNELS), batch)
     gc.collect()
@@ -137,7 +137,7 @@ def compile_all(models: list[str]) -> None:
 
 
 def compile_one(task: Task, name: str, batch: int) -> None:
-    """Compile one; too little memory for a step beside the others does not matter."""
+    """Compile one trainer; if memory runs out beside the other processes, that does not matter."""
     torch.cuda.set_per_process_memory_fraction(0.16)
     try:
         ready = trainer(task, name, batch)

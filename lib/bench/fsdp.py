@@ -75,12 +75,12 @@ def make_loss(config: Any, batch: int, device: torch.device) -> Callable[[nn.Mod
 
 
 class Competitor:
-    """A wrapped model with its optimizer, and what its steps took."""
+    """A wrapped model with its optimizer, and the times of its steps."""
 
     def __init__(self, name: str, config: Any, batch: int, device: torch.device, wrap: "Wrap"):
         self.name, self.device = name, device
         self.times: list[float] = []
-        gc.collect()  # what the model before left behind is not freed while this one is measured
+        gc.collect()  # free now what the previous model left behind, and not while this one is measured
         before = _taken(device)
         self.model = wrap(name, make_model(config, device))
         self.loss, self.peak = make_loss(config, batch, device), 0
@@ -99,7 +99,7 @@ class Competitor:
         self.optimizer.zero_grad()
 
     def timed_steps(self, n: int) -> None:
-        """Some steps in a row; the time of each is the mean of the row, so that no step waits for the host's clock."""
+        """Time n steps in a row and record their mean, so that no step waits for the host's clock."""
         others = _taken(self.device) - self.state_bytes
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -115,7 +115,7 @@ class Competitor:
 
 
 Wrap = Callable[[str, nn.Module], nn.Module]
-"""Wraps a model as the competitor of this name does."""
+"""Wraps a model in the way of the competitor with this name."""
 
 
 def _wrap(name: str, model: nn.Module) -> nn.Module:
@@ -136,7 +136,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def predict(config: Any, batch: int, n_ranks: int, device: torch.device) -> dict[str, float]:
-    """Peak bytes of a rank under ZeRO-3, part by part; the activations are those of one block, counted, times the blocks."""
+    """Peak bytes of a rank under ZeRO-3, part by part; activations are counted in one block and multiplied."""
     with torch.device("meta"):
         model = GPT2(config) if isinstance(config, GPT2Config) else VisionTransformer(config)
     n, unit = (sum(p.numel() for p in part.parameters()) for part in (model, blocks_of(model)[0]))

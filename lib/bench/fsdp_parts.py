@@ -1,7 +1,8 @@
-"""What a step of chapter 12's comparison costs before anything is sent: computing, and the optimizer on all parameters or on a share.
+"""Time the parts of a step in chapter 12's comparison that need no communication: computing, and the optimizer.
 
-``python -m lib.bench.fsdp_parts`` runs on one GPU and writes ``chapters/measurements/fsdp_parts.json``; ``--tiny --device cpu`` tries the
-program without a GPU. ZeRO-3 computes with bfloat16 parameters, DDP with float32 parameters under autocast.
+The optimizer updates all parameters, or a rank's share of them. ``python -m lib.bench.fsdp_parts`` runs on one GPU and
+writes ``chapters/measurements/fsdp_parts.json``; ``--tiny --device cpu`` tries the program without a GPU. ZeRO-3
+computes with bfloat16 parameters, DDP with float32 parameters under autocast.
 """
 
 import argparse
@@ -80,7 +81,7 @@ def main() -> None:
             makers |= {f"optimizer, 1/{r}": partial(updating, int(n) // r, device) for r in (1, 2, 4)}
             for part, make in makers.items():
                 parts[part] = measure(make(), 3 * N_ROUNDS, N_WARMUP)
-                gc.collect()  # what this part held is not there while the next is measured
+                gc.collect()  # free this part's memory before the next is measured
                 print(name, attention, part, parts[part], flush=True)
     record("fsdp_parts", {"n_rounds": 3 * N_ROUNDS, "n_warmup": N_WARMUP, "models": found}, options.folder)
 

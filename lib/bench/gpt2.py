@@ -19,7 +19,7 @@ BATCH, N_STEPS, N_SEEDS = 8, 150, 3
 
 
 def rescale(module: torch.nn.Module, factor: float) -> None:
-    """Multiply the weights of the residual projections, as another power in their scale would have."""
+    """Multiply the weights of the residual projections, as if their scale had another power."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if name.endswith("c_proj.weight"):

@@ -75,7 +75,7 @@ def main() -> None:
         "optimizer": "AdamW",
     }
     results: dict[str, Any] = {"settings": {**settings, "model": "GPT-2 xl", "batch": BATCH}, "ranks": {}}
-    if (options.folder / "hybrid.json").exists():  # other numbers of ranks stay
+    if (options.folder / "hybrid.json").exists():  # results for other numbers of ranks stay
         results["ranks"] = load("hybrid", options.folder)["results"]["ranks"]
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (options.ranks, options, f"{folder}/ranks", results), nprocs=options.ranks)

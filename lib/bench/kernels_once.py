@@ -1,4 +1,4 @@
-"""Run every Triton kernel of the book once, at awkward sizes, forward and backward, under the eyes of a sanitizer.
+"""Run every Triton kernel of the book once, at awkward sizes, forward and backward, under a sanitizer.
 
 ``PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python -m lib.bench.kernels_once``
 on a GPU (a minute or two) ends with status 1 if a kernel touches memory that is not its own. The variable is needed because
@@ -32,7 +32,7 @@ def normal(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> torc
 
 
 def run(name: str, call: Callable[[], torch.Tensor], device: str) -> None:
-    """Forward, backward where there is one, and a wait, so that an error has a name."""
+    """Run forward and, if there is one, backward, and wait, so that an error appears under this kernel's name."""
     out = call()
     if out.requires_grad:
         out.float().sum().backward()
@@ -74,7 +74,7 @@ def run_grouped(device: str) -> None:
 
 
 def run_mlp(device: str) -> None:
-    """The products around a GELU, whose tiles are partly empty at the last rows, columns and terms."""
+    """The products around a GELU, with tiles that are partly empty at the last rows, columns and terms."""
     x, first, bias = (torch.randn(shape, device=device).bfloat16() for shape in ((300, 136), (264, 136), (264,)))
     second = first.T.contiguous()
     if has_roles(x):

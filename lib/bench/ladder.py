@@ -32,14 +32,14 @@ from lib.given.models.gpus import SHEETS
 from lib.given.models.vit import VIT_L_16, ViTConfig
 
 PEAK_FLOPS = SHEETS["H200"].peak_flops
-"""Of an H100 or H200 in dense bf16, by the datasheet: what MFU is a share of, on every rung."""
+"""Peak of an H100 or H200 in dense bf16, by the datasheet. On every rung MFU is a share of this."""
 N_IMAGES = 50_000
 DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """One step of the ladder: the settings that all who climb it have."""
+    """One rung of the ladder: the settings that all models on it share."""
 
     name: str
     precision: str = "float32"
@@ -49,7 +49,7 @@ class Rung:
     fused_optimizer: bool = False
     n_micro: int = 1
     top: bool = False  # ours has a CUDA graph of the whole step and the kernel for the loss; its peer stays as it was
-    stream: str = ""  # of ours; "" is the precision
+    stream: str = ""  # dtype of the residual stream of ours; "" means the precision
     batch: int = 0
     who: tuple[str, ...] = ("ours", "peer", "plain")
 
@@ -59,7 +59,7 @@ class Rung:
 
 
 def gpt2_rungs() -> list[Rung]:
-    """The rungs of GPT-2, each the one before and one thing more."""
+    """The rungs of GPT-2; each adds one thing to the one before."""
     rungs = [Rung(name="float32"), Rung(name="TF32", precision="tf32"), Rung(name="bf16", precision="bf16")]
     both = ("ours", "peer")
     for name, change in (
@@ -76,7 +76,7 @@ def gpt2_rungs() -> list[Rung]:
 
 
 def vit_rungs(batch: int) -> list[Rung]:
-    """The rungs of the ViT: timm's attention is fused from the start, so ours is."""
+    """The rungs of the ViT: timm's attention is fused from the start, so ours is too."""
     who = ("ours", "peer", "plain") if batch <= 64 else ("ours", "peer")  # at 256 the plain scores do not fit
     first = Rung(name="float32", attention="fused", batch=batch, who=who)
     tf32 = replace(first, name="TF32", precision="tf32")
@@ -93,7 +93,7 @@ def vit_rungs(batch: int) -> list[Rung]:
 
 @dataclass
 class Task:
-    """What is trained: configs, how each model's loss is computed, and a batch."""
+    """What is trained: the configurations, the loss of each model, and the batches."""
 
     name: str
     config: Any
@@ -105,7 +105,7 @@ class Task:
         torch.manual_seed(0)
         with torch.device(self.device):
             model = self.peer(rung) if who == "peer" else self.ours(rung)
-        model = model.to(self.device)  # torch.normal does not heed the device that was set
+        model = model.to(self.device)  # torch.normal ignores the default device
         if state is not None and who != "peer":
             model.load_state_dict(state)
         return model.train()
@@ -150,7 +150,7 @@ class Task:
         raise NotImplementedError
 
     def items(self, n: int) -> int:
-        """How many items a batch of n has."""
+        """Number of items in a batch of n."""
         raise NotImplementedError
 
 
@@ -250,13 +250,13 @@ def make_task(model: str, device: str, tiny: bool) -> Task:
 
 
 def set_tf32(on: bool) -> None:
-    """Float32 products of the device: rounded to TF32 or not."""
+    """Switch TF32 on or off for float32 products."""
     torch.backends.cuda.matmul.allow_tf32 = on
     torch.backends.cudnn.allow_tf32 = on
 
 
 def flops_per_item(task: Task) -> float:
-    """FLOPs of products in forward and backward of the model as written, an item; PyTorch counts them without computing."""
+    """FLOPs per item of the products in forward and backward of the model as written, as PyTorch counts them."""
     meta = make_task(task.name, "meta", False)
     meta.config = task.config
     model = meta.build("plain", Rung(name=""), None)
@@ -306,7 +306,7 @@ class Climber:
         return total
 
     def warm_up(self) -> float:
-        """Compile, choose kernels, record the graph; the seconds it took."""
+        """Compile, choose kernels and record the graph; returns the seconds that this took."""
         start = time.perf_counter()
         set_tf32(self.rung.precision != "float32")
         if self.graphed:
@@ -317,7 +317,7 @@ class Climber:
         return time.perf_counter() - start
 
     def seconds(self, n_steps: int) -> float:
-        """Of one step, as the mean of some in a row."""
+        """Seconds of one step, the mean of several in a row."""
         set_tf32(self.rung.precision != "float32")
         wait(self.task.device)
         start = time.perf_counter()
@@ -328,13 +328,13 @@ class Climber:
 
 
 def wait(device: str) -> None:
-    """Until the device has done all that it was given."""
+    """Wait until the device has finished."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def race(climbers: list[Climber], seconds: float, min_rounds: int = 3, n_in_row: int = 4) -> dict[str, dict]:
-    """Time climbers in turn, round by round, so that whatever the card does meets all of them."""
+    """Time climbers in turn, round by round, so that a change of the GPU's speed affects all of them."""
     rounds: list[list[float]] = []
     start = time.perf_counter()
     first = [climber.seconds(1) for climber in climbers]
@@ -358,10 +358,10 @@ def gradients(task: Task, who: str, rung: Rung, state: dict[str, Tensor], batch:
 
 
 def check(task: Task, state: dict[str, Tensor], padded_state: dict[str, Tensor]) -> dict[str, Any]:
-    """How far our paths are from the model as written in float32: of the loss, and of all gradients as one vector.
+    """Errors of our paths against the model as written in float32: of the loss, and of all gradients as one vector.
 
     Raises:
-        ValueError: it is more than the precision explains.
+        ValueError: an error is larger than the precision explains.
     """
     set_tf32(False)
     torch.manual_seed(1)
@@ -388,12 +388,13 @@ def check(task: Task, state: dict[str, Tensor], padded_state: dict[str, Tensor])
 
 
 def compiled_apart(climber: Climber, n_at_once: int = 16, limit: float = 0.3) -> float:
-    """How far the compiled gradients of a whole batch are from the same model's without a compiler, in pieces of the batch.
+    """Relative error of the compiled gradients of a whole batch against those without a compiler.
 
-    Both are of the rung's precision. What a compiler does wrong may depend on the number of rows, so a small batch is no proof.
+    The latter are computed on pieces of the batch, and both have the rung's precision. An error of the compiler may
+    depend on the number of rows, so a check of a small batch would prove nothing.
 
     Raises:
-        ValueError: in one parameter further than rounding explains.
+        ValueError: the error of one parameter is larger than rounding explains.
     """
     inputs, targets = climber.micro[0]
     found: list[dict[str, Tensor]] = []
@@ -408,8 +409,8 @@ def compiled_apart(climber: Climber, n_at_once: int = 16, limit: float = 0.3) ->
     got, want = found
     size = math.sqrt(sum(grad.square().sum().item() for grad in want.values()))
     wrong = {n: (got[n] - want[n]).norm().item() for n in want}
-    for n, distance in wrong.items():  # each for itself: beside all others a norm's would not be missed
-        own = want[n.replace("wk.bias", "wq.bias")].norm().item()  # that of a key's bias is 0 but for rounding
+    for n, distance in wrong.items():  # one by one: the error of a norm would vanish among all others
+        own = want[n.replace("wk.bias", "wq.bias")].norm().item()  # a key's bias has a gradient of 0, up to rounding
         if not distance <= max(limit * own, 1e-4 * size):
             what = f"{climber.who}, rung {climber.rung.name}: the compiled gradient of {n}"
             raise ValueError(f"{what} is {distance:.2e} off, of {want[n].norm().item():.2e}")
@@ -469,7 +470,7 @@ def events_seconds(run: Callable[[], Any], n_repeats: int = 10) -> dict[str, flo
 
 
 def ceilings() -> dict[str, Any]:
-    """What the card does at most: a bf16 product of 8192 cubed on random data, and a copy of 4 GB."""
+    """The GPU's ceilings: the speed of a bf16 product of 8192 cubed on random data, and of a copy of 4 GB."""
     n = 8192
     a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     product = events_seconds(lambda: a @ b)
@@ -485,7 +486,7 @@ def ceilings() -> dict[str, Any]:
 
 
 def product_shapes(task: Task, batch: int) -> dict[str, tuple[int, int, int, int]]:
-    """The products of one forward: rows, width in, width out, how often; backward has two of the same FLOPs for each."""
+    """The products of one forward: rows, width in, width out, count; backward has two of the same FLOPs for each."""
     c = task.config
     if isinstance(c, GPT2Config):
         n, rows = c.n_layers, batch * c.context_len
@@ -500,7 +501,7 @@ def product_shapes(task: Task, batch: int) -> dict[str, tuple[int, int, int, int
 
 
 def products_alone(task: Task, batch: int) -> dict[str, Any]:
-    """Each product of a step by itself, forward, to the input and to the weight: what the library gives at these shapes."""
+    """Time each product of a step by itself: forward, and the gradients of the input and of the weight."""
     found: dict[str, Any] = {"rows": {}, "flops": 0.0, "s": 0.0}
     for name, (m, k, n, count) in product_shapes(task, batch).items():
         x, w, dy = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((m, k), (n, k), (m, n)))
@@ -516,7 +517,7 @@ def products_alone(task: Task, batch: int) -> dict[str, Any]:
 
 
 def climb(task: Task, rung: Rung, states: dict[bool, dict[str, Tensor]], seconds: float) -> dict[str, Any]:
-    """One rung: everyone who is on it, built, warmed, timed in turns."""
+    """Measure one rung: build its models, warm them up, and time them in turns."""
     climbers = [Climber(task, who, rung, states.get(rung.padded)) for who in rung.who]
     apart = {climber.who: compiled_apart(climber) for climber in climbers if rung.compiled}
     compile_s = {climber.who: climber.warm_up() for climber in climbers}
@@ -553,7 +554,7 @@ def rungs_of(args: argparse.Namespace) -> list[Rung]:
 
 
 def compile_all(args: argparse.Namespace) -> None:
-    """Fill the compiler's cache: a process for each rung and each who compiles."""
+    """Fill the compiler's cache, with a process for each rung and each model on it that is compiled."""
     commands = []
     for rung in rungs_of(args):
         compiling = rung.compiled and rung.n_micro == 1
@@ -565,7 +566,7 @@ def compile_all(args: argparse.Namespace) -> None:
 
 
 def compile_one(args: argparse.Namespace, task: Task) -> None:
-    """One model on one rung, compiled and stepped once; too little memory for the step does not matter."""
+    """Compile one model on one rung and take a step; if memory runs out in the step, that does not matter."""
     rung = next(rung for rung in rungs_of(args) if rung.batch == args.batch[0] or args.tiny)
     set_tf32(True)
     if task.device == "cuda":
@@ -610,7 +611,7 @@ def run(args: argparse.Namespace, task: Task) -> None:
 
 
 def placed(rows: list[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows with ``row`` in the place of that of the same rung and batch, at the end if there is none; others of it go."""
+    """Put ``row`` in the place of the first row with its rung and batch, or at the end; drop other rows with them."""
 
     def key(r: dict[str, Any]) -> tuple[str, int]:
         return r["rung"]["name"], r["rung"]["batch"]
@@ -622,7 +623,7 @@ def placed(rows: list[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, An
 
 
 def report(task: Task, results: dict[str, Any], row: dict[str, Any], elapsed_s: float) -> None:
-    """A line on the screen for each who climbed."""
+    """Print a line for each model of the rung."""
     for who, rate in row.get("items_per_s", {}).items():
         share = rate * results["flops_per_item"] / PEAK_FLOPS
         hours = f", {N_IMAGES / rate / 3600:.4f} h/epoch" if task.name == "vit" else ""

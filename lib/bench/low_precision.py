@@ -52,7 +52,7 @@ class Bench:
         self.device, self.tiny, self.n_rounds, self.ways = torch.device(device), tiny, 2 if tiny else 12, ways
 
     def seconds(self, call: Call) -> float:
-        """Time of a call, with all that it started on the device."""
+        """Time of a call, until everything that it started on the device is done."""
         if self.device.type != "cuda":
             start = time.perf_counter()
             call()
@@ -65,7 +65,7 @@ class Bench:
         return start_.elapsed_time(end) / 1e3
 
     def compare(self, calls: dict[str, Call], n_rounds: int | None = None) -> dict[str, Any]:
-        """Seconds of each call, in random order in each round; what a call raises is recorded instead."""
+        """Seconds of each call, in random order in each round; if a call raises, the error is recorded instead."""
         times: dict[str, list[float]] = {name: [] for name in calls}
         failed: dict[str, str] = {}
         for round_ in range((n_rounds or self.n_rounds) + 2):
@@ -84,7 +84,11 @@ class Bench:
     # ---- products ----------------------------------------------------------------------------------------------------
 
     def products(self) -> dict[str, Any]:
-        """For each shape, bfloat16, ``torch._scaled_mm`` and `scaled_matmul` on factors that are quantized already, and with the casts."""
+        """For each shape, the times of the bfloat16 product and of the float8 products.
+
+        The latter are ``torch._scaled_mm`` and `scaled_matmul` on factors that are quantized already, and
+        `scaled_matmul` with the casts.
+        """
         found: dict[str, Any] = {}
         shapes = TINY_SHAPES if self.tiny else SHAPES
         for name, (m, k, n) in shapes.items():
@@ -122,9 +126,10 @@ class Bench:
     def steps(self) -> dict[str, Any]:
         """Forward, backward and AdamW of GPT-2 XL and ViT-H/14 with compiled blocks: bfloat16, the recipes, torchao's float8.
 
-        "delayed" changes its records in the backward pass, which the compiler refuses; it is measured uncompiled, and "dynamic" beside it.
-        "delayed, outside" is the same recipe with its records outside the layers (`lib.fast.float8`). It and "bfloat16" are also measured as
-        `lib.runs` trains: with all kernels of `lib.fast`, and with the step in a CUDA graph.
+        "delayed" changes its history in the backward pass, which the compiler refuses, so it is measured uncompiled,
+        and "bfloat16" and "dynamic" uncompiled beside it. "delayed, outside" is the same recipe with the history
+        outside of the layers (`lib.fast.float8`). It and "bfloat16" are also measured as `lib.runs` trains: with all
+        kernels of `lib.fast`, and with the step in a CUDA graph.
         """
         found: dict[str, dict[str, Any]] = {}
         variants = {"bfloat16": lambda m: m, "torchao": _torchao_training}
@@ -238,7 +243,7 @@ class Bench:
         return found
 
     def _graph(self, model: Llama, prompt: Tensor) -> Call:
-        """One step of generation at the place after the prompt, recorded and replayed without the host."""
+        """One step of generation at the position after the prompt, as a CUDA graph."""
         cache, start = model.make_cache(1, prompt.shape[1] + 1), prompt.shape[1]
         with torch.no_grad():
             model(prompt, cache)
@@ -268,7 +273,7 @@ def _with_recipe(model: nn.Module, recipe: str) -> nn.Module:
 
 
 def _quietly(load_it: Callable[[], Any]) -> Any:
-    """Import torchao without its remarks on kernels that this machine has not."""
+    """Import torchao without its warnings about kernels that this machine lacks."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():

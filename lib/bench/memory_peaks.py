@@ -22,7 +22,7 @@ SIZES = ("xl", "2.7B")
 
 
 def peak_bytes(run: Callable[[], object], device: str) -> int | None:
-    """The most bytes in use at one time during a call, with what was there before; None if there were too few."""
+    """Peak bytes in use during a call, including what was there before; None if memory ran out."""
     if device != "cuda":
         return counted_peak_bytes(run)
     gc.collect()

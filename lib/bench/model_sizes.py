@@ -28,7 +28,7 @@ TINY_SIZES = {"tiny": TINY, "wide": replace(TINY, dim=256)}
 
 
 def timed(run: Callable[[], Any], device: str) -> tuple[float, Any]:
-    """Seconds of a call, until the device is done, and what it gave."""
+    """Seconds of a call, until the device is done, and the call's result."""
     start = time.perf_counter()
     result = run()
     if device == "cuda":
@@ -56,7 +56,7 @@ def steps(config: GPT2Config, device: str, length: int) -> dict[str, list[float]
 
 
 def with_mean(times: list[float]) -> dict[str, float]:
-    """Spread of the times, with mean and standard deviation, which one slow first step ruins."""
+    """Spread of the times, and their mean and standard deviation, which a single slow first step distorts."""
     tensor = torch.tensor(times, dtype=torch.float64)
     return {**spread(times), "mean": tensor.mean().item(), "std": tensor.std().item()}
 

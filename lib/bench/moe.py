@@ -1,4 +1,4 @@
-"""Measure mixtures at the sizes of Mixtral 8x7B and DeepSeek-V3: their grouped products on one GPU, and a layer whose experts are on several.
+"""Measure mixtures of Mixtral 8x7B's and DeepSeek-V3's sizes: grouped products on one GPU, and experts on several.
 
 ``python -m lib.bench.moe grouped`` needs one GPU and about a minute. It compares the book's kernels with a loop, with padding and with PyTorch's
 own grouped product, and writes ``chapters/measurements/moe.json``. ``python -m lib.bench.moe parallel`` starts a rank on each of 4 GPUs. It times
@@ -58,7 +58,7 @@ def pytorchs(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 
 def by_the_chapters_kernel(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """The kernel of chapter 19, also where `grouped_matmul` takes another."""
+    """The kernel of chapter 19, even where `grouped_matmul` would choose another."""
     if not x.is_cuda:
         return grouped_matmul(x, weights, counts)
     return with_gradients(partial(launch_grouped, grouped_matmul_kernel), x, weights, counts, roles=False)
@@ -92,7 +92,10 @@ def inputs(config: MoEConfig, n_tokens: int, balanced: bool, device: str) -> tup
 
 
 def seconds(run: Callable[[], object], device: str) -> float:
-    """Time of one call on the device. On a GPU the call finds work that fills the first half millisecond, as in training, where the host is ahead."""
+    """Time of one call on the device.
+
+    On a GPU, other work fills the first half millisecond, so that the host runs ahead, as it does in training.
+    """
     if device == "cpu":
         began = time.perf_counter()
         run()
@@ -177,7 +180,7 @@ def exchanges(layer: ExpertParallelMoE, x: Tensor) -> tuple[Callable[[], None], 
 
 
 def step(layer: nn.Module, x: Tensor) -> None:
-    """Forward and backward; the gradients are let go, as an optimizer would after its step."""
+    """Forward and backward; then the gradients are freed, as an optimizer would after its step."""
     out = layer(x)
     out.backward(torch.ones_like(out))
     layer.zero_grad(set_to_none=True)

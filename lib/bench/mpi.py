@@ -18,11 +18,11 @@ from lib.given.parallel.mpirun import mpirun
 
 RANKS = (2, 4)
 SIZES = tuple(8 * 8**k for k in range(8))  # 8 B to 16 MiB
-SIZE_S = 1.0  # about how long each size is measured
+SIZE_S = 1.0  # seconds for which each size is measured, roughly
 
 
 def naive_all_reduce(comm, array):
-    """To rank 0, one after the other, and back."""
+    """Rank 0 receives from one rank after the other, then sends the sum to each of them."""
     total = array.copy()
     if comm.rank == 0:
         inbox = np.empty_like(total)
@@ -38,7 +38,7 @@ def naive_all_reduce(comm, array):
 
 
 def tree_all_reduce(comm, array):
-    """Up a binomial tree to rank 0, and down again."""
+    """Sum up a binomial tree to rank 0, and broadcast down again."""
     from lib.mpi import tree_broadcast
 
     total, inbox, reach = array.copy(), np.empty_like(array), 1
@@ -53,7 +53,7 @@ def tree_all_reduce(comm, array):
 
 
 def mpi_all_reduce(comm, array):
-    """MPI's own."""
+    """MPI's own all-reduce."""
     total = np.empty_like(array)
     comm.Allreduce(array, total)
     return total
@@ -70,7 +70,7 @@ def ping(comm, array):
 
 
 class Silent:
-    """A communicator whose messages cost nothing and say nothing: what time is left is Python's own."""
+    """A communicator that sends nothing, so that only Python's own time is left."""
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
@@ -88,7 +88,7 @@ class Silent:
 
 
 def python_seconds(all_reduce, n_ranks: int, n: int = 2000) -> float:
-    """How long rank 0's Python takes for one all-reduce of 8 bytes, without its messages."""
+    """Seconds of rank 0's Python in one all-reduce of 8 bytes, without the messages."""
     comm, array, times = Silent(0, n_ranks), np.ones(1), []
     for _ in range(n):
         start = time.perf_counter()

@@ -67,7 +67,7 @@ class Checkpointed(nn.Module):
 
 
 class Bench:
-    """The model, its micro-batches and the ways to make a step, on one rank."""
+    """The model, its micro-batches, and the ways to compute a step, on one rank."""
 
     def __init__(self, rank: int, n_ranks: int, tiny: bool, device: torch.device):
         self.rank, self.n_ranks, self.device, self.config = rank, n_ranks, device, TINY if tiny else XL
@@ -156,7 +156,7 @@ def synchronize(device: torch.device) -> None:
 
 
 class Racer:
-    """One way to make a step, and what its steps took."""
+    """One way to make a step, and the times of its steps."""
 
     def __init__(self, bench: Bench, make: Callable[[], Step]):
         self.bench, self.device = bench, bench.device
@@ -168,7 +168,7 @@ class Racer:
         self.peak_bytes = self.peak()
 
     def peak(self) -> int:
-        """Bytes of one step beyond what is there before it."""
+        """Peak bytes of one step beyond what was there before it."""
         if self.device.type != "cuda":
             self.step()
             self.bench.clear()
@@ -182,7 +182,7 @@ class Racer:
         return torch.cuda.max_memory_allocated() - before
 
     def timed(self) -> None:
-        """Steps in a row, so that none waits for the host's clock."""
+        """Time several steps in a row, so that none waits for the host's clock."""
         dist.barrier()
         synchronize(self.device)
         start = time.perf_counter()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 MEASUREMENTS = Path(__file__).parents[2] / "chapters" / "measurements"
-if "--tiny" in sys.argv:  # a program that is only tried; the book's records stay
+if "--tiny" in sys.argv:  # the program is only tried, so it must not change the book's records
     MEASUREMENTS = Path(tempfile.gettempdir()) / "workbook_trials"
 PACKAGES = ("torch", "numpy", "triton", "regex", "tokenizers", "tiktoken", "sentencepiece", "transformers", "mpi4py")
 

@@ -14,7 +14,7 @@ FAR = 100_000
 
 
 def rotation_times() -> dict[str, dict[str, float]]:
-    """The same rotation as D/2 complex products, as cosines and sines of split halves, and as D x D matrices."""
+    """Time the same rotation as D/2 complex products, as cosines and sines of split halves, and as D x D matrices."""
     x = torch.randn(BATCH, N_POSITIONS, N_HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(0))
     rope = precompute_rope(HEAD_DIM, N_POSITIONS)
     matrices = torch.stack([rotation_matrix(m, HEAD_DIM) for m in range(N_POSITIONS)])

@@ -3,11 +3,12 @@
 python -m lib.runs.corpus my_corpus
 python -m lib.bench.scaling_laws look sweep predict run --data my_corpus
 
-``look`` says how long the documents are. ``sweep`` trains six sizes, each to five lengths, on all GPUs there are. ``positions`` trains one
-size again and asks what the context is worth to it. ``predict`` fits chapter 22's law to the longest runs of the sweep, and records which
-loss GPT-2 124M will have before that model is trained. ``run`` trains it with ``lib.runs.train_gpt2``, in two legs of which the second
-resumes the first, and Transformers' GPT-2 with PyTorch's own optimizer for the same seconds, on a second GPU beside it or afterwards.
-Everything is recorded in ``chapters/measurements/scaling_laws.json``. ``--tiny`` tries the program on a CPU.
+``look`` shows how long the documents are. ``sweep`` trains six sizes, each to five lengths, on all GPUs there are.
+``positions`` trains one size again and measures how much the context helps it. ``predict`` fits chapter 22's law to the
+longest runs of the sweep, and records a prediction of GPT-2 124M's loss before that model is trained. ``run`` trains it
+with ``lib.runs.train_gpt2`` in two legs, of which the second resumes the first. It also trains Transformers' GPT-2 with
+PyTorch's own optimizer for the same number of seconds, on a second GPU at the same time or else afterwards. Everything
+is recorded in ``chapters/measurements/scaling_laws.json``. ``--tiny`` tries the program on a CPU.
 """
 
 import argparse
@@ -40,9 +41,9 @@ SIZES = ((128, 4), (192, 6), (256, 8), (384, 8), (512, 9), (640, 10))
 """Width and blocks of the models of the sweep."""
 BATCH, LENGTH, WARMUP = 32, 1024, 100
 STEPS = (400, 800, 1600, 2400, 3200)
-"""Where the runs of the sweep end, the last where the predicted run ends: their decays are branches of one run."""
+"""Lengths of the sweep's runs, which are decays that branch off one run. The predicted run has the last length."""
 GPU_OF = (0, 1, 0, 1, 1, 1)
-"""Where each runs if there are two GPUs, the widest first, so that both have about as much to do."""
+"""The GPU of each size if there are two, from the widest size on, so that both have about as much to do."""
 TINY_SIZES, TINY_STEPS = ((64, 1), (128, 1), (192, 1)), (8, 10, 12)
 PROMPT = "The function returns"
 N_BOOTSTRAP = 100
@@ -79,7 +80,7 @@ def train_size(
     ends: tuple[int, ...],
     more: Callable[[Any], dict[str, Any]] = lambda run: {},
 ) -> list[dict[str, Any]]:
-    """A GPT-2 trained to each of these lengths; returns a point for each, with what ``more`` says."""
+    """Train a GPT-2 to each of these lengths; returns a point for each, with the entries that ``more`` returns."""
     from lib.runs.engine.options import parse
     from lib.runs.engine.tasks import GPT2Task
     from lib.runs.train_gpt2 import make_gpt2_parser
@@ -94,7 +95,11 @@ def train_size(
 def train_branches(
     options: Any, task: Any, ends: tuple[int, ...], more: Callable[[Any], dict[str, Any]] = lambda run: {}
 ) -> list[dict[str, Any]]:
-    """One run at a constant rate, from which a decay branches off for each length; returns each one's scores, with what ``more`` says."""
+    """Train one run at a constant rate, from which a decay branches off for each length.
+
+    Returns:
+        For each length the scores, with the entries that ``more`` returns.
+    """
     from lib.runs.engine.look import evaluate
     from lib.runs.engine.loop import prepare
     from lib.runs.engine.options import DECAYED
@@ -183,7 +188,7 @@ def loss_by_position(run: Any) -> dict[str, list[float]]:
 
 
 def positions(o: argparse.Namespace) -> dict[str, Any]:
-    """One size before and after the fall of the sweep's losses."""
+    """The loss by position for one size, at a length before the drop in the sweep's losses and at one after it."""
     (dim, n_layers), ends = (TINY_SIZES[0], TINY_STEPS[:2]) if o.tiny else (SIZES[3], STEPS[1:3])
     return {"points": train_size(o, dim, n_layers, ends, loss_by_position)}
 
@@ -261,7 +266,7 @@ def run(o: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _legs(o: argparse.Namespace, folder: Path) -> int:
-    """Train; after ``--leg`` seconds ask the run to leave, and start it again. Returns how often it was started again."""
+    """Train; after ``--leg`` seconds ask the run to leave, and start it again. Returns the number of restarts."""
     more = [
         "--quiet",
         f"--checkpoint={folder / 'checkpoint'}",
@@ -289,7 +294,7 @@ def _legs(o: argparse.Namespace, folder: Path) -> int:
 
 
 def summarize(lines: list[dict[str, Any]], o: argparse.Namespace) -> dict[str, Any]:
-    """Of a log: the curve in means of 20 steps, the evaluations, the samples, the rate of the median step."""
+    """Summary of a log: the loss in means of 20 steps, the evaluations, the samples, the rate of the median step."""
     steps = [line for line in lines if "loss" in line]
     rates = sorted(line["tokens_per_s"] for line in steps)
     mean = [sum(p["loss"] for p in steps[i : i + 20]) / len(steps[i : i + 20]) for i in range(0, len(steps), 20)]
@@ -305,7 +310,7 @@ def summarize(lines: list[dict[str, Any]], o: argparse.Namespace) -> dict[str, A
 
 
 def look(o: argparse.Namespace) -> dict[str, Any]:
-    """How long the documents are, and how the longest that is held out reads: what should have been looked at first."""
+    """Lengths of the documents, and an excerpt of the longest in each part: look at these before you train."""
     from lib.runs.corpus import END, make_tokenizer, read_facts, read_merges
 
     tokenizer, n = make_tokenizer(read_merges(Path(o.data))), read_facts(Path(o.data))["held_out_tokens"]
@@ -381,7 +386,7 @@ def rival(o: argparse.Namespace) -> dict[str, Any]:
         optimizer.zero_grad()
 
     for at in range(3):
-        step(at, 0.0)  # compile; nothing moves
+        step(at, 0.0)  # compile; at a rate of 0 no weight changes
     done, parts, begun = 0, 10_000, time.perf_counter()
     while (now := time.perf_counter() - begun) < o.seconds:
         share = int(now / o.seconds * parts)

@@ -4,8 +4,9 @@ python -m lib.runs.pictures my_pictures
 python -m lib.bench.scaling_laws_images --data my_pictures
 
 Each of the three is trained to four lengths. Chapter 22's law is fitted to their losses on the test pictures, and a straight line gives the
-accuracy for a loss. Both predictions for the fourth stand in ``chapters/measurements/scaling_laws_images.json`` before it is trained. A minute or two on
-one GPU; ``--tiny`` tries the program on a CPU, with the handwritten digits.
+accuracy for a loss. Both predictions for the fourth are written to ``chapters/measurements/scaling_laws_images.json``
+before it is trained. The program takes a minute or two on one GPU; ``--tiny`` tries the program on a CPU, with the
+handwritten digits.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from lib.bench.scaling_laws import n_weights, train_branches
 from lib.scaling_laws import bootstrap, fit_parametric
 
 SIZES = ((64, 4), (128, 4), (128, 8), (256, 8))
-"""Width and blocks; the last is predicted."""
+"""Width and number of blocks of each model; the last model is predicted."""
 STEPS, BATCH, WARMUP = (120, 240, 480, 960), 500, 30  # 120 steps are a pass over all 60,000 pictures
 TINY_SIZES, TINY_STEPS = ((64, 1), (64, 2), (128, 2), (128, 4)), (10, 15, 20)
 N_BOOTSTRAP = 100
@@ -44,7 +45,7 @@ def flags(o: argparse.Namespace, dim: int, n_layers: int, steps: int) -> list[st
 
 
 def train_size(o: argparse.Namespace, dim: int, n_layers: int) -> list[dict[str, Any]]:
-    """One vision transformer at every length."""
+    """Train one vision transformer to every length."""
     from lib.runs.engine.options import parse
     from lib.runs.engine.tasks import ViTTask
     from lib.runs.train_vit import make_vit_parser
@@ -56,7 +57,7 @@ def train_size(o: argparse.Namespace, dim: int, n_layers: int) -> list[dict[str,
 
 
 def sweep(o: argparse.Namespace) -> list[dict[str, Any]]:
-    """The three smaller models at once, each in a process of its own."""
+    """Train the three smaller models at once, each in a process of its own."""
 
     def train(size: tuple[int, int]) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:

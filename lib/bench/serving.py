@@ -1,8 +1,11 @@
-"""Load a Llama of about one billion parameters with requests that arrive at random, ever more of them a second, and note when each token comes.
+"""Send requests at random times and growing rates to a Llama of a billion parameters; record when each token arrives.
 
-Competitors, each on the same requests: chapter 21's ``Engine``; Transformers' ``generate`` on static batches, each of all that wait when the batch before it has
-ended; and Transformers' continuous batching. Weights are random, which changes no speed. Run ``python -m lib.bench.serving`` on a GPU; it adds to
-``chapters/measurements/serving.json`` after each load. ``--tiny --device cpu`` tries the program.
+Three competitors serve the same requests: chapter 21's ``Engine``, Transformers' ``generate`` on static batches (a
+batch holds all requests that wait when the batch before it ends), and Transformers' continuous batching. The model has
+about one billion parameters. Its weights are random, which does not affect the speed.
+
+Run ``python -m lib.bench.serving`` on a GPU; it adds to ``chapters/measurements/serving.json`` after each load.
+``--tiny --device cpu`` tries the program.
 """
 
 import argparse
@@ -42,7 +45,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured, and how much of it."""
+    """The model, the load and the rates of one measurement."""
 
     config: LlamaConfig
     rates: tuple[float, ...]  # requests a second
@@ -150,7 +153,7 @@ class Static(Theirs):
 
 
 class Continuous(Theirs):
-    """Transformers' continuous batching, as it chooses to run on a GPU."""
+    """Transformers' continuous batching, with its own defaults on a GPU."""
 
     def _settings(self) -> Any:
         from transformers import ContinuousBatchingConfig
@@ -159,7 +162,7 @@ class Continuous(Theirs):
             "num_blocks": 32,
             "page_size": BLOCK_SIZE,
             "max_batch_tokens": 64,
-        }  # else it takes nine tenths of all memory
+        }  # on a CPU the defaults would take nine tenths of all memory
         return ContinuousBatchingConfig(**small if self.device.type == "cpu" else {})
 
     def serve(self, asks: list[Ask]) -> Times:
@@ -189,7 +192,7 @@ COMPETITORS: dict[str, Callable[..., Any]] = {
 
 
 def summarize(asks: list[Ask], times: Times) -> dict[str, Any]:
-    """Throughput and waits of one load. Every request must have got its tokens."""
+    """Throughput and waiting times under one load. Every request must have received its tokens."""
     for ask, moments in zip(asks, times, strict=True):
         assert len(moments) == ask.n_new, f"{len(moments)} tokens of {ask.n_new}"
     gaps = [b - a for moments in times for a, b in pairwise(moments)]

@@ -1,8 +1,8 @@
 """Measure tensor parallelism: blocks of Llama 2 13B divided by hand, divided by DTensor's plan, and whole on one device.
 
 Run ``python -m lib.bench.tensor_parallel`` on a machine with 1 to 4 GPUs (about two minutes). It starts its own ranks, 1, 2 and 4 of
-them as far as there are GPUs, and writes ``chapters/measurements/tensor_parallel.json`` after each. ``--device cpu --tiny`` tries it
-with gloo.
+them if there are enough GPUs, and writes ``chapters/measurements/tensor_parallel.json`` after each.
+``--device cpu --tiny`` tries it with gloo.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def by_plan(config: LlamaConfig, dtype: torch.dtype, device: str) -> nn.Module:
 
 
 def make_step(kind: str, model: nn.Module, tokens, targets):
-    """Forward and backward; the gradients are let go, as an optimizer would after its step."""
+    """Forward and backward; then the gradients are freed, as an optimizer would after its step."""
 
     def step():
         logits = model(tokens)
@@ -105,7 +105,7 @@ def wait(device: str) -> None:
 
 
 def intervals(step, device: str) -> list[list]:
-    """[start, end, "collective" or "compute"] in ms of what the device did in one step, neighbours of one kind put together."""
+    """[start, end, "collective" or "compute"] in ms of the device's work in one step, neighbours of a kind merged."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -148,7 +148,7 @@ def share(found: list[list]) -> float:
 
 
 def measure(kinds: dict, device: str) -> dict:
-    """Step times of all kinds, in turns; then collectives, memory and a trace of each."""
+    """Measure the step times of all kinds in turns, then collectives, memory and a trace of each."""
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for repeat in range(N_WARMUP + N_STEPS):
         for kind, step in kinds.items():

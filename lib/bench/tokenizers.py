@@ -55,7 +55,7 @@ def train_sentencepiece(text: str, vocab_size: int) -> sentencepiece.SentencePie
 
 
 def recount_seconds(text: str, n_merges: int) -> float:
-    """Seconds a merge when all pairs are counted again after each: the first ``n_merges`` only."""
+    """Seconds per merge when all pairs are counted again after each merge, over the first ``n_merges``."""
     words = {tuple(bytes([b]) for b in word.encode()): n for word, n in Counter(PRE_TOKEN.findall(text)).items()}
 
     def run() -> None:
@@ -69,7 +69,7 @@ def recount_seconds(text: str, n_merges: int) -> float:
 
 
 def training(text: str) -> dict:
-    """Seconds of one core to train, for each size of vocabulary."""
+    """Seconds of training on one core, for each size of vocabulary."""
     ours = {n: measure(lambda n=n: train_bpe(text, n), N_REPEATS, 1) for n in VOCAB_SIZES}
     theirs = {n: measure(lambda n=n: train_hugging_face(text, n), N_REPEATS, 1) for n in VOCAB_SIZES}
     pieces = {n: measure(lambda n=n: train_sentencepiece(text, n), N_REPEATS, 1) for n in VOCAB_SIZES}
@@ -77,7 +77,7 @@ def training(text: str) -> dict:
 
 
 def encoding(text: str, held_out: str) -> dict:
-    """Megabytes a second of encoding the held-out text, after one pass over it."""
+    """Encoding speed on the held-out text in megabytes per second, after one pass over it."""
     vocab, merges = train_bpe(text, 1000)
     ours = BPETokenizer(vocab, merges)
     ranks = {token: i for i, token in vocab.items()}

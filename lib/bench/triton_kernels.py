@@ -5,7 +5,8 @@ interpreter. It writes ``chapters/measurements/triton_kernels.json`` (or into ``
 ``--seconds``. In each case the competitors take turns in one process; times are the device's, by events; the cache is flushed
 before each call. A wrong result is recorded as an error and not timed.
 
-The ceiling of memory is a copy of 1 GiB, read and written. The ceiling of products is the fastest that cuBLAS was in any case.
+The ceiling of memory is a copy of 1 GiB, read and written. The ceiling of products is cuBLAS's highest speed in any
+case.
 """
 
 import argparse
@@ -22,13 +23,13 @@ from torch import Tensor
 
 os.environ.setdefault(
     "TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / "triton_kernels_cache")
-)  # Inductor moves it
+)  # Inductor would choose another folder
 
 from lib.bench.record import MEASUREMENTS, record, spread
 from lib.triton_kernels import matmul, rms_norm, softmax_rows, vector_add, weighted_sum
 
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
-N_SWEEPS = 16  # about a millisecond on an H200, in which the host launches all of a case: its pauses do not count
+N_SWEEPS = 16  # takes an H200 about a millisecond, in which the host launches the whole call: its pauses do not count
 Run = Callable[[], Any]
 
 
@@ -130,7 +131,7 @@ def cases(sizes: dict[str, list[int]], device: str, with_compile: bool):
 
 
 def row_cases(width: int, n_rows: int, dtype_name: str, device: str, with_compile: bool):
-    """The three kernels that go by rows, and the weighted sum's way back."""
+    """Cases of the three row-wise kernels, and of the weighted sum's backward pass."""
     dtype, item = DTYPES[dtype_name], DTYPES[dtype_name].itemsize
     x, n = torch.randn(n_rows, width, device=device).to(dtype), n_rows * width
     w = torch.randn(width, device=device).to(dtype)
@@ -154,7 +155,7 @@ def row_cases(width: int, n_rows: int, dtype_name: str, device: str, with_compil
 
 
 def check(runs: dict[str, Run]) -> dict[str, str]:
-    """Competitors whose numbers differ from the majority's reference, eager or cuBLAS, with by how much."""
+    """Competitors whose results differ from the reference (eager or cuBLAS), each with its error."""
     expected = runs.get("eager", runs.get("cuBLAS"))
     assert expected is not None
     wanted, wrong = expected(), {}

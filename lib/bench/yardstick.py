@@ -4,9 +4,9 @@
 every cell: a model, a batch for each GPU and a number of GPUs. Each cell runs in processes of its own, so that a failure costs no
 other cell; both competitors train in the same processes, in turns. Images are random numbers on the device. ``--compile-only``
 first fills the compiler's cache, for all cells at once; ``--tiny`` tries the program on a CPU. Recorded results of other cells
-stay, unless you give ``--fresh``. To use several GPUs at once, let programs measure beside each other, one on each GPU, into
-folders of their own; ``--join`` then merges their files, anywhere: name the folders of single GPUs first, because scaling is computed
-from them, and last the one whose machine the merged file shall name.
+stay, unless you give ``--fresh``. To use several GPUs at once, run one program on each of them, each with a folder of
+its own. ``--join`` then merges their files, on any machine: name the folders of single GPUs first, because scaling is
+computed from them, and last the folder whose machine the merged file is to name.
 
 *ours* is chapter 5's model on the path of ``lib.fast.models``, in parts with flat parameters (``lib.fast.replicas``), whose gradients
 chapter 10's ``OverlapDDP`` averages while backward runs; forward, backward, averaging and update are one CUDA graph. *peer* is timm
@@ -61,11 +61,11 @@ class Cell:
 
     Attributes:
         model: A preset of ``lib.given.models.vit``.
-        batch: Images a GPU.
-        n_gpus: Ranks.
-        sharded: Whether parameters, gradients and momenta are.
-        n_blocks: Of a part of ours.
-        attention: Of ours, one of ``lib.fast.models.ATTENTIONS``.
+        batch: Images per GPU.
+        n_gpus: Number of ranks.
+        sharded: Whether parameters, gradients and momenta are sharded.
+        n_blocks: Number of blocks in a part of our model.
+        attention: Our model's attention, one of ``lib.fast.models.ATTENTIONS``.
     """
 
     model: str
@@ -102,11 +102,11 @@ class Racer:
 
     Args:
         name: "ours" or "peer".
-        model: To call on images.
-        loss_of: A step's forward.
-        optimizer: Of the model's parameters.
-        finish: What completes the gradients after backward.
-        gradients: What they are after a step, under the names of ours; None where no rank has them whole.
+        model: The model, which is called on images.
+        loss_of: Computes the loss of a step.
+        optimizer: The optimizer of the model's parameters.
+        finish: Completes the gradients after backward.
+        gradients: Returns the gradients after a step, under our parameters' names; None where no rank has them whole.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Racer:
         self.times: list[float] = []
 
     def warm_up(self, device: torch.device, others_bytes: int) -> None:
-        """Compile and choose kernels; the losses of the first steps, the first's gradients, the peak of those after it."""
+        """Take the first steps, which compile; keep their losses, the first one's gradients and the later peak."""
         start = time.perf_counter()
         for i in range(N_WARMUP):
             if i == 1 and self.gradients is not None and dist.get_rank() == 0:
@@ -142,7 +142,7 @@ class Racer:
             self.peak_bytes = torch.cuda.max_memory_allocated() - others_bytes
 
     def record_graph(self, how: str) -> None:
-        """Record the step as one CUDA graph, or all but means and update; if that fails, the next simpler way."""
+        """Record the step as one CUDA graph, or all but averaging and update; on failure, in the next simpler way."""
         for way in STEPS[STEPS.index(how) :]:
             try:
                 if way == "graph":
@@ -161,7 +161,7 @@ class Racer:
                 return
 
     def compute_recorded(self) -> Callable[[], Tensor]:
-        """Forward and backward as a graph; means, of a few rows, and update after it."""
+        """A step with forward and backward in a graph, and after it the averaging, of a few rows, and the update."""
 
         def compute() -> Tensor:
             self.optimizer.zero_grad(set_to_none=True)
@@ -186,7 +186,7 @@ class Racer:
         return step
 
     def row_of_steps(self, n: int, device: torch.device) -> float:
-        """Seconds of one, the mean of some in a row, on the slowest rank."""
+        """Seconds of one step on the slowest rank, the mean of several in a row."""
         dist.barrier()
         wait_for(device)
         start = time.perf_counter()
@@ -197,7 +197,7 @@ class Racer:
 
 
 def compiled(run: Callable) -> Callable:
-    """By PyTorch's compiler; on a CPU without its slow stages, since only a trial runs there."""
+    """Compile with PyTorch; on a CPU, where only a trial runs, without the compiler's slow stages."""
     return torch.compile(run, dynamic=False, backend="inductor" if torch.cuda.is_available() else "eager")
 
 
@@ -207,7 +207,7 @@ def sgd(model: nn.Module, device: torch.device, fused: bool = True) -> torch.opt
 
 
 def our_parts(cell: Cell, state: dict[str, Tensor], path: FastPath, make: Callable = compiled) -> RowViT:
-    """Chapter 5's model with the given weights, in rows of its own."""
+    """Chapter 5's model with the given weights, copied into rows of its own."""
     with torch.device("meta"):
         model = VisionTransformer(cell.config)
     model.load_state_dict(state, assign=True)
@@ -215,7 +215,7 @@ def our_parts(cell: Cell, state: dict[str, Tensor], path: FastPath, make: Callab
 
 
 def path_of(cell: Cell) -> FastPath:
-    """How ours is computed where it is timed."""
+    """The path on which our model is timed."""
     return FastPath(dtype=DTYPE, gelu_kernel=True, heads_kernel=True, attention=cell.attention)
 
 
@@ -234,7 +234,10 @@ def make_ours(cell: Cell, state: dict[str, Tensor], batch: tuple[Tensor, Tensor]
 def make_peer(
     cell: Cell, peer: nn.Module, batch: tuple[Tensor, Tensor], distributed: bool, task: ViTTask | None = None
 ) -> Racer:
-    """timm's model, wrapped and compiled as its users do; ``fully_shard``'s parameters have no fused SGD, but one in few kernels."""
+    """timm's model, wrapped and compiled as its users do.
+
+    With ``fully_shard`` SGD runs in a few kernels, because there is no fused SGD for its parameters.
+    """
     images, labels = batch
     if cell.sharded:
         policy = MixedPrecisionPolicy(param_dtype=DTYPE)
@@ -263,13 +266,13 @@ def make_peer(
 
 
 def relative(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
-    """How far tensors are from others, as one vector, relative to its length."""
+    """Distance of ``got`` from ``want``, each taken as one vector, relative to the length of ``want``."""
     wrong = sum((got[name].double() - want[name].double()).square().sum().item() for name in want)
     return math.sqrt(wrong / sum(tensor.double().square().sum().item() for tensor in want.values()))
 
 
 def gradients_of(peer: nn.Module, task: ViTTask) -> dict[str, Tensor]:
-    """The peer's gradients under the names of ours, those of our parameters alone."""
+    """The peer's gradients under our names, for the parameters that our model has."""
     names = task.from_peer(peer)
     grads = {name: p.grad for name, p in peer.named_parameters() if p.grad is not None}
     return {name: grad for name, grad in _converted(task, grads).items() if name in names}
@@ -279,18 +282,18 @@ def check_first_gradients(cell: Cell, racers: list[Racer], device: torch.device)
     """The parameter whose compiled gradients in the first step are furthest apart, and how far; None where none are kept.
 
     Raises:
-        ValueError: further than bf16 explains.
+        ValueError: they are further apart than bf16 explains.
     """
     ours, peer = (racer.first_gradients for racer in racers)
     apart = {}
     for name in peer:
         one, other = (grads[name].to(device) for grads in (ours, peer))
-        size = peer[name.replace("wk.bias", "wq.bias")].norm().item()  # that of a key's bias is 0 but for rounding
+        size = peer[name.replace("wk.bias", "wq.bias")].norm().item()  # a key's bias has a gradient of about 0
         apart[name] = (one - other).norm().item() / size
     for racer in racers:
         racer.first_gradients = {}
     furthest = max(apart, key=apart.__getitem__, default="")
-    worst = slowest(apart.get(furthest, 0.0), device)  # rank 0's, and all ranks hear of it
+    worst = slowest(apart.get(furthest, 0.0), device)  # rank 0's value, on all ranks
     if not worst <= LIMITS["bf16_gradients"]:
         raise ValueError(
             f"{cell}: the compiled gradient of {furthest} is {worst:.2e} off, allowed {LIMITS['bf16_gradients']}"
@@ -299,7 +302,10 @@ def check_first_gradients(cell: Cell, racers: list[Racer], device: torch.device)
 
 
 def check_gradients(cell: Cell, task: ViTTask, peer: nn.Module, state: dict[str, Tensor]) -> float:
-    """The mean over ranks of our gradients of a share of a batch, against the peer's on all of it in one process, in float32.
+    """Relative error of our gradients against the peer's, in float32.
+
+    Each rank computes ours on its share of a batch, and they are averaged over ranks; the peer's are computed on the
+    whole batch in one process.
 
     Raises:
         ValueError: they are further apart than rounding explains.
@@ -322,10 +328,10 @@ def check_gradients(cell: Cell, task: ViTTask, peer: nn.Module, state: dict[str,
 
 
 def check_losses(cell: Cell, racers: list[Racer], device: torch.device) -> dict[str, Any]:
-    """The means over ranks of the first losses, before the first update and after it and the next.
+    """The first losses, averaged over ranks: before the first update, after it, and after the next.
 
     Raises:
-        ValueError: those of the two are further apart than bf16 explains.
+        ValueError: the losses of the two competitors are further apart than bf16 explains.
     """
     losses = torch.tensor([racer.losses for racer in racers], dtype=torch.float64, device=device) / cell.n_gpus
     dist.all_reduce(losses)
@@ -339,7 +345,7 @@ def check_losses(cell: Cell, racers: list[Racer], device: torch.device) -> dict[
 
 
 class PlainTask(ViTTask):
-    """Where timm is missing, for a trial: chapter 5's model as it is written stands in for it."""
+    """For a trial without timm: chapter 5's model as it is written takes the place of timm's."""
 
     def peer(self, rung):
         return VisionTransformer(self.config)
@@ -349,7 +355,7 @@ class PlainTask(ViTTask):
 
 
 def _converted(task: ViTTask, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under the peer's names under ours."""
+    """Tensors that have the peer's names, under our names."""
     if isinstance(task, PlainTask):
         return tensors
     from lib.vit import convert_timm_state_dict
@@ -358,7 +364,7 @@ def _converted(task: ViTTask, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def make_task(cell: Cell, device: torch.device) -> tuple[ViTTask, str]:
-    """What builds the peer, and the peer's name."""
+    """The task, which builds the peer, and the peer's name."""
     try:
         name = f"timm {version('timm')}"
     except PackageNotFoundError:
@@ -369,7 +375,7 @@ def make_task(cell: Cell, device: torch.device) -> tuple[ViTTask, str]:
 
 
 def race(racers: list[Racer], seconds: float, device: torch.device) -> None:
-    """Rows of steps in turns, in both orders, until the time is over; all ranks decide alike."""
+    """Time rows of steps in turns, in both orders, until the time is up; all ranks decide alike."""
     start = time.perf_counter()
     longest = max(racer.row_of_steps(2, device) for racer in racers)
     n_steps = max(1, min(10, int(0.6 / longest)))
@@ -381,7 +387,7 @@ def race(racers: list[Racer], seconds: float, device: torch.device) -> None:
 
 
 def facts_of(racer: Racer, cell: Cell, flops: float, device: torch.device) -> dict[str, Any]:
-    """What the file says of a competitor."""
+    """The file's entry for a competitor."""
     peak = slowest(float(racer.peak_bytes), device)
     step = spread(racer.times)
     rate = cell.batch * cell.n_gpus / step["median"]
@@ -396,7 +402,7 @@ def allocated(device: torch.device) -> int:
 
 
 def measure_cell(rank: int, device: torch.device, cell: Cell, options: argparse.Namespace) -> None:
-    """Build, check, warm and time both on this rank; rank 0 writes it down."""
+    """Build, check, warm up and time both competitors on this rank; rank 0 records the results."""
     racers: list[Racer] = []
     try:
         found = measure(rank, device, cell, options, racers)
@@ -404,10 +410,10 @@ def measure_cell(rank: int, device: torch.device, cell: Cell, options: argparse.
             write(found, options)
         dist.barrier()
         wait_for(device)
-        if device.type == "cuda":  # what is measured is written: no need to take compiler, graphs and NCCL apart
+        if device.type == "cuda":  # the results are written, so compiler, graphs and NCCL need no orderly shutdown
             sys.stdout.flush()
             os._exit(0)
-    finally:  # NCCL leaves a communicator only when the graphs that use it are gone
+    finally:  # NCCL destroys a communicator only when the graphs that use it are gone
         wait_for(device)
         for racer in racers:
             del racer.step
@@ -418,7 +424,7 @@ def measure_cell(rank: int, device: torch.device, cell: Cell, options: argparse.
 def measure(
     rank: int, device: torch.device, cell: Cell, options: argparse.Namespace, racers: list[Racer]
 ) -> dict[str, Any]:
-    """What the file says of a cell; the competitors go into ``racers``."""
+    """Measure a cell; returns its entry in the file. The competitors go into ``racers``."""
     set_tf32(True)
     task, peer_name = make_task(cell, device)
     peer = task.build("peer", Rung(name=""), None)
@@ -447,7 +453,7 @@ def measure(
 
 
 def _described(cell: Cell, task: ViTTask, peer_name: str) -> dict[str, Any]:
-    """What a cell is, before anything of it is measured."""
+    """The description of a cell, before anything is measured."""
     with torch.device("meta"):
         n_parameters = sum(p.numel() for p in VisionTransformer(cell.config).parameters())
     m = machine()
@@ -463,7 +469,7 @@ def _described(cell: Cell, task: ViTTask, peer_name: str) -> dict[str, Any]:
 
 
 def write(found: dict[str, Any], options: argparse.Namespace) -> None:
-    """Put a cell in its place in the file, with its scaling if one GPU of the same kind has done the same."""
+    """Put a cell in its place in the file, with its scaling if the file has the same work on one GPU of this kind."""
     results = load(options.name, options.folder)["results"]
     keys = ("model", "batch", "n_gpus")
     cells = [c for c in results["cells"] if [c[k] for k in keys] != [found[k] for k in keys]] + [found]
@@ -484,7 +490,7 @@ def write(found: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def scaling(cell: dict[str, Any], who: str, cells: list[dict[str, Any]]) -> float | None:
-    """Speed a GPU as a share of one GPU's at the same batch a GPU; None if that was not measured."""
+    """Speed per GPU as a share of a single GPU's with the same batch per GPU; None if that was not measured."""
     for one in cells:
         same = all(one[k] == cell[k] for k in ("model", "batch", "on")) and one["n_gpus"] == 1
         if same and cell["n_gpus"] > 1 and who in one.get("competitors", {}):
@@ -497,7 +503,7 @@ def scaling(cell: dict[str, Any], who: str, cells: list[dict[str, Any]]) -> floa
 
 
 def compile_cell(rank: int, device: torch.device, cell: Cell, who: str) -> None:
-    """Compile what a cell needs of one competitor; where the memory that others leave is too little, without a step."""
+    """Compile one competitor of a cell in a first step; if that step runs out of memory, it does not matter."""
     import torch._functorch.config as functorch
 
     set_tf32(True)
@@ -518,7 +524,7 @@ def compile_cell(rank: int, device: torch.device, cell: Cell, who: str) -> None:
 
 
 def compile_parts(parts: RowViT, images: Tensor, labels: Tensor) -> None:
-    """A step of the first part, of one of the equal ones and of the last, each alone."""
+    """Take a step of the first part, of one of the equal parts, and of the last part, each alone."""
     x = parts.parts[0](images)
     x.sum().backward()
     for part, more in ((parts.parts[1], ()), (parts.parts[-1], (labels,))):
@@ -527,9 +533,9 @@ def compile_parts(parts: RowViT, images: Tensor, labels: Tensor) -> None:
 
 
 def compile_ahead(cells: list[Cell], options: argparse.Namespace) -> None:
-    """A process for each model, batch and competitor, all at once, spread over the GPUs."""
+    """Compile each model, batch and competitor in a process of its own, all at once, spread over the GPUs."""
     wanted: dict[tuple[Cell, str], None] = {}
-    for cell in (c for c in cells if not c.sharded):  # what is sharded is compiled by the block, which is quick
+    for cell in (c for c in cells if not c.sharded):  # sharded models are compiled block by block, which is quick
         peers = ["peer" if cell.n_gpus == 1 else "peer under DDP"] if options.compile_only == "all" else []
         for who in ("ours", *peers):
             wanted[replace(cell, n_gpus=1), who] = None
@@ -549,7 +555,7 @@ def compile_ahead(cells: list[Cell], options: argparse.Namespace) -> None:
 
 
 def cells_of(options: argparse.Namespace) -> list[Cell]:
-    """What the command line asks for; a sharded model needs a second rank."""
+    """The cells that the command line asks for; a sharded model needs at least two ranks."""
     models = options.models.split(",") if options.models else [c.model for c in CELLS]
     unknown = set(models) - {c.model for c in CELLS}
     if unknown:
@@ -563,7 +569,7 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What all cells share."""
+    """The settings that all cells share."""
     found: dict[str, Any] = {"n_images": N_IMAGES, "peak_flops": PEAK_FLOPS, "dtype": "bfloat16", "tiny": options.tiny}
     found |= {"optimizer": f"SGD, momentum {MOMENTUM}", "means": "float32, those of sharded models bf16"}
     return found | {"images": "random, on the device", "n_warmup": N_WARMUP, "limits": LIMITS}
@@ -619,14 +625,14 @@ def main() -> None:
 
 
 def in_file(cell: Cell, options: argparse.Namespace) -> dict[str, Any] | None:
-    """What the file says of a cell."""
+    """The file's entry for a cell; None if there is none."""
     found = load(options.name, options.folder)["results"]["cells"]
     key = [cell.model, cell.batch, cell.n_gpus]
     return next((c for c in found if [c["model"], c["batch"], c["n_gpus"]] == key), None)
 
 
 def run_cell(cell: Cell, backend: str, start: float, options: argparse.Namespace) -> None:
-    """One cell in processes of its own; if it fails, that is what the file says of it."""
+    """Run one cell in processes of its own; if it fails, the file records the failure."""
     if backend == "nccl" and torch.cuda.device_count() < cell.n_gpus:
         print(f"{cell}: skipped, because there are only {torch.cuda.device_count()} GPUs", flush=True)
         return

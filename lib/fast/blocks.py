@@ -1,6 +1,7 @@
 """Chapter 15's attention in two steps that autograd does not see: forward with the logsumexp, and backward from it.
 
-``lib.context_parallel`` puts attention over a long sequence together from such blocks. The fast kernels compute them where they can.
+``lib.context_parallel`` assembles attention over a long sequence from such blocks. The fast kernels compute a block
+wherever they can.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ from lib.given.kernels.tiles import HAS_TRITON
 
 
 class _Kept:
-    """Stands for the ``ctx`` of an autograd function whose two halves are called by hand."""
+    """Replaces the ``ctx`` of an autograd function whose forward and backward are called by hand."""
 
     saved_tensors: tuple[Tensor, ...]
     is_causal: bool
@@ -34,8 +35,8 @@ def block_forward(
 ) -> tuple[Float[Tensor, "*lead t d"], Float[Tensor, "*lead t"]]:
     """Attention of some queries to some keys: the output, and the natural logsumexp of each row's scaled scores.
 
-    Arguments as in ``flash_attention``: queries may share heads of keys, and a causal mask is aligned to the last key. There is no
-    gradient through it; ``block_backward`` computes it.
+    Arguments as in ``flash_attention``: queries may share heads of keys, and a causal mask is aligned to the last key.
+    Autograd does not see this function; ``block_backward`` computes its gradients.
     """
     with torch.no_grad():
         if fits_fast(q, k, v, is_causal):
@@ -55,10 +56,10 @@ def block_backward(
     lse: Float[Tensor, "*lead t"],
     is_causal: bool,
 ) -> tuple[Float[Tensor, "*lead t d"], Float[Tensor, "*lead_kv s d"], Float[Tensor, "*lead_kv s d"]]:
-    """What these keys and values contribute to the gradients: dq, dk and dv.
+    """The contributions of these keys and values to the gradients: dq, dk and dv.
 
-    ``o`` and ``lse`` may be those of attention to more keys than these. Then the weights that are computed again from ``lse``
-    are those of the whole row, and the sum of all blocks' contributions is the gradient of the whole attention.
+    ``o`` and ``lse`` may come from attention to more keys than these. The weights that are computed again from ``lse``
+    are then those of the whole row, and the contributions of all blocks add up to the gradient of the whole attention.
     """
     with torch.no_grad():
         if fits_fast(q, k, v, is_causal):

@@ -43,30 +43,34 @@ TABLE: dict[tuple[int, bool], tuple[Tiles, Tiles, Tiles]] = {
     (128, True): (Tiles(64, 64, 4, 3, heads_first=True), Tiles(128, 64, 8, 3, heads_first=True), Tiles(64, 64, 4, 2)),
     (128, False): (Tiles(128, 64, 4, 2), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)),
 }
-# The fastest of all where `has_roles`, mostly kernels with roles for their warps.
+# The fastest kernels where `has_roles` holds; most of them give their warps roles.
 ROLES_TABLE: dict[tuple[int, bool], tuple[Tiles | Roles, Tiles | Roles, Tiles | Roles]] = {
     (64, True): (Roles(3, 128, 4, heads_first=True), TABLE[64, True][1], Roles(2, 64, 3, registers=True)),
     (64, False): (Roles(3, 128, 2), TABLE[64, False][1], Roles(2, 64, 3, registers=True)),
     (128, True): (Roles(3, 64, 3, heads_first=True), Roles(2, 64, 3, heads_first=True, early=True), Roles(2, 64, 2)),
     (128, False): (Roles(2, 128, 2), Roles(2, 128, 2), Roles(2, 64, 2)),
 }
-# Where no sequence has more than SHORT_LENGTH tokens, other and mostly smaller programs are faster; None: as in the other tables (lib.bench.flash_short).
+# Tiles for sequences of at most SHORT_LENGTH tokens, for which other, mostly smaller programs are faster.
+# None means that the other tables apply (lib.bench.flash_short).
 SHORT_LENGTH, RAGGED_LENGTH = 1024, 512
 SHORT: dict[tuple[int, bool], tuple[Tiles | None, Tiles | None, Tiles | None]] = {
     (64, True): (Tiles(64, 64, 4, 2, 168, heads_first=True), Tiles(64, 32, 4, 3, heads_first=True), None),
     (64, False): (TABLE[64, False][0], None, None),
 }
-# Without a mask, up to RAGGED_LENGTH tokens, where 128 does not divide the lengths: narrow tiles have fewer columns without a token.
+# Tiles without a mask for at most RAGGED_LENGTH tokens whose number 128 does not divide: narrow tiles waste fewer
+# columns.
 RAGGED = {
     64: (Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(32, 64, 4, 4)),
     128: (Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 3)),
 }
-# Queries (keys for dK/dV) in all heads: with fewer, kernels with roles leave multiprocessors idle (lib.bench.flash_short).
+# Fewest queries (keys for dK/dV), counted over all heads, for kernels with roles: with fewer, these kernels leave
+# multiprocessors idle (lib.bench.flash_short).
 ENOUGH_ROWS = (2**16, 2**15, 2**15)
-# Where no kernel of PyTorch was measured to be faster (lib.bench.flash_shapes): width and mask; width and whether 128 does not divide the
-# lengths, without a mask and up to RAGGED_LENGTH tokens.
+# Cases in which none of PyTorch's kernels was measured to be faster (lib.bench.flash_shapes). QUICKEST has pairs of
+# width and mask. QUICKEST_SHORT, for at most RAGGED_LENGTH tokens without a mask, has pairs of width and whether 128
+# fails to divide a length.
 QUICKEST, QUICKEST_SHORT = {(64, True), (96, True)}, {(64, True), (64, False), (80, True)}
-WIDTHS = range(64, 257, 8)  # those between are computed in tiles of 128 or 256
+WIDTHS = range(64, 257, 8)  # a width between powers of two is computed in tiles of 128 or 256
 WIDE = (
     Tiles(64, 64, 4, 2),
     Tiles(64, 32, 4, 2),
@@ -110,7 +114,7 @@ def _keys(
 
 @triton.jit
 def _bounds(start, T, S, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):
-    """For ROWS rows from ``start``: the end of the tiles of keys that all of them see whole, and the end of what the last sees."""
+    """For ROWS rows from ``start``: the end of the tiles that all of them see whole, and of the last row's keys."""
     if CAUSAL:
         return tl.maximum(start + S - T + 1, 0) // COLS * COLS, tl.minimum(tl.maximum(start + ROWS + S - T, 0), S)
     else:  # noqa: RET505 - Triton wants both ways written out
@@ -270,7 +274,7 @@ def fast_dkdv_kernel(
 
 
 def tiles_for(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tiles | Roles, Tiles | Roles, Tiles | Roles]:
-    """Tiles of forward, dQ and dK/dV for this device and these sizes; small ones for widths in no table, as in the tests."""
+    """Tiles of forward, dQ and dK/dV for this device and these sizes; small ones for widths that no table has."""
     small = (Tiles(32, 32, 4, 2),) * 3
     width = q.shape[-1] if INTERPRETED else sizes_of(q, k, is_causal).width
     chosen = TABLE.get((width, is_causal), WIDE if width == 256 else small)
@@ -284,12 +288,12 @@ def tiles_for(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tiles | Roles, Til
 
 
 def _may_be_ragged(t: int, s: int, is_causal: bool) -> bool:
-    """Whether RAGGED is for such lengths if 128 does not divide them."""
+    """Whether RAGGED applies to these lengths, provided that 128 does not divide one of them."""
     return not is_causal and t > 1 and max(t, s) <= RAGGED_LENGTH
 
 
 def _short_tiles(sizes: Sizes) -> tuple[Tiles | None, Tiles | None, Tiles | None]:
-    """Tiles for short sequences; None where the other tables have the best."""
+    """Tiles for short sequences; None where the other tables apply."""
     if sizes.width in RAGGED and sizes.ragged and _may_be_ragged(sizes.t, sizes.s, sizes.causal):
         return RAGGED[sizes.width]
     known = SHORT if max(sizes.t, sizes.s) <= SHORT_LENGTH else {}
@@ -368,14 +372,14 @@ class Like(NamedTuple):
     device: torch.device
 
     def new(self) -> Tensor:
-        """It, with any numbers in it."""
+        """Allocate the tensor, without initial values."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
 
 
 class Plan(NamedTuple):
     """What a call does for tensors of given shapes, strides and dtypes."""
 
-    copied: tuple[int, ...]  # numbers of the inputs that the copy engine can't read where they lie
+    copied: tuple[int, ...]  # indices of the inputs that the copy engine can't read where they lie
     results: tuple[Like, ...]
     launches: tuple[Launch, ...]
 
@@ -390,7 +394,7 @@ class Plan(NamedTuple):
 
 
 def _planned(make: Callable[..., Plan], xs: tuple[Tensor, ...], *rest: Any) -> Plan:
-    """``make(xs, *rest)``, kept for later calls with tensors that look the same."""
+    """``make(xs, *rest)``, kept for later calls with tensors of the same layouts and dtypes."""
     looks = [(x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in xs]
     key = (make, xs[0].device, *rest, *looks)
     plan = _plans.get(key)
@@ -456,7 +460,7 @@ def _plan_backward(xs: tuple[Tensor, ...], is_causal: bool) -> Plan:
 def fast_forward(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, tiles: Tiles | Roles | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Output, laid out as q, and natural logsumexp [..., T]; by the tiles of the tables unless others are given."""
+    """Output, laid out as q, and natural logsumexp [..., T]. Without ``tiles`` those of the tables are used."""
     xs = (q, k, v)
     plan = _planned(_plan_forward, xs, is_causal, tiles)
     o, lse = [like.new() for like in plan.results]
@@ -498,14 +502,14 @@ def _launch_backward(plan: Plan, xs: tuple[Tensor, ...], lse: Tensor, dq, dk, dv
     for_dkdv(q, k, v, do, dk, dv, stats)
 
 
-# ---- the same on a joined projection ------------------------------------------------------------------------------------
+# ---- attention on a joined projection --------------------------------------------------------------------------------
 
 
 def split_joined(x: Tensor, n_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries ``[B, H, T, D]``, keys and values ``[B, G, T, D]`` as views of ``[B, T, H + 2 * G, D]``.
 
     Raises:
-        ValueError: the heads can't be split so.
+        ValueError: x has no such shape for this number of heads.
     """
     if x.ndim != 4 or n_heads < 1 or x.shape[2] <= n_heads or (x.shape[2] - n_heads) % 2:
         raise ValueError(f"x {tuple(x.shape)}, expected [B, T, H + 2 * G, D] with H = {n_heads} heads of queries")
@@ -624,7 +628,7 @@ joined_forward_operator.register_autograd(_differentiate_joined, setup_context=_
 
 
 class Eager(torch.autograd.Function):
-    """The same without operators: PyTorch's dispatcher takes longer for these than a short kernel runs."""
+    """Attention without an operator, for which PyTorch's dispatcher takes longer than a short kernel runs."""
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal):
@@ -670,7 +674,7 @@ def _has_copy_engine(device: torch.device) -> bool:
 
 
 def fits_fast(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
-    """Whether the fast kernels can compute it: a Hopper GPU, 16 bits, a width from 64 to 256 that is a multiple of 8."""
+    """Whether the fast kernels can run: a Hopper GPU, 16 bits, a width from 64 to 256 that is a multiple of 8."""
     if not q.is_cuda or not HAS_TRITON or INTERPRETED or q.ndim < 2 or q.shape[-1] not in WIDTHS:
         return False
     known = q.dtype is torch.bfloat16 or q.dtype is torch.float16
@@ -678,7 +682,7 @@ def fits_fast(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
 
 
 def is_quickest(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
-    """Whether the fast kernels were measured to be ahead of all of PyTorch's, by ``lib.bench.flash_shapes``."""
+    """Whether ``lib.bench.flash_shapes`` measured the fast kernels to be faster than all of PyTorch's."""
     ungrouped = q.ndim < 3 or q.shape[-3] == k.shape[-3]
     if not ungrouped or q.shape[-2] == 1 or not fits_fast(q, k, v, is_causal):
         return False
@@ -690,7 +694,7 @@ def is_quickest(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
 def flash_attention_fast(
     q: Float[Tensor, "*lead t d"], k: Float[Tensor, "*lead_kv s d"], v: Float[Tensor, "*lead_kv s d"], is_causal=False
 ) -> Float[Tensor, "*lead t d"]:
-    """Attention where `fits_fast`, with gradients; tensors are read and written in the layout that they have.
+    """Attention with gradients where `fits_fast` holds; tensors are read and written in the layout that they have.
 
     Raises:
         ValueError: the shapes or dtypes do not fit.
@@ -708,10 +712,10 @@ def flash_attention_fast(
 def flash_attention_joined(
     x: Float[Tensor, "b t n d"], n_heads: int, is_causal: bool = False
 ) -> Float[Tensor, "b t h d"]:
-    """Attention on a joined projection ``[B, T, H + 2 * G, D]`` where `fits_fast`; its gradient is joined too.
+    """Attention on a joined projection ``[B, T, H + 2 * G, D]`` where `fits_fast` holds; its gradient is joined too.
 
     Raises:
-        ValueError: the heads can't be split so.
+        ValueError: x has no such shape for this number of heads.
     """
     if is_watched(x):
         split_joined(x, n_heads)
@@ -743,7 +747,7 @@ def attention_with_lse(
 
 
 class _Saved:
-    """Stands for autograd's context where only the saved tensors are wanted."""
+    """Replaces autograd's context where only the saved tensors are needed."""
 
     def save_for_backward(self, *xs: Tensor) -> None:
         self.saved = xs
@@ -754,7 +758,7 @@ def attention_backward(
 ) -> tuple[Float[Tensor, "*lead t d"], Float[Tensor, "*lead_kv s d"], Float[Tensor, "*lead_kv s d"]]:
     """Gradients of q, k and v, without autograd, on any device.
 
-    With an output and logsumexp over more keys than k has, as in ring attention, these are the gradients' share of k's keys.
+    If ``o`` and ``lse`` cover more keys than k has, as in ring attention, the results are what k's keys contribute.
     """
     with torch.no_grad():
         if fits_fast(q, k, v, is_causal) and q.ndim <= 4:

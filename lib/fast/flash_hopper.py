@@ -10,7 +10,8 @@ it. Tile n of a program is at place n % stages, and a barrier's phase, which alt
 apart. One more barrier, ``once``, opens when the users' own rows have arrived.
 
 The copy engine sees each matrix as [batch, heads, tokens, width] with any strides, so nothing is copied beforehand. It fills
-what lies beyond the last token with zeros, and does not store there. `Roles.ragged` compiles what this is not enough for.
+what lies beyond the last token with zeros, and does not store there. `Roles.ragged` compiles the masks for the cases in
+which this is not enough.
 """
 
 import math
@@ -37,7 +38,7 @@ GLUON = not INTERPRETED and VERSION in KNOWN
 
 @dataclass(frozen=True)
 class Roles:
-    """How one kernel is cut, known when it is compiled; `complete` fills in the fields after ``registers``."""
+    """How one kernel is cut, a constant of its compilation; `complete` fills in the fields after ``registers``."""
 
     users: int  # groups of four warps that compute; 2, or 3 for forward and dQ
     tile: int  # keys (forward, dQ) or rows (dK/dV) in a tile of the ring
@@ -235,7 +236,7 @@ if GLUON:
 
     @gluon.jit
     def _keys(o, l, m, s, query, ring, n, sees, scale2, MASK: gl.constexpr, CUT: gl.constexpr):
-        """One tile of the forward pass. s are its scores; returns those of the next tile too."""
+        """One tile of the forward pass. ``s`` holds its scores; the scores of the next tile are returned too."""
         k_s, v_s, full, empty = ring
         if CUT.early:
             ahead = _begin_scores(query, k_s, full, n + 1, CUT)
@@ -307,7 +308,7 @@ if GLUON:
 
     @gluon.jit
     def _keys_back(dq, s, query, grad, lse2, sums, ring, n, sees, scale2, MASK: gl.constexpr, CUT: gl.constexpr):
-        """One tile of dQ. s are its scores; returns those of the next tile too."""
+        """One tile of dQ. ``s`` holds its scores; the scores of the next tile are returned too."""
         k_s, v_s, full, empty = ring
         dp = _begin(grad, v_s.index(n % CUT.stages))
         if CUT.early:
@@ -423,7 +424,7 @@ if GLUON:
 
     @gluon.jit
     def _queries(dk, dv, s, key, value, ring, n, rows, cols, scale2, MASK: gl.constexpr, CUT: gl.constexpr):
-        """One tile of dK and dV. s are its scores; returns those of the next tile too."""
+        """One tile of dK and dV. ``s`` holds its scores; the scores of the next tile are returned too."""
         q_s, do_s, lse_s, sums_s, full, empty = ring
         place = n % CUT.stages
         query, grad = q_s.index(place), do_s.index(place)
@@ -516,10 +517,10 @@ def box(index: int, rows: int, width: int) -> Box:
 
 
 def complete(cut: Roles, kernel: str, sizes: Sizes) -> Roles:
-    """The cut with the fields that its caller does not choose.
+    """Fill in those fields of the cut that its caller does not choose.
 
     Raises:
-        ValueError: no kernel can be cut like this.
+        ValueError: the kernel cannot be cut like this.
     """
     most = 2 if kernel == "dK/dV" else 3
     if not 2 <= cut.users <= most:

@@ -2,8 +2,8 @@
 
 A short kernel runs for some tens of microseconds. Triton's own launch of a kernel with seven tensor descriptors takes longer:
 it builds each descriptor in Python, checks it, and compares every argument with its compiled variants. Here a `Launch` belongs
-to fixed shapes and strides. Everything but the addresses is prepared once, and a descriptor is made once for each address,
-of which a training loop sees few because PyTorch's allocator hands out the same blocks again.
+to fixed shapes and strides. Everything but the addresses is prepared once, and a descriptor is made once for each
+address. A training loop sees few addresses, because PyTorch's allocator hands out the same blocks again.
 """
 
 import inspect
@@ -20,11 +20,9 @@ if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if HAS_TRITON else ()
-DIRECT = (
-    (3, 6),
-)  # versions of Triton whose launcher `_direct` knows; with others a launch goes through Triton's Python
-LENGTHS = ("T", "S", "H", "G")  # arguments of kernels that are not compiled anew for a multiple of 16, or for 1
-MOST_DESCRIPTORS = 256  # that an argument keeps
+DIRECT = ((3, 6),)  # versions of Triton whose launcher `_direct` knows; other versions launch through Triton's Python
+LENGTHS = ("T", "S", "H", "G")  # arguments on which Triton does not specialize (for 1, or a multiple of 16)
+MOST_DESCRIPTORS = 256  # kept for each argument
 
 
 class Box(NamedTuple):
@@ -32,7 +30,7 @@ class Box(NamedTuple):
 
     tensor: int
     box: tuple[int, ...]
-    layout: Any = None  # of Gluon: where the numbers of a box lie in shared memory
+    layout: Any = None  # Gluon's layout of a box in shared memory
     flat: tuple[int, ...] | None = None  # for a contiguous tensor: the shape in which it is described
 
 
@@ -58,14 +56,14 @@ def can_be_read(x: Tensor) -> bool:
 
 
 def is_watched(*xs: Tensor) -> bool:
-    """Whether somebody watches operators: a compiler, a dispatch mode, or tensors of another kind, such as fake ones without memory."""
+    """Whether a compiler, a dispatch mode or a tensor subclass (such as a fake tensor) must see the operators."""
     if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
         return True
     return {type(x) for x in xs} != {Tensor}
 
 
 class Sizes(NamedTuple):
-    """What the launches of forward, dQ and dK/dV depend on, beside strides."""
+    """What the launches of forward, dQ and dK/dV depend on, apart from strides."""
 
     n_batches: int
     n_heads: int  # of queries, in a batch
@@ -77,7 +75,7 @@ class Sizes(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Width of a tile: a power of two, of which the copy engine fills the rest with zeros; for tensor cores 64 or more."""
+        """Width of a tile: the head's, padded with zeros to a power of two, and on a GPU to at least 64."""
         return max(16 if INTERPRETED else 64, triton.next_power_of_2(self.head_dim))
 
     @property
@@ -97,7 +95,7 @@ class Sizes(NamedTuple):
 
     @property
     def ragged(self) -> bool:
-        """Whether a tile can be partly empty, or a row have no key."""
+        """Whether a tile can be partly empty, or a row can have no key."""
         return self.t % 128 != 0 or self.s % 128 != 0 or (self.causal and self.t > self.s)
 
 
@@ -107,8 +105,8 @@ class Launch:
     Args:
         kernel: Of Triton or Gluon.
         grid: Numbers of programs along two axes.
-        args: The kernel's arguments in their order; `Box` and `Address` stand for tensors.
-        options: What the compiler gets.
+        args: The kernel's arguments in their order; a `Box` or an `Address` takes the place of a tensor.
+        options: Options for the compiler.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], **options: Any):
@@ -128,7 +126,7 @@ class Launch:
         return [_argument(arg, tensors) for arg in self.args]
 
     def _through(self, compiled: Any) -> Callable[[tuple[Tensor, ...]], None]:
-        """The same through Triton's Python, for versions that `_direct` does not know."""
+        """A launch through Triton's Python, for versions that `_direct` does not know."""
         run = compiled[(*self.grid, 1)]
         return lambda tensors: run(*self._arguments(tensors))
 
@@ -159,7 +157,7 @@ def _argument(arg: Any, tensors: tuple[Tensor, ...]) -> Any:
 
 
 def _direct(launch: Launch, compiled: Any, tensors: tuple[Tensor, ...]) -> Callable[[tuple[Tensor, ...]], None] | None:
-    """A function that calls the launcher in C which Triton compiled for this kernel; None if it is not one that we know."""
+    """A function that calls Triton's compiled C launcher for this kernel; None if it is of an unknown kind."""
     if VERSION not in DIRECT:
         return None
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST

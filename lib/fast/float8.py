@@ -1,9 +1,10 @@
 """Chapter 20's delayed scales for a whole model: every matrix is cast to float8 in one pass.
 
 A product sums along the rows of its left factor and the columns of its right one, and the tensor cores want float8 factors to lie in memory along
-that sum. Each matrix of a linear layer is a factor twice, along different dimensions. With a scale from the tensor itself, a matrix is read for
-its largest magnitude, read again to be rounded, and its rounded copy is read to be transposed. A scale that is known before the step leaves one
-pass: a tile is read, rounded, stored in both orders, and its largest magnitude is kept for later steps.
+that sum. Each matrix of a linear layer is a factor twice, along different dimensions. With a scale from the tensor
+itself, a matrix is read for its largest magnitude, read again to be rounded, and its rounded copy is read to be
+transposed. With a scale that is known before the step, one pass is enough: a tile is read, rounded and stored in both
+orders, and its largest magnitude is recorded for later steps.
 """
 
 from typing import Any
@@ -43,8 +44,10 @@ def cast_kernel(
     rest = tl.fma(quotient, tl.full([ROWS, COLUMNS], -factor, tl.float32), value)
     quotient = tl.fma(rest, tl.full([ROWS, COLUMNS], inverse, tl.float32), quotient)  # as if divided
     tl.store(out + place, quotient.to(out.dtype.element_ty), mask=inside)
-    tl.debug_barrier()  # to turn what lies in memory: turned in registers, the tile would be rounded twice, and Triton 3.6's assembler takes wrong
-    rounded = tl.load(out + place, mask=inside, other=0.0)  # bytes out of pairs that were just rounded from float32
+    # The tile is transposed after a round trip through memory. Transposed in registers, it would be rounded twice, and
+    # Triton 3.6's assembler takes the wrong bytes out of pairs that were just rounded from float32.
+    tl.debug_barrier()
+    rounded = tl.load(out + place, mask=inside, other=0.0)
     both = (columns < K)[:, None] & (rows < M)[None, :]
     tl.store(flipped + columns[:, None] * M + rows[None, :], tl.trans(rounded), mask=both)
 
@@ -120,7 +123,7 @@ def usable(scale: Tensor) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor, known: bool) -> Tensor:
-        """What is returned as the gradient of ``scales`` are the largest magnitudes of the three tensors."""
+        """The backward pass returns the largest magnitudes of the three tensors as the gradient of ``scales``."""
         of_x, of_weight, of_grad = scales[:, 0].unbind() if known else (None, None, None)
         x8, x8_flipped, scale_x, amax_x = _cast(x, of_x, E4M3)
         w8, w8_flipped, scale_w, amax_w = _cast(weight, of_weight, E4M3)
@@ -140,17 +143,19 @@ class _Linear(torch.autograd.Function):
 
 
 class DelayedLinear(nn.Module):
-    """Chapter 20's ``Float8Linear(linear, "delayed")``, whose records are kept outside, by `Scales`, where a compiler need not see them.
+    """Chapter 20's ``Float8Linear(linear, "delayed")`` with its history outside of the layer.
 
-    The tensor cores may keep sums of the forward product in fewer bits than float32 has, as with torchao.
+    `Scales` keeps the history, so that the compiler need not see it. In the forward product the tensor cores may add up
+    in fewer bits than float32 has, as torchao allows them to.
 
     Args:
         linear: The layer, on the device where it stays; its parameters are used, not copied.
 
     Attributes:
-        scales: ``[3, 4]``: in each row the scale of the input, of the weight and of the gradient, four times, because cuBLAS reads a scale
-            at a multiple of 16 bytes only. Its gradient is no gradient: it has the largest magnitudes.
-        known: Whether `Scales` has set them; until then each tensor is scaled by its own magnitude.
+        scales: ``[3, 4]``: one row each for the scale of the input, the weight and the gradient. A row repeats its
+            scale four times, because cuBLAS reads a scale only at a multiple of 16 bytes. The "gradient" of ``scales``
+            is not a gradient: it holds the largest magnitudes.
+        known: Whether `Scales` has set the scales; until then each tensor is scaled by its own magnitude.
     """
 
     def __init__(self, linear: nn.Linear):
@@ -164,20 +169,20 @@ class DelayedLinear(nn.Module):
         return self.product(x, self.weight, self.bias)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The same with another weight and bias, for layers that are joined."""
+        """`forward` with another weight and bias, for layers that are joined."""
         out = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, self.scales, self.known)
         return out.reshape(*x.shape[:-1], len(weight))
 
 
 class Scales:
-    """The records of all `DelayedLinear` layers of a model; call `step` after each backward pass, as an optimizer's.
+    """The history of all `DelayedLinear` layers of a model; call `step` after each backward pass, like an optimizer's.
 
-    A step's largest magnitudes come as the gradients of the layers' scales: the only thing that a compiled backward pass may leave behind for a
-    tensor that it was given.
+    A step's largest magnitudes arrive as the gradients of the layers' scales, because a gradient is the only thing that
+    a compiled backward pass may return for a tensor that it was given.
 
     Args:
         model: The model.
-        history: Number of past steps that are remembered.
+        history: Number of past steps whose magnitudes are remembered.
     """
 
     def __init__(self, model: nn.Module, history: int = 16):

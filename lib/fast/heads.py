@@ -1,8 +1,9 @@
 """Split queries, keys and values from one product; in the backward pass join their gradients and sum them for the bias.
 
-Attention returns three gradients, and the product before it needs them side by side. Written as operators that is a copy, and
-then the compiler reads the copy again to sum it for the product's bias. Here one kernel copies and sums: the product's own bias is
-detached, and `split_heads` returns the bias's gradient instead.
+Attention returns three gradients, and the backward pass of the product before it needs them side by side. With
+PyTorch's operators that is a copy, which the compiler then reads again to sum it for the product's bias. Here one
+kernel copies and sums: the product's own bias is detached, and the backward pass of `split_heads` computes the bias's
+gradient instead.
 """
 
 from typing import Any
@@ -44,7 +45,7 @@ def join_heads_kernel(
 
 
 def launch_join(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Join three contiguous ``[..., H, D]`` to ``[..., 3 * H * D]``, and sum them over all rows in float32."""
+    """Join three contiguous ``[..., H, D]`` into one ``[..., 3 * H * D]``, and sum it over all rows in float32."""
     width, n_rows = q.shape[-2] * q.shape[-1], q.shape[:-2].numel()
     out = q.new_empty(*q.shape[:-2], 3 * width)
     n_chunks = triton.cdiv(n_rows, ROWS * STEPS)
@@ -97,10 +98,10 @@ def split_heads(x: Tensor, bias: Tensor, n_heads: int) -> tuple[Tensor, Tensor, 
         n_heads: H.
 
     Returns:
-        Three of ``[..., H, D]``.
+        Three views ``[..., H, D]``.
 
     Raises:
-        ValueError: a shape is not one of these.
+        ValueError: a shape is not as above.
     """
     if x.ndim < 2 or bias.shape != x.shape[-1:] or n_heads < 1 or x.shape[-1] % (3 * n_heads):
         raise ValueError(

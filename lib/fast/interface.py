@@ -4,7 +4,7 @@
 >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="workbook", dtype=torch.bfloat16)
 
 Where the kernels do not apply (a padding mask, dropout, another scale, one new token at a time, no Hopper GPU), PyTorch's
-attention computes it, as with ``attn_implementation="sdpa"``.
+attention runs instead, as with ``attn_implementation="sdpa"``.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lib.fast.flash import fits_fast, flash_attention_fast
 
-SPECIAL = ("position_bias", "softcap", "s_aux", "cache")  # what some models add to attention; no kernel here has it
+SPECIAL = ("position_bias", "softcap", "s_aux", "cache")  # what some models add to attention, and no kernel here has
 
 
 def workbook_attention(
@@ -24,13 +24,13 @@ def workbook_attention(
     """Attention with the signature of Transformers' interface.
 
     Args:
-        module: The layer, of which ``is_causal`` is read if the argument is None.
+        module: The layer; its ``is_causal`` is used if the argument is None.
         query: ``[B, H, T, D]``.
         key, value: ``[B, G, S, D]``.
         attention_mask: None if the mask is causal, or if there is none.
 
     Returns:
-        ``[B, T, H, D]``, and no weights.
+        ``[B, T, H, D]``, and None in place of the weights.
     """
     t, s, d = query.shape[-2], key.shape[-2], query.shape[-1]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

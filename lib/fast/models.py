@@ -66,7 +66,7 @@ class Path:
 def linear(x: Tensor, path: Path, *layers: nn.Linear) -> Tensor:
     """One product for one linear map, or for several that read the same input; their outputs come side by side.
 
-    What replaced an ``nn.Linear``, such as chapter 20's ``Float8Linear``, is called.
+    A module that replaced an ``nn.Linear``, such as chapter 20's ``Float8Linear``, is called instead.
     """
     if not all(isinstance(layer, JOINABLE | nn.Conv2d) for layer in layers):
         return torch.cat([layer(x.to(path.dtype)) for layer in layers], dim=-1)
@@ -199,7 +199,10 @@ def vit_loss(model: Any, images: Tensor, labels: Tensor, path: Path, call_blocks
 
 
 def vit_block_of(model: Any, i: int, path: Path) -> Callable[..., Tensor]:
-    """The function (block, x, path) for block i of a ``lib.vit.VisionTransformer``: for the last, perhaps the class token's only."""
+    """The function ``(block, x, path)`` that computes block i of a ``lib.vit.VisionTransformer``.
+
+    For the last block it may be the function that computes the class token alone.
+    """
     alone = path.class_token_alone and model.config.pooling == "token" and i == len(model.blocks) - 1
     return _class_token_block if alone else vit_block
 
@@ -281,7 +284,7 @@ class ShortGELU(torch.autograd.Function):
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Cast to float32, but never without effect: for such a cast torch 2.11's compiler returns a gradient of zeros."""
+    """Cast to float32 unless x is float32: torch 2.11's compiler gives a cast without effect a gradient of zeros."""
     return x if x.dtype == torch.float32 else x.float()
 
 
@@ -317,7 +320,7 @@ def prepare_images(
         pictures: ``[B, ch, height, width]``, uint8 or floats from 0 to 1.
         size: Side of the result in pixels.
         dtype: Dtype of the result.
-        mean, std: One for each channel; tensors on the same device save a copy to it in each call.
+        mean, std: One value for each channel. Tensors on the same device save a copy to the device in each call.
     """
     mean, std = (torch.as_tensor(x, device=pictures.device)[:, None, None] for x in (mean, std))
     unit = pictures.float() / 255.0 if pictures.dtype == torch.uint8 else pictures

@@ -1,4 +1,4 @@
-"""Runs a model on tokens of many requests at once: what chapter 21's engine is built on, and its server through it."""
+"""Runs a model on the tokens of many requests at once: the basis of chapter 21's engine and of the server."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -77,7 +77,7 @@ class Runner:
             if ones:
                 out[row.single] = self.attend(q[row.single], self.cache, ones, layer)
             for i, queries, part in zip(ids, q.split(row.sizes), out.split(row.sizes), strict=True):
-                if len(queries) > 1:  # the newest positions of this sequence attend to all of them, none to a later one
+                if len(queries) > 1:  # the new positions attend to the whole sequence, each to none after itself
                     k, v = self.cache.read(i, layer)
                     part.copy_(flash_attention(queries.transpose(0, 1), k, v, True).transpose(0, 1))
             return out
@@ -90,7 +90,7 @@ class Runner:
         return self.sequences[progress]
 
     def _extend(self, sequence: int, n_tokens: int) -> Tensor:
-        """Slots of a sequence's next positions, by which it is longer in all layers from now on."""
+        """Make a sequence longer in all layers; returns the slots of its new positions."""
         start = self.cache.length_of(sequence)
         slots = self.cache.find_slots(sequence, start, start + n_tokens)
         self.cache.lengths[sequence] = [start + n_tokens] * len(self.cache.keys)

@@ -59,7 +59,7 @@ class Pending:
 def record_collectives(journal: Journal) -> None:
     """Replace torch.distributed's functions by recording ones, in this process, for good.
 
-    ``batch_isend_irecv`` needs none: it calls ``isend`` and ``irecv``, which are recorded.
+    ``batch_isend_irecv`` needs no replacement: it calls ``isend`` and ``irecv``, which are recorded.
     """
     for name in filter(functools.partial(hasattr, distributed_c10d), _CALLS):
         function = _recorded(name, getattr(distributed_c10d, name), journal)

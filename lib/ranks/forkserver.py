@@ -106,7 +106,7 @@ def serve(where: str, modules: Sequence[str], idle_s: float = IDLE_S) -> None:
     listener.listen(64)
     os.replace(waiting, where)
     mine, used_at = os.stat(where).st_ino, time.monotonic()
-    running: dict[socket.socket, tuple[int, int]] = {}  # by a requester's wire: its process, and what reports its end
+    running: dict[socket.socket, tuple[int, int]] = {}  # wire of a requester: process id and descriptor of its program
     while running or (time.monotonic() - used_at < idle_s and _is_mine(where, mine)):
         waited: list[Any] = [listener, *running, *(fd for _, fd in running.values())]
         ready = select.select(waited, [], [], 10.0)[0]

@@ -93,7 +93,7 @@ class Handle:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    # ---- talking to the keeper ----
+    # ---- commands to the keeper, and its events ----
 
     def tell(self, *command) -> None:
         try:

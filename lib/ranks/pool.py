@@ -36,13 +36,13 @@ class Result:
     def mismatch(self) -> str:
         """The first collective on which the ranks disagreed although all returned, or messages that no rank received.
 
-        Empty if everything fits.
+        Empty if nothing is wrong.
         """
         return mismatch(self.views)
 
 
 class Pool:
-    """Warm processes, four unless told, that run a function as the ranks of one world."""
+    """Warm processes, four by default, that run a function as the ranks of one world."""
 
     def __init__(self, backend: str, max_ranks: int = MAX_RANKS):
         self.backend, self.max_ranks = backend, max_ranks

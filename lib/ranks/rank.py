@@ -67,14 +67,15 @@ def _is_ours(name: str, module) -> bool:
     return name != "__main__" and any(not os.path.realpath(file).startswith(_INSTALLED) for file in files)
 
 
-# modules known to be none of ours; asking about each of them again would cost a rank a tenth of a second
+# modules of Python and of libraries; asking about each of them again would cost a rank a tenth of a second
 _libraries = {name: module for name, module in sys.modules.items() if not _is_ours(name, module)}
 
 
 def _watched(folder: str) -> None:
-    """Continue in a child; this process writes the child's end into ``death-PID``, because mpiexec would end the other ranks.
+    """Fork, and continue in the child; this process waits for it, and writes how it died into ``death-PID``.
 
-    If the child ends before the caller of its task knows it, mpiexec handles it.
+    If the child itself were mpiexec's process, mpiexec would end the other ranks when it dies. If it dies before the
+    caller of its task knows it, mpiexec handles that.
     """
     end_with_parent()
     pid = os.fork()

@@ -128,7 +128,8 @@ def _output_to(path: str):
 def _store(path: str, rank: int, timeout: datetime.timedelta):
     """The store of all ranks: rank 0 keeps it, on a port of this machine alone, and writes the port to ``path``.
 
-    A FileStore would need no port, but it looks for a key only every 10 ms: half a pipeline's step on ranks was spent so.
+    A FileStore would need no port, but it looks for a key only every 10 ms, which took half of a pipeline's step on
+    ranks.
     """
     from torch.distributed import TCPStore
 

@@ -162,7 +162,7 @@ def _differ(a: Record, b: Record) -> bool:
 
 
 def mismatch(views: list[View]) -> str:
-    """The first collective on which the ranks disagree, or messages that no rank received; empty if everything fits.
+    """The first collective on which the ranks disagree, or messages that no rank received; empty if nothing is wrong.
 
     A call that only some of the ranks have made counts as a disagreement only once all of them have returned.
     """

@@ -66,7 +66,7 @@ class Watch:
                 self.outcomes[worker.rank] = Outcome("died", text=self._cause_of_death(worker))
 
     def _cause_of_death(self, worker: Worker) -> str:
-        """How a rank ended whose connection has closed, as its keeper or its guard reports."""
+        """How a rank ended after its connection closed, as its keeper or its guard reports."""
         note = self.handle.folder / f"death-{worker.pid}"
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline:

@@ -5,8 +5,9 @@ python -m lib.runs.corpus my_corpus --packages git-doc manpages       # from the
 python -m lib.runs.corpus my_corpus --dataset openwebtext --limit 100000
 python -m lib.runs.train_gpt2 --model small --data my_corpus
 
-Packages are downloaded with apt, which asks for no rights, and are unpacked, not installed. The folder gets ``tokens.bin`` (uint16; the
-held-out documents last), ``merges.json`` (chapter 1's BPE) and ``corpus.json``: each source with its version and licences, and all counts.
+Packages are downloaded with apt, which needs no special rights for this, and are unpacked, not installed. The folder
+gets ``tokens.bin`` (uint16; the held-out documents last), ``merges.json`` (chapter 1's BPE) and ``corpus.json``: each
+source with its version and licences, and all counts.
 """
 
 import argparse
@@ -43,7 +44,7 @@ PLAIN = {"", ".txt", ".md", ".rst", ".dat", ".pod", ".texi", ".tex", ".dict", ".
 CODE = {".c", ".h", ".py", ".go", ".java", ".el", ".pl", ".pm", ".rs", ".js", ".sh", ".s", ".S", ".hs", ".erl"}
 MARKED_UP = {".html", ".htm", ".page", ".xhp"}
 BROKEN = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, OSError, EOFError, ValueError, RuntimeError)  # fmt: skip
-"""What reading a damaged archive raises; RuntimeError: a zip with a password. Some are broken on purpose, for tests."""
+"""What reading a damaged archive raises (RuntimeError: a zip with a password). Some are broken on purpose, as tests."""
 ARCHIVES = (".tar", ".tar.gz", ".tar.xz", ".tar.bz2", ".tgz")
 END = "<|endoftext|>"
 VOCAB_SIZE = 50_257  # GPT-2's: 256 bytes, 50,000 merges and the end of a document
@@ -76,7 +77,7 @@ class Source:
     code_characters: int = 0
 
     def add(self, document: Document, longest: int | None) -> Document:
-        """Count a document, of which only the beginning is kept: a file of a million lines would outweigh a thousand others."""
+        """Count a document and keep only its beginning: a file of a million lines would outweigh a thousand others."""
         text = document.text[:longest]
         self.documents += 1
         self.characters += len(text)
@@ -91,7 +92,7 @@ def unpacked(package: str, folder: Path) -> Source:
     """Download a Debian package and unpack it into the folder, without installing it.
 
     Raises:
-        RuntimeError: There is no apt, or it does not know the package or cannot reach its archive; the message is apt's own.
+        RuntimeError: There is no apt, or apt cannot find or download the package; the message is apt's own.
     """
     for command in (["apt-get", "download", "-qq", package], ["dpkg-deb", "-x", "{deb}", "tree"]):
         debs = sorted(folder.glob("*.deb"))
@@ -146,7 +147,7 @@ def _inside(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def suffix(place: str) -> str:
-    """The last suffix, behind that of a compression."""
+    """The last suffix, apart from that of a compression."""
     return Path(re.sub(r"\.gz$", "", place)).suffix
 
 
@@ -159,7 +160,7 @@ def is_text(place: str) -> bool:
 
 
 class _Words(HTMLParser):
-    """Text of a page, without its navigation and its programs."""
+    """Collects the text of a page, without its navigation and its scripts."""
 
     IGNORED = ("script", "style", "nav", "head", "footer", "svg", "button", "form")
     BREAKS = ("p", "div", "li", "tr", "pre", "h1", "h2", "h3", "h4", "dt", "dd", "br", "section", "table", "item", "paragraph")  # fmt: skip
@@ -190,7 +191,7 @@ class _Words(HTMLParser):
 
 
 def clean(place: str, data: bytes) -> Document | None:
-    """A file as a document; None if it is no English text or code, or hardly any."""
+    """A file as a document; None if it holds hardly any English text or code."""
     try:
         text = data.decode()
     except UnicodeDecodeError:
@@ -216,12 +217,12 @@ def clean(place: str, data: bytes) -> Document | None:
 
 @dataclass
 class Seen:
-    """What has come before: licences at the head of a thousand files, pages that two packages bring."""
+    """Remembers the blocks seen so far: licences head a thousand files, and two packages may bring the same page."""
 
     blocks: set[bytes] = field(default_factory=set)
 
     def new_part(self, document: Document) -> Document | None:
-        """The document without blocks that have come before; None if little is left."""
+        """The document without the blocks that have come before; None if little is left."""
         kept = []
         for block in document.text.split("\n\n"):
             if len(block) >= BLOCK:
@@ -237,7 +238,7 @@ class Seen:
 def documents_of_packages(
     names: Iterable[str], most: int, longest: int | None, found: list[Source]
 ) -> Iterator[Document]:
-    """The documents of Debian packages, at most so many characters of each; ``found`` gets a `Source` for each package."""
+    """Documents of Debian packages, at most ``most`` characters of each; ``found`` gets a `Source` for each package."""
     seen = Seen()
     for name in dict.fromkeys(names):
         with tempfile.TemporaryDirectory() as folder:
@@ -350,7 +351,7 @@ def read_tokens(folder: Path) -> np.ndarray:
 
 
 def held_out_share(data: str) -> float | None:
-    """The share of a corpus's tokens that are held out; None if the data is no corpus."""
+    """The share of a corpus's tokens that are held out; None if the data are not a corpus."""
     if not is_corpus(data):
         return None
     facts = read_facts(Path(data))
@@ -372,7 +373,7 @@ def learn_merges(documents: list[Document], characters: int, vocab_size: int) ->
 
 
 def write(folder: Path, documents: list[Document], found: list[Source], share: float, sample: int, vocab: int) -> None:
-    """Learn the tokenizer on what is trained on, and write everything into the folder; ``corpus.json`` comes last."""
+    """Learn the tokenizer on the training documents, and write all files into the folder, ``corpus.json`` last."""
     documents = sorted(
         documents, key=lambda d: hashlib.blake2b(d.place.encode(errors="replace"), person=b"order").digest()
     )
@@ -380,7 +381,7 @@ def write(folder: Path, documents: list[Document], found: list[Source], share: f
     if not all(parts):
         raise ValueError(f"{len(documents)} documents: expected some to train on and some, {share:.1%}, to hold out")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "corpus.json").unlink(missing_ok=True)  # until all is written again, the folder is no corpus
+    (folder / "corpus.json").unlink(missing_ok=True)  # the folder is not a corpus until all files are written again
     merges = learn_merges(parts[0], sample, vocab)
     text = json.dumps([[left.decode("latin-1"), right.decode("latin-1")] for left, right in merges])
     (folder / "merges.json").write_text(text)
@@ -432,7 +433,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make_place(folder: Path) -> None:
-    """Create the folder before anything is gathered that could not be written.
+    """Create the folder first, so that nothing is gathered that could not be written.
 
     Raises:
         ValueError: It cannot be created or written to.

@@ -3,8 +3,9 @@
 python -m lib.runs.pictures my_pictures
 python -m lib.runs.train_vit --data my_pictures --image-size 28 --patch-size 4 --dim 128 --n-layers 6 --steps 960 --eval-every 240
 
-The package is downloaded with apt, which asks for no rights, and is unpacked, not installed. Its idx files become ``train.parquet`` and
-``test.parquet``, and ``pictures.json`` names the package's version and licence. `lib.runs.train_vit` never trains on the pictures of ``test``.
+The package is downloaded with apt, which needs no special rights for this, and is unpacked, not installed. Its idx
+files become ``train.parquet`` and ``test.parquet``, and ``pictures.json`` names the package's version and licence.
+`lib.runs.train_vit` never trains on the pictures of ``test``.
 """
 
 import argparse
@@ -30,7 +31,7 @@ def read_idx(path: Path) -> np.ndarray:
     """The bytes that a compressed idx file holds, in the shape that its head says.
 
     Raises:
-        ValueError: It is no such file, or it is cut short; the message names it.
+        ValueError: It is not such a file, or it is cut short; the message names it.
     """
     try:
         data = gzip.decompress(path.read_bytes())

@@ -4,7 +4,8 @@ python -m lib.runs.serve --model tiny --port 8000
 python -m lib.runs.serve --model runs/gpt2 --port 8000
 python -m lib.runs.serve --model ~/models/Llama-2-7b-hf --port 8000 --api-key "$KEY" --host 0.0.0.0
 
-On SIGTERM it completes what it has begun, refuses what is new, and exits with status 0. A second signal ends it at once.
+On SIGTERM the server completes the requests that it has begun, refuses new ones, and exits with status 0. A second
+signal ends it at once.
 """
 
 import importlib.util
@@ -22,7 +23,7 @@ from lib.runs.engine.options import Parser, UsageError, positive, whole
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "tokenizers")
 KEY_VARIABLE = "SERVE_API_KEY"
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
-CONTEXTS = 64  # of a full length, in a pool whose size nobody gave and no GPU limits
+CONTEXTS = 64  # full contexts in a cache that is not on a GPU, unless a flag gives its size
 
 
 def make_parser() -> Parser:
@@ -88,7 +89,11 @@ def is_loopback(address: str) -> bool:
 
 
 def count_blocks(config: Any, block_size: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Blocks for the cache: what fits into 0.9 of the GPU's free memory, less a tenth of it all for activations; elsewhere those of 64 full contexts."""
+    """Number of blocks of the cache.
+
+    On a GPU they fill 0.9 of the free memory, less 0.1 of the total, which activations need. Elsewhere they hold 64
+    full contexts.
+    """
     from lib.given.models.serving import cache_sizes
 
     n_layers, n_kv_heads, head_dim = cache_sizes(config)
@@ -106,7 +111,7 @@ def count_blocks(config: Any, block_size: int, dtype: torch.dtype, device: torch
 
 
 def make_service(options: Any) -> Any:
-    """Load the model, and build all that serves it."""
+    """Load the model, and build everything that serves it."""
     from lib.runs.serving import models
     from lib.runs.serving.api import Service
     from lib.runs.serving.metrics import Metrics
@@ -134,13 +139,16 @@ def make_service(options: Any) -> Any:
 
 
 def make_server(service: Any, grace_s: float, url: str) -> Any:
-    """uvicorn's server, which says where it listens, once it heeds signals, and leaves in good order."""
+    """uvicorn's server, which prints its address once it handles signals, and shuts down in good order."""
     import uvicorn
 
     from lib.runs.serving.api import make_app
 
     class Server(uvicorn.Server):
-        """Goes on listening while it completes what it has begun, so that what is new gets its refusal; ends by itself when the engine has failed."""
+        """Keeps listening while it completes what it has begun, so that new requests get a refusal.
+
+        Ends by itself when the engine has failed.
+        """
 
         asked_at = float("inf")
 

@@ -39,7 +39,10 @@ def make_gpt2_parser() -> Parser:
 
 
 def with_length(argv: list[str]) -> list[str]:
-    """``--context`` was the length of a sequence before ranks could divide one. It still is where it can be no degree: beside ``--strategy``, and in one process."""
+    """Read ``--context`` as ``--length`` where it cannot be a degree: beside ``--strategy``, and in one process.
+
+    ``--context`` was the length of a sequence before ranks could divide one.
+    """
     words = " ".join(argv).replace("=", " ").split()
     at = next((i + 1 for i, word in enumerate(words[:-1]) if word == "--context"), None)
     is_degree = any(f"--{kind}" in words for kind in KINDS if kind != "context") or (

@@ -1,4 +1,7 @@
-"""Context parallelism for chapter 6's model: each rank has some positions of every sequence, and keys and values go round chapter 18's ring."""
+"""Context parallelism for chapter 6's model.
+
+Each rank has some positions of every sequence, and keys and values travel around chapter 18's ring.
+"""
 
 from functools import partial
 from typing import Any

@@ -28,7 +28,7 @@ def expert_width(dim: int, k: int) -> int:
 
 
 def extra_weights(options: Options, dim: int) -> int:
-    """How many weights more than an MLP's a token uses in a mixture: its experts' and the router's."""
+    """Number of weights that a token uses in a mixture, its experts' and the router's, beyond those of an MLP."""
     assert options.n_experts
     assert options.top_k
     return dim * (3 * options.top_k * expert_width(dim, options.top_k) + options.n_experts - 8 * dim)
@@ -63,7 +63,7 @@ def spread_experts(model: nn.Module, mesh: Mesh) -> Cuts:
 
 
 class Narrow(nn.Module):
-    """A mixture in a dtype of 16 bits, which mixed precision has to be told: it does not know grouped products.
+    """A mixture that computes in a dtype of 16 bits, since mixed precision does not know grouped products.
 
     Args:
         mixture: Keeps its parameters.
@@ -90,9 +90,10 @@ def narrow_mixtures(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 class Balance:
-    """Chapter 19's balance without a loss: after each step the bias of every router moves, by what all ranks together sent to each expert.
+    """Chapter 19's balance without a loss: after each step the bias of every router is updated.
 
-    A mean of the balancing losses of the ranks would not be the loss of the whole batch. Counts add up, so that every mesh computes the same.
+    The update follows the number of tokens that all ranks together sent to each expert. A mean of the ranks' balancing
+    losses would not be the loss of the whole batch. Counts add up, so every mesh computes the same.
 
     Args:
         model: This rank's part of the model, changed in place.
@@ -102,7 +103,7 @@ class Balance:
 
     Attributes:
         bias: ``[L, E]``, also of blocks that other stages hold.
-        counts: For each block ``[E]`` for each micro-batch of a step, on this rank.
+        counts: For each block a queue with ``[E]`` for each micro-batch of a step, on this rank.
     """
 
     def __init__(self, model: nn.Module, options: Options, n_layers: int, device: torch.device):
@@ -110,7 +111,7 @@ class Balance:
         assert options.bias_rate is not None
         self.rate, self.adds_up = options.bias_rate, options.is_parallel
         self.bias = torch.zeros(n_layers, options.n_experts, device=device)
-        # PyTorch's pipelining begins with a micro-batch too many, of any values, to learn shapes: it is not among the last ones
+        # PyTorch's pipelining begins with an extra micro-batch of arbitrary values, to learn shapes; the queue drops it
         self.counts: list[deque[Tensor]] = [deque(maxlen=options.accumulate) for _ in range(n_layers)]
         for name, mixture in mixtures_of(model):
             i = int(name.split(".")[-2])  # h.3.mlp
@@ -121,11 +122,11 @@ class Balance:
         experts = mixture.routing[1].flatten()
         counts = torch.zeros_like(self.bias[i], dtype=torch.int64)
         self.counts[i].append(counts.scatter_add_(0, experts, torch.ones_like(experts)))  # the host does not wait
-        mixture.routing = None  # with its graph
+        mixture.routing = None  # frees its graph too
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move all biases, and count anew. All ranks must call it together."""
+        """Update all biases and reset the counts. All ranks must call it together."""
         step = torch.zeros_like(self.bias, dtype=torch.int64)
         for total, counts in zip(step, self.counts, strict=True):
             total += sum(counts, torch.zeros_like(total))
@@ -140,5 +141,5 @@ class Balance:
         return {f"h.{i}.mlp.router_bias": bias for i, bias in enumerate(self.bias)}
 
     def load(self, bias: list[list[float]]) -> None:
-        """Go on from the biases of a checkpoint."""
+        """Restore the biases of a checkpoint."""
         self.bias.copy_(torch.tensor(bias))

@@ -46,7 +46,10 @@ def _replace(path: Path, make: Callable[[Path], Any]) -> None:
 
 
 def write_tokenizer(folder: Path, codec: Codec | None) -> None:
-    """Write the tokenizer of a run beside its model, as ``tokenizer.json``; nothing for random tokens, and for GPT-2's, which every library has."""
+    """Write the tokenizer of a run beside its model, as ``tokenizer.json``.
+
+    Nothing is written for random tokens, or for GPT-2's tokenizer, which every library has.
+    """
     if codec is None or codec.merges is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,7 +65,7 @@ def write_tokenizer(folder: Path, codec: Codec | None) -> None:
 def tokenizer_for_transformers(
     merges: Sequence[tuple[bytes, bytes]], special_tokens: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Chapter 1's tokenizer in the format of the library tokenizers, whose vocabularies are text: each byte is a visible character.
+    """Chapter 1's tokenizer in the format of Hugging Face tokenizers, in which each byte is a visible character.
 
     Ids are those of `lib.runs.corpus.make_tokenizer`: 256 bytes, the merges, the special tokens.
     """
@@ -91,12 +94,15 @@ _VISIBLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *r
 
 
 def _order_of_bytes() -> list[int]:
-    """All bytes: first those that are a visible character of Latin-1 themselves, then the others, which get the characters from 256 on (GPT-2's table)."""
+    """All bytes in the order of GPT-2's table.
+
+    First come those that are a visible character of Latin-1, then the others, which get the characters from 256 on.
+    """
     return [*_VISIBLE, *(byte for byte in range(256) if byte not in _VISIBLE)]
 
 
 def gpt2_for_transformers(weights: dict[str, Tensor], config: GPT2Config) -> Exported:
-    """For ``GPT2LMHeadModel``: linear weights ``[in, out]``, no rows of padding, and the head that is the embedding left out."""
+    """For ``GPT2LMHeadModel``: linear weights ``[in, out]``, no rows of padding, no head (it is the embedding)."""
     transposed = ("c_attn.weight", "c_fc.weight", "c_proj.weight")
     tensors = {name: t.T if name.endswith(transposed) else t for name, t in weights.items()}
     tensors["wte.weight"] = tensors["wte.weight"][: config.vocab_size]

@@ -1,4 +1,4 @@
-"""How good the model is, while it trains: its scores on the held-out part of the data, and text that it writes."""
+"""A look at the model while it trains: its scores on the held-out part of the data, and text that it writes."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from lib.runs.engine.options import Options, UsageError
 from lib.runs.engine.tasks import Task
 
 TEMPERATURE = 0.8
-"""Of samples: chapter 6's."""
+"""Temperature of samples, as in chapter 6."""
 
 
 def is_due(every: int | None, done: int, options: Options) -> bool:
@@ -21,7 +21,9 @@ def is_due(every: int | None, done: int, options: Options) -> bool:
 
 
 def hold_out(task: Task) -> None:
-    """Take the held-out part out of the data: the asked share of it, in whole batches, which any number of ranks divides as in training.
+    """Set aside the held-out part of the data: the requested share, or the data's own test split.
+
+    It is cut to whole batches, which any number of ranks divides as in training.
 
     Raises:
         UsageError: too little is left to train on.
@@ -40,7 +42,7 @@ def hold_out(task: Task) -> None:
 
 @torch.no_grad()
 def evaluate(run: Any) -> dict[str, float]:
-    """The scores of the held-out part, the same on all ranks, which call it together: always of the same items, each once."""
+    """The held-out part's scores, always over the same items. All ranks call it together and get the same scores."""
     task, source, micro = run.task, run.task.source, run.options.accumulate
     share, first = run.numbers.batch, source.n + run.numbers.rank * run.numbers.batch
     starts = range(first, first + source.n_held_out, run.options.batch)
@@ -64,8 +66,8 @@ def evaluate(run: Any) -> dict[str, float]:
 def sample(run: Any) -> str | None:
     """The prompt and what the model writes after it, on rank 0; None on the others. All ranks call it together.
 
-    The text is drawn by chapter 4's ``sample_next`` from a fixed seed, and chapter 4's and 6's models compute it as they are written,
-    from whole parameters: so it is the same on any number of ranks.
+    Chapter 4's ``sample_next`` draws the text from a fixed seed, and the models of chapters 4 and 6 compute it as they
+    are written, from whole parameters. So the text is the same on any number of ranks.
     """
     weights = checkpoints.gather_model(run.strategy, run.device)
     if run.world.rank:
@@ -80,7 +82,7 @@ def sample(run: Any) -> str | None:
 
 @torch.no_grad()
 def write(task: Any, model: nn.Module, options: Options) -> str:
-    """The prompt and ``--sample-tokens`` more; none if the model's logits are no numbers."""
+    """The prompt and ``--sample-tokens`` more; the text ends early if the model's logits are not finite."""
     from lib.llama import sample_next
 
     codec, length = task.source.codec, task.per_row

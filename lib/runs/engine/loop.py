@@ -34,7 +34,7 @@ from lib.training import TokenBatches, cosine_schedule, hours_per_epoch
 DATA = ("replicate", "shard", "expert")
 """Kinds of parallelism whose ranks divide a batch."""
 BEST = "best"
-"""The folder of the best model, inside of that of the last one."""
+"""The folder of the best model, inside of the last model's folder."""
 
 
 def main(parser: Parser, kind: type[Task], argv: list[str] | None = None) -> int:
@@ -192,7 +192,7 @@ class Run:
         return state["step"]
 
     def save(self, step: int, options: Options | None = None) -> None:
-        """Write a checkpoint, where the run's own options say or others."""
+        """Write a checkpoint to the folder that ``options`` name; by default the run's own."""
         extra = {"scaler": self.scaler.state_dict()} if self.scaler is not None else {}
         if self.strategy.balance is not None:
             extra["router_bias"] = self.strategy.balance.bias.tolist()
@@ -205,7 +205,7 @@ class Run:
         return self.fetch(next(self.numbers)[0][:, 0])
 
     def fetch(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """The items with these indices, on the device: of each sequence this rank's positions."""
+        """The items with these indices, on the device; of each sequence only this rank's positions."""
         if self.device.type == "cuda":
             numbers = numbers.pin_memory().to(self.device, non_blocking=True)
         inputs, targets = self.task.source.fetch(numbers)
@@ -245,7 +245,11 @@ class Run:
         self.scaler.update()
 
     def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Compute the gradient of the whole batch, micro-batch by micro-batch. Returns the mean loss over all ranks, and the share of ranks that were asked to leave."""
+        """Compute the gradient of the whole batch, micro-batch by micro-batch.
+
+        Returns:
+            The mean loss over all ranks, and the share of ranks that were asked to leave.
+        """
         self.optimizer.zero_grad(set_to_none=True)
         total = self.strategy.backward(inputs, targets, self.scaler.scale if self.scaler else lambda loss: loss)
         if self.strategy.balance is not None:
@@ -316,7 +320,7 @@ class Run:
                         break
         finally:
             log.close()
-            del self.step  # NCCL leaves a communicator only when the graph that uses it is gone
+            del self.step  # NCCL destroys a communicator only when the graph that uses it is gone
         if o.export and done >= o.steps:
             self.export(o.export)
         if self.world.rank == 0 and log.rates and not o.quiet:
@@ -331,7 +335,7 @@ class Run:
         return done >= o.steps
 
     def look(self, log: Log, done: int) -> None:
-        """Evaluate and sample after a step, if it is time to, and keep the best model so far. This takes no part of any step's time."""
+        """Evaluate and sample if that is due after a step, and keep the best model. No step's time includes this."""
         o = self.options
         if is_due(o.eval_every, done, o):
             log.flush()

@@ -1,4 +1,7 @@
-"""How the ranks are arranged: a degree for each kind of parallelism, checked against the ranks and the model, and the mesh that they span."""
+"""How the ranks are arranged: a degree for each kind of parallelism, and the mesh that they span.
+
+The degrees are checked against the number of ranks and the sizes of the model.
+"""
 
 import math
 import warnings
@@ -16,7 +19,7 @@ def arrange(options: Options, n_ranks: int) -> Options:
     """The options with a number for every degree; their product is the number of ranks.
 
     Raises:
-        UsageError: it is not; the message shows the product.
+        UsageError: the product differs from the number of ranks; the message shows it.
     """
     degrees: dict[str, Any]
     if options.strategy is not None:
@@ -54,7 +57,7 @@ def check_degrees(options: Options, sizes: dict[str, dict[str, int]]) -> None:
         sizes: A task's ``sizes``.
 
     Raises:
-        UsageError: a degree cannot; the message names the size.
+        UsageError: a degree cannot divide the model; the message names the size.
     """
     for kind in ("expert", "tensor", "context", "pipeline"):
         n = getattr(options, kind)

@@ -19,7 +19,7 @@ OPTIMIZERS = ("ours", "adamw", "sgd")
 HEAD = 64
 """Width of a head of GPT-2, in all of its sizes."""
 DECAYED = 5
-"""With ``--schedule wsd`` the last of so many parts of the steps is the decay."""
+"""With ``--schedule wsd`` the decay takes one in so many steps, the last ones."""
 
 
 class UsageError(ValueError):
@@ -92,7 +92,7 @@ class Options:
         return self.engine == "ours"
 
     def uses(self, *kinds: str) -> bool:
-        """Whether ranks divide the work in one of these ways, be it among one rank only because ``--strategy`` asks for it."""
+        """Whether ranks divide the work in one of these ways; one rank counts if ``--strategy`` asks for it."""
         named = STRATEGIES[self.strategy] if self.strategy else None
         return any(kind == named or (getattr(self, kind) or 1) != 1 for kind in kinds)
 
@@ -100,7 +100,8 @@ class Options:
     def shards(self) -> bool:
         """Whether parameters are divided by ``FullySharded`` or ``fully_shard``, which then choose the dtype of the products too.
 
-        PyTorch's DDP knows no divided layers and no stages; there ``fully_shard`` keeps the copies, over one shard.
+        PyTorch's DDP supports neither divided layers nor stages. There ``fully_shard``, with a single shard, averages
+        over the copies.
         """
         return self.uses("shard") or (
             not self.ours and self.uses("replicate", "context") and self.uses("tensor", "pipeline")
@@ -164,7 +165,7 @@ def share(text: str) -> float:
 
 
 def fraction(text: str) -> float:
-    """For ``type=``: accepts a number between 0 and 1, without the ends."""
+    """For ``type=``: accepts a number between 0 and 1, both excluded."""
     try:
         value = float(text)
     except ValueError:
@@ -445,7 +446,7 @@ def _check_quality(o: Options) -> None:
 
 
 def make_places(o: Options) -> None:
-    """Create the folders that a run writes to, before it trains anything that it could not save.
+    """Create the folders that a run writes to, so that it trains nothing that it could not save.
 
     Raises:
         UsageError: a folder cannot be created or written to.

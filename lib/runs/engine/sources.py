@@ -24,7 +24,7 @@ class Source(Protocol):
 
     n: int
     n_held_out: int
-    n_test: int  # items of the data's own test split, the last ones: what is held out then
+    n_test: int  # items of the data's own test split, which are the last ones; if there are any, they are held out
     codec: "Codec | None"  # what made the tokens from text
 
     def hold_out(self, n: int) -> None:
@@ -51,7 +51,7 @@ class Pictures:
         dtype: Dtype of the model's input.
         seed: Seed of random images, and of the choice of those that are held out.
         n_held_out: Number of further images, which are not trained on.
-        n_test: Number of images of the data's own test split, the last of n; only they are held out then.
+        n_test: Number of images in the data's own test split, the last of n; if there are any, only they are held out.
     """
 
     pictures: Tensor | None
@@ -67,7 +67,7 @@ class Pictures:
     codec: "Codec | None" = None
 
     def hold_out(self, n: int) -> None:
-        """Images of a data set are often in the order of their classes, so without a test split those that are held out are drawn at random."""
+        """Hold out the test split, or, without one, images at random, because data are often sorted by class."""
         if self.n_test:
             self.n, self.n_held_out = self.n - self.n_test, n
             return
@@ -105,7 +105,7 @@ def open_pictures(options: Options, channels: int, n_classes: int, size: int) ->
     Raises:
         FileNotFoundError: there is no such data.
         ValueError: a row cannot be read.
-        UsageError: the data's own test split does not fit what is trained on, or the batch.
+        UsageError: the data's own test split has images of another size, or fewer than a batch.
     """
     if options.data == "synthetic":
         side = min(PICTURE_SIDE, size)
@@ -165,7 +165,8 @@ class Codec:
         encode: Ids of a text.
         decode: Text of ids from 0 to ``n_tokens - 1``; bytes that are not UTF-8 become U+FFFD.
         n_tokens: Number of ids that it has.
-        merges, special_tokens: What chapter 1's tokenizer is made of; no merges if the ids are bytes, None if it is another tokenizer.
+        merges, special_tokens: The parts of chapter 1's tokenizer: no merges if ids are bytes; None for other
+            tokenizers.
     """
 
     encode: Callable[[str], list[int]]
@@ -185,7 +186,7 @@ class Tokens:
         vocab_size: Vocabulary of random tokens.
         n: Number of windows to train on.
         seed: Seed of random tokens.
-        codec: What made the tokens from text; None for random ones.
+        codec: The tokenizer that made the tokens from text; None for random tokens.
         n_held_out: Number of further windows, which are not trained on.
     """
 
@@ -199,7 +200,7 @@ class Tokens:
     n_test: int = 0
 
     def hold_out(self, n: int) -> None:
-        """The end of the text is held out, in one piece: windows in between would continue what was trained on."""
+        """Hold out the end of the text, in one piece: windows from its middle would continue what was trained on."""
         self.n, self.n_held_out = self.n - n, n
 
     def to(self, device: torch.device) -> None:

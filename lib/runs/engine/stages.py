@@ -27,7 +27,7 @@ class Unembedding(nn.Module):
 
 
 def keep_stage(loss: Any, mesh: Mesh) -> list[str]:
-    """Take from a model everything that other stages compute, in place; what is left keeps its names.
+    """Remove from a model everything that other stages compute, in place; the rest keeps its names.
 
     Returns:
         Names of the parameters that both the first and the last stage hold.
@@ -43,7 +43,7 @@ def keep_stage(loss: Any, mesh: Mesh) -> list[str]:
     holder = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
     for i in range(len(blocks)):
         if i not in mine:
-            del holder._modules[str(i)]  # the list itself would count the others anew
+            del holder._modules[str(i)]  # ``del holder[i]`` would renumber the others
     kept = (task.first_parts if loss.is_first else ()) + (task.last_parts if loss.is_last else ())
     for name in (*task.first_parts, *task.last_parts):
         if name not in kept:
@@ -55,7 +55,10 @@ def keep_stage(loss: Any, mesh: Mesh) -> list[str]:
 
 
 def units_of(loss: Any) -> list[nn.Module]:
-    """What chapter 12's sharding gathers together on a stage: each block, and what both ends hold, so that it is divided in the same way on both."""
+    """The units that chapter 12's sharding gathers on a stage.
+
+    These are the blocks, and what both end stages hold, as units of its own, so that both divide it in the same way.
+    """
     tied = [getattr(loss.model, name) for name in loss.task.first_parts if name in loss.task.last_parts]
     ends = [part for part in tied if list(part.parameters())]  # none on a stage in the middle
     return ends + blocks_of(loss.model) if loss.is_first else blocks_of(loss.model) + ends
@@ -65,11 +68,11 @@ class Pipeline:
     """A stage with its schedule, 1F1B.
 
     Args:
-        call: Computes the stage.
+        call: The module that computes the stage.
         loss: The stage's `Loss`.
         mesh: The ranks.
         n_micro: Micro-batches in a step.
-        ours: By chapter 17's ``run_schedule`` instead of PyTorch's.
+        ours: Use chapter 17's ``run_schedule`` instead of PyTorch's schedule.
     """
 
     def __init__(self, call: nn.Module, loss: Any, mesh: Mesh, n_micro: int, ours: bool):

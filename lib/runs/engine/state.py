@@ -1,10 +1,12 @@
-"""Checkpoints. Where every rank holds the whole model: one file, chapter 7's. Where each holds a part: a folder with a file from each rank.
+"""Checkpoints: one file, chapter 7's, where every rank holds the whole model, and a folder where each holds a part.
 
-The file is ``<folder>/checkpoint.pt``, the folder ``<folder>/step_00000100/``. Both are written under another name and renamed when they are
-complete, so a reader finds the old checkpoint or the new one, never half of one.
+The file is ``<folder>/checkpoint.pt``. The folder is ``<folder>/step_00000100/``, with a file from each rank. Both are
+written under another name and renamed when they are complete, so a reader finds the old checkpoint or the new one,
+never half of one.
 
-Both hold whole parameters under the model's own names, so a run on any mesh can load either. For a folder the ranks put one tensor
-after the other together, and each keeps some of them; for loading each rank reads one tensor after the other and takes its part.
+Both hold whole parameters under the model's own names, so a run on any mesh can load either. To write a folder,
+the ranks assemble one tensor after the other, and each rank keeps some of them. To load it, each rank reads one tensor
+after the other and takes its part.
 """
 
 import json
@@ -36,7 +38,7 @@ FILE, STATE, SUMS, COUNTS, MODEL = "checkpoint.pt", "state.json", "checksums", "
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint in a folder: of a file and folders, which are there together for a moment only, the last written."""
+    """The complete checkpoint in a folder that was written last (several are there only for a moment), or None."""
     found = [path for path in sorted(folder.glob("step_????????")) if (path / STATE).exists()][-1:]
     found += [folder / FILE] if (folder / FILE).exists() else []
     return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
@@ -276,12 +278,15 @@ def gather_model(strategy: Any, device: torch.device) -> dict[str, Tensor]:
 
 
 def _is_like(value: Any, p: Tensor) -> bool:
-    """Whether an optimizer's value has a number for each element of the parameter; a count of steps has not."""
+    """Whether an optimizer's value has a number for each element of the parameter; a count of steps does not."""
     return torch.is_tensor(value) and value.ndim > 0 and value.shape == p.shape
 
 
 def _contents(strategy: Any, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
-    """The whole tensors that this rank writes: for each, the ranks of its stage put it together, and the one with the fewest bytes so far keeps it on the host."""
+    """The whole tensors that this rank writes.
+
+    The ranks of a stage assemble each tensor together, and the rank with the fewest bytes so far keeps it on its host.
+    """
     mine: dict[str, dict[str, Tensor]] = {}
     n_bytes = [0] * strategy.mesh.stage_size
     elsewhere = () if strategy.loss.is_first else strategy.tied

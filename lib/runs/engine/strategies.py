@@ -1,4 +1,7 @@
-"""A model on a mesh of ranks: divided by each kind of parallelism in turn, and what a step does differently then, by our engine or PyTorch's."""
+"""How a mesh of ranks divides a model, one kind of parallelism after the other, and what that changes in a step.
+
+Each kind is done by our engine or by PyTorch's.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -68,7 +71,7 @@ class Strategy:
             self.pipeline = Pipeline(self.call, loss, mesh, options.accumulate, options.ours)
 
     def wrap(self, loss: Loss) -> nn.Module:
-        """Wrap the loss, and divide what is left of its parameters."""
+        """Wrap the loss, and divide those of its parameters that are not divided yet."""
         return loss
 
     def named(self) -> dict[str, nn.Parameter]:
@@ -98,8 +101,9 @@ class Strategy:
         return total
 
     def backward_of_stage(self, pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> Tensor:
-        """``backward`` where this rank has a stage only; the loss is 0 on all but the last."""
-        waits = self.options.ours  # for the last micro-batch: PyTorch's schedule knows which backward is the last
+        """``backward`` for a rank that has only a stage; the loss is 0 on all but the last."""
+        # Our engine synchronizes the gradients at the end; PyTorch's schedule knows which backward is the last.
+        waits = self.options.ours
         with self.micro_step(not waits):
             loss = pipeline.run(inputs, targets)
         self.finish()
@@ -137,7 +141,7 @@ class Strategy:
 
     @torch.no_grad()
     def clip_parts(self, max_norm: float) -> Tensor:
-        """``clip`` where some values are on more ranks than others: each rank adds its part of what it shares with n ranks."""
+        """``clip`` where some values are on more ranks than others: a value that n ranks hold counts 1/n on each."""
         shared: dict[int, list[Tensor]] = {}
         grads = {name: local(p.grad) for name, p in self.named().items() if p.grad is not None}
         for name, grad in grads.items():
@@ -171,7 +175,7 @@ class Strategy:
         return self.options.shards or self.options.uses("tensor", "pipeline", "expert")
 
     def members(self, name: str) -> list[str]:
-        """The parameters of the model of which ``named()[name]`` has parts, on this rank or others."""
+        """The parameters of the model whose parts ``named()[name]`` holds, on this rank or others."""
         return [name]
 
     def parts(self, name: str) -> dict[str, slice]:
@@ -202,12 +206,15 @@ class Strategy:
         return cut(whole, dim, n_fused, self.mesh.rank[axis], self.mesh.size[axis])
 
     def is_spread(self, name: str) -> bool:
-        """Whether the copies hold other experts here, so that fewer of them share the gradient of a parameter of the model."""
+        """Whether copies hold different experts in this parameter, so that fewer of them share its gradient."""
         return name in self.cuts and self.cuts[name][0] == "expert"
 
 
 class Copied(Strategy):
-    """Our engine where a model whose layers, stages or experts are divided has copies: all gradients are averaged at once, after the last backward."""
+    """Our engine for copies of a model whose layers, stages or experts are divided.
+
+    All gradients are averaged at once, after the last backward.
+    """
 
     def finish(self):
         experts = nn.ParameterList(p for name, p in self.named().items() if self.is_spread(name))
@@ -256,7 +263,7 @@ class HybridSharded(FullySharded):
 
     def begin(self, is_last: bool) -> None:
         """Begin a micro-batch; averages start only in the last one."""
-        if self.reducing is not None:  # of the micro-batch before: its mean must wait for this one's gradient
+        if self.reducing is not None:  # left by the previous micro-batch: its mean must wait for this one's gradient
             self.reducing.finish_reduce()
             self.reducing = None
         self.is_last = is_last
@@ -387,7 +394,7 @@ class TorchSharded(Strategy):
         found = super().score(inputs, targets)
         for part in self.call.modules():
             if isinstance(part, FSDPModule):
-                part.reshard()  # the root waits for a backward to do it
+                part.reshard()  # the root does this only after a backward
         return found
 
     def micro_step(self, is_last):
@@ -408,7 +415,7 @@ def local(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def share_overflow(parameters: list[nn.Parameter], device: torch.device) -> None:
-    """All-reduce one number: whether any gradient is not finite. If so, write an inf into each rank's first gradient. The host does not wait."""
+    """All-reduce whether any gradient is not finite; if so, put an inf into each rank's first. No host waits."""
     grads = [local(p.grad) for p in parameters if p.grad is not None]
     flags = [(~torch.isfinite(grad).all()).float() for grad in grads if grad.numel()]
     found = torch.stack(flags).amax() if flags else torch.zeros((), device=device)

@@ -59,7 +59,7 @@ class Task:
 
     @classmethod
     def sizes(cls, options: Options) -> dict[str, dict[str, int]]:
-        """The sizes that each kind of parallelism divides, by kind and name. A kind that this model cannot have stands under "why", with the reason."""
+        """The sizes that each kind of parallelism divides, by kind and name; "why" has the kinds not supported."""
         raise NotImplementedError
 
     def new_model(self) -> nn.Module:
@@ -97,7 +97,7 @@ class Task:
         raise NotImplementedError
 
     def leave(self, model: Any, x: Tensor) -> Tensor:
-        """The logits, those of padding too, from what the last block returns."""
+        """The logits, including those of padding, from what the last block returns."""
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
@@ -358,7 +358,7 @@ class Loss(nn.Module):
             return self.task.plain_logits(self.model, inputs)
 
     def scores_of(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The task's scores of a micro-batch, each a mean: the loss, and for images the share whose likeliest class is right."""
+        """The task's scores of a micro-batch, each a mean: the loss, and for images the accuracy."""
         scores = [self.loss_of(logits, targets)]
         if "held_out_top1" in self.task.scores:
             scores.append((logits[..., : self.task.n_classes].argmax(-1) == targets).float().mean())
@@ -372,7 +372,7 @@ class Loss(nn.Module):
         return self.task.leave(self.model, x) if self.is_last else x
 
     def loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
-        logits = logits[..., : self.task.n_classes].float()  # without those of padding
+        logits = logits[..., : self.task.n_classes].float()  # without the logits of padding
         if self.task.options.ours:
             return training.cross_entropy(logits, targets)
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten())

@@ -14,14 +14,14 @@ from lib.runs.engine.mesh import Mesh
 from lib.tensor_parallel import ColumnParallelLinear, CopyToRegion, RowParallelLinear
 
 FUSED = {"attn.c_attn": 3}
-"""Layers whose columns hold queries, keys and values, one after the other: each third is divided by itself."""
+"""Layers whose columns hold queries, keys and values, one after the other. Each third is divided by itself."""
 SEPARATE = ("attn.wq", "attn.wk", "attn.wv")
 """Column-parallel layers with the same input, which enters the parallel region once."""
 COLUMNS = ("attn.c_attn", "mlp.fc1", "mlp.c_fc")
 ROWS = ("attn.wo", "attn.c_proj", "mlp.fc2", "mlp.c_proj")
 
 Cuts = dict[str, tuple[str, int, int]]
-"""For each divided parameter the axis of the mesh, its divided dimension, and its number of fused parts (3 for queries, keys and values in one layer)."""
+"""For each divided parameter the mesh's axis, the dimension, and the number of fused parts (3 for q, k and v)."""
 
 
 def layers_of(block: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def layers_of(block: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def cut(whole: Tensor, dim: int, n_fused: int, rank: int, n_ranks: int) -> Tensor:
-    """A rank's part along ``dim``: with ``n_fused`` of 3, its part of each third, one after the other."""
+    """A rank's part along ``dim``; with ``n_fused`` = 3 its part of each third, one after the other."""
     return whole.unflatten(dim, (n_fused, n_ranks, -1)).select(dim + 1, rank).flatten(dim, dim + 1)
 
 
@@ -112,7 +112,10 @@ class Rows(RowwiseParallel):
 
 @torch.no_grad()
 def _by_dtensor(block: Any, mesh: Mesh) -> None:
-    """The same by ``parallelize_module``. A fused layer's rows are put into the order of the ranks first, so that each gets a third of each part."""
+    """Divide a block by ``parallelize_module``.
+
+    The rows of a fused layer are first put into the order of the ranks, so that each rank gets its part of each third.
+    """
     heads, n_ranks = block.attn.n_heads, mesh.size["tensor"]
     for name, n_fused in FUSED.items():
         for whole in (p for layer in layers_of(block, (name,)).values() for p in layer.parameters()):

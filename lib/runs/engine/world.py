@@ -98,7 +98,7 @@ def choose_device(name: str, world: World) -> torch.device:
     checks later that no two ranks took the same one.
 
     Raises:
-        UsageError: there is no GPU, or this host has several GPUs but fewer than ranks.
+        UsageError: there is no GPU, or this host has several GPUs, but fewer than it has ranks.
     """
     n_gpus = torch.cuda.device_count() if name != "cpu" else 0
     if name == "cuda" and not n_gpus:
@@ -187,7 +187,7 @@ def _first_host(env: Mapping[str, str]) -> str:
 
 
 def _slurm_port(env: Mapping[str, str]) -> int:
-    """A port that depends on job and step, so that others do not take it."""
+    """A port that depends on job and step, so that two jobs do not choose the same one."""
     return 20_000 + (31 * int(env.get("SLURM_JOB_ID", "0")) + int(env.get("SLURM_STEP_ID", "0"))) % 20_000
 
 
@@ -220,7 +220,7 @@ def agree(value: object, what: str) -> None:
     """Check that all ranks found the same value, before any of them continues.
 
     Raises:
-        UsageError: they did not; the message lists what each of them found.
+        UsageError: the values differ; the message lists what each rank found.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         found: list = [None] * dist.get_world_size()

@@ -64,7 +64,7 @@ def make_plan(program: tuple[str, ...], gpu: str = "H100", count: int = 1, hours
     """Check the request against what Modal offers.
 
     Raises:
-        ValueError: there is no such GPU, too many or too many hours are asked for, or results would be lost.
+        ValueError: there is no such GPU, too many GPUs or hours are requested, or results would be lost.
     """
     cards = {card.name: card for card in GPUS}
     if not program:
@@ -88,7 +88,8 @@ def make_plan(program: tuple[str, ...], gpu: str = "H100", count: int = 1, hours
 def run_here(command: list[str], folder: str, keep: Callable[[], Any]) -> None:
     """The container's part: plain Python, so that it can be tried anywhere.
 
-    Half a minute before Modal takes a container away it interrupts it; the program is then asked to leave, and waited for.
+    Modal interrupts a container half a minute before it takes it away. The program is then asked to leave, and this
+    function waits for it.
 
     Args:
         command: The program and its arguments.
@@ -139,7 +140,7 @@ def make_app(plan: Plan) -> tuple[Any, Any]:
         "volumes": {runs: volume},
         "timeout": int(plan.hours * 3600),
         "retries": modal.Retries(max_retries=plan.retries, initial_delay=0.0),
-        "single_use_containers": True,  # a new attempt gets a new container, without remains of the one that failed
+        "single_use_containers": True,  # a new attempt gets a new container, without remains of the failed one
     }
     # serialized: the function is nested here, because the plan decides its GPU
     return app, app.function(image=image, serialized=True, **settings)(train)

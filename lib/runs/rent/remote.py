@@ -23,7 +23,7 @@ from lib.runs.engine.options import Parser, whole
 
 ROOT = Path(__file__).parents[3]
 FOLDER, RUNS = "scaling-workbook", "runs"
-"""The book's folder on the machine, and the folder inside of it, on both sides, for checkpoints and logs: only this one is fetched."""
+"""The book's folder on the machine, and the folder in it for checkpoints and logs, which alone is fetched."""
 PROCESSES = ("gpu", "cpu", "auto")
 LEFT_HERE = (".git", ".venv", "_build", "notebooks", "__pycache__", ".*_cache", ".workbook", f"/{RUNS}")
 RESULTS = (

@@ -35,9 +35,9 @@ class Service:
     Attributes:
         name, aliases: What clients may call the model: the name that it lists, and others.
         vocab_size, context_len: Of the model.
-        key: What clients must present; None if anybody may ask.
-        is_leaving: Whether the server was asked to end: what is new is refused.
-        n_open: Requests for completions that are being answered.
+        key: The key that clients must present; None if anybody may ask.
+        is_leaving: Whether the server was asked to end, and refuses new requests.
+        n_open: Number of requests for completions in progress.
         created: When the server began, in seconds since 1970.
     """
 
@@ -282,7 +282,7 @@ class Writer:
                 break
             try:
                 piece = await job.next()
-            except EngineFailed as error:  # the status has gone out already
+            except EngineFailed as error:  # the HTTP status was sent already
                 yield f"data: {json.dumps(_failed(error).body)}\n\n"
                 return
         if self._counts:
@@ -317,11 +317,11 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self.worker.cancel(self.job)  # of a job that has ended, nothing is left to cancel
+            self.worker.cancel(self.job)  # does nothing if the job has ended
 
 
 class Door:
-    """Counts the requests for completions, and lets none of ``/v1`` in when the server was asked to end.
+    """Counts the requests for completions, and refuses all of ``/v1`` once the server was asked to end.
 
     Args:
         app: The application.

@@ -20,7 +20,7 @@ from lib.runs.engine.options import UsageError
 from lib.runs.serving.text import ByteTokenizer, FileTokenizer, Tokenizer
 
 KINDS: dict[str, Any] = {"GPT2Task": (GPT2Config, GPT2), "LlamaTask": (LlamaConfig, Llama)}
-"""Config and model of each task of ``lib.runs`` whose model continues text."""
+"""Configuration and model of each task of ``lib.runs`` that generates text."""
 TINY = LlamaConfig(vocab_size=256, dim=256, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=256, context_len=1024)
 FIELDS = {"vocab_size": "vocab_size", "hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
           "num_key_value_heads": "n_kv_heads", "intermediate_size": "hidden_dim", "max_position_embeddings": "context_len",
@@ -80,13 +80,13 @@ def make_tiny() -> Llama:
     model.tok_embeddings.weight.copy_(torch.eye(V))
     model.output.weight.copy_(
         (counts / counts.sum(1, keepdim=True)).log().T / V**0.5
-    )  # the norm makes each 1 a sqrt(V)
+    )  # the norm turns each 1 into sqrt(V)
     return model
 
 
 def _from_runs(folder: Path, tokenizer: str | None) -> tuple[nn.Module, Tokenizer]:
     """The model of the newest checkpoint that ``lib.runs`` wrote into a folder."""
-    from lib.runs.engine.state import newest  # with all of PyTorch's distributed checkpoints: seconds
+    from lib.runs.engine.state import newest  # imports PyTorch's distributed checkpoints, which takes seconds
 
     path = newest(folder)
     if path is None:
@@ -100,7 +100,7 @@ def _from_runs(folder: Path, tokenizer: str | None) -> tuple[nn.Module, Tokenize
     model.load_state_dict(weights)
     files = (
         place / "tokenizer.json" for place in (folder, folder.parent)
-    )  # the best checkpoint is in a folder of the last
+    )  # the best checkpoint is in a subfolder of the last one's
     found = next((str(path) for path in files if path.is_file()), None)
     if not (tokenizer or found) and model.config.vocab_size > 256 and run["data"] != "synthetic":
         raise UsageError(

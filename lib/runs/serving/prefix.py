@@ -11,8 +11,9 @@ from lib.serving import Engine, PrefixTree, Scheduler
 class PrefixEngine(Engine):
     """An engine whose new requests begin with the blocks of earlier ones, as far as these hold the same tokens.
 
-    The tree is one more user of each block that it remembers. The scheduler does not know it: it counts a request's blocks as if none were shared. So
-    the blocks of running requests always fit into the pool, and when one is missing, the tree holds one that nobody else uses.
+    The tree is one more user of each block that it remembers. The scheduler does not know the tree: it counts a
+    request's blocks as if none were shared. So the blocks of running requests always fit into the pool, and when no
+    block is free, the tree holds one that nobody else uses.
 
     Args:
         model, scheduler: As for ``Engine``.
@@ -25,7 +26,7 @@ class PrefixEngine(Engine):
         self.acquired: dict[Progress, list[int]] = {}
 
     def run(self, chunks: list[Chunk]) -> Iterator[Tensor]:
-        """Pass chunks through the model, without those tokens of a new request's first chunk that the tree knows."""
+        """Pass chunks through the model, without the tokens of a new request's first chunk that the tree knows."""
         found = {progress: self._begin(progress, n) for progress, n in chunks if progress not in self.sequences}
         for progress, n_found in found.items():
             progress.n_cached = n_found
@@ -45,7 +46,10 @@ class PrefixEngine(Engine):
         super().release()
 
     def _begin(self, progress: Progress, n_tokens: int) -> int:
-        """Make the sequence of a request; returns how many of its first tokens are known. The chunk's last one is computed in any case, for its logits."""
+        """Make the sequence of a request; returns the number of its first tokens that the tree knows.
+
+        The last token of the chunk is computed in any case, for its logits.
+        """
         self.acquired[progress] = progress.tokens[: n_tokens - 1]
         blocks = self.tree.acquire(self.acquired[progress])
         self.sequences[progress] = self.cache.new(blocks)

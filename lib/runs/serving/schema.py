@@ -8,7 +8,10 @@ MAX_STOPS = 4
 NEUTRAL: dict[str, tuple[Any, ...]] = {"logprobs": (None,), "suffix": (None, ""), "logit_bias": (None, {}),
                                        "presence_penalty": (None, 0), "frequency_penalty": (None, 0), "repetition_penalty": (None, 1),
                                        "min_p": (None, 0), "min_tokens": (None, 0)}  # fmt: skip
-"""Fields of the interface, or that vLLM's load generator adds to it, that this server does not have, with the values that ask for nothing."""
+"""Fields that this server does not support, with the values that are accepted because they ask for nothing.
+
+Some belong to the interface, and vLLM's load generator adds the others.
+"""
 
 
 class ApiError(Exception):
@@ -20,7 +23,7 @@ class ApiError(Exception):
         param: The field that is wrong.
         code: A word for programs.
         kind: The error's ``type``.
-        headers: Of the response.
+        headers: Further headers of the response.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ def parse(body: bytes) -> Asked:
     """Read the body of a request.
 
     Raises:
-        ApiError: 400 for what is wrong first.
+        ApiError: with status 400, about the first thing that is wrong.
     """
     try:
         asked = Asked.model_validate_json(body)

@@ -28,15 +28,15 @@ class Tokenizer(Protocol):
         """The tokens of a prompt."""
 
     def characters(self) -> Characters:
-        """For a new answer."""
+        """Characters for a new answer."""
 
 
 class ByteTokenizer:
-    """Tokens that are bytes, or stand for some.
+    """Tokens that are bytes, or sequences of bytes.
 
     Args:
         encode: The tokens of a text; its bytes unless given.
-        bytes_of: The bytes of a token; unless given, of those below 256 the byte with this number.
+        bytes_of: The bytes of a token; by default a token below 256 is the byte with its number.
         end_ids: Tokens that end a text.
     """
 
@@ -149,7 +149,7 @@ class Answer:
         return certain
 
     def _n_uncertain(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
+        """Length of the longest end of the text that is the beginning of a stop string."""
         longest = max((len(stop) - 1 for stop in self.stops), default=0)
         ends = range(min(longest, len(self.held)), 0, -1)
         return next((n for n in ends if any(stop.startswith(self.held[-n:]) for stop in self.stops)), 0)

@@ -116,7 +116,7 @@ class Worker:
         metrics: Counts what happens.
 
     Attributes:
-        error: Why the engine takes no more steps; None while it is well.
+        error: Why the engine takes no more steps; None while it works.
     """
 
     def __init__(self, engine: Engine, max_waiting: int, metrics: Metrics) -> None:
@@ -212,7 +212,7 @@ class Worker:
                 self.metrics.time_to_first_token.observe(time.perf_counter() - job.arrived)
             if piece.finish_reason:
                 del self._jobs[request]
-                self.engine.cancel(request)  # ended by its text, or by its last token, when nothing is left to cancel
+                self.engine.cancel(request)  # does nothing for an answer that its last token ended
             pieces.append((job, piece))
         self._count()
         self._call(_send, pieces)
