@@ -198,7 +198,7 @@ def warm_jobs(tiny):
                     )
                 )
     for name in variants(device):
-        jobs.append((name, lambda n=name: ablation_call(n, length, device)[0]()))
+        jobs.append((name, lambda n=name: ablation_call(n, length, device)()))
     return sorted(jobs, key=lambda job: job[0] != "readable")
 
 
@@ -324,24 +324,24 @@ def role_call(name, length, device):
 
 
 def ablation_call(name, length, device):
-    """A call without arguments that runs one variant, and the tensors that it should give right."""
+    """A call without arguments that runs one variant."""
     if name in WITH_ROLES:
-        return role_call(name, length, device), ()
+        return role_call(name, length, device)
     which, options = ABLATION[name]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     q, k, v = inputs(16, length, 64, dtype, device, grad=False)
     if which == "forward":
-        return (lambda: flash_kernels.forward(q, k, v, **options)), (q, k, v)
+        return lambda: flash_kernels.forward(q, k, v, **options)
     tiles = flash_fast.TABLE[64, True]
     o, lse = flash_fast.fast_forward(q, k, v, True, tiles[0])
     do = torch.randn_like(o)
     if which == "dq":
-        return (lambda: flash_kernels.backward_dq(q, k, v, o, do, lse, **options)), (q, k, v)
+        return lambda: flash_kernels.backward_dq(q, k, v, o, do, lse, **options)
     if which == "dq of the table":
         chosen = tiles[1]._replace(**options)
-        return (lambda: flash_fast.fast_dq(q, k, v, o, do, lse, True, chosen)), (q, k, v)
+        return lambda: flash_fast.fast_dq(q, k, v, o, do, lse, True, chosen)
     _, stats = flash_fast.fast_dq(q, k, v, o, do, lse, True, tiles[1])
-    return (lambda: flash_kernels.backward_dkdv(q, k, v, do, lse, stats, **options)), (q, k, v)
+    return lambda: flash_kernels.backward_dkdv(q, k, v, do, lse, stats, **options)
 
 
 def ablation(report, device, length, rounds, n):
@@ -349,7 +349,7 @@ def ablation(report, device, length, rounds, n):
     calls: dict[str, Any] = {}
     times: dict[str, list[float]] = {name: [] for name in names}
     for name in names:
-        calls[name] = report.attempt(name, lambda m=name: ablation_call(m, length, device)[0])
+        calls[name] = report.attempt(name, lambda m=name: ablation_call(m, length, device))
     for turn in range(rounds):
         for name, call in list(calls.items())[:: 1 if turn % 2 == 0 else -1]:
             if call is not None and name not in report.results["failures"]:
