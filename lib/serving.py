@@ -22,21 +22,21 @@ def decode_seconds(config: LlamaConfig, card: Sheet, batch: int, length: int) ->
     """The least time in which a GPU can give each sequence of a batch one more token. (Exercise 21.1)
 
     Args:
-        config, card: The model's sizes; a GPU's ``peak_flops`` and memory ``bandwidth``.
-        batch, length: Number of sequences B; positions that each new token attends to, itself included.
+        config, card: The model's sizes, and the GPU, of which ``peak_flops`` and memory ``bandwidth`` count.
+        batch, length: Number of sequences B, and of positions that each new token attends to, itself included.
 
     Returns:
-        Seconds, by ``roofline_seconds`` of chapter 8. Bytes: every weight once, but of the embedding table only B rows, and the keys and values of all positions once; two bytes a value.
-        FLOPs: those of all matrix products, attention's two included; looking up, norms and rotations are none.
+        Seconds, by ``roofline_seconds`` of chapter 8. Bytes, two for each value: every weight once, but only B rows of the embedding table, and the keys and values of all positions once.
+        FLOPs: those of all matrix products, attention's two included; looking up, norms and rotations are not counted.
     """
     raise NotImplementedError("Exercise 21.1: write decode_seconds")
 
 
 def compute_bound_decode_batch(config: LlamaConfig, card: Sheet, length: int) -> float:
-    """From how many sequences on arithmetic, not memory traffic, sets the time of a decoding step. (Exercise 21.2)
+    """The smallest batch at which arithmetic, not memory traffic, sets the time of a decoding step. (Exercise 21.2)
 
     Returns:
-        The smallest batch, an ``int``, whose FLOPs in ``decode_seconds`` take at least as long as its bytes; ``math.inf`` if no batch is large enough.
+        The smallest batch, an ``int``, for which the FLOPs of ``decode_seconds`` take at least as long as the bytes; ``math.inf`` if no batch is large enough.
     """
     raise NotImplementedError("Exercise 21.2: write compute_bound_decode_batch")
 
@@ -53,15 +53,15 @@ class BlockAllocator:
         raise NotImplementedError("Exercise 21.3: write BlockAllocator.n_free")
 
     def allocate(self) -> int:
-        """A block that had no user and has one now; ``OutOfBlocks`` if there is none, and the message says how many blocks the pool has."""
+        """Return a free block, which now has one user; if there is none, raise ``OutOfBlocks`` with the number of blocks in the pool."""
         raise NotImplementedError("Exercise 21.3: write BlockAllocator.allocate")
 
     def share(self, block: int) -> int:
-        """Give a block one more user, and return the block; the given ``check_used`` raises a ``ValueError`` if it has none or does not exist."""
+        """Give a block one more user, and return the block; the given ``check_used`` raises a ``ValueError`` if the block has no user or does not exist."""
         raise NotImplementedError("Exercise 21.3: write BlockAllocator.share")
 
     def free(self, block: int) -> None:
-        """Take one user away, or raise as ``share`` does; without a user a block can be allocated again."""
+        """Take one user away, or raise as ``share`` does; a block whose last user has left can be allocated again."""
         raise NotImplementedError("Exercise 21.3: write BlockAllocator.free")
 
 
@@ -69,12 +69,12 @@ class PagedCache(BlockStore):
     """Keys and values of many sequences, in blocks that each sequence lists in a table. (Exercise 21.4)
 
     Args:
-        config, dtype, device: A ``LlamaConfig`` or a ``GPT2Config``; of keys and values, PyTorch's defaults unless given.
-        n_blocks, block_size: Blocks in the pool; positions in a block, which holds them in all layers.
+        config, dtype, device: A ``LlamaConfig`` or a ``GPT2Config``; dtype and device of keys and values, by default PyTorch's.
+        n_blocks, block_size: Number of blocks in the pool; number of positions in a block, which holds them for all layers.
 
     Attributes:
-        keys, values, allocator: ``[L, n_blocks, block_size, G, D]``, of the given ``BlockStore``; a ``BlockAllocator`` of the blocks.
-        tables, lengths: For each sequence's id the list of its blocks, and the list of its lengths, one a layer. Position p is in block ``table[p // block_size]``, at place ``p % block_size``.
+        keys, values, allocator: Two tensors ``[L, n_blocks, block_size, G, D]``, which the given ``BlockStore`` makes; the blocks' ``BlockAllocator``.
+        tables, lengths: By a sequence's id, the list of its blocks, and the list of its lengths, one for each layer. Position p is in block ``table[p // block_size]``, at place ``p % block_size``.
 
     An id that is unknown or was freed is a ``ValueError`` that names it (the given ``length_of`` raises it).
     Source: PagedAttention (arXiv:2309.06180), sections 4.3 and 4.4.
@@ -85,14 +85,14 @@ class PagedCache(BlockStore):
         raise NotImplementedError("Exercise 21.4: write PagedCache.__init__")
 
     def new(self, blocks: Sequence[int] = ()) -> int:
-        """The id of a new sequence, an id that none had before. It begins with the positions of ``blocks``, full blocks in use, and becomes one more user of each; without any it is empty."""
+        """Start a sequence and return its id, which no sequence had before. It begins with the positions of ``blocks``, full blocks in use, and becomes one more user of each; by default it is empty."""
         raise NotImplementedError("Exercise 21.4: write PagedCache.new")
 
     def find_slots(self, sequence: int, start: int, end: int) -> list[int]:
         """Prepare positions ``start`` to ``end`` - 1 for writing, and return their slots, ``block * block_size`` plus the place in the block.
 
-        Missing blocks are allocated, and a block that others use, too, is first exchanged for a copy (``copy_block``, given).
-        If too few are free for all this, ``OutOfBlocks`` says how many are needed and how many are free, and nothing changes.
+        Missing blocks are allocated, and a block that other sequences use, too, is first replaced by a copy (``copy_block``, given).
+        If too few blocks are free for all of this, ``OutOfBlocks`` says how many are needed and how many are free, and nothing changes.
         """
         raise NotImplementedError("Exercise 21.4: write PagedCache.find_slots")
 
@@ -101,7 +101,7 @@ class PagedCache(BlockStore):
         raise NotImplementedError("Exercise 21.4: write PagedCache.append")
 
     def fork(self, sequence: int) -> int:
-        """The id of a new sequence with the same positions, which shares all blocks; nothing is copied."""
+        """Start a sequence with the same positions and return its id. It shares all blocks; no keys or values are copied."""
         raise NotImplementedError("Exercise 21.4: write PagedCache.fork")
 
     def free(self, sequence: int) -> None:
@@ -115,22 +115,22 @@ def paged_attention(q: Float[Tensor, "b h d"], cache: PagedCache, sequences: Seq
 
     Args:
         q: ``[B, H, D]``, a query for each sequence; H is a multiple of the cache's G.
-        cache, sequences, layer: A ``PagedCache``; ids of B sequences of any lengths, of which one may occur twice; the layer.
-        n_parts: A power of two, not with float64: on any device, ``launch_paged`` (given) attends in float32 to so many parts of the positions, which ``merge_attention`` of chapter 18 joins in pairs. None: on a GPU ``launch_paged`` chooses the number; on a CPU, and for float64 on any device, PyTorch gathers the blocks of ``table_of`` (given), without the kernel.
+        cache, sequences, layer: A ``PagedCache``; ids of B sequences of any lengths, in which an id may occur twice; the layer.
+        n_parts: If given, a power of two: on any device, but not with float64, ``launch_paged`` (given) attends in float32 to that many parts of the positions, and ``merge_attention`` of chapter 18 joins them in pairs. If None: on a GPU ``launch_paged`` chooses the number; on a CPU, and for float64 on any device, PyTorch gathers the blocks of ``table_of`` (given), without the kernel.
 
     Returns:
-        ``[B, H, D]`` in the dtype of ``q``; 0 for a sequence without positions. Whatever a block holds beyond a sequence's positions, NaN too, has no effect.
+        ``[B, H, D]`` in the dtype of ``q``; 0 for a sequence without positions. Whatever a block holds beyond its sequence's positions, even NaN, has no effect.
     """
     raise NotImplementedError("Exercise 21.5: write paged_attention")
 
 
 class PrefixTree:
-    """Remembers which blocks hold the keys and values of which tokens, so that equal beginnings are computed once. (Exercise 21.6)
+    """Remembers which blocks hold the keys and values of which tokens, so that a common prefix is computed only once. (Exercise 21.6)
 
     Args:
         block_size: Tokens of a block. Only whole blocks count: the given ``whole_blocks(tokens, block_size)`` cuts them.
 
-    Each given ``Node`` is a block, and the way to it from ``root`` spells the tokens up to its end. ``match``, ``insert`` and ``acquire`` use the nodes on their way: these become the most recently used.
+    Each ``Node`` (given) is a block, and the path to it from ``root`` spells the tokens up to the block's end. ``match``, ``insert`` and ``acquire`` count as use of the nodes on their path.
     Source: SGLang (arXiv:2312.07104), section 3.
     """
 
@@ -142,19 +142,19 @@ class PrefixTree:
         raise NotImplementedError("Exercise 21.6: write PrefixTree.match")
 
     def insert(self, tokens: Sequence[int], blocks: Sequence[int]) -> list[int]:
-        """Remember a block for each whole block of tokens, except where one is remembered already; returns those that are new. A ``ValueError`` with both numbers if there are more or fewer of the one than of the other."""
+        """Remember a block for each whole block of tokens, except where one is remembered already; returns the blocks that are new. If the numbers of the two differ, raises a ``ValueError`` with both."""
         raise NotImplementedError("Exercise 21.6: write PrefixTree.insert")
 
     def acquire(self, tokens: Sequence[int]) -> list[int]:
-        """As ``match``; none of these blocks is evicted until it was released as often as acquired."""
+        """As ``match``, but none of these blocks is evicted until it has been released as often as acquired."""
         raise NotImplementedError("Exercise 21.6: write PrefixTree.acquire")
 
     def release(self, tokens: Sequence[int]) -> None:
-        """Release the blocks that the oldest ``acquire`` of these tokens returned, no others; a ``ValueError`` if it was not called, or they were released already."""
+        """Release the blocks that the oldest unreleased ``acquire`` of these tokens returned, and no others; a ``ValueError`` if there is no such ``acquire``."""
         raise NotImplementedError("Exercise 21.6: write PrefixTree.release")
 
     def evict(self, n: int) -> list[int]:
-        """Forget up to n blocks, none if n is 0 or less, and return them, each the least recently used of the leaves (``root.leaves()``) that nobody has acquired."""
+        """Forget up to n blocks and return them, none if n is 0 or less. Each is the least recently used of the leaves (``root.leaves()``) that no one has acquired."""
         raise NotImplementedError("Exercise 21.6: write PrefixTree.evict")
 
 
@@ -162,29 +162,29 @@ class Scheduler(Queue):
     """Decides, step by step, which tokens of which requests pass through the model. (Exercise 21.7)
 
     Args:
-        max_tokens, n_blocks, block_size: Tokens that a step passes at most, over all requests; blocks in the cache's pool, and positions in each.
+        max_tokens, n_blocks, block_size: Most tokens in a step, over all requests; blocks in the cache's pool; positions in a block.
 
-    The given ``Queue`` keeps ``waiting``, a deque of ``Progress`` without blocks, and ``running``, the number of blocks of each admitted ``Progress``, both with the oldest first; ``n_free`` and ``blocks_for(n_positions)`` count blocks. After each step ``advance`` (given) notes what was computed.
+    The given ``Queue`` keeps ``waiting``, a deque of ``Progress`` without blocks, and ``running``, which maps each admitted ``Progress`` to its number of blocks, both with the oldest first; ``n_free`` and ``blocks_for(n_positions)`` count blocks. After each step ``advance`` (given) notes what was computed.
     Source: continuous batching, Orca (OSDI 2022), section 3; chunks of prompts, Sarathi-Serve (arXiv:2403.02310), section 4.
     """
 
     def submit(self, request: Request) -> None:
-        """Queue a request, between any two steps, as the youngest. ``check_new`` (given) raises a ``ValueError`` if it waits or runs already.
+        """Queue a request as the youngest; allowed between any two steps. ``check_new`` (given) raises a ``ValueError`` if it waits or runs already.
 
-        A request that would not fit even alone is a ``ValueError`` with both numbers of blocks: of its tokens, old and new, all are cached but the last.
+        A request that would not fit even alone is a ``ValueError`` with both numbers of blocks. It needs blocks for all its tokens, prompt and new ones, except the last, which is never cached.
         """
         raise NotImplementedError("Exercise 21.7: write Scheduler.submit")
 
     def schedule(self) -> list[Chunk]:
-        """The next step: a list with a ``Chunk(progress, n_tokens)`` (given) for each request that takes part. Age decides who is served first, and the list has the same order: the oldest first.
+        """The next step: a list with a ``Chunk(progress, n_tokens)`` (given) for each request that takes part. The oldest requests are served first, and the list has the same order.
 
         Running requests, in order of age, get as many of their pending tokens as the step has room for. If one lacks blocks, ``preempt`` takes those of the youngest running request until there are enough; the youngest may be the request itself.
-        Who is preempted has no chunk yet, so this frees blocks and no room. Then, if nobody was preempted, waiting requests are admitted in order, as long as the step has room and the blocks of the next one's first chunk are free.
+        A preempted request has no chunk yet, so preemption frees blocks but no room in the step. Then, if none was preempted, waiting requests are admitted in order, as long as the step has room and the blocks of the next one's first chunk are free.
         """
         raise NotImplementedError("Exercise 21.7: write Scheduler.schedule")
 
     def preempt(self) -> Progress:
-        """Take the blocks of the youngest running request and return it: its cache is forgotten, and it waits at the head of the queue."""
+        """Take the blocks of the youngest running request and return the request: its cache is forgotten, and it waits at the head of the queue."""
         raise NotImplementedError("Exercise 21.7: write Scheduler.preempt")
 
 
@@ -200,17 +200,17 @@ class Engine(Runner):
     def step(self) -> list[tuple[Request, int]]:
         """Run the scheduler's next chunks; returns the new tokens, each with its request.
 
-        ``run`` gives logits ``[V]`` for each chunk, of which only a chunk that ``completes`` chooses a token: chapter 4's ``sample_next`` with the arguments ``progress.sampling(device)`` (given).
-        Caches are released before chunks need their blocks, and again when requests have ended.
+        ``run`` returns logits ``[V]`` for each chunk; only for a chunk that ``completes`` is a token drawn from them, by chapter 4's ``sample_next`` with the arguments ``progress.sampling(device)`` (given).
+        Caches are released before the chunks run, which need the blocks, and again after requests have ended.
         """
         raise NotImplementedError("Exercise 21.8: write Engine.step")
 
 
 def generate_many(model: nn.Module, requests: Iterable[Request], scheduler: Scheduler) -> Iterator[tuple[Request, int]]:
-    """Continue many prompts together, by an ``Engine`` to which all are submitted before its first step. (Exercise 21.9)
+    """Continue many prompts together, with an ``Engine`` to which all are submitted before its first step. (Exercise 21.9)
 
     Yields:
-        ``(request, token)`` as soon as the token is known, until all have ended. If a request is refused, or the caller stops earlier, those that this call submitted are cancelled, and no others.
+        ``(request, token)`` as soon as the token is known, until all requests have ended. If one is refused, or the caller stops early, the requests that this call submitted are cancelled, and no others.
     """
     raise NotImplementedError("Exercise 21.9: write generate_many")
 
@@ -220,12 +220,12 @@ def speculative_step(target: Float[Tensor, "k_plus_1 v"], draft: Float[Tensor, "
     """Keep drafted tokens as long as the target agrees, and add one token of the target's own. (Exercise 21.10)
 
     Args:
-        target, draft: Probabilities ``[k + 1, V]`` and ``[k, V]``: what the large and the small model would draw from at the k drafted tokens, and the large one after them.
+        target, draft: Probabilities ``[k + 1, V]`` and ``[k, V]``: the distributions of the large and the small model at each of the k drafted tokens; the large one's last row is for the token after them.
         drafted, generator: k tokens, token i drawn from row i of ``draft``; source of the random numbers, None for PyTorch's global one.
 
     Returns:
-        1 to k + 1 tokens, int64, distributed exactly as draws from ``target``. Token i is kept with probability min(1, p/q); the first that is not ends the step, and a draw
-        from max(0, p - q), normalised, takes its place. If all are kept, the last token is a draw from the last row of ``target``. One-hot rows give greedy decoding.
+        1 to k + 1 tokens, int64, distributed exactly as draws from ``target``. Token i is kept with probability min(1, p/q), p its probability in ``target`` and q in ``draft``; the first
+        that is not kept ends the step, and a draw from max(0, p - q), normalised, takes its place. If all are kept, the last token is a draw from the last row of ``target``. One-hot rows give greedy decoding.
 
     Source: Leviathan, Kalman and Matias (arXiv:2211.17192), algorithm 1.
     """
@@ -233,10 +233,10 @@ def speculative_step(target: Float[Tensor, "k_plus_1 v"], draft: Float[Tensor, "
 
 
 def expected_tokens(acceptance: float, n_drafted: int) -> float:
-    """How many tokens a speculative step gives on average, if each drafted token is kept with the same probability. (Exercise 21.11)
+    """Mean number of tokens in a speculative step, if each drafted token is kept with the same probability. (Exercise 21.11)
 
     Returns:
-        The mean; a ``ValueError`` that names ``acceptance``, that probability, if it is not from 0 to 1.
+        The mean; a ``ValueError`` that names ``acceptance``, the probability, if it is not from 0 to 1.
 
     Source: Leviathan, Kalman and Matias (arXiv:2211.17192), equation (1).
     """

@@ -27,19 +27,19 @@ def _positive(scale: Tensor) -> Tensor:
 def absmax_scale(
     x: Float[Tensor, "..."], dtype: torch.dtype, dim: int | tuple[int, int] | None = None
 ) -> Float[Tensor, "..."]:
-    """The scale with which a tensor just fits into a format of 8 bits. (Exercise)
+    """The scale that maps a tensor's largest magnitude onto the largest number of an 8-bit format. (Exercise)
 
     Args:
         x: Any shape and floating dtype; for blocks a matrix.
         dtype: ``torch.float8_e4m3fn``, ``torch.float8_e5m2`` or ``torch.int8``.
-        dim: None for one scale; a dimension along which one scale serves all numbers; or ``(128, 128)`` for a scale for each block.
+        dim: None for one scale; a dimension, all numbers along which share a scale; or ``(128, 128)`` for a scale for each block of a matrix.
 
     Returns:
         The largest finite magnitude over the format's largest number, float32, without a gradient: a scalar; the shape of x with 1 at ``dim``; or one for
-        each block, those at the ragged ends included. NaN and what is infinite in float32 are left out. A scale that would be 0 is 1, as for zeros and for no numbers.
+        each block, incomplete blocks at the edges included. NaN and what is infinite in float32 are left out. Where the scale would be 0, as for zeros or an empty tensor, it is 1.
 
     Raises:
-        ValueError: another dtype (`largest` raises it) or another pair of block sizes, or blocks of what is no matrix; the message shows it.
+        ValueError: another dtype (`largest` raises it), another pair of block sizes, or blocks of a tensor that is not a matrix; the message shows it.
     """
     ### BEGIN SOLUTION
     magnitudes = _magnitudes(x)
@@ -62,8 +62,8 @@ def quantize(x: Float[Tensor, "..."], scale: Float[Tensor, "..."], dtype: torch.
         dtype: As in `absmax_scale`.
 
     Returns:
-        A new tensor of that dtype and of the shape of x. The quotients are float32, rounded to the nearest number of the format, ties to even. Numbers beyond the
-        largest one, infinities too, become the largest one with their sign. NaN stays NaN in float8 and becomes 0 in int8.
+        A new tensor of that dtype and of the shape of x. The quotients are computed in float32 and rounded to the format's nearest number, ties to even. Quotients beyond
+        the format's largest number, infinities too, become that number with their sign. NaN stays NaN in float8 and becomes 0 in int8.
     """
     ### BEGIN SOLUTION
     bound = largest(dtype)
@@ -93,13 +93,13 @@ def quantization_error(x: Float[Tensor, "m n"], dtype: torch.dtype, granularity:
     Args:
         x: A matrix.
         dtype: As in `absmax_scale`.
-        granularity: "tensor", "row" (a scale for each) or "block".
+        granularity: What shares a scale: "tensor", "row" or "block" (of 128 x 128).
 
     Returns:
         ``10 log10(sum of squares of x / sum of squared errors)``; infinity if nothing is lost. Six decibels are worth about one bit.
 
     Raises:
-        ValueError: another granularity; the message shows it.
+        ValueError: any other granularity; the message shows it.
     """
     ### BEGIN SOLUTION
     dims: dict[str, int | tuple[int, int] | None] = {"tensor": None, "row": -1, "block": (BLOCK, BLOCK)}
@@ -155,7 +155,7 @@ class DelayedScale:
         ### END SOLUTION
 
     def update(self, x: Float[Tensor, "..."]) -> None:
-        """Record the largest finite magnitude of a step's tensor, not x itself, and forget the oldest beyond ``history``. The host does not wait."""
+        """Record the largest finite magnitude of a step's tensor, not x itself, and drop the oldest beyond ``history``. The host does not wait for the device."""
         ### BEGIN SOLUTION
         self.amax = [*self.amax, _amax(_magnitudes(x))][-self.history :]
         ### END SOLUTION
@@ -180,13 +180,13 @@ class Float8Linear(nn.Module):
 
     Args:
         linear: The layer; its parameters are used, not copied, and stay in their dtype.
-        recipe: "dynamic": one scale for each tensor, from the tensor itself. "delayed": one, from past steps (`DelayedScale`). "rowwise": one for
+        recipe: "dynamic": one scale for each tensor, from the tensor itself. "delayed": one for each tensor, from past steps (`DelayedScale`). "rowwise": one for
             each row of the left factor and each column of the right. "blockwise": one for each block of 128 x 128.
 
     Activations and weights are e4m3fn, gradients e5m2 in every recipe (torchao's rowwise recipe takes e4m3fn for gradients too). Products, and their sum with the bias, are in the dtype of the input.
 
     Raises:
-        ValueError: another recipe; the message shows it.
+        ValueError: any other recipe; the message shows it.
 
     Source: Micikevicius and others (arXiv:2209.05433), section 3.
     """
@@ -204,7 +204,7 @@ class Float8Linear(nn.Module):
     def cast(self, tensor: Float[Tensor, "m n"], name: str, dim: int, first: bool) -> tuple[Tensor, Tensor]:
         """Quantize the left (dim 1) or right (dim 0) factor of a product that sums along ``dim``; returns it and its scale.
 
-        ``name`` is "x", "weight" or "grad"; ``first`` says whether this is its first product in this step: there "delayed" chooses the scale, and then records the tensor.
+        ``name`` is "x", "weight" or "grad"; ``first`` says whether this is its first product in this step: at the first, "delayed" chooses the scale for the step, and then records the tensor.
         """
         ### BEGIN SOLUTION
         dtype = torch.float8_e5m2 if name == "grad" else torch.float8_e4m3fn
@@ -217,7 +217,7 @@ class Float8Linear(nn.Module):
         ### END SOLUTION
 
     def forward(self, x: Float[Tensor, "... k"]) -> Float[Tensor, "... n"]:
-        """``x @ weight.T + bias``, in the dtype of x, which may be one vector or have no rows; `with_products` asks for each of the three products."""
+        """``x @ weight.T + bias``, in the dtype of x; x may be one vector or have no rows. `with_products` calls for each of the three products."""
         ### BEGIN SOLUTION
 
         def product(a: Tensor, b: Tensor, names: tuple[str, str], first: tuple[bool, bool]) -> Tensor:
@@ -268,7 +268,7 @@ def _group_range(groups: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_int4(
     weight: Float[Tensor, "n k"], group_size: int = 128
 ) -> tuple[UInt8[Tensor, "n k"], Float[Tensor, "n g"], UInt8[Tensor, "n g"]]:
-    """Sixteen levels for each group of weights, laid from its smallest to its largest. (Exercise)
+    """Round each group of weights to sixteen levels, evenly spaced from its smallest weight to its largest. (Exercise)
 
     Args:
         weight: ``[N, K]``.
@@ -292,10 +292,10 @@ def quantize_int4(
 
 
 def pack_int4(q: UInt8[Tensor, "... k"]) -> UInt8[Tensor, "... half_k"]:
-    """Two levels in a byte: the even place in the low four bits, the odd one in the high four. (Exercise)
+    """Two levels in a byte: the one at an even place in the low four bits, the one at an odd place in the high four. (Exercise)
 
     Returns:
-        uint8, with half as many along the last dimension; q is left unchanged.
+        uint8, with half as many numbers along the last dimension; q is left unchanged.
 
     Raises:
         ValueError: the last dimension is odd, or a level is not from 0 to 15 (`check_levels` raises the second); the message shows it.
@@ -312,7 +312,7 @@ def unpack_int4(packed: UInt8[Tensor, "... half_k"]) -> UInt8[Tensor, "... k"]:
     """The levels that `pack_int4` packed. (Exercise)
 
     Returns:
-        uint8, 0 to 15, with twice as many along the last dimension.
+        uint8, 0 to 15, with twice as many numbers along the last dimension.
     """
     ### BEGIN SOLUTION
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
@@ -323,7 +323,7 @@ def unpack_int4(packed: UInt8[Tensor, "... half_k"]) -> UInt8[Tensor, "... k"]:
 def int4_matmul_kernel(
     x, packed, scale, zero, out, M, N, K, group, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr
 ):
-    """A tile of rows times packed weights, which are unpacked on the chip; the grid is (tiles of rows, tiles of columns). (Exercise)
+    """A tile of rows times a tile of packed weights, which are unpacked on the chip; the grid is (tiles of rows, tiles of columns). (Exercise)
 
     Args:
         x, packed, out: Pointers to contiguous ``[M, K]``, uint8 ``[N, K / 2]`` and ``[M, N]``.
@@ -362,7 +362,7 @@ class Int4Linear(nn.Module):
         group_size: As in `quantize_int4`.
 
     Attributes:
-        packed: Buffer uint8 ``[N, K / 2]``; ``scale`` and ``zero``, buffers ``[N, K / group_size]``; ``bias``, a buffer with a copy of the layer's, or None.
+        packed: Buffer, uint8 ``[N, K / 2]``. ``scale`` and ``zero`` are buffers ``[N, K / group_size]``; ``bias`` is a buffer with a copy of the layer's bias, or None.
     """
 
     packed: Tensor
@@ -394,18 +394,18 @@ class Int4Linear(nn.Module):
 def gptq(
     weight: Float[Tensor, "n k"], hessian: Float[Tensor, "k k"], group_size: int = 128
 ) -> tuple[UInt8[Tensor, "n k"], Float[Tensor, "n g"], UInt8[Tensor, "n g"]]:
-    """Four bits a weight, column by column: what rounding one column gets wrong, the columns after it make good. (Exercise)
+    """Round weights to four bits column by column, and let later columns make good the error of each. (Exercise)
 
     Args:
         weight: ``[N, K]``; left unchanged.
         hessian: ``[K, K]``: the sum over inputs x of ``x x^T``; symmetric, without negative eigenvalues, perhaps singular. If it is 0, the result is that of `quantize_int4`.
-        group_size: As in `quantize_int4`. A group's scale is set when its first column's turn comes, from the weights as they are then.
+        group_size: As in `quantize_int4`. A group's scale and zero point are set when its first column's turn comes, from the corrected weights as they are then.
 
     Returns:
         (q, scale, zero), as `quantize_int4`. Corrections are computed in float64; weights are divided by their scale in float32.
 
     Raises:
-        ValueError: what `quantize_int4` refuses, or a Hessian that is not as above (`check_weights` raises it); the message shows it.
+        ValueError: as for `quantize_int4`, or a Hessian that is not as above (`check_weights` raises it); the message shows it.
 
     Source: GPTQ (arXiv:2210.17323), Algorithm 1, with a damping of 1 % of the mean diagonal. (The authors' code sets weights whose input is always 0 to 0.)
     """

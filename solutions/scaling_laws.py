@@ -31,8 +31,8 @@ def fit_power_law(x: Float[np.ndarray, " n"], y: Float[np.ndarray, " n"]) -> Pow
 
     Raises:
         ValueError: x and y differ in length, a number is not positive and finite, or there are fewer than 3 different x; the
-            message names the two lengths, the number, or how many x are different. Or the fitted exponent is outside of
-            -10 to 10, so that no law fits.
+            message shows the two lengths, the number, or how many x are different. Or the fitted exponent is outside of
+            -10 to 10: then the points determine no law.
 
     Source: Hoffmann and others (arXiv:2203.15556), section D.2, for the loss; Kaplan and others (arXiv:2001.08361) for the law.
     """
@@ -105,22 +105,22 @@ def _starts(design: np.ndarray, log_y: np.ndarray, k: int) -> Iterator[np.ndarra
 def bootstrap(
     fit: Callable[..., Any], points: Float[np.ndarray, "n k"], n: int, seed: int, level: float = 0.9
 ) -> dict[str, tuple[float, float]]:
-    """Intervals of a fit's numbers, from fits to points that are drawn again with replacement. (Exercise)
+    """Intervals for the numbers of a fit, from fits to points drawn with replacement. (Exercise)
 
     Args:
-        fit: Takes the k columns of the points, ``fit(x, y)``; if it has only one parameter, it takes the rows ``[n, k]``. It
-            returns a dataclass, a mapping of numbers or one number.
+        fit: Takes the k columns of the points, as in ``fit(x, y)``; if it has only one parameter, it takes the rows ``[n, k]``. It
+            returns a dataclass of numbers, a mapping of numbers or one number.
         points: One point a row, ``[n, k]``. A row stays together.
-        n: Number of fits; each is to as many rows as there are points.
-        seed: Of the drawing, as in ``numpy.random.default_rng(seed)``.
+        n: Number of fits, each to as many drawn rows as there are points.
+        seed: Seed of the draws, as in ``numpy.random.default_rng(seed)``.
         level: Share of the fits that the interval contains; the rest is left out in equal parts below and above.
 
     Returns:
-        For each field of the fit's result ``(low, high)``; one number is called ``"value"``. Rows on which ``fit`` raises a
-        ``ValueError`` are drawn again.
+        ``(low, high)`` by the name of each field of the fit's result; if that is one number, the name is ``"value"``. Rows on
+        which ``fit`` raises a ``ValueError`` are drawn again.
 
     Raises:
-        ValueError: ``n`` is below 1 or ``level`` is not between 0 and 1 (the message names it), the fit fails on the points
+        ValueError: ``n`` is below 1 or ``level`` is not between 0 and 1 (the message shows it), the fit fails on the points
             themselves, or it works on fewer than n of the first 10 n draws.
 
     Source: Efron (1979), "Bootstrap methods: another look at the jackknife"; the percentile interval.
@@ -163,7 +163,7 @@ def learning_curve_prediction(
     Args:
         steps: Positive steps at which the loss was measured, after the warm-up and at a constant learning rate.
         losses: The losses at these steps.
-        final_step: The step of the prediction, at or after the largest of ``steps``, which come in any order.
+        final_step: The step of the prediction, at or after the largest of ``steps``; these may come in any order.
 
     Returns:
         ``(value, low, high)``: the loss at ``final_step`` by the power law of the steps, and the 90 % interval of this
@@ -172,7 +172,7 @@ def learning_curve_prediction(
     Raises:
         ValueError: ``final_step`` is before the largest step, or NaN; the message names both. Or as for ``fit_power_law``.
 
-    Convention: the interval is of the curve. A single measured loss scatters around the curve, too.
+    Convention: the interval is for the curve. A single measured loss also scatters around the curve.
     """
     ### BEGIN SOLUTION
     if not final_step >= max(steps, default=0):
@@ -198,7 +198,7 @@ def wsd_schedule(step: int, max_lr: float, warmup_steps: int, decay_start: int, 
         max_steps: Step at which it reaches 0, where it stays.
 
     Returns:
-        The rate. If ``decay_start`` is ``max_steps``, that step has 0.
+        The rate. If ``decay_start`` is ``max_steps``, the rate of that step is 0.
 
     Raises:
         ValueError: not ``0 <= warmup_steps <= decay_start <= max_steps``; the message names the three.
@@ -232,11 +232,11 @@ def fit_parametric(
         n_starts: L-BFGS descends from this many points of a grid, those with the lowest objective.
 
     Returns:
-        The law that minimises the sum of Huber's losses (``DELTA``) of the logarithms' differences.
+        The law that minimises the sum of Huber's losses (``DELTA``) of ``log loss - log prediction``.
 
     Raises:
-        ValueError: as for ``fit_power_law``, for N as for D (3 different values of each); or there are fewer than 5 runs, and
-            the message names how many there are.
+        ValueError: as for ``fit_power_law``, with 3 different values of N and of D needed; or there are fewer than 5 runs, and
+            the message says how many there are.
 
     Source: Hoffmann and others (arXiv:2203.15556), equation 3 and section D.2; why the scale of the objective matters:
         Besiroglu and others (arXiv:2404.10102).
@@ -261,8 +261,8 @@ def isoflop_minimum(n_parameters: Float[np.ndarray, " n"], losses: Float[np.ndar
         N at the vertex of the least-squares parabola through ``(log N, loss)``.
 
     Raises:
-        ValueError: there are fewer than 3 different sizes (the message names how many); the parabola opens downwards, or is a
-            line but for rounding; or the vertex is outside of the sizes, where nothing was measured (the message names the vertex
+        ValueError: there are fewer than 3 different sizes (the message says how many); the parabola opens downwards, or is a
+            line but for rounding; or the vertex is outside of the sizes, where nothing was measured (the message shows the vertex
             and the range).
 
     Source: Hoffmann and others (arXiv:2203.15556), section 3.2.
@@ -313,8 +313,8 @@ def critical_batch_size(
     """The gradient noise scale: the batch at which noise and gradient are equally large. (Exercise)
 
     Args:
-        small_norms: Norms of gradients, each the mean over a batch of ``small`` examples; not squared.
-        large_norms: Norms of gradients over batches of ``large`` examples; there may be more or fewer of them.
+        small_norms: Norms, not squared, of gradients that are means over batches of ``small`` examples.
+        large_norms: The same for batches of ``large`` examples; there may be more or fewer of them.
         small, large: Sizes of the batches; ``small`` is below ``large``.
 
     Returns:
@@ -344,17 +344,17 @@ def critical_batch_size(
 
 
 def mup_multipliers(width: int, base_width: int, kind: str) -> dict[str, float]:
-    """How to change a weight's initialisation and learning rate when a model gets wider. (Exercise)
+    """How to change a weight's initialisation, learning rate and output when a model gets wider. (Exercise)
 
     Args:
         width: Width C of the model.
         base_width: Width at which the initial standard deviations and the learning rate were tuned.
-        kind: ``"input"`` (embeddings, positions, biases and gains: one dimension at most grows, and it is the output's),
+        kind: ``"input"`` (embeddings, positions, biases and gains: at most the output's dimension grows),
             ``"hidden"`` (both dimensions grow) or ``"output"`` (only the input's dimension grows).
 
     Returns:
-        Factors relative to the base width: ``"init"`` of the initial standard deviation, ``"lr"`` of AdamW's learning rate, and
-        ``"output"``, by which the product with this weight is multiplied.
+        Factors relative to the base width: ``"init"`` for the initial standard deviation, ``"lr"`` for AdamW's learning rate, and
+        ``"output"`` for the product with this weight.
 
     Raises:
         ValueError: a width is below 1, or ``kind`` is none of the three; the message names it.
