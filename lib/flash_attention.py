@@ -67,7 +67,7 @@ class FlashAttentionTorch(torch.autograd.Function):
     sums in float32 at least, even under autocast, and skips tiles above the diagonal. ``backward`` is given.
 
     Raises:
-        ValueError: the shapes or dtypes do not fit (`fold_groups` raises it).
+        ValueError: the shapes, dtypes or devices do not fit (`fold_groups` raises it).
         RuntimeError: somebody asks for a second derivative (`first_derivative_only` raises it).
 
     Source: equations (15.3) and (15.4); FlashAttention-2 (arXiv:2307.08691), Algorithm 1.

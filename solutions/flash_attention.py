@@ -101,7 +101,7 @@ class FlashAttentionTorch(torch.autograd.Function):
     sums in float32 at least, even under autocast, and skips tiles above the diagonal. ``backward`` is given.
 
     Raises:
-        ValueError: the shapes or dtypes do not fit (`fold_groups` raises it).
+        ValueError: the shapes, dtypes or devices do not fit (`fold_groups` raises it).
         RuntimeError: somebody asks for a second derivative (`first_derivative_only` raises it).
 
     Source: equations (15.3) and (15.4); FlashAttention-2 (arXiv:2307.08691), Algorithm 1.
@@ -364,8 +364,8 @@ def flash_attention(
     """
     ### BEGIN SOLUTION
     kind = q.device.type
-    if torch.is_autocast_enabled(kind) and q.dtype != torch.float64:
-        q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
+    if torch.is_autocast_enabled(kind):
+        q, k, v = (x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
     if fits_fast(q, k, v, is_causal):
         return flash_attention_fast(q, k, v, is_causal)
     if q.is_cuda and HAS_TRITON and q.dtype != torch.float64 and q.shape[-1] <= 256:
