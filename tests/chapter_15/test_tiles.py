@@ -421,6 +421,15 @@ def test_flash_attention_under_autocast():
 
 
 @oracle
+@pytest.mark.parametrize("shapes", [((4, 2, 4, 16), (4, 2, 4, 16)), ((1, 2, 21, 4), (1, 1, 18, 4))], ids=str)
+def test_flash_attention_takes_a_batch_of_gradients(shapes):
+    """As PyTorch's own tests of attention do: their gradcheck maps the backward pass over a batch of gradients."""
+    leaves = [x.requires_grad_() for x in make_inputs(*shapes, torch.float64)[:3]]
+    attend = flash.flash_attention
+    assert torch.autograd.gradcheck(lambda *x: attend(*x, True), leaves, fast_mode=True, check_batched_grad=True)
+
+
+@oracle
 def test_flash_attention_compiles():
     q, k, v, do = make_inputs((1, 2, 16, 16), (1, 2, 20, 16))  # one tile of queries, two of keys
     r = exact(q, k, v, do, True)

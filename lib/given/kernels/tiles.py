@@ -17,6 +17,7 @@ __all__ = [
     "check_shapes",
     "fold_groups",
     "hide_later",
+    "take_tile",
     "tile_slices",
     "tl",
     "triton",
@@ -66,6 +67,11 @@ def tile_slices(length: int) -> list[slice]:
     """Slices that cut a sequence into tiles of a power of two from 16 to 128; at least four tiles if it is long enough."""
     size = min(128, max(16, 1 << (max(length, 1) - 1).bit_length() >> 2))
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def take_tile(x: Float[Tensor, "*lead n d"], tile: slice) -> Float[Tensor, "*lead r d"]:
+    """The rows of a tile, as a view. Unlike ``x[..., tile, :]`` it also works if PyTorch runs a backward pass for a batch of gradients."""
+    return x.narrow(-2, tile.start, tile.stop - tile.start)
 
 
 def hide_later(scores: Float[Tensor, "*lead r c"], position: int) -> Float[Tensor, "*lead r c"]:
