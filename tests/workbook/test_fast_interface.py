@@ -64,6 +64,25 @@ def test_what_the_kernels_do_not_have_goes_to_pytorch(monkeypatch):
     torch.testing.assert_close(*padded)
 
 
+@pytest.mark.parametrize("name", interface.IGNORED)
+def test_what_pytorchs_attention_would_ignore_is_refused(name):
+    q = torch.zeros(1, 4, 5, 16)
+    with pytest.raises(ValueError, match=name):
+        interface.workbook_attention(torch.nn.Identity(), q, q, q, None, **{name: torch.zeros(4)})
+
+
+@pytest.mark.time_limit(60)
+def test_a_model_that_computes_its_own_attention_is_refused():
+    """Bloom adds the mask that it gets to its scores, and would take a missing one for none."""
+    transformers = pytest.importorskip("transformers")
+    interface.register()
+    config = transformers.BloomConfig(
+        vocab_size=64, hidden_size=64, n_layer=2, n_head=4, attn_implementation="workbook"
+    )
+    with pytest.raises(ValueError, match="BloomModel"):
+        transformers.BloomForCausalLM(config)(torch.randint(64, (2, 9)), use_cache=False)
+
+
 @pytest.mark.gpu
 @pytest.mark.time_limit(120)
 def test_a_llama_on_a_gpu_has_nearly_the_same_logits():
