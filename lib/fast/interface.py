@@ -71,14 +71,18 @@ def workbook_mask(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | Non
 
     if not torch.compiler.is_compiling():  # the compiler can't look into Transformers' table of models
         refuse_model(config)
+    if getattr(
+        config, "num_kv_shared_layers", 0
+    ):  # Gemma 4's last layers drop queries; they can cut a mask, but not None
+        kwargs["allow_is_causal_skip"] = False
     return sdpa_mask(*args, config=config, **kwargs)
 
 
 def refuse_model(config: Any) -> None:
     """Raise a ``ValueError`` if Transformers' model for this ``config`` does not support PyTorch's attention."""
-    from transformers import MODEL_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
-    found = MODEL_MAPPING.get(type(config), None)
+    found = MODEL_MAPPING.get(type(config), None) or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     for model in found if isinstance(found, tuple | list) else (found,):
         if model is not None and not model._supports_sdpa:
             raise ValueError(f"{model.__name__} has an attention of its own: {USE_EAGER}")
