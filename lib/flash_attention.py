@@ -7,7 +7,7 @@ from torch import Tensor
 from lib.fast.flash import fits_fast, flash_attention_fast
 from lib.given.kernels.launch import launch_backward_dkdv, launch_backward_dq, launch_forward
 from lib.given.kernels.once import first_derivative_only
-from lib.given.kernels.tiles import HAS_TRITON, LN2, LOG2E, fold_groups, hide_later, tile_slices, tl, triton
+from lib.given.kernels.tiles import HAS_TRITON, LN2, LOG2E, fold_groups, hide_later, take_tile, tile_slices, tl, triton
 
 
 def attention_io_bytes(length: int, head_dim: int, sram_bytes: int, algorithm: str) -> int:
@@ -67,7 +67,7 @@ class FlashAttentionTorch(torch.autograd.Function):
     sums in float32 at least, even under autocast, and skips tiles above the diagonal. ``backward`` is given.
 
     Raises:
-        ValueError: the shapes or dtypes do not fit (`fold_groups` raises it).
+        ValueError: the shapes, dtypes or devices do not fit (`fold_groups` raises it).
         RuntimeError: somebody asks for a second derivative (`first_derivative_only` raises it).
 
     Source: equations (15.3) and (15.4); FlashAttention-2 (arXiv:2307.08691), Algorithm 1.

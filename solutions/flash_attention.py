@@ -7,7 +7,7 @@ from torch import Tensor
 from lib.fast.flash import fits_fast, flash_attention_fast
 from lib.given.kernels.launch import launch_backward_dkdv, launch_backward_dq, launch_forward
 from lib.given.kernels.once import first_derivative_only
-from lib.given.kernels.tiles import HAS_TRITON, LN2, LOG2E, fold_groups, hide_later, tile_slices, tl, triton
+from lib.given.kernels.tiles import HAS_TRITON, LN2, LOG2E, fold_groups, hide_later, take_tile, tile_slices, tl, triton
 
 
 def attention_io_bytes(length: int, head_dim: int, sram_bytes: int, algorithm: str) -> int:
@@ -101,7 +101,7 @@ class FlashAttentionTorch(torch.autograd.Function):
     sums in float32 at least, even under autocast, and skips tiles above the diagonal. ``backward`` is given.
 
     Raises:
-        ValueError: the shapes or dtypes do not fit (`fold_groups` raises it).
+        ValueError: the shapes, dtypes or devices do not fit (`fold_groups` raises it).
         RuntimeError: somebody asks for a second derivative (`first_derivative_only` raises it).
 
     Source: equations (15.3) and (15.4); FlashAttention-2 (arXiv:2307.08691), Algorithm 1.
@@ -156,19 +156,19 @@ def flash_backward(
     qs, ks, vs = (x.to(dtype) for x in fold_groups(q, k, v))
     dos, lses = do.reshape(qs.shape).to(dtype), lse.reshape(qs.shape[:-1])
     delta = (dos * o.reshape(qs.shape)).sum(-1)
-    dq, dk, dv = torch.zeros_like(qs), torch.zeros_like(ks), torch.zeros_like(vs)
+    dq, dk, dv = (dos.new_zeros(x.shape) for x in (qs, ks, vs))
     with torch.autocast(q.device.type, enabled=False):
         for rows in tile_slices(q.shape[-2]):
-            query, grad = qs[..., rows, :] * scale, dos[..., rows, :]
+            query, grad = take_tile(qs, rows) * scale, take_tile(dos, rows)
             for cols in tile_slices(k.shape[-2]):
                 if is_causal and cols.start > rows.stop - 1 + ahead:
                     break
                 exponent = query @ ks[..., cols, :].mT - lses[..., rows, None]
                 p = torch.exp(hide_later(exponent, rows.start + ahead - cols.start) if is_causal else exponent)
                 ds = p * (grad @ vs[..., cols, :].mT - delta[..., rows, None])
-                dv[..., cols, :] += (p.mT @ grad).sum(2, keepdim=True)
-                dk[..., cols, :] += (ds.mT @ query).sum(2, keepdim=True)
-                dq[..., rows, :] += ds @ ks[..., cols, :] * scale
+                take_tile(dv, cols).add_((p.mT @ grad).sum(2, keepdim=True))
+                take_tile(dk, cols).add_((ds.mT @ query).sum(2, keepdim=True))
+                take_tile(dq, rows).add_(ds @ ks[..., cols, :] * scale)
     return dq.reshape(q.shape).to(q.dtype), dk.reshape(k.shape).to(k.dtype), dv.reshape(v.shape).to(v.dtype)
     ### END SOLUTION
 
@@ -364,8 +364,8 @@ def flash_attention(
     """
     ### BEGIN SOLUTION
     kind = q.device.type
-    if torch.is_autocast_enabled(kind) and q.dtype != torch.float64:
-        q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
+    if torch.is_autocast_enabled(kind):
+        q, k, v = (x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
     if fits_fast(q, k, v, is_causal):
         return flash_attention_fast(q, k, v, is_causal)
     if q.is_cuda and HAS_TRITON and q.dtype != torch.float64 and q.shape[-1] <= 256:

@@ -70,6 +70,7 @@ ENOUGH_ROWS = (2**16, 2**15, 2**15)
 # width and mask. QUICKEST_SHORT, for at most RAGGED_LENGTH tokens without a mask, has pairs of width and whether 128
 # fails to divide a length.
 QUICKEST, QUICKEST_SHORT = {(64, True), (96, True)}, {(64, True), (64, False), (80, True)}
+MOST_HEADS = 2**16 - 1  # in all batches: most grids count heads along their second axis, where CUDA allows no more
 WIDTHS = range(64, 257, 8)  # a width between powers of two is computed in tiles of 128 or 256
 WIDE = (
     Tiles(64, 64, 4, 2),
@@ -677,6 +678,8 @@ def fits_fast(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
     """Whether the fast kernels can run: a Hopper GPU, 16 bits, a width from 64 to 256 that is a multiple of 8."""
     if not q.is_cuda or not HAS_TRITON or INTERPRETED or q.ndim < 2 or q.shape[-1] not in WIDTHS:
         return False
+    if q.shape[:-2].numel() > MOST_HEADS:
+        return False
     known = q.dtype is torch.bfloat16 or q.dtype is torch.float16
     return known and _has_copy_engine(q.device) and q.numel() > 0 and k.numel() > 0
 
@@ -697,7 +700,7 @@ def flash_attention_fast(
     """Attention with gradients where `fits_fast` holds; tensors are read and written in the layout that they have.
 
     Raises:
-        ValueError: the shapes or dtypes do not fit.
+        ValueError: the shapes, dtypes or devices do not fit.
     """
     if q.ndim > 4:
         check_shapes(q, k, v)

@@ -371,6 +371,16 @@ def test_flash_attention_errors():
     case("3 heads of queries, 2 of keys")
     with expect_raises(ValueError, read="the contract"):
         flash.flash_attention(q, k, v)
+    q, k, v, _ = make_inputs((1, 2, 20, 16), (1, 2, 20, 16))
+    case("whole numbers, int64: a mean of values that is cut to a whole number would be wrong")
+    with expect_raises(ValueError, "int64", read="the contract"):
+        flash.flash_attention(q.long(), k.long(), v.long())
+    case("q on the CPU, k and v on the device meta, which has no memory")
+    with expect_raises(ValueError, "meta", read="the contract"):
+        flash.flash_attention(q, k.to("meta"), v.to("meta"))
+    case("heads of width 0")
+    with expect_raises(ValueError, read="the contract"):
+        flash.flash_attention(q[..., :0], k[..., :0], v[..., :0])
 
 
 def test_flash_attention_default_and_long_causal_alignment():
@@ -405,6 +415,18 @@ def test_flash_attention_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         o = flash.flash_attention(q, k, v, True)
     expect_close(o, exact(q, k, v, do, True)["o"], read=contract)
+    case("bfloat16 autocast on the CPU, float32 queries, float64 keys and values: two dtypes after the cast")
+    with torch.autocast("cpu", torch.bfloat16), expect_raises(ValueError, read=contract):
+        flash.flash_attention(q.float(), k, v)
+
+
+@oracle
+@pytest.mark.parametrize("shapes", [((4, 2, 4, 16), (4, 2, 4, 16)), ((1, 2, 21, 4), (1, 1, 18, 4))], ids=str)
+def test_flash_attention_takes_a_batch_of_gradients(shapes):
+    """As PyTorch's own tests of attention do: their gradcheck maps the backward pass over a batch of gradients."""
+    leaves = [x.requires_grad_() for x in make_inputs(*shapes, torch.float64)[:3]]
+    attend = flash.flash_attention
+    assert torch.autograd.gradcheck(lambda *x: attend(*x, True), leaves, fast_mode=True, check_batched_grad=True)
 
 
 @oracle

@@ -64,6 +64,48 @@ def test_what_the_kernels_do_not_have_goes_to_pytorch(monkeypatch):
     torch.testing.assert_close(*padded)
 
 
+@pytest.mark.parametrize("name", interface.IGNORED)
+def test_what_pytorchs_attention_would_ignore_is_refused(name):
+    q = torch.zeros(1, 4, 5, 16)
+    with pytest.raises(ValueError, match=name):
+        interface.workbook_attention(torch.nn.Identity(), q, q, q, None, **{name: torch.zeros(4)})
+
+
+@pytest.mark.time_limit(60)
+@pytest.mark.parametrize("name", ["Bloom", "TrOCR"])
+def test_a_model_that_computes_its_own_attention_is_refused(name):
+    """Such a model adds the mask that it gets to its scores, and would take a missing one for none."""
+    transformers = pytest.importorskip("transformers")
+    interface.register()
+    sizes = {"Bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4}}.get(name, {"d_model": 64, "decoder_layers": 2})
+    config = getattr(transformers, f"{name}Config")(vocab_size=64, attn_implementation="workbook", **sizes)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with pytest.raises(ValueError, match=f"{name}.* has an attention of its own"):
+        model(torch.randint(64, (2, 9)), use_cache=False)
+
+
+@pytest.mark.time_limit(60)
+def test_a_gemma_that_keeps_only_the_last_queries_has_the_same_logits():
+    """Gemma 4 computes its last layers for the kept tokens alone, and cuts a mask to fit; None would mean another diagonal."""
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "Gemma4TextConfig"):
+        pytest.skip("a release of Transformers with Gemma 4")
+    interface.register()
+    found = []
+    for name in ("workbook", "eager"):
+        torch.manual_seed(0)
+        config = transformers.Gemma4TextConfig(
+            vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, head_dim=16,
+            num_key_value_heads=2, global_head_dim=16, num_global_key_value_heads=2, hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=64, num_kv_shared_layers=2, sliding_window=64, pad_token_id=0, bos_token_id=1,
+            layer_types=["sliding_attention", "full_attention"] * 2, attn_implementation=name,
+        )  # fmt: skip
+        model = transformers.Gemma4ForCausalLM(config).eval()
+        tokens = torch.randint(64, (2, 20), generator=torch.Generator().manual_seed(1))
+        found.append(model(tokens, logits_to_keep=3).logits)
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.gpu
 @pytest.mark.time_limit(120)
 def test_a_llama_on_a_gpu_has_nearly_the_same_logits():

@@ -125,6 +125,15 @@ def test_the_quickest_kernels_are_ours_where_they_were_measured(monkeypatch):
     assert not is_quickest(torch.zeros(2, 4, 8, 64), torch.zeros(2, 2, 8, 64), torch.zeros(2, 2, 8, 64), True)
 
 
+def test_more_heads_than_a_grid_may_count_go_elsewhere(monkeypatch):
+    monkeypatch.setattr(flash_fast, "INTERPRETED", False)
+    monkeypatch.setattr(flash_fast, "_has_copy_engine", lambda device: True)
+    for n_batches, fits in ((2**12 - 1, True), (2**12, False)):
+        with FakeTensorMode():
+            q = torch.empty(n_batches, 16, 32, 64, dtype=torch.bfloat16, device="cuda")
+        assert fits_fast(q, q, q, True) == fits
+
+
 class FakeKernel:
     """Counts how often it is compiled, and how often what was compiled is launched."""
 
