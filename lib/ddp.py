@@ -125,6 +125,7 @@ class OverlapDDP(nn.Module):
     def forward(self, *args, **kwargs):
         """Return what ``module`` returns. First complete a round that was left open, by an exception or because nobody called
         ``finish_gradient_synchronization()``; a round is open if a gradient is ready, even if no collective has started.
+        A forward under ``torch.no_grad()`` completes nothing, because one rank may evaluate alone.
         """
         raise NotImplementedError("Exercise 10.5: write OverlapDDP.forward")
 
@@ -204,6 +205,7 @@ class BucketedDDP(nn.Module):
     def forward(self, *args, **kwargs):
         """Return what ``module`` returns. First complete a round that was left open, by an exception or because nobody called
         ``finish_gradient_synchronization()``; a round is open if a gradient is ready, even if no collective has started.
+        A forward under ``torch.no_grad()`` completes nothing, because one rank may evaluate alone.
         """
         raise NotImplementedError("Exercise 10.8: write BucketedDDP.forward")
 

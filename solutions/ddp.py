@@ -250,6 +250,7 @@ class OverlapDDP(nn.Module):
     def forward(self, *args, **kwargs):
         """Return what ``module`` returns. First complete a round that was left open, by an exception or because nobody called
         ``finish_gradient_synchronization()``; a round is open if a gradient is ready, even if no collective has started.
+        A forward under ``torch.no_grad()`` completes nothing, because one rank may evaluate alone.
         """
         ### BEGIN SOLUTION
         self._rounds.finish_what_was_left()
@@ -365,6 +366,7 @@ class BucketedDDP(nn.Module):
     def forward(self, *args, **kwargs):
         """Return what ``module`` returns. First complete a round that was left open, by an exception or because nobody called
         ``finish_gradient_synchronization()``; a round is open if a gradient is ready, even if no collective has started.
+        A forward under ``torch.no_grad()`` completes nothing, because one rank may evaluate alone.
         """
         ### BEGIN SOLUTION
         self._rounds.finish_what_was_left()
