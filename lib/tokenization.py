@@ -120,7 +120,7 @@ class BPETokenizer:
     A text is first cut at its special tokens; where several begin at the same place, the longest wins. What is between
     them is cut into words by ``PRE_TOKEN``. Inside a word, the pair that comes first in ``merges`` is joined, everywhere
     in the word, and this is repeated until no pair of the word is a merge. ``encode_iterable`` yields the same ids for
-    a text that comes in chunks, wherever it is cut: one by one, and each as soon as it is certain. ``decode`` turns
+    a text that comes in chunks, wherever it is cut: one by one, and each soon after it is certain. ``decode`` turns
     bytes that are not UTF-8 into U+FFFD.
 
     Args:
@@ -151,7 +151,7 @@ class BPETokenizer:
         raise NotImplementedError("Exercise 1.5: write BPETokenizer.encode")
 
     def encode_iterable(self, chunks: Iterable[str]) -> Iterator[int]:
-        """The ids of a text that comes in chunks, yielded one by one, each as soon as it is certain.
+        """The ids of a text that comes in chunks, yielded one by one, each soon after it is certain.
 
         Wherever the text is cut, the ids are those of ``encode("".join(chunks))``: words, contractions, runs of spaces
         and special tokens may be split between chunks. Memory does not grow with the text: only the end that is not

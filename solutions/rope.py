@@ -162,7 +162,7 @@ def interpolate_positions(context_len: int, trained_len: int) -> Float[Tensor, "
 
     Returns:
         Float32 ``[context_len]``: 0, 1, 2, … times ``trained_len / context_len`` if the context is longer than the
-        trained one. A context that fits is not scaled.
+        trained one. A context that fits is not scaled; one of 0 positions gives an empty tensor.
 
     Source: Position interpolation (arXiv:2306.15595), whose f'(x, m) is f(x, mL/L').
     """
