@@ -577,8 +577,17 @@ class BroadcastsOne(reference.KVCache):
 @mistake("KVCache", "the keys are written before the shape of the values is checked")
 class WritesBeforeItLooks(reference.KVCache):
     def update(self, k, v):
-        start, _ = _room(self, k, k)
-        self.keys[:, :, start : start + k.shape[2]] = k
+        if k.ndim == 4:
+            start, _ = _room(self, k, k)
+            self.keys[:, :, start : start + k.shape[2]] = k
+        return super().update(k, v)
+
+
+@mistake("KVCache", "the third axis is read before the number of axes is checked")
+class ReadsTheThirdAxis(reference.KVCache):
+    def update(self, k, v):
+        if self.length + k.shape[2] > self.keys.shape[2]:
+            raise ValueError(f"{self.length} + {k.shape[2]} > {self.keys.shape[2]}")
         return super().update(k, v)
 
 
