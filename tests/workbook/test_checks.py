@@ -75,6 +75,13 @@ def test_an_exception_shows_the_learners_line(book):
     assert "case         x=3" in report
 
 
+def test_another_error_than_the_contracts_shows_the_learners_line_too(book):
+    book.answer("double", "return 2 * x if x <= 100 else [][x]")
+    report = book.marks("tests/chapter_01")["double"]["report"]
+    assert "raised       IndexError: list index out of range" in report
+    assert "at           lib/toy.py:18   return 2 * x if x <= 100 else [][x]" in report
+
+
 @pytest.mark.parametrize("loop", ["while True: pass", "import time; time.sleep(1000)", "sum(iter(int, 1))"])
 def test_an_endless_loop_is_ended_and_its_line_shown(book, loop):
     solve(book)

@@ -151,7 +151,8 @@ def explain(told: Told, item, error: BaseException) -> None:
     if (stub := is_stub_error(error)) is not None:
         told.state, told.problem, told.next = "not started", "not started", _next_step(told, stub)
     elif wrong is not None:
-        told.fill(wrong.problem, [("case", wrong.case or case_of(item)), *wrong.rows], wrong.read)
+        rows = [("case", wrong.case or case_of(item)), *wrong.rows]
+        told.fill(wrong.problem, rows + (_at(wrong.__cause__) if wrong.__cause__ else []), wrong.read)
     elif isinstance(error, BookError) or getattr(error, "kind", "") == "missing":
         told.fill(BOOKS_FAULT, [case, ("because", safe_text(error))], state="not checked")
     elif refused is not None:
@@ -194,14 +195,18 @@ def learners_frames(error: BaseException) -> list[traceback.FrameSummary]:
     return []
 
 
+def _at(error: BaseException) -> list[tuple[str, str]]:
+    """A row with the learner's own lines of a traceback; none if it has no such line."""
+    mine = learners_frames(error)
+    return [("at", "\n".join(code_line(f.filename, f.lineno or 1) for f in mine[-4:]))] if mine else []
+
+
 def _raised(case: tuple[str, str], error: BaseException):
     """Problem and rows for an exception that the code itself raised, with the learner's own lines of the traceback."""
     if isinstance(error, RaisedInAnswer) and error.__cause__ is not None:
         error = error.__cause__
-    rows = [case]
-    if mine := learners_frames(error):
-        rows.append(("at", "\n".join(code_line(f.filename, f.lineno or 1) for f in mine[-4:])))
-    else:
+    rows = [case, *_at(error)]
+    if len(rows) == 1:
         own = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(str(ROOT / "tests"))]
         rows += [("in the test", code_line(f.filename, f.lineno or 1)) for f in own[-1:]]
     if isinstance(error, TimeLimit):
