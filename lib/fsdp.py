@@ -125,7 +125,7 @@ class FlatShard:
     Attributes:
         shard: ``nn.Parameter`` ``[S]``, S = ceil(n / R): this rank's ``shard`` of the n values; trained if the parameters were.
         full: ``[R * S]`` in ``param_dtype``, on the parameters' device: a leaf that needs a gradient if the shard does, and has memory only while it is gathered.
-        is_whole: True from the start of a gather until ``free``.
+        is_whole, shapes, sizes: True from the start of a gather until ``free``; shape and number of elements of each parameter (given).
 
     Source: Zhao and others (arXiv:2304.11277), section 3.2.
     """
@@ -144,7 +144,7 @@ class FlatShard:
         raise NotImplementedError("Exercise 12.6: write FlatShard.finish_gather")
 
     def views(self) -> dict[str, Tensor]:
-        """The parameters by name, in their shapes: views of ``full``, so that autograd passes their gradients on to it: one ``split``, whose backward makes one row (a slice for each would make as many)."""
+        """The parameters by name, in their shapes: views of ``full``, so that autograd passes their gradients on to it: one ``split`` with the padding as its last part, whose backward makes one row (a slice for each would make as many)."""
         raise NotImplementedError("Exercise 12.6: write FlatShard.views")
 
     def free(self) -> None:
@@ -184,7 +184,7 @@ class FullySharded(HookedUnits):
     reducing: FlatShard | None = None  # the one whose gradient is being reduced
 
     def gather(self, i: int, following: int) -> None:
-        """Free the unit that is ahead, unless it is i or ``following``; make i whole; start gathering ``following`` if it is a unit other than the root."""
+        """Free the unit that is ahead, unless it is i or ``following``; make i whole; start gathering ``following`` if it is a unit other than the root, and else none is ahead."""
         raise NotImplementedError("Exercise 12.7: write FullySharded.gather")
 
     def free(self, i: int) -> None:

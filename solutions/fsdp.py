@@ -188,7 +188,7 @@ class FlatShard:
     Attributes:
         shard: ``nn.Parameter`` ``[S]``, S = ceil(n / R): this rank's ``shard`` of the n values; trained if the parameters were.
         full: ``[R * S]`` in ``param_dtype``, on the parameters' device: a leaf that needs a gradient if the shard does, and has memory only while it is gathered.
-        is_whole: True from the start of a gather until ``free``.
+        is_whole, shapes, sizes: True from the start of a gather until ``free``; shape and number of elements of each parameter (given).
 
     Source: Zhao and others (arXiv:2304.11277), section 3.2.
     """
@@ -230,7 +230,7 @@ class FlatShard:
         ### END SOLUTION
 
     def views(self) -> dict[str, Tensor]:
-        """The parameters by name, in their shapes: views of ``full``, so that autograd passes their gradients on to it: one ``split``, whose backward makes one row (a slice for each would make as many)."""
+        """The parameters by name, in their shapes: views of ``full``, so that autograd passes their gradients on to it: one ``split`` with the padding as its last part, whose backward makes one row (a slice for each would make as many)."""
         ### BEGIN SOLUTION
         parts = self.full.split([*self.sizes, self.full.numel() - sum(self.sizes)])
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=False)}
@@ -290,7 +290,7 @@ class FullySharded(HookedUnits):
     reducing: FlatShard | None = None  # the one whose gradient is being reduced
 
     def gather(self, i: int, following: int) -> None:
-        """Free the unit that is ahead, unless it is i or ``following``; make i whole; start gathering ``following`` if it is a unit other than the root."""
+        """Free the unit that is ahead, unless it is i or ``following``; make i whole; start gathering ``following`` if it is a unit other than the root, and else none is ahead."""
         ### BEGIN SOLUTION
         if self.ahead not in (None, i, following):
             self.free(self.ahead)

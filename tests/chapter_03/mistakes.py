@@ -757,12 +757,17 @@ class IgnoresGroups(_Layer):
         super().__init__(dim, n_heads)
 
 
-@mistake("MultiHeadAttention", "widths that do not divide are silently rounded down")
+@mistake("MultiHeadAttention", "a width that is no multiple of the heads is silently rounded down")
 class RoundsDown(_Layer):
     def __init__(self, dim, n_heads, n_kv_heads=None):
+        super().__init__(dim // n_heads * n_heads, n_heads, n_kv_heads)
+
+
+@mistake("MultiHeadAttention", "heads of queries that are no multiple of the key/value heads are accepted")
+class AcceptsAnyGroups(_Layer):
+    def __init__(self, dim, n_heads, n_kv_heads=None):
         groups = n_kv_heads or n_heads
-        groups = groups if n_heads % groups == 0 else 1
-        super().__init__(dim // n_heads * n_heads, n_heads, groups)
+        super().__init__(dim, n_heads, groups if n_heads % groups == 0 else 1)
 
 
 @mistake("MultiHeadAttention", "the result is cut off from the graph before wo: wq, wk and wv learn nothing")

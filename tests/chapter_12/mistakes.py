@@ -70,6 +70,15 @@ def strided(tensor, rank, world_size):
     return nn.functional.pad(row, (0, -len(row) % world_size))[rank::world_size].clone()
 
 
+@mistake(
+    "shard", "the elements are spread as evenly as possible (`tensor_split`); every shard but the last should be full"
+)
+def spread(tensor, rank, world_size):
+    size = len(reference.shard(tensor, rank, world_size))
+    part = tensor.detach().reshape(-1).tensor_split(world_size)[rank]
+    return nn.functional.pad(part, (0, size - len(part))).clone()
+
+
 @mistake("shard", "the size is rounded down, so the end of the tensor is in no shard")
 def rounded_down(tensor, rank, world_size):
     reference.shard(tensor, rank, world_size)
@@ -285,6 +294,17 @@ class NoLoss(_Zero1):
         super().step(closure, **kwargs)
 
 
+@mistake(
+    "ShardedOptimizer",
+    "the closure is called outside of the inner step, which may need to call it itself, even several times",
+)
+class ClosureOutside(_Zero1):
+    def call(self, closure, **kwargs):
+        loss = None if closure is None else closure()
+        self.inner.step(**kwargs)
+        return loss
+
+
 @mistake("ShardedOptimizer", "a closure of None is passed to an inner optimizer whose step takes none")
 class ClosureAlways(_Zero1):
     def call(self, closure, **kwargs):
@@ -431,6 +451,13 @@ class OutOfPlace(reference.FlatShard):
         super().finish_reduce()
         if before is not None:
             self.shard.grad = before if self.shard.grad is None else before + self.shard.grad
+
+
+@mistake("FlatShard", "full has its memory from the start, until the first gather is freed")
+class WholeAtFirst(reference.FlatShard):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
 
 
 @mistake("FlatShard", "`free` does not empty full: it only sets is_whole to False")

@@ -151,6 +151,9 @@ def test_shard_by_hand():
     case("1..5 on 3 ranks: two each, and one zero in the end")
     found = [fsdp.shard(torch.tensor([1, 2, 3, 4, 5]), rank, 3) for rank in range(3)]
     expect_close(found, [torch.tensor([1, 2]), torch.tensor([3, 4]), torch.tensor([5, 0])], read=SHARD)
+    case("1..4 on 3 ranks: two, two, and nothing but zeros")
+    found = [fsdp.shard(torch.tensor([1, 2, 3, 4]), rank, 3) for rank in range(3)]
+    expect_close(found, [torch.tensor([1, 2]), torch.tensor([3, 4]), torch.tensor([0, 0])], read=SHARD)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -285,6 +288,15 @@ class Slowing(torch.optim.SGD):
         super().step()
 
 
+class Asking(torch.optim.SGD):
+    """An optimizer that calls its closure twice in a step."""
+
+    def step(self, closure=None):
+        losses = [] if closure is None else [closure(), closure()]
+        super().step()
+        return losses[-1] if losses else None
+
+
 @pytest.mark.time_limit(30)
 @pytest.mark.parametrize("n_ranks", [1, 3])
 def test_ShardedOptimizer_equals_the_whole_one_and_holds_a_share(ranks, n_ranks):
@@ -368,6 +380,12 @@ def sharded_groups(rank, world_size):
     value.grad = torch.ones(3)
     slowing.step(divisor=8)
     expect_close(value.detach(), torch.full((3,), 0.25 - 1 / 32), name="parameter", read=read)
+    case(
+        "an optimizer that calls its closure twice in a step, as LBFGS may: calls of the closure, and what step returned"
+    )
+    asking, calls = fsdp.ShardedOptimizer([value], Asking, lr=1.0), []
+    loss = asking.step(lambda: calls.append(1) or 5.0)
+    expect_equal((len(calls), loss), (2, 5.0), read=read)
     case("AdamW without any option: its own are in param_groups at once")
     options = fsdp.ShardedOptimizer([nn.Parameter(torch.ones(3))], torch.optim.AdamW).param_groups[0]
     found = {key: options.get(key) for key in ("lr", "betas")}
@@ -377,11 +395,14 @@ def sharded_groups(rank, world_size):
 
 @pytest.mark.time_limit(30)
 def test_ShardedOptimizer_groups_closure_and_state(ranks):
+    case(
+        "three groups on 4 ranks: of 3, 2 and 4 elements, so that one rank owns nothing; how many states each rank has"
+    )
     result = ranks(sharded_groups, n_ranks=4)
     expect_equal(sorted(result.values), [0, 1, 1, 1], name="parameters with state, over the ranks", read=ZERO1)
     case("what a rank sends: all new values, once a step, by broadcasts")
     sent = sum(ledger.bytes_sent for ledger in result.ledgers)
-    expect_equal(sent, 4 * (5 * 9 + 3 * 3), name="bytes of all ranks: five steps of 9 values, three of 3", read=ZERO1)
+    expect_equal(sent, 4 * (5 * 9 + 4 * 3), name="bytes of all ranks: five steps of 9 values, four of 3", read=ZERO1)
 
 
 def beside_zero_redundancy(rank, world_size):
@@ -681,6 +702,7 @@ def flat_steps(rank, world_size):
 @pytest.mark.time_limit(30)
 @pytest.mark.parametrize("n_ranks", [4])
 def test_FlatShard_gathers_frees_and_reduces(ranks, n_ranks):
+    case(f"a flat row on {n_ranks} ranks")
     result = ranks(flat_steps, n_ranks=n_ranks)
     case(f"what a rank of {n_ranks} starts: a gather each time it was freed, a reduce-scatter for each gradient")
     calls = result.ledgers[0].before("counted")
@@ -782,6 +804,7 @@ def fully_equal(rank, world_size):
 @pytest.mark.time_limit(40)
 @pytest.mark.parametrize("n_ranks", [3])
 def test_FullySharded_equals_one_process(ranks, n_ranks):
+    case(f"a net on {n_ranks} ranks")
     ranks(fully_equal, n_ranks=n_ranks)
 
 
