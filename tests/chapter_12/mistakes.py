@@ -453,14 +453,7 @@ class OutOfPlace(reference.FlatShard):
             self.shard.grad = before if self.shard.grad is None else before + self.shard.grad
 
 
-@mistake("FlatShard", "full has its memory from the start, until the first gather is freed")
-class WholeAtFirst(reference.FlatShard):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-
-
-@mistake("FlatShard", "`free` does not empty full: it only sets is_whole to False")
+@mistake("FlatShard", "full keeps its memory: `free` does not empty it, or `__init__` does not call `free`")
 class NotFreed(reference.FlatShard):
     def free(self):
         if self.is_whole:
