@@ -125,7 +125,7 @@ class FlatShard:
     Attributes:
         shard: ``nn.Parameter`` ``[S]``, S = ceil(n / R): this rank's ``shard`` of the n values; trained if the parameters were.
         full: ``[R * S]`` in ``param_dtype``, on the parameters' device: a leaf that needs a gradient if the shard does, and has memory only while it is gathered.
-        is_whole, shapes, sizes: True from the start of a gather until ``free``; shape and number of elements of each parameter (given).
+        is_whole: True from the start of a gather until ``free``. The given ``shapes`` and ``sizes`` have each parameter's shape, by name, and number of elements.
 
     Source: Zhao and others (arXiv:2304.11277), section 3.2.
     """

@@ -66,10 +66,8 @@ def workbook_mask(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | Non
 
     if not torch.compiler.is_compiling():  # the compiler can't look into Transformers' table of models
         refuse_model(config)
-    if getattr(
-        config, "num_kv_shared_layers", 0
-    ):  # Gemma 4's last layers drop queries: they cut the mask, but not None
-        kwargs["allow_is_causal_skip"] = False
+    if getattr(config, "num_kv_shared_layers", 0):
+        kwargs["allow_is_causal_skip"] = False  # Gemma 4's last layers drop queries: they can cut a mask, but not None
     return sdpa_mask(*args, config=config, **kwargs)
 
 
