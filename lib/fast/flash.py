@@ -17,6 +17,8 @@ from torch import Tensor
 
 from lib.fast.flash_hopper import Roles, has_roles, hopper_dkdv, hopper_dq, hopper_forward
 from lib.fast.flash_launch import LENGTHS, Address, Box, Launch, Sizes, can_be_read, is_watched
+from lib.fast.flash_stored import StoredBackward
+from lib.fast.grouped import n_programs
 from lib.given.kernels.once import NO_SECOND_DERIVATIVE
 from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, LN2, LOG2E, check_shapes, tl, triton
 
@@ -288,6 +290,12 @@ def tiles_for(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tiles | Roles, Til
     return forward, dq, dkdv
 
 
+def pays_to_store(q: Tensor, sizes: Sizes) -> bool:
+    """Whether a backward pass that writes dS to memory is faster than two passes (lib.bench.flash_shapes)."""
+    sees_keys = not sizes.causal or sizes.t <= sizes.s
+    return has_roles(q) and sizes.width == 128 and sees_keys and sizes.t > RAGGED_LENGTH
+
+
 def _may_be_ragged(t: int, s: int, is_causal: bool) -> bool:
     """Whether RAGGED applies to these lengths, provided that 128 does not divide one of them."""
     return not is_causal and t > 1 and max(t, s) <= RAGGED_LENGTH
@@ -382,7 +390,7 @@ class Plan(NamedTuple):
 
     copied: tuple[int, ...]  # indices of the inputs that the copy engine can't read where they lie
     results: tuple[Like, ...]
-    launches: tuple[Launch, ...]
+    launches: tuple[Callable[..., None], ...]
 
     def legible(self, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The inputs, with copies of those that need one."""
@@ -450,9 +458,30 @@ def _plan_dkdv(xs: tuple[Tensor, ...], is_causal: bool, tiles: Tiles | Roles | N
     return Plan(_copied(xs), (_like(k), _like(v)), (launch,))
 
 
+class TwoPasses(NamedTuple):
+    """The backward pass as dQ and dK/dV, which both compute the scores: seven products."""
+
+    for_dq: Launch
+    for_dkdv: Launch
+    stats: Like
+
+    def __call__(self, q, k, v, o, do, lse, dq, dk, dv) -> None:
+        """Fill dq, dk and dv; lse is contiguous."""
+        stats = self.stats.new()
+        self.for_dq(q, k, v, o, do, dq, lse, stats)
+        self.for_dkdv(q, k, v, do, dk, dv, stats)
+
+
 def _plan_backward(xs: tuple[Tensor, ...], is_causal: bool) -> Plan:
-    first, second = _plan_dq(xs, is_causal, None), _plan_dkdv((*xs[:3], xs[4]), is_causal, None)
-    return Plan(first.copied, (*first.results, *second.results), (*first.launches, *second.launches))
+    q, k, v = xs[:3]
+    sizes = sizes_of(q, k, is_causal)
+    _, for_dq, for_dkdv = tiles_for(q, k, is_causal)
+    backward: Callable[..., None] = TwoPasses(
+        launch_dq(sizes, for_dq), launch_dkdv(sizes, for_dkdv), _statistics(q, 2, sizes.n_rows)
+    )
+    if pays_to_store(q, sizes):
+        backward = StoredBackward(sizes, q.device, n_programs(q.device), backward)
+    return Plan(_copied(xs), (_like(q), _like(k), _like(v)), (backward,))
 
 
 # ---- the kernels as functions of tensors --------------------------------------------------------------------------------
@@ -491,16 +520,9 @@ def fast_backward(q, k, v, o, do, lse, is_causal: bool) -> tuple[Tensor, Tensor,
     """All three gradients, each laid out as its input."""
     xs = (q, k, v, o, do)
     plan = _planned(_plan_backward, xs, is_causal)
-    dq, stats, dk, dv = [like.new() for like in plan.results]
-    _launch_backward(plan, xs, lse, dq, dk, dv, stats)
+    dq, dk, dv = [like.new() for like in plan.results]
+    plan.launches[0](*plan.legible(xs), lse.contiguous(), dq, dk, dv)
     return dq, dk, dv
-
-
-def _launch_backward(plan: Plan, xs: tuple[Tensor, ...], lse: Tensor, dq, dk, dv, stats) -> None:
-    q, k, v, o, do = plan.legible(xs)
-    for_dq, for_dkdv = plan.launches
-    for_dq(q, k, v, o, do, dq, lse.contiguous(), stats)
-    for_dkdv(q, k, v, do, dk, dv, stats)
 
 
 # ---- attention on a joined projection --------------------------------------------------------------------------------
@@ -528,7 +550,7 @@ def _joined_backward(x: Tensor, o: Tensor, do: Tensor, lse: Tensor, n_heads: int
     dx = torch.empty_strided(x.shape, _joined_strides(x), dtype=x.dtype, device=x.device)
     xs = (*split_joined(x, n_heads), o.transpose(1, 2), do.transpose(1, 2))
     plan = _planned(_plan_backward, xs, is_causal)
-    _launch_backward(plan, xs, lse, *split_joined(dx, n_heads), plan.results[1].new())
+    plan.launches[0](*plan.legible(xs), lse.contiguous(), *split_joined(dx, n_heads))
     return dx
 
 

@@ -48,7 +48,8 @@ class Roles:
     registers: bool = (
         False  # a group's own rows are read from registers, not from shared memory, as left factors of products
     )
-    kernel: str = "forward"  # or "dQ", "dK/dV"
+    carried: bool = False  # lib.fast.flash_stored alone: sums over several parts of the rows
+    kernel: str = "forward"  # or "dQ", "dK/dV", "stored" (lib.fast.flash_stored)
     width: int = 0
     group: int = 1  # heads of queries for each head of keys
     causal: bool = False
@@ -423,8 +424,11 @@ if GLUON:
             copy_in(stats, [n_rows + at], full.index(place), sums_s.index(place))
 
     @gluon.jit
-    def _queries(dk, dv, s, key, value, ring, n, rows, cols, scale2, MASK: gl.constexpr, CUT: gl.constexpr):
-        """One tile of dK and dV. ``s`` holds its scores; the scores of the next tile are returned too."""
+    def _queries(dk, dv, s, key, value, ring, n, rows, cols, scale2, put, MASK: gl.constexpr, CUT: gl.constexpr):
+        """One tile of dK and dV. ``s`` holds its scores; the scores of the next tile are returned too.
+
+        For lib.fast.flash_stored, dS is copied out; ``put`` says where, by way of which shared memory, and how many keys there are.
+        """
         q_s, do_s, lse_s, sums_s, full, empty = ring
         place = n % CUT.stages
         query, grad = q_s.index(place), do_s.index(place)
@@ -433,6 +437,8 @@ if GLUON:
         weights = gl.exp2(s * scale2 - lse2[None, :])
         if MASK:
             weights = gl.where(rows[None, :] >= cols[:, None], weights, 0.0)
+        if CUT.kernel == "stored" and CUT.ragged:
+            weights = gl.where(cols[:, None] < put[3], weights, 0.0)  # dQ adds up what keys beyond the last one get
         narrow = gl.convert_layout(weights.to(key.dtype), left(CUT.width))
         sums = sums_s.index(place).load(gl.SliceLayout(0, acc(CUT.tile)))
         dv = warpgroup_mma(narrow, grad, dv, is_async=True)
@@ -440,6 +446,11 @@ if GLUON:
         ds = gl.convert_layout((weights * (dp - sums[None, :])).to(key.dtype), left(CUT.width))
         dk = warpgroup_mma(ds, query, dk, is_async=True)
         ahead = _begin_scores(key, q_s, full, n + 1, CUT)
+        if CUT.kernel == "stored":
+            tma.store_wait(0)  # the previous tile has left the shared memory
+            put[1].store(ds)
+            fence_async_shared()
+            copy_out(put[0], [put[2] * 64, 0], put[1])
         dk, dv, ahead, narrow, ds = warpgroup_mma_wait(0, deps=[dk, dv, ahead, narrow, ds])
         _let_go(empty, n, CUT)
         return dk, dv, ahead
@@ -461,16 +472,17 @@ if GLUON:
         mbarrier.wait(once, 0)
         key, value = _own(key_place, CUT), _own(value_place, CUT)
         s = warpgroup_mma_wait(0, deps=[_begin_scores(key, q_s, full, 0, CUT)])
+        nowhere = (0, 0, 0, 0)
         for _ in range(0, CUT.group):
             for _ in range(_first_row(start, T, S, CUT), first, CUT.tile):  # rows that see none of this user's keys
                 s = warpgroup_mma_wait(0, deps=[_begin_scores(key, q_s, full, n + 1, CUT)])
                 _let_go(empty, n, CUT)
                 n += 1
             for row in range(first, whole, CUT.tile):
-                dk, dv, s = _queries(dk, dv, s, key, value, ring, n, rows + row, cols, scale2, True, CUT)
+                dk, dv, s = _queries(dk, dv, s, key, value, ring, n, rows + row, cols, scale2, nowhere, True, CUT)
                 n += 1
             for _ in range(whole, _end_row(T, CUT), CUT.tile):
-                dk, dv, s = _queries(dk, dv, s, key, value, ring, n, rows, cols, scale2, False, CUT)
+                dk, dv, s = _queries(dk, dv, s, key, value, ring, n, rows, cols, scale2, nowhere, False, CUT)
                 n += 1
         key_place.store((dk * scale).to(key.dtype))
         value_place.store(dv.to(key.dtype))

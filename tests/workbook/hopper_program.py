@@ -12,7 +12,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from lib.fast import grouped, mlp
 from lib.fast.flash import ROLES_TABLE, launch_dkdv, launch_dq, launch_forward
 from lib.fast.flash_hopper import Roles
+from lib.fast.flash_items import deal
 from lib.fast.flash_launch import Address, Box, Launch, Sizes
+from lib.fast.flash_stored import backward_launch
 
 B16, F32, I32 = "bf16", "fp32", "i32"
 
@@ -46,6 +48,13 @@ def launches() -> Iterator[tuple[str, Launch, list[str]]]:
             if isinstance(cut, Roles) and kernel in kernels:
                 launch = make[kernel](Sizes(1, 16, 1, length, length, width, True), cut)
                 yield f"{kernel}, {width}, {length}", launch, dtypes[kernel]
+    for causal, scratch_bytes in ((True, 2**30), (False, 2**30), (True, 2**25)):
+        sizes = Sizes(1, 8, 1, 4096, 4096, 128, causal)
+        launch = backward_launch(sizes, deal(sizes, 132, scratch_bytes))
+        name = (
+            f"stored, {'causal' if causal else 'full'}, {'parts of heads' if scratch_bytes < 2**30 else 'whole heads'}"
+        )
+        yield name, launch, [B16] * 7 + [F32, B16, I32, I32, F32]
     for transposed in (False, True):
         launch = grouped._rows_launch((1024, 4096, 64, 132, grouped.Cut(transposed=transposed)))
         yield f"rows, {'transposed' if transposed else 'plain'}", launch, [B16] * 3 + [I32]

@@ -93,6 +93,10 @@ class Descriptor:
         result[outer] = self.whole[inner]
         return result
 
+    def load(self, at: list[Any]) -> Tensor:
+        """Triton's copy to registers."""
+        return block(self.read(at))
+
     def write(self, at: list[Any], values: Tensor) -> None:
         inner, outer = self._both(at)
         self.whole[inner] = values.reshape(self.block_shape)[outer]
@@ -310,6 +314,13 @@ class Machine:
         for shared in self.buffers:
             shared.hidden[shared.hidden == self.current.number] = 0
 
+    def atomic_add(self, pointer: Pointer, value: Any, **how: Any) -> Tensor:
+        """Others may come before it, as before every instruction that other roles can notice."""
+        self.pause()
+        before = _load(pointer)
+        _store(pointer, before + value)
+        return before
+
     def product(self, left: Any, right: Shared, total: Any, use_acc: Any = True, is_async: bool = False) -> Any:
         in_registers = None if isinstance(left, Shared) else left.clone()
 
@@ -362,7 +373,7 @@ def _names(machine: Machine) -> dict[str, Any]:
         full=lambda shape, x, dtype, layout=None: block(torch.full(tuple(shape), x, dtype=dtype)), zeros_like=torch.zeros_like,
         maximum=of_two(torch.maximum), minimum=of_two(torch.minimum), where=lambda c, a, b: torch.where(c, number(a), number(b)),
         max=lambda x, dim: x.amax(dim), sum=lambda x, dim: x.sum(dim), abs=torch.abs, exp2=torch.exp2, log2=torch.log2,
-        load=_load, store=_store, convert_layout=lambda x, layout, assert_trivial=False: x,
+        load=_load, store=_store, atomic_add=machine.atomic_add, convert_layout=lambda x, layout, assert_trivial=False: x,
         allocate_shared_memory=machine.allocate, warp_specialize=lambda parts, warps, registers: machine.specialize(parts),
     )  # fmt: skip
     barriers = SimpleNamespace(
@@ -372,6 +383,7 @@ def _names(machine: Machine) -> dict[str, Any]:
         "gl": language, "tl": language, "mbarrier": barriers, "tma": SimpleNamespace(store_wait=machine.store_wait),
         "copy_in": machine.copy_in, "copy_out": machine.copy_out, "fence_async_shared": machine.fence, "RENAMED": True,
         "warpgroup_mma": machine.product, "warpgroup_mma_wait": machine.product_wait,
+        "fence_memory": lambda: None, "unknown": lambda n: n, "barrier": lambda: None, "wait_for_writes": lambda: machine.store_wait(0),
         "_exp2": lambda x, _: torch.exp2(x), "_inverse": lambda x, _: 1 / x,
     }  # fmt: skip
 
@@ -398,7 +410,8 @@ def _argument(arg: Any, tensors: tuple[Tensor, ...]) -> Any:
         x = tensors[arg.tensor]
         return Descriptor(x, *_shape_of(arg, x), arg.box)
     if isinstance(arg, Address):
-        return Pointer(tensors[arg.tensor].view(-1))
+        x = tensors[arg.tensor]
+        return Pointer(x.as_strided((x.untyped_storage().nbytes() // x.itemsize - x.storage_offset(),), (1,)))
     return arg
 
 

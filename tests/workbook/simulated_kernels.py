@@ -4,13 +4,15 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from lib.fast import flash, flash_hopper, grouped, mlp
+from lib.fast import flash, flash_hopper, flash_items, grouped, mlp
 from lib.fast.flash_hopper import Roles
-from lib.fast.flash_launch import Sizes
+from lib.fast.flash_launch import Launch, Sizes
+from lib.fast.flash_stored import StoredBackward
 from tests.workbook.hopper_simulator import Fault, simulate
 
 SEEDS = range(3)
@@ -50,18 +52,57 @@ def attention(shape: str, causal: bool, cuts: tuple[Any, ...], seed: int, **opti
     simulate(flash_hopper.hopper_dq(sizes, cuts[1]), q, k, v, o, do, dq, lse, stats, seed=seed, **options)
     simulate(flash_hopper.hopper_dkdv(sizes, cuts[2]), q, k, v, do, dk, dv, stats, seed=seed, **options)
 
-    exact = [x.double().requires_grad_() for x in (q, k, v)]
-    scores = exact[0] @ exact[1].repeat_interleave(H // G, 1).mT * D**-0.5
-    if causal:
-        scores = scores.masked_fill(~torch.ones(T, S, dtype=torch.bool).tril(S - T), -math.inf)
-    seen = scores.isfinite().any(-1, keepdim=True)
-    weights = torch.where(seen, scores, 0).softmax(-1) * seen
-    wanted = weights @ exact[2].repeat_interleave(H // G, 1)
-    pairs = zip((dq, dk, dv), torch.autograd.grad(wanted, exact, do.double()), strict=True)
-    assert torch.equal(lse.isfinite(), seen[..., 0])
-    return {"o": distance(o, wanted), "lse": distance(lse[lse.isfinite()], scores.logsumexp(-1)[lse.isfinite()])} | {
+    wanted, scores, wanted_gradients = exact_attention(q, k, v, do, causal)
+    pairs = zip((dq, dk, dv), wanted_gradients, strict=True)
+    seen = scores.isfinite().any(-1)
+    assert torch.equal(lse.isfinite(), seen)
+    return {"o": distance(o, wanted), "lse": distance(lse[seen], scores.logsumexp(-1)[seen])} | {
         f"d{name}": distance(*pair) for name, pair in zip("qkv", pairs, strict=True)
     }
+
+
+def exact_attention(q: Any, k: Any, v: Any, do: Any, causal: bool) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Output, masked scores and gradients in float64."""
+    exact, group = [x.double().requires_grad_() for x in (q, k, v)], q.shape[1] // k.shape[1]
+    scores = exact[0] @ exact[1].repeat_interleave(group, 1).mT * q.shape[-1] ** -0.5
+    if causal:
+        scores = scores.masked_fill(
+            ~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(k.shape[2] - q.shape[2]), -math.inf
+        )
+    seen = scores.isfinite().any(-1, keepdim=True)
+    out = (torch.where(seen, scores, 0).softmax(-1) * seen) @ exact[2].repeat_interleave(group, 1)
+    return out.detach(), scores.detach(), torch.autograd.grad(out, exact, do.double())
+
+
+def stored(
+    shape: tuple[int, ...], causal: bool, n_tiles: int, n_parts: int, seed: int, **options: Any
+) -> dict[str, float]:
+    """The backward pass through memory that holds so many tiles of dS, by a single program."""
+    B, H, G, T, S, D = shape
+    q, do, k, v = (torch.randn(B, n, t, D).bfloat16() for n, t in ((H, T), (H, T), (G, S), (G, S)))
+    o, scores, wanted = exact_attention(q, k, v, do, causal)
+    found, sizes = [torch.full_like(x, math.nan) for x in (q, k, v)], Sizes(B, H, H // G, T, S, D, causal)
+    backward = StoredBackward(sizes, q.device, 1, scratch_bytes=n_tiles * flash_items.TILE_BYTES)
+    assert len(flash_items.cut(sizes, n_tiles)) == n_parts
+    spoiled = {torch.bfloat16: math.nan, torch.float32: math.nan, torch.int32: -(2**20)}
+    with (
+        patch.object(Launch, "__call__", lambda launch, *tensors: simulate(launch, *tensors, seed=seed, **options)),
+        patch.object(torch, "empty", lambda n, dtype, device: torch.full((n,), spoiled[dtype], dtype=dtype)),
+    ):
+        backward(q, k, v, o.bfloat16(), do, scores.logsumexp(-1).float(), *found)
+    return {f"d{name}": distance(*pair) for name, *pair in zip("qkv", found, wanted, strict=True)}
+
+
+STORED = {  # batch, heads, heads of keys, rows, keys, width; mask; most tiles of dS at a time; parts
+    "a part for each head": ((2, 2, 2, 256, 256, 128), False, 1000, 4),
+    "causal": ((1, 3, 1, 256, 384, 128), True, 1000, 1),
+    "ragged": ((1, 2, 1, 200, 330, 80), False, 1000, 1),
+    "ragged, causal": ((1, 2, 2, 197, 330, 128), True, 1000, 2),
+    "one row": ((1, 2, 2, 1, 300, 128), True, 1000, 2),
+    "a place for two parts": ((1, 3, 3, 192, 192, 72), True, 16, 3),
+    "parts of a head's rows": ((2, 2, 1, 384, 384, 128), True, 50, 4),
+    "parts of a head's rows, ragged": ((1, 2, 1, 300, 500, 96), False, 60, 2),
+}
 
 
 def products(counts: tuple[int, ...], transposed: bool, seed: int, **options: Any) -> dict[str, float]:
@@ -143,6 +184,8 @@ def cases() -> Iterator[tuple[str, Callable[..., dict[str, float]]]]:
             for kind, chosen in (("table", cuts), ("other", CUTS)):
                 name = f"attention, {shape}, {'causal' if causal else 'full'}, {kind}"
                 yield name, lambda seed, s=shape, c=causal, cut=chosen, **kw: attention(s, c, cut, seed, **kw)
+    for kind, how in STORED.items():
+        yield f"stored, {kind}", lambda seed, how=how, **kw: stored(*how, seed, **kw)
     for transposed in (False, True):
         for counts in ((128, 256, 64), (0, 5, 300, 0, 129), (1,)):
             name = f"products, {counts}, {'transposed' if transposed else 'plain'}"

@@ -25,9 +25,13 @@ from lib.fast.flash import (
     fits_fast,
     flash_attention_fast,
     is_quickest,
+    sizes_of,
     tiles_for,
 )
 from lib.fast.flash_hopper import KNOWN, VERSION, Roles, has_roles
+from lib.fast.flash_launch import Sizes
+from lib.fast.flash_stored import StoredBackward
+from lib.fast.grouped import n_programs
 from lib.given.kernels.tiles import INTERPRETED
 
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # autograd's thread says so once
@@ -60,7 +64,16 @@ def test_the_kernels_compile_for_hopper_and_their_products_run_ahead(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = json.loads(done.stdout.splitlines()[-1])
-    assert {name.split(",")[0] for name in kernels} == {"forward", "dQ", "dK/dV", "rows", "matrices", "GELU", "slope"}
+    assert {name.split(",")[0] for name in kernels} == {
+        "forward",
+        "dQ",
+        "dK/dV",
+        "stored",
+        "rows",
+        "matrices",
+        "GELU",
+        "slope",
+    }
     for name, counts in kernels.items():
         assert counts["USETMAXREG"] > 0, f"{name}: no warp gives registers to another"
         # Where the assembler lets products run one after the other, each has a fence of its own.
@@ -348,6 +361,53 @@ def test_any_length_and_any_strides_without_a_copy(width, causal, monkeypatch):
                 for n, x in found.items():
                     size = exact[n].square().mean().sqrt().item()
                     assert gap(x, exact[n]) <= 1e-2 * size + 1e-5, (shape, layout, tiles, n)
+
+
+@pytest.mark.gpu
+@needs_roles
+@pytest.mark.time_limit(300)
+@pytest.mark.parametrize("scratch_bytes", [2**31, 2**23], ids=["whole heads", "parts of heads"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("width", [80, 128])
+def test_the_backward_pass_through_memory_is_as_exact_as_two_passes(width, causal, scratch_bytes, monkeypatch):
+    monkeypatch.setattr(flash_fast, "pays_to_store", lambda q, sizes: False)
+    for shape in [(2, 4, 2, 1024, 1024), (1, 4, 4, 1000, 1300), (1, 6, 1, 130, 2048), (1, 2, 2, 1, 300)]:
+        (q, k, v, do), exact = given_at(shape, width, causal, torch.bfloat16)
+        o, lse = fast_forward(q, k, v, causal)
+        two_passes = fast_backward(q, k, v, o, do, lse, causal)
+        sizes = sizes_of(q, k, causal)
+        backward = StoredBackward(sizes, q.device, n_programs(q.device), scratch_bytes=scratch_bytes)
+        runs = []
+        for _ in range(3):
+            runs.append([torch.full_like(x, torch.nan) for x in (q, k, v)])
+            backward(q, k, v, o, do, lse, *runs[-1])
+        for name, old, *found in zip(("dq", "dk", "dv"), two_passes, *runs, strict=True):
+            assert gap(found[0], exact[name]) <= 1.1 * gap(old, exact[name]), (shape, name)
+            assert all(torch.equal(found[0], again) for again in found[1:]), (shape, name)
+
+
+@pytest.mark.gpu
+@needs_roles
+def test_where_memory_is_short_two_passes_take_over():
+    (q, k, v, do), exact = given_at((1, 2, 2, 1024, 1024), 128, True, torch.bfloat16)
+    plan = flash_fast._plan_backward((q, k, v, q, do), True)
+    backward = plan.launches[0]
+    assert isinstance(backward, StoredBackward)
+    backward.n_ds = 2**45
+    o, lse = fast_forward(q, k, v, True)
+    grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    backward(q, k, v, o, do, lse, *grads)
+    for name, found in zip(("dq", "dk", "dv"), grads, strict=True):
+        assert gap(found, exact[name]) <= 1e-2
+
+
+@pytest.mark.parametrize(
+    ("width", "t", "s", "why"), [(64, 128, 128, "tiles of width 64"), (128, 200, 100, "200 rows, 100 keys")]
+)
+def test_what_cannot_go_through_memory_is_refused(width, t, s, why, monkeypatch):
+    monkeypatch.setattr(flash_launch, "INTERPRETED", False)
+    with pytest.raises(ValueError, match=why):
+        StoredBackward(Sizes(1, 1, 1, t, s, width, True), torch.device("cpu"), 1)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,483 @@
+"""The backward pass of attention with five products instead of seven: dS goes through memory.
+
+Read ``lib.fast.flash_hopper`` first. Its two passes, dQ and dK/dV, both compute the scores and dO V^T. Here dK/dV, which
+needs dS anyway, also writes it to memory in 16 bits, and dQ = dS K is a plain product of what was written. For each pair of
+a query and a key this saves 4 D operations and moves 4 bytes.
+
+The plain product alone would wait for memory, and dK/dV alone leaves memory idle. So one kernel does both at once: each of
+its programs, one a multiprocessor, works through a list of *items* that the host has made. An item is dK/dV of 128 keys or dQ
+of 256 rows. While some programs compute dK/dV of one head, others compute dQ of the head before. Counters in memory say what
+is done, and an item waits for those that it needs. Every sum has a fixed order, so the same inputs give the same bits.
+
+No memory holds dS of a long sequence. The work is cut into *parts*, each a head of keys with its queries, or some of their rows,
+and a few parts share `SCRATCH_BYTES`: a part waits until dQ of the part that had its place is done. If rows are cut, a key's
+gradients are sums over several parts, and are added up in float32.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from lib.fast.flash_hopper import FLAT, GLUON, Roles, box
+from lib.fast.flash_items import Work, deal
+from lib.fast.flash_launch import LENGTHS, Address, Box, Launch, Sizes
+from lib.given.kernels.tiles import LOG2E, tl, triton
+
+SCRATCH_BYTES = 2**31
+ROWS = 64  # of a program of `statistics_kernel`
+STAGES = 4
+FIELDS = 13  # numbers of an `Item`
+
+
+@triton.jit(do_not_specialize=(*LENGTHS, "n_rows", "padded", "n_counters"))
+def statistics_kernel(
+    o, do, lse, stats, counters, n_rows, T, H, padded, n_counters, D: tl.constexpr, ROWS: tl.constexpr
+):
+    """What dK/dV needs of each row, stats [2, heads * padded]: its lse in base 2, and the sum of its o * do.
+
+    A row that lies beyond the last one gets an lse of infinity, so that dK/dV finds weights of 0. The counters become 0.
+    """
+    head, start = tl.program_id(1), tl.program_id(0) * ROWS
+    b, h = head // H, head % H
+    rows = start + tl.arange(0, ROWS)
+    out, grad = o.load([b, h, start, 0]).reshape(ROWS, D), do.load([b, h, start, 0]).reshape(ROWS, D)
+    lse2 = tl.load(lse + head * T + rows, mask=rows < T, other=float("inf")) * LOG2E
+    tl.store(stats + head * padded + rows, lse2)
+    tl.store(stats + n_rows + head * padded + rows, tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1))
+    if (head == 0) & (start == 0):
+        for first in range(0, n_counters, ROWS):
+            at = first + tl.arange(0, ROWS)
+            tl.store(counters + at, tl.full([ROWS], 0, tl.int32), mask=at < n_counters)
+
+
+if GLUON:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+
+    from lib.fast.flash_hopper import (
+        RENAMED,
+        _barriers,
+        _begin_scores,
+        _box,
+        _let_go,
+        _queries,
+        _wait_empty,
+        _wait_full,
+        acc,
+        copy_in,
+        copy_out,
+        fence_async_shared,
+        mbarrier,
+        tile_layout,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+
+    barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # the first name since Triton 3.7
+
+    # ---- programs that wait for each other ---------------------------------------------------------------------------
+
+    @gluon.jit
+    def fence_memory():
+        """Order what the copy engine does in the GPU's memory with what other instructions do there."""
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        lanes = gl.arange(0, 32 * gl.num_warps(), layout)
+        gl.inline_asm_elementwise(
+            "fence.proxy.async; mov.u32 $0, $1;", "=r,r", [lanes], gl.int32, is_pure=False, pack=1
+        )  # fmt: skip
+
+    @gluon.jit
+    def wait_for_writes():
+        """Wait until all that this group has copied out is in memory, and not only out of its shared memory."""
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        lanes = gl.arange(0, 32 * gl.num_warps(), layout)
+        gl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [lanes], gl.int32, is_pure=False, pack=1
+        )  # fmt: skip
+        fence_memory()
+
+    @gluon.jit
+    def await_count(counters, i, n):
+        """Wait until counter number i is at n; if i is negative, go on at once."""
+        if i >= 0:
+            seen = gl.atomic_add(counters + i, 0, sem="acquire", scope="gpu")
+            while seen < n:
+                seen = gl.atomic_add(counters + i, 0, sem="acquire", scope="gpu")
+            fence_memory()
+
+    @gluon.jit
+    def count(counters, i):
+        """Tell other programs that this group's share of an item is in memory."""
+        wait_for_writes()
+        barrier()
+        gl.atomic_add(counters + i, 1, sem="release", scope="gpu")
+
+    @gluon.jit
+    def unknown(n):
+        """The same number, but the compiler does not know it.
+
+        What it knows to be the same in each turn of a loop it keeps in registers, also where there are none left.
+        """
+        return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [n], gl.int32, is_pure=False, pack=1)
+
+    # ---- where dS lies -----------------------------------------------------------------------------------------------
+
+    @gluon.jit
+    def tile_number(j, T, S, CUT: gl.constexpr):
+        """Number of tiles [64 keys, 64 rows] of dS before those of the rows from 64 j on, in a head: see `n_tiles_before`."""
+        if CUT.causal:
+            return j * (j - 1) // 2 + j * ((S - T + 63) // 64 + 1)
+        else:  # noqa: RET505
+            return j * ((S + 127) // 128 * 2)
+
+    @gluon.jit
+    def _halves(shared, ds):
+        """The memory of one tile [64, 128] as two tiles of dS."""
+        if RENAMED:
+            return shared.reinterpret(ds.dtype, [2, 64, 64], ds.layout)
+        else:  # noqa: RET505
+            return shared._reinterpret(ds.dtype, [2, 64, 64], ds.layout)
+
+    # ---- dK/dV of 128 keys -------------------------------------------------------------------------------------------
+
+    @gluon.jit
+    def _first_tile(key, begin, end, T, S, CUT: gl.constexpr):
+        """The first tile of rows, from ``begin`` to ``end``, that sees key number ``key`` or a later one."""
+        if CUT.causal:
+            return gl.minimum(gl.maximum(gl.maximum(key + T - S, 0) // 64, begin), end)
+        else:  # noqa: RET505
+            return begin
+
+    @gluon.jit
+    def _load_keys(item, n, given, CUT: gl.constexpr):
+        q, k, v, do, stats, n_rows, own_s, ring, once, T, S, H, padded = given
+        q_s, do_s, lse_s, sums_s, full, empty = ring
+        head, block, begin, end = gl.load(item + 1), gl.load(item + 2), gl.load(item + 3), gl.load(item + 4)
+        G = H // CUT.group
+        b, g, start = head // G, head % G, block * 128
+        mbarrier.expect(once, 4 * 64 * CUT.width * 2)
+        for user in gl.static_range(2):
+            copy_in(k, [b, g, start + 64 * user, 0], once, _box(own_s.index(user), k))
+            copy_in(v, [b, g, start + 64 * user, 0], once, _box(own_s.index(2 + user), v))
+        first = _first_tile(start, begin, end, T, S, CUT)
+        each = end - first
+        for i in range(0, CUT.group * each + 1):
+            shared = gl.minimum(i // each, CUT.group - 1)
+            row = (first + i % each) * 64
+            at = (head * CUT.group + shared) * padded + row
+            place = n % CUT.stages
+            _wait_empty(empty, n, CUT)
+            opens = full.index(place)
+            mbarrier.expect(opens, 2 * 64 * (CUT.width * 2 + 4))
+            copy_in(q, [b, g * CUT.group + shared, row, 0], opens, _box(q_s.index(place), q))
+            copy_in(stats, [at], opens, lse_s.index(place))
+            copy_in(do, [b, g * CUT.group + shared, row, 0], opens, _box(do_s.index(place), do))
+            copy_in(stats, [n_rows + at], opens, sums_s.index(place))
+            n += 1
+        return n
+
+    @gluon.jit
+    def _use_keys(user: gl.constexpr, item, n, given, CUT: gl.constexpr):
+        dk_out, dv_out, ds, counters, sums, own_s, spare_s, ring, once, T, S, H, scale2, scale = given
+        q_s, full, empty = ring[0], ring[4], ring[5]
+        begin, end = gl.load(item + 3), gl.load(item + 4)
+        mine = gl.load(item + 2) * 128 + 64 * user
+        ds_s = _halves(spare_s.index(0), ds).index(user)
+        dk = gl.full([64, CUT.width], 0.0, gl.float32, acc(CUT.width))
+        dv = gl.full([64, CUT.width], 0.0, gl.float32, acc(CUT.width))
+        start = _first_tile(mine - 64 * user, begin, end, T, S, CUT)
+        first = _first_tile(mine, begin, end, T, S, CUT)
+        whole = _first_tile(mine + 127, begin, end, T, S, CUT)
+        await_count(counters, gl.load(item + 6), gl.load(item + 7))
+        mbarrier.wait(once, gl.load(item + 12))
+        s = warpgroup_mma_wait(0, deps=[_begin_scores(own_s.index(user), q_s, full, n, CUT)])
+        at = gl.load(item + 5) - tile_number(begin, T, S, CUT) + mine // 64
+        for _ in range(0, CUT.group):
+            for _ in range(start, first):  # rows that see none of this user's keys
+                s = warpgroup_mma_wait(0, deps=[_begin_scores(own_s.index(user), q_s, full, n + 1, CUT)])
+                _let_go(empty, n, CUT)
+                n += 1
+            if CUT.causal:
+                cols = mine + gl.arange(0, 64, gl.SliceLayout(1, acc(64)))
+                rows = S - T + gl.arange(0, 64, gl.SliceLayout(0, acc(64)))
+                for j in range(first, whole):
+                    mine_s = unknown(user)
+                    key, value = own_s.index(mine_s), own_s.index(2 + mine_s)
+                    put = (ds, ds_s, at + tile_number(j, T, S, CUT), S)
+                    dk, dv, s = _queries(dk, dv, s, key, value, ring, n, rows + 64 * j, cols, scale2, put, True, CUT)
+                    n += 1
+            cols = gl.load(item + 2) * 128 + 64 * user + gl.arange(0, 64, gl.SliceLayout(1, acc(64)))
+            for j in range(whole, end):
+                mine_s = unknown(user)
+                key, value = own_s.index(mine_s), own_s.index(2 + mine_s)
+                put = (ds, ds_s, at + tile_number(j, T, S, CUT), S)
+                dk, dv, s = _queries(dk, dv, s, key, value, ring, n, cols, cols, scale2, put, False, CUT)
+                n += 1
+            at += tile_number(end, T, S, CUT) - tile_number(begin, T, S, CUT)
+        _let_go(empty, n, CUT)  # the tile that came only so that the last one could look ahead
+        head, G = gl.load(item + 1), H // CUT.group
+        mine = gl.load(item + 2) * 128 + 64 * user
+        dk = dk * scale
+        if CUT.carried:
+            dk, dv = _add_up(dk, dv, item, sums, counters, head, mine, S, CUT)
+        if gl.load(item + 11) > 0:
+            key, value = own_s.index(user), own_s.index(2 + user)
+            key.store(dk.to(key.dtype))
+            value.store(dv.to(key.dtype))
+            fence_async_shared()
+            copy_out(dk_out, [head // G, head % G, mine, 0], _box(key, dk_out))
+            copy_out(dv_out, [head // G, head % G, mine, 0], _box(value, dv_out))
+        return n + 1
+
+    @gluon.jit
+    def _add_up(dk, dv, item, sums, counters, head, mine, S, CUT: gl.constexpr):
+        """Add what earlier parts have left for these keys, and leave the sums for later ones."""
+        keys = mine + gl.arange(0, 64, gl.SliceLayout(1, acc(CUT.width)))
+        columns = gl.arange(0, CUT.width, gl.SliceLayout(0, acc(CUT.width)))
+        at = sums + (2 * head * S + keys)[:, None].to(gl.int64) * CUT.width + columns[None, :]
+        inside = (keys < S)[:, None] & (columns < CUT.width)[None, :]
+        n_before = gl.load(item + 10)
+        await_count(counters, gl.load(item + 9), n_before)
+        if n_before > 0:
+            dk += gl.load(at, mask=inside, other=0.0)
+            dv += gl.load(at + S * CUT.width, mask=inside, other=0.0)
+        gl.store(at, dk, mask=inside)
+        gl.store(at + S * CUT.width, dv, mask=inside)
+        count(counters, gl.load(item + 9))
+        return dk, dv
+
+    # ---- dQ of 256 rows: a stage of the ring has four tiles of dS, two for each user, and one of keys ------------------
+
+    @gluon.jit
+    def _n_keys(j, T, S, CUT: gl.constexpr):
+        """Number of tiles of keys that any of the rows 64 j to 64 j + 63 sees."""
+        n = (S + 63) // 64
+        return gl.minimum(j + 1 + (S - T + 63) // 64, n) if CUT.causal else n
+
+    @gluon.jit
+    def _load_rows(item, n, given, CUT: gl.constexpr):
+        k, ds, counters, own_s, ring, T, S, H = given
+        full, empty = ring[4], ring[5]
+        head, first, begin, last = gl.load(item + 1), gl.load(item + 2), gl.load(item + 3), gl.load(item + 4) - 1
+        b, g = head // H, head % H // CUT.group
+        base = gl.load(item + 5) - tile_number(begin, T, S, CUT)
+        await_count(counters, gl.load(item + 6), gl.load(item + 7))
+        for i in range(0, _n_keys(gl.minimum(first + 3, last), T, S, CUT)):
+            place = n % CUT.stages
+            _wait_empty(empty, n, CUT)
+            opens = full.index(place)
+            mbarrier.expect(opens, (4 * 64 + CUT.width) * 64 * 2)
+            for half in gl.static_range(2):
+                for user in gl.static_range(2):
+                    j = gl.minimum(first + 2 * user + half, last)
+                    at = base + tile_number(j, T, S, CUT) + gl.minimum(i, _n_keys(j, T, S, CUT) - 1)
+                    copy_in(ds, [64 * at, 0], opens, _halves(ring[user].index(place), ds).index(half))
+            copy_in(k, [b, g, 64 * i, 0], opens, _box(own_s.index(place), k))
+            n += 1
+        return n
+
+    @gluon.jit
+    def _add(total, tiles_s, own_s, n, half: gl.constexpr, ds, CUT: gl.constexpr):
+        """Start the product of a tile of dS, transposed, and its keys."""
+        place = n % CUT.stages
+        left = _halves(tiles_s.index(place), ds).index(half).permute((1, 0))
+        return warpgroup_mma(left, own_s.index(place), total, is_async=True)
+
+    @gluon.jit
+    def _use_rows(user: gl.constexpr, item, n, given, CUT: gl.constexpr):
+        out, ds, own_s, spare_s, ring, T, S, H, scale = given
+        tiles_s, full, empty = ring[user], ring[4], ring[5]
+        head, first, end = gl.load(item + 1), gl.load(item + 2), gl.load(item + 4)
+        mine, last = first + 2 * user, end - 1
+        a = gl.full([64, CUT.width], 0.0, gl.float32, acc(CUT.width))
+        b = gl.full([64, CUT.width], 0.0, gl.float32, acc(CUT.width))
+        n_both = _n_keys(gl.minimum(mine, last), T, S, CUT)
+        for i in range(0, n_both):
+            _wait_full(full, n, CUT)
+            a = _add(a, tiles_s, own_s, n, 0, ds, CUT)
+            b = _add(b, tiles_s, own_s, n, 1, ds, CUT)
+            a, b = warpgroup_mma_wait(2, deps=[a, b])
+            mbarrier.arrive(empty.index((n + CUT.stages - 1) % CUT.stages), pred=i > 0)
+            n += 1
+        a, b = warpgroup_mma_wait(0, deps=[a, b])
+        _let_go(empty, n + CUT.stages - 1, CUT)
+        n_lower = _n_keys(gl.minimum(mine + 1, last), T, S, CUT)
+        for _ in range(n_both, n_lower):  # the lower half of the rows sees one tile more
+            _wait_full(full, n, CUT)
+            b = warpgroup_mma_wait(0, deps=[_add(b, tiles_s, own_s, n, 1, ds, CUT)])
+            _let_go(empty, n, CUT)
+            n += 1
+        for _ in range(n_lower, _n_keys(gl.minimum(first + 3, last), T, S, CUT)):  # tiles for the other user
+            _wait_full(full, n, CUT)
+            _let_go(empty, n, CUT)
+            n += 1
+        own = spare_s.index(user)
+        _copy_rows(a * scale, own, out, head, mine, end, H)
+        tma.store_wait(0)
+        _copy_rows(b * scale, own, out, head, mine + 1, end, H)
+        return n
+
+    @gluon.jit
+    def _copy_rows(rows, own, out, head, j, end, H):
+        """Copy out the rows of tile j, if this part has them."""
+        if j < end:
+            own.store(rows.to(own.dtype))
+            fence_async_shared()
+            copy_out(out, [head // H, head % H, 64 * j, 0], _box(own, out))
+
+    # ---- the kernel --------------------------------------------------------------------------------------------------
+
+    @gluon.jit
+    def _load(given, CUT: gl.constexpr):
+        item, idle, for_keys, for_rows = given
+        n = 0
+        n_items = 0
+        kind = gl.load(item)
+        while kind >= 0:
+            mbarrier.wait(idle, (n_items & 1) ^ 1)  # the users need the memory of the item before no longer
+            if kind == 0:
+                n = _load_keys(item, n, for_keys, CUT)
+            else:
+                n = _load_rows(item, n, for_rows, CUT)
+            n_items += 1
+            item += 13
+            kind = gl.load(item)
+
+    @gluon.jit
+    def _use(user: gl.constexpr, given, CUT: gl.constexpr):
+        item, idle, counters, for_keys, for_rows = given
+        n = 0
+        kind = gl.load(item)
+        while kind >= 0:
+            if kind == 0:
+                n = _use_keys(user, item, n, for_keys, CUT)
+            else:
+                n = _use_rows(user, item, n, for_rows, CUT)
+            tma.store_wait(0)
+            mbarrier.arrive(idle)
+            count(counters, gl.load(item + 8))
+            item += 13
+            kind = gl.load(item)
+
+    @gluon.jit(do_not_specialize=(*LENGTHS, "each", "n_rows", "padded"))
+    def stored_backward_kernel(
+        q, k, v, do, dq, dk, dv, stats, ds, items, counters, sums, each, n_rows, T, S, H, padded, scale2, scale,
+        CUT: gl.constexpr,
+    ):  # fmt: skip
+        """All gradients. ``items`` has ``each`` numbers for each program, its items one after the other, and then -1."""
+        own_s = gl.allocate_shared_memory(q.dtype, [4, 64, CUT.width], tile_layout(64, CUT))
+        q_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, 64, CUT.width], tile_layout(64, CUT))
+        do_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, 64, CUT.width], tile_layout(64, CUT))
+        spare_s = gl.allocate_shared_memory(q.dtype, [2, 64, CUT.width], tile_layout(64, CUT))
+        lse_s = gl.allocate_shared_memory(gl.float32, [CUT.stages, 64], stats.layout)
+        sums_s = gl.allocate_shared_memory(gl.float32, [CUT.stages, 64], stats.layout)
+        once, full, empty = _barriers(CUT)
+        idle = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(idle, count=2)
+        ring = (q_s, do_s, lse_s, sums_s, full, empty)
+        item = items + gl.program_id(0) * each
+        loaded = (
+            item, idle, (q, k, v, do, stats, n_rows, own_s, ring, once, T, S, H, padded), (k, ds, counters, own_s, ring, T, S, H),
+        )  # fmt: skip
+        used = (
+            item, idle, counters, (dk, dv, ds, counters, sums, own_s, spare_s, ring, once, T, S, H, scale2, scale),
+            (dq, ds, own_s, spare_s, ring, T, S, H, scale),
+        )  # fmt: skip
+        first: gl.constexpr = 0
+        second: gl.constexpr = 1
+        gl.warp_specialize(
+            [(_use, (first, used, CUT)), (_use, (second, used, CUT)), (_load, (loaded, CUT))], [4, 1], [240, 24]
+        )
+
+
+# ---- host ------------------------------------------------------------------------------------------------------------
+
+
+def statistics_launch(sizes: Sizes, n_counters: int) -> Launch:
+    """The launch for (o, do, lse, stats, counters)."""
+    rows = (1, 1, ROWS, sizes.width)
+    args = (
+        Box(0, rows), Box(1, rows), Address(2), Address(3), Address(4), sizes.n_rows, sizes.t, sizes.n_heads, sizes.padded,
+        n_counters, sizes.width, ROWS,
+    )  # fmt: skip
+    return Launch(statistics_kernel, (sizes.padded // ROWS, sizes.n_batches * sizes.n_heads), args, num_warps=4)
+
+
+def backward_launch(sizes: Sizes, work: Work) -> Launch:
+    """The launch for (q, k, v, do, dq, dk, dv, stats, ds, items, counters, sums)."""
+    cut = Roles(
+        2, 64, STAGES, kernel="stored", width=sizes.width, group=sizes.group, causal=sizes.causal, ragged=sizes.ragged,
+        carried=work.carried,
+    )  # fmt: skip
+    layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+    args = (
+        *(box(i, 64, sizes.width) for i in range(7)), Box(7, (64,), FLAT, (2 * sizes.n_rows,)),
+        Box(8, (64, 64), layout, (64 * work.n_tiles, 64)), Address(9), Address(10), Address(11), _length(work),
+        sizes.n_rows, sizes.t, sizes.s, sizes.n_heads, sizes.padded, sizes.scale * math.log2(math.e), sizes.scale, cut,
+    )  # fmt: skip
+    # a cooperative launch starts all programs at once or none: they wait for each other
+    return Launch(stored_backward_kernel, (len(work.lists), 1), args, num_warps=4, launch_cooperative_grid=True)
+
+
+def _length(work: Work) -> int:
+    """Numbers in the list of a program."""
+    return FIELDS * (max(map(len, work.lists)) + 1)
+
+
+def _table(work: Work) -> torch.Tensor:
+    table = torch.full((len(work.lists), _length(work)), -1, dtype=torch.int32)
+    for row, items in zip(table, work.lists, strict=True):
+        row[: FIELDS * len(items)] = torch.tensor(items, dtype=torch.int32).flatten()
+    return table
+
+
+_captured: list[torch.Tensor] = []  # tables that a CUDA graph reads whenever it is replayed
+
+
+class StoredBackward:
+    """A backward pass with five products for fixed sizes, on one device.
+
+    Args:
+        sizes: Of all tensors.
+        device: Where they are.
+        n_programs: Multiprocessors of the device.
+        otherwise: Called instead when the device has no `scratch_bytes` left.
+        scratch_bytes: Most bytes of dS at a time.
+
+    Raises:
+        ValueError: some row has no key, or tiles are not 128 wide.
+    """
+
+    def __init__(
+        self, sizes: Sizes, device: torch.device, n_programs: int, otherwise: Callable[..., None] | None = None,
+        scratch_bytes: int = SCRATCH_BYTES,
+    ):  # fmt: skip
+        if sizes.width != 128 or (sizes.causal and sizes.t > sizes.s):
+            raise ValueError(
+                f"{sizes.t} rows, {sizes.s} keys, tiles of width {sizes.width}: expected a key for each row, and width 128"
+            )
+        work = deal(sizes, n_programs, scratch_bytes)
+        self.otherwise, self.table = otherwise, _table(work).to(device)
+        self.statistics, self.backward = statistics_launch(sizes, work.n_counters), backward_launch(sizes, work)
+        self.n_ds, self.n_stats, self.n_counters = work.n_tiles * 64 * 64, 2 * sizes.n_rows, work.n_counters
+        self.n_sums = 2 * sizes.n_batches * sizes.n_heads // sizes.group * sizes.s * sizes.width if work.carried else 0
+
+    def __call__(self, q, k, v, o, do, lse, dq, dk, dv) -> None:
+        """Fill dq, dk and dv; lse is contiguous."""
+        try:
+            ds = torch.empty(self.n_ds, dtype=q.dtype, device=q.device)
+            stats = torch.empty(self.n_stats + self.n_sums, dtype=torch.float32, device=q.device)
+        except torch.OutOfMemoryError:
+            if self.otherwise is None:
+                raise
+            self.otherwise(q, k, v, o, do, lse, dq, dk, dv)
+            return
+        counters = torch.empty(self.n_counters, dtype=torch.int32, device=q.device)
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            _captured.append(self.table)
+        self.statistics(o, do, lse, stats, counters)
+        self.backward(
+            q, k, v, do, dq, dk, dv, stats, ds, self.table, counters, stats[self.n_stats :] if self.n_sums else stats
+        )
