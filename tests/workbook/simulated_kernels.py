@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from lib.fast import flash, flash_hopper, grouped, mlp
+from lib.fast import flash, flash_hopper, grouped, loss_hopper, mlp
 from lib.fast.flash_hopper import Roles
 from lib.fast.flash_launch import Sizes
 from tests.workbook.hopper_simulator import Fault, simulate
@@ -87,7 +87,7 @@ def products(counts: tuple[int, ...], transposed: bool, seed: int, **options: An
 
 def around_gelu(form: str, n_programs: int, seed: int, **options: Any) -> dict[str, float]:
     """The products before and after a GELU."""
-    n, C, inner = 300, 136, 264
+    n, C, inner = 300, 392, 264
     x, first, bias = torch.randn(n, C).bfloat16(), (torch.randn(inner, C) / C**0.5).bfloat16(), torch.randn(inner)
     gelu, slope = empty(n, inner), empty(n, inner)
     launch = mlp._forward_launch((n, C, inner, form == "tanh", n_programs))
@@ -102,6 +102,19 @@ def around_gelu(form: str, n_programs: int, seed: int, **options: Any) -> dict[s
     d = (grad.double() @ second.double()) * slope.double()
     pairs = {"gelu": (gelu, wanted), "slope": (slope, wanted_slope), "d": (out, d), "d_bias": (sums.sum(0), d.sum(0))}
     return {name: distance(*pair) for name, pair in pairs.items()}
+
+
+def loss_of_rows(n_columns: int, n_vocab: int, n_programs: int, seed: int, **options: Any) -> dict[str, float]:
+    """The cross-entropy of each row, and the gradient of their mean times the number of rows."""
+    n = 5
+    logits, targets = (3 * torch.randn(n, n_columns)).bfloat16(), torch.randint(n_vocab, (n,))
+    gradient, losses = empty(n, n_columns), empty(n, dtype=torch.float32)
+    launch = loss_hopper._rows_launch((n, n_columns, n_vocab, n_programs))
+    simulate(launch, logits, gradient, targets, losses, seed=seed, **options)
+    exact = logits.double().requires_grad_()
+    wanted = F.cross_entropy(exact[:, :n_vocab], targets, reduction="none")
+    (wanted_gradient,) = torch.autograd.grad(wanted.sum(), exact)
+    return {"loss": distance(losses, wanted), "gradient": distance(gradient * n, wanted_gradient)}
 
 
 def leave_out(name: str) -> Callable[[dict], None]:
@@ -149,8 +162,10 @@ def cases() -> Iterator[tuple[str, Callable[..., dict[str, float]]]]:
             yield name, lambda seed, n=counts, t=transposed, **kw: products(n, t, seed, **kw)
     for form in ("none", "tanh"):
         for n_programs in (1, 3):
-            name = f"around a GELU, {form}, {n_programs} on each half"
+            name = f"around a GELU, {form}, programs: {n_programs}"
             yield name, lambda seed, f=form, n=n_programs, **kw: around_gelu(f, n, seed, **kw)
+    for sizes in ((8320, 8300, 1), (4096, 4096, 1), (12_288, 3000, 2), (128, 100, 4)):
+        yield f"loss of rows, {sizes}", lambda seed, s=sizes, **kw: loss_of_rows(*s, seed, **kw)
 
 
 def outcome(run: Callable[..., dict[str, float]], seed: int, **options: Any) -> dict[str, Any]:
