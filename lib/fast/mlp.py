@@ -6,8 +6,8 @@ GELU and, in place of its argument, the GELU's slope there. The backward pass ne
 is a product too, and each of its numbers is multiplied by a slope before it is written.
 
 Read ``lib.fast.grouped`` first: these products are tiled in the same way. But the two groups of warps that compute, the users,
-take turns. A program's tiles belong to one user and to the other by turns, and a user's product starts when the other user has
-started the last terms of its own. While a user writes its tile, the tensor cores work for the other one.
+take turns. A program's tiles alternate between them, and a user's product starts when the other user has started the last terms
+of its own. While a user writes its tile, the tensor cores work for the other one.
 """
 
 from functools import lru_cache

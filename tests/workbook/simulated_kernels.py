@@ -136,6 +136,16 @@ def hasty_add(names: dict) -> None:
     names.update(_add=_add, _end=lambda total, n, empty, CUT: names["warpgroup_mma_wait"](0, deps=[total]))
 
 
+def out_of_turn(names: dict) -> None:
+    """Lets the second user of `lib.fast.mlp` start while the first one's terms are still to come."""
+
+    def _wait_full(full: Any, n: Any, CUT: Any) -> None:
+        if CUT.stages != 2 or n % 2 == 1:
+            names["mbarrier"].wait(full.index(n % CUT.stages), (n // CUT.stages) & 1)
+
+    names.update(_wait_full=_wait_full)
+
+
 BREAKS = {
     "no tile is released": leave_out("_let_go"),
     "no fence": leave_out("fence_async_shared"),
@@ -143,6 +153,7 @@ BREAKS = {
     "nobody waits for a place": leave_out("_wait_empty"),
     "nobody waits for copies to memory": no_store_wait,
     "a tile is released while a product reads it": hasty_add,
+    "nobody waits for a turn": out_of_turn,
 }
 
 
