@@ -390,7 +390,7 @@ class Plan(NamedTuple):
 
     copied: tuple[int, ...]  # indices of the inputs that the copy engine can't read where they lie
     results: tuple[Like, ...]
-    launches: tuple[Callable[..., None], ...]
+    launches: tuple[Any, ...]
 
     def legible(self, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The inputs, with copies of those that need one."""
@@ -476,11 +476,9 @@ def _plan_backward(xs: tuple[Tensor, ...], is_causal: bool) -> Plan:
     q, k, v = xs[:3]
     sizes = sizes_of(q, k, is_causal)
     _, for_dq, for_dkdv = tiles_for(q, k, is_causal)
-    backward: Callable[..., None] = TwoPasses(
-        launch_dq(sizes, for_dq), launch_dkdv(sizes, for_dkdv), _statistics(q, 2, sizes.n_rows)
-    )
-    if pays_to_store(q, sizes):
-        backward = StoredBackward(sizes, q.device, n_programs(q.device), backward)
+    two_passes = TwoPasses(launch_dq(sizes, for_dq), launch_dkdv(sizes, for_dkdv), _statistics(q, 2, sizes.n_rows))
+    stores = pays_to_store(q, sizes)
+    backward = StoredBackward(sizes, q.device, n_programs(q.device), two_passes) if stores else two_passes
     return Plan(_copied(xs), (_like(q), _like(k), _like(v)), (backward,))
 
 

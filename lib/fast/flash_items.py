@@ -91,12 +91,14 @@ def n_key_tiles(j: int, sizes: Sizes) -> int:
 
 def items_of(sizes: Sizes, parts: list[Part], n_slots: int, slot: int) -> Iterator[tuple[list[Item], list[Item]]]:
     """The items of each part, for dK/dV and for dQ."""
-    n_blocks, n_done, n_dq = -(-sizes.s // 128), {}, []
+    n_blocks = -(-sizes.s // 128)
+    n_done: dict[tuple[int, int], int] = {}  # users that have added to the sums of a head's block of keys
+    n_dq: list[int] = []  # items for dQ in each part
     carried = any(part.begin > 0 for part in parts)
     n_rows = -(-sizes.t // 64)
     for p, (head, begin, end) in enumerate(parts):
         each, base = n_tiles_before(end, sizes) - n_tiles_before(begin, sizes), p % n_slots * slot
-        before = (2 * (p - n_slots) + 1, 2 * n_dq[p - n_slots]) if p >= n_slots else (-1, 0)
+        waits, n_waits = (2 * (p - n_slots) + 1, 2 * n_dq[p - n_slots]) if p >= n_slots else (-1, 0)
         of_keys = []
         for block in range(n_blocks):
             if first_row_tile(128 * block, sizes) < end:
@@ -104,7 +106,7 @@ def items_of(sizes: Sizes, parts: list[Part], n_slots: int, slot: int) -> Iterat
                 so_far = n_done.get((head, block), 0)
                 n_done[head, block] = so_far + 2
                 of_keys.append(
-                    Item(0, head, block, begin, end, base, *before, 2 * p, counter, so_far, int(end == n_rows))
+                    Item(0, head, block, begin, end, base, waits, n_waits, 2 * p, counter, so_far, int(end == n_rows))
                 )
         of_rows = [
             Item(1, head * sizes.group + i, first, begin, end, base + i * each, 2 * p, 2 * len(of_keys), 2 * p + 1)

@@ -15,11 +15,11 @@ gradients are sums over several parts, and are added up in float32.
 """
 
 import math
-from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from lib.fast.flash_hopper import FLAT, GLUON, Roles, box
+from lib.fast.flash_hopper import GLUON, Roles, box
 from lib.fast.flash_items import Work, deal
 from lib.fast.flash_launch import LENGTHS, Address, Box, Launch, Sizes
 from lib.given.kernels.tiles import LOG2E, tl, triton
@@ -56,6 +56,7 @@ if GLUON:
     from triton.experimental.gluon import language as gl
 
     from lib.fast.flash_hopper import (
+        FLAT,
         RENAMED,
         _barriers,
         _begin_scores,
@@ -451,7 +452,7 @@ class StoredBackward:
     """
 
     def __init__(
-        self, sizes: Sizes, device: torch.device, n_programs: int, otherwise: Callable[..., None] | None = None,
+        self, sizes: Sizes, device: torch.device, n_programs: int, otherwise: Any = None,
         scratch_bytes: int = SCRATCH_BYTES,
     ):  # fmt: skip
         if sizes.width != 128 or (sizes.causal and sizes.t > sizes.s):

@@ -1,10 +1,13 @@
 """The MLP of a transformer on a Hopper GPU: its GELU is computed inside the products before and after it.
 
-Read ``lib.fast.grouped`` first: these products are tiled in the same way. A separate GELU kernel reads and writes all numbers
-of the widest layer, once in the forward pass and once in the backward pass, and the tensor cores wait meanwhile. Here the
-first product applies the GELU to sums that are still in registers. It writes the GELU and, in place of its argument, the
-GELU's slope there. The backward pass needs nothing else: the gradient of the argument is a product too, and each of its
-numbers is multiplied by a slope before it is written.
+A separate GELU kernel reads and writes all numbers of the widest layer, once in the forward pass and once in the backward pass,
+and the tensor cores wait meanwhile. Here the first product applies the GELU to sums that are still in registers. It writes the
+GELU and, in place of its argument, the GELU's slope there. The backward pass needs nothing else: the gradient of the argument
+is a product too, and each of its numbers is multiplied by a slope before it is written.
+
+Read ``lib.fast.grouped`` first: these products are tiled in the same way. But the two groups of warps that compute, the users,
+take turns. A program's tiles alternate between them, and a user's product starts when the other user has started the last terms
+of its own. While a user writes its tile, the tensor cores work for the other one.
 """
 
 from functools import lru_cache
@@ -19,15 +22,13 @@ from lib.fast.flash_launch import VERSION, Address, Launch
 from lib.fast.gelu import _gelu_and_slope
 from lib.fast.grouped import Cut, described, launches, n_programs
 
-FORWARD, BACKWARD = Cut(columns=128, users=1, transposed=True), Cut(columns=128, users=1)
-REGISTERS = 128  # of a thread on average: half of a multiprocessor's, so that two programs share it
+FORWARD, BACKWARD = Cut(columns=128, stages=6, users=1, transposed=True), Cut(columns=128, stages=4, users=1)
 
 if GLUON:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
 
     from lib.fast.flash_hopper import (
-        RENAMED,
         _box,
         _let_go,
         _wait_empty,
@@ -41,32 +42,45 @@ if GLUON:
     )
     from lib.fast.grouped import _add, _barriers, _end, _place, shared_layout
 
+    PAIR = gl.constexpr(Cut(stages=2, users=1))  # a place for each user
+
     @gluon.jit
-    def _load(given, CUT: gl.constexpr):
-        """Copy the factors of each of a program's tiles into the ring and, in the backward kernel, the tile's slopes after them."""
-        x, w, slope, n_rows, n_columns, n_terms, ring = given
+    def _load_factors(x, w, i, j, m, n_terms, ring, CUT: gl.constexpr):
+        """Copy the factors of a program's tile m into the ring."""
         x_s, w_s, full, empty = ring
-        n = 0
+        for n in range(m * n_terms, (m + 1) * n_terms):
+            k = n - m * n_terms
+            _wait_empty(empty, n, CUT)
+            opens = full.index(n % CUT.stages)
+            mbarrier.expect(opens, 256 * 64 * 2)
+            copy_in(x, [0, 0, 128 * i, 64 * k], opens, _box(x_s.index(n % CUT.stages), x))
+            right = _box(w_s.index(n % CUT.stages), w)
+            if CUT.transposed:
+                copy_in(w, [0, 0, 128 * j, 64 * k], opens, right)
+            else:
+                copy_in(w, [0, 0, 64 * k, 128 * j], opens, right)
+
+    @gluon.jit
+    def _load_forward(given, CUT: gl.constexpr):
+        x, w, n_rows, n_columns, n_terms, ring = given
         for t in range(gl.program_id(0), n_rows * n_columns, gl.num_programs(0)):
             i, j = _place(t, n_rows, n_columns, CUT)
-            for k in range(0, n_terms):
-                _wait_empty(empty, n, CUT)
-                opens = full.index(n % CUT.stages)
-                mbarrier.expect(opens, 256 * 64 * 2)
-                copy_in(x, [0, 0, 128 * i, 64 * k], opens, _box(x_s.index(n % CUT.stages), x))
-                right = _box(w_s.index(n % CUT.stages), w)
-                if CUT.transposed:
-                    copy_in(w, [0, 0, 128 * j, 64 * k], opens, right)
-                else:
-                    copy_in(w, [0, 0, 64 * k, 128 * j], opens, right)
-                n += 1
-            if not CUT.transposed:
-                _wait_empty(empty, n, CUT)
-                opens = full.index(n % CUT.stages)
-                mbarrier.expect(opens, 128 * 128 * 2)
-                copy_in(slope, [0, 0, 128 * i, 128 * j], opens, _box(x_s.index(n % CUT.stages), slope))
-                copy_in(slope, [0, 0, 128 * i, 128 * j + 64], opens, _box(w_s.index(n % CUT.stages), slope))
-                n += 1
+            _load_factors(x, w, i, j, t // gl.num_programs(0), n_terms, ring, CUT)
+
+    @gluon.jit
+    def _load_backward(given, CUT: gl.constexpr):
+        """Copy the factors of each tile, and then its slopes, which have a place of their own for each user."""
+        x, w, slope, n_rows, n_columns, n_terms, slopes, ring = given
+        slope_s, full, empty = slopes
+        for t in range(gl.program_id(0), n_rows * n_columns, gl.num_programs(0)):
+            i, j = _place(t, n_rows, n_columns, CUT)
+            m = t // gl.num_programs(0)
+            _load_factors(x, w, i, j, m, n_terms, ring, CUT)
+            _wait_empty(empty, m, PAIR)
+            mbarrier.expect(full.index(m % 2), 128 * 128 * 2)
+            for half in gl.static_range(2):
+                here = _box(slope_s.index(m % 2 * 2 + half), slope)
+                copy_in(slope, [0, 0, 128 * i, 128 * j + 64 * half], full.index(m % 2), here)
 
     @gluon.jit
     def _halves(x):
@@ -85,26 +99,20 @@ if GLUON:
         return a, b, c, d
 
     @gluon.jit
-    def _as_left(shared):
-        """The memory of a right factor's tile, seen as a left factor's tile of the same size."""
-        if RENAMED:
-            return shared.reinterpret(shared.dtype, [128, 64], shared_layout(128, 64))
-        else:  # noqa: RET505 - Gluon wants both ways written out
-            return shared._reinterpret(shared.dtype, [128, 64], shared_layout(128, 64))
-
-    @gluon.jit
-    def _sum(n, n_terms, ring, CUT: gl.constexpr):
-        """Compute a tile of the product; returns it with the number of the next place in the ring."""
+    def _product(m, n_terms, turns, ring, CUT: gl.constexpr):
+        """Compute the product of tile m, after the other user has started the last terms of the tile before."""
         x_s, w_s, full, empty = ring
+        if m > 0:
+            _wait_full(turns, m - 1, PAIR)
         total = gl.full([128, 128], 0.0, gl.float32, acc(128))
-        for k in range(0, n_terms):
+        for n in range(m * n_terms, (m + 1) * n_terms):
             _wait_full(full, n, CUT)
             right = w_s.index(n % CUT.stages)
             if CUT.transposed:
                 right = right.permute((1, 0))
-            total = _add(x_s.index(n % CUT.stages), right, total, n, k, empty, CUT)
-            n += 1
-        return _end(total, n, empty, CUT), n
+            total = _add(x_s.index(n % CUT.stages), right, total, n, n - m * n_terms, empty, CUT)
+        _let_go(turns, m, PAIR)
+        return _end(total, (m + 1) * n_terms, empty, CUT)
 
     @gluon.jit
     def _write_gelu(x, bias, gelu, slope, row, column, F, gelu_s, slope_s, TANH: gl.constexpr):
@@ -119,16 +127,14 @@ if GLUON:
         copy_out(slope, [0, 0, row, column], _box(slope_s, slope))
 
     @gluon.jit
-    def _use_forward(given, TANH: gl.constexpr, CUT: gl.constexpr):
-        bias, gelu, slope, n_rows, n_columns, n_terms, F, own_s, ring = given
-        n = 0
-        for t in range(gl.program_id(0), n_rows * n_columns, gl.num_programs(0)):
+    def _use_forward(user: gl.constexpr, given, TANH: gl.constexpr, CUT: gl.constexpr):
+        bias, gelu, slope, n_rows, n_columns, n_terms, F, own_s, turns, ring = given
+        gelu_s, slope_s = own_s.index(2 * user), own_s.index(2 * user + 1)
+        for t in range(gl.program_id(0) + user * gl.num_programs(0), n_rows * n_columns, 2 * gl.num_programs(0)):
             i, j = _place(t, n_rows, n_columns, CUT)
-            total, n = _sum(n, n_terms, ring, CUT)
-            quarters = _quarters(total)
+            quarters = _quarters(_product(t // gl.num_programs(0), n_terms, turns, ring, CUT))
             for q in gl.static_range(4):
-                column = 128 * j + 32 * q
-                _write_gelu(quarters[q], bias, gelu, slope, 128 * i, column, F, own_s.index(0), own_s.index(1), TANH)
+                _write_gelu(quarters[q], bias, gelu, slope, 128 * i, 128 * j + 32 * q, F, gelu_s, slope_s, TANH)
         tma.store_wait(0)
 
     @gluon.jit
@@ -143,21 +149,18 @@ if GLUON:
         gl.store(sums + i.to(gl.int64) * F + columns, gl.sum(product, 0), mask=columns < F)
 
     @gluon.jit
-    def _use_backward(given, CUT: gl.constexpr):
-        out, sums, n_rows, n_columns, n_terms, F, own_s, ring = given
-        x_s, w_s, full, empty = ring
-        n = 0
-        for t in range(gl.program_id(0), n_rows * n_columns, gl.num_programs(0)):
+    def _use_backward(user: gl.constexpr, given, CUT: gl.constexpr):
+        out, sums, n_rows, n_columns, n_terms, F, own_s, slopes, turns, ring = given
+        slope_s, full, empty = slopes
+        for t in range(gl.program_id(0) + user * gl.num_programs(0), n_rows * n_columns, 2 * gl.num_programs(0)):
             i, j = _place(t, n_rows, n_columns, CUT)
-            total, n = _sum(n, n_terms, ring, CUT)
-            quarters = _quarters(total)
-            _wait_full(full, n, CUT)
-            slopes = (x_s.index(n % CUT.stages), _as_left(w_s.index(n % CUT.stages)))
+            m = t // gl.num_programs(0)
+            quarters = _quarters(_product(m, n_terms, turns, ring, CUT))
+            _wait_full(full, m, PAIR)
             for q in gl.static_range(4):
-                here = slopes[q // 2].slice(32 * (q % 2), 32, 1)
-                _write_product(quarters[q], here, out, sums, i, 128 * j + 32 * q, F, own_s.index(q % 2))
-            _let_go(empty, n, CUT)
-            n += 1
+                here = slope_s.index(2 * user + q // 2).slice(32 * (q % 2), 32, 1)
+                _write_product(quarters[q], here, out, sums, i, 128 * j + 32 * q, F, own_s.index(2 * user + q % 2))
+            _let_go(empty, m, PAIR)
         tma.store_wait(0)
 
     @gluon.jit(do_not_specialize=("n_rows", "n_columns", "n_terms"))
@@ -165,24 +168,39 @@ if GLUON:
         """Write the GELU of ``x @ w.T + bias`` and its slope there, both ``[N, F]``, for x ``[N, C]``, w ``[F, C]`` and bias ``[F]``."""
         x_s = gl.allocate_shared_memory(x.dtype, [CUT.stages, 128, 64], shared_layout(128, 64))
         w_s = gl.allocate_shared_memory(x.dtype, [CUT.stages, 128, 64], shared_layout(128, 64))
-        own_s = gl.allocate_shared_memory(x.dtype, [2, 128, 32], shared_layout(128, 32))
+        own_s = gl.allocate_shared_memory(x.dtype, [4, 128, 32], shared_layout(128, 32))
         full, empty = _barriers(CUT)
         ring = (x_s, w_s, full, empty)
-        used = (bias, gelu, slope, n_rows, n_columns, n_terms, F, own_s, ring)
-        loaded = (x, w, slope, n_rows, n_columns, n_terms, ring)
-        gl.warp_specialize([(_use_forward, (used, TANH, CUT)), (_load, (loaded, CUT))], [1], [24])
+        turns, _ = _barriers(PAIR)
+        used = (bias, gelu, slope, n_rows, n_columns, n_terms, F, own_s, turns, ring)
+        loaded = (x, w, n_rows, n_columns, n_terms, ring)
+        first: gl.constexpr = 0
+        second: gl.constexpr = 1
+        gl.warp_specialize(
+            [(_use_forward, (first, used, TANH, CUT)), (_use_forward, (second, used, TANH, CUT)), (_load_forward, (loaded, CUT))],
+            [4, 1], [240, 24],
+        )  # fmt: skip
 
     @gluon.jit(do_not_specialize=("n_rows", "n_columns", "n_terms"))
     def slope_kernel(x, w, slope, out, sums, n_rows, n_columns, n_terms, F, CUT: gl.constexpr):
         """Write ``(x @ w) * slope`` for x ``[N, C]``, w ``[C, F]`` and slope ``[N, F]``, and its sums over each 128 rows, float32 ``[N / 128, F]``."""
         x_s = gl.allocate_shared_memory(x.dtype, [CUT.stages, 128, 64], shared_layout(128, 64))
         w_s = gl.allocate_shared_memory(x.dtype, [CUT.stages, 64, 128], shared_layout(64, 128))
-        own_s = gl.allocate_shared_memory(x.dtype, [2, 128, 32], shared_layout(128, 32))
+        own_s = gl.allocate_shared_memory(x.dtype, [4, 128, 32], shared_layout(128, 32))
+        slope_s = gl.allocate_shared_memory(x.dtype, [4, 128, 64], shared_layout(128, 64))
         full, empty = _barriers(CUT)
         ring = (x_s, w_s, full, empty)
-        used = (out, sums, n_rows, n_columns, n_terms, F, own_s, ring)
-        loaded = (x, w, slope, n_rows, n_columns, n_terms, ring)
-        gl.warp_specialize([(_use_backward, (used, CUT)), (_load, (loaded, CUT))], [1], [24])
+        full, empty = _barriers(PAIR)
+        slopes = (slope_s, full, empty)
+        turns, _ = _barriers(PAIR)
+        used = (out, sums, n_rows, n_columns, n_terms, F, own_s, slopes, turns, ring)
+        loaded = (x, w, slope, n_rows, n_columns, n_terms, slopes, ring)
+        first: gl.constexpr = 0
+        second: gl.constexpr = 1
+        gl.warp_specialize(
+            [(_use_backward, (first, used, CUT)), (_use_backward, (second, used, CUT)), (_load_backward, (loaded, CUT))],
+            [4, 1], [240, 24],
+        )  # fmt: skip
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
@@ -217,7 +235,7 @@ def _forward_launch(key: tuple) -> Launch:
         described(0, 128, 64), described(1, 128, 64), Address(2), described(3, 128, 32), described(4, 128, 32),
         *grid, _cdiv(width, 64), columns, tanh, FORWARD,
     )  # fmt: skip
-    return Launch(gelu_kernel, (min(2 * programs, grid[0] * grid[1]), 1), args, num_warps=4, maxnreg=REGISTERS)
+    return Launch(gelu_kernel, (min(programs, grid[0] * grid[1]), 1), args, num_warps=4)
 
 
 def launch_forward(x: Tensor, weight: Tensor, bias: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
@@ -238,7 +256,7 @@ def _backward_launch(key: tuple) -> Launch:
         described(0, 128, 64), described(1, 64, 128), described(2, 128, 64), described(3, 128, 32), Address(4),
         *grid, _cdiv(width, 64), columns, BACKWARD,
     )  # fmt: skip
-    return Launch(slope_kernel, (min(2 * programs, grid[0] * grid[1]), 1), args, num_warps=4, maxnreg=REGISTERS)
+    return Launch(slope_kernel, (min(programs, grid[0] * grid[1]), 1), args, num_warps=4)
 
 
 def launch_backward(x: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:

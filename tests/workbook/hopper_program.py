@@ -9,14 +9,14 @@ from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from lib.fast import grouped, mlp
+from lib.fast import grouped, loss_hopper, mlp
 from lib.fast.flash import ROLES_TABLE, launch_dkdv, launch_dq, launch_forward
 from lib.fast.flash_hopper import Roles
 from lib.fast.flash_items import deal
 from lib.fast.flash_launch import Address, Box, Launch, Sizes
 from lib.fast.flash_stored import backward_launch
 
-B16, F32, I32 = "bf16", "fp32", "i32"
+B16, F32, I32, I64 = "bf16", "fp32", "i32", "i64"
 
 
 def machine_code(launch: Launch, dtypes: list[str]) -> str:
@@ -63,6 +63,7 @@ def launches() -> Iterator[tuple[str, Launch, list[str]]]:
         launch = mlp._forward_launch((4096, 768, 3072, form == "tanh", 132))
         yield f"GELU, {form}", launch, [B16, B16, F32, B16, B16]
     yield "slope", mlp._backward_launch((4096, 768, 3072, 132)), [B16] * 4 + [F32]
+    yield "loss", loss_hopper._rows_launch((16384, 50304, 50257, 132)), [B16, B16, I64, F32]
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from lib.fast import flash, flash_hopper, flash_items, grouped, mlp
+from lib.fast import flash, flash_hopper, flash_items, grouped, loss_hopper, mlp
 from lib.fast.flash_hopper import Roles
 from lib.fast.flash_launch import Launch, Sizes
 from lib.fast.flash_stored import StoredBackward
@@ -128,7 +128,7 @@ def products(counts: tuple[int, ...], transposed: bool, seed: int, **options: An
 
 def around_gelu(form: str, n_programs: int, seed: int, **options: Any) -> dict[str, float]:
     """The products before and after a GELU."""
-    n, C, inner = 300, 136, 264
+    n, C, inner = 300, 392, 264
     x, first, bias = torch.randn(n, C).bfloat16(), (torch.randn(inner, C) / C**0.5).bfloat16(), torch.randn(inner)
     gelu, slope = empty(n, inner), empty(n, inner)
     launch = mlp._forward_launch((n, C, inner, form == "tanh", n_programs))
@@ -143,6 +143,19 @@ def around_gelu(form: str, n_programs: int, seed: int, **options: Any) -> dict[s
     d = (grad.double() @ second.double()) * slope.double()
     pairs = {"gelu": (gelu, wanted), "slope": (slope, wanted_slope), "d": (out, d), "d_bias": (sums.sum(0), d.sum(0))}
     return {name: distance(*pair) for name, pair in pairs.items()}
+
+
+def loss_of_rows(n_columns: int, n_vocab: int, n_programs: int, seed: int, **options: Any) -> dict[str, float]:
+    """The cross-entropy of each row, and the gradient of their mean times the number of rows."""
+    n = 5
+    logits, targets = (3 * torch.randn(n, n_columns)).bfloat16(), torch.randint(n_vocab, (n,))
+    gradient, losses = empty(n, n_columns), empty(n, dtype=torch.float32)
+    launch = loss_hopper._rows_launch((n, n_columns, n_vocab, n_programs))
+    simulate(launch, logits, gradient, targets, losses, seed=seed, **options)
+    exact = logits.double().requires_grad_()
+    wanted = F.cross_entropy(exact[:, :n_vocab], targets, reduction="none")
+    (wanted_gradient,) = torch.autograd.grad(wanted.sum(), exact)
+    return {"loss": distance(losses, wanted), "gradient": distance(gradient * n, wanted_gradient)}
 
 
 def leave_out(name: str) -> Callable[[dict], None]:
@@ -164,6 +177,16 @@ def hasty_add(names: dict) -> None:
     names.update(_add=_add, _end=lambda total, n, empty, CUT: names["warpgroup_mma_wait"](0, deps=[total]))
 
 
+def out_of_turn(names: dict) -> None:
+    """Lets the second user of `lib.fast.mlp` start while the first one's terms are still to come."""
+
+    def _wait_full(full: Any, n: Any, CUT: Any) -> None:
+        if CUT.stages != 2 or n % 2 == 1:
+            names["mbarrier"].wait(full.index(n % CUT.stages), (n // CUT.stages) & 1)
+
+    names.update(_wait_full=_wait_full)
+
+
 BREAKS = {
     "no tile is released": leave_out("_let_go"),
     "no fence": leave_out("fence_async_shared"),
@@ -171,6 +194,7 @@ BREAKS = {
     "nobody waits for a place": leave_out("_wait_empty"),
     "nobody waits for copies to memory": no_store_wait,
     "a tile is released while a product reads it": hasty_add,
+    "nobody waits for a turn": out_of_turn,
 }
 
 
@@ -192,8 +216,10 @@ def cases() -> Iterator[tuple[str, Callable[..., dict[str, float]]]]:
             yield name, lambda seed, n=counts, t=transposed, **kw: products(n, t, seed, **kw)
     for form in ("none", "tanh"):
         for n_programs in (1, 3):
-            name = f"around a GELU, {form}, {n_programs} on each half"
+            name = f"around a GELU, {form}, programs: {n_programs}"
             yield name, lambda seed, f=form, n=n_programs, **kw: around_gelu(f, n, seed, **kw)
+    for sizes in ((8320, 8300, 1), (4096, 4096, 1), (12_288, 3000, 2), (128, 100, 4)):
+        yield f"loss of rows, {sizes}", lambda seed, s=sizes, **kw: loss_of_rows(*s, seed, **kw)
 
 
 def outcome(run: Callable[..., dict[str, float]], seed: int, **options: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from lib.bench.record import load
+from lib.fast import loss_hopper
 from lib.fast.flash import ROLES_TABLE, TABLE, Tiles
 from lib.fast.flash_hopper import Roles
 from lib.fast.loss import linear_cross_entropy
@@ -91,6 +92,37 @@ def test_the_loss_kernel_scales_its_gradient_and_gives_padding_none():
     wanted = torch.autograd.grad(F.cross_entropy((rows @ weight.T)[:, :10], targets) / 2, (rows, weight))
     torch.testing.assert_close(found, wanted)
     assert found[1][10:].abs().max() == 0.0
+
+
+def test_rows_of_logits_are_held_in_shared_memory_by_hopper_gpus_alone(monkeypatch):
+    def logits(n_columns, dtype=torch.bfloat16, n_rows=4):
+        return torch.empty(n_rows, n_columns, dtype=dtype)
+
+    assert not loss_hopper.fits(logits(50_304))
+    monkeypatch.setattr(loss_hopper, "has_roles", lambda x: True)
+    assert loss_hopper.fits(logits(50_304))
+    assert loss_hopper.fits(logits(53_248))
+    for other in (logits(53_376), logits(50_257), logits(50_304, torch.float32), logits(50_304, n_rows=0)):
+        assert not loss_hopper.fits(other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n_rows", "n_columns", "n_vocab"), [(700, 5120, 5001), (4096, 50_304, 50_257), (3, 128, 128)])
+def test_on_a_gpu_the_loss_by_rows_is_near_float32_and_always_the_same(n_rows, n_columns, n_vocab):
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = (3 * torch.randn(n_rows, n_columns, device="cuda", generator=generator)).bfloat16()
+    targets = torch.randint(n_vocab, (n_rows,), device="cuda", generator=generator)
+    targets[0] = n_vocab - 1
+    if not loss_hopper.fits(logits):
+        pytest.skip("the kernel is for a Hopper GPU, by a version of Triton with which it was tried")
+    losses, gradient = loss_hopper.launch_rows(logits, targets, n_vocab)
+    assert torch.equal(gradient, loss_hopper.launch_rows(logits, targets, n_vocab)[1])
+    exact = logits.float().requires_grad_()
+    wanted = F.cross_entropy(exact[:, :n_vocab], targets, reduction="none")
+    torch.testing.assert_close(losses, wanted, atol=1e-5, rtol=1e-5)
+    (wanted_gradient,) = torch.autograd.grad(wanted.mean(), exact)
+    torch.testing.assert_close(gradient.float(), wanted_gradient, atol=1e-9, rtol=2**-7)
+    assert not gradient[:, n_vocab:].any()
 
 
 def test_an_attention_that_does_not_exist_is_refused():

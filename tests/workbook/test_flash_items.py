@@ -53,7 +53,7 @@ def test_the_tiles_of_parts_at_work_fit_and_do_not_overlap(sizes, n_tiles):
     assert work.n_tiles <= max(n_tiles, least)
     for item in (item for items in work.lists for item in items):
         each = n_tiles_before(item.end, sizes) - n_tiles_before(item.begin, sizes)
-        assert 0 <= item.base
+        assert item.base >= 0
         assert item.base + each * (sizes.group if item.kind == 0 else 1) <= work.n_tiles
 
 
