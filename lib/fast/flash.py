@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lib.fast.flash_hopper import Roles, has_roles, hopper_dkdv, hopper_dq, hopper_forward
+from lib.fast.flash_items import n_tiles_in_memory
 from lib.fast.flash_launch import LENGTHS, Address, Box, Launch, Sizes, can_be_read, is_watched
 from lib.fast.flash_stored import StoredBackward
 from lib.fast.grouped import n_programs
@@ -55,6 +56,7 @@ ROLES_TABLE: dict[tuple[int, bool], tuple[Tiles | Roles, Tiles | Roles, Tiles | 
 # Tiles for sequences of at most SHORT_LENGTH tokens, for which other, mostly smaller programs are faster.
 # None means that the other tables apply (lib.bench.flash_short).
 SHORT_LENGTH, RAGGED_LENGTH = 1024, 512
+LONG = 2048  # fewest queries, and keys, for which dS goes through memory in the backward pass
 SHORT: dict[tuple[int, bool], tuple[Tiles | None, Tiles | None, Tiles | None]] = {
     (64, True): (Tiles(64, 64, 4, 2, 168, heads_first=True), Tiles(64, 32, 4, 3, heads_first=True), None),
     (64, False): (TABLE[64, False][0], None, None),
@@ -290,10 +292,20 @@ def tiles_for(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tiles | Roles, Til
     return forward, dq, dkdv
 
 
-def pays_to_store(q: Tensor, sizes: Sizes) -> bool:
-    """Whether a backward pass that writes dS to memory is faster than two passes (lib.bench.flash_shapes)."""
-    sees_keys = not sizes.causal or sizes.t <= sizes.s
-    return has_roles(q) and sizes.width == 128 and sees_keys and sizes.t > RAGGED_LENGTH
+@torch.compiler.assume_constant_result
+def _bytes_of(device: torch.device) -> int:
+    """Memory of a GPU on which kernels with roles run; 0 for other devices."""
+    on_gpu = device.type == "cuda" and not INTERPRETED
+    if not on_gpu or not has_roles(torch.empty(0, device=device)):
+        return 0
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def n_stored_tiles(device: torch.device, sizes: Sizes) -> int:
+    """How many tiles of dS to keep in memory, if a backward pass through memory is faster than two passes; otherwise 0."""
+    if sizes.width != 128 or sizes.t < LONG or sizes.s < LONG or (sizes.causal and sizes.t > sizes.s):
+        return 0
+    return n_tiles_in_memory(sizes, _bytes_of(device))
 
 
 def _may_be_ragged(t: int, s: int, is_causal: bool) -> bool:
@@ -477,9 +489,9 @@ def _plan_backward(xs: tuple[Tensor, ...], is_causal: bool) -> Plan:
     sizes = sizes_of(q, k, is_causal)
     _, for_dq, for_dkdv = tiles_for(q, k, is_causal)
     two_passes = TwoPasses(launch_dq(sizes, for_dq), launch_dkdv(sizes, for_dkdv), _statistics(q, 2, sizes.n_rows))
-    stores = pays_to_store(q, sizes)
-    backward = StoredBackward(sizes, q.device, n_programs(q.device), two_passes) if stores else two_passes
-    return Plan(_copied(xs), (_like(q), _like(k), _like(v)), (backward,))
+    n_tiles = n_stored_tiles(q.device, sizes)
+    stored = StoredBackward(sizes, q.device, n_programs(q.device), n_tiles, two_passes) if n_tiles else None
+    return Plan(_copied(xs), (_like(q), _like(k), _like(v)), (stored or two_passes,))
 
 
 # ---- the kernels as functions of tensors --------------------------------------------------------------------------------
@@ -707,7 +719,11 @@ def fits_fast(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
 def is_quickest(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
     """Whether ``lib.bench.flash_shapes`` measured the fast kernels to be faster than all of PyTorch's."""
     ungrouped = q.ndim < 3 or q.shape[-3] == k.shape[-3]
-    if not ungrouped or q.shape[-2] == 1 or not fits_fast(q, k, v, is_causal):
+    if q.shape[-2] == 1 or not fits_fast(q, k, v, is_causal):
+        return False
+    if n_stored_tiles(q.device, sizes_of(q, k, is_causal)):
+        return True
+    if not ungrouped:
         return False
     t, s, width = q.shape[-2], k.shape[-2], q.shape[-1]
     short = _may_be_ragged(t, s, is_causal) and (width, t % 128 != 0 or s % 128 != 0) in QUICKEST_SHORT

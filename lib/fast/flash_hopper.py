@@ -48,7 +48,6 @@ class Roles:
     registers: bool = (
         False  # a group's own rows are read from registers, not from shared memory, as left factors of products
     )
-    carried: bool = False  # lib.fast.flash_stored alone: sums over several parts of the rows
     kernel: str = "forward"  # or "dQ", "dK/dV", "stored" (lib.fast.flash_stored)
     width: int = 0
     group: int = 1  # heads of queries for each head of keys

@@ -74,16 +74,13 @@ def exact_attention(q: Any, k: Any, v: Any, do: Any, causal: bool) -> tuple[torc
     return out.detach(), scores.detach(), torch.autograd.grad(out, exact, do.double())
 
 
-def stored(
-    shape: tuple[int, ...], causal: bool, n_tiles: int, n_parts: int, seed: int, **options: Any
-) -> dict[str, float]:
-    """The backward pass through memory that holds so many tiles of dS, by a single program."""
+def stored(shape: tuple[int, ...], causal: bool, n_parts: int, seed: int, **options: Any) -> dict[str, float]:
+    """The backward pass through memory that holds dS of so many parts, by a single program."""
     B, H, G, T, S, D = shape
     q, do, k, v = (torch.randn(B, n, t, D).bfloat16() for n, t in ((H, T), (H, T), (G, S), (G, S)))
     o, scores, wanted = exact_attention(q, k, v, do, causal)
     found, sizes = [torch.full_like(x, math.nan) for x in (q, k, v)], Sizes(B, H, H // G, T, S, D, causal)
-    backward = StoredBackward(sizes, q.device, 1, scratch_bytes=n_tiles * flash_items.TILE_BYTES)
-    assert len(flash_items.cut(sizes, n_tiles)) == n_parts
+    backward = StoredBackward(sizes, q.device, 1, n_parts * flash_items.n_part_tiles(sizes))
     spoiled = {torch.bfloat16: math.nan, torch.float32: math.nan, torch.int32: -(2**20)}
     with (
         patch.object(Launch, "__call__", lambda launch, *tensors: simulate(launch, *tensors, seed=seed, **options)),
@@ -93,15 +90,14 @@ def stored(
     return {f"d{name}": distance(*pair) for name, *pair in zip("qkv", found, wanted, strict=True)}
 
 
-STORED = {  # batch, heads, heads of keys, rows, keys, width; mask; most tiles of dS at a time; parts
-    "a part for each head": ((2, 2, 2, 256, 256, 128), False, 1000, 4),
-    "causal": ((1, 3, 1, 256, 384, 128), True, 1000, 1),
-    "ragged": ((1, 2, 1, 200, 330, 80), False, 1000, 1),
-    "ragged, causal": ((1, 2, 2, 197, 330, 128), True, 1000, 2),
-    "one row": ((1, 2, 2, 1, 300, 128), True, 1000, 2),
-    "a place for two parts": ((1, 3, 3, 192, 192, 72), True, 16, 3),
-    "parts of a head's rows": ((2, 2, 1, 384, 384, 128), True, 50, 4),
-    "parts of a head's rows, ragged": ((1, 2, 1, 300, 500, 96), False, 60, 2),
+STORED = {  # batch, heads, heads of keys, rows, keys, width; mask; parts in memory
+    "full": ((2, 2, 2, 256, 256, 128), False, 4),
+    "causal": ((1, 3, 1, 256, 384, 128), True, 1),
+    "ragged": ((1, 2, 1, 200, 330, 80), False, 1),
+    "ragged, causal": ((1, 2, 2, 197, 330, 128), True, 2),
+    "one row": ((1, 2, 2, 1, 300, 128), True, 2),
+    "a place for two of three parts": ((1, 3, 3, 192, 192, 72), True, 2),
+    "a place for one of four parts": ((2, 4, 2, 384, 320, 128), False, 1),
 }
 
 

@@ -29,6 +29,7 @@ from lib.fast.flash import (
     tiles_for,
 )
 from lib.fast.flash_hopper import KNOWN, VERSION, Roles, has_roles
+from lib.fast.flash_items import n_part_tiles
 from lib.fast.flash_launch import Sizes
 from lib.fast.flash_stored import StoredBackward
 from lib.fast.grouped import n_programs
@@ -359,17 +360,17 @@ def test_any_length_and_any_strides_without_a_copy(width, causal, monkeypatch):
 @pytest.mark.gpu
 @needs_roles
 @pytest.mark.time_limit(300)
-@pytest.mark.parametrize("scratch_bytes", [2**31, 2**23], ids=["whole heads", "parts of heads"])
+@pytest.mark.parametrize("n_parts", [1, 2, 100])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("width", [80, 128])
-def test_the_backward_pass_through_memory_is_as_exact_as_two_passes(width, causal, scratch_bytes, monkeypatch):
-    monkeypatch.setattr(flash_fast, "pays_to_store", lambda q, sizes: False)
+def test_the_backward_pass_through_memory_is_as_exact_as_two_passes(width, causal, n_parts, monkeypatch):
+    monkeypatch.setattr(flash_fast, "n_stored_tiles", lambda device, sizes: 0)
     for shape in [(2, 4, 2, 1024, 1024), (1, 4, 4, 1000, 1300), (1, 6, 1, 130, 2048), (1, 2, 2, 1, 300)]:
         (q, k, v, do), exact = given_at(shape, width, causal, torch.bfloat16)
         o, lse = fast_forward(q, k, v, causal)
         two_passes = fast_backward(q, k, v, o, do, lse, causal)
         sizes = sizes_of(q, k, causal)
-        backward = StoredBackward(sizes, q.device, n_programs(q.device), scratch_bytes=scratch_bytes)
+        backward = StoredBackward(sizes, q.device, n_programs(q.device), n_parts * n_part_tiles(sizes))
         runs = []
         for _ in range(3):
             runs.append([torch.full_like(x, torch.nan) for x in (q, k, v)])
@@ -382,7 +383,7 @@ def test_the_backward_pass_through_memory_is_as_exact_as_two_passes(width, causa
 @pytest.mark.gpu
 @needs_roles
 def test_where_memory_is_short_two_passes_take_over():
-    (q, k, v, do), exact = given_at((1, 2, 2, 1024, 1024), 128, True, torch.bfloat16)
+    (q, k, v, do), exact = given_at((1, 2, 2, 2048, 2048), 128, True, torch.bfloat16)
     plan = flash_fast._plan_backward((q, k, v, q, do), True)
     backward = plan.launches[0]
     assert isinstance(backward, StoredBackward)
@@ -400,7 +401,7 @@ def test_where_memory_is_short_two_passes_take_over():
 def test_what_cannot_go_through_memory_is_refused(width, t, s, why, monkeypatch):
     monkeypatch.setattr(flash_launch, "INTERPRETED", False)
     with pytest.raises(ValueError, match=why):
-        StoredBackward(Sizes(1, 1, 1, t, s, width, True), torch.device("cpu"), 1)
+        StoredBackward(Sizes(1, 1, 1, t, s, width, True), torch.device("cpu"), 1, 1000)
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from lib.fast.flash_items import Item, cut, deal, n_tiles_before
+from lib.fast.flash_items import SCRATCH_BYTES, TILE_BYTES, Item, deal, n_part_tiles, n_tiles_in_memory
 from lib.fast.flash_launch import Sizes
 
 SIZES = {  # batches, heads, heads that share keys, rows, keys, width; mask
@@ -15,24 +15,24 @@ SIZES = {  # batches, heads, heads that share keys, rows, keys, width; mask
     "one row": Sizes(3, 2, 1, 1, 130, 128, True),
     "long": Sizes(1, 2, 1, 8192, 8192, 128, True),
 }
-cases = pytest.mark.parametrize("n_tiles", [100, 1000, 2**17])
+cases = pytest.mark.parametrize("n_slots", [1, 2, 100])
 named = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 
 
-def dealt(sizes, n_tiles, n_programs=7):
-    return deal(sizes, n_programs, n_tiles * 64 * 64 * 2)
+def dealt(sizes, n_slots, n_programs=7):
+    return deal(sizes, n_programs, n_slots * n_part_tiles(sizes))
 
 
 @named
 @cases
-def test_each_pair_of_a_query_and_a_key_is_computed_once_for_each_gradient(sizes, n_tiles):
+def test_each_pair_of_a_query_and_a_key_is_computed_once_for_each_gradient(sizes, n_slots):
     for_keys, for_rows = Counter(), Counter()
-    for item in (item for items in dealt(sizes, n_tiles).lists for item in items):
-        if item.kind == 0:
-            for_keys.update((item.head, item.first, row) for row in range(item.begin, item.end))
-        else:
-            for_rows.update((item.head, row) for row in range(item.first, min(item.first + 4, item.end)))
     n_rows, heads = -(-sizes.t // 64), range(sizes.n_batches * sizes.n_heads)
+    for item in (item for items in dealt(sizes, n_slots).lists for item in items):
+        if item.kind == 0:
+            for_keys.update((item.head, item.first, row) for row in range(n_rows))
+        else:
+            for_rows.update((item.head, row) for row in range(item.first, min(item.first + 4, n_rows)))
     assert for_rows == Counter((head, row) for head in heads for row in range(n_rows))
     assert set(for_keys.values()) == {1}
     seen = {
@@ -47,21 +47,19 @@ def test_each_pair_of_a_query_and_a_key_is_computed_once_for_each_gradient(sizes
 
 @named
 @cases
-def test_the_tiles_of_parts_at_work_fit_and_do_not_overlap(sizes, n_tiles):
-    work = dealt(sizes, n_tiles)
-    least = 2 * sizes.group * n_tiles_before(4, sizes._replace(t=256, s=sizes.s + 256) if sizes.causal else sizes)
-    assert work.n_tiles <= max(n_tiles, least)
+def test_the_tiles_of_parts_at_work_fit_and_do_not_overlap(sizes, n_slots):
+    work = dealt(sizes, n_slots)
+    assert work.n_tiles <= n_slots * n_part_tiles(sizes)
     for item in (item for items in work.lists for item in items):
-        each = n_tiles_before(item.end, sizes) - n_tiles_before(item.begin, sizes)
         assert item.base >= 0
-        assert item.base + each * (sizes.group if item.kind == 0 else 1) <= work.n_tiles
+        assert item.base + n_part_tiles(sizes) // (1 if item.kind == 0 else sizes.group) <= work.n_tiles
 
 
 @named
 @cases
 @pytest.mark.parametrize("seed", range(3))
-def test_no_program_waits_for_ever_whatever_the_times_are(sizes, n_tiles, seed):
-    work, chance = dealt(sizes, n_tiles), random.Random(seed)
+def test_no_program_waits_for_ever_whatever_the_times_are(sizes, n_slots, seed):
+    work, chance = dealt(sizes, n_slots), random.Random(seed)
     counters: dict[int, int] = defaultdict(int)
     at, n_left = [0] * len(work.lists), sum(map(len, work.lists))
     while n_left:
@@ -70,22 +68,22 @@ def test_no_program_waits_for_ever_whatever_the_times_are(sizes, n_tiles, seed):
         program = chance.choice(ready[: 1 + chance.randrange(len(ready))])
         item = work.lists[program][at[program]]
         counters[item.counts] += 2
-        counters[item.sums] += 2
         at[program] += 1
         n_left -= 1
     assert max(counters) < work.n_counters
 
 
 def _may_run(item: Item, counters: dict[int, int]) -> bool:
-    waits = item.waits < 0 or counters[item.waits] >= item.n_waits
-    return waits and (item.sums < 0 or counters[item.sums] >= item.n_sums)
+    return item.waits < 0 or counters[item.waits] >= item.n_waits
 
 
-def test_a_long_head_is_cut_and_a_short_one_is_whole():
-    assert [(part.begin, part.end) for part in cut(SIZES["heads"], 2**17)] == [(0, 16)] * 16
-    parts = cut(SIZES["long"], 4000)
-    rows = [(part.begin, part.end) for part in parts if part.head == 1]
-    assert len(rows) > 2
-    assert [begin for begin, _ in rows] == [0, *(end for _, end in rows[:-1])]
-    assert rows[-1][1] == 128
-    assert all(begin % 4 == 0 for begin, _ in rows)
+def test_memory_is_for_two_parts_or_more_and_never_most_of_it():
+    sizes = SIZES["long"]
+    part = n_part_tiles(sizes)
+    assert n_tiles_in_memory(sizes, 80 * 2**30) == SCRATCH_BYTES // TILE_BYTES
+    longer = sizes._replace(t=2**16, s=2**16)
+    assert n_tiles_in_memory(longer, 80 * 2**30) == 2 * n_part_tiles(longer) > SCRATCH_BYTES // TILE_BYTES
+    assert n_tiles_in_memory(longer, 40 * 2**30) == 0
+    assert n_tiles_in_memory(sizes, 2 * part * TILE_BYTES * 8) == 2 * part
+    assert n_tiles_in_memory(sizes, 2 * part * TILE_BYTES * 8 - 8) == 0
+    assert n_tiles_in_memory(sizes, 0) == 0
