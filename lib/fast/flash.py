@@ -56,7 +56,8 @@ ROLES_TABLE: dict[tuple[int, bool], tuple[Tiles | Roles, Tiles | Roles, Tiles | 
 # Tiles for sequences of at most SHORT_LENGTH tokens, for which other, mostly smaller programs are faster.
 # None means that the other tables apply (lib.bench.flash_short).
 SHORT_LENGTH, RAGGED_LENGTH = 1024, 512
-LONG = 2048  # fewest queries, and keys, for which dS goes through memory in the backward pass
+# Fewest queries, and keys, for which dS goes through memory in the backward pass at width 128, with a mask and without one.
+LONG = {True: 4096, False: 2048}
 SHORT: dict[tuple[int, bool], tuple[Tiles | None, Tiles | None, Tiles | None]] = {
     (64, True): (Tiles(64, 64, 4, 2, 168, heads_first=True), Tiles(64, 32, 4, 3, heads_first=True), None),
     (64, False): (TABLE[64, False][0], None, None),
@@ -293,19 +294,17 @@ def tiles_for(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tiles | Roles, Til
 
 
 @torch.compiler.assume_constant_result
-def _bytes_of(device: torch.device) -> int:
-    """Memory of a GPU on which kernels with roles run; 0 for other devices."""
-    on_gpu = device.type == "cuda" and not INTERPRETED
-    if not on_gpu or not has_roles(torch.empty(0, device=device)):
-        return 0
-    return torch.cuda.get_device_properties(device).total_memory
+def _runs_roles(device: torch.device) -> bool:
+    """Whether kernels with roles run on a device."""
+    return device.type == "cuda" and not INTERPRETED and has_roles(torch.empty(0, device=device))
 
 
 def n_stored_tiles(device: torch.device, sizes: Sizes) -> int:
-    """How many tiles of dS to keep in memory, if a backward pass through memory is faster than two passes; otherwise 0."""
-    if sizes.width != 128 or sizes.t < LONG or sizes.s < LONG or (sizes.causal and sizes.t > sizes.s):
+    """How many tiles of dS to keep in memory, where a backward pass through memory is faster than two passes; otherwise 0."""
+    sees_keys = not sizes.causal or sizes.t <= sizes.s
+    if sizes.width != 128 or min(sizes.t, sizes.s) < LONG[sizes.causal] or not sees_keys or not _runs_roles(device):
         return 0
-    return n_tiles_in_memory(sizes, _bytes_of(device))
+    return n_tiles_in_memory(sizes)
 
 
 def _may_be_ragged(t: int, s: int, is_causal: bool) -> bool:

@@ -11,8 +11,7 @@ from typing import NamedTuple
 from lib.fast.flash_launch import Sizes
 
 TILE_BYTES = 64 * 64 * 2
-SCRATCH_BYTES = 2**31  # for dS, or dS of two parts if that is more, but never more than MOST of the GPU's memory
-MOST = 1 / 8
+SCRATCH_BYTES = 2**31  # for dS
 START, DQ_COST = 12.0, 2.5  # see `cost`; on an H100 one unit takes 0.4 us
 DQ_SHARE = 0.2  # of the programs compute dQ at a time, while there is dK/dV to compute: more would wait for memory
 
@@ -58,11 +57,10 @@ def n_part_tiles(sizes: Sizes) -> int:
     return sizes.group * n_tiles_before(n_row_tiles(sizes), sizes)
 
 
-def n_tiles_in_memory(sizes: Sizes, gpu_bytes: int) -> int:
-    """Number of tiles of dS to keep at a time on a GPU with so much memory; 0 if two parts are too large for it."""
-    two = min(2, sizes.n_batches * sizes.n_heads // sizes.group) * n_part_tiles(sizes)
-    n_tiles = min(max(SCRATCH_BYTES // TILE_BYTES, two), int(gpu_bytes * MOST) // TILE_BYTES)
-    return n_tiles if n_tiles >= two else 0
+def n_tiles_in_memory(sizes: Sizes) -> int:
+    """Number of tiles of dS to keep at a time; 0 if the memory does not hold two parts, of which one is read while the other is written."""
+    n_parts, n_tiles = sizes.n_batches * sizes.n_heads // sizes.group, SCRATCH_BYTES // TILE_BYTES
+    return n_tiles if min(2, n_parts) * n_part_tiles(sizes) <= n_tiles else 0
 
 
 def first_row_tile(key: int, sizes: Sizes) -> int:

@@ -132,6 +132,31 @@ def test_the_quickest_kernels_are_ours_where_they_were_measured(monkeypatch):
     assert not is_quickest(torch.zeros(2, 4, 8, 64), torch.zeros(2, 2, 8, 64), torch.zeros(2, 2, 8, 64), True)
 
 
+@pytest.mark.parametrize(
+    ("shape", "causal", "stores"),
+    [
+        ((1, 8, 8, 4096, 128), True, True),
+        ((1, 8, 8, 2048, 128), True, False),
+        ((1, 8, 8, 2048, 128), False, True),
+        ((1, 32, 8, 8192, 128), True, True),
+        ((1, 8, 8, 4096, 96), True, True),
+        ((1, 8, 8, 65536, 128), True, False),
+        ((1, 8, 8, 4096, 64), True, False),
+        ((1, 8, 8, 4096, 256), True, False),
+    ],
+    ids=str,
+)
+def test_dS_goes_through_memory_where_that_was_measured_to_pay(shape, causal, stores, monkeypatch):
+    batch, heads, groups, length, width = shape
+    q, k = (torch.empty(batch, n, length, width, device="meta") for n in (heads, groups))
+    monkeypatch.setattr(flash_launch, "INTERPRETED", False)
+    assert flash_fast.n_stored_tiles(q.device, sizes_of(q, k, causal)) == 0  # such kernels do not run there
+    monkeypatch.setattr(flash_fast, "_runs_roles", lambda device: True)
+    assert (flash_fast.n_stored_tiles(q.device, sizes_of(q, k, causal)) > 0) == stores
+    monkeypatch.setattr(flash_fast, "fits_fast", lambda *given: True)
+    assert is_quickest(q, k, k, causal) == (stores or (width == 64 and causal))
+
+
 def test_more_heads_than_a_grid_may_count_go_elsewhere(monkeypatch):
     monkeypatch.setattr(flash_fast, "INTERPRETED", False)
     monkeypatch.setattr(flash_fast, "_has_copy_engine", lambda device: True)
@@ -383,12 +408,12 @@ def test_the_backward_pass_through_memory_is_as_exact_as_two_passes(width, causa
 @pytest.mark.gpu
 @needs_roles
 def test_where_memory_is_short_two_passes_take_over():
-    (q, k, v, do), exact = given_at((1, 2, 2, 2048, 2048), 128, True, torch.bfloat16)
-    plan = flash_fast._plan_backward((q, k, v, q, do), True)
+    (q, k, v, do), exact = given_at((1, 2, 2, 2048, 2048), 128, False, torch.bfloat16)
+    plan = flash_fast._plan_backward((q, k, v, q, do), False)
     backward = plan.launches[0]
     assert isinstance(backward, StoredBackward)
     backward.n_ds = 2**45
-    o, lse = fast_forward(q, k, v, True)
+    o, lse = fast_forward(q, k, v, False)
     grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     backward(q, k, v, o, do, lse, *grads)
     for name, found in zip(("dq", "dk", "dv"), grads, strict=True):
