@@ -74,7 +74,7 @@ if GLUON:
         warpgroup_mma_wait,
     )
 
-    barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # the first name since Triton 3.7
+    barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # the first name in newer versions of Triton
 
     # ---- programs that wait for each other ---------------------------------------------------------------------------
 

@@ -390,8 +390,10 @@ def test_any_length_and_any_strides_without_a_copy(width, causal, monkeypatch):
 @pytest.mark.parametrize("width", [80, 128])
 def test_the_backward_pass_through_memory_is_as_exact_as_two_passes(width, causal, n_parts, monkeypatch):
     monkeypatch.setattr(flash_fast, "n_stored_tiles", lambda device, sizes: 0)
-    for shape in [(2, 4, 2, 1024, 1024), (1, 4, 4, 1000, 1300), (1, 6, 1, 130, 2048), (1, 2, 2, 1, 300)]:
-        (q, k, v, do), exact = given_at(shape, width, causal, torch.bfloat16)
+    shapes = [(2, 4, 2, 1024, 1024), (1, 4, 4, 1000, 1300), (1, 6, 1, 130, 2048), (1, 2, 2, 1, 300)]
+    for shape, layout in zip(shapes, ("heads first", "tokens first", "a slice", "heads first"), strict=True):
+        given, exact = given_at(shape, width, causal, torch.bfloat16)
+        q, k, v, do = (laid_out(x, layout) for x in given)
         o, lse = fast_forward(q, k, v, causal)
         two_passes = fast_backward(q, k, v, o, do, lse, causal)
         sizes = sizes_of(q, k, causal)
