@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
@@ -294,15 +295,21 @@ def tiles_for(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tiles | Roles, Til
 
 
 @torch.compiler.assume_constant_result
-def _runs_roles(device: torch.device) -> bool:
-    """Whether kernels with roles run on a device."""
-    return device.type == "cuda" and not INTERPRETED and has_roles(torch.empty(0, device=device))
+def _may_store(device: torch.device) -> bool:
+    """Whether `StoredBackward` runs well on a device: one that has roles, and no collectives beside it.
+
+    Its programs wait for each other, so all of them start at once, one on each multiprocessor. A collective that occupies some of
+    these would hold all of them up.
+    """
+    if device.type != "cuda" or INTERPRETED or not has_roles(torch.empty(0, device=device)):
+        return False
+    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
 def n_stored_tiles(device: torch.device, sizes: Sizes) -> int:
     """How many tiles of dS to keep in memory, where a backward pass through memory is faster than two passes; otherwise 0."""
     sees_keys = not sizes.causal or sizes.t <= sizes.s
-    if sizes.width != 128 or min(sizes.t, sizes.s) < LONG[sizes.causal] or not sees_keys or not _runs_roles(device):
+    if sizes.width != 128 or min(sizes.t, sizes.s) < LONG[sizes.causal] or not sees_keys or not _may_store(device):
         return 0
     return n_tiles_in_memory(sizes)
 

@@ -151,10 +151,22 @@ def test_dS_goes_through_memory_where_that_was_measured_to_pay(shape, causal, st
     q, k = (torch.empty(batch, n, length, width, device="meta") for n in (heads, groups))
     monkeypatch.setattr(flash_launch, "INTERPRETED", False)
     assert flash_fast.n_stored_tiles(q.device, sizes_of(q, k, causal)) == 0  # such kernels do not run there
-    monkeypatch.setattr(flash_fast, "_runs_roles", lambda device: True)
+    monkeypatch.setattr(flash_fast, "_may_store", lambda device: True)
     assert (flash_fast.n_stored_tiles(q.device, sizes_of(q, k, causal)) > 0) == stores
     monkeypatch.setattr(flash_fast, "fits_fast", lambda *given: True)
     assert is_quickest(q, k, k, causal) == (stores or (width == 64 and causal))
+
+
+def test_dS_stays_out_of_memory_where_collectives_share_the_gpu(monkeypatch):
+    monkeypatch.setattr(flash_fast, "INTERPRETED", False)
+    monkeypatch.setattr(flash_fast, "has_roles", lambda x: True)
+    monkeypatch.setattr(torch, "empty", lambda *shape, device: None)
+    device = torch.device("cuda")
+    assert flash_fast._may_store(device)
+    monkeypatch.setattr(flash_fast.dist, "is_initialized", lambda: True)
+    for n_ranks in (1, 2):
+        monkeypatch.setattr(flash_fast.dist, "get_world_size", lambda n=n_ranks: n)
+        assert flash_fast._may_store(device) == (n_ranks == 1)
 
 
 def test_more_heads_than_a_grid_may_count_go_elsewhere(monkeypatch):
