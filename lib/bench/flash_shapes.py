@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -273,7 +274,14 @@ def main() -> None:
             continue
         q, k, v = split_joined(inputs(shape, "cuda")[0][0], shape.heads) if shape.joined else inputs(shape, "cuda")[0]
         ms = measure(shape)
-        rows[name] = {"name": name, "shape": shape._asdict(), "fits_fast": fits_fast(q, k, v, shape.causal), "ms": ms}
+        date = datetime.now(UTC).strftime("%Y-%m-%d")
+        rows[name] = {
+            "name": name,
+            "date": date,
+            "shape": shape._asdict(),
+            "fits_fast": fits_fast(q, k, v, shape.causal),
+            "ms": ms,
+        }
         print(
             f"{time.perf_counter() - start:.0f} s {name}", {n: round(t["median"], 3) for n, t in ms.items()}, flush=True
         )

@@ -12,14 +12,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
 from lib.fast.flash_hopper import Roles, has_roles, hopper_dkdv, hopper_dq, hopper_forward
 from lib.fast.flash_items import n_tiles_in_memory
 from lib.fast.flash_launch import LENGTHS, Address, Box, Launch, Sizes, can_be_read, is_watched
-from lib.fast.flash_stored import StoredBackward
+from lib.fast.flash_stored import StoredBackward, has_collectives
 from lib.fast.grouped import n_programs
 from lib.given.kernels.once import NO_SECOND_DERIVATIVE
 from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, LN2, LOG2E, check_shapes, tl, triton
@@ -59,6 +58,7 @@ ROLES_TABLE: dict[tuple[int, bool], tuple[Tiles | Roles, Tiles | Roles, Tiles | 
 SHORT_LENGTH, RAGGED_LENGTH = 1024, 512
 # Fewest queries, and keys, for which dS goes through memory in the backward pass at width 128, with a mask and without one.
 LONG = {True: 4096, False: 2048}
+ENOUGH_KEYS = 2**16  # fewest keys, over all heads, with which every multiprocessor was measured to have enough to do
 SHORT: dict[tuple[int, bool], tuple[Tiles | None, Tiles | None, Tiles | None]] = {
     (64, True): (Tiles(64, 64, 4, 2, 168, heads_first=True), Tiles(64, 32, 4, 3, heads_first=True), None),
     (64, False): (TABLE[64, False][0], None, None),
@@ -296,22 +296,18 @@ def tiles_for(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tiles | Roles, Til
 
 @torch.compiler.assume_constant_result
 def _may_store(device: torch.device) -> bool:
-    """Whether `StoredBackward` runs well on a device: one that has roles, and no collectives beside it.
-
-    Its programs wait for each other, so all of them start at once, one on each multiprocessor. A collective that occupies some of
-    these would hold all of them up.
-    """
-    if device.type != "cuda" or INTERPRETED or not has_roles(torch.empty(0, device=device)):
-        return False
-    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+    """Whether `StoredBackward` runs on a device and has it for itself."""
+    on_gpu = device.type == "cuda" and not INTERPRETED
+    return on_gpu and has_roles(torch.empty(0, device=device)) and not has_collectives()
 
 
 def n_stored_tiles(device: torch.device, sizes: Sizes) -> int:
     """How many tiles of dS to keep in memory, where a backward pass through memory is faster than two passes; otherwise 0."""
     sees_keys = not sizes.causal or sizes.t <= sizes.s
-    if sizes.width != 128 or min(sizes.t, sizes.s) < LONG[sizes.causal] or not sees_keys or not _may_store(device):
+    if sizes.width != 128 or sizes.group < 1 or min(sizes.t, sizes.s) < LONG[sizes.causal] or not sees_keys:
         return 0
-    return n_tiles_in_memory(sizes)
+    is_enough = sizes.n_batches * sizes.n_heads // sizes.group * sizes.s >= ENOUGH_KEYS
+    return n_tiles_in_memory(sizes) if is_enough and _may_store(device) else 0
 
 
 def _may_be_ragged(t: int, s: int, is_causal: bool) -> bool:
@@ -500,6 +496,11 @@ def _plan_backward(xs: tuple[Tensor, ...], is_causal: bool) -> Plan:
     return Plan(_copied(xs), (_like(q), _like(k), _like(v)), (stored or two_passes,))
 
 
+def _plan_joined_backward(xs: tuple[Tensor, ...], is_causal: bool) -> Plan:
+    """As `_plan_backward`, but kept apart: a launch belongs to the strides of its gradients too."""
+    return _plan_backward(xs, is_causal)
+
+
 # ---- the kernels as functions of tensors --------------------------------------------------------------------------------
 
 
@@ -565,7 +566,7 @@ def _joined_forward(x: Tensor, n_heads: int, is_causal: bool) -> tuple[Tensor, T
 def _joined_backward(x: Tensor, o: Tensor, do: Tensor, lse: Tensor, n_heads: int, is_causal: bool) -> Tensor:
     dx = torch.empty_strided(x.shape, _joined_strides(x), dtype=x.dtype, device=x.device)
     xs = (*split_joined(x, n_heads), o.transpose(1, 2), do.transpose(1, 2))
-    plan = _planned(_plan_backward, xs, is_causal)
+    plan = _planned(_plan_joined_backward, xs, is_causal)
     plan.launches[0](*plan.legible(xs), lse.contiguous(), *split_joined(dx, n_heads))
     return dx
 
@@ -723,7 +724,10 @@ def fits_fast(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
 
 
 def is_quickest(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
-    """Whether ``lib.bench.flash_shapes`` measured the fast kernels to be faster than all of PyTorch's."""
+    """Whether the fast kernels are faster than all of PyTorch's, as far as ``lib.bench.flash_shapes`` tells.
+
+    Shapes between those that it measured are judged by the nearest.
+    """
     ungrouped = q.ndim < 3 or q.shape[-3] == k.shape[-3]
     if q.shape[-2] == 1 or not fits_fast(q, k, v, is_causal):
         return False

@@ -426,7 +426,8 @@ if GLUON:
     def _queries(dk, dv, s, key, value, ring, n, rows, cols, scale2, put, MASK: gl.constexpr, CUT: gl.constexpr):
         """One tile of dK and dV. ``s`` holds its scores; the scores of the next tile are returned too.
 
-        For lib.fast.flash_stored, dS is copied out; ``put`` says where, by way of which shared memory, and how many keys there are.
+        In ``lib.fast.flash_stored`` it also copies dS out. ``put`` then holds the descriptor of dS, the shared memory on the way, the
+        tile's number, and the number of keys.
         """
         q_s, do_s, lse_s, sums_s, full, empty = ring
         place = n % CUT.stages
@@ -437,7 +438,9 @@ if GLUON:
         if MASK:
             weights = gl.where(rows[None, :] >= cols[:, None], weights, 0.0)
         if CUT.kernel == "stored" and CUT.ragged:
-            weights = gl.where(cols[:, None] < put[3], weights, 0.0)  # dQ adds up what keys beyond the last one get
+            weights = gl.where(
+                cols[:, None] < put[3], weights, 0.0
+            )  # keys beyond the last one: infinity * 0 would spoil dQ
         narrow = gl.convert_layout(weights.to(key.dtype), left(CUT.width))
         sums = sums_s.index(place).load(gl.SliceLayout(0, acc(CUT.tile)))
         dv = warpgroup_mma(narrow, grad, dv, is_async=True)

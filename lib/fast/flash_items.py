@@ -12,7 +12,10 @@ from lib.fast.flash_launch import Sizes
 
 TILE_BYTES = 64 * 64 * 2
 SCRATCH_BYTES = 2**31  # for dS
-START, DQ_COST = 12.0, 2.5  # see `cost`; on an H100 one unit takes 0.4 us
+START, DQ_COST = (
+    12.0,
+    2.5,
+)  # of an item, and of a tile of keys for dQ, in units of `cost`; found by timing items on an H100
 DQ_SHARE = 0.2  # of the programs compute dQ at a time, while there is dK/dV to compute: more would wait for memory
 
 
@@ -58,7 +61,7 @@ def n_part_tiles(sizes: Sizes) -> int:
 
 
 def n_tiles_in_memory(sizes: Sizes) -> int:
-    """Number of tiles of dS to keep at a time; 0 if the memory does not hold two parts, of which one is read while the other is written."""
+    """Number of tiles of dS that are kept at a time, or 0 if two parts do not fit: one is read while the other is written."""
     n_parts, n_tiles = sizes.n_batches * sizes.n_heads // sizes.group, SCRATCH_BYTES // TILE_BYTES
     return n_tiles if min(2, n_parts) * n_part_tiles(sizes) <= n_tiles else 0
 
@@ -77,7 +80,9 @@ def n_key_tiles(j: int, sizes: Sizes) -> int:
 def items_of(part: int, sizes: Sizes, n_slots: int) -> tuple[list[Item], list[Item]]:
     """The items of a part for dK/dV, which wait for dQ of the part that had its place in memory, and those for dQ."""
     each, base = n_part_tiles(sizes) // sizes.group, part % n_slots * n_part_tiles(sizes)
-    blocks = [b for b in range(-(-sizes.s // 128)) if first_row_tile(128 * b, sizes) < n_row_tiles(sizes)]
+    blocks = range(
+        -(-sizes.s // 128)
+    )  # each of them is seen, because there are no more rows than keys under a causal mask
     firsts = range(0, n_row_tiles(sizes), 4)
     waits, n_waits = (2 * (part - n_slots) + 1, 2 * len(firsts) * sizes.group) if part >= n_slots else (-1, 0)
     for_keys = [Item(0, part, block, base, waits, n_waits, 2 * part) for block in blocks]
@@ -108,6 +113,7 @@ def deal(sizes: Sizes, n_programs: int, n_tiles: int) -> Work:
     keys, rows = [deque(a) for a, _ in todo], [deque(b) for _, b in todo]
     keys_end, rows_end = [0.0] * n_parts, [0.0] * n_parts
     lists: list[list[Item]] = [[] for _ in range(min(n_programs, sum(len(a) + len(b) for a, b in todo)))]
+    n_dealt = [0] * len(lists)  # items for dK/dV in each list
     free = [(0.0, i) for i in range(len(lists))]
     busy: list[float] = []  # when programs will have ended dQ
     at, behind = 0, 0  # the first parts with items left for dK/dV, and for dQ
@@ -128,8 +134,8 @@ def deal(sizes: Sizes, n_programs: int, n_tiles: int) -> Work:
             item, end = keys[at].popleft(), max(now, for_keys)
             end += cost(item, sizes)
             keys_end[at] = max(keys_end[at], end)
-        n_before = sum(other.kind == 0 for other in lists[program])
-        lists[program].append(item._replace(parity=n_before % 2))
+        lists[program].append(item._replace(parity=n_dealt[program] % 2))
+        n_dealt[program] += item.kind == 0
         heapq.heappush(free, (end, program))
         while at < n_parts and not keys[at]:
             at += 1

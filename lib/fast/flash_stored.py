@@ -9,14 +9,17 @@ its programs, one a multiprocessor, works through a list of *items* that the hos
 of 256 rows. While some programs compute dK/dV of one head, others compute dQ of the head before. Counters in memory say what
 is done, and an item waits for those that it needs. Every sum has a fixed order, so the same inputs give the same bits.
 
-A *part* of the work is a head of keys with the heads of queries that share it. The memory for dS holds two parts or more, and a
-part waits until dQ of the part that had its place is done. Where two parts do not fit, two passes are better.
+A *part* of the work is a head of keys with the heads of queries that share it. The memory for dS holds two parts or more, if
+there are two. A part waits until dQ of the part that had its place before is done. Where two parts do not fit, ``lib.fast.flash``
+makes two passes.
 """
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lib.fast.flash_hopper import GLUON, Roles, box
 from lib.fast.flash_items import Work, deal
@@ -115,9 +118,9 @@ if GLUON:
 
     @gluon.jit
     def unknown(n):
-        """The same number, but the compiler does not know it.
+        """The same number, hidden from the compiler.
 
-        What it knows to be the same in each turn of a loop it keeps in registers, also where there are none left.
+        The compiler would otherwise keep in registers what does not change from turn to turn of the loop, and there are none left.
         """
         return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [n], gl.int32, is_pure=False, pack=1)
 
@@ -317,7 +320,7 @@ if GLUON:
         n_items = 0
         kind = gl.load(item)
         while kind >= 0:
-            mbarrier.wait(idle, (n_items & 1) ^ 1)  # the users need the memory of the item before no longer
+            mbarrier.wait(idle, (n_items & 1) ^ 1)  # until both users have finished with the previous item's memory
             if kind == 0:
                 n = _load_keys(item, n, for_keys, CUT)
             else:
@@ -348,6 +351,7 @@ if GLUON:
         CUT: gl.constexpr,
     ):  # fmt: skip
         """All gradients. ``items`` has ``each`` numbers for each program, its items one after the other, and then -1."""
+        # a program's own keys and values; for dQ, the ring's tiles of keys, one for each of CUT.stages
         own_s = gl.allocate_shared_memory(q.dtype, [4, 64, CUT.width], tile_layout(64, CUT))
         q_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, 64, CUT.width], tile_layout(64, CUT))
         do_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, 64, CUT.width], tile_layout(64, CUT))
@@ -411,18 +415,26 @@ def _table(work: Work) -> torch.Tensor:
     return table
 
 
-_captured: list[torch.Tensor] = []  # tables that a CUDA graph reads whenever it is replayed
+@cache  # for ever, because kernels that still run, and CUDA graphs, read the table
+def _dealt(sizes: Sizes, n_programs: int, n_tiles: int, device: torch.device) -> tuple[Work, torch.Tensor]:
+    work = deal(sizes, n_programs, n_tiles)
+    return work, _table(work).to(device)
+
+
+def has_collectives() -> bool:
+    """Whether this process communicates with others. A collective that occupies some multiprocessors would hold up a cooperative launch."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 class StoredBackward:
-    """A backward pass with five products for fixed sizes, on one device.
+    """A backward pass with five products for fixed sizes, on one device. Make it before a CUDA graph is captured.
 
     Args:
         sizes: Of all tensors.
         device: Where they are.
         n_programs: Number of multiprocessors of the device.
-        n_tiles: Most tiles of dS at a time.
-        otherwise: Called instead where the device has no such memory left.
+        n_tiles: The most tiles of dS that are in memory at a time.
+        otherwise: Called with the same tensors if the device has too little memory for dS, or if the process has collectives.
 
     Raises:
         ValueError: some row has no key, or tiles are not 128 wide.
@@ -433,23 +445,25 @@ class StoredBackward:
             raise ValueError(
                 f"{sizes.t} rows, {sizes.s} keys, tiles of width {sizes.width}: expected a key for each row, and width 128"
             )
-        work = deal(sizes, n_programs, n_tiles)
-        self.otherwise, self.table = otherwise, _table(work).to(device)
+        work, self.table = _dealt(sizes, n_programs, n_tiles, device)
+        self.otherwise, self.is_short = otherwise, False
         self.statistics, self.backward = statistics_launch(sizes, work.n_counters), backward_launch(sizes, work)
         self.n_ds, self.n_stats, self.n_counters = work.n_tiles * 64 * 64, 2 * sizes.n_rows, work.n_counters
 
     def __call__(self, q, k, v, o, do, lse, dq, dk, dv) -> None:
         """Fill dq, dk and dv; lse is contiguous."""
+        if self.otherwise is not None and (self.is_short or has_collectives()):
+            self.otherwise(q, k, v, o, do, lse, dq, dk, dv)
+            return
         try:
             ds = torch.empty(self.n_ds, dtype=q.dtype, device=q.device)
         except torch.OutOfMemoryError:
             if self.otherwise is None:
                 raise
+            self.is_short = True  # and is not asked again: PyTorch empties its cache before it gives up
             self.otherwise(q, k, v, o, do, lse, dq, dk, dv)
             return
         stats = torch.empty(self.n_stats, dtype=torch.float32, device=q.device)
         counters = torch.empty(self.n_counters, dtype=torch.int32, device=q.device)
-        if q.is_cuda and torch.cuda.is_current_stream_capturing():
-            _captured.append(self.table)
         self.statistics(o, do, lse, stats, counters)
         self.backward(q, k, v, do, dq, dk, dv, stats, ds, self.table, counters)

@@ -17,11 +17,9 @@ from lib.fast.flash_hopper import GLUON, has_roles
 from lib.fast.flash_launch import Address, Box, Launch
 from lib.fast.grouped import launches, n_programs
 
-CHUNK, LINE = (
-    4096,
-    128,
-)  # a chunk is copied as lines, because the copy engine's boxes have at most 256 numbers along an axis
-MOST_CHUNKS = 13  # of a row: two rows of so many take 213 KB of the 227 KB of shared memory
+CHUNK = 4096
+LINE = 128  # a chunk is copied as lines: a box has at most 256 numbers along an axis
+MOST_CHUNKS = 13  # of a row: two rows of so many take 208 KiB of the 227 KiB of shared memory
 
 if GLUON:
     from triton.experimental import gluon

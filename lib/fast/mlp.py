@@ -102,7 +102,7 @@ if GLUON:
     def _product(m, n_terms, turns, ring, CUT: gl.constexpr):
         """Compute the product of tile m, after the other user has started the last terms of the tile before."""
         x_s, w_s, full, empty = ring
-        if m > 0:
+        if m > 0:  # by then all terms of earlier tiles have arrived, so the parity of `full` cannot be one round behind
             _wait_full(turns, m - 1, PAIR)
         total = gl.full([128, 128], 0.0, gl.float32, acc(128))
         for n in range(m * n_terms, (m + 1) * n_terms):

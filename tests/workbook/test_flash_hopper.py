@@ -135,14 +135,15 @@ def test_the_quickest_kernels_are_ours_where_they_were_measured(monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "causal", "stores"),
     [
-        ((1, 8, 8, 4096, 128), True, True),
-        ((1, 8, 8, 2048, 128), True, False),
-        ((1, 8, 8, 2048, 128), False, True),
+        ((2, 32, 32, 4096, 128), True, True),
+        ((2, 32, 32, 2048, 128), True, False),
+        ((2, 32, 32, 2048, 128), False, True),
         ((1, 32, 8, 8192, 128), True, True),
-        ((1, 8, 8, 4096, 96), True, True),
+        ((1, 32, 8, 4096, 128), True, False),
+        ((2, 16, 16, 4096, 96), True, True),
         ((1, 8, 8, 65536, 128), True, False),
-        ((1, 8, 8, 4096, 64), True, False),
-        ((1, 8, 8, 4096, 256), True, False),
+        ((2, 32, 32, 4096, 64), True, False),
+        ((2, 32, 32, 4096, 256), True, False),
     ],
     ids=str,
 )
@@ -163,10 +164,19 @@ def test_dS_stays_out_of_memory_where_collectives_share_the_gpu(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *shape, device: None)
     device = torch.device("cuda")
     assert flash_fast._may_store(device)
-    monkeypatch.setattr(flash_fast.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     for n_ranks in (1, 2):
-        monkeypatch.setattr(flash_fast.dist, "get_world_size", lambda n=n_ranks: n)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda n=n_ranks: n)
         assert flash_fast._may_store(device) == (n_ranks == 1)
+
+
+def test_gradients_of_a_joined_projection_have_launches_of_their_own(monkeypatch):
+    monkeypatch.setattr(flash_fast, "_plans", {})
+    xs = tuple(torch.empty(1, 2, 128, 64) for _ in range(5))
+    plans = [
+        flash_fast._planned(how, xs, True) for how in (flash_fast._plan_backward, flash_fast._plan_joined_backward)
+    ]
+    assert plans[0].launches[0] is not plans[1].launches[0]
 
 
 def test_more_heads_than_a_grid_may_count_go_elsewhere(monkeypatch):
@@ -422,7 +432,7 @@ def test_the_backward_pass_through_memory_is_as_exact_as_two_passes(width, causa
 @pytest.mark.gpu
 @needs_roles
 def test_where_memory_is_short_two_passes_take_over():
-    (q, k, v, do), exact = given_at((1, 2, 2, 2048, 2048), 128, False, torch.bfloat16)
+    (q, k, v, do), exact = given_at((1, 32, 32, 2048, 2048), 128, False, torch.bfloat16)
     plan = flash_fast._plan_backward((q, k, v, q, do), False)
     backward = plan.launches[0]
     assert isinstance(backward, StoredBackward)

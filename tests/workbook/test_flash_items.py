@@ -47,12 +47,26 @@ def test_each_pair_of_a_query_and_a_key_is_computed_once_for_each_gradient(sizes
 
 @named
 @cases
-def test_the_tiles_of_parts_at_work_fit_and_do_not_overlap(sizes, n_slots):
+def test_the_tiles_of_parts_at_work_fit(sizes, n_slots):
     work = dealt(sizes, n_slots)
     assert work.n_tiles <= n_slots * n_part_tiles(sizes)
     for item in (item for items in work.lists for item in items):
         assert item.base >= 0
         assert item.base + n_part_tiles(sizes) // (1 if item.kind == 0 else sizes.group) <= work.n_tiles
+
+
+@named
+@cases
+def test_items_wait_for_all_that_wrote_or_read_their_tiles_before(sizes, n_slots):
+    items = [item for items in dealt(sizes, n_slots).lists for item in items]
+    n_items = Counter(item.counts for item in items)
+    part_of = [item.head // (sizes.group if item.kind else 1) for item in items]
+    place_of = {part: item.base // n_part_tiles(sizes) for part, item in zip(part_of, items, strict=True)}
+    for part, item in zip(part_of, items, strict=True):
+        before = [2 * p + 1 for p in place_of if p < part and place_of[p] == place_of[part]]
+        awaited = 2 * part if item.kind else max(before, default=-1)
+        assert item.counts == 2 * part + item.kind
+        assert (item.waits, item.n_waits) == (awaited, 2 * n_items[awaited])
 
 
 @named
