@@ -88,7 +88,7 @@ if GLUON:
         lanes = gl.arange(0, 32 * gl.num_warps(), layout)
         gl.inline_asm_elementwise(
             "fence.proxy.async; mov.u32 $0, $1;", "=r,r", [lanes], gl.int32, is_pure=False, pack=1
-        )  # fmt: skip
+        )
 
     @gluon.jit
     def wait_for_writes():
@@ -97,7 +97,7 @@ if GLUON:
         lanes = gl.arange(0, 32 * gl.num_warps(), layout)
         gl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [lanes], gl.int32, is_pure=False, pack=1
-        )  # fmt: skip
+        )
         fence_memory()
 
     @gluon.jit
@@ -181,6 +181,12 @@ if GLUON:
         return n
 
     @gluon.jit
+    def _own(own_s, user):
+        """A user's keys and values in shared memory."""
+        place = unknown(user)
+        return own_s.index(place), own_s.index(2 + place)
+
+    @gluon.jit
     def _use_keys(user: gl.constexpr, item, n, given, CUT: gl.constexpr):
         dk_out, dv_out, ds, counters, own_s, spare_s, ring, once, T, S, H, scale2, scale = given
         q_s, full, empty = ring[0], ring[4], ring[5]
@@ -201,30 +207,14 @@ if GLUON:
                 _let_go(empty, n, CUT)
                 n += 1
             for j in range(first, whole):
-                place = unknown(user)
+                key, value = _own(own_s, user)
                 put = (ds, ds_s, at + tile_number(j, T, S, CUT), S)
-                dk, dv, s = _queries(
-                    dk,
-                    dv,
-                    s,
-                    own_s.index(place),
-                    own_s.index(2 + place),
-                    ring,
-                    n,
-                    rows + 64 * j,
-                    cols,
-                    scale2,
-                    put,
-                    True,
-                    CUT,
-                )
+                dk, dv, s = _queries(dk, dv, s, key, value, ring, n, rows + 64 * j, cols, scale2, put, True, CUT)
                 n += 1
             for j in range(whole, end):
-                place = unknown(user)
+                key, value = _own(own_s, user)
                 put = (ds, ds_s, at + tile_number(j, T, S, CUT), S)
-                dk, dv, s = _queries(
-                    dk, dv, s, own_s.index(place), own_s.index(2 + place), ring, n, rows, cols, scale2, put, False, CUT
-                )
+                dk, dv, s = _queries(dk, dv, s, key, value, ring, n, rows, cols, scale2, put, False, CUT)
                 n += 1
             at += tile_number(end, T, S, CUT)
         _let_go(empty, n, CUT)  # the tile that came only so that the last one could look ahead
