@@ -1,4 +1,4 @@
-"""A small simulator of what the kernels with roles ask of a Hopper GPU: Gluon's operations on tensors, one program at a time.
+"""A small simulator of what the kernels with roles ask of a Hopper GPU: Gluon's operations on tensors.
 
 The kernels' own Python runs here, with other meanings for Gluon's names. It shows what a GPU shows only now and then: every
 role runs in a thread of its own, an asynchronous copy or product may happen at any time between its start and the wait for
@@ -6,7 +6,9 @@ it, and which of all that comes next is drawn at random. A copy puts NaN into it
 read too early, or overwritten too early, spoils the result. A program in which nothing can go on is a `Fault`, as are reads
 past the end of a tensor, copies of what no fence has made visible, and work that is still under way when a program ends.
 
-Not simulated: layouts, registers, integers of 32 bits, the order in which a tensor core adds, and several programs at once.
+Programs run one after the other, or, where a launch is cooperative, at once: then one of them reads what another one writes.
+
+Not simulated: layouts, registers, integers of 32 bits, and the order in which a tensor core adds.
 """
 
 import math
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from lib.fast.flash_launch import Address, Box, Launch, _shape_of
 
-MOST_STEPS = 200_000  # of one program: more is a loop that never ends
+MOST_STEPS = 200_000  # of programs that run together: more is a loop that never ends
 
 
 class Fault(Exception):
@@ -166,6 +168,7 @@ class Role:
         self.waits: Any = None  # a function: whether the role can go on
         self.products: list[Pending] = []
         self.stores: list[Any] = []  # copies to memory that may still read shared memory
+        self.writes: list[Any] = []  # copies that have read it, and are not yet in memory
         self.started: list[Any] = []  # all of them, also those that have ended
         self.error: BaseException | None = None
 
@@ -217,22 +220,26 @@ class Machine:
             raise SystemExit
         role.waits = None
 
-    def run(self, kernel: Any, args: tuple) -> None:
-        """Run a program to its end."""
+    def start(self, kernel: Any, args: tuple) -> None:
+        """Start a program."""
         self._add_role(lambda: kernel(*args))
-        try:
-            for _ in range(MOST_STEPS):
-                if all(role.done for role in self.roles):
-                    break
-                self.step()
-            else:
-                raise Fault(f"no end after {MOST_STEPS:,} steps")
-            if self.loads:
-                raise Fault("the program ends while copies to shared memory are under way")
-        finally:
-            self.stopped = True
-            for role in self.roles:
-                role.turn.release()
+
+    def has_ended(self) -> bool:
+        """Whether all roles are done. What they have copied out is then in memory."""
+        if not all(role.done for role in self.roles):
+            return False
+        if self.loads:
+            raise Fault("the program ends while copies to shared memory are under way")
+        for role in self.roles:
+            for write in list(role.writes):
+                write()
+        return True
+
+    def stop(self) -> None:
+        """Let the threads of roles that have not ended go."""
+        self.stopped = True
+        for role in self.roles:
+            role.turn.release()
 
     def _add_role(self, run: Any) -> None:
         self.roles.append(Role(self, len(self.roles) + 1, run))
@@ -247,7 +254,7 @@ class Machine:
     def step(self) -> None:
         """One role goes on to its next pause, or one copy is made."""
         ready = [role for role in self.roles if not role.done and (role.waits is None or role.waits())]
-        copies = self.loads + [copy for role in self.roles for copy in role.stores]
+        copies = self.loads + [copy for role in self.roles for copy in role.stores + role.writes]
         if copies and (not ready or self.random.random() < self.hurry):
             self.random.choice(copies)()
             return
@@ -294,8 +301,14 @@ class Machine:
         role, at = self.current, list(map(int, at))
 
         def store() -> None:
+            values = source.seen().clone()
+
+            def write() -> None:
+                role.writes.remove(write)
+                target.write(at, values)
+
             role.stores.remove(store)
-            target.write(at, source.seen())
+            role.writes.append(write)
 
         source.seen()
         role.stores.append(store)
@@ -308,6 +321,10 @@ class Machine:
             : len(role.started) - pendings
         ]  # the most recent ones may go on, whether or not they have ended
         self.pause(lambda: not any(copy in role.stores for copy in older))
+
+    def wait_for_writes(self) -> None:
+        role = self.current
+        self.pause(lambda: not role.stores and not role.writes)
 
     def fence(self) -> None:
         """Show copies and products what this role has stored."""
@@ -383,7 +400,7 @@ def _names(machine: Machine) -> dict[str, Any]:
         "gl": language, "tl": language, "mbarrier": barriers, "tma": SimpleNamespace(store_wait=machine.store_wait),
         "copy_in": machine.copy_in, "copy_out": machine.copy_out, "fence_async_shared": machine.fence, "RENAMED": True,
         "warpgroup_mma": machine.product, "warpgroup_mma_wait": machine.product_wait,
-        "fence_memory": lambda: None, "unknown": lambda n: n, "barrier": lambda: None, "wait_for_writes": lambda: machine.store_wait(0),
+        "fence_memory": lambda: None, "unknown": lambda n: n, "barrier": lambda: None, "wait_for_writes": machine.wait_for_writes,
         "_exp2": lambda x, _: torch.exp2(x), "_inverse": lambda x, _: 1 / x,
     }  # fmt: skip
 
@@ -428,9 +445,34 @@ def simulate(launch: Launch, *tensors: Tensor, seed: int = 0, change: Any = None
         Fault: the program does what the hardware does not allow, or can't go on.
     """
     n_x, n_y = launch.grid
-    for i in range(n_x * n_y):
-        machine = Machine(seed + i, (i % n_x, i // n_x), launch.grid)
+    places = [(i % n_x, i // n_x) for i in range(n_x * n_y)]
+    if launch.options.get("launch_cooperative_grid"):
+        _run_together(launch, places, tensors, seed, change)
+    else:
+        for i, place in enumerate(places):
+            _run_together(launch, [place], tensors, seed + i, change)
+
+
+def _run_together(
+    launch: Launch, places: list[tuple[int, int]], tensors: tuple[Tensor, ...], seed: int, change: Any
+) -> None:
+    machines = [Machine(seed + i, place, launch.grid) for i, place in enumerate(places)]
+    chance, left = random.Random(seed), list(machines)
+    for machine in machines:
         names = _names(machine)
         if change is not None:
             change(names)
-        machine.run(_python_of(launch.kernel, names, {}), tuple(_argument(arg, tensors) for arg in launch.args))
+        kernel = _python_of(launch.kernel, names, {})
+        machine.start(kernel, tuple(_argument(arg, tensors) for arg in launch.args))
+    try:
+        for _ in range(MOST_STEPS):
+            machine = chance.choice(left)
+            machine.step()
+            if machine.has_ended():
+                left.remove(machine)
+            if not left:
+                return
+        raise Fault(f"no end after {MOST_STEPS:,} steps")
+    finally:
+        for machine in machines:
+            machine.stop()

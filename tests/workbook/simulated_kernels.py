@@ -75,12 +75,12 @@ def exact_attention(q: Any, k: Any, v: Any, do: Any, causal: bool) -> tuple[torc
 
 
 def stored(shape: tuple[int, ...], causal: bool, n_parts: int, seed: int, **options: Any) -> dict[str, float]:
-    """The backward pass through memory that holds dS of so many parts, by a single program."""
+    """The backward pass through memory that holds dS of so many parts, by three programs at once."""
     B, H, G, T, S, D = shape
     q, do, k, v = (torch.randn(B, n, t, D).bfloat16() for n, t in ((H, T), (H, T), (G, S), (G, S)))
     o, scores, wanted = exact_attention(q, k, v, do, causal)
     found, sizes = [torch.full_like(x, math.nan) for x in (q, k, v)], Sizes(B, H, H // G, T, S, D, causal)
-    backward = StoredBackward(sizes, q.device, 1, n_parts * flash_items.n_part_tiles(sizes))
+    backward = StoredBackward(sizes, q.device, 3, n_parts * flash_items.n_part_tiles(sizes))
     spoiled = {torch.bfloat16: math.nan, torch.float32: math.nan, torch.int32: -(2**20)}
     with (
         patch.object(Launch, "__call__", lambda launch, *tensors: simulate(launch, *tensors, seed=seed, **options)),
@@ -192,6 +192,10 @@ BREAKS = {
     "a tile is released while a product reads it": hasty_add,
     "nobody waits for a turn": out_of_turn,
 }
+STORED_BREAKS = {
+    "no item waits for others": leave_out("await_count"),
+    "an item is counted before its results are in memory": leave_out("wait_for_writes"),
+}
 
 
 def cases() -> Iterator[tuple[str, Callable[..., dict[str, float]]]]:
@@ -234,6 +238,9 @@ def main() -> None:
         broken[name] = [
             outcome(lambda seed, **kw: around_gelu("tanh", 1, seed, **kw), seed, change=change) for seed in SEEDS
         ]
+    how = STORED["a place for one of four parts"]
+    for name, change in STORED_BREAKS.items():
+        broken[name] = [outcome(lambda seed, **kw: stored(*how, seed, **kw), seed, change=change) for seed in SEEDS]
     print(json.dumps({"found": found, "broken": broken}))
 
 
