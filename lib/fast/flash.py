@@ -56,9 +56,6 @@ ROLES_TABLE: dict[tuple[int, bool], tuple[Tiles | Roles, Tiles | Roles, Tiles | 
 # Tiles for sequences of at most SHORT_LENGTH tokens, for which other, mostly smaller programs are faster.
 # None means that the other tables apply (lib.bench.flash_short).
 SHORT_LENGTH, RAGGED_LENGTH = 1024, 512
-# Fewest queries, and keys, for which dS goes through memory in the backward pass at width 128, with a mask and without one.
-LONG = {True: 4096, False: 2048}
-ENOUGH_KEYS = 2**16  # fewest keys, over all heads, with which every multiprocessor was measured to have enough to do
 SHORT: dict[tuple[int, bool], tuple[Tiles | None, Tiles | None, Tiles | None]] = {
     (64, True): (Tiles(64, 64, 4, 2, 168, heads_first=True), Tiles(64, 32, 4, 3, heads_first=True), None),
     (64, False): (TABLE[64, False][0], None, None),
@@ -72,6 +69,9 @@ RAGGED = {
 # Fewest queries (keys for dK/dV), counted over all heads, for kernels with roles: with fewer, these kernels leave
 # multiprocessors idle (lib.bench.flash_short).
 ENOUGH_ROWS = (2**16, 2**15, 2**15)
+# Fewest queries, and keys, for which dS goes through memory in the backward pass at width 128, with a mask and without one.
+LONG = {True: 4096, False: 2048}
+ENOUGH_KEYS = 2**16  # fewest keys, over all heads, with which every multiprocessor was measured to have enough to do
 # Cases in which none of PyTorch's kernels was measured to be faster (lib.bench.flash_shapes). QUICKEST has pairs of
 # width and mask. QUICKEST_SHORT, for at most RAGGED_LENGTH tokens without a mask, has pairs of width and whether 128
 # fails to divide a length.

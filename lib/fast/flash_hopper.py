@@ -438,9 +438,8 @@ if GLUON:
         if MASK:
             weights = gl.where(rows[None, :] >= cols[:, None], weights, 0.0)
         if CUT.kernel == "stored" and CUT.ragged:
-            weights = gl.where(
-                cols[:, None] < put[3], weights, 0.0
-            )  # keys beyond the last one: infinity * 0 would spoil dQ
+            # keys beyond the last one: infinity * 0 would spoil dQ
+            weights = gl.where(cols[:, None] < put[3], weights, 0.0)
         narrow = gl.convert_layout(weights.to(key.dtype), left(CUT.width))
         sums = sums_s.index(place).load(gl.SliceLayout(0, acc(CUT.tile)))
         dv = warpgroup_mma(narrow, grad, dv, is_async=True)

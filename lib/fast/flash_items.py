@@ -12,10 +12,8 @@ from lib.fast.flash_launch import Sizes
 
 TILE_BYTES = 64 * 64 * 2
 SCRATCH_BYTES = 2**31  # for dS
-START, DQ_COST = (
-    12.0,
-    2.5,
-)  # of an item, and of a tile of keys for dQ, in units of `cost`; found by timing items on an H100
+# What an item costs before its first tile, and what dQ costs for a tile of keys, in units of `cost`; timed on an H100.
+START, DQ_COST = 12.0, 2.5
 DQ_SHARE = 0.2  # of the programs compute dQ at a time, while there is dK/dV to compute: more would wait for memory
 
 
@@ -80,9 +78,8 @@ def n_key_tiles(j: int, sizes: Sizes) -> int:
 def items_of(part: int, sizes: Sizes, n_slots: int) -> tuple[list[Item], list[Item]]:
     """The items of a part for dK/dV, which wait for dQ of the part that had its place in memory, and those for dQ."""
     each, base = n_part_tiles(sizes) // sizes.group, part % n_slots * n_part_tiles(sizes)
-    blocks = range(
-        -(-sizes.s // 128)
-    )  # each of them is seen, because there are no more rows than keys under a causal mask
+    # each block of keys is seen, because there are no more rows than keys under a causal mask
+    blocks = range(-(-sizes.s // 128))
     firsts = range(0, n_row_tiles(sizes), 4)
     waits, n_waits = (2 * (part - n_slots) + 1, 2 * len(firsts) * sizes.group) if part >= n_slots else (-1, 0)
     for_keys = [Item(0, part, block, base, waits, n_waits, 2 * part) for block in blocks]

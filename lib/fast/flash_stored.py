@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 
 from lib.fast.flash_hopper import GLUON, Roles, box
-from lib.fast.flash_items import Work, deal
+from lib.fast.flash_items import Item, Work, deal
 from lib.fast.flash_launch import LENGTHS, Address, Box, Launch, Sizes
 from lib.given.kernels.tiles import LOG2E, tl, triton
 
 ROWS = 64  # of a program of `statistics_kernel`
 STAGES = 4
-FIELDS = 8  # numbers of an `Item`
+FIELDS = len(Item._fields)
 
 
 @triton.jit(do_not_specialize=(*LENGTHS, "n_rows", "padded", "n_counters"))
@@ -77,27 +77,27 @@ if GLUON:
         warpgroup_mma_wait,
     )
 
+    NEXT = gl.constexpr(FIELDS)  # from an item to the next
     barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # the first name in newer versions of Triton
 
     # ---- programs that wait for each other ---------------------------------------------------------------------------
 
     @gluon.jit
-    def fence_memory():
-        """Order what the copy engine does in the GPU's memory with what other instructions do there."""
+    def _execute(instruction: gl.constexpr):
+        """Let every thread of this role execute an instruction of PTX; the number that it moves is not used."""
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         lanes = gl.arange(0, 32 * gl.num_warps(), layout)
-        gl.inline_asm_elementwise(
-            "fence.proxy.async; mov.u32 $0, $1;", "=r,r", [lanes], gl.int32, is_pure=False, pack=1
-        )
+        gl.inline_asm_elementwise(instruction, "=r,r", [lanes], gl.int32, is_pure=False, pack=1)
+
+    @gluon.jit
+    def fence_memory():
+        """Order what the copy engine does in the GPU's memory with what other instructions do there."""
+        _execute("fence.proxy.async; mov.u32 $0, $1;")
 
     @gluon.jit
     def wait_for_writes():
         """Wait until all that this group has copied out is in memory, and not only out of its shared memory."""
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        lanes = gl.arange(0, 32 * gl.num_warps(), layout)
-        gl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [lanes], gl.int32, is_pure=False, pack=1
-        )
+        _execute("cp.async.bulk.wait_group 0; mov.u32 $0, $1;")
         fence_memory()
 
     @gluon.jit
@@ -316,7 +316,7 @@ if GLUON:
             else:
                 n = _load_rows(item, n, for_rows, CUT)
             n_items += 1
-            item += 8
+            item += NEXT
             kind = gl.load(item)
 
     @gluon.jit
@@ -332,7 +332,7 @@ if GLUON:
             tma.store_wait(0)
             mbarrier.arrive(idle)
             count(counters, gl.load(item + 6))
-            item += 8
+            item += NEXT
             kind = gl.load(item)
 
     @gluon.jit(do_not_specialize=(*LENGTHS, "each", "n_rows", "padded"))
