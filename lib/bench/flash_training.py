@@ -39,9 +39,7 @@ class Trainer:
         self.task, self.batch = task, task.batch(batch)
         model = task.build("ours", RUNG, None)
         vit = task.name == "vit"
-        path = FastPath(
-            dtype=torch.bfloat16, attention=attention, loss_kernel=not vit, gelu_kernel=True, heads_kernel=True
-        )
+        path = FastPath(dtype=torch.bfloat16, attention=attention, loss_kernel=not vit, kernels=True)
         self.loss: Callable[[Tensor, Tensor], Tensor]
         self.model: torch.nn.Module
         if vit:

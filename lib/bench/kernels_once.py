@@ -7,6 +7,7 @@ PyTorch's allocator otherwise hands out parts of large blocks, where a neighbour
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -19,6 +20,7 @@ from lib.fast.gelu import bias_gelu
 from lib.fast.grouped import grouped_matmul_fast, weight_gradients_fast
 from lib.fast.heads import split_heads
 from lib.fast.loss import linear_cross_entropy
+from lib.fast.norms import norm_and_bias
 from lib.flash_attention import FlashAttentionTriton, flash_attention
 from lib.given.kernels.int4 import launch_int4_matmul
 from lib.given.models.llama import LlamaConfig
@@ -123,6 +125,8 @@ def main() -> None:
     for rows, n_heads in (((4, 77, 120), 5), ((300, 48), 2)):
         x, bias = normal(*rows, device=device, dtype=torch.bfloat16), normal(rows[-1], device=device)
         run(f"split_heads {rows}", lambda x=x, bias=bias, h=n_heads: torch.stack(split_heads(x, bias, h)), device)
+        bias, layer = normal(rows[-1], device=device), torch.nn.LayerNorm(rows[-1], device=device)
+        run(f"norm_and_bias {rows}", lambda x=x, b=bias, n=layer: torch.stack(norm_and_bias(x, n, b)), device)
     hidden, head = (normal(*s, device=device, dtype=torch.bfloat16) for s in ((30, 16), (5008, 16)))
     targets = torch.randint(5001, (30,), device=device)
     run("softmax_loss", lambda: linear_cross_entropy(hidden, head, targets, 5001), device)
@@ -141,7 +145,9 @@ def main() -> None:
     ):
         for heads in (2, 512):  # few rows get other kernels than many
             x = normal(1, t, heads + 2 * (heads // 2), width, device=device, dtype=torch.bfloat16)
-            run(f"joined {width}, {t}", lambda x=x, h=heads, c=causal: flash_attention_joined(x, h, c), device)
+            bias = normal(x.shape[2] * width, device=device)
+            call = partial(flash_attention_joined, x, heads, causal, bias)
+            run(f"joined {width}, {t}", call, device)
     for t, s in ((70, 197), (197, 70)) if device == "cuda" else ():
         q, k, v = (normal(1, n, 64, 64, device=device, dtype=torch.bfloat16).transpose(1, 2) for n in (t, s, s))
         run(f"attention, {t} x {s}", lambda q=q, k=k, v=v: flash_attention(q, k, v, True), device)

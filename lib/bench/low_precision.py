@@ -178,7 +178,7 @@ class Bench:
         in_graph, is_vit = how == GRAPH and self.device.type == "cuda", isinstance(model, VisionTransformer)
         path = fast.Path(dtype=torch.bfloat16, loss_kernel=not self.tiny)
         if how == GRAPH:
-            path = dataclasses.replace(path, attention="quickest", gelu_kernel=True, heads_kernel=True)
+            path = dataclasses.replace(path, attention="quickest", kernels=True)
         compute: Any = fast.vit_block if is_vit else fast.gpt2_block
         compute = torch.compile(compute, dynamic=False) if how != NOT_COMPILED and not self.tiny else compute
         sizes = {} if is_vit else {"n_heads": model.config.n_heads}

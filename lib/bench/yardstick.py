@@ -216,7 +216,7 @@ def our_parts(cell: Cell, state: dict[str, Tensor], path: FastPath, make: Callab
 
 def path_of(cell: Cell) -> FastPath:
     """The path on which our model is timed."""
-    return FastPath(dtype=DTYPE, gelu_kernel=True, heads_kernel=True, attention=cell.attention)
+    return FastPath(dtype=DTYPE, kernels=True, attention=cell.attention)
 
 
 def make_ours(cell: Cell, state: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Racer:

@@ -20,6 +20,7 @@ from lib.fast.flash_items import n_tiles_in_memory
 from lib.fast.flash_launch import LENGTHS, Address, Box, Launch, Sizes, can_be_read, is_watched
 from lib.fast.flash_stored import StoredBackward, has_collectives
 from lib.fast.grouped import n_programs
+from lib.fast.sums import add_rows
 from lib.given.kernels.once import NO_SECOND_DERIVATIVE
 from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, LN2, LOG2E, check_shapes, tl, triton
 
@@ -185,13 +186,14 @@ def _keys_back(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def fast_dq_kernel(
-    q, k, v, o, do, dq, lse, stats, n_rows, T, S, H, padded, scale2, scale,
+    q, k, v, o, do, dq, lse, stats, sums, n_rows, T, S, H, padded, scale2, scale,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
-    HEADS_FIRST: tl.constexpr, RAGGED: tl.constexpr,
+    HEADS_FIRST: tl.constexpr, RAGGED: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """Like ``flash_backward_dq_kernel``. Stores stats [2, heads * padded] for dK/dV: lse in base 2, and row sums of o * do.
 
     A row that has no key, or that lies beyond the last token, gets an lse of infinity, so that dK/dV finds weights of 0.
+    With SUMS also stores sums [batches, tiles, 2, H, D]: dQ and dO, each summed over the rows of a tile.
     """
     if HEADS_FIRST:
         head, i = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
@@ -204,23 +206,30 @@ def fast_dq_kernel(
     query = _tile(q, b, h, start, ROWS, D)
     grad = _tile(do, b, h, start, ROWS, D)
     out = _tile(o, b, h, start, ROWS, D)
-    sums = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
+    along = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
     if RAGGED:
         lse2 = tl.load(lse + head * T + rows, mask=rows < T, other=float("inf")) * LOG2E
         lse2 = tl.where(lse2 == -float("inf"), float("inf"), lse2)
         tl.store(stats + head * padded + rows, lse2, mask=rows < padded)
-        tl.store(stats + n_rows + head * padded + rows, sums, mask=rows < padded)
+        tl.store(stats + n_rows + head * padded + rows, along, mask=rows < padded)
     else:
         lse2 = tl.load(lse + head * T + rows) * LOG2E
         tl.store(stats + head * padded + rows, lse2)
-        tl.store(stats + n_rows + head * padded + rows, sums)
+        tl.store(stats + n_rows + head * padded + rows, along)
     acc = tl.zeros([ROWS, D], tl.float32)
     whole, end = _bounds(start, T, S, ROWS, COLS, CAUSAL)
     sees = rows + S - T if CAUSAL else tl.zeros([ROWS], tl.int32) + S - 1
-    acc = _keys_back(acc, query, grad, lse2, sums, k, v, b, g, 0, whole, sees, scale2, COLS, D, False)
+    acc = _keys_back(acc, query, grad, lse2, along, k, v, b, g, 0, whole, sees, scale2, COLS, D, False)
     if CAUSAL or RAGGED:
-        acc = _keys_back(acc, query, grad, lse2, sums, k, v, b, g, whole, end, sees, scale2, COLS, D, True)
-    dq.store([b, h, start, 0], (acc * scale).to(query.dtype).reshape(1, 1, ROWS, D))
+        acc = _keys_back(acc, query, grad, lse2, along, k, v, b, g, whole, end, sees, scale2, COLS, D, True)
+    result = (acc * scale).to(query.dtype)
+    dq.store([b, h, start, 0], result.reshape(1, 1, ROWS, D))
+    if SUMS:  # products with ones: tensor cores add up a column in a quarter of the time that threads take
+        sums += ((b * tl.cdiv(padded, ROWS) + i) * 2 * H + h) * D
+        at, ones = tl.arange(0, D)[None, :] + tl.zeros([64, 1], tl.int32), tl.full([64, ROWS], 1.0, query.dtype)
+        first = tl.arange(0, 64)[:, None] == 0  # 64 rows, all alike, are the least that a product has
+        tl.store(sums + at, tl.dot(ones, result, input_precision="ieee"), mask=first)
+        tl.store(sums + H * D + at, tl.dot(ones, grad, input_precision="ieee"), mask=first)
 
 
 @triton.jit
@@ -352,15 +361,15 @@ def launch_forward(sizes: Sizes, tiles: Tiles | Roles) -> Launch:
     return Launch(fast_forward_kernel, _grid(sizes, tiles, sizes.t), args, **_options(tiles))
 
 
-def launch_dq(sizes: Sizes, tiles: Tiles | Roles) -> Launch:
-    """The launch for (q, k, v, o, do, dq, lse, stats)."""
+def launch_dq(sizes: Sizes, tiles: Tiles | Roles, has_sums: bool = False) -> Launch:
+    """The launch for (q, k, v, o, do, dq, lse, stats), and with ``has_sums`` for the kernel's sums too; kernels with roles have none."""
     if isinstance(tiles, Roles):
         return hopper_dq(sizes, tiles)
     rows, cols = (1, 1, tiles.rows, sizes.width), (1, 1, tiles.cols, sizes.width)
     args = (
         Box(0, rows), Box(1, cols), Box(2, cols), Box(3, rows), Box(4, rows), Box(5, rows), Address(6), Address(7),
-        sizes.n_rows, sizes.t, sizes.s, sizes.n_heads, sizes.padded, sizes.scale * math.log2(math.e), sizes.scale,
-        sizes.group, sizes.width, tiles.rows, tiles.cols, sizes.causal, tiles.heads_first, sizes.ragged,
+        Address(8 if has_sums else 7), sizes.n_rows, sizes.t, sizes.s, sizes.n_heads, sizes.padded, sizes.scale * math.log2(math.e), sizes.scale,
+        sizes.group, sizes.width, tiles.rows, tiles.cols, sizes.causal, tiles.heads_first, sizes.ragged, has_sums,
     )  # fmt: skip
     return Launch(fast_dq_kernel, _grid(sizes, tiles, sizes.padded), args, **_options(tiles))
 
@@ -479,26 +488,32 @@ class TwoPasses(NamedTuple):
     for_dkdv: Launch
     stats: Like
 
-    def __call__(self, q, k, v, o, do, lse, dq, dk, dv) -> None:
-        """Fill dq, dk and dv; lse is contiguous."""
+    def __call__(self, q, k, v, o, do, lse, dq, dk, dv, *sums) -> None:
+        """Fill dq, dk and dv, and the sums of `launch_dq` if it was made for them; lse is contiguous."""
         stats = self.stats.new()
-        self.for_dq(q, k, v, o, do, dq, lse, stats)
+        self.for_dq(q, k, v, o, do, dq, lse, stats, *sums)
         self.for_dkdv(q, k, v, do, dk, dv, stats)
 
 
-def _plan_backward(xs: tuple[Tensor, ...], is_causal: bool) -> Plan:
+def _plan_backward(xs: tuple[Tensor, ...], is_causal: bool, has_sums: bool = False) -> Plan:
+    """``has_sums``: the results include dQ's sums, if the kernels chosen for these sizes compute them."""
     q, k, v = xs[:3]
     sizes = sizes_of(q, k, is_causal)
     _, for_dq, for_dkdv = tiles_for(q, k, is_causal)
-    two_passes = TwoPasses(launch_dq(sizes, for_dq), launch_dkdv(sizes, for_dkdv), _statistics(q, 2, sizes.n_rows))
     n_tiles = n_stored_tiles(q.device, sizes)
+    sums: tuple[Like, ...] = ()
+    if has_sums and not n_tiles and isinstance(for_dq, Tiles):
+        n = triton.cdiv(sizes.padded, for_dq.rows)
+        sums = (_statistics(q, sizes.n_batches, n, 2, sizes.n_heads, sizes.width),)
+    launch = launch_dq(sizes, for_dq, has_sums=bool(sums))
+    two_passes = TwoPasses(launch, launch_dkdv(sizes, for_dkdv), _statistics(q, 2, sizes.n_rows))
     stored = StoredBackward(sizes, q.device, n_programs(q.device), n_tiles, two_passes) if n_tiles else None
-    return Plan(_copied(xs), (_like(q), _like(k), _like(v)), (stored or two_passes,))
+    return Plan(_copied(xs), (_like(q), _like(k), _like(v), *sums), (stored or two_passes,))
 
 
-def _plan_joined_backward(xs: tuple[Tensor, ...], is_causal: bool) -> Plan:
+def _plan_joined_backward(xs: tuple[Tensor, ...], is_causal: bool, has_sums: bool) -> Plan:
     """As `_plan_backward`, but kept apart: a launch belongs to the strides of its gradients too."""
-    return _plan_backward(xs, is_causal)
+    return _plan_backward(xs, is_causal, has_sums)
 
 
 # ---- the kernels as functions of tensors --------------------------------------------------------------------------------
@@ -563,12 +578,32 @@ def _joined_forward(x: Tensor, n_heads: int, is_causal: bool) -> tuple[Tensor, T
     return o.transpose(1, 2), lse
 
 
-def _joined_backward(x: Tensor, o: Tensor, do: Tensor, lse: Tensor, n_heads: int, is_causal: bool) -> Tensor:
+def _joined_backward(
+    x: Tensor, o: Tensor, do: Tensor, lse: Tensor, n_heads: int, is_causal: bool, has_bias: bool
+) -> tuple[Tensor, Tensor]:
+    """The joined gradient; and for `_bias_gradient` the sums [2, H, D] of dQ and dO over all tokens, with ``has_bias``."""
     dx = torch.empty_strided(x.shape, _joined_strides(x), dtype=x.dtype, device=x.device)
     xs = (*split_joined(x, n_heads), o.transpose(1, 2), do.transpose(1, 2))
-    plan = _planned(_plan_joined_backward, xs, is_causal)
-    plan.launches[0](*plan.legible(xs), lse.contiguous(), *split_joined(dx, n_heads))
-    return dx
+    plan = _planned(_plan_joined_backward, xs, is_causal, has_bias)
+    sums = [like.new() for like in plan.results[3:]]
+    plan.launches[0](*plan.legible(xs), lse.contiguous(), *split_joined(dx, n_heads), *sums)
+    if not has_bias:
+        return dx, x.new_empty(0, dtype=torch.float32)
+    if sums:
+        return dx, add_rows(sums[0].flatten(0, 1))[..., : x.shape[-1]].contiguous()
+    return dx, torch.stack([y.sum((0, 1), dtype=torch.float32) for y in (dx[:, :, :n_heads], do)])
+
+
+def _bias_gradient(sums: Tensor, n_groups: int) -> Tensor:
+    """The gradient of a joined projection's bias ``[(H + 2 * G) * D]``, in float32.
+
+    The bias of the keys adds the same number to all scores of a row, which the softmax does not see: its gradient is zero.
+    The bias of the values adds itself to every output, because a row's weights add up to one: its gradient is the sum of the
+    outputs' gradients. So only the queries' gradient is summed.
+    """
+    of_queries, of_outputs = sums
+    of_values = of_outputs.unflatten(0, (n_groups, -1)).sum(1)
+    return torch.cat([of_queries, torch.zeros_like(of_values), of_values]).flatten()
 
 
 def _joined_strides(x: Tensor) -> tuple[int, ...]:
@@ -596,15 +631,17 @@ def backward_operator(
 
 
 @torch.library.custom_op("workbook::flash_joined_forward", mutates_args=())
-def joined_forward_operator(x: Tensor, n_heads: int, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention on a joined projection; returns ``[B, T, H, D]`` and the logsumexp ``[B, H, T]``."""
+def joined_forward_operator(x: Tensor, bias: Tensor | None, n_heads: int, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention on a joined projection; returns ``[B, T, H, D]`` and the logsumexp ``[B, H, T]``. The bias gets a gradient."""
     return _joined_forward(x, n_heads, is_causal)
 
 
 @torch.library.custom_op("workbook::flash_joined_backward", mutates_args=())
-def joined_backward_operator(x: Tensor, o: Tensor, do: Tensor, lse: Tensor, n_heads: int, is_causal: bool) -> Tensor:
-    """The gradient of a joined projection, joined too."""
-    return _joined_backward(x, o, do, lse, n_heads, is_causal)
+def joined_backward_operator(
+    x: Tensor, o: Tensor, do: Tensor, lse: Tensor, n_heads: int, is_causal: bool, has_bias: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradient of a joined projection, joined too, and the sums for the gradient of its bias."""
+    return _joined_backward(x, o, do, lse, n_heads, is_causal, has_bias)
 
 
 def _fake_like(x: Tensor) -> Tensor:
@@ -623,14 +660,15 @@ def _(q, k, v, o, do, lse, is_causal):
 
 
 @joined_forward_operator.register_fake
-def _(x, n_heads, is_causal):
+def _(x, bias, n_heads, is_causal):
     b, t, _, d = x.shape
     return x.new_empty(b, t, n_heads, d), x.new_empty(b, n_heads, t, dtype=torch.float32)
 
 
 @joined_backward_operator.register_fake
-def _(x, o, do, lse, n_heads, is_causal):
-    return x.new_empty(x.shape)
+def _(x, o, do, lse, n_heads, is_causal, has_bias):
+    shape = (2, n_heads, x.shape[-1]) if has_bias else (0,)
+    return x.new_empty(x.shape), x.new_empty(shape, dtype=torch.float32)
 
 
 def _refuse(ctx, *grads):
@@ -653,14 +691,22 @@ def _differentiate(ctx, do, _):
 
 
 def _save_joined(ctx, inputs, output):
-    x, ctx.n_heads, ctx.is_causal = inputs
+    x, bias, ctx.n_heads, ctx.is_causal = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.save_for_backward(x, *output)
     ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate_joined(ctx, do, _):
+def _joined_gradients(ctx, do, compute):
     x, o, lse = ctx.saved_tensors
-    return joined_backward_operator(x, o, do, lse, ctx.n_heads, ctx.is_causal), None, None
+    has_bias = ctx.bias_dtype is not None
+    dx, sums = compute(x, o, do, lse, ctx.n_heads, ctx.is_causal, has_bias)
+    d_bias = _bias_gradient(sums, (x.shape[2] - ctx.n_heads) // 2).to(ctx.bias_dtype) if has_bias else None
+    return dx, d_bias, None, None
+
+
+def _differentiate_joined(ctx, do, _):
+    return _joined_gradients(ctx, do, joined_backward_operator)
 
 
 forward_operator.register_autograd(_differentiate, setup_context=_save)
@@ -689,17 +735,15 @@ class EagerJoined(torch.autograd.Function):
     """`Eager` for a joined projection."""
 
     @staticmethod
-    def forward(ctx, x, n_heads, is_causal):
+    def forward(ctx, x, bias, n_heads, is_causal):
         o, lse = _joined_forward(x, n_heads, is_causal)
-        ctx.n_heads, ctx.is_causal = n_heads, is_causal
+        ctx.n_heads, ctx.is_causal, ctx.bias_dtype = n_heads, is_causal, None if bias is None else bias.dtype
         ctx.save_for_backward(x, o, lse)
         return o
 
     @staticmethod
     def backward(ctx, do):
-        x, o, lse = ctx.saved_tensors
-        compute = joined_backward_operator if torch.is_grad_enabled() else _joined_backward
-        return compute(x, o, do, lse, ctx.n_heads, ctx.is_causal), None, None
+        return _joined_gradients(ctx, do, joined_backward_operator if torch.is_grad_enabled() else _joined_backward)
 
 
 _capabilities: dict[torch.device, tuple[int, int]] = {}
@@ -759,17 +803,26 @@ def flash_attention_fast(
 
 
 def flash_attention_joined(
-    x: Float[Tensor, "b t n d"], n_heads: int, is_causal: bool = False
+    x: Float[Tensor, "b t n d"], n_heads: int, is_causal: bool = False, bias: Float[Tensor, " width"] | None = None
 ) -> Float[Tensor, "b t h d"]:
     """Attention on a joined projection ``[B, T, H + 2 * G, D]`` where `fits_fast` holds; its gradient is joined too.
 
+    Args:
+        x: The projection.
+        n_heads: H, heads of queries.
+        is_causal: Whether a token sees only tokens up to itself.
+        bias: A bias ``[(H + 2 * G) * D]`` that was added to ``x`` detached. It gets its gradient from here, where most of it
+            costs nothing (`_bias_gradient`).
+
     Raises:
-        ValueError: x has no such shape for this number of heads.
+        ValueError: x has no such shape for this number of heads, or the bias does not fit it.
     """
+    if bias is not None and bias.shape != (x.shape[-2:].numel(),):
+        raise ValueError(f"bias {tuple(bias.shape)}, expected [N * D] for x {tuple(x.shape)} = [B, T, N, D]")
     if is_watched(x):
         split_joined(x, n_heads)
-        return joined_forward_operator(x, n_heads, is_causal)[0]
-    return EagerJoined.apply(x, n_heads, is_causal)
+        return joined_forward_operator(x, bias, n_heads, is_causal)[0]
+    return EagerJoined.apply(x, bias, n_heads, is_causal)
 
 
 # ---- the two halves for other modules -------------------------------------------------------------------------------------

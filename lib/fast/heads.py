@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lib.fast.sums import add_rows
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, tl, triton
 
 ROWS, COLS, STEPS = 16, 256, 8
@@ -54,7 +55,7 @@ def launch_join(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         join_heads_kernel[(n_chunks, 3, triton.cdiv(width, COLS))](
             q, k, v, out, sums, n_rows, width, ROWS, COLS, STEPS, num_warps=4
         )
-    return out, sums.sum(0)
+    return out, add_rows(sums)
 
 
 # ---- as PyTorch and its compiler see it ------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from lib.fast.flash_hopper import GLUON, PROVEN
 from lib.fast.flash_launch import VERSION, Address, Launch
 from lib.fast.gelu import _gelu_and_slope
 from lib.fast.grouped import Cut, described, launches, n_programs
+from lib.fast.sums import add_rows
 
 FORWARD, BACKWARD = Cut(columns=128, stages=6, users=1, transposed=True), Cut(columns=128, stages=4, users=1)
 
@@ -267,7 +268,7 @@ def launch_backward(x: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, T
     sums = x.new_empty(_cdiv(n_rows, 128), columns, dtype=torch.float32)
     key = (n_rows, width, columns, n_programs(x.device))
     launches(_backward_launch, key, x, weight, slope, out, sums)(x, weight, slope, out, sums)
-    return out, sums.sum(0)
+    return out, add_rows(sums)
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -15,12 +15,13 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lib.fast.flash import fits_fast, flash_attention_fast, flash_attention_joined, is_quickest, split_joined
+from lib.fast.flash import fits_fast, flash_attention_fast, flash_attention_joined, is_quickest
 from lib.fast.float8 import DelayedLinear
 from lib.fast.gelu import TAIL, P, bias_gelu
 from lib.fast.heads import split_heads
 from lib.fast.loss import linear_cross_entropy
 from lib.fast.mlp import fits, mlp
+from lib.fast.norms import norm_and_bias
 
 ATTENTIONS = ("written out", "fused", "flash", "cudnn", "workbook", "quickest")
 JOINABLE = nn.Linear | DelayedLinear  # layers whose product can be taken with other weights, or without the bias
@@ -38,10 +39,10 @@ class Path:
         loss_kernel: Compute GPT-2's last product, the loss and its gradient with ``lib.fast.loss``.
         class_token_alone: In the last block of a ViT, compute only the class token, which is all that the head reads.
         short_gelu: Compute the exact GELU with `short_gelu`, which needs one exponential and no error function.
-        gelu_kernel: Compute the GELU and the bias before it inside the products of `lib.fast.mlp` where they fit, and with `lib.fast.gelu`
-            elsewhere; takes precedence over ``short_gelu``.
-        heads_kernel: Join a ViT's gradients of queries, keys and values, and sum them for their bias, with `lib.fast.heads`.
-            Chapter 15's kernels need no such step: their gradient of a joined projection is joined.
+        kernels: Use the kernels of this folder inside of a block. The GELU and the bias before it are computed inside the products of
+            `lib.fast.mlp` where they fit, and with `lib.fast.gelu` elsewhere, also if ``short_gelu`` is set. `lib.fast.norms` computes
+            the backward pass of the norms and of the biases of a branch's last product, if the model is compiled. `lib.fast.heads`
+            joins the gradients of queries, keys and values and sums them for their bias, unless chapter 15's kernels do both.
     """
 
     dtype: torch.dtype = torch.float32
@@ -50,8 +51,7 @@ class Path:
     loss_kernel: bool = False
     class_token_alone: bool = True
     short_gelu: bool = False
-    gelu_kernel: bool = False
-    heads_kernel: bool = False
+    kernels: bool = False
 
     def __post_init__(self):
         if self.attention not in ATTENTIONS:
@@ -97,20 +97,42 @@ def norm(x: Tensor, layer: nn.LayerNorm, path: Path) -> Tensor:
 
 def linear_gelu(x: Tensor, path: Path, layer: nn.Linear, approximate: str) -> Tensor:
     """The GELU of a linear map."""
-    if path.gelu_kernel and isinstance(layer, JOINABLE):
+    if path.kernels and isinstance(layer, JOINABLE):
         return bias_gelu(_product(x, path, layer, layer.weight, None), layer.bias, approximate)
     wide = linear(x, path, layer)
     return short_gelu(wide) if path.short_gelu and approximate == "none" else F.gelu(wide, approximate=approximate)
 
 
-def mlp_of(x: Tensor, path: Path, first: nn.Linear, second: nn.Linear, approximate: str) -> Tensor:
-    """Two linear maps with a GELU between them."""
+def mlp_of(
+    x: Tensor, path: Path, first: nn.Linear, second: nn.Linear, approximate: str, has_bias: bool = True
+) -> Tensor:
+    """Two linear maps with a GELU between them; without the second one's bias if ``has_bias`` is False."""
     plain = isinstance(first, nn.Linear) and isinstance(second, nn.Linear)
-    if not (path.gelu_kernel and plain and fits(x.to(path.dtype), first.out_features)):
-        return linear(linear_gelu(x, path, first, approximate), path, second)
+    if not (path.kernels and plain and fits(x.to(path.dtype), first.out_features)):
+        return _last_product(linear_gelu(x, path, first, approximate), path, second, has_bias)
     rows, weights = x.to(path.dtype).flatten(0, -2), (first.weight.to(path.dtype), second.weight.to(path.dtype))
     inner = mlp(rows, weights[0], first.bias, weights[1], approximate).unflatten(0, x.shape[:-1])
-    return inner + second.bias.to(path.dtype)
+    return inner + second.bias.to(path.dtype) if has_bias else inner
+
+
+def _last_product(x: Tensor, path: Path, layer: Any, has_bias: bool) -> Tensor:
+    return linear(x, path, layer) if has_bias else _product(x, path, layer, layer.weight, None)
+
+
+def add_branch(x: Tensor, path: Path, layer: nn.LayerNorm, out: nn.Linear, branch: Callable[..., Tensor]) -> Tensor:
+    """Add to the stream a branch that begins with a norm and ends with the linear map ``out``.
+
+    Args:
+        x: The stream ``[B, T, C]``.
+        path: How to compute it.
+        layer: The norm.
+        out: The last linear map.
+        branch: A function ``(normed, has_bias)`` that computes the rest; with a False ``has_bias`` it leaves out the bias of ``out``.
+    """
+    if path.kernels and torch.compiler.is_compiling() and isinstance(out, JOINABLE):
+        stream, normed = norm_and_bias(x, layer, out.bias, path.dtype)
+        return stream + branch(normed, False)
+    return x + branch(norm(x, layer, path), True)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, path: Path, causal: bool) -> Tensor:
@@ -124,13 +146,24 @@ def attend(q: Tensor, k: Tensor, v: Tensor, path: Path, causal: bool) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
 
 
-def attend_joined(x: Tensor, n_heads: int, path: Path, causal: bool) -> Tensor:
-    """`attend` for one projection ``[B, T, 3*H*D]`` that holds queries, keys and values side by side."""
-    heads = x.unflatten(-1, (3 * n_heads, -1))
-    if _takes_ours(*split_joined(heads, n_heads), path, causal):
-        return flash_attention_joined(heads, n_heads, causal).flatten(2)
-    q, k, v = x.unflatten(-1, (3, n_heads, -1)).unbind(2)
-    return attend(q, k, v, path, causal)
+def self_attention(x: Tensor, n_heads: int, path: Path, causal: bool, *layers: nn.Linear) -> Tensor:
+    """Attention of a sequence ``[B, T, C]`` to itself; ``layers`` project to queries, keys and values, in one map or in three.
+
+    Where a kernel computes the gradient of the projection's bias, the product gets a detached bias.
+    """
+    like_queries = x.to(path.dtype).unflatten(-1, (n_heads, -1)).transpose(1, 2)
+    ours = _takes_ours(like_queries, like_queries, like_queries, path, causal)
+    if not (ours or path.kernels) or not all(isinstance(layer, JOINABLE) for layer in layers):
+        heads = linear(x, path, *layers).unflatten(-1, (3 * n_heads, -1))
+        if ours:
+            return flash_attention_joined(heads, n_heads, causal).flatten(2)
+        q, k, v = heads.unflatten(2, (3, n_heads)).unbind(2)
+        return attend(q, k, v, path, causal)
+    weight, bias = _side_by_side(layers)
+    heads = _product(x, path, layers[0], weight, bias.detach())
+    if ours:
+        return flash_attention_joined(heads.unflatten(-1, (3 * n_heads, -1)), n_heads, causal, bias).flatten(2)
+    return attend(*split_heads(heads, bias, n_heads), path, causal)
 
 
 def _takes_ours(q: Tensor, k: Tensor, v: Tensor, path: Path, causal: bool) -> bool:
@@ -160,9 +193,16 @@ def _written_out(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 def gpt2_block(block: Any, x: Tensor, path: Path, n_heads: int) -> Tensor:
     """One block of a ``lib.gpt2.GPT2``."""
-    heads = linear(norm(x, block.ln_1, path), path, block.attn.c_attn)
-    x = x + linear(attend_joined(heads, n_heads, path, causal=True), path, block.attn.c_proj)
-    return x + mlp_of(norm(x, block.ln_2, path), path, block.mlp.c_fc, block.mlp.c_proj, "tanh")
+    attn = block.attn
+
+    def attention(seen: Tensor, has_bias: bool) -> Tensor:
+        return _last_product(self_attention(seen, n_heads, path, True, attn.c_attn), path, attn.c_proj, has_bias)
+
+    def mlp_branch(seen: Tensor, has_bias: bool) -> Tensor:
+        return mlp_of(seen, path, block.mlp.c_fc, block.mlp.c_proj, "tanh", has_bias)
+
+    x = add_branch(x, path, block.ln_1, attn.c_proj, attention)
+    return add_branch(x, path, block.ln_2, block.mlp.c_proj, mlp_branch)
 
 
 def gpt2_loss(model: Any, tokens: Tensor, targets: Tensor, path: Path, call_blocks: bool = False) -> Tensor:
@@ -230,24 +270,20 @@ def _vit_out(final_norm: Any, head: Any, x: Tensor, path: Path, pooling: str) ->
 
 def vit_block(block: Any, x: Tensor, path: Path) -> Tensor:
     """Attention and MLP of a ``ViTBlock``, each added to its input."""
-    attn, seen = block.attn, norm(x, block.norm1, path)
-    x = x + linear(_vit_attention(attn, seen, path), path, attn.wo)
-    return x + _vit_mlp(block, x, path)
+    attn = block.attn
+
+    def attention(seen: Tensor, has_bias: bool) -> Tensor:
+        heads = self_attention(seen, attn.n_heads, path, False, attn.wq, attn.wk, attn.wv)
+        return _last_product(heads, path, attn.wo, has_bias)
+
+    return _add_vit_mlp(block, add_branch(x, path, block.norm1, attn.wo, attention), path)
 
 
-def _vit_attention(attn: Any, seen: Tensor, path: Path) -> Tensor:
-    like_queries = seen.to(path.dtype).unflatten(-1, (attn.n_heads, -1)).transpose(1, 2)
-    layers = (attn.wq, attn.wk, attn.wv)
-    joins = path.heads_kernel and all(isinstance(layer, JOINABLE) for layer in layers)
-    if joins and not _takes_ours(like_queries, like_queries, like_queries, path, causal=False):
-        weight, bias = _side_by_side(layers)
-        wide = _product(seen, path, layers[0], weight, bias.detach())
-        return attend(*split_heads(wide, bias, attn.n_heads), path, causal=False)
-    return attend_joined(linear(seen, path, *layers), attn.n_heads, path, causal=False)
+def _add_vit_mlp(block: Any, x: Tensor, path: Path) -> Tensor:
+    def mlp_branch(seen: Tensor, has_bias: bool) -> Tensor:
+        return mlp_of(seen, path, block.mlp.fc1, block.mlp.fc2, block.mlp.approximate, has_bias)
 
-
-def _vit_mlp(block: Any, x: Tensor, path: Path) -> Tensor:
-    return mlp_of(norm(x, block.norm2, path), path, block.mlp.fc1, block.mlp.fc2, block.mlp.approximate)
+    return add_branch(x, path, block.norm2, block.mlp.fc2, mlp_branch)
 
 
 def _class_token_block(block: Any, x: Tensor, path: Path) -> Tensor:
@@ -256,7 +292,7 @@ def _class_token_block(block: Any, x: Tensor, path: Path) -> Tensor:
     keys, values = linear(seen, path, attn.wk, attn.wv).unflatten(-1, (2, attn.n_heads, -1)).unbind(2)
     queries = linear(seen[:, :1], path, attn.wq).unflatten(-1, (attn.n_heads, -1))
     x = x[:, :1] + linear(attend(queries, keys, values, path, causal=False), path, attn.wo)
-    return x + _vit_mlp(block, x, path)
+    return _add_vit_mlp(block, x, path)
 
 
 # ---- the exact GELU without an error function -------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def test_gpt2_has_the_loss_and_the_gradients_of_the_plain_model(padded, attentio
     model = GPT2(config)
     tokens = torch.randint(33, (3, 8))
     plain = model(tokens[:, :-1], tokens[:, 1:])[1]
-    path = Path(attention=attention, loss_kernel=kernels, gelu_kernel=kernels)
+    path = Path(attention=attention, loss_kernel=kernels, kernels=kernels)
     fast = gpt2_loss(model, tokens[:, :-1], tokens[:, 1:], path)
     torch.testing.assert_close(fast, plain)
     torch.testing.assert_close(gradients(fast, model), gradients(plain, model), atol=2e-6, rtol=1e-4)
@@ -55,7 +55,7 @@ def test_a_float8_layer_in_a_block_is_called(kernels):
     for owner, name in ((block.attn, "c_attn"), (block.mlp, "c_fc"), (block.mlp, "c_proj")):
         setattr(owner, name, Float8Linear(getattr(owner, name), "dynamic"))
         getattr(owner, name).register_forward_hook(lambda *_, name=name: called.append(name))
-    fast = gpt2_loss(model, tokens[:, :-1], tokens[:, 1:], Path(gelu_kernel=kernels))
+    fast = gpt2_loss(model, tokens[:, :-1], tokens[:, 1:], Path(kernels=kernels))
     assert called == ["c_attn", "c_fc", "c_proj"]
     assert fast != before, "eight bits round"
     torch.testing.assert_close(fast, model(tokens[:, :-1], tokens[:, 1:])[1])
@@ -256,8 +256,7 @@ def test_compiled_rows_in_bf16_have_the_gradients_of_plain_float32():
         (Path(), lambda run: run),
         (Path(dtype=torch.bfloat16, short_gelu=True), compiled),
         (Path(dtype=torch.bfloat16, stream=torch.float32, short_gelu=True), compiled),
-        (Path(dtype=torch.bfloat16, gelu_kernel=True), compiled),
-        (Path(dtype=torch.bfloat16, gelu_kernel=True, heads_kernel=True), compiled),
+        (Path(dtype=torch.bfloat16, kernels=True), compiled),
     ):
         torch.manual_seed(0)
         parts = RowViT(VisionTransformer(ViTConfig(**WIDE)), path, 1, make).to("cuda")

@@ -120,7 +120,7 @@ def test_a_compiled_model_learns_with_scales_of_past_steps(name, kernels):
         tokens = torch.randint(64, (4, 16))
         batch = (tokens, tokens) if name == "gpt2" else (torch.randn(4, 3, 28, 28), torch.arange(4))
     replace_linears(model, DelayedLinear, skip=("head",))
-    path, scales = fast.Path(dtype=torch.bfloat16, gelu_kernel=kernels, heads_kernel=kernels), Scales(model)
+    path, scales = fast.Path(dtype=torch.bfloat16, kernels=kernels), Scales(model)
     blocks, compute = (model.h, fast.gpt2_block) if name == "gpt2" else (model.blocks, fast.vit_block)
     compute = torch.compile(compute, dynamic=False, fullgraph=True, backend="aot_eager")
     for block in blocks:

@@ -165,7 +165,7 @@ def test_a_vit_on_this_path_has_the_logits_and_the_gradients_of_the_plain_model(
     sizes = {"image_size": 8, "patch_size": 4, "n_classes": 5, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}
     model = VisionTransformer(ViTConfig(**sizes, gelu=gelu))
     images, labels, results = torch.randn(3, 3, 8, 8), torch.randint(5, (3,)), []
-    for logits in (model(images), vit_logits(model, images, Path(class_token_alone=alone, gelu_kernel=True))):
+    for logits in (model(images), vit_logits(model, images, Path(class_token_alone=alone, kernels=True))):
         model.zero_grad()
         F.cross_entropy(logits, labels).backward()
         results.append((logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))

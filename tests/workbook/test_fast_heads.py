@@ -76,7 +76,7 @@ def test_a_vit_has_the_gradients_that_it_has_without(backend):
         run = vit_loss if backend is None else torch.compile(vit_loss, backend=backend)
         return torch.autograd.grad(run(model, *batch, path), list(model.parameters()))
 
-    for got, want in zip(gradients(Path(heads_kernel=True)), gradients(Path()), strict=True):
+    for got, want in zip(gradients(Path(kernels=True)), gradients(Path()), strict=True):
         torch.testing.assert_close(got, want)
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 
-from lib.fast import interface
+from lib.fast import flash, interface
 from lib.fast.flash import (
     attention_backward,
     attention_with_lse,
@@ -139,7 +140,9 @@ def test_the_operators_pass_pytorchs_own_check():
     q = torch.randn(1, 9, 2, 16).transpose(1, 2).requires_grad_()
     k, v = (torch.randn(1, 1, 12, 16, requires_grad=True) for _ in range(2))
     torch.library.opcheck(forward_operator, (q, k, v, True))
-    torch.library.opcheck(joined_forward_operator, (torch.randn(2, 9, 4, 16, requires_grad=True), 2, False))
+    torch.library.opcheck(joined_forward_operator, (torch.randn(2, 9, 4, 16, requires_grad=True), None, 2, False))
+    biased = torch.randn(2, 9, 4, 16, requires_grad=True), torch.randn(64, requires_grad=True), 2, True
+    torch.library.opcheck(joined_forward_operator, biased)
 
 
 @interpreted
@@ -160,6 +163,57 @@ def test_a_joined_projection_gets_a_joined_gradient_compiled_or_not():
         torch.testing.assert_close(o, plain.transpose(1, 2), atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(found, torch.cat(parts, 1).transpose(1, 2), atol=1e-5, rtol=1e-4)
         assert found.is_contiguous()
+
+
+@interpreted
+@pytest.mark.time_limit(120)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("has_sums", [True, False], ids=["the kernel sums", "PyTorch sums"])
+def test_the_bias_of_a_joined_projection_gets_its_gradient_compiled_or_not(causal, has_sums, monkeypatch):
+    """Three heads of width 12 on one head of keys: the sums have gaps beyond the width, and heads share a bias of values."""
+    if not has_sums:
+        plan = flash._plan_backward
+        monkeypatch.setattr(flash, "_plan_backward", lambda xs, is_causal, has_sums=False: plan(xs, is_causal))
+    monkeypatch.setattr(flash, "_plans", {})
+    x, grad = torch.randn(2, 33, 5, 12), torch.randn(2, 33, 3, 12)
+    bias = torch.randn(60, requires_grad=True)
+    q, k, v = (part.transpose(1, 2) for part in (x + bias.view(5, 12)).split((3, 1, 1), 2))
+    plain = F.scaled_dot_product_attention(q, k.expand_as(q), v.expand_as(q), is_causal=causal)
+    (wanted,) = torch.autograd.grad(plain, bias, grad.transpose(1, 2))
+    projected = (x + bias.detach().view(5, 12)).requires_grad_()
+    for attend in (
+        flash_attention_joined,
+        torch.compile(flash_attention_joined, backend="aot_eager", fullgraph=True),
+    ):
+        d_x, d_bias = torch.autograd.grad(attend(projected, 3, causal, bias), (projected, bias), grad)
+        torch.testing.assert_close(d_bias, wanted, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(d_bias, d_x.sum((0, 1)).flatten(), atol=1e-5, rtol=1e-4)
+        assert torch.equal(d_bias[36:48], torch.zeros(12))  # of the keys
+
+
+@pytest.mark.gpu
+@pytest.mark.time_limit(120)
+@pytest.mark.parametrize(
+    ("shape", "n_heads", "causal"),
+    [((6, 197, 48, 64), 16, False), ((3, 1024, 36, 64), 12, True), ((70, 1024, 24, 64), 8, True), ((4, 257, 12, 80), 4, False),
+     ((2, 300, 10, 128), 6, True), ((2, 4096, 24, 128), 8, False), ((2, 130, 6, 256), 2, True)],
+)  # fmt: skip
+def test_on_a_gpu_the_bias_of_a_joined_projection_gets_the_sum_of_its_gradient(shape, n_heads, causal):
+    x, bias = (
+        torch.randn(shape, device="cuda").bfloat16().requires_grad_(),
+        torch.randn(shape[2] * shape[3], device="cuda"),
+    )
+    bias.requires_grad_()
+    o = flash_attention_joined(x, n_heads, causal, bias)
+    d_x, d_bias = torch.autograd.grad(o, (x, bias), torch.randn_like(o))
+    wanted = d_x.double().sum((0, 1)).flatten()
+    assert (d_bias - wanted).norm() < 0.01 * wanted.norm()
+
+
+def test_a_bias_of_another_length_is_refused():
+    with pytest.raises(ValueError, match=r"bias \(63,\)"):
+        flash_attention_joined(torch.zeros(1, 4, 4, 16), 2, False, torch.zeros(63))
 
 
 def test_heads_that_cannot_be_split_are_refused():

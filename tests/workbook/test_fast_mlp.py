@@ -117,7 +117,7 @@ def test_a_model_on_this_path_has_the_loss_and_the_gradients_of_the_other_path(m
     for takes in (True, False):
         monkeypatch.setattr(models, "fits", lambda *_, takes=takes: takes)
         model.zero_grad()
-        loss = loss_of(Path(gelu_kernel=True))
+        loss = loss_of(Path(kernels=True))
         loss.backward()
         results.append((loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
         assert len(calls) == 2  # one for each block, all of them by the first path
@@ -160,7 +160,7 @@ def test_compiled_a_gpt2_takes_them_and_has_the_gradients_of_float32():
         pytest.skip("the kernels are for a Hopper GPU, by a version of Triton with which they were tried")
     tokens = torch.randint(512, (8, 513), device="cuda")
     found = []
-    for path in (Path(dtype=torch.bfloat16, gelu_kernel=True), Path()):
+    for path in (Path(dtype=torch.bfloat16, kernels=True), Path()):
         model.zero_grad()
         torch.compile(gpt2_loss, dynamic=False)(model, tokens[:, :-1], tokens[:, 1:], path).backward()
         found.append({name: p.grad.clone() for name, p in model.named_parameters()})

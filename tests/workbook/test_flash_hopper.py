@@ -180,7 +180,7 @@ def test_gradients_of_a_joined_projection_have_launches_of_their_own(monkeypatch
     monkeypatch.setattr(flash_fast, "_plans", {})
     call = flash_fast.TwoPasses.__call__
     monkeypatch.setattr(flash_fast.TwoPasses, "__call__", lambda self, *xs: (used.append(id(self)), call(self, *xs)))
-    joined = flash_fast._joined_backward(x, o, do, lse, 2, True)
+    joined, _ = flash_fast._joined_backward(x, o, do, lse, 2, True, False)
     apart = fast_backward(*split_joined(x, 2), o.transpose(1, 2), do.transpose(1, 2), lse, True)
     for one, other in zip(split_joined(joined, 2), apart, strict=True):
         torch.testing.assert_close(one, other)

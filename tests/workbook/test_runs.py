@@ -587,13 +587,12 @@ def test_the_loss_kernel_is_for_bf16_alone():
         assert not task.fast_path(CPU).loss_kernel
 
 
-def test_the_kernels_for_the_gelu_and_for_heads_are_for_16_bits_on_a_gpu_and_for_layers_that_are_whole():
+def test_the_kernels_of_a_block_are_for_16_bits_on_a_gpu_and_for_layers_that_are_whole():
     cuda = torch.device("cuda")
     for given, wanted in (("bf16", True), ("float16", True), ("tf32", False), ("bf16 --strategy tp", False)):
         task = GPT2Task(parse_flags(f"--data synthetic --precision {given}".split()))
-        path = task.fast_path(cuda)
-        assert (path.gelu_kernel, path.heads_kernel) == (wanted, wanted)
-        assert not task.fast_path(CPU).gelu_kernel
+        assert task.fast_path(cuda).kernels == wanted
+        assert not task.fast_path(CPU).kernels
 
 
 @pytest.mark.gpu

@@ -68,7 +68,7 @@ class Task:
     def fast_path(self, device: torch.device) -> fast.Path:
         # a layer that ranks divide has its own forward
         kernels = device.type == "cuda" and self.dtype.itemsize == 2 and not self.options.uses("tensor")
-        return fast.Path(dtype=self.dtype, attention=self.options.attention, gelu_kernel=kernels, heads_kernel=kernels)
+        return fast.Path(dtype=self.dtype, attention=self.options.attention, kernels=kernels)
 
     def fast_block(self, model: Any, i: int, path: fast.Path) -> Callable[[Any, Tensor], Tensor]:
         """The function that computes block i on the fast path."""

@@ -1,0 +1,126 @@
+"""A norm and the bias of a branch's last product: gradients from one kernel."""
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from lib.fast.models import Path, gpt2_loss, vit_loss
+from lib.fast.norms import launch_backward, norm_and_bias, norm_and_bias_backward
+from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON
+from lib.given.models.gpt2 import GPT2Config
+from lib.given.models.vit import ViTConfig
+from solutions.gpt2 import GPT2
+from solutions.vit import VisionTransformer
+
+WHY = "kernels are compiled here; the interpreter runs them where there is no GPU" if HAS_TRITON else NO_TRITON
+needs_interpreter = pytest.mark.skipif(not (HAS_TRITON and INTERPRETED), reason=WHY)
+WAYS = [norm_and_bias_backward, pytest.param(launch_backward, marks=needs_interpreter)]
+
+
+def given(*shape, dtype=torch.float32, device="cpu"):
+    """A stream; the norm's weight and bias, and a later bias; and the gradients of both results."""
+    generator = torch.Generator().manual_seed(0)
+    x, *above = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(3))
+    return x, [torch.randn(shape[-1], generator=generator).to(device) for _ in range(3)], above
+
+
+def gradients(function, leaves, above):
+    leaves = [t.detach().clone().requires_grad_() for t in leaves]
+    results = function(*leaves)
+    return results, torch.autograd.grad(results, leaves, [a.to(r.dtype) for a, r in zip(above, results, strict=True)])
+
+
+def plain(x, weight, shift, bias):
+    return x + bias, F.layer_norm(x, (x.shape[-1],), weight, shift, 1e-5)
+
+
+def ours(x, weight, shift, bias):
+    layer = torch.nn.LayerNorm(x.shape[-1], device="meta")
+    del layer.weight, layer.bias
+    layer.weight, layer.bias = weight, shift
+    return norm_and_bias(x, layer, bias)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8), (5, 40), (1, 1)])
+def test_results_and_gradients_are_those_of_operators(shape):
+    x, vectors, above = given(*shape)
+    found = gradients(ours, [x, *vectors], above)
+    wanted = gradients(plain, [t.double() for t in (x, *vectors)], above)
+    for got, want in zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True):
+        torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-4)
+
+
+def test_each_gradient_has_the_dtype_of_its_parameter():
+    x, (weight, shift, bias), above = given(4, 8)
+    leaves = [x.bfloat16(), weight, shift.bfloat16(), bias.double()]
+    found, of_leaves = gradients(ours, leaves, above)
+    assert [t.dtype for t in found] == [torch.bfloat16, torch.bfloat16]
+    assert [t.dtype for t in of_leaves] == [torch.bfloat16, torch.float32, torch.bfloat16, torch.float64]
+
+
+@pytest.mark.parametrize("backward", WAYS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(2, 3, 8), (70, 100), (1, 1), (0, 4)])
+def test_the_kernel_gives_the_streams_gradient_and_three_sums(backward, dtype, shape):
+    out, (weight, bias, _), (d_out, d_normed) = given(*shape, dtype=dtype)
+    mean, scale = out.float().mean(-1, keepdim=True), 1 + out.float().square().mean(-1, keepdim=True)
+    dx, sums = backward(out, bias, mean, scale, weight, d_out, d_normed)
+    x, d = (t.double() for t in ((out.float() - bias - mean) * scale, d_normed))
+    g = d * weight
+    wanted = d_out + scale * (g - g.mean(-1, keepdim=True) - x * (g * x).mean(-1, keepdim=True))
+    torch.testing.assert_close(dx.double(), wanted, atol=1e-4, rtol=2**-7 if dtype == torch.bfloat16 else 1e-4)
+    of_vectors = torch.stack([t.flatten(0, -2).sum(0) for t in (d * x, d, d_out.double())])
+    torch.testing.assert_close(sums.double(), of_vectors, atol=1e-3, rtol=1e-4)
+
+
+def small_gpt2():
+    model = GPT2(GPT2Config(vocab_size=11, context_len=8, dim=16, n_layers=2, n_heads=2))
+    tokens = torch.randint(11, (3, 9))
+    return model, lambda path: gpt2_loss(model, tokens[:, :-1], tokens[:, 1:], path)
+
+
+def small_vit():
+    sizes = {"image_size": 8, "patch_size": 4, "n_classes": 5, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}
+    model = VisionTransformer(ViTConfig(**sizes))
+    images, labels = torch.randn(3, 3, 8, 8), torch.randint(5, (3,))
+    return model, lambda path: vit_loss(model, images, labels, path)
+
+
+@pytest.mark.time_limit(60)
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("make", [small_gpt2, small_vit])
+def test_a_compiled_model_has_the_gradients_that_it_has_without(make, monkeypatch):
+    torch.manual_seed(0)
+    model, loss_of = make()
+    for parameter in model.parameters():  # biases begin as zeros, which would hide a bias in the wrong place
+        torch.nn.init.normal_(parameter, std=0.3)
+    calls = []
+    monkeypatch.setattr("lib.fast.models.norm_and_bias", lambda *xs: (calls.append(1), norm_and_bias(*xs))[1])
+    results = [loss_of(Path()), torch.compile(loss_of, backend="aot_eager", fullgraph=True)(Path(kernels=True))]
+    assert len(calls) >= 3, "a norm for each branch, but for those of a class token alone"
+    torch.testing.assert_close(*results)
+    wanted, found = (torch.autograd.grad(loss, list(model.parameters())) for loss in results)
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_pytorch_finds_nothing_wrong_with_the_operator():
+    out, (weight, bias, _), above = given(3, 8)
+    inputs = (out, bias, torch.zeros(3, 1), torch.ones(3, 1), weight, *above)
+    kinds = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.scaling_workbook.norm_and_bias_backward, inputs, test_utils=kinds)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(16, 1024, 768), (256, 197, 1024), (1000, 100)])
+def test_on_a_gpu_the_kernel_is_near_operators_and_always_the_same(shape):
+    out, (weight, bias, _), above = given(*shape, dtype=torch.bfloat16, device="cuda")
+    wide = out.float()
+    inputs = (bias, wide.mean(-1, keepdim=True), wide.var(-1, keepdim=True).rsqrt(), weight)
+    found, again = (norm_and_bias_backward(out, *inputs, *above) for _ in range(2))
+    wanted = norm_and_bias_backward(out.cpu(), *(t.cpu() for t in (*inputs, *above)))
+    for got, same, want in zip(found, again, wanted, strict=True):
+        assert torch.equal(got, same)
+        error = (got.cpu().float() - want.float()).norm() / want.float().norm()
+        assert error < 2e-3, error.item()
