@@ -60,11 +60,14 @@ class Trainer:
         return loss.detach()
 
     def warm_up(self) -> None:
-        """Compile, and record the step where there is a GPU."""
-        if self.task.device == "cuda":
-            self.step = capture(self.train_step)
-        self.step()
+        """Compile."""
+        for _ in range(3):
+            self.train_step()
         wait(self.task.device)
+
+    def record(self, pool: Any) -> None:
+        """Record the step as a graph in a pool of memory that all trainers share."""
+        self.step = capture(self.train_step, n_warmup=0, pool=pool)
 
 
 def compiled(run: Callable) -> Callable:
@@ -89,6 +92,13 @@ def race(task: Task, names: list[str], batch: int) -> dict[str, Any]:
         torch.manual_seed(0)
         trainers[name] = trainer(task, name, batch)
         trainers[name].warm_up()
+    if task.device == "cuda":
+        torch.cuda.empty_cache()
+        pool = torch.cuda.graph_pool_handle()
+        for each in trainers.values():
+            if isinstance(each, Trainer):
+                each.record(pool)
+    for name in names:
         found[name] = {"loss": trainers[name].step().item()}
     for turn in range(ROUNDS if task.device == "cuda" else 1):
         for name in names[:: 1 if turn % 2 == 0 else -1]:

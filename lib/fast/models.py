@@ -366,7 +366,9 @@ def prepare_images(
     return unit.to(dtype)
 
 
-def capture(step: Callable[[], Tensor], n_warmup: int = 3, on_ranks: bool = False) -> Callable[[], Tensor]:
+def capture(
+    step: Callable[[], Tensor], n_warmup: int = 3, on_ranks: bool = False, pool: Any = None
+) -> Callable[[], Tensor]:
     """Record a step once as a CUDA graph and replay it: one launch for all its kernels.
 
     Args:
@@ -374,6 +376,7 @@ def capture(step: Callable[[], Tensor], n_warmup: int = 3, on_ranks: bool = Fals
         n_warmup: Number of steps before the recording, in which kernels are compiled and chosen.
         on_ranks: The step contains NCCL's collectives. NCCL's watchdog thread queries events while we record, so only calls
             of this thread may then invalidate the recording.
+        pool: Memory of ``torch.cuda.graph_pool_handle`` for several graphs, each of which overwrites what another has left.
 
     Returns:
         A function that replays the step and returns its result, which the next replay overwrites.
@@ -387,7 +390,7 @@ def capture(step: Callable[[], Tensor], n_warmup: int = 3, on_ranks: bool = Fals
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # the graph has memory of its own and can't reuse what the warm-up left
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local" if on_ranks else "global"):
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local" if on_ranks else "global"):
         result = step()
 
     def replay() -> Tensor:
