@@ -1,0 +1,304 @@
+"""What a step loses on several GPUs, cause by cause: the yardstick's model in ways that each differ in one thing.
+
+``python -m lib.bench.yardstick_parts --ranks 2`` on a machine with that many GPUs writes
+``chapters/measurements/yardstick_parts.json`` after each way; ``--tiny`` tries the program on a CPU. Only our model runs,
+from random weights, so timm is not needed. Every step is one CUDA graph: forward, backward and SGD's update, and
+
+- ``alone``: no averaging, and one GPU runs at a time while the others are idle;
+- ``beside``: the same graph on all GPUs at once;
+- ``in step``: ``beside`` with an all-reduce of one number before the update, so that each step waits for the slowest GPU;
+- ``averaged``: chapter 10's ``OverlapDDP``, as in the yardstick;
+- ``after``: the same averaging, begun when backward has ended;
+- ``averaged bf16``: gradients travel as bf16, half of the bytes, and become float32 again on a stream of their own;
+- ``averaged 8 CTAs`` and ``4 CTAs``: NCCL may start only that many thread blocks, so it takes fewer multiprocessors;
+- ``wires``, with the same endings: the all-reduce of all gradients, and nothing else.
+
+A way is recorded, timed and deleted before the next one is recorded, because two graphs of L/16 at 256 images do not fit
+on a GPU of 80 GB. The rounds go through the ways in alternating order. Before its timed rows each way runs one that is not
+timed, in which ``nvidia-smi`` reads the GPU's clock and power. A way that fails is recorded with its error and not tried
+again; ``--skip CTAs`` leaves out the ways with that word in their names. Recorded cells of other batches stay.
+"""
+
+import argparse
+import gc
+import math
+import multiprocessing
+import os
+import statistics
+import subprocess
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lib.bench.all_reduce import slowest, spawn, wait_for
+from lib.bench.ladder import Rung, set_tf32
+from lib.bench.record import MEASUREMENTS, load, record, spread
+from lib.bench.yardstick import LR, MOMENTUM, N_WARMUP, Cell, PlainTask, cells_of, our_parts, path_of, sgd
+from lib.ddp import OverlapDDP, average_gradients
+from lib.fast.models import capture
+from lib.fast.replicas import train_step
+
+Step = Callable[[], Tensor]
+AllReduce = Callable[..., Any]
+N_CTAS, N_ROWS, ROW_S, PATIENCE_S = (8, 4), 3, 0.5, 60
+ALL_REDUCE, SUM = dist.all_reduce, dist.ReduceOp.SUM
+
+
+class InBF16:
+    """An all-reduce that sends a float32 tensor as bf16; its result is complete after ``wait``."""
+
+    def __init__(self, tensor: Tensor, op: Any, side: torch.cuda.Stream | None):
+        self.narrow, self.side = tensor.to(torch.bfloat16), side  # kept until the side stream has read it
+        work = ALL_REDUCE(self.narrow, op=op, async_op=True)
+        with torch.cuda.stream(side):
+            work.wait()  # the side stream waits, and backward goes on
+            tensor.copy_(self.narrow)
+
+    def wait(self) -> None:
+        if self.side is not None:
+            torch.cuda.current_stream().wait_stream(self.side)
+
+
+def in_bf16(device: torch.device) -> AllReduce:
+    side = torch.cuda.Stream() if device.type == "cuda" else None
+    return lambda tensor, op=SUM, group=None, async_op=False: InBF16(tensor, op, side)
+
+
+def with_ctas(n: int) -> AllReduce:
+    """An all-reduce in a group of all ranks for which NCCL starts at most ``n`` thread blocks."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = n
+    chosen = dist.new_group(backend="nccl", pg_options=options)
+    return lambda tensor, op=SUM, group=None, async_op=False: ALL_REDUCE(tensor, op, chosen, async_op)
+
+
+def sending(step: Step, all_reduce: AllReduce) -> Step:
+    """The step with another function in the place of ``dist.all_reduce``."""
+
+    def run() -> Tensor:
+        with patch.object(dist, "all_reduce", side_effect=all_reduce) as sent:
+            result = step()
+        assert sent.called, "the step averages without dist.all_reduce"
+        return result
+
+    return run
+
+
+def only_averaging(model: OverlapDDP) -> Tensor:
+    """All-reduce all gradients in the order in which backward makes them ready; there is nothing to compute."""
+    parameters = list(model.parameters())[::-1]
+    for p in parameters:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    works = [dist.all_reduce(p.grad, async_op=True) for p in parameters]
+    for work in works:
+        work.wait()
+    return parameters[0]
+
+
+def make_ways(model: OverlapDDP, batch: tuple[Tensor, Tensor]) -> dict[str, Step]:
+    """The step of each way; the last ones need most of NCCL, so a failure there comes when the others are recorded."""
+    device, one = batch[0].device, torch.zeros(1, device=batch[0].device)
+    optimizer = sgd(model, device)
+
+    def unaveraged(finish: Callable[[], Any] = lambda: None) -> Step:
+        step = train_step(lambda: model(*batch), optimizer, finish)
+
+        def run() -> Tensor:
+            with model.no_sync():
+                return step()
+
+        return run
+
+    ways = {"alone": unaveraged(), "beside": unaveraged(), "in step": unaveraged(lambda: dist.all_reduce(one))}
+    ways["averaged"] = train_step(lambda: model(*batch), optimizer, model.finish_gradient_synchronization)
+    ways |= {"after": unaveraged(lambda: average_gradients(model)), "wires": lambda: only_averaging(model)}
+    senders = {"bf16": in_bf16(device)}
+    try:
+        senders |= {f"{n} CTAs": with_ctas(n) for n in N_CTAS if device.type == "cuda"}
+    except Exception:
+        traceback.print_exc()
+    pairs = [(way, name) for name in senders for way in ("averaged", "wires")]
+    return ways | {f"{way} {name}": sending(ways[way], senders[name]) for way, name in pairs}
+
+
+def row(step: Step, n: int, device: torch.device) -> float:
+    """Seconds of one step on this rank, the mean of ``n`` in a row."""
+    wait_for(device)
+    start = time.perf_counter()
+    for _ in range(n):
+        step()
+    wait_for(device)
+    return (time.perf_counter() - start) / n
+
+
+def watch(step: Step, n: int, device: torch.device) -> list[list[float]]:
+    """Run ``n`` steps; return the GPU's clock in MHz and its power in watts, read again and again until the steps end."""
+    for _ in range(n):
+        step()
+    if device.type != "cuda":
+        return []
+    end, seen = torch.cuda.Event(), []
+    end.record()
+    asked = ["nvidia-smi", f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"]
+    asked += ["--query-gpu=clocks.sm,power.draw.instant", "--format=csv,noheader,nounits"]
+    with suppress(OSError, subprocess.SubprocessError, ValueError):  # without nvidia-smi there are no readings
+        while True:
+            said = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout
+            if end.query():
+                break
+            seen.append([float(x) for x in said.split(",")])
+    wait_for(device)
+    return seen
+
+
+def time_way(name: str, step: Step, device: torch.device, meet: Any) -> dict[str, Any]:
+    """Record a way as a graph; return this rank's seconds in each row, and what was read of its GPU.
+
+    Ranks meet on the host: a barrier of NCCL's would keep the GPUs busy that should be idle.
+    """
+    take = capture(step, 2, on_ranks=True) if device.type == "cuda" else step
+    meet.wait(PATIENCE_S)
+    n = max(2, math.ceil((ROW_S if device.type == "cuda" else 0) / slowest(row(take, 2, device), device)))
+    times, seen = [], []
+    for turn in range(dist.get_world_size()) if name == "alone" else [dist.get_rank()]:
+        for i in range(1 + N_ROWS):
+            meet.wait(PATIENCE_S)
+            if turn == dist.get_rank() and i == 0:
+                seen = watch(take, 2 * n, device)
+            elif turn == dist.get_rank():
+                times.append(row(take, n, device))
+    meet.wait(PATIENCE_S)
+    return {"step_s": times, "seen": seen}
+
+
+def attempt(name: str, step: Step, model: OverlapDDP, device: torch.device, meet: Any) -> list[Any]:
+    """Time a way and free its memory; returns what every rank found, or its error."""
+    try:
+        mine = time_way(name, step, device, meet)
+    except Exception as error:
+        meet.abort()  # wakes the ranks that wait for this one
+        traceback.print_exc()
+        mine = {"error": f"{type(error).__name__}: {error}"[:300]}
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    all_ranks: list[Any] = [None] * dist.get_world_size()
+    # Ranks meet before memory is freed, because NCCL first gives up what it had registered.
+    dist.all_gather_object(all_ranks, mine)
+    if dist.get_rank() == 0:
+        meet.reset()
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return all_ranks
+
+
+def facts_of(rounds: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """A way's entry in the file, from what the ranks found in each round; its lists have one element a rank."""
+    failed = [mine["error"] for found in rounds for mine in found if "error" in mine]
+    failed.sort(key=lambda error: error.startswith("BrokenBarrier"))  # another rank's error broke the barrier
+    facts: dict[str, Any] = {"error": failed[0]} if failed else {}
+    ranks = list(zip(*[r for r in rounds if not any("error" in mine for mine in r)], strict=True))
+    if not ranks:
+        return facts
+    rows = [[s for mine in rank for s in mine["step_s"]] for rank in ranks]
+    read = [[x for mine in rank for x in mine["seen"]] for rank in ranks]
+    facts |= {"slowest_step_s": spread([max(s) for s in zip(*rows, strict=True)]), "step_s": [spread(s) for s in rows]}
+    for i, key in enumerate(("clock_mhz", "power_w")):
+        facts[key] = [statistics.median(x[i] for x in seen) if seen else None for seen in read]
+    return facts | {"step_values_s": rows}
+
+
+def write(rank: int, cell: Cell, name: str, found: dict[str, Any], options: argparse.Namespace) -> None:
+    """On rank 0, put a cell in its place in the file, and print the way that was timed last."""
+    if rank:
+        return
+    results = load("yardstick_parts", options.folder)["results"]
+    others = [c for c in results["cells"] if any(c[k] != found[k] for k in ("model", "batch", "n_gpus"))]
+    cells = sorted([*others, found], key=lambda c: (c["model"], -c["batch"], c["n_gpus"]))
+    record("yardstick_parts", results | {"cells": cells}, options.folder)
+    way = found["ways"][name]
+    each = ", ".join(f"{1e3 * s['median']:.2f}" for s in way.get("step_s", ()))
+    read = [way[key] for key in ("clock_mhz", "power_w") if any(way.get(key, ()))]
+    print(f"{cell}: {name}: each GPU {each} ms; MHz, W {read} {way.get('error', '')}", flush=True)
+
+
+def measure(rank: int, device: torch.device, cell: Cell, options: argparse.Namespace, meet: Any) -> None:
+    """Time all ways of a cell in turns; rank 0 records them after each."""
+    set_tf32(True)
+    task, start = PlainTask("vit", cell.config, str(device), "none"), time.perf_counter()
+    parts = our_parts(cell, task.from_peer(task.build("peer", Rung(name=""), None)), path_of(cell))
+    torch.manual_seed(2 + rank)
+    model = OverlapDDP(parts)
+    ways = make_ways(model, task.batch(cell.batch))
+    found: dict[str, Any] = {"model": cell.model, "batch": cell.batch, "n_gpus": cell.n_gpus}
+    found["on"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    found["first_steps_s"] = row(ways["averaged"], N_WARMUP, device) * N_WARMUP  # compiles
+    found |= {"gradient_bytes": [p.nbytes for p in model.parameters()], "ways": {}}
+    names, begun = [n for n in ways if not set(n.split()) & set(options.skip.split(","))], time.perf_counter()
+    rounds: dict[str, list[Any]] = {name: [] for name in names}
+    for turn in range(options.rounds):
+        now = time.perf_counter()
+        if turn and slowest(now - start + (now - begun) / turn, device) > options.limit:
+            break  # one more round might be cut short
+        for name in names if turn % 2 == 0 else names[::-1]:
+            if "error" not in found["ways"].get(name, {}):
+                rounds[name].append(attempt(name, ways[name], model, device, meet))
+                found["ways"][name] = facts_of(rounds[name])
+                write(rank, cell, name, found, options)
+
+
+def measure_cell(rank: int, device: torch.device, cell: Cell, options: argparse.Namespace, meet: Any) -> None:
+    """Measure a cell; on GPUs the process then leaves at once, because an orderly end of NCCL's groups could hang."""
+    try:
+        measure(rank, device, cell, options, meet)
+        meet.wait(PATIENCE_S)
+    except Exception:
+        if device.type == "cuda":
+            traceback.print_exc()
+            os._exit(1)
+        raise
+    if device.type == "cuda":
+        os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--model", dest="models", default="L/16", help="L/16, H/14 or g/14")
+    parser.add_argument("--batch", type=int, help="only the cell with this many images on each GPU (before --tiny)")
+    parser.add_argument("--rounds", type=int, help="default: 2, with --tiny 1")
+    parser.add_argument("--skip", default="", help="leave out ways with one of these words, separated by commas")
+    parser.add_argument("--limit", type=float, default=280, help="stop a cell after this many seconds")
+    parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
+    parser.add_argument("--tiny", action="store_true", help="a small model, to try the program")
+    options = parser.parse_args()
+    if options.ranks < 2:
+        parser.error(f"--ranks {options.ranks}: it takes at least 2 to average")
+    options.rounds = options.rounds or (1 if options.tiny else 2)
+    asked = vars(options) | {"ranks": str(options.ranks), "attention": "quickest", "blocks": 0}
+    cells = [c for c in cells_of(argparse.Namespace(**asked)) if not c.sharded]
+    settings = {"optimizer": f"SGD, lr {LR}, momentum {MOMENTUM}", "dtype": "bfloat16", "tiny": options.tiny}
+    results: dict[str, Any] = {"settings": settings, "cells": []}
+    with suppress(FileNotFoundError):
+        kept = load("yardstick_parts", options.folder)["results"]
+        results["cells"] = kept["cells"] if kept["settings"] == settings else []
+    record("yardstick_parts", results, options.folder)
+    for cell in cells:
+        meet = multiprocessing.get_context("spawn").Barrier(options.ranks)
+        try:
+            backend = "nccl" if torch.cuda.is_available() else "gloo"
+            spawn(measure_cell, backend, options.ranks, cell, options, meet, limit_s=options.limit)
+        except Exception as error:
+            print(f"{cell}: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

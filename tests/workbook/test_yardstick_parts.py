@@ -1,0 +1,56 @@
+"""The program that tells apart what a step loses on several GPUs, on two CPU processes."""
+
+import sys
+from typing import Any
+
+import pytest
+
+from lib.bench import yardstick_parts
+from lib.bench.record import load
+from lib.bench.yardstick import Cell
+
+TRAINING = ["alone", "beside", "in step", "averaged", "after", "averaged bf16"]
+
+
+def measure(folder, monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["yardstick_parts", "--tiny", "--folder", str(folder), *words])
+    yardstick_parts.main()
+    return load("yardstick_parts", folder)["results"]
+
+
+@pytest.mark.time_limit(120)
+def test_every_way_is_timed_on_every_rank(tmp_path, monkeypatch):
+    (cell,) = measure(tmp_path, monkeypatch, "--batch", "64")["cells"]
+    assert (cell["model"], cell["batch"], cell["n_gpus"], cell["on"]) == ("L/16", 2, 2, "cpu")
+    assert sum(cell["gradient_bytes"]) == 4 * sum(p.numel() for p in model_of(cell).parameters())
+    assert sorted(cell["ways"]) == sorted([*TRAINING, "wires", "wires bf16"])
+    for way in cell["ways"].values():
+        rows = way["step_values_s"]
+        assert [len(row) for row in rows] == [yardstick_parts.N_ROWS] * 2
+        assert [step["n"] for step in way["step_s"]] == [yardstick_parts.N_ROWS] * 2
+        assert 0 < max(step["p10"] for step in way["step_s"]) <= way["slowest_step_s"]["p90"]
+        assert way["clock_mhz"] == way["power_w"] == [None, None], "nothing is read of a CPU"
+
+
+def model_of(cell):
+    from lib.vit import VisionTransformer
+
+    return VisionTransformer(Cell(model=cell["model"], batch=cell["batch"], tiny=True).config)
+
+
+@pytest.mark.time_limit(120)
+def test_other_cells_stay_and_words_leave_ways_out(tmp_path, monkeypatch):
+    skipped = ("--skip", "alone,beside,step,after,wires,bf16", "--rounds", "2")
+    measure(tmp_path, monkeypatch, "--batch", "256", *skipped)
+    cells = measure(tmp_path, monkeypatch, "--batch", "64", *skipped)["cells"]
+    assert [(cell["batch"], list(cell["ways"])) for cell in cells] == [(8, ["averaged"]), (2, ["averaged"])]
+    assert cells[0]["ways"]["averaged"]["step_s"][1]["n"] == 2 * yardstick_parts.N_ROWS
+
+
+def test_a_way_that_fails_keeps_its_earlier_rounds():
+    good: list[dict[str, Any]] = [{"step_s": [1.0, 2.0], "seen": [[1980.0, 500.0]]}, {"step_s": [3.0, 1.0], "seen": []}]
+    found = yardstick_parts.facts_of([good, [good[0], {"error": "RuntimeError: no"}]])
+    assert found["error"] == "RuntimeError: no"
+    assert found["step_values_s"] == [[1.0, 2.0], [3.0, 1.0]]
+    assert (found["slowest_step_s"]["median"], found["clock_mhz"]) == (2.5, [1980.0, None])
+    assert yardstick_parts.facts_of([[{"error": "a"}, good[1]]]) == {"error": "a"}
