@@ -15,6 +15,8 @@ from lib.fast.grouped import n_programs
 from lib.fast.sums import add_rows
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, tl, triton
 
+MOST_BYTES = 2**14  # of a row: nine must fit into shared memory, of three tensors at three stages of a loop
+
 # ---- kernel ----------------------------------------------------------------------------------------------------------
 
 
@@ -73,6 +75,11 @@ def launch_backward(
     return dx, add_rows(sums)
 
 
+def fits(*xs: Tensor) -> bool:
+    """Whether the kernel has room for rows of these tensors ``[..., C]``."""
+    return all(triton.next_power_of_2(x.shape[-1]) * x.element_size() <= MOST_BYTES for x in xs)
+
+
 # ---- as PyTorch and its compiler see it ------------------------------------------------------------------------------
 
 
@@ -81,7 +88,7 @@ def norm_and_bias_backward(
     out: Tensor, bias: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, d_out: Tensor, d_normed: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`launch_backward`, also without a GPU."""
-    if HAS_TRITON and not INTERPRETED and out.is_cuda:
+    if HAS_TRITON and not INTERPRETED and out.is_cuda and fits(out, d_normed):
         return launch_backward(out, bias, mean, scale, weight, d_out, d_normed)
     x = (out.float() - bias.float() - mean) * scale
     d, above = d_normed.float(), d_out.float()

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from lib.fast.models import Path, gpt2_loss, vit_loss
-from lib.fast.norms import launch_backward, norm_and_bias, norm_and_bias_backward
+from lib.fast.norms import fits, launch_backward, norm_and_bias, norm_and_bias_backward
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON
 from lib.given.models.gpt2 import GPT2Config
 from lib.given.models.vit import ViTConfig
@@ -112,8 +112,16 @@ def test_pytorch_finds_nothing_wrong_with_the_operator():
     torch.library.opcheck(torch.ops.scaling_workbook.norm_and_bias_backward, inputs, test_utils=kinds)
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON)
+def test_rows_that_are_too_wide_for_the_kernel_are_known():
+    narrow, wide = torch.empty(2, 8192, dtype=torch.bfloat16), torch.empty(2, 8200, dtype=torch.bfloat16)
+    assert fits(narrow, narrow)
+    assert not fits(narrow, narrow.float())
+    assert not fits(wide, narrow)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(16, 1024, 768), (256, 197, 1024), (1000, 100)])
+@pytest.mark.parametrize("shape", [(16, 1024, 768), (256, 197, 1024), (1000, 100), (33, 8192), (33, 8200)])
 def test_on_a_gpu_the_kernel_is_near_operators_and_always_the_same(shape):
     out, (weight, bias, _), above = given(*shape, dtype=torch.bfloat16, device="cuda")
     wide = out.float()
