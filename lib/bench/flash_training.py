@@ -60,7 +60,7 @@ class Trainer:
         return loss.detach()
 
     def warm_up(self) -> None:
-        """Compile."""
+        """Train three steps, in which the model is compiled."""
         for _ in range(3):
             self.train_step()
         wait(self.task.device)

@@ -224,7 +224,7 @@ def fast_dq_kernel(
         acc = _keys_back(acc, query, grad, lse2, along, k, v, b, g, whole, end, sees, scale2, COLS, D, True)
     result = (acc * scale).to(query.dtype)
     dq.store([b, h, start, 0], result.reshape(1, 1, ROWS, D))
-    if SUMS:  # products with ones: tensor cores add up a column in a quarter of the time that threads take
+    if SUMS:  # products with ones, so that the tensor cores add up the columns
         sums += ((b * tl.cdiv(padded, ROWS) + i) * 2 * H + h) * D
         at, ones = tl.arange(0, D)[None, :] + tl.zeros([64, 1], tl.int32), tl.full([64, ROWS], 1.0, query.dtype)
         first = tl.arange(0, 64)[:, None] == 0  # 64 rows, all alike, are the least that a product has
@@ -362,7 +362,7 @@ def launch_forward(sizes: Sizes, tiles: Tiles | Roles) -> Launch:
 
 
 def launch_dq(sizes: Sizes, tiles: Tiles | Roles, has_sums: bool = False) -> Launch:
-    """The launch for (q, k, v, o, do, dq, lse, stats), and with ``has_sums`` for the kernel's sums too; kernels with roles have none."""
+    """The launch for (q, k, v, o, do, dq, lse, stats), followed by sums if ``has_sums``. Kernels with roles compute no sums."""
     if isinstance(tiles, Roles):
         return hopper_dq(sizes, tiles)
     rows, cols = (1, 1, tiles.rows, sizes.width), (1, 1, tiles.cols, sizes.width)
@@ -811,8 +811,8 @@ def flash_attention_joined(
         x: The projection.
         n_heads: H, heads of queries.
         is_causal: Whether a token sees only tokens up to itself.
-        bias: A bias ``[(H + 2 * G) * D]`` that was added to ``x`` detached. It gets its gradient from here, where most of it
-            costs nothing (`_bias_gradient`).
+        bias: A bias ``[(H + 2 * G) * D]`` that was added to ``x`` detached, because attention computes its gradient with less
+            work than a sum over that of ``x`` (`_bias_gradient`).
 
     Raises:
         ValueError: x has no such shape for this number of heads, or the bias does not fit it.

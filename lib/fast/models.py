@@ -129,7 +129,7 @@ def add_branch(x: Tensor, path: Path, layer: nn.LayerNorm, out: nn.Linear, branc
         out: The last linear map.
         branch: A function ``(normed, has_bias)`` that computes the rest; with a False ``has_bias`` it leaves out the bias of ``out``.
     """
-    if path.kernels and torch.compiler.is_compiling() and isinstance(out, JOINABLE):
+    if path.kernels and torch.compiler.is_compiling() and isinstance(out, JOINABLE) and out.bias is not None:
         stream, normed = norm_and_bias(x, layer, out.bias, path.dtype)
         return stream + branch(normed, False)
     return x + branch(norm(x, layer, path), True)
@@ -153,7 +153,8 @@ def self_attention(x: Tensor, n_heads: int, path: Path, causal: bool, *layers: n
     """
     like_queries = x.to(path.dtype).unflatten(-1, (n_heads, -1)).transpose(1, 2)
     ours = _takes_ours(like_queries, like_queries, like_queries, path, causal)
-    if not (ours or path.kernels) or not all(isinstance(layer, JOINABLE) for layer in layers):
+    has_biases = all(isinstance(layer, JOINABLE) and layer.bias is not None for layer in layers)
+    if not has_biases or not (ours or path.kernels):
         heads = linear(x, path, *layers).unflatten(-1, (3 * n_heads, -1))
         if ours:
             return flash_attention_joined(heads, n_heads, causal).flatten(2)
@@ -376,7 +377,8 @@ def capture(
         n_warmup: Number of steps before the recording, in which kernels are compiled and chosen.
         on_ranks: The step contains NCCL's collectives. NCCL's watchdog thread queries events while we record, so only calls
             of this thread may then invalidate the recording.
-        pool: Memory of ``torch.cuda.graph_pool_handle`` for several graphs, each of which overwrites what another has left.
+        pool: Memory from ``torch.cuda.graph_pool_handle`` that several graphs share. Read the result of one before you replay
+            another, and never replay two at once.
 
     Returns:
         A function that replays the step and returns its result, which the next replay overwrites.

@@ -1,8 +1,11 @@
 """What the tests of `lib.fast.replicas` run on gloo ranks."""
 
+from unittest.mock import patch
+
 import torch
 import torch.distributed as dist
 
+from lib.bench.yardstick_parts import make_ways
 from lib.fast.models import Path
 from lib.fast.replicas import RowViT, train_step
 from lib.given.models.vit import ViTConfig
@@ -50,3 +53,16 @@ def train_on_ranks(rank, world_size, strategy, n_steps=3):
         return losses, model.named_values()
     rows = wrapped.gather_full_params()
     return losses, {n: v for i, p in enumerate(model.parts) for n, v in p.named(rows[f"parts.{i}.row"]).items()}
+
+
+def step_each_way(rank, world_size):
+    """For each way of ``lib.bench.yardstick_parts``: the all-reduces of a step, and whether all ranks have its gradients."""
+    model, found = OverlapDDP(parts()), {}
+    for name, step in make_ways(model, tuple(x.chunk(world_size)[rank] for x in batch())).items():
+        with patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as sent:
+            step()
+        mine = torch.cat([p.grad.flatten() for p in model.parameters()])
+        every = [torch.empty_like(mine) for _ in range(world_size)]
+        dist.all_gather(every, mine)
+        found[name] = sent.call_count, torch.equal(*every)
+    return found

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from lib.fast import flash, interface
+from lib.fast import flash, interface, models
 from lib.fast.flash import (
     attention_backward,
     attention_with_lse,
@@ -14,7 +14,10 @@ from lib.fast.flash import (
     joined_forward_operator,
     split_joined,
 )
+from lib.fast.models import Path, gpt2_loss
 from lib.given.kernels.tiles import INTERPRETED
+from lib.given.models.gpt2 import GPT2Config
+from solutions.gpt2 import GPT2
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="tensors on the CPU, which compiled kernels cannot read")
 
@@ -209,6 +212,22 @@ def test_on_a_gpu_the_bias_of_a_joined_projection_gets_the_sum_of_its_gradient(s
     d_x, d_bias = torch.autograd.grad(o, (x, bias), torch.randn_like(o))
     wanted = d_x.double().sum((0, 1)).flatten()
     assert (d_bias - wanted).norm() < 0.01 * wanted.norm()
+
+
+@interpreted
+@pytest.mark.time_limit(60)
+def test_a_models_projection_gets_the_gradient_of_its_bias_from_our_attention(monkeypatch):
+    torch.manual_seed(0)
+    model = GPT2(GPT2Config(vocab_size=11, context_len=8, dim=32, n_layers=2, n_heads=2))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    tokens, parameters = torch.randint(11, (3, 9)), list(model.parameters())
+    plain = torch.autograd.grad(gpt2_loss(model, tokens[:, :-1], tokens[:, 1:], Path()), parameters)
+    monkeypatch.setattr(models, "_takes_ours", lambda *_: True)
+    for kernels in (True, False):
+        loss = gpt2_loss(model, tokens[:, :-1], tokens[:, 1:], Path(kernels=kernels))
+        for got, want in zip(torch.autograd.grad(loss, parameters), plain, strict=True):
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
 
 
 def test_a_bias_of_another_length_is_refused():

@@ -96,12 +96,56 @@ def test_a_compiled_model_has_the_gradients_that_it_has_without(make, monkeypatc
         torch.nn.init.normal_(parameter, std=0.3)
     calls = []
     monkeypatch.setattr("lib.fast.models.norm_and_bias", lambda *xs: (calls.append(1), norm_and_bias(*xs))[1])
-    results = [loss_of(Path()), torch.compile(loss_of, backend="aot_eager", fullgraph=True)(Path(kernels=True))]
-    assert len(calls) >= 3, "a norm for each branch, but for those of a class token alone"
-    torch.testing.assert_close(*results)
-    wanted, found = (torch.autograd.grad(loss, list(model.parameters())) for loss in results)
-    for got, want in zip(found, wanted, strict=True):
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+    compiled = torch.compile(loss_of, backend="aot_eager", fullgraph=True)
+    wanted = torch.autograd.grad(compiled(Path()), list(model.parameters()))
+    assert not calls
+    for takes_products in (False, True):  # of lib.fast.mlp
+        torch.compiler.reset()
+        monkeypatch.setattr("lib.fast.models.fits", lambda *_, takes=takes_products: takes)
+        found = torch.autograd.grad(compiled(Path(kernels=True)), list(model.parameters()))
+        assert len(calls) >= 3, "a norm for each branch, but for the attention of a class token alone"
+        for got, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+class Twice(torch.nn.Module):
+    """A layer in the place of another, as an adapter would be."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return 2 * self.layer(x)
+
+
+@pytest.mark.time_limit(60)
+@pytest.mark.filterwarnings("ignore")
+def test_a_last_layer_that_was_replaced_or_has_no_bias_is_computed_as_it_is():
+    torch.manual_seed(0)
+    model, loss_of = small_gpt2()
+    first, second = model.h
+    first.attn.c_proj, first.mlp.c_proj = Twice(first.attn.c_proj), Twice(first.mlp.c_proj)
+    for layer in (second.attn.c_attn, second.attn.c_proj, second.mlp.c_proj):
+        layer.bias = None
+    compiled = torch.compile(loss_of, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(Path(kernels=True)), loss_of(Path()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_second_derivative_is_refused():
+    x, vectors, above = given(3, 8)
+    leaves = [t.requires_grad_() for t in (x, *vectors)]
+    (first,) = torch.autograd.grad(ours(*leaves), leaves[:1], above, create_graph=True)
+    with pytest.raises(RuntimeError, match="derivative"):
+        torch.autograd.grad(first.sum(), leaves[:1])
+
+
+def test_a_stream_with_other_strides_gets_the_gradient_that_the_compiler_expects():
+    x, (weight, bias, _), above = given(5, 8)
+    x, *above = (t.t().contiguous().t() for t in (x, *above))
+    dx, _ = norm_and_bias_backward(x, bias, torch.zeros(5, 1), torch.ones(5, 1), weight, *above)
+    assert dx.is_contiguous()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -8,6 +8,8 @@ import pytest
 from lib.bench import yardstick_parts
 from lib.bench.record import load
 from lib.bench.yardstick import Cell
+from lib.ranks import pool
+from tests.workbook import fast_programs
 
 TRAINING = ["alone", "beside", "in step", "averaged", "after", "averaged bf16"]
 
@@ -45,6 +47,18 @@ def test_other_cells_stay_and_words_leave_ways_out(tmp_path, monkeypatch):
     cells = measure(tmp_path, monkeypatch, "--batch", "64", *skipped)["cells"]
     assert [(cell["batch"], list(cell["ways"])) for cell in cells] == [(8, ["averaged"]), (2, ["averaged"])]
     assert cells[0]["ways"]["averaged"]["step_s"][1]["n"] == 2 * yardstick_parts.N_ROWS
+
+
+@pytest.mark.time_limit(60)
+def test_each_way_averages_what_its_name_says():
+    n_rows = 6
+    for found in pool("gloo").run(fast_programs.step_each_way, n_ranks=2, time_limit_s=40).values:
+        assert {way: found[way] for way in ("alone", "beside", "in step")} == {
+            "alone": (0, False), "beside": (0, False), "in step": (1, False)
+        }  # fmt: skip
+        assert {found[way] for way in ("averaged", "after", "wires")} == {(n_rows, True)}
+        assert found["averaged bf16"][1], found
+        assert found["wires bf16"][1], found
 
 
 def test_a_way_that_fails_keeps_its_earlier_rounds():
