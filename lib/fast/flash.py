@@ -580,15 +580,15 @@ def _joined_forward(x: Tensor, n_heads: int, is_causal: bool) -> tuple[Tensor, T
 
 def _joined_backward(
     x: Tensor, o: Tensor, do: Tensor, lse: Tensor, n_heads: int, is_causal: bool, has_bias: bool
-) -> tuple[Tensor, Tensor]:
-    """The joined gradient; and for `_bias_gradient` the sums [2, H, D] of dQ and dO over all tokens, with ``has_bias``."""
+) -> tuple[Tensor, Tensor | None]:
+    """The joined gradient; and with ``has_bias`` the sums [2, H, D] of dQ and dO over all tokens, for `_bias_gradient`."""
     dx = torch.empty_strided(x.shape, _joined_strides(x), dtype=x.dtype, device=x.device)
     xs = (*split_joined(x, n_heads), o.transpose(1, 2), do.transpose(1, 2))
     plan = _planned(_plan_joined_backward, xs, is_causal, has_bias)
     sums = [like.new() for like in plan.results[3:]]
     plan.launches[0](*plan.legible(xs), lse.contiguous(), *split_joined(dx, n_heads), *sums)
     if not has_bias:
-        return dx, x.new_empty(0, dtype=torch.float32)
+        return dx, None
     if sums:
         return dx, add_rows(sums[0].flatten(0, 1))[..., : x.shape[-1]].contiguous()
     return dx, torch.stack([y.sum((0, 1), dtype=torch.float32) for y in (dx[:, :, :n_heads], do)])
@@ -640,8 +640,9 @@ def joined_forward_operator(x: Tensor, bias: Tensor | None, n_heads: int, is_cau
 def joined_backward_operator(
     x: Tensor, o: Tensor, do: Tensor, lse: Tensor, n_heads: int, is_causal: bool, has_bias: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of a joined projection, joined too, and the sums for the gradient of its bias."""
-    return _joined_backward(x, o, do, lse, n_heads, is_causal, has_bias)
+    """The gradient of a joined projection, joined too, and the sums for the gradient of its bias, or an empty tensor."""
+    dx, sums = _joined_backward(x, o, do, lse, n_heads, is_causal, has_bias)
+    return dx, x.new_empty(0, dtype=torch.float32) if sums is None else sums
 
 
 def _fake_like(x: Tensor) -> Tensor:
