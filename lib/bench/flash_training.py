@@ -65,7 +65,7 @@ class Trainer:
             self.train_step()
         wait(self.task.device)
 
-    def record(self, pool: Any) -> None:
+    def record_graph(self, pool: Any) -> None:
         """Record the step as a graph in a pool of memory that all trainers share."""
         self.step = capture(self.train_step, n_warmup=0, pool=pool)
 
@@ -97,7 +97,7 @@ def race(task: Task, names: list[str], batch: int) -> dict[str, Any]:
         pool = torch.cuda.graph_pool_handle()
         for each in trainers.values():
             if isinstance(each, Trainer):
-                each.record(pool)
+                each.record_graph(pool)
     for name in names:
         found[name] = {"loss": trainers[name].step().item()}
     for turn in range(ROUNDS if task.device == "cuda" else 1):

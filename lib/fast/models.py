@@ -103,9 +103,7 @@ def linear_gelu(x: Tensor, path: Path, layer: nn.Linear, approximate: str) -> Te
     return short_gelu(wide) if path.short_gelu and approximate == "none" else F.gelu(wide, approximate=approximate)
 
 
-def mlp_of(
-    x: Tensor, path: Path, first: nn.Linear, second: nn.Linear, approximate: str, has_bias: bool = True
-) -> Tensor:
+def mlp_of(x: Tensor, path: Path, first: nn.Linear, second: nn.Linear, approximate: str, has_bias: bool) -> Tensor:
     """Two linear maps with a GELU between them; without the second one's bias if ``has_bias`` is False."""
     plain = isinstance(first, nn.Linear) and isinstance(second, nn.Linear)
     if not (path.kernels and plain and fits(x.to(path.dtype), first.out_features)):

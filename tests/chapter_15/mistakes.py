@@ -121,6 +121,14 @@ def divided_in_every_tile(m, l, acc, scores, values):
     return m, l, acc / l[..., None]
 
 
+@mistake("online_softmax_update", "powers of 2 are taken where the softmax has powers of e")
+def powers_of_two(m, l, acc, scores, values):
+    m_new = torch.maximum(m, scores.amax(-1))
+    shift = m_new.masked_fill(m_new == -torch.inf, 0)
+    weights, decay = torch.exp2(scores - shift[..., None]), torch.exp2(m - shift)
+    return m_new, l * decay + weights.sum(-1), acc * decay[..., None] + weights @ values.to(acc.dtype)
+
+
 # ---- 15.3 FlashAttentionTorch ----------------------------------------------------------------------------------------
 
 
