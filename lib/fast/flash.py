@@ -304,10 +304,12 @@ def tiles_for(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tiles | Roles, Til
 
 
 @torch.compiler.assume_constant_result
-def _may_store(device: torch.device) -> bool:
-    """Whether `StoredBackward` runs on a device and has it for itself."""
+def _most_bytes_stored(device: torch.device) -> int:
+    """The most bytes that `StoredBackward` may take for dS: an eighth of a device that it runs on and has for itself, else 0."""
     on_gpu = device.type == "cuda" and not INTERPRETED
-    return on_gpu and has_roles(torch.empty(0, device=device)) and not has_collectives()
+    if not on_gpu or not has_roles(torch.empty(0, device=device)) or has_collectives():
+        return 0
+    return torch.cuda.get_device_properties(device).total_memory // 8
 
 
 def n_stored_tiles(device: torch.device, sizes: Sizes) -> int:
@@ -316,7 +318,7 @@ def n_stored_tiles(device: torch.device, sizes: Sizes) -> int:
     if sizes.width != 128 or sizes.group < 1 or min(sizes.t, sizes.s) < LONG[sizes.causal] or not sees_keys:
         return 0
     is_enough = sizes.n_batches * sizes.n_heads // sizes.group * sizes.s >= ENOUGH_KEYS
-    return n_tiles_in_memory(sizes) if is_enough and _may_store(device) else 0
+    return n_tiles_in_memory(sizes, _most_bytes_stored(device)) if is_enough else 0
 
 
 def _may_be_ragged(t: int, s: int, is_causal: bool) -> bool:

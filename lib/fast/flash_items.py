@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lib.fast.flash_launch import Sizes
 
 TILE_BYTES = 64 * 64 * 2
-SCRATCH_BYTES = 2**31  # for dS
+SCRATCH_BYTES = 2**31  # for dS, where two parts take no more
 # What an item costs before its first tile, and what dQ costs for a tile of keys, in units of `cost`; timed on an H100.
 START, DQ_COST = 12.0, 2.5
 DQ_SHARE = 0.2  # of the programs compute dQ at a time, while there is dK/dV to compute: more would wait for memory
@@ -58,10 +58,13 @@ def n_part_tiles(sizes: Sizes) -> int:
     return sizes.group * n_tiles_before(n_row_tiles(sizes), sizes)
 
 
-def n_tiles_in_memory(sizes: Sizes) -> int:
-    """Number of tiles of dS that are kept at a time, or 0 if two parts do not fit: one is read while the other is written."""
-    n_parts, n_tiles = sizes.n_batches * sizes.n_heads // sizes.group, SCRATCH_BYTES // TILE_BYTES
-    return n_tiles if min(2, n_parts) * n_part_tiles(sizes) <= n_tiles else 0
+def n_tiles_in_memory(sizes: Sizes, most_bytes: int) -> int:
+    """Number of tiles of dS that may be kept at a time, or 0 if two parts take more than ``most_bytes``.
+
+    Two parts are the least: one is read while the other is written.
+    """
+    two = min(2, sizes.n_batches * sizes.n_heads // sizes.group) * n_part_tiles(sizes)
+    return max(two, SCRATCH_BYTES // TILE_BYTES) if two * TILE_BYTES <= most_bytes else 0
 
 
 def first_row_tile(key: int, sizes: Sizes) -> int:

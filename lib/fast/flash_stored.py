@@ -10,8 +10,8 @@ of 256 rows. While some programs compute dK/dV of one head, others compute dQ of
 is done, and an item waits for those that it needs. Every sum has a fixed order, so the same inputs give the same bits.
 
 A *part* of the work is a head of keys with the heads of queries that share it. The memory for dS holds two parts or more, if
-there are two. A part waits until dQ of the part that had its place before is done. Where two parts do not fit, ``lib.fast.flash``
-makes two passes.
+there are two. A part waits until dQ of the part that had its place before is done. Where two parts take more than an eighth of the
+GPU's memory, ``lib.fast.flash`` makes two passes.
 """
 
 import math

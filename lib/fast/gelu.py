@@ -82,14 +82,16 @@ def _gelu_and_slope(y, TANH: tl.constexpr, ONE_INSTRUCTION: tl.constexpr):
         power = _exp2(y * (LINEAR + CUBIC * LINEAR * square), ONE_INSTRUCTION)
         s = _inverse(1.0 + power, ONE_INSTRUCTION)
         gelu = y * s
-        both = tl.minimum(power, 1e38) * s * s  # s (1 - s) without a difference of almost equal numbers; 0 where s is 0
+        if ONE_INSTRUCTION:  # for 16 bits
+            both = s - s * s
+        else:  # s (1 - s) without a difference of almost equal numbers; 0 where s is 0
+            both = tl.minimum(power, 1e38) * s * s
         slope = s + both * y * (TWO_ROOT + 3.0 * CUBIC * TWO_ROOT * square)
     else:
-        size = tl.abs(y)
-        bell, tail = _bell_and_tail(size, ONE_INSTRUCTION)
-        gelu = tl.maximum(y, 0.0) - size * (bell * tail)  # the tail belongs to the other side of 0
-        rest = bell * (tail - PEAK * size)
-        slope = tl.where(y < 0.0, rest, 1.0 - rest)
+        bell, tail = _bell_and_tail(tl.abs(y), ONE_INSTRUCTION)
+        share = tl.where(y < 0.0, bell * tail, 1.0 - bell * tail)
+        gelu = y * share
+        slope = share + y * (PEAK * bell)
     return gelu, slope
 
 

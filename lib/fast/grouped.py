@@ -30,6 +30,7 @@ class Cut:
     group: int = 8  # tiles of rows that programs share which run together, as in chapter 14
     transposed: bool = False  # the matrices lie in memory as [E, F, C]
     users: int = 2
+    parts: int = 2  # a tile has 64 rows for each
 
 
 @triton.jit

@@ -8,6 +8,9 @@ is a product too, and each of its numbers is multiplied by a slope before it is 
 Read ``lib.fast.grouped`` first: these products are tiled in the same way. But the two groups of warps that compute, the users,
 take turns. A program's tiles alternate between them, and a user's product starts when the other user has started the last terms
 of its own. While a user writes its tile, the tensor cores work for the other one.
+
+The higher a tile, the fewer bytes are copied for a product. Backward a tile has 192 rows, whose sums fill the registers; with 128 the
+tensor cores waited for copies. Forward it has 128: with 192 the exact GELU is slower, probably because its code outgrows the cache.
 """
 
 from functools import lru_cache
@@ -23,7 +26,7 @@ from lib.fast.gelu import _gelu_and_slope
 from lib.fast.grouped import Cut, described, launches, n_programs
 from lib.fast.sums import add_rows
 
-FORWARD, BACKWARD = Cut(columns=128, stages=6, users=1, transposed=True), Cut(columns=128, stages=4, users=1)
+FORWARD, BACKWARD = Cut(columns=128, stages=5, users=1, transposed=True), Cut(columns=128, stages=4, users=1, parts=3)
 
 if GLUON:
     from triton.experimental import gluon
@@ -40,87 +43,81 @@ if GLUON:
         fence_async_shared,
         mbarrier,
         tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
     )
-    from lib.fast.grouped import _add, _barriers, _end, _place, shared_layout
+    from lib.fast.grouped import _barriers, _place, shared_layout
 
-    PAIR = gl.constexpr(Cut(stages=2, users=1))  # a place for each user
-
-    @gluon.jit
-    def _load_factors(x, w, i, j, m, n_terms, ring, CUT: gl.constexpr):
-        """Copy the factors of a program's tile m into the ring."""
-        x_s, w_s, full, empty = ring
-        for n in range(m * n_terms, (m + 1) * n_terms):
-            k = n - m * n_terms
-            _wait_empty(empty, n, CUT)
-            opens = full.index(n % CUT.stages)
-            mbarrier.expect(opens, 256 * 64 * 2)
-            copy_in(x, [0, 0, 128 * i, 64 * k], opens, _box(x_s.index(n % CUT.stages), x))
-            right = _box(w_s.index(n % CUT.stages), w)
-            if CUT.transposed:
-                copy_in(w, [0, 0, 128 * j, 64 * k], opens, right)
-            else:
-                copy_in(w, [0, 0, 64 * k, 128 * j], opens, right)
+    PAIR, EIGHT = gl.constexpr(Cut(stages=2, users=1)), gl.constexpr(Cut(stages=8, users=1))
 
     @gluon.jit
-    def _load_forward(given, CUT: gl.constexpr):
+    def _load(given, CUT: gl.constexpr):
+        """Copy the factors of all of a program's tiles into the ring."""
         x, w, n_rows, n_columns, n_terms, ring = given
+        x_s, w_s, full, empty = ring
+        n = 0
         for t in range(gl.program_id(0), n_rows * n_columns, gl.num_programs(0)):
             i, j = _place(t, n_rows, n_columns, CUT)
-            _load_factors(x, w, i, j, t // gl.num_programs(0), n_terms, ring, CUT)
-
-    @gluon.jit
-    def _load_backward(given, CUT: gl.constexpr):
-        """Copy the factors of each tile, and then its slopes, which have a place of their own for each user."""
-        x, w, slope, n_rows, n_columns, n_terms, slopes, ring = given
-        slope_s, full, empty = slopes
-        for t in range(gl.program_id(0), n_rows * n_columns, gl.num_programs(0)):
-            i, j = _place(t, n_rows, n_columns, CUT)
-            m = t // gl.num_programs(0)
-            _load_factors(x, w, i, j, m, n_terms, ring, CUT)
-            _wait_empty(empty, m, PAIR)
-            mbarrier.expect(full.index(m % 2), 128 * 128 * 2)
-            for half in gl.static_range(2):
-                here = _box(slope_s.index(m % 2 * 2 + half), slope)
-                copy_in(slope, [0, 0, 128 * i, 128 * j + 64 * half], full.index(m % 2), here)
-
-    @gluon.jit
-    def _halves(x):
-        """The left and the right half of a tile, without moving a number to another thread."""
-        n: gl.constexpr = x.shape[1] // 2
-        left, right = x.reshape((x.shape[0], 2, n)).permute((0, 2, 1)).split()
-        return gl.convert_layout(left, acc(n), assert_trivial=True), gl.convert_layout(
-            right, acc(n), assert_trivial=True
-        )
-
-    @gluon.jit
-    def _quarters(x):
-        left, right = _halves(x)
-        a, b = _halves(left)
-        c, d = _halves(right)
-        return a, b, c, d
+            for k in range(0, n_terms):
+                place = n % CUT.stages
+                _wait_empty(empty, n, CUT)
+                opens = full.index(place)
+                mbarrier.expect(opens, (64 * CUT.parts + 128) * 64 * 2)
+                for part in gl.static_range(gl.constexpr(CUT.parts)):
+                    row = 64 * (CUT.parts * i + part)
+                    copy_in(x, [0, 0, row, 64 * k], opens, _box(x_s.index(CUT.parts * place + part), x))
+                if CUT.transposed:
+                    copy_in(w, [0, 0, 128 * j, 64 * k], opens, _box(w_s.index(place), w))
+                else:
+                    copy_in(w, [0, 0, 64 * k, 128 * j], opens, _box(w_s.index(place), w))
+                n += 1
 
     @gluon.jit
     def _product(m, n_terms, turns, ring, CUT: gl.constexpr):
-        """Compute the product of tile m, after the other user has started the last terms of the tile before."""
+        """Compute the product of tile m, 64 rows at a time, after the other user has started the last terms of the tile before."""
         x_s, w_s, full, empty = ring
         if m > 0:  # by then all terms of earlier tiles have arrived, so the parity of `full` cannot be one round behind
             _wait_full(turns, m - 1, PAIR)
-        total = gl.full([128, 128], 0.0, gl.float32, acc(128))
+        a = gl.full([64, 128], 0.0, gl.float32, acc(128))
+        b = gl.full([64, 128], 0.0, gl.float32, acc(128))
+        c = gl.full([64, 128], 0.0, gl.float32, acc(128))
         for n in range(m * n_terms, (m + 1) * n_terms):
+            place = n % CUT.stages
             _wait_full(full, n, CUT)
-            right = w_s.index(n % CUT.stages)
+            right = w_s.index(place)
             if CUT.transposed:
                 right = right.permute((1, 0))
-            total = _add(x_s.index(n % CUT.stages), right, total, n, n - m * n_terms, empty, CUT)
+            a = warpgroup_mma(x_s.index(CUT.parts * place), right, a, is_async=True)
+            b = warpgroup_mma(x_s.index(CUT.parts * place + 1), right, b, is_async=True)
+            if CUT.parts == 3:
+                c = warpgroup_mma(x_s.index(CUT.parts * place + 2), right, c, is_async=True)
+            a, b, c = warpgroup_mma_wait(CUT.parts, deps=[a, b, c])
+            mbarrier.arrive(empty.index((n + CUT.stages - 1) % CUT.stages), pred=n > m * n_terms)
         _let_go(turns, m, PAIR)
-        return _end(total, (m + 1) * n_terms, empty, CUT)
+        a, b, c = warpgroup_mma_wait(0, deps=[a, b, c])
+        _let_go(empty, (m + 1) * n_terms + CUT.stages - 1, CUT)
+        return a, b, c
 
     @gluon.jit
-    def _write_gelu(x, bias, gelu, slope, row, column, F, gelu_s, slope_s, TANH: gl.constexpr):
-        columns = column + gl.arange(0, 32, gl.SliceLayout(0, acc(32)))
-        shift = gl.load(bias + columns, mask=columns < F, other=0.0).to(gl.float32)
+    def _halves(x):
+        """The left and the right half of 64 rows, without moving a number to another thread."""
+        left, right = x.reshape((64, 2, 64)).permute((0, 2, 1)).split()
+        return gl.convert_layout(left, acc(64), assert_trivial=True), gl.convert_layout(
+            right, acc(64), assert_trivial=True
+        )
+
+    @gluon.jit
+    def _pieces(a, b, c):
+        """The pieces [64, 64] of a tile: the left ones from top to bottom, and then the right ones."""
+        a, d = _halves(a)
+        b, e = _halves(b)
+        c, f = _halves(c)
+        return a, b, c, d, e, f
+
+    @gluon.jit
+    def _write_gelu(x, shift, gelu, slope, row, column, gelu_s, slope_s, TANH: gl.constexpr):
         y, dy = _gelu_and_slope(x + shift[None, :], TANH, True)
-        tma.store_wait(0)
+        tma.store_wait(2)  # the piece before may still be on its way from the other two places
         gelu_s.store(y.to(gelu_s.dtype))
         slope_s.store(dy.to(slope_s.dtype))
         fence_async_shared()
@@ -130,46 +127,69 @@ if GLUON:
     @gluon.jit
     def _use_forward(user: gl.constexpr, given, TANH: gl.constexpr, CUT: gl.constexpr):
         bias, gelu, slope, n_rows, n_columns, n_terms, F, own_s, turns, ring = given
-        gelu_s, slope_s = own_s.index(2 * user), own_s.index(2 * user + 1)
         for t in range(gl.program_id(0) + user * gl.num_programs(0), n_rows * n_columns, 2 * gl.num_programs(0)):
             i, j = _place(t, n_rows, n_columns, CUT)
-            quarters = _quarters(_product(t // gl.num_programs(0), n_terms, turns, ring, CUT))
-            for q in gl.static_range(4):
-                _write_gelu(quarters[q], bias, gelu, slope, 128 * i, 128 * j + 32 * q, F, gelu_s, slope_s, TANH)
+            a, b, c = _product(t // gl.num_programs(0), n_terms, turns, ring, CUT)
+            pieces = _pieces(a, b, c)  # of c nothing is used
+            for half in gl.static_range(2):
+                column = 128 * j + 64 * half
+                columns = column + gl.arange(0, 64, gl.SliceLayout(0, acc(64)))
+                shift = gl.load(bias + columns, mask=columns < F, other=0.0).to(gl.float32)
+                for part in gl.static_range(2):
+                    row = 64 * (CUT.parts * i + part)
+                    gelu_s, slope_s = own_s.index(4 * user + 2 * part), own_s.index(4 * user + 2 * part + 1)
+                    _write_gelu(pieces[3 * half + part], shift, gelu, slope, row, column, gelu_s, slope_s, TANH)
         tma.store_wait(0)
 
     @gluon.jit
-    def _write_product(x, slopes, out, sums, i, column, F, own):
-        """Multiply a quarter of a tile by its slopes, and sum its columns."""
-        columns = column + gl.arange(0, 32, gl.SliceLayout(0, acc(32)))
-        product = x * slopes.load(acc(32)).to(gl.float32)
-        tma.store_wait(1)  # the quarter before may still be on its way from the other piece of shared memory
+    def _load_slopes(user: gl.constexpr, slope, n, row, column, full, own_s):
+        """Copy the slopes of the user's piece number n to one of its four places, which nothing uses any longer."""
+        place = 4 * user + n % 4
+        mbarrier.expect(full.index(place), 64 * 64 * 2)
+        copy_in(slope, [0, 0, row, column], full.index(place), _box(own_s.index(place), slope))
+
+    @gluon.jit
+    def _write_product(user: gl.constexpr, x, n, out, row, column, full, own_s):
+        """Multiply a piece by its slopes, and write it from where they were."""
+        mbarrier.wait(full.index(4 * user + n % 4), n // 4 & 1)
+        own = own_s.index(4 * user + n % 4)
+        product = x * own.load(acc(64)).to(gl.float32)
         own.store(product.to(own.dtype))
         fence_async_shared()
-        copy_out(out, [0, 0, 128 * i, column], _box(own, out))
-        gl.store(sums + i.to(gl.int64) * F + columns, gl.sum(product, 0), mask=columns < F)
+        copy_out(out, [0, 0, row, column], _box(own, out))
+        return product
 
     @gluon.jit
     def _use_backward(user: gl.constexpr, given, CUT: gl.constexpr):
-        out, sums, n_rows, n_columns, n_terms, F, own_s, slopes, turns, ring = given
-        slope_s, full, empty = slopes
+        slope, out, sums, n_rows, n_columns, n_terms, F, own_s, full, turns, ring = given
+        n = 0
         for t in range(gl.program_id(0) + user * gl.num_programs(0), n_rows * n_columns, 2 * gl.num_programs(0)):
             i, j = _place(t, n_rows, n_columns, CUT)
-            m = t // gl.num_programs(0)
-            quarters = _quarters(_product(m, n_terms, turns, ring, CUT))
-            _wait_full(full, m, PAIR)
-            for q in gl.static_range(4):
-                here = slope_s.index(2 * user + q // 2).slice(32 * (q % 2), 32, 1)
-                _write_product(quarters[q], here, out, sums, i, 128 * j + 32 * q, F, own_s.index(2 * user + q % 2))
-            _let_go(empty, m, PAIR)
-        tma.store_wait(0)
+            row, column = 64 * CUT.parts * i, 128 * j
+            for piece in gl.static_range(4):
+                _load_slopes(user, slope, n + piece, row + 64 * (piece % 3), column + 64 * (piece // 3), full, own_s)
+            a, b, c = _product(t // gl.num_programs(0), n_terms, turns, ring, CUT)
+            pieces = _pieces(a, b, c)
+            for half in gl.static_range(2):
+                total = gl.full([64, 64], 0.0, gl.float32, acc(64))
+                for part in gl.static_range(3):
+                    here = row + 64 * part
+                    total += _write_product(user, pieces[3 * half + part], n, out, here, column, full, own_s)
+                    n += 1
+                    if half == 0 and part > 0:  # the slopes of the last two pieces take the places of the first two
+                        tma.store_wait(1)
+                        _load_slopes(user, slope, n + 2, here, column + 64, full, own_s)
+                columns = column + gl.arange(0, 64, gl.SliceLayout(0, acc(64)))
+                gl.store(sums + i.to(gl.int64) * F + columns, gl.sum(total, 0), mask=columns < F)
+                column += 64
+            tma.store_wait(0)
 
     @gluon.jit(do_not_specialize=("n_rows", "n_columns", "n_terms"))
     def gelu_kernel(x, w, bias, gelu, slope, n_rows, n_columns, n_terms, F, TANH: gl.constexpr, CUT: gl.constexpr):
         """Write the GELU of ``x @ w.T + bias`` and its slope there, both ``[N, F]``, for x ``[N, C]``, w ``[F, C]`` and bias ``[F]``."""
-        x_s = gl.allocate_shared_memory(x.dtype, [CUT.stages, 128, 64], shared_layout(128, 64))
+        x_s = gl.allocate_shared_memory(x.dtype, [CUT.parts * CUT.stages, 64, 64], shared_layout(64, 64))
         w_s = gl.allocate_shared_memory(x.dtype, [CUT.stages, 128, 64], shared_layout(128, 64))
-        own_s = gl.allocate_shared_memory(x.dtype, [4, 128, 32], shared_layout(128, 32))
+        own_s = gl.allocate_shared_memory(x.dtype, [8, 64, 64], shared_layout(64, 64))
         full, empty = _barriers(CUT)
         ring = (x_s, w_s, full, empty)
         turns, _ = _barriers(PAIR)
@@ -178,28 +198,26 @@ if GLUON:
         first: gl.constexpr = 0
         second: gl.constexpr = 1
         gl.warp_specialize(
-            [(_use_forward, (first, used, TANH, CUT)), (_use_forward, (second, used, TANH, CUT)), (_load_forward, (loaded, CUT))],
+            [(_use_forward, (first, used, TANH, CUT)), (_use_forward, (second, used, TANH, CUT)), (_load, (loaded, CUT))],
             [4, 1], [240, 24],
         )  # fmt: skip
 
     @gluon.jit(do_not_specialize=("n_rows", "n_columns", "n_terms"))
     def slope_kernel(x, w, slope, out, sums, n_rows, n_columns, n_terms, F, CUT: gl.constexpr):
-        """Write ``(x @ w) * slope`` for x ``[N, C]``, w ``[C, F]`` and slope ``[N, F]``, and its sums over each 128 rows, float32 ``[N / 128, F]``."""
-        x_s = gl.allocate_shared_memory(x.dtype, [CUT.stages, 128, 64], shared_layout(128, 64))
+        """Write ``(x @ w) * slope`` for x ``[N, C]``, w ``[C, F]`` and slope ``[N, F]``, and its sums over each 192 rows, float32 ``[N / 192, F]``."""
+        x_s = gl.allocate_shared_memory(x.dtype, [CUT.parts * CUT.stages, 64, 64], shared_layout(64, 64))
         w_s = gl.allocate_shared_memory(x.dtype, [CUT.stages, 64, 128], shared_layout(64, 128))
-        own_s = gl.allocate_shared_memory(x.dtype, [4, 128, 32], shared_layout(128, 32))
-        slope_s = gl.allocate_shared_memory(x.dtype, [4, 128, 64], shared_layout(128, 64))
+        own_s = gl.allocate_shared_memory(x.dtype, [8, 64, 64], shared_layout(64, 64))
         full, empty = _barriers(CUT)
         ring = (x_s, w_s, full, empty)
-        full, empty = _barriers(PAIR)
-        slopes = (slope_s, full, empty)
         turns, _ = _barriers(PAIR)
-        used = (out, sums, n_rows, n_columns, n_terms, F, own_s, slopes, turns, ring)
-        loaded = (x, w, slope, n_rows, n_columns, n_terms, slopes, ring)
+        slopes_full, _ = _barriers(EIGHT)
+        used = (slope, out, sums, n_rows, n_columns, n_terms, F, own_s, slopes_full, turns, ring)
+        loaded = (x, w, n_rows, n_columns, n_terms, ring)
         first: gl.constexpr = 0
         second: gl.constexpr = 1
         gl.warp_specialize(
-            [(_use_backward, (first, used, CUT)), (_use_backward, (second, used, CUT)), (_load_backward, (loaded, CUT))],
+            [(_use_backward, (first, used, CUT)), (_use_backward, (second, used, CUT)), (_load, (loaded, CUT))],
             [4, 1], [240, 24],
         )  # fmt: skip
 
@@ -220,7 +238,7 @@ def fits(x: Tensor, n_columns: int) -> bool:
     """Whether the kernels take rows ``[..., C]`` and an inner width of ``n_columns``: 16 bits, a Hopper GPU, and at least a tile for each multiprocessor."""
     n_rows, width = x.shape[:-1].numel(), x.shape[-1]
     readable = x.dtype in (torch.bfloat16, torch.float16) and width % 8 == n_columns % 8 == 0
-    n_tiles = _cdiv(n_rows, 128) * _cdiv(n_columns, 128)
+    n_tiles = _cdiv(n_rows, 64 * BACKWARD.parts) * _cdiv(n_columns, 128)
     return readable and 0 < _n_multiprocessors(x.device) <= n_tiles
 
 
@@ -231,9 +249,9 @@ def _cdiv(n: int, size: int) -> int:
 @lru_cache(maxsize=64)
 def _forward_launch(key: tuple) -> Launch:
     n_rows, width, columns, tanh, programs = key
-    grid = _cdiv(n_rows, 128), _cdiv(columns, 128)
+    grid = _cdiv(n_rows, 64 * FORWARD.parts), _cdiv(columns, 128)
     args = (
-        described(0, 128, 64), described(1, 128, 64), Address(2), described(3, 128, 32), described(4, 128, 32),
+        described(0, 64, 64), described(1, 128, 64), Address(2), described(3, 64, 64), described(4, 64, 64),
         *grid, _cdiv(width, 64), columns, tanh, FORWARD,
     )  # fmt: skip
     return Launch(gelu_kernel, (min(programs, grid[0] * grid[1]), 1), args, num_warps=4)
@@ -252,9 +270,9 @@ def launch_forward(x: Tensor, weight: Tensor, bias: Tensor, approximate: str) ->
 @lru_cache(maxsize=64)
 def _backward_launch(key: tuple) -> Launch:
     n_rows, width, columns, programs = key
-    grid = _cdiv(n_rows, 128), _cdiv(columns, 128)
+    grid = _cdiv(n_rows, 64 * BACKWARD.parts), _cdiv(columns, 128)
     args = (
-        described(0, 128, 64), described(1, 64, 128), described(2, 128, 64), described(3, 128, 32), Address(4),
+        described(0, 64, 64), described(1, 64, 128), described(2, 64, 64), described(3, 64, 64), Address(4),
         *grid, _cdiv(width, 64), columns, BACKWARD,
     )  # fmt: skip
     return Launch(slope_kernel, (min(programs, grid[0] * grid[1]), 1), args, num_warps=4)
@@ -265,7 +283,7 @@ def launch_backward(x: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, T
     x, weight, slope = _readable(x), _readable(weight), _readable(slope)
     (n_rows, width), columns = x.shape, weight.shape[1]
     out = x.new_empty(n_rows, columns)
-    sums = x.new_empty(_cdiv(n_rows, 128), columns, dtype=torch.float32)
+    sums = x.new_empty(_cdiv(n_rows, 64 * BACKWARD.parts), columns, dtype=torch.float32)
     key = (n_rows, width, columns, n_programs(x.device))
     launches(_backward_launch, key, x, weight, slope, out, sums)(x, weight, slope, out, sums)
     return out, add_rows(sums)

@@ -134,7 +134,7 @@ def around_gelu(form: str, n_programs: int, seed: int, **options: Any) -> dict[s
     (wanted_slope,) = torch.autograd.grad(wanted.sum(), argument)
 
     grad, second = torch.randn(n, C).bfloat16(), (torch.randn(C, inner) / C**0.5).bfloat16()
-    out, sums = empty(n, inner), empty(-(-n // 128), inner, dtype=torch.float32)
+    out, sums = empty(n, inner), empty(-(-n // 192), inner, dtype=torch.float32)
     simulate(mlp._backward_launch((n, C, inner, n_programs)), grad, second, slope, out, sums, seed=seed, **options)
     d = (grad.double() @ second.double()) * slope.double()
     pairs = {"gelu": (gelu, wanted), "slope": (slope, wanted_slope), "d": (out, d), "d_bias": (sums.sum(0), d.sum(0))}
@@ -162,15 +162,10 @@ def no_store_wait(names: dict) -> None:
     names["tma"].store_wait = lambda n: names["mbarrier"].arrive(None, pred=False) if n else None
 
 
-def hasty_add(names: dict) -> None:
+def hasty_product(names: dict) -> None:
     """Lets go of a tile while its product may still read it."""
-
-    def _add(left: Any, right: Any, total: Any, n: Any, k: Any, empty: Any, CUT: Any) -> Any:
-        total = names["warpgroup_mma"](left, right, total, is_async=True)
-        names["mbarrier"].arrive(empty.index(n % CUT.stages))
-        return names["warpgroup_mma_wait"](1, deps=[total])
-
-    names.update(_add=_add, _end=lambda total, n, empty, CUT: names["warpgroup_mma_wait"](0, deps=[total]))
+    wait = names["warpgroup_mma_wait"]
+    names.update(warpgroup_mma_wait=lambda n, deps: deps if n else wait(n, deps=deps))
 
 
 def out_of_turn(names: dict) -> None:
@@ -189,7 +184,7 @@ BREAKS = {
     "nobody waits for a tile": leave_out("_wait_full"),
     "nobody waits for a place": leave_out("_wait_empty"),
     "nobody waits for copies to memory": no_store_wait,
-    "a tile is released while a product reads it": hasty_add,
+    "a tile is released while a product reads it": hasty_product,
     "nobody waits for a turn": out_of_turn,
 }
 STORED_BREAKS = {

@@ -92,12 +92,12 @@ def _may_run(item: Item, counters: dict[int, int]) -> bool:
 
 
 def test_the_memory_holds_two_parts_or_none():
-    sizes = SIZES["long"]
-    assert n_tiles_in_memory(sizes) == SCRATCH_BYTES // TILE_BYTES > 2 * n_part_tiles(sizes)
-    longer = sizes._replace(t=2**16, s=2**16)
-    assert n_tiles_in_memory(longer) == 0
-    just = sizes._replace(causal=False, t=2**14, s=2**15)
-    assert 2 * n_part_tiles(just) * TILE_BYTES == SCRATCH_BYTES
-    assert n_tiles_in_memory(just) == SCRATCH_BYTES // TILE_BYTES
-    assert n_tiles_in_memory(just._replace(s=2**15 + 1)) == 0
-    assert n_tiles_in_memory(just._replace(n_heads=1, t=2**15)) == SCRATCH_BYTES // TILE_BYTES
+    sizes, most = SIZES["long"], 4 * SCRATCH_BYTES
+    assert n_tiles_in_memory(sizes, most) == SCRATCH_BYTES // TILE_BYTES > 2 * n_part_tiles(sizes)
+    just = sizes._replace(causal=False, t=2**15, s=2**16)
+    assert 2 * n_part_tiles(just) * TILE_BYTES == most
+    assert n_tiles_in_memory(just, most) == 2 * n_part_tiles(just)
+    assert n_tiles_in_memory(just, most - 1) == 0
+    assert n_tiles_in_memory(just._replace(s=2**16 + 1), most) == 0
+    assert n_tiles_in_memory(just._replace(n_heads=1, t=2**16), most) == n_part_tiles(just._replace(t=2**16))
+    assert n_tiles_in_memory(sizes, 0) == 0
