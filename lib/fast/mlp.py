@@ -331,26 +331,32 @@ class MLP(torch.autograd.Function):
     """Both products with the GELU between them, as one function: the second layer's backward product also applies the GELU's slope."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, first: Tensor, bias: Tensor, second: Tensor, approximate: str) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, first: Tensor, bias: Tensor, second: Tensor, last: Tensor | None, approximate: str
+    ) -> Tensor:
         gelu, slope = gelu_and_slope_op(x, first, bias, approximate)
         ctx.save_for_backward(x, first, bias, second, gelu, slope)
-        return gelu @ second.T
+        return F.linear(gelu, second, last)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, None]:
         x, first, bias, second, gelu, slope = ctx.saved_tensors
         inner, sums = times_slope_op(grad, second, slope)
-        return inner @ first, inner.T @ x, sums.to(bias.dtype), grad.T @ gelu, None
+        of_last = grad.sum(0) if ctx.needs_input_grad[4] else None
+        return inner @ first, inner.T @ x, sums.to(bias.dtype), grad.T @ gelu, of_last, None
 
 
-def mlp(x: Tensor, first: Tensor, bias: Tensor, second: Tensor, approximate: str = "none") -> Tensor:
-    """``gelu(x @ first.T + bias) @ second.T``, by the kernels where `fits` says so and by PyTorch elsewhere.
+def mlp(
+    x: Tensor, first: Tensor, bias: Tensor, second: Tensor, last: Tensor | None = None, approximate: str = "none"
+) -> Tensor:
+    """``gelu(x @ first.T + bias) @ second.T + last``, by the kernels where `fits` says so and by PyTorch elsewhere.
 
     Args:
         x: ``[N, C]``, bfloat16, float16 or float32.
         first: ``[F, C]`` in the dtype of ``x``.
         bias: ``[F]``, of any floating-point dtype.
         second: ``[D, F]`` in the dtype of ``x``.
+        last: ``[D]`` in the dtype of ``x``, or None for no second bias.
         approximate: "none" or "tanh", as PyTorch's ``gelu`` has it.
 
     Returns:
@@ -359,13 +365,14 @@ def mlp(x: Tensor, first: Tensor, bias: Tensor, second: Tensor, approximate: str
     Raises:
         ValueError: a shape, a dtype or ``approximate`` is not one of these.
     """
+    last_shape = second.shape[:1] if last is None else last.shape
     shapes = f"x {tuple(x.shape)}, first {tuple(first.shape)}, bias {tuple(bias.shape)}, second {tuple(second.shape)}"
-    if x.ndim != 2 or first.shape != (*bias.shape, x.shape[1]) or second.shape[1:] != bias.shape:
-        raise ValueError(f"{shapes}: expected [N, C], [F, C], [F] and [D, F]")
-    if not x.dtype.is_floating_point or {x.dtype} != {first.dtype, second.dtype}:
-        raise ValueError(
-            f"x is {x.dtype}, first {first.dtype}, second {second.dtype}: expected one floating-point dtype"
-        )
+    if x.ndim != 2 or first.shape != (*bias.shape, x.shape[1]) or second.shape != (*last_shape, *bias.shape):
+        raise ValueError(f"{shapes}, last {tuple(last_shape)}: expected [N, C], [F, C], [F], [D, F] and [D]")
+    dtypes = {"first": first.dtype, "second": second.dtype} | ({} if last is None else {"last": last.dtype})
+    if not x.dtype.is_floating_point or {x.dtype} != set(dtypes.values()):
+        others = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise ValueError(f"x is {x.dtype}, {others}: expected one floating-point dtype")
     if approximate not in ("none", "tanh"):
         raise ValueError(f"approximate = {approximate!r}: expected 'none' or 'tanh'")
-    return MLP.apply(x, first, bias, second, approximate)
+    return MLP.apply(x, first, bias, second, last, approximate)

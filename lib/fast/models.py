@@ -103,18 +103,20 @@ def linear_gelu(x: Tensor, path: Path, layer: nn.Linear, approximate: str) -> Te
     return short_gelu(wide) if path.short_gelu and approximate == "none" else F.gelu(wide, approximate=approximate)
 
 
-def mlp_of(x: Tensor, path: Path, first: nn.Linear, second: nn.Linear, approximate: str, has_bias: bool) -> Tensor:
-    """Two linear maps with a GELU between them; without the second one's bias if ``has_bias`` is False."""
+def mlp_of(
+    x: Tensor, path: Path, first: nn.Linear, second: nn.Linear, approximate: str, last_bias: Tensor | None
+) -> Tensor:
+    """Two linear maps with a GELU between them; ``last_bias`` takes the place of the second one's bias."""
     plain = isinstance(first, nn.Linear) and isinstance(second, nn.Linear)
     if not (path.kernels and plain and fits(x.to(path.dtype), first.out_features)):
-        return _last_product(linear_gelu(x, path, first, approximate), path, second, has_bias)
+        return _last_product(linear_gelu(x, path, first, approximate), path, second, last_bias)
     rows, weights = x.to(path.dtype).flatten(0, -2), (first.weight.to(path.dtype), second.weight.to(path.dtype))
-    inner = mlp(rows, weights[0], first.bias, weights[1], approximate).unflatten(0, x.shape[:-1])
-    return inner + second.bias.to(path.dtype) if has_bias else inner
+    last_bias = None if last_bias is None else last_bias.to(path.dtype)
+    return mlp(rows, weights[0], first.bias, weights[1], last_bias, approximate).unflatten(0, x.shape[:-1])
 
 
-def _last_product(x: Tensor, path: Path, layer: Any, has_bias: bool) -> Tensor:
-    return linear(x, path, layer) if has_bias else _product(x, path, layer, layer.weight, None)
+def _last_product(x: Tensor, path: Path, layer: Any, bias: Tensor | None) -> Tensor:
+    return _product(x, path, layer, layer.weight, bias) if isinstance(layer, JOINABLE) else linear(x, path, layer)
 
 
 def add_branch(x: Tensor, path: Path, layer: nn.LayerNorm, out: nn.Linear, branch: Callable[..., Tensor]) -> Tensor:
@@ -125,12 +127,13 @@ def add_branch(x: Tensor, path: Path, layer: nn.LayerNorm, out: nn.Linear, branc
         path: How to compute it.
         layer: The norm.
         out: The last linear map.
-        branch: A function ``(normed, has_bias)`` that computes the rest; with a False ``has_bias`` it leaves out the bias of ``out``.
+        branch: A function ``(normed, bias)`` that computes the rest, with ``bias`` in ``out``.
     """
-    if path.kernels and torch.compiler.is_compiling() and isinstance(out, JOINABLE) and out.bias is not None:
-        stream, normed = norm_and_bias(x, layer, out.bias, path.dtype)
-        return stream + branch(normed, False)
-    return x + branch(norm(x, layer, path), True)
+    bias = out.bias if isinstance(out, JOINABLE) else None
+    if path.kernels and torch.compiler.is_compiling() and bias is not None:
+        x, normed = norm_and_bias(x, layer, bias, path.dtype)
+        return x + branch(normed, bias.detach())
+    return x + branch(norm(x, layer, path), bias)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, path: Path, causal: bool) -> Tensor:
@@ -194,11 +197,11 @@ def gpt2_block(block: Any, x: Tensor, path: Path, n_heads: int) -> Tensor:
     """One block of a ``lib.gpt2.GPT2``."""
     attn = block.attn
 
-    def attention(seen: Tensor, has_bias: bool) -> Tensor:
-        return _last_product(self_attention(seen, n_heads, path, True, attn.c_attn), path, attn.c_proj, has_bias)
+    def attention(seen: Tensor, bias: Tensor | None) -> Tensor:
+        return _last_product(self_attention(seen, n_heads, path, True, attn.c_attn), path, attn.c_proj, bias)
 
-    def mlp_branch(seen: Tensor, has_bias: bool) -> Tensor:
-        return mlp_of(seen, path, block.mlp.c_fc, block.mlp.c_proj, "tanh", has_bias)
+    def mlp_branch(seen: Tensor, bias: Tensor | None) -> Tensor:
+        return mlp_of(seen, path, block.mlp.c_fc, block.mlp.c_proj, "tanh", bias)
 
     x = add_branch(x, path, block.ln_1, attn.c_proj, attention)
     return add_branch(x, path, block.ln_2, block.mlp.c_proj, mlp_branch)
@@ -271,16 +274,16 @@ def vit_block(block: Any, x: Tensor, path: Path) -> Tensor:
     """Attention and MLP of a ``ViTBlock``, each added to its input."""
     attn = block.attn
 
-    def attention(seen: Tensor, has_bias: bool) -> Tensor:
+    def attention(seen: Tensor, bias: Tensor | None) -> Tensor:
         heads = self_attention(seen, attn.n_heads, path, False, attn.wq, attn.wk, attn.wv)
-        return _last_product(heads, path, attn.wo, has_bias)
+        return _last_product(heads, path, attn.wo, bias)
 
     return _add_vit_mlp(block, add_branch(x, path, block.norm1, attn.wo, attention), path)
 
 
 def _add_vit_mlp(block: Any, x: Tensor, path: Path) -> Tensor:
-    def mlp_branch(seen: Tensor, has_bias: bool) -> Tensor:
-        return mlp_of(seen, path, block.mlp.fc1, block.mlp.fc2, block.mlp.approximate, has_bias)
+    def mlp_branch(seen: Tensor, bias: Tensor | None) -> Tensor:
+        return mlp_of(seen, path, block.mlp.fc1, block.mlp.fc2, block.mlp.approximate, bias)
 
     return add_branch(x, path, block.norm2, block.mlp.fc2, mlp_branch)
 

@@ -2,8 +2,11 @@
 
 A branch of a block computes ``x + out(inner(norm(x)))``. The gradient of the bias of ``out`` is the sum over all rows of the stream's
 gradient, which the norm's backward pass reads as well. PyTorch's compiler computes the two in different kernels, and so reads the
-gradient twice. Here `norm_and_bias` adds the bias to the stream where the branch begins, before ``inner``. The sum is the same,
-and one kernel takes it while the rows pass by, along with the sums for the norm's weight and bias.
+gradient twice. Here the product ``out`` gets a detached bias, and one kernel sums the bias's gradient while the rows pass by, along
+with the sums for the norm's weight and bias.
+
+The bias must be added inside of the product, whose sums are in float32. Added to a 16-bit stream it does not act by its size: below
+half of the distance between two numbers it is either lost or, where the sum before it lies half way between them, decides the rounding.
 """
 
 from typing import Any
@@ -23,7 +26,7 @@ MOST_BYTES = 2**14  # of a row: nine must fit into shared memory, of three tenso
 
 @triton.jit
 def norm_and_bias_backward_kernel(
-    out, bias, means, scales, weight, d_out, d_normed, dx, sums, n_rows, n_columns,
+    x, means, scales, weight, d_out, d_normed, dx, sums, n_rows, n_columns,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Write the stream's gradient, and the sums of each program's rows into sums [programs, 3, n_columns].
@@ -33,7 +36,6 @@ def norm_and_bias_backward_kernel(
     """
     columns = tl.arange(0, COLS)
     is_column = columns < n_columns
-    added = tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)
     factor = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
     of_weight = tl.zeros([ROWS, COLS], tl.float32)
     of_shift, of_bias = of_weight, of_weight
@@ -44,14 +46,14 @@ def norm_and_bias_backward_kernel(
         inside = is_row[:, None] & is_column[None, :]
         mean = tl.load(means + rows, mask=is_row, other=0.0)
         scale = tl.load(scales + rows, mask=is_row, other=0.0)
-        x = tl.load(out + at, mask=inside, other=0.0).to(tl.float32) - added[None, :]
-        x = tl.where(is_column[None, :], (x - mean[:, None]) * scale[:, None], 0.0)
+        row = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        unit = tl.where(is_column[None, :], (row - mean[:, None]) * scale[:, None], 0.0)
         d = tl.load(d_normed + at, mask=inside, other=0.0).to(tl.float32)
         above = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32)
         g = d * factor[None, :]
-        g -= (tl.sum(g, 1)[:, None] + x * tl.sum(g * x, 1)[:, None]) / n_columns
+        g -= (tl.sum(g, 1)[:, None] + unit * tl.sum(g * unit, 1)[:, None]) / n_columns
         tl.store(dx + at, (above + g * scale[:, None]).to(dx.dtype.element_ty), mask=inside)
-        of_weight += d * x
+        of_weight += d * unit
         of_shift += d
         of_bias += above
     sums += tl.program_id(0) * 3 * n_columns + columns
@@ -61,15 +63,15 @@ def norm_and_bias_backward_kernel(
 
 
 def launch_backward(
-    out: Tensor, bias: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, d_out: Tensor, d_normed: Tensor
+    x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, d_out: Tensor, d_normed: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of the stream ``[..., C]``, and the sums ``[3, C]`` for the norm's weight, the norm's bias and ``bias``."""
-    given = [t.contiguous() for t in (out, bias, mean, scale, weight, d_out, d_normed)]
-    n_columns, n_rows = out.shape[-1], out.shape[:-1].numel()
+    """The gradient of the stream ``[..., C]``, and the sums ``[3, C]`` for the norm's weight, the norm's bias and the product's."""
+    given = [t.contiguous() for t in (x, mean, scale, weight, d_out, d_normed)]
+    n_columns, n_rows = x.shape[-1], x.shape[:-1].numel()
     cols = triton.next_power_of_2(n_columns)
     rows = 2 if cols <= 1024 else 1
-    n_sums = min(triton.cdiv(n_rows, rows), 2 * n_programs(out.device) if out.is_cuda else 3)
-    dx, sums = torch.empty_like(given[0]), out.new_empty(n_sums, 3, n_columns, dtype=torch.float32)
+    n_sums = min(triton.cdiv(n_rows, rows), 2 * n_programs(x.device) if x.is_cuda else 3)
+    dx, sums = torch.empty_like(given[0]), x.new_empty(n_sums, 3, n_columns, dtype=torch.float32)
     if n_sums > 0:
         n_warps = min(32, max(4, rows * cols // 512))
         norm_and_bias_backward_kernel[(n_sums,)](*given, dx, sums, n_rows, n_columns, rows, cols, num_warps=n_warps)
@@ -86,24 +88,24 @@ def fits(*xs: Tensor) -> bool:
 
 @torch.library.custom_op("scaling_workbook::norm_and_bias_backward", mutates_args=())
 def norm_and_bias_backward(
-    out: Tensor, bias: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, d_out: Tensor, d_normed: Tensor
+    x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, d_out: Tensor, d_normed: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`launch_backward`, also without a GPU."""
-    if HAS_TRITON and not INTERPRETED and out.is_cuda and fits(out, d_normed):
-        return launch_backward(out, bias, mean, scale, weight, d_out, d_normed)
-    x = (out.float() - bias.float() - mean) * scale
+    if HAS_TRITON and not INTERPRETED and x.is_cuda and fits(x, d_normed):
+        return launch_backward(x, mean, scale, weight, d_out, d_normed)
+    unit = (x.float() - mean) * scale
     d, above = d_normed.float(), d_out.float()
     g = d * weight.float()
-    g = g - g.mean(-1, keepdim=True) - x * (g * x).mean(-1, keepdim=True)
+    g = g - g.mean(-1, keepdim=True) - unit * (g * unit).mean(-1, keepdim=True)
     dx = above + g * scale
-    return dx.to(out.dtype).contiguous(), torch.stack([t.flatten(0, -2).sum(0) for t in (d * x, d, above)])
+    return dx.to(x.dtype).contiguous(), torch.stack([t.flatten(0, -2).sum(0) for t in (d * unit, d, above)])
 
 
 @norm_and_bias_backward.register_fake
 def _(
-    out: Tensor, bias: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, d_out: Tensor, d_normed: Tensor
+    x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, d_out: Tensor, d_normed: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return out.new_empty(out.shape), out.new_empty(3, out.shape[-1], dtype=torch.float32)
+    return x.new_empty(x.shape), x.new_empty(3, x.shape[-1], dtype=torch.float32)
 
 
 def _refuse(ctx: Any, *grads: Tensor) -> None:
@@ -123,35 +125,28 @@ class NormAndBias(torch.autograd.Function):
         wide = x if x.dtype == torch.float32 else x.float()
         variance, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
         scale = (variance + eps).rsqrt()
-        normed = ((wide - mean) * scale * weight + shift).to(dtype)
-        out = (wide + bias).to(x.dtype)
-        ctx.save_for_backward(out, bias, mean, scale, weight)
-        ctx.shift_dtype = shift.dtype
-        return out, normed
+        ctx.save_for_backward(x, mean, scale, weight)
+        ctx.dtypes = weight.dtype, shift.dtype, bias.dtype
+        return x.view_as(x), ((wide - mean) * scale * weight + shift).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_normed: Tensor) -> tuple:
-        _, bias, _, _, weight = ctx.saved_tensors
         dx, sums = norm_and_bias_backward(*ctx.saved_tensors, d_out, d_normed)
-        dtypes = weight.dtype, ctx.shift_dtype, bias.dtype
-        return dx, *(s.to(dtype) for s, dtype in zip(sums.unbind(), dtypes, strict=True)), None, None
+        return dx, *(s.to(dtype) for s, dtype in zip(sums.unbind(), ctx.dtypes, strict=True)), None, None
 
 
 def norm_and_bias(
     x: Tensor, layer: torch.nn.LayerNorm, bias: Tensor, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Normalize the residual stream, and add to the stream the bias of the product with which the branch will end.
+    """Normalize the residual stream, and sum the gradient of the bias of the product with which the branch will end.
 
     Args:
         x: The stream ``[..., C]``.
         layer: A layer norm over C with weight and bias.
-        bias: ``[C]``. The caller leaves it out of the product.
+        bias: ``[C]``. The product gets it detached.
         dtype: Dtype of the norm, that of ``x`` by default.
 
     Returns:
-        ``x + bias`` in the dtype of ``x``, and ``layer(x)``.
-
-    The backward pass recovers ``x`` by subtracting the bias from the rounded sum. With a bf16 stream, a bias much larger than
-    ``x`` costs precision: at five times ``x``, 1 % in the gradient of the norm's weight.
+        The stream, to which the branch is added and through which ``bias`` gets its gradient; and ``layer(x)``.
     """
     return NormAndBias.apply(x, layer.weight, layer.bias, bias, layer.eps, dtype or x.dtype)

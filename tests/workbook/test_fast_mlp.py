@@ -17,7 +17,7 @@ CASES = {"ViT-L/16": (50_432, 1024, 4096), "GPT-2": (16_384, 768, 3072), "ragged
 
 
 def batch(n_rows, width, inner, out, dtype=torch.float32, bias_dtype=torch.float32, device="cpu"):
-    """Rows, the first layer, the second layer's weight, and the gradient of what comes out."""
+    """Rows, two layers, and the gradient of what comes out."""
 
     def normal(*shape, scale=1.0):
         return torch.randn(shape, generator=generator, device=device) * scale
@@ -25,7 +25,7 @@ def batch(n_rows, width, inner, out, dtype=torch.float32, bias_dtype=torch.float
     generator = torch.Generator(device).manual_seed(0)
     x, grad = normal(n_rows, width, scale=2.0).to(dtype), normal(n_rows, out).to(dtype)
     first, second = normal(inner, width, scale=width**-0.5).to(dtype), normal(out, inner, scale=inner**-0.5).to(dtype)
-    return (x, first, normal(inner).to(bias_dtype), second), grad
+    return (x, first, normal(inner).to(bias_dtype), second, normal(out).to(dtype)), grad
 
 
 def with_gradients(function, inputs, grad, approximate):
@@ -34,8 +34,8 @@ def with_gradients(function, inputs, grad, approximate):
     return out.detach(), *torch.autograd.grad(out, inputs, grad.to(out.dtype))
 
 
-def plain(x, first, bias, second, approximate):
-    return F.gelu(x @ first.T + bias, approximate=approximate) @ second.T
+def plain(x, first, bias, second, last, approximate):
+    return F.gelu(x @ first.T + bias, approximate=approximate) @ second.T + last
 
 
 @pytest.mark.parametrize("approximate", FORMS)
@@ -44,7 +44,7 @@ def test_result_and_gradients_are_those_of_three_operators(approximate, bias_dty
     inputs, grad = batch(37, 24, 40, 16, bias_dtype=bias_dtype)
     found = with_gradients(fast.mlp, inputs, grad, approximate)
     wanted = with_gradients(plain, [x.double() for x in inputs], grad, approximate)
-    assert [t.dtype for t in found] == [torch.float32] * 3 + [bias_dtype, torch.float32]
+    assert [t.dtype for t in found] == [torch.float32] * 3 + [bias_dtype, torch.float32, torch.float32]
     for got, want in zip(found, wanted, strict=True):
         rtol = 2**-8 if got.dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=rtol)
@@ -66,13 +66,17 @@ def test_shapes_that_do_not_fit_are_refused(shapes, says):
 
 
 def test_other_dtypes_and_forms_are_refused():
-    (x, first, bias, second), _ = batch(3, 8, 16, 8)
+    (x, first, bias, second, last), _ = batch(3, 8, 16, 8)
     with pytest.raises(ValueError, match=r"second torch\.bfloat16"):
         fast.mlp(x, first, bias, second.bfloat16())
     with pytest.raises(ValueError, match=r"x is torch\.int64"):
         fast.mlp(x.long(), first.long(), bias, second.long())
     with pytest.raises(ValueError, match="'sigmoid'"):
-        fast.mlp(x, first, bias, second, "sigmoid")
+        fast.mlp(x, first, bias, second, last, "sigmoid")
+    with pytest.raises(ValueError, match=r"last torch\.bfloat16"):
+        fast.mlp(x, first, bias, second, last.bfloat16())
+    with pytest.raises(ValueError, match=r"last \(7,\)"):
+        fast.mlp(x, first, bias, second, last[:7])
 
 
 def test_without_a_hopper_gpu_nothing_fits():

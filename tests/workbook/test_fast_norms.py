@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from lib.fast.models import Path, gpt2_loss, vit_loss
+from lib.fast.models import Path, add_branch, gpt2_loss, vit_loss
 from lib.fast.norms import fits, launch_backward, norm_and_bias, norm_and_bias_backward
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON
 from lib.given.models.gpt2 import GPT2Config
@@ -38,7 +38,8 @@ def ours(x, weight, shift, bias):
     layer = torch.nn.LayerNorm(x.shape[-1], device="meta")
     del layer.weight, layer.bias
     layer.weight, layer.bias = weight, shift
-    return norm_and_bias(x, layer, bias)
+    stream, normed = norm_and_bias(x, layer, bias)
+    return (stream + bias.detach()).to(x.dtype), normed
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 8), (5, 40), (1, 1)])
@@ -62,10 +63,10 @@ def test_each_gradient_has_the_dtype_of_its_parameter():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(2, 3, 8), (70, 100), (1, 1), (0, 4)])
 def test_the_kernel_gives_the_streams_gradient_and_three_sums(backward, dtype, shape):
-    out, (weight, bias, _), (d_out, d_normed) = given(*shape, dtype=dtype)
-    mean, scale = out.float().mean(-1, keepdim=True), 1 + out.float().square().mean(-1, keepdim=True)
-    dx, sums = backward(out, bias, mean, scale, weight, d_out, d_normed)
-    x, d = (t.double() for t in ((out.float() - bias - mean) * scale, d_normed))
+    stream, (weight, *_), (d_out, d_normed) = given(*shape, dtype=dtype)
+    mean, scale = stream.float().mean(-1, keepdim=True), 1 + stream.float().square().mean(-1, keepdim=True)
+    dx, sums = backward(stream, mean, scale, weight, d_out, d_normed)
+    x, d = (t.double() for t in ((stream.float() - mean) * scale, d_normed))
     g = d * weight
     wanted = d_out + scale * (g - g.mean(-1, keepdim=True) - x * (g * x).mean(-1, keepdim=True))
     torch.testing.assert_close(dx.double(), wanted, atol=1e-4, rtol=2**-7 if dtype == torch.bfloat16 else 1e-4)
@@ -108,6 +109,24 @@ def test_a_compiled_model_has_the_gradients_that_it_has_without(make, monkeypatc
             torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.time_limit(60)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_bias_acts_by_its_size_however_small_it_is_beside_the_stream(kernels):
+    torch.manual_seed(0)
+    layer, out = torch.nn.LayerNorm(64), torch.nn.Linear(64, 64)
+    bias = 2.0**-12  # in the stream, neighbours in bf16 are 2^-8 apart
+    torch.nn.init.constant_(out.bias, bias)
+    x, dtype = 0.5 + torch.rand(4096, 64).bfloat16() / 2, torch.bfloat16
+
+    def add(path):
+        return add_branch(x, path, layer, out, lambda seen, bias: F.linear(seen, out.weight.to(dtype), bias.to(dtype)))
+
+    found = torch.compile(add, backend="aot_eager", fullgraph=True)(Path(dtype=dtype, kernels=kernels))
+    product = layer(x.float()).to(dtype).double() @ out.weight.to(dtype).double().T
+    assert (found.double() - x.double() - product).mean().item() == pytest.approx(bias, rel=0.1)
+
+
 class Twice(torch.nn.Module):
     """A layer in the place of another, as an adapter would be."""
 
@@ -142,16 +161,16 @@ def test_a_second_derivative_is_refused():
 
 
 def test_a_stream_with_other_strides_gets_the_gradient_that_the_compiler_expects():
-    x, (weight, bias, _), above = given(5, 8)
+    x, (weight, *_), above = given(5, 8)
     x, *above = (t.t().contiguous().t() for t in (x, *above))
-    dx, _ = norm_and_bias_backward(x, bias, torch.zeros(5, 1), torch.ones(5, 1), weight, *above)
+    dx, _ = norm_and_bias_backward(x, torch.zeros(5, 1), torch.ones(5, 1), weight, *above)
     assert dx.is_contiguous()
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_pytorch_finds_nothing_wrong_with_the_operator():
-    out, (weight, bias, _), above = given(3, 8)
-    inputs = (out, bias, torch.zeros(3, 1), torch.ones(3, 1), weight, *above)
+    x, (weight, *_), above = given(3, 8)
+    inputs = (x, torch.zeros(3, 1), torch.ones(3, 1), weight, *above)
     kinds = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.scaling_workbook.norm_and_bias_backward, inputs, test_utils=kinds)
 
@@ -167,11 +186,10 @@ def test_rows_that_are_too_wide_for_the_kernel_are_known():
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(16, 1024, 768), (256, 197, 1024), (1000, 100), (33, 8192), (33, 8200)])
 def test_on_a_gpu_the_kernel_is_near_operators_and_always_the_same(shape):
-    out, (weight, bias, _), above = given(*shape, dtype=torch.bfloat16, device="cuda")
-    wide = out.float()
-    inputs = (bias, wide.mean(-1, keepdim=True), wide.var(-1, keepdim=True).rsqrt(), weight)
-    found, again = (norm_and_bias_backward(out, *inputs, *above) for _ in range(2))
-    wanted = norm_and_bias_backward(out.cpu(), *(t.cpu() for t in (*inputs, *above)))
+    x, (weight, *_), above = given(*shape, dtype=torch.bfloat16, device="cuda")
+    inputs = (x, x.float().mean(-1, keepdim=True), x.float().var(-1, keepdim=True).rsqrt(), weight)
+    found, again = (norm_and_bias_backward(*inputs, *above) for _ in range(2))
+    wanted = norm_and_bias_backward(*(t.cpu() for t in (*inputs, *above)))
     for got, same, want in zip(found, again, wanted, strict=True):
         assert torch.equal(got, same)
         error = (got.cpu().float() - want.float()).norm() / want.float().norm()
