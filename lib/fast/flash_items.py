@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lib.fast.flash_launch import Sizes
 
 TILE_BYTES = 64 * 64 * 2
-SCRATCH_BYTES = 2**31  # for dS, where two parts take no more
+SCRATCH_BYTES = 2**31  # for dS; more only where two parts need more
 # What an item costs before its first tile, and what dQ costs for a tile of keys, in units of `cost`; timed on an H100.
 START, DQ_COST = 12.0, 2.5
 DQ_SHARE = 0.2  # of the programs compute dQ at a time, while there is dK/dV to compute: more would wait for memory

@@ -138,7 +138,7 @@ class _Linear(torch.autograd.Function):
         g8, g8_flipped, scale_g, amax_g = _cast(grad, of_grad, E5M2)
         dx = product_of_rows(g8, w8_flipped, scale_g, scale_w, grad.dtype, False)
         dw = product_of_rows(g8_flipped, x8_flipped, scale_g, scale_x, ctx.weight, False)
-        db = None if ctx.bias is None else grad.sum(0, dtype=torch.float32).to(ctx.bias)
+        db = grad.sum(0, dtype=torch.float32).to(ctx.bias) if ctx.needs_input_grad[2] else None
         return dx, dw, db, torch.stack([amax_x, amax_w, amax_g])[:, None].expand(3, 4), None
 
 

@@ -9,8 +9,9 @@ Read ``lib.fast.grouped`` first: these products are tiled in the same way. But t
 take turns. A program's tiles alternate between them, and a user's product starts when the other user has started the last terms
 of its own. While a user writes its tile, the tensor cores work for the other one.
 
-The higher a tile, the fewer bytes are copied for a product. Backward a tile has 192 rows, whose sums fill the registers; with 128 the
-tensor cores waited for copies. Forward it has 128: with 192 the exact GELU is slower, probably because its code outgrows the cache.
+The taller a tile, the fewer bytes are copied for a product. Backward, a tile has 192 rows, whose sums fill the registers; with 128 the
+tensor cores waited for copies. Forward, it has 128: with 192 the exact GELU was slower, probably because the code no longer fits into
+the instruction cache.
 """
 
 from functools import lru_cache
@@ -130,7 +131,7 @@ if GLUON:
         for t in range(gl.program_id(0) + user * gl.num_programs(0), n_rows * n_columns, 2 * gl.num_programs(0)):
             i, j = _place(t, n_rows, n_columns, CUT)
             a, b, c = _product(t // gl.num_programs(0), n_terms, turns, ring, CUT)
-            pieces = _pieces(a, b, c)  # of c nothing is used
+            pieces = _pieces(a, b, c)  # c stays 0 and is not used
             for half in gl.static_range(2):
                 column = 128 * j + 64 * half
                 columns = column + gl.arange(0, 64, gl.SliceLayout(0, acc(64)))
@@ -143,7 +144,7 @@ if GLUON:
 
     @gluon.jit
     def _load_slopes(user: gl.constexpr, slope, n, row, column, full, own_s):
-        """Copy the slopes of the user's piece number n to one of its four places, which nothing uses any longer."""
+        """Start to copy the slopes of the user's piece number n to place n % 4, which the piece before must have left."""
         place = 4 * user + n % 4
         mbarrier.expect(full.index(place), 64 * 64 * 2)
         copy_in(slope, [0, 0, row, column], full.index(place), _box(own_s.index(place), slope))
@@ -204,7 +205,7 @@ if GLUON:
 
     @gluon.jit(do_not_specialize=("n_rows", "n_columns", "n_terms"))
     def slope_kernel(x, w, slope, out, sums, n_rows, n_columns, n_terms, F, CUT: gl.constexpr):
-        """Write ``(x @ w) * slope`` for x ``[N, C]``, w ``[C, F]`` and slope ``[N, F]``, and its sums over each 192 rows, float32 ``[N / 192, F]``."""
+        """Write ``(x @ w) * slope`` for x ``[N, C]``, w ``[C, F]`` and slope ``[N, F]``, and its sums over each 192 rows, float32 ``[ceil(N / 192), F]``."""
         x_s = gl.allocate_shared_memory(x.dtype, [CUT.parts * CUT.stages, 64, 64], shared_layout(64, 64))
         w_s = gl.allocate_shared_memory(x.dtype, [CUT.stages, 64, 128], shared_layout(64, 128))
         own_s = gl.allocate_shared_memory(x.dtype, [8, 64, 64], shared_layout(64, 64))

@@ -102,9 +102,7 @@ def norm_and_bias_backward(
 
 
 @norm_and_bias_backward.register_fake
-def _(
-    x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, d_out: Tensor, d_normed: Tensor
-) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, d_out: Tensor, d_normed: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(3, x.shape[-1], dtype=torch.float32)
 
 
