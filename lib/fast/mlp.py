@@ -172,16 +172,16 @@ if GLUON:
             a, b, c = _product(t // gl.num_programs(0), n_terms, turns, ring, CUT)
             pieces = _pieces(a, b, c)
             for half in gl.static_range(2):
-                total = gl.full([64, 64], 0.0, gl.float32, acc(64))
+                total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(0, acc(64)))
                 for part in gl.static_range(3):
                     here = row + 64 * part
-                    total += _write_product(user, pieces[3 * half + part], n, out, here, column, full, own_s)
+                    total += gl.sum(_write_product(user, pieces[3 * half + part], n, out, here, column, full, own_s), 0)
                     n += 1
                     if half == 0 and part > 0:  # the slopes of the last two pieces take the places of the first two
                         tma.store_wait(1)
                         _load_slopes(user, slope, n + 2, here, column + 64, full, own_s)
                 columns = column + gl.arange(0, 64, gl.SliceLayout(0, acc(64)))
-                gl.store(sums + i.to(gl.int64) * F + columns, gl.sum(total, 0), mask=columns < F)
+                gl.store(sums + i.to(gl.int64) * F + columns, total, mask=columns < F)
                 column += 64
             tma.store_wait(0)
 
