@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -40,6 +41,7 @@ from lib.bench.all_reduce import slowest, spawn, wait_for
 from lib.bench.ladder import N_IMAGES, PEAK_FLOPS, Rung, ViTTask, flops_per_item, set_tf32
 from lib.bench.record import MEASUREMENTS, load, machine, record, spread
 from lib.ddp import OverlapDDP, average_gradients
+from lib.fast.copies import CopyDDP
 from lib.fast.models import ATTENTIONS, capture
 from lib.fast.models import Path as FastPath
 from lib.fast.replicas import RowViT, train_step
@@ -50,9 +52,10 @@ from lib.vit import VisionTransformer
 DTYPE, LR, MOMENTUM = torch.bfloat16, 1e-3, 0.9
 N_WARMUP, MIN_ROUNDS, MAX_ROUNDS = 3, 3, 30
 N_CHECKED = 2  # images a rank for the comparison of gradients
-LIMITS = {"gradients": 1e-3, "bf16_gradients": 0.3, "losses": 1e-3}
+LIMITS = {"gradients": 1e-3, "bf16_gradients": 0.3, "losses": 1e-3, "tiny losses": 1e-2}
 SMALL = ViTConfig(image_size=32, patch_size=8, n_classes=10, dim=64, n_layers=6, n_heads=2, hidden_dim=128)
 STEPS = ("graph", "compute graph", "plain")
+AVERAGING: dict[str, Callable[[nn.Module], nn.Module]] = {"copies": CopyDDP, "collectives": OverlapDDP}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,7 @@ class Cell:
         sharded: Whether parameters, gradients and momenta are sharded.
         n_blocks: Number of blocks in a part of our model.
         attention: Our model's attention, one of ``lib.fast.models.ATTENTIONS``.
+        averaging: How the gradients of ours are averaged, one of ``AVERAGING``.
     """
 
     model: str
@@ -74,6 +78,7 @@ class Cell:
     sharded: bool = False
     n_blocks: int = 4
     attention: str = "quickest"
+    averaging: str = "copies"
     tiny: bool = False
 
     @property
@@ -165,11 +170,7 @@ class Racer:
 
         def compute() -> Tensor:
             self.optimizer.zero_grad(set_to_none=True)
-            if not isinstance(self.model, OverlapDDP):
-                loss = self.loss_of()
-                loss.backward()
-                return loss.detach()
-            with self.model.no_sync():
+            with getattr(self.model, "no_sync", nullcontext)():
                 loss = self.loss_of()
                 loss.backward()
             return loss.detach()
@@ -178,7 +179,7 @@ class Racer:
 
         def step() -> Tensor:
             loss = replay()
-            if isinstance(self.model, OverlapDDP):
+            if hasattr(self.model, "no_sync"):
                 average_gradients(self.model)
             self.optimizer.step()
             return loss
@@ -225,7 +226,7 @@ def make_ours(cell: Cell, state: dict[str, Tensor], batch: tuple[Tensor, Tensor]
     if cell.sharded:
         model = FullySharded(parts, param_dtype=DTYPE)
     elif cell.n_gpus > 1:
-        model = OverlapDDP(parts)
+        model = AVERAGING[cell.averaging](parts)
     finish = getattr(model, "finish_gradient_synchronization", lambda: None)
     gradients = None if cell.sharded else parts.named_gradients
     return Racer("ours", model, lambda: model(*batch), sgd(model, batch[0].device), finish, gradients)
@@ -336,8 +337,9 @@ def check_losses(cell: Cell, racers: list[Racer], device: torch.device) -> dict[
     losses = torch.tensor([racer.losses for racer in racers], dtype=torch.float64, device=device) / cell.n_gpus
     dist.all_reduce(losses)
     apart = ((losses[0] - losses[-1]).abs() / losses[-1]).max().item()
-    if not apart <= LIMITS["losses"]:
-        raise ValueError(f"{cell}: first losses {losses.tolist()} are {apart:.2e} apart, allowed {LIMITS['losses']}")
+    limit = LIMITS["tiny losses" if cell.tiny else "losses"]
+    if not apart <= limit:
+        raise ValueError(f"{cell}: first losses {losses.tolist()} are {apart:.2e} apart, allowed {limit}")
     return {racer.name: row for racer, row in zip(racers, losses.tolist(), strict=True)} | {"apart": apart}
 
 
@@ -462,6 +464,7 @@ def _described(cell: Cell, task: ViTTask, peer_name: str) -> dict[str, Any]:
         "strategy": "sharded" if cell.sharded else "data parallel",
         "n_blocks": cell.n_blocks,
         "attention": cell.attention,
+        "averaging": cell.averaging,
     }
     found |= {"n_parameters": n_parameters, "flops_per_item": flops_per_item(task), "checks": {}}
     on = m.get("accelerators", [m["cpu"]])[0]
@@ -564,7 +567,7 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
     cells = [replace(c, n_gpus=n) for n in map(int, options.ranks.split(",")) for c in chosen if n > 1 or not c.sharded]
     if options.tiny:
         cells = [replace(c, batch=max(2, c.batch // 32), n_blocks=1 + c.sharded, tiny=True) for c in cells]
-    cells = [replace(c, attention=options.attention) for c in cells]
+    cells = [replace(c, attention=options.attention, averaging=options.averaging) for c in cells]
     return [replace(c, n_blocks=options.blocks) if options.blocks else c for c in cells]
 
 
@@ -584,6 +587,9 @@ def main() -> None:
         "--blocks", type=int, default=0, help="blocks in each part of ours, instead of the cell's number"
     )
     parser.add_argument("--attention", choices=ATTENTIONS, default="quickest", help="attention kernel of ours")
+    parser.add_argument(
+        "--averaging", choices=AVERAGING, default="copies" if torch.cuda.is_available() else "collectives"
+    )
     parser.add_argument("--step", choices=STEPS, default="graph", help="what of ours goes into a CUDA graph")
     parser.add_argument("--seconds", type=float, default=10, help="seconds to time each cell")
     parser.add_argument("--budget", type=float, default=500, help="start no further cell after this many seconds")

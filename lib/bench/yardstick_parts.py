@@ -11,7 +11,12 @@ from random weights, so timm is not needed. Every step is one CUDA graph: forwar
 - ``after``: the same averaging, begun when backward has ended;
 - ``averaged bf16``: gradients travel as bf16, half of the bytes, and become float32 again on a stream of their own;
 - ``averaged 8 CTAs`` and ``4 CTAs``: NCCL may start only that many thread blocks, so it takes fewer multiprocessors;
-- ``wires``, with the same endings: the all-reduce of all gradients, and nothing else.
+- ``averaged copies``: copy engines move the gradients, by ``lib.fast.copies``; ``copies bf16``: half as many bytes on the
+  way to the rank that computes the mean;
+- ``wires``, with the same endings: the averaging of all gradients, and nothing else.
+
+Of some ways it also traces the kernels, and compares each with the same kernel of ``in step``, in which no averaging disturbs it:
+apart from the averaging's own, a step runs the same kernels in the same order in all ways.
 
 A way is recorded, timed and deleted before the next one is recorded, because two graphs of L/16 at 256 images do not fit
 on a GPU of 80 GB. The rounds go through the ways in alternating order. Before its timed rows each way runs one that is not
@@ -28,6 +33,7 @@ import statistics
 import subprocess
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -36,19 +42,24 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lib.bench.all_reduce import slowest, spawn, wait_for
+from lib.bench.ddp import covered, merged
 from lib.bench.ladder import Rung, set_tf32
 from lib.bench.record import MEASUREMENTS, load, record, spread
 from lib.bench.yardstick import LR, MOMENTUM, N_WARMUP, Cell, PlainTask, cells_of, our_parts, path_of, sgd
 from lib.ddp import OverlapDDP, average_gradients
+from lib.fast.copies import CopyDDP
 from lib.fast.models import capture
 from lib.fast.replicas import train_step
 
 Step = Callable[[], Tensor]
 AllReduce = Callable[..., Any]
-N_CTAS, N_ROWS, ROW_S, PATIENCE_S = (8, 4), 3, 0.5, 60
+Kernels = list[tuple[str, int, int]]  # the name of each, its start and its end in nanoseconds, by start
+N_CTAS, N_ROWS, ROW_S, PATIENCE_S, N_TRACED = (8, 4), 3, 0.5, 60, 3
+UNDISTURBED = "in step"
+TRACED = (UNDISTURBED, "averaged", "averaged copies")
 ALL_REDUCE, SUM = dist.all_reduce, dist.ReduceOp.SUM
 
 
@@ -92,15 +103,42 @@ def sending(step: Step, all_reduce: AllReduce) -> Step:
     return run
 
 
-def only_averaging(model: OverlapDDP) -> Tensor:
-    """All-reduce all gradients in the order in which backward makes them ready; there is nothing to compute."""
+def gradients(model: nn.Module) -> list[Tensor]:
+    """All gradients, or zeros in their place, in the order in which backward makes them ready."""
     parameters = list(model.parameters())[::-1]
     for p in parameters:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    works = [dist.all_reduce(p.grad, async_op=True) for p in parameters]
+    return [p.grad for p in parameters]
+
+
+def only_averaging(model: OverlapDDP) -> Tensor:
+    """All-reduce all gradients; there is nothing to compute."""
+    grads = gradients(model)
+    works = [dist.all_reduce(grad, async_op=True) for grad in grads]
     for work in works:
         work.wait()
-    return parameters[0]
+    return grads[0]
+
+
+def by_copies(model: OverlapDDP, unaveraged: Callable[..., Step], sent: torch.dtype) -> tuple[Step, Step]:
+    """The step whose gradients copy engines average during backward, and their averaging alone."""
+    copies = CopyDDP(model.get_submodule("module"), sent)
+    copies.is_paused = True  # in all other ways
+
+    def step() -> Tensor:
+        copies.is_paused = False
+        result = unaveraged(copies.finish_gradient_synchronization)()
+        copies.is_paused = True
+        return result
+
+    def alone() -> Tensor:
+        grads = gradients(model)
+        for p in list(model.parameters())[::-1]:
+            copies.start(p)
+        copies.finish_gradient_synchronization()
+        return grads[0]
+
+    return step, alone
 
 
 def make_ways(model: OverlapDDP, batch: tuple[Tensor, Tensor]) -> dict[str, Step]:
@@ -126,7 +164,10 @@ def make_ways(model: OverlapDDP, batch: tuple[Tensor, Tensor]) -> dict[str, Step
     except Exception:
         traceback.print_exc()
     pairs = [(way, name) for name in senders for way in ("averaged", "wires")]
-    return ways | {f"{way} {name}": sending(ways[way], senders[name]) for way, name in pairs}
+    ways |= {f"{way} {name}": sending(ways[way], senders[name]) for way, name in pairs}
+    for name, sent in (("copies", torch.float32), ("copies bf16", torch.bfloat16)) if device.type == "cuda" else ():
+        ways[f"averaged {name}"], ways[f"wires {name}"] = by_copies(model, unaveraged, sent)
+    return ways
 
 
 def row(step: Step, n: int, device: torch.device) -> float:
@@ -159,8 +200,77 @@ def watch(step: Step, n: int, device: torch.device) -> list[list[float]]:
     return seen
 
 
-def time_way(name: str, step: Step, device: torch.device, meet: Any) -> dict[str, Any]:
-    """Record a way as a graph; return this rank's seconds in each row, and what was read of its GPU.
+def trace(step: Step) -> Kernels:
+    """The kernels and copies of some steps on this rank's GPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as traced:
+        for _ in range(N_TRACED):
+            step()
+        torch.cuda.synchronize()
+    events = traced.profiler.kineto_results.events()
+    on_gpu = [e for e in events if e.device_type() == torch.autograd.DeviceType.CUDA]
+    return sorted(
+        ((e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in on_gpu), key=lambda kernel: kernel[1]
+    )
+
+
+def is_averaging(name: str, computing: set[str]) -> bool:
+    """Whether a kernel belongs to the averaging: NCCL's, a copy, or one that a step without averaging does not have."""
+    return "nccl" in name.lower() or "memcpy" in name.lower() or name not in computing
+
+
+def compare(kernels: Kernels, undisturbed: Kernels) -> dict[str, Any]:
+    """How much longer kernels take beside the averaging; all seconds are those of one step.
+
+    Args:
+        kernels: Those of a way that averages.
+        undisturbed: Those of ``in step``, of as many steps.
+
+    Returns:
+        ``averaging_s``: how long a kernel or a copy of the averaging is on the GPU; ``exposed_s``: the part of it in which
+        nothing is computed. ``beside``: of the kernels that compute while the averaging runs, their number, their seconds, and
+        the seconds of the same kernels in ``undisturbed``; of those that take at least half as long again, the number and what
+        they lose. ``apart``: the same of all other kernels. ``longest``: which kernels lose most.
+    """
+    computing = {name for name, _, _ in undisturbed}
+    averaging = merged([(start, end) for name, start, end in kernels if is_averaging(name, computing)])
+    computed = [kernel for kernel in kernels if not is_averaging(kernel[0], computing)]
+    before: dict[str, list[int]] = {}
+    for name, start, end in undisturbed[::-1]:
+        before.setdefault(name, []).append(end - start)
+    counts, lost = Counter(name for name, _, _ in computed), Counter[str]()
+    zeros = {"n": 0.0, "s": 0.0, "undisturbed_s": 0.0, "n_long": 0.0, "lost_by_long_s": 0.0}
+    sides = {"beside": dict(zeros), "apart": dict(zeros)}
+    same = {name for name, n in counts.items() if n == len(before[name])}
+    for name, start, end in computed:
+        if name not in same:
+            continue
+        took, alone = end - start, before[name].pop()
+        side = sides["beside" if covered([[start, end]], averaging) > 0 else "apart"]
+        is_long = took >= 1.5 * alone
+        changes = (1, took * 1e-9, alone * 1e-9, is_long, is_long * (took - alone) * 1e-9)
+        for key, change in zip(zeros, changes, strict=True):
+            side[key] += change / N_TRACED
+        lost[name] += took - alone
+    total, hidden = sum(e - s for s, e in averaging), covered(averaging, merged([(s, e) for _, s, e in computed]))
+    found = {"averaging_s": total * 1e-9 / N_TRACED, "exposed_s": (total - hidden) * 1e-9 / N_TRACED}
+    longest = [
+        {"kernel": name[:100], "n": counts[name] / N_TRACED, "lost_s": ns * 1e-9 / N_TRACED}
+        for name, ns in lost.most_common(8)
+    ]
+    return (
+        found
+        | sides
+        | {"n_not_compared": sum(n for name, n in counts.items() if name not in same) / N_TRACED, "longest": longest}
+    )
+
+
+def time_way(name: str, step: Step, device: torch.device, meet: Any, undisturbed: Kernels) -> dict[str, Any]:
+    """Record a way as a graph; return this rank's seconds in each row, what was read of its GPU, and its kernels' times.
+
+    The kernels of ``in step`` are put into ``undisturbed``, for the ways that come later.
 
     Ranks meet on the host: a barrier of NCCL's would keep the GPUs busy that should be idle.
     """
@@ -176,13 +286,22 @@ def time_way(name: str, step: Step, device: torch.device, meet: Any) -> dict[str
             elif turn == dist.get_rank():
                 times.append(row(take, n, device))
     meet.wait(PATIENCE_S)
-    return {"step_s": times, "seen": seen}
+    found: dict[str, Any] = {"step_s": times, "seen": seen}
+    if device.type == "cuda" and name in TRACED:
+        kernels = trace(take)
+        if name == UNDISTURBED:
+            undisturbed[:] = kernels
+        elif undisturbed:
+            found["kernels"] = compare(kernels, undisturbed)
+    return found
 
 
-def attempt(name: str, step: Step, model: OverlapDDP, device: torch.device, meet: Any) -> list[Any]:
+def attempt(
+    name: str, step: Step, model: OverlapDDP, device: torch.device, meet: Any, undisturbed: Kernels
+) -> list[Any]:
     """Time a way and free its memory; returns what every rank found, or its error."""
     try:
-        mine = time_way(name, step, device, meet)
+        mine = time_way(name, step, device, meet, undisturbed)
     except Exception as error:
         meet.abort()  # wakes the ranks that wait for this one
         traceback.print_exc()
@@ -213,7 +332,8 @@ def facts_of(rounds: list[list[dict[str, Any]]]) -> dict[str, Any]:
     facts |= {"slowest_step_s": spread([max(s) for s in zip(*rows, strict=True)]), "step_s": [spread(s) for s in rows]}
     for i, key in enumerate(("clock_mhz", "power_w")):
         facts[key] = [statistics.median(x[i] for x in seen) if seen else None for seen in read]
-    return facts | {"step_values_s": rows}
+    kernels = [rank[0]["kernels"] for rank in ranks if "kernels" in rank[0]]
+    return facts | {"step_values_s": rows} | ({"kernels": kernels} if kernels else {})
 
 
 def write(rank: int, cell: Cell, name: str, found: dict[str, Any], options: argparse.Namespace) -> None:
@@ -228,6 +348,8 @@ def write(rank: int, cell: Cell, name: str, found: dict[str, Any], options: argp
     each = ", ".join(f"{1e3 * s['median']:.2f}" for s in way.get("step_s", ()))
     read = [way[key] for key in ("clock_mhz", "power_w") if any(way.get(key, ()))]
     print(f"{cell}: {name}: each GPU {each} ms; MHz, W {read} {way.get('error', '')}", flush=True)
+    if "kernels" in way:
+        print(way["kernels"][0], flush=True)
 
 
 def measure(rank: int, device: torch.device, cell: Cell, options: argparse.Namespace, meet: Any) -> None:
@@ -244,13 +366,14 @@ def measure(rank: int, device: torch.device, cell: Cell, options: argparse.Names
     found |= {"gradient_bytes": [p.nbytes for p in model.parameters()], "ways": {}}
     names, begun = [n for n in ways if not set(n.split()) & set(options.skip.split(","))], time.perf_counter()
     rounds: dict[str, list[Any]] = {name: [] for name in names}
+    undisturbed: Kernels = []
     for turn in range(options.rounds):
         now = time.perf_counter()
         if turn and slowest(now - start + (now - begun) / turn, device) > options.limit:
             break  # one more round might be cut short
         for name in names if turn % 2 == 0 else names[::-1]:
             if "error" not in found["ways"].get(name, {}):
-                rounds[name].append(attempt(name, ways[name], model, device, meet))
+                rounds[name].append(attempt(name, ways[name], model, device, meet, undisturbed))
                 found["ways"][name] = facts_of(rounds[name])
                 write(rank, cell, name, found, options)
 
@@ -283,7 +406,7 @@ def main() -> None:
     if options.ranks < 2:
         parser.error(f"--ranks {options.ranks}: it takes at least 2 to average")
     options.rounds = options.rounds or (1 if options.tiny else 2)
-    asked = vars(options) | {"ranks": str(options.ranks), "attention": "quickest", "blocks": 0}
+    asked = vars(options) | {"ranks": str(options.ranks), "attention": "quickest", "averaging": "", "blocks": 0}
     cells = [c for c in cells_of(argparse.Namespace(**asked)) if not c.sharded]
     settings = {"optimizer": f"SGD, lr {LR}, momentum {MOMENTUM}", "dtype": "bfloat16", "tiny": options.tiny}
     results: dict[str, Any] = {"settings": settings, "cells": []}

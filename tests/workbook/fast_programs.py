@@ -1,12 +1,15 @@
 """What the tests of `lib.fast.replicas` run on gloo ranks."""
 
+import itertools
+import os
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from lib.bench.yardstick_parts import make_ways
-from lib.fast.models import Path
+from lib.fast.copies import CopyDDP, MeanByCopies
+from lib.fast.models import Path, capture
 from lib.fast.replicas import RowViT, train_step
 from lib.given.models.vit import ViTConfig
 from solutions.ddp import OverlapDDP
@@ -66,3 +69,71 @@ def step_each_way(rank, world_size):
         dist.all_gather(every, mine)
         found[name] = sent.call_count, torch.equal(*every)
     return found
+
+
+def mean_by_copies(rank, world_size, folder, n, sent):
+    """Three means in a row of gradients that differ on each rank, through memory that lies in files; and what was expected."""
+
+    count = itertools.count()
+
+    def in_files(size, dtype, device):
+        number = next(count)
+        paths = [f"{folder}/{n}-{sent}-{number}-{r}" for r in range(world_size)]
+        return [torch.from_file(path, shared=True, size=size, dtype=dtype) for path in paths], dist.barrier
+
+    mean = MeanByCopies(n, torch.device("cpu"), sent, in_files)
+    got, want = [], []
+    for seed in range(3):
+        every = [torch.randn(n, generator=torch.Generator().manual_seed(10 * seed + r)) for r in range(world_size)]
+        gradient = every[rank].clone()
+        mean(gradient)
+        got.append(gradient)
+        want.append(torch.stack([x.to(sent) for x in every]).float().mean(0))
+    return got, want
+
+
+def train_by_copies(rank, device, n_steps, folder):
+    """On GPUs: the same steps with ``CopyDDP`` as a graph, with ``CopyDDP`` and with chapter 10's ``OverlapDDP``; saves the weights."""
+    found = {}
+    for name, strategy in (("graph", CopyDDP), ("copies", CopyDDP), ("collectives", OverlapDDP)):
+        images, labels = (x.chunk(dist.get_world_size())[rank].to(device) for x in batch(8))
+        with device:
+            model = parts(seed=rank)
+        wrapped = strategy(model)
+        step = train_step(
+            lambda w=wrapped, x=images, y=labels: w(x, y),
+            sgd(model.parameters()),
+            wrapped.finish_gradient_synchronization,
+        )
+        if name == "graph":
+            replay = capture(step, n_warmup=2, on_ranks=True)
+            for _ in range(n_steps - 2):
+                replay()
+        else:
+            for _ in range(n_steps):
+                step()
+        found[name] = torch.cat([value.flatten() for value in model.named_values().values()]).cpu()
+    torch.save(found, f"{folder}/{rank}.pt")
+    torch.cuda.synchronize()
+    dist.barrier()
+    os._exit(0)  # a graph with collectives could keep NCCL from ending
+
+
+def mean_on_gpus(rank, device, n, sent, folder):
+    """On GPUs: means of random gradients by copies, eager and in a graph, beside those of NCCL."""
+    mean = MeanByCopies(n, device, sent)
+    gradient = torch.empty(n, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        mean(gradient)
+    found = []
+    for seed in range(6):
+        own = torch.randn(n, device=device, generator=torch.Generator(device).manual_seed(100 * seed + rank))
+        gradient.copy_(own)
+        dist.all_reduce(want := own.to(sent).float(), op=dist.ReduceOp.AVG)
+        if seed % 2:
+            graph.replay()
+        else:
+            mean(gradient)
+        found.append((gradient.cpu(), want.cpu()))
+    torch.save(found, f"{folder}/{rank}.pt")

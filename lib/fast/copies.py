@@ -1,0 +1,134 @@
+"""Means of gradients over the GPUs of one host, whose bytes are moved by copy engines and not by multiprocessors.
+
+NCCL's all-reduce is a kernel: while it runs, it holds multiprocessors that backward wants too. A GPU also has a few copy
+engines, which do nothing but move bytes, also from the memory of another GPU. So here the mean of a gradient of n numbers on R
+ranks is made of copies, and of one short kernel:
+
+1. each rank puts its gradient where the others can read it;
+2. it copies the r-th part of every rank's gradient, n / R numbers each, where r is its own rank;
+3. it computes the mean of these R parts;
+4. it copies the other parts of the mean from the ranks that computed them.
+
+These are a reduce-scatter and an all-gather, as in a ring, and a rank receives as many bytes: 2 (R - 1) / R times its gradient.
+Before steps 2 and 4 the ranks' streams meet, by a kernel of a single thread block that waits for a signal of every other rank.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lib.ddp import broadcast_parameters
+
+ALIGNED = 32  # numbers: each part begins at a multiple of 128 bytes
+Places = tuple[list[Tensor], Callable[[], None]]
+
+
+def in_peers_memory(n: int, dtype: torch.dtype, device: torch.device) -> Places:
+    """Memory for ``n`` numbers on each rank's GPU, which the GPUs of all other ranks can read.
+
+    Returns:
+        The memory of rank 0, 1, ..., as tensors, and a function after which the current stream waits until those of all ranks
+        have come as far.
+
+    Raises:
+        RuntimeError: the GPUs cannot read each other's memory.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    assert dist.group.WORLD is not None
+    own = symmetric.empty(n, dtype=dtype, device=device)
+    handle = symmetric.rendezvous(own, dist.group.WORLD)
+    places = [handle.get_buffer(rank, (n,), dtype) for rank in range(handle.world_size)]
+    places[handle.rank] = own
+    return places, handle.barrier
+
+
+class MeanByCopies:
+    """The mean over ranks of one gradient, again and again, in the same memory.
+
+    Args:
+        n: Number of elements of the gradient.
+        device: The GPU that holds it.
+        sent: The dtype in which gradients travel to the rank that computes their mean. The mean is computed in float32 and
+            travels so.
+        places: Returns memory that all ranks can read.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        device: torch.device,
+        sent: torch.dtype = torch.float32,
+        places: Callable[[int, torch.dtype, torch.device], Places] = in_peers_memory,
+    ):
+        self.n, self.rank, self.n_ranks = n, dist.get_rank(), dist.get_world_size()
+        self.n_part = -(-n // (self.n_ranks * ALIGNED)) * ALIGNED
+        gradients, self.meet = places(self.n_ranks * self.n_part, sent, device)
+        self.gradients = [place.view(self.n_ranks, self.n_part) for place in gradients]
+        self.means, _ = places(self.n_part, torch.float32, device)
+        self.received = torch.empty(self.n_ranks, self.n_part, dtype=sent, device=device)
+
+    def __call__(self, gradient: Tensor) -> None:
+        """Replace a contiguous float32 tensor by its mean over the ranks; every rank must take the same steps."""
+        in_turn = [(self.rank + i) % self.n_ranks for i in range(self.n_ranks)]  # no two ranks read from the same one
+        self.gradients[self.rank].view(-1)[: self.n].copy_(gradient.view(-1))
+        self.meet()
+        for rank in in_turn:
+            self.received[rank].copy_(self.gradients[rank][self.rank])
+        torch.mean(self.received, 0, dtype=torch.float32, out=self.means[self.rank])
+        self.meet()
+        parts = gradient.view(-1).split(self.n_part)
+        for rank in in_turn:
+            if rank < len(parts):
+                parts[rank].copy_(self.means[rank][: len(parts[rank])])
+
+
+class CopyDDP(nn.Module):
+    """A module whose gradients are averaged by copies while backward still runs, used like ``lib.ddp.OverlapDDP``.
+
+    Args:
+        module: A model of a few large parameters, such as ``lib.fast.replicas.RowViT``. It is called in the same way on all
+            ranks, so that gradients become ready in the same order.
+        sent: See ``MeanByCopies``.
+    """
+
+    def __init__(self, module: nn.Module, sent: torch.dtype = torch.float32):
+        super().__init__()
+        self.module, self.is_paused = module, False
+        broadcast_parameters(module)
+        self.stream = torch.cuda.Stream()
+        self.means = {p: MeanByCopies(p.numel(), p.device, sent) for p in module.parameters() if p.requires_grad}
+        for p in self.means:
+            p.register_post_accumulate_grad_hook(self.on_ready)
+
+    def on_ready(self, p: nn.Parameter) -> None:
+        """Called by autograd during backward, when a gradient is complete."""
+        if not self.is_paused:
+            self.start(p)
+
+    @torch.no_grad()
+    def start(self, p: nn.Parameter) -> None:
+        """Begin to average a parameter's gradient, on a stream of its own."""
+        assert p.grad is not None
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self.means[p](p.grad)
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Call it after backward: the current stream then waits until every gradient is the mean."""
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Average nothing in a backward inside."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before

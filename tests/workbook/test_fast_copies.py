@@ -1,0 +1,54 @@
+"""Means of gradients by copies: through files on CPU processes, and by copy engines between GPUs."""
+
+import pytest
+import torch
+
+from lib.bench.all_reduce import spawn
+from lib.ranks import pool
+from tests.workbook import fast_programs
+
+
+@pytest.mark.time_limit(60)
+@pytest.mark.parametrize("n_ranks", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 33, 1000])
+@pytest.mark.parametrize("sent", [torch.float32, torch.bfloat16])
+def test_every_rank_has_the_mean_whatever_the_length(tmp_path, n_ranks, n, sent):
+    found = (
+        pool("gloo").run(fast_programs.mean_by_copies, str(tmp_path), n, sent, n_ranks=n_ranks, time_limit_s=40).values
+    )
+    for got, want in found:
+        torch.testing.assert_close(got, want)
+    for got, _ in found[1:]:
+        torch.testing.assert_close(got, found[0][0], rtol=0, atol=0, msg="ranks differ")
+
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.mark.gpu
+@needs_two
+@pytest.mark.time_limit(120)
+@pytest.mark.parametrize(
+    ("n", "sent"), [(1001, torch.float32), (5_000_000, torch.float32), (5_000_000, torch.bfloat16)]
+)
+def test_gpus_compute_the_mean_that_nccl_computes_also_in_a_graph(tmp_path, n, sent):
+    n_ranks = torch.cuda.device_count()
+    spawn(fast_programs.mean_on_gpus, "nccl", n_ranks, n, sent, tmp_path, limit_s=100)
+    every = [torch.load(tmp_path / f"{rank}.pt") for rank in range(n_ranks)]
+    for pairs in zip(*every, strict=True):
+        for got, want in pairs:
+            torch.testing.assert_close(got, want)
+            assert torch.equal(got, pairs[0][0]), "ranks differ"
+
+
+@pytest.mark.gpu
+@needs_two
+@pytest.mark.time_limit(120)
+def test_gpus_train_as_with_collectives(tmp_path):
+    n_ranks = torch.cuda.device_count()
+    spawn(fast_programs.train_by_copies, "nccl", n_ranks, 6, tmp_path, limit_s=100)
+    every = [torch.load(tmp_path / f"{rank}.pt") for rank in range(n_ranks)]
+    for found in every:
+        for name, weights in found.items():
+            torch.testing.assert_close(weights, found["collectives"], msg=lambda text, name=name: f"{name}: {text}")
+            assert torch.equal(weights, every[0][name]), f"{name}: ranks differ"
