@@ -22,7 +22,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -41,7 +41,7 @@ from lib.bench.all_reduce import slowest, spawn, wait_for
 from lib.bench.ladder import N_IMAGES, PEAK_FLOPS, Rung, ViTTask, flops_per_item, set_tf32
 from lib.bench.record import MEASUREMENTS, load, machine, record, spread
 from lib.ddp import OverlapDDP, average_gradients
-from lib.fast.copies import CopyDDP
+from lib.fast.copies import CopyDDP, InTurn
 from lib.fast.models import ATTENTIONS, capture
 from lib.fast.models import Path as FastPath
 from lib.fast.replicas import RowViT, train_step
@@ -119,7 +119,7 @@ class Racer:
         name: str,
         model: nn.Module,
         loss_of: Callable[[], Tensor],
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | InTurn,
         finish: Callable[[], None] = lambda: None,
         gradients: Callable[[], dict[str, Tensor]] | None = None,
     ):
@@ -202,9 +202,10 @@ def compiled(run: Callable) -> Callable:
     return torch.compile(run, dynamic=False, backend="inductor" if torch.cuda.is_available() else "eager")
 
 
-def sgd(model: nn.Module, device: torch.device, fused: bool = True) -> torch.optim.Optimizer:
-    fused = fused and device.type == "cuda"
-    return torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, fused=fused, foreach=not fused)
+def sgd(parameters: Iterable[nn.Parameter], fused: bool = True) -> torch.optim.Optimizer:
+    parameters = list(parameters)
+    fused = fused and parameters[0].is_cuda
+    return torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM, fused=fused, foreach=not fused)
 
 
 def our_parts(cell: Cell, state: dict[str, Tensor], path: FastPath, make: Callable = compiled) -> RowViT:
@@ -227,9 +228,11 @@ def make_ours(cell: Cell, state: dict[str, Tensor], batch: tuple[Tensor, Tensor]
         model = FullySharded(parts, param_dtype=DTYPE)
     elif cell.n_gpus > 1:
         model = AVERAGING[cell.averaging](parts)
-    finish = getattr(model, "finish_gradient_synchronization", lambda: None)
     gradients = None if cell.sharded else parts.named_gradients
-    return Racer("ours", model, lambda: model(*batch), sgd(model, batch[0].device), finish, gradients)
+    if isinstance(model, CopyDDP):
+        return Racer("ours", model, lambda: model(*batch), InTurn(model, sgd), gradients=gradients)
+    finish = getattr(model, "finish_gradient_synchronization", lambda: None)
+    return Racer("ours", model, lambda: model(*batch), sgd(model.parameters()), finish, gradients)
 
 
 def make_peer(
@@ -246,7 +249,7 @@ def make_peer(
             block.compile(dynamic=False, backend="inductor" if images.is_cuda else "eager")
             fully_shard(block, mp_policy=policy)
         fully_shard(peer, mp_policy=policy)
-        optimizer = sgd(peer, images.device, fused=False)
+        optimizer = sgd(peer.parameters(), fused=False)
         return Racer("peer", peer, lambda: F.cross_entropy(peer(images).float(), labels), optimizer)
     model: nn.Module = peer
     if distributed:
@@ -260,7 +263,7 @@ def make_peer(
 
     fast: Any = compiled(model)
     gradients = None if task is None else lambda: gradients_of(peer, task)
-    return Racer("peer", model, loss_of, sgd(model, images.device), gradients=gradients)
+    return Racer("peer", model, loss_of, sgd(model.parameters()), gradients=gradients)
 
 
 # ---- checks before the clock -----------------------------------------------------------------------------------------

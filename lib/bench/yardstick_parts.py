@@ -12,7 +12,7 @@ from random weights, so timm is not needed. Every step is one CUDA graph: forwar
 - ``averaged bf16``: gradients travel as bf16, half of the bytes, and become float32 again on a stream of their own;
 - ``averaged 8 CTAs`` and ``4 CTAs``: NCCL may start only that many thread blocks, so it takes fewer multiprocessors;
 - ``averaged copies``: copy engines move the gradients, by ``lib.fast.copies``; ``copies bf16``: half as many bytes on the
-  way to the rank that computes the mean;
+  way to the rank that computes the mean; ``copies in turn``: the same, and each part is updated when its mean is there;
 - ``wires``, with the same endings: the averaging of all gradients, and nothing else.
 
 Of some ways it also traces the kernels, and compares each with the same kernel of ``in step``, in which no averaging disturbs it:
@@ -50,7 +50,7 @@ from lib.bench.ladder import Rung, set_tf32
 from lib.bench.record import MEASUREMENTS, load, record, spread
 from lib.bench.yardstick import LR, MOMENTUM, N_WARMUP, Cell, PlainTask, cells_of, our_parts, path_of, sgd
 from lib.ddp import OverlapDDP, average_gradients
-from lib.fast.copies import CopyDDP
+from lib.fast.copies import CopyDDP, InTurn
 from lib.fast.models import capture
 from lib.fast.replicas import train_step
 
@@ -59,7 +59,14 @@ AllReduce = Callable[..., Any]
 Kernels = list[tuple[str, int, int]]  # the name of each, its start and its end in nanoseconds, by start
 N_CTAS, N_ROWS, ROW_S, PATIENCE_S, N_TRACED = (8, 4), 3, 0.5, 60, 3
 UNDISTURBED = "in step"
-TRACED = (UNDISTURBED, "averaged", "averaged copies")
+KINDS = {
+    "attention": ("fast_", "hopper_", "statistics_", "stored_", "flash"),
+    "products with a GELU": ("gelu_kernel", "slope_kernel"),
+    "other products": ("nvjet", "gemm", "cutlass", "splitk"),
+    "update": ("multi_tensor",),
+}
+OTHERS = "norms, sums, casts and copies"
+TRACED = (UNDISTURBED, "averaged", "averaged copies", "averaged copies in turn")
 ALL_REDUCE, SUM = dist.all_reduce, dist.ReduceOp.SUM
 
 
@@ -120,16 +127,26 @@ def only_averaging(model: OverlapDDP) -> Tensor:
     return grads[0]
 
 
-def by_copies(model: OverlapDDP, unaveraged: Callable[..., Step], sent: torch.dtype) -> tuple[Step, Step]:
-    """The step whose gradients copy engines average during backward, and their averaging alone."""
+def by_copies(model: OverlapDDP, batch: tuple[Tensor, Tensor], sent: torch.dtype) -> tuple[Step, Step, Step]:
+    """Steps whose gradients copy engines average during backward, updated at its end or in turn; and the averaging alone."""
     copies = CopyDDP(model.get_submodule("module"), sent)
     copies.is_paused = True  # in all other ways
 
-    def step() -> Tensor:
-        copies.is_paused = False
-        result = unaveraged(copies.finish_gradient_synchronization)()
-        copies.is_paused = True
-        return result
+    def running(step: Step) -> Step:
+        def run() -> Tensor:
+            copies.is_paused = False
+            with model.no_sync():
+                result = step()
+            copies.is_paused = True
+            return result
+
+        return run
+
+    def loss_of() -> Tensor:
+        return copies(*batch)
+
+    at_end = train_step(loss_of, sgd(copies.parameters()), copies.finish_gradient_synchronization)
+    in_turn = train_step(loss_of, InTurn(copies, sgd))
 
     def alone() -> Tensor:
         grads = gradients(model)
@@ -138,13 +155,13 @@ def by_copies(model: OverlapDDP, unaveraged: Callable[..., Step], sent: torch.dt
         copies.finish_gradient_synchronization()
         return grads[0]
 
-    return step, alone
+    return running(at_end), running(in_turn), alone
 
 
 def make_ways(model: OverlapDDP, batch: tuple[Tensor, Tensor]) -> dict[str, Step]:
     """The step of each way; the last ones need most of NCCL, so a failure there comes when the others are recorded."""
     device, one = batch[0].device, torch.zeros(1, device=batch[0].device)
-    optimizer = sgd(model, device)
+    optimizer = sgd(model.parameters())
 
     def unaveraged(finish: Callable[[], Any] = lambda: None) -> Step:
         step = train_step(lambda: model(*batch), optimizer, finish)
@@ -165,8 +182,10 @@ def make_ways(model: OverlapDDP, batch: tuple[Tensor, Tensor]) -> dict[str, Step
         traceback.print_exc()
     pairs = [(way, name) for name in senders for way in ("averaged", "wires")]
     ways |= {f"{way} {name}": sending(ways[way], senders[name]) for way, name in pairs}
-    for name, sent in (("copies", torch.float32), ("copies bf16", torch.bfloat16)) if device.type == "cuda" else ():
-        ways[f"averaged {name}"], ways[f"wires {name}"] = by_copies(model, unaveraged, sent)
+    if device.type == "cuda":
+        ways["averaged copies"], _, ways["wires copies"] = by_copies(model, batch, torch.float32)
+        bf16 = by_copies(model, batch, torch.bfloat16)
+        ways["averaged copies bf16"], ways["averaged copies in turn"], ways["wires copies bf16"] = bf16
     return ways
 
 
@@ -200,20 +219,31 @@ def watch(step: Step, n: int, device: torch.device) -> list[list[float]]:
     return seen
 
 
-def trace(step: Step) -> Kernels:
-    """The kernels and copies of some steps on this rank's GPU."""
+def trace(step: Step, n_before: int) -> Kernels:
+    """The kernels and copies of the last of some steps on this rank's GPU, which has taken others before, as in a timed row."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as traced:
-        for _ in range(N_TRACED):
+        for _ in range(n_before + N_TRACED):
             step()
         torch.cuda.synchronize()
     events = traced.profiler.kineto_results.events()
     on_gpu = [e for e in events if e.device_type() == torch.autograd.DeviceType.CUDA]
-    return sorted(
+    found = sorted(
         ((e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in on_gpu), key=lambda kernel: kernel[1]
     )
+    return found[-(len(found) // (n_before + N_TRACED)) * N_TRACED :]
+
+
+def by_kind(kernels: Kernels) -> dict[str, dict[str, float]]:
+    """For each of ``KINDS`` the number of its kernels in a step, and their seconds."""
+    found = {kind: {"n": 0.0, "s": 0.0} for kind in [*KINDS, OTHERS]}
+    for name, start, end in kernels:
+        kind = next((kind for kind, words in KINDS.items() if any(word in name.lower() for word in words)), OTHERS)
+        found[kind]["n"] += 1 / N_TRACED
+        found[kind]["s"] += (end - start) * 1e-9 / N_TRACED
+    return found
 
 
 def is_averaging(name: str, computing: set[str]) -> bool:
@@ -288,9 +318,10 @@ def time_way(name: str, step: Step, device: torch.device, meet: Any, undisturbed
     meet.wait(PATIENCE_S)
     found: dict[str, Any] = {"step_s": times, "seen": seen}
     if device.type == "cuda" and name in TRACED:
-        kernels = trace(take)
+        kernels = trace(take, n)
         if name == UNDISTURBED:
             undisturbed[:] = kernels
+            found["kernels"] = by_kind(kernels)
         elif undisturbed:
             found["kernels"] = compare(kernels, undisturbed)
     return found

@@ -92,15 +92,16 @@ class CopyDDP(nn.Module):
     Args:
         module: A model of a few large parameters, such as ``lib.fast.replicas.RowViT``. It is called in the same way on all
             ranks, so that gradients become ready in the same order.
-        sent: See ``MeanByCopies``.
+        sent: See ``MeanByCopies``. A weight's gradient loses nothing in bf16 if it comes from a product in bf16.
     """
 
-    def __init__(self, module: nn.Module, sent: torch.dtype = torch.float32):
+    def __init__(self, module: nn.Module, sent: torch.dtype = torch.bfloat16):
         super().__init__()
         self.module, self.is_paused = module, False
         broadcast_parameters(module)
         self.stream = torch.cuda.Stream()
         self.means = {p: MeanByCopies(p.numel(), p.device, sent) for p in module.parameters() if p.requires_grad}
+        self.started: list[tuple[nn.Parameter, torch.cuda.Event]] = []
         for p in self.means:
             p.register_post_accumulate_grad_hook(self.on_ready)
 
@@ -116,13 +117,21 @@ class CopyDDP(nn.Module):
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             self.means[p](p.grad)
+            self.started.append((p, self.stream.record_event()))
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
+    def finished(self) -> Iterator[nn.Parameter]:
+        """The parameters in the order in which their averaging began; the current stream waits for each one's mean."""
+        started, self.started = self.started, []
+        for p, event in started:
+            torch.cuda.current_stream().wait_event(event)
+            yield p
+
     def finish_gradient_synchronization(self) -> None:
         """Call it after backward: the current stream then waits until every gradient is the mean."""
-        torch.cuda.current_stream().wait_stream(self.stream)
+        list(self.finished())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -132,3 +141,23 @@ class CopyDDP(nn.Module):
             yield
         finally:
             self.is_paused = before
+
+
+class InTurn:
+    """An optimizer for each parameter, which updates it as soon as its gradient is the mean, while others are on their way.
+
+    Args:
+        model: The model after whose backward ``step`` is called, without ``finish_gradient_synchronization``.
+        make: Makes the optimizer of a list of parameters.
+    """
+
+    def __init__(self, model: CopyDDP, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]):
+        self.model, self.optimizers = model, {p: make([p]) for p in model.means}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none)
+
+    def step(self) -> None:
+        for p in self.model.finished():
+            self.optimizers[p].step()

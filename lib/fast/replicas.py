@@ -152,7 +152,7 @@ class RowViT(nn.Module):
 
 
 def train_step(
-    loss_of: Callable[[], Tensor], optimizer: torch.optim.Optimizer, finish: Callable[[], None] = lambda: None
+    loss_of: Callable[[], Tensor], optimizer: Any, finish: Callable[[], None] = lambda: None
 ) -> Callable[[], Tensor]:
     """A whole step that can be called, or recorded by ``lib.fast.models.capture``: nothing in it waits for the device.
 

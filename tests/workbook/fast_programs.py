@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lib.bench.yardstick_parts import make_ways
-from lib.fast.copies import CopyDDP, MeanByCopies
+from lib.fast.copies import CopyDDP, InTurn, MeanByCopies
 from lib.fast.models import Path, capture
 from lib.fast.replicas import RowViT, train_step
 from lib.given.models.vit import ViTConfig
@@ -93,25 +93,22 @@ def mean_by_copies(rank, world_size, folder, n, sent):
 
 
 def train_by_copies(rank, device, n_steps, folder):
-    """On GPUs: the same steps with ``CopyDDP`` as a graph, with ``CopyDDP`` and with chapter 10's ``OverlapDDP``; saves the weights."""
+    """On GPUs: the same steps with chapter 10's ``OverlapDDP`` and, in several ways, with ``CopyDDP``; saves the weights."""
     found = {}
-    for name, strategy in (("graph", CopyDDP), ("copies", CopyDDP), ("collectives", OverlapDDP)):
+    for name in ("collectives", "copies", "in turn", "graph in turn"):
         images, labels = (x.chunk(dist.get_world_size())[rank].to(device) for x in batch(8))
         with device:
             model = parts(seed=rank)
-        wrapped = strategy(model)
-        step = train_step(
-            lambda w=wrapped, x=images, y=labels: w(x, y),
-            sgd(model.parameters()),
-            wrapped.finish_gradient_synchronization,
-        )
-        if name == "graph":
-            replay = capture(step, n_warmup=2, on_ranks=True)
-            for _ in range(n_steps - 2):
-                replay()
+        wrapped = OverlapDDP(model) if name == "collectives" else CopyDDP(model, torch.float32)
+        if "in turn" in name:
+            optimizer, finish = InTurn(wrapped, sgd), lambda: None
         else:
-            for _ in range(n_steps):
-                step()
+            optimizer, finish = sgd(model.parameters()), wrapped.finish_gradient_synchronization
+        step = train_step(lambda w=wrapped, x=images, y=labels: w(x, y), optimizer, finish)
+        n_warmup = 2 if "graph" in name else 0
+        step = capture(step, n_warmup, on_ranks=True) if n_warmup else step
+        for _ in range(n_steps - n_warmup):
+            step()
         found[name] = torch.cat([value.flatten() for value in model.named_values().values()]).cpu()
     torch.save(found, f"{folder}/{rank}.pt")
     torch.cuda.synchronize()
