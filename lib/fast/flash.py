@@ -413,7 +413,7 @@ class Like(NamedTuple):
 class Plan(NamedTuple):
     """What a call does for tensors of given shapes, strides and dtypes."""
 
-    copied: tuple[int, ...]  # indices of the inputs that the copy engine can't read where they lie
+    copied: tuple[int, ...]  # indices of the inputs that the TMA can't read where they lie
     results: tuple[Like, ...]
     launches: tuple[Any, ...]
 

@@ -5,11 +5,11 @@ product. In Gluon, the language below Triton, the author decides: layouts, share
 
 A program has two or three groups of warps that compute, its *users*. Each user owns 64 rows (forward, dQ) or 64 keys (dK/dV).
 All of them read the same ring of tiles, so each tile comes from memory once for all users. Each place in the ring has two
-barriers: ``full`` opens when the copy engine has written all bytes of the tile, ``empty`` when every user has finished with
+barriers: ``full`` opens when the TMA has written all bytes of the tile, ``empty`` when every user has finished with
 it. Tile n of a program is at place n % stages, and a barrier's phase, which alternates between 0 and 1, tells the rounds
 apart. One more barrier, ``once``, opens when the users' own rows have arrived.
 
-The copy engine sees each matrix as [batch, heads, tokens, width] with any strides, so nothing is copied beforehand. It fills
+The TMA sees each matrix as [batch, heads, tokens, width] with any strides, so nothing is copied beforehand. It fills
 what lies beyond the last token with zeros, and does not store there. `Roles.ragged` compiles the masks for the cases in
 which this is not enough.
 """
@@ -94,7 +94,7 @@ if GLUON:
 
     @gluon.jit
     def _box(shared, descriptor):
-        """The same memory with the four dimensions of what the copy engine copies."""
+        """The same memory with the four dimensions of what the TMA copies."""
         if RENAMED:
             return shared.reinterpret(descriptor.dtype, descriptor.block_shape, descriptor.layout)
         else:  # noqa: RET505

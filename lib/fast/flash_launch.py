@@ -26,7 +26,7 @@ MOST_DESCRIPTORS = 256  # kept for each argument
 
 
 class Box(NamedTuple):
-    """An argument of a kernel: a descriptor with which the copy engine copies boxes of tensor number ``tensor``."""
+    """An argument of a kernel: a descriptor with which the TMA copies boxes of tensor number ``tensor``."""
 
     tensor: int
     box: tuple[int, ...]
@@ -50,7 +50,7 @@ def as_heads(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def can_be_read(x: Tensor) -> bool:
-    """Whether the copy engine can read rows where they lie; the address must also be a multiple of 16 bytes."""
+    """Whether the TMA can read rows where they lie; the address must also be a multiple of 16 bytes."""
     strides = as_heads(x)[1][:3]
     return (x.stride(-1) == 1 or x.shape[-1] == 1) and all(n > 0 and n * x.element_size() % 16 == 0 for n in strides)
 

@@ -91,7 +91,7 @@ if GLUON:
 
     @gluon.jit
     def fence_memory():
-        """Order what the copy engine does in the GPU's memory with what other instructions do there."""
+        """Order what the TMA does in the GPU's memory with what other instructions do there."""
         _execute("fence.proxy.async; mov.u32 $0, $1;")
 
     @gluon.jit

@@ -276,7 +276,7 @@ if GLUON:
 
 
 def fits(x: Tensor, weights: Tensor) -> bool:
-    """Whether the kernels with roles take these: 16 bits, a Hopper GPU, a layout that the copy engine can read in place, and not small.
+    """Whether the kernels with roles take these: 16 bits, a Hopper GPU, a layout that the TMA can read in place, and not small.
 
     Where a compiler or a mode watches, the product's own kernel is what it can see.
     """

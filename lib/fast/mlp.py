@@ -291,7 +291,7 @@ def launch_backward(x: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, T
 
 
 def _readable(x: Tensor) -> Tensor:
-    """The same tensor, contiguous and at an address from which the copy engine can read."""
+    """The same tensor, contiguous and at an address from which the TMA can read."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 

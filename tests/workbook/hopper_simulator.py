@@ -72,7 +72,7 @@ class Pointer:
 
 
 class Descriptor:
-    """What the copy engine copies: boxes of a tensor."""
+    """What the TMA copies: boxes of a tensor."""
 
     def __init__(self, x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]):
         self.whole = x.as_strided(shape, strides)

@@ -1,9 +1,12 @@
 """Means of gradients by copies: through files on CPU processes, and by copy engines between GPUs."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 
 from lib.bench.all_reduce import spawn
+from lib.fast.copies import InTurn
 from lib.ranks import pool
 from tests.workbook import fast_programs
 
@@ -52,3 +55,25 @@ def test_gpus_train_as_with_collectives(tmp_path):
         for name, weights in found.items():
             torch.testing.assert_close(weights, found["collectives"], msg=lambda text, name=name: f"{name}: {text}")
             assert torch.equal(weights, every[0][name]), f"{name}: ranks differ"
+
+
+def test_each_parameter_is_updated_when_its_own_gradient_is_the_mean():
+    first, second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    seen = []
+
+    class Model:
+        means: ClassVar = {first: None, second: None}
+
+        def finished(self):
+            for p in (second, first):
+                p.grad = torch.full((2,), 1.0 if p is first else 2.0)
+                seen.append((first.tolist(), second.tolist()))
+                yield p
+
+    optimizer = InTurn(Model(), lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+    optimizer.step()
+    assert seen == [([0.0, 0.0], [0.0, 0.0]), ([0.0, 0.0], [-2.0, -2.0])], "the second waits for nobody"
+    assert (first.tolist(), second.tolist()) == ([-1.0, -1.0], [-2.0, -2.0])
+    optimizer.zero_grad()
+    assert first.grad is None
+    assert second.grad is None

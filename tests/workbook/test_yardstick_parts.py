@@ -68,3 +68,58 @@ def test_a_way_that_fails_keeps_its_earlier_rounds():
     assert found["step_values_s"] == [[1.0, 2.0], [3.0, 1.0]]
     assert (found["slowest_step_s"]["median"], found["clock_mhz"]) == (2.5, [1980.0, None])
     assert yardstick_parts.facts_of([[{"error": "a"}, good[1]]]) == {"error": "a"}
+
+
+def kernels(*triples):
+    """A step's kernels, N_TRACED times: each has a name, a start and an end in microseconds."""
+    steps = [[(name, 1000 * start, 1000 * end) for name, start, end in triples]] * yardstick_parts.N_TRACED
+    return [(name, a + i * 10**6, b + i * 10**6) for i, step in enumerate(steps) for name, a, b in step]
+
+
+UNDISTURBED = kernels(("product", 0, 100), ("product", 100, 200), ("norm", 200, 210), ("SGD_multi_tensor", 210, 240))
+
+
+def test_kernels_beside_the_averaging_are_told_from_the_others():
+    with_nccl = kernels(
+        ("product", 0, 100), ("ncclAllReduce", 90, 310), ("product", 100, 300), ("norm", 300, 312), ("SGD_multi_tensor", 320, 350)
+    )  # fmt: skip
+    found = yardstick_parts.compare(with_nccl, UNDISTURBED)
+    assert found["averaging_s"] == pytest.approx(220e-6)
+    assert found["exposed_s"] == pytest.approx(0)
+    beside, apart = found["beside"], found["apart"]
+    assert (beside["n"], apart["n"]) == (pytest.approx(3), pytest.approx(1))
+    assert (beside["s"], beside["undisturbed_s"]) == (pytest.approx(312e-6), pytest.approx(210e-6))
+    assert (beside["n_long"], beside["lost_by_long_s"]) == (pytest.approx(1), pytest.approx(100e-6))
+    assert (apart["s"], apart["lost_by_long_s"]) == (pytest.approx(30e-6), 0)
+    assert found["longest"][0] == {"kernel": "product", "n": 2, "lost_s": pytest.approx(100e-6)}
+
+
+def test_copies_and_new_kernels_count_as_averaging_and_what_nothing_hides_is_exposed():
+    with_copies = kernels(
+        ("product", 0, 100), ("Memcpy DtoD", 50, 150), ("product", 100, 200), ("norm", 200, 210), ("mean", 190, 260), ("SGD_multi_tensor", 250, 280)
+    )  # fmt: skip
+    found = yardstick_parts.compare(with_copies, UNDISTURBED)
+    assert found["averaging_s"] == pytest.approx(170e-6)
+    assert found["exposed_s"] == pytest.approx(40e-6)
+    assert found["n_not_compared"] == 0
+
+
+def test_a_kernel_that_runs_in_other_pieces_is_not_compared():
+    in_turn = kernels(
+        ("product", 0, 100),
+        ("product", 100, 200),
+        ("norm", 200, 210),
+        *[("SGD_multi_tensor", t, t + 10) for t in (210, 230)],
+    )
+    found = yardstick_parts.compare(in_turn, UNDISTURBED)
+    assert (found["n_not_compared"], found["apart"]["n"]) == (pytest.approx(2), pytest.approx(3))
+
+
+def test_kinds_of_kernels():
+    found = yardstick_parts.by_kind(
+        kernels(("nvjet_tst", 0, 100), ("gelu_kernel", 100, 150), ("fast_dq_kernel", 150, 160), ("triton_red", 0, 5))
+    )
+    times = {kind: (round(of["n"]), round(1e6 * of["s"])) for kind, of in found.items()}
+    assert times == {
+        "attention": (1, 10), "products with a GELU": (1, 50), "other products": (1, 100), "update": (0, 0), yardstick_parts.OTHERS: (1, 5)
+    }  # fmt: skip
