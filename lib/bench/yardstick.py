@@ -9,7 +9,8 @@ its own. ``--join`` then merges their files, on any machine: name the folders of
 computed from them, and last the folder whose machine the merged file is to name.
 
 *ours* is chapter 5's model on the path of ``lib.fast.models``, in parts with flat parameters (``lib.fast.replicas``), whose gradients
-chapter 10's ``OverlapDDP`` averages while backward runs; forward, backward, averaging and update are one CUDA graph. *peer* is timm
+copy engines average while backward runs (``lib.fast.copies``), or with ``--averaging collectives`` chapter 10's ``OverlapDDP``;
+forward, backward, averaging and update are one CUDA graph. *peer* is timm
 with autocast to bf16 and ``torch.compile``, under ``DistributedDataParallel``. G/14 is sharded: ours by chapter 12's ``FullySharded``,
 timm by ``fully_shard``, both compiled, neither in a graph. All update by SGD with momentum. Before the timing, the float32 gradient
 of ours, averaged over the ranks, is compared with timm's on the whole batch, and so are the losses of the first steps.
@@ -69,7 +70,7 @@ class Cell:
         sharded: Whether parameters, gradients and momenta are sharded.
         n_blocks: Number of blocks in a part of our model.
         attention: Our model's attention, one of ``lib.fast.models.ATTENTIONS``.
-        averaging: How the gradients of ours are averaged, one of ``AVERAGING``.
+        averaging: How several ranks average the gradients of ours, one of ``AVERAGING``; without effect where they are sharded.
     """
 
     model: str
@@ -590,9 +591,8 @@ def main() -> None:
         "--blocks", type=int, default=0, help="blocks in each part of ours, instead of the cell's number"
     )
     parser.add_argument("--attention", choices=ATTENTIONS, default="quickest", help="attention kernel of ours")
-    parser.add_argument(
-        "--averaging", choices=AVERAGING, default="copies" if torch.cuda.is_available() else "collectives"
-    )
+    quickest = "copies" if torch.cuda.is_available() else "collectives"
+    parser.add_argument("--averaging", choices=AVERAGING, default=quickest, help="how ranks average our gradients")
     parser.add_argument("--step", choices=STEPS, default="graph", help="what of ours goes into a CUDA graph")
     parser.add_argument("--seconds", type=float, default=10, help="seconds to time each cell")
     parser.add_argument("--budget", type=float, default=500, help="start no further cell after this many seconds")

@@ -101,7 +101,7 @@ class CopyDDP(nn.Module):
         broadcast_parameters(module)
         self.stream = torch.cuda.Stream()
         self.means = {p: MeanByCopies(p.numel(), p.device, sent) for p in module.parameters() if p.requires_grad}
-        self.started: list[tuple[nn.Parameter, torch.cuda.Event]] = []
+        self.started: dict[nn.Parameter, torch.cuda.Event] = {}
         for p in self.means:
             p.register_post_accumulate_grad_hook(self.on_ready)
 
@@ -113,19 +113,23 @@ class CopyDDP(nn.Module):
     @torch.no_grad()
     def start(self, p: nn.Parameter) -> None:
         """Begin to average a parameter's gradient, on a stream of its own."""
+        if p in self.started:
+            raise RuntimeError(
+                "a second backward before the first one's gradients were used; use no_sync() for the first"
+            )
         assert p.grad is not None
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             self.means[p](p.grad)
-            self.started.append((p, self.stream.record_event()))
+            self.started[p] = self.stream.record_event()
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
     def finished(self) -> Iterator[nn.Parameter]:
         """The parameters in the order in which their averaging began; the current stream waits for each one's mean."""
-        started, self.started = self.started, []
-        for p, event in started:
+        started, self.started = self.started, {}
+        for p, event in started.items():
             torch.cuda.current_stream().wait_event(event)
             yield p
 

@@ -129,6 +129,26 @@ def powers_of_two(m, l, acc, scores, values):
     return m_new, l * decay + weights.sum(-1), acc * decay[..., None] + weights @ values.to(acc.dtype)
 
 
+@mistake("online_softmax_update", "what came before is scaled to the new maximum twice")
+def scaled_twice(m, l, acc, scores, values):
+    m_new, weights, decay = _weights(m, scores)
+    return m_new, l * decay**2 + weights.sum(-1), acc * decay[..., None] ** 2 + weights @ values.to(acc.dtype)
+
+
+@mistake(
+    "online_softmax_update", "the new tile is scaled by exp(m - m') too, but its weights are relative to m' already"
+)
+def new_tile_scaled(m, l, acc, scores, values):
+    m_new, weights, decay = _weights(m, scores)
+    return m_new, (l + weights.sum(-1)) * decay, (acc + weights @ values.to(acc.dtype)) * decay[..., None]
+
+
+@mistake("online_softmax_update", "the mean of the tile's weights is added to l instead of their sum")
+def mean_for_sum(m, l, acc, scores, values):
+    m_new, weights, decay = _weights(m, scores)
+    return m_new, l * decay + weights.mean(-1), acc * decay[..., None] + weights @ values.to(acc.dtype)
+
+
 # ---- 15.3 FlashAttentionTorch ----------------------------------------------------------------------------------------
 
 
