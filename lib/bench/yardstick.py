@@ -24,7 +24,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -41,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lib.bench.all_reduce import slowest, spawn, wait_for
 from lib.bench.ladder import N_IMAGES, PEAK_FLOPS, Rung, ViTTask, flops_per_item, set_tf32
 from lib.bench.record import MEASUREMENTS, load, machine, record, spread
-from lib.ddp import OverlapDDP, average_gradients
+from lib.ddp import OverlapDDP
 from lib.fast.copies import CopyDDP, InTurn
 from lib.fast.models import ATTENTIONS, capture
 from lib.fast.models import Path as FastPath
@@ -55,7 +54,7 @@ N_WARMUP, MIN_ROUNDS, MAX_ROUNDS = 3, 3, 30
 N_CHECKED = 2  # images a rank for the comparison of gradients
 LIMITS = {"gradients": 1e-3, "bf16_gradients": 0.3, "losses": 1e-3, "tiny losses": 1e-2}
 SMALL = ViTConfig(image_size=32, patch_size=8, n_classes=10, dim=64, n_layers=6, n_heads=2, hidden_dim=128)
-STEPS = ("graph", "compute graph", "plain")
+STEPS = ("graph", "plain")
 AVERAGING: dict[str, Callable[[nn.Module], nn.Module]] = {"copies": CopyDDP, "collectives": OverlapDDP}
 
 
@@ -145,16 +144,14 @@ class Racer:
         wait_for(device)
         self.first_steps_s = time.perf_counter() - start
         if device.type == "cuda":
-            self.peak_bytes = torch.cuda.max_memory_allocated() - others_bytes
+            self.peak_bytes = torch.cuda.max_memory_allocated() - others_bytes + getattr(self.model, "peers_bytes", 0)
 
     def record_graph(self, how: str) -> None:
-        """Record the step as one CUDA graph, or all but averaging and update; on failure, in the next simpler way."""
+        """Record the step as one CUDA graph; if that fails, take it as it is."""
         for way in STEPS[STEPS.index(how) :]:
             try:
                 if way == "graph":
                     self.step = capture(train_step(self.loss_of, self.optimizer, self.finish), 2, on_ranks=True)
-                elif way == "compute graph":
-                    self.step = self.compute_recorded()
                 else:
                     self.step = train_step(self.loss_of, self.optimizer, self.finish)
                 self.step()
@@ -165,27 +162,6 @@ class Racer:
             else:
                 self.how = way
                 return
-
-    def compute_recorded(self) -> Callable[[], Tensor]:
-        """A step with forward and backward in a graph, and after it the averaging, of a few rows, and the update."""
-
-        def compute() -> Tensor:
-            self.optimizer.zero_grad(set_to_none=True)
-            with getattr(self.model, "no_sync", nullcontext)():
-                loss = self.loss_of()
-                loss.backward()
-            return loss.detach()
-
-        replay = capture(compute, 2, on_ranks=True)
-
-        def step() -> Tensor:
-            loss = replay()
-            if hasattr(self.model, "no_sync"):
-                average_gradients(self.model)
-            self.optimizer.step()
-            return loss
-
-        return step
 
     def row_of_steps(self, n: int, device: torch.device) -> float:
         """Seconds of one step on the slowest rank, the mean of several in a row."""

@@ -7,7 +7,7 @@ from random weights, so timm is not needed. Every step is one CUDA graph: forwar
 - ``alone``: no averaging, and one GPU runs at a time while the others are idle;
 - ``beside``: the same graph on all GPUs at once;
 - ``in step``: ``beside`` with an all-reduce of one number before the update, so that each step waits for the slowest GPU;
-- ``averaged``: chapter 10's ``OverlapDDP``, as in the yardstick;
+- ``averaged``: chapter 10's ``OverlapDDP``;
 - ``after``: the same averaging, begun when backward has ended;
 - ``averaged bf16``: gradients travel as bf16, half of the bytes, and become float32 again on a stream of their own;
 - ``averaged 8 CTAs`` and ``4 CTAs``: NCCL may start only that many thread blocks, so it takes fewer multiprocessors;
@@ -64,6 +64,7 @@ KINDS = {
     "products with a GELU": ("gelu_kernel", "slope_kernel"),
     "other products": ("nvjet", "gemm", "cutlass", "splitk"),
     "update": ("multi_tensor",),
+    "waiting for the slowest GPU": ("nccl",),
 }
 OTHERS = "norms, sums, casts and copies"
 TRACED = (UNDISTURBED, "averaged", "averaged copies", "averaged copies in turn")
@@ -135,10 +136,11 @@ def by_copies(model: OverlapDDP, batch: tuple[Tensor, Tensor], sent: torch.dtype
     def running(step: Step) -> Step:
         def run() -> Tensor:
             copies.is_paused = False
-            with model.no_sync():
-                result = step()
-            copies.is_paused = True
-            return result
+            try:
+                with model.no_sync():
+                    return step()
+            finally:
+                copies.is_paused = True
 
         return run
 
@@ -183,9 +185,12 @@ def make_ways(model: OverlapDDP, batch: tuple[Tensor, Tensor]) -> dict[str, Step
     pairs = [(way, name) for name in senders for way in ("averaged", "wires")]
     ways |= {f"{way} {name}": sending(ways[way], senders[name]) for way, name in pairs}
     if device.type == "cuda":
-        ways["averaged copies"], _, ways["wires copies"] = by_copies(model, batch, torch.float32)
-        bf16 = by_copies(model, batch, torch.bfloat16)
-        ways["averaged copies bf16"], ways["averaged copies in turn"], ways["wires copies bf16"] = bf16
+        try:
+            ways["averaged copies"], _, ways["wires copies"] = by_copies(model, batch, torch.float32)
+            bf16 = by_copies(model, batch, torch.bfloat16)
+            ways["averaged copies bf16"], ways["averaged copies in turn"], ways["wires copies bf16"] = bf16
+        except RuntimeError:
+            traceback.print_exc()
     return ways
 
 
@@ -233,6 +238,8 @@ def trace(step: Step, n_before: int) -> Kernels:
     found = sorted(
         ((e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in on_gpu), key=lambda kernel: kernel[1]
     )
+    if len(found) % (n_before + N_TRACED):
+        raise RuntimeError(f"{len(found)} kernels in {n_before + N_TRACED} equal steps: the profiler has lost some")
     return found[-(len(found) // (n_before + N_TRACED)) * N_TRACED :]
 
 
@@ -297,10 +304,12 @@ def compare(kernels: Kernels, undisturbed: Kernels) -> dict[str, Any]:
     )
 
 
-def time_way(name: str, step: Step, device: torch.device, meet: Any, undisturbed: Kernels) -> dict[str, Any]:
+def time_way(
+    name: str, step: Step, device: torch.device, meet: Any, undisturbed: Kernels, traced: bool
+) -> dict[str, Any]:
     """Record a way as a graph; return this rank's seconds in each row, what was read of its GPU, and its kernels' times.
 
-    The kernels of ``in step`` are put into ``undisturbed``, for the ways that come later.
+    If ``traced``, the kernels of ``in step`` are put into ``undisturbed``, for the ways that come later.
 
     Ranks meet on the host: a barrier of NCCL's would keep the GPUs busy that should be idle.
     """
@@ -317,7 +326,7 @@ def time_way(name: str, step: Step, device: torch.device, meet: Any, undisturbed
                 times.append(row(take, n, device))
     meet.wait(PATIENCE_S)
     found: dict[str, Any] = {"step_s": times, "seen": seen}
-    if device.type == "cuda" and name in TRACED:
+    if device.type == "cuda" and name in TRACED and traced:
         kernels = trace(take, n)
         if name == UNDISTURBED:
             undisturbed[:] = kernels
@@ -328,11 +337,11 @@ def time_way(name: str, step: Step, device: torch.device, meet: Any, undisturbed
 
 
 def attempt(
-    name: str, step: Step, model: OverlapDDP, device: torch.device, meet: Any, undisturbed: Kernels
+    name: str, step: Step, model: OverlapDDP, device: torch.device, meet: Any, undisturbed: Kernels, traced: bool
 ) -> list[Any]:
     """Time a way and free its memory; returns what every rank found, or its error."""
     try:
-        mine = time_way(name, step, device, meet, undisturbed)
+        mine = time_way(name, step, device, meet, undisturbed, traced)
     except Exception as error:
         meet.abort()  # wakes the ranks that wait for this one
         traceback.print_exc()
@@ -404,7 +413,7 @@ def measure(rank: int, device: torch.device, cell: Cell, options: argparse.Names
             break  # one more round might be cut short
         for name in names if turn % 2 == 0 else names[::-1]:
             if "error" not in found["ways"].get(name, {}):
-                rounds[name].append(attempt(name, ways[name], model, device, meet, undisturbed))
+                rounds[name].append(attempt(name, ways[name], model, device, meet, undisturbed, turn == 0))
                 found["ways"][name] = facts_of(rounds[name])
                 write(rank, cell, name, found, options)
 

@@ -2,14 +2,14 @@
 
 NCCL's all-reduce is a kernel: while it runs, it holds multiprocessors that backward wants too. A GPU also has a few copy
 engines, which do nothing but move bytes, also from the memory of another GPU. So here the mean of a gradient of n numbers on R
-ranks is made of copies, and of one short kernel:
+ranks is made of copies and a few short kernels:
 
 1. each rank puts its gradient where the others can read it;
 2. it copies the r-th part of every rank's gradient, n / R numbers each, where r is its own rank;
 3. it computes the mean of these R parts;
 4. it copies the other parts of the mean from the ranks that computed them.
 
-These are a reduce-scatter and an all-gather, as in a ring, and a rank receives as many bytes: 2 (R - 1) / R times its gradient.
+These are a reduce-scatter and an all-gather, as in a ring, and a rank receives as many numbers: 2 (R - 1) / R times its gradient's.
 Before steps 2 and 4 the ranks' streams meet, by a kernel of a single thread block that waits for a signal of every other rank.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lib.ddp import broadcast_parameters
 
-ALIGNED = 32  # numbers: each part begins at a multiple of 128 bytes
+ALIGNED = 64  # numbers: each part begins at a multiple of 128 bytes, also in bf16
 Places = tuple[list[Tensor], Callable[[], None]]
 
 
@@ -40,7 +40,12 @@ def in_peers_memory(n: int, dtype: torch.dtype, device: torch.device) -> Places:
 
     assert dist.group.WORLD is not None
     own = symmetric.empty(n, dtype=dtype, device=device)
-    handle = symmetric.rendezvous(own, dist.group.WORLD)
+    try:
+        handle = symmetric.rendezvous(own, dist.group.WORLD)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"GPU {device} cannot share memory with the others; average by collectives instead"
+        ) from error
     places = [handle.get_buffer(rank, (n,), dtype) for rank in range(handle.world_size)]
     places[handle.rank] = own
     return places, handle.barrier
@@ -69,6 +74,7 @@ class MeanByCopies:
         gradients, self.meet = places(self.n_ranks * self.n_part, sent, device)
         self.gradients = [place.view(self.n_ranks, self.n_part) for place in gradients]
         self.means, _ = places(self.n_part, torch.float32, device)
+        self.peers_bytes = self.gradients[self.rank].nbytes + self.means[self.rank].nbytes
         self.received = torch.empty(self.n_ranks, self.n_part, dtype=sent, device=device)
 
     def __call__(self, gradient: Tensor) -> None:
@@ -92,7 +98,10 @@ class CopyDDP(nn.Module):
     Args:
         module: A model of a few large parameters, such as ``lib.fast.replicas.RowViT``. It is called in the same way on all
             ranks, so that gradients become ready in the same order.
-        sent: See ``MeanByCopies``. A weight's gradient loses nothing in bf16 if it comes from a product in bf16.
+        sent: See ``MeanByCopies``. A weight's gradient loses nothing in bf16 if it comes from one product in bf16.
+
+    Attributes:
+        peers_bytes: Memory on this GPU that the others read; the caching allocator does not count it.
     """
 
     def __init__(self, module: nn.Module, sent: torch.dtype = torch.bfloat16):
@@ -101,6 +110,7 @@ class CopyDDP(nn.Module):
         broadcast_parameters(module)
         self.stream = torch.cuda.Stream()
         self.means = {p: MeanByCopies(p.numel(), p.device, sent) for p in module.parameters() if p.requires_grad}
+        self.peers_bytes = sum(mean.peers_bytes for mean in self.means.values())
         self.started: dict[nn.Parameter, torch.cuda.Event] = {}
         for p in self.means:
             p.register_post_accumulate_grad_hook(self.on_ready)
@@ -124,6 +134,8 @@ class CopyDDP(nn.Module):
             self.started[p] = self.stream.record_event()
 
     def forward(self, *args, **kwargs):
+        if torch.is_grad_enabled():
+            self.finish_gradient_synchronization()  # of a round that was left open, by an exception for example
         return self.module(*args, **kwargs)
 
     def finished(self) -> Iterator[nn.Parameter]:
@@ -163,5 +175,14 @@ class InTurn:
             optimizer.zero_grad(set_to_none)
 
     def step(self) -> None:
+        """Update every parameter whose averaging has begun.
+
+        Raises:
+            RuntimeError: another parameter has a gradient, from a backward under ``no_sync`` for example.
+        """
+        left = {p for p in self.optimizers if p.grad is not None}
         for p in self.model.finished():
             self.optimizers[p].step()
+            left.discard(p)
+        if left:
+            raise RuntimeError(f"{len(left)} of {len(self.optimizers)} parameters have gradients that nobody averaged")

@@ -85,6 +85,10 @@ def elsewhere():
 GROUP_SIZE = (
     "the sizes fit all 4 ranks, but the group has 2: both `get_world_size` and `reduce_scatter_row` take `group`"
 )
+NO_GROUP = "the sizes fit the group's 2 ranks, but the reduce-scatter is of all 4: `reduce_scatter_row` takes `group`"
+TWO_DTYPES = (
+    "the tensor that takes the reduced gradient has another dtype than the gradient: make it by `grad.new_empty`"
+)
 NO_DEVICE = "a tensor was made without `device=`: it is on 'meta' in this check, and would be on the CPU if the others were on a GPU"
 ELSEWHERE = "tensors made without `device=` are on 'meta' here, as they would be on the CPU if these were on a GPU"
 
@@ -97,7 +101,8 @@ def explained(words: str, problem: str, read: str):
     except (RuntimeError, TypeError) as error:
         if words not in str(error):
             raise
-        expect_true(False, problem, answer=f"{type(error).__name__}: {str(error).partition('.')[0]}", read=read)
+        found = str(error).rpartition("Check failed: ")[2].partition(".")[0]  # without the rank and the time of day
+        expect_true(False, problem, answer=f"{type(error).__name__}: {found}", read=read)
 
 
 @contextmanager
@@ -575,8 +580,11 @@ def flat_by_hand(rank, world_size):
     row = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0] + [0.0] * (size * world_size - 5))
     expect_close(flat.shard.detach(), row[rank * size : (rank + 1) * size], name="shard", read=FLAT)
     expect_true(isinstance(flat.shard, nn.Parameter), "shard is not an nn.Parameter", read=FLAT)
+    expect_equal(flat.shard.untyped_storage().nbytes(), 4 * size, name="bytes behind shard, a copy", read=FLAT)
+    expect_equal([flat.shard.requires_grad, flat.full.requires_grad], [True, True], name="trained", read=FLAT)
     held = flat.full.untyped_storage().nbytes()
-    expect_equal(held, 0, name="bytes behind full before a gather", read=FLAT)
+    expect_equal([held, flat.is_whole], [0, False], name="bytes behind full, and is_whole, at first", read=FLAT)
+    full = flat.full
     flat.start_gather(), flat.start_gather()
     expect_equal(flat.is_whole, True, name="is_whole", read=FLAT)
     flat.finish_gather()
@@ -586,11 +594,16 @@ def flat_by_hand(rank, world_size):
     grads = []
     for _ in range(2):
         flat.finish_gather()
+        expect_equal(flat.is_whole, True, name="is_whole after finish_gather", read=FLAT)
+        problem = "full became a new tensor, but autograd refers to the one from `__init__`: resize its storage instead"
+        expect_true(flat.full is full, problem, answer=list(flat.full.shape), read=FLAT)
         with explained("is a view", CHANGED, FLAT):
             views = flat.views()
             (views["w"].sum() * 2 + views["s"] * 10 * (rank + 1)).backward()
         flat.free()
-        expect_equal(flat.full.untyped_storage().nbytes(), 0, name="bytes behind full after free", read=FLAT)
+        held = [tensor.untyped_storage().nbytes() for tensor in (flat.full, views["w"])]
+        expect_equal(held, [0, 0], name="bytes behind full, and behind a view of it, after free", read=FLAT)
+        expect_equal(flat.is_whole, False, name="is_whole after free", read=FLAT)
         flat.start_reduce()
         expect_true(flat.full.grad is None, "full.grad should be None after start_reduce", read=FLAT)
         flat.finish_reduce(), flat.finish_reduce()
@@ -610,7 +623,8 @@ def flat_in_bfloat16(rank, world_size):
     flat.finish_gather()
     expect_close(flat.views()["w"].detach().clone(), values.bfloat16(), name="view", read=FLAT)
     (flat.views()["w"] * (rank + 1)).sum().backward()
-    flat.start_reduce(), flat.finish_reduce()
+    with explained("].dtype()", TWO_DTYPES, FLAT):
+        flat.start_reduce(), flat.finish_reduce()
     expect_equal(flat.shard.grad.dtype, torch.float32, name="dtype of the gradient", read=FLAT)
     flat.free()
     frozen = fsdp.FlatShard({"w": nn.Parameter(values, requires_grad=False)})
@@ -638,9 +652,11 @@ def flat_waits(rank, world_size):
     with Late() as late:
         with elsewhere():
             flat.start_gather()
-        expect_equal(late.n_waited, 0, name="gathers that `start_gather` has waited for", read=FLAT)
+        found = [late.n_begun, late.n_waited]
+        expect_equal(found, [1, 0], name="gathers begun, and waited for, after `start_gather`", read=FLAT)
         flat.finish_gather()
-        expect_equal(late.n_waited, late.n_begun, name="gathers that `finish_gather` has waited for", read=FLAT)
+        found = [late.n_begun, late.n_waited]
+        expect_equal(found, [1, 1], name="gathers begun, and waited for, after `finish_gather`", read=FLAT)
         expect_close(flat.views()["w"].detach().clone(), values, name="view", read=FLAT)
         flat.free()
         flat.start_gather(), flat.free()
@@ -728,7 +744,8 @@ def flat_of_a_pair(rank, world_size):
     flat.finish_gather()
     expect_close(flat.views()["w"].detach().clone(), row[:3], name="view", read=FLAT)
     flat.full.grad = torch.full_like(flat.full, rank + 1.0)
-    flat.start_reduce(), flat.finish_reduce()
+    with explained("outputShape", NO_GROUP, FLAT), explained("must be equal to output", NO_GROUP, FLAT):
+        flat.start_reduce(), flat.finish_reduce()
     expect_close(flat.shard.grad, torch.full((2,), rank - rank % 2 + 1.5), name="shard.grad", read=FLAT)
 
 

@@ -1,7 +1,5 @@
 """Means of gradients by copies: through files on CPU processes, and by copy engines between GPUs."""
 
-from typing import ClassVar
-
 import pytest
 import torch
 
@@ -57,23 +55,38 @@ def test_gpus_train_as_with_collectives(tmp_path):
             assert torch.equal(weights, every[0][name]), f"{name}: ranks differ"
 
 
+class Arriving:
+    """Looks like a ``CopyDDP`` whose second parameter's mean arrives first."""
+
+    def __init__(self):
+        self.first, self.second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+        self.means = {self.first: None, self.second: None}
+        self.seen = []
+
+    def finished(self):
+        for p, mean in ((self.second, 2.0), (self.first, 1.0)):
+            p.grad = torch.full((2,), mean)
+            self.seen.append([q.tolist() for q in self.means])
+            yield p
+
+
+def plain_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
 def test_each_parameter_is_updated_when_its_own_gradient_is_the_mean():
-    first, second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
-    seen = []
-
-    class Model:
-        means: ClassVar = {first: None, second: None}
-
-        def finished(self):
-            for p in (second, first):
-                p.grad = torch.full((2,), 1.0 if p is first else 2.0)
-                seen.append((first.tolist(), second.tolist()))
-                yield p
-
-    optimizer = InTurn(Model(), lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+    model = Arriving()
+    optimizer = InTurn(model, plain_sgd)
     optimizer.step()
-    assert seen == [([0.0, 0.0], [0.0, 0.0]), ([0.0, 0.0], [-2.0, -2.0])], "the second waits for nobody"
-    assert (first.tolist(), second.tolist()) == ([-1.0, -1.0], [-2.0, -2.0])
+    assert model.seen == [[[0.0, 0.0], [0.0, 0.0]], [[0.0, 0.0], [-2.0, -2.0]]], "the second waits for nobody"
+    assert [p.tolist() for p in model.means] == [[-1.0, -1.0], [-2.0, -2.0]]
     optimizer.zero_grad()
-    assert first.grad is None
-    assert second.grad is None
+    assert [p.grad for p in model.means] == [None, None]
+
+
+def test_a_gradient_that_nobody_averaged_is_no_silent_loss():
+    model = Arriving()
+    model.finished = lambda: iter(())
+    model.first.grad = torch.ones(2)
+    with pytest.raises(RuntimeError, match="1 of 2 parameters have gradients that nobody averaged"):
+        InTurn(model, plain_sgd).step()
