@@ -560,13 +560,6 @@ class DividedByAll(reference.FlatShard):
         super().start_reduce()
 
 
-@mistake("FlatShard", "the gradient is divided by R twice: before the reduce-scatter and after it")
-class DividedTwice(reference.FlatShard):
-    def start_reduce(self):
-        self.full.grad.div_(dist.get_world_size(self.group))
-        super().start_reduce()
-
-
 @mistake(
     "FlatShard", "finish_reduce adds the same mean again if it is called twice: the second time nothing is on its way"
 )
@@ -575,48 +568,6 @@ class AddedTwice(reference.FlatShard):
         reducing = self._reducing
         super().finish_reduce()
         self._reducing = reducing
-
-
-@mistake("FlatShard", "start_reduce waits for its reduce-scatter, so nothing can be computed in the meantime")
-class ReducedAtOnce(reference.FlatShard):
-    def start_reduce(self):
-        super().start_reduce()
-        self._reducing[0].wait()
-
-
-@mistake("FlatShard", "an all-reduce gives every rank the whole sum, out of which it then cuts its stretch")
-class AllReduced(reference.FlatShard):
-    def start_reduce(self):
-        grad, self.full.grad = self.full.grad, None
-        grad.div_(dist.get_world_size(self.group))
-        mine = grad.view(-1, len(self.shard))[dist.get_rank(self.group)]
-        self._reducing = (dist.all_reduce(grad, group=self.group, async_op=True), mine, grad)
-
-
-@mistake("FlatShard", "the reduced gradient stays in param_dtype: cast it to the shard's dtype before it is added")
-class GradientNotCast(reference.FlatShard):
-    def finish_reduce(self):
-        if self._reducing is not None:
-            (work, mine, _), self._reducing = self._reducing, None
-            work.wait()
-            self.shard.grad = mine if self.shard.grad is None else self.shard.grad.add_(mine)
-
-
-@mistake("FlatShard", "the tensor for the reduced gradient is made without a dtype: make it like the gradient")
-class ReducedIntoFloat32(reference.FlatShard):
-    def start_reduce(self):
-        grad, self.full.grad = self.full.grad, None
-        grad.div_(dist.get_world_size(self.group))
-        mine = torch.empty(len(self.shard), device=grad.device)
-        self._reducing = (reduce_scatter_row(mine, grad, self.group, async_op=True), mine, grad)
-
-
-@mistake("FlatShard", "start_reduce leaves full.grad where it is, so the next backward adds to it")
-class GradientLeft(reference.FlatShard):
-    def start_reduce(self):
-        grad = self.full.grad
-        super().start_reduce()
-        self.full.grad = grad
 
 
 @mistake("FlatShard", "each parameter is sharded by itself; put them end to end in one row first, and shard that row")
@@ -632,14 +583,6 @@ class EachByItself(reference.FlatShard):
         self.full.untyped_storage().resize_(0)
 
 
-@mistake("FlatShard", "the shard is a view of the padded row, which keeps the memory of the whole row alive")
-class ShardIsAView(reference.FlatShard):
-    def __init__(self, parameters, param_dtype=None, group=None):
-        super().__init__(parameters, param_dtype, group)
-        row = self.shard.detach().repeat(dist.get_world_size(group))
-        self.shard = nn.Parameter(row[: len(self.shard)], self.shard.requires_grad)
-
-
 @mistake("FlatShard", "full has only the n elements of the parameters; it needs the padding as well, R * S elements")
 class FullWithoutPadding(reference.FlatShard):
     def __init__(self, parameters, param_dtype=None, group=None):
@@ -648,74 +591,16 @@ class FullWithoutPadding(reference.FlatShard):
         self.full.untyped_storage().resize_(0)
 
 
-@mistake("FlatShard", "full is cut into the parameters' sizes only; `split` needs the padding as its last part")
-class PaddingNotSplit(reference.FlatShard):
-    def views(self):
-        parts = self.full.split(self.sizes)
-        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
-
-
-@mistake("FlatShard", "the views are rows: each should have its parameter's shape")
-class ViewsAreRows(reference.FlatShard):
-    def views(self):
-        return {name: view.flatten() for name, view in super().views().items()}
-
-
 @mistake("FlatShard", "the views are views of full.data, so autograd passes no gradient on to full")
 class ViewsOfData(reference.FlatShard):
     def views(self):
         return {name: view.detach() for name, view in super().views().items()}
 
 
-@mistake("FlatShard", "full does not need a gradient: autograd should treat it as a leaf if the shard is trained")
-class FullNotTrained(reference.FlatShard):
-    def __init__(self, parameters, param_dtype=None, group=None):
-        super().__init__(parameters, param_dtype, group)
-        self.full.requires_grad_(False)
-
-
-TRAINED = "the shard of frozen parameters is trained: `nn.Parameter` needs a gradient unless you pass requires_grad"
-
-
-@mistake("FlatShard", TRAINED)
-class FrozenShardTrained(reference.FlatShard):
-    def __init__(self, parameters, param_dtype=None, group=None):
-        super().__init__(parameters, param_dtype, group)
-        self.shard.requires_grad_()
-
-
-@mistake("FlatShard", TRAINED)
-class FrozenTrained(FrozenShardTrained):
-    def __init__(self, parameters, param_dtype=None, group=None):
-        super().__init__(parameters, param_dtype, group)
-        self.full.requires_grad_()
-
-
-STILL_WHOLE = "free empties full but leaves is_whole at True, so the next gather does nothing"
-
-
-@mistake("FlatShard", STILL_WHOLE)
+@mistake("FlatShard", "free empties full but leaves is_whole at True, so the next gather does nothing")
 class StillWhole(reference.FlatShard):
     def free(self):
         super().free()
-        self.is_whole = True
-
-
-@mistake("FlatShard", STILL_WHOLE)
-class StillWholeLater(StillWhole):
-    def __init__(self, parameters, param_dtype=None, group=None):
-        super().__init__(parameters, param_dtype, group)
-        self.is_whole = False
-
-
-@mistake("FlatShard", "is_whole becomes True only when the gather is done, so a second start_gather gathers again")
-class WholeTooLate(reference.FlatShard):
-    def start_gather(self):
-        super().start_gather()
-        self.is_whole = False
-
-    def finish_gather(self):
-        super().finish_gather()
         self.is_whole = True
 
 
@@ -724,13 +609,6 @@ class GatheredTwice(reference.FlatShard):
     def start_gather(self):
         self.is_whole = False
         super().start_gather()
-
-
-@mistake("FlatShard", "finish_gather only waits; if no gather has been started, it should start one")
-class NeverStarted(reference.FlatShard):
-    def finish_gather(self):
-        if self.is_whole:
-            super().finish_gather()
 
 
 @mistake("FlatShard", "the shard is gathered as it is and only then cast to param_dtype, which sends twice the bytes")
@@ -774,43 +652,12 @@ class OtherData(reference.FlatShard):
             self.full.data, self.is_whole = self.full.data.new_empty(0), False
 
 
-@mistake("FlatShard", "every gather makes a new full; make it once, as a leaf, and only resize its storage")
-class NewFull(reference.FlatShard):
-    def start_gather(self):
-        if not self.is_whole:
-            self.full = torch.empty_like(self.full).requires_grad_(self.full.requires_grad)
-            super().start_gather()
-
-
-@mistake("FlatShard", "broadcast from `src=0`, which is a rank among all ranks; rank 0 of the group is `group_src=0`")
-class SourceAmongAll(reference.FlatShard):
-    def __init__(self, parameters, param_dtype=None, group=None):
-        dist.broadcast(torch.zeros(1), src=0, group=group)
-        super().__init__(parameters, param_dtype, group)
-
-
 @mistake("FlatShard", "the broadcast does not take the group: every group starts from the values of rank 0 of all")
 class BroadcastToAll(reference.FlatShard):
     def __init__(self, parameters, param_dtype=None, group=None):
         for parameter in parameters.values():
             dist.broadcast(parameter.detach(), src=0)
         super().__init__(parameters, param_dtype, group)
-
-
-@mistake("FlatShard", "the all-gather does not take the group, so it gathers from all ranks")
-class GatheredFromAll(reference.FlatShard):
-    def start_gather(self):
-        group, self.group = self.group, None
-        super().start_gather()
-        self.group = group
-
-
-@mistake("FlatShard", "the reduce-scatter does not take the group, so it sums over all ranks")
-class ReducedOverAll(reference.FlatShard):
-    def start_reduce(self):
-        group, self.group = self.group, None
-        super().start_reduce()
-        self.group = group
 
 
 # ---- 12.7 FullySharded -----------------------------------------------------------------------------------------------

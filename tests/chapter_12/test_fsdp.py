@@ -85,7 +85,7 @@ def elsewhere():
 GROUP_SIZE = (
     "the sizes fit all 4 ranks, but the group has 2: both `get_world_size` and `reduce_scatter_row` take `group`"
 )
-NO_GROUP = "the sizes fit the group's 2 ranks, but the reduce-scatter is of all 4: `reduce_scatter_row` takes `group`"
+NO_GROUP = "the sizes fit the group's 2 ranks, but the collective is of all 4: every collective takes `group`"
 TWO_DTYPES = (
     "the tensor that takes the reduced gradient has another dtype than the gradient: make it by `grad.new_empty`"
 )
@@ -581,12 +581,17 @@ def flat_by_hand(rank, world_size):
     expect_close(flat.shard.detach(), row[rank * size : (rank + 1) * size], name="shard", read=FLAT)
     expect_true(isinstance(flat.shard, nn.Parameter), "shard is not an nn.Parameter", read=FLAT)
     expect_equal(flat.shard.untyped_storage().nbytes(), 4 * size, name="bytes behind shard, a copy", read=FLAT)
-    expect_equal([flat.shard.requires_grad, flat.full.requires_grad], [True, True], name="trained", read=FLAT)
+    expect_equal(
+        [flat.shard.requires_grad, flat.full.requires_grad],
+        [True, True],
+        name="whether shard and full need a gradient",
+        read=FLAT,
+    )
     held = flat.full.untyped_storage().nbytes()
     expect_equal([held, flat.is_whole], [0, False], name="bytes behind full, and is_whole, at first", read=FLAT)
     full = flat.full
     flat.start_gather(), flat.start_gather()
-    expect_equal(flat.is_whole, True, name="is_whole", read=FLAT)
+    expect_equal(flat.is_whole, True, name="is_whole after start_gather", read=FLAT)
     flat.finish_gather()
     views = flat.views()
     expect_close({n: v.detach().clone() for n, v in views.items()}, start, name="views", read=FLAT)
@@ -594,7 +599,8 @@ def flat_by_hand(rank, world_size):
     grads = []
     for _ in range(2):
         flat.finish_gather()
-        expect_equal(flat.is_whole, True, name="is_whole after finish_gather", read=FLAT)
+        found = [flat.is_whole, flat.full.untyped_storage().nbytes()]
+        expect_equal(found, [True, 4 * len(row)], name="is_whole, and bytes behind full, when gathered", read=FLAT)
         problem = "full became a new tensor, but autograd refers to the one from `__init__`: resize its storage instead"
         expect_true(flat.full is full, problem, answer=list(flat.full.shape), read=FLAT)
         with explained("is a view", CHANGED, FLAT):
@@ -628,7 +634,12 @@ def flat_in_bfloat16(rank, world_size):
     expect_equal(flat.shard.grad.dtype, torch.float32, name="dtype of the gradient", read=FLAT)
     flat.free()
     frozen = fsdp.FlatShard({"w": nn.Parameter(values, requires_grad=False)})
-    expect_equal([frozen.shard.requires_grad, frozen.full.requires_grad], [False, False], name="trained", read=FLAT)
+    expect_equal(
+        [frozen.shard.requires_grad, frozen.full.requires_grad],
+        [False, False],
+        name="whether shard and full need a gradient",
+        read=FLAT,
+    )
     case("saved by autograd, freed, and gathered again before backward")
     flat = fsdp.FlatShard({"w": nn.Parameter(values.clone())})
     flat.finish_gather()
@@ -741,7 +752,8 @@ def flat_of_a_pair(rank, world_size):
     flat = fsdp.FlatShard({"w": nn.Parameter(start)}, None, group)
     row = torch.tensor([1.0, 2.0, 3.0, -10.0 * (rank - rank % 2)]) + 10 * (rank - rank % 2)
     expect_close(flat.shard.detach(), row[2 * (rank % 2) :][:2], name="shard", read=FLAT)
-    flat.finish_gather()
+    with explained("invalid tensor size", NO_GROUP, FLAT):
+        flat.finish_gather()
     expect_close(flat.views()["w"].detach().clone(), row[:3], name="view", read=FLAT)
     flat.full.grad = torch.full_like(flat.full, rank + 1.0)
     with explained("outputShape", NO_GROUP, FLAT), explained("must be equal to output", NO_GROUP, FLAT):
