@@ -10,10 +10,10 @@ computed from them, and last the folder whose machine the merged file is to name
 
 *ours* is chapter 5's model on the path of ``lib.fast.models``, in parts with flat parameters (``lib.fast.replicas``), whose gradients
 copy engines average while backward runs (``lib.fast.copies``), or with ``--averaging collectives`` chapter 10's ``OverlapDDP``;
-forward, backward, averaging and update are one CUDA graph. *peer* is timm
-with autocast to bf16 and ``torch.compile``, under ``DistributedDataParallel``. G/14 is sharded: ours by chapter 12's ``FullySharded``,
-timm by ``fully_shard``, both compiled, neither in a graph. All update by SGD with momentum. Before the timing, the float32 gradient
-of ours, averaged over the ranks, is compared with timm's on the whole batch, and so are the losses of the first steps.
+forward, backward, averaging and update are one CUDA graph. *peer* is timm with autocast to bf16 and ``torch.compile``, under
+``DistributedDataParallel``. G/14 is sharded: ours by chapter 12's ``FullySharded``, timm by ``fully_shard``, both compiled,
+neither in a graph. All update by SGD with momentum. Before the timing, the float32 gradient of ours, averaged over the ranks, is
+compared with timm's on the whole batch, and so are the losses of the first steps.
 """
 
 import argparse
@@ -54,7 +54,6 @@ N_WARMUP, MIN_ROUNDS, MAX_ROUNDS = 3, 3, 30
 N_CHECKED = 2  # images a rank for the comparison of gradients
 LIMITS = {"gradients": 1e-3, "bf16_gradients": 0.3, "losses": 1e-3, "tiny losses": 1e-2}
 SMALL = ViTConfig(image_size=32, patch_size=8, n_classes=10, dim=64, n_layers=6, n_heads=2, hidden_dim=128)
-STEPS = ("graph", "plain")
 AVERAGING: dict[str, Callable[[nn.Module], nn.Module]] = {"copies": CopyDDP, "collectives": OverlapDDP}
 
 
@@ -146,22 +145,17 @@ class Racer:
         if device.type == "cuda":
             self.peak_bytes = torch.cuda.max_memory_allocated() - others_bytes + getattr(self.model, "peers_bytes", 0)
 
-    def record_graph(self, how: str) -> None:
-        """Record the step as one CUDA graph; if that fails, take it as it is."""
-        for way in STEPS[STEPS.index(how) :]:
-            try:
-                if way == "graph":
-                    self.step = capture(train_step(self.loss_of, self.optimizer, self.finish), 2, on_ranks=True)
-                else:
-                    self.step = train_step(self.loss_of, self.optimizer, self.finish)
-                self.step()
-                torch.cuda.synchronize()
-            except RuntimeError as error:
-                self.problem += f"{way}: {str(error)[:300]}; "
-                print(f"{self.name}, {way}: {error}", flush=True)
-            else:
-                self.how = way
-                return
+    def record_graph(self) -> None:
+        """Record the step as one CUDA graph; if that fails, take it as it is, and keep the error."""
+        try:
+            step = capture(self.step, 2, on_ranks=True)
+            step()
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            self.problem = f"graph: {str(error)[:300]}"
+            print(f"{self.name}, graph: {error}", flush=True)
+        else:
+            self.step, self.how = step, "graph"
 
     def row_of_steps(self, n: int, device: torch.device) -> float:
         """Seconds of one step on the slowest rank, the mean of several in a row."""
@@ -429,7 +423,7 @@ def measure(
     found["checks"]["losses"] = check_losses(cell, racers, device)
     found["checks"]["bf16_gradients"] = check_first_gradients(cell, racers, device)
     if device.type == "cuda" and not cell.sharded and options.step != "plain":
-        racers[0].record_graph(options.step)
+        racers[0].record_graph()
     race(racers, options.seconds, device)
     return found | {"competitors": {r.name: facts_of(r, cell, found["flops_per_item"], device) for r in racers}}
 
@@ -569,7 +563,7 @@ def main() -> None:
     parser.add_argument("--attention", choices=ATTENTIONS, default="quickest", help="attention kernel of ours")
     quickest = "copies" if torch.cuda.is_available() else "collectives"
     parser.add_argument("--averaging", choices=AVERAGING, default=quickest, help="how ranks average our gradients")
-    parser.add_argument("--step", choices=STEPS, default="graph", help="what of ours goes into a CUDA graph")
+    parser.add_argument("--step", choices=["graph", "plain"], default="graph", help="whether our step is a CUDA graph")
     parser.add_argument("--seconds", type=float, default=10, help="seconds to time each cell")
     parser.add_argument("--budget", type=float, default=500, help="start no further cell after this many seconds")
     parser.add_argument("--limit", type=float, default=240, help="stop a cell after this many seconds")

@@ -99,17 +99,25 @@ class CopyDDP(nn.Module):
         module: A model of a few large parameters, such as ``lib.fast.replicas.RowViT``. It is called in the same way on all
             ranks, so that gradients become ready in the same order.
         sent: See ``MeanByCopies``. A weight's gradient loses nothing in bf16 if it comes from one product in bf16.
+        places: Returns memory that all ranks can read.
 
     Attributes:
         peers_bytes: Memory on this GPU that the others read; the caching allocator does not count it.
     """
 
-    def __init__(self, module: nn.Module, sent: torch.dtype = torch.bfloat16):
+    def __init__(
+        self,
+        module: nn.Module,
+        sent: torch.dtype = torch.bfloat16,
+        places: Callable[[int, torch.dtype, torch.device], Places] = in_peers_memory,
+    ):
         super().__init__()
         self.module, self.is_paused = module, False
         broadcast_parameters(module)
         self.stream = torch.cuda.Stream()
-        self.means = {p: MeanByCopies(p.numel(), p.device, sent) for p in module.parameters() if p.requires_grad}
+        self.means = {
+            p: MeanByCopies(p.numel(), p.device, sent, places) for p in module.parameters() if p.requires_grad
+        }
         self.peers_bytes = sum(mean.peers_bytes for mean in self.means.values())
         self.started: dict[nn.Parameter, torch.cuda.Event] = {}
         for p in self.means:

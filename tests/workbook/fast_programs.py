@@ -1,8 +1,9 @@
-"""What the tests of `lib.fast.replicas` run on gloo ranks."""
+"""What the tests of `lib.fast.replicas` and `lib.fast.copies` run on ranks, of gloo or of NCCL."""
 
 import itertools
 import os
-from unittest.mock import patch
+from contextlib import nullcontext
+from unittest.mock import MagicMock, patch
 
 import torch
 import torch.distributed as dist
@@ -71,17 +72,21 @@ def step_each_way(rank, world_size):
     return found
 
 
-def mean_by_copies(rank, world_size, folder, n, sent):
-    """Three means in a row of gradients that differ on each rank, through memory that lies in files; and what was expected."""
-
+def in_files(folder, world_size):
+    """Makes places in files, which all ranks of one machine can read, for want of GPUs."""
     count = itertools.count()
 
-    def in_files(size, dtype, device):
+    def places(size, dtype, device):
         number = next(count)
-        paths = [f"{folder}/{n}-{sent}-{number}-{r}" for r in range(world_size)]
+        paths = [f"{folder}/{number}-{rank}" for rank in range(world_size)]
         return [torch.from_file(path, shared=True, size=size, dtype=dtype) for path in paths], dist.barrier
 
-    mean = MeanByCopies(n, torch.device("cpu"), sent, in_files)
+    return places
+
+
+def mean_by_copies(rank, world_size, folder, n, sent):
+    """Three means in a row of gradients that differ on each rank, through memory that lies in files; and what was expected."""
+    mean = MeanByCopies(n, torch.device("cpu"), sent, in_files(folder, world_size))
     got, want = [], []
     for seed in range(3):
         every = [torch.randn(n, generator=torch.Generator().manual_seed(10 * seed + r)) for r in range(world_size)]
@@ -90,6 +95,37 @@ def mean_by_copies(rank, world_size, folder, n, sent):
         got.append(gradient)
         want.append(torch.stack([x.to(sent) for x in every]).float().mean(0))
     return got, want
+
+
+def train_through_files(rank, world_size, folder, n_steps=3):
+    """The weights after steps with ``OverlapDDP``, with ``CopyDDP``, and in turn; and what a second backward is told."""
+    images, labels = (x.chunk(world_size)[rank] for x in batch())
+    streams = {"Stream": MagicMock(), "current_stream": MagicMock(), "stream": lambda stream: nullcontext()}
+    found = {}
+    with patch.multiple(torch.cuda, **streams):
+        for name in ("collectives", "at the end", "in turn"):
+            model = parts(seed=rank)
+            places = in_files(f"{folder}/{name}", world_size)
+            wrapped = OverlapDDP(model) if name == "collectives" else CopyDDP(model, torch.float32, places)
+            if name == "in turn":
+                optimizer, finish = InTurn(wrapped, sgd), lambda: None
+            else:
+                optimizer, finish = sgd(model.parameters()), wrapped.finish_gradient_synchronization
+            step = train_step(lambda w=wrapped: w(images, labels), optimizer, finish)
+            for _ in range(n_steps):
+                step()
+            found[name] = model.named_values()
+        wrapped(images, labels).backward()
+        loss = wrapped(images, labels)  # completes the round that was left open
+        loss.backward(retain_graph=True)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            found["twice"] = str(error)
+        with wrapped.no_sync():
+            wrapped(images, labels).backward()
+        found["averaging"] = len(wrapped.started)
+    return found
 
 
 def train_by_copies(rank, device, n_steps, folder):

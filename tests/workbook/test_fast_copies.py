@@ -23,6 +23,19 @@ def test_every_rank_has_the_mean_whatever_the_length(tmp_path, n_ranks, n, sent)
         torch.testing.assert_close(got, found[0][0], rtol=0, atol=0, msg="ranks differ")
 
 
+@pytest.mark.time_limit(60)
+def test_ranks_train_as_with_collectives_at_the_end_and_in_turn(tmp_path):
+    for name in ("collectives", "at the end", "in turn"):
+        (tmp_path / name).mkdir()
+    found = pool("gloo").run(fast_programs.train_through_files, str(tmp_path), n_ranks=2, time_limit_s=40).values
+    for mine in found:
+        for name in ("at the end", "in turn"):
+            torch.testing.assert_close(mine[name], mine["collectives"])
+            torch.testing.assert_close(mine[name], found[0][name], rtol=0, atol=0)
+        assert mine["twice"].startswith("a second backward before the first one's gradients were used")
+        assert mine["averaging"] == 0, "nothing is averaged under no_sync"
+
+
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
