@@ -79,7 +79,9 @@ def in_files(folder, world_size):
     def places(size, dtype, device):
         number = next(count)
         paths = [f"{folder}/{number}-{rank}" for rank in range(world_size)]
-        return [torch.from_file(path, shared=True, size=size, dtype=dtype) for path in paths], dist.barrier
+        made = [torch.from_file(path, shared=True, size=size, dtype=dtype) for path in paths]
+        dist.barrier()  # who makes a file that was empty writes a byte of zeros at its start
+        return made, dist.barrier
 
     return places
 
