@@ -13,6 +13,7 @@ from random weights, so timm is not needed. Every step is one CUDA graph: forwar
 - ``averaged 8 CTAs`` and ``4 CTAs``: NCCL may start only that many thread blocks, so it takes fewer multiprocessors;
 - ``averaged copies``: copy engines move the gradients, by ``lib.fast.copies``; ``copies bf16``: half as many bytes on the
   way to the rank that computes the mean; ``copies in turn``: the same, and each part is updated when its mean is there;
+  ``copies kernels``: the same, but a kernel waits where the ranks meet;
 - ``wires``, with the same endings: the averaging of all gradients, and nothing else.
 
 Of some ways it also traces the kernels, and compares each with the same kernel of ``in step``, in which no averaging disturbs it:
@@ -50,7 +51,7 @@ from lib.bench.ladder import Rung, set_tf32
 from lib.bench.record import MEASUREMENTS, load, record, spread
 from lib.bench.yardstick import LR, MOMENTUM, N_WARMUP, Cell, PlainTask, cells_of, our_parts, path_of, sgd
 from lib.ddp import OverlapDDP, average_gradients
-from lib.fast.copies import CopyDDP, InTurn
+from lib.fast.copies import CopyDDP, InTurn, Places, in_peers_memory, shared
 from lib.fast.models import capture
 from lib.fast.replicas import train_step
 
@@ -67,7 +68,7 @@ KINDS = {
     "waiting for the slowest GPU": ("nccl",),
 }
 OTHERS = "norms, sums, casts and copies"
-TRACED = (UNDISTURBED, "averaged", "averaged copies", "averaged copies in turn")
+TRACED = (UNDISTURBED, "averaged", "averaged copies", "averaged copies in turn", "averaged copies kernels")
 ALL_REDUCE, SUM = dist.all_reduce, dist.ReduceOp.SUM
 
 
@@ -128,9 +129,17 @@ def only_averaging(model: OverlapDDP) -> Tensor:
     return grads[0]
 
 
-def by_copies(model: OverlapDDP, batch: tuple[Tensor, Tensor], sent: torch.dtype) -> tuple[Step, Step, Step]:
+def meeting_by_kernels(n: int, dtype: torch.dtype, device: torch.device) -> Places:
+    """Like ``in_peers_memory``, but a kernel of a single thread block waits for the other ranks."""
+    places, handle = shared(n, dtype, device)
+    return places, handle.barrier
+
+
+def by_copies(
+    model: OverlapDDP, batch: tuple[Tensor, Tensor], sent: torch.dtype, places: Callable[..., Places] = in_peers_memory
+) -> tuple[Step, Step, Step]:
     """Steps whose gradients copy engines average during backward, updated at its end or in turn; and the averaging alone."""
-    copies = CopyDDP(model.get_submodule("module"), sent)
+    copies = CopyDDP(model.get_submodule("module"), sent, places)
     copies.is_paused = True  # in all other ways
 
     def running(step: Step) -> Step:
@@ -189,6 +198,7 @@ def make_ways(model: OverlapDDP, batch: tuple[Tensor, Tensor]) -> dict[str, Step
             ways["averaged copies"], _, ways["wires copies"] = by_copies(model, batch, torch.float32)
             bf16 = by_copies(model, batch, torch.bfloat16)
             ways["averaged copies bf16"], ways["averaged copies in turn"], ways["wires copies bf16"] = bf16
+            _, ways["averaged copies kernels"], _ = by_copies(model, batch, torch.bfloat16, meeting_by_kernels)
         except RuntimeError:
             traceback.print_exc()
     return ways

@@ -6,10 +6,10 @@ of a few blocks. A part's parameters are views of one row, so its gradient is on
 backward pass. Chapter 10's ``OverlapDDP`` averages that row while the next part's backward pass runs, chapter 12's
 ``FullySharded`` gathers it in one piece, and equal parts share one compilation.
 
-The row is cut outside of the compiled function, at the price of one copy of the gradient. If it is cut inside, PyTorch 2.10 to
-2.13 lose a part of the gradient on a GPU, from some thousand tokens on: where a gradient is joined from pieces, the compiler's
-fusion of sums over rows and over columns leaves LayerNorm's pieces in tensors that nothing reads
-(github.com/pytorch/pytorch/issues/193061).
+The row is cut outside of the compiled function, at the price of one copy of the gradient, and the matrices are cast there too: one
+kernel for a whole part instead of one for each matrix. If the row is cut inside, PyTorch 2.10 to 2.13 lose a part of the gradient
+on a GPU, from some thousand tokens on: where a gradient is joined from pieces, the compiler's fusion of sums over rows and over
+columns leaves LayerNorm's pieces in tensors that nothing reads (github.com/pytorch/pytorch/issues/193061).
 """
 
 from collections.abc import Callable, Mapping
@@ -64,6 +64,32 @@ class Tail(nn.Module):
         return F.cross_entropy(vit_head(last, self.norm, self.head, x, self.path, self.pooling), labels)
 
 
+class CutRow(torch.autograd.Function):
+    """Cut a row into pieces, some of them of another dtype. One kernel casts all of these, and one for each dtype joins the gradients.
+
+    Args:
+        row: ``[n]``.
+        sizes: Length of each piece; together n.
+        is_cast: For each piece, whether it gets ``dtype``; the others keep the row's.
+        dtype: Dtype of some pieces and of their gradients. The row's gradient has the row's dtype.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, row: Tensor, sizes: list[int], is_cast: list[bool], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        ctx.sizes, ctx.like = sizes, row.new_empty(0)
+        kept, cast = row.split(sizes), row.to(dtype).split(sizes)
+        return tuple(pair[i] for pair, i in zip(zip(kept, cast, strict=True), is_cast, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        row = ctx.like.new_empty(sum(ctx.sizes))
+        pieces = list(zip(row.split(ctx.sizes), gradients, strict=True))
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+            alike = [(place, gradient.reshape(-1)) for place, gradient in pieces if gradient.dtype == dtype]
+            torch._foreach_copy_([place for place, _ in alike], [gradient for _, gradient in alike])
+        return row, None, None, None
+
+
 class RowPart(nn.Module):
     """A part of a model whose parameters are one row.
 
@@ -71,21 +97,26 @@ class RowPart(nn.Module):
         part: The module to compute; its own parameters are moved to the device "meta".
         names: For each of its parameters, the name in the whole model.
         run: The compiled function of an equal part; None compiles a new one with ``compiled``.
+        dtype: Dtype of the products, to which the matrices are cast before they are cut from the row.
 
     Attributes:
         row: All parameters of the part, one after another, in the order of ``shapes``.
         shapes: Their names in the whole model, and their shapes.
     """
 
-    def __init__(self, part: nn.Module, names: Mapping[Tensor, str], run: Callable | None, compiled: Compile):
+    def __init__(
+        self, part: nn.Module, names: Mapping[Tensor, str], run: Callable | None, compiled: Compile, dtype: torch.dtype
+    ):
         super().__init__()
         parameters = dict(part.named_parameters())
         self.row = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in parameters.values()]))
         self.shapes = {names[p]: p.shape for p in parameters.values()}
-        self.run = run or compiled(on_pieces(part.to("meta")))
+        self.is_cast = [name.endswith("weight") and p.ndim > 1 for name, p in parameters.items()]
+        self.run, self.dtype = run or compiled(on_pieces(part.to("meta"))), dtype
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        return self.run(list(self.named(self.row).values()), *inputs)
+        pieces = CutRow.apply(self.row, [shape.numel() for shape in self.shapes.values()], self.is_cast, self.dtype)
+        return self.run([piece.view(shape) for piece, shape in zip(pieces, self.shapes.values(), strict=True)], *inputs)
 
     def named(self, row: Tensor) -> dict[str, Tensor]:
         """Views of a row of this part's length, under the names of the whole model."""
@@ -123,13 +154,13 @@ class RowViT(nn.Module):
         names = {parameter: name for name, parameter in model.named_parameters()}
         blocks = list(model.blocks)
         n_equal = (len(blocks) - 1) // n_blocks
-        self.parts = nn.ModuleList([RowPart(Stem(model, path), names, None, compiled)])
+        self.parts = nn.ModuleList([RowPart(Stem(model, path), names, None, compiled, path.dtype)])
         run: Callable | None = None
         for i in range(n_equal):
-            part = RowPart(Middle(blocks[i * n_blocks : (i + 1) * n_blocks], path), names, run, compiled)
+            part = RowPart(Middle(blocks[i * n_blocks : (i + 1) * n_blocks], path), names, run, compiled, path.dtype)
             self.parts.append(part)
             run = part.run
-        self.parts.append(RowPart(Tail(model, blocks[n_equal * n_blocks :], path), names, None, compiled))
+        self.parts.append(RowPart(Tail(model, blocks[n_equal * n_blocks :], path), names, None, compiled, path.dtype))
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         """The mean cross-entropy."""

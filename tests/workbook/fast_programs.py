@@ -3,13 +3,14 @@
 import itertools
 import os
 from contextlib import nullcontext
+from functools import partial
 from unittest.mock import MagicMock, patch
 
 import torch
 import torch.distributed as dist
 
 from lib.bench.yardstick_parts import make_ways
-from lib.fast.copies import CopyDDP, InTurn, MeanByCopies
+from lib.fast.copies import CopyDDP, InTurn, MeanByCopies, meeting
 from lib.fast.models import Path, capture
 from lib.fast.replicas import RowViT, train_step
 from lib.given.models.vit import ViTConfig
@@ -152,6 +153,52 @@ def train_by_copies(rank, device, n_steps, folder):
     torch.cuda.synchronize()
     dist.barrier()
     os._exit(0)  # a graph with collectives could keep NCCL from ending
+
+
+def meet_on_streams(rank, device, n_rounds=4):
+    """Two streams of one GPU in the place of two ranks: the first one adds to a number late, and the second one reads it."""
+    signals = torch.zeros(4, 2, dtype=torch.int32, device=device)
+    number, seen = torch.zeros(2, device=device)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    meetings = [(meeting(list(signals[:2]), i), meeting(list(signals[2:]), i)) for i in range(2)]
+
+    def take(i):
+        meet, meet_again = meetings[i]
+        if i == 0:
+            torch.cuda._sleep(20_000_000)
+            number.add_(1)
+        meet()
+        if i == 1:
+            seen.copy_(number)
+        meet_again()
+
+    def run_alone(runs):
+        """Load all kernels, which the driver does not do while a stream waits: with every signal sent, nothing waits."""
+        signals.fill_(1)
+        torch.cuda.synchronize()
+        for stream, run in zip(streams, runs, strict=True):
+            with torch.cuda.stream(stream):
+                run()
+            torch.cuda.synchronize()
+        signals.zero_()
+        number.zero_()
+        torch.cuda.synchronize()
+
+    eager = [partial(take, 0), partial(take, 1)]
+    run_alone(eager)
+    graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
+    for i, graph in enumerate(graphs):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            take(i)
+    for runs in (eager, [graph.replay for graph in graphs]):
+        run_alone(runs)
+        for turn in range(1, n_rounds + 1):
+            for i in (0, 1) if turn == 1 else (1, 0):
+                with torch.cuda.stream(streams[i]):
+                    runs[i]()
+            torch.cuda.synchronize()
+            assert seen.item() == turn
+            assert not signals.any(), "every signal is cleared"
 
 
 def mean_on_gpus(rank, device, n, sent, folder):

@@ -11,7 +11,17 @@ from lib.fast import loss_hopper
 from lib.fast.flash import ROLES_TABLE, TABLE, Tiles
 from lib.fast.flash_hopper import Roles
 from lib.fast.loss import linear_cross_entropy
-from lib.fast.models import ATTENTIONS, Path, capture, gpt2_loss, prepare_images, short_gelu, vit_block, vit_logits
+from lib.fast.models import (
+    ATTENTIONS,
+    Path,
+    capture,
+    gpt2_loss,
+    prepare_images,
+    short_gelu,
+    vit_block,
+    vit_logits,
+    vit_loss,
+)
 from lib.fast.replicas import RowViT, train_step
 from lib.given.models.gpt2 import GPT2Config
 from lib.given.models.vit import ViTConfig
@@ -171,6 +181,24 @@ def test_a_model_in_parts_has_the_gradients_of_the_whole(n_blocks, n_parts):
     torch.testing.assert_close(parts.named_gradients(), wanted, atol=2e-6, rtol=1e-4)
     assert parts.named_values().keys() == values.keys()
     torch.testing.assert_close(parts.named_values(), values, atol=0, rtol=0)
+
+
+def test_rows_cast_before_they_are_cut_change_no_bit():
+    torch.manual_seed(0)
+    model, path = VisionTransformer(fast_programs.CONFIG), Path(dtype=torch.bfloat16)
+    batch = fast_programs.batch()
+    whole = vit_loss(model, *batch, path)
+    wanted = gradients(whole, model)
+    parts = RowViT(model, path, 2)
+    seen = []
+    for part in parts.parts:
+        part.run = lambda pieces, *inputs, run=part.run: seen.extend(pieces) or run(pieces, *inputs)
+    loss = parts(*batch)
+    loss.backward()
+    assert {piece.dtype for piece in seen if piece.ndim == 2} == {torch.bfloat16}
+    assert {piece.dtype for piece in seen if piece.ndim == 1} == {torch.float32}
+    torch.testing.assert_close(loss, whole, atol=0, rtol=0)
+    torch.testing.assert_close(parts.named_gradients(), wanted, atol=0, rtol=0)
 
 
 def test_a_part_of_no_blocks_is_refused():
