@@ -4,6 +4,7 @@ The models of chapters 5 and 6 are written to be read. This module computes thei
 fused operators, so that a compiler has less to repair. Every choice is a field of `Path`, so that each can be measured alone.
 """
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -366,6 +367,16 @@ def prepare_images(
     if unit.shape[-2:] != (size, size):
         unit = F.interpolate(unit, size=(size, size), mode="bilinear", align_corners=False)
     return unit.to(dtype)
+
+
+def without_workspace() -> None:
+    """Let cuBLAS choose only products that need no memory of their own. Call it before the process's first product.
+
+    On a Hopper GPU, before most products of a training step, the usual workspace is cleared: probably for a counter from which the
+    product's programs draw their tiles. In a graph that is a node of its own, and the product waits for it: a few microseconds for
+    each. A user's ``CUBLAS_WORKSPACE_CONFIG`` stays.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":0:0")
 
 
 def capture(

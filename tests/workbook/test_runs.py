@@ -24,6 +24,7 @@ from lib.ranks import pool
 from lib.ranks.mpi_launch import mpi_environment, mpiexec
 from lib.runs.engine import leave, state
 from lib.runs.engine.log import Moment, as_json, peak_flops, read_log, send
+from lib.runs.engine.loop import set_up
 from lib.runs.engine.options import UsageError, make_parser, parse
 from lib.runs.engine.strategies import make_optimizer
 from lib.runs.engine.tasks import GPT2Task
@@ -593,6 +594,20 @@ def test_the_kernels_of_a_block_are_for_16_bits_on_a_gpu_and_for_layers_that_are
         task = GPT2Task(parse_flags(f"--data synthetic --precision {given}".split()))
         assert task.fast_path(cuda).kernels == wanted
         assert not task.fast_path(CPU).kernels
+
+
+def test_a_recorded_step_of_one_process_takes_products_without_a_workspace(monkeypatch):
+    for name in ("set_num_threads", "set_float32_matmul_precision", "use_deterministic_algorithms"):
+        monkeypatch.setattr(torch, name, lambda value: None)
+    cases = {"": None, "--graph": ":0:0", "--graph --deterministic": ":4096:8", "--graph --strategy ddp": None}
+    for flags, wanted in cases.items():
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+        set_up(parse_flags(["--data", "synthetic", *flags.split()]), CPU)
+        assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == wanted, flags
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    set_up(parse_flags(["--data", "synthetic", "--graph"]), CPU)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8", "what the user asks for stays"
 
 
 @pytest.mark.gpu
