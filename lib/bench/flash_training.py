@@ -22,7 +22,7 @@ from torch import Tensor
 from lib.bench.ladder import PEAK_FLOPS, Climber, Rung, Task, flops_per_item, make_task, set_tf32, wait
 from lib.bench.record import MEASUREMENTS, load, machine, record, spread
 from lib.fast.models import Path as FastPath
-from lib.fast.models import capture, without_workspace
+from lib.fast.models import capture
 from lib.fast.replicas import RowViT
 
 NAME, BATCHES, N_BLOCKS, ROUNDS, N_IN_ROW = "flash_training", {"gpt2": 16, "vit": 256}, 4, 12, 4
@@ -167,7 +167,6 @@ def main() -> None:
         for model in models:
             train(model, "cpu", 2, tiny=True)
         return
-    without_workspace()
     set_tf32(True)
     if options.compile_one:
         compile_one(make_task(models[0], "cuda", False), options.compile_one, BATCHES[models[0]])

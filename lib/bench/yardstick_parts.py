@@ -51,7 +51,7 @@ from lib.bench.ladder import Rung, set_tf32
 from lib.bench.record import MEASUREMENTS, load, record, spread
 from lib.bench.yardstick import LR, MOMENTUM, N_WARMUP, Cell, PlainTask, cells_of, our_parts, path_of, sgd
 from lib.ddp import OverlapDDP, average_gradients
-from lib.fast.copies import CopyDDP, InTurn, Places, in_peers_memory, shared
+from lib.fast.copies import CopyDDP, InTurn, Places, allocate_shared, in_peers_memory
 from lib.fast.models import capture
 from lib.fast.replicas import train_step
 
@@ -131,7 +131,7 @@ def only_averaging(model: OverlapDDP) -> Tensor:
 
 def meeting_by_kernels(n: int, dtype: torch.dtype, device: torch.device) -> Places:
     """Like ``in_peers_memory``, but a kernel of a single thread block waits for the other ranks."""
-    places, handle = shared(n, dtype, device)
+    places, handle = allocate_shared(n, dtype, device)
     return places, handle.barrier
 
 
@@ -280,7 +280,8 @@ def compare(kernels: Kernels, undisturbed: Kernels) -> dict[str, Any]:
         undisturbed: Those of ``in step``, of as many steps.
 
     Returns:
-        ``averaging_s``: how long a kernel or a copy of the averaging is on the GPU; ``exposed_s``: the part of it in which
+        ``averaging_s``: how long a kernel or a copy of the averaging is on the GPU, kernels that wait included, but not commands that
+        wait; ``exposed_s``: the part of it in which
         nothing is computed. ``beside``: of the kernels that compute while the averaging runs, their number, their seconds, and
         the seconds of the same kernels in ``undisturbed``; of those that take at least half as long again, the number and what
         they lose. ``apart``: the same of all other kernels. ``longest``: which kernels lose most.

@@ -31,11 +31,11 @@ ALIGNED = 64  # numbers: each part begins at a multiple of 128 bytes, also in bf
 Places = tuple[list[Tensor], Callable[[], None]]
 
 
-def shared(n: int, dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], Any]:
-    """Memory for ``n`` numbers on each rank's GPU, which the GPUs of all other ranks can read.
+def allocate_shared(n: int, dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], Any]:
+    """Memory for ``n`` numbers on each rank's GPU, which the GPUs of all other ranks can read and write.
 
     Returns:
-        The memory of rank 0, 1, ..., as tensors, and PyTorch's handle to it.
+        The memory of rank 0, 1, ..., as tensors, and PyTorch's handle to it. Both live as long as this rank's own tensor.
 
     Raises:
         RuntimeError: the GPUs cannot read each other's memory.
@@ -56,41 +56,46 @@ def shared(n: int, dtype: torch.dtype, device: torch.device) -> tuple[list[Tenso
 
 
 def in_peers_memory(n: int, dtype: torch.dtype, device: torch.device) -> Places:
-    """`shared` memory, and a function after which the current stream waits until those of all ranks have come as far."""
-    places, handle = shared(n, dtype, device)
+    """`allocate_shared`, and a `meeting` of all ranks."""
+    places, handle = allocate_shared(n, dtype, device)
     signals = [handle.get_signal_pad(rank, (len(places),), torch.int32) for rank in range(len(places))]
     return places, meeting(signals, handle.rank)
 
 
 def meeting(signals: list[Tensor], rank: int) -> Callable[[], None]:
-    """A function after which the current stream waits until those of all ranks have come as far, without a kernel.
+    """A function that lets the current stream wait until the streams of all ranks have reached their call of it, without a kernel.
 
     Between two calls the ranks must meet elsewhere: otherwise one could send its next signal before another has cleared the last.
 
     Args:
-        signals: For each rank ``n_ranks`` zeros, int32, on its GPU; this rank can write to all of them.
-        rank: Of this process.
+        signals: For each rank ``n_ranks`` zeros, int32, on its GPU, to which this rank can write. Keep them.
+        rank: This process's rank.
 
     Raises:
-        RuntimeError: from the function, if the driver refuses.
+        RuntimeError: the driver refuses, here or when the function is called.
     """
     driver = ctypes.CDLL("libcuda.so.1")
     one = torch.ones((), dtype=torch.int32, device=signals[rank].device)
     others = [r for r in range(len(signals)) if r != rank]
 
+    def wait_and_clear(sender: int) -> None:
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        address = ctypes.c_uint64(signals[rank][sender].data_ptr())
+        errors = [
+            driver.cuStreamWaitValue32_v2(stream, address, ctypes.c_uint32(1), ctypes.c_uint(WAIT_UNTIL_EQUAL)),
+            driver.cuStreamWriteValue32_v2(stream, address, ctypes.c_uint32(0), ctypes.c_uint(0)),
+        ]
+        if any(errors):
+            raise RuntimeError(f"waiting for rank {sender}: the CUDA driver returned the errors {errors}")
+
     def meet() -> None:
         for other in others:
             signals[other][rank].copy_(one)
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         for other in others:
-            address = ctypes.c_uint64(signals[rank][other].data_ptr())
-            errors = [
-                driver.cuStreamWaitValue32_v2(stream, address, ctypes.c_uint32(1), ctypes.c_uint(WAIT_UNTIL_EQUAL)),
-                driver.cuStreamWriteValue32_v2(stream, address, ctypes.c_uint32(0), ctypes.c_uint(0)),
-            ]
-            if any(errors):
-                raise RuntimeError(f"waiting for rank {other}: the CUDA driver returned the errors {errors}")
+            wait_and_clear(other)
 
+    signals[rank][rank].copy_(one)
+    wait_and_clear(rank)  # whether the driver can do it shows before other ranks are involved
     return meet
 
 

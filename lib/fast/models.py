@@ -369,14 +369,14 @@ def prepare_images(
     return unit.to(dtype)
 
 
-def without_workspace() -> None:
-    """Let cuBLAS choose only products that need no memory of their own. Call it before the process's first product.
+def forbid_workspace(device: torch.device) -> None:
+    """On a Hopper GPU let cuBLAS choose only algorithms that need no memory of their own. Call it before the process's first product.
 
-    On a Hopper GPU, before most products of a training step, the usual workspace is cleared: probably for a counter from which the
-    product's programs draw their tiles. In a graph that is a node of its own, and the product waits for it: a few microseconds for
-    each. A user's ``CUBLAS_WORKSPACE_CONFIG`` stays.
+    Before many products of a training step the usual workspace is cleared, probably for a counter from which the product's programs draw
+    tiles. In a graph that is a node of its own, for which the product waits. A user's ``CUBLAS_WORKSPACE_CONFIG`` stays.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":0:0")
 
 
 def capture(

@@ -7,7 +7,7 @@ backward pass. Chapter 10's ``OverlapDDP`` averages that row while the next part
 ``FullySharded`` gathers it in one piece, and equal parts share one compilation.
 
 The row is cut outside of the compiled function, at the price of one copy of the gradient, and the matrices are cast there too: one
-kernel for a whole part instead of one for each matrix. If the row is cut inside, PyTorch 2.10 to 2.13 lose a part of the gradient
+kernel casts the whole row instead of one each matrix. If the row is cut inside, PyTorch 2.10 to 2.13 lose a part of the gradient
 on a GPU, from some thousand tokens on: where a gradient is joined from pieces, the compiler's fusion of sums over rows and over
 columns leaves LayerNorm's pieces in tensors that nothing reads (github.com/pytorch/pytorch/issues/193061).
 """
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from lib.fast.models import Path, vit_block, vit_head, vit_stem
@@ -65,7 +66,7 @@ class Tail(nn.Module):
 
 
 class CutRow(torch.autograd.Function):
-    """Cut a row into pieces, some of them of another dtype. One kernel casts all of these, and one for each dtype joins the gradients.
+    """Cut a row into pieces, some of them of another dtype. The row is cast as a whole, and a few kernels join the gradients.
 
     Args:
         row: ``[n]``.
@@ -76,13 +77,14 @@ class CutRow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, row: Tensor, sizes: list[int], is_cast: list[bool], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        ctx.sizes, ctx.like = sizes, row.new_empty(0)
+        ctx.sizes, ctx.new_empty = sizes, row.new_empty
         kept, cast = row.split(sizes), row.to(dtype).split(sizes)
         return tuple(pair[i] for pair, i in zip(zip(kept, cast, strict=True), is_cast, strict=True))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        row = ctx.like.new_empty(sum(ctx.sizes))
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        row = ctx.new_empty(sum(ctx.sizes))
         pieces = list(zip(row.split(ctx.sizes), gradients, strict=True))
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             alike = [(place, gradient.reshape(-1)) for place, gradient in pieces if gradient.dtype == dtype]

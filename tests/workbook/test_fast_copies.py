@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lib.bench.all_reduce import spawn
-from lib.fast.copies import InTurn, meeting
+from lib.fast.copies import InTurn, MeanByCopies, meeting
 from lib.ranks import pool
 from tests.workbook import fast_programs
 
@@ -26,6 +26,22 @@ def test_every_rank_has_the_mean_whatever_the_length(tmp_path, n_ranks, n, sent)
         torch.testing.assert_close(got, want)
     for got, _ in found[1:]:
         torch.testing.assert_close(got, found[0][0], rtol=0, atol=0, msg="ranks differ")
+
+
+def test_no_meeting_is_used_twice_in_a_row(monkeypatch):
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    met, numbers = [], iter(range(9))
+
+    def places(size, dtype, device):
+        number = next(numbers)
+        return [torch.zeros(size, dtype=dtype) for _ in range(2)], lambda: met.append(number)
+
+    mean = MeanByCopies(10, torch.device("cpu"), torch.float32, places)
+    for _ in range(3):
+        mean(torch.ones(10))
+    assert len(met) == 6
+    assert all(met[i] != met[i + 1] for i in range(5)), "a signal could be sent again before it is cleared"
 
 
 @pytest.mark.time_limit(60)
@@ -87,9 +103,8 @@ def test_nobody_leaves_a_meeting_before_all_have_come(monkeypatch, n_ranks):
 
 
 def test_an_error_of_the_driver_is_not_lost(monkeypatch):
-    meetings, _ = meetings_on_a_host(monkeypatch, 2, error=801)
-    with pytest.raises(RuntimeError, match=r"waiting for rank 1: the CUDA driver returned the errors \[801, 801\]"):
-        meetings[0][0]()
+    with pytest.raises(RuntimeError, match=r"waiting for rank 0: the CUDA driver returned the errors \[801, 801\]"):
+        meetings_on_a_host(monkeypatch, 2, error=801)
 
 
 @pytest.mark.gpu

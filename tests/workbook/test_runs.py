@@ -597,17 +597,23 @@ def test_the_kernels_of_a_block_are_for_16_bits_on_a_gpu_and_for_layers_that_are
 
 
 def test_a_recorded_step_of_one_process_takes_products_without_a_workspace(monkeypatch):
-    for name in ("set_num_threads", "set_float32_matmul_precision", "use_deterministic_algorithms"):
-        monkeypatch.setattr(torch, name, lambda value: None)
-    cases = {"": None, "--graph": ":0:0", "--graph --deterministic": ":4096:8", "--graph --strategy ddp": None}
-    for flags, wanted in cases.items():
-        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
-        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-        set_up(parse_flags(["--data", "synthetic", *flags.split()]), CPU)
-        assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == wanted, flags
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    set_up(parse_flags(["--data", "synthetic", "--graph"]), CPU)
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8", "what the user asks for stays"
+    for name in ("set_num_threads", "set_float32_matmul_precision", "use_deterministic_algorithms", "cuda.set_device"):
+        monkeypatch.setattr(f"torch.{name}", lambda value: None)
+    hopper, older, name = (9, 0), (8, 0), "CUBLAS_WORKSPACE_CONFIG"
+    for flags, capability, before, wanted in (
+        ("", hopper, None, None),
+        ("--graph", hopper, None, ":0:0"),
+        ("--graph", older, None, None),
+        ("--graph", hopper, ":16:8", ":16:8"),
+        ("--graph --deterministic", hopper, None, ":4096:8"),
+        ("--graph --strategy ddp", hopper, None, None),
+    ):
+        monkeypatch.setenv(name, before or "")
+        if before is None:
+            monkeypatch.delenv(name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        set_up(parse_flags(["--data", "synthetic", *flags.split()]), torch.device("cuda"))
+        assert os.environ.get(name) == wanted, (flags, capability, before)
 
 
 @pytest.mark.gpu

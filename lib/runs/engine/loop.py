@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lib import amp
-from lib.fast.models import capture, without_workspace
+from lib.fast.models import capture, forbid_workspace
 from lib.runs.engine import export
 from lib.runs.engine import state as checkpoints
 from lib.runs.engine.context import share_of
@@ -119,7 +119,7 @@ def set_up(options: Options, device: torch.device) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     if options.graph and not options.is_parallel:  # beside collectives it was not measured
-        without_workspace()
+        forbid_workspace(device)
     if options.compile:
         # a whole model is split at DDP's buckets; a block is smaller than a bucket, and splitting it would gain nothing
         torch._dynamo.config.optimize_ddp = options.compile == "whole"
