@@ -280,11 +280,11 @@ def compare(kernels: Kernels, undisturbed: Kernels) -> dict[str, Any]:
         undisturbed: Those of ``in step``, of as many steps.
 
     Returns:
-        ``averaging_s``: how long a kernel or a copy of the averaging is on the GPU, kernels that wait included, but not commands that
-        wait; ``exposed_s``: the part of it in which
-        nothing is computed. ``beside``: of the kernels that compute while the averaging runs, their number, their seconds, and
-        the seconds of the same kernels in ``undisturbed``; of those that take at least half as long again, the number and what
-        they lose. ``apart``: the same of all other kernels. ``longest``: which kernels lose most.
+        ``averaging_s``: how long a kernel or a copy of the averaging is on the GPU, kernels that wait included, but not commands
+        that wait; ``exposed_s``: the part of it in which nothing is computed. ``beside``: of the kernels that compute while the
+        averaging runs, their number, their seconds, and the seconds of the same kernels in ``undisturbed``; of those that take at
+        least half as long again, the number and what they lose. ``apart``: the same of all other kernels. ``longest``: which
+        kernels lose most.
     """
     computing = {name for name, _, _ in undisturbed}
     averaging = merged([(start, end) for name, start, end in kernels if is_averaging(name, computing)])

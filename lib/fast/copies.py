@@ -12,7 +12,7 @@ ranks is made of copies and a few short kernels:
 These are a reduce-scatter and an all-gather, as in a ring, and a rank receives as many numbers: 2 (R - 1) / R times its gradient's.
 Before steps 2 and 4 the ranks' streams meet. The wait is a command to the GPU and not a kernel, because a kernel that waits, be it a
 single thread block, holds a multiprocessor: a product that begins meanwhile finds no place there for one of its programs, and if
-each program has an equal share of the tiles, the product takes twice as long.
+each program has an equal share of the tiles, the product can take twice as long.
 """
 
 import ctypes

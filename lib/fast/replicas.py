@@ -6,8 +6,8 @@ of a few blocks. A part's parameters are views of one row, so its gradient is on
 backward pass. Chapter 10's ``OverlapDDP`` averages that row while the next part's backward pass runs, chapter 12's
 ``FullySharded`` gathers it in one piece, and equal parts share one compilation.
 
-The row is cut outside of the compiled function, at the price of one copy of the gradient, and the matrices are cast there too: one
-kernel casts the whole row instead of one each matrix. If the row is cut inside, PyTorch 2.10 to 2.13 lose a part of the gradient
+The row is cut outside of the compiled function, at the price of one copy of the gradient, and the matrices are cast there too, because
+then one kernel casts all of them. If the row is cut inside, PyTorch 2.10 to 2.13 lose a part of the gradient
 on a GPU, from some thousand tokens on: where a gradient is joined from pieces, the compiler's fusion of sums over rows and over
 columns leaves LayerNorm's pieces in tensors that nothing reads (github.com/pytorch/pytorch/issues/193061).
 """

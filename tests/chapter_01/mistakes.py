@@ -38,6 +38,12 @@ class ForgetsNewWords(reference.WordTokenizer):
         return [self.ids.get(word, len(self.ids)) for word in text.lower().split()]
 
 
+@mistake("WordTokenizer", "a new word gets an id, but decode does not learn which word that is")
+class DecodesFirstWordsOnly(reference.WordTokenizer):
+    def encode(self, text):
+        return [self.ids.setdefault(word, len(self.ids)) for word in text.lower().split()]
+
+
 @mistake("WordTokenizer", "The and the are two different words: the text is not put in lower case")
 class KeepsCase(reference.WordTokenizer):
     def __init__(self, text):

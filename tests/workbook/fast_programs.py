@@ -20,11 +20,12 @@ from solutions.vit import VisionTransformer
 
 CONFIG = ViTConfig(image_size=8, patch_size=4, n_classes=5, dim=16, n_layers=5, n_heads=2, hidden_dim=24)
 PATH = Path(short_gelu=True)
+IN_BF16 = Path(dtype=torch.bfloat16)
 
 
-def parts(seed=0):
+def parts(seed=0, path=PATH):
     torch.manual_seed(seed)
-    return RowViT(VisionTransformer(CONFIG), PATH, 1)
+    return RowViT(VisionTransformer(CONFIG), path, 1)
 
 
 def batch(n=4):
@@ -36,9 +37,9 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def train_alone(n_steps=3):
+def train_alone(path=PATH, n_steps=3):
     """One process, the whole batch."""
-    model, (images, labels) = parts(), batch()
+    model, (images, labels) = parts(path=path), batch()
     step = train_step(lambda: model(images, labels), sgd(model.parameters()))
     return [step().item() for _ in range(n_steps)], model.named_values()
 
@@ -46,8 +47,13 @@ def train_alone(n_steps=3):
 def train_on_ranks(rank, world_size, strategy, n_steps=3):
     """Each rank its share of the batch; a rank's own first weights must not count."""
     images, labels = (x.chunk(world_size)[rank] for x in batch())
-    model = parts(seed=rank)
-    wrapped = OverlapDDP(model) if strategy == "data" else FullySharded(model)
+    path = IN_BF16 if strategy == "sharded, bf16" else PATH
+    model = parts(seed=rank, path=path)
+    wrapped = (
+        OverlapDDP(model)
+        if strategy == "data"
+        else FullySharded(model, param_dtype=None if path is PATH else path.dtype)
+    )
     optimizer = sgd(wrapped.parameters())
     step = train_step(lambda: wrapped(images, labels), optimizer, wrapped.finish_gradient_synchronization)
     losses = []
