@@ -12,8 +12,8 @@ from random weights, so timm is not needed. Every step is one CUDA graph: forwar
 - ``averaged bf16``: gradients travel as bf16, half of the bytes, and become float32 again on a stream of their own;
 - ``averaged 8 CTAs`` and ``4 CTAs``: NCCL may start only that many thread blocks, so it takes fewer multiprocessors;
 - ``averaged copies``: copy engines move the gradients, by ``lib.fast.copies``; ``copies bf16``: half as many bytes on the
-  way to the rank that computes the mean; ``copies in turn``: the same, and each part is updated when its mean is there;
-  ``copies kernels``: the same, but a kernel waits where the ranks meet;
+  way to the rank that computes the mean; ``copies in turn``: the same, and each part is updated when its mean is there. Where
+  ranks meet, a command to the GPU waits, and in ``copies kernels``, as in ``lib.fast.copies``, a kernel;
 - ``wires``, with the same endings: the averaging of all gradients, and nothing else.
 
 Of some ways it also traces the kernels, and compares each with the same kernel of ``in step``, in which no averaging disturbs it:
@@ -26,6 +26,7 @@ again; ``--skip CTAs`` leaves out the ways with that word in their names. Record
 """
 
 import argparse
+import ctypes
 import gc
 import math
 import multiprocessing
@@ -57,6 +58,7 @@ from lib.fast.replicas import train_step
 
 Step = Callable[[], Tensor]
 AllReduce = Callable[..., Any]
+WAIT_UNTIL_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 Kernels = list[tuple[str, int, int]]  # the name of each, its start and its end in nanoseconds, by start
 N_CTAS, N_ROWS, ROW_S, PATIENCE_S, N_TRACED = (8, 4), 3, 0.5, 60, 3
 UNDISTURBED = "in step"
@@ -129,14 +131,55 @@ def only_averaging(model: OverlapDDP) -> Tensor:
     return grads[0]
 
 
-def meeting_by_kernels(n: int, dtype: torch.dtype, device: torch.device) -> Places:
-    """Like ``in_peers_memory``, but a kernel of a single thread block waits for the other ranks."""
+def meeting(signals: list[Tensor], rank: int) -> Callable[[], None]:
+    """A function that lets the current stream wait until the streams of all ranks have reached their call of it, without a kernel.
+
+    Between two calls the ranks must meet elsewhere: otherwise one could send its next signal before another has cleared the last.
+
+    Args:
+        signals: For each rank ``n_ranks`` zeros, int32, on its GPU, to which this rank can write. Keep them.
+        rank: This process's rank.
+
+    Raises:
+        RuntimeError: the driver refuses, here or when the function is called.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+    one = torch.ones((), dtype=torch.int32, device=signals[rank].device)
+    others = [r for r in range(len(signals)) if r != rank]
+
+    def wait_and_clear(sender: int) -> None:
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        address = ctypes.c_uint64(signals[rank][sender].data_ptr())
+        errors = [
+            driver.cuStreamWaitValue32_v2(stream, address, ctypes.c_uint32(1), ctypes.c_uint(WAIT_UNTIL_EQUAL)),
+            driver.cuStreamWriteValue32_v2(stream, address, ctypes.c_uint32(0), ctypes.c_uint(0)),
+        ]
+        if any(errors):
+            raise RuntimeError(f"waiting for rank {sender}: the CUDA driver returned the errors {errors}")
+
+    def meet() -> None:
+        for other in others:
+            signals[other][rank].copy_(one)
+        for other in others:
+            wait_and_clear(other)
+
+    signals[rank][rank].copy_(one)
+    wait_and_clear(rank)  # whether the driver can do it shows before other ranks are involved
+    return meet
+
+
+def waiting_by_command(n: int, dtype: torch.dtype, device: torch.device) -> Places:
+    """`allocate_shared`, and a `meeting` of all ranks."""
     places, handle = allocate_shared(n, dtype, device)
-    return places, handle.barrier
+    signals = [handle.get_signal_pad(rank, (len(places),), torch.int32) for rank in range(len(places))]
+    return places, meeting(signals, handle.rank)
 
 
 def by_copies(
-    model: OverlapDDP, batch: tuple[Tensor, Tensor], sent: torch.dtype, places: Callable[..., Places] = in_peers_memory
+    model: OverlapDDP,
+    batch: tuple[Tensor, Tensor],
+    sent: torch.dtype,
+    places: Callable[..., Places] = waiting_by_command,
 ) -> tuple[Step, Step, Step]:
     """Steps whose gradients copy engines average during backward, updated at its end or in turn; and the averaging alone."""
     copies = CopyDDP(model.get_submodule("module"), sent, places)
@@ -198,7 +241,7 @@ def make_ways(model: OverlapDDP, batch: tuple[Tensor, Tensor]) -> dict[str, Step
             ways["averaged copies"], _, ways["wires copies"] = by_copies(model, batch, torch.float32)
             bf16 = by_copies(model, batch, torch.bfloat16)
             ways["averaged copies bf16"], ways["averaged copies in turn"], ways["wires copies bf16"] = bf16
-            _, ways["averaged copies kernels"], _ = by_copies(model, batch, torch.bfloat16, meeting_by_kernels)
+            _, ways["averaged copies kernels"], _ = by_copies(model, batch, torch.bfloat16, in_peers_memory)
         except RuntimeError:
             traceback.print_exc()
     return ways

@@ -10,12 +10,10 @@ ranks is made of copies and a few short kernels:
 4. it copies the other parts of the mean from the ranks that computed them.
 
 These are a reduce-scatter and an all-gather, as in a ring, and a rank receives as many numbers: 2 (R - 1) / R times its gradient's.
-Before steps 2 and 4 the ranks' streams meet. The wait is a command to the GPU and not a kernel, because a kernel that waits, be it a
-single thread block, holds a multiprocessor: a product that begins meanwhile finds no place there for one of its programs, and if
-each program has an equal share of the tiles, the product can take twice as long.
+Before steps 2 and 4 the ranks meet: each waits for the others in a kernel of a single thread block. A wait that holds no
+multiprocessor was tried too, and made no step shorter (``lib.bench.yardstick_parts``).
 """
 
-import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +24,6 @@ from torch import Tensor, nn
 
 from lib.ddp import broadcast_parameters
 
-WAIT_UNTIL_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 ALIGNED = 64  # numbers: each part begins at a multiple of 128 bytes, also in bf16
 Places = tuple[list[Tensor], Callable[[], None]]
 
@@ -56,47 +53,9 @@ def allocate_shared(n: int, dtype: torch.dtype, device: torch.device) -> tuple[l
 
 
 def in_peers_memory(n: int, dtype: torch.dtype, device: torch.device) -> Places:
-    """`allocate_shared`, and a `meeting` of all ranks."""
+    """`allocate_shared`, and a function that lets the current stream wait until those of all ranks have come as far."""
     places, handle = allocate_shared(n, dtype, device)
-    signals = [handle.get_signal_pad(rank, (len(places),), torch.int32) for rank in range(len(places))]
-    return places, meeting(signals, handle.rank)
-
-
-def meeting(signals: list[Tensor], rank: int) -> Callable[[], None]:
-    """A function that lets the current stream wait until the streams of all ranks have reached their call of it, without a kernel.
-
-    Between two calls the ranks must meet elsewhere: otherwise one could send its next signal before another has cleared the last.
-
-    Args:
-        signals: For each rank ``n_ranks`` zeros, int32, on its GPU, to which this rank can write. Keep them.
-        rank: This process's rank.
-
-    Raises:
-        RuntimeError: the driver refuses, here or when the function is called.
-    """
-    driver = ctypes.CDLL("libcuda.so.1")
-    one = torch.ones((), dtype=torch.int32, device=signals[rank].device)
-    others = [r for r in range(len(signals)) if r != rank]
-
-    def wait_and_clear(sender: int) -> None:
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        address = ctypes.c_uint64(signals[rank][sender].data_ptr())
-        errors = [
-            driver.cuStreamWaitValue32_v2(stream, address, ctypes.c_uint32(1), ctypes.c_uint(WAIT_UNTIL_EQUAL)),
-            driver.cuStreamWriteValue32_v2(stream, address, ctypes.c_uint32(0), ctypes.c_uint(0)),
-        ]
-        if any(errors):
-            raise RuntimeError(f"waiting for rank {sender}: the CUDA driver returned the errors {errors}")
-
-    def meet() -> None:
-        for other in others:
-            signals[other][rank].copy_(one)
-        for other in others:
-            wait_and_clear(other)
-
-    signals[rank][rank].copy_(one)
-    wait_and_clear(rank)  # whether the driver can do it shows before other ranks are involved
-    return meet
+    return places, handle.barrier
 
 
 class MeanByCopies:

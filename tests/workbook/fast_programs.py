@@ -9,8 +9,8 @@ from unittest.mock import MagicMock, patch
 import torch
 import torch.distributed as dist
 
-from lib.bench.yardstick_parts import make_ways
-from lib.fast.copies import CopyDDP, InTurn, MeanByCopies, meeting
+from lib.bench.yardstick_parts import make_ways, meeting
+from lib.fast.copies import CopyDDP, InTurn, MeanByCopies
 from lib.fast.models import Path, capture
 from lib.fast.replicas import RowViT, train_step
 from lib.given.models.vit import ViTConfig

@@ -1,15 +1,11 @@
 """Means of gradients by copies: through files on CPU processes, and by copy engines between GPUs."""
 
-import ctypes
-import time
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lib.bench.all_reduce import spawn
-from lib.fast.copies import InTurn, MeanByCopies, meeting
+from lib.fast.copies import InTurn, MeanByCopies
 from lib.ranks import pool
 from tests.workbook import fast_programs
 
@@ -55,62 +51,6 @@ def test_ranks_train_as_with_collectives_at_the_end_and_in_turn(tmp_path):
             torch.testing.assert_close(mine[name], found[0][name], rtol=0, atol=0)
         assert mine["twice"].startswith("a second backward before the first one's gradients were used")
         assert mine["averaging"] == 0, "nothing is averaged under no_sync"
-
-
-class Driver:
-    """The two functions of CUDA's driver that a meeting calls, on memory of the host: who would make a stream wait waits itself."""
-
-    def __init__(self, error=0):
-        self.error = error
-
-    def cuStreamWaitValue32_v2(self, stream, address, value, flags):
-        assert flags.value == 1, "wait until equal, not until at least"
-        deadline = time.monotonic() + 10
-        while not self.error and ctypes.c_uint32.from_address(address.value).value != value.value:
-            assert time.monotonic() < deadline, "nobody sends the signal"
-            time.sleep(0)
-        return self.error
-
-    def cuStreamWriteValue32_v2(self, stream, address, value, flags):
-        ctypes.c_uint32.from_address(address.value).value = value.value
-        return self.error
-
-
-def meetings_on_a_host(monkeypatch, n_ranks, error=0):
-    """For each rank a pair of meetings whose signals lie in the host's memory; and those signals."""
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(error))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    signals = torch.zeros(2, n_ranks, n_ranks, dtype=torch.int32)
-    return [[meeting(list(pad), rank) for pad in signals] for rank in range(n_ranks)], signals
-
-
-@pytest.mark.parametrize("n_ranks", [1, 2, 4])
-def test_nobody_leaves_a_meeting_before_all_have_come(monkeypatch, n_ranks):
-    meetings, signals = meetings_on_a_host(monkeypatch, n_ranks)
-    come = [0] * n_ranks
-
-    def run(rank):
-        for n in range(1, 41):
-            if n % n_ranks == rank:
-                time.sleep(0.001)  # someone else is late each time
-            come[rank] = n
-            meetings[rank][n % 2]()
-            assert min(come) >= n, f"rank {rank} left meeting {n} when the ranks had come to {come}"
-
-    with ThreadPoolExecutor(n_ranks) as threads:
-        list(threads.map(run, range(n_ranks)))
-    assert not signals.any(), "every signal is cleared"
-
-
-def test_an_error_of_the_driver_is_not_lost(monkeypatch):
-    with pytest.raises(RuntimeError, match=r"waiting for rank 0: the CUDA driver returned the errors \[801, 801\]"):
-        meetings_on_a_host(monkeypatch, 2, error=801)
-
-
-@pytest.mark.gpu
-@pytest.mark.time_limit(90)
-def test_streams_that_meet_wait_for_each_other_in_every_replay():
-    spawn(fast_programs.meet_on_streams, "nccl", 1, limit_s=60)
 
 
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
