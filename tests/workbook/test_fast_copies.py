@@ -1,6 +1,5 @@
 """Means of gradients by copies: through files on CPU processes, and by copy engines between GPUs."""
 
-
 import pytest
 import torch
 

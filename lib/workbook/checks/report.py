@@ -5,6 +5,7 @@ import linecache
 import re
 import traceback
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 from lib.workbook.book import labels, resolve
@@ -197,8 +198,9 @@ def learners_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 def _at(error: BaseException) -> list[tuple[str, str]]:
     """A row with the learner's own lines of a traceback; none if it has no such line."""
-    mine = learners_frames(error)
-    return [("at", "\n".join(code_line(f.filename, f.lineno or 1) for f in mine[-4:]))] if mine else []
+    lines = [code_line(f.filename, f.lineno or 1) for f in learners_frames(error)]
+    once = [line for line, _ in groupby(lines)]  # a generator expression is a frame of its own on the same line
+    return [("at", "\n".join(once[-4:]))] if once else []
 
 
 def _raised(case: tuple[str, str], error: BaseException):
