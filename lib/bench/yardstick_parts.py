@@ -12,8 +12,9 @@ from random weights, so timm is not needed. Every step is one CUDA graph: forwar
 - ``averaged bf16``: gradients travel as bf16, half of the bytes, and become float32 again on a stream of their own;
 - ``averaged 8 CTAs`` and ``4 CTAs``: NCCL may start only that many thread blocks, so it takes fewer multiprocessors;
 - ``averaged copies``: copy engines move the gradients, by ``lib.fast.copies``; ``copies bf16``: half as many bytes on the
-  way to the rank that computes the mean; ``copies in turn``: the same, and each part is updated when its mean is there. Where
-  ranks meet, a command to the GPU waits, and in ``copies kernels``, as in ``lib.fast.copies``, a kernel;
+  way to the rank that computes the mean; ``copies in turn``: the same, and each part is updated when its mean is there. In
+  these, ranks wait for each other by a command to the GPU; ``copies kernels``: like ``copies in turn``, but a kernel waits, as in
+  ``lib.fast.copies``;
 - ``wires``, with the same endings: the averaging of all gradients, and nothing else.
 
 Of some ways it also traces the kernels, and compares each with the same kernel of ``in step``, in which no averaging disturbs it:
@@ -238,10 +239,10 @@ def make_ways(model: OverlapDDP, batch: tuple[Tensor, Tensor]) -> dict[str, Step
     ways |= {f"{way} {name}": sending(ways[way], senders[name]) for way, name in pairs}
     if device.type == "cuda":
         try:
+            _, ways["averaged copies kernels"], _ = by_copies(model, batch, torch.bfloat16, in_peers_memory)
             ways["averaged copies"], _, ways["wires copies"] = by_copies(model, batch, torch.float32)
             bf16 = by_copies(model, batch, torch.bfloat16)
             ways["averaged copies bf16"], ways["averaged copies in turn"], ways["wires copies bf16"] = bf16
-            _, ways["averaged copies kernels"], _ = by_copies(model, batch, torch.bfloat16, in_peers_memory)
         except RuntimeError:
             traceback.print_exc()
     return ways

@@ -53,7 +53,7 @@ def allocate_shared(n: int, dtype: torch.dtype, device: torch.device) -> tuple[l
 
 
 def in_peers_memory(n: int, dtype: torch.dtype, device: torch.device) -> Places:
-    """`allocate_shared`, and a function that lets the current stream wait until those of all ranks have come as far."""
+    """`allocate_shared`, and a function that lets the current stream wait until those of all ranks have reached the same call."""
     places, handle = allocate_shared(n, dtype, device)
     return places, handle.barrier
 
@@ -66,7 +66,8 @@ class MeanByCopies:
         device: The GPU that holds it.
         sent: The dtype in which gradients travel to the rank that computes their mean. The mean is computed in float32 and
             travels so.
-        places: Returns memory that all ranks can read.
+        places: Returns memory that all ranks can read, and a function that waits for all ranks. Neither of the two functions of a
+            mean is called twice in a row, so each may reset itself while the ranks meet in the other.
     """
 
     def __init__(

@@ -207,9 +207,9 @@ def meet_on_streams(rank, device, n_rounds=4):
             assert not signals.any(), "every signal is cleared"
 
 
-def mean_on_gpus(rank, device, n, sent, folder):
+def mean_on_gpus(rank, device, n, sent, places, folder):
     """On GPUs: means of random gradients by copies, eager and in a graph, beside those of NCCL."""
-    mean = MeanByCopies(n, device, sent)
+    mean = MeanByCopies(n, device, sent, places)
     gradient = torch.empty(n, device=device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lib.bench.all_reduce import spawn
-from lib.fast.copies import InTurn, MeanByCopies
+from lib.bench.yardstick_parts import waiting_by_command
+from lib.fast.copies import InTurn, MeanByCopies, in_peers_memory
 from lib.ranks import pool
 from tests.workbook import fast_programs
 
@@ -59,11 +60,16 @@ needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two 
 @needs_two
 @pytest.mark.time_limit(120)
 @pytest.mark.parametrize(
-    ("n", "sent"), [(1001, torch.float32), (5_000_000, torch.float32), (5_000_000, torch.bfloat16)]
+    ("n", "sent", "places"),
+    [
+        (1001, torch.float32, in_peers_memory),
+        (5_000_000, torch.float32, in_peers_memory),
+        (5_000_000, torch.bfloat16, waiting_by_command),
+    ],
 )
-def test_gpus_compute_the_mean_that_nccl_computes_also_in_a_graph(tmp_path, n, sent):
+def test_gpus_compute_the_mean_that_nccl_computes_also_in_a_graph(tmp_path, n, sent, places):
     n_ranks = torch.cuda.device_count()
-    spawn(fast_programs.mean_on_gpus, "nccl", n_ranks, n, sent, tmp_path, limit_s=100)
+    spawn(fast_programs.mean_on_gpus, "nccl", n_ranks, n, sent, places, tmp_path, limit_s=100)
     every = [torch.load(tmp_path / f"{rank}.pt") for rank in range(n_ranks)]
     for pairs in zip(*every, strict=True):
         for got, want in pairs:
