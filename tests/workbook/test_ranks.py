@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from lib.ranks import MAX_RANKS, RankFailure, milestone, noise, pool
+from lib.ranks import MAX_RANKS, RankFailure, milestone, mpi_launch, noise, pool
 from lib.ranks.failure import _state
 from lib.ranks.views import View
 from tests.workbook import ranks_mpi_programs as mpi_programs
@@ -580,6 +580,30 @@ def test_what_is_missing_is_named(monkeypatch):
     with pytest.raises(RankFailure, match="no mpiexec beside") as caught:
         other.run(mpi_programs.world)
     assert caught.value.kind == "missing"
+
+
+@mpi
+@pytest.mark.time_limit(60)
+@pytest.mark.parametrize("n_lost", [1, 2])
+def test_mpi_ranks_that_do_not_come_get_a_second_start(tmp_path, monkeypatch, n_lost):
+    launcher, starts = tmp_path / "mpiexec", tmp_path / "starts"
+    lost = f'echo start >> "{starts}"; [ "$(wc -l < "{starts}")" -gt {n_lost} ] || exec sleep 600'
+    launcher.write_text(f'#!/bin/sh\n{lost}\nexec "{mpi_launch.mpiexec()}" "$@"\n')
+    launcher.chmod(0o700)
+    monkeypatch.setattr("lib.ranks.handle.mpi_launch.mpiexec", lambda: str(launcher))
+    monkeypatch.setattr("lib.ranks.handle.START_LIMIT_S", 20.0 if n_lost == 1 else 3.0)
+    other = type(pool("mpi"))("mpi")
+    try:
+        if n_lost == 1:
+            assert other.run(mpi_programs.world, n_ranks=2).values == [(2, True, 2)] * 2
+        else:
+            with pytest.raises(RankFailure, match="the ranks did not start within 3 s"):
+                other.run(mpi_programs.world, n_ranks=2)
+        assert len(starts.read_text().split()) == 2
+        keeper = psutil.Process(other._handle.process.pid)
+        assert not [child for child in keeper.children(True) if child.name() == "sleep"]
+    finally:
+        other.close()
 
 
 def test_default_thread_count_of_a_rank_is_one():
