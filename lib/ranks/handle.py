@@ -155,7 +155,7 @@ class Handle:
         return self.workers[:n_ranks]
 
     def _start(self, n_ranks: int) -> None:
-        """New processes. Once, of many thousand starts, MPI's did not come; so they get a second start, which ends those of the first."""
+        """New processes. MPI's once failed to come, for no known reason, so they get a second start, which ends those of the first."""
         limits_s = [START_LIMIT_S / 2, START_LIMIT_S] if self.backend == "mpi" else [START_LIMIT_S]
         for limit_s in limits_s:
             self.tag = uuid.uuid4().hex
@@ -167,7 +167,7 @@ class Handle:
             if len(workers) == n_ranks:
                 self.workers = sorted(workers, key=lambda worker: worker.rank)
                 return
-        raise self.broken(f"the ranks did not start within {limits_s[-1]:g} s {self.log('mpiexec')}")
+        raise self.broken(f"the ranks did not start within {sum(limits_s):g} s {self.log('mpiexec')}")
 
     def _accept(self, n_ranks: int, deadline: float) -> Worker | None:
         """The next rank that has started, or None at the deadline."""
