@@ -1,6 +1,6 @@
 """Time attention at the shapes that models have, beside every kernel that PyTorch offers, in one process on one GPU.
 
-``python -m lib.bench.flash_shapes`` on a Hopper GPU (two minutes) adds its rows to ``flash_shapes.json`` under the
+``python -m lib.bench.flash_shapes`` on a Hopper GPU (three minutes) adds its rows to ``flash_shapes.json`` under the
 GPU's name, and keeps the rows of other GPUs. Forward and backward run together in bf16, in random order, in two ways:
 called in a row from Python, and in a CUDA graph, where the host plays no part. ``--only`` measures some shapes anew and
 keeps the others. ``--tiny`` runs a toy size and times nothing.
@@ -49,6 +49,11 @@ SHAPES = {
     "8 x 128, 16,384 tokens, causal": Shape(1, 8, 8, 16_384, 128, True),
     "8 x 128, 16,384 tokens, full": Shape(1, 8, 8, 16_384, 128, False),
     "32 heads on 8, width 128, 8,192 tokens, causal": Shape(1, 32, 8, 8192, 128, True),
+    "28 heads on 4, width 128, 4,096 tokens, causal": Shape(1, 28, 4, 4096, 128, True),
+    "2 x 32 heads on 8, width 128, 2,048 tokens, causal": Shape(2, 32, 8, 2048, 128, True),
+    "16 heads on 1, width 128, 4,096 tokens, causal": Shape(1, 16, 1, 4096, 128, True),
+    "2 x 32 heads on 8, width 64, 2,048 tokens, causal": Shape(2, 32, 8, 2048, 64, True),
+    "8 x 16 x 128, 1,024 tokens, causal": Shape(8, 16, 16, 1024, 128, True),
     "2 x 32 x 128, 4,096 tokens, causal": Shape(2, 32, 32, 4096, 128, True),
     "4 x 128, 65,536 tokens, causal": Shape(1, 4, 4, 65_536, 128, True),
     "2 x 16 x 96, 4,096 tokens, causal": Shape(2, 16, 16, 4096, 96, True),
@@ -245,7 +250,7 @@ def keep(results: dict[str, Any], folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
-    parser.add_argument("--seconds", type=float, default=200)
+    parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--only", nargs="+", metavar="WORD", help="shapes whose name has one of these words in it")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()

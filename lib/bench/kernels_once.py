@@ -151,10 +151,14 @@ def main() -> None:
     for t, s in ((70, 197), (197, 70)) if device == "cuda" else ():
         q, k, v = (normal(1, n, 64, 64, device=device, dtype=torch.bfloat16).transpose(1, 2) for n in (t, s, s))
         run(f"attention, {t} x {s}", lambda q=q, k=k, v=v: flash_attention(q, k, v, True), device)
-    with patch.object(flash, "LONG", dict.fromkeys(flash.LONG, 1)), patch.object(flash, "ENOUGH_KEYS", 1):
-        for t, s, causal in ((700, 900, True), (600, 600, False)) if device == "cuda" else ():
-            q, k, v = (normal(1, h, n, 128, device=device, dtype=torch.bfloat16) for h, n in ((4, t), (2, s), (2, s)))
-            fast = f"attention 128 with dS through memory, {t} x {s}"
+    with patch.object(flash, "STORED_ROWS", 1):
+        # few heads of keys, whose heads of queries are computed apart, and many
+        for heads, t, s, causal in ((4, 700, 900, True), (64, 600, 600, False)) if device == "cuda" else ():
+            q, k, v = (
+                normal(1, h, n, 128, device=device, dtype=torch.bfloat16)
+                for h, n in ((heads, t), (heads // 2, s), (heads // 2, s))
+            )
+            fast = f"attention 128 with dS through memory, {heads} heads, {t} x {s}"
             run(fast, lambda q=q, k=k, v=v, c=causal: flash_attention_fast(q, k, v, c), device)
     run_paged(device)
     run_grouped(device)

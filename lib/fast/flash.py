@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lib.fast.flash_hopper import Roles, has_roles, hopper_dkdv, hopper_dq, hopper_forward
 from lib.fast.flash_items import n_tiles_in_memory
-from lib.fast.flash_launch import LENGTHS, Address, Box, Launch, Sizes, can_be_read, is_watched
+from lib.fast.flash_launch import LENGTHS, Address, Box, Launch, Sizes, can_be_read, grid_by_rows, is_watched
 from lib.fast.flash_stored import StoredBackward, has_collectives
 from lib.fast.grouped import n_programs
 from lib.fast.sums import add_rows
@@ -57,9 +57,10 @@ ROLES_TABLE: dict[tuple[int, bool], tuple[Tiles | Roles, Tiles | Roles, Tiles | 
 # Tiles for sequences of at most SHORT_LENGTH tokens, for which other, mostly smaller programs are faster.
 # None means that the other tables apply (lib.bench.flash_short).
 SHORT_LENGTH, RAGGED_LENGTH = 1024, 512
-SHORT: dict[tuple[int, bool], tuple[Tiles | None, Tiles | None, Tiles | None]] = {
+SHORT: dict[tuple[int, bool], tuple[Tiles | Roles | None, Tiles | None, Tiles | None]] = {
     (64, True): (Tiles(64, 64, 4, 2, 168, heads_first=True), Tiles(64, 32, 4, 3, heads_first=True), None),
     (64, False): (TABLE[64, False][0], None, None),
+    (128, False): (Roles(3, 64, 3), None, None),
 }
 # Tiles without a mask for at most RAGGED_LENGTH tokens whose number 128 does not divide: narrow tiles waste fewer
 # columns.
@@ -70,12 +71,13 @@ RAGGED = {
 # Fewest queries (keys for dK/dV), counted over all heads, for kernels with roles: with fewer, these kernels leave
 # multiprocessors idle (lib.bench.flash_short).
 ENOUGH_ROWS = (2**16, 2**15, 2**15)
-# Fewest queries, and keys, for which dS goes through memory in the backward pass at width 128, with a mask and without one.
-LONG = {True: 4096, False: 2048}
-ENOUGH_KEYS = 2**16  # fewest keys, over all heads, with which every multiprocessor was measured to have enough to do
-# Cases in which none of PyTorch's kernels was measured to be faster (lib.bench.flash_shapes). QUICKEST has pairs of
-# width and mask. QUICKEST_SHORT, for at most RAGGED_LENGTH tokens without a mask, has pairs of width and whether 128
-# fails to divide a length.
+# Fewest queries and keys of a head, and queries of all heads, for which dS goes through memory in the backward pass at
+# width 128; with fewer, programs wait for each other (lib.bench.flash_short).
+STORED_LENGTH, STORED_ROWS = 512, 2**16
+# Cases in which none of PyTorch's kernels was measured to be faster (lib.bench.flash_shapes). At width 64: MANY_KEYS keys
+# of all heads. Otherwise, if no head shares keys: QUICKEST has pairs of width and mask; QUICKEST_SHORT, for at most
+# RAGGED_LENGTH tokens without a mask, has pairs of width and whether 128 fails to divide a length.
+MANY_KEYS = 2**15
 QUICKEST, QUICKEST_SHORT = {(64, True), (96, True)}, {(64, True), (64, False), (80, True)}
 MOST_HEADS = 2**16 - 1  # in all batches: most grids count heads along their second axis, where CUDA allows no more
 WIDTHS = range(64, 257, 8)  # a width between powers of two is computed in tiles of 128 or 256
@@ -93,6 +95,13 @@ WIDE = (
 def _tile(x, b, h, at, ROWS: tl.constexpr, D: tl.constexpr):
     """Rows ``at`` to ``at + ROWS`` of one head; zeros beyond the last token."""
     return x.load([b, h, at, 0]).reshape(ROWS, D)
+
+
+@triton.jit
+def _place(ROWS: tl.constexpr):
+    """Head, counted through all batches, and first row of this program (`grid_by_rows`); the longest rows come first."""
+    head = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    return head, (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
 
 
 @triton.jit
@@ -133,14 +142,10 @@ def _bounds(start, T, S, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.cons
 def fast_forward_kernel(
     q, k, v, o, lse, T, S, H, scale2,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
-    HEADS_FIRST: tl.constexpr, RAGGED: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):  # fmt: skip
     """Like ``flash_forward_kernel``, with descriptors of [batch, H, T, D] and [batch, H / GROUP, S, D]."""
-    if HEADS_FIRST:
-        head, i = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
-    else:
-        head, i = tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0)
-    start = i * ROWS
+    head, start = _place(ROWS)
     b, h = head // H, head % H
     g = h // GROUP
     rows = start + tl.arange(0, ROWS)
@@ -188,18 +193,14 @@ def _keys_back(
 def fast_dq_kernel(
     q, k, v, o, do, dq, lse, stats, sums, n_rows, T, S, H, padded, scale2, scale,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
-    HEADS_FIRST: tl.constexpr, RAGGED: tl.constexpr, SUMS: tl.constexpr,
+    RAGGED: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """Like ``flash_backward_dq_kernel``. Stores stats [2, heads * padded] for dK/dV: lse in base 2, and row sums of o * do.
 
     A row that has no key, or that lies beyond the last token, gets an lse of infinity, so that dK/dV finds weights of 0.
     With SUMS also stores sums [batches, tiles, 2, H, D]: dQ and dO, each summed over the rows of a tile.
     """
-    if HEADS_FIRST:
-        head, i = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
-    else:
-        head, i = tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0)
-    start = i * ROWS
+    head, start = _place(ROWS)
     b, h = head // H, head % H
     g = h // GROUP
     rows = start + tl.arange(0, ROWS)
@@ -225,7 +226,7 @@ def fast_dq_kernel(
     result = (acc * scale).to(query.dtype)
     dq.store([b, h, start, 0], result.reshape(1, 1, ROWS, D))
     if SUMS:  # products with ones, so that the tensor cores add up the columns
-        sums += ((b * tl.cdiv(padded, ROWS) + i) * 2 * H + h) * D
+        sums += ((b * tl.cdiv(padded, ROWS) + start // ROWS) * 2 * H + h) * D
         at, ones = tl.arange(0, D)[None, :] + tl.zeros([64, 1], tl.int32), tl.full([64, ROWS], 1.0, query.dtype)
         first = tl.arange(0, 64)[:, None] == 0  # 64 rows, all alike, are the least that a product has
         tl.store(sums + at, tl.dot(ones, result, input_precision="ieee"), mask=first)
@@ -315,9 +316,9 @@ def _most_bytes_stored(device: torch.device) -> int:
 def n_stored_tiles(device: torch.device, sizes: Sizes) -> int:
     """How many tiles of dS to keep in memory, where a backward pass through memory is faster than two passes; otherwise 0."""
     sees_keys = not sizes.causal or sizes.t <= sizes.s
-    if sizes.width != 128 or sizes.group < 1 or min(sizes.t, sizes.s) < LONG[sizes.causal] or not sees_keys:
+    if sizes.width != 128 or sizes.group < 1 or min(sizes.t, sizes.s) < STORED_LENGTH or not sees_keys:
         return 0
-    is_enough = sizes.n_batches * sizes.n_heads // sizes.group * sizes.s >= ENOUGH_KEYS
+    is_enough = sizes.n_batches * sizes.n_heads * sizes.t >= STORED_ROWS
     return n_tiles_in_memory(sizes, _most_bytes_stored(device)) if is_enough else 0
 
 
@@ -326,7 +327,7 @@ def _may_be_ragged(t: int, s: int, is_causal: bool) -> bool:
     return not is_causal and t > 1 and max(t, s) <= RAGGED_LENGTH
 
 
-def _short_tiles(sizes: Sizes) -> tuple[Tiles | None, Tiles | None, Tiles | None]:
+def _short_tiles(sizes: Sizes) -> tuple[Tiles | Roles | None, Tiles | None, Tiles | None]:
     """Tiles for short sequences; None where the other tables apply."""
     if sizes.width in RAGGED and sizes.ragged and _may_be_ragged(sizes.t, sizes.s, sizes.causal):
         return RAGGED[sizes.width]
@@ -345,11 +346,6 @@ def _options(tiles: Tiles) -> dict[str, int]:
     return {} if INTERPRETED else options | ({"maxnreg": tiles.registers} if tiles.registers else {})
 
 
-def _grid(sizes: Sizes, tiles: Tiles, rows: int) -> tuple[int, int]:
-    n_heads, n = sizes.n_batches * sizes.n_heads, triton.cdiv(rows, tiles.rows)
-    return (n_heads, n) if tiles.heads_first else (n, n_heads)
-
-
 def launch_forward(sizes: Sizes, tiles: Tiles | Roles) -> Launch:
     """The launch for (q, k, v, o, lse)."""
     if isinstance(tiles, Roles):
@@ -358,9 +354,14 @@ def launch_forward(sizes: Sizes, tiles: Tiles | Roles) -> Launch:
     args = (
         Box(0, rows), Box(1, cols), Box(2, cols), Box(3, rows), Address(4),
         sizes.t, sizes.s, sizes.n_heads, sizes.scale * math.log2(math.e), sizes.group, sizes.width, tiles.rows, tiles.cols,
-        sizes.causal, tiles.heads_first, sizes.ragged,
+        sizes.causal, sizes.ragged,
     )  # fmt: skip
-    return Launch(fast_forward_kernel, _grid(sizes, tiles, sizes.t), args, **_options(tiles))
+    return Launch(
+        fast_forward_kernel,
+        grid_by_rows(sizes, triton.cdiv(sizes.t, tiles.rows), tiles.heads_first),
+        args,
+        **_options(tiles),
+    )
 
 
 def launch_dq(sizes: Sizes, tiles: Tiles | Roles, has_sums: bool = False) -> Launch:
@@ -371,9 +372,14 @@ def launch_dq(sizes: Sizes, tiles: Tiles | Roles, has_sums: bool = False) -> Lau
     args = (
         Box(0, rows), Box(1, cols), Box(2, cols), Box(3, rows), Box(4, rows), Box(5, rows), Address(6), Address(7),
         Address(8 if has_sums else 7), sizes.n_rows, sizes.t, sizes.s, sizes.n_heads, sizes.padded, sizes.scale * math.log2(math.e), sizes.scale,
-        sizes.group, sizes.width, tiles.rows, tiles.cols, sizes.causal, tiles.heads_first, sizes.ragged, has_sums,
+        sizes.group, sizes.width, tiles.rows, tiles.cols, sizes.causal, sizes.ragged, has_sums,
     )  # fmt: skip
-    return Launch(fast_dq_kernel, _grid(sizes, tiles, sizes.padded), args, **_options(tiles))
+    return Launch(
+        fast_dq_kernel,
+        grid_by_rows(sizes, triton.cdiv(sizes.padded, tiles.rows), tiles.heads_first),
+        args,
+        **_options(tiles),
+    )
 
 
 def launch_dkdv(sizes: Sizes, tiles: Tiles | Roles) -> Launch:
@@ -775,14 +781,13 @@ def is_quickest(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
 
     Shapes between those that it measured are judged by the nearest.
     """
-    ungrouped = q.ndim < 3 or q.shape[-3] == k.shape[-3]
     if q.shape[-2] == 1 or not fits_fast(q, k, v, is_causal):
         return False
-    if n_stored_tiles(q.device, sizes_of(q, k, is_causal)):
-        return True
-    if not ungrouped:
-        return False
     t, s, width = q.shape[-2], k.shape[-2], q.shape[-1]
+    if n_stored_tiles(q.device, sizes_of(q, k, is_causal)) or (width == 64 and k.shape[:-1].numel() >= MANY_KEYS):
+        return True
+    if q.ndim > 2 and q.shape[-3] != k.shape[-3]:
+        return False
     short = _may_be_ragged(t, s, is_causal) and (width, t % 128 != 0 or s % 128 != 0) in QUICKEST_SHORT
     return short or (width, is_causal) in QUICKEST
 

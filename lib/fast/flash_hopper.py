@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lib.fast.flash_launch import LENGTHS, VERSION, Address, Box, Launch, Sizes
+from lib.fast.flash_launch import LENGTHS, VERSION, Address, Box, Launch, Sizes, grid_by_rows
 from lib.given.kernels.tiles import INTERPRETED, triton
 
 KNOWN = (
@@ -51,6 +51,7 @@ class Roles:
     kernel: str = "forward"  # or "dQ", "dK/dV", "stored" (lib.fast.flash_stored)
     width: int = 0
     group: int = 1  # heads of queries for each head of keys
+    apart: int = 1  # "stored": the same, but each with dK and dV of its own
     causal: bool = False
     ragged: bool = False  # lengths that are no multiples of 128, or rows without keys
 
@@ -175,11 +176,9 @@ if GLUON:
 
     @gluon.jit
     def _place(CUT: gl.constexpr):
-        """Head, counted through all batches, and first row of this program; the longest rows come first."""
-        if CUT.heads_first:
-            return gl.program_id(0), (gl.num_programs(1) - 1 - gl.program_id(1)) * (64 * CUT.users)
-        else:  # noqa: RET505
-            return gl.program_id(1), (gl.num_programs(0) - 1 - gl.program_id(0)) * (64 * CUT.users)
+        """Head, counted through all batches, and first row of this program (`grid_by_rows`); the longest rows come first."""
+        head = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
+        return head, (gl.num_programs(1) - 1 - gl.program_id(1)) * (64 * CUT.users)
 
     @gluon.jit
     def _n_tiles(end, T, S, CUT: gl.constexpr):
@@ -549,11 +548,6 @@ def complete(cut: Roles, kernel: str, sizes: Sizes) -> Roles:
     return replace(cut, kernel=kernel, width=sizes.width, group=sizes.group, causal=sizes.causal, ragged=sizes.ragged)
 
 
-def _grid(sizes: Sizes, cut: Roles, rows: int) -> tuple[int, int]:
-    n_heads, n = sizes.n_batches * sizes.n_heads, triton.cdiv(rows, 64 * cut.users)
-    return (n_heads, n) if cut.heads_first else (n, n_heads)
-
-
 def hopper_forward(sizes: Sizes, cut: Roles) -> Launch:
     """The launch for (q, k, v, o, lse)."""
     cut = complete(cut, "forward", sizes)
@@ -561,7 +555,12 @@ def hopper_forward(sizes: Sizes, cut: Roles) -> Launch:
         box(0, 64, cut.width), box(1, cut.tile, cut.width), box(2, cut.tile, cut.width), box(3, 64, cut.width), Address(4),
         sizes.t, sizes.s, sizes.n_heads, sizes.scale * math.log2(math.e), cut,
     )  # fmt: skip
-    return Launch(hopper_forward_kernel, _grid(sizes, cut, sizes.t), args, num_warps=4)
+    return Launch(
+        hopper_forward_kernel,
+        grid_by_rows(sizes, triton.cdiv(sizes.t, 64 * cut.users), cut.heads_first),
+        args,
+        num_warps=4,
+    )
 
 
 def hopper_dq(sizes: Sizes, cut: Roles) -> Launch:
@@ -572,7 +571,12 @@ def hopper_dq(sizes: Sizes, cut: Roles) -> Launch:
         *(box(i, 64, cut.width) for i in (3, 4, 5)), Address(6), Address(7), sizes.n_rows,
         sizes.t, sizes.s, sizes.n_heads, sizes.padded, sizes.scale * math.log2(math.e), sizes.scale, cut,
     )  # fmt: skip
-    return Launch(hopper_dq_kernel, _grid(sizes, cut, sizes.padded), args, num_warps=4)
+    return Launch(
+        hopper_dq_kernel,
+        grid_by_rows(sizes, triton.cdiv(sizes.padded, 64 * cut.users), cut.heads_first),
+        args,
+        num_warps=4,
+    )
 
 
 def hopper_dkdv(sizes: Sizes, cut: Roles) -> Launch:

@@ -14,6 +14,10 @@ TILE_BYTES = 64 * 64 * 2
 SCRATCH_BYTES = 2**31  # for dS; more only where two parts need more
 # What an item costs before its first tile, and what dQ costs for a tile of keys, in units of `cost`; timed on an H100.
 START, DQ_COST = 12.0, 2.5
+ADD_START, ADD_BYTES = (
+    14.0,
+    1.1e6,
+)  # what `added` costs before its first byte, and how many bytes it moves in a unit of `cost`
 DQ_SHARE = 0.2  # of the programs compute dQ at a time, while there is dK/dV to compute: more would wait for memory
 
 
@@ -36,6 +40,7 @@ class Work(NamedTuple):
     lists: list[list[Item]]
     n_tiles: int  # of dS
     n_counters: int
+    end: float  # when the last program will be done, in units of `cost`
 
 
 def n_tiles_before(j: int, sizes: Sizes) -> int:
@@ -59,11 +64,11 @@ def n_part_tiles(sizes: Sizes) -> int:
 
 
 def n_tiles_in_memory(sizes: Sizes, most_bytes: int) -> int:
-    """Number of tiles of dS that may be kept at a time, or 0 if two parts take more than ``most_bytes``.
+    """Number of tiles of dS that may be kept at a time, or 0 if two heads of queries take more than ``most_bytes``.
 
-    Two parts are the least: one is read while the other is written.
+    Two are the least: one is read while the other is written.
     """
-    two = min(2, sizes.n_batches * sizes.n_heads // sizes.group) * n_part_tiles(sizes)
+    two = min(2, sizes.n_batches * sizes.n_heads) * n_part_tiles(sizes._replace(group=1))
     return max(two, SCRATCH_BYTES // TILE_BYTES) if two * TILE_BYTES <= most_bytes else 0
 
 
@@ -141,4 +146,23 @@ def deal(sizes: Sizes, n_programs: int, n_tiles: int) -> Work:
             at += 1
         while behind < at and not rows[behind]:
             behind += 1
-    return Work(lists, n_slots * n_part_tiles(sizes), 2 * n_parts)
+    return Work(lists, n_slots * n_part_tiles(sizes), 2 * n_parts, max(end for end, _ in free))
+
+
+def deal_apart(sizes: Sizes, n_programs: int, n_tiles: int) -> tuple[Work, int]:
+    """What `deal` gives, and the number of heads of queries for each head of keys whose dK and dV are computed apart.
+
+    If few heads of keys serve many of queries, there are few items for dK/dV, and under a causal mask they are of very
+    different lengths, so that most programs wait for the last ones. Then each head of queries is a part of its own, with dK
+    and dV that are added up at the end.
+    """
+    apart = sizes._replace(group=1)
+    split = deal(apart, n_programs, n_tiles)
+    if sizes.group == 1:
+        return split, 1
+    if n_tiles >= min(2, sizes.n_batches * sizes.n_heads // sizes.group) * n_part_tiles(sizes):
+        n_added = 2 * sizes.n_batches * sizes.n_heads * sizes.s * sizes.head_dim * (1 + 1 / sizes.group)
+        whole = deal(sizes, n_programs, n_tiles)
+        if whole.end <= split.end + ADD_START + 2 * n_added / ADD_BYTES:
+            return whole, 1
+    return split, sizes.group

@@ -22,6 +22,9 @@ if HAS_TRITON:
 VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if HAS_TRITON else ()
 DIRECT = ((3, 6),)  # versions of Triton whose launcher `_direct` knows; other versions launch through Triton's Python
 LENGTHS = ("T", "S", "H", "G")  # arguments on which Triton does not specialize (for 1, or a multiple of 16)
+MOST_TOGETHER = (
+    32  # heads whose rows are computed side by side: with more, too few programs at a time read the same keys
+)
 MOST_DESCRIPTORS = 256  # kept for each argument
 
 
@@ -99,18 +102,29 @@ class Sizes(NamedTuple):
         return self.t % 128 != 0 or self.s % 128 != 0 or (self.causal and self.t > self.s)
 
 
+def grid_by_rows(sizes: Sizes, n_blocks: int, heads_first: bool) -> tuple[int, int, int]:
+    """The grid of forward or dQ: heads side by side, blocks of rows, and how often so many heads.
+
+    ``heads_first`` computes the longest rows of several heads first, then the next longest of these heads, and so on.
+    """
+    n_heads = sizes.n_batches * sizes.n_heads
+    together = max(n for n in range(1, min(n_heads, MOST_TOGETHER) + 1) if n_heads % n == 0) if heads_first else 1
+    return together, n_blocks, n_heads // together
+
+
 class Launch:
     """One kernel for tensors of fixed shapes, strides and dtypes.
 
     Args:
         kernel: Of Triton or Gluon.
-        grid: Numbers of programs along two axes.
+        grid: Numbers of programs along one, two or three axes.
         args: The kernel's arguments in their order; a `Box` or an `Address` takes the place of a tensor.
         options: Options for the compiler.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], **options: Any):
-        self.kernel, self.grid, self.args, self.options = kernel, grid, args, options
+    def __init__(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], **options: Any):
+        self.kernel, self.args, self.options = kernel, args, options
+        self.grid = (*grid, 1, 1)[:3]
         self.ready: Callable[[tuple[Tensor, ...]], None] | None = None
 
     def __call__(self, *tensors: Tensor) -> None:
@@ -127,7 +141,7 @@ class Launch:
 
     def _through(self, compiled: Any) -> Callable[[tuple[Tensor, ...]], None]:
         """A launch through Triton's Python, for versions that `_direct` does not know."""
-        run = compiled[(*self.grid, 1)]
+        run = compiled[self.grid]
         return lambda tensors: run(*self._arguments(tensors))
 
 
@@ -184,7 +198,7 @@ def _direct(launch: Launch, compiled: Any, tensors: tuple[Tensor, ...]) -> Calla
             flat.append(arg)
     device, stream_of = tensors[0].get_device(), torch._C._cuda_getCurrentRawStream
     fixed = (outer.launch_cooperative_grid, outer.launch_pdl, None, None, compiled.packed_metadata, None, None, None)
-    (n_x, n_y), function = launch.grid, compiled.function
+    grid, function = launch.grid, compiled.function
 
     def ready(tensors: tuple[Tensor, ...]) -> None:
         args, addresses = flat.copy(), [x.data_ptr() for x in tensors]
@@ -199,6 +213,6 @@ def _direct(launch: Launch, compiled: Any, tensors: tuple[Tensor, ...]) -> Calla
                     known.clear()
                 descriptor = known[address] = encode(address, *how)
             args[at] = descriptor
-        run(n_x, n_y, 1, stream_of(device), function, *fixed, *args)
+        run(*grid, stream_of(device), function, *fixed, *args)
 
     return ready

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lib.fast.flash_hopper import GLUON, Roles, box
-from lib.fast.flash_items import Item, Work, deal
+from lib.fast.flash_items import Item, Work, deal_apart
 from lib.fast.flash_launch import LENGTHS, Address, Box, Launch, Sizes
 from lib.given.kernels.tiles import LOG2E, tl, triton
 
@@ -161,8 +161,8 @@ if GLUON:
         b, g = head // G, head % G
         mbarrier.expect(once, 4 * 64 * CUT.width * 2)
         for user in gl.static_range(2):
-            copy_in(k, [b, g, start + 64 * user, 0], once, _box(own_s.index(user), k))
-            copy_in(v, [b, g, start + 64 * user, 0], once, _box(own_s.index(2 + user), v))
+            copy_in(k, [b, g // CUT.apart, start + 64 * user, 0], once, _box(own_s.index(user), k))
+            copy_in(v, [b, g // CUT.apart, start + 64 * user, 0], once, _box(own_s.index(2 + user), v))
         first = _first_tile(start, T, S, CUT)
         each = (T + 63) // 64 - first
         for i in range(0, CUT.group * each + 1):
@@ -240,7 +240,7 @@ if GLUON:
         k, ds, counters, own_s, ring, T, S, H = given
         full, empty = ring[4], ring[5]
         head, first, base, last = gl.load(item + 1), gl.load(item + 2), gl.load(item + 3), (T + 63) // 64 - 1
-        b, g = head // H, head % H // CUT.group
+        b, g = head // H, head % H // (CUT.group * CUT.apart)
         await_count(counters, gl.load(item + 4), gl.load(item + 5))
         for i in range(0, _n_keys(gl.minimum(first + 3, last), T, S, CUT)):
             place = n % CUT.stages
@@ -380,9 +380,12 @@ def statistics_launch(sizes: Sizes, n_counters: int) -> Launch:
     return Launch(statistics_kernel, (sizes.padded // ROWS, sizes.n_batches * sizes.n_heads), args, num_warps=4)
 
 
-def backward_launch(sizes: Sizes, work: Work) -> Launch:
+def backward_launch(sizes: Sizes, work: Work, apart: int) -> Launch:
     """The launch for (q, k, v, do, dq, dk, dv, stats, ds, items, counters)."""
-    cut = Roles(2, 64, STAGES, kernel="stored", width=128, group=sizes.group, causal=sizes.causal, ragged=sizes.ragged)
+    group = sizes.group // apart
+    cut = Roles(
+        2, 64, STAGES, kernel="stored", width=128, group=group, apart=apart, causal=sizes.causal, ragged=sizes.ragged
+    )
     layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
     args = (
         *(box(i, 64, sizes.width) for i in range(7)), Box(7, (64,), FLAT, (2 * sizes.n_rows,)),
@@ -390,7 +393,7 @@ def backward_launch(sizes: Sizes, work: Work) -> Launch:
         sizes.n_rows, sizes.t, sizes.s, sizes.n_heads, sizes.padded, sizes.scale * math.log2(math.e), sizes.scale, cut,
     )  # fmt: skip
     # a cooperative launch starts all programs at once or none: they wait for each other
-    return Launch(stored_backward_kernel, (len(work.lists), 1), args, num_warps=4, launch_cooperative_grid=True)
+    return Launch(stored_backward_kernel, (len(work.lists),), args, num_warps=4, launch_cooperative_grid=True)
 
 
 def _length(work: Work) -> int:
@@ -406,9 +409,9 @@ def _table(work: Work) -> torch.Tensor:
 
 
 @cache  # for ever, because kernels that still run, and CUDA graphs, read the table
-def _dealt(sizes: Sizes, n_programs: int, n_tiles: int, device: torch.device) -> tuple[Work, torch.Tensor]:
-    work = deal(sizes, n_programs, n_tiles)
-    return work, _table(work).to(device)
+def _dealt(sizes: Sizes, n_programs: int, n_tiles: int, device: torch.device) -> tuple[Work, int, torch.Tensor]:
+    work, apart = deal_apart(sizes, n_programs, n_tiles)
+    return work, apart, _table(work).to(device)
 
 
 def has_collectives() -> bool:
@@ -435,9 +438,12 @@ class StoredBackward:
             raise ValueError(
                 f"{sizes.t} rows, {sizes.s} keys, tiles of width {sizes.width}: expected a key for each row, and width 128"
             )
-        work, self.table = _dealt(sizes, n_programs, n_tiles, device)
+        work, self.apart, self.table = _dealt(sizes, n_programs, n_tiles, device)
         self.otherwise, self.is_short = otherwise, False
-        self.statistics, self.backward = statistics_launch(sizes, work.n_counters), backward_launch(sizes, work)
+        self.statistics, self.backward = (
+            statistics_launch(sizes, work.n_counters),
+            backward_launch(sizes, work, self.apart),
+        )
         self.n_ds, self.n_stats, self.n_counters = work.n_tiles * 64 * 64, 2 * sizes.n_rows, work.n_counters
 
     def __call__(self, q, k, v, o, do, lse, dq, dk, dv) -> None:
@@ -456,4 +462,11 @@ class StoredBackward:
         stats = torch.empty(self.n_stats, dtype=torch.float32, device=q.device)
         counters = torch.empty(self.n_counters, dtype=torch.int32, device=q.device)
         self.statistics(o, do, lse, stats, counters)
-        self.backward(q, k, v, do, dq, dk, dv, stats, ds, self.table, counters)
+        each = [dk, dv]
+        if self.apart > 1:
+            shape = *q.shape[:-2], *k.shape[-2:]
+            each = [torch.empty(shape, dtype=q.dtype, device=q.device) for _ in range(2)]
+        self.backward(q, k, v, do, dq, *each, stats, ds, self.table, counters)
+        if self.apart > 1:
+            for total, x in zip((dk, dv), each, strict=True):
+                torch.sum(x.unflatten(-3, (-1, self.apart)), -3, out=total)

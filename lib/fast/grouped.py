@@ -310,7 +310,7 @@ def described(index: int, rows: int, width: int) -> Box:
 @lru_cache(maxsize=256)
 def _plan_launch(n_experts: int, n_slots: int, _: tuple[torch.dtype, torch.device]) -> Launch:
     args = (Address(0), Address(1), Address(2), n_experts, n_slots, triton.next_power_of_2(n_experts), 32, ROWS)
-    return Launch(plan_kernel, (triton.cdiv(n_slots, 32), 1), args, num_warps=4)
+    return Launch(plan_kernel, (triton.cdiv(n_slots, 32),), args, num_warps=4)
 
 
 Plan = tuple[Tensor, Tensor, int]
@@ -337,7 +337,7 @@ def _rows_launch(key: tuple) -> Launch:
         described(0, 64, TERMS), described(1, *matrix), described(2, 64, cut.columns), Address(2), Address(3),
         n_slots, n_columns, triton.cdiv(width, TERMS), columns, cut,
     )  # fmt: skip
-    return Launch(rows_kernel, (programs, 1), args, num_warps=4)
+    return Launch(rows_kernel, (programs,), args, num_warps=4)
 
 
 def grouped_matmul_fast(
@@ -367,7 +367,7 @@ def _matrices_launch(key: tuple) -> Launch:
         described(0, TERMS, 64), described(1, TERMS, cut.columns), described(2, 64, cut.columns), Address(3),
         n_experts, n_rows, n_columns, cut,
     )  # fmt: skip
-    return Launch(matrices_kernel, (programs, 1), args, num_warps=4)
+    return Launch(matrices_kernel, (programs,), args, num_warps=4)
 
 
 def weight_gradients_fast(

@@ -96,7 +96,7 @@ def _rows_launch(key: tuple[int, int, int, int]) -> Launch:
     shape = (n_rows, n_columns // LINE, LINE)
     boxes: Any = [Box(i, (1, CHUNK // LINE, LINE), LINES, shape) for i in (0, 1)]
     args = (*boxes, Address(2), Address(3), n_rows, n_vocab, 1.0 / n_rows, -(-n_columns // CHUNK))
-    return Launch(row_loss_kernel, (min(2 * multiprocessors, n_rows), 1), args, num_warps=8)
+    return Launch(row_loss_kernel, (min(2 * multiprocessors, n_rows),), args, num_warps=8)
 
 
 def launch_rows(logits: Tensor, targets: Tensor, n_vocab: int) -> tuple[Tensor, Tensor]:

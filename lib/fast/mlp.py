@@ -255,7 +255,7 @@ def _forward_launch(key: tuple) -> Launch:
         described(0, 64, 64), described(1, 128, 64), Address(2), described(3, 64, 64), described(4, 64, 64),
         *grid, _cdiv(width, 64), columns, tanh, FORWARD,
     )  # fmt: skip
-    return Launch(gelu_kernel, (min(programs, grid[0] * grid[1]), 1), args, num_warps=4)
+    return Launch(gelu_kernel, (min(programs, grid[0] * grid[1]),), args, num_warps=4)
 
 
 def launch_forward(x: Tensor, weight: Tensor, bias: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
@@ -276,7 +276,7 @@ def _backward_launch(key: tuple) -> Launch:
         described(0, 64, 64), described(1, 64, 128), described(2, 64, 64), described(3, 64, 64), Address(4),
         *grid, _cdiv(width, 64), columns, BACKWARD,
     )  # fmt: skip
-    return Launch(slope_kernel, (min(programs, grid[0] * grid[1]), 1), args, num_warps=4)
+    return Launch(slope_kernel, (min(programs, grid[0] * grid[1]),), args, num_warps=4)
 
 
 def launch_backward(x: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:

@@ -49,8 +49,8 @@ def launches() -> Iterator[tuple[str, Launch, list[str]]]:
                 launch = make[kernel](Sizes(1, 16, 1, length, length, width, True), cut)
                 yield f"{kernel}, {width}, {length}", launch, dtypes[kernel]
     for causal in (True, False):
-        sizes = Sizes(1, 8, 1, 4096, 4096, 128, causal)
-        launch = backward_launch(sizes, deal(sizes, 132, 2**17))
+        sizes, apart = Sizes(1, 8, 1, 4096, 4096, 128, causal), 4 if causal else 1
+        launch = backward_launch(sizes._replace(group=apart), deal(sizes, 132, 2**17), apart)
         yield f"stored, {'causal' if causal else 'full'}", launch, [B16] * 7 + [F32, B16, I32, I32]
     for transposed in (False, True):
         launch = grouped._rows_launch((1024, 4096, 64, 132, grouped.Cut(transposed=transposed)))

@@ -14,6 +14,7 @@ Not simulated: layouts, registers, integers of 32 bits, and the order in which a
 import math
 import random
 import threading
+from itertools import product
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -191,7 +192,7 @@ class Role:
 class Machine:
     """One program: its roles, its barriers and its copies under way."""
 
-    def __init__(self, seed: int, at: tuple[int, int], grid: tuple[int, int]):
+    def __init__(self, seed: int, at: tuple[int, ...], grid: tuple[int, ...]):
         self.random, self.at, self.grid = random.Random(seed), at, grid
         self.back, self.stopped = threading.Semaphore(0), False
         self.barriers: dict[int, Barrier] = {}  # by address
@@ -444,8 +445,7 @@ def simulate(launch: Launch, *tensors: Tensor, seed: int = 0, change: Any = None
     Raises:
         Fault: the program does what the hardware does not allow, or can't go on.
     """
-    n_x, n_y = launch.grid
-    places = [(i % n_x, i // n_x) for i in range(n_x * n_y)]
+    places = [place[::-1] for place in product(*map(range, launch.grid[::-1]))]
     if launch.options.get("launch_cooperative_grid"):
         _run_together(launch, places, tensors, seed, change)
     else:
@@ -454,7 +454,7 @@ def simulate(launch: Launch, *tensors: Tensor, seed: int = 0, change: Any = None
 
 
 def _run_together(
-    launch: Launch, places: list[tuple[int, int]], tensors: tuple[Tensor, ...], seed: int, change: Any
+    launch: Launch, places: list[tuple[int, ...]], tensors: tuple[Tensor, ...], seed: int, change: Any
 ) -> None:
     machines = [Machine(seed + i, place, launch.grid) for i, place in enumerate(places)]
     chance, left = random.Random(seed), list(machines)

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from lib.fast import flash, flash_hopper, flash_items, grouped, loss_hopper, mlp
+from lib.fast import flash, flash_hopper, flash_items, flash_stored, grouped, loss_hopper, mlp
 from lib.fast.flash_hopper import Roles
 from lib.fast.flash_launch import Launch, Sizes
 from lib.fast.flash_stored import StoredBackward
@@ -74,30 +74,44 @@ def exact_attention(q: Any, k: Any, v: Any, do: Any, causal: bool) -> tuple[torc
     return out.detach(), scores.detach(), torch.autograd.grad(out, exact, do.double())
 
 
-def stored(shape: tuple[int, ...], causal: bool, n_parts: int, seed: int, **options: Any) -> dict[str, float]:
+def stored(
+    shape: tuple[int, ...], causal: bool, n_parts: int, apart: bool, seed: int, **options: Any
+) -> dict[str, float]:
     """The backward pass through memory that holds dS of so many parts, by three programs at once."""
     B, H, G, T, S, D = shape
     q, do, k, v = (torch.randn(B, n, t, D).bfloat16() for n, t in ((H, T), (H, T), (G, S), (G, S)))
     o, scores, wanted = exact_attention(q, k, v, do, causal)
     found, sizes = [torch.full_like(x, math.nan) for x in (q, k, v)], Sizes(B, H, H // G, T, S, D, causal)
-    backward = StoredBackward(sizes, q.device, 3, n_parts * flash_items.n_part_tiles(sizes))
+    parts = sizes._replace(group=1) if apart else sizes
+    work = flash_items.deal(parts, 3, n_parts * flash_items.n_part_tiles(parts)), H // G if apart else 1
+    with patch.object(flash_stored, "deal_apart", lambda *given: work):
+        flash_stored._dealt.cache_clear()
+        backward = StoredBackward(sizes, q.device, 3, 1)
     spoiled = {torch.bfloat16: math.nan, torch.float32: math.nan, torch.int32: -(2**20)}
     with (
         patch.object(Launch, "__call__", lambda launch, *tensors: simulate(launch, *tensors, seed=seed, **options)),
-        patch.object(torch, "empty", lambda n, dtype, device: torch.full((n,), spoiled[dtype], dtype=dtype)),
+        patch.object(
+            torch,
+            "empty",
+            lambda n, dtype, device: torch.full(
+                torch.Size(n if isinstance(n, tuple) else (n,)), spoiled[dtype], dtype=dtype
+            ),
+        ),
     ):
         backward(q, k, v, o.bfloat16(), do, scores.logsumexp(-1).float(), *found)
     return {f"d{name}": distance(*pair) for name, *pair in zip("qkv", found, wanted, strict=True)}
 
 
-STORED = {  # batch, heads, heads of keys, rows, keys, width; mask; parts in memory
-    "full": ((2, 2, 2, 256, 256, 128), False, 4),
-    "causal": ((1, 3, 1, 256, 384, 128), True, 1),
-    "ragged": ((1, 2, 1, 200, 330, 80), False, 1),
-    "ragged, causal": ((1, 2, 2, 197, 330, 128), True, 2),
-    "one row": ((1, 2, 2, 1, 300, 128), True, 2),
-    "a place for two of three parts": ((1, 3, 3, 192, 192, 72), True, 2),
-    "a place for one of four parts": ((2, 4, 2, 384, 320, 128), False, 1),
+STORED = {  # batch, heads, heads of keys, rows, keys, width; mask; parts in memory; whether heads that share keys are parts
+    "full": ((2, 2, 2, 256, 256, 128), False, 4, False),
+    "causal": ((1, 3, 1, 256, 384, 128), True, 1, False),
+    "causal, each head apart": ((2, 6, 2, 192, 256, 128), True, 2, True),
+    "ragged, each head apart": ((1, 3, 1, 70, 200, 80), False, 1, True),
+    "ragged": ((1, 2, 1, 200, 330, 80), False, 1, False),
+    "ragged, causal": ((1, 2, 2, 197, 330, 128), True, 2, False),
+    "one row": ((1, 2, 2, 1, 300, 128), True, 2, False),
+    "a place for two of three parts": ((1, 3, 3, 192, 192, 72), True, 2, False),
+    "a place for one of four parts": ((2, 4, 2, 384, 320, 128), False, 1, False),
 }
 
 

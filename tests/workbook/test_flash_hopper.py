@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lib.fast import flash as flash_fast
-from lib.fast import flash_launch
+from lib.fast import flash_launch, flash_stored
 from lib.fast.flash import RAGGED as SHORT_RAGGED
 from lib.fast.flash import (
     ROLES_TABLE,
@@ -31,7 +31,7 @@ from lib.fast.flash import (
     tiles_for,
 )
 from lib.fast.flash_hopper import KNOWN, VERSION, Roles, has_roles
-from lib.fast.flash_items import TILE_BYTES, n_part_tiles
+from lib.fast.flash_items import TILE_BYTES, deal, n_part_tiles
 from lib.fast.flash_launch import Sizes
 from lib.fast.flash_stored import StoredBackward
 from lib.fast.grouped import n_programs
@@ -138,10 +138,11 @@ def test_the_quickest_kernels_are_ours_where_they_were_measured(monkeypatch):
     ("shape", "causal", "stores"),
     [
         ((2, 32, 32, 4096, 128), True, True),
-        ((2, 32, 32, 2048, 128), True, False),
         ((2, 32, 32, 2048, 128), False, True),
-        ((1, 32, 8, 8192, 128), True, True),
-        ((1, 32, 8, 4096, 128), True, False),
+        ((1, 32, 8, 2048, 128), True, True),
+        ((1, 16, 8, 2048, 128), True, False),
+        ((8, 16, 16, 512, 128), True, True),
+        ((9, 16, 16, 511, 128), True, False),
         ((2, 16, 16, 4096, 96), True, True),
         ((1, 8, 8, 65_536, 128), True, True),
         ((1, 8, 8, 131_072, 128), True, False),
@@ -392,7 +393,7 @@ def laid_out(x, layout):
 def test_any_length_and_any_strides_without_a_copy(width, causal, monkeypatch):
     of = 64 if width == 64 else 128
     tables = [table[of, causal] for table in (TABLE, ROLES_TABLE)] if width <= 128 else [WIDE]
-    if (of, causal) in SHORT:
+    if width <= 128 and (of, causal) in SHORT:
         tables.append(tuple(a or b for a, b in zip(SHORT[of, causal], TABLE[of, causal], strict=True)))
     if not causal and width <= 128:
         tables.append(SHORT_RAGGED[of])
@@ -419,7 +420,7 @@ def test_any_length_and_any_strides_without_a_copy(width, causal, monkeypatch):
 @pytest.mark.gpu
 @needs_roles
 @pytest.mark.time_limit(300)
-@pytest.mark.parametrize("n_parts", [1, 2, 100])
+@pytest.mark.parametrize("n_parts", [1, 2, 100])  # with 1, heads that share keys are parts
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("width", [80, 128])
 def test_the_backward_pass_through_memory_is_as_exact_as_two_passes(width, causal, n_parts, monkeypatch):
@@ -431,13 +432,19 @@ def test_the_backward_pass_through_memory_is_as_exact_as_two_passes(width, causa
         o, lse = fast_forward(q, k, v, causal)
         two_passes = fast_backward(q, k, v, o, do, lse, causal)
         sizes = sizes_of(q, k, causal)
-        backward = StoredBackward(sizes, q.device, n_programs(q.device), n_parts * n_part_tiles(sizes))
+        apart = n_parts == 1 and sizes.group > 1
+        parts = sizes._replace(group=1) if apart else sizes
+        work = deal(parts, n_programs(q.device), n_parts * n_part_tiles(parts)), sizes.group if apart else 1
+        monkeypatch.setattr(flash_stored, "deal_apart", lambda *given, work=work: work)
+        flash_stored._dealt.cache_clear()
+        backward = StoredBackward(sizes, q.device, n_programs(q.device), 1)
         runs = []
         for _ in range(3):
             runs.append([torch.full_like(x, torch.nan) for x in (q, k, v)])
             backward(q, k, v, o, do, lse, *runs[-1])
         for name, old, *found in zip(("dq", "dk", "dv"), two_passes, *runs, strict=True):
-            assert gap(found[0], exact[name]) <= 1.1 * gap(old, exact[name]), (shape, name)
+            most = 1.5 if apart and name != "dq" else 1.1  # of heads apart, dK and dV are rounded before they are added
+            assert gap(found[0], exact[name]) <= most * gap(old, exact[name]), (shape, name)
             assert all(torch.equal(found[0], again) for again in found[1:]), (shape, name)
 
 

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from lib.fast.flash_items import SCRATCH_BYTES, TILE_BYTES, Item, deal, n_part_tiles, n_tiles_in_memory
+from lib.fast.flash_items import SCRATCH_BYTES, TILE_BYTES, Item, deal, deal_apart, n_part_tiles, n_tiles_in_memory
 from lib.fast.flash_launch import Sizes
 
 SIZES = {  # batches, heads, heads that share keys, rows, keys, width; mask
@@ -91,7 +91,7 @@ def _may_run(item: Item, counters: dict[int, int]) -> bool:
     return item.waits < 0 or counters[item.waits] >= item.n_waits
 
 
-def test_the_memory_holds_two_parts_or_none():
+def test_the_memory_holds_two_heads_or_none():
     sizes, most = SIZES["long"], 4 * SCRATCH_BYTES
     assert n_tiles_in_memory(sizes, most) == SCRATCH_BYTES // TILE_BYTES > 2 * n_part_tiles(sizes)
     just = sizes._replace(causal=False, t=2**15, s=2**16)
@@ -101,3 +101,28 @@ def test_the_memory_holds_two_parts_or_none():
     assert n_tiles_in_memory(just._replace(s=2**16 + 1), most) == 0
     assert n_tiles_in_memory(just._replace(n_heads=1, t=2**16), most) == n_part_tiles(just._replace(t=2**16))
     assert n_tiles_in_memory(sizes, 0) == 0
+    grouped = just._replace(n_heads=8, group=4)
+    assert n_tiles_in_memory(grouped, most) == 2 * n_part_tiles(just) < 2 * n_part_tiles(grouped)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "apart"),
+    [
+        (Sizes(1, 28, 7, 4096, 4096, 128, True), 7),  # 128 items for dK/dV, the longest twice as long as the average
+        (Sizes(1, 28, 7, 4096, 4096, 128, False), 1),
+        (Sizes(1, 32, 4, 8192, 8192, 128, True), 1),
+        (Sizes(1, 16, 16, 4096, 4096, 128, False), 16),
+        (Sizes(4, 16, 1, 1024, 1024, 128, True), 1),
+    ],
+    ids=str,
+)
+def test_heads_that_share_keys_are_parts_where_they_would_be_few(sizes, apart):
+    work, found = deal_apart(sizes, 132, SCRATCH_BYTES // TILE_BYTES)
+    assert found == apart
+    assert work == deal(sizes._replace(group=sizes.group // apart), 132, SCRATCH_BYTES // TILE_BYTES)
+
+
+def test_heads_that_share_keys_are_parts_where_dS_of_all_would_take_too_much():
+    sizes = Sizes(2, 8, 4, 1024, 1024, 128, True)
+    assert deal_apart(sizes, 5, 2 * n_part_tiles(sizes))[1] == 1
+    assert deal_apart(sizes, 5, 2 * n_part_tiles(sizes) - 1)[1] == 4
