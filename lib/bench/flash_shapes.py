@@ -2,7 +2,8 @@
 
 ``python -m lib.bench.flash_shapes`` on a Hopper GPU (three minutes) adds its rows to ``flash_shapes.json`` under the
 GPU's name, and keeps the rows of other GPUs. Forward and backward run together in bf16, in random order, in two ways:
-called in a row from Python, and in a CUDA graph, where the host plays no part. ``--only`` measures some shapes anew and
+called in a row from Python, and in a CUDA graph, where the host plays no part. At some shapes ours are also timed with
+one decision less, and for two shapes with other ways to launch. ``--only`` measures some shapes anew and
 keeps the others. ``--tiny`` runs a toy size and times nothing.
 """
 
@@ -12,10 +13,11 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +26,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lib.bench.flash import time_ms
 from lib.bench.record import MEASUREMENTS, load, machine, record, spread
-from lib.fast import flash, flash_launch
+from lib.fast import flash, flash_launch, flash_stored
 from lib.fast.flash import fits_fast, flash_attention_fast, flash_attention_joined, forward_operator, split_joined
+from lib.fast.flash_items import Work, deal
+from lib.fast.flash_launch import Sizes
 from lib.fast.models import capture
 
 NAME, ROUNDS, SAMPLE_MS = "flash_shapes", 12, 6.0
@@ -146,6 +150,11 @@ def measure(shape: Shape) -> dict[str, dict[str, float]]:
             ready |= prepare(name, step)
         except RuntimeError as error:
             print("cannot run:", name, shape, str(error)[:200], flush=True)
+    return in_turns(ready)
+
+
+def in_turns(ready: dict[str, tuple[Callable[[], Tensor], int]]) -> dict[str, dict[str, float]]:
+    """Milliseconds of what `prepare` gave, by name, in turns of random order."""
     times: dict[str, list[float]] = {name: [] for name in ready}
     gc.disable()  # as in timeit: a collection of all that PyTorch's compiler holds takes longer than a sample
     for _ in range(ROUNDS):
@@ -154,6 +163,41 @@ def measure(shape: Shape) -> dict[str, dict[str, float]]:
             times[name].append(time_ms(run, 1, "cuda", warm=1)[0] / n)
     gc.enable()
     return {name: spread(ms) for name, ms in times.items()}
+
+
+# ---- one decision less -------------------------------------------------------------------------------------------------
+
+
+def _never_apart(sizes: Sizes, n_programs: int, n_tiles: int, device: torch.device) -> tuple[Work, int, Tensor]:
+    work = deal(sizes, n_programs, n_tiles)
+    return work, 1, flash_stored._table(work).to(device)
+
+
+WITHOUT: dict[str, tuple[Any, str, Any] | None] = {
+    "as it is": None,
+    "dQ and dK/dV in two passes": (flash, "n_stored_tiles", lambda device, sizes: 0),
+    "heads that share keys are one part": (flash_stored, "_dealt", _never_apart),
+    "all heads side by side": (flash_launch, "MOST_TOGETHER", flash.MOST_HEADS),
+}
+WITHOUT_AT = (
+    "28 heads on 4, width 128, 4,096 tokens, causal",
+    "16 heads on 1, width 128, 4,096 tokens, causal",
+    "8 x 16 x 128, 1,024 tokens, causal",
+    "GPT-2: 16 x 12 x 64, 1,024 tokens, causal",
+)
+
+
+def without_one(shape: Shape) -> dict[str, dict[str, float]]:
+    """Milliseconds of ours in a graph, as it is and with one decision less."""
+    leaves, grad = inputs(shape, "cuda")
+    ready: dict[str, tuple[Callable[[], Tensor], int]] = {}
+    plans: list[dict] = []  # they hold what the graphs read
+    for name, change in WITHOUT.items():
+        plans.append({})
+        with patch.object(flash, "_plans", plans[-1]), patch.object(*change) if change else nullcontext():
+            found = prepare(name, lambda: (o := ours(shape, leaves), *torch.autograd.grad(o, leaves, grad)))
+        ready[name] = found[f"{name}, graph"]
+    return in_turns(ready)
 
 
 # ---- what the host does ------------------------------------------------------------------------------------------------
@@ -235,9 +279,12 @@ def cards_in(folder: Path) -> dict[str, Any]:
     return load(NAME, folder)["results"]["cards"] if (folder / f"{NAME}.json").exists() else {}
 
 
+NOTHING: dict[str, Any] = {"rows": [], "host": {}, "without": {}}
+
+
 def found_before(folder: Path) -> dict[str, Any]:
     """The recorded results of this GPU."""
-    return cards_in(folder).get(torch.cuda.get_device_name(), {"rows": [], "host": {}})
+    return cards_in(folder).get(torch.cuda.get_device_name(), NOTHING)
 
 
 def keep(results: dict[str, Any], folder: Path) -> None:
@@ -267,11 +314,11 @@ def main() -> None:
         print(f"{len(SHAPES)} shapes of {1 + len(OTHERS)} kernels would be timed, but there is no GPU")
         return
     start = time.perf_counter()
-    known = found_before(options.folder) if options.only else {"rows": [], "host": {}}
-    rows = {row["name"]: row for row in known["rows"]}
+    known = NOTHING | (found_before(options.folder) if options.only else {})
+    rows, host_of, less = {row["name"]: row for row in known["rows"]}, dict(known["host"]), dict(known["without"])
     if not options.only:
         for name in ("GPT-2: 16 x 12 x 64, 1,024 tokens, causal", "ViT: 64 x 16 x 64, 256 tokens, full"):
-            known["host"][name] = host(SHAPES[name])
+            host_of[name] = host(SHAPES[name])
     for name in names:
         shape = SHAPES[name]
         if time.perf_counter() - start > options.seconds:
@@ -291,7 +338,10 @@ def main() -> None:
             f"{time.perf_counter() - start:.0f} s {name}", {n: round(t["median"], 3) for n, t in ms.items()}, flush=True
         )
         in_order = [rows[n] for n in SHAPES if n in rows]
-        keep({"rows": in_order, "host": known["host"]}, options.folder)
+        if name in WITHOUT_AT:
+            less[name] = without_one(shape)
+            print({n: round(t["median"], 3) for n, t in less[name].items()}, flush=True)
+        keep({"rows": in_order, "host": host_of, "without": less}, options.folder)
         torch.cuda.empty_cache()
 
 

@@ -72,7 +72,7 @@ RAGGED = {
 # multiprocessors idle (lib.bench.flash_short).
 ENOUGH_ROWS = (2**16, 2**15, 2**15)
 # Fewest queries and keys of a head, and queries of all heads, for which dS goes through memory in the backward pass at
-# width 128; with fewer, programs wait for each other (lib.bench.flash_short).
+# width 128, measured on an H100: with fewer, two passes are as fast, or programs wait for each other.
 STORED_LENGTH, STORED_ROWS = 512, 2**16
 # Cases in which none of PyTorch's kernels was measured to be faster (lib.bench.flash_shapes). At width 64: MANY_KEYS keys
 # of all heads. Otherwise, if no head shares keys: QUICKEST has pairs of width and mask; QUICKEST_SHORT, for at most

@@ -14,10 +14,8 @@ TILE_BYTES = 64 * 64 * 2
 SCRATCH_BYTES = 2**31  # for dS; more only where two parts need more
 # What an item costs before its first tile, and what dQ costs for a tile of keys, in units of `cost`; timed on an H100.
 START, DQ_COST = 12.0, 2.5
-ADD_START, ADD_BYTES = (
-    14.0,
-    1.1e6,
-)  # what `added` costs before its first byte, and how many bytes it moves in a unit of `cost`
+# Adding up dK and dV of heads apart: what it costs at all, and how many bytes it moves in a unit of `cost`; estimated.
+ADD_START, ADD_BYTES = 14.0, 1.1e6
 DQ_SHARE = 0.2  # of the programs compute dQ at a time, while there is dK/dV to compute: more would wait for memory
 
 
@@ -150,19 +148,21 @@ def deal(sizes: Sizes, n_programs: int, n_tiles: int) -> Work:
 
 
 def deal_apart(sizes: Sizes, n_programs: int, n_tiles: int) -> tuple[Work, int]:
-    """What `deal` gives, and the number of heads of queries for each head of keys whose dK and dV are computed apart.
+    """The shorter work: that of `deal`, or that in which each head of queries is a part with dK and dV of its own.
 
-    If few heads of keys serve many of queries, there are few items for dK/dV, and under a causal mask they are of very
-    different lengths, so that most programs wait for the last ones. Then each head of queries is a part of its own, with dK
-    and dV that are added up at the end.
+    Where few heads of keys serve many of queries, there are few items for dK/dV, of very different lengths under a causal
+    mask, and most programs wait for the last ones. Heads apart have more and shorter items, but their dK and dV must be added.
+
+    Returns:
+        The work, and how many parts share a head of keys: 1, or ``sizes.group``.
     """
     apart = sizes._replace(group=1)
     split = deal(apart, n_programs, n_tiles)
-    if sizes.group == 1:
-        return split, 1
-    if n_tiles >= min(2, sizes.n_batches * sizes.n_heads // sizes.group) * n_part_tiles(sizes):
-        n_added = 2 * sizes.n_batches * sizes.n_heads * sizes.s * sizes.head_dim * (1 + 1 / sizes.group)
-        whole = deal(sizes, n_programs, n_tiles)
-        if whole.end <= split.end + ADD_START + 2 * n_added / ADD_BYTES:
-            return whole, 1
+    n_groups = sizes.n_batches * sizes.n_heads // sizes.group
+    if n_tiles < min(2, n_groups) * n_part_tiles(sizes):
+        return split, sizes.group
+    whole = split if sizes.group == 1 else deal(sizes, n_programs, n_tiles)
+    n_bytes = 2 * 2 * n_groups * (sizes.group + 1) * sizes.s * sizes.head_dim  # of dK and dV, before and after
+    if whole.end <= split.end + ADD_START + n_bytes / ADD_BYTES:
+        return whole, 1
     return split, sizes.group

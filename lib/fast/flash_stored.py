@@ -9,9 +9,10 @@ its programs, one a multiprocessor, works through a list of *items* that the hos
 of 256 rows. While some programs compute dK/dV of one head, others compute dQ of the head before. Counters in memory say what
 is done, and an item waits for those that it needs. Every sum has a fixed order, so the same inputs give the same bits.
 
-A *part* of the work is a head of keys with the heads of queries that share it. The memory for dS holds two parts or more, if
-there are two. A part waits until dQ of the part that had its place before is done. Where two parts take more than an eighth of the
-GPU's memory, ``lib.fast.flash`` makes two passes.
+A *part* of the work is a head of keys with the heads of queries that share it, or one of these heads apart from the others: then
+each has a dK and a dV of its own, and they are added up at the end (`deal_apart`). The memory for dS holds two parts or more, if
+there are two. A part waits until dQ of the part that had its place before is done. Where dS of two heads of queries takes more than
+an eighth of the GPU's memory, ``lib.fast.flash`` makes two passes.
 """
 
 import math
@@ -462,7 +463,7 @@ class StoredBackward:
         stats = torch.empty(self.n_stats, dtype=torch.float32, device=q.device)
         counters = torch.empty(self.n_counters, dtype=torch.int32, device=q.device)
         self.statistics(o, do, lse, stats, counters)
-        each = [dk, dv]
+        each = [dk, dv]  # of each part
         if self.apart > 1:
             shape = *q.shape[:-2], *k.shape[-2:]
             each = [torch.empty(shape, dtype=q.dtype, device=q.device) for _ in range(2)]
