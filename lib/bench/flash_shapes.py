@@ -2,8 +2,8 @@
 
 ``python -m lib.bench.flash_shapes`` on a Hopper GPU (three minutes) adds its rows to ``flash_shapes.json`` under the
 GPU's name, and keeps the rows of other GPUs. Forward and backward run together in bf16, in random order, in two ways:
-called in a row from Python, and in a CUDA graph, where the host plays no part. At some shapes ours are also timed with
-one decision less, and for two shapes with other ways to launch. ``--only`` measures some shapes anew and
+called in a row from Python, and in a CUDA graph, where the host plays no part. Four shapes
+are also timed with one decision undone, and two with other ways to launch the kernels. ``--only`` measures some shapes anew and
 keeps the others. ``--tiny`` runs a toy size and times nothing.
 """
 
@@ -28,8 +28,9 @@ from lib.bench.flash import time_ms
 from lib.bench.record import MEASUREMENTS, load, machine, record, spread
 from lib.fast import flash, flash_launch, flash_stored
 from lib.fast.flash import fits_fast, flash_attention_fast, flash_attention_joined, forward_operator, split_joined
-from lib.fast.flash_items import Work, deal
+from lib.fast.flash_items import deal
 from lib.fast.flash_launch import Sizes
+from lib.fast.flash_stored import Dealt, for_device
 from lib.fast.models import capture
 
 NAME, ROUNDS, SAMPLE_MS = "flash_shapes", 12, 6.0
@@ -154,7 +155,7 @@ def measure(shape: Shape) -> dict[str, dict[str, float]]:
 
 
 def in_turns(ready: dict[str, tuple[Callable[[], Tensor], int]]) -> dict[str, dict[str, float]]:
-    """Milliseconds of what `prepare` gave, by name, in turns of random order."""
+    """Milliseconds of each prepared competitor, by name; they take turns in random order."""
     times: dict[str, list[float]] = {name: [] for name in ready}
     gc.disable()  # as in timeit: a collection of all that PyTorch's compiler holds takes longer than a sample
     for _ in range(ROUNDS):
@@ -165,12 +166,11 @@ def in_turns(ready: dict[str, tuple[Callable[[], Tensor], int]]) -> dict[str, di
     return {name: spread(ms) for name, ms in times.items()}
 
 
-# ---- one decision less -------------------------------------------------------------------------------------------------
+# ---- one decision undone -----------------------------------------------------------------------------------------------
 
 
-def _never_apart(sizes: Sizes, n_programs: int, n_tiles: int, device: torch.device) -> tuple[Work, int, Tensor]:
-    work = deal(sizes, n_programs, n_tiles)
-    return work, 1, flash_stored._table(work).to(device)
+def _never_apart(sizes: Sizes, n_programs: int, n_tiles: int, device: torch.device) -> Dealt:
+    return for_device(deal(sizes, n_programs, n_tiles), 1, device)
 
 
 WITHOUT: dict[str, tuple[Any, str, Any] | None] = {
@@ -188,7 +188,7 @@ WITHOUT_AT = (
 
 
 def without_one(shape: Shape) -> dict[str, dict[str, float]]:
-    """Milliseconds of ours in a graph, as it is and with one decision less."""
+    """Milliseconds of ours in a graph, as it is and with one decision undone."""
     leaves, grad = inputs(shape, "cuda")
     ready: dict[str, tuple[Callable[[], Tensor], int]] = {}
     plans: list[dict] = []  # they hold what the graphs read

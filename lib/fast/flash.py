@@ -54,7 +54,7 @@ ROLES_TABLE: dict[tuple[int, bool], tuple[Tiles | Roles, Tiles | Roles, Tiles | 
     (128, True): (Roles(3, 64, 3, heads_first=True), Roles(2, 64, 3, heads_first=True, early=True), Roles(2, 64, 2)),
     (128, False): (Roles(2, 128, 2), Roles(2, 128, 2), Roles(2, 64, 2)),
 }
-# Tiles for sequences of at most SHORT_LENGTH tokens, for which other, mostly smaller programs are faster.
+# Tiles for sequences of at most SHORT_LENGTH tokens, for which other programs are faster, however many rows there are.
 # None means that the other tables apply (lib.bench.flash_short).
 SHORT_LENGTH, RAGGED_LENGTH = 1024, 512
 SHORT: dict[tuple[int, bool], tuple[Tiles | Roles | None, Tiles | None, Tiles | None]] = {
@@ -72,14 +72,14 @@ RAGGED = {
 # multiprocessors idle (lib.bench.flash_short).
 ENOUGH_ROWS = (2**16, 2**15, 2**15)
 # Fewest queries and keys of a head, and queries of all heads, for which dS goes through memory in the backward pass at
-# width 128, measured on an H100: with fewer, two passes are as fast, or programs wait for each other.
+# width 128, measured on an H100. At 1,024 tokens and 128 heads both ways take the same time (lib.bench.flash_shapes).
 STORED_LENGTH, STORED_ROWS = 512, 2**16
-# Cases in which none of PyTorch's kernels was measured to be faster (lib.bench.flash_shapes). At width 64: MANY_KEYS keys
-# of all heads. Otherwise, if no head shares keys: QUICKEST has pairs of width and mask; QUICKEST_SHORT, for at most
+# Cases in which none of PyTorch's kernels was measured to be faster (lib.bench.flash_shapes). At width 64: MANY queries and
+# keys of all heads. Otherwise, if no head shares keys: QUICKEST has pairs of width and mask; QUICKEST_SHORT, for at most
 # RAGGED_LENGTH tokens without a mask, has pairs of width and whether 128 fails to divide a length.
-MANY_KEYS = 2**15
+MANY = 2**15
 QUICKEST, QUICKEST_SHORT = {(64, True), (96, True)}, {(64, True), (64, False), (80, True)}
-MOST_HEADS = 2**16 - 1  # in all batches: most grids count heads along their second axis, where CUDA allows no more
+MOST_HEADS = 2**16 - 1  # in all batches: grids count heads, or tiles of rows, along axes where CUDA allows no more
 WIDTHS = range(64, 257, 8)  # a width between powers of two is computed in tiles of 128 or 256
 WIDE = (
     Tiles(64, 64, 4, 2),
@@ -314,7 +314,7 @@ def _most_bytes_stored(device: torch.device) -> int:
 
 
 def n_stored_tiles(device: torch.device, sizes: Sizes) -> int:
-    """How many tiles of dS to keep in memory, where a backward pass through memory is faster than two passes; otherwise 0."""
+    """How many tiles of dS to keep in memory; 0 where two passes were measured to be faster."""
     sees_keys = not sizes.causal or sizes.t <= sizes.s
     if sizes.width != 128 or sizes.group < 1 or min(sizes.t, sizes.s) < STORED_LENGTH or not sees_keys:
         return 0
@@ -770,7 +770,7 @@ def fits_fast(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
     """Whether the fast kernels can run: a Hopper GPU, 16 bits, a width from 64 to 256 that is a multiple of 8."""
     if not q.is_cuda or not HAS_TRITON or INTERPRETED or q.ndim < 2 or q.shape[-1] not in WIDTHS:
         return False
-    if q.shape[:-2].numel() > MOST_HEADS:
+    if q.shape[:-2].numel() > MOST_HEADS or q.shape[-2] > 64 * MOST_HEADS:
         return False
     known = q.dtype is torch.bfloat16 or q.dtype is torch.float16
     return known and _has_copy_engine(q.device) and q.numel() > 0 and k.numel() > 0
@@ -784,7 +784,8 @@ def is_quickest(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
     if q.shape[-2] == 1 or not fits_fast(q, k, v, is_causal):
         return False
     t, s, width = q.shape[-2], k.shape[-2], q.shape[-1]
-    if n_stored_tiles(q.device, sizes_of(q, k, is_causal)) or (width == 64 and k.shape[:-1].numel() >= MANY_KEYS):
+    is_large = width == 64 and min(q.shape[:-1].numel(), k.shape[:-1].numel()) >= MANY
+    if is_large or n_stored_tiles(q.device, sizes_of(q, k, is_causal)):
         return True
     if q.ndim > 2 and q.shape[-3] != k.shape[-3]:
         return False

@@ -51,7 +51,7 @@ class Roles:
     kernel: str = "forward"  # or "dQ", "dK/dV", "stored" (lib.fast.flash_stored)
     width: int = 0
     group: int = 1  # heads of queries for each head of keys
-    apart: int = 1  # "stored": the same, but each with dK and dV of its own
+    apart: int = 1  # "stored": heads of queries that share a head of keys, but each with dK and dV of its own
     causal: bool = False
     ragged: bool = False  # lengths that are no multiples of 128, or rows without keys
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lib.fast.flash_launch import Sizes
 
 TILE_BYTES = 64 * 64 * 2
-SCRATCH_BYTES = 2**31  # for dS; more only where two parts need more
+SCRATCH_BYTES = 2**31  # for dS; more only where two heads of queries need more
 # What an item costs before its first tile, and what dQ costs for a tile of keys, in units of `cost`; timed on an H100.
 START, DQ_COST = 12.0, 2.5
 # Adding up dK and dV of heads apart: what it costs at all, and how many bytes it moves in a unit of `cost`; estimated.

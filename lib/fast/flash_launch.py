@@ -22,9 +22,9 @@ if HAS_TRITON:
 VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if HAS_TRITON else ()
 DIRECT = ((3, 6),)  # versions of Triton whose launcher `_direct` knows; other versions launch through Triton's Python
 LENGTHS = ("T", "S", "H", "G")  # arguments on which Triton does not specialize (for 1, or a multiple of 16)
-MOST_TOGETHER = (
-    32  # heads whose rows are computed side by side: with more, too few programs at a time read the same keys
-)
+# Heads whose rows are computed side by side. With more, too few programs at a time read the same keys; with fewer, long and
+# short rows follow each other. If no number in between divides theirs, it is all of them.
+FEWEST_TOGETHER, MOST_TOGETHER = 8, 32
 MOST_DESCRIPTORS = 256  # kept for each argument
 
 
@@ -108,7 +108,11 @@ def grid_by_rows(sizes: Sizes, n_blocks: int, heads_first: bool) -> tuple[int, i
     ``heads_first`` computes the longest rows of several heads first, then the next longest of these heads, and so on.
     """
     n_heads = sizes.n_batches * sizes.n_heads
-    together = max(n for n in range(1, min(n_heads, MOST_TOGETHER) + 1) if n_heads % n == 0) if heads_first else 1
+    if not heads_first:
+        return 1, n_blocks, n_heads
+    together = max(n for n in range(1, min(n_heads, MOST_TOGETHER) + 1) if n_heads % n == 0)
+    if together < FEWEST_TOGETHER:
+        together = n_heads
     return together, n_blocks, n_heads // together
 
 

@@ -17,7 +17,7 @@ an eighth of the GPU's memory, ``lib.fast.flash`` makes two passes.
 
 import math
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -381,38 +381,51 @@ def statistics_launch(sizes: Sizes, n_counters: int) -> Launch:
     return Launch(statistics_kernel, (sizes.padded // ROWS, sizes.n_batches * sizes.n_heads), args, num_warps=4)
 
 
-def backward_launch(sizes: Sizes, work: Work, apart: int) -> Launch:
+class Dealt(NamedTuple):
+    """What stays of a `Work`, for a device."""
+
+    table: torch.Tensor  # [programs, numbers]: the items of each program, one after the other, and then -1
+    n_tiles: int
+    n_counters: int
+    apart: int  # how many parts share a head of keys
+
+
+def backward_launch(sizes: Sizes, dealt: Dealt) -> Launch:
     """The launch for (q, k, v, do, dq, dk, dv, stats, ds, items, counters)."""
-    group = sizes.group // apart
+    group, (n_programs, length) = sizes.group // dealt.apart, dealt.table.shape
     cut = Roles(
-        2, 64, STAGES, kernel="stored", width=128, group=group, apart=apart, causal=sizes.causal, ragged=sizes.ragged
+        2,
+        64,
+        STAGES,
+        kernel="stored",
+        width=128,
+        group=group,
+        apart=dealt.apart,
+        causal=sizes.causal,
+        ragged=sizes.ragged,
     )
     layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
     args = (
         *(box(i, 64, sizes.width) for i in range(7)), Box(7, (64,), FLAT, (2 * sizes.n_rows,)),
-        Box(8, (64, 64), layout, (64 * work.n_tiles, 64)), Address(9), Address(10), _length(work),
+        Box(8, (64, 64), layout, (64 * dealt.n_tiles, 64)), Address(9), Address(10), length,
         sizes.n_rows, sizes.t, sizes.s, sizes.n_heads, sizes.padded, sizes.scale * math.log2(math.e), sizes.scale, cut,
     )  # fmt: skip
     # a cooperative launch starts all programs at once or none: they wait for each other
-    return Launch(stored_backward_kernel, (len(work.lists),), args, num_warps=4, launch_cooperative_grid=True)
+    return Launch(stored_backward_kernel, (n_programs,), args, num_warps=4, launch_cooperative_grid=True)
 
 
-def _length(work: Work) -> int:
-    """Numbers in the list of a program."""
-    return FIELDS * (max(map(len, work.lists)) + 1)
-
-
-def _table(work: Work) -> torch.Tensor:
-    table = torch.full((len(work.lists), _length(work)), -1, dtype=torch.int32)
+def for_device(work: Work, apart: int, device: torch.device) -> Dealt:
+    """The lists of items as a table on the device."""
+    length = FIELDS * (max(map(len, work.lists)) + 1)
+    table = torch.full((len(work.lists), length), -1, dtype=torch.int32)
     for row, items in zip(table, work.lists, strict=True):
         row[: FIELDS * len(items)] = torch.tensor(items, dtype=torch.int32).flatten()
-    return table
+    return Dealt(table.to(device), work.n_tiles, work.n_counters, apart)
 
 
 @cache  # for ever, because kernels that still run, and CUDA graphs, read the table
-def _dealt(sizes: Sizes, n_programs: int, n_tiles: int, device: torch.device) -> tuple[Work, int, torch.Tensor]:
-    work, apart = deal_apart(sizes, n_programs, n_tiles)
-    return work, apart, _table(work).to(device)
+def _dealt(sizes: Sizes, n_programs: int, n_tiles: int, device: torch.device) -> Dealt:
+    return for_device(*deal_apart(sizes, n_programs, n_tiles), device)
 
 
 def has_collectives() -> bool:
@@ -439,21 +452,23 @@ class StoredBackward:
             raise ValueError(
                 f"{sizes.t} rows, {sizes.s} keys, tiles of width {sizes.width}: expected a key for each row, and width 128"
             )
-        work, self.apart, self.table = _dealt(sizes, n_programs, n_tiles, device)
+        self.dealt = _dealt(sizes, n_programs, n_tiles, device)
         self.otherwise, self.is_short = otherwise, False
-        self.statistics, self.backward = (
-            statistics_launch(sizes, work.n_counters),
-            backward_launch(sizes, work, self.apart),
-        )
-        self.n_ds, self.n_stats, self.n_counters = work.n_tiles * 64 * 64, 2 * sizes.n_rows, work.n_counters
+        self.statistics = statistics_launch(sizes, self.dealt.n_counters)
+        self.backward = backward_launch(sizes, self.dealt)
+        self.n_ds, self.n_stats = self.dealt.n_tiles * 64 * 64, 2 * sizes.n_rows
 
     def __call__(self, q, k, v, o, do, lse, dq, dk, dv) -> None:
         """Fill dq, dk and dv; lse is contiguous."""
         if self.otherwise is not None and (self.is_short or has_collectives()):
             self.otherwise(q, k, v, o, do, lse, dq, dk, dv)
             return
+        table, _, n_counters, apart = self.dealt
+        parts = [dk, dv]  # dK and dV of each part
         try:
             ds = torch.empty(self.n_ds, dtype=q.dtype, device=q.device)
+            if apart > 1:
+                parts = [torch.empty((*q.shape[:-2], *k.shape[-2:]), dtype=q.dtype, device=q.device) for _ in "kv"]
         except torch.OutOfMemoryError:
             if self.otherwise is None:
                 raise
@@ -461,13 +476,9 @@ class StoredBackward:
             self.otherwise(q, k, v, o, do, lse, dq, dk, dv)
             return
         stats = torch.empty(self.n_stats, dtype=torch.float32, device=q.device)
-        counters = torch.empty(self.n_counters, dtype=torch.int32, device=q.device)
+        counters = torch.empty(n_counters, dtype=torch.int32, device=q.device)
         self.statistics(o, do, lse, stats, counters)
-        each = [dk, dv]  # of each part
-        if self.apart > 1:
-            shape = *q.shape[:-2], *k.shape[-2:]
-            each = [torch.empty(shape, dtype=q.dtype, device=q.device) for _ in range(2)]
-        self.backward(q, k, v, do, dq, *each, stats, ds, self.table, counters)
-        if self.apart > 1:
-            for total, x in zip((dk, dv), each, strict=True):
-                torch.sum(x.unflatten(-3, (-1, self.apart)), -3, out=total)
+        self.backward(q, k, v, do, dq, *parts, stats, ds, table, counters)
+        if apart > 1:
+            for total, part in zip((dk, dv), parts, strict=True):
+                torch.sum(part.unflatten(-3, (-1, apart)), -3, out=total)

@@ -14,7 +14,7 @@ from lib.fast.flash import ROLES_TABLE, launch_dkdv, launch_dq, launch_forward
 from lib.fast.flash_hopper import Roles
 from lib.fast.flash_items import deal
 from lib.fast.flash_launch import Address, Box, Launch, Sizes
-from lib.fast.flash_stored import backward_launch
+from lib.fast.flash_stored import backward_launch, for_device
 
 B16, F32, I32, I64 = "bf16", "fp32", "i32", "i64"
 
@@ -50,7 +50,8 @@ def launches() -> Iterator[tuple[str, Launch, list[str]]]:
                 yield f"{kernel}, {width}, {length}", launch, dtypes[kernel]
     for causal in (True, False):
         sizes, apart = Sizes(1, 8, 1, 4096, 4096, 128, causal), 4 if causal else 1
-        launch = backward_launch(sizes._replace(group=apart), deal(sizes, 132, 2**17), apart)
+        dealt = for_device(deal(sizes, 132, 2**17), apart, torch.device("cpu"))
+        launch = backward_launch(sizes._replace(group=apart), dealt)
         yield f"stored, {'causal' if causal else 'full'}", launch, [B16] * 7 + [F32, B16, I32, I32]
     for transposed in (False, True):
         launch = grouped._rows_launch((1024, 4096, 64, 132, grouped.Cut(transposed=transposed)))

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 import pytest
 
 from lib.fast.flash_items import SCRATCH_BYTES, TILE_BYTES, Item, deal, deal_apart, n_part_tiles, n_tiles_in_memory
-from lib.fast.flash_launch import Sizes
+from lib.fast.flash_launch import Sizes, grid_by_rows
 
 SIZES = {  # batches, heads, heads that share keys, rows, keys, width; mask
     "heads": Sizes(2, 8, 1, 1024, 1024, 128, True),
@@ -126,3 +126,13 @@ def test_heads_that_share_keys_are_parts_where_dS_of_all_would_take_too_much():
     sizes = Sizes(2, 8, 4, 1024, 1024, 128, True)
     assert deal_apart(sizes, 5, 2 * n_part_tiles(sizes))[1] == 1
     assert deal_apart(sizes, 5, 2 * n_part_tiles(sizes) - 1)[1] == 4
+
+
+@pytest.mark.parametrize(
+    ("n_heads", "grid"),
+    [(16, (16, 6, 1)), (192, (32, 6, 6)), (400, (25, 6, 16)), (34, (17, 6, 2)), (71, (71, 6, 1)), (3, (3, 6, 1))],
+)
+def test_as_many_heads_are_computed_side_by_side_as_share_what_they_read(n_heads, grid):
+    sizes = Sizes(1, n_heads, 1, 1024, 1024, 64, True)
+    assert grid_by_rows(sizes, 6, True) == grid
+    assert grid_by_rows(sizes, 6, False) == (1, 6, n_heads)
