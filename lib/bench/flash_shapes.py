@@ -2,9 +2,9 @@
 
 ``python -m lib.bench.flash_shapes`` on a Hopper GPU (three minutes) adds its rows to ``flash_shapes.json`` under the
 GPU's name, and keeps the rows of other GPUs. Forward and backward run together in bf16, in random order, in two ways:
-called in a row from Python, and in a CUDA graph, where the host plays no part. Four shapes
-are also timed with one decision undone, and two with other ways to launch the kernels. ``--only`` measures some shapes anew and
-keeps the others. ``--tiny`` runs a toy size and times nothing.
+called in a row from Python, and in a CUDA graph, where the host plays no part. Four shapes are also timed with one
+decision undone, and two with other ways to launch the kernels. ``--only`` measures some shapes anew and keeps the others.
+``--tiny`` runs a toy size and times nothing.
 """
 
 import argparse
@@ -177,7 +177,7 @@ WITHOUT: dict[str, tuple[Any, str, Any] | None] = {
     "as it is": None,
     "dQ and dK/dV in two passes": (flash, "n_stored_tiles", lambda device, sizes: 0),
     "heads that share keys are one part": (flash_stored, "_dealt", _never_apart),
-    "all heads side by side": (flash_launch, "MOST_TOGETHER", flash.MOST_HEADS),
+    "all heads side by side": (flash_launch, "MOST_TOGETHER", flash.MOST_ALONG_AXIS),
 }
 WITHOUT_AT = (
     "28 heads on 4, width 128, 4,096 tokens, causal",

@@ -79,7 +79,7 @@ STORED_LENGTH, STORED_ROWS = 512, 2**16
 # RAGGED_LENGTH tokens without a mask, has pairs of width and whether 128 fails to divide a length.
 MANY = 2**15
 QUICKEST, QUICKEST_SHORT = {(64, True), (96, True)}, {(64, True), (64, False), (80, True)}
-MOST_HEADS = 2**16 - 1  # in all batches: grids count heads, or tiles of rows, along axes where CUDA allows no more
+MOST_ALONG_AXIS = 2**16 - 1  # heads of all batches, or tiles of rows: what CUDA allows along a grid's later axes
 WIDTHS = range(64, 257, 8)  # a width between powers of two is computed in tiles of 128 or 256
 WIDE = (
     Tiles(64, 64, 4, 2),
@@ -314,7 +314,7 @@ def _most_bytes_stored(device: torch.device) -> int:
 
 
 def n_stored_tiles(device: torch.device, sizes: Sizes) -> int:
-    """How many tiles of dS to keep in memory; 0 where two passes were measured to be faster."""
+    """How many tiles of dS the backward pass may keep in memory; 0 where it makes two passes."""
     sees_keys = not sizes.causal or sizes.t <= sizes.s
     if sizes.width != 128 or sizes.group < 1 or min(sizes.t, sizes.s) < STORED_LENGTH or not sees_keys:
         return 0
@@ -770,7 +770,7 @@ def fits_fast(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
     """Whether the fast kernels can run: a Hopper GPU, 16 bits, a width from 64 to 256 that is a multiple of 8."""
     if not q.is_cuda or not HAS_TRITON or INTERPRETED or q.ndim < 2 or q.shape[-1] not in WIDTHS:
         return False
-    if q.shape[:-2].numel() > MOST_HEADS or q.shape[-2] > 64 * MOST_HEADS:
+    if q.shape[:-2].numel() > MOST_ALONG_AXIS or q.shape[-2] > 64 * MOST_ALONG_AXIS:
         return False
     known = q.dtype is torch.bfloat16 or q.dtype is torch.float16
     return known and _has_copy_engine(q.device) and q.numel() > 0 and k.numel() > 0

@@ -135,6 +135,25 @@ def test_the_quickest_kernels_are_ours_where_they_were_measured(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("heads", "groups", "queries", "keys", "width", "ours"),
+    [
+        (16, 16, 2048, 2048, 64, True),
+        (64, 16, 2048, 2048, 64, True),
+        (64, 15, 2048, 2048, 64, False),  # too few keys
+        (64, 16, 511, 2048, 64, False),  # too few queries
+        (64, 16, 2048, 2048, 72, False),  # dS goes through memory at such a width, but not on this device
+    ],
+)
+def test_at_width_64_many_queries_and_keys_are_ours_even_if_heads_share_them(
+    heads, groups, queries, keys, width, ours, monkeypatch
+):
+    monkeypatch.setattr(flash_fast, "fits_fast", lambda *given: True)
+    q = torch.empty(1, heads, queries, width, device="meta")
+    k = torch.empty(1, groups, keys, width, device="meta")
+    assert is_quickest(q, k, k, is_causal=False) == ours
+
+
+@pytest.mark.parametrize(
     ("shape", "causal", "stores"),
     [
         ((2, 32, 32, 4096, 128), True, True),
@@ -474,6 +493,36 @@ def test_where_memory_is_short_two_passes_take_over():
     backward(q, k, v, o, do, lse, *grads)
     for name, found in zip(("dq", "dk", "dv"), grads, strict=True):
         assert gap(found, exact[name]) <= 1e-2
+
+
+@pytest.mark.parametrize(("n_fit", "apart", "short"), [(0, 1, True), (1, 1, False), (2, 4, True), (3, 4, False)])
+def test_two_passes_take_over_if_dS_or_what_heads_apart_need_does_not_fit(n_fit, apart, short, monkeypatch):
+    q, k = torch.zeros(1, 4, 8, 2), torch.zeros(1, 4 // apart, 8, 2)
+    dk, dv = torch.full_like(k, 7.0), torch.full_like(k, 7.0)
+    called, asked, real = [], [], torch.empty
+
+    def empty(shape, dtype, device):
+        asked.append(shape)
+        if short and len(asked) > n_fit:
+            raise torch.OutOfMemoryError
+        return real(shape, dtype=dtype, device=device)
+
+    backward = object.__new__(StoredBackward)
+    backward.dealt = flash_stored.Dealt(torch.zeros(1, 1), 1, 2, apart)
+    backward.n_ds, backward.n_stats, backward.is_short = 5, 6, False
+    backward.statistics = lambda *given: called.append("statistics")
+    backward.backward = lambda q, k, v, do, dq, *rest: called.append([x.fill_(i + 1.0) for i, x in enumerate(rest[:2])])
+    backward.otherwise = lambda *given: called.append("two passes")
+    monkeypatch.setattr(torch, "empty", empty)
+    for _ in range(2):
+        backward(q, k, k, q, q, q, q, dk, dv)
+    if short:
+        assert called == ["two passes"] * 2
+        assert len(asked) == n_fit + 1  # the second call does not ask again
+    else:
+        assert called[0] == "statistics"
+        assert dk.unique().tolist() == [1.0 * apart]
+        assert dv.unique().tolist() == [2.0 * apart]
 
 
 @pytest.mark.parametrize(
