@@ -27,7 +27,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lib.bench.flash import time_ms
 from lib.bench.record import MEASUREMENTS, load, machine, record, spread
 from lib.fast import flash, flash_launch, flash_stored
-from lib.fast.flash import fits_fast, flash_attention_fast, flash_attention_joined, forward_operator, split_joined
+from lib.fast.flash import (
+    fits_fast,
+    flash_attention_fast,
+    flash_attention_joined,
+    forward_operator,
+    joined_forward_operator,
+    split_joined,
+)
 from lib.fast.flash_items import deal
 from lib.fast.flash_launch import Sizes
 from lib.fast.flash_stored import Dealt, for_device
@@ -206,34 +213,49 @@ def without_one(shape: Shape) -> dict[str, dict[str, float]]:
 @contextmanager
 def without(what: str) -> Iterator[None]:
     """Our host code without one of its optimizations."""
-    kept = flash_launch.Launch.__call__, flash_launch._direct, flash_launch.MOST_DESCRIPTORS
+    kept = flash_launch.Launch.__call__, flash_launch._direct, flash_launch.MOST_KEPT, flash.Joined.__call__
     flash._plans.clear()
     if what == "Triton's own launch":
-        flash_launch.Launch.__call__ = _slowly  # type: ignore[method-assign]
+        flash_launch.Launch.__call__ = _slowly  # type: ignore[assignment, method-assign]
     elif what == "the compiled kernel, called through Triton's Python":
         flash_launch._direct = lambda *args: None  # type: ignore[assignment]
-    elif what == "a launcher in C, descriptors made at every call":
-        flash_launch.MOST_DESCRIPTORS = 0
+    elif what == "a launcher in C, arguments made at every call":
+        flash_launch.MOST_KEPT = 0
+    elif what == "a launcher in C, views made at every call":
+        flash.Joined.__call__ = _with_views  # type: ignore[method-assign]
     try:
         yield
     finally:
-        flash_launch.Launch.__call__, flash_launch._direct, flash_launch.MOST_DESCRIPTORS = kept  # type: ignore[method-assign]
+        flash_launch.Launch.__call__, flash_launch._direct, flash_launch.MOST_KEPT, flash.Joined.__call__ = kept  # type: ignore[method-assign]
         flash._plans.clear()
 
 
 def _slowly(self: flash_launch.Launch, *tensors: Tensor) -> None:
-    self.kernel[self.grid](*self._arguments(tensors), **self.options)
+    self.kernel[self.grid](*[flash_launch._argument(arg, tensors) for arg in self.args], **self.options)
+
+
+def _with_views(self: flash.Joined, *tensors: Tensor) -> None:
+    self.launch(*self.views(*tensors))
 
 
 def as_operator(shape: Shape, leaves: list[Tensor]) -> Tensor:
+    if shape.joined:
+        return joined_forward_operator(*leaves, None, shape.heads, shape.causal)[0]
     return forward_operator(*leaves, shape.causal)[0]
 
 
+HOST_AT = (
+    "GPT-2: 16 x 12 x 64, 1,024 tokens, causal",
+    "GPT-2, joined",
+    "ViT: 64 x 16 x 64, 256 tokens, full",
+    "ViT, joined",
+)
 HOST = (
     "Triton's own launch",
     "the compiled kernel, called through Triton's Python",
-    "a launcher in C, descriptors made at every call",
-    "a launcher in C, descriptors kept",
+    "a launcher in C, arguments made at every call",
+    "a launcher in C, views made at every call",
+    "a launcher in C, arguments kept",
     "the same as a registered operator",
     "PyTorch's choice",
 )
@@ -262,6 +284,8 @@ def host(shape: Shape) -> dict[str, dict[str, dict[str, float]]]:
     ways["PyTorch's choice"] = lambda shape, leaves: theirs(shape, leaves, [])
     found = {}
     for name in HOST:
+        if name == "a launcher in C, views made at every call" and not shape.joined:
+            continue
 
         def step(attend: Callable[..., Tensor] = ways[name]) -> tuple[Tensor, ...]:
             return torch.autograd.grad(attend(shape, leaves), leaves, grad)
@@ -317,7 +341,7 @@ def main() -> None:
     known = NOTHING | (found_before(options.folder) if options.only else {})
     rows, host_of, less = {row["name"]: row for row in known["rows"]}, dict(known["host"]), dict(known["without"])
     if not options.only:
-        for name in ("GPT-2: 16 x 12 x 64, 1,024 tokens, causal", "ViT: 64 x 16 x 64, 256 tokens, full"):
+        for name in HOST_AT:
             host_of[name] = host(SHAPES[name])
     for name in names:
         shape = SHAPES[name]

@@ -9,11 +9,13 @@ Tensors are read and written where they lie, whatever their strides, and of any 
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
 
 from lib.fast.flash_hopper import Roles, has_roles, hopper_dkdv, hopper_dq, hopper_forward
 from lib.fast.flash_items import n_tiles_in_memory
@@ -403,25 +405,32 @@ _plans: dict[tuple, "Plan"] = {}
 MOST_PLANS = 1024
 
 
-class Like(NamedTuple):
-    """A tensor that a plan allocates."""
+Allocate = Callable[[], Tensor]  # makes a tensor without initial values, on a GPU the current one
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
 
-    def new(self) -> Tensor:
-        """Allocate the tensor, without initial values."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+def _allocate(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Allocate:
+    if device.type == "cuda":  # past PyTorch's dispatcher, as the code that its compiler writes does it
+        return partial(_empty_strided_cuda, shape, strides, dtype)
+    return partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
 
 
 class Plan(NamedTuple):
     """What a call does for tensors of given shapes, strides and dtypes."""
 
     copied: tuple[int, ...]  # indices of the inputs that the TMA can't read where they lie
-    results: tuple[Like, ...]
-    launches: tuple[Any, ...]
+    results: tuple[Allocate, ...]
+    launch: Any
+    backward: dict[tuple, "Plan"]  # of a forward pass: plans of its backward pass, for `_planned_again`
+    elsewhere: torch.device | None = None  # the tensors' device, if it isn't the current one
+
+    def run(self, xs: tuple[Tensor, ...], *rest: Tensor) -> list[Tensor]:
+        """Launch with the inputs, ``rest`` and the results, which are allocated for it and returned."""
+        if self.elsewhere is not None:
+            with torch.cuda.device(self.elsewhere):
+                return self._replace(elsewhere=None).run(xs, *rest)
+        results = [allocate() for allocate in self.results]
+        self.launch(*self.legible(xs), *rest, *results)
+        return results
 
     def legible(self, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The inputs, with copies of those that need one."""
@@ -435,17 +444,41 @@ class Plan(NamedTuple):
 
 def _planned(make: Callable[..., Plan], xs: tuple[Tensor, ...], *rest: Any) -> Plan:
     """``make(xs, *rest)``, kept for later calls with tensors of the same layouts and dtypes."""
-    looks = [(x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in xs]
-    key = (make, xs[0].device, *rest, *looks)
+    current = torch._C._cuda_getDevice() if xs[0].is_cuda else -1
+    looks = [(x.shape, x.stride(), x.dtype, x.get_device()) for x in xs]
+    key = (make, current, _misaligned(xs), *rest, *looks)
     plan = _plans.get(key)
     if plan is None:
-        check_shapes(*xs[:3])
         if any(x.device != xs[0].device for x in xs):
             raise ValueError(f"tensors on {', '.join(str(x.device) for x in xs)}: expected one device")
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
-        plan = _plans[key] = make(xs, *rest)
+        plan = make(xs, *rest)
+        if xs[0].get_device() != current:
+            plan = plan._replace(elsewhere=xs[0].device)
+        _plans[key] = plan
     return plan
+
+
+def _planned_again(known: dict[tuple, Plan], make: Callable[..., Plan], xs: tuple[Tensor, ...], *rest: Any) -> Plan:
+    """`_planned` for the backward pass of a call whose plan has ``known``, with less work.
+
+    The forward pass decides shapes, dtypes and the device. Strides may differ: those of the gradient, and those of saved tensors
+    if a hook has put them elsewhere.
+    """
+    key = (_misaligned(xs), *rest, *[x.stride() for x in xs])
+    plan = known.get(key)
+    if plan is None:
+        plan = known[key] = _planned(make, xs, *rest)
+    return plan
+
+
+def _misaligned(xs: tuple[Tensor, ...]) -> int:
+    """0 if all addresses are multiples of 16 bytes, as the TMA needs them."""
+    bits = 0
+    for x in xs:
+        bits |= x.data_ptr()
+    return bits & 15
 
 
 def dense_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
@@ -456,37 +489,48 @@ def dense_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]
     return dense
 
 
-def _like(x: Tensor) -> Like:
-    """A tensor of x's shape, with its dimensions in the same order and no gaps; its rows are always whole."""
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(dense_strides(shape, tuple(range(len(shape), 0, -1))))
+
+
+def _strides_like(x: Tensor) -> tuple[int, ...]:
+    """Strides of x's shape, with its dimensions in the same order and no gaps; its rows are always whole."""
     strides = dense_strides(tuple(x.shape[:-1]), x.stride()[:-1])
-    return Like(tuple(x.shape), (*(n * x.shape[-1] for n in strides), 1), x.dtype, x.device)
+    return *(n * x.shape[-1] for n in strides), 1
 
 
-def _statistics(x: Tensor, *shape: int) -> Like:
-    return Like(shape, tuple(dense_strides(shape, tuple(range(len(shape), 0, -1)))), torch.float32, x.device)
+def _like(x: Tensor) -> Allocate:
+    return _allocate(tuple(x.shape), _strides_like(x), x.dtype, x.device)
+
+
+def _statistics(x: Tensor, *shape: int) -> Allocate:
+    return _allocate(shape, _contiguous(shape), torch.float32, x.device)
 
 
 def _copied(xs: tuple[Tensor, ...]) -> tuple[int, ...]:
-    return tuple(i for i, x in enumerate(xs) if not can_be_read(x) or x.data_ptr() % 16)
+    return tuple(i for i, x in enumerate(xs) if not can_be_read(x) or _misaligned(xs))
 
 
 def _plan_forward(xs: tuple[Tensor, ...], is_causal: bool, tiles: Tiles | Roles | None) -> Plan:
-    q, k, _ = xs
+    q, k, v = xs
+    check_shapes(q, k, v)
     launch = launch_forward(sizes_of(q, k, is_causal), tiles or tiles_for(q, k, is_causal)[0])
-    return Plan(_copied(xs), (_like(q), _statistics(q, *q.shape[:-1])), (launch,))
+    return Plan(_copied(xs), (_like(q), _statistics(q, *q.shape[:-1])), launch, {})
 
 
 def _plan_dq(xs: tuple[Tensor, ...], is_causal: bool, tiles: Tiles | Roles | None) -> Plan:
-    q, k = xs[:2]
+    q, k, v = xs[:3]
+    check_shapes(q, k, v)
     sizes = sizes_of(q, k, is_causal)
     launch = launch_dq(sizes, tiles or tiles_for(q, k, is_causal)[1])
-    return Plan(_copied(xs), (_like(q), _statistics(q, 2, sizes.n_rows)), (launch,))
+    return Plan(_copied(xs), (_like(q), _statistics(q, 2, sizes.n_rows)), launch, {})
 
 
 def _plan_dkdv(xs: tuple[Tensor, ...], is_causal: bool, tiles: Tiles | Roles | None) -> Plan:
     q, k, v = xs[:3]
+    check_shapes(q, k, v)
     launch = launch_dkdv(sizes_of(q, k, is_causal), tiles or tiles_for(q, k, is_causal)[2])
-    return Plan(_copied(xs), (_like(k), _like(v)), (launch,))
+    return Plan(_copied(xs), (_like(k), _like(v)), launch, {})
 
 
 class TwoPasses(NamedTuple):
@@ -494,11 +538,16 @@ class TwoPasses(NamedTuple):
 
     for_dq: Launch
     for_dkdv: Launch
-    stats: Like
+    stats: Allocate
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether addresses may take the place of tensors, as in a `Launch`."""
+        return self.for_dq.is_ready and self.for_dkdv.is_ready
 
     def __call__(self, q, k, v, o, do, lse, dq, dk, dv, *sums) -> None:
         """Fill dq, dk and dv, and the sums of `launch_dq` if it was made for them; lse is contiguous."""
-        stats = self.stats.new()
+        stats = self.stats()
         self.for_dq(q, k, v, o, do, dq, lse, stats, *sums)
         self.for_dkdv(q, k, v, do, dk, dv, stats)
 
@@ -506,22 +555,18 @@ class TwoPasses(NamedTuple):
 def _plan_backward(xs: tuple[Tensor, ...], is_causal: bool, has_sums: bool = False) -> Plan:
     """``has_sums``: the results include dQ's sums, if the kernels chosen for these sizes compute them."""
     q, k, v = xs[:3]
+    check_shapes(q, k, v)
     sizes = sizes_of(q, k, is_causal)
     _, for_dq, for_dkdv = tiles_for(q, k, is_causal)
     n_tiles = n_stored_tiles(q.device, sizes)
-    sums: tuple[Like, ...] = ()
+    sums: tuple[Allocate, ...] = ()
     if has_sums and not n_tiles and isinstance(for_dq, Tiles):
         n = triton.cdiv(sizes.padded, for_dq.rows)
         sums = (_statistics(q, sizes.n_batches, n, 2, sizes.n_heads, sizes.width),)
     launch = launch_dq(sizes, for_dq, has_sums=bool(sums))
     two_passes = TwoPasses(launch, launch_dkdv(sizes, for_dkdv), _statistics(q, 2, sizes.n_rows))
     stored = StoredBackward(sizes, q.device, n_programs(q.device), n_tiles, two_passes) if n_tiles else None
-    return Plan(_copied(xs), (_like(q), _like(k), _like(v), *sums), (stored or two_passes,))
-
-
-def _plan_joined_backward(xs: tuple[Tensor, ...], is_causal: bool, has_sums: bool) -> Plan:
-    """As `_plan_backward`, but kept apart: a launch belongs to the strides of its gradients too."""
-    return _plan_backward(xs, is_causal, has_sums)
+    return Plan(_copied(xs), (_like(q), _like(k), _like(v), *sums), stored or two_passes, {})
 
 
 # ---- the kernels as functions of tensors --------------------------------------------------------------------------------
@@ -532,9 +577,7 @@ def fast_forward(
 ) -> tuple[Tensor, Tensor]:
     """Output, laid out as q, and natural logsumexp [..., T]. Without ``tiles`` those of the tables are used."""
     xs = (q, k, v)
-    plan = _planned(_plan_forward, xs, is_causal, tiles)
-    o, lse = [like.new() for like in plan.results]
-    plan.launches[0](*plan.legible(xs), o, lse)
+    o, lse = _planned(_plan_forward, xs, is_causal, tiles).run(xs)
     return o, lse
 
 
@@ -542,8 +585,8 @@ def fast_dq(q, k, v, o, do, lse, is_causal: bool, tiles: Tiles | Roles | None = 
     """The gradient of q; and stats [2, rows]: each row's lse in base 2, and its sum of o * do."""
     xs = (q, k, v, o, do)
     plan = _planned(_plan_dq, xs, is_causal, tiles)
-    dq, stats = [like.new() for like in plan.results]
-    plan.launches[0](*plan.legible(xs), dq, lse.contiguous(), stats)
+    dq, stats = [allocate() for allocate in plan.results]
+    plan.launch(*plan.legible(xs), dq, lse.contiguous(), stats)
     return dq, stats
 
 
@@ -551,17 +594,15 @@ def fast_dkdv(q, k, v, do, stats, is_causal: bool, tiles: Tiles | Roles | None =
     """The gradients of k and v; stats are those that `fast_dq` returns."""
     xs = (q, k, v, do)
     plan = _planned(_plan_dkdv, xs, is_causal, tiles)
-    dk, dv = [like.new() for like in plan.results]
-    plan.launches[0](*plan.legible(xs), dk, dv, stats)
+    dk, dv = [allocate() for allocate in plan.results]
+    plan.launch(*plan.legible(xs), dk, dv, stats)
     return dk, dv
 
 
 def fast_backward(q, k, v, o, do, lse, is_causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     """All three gradients, each laid out as its input."""
     xs = (q, k, v, o, do)
-    plan = _planned(_plan_backward, xs, is_causal)
-    dq, dk, dv = [like.new() for like in plan.results]
-    plan.launches[0](*plan.legible(xs), lse.contiguous(), dq, dk, dv)
+    dq, dk, dv = _planned(_plan_backward, xs, is_causal).run(xs, lse.contiguous())
     return dq, dk, dv
 
 
@@ -581,20 +622,66 @@ def split_joined(x: Tensor, n_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     return heads[:, :n_heads], heads[:, n_heads : n_heads + groups], heads[:, n_heads + groups :]
 
 
-def _joined_forward(x: Tensor, n_heads: int, is_causal: bool) -> tuple[Tensor, Tensor]:
-    o, lse = fast_forward(*split_joined(x, n_heads), is_causal)
-    return o.transpose(1, 2), lse
+class Joined(NamedTuple):
+    """A launch for parts of joined tensors; it is called with the joined ones.
+
+    Making views takes the host as long as launching the kernel. So only the first call makes them, and later ones add up where
+    each part begins.
+    """
+
+    launch: Any
+    views: Callable[..., tuple[Tensor, ...]]  # of the joined tensors
+    places: tuple[tuple[int, int], ...]  # for each part, which tensor it is of, and how many bytes lie before it
+
+    def __call__(self, *tensors: Tensor) -> None:
+        if not self.launch.is_ready or not self.places:
+            self.launch(*self.views(*tensors))
+            return
+        first = [x.data_ptr() for x in tensors]
+        self.launch(*[first[i] + n_bytes for i, n_bytes in self.places])
+
+
+def _places(tensor: int, x: Tensor, n_heads: int, strides: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Where the parts of `split_joined` begin in a tensor like x with such strides."""
+    n_groups = (x.shape[2] - n_heads) // 2
+    return tuple((tensor, n * strides[2] * x.element_size()) for n in (0, n_heads, n_heads + n_groups))
+
+
+def _plan_joined_forward(xs: tuple[Tensor, ...], n_heads: int, is_causal: bool) -> Plan:
+    (x,) = xs
+    plan = _plan_forward(split_joined(x, n_heads), is_causal, None)
+    b, t, _, d = x.shape
+    shape = b, t, n_heads, d
+
+    def views(x, o, lse):
+        return *plan.legible(split_joined(x, n_heads)), o.transpose(1, 2), lse
+
+    places = () if plan.copied else (*_places(0, x, n_heads, x.stride()), (1, 0), (2, 0))
+    o = _allocate(shape, _contiguous(shape), x.dtype, x.device)
+    return Plan((), (o, plan.results[1]), Joined(plan.launch, views, places), {})
+
+
+def _plan_joined_backward(xs: tuple[Tensor, ...], n_heads: int, is_causal: bool, has_bias: bool) -> Plan:
+    x, o, do = xs
+    plan = _plan_backward((*split_joined(x, n_heads), o.transpose(1, 2), do.transpose(1, 2)), is_causal, has_bias)
+    strides = _contiguous(tuple(x.shape))
+    dx = _allocate(tuple(x.shape), strides, x.dtype, x.device)
+
+    def views(x, o, do, lse, dx, *sums):
+        parts = plan.legible((*split_joined(x, n_heads), o.transpose(1, 2), do.transpose(1, 2)))
+        return *parts, lse, *split_joined(dx, n_heads), *sums
+
+    inputs = (*_places(0, x, n_heads, x.stride()), (1, 0), (2, 0), (3, 0))
+    outputs = (*_places(4, x, n_heads, strides), *((5 + i, 0) for i in range(len(plan.results[3:]))))
+    places = () if plan.copied else inputs + outputs
+    return Plan((), (dx, *plan.results[3:]), Joined(plan.launch, views, places), {})
 
 
 def _joined_backward(
-    x: Tensor, o: Tensor, do: Tensor, lse: Tensor, n_heads: int, is_causal: bool, has_bias: bool
+    plan: Plan, x: Tensor, o: Tensor, do: Tensor, lse: Tensor, n_heads: int, has_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The joined gradient; and with ``has_bias`` the sums [2, H, D] of dQ and dO over all tokens, for `_bias_gradient`."""
-    dx = torch.empty_strided(x.shape, _joined_strides(x), dtype=x.dtype, device=x.device)
-    xs = (*split_joined(x, n_heads), o.transpose(1, 2), do.transpose(1, 2))
-    plan = _planned(_plan_joined_backward, xs, is_causal, has_bias)
-    sums = [like.new() for like in plan.results[3:]]
-    plan.launches[0](*plan.legible(xs), lse.contiguous(), *split_joined(dx, n_heads), *sums)
+    dx, *sums = plan.run((x, o, do), lse.contiguous())
     if not has_bias:
         return dx, None
     if sums:
@@ -612,11 +699,6 @@ def _bias_gradient(sums: Tensor, n_groups: int) -> Tensor:
     of_queries, of_outputs = sums
     of_values = of_outputs.unflatten(0, (n_groups, -1)).sum(1)
     return torch.cat([of_queries, torch.zeros_like(of_values), of_values]).flatten()
-
-
-def _joined_strides(x: Tensor) -> tuple[int, ...]:
-    _, t, n, d = x.shape
-    return t * n * d, n * d, d, 1
 
 
 # ---- as PyTorch and its compiler see it ----------------------------------------------------------------------------------
@@ -641,7 +723,8 @@ def backward_operator(
 @torch.library.custom_op("workbook::flash_joined_forward", mutates_args=())
 def joined_forward_operator(x: Tensor, bias: Tensor | None, n_heads: int, is_causal: bool) -> tuple[Tensor, Tensor]:
     """Attention on a joined projection; returns ``[B, T, H, D]`` and the logsumexp ``[B, H, T]``. The bias gets a gradient."""
-    return _joined_forward(x, n_heads, is_causal)
+    o, lse = _planned(_plan_joined_forward, (x,), n_heads, is_causal).run((x,))
+    return o, lse
 
 
 @torch.library.custom_op("workbook::flash_joined_backward", mutates_args=())
@@ -649,13 +732,13 @@ def joined_backward_operator(
     x: Tensor, o: Tensor, do: Tensor, lse: Tensor, n_heads: int, is_causal: bool, has_bias: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradient of a joined projection, joined too, and the sums for the gradient of its bias, or an empty tensor."""
-    dx, sums = _joined_backward(x, o, do, lse, n_heads, is_causal, has_bias)
+    plan = _planned(_plan_joined_backward, (x, o, do), n_heads, is_causal, has_bias)
+    dx, sums = _joined_backward(plan, x, o, do, lse, n_heads, has_bias)
     return dx, x.new_empty(0, dtype=torch.float32) if sums is None else sums
 
 
 def _fake_like(x: Tensor) -> Tensor:
-    like = _like(x)
-    return x.new_empty_strided(like.shape, like.strides)
+    return x.new_empty_strided(x.shape, _strides_like(x))
 
 
 @forward_operator.register_fake
@@ -727,17 +810,22 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal):
-        o, lse = fast_forward(q, k, v, is_causal)
-        ctx.is_causal = is_causal
+        xs = (q, k, v)
+        plan = _planned(_plan_forward, xs, is_causal, None)
+        o, lse = plan.run(xs)
+        ctx.is_causal, ctx.plans = is_causal, plan.backward
         ctx.save_for_backward(q, k, v, o, lse)
         return o
 
     @staticmethod
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
-        # With create_graph use the operator, which raises on a second derivative; a plain launch would silently lack terms.
-        compute = backward_operator if torch.is_grad_enabled() else fast_backward
-        return *compute(q, k, v, o, do, lse, ctx.is_causal), None
+        if (
+            torch.is_grad_enabled()
+        ):  # the operator raises on a second derivative; a plain launch would silently lack terms
+            return *backward_operator(q, k, v, o, do, lse, ctx.is_causal), None
+        xs = (q, k, v, o, do)
+        return *_planned_again(ctx.plans, _plan_backward, xs, ctx.is_causal).run(xs, lse.contiguous()), None
 
 
 class EagerJoined(torch.autograd.Function):
@@ -745,15 +833,27 @@ class EagerJoined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, bias, n_heads, is_causal):
-        o, lse = _joined_forward(x, n_heads, is_causal)
+        plan = _planned(_plan_joined_forward, (x,), n_heads, is_causal)
+        o, lse = plan.run((x,))
         ctx.n_heads, ctx.is_causal, ctx.bias_dtype = n_heads, is_causal, None if bias is None else bias.dtype
+        ctx.plans = plan.backward
         ctx.save_for_backward(x, o, lse)
         return o
 
     @staticmethod
     def backward(ctx, do):
-        return _joined_gradients(ctx, do, joined_backward_operator if torch.is_grad_enabled() else _joined_backward)
+        if torch.is_grad_enabled():
+            return _joined_gradients(ctx, do, joined_backward_operator)
 
+        def compute(x, o, do, lse, n_heads, is_causal, has_bias):
+            plan = _planned_again(ctx.plans, _plan_joined_backward, (x, o, do), n_heads, is_causal, has_bias)
+            return _joined_backward(plan, x, o, do, lse, n_heads, has_bias)
+
+        return _joined_gradients(ctx, do, compute)
+
+
+# `Function.apply` asks at every call for transforms of torch.func. `is_watched` has asked already.
+_apply, _apply_joined = (super(torch.autograd.Function, which).apply for which in (Eager, EagerJoined))
 
 _capabilities: dict[torch.device, tuple[int, int]] = {}
 
@@ -808,7 +908,7 @@ def flash_attention_fast(
     if is_watched(q, k, v):
         check_shapes(q, k, v)
         return forward_operator(q, k, v, is_causal)[0]
-    return Eager.apply(q, k, v, is_causal)
+    return _apply(q, k, v, is_causal)
 
 
 def flash_attention_joined(
@@ -831,7 +931,7 @@ def flash_attention_joined(
     if is_watched(x):
         split_joined(x, n_heads)
         return joined_forward_operator(x, bias, n_heads, is_causal)[0]
-    return EagerJoined.apply(x, bias, n_heads, is_causal)
+    return _apply_joined(x, bias, n_heads, is_causal)
 
 
 # ---- the two halves for other modules -------------------------------------------------------------------------------------

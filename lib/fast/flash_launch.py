@@ -2,8 +2,8 @@
 
 A short kernel runs for some tens of microseconds. Triton's own launch of a kernel with seven tensor descriptors takes longer:
 it builds each descriptor in Python, checks it, and compares every argument with its compiled variants. Here a `Launch` belongs
-to fixed shapes and strides. Everything but the addresses is prepared once, and a descriptor is made once for each
-address. A training loop sees few addresses, because PyTorch's allocator hands out the same blocks again.
+to fixed shapes and strides. Everything but the addresses is prepared once, and the arguments for given addresses are kept. A
+training loop sees the same addresses again and again, because PyTorch's allocator hands out the same blocks.
 """
 
 import inspect
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 
 from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, triton
 
@@ -25,7 +25,7 @@ LENGTHS = ("T", "S", "H", "G")  # arguments on which Triton does not specialize 
 # Heads whose rows are computed side by side. With more, too few programs at a time read the same keys; with fewer, long and
 # short rows follow each other. If no number in between divides theirs, it is all of them.
 FEWEST_TOGETHER, MOST_TOGETHER = 8, 32
-MOST_DESCRIPTORS = 256  # kept for each argument
+MOST_KEPT = 256  # lists of arguments that a launch keeps, one for each set of addresses
 
 
 class Box(NamedTuple):
@@ -59,8 +59,8 @@ def can_be_read(x: Tensor) -> bool:
 
 
 def is_watched(*xs: Tensor) -> bool:
-    """Whether a compiler, a dispatch mode or a tensor subclass (such as a fake tensor) must see the operators."""
-    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+    """Whether a compiler, a transform of torch.func, a dispatch mode or a tensor subclass must see the operators."""
+    if torch.compiler.is_compiling() or _are_functorch_transforms_active() or _len_torch_dispatch_stack():
         return True
     return {type(x) for x in xs} != {Tensor}
 
@@ -129,24 +129,32 @@ class Launch:
     def __init__(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], **options: Any):
         self.kernel, self.args, self.options = kernel, args, options
         self.grid = (*grid, 1, 1)[:3]
-        self.ready: Callable[[tuple[Tensor, ...]], None] | None = None
+        self.compiled: Any = None
+        self.ready: Callable[[tuple[int, ...]], None] | None = None
 
-    def __call__(self, *tensors: Tensor) -> None:
-        """Launch on the current stream of the current device, which holds the tensors."""
+    def __call__(self, *given: Tensor | int) -> None:
+        """Launch on the current stream of the current device, which holds the tensors.
+
+        Once `is_ready` holds, addresses may take the place of tensors.
+        """
         if self.ready is not None:
-            self.ready(tensors)
+            self.ready(tuple([x if type(x) is int else x.data_ptr() for x in given]))  # type: ignore[union-attr]
             return
-        compiled = self.kernel[self.grid](*self._arguments(tensors), **self.options)
+        tensors: tuple[Tensor, ...] = given  # type: ignore[assignment]
+        if tensors[0].is_cuda:
+            _take_context()
+        arguments = [_argument(arg, tensors) for arg in self.args]
+        if self.compiled is not None:  # a version of Triton that `_direct` does not know
+            self.compiled[self.grid](*arguments)
+            return
+        compiled = self.kernel[self.grid](*arguments, **self.options)
         if not INTERPRETED:
-            self.ready = _direct(self, compiled, tensors) or self._through(compiled)
+            self.compiled, self.ready = compiled, _direct(self, compiled, tensors)
 
-    def _arguments(self, tensors: tuple[Tensor, ...]) -> list[Any]:
-        return [_argument(arg, tensors) for arg in self.args]
-
-    def _through(self, compiled: Any) -> Callable[[tuple[Tensor, ...]], None]:
-        """A launch through Triton's Python, for versions that `_direct` does not know."""
-        run = compiled[self.grid]
-        return lambda tensors: run(*self._arguments(tensors))
+    @property
+    def is_ready(self) -> bool:
+        """Whether a call needs no more than addresses."""
+        return self.ready is not None
 
 
 def _shape_of(arg: Box, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -174,8 +182,13 @@ def _argument(arg: Any, tensors: tuple[Tensor, ...]) -> Any:
     return InGluon(x, list(shape), list(strides), list(arg.box), arg.layout)
 
 
-def _direct(launch: Launch, compiled: Any, tensors: tuple[Tensor, ...]) -> Callable[[tuple[Tensor, ...]], None] | None:
-    """A function that calls Triton's compiled C launcher for this kernel; None if it is of an unknown kind."""
+def _take_context() -> None:
+    """Give this thread the GPU's context, without which no descriptor can be made. A new thread has none before its first kernel."""
+    torch.cuda.set_device(torch.cuda.current_device())
+
+
+def _direct(launch: Launch, compiled: Any, tensors: tuple[Tensor, ...]) -> Callable[[tuple[int, ...]], None] | None:
+    """A function of addresses that calls Triton's compiled C launcher for this kernel; None if it is of an unknown kind."""
     if VERSION not in DIRECT:
         return None
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
@@ -187,36 +200,34 @@ def _direct(launch: Launch, compiled: Any, tensors: tuple[Tensor, ...]) -> Calla
     run = inspect.getclosurevars(outer.launch).nonlocals.get("launcher")
     if run is None or len(described) != sum(isinstance(arg, Box) for arg in launch.args) or None in described:
         return None
-    encode, flat = driver.active.utils.fill_tma_descriptor, []  # type: ignore[var-annotated]
-    slots: list[tuple[int, int, dict[int, Any] | None, tuple]] = []
+    encode = driver.active.utils.fill_tma_descriptor
+    fixed = (outer.launch_cooperative_grid, outer.launch_pdl, None, None, compiled.packed_metadata, None, None, None)
+    args = [compiled.function, *fixed]
+    slots: list[tuple[int, int, tuple]] = []  # where an address goes, which one, and how its descriptor is made
     for arg in launch.args:
         if isinstance(arg, Box):
             meta, (shape, strides) = described.pop(0), _shape_of(arg, tensors[arg.tensor])
             kind = (meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]])
-            slots.append((len(flat), arg.tensor, {}, (*kind, meta["block_size"], list(shape), list(strides), 0)))
-            flat += [None, *shape, *strides]
+            slots.append((len(args), arg.tensor, (*kind, meta["block_size"], list(shape), list(strides), 0)))
+            args += [None, *shape, *strides]
         elif isinstance(arg, Address):
-            slots.append((len(flat), arg.tensor, None, ()))
-            flat.append(None)
+            slots.append((len(args), arg.tensor, ()))
+            args.append(None)
         else:
-            flat.append(arg)
-    device, stream_of = tensors[0].get_device(), torch._C._cuda_getCurrentRawStream
-    fixed = (outer.launch_cooperative_grid, outer.launch_pdl, None, None, compiled.packed_metadata, None, None, None)
-    grid, function = launch.grid, compiled.function
+            args.append(arg)
+    device, stream_of, grid = tensors[0].get_device(), torch._C._cuda_getCurrentRawStream, launch.grid
+    known: dict[tuple[int, ...], list[Any]] = {}
 
-    def ready(tensors: tuple[Tensor, ...]) -> None:
-        args, addresses = flat.copy(), [x.data_ptr() for x in tensors]
-        for at, index, known, how in slots:
-            address = addresses[index]
-            if known is None:
-                args[at] = address
-                continue
-            descriptor = known.get(address)
-            if descriptor is None:
-                if len(known) >= MOST_DESCRIPTORS:
-                    known.clear()
-                descriptor = known[address] = encode(address, *how)
-            args[at] = descriptor
-        run(*grid, stream_of(device), function, *fixed, *args)
+    def ready(addresses: tuple[int, ...]) -> None:
+        complete = known.get(addresses)
+        if complete is None:
+            _take_context()
+            complete = args.copy()
+            for at, index, how in slots:
+                complete[at] = encode(addresses[index], *how) if how else addresses[index]
+            known[addresses] = complete
+            if len(known) > MOST_KEPT:
+                known.clear()
+        run(*grid, stream_of(device), *complete)
 
     return ready

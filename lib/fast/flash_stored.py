@@ -447,6 +447,8 @@ class StoredBackward:
         ValueError: some row has no key, or tiles are not 128 wide.
     """
 
+    is_ready = False  # it needs tensors, not only addresses
+
     def __init__(self, sizes: Sizes, device: torch.device, n_programs: int, n_tiles: int, otherwise: Any = None):
         if sizes.width != 128 or (sizes.causal and sizes.t > sizes.s):
             raise ValueError(

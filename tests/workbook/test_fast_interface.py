@@ -230,6 +230,67 @@ def test_a_models_projection_gets_the_gradient_of_its_bias_from_our_attention(mo
             torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("wide", [False, True], ids=["alone", "part of a wider tensor"])
+def test_the_parts_of_joined_tensors_are_where_their_views_are(wide, has_bias):
+    x = torch.randn(2, 9, 7 if wide else 5, 16)[:, :, :5]
+    forward = flash._plan_joined_forward((x,), 3, True)
+    o, lse = (allocate() for allocate in forward.results)
+    do = torch.randn(2, 9, 4, 16)[:, :, 1:]
+    backward = flash._plan_joined_backward((x, o, do), 3, True, has_bias)
+    assert len(backward.results) == 1 + has_bias
+    grads = [allocate() for allocate in backward.results]
+    for launch, tensors in ((forward.launch, (x, o, lse)), (backward.launch, (x, o, do, lse, *grads))):
+        used = []
+        later = launch._replace(launch=Recorder(used))
+        later(*tensors)
+        assert used == [view.data_ptr() for view in launch.views(*tensors)]
+
+
+class Recorder:
+    """A launch that needs only addresses, and keeps them."""
+
+    is_ready = True
+
+    def __init__(self, used):
+        self.used = used
+
+    def __call__(self, *addresses):
+        self.used.extend(addresses)
+
+
+@interpreted
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_hook_may_give_saved_tensors_other_strides(joined):
+    """The backward pass looks at the strides again, and not only at those of the forward pass."""
+    x, do = torch.randn(2, 9, 4, 16).requires_grad_(), torch.randn(2, 9, 2, 16)
+
+    def gradient():
+        if joined:
+            o = flash_attention_joined(x, 2, True)
+        else:
+            o = flash_attention_fast(*split_joined(x, 2), True).transpose(1, 2)
+        return torch.autograd.grad(o, x, do)[0]
+
+    wanted = gradient()
+    for turn in (
+        lambda y: y.mT.contiguous().mT,
+        torch.Tensor.contiguous,
+        lambda y: y.transpose(0, 1).clone().transpose(0, 1),
+    ):
+        with torch.autograd.graph.saved_tensors_hooks(lambda y: y, turn):
+            torch.testing.assert_close(gradient(), wanted)
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore")  # vmap takes one example after another
+def test_a_transform_of_torch_func_is_right_or_refused():
+    q, k, v = (torch.randn(3, 2, 9, 16) for _ in range(3))
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda q: flash_attention_fast(q, k, v).square().sum())(q)
+    torch.testing.assert_close(torch.vmap(flash_attention_fast)(q, k, v), flash_attention_fast(q, k, v))
+
+
 def test_a_bias_of_another_length_is_refused():
     with pytest.raises(ValueError, match=r"bias \(63,\)"):
         flash_attention_joined(torch.zeros(1, 4, 4, 16), 2, False, torch.zeros(63))

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,7 @@ from lib.fast.flash import (
     fast_forward,
     fits_fast,
     flash_attention_fast,
+    flash_attention_joined,
     is_quickest,
     sizes_of,
     split_joined,
@@ -198,13 +200,13 @@ def test_dS_stays_out_of_memory_where_collectives_share_the_gpu(monkeypatch):
 @interpreted
 def test_gradients_of_a_joined_projection_have_launches_of_their_own(monkeypatch):
     x = torch.randn(1, 32, 6, 16)
-    o, lse = flash_fast._joined_forward(x, 2, True)
+    o, lse = flash_fast.joined_forward_operator(x, None, 2, True)
     do = torch.randn_like(o)
     used = []
     monkeypatch.setattr(flash_fast, "_plans", {})
     call = flash_fast.TwoPasses.__call__
     monkeypatch.setattr(flash_fast.TwoPasses, "__call__", lambda self, *xs: (used.append(id(self)), call(self, *xs)))
-    joined, _ = flash_fast._joined_backward(x, o, do, lse, 2, True, False)
+    joined, _ = flash_fast.joined_backward_operator(x, o, do, lse, 2, True, False)
     apart = fast_backward(*split_joined(x, 2), o.transpose(1, 2), do.transpose(1, 2), lse, True)
     for one, other in zip(split_joined(joined, 2), apart, strict=True):
         torch.testing.assert_close(one, other)
@@ -485,7 +487,7 @@ def test_dS_of_several_gigabytes_gives_the_gradients_of_two_passes(monkeypatch):
 def test_where_memory_is_short_two_passes_take_over():
     (q, k, v, do), exact = given_at((1, 32, 32, 2048, 2048), 128, False, torch.bfloat16)
     plan = flash_fast._plan_backward((q, k, v, q, do), False)
-    backward = plan.launches[0]
+    backward = plan.launch
     assert isinstance(backward, StoredBackward)
     backward.n_ds = 2**45
     o, lse = fast_forward(q, k, v, False)
@@ -547,6 +549,50 @@ def test_what_the_copy_engine_cannot_read_is_copied_and_right():
         assert gap(grad, exact["dq"]) <= 1e-2
     whole = torch.autograd.grad(flash_attention_fast(q, k, v, True).sum(), q)  # its gradient has strides of 0
     torch.testing.assert_close(whole, torch.autograd.grad(flash_attention_fast(q, k, v, True), q, torch.ones_like(q)))
+
+
+@pytest.mark.gpu
+@needs_roles
+def test_later_calls_find_the_parts_of_other_joined_tensors():
+    q, k, v = (torch.randn(3, 4, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    do = torch.randn(3, 300, 4, 64, device="cuda", dtype=torch.bfloat16)
+    apart = [y.clone().requires_grad_() for y in (q, k, v)]
+    wanted = torch.autograd.grad(flash_attention_fast(*apart, True), apart, do.transpose(1, 2))
+    kept = []  # so that each call has other memory
+    for _ in range(4):
+        x = torch.cat((q, k, v), 1).transpose(1, 2).contiguous().requires_grad_()
+        (grad,) = torch.autograd.grad(flash_attention_joined(x, 4, True), x, do.clone())
+        kept += [x, grad]
+        for found, want in zip(split_joined(grad, 4), wanted, strict=True):
+            assert torch.equal(found, want)
+
+
+@pytest.mark.gpu
+@needs_roles
+def test_a_thread_that_never_used_the_gpu_can_launch():
+    q, k, v = (torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    wanted, _ = fast_forward(q, k, v, True)  # compiled here, so that the thread only launches
+    with ThreadPoolExecutor(1) as thread:
+        found, _ = thread.submit(fast_forward, q, k, v.clone(), True).result()
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
+def test_tensors_may_be_on_another_gpu_than_the_current_one():
+    leaves = [torch.randn(2, 4, 256, 64, device="cuda:1", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    x = torch.randn(2, 256, 12, 64, device="cuda:1", dtype=torch.bfloat16, requires_grad=True)
+
+    def step():
+        o, joined = flash_attention_fast(*leaves, True), flash_attention_joined(x, 4, True)
+        return o, joined, *torch.autograd.grad(o.sum() + joined.sum(), (*leaves, x))
+
+    with torch.cuda.device(1):
+        wanted = step()
+    for _ in range(2):
+        for found, want in zip(step(), wanted, strict=True):
+            assert found.device == x.device
+            assert torch.equal(found, want)
 
 
 @pytest.mark.gpu
