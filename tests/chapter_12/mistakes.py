@@ -824,6 +824,139 @@ class LastBackwardOnly(reference.FullySharded):
         super().before_backward(i)
 
 
+@mistake("FullySharded", "`free` frees only the first of a unit's flat shards: where a part is frozen there are two")
+class FreesOneFlat(reference.FullySharded):
+    def free(self, i):
+        for flat in self.flats[i][:1]:
+            flat.free()
+        self.places[i].take_down()
+
+
+@mistake(
+    "FullySharded",
+    "only the first of the next unit's flat shards is gathered ahead: where a part is frozen there are two",
+)
+class OneFlatAhead(reference.FullySharded):
+    def gather(self, i, following):
+        if self.ahead not in (None, i, following):
+            self.free(self.ahead)
+        for flat in self.flats[i]:
+            flat.finish_gather()
+        self.ahead = following if 0 < following < len(self.flats) else None
+        for flat in self.flats[following][:1] if self.ahead is not None else ():
+            flat.start_gather()
+
+
+@mistake(
+    "FullySharded", "the views are not hung in their places before the forward: the unit computes with empty parameters"
+)
+class NothingHung(reference.FullySharded):
+    def before_forward(self, i):
+        self.gather(i, i + 1)
+
+
+@mistake("FullySharded", "the views are taken before the unit is gathered, when there is no memory behind them")
+class HungTooEarly(reference.FullySharded):
+    def before_forward(self, i):
+        for flat in self.flats[i]:
+            self.places[i].hang(flat.views())
+        self.gather(i, i + 1)
+
+
+@mistake("FullySharded", "the gather of the unit itself is started but not waited for")
+class OnlyStarted(reference.FullySharded):
+    def gather(self, i, following):
+        if self.ahead not in (None, i, following):
+            self.free(self.ahead)
+        self.ahead = following if 0 < following < len(self.flats) else None
+        for unit in (i, self.ahead):
+            for flat in self.flats[unit] if unit is not None else ():
+                flat.start_gather()
+
+
+@mistake("FullySharded", "after the root's forward only the root is freed: a unit that was gathered ahead stays whole")
+class OnlyTheRootFreed(reference.FullySharded):
+    def after_forward(self, i):
+        self.free(i)
+        self.ahead = self.ahead if i else None
+
+
+@mistake("FullySharded", "`reducing` does not say which gradient is being reduced, so nobody waits for it")
+class NotRemembered(reference.FullySharded):
+    def after_gradient(self, flat):
+        super().after_gradient(flat)
+        self.reducing = None
+
+
+@mistake("FullySharded", "a unit's reduction is not started when its gradient is complete")
+class NeverReduced(reference.FullySharded):
+    def after_gradient(self, flat):
+        flat.free()
+        if self.reducing is not None:
+            self.reducing.finish_reduce()
+        self.reducing = flat
+
+
+@mistake("FullySharded", "the unit that was gathered ahead is freed when its turn comes, and gathered again")
+class FreedWhenItsTurnComes(reference.FullySharded):
+    def gather(self, i, following):
+        if self.ahead is not None:
+            self.free(self.ahead)
+        self.ahead = None
+        super().gather(i, following)
+
+
+@mistake("FullySharded", "the unit that is ahead is freed even if it comes next, and gathered again")
+class FreedThoughNext(reference.FullySharded):
+    def gather(self, i, following):
+        if self.ahead not in (None, i):
+            self.free(self.ahead)
+        super().gather(i, following)
+
+
+@mistake("FullySharded", "two units are gathered ahead, so three are whole while one computes")
+class TwoAhead(reference.FullySharded):
+    def gather(self, i, following):
+        super().gather(i, following)
+        for unit in (following - 1, following + 1):
+            for flat in self.flats[unit] if 0 < unit < len(self.flats) and unit != i else ():
+                flat.start_gather()
+
+
+@mistake("FullySharded", "a gradient is reduced twice")
+class ReducedTwice(reference.FullySharded):
+    def after_gradient(self, flat):
+        super().after_gradient(flat)
+        flat.start_reduce()
+
+
+@mistake("FullySharded", "`before_forward` names the unit itself as the following one, so no other is gathered ahead")
+class FollowsItself(reference.FullySharded):
+    def before_forward(self, i):
+        self.gather(i, i)
+        for flat in self.flats[i]:
+            self.places[i].hang(flat.views())
+
+
+@mistake("FullySharded", "`before_backward` frees the unit first, and so gathers anew what was gathered ahead")
+class FreedBeforeItsBackward(reference.FullySharded):
+    def before_backward(self, i):
+        self.free(i)
+        super().before_backward(i)
+
+
+@mistake(
+    "FullySharded", "after the last unit comes none: `following` may be the number of units, for which there is no list"
+)
+class BeyondTheLast(reference.FullySharded):
+    def gather(self, i, following):
+        super().gather(i, following)
+        if following > 0:
+            self.ahead = following
+            for flat in self.flats[following]:
+                flat.start_gather()
+
+
 # ---- 12.8 clip_sharded_gradient_norm_ --------------------------------------------------------------------------------
 
 

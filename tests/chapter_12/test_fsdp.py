@@ -995,14 +995,35 @@ class Headless(nn.Module):
 
 def fully_without_a_head(rank, world_size):
     case(f"a root that returns its last unit's output, its parameter frozen; four units on {world_size} ranks")
-    wrapped = fsdp.FullySharded(Headless())
+    wrapped, at_first = fsdp.FullySharded(Headless()), []
     with Calls(GATHER, lambda: None) as calls:
-        wrapped(torch.ones(2, 3)).sum().backward()
+        out = wrapped(torch.ones(2, 3))
+        out.register_hook(lambda _: at_first.extend(whole_units(wrapped)))
+        out.sum().backward()
         wrapped.finish_gradient_synchronization()
     read = "the contract of ex-fsdp-fullysharded, `finish_gradient_synchronization`"
     expect_equal(whole_units(wrapped), [], name="units that are whole after finish", read=read)
     read = "the contract of ex-fsdp-fullysharded, `before_backward`"
-    expect_equal(len(calls.seen), 2 * 5, name="gathers of five flat shards in a step", read=read)
+    name = "gathers of five flat shards in a step, and the units with memory when backward begins"
+    expect_equal([len(calls.seen), at_first], [2 * 5, [0, 3, 4]], name=name, read=read)
+
+
+def fully_in_two_parts(rank, world_size):
+    case(f"three units on {world_size} ranks, each of two flat shards: the weight is trained, the bias frozen")
+    model = nn.Sequential(nn.ModuleList(nn.Linear(3, 3) for _ in range(3)))
+    model.forward = lambda x: model[0][2](model[0][1](model[0][0](x)))
+    for block in model[0]:
+        block.bias.requires_grad_(False)
+    wrapped, begun = fsdp.FullySharded(model), []
+    with Calls(GATHER, lambda: None) as calls:
+        for block in model[0]:
+            block.register_forward_pre_hook(lambda *_: begun.append(len(calls.seen)))
+        wrapped(torch.ones(2, 3)).sum().backward()
+        wrapped.finish_gradient_synchronization()
+    read = "the contract of ex-fsdp-fullysharded, `free`"
+    expect_equal(whole_units(wrapped), [], name="units that are whole after finish", read=read)
+    read = "the contract of ex-fsdp-fullysharded, `gather`"
+    expect_equal(begun, [4, 6, 6], name="gathers begun when each unit computes", read=read)
 
 
 def fully_ahead(rank, world_size):
@@ -1068,6 +1089,7 @@ def fully_kept_promises(rank, world_size):
     expect_equal(kept, [], name="units whose views were not taken down", read=read)
     fully_reduced(rank, world_size)
     fully_without_a_head(rank, world_size)
+    fully_in_two_parts(rank, world_size)
 
 
 @pytest.mark.time_limit(40)
