@@ -3,7 +3,7 @@
 ``python -m lib.bench.flash_shapes`` on a Hopper GPU (three minutes) adds its rows to ``flash_shapes.json`` under the
 GPU's name, and keeps the rows of other GPUs. Forward and backward run together in bf16, in random order, in two ways:
 called in a row from Python, and in a CUDA graph, where the host plays no part. Four shapes are also timed with one
-decision undone, and two with other ways to launch the kernels. ``--only`` measures some shapes anew and keeps the others.
+decision undone, and four with other ways to launch the kernels. ``--only`` measures some shapes anew and keeps the others.
 ``--tiny`` runs a toy size and times nothing.
 """
 
