@@ -2,7 +2,10 @@
 
 import itertools
 from collections import deque
+from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import cache, partial
+from typing import ClassVar
 from unittest import mock
 
 import torch
@@ -14,8 +17,10 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from lib.given.parallel.mail import Mail, Message
 from lib.given.parallel.pipeline import Action, MeanLoss, Plan, Work, check_plans
 from lib.given.parallel.recompute import Enough, keep_in_graph
-from lib.workbook.grading import mistake
+from lib.workbook.grading import graded, mistake
 from solutions import pipeline as reference
+
+pipeline = graded("pipeline")
 
 # ---- 17.1 partition_layers -------------------------------------------------------------------------------------------
 
@@ -99,6 +104,55 @@ def best_rests(costs, n_stages):
     return ranges(cut(0, n_stages)[1], len(costs))
 
 
+@mistake(
+    "partition_layers",
+    "the layers before the last stage are cut as well as they can be by themselves; they need only stay below the largest stage of all",
+)
+def best_beginnings(costs, n_stages):
+    reference.partition_layers(costs, n_stages)
+    before = list(itertools.accumulate((float(c) for c in costs), initial=0.0))
+
+    @cache
+    def cut(n, end):
+        if n == 1:
+            return before[end], (0,)
+        found = []
+        for first in range(n - 1, end):
+            largest, starts = cut(n - 1, first)
+            found.append((max(largest, before[end] - before[first]), first, (*starts, first)))
+        largest, _, starts = min(found)
+        return largest, starts
+
+    return ranges(cut(n_stages, len(costs))[1], len(costs))
+
+
+@mistake("partition_layers", "the stages are pairs of first layer and end; the contract asks for a range each")
+def pairs_of_ends(costs, n_stages):
+    return [(r.start, r.stop) for r in reference.partition_layers(costs, n_stages)]
+
+
+@mistake("partition_layers", "the costs are rounded down to whole numbers, though they may be seconds")
+def whole_costs(costs, n_stages):
+    return reference.partition_layers([int(cost) for cost in costs], n_stages)
+
+
+@mistake("partition_layers", "stages may be empty where that costs no more: each needs at least one layer")
+def empty_where_cheap(costs, n_stages):
+    best = max(sum(costs[i] for i in r) for r in reference.partition_layers(costs, n_stages))
+    found, end = [len(costs)], len(costs)
+    for k in reversed(range(n_stages)):
+        end = 0 if not k else next(j for j in range(end + 1) if sum(costs[j:end]) <= best)
+        found.insert(0, end)
+    return [range(i, j) for i, j in itertools.pairwise(found)]
+
+
+@mistake("partition_layers", "the error does not name both numbers, those of the layers and of the stages")
+def one_number_only(costs, n_stages):
+    if not 1 <= n_stages <= len(costs):
+        raise ValueError("there are too few layers for the stages")
+    return reference.partition_layers(costs, n_stages)
+
+
 # ---- 17.2 gpipe_schedule ---------------------------------------------------------------------------------------------
 
 
@@ -178,6 +232,54 @@ def all_forwards_first(stage, n_stages, n_micro):
     return reference.gpipe_schedule(stage, n_stages, n_micro)
 
 
+@mistake(
+    "one_f_one_b_schedule",
+    "it begins with n_stages - stage forwards even if there are fewer micro-batches: some of them do not exist",
+)
+def more_than_there_are(stage, n_stages, n_micro):
+    ahead = n_stages - stage
+    return alternate(numbered("F", max(ahead, n_micro)), numbered("B", n_micro), ahead)
+
+
+@mistake(
+    "one_f_one_b_schedule", "with fewer micro-batches than n_stages - stage the list of forwards is read beyond its end"
+)
+def beyond_the_forwards(stage, n_stages, n_micro):
+    forwards = numbered("F", n_micro)
+    first = [forwards[m] for m in range(n_stages - stage)]
+    return first + alternate(forwards, numbered("B", n_micro), n_stages - stage)[len(first) :]
+
+
+@mistake("one_f_one_b_schedule", "the backwards that are left at the end are missing")
+def no_end(stage, n_stages, n_micro):
+    n_turns = max(0, n_micro - (n_stages - stage))
+    return alternate(numbered("F", n_micro), numbered("B", n_turns), n_stages - stage)
+
+
+@mistake(
+    "one_f_one_b_schedule",
+    "the backwards descend: the stage asks for the gradient of a micro-batch that has not been through it",
+)
+def backwards_descend(stage, n_stages, n_micro):
+    return alternate(numbered("F", n_micro), numbered("B", n_micro)[::-1], n_stages - stage)
+
+
+@mistake(
+    "one_f_one_b_schedule",
+    "the newest micro-batch has its backward first, as on a stack; the oldest one's gradient is there first",
+)
+def newest_first(stage, n_stages, n_micro):
+    forwards, actions, waiting = numbered("F", n_micro), [], []
+    ahead = n_stages - stage
+    for n in range(ahead + n_micro):
+        if n >= ahead and waiting:
+            actions.append(Action("B", waiting.pop()))
+        if n < n_micro:
+            actions.append(forwards[n])
+            waiting.append(n)
+    return actions
+
+
 # ---- 17.4 interleaved_schedule ---------------------------------------------------------------------------------------
 
 
@@ -240,6 +342,108 @@ def any_number(stage, n_stages, n_micro, n_chunks):
     return [a for a in reference.interleaved_schedule(stage, n_stages, whole, n_chunks) if a.micro_batch < n_micro]
 
 
+def reordered(stage, n_stages, n_micro, n_chunks, forwards, backwards, n_ahead=None):
+    """Other lists of forwards and backwards, alternating as in the reference."""
+    reference.interleaved_schedule(stage, n_stages, n_micro, n_chunks)
+    right = min(n_chunks, 2) * (n_stages - stage - 1) + (n_chunks - 1) * n_stages + 1
+    return alternate(forwards, backwards, right if n_ahead is None else n_ahead)
+
+
+def in_rounds(kind, n_stages, n_micro, n_chunks):
+    """The actions of one kind in the reference's order."""
+    return [a for a in reference.interleaved_schedule(0, n_stages, n_micro, n_chunks) if a.kind == kind]
+
+
+@mistake(
+    "interleaved_schedule",
+    "with one chunk, too, it begins with 2 (n_stages - stage - 1) + 1 forwards; one chunk is plain 1F1B",
+)
+def no_exception(stage, n_stages, n_micro, n_chunks):
+    return interleaved(stage, n_stages, n_micro, n_chunks, ahead=max(0, 2 - n_chunks) * (n_stages - stage - 1))
+
+
+@mistake(
+    "interleaved_schedule",
+    "(n_chunks - 1) n_stages is taken for n_chunks n_stages: a round of forwards too many at the start",
+)
+def round_too_many(stage, n_stages, n_micro, n_chunks):
+    return interleaved(stage, n_stages, n_micro, n_chunks, ahead=n_stages)
+
+
+@mistake("interleaved_schedule", "the stages are counted from the wrong end: stage 0 begins with the fewest forwards")
+def interleaved_wrong_end(stage, n_stages, n_micro, n_chunks):
+    return interleaved(stage, n_stages, n_micro, n_chunks, ahead=min(n_chunks, 2) * (2 * stage - n_stages + 1))
+
+
+@mistake(
+    "interleaved_schedule", "the micro-batches of a round have their backwards in descending order; both kinds ascend"
+)
+def descending_in_a_round(stage, n_stages, n_micro, n_chunks):
+    reference.interleaved_schedule(stage, n_stages, n_micro, n_chunks)
+    firsts = range(0, n_micro, n_stages)
+    backwards = [Action("B", f + i, c) for f in firsts for c in range(n_chunks)[::-1] for i in range(n_stages)[::-1]]
+    return reordered(stage, n_stages, n_micro, n_chunks, in_rounds("F", n_stages, n_micro, n_chunks), backwards)
+
+
+@mistake("interleaved_schedule", "the last round has its backwards first; they come in the rounds of the forwards")
+def last_round_first(stage, n_stages, n_micro, n_chunks):
+    reference.interleaved_schedule(stage, n_stages, n_micro, n_chunks)
+    firsts = range(0, n_micro, n_stages)[::-1]
+    backwards = [Action("B", f + i, c) for f in firsts for c in range(n_chunks)[::-1] for i in range(n_stages)]
+    return reordered(stage, n_stages, n_micro, n_chunks, in_rounds("F", n_stages, n_micro, n_chunks), backwards)
+
+
+@mistake(
+    "interleaved_schedule",
+    "a micro-batch goes through all chunks before the next one begins: the two loops of a round are exchanged",
+)
+def loops_exchanged(stage, n_stages, n_micro, n_chunks):
+    forwards = [Action("F", m, c) for m in range(n_micro) for c in range(n_chunks)]
+    backwards = [Action("B", m, c) for m in range(n_micro) for c in range(n_chunks)[::-1]]
+    return reordered(stage, n_stages, n_micro, n_chunks, forwards, backwards)
+
+
+@mistake(
+    "interleaved_schedule",
+    "an action has the number of its layer group, c * n_stages + s; it should have the chunk's, c",
+)
+def groups_for_chunks(stage, n_stages, n_micro, n_chunks):
+    right = reference.interleaved_schedule(stage, n_stages, n_micro, n_chunks)
+    return [Action(a.kind, a.micro_batch, a.chunk * n_stages + stage) for a in right]
+
+
+@mistake("interleaved_schedule", "a round has n_chunks micro-batches; it should have n_stages of them")
+def rounds_of_chunks(stage, n_stages, n_micro, n_chunks):
+    return interleaved(stage, n_stages, n_micro, n_chunks, per_round=n_chunks)
+
+
+@mistake(
+    "interleaved_schedule",
+    "n_micro has to be a multiple of n_chunks, too; the contract asks for a multiple of n_stages only",
+)
+def multiple_of_both(stage, n_stages, n_micro, n_chunks):
+    if n_micro % n_chunks:
+        raise ValueError(f"n_micro = {n_micro} must be a multiple of n_chunks = {n_chunks} and n_stages = {n_stages}")
+    return reference.interleaved_schedule(stage, n_stages, n_micro, n_chunks)
+
+
+@mistake(
+    "interleaved_schedule",
+    "only fewer micro-batches than stages are refused, not every number that is no multiple of them",
+)
+def only_fewer(stage, n_stages, n_micro, n_chunks):
+    if n_micro < n_stages:
+        raise ValueError(f"n_micro = {n_micro} is below n_stages = {n_stages}")
+    return any_number(stage, n_stages, n_micro, n_chunks)
+
+
+@mistake("interleaved_schedule", "the error does not name both numbers, those of the micro-batches and of the stages")
+def interleaved_nameless(stage, n_stages, n_micro, n_chunks):
+    if n_micro % n_stages:
+        raise ValueError("the micro-batches must be a multiple of the stages")
+    return reference.interleaved_schedule(stage, n_stages, n_micro, n_chunks)
+
+
 # ---- 17.5 zero_bubble_schedule ---------------------------------------------------------------------------------------
 
 
@@ -295,13 +499,64 @@ def no_rest(stage, n_stages, n_micro):
     return found[: len(found) - min(stage, n_micro)]
 
 
+@mistake("zero_bubble_schedule", "the W that are left at the end descend; they come in ascending order as well")
+def rest_descends(stage, n_stages, n_micro):
+    found, n = reference.zero_bubble_schedule(stage, n_stages, n_micro), min(stage, n_micro)
+    return found[: len(found) - n] + found[len(found) - n :][::-1]
+
+
+@mistake(
+    "zero_bubble_schedule",
+    "W comes right before the B that it should follow, so the stage before waits longer for its gradient",
+)
+def weights_before(stage, n_stages, n_micro):
+    found = reference.zero_bubble_schedule(stage, n_stages, n_micro)
+    for n in range(1, len(found)):
+        b, w = found[n - 1 : n + 1]
+        if b.kind == "B" and w.kind == "W" and w.micro_batch == b.micro_batch - stage:
+            found[n - 1 : n + 1] = w, b
+    return found
+
+
+@mistake("zero_bubble_schedule", "W waits until the forward after the B is done; it comes right after the B")
+def weights_after_forward(stage, n_stages, n_micro):
+    found = reference.zero_bubble_schedule(stage, n_stages, n_micro)
+    for n in range(1, len(found)):
+        if (found[n - 1].kind, found[n].kind) == ("W", "F"):
+            found[n - 1 : n + 1] = found[n], found[n - 1]
+    return found
+
+
+@mistake(
+    "zero_bubble_schedule",
+    "with fewer micro-batches than `stage`, W of micro-batches below 0 are among those at the end",
+)
+def rest_below_zero(stage, n_stages, n_micro):
+    extra = [Action("W", m) for m in range(min(0, n_micro - stage), 0)]
+    found, n = reference.zero_bubble_schedule(stage, n_stages, n_micro), min(stage, n_micro)
+    return found[: len(found) - n] + extra + found[len(found) - n :]
+
+
+@mistake(
+    "zero_bubble_schedule",
+    "the first B of a stage, too, are followed by a W: of micro-batch m - stage, which is below 0",
+)
+def weights_below_zero(stage, n_stages, n_micro):
+    found = []
+    for action in reference.zero_bubble_schedule(stage, n_stages, n_micro):
+        found.append(action)
+        if action.kind == "B" and action.micro_batch < stage:
+            found.append(Action("W", action.micro_batch - stage))
+    return found
+
+
 # ---- 17.6 simulate ---------------------------------------------------------------------------------------------------
 
 
 def simulated(schedules, durations, needs, name_first=True, sort=True, free_at=None):
     """The reference's loop with other rules: ``needs(kind, group, micro_batch, n_groups)``."""
     n = len(schedules)
-    per_stage = [durations] * n if isinstance(durations, dict) else list(durations)
+    per_stage = [durations] * n if isinstance(durations, Mapping) else list(durations)
     n_groups = n * (1 + max((a.chunk for actions in schedules for a in actions), default=0))
     todo, free, ends, works = [deque(actions) for actions in schedules], [0.0] * n, {}, []
     while any(todo):
@@ -391,7 +646,7 @@ def stage_never_busy(schedules, durations):
 
 @mistake("simulate", "all stages take the first stage's durations")
 def first_durations(schedules, durations):
-    return reference.simulate(schedules, durations if isinstance(durations, dict) else durations[0])
+    return reference.simulate(schedules, durations if isinstance(durations, Mapping) else durations[0])
 
 
 @mistake("simulate", "the works are listed as they were found, not by their start")
@@ -410,6 +665,192 @@ def stops_silently(schedules, durations):
         return reference.simulate(schedules, durations)
     except ValueError:
         return []
+
+
+@mistake("simulate", "the backward does not wait for the forward of its own stage")
+def not_its_forward(schedules, durations):
+    return simulated(
+        schedules, durations, lambda k, g, m, n: [x for x in right_needs(k, g, m, n) if (k, x[0]) != ("B", "F")]
+    )
+
+
+@mistake("simulate", "W does not wait for its B")
+def weights_alone(schedules, durations):
+    return simulated(schedules, durations, lambda k, g, m, n: [] if k == "W" else right_needs(k, g, m, n))
+
+
+@mistake("simulate", "an action starts as soon as its stage is free, although what it needs ends later")
+def starts_when_free(schedules, durations):
+    free, works = [0.0] * len(schedules), []
+    for w in simulated(schedules, durations, right_needs, sort=False):
+        end = free[w.stage] + w.end - w.start
+        works.append(Work(w.stage, w.micro_batch, w.kind, free[w.stage], end, w.chunk))
+        free[w.stage] = end
+    return sorted(works, key=lambda w: (w.start, w.stage))
+
+
+@mistake("simulate", "the works are in the order of their stages; the contract asks for their start first")
+def by_stage(schedules, durations):
+    return sorted(reference.simulate(schedules, durations), key=lambda w: (w.stage, w.start))
+
+
+@mistake("simulate", "the works are in the order of their ends; the contract asks for their start")
+def by_end(schedules, durations):
+    return sorted(reference.simulate(schedules, durations), key=lambda w: (w.end, w.stage))
+
+
+@mistake("simulate", "works that start together are not in the order of their stages")
+def by_micro_batch(schedules, durations):
+    return sorted(reference.simulate(schedules, durations), key=lambda w: (w.start, w.micro_batch, w.stage))
+
+
+def told_otherwise(change):
+    """``simulate`` whose error has another text: ``change(text, schedules)``."""
+
+    def run(schedules, durations):
+        try:
+            return reference.simulate(schedules, durations)
+        except ValueError as error:
+            raise ValueError(change(str(error), schedules)) from None
+
+    return run
+
+
+@mistake("simulate", "the error does not say what the stuck action waits for")
+def reason_unsaid(schedules, durations):
+    return told_otherwise(lambda text, _: text.partition(", which waits for")[0])(schedules, durations)
+
+
+@mistake("simulate", "the chunk of what is awaited is missing from the error: it is always chunk 0")
+def chunk_unsaid(schedules, durations):
+    def change(text, _):
+        stuck, waits, need = text.partition(", which waits for")
+        words = need.split()
+        words[words.index("chunk") + 1] = "0"
+        return stuck + waits + " " + " ".join(words)
+
+    return told_otherwise(change)(schedules, durations)
+
+
+@mistake("simulate", "the error names the layer group of what is awaited as its stage; the stage is the group modulo R")
+def group_for_stage(schedules, durations):
+    def change(text, lists):
+        words = text.split()
+        words[-1] = str(int(words[-1]) + len(lists) * int(words[-4]))
+        return " ".join(words)
+
+    return told_otherwise(change)(schedules, durations)
+
+
+@mistake(
+    "simulate",
+    "after the last layer group the first one follows: its backward waits for one that never comes before it",
+)
+def groups_in_a_ring(schedules, durations):
+    plain = reference._needs
+
+    def needs(kind, group, m, n_groups):
+        return [*plain(kind, group, m, n_groups), *([("B", 0, m)] if kind == "B" and group == n_groups - 1 else [])]
+
+    with mock.patch.object(reference, "_needs", needs):
+        return reference.simulate(schedules, durations)
+
+
+@mistake(
+    "simulate",
+    "a stage takes whatever can start; it has to run its list in order, and waits where the next action cannot start",
+)
+def out_of_order(schedules, durations):
+    n = len(schedules)
+    per_stage = [durations] * n if isinstance(durations, Mapping) else list(durations)
+    n_groups = n * (1 + max((a.chunk for actions in schedules for a in actions), default=0))
+    todo, free, ends, works = [list(actions) for actions in schedules], [0.0] * n, {}, []
+    while any(todo):
+        n_done = len(works)
+        for stage, left in enumerate(todo):
+            for a in left:
+                event = a.kind, a.chunk * n + stage, a.micro_batch
+                wanted = right_needs(*event, n_groups)
+                if all(need in ends for need in wanted):
+                    start = max([free[stage], *(ends[need] for need in wanted)])
+                    ends[event] = free[stage] = start + per_stage[stage][a.kind]
+                    works.append(Work(stage, a.micro_batch, a.kind, start, free[stage], a.chunk))
+                    left.remove(a)
+                    break
+        if len(works) == n_done:
+            return reference.simulate(schedules, durations)
+    return sorted(works, key=lambda w: (w.start, w.stage))
+
+
+@mistake("simulate", "the chunk is missing from the works: all of them have chunk 0")
+def chunkless(schedules, durations):
+    found = reference.simulate(schedules, durations)
+    return [Work(w.stage, w.micro_batch, w.kind, w.start, w.end) for w in found]
+
+
+@mistake("simulate", "`end` is the duration of the work, not the time at which it ends")
+def durations_as_ends(schedules, durations):
+    found = reference.simulate(schedules, durations)
+    of_stage = [durations] * len(schedules) if isinstance(durations, Mapping) else durations
+    return [Work(w.stage, w.micro_batch, w.kind, w.start, of_stage[w.stage][w.kind], w.chunk) for w in found]
+
+
+@mistake("simulate", "only a dict is taken for one mapping for all stages: other mappings are read as a sequence")
+def dicts_only(schedules, durations):
+    alike = isinstance(durations, Mapping) and not isinstance(durations, dict)
+    return reference.simulate(schedules, [durations[s] for s in range(len(schedules))] if alike else durations)
+
+
+@mistake("simulate", "only a list is taken for one mapping for each stage: a tuple of them is read as one mapping")
+def lists_only(schedules, durations):
+    if isinstance(durations, tuple):
+        return reference.simulate(schedules, [{kind: durations[kind] for kind in "FBW"}] * len(schedules))
+    return reference.simulate(schedules, durations)
+
+
+@mistake("simulate", "without any action there is no largest chunk: `max` of nothing raises an error")
+def max_of_nothing(schedules, durations):
+    max(a.chunk for actions in schedules for a in actions)
+    return reference.simulate(schedules, durations)
+
+
+@mistake("simulate", "the chunks are counted on the first stage only, and not on all stages")
+def chunks_of_the_first(schedules, durations):
+    n_groups = len(schedules) * (1 + max((a.chunk for a in schedules[0]), default=0))
+
+    def needs(kind, group, m, _):
+        return right_needs(kind, group, m, n_groups)
+
+    return simulated(schedules, durations, needs)
+
+
+@mistake("simulate", "the error names the first stage that is stuck, not the one that has waited longest")
+def first_stuck(schedules, durations):
+    with mock.patch.object(reference, "min", lambda stuck, key: next(iter(stuck)), create=True):
+        return reference.simulate(schedules, durations)
+
+
+@mistake("simulate", "the error names the last stage that is stuck, not the one that has waited longest")
+def last_stuck(schedules, durations):
+    with mock.patch.object(reference, "min", lambda stuck, key: [*stuck][-1], create=True):
+        return reference.simulate(schedules, durations)
+
+
+@mistake("simulate", "the error says that the awaited action is on the stuck stage, wherever it is")
+def own_stage_named(schedules, durations):
+    def change(text, _):
+        words = text.split()
+        return " ".join([*words[:-1], words[1]])
+
+    return told_otherwise(change)(schedules, durations)
+
+
+@mistake(
+    "simulate",
+    "there are as many layer groups as stages: chunks are not counted, and later groups' actions need nothing",
+)
+def groups_of_one_chunk(schedules, durations):
+    return simulated(schedules, durations, lambda k, g, m, n: right_needs(k, g, m, len(schedules)))
 
 
 # ---- 17.7 checkpoint -------------------------------------------------------------------------------------------------
@@ -443,7 +884,22 @@ def by_function(function, *args):
 
 
 def checkpointed(
-    function, args, *, random=True, autocast=True, stop=True, put_back=True, check=True, drop_used=True, once=False
+    function,
+    args,
+    *,
+    random=True,
+    autocast=True,
+    stop=True,
+    put_back=True,
+    check=True,
+    drop_used=True,
+    once=False,
+    clear=True,
+    ended=(Enough,),
+    early=0,
+    failure=RuntimeError,
+    given_of=None,
+    grad=torch.enable_grad,
 ):
     """The reference in one piece, with parts that a mistake leaves out."""
     inputs = keep_in_graph(args)
@@ -458,27 +914,28 @@ def checkpointed(
 
     def catch(tensor):
         again[len(again)] = tensor.detach()
-        if stop and len(again) == n_saved[0]:
+        if stop and len(again) == n_saved[0] - early:
             raise Enough
         return tensor.detach()
 
     def run_again():
-        again.clear()
-        given = inputs()
+        if clear:
+            again.clear()
+        given = inputs() if given_of is None else given_of(inputs)
         now = torch.get_rng_state()
         if random:
             torch.set_rng_state(state)
         try:
             cast_again = torch.autocast("cpu", enabled=cast[0] and autocast, dtype=cast[1])
-            with cast_again, torch.enable_grad(), saved_tensors_hooks(catch, lambda t: t):
+            with cast_again, grad(), saved_tensors_hooks(catch, lambda t: t):
                 function(*given)
-        except Enough:
+        except ended:
             pass
         finally:
             if put_back:
                 torch.set_rng_state(now)
         if check and len(again) < n_saved[0]:
-            raise RuntimeError(f"{n_saved[0]} tensors were saved first, {len(again)} again")
+            raise failure(f"{n_saved[0]} tensors were saved first, {len(again)} again")
 
     def restore(index):
         if not again if once else index not in again:
@@ -587,6 +1044,63 @@ def no_check(function, *args):
 )
 def reentrant(function, *args):
     return torch_checkpoint(function, *args, use_reentrant=True)
+
+
+@mistake(
+    "checkpoint", "gradients are not enabled in the second run: backward runs without them, so nothing is saved again"
+)
+def without_gradients(function, *args):
+    return checkpointed(function, args, grad=nullcontext)
+
+
+@mistake("checkpoint", "what is left of the last run is not cleared before the next: its tensors are counted along")
+def not_cleared(function, *args):
+    return checkpointed(function, args, clear=False)
+
+
+@mistake("checkpoint", "the exception that ends the second run, `Enough`, is not caught")
+def never_caught(function, *args):
+    return checkpointed(function, args, ended=())
+
+
+@mistake("checkpoint", "every exception of the second run is swallowed; only `Enough` may be")
+def swallows_all(function, *args):
+    return checkpointed(function, args, ended=(BaseException,))
+
+
+@mistake("checkpoint", "the second run ends a tensor too early: the last one that was saved is missing")
+def one_too_early(function, *args):
+    return checkpointed(function, args, early=1)
+
+
+@mistake("checkpoint", "the error is a ValueError; the contract asks for a RuntimeError")
+def wrong_kind(function, *args):
+    return checkpointed(function, args, failure=ValueError)
+
+
+@mistake(
+    "checkpoint", "the error does not name both numbers of saved tensors, those of the first run and of the second"
+)
+def numbers_unsaid(function, *args):
+    return checkpointed(function, args, failure=lambda text: RuntimeError("the second run saves fewer tensors"))
+
+
+@mistake(
+    "checkpoint",
+    "the second run takes `args` itself and not what `keep_in_graph` gives back, so that they are held anyway",
+)
+def args_held(function, *args):
+    return checkpointed(function, args, given_of=lambda inputs: args)
+
+
+@mistake(
+    "checkpoint",
+    "the second run gets detached inputs, which require no gradient: it does not save what the first one saved",
+)
+def detached_inputs(function, *args):
+    return checkpointed(
+        function, args, given_of=lambda inputs: [a.detach() if isinstance(a, Tensor) else a for a in inputs()]
+    )
 
 
 # ---- 17.8 DeferredLinear ---------------------------------------------------------------------------------------------
@@ -721,11 +1235,246 @@ class Traced(reference.DeferredLinear):
         super().backward_weights()
 
 
+def added(layer, weight_part=lambda x, grad: grad.T @ x.to(grad.dtype), bias_part=lambda grad: grad.sum(0), flat=True):
+    """The reference's ``backward_weights`` with other gradients."""
+    if not layer.pending:
+        raise RuntimeError("no backward is pending")
+    x, grad = (t.reshape(-1, t.shape[-1]) if flat else t for t in layer.pending.popleft())
+    for p, part in ((layer.weight, lambda: weight_part(x, grad)), (layer.bias, lambda: bias_part(grad))):
+        if p is not None and p.requires_grad:
+            new = part().to(p.dtype)
+            p.grad = new if p.grad is None else p.grad.add_(new)
+
+
+@mistake("DeferredLinear", "x and the gradient are not flattened to two dimensions before they are multiplied")
+class NotFlattened(reference.DeferredLinear):
+    def backward_weights(self):
+        added(self, lambda x, grad: grad.T @ x, flat=False)
+
+
+@mistake(
+    "DeferredLinear", "the gradient of the bias is summed over the features, too, so that all of them get the same"
+)
+class OneSum(reference.DeferredLinear):
+    def backward_weights(self):
+        added(self, bias_part=lambda grad: grad.sum().expand(grad.shape[-1]).clone())
+
+
+@mistake("DeferredLinear", "the gradient of the bias is the mean over the rows; it should be the sum")
+class MeanOfRows(reference.DeferredLinear):
+    def backward_weights(self):
+        added(self, bias_part=lambda grad: grad.mean(0))
+
+
+@mistake(
+    "DeferredLinear",
+    "the gradient of the weight is divided by the number of rows; the loss does that where it should be done",
+)
+class DividedByRows(reference.DeferredLinear):
+    def backward_weights(self):
+        added(self, lambda x, grad: grad.T @ x.to(grad.dtype) / len(x))
+
+
+@mistake("DeferredLinear", "a frozen weight or bias gets a gradient; `nn.Linear` would leave it alone")
+class FrozenToo(reference.DeferredLinear):
+    def backward_weights(self):
+        frozen = [p for p in self.parameters() if not p.requires_grad]
+        x, grad = self.pending[0] if self.pending else (None, None)
+        super().backward_weights()
+        x, grad = (t.reshape(-1, t.shape[-1]) for t in (x, grad))
+        for p in frozen:
+            p.grad = grad.T @ x.to(grad.dtype) if p is self.weight else grad.sum(0)
+
+
+@mistake("DeferredLinear", "without a pending backward there is an IndexError; the contract asks for a RuntimeError")
+class OtherError(reference.DeferredLinear):
+    def backward_weights(self):
+        if not self.pending:
+            self.pending.popleft()
+        super().backward_weights()
+
+
+@mistake("DeferredLinear", "without a pending backward nothing happens; the contract asks for a RuntimeError")
+class NoError(reference.DeferredLinear):
+    def backward_weights(self):
+        if self.pending:
+            super().backward_weights()
+
+
+class _Uncast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, layer):
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        ctx.layer.pending.append((x.detach(), grad))
+        return grad @ weight if ctx.needs_input_grad[0] else None, None, None, None
+
+
+@mistake(
+    "DeferredLinear",
+    "under autocast the gradient is bf16, and x and the weight are float32: they are multiplied without a cast",
+)
+class Uncast(reference.DeferredLinear):
+    def forward(self, x):
+        return _Uncast.apply(x, self.weight, self.bias, self)
+
+
+class _Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, layer):
+        return reference._DeferredProduct.forward(ctx, x, weight, bias, layer)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        ctx.layer.pending.append((x.detach(), grad))
+        return grad @ weight.to(grad.dtype).T if ctx.needs_input_grad[0] else None, None, None, None
+
+
+@mistake(
+    "DeferredLinear",
+    "the gradient of x is multiplied by the transposed weight; forward has transposed it, backward takes it as it is",
+)
+class TurnedWeight(reference.DeferredLinear):
+    def forward(self, x):
+        return _Turned.apply(x, self.weight, self.bias, self)
+
+
+class _EarlyBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, layer):
+        return reference._DeferredProduct.forward(ctx, x, weight, bias, layer)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x_grad = reference._DeferredProduct.backward(ctx, grad)[0]
+        bias_grad = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
+        return x_grad, None, bias_grad, None
+
+
+@mistake("DeferredLinear", "the bias gets its gradient in backward already; only the weight's is put off")
+class EarlyBias(reference.DeferredLinear):
+    def forward(self, x):
+        return _EarlyBias.apply(x, self.weight, self.bias, self)
+
+    def backward_weights(self):
+        before = None if self.bias is None else self.bias.grad
+        kept = None if before is None else before.clone()
+        super().backward_weights()
+        if self.bias is not None:
+            self.bias.grad = kept
+
+
+@mistake("DeferredLinear", "x is detached before the layer, which computes no gradient of it")
+class CutOff(reference.DeferredLinear):
+    def forward(self, x):
+        return super().forward(x.detach())
+
+
+class _IfNeeded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, layer):
+        return reference._DeferredProduct.forward(ctx, x, weight, bias, layer)
+
+    @staticmethod
+    def backward(ctx, grad):
+        found = reference._DeferredProduct.backward(ctx, grad)
+        if not ctx.needs_input_grad[0]:
+            ctx.layer.pending.pop()
+        return found
+
+
+@mistake(
+    "DeferredLinear",
+    "nothing is put aside where x needs no gradient, though the weights do: the first layer's are missing",
+)
+class IfNeeded(reference.DeferredLinear):
+    def forward(self, x):
+        return _IfNeeded.apply(x, self.weight, self.bias, self)
+
+
+@mistake(
+    "DeferredLinear",
+    "the inputs are queued by the forwards; backwards in another order get those of other micro-batches",
+)
+class Queued(reference.DeferredLinear):
+    def forward(self, x):
+        self.inputs = [*getattr(self, "inputs", []), x.detach()]
+        return super().forward(x)
+
+    def backward_weights(self):
+        if self.pending:
+            self.pending[0] = self.inputs.pop(0), self.pending[0][1]
+        super().backward_weights()
+
+
+@mistake("DeferredLinear", "the layer remembers one input, the last forward's: several micro-batches are on their way")
+class LastInput(reference.DeferredLinear):
+    def forward(self, x):
+        self.last = x.detach()
+        return super().forward(x)
+
+    def backward_weights(self):
+        if self.pending:
+            self.pending[0] = self.last, self.pending[0][1]
+        super().backward_weights()
+
+
+@mistake("DeferredLinear", "the bias is missing from the output")
+class Unbiased(reference.DeferredLinear):
+    def forward(self, x):
+        return reference._DeferredProduct.apply(x, self.weight, None, self)
+
+
+@mistake("DeferredLinear", "after the oldest pending backward the others are thrown away")
+class ThrowsAway(reference.DeferredLinear):
+    def backward_weights(self):
+        super().backward_weights()
+        self.pending.clear()
+
+
+@mistake("DeferredLinear", "`pending` belongs to the class, so that all layers share it; each instance needs its own")
+class SharedPending(reference.DeferredLinear):
+    shared: ClassVar[deque] = deque()
+
+    def __init__(self, linear):
+        super().__init__(linear)
+        self.pending = self.shared
+
+
+class _List(list):
+    def popleft(self):
+        return self.pop(0)
+
+
+@mistake(
+    "DeferredLinear",
+    "`pending` is a list; the contract asks for a deque, which gives the oldest without moving the others",
+)
+class ListPending(reference.DeferredLinear):
+    def __init__(self, linear):
+        super().__init__(linear)
+        self.pending = _List()
+
+
 # ---- 17.9 PipelineStage ----------------------------------------------------------------------------------------------
 
 
+class RightStage(reference.PipelineStage):
+    """The reference, which also recognises the graded answer's ``DeferredLinear``: the learner's, when a learner is graded."""
+
+    def backward_micro(self, i, grad=None):
+        with mock.patch.object(reference, "DeferredLinear", pipeline.DeferredLinear):
+            return super().backward_micro(i, grad)
+
+
 @mistake("PipelineStage", "the output is kept until backward, though the next stage has it: keep its gradient edge")
-class KeepsOutput(reference.PipelineStage):
+class KeepsOutput(RightStage):
     def forward_micro(self, i, x):
         y = super().forward_micro(i, x)
         self.outputs = {**getattr(self, "outputs", {}), i: y.detach()}
@@ -737,7 +1486,7 @@ class KeepsOutput(reference.PipelineStage):
 
 
 @mistake("PipelineStage", "what a micro-batch kept is held after its backward")
-class NeverReleases(reference.PipelineStage):
+class NeverReleases(RightStage):
     def backward_micro(self, i, grad=None):
         if i in self._kept:
             self.held = [*getattr(self, "held", []), self._kept[i]]
@@ -746,7 +1495,7 @@ class NeverReleases(reference.PipelineStage):
 
 
 @mistake("PipelineStage", "x is not cut off from its history: backward goes on beyond the stage")
-class NotCut(reference.PipelineStage):
+class NotCut(RightStage):
     def forward_micro(self, i, x):
         y = super().forward_micro(i, x)
         if x.requires_grad:
@@ -756,7 +1505,7 @@ class NotCut(reference.PipelineStage):
 
 
 @mistake("PipelineStage", "one slot for all micro-batches: the second forward overwrites what the first one kept")
-class OneSlot(reference.PipelineStage):
+class OneSlot(RightStage):
     def forward_micro(self, i, x):
         y = super().forward_micro(i, x)
         self._kept.update(dict.fromkeys(self._kept, self._kept[i]))
@@ -774,7 +1523,7 @@ class OneSlot(reference.PipelineStage):
 
 
 @mistake("PipelineStage", "backwards are done in the order of the forwards, whichever micro-batch is asked for")
-class InOrder(reference.PipelineStage):
+class InOrder(RightStage):
     def backward_micro(self, i, grad=None):
         if i in self._kept:
             first = min(self._kept)
@@ -785,7 +1534,7 @@ class InOrder(reference.PipelineStage):
 
 
 @mistake("PipelineStage", "nothing is returned: the stage before never gets its gradient")
-class NoGradient(reference.PipelineStage):
+class NoGradient(RightStage):
     def backward_micro(self, i, grad=None):
         super().backward_micro(i, grad)
 
@@ -794,7 +1543,7 @@ class NoGradient(reference.PipelineStage):
     "PipelineStage",
     "the weights of DeferredLinear layers are done in backward_micro; they must wait for backward_weights",
 )
-class WeightsAtOnce(reference.PipelineStage):
+class WeightsAtOnce(RightStage):
     def backward_micro(self, i, grad=None):
         found = super().backward_micro(i, grad)
         for layer in self._pending[i]:
@@ -806,7 +1555,7 @@ class WeightsAtOnce(reference.PipelineStage):
 @mistake(
     "PipelineStage", "each DeferredLinear is called once, though a layer that was used twice has two backwards pending"
 )
-class OnceForEach(reference.PipelineStage):
+class OnceForEach(RightStage):
     def backward_weights(self, i):
         if i in self._pending:
             self._pending[i] = list(dict.fromkeys(self._pending[i]))
@@ -817,17 +1566,17 @@ class OnceForEach(reference.PipelineStage):
     "PipelineStage",
     "backward_weights(i) does everything that is pending; it should do what micro-batch i left, and no more",
 )
-class AllWeights(reference.PipelineStage):
+class AllWeights(RightStage):
     def backward_weights(self, i):
         super().backward_weights(i)
         for layer in self.modules():
-            while isinstance(layer, reference.DeferredLinear) and layer.pending:
+            while isinstance(layer, pipeline.DeferredLinear) and layer.pending:
                 layer.backward_weights()
         self._pending = {m: [] for m in self._pending}
 
 
 @mistake("PipelineStage", "backward_weights does nothing: DeferredLinear layers never get their gradients")
-class NoWeights(reference.PipelineStage):
+class NoWeights(RightStage):
     def backward_weights(self, i):
         if i not in self._pending:
             raise ValueError(f"micro-batch {i} has had no backward")
@@ -835,12 +1584,243 @@ class NoWeights(reference.PipelineStage):
 
 
 @mistake("PipelineStage", "a call in the wrong state is not refused, or without the number of the micro-batch")
-class NoStates(reference.PipelineStage):
+class NoStates(RightStage):
     def backward_micro(self, i, grad=None):
         return super().backward_micro(i, grad) if i in self._kept else None
 
     def backward_weights(self, i):
         return super().backward_weights(i) if i in self._pending else None
+
+
+@mistake("PipelineStage", "the x that the caller gave is itself made to require a gradient; detach it first")
+class ChangesX(RightStage):
+    def forward_micro(self, i, x):
+        y = super().forward_micro(i, x)
+        if x.is_leaf and x.is_floating_point():
+            x.requires_grad_()
+        return y
+
+
+@mistake("PipelineStage", "x is always made to require a gradient: integers cannot")
+class IntegersToo(RightStage):
+    def forward_micro(self, i, x):
+        x.detach().requires_grad_()
+        return super().forward_micro(i, x)
+
+
+@mistake("PipelineStage", "only float32 gets a gradient, not every floating-point dtype")
+class OnlyFloat32(RightStage):
+    def backward_micro(self, i, grad=None):
+        is_float32 = i in self._kept and self._kept[i][0].dtype == torch.float32
+        found = super().backward_micro(i, grad)
+        return found if is_float32 else None
+
+
+@mistake(
+    "PipelineStage",
+    "the output is detached, so a loss cannot be computed from it with a gradient: only messages are detached",
+)
+class DetachedOutput(RightStage):
+    def forward_micro(self, i, x):
+        return super().forward_micro(i, x).detach()
+
+
+@mistake("PipelineStage", "what a micro-batch kept is read but not removed, so a second backward is not refused")
+class NotRemoved(RightStage):
+    def backward_micro(self, i, grad=None):
+        kept = self._kept.get(i)
+        found = super().backward_micro(i, grad)
+        self._kept[i] = kept
+        return found
+
+
+@mistake(
+    "PipelineStage",
+    "without DeferredLinear layers backward_weights refuses its call; then it has nothing to do, and that is right",
+)
+class RefusesPlainLayers(RightStage):
+    def backward_micro(self, i, grad=None):
+        found = super().backward_micro(i, grad)
+        if not any(isinstance(layer, pipeline.DeferredLinear) for layer in self.modules()):
+            self._pending.pop(i)
+        return found
+
+
+@mistake(
+    "PipelineStage", "backward_weights(i) may be called twice after one backward; the second call has to be refused"
+)
+class WeightsTwice(RightStage):
+    def backward_weights(self, i):
+        super().backward_weights(i)
+        self._pending[i] = []
+
+
+@mistake("PipelineStage", "stage = n_stages is not refused: the stages count from 0")
+class OnePastTheEnd(RightStage):
+    def __init__(self, module, stage, n_stages, group=None):
+        super().__init__(module, 0 if stage == n_stages else stage, n_stages, group)
+
+
+@mistake("PipelineStage", "a negative stage is not refused")
+class NegativeStages(RightStage):
+    def __init__(self, module, stage, n_stages, group=None):
+        super().__init__(module, max(stage, 0), n_stages, group)
+
+
+@mistake("PipelineStage", "the stages are counted from 1, so stage 0 is refused")
+class FromOne(RightStage):
+    def __init__(self, module, stage, n_stages, group=None):
+        if not 1 <= stage <= n_stages:
+            raise ValueError(f"stage = {stage}, expected 0 to {n_stages - 1} for n_stages = {n_stages}")
+        super().__init__(module, min(stage, n_stages - 1), n_stages, group)
+        self.stage = stage
+
+
+@mistake("PipelineStage", "where the output does not depend on x, None is returned; the gradient of x is zero")
+class NoneForZero(RightStage):
+    def backward_micro(self, i, grad=None):
+        x = self._kept[i][0] if i in self._kept else None
+        found = super().backward_micro(i, grad)
+        return None if x.grad is None else found
+
+
+@mistake(
+    "PipelineStage",
+    "an output that requires no gradient has no edge in a graph: a frozen table on the first stage raises an error",
+)
+class AlwaysAnEdge(RightStage):
+    def forward_micro(self, i, x):
+        y = super().forward_micro(i, x)
+        torch.autograd.graph.get_gradient_edge(y)
+        return y
+
+
+@mistake("PipelineStage", "zeros are returned as the gradient of words; the contract asks for None")
+class ZerosForWords(RightStage):
+    def backward_micro(self, i, grad=None):
+        x = self._kept[i][0] if i in self._kept else None
+        found = super().backward_micro(i, grad)
+        return torch.zeros_like(x) if found is None else found
+
+
+@mistake("PipelineStage", "a number that was used before is refused, although the next step has a micro-batch 0, too")
+class NumbersOnce(RightStage):
+    def forward_micro(self, i, x):
+        self.seen = getattr(self, "seen", set())
+        if i in self.seen:
+            raise ValueError(f"micro-batch {i} has had its forward")
+        self.seen.add(i)
+        return super().forward_micro(i, x)
+
+
+@mistake("PipelineStage", "the group is not stored, and run_schedule needs it")
+class GroupLost(RightStage):
+    def __init__(self, module, stage, n_stages, group=None):
+        super().__init__(module, stage, n_stages, group)
+        del self.group
+
+
+@mistake("PipelineStage", "`group` is None whatever was given: all ranks are taken")
+class GroupOfAll(RightStage):
+    def __init__(self, module, stage, n_stages, group=None):
+        super().__init__(module, stage, n_stages)
+
+
+@mistake(
+    "PipelineStage",
+    "only the module's direct children are looked at: a DeferredLinear inside of a block gets no gradient",
+)
+class DirectChildren(RightStage):
+    def backward_micro(self, i, grad=None):
+        found = super().backward_micro(i, grad)
+        children = [*self.module.children()]
+        self._pending[i] = [layer for layer in self._pending[i] if any(layer is child for child in children)]
+        return found
+
+
+@mistake("PipelineStage", "only the gradient of x is computed, not those of the parameters")
+class OnlyX(RightStage):
+    def backward_micro(self, i, grad=None):
+        before = [(p, p.grad) for p in self.parameters()]
+        before = [(p, None if g is None else g.clone()) for p, g in before]
+        found = super().backward_micro(i, grad)
+        for p, g in before:
+            p.grad = g
+        return found
+
+
+@mistake(
+    "PipelineStage",
+    "the gradients of the parameters are set to zero before each backward: those of the other micro-batches are lost",
+)
+class ZeroesGradients(RightStage):
+    def backward_micro(self, i, grad=None):
+        self.module.zero_grad()
+        return super().backward_micro(i, grad)
+
+
+def renamed_error(change):
+    """A stage whose errors about the order of calls are changed."""
+
+    class Stage(RightStage):
+        def backward_micro(self, i, grad=None):
+            if i not in self._kept:
+                raise change(i)
+            return super().backward_micro(i, grad)
+
+        def backward_weights(self, i):
+            if i not in self._pending:
+                raise change(i)
+            super().backward_weights(i)
+
+    return Stage
+
+
+mistake("PipelineStage", "the error about a wrong order does not name the micro-batch")(
+    renamed_error(lambda i: ValueError("this micro-batch has had no forward"))
+)
+mistake("PipelineStage", "a call in the wrong order raises a KeyError; the contract asks for a ValueError")(
+    renamed_error(lambda i: KeyError(i))
+)
+
+
+@mistake("PipelineStage", "backward_weights without a backward raises a KeyError; the contract asks for a ValueError")
+class KeyErrorOfWeights(RightStage):
+    def backward_weights(self, i):
+        self._pending[i]
+        super().backward_weights(i)
+
+
+@mistake("PipelineStage", "the newest micro-batch has its backward, whichever is asked for")
+class NewestFirst(RightStage):
+    def backward_micro(self, i, grad=None):
+        if i in self._kept:
+            last = [*self._kept][-1]
+            self._kept[i], self._kept[last] = self._kept[last], self._kept[i]
+        return super().backward_micro(i, grad)
+
+
+@mistake(
+    "PipelineStage",
+    "the gradient is divided by the number of stages: the loss is a mean over micro-batches, not over stages",
+)
+class DividedByStages(RightStage):
+    def backward_micro(self, i, grad=None):
+        return super().backward_micro(i, None if grad is None else grad / self.n_stages)
+
+
+@mistake("PipelineStage", "stage 0 returns no gradient; only for integers is there none")
+class NoneOnTheFirst(RightStage):
+    def backward_micro(self, i, grad=None):
+        found = super().backward_micro(i, grad)
+        return found if self.stage else None
+
+
+@mistake("PipelineStage", "the last micro-batch's x is held after its backward")
+class HoldsLast(RightStage):
+    def backward_micro(self, i, grad=None):
+        self.last = self._kept.get(i)
+        return super().backward_micro(i, grad)
 
 
 # ---- 17.10 run_schedule ----------------------------------------------------------------------------------------------

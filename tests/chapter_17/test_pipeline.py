@@ -4,12 +4,14 @@ What runs on ranks is in `programs.py`.
 """
 
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
+from types import MappingProxyType
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -414,6 +416,21 @@ def test_simulate_unequal_stages():
     expect_close(found, expected, name="(start, end)", read=NEEDS)
 
 
+def test_simulate_takes_any_mapping_and_empty_lists():
+    schedules = [long("F0 B0"), long("F0 B0")]
+    seconds = MappingProxyType({"F": 1, "B": 3})
+    for durations, what in (
+        (seconds, "a read-only mapping"),
+        ((seconds, seconds), "a tuple of two read-only mappings"),
+    ):
+        case(f"2 stages, 1 micro-batch; F 1 s, B 3 s, given as {what}")
+        found = {(w.stage, w.kind): w.start for w in pipeline.simulate(schedules, durations)}
+        expected = {(0, "F"): 0.0, (1, "F"): 1.0, (1, "B"): 2.0, (0, "B"): 5.0}
+        expect_close(found, expected, name="starts", read="the contract, under Args")
+    case("2 stages without actions")
+    expect_equal(pipeline.simulate([[], []], seconds), [], name="works", read="the contract, under Returns")
+
+
 @pytest.mark.parametrize(
     ("kind", "n", "m"), [("1F1B", 4, 6), ("weights later", 3, 5), ("one by one", 3, 2), ("1F1B", 1, 3)]
 )
@@ -444,6 +461,8 @@ def test_simulate_keeps_the_rules(kind, n, m):
         (["F0 F1 B0 B1", "F0 F1 B1"], ("stage 0", "B of micro-batch 0", "stage 1")),
         (["F0 W0 B0", "F0 B0 W0"], ("stage 0", "W of micro-batch 0", "B of micro-batch 0")),
         (["F0 F0.1 B0 B0.1", "F0 F0.1 B0.1 B0"], ("stage 0", "B of micro-batch 0, chunk 0", "stage 1")),
+        (["F0 F0.1", "F0 F0.1 B0.1 B0"], ("B of micro-batch 0, chunk 0", "B of micro-batch 0, chunk 1", "stage 0")),
+        (["F0 B0", "F0 F0.1 B0.1 B0"], ("stage 0", "B of micro-batch 0, chunk 0", "stage 1")),
     ],
 )
 def test_simulate_refuses_what_never_goes_on(schedules, mentions):
@@ -578,6 +597,21 @@ def test_checkpoint_keeps_only_its_inputs():
     expect_true(refs[0].expired(), "an activation inside the function is still in memory before backward", read=TWICE)
     out.sum().backward()
     expect_true(all(ref.expired() for ref in refs), "an activation is still in memory after backward", read=TWICE)
+
+
+def test_checkpoint_lets_an_enclosing_one_drop_its_inputs():
+    case("a checkpoint inside of another, whose input [1000, 5] is computed by the outer one: alive before backward?")
+    refs: list[StorageWeakRef] = []
+    model = block()
+
+    def outer(a: Tensor) -> Tensor:
+        inner = a.sin()
+        refs.append(StorageWeakRef(inner.untyped_storage()))
+        return pipeline.checkpoint(model, inner) * 2
+
+    out = pipeline.checkpoint(outer, randn(1000, 5).requires_grad_())
+    problem = "the inner checkpoint holds its input, besides what the graph saves: the outer one cannot drop it"
+    expect_true(refs[0].expired(), problem, answer=[out.requires_grad], read="the contract, under Returns")
 
 
 def test_checkpoint_computes_twice():
@@ -784,6 +818,34 @@ def test_DeferredLinear_does_the_oldest():
         layer.backward_weights()
 
 
+def test_DeferredLinear_lists_what_is_pending():
+    case(
+        "two layers; of the first, forwards of x = 1, 10 and 100, then backwards of the last, the first and the second"
+    )
+    mine = nn.Linear(1, 1)
+    layer, other = pipeline.DeferredLinear(mine), pipeline.DeferredLinear(nn.Linear(1, 1))
+    expect_true(
+        isinstance(layer.pending, deque),
+        "pending is a deque",
+        answer=[layer.pending],
+        read="the contract, under Attributes",
+    )
+    outs = [layer(torch.tensor([[value]], requires_grad=True)) for value in (1.0, 10.0, 100.0)]
+    found = [(len(layer.pending), len(other.pending))]
+    for i in (2, 0, 1):
+        outs[i].backward(torch.tensor([[i + 1.0]]))
+        found.append((len(layer.pending), len(other.pending)))
+    expected = [(0, 0), (1, 0), (2, 0), (3, 0)]
+    name = "entries pending on both layers after the forwards and each backward"
+    expect_equal(found, expected, name=name, read="the contract, under Attributes")
+    for left, total in ((2, 300.0), (1, 301.0), (0, 321.0)):
+        layer.backward_weights()
+        grad = gradients(mine.named_parameters(), HALVES)["weight"]
+        read = "the contract of ex-pipeline-deferredlinear"
+        expect_close(grad, torch.tensor([[total]]), name="weight.grad", read=read)
+        expect_equal(len(layer.pending), left, name="entries pending", read="the contract, under Attributes")
+
+
 def test_DeferredLinear_without_gradient_of_the_input():
     case("x needs no gradient, as on the first layer of a model; then a frozen weight, and everything frozen")
     mine, x = linear(), randn(5, 3, dtype=torch.float64)
@@ -920,6 +982,68 @@ def test_PipelineStage_by_hand():
     expect_close(module.weight.grad, torch.tensor([[210.0]]), name="weight.grad", read=STAGE)
 
 
+def test_PipelineStage_keeps_its_group():
+    case("the group of ranks that was given, here one that nobody uses")
+    group = dist.ProcessGroup(0, 1)
+    found = getattr(pipeline.PipelineStage(two_layers(), 0, 1, group), "group", "missing")
+    expect_true(found is group, "`group` is not the group given", answer=[found], read="the contract, under Args")
+
+
+def test_PipelineStage_returns_an_output_with_a_graph():
+    case("x [2, 3], stage 0 of 2: the output's graph, which ends at x")
+    out = pipeline.PipelineStage(two_layers(), 0, 2).forward_micro(0, randn(2, 3, dtype=torch.float64))
+    problem = "the output has no graph, so a loss that is computed from it has no gradient"
+    expect_true(out.requires_grad, problem, answer=out, read="the contract of ex-pipeline-pipelinestage")
+
+
+def test_PipelineStage_takes_a_number_again():
+    case("micro-batch 0 of two steps, 2 and 3 rows; .grad adds up")
+    stage, xs = pipeline.PipelineStage(two_layers(), 0, 1), [randn(n, 3, seed=n, dtype=torch.float64) for n in (2, 3)]
+    expected, grads = whole_gradients(xs, [torch.ones_like(x) for x in xs])
+    for x, wanted in zip(xs, expected, strict=True):
+        stage.forward_micro(0, x)
+        expect_close(stage.backward_micro(0, torch.ones_like(x)), wanted, name="gradient of x", read=STAGE)
+        stage.backward_weights(0)
+    expect_close(gradients(stage.module.named_parameters(), STAGE), grads, name="gradients", read=STAGE)
+
+
+def test_PipelineStage_without_some_gradients():
+    read = "the contract of ex-pipeline-pipelinestage"
+    case("a frozen table of words: its output requires no gradient")
+    table = nn.Embedding(5, 2)
+    table.weight.requires_grad_(False)
+    stage = pipeline.PipelineStage(table, 0, 2)
+    stage.forward_micro(0, torch.tensor([[1, 4, 1]]))
+    found = stage.backward_micro(0, torch.ones(1, 3, 2))
+    stage.backward_weights(0)
+    expect_true(found is None and table.weight.grad is None, "there is no gradient", answer=[found], read=read)
+    case("a layer of which the output does not depend on x [2, 3]: the gradient of x is zero")
+
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight.expand(len(x), 3)
+
+    stage = pipeline.PipelineStage(Constant(), 1, 2)
+    stage.forward_micro(0, randn(2, 3))
+    expect_close(stage.backward_micro(0, torch.ones(2, 3)), torch.zeros(2, 3), name="gradient of x", read=read)
+
+
+def test_PipelineStage_finds_deferred_layers_at_any_depth():
+    case("a DeferredLinear two levels deep, and one that is the whole module; one micro-batch")
+    for wrap in (lambda layer: nn.Sequential(nn.Tanh(), nn.Sequential(nn.Sequential(layer))), lambda layer: layer):
+        mine = nn.Linear(3, 2)
+        stage = pipeline.PipelineStage(wrap(pipeline.DeferredLinear(mine)), 0, 1)
+        stage.forward_micro(0, randn(4, 3))
+        stage.backward_micro(0, torch.ones(4, 2))
+        stage.backward_weights(0)
+        grads = gradients(mine.named_parameters(), STAGE)
+        expect_close(grads["bias"], torch.full((2,), 4.0), name="bias.grad", read=STAGE)
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_PipelineStage_of_several_micro_batches(order):
     case(f"3 micro-batches of 1, 2 and 3 rows, all forwards, then the backwards in the order {order}")
@@ -1054,6 +1178,13 @@ def test_PipelineStage_releases_what_it_kept():
     first, second = (ref.expired() for ref in seen.refs)
     expect_true(second, "micro-batch 1 has had its backward, and its activations are still in memory", read=STAGE)
     expect_true(not first, "micro-batch 0 waits for its backward, and its activations are gone", read=STAGE)
+    case("one micro-batch, forward and backward: x [4, 3], which the caller has dropped, is released")
+    x = randn(4, 3, dtype=torch.float64) * 1
+    ref = StorageWeakRef(x.untyped_storage())
+    stage.forward_micro(2, x)
+    del x
+    stage.backward_micro(2, torch.ones(4, 3, dtype=torch.float64))
+    expect_true(ref.expired(), "x is still in memory after the backward", read=STAGE)
 
 
 def test_PipelineStage_refuses_the_wrong_order():
@@ -1070,6 +1201,10 @@ def test_PipelineStage_refuses_the_wrong_order():
     case("a second backward of micro-batch 7")
     with expect_raises(ValueError, "7", read="the contract, under Raises"):
         stage.backward_micro(7, up)
+    stage.backward_weights(7)
+    case("backward_weights of micro-batch 7 for the second time, after one backward")
+    with expect_raises(ValueError, "7", read="the contract, under Raises"):
+        stage.backward_weights(7)
     for n, at in ((2, 2), (3, -1)):
         case(f"stage {at} of {n}")
         with expect_raises(ValueError, str(at), str(n), read="the contract, under Raises"):
