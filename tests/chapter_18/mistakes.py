@@ -511,6 +511,82 @@ def merge_rounded(o, lse, other_o, other_lse):
     return merged.to(other_o.dtype), total
 
 
+@mistake("merge_attention", "the weights are exchanged: each output gets the other's share of the sum")
+def merge_exchanged(o, lse, other_o, other_lse):
+    merged, _ = reference.merge_attention(o, other_lse, other_o, lse)
+    return merged, reference.merge_attention(o, lse, other_o, other_lse)[1]
+
+
+@mistake(
+    "merge_attention", "the exponentials are shifted by the first logsumexp instead of the larger one: they overflow"
+)
+def merge_shifted_by_first(o, lse, other_o, other_lse):
+    shift = lse.detach().clamp(min=torch.finfo(lse.dtype).min)
+    mine, others = torch.exp(lse - shift), torch.exp(other_lse - shift)
+    nothing = mine + others == 0
+    total = (mine + others).masked_fill(nothing, 1)
+    merged = torch.lerp(o.to(lse.dtype), other_o.to(lse.dtype), (others / total)[..., None])
+    dtype = torch.promote_types(o.dtype, other_o.dtype)
+    return merged.to(dtype), (shift + torch.log(total)).masked_fill(nothing, -torch.inf)
+
+
+@mistake("merge_attention", "what was subtracted from both logsumexps is not added again to that of all keys")
+def merge_shift_lost(o, lse, other_o, other_lse):
+    merged, total = reference.merge_attention(o, lse, other_o, other_lse)
+    shift = torch.maximum(lse, other_lse).detach()
+    return merged, total - shift.masked_fill(shift == -torch.inf, 0)
+
+
+@mistake(
+    "merge_attention", "the logsumexp of all keys is taken with `log2`: the contract asks for the natural logarithm"
+)
+def merge_log2(o, lse, other_o, other_lse):
+    merged, total = reference.merge_attention(o, lse, other_o, other_lse)
+    shift = torch.maximum(lse, other_lse).detach()
+    shift = shift.masked_fill(shift == -torch.inf, 0)
+    return merged, shift + (total - shift) / math.log(2.0)
+
+
+@mistake(
+    "merge_attention", "the weights are cut off from autograd: no gradient reaches the logsumexps through the output"
+)
+def merge_detached(o, lse, other_o, other_lse):
+    merged, _ = reference.merge_attention(o, lse.detach(), other_o, other_lse.detach())
+    return merged, reference.merge_attention(o, lse, other_o, other_lse)[1]
+
+
+@mistake("merge_attention", "a row that saw no key on either side gets a logsumexp of 0 instead of -inf")
+def merge_empty_is_zero(o, lse, other_o, other_lse):
+    merged, total = reference.merge_attention(o, lse, other_o, other_lse)
+    return merged, total.masked_fill(total == -torch.inf, 0)
+
+
+@mistake("merge_attention", "NaN of a row that saw no key is overwritten at the end: its gradient is NaN all the same")
+def merge_nan_hidden(o, lse, other_o, other_lse):
+    total = torch.logaddexp(lse, other_lse)
+    merged = (lse - total).exp()[..., None] * o + (other_lse - total).exp()[..., None] * other_o
+    merged = merged.masked_fill((total == -torch.inf)[..., None], 0)
+    return merged.to(torch.promote_types(o.dtype, other_o.dtype)), total
+
+
+@mistake("merge_attention", "the result has the dtype of the first output: a second one in a wider dtype is rounded")
+def merge_rounded_to_first(o, lse, other_o, other_lse):
+    merged, total = reference.merge_attention(o, lse, other_o, other_lse)
+    return merged.to(o.dtype), total
+
+
+@mistake("merge_attention", "the output has the dtype of the logsumexp: two bfloat16 outputs become float32")
+def merge_widened(o, lse, other_o, other_lse):
+    merged, total = reference.merge_attention(o, lse, other_o, other_lse)
+    return merged.to(lse.dtype), total
+
+
+@mistake("merge_attention", "the logsumexp is rounded to the dtype of the outputs: it should keep its own")
+def merge_lse_rounded(o, lse, other_o, other_lse):
+    merged, total = reference.merge_attention(o, lse, other_o, other_lse)
+    return merged, total.to(merged.dtype)
+
+
 # ---- 18.8 to 18.10 zigzag --------------------------------------------------------------------------------------------
 
 
@@ -557,6 +633,23 @@ def off_by_one(length, rank, n_ranks):
     reference.zigzag_indices(length, rank, n_ranks)
     chunks = torch.arange(length).view(2 * n_ranks, -1)
     return torch.cat([chunks[rank], chunks[(2 * n_ranks - rank) % (2 * n_ranks)]])
+
+
+@mistake("zigzag_indices", "the late chunk comes before the early one: the positions are not ascending")
+def late_first(length, rank, n_ranks):
+    early, late = reference.zigzag_indices(length, rank, n_ranks).chunk(2)
+    return torch.cat([late, early])
+
+
+@mistake("zigzag_indices", "the positions are a list of integers instead of a tensor")
+def positions_listed(length, rank, n_ranks):
+    return reference.zigzag_indices(length, rank, n_ranks).tolist()
+
+
+@mistake("zigzag_indices", "a rank that does not exist is not refused: Python counts a negative index from the end")
+def rank_unchecked(length, rank, n_ranks):
+    chunks = torch.arange(length).view(2 * n_ranks, equal_part(length, 2 * n_ranks, "length"))
+    return torch.cat([chunks[rank], chunks[-1 - rank]])
 
 
 @mistake("zigzag_shard", "the share is a contiguous stretch of the sequence")
@@ -663,6 +756,61 @@ def block_all_of_earlier(rank, source, length, is_causal=False, layout="contiguo
     if layout == "zigzag" and is_causal and source < rank:
         return slice(0, length), slice(0, length), False
     return block
+
+
+@mistake(
+    "ring_block", "later ranks' zigzag pairs meet the first half of the queries, which comes before all of their keys"
+)
+def block_first_half_of_queries(rank, source, length, is_causal=False, layout="contiguous"):
+    block = reference.ring_block(rank, source, length, is_causal, layout)
+    if layout == "zigzag" and is_causal and source > rank:
+        return slice(0, length // 2), slice(0, length), False
+    return block
+
+
+@mistake(
+    "ring_block", "only the first half of a later rank's zigzag pair is attended to, although all of it is earlier"
+)
+def block_half_of_later(rank, source, length, is_causal=False, layout="contiguous"):
+    block = reference.ring_block(rank, source, length, is_causal, layout)
+    if layout == "zigzag" and is_causal and source > rank:
+        return slice(length // 2, length), slice(0, length // 2), False
+    return block
+
+
+@mistake("ring_block", "later ranks' zigzag pairs are skipped, as if the layout were contiguous")
+def block_skips_later_zigzag(rank, source, length, is_causal=False, layout="contiguous"):
+    block = reference.ring_block(rank, source, length, is_causal, layout)
+    return None if is_causal and source > rank else block
+
+
+@mistake("ring_block", "no scores to compute are two empty slices instead of None")
+def block_of_nothing(rank, source, length, is_causal=False, layout="contiguous"):
+    block = reference.ring_block(rank, source, length, is_causal, layout)
+    return block or (slice(0, 0), slice(0, 0), False)
+
+
+@mistake("ring_block", "the slices have no bounds: `slice(None)` instead of `slice(0, length)`")
+def block_without_bounds(rank, source, length, is_causal=False, layout="contiguous"):
+    block = reference.ring_block(rank, source, length, is_causal, layout)
+    return block and (*(slice(None) if x == slice(0, length) else x for x in block[:2]), block[2])
+
+
+@mistake("ring_block", "an odd share is cut into unequal halves instead of refused")
+def block_odd(rank, source, length, is_causal=False, layout="contiguous"):
+    if layout != "zigzag" or not length % 2:
+        return reference.ring_block(rank, source, length, is_causal, layout)
+    if not is_causal or source == rank:
+        return slice(0, length), slice(0, length), is_causal
+    half, everything = length // 2, slice(0, length)
+    return (everything, slice(0, half), False) if source < rank else (slice(half, length), everything, False)
+
+
+@mistake("ring_block", "layout and length are checked only where a mask cuts the block: without one, everything passes")
+def block_checked_late(rank, source, length, is_causal=False, layout="contiguous"):
+    if not is_causal or source == rank:
+        return slice(0, length), slice(0, length), is_causal
+    return reference.ring_block(rank, source, length, is_causal, layout)
 
 
 # ---- 18.12 ring_attention --------------------------------------------------------------------------------------------
@@ -914,6 +1062,40 @@ def bytes_in_float32(config, batch, length, n_ranks, kind):
     return 2 * right_bytes(config, batch, length, n_ranks, kind)
 
 
+@mistake("context_parallel_bytes", "the batch is not counted: these are the bytes of one sequence")
+def bytes_of_a_sequence(config, batch, length, n_ranks, kind):
+    return right_bytes(config, 1, length, n_ranks, kind)
+
+
+@mistake("context_parallel_bytes", 'for "ring", the bytes of K are counted and those of V are not')
+def bytes_of_keys(config, batch, length, n_ranks, kind):
+    right = right_bytes(config, batch, length, n_ranks, kind)
+    return right // 2 if kind == "ring" else right
+
+
+@mistake(
+    "context_parallel_bytes", 'for "ulysses", the way back of the output is not counted: three all-to-alls of four'
+)
+def bytes_without_output(config, batch, length, n_ranks, kind):
+    right = right_bytes(config, batch, length, n_ranks, kind)
+    queries = all_to_all_bytes(config, batch, length, n_ranks, 0) // 2
+    return right if kind == "ring" else right - queries
+
+
+@mistake("context_parallel_bytes", "a length or heads that the ranks don't divide are rounded down instead of refused")
+def bytes_rounded_down(config, batch, length, n_ranks, kind):
+    length = length // n_ranks * n_ranks
+    if kind != "ulysses":
+        return right_bytes(config, batch, length, n_ranks, kind)
+    groups = math.lcm(getattr(config, "n_kv_heads", config.n_heads), n_ranks)
+    return all_to_all_bytes(config, batch, length, n_ranks, groups)
+
+
+@mistake("context_parallel_bytes", 'every kind but "ring" is counted as "ulysses": another string is not refused')
+def bytes_of_any_kind(config, batch, length, n_ranks, kind):
+    return right_bytes(config, batch, length, n_ranks, kind if kind == "ring" else "ulysses")
+
+
 @mistake("hidden_length", "keys and values are counted with as many heads as the queries: G/H is missing")
 def hidden_without_groups(config, n_ranks, peak_flops, bandwidth):
     return reference.hidden_length(Sizes(config, n_kv_heads=config.n_heads), n_ranks, peak_flops, bandwidth)
@@ -944,3 +1126,8 @@ def hidden_one_tensor(config, n_ranks, peak_flops, bandwidth):
 def hidden_turned_over(config, n_ranks, peak_flops, bandwidth):
     found = config.n_heads * peak_flops / (config.n_kv_heads * bandwidth)
     return max(1, math.ceil(found)) if n_ranks > 1 else 1
+
+
+@mistake("hidden_length", "a single rank is counted like several, although it has nothing to send")
+def hidden_alone(config, n_ranks, peak_flops, bandwidth):
+    return reference.hidden_length(config, max(2, n_ranks), peak_flops, bandwidth)

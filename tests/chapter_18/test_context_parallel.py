@@ -453,11 +453,13 @@ def test_merge_attention_dtypes():
     merged, total = cp.merge_attention(o, lse, other, other_lse)
     found = [str(merged.dtype), str(total.dtype)]
     expect_equal(found, ["torch.float32"] * 2, name="dtypes", read="the contract, under Returns")
-    both, _ = cp.merge_attention(o.bfloat16(), lse, other, other_lse)
-    expect_equal(
-        str(both.dtype), "torch.bfloat16", name="dtype of two bfloat16 outputs", read="the contract, under Returns"
-    )
     expect_close(o, before, name="o afterwards")
+    case("o and other_o bfloat16, lse float32: bfloat16 and float32")
+    found = [str(x.dtype) for x in cp.merge_attention(o.bfloat16(), lse, other, other_lse)]
+    expect_equal(found, ["torch.bfloat16", "torch.float32"], name="dtypes", read="the contract, under Returns")
+    case("o bfloat16 with other_o float32: float32")
+    merged, _ = cp.merge_attention(other, lse, o, other_lse)
+    expect_equal(str(merged.dtype), "torch.float32", name="dtype", read="the contract, under Returns")
 
 
 # ---- 18.8 to 18.10 zigzag --------------------------------------------------------------------------------------------
@@ -615,6 +617,12 @@ def test_ring_block_refuses():
     case("5 positions on a rank, zigzag")
     with expect_raises(ValueError, "5", "2 x 2 + 1", read=RAISES):
         cp.ring_block(0, 1, 5, True, "zigzag")
+    case("without a mask: layout 'striped'")
+    with expect_raises(ValueError, "striped", read=RAISES):
+        cp.ring_block(0, 1, 4, False, "striped")
+    case("without a mask: 5 positions on a rank, zigzag")
+    with expect_raises(ValueError, "5", "2 x 2 + 1", read=RAISES):
+        cp.ring_block(0, 1, 5, False, "zigzag")
 
 
 # ---- 18.12 ring_attention --------------------------------------------------------------------------------------------
