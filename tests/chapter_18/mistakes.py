@@ -172,6 +172,50 @@ class ScatterRagged(Scatter):
         return Scatter.forward(ctx, x.narrow(dim, 0, x.shape[dim] // n_ranks * n_ranks), dim, group)
 
 
+@mistake("GatherSequence", "backward scatters along the first dimension, whatever `dim` says")
+class GatherFirstDimBackward(Gather):
+    @staticmethod
+    def backward(ctx, grad):
+        return scattered(grad, 0, ctx.group), None, None
+
+
+@mistake("GatherSequence", "the gathered memory is reshaped: only along the first dimension do the shares lie in order")
+class GatherReshaped(Gather):
+    @staticmethod
+    def forward(ctx, x, dim, group=None):
+        ctx.dim, ctx.group = dim, group
+        whole = gathered(x, dim, group)
+        return torch.stack(whole.chunk(dist.get_world_size(group), dim)).reshape(whole.shape)
+
+
+@mistake("ScatterSequence", "the group is ignored: all ranks of the world take part")
+class ScatterWorld(Scatter):
+    @staticmethod
+    def forward(ctx, x, dim, group=None):
+        ctx.dim, ctx.group = dim, None
+        return scattered(x, dim, None)
+
+
+@mistake("ScatterSequence", "the memory is cut into consecutive parts: right only along the first dimension")
+class ScatterConsecutive(Scatter):
+    @staticmethod
+    def forward(ctx, x, dim, group=None):
+        ctx.dim, ctx.group = dim, group
+        n_ranks, shape = dist.get_world_size(group), list(x.shape)
+        shape[dim] = equal_part(shape[dim], n_ranks, "dimension")
+        return scattered(x.reshape(n_ranks, -1), 0, group).reshape(shape)
+
+
+@mistake("ScatterSequence", "backward gathers along the first dimension, whatever `dim` says")
+class ScatterFirstDimBackward(Scatter):
+    @staticmethod
+    def backward(ctx, grad):
+        whole = gathered(grad, 0, ctx.group)
+        shape = list(grad.shape)
+        shape[ctx.dim] *= dist.get_world_size(ctx.group)
+        return whole.reshape(shape), None, None
+
+
 # ---- 18.3 SequenceParallelBlock --------------------------------------------------------------------------------------
 
 
@@ -294,6 +338,58 @@ class PartOfTheWorld(SequenceBlock):
                 setattr(linear, name, nn.Parameter(parts[:, taken].flatten(0, 1).clone()))
 
 
+@mistake(
+    "SequenceParallelBlock",
+    "this rank's features are split into all H heads instead of its own H/R: each head is too narrow",
+)
+class AllHeadsOnEachRank(SequenceBlock):
+    def __init__(self, block, group=None):
+        super().__init__(block, group)
+        self.n_local_heads = block.attn.n_heads
+
+
+@mistake("SequenceParallelBlock", "the given block's parameters are cut in place: it should be copied")
+class BlockCutInPlace(SequenceBlock):
+    def __init__(self, block, group=None):
+        super().__init__(block, group)
+        for name in ("ln_1", "attn", "ln_2", "mlp"):
+            setattr(block, name, getattr(self, name))
+
+
+@mistake("SequenceParallelBlock", "the second half uses the first norm's gain and bias")
+class OneNorm(SequenceBlock):
+    def shared(self):
+        gain_1, bias_1, attn_bias, gain_2, bias_2, mlp_bias = super().shared()
+        return gain_1, bias_1, attn_bias, gain_1 + 0 * gain_2, bias_1 + 0 * bias_2, mlp_bias
+
+
+@mistake("SequenceParallelBlock", "what a layer returns replaces the stream instead of being added to it")
+class NoResidual(SequenceBlock):
+    def leave(self, x, h, bias):
+        return reference.ScatterSequence.apply(h, 1, self.group) + bias
+
+
+@mistake(
+    "SequenceParallelBlock",
+    "the gathered positions also pass through `CopyToRegion`: their gradients are summed twice",
+)
+class SummedTwice(SequenceBlock):
+    def enter(self, x, gain, bias, eps):
+        return CopyToRegion.apply(super().enter(x, gain, bias, eps), self.group)
+
+
+@mistake(
+    "SequenceParallelBlock",
+    "gradients of the parts that only this rank has are summed over the ranks, too",
+)
+class AllGradientsSummed(SequenceBlock):
+    def __init__(self, block, group=None):
+        super().__init__(block, group)
+        for name, parameter in (*self.attn.named_parameters(), *self.mlp.named_parameters()):
+            if name != "c_proj.bias":
+                parameter.register_hook(lambda grad: summed(grad, self.group))
+
+
 # ---- 18.4 heads_to_sequence, 18.5 sequence_to_heads ------------------------------------------------------------------
 
 
@@ -345,6 +441,22 @@ def heads_lost(x, group):
     return reference.heads_to_sequence(x[:, :, : x.shape[2] // n_ranks * n_ranks], group)
 
 
+@mistake("heads_to_sequence", "the rows are made by `reshape` alone: they cut the positions instead of the heads")
+def heads_reshaped(x, group):
+    check_heads(x, group)
+    (b, t, h, d), n_ranks = x.shape, dist.get_world_size(group)
+    rows = x.reshape(n_ranks, b, t, h // n_ranks, d)
+    return rearrange(exchange(rows, group), "r b t h d -> b (r t) h d")
+
+
+@mistake("heads_to_sequence", "the result is only reshaped: with more than one sequence, R and B have to change places")
+def result_reshaped(x, group):
+    check_heads(x, group)
+    rows = exchange(rearrange(x, "b t (r h) d -> r b t h d", r=dist.get_world_size(group)), group)
+    n_ranks, b, t, h, d = rows.shape
+    return rows.reshape(b, n_ranks * t, h, d)
+
+
 @mistake("sequence_to_heads", "the heads of the ranks are interleaved instead of put one rank's after the other's")
 def heads_woven(x, group):
     equal_part(x.shape[1], dist.get_world_size(group), "positions")
@@ -381,6 +493,29 @@ def gather_positions(x, group):
 def positions_lost(x, group):
     n_ranks = dist.get_world_size(group)
     return reference.sequence_to_heads(x[:, : x.shape[1] // n_ranks * n_ranks], group)
+
+
+@mistake("sequence_to_heads", "the group is ignored: all ranks of the world take part")
+def positions_in_world(x, group):
+    return reference.sequence_to_heads(x, None)
+
+
+@mistake(
+    "sequence_to_heads", "the rows are made by `reshape` alone: with more than one sequence, they mix the sequences"
+)
+def positions_reshaped(x, group):
+    equal_part(x.shape[1], dist.get_world_size(group), "positions")
+    (b, t, h, d), n_ranks = x.shape, dist.get_world_size(group)
+    rows = x.reshape(n_ranks, b, t // n_ranks, h, d)
+    return rearrange(exchange(rows, group), "r b t h d -> b t (r h) d")
+
+
+@mistake("sequence_to_heads", "the result is only reshaped: the ranks' heads have to come after B and T")
+def back_reshaped(x, group):
+    equal_part(x.shape[1], dist.get_world_size(group), "positions")
+    rows = exchange(rearrange(x, "b (r t) h d -> r b t h d", r=dist.get_world_size(group)), group)
+    n_ranks, b, t, h, d = rows.shape
+    return rows.reshape(b, t, n_ranks * h, d)
 
 
 # ---- 18.6 ulysses_attention ------------------------------------------------------------------------------------------
@@ -444,6 +579,23 @@ def ulysses_refuses_few(q, k, v, is_causal=False, group=None):
     equal_part(q.shape[2], dist.get_world_size(group), "the number of query heads")
     equal_part(k.shape[2], dist.get_world_size(group), "the number of key heads")
     return ulysses(q, k, v, is_causal, group)
+
+
+@mistake("ulysses_attention", "the group is ignored: all ranks of the world take part")
+def ulysses_in_world(q, k, v, is_causal=False, group=None):
+    return ulysses(q, k, v, is_causal, None)
+
+
+@mistake(
+    "ulysses_attention", "keys and values are all-gathered instead of exchanged: each rank receives all their heads"
+)
+def ulysses_gathers_keys(q, k, v, is_causal=False, group=None):
+    (rank, n_ranks), n_repeats = place(group), q.shape[2] // k.shape[2]
+    equal_part(q.shape[2], n_ranks, "the number of query heads")
+    q = reference.heads_to_sequence(q, group).transpose(1, 2)
+    k, v = (reference.GatherSequence.apply(x, 1, group).repeat_interleave(n_repeats, 2) for x in (k, v))
+    k, v = (x.chunk(n_ranks, 2)[rank].transpose(1, 2) for x in (k, v))
+    return reference.sequence_to_heads(flash_attention(q, k, v, is_causal).transpose(1, 2), group)
 
 
 # ---- 18.7 merge_attention --------------------------------------------------------------------------------------------
@@ -675,6 +827,25 @@ def shard_detached(x, dim, group):
     return reference.zigzag_shard(x.detach(), dim, group)
 
 
+@mistake(
+    "zigzag_shard", "the slices before `dim` are counted with `dim` itself: a negative one means the first dimension"
+)
+def shard_negative_dim(x, dim, group):
+    reference.zigzag_shard(x, dim, group)
+    return reference.zigzag_shard(x, max(0, dim), group)
+
+
+@mistake("zigzag_shard", "a length that 2R does not divide is not refused: its end is lost")
+def shard_ragged(x, dim, group):
+    n_chunks = 2 * dist.get_world_size(group)
+    return reference.zigzag_shard(x.narrow(dim, 0, x.shape[dim] // n_chunks * n_chunks), dim, group)
+
+
+@mistake("zigzag_shard", "backward sums the gradient over the ranks: the contract asks for this rank's part")
+def shard_summed(x, dim, group):
+    return reference.zigzag_shard(CopyToRegion.apply(x, group) if x.requires_grad else x, dim, group)
+
+
 @mistake("zigzag_gather", "the shares are put side by side in rank order, and the zigzag is not undone")
 def not_undone(x, dim, group):
     equal_part(x.shape[dim], 2, "share")
@@ -704,6 +875,34 @@ def gather_own_gradient(x, dim, group):
 @mistake("zigzag_gather", "the result is cut off from autograd")
 def gather_detached(x, dim, group):
     return reference.zigzag_gather(x.detach(), dim, group)
+
+
+@mistake(
+    "zigzag_gather", "the late chunks are put together in rank order, but they lie from the last rank to the first"
+)
+def late_chunks_in_rank_order(x, dim, group):
+    equal_part(x.shape[dim], 2, "share")
+    chunks = reference.GatherSequence.apply(x, dim, group).chunk(2 * dist.get_world_size(group), dim)
+    return torch.cat(chunks[::2] + chunks[1::2], dim)
+
+
+@mistake("zigzag_gather", "the first dimension is put together, whatever `dim` says")
+def gather_first_dim(x, dim, group):
+    return reference.zigzag_gather(x, 0, group)
+
+
+@mistake("zigzag_gather", "the group is ignored: all ranks of the world take part")
+def gather_of_world(x, dim, group):
+    return reference.zigzag_gather(x, dim, None)
+
+
+@mistake("zigzag_gather", "shares of an odd length are cut into unequal chunks instead of refused")
+def gather_odd(x, dim, group):
+    halves = [
+        share.tensor_split(2, dim)
+        for share in reference.GatherSequence.apply(x, dim, group).chunk(dist.get_world_size(group), dim)
+    ]
+    return torch.cat([first for first, _ in halves] + [last for _, last in halves[::-1]], dim)
 
 
 # ---- 18.11 ring_block ------------------------------------------------------------------------------------------------
@@ -827,8 +1026,9 @@ class Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, is_causal, group, layout, wrong):
         rank, n_ranks = place(group)
-        o = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32))
-        lse = torch.full_like(o[..., 0], -torch.inf)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        o = torch.zeros(q.shape, dtype=q.dtype if wrong == "narrow output" else wide)
+        lse = torch.full(q.shape[:-1], -torch.inf, dtype=q.dtype if wrong == "narrow lse" else wide)
         pairs, sources = Ring.pairs(k, v, group, wrong), []
         kept = []
         for source, (key, value) in pairs:
@@ -852,15 +1052,19 @@ class Ring(torch.autograd.Function):
             if wrong == "lse of the last block":
                 ctx.last = part[1] if part[1].shape == lse.shape else lse.clone()
         ctx.of_call = is_causal, group, layout, wrong
-        ctx.save_for_backward(q, k, v, o.to(q.dtype), lse, *kept)
-        return o.to(q.dtype)
+        ctx.save_for_backward(q, k, v, o if wrong == "wide output kept" else o.to(q.dtype), lse, *kept)
+        return o if wrong == "wide output" else o.to(q.dtype)
 
     @staticmethod
     def pairs(k, v, group, wrong):
         if wrong == "alone":
             return [(dist.get_rank(group), torch.stack((k, v)))]
-        if wrong in ("sends after", "waits first", "third pair", "new buffers"):
+        if wrong in ("sends after", "waits first", "third pair", "new buffers", "once more"):
             return Ring.slow(torch.stack((k, v)), group, wrong)
+        if wrong == "sources":
+            rank, n_ranks = place(group)
+            around = reference._around(torch.stack((k, v)), group)
+            return (((2 * rank - source) % n_ranks, pair) for source, pair in around)
         return reference._around(torch.stack((k, v)), group)
 
     @staticmethod
@@ -868,7 +1072,7 @@ class Ring(torch.autograd.Function):
         rank, n_ranks = place(group)
         pairs = []
         for step in range(n_ranks):
-            is_last = step == n_ranks - 1
+            is_last = step == n_ranks - 1 and wrong != "once more"
             arriving = torch.empty_like(pair)
             messages = [] if is_last or wrong == "sends after" else [pass_on(pair, arriving, group)]
             if wrong == "waits first":
@@ -904,9 +1108,10 @@ class Ring(torch.autograd.Function):
         rank, mine, arriving, messages = dist.get_rank(group), None, None, []
         if wrong == "lse of the last block":
             lse = ctx.last
-        dq = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32))
+        wide = torch.promote_types(q.dtype, torch.float32)
+        dq = torch.zeros(q.shape, dtype=q.dtype if wrong == "narrow dq" else wide)
         for source, (key, value) in Ring.pairs(k, v, group, wrong):
-            grads = torch.zeros((2, *k.shape), dtype=dq.dtype if wrong == "wide gradients" else k.dtype)
+            grads = torch.zeros((2, *k.shape), dtype=wide if wrong == "wide gradients" else k.dtype)
             block = Ring.block(rank, source, q.shape[-2], is_causal, layout, wrong)
             if wrong == "computes all" and block is None:
                 block_backward(q, key, value, o, do, lse, False)
@@ -941,7 +1146,7 @@ def ring(wrong, sentence):
         for tensor in (q, k):
             check_shares(tensor.shape[-2], tensor.device, group)
         reference.ring_block(0, 0, q.shape[-2], is_causal, layout)
-        return Ring.apply(q, k, v, is_causal, group, layout, wrong)
+        return Ring.apply(q, k, v, is_causal, None if wrong == "world" else group, layout, wrong)
 
     return mistake("ring_attention", sentence)(attention)
 
@@ -969,6 +1174,14 @@ ring("wide gradients", "dK and dV travel in float32: twice the bytes; the contra
 ring(
     "twice", "a second derivative is returned, and is wrong: backward's messages have none; see `first_derivative_only`"
 )
+ring("sources", "the pairs arrive from the previous rank, and are taken for the next ranks': r + 1 instead of r - 1")
+ring("world", "the group is ignored: all ranks of the world take part")
+ring("once more", "the pair is passed on after the last block, too: R messages where R - 1 are enough")
+ring("narrow output", "the output is summed in the dtype of `q`: bfloat16 rounds it at every step")
+ring("narrow lse", "the logsumexp is kept in the dtype of `q`: in bfloat16 the weights of the blocks are wrong")
+ring("narrow dq", "dQ is summed in the dtype of `q`: bfloat16 rounds it at every step")
+ring("wide output", "the output stays in float32: the contract asks for the dtype of `q`")
+ring("wide output kept", "autograd keeps the output in float32: twice the bytes of the one that is returned")
 ring("own gradients lost", "what a rank's own queries give to its own dK and dV is lost")
 
 

@@ -829,17 +829,20 @@ def most_pairs(run, pair_bytes: int, times: int = 4) -> float:
 def measure_memory(rank, world_size):
     length, width = 64, 32
     q, k, v = (randn(1, h, length, width, seed=i).requires_grad_() for i, h in enumerate((3, 1, 1)))
-    kept = saved_bytes(lambda: cp.ring_attention(q, k, v))
+    halves = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
+    kept = [saved_bytes(lambda qkv=qkv: cp.ring_attention(*qkv)) for qkv in ((q, k, v), halves)]
     held = most_pairs(lambda: cp.ring_attention(q.detach(), k.detach(), v.detach()), 2 * k.nbytes)
-    return kept, held, 2 * q.nbytes + 2 * k.nbytes + 3 * length * 4
+    return kept, held, [2 * x.nbytes + 2 * y.nbytes + 3 * length * 4 for x, y in ((q, k), halves[:2])]
 
 
 @pytest.mark.time_limit(20)
 def test_ring_attention_holds_two_pairs(ranks):
     for kept, held, allowed in ranks(measure_memory, n_ranks=4).values:
-        case("64 positions, 3 query heads and one key head of 32 on each of four ranks: bytes that autograd keeps")
-        problem = f"autograd keeps {kept:,} bytes: q, k, v, the output and the logsumexp are {allowed:,}"
-        expect_true(kept <= allowed, problem, answer=kept, read="the contract, under Returns")
+        for dtype, n_bytes, most in zip(("float32", "bfloat16"), kept, allowed, strict=True):
+            sizes = f"64 positions, 3 query heads and one key head of 32 on each of four ranks, {dtype}"
+            case(f"{sizes}: bytes that autograd keeps")
+            problem = f"autograd keeps {n_bytes:,} bytes: q, k, v, the output and the logsumexp are {most:,}"
+            expect_true(n_bytes <= most, problem, answer=n_bytes, read="the contract, under Returns")
         case("64 positions, 3 query heads and one key head of 32 on each of four ranks: travelling pairs of K and V")
         problem = f"a rank holds {held:g} travelling pairs of K and V at once, and should hold two: the one in use, and the next"
         expect_true(held <= 2, problem, answer=held, read=RING)
@@ -938,6 +941,29 @@ def test_ring_attention_sends_in_the_inputs_dtype(ranks):
         sent = sum(r.n_bytes for r in ledger.records if r.sends and r.to is not None)
         read = "the contract, under Cost: pairs of dK and dV in the inputs' dtype"
         expect_equal(sent, 3 * 2 * 2 * 4 * 4 * 2, name="bytes of three pairs", read=read)
+
+
+def sums_in_bfloat16(rank, world_size):
+    # Queries are 0, so each of the four keys has weight 1/4, and every block's part of the sums is exact in bfloat16, where 256 is followed by 258.
+    q, k, v, do = torch.zeros(4, 1, 1, 1, 4)
+    k[..., 0] = (2048.0, -7.5, 7.5, -7.5)[rank]
+    v[..., 0] = (1.0, -1.0, 1.0, -1.0)[rank]
+    v[..., 1] = (256.0, 258.0, 258.0, 258.0)[rank]
+    do[..., 0] = 1.0
+    q, k, v, do = (x.bfloat16().requires_grad_() for x in (q, k, v, do))
+    case(f"four ranks with a position each, q = 0, bfloat16: the mean of 256, 258, 258 and 258; rank {rank}")
+    out = cp.ring_attention(q, k, v)
+    read = "the contract, under Returns: sums are in float32 at least"
+    expect_close(out, torch.tensor([0.0, 258.0, 0.0, 0.0]).bfloat16().view_as(q), atol=1e-3, rtol=1e-3, read=read)
+    case(f"four ranks with a position each, bfloat16: dq, which is 256 + 3 x 0.9375, rounded to 258; rank {rank}")
+    out.backward(do)
+    expected = torch.tensor([258.0, 0.0, 0.0, 0.0]).bfloat16().view_as(q)
+    expect_close(gradient(q, "q"), expected, atol=1e-3, rtol=1e-3, name="dq", read=read)
+
+
+@pytest.mark.time_limit(20)
+def test_ring_attention_sums_in_float32(ranks):
+    ranks(sums_in_bfloat16, n_ranks=4)
 
 
 def test_ring_attention_refuses_a_second_derivative(ranks):
