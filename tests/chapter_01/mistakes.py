@@ -32,6 +32,14 @@ class NumberedAsTheyCome(reference.WordTokenizer):
         self.words = dict(enumerate(words))
 
 
+@mistake("WordTokenizer", "the words keep the order of a set, which differs from run to run: they are not sorted")
+class NumberedAsInASet(reference.WordTokenizer):
+    def __init__(self, text):
+        words = list(set(text.lower().split()))
+        self.ids = {word: i for i, word in enumerate(words)}
+        self.words = dict(enumerate(words))
+
+
 @mistake("WordTokenizer", "every new word gets the same id: the table does not remember the first")
 class ForgetsNewWords(reference.WordTokenizer):
     def encode(self, text):

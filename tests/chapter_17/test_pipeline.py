@@ -824,12 +824,8 @@ def test_DeferredLinear_lists_what_is_pending():
     )
     mine = nn.Linear(1, 1)
     layer, other = pipeline.DeferredLinear(mine), pipeline.DeferredLinear(nn.Linear(1, 1))
-    expect_true(
-        isinstance(layer.pending, deque),
-        "pending is a deque",
-        answer=[layer.pending],
-        read="the contract, under Attributes",
-    )
+    read = "the contract, under Attributes"
+    expect_true(isinstance(layer.pending, deque), "`pending` is not a deque", answer=[layer.pending], read=read)
     outs = [layer(torch.tensor([[value]], requires_grad=True)) for value in (1.0, 10.0, 100.0)]
     found = [(len(layer.pending), len(other.pending))]
     for i in (2, 0, 1):
@@ -1016,7 +1012,8 @@ def test_PipelineStage_without_some_gradients():
     stage.forward_micro(0, torch.tensor([[1, 4, 1]]))
     found = stage.backward_micro(0, torch.ones(1, 3, 2))
     stage.backward_weights(0)
-    expect_true(found is None and table.weight.grad is None, "there is no gradient", answer=[found], read=read)
+    expect_true(found is None, "words have no gradient: expected None", answer=[found], read=read)
+    expect_true(table.weight.grad is None, "the frozen table has a gradient", answer=[table.weight.grad], read=read)
     case("a layer of which the output does not depend on x [2, 3]: the gradient of x is zero")
 
     class Constant(nn.Module):

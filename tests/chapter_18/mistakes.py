@@ -827,9 +827,7 @@ def shard_detached(x, dim, group):
     return reference.zigzag_shard(x.detach(), dim, group)
 
 
-@mistake(
-    "zigzag_shard", "the slices before `dim` are counted with `dim` itself: a negative one means the first dimension"
-)
+@mistake("zigzag_shard", "a negative `dim` is taken for the first dimension: it counts from the end")
 def shard_negative_dim(x, dim, group):
     reference.zigzag_shard(x, dim, group)
     return reference.zigzag_shard(x, max(0, dim), group)
