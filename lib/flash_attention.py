@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lib.fast.flash import fits_fast, flash_attention_fast
+from lib.fast.attention.flash import fits_fast, flash_attention_fast
 from lib.given.kernels.launch import launch_backward_dkdv, launch_backward_dq, launch_forward
 from lib.given.kernels.once import first_derivative_only
 from lib.given.kernels.tiles import HAS_TRITON, LN2, LOG2E, fold_groups, hide_later, take_tile, tile_slices, tl, triton

@@ -9,7 +9,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from lib.fast.blocks import block_backward, block_forward
+from lib.fast.attention.blocks import block_backward, block_forward
 from lib.given.kernels.once import first_derivative_only
 from lib.given.parallel.ring import LAYOUTS, check_ring, check_shares, equal_part, exchange, pass_on
 from lib.given.parallel.sharding import all_gather_row, reduce_scatter_row

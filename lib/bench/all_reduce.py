@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from lib.bench.record import MEASUREMENTS, load, record, spread, where
+from lib.given.data.record import MEASUREMENTS, load, record, spread, where
 
 MB = 10**6
 SIZES_MB = (1, 3, 10, 30, 100, 300, 1000)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lib.amp import GradScaler
-from lib.bench.record import MEASUREMENTS, record, spread
 from lib.given.data.corpora import language_reference
+from lib.given.data.record import MEASUREMENTS, record, spread
 from lib.given.models.gpt2 import TINY as GPT2_TINY
 from lib.given.models.sizes import MODEL_SIZES
 from lib.given.models.vit import TINY as VIT_TINY

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lib.attention import causal_mask, scaled_dot_product_attention, softmax
-from lib.bench.record import record, spread
+from lib.given.data.record import record, spread
 
 BATCH, WIDTHS, LENGTHS = 8, (16, 32, 64, 128), (256, 1024, 4096, 8192, 16384)
 SOFTMAX_SHAPE = {"batch": 4, "heads": 25, "length": 1024, "head_dim": 64}  # one layer of GPT-2 XL

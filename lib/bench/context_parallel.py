@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lib.bench.record import MEASUREMENTS, record, spread
 from lib.context_parallel import (
     context_parallel_bytes,
     hidden_length,
@@ -38,6 +37,7 @@ from lib.context_parallel import (
 )
 from lib.demos.context_parallel import logits_of
 from lib.flash_attention import flash_attention
+from lib.given.data.record import MEASUREMENTS, record, spread
 from lib.given.models.llama import LLAMA_2_7B, LlamaConfig
 from lib.given.parallel.ring import pass_on
 from lib.llama import Llama

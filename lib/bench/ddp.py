@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lib.bench.all_reduce import fit, slowest, spawn, wait_for
-from lib.bench.record import MEASUREMENTS, load, machine, record, spread
 from lib.ddp import optimal_bucket_bytes
 from lib.demos.ddp import synchronised
+from lib.given.data.record import MEASUREMENTS, load, machine, record, spread
 from lib.given.models.gpt2 import GPT2Config
 from lib.gpt2 import GPT2
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from lib.bench.record import MEASUREMENTS, load, record, spread
 from lib.fsdp import FullySharded, apply_fully_shard, memory_per_device
+from lib.given.data.record import MEASUREMENTS, load, record, spread
 from lib.given.models.gpt2 import GPT2Config
 from lib.given.models.vit import VIT_GIGANTIC_14, ViTConfig
 from lib.given.parallel.sharding import blocks_of, saved_bytes

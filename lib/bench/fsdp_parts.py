@@ -27,7 +27,7 @@ from lib.bench.fsdp import (
     predict,
     use_fused_parts,
 )
-from lib.bench.record import MEASUREMENTS, measure, record
+from lib.given.data.record import MEASUREMENTS, measure, record
 from lib.given.models.gpt2 import GPT2Config
 
 

@@ -17,8 +17,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lib.bench.record import record, spread
 from lib.fast.models import MEAN, STD, prepare_images
+from lib.given.data.record import record, spread
 
 SIZE, BATCH, N_PICTURES = 224, 256, 50_000
 

@@ -25,8 +25,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lib.bench.record import MEASUREMENTS, load, record, spread
 from lib.fast.models import Path, capture, gpt2_loss, vit_loss
+from lib.given.data.record import MEASUREMENTS, load, record, spread
 from lib.given.models.gpt2 import GPT2_SMALL, GPT2Config
 from lib.given.models.gpus import SHEETS
 from lib.given.models.vit import VIT_L_16, ViTConfig

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lib.bench.record import MEASUREMENTS, load, record, spread
 from lib.demos.low_precision import replace_linears, train_gpt2
 from lib.fast import models as fast
-from lib.fast.float8 import DelayedLinear, Scales
+from lib.fast.parts.float8 import DelayedLinear, Scales
+from lib.given.data.record import MEASUREMENTS, load, record, spread
 from lib.given.kernels.quantized import has_float8, scaled_mm
 from lib.given.models.gpt2 import GPT2Config
 from lib.given.models.llama import LLAMA_2_7B, LlamaConfig
@@ -128,7 +128,7 @@ class Bench:
 
         "delayed" changes its history in the backward pass, which the compiler refuses, so it is measured uncompiled,
         and "bfloat16" and "dynamic" uncompiled beside it. "delayed, outside" is the same recipe with the history
-        outside of the layers (`lib.fast.float8`). It and "bfloat16" are also measured as `lib.runs` trains: with all
+        outside of the layers (`lib.fast.parts.float8`). It and "bfloat16" are also measured as `lib.runs` trains: with all
         kernels of `lib.fast`, and with the step in a CUDA graph.
         """
         found: dict[str, dict[str, Any]] = {}

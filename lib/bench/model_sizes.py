@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lib.bench.record import record, spread
+from lib.given.data.record import record, spread
 from lib.given.models.gpt2 import TINY, GPT2Config
 from lib.given.models.sizes import MODEL_SIZES
 from lib.gpt2 import GPT2, count_parameters

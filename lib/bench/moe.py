@@ -21,7 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from lib.bench.all_reduce import slowest, spawn, wait_for
-from lib.bench.record import MEASUREMENTS, record, spread
+from lib.given.data.record import MEASUREMENTS, record, spread
 from lib.given.kernels.grouped import launch_grouped, with_gradients
 from lib.given.models.moe import DEEPSEEK_V3, MIXTRAL_8X7B, MoEConfig
 from lib.given.parallel.experts import AllToAll

@@ -26,9 +26,9 @@ from torch.distributed import pipelining
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from lib.bench.fsdp import use_fused_parts
-from lib.bench.record import MEASUREMENTS, load, record, spread
 from lib.demos.pipeline import defer, layers_of, next_token_loss
 from lib.fsdp import FullySharded
+from lib.given.data.record import MEASUREMENTS, load, record, spread
 from lib.given.models.gpt2 import GPT2Config
 from lib.gpt2 import GPT2
 from lib.pipeline import (

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lib.bench.record import MEASUREMENTS, load, machine, record
+from lib.given.data.record import MEASUREMENTS, load, machine, record
 from lib.given.models.gpt2 import GPT2_SMALL
 from lib.given.models.gpus import GPUS
 from lib.runs.engine.state import gather_model
@@ -311,7 +311,7 @@ def summarize(lines: list[dict[str, Any]], o: argparse.Namespace) -> dict[str, A
 
 def look(o: argparse.Namespace) -> dict[str, Any]:
     """Lengths of the documents, and an excerpt of the longest in each part: look at these before you train."""
-    from lib.runs.corpus import END, make_tokenizer, read_facts, read_merges
+    from lib.runs.data.corpus import END, make_tokenizer, read_facts, read_merges
 
     tokenizer, n = make_tokenizer(read_merges(Path(o.data))), read_facts(Path(o.data))["held_out_tokens"]
     ids = np.fromfile(Path(o.data, "tokens.bin"), dtype=np.uint16)
@@ -345,7 +345,7 @@ def rival(o: argparse.Namespace) -> dict[str, Any]:
     """
     import transformers
 
-    from lib.runs.corpus import held_out_share, read_tokens
+    from lib.runs.data.corpus import held_out_share, read_tokens
 
     device = torch.device("cpu" if o.tiny else "cuda")
     tokens = torch.from_numpy(read_tokens(Path(o.data))).int().to(device)
@@ -433,7 +433,7 @@ def main(arguments: list[str] | None = None) -> None:
         found = before["results"]
     except FileNotFoundError:
         before, found = None, {}
-    from lib.runs.corpus import read_facts
+    from lib.runs.data.corpus import read_facts
 
     found |= {"tiny": o.tiny, "corpus": read_facts(Path(o.data))}
     for part in o.parts:

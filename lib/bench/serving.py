@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lib.bench.record import MEASUREMENTS, load, record, spread
+from lib.given.data.record import MEASUREMENTS, load, record, spread
 from lib.given.models.llama import LlamaConfig
 from lib.given.models.serving import Request
 from lib.llama import Llama

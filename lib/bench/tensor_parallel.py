@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 from lib.attention import MultiHeadAttention
-from lib.bench.record import MEASUREMENTS, record, spread
+from lib.given.data.record import MEASUREMENTS, record, spread
 from lib.given.models.llama import TINY, LlamaConfig
 from lib.given.parallel.tensors import Collectives, rank_part
 from lib.llama import Llama

@@ -25,7 +25,7 @@ os.environ.setdefault(
     "TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / "triton_kernels_cache")
 )  # Inductor would choose another folder
 
-from lib.bench.record import MEASUREMENTS, record, spread
+from lib.given.data.record import MEASUREMENTS, record, spread
 from lib.triton_kernels import matmul, rms_norm, softmax_rows, vector_add, weighted_sum
 
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}

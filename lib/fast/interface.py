@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lib.fast.flash import fits_fast, flash_attention_fast
+from lib.fast.attention.flash import fits_fast, flash_attention_fast
 
 SPECIAL = ("position_bias", "softcap", "cache")  # what some models add to attention, and no kernel here has
 IGNORED = ("s_aux", "sinks", "indices", "block_indices")  # what other models add, and PyTorch's attention would ignore

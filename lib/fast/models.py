@@ -16,13 +16,13 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lib.fast.flash import fits_fast, flash_attention_fast, flash_attention_joined, is_quickest
-from lib.fast.float8 import DelayedLinear
-from lib.fast.gelu import TAIL, P, bias_gelu
-from lib.fast.heads import split_heads
-from lib.fast.loss import linear_cross_entropy
-from lib.fast.mlp import fits, mlp
-from lib.fast.norms import norm_and_bias
+from lib.fast.attention.flash import fits_fast, flash_attention_fast, flash_attention_joined, is_quickest
+from lib.fast.attention.heads import split_heads
+from lib.fast.parts.float8 import DelayedLinear
+from lib.fast.parts.gelu import TAIL, P, bias_gelu
+from lib.fast.parts.loss import linear_cross_entropy
+from lib.fast.parts.mlp import fits, mlp
+from lib.fast.parts.norms import norm_and_bias
 
 ATTENTIONS = ("written out", "fused", "flash", "cudnn", "workbook", "quickest")
 JOINABLE = nn.Linear | DelayedLinear  # layers whose product can be taken with other weights, or without the bias
@@ -37,12 +37,12 @@ class Path:
         stream: Dtype of the residual stream; None means ``dtype``.
         attention: "written out" computes the scores; "fused" is PyTorch's choice of kernel; "flash" and "cudnn" name one;
             "workbook" takes chapter 15's kernels where they fit, and "quickest" where they were measured to be the fastest.
-        loss_kernel: Compute GPT-2's last product, the loss and its gradient with ``lib.fast.loss``.
+        loss_kernel: Compute GPT-2's last product, the loss and its gradient with ``lib.fast.parts.loss``.
         class_token_alone: In the last block of a ViT, compute only the class token, which is all that the head reads.
         short_gelu: Compute the exact GELU with `short_gelu`, which needs one exponential and no error function.
         kernels: Use the kernels of this folder inside of a block. The GELU and the bias before it are computed inside the products of
-            `lib.fast.mlp` where they fit, and with `lib.fast.gelu` elsewhere, also if ``short_gelu`` is set. `lib.fast.norms` computes
-            the backward pass of the norms and of the biases of a branch's last product, if the model is compiled. `lib.fast.heads`
+            `lib.fast.parts.mlp` where they fit, and with `lib.fast.parts.gelu` elsewhere, also if ``short_gelu`` is set. `lib.fast.parts.norms` computes
+            the backward pass of the norms and of the biases of a branch's last product, if the model is compiled. `lib.fast.attention.heads`
             joins the gradients of queries, keys and values and sums them for their bias, unless chapter 15's kernels do both.
     """
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lib.fast.flash import (
+from lib.fast.attention.flash import (
     ROLES_TABLE,
     fast_dkdv,
     fast_dq,
@@ -12,7 +12,7 @@ from lib.fast.flash import (
     forward_operator,
     tiles_for,
 )
-from lib.fast.flash_hopper import has_roles
+from lib.fast.attention.flash_hopper import has_roles
 from lib.given.kernels.exact import CountMasked, exact, guarded, guards_of, make_inputs
 from lib.given.kernels.launch import launch_backward_dkdv, launch_backward_dq, launch_forward
 from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, NO_TRITON

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from einops import rearrange
 from torch import nn
 
-from lib.fast.blocks import block_backward, block_forward
+from lib.fast.attention.blocks import block_backward, block_forward
 from lib.given.kernels.once import first_derivative_only
 from lib.given.parallel.ring import check_shares, equal_part, exchange, pass_on
 from lib.workbook.grading import mistake

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lib.fast.grouped import fits, grouped_matmul_fast, plan, weight_gradients_fast
+from lib.fast.parts.grouped import fits, grouped_matmul_fast, plan, weight_gradients_fast
 from lib.given.kernels.autocast import factor_dtype
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON, MatmulTiles, tl, triton
 from lib.given.kernels.once import first_derivative_only
@@ -195,7 +195,7 @@ def with_gradients(
     """``product(x, weights, counts)`` as a step of autograd, by equation (19.6).
 
     The gradient of x is a grouped product again, with every matrix transposed: ``product(grad, weights.transpose(1, 2), counts)``.
-    The gradient of a matrix is the product of its expert's transposed rows with their gradients. Where `lib.fast.grouped.fits` says so, on a
+    The gradient of a matrix is the product of its expert's transposed rows with their gradients. Where `lib.fast.parts.grouped.fits` says so, on a
     Hopper GPU and for large products of 16 bits, kernels with ``roles`` for their warps compute all three instead of ``product``.
     Under autocast both factors are cast to its dtype first, except float64; their gradients come back in their own dtypes.
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lib.given.data.images import has_test_split
-from lib.runs.corpus import held_out_share, is_corpus
+from lib.runs.data.corpus import held_out_share, is_corpus
 
 KINDS = ("pipeline", "replicate", "context", "shard", "expert", "tensor")
 """Kinds of parallelism, each an axis of the mesh of ranks. The last axis joins neighbours: ranks that divide a layer communicate most."""

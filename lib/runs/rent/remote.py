@@ -39,11 +39,11 @@ ALWAYS = {
     "lib.runs.train_vit": GOES_ON,
     "lib.runs.train_gpt2": GOES_ON,
     "lib.runs.train_llama": GOES_ON,
-    "lib.runs.train_tiny": GOES_ON,
-    "lib.runs.train_digits_mpi": ("--out",),
+    "lib.demos.train_tiny": GOES_ON,
+    "lib.demos.train_digits_mpi": ("--out",),
 }
 """The flags that each training program gets if it lacks them."""
-BY_MPI, MPI_PROCESSES = ("lib.runs.train_digits_mpi", "lib.runs.hello_parallel"), 4
+BY_MPI, MPI_PROCESSES = ("lib.demos.train_digits_mpi", "lib.demos.hello_parallel"), 4
 """The programs that mpiexec starts, and their default number of processes."""
 TIME_TO_PULL, FILES_VANISHED, CONNECTION_LOST = 124, 24, {"ssh": (255,), "rsync": (12, 30, 255)}
 ADDRESS = re.compile(r"(?P<user>\w[\w.-]*)@(?P<host>\w[\w.-]*|\[[0-9a-fA-F:]+\])(:(?P<port>\d{1,5}))?", re.ASCII)

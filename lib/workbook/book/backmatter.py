@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from lib.bench.record import MEASUREMENTS, where
+from lib.given.data.record import MEASUREMENTS, where
 from lib.workbook.book import contracts
 from lib.workbook.book.catalog import ROOT, Chapter, Exercise, all_exercises, chapters, is_back_matter, pages
 
@@ -87,7 +87,7 @@ def measurements() -> Listing:
                 f"`{path.stem}`",
                 ", ".join(shown_in(path.stem)),
                 hardware(measured),
-                f"`python -m lib.bench.{program(path)}`",
+                f"`python -m {program(path.stem)}`",
             ]
         )
     return table(["measurement", "shown in", "where and when", "made by"], rows)
@@ -106,10 +106,27 @@ def shows(page: Path, name: str) -> bool:
     return f'load("{name}")' in text or f'load(f"{name.rpartition("_")[0]}_{{' in text
 
 
-def program(path: Path) -> str:
-    """The program in lib/bench that wrote a measurement: the longest name that the measurement's name begins with."""
-    names = [p.stem for p in (ROOT / "lib" / "bench").glob("*.py")]
-    return max((n for n in names if path.stem == n or path.stem.startswith(f"{n}_")), key=len)
+def program(measurement: str) -> str:
+    """The module in lib/bench that wrote a measurement: the one with the longest name that the measurement's begins with.
+
+    A program in a folder is called by its own name or by the folder's and its own: ``yardstick/parts.py`` wrote ``yardstick_parts``.
+
+    Raises:
+        LookupError: there is no such program.
+    """
+    modules = {}
+    for path in (ROOT / "lib" / "bench").rglob("*.py"):
+        *_, room, name = path.with_suffix("").parts
+        if name == "__main__":
+            modules[room] = f"lib.bench.{room}"
+        elif room == "bench":
+            modules[name] = f"lib.bench.{name}"
+        else:
+            modules |= dict.fromkeys((name, f"{room}_{name}"), f"lib.bench.{room}.{name}")
+    names = [name for name in modules if measurement == name or measurement.startswith(f"{name}_")]
+    if not names:
+        raise LookupError(f"no program in lib/bench wrote the measurement {measurement!r}")
+    return modules[max(names, key=len)]
 
 
 def hardware(measured: dict) -> str:

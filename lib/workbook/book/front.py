@@ -4,7 +4,7 @@ import html
 
 import yaml
 
-from lib.bench.record import load
+from lib.given.data.record import load
 from lib.workbook.book.backmatter import Listing, hardware
 from lib.workbook.book.catalog import ROOT, all_exercises, chapters
 

@@ -47,7 +47,7 @@ def labels_in(text: str) -> list[str]:
 def resolved(text: str) -> str:
     """A text in which numbers replace the labels: ``eq-rope-3 to eq-rope-5`` becomes "equations (2.3) to (2.5)".
 
-    An unknown label is left as it is, so that a report is shown in any case; tests/workbook finds such labels.
+    An unknown label is left as it is, so that a report is shown in any case; tests/house finds such labels.
     """
 
     def numbered(kind: str, run: str) -> str:
@@ -117,7 +117,7 @@ def by_beginning(texts: Mapping[Path, str]) -> dict[int | str, str]:
 def with_figure_numbers(text: str, numbers: dict[str, str]) -> str:
     """A page's text with the right number in every caption and in every link to a figure.
 
-    A link to an unknown label is left as it is; the site's build and tests/workbook find it.
+    A link to an unknown label is left as it is; the site's build and tests/house find it.
     """
 
     def linked(m: re.Match) -> str:

@@ -1,0 +1,1 @@
+"""Programs that time and check the kernels of attention, and write their measurements."""

@@ -1,0 +1,73 @@
+"""Train a very small GPT-2 on the bytes of the language reference, in a process that you may kill and start again.
+
+``python -m lib.demos.train_tiny --checkpoint run.pt --log run.txt`` continues from the checkpoint if there is one. Each line of
+the log holds a step and its loss, exactly to the last bit.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from lib.given.data.corpora import language_reference
+from lib.given.models.gpt2 import GPT2Config
+from lib.gpt2 import GPT2
+from lib.training import (
+    AdamW,
+    TokenBatches,
+    accumulate_gradients,
+    clip_gradient_norm_,
+    cosine_schedule,
+    load_checkpoint,
+    parameter_groups,
+    save_checkpoint,
+)
+
+CONFIG = GPT2Config(vocab_size=256, context_len=32, dim=64, n_layers=2, n_heads=2)
+
+
+def train(checkpoint: Path, log: Path, n_steps: int, save_every: int, seed: int) -> None:
+    """Train up to step ``n_steps``, from the checkpoint if there is one."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    model = GPT2(CONFIG)
+    optimizer = AdamW(parameter_groups(model, 0.1), betas=(0.9, 0.95))
+    batches = TokenBatches(list(language_reference().encode()), batch=8, length=CONFIG.context_len, seed=seed)
+    begin = 0
+    if checkpoint.exists():
+        state = load_checkpoint(checkpoint, model, optimizer)
+        begin = state["step"]
+        batches.load_state_dict(state["batches"])
+    with open(log, "a", encoding="utf-8") as file:
+        for step in range(begin, n_steps):
+            for group in optimizer.param_groups:
+                group["lr"] = cosine_schedule(step, 5e-3, 5e-4, 10, n_steps)
+            optimizer.zero_grad()
+            loss = accumulate_gradients(model, [next(batches), next(batches)])
+            clip_gradient_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            print(step, float(loss).hex(), file=file, flush=True)
+            if (step + 1) % save_every == 0:
+                save_checkpoint(checkpoint, model, optimizer, step + 1, batches=batches.state_dict())
+
+
+def read_log(log: Path) -> list[tuple[int, float]]:
+    """Step and loss of every complete line."""
+    text = log.read_text(encoding="utf-8") if log.exists() else ""
+    lines = [line.split() for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [(int(step), float.fromhex(loss)) for step, loss in lines]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--save-every", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    train(args.checkpoint, args.log, args.steps, args.save_every, args.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""FlashAttention for Hopper GPUs, and what stands around it."""

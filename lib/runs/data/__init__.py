@@ -1,0 +1,1 @@
+"""Corpora and pictures that a run reads."""

@@ -1,0 +1,521 @@
+"""The site: built from every page without a warning, whole without a network, readable on a telephone and in the dark."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import jupytext
+import pytest
+import yaml
+
+from lib.workbook.book.catalog import ROOT, BookError, all_exercises, chapters, pages
+from lib.workbook.book.front import citation
+from lib.workbook.tools import site as sites
+from tests.house.browsing import chromium, missing, record_faults
+
+SCREENSHOTS = ROOT / "_build" / "screenshots"
+WRITTEN = [page for page in pages() if (ROOT / page["file"]).exists()]
+SIZES = {"desktop": {"width": 1280, "height": 900}, "phone": {"width": 360, "height": 740}}
+TOO_WIDE = """() => {
+  const scrolls = e => /auto|scroll|hidden/.test(getComputedStyle(e).overflowX);
+  const wide = [];
+  for (const e of document.querySelectorAll('.bd-article *')) {
+    if (e.getBoundingClientRect().right <= innerWidth + 1 || e.closest('mjx-assistive-mml')) continue;
+    let box = e;
+    while (box && !(scrolls(box) && box.getBoundingClientRect().right <= innerWidth + 1)) box = box.parentElement;
+    if (!box || box === document.body || box === document.documentElement) wide.push(e.outerHTML.slice(0, 120));
+  }
+  const page = document.documentElement;
+  if (page.scrollWidth > page.clientWidth + 1) wide.push(`the page itself: ${page.scrollWidth} of ${page.clientWidth}`);
+  return wide.slice(0, 3);
+}"""
+MATH_LEFT = """() => [...document.querySelectorAll('.math')].filter(e => !e.querySelector('mjx-container'))
+  .map(e => e.textContent.slice(0, 60))"""
+MATH_ERRORS = (
+    "() => [...document.querySelectorAll('[data-mml-node=merror], mjx-merror')].map(e => e.outerHTML.slice(0, 200))"
+)
+NO_ALT = """() => [...document.images]
+  .filter(i => i.closest('.bd-article') ? !i.alt.trim() || /\\.(png|svg|jpe?g)$/.test(i.alt) : !i.hasAttribute('alt')).map(i => i.outerHTML.slice(0, 120))"""
+PALE = """() => {
+  const rgba = text => { const n = (text.match(/[\\d.]+/g) || []).map(Number); return n.length > 3 ? n : [...n, 1]; };
+  const light = ([r, g, b]) => [r, g, b].map(v => v / 255)
+    .map(v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+  const ground = e => { while (e && rgba(getComputedStyle(e).backgroundColor)[3] < .5) e = e.parentElement;
+    return e ? light(rgba(getComputedStyle(e).backgroundColor)) : 1; };
+  return [...document.querySelectorAll('.bd-article :is(p, dd, td, th, li, figcaption, summary, a[href]:not(.headerlink)), .bd-article pre span, .bd-article .output pre, .bd-sidebar-primary a, .bd-sidebar-secondary a')]
+    .filter(e => e.textContent.trim() && !e.closest('details:not([open])'))
+    .map(e => { const [a, b] = [light(rgba(getComputedStyle(e).color)), ground(e)];
+      return [(Math.max(a, b) + .05) / (Math.min(a, b) + .05), e.outerHTML.slice(0, 100)]; })
+    .filter(([contrast]) => contrast < 4.5).slice(0, 3).map(([c, e]) => `${c.toFixed(1)} ${e}`);
+}"""
+BOXED = """() => [...document.querySelectorAll('img.workbook-figure')].filter(image => {
+  for (let e = image; e && e !== document.body; e = e.parentElement) {
+    const colour = getComputedStyle(e).backgroundColor;
+    if (!/rgba\\(.*, 0\\)|transparent/.test(colour)) return colour !== getComputedStyle(document.body).backgroundColor;
+  } return false; }).map(image => image.alt)"""
+UNREACHED = """() => [...document.querySelectorAll('.bd-article :is(a[href], button, summary, input), nav a[href]')]
+  .filter(e => e.tabIndex < 0 && !e.closest('[aria-hidden=true]')).map(e => e.outerHTML.slice(0, 120))"""
+FOCUS_SHOWN = """() => { const e = document.activeElement, look = getComputedStyle(e);
+  return e.matches(':focus-visible') && (look.outlineStyle !== 'none' || look.boxShadow !== 'none'); }"""
+FOLDS = """() => [...document.querySelectorAll('.bd-article details')]
+  .filter(d => d.firstElementChild?.tagName !== 'SUMMARY' || d.firstElementChild.tabIndex < 0)
+  .map(d => d.outerHTML.slice(0, 120))"""
+HEADINGS = """() => { const found = [...document.querySelectorAll('.bd-article :is(h1, h2, h3, h4, h5, h6)')].map(e => [+e.tagName[1], e.textContent]);
+  const wrong = found.filter(([level], i) => i && level > found[i - 1][0] + 1).map(([level, text]) => `h${level} ${text}`);
+  return found.filter(([level]) => level === 1).length === 1 ? wrong : [...wrong, 'not one h1']; }"""
+UNNAMED = """() => [...document.querySelectorAll('.bd-article :is(a[href], button, summary, input, select, [role=img], [role=slider])')]
+  .filter(e => !e.closest('.headerlink, mjx-container') && !(e.textContent.trim() || e.getAttribute('aria-label') || e.title || e.getAttribute('aria-labelledby')
+    || (e.labels && e.labels.length) || e.querySelector('img[alt]:not([alt=""])'))).map(e => e.outerHTML.slice(0, 120))"""
+TWICE = """() => { const seen = new Set(); return [...document.querySelectorAll('.bd-article [id]')]
+  .filter(e => !e.closest('mjx-container') && (seen.has(e.id) || !seen.add(e.id))).map(e => e.id).slice(0, 5); }"""
+OUTSIDE = """() => [...document.querySelectorAll('dialog[open] a')].filter(a => a.offsetParent !== null)
+  .filter(a => { const box = a.getBoundingClientRect(); return box.left < 0 || box.right > innerWidth + 1 || a.scrollWidth > a.clientWidth + 2 && getComputedStyle(a).display !== 'inline'; })
+  .map(a => a.textContent.trim())"""
+CLIPPED = """() => { const right = document.querySelector('.bd-article').getBoundingClientRect().right + 2;
+  return [...document.querySelectorAll('.bd-article :is(pre, table, img, svg, mjx-container, p, li)')]
+    .filter(e => !e.closest('mjx-assistive-mml') && e.offsetParent !== null)
+    .filter(e => e.getBoundingClientRect().right > right || e.tagName === 'PRE' && e.scrollWidth > e.clientWidth + 1)
+    .map(e => e.outerHTML.slice(0, 120)).slice(0, 5); }"""
+BROKEN_IMAGES = "() => [...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src.slice(0, 120))"
+
+
+# ---- without a browser -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page["file"])
+def test_a_page_has_the_title_that_the_list_gives_it(page):
+    headings = re.findall(r"^# (.+)$", (ROOT / page["file"]).read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings[0] == page["title"]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page["file"])
+def test_a_page_is_in_jupytexts_canonical_form(page):
+    text = (ROOT / page["file"]).read_text(encoding="utf-8")
+    notebook = jupytext.reads(text, fmt="md:myst")
+    configuration = jupytext.config.load_jupytext_config(str(ROOT / page["file"]))
+    again = jupytext.writes(notebook, fmt="md:myst", config=configuration)
+    assert again == text, f"jupytext --to md:myst {page['file']} changes it"
+
+
+def test_the_table_of_contents_follows_the_book(tmp_path):
+    book = yaml.safe_load((ROOT / "book.yml").read_text(encoding="utf-8"))["project"]
+    toc = yaml.safe_load((ROOT / sites.write_toc(book)).read_text(encoding="utf-8"))
+    files = [entry["file"] for part in toc["subtrees"] for entry in part["entries"]]
+    in_order = [page["file"].removesuffix(".md") for page in WRITTEN]
+    assert [toc["root"], *(file for file in files if not file.startswith("solutions/"))] == in_order
+    assert toc["root"] == "index"
+
+
+def test_a_chapter_out_of_its_place_is_refused():
+    book = {"toc": [{"file": "chapters/00_start.md"}, {"title": "I", "children": [{"file": "chapters/02_rope.md"}]}]}
+    with pytest.raises(BookError, match="expected chapter 01 here"):
+        sites.write_toc(book)
+
+
+def test_a_changed_reference_runs_every_cell_anew(monkeypatch, tmp_path):
+    (tmp_path / "solutions").mkdir()
+    (tmp_path / "solutions" / "rope.py").write_text("x = 1\n")
+    monkeypatch.setattr(sites, "ROOT", tmp_path)
+    before = sites.code_digest()
+    (tmp_path / "solutions" / "rope.py").write_text("x = 2\n")
+    assert sites.code_digest() != before
+
+
+@pytest.mark.parametrize("chapter", chapters().values(), ids=lambda chapter: chapter.module)
+def test_a_solution_page_answers_every_exercise_and_shows_no_mark(chapter):
+    text = sites._solutions(chapter)
+    assert re.findall(r"^## `(\w+)`$", text, re.MULTILINE) == [e.name for e in chapter.exercises]
+    assert "SOLUTION" not in text
+    assert "NotImplementedError" not in text
+
+
+@pytest.mark.slow
+def test_jupyter_book_2_reads_every_page(tmp_path):
+    """Its site content needs no theme; with the template's address out of reach it ends there, whatever the network."""
+    program = Path(sys.executable).with_name("jupyter-book")
+    if not program.exists() or shutil.which("node") is None:
+        missing("Jupyter Book 2 needs node and `pip install -e .[site]`")
+    for name in ("book.yml", "myst.yml", "index.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "_static", tmp_path / "_static")
+    shutil.copytree(ROOT / "chapters", tmp_path / "chapters")
+    environment = {**os.environ, "API_URL": "http://127.0.0.1:9", "NO_COLOR": "1"}
+    command = [str(program), "build", "--site", "--ci"]
+    merged = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 120}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, **merged)
+    said = done.stdout.split("Querying template metadata")[0]
+    assert [line for line in said.splitlines() if "⛔" in line or "⚠" in line] == []
+    assert sorted(re.findall(r"Built ((?:chapters/|index)\S*\.md)", said)) == sorted(page["file"] for page in WRITTEN)
+
+
+def test_a_downloaded_notebook_installs_the_book_on_colab_and_is_always_the_same():
+    page_tools = pytest.importorskip("lib.workbook.tools.pages")
+    source = ROOT / "chapters" / "02_rope.md"
+    text = page_tools.notebook(source)
+    assert text == page_tools.notebook(source)
+    cells = json.loads(text)["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert ["google.colab" in cell for cell in code] == [True, *([False] * (len(code) - 1))]
+
+
+def test_a_description_is_the_question_and_what_fits_after_it():
+    page_tools = pytest.importorskip("lib.workbook.tools.pages")
+    from docutils import nodes
+    from docutils.utils import new_document
+
+    document = new_document("page")
+    section = nodes.section("", nodes.title("", "A title"), nodes.paragraph("", "", nodes.strong("", "Why?")))
+    section += [
+        nodes.paragraph("", "Because\nof it. " + "A second sentence. " * 4),
+        nodes.paragraph("", "x" * 200 + "."),
+    ]
+    document += section
+    about = page_tools.description(document)
+    assert about.startswith("Why? Because of it. A second sentence.")
+    assert len(about) <= page_tools.DESCRIPTION_LENGTH
+
+
+def test_long_names_break_after_underscores_and_dots():
+    page_tools = pytest.importorskip("lib.workbook.tools.pages")
+    assert page_tools.breakable("vocab_parallel") == "vocab_<wbr>parallel"
+    assert page_tools.breakable("lib/rope.py") == "lib/<wbr>rope.<wbr>py"
+    assert page_tools.breakable("ImageEmbeddings") == "Image<wbr>Embeddings"
+    assert page_tools.breakable('<span class="pre">0.95</span> __init__') == '<span class="pre">0.95</span> __init__'
+
+
+def test_the_front_page_names_every_part_and_page():
+    book = yaml.safe_load((ROOT / "book.yml").read_text(encoding="utf-8"))["project"]
+    front = (ROOT / "index.md").read_text(encoding="utf-8")
+    for part in (part for part in book["toc"] if "children" in part):
+        card = re.search(
+            rf"^:::{{grid-item-card}} {re.escape(part['title'])}\n(.*?)^:::$", front, re.MULTILINE | re.DOTALL
+        )
+        assert card, f"the front page has no card {part['title']!r}"
+        assert [entry["file"] for entry in part["children"] if f"[]({entry['file']})" not in card[1]] == []
+        assert "**Needs**" in card[1]
+
+
+def test_the_citation_is_that_of_the_book():
+    cff = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    book = yaml.safe_load((ROOT / "book.yml").read_text(encoding="utf-8"))["project"]
+    assert cff["cff-version"] == "1.2.0"
+    assert cff.keys() >= {"message", "title", "authors"}
+    assert cff["title"] == cff["preferred-citation"]["title"] == f"{book['title']}: {book['subtitle']}"
+    assert cff["version"] in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert cff["keywords"] == book["keywords"]
+    assert cff["license"] == book["license"]["code"]
+    assert cff["preferred-citation"]["license"] == book["license"]["content"]
+    assert citation().text.startswith("```bibtex\n@book{")
+
+
+def test_the_preview_is_as_large_as_it_says():
+    header = (ROOT / "_static" / "preview.png").read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    assert [int.from_bytes(header[i : i + 4], "big") for i in (16, 20)] == [1200, 630]
+
+
+# ---- in a browser ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def built() -> Path:
+    """The pages: those of WORKBOOK_SITE, or built now."""
+    if os.environ.get("WORKBOOK_SITE"):
+        found = ROOT / os.environ["WORKBOOK_SITE"]
+        assert (found / "index.html").exists(), f"WORKBOOK_SITE: no pages in {found}"
+        return found
+    if not (Path(sys.executable).with_name("sphinx-build")).exists():
+        missing("no Sphinx: `pip install -e .[site]`")
+    sites.build()
+    return ROOT / "_build" / "html"
+
+
+@pytest.fixture(scope="module")
+def address(built):
+    """Where a server on this machine shows the pages."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(built)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture
+def page(browser):
+    context = browser.new_context(viewport=SIZES["desktop"])
+    yield context.new_page()
+    context.close()
+
+
+def html_pages(built: Path) -> list[str]:
+    found = [
+        path.relative_to(built).as_posix()
+        for folder in ("chapters", "solutions")
+        for path in built.glob(f"{folder}/*.html")
+    ]
+    found.append("index.html")
+    assert len([name for name in found if not name.startswith("solutions/")]) == len(WRITTEN)
+    return sorted(found)
+
+
+def settle(page) -> None:
+    """Wait until the mathematics stands and the pictures are there."""
+    page.wait_for_load_state("load")
+    page.evaluate("() => window.MathJax && MathJax.startup ? MathJax.startup.promise : null")
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("size", SIZES)
+def test_every_page_is_whole(browser, built, address, size):
+    """Each page is loaded once, in the light; then it gets dark. A page at fault is kept as a picture."""
+    context = browser.new_context(viewport=SIZES[size])
+    context.add_init_script("localStorage.setItem('mode', 'auto')")  # as the reader's system has it
+    faults = []
+    for name in [*html_pages(built), "search.html", "genindex.html"]:
+        page, found = context.new_page(), []
+        record_faults(page, found)
+        page.emulate_media(color_scheme="light")
+        page.goto(f"{address}/{name}")
+        settle(page)
+        found += [f"wider than the {size}: {e}" for e in page.evaluate(TOO_WIDE)]
+        found += [f"mathematics left as TeX: {e}" for e in page.evaluate(MATH_LEFT)]
+        found += [f"mathematics in error: {e}" for e in page.evaluate(MATH_ERRORS)]
+        found += [f"a picture without a description: {e}" for e in page.evaluate(NO_ALT)]
+        found += [f"a picture that does not load: {e}" for e in page.evaluate(BROKEN_IMAGES)]
+        if Path(name).name not in ("search.html", "genindex.html"):
+            found += [f"headings out of order: {e}" for e in page.evaluate(HEADINGS)]
+        found += [f"a control without a name: {e}" for e in page.evaluate(UNNAMED)]
+        found += [f"an id that is there twice: {e}" for e in page.evaluate(TWICE)]
+        for mode in ("light", "dark"):
+            page.emulate_media(color_scheme=mode)
+            page.wait_for_function(f"() => document.documentElement.dataset.theme === '{mode}'")
+            found += [f"too little contrast, {mode}: {e}" for e in page.evaluate(PALE)]
+            found += [f"a figure in a box, {mode}: {e}" for e in page.evaluate(BOXED)]
+        if found:
+            SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+            page.screenshot(path=SCREENSHOTS / f"{Path(name).stem}-{Path(name).parent}-{size}.png", full_page=True)
+        faults += [f"{name}: {fault}" for fault in found]
+        page.close()
+    context.close()
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("mode", ["light", "dark"])
+def test_a_page_keeps_the_colours_that_its_reader_chose(browser, address, mode):
+    context = browser.new_context(color_scheme="light" if mode == "dark" else "dark")
+    context.add_init_script(f"localStorage.setItem('mode', '{mode}'); localStorage.setItem('theme', '{mode}')")
+    page = context.new_page()
+    page.goto(f"{address}/chapters/02_rope.html")
+    settle(page)
+    assert page.evaluate("() => document.documentElement.dataset.theme") == mode
+    context.close()
+
+
+@pytest.mark.browser
+def test_the_keyboard_reaches_what_the_mouse_does(page, address):
+    page.goto(f"{address}/chapters/00_start.html")
+    settle(page)
+    page.keyboard.press("Tab")
+    assert "Skip to main content" in page.evaluate("() => document.activeElement.textContent")
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => location.hash === '#main-content'")
+    assert page.evaluate(UNREACHED) == []
+    for what in (".bd-article a[href]:not(.headerlink)", ".bd-article summary", "button.copybtn"):
+        page.locator(what).first.focus()
+        page.keyboard.press("Shift+Tab")
+        page.keyboard.press("Tab")  # focus that came by keyboard is shown
+        assert page.evaluate(FOCUS_SHOWN), f"{what}: nothing shows that it has the focus"
+    hint = page.locator("details.sd-dropdown").first
+    hint.locator("summary").focus()
+    page.keyboard.press("Enter")
+    assert hint.evaluate("d => d.open")
+
+
+@pytest.mark.browser
+def test_the_first_page_is_the_front_page(page, built, address):
+    assert "http-equiv" not in (built / "index.html").read_text(encoding="utf-8"), "it is the page itself, no redirect"
+    page.goto(f"{address}/index.html")
+    assert page.title().startswith("The Scaling Workbook")
+    assert page.locator(".bd-article svg[role=img]").get_attribute("aria-label")
+    numbers = page.locator(".workbook-numbers strong").all_inner_texts()
+    assert len(numbers) == 4
+    assert str(len(all_exercises())) in numbers[0]
+    linked = page.locator(".bd-article .sd-card a").all_inner_texts()
+    entries = page.locator(".bd-sidebar-primary a.reference.internal").all_inner_texts()
+    for chapter in WRITTEN[1:]:
+        assert chapter["title"] in linked, f"{chapter['title']} is not in the map of the parts"
+        assert any(chapter["title"] in entry for entry in entries), f"{chapter['title']} is not in {entries}"
+
+
+@pytest.mark.browser
+def test_solutions_fold_in_the_sidebar(page, address):
+    page.goto(f"{address}/index.html")
+    entry = page.locator(".bd-sidebar-primary a[href$='solutions/rope.html']")
+    assert not entry.is_visible()
+    fold = page.locator(".bd-sidebar-primary li:has(> a[href$='solutions/index.html']) summary")
+    fold.focus()
+    page.keyboard.press("Enter")
+    assert entry.is_visible()
+
+
+@pytest.mark.browser
+def test_every_page_has_a_description_and_a_preview(built):
+    seen = {}
+    for name in html_pages(built):
+        text = (built / name).read_text(encoding="utf-8")
+        found = dict(re.findall(r'<meta (?:name|property)="([\w:]+)" content="([^"]*)"', text))
+        about = found["description"]
+        assert 40 <= len(about) <= 300, f"{name}: {about!r}"
+        assert about not in seen, f"{name} and {seen.get(about)} have one description"
+        seen[about] = name
+        assert found["og:title"]
+        assert found["og:description"] == about
+        if not found["og:image"].startswith("http"):
+            assert (built / name).parent.joinpath(found["og:image"]).resolve().is_file(), f"{name}: {found['og:image']}"
+
+
+@pytest.mark.browser
+def test_every_fold_opens_by_keyboard(page, built, address):
+    for name in html_pages(built):
+        page.goto(f"{address}/{name}")
+        stuck = page.evaluate(FOLDS)
+        assert stuck == [], f"{name}: a fold that the keyboard does not reach"
+    page.goto(f"{address}/chapters/02_rope.html")
+    folds = page.locator(".bd-article details").all()[:4]
+    for fold in folds:
+        fold.locator("summary").focus()
+        page.keyboard.press("Enter")
+        assert fold.evaluate("d => d.open")
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("what", ["contents", "chapters"])
+def test_lists_of_contents_fit_a_telephone(browser, built, address, what):
+    context = browser.new_context(viewport=SIZES["phone"])
+    page, side = context.new_page(), {"contents": "secondary", "chapters": "primary"}[what]
+    wide = []
+    for name in html_pages(built):
+        page.goto(f"{address}/{name}")
+        toggle = page.locator(f"button.{side}-toggle:visible")
+        if toggle.count():  # a page without sections has no contents
+            toggle.first.click()
+            page.locator("dialog[open] a:visible").first.wait_for()
+            wide += [f"{name}: {text}" for text in page.evaluate(OUTSIDE)]
+    context.close()
+    assert wide == []
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("name", ["chapters/02_rope.html", "chapters/15_flash_attention.html"])
+def test_nothing_is_clipped_or_folded_on_paper(page, address, name):
+    page.set_viewport_size({"width": 680, "height": 960})  # what A4 leaves between its margins
+    page.goto(f"{address}/{name}")
+    settle(page)
+    page.emulate_media(media="print", color_scheme="dark")
+    page.evaluate("() => dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate("() => document.querySelectorAll('.bd-article details:not([open])').length") == 0
+    hidden = "() => [...document.querySelectorAll('.bd-article details pre')].filter(e => !e.checkVisibility({checkOpacity: true}))"
+    assert page.evaluate(f"{hidden}.length") == 0, "code that is still fading in prints as an empty box"
+    assert page.evaluate(CLIPPED) == []
+    page.evaluate("() => dispatchEvent(new Event('afterprint'))")
+    assert page.evaluate("() => document.querySelectorAll('.bd-article details[open].sd-dropdown').length") == 0
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+def test_the_book_prints_as_one_pdf(built, tmp_path):
+    """Of three pages, since a whole book takes minutes; what links them, lists them and numbers them is the same."""
+    pypdf = pytest.importorskip("pypdf")
+    few = ["index", "chapters/02_rope", "solutions/rope"]
+    shutil.copytree(built / "_static", tmp_path / "site" / "_static")
+    for name in few:
+        (tmp_path / "site" / name).parent.mkdir(exist_ok=True)
+        shutil.copy(built / f"{name}.html", tmp_path / "site" / f"{name}.html")
+    code = "import sys, pathlib; from lib.workbook.tools import paper; print(paper.write(*map(pathlib.Path, sys.argv[1:])))"
+    command = [sys.executable, "-c", code, str(tmp_path / "site"), str(tmp_path / "book.pdf")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)  # one Playwright a process
+    assert done.returncode == 0, done.stderr
+    reader = pypdf.PdfReader(tmp_path / "book.pdf")
+    assert len(reader.pages) == int(done.stdout) > 20
+    text = "\n".join(page.extract_text() for page in reader.pages)
+    assert "Hint 3" in text, "hints are open"
+    assert "\\(" not in text, "mathematics is set"
+    contents = next(page.extract_text() for page in reader.pages if page.extract_text().startswith("Contents"))
+    title = re.search(r"2\. Rotary position embedding\s+(\d+)", contents)
+    assert "Rotary position embedding" in reader.pages[int(title[1]) - 1].extract_text()[:60]
+    links = [a.get_object() for page in reader.pages for a in page.get("/Annots", [])]
+    outside = [str(link["/A"]["/URI"]) for link in links if "/A" in link and "/URI" in link["/A"]]
+    assert [uri for uri in outside if not uri.startswith("http")] == []
+    assert sorted(path.name for path in (tmp_path / "site").glob("*.html")) == ["index.html"]
+
+
+@pytest.mark.browser
+def test_search_finds_rope(page, address):
+    page.goto(f"{address}/search.html?q=rope")
+    page.locator("#search-results li a[href*='02_rope']").first.wait_for()  # results come one after the other
+
+
+@pytest.mark.browser
+def test_a_page_downloads_as_a_notebook_and_as_its_source(page, built, address):
+    for entry in WRITTEN:
+        page.goto(f"{address}/{entry['file'].removesuffix('.md')}.html")
+        page.locator(".dropdown-download-buttons > button").click()
+        with page.expect_download() as waiting:
+            page.locator("a.btn-download-notebook-button").click()
+        notebook = json.loads(Path(waiting.value.path()).read_text(encoding="utf-8"))
+        assert notebook["nbformat"] == 4
+        assert entry["title"] in "".join(notebook["cells"][0]["source"])
+        assert all(not cell.get("outputs") for cell in notebook["cells"])
+        link = page.locator("a.btn-download-source-button").first.get_attribute("href")
+        source = page.request.get(page.evaluate("link => new URL(link, location).href", link))
+        assert f"# {entry['title']}\n" in source.text()
+        assert "format_name: myst" in source.text()
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("chapter", chapters().values(), ids=lambda chapter: chapter.module)
+def test_equations_and_exercises_are_numbered_and_lead_to_their_solutions(page, built, address, chapter):
+    page.goto(f"{address}/chapters/{chapter.path.stem}.html")
+    settle(page)
+    numbers = [text.strip("() \n¶#") for text in page.locator(".bd-article .eqno").all_inner_texts()]
+    assert numbers == [f"{chapter.number}.{i}" for i in range(1, len(numbers) + 1)]
+    cards = page.locator(".workbook-exercise").all()
+    assert len(cards) == len(chapter.exercises)
+    links = []
+    for card, exercise in zip(cards, chapter.exercises, strict=True):
+        assert f"Exercise {exercise.number}" in card.inner_text()
+        links.append(card.locator("a[href*='solutions/']").evaluate("a => a.href"))
+    for link, exercise in zip(links, chapter.exercises, strict=True):
+        page.goto(link)
+        heading = page.locator(f"[id='{link.split('#')[1]}'] h2, h2[id='{link.split('#')[1]}']").first
+        assert exercise.name in heading.inner_text()
+
+
+@pytest.mark.browser
+def test_hints_fold_out_and_code_is_copied_with_one_click(page, address):
+    page.goto(f"{address}/chapters/00_start.html")
+    hint = page.locator("details.sd-dropdown").first
+    assert not hint.evaluate("d => d.open")
+    hint.locator("summary").click()
+    assert hint.evaluate("d => d.open")
+    assert page.locator("button.copybtn").count() > 0

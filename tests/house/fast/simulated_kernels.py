@@ -1,0 +1,258 @@
+"""Simulate the kernels with roles on a CPU, and print as JSON how far each result is from float64's, or what fault was found."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from lib.fast.attention import flash, flash_hopper, flash_items, flash_stored
+from lib.fast.attention.flash_hopper import Roles
+from lib.fast.attention.flash_launch import Launch, Sizes
+from lib.fast.attention.flash_stored import StoredBackward
+from lib.fast.parts import grouped, loss_hopper, mlp
+from tests.house.fast.hopper_simulator import Fault, simulate
+
+SEEDS = range(3)
+SHAPES = {  # batch, heads, heads of keys, rows, keys, width
+    "equal": (2, 2, 2, 256, 256, 64),
+    "shared keys": (1, 3, 1, 128, 256, 64),
+    "ragged": (1, 2, 2, 197, 130, 64),
+    "rows without keys": (1, 2, 1, 200, 70, 80),
+    "one row": (1, 2, 2, 1, 300, 128),
+    "a group of rows beyond the last one": (1, 1, 1, 129, 512, 128),
+}
+CUTS = (
+    Roles(3, 128, 2, heads_first=True, early=True),
+    Roles(3, 64, 3, registers=True),
+    Roles(2, 64, 3, registers=True),
+)
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest error in units of bfloat16's rounding of the largest number, or of 1 where all are small."""
+    return ((found.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1)).item() * 2**8
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Numbers of which each must be written."""
+    return torch.full(shape, math.nan, dtype=dtype)
+
+
+def attention(shape: str, causal: bool, cuts: tuple[Any, ...], seed: int, **options: Any) -> dict[str, float]:
+    """Forward and backward pass by kernels with roles alone."""
+    B, H, G, T, S, D = SHAPES[shape]
+    q, do, k, v = (torch.randn(B, n, t, D).bfloat16() for n, t in ((H, T), (H, T), (G, S), (G, S)))
+    sizes = Sizes(B, H, H // G, T, S, D, causal)
+    o, dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, q, k, v))
+    lse, stats = empty(B, H, T, dtype=torch.float32), empty(2 * sizes.n_rows, dtype=torch.float32)
+    simulate(flash_hopper.hopper_forward(sizes, cuts[0]), q, k, v, o, lse, seed=seed, **options)
+    simulate(flash_hopper.hopper_dq(sizes, cuts[1]), q, k, v, o, do, dq, lse, stats, seed=seed, **options)
+    simulate(flash_hopper.hopper_dkdv(sizes, cuts[2]), q, k, v, do, dk, dv, stats, seed=seed, **options)
+
+    wanted, scores, wanted_gradients = exact_attention(q, k, v, do, causal)
+    pairs = zip((dq, dk, dv), wanted_gradients, strict=True)
+    seen = scores.isfinite().any(-1)
+    assert torch.equal(lse.isfinite(), seen)
+    return {"o": distance(o, wanted), "lse": distance(lse[seen], scores.logsumexp(-1)[seen])} | {
+        f"d{name}": distance(*pair) for name, pair in zip("qkv", pairs, strict=True)
+    }
+
+
+def exact_attention(q: Any, k: Any, v: Any, do: Any, causal: bool) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Output, masked scores and gradients in float64."""
+    exact, group = [x.double().requires_grad_() for x in (q, k, v)], q.shape[1] // k.shape[1]
+    scores = exact[0] @ exact[1].repeat_interleave(group, 1).mT * q.shape[-1] ** -0.5
+    if causal:
+        scores = scores.masked_fill(
+            ~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(k.shape[2] - q.shape[2]), -math.inf
+        )
+    seen = scores.isfinite().any(-1, keepdim=True)
+    out = (torch.where(seen, scores, 0).softmax(-1) * seen) @ exact[2].repeat_interleave(group, 1)
+    return out.detach(), scores.detach(), torch.autograd.grad(out, exact, do.double())
+
+
+def stored(
+    shape: tuple[int, ...], causal: bool, n_parts: int, apart: bool, seed: int, **options: Any
+) -> dict[str, float]:
+    """The backward pass through memory that holds dS of so many parts, by three programs at once."""
+    B, H, G, T, S, D = shape
+    q, do, k, v = (torch.randn(B, n, t, D).bfloat16() for n, t in ((H, T), (H, T), (G, S), (G, S)))
+    o, scores, wanted = exact_attention(q, k, v, do, causal)
+    found, sizes = [torch.full_like(x, math.nan) for x in (q, k, v)], Sizes(B, H, H // G, T, S, D, causal)
+    parts = sizes._replace(group=1) if apart else sizes
+    work = flash_items.deal(parts, 3, n_parts * flash_items.n_part_tiles(parts)), H // G if apart else 1
+    with patch.object(flash_stored, "deal_apart", lambda *given: work):
+        flash_stored._dealt.cache_clear()
+        backward = StoredBackward(sizes, q.device, 3, 1)
+    spoiled = {torch.bfloat16: math.nan, torch.float32: math.nan, torch.int32: -(2**20)}
+    with (
+        patch.object(Launch, "__call__", lambda launch, *tensors: simulate(launch, *tensors, seed=seed, **options)),
+        patch.object(
+            torch,
+            "empty",
+            lambda n, dtype, device: torch.full(
+                torch.Size(n if isinstance(n, tuple) else (n,)), spoiled[dtype], dtype=dtype
+            ),
+        ),
+    ):
+        backward(q, k, v, o.bfloat16(), do, scores.logsumexp(-1).float(), *found)
+    return {f"d{name}": distance(*pair) for name, *pair in zip("qkv", found, wanted, strict=True)}
+
+
+STORED = {  # batch, heads, heads of keys, rows, keys, width; mask; parts in memory; whether heads that share keys are parts
+    "full": ((2, 2, 2, 256, 256, 128), False, 4, False),
+    "causal": ((1, 3, 1, 256, 384, 128), True, 1, False),
+    "causal, each head apart": ((2, 6, 2, 192, 256, 128), True, 2, True),
+    "ragged, each head apart": ((1, 3, 1, 70, 200, 80), False, 1, True),
+    "ragged": ((1, 2, 1, 200, 330, 80), False, 1, False),
+    "ragged, causal": ((1, 2, 2, 197, 330, 128), True, 2, False),
+    "one row": ((1, 2, 2, 1, 300, 128), True, 2, False),
+    "a place for two of three parts": ((1, 3, 3, 192, 192, 72), True, 2, False),
+    "a place for one of four parts": ((2, 4, 2, 384, 320, 128), False, 1, False),
+}
+
+
+def products(counts: tuple[int, ...], transposed: bool, seed: int, **options: Any) -> dict[str, float]:
+    """Chapter 19's grouped product and its gradient for the matrices."""
+    C, columns, n = 136, 264, sum(counts)
+    x, grad = torch.randn(n, C).bfloat16(), torch.randn(n, columns).bfloat16()
+    weights = torch.randn(len(counts), C, columns).bfloat16()
+    weights = weights.mT.contiguous().mT if transposed else weights
+    first = torch.tensor([0, *counts]).cumsum(0).int()
+    tiles = [(e, row, first[e + 1]) for e in range(len(counts)) for row in range(first[e], first[e + 1], grouped.ROWS)]
+    table = torch.tensor([len(tiles), *(column for part in zip(*tiles, strict=True) for column in part)]).int()
+    out, of_weights = empty(n, columns), empty(len(counts), C, columns)
+    cut = grouped.Cut(columns=128, transposed=transposed)
+    inner = weights.mT if transposed else weights
+    simulate(grouped._rows_launch((C, columns, len(tiles), 2, cut)), x, inner, out, table, seed=seed, **options)
+    launch = grouped._matrices_launch((C, columns, len(counts), 3, grouped.Cut(columns=128)))
+    simulate(launch, x, grad, of_weights, first, seed=seed, **options)
+    parts = [x.double().split(counts), weights.double(), grad.double().split(counts)]
+    wanted = torch.cat([a @ w for a, w in zip(parts[0], parts[1], strict=True)])
+    wanted_weights = torch.stack([a.T @ g for a, g in zip(parts[0], parts[2], strict=True)])
+    return {"rows": distance(out, wanted), "matrices": distance(of_weights, wanted_weights)}
+
+
+def around_gelu(form: str, n_programs: int, seed: int, **options: Any) -> dict[str, float]:
+    """The products before and after a GELU."""
+    n, C, inner = 300, 392, 264
+    x, first, bias = torch.randn(n, C).bfloat16(), (torch.randn(inner, C) / C**0.5).bfloat16(), torch.randn(inner)
+    gelu, slope = empty(n, inner), empty(n, inner)
+    launch = mlp._forward_launch((n, C, inner, form == "tanh", n_programs))
+    simulate(launch, x, first, bias, gelu, slope, seed=seed, **options)
+    argument = (x.double() @ first.double().T + bias.double()).requires_grad_()
+    wanted = F.gelu(argument, approximate=form)
+    (wanted_slope,) = torch.autograd.grad(wanted.sum(), argument)
+
+    grad, second = torch.randn(n, C).bfloat16(), (torch.randn(C, inner) / C**0.5).bfloat16()
+    out, sums = empty(n, inner), empty(-(-n // 192), inner, dtype=torch.float32)
+    simulate(mlp._backward_launch((n, C, inner, n_programs)), grad, second, slope, out, sums, seed=seed, **options)
+    d = (grad.double() @ second.double()) * slope.double()
+    pairs = {"gelu": (gelu, wanted), "slope": (slope, wanted_slope), "d": (out, d), "d_bias": (sums.sum(0), d.sum(0))}
+    return {name: distance(*pair) for name, pair in pairs.items()}
+
+
+def loss_of_rows(n_columns: int, n_vocab: int, n_programs: int, seed: int, **options: Any) -> dict[str, float]:
+    """The cross-entropy of each row, and the gradient of their mean times the number of rows."""
+    n = 5
+    logits, targets = (3 * torch.randn(n, n_columns)).bfloat16(), torch.randint(n_vocab, (n,))
+    gradient, losses = empty(n, n_columns), empty(n, dtype=torch.float32)
+    launch = loss_hopper._rows_launch((n, n_columns, n_vocab, n_programs))
+    simulate(launch, logits, gradient, targets, losses, seed=seed, **options)
+    exact = logits.double().requires_grad_()
+    wanted = F.cross_entropy(exact[:, :n_vocab], targets, reduction="none")
+    (wanted_gradient,) = torch.autograd.grad(wanted.sum(), exact)
+    return {"loss": distance(losses, wanted), "gradient": distance(gradient * n, wanted_gradient)}
+
+
+def leave_out(name: str) -> Callable[[dict], None]:
+    return lambda names: names.update({name: lambda *_, **__: None})
+
+
+def no_store_wait(names: dict) -> None:
+    names["tma"].store_wait = lambda n: names["mbarrier"].arrive(None, pred=False) if n else None
+
+
+def hasty_product(names: dict) -> None:
+    """Lets go of a tile while its product may still read it."""
+    wait = names["warpgroup_mma_wait"]
+    names.update(warpgroup_mma_wait=lambda n, deps: deps if n else wait(n, deps=deps))
+
+
+def out_of_turn(names: dict) -> None:
+    """Lets the second user of `lib.fast.parts.mlp` start while the first one's terms are still to come."""
+
+    def _wait_full(full: Any, n: Any, CUT: Any) -> None:
+        if CUT.stages != 2 or n % 2 == 1:
+            names["mbarrier"].wait(full.index(n % CUT.stages), (n // CUT.stages) & 1)
+
+    names.update(_wait_full=_wait_full)
+
+
+BREAKS = {
+    "no tile is released": leave_out("_let_go"),
+    "no fence": leave_out("fence_async_shared"),
+    "nobody waits for a tile": leave_out("_wait_full"),
+    "nobody waits for a place": leave_out("_wait_empty"),
+    "nobody waits for copies to memory": no_store_wait,
+    "a tile is released while a product reads it": hasty_product,
+    "nobody waits for a turn": out_of_turn,
+}
+STORED_BREAKS = {
+    "no item waits for others": leave_out("await_count"),
+    "an item is counted before its results are in memory": leave_out("wait_for_writes"),
+}
+
+
+def cases() -> Iterator[tuple[str, Callable[..., dict[str, float]]]]:
+    """Everything that is simulated, by name."""
+    for shape in SHAPES:
+        for causal in (True, False):
+            width = 64 if SHAPES[shape][-1] == 64 else 128
+            of_table = flash.ROLES_TABLE[width, causal]
+            cuts = tuple(mine if isinstance(mine, Roles) else other for mine, other in zip(of_table, CUTS, strict=True))
+            for kind, chosen in (("table", cuts), ("other", CUTS)):
+                name = f"attention, {shape}, {'causal' if causal else 'full'}, {kind}"
+                yield name, lambda seed, s=shape, c=causal, cut=chosen, **kw: attention(s, c, cut, seed, **kw)
+    for kind, how in STORED.items():
+        yield f"stored, {kind}", lambda seed, how=how, **kw: stored(*how, seed, **kw)
+    for transposed in (False, True):
+        for counts in ((128, 256, 64), (0, 5, 300, 0, 129), (1,)):
+            name = f"products, {counts}, {'transposed' if transposed else 'plain'}"
+            yield name, lambda seed, n=counts, t=transposed, **kw: products(n, t, seed, **kw)
+    for form in ("none", "tanh"):
+        for n_programs in (1, 3):
+            name = f"around a GELU, {form}, programs: {n_programs}"
+            yield name, lambda seed, f=form, n=n_programs, **kw: around_gelu(f, n, seed, **kw)
+    for sizes in ((8320, 8300, 1), (4096, 4096, 1), (12_288, 3000, 2), (128, 100, 4)):
+        yield f"loss of rows, {sizes}", lambda seed, s=sizes, **kw: loss_of_rows(*s, seed, **kw)
+
+
+def outcome(run: Callable[..., dict[str, float]], seed: int, **options: Any) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    try:
+        return run(seed, **options)
+    except Fault as fault:
+        return {"fault": str(fault)}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    found = {name: [outcome(run, seed) for seed in SEEDS] for name, run in cases()}
+    broken = {}
+    for name, change in BREAKS.items():
+        broken[name] = [
+            outcome(lambda seed, **kw: around_gelu("tanh", 1, seed, **kw), seed, change=change) for seed in SEEDS
+        ]
+    how = STORED["a place for one of four parts"]
+    for name, change in STORED_BREAKS.items():
+        broken[name] = [outcome(lambda seed, **kw: stored(*how, seed, **kw), seed, change=change) for seed in SEEDS]
+    print(json.dumps({"found": found, "broken": broken}))
+
+
+if __name__ == "__main__":
+    main()
