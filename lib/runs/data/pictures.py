@@ -1,19 +1,9 @@
-"""Make a data set of pictures for `lib.runs.train_vit` from a Debian package: Fashion-MNIST.
+"""A data set of pictures from a Debian package: Fashion-MNIST (``lib.runs.pictures``)."""
 
-python -m lib.runs.pictures my_pictures
-python -m lib.runs.train_vit --data my_pictures --image-size 28 --patch-size 4 --dim 128 --n-layers 6 --steps 960 --eval-every 240
-
-The package is downloaded with apt, which needs no special rights for this, and is unpacked, not installed. Its idx
-files become ``train.parquet`` and ``test.parquet``, and ``pictures.json`` names the package's version and licence.
-`lib.runs.train_vit` never trains on the pictures of ``test``.
-"""
-
-import argparse
 import gzip
 import io
 import json
 import struct
-import sys
 import tempfile
 from pathlib import Path
 
@@ -77,36 +67,20 @@ def write_split(path: Path, pictures: np.ndarray, labels: np.ndarray) -> None:
     Dataset.from_dict(rows, features=features).to_parquet(path)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """All flags of this program."""
-    from lib.runs.engine.options import Parser
+def write_pictures(folder: Path) -> dict[str, int]:
+    """Download the package and write its data set into ``folder``; returns the number of pictures of each split.
 
-    parser = Parser(
-        prog="python -m lib.runs.pictures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, help="where the data set is written")
-    return parser
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 after one line about what is wrong."""
-    try:
-        folder = make_parser().parse_args(argv).folder
-        make_place(folder)
-        with tempfile.TemporaryDirectory() as place:
-            source = unpacked(PACKAGE, Path(place))
-            splits = {split: read_split(Path(place), beginning) for split, beginning in SPLITS.items()}
-        for split, (pictures, labels) in splits.items():
-            write_split(folder / f"{split}.parquet", pictures, labels)
-        counts = {split: len(labels) for split, (_, labels) in splits.items()}
-        facts = {"package": source.name, "version": source.version, "licences": source.licences, **counts}
-        (folder / "pictures.json").write_text(json.dumps(facts, indent=1))
-        print(f"{folder}: {counts['train']:,} pictures to train on and {counts['test']:,} to test")
-    except (RuntimeError, ValueError, OSError) as error:
-        print(f"python -m lib.runs.pictures: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    Raises:
+        ValueError: The folder cannot be written to, or the package's files are damaged.
+        RuntimeError: The package cannot be downloaded.
+    """
+    make_place(folder)
+    with tempfile.TemporaryDirectory() as place:
+        source = unpacked(PACKAGE, Path(place))
+        splits = {split: read_split(Path(place), beginning) for split, beginning in SPLITS.items()}
+    for split, (pictures, labels) in splits.items():
+        write_split(folder / f"{split}.parquet", pictures, labels)
+    counts = {split: len(labels) for split, (_, labels) in splits.items()}
+    facts = {"package": source.name, "version": source.version, "licences": source.licences, **counts}
+    (folder / "pictures.json").write_text(json.dumps(facts, indent=1))
+    return counts

@@ -67,7 +67,7 @@ def tokenizer_for_transformers(
 ) -> dict[str, Any]:
     """Chapter 1's tokenizer in the format of Hugging Face tokenizers, in which each byte is a visible character.
 
-    Ids are those of `lib.runs.corpus.make_tokenizer`: 256 bytes, the merges, the special tokens.
+    Ids are those of `lib.runs.data.corpus.make_tokenizer`: 256 bytes, the merges, the special tokens.
     """
     letters = dict(zip(_order_of_bytes(), map(chr, [*_VISIBLE, *range(256, 512 - len(_VISIBLE))]), strict=True))
 

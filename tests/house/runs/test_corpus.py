@@ -15,6 +15,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lib.runs.corpus import main
 from lib.runs.data import corpus
 from lib.runs.data.corpus import Document, Seen, Source, clean, files, is_held_out, is_text, make_tokenizer
 from lib.runs.engine.log import read_log
@@ -70,7 +71,7 @@ def packages(monkeypatch):
 @pytest.fixture
 def made(tmp_path, packages) -> Path:
     folder = tmp_path / "made"
-    assert corpus.main([str(folder), "--packages", "guide", "code", "--held-out", "0.3", "--vocab", "300"]) == 0
+    assert main([str(folder), "--packages", "guide", "code", "--held-out", "0.3", "--vocab", "300"]) == 0
     return folder
 
 
@@ -184,7 +185,7 @@ def test_the_tokens_are_the_documents_and_the_held_out_ones_come_last(made):
 
 
 def test_more_packages_move_no_document_to_the_other_side(made, tmp_path):
-    assert corpus.main([str(tmp_path / "less"), "--packages", "guide", "--held-out", "0.3", "--vocab", "300"]) == 0
+    assert main([str(tmp_path / "less"), "--packages", "guide", "--held-out", "0.3", "--vocab", "300"]) == 0
     trained, held = decoded(tmp_path / "less")
     assert set(trained) <= set(decoded(made)[0])
     assert set(held) <= set(decoded(made)[1])
@@ -221,7 +222,7 @@ def test_licences_are_read_from_the_copyright_file(monkeypatch, tmp_path, text, 
 def test_a_data_set_of_files_is_read_up_to_the_limit(tmp_path):
     put(tmp_path, {"rows.jsonl": "".join(json.dumps({"body": words(i, 9)}) + "\n" for i in range(40))})
     asked = f"{tmp_path}/c --dataset {tmp_path}/rows.jsonl --column body --limit 30 --held-out 0.3 --vocab 270".split()
-    assert corpus.main(asked) == 0
+    assert main(asked) == 0
     trained, held = decoded(tmp_path / "c")
     assert sorted(trained + held) == sorted(words(i, 9) for i in range(30))
 
@@ -230,7 +231,7 @@ def test_documents_are_cut_to_the_longest(tmp_path):
     long = "".join(words(i, 9) for i in range(60))
     put(tmp_path, {"rows.jsonl": "".join(json.dumps({"text": f"{i} {long}"}) + "\n" for i in range(20))})
     asked = f"{tmp_path}/c --dataset {tmp_path}/rows.jsonl --longest 400 --held-out 0.3 --vocab 270".split()
-    assert corpus.main(asked) == 0
+    assert main(asked) == 0
     trained, held = decoded(tmp_path / "c")
     assert sorted(trained + held) == sorted(f"{i} {long}"[:400] for i in range(20))
 
@@ -309,7 +310,7 @@ def test_a_wrong_request_is_one_line_and_status_2(capsys, tmp_path, words, said)
 
 
 def wrong(capsys, command: str, *said: str) -> None:
-    assert corpus.main(command.split()) == 2
+    assert main(command.split()) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, lines
     for word in said:

@@ -14,6 +14,7 @@ from lib.runs.data.corpus import Source
 from lib.runs.engine.loop import prepare
 from lib.runs.engine.options import UsageError, parse
 from lib.runs.engine.tasks import ViTTask
+from lib.runs.pictures import main
 from lib.runs.train_vit import make_vit_parser
 
 
@@ -43,7 +44,7 @@ def made(tmp_path, monkeypatch):
         return Source(name, "1.0", ["Expat"])
 
     monkeypatch.setattr(pictures, "unpacked", unpacked)
-    assert pictures.main([str(tmp_path / "set")]) == 0
+    assert main([str(tmp_path / "set")]) == 0
     return tmp_path / "set", found
 
 
@@ -139,7 +140,7 @@ def test_damaged_packages_are_named(tmp_path, monkeypatch, capsys, harm, message
         return Source(name, "1.0", ["Expat"])
 
     monkeypatch.setattr(pictures, "unpacked", unpacked)
-    assert pictures.main([str(tmp_path / "set")]) == 2
+    assert main([str(tmp_path / "set")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "set" / "train.parquet").exists(), "nothing is written before all has been read"
 
