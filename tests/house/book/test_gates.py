@@ -1,6 +1,8 @@
 """What a change must pass is itself as it should be: pinned tools, a lock file that fits, workflows by digest."""
 
 import re
+import shutil
+import subprocess
 import tomllib
 
 import pytest
@@ -23,6 +25,9 @@ LOCK = [
     if not line.startswith("#")
 ]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+ACTIONS = sorted((ROOT / ".github" / "actions").glob("*/action.yml"))
+CI = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+PARTS = re.search(r'^PARTS="(.*)"$', CI, re.MULTILINE)[1].split()
 MACHINES = [
     {**default_environment(), "sys_platform": system, "python_version": python, "python_full_version": f"{python}.9"}
     for system in ("linux", "darwin")
@@ -67,24 +72,66 @@ def test_the_site_alone_has_what_the_server_needs_that_its_pages_start():
     assert {canonical(Requirement(r).name) for r in extras["serve"]} == {canonical(name) for name in serve.NEEDED}
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", WORKFLOWS + ACTIONS, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_actions_are_taken_by_digest(path):
-    text = path.read_text(encoding="utf-8")
-    used = re.findall(r"uses: (.*)", text)
-    mine = [use for use in used if not re.fullmatch(r"\./\S+|[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", use)]
-    assert mine == []
-    jobs = yaml.safe_load(text)["jobs"].values()
+    used = re.findall(r"uses: (.*)", path.read_text(encoding="utf-8"))
+    assert used
+    assert [use for use in used if not re.fullmatch(r"\./\S+|[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", use)] == []
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.name)
+def test_every_job_has_a_limit(path):
+    jobs = yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"].values()
     assert all("timeout-minutes" in job for job in jobs if "uses" not in job)
 
 
 def test_one_digest_an_action():
     digests: dict[str, set[str]] = {}
-    for path in WORKFLOWS:
+    for path in WORKFLOWS + ACTIONS:
         for action, digest in re.findall(r"uses: ([\w./-]+)@(.*)", path.read_text(encoding="utf-8")):
             digests.setdefault(action, set()).add(digest)
     assert [action for action, found in digests.items() if len(found) > 1] == []
 
 
-def test_lint_and_types_come_first():
-    steps = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert steps.index("ruff check") < steps.index("mypy") < steps.index("make test\n")
+def test_lint_comes_first_and_the_workflow_runs_every_part():
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))["jobs"]
+    assert PARTS[0] == "lint"
+    assert [name for name, job in jobs.items() if job.get("needs") != "lint"] == ["lint"]
+    commands = [step.get("run", "") for job in jobs.values() for step in job["steps"]]
+    run = {part for command in commands if command.startswith("bash .ci/run ") for part in command.split()[2:]}
+    assert run == set(PARTS)
+
+
+def test_a_part_that_does_not_exist_is_refused_before_anything_runs():
+    said = subprocess.run(["bash", ".ci/run", "lint", "tests,site"], cwd=ROOT, capture_output=True, text=True)
+    assert (said.returncode, said.stdout) == (2, "")
+    assert "no part 'tests,site': expected any of lint tests" in said.stderr
+
+
+def test_pages_publishes_what_ci_built_and_nothing_else():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "pages.yml").read_text(encoding="utf-8"))
+    (job,) = workflow["jobs"].values()
+    # YAML reads the key "on" as True
+    assert workflow[True]["workflow_run"] == {"workflows": ["CI"], "types": ["completed"], "branches": ["main"]}
+    assert "conclusion == 'success'" in job["if"]
+    assert not any("run" in step for step in job["steps"])
+
+
+def test_hooks_find_their_tools_in_any_environment():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
+    assert all(hook["entry"].startswith(".ci/with ") for hook in hooks)
+
+
+def test_tools_come_from_the_active_environment_where_there_is_no_venv(tmp_path):
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "with", tmp_path / ".ci" / "with")
+    for where in ("active", ".venv/bin"):
+        tool = tmp_path / where / "ruff"
+        tool.parent.mkdir(parents=True)
+        tool.write_text(f"#!/bin/sh\necho {where} $1\n")
+        tool.chmod(0o755)
+    command = [str(tmp_path / ".ci" / "with"), "ruff", "check"]
+    environment = {"PATH": f"{tmp_path}/active:/usr/bin:/bin"}
+    assert subprocess.run(command, env=environment, capture_output=True, text=True).stdout == ".venv/bin check\n"
+    shutil.rmtree(tmp_path / ".venv")
+    assert subprocess.run(command, env=environment, capture_output=True, text=True).stdout == "active check\n"
