@@ -61,7 +61,7 @@ def by_the_chapters_kernel(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor
     """The kernel of chapter 19, even where `grouped_matmul` would choose another."""
     if not x.is_cuda:
         return grouped_matmul(x, weights, counts)
-    return with_gradients(partial(launch_grouped, grouped_matmul_kernel), x, weights, counts, roles=False)
+    return with_gradients(partial(launch_grouped, grouped_matmul_kernel), x, weights, counts)
 
 
 PRODUCTS: dict[str, Product] = {

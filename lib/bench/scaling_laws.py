@@ -100,7 +100,7 @@ def train_branches(
     Returns:
         For each length the scores, with the entries that ``more`` returns.
     """
-    from lib.runs.engine.look import evaluate
+    from lib.runs.engine.evaluation import evaluate
     from lib.runs.engine.loop import prepare
     from lib.runs.engine.options import DECAYED
 

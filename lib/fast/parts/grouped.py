@@ -15,6 +15,8 @@ from torch import Tensor
 
 from lib.fast.attention.flash_hopper import GLUON, has_roles
 from lib.fast.attention.flash_launch import Address, Box, Launch, can_be_read, is_watched
+from lib.given.kernels import grouped
+from lib.given.kernels.autocast import factor_dtype
 from lib.given.kernels.mode import tl, triton
 
 ROWS, TERMS = 128, 64  # rows of a tile; terms that are added at a time
@@ -384,6 +386,29 @@ def weight_gradients_fast(
     key = (x.shape[1], grad.shape[1], len(counts), n_programs(x.device), cut)
     launches(_matrices_launch, key, x, grad, out)(x, grad, out, first_rows)
     return out
+
+
+def with_gradients(
+    product: grouped.Product, x: Float[Tensor, "n c"], weights: Float[Tensor, "e c f"], counts: Int[Tensor, " e"]
+) -> Float[Tensor, "n f"]:
+    """``lib.given.kernels.grouped.with_gradients``, by the kernels with roles where they fit, in place of ``product``."""
+    x, weights = x.to(factor_dtype(x)), weights.to(factor_dtype(weights))
+    if not fits(x, weights):
+        return grouped.with_gradients(product, x, weights, counts)
+    planned = plan(counts, len(x))
+
+    def product_fast(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+        return grouped_matmul_fast(_readable(rows, matrices), matrices, counts, planned)
+
+    def of_weights(rows: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
+        return weight_gradients_fast(rows, _readable(grad, weights.transpose(1, 2)), counts, planned)
+
+    return grouped.with_gradients(product_fast, x, weights, counts, of_weights)
+
+
+def _readable(rows: Tensor, matrices: Tensor) -> Tensor:
+    """These rows, copied where the TMA cannot read them: the gradient of a sum is one number with strides of 0."""
+    return rows if fits(rows, matrices) else rows.clone(memory_format=torch.contiguous_format)
 
 
 def launches(make: Any, key: tuple, *tensors: Tensor) -> Launch:

@@ -12,8 +12,9 @@ from lib.given.data.record import load
 from lib.runs.data import pictures
 from lib.runs.data.corpus import Source
 from lib.runs.engine.loop import prepare
-from lib.runs.engine.options import UsageError, parse
+from lib.runs.engine.options import parse
 from lib.runs.engine.tasks import ViTTask
+from lib.runs.flags import UsageError
 from lib.runs.pictures import main
 from lib.runs.train_vit import make_vit_parser
 
