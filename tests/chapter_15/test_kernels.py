@@ -12,7 +12,7 @@ from lib.fast.attention.flash import (
     forward_operator,
     tiles_for,
 )
-from lib.fast.attention.flash_hopper import has_roles
+from lib.fast.gluon import has_roles
 from lib.given.kernels.exact import CountMasked, exact, guarded, guards_of, make_inputs
 from lib.given.kernels.launch import launch_backward_dkdv, launch_backward_dq, launch_forward
 from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, NO_TRITON

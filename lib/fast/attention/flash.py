@@ -17,11 +17,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
 
-from lib.fast.attention.flash_hopper import Roles, has_roles, hopper_dkdv, hopper_dq, hopper_forward
+from lib.fast.attention.flash_hopper import Roles, hopper_dkdv, hopper_dq, hopper_forward
 from lib.fast.attention.flash_items import n_tiles_in_memory
-from lib.fast.attention.flash_launch import LENGTHS, Address, Box, Launch, Sizes, can_be_read, grid_by_rows, is_watched
 from lib.fast.attention.flash_stored import StoredBackward, has_collectives
-from lib.fast.parts.grouped import n_programs
+from lib.fast.gluon import has_roles
+from lib.fast.launch import LENGTHS, Address, Box, Launch, Sizes, can_be_read, grid_by_rows, is_watched, n_programs
 from lib.fast.parts.sums import add_rows
 from lib.given.kernels.once import NO_SECOND_DERIVATIVE
 from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, LN2, LOG2E, check_shapes, tl, triton

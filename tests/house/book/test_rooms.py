@@ -5,8 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
-from lib.workbook.book.catalog import ROOT, chapters, pages
+from lib.workbook.book.catalog import ROOT, chapters
 
 # the learner's desk, lib/<module>.py, is no room: a chapter may use the fast code of an earlier chapter's subject
 ARROWS = {
@@ -71,21 +72,35 @@ def test_every_arrow_between_rooms_is_drawn(imports):
     assert [arrow for arrow in sorted(drawn) if arrow[0] != arrow[1] and arrow[1] not in ARROWS[arrow[0]]] == []
 
 
-@pytest.mark.parametrize("depth", [2, 3])  # the rooms, and the rooms in them
+@pytest.mark.parametrize("depth", [2, 3, 9])  # the rooms, the rooms in them, and single modules
 def test_no_circle_among_rooms(imports, depth):
-    """Every room can be built on those that it imports from."""
-    parts: dict[str, set[str]] = {}
+    """Each can be built on those that it imports from, once the learner's desk stands."""
+    below: dict[str, set[str]] = {}
     for name, others in imports.items():
-        if room_of(name) in ("desk", "lib"):
-            continue
-        here = ".".join(name.split(".")[:depth]) if depth == 2 or modules()[name].parent.parent != ROOT / "lib" else name
-        there = {other for other in others if room_of(other) not in ("desk", "lib")}
-        if depth == 3:
-            there = {".".join(o.split(".")[:3]) if modules()[o].parent.parent != ROOT / "lib" else o for o in there}
-        else:
-            there = {".".join(o.split(".")[:2]) for o in there}
-        parts.setdefault(here, set()).update(there - {here})
-    while ready := [part for part, below in parts.items() if not below & parts.keys()]:
-        for part in ready:
-            del parts[part]
-    assert parts == {}, "these import each other"
+        if room_of(name) not in ("desk", "lib"):
+            there = {shortened(other, depth) for other in others if room_of(other) not in ("desk", "lib")}
+            below.setdefault(shortened(name, depth), set()).update(there - {shortened(name, depth)})
+    while ready := [room for room, under in below.items() if not under & below.keys()]:
+        for room in ready:
+            del below[room]
+    assert below == {}
+
+
+def shortened(name: str, depth: int) -> str:
+    return ".".join(name.split(".")[:depth])
+
+
+def test_the_readme_lists_the_chapters_as_book_yml_does():
+    rows, readme = [], (ROOT / "README.md").read_text(encoding="utf-8")
+    for part in yaml.safe_load((ROOT / "book.yml").read_text(encoding="utf-8"))["project"]["toc"]:
+        named = [re.match(r"chapters/(\d+)_", entry["file"]) for entry in part.get("children", [])]
+        if named and all(named):
+            titles = (f"{int(n[1])} {entry['title']}" for n, entry in zip(named, part["children"], strict=True))
+            rows.append(f"| {part['title'].removeprefix('Part ')} | {', '.join(titles)} |")
+    assert "\n".join(rows) in readme
+
+
+def test_no_section_of_a_test_types_the_number_of_an_exercise():
+    for path in (ROOT / "tests").glob("chapter_*/*.py"):
+        typed = re.findall(r"(?m)^# -+ .*\b\d+\.\d+ .*", path.read_text(encoding="utf-8"))
+        assert typed == [] or path.name == "mistakes.py", f"{path}: the number is derived, write the name alone"

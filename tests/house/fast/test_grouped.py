@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lib.fast.attention.flash_hopper import has_roles
+from lib.fast.gluon import has_roles
 from lib.fast.parts import grouped as fast
 from lib.given.kernels import int4
 from solutions.low_precision import pack_int4, quantize_int4

@@ -156,7 +156,7 @@ def test_the_largest_is_predicted_before_it_is_trained(tmp_path, monkeypatch):
     monkeypatch.setattr(
         scaling_laws_images, "record", lambda name, found, folder: written.append(sorted(found)) or record(name, found, folder)
     )  # fmt: skip
-    from lib.given.data.record import record
+    from lib.bench.kit import record
 
     scaling_laws_images.main(["--tiny", f"--folder={tmp_path}"])
     found = load("scaling_laws_images", tmp_path)["results"]
