@@ -4,6 +4,7 @@
 still a stub; `lib.workbook.book.resolve` says which, and why.
 """
 
+import builtins as _builtins
 import os as _os
 
 from lib.workbook.book import resolve as _resolve
@@ -24,3 +25,10 @@ if not _sees_gpu():
 _os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 _resolve.install()
+
+if getattr(
+    _builtins, "__IPYTHON__", False
+):  # in a notebook's kernel: ``%check``, and edited modules reloaded before each cell
+    from lib.workbook.tools import notebook as _notebook
+
+    _notebook.load()

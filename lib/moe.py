@@ -9,11 +9,10 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from lib.given.kernels.grouped import check_groups, launch_grouped, tile_of_program, with_gradients
+from lib.fast.parts.grouped import with_gradients
+from lib.given.kernels.grouped import check_groups, launch_grouped, tile_of_program
 from lib.given.kernels.mode import tl, triton
-from lib.given.models.moe import DEEPSEEK_V3 as DEEPSEEK_V3
-from lib.given.models.moe import MIXTRAL_8X7B as MIXTRAL_8X7B
-from lib.given.models.moe import MoEConfig
+from lib.given.models.moe import DEEPSEEK_V3, MIXTRAL_8X7B, MoEConfig  # noqa: F401 - two for the chapter
 from lib.given.parallel.experts import AllToAll, check_experts, experts_per_rank
 from lib.llama import SwiGLU
 

@@ -7,16 +7,14 @@ backends and numbers of ranks stay in the file, each with its machine, unless yo
 
 import argparse
 import statistics
-import tempfile
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from lib.given.data.record import MEASUREMENTS, load, record, spread, where
+from lib.bench.kit import record, seconds_of, spawn, spread
+from lib.given.data.record import MEASUREMENTS, load, where
 
 MB = 10**6
 SIZES_MB = (1, 3, 10, 30, 100, 300, 1000)
@@ -33,61 +31,12 @@ def fit(sizes_bytes: list[float], seconds: list[float]) -> tuple[float, float]:
     return call_s, 1 / per_byte if per_byte > 0 else max(s / t for s, t in zip(sizes_bytes, seconds, strict=True))
 
 
-def spawn(worker: Callable, backend: str, n_ranks: int, *args, limit_s: float = float("inf")) -> None:
-    """Run ``worker(rank, device, *args)`` on each of ``n_ranks`` new processes that form a group.
-
-    Raises:
-        TimeoutError: they had not finished after ``limit_s`` seconds; they are killed.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        given = (worker, backend, n_ranks, f"file://{folder}/meet", args)
-        context = mp.spawn(_run, given, nprocs=n_ranks, join=False)  # type: ignore[no-untyped-call]
-        assert context is not None
-        end = time.monotonic() + limit_s
-        while not context.join(timeout=min(5.0, max(0.0, end - time.monotonic()))):
-            if time.monotonic() >= end:
-                for process in context.processes:
-                    process.kill()
-                raise TimeoutError(f"{n_ranks} ranks had not finished after {limit_s:.0f} s")
-
-
-def _run(rank: int, worker: Callable, backend: str, n_ranks: int, meet: str, args: tuple) -> None:
-    torch.set_num_threads(1 if not torch.cuda.is_available() else 4)
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    if backend == "nccl":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend, init_method=meet, rank=rank, world_size=n_ranks, device_id=device if backend == "nccl" else None
-    )
-    try:
-        worker(rank, device, *args)
-    finally:
-        dist.destroy_process_group()
-
-
-def wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def slowest(seconds: float, device: torch.device) -> float:
-    """The largest of all ranks' times."""
-    value = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return value.item()
-
-
 def time_sizes(rank: int, device: torch.device, key: str, sizes_mb: list[float], n_repeats: int, folder: Path) -> None:
     """Measure the median time of each size, with the slowest rank's in each repeat; rank 0 records size by size."""
     for size_mb in sizes_mb:
         x, times = torch.ones(int(size_mb * MB) // 4, device=device), []
         for repeat in range(n_repeats + 3):
-            dist.barrier()
-            wait_for(device)
-            began = time.perf_counter()
-            dist.all_reduce(x)
-            wait_for(device)
-            seconds = slowest(time.perf_counter() - began, device)
+            seconds = seconds_of(partial(dist.all_reduce, x), device, on_ranks=True)
             if repeat >= 3:
                 times.append(seconds)
             x.fill_(1.0)

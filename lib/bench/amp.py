@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lib.amp import GradScaler
+from lib.bench.kit import record, spread, wait_for
 from lib.given.data.corpora import language_reference
-from lib.given.data.record import MEASUREMENTS, record, spread
+from lib.given.data.record import MEASUREMENTS
 from lib.given.models.gpt2 import TINY as GPT2_TINY
 from lib.given.models.sizes import MODEL_SIZES
 from lib.given.models.vit import TINY as VIT_TINY
@@ -62,8 +63,7 @@ def one_step(model, optimizer, scaler, loss_of: Loss, way: str, device: str) -> 
     """Train one step; returns the seconds of forward, backward and optimizer, each until the device is done."""
 
     def now() -> float:
-        if device == "cuda":
-            torch.cuda.synchronize()
+        wait_for(device)
         return time.perf_counter()
 
     times = [now()]

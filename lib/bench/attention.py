@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.attention import scaled_dot_product_attention
-from lib.given.data.record import measure, record
+from lib.bench.kit import measure, record
 
 BATCH, N_HEADS, HEAD_DIM = 1, 4, 64
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)

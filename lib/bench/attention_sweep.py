@@ -10,14 +10,13 @@ Stanford's CS336, assignment 2, spring 2025.
 import argparse
 import gc
 import math
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from lib.attention import causal_mask, scaled_dot_product_attention, softmax
-from lib.given.data.record import record, spread
+from lib.bench.kit import record, seconds_of, spread, wait_for
 
 BATCH, WIDTHS, LENGTHS = 8, (16, 32, 64, 128), (256, 1024, 4096, 8192, 16384)
 SOFTMAX_SHAPE = {"batch": 4, "heads": 25, "length": 1024, "head_dim": 64}  # one layer of GPT-2 XL
@@ -42,29 +41,22 @@ class Case:
         self.out = torch.empty(0)
         self.q.grad = self.k.grad = self.v.grad = None
 
-    def wait(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-
     def times(self, n_repeats: int) -> dict[str, dict[str, float]]:
         """Seconds of forward and of backward."""
         found: dict[str, list[float]] = {"forward_s": [], "backward_s": []}
         for repeat in range(n_repeats + 2):
             for name, run in (("forward_s", self.forward), ("backward_s", self.backward)):
-                self.wait()
-                start = time.perf_counter()
-                run()
-                self.wait()
+                seconds = seconds_of(run, self.device)
                 if repeat >= 2:
-                    found[name].append(time.perf_counter() - start)
+                    found[name].append(seconds)
         return {name: spread(times) for name, times in found.items()}
 
     def saved_bytes(self) -> int:
         """Bytes that a forward pass saves for the backward pass, its output included."""
-        self.wait()
+        wait_for(self.device)
         before = torch.cuda.memory_allocated() if self.device == "cuda" else 0
         self.forward()
-        self.wait()
+        wait_for(self.device)
         held = torch.cuda.memory_allocated() - before if self.device == "cuda" else 0
         self.backward()
         return held
@@ -137,23 +129,14 @@ def softmax_and_products(device: str, tiny: bool) -> dict:
         n_scores = b * h * t * t
         flops = {"scores": 2 * d * n_scores, "values": 2 * d * n_scores}
         found[name] = {
-            what: {"s": seconds_of(run, device), "flops": flops.get(what, 5 * n_scores)} for what, run in runs.items()
+            what: {"s": in_rows(run, device), "flops": flops.get(what, 5 * n_scores)} for what, run in runs.items()
         }
     return found
 
 
-def seconds_of(run: Callable[[], Tensor], device: str, n_repeats: int = 20) -> dict[str, float]:
+def in_rows(run: Callable[[], Tensor], device: str, n_repeats: int = 20) -> dict[str, float]:
     """Seconds of one call, measured over ten in a row, so that launching them does not count."""
-    times = []
-    for repeat in range(n_repeats + 2):
-        start = time.perf_counter()
-        for _ in range(10):
-            run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        if repeat >= 2:
-            times.append((time.perf_counter() - start) / 10)
-    return spread(times)
+    return spread([seconds_of(run, device, 10) for _ in range(n_repeats + 2)][2:])
 
 
 def main() -> None:

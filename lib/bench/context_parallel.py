@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lib.bench.kit import record, seconds_of, spread, wait_for
 from lib.context_parallel import (
     context_parallel_bytes,
     hidden_length,
@@ -37,7 +38,7 @@ from lib.context_parallel import (
 )
 from lib.demos.context_parallel import logits_of
 from lib.flash_attention import flash_attention
-from lib.given.data.record import MEASUREMENTS, record, spread
+from lib.given.data.record import MEASUREMENTS
 from lib.given.models.llama import LLAMA_2_7B, LlamaConfig
 from lib.given.parallel.ring import pass_on
 from lib.llama import Llama
@@ -66,21 +67,12 @@ class Sizes:
         return dataclasses.replace(self.config, n_layers=2, vocab_size=256, context_len=64)
 
 
-def wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+# ---- one layer of attention ------------------------------------------------------------------------------------------
 
 
 def seconds(run: Callable[[], Any], device: str) -> float:
     """Time of a call, from the moment when all ranks begin until the last one ends."""
-    wait(device)
-    dist.barrier()
-    start = time.perf_counter()
-    run()
-    wait(device)
-    taken = torch.tensor(time.perf_counter() - start, device=device)
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return taken.item()
+    return seconds_of(run, device, on_ranks=True)
 
 
 def peak_of(run: Callable[[], Any], device: str) -> int:
@@ -88,17 +80,14 @@ def peak_of(run: Callable[[], Any], device: str) -> int:
     if device != "cuda":
         run()
         return 0
-    wait(device)
+    wait_for(device)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     run()
-    wait(device)
+    wait_for(device)
     peak = torch.tensor(torch.cuda.max_memory_allocated() - before, device=device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return int(peak)
-
-
-# ---- one layer of attention ------------------------------------------------------------------------------------------
 
 
 def torchs(backend: str | None = None, is_causal: bool = True) -> Way:

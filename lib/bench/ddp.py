@@ -10,16 +10,17 @@ float32, as large as in a plain run; the update is plain SGD.
 
 import argparse
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from lib.bench.all_reduce import fit, slowest, spawn, wait_for
+from lib.bench.all_reduce import fit
+from lib.bench.kit import machine, record, seconds_of, slowest, spawn, spread, wait_for
 from lib.ddp import optimal_bucket_bytes
 from lib.demos.ddp import synchronised
-from lib.given.data.record import MEASUREMENTS, load, machine, record, spread
+from lib.given.data.record import MEASUREMENTS, load
 from lib.given.models.gpt2 import GPT2Config
 from lib.gpt2 import GPT2
 
@@ -147,12 +148,7 @@ def measure_steps(rank: int, device: torch.device, key: str, options: argparse.N
     began, n_rounds = time.perf_counter(), 0
     while n_rounds < 2 + options.rounds:
         for name, strategy in made.items():
-            dist.barrier()
-            wait_for(device)
-            start = time.perf_counter()
-            step(strategy, tokens)
-            wait_for(device)
-            times[name].append(slowest(time.perf_counter() - start, device))
+            times[name].append(seconds_of(partial(step, strategy, tokens), device, on_ranks=True))
         n_rounds += 1
         counted = {name: found[2:] for name, found in times.items() if found[2:]}
         result["step_s"] = {name: {**spread(found), "values": found} for name, found in counted.items()}

@@ -8,7 +8,6 @@ import argparse
 import gc
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from lib.bench.kit import record, seconds_of, spread
 from lib.fsdp import FullySharded, apply_fully_shard, memory_per_device
-from lib.given.data.record import MEASUREMENTS, load, record, spread
+from lib.given.data.record import MEASUREMENTS, load
 from lib.given.models.gpt2 import GPT2Config
 from lib.given.models.vit import VIT_GIGANTIC_14, ViTConfig
 from lib.given.parallel.sharding import blocks_of, saved_bytes
@@ -104,12 +104,7 @@ class Competitor:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         dist.barrier()
-        _synchronize(self.device)
-        start = time.perf_counter()
-        for _ in range(n):
-            self.step()
-        _synchronize(self.device)
-        self.times.append((time.perf_counter() - start) / n)
+        self.times.append(seconds_of(self.step, self.device, n))
         if self.device.type == "cuda":
             self.peak = max(self.peak, torch.cuda.max_memory_allocated() - others)
 
@@ -128,11 +123,6 @@ def _wrap(name: str, model: nn.Module) -> nn.Module:
 
 def _taken(device: torch.device) -> int:
     return torch.cuda.memory_allocated() if device.type == "cuda" else 0
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def predict(config: Any, batch: int, n_ranks: int, device: torch.device) -> dict[str, float]:

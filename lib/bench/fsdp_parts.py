@@ -21,13 +21,13 @@ from lib.bench.fsdp import (
     N_WARMUP,
     SIZES,
     TINY,
-    _synchronize,
     make_loss,
     make_model,
     predict,
     use_fused_parts,
 )
-from lib.given.data.record import MEASUREMENTS, measure, record
+from lib.bench.kit import measure, record, wait_for
+from lib.given.data.record import MEASUREMENTS
 from lib.given.models.gpt2 import GPT2Config
 
 
@@ -44,7 +44,7 @@ def computing(way: str, config: Any, batch: int, device: torch.device) -> Callab
             value: Tensor = loss(model)
         value.backward()
         model.zero_grad()
-        _synchronize(device)
+        wait_for(device)
 
     return run
 
@@ -57,7 +57,7 @@ def updating(n: int, device: torch.device) -> Callable[[], None]:
 
     def run() -> None:
         optimizer.step()
-        _synchronize(device)
+        wait_for(device)
 
     return run
 

@@ -7,8 +7,8 @@ import dataclasses
 
 import torch
 
+from lib.bench.kit import record, spread
 from lib.given.data.corpora import language_reference
-from lib.given.data.record import record, spread
 from lib.given.models.gpt2 import GPT2_XL, GPT2Config
 from lib.gpt2 import GPT2, Block, init_weights
 

@@ -17,8 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lib.bench.fsdp import DTYPE, N_ROUNDS, N_STEPS, N_WARMUP, TINY, measure_model, use_fused_parts
+from lib.bench.kit import record
 from lib.fsdp import FullySharded, apply_fully_shard
-from lib.given.data.record import MEASUREMENTS, load, record
+from lib.given.data.record import MEASUREMENTS, load
 from lib.given.models.gpt2 import GPT2_XL
 from lib.runs.engine.strategies import HybridSharded
 

@@ -17,8 +17,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lib.bench.kit import record, seconds_of, spread, wait_for
 from lib.fast.models import MEAN, STD, prepare_images
-from lib.given.data.record import record, spread
 
 SIZE, BATCH, N_PICTURES = 224, 256, 50_000
 
@@ -44,25 +44,15 @@ class OnWorkers(Dataset):
         return torch.from_numpy((unit - self.mean) / self.std)
 
 
-def wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def on_device(device: str, all_pictures: Tensor, dtype: torch.dtype, compiled: bool, n_repeats: int) -> dict:
     """Pictures a second when they lie on the device: chosen at random, resized, normalised."""
     there = all_pictures.to(device)
     make: Callable[..., Tensor] = torch.compile(prepare_images) if compiled else prepare_images
-    times = []
-    for repeat in range(n_repeats + 2):
-        wait(device)
-        start = time.perf_counter()
-        for _ in range(4):
-            make(there[torch.randint(len(there), (BATCH,), device=device)], SIZE, dtype)
-        wait(device)
-        if repeat >= 2:
-            times.append(4 * BATCH / (time.perf_counter() - start))
-    return spread(times)
+
+    def run() -> None:
+        make(there[torch.randint(len(there), (BATCH,), device=device)], SIZE, dtype)
+
+    return spread([BATCH / seconds_of(run, device, 4) for _ in range(n_repeats + 2)][2:])
 
 
 def by_workers(device: str, all_pictures: Tensor, n_workers: int, n_batches: int) -> dict:
@@ -79,7 +69,7 @@ def by_workers(device: str, all_pictures: Tensor, n_workers: int, n_batches: int
         start = time.perf_counter()
         for _ in range(n_batches):
             next(batches).to(device, non_blocking=True)
-        wait(device)
+        wait_for(device)
         times.append(n_batches * BATCH / (time.perf_counter() - start))
     return spread(times)
 

@@ -25,8 +25,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from lib.bench.kit import device_seconds, record, seconds_of, spread, wait_for
 from lib.fast.models import Path, capture, gpt2_loss, vit_loss
-from lib.given.data.record import MEASUREMENTS, load, record, spread
+from lib.given.data.record import MEASUREMENTS, load
 from lib.given.models.gpt2 import GPT2_SMALL, GPT2Config
 from lib.given.models.gpus import SHEETS
 from lib.given.models.vit import VIT_L_16, ViTConfig
@@ -313,24 +314,13 @@ class Climber:
             self.step = capture(self.train_step)
         for _ in range(2):
             self.step()
-        wait(self.task.device)
+        wait_for(self.task.device)
         return time.perf_counter() - start
 
     def seconds(self, n_steps: int) -> float:
         """Seconds of one step, the mean of several in a row."""
         set_tf32(self.rung.precision != "float32")
-        wait(self.task.device)
-        start = time.perf_counter()
-        for _ in range(n_steps):
-            self.step()
-        wait(self.task.device)
-        return (time.perf_counter() - start) / n_steps
-
-
-def wait(device: str) -> None:
-    """Wait until the device has finished."""
-    if device == "cuda":
-        torch.cuda.synchronize()
+        return seconds_of(self.step, self.task.device, n_steps)
 
 
 def race(climbers: list[Climber], seconds: float, min_rounds: int = 3, n_in_row: int = 4) -> dict[str, dict]:
@@ -457,16 +447,7 @@ def kernel_times(step: Callable[[], Any], n_steps: int = 3) -> dict[str, Any]:
 
 def events_seconds(run: Callable[[], Any], n_repeats: int = 10) -> dict[str, float]:
     """Seconds of one call on the device, by its own clock."""
-    times = []
-    for repeat in range(n_repeats + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        if repeat >= 3:
-            times.append(start.elapsed_time(end) * 1e-3)
-    return spread(times)
+    return spread([device_seconds(run, "cuda") for _ in range(n_repeats + 3)][3:])
 
 
 def ceilings() -> dict[str, Any]:
@@ -573,7 +554,7 @@ def compile_one(args: argparse.Namespace, task: Task) -> None:
         torch.cuda.set_per_process_memory_fraction(0.06)  # others compile beside this one
     try:
         Climber(task, args.who, rung, None).train_step()
-        wait(task.device)
+        wait_for(task.device)
     except torch.OutOfMemoryError:
         print(f"{rung.name}, {args.who}: compiled, but the step ran out of memory")
 

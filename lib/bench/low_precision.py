@@ -9,7 +9,6 @@ import argparse
 import dataclasses
 import logging
 import random
-import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -19,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lib.bench.kit import device_seconds, record, spread
 from lib.demos.low_precision import replace_linears, train_gpt2
 from lib.fast import models as fast
 from lib.fast.parts.float8 import DelayedLinear, Scales
-from lib.given.data.record import MEASUREMENTS, load, record, spread
+from lib.given.data.record import MEASUREMENTS, load
 from lib.given.kernels.quantized import has_float8, scaled_mm
 from lib.given.models.gpt2 import GPT2Config
 from lib.given.models.llama import LLAMA_2_7B, LlamaConfig
@@ -53,16 +53,7 @@ class Bench:
 
     def seconds(self, call: Call) -> float:
         """Time of a call, until everything that it started on the device is done."""
-        if self.device.type != "cuda":
-            start = time.perf_counter()
-            call()
-            return time.perf_counter() - start
-        start_, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start_.record()
-        call()
-        end.record()
-        end.synchronize()
-        return start_.elapsed_time(end) / 1e3
+        return device_seconds(call, self.device)
 
     def compare(self, calls: dict[str, Call], n_rounds: int | None = None) -> dict[str, Any]:
         """Seconds of each call, in random order in each round; if a call raises, the error is recorded instead."""

@@ -12,7 +12,7 @@ from dataclasses import asdict
 import torch
 
 from lib.bench.attention import peak_bytes as counted_peak_bytes
-from lib.given.data.record import record
+from lib.bench.kit import record
 from lib.given.models.gpt2 import TINY, GPT2Config
 from lib.given.models.sizes import MODEL_SIZES
 from lib.gpt2 import GPT2, count_parameters

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lib.given.data.record import record, spread
+from lib.bench.kit import record, spread, wait_for
 from lib.given.models.gpt2 import TINY, GPT2Config
 from lib.given.models.sizes import MODEL_SIZES
 from lib.gpt2 import GPT2, count_parameters
@@ -31,8 +31,7 @@ def timed(run: Callable[[], Any], device: str) -> tuple[float, Any]:
     """Seconds of a call, until the device is done, and the call's result."""
     start = time.perf_counter()
     result = run()
-    if device == "cuda":
-        torch.cuda.synchronize()
+    wait_for(device)
     return time.perf_counter() - start, result
 
 
@@ -43,8 +42,7 @@ def steps(config: GPT2Config, device: str, length: int) -> dict[str, list[float]
         model = GPT2(config)
         tokens = torch.randint(config.vocab_size, (BATCH, length + 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    if device == "cuda":
-        torch.cuda.synchronize()
+    wait_for(device)
     found: dict[str, list[float]] = {part: [] for part in PARTS}
     for _ in range(N_WARMUP + N_STEPS):
         optimizer.zero_grad()

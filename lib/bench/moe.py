@@ -9,7 +9,6 @@ size, and writes ``moe_parallel.json``. ``--device cpu --tiny`` tries either of 
 import argparse
 import dataclasses
 import random
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,8 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from lib.bench.all_reduce import slowest, spawn, wait_for
-from lib.given.data.record import MEASUREMENTS, record, spread
+from lib.bench.kit import device_seconds, in_turns, record, seconds_of, slowest, spawn, spread
+from lib.given.data.record import MEASUREMENTS
 from lib.given.kernels.grouped import launch_grouped, with_gradients
 from lib.given.models.moe import DEEPSEEK_V3, MIXTRAL_8X7B, MoEConfig
 from lib.given.parallel.experts import AllToAll
@@ -61,7 +60,7 @@ def by_the_chapters_kernel(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor
     """The kernel of chapter 19, even where `grouped_matmul` would choose another."""
     if not x.is_cuda:
         return grouped_matmul(x, weights, counts)
-    return with_gradients(partial(launch_grouped, grouped_matmul_kernel), x, weights, counts, roles=False)
+    return with_gradients(partial(launch_grouped, grouped_matmul_kernel), x, weights, counts)
 
 
 PRODUCTS: dict[str, Product] = {
@@ -96,17 +95,7 @@ def seconds(run: Callable[[], object], device: str) -> float:
 
     On a GPU, other work fills the first half millisecond, so that the host runs ahead, as it does in training.
     """
-    if device == "cpu":
-        began = time.perf_counter()
-        run()
-        return time.perf_counter() - began
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(1_000_000)
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return device_seconds(run, device, before=lambda: torch.cuda._sleep(1_000_000))
 
 
 def forward(product: Product, x: Tensor, weights: Tensor, counts: Tensor) -> None:
@@ -124,12 +113,8 @@ def times(given: tuple[Tensor, Tensor, Tensor]) -> dict[str, dict]:
     """For forward, and forward with backward, the seconds of each product, in random order in each round."""
     found = {}
     for name, run in (("forward", forward), ("forward and backward", forward_and_backward)):
-        samples: dict[str, list[float]] = {who: [] for who in PRODUCTS}
-        for round_ in range(N_ROUNDS + N_WARMUP):
-            for who in random.sample(list(PRODUCTS), len(PRODUCTS)):
-                taken = seconds(partial(run, PRODUCTS[who], *given), given[0].device.type)
-                if round_ >= N_WARMUP:
-                    samples[who].append(taken)
+        runs = {who: partial(run, product, *given) for who, product in PRODUCTS.items()}
+        samples = in_turns(runs, partial(seconds, device=given[0].device.type), N_ROUNDS, N_WARMUP)
         found[name] = {who: spread(values) for who, values in samples.items()}
     return found
 
@@ -200,17 +185,7 @@ def parallel_case(config: MoEConfig, n_tokens: int, device: torch.device) -> dic
     messages, received = exchanges(layer, x)
     calls: tuple[Callable[[], None], ...] = (partial(step, layer, x), messages, partial(step, dense, x))
     ways = dict(zip(PARALLEL, calls, strict=True))
-    samples: dict[str, list[float]] = {name: [] for name in ways}
-    for round_ in range(N_ROUNDS + N_WARMUP):
-        for name, run in ways.items():
-            dist.barrier()
-            wait_for(device)
-            began = time.perf_counter()
-            run()
-            wait_for(device)
-            taken = slowest(time.perf_counter() - began, device)
-            if round_ >= N_WARMUP:
-                samples[name].append(taken)
+    samples = in_turns(ways, partial(seconds_of, device=device, on_ranks=True), N_ROUNDS, N_WARMUP)
     most = int(slowest(received, device))
     facts = {"tokens_per_rank": n_tokens, "rows_sent_per_rank": n_tokens * config.k, "rows_at_busiest_rank": most}
     return facts | {"seconds": {name: spread(values) for name, values in samples.items()}}

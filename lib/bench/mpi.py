@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.given.data.record import record, spread
+from lib.bench.kit import record, spread
 from lib.given.parallel.mpirun import mpirun
 
 RANKS = (2, 4)

@@ -26,9 +26,10 @@ from torch.distributed import pipelining
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from lib.bench.fsdp import use_fused_parts
+from lib.bench.kit import record, spread, wait_for
 from lib.demos.pipeline import defer, layers_of, next_token_loss
 from lib.fsdp import FullySharded
-from lib.given.data.record import MEASUREMENTS, load, record, spread
+from lib.given.data.record import MEASUREMENTS, load
 from lib.given.models.gpt2 import GPT2Config
 from lib.gpt2 import GPT2
 from lib.pipeline import (
@@ -150,11 +151,6 @@ def _with_deferred(layer: nn.Module) -> nn.Module:
     return copied
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 class Racer:
     """One way to make a step, and the times of its steps."""
 
@@ -173,23 +169,23 @@ class Racer:
             self.step()
             self.bench.clear()
             return 0
-        synchronize(self.device)
+        wait_for(self.device)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         self.step()
-        synchronize(self.device)
+        wait_for(self.device)
         self.bench.clear()
         return torch.cuda.max_memory_allocated() - before
 
     def timed(self) -> None:
         """Time several steps in a row, so that none waits for the host's clock."""
         dist.barrier()
-        synchronize(self.device)
+        wait_for(self.device)
         start = time.perf_counter()
         for _ in range(N_STEPS):
             self.step()
             self.bench.clear()
-        synchronize(self.device)
+        wait_for(self.device)
         self.times.append((time.perf_counter() - start) / N_STEPS)
 
 

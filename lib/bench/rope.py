@@ -5,7 +5,7 @@ Run ``python -m lib.bench.rope``; it writes ``chapters/measurements/rope.json``.
 
 import torch
 
-from lib.given.data.record import measure, record
+from lib.bench.kit import measure, record
 from lib.rope import apply_rope, precompute_rope, rope_frequencies, rotation_matrix
 
 BATCH, N_POSITIONS, N_HEADS, HEAD_DIM = 1, 1024, 8, 64

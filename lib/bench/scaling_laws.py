@@ -31,7 +31,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lib.given.data.record import MEASUREMENTS, load, machine, record
+from lib.bench.kit import machine, record
+from lib.given.data.record import MEASUREMENTS, load
 from lib.given.models.gpt2 import GPT2_SMALL
 from lib.given.models.gpus import GPUS
 from lib.runs.engine.state import gather_model
@@ -100,7 +101,7 @@ def train_branches(
     Returns:
         For each length the scores, with the entries that ``more`` returns.
     """
-    from lib.runs.engine.look import evaluate
+    from lib.runs.engine.evaluation import evaluate
     from lib.runs.engine.loop import prepare
     from lib.runs.engine.options import DECAYED
 

@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from lib.bench.kit import record
 from lib.bench.scaling_laws import n_weights, train_branches
-from lib.given.data.record import MEASUREMENTS, record
+from lib.given.data.record import MEASUREMENTS
 from lib.scaling_laws import bootstrap, fit_parametric
 
 SIZES = ((64, 4), (128, 4), (128, 8), (256, 8))

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from lib.given.data.record import MEASUREMENTS, load, record, spread
+from lib.bench.kit import record, spread
+from lib.given.data.record import MEASUREMENTS, load
 from lib.given.models.llama import LlamaConfig
 from lib.given.models.serving import Request
 from lib.llama import Llama

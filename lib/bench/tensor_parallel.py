@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from torch import nn
 from torch.nn import functional
 
 from lib.attention import MultiHeadAttention
-from lib.given.data.record import MEASUREMENTS, record, spread
+from lib.bench.kit import in_turns, record, seconds_of, spread, wait_for
+from lib.given.data.record import MEASUREMENTS
 from lib.given.models.llama import TINY, LlamaConfig
 from lib.given.parallel.tensors import Collectives, rank_part
 from lib.llama import Llama
@@ -99,11 +100,6 @@ def make_step(kind: str, model: nn.Module, tokens, targets):
     return step
 
 
-def wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def intervals(step, device: str) -> list[list]:
     """[start, end, "collective" or "compute"] in ms of the device's work in one step, neighbours of a kind merged."""
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -111,7 +107,7 @@ def intervals(step, device: str) -> list[list]:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profile:
         step()
-        wait(device)
+        wait_for(device)
     with tempfile.TemporaryDirectory() as folder:
         profile.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
@@ -149,15 +145,7 @@ def share(found: list[list]) -> float:
 
 def measure(kinds: dict, device: str) -> dict:
     """Measure the step times of all kinds in turns, then collectives, memory and a trace of each."""
-    times: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for repeat in range(N_WARMUP + N_STEPS):
-        for kind, step in kinds.items():
-            wait(device)
-            start = time.perf_counter()
-            step()
-            wait(device)
-            if repeat >= N_WARMUP:
-                times[kind].append(time.perf_counter() - start)
+    times = in_turns(kinds, partial(seconds_of, device=device), N_STEPS, N_WARMUP)
     found = {}
     for kind, step in kinds.items():
         if device == "cuda":

@@ -16,9 +16,9 @@ import tiktoken
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
+from lib.bench.kit import measure as measure_with
+from lib.bench.kit import record
 from lib.given.data.corpora import language_reference, standard_library_docstrings
-from lib.given.data.record import measure as measure_with
-from lib.given.data.record import record
 from lib.tokenization import PRE_TOKEN, BPETokenizer, count_pairs, merge_pair, train_bpe
 
 VOCAB_SIZES = (500, 1000, 2000, 4000)

@@ -25,7 +25,8 @@ os.environ.setdefault(
     "TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / "triton_kernels_cache")
 )  # Inductor would choose another folder
 
-from lib.given.data.record import MEASUREMENTS, record, spread
+from lib.bench.kit import device_seconds, in_turns, record, spread
+from lib.given.data.record import MEASUREMENTS
 from lib.triton_kernels import matmul, rms_norm, softmax_rows, vector_add, weighted_sum
 
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
@@ -41,27 +42,15 @@ class Clock:
         self.sweep = torch.empty(1 << 28, dtype=torch.uint8, device=device) if self.cuda else torch.empty(0)
 
     def once(self, run: Run) -> float:
-        if not self.cuda:
-            start = time.perf_counter()
-            run()
-            return time.perf_counter() - start
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        return device_seconds(run, self.sweep.device, before=self.clear)
+
+    def clear(self) -> None:
         for _ in range(N_SWEEPS):
             self.sweep.zero_()
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
 
     def turns(self, runs: dict[str, Run], n_repeats: int) -> dict[str, dict[str, float]]:
         """Medians and spreads of competitors that take turns."""
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        for repeat in range(n_repeats + 3):
-            for name, run in runs.items():
-                seconds = self.once(run)
-                if repeat >= 3 or not self.cuda:
-                    times[name].append(seconds)
+        times = in_turns(runs, self.once, n_repeats, 3)
         return {name: spread(values) for name, values in times.items()}
 
 

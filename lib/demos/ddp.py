@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
 
 from lib.ddp import BucketedDDP, OverlapDDP, average_gradients, average_gradients_flat, shard_indices
-from lib.given.data.images import load_images
+from lib.given.data.images import load_images, normalize_digits
 from lib.given.models.vit import TINY
 from lib.ranks import milestone
 from lib.vit import VisionTransformer
@@ -60,7 +60,7 @@ def step_with_marks(rank: int, world_size: int, strategies: list[Strategy], widt
 
 def digits_batch(data, chosen: list[int]) -> tuple[Tensor, Tensor]:
     """Normalised images and their classes."""
-    return (data.images[chosen] - 0.3) / 0.37, data.labels[chosen]
+    return normalize_digits(data.images[chosen]), data.labels[chosen]
 
 
 def train_digits(rank: int, world_size: int, strategy: Strategy, n_shares: int, n_epochs: int, share: int = 8) -> dict:

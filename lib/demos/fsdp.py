@@ -17,7 +17,7 @@ from lib.fsdp import (
     shard,
     unshard,
 )
-from lib.given.data.images import load_images
+from lib.given.data.images import load_images, normalize_digits
 from lib.given.models.vit import TINY
 from lib.given.parallel.sharding import all_gather_row, blocks_of
 from lib.ranks import milestone
@@ -36,7 +36,7 @@ def digits() -> Data:
     """One batch of handwritten digits, normalised in float32, before any cast."""
     train = load_images("digits", "train")
     chosen = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))[:BATCH]
-    return (train.images[chosen] - 0.3) / 0.37, train.labels[chosen]
+    return normalize_digits(train.images[chosen]), train.labels[chosen]
 
 
 def loss_of(model: nn.Module, data: Data, rank: int, world_size: int) -> Tensor:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from lib.given.data.images import load_images
+from lib.given.data.images import load_images, normalize_digits
 from lib.mpi import average_gradients_mpi, tree_broadcast
 from lib.vit import TINY, VisionTransformer
 
@@ -50,7 +50,7 @@ def train(
         tree_broadcast(comm, p.detach().numpy())  # rank 0's, in place
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05)
     data, order = load_images("digits", "train"), torch.Generator().manual_seed(0)
-    images, losses = ((data.images - 0.3) / 0.37).to(DTYPES[dtype]), []
+    images, losses = normalize_digits(data.images).to(DTYPES[dtype]), []
     for _ in range(n_steps):
         chosen = torch.randint(len(data), (batch,), generator=order)  # the same on every rank
         mine = chosen[rank * batch // n_ranks : (rank + 1) * batch // n_ranks]

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lib.ranks.deadlock import RankView, blockers, grouped, message_mismatch, mismatch, ranks_text
 from lib.ranks.ledger import Ledger
 from lib.ranks.noise import cause
 from lib.ranks.places import code_at, is_user_file, shown
-from lib.ranks.views import View, blockers, grouped, message_mismatch, mismatch, ranks_text
 
 KINDS = ("raised", "died", "deadlock", "time", "missing")
 ECHO = re.compile(
@@ -93,7 +93,7 @@ class Outcome:
 
 
 def explain(
-    views: list[View],
+    views: list[RankView],
     outcomes: dict[int, Outcome],
     stacks: dict[int, Path],
     limit_s: float | None,
@@ -116,7 +116,7 @@ def explain(
     return kind, culprit, "\n".join(lines), states
 
 
-def _state(view: View, outcome: Outcome | None, stack: Path) -> RankState:
+def _state(view: RankView, outcome: Outcome | None, stack: Path) -> RankState:
     record = view.waits_in
     frames = _frames(stack)
     where = frames[0] if frames else ""
@@ -194,7 +194,7 @@ def _gone(views, outcomes, states, culprit: int, disagreement: str, output: str)
     return "raised", [f"rank {culprit} raised {text},{at}{too}".replace("\n,", "\n").removesuffix(","), *trace, *others]
 
 
-def _waiting(views: list[View], states: list[RankState], limit_s: float | None) -> str:
+def _waiting(views: list[RankView], states: list[RankState], limit_s: float | None) -> str:
     """Kind of a run in which no rank raised or died."""
     if any(state.status in ("computes", "starts") for state in states):
         return "time"
@@ -202,7 +202,7 @@ def _waiting(views: list[View], states: list[RankState], limit_s: float | None) 
     return "time" if hopeful else "deadlock"
 
 
-def _headline(views: list[View], states: list[RankState], limit_s: float | None) -> str:
+def _headline(views: list[RankView], states: list[RankState], limit_s: float | None) -> str:
     waiting = [s for s in states if s.status == "waits"]
     said = []
     if waiting:
@@ -227,7 +227,7 @@ def _headline(views: list[View], states: list[RankState], limit_s: float | None)
     return "; ".join(said) + (f" (the limit is {limit_s:g} s)" if limit_s is not None else "")
 
 
-def _missed(rank: int, views: list[View]) -> str:
+def _missed(rank: int, views: list[RankView]) -> str:
     """The call in which another rank waits for this rank; empty if none does."""
     for view in views:
         record = view.waits_in

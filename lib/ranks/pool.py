@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lib.ranks.deadlock import RankView, mismatch
 from lib.ranks.failure import RankFailure
 from lib.ranks.handle import Handle, Worker
 from lib.ranks.ledger import Ledger
 from lib.ranks.noise import meaningful
-from lib.ranks.views import View, mismatch
 from lib.ranks.watch import Watch
 
 BACKENDS = ("gloo", "mpi")
@@ -31,7 +31,7 @@ class Result:
     values: list[Any]
     ledgers: list[Ledger]
     outputs: list[str]
-    views: list[View]
+    views: list[RankView]
 
     def mismatch(self) -> str:
         """The first collective on which the ranks disagreed although all returned, or messages that no rank received.

@@ -8,11 +8,11 @@ import time
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from lib.ranks.deadlock import RankView, blockers, stuck
 from lib.ranks.failure import Outcome, RankFailure, explain
 from lib.ranks.handle import Handle, Worker
 from lib.ranks.noise import brief
 from lib.ranks.processes import PATIENCE, cpu_seconds
-from lib.ranks.views import View, blockers, stuck
 
 IMPORT_LIMIT_S = 30.0  # before the function is called
 SETTLED_S = 2.0  # how long all ranks must wait before we call it a deadlock
@@ -30,7 +30,7 @@ class Watch:
         self.began_at = time.monotonic()
         self.outcomes: dict[int, Outcome] = {}
         self.computed_before: dict[tuple[int, bool], float] = {}
-        self.views = [View(w.rank, folder / f"journal-{w.rank}", self.began_at) for w in workers]
+        self.views = [RankView(w.rank, folder / f"journal-{w.rank}", self.began_at) for w in workers]
 
     def until_done(self) -> None:
         """Return when every rank has returned.
@@ -124,7 +124,7 @@ class Watch:
         took = time.monotonic() - since
         return took > PATIENCE * limit_s or (took > limit_s and max(computed) > limit_s)
 
-    def _computed_s(self, worker: Worker, view: View, is_starting: bool) -> float:
+    def _computed_s(self, worker: Worker, view: RankView, is_starting: bool) -> float:
         """Seconds for which a rank has computed since it was first seen to start, or to run; 0 once it is over."""
         if view.is_over:
             return 0.0

@@ -24,7 +24,7 @@ from lib.runs.data.corpus import (
     make_place,
     write,
 )
-from lib.runs.engine.options import Parser, fraction, positive, whole
+from lib.runs.flags import Parser, fraction, positive, whole
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from lib.runs.data.pictures import write_pictures
-from lib.runs.engine.options import Parser
+from lib.runs.flags import Parser
 
 
 def make_parser() -> argparse.ArgumentParser:

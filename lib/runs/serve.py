@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lib.runs.engine.options import Parser, UsageError, positive, whole
+from lib.runs.flags import Parser, UsageError, positive, whole
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "tokenizers")
 KEY_VARIABLE = "SERVE_API_KEY"

@@ -10,8 +10,9 @@ import sys
 
 from lib.given.models.vit import PRESETS
 from lib.runs.engine.loop import main as run
-from lib.runs.engine.options import Parser, add_size_flags, make_parser, whole
+from lib.runs.engine.options import add_size_flags, make_parser
 from lib.runs.engine.tasks import ViTTask
+from lib.runs.flags import Parser, whole
 
 
 def main(argv: list[str] | None = None) -> int:

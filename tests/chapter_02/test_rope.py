@@ -77,7 +77,7 @@ def transformers_scores(x: Tensor, wq: Tensor, wk: Tensor, n_heads: int) -> Tens
     return q @ k.transpose(-1, -2)
 
 
-# ---- 2.1 rope_frequencies --------------------------------------------------------------------------------------------
+# ---- rope_frequencies ------------------------------------------------------------------------------------------------
 
 
 def test_rope_frequencies_by_hand():
@@ -114,7 +114,7 @@ def test_rope_frequencies_equal_transformers():
     expect_close(rope.rope_frequencies(16, 500_000.0), expected, rtol=1e-5, atol=0.0, read=FREQUENCIES)
 
 
-# ---- 2.2 rotation_matrix ---------------------------------------------------------------------------------------------
+# ---- rotation_matrix -------------------------------------------------------------------------------------------------
 
 
 def test_rotation_matrix_by_hand():
@@ -175,7 +175,7 @@ def test_rotation_matrix_refuses_odd_width():
         rope.rotation_matrix(2, 15)
 
 
-# ---- 2.3 precompute_rope ---------------------------------------------------------------------------------------------
+# ---- precompute_rope -------------------------------------------------------------------------------------------------
 
 
 def test_precompute_rope_by_hand():
@@ -244,7 +244,7 @@ def test_precompute_rope_equals_transformers():
     expect_close(rope.precompute_rope(16, 32, 500_000.0), torch.complex(cos, sin), atol=1e-5, read=TABLE)
 
 
-# ---- 2.4 apply_rope --------------------------------------------------------------------------------------------------
+# ---- apply_rope ------------------------------------------------------------------------------------------------------
 
 
 def test_apply_rope_by_hand():
@@ -410,7 +410,7 @@ def test_apply_rope_does_not_loop():
     expect_true(n_ops[4] == n_ops[32], problem, answer=out, read="the contract, under Cost")
 
 
-# ---- 2.5 and 2.6: the two layouts ------------------------------------------------------------------------------------
+# ---- the two layouts -------------------------------------------------------------------------------------------------
 
 
 def rows(order: list[int]) -> Tensor:
@@ -505,7 +505,7 @@ def test_half_to_interleaved_leaves_weight_unchanged():
     expect_close(weight, before, atol=0.0, rtol=0.0, name="weight", answer=out, read="the contract")
 
 
-# ---- 2.7 interpolate_positions ---------------------------------------------------------------------------------------
+# ---- interpolate_positions -------------------------------------------------------------------------------------------
 
 
 def test_interpolate_positions_by_hand():

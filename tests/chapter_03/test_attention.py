@@ -67,7 +67,7 @@ class Ledger(Watch):
         return out
 
 
-# ---- 3.1 softmax -----------------------------------------------------------------------------------------------------
+# ---- softmax ---------------------------------------------------------------------------------------------------------
 
 
 def test_softmax_by_hand():
@@ -217,7 +217,7 @@ def test_softmax_properties():
     holds()
 
 
-# ---- 3.2 causal_mask -------------------------------------------------------------------------------------------------
+# ---- causal_mask -----------------------------------------------------------------------------------------------------
 
 
 def test_causal_mask_by_hand():
@@ -272,7 +272,7 @@ def test_causal_mask_equals_torchs_lower_right(t, s):
     expect_close(actual, expected, atol=1e-5, name="attention", answer=mask, read=MASK)
 
 
-# ---- 3.3 scaled_dot_product_attention --------------------------------------------------------------------------------
+# ---- scaled_dot_product_attention ------------------------------------------------------------------------------------
 
 
 def hand_made() -> tuple[Tensor, Tensor, Tensor]:
@@ -452,7 +452,7 @@ def test_scaled_dot_product_attention_properties():
     holds()
 
 
-# ---- 3.4 split_heads -------------------------------------------------------------------------------------------------
+# ---- split_heads -----------------------------------------------------------------------------------------------------
 
 
 def test_split_heads_by_hand():
@@ -483,7 +483,7 @@ def test_split_heads_takes_any_strides():
     expect_close(attention.split_heads(x, 2), expected, atol=0.0, rtol=0.0, read=HEADS)
 
 
-# ---- 3.5 merge_heads -------------------------------------------------------------------------------------------------
+# ---- merge_heads -----------------------------------------------------------------------------------------------------
 
 
 def test_merge_heads_by_hand():
@@ -514,7 +514,7 @@ def test_merge_heads_of_values_that_know_their_position():
     expect_close(attention.merge_heads(x), expected, read=HEADS)
 
 
-# ---- 3.6 repeat_kv ---------------------------------------------------------------------------------------------------
+# ---- repeat_kv -------------------------------------------------------------------------------------------------------
 
 
 def test_repeat_kv_by_hand():
@@ -553,7 +553,7 @@ def test_repeat_kv_adds_up_the_gradients_of_a_group():
     expect_close(x.grad, expected, atol=1e-6, name="x.grad", answer=out.detach(), read=GROUPS)
 
 
-# ---- 3.7 KVCache -----------------------------------------------------------------------------------------------------
+# ---- KVCache ---------------------------------------------------------------------------------------------------------
 
 
 def numbers(*values: float) -> Tensor:
@@ -695,7 +695,7 @@ def test_KVCache_of_one_model_does_not_know_the_other():
     expect_close(out, (numbers(7), numbers(8)), read=CACHE)
 
 
-# ---- 3.8 MultiHeadAttention ------------------------------------------------------------------------------------------
+# ---- MultiHeadAttention ----------------------------------------------------------------------------------------------
 
 
 def make_layer(dim: int, n_heads: int, n_kv_heads: int | None = None, seed: int = 0) -> nn.Module:

@@ -178,7 +178,7 @@ def transformers_greedy(config: LlamaConfig, tokens: Tensor, n_new: int) -> Tens
     return out[:, tokens.shape[1] :]
 
 
-# ---- 4.1 RMSNorm -----------------------------------------------------------------------------------------------------
+# ---- RMSNorm ---------------------------------------------------------------------------------------------------------
 
 
 def test_RMSNorm_by_hand():
@@ -269,7 +269,7 @@ def test_RMSNorm_passes_gradients_back():
     expect_close(norm.weight.grad, other_w.grad.float(), atol=1e-5, name="weight.grad", answer=out, read=NORM)
 
 
-# ---- 4.2 swiglu_hidden_dim -------------------------------------------------------------------------------------------
+# ---- swiglu_hidden_dim -----------------------------------------------------------------------------------------------
 
 
 def test_swiglu_hidden_dim_of_the_presets():
@@ -313,7 +313,7 @@ def test_swiglu_hidden_dim_rounds(dim, multiple_of, multiplier, width):
     expect_equal(type(out).__name__, "int", name="type of out", answer=out, read="the contract")
 
 
-# ---- 4.3 SwiGLU ------------------------------------------------------------------------------------------------------
+# ---- SwiGLU ----------------------------------------------------------------------------------------------------------
 
 
 def test_SwiGLU_by_hand():
@@ -342,7 +342,7 @@ def test_SwiGLU_by_formula(shape, hidden_dim):
     expect_close(fill(llama.SwiGLU(C, hidden_dim), weights, GATE)(x), expected, atol=1e-4, rtol=1e-4, read=GATE)
 
 
-# ---- 4.4 TransformerBlock --------------------------------------------------------------------------------------------
+# ---- TransformerBlock ------------------------------------------------------------------------------------------------
 
 
 def make_block(config: LlamaConfig, **changed: Tensor) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -399,7 +399,7 @@ def test_TransformerBlock_hands_the_cache_to_attention():
     expect_close(torch.cat([first, last], dim=1), expected, atol=1e-4, rtol=1e-4, read=BLOCK)
 
 
-# ---- 4.5 Llama -------------------------------------------------------------------------------------------------------
+# ---- Llama -----------------------------------------------------------------------------------------------------------
 
 
 def make_llama(config: LlamaConfig) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -599,7 +599,7 @@ def test_Llama_learns():
     expect_equal(still, [], name="parameters without a gradient", read="the contract")
 
 
-# ---- 4.6 count_parameters --------------------------------------------------------------------------------------------
+# ---- count_parameters ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -625,7 +625,7 @@ def test_count_parameters_builds_nothing():
     expect_equal(llama.count_parameters(config), 464 * 10**9 + 168, read=COUNT)
 
 
-# ---- 4.7 inference_memory_gb -----------------------------------------------------------------------------------------
+# ---- inference_memory_gb ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -643,7 +643,7 @@ def test_inference_memory_gb_defaults():
     expect_close(llama.inference_memory_gb(6_738_415_616), 16.1721974784, rtol=1e-9, read=MEMORY)
 
 
-# ---- 4.8 kv_cache_bytes ----------------------------------------------------------------------------------------------
+# ---- kv_cache_bytes --------------------------------------------------------------------------------------------------
 
 
 def test_kv_cache_bytes_in_float32():
@@ -662,7 +662,7 @@ def test_kv_cache_bytes_of_the_presets(config, batch, length, n_bytes):
     expect_equal(llama.kv_cache_bytes(config, batch, length), n_bytes, read=CACHE)
 
 
-# ---- 4.9 convert_hf_state_dict ---------------------------------------------------------------------------------------
+# ---- convert_hf_state_dict -------------------------------------------------------------------------------------------
 
 
 def test_convert_hf_state_dict_by_hand():
@@ -719,7 +719,7 @@ def test_convert_hf_state_dict_lets_old_buffers_go():
         llama.convert_hf_state_dict(make_hf_weights(PLAIN) | {"model.inv_freq": torch.ones(2)}, PLAIN)
 
 
-# ---- 4.10 sample_next ------------------------------------------------------------------------------------------------
+# ---- sample_next -----------------------------------------------------------------------------------------------------
 
 N_DRAWS = 4000
 SHARES = (0.15, 0.5, 0.1, 0.25)  # the likeliest is token 1, then 3, 0, 2
@@ -851,7 +851,7 @@ def test_sample_next_refuses(settings, named_value):
         llama.sample_next(torch.zeros(2, 4), **settings)
 
 
-# ---- 4.11 generate ---------------------------------------------------------------------------------------------------
+# ---- generate --------------------------------------------------------------------------------------------------------
 
 
 class Scripted(nn.Module):

@@ -195,7 +195,7 @@ def transformers_vit(c: ViTConfig, weights: dict[str, Tensor] | None = None):
     return theirs
 
 
-# ---- 5.1 and 5.2: patches --------------------------------------------------------------------------------------------
+# ---- patches ---------------------------------------------------------------------------------------------------------
 
 HAND = torch.tensor([[[0.0, 1, 2, 3], [4, 5, 6, 7]], [[10, 11, 12, 13], [14, 15, 16, 17]]])[None]
 HAND_PATCHES = torch.tensor([[[0.0, 1, 4, 5, 10, 11, 14, 15], [2, 3, 6, 7, 12, 13, 16, 17]]])
@@ -262,7 +262,7 @@ def test_patchify_einops_takes_bytes():
     expect_close(vit.patchify_einops(images, 2), cut(images, 2), read="the contract, under Args")
 
 
-# ---- 5.3 unpatchify --------------------------------------------------------------------------------------------------
+# ---- unpatchify ------------------------------------------------------------------------------------------------------
 
 
 def test_unpatchify_by_hand():
@@ -310,7 +310,7 @@ def test_unpatchify_refuses_sides_that_are_no_multiple():
             vit.unpatchify(randn(1, 20, 144), 12, height, width)
 
 
-# ---- 5.4 conv_from_linear --------------------------------------------------------------------------------------------
+# ---- conv_from_linear ------------------------------------------------------------------------------------------------
 
 
 def test_conv_from_linear_by_hand():
@@ -330,7 +330,7 @@ def test_conv_from_linear_gives_the_projection_of_the_patches(c, ch, height, wid
     expect_close(out, cut(images, patch) @ weight.T, atol=1e-4, name="conv2d", answer=kernel, read=LINEAR)
 
 
-# ---- 5.5 ImageEmbeddings ---------------------------------------------------------------------------------------------
+# ---- ImageEmbeddings -------------------------------------------------------------------------------------------------
 
 
 def test_ImageEmbeddings_by_hand():
@@ -392,7 +392,7 @@ def test_ImageEmbeddings_refuse_other_images(shape, mentions):
         module(randn(*shape))
 
 
-# ---- 5.6 EncoderAttention --------------------------------------------------------------------------------------------
+# ---- EncoderAttention ------------------------------------------------------------------------------------------------
 
 
 def test_EncoderAttention_by_hand():
@@ -429,7 +429,7 @@ def test_EncoderAttention_does_not_know_order():
     )
 
 
-# ---- 5.7 MLP ---------------------------------------------------------------------------------------------------------
+# ---- MLP -------------------------------------------------------------------------------------------------------------
 
 
 def test_MLP_by_hand():
@@ -470,7 +470,7 @@ def test_MLP_works_on_each_token_alone():
     expect_close(out[:, 1:2], module(x[:, 1:2]), atol=1e-5, name="out[:, 1]", answer=out, read=GELU)
 
 
-# ---- 5.8 ViTBlock ----------------------------------------------------------------------------------------------------
+# ---- ViTBlock --------------------------------------------------------------------------------------------------------
 
 
 def encoder_layer(w: dict[str, Tensor], c: ViTConfig) -> nn.TransformerEncoderLayer:
@@ -517,7 +517,7 @@ def test_ViTBlock_that_adds_nothing_is_the_identity():
     expect_close(fill(vit.ViTBlock(SMALL), w, BLOCK)(x), x, atol=1e-6, read=BLOCK)
 
 
-# ---- 5.9 VisionTransformer -------------------------------------------------------------------------------------------
+# ---- VisionTransformer -----------------------------------------------------------------------------------------------
 
 VARIANTS = {
     "b=2, colour, two layers": (2, replace(SMALL, channels=3)),
@@ -622,7 +622,7 @@ def test_VisionTransformer_equals_timm(seed):
     expect_close(model(images), theirs(images).detach(), atol=1e-5)
 
 
-# ---- 5.10 count_parameters -------------------------------------------------------------------------------------------
+# ---- count_parameters ------------------------------------------------------------------------------------------------
 
 
 def test_count_parameters_by_hand():
@@ -660,7 +660,7 @@ def test_count_parameters_of_any_config(seed):
     expect_equal(vit.count_parameters(c), expected, read=COUNT)
 
 
-# ---- 5.11 and 5.12: weights of others --------------------------------------------------------------------------------
+# ---- weights of others -----------------------------------------------------------------------------------------------
 
 
 def test_convert_hf_state_dict_renames():
@@ -767,7 +767,7 @@ def test_convert_timm_state_dict_lists_all_that_is_wrong():
             vit.convert_timm_state_dict(theirs, SMALL)
 
 
-# ---- 5.13 resize_positions -------------------------------------------------------------------------------------------
+# ---- resize_positions ------------------------------------------------------------------------------------------------
 
 
 def test_resize_positions_by_hand():

@@ -152,7 +152,7 @@ class MadeOn(TorchDispatchMode):
         return out
 
 
-# ---- 6.1 layer_norm --------------------------------------------------------------------------------------------------
+# ---- layer_norm ------------------------------------------------------------------------------------------------------
 
 
 def test_layer_norm_by_hand():
@@ -217,7 +217,7 @@ def test_layer_norm_passes_gradients():
     expect_close(list(found), list(expected), atol=1e-7, name="gradients", read=NORM)
 
 
-# ---- 6.2 gelu_tanh ---------------------------------------------------------------------------------------------------
+# ---- gelu_tanh -------------------------------------------------------------------------------------------------------
 
 
 def test_gelu_tanh_by_hand():
@@ -262,7 +262,7 @@ def test_gelu_tanh_has_a_gradient_far_out(dtype):
     expect_close(found, torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=dtype), name="gradient", read=read)
 
 
-# ---- 6.3 CausalSelfAttention -----------------------------------------------------------------------------------------
+# ---- CausalSelfAttention ---------------------------------------------------------------------------------------------
 
 
 def make_attention(config: GPT2Config, seed: int = 0) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -343,7 +343,7 @@ def test_CausalSelfAttention_works_on_any_device():
     expect_equal(str(out.device), "meta", name="the device of the output", read=read)
 
 
-# ---- 6.4 MLP ---------------------------------------------------------------------------------------------------------
+# ---- MLP -------------------------------------------------------------------------------------------------------------
 
 
 def test_MLP_by_hand():
@@ -365,7 +365,7 @@ def test_MLP_equals_torch(shape):
     expect_close(module(x), feed(x, weights, ""), atol=1e-5, read=GELU)
 
 
-# ---- 6.5 Block -------------------------------------------------------------------------------------------------------
+# ---- Block -----------------------------------------------------------------------------------------------------------
 
 
 def test_Block_without_weights_is_the_identity():
@@ -395,7 +395,7 @@ def test_Block_uses_the_eps_of_the_config():
     expect_close(found, through_block(x, weights, "", config), atol=1e-5, read="the contract")
 
 
-# ---- 6.6 init_weights ------------------------------------------------------------------------------------------------
+# ---- init_weights ----------------------------------------------------------------------------------------------------
 
 
 class Part(nn.Module):
@@ -461,7 +461,7 @@ def test_init_weights_works_in_place_and_keeps_gradients():
     expect_true(all(p.requires_grad for p in module.parameters()), "a parameter no longer requires gradients")
 
 
-# ---- 6.7 pad_vocab ---------------------------------------------------------------------------------------------------
+# ---- pad_vocab -------------------------------------------------------------------------------------------------------
 
 
 def test_pad_vocab_of_50257():
@@ -483,7 +483,7 @@ def test_pad_vocab_of_all_small_sizes():
     expect_equal(found, [next(m for m in range(n, n + 8) if m % 8 == 0) for n in range(1, 301)], read=PADDED)
 
 
-# ---- 6.8 GPT2 --------------------------------------------------------------------------------------------------------
+# ---- GPT2 ------------------------------------------------------------------------------------------------------------
 
 
 def make_model(config: GPT2Config, seed: int = 0) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -618,7 +618,7 @@ def test_GPT2_starts_small():
     expect_close(loss, math.log(1000), atol=0.15, rtol=0.0, name="first loss", read=FIRST_LOSS)
 
 
-# ---- 6.9 count_parameters --------------------------------------------------------------------------------------------
+# ---- count_parameters ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", [ONE, SMALL], ids=["one", "small"])
@@ -645,7 +645,7 @@ def test_count_parameters_leaves_padding_out():
     expect_equal(gpt2.count_parameters(config), 124_439_808, read="the contract")
 
 
-# ---- 6.10 convert_hf_state_dict --------------------------------------------------------------------------------------
+# ---- convert_hf_state_dict -------------------------------------------------------------------------------------------
 
 
 def old_buffers(config: GPT2Config, prefix: str) -> dict[str, Tensor]:
@@ -716,7 +716,7 @@ def test_convert_hf_state_dict_of_transformers_own_model():
     check_converted(model.state_dict(), make_weights(SMALL))
 
 
-# ---- 6.11 load_pretrained --------------------------------------------------------------------------------------------
+# ---- load_pretrained -------------------------------------------------------------------------------------------------
 
 
 def write_checkpoint(

@@ -37,7 +37,7 @@ def draw(n: int, *shape: int, seed: int = 0) -> Tensor:
     return torch.randint(n, shape, generator=torch.Generator().manual_seed(seed))
 
 
-# ---- 7.1 cross_entropy -----------------------------------------------------------------------------------------------
+# ---- cross_entropy ---------------------------------------------------------------------------------------------------
 
 
 def test_cross_entropy_by_hand():
@@ -133,7 +133,7 @@ def test_cross_entropy_shifts_with_the_logits():
     check()
 
 
-# ---- 7.2 AdamW -------------------------------------------------------------------------------------------------------
+# ---- AdamW -----------------------------------------------------------------------------------------------------------
 
 SETTINGS = [
     {},
@@ -383,7 +383,7 @@ def test_AdamW_takes_settings_of_zero():
     )
 
 
-# ---- 7.3 parameter_groups --------------------------------------------------------------------------------------------
+# ---- parameter_groups ------------------------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -436,7 +436,7 @@ def test_parameter_groups_of_one_kind():
         torch.optim.AdamW(training.parameter_groups(model, weight_decay=0.3))
 
 
-# ---- 7.4 cosine_schedule ---------------------------------------------------------------------------------------------
+# ---- cosine_schedule -------------------------------------------------------------------------------------------------
 
 
 def test_cosine_schedule_by_hand():
@@ -472,7 +472,7 @@ def test_cosine_schedule_at_its_ends():
             training.cosine_schedule(step, 1.0, 0.1, 31, 30)
 
 
-# ---- 7.5 clip_gradient_norm_ -----------------------------------------------------------------------------------------
+# ---- clip_gradient_norm_ ---------------------------------------------------------------------------------------------
 
 
 def with_gradients(*gradients) -> list[nn.Parameter]:
@@ -592,7 +592,7 @@ def test_clip_gradient_norm__does_not_wait_for_the_gpu():
     expect_close(norm.cpu(), torch.tensor(math.sqrt(7.0)), name="the norm before", read=CLIP)
 
 
-# ---- 7.6 TokenBatches ------------------------------------------------------------------------------------------------
+# ---- TokenBatches ----------------------------------------------------------------------------------------------------
 
 
 def take(batches, n: int) -> list[tuple[list[list[int]], list[list[int]]]]:
@@ -869,7 +869,7 @@ def test_TokenBatches_property_of_an_epoch():
     check()
 
 
-# ---- 7.7 accumulate_gradients ----------------------------------------------------------------------------------------
+# ---- accumulate_gradients --------------------------------------------------------------------------------------------
 
 
 class Kept:
@@ -984,7 +984,7 @@ def test_accumulate_gradients_of_nothing():
             training.accumulate_gradients(Tiny(), nothing)
 
 
-# ---- 7.8 and 7.9: a run to save --------------------------------------------------------------------------------------
+# ---- a run to save ---------------------------------------------------------------------------------------------------
 
 
 class Run:
@@ -1041,7 +1041,7 @@ def check_resumes_bit_for_bit(target, rewind, exercise: str) -> None:
     expect_close(resumed.weights(), whole.weights(), atol=0, rtol=0, name="weights", read=exercise)
 
 
-# ---- 7.8 save_checkpoint ---------------------------------------------------------------------------------------------
+# ---- save_checkpoint -------------------------------------------------------------------------------------------------
 
 
 def save(target, step: int, model=None, **state) -> Run:
@@ -1338,7 +1338,7 @@ def test_save_checkpoint_can_be_killed_at_any_moment(tmp_path):
         )
 
 
-# ---- 7.9 load_checkpoint ---------------------------------------------------------------------------------------------
+# ---- load_checkpoint -------------------------------------------------------------------------------------------------
 
 
 def test_load_checkpoint_gives_back_step_and_state(tmp_path):
@@ -1493,7 +1493,7 @@ def test_load_checkpoint_on_a_gpu(tmp_path):
     expect_equal(optimizer.state[model.weight]["exp_avg"].device.type, "cuda", name="device of the state", read=LOAD)
 
 
-# ---- 7.10 hours_per_epoch --------------------------------------------------------------------------------------------
+# ---- hours_per_epoch -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

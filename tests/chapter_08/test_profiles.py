@@ -22,7 +22,7 @@ TIMED = "times that differ from run to run"  # in place of an answer's numbers, 
 TRACE, TIMELINE = "the contract of ex-speed-profile-step", "the contract of ex-speed-memory-timeline"
 
 
-# ---- 8.10 profile_step -----------------------------------------------------------------------------------------------
+# ---- profile_step ----------------------------------------------------------------------------------------------------
 
 
 class Step:
@@ -277,7 +277,7 @@ def test_profile_step_lets_errors_through(tmp_path):
         speed.profile_step(fails, tmp_path / "trace.json")
 
 
-# ---- 8.11 memory_timeline --------------------------------------------------------------------------------------------
+# ---- memory_timeline -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

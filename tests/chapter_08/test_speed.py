@@ -45,7 +45,7 @@ def expect_whole(found, expected: int, **where) -> None:
     expect_equal(found, expected, **where)
 
 
-# ---- 8.1 benchmark ---------------------------------------------------------------------------------------------------
+# ---- benchmark -------------------------------------------------------------------------------------------------------
 
 
 class Machine:
@@ -209,7 +209,7 @@ def test_benchmark_refuses(run_on, name, value):
     expect_equal(machine.done, [], name="what was done before the error")
 
 
-# ---- 8.2 matmul_flops ------------------------------------------------------------------------------------------------
+# ---- matmul_flops ----------------------------------------------------------------------------------------------------
 
 
 def test_matmul_flops_by_hand():
@@ -245,7 +245,7 @@ def test_matmul_flops_on_any_sizes():
     check()
 
 
-# ---- 8.3 roofline_seconds --------------------------------------------------------------------------------------------
+# ---- roofline_seconds ------------------------------------------------------------------------------------------------
 
 
 def test_roofline_seconds_by_hand():
@@ -269,7 +269,7 @@ def test_roofline_seconds_follow_the_slower_side_only():
     expect_close([slow, fast], [5.0, 5.0], read=ROOF)
 
 
-# ---- 8.4 attention_flops ---------------------------------------------------------------------------------------------
+# ---- attention_flops -------------------------------------------------------------------------------------------------
 
 
 def attention_by_rows(config, length, causal) -> int:
@@ -316,7 +316,7 @@ def test_attention_flops_take_a_vit_and_any_length():
         expect_whole(speed.attention_flops(config, 1_000_000_001, causal), 12 * pairs, read=PAIRS)
 
 
-# ---- 8.5 training_flops_per_token ------------------------------------------------------------------------------------
+# ---- training_flops_per_token ----------------------------------------------------------------------------------------
 
 
 def step_of(model, *inputs):
@@ -361,7 +361,7 @@ def test_training_flops_per_token_of_the_real_sizes():
         expect_whole(speed.training_flops_per_token(config), expected, read=TRAINING)
 
 
-# ---- 8.6 vit_training_flops_per_image --------------------------------------------------------------------------------
+# ---- vit_training_flops_per_image ------------------------------------------------------------------------------------
 
 
 def test_vit_training_flops_per_image_by_hand():
@@ -406,7 +406,7 @@ def test_vit_training_flops_per_image_of_a_real_size():
     expect_whole(speed.vit_training_flops_per_image(VIT_L_16), expected, read=IMAGE)
 
 
-# ---- 8.7 mfu ---------------------------------------------------------------------------------------------------------
+# ---- mfu -------------------------------------------------------------------------------------------------------------
 
 
 def test_mfu_by_hand():
@@ -427,7 +427,7 @@ def test_mfu_is_proportional():
     expect_close(speed.mfu(0.0, 3.0, 120.0), 0.0, read=SHARE)
 
 
-# ---- 8.8 saved_activation_bytes --------------------------------------------------------------------------------------
+# ---- saved_activation_bytes ------------------------------------------------------------------------------------------
 
 SAVED = "eq-speed-8"
 
@@ -582,7 +582,7 @@ def test_saved_activation_bytes_let_errors_through():
     expect_equal(speed.saved_activation_bytes(lambda: x.exp()), 16, read=SAVED)
 
 
-# ---- 8.9 attention_activation_bytes ----------------------------------------------------------------------------------
+# ---- attention_activation_bytes --------------------------------------------------------------------------------------
 
 KEPT = "eq-speed-9"
 

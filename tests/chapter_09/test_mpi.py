@@ -41,7 +41,7 @@ def expect_no_collective(result, read):
     expect_equal(result.mismatch(), "", name="what the ranks disagree on", read=read)
 
 
-# ---- 9.1 scatter_scale_average ----
+# ---- scatter_scale_average ----
 
 
 def test_scatter_scale_average_of_the_article(ranks):
@@ -97,7 +97,7 @@ def test_scatter_scale_average_counts_its_collectives(ranks):
         expect_true(sorted(used) in allowed, said, answer=used, read=SCATTER)
 
 
-# ---- 9.2 tree_broadcast ----
+# ---- tree_broadcast ----
 
 
 def test_tree_broadcast_by_hand(ranks):
@@ -192,7 +192,7 @@ def test_tree_broadcast_from_no_rank(ranks):
             expect_true(said, problem, answer=text, read=TREE)
 
 
-# ---- 9.3 ring_all_reduce ----
+# ---- ring_all_reduce ----
 
 
 def test_ring_all_reduce_by_hand(ranks):
@@ -271,7 +271,7 @@ def test_ring_all_reduce_of_large_arrays(ranks, n_ranks):
     expect_equal(result.values, [True] * n_ranks, name="right on rank", read=RING)
 
 
-# ---- 9.4 all_reduce_seconds ----
+# ---- all_reduce_seconds ----
 
 
 def test_all_reduce_seconds_by_hand():
@@ -339,7 +339,7 @@ def test_all_reduce_seconds_keeps_its_laws():
     check()
 
 
-# ---- 9.5 average_gradients_mpi ----
+# ---- average_gradients_mpi ----
 
 
 def expect_one_buffer(result, n_bytes):

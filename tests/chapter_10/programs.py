@@ -89,7 +89,7 @@ def gradients(module: nn.Module) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
 
 
-# ---- 10.2 ----
+# ---- broadcast_parameters ----
 
 
 class Odd(nn.Module):
@@ -147,7 +147,7 @@ def send_in_a_group(rank, world_size):
     return module.weight.item()
 
 
-# ---- 10.3, 10.4 ----
+# ---- average_gradients, average_gradients_flat ----
 
 
 class Loose(nn.Module):
@@ -209,7 +209,7 @@ def train_by_hand(rank, world_size, name, n_each, n_steps):
     return model.state_dict()
 
 
-# ---- 10.5, 10.8 ----
+# ---- OverlapDDP, BucketedDDP ----
 
 
 def step_by_hand(rank, world_size, kind):

@@ -23,7 +23,7 @@ STRIDES = "the section 'The mean', on memory"
 SMALL_MB = 200 / 2**20  # a bucket of 200 bytes
 
 
-# ---- 10.1 shard_indices ----------------------------------------------------------------------------------------------
+# ---- shard_indices ---------------------------------------------------------------------------------------------------
 
 
 def sampled(n: int, rank: int, world_size: int, epoch=0, seed=0, shuffle=True, drop_last=False) -> list[int]:
@@ -95,7 +95,7 @@ def test_shard_indices_of_any_size():
     check()
 
 
-# ---- 10.2 broadcast_parameters ---------------------------------------------------------------------------------------
+# ---- broadcast_parameters --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.time_limit(30)
@@ -150,7 +150,7 @@ def test_broadcast_parameters_of_expanded_buffers(ranks):
         expect_equal(stride, (0, 1), name="strides", read=SENT)
 
 
-# ---- 10.3 average_gradients, 10.4 average_gradients_flat -------------------------------------------------------------
+# ---- average_gradients, average_gradients_flat -----------------------------------------------------------------------
 
 A, B = torch.tensor([2.0, 12.0]), torch.arange(6.0).reshape(2, 3)
 
@@ -283,7 +283,7 @@ def test_average_gradients_flat_trains_like_one_process(ranks):
     check_training(ranks, "average_gradients_flat")
 
 
-# ---- 10.5 OverlapDDP, 10.8 BucketedDDP -------------------------------------------------------------------------------
+# ---- OverlapDDP, BucketedDDP -----------------------------------------------------------------------------------------
 
 
 def check_step_by_hand(ranks, kind) -> None:
@@ -467,7 +467,7 @@ def test_OverlapDDP_after_an_exception(ranks):
     check_interrupted(ranks, "overlap")
 
 
-# ---- 10.6 ddp_overhead_seconds ---------------------------------------------------------------------------------------
+# ---- ddp_overhead_seconds --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("n_buckets", "expected"), [(1, 1.003), (2, 0.506), (10, 0.13), (1000, 3.001)])
@@ -500,7 +500,7 @@ def test_ddp_overhead_seconds_refuses(bandwidth, n_buckets, named):
         ddp.ddp_overhead_seconds(11, bandwidth, 13, n_buckets)
 
 
-# ---- 10.7 optimal_bucket_bytes ---------------------------------------------------------------------------------------
+# ---- optimal_bucket_bytes --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -528,7 +528,7 @@ def test_optimal_bucket_bytes_is_the_least_overhead():
         expect_true(best_k >= 1, f"{best_k:g} buckets", answer=best_k, read=BEST)
 
 
-# ---- 10.8 BucketedDDP ------------------------------------------------------------------------------------------------
+# ---- BucketedDDP -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.time_limit(30)

@@ -45,7 +45,7 @@ def same_bits(actual: Tensor, expected: Tensor, x: Tensor, read: str) -> None:
     expect_true(first is None, f"the sign of zero is lost: x = {first}", answer=actual, read=read)
 
 
-# ---- 11.1 FloatFormat ------------------------------------------------------------------------------------------------
+# ---- FloatFormat -----------------------------------------------------------------------------------------------------
 
 
 def test_FloatFormat_by_hand():
@@ -127,7 +127,7 @@ def test_FloatFormat_names_the_width_it_refuses(bits, named):
         amp.FloatFormat(*bits)
 
 
-# ---- 11.2 round_to_format --------------------------------------------------------------------------------------------
+# ---- round_to_format -------------------------------------------------------------------------------------------------
 
 
 def test_round_to_format_by_hand():
@@ -271,7 +271,7 @@ def test_round_to_format_finds_the_nearest():
     nearest()
 
 
-# ---- 11.3 accumulate -------------------------------------------------------------------------------------------------
+# ---- accumulate ------------------------------------------------------------------------------------------------------
 
 HALF, SINGLE = torch.float16, torch.float32
 

@@ -81,7 +81,7 @@ def cuda_autocast(dtype: torch.dtype):
         torch.clear_autocast_cache()
 
 
-# ---- 11.5 MiniAutocast -----------------------------------------------------------------------------------------------
+# ---- MiniAutocast ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [HALF, BRAIN])
@@ -247,7 +247,7 @@ def test_MiniAutocast_refuses_other_dtypes():
     expect_true(PRODUCTS.isdisjoint(REDUCTIONS["cuda"] | REDUCTIONS["cpu"]), "the given lists share a name")
 
 
-# ---- 11.6 autocast_dtypes --------------------------------------------------------------------------------------------
+# ---- autocast_dtypes -------------------------------------------------------------------------------------------------
 
 
 def test_autocast_dtypes_by_hand():

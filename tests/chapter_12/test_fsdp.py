@@ -120,7 +120,7 @@ def mean_over_ranks(module: nn.Module) -> None:
             parameter.grad /= dist.get_world_size()
 
 
-# ---- 12.1 memory_per_device ------------------------------------------------------------------------------------------
+# ---- memory_per_device -----------------------------------------------------------------------------------------------
 
 
 def test_memory_per_device_by_hand():
@@ -147,7 +147,7 @@ def test_memory_per_device_refuses(stage, world_size, wrong):
         fsdp.memory_per_device(10, world_size, stage, 2, 2, 12)
 
 
-# ---- 12.2 shard, 12.3 unshard ----------------------------------------------------------------------------------------
+# ---- shard, unshard --------------------------------------------------------------------------------------------------
 
 SHAPES = [(5,), (2, 3), (), (0,), (1,), (3, 0, 2), (7, 5)]
 
@@ -243,7 +243,7 @@ def test_unshard_undoes_any_cut():
     there_and_back()
 
 
-# ---- 12.4 ShardedOptimizer -------------------------------------------------------------------------------------------
+# ---- ShardedOptimizer ------------------------------------------------------------------------------------------------
 
 
 def some_parameters() -> list[nn.Parameter]:
@@ -433,7 +433,7 @@ def test_ShardedOptimizer_equals_ZeroRedundancyOptimizer(ranks):
     ranks(beside_zero_redundancy, n_ranks=2)
 
 
-# ---- 12.5 reduce_scatter_gradients -----------------------------------------------------------------------------------
+# ---- reduce_scatter_gradients ----------------------------------------------------------------------------------------
 
 
 class Odd(nn.Module):
@@ -507,7 +507,7 @@ def test_reduce_scatter_gradients_gives_shares_of_the_mean(ranks, n_ranks):
     expect_equal(found, {"bytes": padded, "collectives": []}, name="sent besides reduce-scatters", read=ZERO2)
 
 
-# ---- 12.6 FlatShard --------------------------------------------------------------------------------------------------
+# ---- FlatShard -------------------------------------------------------------------------------------------------------
 
 CHANGED = (
     "autograd raised an error because it saw `full` change: a gather into `full` or `full.detach()` counts as a change, "
@@ -766,7 +766,7 @@ def test_FlatShard_of_some_of_the_ranks(ranks):
     ranks(flat_of_a_pair, n_ranks=4)
 
 
-# ---- 12.7 FullySharded -----------------------------------------------------------------------------------------------
+# ---- FullySharded ----------------------------------------------------------------------------------------------------
 
 
 def train(wrapped, rank, world_size, n_steps=3, n_micro=1, lr=0.05):
@@ -1163,7 +1163,7 @@ def test_FullySharded_equals_fully_shard_of_torch(ranks):
     ranks(beside_fully_shard, n_ranks=2)
 
 
-# ---- 12.8 clip_sharded_gradient_norm_ --------------------------------------------------------------------------------
+# ---- clip_sharded_gradient_norm_ -------------------------------------------------------------------------------------
 
 
 def clipped(rank, world_size):
@@ -1228,7 +1228,7 @@ def test_clip_sharded_gradient_norm__is_of_the_whole(ranks):
     expect_equal(sent, [[("all_reduce", 4)] * 7] * 3, name="collectives and bytes", read=CLIP)
 
 
-# ---- 12.9 apply_fully_shard ------------------------------------------------------------------------------------------
+# ---- apply_fully_shard -----------------------------------------------------------------------------------------------
 
 
 ROOT_FIRST = (
@@ -1301,7 +1301,7 @@ def test_apply_fully_shard_on_some_of_the_ranks(ranks):
     ranks(applied_on_a_mesh, n_ranks=4)
 
 
-# ---- 12.10 save_sharded, 12.11 load_sharded --------------------------------------------------------------------------
+# ---- save_sharded, load_sharded --------------------------------------------------------------------------------------
 
 
 def build(kind: str, seed: int):

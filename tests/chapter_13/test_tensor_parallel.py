@@ -57,7 +57,7 @@ def calls(ledger) -> dict[str, int]:
     return {name: names.count(name) for name in sorted(set(names))}
 
 
-# ---- 13.1 partitioned_dot --------------------------------------------------------------------------------------------
+# ---- partitioned_dot -------------------------------------------------------------------------------------------------
 
 
 class LargestProduct(TorchDispatchMode):
@@ -134,7 +134,7 @@ def test_partitioned_dot_for_any_sizes():
     holds()
 
 
-# ---- 13.2 matmul_outer -----------------------------------------------------------------------------------------------
+# ---- matmul_outer ----------------------------------------------------------------------------------------------------
 
 
 def test_matmul_outer_by_hand():
@@ -157,7 +157,7 @@ def test_matmul_outer_sends_nothing(ranks):
     expect_equal([calls(ledger) for ledger in result.ledgers], [{}] * 3, name="collectives of each rank", read=OUTER)
 
 
-# ---- 13.3 matmul_inner -----------------------------------------------------------------------------------------------
+# ---- matmul_inner ----------------------------------------------------------------------------------------------------
 
 
 def inner_on_ranks(rank, world_size):
@@ -185,7 +185,7 @@ def test_matmul_inner_on_ranks(ranks):
         expect_equal(sent, [("all_reduce", 8), ("all_reduce", 240)], name="collectives and bytes", read=INNER)
 
 
-# ---- 13.4 and 13.5 the conjugate pair --------------------------------------------------------------------------------
+# ---- and the conjugate pair ------------------------------------------------------------------------------------------
 
 
 def copy_on_ranks(rank, world_size):
@@ -240,7 +240,7 @@ def test_ReduceFromRegion_on_ranks(ranks):
     expect_equal([calls(ledger) for ledger in result.ledgers], [{"all_reduce": 2}] * 4, name="calls", read=PAIR)
 
 
-# ---- 13.6 ColumnParallelLinear ---------------------------------------------------------------------------------------
+# ---- ColumnParallelLinear --------------------------------------------------------------------------------------------
 
 
 def column_on_ranks(rank, world_size):
@@ -345,7 +345,7 @@ def test_ColumnParallelLinear_starts_as_one_layer(ranks):
     ranks(column_start, n_ranks=3)
 
 
-# ---- 13.7 RowParallelLinear ------------------------------------------------------------------------------------------
+# ---- RowParallelLinear -----------------------------------------------------------------------------------------------
 
 
 def row_on_ranks(rank, world_size):
@@ -435,7 +435,7 @@ def test_RowParallelLinear_starts_as_one_layer(ranks):
     ranks(row_start, n_ranks=3)
 
 
-# ---- 13.8 ParallelMLP ------------------------------------------------------------------------------------------------
+# ---- ParallelMLP -----------------------------------------------------------------------------------------------------
 
 MLP_CUTS = {"fc1.weight": 0, "fc1.bias": 0, "fc2.weight": 1}
 MLP_READ = (
@@ -497,7 +497,7 @@ def test_ParallelMLP_in_groups(ranks):
     ranks(mlp_in_pairs, n_ranks=4)
 
 
-# ---- 13.9 ParallelAttention ------------------------------------------------------------------------------------------
+# ---- ParallelAttention -----------------------------------------------------------------------------------------------
 
 ATTENTION_CUTS = {"wq.weight": 0, "wk.weight": 0, "wv.weight": 0, "wo.weight": 1}
 ATTENTION_READ = (
@@ -608,7 +608,7 @@ def test_ParallelAttention_in_groups(ranks):
     ranks(attention_in_pairs, n_ranks=4)
 
 
-# ---- 13.10 vocab_parallel_cross_entropy ------------------------------------------------------------------------------
+# ---- vocab_parallel_cross_entropy ------------------------------------------------------------------------------------
 
 
 def loss_by_hand(rank, world_size):
@@ -689,7 +689,7 @@ def test_vocab_parallel_cross_entropy_never_gathers(ranks):
         expect_true(ledger.bytes_sent <= 800, problem, answer=ledger.bytes_sent, read=VOCAB)
 
 
-# ---- 13.11 llama_plan ------------------------------------------------------------------------------------------------
+# ---- llama_plan ------------------------------------------------------------------------------------------------------
 
 
 def plain(x):
@@ -752,7 +752,7 @@ def test_llama_plan_on_ranks(ranks, n_ranks, n_kv_heads):
     expect_equal(result.values, [(forward, backward)] * n_ranks, name="collectives forward and backward", read=read)
 
 
-# ---- 13.12 ffn_partition_specs ---------------------------------------------------------------------------------------
+# ---- ffn_partition_specs ---------------------------------------------------------------------------------------------
 
 SPECS_READ = "the table in section `The same, annotated`"
 TABLE = {
@@ -828,7 +828,7 @@ def test_ffn_partition_specs_in_jax():
     expect_true(done.returncode == 0, f"JAX refuses: {done.stderr[-500:]}", read=SPECS_READ)
 
 
-# ---- 13.13 tensor_parallel_bytes -------------------------------------------------------------------------------------
+# ---- tensor_parallel_bytes -------------------------------------------------------------------------------------------
 
 
 def test_tensor_parallel_bytes_by_hand():
@@ -865,7 +865,7 @@ def test_tensor_parallel_bytes_is_a_whole_number(n):
     expect_equal(answer, 16 * TINY.n_layers * (n - 1) * (2**40 + 1) * 3 * TINY.dim // n, name="bytes", read=BYTES)
 
 
-# ---- 13.14 pipeline_bubble -------------------------------------------------------------------------------------------
+# ---- pipeline_bubble -------------------------------------------------------------------------------------------------
 
 
 def test_pipeline_bubble_by_hand():

@@ -61,7 +61,7 @@ def loads_once(seen, n_elements: int, item_bytes: int, extra: int, out) -> None:
     expect_true(seen.bytes_loaded <= allowed, more, answer=out, read=COST)
 
 
-# ---- 14.1 vector_add -------------------------------------------------------------------------------------------------
+# ---- vector_add ------------------------------------------------------------------------------------------------------
 
 
 def test_vector_add_by_hand():
@@ -109,7 +109,7 @@ def test_vector_add_reads_and_writes_once():
     expect_true(seen.n_programs > 1, "one program does all the work: a GPU has many processors", answer=out, read=ADD)
 
 
-# ---- 14.2 weighted_sum -----------------------------------------------------------------------------------------------
+# ---- weighted_sum ----------------------------------------------------------------------------------------------------
 
 
 def test_weighted_sum_by_hand():
@@ -246,7 +246,7 @@ def test_weighted_sum_refuses_a_second_derivative():
         torch.autograd.grad(grad.square().sum() + w.sum(), w)
 
 
-# ---- 14.3 softmax_rows -----------------------------------------------------------------------------------------------
+# ---- softmax_rows ----------------------------------------------------------------------------------------------------
 
 
 def softmax(x: torch.Tensor) -> torch.Tensor:
@@ -321,7 +321,7 @@ def test_softmax_rows_passes_over_memory_once():
     loads_once(seen, 1000, 4, 0, out)
 
 
-# ---- 14.4 matmul -----------------------------------------------------------------------------------------------------
+# ---- matmul ----------------------------------------------------------------------------------------------------------
 
 
 def test_matmul_by_hand():
@@ -435,7 +435,7 @@ def test_matmul_reads_what_a_tile_needs_and_copies_nothing():
     expect_true(not copies, "a was copied to make it contiguous: the kernel can use its strides", answer=out, read=COST)
 
 
-# ---- 14.5 rms_norm ---------------------------------------------------------------------------------------------------
+# ---- rms_norm --------------------------------------------------------------------------------------------------------
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

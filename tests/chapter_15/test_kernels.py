@@ -12,7 +12,7 @@ from lib.fast.attention.flash import (
     forward_operator,
     tiles_for,
 )
-from lib.fast.attention.flash_hopper import has_roles
+from lib.fast.gluon import has_roles
 from lib.given.kernels.exact import CountMasked, exact, guarded, guards_of, make_inputs
 from lib.given.kernels.launch import launch_backward_dkdv, launch_backward_dq, launch_forward
 from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, NO_TRITON
@@ -91,7 +91,7 @@ def where_to_read(r, otherwise=BACKWARD):
     return NO_KEYS if otherwise == BACKWARD and r["lse"].isinf().any() else otherwise
 
 
-# ---- 15.5 flash_forward_kernel ---------------------------------------------------------------------------------------
+# ---- flash_forward_kernel --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("q_shape", "kv_shape", "is_causal"), CASES)
@@ -173,7 +173,7 @@ def test_flash_forward_kernel_large_scores():
     expect_close(o, exact(q, k, v, do, False)["o"].float(), atol=1e-3, rtol=1e-3, read=FORWARD)
 
 
-# ---- 15.6 flash_backward_dq_kernel -----------------------------------------------------------------------------------
+# ---- flash_backward_dq_kernel ----------------------------------------------------------------------------------------
 
 
 def run_dq(inputs, r, is_causal, **kwargs):
@@ -255,7 +255,7 @@ def test_flash_backward_dq_kernel_masks_no_whole_tile():
     masks_no_whole_tile(run_dq, cases, "dq")
 
 
-# ---- 15.7 flash_backward_dkdv_kernel ---------------------------------------------------------------------------------
+# ---- flash_backward_dkdv_kernel --------------------------------------------------------------------------------------
 
 
 def run_dkdv(inputs, r, is_causal, **kwargs):
@@ -310,7 +310,7 @@ def test_flash_backward_dkdv_kernel_masks_no_whole_tile():
     masks_no_whole_tile(run_dkdv, cases, "dk")
 
 
-# ---- 15.8 FlashAttentionTriton ---------------------------------------------------------------------------------------
+# ---- FlashAttentionTriton --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

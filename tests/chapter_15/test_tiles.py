@@ -48,7 +48,7 @@ def refuses_a_second_derivative(attend, device="cpu"):
         torch.autograd.grad(grad.square().sum() + q.sum(), q)
 
 
-# ---- 15.1 attention_io_bytes -----------------------------------------------------------------------------------------
+# ---- attention_io_bytes ----------------------------------------------------------------------------------------------
 
 
 def test_attention_io_bytes_by_hand():
@@ -81,7 +81,7 @@ def test_attention_io_bytes_errors():
                 flash.attention_io_bytes(length, head_dim, sram_bytes, algorithm)
 
 
-# ---- 15.2 online_softmax_update --------------------------------------------------------------------------------------
+# ---- online_softmax_update -------------------------------------------------------------------------------------------
 
 
 def start(rows, width, dtype=torch.float32):
@@ -148,7 +148,7 @@ def test_online_softmax_update_keeps_its_sums_wide():
     expect_close(acc / l[:, None], expected, atol=1e-6, name="acc / l", answer=(m, l, acc), read=WIDE)
 
 
-# ---- 15.3 FlashAttentionTorch ----------------------------------------------------------------------------------------
+# ---- FlashAttentionTorch ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -262,7 +262,7 @@ def test_FlashAttentionTorch_rounds_once(dtype):
     expect_true(times < 1.05, problem, answer=o, read=WIDE_SUMS)
 
 
-# ---- 15.4 flash_backward ---------------------------------------------------------------------------------------------
+# ---- flash_backward --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -345,7 +345,7 @@ def test_flash_backward_skips_tiles_above_the_diagonal():
     expect_true(flops[1] <= 0.65 * flops[0], problem, answer=flops, read=TILES)
 
 
-# ---- 15.9 flash_attention --------------------------------------------------------------------------------------------
+# ---- flash_attention -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -70,7 +70,7 @@ def test_training_memory_bytes_names_are_importable():
     expect_equal(lib.scaling.FFNConfig(16384, 53248, 126), GIVEN_XXL, name="FFNConfig(16384, 53248, 126)")
 
 
-# ---- 16.1 training_memory_bytes --------------------------------------------------------------------------------------
+# ---- training_memory_bytes -------------------------------------------------------------------------------------------
 
 
 def test_training_memory_bytes_by_hand():
@@ -123,7 +123,7 @@ def test_training_memory_bytes_without_tokens():
     expect_close(scaling.training_memory_bytes(SMALL, 0)["activations"], 0, read=MEMORY)
 
 
-# ---- 16.2 fsdp_memory_bytes, 16.3 min_fsdp_devices -------------------------------------------------------------------
+# ---- fsdp_memory_bytes, min_fsdp_devices -----------------------------------------------------------------------------
 
 
 def test_fsdp_memory_bytes_by_hand():
@@ -191,7 +191,7 @@ def test_min_fsdp_devices_refuses():
             scaling.min_fsdp_devices(SMALL, 7, size)
 
 
-# ---- 16.4 compute_bound_batch ----------------------------------------------------------------------------------------
+# ---- compute_bound_batch ---------------------------------------------------------------------------------------------
 
 
 def smallest(config, x, y, peak, bandwidth, m_x, m_y):
@@ -263,7 +263,7 @@ def test_compute_bound_batch_refuses():
             scaling.compute_bound_batch(GIVEN_XXL, x, y, 4.6e14, 1.8e11)
 
 
-# ---- 16.5 choose_gpu, 16.6 epoch_cost --------------------------------------------------------------------------------
+# ---- choose_gpu, epoch_cost ------------------------------------------------------------------------------------------
 
 
 def cheapest(needed: float) -> tuple:
@@ -338,7 +338,7 @@ def test_epoch_cost_refuses():
             scaling.epoch_cost(speed, 51_111, 1.5)
 
 
-# ---- 16.8 layout_costs, 16.9 plan ------------------------------------------------------------------------------------
+# ---- layout_costs, plan ----------------------------------------------------------------------------------------------
 
 
 def predicted(config, d, s, t, p, links: Bandwidths, tokens, peak) -> dict:

@@ -99,7 +99,7 @@ def expect_complete(schedules: list[list[Action]], n_micro: int, n_chunks: int =
         )
 
 
-# ---- 17.1 partition_layers -------------------------------------------------------------------------------------------
+# ---- partition_layers ------------------------------------------------------------------------------------------------
 
 
 def starts(ranges) -> list[int]:
@@ -183,7 +183,7 @@ def test_partition_layers_refuses(n_layers, n):
         pipeline.partition_layers([1] * n_layers, n)
 
 
-# ---- 17.2 gpipe_schedule ---------------------------------------------------------------------------------------------
+# ---- gpipe_schedule --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -207,7 +207,7 @@ def test_gpipe_schedule_takes_what_the_formula_says(n, m):
     )
 
 
-# ---- 17.3 one_f_one_b_schedule ---------------------------------------------------------------------------------------
+# ---- one_f_one_b_schedule --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_one_f_one_b_schedule_holds_few_and_takes_no_longer(n, m):
     )
 
 
-# ---- 17.4 interleaved_schedule ---------------------------------------------------------------------------------------
+# ---- interleaved_schedule --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_interleaved_schedule_equals_pytorch(n, m, v):
         expect_equal(ours, theirs, name=f"stage {s}")
 
 
-# ---- 17.5 zero_bubble_schedule ---------------------------------------------------------------------------------------
+# ---- zero_bubble_schedule --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_zero_bubble_schedule_is_no_longer_than_pytorch(n, m):
     expect_true(step_seconds(ours, seconds) <= step_seconds(theirs, seconds), "PyTorch's is shorter")
 
 
-# ---- 17.6 simulate ---------------------------------------------------------------------------------------------------
+# ---- simulate --------------------------------------------------------------------------------------------------------
 
 
 def boxes(works) -> list[tuple]:
@@ -493,7 +493,7 @@ def test_simulate_names_who_is_stuck_first():
             raise
 
 
-# ---- 17.7 checkpoint -------------------------------------------------------------------------------------------------
+# ---- checkpoint ------------------------------------------------------------------------------------------------------
 
 
 def their_checkpoint(function, *args):
@@ -738,7 +738,7 @@ def gradients(named: Iterable[tuple[str, nn.Parameter]], read: str) -> dict[str,
     return {name: p.grad for name, p in named if p.grad is not None}
 
 
-# ---- 17.8 DeferredLinear ---------------------------------------------------------------------------------------------
+# ---- DeferredLinear --------------------------------------------------------------------------------------------------
 
 
 def linear(bias: bool = True, dtype=torch.float64) -> nn.Linear:
@@ -942,7 +942,7 @@ def test_DeferredLinear_keeps_its_input_and_its_gradient():
     expect_true(refs["x"].expired(), "the second layer's input is still in memory", read=HALVES)
 
 
-# ---- 17.9 PipelineStage ----------------------------------------------------------------------------------------------
+# ---- PipelineStage ---------------------------------------------------------------------------------------------------
 
 
 def two_layers() -> nn.Module:
@@ -1208,7 +1208,7 @@ def test_PipelineStage_refuses_the_wrong_order():
             pipeline.PipelineStage(two_layers(), at, n)
 
 
-# ---- 17.10 run_schedule ----------------------------------------------------------------------------------------------
+# ---- run_schedule ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.time_limit(30)

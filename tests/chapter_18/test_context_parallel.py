@@ -60,7 +60,7 @@ def gradient(x: Tensor, what: str) -> Tensor:
     return x.grad
 
 
-# ---- 18.1 GatherSequence ---------------------------------------------------------------------------------------------
+# ---- GatherSequence --------------------------------------------------------------------------------------------------
 
 
 def gather_on_ranks(rank, world_size):
@@ -97,7 +97,7 @@ def test_GatherSequence_on_ranks(ranks):
     expect_equal(found, [{"all-gather": 4, "reduce-scatter": 4}] * 4, name="collectives", read=PAIR)
 
 
-# ---- 18.2 ScatterSequence --------------------------------------------------------------------------------------------
+# ---- ScatterSequence -------------------------------------------------------------------------------------------------
 
 
 def scatter_on_ranks(rank, world_size):
@@ -133,7 +133,7 @@ def test_ScatterSequence_on_ranks(ranks):
     expect_equal(found, [{"all-gather": 4, "reduce-scatter": 4}] * 4, name="collectives", read=PAIR)
 
 
-# ---- 18.3 SequenceParallelBlock --------------------------------------------------------------------------------------
+# ---- SequenceParallelBlock -------------------------------------------------------------------------------------------
 
 NARROW = GPT2Config(vocab_size=16, context_len=16, dim=8, n_layers=1, n_heads=4)
 
@@ -239,7 +239,7 @@ def test_SequenceParallelBlock_keeps_a_share(ranks):
         expect_true(kept <= most, problem, answer=kept, read=BLOCK)
 
 
-# ---- 18.4 heads_to_sequence, 18.5 sequence_to_heads ------------------------------------------------------------------
+# ---- heads_to_sequence, sequence_to_heads ----------------------------------------------------------------------------
 
 
 def exchange_on_ranks(rank, world_size, name):
@@ -291,7 +291,7 @@ def test_sequence_to_heads_on_ranks(ranks):
     check_exchange(ranks(exchange_on_ranks, "sequence_to_heads", n_ranks=4))
 
 
-# ---- 18.6 ulysses_attention ------------------------------------------------------------------------------------------
+# ---- ulysses_attention -----------------------------------------------------------------------------------------------
 
 
 def whole_inputs(length: int, n_heads: int, n_kv_heads: int, dim: int, batch: int = 2) -> list[Tensor]:
@@ -367,7 +367,7 @@ def test_ulysses_attention_in_a_group(ranks):
     ranks(ulysses_in_group, n_ranks=4)
 
 
-# ---- 18.7 merge_attention --------------------------------------------------------------------------------------------
+# ---- merge_attention -------------------------------------------------------------------------------------------------
 
 
 def part_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -462,7 +462,7 @@ def test_merge_attention_dtypes():
     expect_equal(str(merged.dtype), "torch.float32", name="dtype", read="the contract, under Returns")
 
 
-# ---- 18.8 to 18.10 zigzag --------------------------------------------------------------------------------------------
+# ---- to zigzag -------------------------------------------------------------------------------------------------------
 
 
 def test_zigzag_indices_by_hand():
@@ -557,7 +557,7 @@ def test_zigzag_gather_on_ranks(ranks):
     expect_equal(found, [{"all-gather": 4, "reduce-scatter": 1}] * 4, name="messages", read="the contract, under Cost")
 
 
-# ---- 18.11 ring_block ------------------------------------------------------------------------------------------------
+# ---- ring_block ------------------------------------------------------------------------------------------------------
 
 
 def positions_of(rank: int, length: int, layout: str, n_ranks: int = 4) -> Tensor:
@@ -625,7 +625,7 @@ def test_ring_block_refuses():
         cp.ring_block(0, 1, 5, False, "zigzag")
 
 
-# ---- 18.12 ring_attention --------------------------------------------------------------------------------------------
+# ---- ring_attention --------------------------------------------------------------------------------------------------
 
 
 def run_ring(rank, world_size, length, n_heads, n_kv_heads):
@@ -878,7 +878,7 @@ def test_ring_attention_in_a_llama(ranks):
     ranks(run_llama, n_ranks=2)
 
 
-# ---- 18.13 context_parallel_bytes ------------------------------------------------------------------------------------
+# ---- context_parallel_bytes ------------------------------------------------------------------------------------------
 
 GROUPED = LlamaConfig(dim=48, n_layers=3, n_heads=12, n_kv_heads=4)
 
@@ -990,7 +990,7 @@ def test_context_parallel_bytes_are_the_ledgers(ranks, n_ranks):
             expect_equal(counted, GROUPED.n_layers * int(leaving), name="bytes", read=RING_BYTES)
 
 
-# ---- 18.14 hidden_length ---------------------------------------------------------------------------------------------
+# ---- hidden_length ---------------------------------------------------------------------------------------------------
 
 
 def test_hidden_length_by_hand():

@@ -34,7 +34,7 @@ FAR_FROM_TIES = (
 )
 
 
-# ---- 19.1 top_k_router -----------------------------------------------------------------------------------------------
+# ---- top_k_router ----------------------------------------------------------------------------------------------------
 
 
 def test_top_k_router_by_hand():
@@ -129,7 +129,7 @@ def test_top_k_router_refuses(k):
         moe.top_k_router(randn(2, 6), k)
 
 
-# ---- 19.2 load_balancing_loss ----------------------------------------------------------------------------------------
+# ---- load_balancing_loss ---------------------------------------------------------------------------------------------
 
 
 def test_load_balancing_loss_by_hand():
@@ -187,7 +187,7 @@ def test_load_balancing_loss_is_transformers(k):
         expect_close(answers[0][1], grad, atol=1e-7, name="the logits' gradient", read=BALANCE)
 
 
-# ---- 19.3 router_z_loss ----------------------------------------------------------------------------------------------
+# ---- router_z_loss ---------------------------------------------------------------------------------------------------
 
 
 def test_router_z_loss_by_hand():
@@ -226,7 +226,7 @@ def test_router_z_loss_is_transformers():
     expect_close(grad, their_grad, name="the logits' gradient", read=Z_LOSS)
 
 
-# ---- 19.4 sort_by_expert ---------------------------------------------------------------------------------------------
+# ---- sort_by_expert --------------------------------------------------------------------------------------------------
 
 
 def test_sort_by_expert_by_hand():
@@ -264,7 +264,7 @@ def test_sort_by_expert_refuses(expert):
         moe.sort_by_expert(torch.tensor([[2, expert]]), 6)
 
 
-# ---- 19.5 grouped_matmul_kernel --------------------------------------------------------------------------------------
+# ---- grouped_matmul_kernel -------------------------------------------------------------------------------------------
 
 KERNEL = [pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON), pytest.mark.time_limit(60)]
 COUNTS = [[1], [20, 0, 33, 7], [0, 0, 16, 16, 1], [0, 50, 0], [3, 2, 1, 1, 2, 1, 1, 4, 1]]
@@ -354,7 +354,7 @@ def test_grouped_matmul_kernel_reads_only_what_it_needs():
     )
 
 
-# ---- 19.6 grouped_matmul ---------------------------------------------------------------------------------------------
+# ---- grouped_matmul --------------------------------------------------------------------------------------------------
 
 
 def test_grouped_matmul_by_hand():
@@ -506,7 +506,7 @@ def test_grouped_matmul_on_a_gpu(dtype):
         expect_close(mine, wanted, atol=4 * eps * scale + 1e-5 * scale, rtol=8 * eps, name=name, read=GRADS)
 
 
-# ---- 19.7 capacity_mask ----------------------------------------------------------------------------------------------
+# ---- capacity_mask ---------------------------------------------------------------------------------------------------
 
 
 def test_capacity_mask_by_hand():
@@ -560,7 +560,7 @@ def test_capacity_mask_is_transformers(room):
     expect_equal(answer.tolist(), (theirs.gather(-1, experts) > 0).tolist(), read=ROOM)
 
 
-# ---- 19.8 update_router_bias -----------------------------------------------------------------------------------------
+# ---- update_router_bias ----------------------------------------------------------------------------------------------
 
 
 def test_update_router_bias_by_hand():
@@ -587,7 +587,7 @@ def test_update_router_bias_balances():
     expect_true(counts.min() > 450 and counts.max() < 550, problem, answer=bias, read=BIAS)
 
 
-# ---- 19.9 MoE --------------------------------------------------------------------------------------------------------
+# ---- MoE -------------------------------------------------------------------------------------------------------------
 
 
 def make_moe(dim=6, hidden=5, n_experts=4, k=2, n_shared=0, dtype=torch.float64, seed=0):
@@ -893,7 +893,7 @@ def test_MoE_equals_deepseek(k):
     expect_close(router, their_router, atol=1e-5, rtol=1e-5, name="the router's gradient", read=LAYER)
 
 
-# ---- 19.10 convert_hf_state_dict -------------------------------------------------------------------------------------
+# ---- convert_hf_state_dict -------------------------------------------------------------------------------------------
 
 
 def expected_conversion(state):
@@ -954,7 +954,7 @@ def test_convert_hf_state_dict_refuses_a_name_too_many():
         moe.convert_hf_state_dict(joined_weights() | {"router.scale": torch.ones(1)})
 
 
-# ---- 19.11 dispatch --------------------------------------------------------------------------------------------------
+# ---- dispatch --------------------------------------------------------------------------------------------------------
 
 ROUTES = {  # for each rank its tokens' experts, of four
     2: [[[0, 3], [2, 1], [3, 0]], [[3, 2]]],
@@ -1054,7 +1054,7 @@ def test_dispatch_refuses(ranks):
     ranks(refuse_on_ranks, n_ranks=3)
 
 
-# ---- 19.12 combine ---------------------------------------------------------------------------------------------------
+# ---- combine ---------------------------------------------------------------------------------------------------------
 
 
 def combine_on_ranks(rank, world_size):
@@ -1099,7 +1099,7 @@ def test_combine_in_groups(ranks):
     ranks(there_and_back_in_pairs, "combine", n_ranks=4)
 
 
-# ---- 19.13 ExpertParallelMoE -----------------------------------------------------------------------------------------
+# ---- ExpertParallelMoE -----------------------------------------------------------------------------------------------
 
 
 def whole_layer(n_shared, n_experts=4):
@@ -1234,7 +1234,7 @@ def test_ExpertParallelMoE_refuses(ranks):
     ranks(refuse_layer, n_ranks=3)
 
 
-# ---- 19.14 moe_parameters --------------------------------------------------------------------------------------------
+# ---- moe_parameters --------------------------------------------------------------------------------------------------
 
 TINY = MoEConfig(vocab_size=11, dim=4, n_layers=3, hidden_dim=2, n_experts=5, k=2, attention_parameters=100)
 

@@ -1,12 +1,5 @@
-"""Runs these checks on one thread: their tensors are small, and on a busy machine threads would only wait for each other."""
+"""Runs these checks on one thread, as in chapter 14."""
 
-import pytest
-import torch
+from tests.chapter_14.conftest import one_thread
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n)
+__all__ = ["one_thread"]

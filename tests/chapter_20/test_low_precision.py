@@ -57,7 +57,7 @@ def torchao_scale(x: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> Tens
         return _choose_scale_float8(x.float(), list(block), dtype)
 
 
-# ---- 20.1 absmax_scale -----------------------------------------------------------------------------------------------
+# ---- absmax_scale ----------------------------------------------------------------------------------------------------
 
 
 def test_absmax_scale_by_hand():
@@ -182,7 +182,7 @@ def test_absmax_scale_is_torchaos(given, dtype):
         expect_close(low.absmax_scale(x, dtype, dim).reshape(theirs.shape), theirs, rtol=1e-6, atol=0, read=SCALE)
 
 
-# ---- 20.2 quantize ---------------------------------------------------------------------------------------------------
+# ---- quantize --------------------------------------------------------------------------------------------------------
 
 
 def test_quantize_by_hand():
@@ -275,7 +275,7 @@ def test_quantize_is_torchaos(given, dtype):
         expect_equal(wrong, 0, name=f"numbers that differ, dim={dim}", answer=q, read=ROUND)
 
 
-# ---- 20.3 dequantize -------------------------------------------------------------------------------------------------
+# ---- dequantize ------------------------------------------------------------------------------------------------------
 
 
 def test_dequantize_by_hand():
@@ -316,7 +316,7 @@ def test_dequantize_loses_only_what_rounding_lost():
     )
 
 
-# ---- 20.4 quantization_error -----------------------------------------------------------------------------------------
+# ---- quantization_error ----------------------------------------------------------------------------------------------
 
 
 def test_quantization_error_by_hand():
@@ -377,7 +377,7 @@ def test_quantization_error_refuses():
         low.quantization_error(randn(2, 3), INT8, "column")
 
 
-# ---- 20.5 scaled_matmul ----------------------------------------------------------------------------------------------
+# ---- scaled_matmul ---------------------------------------------------------------------------------------------------
 
 
 def test_scaled_matmul_by_hand():
@@ -516,7 +516,7 @@ def test_scaled_matmul_of_blocks_by_the_given_kernel(sizes, dtype):
     expect_close(out.cpu(), expected.float(), rtol=1e-4, atol=1e-4 * expected.abs().max().item(), read=PRODUCT)
 
 
-# ---- 20.6 DelayedScale -----------------------------------------------------------------------------------------------
+# ---- DelayedScale ----------------------------------------------------------------------------------------------------
 
 
 def test_DelayedScale_by_hand():
@@ -633,7 +633,7 @@ def test_DelayedScale_refuses_a_history_without_steps(history):
         low.DelayedScale(history)
 
 
-# ---- 20.7 Float8Linear -----------------------------------------------------------------------------------------------
+# ---- Float8Linear ----------------------------------------------------------------------------------------------------
 
 RECIPES = ["dynamic", "delayed", "rowwise", "blockwise"]
 
@@ -865,7 +865,7 @@ def test_Float8Linear_on_a_gpu(recipe):
         expect_close(mine.detach().cpu(), wanted, rtol=1e-3, atol=atol, name=name, answer=y, read=LAYER)
 
 
-# ---- 20.8 mx_quantize ------------------------------------------------------------------------------------------------
+# ---- mx_quantize -----------------------------------------------------------------------------------------------------
 
 
 def test_mx_quantize_by_hand():
@@ -963,7 +963,7 @@ def test_mx_quantize_is_torchaos(dtype):
     expect_equal(ours[0].view(torch.uint8).tolist(), elements.view(torch.uint8).tolist(), name="elements", read=SHARED)
 
 
-# ---- 20.9 quantize_int4 ----------------------------------------------------------------------------------------------
+# ---- quantize_int4 ---------------------------------------------------------------------------------------------------
 
 
 def test_quantize_int4_by_hand():
@@ -1082,7 +1082,7 @@ def test_quantize_int4_is_torchaos():
     expect_equal(ours[0].tolist(), q.tolist(), name="q", read=GROUPS)
 
 
-# ---- 20.10 pack_int4 -------------------------------------------------------------------------------------------------
+# ---- pack_int4 -------------------------------------------------------------------------------------------------------
 
 
 def test_pack_int4_by_hand():
@@ -1124,7 +1124,7 @@ def test_pack_int4_refuses_more_than_four_bits(level):
         low.pack_int4(torch.tensor([15, 0, 3, level], dtype=dtype))
 
 
-# ---- 20.11 unpack_int4 -----------------------------------------------------------------------------------------------
+# ---- unpack_int4 -----------------------------------------------------------------------------------------------------
 
 
 def test_unpack_int4_by_hand():
@@ -1149,7 +1149,7 @@ def test_unpack_int4_changes_nothing_in_place():
     expect_equal(packed.tolist(), [[0x21, 0xF0]], name="packed after the call", answer=q, read="the contract")
 
 
-# ---- 20.12 int4_matmul_kernel ----------------------------------------------------------------------------------------
+# ---- int4_matmul_kernel ----------------------------------------------------------------------------------------------
 
 KERNEL = [pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON), pytest.mark.time_limit(60)]
 
@@ -1235,7 +1235,7 @@ def test_int4_matmul_kernel_reads_each_byte_once():
     expect_true(exact, problem, answer=out, read=RETURNS)
 
 
-# ---- 20.13 Int4Linear ------------------------------------------------------------------------------------------------
+# ---- Int4Linear ------------------------------------------------------------------------------------------------------
 
 
 def layer_of_int4(lead=(2, 3), k=64, n=10, group=32, bias=True, dtype=torch.float32):
@@ -1349,7 +1349,7 @@ def test_Int4Linear_on_a_gpu(dtype):
     expect_close(y.cpu(), expected.to(dtype), rtol=eps, atol=eps * expected.abs().max().item(), read="the contract")
 
 
-# ---- 20.14 gptq ------------------------------------------------------------------------------------------------------
+# ---- gptq ------------------------------------------------------------------------------------------------------------
 
 
 def correlated(n: int, k: int, n_inputs: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

@@ -38,7 +38,7 @@ WIDE = LlamaConfig(vocab_size=97, dim=24, n_layers=3, n_heads=3, n_kv_heads=3, h
 ONLY_BYTES, ONLY_FLOPS = Sheet(1e40, 1.0), Sheet(1.0, 1e40)
 
 
-# ---- 21.1 decode_seconds ---------------------------------------------------------------------------------------------
+# ---- decode_seconds --------------------------------------------------------------------------------------------------
 
 
 def counted(config: LlamaConfig, batch: int, length: int) -> tuple[int, int]:
@@ -80,7 +80,7 @@ def test_decode_seconds_takes_the_longer():
     expect_close(answer, [memory, 1000 * products / card.peak_flops], rtol=1e-9, name="seconds", read=STEP)
 
 
-# ---- 21.2 compute_bound_decode_batch ---------------------------------------------------------------------------------
+# ---- compute_bound_decode_batch --------------------------------------------------------------------------------------
 
 
 def searched(config: LlamaConfig, card: Sheet, length: int) -> int:
@@ -139,7 +139,7 @@ def serving_parameters(config: LlamaConfig) -> int:
     return {4096: 6_738_415_616, 8192: 68_976_648_192}[config.dim]
 
 
-# ---- 21.3 BlockAllocator ---------------------------------------------------------------------------------------------
+# ---- BlockAllocator --------------------------------------------------------------------------------------------------
 
 
 def test_BlockAllocator_by_hand():
@@ -205,7 +205,7 @@ def test_BlockAllocator_never_leaks():
         expect_equal(pool.n_users, [users[b] for b in range(7)], name=f"n_users after {call}", read=PAGE)
 
 
-# ---- 21.4 PagedCache -------------------------------------------------------------------------------------------------
+# ---- PagedCache ------------------------------------------------------------------------------------------------------
 
 TINY = SimpleNamespace(n_layers=2, n_heads=4, n_kv_heads=2, dim=12)
 
@@ -433,7 +433,7 @@ def test_PagedCache_never_leaks():
     expect_equal(cache.allocator.n_free, 12, name="free blocks after all sequences are freed", read=PAGE)
 
 
-# ---- 21.5 paged_attention --------------------------------------------------------------------------------------------
+# ---- paged_attention -------------------------------------------------------------------------------------------------
 
 
 def stored(lengths, groups=2, width=8, block_size=4, n_layers=2, rubbish=0.0, dtype=torch.float32, device="cpu"):
@@ -544,7 +544,7 @@ def test_paged_attention_in_parts_launches_the_kernel(monkeypatch):
     expect_equal(grids, [(1, 2, 4)], name="grids", read=PARTS)
 
 
-# ---- 21.6 PrefixTree -------------------------------------------------------------------------------------------------
+# ---- PrefixTree ------------------------------------------------------------------------------------------------------
 
 
 def test_PrefixTree_by_hand():
@@ -705,7 +705,7 @@ def _check_eviction(tree, known: dict, used: dict, held: list) -> None:
         del known[next(p for p in leaves if known[p] == answer[0])]
 
 
-# ---- 21.7 Scheduler --------------------------------------------------------------------------------------------------
+# ---- Scheduler -------------------------------------------------------------------------------------------------------
 
 
 def make_requests(*sizes: tuple[int, int]) -> list[Request]:
@@ -891,7 +891,7 @@ def _drive(scheduler, rng: random.Random, n_requests: int) -> None:
     )
 
 
-# ---- 21.8 Engine -----------------------------------------------------------------------------------------------------
+# ---- Engine ----------------------------------------------------------------------------------------------------------
 
 
 def small_model(kind: str = "llama"):
@@ -1046,7 +1046,7 @@ def test_Engine_random_cancellations_never_leak():
     expect_equal(seen, (False, 9, 0), name="busy, free blocks, sequences in the cache", answer=n_tokens, read=BUDGET)
 
 
-# ---- 21.9 generate_many ----------------------------------------------------------------------------------------------
+# ---- generate_many ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -1161,7 +1161,7 @@ def test_generate_many_equals_transformers():
     expect_equal(answer, transformers_tokens().tolist(), name="tokens", read="ex-serving-generate-many")
 
 
-# ---- 21.10 speculative_step ------------------------------------------------------------------------------------------
+# ---- speculative_step ------------------------------------------------------------------------------------------------
 
 
 def distribution(target: Tensor, draft: Tensor, n: int, seed: int = 0) -> Counter:
@@ -1288,7 +1288,7 @@ def test_speculative_step_changes_nothing():
     expect_close((target, draft, drafted), (P, Q, torch.tensor([0, 1])), name="arguments", read=REST)
 
 
-# ---- 21.11 expected_tokens -------------------------------------------------------------------------------------------
+# ---- expected_tokens -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,13 @@ import torch.nn.functional as F
 from torch import multiprocessing
 
 from lib.bench.kernels import flash_kernels
+from lib.bench.kit import record, spread
 from lib.fast.attention import flash as flash_fast
 from lib.fast.attention.flash import fits_fast, flash_attention_fast
-from lib.fast.attention.flash_hopper import Roles, has_roles
+from lib.fast.attention.flash_hopper import Roles
+from lib.fast.gluon import has_roles
 from lib.flash_attention import FlashAttentionTorch, FlashAttentionTriton, flash_attention
-from lib.given.data.record import MEASUREMENTS, record, spread
+from lib.given.data.record import MEASUREMENTS
 
 CASES = {
     "64_causal": (16, 64, True),

@@ -25,7 +25,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lib.bench.kernels.flash import time_ms
-from lib.fast.attention import flash, flash_launch, flash_stored
+from lib.bench.kit import machine, record, spread
+from lib.fast import launch
+from lib.fast.attention import flash, flash_stored
 from lib.fast.attention.flash import (
     fits_fast,
     flash_attention_fast,
@@ -35,10 +37,10 @@ from lib.fast.attention.flash import (
     split_joined,
 )
 from lib.fast.attention.flash_items import deal
-from lib.fast.attention.flash_launch import Sizes
 from lib.fast.attention.flash_stored import Dealt, for_device
+from lib.fast.launch import Sizes
 from lib.fast.models import capture
-from lib.given.data.record import MEASUREMENTS, load, machine, record, spread
+from lib.given.data.record import MEASUREMENTS, load
 
 NAME, ROUNDS, SAMPLE_MS = "flash_shapes", 12, 6.0
 
@@ -184,7 +186,7 @@ WITHOUT: dict[str, tuple[Any, str, Any] | None] = {
     "as it is": None,
     "dQ and dK/dV in two passes": (flash, "n_stored_tiles", lambda device, sizes: 0),
     "heads that share keys are one part": (flash_stored, "_dealt", _never_apart),
-    "all heads side by side": (flash_launch, "MOST_TOGETHER", flash.MOST_ALONG_AXIS),
+    "all heads side by side": (launch, "MOST_TOGETHER", flash.MOST_ALONG_AXIS),
 }
 WITHOUT_AT = (
     "28 heads on 4, width 128, 4,096 tokens, causal",
@@ -213,25 +215,25 @@ def without_one(shape: Shape) -> dict[str, dict[str, float]]:
 @contextmanager
 def without(what: str) -> Iterator[None]:
     """Our host code without one of its optimizations."""
-    kept = flash_launch.Launch.__call__, flash_launch._direct, flash_launch.MOST_KEPT, flash.Joined.__call__
+    kept = launch.Launch.__call__, launch._direct, launch.MOST_KEPT, flash.Joined.__call__
     flash._plans.clear()
     if what == "Triton's own launch":
-        flash_launch.Launch.__call__ = _slowly  # type: ignore[assignment, method-assign]
+        launch.Launch.__call__ = _slowly  # type: ignore[assignment, method-assign]
     elif what == "the compiled kernel, called through Triton's Python":
-        flash_launch._direct = lambda *args: None  # type: ignore[assignment]
+        launch._direct = lambda *args: None  # type: ignore[assignment]
     elif what == "a launcher in C, arguments made at every call":
-        flash_launch.MOST_KEPT = 0
+        launch.MOST_KEPT = 0
     elif what == "a launcher in C, views made at every call":
         flash.Joined.__call__ = _with_views  # type: ignore[method-assign]
     try:
         yield
     finally:
-        flash_launch.Launch.__call__, flash_launch._direct, flash_launch.MOST_KEPT, flash.Joined.__call__ = kept  # type: ignore[method-assign]
+        launch.Launch.__call__, launch._direct, launch.MOST_KEPT, flash.Joined.__call__ = kept  # type: ignore[method-assign]
         flash._plans.clear()
 
 
-def _slowly(self: flash_launch.Launch, *tensors: Tensor) -> None:
-    self.kernel[self.grid](*[flash_launch._argument(arg, tensors) for arg in self.args], **self.options)
+def _slowly(self: launch.Launch, *tensors: Tensor) -> None:
+    self.kernel[self.grid](*[launch._argument(arg, tensors) for arg in self.args], **self.options)
 
 
 def _with_views(self: flash.Joined, *tensors: Tensor) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lib.bench.kernels import flash_shapes
 from lib.bench.kernels.flash import inputs, time_ms
+from lib.bench.kit import record, spread
 from lib.fast.attention.flash import (
     ENOUGH_ROWS,
     ROLES_TABLE,
@@ -30,7 +31,7 @@ from lib.fast.attention.flash import (
 )
 from lib.fast.attention.flash_hopper import Roles
 from lib.fast.models import capture
-from lib.given.data.record import MEASUREMENTS, load, record, spread
+from lib.given.data.record import MEASUREMENTS, load
 
 NAME, N_HEADS, LENGTHS, N_CALLS = "flash_short", 16, (256, 512, 1024, 2048, 4096, 8192), 20
 KERNELS = ("forward", "dQ", "dK/dV")

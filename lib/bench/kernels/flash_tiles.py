@@ -20,9 +20,10 @@ from torch import Tensor, multiprocessing
 
 from lib.bench.kernels.flash import LOG2E, inputs, naive, time_ms
 from lib.bench.kernels.flash_kernels import backward_once
+from lib.bench.kit import record, spread
 from lib.fast.attention.flash import Tiles, fast_dkdv, fast_dq, fast_forward, tiles_for
 from lib.fast.attention.flash_hopper import Roles
-from lib.given.data.record import MEASUREMENTS, record, spread
+from lib.given.data.record import MEASUREMENTS
 
 KERNELS = ("forward", "dQ", "dK/dV", "one pass")  # the last: all gradients at once, of lib.bench.kernels.flash_kernels
 CUTS: dict[tuple[str, int], list[tuple[Any, ...]]] = {  # rows, columns, warps, stages, registers

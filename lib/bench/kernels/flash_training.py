@@ -9,7 +9,6 @@ import argparse
 import gc
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -19,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lib.bench.ladder import PEAK_FLOPS, Climber, Rung, Task, flops_per_item, make_task, set_tf32, wait
+from lib.bench.kit import machine, record, seconds_of, spread, wait_for
+from lib.bench.ladder import PEAK_FLOPS, Climber, Rung, Task, flops_per_item, make_task, set_tf32
 from lib.bench.yardstick.replicas import RowViT
 from lib.fast.models import Path as FastPath
 from lib.fast.models import capture
-from lib.given.data.record import MEASUREMENTS, load, machine, record, spread
+from lib.given.data.record import MEASUREMENTS, load
 
 NAME, BATCHES, N_BLOCKS, ROUNDS, N_IN_ROW = "flash_training", {"gpt2": 16, "vit": 256}, 4, 12, 4
 KERNELS = {"PyTorch's choice": "fused", "the book's": "workbook"}
@@ -63,7 +63,7 @@ class Trainer:
         """Train three steps, in which the model is compiled."""
         for _ in range(3):
             self.train_step()
-        wait(self.task.device)
+        wait_for(self.task.device)
 
     def record_graph(self, pool: Any) -> None:
         """Record the step as a graph in a pool of memory that all trainers share."""
@@ -112,12 +112,7 @@ def race(task: Task, names: list[str], batch: int) -> dict[str, Any]:
 
 def step_ms(step: Callable[[], Tensor], device: str) -> float:
     """Milliseconds of one step, the mean of several in a row."""
-    wait(device)
-    start = time.perf_counter()
-    for _ in range(N_IN_ROW):
-        step()
-    wait(device)
-    return 1e3 * (time.perf_counter() - start) / N_IN_ROW
+    return 1e3 * seconds_of(step, device, N_IN_ROW)
 
 
 def train(model: str, device: str, batch: int, tiny: bool) -> dict[str, Any]:
@@ -150,7 +145,7 @@ def compile_one(task: Task, name: str, batch: int) -> None:
     try:
         ready = trainer(task, name, batch)
         ready.train_step()
-        wait(task.device)
+        wait_for(task.device)
     except torch.OutOfMemoryError:
         print(task.name, name, "compiled, but a step beside the others has no memory")
 

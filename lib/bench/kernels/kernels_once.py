@@ -12,10 +12,11 @@ from unittest.mock import patch
 
 import torch
 
+from lib.bench.kit import wait_for
 from lib.fast.attention import flash
 from lib.fast.attention.flash import fits_fast, flash_attention_fast, flash_attention_joined
-from lib.fast.attention.flash_hopper import has_roles
 from lib.fast.attention.heads import split_heads
+from lib.fast.gluon import has_roles
 from lib.fast.parts import mlp
 from lib.fast.parts.float8 import cast_both
 from lib.fast.parts.gelu import bias_gelu
@@ -40,8 +41,7 @@ def run(name: str, call: Callable[[], torch.Tensor], device: str) -> None:
     out = call()
     if out.requires_grad:
         out.float().sum().backward()
-    if device == "cuda":
-        torch.cuda.synchronize()
+    wait_for(device)
     print("ran", name, flush=True)
 
 

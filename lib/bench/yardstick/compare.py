@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lib.bench.all_reduce import slowest, spawn, wait_for
+from lib.bench.kit import machine, record, seconds_of, slowest, spawn, spread, wait_for
 from lib.bench.ladder import N_IMAGES, PEAK_FLOPS, Rung, ViTTask, flops_per_item, set_tf32
 from lib.bench.yardstick.copies import CopyDDP, InTurn
 from lib.bench.yardstick.replicas import RowViT, train_step
@@ -45,7 +45,7 @@ from lib.ddp import OverlapDDP
 from lib.fast.models import ATTENTIONS, capture
 from lib.fast.models import Path as FastPath
 from lib.fsdp import FullySharded
-from lib.given.data.record import MEASUREMENTS, load, machine, record, spread
+from lib.given.data.record import MEASUREMENTS, load
 from lib.given.models.vit import ViTConfig, preset
 from lib.vit import VisionTransformer
 
@@ -159,13 +159,7 @@ class Racer:
 
     def row_of_steps(self, n: int, device: torch.device) -> float:
         """Seconds of one step on the slowest rank, the mean of several in a row."""
-        dist.barrier()
-        wait_for(device)
-        start = time.perf_counter()
-        for _ in range(n):
-            self.step()
-        wait_for(device)
-        return slowest((time.perf_counter() - start) / n, device)
+        return seconds_of(self.step, device, n, on_ranks=True)
 
 
 def compiled(run: Callable) -> Callable:
@@ -628,7 +622,3 @@ def run_cell(cell: Cell, backend: str, start: float, options: argparse.Namespace
         lines = str(error).strip().splitlines() or [type(error).__name__]
         write(_described(cell, *make_task(cell, torch.device("cpu"))) | {"error": lines[-1][:300]}, options)
     print(f"[{time.monotonic() - start:5.0f} s] {cell}: {time.monotonic() - began:.0f} s", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -47,15 +47,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lib.bench.all_reduce import slowest, spawn, wait_for
 from lib.bench.ddp import covered, merged
+from lib.bench.kit import record, seconds_of, slowest, spawn, spread, wait_for
 from lib.bench.ladder import Rung, set_tf32
 from lib.bench.yardstick.compare import LR, MOMENTUM, N_WARMUP, Cell, PlainTask, cells_of, our_parts, path_of, sgd
 from lib.bench.yardstick.copies import CopyDDP, InTurn, Places, allocate_shared, in_peers_memory
 from lib.bench.yardstick.replicas import train_step
 from lib.ddp import OverlapDDP, average_gradients
 from lib.fast.models import capture
-from lib.given.data.record import MEASUREMENTS, load, record, spread
+from lib.given.data.record import MEASUREMENTS, load
 
 Step = Callable[[], Tensor]
 AllReduce = Callable[..., Any]
@@ -250,12 +250,7 @@ def make_ways(model: OverlapDDP, batch: tuple[Tensor, Tensor]) -> dict[str, Step
 
 def row(step: Step, n: int, device: torch.device) -> float:
     """Seconds of one step on this rank, the mean of ``n`` in a row."""
-    wait_for(device)
-    start = time.perf_counter()
-    for _ in range(n):
-        step()
-    wait_for(device)
-    return (time.perf_counter() - start) / n
+    return seconds_of(step, device, n)
 
 
 def watch(step: Step, n: int, device: torch.device) -> list[list[float]]:

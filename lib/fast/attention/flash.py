@@ -3,8 +3,8 @@
 Read chapter 15 first: the arithmetic is the same, and the page "Measurements: FlashAttention" says what each difference pays.
 Where ``lib.fast.attention.flash_hopper`` has an even faster kernel that the device can run, ``tiles_for`` chooses that one.
 
-Tensors are read and written where they lie, whatever their strides, and of any length. `attention_with_lse` and
-`attention_backward` are the two halves for callers that need them apart, such as ring attention.
+Tensors are read and written where they lie, whatever their strides, and of any length. ``lib.fast.attention.blocks`` has
+forward and backward as two functions, for callers that need them apart, such as ring attention.
 """
 
 import math
@@ -17,11 +17,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
 
-from lib.fast.attention.flash_hopper import Roles, has_roles, hopper_dkdv, hopper_dq, hopper_forward
+from lib.fast.attention.flash_hopper import Roles, hopper_dkdv, hopper_dq, hopper_forward
 from lib.fast.attention.flash_items import n_tiles_in_memory
-from lib.fast.attention.flash_launch import LENGTHS, Address, Box, Launch, Sizes, can_be_read, grid_by_rows, is_watched
 from lib.fast.attention.flash_stored import StoredBackward, has_collectives
-from lib.fast.parts.grouped import n_programs
+from lib.fast.gluon import has_roles
+from lib.fast.launch import LENGTHS, Address, Box, Launch, Sizes, can_be_read, grid_by_rows, is_watched, n_programs
 from lib.fast.parts.sums import add_rows
 from lib.given.kernels.once import NO_SECOND_DERIVATIVE
 from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, LN2, LOG2E, check_shapes, tl, triton
@@ -932,48 +932,3 @@ def flash_attention_joined(
         split_joined(x, n_heads)
         return joined_forward_operator(x, bias, n_heads, is_causal)[0]
     return _apply_joined(x, bias, n_heads, is_causal)
-
-
-# ---- the two halves for other modules -------------------------------------------------------------------------------------
-
-
-def attention_with_lse(
-    q: Float[Tensor, "*lead t d"], k: Float[Tensor, "*lead_kv s d"], v: Float[Tensor, "*lead_kv s d"], is_causal=False
-) -> tuple[Float[Tensor, "*lead t d"], Float[Tensor, "*lead t"]]:
-    """Output and natural logsumexp of the scaled scores, without autograd, on any device.
-
-    A row without keys (causal, and more queries than keys) gets an output of 0 and a logsumexp of -inf.
-
-    Raises:
-        ValueError: the shapes or dtypes do not fit.
-    """
-    with torch.no_grad():
-        if fits_fast(q, k, v, is_causal) and q.ndim <= 4:
-            return fast_forward(q, k, v, is_causal)
-        from lib.flash_attention import FlashAttentionTorch
-
-        context = _Saved()
-        o = FlashAttentionTorch.forward(context, q, k, v, is_causal)
-        return o, context.saved[-1]
-
-
-class _Saved:
-    """Replaces autograd's context where only the saved tensors are needed."""
-
-    def save_for_backward(self, *xs: Tensor) -> None:
-        self.saved = xs
-
-
-def attention_backward(
-    q, k, v, o, do, lse, is_causal: bool = False
-) -> tuple[Float[Tensor, "*lead t d"], Float[Tensor, "*lead_kv s d"], Float[Tensor, "*lead_kv s d"]]:
-    """Gradients of q, k and v, without autograd, on any device.
-
-    If ``o`` and ``lse`` cover more keys than k has, as in ring attention, the results are what k's keys contribute.
-    """
-    with torch.no_grad():
-        if fits_fast(q, k, v, is_causal) and q.ndim <= 4:
-            return fast_backward(q, k, v, o, do, lse, is_causal)
-        from lib.flash_attention import flash_backward
-
-        return flash_backward(q, k, v, o, do, lse, is_causal)

@@ -19,21 +19,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from lib.fast.attention.flash_launch import LENGTHS, VERSION, Address, Box, Launch, Sizes, grid_by_rows
-from lib.given.kernels.tiles import INTERPRETED, triton
-
-KNOWN = (
-    (3, 6),
-    (3, 7),
-    (3, 8),
-    (3, 9),
-)  # versions of Triton that compile this file; Gluon is young, and its names change
-PROVEN = ((3, 6),)  # versions whose code passed tests/house/fast/test_flash_hopper.py on a GPU
-
-GLUON = not INTERPRETED and VERSION in KNOWN
+from lib.fast.gluon import GLUON
+from lib.fast.launch import LENGTHS, Address, Box, Launch, Sizes, grid_by_rows
+from lib.given.kernels.tiles import triton
 
 
 @dataclass(frozen=True)
@@ -57,23 +45,25 @@ class Roles:
 
 
 if GLUON:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import hopper
-    from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-
-    fence_async_shared = hopper.fence_async_shared
-    copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # the first name since Triton 3.9
-    copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+    from lib.fast.gluon import (
+        FLAT,
+        acc,
+        as_box,
+        copy_in,
+        copy_out,
+        fence_async_shared,
+        gl,
+        gluon,
+        mbarrier,
+        release,
+        tma,
+        wait_empty,
+        wait_full,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
 
     LOG2E, LN2 = gl.constexpr(math.log2(math.e)), gl.constexpr(math.log(2))
-    RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # in newer versions of Triton
-    FLAT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-
-    @gluon.constexpr_function
-    def acc(n):
-        """Layout of a group's [64, n] float32 accumulator, to which tensor cores add."""
-        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, n, 16])
 
     @gluon.constexpr_function
     def tile_layout(rows, cut):
@@ -92,14 +82,6 @@ if GLUON:
             return shared.load(left(CUT.tile))
         else:  # noqa: RET505 - Gluon wants both ways written out
             return shared
-
-    @gluon.jit
-    def _box(shared, descriptor):
-        """The same memory with the four dimensions of what the TMA copies."""
-        if RENAMED:
-            return shared.reinterpret(descriptor.dtype, descriptor.block_shape, descriptor.layout)
-        else:  # noqa: RET505
-            return shared._reinterpret(descriptor.dtype, descriptor.block_shape, descriptor.layout)
 
     # ---- the ring ----------------------------------------------------------------------------------------------------
 
@@ -147,19 +129,6 @@ if GLUON:
             _load_for_rows(given, CUT)
 
     @gluon.jit
-    def _wait_full(full, n, CUT: gl.constexpr):
-        mbarrier.wait(full.index(n % CUT.stages), (n // CUT.stages) & 1)
-
-    @gluon.jit
-    def _wait_empty(empty, n, CUT: gl.constexpr):
-        """Wait until place n is free. In the first round it is free from the start."""
-        mbarrier.wait(empty.index(n % CUT.stages), ((n // CUT.stages) & 1) ^ 1)
-
-    @gluon.jit
-    def _let_go(empty, n, CUT: gl.constexpr):
-        mbarrier.arrive(empty.index(n % CUT.stages))
-
-    @gluon.jit
     def _begin(factor, shared):
         """Start factor @ shared^T; the result may be read only after a wait."""
         n: gl.constexpr = shared.shape[0]
@@ -169,7 +138,7 @@ if GLUON:
     @gluon.jit
     def _begin_scores(factor, places, full, n, CUT: gl.constexpr):
         """Start the scores of tile n. The loader brings one tile more than needed, so that even the last one can look ahead."""
-        _wait_full(full, n, CUT)
+        wait_full(full, n, CUT)
         return _begin(factor, places.index(n % CUT.stages))
 
     # ---- forward and dQ: a group owns 64 rows, and tiles of keys and values pass by ----------------------------------
@@ -215,23 +184,23 @@ if GLUON:
         mbarrier.expect(once, len(rows_in) * CUT.users * 64 * CUT.width * 2)
         for user in gl.static_range(gl.constexpr(CUT.users)):
             for i in gl.static_range(len(rows_in)):
-                copy_in(rows_in[i], [b, h, start + 64 * user, 0], once, _box(rows_s[i].index(user), rows_in[i]))
+                copy_in(rows_in[i], [b, h, start + 64 * user, 0], once, as_box(rows_s[i].index(user), rows_in[i]))
         g = h // CUT.group
         n_tiles = _n_tiles(start + 64 * CUT.users, T, S, CUT)
         for n in range(0, n_tiles + 1):
             at = gl.minimum(n, gl.maximum(n_tiles - 1, 0)) * CUT.tile
             place = n % CUT.stages
-            _wait_empty(empty, n, CUT)
+            wait_empty(empty, n, CUT)
             mbarrier.expect(full.index(place), 2 * CUT.tile * CUT.width * 2)
-            copy_in(k, [b, g, at, 0], full.index(place), _box(k_s.index(place), k))
-            copy_in(v, [b, g, at, 0], full.index(place), _box(v_s.index(place), v))
+            copy_in(k, [b, g, at, 0], full.index(place), as_box(k_s.index(place), k))
+            copy_in(v, [b, g, at, 0], full.index(place), as_box(v_s.index(place), v))
 
     @gluon.jit
     def _pass_by(full, empty, n, n_tiles, CUT: gl.constexpr):
         """Release the tiles that only later rows need."""
         for i in range(n, n_tiles):
-            _wait_full(full, i, CUT)
-            _let_go(empty, i, CUT)
+            wait_full(full, i, CUT)
+            release(empty, i, CUT)
 
     @gluon.jit
     def _keys(o, l, m, s, query, ring, n, sees, scale2, MASK: gl.constexpr, CUT: gl.constexpr):
@@ -255,7 +224,7 @@ if GLUON:
         if not CUT.early:
             ahead = _begin_scores(query, k_s, full, n + 1, CUT)
         o, ahead, weights = warpgroup_mma_wait(0, deps=[o, ahead, weights])
-        _let_go(empty, n, CUT)
+        release(empty, n, CUT)
         return o, l, m_new, ahead
 
     @gluon.jit
@@ -291,7 +260,7 @@ if GLUON:
                 gl.store(lse + head * T + rows, (m + gl.log2(l)) * LN2)
             place.store((o / gl.convert_layout(l, gl.SliceLayout(1, acc(CUT.width)))[:, None]).to(place.dtype))
             fence_async_shared()
-            copy_out(out, [head // H, head % H, mine, 0], _box(place, out))
+            copy_out(out, [head // H, head % H, mine, 0], as_box(place, out))
         _pass_by(full, empty, n, n_tiles, CUT)
         tma.store_wait(0)
 
@@ -322,7 +291,7 @@ if GLUON:
         if not CUT.early:
             ahead = _begin_scores(query, k_s, full, n + 1, CUT)
         dq, ahead, ds = warpgroup_mma_wait(0, deps=[dq, ahead, ds])
-        _let_go(empty, n, CUT)
+        release(empty, n, CUT)
         return dq, ahead
 
     @gluon.jit
@@ -360,7 +329,7 @@ if GLUON:
                     n += 1
             output.store((dq * scale).to(output.dtype))
             fence_async_shared()
-            copy_out(out, [head // H, head % H, mine, 0], _box(output, out))
+            copy_out(out, [head // H, head % H, mine, 0], as_box(output, out))
         _pass_by(full, empty, n, n_tiles, CUT)
         tma.store_wait(0)
 
@@ -404,8 +373,8 @@ if GLUON:
         b, g = head // G, head % G
         mbarrier.expect(once, 2 * CUT.users * 64 * CUT.width * 2)
         for user in gl.static_range(gl.constexpr(CUT.users)):
-            copy_in(k, [b, g, start + 64 * user, 0], once, _box(k_s.index(user), k))
-            copy_in(v, [b, g, start + 64 * user, 0], once, _box(v_s.index(user), v))
+            copy_in(k, [b, g, start + 64 * user, 0], once, as_box(k_s.index(user), k))
+            copy_in(v, [b, g, start + 64 * user, 0], once, as_box(v_s.index(user), v))
         first = _first_row(start, T, S, CUT)
         each = (_end_row(T, CUT) - first) // CUT.tile
         for n in range(0, CUT.group * each + 1):
@@ -414,11 +383,11 @@ if GLUON:
             at = (head * CUT.group + shared) * padded + row
             h = g * CUT.group + shared
             place = n % CUT.stages
-            _wait_empty(empty, n, CUT)
+            wait_empty(empty, n, CUT)
             mbarrier.expect(full.index(place), 2 * CUT.tile * (CUT.width * 2 + 4))
-            copy_in(q, [b, h, row, 0], full.index(place), _box(q_s.index(place), q))
+            copy_in(q, [b, h, row, 0], full.index(place), as_box(q_s.index(place), q))
             copy_in(stats, [at], full.index(place), lse_s.index(place))
-            copy_in(do, [b, h, row, 0], full.index(place), _box(do_s.index(place), do))
+            copy_in(do, [b, h, row, 0], full.index(place), as_box(do_s.index(place), do))
             copy_in(stats, [n_rows + at], full.index(place), sums_s.index(place))
 
     @gluon.jit
@@ -452,7 +421,7 @@ if GLUON:
             fence_async_shared()
             copy_out(put[0], [put[2] * 64, 0], put[1])
         dk, dv, ahead, narrow, ds = warpgroup_mma_wait(0, deps=[dk, dv, ahead, narrow, ds])
-        _let_go(empty, n, CUT)
+        release(empty, n, CUT)
         return dk, dv, ahead
 
     @gluon.jit
@@ -476,7 +445,7 @@ if GLUON:
         for _ in range(0, CUT.group):
             for _ in range(_first_row(start, T, S, CUT), first, CUT.tile):  # rows that see none of this user's keys
                 s = warpgroup_mma_wait(0, deps=[_begin_scores(key, q_s, full, n + 1, CUT)])
-                _let_go(empty, n, CUT)
+                release(empty, n, CUT)
                 n += 1
             for row in range(first, whole, CUT.tile):
                 dk, dv, s = _queries(dk, dv, s, key, value, ring, n, rows + row, cols, scale2, nowhere, True, CUT)
@@ -487,8 +456,8 @@ if GLUON:
         key_place.store((dk * scale).to(key.dtype))
         value_place.store(dv.to(key.dtype))
         fence_async_shared()
-        copy_out(dk_out, [head // G, head % G, mine, 0], _box(key_place, dk_out))
-        copy_out(dv_out, [head // G, head % G, mine, 0], _box(value_place, dv_out))
+        copy_out(dk_out, [head // G, head % G, mine, 0], as_box(key_place, dk_out))
+        copy_out(dv_out, [head // G, head % G, mine, 0], as_box(value_place, dv_out))
         tma.store_wait(0)
 
     @gluon.jit(do_not_specialize=LENGTHS)
@@ -510,11 +479,6 @@ if GLUON:
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------
-
-
-def has_roles(x: Tensor) -> bool:
-    """Whether kernels with roles run on x's device: compute capability 9.0 exactly, and a version of Triton in PROVEN."""
-    return GLUON and VERSION in PROVEN and x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
 @lru_cache(maxsize=64)

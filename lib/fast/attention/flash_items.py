@@ -8,7 +8,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-from lib.fast.attention.flash_launch import Sizes
+from lib.fast.launch import Sizes
 
 TILE_BYTES = 64 * 64 * 2
 SCRATCH_BYTES = 2**31  # for dS; more only where two heads of queries need more

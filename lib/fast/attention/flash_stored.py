@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lib.fast.attention.flash_hopper import GLUON, Roles, box
+from lib.fast.attention.flash_hopper import Roles, box
 from lib.fast.attention.flash_items import Item, Work, deal_apart
-from lib.fast.attention.flash_launch import LENGTHS, Address, Box, Launch, Sizes
+from lib.fast.gluon import GLUON
+from lib.fast.launch import LENGTHS, Address, Box, Launch, Sizes
 from lib.given.kernels.tiles import LOG2E, tl, triton
 
 ROWS = 64  # of a program of `statistics_kernel`
@@ -54,26 +55,22 @@ def statistics_kernel(
 
 
 if GLUON:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-
-    from lib.fast.attention.flash_hopper import (
+    from lib.fast.attention.flash_hopper import _barriers, _begin_scores, _queries, tile_layout
+    from lib.fast.gluon import (
         FLAT,
         RENAMED,
-        _barriers,
-        _begin_scores,
-        _box,
-        _let_go,
-        _queries,
-        _wait_empty,
-        _wait_full,
         acc,
+        as_box,
         copy_in,
         copy_out,
         fence_async_shared,
+        gl,
+        gluon,
         mbarrier,
-        tile_layout,
+        release,
         tma,
+        wait_empty,
+        wait_full,
         warpgroup_mma,
         warpgroup_mma_wait,
     )
@@ -162,8 +159,8 @@ if GLUON:
         b, g = head // G, head % G
         mbarrier.expect(once, 4 * 64 * CUT.width * 2)
         for user in gl.static_range(2):
-            copy_in(k, [b, g // CUT.apart, start + 64 * user, 0], once, _box(own_s.index(user), k))
-            copy_in(v, [b, g // CUT.apart, start + 64 * user, 0], once, _box(own_s.index(2 + user), v))
+            copy_in(k, [b, g // CUT.apart, start + 64 * user, 0], once, as_box(own_s.index(user), k))
+            copy_in(v, [b, g // CUT.apart, start + 64 * user, 0], once, as_box(own_s.index(2 + user), v))
         first = _first_tile(start, T, S, CUT)
         each = (T + 63) // 64 - first
         for i in range(0, CUT.group * each + 1):
@@ -171,12 +168,12 @@ if GLUON:
             row = (first + i % each) * 64
             at = (head * CUT.group + shared) * padded + row
             place = n % CUT.stages
-            _wait_empty(empty, n, CUT)
+            wait_empty(empty, n, CUT)
             opens = full.index(place)
             mbarrier.expect(opens, 2 * 64 * (CUT.width * 2 + 4))
-            copy_in(q, [b, g * CUT.group + shared, row, 0], opens, _box(q_s.index(place), q))
+            copy_in(q, [b, g * CUT.group + shared, row, 0], opens, as_box(q_s.index(place), q))
             copy_in(stats, [at], opens, lse_s.index(place))
-            copy_in(do, [b, g * CUT.group + shared, row, 0], opens, _box(do_s.index(place), do))
+            copy_in(do, [b, g * CUT.group + shared, row, 0], opens, as_box(do_s.index(place), do))
             copy_in(stats, [n_rows + at], opens, sums_s.index(place))
             n += 1
         return n
@@ -205,7 +202,7 @@ if GLUON:
         for _ in range(0, CUT.group):
             for _ in range(_first_tile(mine - 64 * user, T, S, CUT), first):  # rows that see none of this user's keys
                 s = warpgroup_mma_wait(0, deps=[_begin_scores(own_s.index(user), q_s, full, n + 1, CUT)])
-                _let_go(empty, n, CUT)
+                release(empty, n, CUT)
                 n += 1
             for j in range(first, whole):
                 key, value = _own(own_s, user)
@@ -218,14 +215,14 @@ if GLUON:
                 dk, dv, s = _queries(dk, dv, s, key, value, ring, n, rows, cols, scale2, put, False, CUT)
                 n += 1
             at += tile_number(end, T, S, CUT)
-        _let_go(empty, n, CUT)  # the tile that came only so that the last one could look ahead
+        release(empty, n, CUT)  # the tile that came only so that the last one could look ahead
         key, value, head, G = own_s.index(user), own_s.index(2 + user), gl.load(item + 1), H // CUT.group
         mine = gl.load(item + 2) * 128 + 64 * user
         key.store((dk * scale).to(key.dtype))
         value.store(dv.to(key.dtype))
         fence_async_shared()
-        copy_out(dk_out, [head // G, head % G, mine, 0], _box(key, dk_out))
-        copy_out(dv_out, [head // G, head % G, mine, 0], _box(value, dv_out))
+        copy_out(dk_out, [head // G, head % G, mine, 0], as_box(key, dk_out))
+        copy_out(dv_out, [head // G, head % G, mine, 0], as_box(value, dv_out))
         return n + 1
 
     # ---- dQ of 256 rows: a stage of the ring has four tiles of dS, two for each user, and one of keys ------------------
@@ -245,7 +242,7 @@ if GLUON:
         await_count(counters, gl.load(item + 4), gl.load(item + 5))
         for i in range(0, _n_keys(gl.minimum(first + 3, last), T, S, CUT)):
             place = n % CUT.stages
-            _wait_empty(empty, n, CUT)
+            wait_empty(empty, n, CUT)
             opens = full.index(place)
             mbarrier.expect(opens, (4 * 64 + CUT.width) * 64 * 2)
             for half in gl.static_range(2):
@@ -253,7 +250,7 @@ if GLUON:
                     j = gl.minimum(first + 2 * user + half, last)
                     at = base + tile_number(j, T, S, CUT) + gl.minimum(i, _n_keys(j, T, S, CUT) - 1)
                     copy_in(ds, [64 * at, 0], opens, _halves(ring[user].index(place), ds).index(half))
-            copy_in(k, [b, g, 64 * i, 0], opens, _box(own_s.index(place), k))
+            copy_in(k, [b, g, 64 * i, 0], opens, as_box(own_s.index(place), k))
             n += 1
         return n
 
@@ -274,32 +271,32 @@ if GLUON:
         b = gl.full([64, CUT.width], 0.0, gl.float32, acc(CUT.width))
         n_both = _n_keys(gl.minimum(mine, last), T, S, CUT)
         for i in range(0, n_both):
-            _wait_full(full, n, CUT)
+            wait_full(full, n, CUT)
             a = _add(a, tiles_s, own_s, n, 0, ds, CUT)
             b = _add(b, tiles_s, own_s, n, 1, ds, CUT)
             a, b = warpgroup_mma_wait(2, deps=[a, b])
             mbarrier.arrive(empty.index((n + CUT.stages - 1) % CUT.stages), pred=i > 0)
             n += 1
         a, b = warpgroup_mma_wait(0, deps=[a, b])
-        _let_go(empty, n + CUT.stages - 1, CUT)
+        release(empty, n + CUT.stages - 1, CUT)
         n_lower = _n_keys(gl.minimum(mine + 1, last), T, S, CUT)
         for _ in range(n_both, n_lower):  # the lower half of the rows sees one tile more
-            _wait_full(full, n, CUT)
+            wait_full(full, n, CUT)
             b = warpgroup_mma_wait(0, deps=[_add(b, tiles_s, own_s, n, 1, ds, CUT)])
-            _let_go(empty, n, CUT)
+            release(empty, n, CUT)
             n += 1
         for _ in range(n_lower, _n_keys(gl.minimum(first + 3, last), T, S, CUT)):  # tiles for the other user
-            _wait_full(full, n, CUT)
-            _let_go(empty, n, CUT)
+            wait_full(full, n, CUT)
+            release(empty, n, CUT)
             n += 1
         own = spare_s.index(user)
         own.store((a * scale).to(own.dtype))
         fence_async_shared()
-        copy_out(out, [head // H, head % H, 64 * mine, 0], _box(own, out))
+        copy_out(out, [head // H, head % H, 64 * mine, 0], as_box(own, out))
         tma.store_wait(0)
         own.store((b * scale).to(own.dtype))
         fence_async_shared()
-        copy_out(out, [head // H, head % H, 64 * (mine + 1), 0], _box(own, out))
+        copy_out(out, [head // H, head % H, 64 * (mine + 1), 0], as_box(own, out))
         return n
 
     # ---- the kernel --------------------------------------------------------------------------------------------------

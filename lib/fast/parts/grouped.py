@@ -13,8 +13,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lib.fast.attention.flash_hopper import GLUON, has_roles
-from lib.fast.attention.flash_launch import Address, Box, Launch, can_be_read, is_watched
+from lib.fast.gluon import GLUON, has_roles
+from lib.fast.launch import Address, Box, Launch, can_be_read, is_watched, n_programs
+from lib.given.kernels import grouped
+from lib.given.kernels.autocast import factor_dtype
 from lib.given.kernels.mode import tl, triton
 
 ROWS, TERMS = 128, 64  # rows of a tile; terms that are added at a time
@@ -60,20 +62,19 @@ def plan_kernel(counts, table, first_rows, E, n_slots, EXPERTS: tl.constexpr, SL
 
 
 if GLUON:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-
-    from lib.fast.attention.flash_hopper import (
-        _box,
-        _let_go,
-        _wait_empty,
-        _wait_full,
+    from lib.fast.gluon import (
         acc,
+        as_box,
         copy_in,
         copy_out,
         fence_async_shared,
+        gl,
+        gluon,
         mbarrier,
+        release,
         tma,
+        wait_empty,
+        wait_full,
         warpgroup_mma,
         warpgroup_mma_wait,
     )
@@ -116,7 +117,7 @@ if GLUON:
     @gluon.jit
     def _end(total, n, empty, CUT: gl.constexpr):
         total = warpgroup_mma_wait(0, deps=[total])
-        _let_go(empty, n + CUT.stages - 1, CUT)
+        release(empty, n + CUT.stages - 1, CUT)
         return total
 
     # ---- rows times matrices -----------------------------------------------------------------------------------------
@@ -132,15 +133,15 @@ if GLUON:
             expert, start = gl.load(table + 1 + i), gl.load(table + 1 + n_slots + i)
             for k in range(0, n_terms):
                 place = n % CUT.stages
-                _wait_empty(empty, n, CUT)
+                wait_empty(empty, n, CUT)
                 opens = full.index(place)
                 mbarrier.expect(opens, (128 + CUT.columns) * 64 * 2)
                 for user in gl.static_range(2):
-                    copy_in(x, [0, 0, start + 64 * user, 64 * k], opens, _box(x_s.index(2 * place + user), x))
+                    copy_in(x, [0, 0, start + 64 * user, 64 * k], opens, as_box(x_s.index(2 * place + user), x))
                 if CUT.transposed:
-                    copy_in(w, [0, expert, j * CUT.columns, 64 * k], opens, _box(w_s.index(place), w))
+                    copy_in(w, [0, expert, j * CUT.columns, 64 * k], opens, as_box(w_s.index(place), w))
                 else:
-                    copy_in(w, [0, expert, 64 * k, j * CUT.columns], opens, _box(w_s.index(place), w))
+                    copy_in(w, [0, expert, 64 * k, j * CUT.columns], opens, as_box(w_s.index(place), w))
                 n += 1
 
     @gluon.jit
@@ -156,7 +157,7 @@ if GLUON:
             end = gl.load(table + 1 + 2 * n_slots + i)
             total = gl.full([64, CUT.columns], 0.0, gl.float32, acc(CUT.columns))
             for k in range(0, n_terms):
-                _wait_full(full, n, CUT)
+                wait_full(full, n, CUT)
                 right = w_s.index(n % CUT.stages)
                 if CUT.transposed:
                     right = right.permute((1, 0))
@@ -167,7 +168,7 @@ if GLUON:
             own.store(total.to(own.dtype))
             if mine + 64 <= end:
                 fence_async_shared()
-                copy_out(out, [0, 0, mine, j * CUT.columns], _box(own, out))
+                copy_out(out, [0, 0, mine, j * CUT.columns], as_box(own, out))
             else:
                 layout: gl.constexpr = in_rows(CUT.columns)
                 rows = mine + gl.arange(0, 64, gl.SliceLayout(1, layout))
@@ -209,12 +210,12 @@ if GLUON:
             i, j = _place(t % each, n_rows, n_columns, CUT)
             for row in range(gl.load(first_rows + t // each), gl.load(first_rows + t // each + 1), 64):
                 place = n % CUT.stages
-                _wait_empty(empty, n, CUT)
+                wait_empty(empty, n, CUT)
                 opens = full.index(place)
                 mbarrier.expect(opens, (128 + CUT.columns) * 64 * 2)
                 for user in gl.static_range(2):
-                    copy_in(x, [0, 0, row, 128 * i + 64 * user], opens, _box(x_s.index(2 * place + user), x))
-                copy_in(g, [0, 0, row, j * CUT.columns], opens, _box(g_s.index(place), g))
+                    copy_in(x, [0, 0, row, 128 * i + 64 * user], opens, as_box(x_s.index(2 * place + user), x))
+                copy_in(g, [0, 0, row, j * CUT.columns], opens, as_box(g_s.index(place), g))
                 n += 1
 
     @gluon.jit
@@ -237,7 +238,7 @@ if GLUON:
             first, end = gl.load(first_rows + t // each), gl.load(first_rows + t // each + 1)
             total = gl.full([64, CUT.columns], 0.0, gl.float32, acc(CUT.columns))
             for row in range(first, end, 64):
-                _wait_full(full, n, CUT)
+                wait_full(full, n, CUT)
                 left, right = x_s.index(n % CUT.stages * 2 + user), g_s.index(n % CUT.stages)
                 if row + 64 > end:  # both users put the same zeros into the tile that they share
                     _keep(left, end - row, 64)
@@ -250,7 +251,7 @@ if GLUON:
             tma.store_wait(0)
             own.store(total.to(own.dtype))
             fence_async_shared()
-            copy_out(out, [0, t // each, 128 * i + 64 * user, j * CUT.columns], _box(own, out))
+            copy_out(out, [0, t // each, 128 * i + 64 * user, j * CUT.columns], as_box(own, out))
         tma.store_wait(0)
 
     @gluon.jit(do_not_specialize=("E", "n_rows", "n_columns"))
@@ -289,12 +290,6 @@ def fits(x: Tensor, weights: Tensor) -> bool:
         and width % 8 == columns % 8 == 0
         and all(can_be_read(t) and t.data_ptr() % 16 == 0 for t in (x, inner))
     )
-
-
-@lru_cache(maxsize=16)
-def n_programs(device: torch.device) -> int:
-    """Number of programs of a persistent kernel: one for each multiprocessor of the GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @lru_cache(maxsize=256)
@@ -384,6 +379,29 @@ def weight_gradients_fast(
     key = (x.shape[1], grad.shape[1], len(counts), n_programs(x.device), cut)
     launches(_matrices_launch, key, x, grad, out)(x, grad, out, first_rows)
     return out
+
+
+def with_gradients(
+    product: grouped.Product, x: Float[Tensor, "n c"], weights: Float[Tensor, "e c f"], counts: Int[Tensor, " e"]
+) -> Float[Tensor, "n f"]:
+    """``lib.given.kernels.grouped.with_gradients``, by the kernels with roles where they fit, in place of ``product``."""
+    x, weights = x.to(factor_dtype(x)), weights.to(factor_dtype(weights))
+    if not fits(x, weights):
+        return grouped.with_gradients(product, x, weights, counts)
+    planned = plan(counts, len(x))
+
+    def product_fast(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+        return grouped_matmul_fast(_readable(rows, matrices), matrices, counts, planned)
+
+    def of_weights(rows: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
+        return weight_gradients_fast(rows, _readable(grad, weights.transpose(1, 2)), counts, planned)
+
+    return grouped.with_gradients(product_fast, x, weights, counts, of_weights)
+
+
+def _readable(rows: Tensor, matrices: Tensor) -> Tensor:
+    """These rows, copied where the TMA cannot read them: the gradient of a sum is one number with strides of 0."""
+    return rows if fits(rows, matrices) else rows.clone(memory_format=torch.contiguous_format)
 
 
 def launches(make: Any, key: tuple, *tensors: Tensor) -> Launch:

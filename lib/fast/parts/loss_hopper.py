@@ -13,19 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lib.fast.attention.flash_hopper import GLUON, has_roles
-from lib.fast.attention.flash_launch import Address, Box, Launch
-from lib.fast.parts.grouped import launches, n_programs
+from lib.fast.gluon import GLUON, has_roles
+from lib.fast.launch import Address, Box, Launch, n_programs
+from lib.fast.parts.grouped import launches
 
 CHUNK = 4096
 LINE = 128  # a chunk is copied as lines: a box has at most 256 numbers along an axis
 MOST_CHUNKS = 13  # of a row: two rows of so many take 208 KiB of the 227 KiB of shared memory
 
 if GLUON:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-
-    from lib.fast.attention.flash_hopper import _box, copy_in, copy_out, fence_async_shared, mbarrier, tma
+    from lib.fast.gluon import as_box, copy_in, copy_out, fence_async_shared, gl, gluon, mbarrier, tma
 
     LOG2E = gl.constexpr(math.log2(math.e))
     FLAT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=1)
@@ -38,7 +35,7 @@ if GLUON:
         for i in gl.static_range(CHUNKS):
             tma.store_wait(CHUNKS - 1 - i)
             mbarrier.expect(full.index(i), 4096 * 2)
-            copy_in(logits, [row, 32 * i, 0], full.index(i), _box(row_s.index(i), logits))
+            copy_in(logits, [row, 32 * i, 0], full.index(i), as_box(row_s.index(i), logits))
 
     @gluon.jit
     def _log_sum(row_s, full, phase, n_vocab, CHUNKS: gl.constexpr):
@@ -78,7 +75,7 @@ if GLUON:
                     gl.store(losses + row, gl.sum(gl.where(here, x, 0.0), 0) / -LOG2E)
                 row_s.index(i).store((share * scale).to(row_s.dtype))
                 fence_async_shared()
-                copy_out(gradient, [row, 32 * i, 0], _box(row_s.index(i), gradient))
+                copy_out(gradient, [row, 32 * i, 0], as_box(row_s.index(i), gradient))
             phase ^= 1
         tma.store_wait(0)
 

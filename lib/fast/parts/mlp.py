@@ -21,29 +21,28 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from lib.fast.attention.flash_hopper import GLUON, PROVEN
-from lib.fast.attention.flash_launch import VERSION, Address, Launch
+from lib.fast.gluon import GLUON, PROVEN
+from lib.fast.launch import VERSION, Address, Launch, n_programs
 from lib.fast.parts.gelu import _gelu_and_slope
-from lib.fast.parts.grouped import Cut, described, launches, n_programs
+from lib.fast.parts.grouped import Cut, described, launches
 from lib.fast.parts.sums import add_rows
 
 FORWARD, BACKWARD = Cut(columns=128, stages=5, users=1, transposed=True), Cut(columns=128, stages=4, users=1, parts=3)
 
 if GLUON:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-
-    from lib.fast.attention.flash_hopper import (
-        _box,
-        _let_go,
-        _wait_empty,
-        _wait_full,
+    from lib.fast.gluon import (
         acc,
+        as_box,
         copy_in,
         copy_out,
         fence_async_shared,
+        gl,
+        gluon,
         mbarrier,
+        release,
         tma,
+        wait_empty,
+        wait_full,
         warpgroup_mma,
         warpgroup_mma_wait,
     )
@@ -61,16 +60,16 @@ if GLUON:
             i, j = _place(t, n_rows, n_columns, CUT)
             for k in range(0, n_terms):
                 place = n % CUT.stages
-                _wait_empty(empty, n, CUT)
+                wait_empty(empty, n, CUT)
                 opens = full.index(place)
                 mbarrier.expect(opens, (64 * CUT.parts + 128) * 64 * 2)
                 for part in gl.static_range(gl.constexpr(CUT.parts)):
                     row = 64 * (CUT.parts * i + part)
-                    copy_in(x, [0, 0, row, 64 * k], opens, _box(x_s.index(CUT.parts * place + part), x))
+                    copy_in(x, [0, 0, row, 64 * k], opens, as_box(x_s.index(CUT.parts * place + part), x))
                 if CUT.transposed:
-                    copy_in(w, [0, 0, 128 * j, 64 * k], opens, _box(w_s.index(place), w))
+                    copy_in(w, [0, 0, 128 * j, 64 * k], opens, as_box(w_s.index(place), w))
                 else:
-                    copy_in(w, [0, 0, 64 * k, 128 * j], opens, _box(w_s.index(place), w))
+                    copy_in(w, [0, 0, 64 * k, 128 * j], opens, as_box(w_s.index(place), w))
                 n += 1
 
     @gluon.jit
@@ -78,13 +77,13 @@ if GLUON:
         """Compute the product of tile m, 64 rows at a time, after the other user has started the last terms of the tile before."""
         x_s, w_s, full, empty = ring
         if m > 0:  # by then all terms of earlier tiles have arrived, so the parity of `full` cannot be one round behind
-            _wait_full(turns, m - 1, PAIR)
+            wait_full(turns, m - 1, PAIR)
         a = gl.full([64, 128], 0.0, gl.float32, acc(128))
         b = gl.full([64, 128], 0.0, gl.float32, acc(128))
         c = gl.full([64, 128], 0.0, gl.float32, acc(128))
         for n in range(m * n_terms, (m + 1) * n_terms):
             place = n % CUT.stages
-            _wait_full(full, n, CUT)
+            wait_full(full, n, CUT)
             right = w_s.index(place)
             if CUT.transposed:
                 right = right.permute((1, 0))
@@ -94,9 +93,9 @@ if GLUON:
                 c = warpgroup_mma(x_s.index(CUT.parts * place + 2), right, c, is_async=True)
             a, b, c = warpgroup_mma_wait(CUT.parts, deps=[a, b, c])
             mbarrier.arrive(empty.index((n + CUT.stages - 1) % CUT.stages), pred=n > m * n_terms)
-        _let_go(turns, m, PAIR)
+        release(turns, m, PAIR)
         a, b, c = warpgroup_mma_wait(0, deps=[a, b, c])
-        _let_go(empty, (m + 1) * n_terms + CUT.stages - 1, CUT)
+        release(empty, (m + 1) * n_terms + CUT.stages - 1, CUT)
         return a, b, c
 
     @gluon.jit
@@ -122,8 +121,8 @@ if GLUON:
         gelu_s.store(y.to(gelu_s.dtype))
         slope_s.store(dy.to(slope_s.dtype))
         fence_async_shared()
-        copy_out(gelu, [0, 0, row, column], _box(gelu_s, gelu))
-        copy_out(slope, [0, 0, row, column], _box(slope_s, slope))
+        copy_out(gelu, [0, 0, row, column], as_box(gelu_s, gelu))
+        copy_out(slope, [0, 0, row, column], as_box(slope_s, slope))
 
     @gluon.jit
     def _use_forward(user: gl.constexpr, given, TANH: gl.constexpr, CUT: gl.constexpr):
@@ -147,7 +146,7 @@ if GLUON:
         """Start to copy the slopes of the user's piece number n to place n % 4, which the piece before must have left."""
         place = 4 * user + n % 4
         mbarrier.expect(full.index(place), 64 * 64 * 2)
-        copy_in(slope, [0, 0, row, column], full.index(place), _box(own_s.index(place), slope))
+        copy_in(slope, [0, 0, row, column], full.index(place), as_box(own_s.index(place), slope))
 
     @gluon.jit
     def _write_product(user: gl.constexpr, x, n, out, row, column, full, own_s):
@@ -157,7 +156,7 @@ if GLUON:
         product = x * own.load(acc(64)).to(gl.float32)
         own.store(product.to(own.dtype))
         fence_async_shared()
-        copy_out(out, [0, 0, row, column], _box(own, out))
+        copy_out(out, [0, 0, row, column], as_box(own, out))
         return product
 
     @gluon.jit

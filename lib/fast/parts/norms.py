@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lib.fast.parts.grouped import n_programs
+from lib.fast.launch import n_programs
 from lib.fast.parts.sums import add_rows
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, tl, triton
 from lib.given.kernels.once import NO_SECOND_DERIVATIVE

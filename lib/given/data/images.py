@@ -15,6 +15,7 @@ DATA_SETS = {"cifar10": {"path": "uoft-cs/cifar10", "image": "img", "label": "la
 BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 SPLIT_SEED = 0
 N_DIGITS_TEST = 360
+DIGITS_MEAN, DIGITS_STD = 0.3, 0.37  # of the pixels of the handwritten digits, about
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,11 @@ def _digits(split: str) -> Images:
     pixels = torch.from_numpy(data.images).float()[:, None] / 16  # the scans have 17 shades
     labels = torch.from_numpy(data.target).long()
     return Images(images=pixels[chosen], labels=labels[chosen], classes=tuple(map(str, data.target_names)))
+
+
+def normalize_digits(pixels: Tensor) -> Tensor:
+    """Pixels of digits from 0 to 1 as numbers with a mean of about 0 and a standard deviation of about 1."""
+    return (pixels - DIGITS_MEAN) / DIGITS_STD
 
 
 def photograph(height: int | None = None, width: int | None = None) -> Tensor:

@@ -7,10 +7,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lib.fast.parts.grouped import fits, grouped_matmul_fast, plan, weight_gradients_fast
 from lib.given.kernels.autocast import factor_dtype
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON, MatmulTiles, tl, triton
 from lib.given.kernels.once import first_derivative_only
+
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 __all__ = [
     "check_groups",
@@ -165,39 +166,31 @@ def _weight_gradients(x: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
 
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, product: Callable, x: Tensor, weights: Tensor, counts: Tensor, roles: bool) -> Tensor:  # type: ignore[override]
-        ctx.fast = roles and fits(x, weights)
-        ctx.product, ctx.of_weights = product, _weight_gradients
-        if ctx.fast:
-            planned = plan(counts, len(x))
-            ctx.product = functools.partial(grouped_matmul_fast, planned=planned)
-            ctx.of_weights = functools.partial(weight_gradients_fast, planned=planned)
+    def forward(ctx, product: Product, of_weights: Product, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.product, ctx.of_weights = product, of_weights
         ctx.save_for_backward(x, weights, counts)
-        return ctx.product(x, weights, counts)
+        return product(x, weights, counts)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, grad):
         x, weights, counts = ctx.saved_tensors
-        if ctx.fast and not fits(grad, weights.transpose(1, 2)):  # it may be one number with strides of 0
-            grad = grad.clone(memory_format=torch.contiguous_format)
-        dx = ctx.product(grad, weights.transpose(1, 2), counts) if ctx.needs_input_grad[1] else None
-        return None, dx, ctx.of_weights(x, grad, counts) if ctx.needs_input_grad[2] else None, None, None
+        dx = ctx.product(grad, weights.transpose(1, 2), counts) if ctx.needs_input_grad[2] else None
+        return None, None, dx, ctx.of_weights(x, grad, counts) if ctx.needs_input_grad[3] else None, None
 
 
 def with_gradients(
-    product: Callable,
+    product: Product,
     x: Float[Tensor, "n c"],
     weights: Float[Tensor, "e c f"],
     counts: Int[Tensor, " e"],
-    roles: bool = True,
+    of_weights: Product = _weight_gradients,
 ) -> Float[Tensor, "n f"]:
     """``product(x, weights, counts)`` as a step of autograd, by equation (19.6).
 
     The gradient of x is a grouped product again, with every matrix transposed: ``product(grad, weights.transpose(1, 2), counts)``.
-    The gradient of a matrix is the product of its expert's transposed rows with their gradients. Where `lib.fast.parts.grouped.fits` says so, on a
-    Hopper GPU and for large products of 16 bits, kernels with ``roles`` for their warps compute all three instead of ``product``.
+    The gradient of a matrix is the product of its expert's transposed rows with their gradients: ``of_weights(x, grad, counts)``.
     Under autocast both factors are cast to its dtype first, except float64; their gradients come back in their own dtypes.
     """
     x, weights = x.to(factor_dtype(x)), weights.to(factor_dtype(weights))
-    return _GroupedProduct.apply(product, x, weights, counts, roles)
+    return _GroupedProduct.apply(product, of_weights, x, weights, counts)

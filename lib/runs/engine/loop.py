@@ -20,15 +20,16 @@ from lib.fast.models import capture, forbid_workspace
 from lib.runs.engine import export
 from lib.runs.engine import state as checkpoints
 from lib.runs.engine.context import share_of
-from lib.runs.engine.leave import STATUS, Signals, follow_launcher
+from lib.runs.engine.evaluation import evaluate, hold_out, is_due, sample
 from lib.runs.engine.log import Log
-from lib.runs.engine.look import evaluate, hold_out, is_due, sample
 from lib.runs.engine.mesh import Mesh, arrange, check_degrees
-from lib.runs.engine.options import DECAYED, Options, Parser, UsageError, check_batch, make_places, parse
+from lib.runs.engine.options import DECAYED, Options, check_batch, make_places, parse
+from lib.runs.engine.signals import STATUS, Signals, follow_launcher
 from lib.runs.engine.sources import N_PICTURES
 from lib.runs.engine.strategies import Strategy, make_optimizer, make_strategy
 from lib.runs.engine.tasks import Loss, Task
 from lib.runs.engine.world import World, agree, choose_device, find_world, start_group
+from lib.runs.flags import Parser, UsageError
 from lib.training import TokenBatches, cosine_schedule, hours_per_epoch
 
 DATA = ("replicate", "shard", "expert")

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lib.runs.engine.options import KINDS, STRATEGIES, Options, UsageError
+from lib.runs.engine.options import KINDS, STRATEGIES, Options
+from lib.runs.flags import UsageError
 
 
 def arrange(options: Options, n_ranks: int) -> Options:

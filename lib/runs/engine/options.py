@@ -5,10 +5,11 @@ import importlib.util
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from lib.given.data.images import has_test_split
 from lib.runs.data.corpus import held_out_share, is_corpus
+from lib.runs.flags import Parser, UsageError, degree, fraction, positive, share, whole
 
 KINDS = ("pipeline", "replicate", "context", "shard", "expert", "tensor")
 """Kinds of parallelism, each an axis of the mesh of ranks. The last axis joins neighbours: ranks that divide a layer communicate most."""
@@ -20,10 +21,6 @@ HEAD = 64
 """Width of a head of GPT-2, in all of its sizes."""
 DECAYED = 5
 """With ``--schedule wsd`` the decay takes one in so many steps, the last ones."""
-
-
-class UsageError(ValueError):
-    """A mistake that the person who started the run can correct: one line that names the value and what was expected."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,60 +120,8 @@ class Options:
         return " ".join(self.named(kind) for kind in KINDS if self.uses(kind)) or "--strategy single"
 
 
-class Parser(argparse.ArgumentParser):
-    """Reports a wrong flag in one line, without the page of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; --help lists the flags")
-
-
-def whole(least: int):
-    """For ``type=``: accepts a whole number of at least ``least``."""
-
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least {least}")
-        return int(text)
-
-    return number
-
-
-def degree(text: str) -> int:
-    """For ``type=``: accepts a whole number of at least 1, or -1."""
-    return -1 if text == "-1" else whole(1)(text)
-
-
-def positive(text: str) -> float:
-    """For ``type=``: accepts a number above 0."""
-    if not (value := share(text)):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
-    return value
-
-
-def share(text: str) -> float:
-    """For ``type=``: accepts a finite number, 0 or above."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 0")
-    return value
-
-
-def fraction(text: str) -> float:
-    """For ``type=``: accepts a number between 0 and 1, both excluded."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number between 0 and 1, such as 0.1")
-    return value
-
-
 def make_parser(program: str, models: list[str], items: str, description: str) -> Parser:
-    """The flags that both programs share.
+    """The flags that all training programs share.
 
     Args:
         program: The program's module, for the usage line.
@@ -185,6 +130,17 @@ def make_parser(program: str, models: list[str], items: str, description: str) -
         description: Text above the flags.
     """
     parser = Parser(prog=f"python -m {program}", description=description, allow_abbrev=False)
+    _add_model_flags(parser, models)
+    _add_rank_flags(parser)
+    _add_training_flags(parser, items)
+    _add_data_flags(parser, items)
+    _add_quality_flags(parser)
+    _add_place_flags(parser)
+    return parser
+
+
+def _add_model_flags(parser: Parser, models: list[str]) -> None:
+    """The model, and how it is computed."""
     what = parser.add_argument_group("model and computation")
     what.add_argument("--model", choices=models, default="tiny")
     what.add_argument("--engine", choices=("ours", "torch"), default="ours", help="the book's functions, or PyTorch's")
@@ -208,6 +164,10 @@ def make_parser(program: str, models: list[str], items: str, description: str) -
     what.add_argument(
         "--graph", action="store_true", help="record the whole step as a CUDA graph (single, or ddp with --engine ours)"
     )
+
+
+def _add_rank_flags(parser: Parser) -> None:
+    """How the ranks divide the work."""
     ranks = parser.add_argument_group(
         "ranks",
         "How the ranks divide the work. The product of the degrees is the number of ranks; a degree left out is 1, and -1 is "
@@ -227,6 +187,10 @@ def make_parser(program: str, models: list[str], items: str, description: str) -
     )
     ranks.add_argument("--strategy", choices=STRATEGIES, help="one kind over all ranks: ddp is --replicate, fsdp --shard, tp --tensor, "
                        "cp --context, pp --pipeline")  # fmt: skip
+
+
+def _add_training_flags(parser: Parser, items: str) -> None:
+    """The training: batches, steps and the optimizer."""
     train = parser.add_argument_group("training")
     train.add_argument("--batch", type=whole(1), default=32, help=f"{items} in a step, over all ranks")
     train.add_argument("--accumulate", type=whole(1), default=1, help="micro-batches in a step")
@@ -249,12 +213,20 @@ def make_parser(program: str, models: list[str], items: str, description: str) -
     train.add_argument("--optimizer", choices=OPTIMIZERS, help="ours: chapter 7's AdamW (the default with --engine ours); sgd: momentum 0.9")  # fmt: skip
     train.add_argument("--bucket-mb", type=positive, default=25.0, help="size of a DDP bucket, in 2**20 bytes")
     train.add_argument("--seed", type=whole(0), default=0, help="for the initial weights and the order of the data")
+
+
+def _add_data_flags(parser: Parser, items: str) -> None:
+    """What the run reads."""
     data = parser.add_argument_group("data")
     data.add_argument("--data", help="embedded, synthetic (made on the device), a file, a folder, a corpus of lib.runs.corpus, or a name on the hub; "
                       "default: embedded for tiny, synthetic for the others")  # fmt: skip
     data.add_argument("--column", help="name of the column that holds the picture or the text")
     data.add_argument("--limit", type=whole(1), help="read no more rows than this")
     data.add_argument("--items", type=whole(1), help=f"number of synthetic {items}")
+
+
+def _add_quality_flags(parser: Parser) -> None:
+    """Evaluations, and the trained model."""
     quality = parser.add_argument_group("evaluation and export")
     quality.add_argument(
         "--eval-every",
@@ -269,6 +241,10 @@ def make_parser(program: str, models: list[str], items: str, description: str) -
         type=Path,
         help="folder for the trained model, in the format of Transformers (text) or timm (images)",
     )
+
+
+def _add_place_flags(parser: Parser) -> None:
+    """Where the run computes, and where it writes."""
     where = parser.add_argument_group("where it runs")
     where.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     where.add_argument("--threads", type=whole(1), default=1, help="CPU threads of each rank")
@@ -291,7 +267,6 @@ def make_parser(program: str, models: list[str], items: str, description: str) -
     where.add_argument(
         "--peak-tflops", type=positive, help="peak of one device, for MFU; known for A100, H100 SXM and H200"
     )
-    return parser
 
 
 def add_text_flags(parser: Parser) -> None:

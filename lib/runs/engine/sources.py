@@ -11,11 +11,12 @@ from torch import Tensor
 
 from lib.fast.models import MEAN, STD, prepare_images
 from lib.given.data.corpora import language_reference, load_text, stream_text
-from lib.given.data.images import Images, has_test_split, load_images
+from lib.given.data.images import DIGITS_MEAN, DIGITS_STD, Images, has_test_split, load_images
 from lib.runs.data.corpus import is_corpus, make_tokenizer, read_facts, read_merges, read_tokens
-from lib.runs.engine.options import Options, UsageError
+from lib.runs.engine.options import Options
+from lib.runs.flags import UsageError
 
-GRAY_MEAN, GRAY_STD = (0.3,), (0.37,)  # of the handwritten digits
+GRAY_MEAN, GRAY_STD = (DIGITS_MEAN,), (DIGITS_STD,)
 N_PICTURES, N_SEQUENCES, PICTURE_SIDE = 50_000, 1024, 32
 
 

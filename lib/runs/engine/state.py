@@ -30,8 +30,9 @@ from torch.optim import Optimizer
 
 from lib.given.data.weights import why
 from lib.given.parallel.mail import Mail, Message
-from lib.runs.engine.options import Options, UsageError
+from lib.runs.engine.options import Options
 from lib.runs.engine.strategies import local
+from lib.runs.flags import UsageError
 from lib.training import load_checkpoint, save_checkpoint
 
 FILE, STATE, SUMS, COUNTS, MODEL = "checkpoint.pt", "state.json", "checksums", "counts", "model"
@@ -64,7 +65,8 @@ def peek(options: Options, rank: int = 0, world_size: int = 1) -> dict[str, Any]
             state = json.loads((path / STATE).read_text(encoding="utf-8"))
             written = sorted(state.pop(SUMS, {}).items())[rank::world_size]
             damaged = next((name for name, kept in written if checksum(path / name) != kept), None)
-        is_old = path.name != FILE and "layout" in state["run"]
+        if not isinstance(state["run"], dict):
+            raise TypeError("it does not say which run it is of")
     except pickle.UnpicklingError as error:
         raise UsageError(
             f"--checkpoint {path} cannot be read: it holds more than tensors and plain values{why(error)}; nothing was run"
@@ -77,10 +79,6 @@ def peek(options: Options, rank: int = 0, world_size: int = 1) -> dict[str, Any]
     if damaged:
         raise UsageError(
             f"--checkpoint {path} is damaged: {damaged} is not what was written; expected an intact copy, or none"
-        )
-    if is_old:
-        raise UsageError(
-            f"--checkpoint {path} was written by an older version, in parts that fit one layout of ranks only"
         )
     return state
 

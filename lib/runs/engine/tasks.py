@@ -17,8 +17,9 @@ from lib.given.models.gpt2 import GPT2_LARGE, GPT2_MEDIUM, GPT2_SMALL, GPT2_XL, 
 from lib.given.parallel.sharding import blocks_of
 from lib.runs.engine import export
 from lib.runs.engine.experts import extra_weights, put_mixtures
-from lib.runs.engine.options import HEAD, KINDS, Options, UsageError
+from lib.runs.engine.options import HEAD, KINDS, Options
 from lib.runs.engine.sources import Source, open_pictures, open_tokens
+from lib.runs.flags import UsageError
 from lib.speed import training_flops_per_token, vit_training_flops_per_image
 
 DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
@@ -92,11 +93,11 @@ class Task:
         """
         raise NotImplementedError
 
-    def enter(self, model: Any, inputs: Tensor) -> Tensor:
+    def embed(self, model: Any, inputs: Tensor) -> Tensor:
         """The residual stream that the first block reads."""
         raise NotImplementedError
 
-    def leave(self, model: Any, x: Tensor) -> Tensor:
+    def head(self, model: Any, x: Tensor) -> Tensor:
         """The logits, including those of padding, from what the last block returns."""
         raise NotImplementedError
 
@@ -160,10 +161,10 @@ class ViTTask(Task):
     def exported(self, weights):
         return export.vit_for_timm(weights, self.config)
 
-    def enter(self, model, inputs):
+    def embed(self, model, inputs):
         return model.embeddings(inputs)
 
-    def leave(self, model, x):
+    def head(self, model, x):
         x = model.norm(x)
         return model.head(x[:, 0] if self.config.pooling == "token" else x[:, 1:].mean(dim=1))
 
@@ -254,10 +255,10 @@ class GPT2Task(Task):
     def exported(self, weights):
         return export.gpt2_for_transformers(weights, self.config)
 
-    def enter(self, model, inputs):
+    def embed(self, model, inputs):
         return model.wte(inputs) + model.wpe(torch.arange(inputs.shape[1], device=inputs.device))
 
-    def leave(self, model, x):
+    def head(self, model, x):
         return model.wte(model.ln_f(x))
 
 
@@ -366,10 +367,10 @@ class Loss(nn.Module):
 
     def stage(self, x: Tensor) -> Tensor:
         """This stage's part of the model: from inputs or the residual stream to the residual stream or logits."""
-        x = self.task.enter(self.model, x) if self.is_first else x
+        x = self.task.embed(self.model, x) if self.is_first else x
         for block in blocks_of(self.model):
             x = block(x)
-        return self.task.leave(self.model, x) if self.is_last else x
+        return self.task.head(self.model, x) if self.is_last else x
 
     def loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
         logits = logits[..., : self.task.n_classes].float()  # without the logits of padding

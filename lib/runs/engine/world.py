@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from lib.runs.engine.options import UsageError
+from lib.runs.flags import UsageError
 
 # Each launcher, and its variables for the rank, the number of ranks, and the same two on this host.
 LAUNCHERS = {

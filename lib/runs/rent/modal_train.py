@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.given.models.gpus import GPUS, Gpu
-from lib.runs.engine.options import Parser
+from lib.runs.flags import Parser
 from lib.runs.rent.remote import ROOT, RUNS, start_command, with_results
 
 APP, VOLUME, BOOK = "workbook-train", "workbook-runs", "/book"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from lib.runs.engine.options import Parser, whole
+from lib.runs.flags import Parser, whole
 
 ROOT = Path(__file__).parents[3]
 FOLDER, RUNS = "scaling-workbook", "runs"

@@ -16,7 +16,7 @@ from lib.given.models.llama import LlamaConfig, hf_tensors
 from lib.gpt2 import GPT2
 from lib.gpt2 import load_pretrained as load_gpt2
 from lib.llama import Llama, convert_hf_state_dict
-from lib.runs.engine.options import UsageError
+from lib.runs.flags import UsageError
 from lib.runs.serving.text import ByteTokenizer, FileTokenizer, Tokenizer
 
 KINDS: dict[str, Any] = {"GPT2Task": (GPT2Config, GPT2), "LlamaTask": (LlamaConfig, Llama)}

@@ -19,7 +19,6 @@ chapters switches between worlds; each world has its own copies of the modules.
 """
 
 import ast
-import builtins
 import functools
 import importlib
 import importlib.abc
@@ -439,7 +438,3 @@ def install() -> None:
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
         _active = world()
-    if getattr(builtins, "__IPYTHON__", False):
-        from lib.workbook.tools import notebook
-
-        notebook.load()

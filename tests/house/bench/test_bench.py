@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from lib.bench import all_reduce, low_precision, moe, scaling_laws
-from lib.given.data.record import MEASUREMENTS, load, record
+from lib.bench.kit import record
+from lib.given.data.record import MEASUREMENTS, load
 from lib.runs.data import corpus
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lib.bench.all_reduce import spawn
+from lib.bench.kit import spawn
 from lib.bench.yardstick.copies import InTurn, MeanByCopies, in_peers_memory
 from lib.bench.yardstick.parts import waiting_by_command
 from lib.ranks import pool

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lib.bench.all_reduce import spawn
+from lib.bench.kit import spawn
 from lib.bench.yardstick import parts as yardstick_parts
 from lib.bench.yardstick.compare import Cell
 from lib.given.data.record import load

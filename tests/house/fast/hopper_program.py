@@ -12,8 +12,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from lib.fast.attention.flash import ROLES_TABLE, launch_dkdv, launch_dq, launch_forward
 from lib.fast.attention.flash_hopper import Roles
 from lib.fast.attention.flash_items import deal
-from lib.fast.attention.flash_launch import Address, Box, Launch, Sizes
 from lib.fast.attention.flash_stored import backward_launch, for_device
+from lib.fast.launch import Address, Box, Launch, Sizes
 from lib.fast.parts import grouped, loss_hopper, mlp
 
 B16, F32, I32, I64 = "bf16", "fp32", "i32", "i64"

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lib.fast.attention.flash_launch import Address, Box, Launch, _shape_of
+from lib.fast.launch import Address, Box, Launch, _shape_of
 
 MOST_STEPS = 200_000  # of programs that run together: more is a loop that never ends
 

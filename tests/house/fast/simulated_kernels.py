@@ -11,8 +11,8 @@ import torch.nn.functional as F  # noqa: N812
 
 from lib.fast.attention import flash, flash_hopper, flash_items, flash_stored
 from lib.fast.attention.flash_hopper import Roles
-from lib.fast.attention.flash_launch import Launch, Sizes
 from lib.fast.attention.flash_stored import StoredBackward
+from lib.fast.launch import Launch, Sizes
 from lib.fast.parts import grouped, loss_hopper, mlp
 from tests.house.fast.hopper_simulator import Fault, simulate
 
@@ -186,18 +186,18 @@ def hasty_product(names: dict) -> None:
 def out_of_turn(names: dict) -> None:
     """Lets the second user of `lib.fast.parts.mlp` start while the first one's terms are still to come."""
 
-    def _wait_full(full: Any, n: Any, CUT: Any) -> None:
+    def wait_full(full: Any, n: Any, CUT: Any) -> None:
         if CUT.stages != 2 or n % 2 == 1:
             names["mbarrier"].wait(full.index(n % CUT.stages), (n // CUT.stages) & 1)
 
-    names.update(_wait_full=_wait_full)
+    names.update(wait_full=wait_full)
 
 
 BREAKS = {
-    "no tile is released": leave_out("_let_go"),
+    "no tile is released": leave_out("release"),
     "no fence": leave_out("fence_async_shared"),
-    "nobody waits for a tile": leave_out("_wait_full"),
-    "nobody waits for a place": leave_out("_wait_empty"),
+    "nobody waits for a tile": leave_out("wait_full"),
+    "nobody waits for a place": leave_out("wait_empty"),
     "nobody waits for copies to memory": no_store_wait,
     "a tile is released while a product reads it": hasty_product,
     "nobody waits for a turn": out_of_turn,

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lib.fast import launch
 from lib.fast.attention import flash as flash_fast
-from lib.fast.attention import flash_launch, flash_stored
+from lib.fast.attention import flash_stored
 from lib.fast.attention.flash import RAGGED as SHORT_RAGGED
 from lib.fast.attention.flash import (
     ROLES_TABLE,
@@ -32,11 +33,11 @@ from lib.fast.attention.flash import (
     split_joined,
     tiles_for,
 )
-from lib.fast.attention.flash_hopper import KNOWN, VERSION, Roles, has_roles
+from lib.fast.attention.flash_hopper import Roles
 from lib.fast.attention.flash_items import TILE_BYTES, deal, n_part_tiles
-from lib.fast.attention.flash_launch import Sizes
 from lib.fast.attention.flash_stored import StoredBackward
-from lib.fast.parts.grouped import n_programs
+from lib.fast.gluon import KNOWN, has_roles
+from lib.fast.launch import VERSION, Sizes, n_programs
 from lib.given.kernels.tiles import INTERPRETED
 
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # autograd's thread says so once
@@ -107,7 +108,7 @@ def test_roles_are_for_hopper_gpus_and_enough_rows(monkeypatch):
 def test_short_sequences_have_tiles_of_their_own(length, width, causal, expected, monkeypatch):
     q = torch.empty(64, 16, length, width, device="meta")
     if INTERPRETED:
-        monkeypatch.setattr(flash_launch, "INTERPRETED", False)
+        monkeypatch.setattr(launch, "INTERPRETED", False)
         monkeypatch.setattr(flash_fast, "INTERPRETED", False)
     monkeypatch.setattr(flash_fast, "has_roles", lambda x: True)
     assert tiles_for(q, q, causal) == expected
@@ -175,7 +176,7 @@ def test_at_width_64_many_queries_and_keys_are_ours_even_if_heads_share_them(
 def test_dS_goes_through_memory_where_that_was_measured_to_pay(shape, causal, stores, monkeypatch):
     batch, heads, groups, length, width = shape
     q, k = (torch.empty(batch, n, length, width, device="meta") for n in (heads, groups))
-    monkeypatch.setattr(flash_launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
     assert flash_fast.n_stored_tiles(q.device, sizes_of(q, k, causal)) == 0  # such kernels do not run there
     monkeypatch.setattr(flash_fast, "_most_bytes_stored", lambda device: 80 * 10**9 // 8)
     assert (flash_fast.n_stored_tiles(q.device, sizes_of(q, k, causal)) > 0) == stores
@@ -243,10 +244,10 @@ class Launchable:
     def __getitem__(self, grid):
         assert len(grid) == 3
 
-        def launch(*args):
+        def run(*args):
             self.kernel.launched += 1
 
-        return launch
+        return run
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dQ", "dK/dV"])
@@ -254,8 +255,8 @@ def test_what_another_kernel_is_compiled_for_is_compiled_again_and_nothing_else(
     fake = FakeKernel()
     names = {"forward": "fast_forward_kernel", "dQ": "fast_dq_kernel", "dK/dV": "fast_dkdv_kernel"}
     monkeypatch.setattr(flash_fast, names[kernel], fake)
-    monkeypatch.setattr(flash_launch, "INTERPRETED", False)
-    monkeypatch.setattr(flash_launch, "DIRECT", ())
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "DIRECT", ())
     monkeypatch.setattr(flash_fast, "_plans", {})
 
     def run(heads=2, length=128, width=64, dtype=torch.float16, causal=True, rows=64, turned=False):
@@ -531,7 +532,7 @@ def test_two_passes_take_over_if_dS_or_what_heads_apart_need_does_not_fit(n_fit,
     ("width", "t", "s", "why"), [(64, 128, 128, "tiles of width 64"), (128, 200, 100, "200 rows, 100 keys")]
 )
 def test_what_cannot_go_through_memory_is_refused(width, t, s, why, monkeypatch):
-    monkeypatch.setattr(flash_launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
     with pytest.raises(ValueError, match=why):
         StoredBackward(Sizes(1, 1, 1, t, s, width, True), torch.device("cpu"), 1, 1000)
 

@@ -14,7 +14,7 @@ from lib.fast.attention.flash_items import (
     n_part_tiles,
     n_tiles_in_memory,
 )
-from lib.fast.attention.flash_launch import Sizes, grid_by_rows
+from lib.fast.launch import Sizes, grid_by_rows
 
 SIZES = {  # batches, heads, heads that share keys, rows, keys, width; mask
     "heads": Sizes(2, 8, 1, 1024, 1024, 128, True),

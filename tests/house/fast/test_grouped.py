@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lib.fast.attention.flash_hopper import has_roles
+from lib.fast.gluon import has_roles
 from lib.fast.parts import grouped as fast
 from lib.given.kernels import int4
 from solutions.low_precision import pack_int4, quantize_int4
@@ -68,8 +68,8 @@ def test_what_is_no_number_stays_with_its_expert():
 @needs_roles
 @pytest.mark.gpu
 def test_large_products_take_the_kernels_with_roles_and_small_ones_do_not(monkeypatch):
-    taken = []
-    monkeypatch.setattr("lib.given.kernels.grouped.grouped_matmul_fast", lambda x, w, n, planned: taken.append(w.shape) or fast.grouped_matmul_fast(x, w, n, planned))  # fmt: skip
+    taken, by_kernel = [], fast.grouped_matmul_fast
+    monkeypatch.setattr("lib.fast.parts.grouped.grouped_matmul_fast", lambda x, w, n, planned: taken.append(w.shape) or by_kernel(x, w, n, planned))  # fmt: skip
     for n_rows in (64, 4096):
         x, weights, grad, n = parts((n_rows, n_rows), 512, 1024, torch.bfloat16)
         x.requires_grad_()

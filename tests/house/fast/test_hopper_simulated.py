@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from lib.fast.attention.flash_hopper import KNOWN, VERSION
+from lib.fast.gluon import KNOWN
+from lib.fast.launch import VERSION
 
 pytestmark = [
     pytest.mark.skipif(VERSION not in KNOWN, reason="Gluon's names change: these kernels are for Triton 3.6 to 3.9"),

@@ -6,9 +6,8 @@ import torch.nn.functional as F  # noqa: N812
 
 from lib.fast import interface, models
 from lib.fast.attention import flash
+from lib.fast.attention.blocks import block_backward, block_forward
 from lib.fast.attention.flash import (
-    attention_backward,
-    attention_with_lse,
     flash_attention_fast,
     flash_attention_joined,
     forward_operator,
@@ -306,19 +305,19 @@ def test_heads_that_cannot_be_split_are_refused():
 @pytest.mark.parametrize("through_kernels", [True, False])
 def test_two_halves_of_the_keys_give_the_gradients_of_all(through_kernels, monkeypatch):
     if through_kernels:
-        monkeypatch.setattr("lib.fast.attention.flash.fits_fast", lambda *args: True)
+        monkeypatch.setattr("lib.fast.attention.blocks.fits_fast", lambda *args: True)
     q, do = (torch.randn(1, 2, 20, 16) for _ in range(2))
     k, v = (torch.randn(1, 1, 34, 16) for _ in range(2))
-    o, lse = attention_with_lse(q, k, v)
+    o, lse = block_forward(q, k, v, False)
     scores = q @ k.mT * 0.25
     torch.testing.assert_close(lse, scores.logsumexp(-1), atol=1e-5, rtol=1e-4)
-    whole = attention_backward(q, k, v, o, do, lse)
+    whole = block_backward(q, k, v, o, do, lse, False)
     halves = [
-        attention_backward(q, k[..., part, :], v[..., part, :], o, do, lse) for part in (slice(15), slice(15, 34))
+        block_backward(q, k[..., part, :], v[..., part, :], o, do, lse, False) for part in (slice(15), slice(15, 34))
     ]
     torch.testing.assert_close(sum(x[0] for x in halves), whole[0], atol=1e-5, rtol=1e-4)
     for i in (1, 2):
         torch.testing.assert_close(torch.cat([x[i] for x in halves], 2), whole[i], atol=1e-5, rtol=1e-4)
-    causal = attention_with_lse(q, k[..., :7, :], v[..., :7, :], True)
+    causal = block_forward(q, k[..., :7, :], v[..., :7, :], True)
     assert causal[1][..., :13].isneginf().all()
     assert (causal[0][..., :13, :] == 0).all()

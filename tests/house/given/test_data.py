@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from lib.bench.kit import record
 from lib.given.data.corpora import language_reference, load_text, standard_library_docstrings, stream_text
-from lib.given.data.record import load, record, where
+from lib.given.data.record import load, where
 from lib.given.show.tokens import readable, show_pieces, show_tokens
 
 

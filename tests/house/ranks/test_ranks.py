@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from lib.ranks import MAX_RANKS, RankFailure, milestone, mpi_launch, noise, pool
+from lib.ranks.deadlock import RankView
 from lib.ranks.failure import _state
-from lib.ranks.views import View
 from tests.house.ranks import ranks_mpi_programs as mpi_programs
 from tests.house.ranks import ranks_programs as programs
 
@@ -368,10 +368,10 @@ def test_gloo_receive_of_more_than_there_is_room_for():
 
 
 def test_a_rank_that_raised_without_a_word_is_not_said_to_have_not_begun(tmp_path):
-    view = View(1, tmp_path / "journal", 0.0, phase="raised")
+    view = RankView(1, tmp_path / "journal", 0.0, phase="raised")
     state = _state(view, None, tmp_path / "stack")
     assert str(state) == "  rank 1  raised an exception, too"
-    assert str(_state(View(1, tmp_path / "journal", 0.0), None, tmp_path / "stack")) == "  rank 1  has not begun"
+    assert str(_state(RankView(1, tmp_path / "journal", 0.0), None, tmp_path / "stack")) == "  rank 1  has not begun"
 
 
 def test_what_libraries_print_is_left_out():

@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 from lib.runs import train_gpt2, train_llama, train_vit
 from lib.runs.engine import tasks
-from lib.runs.engine.leave import STATUS
 from lib.runs.engine.log import Log
 from lib.runs.engine.loop import Run
+from lib.runs.engine.signals import STATUS
 
 PROGRAMS = {"vit": train_vit.main, "gpt2": train_gpt2.main, "llama": train_llama.main}
 

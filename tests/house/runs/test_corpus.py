@@ -19,8 +19,9 @@ from lib.runs.corpus import main
 from lib.runs.data import corpus
 from lib.runs.data.corpus import Document, Seen, Source, clean, files, is_held_out, is_text, make_tokenizer
 from lib.runs.engine.log import read_log
-from lib.runs.engine.options import UsageError, parse
+from lib.runs.engine.options import parse
 from lib.runs.engine.sources import open_tokens
+from lib.runs.flags import UsageError
 from lib.runs.serving import models
 from lib.runs.train_gpt2 import make_gpt2_parser
 from tests.house.runs.test_runs import refused, train

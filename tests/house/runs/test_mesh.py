@@ -12,7 +12,6 @@ from lib.ranks import Pool
 from lib.runs.engine.log import read_log
 from lib.runs.engine.mesh import arrange
 from lib.runs.engine.options import KINDS, make_parser, parse
-from lib.runs.train_gpt2 import with_length
 from solutions import moe
 from solutions.moe import grouped_matmul
 from solutions.scaling import plan
@@ -302,18 +301,6 @@ def test_a_wrong_arrangement_is_one_line_and_status_2(monkeypatch, flags, words)
 def test_minus_one_is_what_the_other_degrees_leave():
     options = parse(make_parser("lib.runs.train_x", ["tiny"], "items", ""), ["--shard", "-1", "--tensor", "2"])
     assert (arrange(options, 8).shard, arrange(options, 2).shard) == (4, 1)
-
-
-def test_a_length_may_still_be_called_context_where_it_can_be_no_degree(monkeypatch):
-    old, new = "--context 16 --batch 4", "--length 16 --batch 4"
-    for flags in ("", " --strategy ddp"):
-        assert with_length((old + flags).split()) == (new + flags).split()
-    assert with_length(["--context=16"]) == ["--length=16"]
-    for flags in ("--context 2 --shard 2", "--context 2 --length 16", "--context 0"):
-        assert with_length(flags.split()) == flags.split()
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert with_length(["--context", "2"]) == ["--context", "2"]
 
 
 @pytest.mark.parametrize("strategy", ["cp", "pp"])

@@ -12,8 +12,9 @@ from lib.given.data.record import load
 from lib.runs.data import pictures
 from lib.runs.data.corpus import Source
 from lib.runs.engine.loop import prepare
-from lib.runs.engine.options import UsageError, parse
+from lib.runs.engine.options import parse
 from lib.runs.engine.tasks import ViTTask
+from lib.runs.flags import UsageError
 from lib.runs.pictures import main
 from lib.runs.train_vit import make_vit_parser
 
@@ -155,7 +156,7 @@ def test_the_largest_is_predicted_before_it_is_trained(tmp_path, monkeypatch):
     monkeypatch.setattr(
         scaling_laws_images, "record", lambda name, found, folder: written.append(sorted(found)) or record(name, found, folder)
     )  # fmt: skip
-    from lib.given.data.record import record
+    from lib.bench.kit import record
 
     scaling_laws_images.main(["--tiny", f"--folder={tmp_path}"])
     found = load("scaling_laws_images", tmp_path)["results"]

@@ -22,13 +22,14 @@ from lib.given.models.gpus import SHEETS
 from lib.given.models.scaling import CARDS
 from lib.ranks import pool
 from lib.ranks.mpi_launch import mpi_environment, mpiexec
-from lib.runs.engine import leave, state
+from lib.runs.engine import signals, state
 from lib.runs.engine.log import Moment, as_json, peak_flops, read_log, send
 from lib.runs.engine.loop import set_up
-from lib.runs.engine.options import UsageError, make_parser, parse
+from lib.runs.engine.options import make_parser, parse
 from lib.runs.engine.strategies import make_optimizer
 from lib.runs.engine.tasks import GPT2Task
 from lib.runs.engine.world import World, _first_host, _slurm_port, choose_device, find_world, share_no_gpu
+from lib.runs.flags import UsageError
 from solutions import training
 from tests.house.runs import runs_programs as programs
 
@@ -169,7 +170,7 @@ def test_one_rank_that_is_asked_to_leave_takes_all_with_it_and_the_run_goes_on_b
 def test_the_signals_are_heeded_inside_only(tmp_path):
     script = f"""
 import os, runpy, signal
-Signals = runpy.run_path({leave.__file__!r})["Signals"]
+Signals = runpy.run_path({signals.__file__!r})["Signals"]
 def heeded(name):
     with Signals() as signals:
         os.kill(os.getpid(), getattr(signal, name))
@@ -400,10 +401,6 @@ def test_a_checkpoint_of_another_run_is_refused(capsys, tmp_path):
     refused(capsys, f"{GPT2} {with_it}", "task = 'ViTTask'", "'GPT2Task'")
     (tmp_path / "checkpoint.pt").write_bytes(b"PK no checkpoint")
     refused(capsys, f"{VIT} {with_it}", "cannot be read", "checkpoint.pt")
-    old = tmp_path / "old" / "step_00000002"
-    old.mkdir(parents=True)
-    (old / state.STATE).write_text(json.dumps({"step": 2, "run": {"layout": "fsdp, ours"}}))
-    refused(capsys, f"{VIT} --strategy fsdp --checkpoint {old.parent} --quiet", "step_00000002", "older version")
 
 
 def flip(path: Path, place: float) -> None:

@@ -27,7 +27,7 @@ from lib.given.models.serving import Request
 from lib.gpt2 import GPT2
 from lib.llama import Llama, generate
 from lib.runs import serve
-from lib.runs.engine.options import UsageError
+from lib.runs.flags import UsageError
 from lib.runs.serving import api, models
 from lib.runs.serving.api import Service
 from lib.runs.serving.metrics import Metrics

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.runs.engine import state as checkpoints
-from lib.runs.engine.options import Options, UsageError
+from lib.runs.engine.options import Options
 from lib.runs.engine.tasks import Task
+from lib.runs.flags import UsageError
 
 TEMPERATURE = 0.8
 """Temperature of samples, as in chapter 6."""

@@ -12,7 +12,7 @@ _UNLISTED = ("new_group", "probe", "Probe", "mprobe", "Mprobe")  # wait like cal
 
 
 @dataclass
-class View:
+class RankView:
     """The state of one rank, read from its journal. Times are those of `time.monotonic`."""
 
     rank: int
@@ -89,13 +89,13 @@ class View:
         """The collectives on one communicator, in order: the n-th call of each rank belongs to the n-th of every other."""
         return [r for r in self.calls if r.stream == name and r.is_collective]
 
-    def counterpart(self, view: "View", record: Record) -> Record | None:
+    def counterpart(self, view: "RankView", record: Record) -> Record | None:
         """This rank's call of the collective that ``view`` is in, if this rank has reached it."""
         mine, nth = self.stream(record.stream), view.stream(record.stream).index(record)
         return mine[nth] if nth < len(mine) else None
 
 
-def blockers(view: View, views: list[View]) -> set[int]:
+def blockers(view: RankView, views: list[RankView]) -> set[int]:
     """The ranks that have not yet made the call that ``view`` waits for."""
     record = view.waits_in
     if record is None:
@@ -119,7 +119,7 @@ def blockers(view: View, views: list[View]) -> set[int]:
     return silent
 
 
-def stuck(views: list[View]) -> set[int]:
+def stuck(views: list[RankView]) -> set[int]:
     """The ranks that wait for something that can never come. Empty while any rank still computes."""
     waiting = {v.rank for v in views if v.waits_in is not None}
     over = {v.rank for v in views if v.is_over}
@@ -134,7 +134,7 @@ def stuck(views: list[View]) -> set[int]:
         waiting -= free
 
 
-def _is_blocked(view: View, views: list[View], hopeless: set[int]) -> bool:
+def _is_blocked(view: RankView, views: list[RankView], hopeless: set[int]) -> bool:
     silent = blockers(view, views)
     record = view.waits_in
     if record is not None and record.source == -1:
@@ -142,13 +142,13 @@ def _is_blocked(view: View, views: list[View], hopeless: set[int]) -> bool:
     return bool(silent & hopeless)
 
 
-def _message_for(view: View, views: list[View]) -> bool:
+def _message_for(view: RankView, views: list[RankView]) -> bool:
     """Whether a message for the rank is under way: more were sent to it than it received before the present call."""
     sent = sum(r.to == view.rank for v in views for r in v.calls)
     return sent >= sum(r.source is not None for r in view.calls)
 
 
-def _clash(view: View, views: list[View]) -> bool:
+def _clash(view: RankView, views: list[RankView]) -> bool:
     record = view.waits_in
     if record is None or not record.is_collective:
         return False
@@ -161,7 +161,7 @@ def _differ(a: Record, b: Record) -> bool:
     return a.op != b.op or a.root != b.root or sizes
 
 
-def mismatch(views: list[View]) -> str:
+def mismatch(views: list[RankView]) -> str:
     """The first collective on which the ranks disagree, or messages that no rank received; empty if nothing is wrong.
 
     A call that only some of the ranks have made counts as a disagreement only once all of them have returned.
@@ -174,7 +174,7 @@ def mismatch(views: list[View]) -> str:
     return _untaken(views) if all(v.phase == "returned" for v in views) else ""
 
 
-def _stream_mismatch(stream: str, views: list[View]) -> str:
+def _stream_mismatch(stream: str, views: list[RankView]) -> str:
     calls = {v.rank: v.stream(stream) for v in views if v.stream(stream)}
     members = next(iter(calls.values()))[0].group
     for nth in range(max(map(len, calls.values()))):
@@ -189,7 +189,7 @@ def _stream_mismatch(stream: str, views: list[View]) -> str:
     return ""
 
 
-def message_mismatch(view: View, views: list[View]) -> str:
+def message_mismatch(view: RankView, views: list[RankView]) -> str:
     """For the receive that ``view`` waits in or failed in: what was sent and what it has room for, if these differ."""
     index = next(reversed(view.open)) if view.open else view.failed_in
     record = None if index is None else view.calls[index]
@@ -207,7 +207,7 @@ def message_mismatch(view: View, views: list[View]) -> str:
     return f"{gives} ({there.where}), {takes} ({record.where})"
 
 
-def _untaken(views: list[View]) -> str:
+def _untaken(views: list[RankView]) -> str:
     for view in views:
         if any(r.source == -1 for r in view.calls):
             continue

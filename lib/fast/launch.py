@@ -8,6 +8,7 @@ training loop sees the same addresses again and again, because PyTorch's allocat
 
 import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -231,3 +232,9 @@ def _direct(launch: Launch, compiled: Any, tensors: tuple[Tensor, ...]) -> Calla
         run(*grid, stream_of(device), *complete)
 
     return ready
+
+
+@lru_cache(maxsize=16)
+def n_programs(device: torch.device) -> int:
+    """Number of programs of a persistent kernel: one for each multiprocessor of the GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
