@@ -16,6 +16,8 @@ STRATEGIES = {"single": None, "ddp": "replicate", "fsdp": "shard", "tp": "tensor
 """Names of the simple cases: one kind over all ranks."""
 PRECISIONS = ("float32", "tf32", "bf16", "float16")
 OPTIMIZERS = ("ours", "adamw", "sgd")
+CONTENTS = "contents of the data"
+"""Entry of a run's description that holds the digest of its data and tokenizer."""
 HEAD = 64
 """Width of a head of GPT-2, in all of its sizes."""
 DECAYED = 5
@@ -445,33 +447,49 @@ def _check_quality(o: Options) -> None:
         )
 
 
-def make_places(o: Options) -> None:
-    """Create the folders that a run writes to, so that it trains nothing that it could not save.
-
-    Raises:
-        UsageError: a folder cannot be created or written to.
-    """
+def _places(o: Options) -> list[tuple[str, Path]]:
+    """Each folder that a run writes to, after the flag and the path that name it."""
     log = o.log and o.log.parent
-    for flag, path, folder in (
+    named = (
         ("--checkpoint", o.checkpoint, o.checkpoint),
         ("--log-file", o.log, log),
         ("--tensorboard", o.tensorboard, o.tensorboard),
         ("--export", o.export, o.export),
-    ):
-        if folder is None:
-            continue
+    )
+    return [(f"{flag} {path}", folder) for flag, path, folder in named if folder is not None]
+
+
+def check_places(o: Options) -> None:
+    """Check that the folders that a run writes to are there, or can be created. Creates nothing.
+
+    Raises:
+        UsageError: a folder cannot be created or written to.
+    """
+    for asked, folder in _places(o):
+        nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+        if not nearest.is_dir():
+            raise UsageError(
+                f"{asked}: cannot create the folder {folder} ({nearest} is not a folder); expected a folder that can be written to"
+            )
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise UsageError(f"{asked}: no permission to write into {nearest}; expected a folder that can be written to")
+    if o.log and o.log.is_dir():
+        raise UsageError(f"--log-file {o.log} is a folder; expected a file, such as {o.log / 'log.jsonl'}")
+
+
+def make_places(o: Options) -> None:
+    """Create the folders that a run writes to, so that it trains nothing that it could not save.
+
+    Raises:
+        UsageError: a folder cannot be created.
+    """
+    for asked, folder in _places(o):
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(
-                f"{flag} {path}: cannot create the folder {folder} ({error.strerror}); expected a folder that can be written to"
+                f"{asked}: cannot create the folder {folder} ({error.strerror}); expected a folder that can be written to"
             ) from None
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise UsageError(
-                f"{flag} {path}: no permission to write into {folder}; expected a folder that can be written to"
-            )
-    if o.log and o.log.is_dir():
-        raise UsageError(f"--log-file {o.log} is a folder; expected a file, such as {o.log / 'log.jsonl'}")
 
 
 def _check_graph(o: Options) -> None:
