@@ -6,7 +6,6 @@
 
 # ruff: noqa: B023 - what a loop makes is called within the same turn
 
-import argparse
 import math
 import os
 import time
@@ -31,6 +30,7 @@ from lib.fast import flash as flash_fast
 from lib.fast.flash import fits_fast, flash_attention_fast
 from lib.fast.flash_hopper import Roles, has_roles
 from lib.flash_attention import FlashAttentionTorch, FlashAttentionTriton, flash_attention
+from lib.runs.flags import ProgramParser, positive, whole
 
 CASES = {
     "64_causal": (16, 64, True),
@@ -437,10 +437,10 @@ def errors(report, device, peers, length):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ProgramParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
-    parser.add_argument("--seconds", type=float, default=260)
-    parser.add_argument("--processes", type=int, default=12)
+    parser.add_argument("--seconds", type=positive, default=260)
+    parser.add_argument("--processes", type=whole(1), default=12)
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     tiny, device = args.tiny, "cpu" if args.tiny else "cuda"

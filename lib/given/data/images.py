@@ -164,7 +164,9 @@ def _pixels(picture) -> Tensor:
     import numpy as np
     from PIL import ImageOps
 
-    if getattr(picture, "n_frames", 1) > 1 and picture.format != "MPO":  # a camera's MPO: one picture and previews of it
+    if (
+        getattr(picture, "n_frames", 1) > 1 and picture.format != "MPO"
+    ):  # a camera's MPO: one picture and previews of it
         raise ValueError(f"an animation of {picture.n_frames} pictures, expected a single one")
     mode, is_16_bit = picture.mode, picture.mode.startswith("I;16")
     if mode == "F" or (mode.startswith("I") and not is_16_bit and picture.format not in ("PNG", "PPM")):

@@ -5,10 +5,11 @@ import importlib.util
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from lib.given.data.images import has_test_split
 from lib.runs.corpus import held_out_share, is_corpus
+from lib.runs.flags import MOST_SEED, Parser, UsageError, degree, fraction, positive, share, whole
 
 KINDS = ("pipeline", "replicate", "context", "shard", "expert", "tensor")
 """Kinds of parallelism, each an axis of the mesh of ranks. The last axis joins neighbours: ranks that divide a layer communicate most."""
@@ -22,10 +23,6 @@ HEAD = 64
 """Width of a head of GPT-2, in all of its sizes."""
 DECAYED = 5
 """With ``--schedule wsd`` the decay takes one in so many steps, the last ones."""
-
-
-class UsageError(ValueError):
-    """A mistake that the person who started the run can correct: one line that names the value and what was expected."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,58 +122,6 @@ class Options:
         return " ".join(self.named(kind) for kind in KINDS if self.uses(kind)) or "--strategy single"
 
 
-class Parser(argparse.ArgumentParser):
-    """Reports a wrong flag in one line, without the page of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; --help lists the flags")
-
-
-def whole(least: int):
-    """For ``type=``: accepts a whole number of at least ``least``."""
-
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least {least}")
-        return int(text)
-
-    return number
-
-
-def degree(text: str) -> int:
-    """For ``type=``: accepts a whole number of at least 1, or -1."""
-    return -1 if text == "-1" else whole(1)(text)
-
-
-def positive(text: str) -> float:
-    """For ``type=``: accepts a number above 0."""
-    if not (value := share(text)):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
-    return value
-
-
-def share(text: str) -> float:
-    """For ``type=``: accepts a finite number, 0 or above."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 0")
-    return value
-
-
-def fraction(text: str) -> float:
-    """For ``type=``: accepts a number between 0 and 1, both excluded."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number between 0 and 1, such as 0.1")
-    return value
-
-
 def make_parser(program: str, models: list[str], items: str, description: str) -> Parser:
     """The flags that both programs share.
 
@@ -186,7 +131,7 @@ def make_parser(program: str, models: list[str], items: str, description: str) -
         items: The unit of a batch: "images" or "sequences".
         description: Text above the flags.
     """
-    parser = Parser(prog=f"python -m {program}", description=description, allow_abbrev=False)
+    parser = Parser(prog=f"python -m {program}", description=description)
     what = parser.add_argument_group("model and computation")
     what.add_argument("--model", choices=models, default="tiny")
     what.add_argument("--engine", choices=("ours", "torch"), default="ours", help="the book's functions, or PyTorch's")
@@ -250,7 +195,9 @@ def make_parser(program: str, models: list[str], items: str, description: str) -
     train.add_argument("--clip", type=share, default=1.0, help="largest gradient norm; 0 neither clips nor measures it")
     train.add_argument("--optimizer", choices=OPTIMIZERS, help="ours: chapter 7's AdamW (the default with --engine ours); sgd: momentum 0.9")  # fmt: skip
     train.add_argument("--bucket-mb", type=positive, default=25.0, help="size of a DDP bucket, in 2**20 bytes")
-    train.add_argument("--seed", type=whole(0), default=0, help="for the initial weights and the order of the data")
+    train.add_argument(
+        "--seed", type=whole(0, MOST_SEED), default=0, help="for the initial weights and the order of the data"
+    )
     data = parser.add_argument_group("data")
     data.add_argument("--data", help="embedded, synthetic (made on the device), a file, a folder, a corpus of lib.runs.corpus, or a name on the hub; "
                       "default: embedded for tiny, synthetic for the others")  # fmt: skip
@@ -273,7 +220,7 @@ def make_parser(program: str, models: list[str], items: str, description: str) -
     )
     where = parser.add_argument_group("where it runs")
     where.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    where.add_argument("--threads", type=whole(1), default=1, help="CPU threads of each rank")
+    where.add_argument("--threads", type=whole(1, 4096), default=1, help="CPU threads of each rank")
     where.add_argument(
         "--deterministic", action="store_true", help="use kernels that return the same bits every time, on a GPU too"
     )
@@ -441,6 +388,8 @@ def _check_quality(o: Options) -> None:
         raise UsageError(f"--sample-every {o.sample_every} without --prompt: expected a text for the model to continue")
     if o.prompt and not o.sample_every:
         raise UsageError("--prompt without --sample-every: expected the number of steps between samples")
+    if o.prompt and any("\ud800" <= character <= "\udfff" for character in o.prompt):
+        raise UsageError(f"--prompt {o.prompt!a} holds bytes that are not UTF-8; expected text")
     if o.sample_every and o.data == "synthetic":
         raise UsageError(
             "--sample-every with --data synthetic: a model of random tokens has no text to write; expected other --data"
@@ -472,7 +421,9 @@ def check_places(o: Options) -> None:
                 f"{asked}: cannot create the folder {folder} ({nearest} is not a folder); expected a folder that can be written to"
             )
         if not os.access(nearest, os.W_OK | os.X_OK):
-            raise UsageError(f"{asked}: no permission to write into {nearest}; expected a folder that can be written to")
+            raise UsageError(
+                f"{asked}: no permission to write into {nearest}; expected a folder that can be written to"
+            )
     if o.log and o.log.is_dir():
         raise UsageError(f"--log-file {o.log} is a folder; expected a file, such as {o.log / 'log.jsonl'}")
 
