@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 MOST = 2**31 - 1
 """The largest count that a flag takes, unless it says otherwise."""
-MOST_SEED = 2**63 - 1
+MOST_SEED = 2**64 - 1
 """The largest seed that PyTorch's and NumPy's generators both take."""
 LARGEST = 1e15
 """The largest number that a flag takes; its product with the units of the flags is finite."""
