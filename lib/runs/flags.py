@@ -10,7 +10,7 @@ MOST = 2**31 - 1
 MOST_SEED = 2**64 - 1
 """The largest seed that PyTorch's and NumPy's generators both take."""
 LARGEST = 1e15
-"""The largest number that a flag takes; its product with the units of the flags is finite."""
+"""The most seconds, megabytes and the like that a flag takes; in bytes they are still a finite number."""
 
 
 class UsageError(ValueError):
@@ -70,15 +70,17 @@ def share(text: str) -> float:
     value = _number(text)
     if not value >= 0:
         raise argparse.ArgumentTypeError(f"{_cut(text)}: expected a number of at least 0")
-    if value > LARGEST:
-        raise argparse.ArgumentTypeError(f"{_cut(text)}: expected a number of at most {LARGEST:g}")
+    if math.isinf(value):
+        raise argparse.ArgumentTypeError(f"{_cut(text)}: expected a finite number")
     return value
 
 
 def positive(text: str) -> float:
-    """For ``type=``: accepts a finite number above 0."""
+    """For ``type=``: accepts a number above 0, and at most ``LARGEST``."""
     if not (value := share(text)):
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
+    if value > LARGEST:
+        raise argparse.ArgumentTypeError(f"{_cut(text)}: expected a number of at most {LARGEST:g}")
     return value
 
 
