@@ -6,7 +6,9 @@ still a stub; `lib.workbook.book.resolve` says which, and why.
 
 import builtins as _builtins
 import os as _os
+import sys as _sys
 
+from lib.workbook.book import catalog as _catalog
 from lib.workbook.book import resolve as _resolve
 
 
@@ -24,6 +26,10 @@ if not _sees_gpu():
 # PyTorch's profiler prints lines such as "USDT:… profiler_start" for every profile; it reads this variable when it is imported.
 _os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
+# A copy of the package that is not in the book's folder has nothing of the learner's in it, so every program ends here.
+if _fault := _catalog.missing_book():
+    print(f"workbook: {_fault}", file=_sys.stderr)
+    raise SystemExit(2)
 _resolve.install()
 
 if getattr(

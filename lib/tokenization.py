@@ -138,7 +138,8 @@ class BPETokenizer:
         scanned again at every chunk.
 
     Convention: the text is not changed (no lower case, no Unicode normalization, no space put in front), so
-    ``decode(encode(text)) == text`` for every text.
+    ``decode(encode(text)) == text`` for every text that UTF-8 can hold. A string of Python may also hold half of a
+    surrogate pair (U+D800 to U+DFFF); that is no character, and ``encode`` raises ``UnicodeEncodeError`` for it.
 
     Source: GPT-2 (Radford et al. 2019), section 2.2.
     """

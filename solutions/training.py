@@ -355,7 +355,7 @@ def _check_readable(name: str, value) -> None:
         torch.save(value, buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
-    except Exception:  # what pickle raises for a lambda depends on where it was written and on Python's version
+    except (pickle.PickleError, AttributeError, TypeError):  # a lambda: which one depends on Python; a full disk: none
         raise TypeError(f"{name} holds a {type(value).__name__} that weights_only=True cannot read back") from None
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from lib.bench.kit import record, seconds_of, spawn, spread
 from lib.given.data.record import MEASUREMENTS, load, where
+from lib.runs.flags import ProgramParser, positive, whole, wholes
 
 MB = 10**6
 SIZES_MB = (1, 3, 10, 30, 100, 300, 1000)
@@ -50,13 +51,13 @@ def time_sizes(rank: int, device: torch.device, key: str, sizes_mb: list[float],
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="2,4")
+    parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=wholes, default="2,4")
     parser.add_argument("--backend", default="gloo,nccl" if torch.cuda.is_available() else "gloo")
     parser.add_argument(
-        "--gloo-limit-mb", type=float, default=1000, help="largest array with gloo, which is slow on CPUs"
+        "--gloo-limit-mb", type=positive, default=1000, help="largest array with gloo, which is slow on CPUs"
     )
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=whole(1), default=15)
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     parser.add_argument("--tiny", action="store_true", help="small sizes and few repeats, to try the program")
     parser.add_argument("--fresh", action="store_true", help="discard earlier results")

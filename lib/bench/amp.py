@@ -5,7 +5,6 @@ so that an interrupted run keeps what it has. ``--tiny --device cpu`` tries the 
 ``--folder`` writes elsewhere. GPT-2 uses chapter 6's attention as written, without a fused kernel, and is not compiled.
 """
 
-import argparse
 import gc
 import itertools
 import math
@@ -29,6 +28,7 @@ from lib.given.models.sizes import MODEL_SIZES
 from lib.given.models.vit import TINY as VIT_TINY
 from lib.given.models.vit import VIT_L_16
 from lib.gpt2 import GPT2
+from lib.runs.flags import ProgramParser, positive
 from lib.vit import VisionTransformer
 
 WIDE = ("float32", "TF32", "float16, our scaler", "float16, PyTorch's scaler", "bfloat16")
@@ -222,10 +222,10 @@ def summary(values: list[float]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = ProgramParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="toy sizes and few steps: does the program run?")
-    parser.add_argument("--seconds", type=float, default=210.0, help="start no further part after this many seconds")
+    parser.add_argument("--seconds", type=positive, default=210.0, help="start no further part after this many seconds")
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     options = parser.parse_args()
     device, begun = options.device, time.perf_counter()

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.attention import scaled_dot_product_attention
 from lib.bench.kit import measure, record
+from lib.runs.flags import ProgramParser
 
 BATCH, N_HEADS, HEAD_DIM = 1, 4, 64
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -87,4 +88,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    ProgramParser(description=__doc__).parse_args()  # there are no flags: a word is refused before anything is measured
     main()

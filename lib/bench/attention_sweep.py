@@ -7,7 +7,6 @@ Attention is chapter 3's ``scaled_dot_product_attention`` with a causal mask, on
 Stanford's CS336, assignment 2, spring 2025.
 """
 
-import argparse
 import gc
 import math
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from lib.attention import causal_mask, scaled_dot_product_attention, softmax
 from lib.bench.kit import record, seconds_of, spread, wait_for
+from lib.runs.flags import ProgramParser, whole
 
 BATCH, WIDTHS, LENGTHS = 8, (16, 32, 64, 128), (256, 1024, 4096, 8192, 16384)
 SOFTMAX_SHAPE = {"batch": 4, "heads": 25, "length": 1024, "head_dim": 64}  # one layer of GPT-2 XL
@@ -140,10 +140,10 @@ def in_rows(run: Callable[[], Tensor], device: str, n_repeats: int = 20) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = ProgramParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="short sequences, for a laptop")
-    parser.add_argument("--compile-only", type=int, help="compile this width for every length, and stop")
+    parser.add_argument("--compile-only", type=whole(1), help="compile this width for every length, and stop")
     args = parser.parse_args()
     widths, lengths = ((16,), (64, 128)) if args.tiny else (WIDTHS, LENGTHS)
     compiled = torch.compile(scaled_dot_product_attention, dynamic=False)

@@ -42,6 +42,7 @@ from lib.given.data.record import MEASUREMENTS
 from lib.given.models.llama import LLAMA_2_7B, LlamaConfig
 from lib.given.parallel.ring import pass_on
 from lib.llama import Llama
+from lib.runs.flags import ProgramParser, whole
 
 SMALL = LlamaConfig(vocab_size=256, dim=64, n_layers=1, n_heads=4, hidden_dim=128)
 N_REPEATS, FILL, TIMEOUT_S = 3, 0.75, 120
@@ -382,10 +383,10 @@ def predicted(sizes: Sizes, rows: list[dict[str, float]], n_ranks: int) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ProgramParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the program out")
-    parser.add_argument("--ranks", type=int, help="ranks; by default as many as there are GPUs, at most 4")
+    parser.add_argument("--ranks", type=whole(1), help="ranks; by default as many as there are GPUs, at most 4")
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS, help="where the JSON goes")
     options = parser.parse_args()
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

@@ -23,6 +23,7 @@ from lib.demos.ddp import synchronised
 from lib.given.data.record import MEASUREMENTS, load
 from lib.given.models.gpt2 import GPT2Config
 from lib.gpt2 import GPT2
+from lib.runs.flags import ProgramParser, positive, whole, wholes
 
 XL = {"vocab_size": 10_000, "dim": 1600, "n_layers": 48, "n_heads": 25}
 TINY = {"vocab_size": 100, "dim": 64, "n_layers": 2, "n_heads": 2}
@@ -185,15 +186,15 @@ def _write(rank: int, key: str, result: dict, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="2,4")
+    parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=wholes, default="2,4")
     parser.add_argument("--backend", default="nccl" if torch.cuda.is_available() else "gloo")
-    parser.add_argument("--batch", type=int, default=4, help="sequences on each rank")
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--batch", type=whole(1), default=4, help="sequences on each rank")
+    parser.add_argument("--context", type=whole(1), default=512)
+    parser.add_argument("--rounds", type=whole(1), default=10)
     parser.add_argument(
         "--seconds",
-        type=float,
+        type=positive,
         default=60,
         help="start no further round after this many seconds, for each number of ranks",
     )

@@ -26,6 +26,7 @@ from lib.given.models.gpt2 import GPT2Config
 from lib.given.models.vit import VIT_GIGANTIC_14, ViTConfig
 from lib.given.parallel.sharding import blocks_of, saved_bytes
 from lib.gpt2 import GPT2
+from lib.runs.flags import ProgramParser, whole
 from lib.vit import VisionTransformer
 
 DTYPE = torch.bfloat16
@@ -201,8 +202,8 @@ def run_rank(rank: int, n_ranks: int, options: argparse.Namespace, rendezvous: s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser = ProgramParser(description=__doc__)
+    parser.add_argument("--ranks", type=whole(1), nargs="+", default=[2, 4])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="small models, to try the program")
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)

@@ -5,7 +5,6 @@ writes ``chapters/measurements/fsdp_parts.json``; ``--tiny --device cpu`` tries 
 computes with bfloat16 parameters, DDP with float32 parameters under autocast.
 """
 
-import argparse
 import gc
 from collections.abc import Callable
 from functools import partial
@@ -29,6 +28,7 @@ from lib.bench.fsdp import (
 from lib.bench.kit import measure, record, wait_for
 from lib.given.data.record import MEASUREMENTS
 from lib.given.models.gpt2 import GPT2Config
+from lib.runs.flags import ProgramParser
 
 
 def computing(way: str, config: Any, batch: int, device: torch.device) -> Callable[[], None]:
@@ -63,7 +63,7 @@ def updating(n: int, device: torch.device) -> Callable[[], None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ProgramParser(description=__doc__)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="small models, to try the program")
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)

@@ -11,6 +11,7 @@ from lib.bench.kit import record, spread
 from lib.given.data.corpora import language_reference
 from lib.given.models.gpt2 import GPT2_XL, GPT2Config
 from lib.gpt2 import GPT2, Block, init_weights
+from lib.runs.flags import ProgramParser
 
 POWERS = (0.0, -0.05, -0.5)
 LENGTH = 32
@@ -72,4 +73,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    ProgramParser(description=__doc__).parse_args()  # there are no flags: a word is refused before anything is measured
     main()

@@ -22,6 +22,7 @@ from lib.fsdp import FullySharded, apply_fully_shard
 from lib.given.data.record import MEASUREMENTS, load
 from lib.given.models.gpt2 import GPT2_XL
 from lib.runs.engine.strategies import HybridSharded
+from lib.runs.flags import ProgramParser, whole
 
 XL, BATCH = GPT2_XL, 4
 
@@ -62,8 +63,8 @@ def run_rank(rank: int, n_ranks: int, options: argparse.Namespace, rendezvous: s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser = ProgramParser(description=__doc__)
+    parser.add_argument("--ranks", type=whole(1), default=2)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the program")
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)

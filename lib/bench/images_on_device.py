@@ -5,7 +5,6 @@ Run ``python -m lib.bench.images_on_device`` (half a minute) on any device; ``--
 or Python workers prepare them with Pillow and NumPy and send floats over the bus.
 """
 
-import argparse
 import os
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lib.bench.kit import record, seconds_of, spread, wait_for
 from lib.fast.models import MEAN, STD, prepare_images
+from lib.runs.flags import ProgramParser
 
 SIZE, BATCH, N_PICTURES = 224, 256, 50_000
 
@@ -75,8 +75,8 @@ def by_workers(device: str, all_pictures: Tensor, n_workers: int, n_batches: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = ProgramParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="few pictures, for a laptop")
     args = parser.parse_args()
     torch.set_num_threads(1)  # of this process; the workers have one each

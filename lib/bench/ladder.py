@@ -31,6 +31,7 @@ from lib.given.data.record import MEASUREMENTS, load
 from lib.given.models.gpt2 import GPT2_SMALL, GPT2Config
 from lib.given.models.gpus import SHEETS
 from lib.given.models.vit import VIT_L_16, ViTConfig
+from lib.runs.flags import ProgramParser, positive, whole
 
 PEAK_FLOPS = SHEETS["H200"].peak_flops
 """Peak of an H100 or H200 in dense bf16, by the datasheet. On every rung MFU is a share of this."""
@@ -619,12 +620,12 @@ def report(task: Task, results: dict[str, Any], row: dict[str, Any], elapsed_s: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = ProgramParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=("gpt2", "vit"), default="gpt2")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="a small model, for a laptop")
-    parser.add_argument("--seconds", type=float, default=4.0, help="seconds to time each rung")
-    parser.add_argument("--batch", type=int, action="append", help="batch of the ViT; may be given several times")
+    parser.add_argument("--seconds", type=positive, default=4.0, help="seconds to time each rung")
+    parser.add_argument("--batch", type=whole(1), action="append", help="batch of the ViT; may be given several times")
     parser.add_argument("--rung", action="append", help="only rungs with this name; may be given several times")
     parser.add_argument("--who", choices=("ours", "peer", "plain"), help="compile this one on one rung, and stop")
     parser.add_argument("--compile-only", action="store_true", help="fill the compiler's cache, and stop")

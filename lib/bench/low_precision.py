@@ -5,7 +5,6 @@ Run ``python -m lib.bench.low_precision products steps losses tokens`` (or only 
 take turns in random order. torchao's layers are measured beside the book's where torchao is installed.
 """
 
-import argparse
 import dataclasses
 import logging
 import random
@@ -30,6 +29,7 @@ from lib.given.models.vit import ViTConfig
 from lib.gpt2 import GPT2
 from lib.llama import Llama, generate
 from lib.low_precision import Float8Linear, Int4Linear, absmax_scale, quantize, scaled_matmul
+from lib.runs.flags import ProgramParser
 from lib.vit import VisionTransformer
 
 E4M3 = torch.float8_e4m3fn
@@ -309,10 +309,10 @@ def _torchao_int4(model: nn.Module) -> nn.Module:
 
 
 def main(arguments: list[str] | None = None, folder: Path = MEASUREMENTS) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = ProgramParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("parts", nargs="*", help="products, steps, losses, tokens; all unless told")
     parser.add_argument("--tiny", action="store_true", help="try the program with tiny sizes")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument(
         "--ways", nargs="+", help="measure only these in steps, such as 'bfloat16, in a graph', and keep the others"
     )

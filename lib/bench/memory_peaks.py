@@ -4,7 +4,6 @@ Run ``python -m lib.bench.memory_peaks`` (half a minute) on a GPU. ``--tiny`` us
 the tensors. It writes ``chapters/measurements/memory_peaks.json``.
 """
 
-import argparse
 import gc
 from collections.abc import Callable
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from lib.bench.kit import record
 from lib.given.models.gpt2 import TINY, GPT2Config
 from lib.given.models.sizes import MODEL_SIZES
 from lib.gpt2 import GPT2, count_parameters
+from lib.runs.flags import ProgramParser
 
 BATCH, LENGTHS = 4, (128, 256, 512, 1024)
 SIZES = ("xl", "2.7B")
@@ -74,8 +74,8 @@ def measure_size(config: GPT2Config, device: str, lengths: tuple[int, ...], mixe
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = ProgramParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="a small model, for a laptop")
     args = parser.parse_args()
     sizes = {"tiny": TINY} if args.tiny else {name: MODEL_SIZES[name] for name in SIZES}

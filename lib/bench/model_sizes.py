@@ -20,6 +20,7 @@ from lib.bench.kit import record, spread, wait_for
 from lib.given.models.gpt2 import TINY, GPT2Config
 from lib.given.models.sizes import MODEL_SIZES
 from lib.gpt2 import GPT2, count_parameters
+from lib.runs.flags import ProgramParser
 
 BATCH, LENGTH = 4, 256
 N_WARMUP, N_STEPS = 5, 10
@@ -67,8 +68,8 @@ def in_own_process(args: argparse.Namespace, name: str) -> dict[str, list[float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = ProgramParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="two small models, for a laptop")
     parser.add_argument("--size", help="measure this size in this process, print its times, and stop")
     args = parser.parse_args()

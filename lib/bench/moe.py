@@ -26,6 +26,7 @@ from lib.given.models.moe import DEEPSEEK_V3, MIXTRAL_8X7B, MoEConfig
 from lib.given.parallel.experts import AllToAll
 from lib.llama import SwiGLU
 from lib.moe import ExpertParallelMoE, MoE, grouped_matmul, grouped_matmul_kernel, sort_by_expert
+from lib.runs.flags import ProgramParser, whole
 
 N_ROUNDS, N_WARMUP = 12, 2
 TOKENS_PER_RANK = 4096
@@ -207,10 +208,12 @@ def measure_parallel(rank: int, device: torch.device, options: argparse.Namespac
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("grouped", "parallel"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--ranks", type=int, default=4, help="of parallel; the number of experts must be a multiple")
+    parser.add_argument(
+        "--ranks", type=whole(1), default=4, help="of parallel; the number of experts must be a multiple"
+    )
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS, help="where the JSON goes")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the program out")
     options = parser.parse_args()

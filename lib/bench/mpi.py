@@ -15,6 +15,7 @@ import numpy as np
 
 from lib.bench.kit import record, spread
 from lib.given.parallel.mpirun import mpirun
+from lib.runs.flags import ProgramParser
 
 RANKS = (2, 4)
 SIZES = tuple(8 * 8**k for k in range(8))  # 8 B to 16 MiB
@@ -132,7 +133,7 @@ def _max():
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)  # set for the ranks that mpiexec starts
     parser.add_argument("--tiny", action="store_true", help="take a few seconds and write nothing")
     options = parser.parse_args()

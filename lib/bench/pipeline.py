@@ -42,6 +42,7 @@ from lib.pipeline import (
     run_schedule,
     zero_bubble_schedule,
 )
+from lib.runs.flags import ProgramParser, whole
 
 DTYPE = torch.bfloat16
 N_WARMUP, N_ROUNDS, N_STEPS = 2, 5, 2
@@ -266,8 +267,8 @@ def free_port() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser = ProgramParser(description=__doc__)
+    parser.add_argument("--ranks", type=whole(1), nargs="+", default=[2])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the program")
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)

@@ -7,6 +7,7 @@ import torch
 
 from lib.bench.kit import measure, record
 from lib.rope import apply_rope, precompute_rope, rope_frequencies, rotation_matrix
+from lib.runs.flags import ProgramParser
 
 BATCH, N_POSITIONS, N_HEADS, HEAD_DIM = 1, 1024, 8, 64
 N_REPEATS = 200
@@ -50,4 +51,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    ProgramParser(description=__doc__).parse_args()  # there are no flags: a word is refused before anything is measured
     main()

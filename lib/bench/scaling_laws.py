@@ -36,6 +36,7 @@ from lib.given.data.record import MEASUREMENTS, load
 from lib.given.models.gpt2 import GPT2_SMALL
 from lib.given.models.gpus import GPUS
 from lib.runs.engine.state import gather_model
+from lib.runs.flags import ProgramParser, positive, whole
 from lib.scaling_laws import bootstrap, fit_power_law, wsd_schedule
 
 SIZES = ((128, 4), (192, 6), (256, 8), (384, 8), (512, 9), (640, 10))
@@ -409,15 +410,15 @@ def rival(o: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=("look", "sweep", "positions", "predict", "run", "size", "rival"))
     parser.add_argument("--data", required=True, help="a folder that lib.runs.corpus wrote")
-    parser.add_argument("--steps", type=int, default=STEPS[-1], help="of GPT-2 124M")
+    parser.add_argument("--steps", type=whole(1), default=STEPS[-1], help="of GPT-2 124M")
     parser.add_argument(
-        "--seconds", type=float, default=212.0, help="of training that the rival gets: what the run will take"
+        "--seconds", type=positive, default=212.0, help="of training that the rival gets: what the run will take"
     )
     parser.add_argument(
-        "--leg", type=float, default=150.0, help="seconds after which the run is asked to leave, and resumed"
+        "--leg", type=positive, default=150.0, help="seconds after which the run is asked to leave, and resumed"
     )
     parser.add_argument("--size", help="of one model of the sweep, such as 128x4")
     parser.add_argument("--tiny", action="store_true")

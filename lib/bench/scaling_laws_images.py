@@ -25,6 +25,7 @@ import numpy as np
 from lib.bench.kit import record
 from lib.bench.scaling_laws import n_weights, train_branches
 from lib.given.data.record import MEASUREMENTS
+from lib.runs.flags import ProgramParser
 from lib.scaling_laws import bootstrap, fit_parametric
 
 SIZES = ((64, 4), (128, 4), (128, 8), (256, 8))
@@ -89,7 +90,7 @@ def predict(swept: list[dict[str, Any]], dim: int, n_layers: int, n_fits: int = 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="a folder that lib.runs.pictures wrote")
     parser.add_argument("--size", help="train only this one, such as 128x4")
     parser.add_argument("--tiny", action="store_true")

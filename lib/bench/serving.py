@@ -8,7 +8,6 @@ Run ``python -m lib.bench.serving`` on a GPU; it adds to ``chapters/measurements
 ``--tiny --device cpu`` tries the program.
 """
 
-import argparse
 import random
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from lib.given.data.record import MEASUREMENTS, load
 from lib.given.models.llama import LlamaConfig
 from lib.given.models.serving import Request
 from lib.llama import Llama
+from lib.runs.flags import ProgramParser, positive
 from lib.serving import Engine, Scheduler
 
 ONE_B = LlamaConfig(dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, hidden_dim=5632, context_len=2048)
@@ -207,7 +207,7 @@ def summarize(asks: list[Ask], times: Times) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ProgramParser(description=__doc__)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="a small model and few requests, to try the program")
     parser.add_argument(
@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument(
         "--rates",
         nargs="+",
-        type=float,
+        type=positive,
         help="measure these loads, in requests a second, and keep the others; default: all",
     )
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)

@@ -5,7 +5,6 @@ them if there are enough GPUs, and writes ``chapters/measurements/tensor_paralle
 ``--device cpu --tiny`` tries it with gloo.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -25,6 +24,7 @@ from lib.given.data.record import MEASUREMENTS
 from lib.given.models.llama import TINY, LlamaConfig
 from lib.given.parallel.tensors import Collectives, rank_part
 from lib.llama import Llama
+from lib.runs.flags import ProgramParser, whole
 from lib.tensor_parallel import (
     ColumnParallelLinear,
     CopyToRegion,
@@ -193,10 +193,10 @@ def sizes(tiny: bool) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ProgramParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the program out")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 2, 1])
+    parser.add_argument("--ranks", type=whole(1), nargs="+", default=[4, 2, 1])
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS, help="where the JSON goes")
     options = parser.parse_args()
     most = torch.cuda.device_count() if options.device == "cuda" else 4

@@ -19,6 +19,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from lib.bench.kit import measure as measure_with
 from lib.bench.kit import record
 from lib.given.data.corpora import language_reference, standard_library_docstrings
+from lib.runs.flags import ProgramParser
 from lib.tokenization import PRE_TOKEN, BPETokenizer, count_pairs, merge_pair, train_bpe
 
 VOCAB_SIZES = (500, 1000, 2000, 4000)
@@ -118,4 +119,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    ProgramParser(description=__doc__).parse_args()  # there are no flags: a word is refused before anything is measured
     main()

@@ -9,7 +9,6 @@ The ceiling of memory is a copy of 1 GiB, read and written. The ceiling of produ
 case.
 """
 
-import argparse
 import os
 import tempfile
 import time
@@ -27,6 +26,7 @@ os.environ.setdefault(
 
 from lib.bench.kit import device_seconds, in_turns, record, spread
 from lib.given.data.record import MEASUREMENTS
+from lib.runs.flags import ProgramParser, positive, whole
 from lib.triton_kernels import matmul, rms_norm, softmax_rows, vector_add, weighted_sum
 
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
@@ -175,11 +175,11 @@ def memory_ceiling(clock: Clock, device: str, n_bytes: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cuda")
+    parser = ProgramParser()
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--seconds", type=float, default=100.0)
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--seconds", type=positive, default=100.0)
+    parser.add_argument("--repeats", type=whole(1), default=20)
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     args = parser.parse_args()
     start, clock = time.perf_counter(), Clock(args.device)

@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from lib.given.data.images import load_images, normalize_digits
 from lib.mpi import average_gradients_mpi, tree_broadcast
+from lib.runs.flags import ProgramParser, whole
 from lib.vit import TINY, VisionTransformer
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -74,15 +75,19 @@ def _digest(model) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch", type=int, default=64)
+    parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=whole(1), default=60)
+    parser.add_argument("--batch", type=whole(1), default=64)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--out", type=Path, help="JSON file for the losses, written by rank 0")
     options = parser.parse_args()
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
+    if options.batch % comm.size:
+        parser.error(f"--batch {options.batch}: expected a multiple of the {comm.size} ranks")
+    if options.out and not options.out.absolute().parent.is_dir():
+        parser.error(f"--out {options.out}: there is no folder {options.out.parent}")
     run = train(comm, options.steps, options.batch, dtype=options.dtype)
     first, last = run["losses"][0], run["losses"][-1]
     print(f"rank {comm.rank} of {comm.size}: loss {first:.3f} to {last:.3f}, weights {run['weights_sha']}", flush=True)

@@ -4,7 +4,7 @@
 the log holds a step and its loss, exactly to the last bit.
 """
 
-import argparse
+import pickle
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from lib.given.data.corpora import language_reference
 from lib.given.models.gpt2 import GPT2Config
 from lib.gpt2 import GPT2
+from lib.runs.flags import MOST_SEED, ProgramParser, whole
 from lib.training import (
     AdamW,
     TokenBatches,
@@ -26,6 +27,10 @@ from lib.training import (
 CONFIG = GPT2Config(vocab_size=256, context_len=32, dim=64, n_layers=2, n_heads=2)
 
 
+class NotThisRun(ValueError):
+    """A checkpoint is of another run, or no checkpoint."""
+
+
 def train(checkpoint: Path, log: Path, n_steps: int, save_every: int, seed: int) -> None:
     """Train up to step ``n_steps``, from the checkpoint if there is one."""
     torch.set_num_threads(1)
@@ -35,9 +40,12 @@ def train(checkpoint: Path, log: Path, n_steps: int, save_every: int, seed: int)
     batches = TokenBatches(list(language_reference().encode()), batch=8, length=CONFIG.context_len, seed=seed)
     begin = 0
     if checkpoint.exists():
-        state = load_checkpoint(checkpoint, model, optimizer)
-        begin = state["step"]
-        batches.load_state_dict(state["batches"])
+        try:
+            state = load_checkpoint(checkpoint, model, optimizer)
+            begin = state["step"]
+            batches.load_state_dict(state["batches"])
+        except (pickle.UnpicklingError, RuntimeError, ValueError, KeyError) as error:
+            raise NotThisRun(" ".join(str(error).split())) from None
     with open(log, "a", encoding="utf-8") as file:
         for step in range(begin, n_steps):
             for group in optimizer.param_groups:
@@ -59,14 +67,20 @@ def read_log(log: Path) -> list[tuple[int, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ProgramParser(description=__doc__)
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--log", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--save-every", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=whole(1), default=200)
+    parser.add_argument("--save-every", type=whole(1), default=20)
+    parser.add_argument("--seed", type=whole(0, MOST_SEED), default=0)
     args = parser.parse_args()
-    train(args.checkpoint, args.log, args.steps, args.save_every, args.seed)
+    for flag, path in (("--checkpoint", args.checkpoint), ("--log", args.log)):
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            parser.error(f"{flag} {path}: expected a file in a folder that exists")
+    try:
+        train(args.checkpoint, args.log, args.steps, args.save_every, args.seed)
+    except NotThisRun as error:
+        parser.error(f"--checkpoint {args.checkpoint}: {error}; expected a checkpoint of this run, or another file")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 
 from lib.given.kernels.tiles import HAS_TRITON, INTERPRETED, triton
 
@@ -61,7 +60,11 @@ def can_be_read(x: Tensor) -> bool:
 
 def is_watched(*xs: Tensor) -> bool:
     """Whether a compiler, a transform of torch.func, a dispatch mode or a tensor subclass must see the operators."""
-    if torch.compiler.is_compiling() or _are_functorch_transforms_active() or _len_torch_dispatch_stack():
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+    ):
         return True
     return {type(x) for x in xs} != {Tensor}
 

@@ -27,6 +27,7 @@ from typing import Any
 
 VARIABLE = "FORKSERVER"  # tells a forked program where the server is
 IDLE_S = 900.0
+NUMBER_BYTES = 16  # of a process number or an exit status on a wire
 
 
 @dataclass(kw_only=True)
@@ -46,10 +47,10 @@ class Forked:
     def __init__(self, wire: socket.socket):
         self.wire = wire
         self.returncode: int | None = None
-        told = wire.recv(64)
-        if not told:
-            raise ConnectionError("the fork server ended")
-        self.pid = int(told)
+        try:
+            self.pid = int(read(wire, NUMBER_BYTES))
+        except EOFError:
+            raise ConnectionError("the fork server ended") from None
 
     def poll(self) -> int | None:
         return self._status(0)
@@ -62,10 +63,9 @@ class Forked:
 
     def _status(self, timeout: float | None) -> int | None:
         if self.returncode is None and select.select([self.wire], [], [], timeout)[0]:
-            told = b""
-            with contextlib.suppress(OSError):
-                told = self.wire.recv(64)
-            self.returncode = int(told) if told else -signal.SIGKILL
+            self.returncode = -signal.SIGKILL
+            with contextlib.suppress(OSError, EOFError):
+                self.returncode = int(read(self.wire, NUMBER_BYTES))
             self.wire.close()
         return self.returncode
 
@@ -120,7 +120,7 @@ def serve(where: str, modules: Sequence[str], idle_s: float = IDLE_S) -> None:
             if process in ready:
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 with contextlib.suppress(OSError):
-                    wire.send(str(status).encode())
+                    wire.sendall(framed(status))
             elif wire in ready:  # the requester has gone
                 for kill in (os.killpg, os.kill):
                     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -157,8 +157,8 @@ def _start(wire: socket.socket, listener: socket.socket, running: dict) -> tuple
     if not told:
         wire.close()
         return ()
-    size = int.from_bytes(_read(wire, 8), "big")
-    request = Request(**pickle.loads(_read(wire, size)))
+    size = int.from_bytes(read(wire, 8), "big")
+    request = Request(**pickle.loads(read(wire, size)))
     wire.settimeout(None)
     pid = os.fork()
     if pid == 0:
@@ -170,12 +170,22 @@ def _start(wire: socket.socket, listener: socket.socket, running: dict) -> tuple
         _be(request, fds)
     for fd in fds:
         os.close(fd)
-    wire.send(str(pid).encode().ljust(16))
+    wire.sendall(framed(pid))
     running[wire] = pid, os.pidfd_open(pid)
     return request.preload
 
 
-def _read(wire: socket.socket, size: int) -> bytes:
+def framed(number: int) -> bytes:
+    """A number in as many bytes as the other end reads, so that two numbers in a row stay two."""
+    return str(number).encode().ljust(NUMBER_BYTES)
+
+
+def read(wire: socket.socket, size: int) -> bytes:
+    """Exactly so many bytes, however many pieces they come in.
+
+    Raises:
+        EOFError: the other end hung up before.
+    """
     data = b""
     while len(data) < size:
         piece = wire.recv(size - len(data))

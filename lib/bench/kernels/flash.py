@@ -6,7 +6,6 @@
 
 # ruff: noqa: B023 - what a loop makes is called within the same turn
 
-import argparse
 import math
 import os
 import time
@@ -33,6 +32,7 @@ from lib.fast.attention.flash_hopper import Roles
 from lib.fast.gluon import has_roles
 from lib.flash_attention import FlashAttentionTorch, FlashAttentionTriton, flash_attention
 from lib.given.data.record import MEASUREMENTS
+from lib.runs.flags import ProgramParser, positive, whole
 
 CASES = {
     "64_causal": (16, 64, True),
@@ -439,10 +439,10 @@ def errors(report, device, peers, length):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ProgramParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
-    parser.add_argument("--seconds", type=float, default=260)
-    parser.add_argument("--processes", type=int, default=12)
+    parser.add_argument("--seconds", type=positive, default=260)
+    parser.add_argument("--processes", type=whole(1), default=12)
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     tiny, device = args.tiny, "cpu" if args.tiny else "cuda"

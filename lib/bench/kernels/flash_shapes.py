@@ -41,6 +41,7 @@ from lib.fast.attention.flash_stored import Dealt, for_device
 from lib.fast.launch import Sizes
 from lib.fast.models import capture
 from lib.given.data.record import MEASUREMENTS, load
+from lib.runs.flags import ProgramParser, positive
 
 NAME, ROUNDS, SAMPLE_MS = "flash_shapes", 12, 6.0
 
@@ -321,9 +322,9 @@ def keep(results: dict[str, Any], folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
-    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--seconds", type=positive, default=300)
     parser.add_argument("--only", nargs="+", metavar="WORD", help="shapes whose name has one of these words in it")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()

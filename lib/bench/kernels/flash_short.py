@@ -32,6 +32,7 @@ from lib.fast.attention.flash import (
 from lib.fast.attention.flash_hopper import Roles
 from lib.fast.models import capture
 from lib.given.data.record import MEASUREMENTS, load
+from lib.runs.flags import ProgramParser, whole
 
 NAME, N_HEADS, LENGTHS, N_CALLS = "flash_short", 16, (256, 512, 1024, 2048, 4096, 8192), 20
 KERNELS = ("forward", "dQ", "dK/dV")
@@ -100,10 +101,10 @@ PARTS: dict[str, Callable[[int], list[dict[str, Any]]]] = {"lengths": lengths, "
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help=f"parts to measure: {', '.join(PARTS)}; all of them if none is named")
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=whole(1), default=7)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):

@@ -24,6 +24,7 @@ from lib.bench.kit import record, spread
 from lib.fast.attention.flash import Tiles, fast_dkdv, fast_dq, fast_forward, tiles_for
 from lib.fast.attention.flash_hopper import Roles
 from lib.given.data.record import MEASUREMENTS
+from lib.runs.flags import ProgramParser, whole
 
 KERNELS = ("forward", "dQ", "dK/dV", "one pass")  # the last: all gradients at once, of lib.bench.kernels.flash_kernels
 CUTS: dict[tuple[str, int], list[tuple[Any, ...]]] = {  # rows, columns, warps, stages, registers
@@ -176,10 +177,10 @@ def measure(job: tuple[str, int, bool], device: str, length: int, rounds: int, n
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
-    parser.add_argument("--processes", type=int, default=14)
-    parser.add_argument("--length", type=int, default=16_384)
+    parser.add_argument("--processes", type=whole(1), default=14)
+    parser.add_argument("--length", type=whole(1), default=16_384)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     device, start = "cpu" if options.tiny else "cuda", time.perf_counter()

@@ -24,6 +24,7 @@ from lib.bench.yardstick.replicas import RowViT
 from lib.fast.models import Path as FastPath
 from lib.fast.models import capture
 from lib.given.data.record import MEASUREMENTS, load
+from lib.runs.flags import ProgramParser
 
 NAME, BATCHES, N_BLOCKS, ROUNDS, N_IN_ROW = "flash_training", {"gpt2": 16, "vit": 256}, 4, 12, 4
 KERNELS = {"PyTorch's choice": "fused", "the book's": "workbook"}
@@ -151,7 +152,7 @@ def compile_one(task: Task, name: str, batch: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     parser.add_argument("--model", choices=tuple(BATCHES), action="append")
     parser.add_argument("--compile-one", help=argparse.SUPPRESS)

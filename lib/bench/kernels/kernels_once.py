@@ -28,6 +28,7 @@ from lib.given.kernels.int4 import launch_int4_matmul
 from lib.given.models.llama import LlamaConfig
 from lib.low_precision import absmax_scale, int4_matmul_kernel, pack_int4, quantize, quantize_int4, scaled_matmul
 from lib.moe import grouped_matmul
+from lib.runs.flags import ProgramParser
 from lib.serving import PagedCache, paged_attention
 from lib.triton_kernels import matmul, rms_norm, softmax_rows, vector_add, weighted_sum
 
@@ -106,8 +107,8 @@ def run_quantized(device: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
+    parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     device = parser.parse_args().device
     x, y, row = (normal(*s, device=device) for s in ((1000,), (1000,), (37,)))
     run("vector_add", lambda: vector_add(x.detach(), y.detach()), device)

@@ -47,6 +47,7 @@ from lib.fast.models import Path as FastPath
 from lib.fsdp import FullySharded
 from lib.given.data.record import MEASUREMENTS, load
 from lib.given.models.vit import ViTConfig, preset
+from lib.runs.flags import ProgramParser, positive, whole, wholes
 from lib.vit import VisionTransformer
 
 DTYPE, LR, MOMENTUM = torch.bfloat16, 1e-3, 0.9
@@ -547,20 +548,20 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="1,2,4")
+    parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=wholes, default="1,2,4")
     parser.add_argument("--models", help="some of L/16,H/14,g/14,G/14; default: all")
-    parser.add_argument("--batch", type=int, help="only cells with this many images on each GPU (before --tiny)")
+    parser.add_argument("--batch", type=whole(1), help="only cells with this many images on each GPU (before --tiny)")
     parser.add_argument(
-        "--blocks", type=int, default=0, help="blocks in each part of ours, instead of the cell's number"
+        "--blocks", type=whole(0), default=0, help="blocks in each part of ours, instead of the cell's number"
     )
     parser.add_argument("--attention", choices=ATTENTIONS, default="quickest", help="attention kernel of ours")
     quickest = "copies" if torch.cuda.is_available() else "collectives"
     parser.add_argument("--averaging", choices=AVERAGING, default=quickest, help="how ranks average our gradients")
     parser.add_argument("--step", choices=["graph", "plain"], default="graph", help="whether our step is a CUDA graph")
-    parser.add_argument("--seconds", type=float, default=10, help="seconds to time each cell")
-    parser.add_argument("--budget", type=float, default=500, help="start no further cell after this many seconds")
-    parser.add_argument("--limit", type=float, default=240, help="stop a cell after this many seconds")
+    parser.add_argument("--seconds", type=positive, default=10, help="seconds to time each cell")
+    parser.add_argument("--budget", type=positive, default=500, help="start no further cell after this many seconds")
+    parser.add_argument("--limit", type=positive, default=240, help="stop a cell after this many seconds")
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the program")
     parser.add_argument("--fresh", action="store_true", help="discard earlier results")

@@ -56,6 +56,7 @@ from lib.bench.yardstick.replicas import train_step
 from lib.ddp import OverlapDDP, average_gradients
 from lib.fast.models import capture
 from lib.given.data.record import MEASUREMENTS, load
+from lib.runs.flags import ProgramParser, positive, whole
 
 Step = Callable[[], Tensor]
 AllReduce = Callable[..., Any]
@@ -487,13 +488,15 @@ def measure_cell(rank: int, device: torch.device, cell: Cell, options: argparse.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=whole(1), default=2)
     parser.add_argument("--model", dest="models", default="L/16", help="L/16, H/14 or g/14")
-    parser.add_argument("--batch", type=int, help="only the cell with this many images on each GPU (before --tiny)")
-    parser.add_argument("--rounds", type=int, help="default: 2, with --tiny 1")
+    parser.add_argument(
+        "--batch", type=whole(1), help="only the cell with this many images on each GPU (before --tiny)"
+    )
+    parser.add_argument("--rounds", type=whole(1), help="default: 2, with --tiny 1")
     parser.add_argument("--skip", default="", help="leave out ways with one of these words, separated by commas")
-    parser.add_argument("--limit", type=float, default=280, help="stop a cell after this many seconds")
+    parser.add_argument("--limit", type=positive, default=280, help="stop a cell after this many seconds")
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the program")
     options = parser.parse_args()

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
 
 from lib.fast.attention.flash_hopper import Roles, hopper_dkdv, hopper_dq, hopper_forward
 from lib.fast.attention.flash_items import n_tiles_in_memory
@@ -410,6 +409,8 @@ Allocate = Callable[[], Tensor]  # makes a tensor without initial values, on a G
 
 def _allocate(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Allocate:
     if device.type == "cuda":  # past PyTorch's dispatcher, as the code that its compiler writes does it
+        from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
+
         return partial(_empty_strided_cuda, shape, strides, dtype)
     return partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
 

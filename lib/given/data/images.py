@@ -3,12 +3,14 @@
 import functools
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from lib.given.data.folders import files_below
 
 # Each name, the arguments of `datasets.load_dataset` for it, and the columns of the picture and the class.
 DATA_SETS = {"cifar10": {"path": "uoft-cs/cifar10", "image": "img", "label": "label"}}
@@ -50,17 +52,20 @@ def load_images(
     Args:
         source: "digits" (8 x 8, grayscale, on every machine), "cifar10", any data set on the Hugging Face hub as
             "owner/name", a .parquet, .json or .jsonl file, or a folder of such files.
-        split: "train" or "test". In a folder, the files whose names begin with it are read; a single file is read whole.
+        split: "train" or "test". In a folder, the files whose names begin with it are read, apart from hidden ones; a single
+            file is read whole.
         image: Column of the pictures, as ``datasets`` writes them, with their bytes or their path. The default is the
             data set's own column, or "img".
-        label: Column of the classes, which are whole numbers from 0. The default is the data set's own, or "label".
+        label: Column of the classes, which are whole numbers from 0. The default is the data set's own, or "label". Where
+            files name their classes, the names count: numbers are those of the first file.
         limit: Read at most this many pictures.
         progress: Show a bar that counts pictures.
 
     Raises:
         FileNotFoundError: there is no such file, folder or data set; the message says what there is.
-        ValueError: a row lacks a column, or its picture is cut short, or its size differs from that of the first picture;
-            the message names the file and the row, counted from 1.
+        ValueError: a row lacks a column, or its class is beyond the names; its picture is cut short, or one that a tensor
+            from 0 to 1 cannot hold (`_pixels`), or of another size than the first; or a file has other classes than the
+            first. The message names the file and the row, counted from 1.
     """
     if str(source) == "digits":
         digits = _digits(split)
@@ -74,17 +79,48 @@ def load_images(
         rows = tqdm(rows, desc=Path(source).name, unit=" images", total=limit)
     pictures: list = []
     labels: list[int] = []
-    names = None
+    last: dict | None = None
+    ours: list[str] | None = None
+    theirs: list[str] | None = None
+    order: list[int] | None = None
     for where, row, found in rows:
         if limit is not None and len(pictures) >= limit:
             break
+        if not pictures or found is not last:
+            last, theirs = found, getattr((found or {}).get(label), "names", None)
+            ours = ours if pictures else theirs
+            order = order_of(theirs, ours, where)
         pictures.append(_picture(where, row, image, pictures))
-        labels.append(_class(where, row, label))
-        names = names or getattr((found or {}).get(label), "names", None)
+        number = _class(where, row, label, theirs)
+        labels.append(number if order is None else order[number])
     if not pictures:
         raise ValueError(f"{source}, split {split!r}: there is no row in it")
-    names = names or [str(i) for i in range(max(labels) + 1)]
+    names = ours or [str(i) for i in range(max(labels) + 1)]
     return Images(images=torch.stack(pictures), labels=torch.tensor(labels), classes=tuple(names))
+
+
+def order_of(theirs: Sequence[str] | None, ours: Sequence[str] | None, where: str) -> list[int] | None:
+    """Our number of each of their classes; None if the numbers are the same.
+
+    Args:
+        theirs, ours: Names of the classes in two files; None where a file has none.
+        where: Their file, for the message.
+
+    Raises:
+        ValueError: they have a class that we have not, or only one of the two has names; the message lists both.
+    """
+    if theirs is None and ours is None:
+        return None
+    theirs, ours = theirs and list(theirs), ours and list(ours)
+    if theirs is None or ours is None or not set(theirs) <= set(ours):
+        raise ValueError(f"{where}: its classes are {_listed(theirs)}, those of the first file {_listed(ours)}; expected the same names")  # fmt: skip
+    return None if theirs == ours[: len(theirs)] else [ours.index(name) for name in theirs]
+
+
+def _listed(names: Sequence[str] | None) -> str:
+    if names is None:
+        return "numbers without names"
+    return f"[{', '.join(names)}]" if len(names) <= 20 else f"[{', '.join(names[:20])}, … {len(names)} in all]"
 
 
 @functools.cache
@@ -123,10 +159,33 @@ def photograph(height: int | None = None, width: int | None = None) -> Tensor:
 
 
 def _pixels(picture) -> Tensor:
-    """A PIL image as ``[ch, height, width]`` from 0 to 1: grayscale keeps one channel, everything else gets three."""
-    import numpy as np
+    """A PIL image as ``[ch, height, width]`` from 0 to 1: grayscale keeps one channel, everything else gets three.
 
-    array = np.array(picture if picture.mode == "L" else picture.convert("RGB"), dtype=np.float32) / 255
+    The picture stands as its EXIF orientation says, and values are scaled by their mode's range: 1, 255 or 65,535.
+
+    Raises:
+        ValueError: values without a range (F, and I unless it is a PNG's or PGM's 16 bits), pixels that are not opaque,
+            or several pictures in one file; the message names it.
+    """
+    import numpy as np
+    from PIL import ImageOps
+
+    if (
+        getattr(picture, "n_frames", 1) > 1 and picture.format != "MPO"
+    ):  # a camera's MPO: one picture and previews of it
+        raise ValueError(f"an animation of {picture.n_frames} pictures, expected a single one")
+    mode, is_16_bit = picture.mode, picture.mode.startswith("I;16")
+    if mode == "F" or (mode.startswith("I") and not is_16_bit and picture.format not in ("PNG", "PPM")):
+        raise ValueError(f"mode {mode}, whose values have no largest one to divide by; expected 8 or 16 bits")
+    if picture.has_transparency_data and (is_16_bit or picture.convert("RGBA").getextrema()[3][0] < 255):
+        raise ValueError(f"mode {mode} with transparent pixels, whose colour depends on what is behind; expected opaque ones")  # fmt: skip
+    picture = ImageOps.exif_transpose(picture)
+    if mode in ("1", "L", "LA", "La"):
+        array = np.array(picture.convert("L"), dtype=np.float32) / 255
+    elif mode.startswith("I"):
+        array = np.array(picture).astype(np.float32) / 65_535
+    else:
+        array = np.array(picture.convert("RGB"), dtype=np.float32) / 255
     return torch.from_numpy(array[None] if array.ndim == 2 else array.transpose(2, 0, 1).copy())
 
 
@@ -138,7 +197,7 @@ def _files_of(source: str | os.PathLike, split: str) -> list[Path]:
             raise FileNotFoundError(f"{path}: cannot read {path.suffix or 'a file without suffix'}; {kinds}")
         return [path]
     if path.is_dir():
-        files = sorted(p for p in path.rglob(f"{split}*") if p.suffix in BUILDERS and p.is_file())
+        files = files_below(path, BUILDERS, split)
         if not files:
             raise FileNotFoundError(f"{path} holds no file whose name begins with {split!r}; {kinds}")
         return files
@@ -154,7 +213,7 @@ def _files_of(source: str | os.PathLike, split: str) -> list[Path]:
 def has_test_split(source: str | os.PathLike) -> bool:
     """Whether a folder holds files of the split "test"."""
     path = Path(source)
-    return path.is_dir() and any(p.suffix in BUILDERS for p in path.rglob("test*"))
+    return path.is_dir() and bool(files_below(path, BUILDERS, "test", is_quiet=True))
 
 
 def _rows(source: str | os.PathLike, split: str, image: str) -> Iterator[tuple[str, dict, dict | None]]:
@@ -188,17 +247,19 @@ def _picture(where: str, row: dict, column: str, before: list[Tensor]) -> Tensor
             pixels = _pixels(picture)
     except FileNotFoundError:
         raise FileNotFoundError(f"{where}: there is no file {cell['path']}") from None
-    except (OSError, SyntaxError, ValueError) as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"{where}: the picture in column {column!r} cannot be read ({error})") from None
     if before and pixels.shape != before[0].shape:
         raise ValueError(f"{where}: the picture is {list(pixels.shape)}, the first one is {list(before[0].shape)}")
     return pixels
 
 
-def _class(where: str, row: dict, column: str) -> int:
+def _class(where: str, row: dict, column: str, names: Sequence[str] | None) -> int:
     value = row.get(column)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(
             f"{where}: no class (a whole number from 0) in column {column!r}, but {value!r}; its columns are {sorted(row)}"
         )
+    if names is not None and value >= len(names):
+        raise ValueError(f"{where}: class {value} in column {column!r}, but the file names {len(names)}: {_listed(names)}; expected 0 to {len(names) - 1}")  # fmt: skip
     return value

@@ -12,7 +12,7 @@ import tarfile
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from html.parser import HTMLParser
@@ -284,21 +284,27 @@ _tokenizers: list[Any] = []
 
 
 def _load(merges: list[tuple[bytes, bytes]]) -> None:
-    _tokenizers.append(make_tokenizer(merges))
+    _tokenizers.append(make_tokenizer(merges, []))
 
 
 def _encode(texts: list[str]) -> np.ndarray:
+    """Each document's tokens and the end of a document, which no text in a document becomes."""
     tokenizer = _tokenizers[0]
-    end = tokenizer.ids[END.encode()]
+    end = len(tokenizer.vocab)
     return np.fromiter(chain.from_iterable([*tokenizer.encode(text), end] for text in texts), dtype=np.uint16)
 
 
-def make_tokenizer(merges: list[tuple[bytes, bytes]]):
-    """Chapter 1's tokenizer with these merges, and a token for the end of a document."""
+def make_tokenizer(merges: list[tuple[bytes, bytes]], special_tokens: Sequence[str] = (END,)):
+    """Chapter 1's tokenizer with these merges, and a token for the end of a document.
+
+    Args:
+        merges: The merges of a corpus.
+        special_tokens: Empty for the text of a document, in which "<|endoftext|>" is thirteen characters like any others.
+    """
     from lib.tokenization import BPETokenizer
 
     vocab = [bytes([i]) for i in range(256)] + [left + right for left, right in merges]
-    return BPETokenizer(dict(enumerate(vocab)), merges, [END])
+    return BPETokenizer(dict(enumerate(vocab)), merges, special_tokens)
 
 
 def is_corpus(data: str) -> bool:
@@ -357,7 +363,11 @@ def learn_merges(documents: list[Document], characters: int, vocab_size: int) ->
     from lib.tokenization import train_bpe
 
     step = max(1, sum(len(d.text) for d in documents) // characters)
-    return train_bpe(END.join(d.text for d in documents[::step]), vocab_size, [END])[1]
+    texts = [d.text for d in documents[::step]]
+    between = END
+    while any(between in text for text in texts):  # what a document holds is learned from, not read as an end
+        between = f"<{between}>"
+    return train_bpe(between.join(texts), vocab_size, [between])[1]
 
 
 def write(folder: Path, documents: list[Document], found: list[Source], share: float, sample: int, vocab: int) -> None:

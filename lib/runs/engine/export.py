@@ -22,27 +22,19 @@ from lib.runs.engine.sources import GRAY_MEAN, GRAY_STD, Codec
 
 Exported = tuple[dict[str, Tensor], dict[str, Any]]
 """Tensors by the other library's names, and the contents of ``config.json``."""
+TOKENIZER = "tokenizer.json"
 TIMM = {"B/16": "base_patch16", "L/16": "large_patch16", "H/14": "huge_patch14", "g/14": "giant_patch14", "G/14": "gigantic_patch14"}  # fmt: skip
 """timm's name of each preset, between ``vit_`` and ``_224``."""
 
 
 def write(folder: Path, exported: Exported, codec: Codec | None = None) -> None:
-    """Write both files, and the tokenizer. Each is complete or not there, because it gets its name last."""
+    """Write the model and its tokenizer. The files get their names only when all of them are complete."""
     tensors, settings = exported
     if codec is not None and codec.special_tokens:
         settings = settings | dict.fromkeys(("bos_token_id", "eos_token_id"), codec.n_tokens - 1)
-    write_tokenizer(folder, codec)
-    folder.mkdir(parents=True, exist_ok=True)
     kept = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    _replace(folder / "model.safetensors", lambda path: save_file(kept, path, metadata={"format": "pt"}))
-    text = json.dumps(settings, indent=2) + "\n"
-    _replace(folder / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
-
-
-def _replace(path: Path, make: Callable[[Path], Any]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    make(temporary)
-    os.replace(temporary, path)
+    model = {"model.safetensors": lambda path: save_file(kept, path, metadata={"format": "pt"})}
+    _put_in_place(folder, codec, model | {"config.json": _text(settings, indent=2)})
 
 
 def write_tokenizer(folder: Path, codec: Codec | None) -> None:
@@ -50,16 +42,53 @@ def write_tokenizer(folder: Path, codec: Codec | None) -> None:
 
     Nothing is written for random tokens, or for GPT-2's tokenizer, which every library has.
     """
-    if codec is None or codec.merges is None:
-        return
+    _put_in_place(folder, codec, {})
+
+
+Make = Callable[[Path], Any]
+"""Writes a file at a path."""
+
+
+def _put_in_place(folder: Path, codec: Codec | None, files: dict[str, Make]) -> None:
+    """Write these files and those of the tokenizer, so that no tokenizer is left beside the model of another one."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = {"tokenizer.json": tokenizer_for_transformers(codec.merges, codec.special_tokens)}
-    files["tokenizer_config.json"] = {"tokenizer_class": "PreTrainedTokenizerFast"} | (
-        {"eos_token": codec.special_tokens[-1]} if codec.special_tokens else {}
-    )
-    for name, contents in files.items():
-        text = json.dumps(contents, ensure_ascii=False) + "\n"
-        _replace(folder / name, lambda path, text=text: path.write_text(text, encoding="utf-8"))
+    files = files | _tokenizer_files(codec)
+    temporary = {folder / name: folder / f".{name}.tmp" for name in files}
+    for name, make in files.items():
+        make(temporary[folder / name])
+    if codec is not None and TOKENIZER not in files and _n_tokens(folder / TOKENIZER) not in (None, codec.n_tokens):
+        os.replace(folder / TOKENIZER, folder / f"{TOKENIZER}.old")  # another run's
+    for path, unfinished in temporary.items():
+        os.replace(unfinished, path)
+
+
+def _text(contents: dict[str, Any], **settings: Any) -> Make:
+    text = json.dumps(contents, **settings) + "\n"
+    return lambda path: path.write_text(text, encoding="utf-8")
+
+
+def _tokenizer_files(codec: Codec | None) -> dict[str, Make]:
+    if codec is None or codec.merges is None:
+        return {}
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    kind |= {"eos_token": codec.special_tokens[-1]} if codec.special_tokens else {}
+    contents = {
+        TOKENIZER: tokenizer_for_transformers(codec.merges, codec.special_tokens),
+        "tokenizer_config.json": kind,
+    }
+    return {name: _text(content, ensure_ascii=False) for name, content in contents.items()}
+
+
+def _n_tokens(path: Path) -> int | None:
+    """Number of ids of a ``tokenizer.json``: 0 if it cannot be read, None if there is none."""
+    if not path.exists():
+        return None
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+        ids = {*contents["model"]["vocab"].values(), *(token["id"] for token in contents.get("added_tokens", []))}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0
+    return len(ids)
 
 
 def tokenizer_for_transformers(

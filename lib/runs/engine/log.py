@@ -6,6 +6,7 @@ JSON has neither NaN nor infinity, so such a loss or norm is written as null, an
 ``"not_finite": {"loss": "nan"}``.
 """
 
+import itertools
 import json
 import math
 import os
@@ -152,12 +153,13 @@ class Log:
     def _continue_file(self, path: Path, begin: int) -> None:
         """Keep the lines of the steps before ``begin``; later ones, from after the checkpoint, will be written again.
 
-        If no line is kept, the file belongs to another run: it is renamed, with ``.old`` after its name.
+        If no line is kept, the file belongs to another run: it is renamed, with ``.old`` after its name, or ``.old2`` and so on.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in _lines(path) if line["step"] < begin]
         if not kept and path.exists() and path.stat().st_size:
-            os.replace(path, path.with_name(f"{path.name}.old"))
+            names = (path.with_name(f"{path.name}.old{n if n > 1 else ''}") for n in itertools.count(1))
+            os.replace(path, next(name for name in names if not name.exists()))
         temporary = path.with_name(f".{path.name}.tmp")
         temporary.write_text("".join(map(as_json, kept)), encoding="utf-8")
         os.replace(temporary, path)

@@ -23,7 +23,7 @@ from lib.runs.engine.context import share_of
 from lib.runs.engine.evaluation import evaluate, hold_out, is_due, sample
 from lib.runs.engine.log import Log
 from lib.runs.engine.mesh import Mesh, arrange, check_degrees
-from lib.runs.engine.options import DECAYED, Options, check_batch, make_places, parse
+from lib.runs.engine.options import DECAYED, Options, check_batch, check_places, make_places, parse
 from lib.runs.engine.signals import STATUS, Signals, follow_launcher
 from lib.runs.engine.sources import N_PICTURES
 from lib.runs.engine.strategies import Strategy, make_optimizer, make_strategy
@@ -80,13 +80,12 @@ def prepare(options: Options, kind: type[Task]) -> "Run":
     device = choose_device(options.device, world)
     if options.graph and device.type != "cuda":
         raise UsageError("--graph records a CUDA graph, but the device is a CPU: expected a GPU, or no --graph")
-    make_places(options)
+    check_places(options)
     found = checkpoints.peek(options, world.rank, world.size)
     task = make_task(options, kind)
     run = task.describe()
     checkpoints.check_same_run(options, found, run)
-    if options.checkpoint and world.rank == 0:
-        export.write_tokenizer(options.checkpoint, task.source.codec)
+    make_places(options)
     set_up(options, device)
     if options.is_parallel:
         start_group(world, device)
@@ -201,7 +200,8 @@ class Run:
             extra["router_bias"] = self.strategy.balance.bias.tolist()
         extra |= {"best": self.best, "wandb_id": self.wandb_id}
         state = {"data": self.numbers.state_dict(), "run": self.run, **extra}
-        checkpoints.save(options or self.options, self.strategy, self.optimizer, step, **state)
+        codec = self.task.source.codec
+        checkpoints.save(options or self.options, self.strategy, self.optimizer, step, codec, **state)
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """This rank's share of the next batch, on the device; the host does not wait for it."""
@@ -360,7 +360,7 @@ class Run:
         weights = checkpoints.gather_model(self.strategy, self.device)
         if self.world.rank == 0:
             export.write(folder, self.task.exported(weights), self.task.source.codec)
-            if self.options.checkpoint and checkpoints.newest(self.options.checkpoint / BEST):
+            if self.best and self.options.checkpoint and checkpoints.newest(self.options.checkpoint / BEST):
                 best = checkpoints.read_model(self.options.checkpoint / BEST)
                 export.write(folder / BEST, self.task.exported(best), self.task.source.codec)
 

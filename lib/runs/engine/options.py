@@ -9,7 +9,7 @@ from typing import Any
 
 from lib.given.data.images import has_test_split
 from lib.runs.data.corpus import held_out_share, is_corpus
-from lib.runs.flags import Parser, UsageError, degree, fraction, positive, share, whole
+from lib.runs.flags import MOST_SEED, Parser, UsageError, degree, fraction, positive, share, whole
 
 KINDS = ("pipeline", "replicate", "context", "shard", "expert", "tensor")
 """Kinds of parallelism, each an axis of the mesh of ranks. The last axis joins neighbours: ranks that divide a layer communicate most."""
@@ -17,6 +17,8 @@ STRATEGIES = {"single": None, "ddp": "replicate", "fsdp": "shard", "tp": "tensor
 """Names of the simple cases: one kind over all ranks."""
 PRECISIONS = ("float32", "tf32", "bf16", "float16")
 OPTIMIZERS = ("ours", "adamw", "sgd")
+CONTENTS = "contents of the data"
+"""Entry of a run's description that holds the digest of its data and tokenizer."""
 HEAD = 64
 """Width of a head of GPT-2, in all of its sizes."""
 DECAYED = 5
@@ -129,7 +131,7 @@ def make_parser(program: str, models: list[str], items: str, description: str) -
         items: The unit of a batch: "images" or "sequences".
         description: Text above the flags.
     """
-    parser = Parser(prog=f"python -m {program}", description=description, allow_abbrev=False)
+    parser = Parser(prog=f"python -m {program}", description=description)
     _add_model_flags(parser, models)
     _add_rank_flags(parser)
     _add_training_flags(parser, items)
@@ -212,7 +214,9 @@ def _add_training_flags(parser: Parser, items: str) -> None:
     train.add_argument("--clip", type=share, default=1.0, help="largest gradient norm; 0 neither clips nor measures it")
     train.add_argument("--optimizer", choices=OPTIMIZERS, help="ours: chapter 7's AdamW (the default with --engine ours); sgd: momentum 0.9")  # fmt: skip
     train.add_argument("--bucket-mb", type=positive, default=25.0, help="size of a DDP bucket, in 2**20 bytes")
-    train.add_argument("--seed", type=whole(0), default=0, help="for the initial weights and the order of the data")
+    train.add_argument(
+        "--seed", type=whole(0, MOST_SEED), default=0, help="for the initial weights and the order of the data"
+    )
 
 
 def _add_data_flags(parser: Parser, items: str) -> None:
@@ -247,7 +251,7 @@ def _add_place_flags(parser: Parser) -> None:
     """Where the run computes, and where it writes."""
     where = parser.add_argument_group("where it runs")
     where.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    where.add_argument("--threads", type=whole(1), default=1, help="CPU threads of each rank")
+    where.add_argument("--threads", type=whole(1, 4096), default=1, help="CPU threads of each rank")
     where.add_argument(
         "--deterministic", action="store_true", help="use kernels that return the same bits every time, on a GPU too"
     )
@@ -414,39 +418,59 @@ def _check_quality(o: Options) -> None:
         raise UsageError(f"--sample-every {o.sample_every} without --prompt: expected a text for the model to continue")
     if o.prompt and not o.sample_every:
         raise UsageError("--prompt without --sample-every: expected the number of steps between samples")
+    if o.prompt and any("\ud800" <= character <= "\udfff" for character in o.prompt):
+        raise UsageError(f"--prompt {o.prompt!a} holds bytes that are not UTF-8; expected text")
     if o.sample_every and o.data == "synthetic":
         raise UsageError(
             "--sample-every with --data synthetic: a model of random tokens has no text to write; expected other --data"
         )
 
 
-def make_places(o: Options) -> None:
-    """Create the folders that a run writes to, so that it trains nothing that it could not save.
-
-    Raises:
-        UsageError: a folder cannot be created or written to.
-    """
+def _places(o: Options) -> list[tuple[str, Path]]:
+    """Each folder that a run writes to, after the flag and the path that name it."""
     log = o.log and o.log.parent
-    for flag, path, folder in (
+    named = (
         ("--checkpoint", o.checkpoint, o.checkpoint),
         ("--log-file", o.log, log),
         ("--tensorboard", o.tensorboard, o.tensorboard),
         ("--export", o.export, o.export),
-    ):
-        if folder is None:
-            continue
+    )
+    return [(f"{flag} {path}", folder) for flag, path, folder in named if folder is not None]
+
+
+def check_places(o: Options) -> None:
+    """Check that the folders that a run writes to are there, or can be created. Creates nothing.
+
+    Raises:
+        UsageError: a folder cannot be created or written to.
+    """
+    for asked, folder in _places(o):
+        nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+        if not nearest.is_dir():
+            raise UsageError(
+                f"{asked}: cannot create the folder {folder} ({nearest} is not a folder); expected a folder that can be written to"
+            )
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise UsageError(
+                f"{asked}: no permission to write into {nearest}; expected a folder that can be written to"
+            )
+    if o.log and o.log.is_dir():
+        raise UsageError(f"--log-file {o.log} is a folder; expected a file, such as {o.log / 'log.jsonl'}")
+
+
+def make_places(o: Options) -> None:
+    """Create the folders that a run writes to, so that it trains nothing that it could not save.
+
+    Raises:
+        UsageError: a folder cannot be created.
+    """
+    for asked, folder in _places(o):
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(
-                f"{flag} {path}: cannot create the folder {folder} ({error.strerror}); expected a folder that can be written to"
+                f"{asked}: cannot create the folder {folder} ({error.strerror}); expected a folder that can be written to"
             ) from None
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise UsageError(
-                f"{flag} {path}: no permission to write into {folder}; expected a folder that can be written to"
-            )
-    if o.log and o.log.is_dir():
-        raise UsageError(f"--log-file {o.log} is a folder; expected a file, such as {o.log / 'log.jsonl'}")
 
 
 def _check_graph(o: Options) -> None:

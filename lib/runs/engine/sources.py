@@ -1,5 +1,6 @@
 """Data on the device: images and rows of tokens, loaded or generated there, and batches of them by index."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from lib.fast.models import MEAN, STD, prepare_images
 from lib.given.data.corpora import language_reference, load_text, stream_text
-from lib.given.data.images import DIGITS_MEAN, DIGITS_STD, Images, has_test_split, load_images
+from lib.given.data.images import DIGITS_MEAN, DIGITS_STD, Images, has_test_split, load_images, order_of
 from lib.runs.data.corpus import is_corpus, make_tokenizer, read_facts, read_merges, read_tokens
 from lib.runs.engine.options import Options
 from lib.runs.flags import UsageError
@@ -37,6 +38,9 @@ class Source(Protocol):
     def fetch(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and targets of the items with these indices, ``[B]`` int64 on the device."""
 
+    def fingerprint(self) -> str | None:
+        """A digest of all that a model learns from these data and their tokenizer, read on the host; None for random data."""
+
 
 @dataclass
 class Pictures:
@@ -53,6 +57,7 @@ class Pictures:
         seed: Seed of random images, and of the choice of those that are held out.
         n_held_out: Number of further images, which are not trained on.
         n_test: Number of images in the data's own test split, the last of n; if there are any, only they are held out.
+        classes: Name of each class.
     """
 
     pictures: Tensor | None
@@ -65,6 +70,7 @@ class Pictures:
     seed: int = 0
     n_held_out: int = 0
     n_test: int = 0
+    classes: tuple[str, ...] = ()
     codec: "Codec | None" = None
 
     def hold_out(self, n: int) -> None:
@@ -94,6 +100,20 @@ class Pictures:
         assert self.labels is not None
         prepared = prepare_images(self.pictures[numbers], self.size, self.dtype, self._mean, self._std)
         return prepared, self.labels[numbers]
+
+    def fingerprint(self) -> str | None:
+        if self.pictures is None or self.labels is None:
+            return None
+        return _digest([self.pictures, self.labels], self.classes)
+
+
+def _digest(tensors: list[Tensor], beside: object) -> str:
+    """Sixteen hexadecimal digits that change with any byte of the tensors and with what ``repr`` shows of the rest."""
+    found = hashlib.blake2b(repr(beside).encode(errors="backslashreplace"), digest_size=8)
+    for tensor in tensors:
+        found.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
+        found.update(tensor.contiguous().numpy().data)
+    return found.hexdigest()
 
 
 def open_pictures(options: Options, channels: int, n_classes: int, size: int) -> Pictures:
@@ -136,6 +156,7 @@ def open_pictures(options: Options, channels: int, n_classes: int, size: int) ->
         n=len(data),
         seed=options.seed,
         n_test=n_test,
+        classes=data.classes,
     )
 
 
@@ -143,7 +164,7 @@ def _join(train: Images, test: Images, options: Options) -> Images:
     """The pictures of both splits, those of the test at the end.
 
     Raises:
-        UsageError: their sizes differ, or the test has fewer pictures than a batch.
+        UsageError: their sizes differ, or the test has fewer pictures than a batch, or a class that training lacks.
     """
     sizes = [tuple(split.images.shape[1:]) for split in (train, test)]
     if sizes[0] != sizes[1]:
@@ -154,8 +175,13 @@ def _join(train: Images, test: Images, options: Options) -> Images:
         raise UsageError(
             f"--batch {options.batch}: the test split of --data {options.data} has {len(test)} images; expected a batch of at most as many"
         )
-    images, labels = torch.cat([train.images, test.images]), torch.cat([train.labels, test.labels])
-    return Images(images=images, labels=labels, classes=max(train.classes, test.classes, key=len))
+    classes, labels = train.classes, test.labels
+    if classes + test.classes[len(classes) :] == tuple(map(str, range(len(test.classes)))):  # numbers without names
+        classes = test.classes
+    elif order := order_of(test.classes, classes, f"the test split of --data {options.data}"):
+        labels = torch.tensor(order)[labels]
+    images = torch.cat([train.images, test.images])
+    return Images(images=images, labels=torch.cat([train.labels, labels]), classes=classes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +242,11 @@ class Tokens:
         assert self.tokens is not None
         rows = self.tokens[numbers[:, None] * self.length + self._steps].long()
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    def fingerprint(self) -> str | None:
+        if self.tokens is None:
+            return None
+        return _digest([self.tokens], self.codec and (self.codec.merges, self.codec.special_tokens))
 
 
 def open_tokens(options: Options, vocab_size: int, length: int) -> Tokens:

@@ -30,7 +30,9 @@ from torch.optim import Optimizer
 
 from lib.given.data.weights import why
 from lib.given.parallel.mail import Mail, Message
-from lib.runs.engine.options import Options
+from lib.runs.engine.export import TOKENIZER, write_tokenizer
+from lib.runs.engine.options import CONTENTS, Options
+from lib.runs.engine.sources import Codec
 from lib.runs.engine.strategies import local
 from lib.runs.flags import UsageError
 from lib.training import load_checkpoint, save_checkpoint
@@ -93,11 +95,16 @@ def check_same_run(options: Options, state: dict[str, Any] | None, run: dict[str
         return
     for name, value in run.items():
         was = state["run"].get(name)
-        if was != value:
+        if was != value and name in state["run"]:  # checkpoints written before an entry was kept lack it
             if isinstance(value, dict) and isinstance(was, dict):
                 names = (k for k in {**was, **value} if was.get(k) != value.get(k))
                 name = next(names, name)
                 was, value = was.get(name), value.get(name)
+            if name == CONTENTS:
+                raise UsageError(
+                    f"--checkpoint {options.checkpoint} is of a run that read other contents, or another tokenizer, from --data {options.data} "
+                    f"(digest {was}, now {value}); expected the data that the run began with, or another folder"
+                )
             raise UsageError(
                 f"--checkpoint {options.checkpoint} is of a run with {name} = {was!r}, this one has {value!r}"
             )
@@ -111,12 +118,15 @@ class NotSaved(OSError):
     """A checkpoint could not be written; the message names the place, the space that it needs, and the newest one that is still there."""
 
 
-def save(options: Options, strategy: Any, optimizer: Optimizer, step: int, **state: Any) -> None:
+def save(
+    options: Options, strategy: Any, optimizer: Optimizer, step: int, codec: Codec | None = None, **state: Any
+) -> None:
     """Write a checkpoint. All ranks call this together; when it returns on any rank, the checkpoint is in its place.
 
     Args:
         options, strategy, optimizer: Those of the run.
         step: Steps done so far.
+        codec: The run's tokenizer, which is written beside the folder's first checkpoint.
         state: Plain values to save with it.
 
     Raises:
@@ -124,17 +134,21 @@ def save(options: Options, strategy: Any, optimizer: Optimizer, step: int, **sta
     """
     assert options.checkpoint is not None
     try:
-        _save(options.checkpoint, strategy, optimizer, step, state)
+        _save(options.checkpoint, strategy, optimizer, step, codec, state)
     except (OSError, RuntimeError, CheckpointException) as error:
         if reason := _disks_fault(error):
             raise NotSaved(_why_not(options.checkpoint, strategy, optimizer, step, reason)) from None
         raise
 
 
-def _save(folder: Path, strategy: Any, optimizer: Optimizer, step: int, state: dict[str, Any]) -> None:
+def _save(
+    folder: Path, strategy: Any, optimizer: Optimizer, step: int, codec: Codec | None, state: dict[str, Any]
+) -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
+        if newest(folder) is None or not (folder / TOKENIZER).exists():
+            write_tokenizer(folder, codec)
     if not strategy.is_divided:
         if rank == 0:
             save_checkpoint(folder / FILE, strategy.model, optimizer, step, **state)

@@ -15,9 +15,10 @@ from lib.fast import models as fast
 from lib.given.models import llama, vit
 from lib.given.models.gpt2 import GPT2_LARGE, GPT2_MEDIUM, GPT2_SMALL, GPT2_XL, TINY, GPT2Config
 from lib.given.parallel.sharding import blocks_of
+from lib.runs.data.corpus import is_corpus
 from lib.runs.engine import export
 from lib.runs.engine.experts import extra_weights, put_mixtures
-from lib.runs.engine.options import HEAD, KINDS, Options
+from lib.runs.engine.options import CONTENTS, HEAD, KINDS, Options
 from lib.runs.engine.sources import Source, open_pictures, open_tokens
 from lib.runs.flags import UsageError
 from lib.speed import training_flops_per_token, vit_training_flops_per_image
@@ -102,10 +103,12 @@ class Task:
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
-        """The settings that a run and its checkpoint must share."""
+        """What a run and its checkpoint must share: settings, and the contents of the data, which are on the host yet."""
         o = self.options
         named = {"model": o.model, "config": asdict(self.config), "batch": o.batch, "seed": o.seed, "data": o.data}
-        return {"task": type(self).__name__, **named, "items": self.source.n, "optimizer": o.optimizer}
+        named |= {"tokenizer": o.tokenizer or "bytes"} if self.unit == "token" and not is_corpus(o.data or "") else {}
+        named |= {"items": self.source.n, "held_out": self.source.n_held_out, "optimizer": o.optimizer}
+        return {"task": type(self).__name__, **named, CONTENTS: self.source.fingerprint() if o.checkpoint else None}
 
 
 class ViTTask(Task):

@@ -8,7 +8,6 @@
 The weights are downloaded once, into a volume that outlives the container. The container stops by itself when it is idle.
 """
 
-import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from lib.given.models.gpus import GPUS, Gpu
 from lib.given.models.llama import PRESETS
 from lib.llama import count_parameters, inference_memory_gb
+from lib.runs.flags import ProgramParser, positive, share, whole
 
 APP, VOLUME, SECRET, WEIGHTS = "workbook-llama", "workbook-llama-weights", "huggingface", "/weights"
 IDLE_S = 120
@@ -161,13 +161,13 @@ def make_app(plan: Plan) -> tuple[Any, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m lib.runs.rent.modal_llama", description="Llama 2 on a rented GPU")
+    parser = ProgramParser(prog="python -m lib.runs.rent.modal_llama", description="Llama 2 on a rented GPU")
     parser.add_argument("--model", choices=[name for name in PRESETS if name != "tiny"], default="7B")
     parser.add_argument("--bits", type=int, choices=[16, 32], default=16)
     parser.add_argument("--prompt", default='The "for" statement')
-    parser.add_argument("--max-new-tokens", type=int, default=200)
-    parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--minutes", type=float, default=10.0, help="minutes that the cost estimate assumes")
+    parser.add_argument("--max-new-tokens", type=whole(1), default=200)
+    parser.add_argument("--temperature", type=share, default=0.7)
+    parser.add_argument("--minutes", type=positive, default=10.0, help="minutes that the cost estimate assumes")
     parser.add_argument("--dry-run", action="store_true", help="show what would be done, and do nothing")
     options = parser.parse_args(argv)
     try:

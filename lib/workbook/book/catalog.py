@@ -149,10 +149,27 @@ def _entries(toc: list[dict]):
         yield from _entries(entry.get("children", []))
 
 
+def missing_book() -> str:
+    """What is wrong if there is no book.yml, because the package was copied out of the book's folder; otherwise ""."""
+    if (ROOT / "book.yml").is_file():
+        return ""
+    return (
+        f"there is no book.yml in {ROOT}: expected the book's own folder; install it there with `pip install -e .`, "
+        "because without -e pip makes a copy that holds none of your files"
+    )
+
+
 @cache
 def pages() -> tuple[dict, ...]:
-    """Every page of the book in reading order, as book.yml lists it."""
-    book = yaml.load((ROOT / "book.yml").read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    """Every page of the book in reading order, as book.yml lists it.
+
+    Raises:
+        BookError: there is no book.yml.
+    """
+    if fault := missing_book():
+        raise BookError(fault)
+    text = (ROOT / "book.yml").read_text(encoding="utf-8")
+    book = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return tuple(_entries(book["project"]["toc"]))
 
 

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, Pipe
 
 import psutil
 
+from lib.ranks.forkserver import NUMBER_BYTES, framed, read
 from lib.ranks.processes import PATIENCE, adopt_orphans, cpu_seconds, end_descendants, end_with_parent
 from lib.workbook.book import boundary, resolve
 from lib.workbook.grading.cases import BOARD
@@ -64,7 +65,10 @@ class Child:
             self._leave_after(_guard, self, theirs, line_end, work)
         theirs.close()
         line_end.close()
-        self.runner = int(self.line.recv(16) or 0)
+        try:
+            self.runner = int(read(self.line, NUMBER_BYTES))
+        except EOFError:  # the guard ended before it forked
+            self.runner = 0
 
     def _leave_after(self, function, *arguments) -> None:
         """Call a function in a forked process and never return. An exception here is the book's fault, and is recorded as such."""
@@ -114,8 +118,8 @@ class Child:
             if why or not select.select([self.line], [], [], 2.0)[0]:
                 self.line.shutdown(socket.SHUT_WR)
         status = b""
-        with contextlib.suppress(OSError):
-            status = self.line.recv(16)
+        with contextlib.suppress(OSError, EOFError):
+            status = read(self.line, NUMBER_BYTES).strip()
         self.line.close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.guard, 0)
@@ -195,7 +199,7 @@ def _guard(child: Child, pipe: Connection, line: socket.socket, work) -> None:
         child._leave_after(_runner, child, pipe, work)
     pipe.close()
     child.pipe.close()
-    line.send(str(runner).encode())
+    line.sendall(framed(runner))
     ended, end = os.pipe()
     os.set_blocking(end, False)
     signal.set_wakeup_fd(end, warn_on_full_buffer=False)
@@ -205,14 +209,14 @@ def _guard(child: Child, pipe: Connection, line: socket.socket, work) -> None:
         ready: list[object] = select.select([line, ended], [], [], 1.0)[0]  # type: ignore[type-var]
         pid, code = os.waitpid(runner, os.WNOHANG)
         if pid:
-            status = str(code).encode()
+            status = framed(code)
         elif line in ready and not line.recv(1):
             break
         if ended in ready:
             os.read(ended, 4096)
     end_descendants()
     with contextlib.suppress(OSError):
-        line.send(status or b"ended")
+        line.sendall(status or b"ended".ljust(NUMBER_BYTES))
     os._exit(0)
 
 

@@ -127,6 +127,7 @@ class Checks:
         self.given_up: dict[tuple[str, str], str] = {}
         self.runner = Runner(config, self.marks)
         self.n_maintainers = 0
+        self.kept: list[str] = []  # files of marks that are left as they are, because no check was run
 
     @property
     def is_trusted(self) -> bool:
@@ -337,16 +338,25 @@ class Checks:
             return
         if self.option.mistakes:
             mistakes.remember(self.config, self.reports)
-        if file := self.option.marks:
+        if (file := self.option.marks) and not self.keeps(file, Path(file).exists()):
             text = json.dumps(self.marks.as_json(self.described), indent=2, ensure_ascii=False)
             write_atomically(Path(file), text + "\n")
-        if file := self.option.gradescope:
+        if (file := self.option.gradescope) and not self.keeps(file, False):  # Gradescope wants a score, if of nothing
             text = json.dumps(
                 gradescope.results(self.marks.sorted_rows(), self.described), indent=2, ensure_ascii=False
             )
             write_atomically(Path(file), text + "\n")
 
+    def keeps(self, file: str, is_earlier: bool) -> bool:
+        """Whether a run leaves a file of marks alone: no check was run, and it only listed them, or the marks are an earlier run's."""
+        if self.marks.rows or not (self.option.collectonly or is_earlier):
+            return False
+        self.kept.append(file)
+        return True
+
     def pytest_terminal_summary(self, terminalreporter):
+        for file in self.kept:
+            terminalreporter.write_line(f"no check was run: {file} is left as it is")
         if self.is_trusted or not self.marks.rows:
             return
         terminalreporter.section("exercises")

@@ -23,6 +23,7 @@ PRELOADED = (
     *("psutil", "rich.table", "docstring_parser"),
 )
 PATIENCE_S = 60.0
+SETTINGS_OF_PYTEST = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")  # meant for runs of pytest itself; a check chooses its own
 INHERITED = ("PATH", "HOME", "PYTHONPATH", "VIRTUAL_ENV", "WORKBOOK_ROOT")
 EARLY = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # pytest warns that its plugins were imported before it ran
 
@@ -33,14 +34,18 @@ def can_fork() -> bool:
 
 def run_pytest(arguments: list[str], root: Path) -> tuple[int, str]:
     """Exit status and output of ``pytest ARGUMENTS`` in the project; run by the warm process if possible."""
+    environment = {name: value for name, value in os.environ.items() if name not in SETTINGS_OF_PYTEST}
     with tempfile.TemporaryFile() as output:
         program: Any = (
-            _forked(arguments, root, output.fileno()) if can_fork() and not os.environ.get("WORKBOOK_COLD") else None
+            _forked(arguments, root, output.fileno(), environment)
+            if can_fork() and not os.environ.get("WORKBOOK_COLD")
+            else None
         )
         if program is None:
             program = subprocess.Popen(
                 [sys.executable, "-m", "pytest", *arguments],
                 cwd=root,
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -54,13 +59,13 @@ def run_pytest(arguments: list[str], root: Path) -> tuple[int, str]:
         return status, output.read().decode(errors="replace")
 
 
-def _forked(arguments: list[str], root: Path, output: int) -> forkserver.Forked | None:
+def _forked(arguments: list[str], root: Path, output: int, environment: dict[str, str]) -> forkserver.Forked | None:
     """Start the run in a fork of the warm process, which is started first if necessary; None if that is impossible."""
     where = address(root)
     if where is None:
         return None
     # a check needs only the book's own plugin, and loading the others takes time
-    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", forkserver.VARIABLE: where}
+    environment = {**environment, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", forkserver.VARIABLE: where}
     request = forkserver.Request(
         program="pytest",
         arguments=[*arguments, *EARLY],
@@ -113,13 +118,13 @@ def address(root: Path) -> str | None:
     """The path of a socket that only this user, checkout, Python and version of the server use; None if no folder is safe."""
     version = str(Path(forkserver.__file__).stat().st_mtime_ns)
     key = "|".join([str(root), sys.executable, version, *(os.environ.get(n, "") for n in INHERITED)])
-    name = f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.sock"
+    name = f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:16]}.sock"  # a folder's name may hold any bytes
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     for folder in [Path(runtime) / "workbook"] if runtime else []:
         if _is_private(folder):
             return str(folder / name)
     folder = root / ".workbook" / "run"
-    if len(str(folder / name)) < 90 and _is_private(folder):  # a socket's path has about a hundred characters
+    if len(os.fsencode(folder / name)) < 90 and _is_private(folder):  # a socket's path has about a hundred characters
         return str(folder / name)
     return None
 

@@ -27,10 +27,11 @@ def recorded(name: str, compute: Callable):
         BookError: the value is not recorded, or no longer agrees with the oracle.
     """
     import torch
-    from safetensors.torch import load_file
+    from safetensors import torch as safetensors
 
     path = _record_path(Path(sys._getframe(1).f_code.co_filename))
-    stored = load_file(path) if path.exists() else {}
+    # its bytes, because safetensors opens no path that is not UTF-8
+    stored = safetensors.load(path.read_bytes()) if path.exists() else {}
     if not RECORDING["live"]:
         if name not in stored:
             raise BookError(
