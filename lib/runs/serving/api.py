@@ -72,7 +72,7 @@ class Service:
         """
         requests, echoes = [], []
         for prompt in asked.prompts:
-            tokens = self._encode(prompt) if isinstance(prompt, str) else prompt
+            tokens = _encode(self.tokenizer, prompt) if isinstance(prompt, str) else prompt
             self._check_tokens(tokens)
             room = self.context_len - len(tokens)
             n_new = asked.max_tokens or max(1, min(DEFAULT_MAX_TOKENS, room))
@@ -90,13 +90,6 @@ class Service:
         answers = [Answer(Characters(self.tokenizer.decode, r.tokens), asked.stop) for r in requests]
         return Job(requests, answers, frozenset() if asked.ignore_eos else self.tokenizer.end_ids), echoes
 
-    def _encode(self, prompt: str) -> list[int]:
-        try:
-            return self.tokenizer.encode(prompt)
-        except Exception as error:  # for example a character for which a vocabulary of words has no token
-            text = f"prompt: the tokenizer cannot encode {shown(prompt)}: {shorter(str(error))}"
-            raise ApiError(400, text, param="prompt") from None
-
     def _check_tokens(self, tokens: list[int]) -> None:
         if not tokens:
             raise ApiError(400, "prompt: expected at least one token, got none", param="prompt")
@@ -104,6 +97,14 @@ class Service:
         if strange is not None:
             text = f"prompt: token {shown(strange)} is not in the vocabulary of {self.vocab_size}"
             raise ApiError(400, text, param="prompt")
+
+
+def _encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    try:
+        return tokenizer.encode(prompt)
+    except Exception as error:  # for example a character for which a vocabulary of words has no token
+        text = f"prompt: the tokenizer cannot encode {shown(prompt)}: {shorter(str(error))}"
+        raise ApiError(400, text, param="prompt") from None
 
 
 def make_app(service: Service) -> FastAPI:
