@@ -139,7 +139,7 @@ def _problems_of_rope(settings: dict[str, Any]) -> Problems:
             if key == "rope_theta":
                 bases[f"{name}.{key}"] = value
             elif value is not None and value != expected.get(key):
-                yield f"config.json: {name}.{key} = {shown(value)}, this model has {expected.get(key, 'no such setting')!r}"
+                yield f"config.json: {name}.{key} = {shown(value)}, this model has {shown(expected.get(key))}"
     given = {key: value for key, value in bases.items() if value is not None}
     for key, value in given.items():
         if not is_number(value) or value <= 0:
