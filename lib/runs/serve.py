@@ -8,6 +8,7 @@ On SIGTERM the server completes the requests that it has begun, refuses new ones
 signal ends it at once.
 """
 
+import argparse
 import importlib.util
 import ipaddress
 import os
@@ -23,18 +24,36 @@ from lib.runs.flags import Parser, UsageError, positive, whole
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "tokenizers")
 KEY_VARIABLE = "SERVE_API_KEY"
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
+MOST_THREADS = 1024
 CONTEXTS = 64  # full contexts in a cache that is not on a GPU, unless a flag gives its size
+
+
+def filled(text: str) -> str:
+    """For ``type=``: accepts any text but an empty one, which a shell makes of a variable that is not set."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a text that is not empty; is a variable not set?")
+    return text
+
+
+def key(text: str) -> str:
+    """For ``type=``: accepts what a client can put into a header. The message does not show it."""
+    if text != filled(text).strip() or not all(
+        letter.isprintable() or "\udc80" <= letter <= "\udcff" for letter in text
+    ):
+        raise argparse.ArgumentTypeError("expected a key without spaces around it, line breaks and control characters")
+    return text
 
 
 def make_parser() -> Parser:
     """The flags."""
-    parser = Parser(prog="python -m lib.runs.serve", description="Serve a model over HTTP.")
+    parser = Parser(prog="python -m lib.runs.serve", description="Serve a model over HTTP.", allow_abbrev=False)
     model = parser.add_argument_group("model")
-    model.add_argument("--model", required=True, metavar="tiny|FOLDER",
+    model.add_argument("--model", required=True, type=filled, metavar="tiny|FOLDER",
                        help="tiny; a --checkpoint of lib.runs; or a folder of a Llama or a GPT-2 in Transformers' format")  # fmt: skip
-    model.add_argument("--name", help="what clients call the model; default: the folder's name")
+    model.add_argument("--name", type=filled, help="what clients call the model; default: the folder's name")
     model.add_argument(
         "--tokenizer",
+        type=filled,
         metavar="bytes|gpt2|FILE",
         help="bytes, gpt2 (tiktoken's) or a tokenizer.json; default: the folder's, or bytes",
     )
@@ -47,8 +66,9 @@ def make_parser() -> Parser:
     http.add_argument(
         "--port", type=whole(0), default=8000, help="0: one that is free, which the first line of the output names"
     )
-    http.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, which only this machine can reach")
-    http.add_argument("--api-key", default=os.environ.get(KEY_VARIABLE) or None,
+    http.add_argument("--host", type=filled, default="127.0.0.1",
+                      help="default: 127.0.0.1, which only this machine can reach")  # fmt: skip
+    http.add_argument("--api-key", type=key, default=os.environ.get(KEY_VARIABLE) or None,
                       help=f"what clients must present; default: {KEY_VARIABLE}, which other users of the machine do not see")  # fmt: skip
     http.add_argument("--grace", type=positive, default=120.0, help="seconds after SIGTERM for what has begun")
     load = parser.add_argument_group("load")
@@ -76,8 +96,8 @@ def open_socket(host: str, port: int) -> socket.socket:
         bound = socket.socket(family, kind)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except OSError as error:
-        reason = error.strerror or str(error)
+    except (OSError, UnicodeError) as error:  # UnicodeError: no such name can exist
+        reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(
             f"--host {host} --port {port}: {reason}; expected an address of this machine and a free port"
         ) from None
@@ -116,6 +136,7 @@ def make_service(options: Any) -> Any:
     from lib.runs.serving.api import Service
     from lib.runs.serving.metrics import Metrics
     from lib.runs.serving.prefix import PrefixEngine
+    from lib.runs.serving.settings import one_line
     from lib.runs.serving.worker import Worker
     from lib.serving import Scheduler
 
@@ -125,13 +146,19 @@ def make_service(options: Any) -> Any:
     device = torch.device("cuda" if has_gpu and options.device != "cpu" else "cpu")
     dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "float32")]
     if options.threads or (options.model == "tiny" and device.type == "cpu"):
+        if (options.threads or 1) > MOST_THREADS:
+            raise UsageError(f"--threads {options.threads}: expected {MOST_THREADS} at most")
         torch.set_num_threads(options.threads or 1)
     served = models.load(options.model, options.name, options.tokenizer, dtype, device)
     config: Any = served.model.config
     n_blocks = options.blocks or count_blocks(config, options.block_size, dtype, device)
     metrics = Metrics(n_blocks)
     scheduler = Scheduler(options.max_tokens, n_blocks, options.block_size)
-    engine = PrefixEngine(served.model, scheduler, metrics.found_tokens.inc)
+    try:
+        engine = PrefixEngine(served.model, scheduler, metrics.found_tokens.inc)
+    except (MemoryError, RuntimeError) as error:
+        text = f"a cache of {n_blocks} blocks of {options.block_size} positions cannot be allocated ({one_line([str(error)])})"
+        raise UsageError(f"{text}; expected a smaller --blocks or --block-size") from None
     return Service(
         name=served.name, tokenizer=served.tokenizer, worker=Worker(engine, options.queue, metrics), metrics=metrics,
         vocab_size=config.vocab_size, context_len=config.context_len, key=options.api_key, aliases=(options.model,),

@@ -86,9 +86,11 @@ def find_files(path: Path) -> tuple[list[Path], dict[str, str]]:
     if index.is_file():
         try:
             weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
+            outside = sorted({file for file in weight_map.values() if Path(file).name != file})
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(path, [f"{index.name}: no index ({type(error).__name__}: {error})"]) from error
-        outside = sorted({file for file in weight_map.values() if Path(file).name != file})
+        if not weight_map:
+            raise CheckpointError(path, [f"{index.name}: it names no tensor"])
         if outside:
             raise CheckpointError(path, [f"{index.name}: {file} is no file of this folder" for file in outside])
         return [path / file for file in sorted(set(weight_map.values()))], weight_map

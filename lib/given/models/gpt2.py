@@ -1,6 +1,7 @@
 """Sizes of GPT-2, and readers for checkpoints in Transformers' format: they find, open and check, but don't convert."""
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +95,7 @@ def read_config(folder: Path) -> tuple[GPT2Config | None, list[str]]:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None, ["config.json is missing"]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return None, [f"config.json is not valid JSON: {error}"]
     if not isinstance(settings, dict):
         return None, [f"config.json holds a {type(settings).__name__}, expected an object"]
@@ -112,9 +113,11 @@ def read_config(folder: Path) -> tuple[GPT2Config | None, list[str]]:
         return None, problems + [
             f"config.json: {name} = {settings[name]!r}, expected a positive integer" for name in wrong
         ]
-    sizes = {ours: settings[theirs] for theirs, ours in FIELDS.items()}
+    sizes, eps = {ours: settings[theirs] for theirs, ours in FIELDS.items()}, settings.get("layer_norm_epsilon", 1e-5)
+    if type(eps) not in (int, float) or not 0 <= eps < math.inf:
+        return None, [*problems, f"config.json: layer_norm_epsilon = {eps!r}, expected a number of at least 0"]
     try:
-        return GPT2Config(**sizes, norm_eps=settings.get("layer_norm_epsilon", 1e-5)), problems
+        return GPT2Config(**sizes, norm_eps=eps), problems
     except ValueError as error:
         return None, [*problems, f"config.json: {error}"]
 
@@ -141,9 +144,12 @@ def read_tensors(folder: Path) -> tuple[dict[str, Tensor], list[str]]:
 def _tensor_files(folder: Path) -> tuple[list[str], list[str]]:
     if (folder / INDEX).exists():
         try:
-            return sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())), []
-        except (ValueError, KeyError, AttributeError) as error:
-            return [], [f"{INDEX} cannot be read: {error}"]
+            files = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+            outside = sorted(str(file) for file in files if Path(file).name != file)
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+            return [], [f"{INDEX} cannot be read ({type(error).__name__}: {error})"]
+        problems = [f"{INDEX}: {file} is no file of this folder" for file in outside]
+        return ([], problems) if problems else (sorted(files), [] if files else [f"{INDEX} names no file"])
     if (folder / "model.safetensors").exists():
         return ["model.safetensors"], []
     others = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "nothing else"

@@ -18,9 +18,9 @@ from starlette.requests import ClientDisconnect
 
 from lib.given.models.serving import Request as Prompt
 from lib.runs.serving.metrics import Metrics
-from lib.runs.serving.schema import ApiError, Asked, parse, shown
-from lib.runs.serving.text import Answer, Tokenizer
-from lib.runs.serving.worker import EngineFailed, Job, Piece, QueueFull, Worker
+from lib.runs.serving.schema import ApiError, Asked, parse, shorter, shown
+from lib.runs.serving.text import Answer, Characters, Tokenizer
+from lib.runs.serving.worker import AnswerFailed, EngineFailed, Job, Piece, QueueFull, Worker
 
 MAX_BODY_BYTES, DEFAULT_MAX_TOKENS, RETRY_AFTER_S, CLIENT_LEFT = 16 * 2**20, 16, 1, 499
 BODY_S = 30.0  # from a request's head to the end of its body
@@ -72,7 +72,7 @@ class Service:
         """
         requests, echoes = [], []
         for prompt in asked.prompts:
-            tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            tokens = _encode(self.tokenizer, prompt) if isinstance(prompt, str) else prompt
             self._check_tokens(tokens)
             room = self.context_len - len(tokens)
             n_new = asked.max_tokens or max(1, min(DEFAULT_MAX_TOKENS, room))
@@ -85,8 +85,9 @@ class Service:
                 temperature = temperature if temperature >= COLDEST else 0.0
                 seed = None if asked.seed is None else (asked.seed + i) % 2**63
                 requests.append(Prompt(tokens, n_new, temperature, seed, top_k=asked.top_k, top_p=asked.top_p))
-                echoes.append(self._text(prompt) if asked.echo else "")
-        answers = [Answer(self.tokenizer.characters(), asked.stop) for _ in requests]
+                text = prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)
+                echoes.append(text if asked.echo else "")
+        answers = [Answer(Characters(self.tokenizer.decode, r.tokens), asked.stop) for r in requests]
         return Job(requests, answers, frozenset() if asked.ignore_eos else self.tokenizer.end_ids), echoes
 
     def _check_tokens(self, tokens: list[int]) -> None:
@@ -97,11 +98,13 @@ class Service:
             text = f"prompt: token {shown(strange)} is not in the vocabulary of {self.vocab_size}"
             raise ApiError(400, text, param="prompt")
 
-    def _text(self, prompt: str | list[int]) -> str:
-        if isinstance(prompt, str):
-            return prompt
-        characters = self.tokenizer.characters()
-        return "".join([*map(characters.add, prompt), characters.finish()])
+
+def _encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    try:
+        return tokenizer.encode(prompt)
+    except Exception as error:  # for example a character for which a vocabulary of words has no token
+        text = f"prompt: the tokenizer cannot encode {shown(prompt)}: {shorter(str(error))}"
+        raise ApiError(400, text, param="prompt") from None
 
 
 def make_app(service: Service) -> FastAPI:
@@ -121,14 +124,18 @@ def make_app(service: Service) -> FastAPI:
     app.add_middleware(Door, service=service)
     app.add_exception_handler(ApiError, _as_json)
     app.add_exception_handler(HTTPException, _as_json)
+    app.add_exception_handler(Exception, _as_json)  # and the traceback on stderr
     _add_routes(app, service)
     return app
 
 
 def _add_routes(app: FastAPI, service: Service) -> None:
     def check_key(http: Request) -> None:
-        given = http.headers.get("authorization", "").removeprefix("Bearer ")
-        if service.key is not None and not hmac.compare_digest(given.encode("latin-1"), service.key.encode()):
+        if service.key is None:
+            return
+        scheme, _, given = http.headers.get("authorization", "").partition(" ")
+        key = service.key.encode(errors="surrogateescape")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), key):
             text = "the key is wrong or missing: expected the header Authorization: Bearer KEY"
             refused = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, text, code="invalid_api_key", kind="authentication_error", headers=refused)
@@ -162,6 +169,11 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
 
 async def _read_body(http: Request) -> bytes:
+    coding = http.headers.get("content-encoding", "identity")
+    if coding.lower() not in ("", "identity"):
+        raise ApiError(
+            415, f"Content-Encoding is {shown(coding)}: expected a body that is not compressed", code="encoded"
+        )
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
@@ -188,7 +200,7 @@ async def _complete(http: Request, service: Service, asked: Asked) -> Response:
         while sum(piece.finish_reason is not None for piece in pieces) < len(job.requests):
             pieces.append(await _unless_gone(http, job.next()))
         return JSONResponse(Writer(service.name, asked).whole(job, echoes, pieces))
-    except EngineFailed as error:
+    except (EngineFailed, AnswerFailed) as error:
         raise _failed(error) from None
     except BaseException:
         service.worker.cancel(job)
@@ -233,8 +245,9 @@ async def _gone(http: Request) -> None:
         pass
 
 
-def _failed(error: EngineFailed) -> ApiError:
-    return ApiError(500, str(error), code="engine_failed", kind="server_error")
+def _failed(error: EngineFailed | AnswerFailed) -> ApiError:
+    code = "engine_failed" if isinstance(error, EngineFailed) else "failed"
+    return ApiError(500, str(error), code=code, kind="server_error")
 
 
 async def _as_json(http: Request, error: Exception) -> Response:
@@ -242,7 +255,10 @@ async def _as_json(http: Request, error: Exception) -> Response:
         text = f"{http.method} {http.url.path}: {error.detail}"
         headers = dict(error.headers or {})
         error = ApiError(error.status_code, text, headers=headers)
-    assert isinstance(error, ApiError)
+    elif not isinstance(error, ApiError):
+        error = ApiError(
+            500, f"this request failed: {type(error).__name__}: {error}", code="failed", kind="server_error"
+        )
     return JSONResponse(error.body, error.status, headers=error.headers)
 
 
@@ -261,7 +277,8 @@ class Writer:
 
     def whole(self, job: Job, echoes: list[str], pieces: list[Piece]) -> dict[str, Any]:
         """All answers at once."""
-        texts, reasons = list(echoes), [""] * len(echoes)
+        texts = [_completed(text, job, i) for i, text in enumerate(echoes)]
+        reasons = [""] * len(echoes)
         for piece in pieces:
             texts[piece.index] += piece.text
             reasons[piece.index] = piece.finish_reason or ""
@@ -270,19 +287,18 @@ class Writer:
 
     async def events(self, job: Job, echoes: list[str], piece: Piece) -> AsyncIterator[str]:
         """The answers as server-sent events, beginning with a first piece."""
-        for i, text in enumerate(echoes):
-            if text:
-                yield self._event([self._choice(i, text, None)])
-        n_open = len(echoes)
+        n_open, told = len(echoes), set[int]()
         while True:
             if piece.text or piece.finish_reason:
-                yield self._event([self._choice(piece.index, piece.text, piece.finish_reason)])
+                echo = "" if piece.index in told else _completed(echoes[piece.index], job, piece.index)
+                told.add(piece.index)
+                yield self._event([self._choice(piece.index, echo + piece.text, piece.finish_reason)])
             n_open -= piece.finish_reason is not None
             if n_open == 0:
                 break
             try:
                 piece = await job.next()
-            except EngineFailed as error:  # the HTTP status was sent already
+            except (EngineFailed, AnswerFailed) as error:  # the HTTP status was sent already
                 yield f"data: {json.dumps(_failed(error).body)}\n\n"
                 return
         if self._counts:
@@ -304,6 +320,11 @@ class Writer:
         n_choices = self.asked.n or 1
         n_prompt, n_new = sum(len(request.tokens) for request in job.requests[::n_choices]), sum(job.n_tokens)
         return {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
+
+
+def _completed(echo: str, job: Job, index: int) -> str:
+    """The text of a prompt up to where the answer's begins, which may complete the prompt's last character."""
+    return echo[: len(echo) - job.answers[index].characters.n_replaced]
 
 
 class EventStream(StreamingResponse):
@@ -354,6 +375,9 @@ class Door:
         self.service.n_open += 1
         try:
             await self.app(scope, receive, noting)
+        except Exception:
+            status = "500"
+            raise
         finally:
             self.service.n_open -= 1
             self.service.metrics.responses.labels(status).inc()

@@ -10,22 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from lib.given.data.corpora import language_reference
-from lib.given.data.weights import load_weights
+from lib.given.data.weights import CheckpointError, load_weights
 from lib.given.models.gpt2 import GPT2Config
-from lib.given.models.llama import LlamaConfig, hf_tensors
+from lib.given.models.llama import LlamaConfig
 from lib.gpt2 import GPT2
 from lib.gpt2 import load_pretrained as load_gpt2
 from lib.llama import Llama, convert_hf_state_dict
 from lib.runs.flags import UsageError
+from lib.runs.serving.settings import LLAMA_SIZES, one_line, read_end_ids, read_settings, rope_theta
 from lib.runs.serving.text import ByteTokenizer, FileTokenizer, Tokenizer
 
 KINDS: dict[str, Any] = {"GPT2Task": (GPT2Config, GPT2), "LlamaTask": (LlamaConfig, Llama)}
 """Configuration and model of each task of ``lib.runs`` that generates text."""
+RUN = ("task", "config", "data")  # of the description of a run
 TINY = LlamaConfig(vocab_size=256, dim=256, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=256, context_len=1024)
-FIELDS = {"vocab_size": "vocab_size", "hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
-          "num_key_value_heads": "n_kv_heads", "intermediate_size": "hidden_dim", "max_position_embeddings": "context_len",
-          "rms_norm_eps": "norm_eps"}  # fmt: skip
-"""Names in the ``config.json`` of a Llama, and the fields of ``LlamaConfig`` that they set."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,13 @@ def load(model: str, name: str | None, tokenizer: str | None, dtype: torch.dtype
         made = _from_transformers(folder, tokenizer)
     else:
         made = _from_runs(folder, tokenizer)
-    net = made[0].to(device, dtype).eval().requires_grad_(False)
-    return Served(name or folder.resolve().name if model != "tiny" else name or "tiny", net, made[1])
+    try:
+        net = made[0].to(device, dtype).eval().requires_grad_(False)
+    except (MemoryError, RuntimeError) as error:
+        text = f"its weights do not fit into the memory of {device}"
+        raise UsageError(f"--model {model}: {text} ({one_line([str(error)])})") from None
+    name = name or ("tiny" if model == "tiny" else folder.resolve().name)
+    return Served(name.encode(errors="surrogateescape").decode(errors="replace"), net, made[1])
 
 
 @torch.no_grad()
@@ -96,8 +99,12 @@ def _from_runs(folder: Path, tokenizer: str | None) -> tuple[nn.Module, Tokenize
     if run["task"] not in KINDS:
         raise UsageError(f"--model {path.parent} is a checkpoint of {run['task']}; expected one of {', '.join(KINDS)}")
     make_config, make_model = KINDS[run["task"]]
-    model = make_model(make_config(**run["config"]))
-    model.load_state_dict(weights)
+    try:
+        model = make_model(make_config(**run["config"]))
+        model.load_state_dict(weights)
+    except (TypeError, ValueError, RuntimeError) as error:  # of a version with other settings, or with mixtures
+        text = f"the checkpoint is not of a plain {make_model.__name__} of this version"
+        raise UsageError(f"--model {path}: {text}: {one_line(str(error).splitlines())}") from None
     files = (
         place / "tokenizer.json" for place in (folder, folder.parent)
     )  # the best checkpoint is in a subfolder of the last one's
@@ -106,8 +113,7 @@ def _from_runs(folder: Path, tokenizer: str | None) -> tuple[nn.Module, Tokenize
         raise UsageError(
             f"--model {folder} has no tokenizer.json and a vocabulary of {model.config.vocab_size}: expected --tokenizer"
         )
-    end_ids = [token["id"] for token in _json(Path(found))["added_tokens"]] if found and not tokenizer else []
-    return model, _tokenizer(tokenizer or found or "bytes", model.config.vocab_size, end_ids)
+    return model, _tokenizer(tokenizer or found or "bytes", model.config.vocab_size, [] if tokenizer else None)
 
 
 def _read_run(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -119,7 +125,8 @@ def _read_run(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         if path.name == FILE:
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            return saved[MODEL], saved["state"]["run"]
+            run = saved["state"]["run"]
+            return saved[MODEL], {name: run[name] for name in RUN}
         run = json.loads((path / STATE).read_text(encoding="utf-8"))["run"]
         found: dict[str, Any] = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         prefix = f"{MODEL}."
@@ -129,85 +136,83 @@ def _read_run(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it points out that this process reads alone
             dcp.load({MODEL: weights}, checkpoint_id=path, no_dist=True)
-        return weights, run
+        return weights, {name: run[name] for name in RUN}
     except Exception as error:  # half a pickle can provoke anything
         raise UsageError(f"--model {path} cannot be read: {type(error).__name__}: {error}".splitlines()[0]) from None
 
 
 def _from_transformers(folder: Path, tokenizer: str | None) -> tuple[nn.Module, Tokenizer]:
     """The model of a folder in Transformers' format."""
-    settings = _json(folder / "config.json")
-    kind = settings.get("model_type")
-    try:
-        if kind == "gpt2":
-            model: Any = load_gpt2(folder)
-        elif kind == "llama":
-            model = _load_llama(folder, settings)
-        else:
-            raise UsageError(f"--model {folder}: model_type is {kind!r}, expected gpt2 or llama")
-    except (ValueError, FileNotFoundError, KeyError) as error:
-        raise UsageError(f"--model {folder}: {error}") from None
-    generation = folder / "generation_config.json"
-    ends = (_json(generation) if generation.is_file() else {}).get("eos_token_id", settings.get("eos_token_id"))
-    end_ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    kind, settings = read_settings(folder)
+    end_ids = read_end_ids(folder, kind, settings)
     if tokenizer is None and not (folder / "tokenizer.json").is_file():
         raise UsageError(f"--model {folder} has no tokenizer.json; expected one, or --tokenizer")
-    return model, _tokenizer(tokenizer or str(folder / "tokenizer.json"), model.config.vocab_size, end_ids)
-
-
-def _json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"{path} is not valid JSON: {error}") from None
+        model: Any = load_gpt2(folder) if kind == "gpt2" else _load_llama(folder, settings)
+    except CheckpointError as error:
+        raise UsageError(f"--model {folder}: {one_line(error.problems)}") from None
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        head, *problems = [line.removeprefix("- ") for line in str(error).splitlines()] or [type(error).__name__]
+        raise UsageError(f"--model {folder}: {one_line(problems or [head])}") from None
+    return model, _tokenizer(tokenizer or str(folder / "tokenizer.json"), model.config.vocab_size, end_ids)
 
 
 def _load_llama(folder: Path, settings: dict[str, Any]) -> Llama:
     """Chapter 4's Llama, from a checkpoint of Transformers'.
 
     Raises:
-        ValueError: the model has something that chapter 4's has not, or the weights don't fit.
+        ValueError: the weights don't fit; the message has all that is wrong with them.
     """
-    missing = [name for name in FIELDS if name not in settings and name != "num_key_value_heads"]
-    if missing:
-        raise ValueError(f"config.json has no {', '.join(missing)}")
-    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    plain = {"hidden_act": (settings.get("hidden_act"), "silu"), "rope_type": (rope.get("rope_type"), "default"),
-             "attention_bias": (settings.get("attention_bias") or None, False), "mlp_bias": (settings.get("mlp_bias") or None, False),
-             "head_dim": (settings.get("head_dim"), settings["hidden_size"] // settings["num_attention_heads"])}  # fmt: skip
-    for name, (value, expected) in plain.items():
-        if value is not None and value != expected:
-            raise ValueError(f"config.json: {name} = {value!r}, this model has {expected!r}")
-    sizes = {ours: settings[theirs] for theirs, ours in FIELDS.items() if theirs in settings}
-    theta = rope.get("rope_theta", settings.get("rope_theta", 10_000.0))
-    config = LlamaConfig(**sizes, rope_theta=theta)
-    shapes = {name: shape for name, (_, shape) in hf_tensors(config).items()}
-    if settings.get("tie_word_embeddings"):
-        del shapes["lm_head.weight"]
-    tensors = load_weights(folder, shapes, ignore=("rotary_emb.inv_freq",))
-    tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
+    sizes = {ours: settings[theirs] for theirs, ours in LLAMA_SIZES.items() if theirs in settings}
+    config = LlamaConfig(**sizes, norm_eps=settings.get("rms_norm_eps", 1e-6), rope_theta=rope_theta(settings))
+    tensors, head, embedding = load_weights(folder), "lm_head.weight", "model.embed_tokens.weight"
+    problems = [
+        f"{name} is {tensor.dtype}, expected a floating-point dtype"
+        for name, tensor in tensors.items()
+        if not tensor.is_floating_point()
+    ]
+    if settings.get("tie_word_embeddings") and embedding in tensors:
+        is_tied = torch.equal(tensors.setdefault(head, tensors[embedding]), tensors[embedding])
+        problems += [] if is_tied else [f"tie_word_embeddings = True, but {head} is not {embedding}"]
+    if problems:
+        raise CheckpointError(folder, problems)
     with torch.device("meta"):
         model = Llama(config)
     model.load_state_dict(convert_hf_state_dict(tensors, config), assign=True)
     return model
 
 
-def _tokenizer(name: str, vocab_size: int, end_ids: list[int] | tuple = ()) -> Tokenizer:
+def _tokenizer(name: str, vocab_size: int, end_ids: list[int] | None = None) -> Tokenizer:
     """A tokenizer by its name or file, which must not have more tokens than the model."""
     if name == "bytes":
-        made: Tokenizer = ByteTokenizer(end_ids=end_ids)
+        made: Tokenizer = ByteTokenizer(end_ids=end_ids or ())
         needed = 256
     elif name == "gpt2":
-        import tiktoken
-
-        theirs = tiktoken.get_encoding("gpt2")
-        made = ByteTokenizer(theirs.encode_ordinary, theirs.decode_single_token_bytes, [theirs.eot_token])
-        needed = theirs.n_vocab
+        made, needed = _gpt2_tokenizer()
     elif Path(name).is_file():
-        made = FileTokenizer(name, end_ids)
-        needed = made.theirs.get_vocab_size()
+        try:
+            made = FileTokenizer(name, end_ids)
+        except Exception as error:  # the library has one class for all that is wrong with a file
+            raise UsageError(f"{name} is no tokenizer.json: {one_line([str(error)])}") from None
+        needed = made.n_tokens
     else:
         raise UsageError(f"--tokenizer {name}: expected bytes, gpt2, or a file tokenizer.json")
     if needed > vocab_size:
         raise UsageError(f"--tokenizer {name} has {needed} tokens, but the model's vocabulary has {vocab_size}")
     return made
+
+
+def _gpt2_tokenizer() -> tuple[Tokenizer, int]:
+    """GPT-2's tokenizer, and the number of its tokens; special ones, and those that it lacks, have no text."""
+    try:
+        import tiktoken
+
+        theirs = tiktoken.get_encoding("gpt2")
+    except (ImportError, OSError) as error:  # OSError: no network, and not yet in tiktoken's cache
+        raise UsageError(f"--tokenizer gpt2: tiktoken cannot load it: {one_line([str(error)])}") from None
+    n_plain = theirs.eot_token
+
+    def bytes_of(token: int) -> bytes:
+        return theirs.decode_single_token_bytes(token) if token < n_plain else b""
+
+    return ByteTokenizer(theirs.encode_ordinary, bytes_of, [theirs.eot_token]), theirs.n_vocab

@@ -1,10 +1,13 @@
 """Chapter 21's engine with its prefix tree: prompts that begin alike share blocks, and their beginnings are computed once."""
 
+import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from lib.given.models.serving import Chunk, Progress
+from lib.given.models.serving import Chunk, Progress, Request
 from lib.serving import Engine, PrefixTree, Scheduler
 
 
@@ -24,6 +27,17 @@ class PrefixEngine(Engine):
         super().__init__(model, scheduler)
         self.tree, self.on_found = PrefixTree(scheduler.block_size), on_found
         self.acquired: dict[Progress, list[int]] = {}
+        self.without_scores: set[Request] = set()
+
+    def step(self) -> list[tuple[Request, Any]]:
+        """As ``Engine.step``, but a request for whose next token the model has no scores gets an ``ArithmeticError`` in place of a token.
+
+        Its logits are NaN or infinite, for example after an overflow of float16. To draw from them would raise an exception, and on a
+        GPU end all work of the process.
+        """
+        self.without_scores.clear()
+        fault = ArithmeticError("the model's scores of the next token are not finite")
+        return [(request, fault if request in self.without_scores else token) for request, token in super().step()]
 
     def run(self, chunks: list[Chunk]) -> Iterator[Tensor]:
         """Pass chunks through the model, without the tokens of a new request's first chunk that the tree knows."""
@@ -36,7 +50,17 @@ class PrefixEngine(Engine):
         for progress, n in chunks:
             if n > 1:
                 self._remember(progress)
-        return logits
+        return self._finite(chunks, logits)
+
+    def _finite(self, chunks: list[Chunk], logits: Iterator[Tensor]) -> Iterator[Tensor]:
+        """The logits, but zeros where the largest is NaN or infinite; the requests of these are noted."""
+        rows = list(logits)
+        largest = torch.stack([row.amax() for row in rows]).tolist() if rows else []
+        for i, (chunk, value) in enumerate(zip(chunks, largest, strict=True)):
+            if not math.isfinite(value):
+                self.without_scores.add(chunk.progress.request)
+                rows[i] = torch.zeros_like(rows[i])
+        return iter(rows)
 
     def release(self) -> None:
         """Free the blocks of requests that no longer run, after the tree has become a user of the full ones."""

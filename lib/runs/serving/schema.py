@@ -134,7 +134,9 @@ def parse(body: bytes) -> Asked:
         ) from None
     if asked.best_of not in (None, asked.n or 1):
         raise ApiError(
-            400, f"best_of: {asked.best_of} is not n = {asked.n or 1}; not supported by this server", param="best_of"
+            400,
+            f"best_of: {shown(asked.best_of)} is not n = {asked.n or 1}; not supported by this server",
+            param="best_of",
         )
     if asked.stream_options and not asked.stream:
         raise ApiError(400, "stream_options: only with stream = true", param="stream_options")

@@ -1,18 +1,57 @@
 """Text of a stream of tokens: whole characters only, and none that belong to a stop string."""
 
-import codecs
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from os.path import commonprefix
+from pathlib import Path
+from typing import Protocol
+
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+WINDOW = 16  # tokens of the prompt that an answer is decoded with
+LONGEST = 3  # bytes of UTF-8, and so tokens, after which a character may still be incomplete
 
 
-class Characters(Protocol):
-    """Turns the tokens of one answer into text, as they come."""
+class Characters:
+    """The text of an answer, as its tokens come: the text of prompt and answer together, cut where the prompt's text ends.
+
+    What a token stands for depends on those before it: a tokenizer drops the space before the first word of a text, and a
+    character may begin in one token and end in another. So a window of tokens is decoded with and without the newest
+    ones, and the difference is their text. The window, at first the end of the prompt, moves on at each whole character.
+
+    Args:
+        decode: The text of tokens. Bytes that are not UTF-8 become U+FFFD.
+        prompt: The tokens before the answer.
+
+    Attributes:
+        n_replaced: Characters at the end of the prompt's own text that the answer replaces: the U+FFFD of a character that
+            the prompt begins and the answer completes.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int] = ()) -> None:
+        self.decode, self.tokens, self.n_replaced = decode, list(prompt[-WINDOW:]), 0
+        self.n_shown = len(self.tokens)
+        self.is_first = True
 
     def add(self, token: int) -> str:
         """The characters that this token completes."""
+        self.tokens.append(token)
+        is_open = self.decode(self.tokens).endswith(UNKNOWN)
+        return self._show(len(self.tokens) - LONGEST * is_open)
 
     def finish(self) -> str:
         """What is left of an incomplete character: U+FFFD, as chapter 1's ``decode`` has it, or nothing."""
+        return self._show(len(self.tokens))
+
+    def _show(self, n: int) -> str:
+        """The text of the first tokens of the window, as far as it was not shown yet."""
+        if n <= self.n_shown:
+            return ""
+        before, text = self.decode(self.tokens[: self.n_shown]), self.decode(self.tokens[:n])
+        n_same = len(commonprefix([before, text]))  # noqa: RUF071
+        if n_same < len(text):
+            if self.is_first:
+                self.n_replaced = len(before) - n_same
+            self.tokens, self.n_shown, self.is_first = self.tokens[self.n_shown :], n - self.n_shown, False
+        return text[n_same:]
 
 
 class Tokenizer(Protocol):
@@ -27,8 +66,8 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt."""
 
-    def characters(self) -> Characters:
-        """Characters for a new answer."""
+    def decode(self, tokens: list[int]) -> str:
+        """The text of tokens; a token that the tokenizer lacks has none."""
 
 
 class ByteTokenizer:
@@ -50,68 +89,46 @@ class ByteTokenizer:
         self.bytes_of = bytes_of or (lambda token: bytes([token]) if token < 256 else b"")
         self.end_ids = frozenset(end_ids)
 
-    def characters(self) -> "ByteCharacters":
-        return ByteCharacters(self.bytes_of)
-
-
-class ByteCharacters:
-    """Characters of tokens that are bytes; bytes that are not UTF-8 become U+FFFD."""
-
-    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
-        self.bytes_of, self.decoder = bytes_of, codecs.getincrementaldecoder("utf-8")("replace")
-
-    def add(self, token: int) -> str:
-        return self.decoder.decode(self.bytes_of(token))
-
-    def finish(self) -> str:
-        return self.decoder.decode(b"", final=True)
+    def decode(self, tokens: list[int]) -> str:
+        return b"".join(map(self.bytes_of, tokens)).decode("utf-8", "replace")
 
 
 class FileTokenizer:
     """The ``tokenizer.json`` of a Hugging Face folder.
 
+    The file may hold settings of the program that saved it, which would change a prompt: a length at which texts are cut
+    or padded, merges that are dropped at random, and a token that is put behind each text, which would end it before
+    the model has begun. None of them is heeded. What is put before a text, such as Llama's ``<s>``, belongs to a prompt.
+
     Args:
         path: The file.
-        end_ids: Tokens that end a text.
+        end_ids: Tokens that end a text; None takes the file's special tokens.
+
+    Attributes:
+        n_tokens: 1 more than the largest token.
     """
 
-    def __init__(self, path: str, end_ids: Sequence[int] = ()) -> None:
+    def __init__(self, path: str, end_ids: Sequence[int] | None = None) -> None:
         from tokenizers import Tokenizer as Theirs
 
-        self.theirs, self.end_ids = Theirs.from_file(path), frozenset(end_ids)
+        self.theirs = Theirs.from_str(Path(path).read_text(encoding="utf-8"))
+        self.theirs.no_truncation()
+        self.theirs.no_padding()
+        if getattr(self.theirs.model, "dropout", None) is not None:
+            self.theirs.model.dropout = None
+        added = self.theirs.get_added_tokens_decoder()
+        self.n_tokens = 1 + max((*self.theirs.get_vocab().values(), *added), default=-1)
+        self.end_ids = frozenset((i for i, token in added.items() if token.special) if end_ids is None else end_ids)
 
     def encode(self, text: str) -> list[int]:
-        return self.theirs.encode(text).ids
+        found = self.theirs.encode(text)
+        n = len(found.ids)
+        while n and found.special_tokens_mask[n - 1]:  # 1: not in the text, but put behind it
+            n -= 1
+        return found.ids[:n] or found.ids[:1]
 
-    def characters(self) -> "WindowCharacters":
-        return WindowCharacters(self.theirs)
-
-
-class WindowCharacters:
-    """Characters of any tokenizer that can only decode lists of tokens.
-
-    Its ``decode`` may treat the first token differently, for example drop a space before it. So a window of tokens is decoded with and without
-    the newest ones, and the difference is their text. The window moves on at each whole character.
-    """
-
-    def __init__(self, theirs: Any) -> None:
-        self.decode, self.tokens, self.n_shown = theirs.decode, list[int](), 0
-
-    def add(self, token: int) -> str:
-        self.tokens.append(token)
-        if self._text().endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""  # a character may go on in the next token
-        return self.finish()
-
-    def finish(self) -> str:
-        new = self._text()[len(self.decode(self.tokens[: self.n_shown])) :]
-        if new:
-            self.tokens = self.tokens[self.n_shown :]
-            self.n_shown = len(self.tokens)
-        return new
-
-    def _text(self) -> str:
-        return self.decode(self.tokens)
+    def decode(self, tokens: list[int]) -> str:
+        return self.theirs.decode(tokens)
 
 
 class Answer:

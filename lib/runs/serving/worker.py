@@ -30,11 +30,16 @@ class Engine(Protocol):
 
     def cancel(self, request: Request) -> bool: ...
 
-    def step(self) -> list[tuple[Request, int]]: ...
+    def step(self) -> list[tuple[Request, Any]]:
+        """The new tokens, each with its request; an exception in place of a token ends only this request."""
 
 
 class EngineFailed(RuntimeError):
     """The engine raised an exception, and takes no more steps."""
+
+
+class AnswerFailed(RuntimeError):
+    """Something went wrong with one answer; the engine goes on with the others."""
 
 
 class QueueFull(RuntimeError):
@@ -99,7 +104,7 @@ class Job:
         """The next piece of any answer.
 
         Raises:
-            EngineFailed: there will be none.
+            EngineFailed, AnswerFailed: there will be none.
         """
         piece = await self.pieces.get()
         if isinstance(piece, Exception):
@@ -144,6 +149,7 @@ class Worker:
 
         Raises:
             ValueError: the engine refuses one; the message says why.
+            AnswerFailed: it cannot take one, for another reason.
             QueueFull: too many wait.
             EngineFailed: the engine takes no more steps.
         """
@@ -188,6 +194,8 @@ class Worker:
         except (ValueError, QueueFull) as error:
             self._drop(job)
             self._resolve(job, error)
+        except Exception as error:
+            self._resolve(job, self._give_up(job, error))
         else:
             self.metrics.prompt_tokens.inc(sum(len(request.tokens) for request in job.requests))
             self._resolve(job, None)
@@ -201,13 +209,27 @@ class Worker:
             if self._jobs.pop(request, None):
                 self.engine.cancel(request)
 
-    def _deliver(self, new: list[tuple[Request, int]]) -> None:
+    def _give_up(self, job: Job, error: Exception) -> AnswerFailed:
+        """Drop a job with which something is wrong; returns what to tell its client."""
+        traceback.print_exception(error)
+        self._drop(job)
+        return AnswerFailed(f"this answer failed: {type(error).__name__}: {error}")
+
+    def _deliver(self, new: list[tuple[Request, Any]]) -> None:
         """Send the pieces of a step to their jobs, in one call for all."""
         self.metrics.generated_tokens.inc(len(new))
-        pieces = []
+        pieces: list[tuple[Job, Piece | Exception]] = []
         for request, token in new:
+            if request not in self._jobs:  # another answer of its job has failed in this step
+                continue
             job, index = self._jobs[request]
-            piece = job.add(index, token)
+            try:
+                if isinstance(token, Exception):
+                    raise token
+                piece = job.add(index, token)
+            except Exception as error:
+                pieces.append((job, self._give_up(job, error)))
+                continue
             if piece.n_tokens == 1:
                 self.metrics.time_to_first_token.observe(time.perf_counter() - job.arrived)
             if piece.finish_reason:

@@ -33,7 +33,7 @@ from lib.runs.serving.api import Service
 from lib.runs.serving.metrics import Metrics
 from lib.runs.serving.prefix import PrefixEngine
 from lib.runs.serving.schema import parse
-from lib.runs.serving.text import Answer, ByteTokenizer, FileTokenizer
+from lib.runs.serving.text import Answer, ByteTokenizer, Characters, FileTokenizer
 from lib.runs.serving.worker import Worker
 from lib.serving import Scheduler, generate_many
 from tests.house.runs import runs_programs
@@ -64,11 +64,13 @@ class Running:
 class Threaded:
     """A server in a thread of this process, over any engine."""
 
-    def __init__(self, engine, tokenizer=None, queue=8, key=None, context_len=64):
+    def __init__(self, engine, tokenizer=None, queue=8, key=None, context_len=64, vocab_size=256):
         metrics = Metrics(n_blocks=engine.scheduler.n_free)
         worker = Worker(engine, queue, metrics)
         tokenizer = tokenizer or ByteTokenizer()
-        self.service = Service("fake", tokenizer, worker, metrics, vocab_size=256, context_len=context_len, key=key)
+        self.service = Service(
+            "fake", tokenizer, worker, metrics, vocab_size=vocab_size, context_len=context_len, key=key
+        )
         bound = serve.open_socket("127.0.0.1", 0)
         bound.listen()  # clients may knock before the thread has begun
         self.root = f"http://127.0.0.1:{bound.getsockname()[1]}"
@@ -554,7 +556,7 @@ def test_an_answer_is_the_text_up_to_the_first_stop_however_it_is_divided():
         said = bytes(torch.tensor(list(b"ab\xc3\xa9"))[torch.randint(4, (24,), generator=generator)].tolist())
         text = said.decode(errors="replace")
         stops = ["ab", "éb", "bba", "aaa"][trial % 4 :]
-        answer = Answer(ByteTokenizer().characters(), stops)
+        answer = Answer(Characters(ByteTokenizer().decode), stops)
         found = "".join([*map(answer.add, said), answer.finish()])
         ends = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
         assert found == (text[: min(ends)[1]] if ends else text), (said, stops)
@@ -575,12 +577,12 @@ def test_a_file_tokenizer_gives_whole_characters(tmp_path):
     tokenizer = FileTokenizer(str(make_tokenizer(tmp_path / "tokenizer.json")))
     ids = tokenizer.encode(SPOKEN)
     assert len(ids) < len(SPOKEN.encode())
-    characters = tokenizer.characters()
+    characters = Characters(tokenizer.decode)
     pieces = [characters.add(token) for token in ids]
     assert "".join(pieces) + characters.finish() == SPOKEN
     assert "" in pieces
     assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
-    half = tokenizer.characters()
+    half = Characters(tokenizer.decode)
     half.add(tokenizer.encode("🦜")[0])
     assert half.finish() in ("", "\N{REPLACEMENT CHARACTER}")
 
