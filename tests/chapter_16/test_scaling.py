@@ -448,6 +448,16 @@ def expect_best(found, config, n, size, links, rows, peak):
         "reasons holds no sentence",
         answer=found,
     )
+    best = min(c["step"] for c in costs.values())
+    fastest = {it: c["memory"] for it, c in costs.items() if c["step"] <= best * (1 + 1e-9)}
+    if not fastest.keys() & fitting.keys():
+        said = bytes_in("; ".join(found.reasons))
+        problem = "a faster layout does not fit, and no sentence of reasons says how much memory it needs"
+        expect_true(any(_near(a, b) for a in said for b in fastest.values()), problem, answer=found, read=PLAN)
+
+
+def _near(found: float, size: float) -> bool:
+    return abs(found - size) <= 0.01 * size
 
 
 @pytest.mark.parametrize("n", [1, 2, 6, 8, 12, 16, 7])
