@@ -453,6 +453,13 @@ class ReturnsNothing(_Scaler):
         super().step(optimizer, *args, **kwargs)
 
 
+@mistake("GradScaler", "the count becomes int64 (the dtype of `torch.tensor(0)`), but it should stay int32")
+class LongCount(_Scaler):
+    def update(self):
+        super().update()
+        self._growth_tracker = self._growth_tracker.long()
+
+
 # ---- 11.5 MiniAutocast -----------------------------------------------------------------------------------------------
 
 

@@ -882,8 +882,8 @@ def test_tensor_parallel_bytes_is_a_whole_number(n):
 
 
 def test_pipeline_bubble_by_hand():
-    case("4 stages, 6 micro-batches: 3 slots of 9 are idle")
-    expect_close(tp.pipeline_bubble(4, 6), 3 / 9, read=BUBBLE)
+    case("4 stages, 9 micro-batches: 3 slots of 12 are idle")
+    expect_close(tp.pipeline_bubble(4, 9), 3 / 12, read=BUBBLE)
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (1, 9), (8, 1), (8, 64), (3, 2)])
