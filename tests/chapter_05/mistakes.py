@@ -524,6 +524,11 @@ def built(config):
     return sum(p.numel() for p in reference.VisionTransformer(config).parameters())
 
 
+@mistake("count_parameters", "the number is right, but it is a float and should be an int")
+def count_as_a_float(config):
+    return float(reference.count_parameters(config))
+
+
 # ---- 5.11 convert_hf_state_dict --------------------------------------------------------------------------------------
 
 

@@ -260,6 +260,13 @@ def a_number(values, accumulator_dtype, value_dtype):
     return reference.accumulate(values, accumulator_dtype, value_dtype).item()
 
 
+@mistake("accumulate", "`view(-1)` cannot flatten a transposed matrix: `flatten` or `reshape` copies where it must")
+def viewed(values, accumulator_dtype, value_dtype):
+    if isinstance(values, Tensor):
+        values = values.view(-1)
+    return reference.accumulate(values, accumulator_dtype, value_dtype)
+
+
 # ---- 11.4 GradScaler -------------------------------------------------------------------------------------------------
 
 

@@ -64,6 +64,11 @@ def memory_in_bytes(length, head_dim, sram_bytes, algorithm):
     return _io_bytes(length, head_dim, sram_bytes, algorithm, blocks=lambda m, d: -(-sram_bytes // (4 * d)))
 
 
+@mistake("attention_io_bytes", "the number is right, but it is a float and should be an int")
+def bytes_as_a_float(length, head_dim, sram_bytes, algorithm):
+    return float(reference.attention_io_bytes(length, head_dim, sram_bytes, algorithm))
+
+
 # ---- 15.2 online_softmax_update --------------------------------------------------------------------------------------
 
 

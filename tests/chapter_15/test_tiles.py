@@ -53,7 +53,9 @@ def refuses_a_second_derivative(attend, device="cpu"):
 
 def test_attention_io_bytes_by_hand():
     case("N=8, d=2, M=32 numbers, standard")
-    expect_equal(flash.attention_io_bytes(8, 2, 64, "standard"), 2 * (4 * 8 * 2 + 4 * 64), read=STANDARD)
+    found = flash.attention_io_bytes(8, 2, 64, "standard")
+    expect_equal(found, 2 * (4 * 8 * 2 + 4 * 64), read=STANDARD)
+    expect_equal(type(found).__name__, "int", name="type of out", answer=found, read=STANDARD)
     case("N=24, d=2, M=32 numbers, flash: blocks of 4 keys, so six passes")
     expect_equal(flash.attention_io_bytes(24, 2, 64, "flash"), 2 * (2 * 24 * 2 + 6 * (3 * 24 * 2 + 4 * 24)), read=FLASH)
     case("N=9, d=2, M=33 numbers: blocks of ceil(33 / 8) = 5 keys, so two passes, the last for 4")

@@ -125,6 +125,11 @@ def never_refuses(config, tokens, device_bytes):
     return reference.min_fsdp_devices(config, tokens, device_bytes) if whole < device_bytes else 1
 
 
+@mistake("min_fsdp_devices", "the number is right, but it is a float and should be an int")
+def devices_as_a_float(config, tokens, device_bytes):
+    return float(reference.min_fsdp_devices(config, tokens, device_bytes))
+
+
 # ---- 16.4 compute_bound_batch ----------------------------------------------------------------------------------------
 
 
@@ -175,6 +180,11 @@ def equal_refused(config, x, y, peak_flops, bandwidth, m_x=2, m_y=1):
 def any_y(config, x, y, peak_flops, bandwidth, m_x=2, m_y=1):
     wide = FFNConfig(config.dim, 10**12, config.n_layers)
     return reference.compute_bound_batch(wide, x, y, peak_flops, bandwidth, m_x, m_y)
+
+
+@mistake("compute_bound_batch", "the number is right, but it is a float and should be an int")
+def batch_as_a_float(config, x, y, peak_flops, bandwidth, m_x=2, m_y=1):
+    return float(reference.compute_bound_batch(config, x, y, peak_flops, bandwidth, m_x, m_y))
 
 
 # ---- 16.5 choose_gpu -------------------------------------------------------------------------------------------------
@@ -591,3 +601,11 @@ def faster_layout_left_out(config, n_devices, memory_bytes, bandwidths, *, token
         config, n_devices, memory_bytes, bandwidths, tokens_per_device=tokens_per_device, peak_flops=peak_flops
     )
     return replace(found, reasons=tuple(r for r in found.reasons if "but needs" not in r))
+
+
+@mistake("plan", "a degree was divided with /, so it is a float: use //")
+def degrees_are_floats(config, n_devices, memory_bytes, bandwidths, *, tokens_per_device=1024, peak_flops=989e12):
+    found = reference.plan(
+        config, n_devices, memory_bytes, bandwidths, tokens_per_device=tokens_per_device, peak_flops=peak_flops
+    )
+    return replace(found, data=float(found.data))

@@ -1313,3 +1313,8 @@ def one_row(config):
 def embedding_not_active(config):
     total, active = reference.moe_parameters(config)
     return total, active - config.vocab_size * config.dim
+
+
+@mistake("moe_parameters", "the numbers are right, but they are floats and should be ints")
+def counts_as_floats(config):
+    return tuple(float(count) for count in reference.moe_parameters(config))

@@ -1243,7 +1243,10 @@ def test_moe_parameters_by_hand():
     case("V=11 C=4 L=3 F=2 E=5 k=2, attention 100 a block")
     common = 2 * 11 * 4 + 4 + 3 * (100 + 2 * 4 + 5 * 4)
     expected = (common + 3 * 5 * 24, common + 3 * 2 * 24)
-    expect_equal(tuple(moe.moe_parameters(TINY)), expected, name="(total, active)", read=COUNT)
+    found = tuple(moe.moe_parameters(TINY))
+    expect_equal(found, expected, name="(total, active)", read=COUNT)
+    types = [type(count).__name__ for count in found]
+    expect_equal(types, ["int", "int"], name="types", answer=found, read="the contract, under Returns")
 
 
 def test_moe_parameters_of_mixtral():
