@@ -294,6 +294,17 @@ def test_flash_backward_of_a_sum_and_memory():
     expect_true(largest.numbers < 256 * 320 / 4, problem, answer=got, read=BACKWARD)
 
 
+def test_flash_backward_of_any_strides():
+    q, k, v, do = make_inputs((2, 3, 2, 20, 8), (2, 3, 1, 24, 8), torch.float64)
+    r = exact(q, k, v, do, True)
+    case(
+        "q [2, 3, 2, 20, 8]; o and do as [3, 2, 2, 20, 8] with the first two dimensions exchanged, so that `view` fails"
+    )
+    o, do = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (r["o"], do))
+    got = flash.flash_backward(q, k, v, o, do, r["lse"], True)
+    expect_close(got, tuple(r[n] for n in ("dq", "dk", "dv")), atol=1e-10, read="the contract, under Args")
+
+
 def test_flash_backward_keeps_dtypes():
     q, k, v, do = make_inputs((1, 2, 40, 16), (1, 1, 40, 16), torch.bfloat16)
     r = exact(q, k, v, do, True)
