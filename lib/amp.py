@@ -167,7 +167,8 @@ class GradScaler:
     def update(self) -> None:
         """Back off if any optimizer unscaled since the last update had inf or NaN; otherwise count, and grow after the interval.
 
-        A growth that would make the scale infinite is skipped, but the count starts again all the same.
+        A growth that would make the scale infinite is skipped, but the count starts again all the same. ``_scale`` stays
+        float32, and ``_growth_tracker`` int32.
 
         Raises:
             RuntimeError: nothing was unscaled or stepped since the last update.

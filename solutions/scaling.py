@@ -328,6 +328,7 @@ def plan(
         ``Plan``: the four degrees, whose product is ``n_devices``, ``step_s``, ``memory_bytes``, ``costs`` (everything that
         ``layout_costs`` returned) and ``reasons``, at least one sentence. Of the layouts that fit, with T dividing F and P
         dividing L, it has the shortest step; of equal ones the least memory, then the smallest pipeline, tensor and sharded.
+        If the fastest layout of all does not fit, one of the reasons says how many bytes or GB it needs.
 
     Raises:
         ValueError: ``n_devices`` is below 1, and the message names it. Or nothing fits, and the message names

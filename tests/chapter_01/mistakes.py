@@ -476,6 +476,17 @@ def updates_by_one(text, vocab_size, special_tokens=()):
     return _train_with(Index, text, vocab_size, special_tokens)
 
 
+@mistake(
+    "train_bpe", "the counts are not updated after a merge, although the pairs on both sides of the merged one change"
+)
+def counts_of_the_start(text, vocab_size, special_tokens=()):
+    class Index(_Index):
+        def merge(self, best):
+            self.counts.pop(best)
+
+    return _train_with(Index, text, vocab_size, special_tokens)
+
+
 @mistake("train_bpe", "an update counts a pair once per word, even if the word has it twice")
 def updates_distinct_pairs(text, vocab_size, special_tokens=()):
     class Index(_Index):

@@ -134,7 +134,9 @@ def test_WordTokenizer_by_hand():
     case('the table of "The ruler of a kingdom is a"')
     tokenizer = tokenization.WordTokenizer("The ruler of a kingdom is a")
     expect_equal(tokenizer.encode("The ruler of a kingdom is a"), [5, 4, 3, 0, 2, 1, 0], name="ids")
-    expect_equal(tokenizer.encode("the kingdom had another ruler"), [5, 2, 6, 7, 4], name="ids")
+    found = tokenizer.encode("the kingdom had another ruler")
+    expect_equal(found, [5, 2, 6, 7, 4], name="ids")
+    expect_equal({type(i).__name__ for i in found}, {"int"}, name="types of the ids", answer=found)
 
 
 def test_WordTokenizer_remembers_new_words():
@@ -418,7 +420,9 @@ def hand_made(special_tokens=()):
 def test_BPETokenizer_by_hand():
     case('"the cat ate" with the merges t+h, _+c, _+a, th+e, _a+t')
     tokenizer = hand_made()
-    expect_equal(tokenizer.encode("the cat ate"), [259, 257, 97, 116, 260, 101], name="ids", read="eq-tokenization-3")
+    found = tokenizer.encode("the cat ate")
+    expect_equal(found, [259, 257, 97, 116, 260, 101], name="ids", read="eq-tokenization-3")
+    expect_equal({type(i).__name__ for i in found}, {"int"}, name="types of the ids", answer=found)
     expect_equal(tokenizer.decode([259, 257, 97, 116, 260, 101]), "the cat ate", name="text")
     case('encode_iterable(["the c", "at ate"]) with the same merges: the ids of "the cat ate"')
     expect_same_pieces(tokenizer, ["the c", "at ate"], [259, 257, 97, 116, 260, 101])

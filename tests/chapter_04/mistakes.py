@@ -537,6 +537,11 @@ def counts_norm_biases(config):
     return _count(config, norms=4, last=2)
 
 
+@mistake("count_parameters", "the number is right, but it is a float and should be an int")
+def count_as_a_float(config):
+    return float(reference.count_parameters(config))
+
+
 # ---- 4.7 inference_memory_gb -----------------------------------------------------------------------------------------
 
 
@@ -591,6 +596,11 @@ def values_not_bytes(config, batch, length, bytes_per_value=2):
 @mistake("kv_cache_bytes", "the batch is forgotten")
 def one_sequence(config, batch, length, bytes_per_value=2):
     return reference.kv_cache_bytes(config, 1, length, bytes_per_value)
+
+
+@mistake("kv_cache_bytes", "the number is right, but it is a float and should be an int")
+def cache_bytes_as_a_float(config, batch, length, bytes_per_value=2):
+    return float(reference.kv_cache_bytes(config, batch, length, bytes_per_value))
 
 
 # ---- 4.9 convert_hf_state_dict ---------------------------------------------------------------------------------------
@@ -784,7 +794,29 @@ def in_place(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     return out
 
 
-@mistake("sample_next", "meaningless settings (a negative temperature, top_k = 0) are accepted without an error")
+@mistake("sample_next", "a top_p of 0 or less, or above 1, is accepted without an error")
+def any_top_p(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    top_p = None if top_p is not None and not 0 < top_p <= 1 else top_p
+    return reference.sample_next(logits, temperature, top_k, top_p, generator)
+
+
+@mistake("sample_next", "top_p = 0 is accepted, but at least one token must remain, so p is above 0")
+def top_p_of_zero(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    return reference.sample_next(logits, temperature, top_k, None if top_p == 0 else top_p, generator)
+
+
+@mistake("sample_next", "a top_k below 1 is accepted without an error")
+def any_top_k(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    top_k = None if top_k is not None and top_k < 1 else top_k
+    return reference.sample_next(logits, temperature, top_k, top_p, generator)
+
+
+@mistake("sample_next", "a negative temperature is accepted without an error")
+def any_temperature(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    return reference.sample_next(logits, abs(temperature), top_k, top_p, generator)
+
+
+@mistake("sample_next", "meaningless settings (a negative temperature, top_k = 0, top_p = 0) raise no error")
 def nothing_refused(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     top_k = None if top_k is not None and top_k < 1 else top_k
     top_p = None if top_p is not None and not 0 < top_p <= 1 else top_p

@@ -609,7 +609,9 @@ def test_Llama_learns():
 )
 def test_count_parameters_of_the_presets(config, n):
     case(named(config))
-    expect_equal(llama.count_parameters(config), n, read=COUNT)
+    found = llama.count_parameters(config)
+    expect_equal(found, n, read=COUNT)
+    expect_equal(type(found).__name__, "int", name="type of out", answer=found, read="the contract, under Returns")
 
 
 @pytest.mark.parametrize("config", [PLAIN, GROUPED, TINY], ids=["plain", "grouped", "tiny"])
@@ -659,7 +661,9 @@ def test_kv_cache_bytes_in_float32():
 )
 def test_kv_cache_bytes_of_the_presets(config, batch, length, n_bytes):
     case(f"batch={batch}, length={length}, {named(config)}")
-    expect_equal(llama.kv_cache_bytes(config, batch, length), n_bytes, read=CACHE)
+    found = llama.kv_cache_bytes(config, batch, length)
+    expect_equal(found, n_bytes, read=CACHE)
+    expect_equal(type(found).__name__, "int", name="type of out", answer=found, read="the contract, under Returns")
 
 
 # ---- convert_hf_state_dict -------------------------------------------------------------------------------------------

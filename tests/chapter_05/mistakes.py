@@ -245,6 +245,20 @@ class SidesUnchecked(reference.ImageEmbeddings):
         return torch.cat([self.cls_token.expand(len(images), -1, -1), patches], dim=1) + self.pos_embed
 
 
+@mistake("ImageEmbeddings", "the class token is missing")
+class NoToken(reference.ImageEmbeddings):
+    def __init__(self, config):
+        super().__init__(config)
+        del self.cls_token
+
+
+@mistake("ImageEmbeddings", "the positions are missing")
+class NoPositionsAtAll(reference.ImageEmbeddings):
+    def __init__(self, config):
+        super().__init__(config)
+        del self.pos_embed
+
+
 # ---- 5.6 EncoderAttention --------------------------------------------------------------------------------------------
 
 
@@ -461,6 +475,13 @@ class PlainList(reference.VisionTransformer):
         self.blocks = [reference.ViTBlock(config) for _ in range(config.n_layers)]
 
 
+@mistake("VisionTransformer", "there is one block too few: the config asks for n_layers of them")
+class OneBlockTooFew(reference.VisionTransformer):
+    def __init__(self, config):
+        super().__init__(config)
+        self.blocks = nn.ModuleList([reference.ViTBlock(config) for _ in range(config.n_layers - 1)])
+
+
 # ---- 5.10 count_parameters -------------------------------------------------------------------------------------------
 
 
@@ -501,6 +522,11 @@ def four_times_dim(config):
 @mistake("count_parameters", "a model was built just to count its parameters")
 def built(config):
     return sum(p.numel() for p in reference.VisionTransformer(config).parameters())
+
+
+@mistake("count_parameters", "the number is right, but it is a float and should be an int")
+def count_as_a_float(config):
+    return float(reference.count_parameters(config))
 
 
 # ---- 5.11 convert_hf_state_dict --------------------------------------------------------------------------------------

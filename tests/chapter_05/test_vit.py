@@ -626,9 +626,11 @@ def test_VisionTransformer_equals_timm(seed):
 
 
 def test_count_parameters_by_hand():
-    c = ViTConfig(image_size=2, patch_size=1, channels=1, n_classes=3, dim=2, n_layers=1, n_heads=1, hidden_dim=5)
-    case("dim=2 hidden_dim=5, one layer, 4 patches of 1 number, 3 classes: 16 + 59 + 4 + 9")
-    expect_equal(vit.count_parameters(c), 88, read=COUNT)
+    c = ViTConfig(image_size=2, patch_size=1, channels=1, n_classes=3, dim=2, n_layers=2, n_heads=1, hidden_dim=5)
+    case("dim=2 hidden_dim=5, two layers, 4 patches of 1 number, 3 classes: 16 + 2 x 59 + 4 + 9")
+    found = vit.count_parameters(c)
+    expect_equal(found, 147, read=COUNT)
+    expect_equal(type(found).__name__, "int", name="type of out", answer=found, read="the contract, under Returns")
 
 
 @pytest.mark.time_limit(5)

@@ -479,6 +479,11 @@ def fixed_multiple(n, multiple=128):
     return reference.pad_vocab(n)
 
 
+@mistake("pad_vocab", "the number is right, but it is a float and should be an int")
+def padded_to_a_float(n, multiple=128):
+    return float(reference.pad_vocab(n, multiple))
+
+
 # ---- 6.8 GPT2 --------------------------------------------------------------------------------------------------------
 
 
@@ -672,6 +677,11 @@ def norms_without_bias(config):
 @mistake("count_parameters", "the padding rows are counted")
 def with_padding(config):
     return reference.count_parameters(config) + (config.n_rows - config.vocab_size) * config.dim
+
+
+@mistake("count_parameters", "the number is right, but it is a float and should be an int")
+def count_as_a_float(config):
+    return float(reference.count_parameters(config))
 
 
 # ---- 6.10 convert_hf_state_dict --------------------------------------------------------------------------------------

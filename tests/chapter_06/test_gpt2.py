@@ -474,7 +474,9 @@ def test_pad_vocab_of_50257():
 )
 def test_pad_vocab_is_the_least_multiple(n, multiple, expected):
     case(f"n={n}, multiple={multiple}")
-    expect_equal(gpt2.pad_vocab(n, multiple), expected, read=PADDED)
+    found = gpt2.pad_vocab(n, multiple)
+    expect_equal(found, expected, read=PADDED)
+    expect_equal(type(found).__name__, "int", name="type of out", answer=found, read="the contract, under Returns")
 
 
 def test_pad_vocab_of_all_small_sizes():
@@ -636,7 +638,9 @@ def test_count_parameters_of_tiny_ones(config):
 @pytest.mark.memory_limit(64)
 def test_count_parameters_of_the_four_sizes(config, expected):
     case(f"c={config.dim} l={config.n_layers}")
-    expect_equal(gpt2.count_parameters(config), expected, read=COUNT)
+    found = gpt2.count_parameters(config)
+    expect_equal(found, expected, read=COUNT)
+    expect_equal(type(found).__name__, "int", name="type of out", answer=found, read="the contract, under Returns")
 
 
 def test_count_parameters_leaves_padding_out():

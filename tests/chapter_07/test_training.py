@@ -732,6 +732,9 @@ def test_TokenBatches_state_is_a_copy_and_the_same_on_every_rank():
     expect_equal(states[0], states[1], name="the state, after one more batch", read=f"{BATCHES}, state_dict")
     plain = all(value is None or type(value) in (int, str, float, bool) for value in states[0].values())
     expect_true(plain, f"the state should be plain numbers, for weights_only=True: {states[0]}")
+    whole = all(value is None or isinstance(value, int) for value in states[0].values())
+    expect_true(whole, f"the state's numbers should be ints, not floats: {states[0]}", answer=states[0])
+    expect_equal(type(ranks[0].epoch).__name__, "int", name="type of epoch", answer=ranks[0].epoch)
 
 
 def test_TokenBatches_state_is_plain_after_sizes_of_numpy():

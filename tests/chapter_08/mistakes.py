@@ -603,6 +603,11 @@ def called_twice(fn):
     return reference.saved_activation_bytes(fn)
 
 
+@mistake("saved_activation_bytes", "the number is right, but it is a float and should be an int")
+def saved_as_a_float(fn):
+    return float(reference.saved_activation_bytes(fn))
+
+
 # ---- 8.9 attention_activation_bytes ----------------------------------------------------------------------------------
 
 
@@ -649,6 +654,11 @@ def power_of_one_and_a_half(batch, heads, length, head_dim, bytes_per_value):
 )
 def half_square(batch, heads, length, head_dim, bytes_per_value):
     return batch * heads * (3 * length * head_dim + length * (length + 1) // 2) * bytes_per_value
+
+
+@mistake("attention_activation_bytes", "the number is right, but it is a float and should be an int")
+def kept_as_a_float(batch, heads, length, head_dim, bytes_per_value):
+    return float(reference.attention_activation_bytes(batch, heads, length, head_dim, bytes_per_value))
 
 
 # ---- 8.10 profile_step -----------------------------------------------------------------------------------------------

@@ -37,10 +37,10 @@ def counted_flops(run) -> int:
     return counter.get_total_flops()
 
 
-def expect_whole(found, expected: int, **where) -> None:
+def expect_whole(found, expected: int, unit: str = "FLOPs", **where) -> None:
     """Exactly this number, and an int: a float holds no more than 53 bits of it."""
     if found == expected and not isinstance(found, int):
-        problem = f"a {type(found).__name__}, expected an int: FLOPs are counted in whole numbers (// divides them)"
+        problem = f"a {type(found).__name__}, expected an int: {unit} are counted in whole numbers (// divides them)"
         expect_true(False, problem, answer=found, **where)
     expect_equal(found, expected, **where)
 
@@ -464,7 +464,7 @@ def test_saved_activation_bytes_by_hand():
     ]
     for text, fn, expected in cases:
         case(f"x and w [3, 5], float32: {text}")
-        expect_equal(speed.saved_activation_bytes(fn), expected, read=SAVED)
+        expect_whole(speed.saved_activation_bytes(fn), expected, "bytes", read=SAVED)
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float64, 8), (torch.bfloat16, 2), (torch.float16, 2)])
@@ -593,7 +593,7 @@ def naive_attention(q, k, v):
 
 def test_attention_activation_bytes_by_hand():
     case("1 sequence, 1 head, 2 positions of width 3, 4 bytes: q, k and v of 6 numbers each, and 4 weights")
-    expect_equal(speed.attention_activation_bytes(1, 1, 2, 3, 4), 88, read=KEPT)
+    expect_whole(speed.attention_activation_bytes(1, 1, 2, 3, 4), 88, "bytes", read=KEPT)
     case("5 sequences of 7 heads, in 2 bytes")
     expect_equal(speed.attention_activation_bytes(5, 7, 2, 3, 2), 35 * 44, read=KEPT)
 

@@ -39,6 +39,8 @@ def test_shard_indices_by_hand(drop_last, expected):
         case(f"10 items on 3 ranks, rank {rank}, in order, drop_last={drop_last}")
         found = ddp.shard_indices(10, rank, 3, shuffle=False, drop_last=drop_last)
         expect_equal(found, expected[rank], name="indices", read=SHARES)
+        types = {type(index).__name__ for index in found}
+        expect_equal(types, {"int"}, name="types of the indices", answer=found, read="the contract, under Returns")
 
 
 def test_shard_indices_shuffled():

@@ -260,6 +260,13 @@ def a_number(values, accumulator_dtype, value_dtype):
     return reference.accumulate(values, accumulator_dtype, value_dtype).item()
 
 
+@mistake("accumulate", "`view(-1)` cannot flatten a transposed matrix: `flatten` or `reshape` copies where it must")
+def viewed(values, accumulator_dtype, value_dtype):
+    if isinstance(values, Tensor):
+        values = values.view(-1)
+    return reference.accumulate(values, accumulator_dtype, value_dtype)
+
+
 # ---- 11.4 GradScaler -------------------------------------------------------------------------------------------------
 
 
@@ -451,6 +458,13 @@ class OneTensor(_Scaler):
 class ReturnsNothing(_Scaler):
     def step(self, optimizer, *args, **kwargs):
         super().step(optimizer, *args, **kwargs)
+
+
+@mistake("GradScaler", "the count becomes int64 (the dtype of `torch.tensor(0)`), but it should stay int32")
+class LongCount(_Scaler):
+    def update(self):
+        super().update()
+        self._growth_tracker = self._growth_tracker.long()
 
 
 # ---- 11.5 MiniAutocast -----------------------------------------------------------------------------------------------

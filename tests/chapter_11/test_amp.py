@@ -313,6 +313,12 @@ def test_accumulate_takes_lists_and_generators():
     expect_close(amp.accumulate([], SINGLE, SINGLE), torch.tensor(0.0), read=SUM)
 
 
+def test_accumulate_takes_a_matrix_of_any_strides():
+    case("[[1, 2], [3, 4]] transposed, so that its numbers don't lie one after another in memory")
+    answer = amp.accumulate(torch.tensor([[1.0, 2.0], [3.0, 4.0]]).T, SINGLE, SINGLE)
+    expect_close(answer, torch.tensor(10.0), read=SUM)
+
+
 def test_accumulate_keeps_the_digits_of_a_list():
     case("a list of 1 and 2**-40, total and values float64: no number may pass through float32 on the way")
     answer = amp.accumulate([1.0, 2.0**-40], torch.float64, torch.float64)

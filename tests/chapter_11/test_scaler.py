@@ -300,6 +300,21 @@ class _Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def test_GradScaler_keeps_the_dtypes_of_its_state():
+    case("after an update that grows the scale, one that backs off, one that only counts, and load_state_dict")
+    scaler, weight = amp.GradScaler(**settings(growth_interval=1)), parameter(1.0)
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    found = []
+    for gradient, interval in ((1.0, 1), (torch.inf, 1), (1.0, 9)):
+        scaler.growth_interval = interval
+        take_step(scaler, optimizer, weight, gradient)
+        found.append([scaler._scale.dtype, scaler._growth_tracker.dtype])
+    scaler.load_state_dict(torch.amp.GradScaler("cpu").state_dict())
+    found.append([scaler._scale.dtype, scaler._growth_tracker.dtype])
+    expected = [[torch.float32, torch.int32]] * 4
+    expect_equal(found, expected, name="dtypes of _scale, _growth_tracker", read="the contract, under update")
+
+
 @pytest.mark.parametrize("gradient", [1.0, torch.inf])
 def test_GradScaler_reads_one_value_a_step(gradient):
     case(f"eight parameters, five steps, gradient {gradient}: how often the host reads a value, by method")

@@ -104,6 +104,16 @@ def on_the_default_device(tensor, rank, world_size):
 
 @mistake("shard", "a negative rank counts from the end instead of being refused")
 def any_rank(tensor, rank, world_size):
+    return reference.shard(tensor, rank + world_size if -world_size <= rank < 0 else rank, world_size)
+
+
+@mistake("shard", "rank = R is accepted, but the last of R ranks is R - 1")
+def rank_is_world_size(tensor, rank, world_size):
+    return reference.shard(tensor, min(rank, world_size - 1) if rank == world_size else rank, world_size)
+
+
+@mistake("shard", "no rank is refused, neither below 0 nor above R - 1")
+def rank_unchecked(tensor, rank, world_size):
     return reference.shard(tensor, rank % world_size, world_size)
 
 

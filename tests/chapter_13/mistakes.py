@@ -199,6 +199,18 @@ class CopyGroupIgnored(_Copy):
         return summed(grad, None), None
 
 
+@mistake(
+    "CopyToRegion",
+    "the clone keeps the gradient's order in memory, in which the ranks may differ: clone it with contiguous_format",
+)
+class CopyNotContiguous(_Copy):
+    @staticmethod
+    def backward(ctx, grad):
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
 # ---- 13.5 ReduceFromRegion -------------------------------------------------------------------------------------------
 
 
@@ -253,6 +265,18 @@ class ReduceGroupIgnored(_Reduce):
     @staticmethod
     def forward(ctx, x, group=None):
         return summed(x, None)
+
+
+@mistake(
+    "ReduceFromRegion",
+    "the clone keeps x's order in memory, in which the ranks may differ: clone it with contiguous_format",
+)
+class ReduceNotContiguous(_Reduce):
+    @staticmethod
+    def forward(ctx, x, group=None):
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
 
 
 # ---- 13.6 ColumnParallelLinear ---------------------------------------------------------------------------------------

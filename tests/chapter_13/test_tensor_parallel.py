@@ -188,6 +188,12 @@ def test_matmul_inner_on_ranks(ranks):
 # ---- and the conjugate pair ------------------------------------------------------------------------------------------
 
 
+def transposed_on_odd_ranks(rank: int) -> torch.Tensor:
+    """``(rank + 1) * [[0, 1, 2], [3, 4, 5]]``, whose rows lie one after another in memory on even ranks only."""
+    values = (rank + 1) * torch.arange(6.0).view(2, 3)
+    return values.T.contiguous().T if rank % 2 else values
+
+
 def copy_on_ranks(rank, world_size):
     case(f"x = [1, 2] on all of 4 ranks, the gradients [1, 10], [2, 20], [3, 30], [4, 40]; rank {rank}")
     x = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -206,13 +212,17 @@ def copy_on_ranks(rank, world_size):
     expect_close(
         x.grad, torch.full((2, 3), 2.0 * (rank % 2) + 4.0, dtype=torch.float64), name="x's gradient", read=PAIR
     )
+    case(f"x [2, 3], whose gradient is transposed in the memory of ranks 1 and 3, not of 0 and 2; rank {rank}")
+    x, upstream = torch.zeros(2, 3, requires_grad=True), transposed_on_odd_ranks(rank)
+    (grad,) = torch.autograd.grad(tp.CopyToRegion.apply(x, None), x, upstream)
+    expect_close(grad, torch.tensor([[0.0, 10.0, 20.0], [30.0, 40.0, 50.0]]), name="x's gradient", read=PAIR)
 
 
 @pytest.mark.time_limit(20)
 def test_CopyToRegion_on_ranks(ranks):
     result = ranks(copy_on_ranks, n_ranks=4)
-    case("two times forward and backward: an all-reduce for each backward, and no other collective")
-    expect_equal([calls(ledger) for ledger in result.ledgers], [{"all_reduce": 2}] * 4, name="calls", read=PAIR)
+    case("three times forward and backward: an all-reduce for each backward, and no other collective")
+    expect_equal([calls(ledger) for ledger in result.ledgers], [{"all_reduce": 3}] * 4, name="calls", read=PAIR)
 
 
 def reduce_on_ranks(rank, world_size):
@@ -231,13 +241,16 @@ def reduce_on_ranks(rank, world_size):
     expect_close(out, torch.full((3, 2), 2.0 * (rank % 2) + 4.0, dtype=torch.float64), read=PAIR)
     out.square().sum().backward()
     expect_close(x.grad, (2 * out.detach()).T, name="x's gradient", read=PAIR)
+    case(f"x [2, 3] is transposed in the memory of ranks 1 and 3, not of 0 and 2; rank {rank}")
+    out = tp.ReduceFromRegion.apply(transposed_on_odd_ranks(rank), None)
+    expect_close(out, torch.tensor([[0.0, 10.0, 20.0], [30.0, 40.0, 50.0]]), name="what comes out", read=PAIR)
 
 
 @pytest.mark.time_limit(20)
 def test_ReduceFromRegion_on_ranks(ranks):
     result = ranks(reduce_on_ranks, n_ranks=4)
-    case("two times forward and backward: an all-reduce for each forward, and no other collective")
-    expect_equal([calls(ledger) for ledger in result.ledgers], [{"all_reduce": 2}] * 4, name="calls", read=PAIR)
+    case("three times forward and backward: an all-reduce for each forward, and no other collective")
+    expect_equal([calls(ledger) for ledger in result.ledgers], [{"all_reduce": 3}] * 4, name="calls", read=PAIR)
 
 
 # ---- ColumnParallelLinear --------------------------------------------------------------------------------------------
@@ -869,8 +882,8 @@ def test_tensor_parallel_bytes_is_a_whole_number(n):
 
 
 def test_pipeline_bubble_by_hand():
-    case("4 stages, 6 micro-batches: 3 slots of 9 are idle")
-    expect_close(tp.pipeline_bubble(4, 6), 3 / 9, read=BUBBLE)
+    case("4 stages, 9 micro-batches: 3 slots of 12 are idle")
+    expect_close(tp.pipeline_bubble(4, 9), 3 / 12, read=BUBBLE)
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (1, 9), (8, 1), (8, 64), (3, 2)])

@@ -272,6 +272,14 @@ def summed_by_pytorch(x, weight):
     return (x.float() * weight.float()).sum(-1).to(x.dtype)
 
 
+@mistake(
+    "weighted_sum", "`view` cannot flatten an x whose rows don't lie one after another: `reshape` copies where it must"
+)
+def sum_viewed(x, weight):
+    rows = x.view(x.shape[:-1].numel(), x.shape[-1]) if weight.shape == x.shape[-1:] else x
+    return reference.weighted_sum(rows, weight).reshape(x.shape[:-1])
+
+
 # ---- 14.3 softmax_rows -----------------------------------------------------------------------------------------------
 
 NO_SHIFT, FILL_ZERO, NAN_ROW = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -374,6 +382,12 @@ def softmax_by_pytorch(x):
     if x.ndim != 2:
         raise ValueError(f"{tuple(x.shape)}")
     return torch.softmax(x.float(), -1).nan_to_num(0.0).to(x.dtype)
+
+
+@mistake("softmax_rows", "the result is made on PyTorch's default device: it needs device=x.device")
+def softmax_on_the_default_device(x):
+    torch.empty(0).to(x.device)
+    return reference.softmax_rows(x)
 
 
 # ---- 14.4 matmul -----------------------------------------------------------------------------------------------------
@@ -649,3 +663,23 @@ def norm_by_pytorch(x, weight, eps=1e-5):
         raise ValueError(f"{tuple(x.shape)} and {tuple(weight.shape)}")
     wide = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     return (wide * weight.float()).to(x.dtype).contiguous()
+
+
+@mistake(
+    "rms_norm", "`view` cannot flatten an x whose rows don't lie one after another: `reshape` copies where it must"
+)
+def norm_viewed(x, weight, eps=1e-5):
+    rows = x.view(x.shape[:-1].numel(), x.shape[-1]) if weight.shape == x.shape[-1:] else x
+    return reference.rms_norm(rows, weight, eps).view(x.shape)
+
+
+@mistake("rms_norm", "the result is made on PyTorch's default device: it needs device=x.device")
+def norm_on_the_default_device(x, weight, eps=1e-5):
+    torch.ones(0).to(x.device)
+    return reference.rms_norm(x, weight, eps)
+
+
+@mistake("rms_norm", "no kernel is launched: the result is an empty tensor that nobody fills")
+def norm_not_launched(x, weight, eps=1e-5):
+    reference.rms_norm(x, weight, eps)
+    return torch.full(x.shape, torch.nan, dtype=x.dtype, device=x.device)

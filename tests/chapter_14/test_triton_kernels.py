@@ -41,6 +41,20 @@ def close(actual, expected, dtype, read, n_terms=1, **more) -> None:
     expect_close(actual, expected.to(dtype), rtol=TOLERANCE[dtype], atol=atol, read=read, **more)
 
 
+def elsewhere(call) -> torch.Tensor:
+    """What a call returns while PyTorch makes its tensors on "meta", where no kernel finds them, unless told otherwise."""
+    try:
+        with torch.device("meta"):
+            out = call()
+    except Exception as error:
+        if "meta" not in str(error):
+            raise
+        out = None
+    problem = "a tensor is made on PyTorch's default device: it needs device=x.device"
+    expect_true(out is not None and out.device.type == DEVICE, problem, read="the contract")
+    return out
+
+
 def by_kernels(seen, out, inputs=1) -> None:
     """A kernel wrote each element of the result once."""
     counts = seen.count(out, stores=True)
@@ -201,6 +215,11 @@ def test_weighted_sum_of_other_strides():
     close(out, x.double() @ w.double(), torch.float32, SUM, 14)
     watch(lambda: kernels.weighted_sum(x, weight[::2]).sum().backward())
     close(weight.grad[::2], x.double().sum(0), torch.float32, GRADS, 9, name="weight.grad")
+    case(
+        "x [3, 4, 14], the transpose of [4, 3, 14]: its rows don't lie one after another, and `view` cannot flatten it"
+    )
+    cube = randn(4, 3, 14, seed=2).transpose(0, 1)
+    close(run(kernels.weighted_sum, cube, w)[0], cube.double() @ w.double(), torch.float32, SUM, 14)
 
 
 def test_weighted_sum_refuses_a_weight_of_other_length():
@@ -298,6 +317,12 @@ def test_softmax_rows_of_other_strides():
     for name, view in layouts(x).items():
         case(f"x [9, 14] {name}")
         expect_close(run(kernels.softmax_rows, view)[0], softmax(view).float(), rtol=1e-5, read="the contract")
+
+
+def test_softmax_rows_stays_on_the_device_of_x():
+    case("x [9, 14], while PyTorch's default device is another one")
+    x = randn(9, 14)
+    expect_close(elsewhere(lambda: kernels.softmax_rows(x)), softmax(x).float(), rtol=1e-5, read="the contract")
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (4, 0), (0, 0)], ids=str)
@@ -497,6 +522,17 @@ def test_rms_norm_of_other_strides():
     case("x [9, 14], weight [14]: every second number of a vector")
     every_second = torch.stack([w, torch.full_like(w, 7.0)], dim=1).flatten()[::2]
     expect_close(run(kernels.rms_norm, x, every_second)[0], norm(x, w, 1e-5).float(), rtol=1e-5, read="the contract")
+    case(
+        "x [3, 4, 14], the transpose of [4, 3, 14]: its rows don't lie one after another, and `view` cannot flatten it"
+    )
+    cube = randn(4, 3, 14, seed=2).transpose(0, 1)
+    expect_close(run(kernels.rms_norm, cube, w)[0], norm(cube, w, 1e-5).float(), rtol=1e-5, read="the contract")
+
+
+def test_rms_norm_stays_on_the_device_of_x():
+    case("x [9, 14], while PyTorch's default device is another one")
+    x, w = randn(9, 14), randn(14, seed=1)
+    expect_close(elsewhere(lambda: kernels.rms_norm(x, w)), norm(x, w, 1e-5).float(), rtol=1e-5, read="the contract")
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (4, 0), (2, 0, 3)], ids=str)

@@ -64,6 +64,11 @@ def memory_in_bytes(length, head_dim, sram_bytes, algorithm):
     return _io_bytes(length, head_dim, sram_bytes, algorithm, blocks=lambda m, d: -(-sram_bytes // (4 * d)))
 
 
+@mistake("attention_io_bytes", "the number is right, but it is a float and should be an int")
+def bytes_as_a_float(length, head_dim, sram_bytes, algorithm):
+    return float(reference.attention_io_bytes(length, head_dim, sram_bytes, algorithm))
+
+
 # ---- 15.2 online_softmax_update --------------------------------------------------------------------------------------
 
 
@@ -388,6 +393,12 @@ def values_summed_in_16_bits(q, k, v, o, do, lse, is_causal):
 @mistake("flash_backward", "the scores are computed in the inputs' dtype: 16 bits before the exponential")
 def scores_in_16_bits(q, k, v, o, do, lse, is_causal):
     return _backward(q, k, v, o, do, lse, is_causal, fault="low scores")
+
+
+@mistake("flash_backward", "`view` takes an o or a do with some strides only: `reshape` copies where it must")
+def backward_viewed(q, k, v, o, do, lse, is_causal):
+    do.view(fold_groups(q, k, v)[0].shape)
+    return reference.flash_backward(q, k, v, o, do, lse, is_causal)
 
 
 # ---- the kernels -----------------------------------------------------------------------------------------------------

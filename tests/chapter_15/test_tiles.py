@@ -53,7 +53,9 @@ def refuses_a_second_derivative(attend, device="cpu"):
 
 def test_attention_io_bytes_by_hand():
     case("N=8, d=2, M=32 numbers, standard")
-    expect_equal(flash.attention_io_bytes(8, 2, 64, "standard"), 2 * (4 * 8 * 2 + 4 * 64), read=STANDARD)
+    found = flash.attention_io_bytes(8, 2, 64, "standard")
+    expect_equal(found, 2 * (4 * 8 * 2 + 4 * 64), read=STANDARD)
+    expect_equal(type(found).__name__, "int", name="type of out", answer=found, read=STANDARD)
     case("N=24, d=2, M=32 numbers, flash: blocks of 4 keys, so six passes")
     expect_equal(flash.attention_io_bytes(24, 2, 64, "flash"), 2 * (2 * 24 * 2 + 6 * (3 * 24 * 2 + 4 * 24)), read=FLASH)
     case("N=9, d=2, M=33 numbers: blocks of ceil(33 / 8) = 5 keys, so two passes, the last for 4")
@@ -290,6 +292,17 @@ def test_flash_backward_of_a_sum_and_memory():
     expect_close(got, tuple(r[n].float() for n in ("dq", "dk", "dv")), atol=5e-5, rtol=1e-4, read=BACKWARD)
     problem = f"a tensor of {largest.numbers} numbers was made; a quarter of T x S is {256 * 320 // 4}"
     expect_true(largest.numbers < 256 * 320 / 4, problem, answer=got, read=BACKWARD)
+
+
+def test_flash_backward_of_any_strides():
+    q, k, v, do = make_inputs((2, 3, 2, 20, 8), (2, 3, 1, 24, 8), torch.float64)
+    r = exact(q, k, v, do, True)
+    case(
+        "q [2, 3, 2, 20, 8]; o and do as [3, 2, 2, 20, 8] with the first two dimensions exchanged, so that `view` fails"
+    )
+    o, do = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (r["o"], do))
+    got = flash.flash_backward(q, k, v, o, do, r["lse"], True)
+    expect_close(got, tuple(r[n] for n in ("dq", "dk", "dv")), atol=1e-10, read="the contract, under Args")
 
 
 def test_flash_backward_keeps_dtypes():

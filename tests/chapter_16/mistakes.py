@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -124,6 +125,11 @@ def never_refuses(config, tokens, device_bytes):
     return reference.min_fsdp_devices(config, tokens, device_bytes) if whole < device_bytes else 1
 
 
+@mistake("min_fsdp_devices", "the number is right, but it is a float and should be an int")
+def devices_as_a_float(config, tokens, device_bytes):
+    return float(reference.min_fsdp_devices(config, tokens, device_bytes))
+
+
 # ---- 16.4 compute_bound_batch ----------------------------------------------------------------------------------------
 
 
@@ -174,6 +180,11 @@ def equal_refused(config, x, y, peak_flops, bandwidth, m_x=2, m_y=1):
 def any_y(config, x, y, peak_flops, bandwidth, m_x=2, m_y=1):
     wide = FFNConfig(config.dim, 10**12, config.n_layers)
     return reference.compute_bound_batch(wide, x, y, peak_flops, bandwidth, m_x, m_y)
+
+
+@mistake("compute_bound_batch", "the number is right, but it is a float and should be an int")
+def batch_as_a_float(config, x, y, peak_flops, bandwidth, m_x=2, m_y=1):
+    return float(reference.compute_bound_batch(config, x, y, peak_flops, bandwidth, m_x, m_y))
 
 
 # ---- 16.5 choose_gpu -------------------------------------------------------------------------------------------------
@@ -497,7 +508,7 @@ def whole_gradients(config, layout, bandwidths, tokens, peak_flops):
 def _search(config, n_devices, memory_bytes, bandwidths, tokens_per_device, peak_flops, allowed, key):
     if n_devices < 1:
         raise ValueError(f"n_devices = {n_devices}")
-    links, found, least = Bandwidths.of(bandwidths), [], math.inf
+    links, found, least, fastest = Bandwidths.of(bandwidths), [], math.inf, (math.inf, math.inf)
     divisors = [n for n in range(1, n_devices + 1) if n_devices % n == 0]
     for s, t, p in itertools.product(divisors, repeat=3):
         if n_devices % (s * t * p) or config.hidden_dim % t or config.n_layers % p:
@@ -505,12 +516,14 @@ def _search(config, n_devices, memory_bytes, bandwidths, tokens_per_device, peak
         layout = Layout(data=n_devices // (s * t * p), sharded=s, tensor=t, pipeline=p)
         costs = reference.layout_costs(config, layout, links, tokens_per_device * n_devices, peak_flops)
         least = min(least, costs["memory"])
+        fastest = min(fastest, (costs["step"], costs["memory"]))
         if allowed(layout, costs, memory_bytes):
             found.append((key(layout, costs), (p, t, s), layout, costs))
     if not found:
         raise ValueError(f"memory_bytes = {memory_bytes:g}, least {least:g}")
     *_, layout, costs = min(found, key=lambda it: it[:2])
-    return Plan(**vars(layout), step_s=costs["step"], memory_bytes=costs["memory"], costs=costs, reasons=("why",))
+    reasons = (f"the fastest layout of all needs {fastest[1]:g} bytes",)
+    return Plan(**vars(layout), step_s=costs["step"], memory_bytes=costs["memory"], costs=costs, reasons=reasons)
 
 
 def _fits(layout, costs, memory_bytes):
@@ -580,3 +593,19 @@ def never_full(config, n_devices, memory_bytes, bandwidths, *, tokens_per_device
         return costs["memory"] < size
 
     return _search(config, n_devices, memory_bytes, bandwidths, tokens_per_device, peak_flops, allowed, _fast)
+
+
+@mistake("plan", "no reason tells why a faster layout was not taken: say how much memory it needs")
+def faster_layout_left_out(config, n_devices, memory_bytes, bandwidths, *, tokens_per_device=1024, peak_flops=989e12):
+    found = reference.plan(
+        config, n_devices, memory_bytes, bandwidths, tokens_per_device=tokens_per_device, peak_flops=peak_flops
+    )
+    return replace(found, reasons=tuple(r for r in found.reasons if "but needs" not in r))
+
+
+@mistake("plan", "a degree was divided with /, so it is a float: use //")
+def degrees_are_floats(config, n_devices, memory_bytes, bandwidths, *, tokens_per_device=1024, peak_flops=989e12):
+    found = reference.plan(
+        config, n_devices, memory_bytes, bandwidths, tokens_per_device=tokens_per_device, peak_flops=peak_flops
+    )
+    return replace(found, data=float(found.data))

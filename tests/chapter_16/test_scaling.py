@@ -150,9 +150,10 @@ def test_fsdp_memory_bytes_refuses():
 
 def test_min_fsdp_devices_by_hand():
     case("(960 + 175)/R + 175 in 402 bytes: R = 5; in 401: R = 6")
-    expect_equal(
-        [scaling.min_fsdp_devices(SMALL, 7, size) for size in (402, 401, 1310, 5000)], [5, 6, 1, 1], read=LEAST
-    )
+    found = [scaling.min_fsdp_devices(SMALL, 7, size) for size in (402, 401, 1310, 5000)]
+    expect_equal(found, [5, 6, 1, 1], read=LEAST)
+    types = [type(n).__name__ for n in found]
+    expect_equal(types, ["int"] * 4, name="types of out", answer=found, read="the contract, under Returns")
 
 
 def test_min_fsdp_devices_of_xxl():
@@ -208,13 +209,14 @@ def smallest(config, x, y, peak, bandwidth, m_x, m_y):
 
 def test_compute_bound_batch_of_the_assignment():
     case("XXL on TPU v5p: 4.6e14 operations and 2 x 9e10 bytes a second, X=16, Y=4: 319.4, so 320")
-    expect_equal(int(scaling.compute_bound_batch(GIVEN_XXL, 16, 4, 4.6e14, 2 * 9e10)), 320, read=HIDDEN)
+    expect_equal(scaling.compute_bound_batch(GIVEN_XXL, 16, 4, 4.6e14, 2 * 9e10), 320, read=HIDDEN)
 
 
 def test_compute_bound_batch_by_hand():
     case("1,000 operations and 10 bytes a second, X=3, Y=2, M_X=5, M_Y=7: 1000 / (2 * 10 * 5) = 10")
     found = scaling.compute_bound_batch(FFNConfig(2, 30, 1), 3, 2, peak_flops=1000, bandwidth=10, m_x=5, m_y=7)
     expect_equal(found, 10, read=HIDDEN)
+    expect_equal(type(found).__name__, "int", name="type of out", answer=found, read="the contract, under Returns")
 
 
 @pytest.mark.parametrize(("x", "y"), [(16, 4), (2, 4), (64, 1), (8, 20), (1, 4), (1, 1), (3, 7)])
@@ -431,6 +433,8 @@ def expect_best(found, config, n, size, links, rows, peak):
     degrees = (found.data, found.sharded, found.tensor, found.pipeline)
     name = "(data, sharded, tensor, pipeline)"
     expect_equal(math.prod(degrees), n, name=f"the product of {name} = {degrees}", answer=found, read=PLAN)
+    whole = all(isinstance(degree, int) for degree in degrees)
+    expect_true(whole, f"{name} = {degrees}: degrees are whole numbers, which // divides", answer=found, read=PLAN)
     expect_true(degrees in costs, f"{name} = {degrees}: T must divide F, and P must divide L", answer=found, read=PLAN)
     label = f"with the batch of {rows} * {n} tokens, the costs of {degrees}: out.costs"
     expect_costs(found.costs, costs[degrees], read=PLAN, answer=found, label=label)
@@ -448,6 +452,16 @@ def expect_best(found, config, n, size, links, rows, peak):
         "reasons holds no sentence",
         answer=found,
     )
+    best = min(c["step"] for c in costs.values())
+    fastest = {it: c["memory"] for it, c in costs.items() if c["step"] <= best * (1 + 1e-9)}
+    if not fastest.keys() & fitting.keys():
+        said = bytes_in("; ".join(found.reasons))
+        problem = "a faster layout does not fit, and no sentence of reasons says how much memory it needs"
+        expect_true(any(_near(a, b) for a in said for b in fastest.values()), problem, answer=found, read=PLAN)
+
+
+def _near(found: float, size: float) -> bool:
+    return abs(found - size) <= 0.01 * size
 
 
 @pytest.mark.parametrize("n", [1, 2, 6, 8, 12, 16, 7])

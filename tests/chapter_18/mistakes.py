@@ -1307,6 +1307,11 @@ def bytes_of_any_kind(config, batch, length, n_ranks, kind):
     return right_bytes(config, batch, length, n_ranks, kind if kind == "ring" else "ulysses")
 
 
+@mistake("context_parallel_bytes", "the bytes are a float: bytes are counted in whole numbers, which // divides")
+def bytes_as_floats(config, batch, length, n_ranks, kind):
+    return float(right_bytes(config, batch, length, n_ranks, kind))
+
+
 @mistake("hidden_length", "keys and values are counted with as many heads as the queries: G/H is missing")
 def hidden_without_groups(config, n_ranks, peak_flops, bandwidth):
     return reference.hidden_length(Sizes(config, n_kv_heads=config.n_heads), n_ranks, peak_flops, bandwidth)
@@ -1342,3 +1347,8 @@ def hidden_turned_over(config, n_ranks, peak_flops, bandwidth):
 @mistake("hidden_length", "a single rank is counted like several, although it has nothing to send")
 def hidden_alone(config, n_ranks, peak_flops, bandwidth):
     return reference.hidden_length(config, max(2, n_ranks), peak_flops, bandwidth)
+
+
+@mistake("hidden_length", "the length is a float: positions are counted in whole numbers")
+def hidden_as_a_float(config, n_ranks, peak_flops, bandwidth):
+    return float(reference.hidden_length(config, n_ranks, peak_flops, bandwidth))

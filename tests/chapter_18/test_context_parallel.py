@@ -907,6 +907,8 @@ def test_context_parallel_bytes_of_models(config, batch, length, n_ranks, ring, 
     case(f"C={config.dim} L={config.n_layers} H={config.n_heads}, B={batch} T={length} on {n_ranks} ranks")
     found = {kind: cp.context_parallel_bytes(config, batch, length, n_ranks, kind) for kind in ("ring", "ulysses")}
     expect_equal(found, {"ring": ring, "ulysses": ulysses}, name="bytes", read=f"{RING_BYTES} and {ULYSSES_BYTES}")
+    types = {kind: type(n_bytes).__name__ for kind, n_bytes in found.items()}
+    expect_equal(types, dict.fromkeys(found, "int"), name="type", answer=found, read="the contract, under Returns")
 
 
 def test_context_parallel_bytes_refuse():
@@ -1004,7 +1006,9 @@ def test_hidden_length_by_hand():
 )
 def test_hidden_length_of_models(config, n_ranks, expected):
     case(f"H={config.n_heads} G={config.n_kv_heads} on {n_ranks} ranks of 989 TFLOP/s and 450 GB/s")
-    expect_equal(cp.hidden_length(config, n_ranks, 989e12, 450e9), expected, read=HIDDEN)
+    found = cp.hidden_length(config, n_ranks, 989e12, 450e9)
+    expect_equal(found, expected, read=HIDDEN)
+    expect_equal(type(found).__name__, "int", name="type", answer=found, read="the contract, under Returns")
 
 
 def test_hidden_length_is_at_least_one():

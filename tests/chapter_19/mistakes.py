@@ -162,6 +162,15 @@ def probabilities_detached(probabilities, experts):
     return reference.load_balancing_loss(probabilities.detach(), experts)
 
 
+@mistake(
+    "load_balancing_loss",
+    "`view` cannot flatten the transpose of another tensor: `flatten` or `reshape` copies where it must",
+)
+def experts_viewed(probabilities, experts):
+    experts.view(-1)
+    return reference.load_balancing_loss(probabilities, experts)
+
+
 # ---- 19.3 router_z_loss ----------------------------------------------------------------------------------------------
 
 
@@ -269,6 +278,15 @@ def sorted_experts(experts, n_experts):
 def counted_once(experts, n_experts):
     order, counts = reference.sort_by_expert(experts, n_experts)
     return order, counts.clamp(max=1)
+
+
+@mistake(
+    "sort_by_expert",
+    "`view` cannot flatten the transpose of another tensor: `flatten` or `reshape` copies where it must",
+)
+def assignments_viewed(experts, n_experts):
+    experts.view(-1)
+    return reference.sort_by_expert(experts, n_experts)
 
 
 # ---- 19.5 grouped_matmul_kernel --------------------------------------------------------------------------------------
@@ -858,6 +876,13 @@ class BiasNotKept(_MoE):
         self.router_bias = bias
 
 
+@mistake("MoE", "`view` cannot flatten the transpose of another tensor: `flatten` or `reshape` copies where it must")
+class TokensViewed(reference.MoE):
+    def forward(self, x, *args, **kwargs):
+        x.view(-1, x.shape[-1])
+        return super().forward(x, *args, **kwargs)
+
+
 # ---- 19.10 convert_hf_state_dict -------------------------------------------------------------------------------------
 
 
@@ -1313,3 +1338,8 @@ def one_row(config):
 def embedding_not_active(config):
     total, active = reference.moe_parameters(config)
     return total, active - config.vocab_size * config.dim
+
+
+@mistake("moe_parameters", "the numbers are right, but they are floats and should be ints")
+def counts_as_floats(config):
+    return tuple(float(count) for count in reference.moe_parameters(config))

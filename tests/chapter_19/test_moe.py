@@ -139,6 +139,13 @@ def test_load_balancing_loss_by_hand():
     expect_close(answer, torch.tensor(2 * (2 / 3 * 0.6 + 1 / 3 * 0.4)), read=BALANCE)
 
 
+def test_load_balancing_loss_of_any_strides():
+    case("3 tokens, 2 experts, k=2, the experts as the transpose of another tensor: shares 1/2 and 1/2")
+    probabilities = torch.tensor([[0.8, 0.2], [0.7, 0.3], [0.3, 0.7]])
+    answer = moe.load_balancing_loss(probabilities, torch.tensor([[0, 0, 1], [1, 1, 0]]).T)
+    expect_close(answer, torch.tensor(1.0), read=BALANCE)
+
+
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_load_balancing_loss_is_one_in_balance(k):
     case(f"8 tokens, 4 experts, k={k}, everything even")
@@ -232,6 +239,13 @@ def test_router_z_loss_is_transformers():
 def test_sort_by_expert_by_hand():
     case("tokens with experts (2, 0), (0, 3), (2, 3); E=5")
     order, counts = moe.sort_by_expert(torch.tensor([[2, 0], [0, 3], [2, 3]]), 5)
+    expect_equal(order.tolist(), [1, 2, 0, 4, 3, 5], name="order", read=ORDER)
+    expect_equal(counts.tolist(), [2, 0, 2, 2, 0], name="counts", read=ORDER)
+
+
+def test_sort_by_expert_of_any_strides():
+    case("the same experts, as the transpose of another tensor: `view` cannot flatten them")
+    order, counts = moe.sort_by_expert(torch.tensor([[2, 0, 2], [0, 3, 3]]).T, 5)
     expect_equal(order.tolist(), [1, 2, 0, 4, 3, 5], name="order", read=ORDER)
     expect_equal(counts.tolist(), [2, 0, 2, 2, 0], name="counts", read=ORDER)
 
@@ -670,6 +684,13 @@ def test_MoE_equals_a_loop_over_tokens(n_experts, k):
     case(f"x [2, 5, 6], {n_experts} experts, k={k}, float64")
     layer, weights = make_moe(n_experts=n_experts, k=k)
     compare_layer(layer, weights, randn(2, 5, 6, seed=7, dtype=torch.float64), k)
+
+
+def test_MoE_of_any_strides():
+    case("x [2, 5, 6], the transpose of [5, 2, 6], float64: `view` cannot flatten its tokens")
+    layer, _ = make_moe()
+    x = randn(5, 2, 6, seed=7, dtype=torch.float64).transpose(0, 1)
+    expect_close(layer(x), layer(x.contiguous()).detach(), read=LAYER)
 
 
 @pytest.mark.parametrize("n_shared", [1, 2])
@@ -1243,7 +1264,10 @@ def test_moe_parameters_by_hand():
     case("V=11 C=4 L=3 F=2 E=5 k=2, attention 100 a block")
     common = 2 * 11 * 4 + 4 + 3 * (100 + 2 * 4 + 5 * 4)
     expected = (common + 3 * 5 * 24, common + 3 * 2 * 24)
-    expect_equal(tuple(moe.moe_parameters(TINY)), expected, name="(total, active)", read=COUNT)
+    found = tuple(moe.moe_parameters(TINY))
+    expect_equal(found, expected, name="(total, active)", read=COUNT)
+    types = [type(count).__name__ for count in found]
+    expect_equal(types, ["int", "int"], name="types", answer=found, read="the contract, under Returns")
 
 
 def test_moe_parameters_of_mixtral():

@@ -384,12 +384,17 @@ def no_fits(fit, points, n, seed, level=0.9):
 
 @mistake("bootstrap", "a level of 0 is accepted; an interval has a share of the fits")
 def level_of_zero(fit, points, n, seed, level=0.9):
-    return reference.bootstrap(fit, points, n, seed, max(1e-9, min(level, 1 - 1e-9)))
+    return reference.bootstrap(fit, points, n, seed, 1e-9 if level == 0 else level)
 
 
 @mistake("bootstrap", "a level of 1 is accepted; it has to be below 1")
 def level_of_one(fit, points, n, seed, level=0.9):
     return reference.bootstrap(fit, points, n, seed, 1 - 1e-9 if level == 1 else level)
+
+
+@mistake("bootstrap", "no level is refused: it has to lie between 0 and 1")
+def any_level(fit, points, n, seed, level=0.9):
+    return reference.bootstrap(fit, points, n, seed, max(1e-9, min(abs(level), 1 - 1e-9)))
 
 
 @mistake("bootstrap", "a level above 1 is accepted, a percentage for example")

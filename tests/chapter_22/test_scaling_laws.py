@@ -188,6 +188,9 @@ def test_fit_power_law_refuses():
     case("4 values of x and 1 of y")
     with expect_raises(ValueError, "4", "1", read=RAISES):
         laws.fit_power_law([1.0, 2, 3, 4], [4.0])
+    case("1 value of x and 4 of y")
+    with expect_raises(ValueError, "4", "1", read=RAISES):
+        laws.fit_power_law([4.0], [4.0, 3, 2, 1.5])
     case("losses 100, 2, 2, 2 at 1, 2, 3, 4: only an exponent above 10 would fit")
     with expect_raises(ValueError, read=RAISES):
         laws.fit_power_law([1.0, 2, 3, 4], [100.0, 2, 2, 2])
@@ -430,17 +433,35 @@ def test_bootstrap_lets_other_errors_through():
         laws.bootstrap(broken, table(8), 5, 0)
 
 
-def test_bootstrap_refuses():
-    for level in (0.0, 1.0):
-        case(f"level = {level}")
-        with expect_raises(ValueError, str(level), read=RAISES):
-            laws.bootstrap(mean_of, table(), 5, 0, level=level)
+@pytest.mark.parametrize("level", [-0.25, 0.0, 1.0, 1.5])
+def test_bootstrap_refuses(level):
+    case(f"level = {level}")
+    with expect_raises(ValueError, str(level), read=RAISES):
+        laws.bootstrap(mean_of, table(), 5, 0, level=level)
+
+
+def test_bootstrap_refuses_no_fit():
     case("n = 0")
     with expect_raises(ValueError, "0", read=RAISES):
         laws.bootstrap(mean_of, table(), 0, 0)
-    case("level = 1.5")
-    with expect_raises(ValueError, "1.5", read=RAISES):
-        laws.bootstrap(mean_of, table(), 5, 0, level=1.5)
+
+
+def test_bootstrap_draws_at_most_ten_times_n():
+    def after(n_failures):
+        tried = iter(range(99))
+
+        def fit(x, y):
+            if 0 < next(tried) <= n_failures:  # the first try is on the points themselves
+                raise ValueError("a draw on which the fit fails")
+            return 2.0
+
+        return fit
+
+    case("n = 2, and the fit fails on the first 18 draws: the 19th and the 20th are enough")
+    expect_equal(laws.bootstrap(after(18), table(5), 2, 0), {"value": (2.0, 2.0)}, read=RAISES)
+    case("n = 2, and the fit fails on the first 19 draws: the 20th is the last")
+    with expect_raises(ValueError, read=RAISES):
+        laws.bootstrap(after(19), table(5), 2, 0)
 
 
 @pytest.mark.parametrize("level", [0.5, 0.8])
