@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.given.models import gpt2
-from lib.runs.engine.options import UsageError
+from lib.runs.flags import UsageError
 
 INERT = frozenset(
     """
