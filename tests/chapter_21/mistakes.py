@@ -1372,6 +1372,16 @@ class PromptChecked(reference.Scheduler):
         self.waiting.append(Progress(request))
 
 
+@mistake("Scheduler", "one position too few is counted: only the last new token is never cached")
+class TwoUncached(reference.Scheduler):
+    def submit(self, request):
+        self.check_new(request)
+        n_needed = self.blocks_for(len(request.tokens) + request.max_new_tokens - 2)
+        if n_needed > self.n_blocks:
+            raise ValueError(f"{n_needed} blocks are needed, and the pool has {self.n_blocks}")
+        self.waiting.append(Progress(request))
+
+
 @mistake("Scheduler", "a request can be submitted twice at the same time")
 class Twice(reference.Scheduler):
     def check_new(self, request):

@@ -909,14 +909,17 @@ def test_Scheduler_nobody_is_admitted_while_blocks_are_taken():
 
 
 def test_Scheduler_submit_refuses_what_never_fits():
-    case("4 blocks of 4: 10 tokens and 7 new ones need 16 positions; with 8 new ones, 17")
     scheduler = serving.Scheduler(8, 4, 4)
+    case("4 blocks of 4: 10 tokens and 30 new ones, which need 39 positions")
+    with expect_raises(ValueError, "10", "4", read="the contract, under submit"):
+        scheduler.submit(Request(list(range(10)), 30))
+    case("4 blocks of 4: 10 tokens and 7 new ones need 16 positions; with 8 new ones, 17")
     try:
         scheduler.submit(Request(list(range(10)), 7))
     except ValueError:
         problem = "refused, though 16 positions fit into 4 blocks of 4: the last new token is never cached"
         expect_true(False, problem, answer=scheduler.n_free, read="the contract, under submit")
-    with expect_raises(ValueError, "5", "4", read="the contract: both numbers of blocks"):
+    with expect_raises(ValueError, "5", "4", read="the contract, under submit"):
         scheduler.submit(Request(list(range(10)), 8))
     expect_equal(len(scheduler.waiting), 1, name="waiting requests", read=RAISES)
 
