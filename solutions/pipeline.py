@@ -152,7 +152,8 @@ def simulate(
         A ``Work`` for each action, in ascending order of start, then of stage.
 
     Raises:
-        ValueError: The stages can never complete their lists; the message names the stuck action whose stage has waited longest, and what it waits for.
+        ValueError: The stages can never complete their lists. Of the stages that are stuck, the message names the one
+            that has waited longest and its action, and the action that it waits for, with the stage of that action.
     """
     ### BEGIN SOLUTION
     n, n_chunks = len(schedules), 1 + max((action.chunk for actions in schedules for action in actions), default=0)
@@ -315,6 +316,8 @@ class PipelineStage(nn.Module):
     def backward_micro(self, i: int, grad: Tensor | None = None) -> Tensor | None:
         """Run the backward of micro-batch i, release all that its forward kept, and return the gradient of ``x``; None if ``x`` holds integers.
 
+        If the output does not depend on ``x``, the gradient of ``x`` is zero. An output that requires no
+        gradient is allowed, too: then there is nothing for autograd to do.
         ``grad`` is the gradient of the output; None if the output is one number, the loss itself. The parameters' gradients are added to ``.grad``, but
         ``DeferredLinear`` layers wait for ``backward_weights(i)``.
         """

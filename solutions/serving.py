@@ -377,6 +377,9 @@ class Engine(Runner):
 def generate_many(model: nn.Module, requests: Iterable[Request], scheduler: Scheduler) -> Iterator[tuple[Request, int]]:
     """Continue many prompts together, with an ``Engine`` to which all are submitted before its first step. (Exercise)
 
+    Args:
+        model, requests, scheduler: As for ``Engine``; ``requests`` may be a generator, which can be read only once.
+
     Yields:
         ``(request, token)`` as soon as the token is known, until all requests have ended. If one is refused, or the caller stops early, the requests that this call submitted are cancelled, and no others.
     """
@@ -405,6 +408,7 @@ def speculative_step(target: Float[Tensor, "k_plus_1 v"], draft: Float[Tensor, "
     Returns:
         1 to k + 1 tokens, int64, distributed exactly as draws from ``target``. Token i is kept with probability min(1, p/q), p its probability in ``target`` and q in ``draft``; the first
         that is not kept ends the step, and a draw from max(0, p - q), normalised, takes its place. If all are kept, the last token is a draw from the last row of ``target``. One-hot rows give greedy decoding.
+        Where max(0, p - q) is 0 for all tokens, because p and q differ by rounding only, the draw is from p.
 
     Source: Leviathan, Kalman and Matias (arXiv:2211.17192), algorithm 1.
     """

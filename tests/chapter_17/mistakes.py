@@ -79,7 +79,7 @@ def squares(costs, n_stages):
 
 @mistake("partition_layers", "too few layers for the stages are no error here: a stage stays empty")
 def empty_stages(costs, n_stages):
-    if 1 <= n_stages <= len(costs):
+    if n_stages <= len(costs):
         return reference.partition_layers(costs, n_stages)
     return [range(min(s, len(costs)), min(s + 1, len(costs))) for s in range(max(n_stages, 0))]
 
@@ -151,6 +151,16 @@ def one_number_only(costs, n_stages):
     if not 1 <= n_stages <= len(costs):
         raise ValueError("there are too few layers for the stages")
     return reference.partition_layers(costs, n_stages)
+
+
+@mistake("partition_layers", "n_stages below 1 is not refused, although no list of stages can hold the layers then")
+def stages_below_one(costs, n_stages):
+    return reference.partition_layers(costs, n_stages) if n_stages > 0 else []
+
+
+@mistake("partition_layers", "n_stages = 0 is refused and negative numbers of stages are not")
+def only_zero_stages(costs, n_stages):
+    return reference.partition_layers(costs, n_stages) if n_stages >= 0 else []
 
 
 # ---- 17.2 gpipe_schedule ---------------------------------------------------------------------------------------------
@@ -328,7 +338,7 @@ def too_few_ahead(stage, n_stages, n_micro, n_chunks):
     "the forwards at the start are counted as in Megatron's code, where one more follows before the first backward",
 )
 def without_one_more(stage, n_stages, n_micro, n_chunks):
-    return interleaved(stage, n_stages, n_micro, n_chunks, ahead=-1)
+    return interleaved(stage, n_stages, n_micro, n_chunks, ahead=-(min(n_chunks, 2) - 1))
 
 
 @mistake("interleaved_schedule", "all forwards come first, as in GPipe")
@@ -442,6 +452,11 @@ def interleaved_nameless(stage, n_stages, n_micro, n_chunks):
     if n_micro % n_stages:
         raise ValueError("the micro-batches must be a multiple of the stages")
     return reference.interleaved_schedule(stage, n_stages, n_micro, n_chunks)
+
+
+@mistake("interleaved_schedule", "the last + 1 of the forwards at the start is missing, with one chunk, too")
+def one_less_in_any_case(stage, n_stages, n_micro, n_chunks):
+    return interleaved(stage, n_stages, n_micro, n_chunks, ahead=-1)
 
 
 # ---- 17.5 zero_bubble_schedule ---------------------------------------------------------------------------------------
@@ -853,6 +868,12 @@ def groups_of_one_chunk(schedules, durations):
     return simulated(schedules, durations, lambda k, g, m, n: right_needs(k, g, m, len(schedules)))
 
 
+@mistake("simulate", "the error names the stage that has waited shortest; the one that has waited longest is asked for")
+def shortest_wait(schedules, durations):
+    with mock.patch.object(reference, "min", max, create=True):
+        return reference.simulate(schedules, durations)
+
+
 # ---- 17.7 checkpoint -------------------------------------------------------------------------------------------------
 
 
@@ -1200,7 +1221,7 @@ class _OnContext(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.layer.pending.append((ctx.x, grad))
+        ctx.layer.pending.append((ctx.x.detach(), grad))
         return grad @ ctx.weight.to(grad.dtype) if ctx.needs_input_grad[0] else None, None, None, None
 
 
@@ -1460,6 +1481,45 @@ class ListPending(reference.DeferredLinear):
     def __init__(self, linear):
         super().__init__(linear)
         self.pending = _List()
+
+
+class _WithHistory(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, layer):
+        return reference._DeferredProduct.forward(ctx, x, weight, bias, layer)
+
+    @staticmethod
+    def backward(ctx, grad):
+        found = reference._DeferredProduct.backward(ctx, grad)
+        ctx.layer.pending[-1] = ctx.saved_tensors[0], grad
+        return found
+
+
+@mistake(
+    "DeferredLinear",
+    "x is put aside with its history: weight.grad gets a graph, which keeps the gradients of all micro-batches in memory",
+)
+class WithHistory(reference.DeferredLinear):
+    def forward(self, x):
+        return _WithHistory.apply(x, self.weight, self.bias, self)
+
+
+class _CopiesX(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, layer):
+        return reference._DeferredProduct.forward(ctx, x, weight, bias, layer)
+
+    @staticmethod
+    def backward(ctx, grad):
+        found = reference._DeferredProduct.backward(ctx, grad)
+        ctx.layer.pending[-1] = ctx.layer.pending[-1][0].clone(), grad
+        return found
+
+
+@mistake("DeferredLinear", "x is copied before it is put aside: `detach` alone cuts its history, and takes no memory")
+class CopiesX(reference.DeferredLinear):
+    def forward(self, x):
+        return _CopiesX.apply(x, self.weight, self.bias, self)
 
 
 # ---- 17.9 PipelineStage ----------------------------------------------------------------------------------------------
@@ -1823,6 +1883,24 @@ class HoldsLast(RightStage):
         return super().backward_micro(i, grad)
 
 
+@mistake(
+    "PipelineStage",
+    "everything that is pending is counted as this micro-batch's; what was pending before its backward is not its own",
+)
+class CountsAllPending(RightStage):
+    def backward_micro(self, i, grad=None):
+        found = super().backward_micro(i, grad)
+        layers = [layer for layer in self.modules() if isinstance(layer, pipeline.DeferredLinear)]
+        self._pending[i] = [layer for layer in layers for _ in layer.pending]
+        return found
+
+
+@mistake("PipelineStage", "a stage is taken whatever its number; it has to be in range(n_stages)")
+class AnyStage(RightStage):
+    def __init__(self, module, stage, n_stages, group=None):
+        super().__init__(module, min(max(stage, 0), n_stages - 1), n_stages, group)
+
+
 # ---- 17.10 run_schedule ----------------------------------------------------------------------------------------------
 
 
@@ -2049,3 +2127,38 @@ def silent_failure(stages, schedule, micro_inputs, micro_targets, loss_function,
         if "raised" in str(error):
             raise RuntimeError("a rank has ended") from None
         raise
+
+
+class _NeverW(reference._Run):
+    def work(self, work):
+        if work.kind != "W":
+            super().work(work)
+
+
+@mistake("run_schedule", "the W of the list are left out: nobody calls backward_weights for them")
+def weights_left_out(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
+    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, run=_NeverW)
+
+
+@mistake(
+    "run_schedule",
+    "messages stand behind the actions that start when they are sent; an action may need one of them, so they come first",
+)
+def messages_late(stages, schedule, micro_inputs, micro_targets, loss_function, group=None):
+    times = {"F": 1, "B": 2, "W": 1}
+    works = []
+
+    def check(plans):
+        works.extend(refuse(plans))
+        return works
+
+    def order(timetable):
+        ends = {("W", 0, 0): 0.0}
+        for work in works:
+            to = work.chunk * n_ranks + work.stage + {"F": 1, "B": -1, "W": 0}[work.kind]
+            ends[work.kind, to, work.micro_batch] = work.start + times[work.kind]
+        late = [(item.start, 0, item) if isinstance(item, Work) else (ends[item.name], 1, item) for item in timetable]
+        return [item for *_, item in sorted(late, key=lambda entry: entry[:2])]
+
+    n_ranks = dist.get_world_size(group or stages[0].group)
+    return changed(stages, schedule, micro_inputs, micro_targets, loss_function, group, check=check, order=order)

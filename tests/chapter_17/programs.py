@@ -57,6 +57,11 @@ class Stage:
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
 
+def many(n: int, what: str) -> str:
+    """A number of things in words: "1 chunk", "2 chunks", "3 micro-batches"."""
+    return f"{n} {what}" + ("" if n == 1 else "es" if what.endswith("ch") else "s")
+
+
 def layers(n: int, seed: int = 0) -> list[nn.Module]:
     """n layers of unequal sizes, from words to scores of words, in float64."""
     torch.manual_seed(seed)
@@ -128,7 +133,7 @@ def groups(model: list[nn.Module], n: int) -> list[nn.Module]:
 def compare(rank, n_ranks, kind, n_micro, n_chunks, ragged=True) -> list[tuple[str, int]]:
     """One step beside one process: loss and every gradient to the last bit."""
     n = n_ranks * n_chunks
-    what = f"{n_ranks} ranks, {n_chunks} chunks, {n_micro} micro-batches of {'different' if ragged else 'equal'} sizes, {kind}"
+    what = f"{many(n_ranks, 'rank')}, {many(n_chunks, 'chunk')}, {many(n_micro, 'micro-batch')} of {'different' if ragged else 'equal'} sizes, {kind}"
     case(f"{what}, float64; rank {rank}")
     whole = nn.Sequential(*groups(layers(max(n + 1, 3)), n))
     mine = copy.deepcopy(whole)
@@ -295,7 +300,7 @@ def beside_pytorch(rank, n_ranks) -> None:
         ("Schedule1F1B", "1F1B", 1),
         ("ScheduleInterleaved1F1B", "all, then back", 2),
     ):
-        case(f"{n_ranks} ranks, {n_chunks} chunks, 4 micro-batches, beside {name}; rank {rank}")
+        case(f"{many(n_ranks, 'rank')}, {many(n_chunks, 'chunk')}, 4 micro-batches, beside {name}; rank {rank}")
         n = n_ranks * n_chunks
         model = groups(layers(max(n, 2)), n)
         theirs = my_stages(copy.deepcopy(model), rank, n_ranks, n_chunks)
@@ -317,7 +322,9 @@ def beside_pytorch(rank, n_ranks) -> None:
 
 def counted(rank, n_ranks, kind, n_micro, n_chunks) -> list[int]:
     """One step of equal micro-batches, for the ledger."""
-    case(f"{n_ranks} ranks, {n_chunks} chunks, {n_micro} micro-batches, {kind}: the messages; rank {rank}")
+    case(
+        f"{many(n_ranks, 'rank')}, {many(n_chunks, 'chunk')}, {many(n_micro, 'micro-batch')}, {kind}: the messages; rank {rank}"
+    )
     n = n_ranks * n_chunks
     stages = my_stages(groups(layers(max(n, 2)), n), rank, n_ranks, n_chunks)
     inputs, targets = batches(n_micro, ragged=False)
@@ -346,7 +353,7 @@ def without_buffers(rank, n_ranks, cases) -> None:
     dist.isend = isend
     try:
         for kind, n_micro, n_chunks in cases:
-            what = f"{n_ranks} ranks, {n_chunks} chunks, {n_micro} micro-batches, {kind}"
+            what = f"{many(n_ranks, 'rank')}, {many(n_chunks, 'chunk')}, {many(n_micro, 'micro-batch')}, {kind}"
             case(f"{what}; a send returns when the receiver has taken it; rank {rank}")
             n = n_ranks * n_chunks
             stages = my_stages(groups(layers(max(n, 2)), n), rank, n_ranks, n_chunks)
@@ -423,7 +430,7 @@ class Fault(nn.Module):
 def failing(rank, n_ranks, where, in_backward) -> None:
     """One stage raises an exception in its second micro-batch: every rank ends with its text."""
     case(
-        f"{n_ranks} ranks, 1F1B; rank {where} raises in {'backward' if in_backward else 'forward'} of micro-batch 1; rank {rank}"
+        f"{many(n_ranks, 'rank')}, 1F1B; rank {where} raises in {'backward' if in_backward else 'forward'} of micro-batch 1; rank {rank}"
     )
     model = groups(layers(n_ranks + 1), n_ranks)
     module = Fault(model[rank], 2, in_backward) if rank == where else model[rank]

@@ -15,12 +15,18 @@ from solutions.speed import roofline_seconds
 # ---- 21.1 decode_seconds, 21.2 compute_bound_decode_batch ------------------------------------------------------------
 
 
-def costs(config, length, *, table=False, norms=False, rows=True, attention=True, kv_heads=None, values=2, fma=2):
-    """Bytes of all weights, bytes and FLOPs of a sequence, with whatever somebody forgets."""
+def costs(
+    config, length, *, table=False, norms=0, rows=True, attention=1, kv_heads=None, values=2, fma=2, products_of=None
+):
+    """Bytes of all weights, bytes and FLOPs of a sequence, with whatever somebody forgets.
+
+    ``norms`` is how many of the norms' weights are counted in products, True for all; ``attention`` the share of attention's.
+    """
     embedding = config.vocab_size * config.dim
     weights = count_parameters(config) - embedding
-    products = weights - (0 if norms else (2 * config.n_layers + 1) * config.dim)
-    pairs = (2 * config.n_layers * config.dim * length) if attention else 0
+    of_norms = (2 * config.n_layers + 1) * config.dim
+    products = (products_of or weights) - of_norms + (of_norms if norms is True else norms)
+    pairs = round(2 * config.n_layers * config.dim * length * attention)
     own = kv_cache_bytes(config, 1, length) * values // 2
     own = own * (kv_heads or config.n_kv_heads) // config.n_kv_heads
     read = weights + (embedding if table else 0)
@@ -85,6 +91,44 @@ def added(config, card, batch, length):
     return batch * flops / card.peak_flops + (weights + batch * own) / card.bandwidth
 
 
+@mistake("decode_seconds", "one of attention's two products is counted: 2 L C S FLOPs instead of 4 L C S")
+def one_product(config, card, batch, length):
+    return seconds(config, card, batch, length, attention=0.5)
+
+
+@mistake("decode_seconds", "the embedding table is read whole, and the rows looked up in it are counted besides")
+def table_and_rows(config, card, batch, length):
+    return seconds(config, card, batch, length, table=True)
+
+
+@mistake(
+    "decode_seconds", "the embedding table is read whole and takes part in a product; a step looks up one row of it"
+)
+def table_multiplied(config, card, batch, length):
+    return seconds(config, card, batch, length, table=True, rows=False, products_of=count_parameters(config))
+
+
+@mistake("decode_seconds", "the embedding table takes part in a product, as the output matrix does")
+def table_in_products(config, card, batch, length):
+    return seconds(config, card, batch, length, products_of=count_parameters(config))
+
+
+@mistake("decode_seconds", "the keys and values in the cache are not read at all")
+def no_cache(config, card, batch, length):
+    weights, _, flops = costs(config, length)
+    return roofline_seconds(batch * flops, weights + batch * 2 * config.dim, card.peak_flops, card.bandwidth)
+
+
+@mistake("decode_seconds", "one norm is counted for each layer; a layer has two")
+def one_norm(config, card, batch, length):
+    return seconds(config, card, batch, length, norms=config.n_layers * config.dim)
+
+
+@mistake("decode_seconds", "attention is counted for one layer only")
+def one_layer(config, card, batch, length):
+    return seconds(config, card, batch, length, attention=1 / config.n_layers)
+
+
 @mistake("compute_bound_decode_batch", "the cache is ignored: each sequence brings bytes of its own")
 def cache_ignored(config, card, length):
     weights, _, flops = costs(config, length)
@@ -99,8 +143,7 @@ def cache_shared(config, card, length):
 
 @mistake("compute_bound_decode_batch", "the result is rounded down: that batch is still bound by memory")
 def rounded_down(config, card, length):
-    answer = reference.compute_bound_decode_batch(config, card, length)
-    return answer if answer == math.inf else max(1, answer - 1) if answer > 1 else answer
+    return border(config, card, length, finish=math.floor)
 
 
 @mistake("compute_bound_decode_batch", "a batch is searched up to some limit, which is returned where there is none")
@@ -616,6 +659,32 @@ class CopiesBeforeCounting(reference.PagedCache):
         return find(self, sequence, start, end)
 
 
+@mistake("PagedCache", "shared blocks behind the last position that is written are copied, too")
+class CopiesToTheEnd(reference.PagedCache):
+    def find_slots(self, sequence, start, end):
+        def behind(table, written):
+            first = range(start // self.block_size, len(table))
+            return [i for i in first if self.allocator.n_users[table[i]] > 1] if end > start else []
+
+        return find(self, sequence, start, end, shared=behind)
+
+
+@mistake("PagedCache", "shared blocks before the first position that is written are copied, too")
+class CopiesFromTheBeginning(reference.PagedCache):
+    def find_slots(self, sequence, start, end):
+        def before(table, written):
+            upto = range(min(-(-end // self.block_size), len(table)))
+            return [i for i in upto if self.allocator.n_users[table[i]] > 1] if end > start else []
+
+        return find(self, sequence, start, end, shared=before)
+
+
+@mistake("PagedCache", "nothing is counted beforehand: the pool runs dry in the middle of a call")
+class CountsNothing(reference.PagedCache):
+    def find_slots(self, sequence, start, end):
+        return find(self, sequence, start, end, check=lambda n_needed, n_free: False)
+
+
 @mistake("PagedCache", "the length grows before it is known whether the positions fit")
 class GrowsFirst(reference.PagedCache):
     def append(self, sequence, layer, k, v):
@@ -795,6 +864,11 @@ def wide_output(q, cache, sequences, layer=0, n_parts=None):
     return reference.paged_attention(q, cache, sequences, layer, n_parts).float()
 
 
+@mistake("paged_attention", "with n_parts the output stays float32, whatever the dtype of the queries")
+def parts_stay_wide(q, cache, sequences, layer=0, n_parts=None):
+    return reference.paged_attention(q.float() if n_parts else q, cache, sequences, layer, n_parts)
+
+
 @mistake("paged_attention", "the kernel is launched on a CPU without n_parts, too; in float64 it is less exact")
 def always_launched(q, cache, sequences, layer=0, n_parts=None):
     return reference.paged_attention(q, cache, sequences, layer, n_parts or 1)
@@ -943,6 +1017,28 @@ class ReleaseUnchecked(reference.PrefixTree):
     def release(self, tokens):
         if self.acquired.get(tuple(tokens)):
             super().release(tokens)
+
+
+@mistake("PrefixTree", "all nodes have the same last_used: the clock stands still, or is not stored in the nodes")
+class ClockStands(reference.PrefixTree):
+    def _path(self, tokens):
+        path = super()._path(tokens)
+        for node in path:
+            node.last_used = 1
+        return path
+
+
+@mistake("PrefixTree", "insert makes a new node where one is remembered already, and its children are lost")
+class NewNodesAlways(reference.PrefixTree):
+    def insert(self, tokens, blocks):
+        pieces, node = whole_blocks(tokens, self.block_size), self.root
+        if len(pieces) != len(blocks):
+            raise ValueError(f"{len(tokens)} tokens fill {len(pieces)} blocks, and {len(blocks)} blocks were given")
+        for piece, block in zip(pieces, blocks, strict=True):
+            node.children[piece] = Node(block, node, piece)
+            node = node.children[piece]
+        self._path(tokens)
+        return list(blocks)
 
 
 @mistake("PrefixTree", "evict takes the leaves of the beginning only: a parent that became one has to wait")
@@ -1103,6 +1199,58 @@ class PromptsFirst(reference.Scheduler):
         return _schedule(self, order=lambda progress: progress.n_pending == 1)
 
 
+def planned(self, *, before=lambda it: it, count=lambda it, n: it.n_cached + n, loses=True, empty=False, take=1):
+    """The reference's loops with something done differently."""
+    chunks, room, n_running = [], self.max_tokens, len(self.running)
+    for progress in before(self.running):
+        n = min(progress.n_pending, room)
+        n_needed = self.blocks_for(count(progress, n))
+        while progress in self.running and n_needed - self.running[progress] > self.n_free:
+            self.preempt()
+        if n and (progress in self.running or not loses):
+            chunks.append(Chunk(progress, n))
+            room -= n
+            if progress in self.running:
+                self.running[progress] = n_needed
+    while self.waiting and (room or empty) and len(self.running) >= n_running:
+        n = min(self.waiting[0].n_pending, room)
+        if self.blocks_for(n) > self.n_free:
+            break
+        chunks.append(Chunk(self.waiting.popleft(), n))
+        self.running[chunks[-1].progress], room = self.blocks_for(n), room - n * take
+    return chunks
+
+
+@mistake("Scheduler", "the loop runs over `self.running` itself, from which preempt takes requests: go through a copy")
+class LoopsOverRunning(reference.Scheduler):
+    def schedule(self):
+        return planned(self)
+
+
+@mistake("Scheduler", "blocks are counted for the positions in the cache only, not for the tokens of this step")
+class BlocksForTheCached(reference.Scheduler):
+    def schedule(self):
+        return planned(self, before=list, count=lambda it, n: it.n_cached)
+
+
+@mistake("Scheduler", "a request that was preempted in this step gets a chunk all the same")
+class ChunksForThePreempted(reference.Scheduler):
+    def schedule(self):
+        return planned(self, before=list, loses=False)
+
+
+@mistake("Scheduler", "requests are admitted with chunks of no tokens when the step has no room left")
+class EmptyChunks(reference.Scheduler):
+    def schedule(self):
+        return planned(self, before=list, empty=True)
+
+
+@mistake("Scheduler", "an admitted request's tokens are not subtracted from the room of the step")
+class RoomNotUsed(reference.Scheduler):
+    def schedule(self):
+        return planned(self, before=list, take=0)
+
+
 def _schedule(self, *, order=None, victim=None, skip=False, readmit=False, one=False, keep=False, forget=True):
     """The reference's ``schedule`` with something done differently."""
     planned, n_running = {}, len(self.running)
@@ -1209,8 +1357,9 @@ class BlocksForThePrompt(reference.Scheduler):
 @mistake("Scheduler", "the last token is counted as cached: a request that would just fit is refused")
 class LastTokenCached(reference.Scheduler):
     def submit(self, request):
-        if self.blocks_for(len(request.tokens) + request.max_new_tokens) > self.n_blocks:
-            raise ValueError(f"{request.max_new_tokens} new tokens do not fit into {self.n_blocks} blocks")
+        n_needed = self.blocks_for(len(request.tokens) + request.max_new_tokens)
+        if n_needed > self.n_blocks:
+            raise ValueError(f"{n_needed} blocks are needed, and the pool has {self.n_blocks}")
         super().submit(request)
 
 
@@ -1220,6 +1369,16 @@ class PromptChecked(reference.Scheduler):
         self.check_new(request)
         if self.blocks_for(len(request.tokens)) > self.n_blocks:
             raise ValueError(f"{len(request.tokens)} tokens do not fit into {self.n_blocks} blocks")
+        self.waiting.append(Progress(request))
+
+
+@mistake("Scheduler", "one position too few is counted: only the last new token is never cached")
+class TwoUncached(reference.Scheduler):
+    def submit(self, request):
+        self.check_new(request)
+        n_needed = self.blocks_for(len(request.tokens) + request.max_new_tokens - 2)
+        if n_needed > self.n_blocks:
+            raise ValueError(f"{n_needed} blocks are needed, and the pool has {self.n_blocks}")
         self.waiting.append(Progress(request))
 
 
@@ -1377,6 +1536,18 @@ class SingleTokensOnly(reference.Engine):
         return step(self, chooses=lambda chunk: chunk.n_tokens == 1)
 
 
+@mistake("Engine", "tokens are chosen for the chunks that do not complete, and none for those that do")
+class ChoosesTheOthers(reference.Engine):
+    def step(self):
+        return step(self, chooses=lambda chunk: not chunk.completes)
+
+
+@mistake("Engine", "a token is the tensor that `sample_next` returns; it should be an int")
+class TensorTokens(reference.Engine):
+    def step(self):
+        return [(request, torch.tensor([token])) for request, token in super().step()]
+
+
 @mistake("Engine", "a chunk in the middle of a prompt draws a token that is thrown away, and uses up random numbers")
 class DrawsAndThrowsAway(reference.Engine):
     def step(self):
@@ -1463,6 +1634,25 @@ def cancels_all(model, requests, scheduler):
             engine.cancel(request)
 
 
+@mistake("generate_many", "`requests` is read twice: a generator of requests is empty the second time")
+def read_twice(model, requests, scheduler):
+    engine = reference.Engine(model, scheduler)
+    try:
+        for request in requests:
+            engine.submit(request)
+        while engine.is_busy:
+            yield from engine.step()
+    finally:
+        for request in requests:
+            engine.cancel(request)
+
+
+@mistake("generate_many", "`requests` is taken to be a list; a generator of requests has no length and no indices")
+def lists_only(model, requests, scheduler):
+    len(requests)
+    yield from reference.generate_many(model, requests, scheduler)
+
+
 @mistake("generate_many", "the scheduler is emptied at the end, with the requests of others in it")
 def empties(model, requests, scheduler):
     try:
@@ -1504,12 +1694,14 @@ def steps_between(model, requests, scheduler):
 # ---- 21.10 speculative_step ------------------------------------------------------------------------------------------
 
 
-def speculate(target, draft, drafted, generator, *, keep=None, rest=None, bonus=True, own=True):
+def speculate(
+    target, draft, drafted, generator, *, keep=None, rest=None, bonus=True, own=True, fallback=True, ends=True
+):
     places = torch.arange(len(drafted))
     p, q = target[places, drafted], draft[places, drafted]
     uniform = torch.rand(len(drafted), generator=generator)
     kept = keep(uniform, p, q) if keep else uniform * q < p
-    n = int(kept.long().cumprod(0).sum())
+    n = int((kept.long().cumprod(0) if ends else kept).sum())
     if n == len(drafted):
         if not bonus and n:
             return drafted.clone()
@@ -1517,7 +1709,20 @@ def speculate(target, draft, drafted, generator, *, keep=None, rest=None, bonus=
     if not own:
         return drafted[:n].clone() if n else torch.multinomial(target[0], 1, generator=generator)
     weights = rest(target[n], draft[n]) if rest else (target[n] - draft[n]).clamp(min=0)
+    weights = weights if weights.any() or not fallback else target[n]
     return torch.cat([drafted[:n], torch.multinomial(weights, 1, generator=generator)])
+
+
+@mistake(
+    "speculative_step", "where p and q differ by rounding only, max(0, p - q) is 0 for all tokens: then draw from p"
+)
+def no_fallback(target, draft, drafted, generator=None):
+    return speculate(target, draft, drafted, generator, fallback=False)
+
+
+@mistake("speculative_step", "all drafts that pass are counted, also those behind the first rejected one: no `cumprod`")
+def counts_all_kept(target, draft, drafted, generator=None):
+    return speculate(target, draft, drafted, generator, ends=False)
 
 
 @mistake("speculative_step", "the token in place of a rejected one is drawn from p instead of max(0, p - q)")

@@ -1,6 +1,7 @@
 """Expectations: a test states what an answer should be, and a failure carries all that the report needs."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +40,19 @@ def _tolerances(dtype, atol, rtol) -> tuple[float, float]:
     return default_atol if atol is None else atol, default_rtol if rtol is None else rtol
 
 
+def _a(words: str) -> str:
+    """Words with their indefinite article: "an int", "a ValueError", "an OutOfBlocks", "a UserWarning"."""
+    sounds_open = re.match(r"[aeio]|un|up|^u$", words, re.IGNORECASE) and not re.match(
+        r"uni|one\b", words, re.IGNORECASE
+    )
+    return f"{'an' if sounds_open else 'a'} {words}"
+
+
+def _item(name: str, key) -> str:
+    """The place of a dict's entry; without a name, the keys are names themselves."""
+    return f"{name}[{key!r}]" if name else str(key)
+
+
 def _show(value) -> str:
     if isinstance(value, complex):
         return f"{value.real:.4g}{value.imag:+.4g}i"
@@ -54,7 +68,7 @@ def expect_close(actual, expected, *, atol=None, rtol=None, name="out", answer=N
     Args:
         atol: Absolute tolerance; by default the dtype's.
         rtol: Relative tolerance; by default the dtype's.
-        name: The value's name in the report.
+        name: The value's name in the report; empty for a dict whose keys are the names of several values.
         answer: The learner's own output, if ``actual`` is only a property of it.
         read: Where the chapter explains it: a label such as "eq-rope-4", or "the contract, under Raises".
 
@@ -69,11 +83,10 @@ def expect_close(actual, expected, *, atol=None, rtol=None, name="out", answer=N
                 "wrong keys", [("keys", f"{_show(sorted(actual))}, expected {_show(sorted(expected))}")], answer, read
             )
         for key in expected:
-            expect_close(
-                actual[key], expected[key], atol=atol, rtol=rtol, name=f"{name}[{key!r}]", answer=answer, read=read
-            )
+            place = _item(name, key)
+            expect_close(actual[key], expected[key], atol=atol, rtol=rtol, name=place, answer=answer, read=read)
     elif isinstance(expected, tuple | list):
-        _same_type(actual, tuple | list, f"a {type(expected).__name__}", name, answer, read)
+        _same_type(actual, tuple | list, _a(type(expected).__name__), name, answer, read)
         if len(actual) != len(expected):
             raise Wrong(
                 "wrong length", [("length", f"{name} has {len(actual)}, expected {len(expected)}")], answer, read
@@ -88,7 +101,8 @@ def expect_close(actual, expected, *, atol=None, rtol=None, name="out", answer=N
 
 def _same_type(actual, wanted, described, name, answer, read) -> None:
     if not isinstance(actual, wanted):
-        given = "nothing (is a `return` missing?)" if actual is None else f"a {type(actual).__name__}: {_show(actual)}"
+        none = "None (is a `return` missing, or was it never computed?)"
+        given = none if actual is None else f"{_a(type(actual).__name__)}: {_show(actual)}"
         raise Wrong("wrong type", [("type", f"{name} is {given}, expected {described}")], answer, read)
 
 
@@ -143,7 +157,7 @@ def _apart(a, b) -> tuple[str, str]:
 
 
 def expect_equal(actual, expected, *, name="out", answer=None, read=None) -> None:
-    """Expect exactly equal Python values; the report shows the first difference.
+    """Expect exactly equal Python values; the report shows the first difference. For the arguments see ``expect_close``.
 
     Raises:
         Wrong: the type or a value differs.
@@ -152,7 +166,7 @@ def expect_equal(actual, expected, *, name="out", answer=None, read=None) -> Non
     if actual == expected and (type(actual) is type(expected) or not isinstance(expected, bool | str | bytes)):
         return
     if actual is None or not isinstance(actual, type(expected)):
-        _same_type(actual, type(expected), f"a {type(expected).__name__}: {_show(expected)}", name, answer, read)
+        _same_type(actual, type(expected), f"{_a(type(expected).__name__)}: {_show(expected)}", name, answer, read)
     place, a, e = _first_difference(actual, expected, name)
     raise Wrong("wrong result", [("first wrong", f"{place} = {a}, expected {e}")], answer, read)
 
@@ -162,11 +176,11 @@ def _first_difference(actual, expected, name) -> tuple[str, str, str]:
         for key in expected:
             if key not in actual:
                 other = next((f" (it has the key {_show(k)})" for k in actual if k not in expected), "")
-                return f"{name}[{key!r}]", f"missing{other}", _show(expected[key])
+                return _item(name, key), f"missing{other}", _show(expected[key])
             if actual[key] != expected[key]:
-                return _first_difference(actual[key], expected[key], f"{name}[{key!r}]")
+                return _first_difference(actual[key], expected[key], _item(name, key))
         extra = next(key for key in actual if key not in expected)
-        return f"{name}[{extra!r}]", _show(actual[extra]), "no such key"
+        return _item(name, extra), _show(actual[extra]), "no such key"
     if (
         isinstance(expected, str | bytes)
         and isinstance(actual, type(expected))
@@ -219,15 +233,13 @@ def expect_raises(error: type[BaseException], *mentions: str, read: str | None =
         _check_message(caught, mentions, wanted, read)
     except Exception as caught:
         got = f"{type(caught).__name__}: {caught}"
-        raise Wrong("wrong error", [("raised", got), ("expected", f"a {wanted}")], got, read) from caught
+        raise Wrong("wrong error", [("raised", got), ("expected", _a(wanted))], got, read) from caught
     else:
-        raise Wrong("no error", [("raised", "nothing"), ("expected", f"a {wanted}")], "no error", read)
+        raise Wrong("no error", [("raised", "nothing"), ("expected", _a(wanted))], "no error", read)
 
 
 def _check_message(caught, mentions, wanted, read) -> None:
     missing = [m for m in mentions if m not in str(caught)]
     if missing:
         got = f"{type(caught).__name__}: {caught}"
-        raise Wrong(
-            "the error does not say enough", [("raised", got), ("expected", f"a {wanted}")], got, read
-        ) from caught
+        raise Wrong("the error does not say enough", [("raised", got), ("expected", _a(wanted))], got, read) from caught

@@ -17,7 +17,7 @@ def said(call, *arguments, **options) -> tuple[str, dict]:
 
 def test_close_looks_at_type_then_shape_then_dtype_then_values():
     expected = torch.ones(2, 2)
-    assert said(expect_close, None, expected)[1]["type"].startswith("out is nothing (is a `return` missing?)")
+    assert said(expect_close, None, expected)[1]["type"].startswith("out is None (is a `return` missing, or")
     assert said(expect_close, [1.0], expected)[0] == "wrong type"
     assert said(expect_close, torch.ones(4), expected)[1] == {"shape": "out.shape = (4,), expected (2, 2)"}
     assert said(expect_close, expected.double(), expected)[0] == "wrong dtype (shape is right)"
@@ -48,6 +48,31 @@ def test_numbers_that_look_alike_are_shown_with_all_their_digits():
     assert text == "out = 175.00096, expected 175.001135"
     text = said(expect_equal, {"a": 175.00096}, {"a": 175.001135})[1]["first wrong"]
     assert text == "out['a'] = 175.00096, expected 175.001135"
+
+
+def test_an_article_suits_its_word():
+    class OutOfBlocks(RuntimeError):
+        """An error whose name begins with a vowel."""
+
+    def raised(wanted, *mentions) -> str:
+        with pytest.raises(Wrong) as caught, expect_raises(wanted, *mentions):
+            pass
+        return dict(caught.value.rows)["expected"]
+
+    assert raised(OutOfBlocks, "2") == "an OutOfBlocks that mentions '2'"
+    wanted = {ValueError: "a ValueError", IndexError: "an IndexError", UserWarning: "a UserWarning"}
+    wanted |= {UnboundLocalError: "an UnboundLocalError", UnicodeError: "a UnicodeError"}
+    assert {error: raised(error) for error in wanted} == wanted
+    assert said(expect_equal, 1, [1])[1]["type"] == "out is an int: 1, expected a list: [1]"
+    assert said(expect_equal, [1], 1)[1]["type"] == "out is a list: [1], expected an int: 1"
+
+
+def test_keys_are_names_where_there_is_no_name():
+    found, wanted = {"free blocks": 3, "lengths": [4, 4]}, {"free blocks": 3, "lengths": [4, 5]}
+    assert said(expect_equal, found, wanted, name="")[1]["first wrong"].startswith("lengths[1] = 4, expected 5")
+    assert said(expect_close, {"x's gradient": 1.0}, {"x's gradient": 2.0}, name="")[1]["value"] == (
+        "x's gradient = 1, expected 2"
+    )
 
 
 def test_equal_shows_the_first_difference():
