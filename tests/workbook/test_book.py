@@ -442,7 +442,7 @@ TOO_LONG = {
     "15_flash_attention.md": 6017,
     "16_scaling.md": 5175,
     "17_pipeline.md": 6451,
-    "18_context_parallel.md": 6101,
+    "18_context_parallel.md": 5667,
     "22_scaling_laws.md": 5950,
 }
 
