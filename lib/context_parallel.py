@@ -222,7 +222,7 @@ def ring_attention(q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g t d"], v: 
         is_causal, group, layout: Whether no position attends to a later one; the R ranks, where None means all; "contiguous" or "zigzag", as in ``ring_block``.
 
     Returns:
-        ``[B, H, T/R, D]``: the output at this rank's positions, in the dtype of ``q``. Autograd keeps q, k, v, the output and one logsumexp. Sums are in float32 at least.
+        ``[B, H, T/R, D]``: the output at this rank's positions, in the dtype of ``q``. Autograd keeps q, k, v, the output and one logsumexp. The output and dq are summed in float32 at least; dK and dV travel, and are summed, in the dtype of ``k``.
 
     Given: ``block_forward`` and ``block_backward`` compute one block in chapter 15's tiles; ``pass_on`` starts a message to the next rank and one from the previous.
 

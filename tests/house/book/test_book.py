@@ -437,6 +437,49 @@ def test_cells_are_short(path):
     assert long == []
 
 
+MOST_WORDS = 4_500
+TOO_LONG = {
+    "08_speed.md": 4861,
+    "15_flash_attention.md": 6017,
+    "16_scaling.md": 5175,
+    "17_pipeline.md": 5714,
+    "18_context_parallel.md": 5667,
+    "22_scaling_laws.md": 4956,
+}
+
+
+def words_of_prose(page: str) -> int:
+    """Words that a reader reads: hints, captions and tables count, cells, listings, equations and markup do not."""
+    text = re.sub(r"\A---\n.*?\n---\n", "", page, flags=re.DOTALL)
+    text = re.sub(r"^(`{3,})(?:\{code-cell\}|\{math\}|\w).*?^\1$", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^\$\$.*?\$\$$", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^(?:[:`]{3,}.*|\([\w-]+\)=|:[\w-]+:.*)$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"(?<!\\)\$[^$\n]+(?<!\\)\$", "x", text)  # an equation within a line is one word
+    text = re.sub(r"\]\([^)\s]*\)", "]", text)
+    return len(re.findall(r"\S*\w\S*", text))
+
+
+def test_words_of_prose_counts_what_a_reader_reads():
+    page = "---\nkernelspec: python\n---\n# One\n\nTwo [three](four.md) $x + y$ five, \\$6 to \\$7.\n\n(ex-a)=\n"
+    page += ":::{dropdown} Hint 1: a nudge\nEight.\n:::\n\n| nine | 10 |\n|---|---|\n\n```{math}\n:label: eq-a-1\na b c\n```\n"
+    page += "\n```{code-cell} ipython3\n:tags: [x]\n\nprint(1)\n```\n\n$$\na\n$$\n\n```console\n$ ls\n```\n"
+    assert words_of_prose(page) == 11
+
+
+@by_chapter
+def test_a_chapter_is_no_longer_than_a_reader_bears(chapter):
+    """``TOO_LONG`` holds the pages that are still to be cut, with their words of today: its numbers only get smaller."""
+    page = chapter.path.name
+    assert words_of_prose(chapter.path.read_text(encoding="utf-8")) <= TOO_LONG.get(page, MOST_WORDS), (
+        "cut what is said twice and what a picture says; move the rest of a measurement to its page in the back matter"
+    )
+
+
+def test_a_page_that_has_been_cut_is_no_exception_any_more():
+    texts = {chapter.path.name: chapter.path.read_text(encoding="utf-8") for chapter in CHAPTERS}
+    assert [page for page, n in TOO_LONG.items() if words_of_prose(texts[page]) <= max(MOST_WORDS, n - 50)] == []
+
+
 def test_measurements_say_where_they_come_from():
     import json
 
