@@ -128,6 +128,13 @@ def test_what_uses_the_wrong_definition_is_made_again():
     assert "alone" not in made.found
 
 
+def test_the_private_helpers_of_a_wrong_definition_share_its_globals():
+    made = applied("double", ("", "x > 100", "x > 1000"))
+    made.double.__globals__["_TWO"] = 5
+    assert made.double(2) == 10
+    assert made._times.__globals__ is made.double.__globals__
+
+
 def test_a_whole_body_is_replaced_and_keeps_its_docstring():
     made = applied("Tally", ("add", "", "if x:\n    return reference.Tally.add(self, x)\nreturn -1"))
     assert made.Tally().add(0) == -1

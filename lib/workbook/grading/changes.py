@@ -111,12 +111,16 @@ class Source:
                 left |= {used for used in part.uses if used.startswith("_")}
         return sorted(found, key=lambda part: part.first)
 
-    def dependants(self, edited: Iterable[Part]) -> list[Part]:
-        """The edited parts and all that use what they define, directly or not, in the order of the module."""
+    def made_again(self, edited: Iterable[Part]) -> list[Part]:
+        """The edited parts, all that use what they define, and the private helpers of these, in the order of the module.
+
+        The helpers are made again so that an answer's globals are in one place, as in a learner's file.
+        """
         found = list(edited)
         for part in found:  # grows as it is read
             found += [other for other in self.parts if other not in found and part.defines & other.uses]
-        return sorted(found, key=lambda part: part.first)
+        helpers = {id(each): each for part in found for name in part.defines for each in self.with_helpers(name)}
+        return sorted(helpers.values(), key=lambda part: part.first)
 
 
 @lru_cache(maxsize=32)
@@ -271,7 +275,7 @@ def build(source: str, reference: ModuleType, name: str, changes: Iterable[Chang
     splices = sorted((splice for _, splice in found), key=lambda s: s.start)
     if any(one.end > other.start for one, other in pairwise(splices)):
         raise BookError("two of its changes overlap")
-    chosen = parsed.dependants(dict.fromkeys(part for part, _ in found))
+    chosen = parsed.made_again(dict.fromkeys(part for part, _ in found))
     if not any(name in part.defines for part in chosen):
         raise BookError(f"{name} does not use what is changed")
     text = _text(parsed, chosen, splices)
