@@ -1,8 +1,8 @@
 """A wrong answer as an edit of the reference: what stands there, and what the learner wrote instead.
 
-`parse` reads the notation of ``tests/chapter_NN/mistakes.py``; `build` applies an edit to the reference's source and runs
-what has changed. Text is compared token by token, so an edit survives another line break, another comment and a trailing
-comma in the reference.
+`parse` reads the notation of ``tests/chapter_NN/mistakes.py``; `build` applies an edit to the reference's source and
+runs what has changed. Text is compared token by token, so an edit survives another line break, another comment and a
+trailing comma in the reference.
 """
 
 import ast
@@ -29,8 +29,8 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 class Change:
     """``old`` becomes ``new`` in the definition ``place``.
 
-    An empty ``old`` means the whole body; an empty ``place`` the graded definition or, where the text is not in it, the private
-    helpers that it uses.
+    An empty ``old`` means the whole body. An empty ``place`` means the graded definition or, where the text is not in
+    it, the private helpers that it uses.
     """
 
     place: str
@@ -41,8 +41,8 @@ class Change:
 def parse(text: str) -> list[tuple[str, tuple[Change, ...]]]:
     """The mistakes of a text: the sentence of each, and its changes.
 
-    A line that begins with ``-`` is code of the reference and one with ``+`` the learner's instead. ``@@ name`` says in which
-    definition the changes after it are. All other lines are the sentence.
+    A line that begins with ``-`` is code of the reference, and one with ``+`` is what the learner wrote instead.
+    ``@@ name`` says in which definition the changes after it are. All other lines are the sentence.
 
     Raises:
         BookError: a sentence without a change, or a change without a sentence.
@@ -112,7 +112,7 @@ class Source:
         return sorted(found, key=lambda part: part.first)
 
     def made_again(self, edited: Iterable[Part]) -> list[Part]:
-        """The edited parts, all that use what they define, and the private helpers of these, in the order of the module.
+        """The edited parts, all that use what they define, and these parts' private helpers, in the module's order.
 
         The helpers are made again so that an answer's globals are in one place, as in a learner's file.
         """

@@ -80,8 +80,8 @@ def edits(name: str, text: str) -> None:
 
     Args:
         name: The graded name.
-        text: For each mistake its sentence, then what stands in the reference after ``-`` and what the learner wrote instead
-            after ``+``. `lib.workbook.grading.changes.parse` says the rest.
+        text: For each mistake its sentence, then what stands in the reference after ``-`` and what the learner wrote
+            instead after ``+``. `lib.workbook.grading.changes.parse` says the rest.
     """
     bank = sys._getframe(1).f_globals
     try:
