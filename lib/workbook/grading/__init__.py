@@ -3,7 +3,7 @@
 from lib.workbook.grading.cases import case, current_case
 from lib.workbook.grading.expect import Wrong, expect_close, expect_equal, expect_raises, expect_true
 from lib.workbook.grading.graded import Graded, graded
-from lib.workbook.grading.mistakes import Mistake, mistake, mistakes_of
+from lib.workbook.grading.mistakes import Mistake, edits, mistake, mistakes_of
 from lib.workbook.grading.oracles import oracle, recorded
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Wrong",
     "case",
     "current_case",
+    "edits",
     "expect_close",
     "expect_equal",
     "expect_raises",

@@ -20,8 +20,8 @@ class Graded:
         if name.startswith("_"):  # no graded name; pytest asks for such attributes when it looks for fixtures
             raise AttributeError(name)
         wrong = active_mistake()
-        if wrong is not None and (wrong.module, wrong.name) == (self._module, name):
-            return wrong.implementation
+        if wrong is not None and wrong.module == self._module:
+            return wrong.answer(name)
         return resolve.answer(self._module, name)
 
     def __reduce__(self):

@@ -121,6 +121,8 @@ LOUD = """
     os.write(2, b"/venv/lib/libmpi.so.12(+0x4627a1) [0x7ff275e627a1]" + bytes([10]))
     return value"""
 MISTAKES = """
+from lib.workbook.grading import mistake
+
 
 @mistake("total", "each waits for the other to send first")
 def both_receive(value):

@@ -1,4 +1,4 @@
-from lib.workbook.grading import mistake
+from lib.workbook.grading import edits, mistake
 from solutions import toy as reference
 
 
@@ -19,6 +19,11 @@ class Forgets(reference.Tally):
         return self.n
 
 
-@mistake("halves", "whole division")
-def whole(x):
-    return [x // 2, x // 2]
+edits(
+    "halves",
+    """
+    whole division
+    - x / 2
+    + x // 2
+    """,
+)

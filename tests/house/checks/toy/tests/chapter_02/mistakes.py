@@ -1,6 +1,10 @@
-from lib.workbook.grading import mistake
+from lib.workbook.grading import edits
 
-
-@mistake("quadruple", "doubled once only")
-def once(x):
-    return 2 * x
+edits(
+    "quadruple",
+    """
+    doubled once only
+    - double(double(x))
+    + double(x)
+    """,
+)
