@@ -408,8 +408,11 @@ def _renew_begun(name: str, old: str, new: str) -> list[str]:
 
 
 def _difference(where: str, name: str, before: dict[str, str], after: dict[str, str], note: str) -> list[str]:
-    """The lines in which the contract of a graded name differs, apart from its number."""
-    old, new = (re.sub(r"\bExercise \d+\.\d+", "Exercise", found[name]).splitlines() for found in (before, after))
+    """The lines in which the contract of a graded name differs, apart from its number and its size."""
+    old, new = (
+        SIZE.sub("", EXERCISE_NUMBER.sub("", found[name])).replace("\n\n\n", "\n\n").splitlines()
+        for found in (before, after)
+    )
     lines = [row for row in list(difflib.unified_diff(old, new, lineterm="", n=0))[2:] if not row.startswith("@@")]
     if not lines:
         return []
