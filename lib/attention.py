@@ -13,6 +13,8 @@ from lib.rope import apply_rope
 def softmax(x: Float[Tensor, "..."], dim: int) -> Float[Tensor, "..."]:
     """Positive weights that sum to one along a dimension. (Exercise 3.1)
 
+    Size: 20 minutes, difficulty 3, core.
+
     Args:
         x: Scores of any shape; ``-inf`` gets no weight.
         dim: The dimension along which the weights sum to one.
@@ -31,6 +33,8 @@ def softmax(x: Float[Tensor, "..."], dim: int) -> Float[Tensor, "..."]:
 
 def causal_mask(n_queries: int, n_keys: int, device=None) -> Bool[Tensor, "t s"]:
     """Which keys each query may attend to if no query may look ahead. (Exercise 3.2)
+
+    Size: 10 minutes, difficulty 2, core.
 
     Args:
         n_queries: Number T of queries.
@@ -55,6 +59,8 @@ def scaled_dot_product_attention(
 ) -> Float[Tensor, "... t dv"]:
     """Weighted means of the values, by how well the keys match the queries. (Exercise 3.3)
 
+    Size: 15 minutes, difficulty 2, core.
+
     Args:
         q: Queries ``[..., T, D]``; any leading dimensions.
         k: Keys ``[..., S, D]``.
@@ -75,6 +81,8 @@ def scaled_dot_product_attention(
 def split_heads(x: Float[Tensor, "b t hd"], n_heads: int) -> Float[Tensor, "b h t d"]:
     """Cut the features into heads, and put the heads next to the batch. (Exercise 3.4)
 
+    Size: 10 minutes, difficulty 1, core.
+
     Args:
         x: ``[B, T, H*D]``; the first D features are head 0.
         n_heads: Number H of heads.
@@ -91,6 +99,8 @@ def split_heads(x: Float[Tensor, "b t hd"], n_heads: int) -> Float[Tensor, "b h 
 def merge_heads(x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b t hd"]:
     """Put the heads of each position side by side again. (Exercise 3.5)
 
+    Size: 5 minutes, difficulty 1, warm-up.
+
     Args:
         x: ``[B, H, T, D]``.
 
@@ -102,6 +112,8 @@ def merge_heads(x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b t hd"]:
 
 def repeat_kv(x: Float[Tensor, "b g t d"], n_repeats: int) -> Float[Tensor, "b h t d"]:
     """Repeat each key/value head for the query heads that share it. (Exercise 3.6)
+
+    Size: 10 minutes, difficulty 1, warm-up.
 
     Args:
         x: Keys or values ``[B, G, T, D]`` of G groups.
@@ -117,6 +129,8 @@ def repeat_kv(x: Float[Tensor, "b g t d"], n_repeats: int) -> Float[Tensor, "b h
 
 class KVCache:
     """Keeps the keys and values of all positions so far, so that none is computed twice. (Exercise 3.7)
+
+    Size: 25 minutes, difficulty 3, core.
 
     Memory for ``max_len`` positions is allocated once, at the start.
 
@@ -164,6 +178,8 @@ class KVCache:
 
 class MultiHeadAttention(nn.Module):
     """Several attentions side by side, each on its own projection of the input. (Exercise 3.8)
+
+    Size: 30 minutes, difficulty 3, core.
 
     Args:
         dim: Model width C; a multiple of ``n_heads``.

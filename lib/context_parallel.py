@@ -22,6 +22,8 @@ from lib.tensor_parallel import CopyToRegion
 class GatherSequence(torch.autograd.Function):
     """Forward all-gathers the ranks' shares of a sequence; backward reduce-scatters the gradient. (Exercise 18.1)
 
+    Size: 15 minutes, difficulty 2, core.
+
     Call it as ``GatherSequence.apply(x, dim, group)``; a group of None means all ranks. ``x`` is this rank's share, and is left unchanged. Each rank uses the whole sequence for a
     different part of a layer, so the gradients of all ranks must be added. Shares of different lengths are a ``ValueError`` with the arithmetic (``check_shares`` raises it).
 
@@ -42,6 +44,8 @@ class GatherSequence(torch.autograd.Function):
 class ScatterSequence(torch.autograd.Function):
     """Forward adds up the ranks' tensors and gives each rank its share; backward all-gathers the gradient. (Exercise 18.2)
 
+    Size: 15 minutes, difficulty 2, core.
+
     Call it as ``ScatterSequence.apply(x, dim, group)``; a group of None means all ranks. ``x`` is this rank's part of a sum over the ranks, for the whole sequence, and is left
     unchanged. This is more than a slice: the ranks' tensors are added. A length that R does not divide is a ``ValueError`` with the arithmetic (``equal_part`` raises it).
 
@@ -61,6 +65,8 @@ class ScatterSequence(torch.autograd.Function):
 
 class SequenceParallelBlock(nn.Module):
     """Chapter 6's ``Block`` on R ranks: heads and hidden features are cut, and between them the sequence. (Exercise 18.3)
+
+    Size: 40 minutes, difficulty 4, core.
 
     Args:
         block, group: A ``Block``, whole and the same on every rank, whose parameters are copied; the R ranks, where None means all ranks.
@@ -90,6 +96,8 @@ class SequenceParallelBlock(nn.Module):
 def heads_to_sequence(x: Float[Tensor, "b t_r h d"], group: dist.ProcessGroup | None) -> Float[Tensor, "b t h_r d"]:
     """Exchange heads for positions: some positions of all heads become all positions of some heads. (Exercise 18.4)
 
+    Size: 20 minutes, difficulty 3, core.
+
     Args:
         x, group: ``[B, T/R, H, D]``: positions r T/R to (r + 1) T/R - 1 on rank r; the R ranks, where None means all ranks.
 
@@ -107,6 +115,8 @@ def heads_to_sequence(x: Float[Tensor, "b t_r h d"], group: dist.ProcessGroup | 
 def sequence_to_heads(x: Float[Tensor, "b t h_r d"], group: dist.ProcessGroup | None) -> Float[Tensor, "b t_r h d"]:
     """Exchange positions for heads: the inverse of ``heads_to_sequence``, at the same cost. (Exercise 18.5)
 
+    Size: 10 minutes, difficulty 2, warm-up.
+
     Args:
         x, group: ``[B, T, H/R, D]``: heads r H/R to (r + 1) H/R - 1 on rank r; the R ranks, where None means all ranks.
 
@@ -122,6 +132,8 @@ def sequence_to_heads(x: Float[Tensor, "b t h_r d"], group: dist.ProcessGroup | 
 def ulysses_attention(q: Float[Tensor, "b t h d"], k: Float[Tensor, "b t g d"], v: Float[Tensor, "b t g d"],
                       is_causal: bool = False, group: dist.ProcessGroup | None = None) -> Float[Tensor, "b t h d"]:  # fmt: skip
     """Attention over the whole sequence, in which each rank computes some of the heads. (Exercise 18.6)
+
+    Size: 20 minutes, difficulty 3, core.
 
     Args:
         q, k, v: Queries ``[B, T/R, H, D]``, keys and values ``[B, T/R, G, D]`` of positions r T/R to (r + 1) T/R - 1; G divides H. If R does not divide G, each head of keys and values is repeated, as few times as possible, so that R divides their number.
@@ -141,6 +153,8 @@ def merge_attention(o: Float[Tensor, "*n t d"], lse: Float[Tensor, "*n t"], othe
                     other_lse: Float[Tensor, "*n t"]) -> tuple[Float[Tensor, "*n t d"], Float[Tensor, "*n t"]]:  # fmt: skip
     """Attention to two disjoint sets of keys, from the attention to each of them. (Exercise 18.7)
 
+    Size: 25 minutes, difficulty 3, core.
+
     Args:
         o, lse, other_o, other_lse: Outputs ``[..., T, D]`` of the same queries; natural logsumexp ``[..., T]`` of each row's scaled scores, -inf for a row that saw no key (its output is 0).
 
@@ -155,6 +169,8 @@ def merge_attention(o: Float[Tensor, "*n t d"], lse: Float[Tensor, "*n t"], othe
 
 def zigzag_indices(length: int, rank: int, n_ranks: int) -> Int[Tensor, " t_local"]:
     """The positions of a rank in zigzag: of 2R equal chunks the early one r and the late one 2R - 1 - r. (Exercise 18.8)
+
+    Size: 15 minutes, difficulty 2, core.
 
     Args:
         length, rank, n_ranks: Number T of positions; the rank r; the number R of ranks.
@@ -171,6 +187,8 @@ def zigzag_indices(length: int, rank: int, n_ranks: int) -> Int[Tensor, " t_loca
 def zigzag_shard(x: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
     """This rank's positions of a whole sequence, those of ``zigzag_indices``, without communication. (Exercise 18.9)
 
+    Size: 5 minutes, difficulty 1, warm-up.
+
     Args:
         x, dim, group: A tensor of any dtype, the same on every rank; its dimension that is the sequence, which may be negative; the R ranks.
 
@@ -186,6 +204,8 @@ def zigzag_shard(x: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor
 def zigzag_gather(x: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
     """The whole sequence from the ranks' zigzag shares, by one all-gather. (Exercise 18.10)
 
+    Size: 15 minutes, difficulty 2, warm-up.
+
     Args:
         x, dim, group: This rank's share, as ``zigzag_shard`` returns it; ``dim`` and ``group`` as there. Shares of different or odd lengths are a ``ValueError`` with the arithmetic.
 
@@ -199,6 +219,8 @@ def ring_block(
     rank: int, source: int, length: int, is_causal: bool = False, layout: str = "contiguous"
 ) -> tuple[slice, slice, bool] | None:
     """Which of a rank's queries attend to which keys of another rank's pair, as one block of attention. (Exercise 18.11)
+
+    Size: 40 minutes, difficulty 5, core.
 
     Args:
         rank, source, length, is_causal: The rank that computes; the rank whose keys and values these are; positions L = T/R of each; whether no position attends to a later one.
@@ -216,6 +238,8 @@ def ring_block(
 def ring_attention(q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g t d"], v: Float[Tensor, "b g t d"], is_causal: bool = False,
                    group: dist.ProcessGroup | None = None, layout: str = "contiguous") -> Float[Tensor, "b h t d"]:  # fmt: skip
     """Attention over the whole sequence, in which keys and values go round a ring of ranks. (Exercise 18.12)
+
+    Size: 15 minutes, difficulty 2, core.
 
     Args:
         q, k, v: Queries ``[B, H, T/R, D]``, keys and values ``[B, G, T/R, D]`` of this rank's positions; G divides H.
@@ -239,6 +263,8 @@ def ring_attention(q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g t d"], v: 
 def context_parallel_bytes(config, batch: int, length: int, n_ranks: int, kind: str) -> int:
     """Bytes that one rank sends for the attention of all layers in one step, forward and backward. (Exercise 18.13)
 
+    Size: 25 minutes, difficulty 3, core.
+
     Args:
         config, batch, length: Sizes with ``dim`` C, ``n_layers`` L, ``n_heads`` H and, if it differs, ``n_kv_heads`` G; sequences B; positions T of each, on all ranks together.
         n_ranks, kind: Ranks R; "ring" or "ulysses".
@@ -254,6 +280,8 @@ def context_parallel_bytes(config, batch: int, length: int, n_ranks: int, kind: 
 
 def hidden_length(config, n_ranks: int, peak_flops: float, bandwidth: float) -> int:
     """From how many positions on each rank the ring's messages are hidden behind its computation. (Exercise 18.14)
+
+    Size: 10 minutes, difficulty 2, stretch.
 
     Args:
         config, n_ranks, peak_flops, bandwidth: Sizes as for ``context_parallel_bytes``; ranks R; FLOP/s that each computes, and bytes/s that it sends.

@@ -13,6 +13,8 @@ from lib.given.kernels.tiles import HAS_TRITON, LN2, LOG2E, fold_groups, hide_la
 def attention_io_bytes(length: int, head_dim: int, sram_bytes: int, algorithm: str) -> int:
     """Bytes that the forward pass of one head moves between the chip and main memory. (Exercise 15.1)
 
+    Size: 20 minutes, difficulty 2, core.
+
     Args:
         length: Number N of queries, and of keys.
         head_dim: Width d of the head.
@@ -39,6 +41,8 @@ def online_softmax_update(
 ) -> tuple[Float[Tensor, "*lead r"], Float[Tensor, "*lead r"], Float[Tensor, "*lead r d"]]:
     """Add one more tile of keys to a softmax that has seen only part of its row. (Exercise 15.2)
 
+    Size: 20 minutes, difficulty 3, core.
+
     Args:
         m: Largest score of each row so far; -inf before the first tile.
         l: Sum of exp(score - m) so far; 0 before the first tile.
@@ -56,6 +60,8 @@ def online_softmax_update(
 
 class FlashAttentionTorch(torch.autograd.Function):
     """Attention in tiles, in PyTorch: ``FlashAttentionTorch.apply(q, k, v, is_causal)``. (Exercise 15.3)
+
+    Size: 30 minutes, difficulty 3, core.
 
     Args:
         q: Queries [..., T, D].
@@ -95,6 +101,8 @@ def flash_backward(
 ) -> tuple[Float[Tensor, "*lead t d"], Float[Tensor, "*lead_kv s d"], Float[Tensor, "*lead_kv s d"]]:
     """Gradients of attention, from tiles of weights that are computed again. (Exercise 15.4)
 
+    Size: 35 minutes, difficulty 4, core.
+
     Args:
         q, k, v, is_causal: The inputs of the forward pass; several query heads may share a head of keys.
         o, do: The output, and the gradient of the loss with respect to it; any strides.
@@ -112,6 +120,8 @@ def flash_backward(
 def flash_forward_kernel(q, k, v, o, lse, T, S, scale, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
                          ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
     """Output and logsumexp of one tile of queries; the grid is (query heads, tiles of queries). (Exercise 15.5)
+
+    Size: 60 minutes, difficulty 5, core.
 
     Args:
         q, k, v, o: Pointers to contiguous tensors: q and o [heads, T, D], k and v [heads / GROUP, S, D].
@@ -135,6 +145,8 @@ def flash_backward_dq_kernel(q, k, v, o, do, lse, delta, dq, T, S, scale, GROUP:
                              WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
     """Gradient of one tile of queries; the grid is (query heads, tiles of queries). (Exercise 15.6)
 
+    Size: 45 minutes, difficulty 5, core.
+
     Args:
         o, do: Pointers to the output and its gradient, [heads, T, D].
         lse: Pointer to the natural logsumexp [heads, T]; -inf for a row without keys, whose gradient is 0.
@@ -151,6 +163,8 @@ def flash_backward_dkdv_kernel(q, k, v, do, lse, delta, dk, dv, T, S, scale, GRO
                                WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
     """Gradients of one tile of keys and values; the grid is (heads of keys, tiles of keys). (Exercise 15.7)
 
+    Size: 45 minutes, difficulty 5, core.
+
     Args:
         do, lse, delta: Pointers to the output's gradient, the natural logsumexp and the row sums of o * do.
         dk, dv: Pointers to the results [heads / GROUP, S, D], summed over the query heads that share the keys.
@@ -164,6 +178,8 @@ def flash_backward_dkdv_kernel(q, k, v, do, lse, delta, dk, dv, T, S, scale, GRO
 
 class FlashAttentionTriton(torch.autograd.Function):
     """Attention by the three kernels, as one step of autograd. (Exercise 15.8)
+
+    Size: 25 minutes, difficulty 3, core.
 
     Arguments, results, errors and saved tensors are those of `FlashAttentionTorch`, for float32, float16 and bfloat16.
     `launch_forward`, `launch_backward_dq` and `launch_backward_dkdv` choose the tiles and launch a kernel.
@@ -186,6 +202,8 @@ def flash_attention(
     is_causal: bool = False,
 ) -> Float[Tensor, "*lead t d"]:
     """Attention by the fastest implementation that can compute it. (Exercise 15.9)
+
+    Size: 15 minutes, difficulty 2, warm-up.
 
     Args:
         q, k, v, is_causal: As for `FlashAttentionTorch`. Under autocast they are cast to its dtype first, except float64.

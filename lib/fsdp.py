@@ -23,6 +23,8 @@ def memory_per_device(
 ) -> float:
     """Bytes of model state that each of R devices holds. (Exercise 12.1)
 
+    Size: 15 minutes, difficulty 2, warm-up.
+
     Args:
         n_parameters, world_size: Parameters of the whole model; devices R.
         stage: 0 shards nothing, 1 the optimizer's state, 2 also the gradients, 3 also the parameters.
@@ -42,6 +44,8 @@ def memory_per_device(
 def shard(tensor: Shaped[Tensor, "..."], rank: int, world_size: int) -> Shaped[Tensor, " s"]:
     """This rank's share of a tensor, as a row of numbers. (Exercise 12.2)
 
+    Size: 20 minutes, difficulty 2, core.
+
     Args:
         tensor: Any shape (also a scalar), dtype and strides; left unchanged.
         rank, world_size: Index of the share, from 0; number R of shares.
@@ -58,6 +62,8 @@ def shard(tensor: Shaped[Tensor, "..."], rank: int, world_size: int) -> Shaped[T
 def unshard(shards: Iterable[Shaped[Tensor, " s"]], shape: Sequence[int]) -> Shaped[Tensor, "..."]:
     """The tensor again, put together from the shards of all ranks. (Exercise 12.3)
 
+    Size: 15 minutes, difficulty 2, core.
+
     Args:
         shards, shape: What ``shard`` returned for ranks 0 to R-1, in this order; the tensor's shape.
 
@@ -72,6 +78,8 @@ def unshard(shards: Iterable[Shaped[Tensor, " s"]], shape: Sequence[int]) -> Sha
 
 class ShardedOptimizer(Optimizer):
     """ZeRO-1: each rank updates its share of the parameters, then broadcasts the new values. (Exercise 12.4)
+
+    Size: 45 minutes, difficulty 4, core.
 
     Args:
         params: Parameters, or dicts with ``params`` and options, as any optimizer takes them; the same on all ranks.
@@ -103,6 +111,8 @@ def reduce_scatter_gradients(
 ) -> dict[str, Float[Tensor, " s"]]:
     """ZeRO-2: each rank keeps its share of the average gradient, and no rank keeps the whole. (Exercise 12.5)
 
+    Size: 20 minutes, difficulty 3, core.
+
     Args:
         module, group: The model after backward; the ranks, all by default. Frozen parameters are left out, a tied one appears
             once, under its first name, and a parameter without a gradient on this rank counts as zeros. A gradient is set to None before the next one is reduced.
@@ -117,6 +127,8 @@ def reduce_scatter_gradients(
 
 class FlatShard:
     """The parameters of one unit as one flat row; each rank keeps a shard of it. (Exercise 12.6)
+
+    Size: 60 minutes, difficulty 5, core.
 
     Args:
         parameters: Names and parameters of one dtype, all trained or all frozen; all ranks start from the values of the group's rank 0.
@@ -162,6 +174,8 @@ class FlatShard:
 
 class FullySharded(HookedUnits):
     """ZeRO-3: a unit's parameters are gathered just before they are used, and freed just after. (Exercise 12.7)
+
+    Size: 60 minutes, difficulty 5, core.
 
     Args:
         module: The model, the same on all ranks except for its values: all start from those of the group's rank 0. It is changed in place.
@@ -215,6 +229,8 @@ class FullySharded(HookedUnits):
 def clip_sharded_gradient_norm_(parameters: Iterable[Tensor], max_norm: float, group=None) -> Float[Tensor, ""]:
     """Clip a gradient that is sharded over the ranks, so that the norm of the whole is at most ``max_norm``. (Exercise 12.8)
 
+    Size: 20 minutes, difficulty 3, core.
+
     Args:
         parameters, max_norm, group: This rank's shards, whose ``grad`` (if there is one) is scaled in place; the largest norm; the ranks, None for all.
 
@@ -226,6 +242,8 @@ def clip_sharded_gradient_norm_(parameters: Iterable[Tensor], max_norm: float, g
 
 def apply_fully_shard(model: nn.Module, mesh: DeviceMesh | None, param_dtype: torch.dtype | None) -> nn.Module:
     """PyTorch's own ``fully_shard``, on each block of the ``ModuleList`` and then on the root. (Exercise 12.9)
+
+    Size: 10 minutes, difficulty 2, core.
 
     Args:
         model, mesh: Changed in place, its parameters become DTensors cut along dimension 0; the devices, None for all.
@@ -240,6 +258,8 @@ def apply_fully_shard(model: nn.Module, mesh: DeviceMesh | None, param_dtype: to
 def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer) -> None:
     """Write a checkpoint with ``torch.distributed.checkpoint``; every rank writes its own share. (Exercise 12.10)
 
+    Size: 15 minutes, difficulty 2, stretch.
+
     Args:
         path, model, optimizer: A folder, the same on all ranks; a plain model, or one after ``apply_fully_shard``; its optimizer. The saved dict has the keys "model" and "optimizer". No rank gathers a sharded tensor in order to write it.
 
@@ -253,6 +273,8 @@ def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
 
 def load_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer) -> None:
     """Load such a checkpoint into a model and its optimizer, on any number of ranks. (Exercise 12.11)
+
+    Size: 15 minutes, difficulty 2, stretch.
 
     Args:
         path, model, optimizer: As for ``save_sharded``; both are changed in place. The optimizer need not have taken a step; its state and options (the learning rate) become the saved ones.

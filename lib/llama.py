@@ -18,6 +18,8 @@ from lib.rope import half_to_interleaved, precompute_rope
 class RMSNorm(nn.Module):
     """Scale each vector to a root mean square of 1, then multiply each feature by a weight. (Exercise 4.1)
 
+    Size: 10 minutes, difficulty 1, core.
+
     Args:
         dim: Width C of the vectors.
         eps: Added to the mean square, under the root.
@@ -49,6 +51,8 @@ class RMSNorm(nn.Module):
 def swiglu_hidden_dim(dim: int, multiple_of: int = 256, multiplier: float = 1.0) -> int:
     """Width of a SwiGLU that has as many weights as a plain feed-forward layer of width 4 x ``dim``. (Exercise 4.2)
 
+    Size: 10 minutes, difficulty 1, warm-up.
+
     Args:
         dim: Model width C.
         multiple_of: The width is rounded up to a multiple of this.
@@ -65,6 +69,8 @@ def swiglu_hidden_dim(dim: int, multiple_of: int = 256, multiplier: float = 1.0)
 
 class SwiGLU(nn.Module):
     """A feed-forward layer with a gate: ``w2(silu(w1 x) * w3 x)``. (Exercise 4.3)
+
+    Size: 10 minutes, difficulty 1, core.
 
     Args:
         dim: Model width C.
@@ -89,6 +95,8 @@ class SwiGLU(nn.Module):
 
 class TransformerBlock(nn.Module):
     """Attention, then a feed-forward layer; each reads a normalised copy of its input and adds its output to the input. (Exercise 4.4)
+
+    Size: 15 minutes, difficulty 2, core.
 
     Args:
         config: The block uses its ``dim``, ``n_heads``, ``n_kv_heads``, ``hidden_dim`` and ``norm_eps``.
@@ -117,6 +125,8 @@ class TransformerBlock(nn.Module):
 
 class Llama(nn.Module):
     """The whole model: takes tokens, returns scores of the next token. (Exercise 4.5)
+
+    Size: 35 minutes, difficulty 3, core.
 
     Args:
         config: The model's sizes.
@@ -163,6 +173,8 @@ class Llama(nn.Module):
 def count_parameters(config: LlamaConfig) -> int:
     """Number of weights of the model, by arithmetic. (Exercise 4.6)
 
+    Size: 15 minutes, difficulty 2, warm-up.
+
     Args:
         config: Sizes of the model; no model is built, so 70B costs nothing.
 
@@ -174,6 +186,8 @@ def count_parameters(config: LlamaConfig) -> int:
 
 def inference_memory_gb(n_parameters: float, bits: int = 16, overhead: float = 1.2) -> float:
     """Rule of thumb for the memory that a model needs to run. (Exercise 4.7)
+
+    Size: 5 minutes, difficulty 1, warm-up.
 
     Args:
         n_parameters: Number of weights.
@@ -189,6 +203,8 @@ def inference_memory_gb(n_parameters: float, bits: int = 16, overhead: float = 1
 def kv_cache_bytes(config: LlamaConfig, batch: int, length: int, bytes_per_value: int = 2) -> int:
     """Bytes of the cached keys and values of a batch of sequences. (Exercise 4.8)
 
+    Size: 10 minutes, difficulty 1, warm-up.
+
     Args:
         config: Sizes of the model; keys and values have ``n_kv_heads`` heads.
         batch: Number of sequences B.
@@ -203,6 +219,8 @@ def kv_cache_bytes(config: LlamaConfig, batch: int, length: int, bytes_per_value
 
 def convert_hf_state_dict(state_dict: Mapping[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
     """Rename Transformers' weights to Meta's names and reorder their rotary pairs. (Exercise 4.9)
+
+    Size: 30 minutes, difficulty 3, stretch.
 
     Args:
         state_dict: State dict of a ``LlamaForCausalLM``; left unchanged. ``hf_tensors(config)`` maps each of its names to Meta's name
@@ -228,6 +246,8 @@ def sample_next(
     generator: torch.Generator | None = None,
 ) -> Int[Tensor, " b"]:
     """Draw the next token of each sequence. (Exercise 4.10)
+
+    Size: 25 minutes, difficulty 3, core.
 
     Args:
         logits: ``[B, V]``; left unchanged.
@@ -260,6 +280,8 @@ def generate(
     generator: torch.Generator | None = None,
 ) -> Iterator[Int[Tensor, " b"]]:
     """Continue the prompts, one token of every sequence at a time. (Exercise 4.11)
+
+    Size: 30 minutes, difficulty 3, core.
 
     The whole prompt passes through the model once and fills a cache; after that, each step passes only the newest tokens.
 

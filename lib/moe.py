@@ -22,6 +22,8 @@ def top_k_router(
 ) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
     """The experts of each token, and how much each of them counts. (Exercise 19.1)
 
+    Size: 20 minutes, difficulty 2, core.
+
     Args:
         logits: ``[N, E]``: each token's score for each expert, in any floating dtype.
         k, normalize: Experts for each token, from 1 to E; whether a token's k weights are divided by their sum.
@@ -42,6 +44,8 @@ def top_k_router(
 def load_balancing_loss(probabilities: Float[Tensor, "n e"], experts: Int[Tensor, "n k"]) -> Float[Tensor, ""]:
     """A loss that is 1 when all experts are used alike, and grows when the router prefers some. (Exercise 19.2)
 
+    Size: 15 minutes, difficulty 2, core.
+
     Args:
         probabilities: ``[N, E]``: the router's softmax for each token.
         experts: ``[N, k]``: the experts that were chosen.
@@ -58,6 +62,8 @@ def load_balancing_loss(probabilities: Float[Tensor, "n e"], experts: Int[Tensor
 def router_z_loss(logits: Float[Tensor, "n e"]) -> Float[Tensor, ""]:
     """A loss that keeps the router's logits small. (Exercise 19.3)
 
+    Size: 5 minutes, difficulty 1, warm-up.
+
     Returns:
         The mean over tokens of the squared logsumexp of a token's logits, computed in float32: a scalar.
 
@@ -68,6 +74,8 @@ def router_z_loss(logits: Float[Tensor, "n e"]) -> Float[Tensor, ""]:
 
 def sort_by_expert(experts: Int[Tensor, "n k"], n_experts: int) -> tuple[Int[Tensor, " a"], Int[Tensor, " e"]]:
     """Order the assignments so that those of each expert lie together. (Exercise 19.4)
+
+    Size: 15 minutes, difficulty 2, core.
 
     Args:
         experts: ``[N, k]``, all below E; on a CPU `check_experts` raises an error if not. Assignment ``i`` of ``experts.flatten()`` belongs to token ``i // k``.
@@ -88,6 +96,8 @@ def grouped_matmul_kernel(
 ):  # fmt: skip
     """A tile of the product of sorted rows with their experts' matrices; the grid is (tiles of rows, tiles of columns). (Exercise 19.5)
 
+    Size: 50 minutes, difficulty 5, core.
+
     Args:
         x, weights, out: Pointers to ``[N, C]``, ``[E, C, F]`` and a contiguous ``[N, F]``. Element (n, c) is ``xn * n + xc * c`` elements after x,
             element (e, c, f) is ``we * e + wc * c + wf * f`` after weights.
@@ -106,6 +116,8 @@ def grouped_matmul(
 ) -> Float[Tensor, "n f"]:
     """Multiply the rows of each expert with that expert's matrix. (Exercise 19.6)
 
+    Size: 15 minutes, difficulty 2, core.
+
     Args:
         x: ``[N, C]``: first the rows of expert 0, then those of expert 1, and so on.
         weights: ``[E, C, F]``: a matrix for each expert.
@@ -123,6 +135,8 @@ def grouped_matmul(
 def capacity_mask(experts: Int[Tensor, "n k"], n_experts: int, capacity_factor: float) -> Bool[Tensor, "n k"]:
     """Which assignments an expert accepts if it has room for a fixed number of them. (Exercise 19.7)
 
+    Size: 15 minutes, difficulty 2, stretch.
+
     Args:
         experts: ``[N, k]``: the experts of each token, its first choice first.
         n_experts: Number of experts E.
@@ -139,6 +153,8 @@ def capacity_mask(experts: Int[Tensor, "n k"], n_experts: int, capacity_factor: 
 def update_router_bias(bias: Float[Tensor, " e"], counts: Int[Tensor, " e"], rate: float) -> Float[Tensor, " e"]:
     """Balance without a loss: raise the bias of an expert that got too little, lower that of one that got too much. (Exercise 19.8)
 
+    Size: 10 minutes, difficulty 2, core.
+
     Args:
         bias: ``[E]``: what is added to each expert's score when experts are chosen, and only then. Left unchanged.
         counts: ``[E]``: how many assignments each expert got in the last step.
@@ -154,6 +170,8 @@ def update_router_bias(bias: Float[Tensor, " e"], counts: Int[Tensor, " e"], rat
 
 class MoE(nn.Module):
     """A feed-forward layer of E experts; each token goes through k of them. (Exercise 19.9)
+
+    Size: 40 minutes, difficulty 4, core.
 
     Args:
         dim, hidden_dim: Model width C; width F of an expert, which is chapter 4's SwiGLU.
@@ -196,6 +214,8 @@ class MoE(nn.Module):
 def convert_hf_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights of Transformers' Mixtral block under this chapter's names. (Exercise 19.10)
 
+    Size: 25 minutes, difficulty 3, stretch.
+
     Args:
         state_dict: State dict of a ``MixtralSparseMoeBlock``, left unchanged: ``gate.weight`` ``[E, C]``, and in the installed library
             ``experts.gate_up_proj`` ``[E, 2F, C]``, gates before values, and ``experts.down_proj`` ``[E, C, F]``; in checkpoints on the hub, for each
@@ -216,6 +236,8 @@ def dispatch(
     x: Float[Tensor, "n c"], experts: Int[Tensor, "n k"], n_experts: int, group: dist.ProcessGroup | None = None
 ) -> tuple[Float[Tensor, "a c"], Int[Tensor, " e_local"], tuple]:
     """Send each token to the ranks that hold its experts. (Exercise 19.11)
+
+    Size: 35 minutes, difficulty 4, core.
 
     Args:
         x, experts: ``[N, C]``, this rank's tokens; ``[N, k]``, their experts out of all E. Ranks may have different numbers of tokens, also none.
@@ -239,6 +261,8 @@ def combine(
 ) -> Float[Tensor, "n c"]:
     """Send the experts' results back to where their tokens live, and add them up. (Exercise 19.12)
 
+    Size: 20 minutes, difficulty 3, core.
+
     Args:
         y: ``[A, C]``: the experts' results, in the order of the rows of `dispatch`; ``state`` and ``group`` are those of `dispatch`, too.
         weights: ``[N, k]``: how much each expert counts for each of this rank's tokens.
@@ -251,6 +275,8 @@ def combine(
 
 class ExpertParallelMoE(nn.Module):
     """A `MoE` whose experts are spread over ranks; every rank brings its own tokens. (Exercise 19.13)
+
+    Size: 35 minutes, difficulty 4, core.
 
     Args:
         moe: The whole layer, the same on every rank; left unchanged. Use only what ``MoE``'s contract lists.
@@ -274,6 +300,8 @@ class ExpertParallelMoE(nn.Module):
 
 def moe_parameters(config: MoEConfig) -> tuple[int, int]:
     """Weights of a model with mixtures of experts: all of them, and those that one token uses. (Exercise 19.14)
+
+    Size: 15 minutes, difficulty 2, warm-up.
 
     Args:
         config: The sizes. Its ``attention_parameters`` are the attention weights of one block, inner norms included.

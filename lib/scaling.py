@@ -21,6 +21,8 @@ from lib.training import hours_per_epoch
 def training_memory_bytes(config: FFNConfig, tokens: float) -> dict[str, float]:
     """Bytes that one device needs to train a model of feed-forward blocks. (Exercise 16.1)
 
+    Size: 10 minutes, difficulty 1, warm-up.
+
     Args:
         config: L blocks of two matrices each, C x F and F x C; no attention, no embedding, no biases.
         tokens: Tokens in the batch.
@@ -38,6 +40,8 @@ def training_memory_bytes(config: FFNConfig, tokens: float) -> dict[str, float]:
 
 def fsdp_memory_bytes(config: FFNConfig, tokens: float, n_devices: int) -> float:
     """Bytes on each of R devices when the states and every second layer's activations are sharded. (Exercise 16.2)
+
+    Size: 15 minutes, difficulty 2, core.
 
     Args:
         config, tokens: As for ``training_memory_bytes``.
@@ -57,6 +61,8 @@ def fsdp_memory_bytes(config: FFNConfig, tokens: float, n_devices: int) -> float
 
 def min_fsdp_devices(config: FFNConfig, tokens: float, device_bytes: float) -> int:
     """The smallest number of devices on which the model fits, by ``fsdp_memory_bytes``. (Exercise 16.3)
+
+    Size: 20 minutes, difficulty 3, core.
 
     Args:
         config, tokens, device_bytes: As for ``training_memory_bytes``; memory of one device, where an exact fit still fits.
@@ -78,6 +84,8 @@ def compute_bound_batch(
     config: FFNConfig, x: int, y: int, peak_flops: float, bandwidth: float, m_x: int = 2, m_y: int = 1
 ) -> int:
     """The smallest batch whose arithmetic can hide the forward pass's communication. (Exercise 16.4)
+
+    Size: 25 minutes, difficulty 3, core.
 
     Args:
         config: Only its F matters.
@@ -104,6 +112,8 @@ def compute_bound_batch(
 def choose_gpu(n_parameters: float, mode: str, bits: int) -> Choice:
     """The cheapest GPU on which a model fits. (Exercise 16.5)
 
+    Size: 20 minutes, difficulty 2, core.
+
     Args:
         n_parameters, bits: Number of weights; bits of each value (PyTorch's AdamW creates moments in the weights' dtype).
         mode: "inference", which holds the weights only, or "training", which also holds a gradient and two moments for each.
@@ -123,6 +133,8 @@ def choose_gpu(n_parameters: float, mode: str, bits: int) -> Choice:
 
 def epoch_cost(items_per_second: float, dataset_size: int, dollars_per_hour: float) -> float:
     """The price of one epoch. (Exercise 16.6)
+
+    Size: 5 minutes, difficulty 1, warm-up.
 
     Args:
         items_per_second, dataset_size: Images or tokens, of all devices together in a second, and in the data set.
@@ -148,6 +160,8 @@ def local_sgd_step(
 ) -> Float[Tensor, ""]:
     """One round of DiLoCo: every rank trains alone for some steps, then all take one common step. (Exercise 16.7)
 
+    Size: 30 minutes, difficulty 3, core.
+
     Args:
         model: The same on all ranks at first. ``model(*batch)`` returns ``(logits, loss)`` as in chapter 7, or just the loss.
         outer_state: Empty at first; later rounds change it in place. Holds ``"parameters"`` and ``"momentum"``, each one flat
@@ -172,6 +186,8 @@ def layout_costs(
     config: FFNConfig, layout: Layout, bandwidths: Bandwidths, tokens: float, peak_flops: float
 ) -> dict[str, float]:
     """Predicted seconds of one training step, and bytes on each device, for one way to lay a model out. (Exercise 16.8)
+
+    Size: 35 minutes, difficulty 4, core.
 
     Args:
         config: Widths C and F, L blocks. T divides F, and P divides L.
@@ -206,6 +222,8 @@ def plan(
     peak_flops: float = 989e12,
 ) -> Plan:
     """The fastest layout that fits, found by trying every one. (Exercise 16.9)
+
+    Size: 35 minutes, difficulty 4, core.
 
     Args:
         config, n_devices: The model, and the number of devices; the layout uses all of them.

@@ -21,6 +21,8 @@ DELTA = 1e-3
 def fit_power_law(x: Float[np.ndarray, " n"], y: Float[np.ndarray, " n"]) -> PowerLaw:
     """Fit ``y = a * x**-alpha + floor`` to points, robustly. (Exercise 22.1)
 
+    Size: 20 minutes, difficulty 2, core.
+
     Args:
         x: Sizes, tokens or steps ``[n]``: positive; an array, a tensor or a list.
         y: Losses ``[n]``: positive.
@@ -43,6 +45,8 @@ def bootstrap(
     fit: Callable[..., Any], points: Float[np.ndarray, "n k"], n: int, seed: int, level: float = 0.9
 ) -> dict[str, tuple[float, float]]:
     """Intervals for the numbers of a fit, from fits to points drawn with replacement. (Exercise 22.2)
+
+    Size: 30 minutes, difficulty 3, core.
 
     Args:
         fit: Takes the k columns of the points, as in ``fit(x, y)``; if it has only one parameter, it takes the rows ``[n, k]``. It
@@ -70,6 +74,8 @@ def learning_curve_prediction(
 ) -> tuple[float, float, float]:
     """Predict where a run will end, from its first part. (Exercise 22.3)
 
+    Size: 15 minutes, difficulty 3, stretch.
+
     Args:
         steps: Positive steps at which the loss was measured, after the warm-up and at a constant learning rate.
         losses: The losses at these steps.
@@ -89,6 +95,8 @@ def learning_curve_prediction(
 
 def wsd_schedule(step: int, max_lr: float, warmup_steps: int, decay_start: int, max_steps: int) -> float:
     """Learning rate of a step: warm up, stay, decay. (Exercise 22.4)
+
+    Size: 15 minutes, difficulty 2, core.
 
     Args:
         step: Number of the step, from 0.
@@ -117,6 +125,8 @@ def fit_parametric(
 ) -> Chinchilla:
     """Fit ``loss = e + a / N**alpha + b / D**beta`` to runs of several sizes and lengths. (Exercise 22.5)
 
+    Size: 25 minutes, difficulty 3, core.
+
     Args:
         n_parameters: Sizes N of the runs ``[n]``.
         n_tokens: Tokens D of the runs ``[n]``.
@@ -139,6 +149,8 @@ def fit_parametric(
 def isoflop_minimum(n_parameters: Float[np.ndarray, " n"], losses: Float[np.ndarray, " n"]) -> float:
     """The best size at one amount of compute: the minimum of a parabola in log N. (Exercise 22.6)
 
+    Size: 30 minutes, difficulty 3, core.
+
     Args:
         n_parameters: Sizes N of runs that cost equally many FLOPs ``[n]``.
         losses: Their losses ``[n]``.
@@ -158,6 +170,8 @@ def isoflop_minimum(n_parameters: Float[np.ndarray, " n"], losses: Float[np.ndar
 
 def compute_optimal(flops: float, law: Chinchilla) -> tuple[float, float]:
     """The size and the tokens with the lowest loss for a given amount of compute. (Exercise 22.7)
+
+    Size: 25 minutes, difficulty 3, core.
 
     Args:
         flops: Compute of the run; a run costs 6 N D.
@@ -179,6 +193,8 @@ def critical_batch_size(
 ) -> float:
     """The gradient noise scale: the batch at which noise and gradient are equally large. (Exercise 22.8)
 
+    Size: 30 minutes, difficulty 4, core.
+
     Args:
         small_norms: Norms, not squared, of gradients that are means over batches of ``small`` examples.
         large_norms: The same for batches of ``large`` examples; there may be more or fewer of them.
@@ -199,6 +215,8 @@ def critical_batch_size(
 
 def mup_multipliers(width: int, base_width: int, kind: str) -> dict[str, float]:
     """How to change a weight's initialisation, learning rate and output when a model gets wider. (Exercise 22.9)
+
+    Size: 25 minutes, difficulty 4, stretch.
 
     Args:
         width: Width C of the model.

@@ -21,6 +21,8 @@ from lib.speed import roofline_seconds
 def decode_seconds(config: LlamaConfig, card: Sheet, batch: int, length: int) -> float:
     """The least time in which a GPU can give each sequence of a batch one more token. (Exercise 21.1)
 
+    Size: 20 minutes, difficulty 2, core.
+
     Args:
         config, card: The model's sizes, and the GPU, of which ``peak_flops`` and memory ``bandwidth`` count.
         batch, length: Number of sequences B, and of positions that each new token attends to, itself included.
@@ -35,6 +37,8 @@ def decode_seconds(config: LlamaConfig, card: Sheet, batch: int, length: int) ->
 def compute_bound_decode_batch(config: LlamaConfig, card: Sheet, length: int) -> float:
     """The smallest batch at which arithmetic, not memory traffic, sets the time of a decoding step. (Exercise 21.2)
 
+    Size: 15 minutes, difficulty 2, core.
+
     Returns:
         The smallest batch, an ``int``, for which the FLOPs of ``decode_seconds`` take at least as long as the bytes; ``math.inf`` if no batch is large enough.
     """
@@ -42,7 +46,10 @@ def compute_bound_decode_batch(config: LlamaConfig, card: Sheet, length: int) ->
 
 
 class BlockAllocator:
-    """Hands out the blocks of a pool, numbered from 0 to ``n_blocks`` - 1, and lists in ``n_users`` how many users each has. (Exercise 21.3)"""
+    """Hands out the blocks of a pool, numbered from 0 to ``n_blocks`` - 1, and lists in ``n_users`` how many users each has. (Exercise 21.3)
+
+    Size: 25 minutes, difficulty 3, core.
+    """
 
     def __init__(self, n_blocks: int):
         raise NotImplementedError("Exercise 21.3: write BlockAllocator.__init__")
@@ -67,6 +74,8 @@ class BlockAllocator:
 
 class PagedCache(BlockStore):
     """Keys and values of many sequences, in blocks that each sequence lists in a table. (Exercise 21.4)
+
+    Size: 45 minutes, difficulty 4, core.
 
     Args:
         config, dtype, device: A ``LlamaConfig`` or a ``GPT2Config``; dtype and device of keys and values, by default PyTorch's.
@@ -113,6 +122,8 @@ def paged_attention(q: Float[Tensor, "b h d"], cache: PagedCache, sequences: Seq
                     n_parts: int | None = None) -> Float[Tensor, "b h d"]:  # fmt: skip
     """Attention of one query of each sequence to all of the sequence's positions in a layer. (Exercise 21.5)
 
+    Size: 30 minutes, difficulty 3, core.
+
     Args:
         q: ``[B, H, D]``, a query for each sequence; H is a multiple of the cache's G.
         cache, sequences, layer: A ``PagedCache``; ids of B sequences of any lengths, in which an id may occur twice; the layer.
@@ -126,6 +137,8 @@ def paged_attention(q: Float[Tensor, "b h d"], cache: PagedCache, sequences: Seq
 
 class PrefixTree:
     """Remembers which blocks hold the keys and values of which tokens, so that a common prefix is computed only once. (Exercise 21.6)
+
+    Size: 60 minutes, difficulty 5, core.
 
     Args:
         block_size: Tokens of a block. Only whole blocks count: the given ``whole_blocks(tokens, block_size)`` cuts them.
@@ -161,6 +174,8 @@ class PrefixTree:
 class Scheduler(Queue):
     """Decides, step by step, which tokens of which requests pass through the model. (Exercise 21.7)
 
+    Size: 50 minutes, difficulty 5, core.
+
     Args:
         max_tokens, n_blocks, block_size: Most tokens in a step, over all requests; blocks in the cache's pool; positions in a block.
 
@@ -191,6 +206,8 @@ class Scheduler(Queue):
 class Engine(Runner):
     """A model (``Llama`` or ``GPT2``) with a scheduler and a cache; it takes requests between any two steps. (Exercise 21.8)
 
+    Size: 30 minutes, difficulty 3, core.
+
     The given ``Runner`` has ``submit(request)``, ``cancel(request)``, ``is_busy``, and the two parts of a step: ``release()`` frees the cache of requests that no longer run, ``run(chunks)`` passes chunks through the model.
     """
 
@@ -209,6 +226,8 @@ class Engine(Runner):
 def generate_many(model: nn.Module, requests: Iterable[Request], scheduler: Scheduler) -> Iterator[tuple[Request, int]]:
     """Continue many prompts together, with an ``Engine`` to which all are submitted before its first step. (Exercise 21.9)
 
+    Size: 20 minutes, difficulty 2, warm-up.
+
     Args:
         model, requests, scheduler: As for ``Engine``; ``requests`` may be a generator, which can be read only once.
 
@@ -221,6 +240,8 @@ def generate_many(model: nn.Module, requests: Iterable[Request], scheduler: Sche
 def speculative_step(target: Float[Tensor, "k_plus_1 v"], draft: Float[Tensor, "k v"], drafted: Int[Tensor, " k"],
                      generator: torch.Generator | None = None) -> Int[Tensor, " n"]:  # fmt: skip
     """Keep drafted tokens as long as the target agrees, and add one token of the target's own. (Exercise 21.10)
+
+    Size: 30 minutes, difficulty 4, core.
 
     Args:
         target, draft: Probabilities ``[k + 1, V]`` and ``[k, V]``: the distributions of the large and the small model at each of the k drafted tokens; the large one's last row is for the token after them.
@@ -238,6 +259,8 @@ def speculative_step(target: Float[Tensor, "k_plus_1 v"], draft: Float[Tensor, "
 
 def expected_tokens(acceptance: float, n_drafted: int) -> float:
     """Mean number of tokens in a speculative step, if each drafted token is kept with the same probability. (Exercise 21.11)
+
+    Size: 15 minutes, difficulty 2, stretch.
 
     Returns:
         The mean; a ``ValueError`` that names ``acceptance``, the probability, if it is not from 0 to 1.

@@ -42,6 +42,8 @@ def benchmark(
 ) -> Timing:
     """Time a function after a warm-up, waiting for the accelerator before each reading of the clock. (Exercise 8.1)
 
+    Size: 30 minutes, difficulty 3, core.
+
     Args:
         fn: The function to time, called without arguments ``warmup + repeats`` times; its result is dropped.
         warmup: Calls that are not timed, 0 or more.
@@ -65,6 +67,8 @@ def benchmark(
 def matmul_flops(m: int, k: int, n: int) -> int:
     """Floating-point operations of a matrix product. (Exercise 8.2)
 
+    Size: 5 minutes, difficulty 1, warm-up.
+
     Args:
         m: Rows of the left factor ``[m, k]``.
         k: Columns of the left, rows of the right.
@@ -82,6 +86,8 @@ def matmul_flops(m: int, k: int, n: int) -> int:
 def roofline_seconds(flops: float, bytes_moved: float, peak_flops: float, bandwidth: float) -> float:
     """The least time that a processor needs, if arithmetic and memory traffic overlap perfectly. (Exercise 8.3)
 
+    Size: 10 minutes, difficulty 1, core.
+
     Args:
         flops: Operations to do.
         bytes_moved: Bytes to read from memory and to write to it.
@@ -98,6 +104,8 @@ def roofline_seconds(flops: float, bytes_moved: float, peak_flops: float, bandwi
 
 def attention_flops(config: GPT2Config | ViTConfig, length: int, causal: bool) -> int:
     """FLOPs of attention's scores and weighted values in all layers, for the forward pass of one sequence. (Exercise 8.4)
+
+    Size: 15 minutes, difficulty 2, core.
 
     Args:
         config: Gives ``dim`` C and ``n_layers`` L.
@@ -118,6 +126,8 @@ def attention_flops(config: GPT2Config | ViTConfig, length: int, causal: bool) -
 def training_flops_per_token(config: GPT2Config) -> int:
     """FLOPs of GPT-2's training step, forward and backward, for each token. (Exercise 8.5)
 
+    Size: 15 minutes, difficulty 2, core.
+
     Args:
         config: A ``GPT2Config``; sequences are ``context_len`` long.
 
@@ -135,6 +145,8 @@ def training_flops_per_token(config: GPT2Config) -> int:
 def vit_training_flops_per_image(config: ViTConfig) -> int:
     """FLOPs of a vision transformer's training step, forward and backward, for each image. (Exercise 8.6)
 
+    Size: 20 minutes, difficulty 2, stretch.
+
     Args:
         config: A ``ViTConfig``.
 
@@ -148,6 +160,8 @@ def vit_training_flops_per_image(config: ViTConfig) -> int:
 
 def mfu(items_per_second: float, flops_per_item: float, peak_flops: float) -> float:
     """The share of a processor's peak that the model's arithmetic uses. (Exercise 8.7)
+
+    Size: 5 minutes, difficulty 1, core.
 
     Args:
         items_per_second: Tokens or images that the program trains on in a second.
@@ -165,6 +179,8 @@ def mfu(items_per_second: float, flops_per_item: float, peak_flops: float) -> fl
 def saved_activation_bytes(fn: Callable[[], Any]) -> int:
     """Bytes that autograd keeps for the backward pass of a call. (Exercise 8.8)
 
+    Size: 30 minutes, difficulty 4, core.
+
     Args:
         fn: Called once, without arguments; its result is dropped.
 
@@ -181,6 +197,8 @@ def saved_activation_bytes(fn: Callable[[], Any]) -> int:
 
 def attention_activation_bytes(batch: int, heads: int, length: int, head_dim: int, bytes_per_value: int) -> int:
     """Bytes that naive attention keeps for its backward pass. (Exercise 8.9)
+
+    Size: 15 minutes, difficulty 3, core.
 
     Args:
         batch: Sequences B.
@@ -212,6 +230,8 @@ class StepProfile:
 def profile_step(step_fn: Callable[[], Any], path: str | os.PathLike) -> StepProfile:
     """Run one step under the profiler, write its trace, and add up its times. (Exercise 8.10)
 
+    Size: 40 minutes, difficulty 4, stretch.
+
     Args:
         step_fn: Called once, without arguments; it names its parts with ``torch.profiler.record_function("forward")``.
         path: File for the Chrome trace, which https://ui.perfetto.dev opens; its folder exists.
@@ -231,6 +251,8 @@ def profile_step(step_fn: Callable[[], Any], path: str | os.PathLike) -> StepPro
 @contextmanager
 def memory_timeline(path: str | os.PathLike) -> Iterator[list[dict[str, Any]]]:
     """Follow the memory that tensors take while a block of code runs. (Exercise 8.11)
+
+    Size: 40 minutes, difficulty 4, stretch.
 
     Use it as ``with memory_timeline("memory.json") as events: step()``. It writes the file when the block ends, also when
     the block ends with an exception: you need the file most when memory ran out.

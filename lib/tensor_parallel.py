@@ -16,6 +16,8 @@ from lib.rope import apply_rope
 def partitioned_dot(a: Float[Tensor, " n"], b: Float[Tensor, " n"], parts: int) -> Float[Tensor, ""]:
     """A dot product as the sum of the dot products of its parts. (Exercise 13.1)
 
+    Size: 10 minutes, difficulty 1, warm-up.
+
     Args:
         a: ``[n]``; so is b.
         parts: Number of parts. If it does not divide n, the first n % parts have one element more; if n is smaller, the last parts are empty.
@@ -34,6 +36,8 @@ def partitioned_dot(a: Float[Tensor, " n"], b: Float[Tensor, " n"], parts: int) 
 def matmul_outer(a: Float[Tensor, "... m k"], b_shard: Float[Tensor, "k n_local"]) -> Float[Tensor, "... m n_local"]:
     """This rank's columns of a product whose second matrix is cut by columns, along an outer axis. (Exercise 13.2)
 
+    Size: 5 minutes, difficulty 1, warm-up.
+
     Args:
         a: All of ``[..., M, K]``, the same on every rank.
         b_shard: This rank's columns ``[K, N/R]`` of ``[K, N]``; ranks may have different numbers of columns.
@@ -51,6 +55,8 @@ def matmul_inner(
 ) -> Float[Tensor, "... m n"]:
     """The whole product of two matrices that are cut along the inner axis. (Exercise 13.3)
 
+    Size: 10 minutes, difficulty 2, core.
+
     Args:
         a_shard: This rank's columns ``[..., M, K/R]`` of the first matrix; left unchanged.
         b_shard: The matching rows ``[K/R, N]`` of the second.
@@ -66,6 +72,8 @@ def matmul_inner(
 
 class CopyToRegion(torch.autograd.Function):
     """f, the entrance of a parallel region: forward it copies, backward it sums the gradients over the ranks. (Exercise 13.4)
+
+    Size: 15 minutes, difficulty 2, core.
 
     Call it as ``CopyToRegion.apply(x, group)``; None means all ranks. ``x`` is the same on every rank, and each rank uses it for a different part of the layer. It changes nothing in place.
     Source: Megatron-LM (arXiv:1909.08053), section 3, f in figure 3.
@@ -85,6 +93,8 @@ class CopyToRegion(torch.autograd.Function):
 class ReduceFromRegion(torch.autograd.Function):
     """g, the exit of a parallel region: forward it sums over the ranks, backward it passes the gradient on. (Exercise 13.5)
 
+    Size: 10 minutes, difficulty 2, core.
+
     Call it as ``ReduceFromRegion.apply(x, group)``; None means all ranks. ``x`` is this rank's part of a sum, and every rank continues with the whole sum. It changes nothing in place.
     Source: Megatron-LM (arXiv:1909.08053), section 3, g in figure 3.
     """
@@ -102,6 +112,8 @@ class ReduceFromRegion(torch.autograd.Function):
 
 class ColumnParallelLinear(nn.Module):
     """A linear layer in which each rank computes some of the outputs. (Exercise 13.6)
+
+    Size: 20 minutes, difficulty 3, core.
 
     Args:
         in_features: Width C of the input, which every rank has whole.
@@ -133,6 +145,8 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """A linear layer in which each rank reads some of the inputs. (Exercise 13.7)
 
+    Size: 20 minutes, difficulty 3, core.
+
     Args:
         in_features: Width F of all ranks' inputs together.
         out_features: Width C of the output, which every rank gets whole.
@@ -160,6 +174,8 @@ class RowParallelLinear(nn.Module):
 class ParallelMLP(nn.Module):
     """A feed-forward layer on R ranks: the hidden features are cut, and never put together. (Exercise 13.8)
 
+    Size: 10 minutes, difficulty 2, core.
+
     Args:
         dim, hidden_dim, group: Model width C; width F between the layers; the R ranks, None for all.
 
@@ -183,6 +199,8 @@ class ParallelMLP(nn.Module):
 
 class ParallelAttention(nn.Module):
     """Chapter 3's ``MultiHeadAttention`` on R ranks, each with some of the heads. (Exercise 13.9)
+
+    Size: 35 minutes, difficulty 4, core.
 
     Args:
         dim: Model width C, a multiple of ``n_heads``.
@@ -217,6 +235,8 @@ def vocab_parallel_cross_entropy(
 ) -> Float[Tensor, ""]:
     """The mean cross-entropy of logits whose vocabulary is divided among the ranks. (Exercise 13.10)
 
+    Size: 45 minutes, difficulty 5, core.
+
     Args:
         logits_shard: This rank's columns ``[..., V_r]``, in rank order, any floating dtype; widths V_r may differ from rank to rank, and be 0. Left unchanged.
         targets: Ids ``[...]`` in the whole vocabulary, the same on every rank.
@@ -237,6 +257,8 @@ def vocab_parallel_cross_entropy(
 def llama_plan(config: LlamaConfig) -> dict[str, ParallelStyle]:
     """How DTensor should cut chapter 4's ``Llama``. (Exercise 13.11)
 
+    Size: 25 minutes, difficulty 3, stretch.
+
     Given: ``LocalHeads(n_heads, n_kv_heads)`` for ``layers.*.attention`` and ``SharedInput()`` for ``layers.*.feed_forward`` (both make one
     DTensor of their input for the layers inside), and ``KeyValueHeads(n_kv_heads)`` for ``wk`` and ``wv``: cut by columns, or whole on every
     rank if R is larger than G. For the rest use ``ColwiseParallel`` and ``RowwiseParallel``, with their ``input_layouts`` and ``output_layouts``.
@@ -254,7 +276,9 @@ def llama_plan(config: LlamaConfig) -> dict[str, ParallelStyle]:
 
 
 def ffn_partition_specs(layout: str) -> dict[str, tuple[str | None, ...]]:
-    """Which mesh axis cuts which dimension of a feed-forward layer's tensors. (Exercise 13.12, stretch)
+    """Which mesh axis cuts which dimension of a feed-forward layer's tensors. (Exercise 13.12)
+
+    Size: 20 minutes, difficulty 3, stretch.
 
     Args:
         layout: "data" (batch cut along X), "megatron" (hidden features cut along Y), "2d features", "2d batch" (two steps on the way, names
@@ -276,6 +300,8 @@ def ffn_partition_specs(layout: str) -> dict[str, tuple[str | None, ...]]:
 def tensor_parallel_bytes(config, batch: int, length: int, world_size: int, bytes_per_value: int = 2) -> int:
     """Bytes that a rank sends for the blocks of a model in one step, forward and backward. (Exercise 13.13)
 
+    Size: 10 minutes, difficulty 2, core.
+
     Args:
         config: Anything with ``dim`` C and ``n_layers`` L, such as a ``LlamaConfig`` or a ``GPT2Config``.
         batch, length, world_size: Sequences B; positions T in each; ranks R.
@@ -290,6 +316,8 @@ def tensor_parallel_bytes(config, batch: int, length: int, world_size: int, byte
 
 def pipeline_bubble(stages: int, micro_batches: int) -> float:
     """The share of a pipeline's time in which a stage waits. (Exercise 13.14)
+
+    Size: 10 minutes, difficulty 2, warm-up.
 
     Args:
         stages, micro_batches: Number p of stages, each a stretch of consecutive layers; number m of pieces that the batch is cut into.

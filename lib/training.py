@@ -18,6 +18,8 @@ from torch import Tensor, nn
 def cross_entropy(logits: Float[Tensor, "... v"], targets: Int[Tensor, "..."]) -> Float[Tensor, ""]:
     """Mean over all targets of minus the log probability of the target, in nats. (Exercise 7.1)
 
+    Size: 20 minutes, difficulty 3, core.
+
     Args:
         logits: Scores ``[..., V]``, any floating dtype, of any magnitude: 1e4 must work.
         targets: The right classes ``[...]``, from 0 to V - 1, in any integer dtype.
@@ -32,6 +34,8 @@ def cross_entropy(logits: Float[Tensor, "... v"], targets: Int[Tensor, "..."]) -
 
 class AdamW(torch.optim.Optimizer):
     """Adam with decoupled weight decay. (Exercise 7.2)
+
+    Size: 30 minutes, difficulty 3, core.
 
     Args:
         params: Parameters, or groups: dicts with "params" and the settings that differ from the defaults.
@@ -70,6 +74,8 @@ class AdamW(torch.optim.Optimizer):
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Split a model's parameters into those that decay and those that do not. (Exercise 7.3)
 
+    Size: 15 minutes, difficulty 2, core.
+
     Args:
         model: Any module; a weight that is used in two places (a tied head) is one parameter.
         weight_decay: Decay of the first group; the second group has 0.0.
@@ -85,6 +91,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 def cosine_schedule(step: int, max_lr: float, min_lr: float, warmup_steps: int, max_steps: int) -> float:
     """Learning rate of a step: a linear warm-up, then half a cosine. (Exercise 7.4)
+
+    Size: 15 minutes, difficulty 2, core.
 
     Args:
         step: Number of the step, from 0.
@@ -108,6 +116,8 @@ def cosine_schedule(step: int, max_lr: float, min_lr: float, warmup_steps: int, 
 def clip_gradient_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) -> Float[Tensor, ""]:
     """Scale all gradients by one factor, in place, so that their common norm is at most ``max_norm``. (Exercise 7.5)
 
+    Size: 20 minutes, difficulty 3, core.
+
     Args:
         parameters: One parameter or any iterable of parameters, also a generator; those without a gradient are skipped.
         max_norm: Largest Euclidean norm of all gradients together, as one long vector.
@@ -123,6 +133,8 @@ def clip_gradient_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) 
 
 class TokenBatches:
     """An endless iterator of inputs and targets over one long row of tokens. (Exercise 7.6)
+
+    Size: 45 minutes, difficulty 4, core.
 
     The row of N tokens is cut into ``n_windows`` = (N - 1) // length windows. Window i has the inputs
     ``tokens[i * length : (i + 1) * length]``, and its targets are shifted by one token. An epoch contains every window once: in order, or,
@@ -176,6 +188,8 @@ class TokenBatches:
 def accumulate_gradients(model: nn.Module, micro_batches: Iterable[tuple[Tensor, Tensor]]) -> Float[Tensor, ""]:
     """Compute the gradient of a batch that does not fit in memory, one micro-batch at a time. (Exercise 7.7)
 
+    Size: 25 minutes, difficulty 3, core.
+
     Args:
         model: ``model(inputs, targets)`` returns ``(logits, loss)``, where the loss is the mean over all targets.
         micro_batches: Any iterable of ``(inputs, targets)`` with ``targets.numel()`` items each; those without items are skipped.
@@ -195,6 +209,8 @@ def save_checkpoint(
     path: str | os.PathLike | BinaryIO, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, **state
 ) -> None:
     """Save everything that a run needs to continue as if nothing had happened. (Exercise 7.8)
+
+    Size: 40 minutes, difficulty 4, core.
 
     That is the model, the optimizer, ``step``, ``state``, and the states of the random number generators: PyTorch's (including
     every CUDA device's), that of Python's ``random``, and NumPy's global one.
@@ -218,6 +234,8 @@ def save_checkpoint(
 def load_checkpoint(path: str | os.PathLike | BinaryIO, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     """Restore a run to the moment at which ``save_checkpoint`` saved it. (Exercise 7.9)
 
+    Size: 30 minutes, difficulty 3, core.
+
     Args:
         path: Path of a file, or a file that is open for reading bytes.
         model: Gets the saved weights, in place, on whatever device it is. ``optimizer`` gets its saved state and its groups' settings.
@@ -233,6 +251,8 @@ def load_checkpoint(path: str | os.PathLike | BinaryIO, model: nn.Module, optimi
 
 def hours_per_epoch(items_per_second: float, dataset_size: int) -> float:
     """The book's yardstick: hours that it takes to see every item of a data set once. (Exercise 7.10)
+
+    Size: 5 minutes, difficulty 1, warm-up.
 
     Args:
         items_per_second: Images or tokens per second.

@@ -18,6 +18,8 @@ from lib.given.kernels.autocast import PRODUCTS, REDUCTIONS
 class FloatFormat:
     """A binary floating-point format: one sign bit, an exponent, a mantissa. (Exercise)
 
+    Size: 20 minutes, difficulty 2, core.
+
     Args:
         exponent_bits: Width E of the exponent, 2 to 11; its bias is ``2**(E - 1) - 1``. The smallest stored exponent encodes
             zero and the subnormals.
@@ -81,6 +83,8 @@ class FloatFormat:
 def round_to_format(x: Float[Tensor, "..."], fmt: FloatFormat) -> Float[Tensor, "..."]:
     """Round each number to the nearest one that the format has; round ties to even. (Exercise)
 
+    Size: 30 minutes, difficulty 3, core.
+
     Args:
         x: Any shape and any floating dtype, those of 8 bits included (``x.double()`` takes them all); left unchanged.
         fmt: A ``FloatFormat``.
@@ -115,6 +119,8 @@ def accumulate(
 ) -> Float[Tensor, ""]:
     """Add numbers one after another to a running total that is rounded after each addition. (Exercise)
 
+    Size: 15 minutes, difficulty 2, core.
+
     Args:
         values: Numbers in the order in which they are added.
         accumulator_dtype: Dtype of the total, which starts at 0.
@@ -139,6 +145,8 @@ def accumulate(
 
 class GradScaler:
     """Scales the loss up so that small gradients survive float16, and scales the gradients down before the step. (Exercise)
+
+    Size: 45 minutes, difficulty 4, core.
 
     Args:
         init_scale: The first scale.
@@ -293,6 +301,8 @@ _inside = threading.local()  # .busy: an inner region has already decided about 
 class MiniAutocast(TorchFunctionMode):
     """Inside ``with MiniAutocast(dtype):`` products run in ``dtype`` and reductions in float32. (Exercise)
 
+    Size: 35 minutes, difficulty 4, stretch.
+
     Args:
         dtype: Dtype of the products: float16, bfloat16, or float32, which switches an outer region off.
         device_type: Which rules apply: "cuda", or "cpu" with its shorter list of reductions.
@@ -340,6 +350,8 @@ class MiniAutocast(TorchFunctionMode):
 
 def autocast_dtypes(model: nn.Module, x: Tensor, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Predict the dtype that every layer's output would have under ``torch.autocast``. (Exercise)
+
+    Size: 20 minutes, difficulty 2, core.
 
     Args:
         model: Any module. Afterwards its hooks, gradients, buffers and mode are what they were before, and so is the state of

@@ -13,6 +13,8 @@ from solutions.rope import apply_rope
 def softmax(x: Float[Tensor, "..."], dim: int) -> Float[Tensor, "..."]:
     """Positive weights that sum to one along a dimension. (Exercise)
 
+    Size: 20 minutes, difficulty 3, core.
+
     Args:
         x: Scores of any shape; ``-inf`` gets no weight.
         dim: The dimension along which the weights sum to one.
@@ -40,6 +42,8 @@ def softmax(x: Float[Tensor, "..."], dim: int) -> Float[Tensor, "..."]:
 def causal_mask(n_queries: int, n_keys: int, device=None) -> Bool[Tensor, "t s"]:
     """Which keys each query may attend to if no query may look ahead. (Exercise)
 
+    Size: 10 minutes, difficulty 2, core.
+
     Args:
         n_queries: Number T of queries.
         n_keys: Number S of keys; more than T if the first of them come from a cache.
@@ -64,6 +68,8 @@ def scaled_dot_product_attention(
     mask: Bool[Tensor, "... t s"] | None = None,
 ) -> Float[Tensor, "... t dv"]:
     """Weighted means of the values, by how well the keys match the queries. (Exercise)
+
+    Size: 15 minutes, difficulty 2, core.
 
     Args:
         q: Queries ``[..., T, D]``; any leading dimensions.
@@ -90,6 +96,8 @@ def scaled_dot_product_attention(
 def split_heads(x: Float[Tensor, "b t hd"], n_heads: int) -> Float[Tensor, "b h t d"]:
     """Cut the features into heads, and put the heads next to the batch. (Exercise)
 
+    Size: 10 minutes, difficulty 1, core.
+
     Args:
         x: ``[B, T, H*D]``; the first D features are head 0.
         n_heads: Number H of heads.
@@ -110,6 +118,8 @@ def split_heads(x: Float[Tensor, "b t hd"], n_heads: int) -> Float[Tensor, "b h 
 def merge_heads(x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b t hd"]:
     """Put the heads of each position side by side again. (Exercise)
 
+    Size: 5 minutes, difficulty 1, warm-up.
+
     Args:
         x: ``[B, H, T, D]``.
 
@@ -123,6 +133,8 @@ def merge_heads(x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b t hd"]:
 
 def repeat_kv(x: Float[Tensor, "b g t d"], n_repeats: int) -> Float[Tensor, "b h t d"]:
     """Repeat each key/value head for the query heads that share it. (Exercise)
+
+    Size: 10 minutes, difficulty 1, warm-up.
 
     Args:
         x: Keys or values ``[B, G, T, D]`` of G groups.
@@ -140,6 +152,8 @@ def repeat_kv(x: Float[Tensor, "b g t d"], n_repeats: int) -> Float[Tensor, "b h
 
 class KVCache:
     """Keeps the keys and values of all positions so far, so that none is computed twice. (Exercise)
+
+    Size: 25 minutes, difficulty 3, core.
 
     Memory for ``max_len`` positions is allocated once, at the start.
 
@@ -200,6 +214,8 @@ class KVCache:
 
 class MultiHeadAttention(nn.Module):
     """Several attentions side by side, each on its own projection of the input. (Exercise)
+
+    Size: 30 minutes, difficulty 3, core.
 
     Args:
         dim: Model width C; a multiple of ``n_heads``.

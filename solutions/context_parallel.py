@@ -22,6 +22,8 @@ from solutions.tensor_parallel import CopyToRegion
 class GatherSequence(torch.autograd.Function):
     """Forward all-gathers the ranks' shares of a sequence; backward reduce-scatters the gradient. (Exercise)
 
+    Size: 15 minutes, difficulty 2, core.
+
     Call it as ``GatherSequence.apply(x, dim, group)``; a group of None means all ranks. ``x`` is this rank's share, and is left unchanged. Each rank uses the whole sequence for a
     different part of a layer, so the gradients of all ranks must be added. Shares of different lengths are a ``ValueError`` with the arithmetic (``check_shares`` raises it).
 
@@ -49,6 +51,8 @@ class GatherSequence(torch.autograd.Function):
 
 class ScatterSequence(torch.autograd.Function):
     """Forward adds up the ranks' tensors and gives each rank its share; backward all-gathers the gradient. (Exercise)
+
+    Size: 15 minutes, difficulty 2, core.
 
     Call it as ``ScatterSequence.apply(x, dim, group)``; a group of None means all ranks. ``x`` is this rank's part of a sum over the ranks, for the whole sequence, and is left
     unchanged. This is more than a slice: the ranks' tensors are added. A length that R does not divide is a ``ValueError`` with the arithmetic (``equal_part`` raises it).
@@ -78,6 +82,8 @@ class ScatterSequence(torch.autograd.Function):
 
 class SequenceParallelBlock(nn.Module):
     """Chapter 6's ``Block`` on R ranks: heads and hidden features are cut, and between them the sequence. (Exercise)
+
+    Size: 40 minutes, difficulty 4, core.
 
     Args:
         block, group: A ``Block``, whole and the same on every rank, whose parameters are copied; the R ranks, where None means all ranks.
@@ -135,6 +141,8 @@ class SequenceParallelBlock(nn.Module):
 def heads_to_sequence(x: Float[Tensor, "b t_r h d"], group: dist.ProcessGroup | None) -> Float[Tensor, "b t h_r d"]:
     """Exchange heads for positions: some positions of all heads become all positions of some heads. (Exercise)
 
+    Size: 20 minutes, difficulty 3, core.
+
     Args:
         x, group: ``[B, T/R, H, D]``: positions r T/R to (r + 1) T/R - 1 on rank r; the R ranks, where None means all ranks.
 
@@ -158,6 +166,8 @@ def heads_to_sequence(x: Float[Tensor, "b t_r h d"], group: dist.ProcessGroup | 
 def sequence_to_heads(x: Float[Tensor, "b t h_r d"], group: dist.ProcessGroup | None) -> Float[Tensor, "b t_r h d"]:
     """Exchange positions for heads: the inverse of ``heads_to_sequence``, at the same cost. (Exercise)
 
+    Size: 10 minutes, difficulty 2, warm-up.
+
     Args:
         x, group: ``[B, T, H/R, D]``: heads r H/R to (r + 1) H/R - 1 on rank r; the R ranks, where None means all ranks.
 
@@ -178,6 +188,8 @@ def sequence_to_heads(x: Float[Tensor, "b t h_r d"], group: dist.ProcessGroup | 
 def ulysses_attention(q: Float[Tensor, "b t h d"], k: Float[Tensor, "b t g d"], v: Float[Tensor, "b t g d"],
                       is_causal: bool = False, group: dist.ProcessGroup | None = None) -> Float[Tensor, "b t h d"]:  # fmt: skip
     """Attention over the whole sequence, in which each rank computes some of the heads. (Exercise)
+
+    Size: 20 minutes, difficulty 3, core.
 
     Args:
         q, k, v: Queries ``[B, T/R, H, D]``, keys and values ``[B, T/R, G, D]`` of positions r T/R to (r + 1) T/R - 1; G divides H. If R does not divide G, each head of keys and values is repeated, as few times as possible, so that R divides their number.
@@ -204,6 +216,8 @@ def merge_attention(o: Float[Tensor, "*n t d"], lse: Float[Tensor, "*n t"], othe
                     other_lse: Float[Tensor, "*n t"]) -> tuple[Float[Tensor, "*n t d"], Float[Tensor, "*n t"]]:  # fmt: skip
     """Attention to two disjoint sets of keys, from the attention to each of them. (Exercise)
 
+    Size: 25 minutes, difficulty 3, core.
+
     Args:
         o, lse, other_o, other_lse: Outputs ``[..., T, D]`` of the same queries; natural logsumexp ``[..., T]`` of each row's scaled scores, -inf for a row that saw no key (its output is 0).
 
@@ -227,6 +241,8 @@ def merge_attention(o: Float[Tensor, "*n t d"], lse: Float[Tensor, "*n t"], othe
 def zigzag_indices(length: int, rank: int, n_ranks: int) -> Int[Tensor, " t_local"]:
     """The positions of a rank in zigzag: of 2R equal chunks the early one r and the late one 2R - 1 - r. (Exercise)
 
+    Size: 15 minutes, difficulty 2, core.
+
     Args:
         length, rank, n_ranks: Number T of positions; the rank r; the number R of ranks.
 
@@ -248,6 +264,8 @@ def zigzag_indices(length: int, rank: int, n_ranks: int) -> Int[Tensor, " t_loca
 def zigzag_shard(x: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
     """This rank's positions of a whole sequence, those of ``zigzag_indices``, without communication. (Exercise)
 
+    Size: 5 minutes, difficulty 1, warm-up.
+
     Args:
         x, dim, group: A tensor of any dtype, the same on every rank; its dimension that is the sequence, which may be negative; the R ranks.
 
@@ -265,6 +283,8 @@ def zigzag_shard(x: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor
 
 def zigzag_gather(x: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
     """The whole sequence from the ranks' zigzag shares, by one all-gather. (Exercise)
+
+    Size: 15 minutes, difficulty 2, warm-up.
 
     Args:
         x, dim, group: This rank's share, as ``zigzag_shard`` returns it; ``dim`` and ``group`` as there. Shares of different or odd lengths are a ``ValueError`` with the arithmetic.
@@ -284,6 +304,8 @@ def ring_block(
     rank: int, source: int, length: int, is_causal: bool = False, layout: str = "contiguous"
 ) -> tuple[slice, slice, bool] | None:
     """Which of a rank's queries attend to which keys of another rank's pair, as one block of attention. (Exercise)
+
+    Size: 40 minutes, difficulty 5, core.
 
     Args:
         rank, source, length, is_causal: The rank that computes; the rank whose keys and values these are; positions L = T/R of each; whether no position attends to a later one.
@@ -361,6 +383,8 @@ def ring_attention(q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g t d"], v: 
                    group: dist.ProcessGroup | None = None, layout: str = "contiguous") -> Float[Tensor, "b h t d"]:  # fmt: skip
     """Attention over the whole sequence, in which keys and values go round a ring of ranks. (Exercise)
 
+    Size: 15 minutes, difficulty 2, core.
+
     Args:
         q, k, v: Queries ``[B, H, T/R, D]``, keys and values ``[B, G, T/R, D]`` of this rank's positions; G divides H.
         is_causal, group, layout: Whether no position attends to a later one; the R ranks, where None means all; "contiguous" or "zigzag", as in ``ring_block``.
@@ -384,6 +408,8 @@ def ring_attention(q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g t d"], v: 
 
 def context_parallel_bytes(config, batch: int, length: int, n_ranks: int, kind: str) -> int:
     """Bytes that one rank sends for the attention of all layers in one step, forward and backward. (Exercise)
+
+    Size: 25 minutes, difficulty 3, core.
 
     Args:
         config, batch, length: Sizes with ``dim`` C, ``n_layers`` L, ``n_heads`` H and, if it differs, ``n_kv_heads`` G; sequences B; positions T of each, on all ranks together.
@@ -410,6 +436,8 @@ def context_parallel_bytes(config, batch: int, length: int, n_ranks: int, kind: 
 
 def hidden_length(config, n_ranks: int, peak_flops: float, bandwidth: float) -> int:
     """From how many positions on each rank the ring's messages are hidden behind its computation. (Exercise)
+
+    Size: 10 minutes, difficulty 2, stretch.
 
     Args:
         config, n_ranks, peak_flops, bandwidth: Sizes as for ``context_parallel_bytes``; ranks R; FLOP/s that each computes, and bytes/s that it sends.

@@ -20,6 +20,8 @@ def shard_indices(
 ) -> list[int]:
     """The items of a data set that a rank reads in an epoch, in order. (Exercise)
 
+    Size: 20 minutes, difficulty 2, core.
+
     All ranks make the same list of all n items, in order or shuffled by ``torch.randperm`` with a ``torch.Generator`` that
     is seeded with ``seed + epoch``. The length of the list becomes a multiple of R: it is padded from its own start (again
     and again, if the list is shorter than the padding) or, with ``drop_last``, cut. Rank r takes every R-th item, beginning
@@ -55,6 +57,8 @@ def shard_indices(
 @torch.no_grad()
 def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Give every rank the parameters and buffers of the group's rank 0, in place. (Exercise)
+
+    Size: 20 minutes, difficulty 2, core.
 
     Args:
         module: The same module on all ranks, with different values. Frozen parameters are sent too, and buffers of any dtype,
@@ -110,6 +114,8 @@ def _flat_mean(parameters: Sequence[nn.Parameter], group=None, async_op: bool = 
 def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Replace each gradient by its mean over the ranks, with one all-reduce a tensor. (Exercise)
 
+    Size: 10 minutes, difficulty 1, core.
+
     Args:
         module: The module after ``backward``. Frozen parameters are left alone; a tied parameter counts once.
         group: The ranks that take part; None is all of them.
@@ -132,6 +138,8 @@ def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None)
 @torch.no_grad()
 def average_gradients_flat(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Do what ``average_gradients`` does with a single all-reduce. (Exercise)
+
+    Size: 15 minutes, difficulty 2, core.
 
     Args:
         module: The module after ``backward``.
@@ -222,6 +230,8 @@ class _Rounds:
 class OverlapDDP(nn.Module):
     """A module whose gradients are averaged while backward still runs, with one collective each. (Exercise)
 
+    Size: 30 minutes, difficulty 3, core.
+
     Args:
         module: The model, on every rank; the constructor gives it rank 0's parameters and buffers.
 
@@ -278,6 +288,8 @@ class OverlapDDP(nn.Module):
 def ddp_overhead_seconds(n_bytes: float, bandwidth: float, call_overhead_s: float, n_buckets: float) -> float:
     """Time that communication adds to a step when it overlaps with backward. (Exercise)
 
+    Size: 10 minutes, difficulty 2, warm-up.
+
     Args:
         n_bytes: Bytes of all gradients together.
         bandwidth: Algorithm bandwidth: bytes of an array over the seconds of its all-reduce.
@@ -299,6 +311,8 @@ def ddp_overhead_seconds(n_bytes: float, bandwidth: float, call_overhead_s: floa
 
 def optimal_bucket_bytes(n_bytes: float, bandwidth: float, call_overhead_s: float) -> float:
     """The size of bucket that makes ``ddp_overhead_seconds`` smallest. (Exercise)
+
+    Size: 10 minutes, difficulty 2, warm-up.
 
     Args:
         n_bytes: Bytes of all gradients together.
@@ -331,6 +345,8 @@ def _buckets(parameters: list[nn.Parameter], bucket_bytes: float) -> list[list[n
 ### END SOLUTION
 class BucketedDDP(nn.Module):
     """``OverlapDDP`` with several gradients in one collective, a bucket. (Exercise)
+
+    Size: 45 minutes, difficulty 4, core.
 
     Args:
         module: The model, on every rank; the constructor gives it rank 0's parameters and buffers.

@@ -13,6 +13,8 @@ from lib.given.kernels.tiles import HAS_TRITON, LN2, LOG2E, fold_groups, hide_la
 def attention_io_bytes(length: int, head_dim: int, sram_bytes: int, algorithm: str) -> int:
     """Bytes that the forward pass of one head moves between the chip and main memory. (Exercise)
 
+    Size: 20 minutes, difficulty 2, core.
+
     Args:
         length: Number N of queries, and of keys.
         head_dim: Width d of the head.
@@ -48,6 +50,8 @@ def online_softmax_update(
     values: Float[Tensor, "*lead c d"],
 ) -> tuple[Float[Tensor, "*lead r"], Float[Tensor, "*lead r"], Float[Tensor, "*lead r d"]]:
     """Add one more tile of keys to a softmax that has seen only part of its row. (Exercise)
+
+    Size: 20 minutes, difficulty 3, core.
 
     Args:
         m: Largest score of each row so far; -inf before the first tile.
@@ -90,6 +94,8 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, position: int | None) -> tuple
 
 class FlashAttentionTorch(torch.autograd.Function):
     """Attention in tiles, in PyTorch: ``FlashAttentionTorch.apply(q, k, v, is_causal)``. (Exercise)
+
+    Size: 30 minutes, difficulty 3, core.
 
     Args:
         q: Queries [..., T, D].
@@ -141,6 +147,8 @@ def flash_backward(
 ) -> tuple[Float[Tensor, "*lead t d"], Float[Tensor, "*lead_kv s d"], Float[Tensor, "*lead_kv s d"]]:
     """Gradients of attention, from tiles of weights that are computed again. (Exercise)
 
+    Size: 35 minutes, difficulty 4, core.
+
     Args:
         q, k, v, is_causal: The inputs of the forward pass; several query heads may share a head of keys.
         o, do: The output, and the gradient of the loss with respect to it; any strides.
@@ -177,6 +185,8 @@ def flash_backward(
 def flash_forward_kernel(q, k, v, o, lse, T, S, scale, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
                          ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
     """Output and logsumexp of one tile of queries; the grid is (query heads, tiles of queries). (Exercise)
+
+    Size: 60 minutes, difficulty 5, core.
 
     Args:
         q, k, v, o: Pointers to contiguous tensors: q and o [heads, T, D], k and v [heads / GROUP, S, D].
@@ -233,6 +243,8 @@ def flash_backward_dq_kernel(q, k, v, o, do, lse, delta, dq, T, S, scale, GROUP:
                              WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
     """Gradient of one tile of queries; the grid is (query heads, tiles of queries). (Exercise)
 
+    Size: 45 minutes, difficulty 5, core.
+
     Args:
         o, do: Pointers to the output and its gradient, [heads, T, D].
         lse: Pointer to the natural logsumexp [heads, T]; -inf for a row without keys, whose gradient is 0.
@@ -277,6 +289,8 @@ def flash_backward_dq_kernel(q, k, v, o, do, lse, delta, dq, T, S, scale, GROUP:
 def flash_backward_dkdv_kernel(q, k, v, do, lse, delta, dk, dv, T, S, scale, GROUP: tl.constexpr, D: tl.constexpr,
                                WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
     """Gradients of one tile of keys and values; the grid is (heads of keys, tiles of keys). (Exercise)
+
+    Size: 45 minutes, difficulty 5, core.
 
     Args:
         do, lse, delta: Pointers to the output's gradient, the natural logsumexp and the row sums of o * do.
@@ -323,6 +337,8 @@ def flash_backward_dkdv_kernel(q, k, v, do, lse, delta, dk, dv, T, S, scale, GRO
 class FlashAttentionTriton(torch.autograd.Function):
     """Attention by the three kernels, as one step of autograd. (Exercise)
 
+    Size: 25 minutes, difficulty 3, core.
+
     Arguments, results, errors and saved tensors are those of `FlashAttentionTorch`, for float32, float16 and bfloat16.
     `launch_forward`, `launch_backward_dq` and `launch_backward_dkdv` choose the tiles and launch a kernel.
     """
@@ -354,6 +370,8 @@ def flash_attention(
     is_causal: bool = False,
 ) -> Float[Tensor, "*lead t d"]:
     """Attention by the fastest implementation that can compute it. (Exercise)
+
+    Size: 15 minutes, difficulty 2, warm-up.
 
     Args:
         q, k, v, is_causal: As for `FlashAttentionTorch`. Under autocast they are cast to its dtype first, except float64.

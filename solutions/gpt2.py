@@ -26,6 +26,8 @@ def layer_norm(
 ) -> Float[Tensor, "... c"]:
     """Normalise features to mean 0 and variance 1, then apply a gain and a bias to each. (Exercise)
 
+    Size: 15 minutes, difficulty 2, core.
+
     Args:
         x: ``[..., C]``, any floating dtype; each vector of C features is normalised by itself.
         weight: Gains ``[C]``.
@@ -56,6 +58,8 @@ class LayerNorm(nn.LayerNorm):
 def gelu_tanh(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """The Gaussian error linear unit, by its tanh formula. (Exercise)
 
+    Size: 10 minutes, difficulty 2, core.
+
     Args:
         x: Any shape, any floating dtype.
 
@@ -75,6 +79,8 @@ def gelu_tanh(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 class CausalSelfAttention(nn.Module):
     """Attention of every position to itself and the positions before it. (Exercise)
+
+    Size: 20 minutes, difficulty 2, core.
 
     Args:
         config: Provides ``dim`` C and ``n_heads`` H.
@@ -106,6 +112,8 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     """Two linear layers with a ``gelu_tanh`` between them, at four times the width. (Exercise)
 
+    Size: 5 minutes, difficulty 1, warm-up.
+
     Args:
         config: Provides ``dim`` C.
 
@@ -130,6 +138,8 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """Attention, then the MLP; each reads a normalised copy of the stream and adds its output to the stream. (Exercise)
+
+    Size: 10 minutes, difficulty 1, core.
 
     Args:
         config: Provides ``dim`` C, ``n_heads`` and ``norm_eps``.
@@ -164,6 +174,8 @@ class Block(nn.Module):
 def init_weights(module: nn.Module, n_layers: int) -> None:
     """Initialise every weight as GPT-2 does, in place. (Exercise)
 
+    Size: 20 minutes, difficulty 3, core.
+
     Weights of ``nn.Embedding`` and ``nn.Linear`` become normal with mean 0 and standard deviation 0.02. Linear layers whose
     name ends in ``c_proj`` write to the residual stream; their standard deviation is ``0.02 / sqrt(2 * n_layers)`` instead. Biases
     of linear layers, where they exist, become 0. Layer norms are left as they are.
@@ -191,6 +203,8 @@ def init_weights(module: nn.Module, n_layers: int) -> None:
 def pad_vocab(n: int, multiple: int = 128) -> int:
     """Round a vocabulary size up to a multiple. (Exercise)
 
+    Size: 5 minutes, difficulty 1, warm-up.
+
     Args:
         n: Number of tokens.
         multiple: The result is divisible by this.
@@ -205,6 +219,8 @@ def pad_vocab(n: int, multiple: int = 128) -> int:
 
 class GPT2(nn.Module):
     """The whole model: takes tokens, returns scores of the next token. (Exercise)
+
+    Size: 30 minutes, difficulty 3, core.
 
     Args:
         config: A ``GPT2Config``.
@@ -265,6 +281,8 @@ class GPT2(nn.Module):
 def count_parameters(config: GPT2Config) -> int:
     """Number of parameters of the model, without building it. (Exercise)
 
+    Size: 15 minutes, difficulty 2, warm-up.
+
     Args:
         config: A ``GPT2Config``.
 
@@ -282,6 +300,8 @@ def count_parameters(config: GPT2Config) -> int:
 
 def convert_hf_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert Transformers' GPT-2 weights to this model's names and layout. (Exercise)
+
+    Size: 20 minutes, difficulty 2, stretch.
 
     Args:
         state_dict: Tensors of a ``GPT2LMHeadModel`` (whose names begin with ``transformer.``) or of OpenAI's checkpoint on the
@@ -311,6 +331,8 @@ def convert_hf_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def load_pretrained(name_or_path: str | os.PathLike) -> GPT2:
     """Load a model from a checkpoint in Transformers' format. (Exercise)
+
+    Size: 25 minutes, difficulty 3, stretch.
 
     Args:
         name_or_path: A folder with ``config.json`` and ``model.safetensors`` (or shards and their index), or a name on

@@ -18,6 +18,8 @@ from solutions.rope import half_to_interleaved, precompute_rope
 class RMSNorm(nn.Module):
     """Scale each vector to a root mean square of 1, then multiply each feature by a weight. (Exercise)
 
+    Size: 10 minutes, difficulty 1, core.
+
     Args:
         dim: Width C of the vectors.
         eps: Added to the mean square, under the root.
@@ -56,6 +58,8 @@ class RMSNorm(nn.Module):
 def swiglu_hidden_dim(dim: int, multiple_of: int = 256, multiplier: float = 1.0) -> int:
     """Width of a SwiGLU that has as many weights as a plain feed-forward layer of width 4 x ``dim``. (Exercise)
 
+    Size: 10 minutes, difficulty 1, warm-up.
+
     Args:
         dim: Model width C.
         multiple_of: The width is rounded up to a multiple of this.
@@ -75,6 +79,8 @@ def swiglu_hidden_dim(dim: int, multiple_of: int = 256, multiplier: float = 1.0)
 
 class SwiGLU(nn.Module):
     """A feed-forward layer with a gate: ``w2(silu(w1 x) * w3 x)``. (Exercise)
+
+    Size: 10 minutes, difficulty 1, core.
 
     Args:
         dim: Model width C.
@@ -105,6 +111,8 @@ class SwiGLU(nn.Module):
 
 class TransformerBlock(nn.Module):
     """Attention, then a feed-forward layer; each reads a normalised copy of its input and adds its output to the input. (Exercise)
+
+    Size: 15 minutes, difficulty 2, core.
 
     Args:
         config: The block uses its ``dim``, ``n_heads``, ``n_kv_heads``, ``hidden_dim`` and ``norm_eps``.
@@ -141,6 +149,8 @@ class TransformerBlock(nn.Module):
 
 class Llama(nn.Module):
     """The whole model: takes tokens, returns scores of the next token. (Exercise)
+
+    Size: 35 minutes, difficulty 3, core.
 
     Args:
         config: The model's sizes.
@@ -211,6 +221,8 @@ class Llama(nn.Module):
 def count_parameters(config: LlamaConfig) -> int:
     """Number of weights of the model, by arithmetic. (Exercise)
 
+    Size: 15 minutes, difficulty 2, warm-up.
+
     Args:
         config: Sizes of the model; no model is built, so 70B costs nothing.
 
@@ -228,6 +240,8 @@ def count_parameters(config: LlamaConfig) -> int:
 def inference_memory_gb(n_parameters: float, bits: int = 16, overhead: float = 1.2) -> float:
     """Rule of thumb for the memory that a model needs to run. (Exercise)
 
+    Size: 5 minutes, difficulty 1, warm-up.
+
     Args:
         n_parameters: Number of weights.
         bits: Bits Q of each stored weight: 32, 16, 8 or 4.
@@ -243,6 +257,8 @@ def inference_memory_gb(n_parameters: float, bits: int = 16, overhead: float = 1
 
 def kv_cache_bytes(config: LlamaConfig, batch: int, length: int, bytes_per_value: int = 2) -> int:
     """Bytes of the cached keys and values of a batch of sequences. (Exercise)
+
+    Size: 10 minutes, difficulty 1, warm-up.
 
     Args:
         config: Sizes of the model; keys and values have ``n_kv_heads`` heads.
@@ -261,6 +277,8 @@ def kv_cache_bytes(config: LlamaConfig, batch: int, length: int, bytes_per_value
 
 def convert_hf_state_dict(state_dict: Mapping[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
     """Rename Transformers' weights to Meta's names and reorder their rotary pairs. (Exercise)
+
+    Size: 30 minutes, difficulty 3, stretch.
 
     Args:
         state_dict: State dict of a ``LlamaForCausalLM``; left unchanged. ``hf_tensors(config)`` maps each of its names to Meta's name
@@ -302,6 +320,8 @@ def sample_next(
     generator: torch.Generator | None = None,
 ) -> Int[Tensor, " b"]:
     """Draw the next token of each sequence. (Exercise)
+
+    Size: 25 minutes, difficulty 3, core.
 
     Args:
         logits: ``[B, V]``; left unchanged.
@@ -353,6 +373,8 @@ def generate(
     generator: torch.Generator | None = None,
 ) -> Iterator[Int[Tensor, " b"]]:
     """Continue the prompts, one token of every sequence at a time. (Exercise)
+
+    Size: 30 minutes, difficulty 3, core.
 
     The whole prompt passes through the model once and fills a cache; after that, each step passes only the newest tokens.
 

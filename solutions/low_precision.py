@@ -29,6 +29,8 @@ def absmax_scale(
 ) -> Float[Tensor, "..."]:
     """The scale that maps a tensor's largest magnitude onto the largest number of an 8-bit format. (Exercise)
 
+    Size: 20 minutes, difficulty 2, core.
+
     Args:
         x: Any shape and floating dtype; for blocks a matrix.
         dtype: ``torch.float8_e4m3fn``, ``torch.float8_e5m2`` or ``torch.int8``.
@@ -56,6 +58,8 @@ def absmax_scale(
 def quantize(x: Float[Tensor, "..."], scale: Float[Tensor, "..."], dtype: torch.dtype) -> Tensor:
     """Divide by the scale and round to a format of 8 bits. (Exercise)
 
+    Size: 15 minutes, difficulty 2, core.
+
     Args:
         x: Any shape and floating dtype; left unchanged.
         scale: What `absmax_scale` returns: anything that broadcasts with x, or one for each block of 128 x 128.
@@ -75,6 +79,8 @@ def quantize(x: Float[Tensor, "..."], scale: Float[Tensor, "..."], dtype: torch.
 def dequantize(q: Tensor, scale: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Back to float32: each number times its scale. (Exercise)
 
+    Size: 5 minutes, difficulty 1, warm-up.
+
     Args:
         q: What `quantize` returned.
         scale: The scale that `quantize` was given.
@@ -89,6 +95,8 @@ def dequantize(q: Tensor, scale: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 def quantization_error(x: Float[Tensor, "m n"], dtype: torch.dtype, granularity: str) -> float:
     """How much of a tensor survives rounding: signal over noise, in decibels. (Exercise)
+
+    Size: 15 minutes, difficulty 2, stretch.
 
     Args:
         x: A matrix.
@@ -116,6 +124,8 @@ def scaled_matmul(
 ) -> Float[Tensor, "m n"]:
     """The product of two quantized matrices. (Exercise)
 
+    Size: 15 minutes, difficulty 2, core.
+
     Args:
         a: ``[M, K]`` of 8 bits.
         b: ``[K, N]`` of 8 bits.
@@ -140,6 +150,8 @@ def scaled_matmul(
 
 class DelayedScale:
     """A scale from the past, so that a tensor can be rounded without being read twice. (Exercise)
+
+    Size: 25 minutes, difficulty 3, core.
 
     Args:
         history: Number of past steps that are remembered; `check_history` raises a ``ValueError`` if it is below 1.
@@ -177,6 +189,8 @@ class DelayedScale:
 
 class Float8Linear(nn.Module):
     """A linear layer whose three products, forward and backward, are computed in float8. (Exercise)
+
+    Size: 40 minutes, difficulty 4, core.
 
     Args:
         linear: The layer; its parameters are used, not copied, and stay in their dtype.
@@ -233,6 +247,8 @@ class Float8Linear(nn.Module):
 def mx_quantize(x: Float[Tensor, "... n"], block: int = 32) -> tuple[Tensor, Tensor]:
     """Microscaling: each block of 32 numbers shares a power of two. (Exercise)
 
+    Size: 25 minutes, difficulty 3, core.
+
     Args:
         x: ``[..., n]``, any floating dtype.
         block: Numbers that share a scale, along the last dimension; it divides n.
@@ -270,6 +286,8 @@ def quantize_int4(
 ) -> tuple[UInt8[Tensor, "n k"], Float[Tensor, "n g"], UInt8[Tensor, "n g"]]:
     """Round each group of weights to sixteen levels, evenly spaced from its smallest weight to its largest. (Exercise)
 
+    Size: 20 minutes, difficulty 2, core.
+
     Args:
         weight: ``[N, K]``.
         group_size: Numbers of a row that share a scale and a zero point; it divides K.
@@ -294,6 +312,8 @@ def quantize_int4(
 def pack_int4(q: UInt8[Tensor, "... k"]) -> UInt8[Tensor, "... half_k"]:
     """Two levels in a byte: the one at an even place in the low four bits, the one at an odd place in the high four. (Exercise)
 
+    Size: 15 minutes, difficulty 2, core.
+
     Returns:
         uint8, with half as many numbers along the last dimension; q is left unchanged.
 
@@ -311,6 +331,8 @@ def pack_int4(q: UInt8[Tensor, "... k"]) -> UInt8[Tensor, "... half_k"]:
 def unpack_int4(packed: UInt8[Tensor, "... half_k"]) -> UInt8[Tensor, "... k"]:
     """The levels that `pack_int4` packed. (Exercise)
 
+    Size: 5 minutes, difficulty 1, warm-up.
+
     Returns:
         uint8, 0 to 15, with twice as many numbers along the last dimension.
     """
@@ -324,6 +346,8 @@ def int4_matmul_kernel(
     x, packed, scale, zero, out, M, N, K, group, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr
 ):
     """A tile of rows times a tile of packed weights, which are unpacked on the chip; the grid is (tiles of rows, tiles of columns). (Exercise)
+
+    Size: 45 minutes, difficulty 4, core.
 
     Args:
         x, packed, out: Pointers to contiguous ``[M, K]``, uint8 ``[N, K / 2]`` and ``[M, N]``.
@@ -356,6 +380,8 @@ def int4_matmul_kernel(
 
 class Int4Linear(nn.Module):
     """A linear layer for inference whose weights have four bits. (Exercise)
+
+    Size: 25 minutes, difficulty 3, core.
 
     Args:
         linear: The layer to quantize; left unchanged.
@@ -395,6 +421,8 @@ def gptq(
     weight: Float[Tensor, "n k"], hessian: Float[Tensor, "k k"], group_size: int = 128
 ) -> tuple[UInt8[Tensor, "n k"], Float[Tensor, "n g"], UInt8[Tensor, "n g"]]:
     """Round weights to four bits column by column, and let later columns make good the error of each. (Exercise)
+
+    Size: 45 minutes, difficulty 5, core.
 
     Args:
         weight: ``[N, K]``; left unchanged.

@@ -16,6 +16,8 @@ Array = TypeVar("Array", bound=np.ndarray)
 def scatter_scale_average(comm: "MPI.Comm", values: Sequence[float] | None, factor: float = 0.5) -> float:
     """The mean of rank 0's numbers, each of which a different rank scales. (Exercise)
 
+    Size: 20 minutes, difficulty 2, warm-up.
+
     Rank 0 scatters the numbers, and every rank multiplies its own by ``factor``. A reduce gives rank 0 the sum; rank 0
     divides it by R and broadcasts the mean.
 
@@ -48,6 +50,8 @@ def scatter_scale_average(comm: "MPI.Comm", values: Sequence[float] | None, fact
 
 def tree_broadcast(comm: "MPI.Comm", array: Array, root: int = 0) -> Array:
     """Copy the root's array to every rank, along a binomial tree of messages. (Exercise)
+
+    Size: 30 minutes, difficulty 3, core.
 
     Args:
         comm: The communicator, of R ranks.
@@ -86,6 +90,8 @@ def tree_broadcast(comm: "MPI.Comm", array: Array, root: int = 0) -> Array:
 def ring_all_reduce(comm: "MPI.Comm", array: np.ndarray) -> np.ndarray:
     """The sum of all ranks' arrays, on every rank, by messages to the right neighbour only. (Exercise)
 
+    Size: 40 minutes, difficulty 4, core.
+
     The array is cut into R chunks whose lengths differ by at most one (some are empty if it is shorter than R). After R - 1
     steps of reduce-scatter each rank has one chunk that is fully summed; R - 1 steps of all-gather pass the sums on.
 
@@ -122,6 +128,8 @@ def ring_all_reduce(comm: "MPI.Comm", array: np.ndarray) -> np.ndarray:
 
 def all_reduce_seconds(n_bytes: float, n_ranks: int, latency_s: float, bandwidth: float, algorithm: str) -> float:
     """How long an all-reduce takes, if a message of n bytes takes latency + n / bandwidth. (Exercise)
+
+    Size: 20 minutes, difficulty 2, core.
 
     Args:
         n_bytes: Size of the array on each rank.
@@ -160,6 +168,8 @@ def all_reduce_seconds(n_bytes: float, n_ranks: int, latency_s: float, bandwidth
 
 def average_gradients_mpi(comm: "MPI.Comm", module: nn.Module) -> None:
     """Replace every gradient by its mean over the ranks, with one all-reduce for the whole module. (Exercise)
+
+    Size: 25 minutes, difficulty 3, core.
 
     Args:
         comm: The communicator, of R ranks.

@@ -20,6 +20,8 @@ from lib.given.parallel.recompute import Enough, conditions_of, keep_in_graph
 def partition_layers(costs: Sequence[float], n_stages: int) -> list[range]:
     """Cut a list of layers into stages so that the most expensive stage is as cheap as possible. (Exercise)
 
+    Size: 30 minutes, difficulty 3, core.
+
     Args:
         costs, n_stages: Cost of each layer in any one unit (FLOPs, seconds, bytes), none negative; number of stages.
 
@@ -48,6 +50,8 @@ def partition_layers(costs: Sequence[float], n_stages: int) -> list[range]:
 def gpipe_schedule(stage: int, n_stages: int, n_micro: int) -> list[Action]:
     """What a stage does under GPipe: all forwards, then all backwards. (Exercise)
 
+    Size: 5 minutes, difficulty 1, warm-up.
+
     Args:
         stage, n_stages, n_micro: Index of the stage from 0, numbers of stages and of micro-batches.
 
@@ -73,6 +77,8 @@ def _alternate(forwards: list[Action], backwards: list[Action], n_ahead: int) ->
 def one_f_one_b_schedule(stage: int, n_stages: int, n_micro: int) -> list[Action]:
     """What a stage does under 1F1B: it runs each backward as soon as it can, and so frees memory early. (Exercise)
 
+    Size: 15 minutes, difficulty 2, core.
+
     Returns:
         ``2 * n_micro`` actions: first ``n_stages - stage`` forwards (all, if there are fewer micro-batches); then a backward and a forward in turn; at the
         end the backwards that are left. Both kinds are in ascending order of micro-batches, and at most ``n_stages - stage`` of them wait for their backward.
@@ -87,6 +93,8 @@ def one_f_one_b_schedule(stage: int, n_stages: int, n_micro: int) -> list[Action
 
 def interleaved_schedule(stage: int, n_stages: int, n_micro: int, n_chunks: int) -> list[Action]:
     """What a stage does under interleaved 1F1B, where it holds several chunks of layers. (Exercise)
+
+    Size: 25 minutes, difficulty 4, core.
 
     Args:
         stage, n_stages, n_micro, n_chunks: As in ``gpipe_schedule``; ``n_chunks`` is the number of chunks on each stage. Chunk c of stage s is layer group ``c * n_stages + s``.
@@ -113,6 +121,8 @@ def interleaved_schedule(stage: int, n_stages: int, n_micro: int, n_chunks: int)
 
 def zero_bubble_schedule(stage: int, n_stages: int, n_micro: int) -> list[Action]:
     """What a stage does under ZB-H1: the gradients of the weights, for which no other stage waits, fill the bubble. (Exercise)
+
+    Size: 20 minutes, difficulty 3, core.
 
     Returns:
         ``3 * n_micro`` actions: those of ``one_f_one_b_schedule`` in their order, and a "W" for each micro-batch. The "W" of micro-batch ``m - stage`` comes right after
@@ -141,6 +151,8 @@ def simulate(
     schedules: Sequence[Sequence[Action]], durations: Mapping[str, float] | Sequence[Mapping[str, float]]
 ) -> list[Work]:
     """When each stage runs each of its actions, if messages take no time. (Exercise)
+
+    Size: 45 minutes, difficulty 4, core.
 
     A stage runs its list in order, each action as soon as the stage is free and what the action needs has ended. With R stages, chunk c of stage s is layer group
     ``g = c * R + s``. For each micro-batch, "F" of group g needs "F" of group g - 1; "B" needs "F" of the same group and "B" of group g + 1; "W" needs "B" of the same group.
@@ -183,6 +195,8 @@ def simulate(
 
 def checkpoint(function: Callable, *args):
     """Call a function, keep only its inputs, and compute the rest again when backward needs it. (Exercise)
+
+    Size: 50 minutes, difficulty 5, core.
 
     Args:
         function, *args: Called as ``function(*args)``; may use parameters, draw random numbers, call ``checkpoint``. Arguments may be anything; tensors may require gradients or not.
@@ -248,6 +262,8 @@ class _DeferredProduct(torch.autograd.Function):
 class DeferredLinear(nn.Module):
     """A linear layer with a backward in two parts. (Exercise)
 
+    Size: 35 minutes, difficulty 4, core.
+
     Attributes:
         weight, bias: Those of the ``nn.Linear`` that it replaces: the same ``nn.Parameter`` objects, no copies; ``bias`` may be None.
         pending: A deque with an entry for each backward whose weight gradients have not been computed yet, oldest first.
@@ -283,6 +299,8 @@ class DeferredLinear(nn.Module):
 
 class PipelineStage(nn.Module):
     """A group of layers on one rank: forward and backward of one micro-batch at a time, in any order. (Exercise)
+
+    Size: 45 minutes, difficulty 4, core.
 
     The arguments are its attributes, under their names.
 
@@ -385,6 +403,8 @@ def run_schedule(
     micro_targets: Sequence[Tensor], loss_function: Callable, group: dist.ProcessGroup | None = None
 ) -> Float[Tensor, ""]:  # fmt: skip
     """Run this rank's schedule for one batch, and exchange activations and gradients with the other ranks. (Exercise)
+
+    Size: 45 minutes, difficulty 5, core.
 
     Args:
         stages, group: This rank's chunks in order; chunk c of rank s of R is layer group ``c * R + s``. The R ranks; None means the stages' ``group``.

@@ -11,6 +11,8 @@ from torch import Tensor
 def rope_frequencies(head_dim: int, theta: float = 10_000.0, device=None) -> Float[Tensor, " half_d"]:
     """Angular frequency of each pair of features. (Exercise)
 
+    Size: 10 minutes, difficulty 2, core.
+
     Args:
         head_dim: Width D of a head; even.
         theta: Base of the geometric progression.
@@ -36,6 +38,8 @@ def rope_frequencies(head_dim: int, theta: float = 10_000.0, device=None) -> Flo
 
 def rotation_matrix(position: int, head_dim: int, theta: float = 10_000.0) -> Float[Tensor, "d d"]:
     """The rotation of one position, as a whole matrix. (Exercise)
+
+    Size: 15 minutes, difficulty 2, core.
 
     Args:
         position: Position m of the token; the first token is at 0.
@@ -65,6 +69,8 @@ def precompute_rope(
 ) -> Complex[Tensor, "context_len half_d"]:
     """The rotations of every position up to ``context_len``, as complex numbers. (Exercise)
 
+    Size: 10 minutes, difficulty 2, core.
+
     Args:
         head_dim: Width D of a head; even.
         context_len: Number of positions, 0 .. context_len - 1.
@@ -92,6 +98,8 @@ def precompute_rope(
 
 def apply_rope(x: Float[Tensor, "b t h d"], rope: Complex[Tensor, "t half_d"]) -> Float[Tensor, "b t h d"]:
     """Rotate each pair of features of queries or keys by the position of its token. (Exercise)
+
+    Size: 20 minutes, difficulty 3, core.
 
     Args:
         x: Queries or keys of any floating dtype, also float64, and of any strides; not changed.
@@ -123,6 +131,8 @@ def apply_rope(x: Float[Tensor, "b t h d"], rope: Complex[Tensor, "t half_d"]) -
 def interleaved_to_half(weight: Float[Tensor, "h_d c"], n_heads: int) -> Float[Tensor, "h_d c"]:
     """Reorder a projection's rows from neighbouring pairs to split halves. (Exercise)
 
+    Size: 10 minutes, difficulty 2, warm-up.
+
     Args:
         weight: Query or key projection ``[H*D, C]`` whose rotary pairs are rows (2i, 2i + 1) of each head.
         n_heads: Number of heads H in ``weight`` (for keys under grouped queries: the number of key heads).
@@ -140,6 +150,8 @@ def interleaved_to_half(weight: Float[Tensor, "h_d c"], n_heads: int) -> Float[T
 def half_to_interleaved(weight: Float[Tensor, "h_d c"], n_heads: int) -> Float[Tensor, "h_d c"]:
     """Reorder a projection's rows from split halves to neighbouring pairs. (Exercise)
 
+    Size: 10 minutes, difficulty 2, warm-up.
+
     Args:
         weight: Query or key projection ``[H*D, C]`` whose rotary pairs are rows (i, i + D/2) of each head.
         n_heads: Number of heads H in ``weight``.
@@ -154,7 +166,9 @@ def half_to_interleaved(weight: Float[Tensor, "h_d c"], n_heads: int) -> Float[T
 
 
 def interpolate_positions(context_len: int, trained_len: int) -> Float[Tensor, " context_len"]:
-    """Positions of a long context, squeezed into the range that a model was trained on. (Exercise, stretch)
+    """Positions of a long context, squeezed into the range that a model was trained on. (Exercise)
+
+    Size: 10 minutes, difficulty 2, stretch.
 
     Args:
         context_len: Number of positions in the context.

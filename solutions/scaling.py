@@ -21,6 +21,8 @@ from solutions.training import hours_per_epoch
 def training_memory_bytes(config: FFNConfig, tokens: float) -> dict[str, float]:
     """Bytes that one device needs to train a model of feed-forward blocks. (Exercise)
 
+    Size: 10 minutes, difficulty 1, warm-up.
+
     Args:
         config: L blocks of two matrices each, C x F and F x C; no attention, no embedding, no biases.
         tokens: Tokens in the batch.
@@ -42,6 +44,8 @@ def training_memory_bytes(config: FFNConfig, tokens: float) -> dict[str, float]:
 
 def fsdp_memory_bytes(config: FFNConfig, tokens: float, n_devices: int) -> float:
     """Bytes on each of R devices when the states and every second layer's activations are sharded. (Exercise)
+
+    Size: 15 minutes, difficulty 2, core.
 
     Args:
         config, tokens: As for ``training_memory_bytes``.
@@ -67,6 +71,8 @@ def fsdp_memory_bytes(config: FFNConfig, tokens: float, n_devices: int) -> float
 
 def min_fsdp_devices(config: FFNConfig, tokens: float, device_bytes: float) -> int:
     """The smallest number of devices on which the model fits, by ``fsdp_memory_bytes``. (Exercise)
+
+    Size: 20 minutes, difficulty 3, core.
 
     Args:
         config, tokens, device_bytes: As for ``training_memory_bytes``; memory of one device, where an exact fit still fits.
@@ -102,6 +108,8 @@ def compute_bound_batch(
     config: FFNConfig, x: int, y: int, peak_flops: float, bandwidth: float, m_x: int = 2, m_y: int = 1
 ) -> int:
     """The smallest batch whose arithmetic can hide the forward pass's communication. (Exercise)
+
+    Size: 25 minutes, difficulty 3, core.
 
     Args:
         config: Only its F matters.
@@ -139,6 +147,8 @@ def compute_bound_batch(
 def choose_gpu(n_parameters: float, mode: str, bits: int) -> Choice:
     """The cheapest GPU on which a model fits. (Exercise)
 
+    Size: 20 minutes, difficulty 2, core.
+
     Args:
         n_parameters, bits: Number of weights; bits of each value (PyTorch's AdamW creates moments in the weights' dtype).
         mode: "inference", which holds the weights only, or "training", which also holds a gradient and two moments for each.
@@ -170,6 +180,8 @@ def choose_gpu(n_parameters: float, mode: str, bits: int) -> Choice:
 def epoch_cost(items_per_second: float, dataset_size: int, dollars_per_hour: float) -> float:
     """The price of one epoch. (Exercise)
 
+    Size: 5 minutes, difficulty 1, warm-up.
+
     Args:
         items_per_second, dataset_size: Images or tokens, of all devices together in a second, and in the data set.
         dollars_per_hour: Price of all devices together.
@@ -195,6 +207,8 @@ def local_sgd_step(
     group: dist.ProcessGroup | None = None,
 ) -> Float[Tensor, ""]:
     """One round of DiLoCo: every rank trains alone for some steps, then all take one common step. (Exercise)
+
+    Size: 30 minutes, difficulty 3, core.
 
     Args:
         model: The same on all ranks at first. ``model(*batch)`` returns ``(logits, loss)`` as in chapter 7, or just the loss.
@@ -262,6 +276,8 @@ def layout_costs(
 ) -> dict[str, float]:
     """Predicted seconds of one training step, and bytes on each device, for one way to lay a model out. (Exercise)
 
+    Size: 35 minutes, difficulty 4, core.
+
     Args:
         config: Widths C and F, L blocks. T divides F, and P divides L.
         layout: Degrees ``data`` D, ``sharded`` S, ``tensor`` T and ``pipeline`` P.
@@ -315,6 +331,8 @@ def plan(
     peak_flops: float = 989e12,
 ) -> Plan:
     """The fastest layout that fits, found by trying every one. (Exercise)
+
+    Size: 35 minutes, difficulty 4, core.
 
     Args:
         config, n_devices: The model, and the number of devices; the layout uses all of them.

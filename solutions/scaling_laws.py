@@ -21,6 +21,8 @@ DELTA = 1e-3
 def fit_power_law(x: Float[np.ndarray, " n"], y: Float[np.ndarray, " n"]) -> PowerLaw:
     """Fit ``y = a * x**-alpha + floor`` to points, robustly. (Exercise)
 
+    Size: 20 minutes, difficulty 2, core.
+
     Args:
         x: Sizes, tokens or steps ``[n]``: positive; an array, a tensor or a list.
         y: Losses ``[n]``: positive.
@@ -107,6 +109,8 @@ def bootstrap(
 ) -> dict[str, tuple[float, float]]:
     """Intervals for the numbers of a fit, from fits to points drawn with replacement. (Exercise)
 
+    Size: 30 minutes, difficulty 3, core.
+
     Args:
         fit: Takes the k columns of the points, as in ``fit(x, y)``; if it has only one parameter, it takes the rows ``[n, k]``. It
             returns a dataclass of numbers, a mapping of numbers or one number.
@@ -160,6 +164,8 @@ def learning_curve_prediction(
 ) -> tuple[float, float, float]:
     """Predict where a run will end, from its first part. (Exercise)
 
+    Size: 15 minutes, difficulty 3, stretch.
+
     Args:
         steps: Positive steps at which the loss was measured, after the warm-up and at a constant learning rate.
         losses: The losses at these steps.
@@ -189,6 +195,8 @@ def learning_curve_prediction(
 
 def wsd_schedule(step: int, max_lr: float, warmup_steps: int, decay_start: int, max_steps: int) -> float:
     """Learning rate of a step: warm up, stay, decay. (Exercise)
+
+    Size: 15 minutes, difficulty 2, core.
 
     Args:
         step: Number of the step, from 0.
@@ -225,6 +233,8 @@ def fit_parametric(
 ) -> Chinchilla:
     """Fit ``loss = e + a / N**alpha + b / D**beta`` to runs of several sizes and lengths. (Exercise)
 
+    Size: 25 minutes, difficulty 3, core.
+
     Args:
         n_parameters: Sizes N of the runs ``[n]``.
         n_tokens: Tokens D of the runs ``[n]``.
@@ -252,6 +262,8 @@ def fit_parametric(
 
 def isoflop_minimum(n_parameters: Float[np.ndarray, " n"], losses: Float[np.ndarray, " n"]) -> float:
     """The best size at one amount of compute: the minimum of a parabola in log N. (Exercise)
+
+    Size: 30 minutes, difficulty 3, core.
 
     Args:
         n_parameters: Sizes N of runs that cost equally many FLOPs ``[n]``.
@@ -285,6 +297,8 @@ def isoflop_minimum(n_parameters: Float[np.ndarray, " n"], losses: Float[np.ndar
 def compute_optimal(flops: float, law: Chinchilla) -> tuple[float, float]:
     """The size and the tokens with the lowest loss for a given amount of compute. (Exercise)
 
+    Size: 25 minutes, difficulty 3, core.
+
     Args:
         flops: Compute of the run; a run costs 6 N D.
         law: The loss as a function of N and D.
@@ -311,6 +325,8 @@ def critical_batch_size(
     small_norms: Sequence[float], large_norms: Sequence[float], small: float, large: float
 ) -> float:
     """The gradient noise scale: the batch at which noise and gradient are equally large. (Exercise)
+
+    Size: 30 minutes, difficulty 4, core.
 
     Args:
         small_norms: Norms, not squared, of gradients that are means over batches of ``small`` examples.
@@ -345,6 +361,8 @@ def critical_batch_size(
 
 def mup_multipliers(width: int, base_width: int, kind: str) -> dict[str, float]:
     """How to change a weight's initialisation, learning rate and output when a model gets wider. (Exercise)
+
+    Size: 25 minutes, difficulty 4, stretch.
 
     Args:
         width: Width C of the model.

@@ -42,6 +42,8 @@ def benchmark(
 ) -> Timing:
     """Time a function after a warm-up, waiting for the accelerator before each reading of the clock. (Exercise)
 
+    Size: 30 minutes, difficulty 3, core.
+
     Args:
         fn: The function to time, called without arguments ``warmup + repeats`` times; its result is dropped.
         warmup: Calls that are not timed, 0 or more.
@@ -96,6 +98,8 @@ def _synchronize(device: torch.device | str | None) -> None:
 def matmul_flops(m: int, k: int, n: int) -> int:
     """Floating-point operations of a matrix product. (Exercise)
 
+    Size: 5 minutes, difficulty 1, warm-up.
+
     Args:
         m: Rows of the left factor ``[m, k]``.
         k: Columns of the left, rows of the right.
@@ -115,6 +119,8 @@ def matmul_flops(m: int, k: int, n: int) -> int:
 def roofline_seconds(flops: float, bytes_moved: float, peak_flops: float, bandwidth: float) -> float:
     """The least time that a processor needs, if arithmetic and memory traffic overlap perfectly. (Exercise)
 
+    Size: 10 minutes, difficulty 1, core.
+
     Args:
         flops: Operations to do.
         bytes_moved: Bytes to read from memory and to write to it.
@@ -133,6 +139,8 @@ def roofline_seconds(flops: float, bytes_moved: float, peak_flops: float, bandwi
 
 def attention_flops(config: GPT2Config | ViTConfig, length: int, causal: bool) -> int:
     """FLOPs of attention's scores and weighted values in all layers, for the forward pass of one sequence. (Exercise)
+
+    Size: 15 minutes, difficulty 2, core.
 
     Args:
         config: Gives ``dim`` C and ``n_layers`` L.
@@ -156,6 +164,8 @@ def attention_flops(config: GPT2Config | ViTConfig, length: int, causal: bool) -
 def training_flops_per_token(config: GPT2Config) -> int:
     """FLOPs of GPT-2's training step, forward and backward, for each token. (Exercise)
 
+    Size: 15 minutes, difficulty 2, core.
+
     Args:
         config: A ``GPT2Config``; sequences are ``context_len`` long.
 
@@ -177,6 +187,8 @@ def training_flops_per_token(config: GPT2Config) -> int:
 
 def vit_training_flops_per_image(config: ViTConfig) -> int:
     """FLOPs of a vision transformer's training step, forward and backward, for each image. (Exercise)
+
+    Size: 20 minutes, difficulty 2, stretch.
 
     Args:
         config: A ``ViTConfig``.
@@ -200,6 +212,8 @@ def vit_training_flops_per_image(config: ViTConfig) -> int:
 def mfu(items_per_second: float, flops_per_item: float, peak_flops: float) -> float:
     """The share of a processor's peak that the model's arithmetic uses. (Exercise)
 
+    Size: 5 minutes, difficulty 1, core.
+
     Args:
         items_per_second: Tokens or images that the program trains on in a second.
         flops_per_item: FLOPs that the model needs for one of them, forward and backward; recomputation does not count.
@@ -217,6 +231,8 @@ def mfu(items_per_second: float, flops_per_item: float, peak_flops: float) -> fl
 
 def saved_activation_bytes(fn: Callable[[], Any]) -> int:
     """Bytes that autograd keeps for the backward pass of a call. (Exercise)
+
+    Size: 30 minutes, difficulty 4, core.
 
     Args:
         fn: Called once, without arguments; its result is dropped.
@@ -245,6 +261,8 @@ def saved_activation_bytes(fn: Callable[[], Any]) -> int:
 
 def attention_activation_bytes(batch: int, heads: int, length: int, head_dim: int, bytes_per_value: int) -> int:
     """Bytes that naive attention keeps for its backward pass. (Exercise)
+
+    Size: 15 minutes, difficulty 3, core.
 
     Args:
         batch: Sequences B.
@@ -279,6 +297,8 @@ class StepProfile:
 
 def profile_step(step_fn: Callable[[], Any], path: str | os.PathLike) -> StepProfile:
     """Run one step under the profiler, write its trace, and add up its times. (Exercise)
+
+    Size: 40 minutes, difficulty 4, stretch.
 
     Args:
         step_fn: Called once, without arguments; it names its parts with ``torch.profiler.record_function("forward")``.
@@ -378,6 +398,8 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
 @contextmanager
 def memory_timeline(path: str | os.PathLike) -> Iterator[list[dict[str, Any]]]:
     """Follow the memory that tensors take while a block of code runs. (Exercise)
+
+    Size: 40 minutes, difficulty 4, stretch.
 
     Use it as ``with memory_timeline("memory.json") as events: step()``. It writes the file when the block ends, also when
     the block ends with an exception: you need the file most when memory ran out.

@@ -20,6 +20,8 @@ Pair = tuple[bytes, bytes]
 class WordTokenizer:
     """A table of words, each with a number. (Exercise)
 
+    Size: 15 minutes, difficulty 1, warm-up.
+
     Words are separated by white space and put in lower case. The table begins with the words of a text, in sorted
     order. ``encode`` gives a word that it has never seen the next free id, and remembers it. ``decode`` joins the words
     of the ids with spaces.
@@ -67,6 +69,8 @@ class WordTokenizer:
 def count_pairs(word_counts: Mapping[Symbols, int]) -> Counter[Pair]:
     """How often each pair of neighbouring symbols occurs in a text. (Exercise)
 
+    Size: 10 minutes, difficulty 1, core.
+
     Args:
         word_counts: Each distinct word, as a tuple of its symbols, with the number of times that the text has it.
 
@@ -88,6 +92,8 @@ def count_pairs(word_counts: Mapping[Symbols, int]) -> Counter[Pair]:
 
 def merge_pair(symbols: Sequence[bytes], pair: Pair) -> Symbols:
     """Join every occurrence of a pair into one symbol. (Exercise)
+
+    Size: 15 minutes, difficulty 2, core.
 
     Args:
         symbols: The symbols of one word.
@@ -177,6 +183,8 @@ class _PairIndex:
 
 def train_bpe(text: str, vocab_size: int, special_tokens: Sequence[str] = ()) -> tuple[dict[int, bytes], list[Pair]]:
     """Learn a vocabulary by joining the most frequent pair, again and again. (Exercise)
+
+    Size: 30 minutes, difficulty 3, core.
 
     The text is cut at its special tokens, and what is between them is cut into words by ``PRE_TOKEN``. Pairs are
     counted inside words. After a merge the pair counts are updated, not counted again: a merge visits only the words
@@ -268,6 +276,8 @@ def _words(text: str, start: int, end: int) -> Iterator[tuple[str, int, bool]]:
 
 class BPETokenizer:
     """Byte-pair encoding with a given vocabulary. (Exercise)
+
+    Size: 45 minutes, difficulty 4, core.
 
     A text is first cut at its special tokens; where several begin at the same place, the longest wins. What is between
     them is cut into words by ``PRE_TOKEN``. Inside a word, the pair that comes first in ``merges`` is joined, everywhere
@@ -361,6 +371,8 @@ class BPETokenizer:
 
 def embed(ids: Int[Tensor, "..."], weight: Float[Tensor, "v c"]) -> Float[Tensor, "... c"]:
     """The vectors of tokens, as a product of one-hot rows with the table. (Exercise)
+
+    Size: 5 minutes, difficulty 1, warm-up.
 
     Args:
         ids: Token ids, of any shape.

@@ -24,6 +24,8 @@ def vector_add_kernel(x, y, out, n, BLOCK: tl.constexpr):
 def vector_add(x: Float[Tensor, "..."], y: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Sum of two tensors, computed by a kernel. (Exercise)
 
+    Size: 20 minutes, difficulty 2, warm-up.
+
     Args:
         x: Any shape and strides, also empty; float32, float16 or, on a GPU, bfloat16.
         y: The same shape, dtype and device as x.
@@ -125,6 +127,8 @@ class WeightedSum(torch.autograd.Function):
 def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"]) -> Float[Tensor, "..."]:
     """Sum over the last dimension, each feature times its weight, with a backward pass. (Exercise)
 
+    Size: 20 minutes, difficulty 2, core.
+
     Args:
         x: [..., D], any strides, also empty; float32, float16 or, on a GPU, bfloat16.
         weight: [D], any stride, with the dtype and device of x.
@@ -167,6 +171,8 @@ def softmax_kernel(x, out, width, row_stride, BLOCK: tl.constexpr):
 
 def softmax_rows(x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
     """Softmax of each row of a matrix, in one pass over memory. (Exercise)
+
+    Size: 20 minutes, difficulty 3, core.
 
     Args:
         x: [N, D], any strides, also empty; float32, float16 or, on a GPU, bfloat16. Scores may be -inf.
@@ -227,6 +233,8 @@ def matmul_kernel(
 def matmul(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> Float[Tensor, "m n"]:
     """Product of two matrices, computed in tiles. (Exercise)
 
+    Size: 40 minutes, difficulty 4, core.
+
     Args:
         a: [M, K], any strides, also empty; float32, float16 or, on a GPU, bfloat16.
         b: [K, N], any strides, with the dtype and device of a.
@@ -275,6 +283,8 @@ def rms_norm_kernel(x, weight, out, width, row_stride, eps, BLOCK: tl.constexpr)
 
 def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"], eps: float = 1e-5) -> Float[Tensor, "... d"]:
     """Chapter 4's RMSNorm, in one pass over memory. (Exercise)
+
+    Size: 30 minutes, difficulty 3, core.
 
     Args:
         x: [..., D], any strides, also empty; float32, float16 or, on a GPU, bfloat16.

@@ -31,6 +31,8 @@ def _check_sides(height: int, width: int, patch: int) -> None:
 def patchify_unfold(images: Float[Tensor, "b ch height width"], patch: int) -> Float[Tensor, "b n ch_p_p"]:
     """Cut images into patches, with a sliding window that steps by its own size. (Exercise)
 
+    Size: 15 minutes, difficulty 2, warm-up.
+
     Args:
         images: ``[B, ch, height, width]``.
         patch: Side P of a patch, in pixels.
@@ -54,6 +56,8 @@ def patchify_unfold(images: Float[Tensor, "b ch height width"], patch: int) -> F
 def patchify_einops(images: Float[Tensor, "b ch height width"], patch: int) -> Float[Tensor, "b n ch_p_p"]:
     """The same cut as one rearrangement of axes. (Exercise)
 
+    Size: 10 minutes, difficulty 2, core.
+
     Args:
         images: ``[B, ch, height, width]``, of any dtype.
         patch: Side P of a patch, in pixels.
@@ -74,6 +78,8 @@ def unpatchify(
     patches: Float[Tensor, "b n ch_p_p"], patch: int, height: int, width: int
 ) -> Float[Tensor, "b ch height width"]:
     """Put the patches back together: the exact inverse. (Exercise)
+
+    Size: 20 minutes, difficulty 2, stretch.
 
     Args:
         patches: ``[B, N, ch*P*P]``.
@@ -103,6 +109,8 @@ def unpatchify(
 def conv_from_linear(weight: Float[Tensor, "c ch_p_p"], channels: int, patch: int) -> Float[Tensor, "c ch p p"]:
     """Turn the matrix that projects patches into a convolution kernel that does the same to the image. (Exercise)
 
+    Size: 15 minutes, difficulty 2, stretch.
+
     Args:
         weight: Weight ``[C, ch*P*P]`` of an ``nn.Linear`` from a patch to the model width.
         channels: Number ch of channels.
@@ -118,6 +126,8 @@ def conv_from_linear(weight: Float[Tensor, "c ch_p_p"], channels: int, patch: in
 
 class ImageEmbeddings(nn.Module):
     """Project the patches, put a class token before them, and add a learned position to each. (Exercise)
+
+    Size: 20 minutes, difficulty 2, core.
 
     Args:
         config: Sizes.
@@ -159,6 +169,8 @@ class ImageEmbeddings(nn.Module):
 class EncoderAttention(nn.Module):
     """Attention in which every token sees every other token. (Exercise)
 
+    Size: 15 minutes, difficulty 2, core.
+
     Args:
         config: Sizes.
 
@@ -183,6 +195,8 @@ class EncoderAttention(nn.Module):
 
 class MLP(nn.Module):
     """Two linear layers with a GELU between them, applied to each token separately. (Exercise)
+
+    Size: 5 minutes, difficulty 1, warm-up.
 
     Args:
         config: Sizes, and ``gelu``: "exact" is the form with the error function, "tanh" its approximation.
@@ -213,6 +227,8 @@ class MLP(nn.Module):
 class ViTBlock(nn.Module):
     """Attention, then an MLP; each reads its input through a LayerNorm and adds its output to the input. (Exercise)
 
+    Size: 10 minutes, difficulty 1, core.
+
     Args:
         config: Sizes; both LayerNorms use ``eps``.
 
@@ -242,6 +258,8 @@ class ViTBlock(nn.Module):
 
 class VisionTransformer(nn.Module):
     """The whole model: takes images, returns one score per class. (Exercise)
+
+    Size: 20 minutes, difficulty 2, core.
 
     Args:
         config: Sizes, and ``pooling``: the head reads, after ``norm``, either the class "token" or the "mean" of the N patches,
@@ -281,6 +299,8 @@ class VisionTransformer(nn.Module):
 def count_parameters(config: ViTConfig) -> int:
     """Number of parameters of the model, without building it. (Exercise)
 
+    Size: 15 minutes, difficulty 2, warm-up.
+
     Args:
         config: Sizes.
 
@@ -317,6 +337,8 @@ def _rename(state_dict: Mapping[str, Tensor], config: ViTConfig, names: dict[str
 def convert_hf_state_dict(state_dict: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
     """Rename Transformers' weights to our names. (Exercise)
 
+    Size: 15 minutes, difficulty 2, stretch.
+
     Args:
         state_dict: State dict of a ``ViTForImageClassification``. Names of Transformers 4 are accepted too: pass it through
             ``modern_hf_names`` first.
@@ -335,6 +357,8 @@ def convert_hf_state_dict(state_dict: Mapping[str, Tensor], config: ViTConfig) -
 
 def convert_timm_state_dict(state_dict: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
     """Rename timm's weights to our names, and split its fused projections. (Exercise)
+
+    Size: 20 minutes, difficulty 2, stretch.
 
     Args:
         state_dict: State dict of a ``timm.models.VisionTransformer``; left unchanged. ``blocks.{i}.attn.qkv.weight``, ``[3C, C]``,
@@ -364,6 +388,8 @@ def resize_positions(
     pos_embed: Float[Tensor, "1 n_plus_1 c"], old_grid: tuple[int, int], new_grid: tuple[int, int]
 ) -> Float[Tensor, "1 m_plus_1 c"]:
     """Interpolate the learned positions for images of another size. (Exercise)
+
+    Size: 20 minutes, difficulty 3, stretch.
 
     Args:
         pos_embed: ``[1, 1 + N, C]``; row 0 belongs to the class token.

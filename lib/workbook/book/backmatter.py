@@ -4,11 +4,22 @@ import ast
 import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from lib.given.data.record import MEASUREMENTS, where
 from lib.workbook.book import contracts
-from lib.workbook.book.catalog import ROOT, Chapter, Exercise, all_exercises, chapters, is_back_matter, pages
+from lib.workbook.book.catalog import (
+    ROOT,
+    WEIGHTS,
+    Chapter,
+    Exercise,
+    all_exercises,
+    chapters,
+    is_back_matter,
+    pages,
+    routes,
+)
 
 LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<url>https?://[^)\s]+)\)")
 
@@ -144,30 +155,44 @@ def names() -> Listing:
     found = [e for e in all_exercises() if chapters()[e.module].path.exists()]
     rows = []
     for e in sorted(found, key=lambda e: (e.name.lower(), e.chapter)):
-        stretch = ", stretch" if e.stretch else ""
+        where = exercise_link(e, e.number), chapter_link(chapters()[e.module])
         rows.append(
-            [f"`{e.name}`", plain(e.summary), exercise_link(e, e.number) + stretch, chapter_link(chapters()[e.module])]
+            [f"`{e.name}`", plain(e.summary), *where, str(e.size.minutes), str(e.size.difficulty), e.size.weight]
         )
-    return table(["name", "what it does", "exercise", "chapter"], rows)
+    return table(["name", "what it does", "exercise", "chapter", "minutes", "difficulty", "weight"], rows)
+
+
+# ---- routes ----------------------------------------------------------------------------------------------------------
+
+
+def route_table() -> Listing:
+    """The routes through the book: their chapters, exercises and hours, and the command that marks one."""
+    rows = []
+    for route in routes().values():
+        numbers = ", ".join(chapter_link(chapter, str(chapter.number)) for chapter in route.chapters)
+        size = f"{len(route.exercises)} exercises, {hours(route.exercises)}"
+        rows.append([route.title, numbers, size, f"`workbook check --route {route.key}`"])
+    return table(["route", "chapters", "size", "marked by"], rows)
 
 
 # ---- times and sources -----------------------------------------------------------------------------------------------
 
 
 def times() -> Listing:
-    """How many exercises each chapter has, and how long it takes according to its own first lines."""
+    """How many exercises each chapter has, of which weight, how long they take, and what a chapter needs."""
     rows = []
     for chapter in _written():
-        stretch = sum(e.stretch for e in chapter.exercises)
-        count = f"{len(chapter.exercises)}" + (f", {stretch} of them stretch" if stretch else "")
+        counts = [sum(e.size.weight == weight for e in chapter.exercises) for weight in WEIGHTS]
         tests = f"`pytest tests/chapter_{chapter.number:02d}`"
-        rows.append([chapter_link(chapter), count, hours(chapter), needs(chapter), tests])
-    return table(["chapter", "exercises", "time", "needs", "check"], rows)
+        core = hours(e for e in chapter.exercises if e.size.weight == "core")
+        rows.append([chapter_link(chapter), *map(str, counts), core, hours(chapter.exercises), needs(chapter), tests])
+    return table(["chapter", *WEIGHTS, "core takes", "all takes", "needs", "check"], rows)
 
 
-def hours(chapter: Chapter) -> str:
-    found = re.search(r"takes (about [\w ]+? hours?)", opening(chapter))
-    return found[1] if found else ""
+def hours(exercises: Iterable[Exercise]) -> str:
+    """The time that exercises take together, in half hours from one hour on."""
+    minutes = sum(e.size.minutes for e in exercises)
+    return f"{minutes} min" if minutes < 60 else f"{round(minutes / 30) / 2:g} h"
 
 
 def needs(chapter: Chapter) -> str:

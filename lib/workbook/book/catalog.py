@@ -11,14 +11,50 @@ import yaml
 
 ROOT = Path(os.environ.get("WORKBOOK_ROOT") or Path(__file__).parents[3])
 CHAPTER_FILE = re.compile(r"chapters/(?P<number>\d\d)_(?P<module>\w+)\.md")
-EXERCISE = re.compile(
-    r"\(Exercise(?P<typed> [\d.]+)?(?P<stretch>, stretch)?\)"
-)  # in the reference, at the end of a line
-EXERCISE_NUMBER = re.compile(r"\(Exercise (?P<number>\d+\.\d+)(?P<stretch>, stretch)?\)")  # in stubs and on cards
+EXERCISE = re.compile(r"\(Exercise(?P<typed> [\d.]+)?\)")  # in the reference, at the end of a line
+EXERCISE_NUMBER = re.compile(r"\(Exercise (?P<number>\d+\.\d+)(?:, stretch)?\)")  # in stubs; stretch in old ones
+SIZE = re.compile(
+    r"^[ \t]*Size: (?P<minutes>\d+) minutes, difficulty (?P<difficulty>[1-5]), (?P<weight>[\w-]+)\.$", re.MULTILINE
+)
+WEIGHTS = ("warm-up", "core", "stretch")
 
 
 class BookError(ValueError):
     """Something in the book does not fit together; the message names the file and what was expected."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """What an exercise asks of a learner, from the line "Size: 20 minutes, difficulty 3, core." of its docstring.
+
+    Attributes:
+        minutes: Time that it takes somebody who has read the section before it.
+        difficulty: 1 (follow the equation) to 5 (several ideas at once).
+        weight: "core"; "warm-up", which may be skipped; or "stretch", which no later exercise needs.
+    """
+
+    minutes: int
+    difficulty: int
+    weight: str
+
+    @classmethod
+    def read(cls, doc: str, name: str) -> "Size":
+        """The size that a docstring states.
+
+        Raises:
+            BookError: the docstring of the exercise ``name`` has no such line, or another weight.
+        """
+        found = SIZE.search(doc)
+        if found is None or found["weight"] not in WEIGHTS:
+            said = next((line.strip() for line in doc.splitlines() if line.strip().startswith("Size:")), "nothing")
+            raise BookError(
+                f"{name}: its size says {said!r}, expected a line such as 'Size: 20 minutes, difficulty 3, core.' "
+                f"with a difficulty from 1 to 5 and one of {', '.join(WEIGHTS)}"
+            )
+        return cls(minutes=int(found["minutes"]), difficulty=int(found["difficulty"]), weight=found["weight"])
+
+    def __str__(self) -> str:
+        return f"{self.minutes} minutes, difficulty {self.difficulty} of 5, {self.weight}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +67,7 @@ class Exercise:
     module: str
     doc: str = field(repr=False)
     line: int
-    stretch: bool = False
+    size: Size
     changes_in_place: bool = False  # a function that returns nothing
 
     @property
@@ -100,7 +136,7 @@ class Chapter:
                 if match["typed"]:
                     raise BookError(f"{self.reference}:{at + 1}: {match[0]}: the number is derived, write (Exercise)")
                 count += 1
-                number = f"(Exercise {self.number}.{count}{match['stretch'] or ''})"
+                number = f"(Exercise {self.number}.{count})"
                 lines[at] = lines[at][: match.start()] + number + lines[at][match.end() :]
         return "\n".join(lines)
 
@@ -123,7 +159,7 @@ class Chapter:
                         module=self.module,
                         doc=doc,
                         line=node.lineno,
-                        stretch=bool(match["stretch"]),
+                        size=Size.read(doc, f"{self.module}.{node.name}"),
                         changes_in_place=isinstance(node, ast.FunctionDef)
                         and getattr(node.returns, "value", ...) is None,
                     )
@@ -143,6 +179,7 @@ class Chapter:
 
 
 def _entries(toc: list[dict]):
+    """Every entry of a table of contents that is a file, in reading order."""
     for entry in toc:
         if "file" in entry:
             yield entry
@@ -160,17 +197,59 @@ def missing_book() -> str:
 
 
 @cache
-def pages() -> tuple[dict, ...]:
-    """Every page of the book in reading order, as book.yml lists it.
+def _book() -> dict:
+    """What book.yml says.
 
     Raises:
         BookError: there is no book.yml.
     """
     if fault := missing_book():
         raise BookError(fault)
-    text = (ROOT / "book.yml").read_text(encoding="utf-8")
-    book = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return tuple(_entries(book["project"]["toc"]))
+    return yaml.load((ROOT / "book.yml").read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+@cache
+def pages() -> tuple[dict, ...]:
+    """Every page of the book in reading order, as book.yml lists it."""
+    return tuple(_entries(_book()["project"]["toc"]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """One way through the book: some chapters, and of these the exercises of some weights."""
+
+    key: str
+    title: str
+    chapters: tuple[Chapter, ...]
+    weights: tuple[str, ...]
+
+    @property
+    def exercises(self) -> tuple[Exercise, ...]:
+        return tuple(e for chapter in self.chapters for e in chapter.exercises if e.size.weight in self.weights)
+
+
+@cache
+def routes() -> dict[str, Route]:
+    """The routes through the book, by the key that ``workbook check --route`` takes.
+
+    Raises:
+        BookError: a route of book.yml names a chapter or a weight that does not exist.
+    """
+    numbered = {chapter.number: chapter for chapter in chapters().values()}
+    found = {}
+    for key, route in _book().get("routes", {}).items():
+        numbers = list(numbered) if route["chapters"] == "all" else route["chapters"]
+        for wrong in (n for n in numbers if n not in numbered):
+            raise BookError(f"book.yml: route {key} has chapter {wrong}, but the chapters are {list(numbered)}")
+        for wrong in (w for w in route["weights"] if w not in WEIGHTS):
+            raise BookError(f"book.yml: route {key} has weight {wrong!r}, expected any of {', '.join(WEIGHTS)}")
+        found[key] = Route(
+            key=key,
+            title=route["title"],
+            chapters=tuple(numbered[n] for n in numbers),
+            weights=tuple(route["weights"]),
+        )
+    return found
 
 
 def is_back_matter(file: str) -> bool:

@@ -5,7 +5,7 @@ import re
 from docstring_parser import ParseError
 from docstring_parser.google import GoogleParser, Section, SectionType
 
-from lib.workbook.book.catalog import EXERCISE_NUMBER, BookError
+from lib.workbook.book.catalog import EXERCISE_NUMBER, SIZE, BookError
 
 Part = tuple[str, str | list[tuple[str, str]]]
 LISTS = {"Args": "param", "Attributes": "attribute", "Raises": "raises"}  # title: docstring_parser's key
@@ -20,7 +20,7 @@ _BORDER = re.compile(rf"\n(?={_TITLE.replace('?P<title>', '?:')})|\n\s*\n(?=\S)"
 
 
 def parts(doc: str) -> list[Part]:
-    """The paragraphs and sections of a docstring in order, without the exercise's number.
+    """The paragraphs and sections of a docstring in order, without the exercise's number and size.
 
     The text of a section may begin on the line of its title (``Source: …``); docstring_parser alone would not accept that.
 
@@ -31,7 +31,7 @@ def parts(doc: str) -> list[Part]:
     Raises:
         BookError: an entry of a list has no name.
     """
-    doc = EXERCISE_NUMBER.sub("", doc.strip(), count=1)
+    doc = SIZE.sub("", EXERCISE_NUMBER.sub("", doc.strip(), count=1), count=1)
     return [_part(piece.strip("\n")) for piece in _BORDER.split(doc) if piece.strip()]
 
 

@@ -121,7 +121,9 @@ def _reason(report) -> str:
 
 def _empty_row(told: Told) -> dict:
     numbers = dict.fromkeys(("passed", "failed", "unchecked", "not_run", "skipped", "not_started"), 0)
+    size = chapters()[told.module].exercise(told.name).size
     facts = {"chapter": told.chapter, "module": told.module, "number": told.number, "name": told.name}
+    facts |= {"minutes": size.minutes, "difficulty": size.difficulty, "weight": size.weight}
     texts = dict.fromkeys(("problem", "case", "next", "report", "printed", "why_skipped"), "")
     return {**facts, "graded": told.graded, **numbers, **texts}
 

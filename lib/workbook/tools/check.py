@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lib.workbook.book.catalog import ROOT, BookError, Chapter, Exercise, find
+from lib.workbook.book.catalog import ROOT, BookError, Chapter, Exercise, Route, find
 from lib.workbook.checks import warm
 from lib.workbook.checks.summary import describe
 
@@ -18,6 +18,11 @@ class Result:
     status: int
     rows: list[dict] = field(default_factory=list)
     output: str = ""
+
+    @property
+    def passed(self) -> set[tuple[str, str]]:
+        """Module and name of each exercise that passed."""
+        return {(row["module"], row["name"]) for row in self.rows if row["state"] == "passed"}
 
     @property
     def first_report(self) -> str:
@@ -47,6 +52,21 @@ def run(what: str, *, mine: bool = False) -> Result:
             raise BookError(f"the check of {what} did not run (exit status {status}):\n{output.strip()}")
         rows = json.loads(file.read_text(encoding="utf-8"))["exercises"]
     return Result(status, rows, output)
+
+
+def run_route(route: Route, *, mine: bool = False) -> Result:
+    """Grade the exercises of a route, chapter by chapter.
+
+    Raises:
+        BookError: as `run`.
+    """
+    rows = []
+    for chapter in route.chapters:
+        result = run(chapter.module, mine=mine)
+        chosen = {e.name for e in route.exercises if e.module == chapter.module}
+        rows += [row for row in result.rows if row["name"] in chosen]
+    status = int(any(row["state"] not in ("passed", "skipped") for row in rows))
+    return Result(status, rows)
 
 
 def arguments(chapter: Chapter, exercise: Exercise | None, marks: Path, mine: bool) -> list[str]:

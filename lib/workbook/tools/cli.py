@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.syntax import Syntax
 
-from lib.workbook.book.catalog import ROOT, BookError, find
+from lib.workbook.book.catalog import ROOT, BookError, find, routes
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 console = Console(highlight=False, soft_wrap=False)
@@ -34,11 +34,25 @@ def lab(
 
 @app.command()
 def check(
-    what: What,
+    what: Annotated[
+        str | None, typer.Argument(help="A chapter or an exercise: 2, rope, 2.4 or apply_rope; left out with --route.")
+    ] = None,
+    route: Annotated[
+        str | None, typer.Option("--route", help="Check a route through the book, such as kernels.")
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Check again whenever you save a file in lib/.")] = False,
     mine: Annotated[bool, typer.Option("--mine", help="Use your own answers for the other chapters too.")] = False,
 ):
-    """Check your answers to a chapter or to one exercise."""
+    """Check your answers to a chapter, to one exercise, or along a route."""
+    if (what is None) == (route is None):
+        raise BookError(
+            "check takes either a chapter or an exercise, as in `workbook check 2`, or --route with its key"
+        )
+    if route is not None:
+        if watch:
+            raise BookError("--watch follows a chapter or an exercise, not a route")
+        raise typer.Exit(_check_route(route, mine))
+    assert what is not None
     if not watch:
         raise typer.Exit(_check_once(what, mine))
     from watchfiles import watch as changes
@@ -58,12 +72,32 @@ def check(
     raise typer.Exit(status)
 
 
+def _check_route(key: str, mine: bool) -> int:
+    from lib.workbook.tools import check as checks
+
+    if key not in routes():
+        raise BookError(f"no route is called {key!r}: expected one of {', '.join(routes())}")
+    route = routes()[key]
+    result = checks.run_route(route, mine=mine)
+    status = _show(result)
+    passed = [e for e in route.exercises if (e.module, e.name) in result.passed]
+    minutes = sum(e.size.minutes for e in route.exercises if e not in passed)
+    console.print(f"{route.title}: {len(passed)} of {len(route.exercises)} passed, about {minutes} minutes to go")
+    return status
+
+
 def _check_once(what: str, mine: bool) -> int:
+    from lib.workbook.tools import check as checks
+
+    return _show(checks.run(what, mine=mine))
+
+
+def _show(result) -> int:
+    """Print the table of a check's result and its first report; returns the exit status."""
     from rich.text import Text
 
     from lib.workbook.tools import check as checks
 
-    result = checks.run(what, mine=mine)
     console.print(checks.table(result.rows))
     if result.first_report:
         console.print(Text(result.first_report), soft_wrap=True)
@@ -92,6 +126,13 @@ def progress():
         passed = sum(graded["state"] == "passed" for graded in row.rows.values())
         line.append(f" {passed} of {len(row.chapter.exercises)}")
         console.print(line, soft_wrap=True)
+    states = {(row.chapter.module, name): graded["state"] for row in found for name, graded in row.rows.items()}
+    console.print()
+    for route in routes().values():
+        left = [e for e in route.exercises if states.get((e.module, e.name)) != "passed"]
+        hours = round(sum(e.size.minutes for e in left) / 60)
+        done = len(route.exercises) - len(left)
+        console.print(f"{route.title:<22} {done:>3} of {len(route.exercises):<4} {hours:>3} h to go")
     if following is None:
         console.print("\nEverything passes. You have written the whole book.")
         return

@@ -48,9 +48,8 @@ def exercise(name: str) -> Shown:
     chapter, found = find(name)
     if found is None:
         raise BookError(f"{name!r} is a chapter; name one of its exercises, such as {chapter.exercises[0].name!r}")
-    stretch = " · stretch" if found.stretch else ""
     parts = [
-        f"<h4>Exercise {found.number}{stretch} · <code>{html.escape(found.name)}</code></h4>",
+        f"<h4>Exercise {found.number} · <code>{html.escape(found.name)}</code></h4><p><em>{found.size}</em></p>",
         f"<pre><code>{html.escape(signature(chapter, found))}</code></pre>",
         contract(found.doc),
         f"<p>Write it in <code>lib/{found.module}.py</code>, then run <code>%check {found.handle}</code> in a cell or "

@@ -169,7 +169,7 @@ def _solutions(chapter: Chapter) -> str:
         back = f" [Back to the exercise](#{exercise.label})." if exercise.label in targets else ""
         lines += [
             f"## `{exercise.name}`\n",
-            f"Exercise {exercise.number}{', stretch' if exercise.stretch else ''}. {exercise.summary}{back}\n",
+            f"Exercise {exercise.number} ({exercise.size}). {exercise.summary}{back}\n",
             _fenced(source_of(source, exercise.name) or ""),
         ]
     if rest := _rest(chapter, source):

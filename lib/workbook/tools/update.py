@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lib.workbook.book import sources, stubs
-from lib.workbook.book.catalog import EXERCISE_NUMBER, ROOT, BookError
+from lib.workbook.book.catalog import EXERCISE_NUMBER, ROOT, SIZE, BookError
 from lib.workbook.book.sources import SourceError
 from lib.workbook.tools.git import GitError, at_work, git, line, staged, text, tree
 
@@ -408,8 +408,11 @@ def _renew_begun(name: str, old: str, new: str) -> list[str]:
 
 
 def _difference(where: str, name: str, before: dict[str, str], after: dict[str, str], note: str) -> list[str]:
-    """The lines in which the contract of a graded name differs, apart from its number."""
-    old, new = (re.sub(r"\bExercise \d+\.\d+", "Exercise", found[name]).splitlines() for found in (before, after))
+    """The lines in which the contract of a graded name differs, apart from its number and its size."""
+    old, new = (
+        SIZE.sub("", EXERCISE_NUMBER.sub("", found[name])).replace("\n\n\n", "\n\n").splitlines()
+        for found in (before, after)
+    )
     lines = [row for row in list(difflib.unified_diff(old, new, lineterm="", n=0))[2:] if not row.startswith("@@")]
     if not lines:
         return []

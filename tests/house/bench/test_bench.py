@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from lib.bench import all_reduce, low_precision, moe, scaling_laws
+from lib.bench import all_reduce, gpu_tests, low_precision, moe, scaling_laws
 from lib.bench.kit import record
 from lib.given.data.record import MEASUREMENTS, load
 from lib.runs.data import corpus
@@ -168,3 +168,24 @@ def test_a_log_is_summarized():
     assert found["losses_every_20"] == [9.5, 24.5]
     assert found["held_out"] == looks[:1]
     assert found["samples"] == [{"step": 29, "text": "to be"}]
+
+
+def test_a_run_on_a_gpu_is_recorded_with_what_failed_and_why_tests_were_skipped(tmp_path):
+    report = tmp_path / "report.xml"
+    report.write_text(
+        """<testsuites><testsuite>
+        <testcase classname="tests.chapter_07.test_training" name="test_fused" />
+        <testcase classname="tests.chapter_07.test_training" name="test_foreach"><failure message="wrong">…</failure></testcase>
+        <testcase classname="tests.house.bench.test_copies" name="test_two"><skipped message="needs two GPUs" /></testcase>
+        <testcase classname="tests.house.bench.test_copies" name="test_start"><error message="no device" /></testcase>
+        </testsuite></testsuites>""",
+        encoding="utf-8",
+    )
+    assert gpu_tests.outcomes(report) == {
+        "files": {
+            "tests/chapter_07/test_training.py": {"passed": 1, "failed": 1},
+            "tests/house/bench/test_copies.py": {"skipped": 1, "error": 1},
+        },
+        "skipped": {"needs two GPUs": 1},
+        "failed": ["tests/chapter_07/test_training.py::test_foreach", "tests/house/bench/test_copies.py::test_start"],
+    }

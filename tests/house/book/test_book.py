@@ -10,7 +10,17 @@ import pytest
 
 from lib.workbook import grading
 from lib.workbook.book.backmatter import program
-from lib.workbook.book.catalog import EXERCISE_NUMBER, ROOT, all_exercises, chapters, find, pages
+from lib.workbook.book.catalog import (
+    EXERCISE_NUMBER,
+    ROOT,
+    BookError,
+    Size,
+    all_exercises,
+    chapters,
+    find,
+    pages,
+    routes,
+)
 from lib.workbook.book.stubs import make_stub, marker_lines
 
 CHAPTERS = list(chapters().values())
@@ -525,3 +535,28 @@ def test_the_command_lists_what_the_readme_says():
     commands = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
     for name in re.findall(r"`workbook (\w+)", (ROOT / "README.md").read_text()):
         assert name in commands
+
+
+# ---- sizes and routes ------------------------------------------------------------------------------------------------
+
+
+def test_an_exercise_without_a_size_or_with_another_weight_is_named():
+    with pytest.raises(BookError, match=r"rope\.turn: its size says 'nothing', expected a line such as 'Size: 20"):
+        Size.read("Turns. (Exercise 2.1)", "rope.turn")
+    with pytest.raises(BookError, match=r"rope\.turn: its size says 'Size: 9 minutes, difficulty 2, easy\.'"):
+        Size.read("Turns. (Exercise 2.1)\n\n    Size: 9 minutes, difficulty 2, easy.\n", "rope.turn")
+    assert str(Size.read("A.\n\nSize: 9 minutes, difficulty 2, core.", "a")) == "9 minutes, difficulty 2 of 5, core"
+
+
+def test_routes_name_chapters_in_order_and_everything_has_every_exercise():
+    assert list(routes()) == ["everything", "models", "training", "kernels"]
+    assert routes()["everything"].exercises == tuple(all_exercises())
+    for route in routes().values():
+        assert [c.number for c in route.chapters] == sorted({c.number for c in route.chapters})
+        assert all(e.size.weight in route.weights for e in route.exercises)
+
+
+@pytest.mark.parametrize("chapter", chapters().values(), ids=lambda chapter: chapter.module)
+def test_a_chapter_is_mostly_core(chapter):
+    weights = [e.size.weight for e in chapter.exercises]
+    assert 2 * weights.count("core") >= len(weights)

@@ -120,10 +120,12 @@ def test_a_number_in_a_reference_is_refused():
 
 
 def test_numbers_are_the_order_of_the_definitions():
-    text = '"""A module (Exercise)."""\n\n\ndef a():\n    """One. (Exercise, stretch)"""\n\n\ndef helper():\n    """None."""\n\n\n'
+    text = (
+        '"""A module (Exercise)."""\n\n\ndef a():\n    """One. (Exercise)"""\n\n\ndef helper():\n    """None."""\n\n\n'
+    )
     text += 'class B:\n    """Two. (Exercise)\n\n    Of class (Exercise).\n    """\n'
     numbered = chapters()["rope"].numbered(text)
-    assert '"""One. (Exercise 2.1, stretch)"""' in numbered
+    assert '"""One. (Exercise 2.1)"""' in numbered
     assert '"""Two. (Exercise 2.2)\n\n    Of class (Exercise).' in numbered
     assert '"""A module (Exercise)."""' in numbered
 

@@ -20,7 +20,10 @@ PAGE = (TOYS / "toy/chapters/01_toy.md").read_text()
 TRIPLE = '''
 
 def triple(x: int) -> float:
-    """Thrice a number. (Exercise)"""
+    """Thrice a number. (Exercise)
+
+    Size: 5 minutes, difficulty 1, core.
+    """
     ### BEGIN SOLUTION
     return float(math.fsum([x] * OFTEN))
     ### END SOLUTION

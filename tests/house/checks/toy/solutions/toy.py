@@ -16,6 +16,8 @@ def _times(x, n):
 def double(x: int) -> int:
     """Twice a number. (Exercise)
 
+    Size: 5 minutes, difficulty 1, core.
+
     Args:
         x: Any number.
 
@@ -33,7 +35,10 @@ def double(x: int) -> int:
 
 
 class Tally:
-    """Counts what it is given. (Exercise)"""
+    """Counts what it is given. (Exercise)
+
+    Size: 5 minutes, difficulty 1, core.
+    """
 
     def __init__(self, start: int = 0):
         self.n = start
@@ -52,7 +57,10 @@ class Tally:
 
 
 def halves(x: int) -> list[float]:
-    """Both halves of a number. (Exercise, stretch)"""
+    """Both halves of a number. (Exercise)
+
+    Size: 5 minutes, difficulty 1, stretch.
+    """
     half = x / 2
     ### BEGIN SOLUTION
     return [half, half]
