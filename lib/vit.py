@@ -84,7 +84,7 @@ def unpatchify(
 def conv_from_linear(weight: Float[Tensor, "c ch_p_p"], channels: int, patch: int) -> Float[Tensor, "c ch p p"]:
     """Turn the matrix that projects patches into a convolution kernel that does the same to the image. (Exercise 5.4)
 
-    Size: 15 minutes, difficulty 2, stretch.
+    Size: 15 minutes, difficulty 2, core.
 
     Args:
         weight: Weight ``[C, ch*P*P]`` of an ``nn.Linear`` from a patch to the model width.
@@ -287,7 +287,7 @@ def resize_positions(
 ) -> Float[Tensor, "1 m_plus_1 c"]:
     """Interpolate the learned positions for images of another size. (Exercise 5.13)
 
-    Size: 20 minutes, difficulty 3, stretch.
+    Size: 20 minutes, difficulty 3, core.
 
     Args:
         pos_embed: ``[1, 1 + N, C]``; row 0 belongs to the class token.

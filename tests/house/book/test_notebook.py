@@ -9,7 +9,7 @@ from importlib import import_module
 import pytest
 
 from lib.workbook.book import contracts
-from lib.workbook.book.catalog import EXERCISE_NUMBER, BookError, all_exercises, chapters, find
+from lib.workbook.book.catalog import EXERCISE_NUMBER, SIZE, BookError, all_exercises, chapters, find
 from lib.workbook.checks.plugin import exercise_of
 from lib.workbook.tools import notebook
 
@@ -85,7 +85,7 @@ def test_every_card_has_the_docstrings_sections_and_the_signatures_arguments(exe
     titles = re.findall(rf"^({'|'.join([*contracts.LISTS, *contracts.TEXTS])}):", exercise.doc, re.MULTILINE)
     assert [title for title, _ in found if title] == titles
     shown = " ".join(part for title, text in found for part in [f"{title}:" if title else "", *_texts(text)])
-    said = EXERCISE_NUMBER.sub("", exercise.doc)
+    said = SIZE.sub("", EXERCISE_NUMBER.sub("", exercise.doc))
     assert shown.split() == said.split(), "the card leaves something out, or has it twice"
     there = arguments(exercise)
     named = [name for title, text in found if title == "Args" for names, _ in text for name in names.split(", ")]

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from lib.workbook.book.catalog import Chapter, Exercise, all_exercises, chapters
+from lib.workbook.book.catalog import Chapter, Exercise, Size, all_exercises, chapters
 from lib.workbook.book.labels import labels_in
 from lib.workbook.checks.plugin import exercise_of
 
@@ -136,7 +136,8 @@ def test_every_read_belongs_to_its_exercise(chapter):
 def test_a_stray_read_is_found():
     page = "## One\n\n:label: eq-rope-1\n\n(ex-rope-one)=\n### Your turn\n\nby {eq}`eq-rope-9`\n"
     page += "\n## Two\n\n:label: eq-rope-2\n"
-    exercise = Exercise(chapter=2, number="2.1", name="one", module="rope", doc="", line=1)
+    size = Size(minutes=5, difficulty=1, weight="core")
+    exercise = Exercise(chapter=2, number="2.1", name="one", module="rope", doc="", line=1, size=size)
     known = known_in(page, exercise)
     assert strays("eq-rope-1 and eq-rope-9", exercise, known) == []
     assert strays("eq-rope-2", exercise, known) == ["eq-rope-2"]

@@ -15,7 +15,7 @@ ARROWS = {
     "ranks": set(),
     "workbook": {"given", "ranks"},
     "fast": {"given", "desk"},
-    "demos": {"given", "ranks", "desk"},
+    "demos": {"given", "ranks", "desk", "runs"},
     "runs": {"given", "ranks", "desk", "fast"},
     "bench": {"given", "ranks", "desk", "fast", "demos", "runs"},
     "desk": {"given", "ranks", "fast"},

@@ -209,7 +209,8 @@ def test_the_citation_is_that_of_the_book():
     assert cff["cff-version"] == "1.2.0"
     assert cff.keys() >= {"message", "title", "authors"}
     assert cff["title"] == cff["preferred-citation"]["title"] == f"{book['title']}: {book['subtitle']}"
-    assert cff["version"] in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    releases = re.findall(r"^## (\d\S*),", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert cff["version"] == cff["preferred-citation"]["version"] == releases[0]
     assert cff["keywords"] == book["keywords"]
     assert cff["license"] == book["license"]["code"]
     assert cff["preferred-citation"]["license"] == book["license"]["content"]
