@@ -459,7 +459,7 @@ def measure(rank: int, device: torch.device, cell: Cell, options: argparse.Names
     found["on"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     found["first_steps_s"] = row(ways["averaged"], N_WARMUP, device) * N_WARMUP  # compiles
     found |= {"gradient_bytes": [p.nbytes for p in model.parameters()], "ways": {}}
-    names, begun = [n for n in ways if not set(n.split()) & set(options.skip.split(","))], time.perf_counter()
+    names, begun = [n for n in ways if not set(n.split()) & set((options.skip or "").split(","))], time.perf_counter()
     rounds: dict[str, list[Any]] = {name: [] for name in names}
     undisturbed: Kernels = []
     for turn in range(options.rounds):
@@ -495,7 +495,7 @@ def main() -> None:
         "--batch", type=whole(1), help="only the cell with this many images on each GPU (before --tiny)"
     )
     parser.add_argument("--rounds", type=whole(1), help="default: 2, with --tiny 1")
-    parser.add_argument("--skip", default="", help="leave out ways with one of these words, separated by commas")
+    parser.add_argument("--skip", help="leave out ways with one of these words, separated by commas")
     parser.add_argument("--limit", type=positive, default=280, help="stop a cell after this many seconds")
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the program")

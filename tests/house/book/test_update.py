@@ -206,7 +206,7 @@ def test_a_module_that_is_no_python_or_no_utf8_stays_and_is_named(versions):
     toy = versions.book.mine("toy").read_bytes()
     out = update(versions)
     assert versions.book.mine("toy").read_bytes() == toy
-    assert "lib/toy.py:18: '(' was never closed; your file stays as it is" in out
+    assert "lib/toy.py:20: '(' was never closed; your file stays as it is" in out
     assert "triple is new; fix that line, then run `workbook reset triple` to add its stub" in out
     versions.is_second()
 

@@ -21,7 +21,7 @@ def test_a_stub_is_not_started_in_one_line(book):
     assert done.returncode == 1
     assert "Traceback" not in done.out
     assert "NotImplementedError" not in done.out
-    assert "1.1   double  not started  write double: lib/toy.py:18" in done.out
+    assert "1.1   double  not started  write double: lib/toy.py:20" in done.out
     assert done.out.count("halves") == 2  # its name, and the next step
     assert "0 of 3 passed" in done.out
 
@@ -71,7 +71,7 @@ def test_an_exception_shows_the_learners_line(book):
     book.answer("halves", "return [half, hafl]")
     report = book.marks("tests/chapter_01")["halves"]["report"]
     assert "halves: raised NameError: name 'hafl' is not defined" in report
-    assert "at           lib/toy.py:38   return [half, hafl]" in report
+    assert "at           lib/toy.py:46   return [half, hafl]" in report
     assert "case         x=3" in report
 
 
@@ -79,7 +79,7 @@ def test_another_error_than_the_contracts_shows_the_learners_line_too(book):
     book.answer("double", "return 2 * x if x <= 100 else [][x]")
     report = book.marks("tests/chapter_01")["double"]["report"]
     assert "raised       IndexError: list index out of range" in report
-    assert "at           lib/toy.py:18   return 2 * x if x <= 100 else [][x]" in report
+    assert "at           lib/toy.py:20   return 2 * x if x <= 100 else [][x]" in report
 
 
 @pytest.mark.parametrize("loop", ["while True: pass", "import time; time.sleep(1000)", "sum(iter(int, 1))"])

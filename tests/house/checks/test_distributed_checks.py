@@ -192,5 +192,5 @@ def test_the_start_of_the_ranks_is_no_time_of_the_check(ranked):
 def test_a_file_that_does_not_parse_is_told_as_anywhere_else(ranked):
     ranked.answer("total", "return (value", module="ranked")
     report = grade(ranked)["report"]
-    assert report.startswith("total: cannot be graded: lib/ranked.py:9: SyntaxError: ")
+    assert report.startswith("total: cannot be graded: lib/ranked.py:12: SyntaxError: ")
     assert "resolve.py" not in report

@@ -185,9 +185,9 @@ def test_progress_names_a_syntax_error_and_goes_on(book):
     done = book.workbook("progress", COLUMNS="40")
     assert done.returncode == 0
     lines = done.stdout.splitlines()
-    assert lines[0].split(maxsplit=2) == ["1", "Toys", "lib/toy.py:18: SyntaxError: '(' was never closed"]
+    assert lines[0].split(maxsplit=2) == ["1", "Toys", "lib/toy.py:20: SyntaxError: '(' was never closed"]
     assert lines[1].split() == ["2", "Later", "✓", "1", "of", "1"]
-    assert "next: fix the file of chapter 1: lib/toy.py:18: SyntaxError: '(' was never closed" in lines
+    assert "next: fix the file of chapter 1: lib/toy.py:20: SyntaxError: '(' was never closed" in lines
 
 
 def test_progress_survives_a_damaged_cache(book):

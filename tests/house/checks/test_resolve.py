@@ -140,10 +140,10 @@ def test_a_syntax_error_fails_its_own_chapter_with_the_line(book):
     marks = book.marks("tests")
     assert marks["quadruple"]["state"] == "passed"
     assert marks["double"]["state"] == "wrong"
-    assert "lib/toy.py:18: SyntaxError" in marks["double"]["report"]
+    assert "lib/toy.py:20: SyntaxError" in marks["double"]["report"]
     done = book.python(WHO)
     assert done.stdout.split() == ["solutions/toy.py", "lib/later.py", "12"]
-    assert "lib/toy.py:18: SyntaxError" in done.stderr
+    assert "lib/toy.py:20: SyntaxError" in done.stderr
     assert "the reference replaces all of lib.toy" in done.stderr
 
 
@@ -185,7 +185,7 @@ def test_a_check_never_grades_the_answer_key(book, answer):
     book.answer("double", answer)
     row = book.marks("tests/chapter_01")["double"]
     assert row["state"] == "wrong"
-    assert "lib/toy.py:18: opens solutions/toy.py, the answer key of this chapter" in row["report"]
+    assert "lib/toy.py:20: opens solutions/toy.py, the answer key of this chapter" in row["report"]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_the_answer_key_is_out_of_reach_by_any_road(book, way):
     book.answer("double", way)
     row = book.marks("tests/chapter_01")["double"]
     assert (row["state"], row["passed"]) == ("wrong", 0)
-    assert "lib/toy.py:18: opens solutions/toy.py, the answer key of this chapter" in row["report"]
+    assert "lib/toy.py:20: opens solutions/toy.py, the answer key of this chapter" in row["report"]
 
 
 def test_a_link_that_was_there_before_leads_nowhere(book):
