@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import jupytext
 import pytest
 
 from lib.workbook import grading
@@ -440,6 +441,13 @@ def test_chapters_are_in_canonical_form(path, tmp_path):
     done = subprocess.run(jupytext, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert canonical.read_text() == path.read_text(), f"run: jupytext --to md:myst --output {path} {path}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "chapters").glob("*.md")), ids=lambda p: p.name)
+def test_no_box_swallows_a_cell(path):
+    cells = jupytext.read(path).cells
+    swallowed = [c.source[:80] for c in cells if c.cell_type == "markdown" and "{code-cell}" in c.source]
+    assert swallowed == [], "a fence before the cell is not closed"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "chapters").glob("*.md")), ids=lambda p: p.name)
