@@ -22,10 +22,11 @@ def shard_indices(
 
     Size: 20 minutes, difficulty 2, core.
 
-    All ranks make the same list of all n items, in order or shuffled by ``torch.randperm`` with a ``torch.Generator`` that
-    is seeded with ``seed + epoch``. The length of the list becomes a multiple of R: it is padded from its own start (again
-    and again, if the list is shorter than the padding) or, with ``drop_last``, cut. Rank r takes every R-th item, beginning
-    with item r.
+    All ranks make the same list of all n items, in order or shuffled by ``torch.randperm`` with a ``torch.Generator``
+    that is seeded with ``seed + epoch``.
+    The length of the list becomes a multiple of R: it is padded from its own start (again and again, if the list is
+    shorter than the padding) or, with ``drop_last``, cut.
+    Rank r takes every R-th item, beginning with item r.
 
     Args:
         n: Items of the data set.
@@ -54,9 +55,10 @@ def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup | None = No
     Size: 20 minutes, difficulty 2, core.
 
     Args:
-        module: The same module on all ranks, with different values. Frozen parameters are sent too, and buffers of any dtype,
-            also int16, uint16 and 8-bit floats: gloo refuses these dtypes, but sends their bytes (uint8). A tensor that
-            occurs twice in the module is sent once; one that is not contiguous keeps its strides.
+        module: The same module on all ranks, with different values.
+            Frozen parameters are sent too, and buffers of any dtype, also int16, uint16 and 8-bit floats: gloo refuses
+            these dtypes, but sends their bytes (uint8).
+            A tensor that occurs twice in the module is sent once; one that is not contiguous keeps its strides.
         group: The ranks that take part; None is all of them.
 
     Returns:
@@ -72,17 +74,21 @@ def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None)
     Size: 10 minutes, difficulty 1, core.
 
     Args:
-        module: The module after ``backward``. Frozen parameters are left alone; a tied parameter counts once.
+        module: The module after ``backward``.
+            Frozen parameters are left alone; a tied parameter counts once.
         group: The ranks that take part; None is all of them.
 
     Returns:
-        Nothing. A gradient that is None on this rank counts as zeros, because another rank may have one, and becomes the
-        mean like any other. If no rank has one, the mean is zeros.
+        Nothing.
+        A gradient that is None on this rank counts as zeros, because another rank may have one, and becomes the mean
+        like any other.
+        If no rank has one, the mean is zeros.
 
     The mean is over elements with the same index: a gradient may have different strides on different ranks.
 
     Cost: one ``all_reduce`` for each trainable parameter, in the order of ``module.parameters()``, of its own size.
-    Convention: the mean over ranks. It is the mean over all items if every rank has equally many.
+    Convention: the mean over ranks.
+        It is the mean over all items if every rank has equally many.
     """
     raise NotImplementedError("Exercise 10.3: write average_gradients")
 
@@ -100,8 +106,8 @@ def average_gradients_flat(module: nn.Module, group: dist.ProcessGroup | None = 
     Returns:
         Nothing; gradients as after ``average_gradients``, each in its own dtype and shape.
 
-    Cost: one ``all_reduce`` of one flat buffer with all gradients; with mixed dtypes, one for each dtype, in the order in
-        which the dtypes first occur among the parameters.
+    Cost: one ``all_reduce`` of one flat buffer with all gradients; with mixed dtypes, one for each dtype, in the order
+        in which the dtypes first occur among the parameters.
     """
     raise NotImplementedError("Exercise 10.4: write average_gradients_flat")
 
@@ -117,13 +123,15 @@ class OverlapDDP(nn.Module):
     Attributes:
         module: The same model.
 
-    A hook starts the mean of a gradient (``async_op=True``) as soon as the gradient is ready, but in the reverse order of
-    the parameters on all ranks: a gradient that is ready early waits for its turn. ``finish_gradient_synchronization()``
-    starts the means of gradients that backward did not reach; they count as ``average_gradients`` says.
+    A hook starts the mean of a gradient (``async_op=True``) as soon as the gradient is ready, but in the reverse order
+    of the parameters on all ranks: a gradient that is ready early waits for its turn.
+    ``finish_gradient_synchronization()`` starts the means of gradients that backward did not reach; they count as
+    ``average_gradients`` says.
 
     Raises:
-        RuntimeError: in a backward without ``no_sync()`` that makes a gradient ready a second time in one round, because the
-            first one may be on its way already. (A forward in between completes the round, and then it is no error.)
+        RuntimeError: in a backward without ``no_sync()`` that makes a gradient ready a second time in one round,
+            because the first one may be on its way already.
+            (A forward in between completes the round, and then it is no error.)
 
     Source: Li and others (arXiv:2006.15704), section 3.2.3.
     """
@@ -133,8 +141,10 @@ class OverlapDDP(nn.Module):
         raise NotImplementedError("Exercise 10.5: write OverlapDDP.__init__")
 
     def forward(self, *args, **kwargs):
-        """Return what ``module`` returns. First complete a round that was left open, by an exception or because nobody called
-        ``finish_gradient_synchronization()``; a round is open if a gradient is ready, even if no collective has started.
+        """Return what ``module`` returns.
+
+        First complete a round that an exception left open, or a missing ``finish_gradient_synchronization()``.
+        A round is open if a gradient is ready, even if no collective has started.
         A forward under ``torch.no_grad()`` completes nothing, because one rank may evaluate alone.
         """
         raise NotImplementedError("Exercise 10.5: write OverlapDDP.forward")
@@ -145,8 +155,9 @@ class OverlapDDP(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Start no collective in a backward inside: gradients add up on each rank, and the next round averages the sums.
+        """Start no collective in a backward inside: gradients add up on each rank.
 
+        The next round averages the sums.
         One ``no_sync()`` may be inside another; only the end of the outermost turns collectives on again.
         """
         raise NotImplementedError("Exercise 10.5: write OverlapDDP.no_sync")
@@ -200,12 +211,16 @@ class BucketedDDP(nn.Module):
     Attributes:
         module: The same model.
 
-    Buckets fill in the reverse order of the parameters. A gradient that would make its bucket too large begins the next
-    one; a gradient larger than a bucket has a bucket of its own. Each dtype has its own buckets. All ranks send the buckets
-    in the same order: the bucket whose last gradient comes earlier in the reverse order goes first. A bucket is one flat
-    ``all_reduce``; it starts when all its gradients are ready and all buckets before it have started. For a parameter that
-    only some ranks used, the others count as zeros; one that no rank used gets zeros. Frozen parameters are in no bucket,
-    tied ones in one bucket once.
+    Buckets fill in the reverse order of the parameters.
+    A gradient that would make its bucket too large begins the next one; a gradient larger than a bucket has a bucket of
+    its own.
+    Each dtype has its own buckets.
+    All ranks send the buckets in the same order: the bucket whose last gradient comes earlier in the reverse order goes
+    first.
+    A bucket is one flat ``all_reduce``; it starts when all its gradients are ready and all buckets before it have
+    started.
+    For a parameter that only some ranks used, the others count as zeros; one that no rank used gets zeros.
+    Frozen parameters are in no bucket, tied ones in one bucket once.
 
     Raises:
         ValueError: ``bucket_size_mb`` is not positive; the message names it.
@@ -219,8 +234,10 @@ class BucketedDDP(nn.Module):
         raise NotImplementedError("Exercise 10.8: write BucketedDDP.__init__")
 
     def forward(self, *args, **kwargs):
-        """Return what ``module`` returns. First complete a round that was left open, by an exception or because nobody called
-        ``finish_gradient_synchronization()``; a round is open if a gradient is ready, even if no collective has started.
+        """Return what ``module`` returns.
+
+        First complete a round that an exception left open, or a missing ``finish_gradient_synchronization()``.
+        A round is open if a gradient is ready, even if no collective has started.
         A forward under ``torch.no_grad()`` completes nothing, because one rank may evaluate alone.
         """
         raise NotImplementedError("Exercise 10.8: write BucketedDDP.forward")
@@ -231,8 +248,9 @@ class BucketedDDP(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Start no collective in a backward inside: gradients add up on each rank, and the next round averages the sums.
+        """Start no collective in a backward inside: gradients add up on each rank.
 
+        The next round averages the sums.
         One ``no_sync()`` may be inside another; only the end of the outermost turns collectives on again.
         """
         raise NotImplementedError("Exercise 10.8: write BucketedDDP.no_sync")

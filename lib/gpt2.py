@@ -35,16 +35,18 @@ def layer_norm(
         eps: Added to the variance, under the root.
 
     Returns:
-        A tensor of the shape and dtype of ``x``; mean and variance are computed in float32 at least (float64 stays float64).
+        A tensor of the shape and dtype of ``x``; mean and variance are computed in float32 at least (float64 stays
+        float64).
 
     Source: Ba and others (arXiv:1607.06450), equations (3) and (5).
-    Convention: the variance divides by C, not by C - 1. RMSNorm (chapter 4) has neither a mean nor a bias.
+    Convention: the variance divides by C, not by C - 1.
+        RMSNorm (chapter 4) has neither a mean nor a bias.
     """
     raise NotImplementedError("Exercise 6.1: write layer_norm")
 
 
 class LayerNorm(nn.LayerNorm):
-    """A module that calls ``layer_norm`` with its parameters ``weight`` (initially ones) and ``bias`` (zeros) and its ``eps``."""
+    """A module that calls ``layer_norm`` with its ``weight`` (initially ones), its ``bias`` (zeros) and its ``eps``."""
 
     def forward(self, x: Float[Tensor, "... c"]) -> Float[Tensor, "... c"]:
         return layer_norm(x, self.weight, self.bias, self.eps)
@@ -59,11 +61,12 @@ def gelu_tanh(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         x: Any shape, any floating dtype.
 
     Returns:
-        A tensor of the shape and dtype of ``x``, computed in float32 at least (float64 stays float64). In float16, which ends at
-        65,504, the cube of 41 would be infinite, and backward would turn that into NaN.
+        A tensor of the shape and dtype of ``x``, computed in float32 at least (float64 stays float64).
+        In float16, which ends at 65,504, the cube of 41 would be infinite, and backward would turn that into NaN.
 
     Source: Hendrycks and Gimpel (arXiv:1606.08415), section 2.
-    Convention: GPT-2 was trained with this formula, called "gelu_new" in Transformers; BERT and ViT use the exact form there.
+    Convention: GPT-2 was trained with this formula, called "gelu_new" in Transformers; BERT and ViT use the exact form
+        there.
     """
     raise NotImplementedError("Exercise 6.2: write gelu_tanh")
 
@@ -146,9 +149,11 @@ def init_weights(module: nn.Module, n_layers: int) -> None:
 
     Size: 20 minutes, difficulty 3, core.
 
-    Weights of ``nn.Embedding`` and ``nn.Linear`` become normal with mean 0 and standard deviation 0.02. Linear layers whose
-    name ends in ``c_proj`` write to the residual stream; their standard deviation is ``0.02 / sqrt(2 * n_layers)`` instead. Biases
-    of linear layers, where they exist, become 0. Layer norms are left as they are.
+    Weights of ``nn.Embedding`` and ``nn.Linear`` become normal with mean 0 and standard deviation 0.02.
+    Linear layers whose name ends in ``c_proj`` write to the residual stream; their standard deviation is
+    ``0.02 / sqrt(2 * n_layers)`` instead.
+    Biases of linear layers, where they exist, become 0.
+    Layer norms are left as they are.
 
     Args:
         module: A whole model or a part of it.
@@ -193,10 +198,12 @@ class GPT2(nn.Module):
         h: ``nn.ModuleList`` of L ``Block``.
         ln_f: ``LayerNorm`` after the last block, with ``config.norm_eps``.
 
-    There are no other parameters: the head is ``wte.weight`` itself. ``init_weights`` sets the initial weights.
+    There are no other parameters: the head is ``wte.weight`` itself.
+    ``init_weights`` sets the initial weights.
 
     Source: Radford and others (2019), section 2.3.
-    Convention: parameters have the names of GPT-2's checkpoints; weights of linear layers are ``[out, in]``, as in PyTorch.
+    Convention: parameters have the names of GPT-2's checkpoints; weights of linear layers are ``[out, in]``, as in
+        PyTorch.
     """
 
     def __init__(self, config: GPT2Config):
@@ -213,8 +220,9 @@ class GPT2(nn.Module):
             targets: Ids ``[B, T]``: for each token the one that follows it, so already shifted.
 
         Returns:
-            Logits ``[B, T, V]`` and the mean cross-entropy over all B*T targets, in nats (None without targets). V is
-            ``vocab_size``: the columns of padding rows are cut off, so that no padding row can win or take probability.
+            Logits ``[B, T, V]`` and the mean cross-entropy over all B*T targets, in nats (None without targets).
+            V is ``vocab_size``: the columns of padding rows are cut off, so that no padding row can win or take
+            probability.
 
         Raises:
             ValueError: T is more than ``context_len``; the message names both numbers.
@@ -231,8 +239,8 @@ def count_parameters(config: GPT2Config) -> int:
         config: A ``GPT2Config``.
 
     Returns:
-        The number of parameters, with the tied head counted once and padding rows not counted: 124,439,808 for ``GPT2_SMALL`` and
-        1,557,611,200 for ``GPT2_XL``.
+        The number of parameters, with the tied head counted once and padding rows not counted: 124,439,808 for
+        ``GPT2_SMALL`` and 1,557,611,200 for ``GPT2_XL``.
     """
     raise NotImplementedError("Exercise 6.9: write count_parameters")
 
@@ -243,14 +251,16 @@ def convert_hf_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     Size: 20 minutes, difficulty 2, stretch.
 
     Args:
-        state_dict: Tensors of a ``GPT2LMHeadModel`` (whose names begin with ``transformer.``) or of OpenAI's checkpoint on the
-            hub (without that prefix); left unchanged.
+        state_dict: Tensors of a ``GPT2LMHeadModel`` (whose names begin with ``transformer.``) or of OpenAI's checkpoint
+            on the hub (without that prefix); left unchanged.
 
     Returns:
-        A state dict for ``GPT2.load_state_dict``. Weights of the linear layers ``c_attn``, ``c_fc`` and ``c_proj`` are
-        transposed, because Transformers' ``Conv1D`` stores them as ``[in, out]``. The buffers ``attn.bias`` and
-        ``attn.masked_bias`` (causal masks of old checkpoints) are dropped, and so is ``lm_head.weight`` if it equals
-        ``wte.weight``. Unknown names and a head that is not tied are passed on, so that ``load_state_dict`` can refuse them.
+        A state dict for ``GPT2.load_state_dict``.
+        Weights of the linear layers ``c_attn``, ``c_fc`` and ``c_proj`` are transposed, because Transformers'
+        ``Conv1D`` stores them as ``[in, out]``.
+        The buffers ``attn.bias`` and ``attn.masked_bias`` (causal masks of old checkpoints) are dropped, and so is
+        ``lm_head.weight`` if it equals ``wte.weight``.
+        Unknown names and a head that is not tied are passed on, so that ``load_state_dict`` can refuse them.
 
     Source: Transformers, ``pytorch_utils.Conv1D``.
     """
@@ -271,7 +281,8 @@ def load_pretrained(name_or_path: str | os.PathLike) -> GPT2:
 
     Raises:
         FileNotFoundError: there is no such folder and no such name on the hub.
-        ValueError: the checkpoint does not fit. One message lists everything that is wrong: the problems that ``read_config`` and
-            ``read_tensors`` report, each missing tensor, each unexpected tensor, and each tensor of a wrong shape with both shapes.
+        ValueError: the checkpoint does not fit.
+            One message lists everything that is wrong: the problems that ``read_config`` and ``read_tensors`` report,
+            each missing tensor, each unexpected tensor, and each tensor of a wrong shape with both shapes.
     """
     raise NotImplementedError("Exercise 6.11: write load_pretrained")

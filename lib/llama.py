@@ -28,8 +28,8 @@ class RMSNorm(nn.Module):
         weight: Parameter ``[C]``, initially ones.
 
     Source: Zhang and Sennrich (arXiv:1910.07467), equation (4).
-    Convention: everything is computed in float32, including the product with the weight, and cast once at the end. Meta's code casts
-        before that product.
+    Convention: everything is computed in float32, including the product with the weight, and cast once at the end.
+        Meta's code casts before that product.
     """
 
     def __init__(self, dim: int, eps: float = 1e-5):
@@ -59,8 +59,10 @@ def swiglu_hidden_dim(dim: int, multiple_of: int = 256, multiplier: float = 1.0)
         multiplier: Widens the layer; 1.3 in Llama 2 70B.
 
     Returns:
-        The width F. Take two thirds of 4 x ``dim`` and drop the fraction; multiply by ``multiplier`` and drop the fraction; round up
-        to a multiple of ``multiple_of``. A ``dim`` of 4096 gives 11008.
+        The width F.
+        Take two thirds of 4 x ``dim`` and drop the fraction; multiply by ``multiplier`` and drop the fraction; round up
+        to a multiple of ``multiple_of``.
+        A ``dim`` of 4096 gives 11008.
 
     Source: Shazeer (arXiv:2002.05202), section 2; the rounding is that of Meta's ``FeedForward``.
     """
@@ -77,11 +79,13 @@ class SwiGLU(nn.Module):
         hidden_dim: Width F inside the layer, used exactly as given.
 
     Attributes:
-        w1: ``nn.Linear`` from C to F, without bias: the gate. ``w3``, from C to F, makes the values that it gates; ``w2``, from F to C,
-            projects back. Neither has a bias.
+        w1: ``nn.Linear`` from C to F, without bias: the gate.
+        w2: ``nn.Linear`` from F to C, without bias: projects back.
+        w3: ``nn.Linear`` from C to F, without bias: makes the values that ``w1`` gates.
 
     Source: Shazeer (arXiv:2002.05202), equation (6).
-    Convention: the names are Meta's. Transformers calls w1, w3, w2 ``gate_proj``, ``up_proj``, ``down_proj``.
+    Convention: the names are Meta's.
+        Transformers calls w1, w3, w2 ``gate_proj``, ``up_proj``, ``down_proj``.
     """
 
     def __init__(self, dim: int, hidden_dim: int):
@@ -94,7 +98,7 @@ class SwiGLU(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention, then a feed-forward layer; each reads a normalised copy of its input and adds its output to the input. (Exercise 4.4)
+    """Attention, then a feed-forward layer; each reads its input normalised and adds its output to it. (Exercise 4.4)
 
     Size: 15 minutes, difficulty 2, core.
 
@@ -102,8 +106,10 @@ class TransformerBlock(nn.Module):
         config: The block uses its ``dim``, ``n_heads``, ``n_kv_heads``, ``hidden_dim`` and ``norm_eps``.
 
     Attributes:
-        attention: Chapter 3's ``MultiHeadAttention``; ``feed_forward`` is a ``SwiGLU``; ``attention_norm`` and ``ffn_norm`` are
-            ``RMSNorm``.
+        attention: Chapter 3's ``MultiHeadAttention``.
+        feed_forward: A ``SwiGLU``.
+        attention_norm: ``RMSNorm`` before ``attention``.
+        ffn_norm: ``RMSNorm`` before ``feed_forward``.
 
     Source: Llama (arXiv:2302.13971), section 2.2.
     """
@@ -119,7 +125,10 @@ class TransformerBlock(nn.Module):
         mask: Bool[Tensor, "t s"] | None = None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "b t c"]:
-        """``x`` plus the outputs of attention and feed-forward; attention is called as ``attention(x, rope, mask, cache)``."""
+        """``x`` plus the outputs of attention and feed-forward.
+
+        Attention is called as ``attention(x, rope, mask, cache)``.
+        """
         raise NotImplementedError("Exercise 4.4: write TransformerBlock.forward")
 
 
@@ -137,9 +146,10 @@ class Llama(nn.Module):
         layers: ``nn.ModuleList`` of L ``TransformerBlock``.
         norm: ``RMSNorm`` after the last block.
         output: ``nn.Linear`` from C to V, without bias; its weight is its own, not the embedding's.
-        rope: Rotations of ``context_len`` positions, complex64. A plain attribute, neither parameter nor buffer: as a buffer it would appear
-            in the state dict under a name that Meta's files lack, and ``model.to(torch.bfloat16)`` would drop its imaginary part. ``forward``
-            moves it to the device of the tokens.
+        rope: Rotations of ``context_len`` positions, complex64.
+            A plain attribute, neither parameter nor buffer: as a buffer it would appear in the state dict under a name
+            that Meta's files lack, and ``model.to(torch.bfloat16)`` would drop its imaginary part.
+            ``forward`` moves it to the device of the tokens.
 
     Source: Llama 2 (arXiv:2307.09288), section 2.2; the names are those of Meta's weights.
     """
@@ -157,15 +167,17 @@ class Llama(nn.Module):
 
         Args:
             tokens: ``[B, T]``; without a cache they are at positions 0 to T - 1.
-            cache: From ``make_cache``. It holds the earlier positions, and the call appends the new ones. The first new token is at
-                the position that equals the cache's length.
+            cache: From ``make_cache``.
+                It holds the earlier positions, and the call appends the new ones.
+                The first new token is at the position that equals the cache's length.
 
         Returns:
-            Logits ``[B, T, V]``, float32 whatever the dtype of the weights, on the device of ``tokens``. Every tensor made on the way is
-            on that device too, whatever PyTorch's default device is.
+            Logits ``[B, T, V]``, float32 whatever the dtype of the weights, on the device of ``tokens``.
+            Every tensor made on the way is on that device too, whatever PyTorch's default device is.
 
         Raises:
-            ValueError: the cache's length + T is more than ``context_len``; the message names that sum and ``context_len``.
+            ValueError: the cache's length + T is more than ``context_len``; the message names that sum and
+                ``context_len``.
         """
         raise NotImplementedError("Exercise 4.5: write Llama.forward")
 
@@ -223,17 +235,19 @@ def convert_hf_state_dict(state_dict: Mapping[str, Tensor], config: LlamaConfig)
     Size: 30 minutes, difficulty 3, stretch.
 
     Args:
-        state_dict: State dict of a ``LlamaForCausalLM``; left unchanged. ``hf_tensors(config)`` maps each of its names to Meta's name
-            and the shape.
+        state_dict: State dict of a ``LlamaForCausalLM``; left unchanged.
+            ``hf_tensors(config)`` maps each of its names to Meta's name and the shape.
         config: The sizes that the weights should have.
 
     Returns:
-        A state dict for ``Llama(config).load_state_dict``, in the dtypes given. The rows of the query and key projections are reordered
-        with ``half_to_interleaved`` (chapter 2), each by its own number of heads.
+        A state dict for ``Llama(config).load_state_dict``, in the dtypes given.
+        The rows of the query and key projections are reordered with ``half_to_interleaved`` (chapter 2), each by its
+        own number of heads.
 
     Raises:
-        ValueError: a name is missing, a name is extra, or a shape is wrong; one message lists all of them, a wrong shape with the shape
-            found and the shape expected. Old checkpoints contain ``….rotary_emb.inv_freq``: drop those names without an error.
+        ValueError: a name is missing, a name is extra, or a shape is wrong; one message lists all of them, a wrong
+            shape with the shape found and the shape expected.
+            Old checkpoints contain ``….rotary_emb.inv_freq``: drop those names without an error.
     """
     raise NotImplementedError("Exercise 4.9: write convert_hf_state_dict")
 
@@ -251,10 +265,12 @@ def sample_next(
 
     Args:
         logits: ``[B, V]``; left unchanged.
-        temperature: First, the logits are divided by it. 0 means the likeliest token, whatever the other arguments are.
-        top_k: Second, only the k likeliest tokens remain (all of them if V is less than k). Ties with the k-th may remain too.
-        top_p: Third, only the likeliest tokens remain whose probabilities (renormalised after the second step) sum to at least p, and as few as
-            possible: the token that crosses p remains, so there is always at least one.
+        temperature: First, the logits are divided by it.
+            0 means the likeliest token, whatever the other arguments are.
+        top_k: Second, only the k likeliest tokens remain (all of them if V is less than k).
+            Ties with the k-th may remain too.
+        top_p: Third, only the likeliest tokens remain whose probabilities (renormalised after the second step) sum to
+            at least p, and as few as possible: the token that crosses p remains, so there is always at least one.
         generator: Source of the random numbers.
 
     Returns:
@@ -283,17 +299,24 @@ def generate(
 
     Size: 30 minutes, difficulty 3, core.
 
-    The whole prompt passes through the model once and fills a cache; after that, each step passes only the newest tokens.
+    The whole prompt passes through the model once and fills a cache; after that, each step passes only the newest
+    tokens.
 
     Args:
         model: ``Llama``, or anything with ``make_cache(batch, max_len)`` and ``model(tokens, cache)``.
         tokens: Prompts ``[B, T]`` of equal length.
         max_new_tokens: Number of steps at most; the model runs once per step.
-        temperature: Passed to ``sample_next``, like ``top_k``, ``top_p`` and ``generator``.
-        eos_id: End token. A sequence that has produced it repeats it from then on, and when all sequences have produced it, the iterator ends.
+        temperature: Passed to ``sample_next``.
+        top_k: Passed to ``sample_next``.
+        top_p: Passed to ``sample_next``.
+        eos_id: End token.
+            A sequence that has produced it repeats it from then on, and when all sequences have produced it, the
+            iterator ends.
             An end token in the prompt has no effect.
+        generator: Passed to ``sample_next``.
 
     Yields:
-        ``[B]``, the newest token of each sequence, as soon as it is known, on the device of ``tokens``. No gradients are recorded.
+        ``[B]``, the newest token of each sequence, as soon as it is known, on the device of ``tokens``.
+        No gradients are recorded.
     """
     raise NotImplementedError("Exercise 4.11: write generate")

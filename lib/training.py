@@ -25,9 +25,11 @@ def cross_entropy(logits: Float[Tensor, "... v"], targets: Int[Tensor, "..."]) -
         targets: The right classes ``[...]``, from 0 to V - 1, in any integer dtype.
 
     Returns:
-        A scalar of the dtype of ``logits``, computed in float32 at least (float64 stays float64), because float16 ends at 65,504.
+        A scalar of the dtype of ``logits``, computed in float32 at least (float64 stays float64), because float16 ends
+        at 65,504.
 
-    Convention: the classes come last. PyTorch's ``cross_entropy`` expects them second, ``[N, V, ...]``, and ignores targets of -100.
+    Convention: the classes come last.
+        PyTorch's ``cross_entropy`` expects them second, ``[N, V, ...]``, and ignores targets of -100.
     """
     raise NotImplementedError("Exercise 7.1: write cross_entropy")
 
@@ -45,11 +47,13 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: Times ``lr``, the fraction of a weight that each step removes.
 
     Attributes:
-        state: For each parameter that has had a gradient: "step" (the number of its gradients so far), "exp_avg" (m) and "exp_avg_sq"
-            (v), both in the parameter's dtype. These are PyTorch's names, so its AdamW can load our ``state_dict()``, and ours its.
+        state: For each parameter that has had a gradient: "step" (the number of its gradients so far), "exp_avg" (m)
+            and "exp_avg_sq" (v), both in the parameter's dtype.
+            These are PyTorch's names, so its AdamW can load our ``state_dict()``, and ours its.
 
     Raises:
-        ValueError: a negative ``lr``, ``eps`` or ``weight_decay``, or a beta outside [0, 1); the message names the value.
+        ValueError: a negative ``lr``, ``eps`` or ``weight_decay``, or a beta outside [0, 1); the message names the
+            value.
 
     Source: Loshchilov and Hutter (arXiv:1711.05101), algorithm 2.
     Convention: the decay is multiplied by ``lr``, as in PyTorch; the paper multiplies it by the schedule alone.
@@ -63,7 +67,8 @@ class AdamW(torch.optim.Optimizer):
         """One update of every parameter whose ``grad`` is not None, in place; the gradients are left as they are.
 
         Args:
-            closure: Function that computes the loss and its gradients. It is called once, before the update, with gradients enabled.
+            closure: Function that computes the loss and its gradients.
+                It is called once, before the update, with gradients enabled.
 
         Returns:
             What ``closure`` returned, or None.
@@ -81,8 +86,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
         weight_decay: Decay of the first group; the second group has 0.0.
 
     Returns:
-        Two parameter groups for an optimizer: dicts with "params" (a list, in the model's order) and "weight_decay". The first has the tensors
-        of two or more dimensions, the second the others. Parameters that do not require a gradient are in neither. A list may be empty.
+        Two parameter groups for an optimizer: dicts with "params" (a list, in the model's order) and "weight_decay".
+        The first has the tensors of two or more dimensions, the second the others.
+        Parameters that do not require a gradient are in neither.
+        A list may be empty.
 
     Convention: embeddings and positions decay here, as in nanoGPT; some programs exempt them.
     """
@@ -99,7 +106,8 @@ def cosine_schedule(step: int, max_lr: float, min_lr: float, warmup_steps: int, 
         max_lr: Rate at ``step == warmup_steps``.
         min_lr: Rate from ``step == max_steps`` on.
         warmup_steps: Length of the warm-up; may be 0.
-        max_steps: At least ``warmup_steps``. If both are equal, that step has ``min_lr``.
+        max_steps: At least ``warmup_steps``.
+            If both are equal, that step has ``min_lr``.
 
     Returns:
         Before ``warmup_steps``, ``max_lr * step / warmup_steps``, which is 0 at step 0; after that the cosine.
@@ -123,7 +131,8 @@ def clip_gradient_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float) 
         max_norm: Largest Euclidean norm of all gradients together, as one long vector.
 
     Returns:
-        The norm before clipping, a scalar tensor, right even if float16's squares would overflow; zero if there is no gradient.
+        The norm before clipping, a scalar tensor, right even if float16's squares would overflow; zero if there is no
+        gradient.
 
     Source: Pascanu and others (arXiv:1211.5063), algorithm 1; the factor is PyTorch's, ``max_norm / (norm + 1e-6)``.
     Cost: no value is copied to the host: no ``item()``, no ``float()``, no ``if`` on a tensor.
@@ -136,13 +145,15 @@ class TokenBatches:
 
     Size: 45 minutes, difficulty 4, core.
 
-    The row of N tokens is cut into ``n_windows`` = (N - 1) // length windows. Window i has the inputs
-    ``tokens[i * length : (i + 1) * length]``, and its targets are shifted by one token. An epoch contains every window once: in order, or,
-    with a seed, in an order that is shuffled anew for each epoch. Each step takes the next ``world_size * batch`` windows: rank 0 the first
-    ``batch``, rank 1 the next, and so on. Every batch is full and no window is dropped, so a batch may span two epochs.
+    The row of N tokens is cut into ``n_windows`` = (N - 1) // length windows.
+    Window i has the inputs ``tokens[i * length : (i + 1) * length]``, and its targets are shifted by one token.
+    An epoch contains every window once: in order, or, with a seed, in an order that is shuffled anew for each epoch.
+    Each step takes the next ``world_size * batch`` windows: rank 0 the first ``batch``, rank 1 the next, and so on.
+    Every batch is full and no window is dropped, so a batch may span two epochs.
 
     Args:
-        tokens: Ids ``[N]``: a tensor, an array, a list, or a ``numpy.memmap``, which is read batch by batch and never as a whole.
+        tokens: Ids ``[N]``: a tensor, an array, a list, or a ``numpy.memmap``, which is read batch by batch and never
+            as a whole.
         batch: Windows B in a batch of one rank.
         length: Tokens T in a window.
         rank: Index of this rank.
@@ -154,8 +165,9 @@ class TokenBatches:
         epoch: Epochs finished by all ranks together: 0 until ``n_windows`` windows have been returned.
 
     Raises:
-        ValueError: there are too few tokens for one batch on every rank; the message names their number and the number needed,
-            ``world_size * batch * length + 1``. Or ``rank`` is not from 0 to ``world_size - 1``.
+        ValueError: there are too few tokens for one batch on every rank; the message names their number and the number
+            needed, ``world_size * batch * length + 1``.
+        ValueError: ``rank`` is not from 0 to ``world_size - 1``.
     """
 
     def __init__(self, tokens, batch: int, length: int, rank: int = 0, world_size: int = 1, seed: int | None = None):
@@ -169,7 +181,10 @@ class TokenBatches:
         return self
 
     def __next__(self) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
-        """This rank's next inputs and targets: int64 ``[B, T]`` each, contiguous; they share memory with no other tensor."""
+        """This rank's next inputs and targets: int64 ``[B, T]`` each, contiguous.
+
+        They share memory with no other tensor.
+        """
         raise NotImplementedError("Exercise 7.6: write TokenBatches.__next__")
 
     def state_dict(self) -> dict[str, int | None]:
@@ -180,7 +195,8 @@ class TokenBatches:
         """Continue from a saved state; ``batch`` and ``world_size`` may differ from those of the run that saved it.
 
         Raises:
-            ValueError: the number of tokens, ``length`` or ``seed`` differs from the saved one; the message names both values.
+            ValueError: the number of tokens, ``length`` or ``seed`` differs from the saved one; the message names both
+                values.
         """
         raise NotImplementedError("Exercise 7.6: write TokenBatches.load_state_dict")
 
@@ -192,15 +208,18 @@ def accumulate_gradients(model: nn.Module, micro_batches: Iterable[tuple[Tensor,
 
     Args:
         model: ``model(inputs, targets)`` returns ``(logits, loss)``, where the loss is the mean over all targets.
-        micro_batches: Any iterable of ``(inputs, targets)`` with ``targets.numel()`` items each; those without items are skipped.
+        micro_batches: Any iterable of ``(inputs, targets)`` with ``targets.numel()`` items each; those without items
+            are skipped.
 
     Returns:
-        The mean loss over all items, detached. Its gradients are added to ``.grad``; the caller clears them.
+        The mean loss over all items, detached.
+        Its gradients are added to ``.grad``; the caller clears them.
 
     Raises:
         ValueError: no micro-batch has an item; the message says so.
 
-    Cost: the activations of one micro-batch at a time. The micro-batches themselves may be kept in a list.
+    Cost: the activations of one micro-batch at a time.
+        The micro-batches themselves may be kept in a list.
     """
     raise NotImplementedError("Exercise 7.7: write accumulate_gradients")
 
@@ -212,21 +231,25 @@ def save_checkpoint(
 
     Size: 40 minutes, difficulty 4, core.
 
-    That is the model, the optimizer, ``step``, ``state``, and the states of the random number generators: PyTorch's (including
-    every CUDA device's), that of Python's ``random``, and NumPy's global one.
+    That is the model, the optimizer, ``step``, ``state``, and the states of the random number generators: PyTorch's
+    (including every CUDA device's), that of Python's ``random``, and NumPy's global one.
 
     Args:
         path: Path of a file in an existing folder, or a file that is open for writing bytes.
-        model: Its ``state_dict()`` is saved, and so is that of ``optimizer``.
+        model: Its ``state_dict()`` is saved.
+        optimizer: Its ``state_dict()`` is saved, too.
         step: Number of finished steps.
         **state: Additional values by name: tensors, numbers, strings, and dicts, lists and tuples of those.
 
     Returns:
-        Nothing. At every moment ``path`` is the complete old checkpoint or the complete new one: the function writes ``{path}.tmp``, waits
-        until it is on the disk (``os.fsync``), and renames it (``os.replace``). If anything fails, it removes ``{path}.tmp``.
+        Nothing.
+        At every moment ``path`` is the complete old checkpoint or the complete new one: the function writes
+        ``{path}.tmp``, waits until it is on the disk (``os.fsync``), and renames it (``os.replace``).
+        If anything fails, it removes ``{path}.tmp``.
 
     Raises:
-        TypeError: ``step``, a value in ``state`` or the optimizer's ``param_groups`` holds what ``weights_only=True`` refuses; it is named.
+        TypeError: ``step``, a value in ``state`` or the optimizer's ``param_groups`` holds what ``weights_only=True``
+            refuses; it is named.
     """
     raise NotImplementedError("Exercise 7.8: write save_checkpoint")
 
@@ -238,10 +261,12 @@ def load_checkpoint(path: str | os.PathLike | BinaryIO, model: nn.Module, optimi
 
     Args:
         path: Path of a file, or a file that is open for reading bytes.
-        model: Gets the saved weights, in place, on whatever device it is. ``optimizer`` gets its saved state and its groups' settings.
+        model: Gets the saved weights, in place, on whatever device it is.
+        optimizer: Gets its saved state and its groups' settings.
 
     Returns:
-        ``step`` and the additional state, by name, with tensors on the CPU. The random numbers continue where they were when it was saved.
+        ``step`` and the additional state, by name, with tensors on the CPU.
+        The random numbers continue where they were when it was saved.
 
     Raises:
         pickle.UnpicklingError: the file contains more than tensors and plain values; nothing in it is run.

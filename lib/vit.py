@@ -28,14 +28,16 @@ def patchify_unfold(images: Float[Tensor, "b ch height width"], patch: int) -> F
         patch: Side P of a patch, in pixels.
 
     Returns:
-        ``[B, N, ch*P*P]``: patches row by row from the top left; inside of a patch first all of channel 0 (row by row), then
-        channel 1, and so on.
+        ``[B, N, ch*P*P]``: patches row by row from the top left; inside of a patch first all of channel 0 (row by row),
+        then channel 1, and so on.
 
     Raises:
-        ValueError: a side is not a multiple of ``patch``; the message shows the arithmetic, for example "10 = 2 x 4 + 2".
+        ValueError: a side is not a multiple of ``patch``; the message shows the arithmetic, as in
+            "10 = 2 x 4 + 2".
 
     Source: Dosovitskiy and others (arXiv:2010.11929), section 3.1.
-    Convention: the channel comes first inside of a patch, as in PyTorch's convolutions; in the paper's own code (JAX) it comes last.
+    Convention: the channel comes first inside of a patch, as in PyTorch's convolutions; in the paper's own code (JAX)
+        it comes last.
     """
     raise NotImplementedError("Exercise 5.1: write patchify_unfold")
 
@@ -53,7 +55,8 @@ def patchify_einops(images: Float[Tensor, "b ch height width"], patch: int) -> F
         The same as ``patchify_unfold``.
 
     Raises:
-        ValueError: a side is not a multiple of ``patch``; the message shows the arithmetic, for example "10 = 2 x 4 + 2".
+        ValueError: a side is not a multiple of ``patch``; the message shows the arithmetic, as in
+            "10 = 2 x 4 + 2".
     """
     raise NotImplementedError("Exercise 5.2: write patchify_einops")
 
@@ -108,7 +111,8 @@ class ImageEmbeddings(nn.Module):
     Attributes:
         proj: ``nn.Conv2d`` from ch channels to C, with kernel size and stride P and a bias.
         cls_token: Parameter ``[1, 1, C]``, initially zero.
-        pos_embed: Parameter ``[1, 1 + N, C]``, initially normal with standard deviation 0.02; row 0 belongs to the class token.
+        pos_embed: Parameter ``[1, 1 + N, C]``, initially normal with standard deviation 0.02; row 0 belongs to the
+            class token.
 
     Source: Dosovitskiy and others (arXiv:2010.11929), equation (1).
     """
@@ -122,8 +126,8 @@ class ImageEmbeddings(nn.Module):
         """``[B, ch, height, width]`` to ``[B, 1 + N, C]``.
 
         Raises:
-            ValueError: the sides or channels of the images differ from the config's; the message shows ``[ch, height, width]``
-                of the images and of the config.
+            ValueError: the sides or channels of the images differ from the config's; the message shows
+                ``[ch, height, width]`` of the images and of the config.
         """
         raise NotImplementedError("Exercise 5.5: write ImageEmbeddings.forward")
 
@@ -137,7 +141,10 @@ class EncoderAttention(nn.Module):
         config: Sizes.
 
     Attributes:
-        wq: ``nn.Linear`` from C to C with a bias; ``wk``, ``wv`` and ``wo`` are the same.
+        wq: ``nn.Linear`` from C to C with a bias, for the queries.
+        wk: The same for the keys.
+        wv: The same for the values.
+        wo: The same, applied after the heads are merged.
     """
 
     def __init__(self, config: ViTConfig):
@@ -205,8 +212,8 @@ class VisionTransformer(nn.Module):
     Size: 20 minutes, difficulty 2, core.
 
     Args:
-        config: Sizes, and ``pooling``: the head reads, after ``norm``, either the class "token" or the "mean" of the N patches,
-            without the class token.
+        config: Sizes, and ``pooling``: the head reads, after ``norm``, either the class "token" or the "mean" of the N
+            patches, without the class token.
 
     Attributes:
         embeddings: ``ImageEmbeddings``.
@@ -250,15 +257,16 @@ def convert_hf_state_dict(state_dict: Mapping[str, Tensor], config: ViTConfig) -
     Size: 15 minutes, difficulty 2, stretch.
 
     Args:
-        state_dict: State dict of a ``ViTForImageClassification``. Names of Transformers 4 are accepted too: pass it through
-            ``modern_hf_names`` first.
+        state_dict: State dict of a ``ViTForImageClassification``.
+            Names of Transformers 4 are accepted too: pass it through ``modern_hf_names`` first.
         config: Sizes that the weights should have; ``hf_names(config)`` maps each of our names to theirs.
 
     Returns:
         A state dict for ``VisionTransformer(config).load_state_dict``.
 
     Raises:
-        ValueError: a tensor is missing, extra or has the wrong shape; one message names all of them, by Transformers' names.
+        ValueError: a tensor is missing, extra or has the wrong shape; one message names all of them, by Transformers'
+            names.
     """
     raise NotImplementedError("Exercise 5.11: write convert_hf_state_dict")
 
@@ -269,8 +277,9 @@ def convert_timm_state_dict(state_dict: Mapping[str, Tensor], config: ViTConfig)
     Size: 20 minutes, difficulty 2, stretch.
 
     Args:
-        state_dict: State dict of a ``timm.models.VisionTransformer``; left unchanged. ``blocks.{i}.attn.qkv.weight``, ``[3C, C]``,
-            contains the rows of all queries, then of all keys, then of all values; its bias ``[3C]`` likewise.
+        state_dict: State dict of a ``timm.models.VisionTransformer``; left unchanged.
+            ``blocks.{i}.attn.qkv.weight``, ``[3C, C]``, contains the rows of all queries, then of all keys, then of all
+            values; its bias ``[3C]`` likewise.
         config: Sizes that the weights should have; ``timm_names(config)`` maps each of our other names to theirs.
 
     Returns:

@@ -21,18 +21,21 @@ class FloatFormat:
     Size: 20 minutes, difficulty 2, core.
 
     Args:
-        exponent_bits: Width E of the exponent, 2 to 11; its bias is ``2**(E - 1) - 1``. The smallest stored exponent encodes
-            zero and the subnormals.
+        exponent_bits: Width E of the exponent, 2 to 11; its bias is ``2**(E - 1) - 1``.
+            The smallest stored exponent encodes zero and the subnormals.
         mantissa_bits: Width M of the fraction, 1 to 52.
-        has_infinity: If True, the largest stored exponent is reserved for infinity and NaN, as in IEEE 754. If False, it
-            encodes numbers, and only its all-ones mantissa is NaN. A format with 11 exponent bits must have infinity.
+        has_infinity: If True, the largest stored exponent is reserved for infinity and NaN, as in IEEE 754.
+            If False, it encodes numbers, and only its all-ones mantissa is NaN.
+            A format with 11 exponent bits must have infinity.
 
     Raises:
-        ValueError: a width is out of its range; the message names the width and its range. Without infinity the range of
-            ``exponent_bits`` is 2 to 10.
+        ValueError: a width is out of its range; the message names the width and its range.
+            Without infinity the range of ``exponent_bits`` is 2 to 10.
 
-    Source: IEEE 754-2019, section 3; Micikevicius and others (arXiv:2209.05433), table 1, for the two formats of 8 bits.
-    Convention: ``mantissa_bits`` counts the stored bits: 23 for float32. Texts that also count the implied leading 1 say 24.
+    Source: IEEE 754-2019, section 3; Micikevicius and others (arXiv:2209.05433), table 1, for the two formats of 8
+        bits.
+    Convention: ``mantissa_bits`` counts the stored bits: 23 for float32.
+        Texts that also count the implied leading 1 say 24.
     """
 
     exponent_bits: int
@@ -90,16 +93,18 @@ def round_to_format(x: Float[Tensor, "..."], fmt: FloatFormat) -> Float[Tensor, 
         fmt: A ``FloatFormat``.
 
     Returns:
-        The shape and dtype of ``x``. Bit for bit the result of a cast to the format and back: subnormals are kept, numbers that
-        round beyond ``fmt.max`` become infinite, zeros keep their sign, NaN stays NaN. In a format without infinity,
-        ``fmt.max`` with the sign of x takes the place of infinity.
+        The shape and dtype of ``x``.
+        Bit for bit the result of a cast to the format and back: subnormals are kept, numbers that round beyond
+        ``fmt.max`` become infinite, zeros keep their sign, NaN stays NaN.
+        In a format without infinity, ``fmt.max`` with the sign of x takes the place of infinity.
 
     Raises:
         ValueError: ``x`` does not have a floating dtype; the message names its dtype.
 
     Source: IEEE 754-2019, section 4.3.1, roundTiesToEven.
-    Convention: float8_e4m3fn saturates at 448, as PyTorch does from 2.12 on; before, PyTorch gave NaN. Round float64 once;
-        PyTorch casts float64 to float16 by way of float32, and is off by one place in a few of 100,000 numbers.
+    Convention: float8_e4m3fn saturates at 448, as PyTorch does from 2.12 on; before, PyTorch gave NaN.
+        Round float64 once; PyTorch casts float64 to float16 by way of float32, and is off by one place in a few of
+        100,000 numbers.
     """
     ### BEGIN SOLUTION
     if not x.is_floating_point():
@@ -127,9 +132,9 @@ def accumulate(
         value_dtype: Dtype to which each number is rounded before it is added.
 
     Returns:
-        The total, a scalar tensor in ``accumulator_dtype``: what ``total += value`` gives. It is on the device of ``values``
-        if that is a tensor, otherwise on the CPU. The numbers of a list are Python floats (float64) until they are rounded
-        to ``value_dtype``.
+        The total, a scalar tensor in ``accumulator_dtype``: what ``total += value`` gives.
+        It is on the device of ``values`` if that is a tensor, otherwise on the CPU.
+        The numbers of a list are Python floats (float64) until they are rounded to ``value_dtype``.
 
     Source: Stanford CS336, assignment 2, problem mixed_precision_accumulation.
     """
@@ -144,7 +149,7 @@ def accumulate(
 
 
 class GradScaler:
-    """Scales the loss up so that small gradients survive float16, and scales the gradients down before the step. (Exercise)
+    """Scales the loss up so that small gradients survive float16, and the gradients down before the step. (Exercise)
 
     Size: 45 minutes, difficulty 4, core.
 
@@ -155,8 +160,9 @@ class GradScaler:
         growth_interval: Number of updates without inf or NaN before the scale grows.
 
     A training step calls ``scaler.scale(loss).backward()``, ``scaler.step(optimizer)`` and ``scaler.update()``; to clip
-    gradients, call ``scaler.unscale_(optimizer)`` before ``step``. Several optimizers may step between two updates, and inf
-    or NaN in the gradients of one does not keep another from its step.
+    gradients, call ``scaler.unscale_(optimizer)`` before ``step``.
+    Several optimizers may step between two updates, and inf or NaN in the gradients of one does not keep another from
+    its step.
 
     Source: Micikevicius and others (arXiv:1710.03740), section 3.2; ``torch.amp.GradScaler``.
     Cost: the host reads back at most one value in each ``step``, and none in ``scale``, ``unscale_`` and ``update``.
@@ -178,7 +184,9 @@ class GradScaler:
         self._stepped: set[int] = set()  # ids of the optimizers stepped since the last update
 
     def scale(self, outputs: Any) -> Any:
-        """A loss times the scale. A list or tuple of losses, nested or not, comes back in the same structure, each loss scaled.
+        """A loss times the scale.
+
+        A list or tuple of losses, nested or not, comes back in the same structure, each loss scaled.
 
         Moves ``_scale`` and ``_growth_tracker`` to the losses' device.
         """
@@ -197,8 +205,10 @@ class GradScaler:
         """Divide the gradients of an optimizer's parameters by the scale, in place, and note whether any is inf or NaN.
 
         Raises:
-            RuntimeError: since the last ``update`` this optimizer was unscaled (the message names ``unscale_()``) or stepped
-                (it names ``step()``); or none of its parameters has a gradient. A gradient without elements counts as one.
+            RuntimeError: since the last ``update`` this optimizer was unscaled; the message names ``unscale_()``.
+            RuntimeError: since the last ``update`` this optimizer was stepped; the message names ``step()``.
+            RuntimeError: none of its parameters has a gradient.
+                A gradient without elements counts as one.
             ValueError: a gradient is float16, so its parameter is not in float32; the message names float16.
         """
         ### BEGIN SOLUTION
@@ -229,8 +239,9 @@ class GradScaler:
             What ``optimizer.step(*args, **kwargs)`` returns, or None if the step is skipped.
 
         Raises:
-            RuntimeError: this optimizer was stepped since the last ``update`` (the message names ``step()``); or a closure is
-                passed, by name or by position, whose gradients would not be checked (the message names ``closure``).
+            RuntimeError: this optimizer was stepped since the last ``update``; the message names ``step()``.
+            RuntimeError: a closure is passed, by name or by position, whose gradients would not be checked; the message
+                names ``closure``.
         """
         ### BEGIN SOLUTION
         if "closure" in kwargs or args:
@@ -246,10 +257,11 @@ class GradScaler:
         ### END SOLUTION
 
     def update(self) -> None:
-        """Back off if any optimizer unscaled since the last update had inf or NaN; otherwise count, and grow after the interval.
+        """Back off if any optimizer unscaled since the last update had inf or NaN.
 
-        A growth that would make the scale infinite is skipped, but the count starts again all the same. ``_scale`` stays
-        float32, and ``_growth_tracker`` int32.
+        Otherwise count, and grow after the interval.
+        A growth that would make the scale infinite is skipped, but the count starts again all the same.
+        ``_scale`` stays float32, and ``_growth_tracker`` int32.
 
         Raises:
             RuntimeError: nothing was unscaled or stepped since the last update.
@@ -308,15 +320,18 @@ class MiniAutocast(TorchFunctionMode):
         device_type: Which rules apply: "cuda", or "cpu" with its shorter list of reductions.
 
     If the name of an operation is in ``PRODUCTS``, its floating-point arguments are cast to ``dtype``; if it is in
-    ``REDUCTIONS[device_type]``, to float32; every other operation runs unchanged. float64 is never cast. Regions nest, and
-    the innermost one decides. Parameters are not changed, and their gradients have the parameters' dtype. Both lists are in
-    ``lib/given/kernels/autocast.py``.
+    ``REDUCTIONS[device_type]``, to float32; every other operation runs unchanged.
+    float64 is never cast.
+    Regions nest, and the innermost one decides.
+    Parameters are not changed, and their gradients have the parameters' dtype.
+    Both lists are in ``lib/given/kernels/autocast.py``.
 
     Raises:
         ValueError: ``dtype`` is none of the three, or ``device_type`` has no rules; the message names the wrong one.
 
     Source: ``torch.autocast``.
-    Convention: by default CUDA's rules apply on any device. ``torch.autocast("cpu")`` keeps softmax, norms and sums narrow.
+    Convention: by default CUDA's rules apply on any device.
+        ``torch.autocast("cpu")`` keeps softmax, norms and sums narrow.
     """
 
     def __init__(self, dtype: torch.dtype, device_type: str = "cuda"):
@@ -354,15 +369,20 @@ def autocast_dtypes(model: nn.Module, x: Tensor, dtype: torch.dtype) -> dict[str
     Size: 20 minutes, difficulty 2, core.
 
     Args:
-        model: Any module. Afterwards its hooks, gradients, buffers and mode are what they were before, and so is the state of
-            the random generators, even if the model has a Dropout.
-        x: The argument of ``model(x)``. If it is on the CPU, the CPU's rules apply; otherwise CUDA's. A model and an ``x`` on
-            the "meta" device have no numbers, so there the prediction costs nothing and needs no GPU.
+        model: Any module.
+            Afterwards its hooks, gradients, buffers and mode are what they were before, and so is the state of the
+            random generators, even if the model has a Dropout.
+        x: The argument of ``model(x)``.
+            If it is on the CPU, the CPU's rules apply; otherwise CUDA's.
+            A model and an ``x`` on the "meta" device have no numbers, so there the prediction costs nothing and needs
+            no GPU.
         dtype: float16 or bfloat16.
 
     Returns:
-        Name to dtype for each module without submodules that was called, in the order of ``model.named_modules()`` (which need
-        not be the order of the calls). A model without submodules has the name "". If an output has several tensors, the first counts; if a module is called several times, the last call counts.
+        Name to dtype for each module without submodules that was called, in the order of ``model.named_modules()``
+        (which need not be the order of the calls).
+        A model without submodules has the name "".
+        If an output has several tensors, the first counts; if a module is called several times, the last call counts.
     """
     ### BEGIN SOLUTION
     layers = {name: module for name, module in model.named_modules() if not list(module.children())}

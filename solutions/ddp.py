@@ -22,10 +22,11 @@ def shard_indices(
 
     Size: 20 minutes, difficulty 2, core.
 
-    All ranks make the same list of all n items, in order or shuffled by ``torch.randperm`` with a ``torch.Generator`` that
-    is seeded with ``seed + epoch``. The length of the list becomes a multiple of R: it is padded from its own start (again
-    and again, if the list is shorter than the padding) or, with ``drop_last``, cut. Rank r takes every R-th item, beginning
-    with item r.
+    All ranks make the same list of all n items, in order or shuffled by ``torch.randperm`` with a ``torch.Generator``
+    that is seeded with ``seed + epoch``.
+    The length of the list becomes a multiple of R: it is padded from its own start (again and again, if the list is
+    shorter than the padding) or, with ``drop_last``, cut.
+    Rank r takes every R-th item, beginning with item r.
 
     Args:
         n: Items of the data set.
@@ -61,9 +62,10 @@ def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup | None = No
     Size: 20 minutes, difficulty 2, core.
 
     Args:
-        module: The same module on all ranks, with different values. Frozen parameters are sent too, and buffers of any dtype,
-            also int16, uint16 and 8-bit floats: gloo refuses these dtypes, but sends their bytes (uint8). A tensor that
-            occurs twice in the module is sent once; one that is not contiguous keeps its strides.
+        module: The same module on all ranks, with different values.
+            Frozen parameters are sent too, and buffers of any dtype, also int16, uint16 and 8-bit floats: gloo refuses
+            these dtypes, but sends their bytes (uint8).
+            A tensor that occurs twice in the module is sent once; one that is not contiguous keeps its strides.
         group: The ranks that take part; None is all of them.
 
     Returns:
@@ -88,7 +90,10 @@ def _trainable(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _start_mean(tensor: Tensor, group=None, async_op: bool = False) -> dist.Work | None:
-    """Replace a contiguous tensor by its mean over the ranks; the division comes first, so that the sum cannot overflow."""
+    """Replace a contiguous tensor by its mean over the ranks.
+
+    The division comes first, so that the sum cannot overflow.
+    """
     if dist.get_backend(group) == "nccl":
         return dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=group, async_op=async_op)
     tensor.div_(dist.get_world_size(group))
@@ -96,7 +101,7 @@ def _start_mean(tensor: Tensor, group=None, async_op: bool = False) -> dist.Work
 
 
 def _flat_mean(parameters: Sequence[nn.Parameter], group=None, async_op: bool = False) -> dist.Work | None:
-    """One collective for the gradients of several parameters of one dtype; ``.grad`` become views of the buffer sent."""
+    """One collective for the gradients of several parameters of one dtype, whose ``.grad`` become views of it."""
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     if any(grad.layout != torch.strided for grad in grads):
         raise TypeError(
@@ -117,17 +122,21 @@ def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None)
     Size: 10 minutes, difficulty 1, core.
 
     Args:
-        module: The module after ``backward``. Frozen parameters are left alone; a tied parameter counts once.
+        module: The module after ``backward``.
+            Frozen parameters are left alone; a tied parameter counts once.
         group: The ranks that take part; None is all of them.
 
     Returns:
-        Nothing. A gradient that is None on this rank counts as zeros, because another rank may have one, and becomes the
-        mean like any other. If no rank has one, the mean is zeros.
+        Nothing.
+        A gradient that is None on this rank counts as zeros, because another rank may have one, and becomes the mean
+        like any other.
+        If no rank has one, the mean is zeros.
 
     The mean is over elements with the same index: a gradient may have different strides on different ranks.
 
     Cost: one ``all_reduce`` for each trainable parameter, in the order of ``module.parameters()``, of its own size.
-    Convention: the mean over ranks. It is the mean over all items if every rank has equally many.
+    Convention: the mean over ranks.
+        It is the mean over all items if every rank has equally many.
     """
     ### BEGIN SOLUTION
     for p in _trainable(module):
@@ -148,8 +157,8 @@ def average_gradients_flat(module: nn.Module, group: dist.ProcessGroup | None = 
     Returns:
         Nothing; gradients as after ``average_gradients``, each in its own dtype and shape.
 
-    Cost: one ``all_reduce`` of one flat buffer with all gradients; with mixed dtypes, one for each dtype, in the order in
-        which the dtypes first occur among the parameters.
+    Cost: one ``all_reduce`` of one flat buffer with all gradients; with mixed dtypes, one for each dtype, in the order
+        in which the dtypes first occur among the parameters.
     """
     ### BEGIN SOLUTION
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
@@ -162,10 +171,10 @@ def average_gradients_flat(module: nn.Module, group: dist.ProcessGroup | None = 
 
 ### BEGIN SOLUTION
 class _Rounds:
-    """Starts the mean of each bucket of gradients when its last gradient is ready and all buckets before it have started.
+    """Starts the mean of each bucket when its last gradient is ready and all buckets before it have started.
 
-    The order of the buckets is the same on all ranks, whichever parameters each rank used, so that the n-th collective of
-    one rank meets the n-th of every other.
+    The order of the buckets is the same on all ranks, whichever parameters each rank used, so that the n-th collective
+    of one rank meets the n-th of every other.
     """
 
     def __init__(self, buckets: list[list[nn.Parameter]]):
@@ -238,13 +247,15 @@ class OverlapDDP(nn.Module):
     Attributes:
         module: The same model.
 
-    A hook starts the mean of a gradient (``async_op=True``) as soon as the gradient is ready, but in the reverse order of
-    the parameters on all ranks: a gradient that is ready early waits for its turn. ``finish_gradient_synchronization()``
-    starts the means of gradients that backward did not reach; they count as ``average_gradients`` says.
+    A hook starts the mean of a gradient (``async_op=True``) as soon as the gradient is ready, but in the reverse order
+    of the parameters on all ranks: a gradient that is ready early waits for its turn.
+    ``finish_gradient_synchronization()`` starts the means of gradients that backward did not reach; they count as
+    ``average_gradients`` says.
 
     Raises:
-        RuntimeError: in a backward without ``no_sync()`` that makes a gradient ready a second time in one round, because the
-            first one may be on its way already. (A forward in between completes the round, and then it is no error.)
+        RuntimeError: in a backward without ``no_sync()`` that makes a gradient ready a second time in one round,
+            because the first one may be on its way already.
+            (A forward in between completes the round, and then it is no error.)
 
     Source: Li and others (arXiv:2006.15704), section 3.2.3.
     """
@@ -258,8 +269,10 @@ class OverlapDDP(nn.Module):
         ### END SOLUTION
 
     def forward(self, *args, **kwargs):
-        """Return what ``module`` returns. First complete a round that was left open, by an exception or because nobody called
-        ``finish_gradient_synchronization()``; a round is open if a gradient is ready, even if no collective has started.
+        """Return what ``module`` returns.
+
+        First complete a round that an exception left open, or a missing ``finish_gradient_synchronization()``.
+        A round is open if a gradient is ready, even if no collective has started.
         A forward under ``torch.no_grad()`` completes nothing, because one rank may evaluate alone.
         """
         ### BEGIN SOLUTION
@@ -275,8 +288,9 @@ class OverlapDDP(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Start no collective in a backward inside: gradients add up on each rank, and the next round averages the sums.
+        """Start no collective in a backward inside: gradients add up on each rank.
 
+        The next round averages the sums.
         One ``no_sync()`` may be inside another; only the end of the outermost turns collectives on again.
         """
         ### BEGIN SOLUTION
@@ -329,7 +343,7 @@ def optimal_bucket_bytes(n_bytes: float, bandwidth: float, call_overhead_s: floa
 
 ### BEGIN SOLUTION
 def _buckets(parameters: list[nn.Parameter], bucket_bytes: float) -> list[list[nn.Parameter]]:
-    """Fill buckets in the order given, for each dtype its own; the bucket whose last parameter comes first goes first."""
+    """Fill buckets in the order given, each dtype its own; the one whose last parameter comes first goes first."""
     position = {p: i for i, p in enumerate(parameters)}
     buckets: list[list[nn.Parameter]] = []
     open_buckets: dict[torch.dtype, list[nn.Parameter]] = {}
@@ -355,12 +369,16 @@ class BucketedDDP(nn.Module):
     Attributes:
         module: The same model.
 
-    Buckets fill in the reverse order of the parameters. A gradient that would make its bucket too large begins the next
-    one; a gradient larger than a bucket has a bucket of its own. Each dtype has its own buckets. All ranks send the buckets
-    in the same order: the bucket whose last gradient comes earlier in the reverse order goes first. A bucket is one flat
-    ``all_reduce``; it starts when all its gradients are ready and all buckets before it have started. For a parameter that
-    only some ranks used, the others count as zeros; one that no rank used gets zeros. Frozen parameters are in no bucket,
-    tied ones in one bucket once.
+    Buckets fill in the reverse order of the parameters.
+    A gradient that would make its bucket too large begins the next one; a gradient larger than a bucket has a bucket of
+    its own.
+    Each dtype has its own buckets.
+    All ranks send the buckets in the same order: the bucket whose last gradient comes earlier in the reverse order goes
+    first.
+    A bucket is one flat ``all_reduce``; it starts when all its gradients are ready and all buckets before it have
+    started.
+    For a parameter that only some ranks used, the others count as zeros; one that no rank used gets zeros.
+    Frozen parameters are in no bucket, tied ones in one bucket once.
 
     Raises:
         ValueError: ``bucket_size_mb`` is not positive; the message names it.
@@ -380,8 +398,10 @@ class BucketedDDP(nn.Module):
         ### END SOLUTION
 
     def forward(self, *args, **kwargs):
-        """Return what ``module`` returns. First complete a round that was left open, by an exception or because nobody called
-        ``finish_gradient_synchronization()``; a round is open if a gradient is ready, even if no collective has started.
+        """Return what ``module`` returns.
+
+        First complete a round that an exception left open, or a missing ``finish_gradient_synchronization()``.
+        A round is open if a gradient is ready, even if no collective has started.
         A forward under ``torch.no_grad()`` completes nothing, because one rank may evaluate alone.
         """
         ### BEGIN SOLUTION
@@ -397,8 +417,9 @@ class BucketedDDP(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Start no collective in a backward inside: gradients add up on each rank, and the next round averages the sums.
+        """Start no collective in a backward inside: gradients add up on each rank.
 
+        The next round averages the sums.
         One ``no_sync()`` may be inside another; only the end of the outermost turns collectives on again.
         """
         ### BEGIN SOLUTION

@@ -48,8 +48,8 @@ def benchmark(
         fn: The function to time, called without arguments ``warmup + repeats`` times; its result is dropped.
         warmup: Calls that are not timed, 0 or more.
         repeats: Calls that are timed, each on its own, 1 or more.
-        device: Where ``fn`` works: a ``torch.device`` or its name. None means the accelerator, if there is one, else the
-            CPU.
+        device: Where ``fn`` works: a ``torch.device`` or its name.
+            None means the accelerator, if there is one, else the CPU.
 
     Returns:
         A ``Timing`` of the ``repeats`` calls.
@@ -57,9 +57,10 @@ def benchmark(
     Raises:
         ValueError: ``warmup`` is negative or ``repeats`` is less than 1; the message names the argument and its value.
 
-    Convention: the clock is ``time.perf_counter()``. Before every reading, also the first one of a call, wait: on CUDA with
-        ``torch.cuda.synchronize(device)``, on another accelerator with ``torch.accelerator.synchronize(device)``. On the
-        CPU there is nothing to wait for, so call neither.
+    Convention: the clock is ``time.perf_counter()``.
+        Before every reading, also the first one of a call, wait: on CUDA with ``torch.cuda.synchronize(device)``, on
+        another accelerator with ``torch.accelerator.synchronize(device)``.
+        On the CPU there is nothing to wait for, so call neither.
     """
     ### BEGIN SOLUTION
     if warmup < 0:
@@ -108,8 +109,9 @@ def matmul_flops(m: int, k: int, n: int) -> int:
     Returns:
         Multiplications and additions, as an ``int``.
 
-    Convention: a fused multiply-add is two operations, and each of the ``m * n`` results takes k of them, the first addition
-        (to zero) included. PyTorch, makers of processors and most papers count the same way; "MACs" are half as many.
+    Convention: a fused multiply-add is two operations, and each of the ``m * n`` results takes k of them, the first
+        addition (to zero) included.
+        PyTorch, makers of processors and most papers count the same way; "MACs" are half as many.
     """
     ### BEGIN SOLUTION
     return 2 * m * k * n
@@ -148,12 +150,13 @@ def attention_flops(config: GPT2Config | ViTConfig, length: int, causal: bool) -
         causal: Count only the pairs that a causal mask allows, a query with itself included.
 
     Returns:
-        FLOPs of the two products of each head, Q with K and weights with V, as an ``int``. The projections before and
-        after them, the softmax, the scaling and the mask do not count.
+        FLOPs of the two products of each head, Q with K and weights with V, as an ``int``.
+        The projections before and after them, the softmax, the scaling and the mask do not count.
 
-    Convention: without ``causal``, what PyTorch's ``FlopCounterMode`` counts for the naive program, which computes every
-        pair and then masks half of them away. With ``causal``, exactly the allowed pairs, a share of (T + 1) / 2T; papers
-        often write one half, which is its limit for long sequences.
+    Convention: without ``causal``, what PyTorch's ``FlopCounterMode`` counts for the naive program, which computes
+        every pair and then masks half of them away.
+        With ``causal``, exactly the allowed pairs, a share of (T + 1) / 2T; papers often write one half, which is its
+        limit for long sequences.
     """
     ### BEGIN SOLUTION
     pairs = length * (length + 1) // 2 if causal else length * length
@@ -170,12 +173,14 @@ def training_flops_per_token(config: GPT2Config) -> int:
         config: A ``GPT2Config``; sequences are ``context_len`` long.
 
     Returns:
-        FLOPs of all matrix products, as an ``int``: the blocks' linear maps, attention (every pair, not only the causal ones)
-        and the head with its rows of padding. Backward has two products for each of forward: one a factor's gradient.
+        FLOPs of all matrix products, as an ``int``: the blocks' linear maps, attention (every pair, not only the causal
+        ones) and the head with its rows of padding.
+        Backward has two products for each of forward: one a factor's gradient.
 
     Source: Kaplan and others (arXiv:2001.08361), section 2.1; PaLM (arXiv:2204.02311), appendix B.
-    Convention: exactly what ``FlopCounterMode`` counts for chapter 6's model, divided by the tokens. Looking up an
-        embedding is no product. Neither recomputation, as in fused attention's backward, nor the optimizer counts.
+    Convention: exactly what ``FlopCounterMode`` counts for chapter 6's model, divided by the tokens.
+        Looking up an embedding is no product.
+        Neither recomputation, as in fused attention's backward, nor the optimizer counts.
     """
     ### BEGIN SOLUTION
     linear = config.n_layers * matmul_flops(1, config.dim, 12 * config.dim)
@@ -194,7 +199,8 @@ def vit_training_flops_per_image(config: ViTConfig) -> int:
         config: A ``ViTConfig``.
 
     Returns:
-        FLOPs of all products, as an ``int``: patch convolution over N patches, blocks over N + 1 tokens, head on one vector.
+        FLOPs of all products, as an ``int``: patch convolution over N patches, blocks over N + 1 tokens, head on one
+        vector.
 
     Convention: exactly what ``FlopCounterMode`` counts for chapter 5's model on images that need no gradient.
     """
@@ -238,12 +244,15 @@ def saved_activation_bytes(fn: Callable[[], Any]) -> int:
         fn: Called once, without arguments; its result is dropped.
 
     Returns:
-        Bytes of all storages of tensors that autograd saves while ``fn`` runs, also of storages that are freed before ``fn``
-        returns. Each storage counts in full and once, however many views of it are saved.
+        Bytes of all storages of tensors that autograd saves while ``fn`` runs, also of storages that are freed before
+        ``fn`` returns.
+        Each storage counts in full and once, however many views of it are saved.
 
-    Convention: count what ``torch.autograd.graph.saved_tensors_hooks`` sees: inputs and parameters that a backward formula
-        needs, and intermediate results. Storages are the same if they have the same ``_cdata`` while both are alive (on the
-        meta device ``data_ptr`` is always 0). What ``fn`` drops must be freed at once, not by the garbage collector.
+    Convention: count what ``torch.autograd.graph.saved_tensors_hooks`` sees: inputs and parameters that a backward
+        formula needs, and intermediate results.
+        Storages are the same if they have the same ``_cdata`` while both are alive (on the meta device ``data_ptr`` is
+        always 0).
+        What ``fn`` drops must be freed at once, not by the garbage collector.
     """
     ### BEGIN SOLUTION
     kept: dict[int, torch.UntypedStorage] = {}
@@ -272,8 +281,8 @@ def attention_activation_bytes(batch: int, heads: int, length: int, head_dim: in
         bytes_per_value: 4 for float32, 2 for bfloat16.
 
     Returns:
-        Bytes that ``torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(D), dim=-1) @ v`` saves for inputs ``[B, H, T, D]``
-        that all need a gradient.
+        Bytes that ``torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(D), dim=-1) @ v`` saves for inputs
+        ``[B, H, T, D]`` that all need a gradient.
     """
     ### BEGIN SOLUTION
     inputs = 3 * length * head_dim  # q, k and v
@@ -305,22 +314,22 @@ def profile_step(step_fn: Callable[[], Any], path: str | os.PathLike) -> StepPro
         path: File for the Chrome trace, which https://ui.perfetto.dev opens; its folder exists.
 
     Returns:
-        A ``StepProfile``. On the CPU, a range takes the time from its opening to its closing, and an operator its own time.
-        If any operator took time on a CUDA device (``self_device_time_total``), all times are the device's: an operator has
-        its own, and a range has the sum over the operators that began while it was open, on any thread (autograd has one
-        of its own). Do not add the device row that the profiler makes for a range.
+        A ``StepProfile``.
+        On the CPU, a range takes the time from its opening to its closing, and an operator its own time.
+        If any operator took time on a CUDA device (``self_device_time_total``), all times are the device's: an operator
+        has its own, and a range has the sum over the operators that began while it was open, on any thread (autograd
+        has one of its own).
+        Do not add the device row that the profiler makes for a range.
 
-    Convention: PyTorch's optimizers open ranges of their own, whose names begin with "Optimizer." (``step``, ``zero_grad``).
+    Convention: PyTorch's optimizers open ranges of their own, whose names begin with "Optimizer." (``step``,
+        ``zero_grad``).
         They are in the trace, but not in ``range_s``, because the step did not open them.
     """
     ### BEGIN SOLUTION
-    with (
-        torch.profiler.profile()
-    ):  # an empty one first: starting the profiler for the first time is not part of the step
-        _synchronize(None)
-    with torch.profiler.profile() as profiler:  # the CPU, and an accelerator if there is one
+    with torch.profiler.profile():  # an empty one first: the profiler's own start is not part of the step
+        pass
+    with torch.profiler.profile() as profiler:  # of the CPU, and of an accelerator, for which it waits at its end
         step_fn()
-        _synchronize(None)
     profiler.export_chrome_trace(str(path))
     events = profiler.events()
     on_device = any(event.self_device_time_total for event in events if event.name.startswith("aten::"))
@@ -401,24 +410,28 @@ def memory_timeline(path: str | os.PathLike) -> Iterator[list[dict[str, Any]]]:
 
     Size: 40 minutes, difficulty 4, stretch.
 
-    Use it as ``with memory_timeline("memory.json") as events: step()``. It writes the file when the block ends, also when
-    the block ends with an exception: you need the file most when memory ran out.
+    Use it as ``with memory_timeline("memory.json") as events: step()``.
+    It writes the file when the block ends, also when the block ends with an exception: you need the file most when
+    memory ran out.
 
     Args:
         path: The file to write; its folder exists.
 
     Yields:
-        A list that grows by one dict for each storage that is made or freed: ``time_s`` since the block began; ``operator``,
-        what made it, ``str(func)`` as "aten.mm.default", or "free"; ``change_bytes``, negative for a free; ``total_bytes``,
-        alive after the event. With a CUDA device the list stays empty, and all is in the file.
+        A list that grows by one dict for each storage that is made or freed: ``time_s`` since the block began;
+        ``operator``, what made it, ``str(func)`` as "aten.mm.default", or "free"; ``change_bytes``, negative for a
+        free; ``total_bytes``, alive after the event.
+        With a CUDA device the list stays empty, and all is in the file.
 
-    Without a CUDA device, ``path`` holds JSON: ``{"events": the list, "peak_bytes": the greatest total}``. Count storages
-    that operators make inside the block, in forward and backward, each once however many views it has; not weights that
-    were there before, nor storages of 0 bytes. This is an estimate: it does not see what an operator needs inside itself,
-    nor what the allocator keeps in reserve. After the block, storages are not followed any more.
+    Without a CUDA device, ``path`` holds JSON: ``{"events": the list, "peak_bytes": the greatest total}``.
+    Count storages that operators make inside the block, in forward and backward, each once however many views it has;
+    not weights that were there before, nor storages of 0 bytes.
+    This is an estimate: it does not see what an operator needs inside itself, nor what the allocator keeps in reserve.
+    After the block, storages are not followed any more.
 
-    With a CUDA device, call ``torch.cuda.memory._record_memory_history(max_entries=100_000)`` at the start, and at the end
-    ``torch.cuda.memory._dump_snapshot(str(path))`` (for pytorch.org/memory_viz) and ``_record_memory_history(enabled=None)``.
+    With a CUDA device, call ``torch.cuda.memory._record_memory_history(max_entries=100_000)`` at the start, and at the
+    end ``torch.cuda.memory._dump_snapshot(str(path))`` (for pytorch.org/memory_viz) and
+    ``_record_memory_history(enabled=None)``.
     """
     ### BEGIN SOLUTION
     events: list[dict[str, Any]] = []

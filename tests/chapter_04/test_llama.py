@@ -920,7 +920,8 @@ def write(model: nn.Module, tokens: Tensor, n_new: int, **settings) -> list[list
     for step in steps:
         expect_true(
             isinstance(step, Tensor) and tuple(step.shape) == tokens.shape[:1],
-            f"a step gave {list(step.shape) if isinstance(step, Tensor) else step!r}, expected a tensor [{len(tokens)}]",
+            f"a step gave {list(step.shape) if isinstance(step, Tensor) else step!r}, expected a tensor "
+            f"[{len(tokens)}]",
             answer=[str(step) for step in steps],
             read=GENERATE,
         )

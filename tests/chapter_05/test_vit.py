@@ -102,7 +102,8 @@ def run_attention(w: dict[str, Tensor], x: Tensor, n_heads: int) -> Tensor:
     """PyTorch's own multi-head attention."""
     out, _ = F.multi_head_attention_forward(
         *(x.transpose(0, 1),) * 3, x.shape[-1], n_heads,
-        torch.cat([w["wq.weight"], w["wk.weight"], w["wv.weight"]]), torch.cat([w["wq.bias"], w["wk.bias"], w["wv.bias"]]),
+        torch.cat([w["wq.weight"], w["wk.weight"], w["wv.weight"]]),
+        torch.cat([w["wq.bias"], w["wk.bias"], w["wv.bias"]]),
         None, None, False, 0.0, w["wo.weight"], w["wo.bias"], training=False, need_weights=False,
     )  # fmt: skip
     return out.transpose(0, 1)
@@ -139,8 +140,9 @@ def run_model(w: dict[str, Tensor], images: Tensor, c: ViTConfig) -> Tensor:
 # ---- the same weights elsewhere --------------------------------------------------------------------------------------
 
 HF_BLOCK = {
-    "norm1": "layernorm_before", "norm2": "layernorm_after", "attn.wq": "attention.q_proj", "attn.wk": "attention.k_proj",
-    "attn.wv": "attention.v_proj", "attn.wo": "attention.o_proj", "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2",
+    "norm1": "layernorm_before", "norm2": "layernorm_after", "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2",
+    "attn.wq": "attention.q_proj", "attn.wk": "attention.k_proj", "attn.wv": "attention.v_proj",
+    "attn.wo": "attention.o_proj",
 }  # fmt: skip
 HF_OUTER = {
     "embeddings.cls_token": "vit.embeddings.cls_token", "embeddings.pos_embed": "vit.embeddings.position_embeddings",
@@ -185,8 +187,9 @@ def transformers_vit(c: ViTConfig, weights: dict[str, Tensor] | None = None):
     torch.manual_seed(0)
     theirs = ViTForImageClassification(
         TheirConfig(
-            hidden_size=c.dim, num_hidden_layers=c.n_layers, num_attention_heads=c.n_heads, intermediate_size=c.hidden_dim,
-            image_size=c.image_size, patch_size=c.patch_size, num_channels=c.channels, num_labels=c.n_classes,
+            hidden_size=c.dim, num_hidden_layers=c.n_layers, num_attention_heads=c.n_heads,
+            intermediate_size=c.hidden_dim, num_channels=c.channels, num_labels=c.n_classes,
+            image_size=c.image_size, patch_size=c.patch_size,
             layer_norm_eps=c.eps, hidden_act="gelu_new" if c.gelu == "tanh" else "gelu",
         )
     ).eval()  # fmt: skip
@@ -435,7 +438,8 @@ def test_EncoderAttention_does_not_know_order():
 def test_MLP_by_hand():
     c = replace(SMALL, dim=1, n_heads=1, hidden_dim=2)
     case(
-        'dim=1 hidden_dim=2 gelu="exact": x = 1 goes to GELU(1) = 0.84134 and GELU(-2) = -0.04550, then 10 a + 100 b + 5'
+        'dim=1 hidden_dim=2 gelu="exact": x = 1 goes to GELU(1) = 0.84134 and GELU(-2) = -0.04550, then 10 a + '
+        "100 b + 5"
     )
     values = {
         "fc1.weight": torch.tensor([[1.0], [-2.0]]), "fc1.bias": torch.zeros(2),
@@ -545,7 +549,8 @@ def test_VisionTransformer_by_hand(pooling):
         pooling=pooling,
     )
     case(
-        f'pooling="{pooling}", 2 x 2 pixels, dim=2, a block that adds nothing; the norm makes every token (1, -1) or (-1, 1)'
+        f'pooling="{pooling}", 2 x 2 pixels, dim=2, a block that adds nothing; the norm makes every token (1, '
+        "-1) or (-1, 1)"
     )
     values = {name: torch.zeros(shape) for name, shape in model_shapes(c).items()}
     values |= {name: torch.ones_like(v) for name, v in values.items() if "norm" in name and name.endswith("weight")}
@@ -654,8 +659,8 @@ def test_count_parameters_of_every_preset():
 def test_count_parameters_of_any_config(seed):
     n = torch.randint(1, 7, (8,), generator=torch.Generator().manual_seed(seed)).tolist()
     c = ViTConfig(
-        image_size=n[0] * n[1], patch_size=n[0], channels=n[2], n_classes=n[3], dim=n[4] * n[5], n_layers=n[6], n_heads=n[5],
-        hidden_dim=3 * n[7] + 1, pooling=("token", "mean")[seed % 2],
+        image_size=n[0] * n[1], patch_size=n[0], channels=n[2], n_classes=n[3], dim=n[4] * n[5], n_layers=n[6],
+        n_heads=n[5], hidden_dim=3 * n[7] + 1, pooling=("token", "mean")[seed % 2],
     )  # fmt: skip
     case(str(c))
     expected = sum(torch.Size(shape).numel() for shape in model_shapes(c).values())
@@ -678,7 +683,8 @@ def test_convert_hf_state_dict_takes_files_of_version_4():
     old = {
         "vit.layers.": "vit.encoder.layer.", ".attention.q_proj.": ".attention.attention.query.",
         ".attention.k_proj.": ".attention.attention.key.", ".attention.v_proj.": ".attention.attention.value.",
-        ".attention.o_proj.": ".attention.output.dense.", ".mlp.fc1.": ".intermediate.dense.", ".mlp.fc2.": ".output.dense.",
+        ".attention.o_proj.": ".attention.output.dense.", ".mlp.fc1.": ".intermediate.dense.",
+        ".mlp.fc2.": ".output.dense.",
     }  # fmt: skip
     theirs = {}
     for name, tensor in as_hf(weights).items():

@@ -1,7 +1,7 @@
 """GPT-2, graded.
 
-What the answers are compared with is written here with PyTorch's own functions, so that no exercise needs another of the
-chapter, and with Transformers' model, live or recorded.
+What the answers are compared with is written here with PyTorch's own functions, so that no exercise needs another
+of the chapter, and with Transformers' model, live or recorded.
 """
 
 import json
@@ -417,7 +417,7 @@ def spreads(module: nn.Module) -> dict[str, float]:
 
 
 def started(n_layers: int) -> tuple[nn.Module, dict[str, float]]:
-    """A part after init_weights, and an answer that does not depend on the random numbers: log2 of each spread, in halves."""
+    """A part after init_weights, and an answer without the random numbers: log2 of each spread, in halves."""
     torch.manual_seed(0)
     module = Part()
     gpt2.init_weights(module, n_layers)

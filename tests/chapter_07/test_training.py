@@ -29,7 +29,8 @@ training = graded("training")
 LOSS, MOMENTS, CORRECTED, DECAY, COSINE, CLIP, SHARE, YARDSTICK = (f"eq-training-{n}" for n in (1, 2, 3, 4, 5, 6, 8, 9))
 WINDOWS, BATCHES = "eq-training-7", "the contract of ex-training-tokenbatches"
 SAVE = "the contract of ex-training-save-checkpoint"
-READ = f"{SAVE}; it reads through load_checkpoint: if only the random states of ex-training-load-checkpoint fail, fix that first"
+READ = f"{SAVE}; it reads through load_checkpoint: if only the random states of ex-training-load-checkpoint fail, "
+READ += "fix that first"
 LOAD = "the contract of ex-training-load-checkpoint; it reads what ex-training-save-checkpoint wrote: fix that first"
 
 
@@ -178,7 +179,8 @@ PLAIN = {"lr": 0.125, "betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0}
 
 def test_AdamW_divides_by_the_root():
     case(
-        "weights 2 and -1, gradients 0.5 and -4; lr=0.125, no memory, no eps, no decay: a step of lr whatever the gradient"
+        "weights 2 and -1, gradients 0.5 and -4; lr=0.125, no memory, no eps, no decay: a step of lr whatever "
+        "the gradient"
     )
     expect_steps([2.0, -1.0], [[0.5, -4.0]], [[1.875, -0.875]], MOMENTS, **PLAIN)
 
@@ -191,14 +193,16 @@ def test_AdamW_decays_the_weight():
 
 def test_AdamW_adds_eps_to_the_root():
     case(
-        "weights 2 and -1, gradients 0.5 and -4, lr=0.125, eps=0.5, no memory, no decay: 0.5 / (0.5 + 0.5) and -4 / (4 + 0.5)"
+        "weights 2 and -1, gradients 0.5 and -4, lr=0.125, eps=0.5, no memory, no decay: 0.5 / (0.5 + 0.5) and "
+        "-4 / (4 + 0.5)"
     )
     expect_steps([2.0, -1.0], [[0.5, -4.0]], [[1.9375, -8 / 9]], CORRECTED, **PLAIN | {"eps": 0.5})
 
 
 def test_AdamW_corrects_the_mean():
     case("weights 2 and -1, gradients 0.5 and -4, then 1.5 and 1; betas=(0.75, 0), lr=0.125, no eps, no decay")
-    # step 1: m / (1 - 0.75) is the gradient; step 2: (0.75 * 0.125 + 0.25 * 1.5) / (7 / 16) and (-0.75 + 0.25) / (7 / 16)
+    # step 1: m / (1 - 0.75) is the gradient
+    # step 2: (0.75 * 0.125 + 0.25 * 1.5) / (7 / 16) and (-0.75 + 0.25) / (7 / 16)
     second = [1.875 - 0.125 * (0.46875 * 16 / 7) / 1.5, -0.875 - 0.125 * (-0.5 * 16 / 7) / 1.0]
     settings = PLAIN | {"betas": (0.75, 0.0)}
     expect_steps([2.0, -1.0], [[0.5, -4.0], [1.5, 1.0]], [[1.875, -0.875], second], CORRECTED, **settings)
@@ -206,7 +210,8 @@ def test_AdamW_corrects_the_mean():
 
 def test_AdamW_corrects_the_mean_square():
     case("weights 2 and -1, gradients 0.5 and -4, then 1.5 and 1; betas=(0, 0.75), lr=0.125, no eps, no decay")
-    # step 2: the mean squares are (0.75 * 0.0625 + 0.25 * 2.25) / (7 / 16) = 1.392857 and (3 + 0.25) / (7 / 16) = 7.428571
+    # step 2: the mean squares are (0.75 * 0.0625 + 0.25 * 2.25) / (7 / 16) = 1.392857
+    # and (3 + 0.25) / (7 / 16) = 7.428571
     roots = [math.sqrt(0.609375 * 16 / 7), math.sqrt(3.25 * 16 / 7)]
     second = [1.875 - 0.125 * 1.5 / roots[0], -0.875 - 0.125 * 1.0 / roots[1]]
     settings = PLAIN | {"betas": (0.0, 0.75)}
@@ -620,7 +625,8 @@ def test_TokenBatches_by_hand():
 @pytest.mark.parametrize("seed", [None, 0, 8])
 def test_TokenBatches_row_by_row_across_an_epoch(seed):
     case(
-        f"58 tokens, batch=2, length=3 (19 windows), 3 ranks, seed={seed}: 16 steps, row by row, beside one rank of batch 1"
+        f"58 tokens, batch=2, length=3 (19 windows), 3 ranks, seed={seed}: 16 steps, row by row, beside one "
+        "rank of batch 1"
         " (step 3, rank 0: its first row is the last of epoch 0, its second the first of epoch 1)"
     )
     ranks = [training.TokenBatches(range(58), 2, 3, rank, 3, seed) for rank in range(3)]
@@ -790,7 +796,8 @@ def test_TokenBatches_takes_tokens_of_every_kind(tmp_path):
 @pytest.mark.memory_limit(300)
 def test_TokenBatches_reads_a_memmap_as_it_goes(tmp_path):
     case(
-        "a file of 256 million uint16 tokens (mostly a hole on the disk), batch=2, length=8: memory is limited to 300 MB"
+        "a file of 256 million uint16 tokens (mostly a hole on the disk), batch=2, length=8: memory is limited "
+        "to 300 MB"
     )
     with open(tmp_path / "tokens.bin", "wb") as file:
         file.truncate(512 * 2**20)
@@ -842,7 +849,8 @@ def test_TokenBatches_refuses_the_state_of_other_data():
     ]
     for arguments, seed, mentions in others:
         case(
-            f"saved with 100 tokens, length=4, seed=1; now {len(arguments[0])} tokens, length={arguments[2]}, seed={seed}"
+            f"saved with 100 tokens, length=4, seed=1; now {len(arguments[0])} tokens, length={arguments[2]}, "
+            f"seed={seed}"
         )
         with expect_raises(ValueError, *mentions, read=f"{BATCHES}, load_state_dict"):
             training.TokenBatches(*arguments, seed=seed).load_state_dict(state)
@@ -962,7 +970,8 @@ def test_accumulate_gradients_holds_one_micro_batch_at_a_time():
     training.accumulate_gradients(model, [batch_of(2, seed=i) for i in range(5)])
     expect_true(
         model.most == 1,
-        f"{model.most} forward passes were kept for backward at once: call backward for each micro-batch before the next forward",
+        f"{model.most} forward passes were kept for backward at once: call backward for each micro-batch before "
+        "the next forward",
         read="the contract, under Cost",
     )
 
@@ -1138,7 +1147,8 @@ def test_save_checkpoint_refuses_what_could_not_be_loaded(tmp_path, what):
 @pytest.mark.parametrize("what", ["step", "param_groups"])
 def test_save_checkpoint_refuses_numbers_of_numpy(tmp_path, what):
     case(
-        f"a NumPy number in `{what}`, which weights_only=True could not read back; before, there is a checkpoint of step 1"
+        f"a NumPy number in `{what}`, which weights_only=True could not read back; before, there is a "
+        "checkpoint of step 1"
     )
     path, read = tmp_path / "run.pt", f"{SAVE}, under Raises"
     save(path, 1)
@@ -1434,7 +1444,7 @@ def test_load_checkpoint_needs_a_file_and_the_same_model(tmp_path):
 
 @pytest.fixture
 def cards(monkeypatch):
-    """A machine with CUDA devices, whatever there is: the random numbers of each stand in a list that the test may change."""
+    """A machine with CUDA devices, whatever there is: the test may change the list of their random states."""
     states: list[Tensor] = []
 
     def number(device) -> int:

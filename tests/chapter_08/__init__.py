@@ -1,1 +1,3 @@
-"""Compared with PyTorch's `FlopCounterMode`, its profiler, and Transformers' `GPT2LMHeadModel` and `ViTForImageClassification`."""
+"""Compared with PyTorch's `FlopCounterMode`, its profiler, and Transformers' `GPT2LMHeadModel` and
+`ViTForImageClassification`.
+"""

@@ -147,7 +147,8 @@ def play(monkeypatch, played: EventList) -> None:
 
 
 HOST = (
-    "a step on the CPU whose events the test plays, in µs: forward is opened twice, for 50 and for 80; in it linear takes 40 "
+    "a step on the CPU whose events the test plays, in µs: forward is opened twice, for 50 and for 80; in it "
+    "linear takes 40 "
     "and 70, of which addmm takes 20 and 50; optimizer takes 60"
 )
 
@@ -220,7 +221,8 @@ def test_profile_step_without_ranges(tmp_path):
 
 def test_profile_step_takes_the_devices_time_where_there_is_some(tmp_path, monkeypatch):
     case(
-        "a CUDA device (its events are played by the test): 500 µs of addmm in each of two forward ranges; 700 + 300 µs of "
+        "a CUDA device (its events are played by the test): 500 µs of addmm in each of two forward ranges; 700 "
+        "+ 300 µs of "
         "mm in each of two backward ranges, launched by autograd's thread; 90 µs in optimizer; a device row of forward"
     )
     play(monkeypatch, played_on_a_device())
@@ -437,7 +439,8 @@ def peak_of_profiler(step) -> int:
 @pytest.mark.usefixtures("no_cuda")
 def test_memory_timeline_agrees_with_the_allocator(tmp_path):
     case(
-        "a forward and a backward pass of three layers, [64, 32] to [64, 128] and back: the peak, against PyTorch's profiler"
+        "a forward and a backward pass of three layers, [64, 32] to [64, 128] and back: the peak, against "
+        "PyTorch's profiler"
     )
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 8)), torch.randn(64, 32)

@@ -136,7 +136,8 @@ def test_benchmark_waits_at_all(run_on):
 
 def test_benchmark_waits_for_an_accelerator(run_on):
     case(
-        "a device that works for 8, 4, 1, 2 and 6 s after calls that return in 0.25 s; warmup=2, repeats=3, device='cuda'"
+        "a device that works for 8, 4, 1, 2 and 6 s after calls that return in 0.25 s; warmup=2, repeats=3, "
+        "device='cuda'"
     )
     machine = Machine([8, 4, 1, 2, 6])
     timing = run_on(machine, warmup=2, repeats=3, device="cuda", accelerator="cuda")

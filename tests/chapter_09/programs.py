@@ -80,8 +80,9 @@ def made(kind, n, rank, dtype="float32"):
 class Typed:
     """A communicator that notes when a rank receives into another dtype than is sent; MPI would end the process unsaid.
 
-    What is sent is the last that this rank sent itself, for all do the same; ``sent`` is what counts before that, if it is
-    clear. A message that does not fit is received and thrown away, so that no rank waits for another.
+    What is sent is the last that this rank sent itself, for all do the same.
+    ``sent`` is what counts before that, if it is clear.
+    A message that does not fit is received and thrown away, so that no rank waits for another.
     """
 
     def __init__(self, comm, sent=None):

@@ -257,8 +257,8 @@ def test_ring_all_reduce_counts_its_messages(ranks, n_ranks, n):
     for ledger in result.ledgers:
         sends = [r for r in ledger.records if r.to is not None]
         largest = max((r.n_bytes for r in sends), default=0)
-        expect_true(largest <= bound, f"rank {ledger.rank} sends {largest} bytes in a message, expected at most {bound}",
-                    answer=largest, read=RING)  # fmt: skip
+        problem = f"rank {ledger.rank} sends {largest} bytes in a message, expected at most {bound}"
+        expect_true(largest <= bound, problem, answer=largest, read=RING)
         to = {r.to for r in sends}
         expect_true(len(to) <= 1, f"rank {ledger.rank} sends to ranks {sorted(to)}, expected one neighbour", answer=to,
                     read=RING)  # fmt: skip
@@ -287,12 +287,14 @@ def test_all_reduce_seconds_of_latency_and_of_bandwidth(n_ranks):
     size = {"naive": 2 * (n_ranks - 1), "tree": 2 * rounds, "ring": 2 * (n_ranks - 1) / n_ranks}
     for name in latency:
         case(
-            f"{name}, {ranks_text(n_ranks)}, 0 bytes, latency 3e-6 s, 1e9 bytes/s: {latency[name]} messages of 3e-6 s one after the other"
+            f"{name}, {ranks_text(n_ranks)}, 0 bytes, latency 3e-6 s, 1e9 bytes/s: {latency[name]} messages of "
+            "3e-6 s one after the other"
         )
         found = mpi.all_reduce_seconds(0, n_ranks, 3e-6, 1e9, name)
         expect_close(found, 3e-6 * latency[name], atol=1e-15, name="seconds", read=COST)
         case(
-            f"{name}, {ranks_text(n_ranks)}, 4e9 bytes, latency 0, 1e9 bytes/s: {size[name]:.4g} times the array, 4 s each"
+            f"{name}, {ranks_text(n_ranks)}, 4e9 bytes, latency 0, 1e9 bytes/s: {size[name]:.4g} times the "
+            "array, 4 s each"
         )
         found = mpi.all_reduce_seconds(4e9, n_ranks, 0.0, 1e9, name)
         expect_close(found, 4.0 * size[name], name="seconds", read=COST)
@@ -321,7 +323,7 @@ def test_all_reduce_seconds_of_no_ranks(n_ranks, name):
 
 @oracle
 def test_all_reduce_seconds_keeps_its_laws():
-    """Slower parts make it slower in proportion; no algorithm is better than the bound, none worse than the naive one."""
+    """Slower parts make it slower in proportion; none is better than the bound, or worse than the naive one."""
     from hypothesis import given, settings
     from hypothesis import strategies as st
 

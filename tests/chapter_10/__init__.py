@@ -1,1 +1,3 @@
-"""Compared with PyTorch's `DistributedDataParallel` and `DistributedSampler`, and training on one process with the whole batch."""
+"""Compared with PyTorch's `DistributedDataParallel` and `DistributedSampler`, and training on one process with the
+whole batch.
+"""

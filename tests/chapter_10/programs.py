@@ -226,7 +226,8 @@ def step_by_hand(rank, world_size, kind):
 def train(rank, world_size, kind, n_each, n_steps):
     """Steps of SGD on this rank's share, beside PyTorch's DDP; each rank begins with other weights."""
     found = {}
-    # our wrapper runs last: PyTorch's own collectives are not recorded, so no report could say which rank waits for which
+    # our wrapper runs last: PyTorch's own collectives are not recorded,
+    # so no report could say which rank waits for which
     for name, seed in (("torch", 0), (kind, rank)):
         model = wrap(name, Net(seed=seed))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -363,7 +364,7 @@ class Pair(nn.Module):
 
 
 def nothing_started(rank, world_size, kind):
-    """A step that reaches only ``a``, whose turn has not come, and is ended by an exception; then one that reaches both."""
+    """A step that reaches only ``a``, whose turn has not come, ended by an exception; then one that reaches both."""
     model = wrap(kind, Pair())
     x = torch.tensor([1.0 + rank, 2.0 + 10 * rank])
     with contextlib.suppress(ZeroDivisionError):

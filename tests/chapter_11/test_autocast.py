@@ -1,4 +1,4 @@
-"""Autocast, graded beside ``torch.autocast``: on the CPU live, and for CUDA with tensors that only claim to be there."""
+"""Autocast, graded beside ``torch.autocast``: on the CPU live, for CUDA with tensors that only claim to be there."""
 
 import copy
 from contextlib import contextmanager
