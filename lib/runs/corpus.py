@@ -25,6 +25,11 @@ from lib.runs.data.corpus import (
     write,
 )
 from lib.runs.flags import Parser, fraction, positive, whole
+from lib.runs.lock import closing_lock
+from lib.runs.memory import shortage
+
+LESS = ("--limit", "--longest", "--most", "--sample", "--vocab")
+"""Flags that change how much memory is needed."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -60,13 +65,14 @@ def main(argv: list[str] | None = None) -> int:
         if o.vocab > 2**16:
             raise ValueError(f"--vocab {o.vocab}: expected at most {2**16}, what two bytes can name")
         make_place(o.folder)
-        if o.dataset:
-            each = documents_of_dataset(o.dataset, o.column, o.limit, o.longest, found)
-        else:
-            each = documents_of_packages(o.packages, round(o.most * 1e6), o.longest, found)
-        write(o.folder, list(each), found, o.held_out, max(1, round(o.sample * 1e6)), o.vocab)
-    except (RuntimeError, ValueError, OSError) as error:
-        print(f"python -m lib.runs.corpus: {error}", file=sys.stderr)
+        with closing_lock(o.folder):
+            if o.dataset:
+                each = documents_of_dataset(o.dataset, o.column, o.limit, o.longest, found)
+            else:
+                each = documents_of_packages(o.packages, round(o.most * 1e6), o.longest, found)
+            write(o.folder, list(each), found, o.held_out, max(1, round(o.sample * 1e6)), o.vocab)
+    except (RuntimeError, ValueError, OSError, MemoryError) as error:
+        print(f"python -m lib.runs.corpus: {shortage(error, LESS) or error}", file=sys.stderr)
         return 2
     return 0
 

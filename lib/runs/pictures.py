@@ -14,6 +14,7 @@ from pathlib import Path
 
 from lib.runs.data.pictures import write_pictures
 from lib.runs.flags import Parser
+from lib.runs.memory import shortage
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -31,8 +32,9 @@ def main(argv: list[str] | None = None) -> int:
         folder = make_parser().parse_args(argv).folder
         counts = write_pictures(folder)
         print(f"{folder}: {counts['train']:,} pictures to train on and {counts['test']:,} to test")
-    except (RuntimeError, ValueError, OSError) as error:
-        print(f"python -m lib.runs.pictures: {error}", file=sys.stderr)
+    except (RuntimeError, ValueError, OSError, MemoryError) as error:
+        why = shortage(error, ["more memory"]) or error
+        print(f"python -m lib.runs.pictures: {why}", file=sys.stderr)
         return 2
     return 0
 

@@ -20,12 +20,15 @@ from typing import Any
 import torch
 
 from lib.runs.flags import Parser, UsageError, positive, whole
+from lib.runs.memory import check_need, shortage
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "tokenizers")
 KEY_VARIABLE = "SERVE_API_KEY"
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
 MOST_THREADS = 1024
 CONTEXTS = 64  # full contexts in a cache that is not on a GPU, unless a flag gives its size
+
+CACHE_FLAGS = ("--blocks", "--block-size")
 
 
 def filled(text: str) -> str:
@@ -108,21 +111,25 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
+def block_bytes(config: Any, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of a block of the cache: keys and values of all layers."""
+    from lib.given.models.serving import cache_sizes
+
+    n_layers, n_kv_heads, head_dim = cache_sizes(config)
+    return 2 * n_layers * n_kv_heads * head_dim * block_size * dtype.itemsize
+
+
 def count_blocks(config: Any, block_size: int, dtype: torch.dtype, device: torch.device) -> int:
     """Number of blocks of the cache.
 
     On a GPU they fill 0.9 of the free memory, less 0.1 of the total, which activations need. Elsewhere they hold 64
     full contexts.
     """
-    from lib.given.models.serving import cache_sizes
-
-    n_layers, n_kv_heads, head_dim = cache_sizes(config)
     whole_contexts = CONTEXTS * -(-config.context_len // block_size)
     if device.type != "cuda":
         return whole_contexts
     free, total = torch.cuda.mem_get_info(device)
-    block_bytes = 2 * n_layers * n_kv_heads * head_dim * block_size * dtype.itemsize
-    n_blocks = int((0.9 * free - 0.1 * total) // block_bytes)
+    n_blocks = int((0.9 * free - 0.1 * total) // block_bytes(config, block_size, dtype))
     if n_blocks < 1:
         raise UsageError(
             f"no memory is left for the cache: {free / 1e9:.1f} GB are free; expected a larger GPU, or a smaller model"
@@ -149,16 +156,26 @@ def make_service(options: Any) -> Any:
         if (options.threads or 1) > MOST_THREADS:
             raise UsageError(f"--threads {options.threads}: expected {MOST_THREADS} at most")
         torch.set_num_threads(options.threads or 1)
+    check_need(
+        models.weight_bytes(options.model), torch.device("cpu"), f"--model {options.model}: weights", ["--model"]
+    )
     served = models.load(options.model, options.name, options.tokenizer, dtype, device)
     config: Any = served.model.config
     n_blocks = options.blocks or count_blocks(config, options.block_size, dtype, device)
+    check_need(
+        n_blocks * block_bytes(config, options.block_size, dtype),
+        device,
+        f"a cache of {n_blocks} blocks of {options.block_size} positions",
+        CACHE_FLAGS,
+    )
     metrics = Metrics(n_blocks)
     scheduler = Scheduler(options.max_tokens, n_blocks, options.block_size)
     try:
         engine = PrefixEngine(served.model, scheduler, metrics.found_tokens.inc)
     except (MemoryError, RuntimeError) as error:
-        text = f"a cache of {n_blocks} blocks of {options.block_size} positions cannot be allocated ({one_line([str(error)])})"
-        raise UsageError(f"{text}; expected a smaller --blocks or --block-size") from None
+        why = shortage(error, CACHE_FLAGS, device) or one_line([str(error)])
+        text = f"a cache of {n_blocks} blocks of {options.block_size} positions cannot be allocated"
+        raise UsageError(f"{text}: {why}") from None
     return Service(
         name=served.name, tokenizer=served.tokenizer, worker=Worker(engine, options.queue, metrics), metrics=metrics,
         vocab_size=config.vocab_size, context_len=config.context_len, key=options.api_key, aliases=(options.model,),
@@ -214,6 +231,11 @@ def main(argv: list[str] | None = None) -> int:
         service = make_service(options)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if (why := shortage(error, ("--model", *CACHE_FLAGS))) is None:
+            raise
+        print(f"error: {why}", file=sys.stderr)
         return 2
     return run(service, bound, f"http://{f'[{address}]' if ':' in address else address}:{port}/v1", options.grace)
 

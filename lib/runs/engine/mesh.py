@@ -15,6 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lib.runs.engine.options import KINDS, STRATEGIES, Options
 from lib.runs.flags import UsageError
 
+DATA = ("replicate", "shard", "expert")
+"""Kinds of parallelism whose ranks divide a batch."""
+
 
 def arrange(options: Options, n_ranks: int) -> Options:
     """The options with a number for every degree; their product is the number of ranks.

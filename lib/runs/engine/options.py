@@ -3,13 +3,17 @@
 import argparse
 import importlib.util
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from lib.given.data.images import has_test_split
 from lib.runs.data.corpus import held_out_share, is_corpus
 from lib.runs.flags import MOST_SEED, Parser, UsageError, degree, fraction, positive, share, whole
+from lib.runs.lock import FolderLock, refuse_if_held
 
 KINDS = ("pipeline", "replicate", "context", "shard", "expert", "tensor")
 """Kinds of parallelism, each an axis of the mesh of ranks. The last axis joins neighbours: ranks that divide a layer communicate most."""
@@ -471,6 +475,45 @@ def make_places(o: Options) -> None:
             raise UsageError(
                 f"{asked}: cannot create the folder {folder} ({error.strerror}); expected a folder that can be written to"
             ) from None
+
+
+def _locked_places(o: Options) -> list[tuple[str, Path]]:
+    """Each folder that belongs to one run alone, after its flag."""
+    places = {
+        path.resolve(): (f"{flag} {path}", path)
+        for flag, path in (("--export", o.export), ("--checkpoint", o.checkpoint))
+        if path is not None
+    }
+    return list(places.values())
+
+
+def check_unlocked(o: Options) -> None:
+    """Check that no other run writes to this one's folders. Writes nothing.
+
+    Raises:
+        UsageError: one does.
+    """
+    for asked, folder in _locked_places(o):
+        refuse_if_held(folder, asked)
+
+
+def lock_places(o: Options, rank: int, held: ExitStack) -> None:
+    """Lock this run's folders. Rank 0 holds the locks; all ranks call this together, and all raise, or none does.
+
+    Raises:
+        UsageError: another run was quicker.
+    """
+    refused: list[str | None] = [None]
+    if rank == 0:
+        try:
+            for asked, folder in _locked_places(o):
+                held.callback(FolderLock(folder, asked).release)
+        except UsageError as error:
+            refused = [str(error)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(refused, 0)
+    if refused[0]:
+        raise UsageError(refused[0])
 
 
 def _check_graph(o: Options) -> None:

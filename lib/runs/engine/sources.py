@@ -1,6 +1,7 @@
 """Data on the device: images and rows of tokens, loaded or generated there, and batches of them by index."""
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -28,6 +29,7 @@ class Source(Protocol):
     n_held_out: int
     n_test: int  # items of the data's own test split, which are the last ones; if there are any, they are held out
     codec: "Codec | None"  # what made the tokens from text
+    made_bytes: int  # of synthetic data, which ``to`` makes
 
     def hold_out(self, n: int) -> None:
         """Take n items out of training: afterwards they have the indices ``self.n`` to ``self.n + n - 1``."""
@@ -72,6 +74,10 @@ class Pictures:
     n_test: int = 0
     classes: tuple[str, ...] = ()
     codec: "Codec | None" = None
+
+    @property
+    def made_bytes(self) -> int:
+        return 0 if self.pictures is not None else (self.n + self.n_held_out) * (math.prod(self.shape) + 8)
 
     def hold_out(self, n: int) -> None:
         """Hold out the test split, or, without one, images at random, because data are often sorted by class."""
@@ -225,6 +231,10 @@ class Tokens:
     codec: Codec | None = None
     n_held_out: int = 0
     n_test: int = 0
+
+    @property
+    def made_bytes(self) -> int:
+        return 0 if self.tokens is not None else 4 * (self.n + self.n_held_out) * self.length
 
     def hold_out(self, n: int) -> None:
         """Hold out the end of the text, in one piece: windows from its middle would continue what was trained on."""

@@ -47,6 +47,25 @@ def newest(folder: Path) -> Path | None:
     return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
+def stamp(options: Options) -> tuple[Path, int] | None:
+    """The newest checkpoint of a run's folder and when it was written; None if there is none."""
+    path = newest(options.checkpoint) if options.checkpoint else None
+    return path and (path, path.stat().st_mtime_ns)
+
+
+def check_unchanged(options: Options, before: tuple[Path, int] | None) -> None:
+    """Check that the newest checkpoint is the one that was looked at before the folder was locked.
+
+    Raises:
+        UsageError: another run has written one meanwhile.
+    """
+    if stamp(options) != before:
+        raise UsageError(
+            f"--checkpoint {options.checkpoint}: another run wrote a checkpoint there while this one started, and has "
+            "ended; start this one again"
+        )
+
+
 def peek(options: Options, rank: int = 0, world_size: int = 1) -> dict[str, Any] | None:
     """The description of its run that the newest checkpoint holds, without its tensors; None if there is no checkpoint.
 

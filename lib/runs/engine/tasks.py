@@ -39,6 +39,9 @@ class Task:
         n_classes: Number of logits.
         first_parts, last_parts: The model's parts before its blocks and after them.
         scores: Names of what an evaluation computes for each batch.
+        n_weights: Number of weights of all its matrices: what a model needs at least.
+        size_flags: Flags that change the size of the model.
+        tokens_per_row: Positions that a row of a batch has in the residual stream.
     """
 
     unit: str
@@ -50,6 +53,9 @@ class Task:
     first_parts: tuple[str, ...]
     last_parts: tuple[str, ...]
     scores: tuple[str, ...] = ("held_out_loss",)
+    size_flags: tuple[str, ...] = ("--dim", "--n-layers", "--model")
+    n_weights: int
+    tokens_per_row: int
 
     def __init__(self, options: Options):
         self.options, self.dtype = options, DTYPES[options.precision]
@@ -133,6 +139,8 @@ class ViTTask(Task):
         source.size, source.dtype = size, self.dtype if options.path == "fast" else torch.float32
         self.source = source
         self.flops_per_item = vit_training_flops_per_image(self.config)
+        self.n_weights = config.n_layers * (4 * config.dim**2 + 2 * config.dim * config.hidden_dim)
+        self.tokens_per_row = config.n_patches
 
     @classmethod
     def sizes(cls, options):
@@ -205,6 +213,7 @@ class GPT2Task(Task):
 
     unit = "token"
     first_parts, last_parts = ("wte", "wpe"), ("ln_f", "wte")
+    size_flags = ("--dim", "--n-layers", "--n-experts", "--length", "--model")
 
     def __init__(self, options: Options):
         from lib.gpt2 import pad_vocab
@@ -214,7 +223,13 @@ class GPT2Task(Task):
         length = config.context_len
         self.config: GPT2Config = replace(config, padded_vocab_size=pad_vocab(config.vocab_size))
         self.source, self.n_classes = open_tokens(options, config.vocab_size, length), config.vocab_size
-        self.per_row, self.flops_per_item = length, training_flops_per_token(self.config)
+        self.per_row = self.tokens_per_row = length
+        self.flops_per_item = training_flops_per_token(self.config)
+        of_mlp = 8 * config.dim**2
+        if options.n_experts:
+            of_mlp = of_mlp * options.n_experts // (options.top_k or 1)
+        self.n_weights = (config.vocab_size + length + config.n_layers * 4 * config.dim) * config.dim
+        self.n_weights += config.n_layers * of_mlp
         if options.n_experts:
             self.flops_per_item += 6 * config.n_layers * extra_weights(options, config.dim)
 
@@ -269,6 +284,7 @@ class LlamaTask(Task):
     """Next-token prediction by chapter 4's model, on the plain path, in copies or shards."""
 
     unit = "token"
+    size_flags = ("--model",)
 
     def __init__(self, options: Options):
         super().__init__(options)
@@ -276,7 +292,9 @@ class LlamaTask(Task):
         length = options.length or config.context_len
         self.config: llama.LlamaConfig = replace(config, context_len=length)
         self.source, self.n_classes = open_tokens(options, config.vocab_size, length), config.vocab_size
-        self.per_row, self.flops_per_item = length, llama_flops_per_token(self.config)
+        self.per_row = self.tokens_per_row = length
+        self.flops_per_item = llama_flops_per_token(self.config)
+        self.n_weights = llama_weights_per_token(self.config) + config.vocab_size * config.dim  # and the embedding
 
     @classmethod
     def sizes(cls, options):
@@ -303,10 +321,15 @@ class LlamaTask(Task):
 
 def llama_flops_per_token(config: llama.LlamaConfig) -> int:
     """FLOPs of a training step for each token, counted as chapter 8 counts GPT-2's."""
+    attention = 2 * config.context_len * config.dim
+    return 3 * 2 * (llama_weights_per_token(config) + config.n_layers * attention)
+
+
+def llama_weights_per_token(config: llama.LlamaConfig) -> int:
+    """Weights that a token is multiplied by: those of the blocks and of the output layer."""
     kv_width = config.n_kv_heads * config.head_dim
     block = 2 * config.dim * (config.dim + kv_width) + 3 * config.dim * config.hidden_dim
-    attention = 2 * config.context_len * config.dim
-    return 3 * 2 * (config.n_layers * (block + attention) + config.vocab_size * config.dim)
+    return config.n_layers * block + config.vocab_size * config.dim
 
 
 class Loss(nn.Module):

@@ -17,6 +17,7 @@ from lib.gpt2 import GPT2
 from lib.gpt2 import load_pretrained as load_gpt2
 from lib.llama import Llama, convert_hf_state_dict
 from lib.runs.flags import UsageError
+from lib.runs.memory import shortage
 from lib.runs.serving.settings import LLAMA_SIZES, one_line, read_end_ids, read_settings, rope_theta
 from lib.runs.serving.text import ByteTokenizer, FileTokenizer, Tokenizer
 
@@ -59,10 +60,15 @@ def load(model: str, name: str | None, tokenizer: str | None, dtype: torch.dtype
     try:
         net = made[0].to(device, dtype).eval().requires_grad_(False)
     except (MemoryError, RuntimeError) as error:
-        text = f"its weights do not fit into the memory of {device}"
-        raise UsageError(f"--model {model}: {text} ({one_line([str(error)])})") from None
+        why = shortage(error, ["--model"], device) or one_line([str(error)])
+        raise UsageError(f"--model {model}: its weights do not fit into the memory of {device}: {why}") from None
     name = name or ("tiny" if model == "tiny" else folder.resolve().name)
     return Served(name.encode(errors="surrogateescape").decode(errors="replace"), net, made[1])
+
+
+def weight_bytes(model: str) -> int:
+    """Bytes of the files with a folder's weights, which are read into the host's memory; 0 for what has none."""
+    return sum(path.stat().st_size for path in Path(model).glob("*.safetensors") if path.is_file())
 
 
 @torch.no_grad()
