@@ -4,6 +4,8 @@ import copy
 import gzip
 import json
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -18,9 +20,10 @@ from lib.runs import serve
 from lib.runs.engine.options import UsageError
 from lib.runs.serving import models
 from lib.runs.serving.prefix import PrefixEngine
+from lib.runs.serving.schema import ApiError, parse
 from lib.runs.serving.text import ByteTokenizer, Characters, FileTokenizer
 from lib.serving import Scheduler, generate_many
-from tests.house.runs.test_serve import CPU, Fake, Threaded, post, running, write_theirs
+from tests.house.runs.test_serve import CPU, LONG_S, Fake, Threaded, metric, post, running, write_theirs
 
 pytestmark = [pytest.mark.slow, pytest.mark.time_limit(200)]
 PARROT = "🦜"
@@ -421,6 +424,147 @@ def test_a_fault_of_one_request_is_its_error_and_the_engine_goes_on(capfd):
         assert 'responses_total{status="500"} 8' in text
         assert "requests_running 0" in text
     assert server.status == 0
+
+
+class Breaking(PrefixEngine):
+    """The real engine, whose model raises an exception in each step that has ``b"!"`` among its tokens, after a layer."""
+
+    def __init__(self, **sizes):
+        super().__init__(models.make_tiny(), Scheduler(**sizes))
+        layer = self.model.layers[1]
+        layer.attention_norm.register_forward_pre_hook(self.look)
+        self.is_broken, self.tokens = False, []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def run(self, chunks):
+        self.gate.wait()
+        self.tokens = [token for chunk in chunks for token in chunk.tokens]
+        return super().run(chunks)
+
+    def look(self, *_):
+        if self.is_broken or ord("!") in self.tokens:
+            raise RuntimeError("a fault of the device")
+
+    def check_blocks(self):
+        """Only the tree still has blocks, and no one has acquired these."""
+        assert self.scheduler.n_free == self.scheduler.n_blocks
+        assert not self.sequences
+        assert not self.acquired
+        assert not self.cache.tables
+        pool = self.cache.allocator
+        remembered = self.tree.evict(self.scheduler.n_blocks)
+        assert sorted(block for block, n in enumerate(pool.n_users) if n) == sorted(remembered)
+        for block in remembered:
+            pool.free(block)
+        assert pool.n_free == self.scheduler.n_blocks
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_step_that_fails_ends_only_its_requests(streams, capfd):
+    engine = Breaking(max_tokens=24, n_blocks=64, block_size=4)
+    with running(Threaded(engine)) as server:
+        good = {"model": "fake", "prompt": "The for statement is a", "max_tokens": 9, "temperature": 0}
+        bad = good | {"prompt": "The for statement is!", "n": 2}
+        expected = post(server, good).json()["choices"][0]["text"]
+        for _ in range(4):  # more than three failures in all, but no three in a row
+            engine.gate.clear()
+            with ThreadPoolExecutor(2) as pool:
+                failed = pool.submit(post, server, bad | {"stream": streams})
+                while not engine.scheduler.running:  # the bad step waits at the gate
+                    pass
+                found = pool.submit(post, server, good)
+                while server.service.worker._inbox.empty():
+                    pass
+                engine.gate.set()
+                assert found.result().json()["choices"][0]["text"] == expected
+                assert failed.result().status_code == 500
+                error = failed.result().json()["error"]
+            assert (error["type"], error["code"]) == ("server_error", "failed")
+            assert error["message"] == "the engine's step failed: RuntimeError: a fault of the device"
+            assert httpx.get(f"{server.root}/health").status_code == 200
+        assert metric(server, "failed_steps_total") == 4
+        assert metric(server, "requests_running") == 0
+    assert server.status == 0
+    engine.check_blocks()
+    assert "a fault of the device" in capfd.readouterr().err
+
+
+def test_a_step_that_fails_after_text_was_sent_ends_the_stream():
+    engine = Breaking(max_tokens=24, n_blocks=64, block_size=4)
+    with running(Threaded(engine)) as server:
+        asked = {"model": "fake", "prompt": "The for", "max_tokens": 30, "stream": True}
+        content = json.dumps(asked).encode()
+        with httpx.stream("POST", f"{server.root}/v1/completions", content=content, timeout=LONG_S) as answer:
+            lines = answer.iter_lines()
+            assert answer.status_code == 200
+            assert next(lines).startswith("data: ")
+            engine.is_broken = True
+            rest = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert rest[-1]["error"]["code"] == "failed"
+        engine.is_broken = False
+        assert post(server, asked | {"stream": False}).status_code == 200
+    engine.check_blocks()
+
+
+def test_an_engine_whose_steps_all_fail_says_that_it_is_unhealthy():
+    engine = Breaking(max_tokens=24, n_blocks=64, block_size=4)
+    with running(Threaded(engine)) as server:
+        asked = {"model": "fake", "prompt": "The for", "max_tokens": 3}
+        assert post(server, asked).status_code == 200
+        engine.is_broken = True
+        assert [post(server, asked).status_code for _ in range(4)] == [500, 500, 503, 503]
+        health = httpx.get(f"{server.root}/health")
+        assert health.status_code == 503
+        error = health.json()["error"]
+        assert error["code"] == "engine_unhealthy"
+        assert error["message"] == "the last 3 steps of the engine failed: RuntimeError: a fault of the device"
+        assert metric(server, "failed_steps_total") == 3
+    engine.check_blocks()
+
+
+def test_a_step_that_fails_before_its_requests_are_chosen_drops_all_that_run(monkeypatch):
+    engine = Breaking(max_tokens=24, n_blocks=64, block_size=4)
+    engine.submit(first := Request([1, 2, 3], 9))
+    engine.step()
+    engine.submit(second := Request([4, 5], 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "schedule", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert engine.abandon() == [first]
+    new = []
+    while engine.is_busy:
+        new += engine.step()
+    assert [request for request, _ in new] == [second, second]
+    engine.check_blocks()
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        (rb'{"model": "fake", "prompt": "ab\\ud83e"}', None, None),
+        (rb'{"model": "fake", "prompt": "ab\ud83e\udd9c"}', None, None),
+        (rb'{"model": "fake", "prompt": "ab\ud83e"}', "prompt", r"prompt: \ud83e at character 2 is half of"),
+        (rb'{"model": "fake", "prompt": "\uDD9C\ud83e"}', "prompt", r"prompt: \udd9c at character 0 is half of"),
+        (b'{"model": "fake", "prompt": "ab\xed\xa0\xbe"}', "prompt", r"prompt: \ud83e at character 2 is half of"),
+        (rb'{"model": "fake", "prompt": ["a", "\ud83e"]}', "prompt.1", r"prompt.1: \ud83e at character 0"),
+        (rb'{"model": "fake", "prompt": "a", "stop": ["\ud83e"]}', "stop.0", r"stop.0: \ud83e at character 0"),
+        (rb'{"model": "\ud83e", "prompt": "a"}', "model", r"model: \ud83e at character 0"),
+        (rb'{"a\ud83e": 1}', None, r"the name of a field: \ud83e at character 1"),
+        (rb'{"model": "fake", "prompt": "\ud83e"', None, "the body is no valid request"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_named_with_its_field(body, param, said):
+    if said is None:
+        assert parse(body).prompt.startswith("ab")
+        return
+    with pytest.raises(ApiError) as caught:
+        parse(body)
+    error = caught.value.body["error"]
+    assert (caught.value.status, error["param"]) == (400, param)
+    assert said in error["message"]
+    json.dumps(error, ensure_ascii=False).encode()  # as the answer is written
 
 
 def test_scores_that_are_no_numbers_end_only_their_request():
