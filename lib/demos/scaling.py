@@ -46,7 +46,8 @@ def learn(
         outer_lr, outer_momentum: Learning rate and momentum of the outer step.
 
     Returns:
-        On rank 0 ``"curve"``, a list of (steps, loss on the test digits), and the final ``"accuracy"``; on other ranks nothing.
+        On rank 0 ``"curve"``, a list of (steps, loss on the test digits), and the final ``"accuracy"``;
+        on other ranks nothing.
     """
     torch.set_num_threads(1)
     train, test = load_images("digits", "train"), load_images("digits", "test")
