@@ -77,7 +77,9 @@ class Exercise:
 
     @property
     def command(self) -> str:
-        """The terminal command that checks this exercise and no other: with ``-k``, which ignores case, if a word is enough."""
+        """The terminal command that checks this exercise and no other: with ``-k``, which ignores case,
+        if a word is enough.
+        """
         word = f"{self.name}_" if self.name.lower() in self.module else self.name  # -k also looks at the file's name
         others = [e for e in chapters()[self.module].exercises if e != self]
         alone = not any(word.lower() in e.name.lower() for e in others)
@@ -142,7 +144,9 @@ class Chapter:
 
     @cached_property
     def exercises(self) -> tuple[Exercise, ...]:
-        """The exercises in the order of their numbers, read from the reference's docstrings without importing anything."""
+        """The exercises in the order of their numbers, read from the reference's docstrings
+        without importing anything.
+        """
         tree = ast.parse(self.numbered(), str(self.reference))
         found = []
         for node in tree.body:
@@ -279,7 +283,8 @@ def all_exercises() -> list[Exercise]:
 
 
 def find(what: str) -> tuple[Chapter, Exercise | None]:
-    """The chapter, and the exercise if one is named, for ``2``, ``rope``, ``2.4``, ``apply_rope`` or ``rope.apply_rope``.
+    """The chapter, and the exercise if one is named, for ``2``, ``rope``, ``2.4``,
+    ``apply_rope`` or ``rope.apply_rope``.
 
     Raises:
         BookError: the name fits nothing, or more than one thing; the message lists the nearest names.

@@ -60,7 +60,9 @@ def command(port: int) -> list[str]:
 
 
 def environment(token: str) -> dict[str, str]:
-    """The server's environment: the book's settings, this Python first on the path, and the token (which a command line would show to everybody)."""
+    """The server's environment: the book's settings, this Python first on the path,
+    and the token (which a command line would show to everybody).
+    """
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
@@ -76,7 +78,9 @@ def environment(token: str) -> dict[str, str]:
 
 
 def jupyter_path() -> str:
-    """Jupyter's search path with the book's kernel first: it knows ``%check`` from the start, and prints no warnings about its sockets."""
+    """Jupyter's search path with the book's kernel first: it knows ``%check`` from the start,
+    and prints no warnings about its sockets.
+    """
     return os.pathsep.join(filter(None, [str(CONFIG), os.environ.get("JUPYTER_PATH", "")]))
 
 
