@@ -1,4 +1,5 @@
-"""Make a corpus for `lib.runs.train_gpt2`: gather text, clean it, divide it, learn a tokenizer, and write one row of tokens.
+"""Make a corpus for `lib.runs.train_gpt2`: gather text, clean it, divide it, learn a tokenizer,
+and write one row of tokens.
 
 python -m lib.runs.corpus my_corpus                                   # English and code from free Debian packages
 python -m lib.runs.corpus my_corpus --packages git-doc manpages       # from these
@@ -39,7 +40,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("folder", type=Path, help="where the corpus is written")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--packages", nargs="+", default=PACKAGES, help="Debian packages; default: about thirty with free licences")  # fmt: skip
+    where.add_argument(
+        "--packages", nargs="+", default=PACKAGES, help="Debian packages; default: about thirty with free licences"
+    )
     where.add_argument("--dataset", help="a file, a folder or a data set of the hub, in place of packages")
     parser.add_argument("--column", default="text", help="the data set's column with the text")
     parser.add_argument("--limit", type=whole(1), help="read no more documents of the data set than this")

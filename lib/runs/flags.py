@@ -1,4 +1,6 @@
-"""What every command line of the book shares: whole names of flags, one line for a mistake, and numbers with a range."""
+"""What every command line of the book shares: whole names of flags, one line for a mistake,
+and numbers with a range.
+"""
 
 import argparse
 import math
@@ -14,7 +16,9 @@ LARGEST = 1e15
 
 
 class UsageError(ValueError):
-    """A mistake that the person who started the run can correct: one line that names the value and what was expected."""
+    """A mistake that the person who started the run can correct:
+    one line that names the value and what was expected.
+    """
 
 
 class Parser(argparse.ArgumentParser):

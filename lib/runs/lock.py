@@ -162,4 +162,7 @@ def _named(holder: dict[str, Any]) -> str:
 
 
 def _in_use(asked: str, file: int) -> str:
-    return f"{asked} is in use by {_named(_read(file))} and nothing was written; expected another folder, or that run to end"
+    return (
+        f"{asked} is in use by {_named(_read(file))} and nothing was written; expected another folder, "
+        "or that run to end"
+    )

@@ -1,7 +1,8 @@
 """Make a data set of pictures for `lib.runs.train_vit` from a Debian package: Fashion-MNIST.
 
 python -m lib.runs.pictures my_pictures
-python -m lib.runs.train_vit --data my_pictures --image-size 28 --patch-size 4 --dim 128 --n-layers 6 --steps 960 --eval-every 240
+python -m lib.runs.train_vit --data my_pictures --image-size 28 --patch-size 4 --dim 128 --n-layers 6 --steps 960 \\
+    --eval-every 240
 
 The package is downloaded with apt, which needs no special rights for this, and is unpacked, not installed. Its idx
 files become ``train.parquet`` and ``test.parquet``, and ``pictures.json`` names the package's version and licence.

@@ -51,8 +51,13 @@ def make_parser() -> Parser:
     """The flags."""
     parser = Parser(prog="python -m lib.runs.serve", description="Serve a model over HTTP.", allow_abbrev=False)
     model = parser.add_argument_group("model")
-    model.add_argument("--model", required=True, type=filled, metavar="tiny|FOLDER",
-                       help="tiny; a --checkpoint of lib.runs; or a folder of a Llama or a GPT-2 in Transformers' format")  # fmt: skip
+    model.add_argument(
+        "--model",
+        required=True,
+        type=filled,
+        metavar="tiny|FOLDER",
+        help="tiny; a --checkpoint of lib.runs; or a folder of a Llama or a GPT-2 in Transformers' format",
+    )
     model.add_argument("--name", type=filled, help="what clients call the model; default: the folder's name")
     model.add_argument(
         "--tokenizer",
@@ -71,8 +76,12 @@ def make_parser() -> Parser:
     )
     http.add_argument("--host", type=filled, default="127.0.0.1",
                       help="default: 127.0.0.1, which only this machine can reach")  # fmt: skip
-    http.add_argument("--api-key", type=key, default=os.environ.get(KEY_VARIABLE) or None,
-                      help=f"what clients must present; default: {KEY_VARIABLE}, which other users of the machine do not see")  # fmt: skip
+    http.add_argument(
+        "--api-key",
+        type=key,
+        default=os.environ.get(KEY_VARIABLE) or None,
+        help=f"what clients must present; default: {KEY_VARIABLE}, which other users of the machine do not see",
+    )
     http.add_argument("--grace", type=positive, default=120.0, help="seconds after SIGTERM for what has begun")
     load = parser.add_argument_group("load")
     load.add_argument("--queue", type=whole(1), default=256, help="requests that may wait for room in the cache")
@@ -216,7 +225,9 @@ def make_server(service: Any, grace_s: float, url: str) -> Any:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0 after a signal, 1 if the engine failed, or 2 after one line about what is wrong with the request."""
+    """Returns the exit status: 0 after a signal, 1 if the engine failed,
+    or 2 after one line about what is wrong with the request.
+    """
     try:
         options = make_parser().parse_args(argv)
         missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]

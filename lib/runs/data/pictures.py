@@ -49,7 +49,10 @@ def read_split(folder: Path, beginning: str) -> tuple[np.ndarray, np.ndarray]:
         raise ValueError(f"there is no {beginning}-images-idx3-ubyte.gz with its labels-idx1-ubyte.gz: expected both")
     pictures, labels = (read_idx(found[axes][0]) for axes in (3, 1))
     if len(pictures) != len(labels) or labels.max(initial=0) >= len(CLASSES):
-        raise ValueError(f"{beginning}: {len(pictures):,} pictures, {len(labels):,} classes up to {labels.max(initial=0)}: expected as many, below {len(CLASSES)}")  # fmt: skip
+        raise ValueError(
+            f"{beginning}: {len(pictures):,} pictures, {len(labels):,} classes up to "
+            f"{labels.max(initial=0)}: expected as many, below {len(CLASSES)}"
+        )
     return pictures, labels
 
 

@@ -1,4 +1,6 @@
-"""The run itself: check the request, start the group, build or resume the model, train, save, and leave when a signal asks for it."""
+"""The run itself: check the request, start the group, build or resume the model, train, save,
+and leave when a signal asks for it.
+"""
 
 import math
 import os
@@ -254,8 +256,8 @@ class Run:
         """Forward, backward, clipping, one update.
 
         Returns:
-            For ``Log``, on the device: the mean loss over all ranks, the share of ranks that were asked to leave, and with
-            ``--clip`` the gradient's norm before clipping.
+            For ``Log``, on the device: the mean loss over all ranks, the share of ranks that were asked to leave,
+            and with ``--clip`` the gradient's norm before clipping.
         """
         numbers = self.backward(inputs, targets)
         if self.scaler is not None:
@@ -271,7 +273,9 @@ class Run:
         return numbers if norm is None else torch.cat([numbers, norm.float().reshape(1)])
 
     def scaler_step(self, lr: float) -> None:
-        """The update, which is skipped if a gradient has inf or NaN, together with the weight decay outside of the optimizer."""
+        """The update, which is skipped if a gradient has inf or NaN,
+        together with the weight decay outside of the optimizer.
+        """
 
         def decay(*_) -> None:
             self.strategy.decay(lr)
@@ -335,7 +339,10 @@ class Run:
         return torch.zeros(self.options.batch // self.n_data, dtype=torch.int64, device=self.device)
 
     def go(self) -> bool:
-        """Train the remaining steps, or up to the step after which all ranks leave. Returns whether all steps are done."""
+        """Train the remaining steps, or up to the step after which all ranks leave.
+
+        Returns whether all steps are done.
+        """
         o = self.options
         if o.graph:
             self.record_graph()
@@ -390,7 +397,9 @@ class Run:
             log.restart_clock()
 
     def export(self, folder: Path) -> None:
-        """Write the model for other libraries, and into ``folder/best`` the best one, if there is a checkpoint of it."""
+        """Write the model for other libraries, and into ``folder/best`` the best one,
+        if there is a checkpoint of it.
+        """
         weights = checkpoints.gather_model(self.strategy, self.device)
         if self.world.rank == 0:
             export.write(folder, self.task.exported(weights), self.task.source.codec)

@@ -55,7 +55,9 @@ def check_memory(task: Task, world: World, device: torch.device) -> None:
 
 
 def model_bytes(task: Task) -> int:
-    """Weights, gradients and the optimizer's state of this rank in float32; at first each rank makes the whole model."""
+    """Weights, gradients and the optimizer's state of this rank in float32;
+    at first each rank makes the whole model.
+    """
     o = task.options
     n_ranks = o.shard * o.tensor * o.pipeline * o.expert if o.is_parallel else 1  # type: ignore[operator]
     return max(4 * task.n_weights, 4 * (2 + _n_states(task)) * task.n_weights // n_ranks)

@@ -41,7 +41,9 @@ class Source(Protocol):
         """Inputs and targets of the items with these indices, ``[B]`` int64 on the device."""
 
     def fingerprint(self) -> str | None:
-        """A digest of all that a model learns from these data and their tokenizer, read on the host; None for random data."""
+        """A digest of all that a model learns from these data and their tokenizer, read on the host;
+        None for random data.
+        """
 
 
 @dataclass
@@ -49,7 +51,8 @@ class Pictures:
     """Images and their classes as they were loaded; the model's inputs are computed from them on the device.
 
     Attributes:
-        pictures: ``[n, ch, height, width]``, uint8, or float32 from 0 to 1; None for random ones, generated on the device.
+        pictures: ``[n, ch, height, width]``, uint8, or float32 from 0 to 1; None for random ones,
+            generated on the device.
         labels: ``[n]``.
         shape: ``(ch, height, width)`` of an image.
         n_classes: Number of classes.
@@ -175,11 +178,13 @@ def _join(train: Images, test: Images, options: Options) -> Images:
     sizes = [tuple(split.images.shape[1:]) for split in (train, test)]
     if sizes[0] != sizes[1]:
         raise UsageError(
-            f"--data {options.data}: the pictures of the test are {sizes[1]} and those to train on {sizes[0]} (channels, height, width); expected one size"
+            f"--data {options.data}: the pictures of the test are {sizes[1]} and those to train on "
+            f"{sizes[0]} (channels, height, width); expected one size"
         )
     if len(test) < options.batch:
         raise UsageError(
-            f"--batch {options.batch}: the test split of --data {options.data} has {len(test)} images; expected a batch of at most as many"
+            f"--batch {options.batch}: the test split of --data {options.data} has {len(test)} images; "
+            "expected a batch of at most as many"
         )
     classes, labels = train.classes, test.labels
     if classes + test.classes[len(classes) :] == tuple(map(str, range(len(test.classes)))):  # numbers without names
@@ -286,7 +291,8 @@ def _corpus(folder: Path, vocab_size: int, length: int) -> Tokens:
     tokenizer = make_tokenizer(merges)
     if facts["vocab_size"] > vocab_size:
         raise UsageError(
-            f"--data {folder} has {facts['vocab_size']:,} different tokens, but the model's vocabulary has {vocab_size:,}: "
+            f"--data {folder} has {facts['vocab_size']:,} different tokens, "
+            f"but the model's vocabulary has {vocab_size:,}: "
             "expected a larger model, or a corpus with a smaller --vocab"
         )
     ids = torch.from_numpy(read_tokens(folder)).int()
@@ -316,7 +322,8 @@ def make_codec(name: str, text: str, vocab_size: int) -> Codec:
     needed = {"bytes": 256, "bpe": 257, "gpt2": 50_257}[name]
     if vocab_size < needed:
         raise UsageError(
-            f"--tokenizer {name} needs {needed} tokens, but the model's vocabulary has {vocab_size}: expected bytes or bpe"
+            f"--tokenizer {name} needs {needed} tokens, but the model's vocabulary has {vocab_size}: "
+            "expected bytes or bpe"
         )
     if name == "bytes":
         return Codec(

@@ -1,4 +1,6 @@
-"""The tasks, image classification and the next token by GPT-2 or Llama: the model, its loss on either path, and the FLOPs of an item."""
+"""The tasks, image classification and the next token by GPT-2 or Llama: the model, its loss on either path,
+and the FLOPs of an item.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -109,7 +111,9 @@ class Task:
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
-        """What a run and its checkpoint must share: settings, and the contents of the data, which are on the host yet."""
+        """What a run and its checkpoint must share: settings, and the contents of the data,
+        which are on the host yet.
+        """
         o = self.options
         named = {"model": o.model, "config": asdict(self.config), "batch": o.batch, "seed": o.seed, "data": o.data}
         named |= {"tokenizer": o.tokenizer or "bytes"} if self.unit == "token" and not is_corpus(o.data or "") else {}
@@ -300,7 +304,8 @@ class LlamaTask(Task):
     def sizes(cls, options):
         if options.uses(*(kind for kind in KINDS if kind not in ("replicate", "shard"))):
             raise UsageError(
-                f"{options.how}: chapter 4's Llama runs in copies and shards only, because no strategy here divides its layers; "
+                f"{options.how}: chapter 4's Llama runs in copies and shards only, "
+                "because no strategy here divides its layers; "
                 "expected single, ddp or fsdp, or --replicate and --shard"
             )
         if options.path == "fast":
@@ -366,7 +371,9 @@ class Loss(nn.Module):
             self.compile(dynamic=False)
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The mean loss of a micro-batch, in float32; in evaluation mode its scores; without targets a stage's output."""
+        """The mean loss of a micro-batch, in float32; in evaluation mode its scores;
+        without targets a stage's output.
+        """
         if targets is None:
             with self.precision():
                 return self.stage(inputs)

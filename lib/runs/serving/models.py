@@ -1,4 +1,6 @@
-"""The models that the server can load: a tiny one, a checkpoint of ``lib.runs``, and a folder in Transformers' format."""
+"""The models that the server can load: a tiny one, a checkpoint of ``lib.runs``,
+and a folder in Transformers' format.
+"""
 
 import json
 import warnings
@@ -75,8 +77,9 @@ def weight_bytes(model: str) -> int:
 def make_tiny() -> Llama:
     """A Llama of bytes whose weights are set, not trained, so that it is ready at once.
 
-    Each byte is a direction of its own in the residual stream, and the output layer holds the logarithms of how often each byte follows it in the language
-    reference. The blocks, random and weak, disturb these a little.
+    Each byte is a direction of its own in the residual stream,
+    and the output layer holds the logarithms of how often each byte follows it in the language reference.
+    The blocks, random and weak, disturb these a little.
     """
     generator = torch.Generator().manual_seed(0)
     model: Any = Llama(TINY)
@@ -117,7 +120,8 @@ def _from_runs(folder: Path, tokenizer: str | None) -> tuple[nn.Module, Tokenize
     found = next((str(path) for path in files if path.is_file()), None)
     if not (tokenizer or found) and model.config.vocab_size > 256 and run["data"] != "synthetic":
         raise UsageError(
-            f"--model {folder} has no tokenizer.json and a vocabulary of {model.config.vocab_size}: expected --tokenizer"
+            f"--model {folder} has no tokenizer.json and a vocabulary of {model.config.vocab_size}: "
+            "expected --tokenizer"
         )
     return model, _tokenizer(tokenizer or found or "bytes", model.config.vocab_size, [] if tokenizer else None)
 
