@@ -1,8 +1,10 @@
 """Time an all-reduce of 1 MB to 1 GB on several ranks, with gloo and with NCCL.
 
-Run ``python -m lib.bench.all_reduce --ranks 2,4 --backend gloo,nccl`` on a machine with that many GPUs (a minute or two), or
-with ``--tiny`` anywhere. It starts its ranks itself and writes ``all_reduce.json`` after each size. Earlier results for other
-backends and numbers of ranks stay in the file, each with its machine, unless you give ``--fresh``.
+Run ``python -m lib.bench.all_reduce --ranks 2,4 --backend gloo,nccl`` on a machine with that many GPUs (a minute or
+two), or with ``--tiny`` anywhere.
+It starts its ranks itself and writes ``all_reduce.json`` after each size.
+Earlier results for other backends and numbers of ranks stay in the file, each with its machine,
+unless you give ``--fresh``.
 """
 
 import argparse

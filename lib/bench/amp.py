@@ -1,8 +1,10 @@
-"""Measure number formats: the time and memory of a training step by model size, and the accuracy that each format reaches.
+"""Measure number formats: the time and memory of a training step by model size,
+and the accuracy that each format reaches.
 
-``python -m lib.bench.amp`` takes about three minutes on one H200. It writes ``chapters/measurements/amp.json`` after every part,
-so that an interrupted run keeps what it has. ``--tiny --device cpu`` tries the program anywhere; ``--seconds`` limits its time;
-``--folder`` writes elsewhere. GPT-2 uses chapter 6's attention as written, without a fused kernel, and is not compiled.
+``python -m lib.bench.amp`` takes about three minutes on one H200.
+It writes ``chapters/measurements/amp.json`` after every part, so that an interrupted run keeps what it has.
+``--tiny --device cpu`` tries the program anywhere; ``--seconds`` limits its time; ``--folder`` writes elsewhere.
+GPT-2 uses chapter 6's attention as written, without a fused kernel, and is not compiled.
 """
 
 import gc

@@ -1,11 +1,13 @@
 """Time a training step of GPT-2's xl size with each of chapter 10's ways to average gradients, and trace what overlaps.
 
-First run ``python -m lib.bench.all_reduce``, from which the model computes its own bucket size. Then run ``python -m lib.bench.ddp
---ranks 2,4`` on a machine with four GPUs (a minute or two for each number of ranks), or with ``--tiny`` anywhere. It starts its ranks
-itself and writes ``ddp.json`` after each round, in which every strategy takes one step: one process without communication
-("none"), naive, flat, overlapped, buckets of several sizes, and PyTorch's DDP. Results for other numbers of ranks stay in the
-file if they come from the same machine and versions. All strategies share one set of weights. Products are TF32 and gradients
-float32, as large as in a plain run; the update is plain SGD.
+First run ``python -m lib.bench.all_reduce``, from which the model computes its own bucket size.
+Then run ``python -m lib.bench.ddp --ranks 2,4`` on a machine with four GPUs (a minute or two for each number of ranks),
+or with ``--tiny`` anywhere.
+It starts its ranks itself and writes ``ddp.json`` after each round, in which every strategy takes one step:
+one process without communication ("none"), naive, flat, overlapped, buckets of several sizes, and PyTorch's DDP.
+Results for other numbers of ranks stay in the file if they come from the same machine and versions.
+All strategies share one set of weights.
+Products are TF32 and gradients float32, as large as in a plain run; the update is plain SGD.
 """
 
 import argparse

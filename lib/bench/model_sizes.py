@@ -1,8 +1,8 @@
 """Time a training step of the five model sizes by part (forward, backward, optimizer), with warm-up and without.
 
-Run ``python -m lib.bench.model_sizes`` (a minute on a GPU) on any device; ``--tiny`` uses two small models. It writes
-``chapters/measurements/model_sizes.json`` after every size. Each size runs in a process of its own, because a process has only one
-first step.
+Run ``python -m lib.bench.model_sizes`` (a minute on a GPU) on any device; ``--tiny`` uses two small models.
+It writes ``chapters/measurements/model_sizes.json`` after every size.
+Each size runs in a process of its own, because a process has only one first step.
 """
 
 import argparse
