@@ -169,10 +169,11 @@ def test_what_cannot_fit_is_one_line_and_writes_nothing(program, argv, expected,
 
 
 ERRORS = {
-    "cpu": (RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you "
-                         "tried to allocate 40000000000000 bytes. Error code 12 (Cannot allocate memory)"), "40.0 TB more"),
+    "cpu": (RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+                         "you tried to allocate 40000000000000 bytes. Error code 12 (Cannot allocate memory)"),
+            "40.0 TB more"),
     "overflow": (RuntimeError("Storage size calculation overflowed with sizes=[100000000000, 100]"), "40.0 TB more"),
-    "gpu": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79 GiB"),
+    "gpu": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a capacity of 79 GiB"),
             "21.5 GB more"),
     "numpy": (MemoryError("Unable to allocate 728. TiB for an array with shape (1,)"), "800.4 TB more"),
     "host": (MemoryError(), "more was asked for"),

@@ -164,7 +164,8 @@ def test_an_older_llama_is_the_same_llama(folders):
     folder, theirs, settings = folders["llama"]
     old = {"rope_theta": 5000.0, "rope_scaling": None, "torch_dtype": "float16", "num_key_value_heads": 2}
     for more in (old, old | {"architectures": ["LLaMAForCausalLM"], "pad_token_id": -1, "max_sequence_length": 64},
-                 old | {"rope_scaling": {"type": "default"}}, old | {"head_dim": 8, "hidden_act": "swish"}):  # fmt: skip
+                 old | {"rope_scaling": {"type": "default"}},
+                 old | {"head_dim": 8, "hidden_act": "swish"}):  # fmt: skip
         write(folder, settings | more, without=("rope_parameters", "dtype"))
         assert is_served(folder, theirs)
     write(folder, settings)
@@ -266,7 +267,9 @@ def test_an_adapter_beside_the_weights_is_refused(saved):
 
 
 def sentencepiece_like(path, after="<s> $A", **more):
-    """A tokenizer with Llama 2's rules: a space is part of the word after it, and the first space of a text is dropped."""
+    """A tokenizer with Llama 2's rules: a space is part of the word after it,
+    and the first space of a text is dropped.
+    """
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{i:02X}>": 3 + i for i in range(256)}}
     for piece in ("▁", *"helowrd!", "▁world", "▁hello", "▁h", "▁w"):
         vocab[piece] = len(vocab)
@@ -427,7 +430,9 @@ def test_a_fault_of_one_request_is_its_error_and_the_engine_goes_on(capfd):
 
 
 class Breaking(PrefixEngine):
-    """The real engine, whose model raises an exception in each step that has ``b"!"`` among its tokens, after a layer."""
+    """The real engine, whose model raises an exception in each step that has ``b"!"`` among its tokens,
+    after a layer.
+    """
 
     def __init__(self, **sizes):
         super().__init__(models.make_tiny(), Scheduler(**sizes))
@@ -592,12 +597,17 @@ def test_scores_that_are_no_numbers_end_only_their_request():
 
 
 STRANGE = [
-    b"", b"null", b"\xef\xbb\xbf{}", b'{"model": "fake", "prompt": "\\ud800"}', b'{"model": "fake", "prompt": "a", "stop": "\\udfff"}',
-    b"[" * 100_000, b'{"model": "fake", "prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", b'{"model": "fake", "prompt": [%s]}' % (b"9" * 4000),
+    b"", b"null", b"\xef\xbb\xbf{}", b'{"model": "fake", "prompt": "\\ud800"}',
+    b'{"model": "fake", "prompt": "a", "stop": "\\udfff"}',
+    b"[" * 100_000, b'{"model": "fake", "prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+    b'{"model": "fake", "prompt": [%s]}' % (b"9" * 4000),
     b'{"model": "fake", "prompt": "a", "best_of": %s}' % (b"9" * 4000), b'{"model": "fake", "prompt": [-1]}',
-    b'{"model": "fake", "prompt": [true]}', b'{"model": "fake", "prompt": [[]]}', b'{"model": "fake", "prompt": {"a": NaN}}',
-    b'{"model": "fake", "prompt": null}', b'{"model": null, "prompt": "a"}', b'{"model": "fake", "prompt": "a", "logprobs": true}',
-    b'{"model": "fake", "prompt": "a", "seed": 9223372036854775808}', b'{"model": "fake", "prompt": "a", "temperature": "1"}',
+    b'{"model": "fake", "prompt": [true]}', b'{"model": "fake", "prompt": [[]]}',
+    b'{"model": "fake", "prompt": {"a": NaN}}',
+    b'{"model": "fake", "prompt": null}', b'{"model": null, "prompt": "a"}',
+    b'{"model": "fake", "prompt": "a", "logprobs": true}',
+    b'{"model": "fake", "prompt": "a", "seed": 9223372036854775808}',
+    b'{"model": "fake", "prompt": "a", "temperature": "1"}',
     b'{"model": "fake", "prompt": "a", "temperature": 1e999}', b'{"model": "fake", "prompt": "a", "stop": [""]}',
     b'{"model": "fake", "prompt": "a", "stop": [1]}', b'{"model": "fake", "prompt": "a", "stream": "true"}',
     b'{"model": "fake", "prompt": "a", "stream_options": []}', b'{"model": "fake", "prompt": "a", "\xe2\x80\xae": 1}',
@@ -618,8 +628,10 @@ def test_strange_bodies_are_one_error_each_and_the_server_lives():
         asked = json.dumps({"model": "fake", "prompt": "a", "max_tokens": 3}).encode()
         found = post(server, gzip.compress(asked), headers={"Content-Encoding": "gzip"})
         assert (found.status_code, "'gzip'" in found.json()["error"]["message"]) == (415, True)
-        for more in ({"max_tokens": None}, {"stop": []}, {"stop": None}, {"seed": -1}, {"seed": -(2**63)}, {"seed": 2**63 - 1},
-                     {"top_k": 10**30}, {"temperature": 2}, {"prompt": [[97], [98]]}, {"user": ""}, {"suffix": ""}):  # fmt: skip
+        for more in ({"max_tokens": None}, {"stop": []}, {"stop": None}, {"seed": -1}, {"seed": -(2**63)},
+            {"seed": 2**63 - 1},
+                     {"top_k": 10**30}, {"temperature": 2}, {"prompt": [[97], [98]]}, {"user": ""},
+                     {"suffix": ""}):  # fmt: skip
             assert post(server, json.loads(asked) | more).status_code == 200, more
         for kind in ("text/plain", "application/x-www-form-urlencoded", "application/json; charset=latin-1"):
             assert post(server, asked, headers={"Content-Type": kind}).json()["choices"][0]["text"] == "abc"
@@ -664,7 +676,8 @@ def refusal(flags, capfd):
 
 def test_an_empty_text_is_no_value(capfd, monkeypatch):
     given = {"--model": "tiny", "--port": "0"}
-    for flag in ("--model", "--name", "--tokenizer", "--device", "--dtype", "--threads", "--port", "--host", "--api-key", "--grace",
+    for flag in ("--model", "--name", "--tokenizer", "--device", "--dtype", "--threads", "--port", "--host",
+        "--api-key", "--grace",
                  "--queue", "--max-tokens", "--blocks", "--block-size"):  # fmt: skip
         for value in ("", " "):
             said = refusal([word for pair in (given | {flag: value}).items() for word in pair], capfd)
@@ -683,8 +696,10 @@ def test_an_empty_text_is_no_value(capfd, monkeypatch):
 
 def test_what_cannot_be_started_is_one_line(capfd, monkeypatch):
     tiny = ["--model", "tiny", "--port", "0"]
-    for flags, word in ((["--blocks", "9" * 12], "9" * 12), (["--block-size", "9" * 15], "9" * 15), (["--threads", "9" * 12], "9" * 12),
-                        (["--host", "a" * 99], "--host"), (["--mod", "tiny"], "--mod"), (["--queue", "9" * 5000], "--queue")):  # fmt: skip
+    for flags, word in ((["--blocks", "9" * 12], "9" * 12), (["--block-size", "9" * 15], "9" * 15),
+        (["--threads", "9" * 12], "9" * 12),
+                        (["--host", "a" * 99], "--host"), (["--mod", "tiny"], "--mod"),
+                        (["--queue", "9" * 5000], "--queue")):  # fmt: skip
         assert word[:80] in refusal([*tiny, *flags], capfd)
 
     def fails(name):
