@@ -190,7 +190,7 @@ def _write(rank: int, key: str, result: dict, folder: Path) -> None:
 def main() -> None:
     parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=wholes, default="2,4")
-    parser.add_argument("--backend", default="nccl" if torch.cuda.is_available() else "gloo")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="nccl" if torch.cuda.is_available() else "gloo")
     parser.add_argument("--batch", type=whole(1), default=4, help="sequences on each rank")
     parser.add_argument("--context", type=whole(1), default=512)
     parser.add_argument("--rounds", type=whole(1), default=10)

@@ -636,6 +636,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.compile_only:
         return compile_all(args)
+    known = dict.fromkeys(rung.name for rung in rungs_of(argparse.Namespace(**vars(args) | {"rung": None})))
+    if unknown := [name for name in args.rung or () if name not in known]:
+        parser.error(f"--rung {', '.join(unknown)}: expected some of {', '.join(known)}")
     task = make_task(args.model, args.device, args.tiny)
     return compile_one(args, task) if args.who else run(args, task)
 

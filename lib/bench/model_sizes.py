@@ -74,6 +74,8 @@ def main() -> None:
     parser.add_argument("--size", help="measure this size in this process, print its times, and stop")
     args = parser.parse_args()
     sizes, length = (TINY_SIZES, TINY.context_len) if args.tiny else (MODEL_SIZES, LENGTH)
+    if args.size and args.size not in sizes:
+        parser.error(f"--size {args.size}: expected one of {', '.join(sizes)}")
     if args.size:
         print(json.dumps(steps(sizes[args.size], args.device, length)))
         return

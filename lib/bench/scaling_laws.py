@@ -36,7 +36,7 @@ from lib.given.data.record import MEASUREMENTS, load
 from lib.given.models.gpt2 import GPT2_SMALL
 from lib.given.models.gpus import GPUS
 from lib.runs.engine.state import gather_model
-from lib.runs.flags import ProgramParser, positive, whole
+from lib.runs.flags import ProgramParser, positive, whole, width_and_layers
 from lib.scaling_laws import bootstrap, fit_power_law, wsd_schedule
 
 SIZES = ((128, 4), (192, 6), (256, 8), (384, 8), (512, 9), (640, 10))
@@ -433,10 +433,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--leg", type=positive, default=150.0, help="seconds after which the run is asked to leave, and resumed"
     )
-    parser.add_argument("--size", help="of one model of the sweep, such as 128x4")
+    parser.add_argument("--size", type=width_and_layers, help="of one model of the sweep, such as 128x4")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     o = parser.parse_args(arguments)
+    if ("size" in o.parts) != (o.size is not None):
+        parser.error(f"--size {o.size} with {' '.join(o.parts)}: expected --size with the part size, and only there")
     if o.parts in (["rival"], ["size"]):  # started by the others, each on its own GPU
         ends = TINY_STEPS if o.tiny else STEPS
         dim, n_layers = map(int, (o.size or "0x0").split("x"))

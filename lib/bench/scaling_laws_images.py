@@ -26,7 +26,7 @@ import numpy as np
 from lib.bench.kit import record
 from lib.bench.scaling_laws import n_weights, train_branches
 from lib.given.data.record import MEASUREMENTS
-from lib.runs.flags import ProgramParser
+from lib.runs.flags import ProgramParser, width_and_layers
 from lib.scaling_laws import bootstrap, fit_parametric
 
 SIZES = ((64, 4), (128, 4), (128, 8), (256, 8))
@@ -95,7 +95,7 @@ def predict(swept: list[dict[str, Any]], dim: int, n_layers: int, n_fits: int = 
 def main(arguments: list[str] | None = None) -> None:
     parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="a folder that lib.runs.pictures wrote")
-    parser.add_argument("--size", help="train only this one, such as 128x4")
+    parser.add_argument("--size", type=width_and_layers, help="train only this one, such as 128x4")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     o = parser.parse_args(arguments)

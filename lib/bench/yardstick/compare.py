@@ -55,7 +55,7 @@ from lib.fast.models import Path as FastPath
 from lib.fsdp import FullySharded
 from lib.given.data.record import MEASUREMENTS, load
 from lib.given.models.vit import ViTConfig, preset
-from lib.runs.flags import ProgramParser, positive, whole, wholes
+from lib.runs.flags import ProgramParser, positive, some_of, whole, wholes
 from lib.vit import VisionTransformer
 
 DTYPE, LR, MOMENTUM = torch.bfloat16, 1e-3, 0.9
@@ -540,9 +540,6 @@ def compile_ahead(cells: list[Cell], options: argparse.Namespace) -> None:
 def cells_of(options: argparse.Namespace) -> list[Cell]:
     """The cells that the command line asks for; a sharded model needs at least two ranks."""
     models = options.models.split(",") if options.models else [c.model for c in CELLS]
-    unknown = set(models) - {c.model for c in CELLS}
-    if unknown:
-        raise SystemExit(f"--models {options.models}: {sorted(unknown)} not among {sorted({c.model for c in CELLS})}")
     chosen = [c for c in CELLS if c.model in models and options.batch in (None, c.batch)]
     cells = [replace(c, n_gpus=n) for n in map(int, options.ranks.split(",")) for c in chosen if n > 1 or not c.sharded]
     if options.tiny:
@@ -561,7 +558,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=wholes, default="1,2,4")
-    parser.add_argument("--models", help="some of L/16,H/14,g/14,G/14; default: all")
+    parser.add_argument("--models", type=some_of(*{c.model: 0 for c in CELLS}), help="default: all")
     parser.add_argument("--batch", type=whole(1), help="only cells with this many images on each GPU (before --tiny)")
     parser.add_argument(
         "--blocks", type=whole(0), default=0, help="blocks in each part of ours, instead of the cell's number"

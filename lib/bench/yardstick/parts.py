@@ -507,7 +507,7 @@ def measure_cell(rank: int, device: torch.device, cell: Cell, options: argparse.
 def main() -> None:
     parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=whole(1), default=2)
-    parser.add_argument("--model", dest="models", default="L/16", help="L/16, H/14 or g/14")
+    parser.add_argument("--model", dest="models", default="L/16", choices=("L/16", "H/14", "g/14"))
     parser.add_argument(
         "--batch", type=whole(1), help="only the cell with this many images on each GPU (before --tiny)"
     )

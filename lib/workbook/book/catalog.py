@@ -310,7 +310,19 @@ def find(what: str) -> tuple[Chapter, Exercise | None]:
     if matches:
         written = " or ".join(f"{e.module}.{e.name}" for e in matches)
         raise BookError(f"{what!r} is in several chapters: write {written}")
+    if re.fullmatch(r"\d+(\.\d+)?", what):
+        raise BookError(
+            f"there is no {'exercise' if '.' in what else 'chapter'} {what}; expected {_numbers_like(what)}"
+        )
     names = [*chapters(), *(e.name for e in all_exercises())]
     close = difflib.get_close_matches(what, names, n=3, cutoff=0.5)
     hint = f"; did you mean {', '.join(close)}?" if close else f"; the chapters are {', '.join(chapters())}"
     raise BookError(f"no chapter or exercise is called {what!r}{hint}")
+
+
+def _numbers_like(what: str) -> str:
+    """The numbers of the chapters, or, if the chapter before the point is there, those of its exercises."""
+    all_chapters = list(chapters().values())
+    inside = next((c.exercises for c in all_chapters if what.startswith(f"{c.number}.") and c.exercises), None)
+    numbers = [str(c.number) for c in all_chapters] if inside is None else [e.number for e in inside]
+    return f"a number from {numbers[0]} to {numbers[-1]}, or a name"

@@ -24,7 +24,9 @@ What = Annotated[str, typer.Argument(help="A chapter or an exercise: 2, rope, 2.
 def lab(
     chapter: Annotated[str | None, typer.Argument(help="The chapter to open: 2 or rope.")] = None,
     browser: Annotated[bool, typer.Option(help="Open it in the browser.")] = True,
-    port: Annotated[int | None, typer.Option(help="Use this port instead of the first free one.")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Use this port instead of the first free one.", min=1, max=65_535)
+    ] = None,
 ):
     """Open a chapter in JupyterLab, with the file that you write beside it."""
     from lib.workbook.tools import lab as jupyterlab

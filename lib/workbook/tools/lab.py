@@ -134,14 +134,15 @@ def open_in_workspace(chapter: str | None) -> None:
 
     Whatever is open in the workspace stays open.
     """
+    asked = documents(chapter) if chapter is not None else None  # a wrong name is told before the slow import
     from jupyterlab_server.workspaces_handler import WorkspacesManager
 
     _workspaces().mkdir(parents=True, exist_ok=True)
     manager = WorkspacesManager(str(_workspaces()))
     saved = next((w for w in manager.list_workspaces() if w["metadata"]["id"] == WORKSPACE), None)
-    if saved is not None and chapter is None:
+    if saved is not None and asked is None:
         return
-    workspace = with_documents(saved, documents(chapter or _first()))
+    workspace = with_documents(saved, asked or documents(_first()))
     manager.save(WORKSPACE, json.dumps(workspace))
 
 
