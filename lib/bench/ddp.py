@@ -31,7 +31,8 @@ XL = {"vocab_size": 10_000, "dim": 1600, "n_layers": 48, "n_heads": 25}
 TINY = {"vocab_size": 100, "dim": 64, "n_layers": 2, "n_heads": 2}
 BUCKETS_MB = (1, 10, 30, 100, 300, 1000)
 TINY_BUCKETS_MB = (0.01, 0.1, 1)
-TRACED = ("naive", "overlap", "bucket 100", "torch", "bucket 0.1")
+TRACED_AFTER = {3: ("naive", "overlap"), 4: ("bucket 100", "torch", "bucket 0.1")}
+"""After how many rounds which strategies are traced."""
 LR = 1e-6
 
 
@@ -155,8 +156,8 @@ def measure_steps(rank: int, device: torch.device, key: str, options: argparse.N
         n_rounds += 1
         counted = {name: found[2:] for name, found in times.items() if found[2:]}
         result["step_s"] = {name: {**spread(found), "values": found} for name, found in counted.items()}
-        if counted and n_rounds in (3, 4):  # early, so that a time-out keeps them
-            result["trace"] |= traces(made, tokens, device, TRACED[:2] if n_rounds == 3 else TRACED[2:])
+        if counted and n_rounds in TRACED_AFTER:  # early, so that a time-out keeps them
+            result["trace"] |= traces(made, tokens, device, TRACED_AFTER[n_rounds])
         _write(rank, key, result, options.folder)
         if n_rounds > 4 and slowest(time.perf_counter() - began, device) > options.seconds:
             break

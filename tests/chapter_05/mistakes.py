@@ -466,7 +466,9 @@ class Probabilities(reference.VisionTransformer):
 
 
 @mistake(
-    "VisionTransformer", "the blocks are in a plain list, so neither the optimizer nor state_dict knows about them"
+    "VisionTransformer",
+    "no block is registered, so neither the optimizer nor state_dict knows about them: "
+    "`self.blocks` is a plain list, or missing",
 )
 class PlainList(reference.VisionTransformer):
     def __init__(self, config):

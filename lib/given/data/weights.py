@@ -196,8 +196,11 @@ def _problems_of_index(index: Mapping[str, str], found: Mapping[str, Tensor], un
 def _problems_of_shapes(
     found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], unread: bool, index: Mapping[str, str]
 ) -> list[str]:
-    # Nobody can know what was in a broken file, so without an index no tensor is reported as missing.
-    missing = [f"missing: {n}" for n in expected if n not in found and n not in index and not (unread and not index)]
+    if unread and not index:  # nobody can know what was in the broken file
+        absent: list[str] = []
+    else:  # what the index lists is missed by ``_problems_of_index``
+        absent = [name for name in expected if name not in found and name not in index]
+    missing = [f"missing: {name}" for name in absent]
     extra = [f"extra: {name}" for name in found if name not in expected]
     wrong = [
         f"wrong shape: {name} is {list(found[name].shape)}, expected {list(shape)}"

@@ -160,12 +160,13 @@ class Strategy:
 
     def n_holders(self, name: str) -> int:
         """The number of ranks that hold the same values of a parameter of the model."""
-        axes = ["expert_copies" if self.is_spread(name) else "copies"] + ["shard"] * (not self.options.uses("shard"))
-        axes += ["tensor"] * (name not in self.cuts or self.is_spread(name))
-        n = 2 if name in self.tied else 1
-        for axis in axes:
-            n *= self.mesh.size[axis]
-        return n
+        size = self.mesh.size
+        n = size["expert_copies"] if self.is_spread(name) else size["copies"]
+        if not self.options.uses("shard"):
+            n *= size["shard"]
+        if name not in self.cuts or self.is_spread(name):  # whole on each of the ranks that divide a layer
+            n *= size["tensor"]
+        return 2 * n if name in self.tied else n
 
     def decay(self, lr: float) -> None:
         """Apply weight decay that the optimizer cannot apply, before its step."""

@@ -5,6 +5,12 @@ with the same problem and the same numbers.
 It is dropped if it fails another check that the answer passes.
 If several candidates with different sentences remain, only those that agree with the answer on every check stay.
 If that does not decide either, the report names no mistake: no sentence is better than a wrong one.
+
+A single candidate that shows the answer's own wrong numbers is named even if the two differ on another check.
+An answer often holds two mistakes at once, and no known mistake agrees with both of them everywhere; two answers
+hardly have the same wrong numbers by chance, so the sentence is right about the check that the learner looks at.
+A failure without numbers (an exception, a wrong type) is weaker evidence:
+there the candidate must agree on every check.
 """
 
 import contextlib

@@ -186,9 +186,8 @@ def _refuse_what_is_in_the_way(head: str, base: str, target: str, name: str) -> 
             f"your commits and the new version both change {_listed(committed)}. No file has changed. Merge by hand: "
             f"git stash, git merge {name}, git stash pop"
         )
-    left = (
-        _journal()
-    )  # of an update that was killed before the learner committed something: its files may still be there
+    # An update that was killed before the learner committed something may have left its files there.
+    left = _journal()
     after = tree(left.new) if left else {}
     expected = {
         path: ("", blob[head].get(path, ""), blob[target].get(path, ""), after.get(path, ("", ""))[1])
