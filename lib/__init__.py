@@ -13,7 +13,10 @@ from lib.workbook.book import resolve as _resolve
 
 
 def _sees_gpu() -> bool:
-    """Whether PyTorch will find a GPU. Looks at the device files, because asking PyTorch would take seconds to import it."""
+    """Whether PyTorch will find a GPU.
+
+    Looks at the device files, because asking PyTorch would take seconds to import it.
+    """
     hidden = any(_os.environ.get(f"{maker}_VISIBLE_DEVICES") in ("", "-1") for maker in ("CUDA", "HIP"))
     return not hidden and any(_os.path.exists(f"/dev/{name}") for name in ("nvidiactl", "nvidia0", "dxg", "kfd"))
 
@@ -23,7 +26,8 @@ def _sees_gpu() -> bool:
 if not _sees_gpu():
     _os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# PyTorch's profiler prints lines such as "USDT:… profiler_start" for every profile; it reads this variable when it is imported.
+# PyTorch's profiler prints lines such as "USDT:… profiler_start" for every profile;
+# it reads this variable when it is imported.
 _os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 # A copy of the package that is not in the book's folder has nothing of the learner's in it, so every program ends here.

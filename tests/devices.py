@@ -23,7 +23,8 @@ class Devices(Watch):
 
     Attributes:
         asked: The types of the devices that operators were asked for, in order.
-        mixed: The first operator that got tensors from both places, or "". On real devices PyTorch would have refused it.
+        mixed: The first operator that got tensors from both places, or "".
+            On real devices PyTorch would have refused it.
     """
 
     def __init__(self):
@@ -59,7 +60,9 @@ class Devices(Watch):
 
 
 class _Moves(TorchFunctionMode):
-    """Notices ``.to(device)``, ``.type_as(other)`` and ``.cpu()``, which run no operator on a tensor that is really on the CPU."""
+    """Notices ``.to(device)``, ``.type_as(other)`` and ``.cpu()``,
+    which run no operator on a tensor that is really on the CPU.
+    """
 
     def __init__(self, devices: Devices):
         super().__init__()

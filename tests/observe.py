@@ -21,7 +21,9 @@ class HostReads(TorchDispatchMode):
 
 
 def tensors_in(thing: Any, seen: set[int] | None = None) -> list[Tensor]:
-    """All tensors that an object holds: its attributes, and the entries of its dicts, lists, tuples, sets and deques; each once."""
+    """All tensors that an object holds: its attributes, and the entries of its dicts, lists, tuples,
+    sets and deques; each once.
+    """
     seen = set() if seen is None else seen
     if id(thing) in seen:
         return []

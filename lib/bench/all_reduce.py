@@ -1,8 +1,10 @@
 """Time an all-reduce of 1 MB to 1 GB on several ranks, with gloo and with NCCL.
 
-Run ``python -m lib.bench.all_reduce --ranks 2,4 --backend gloo,nccl`` on a machine with that many GPUs (a minute or two), or
-with ``--tiny`` anywhere. It starts its ranks itself and writes ``all_reduce.json`` after each size. Earlier results for other
-backends and numbers of ranks stay in the file, each with its machine, unless you give ``--fresh``.
+Run ``python -m lib.bench.all_reduce --ranks 2,4 --backend gloo,nccl`` on a machine with that many GPUs (a minute or
+two), or with ``--tiny`` anywhere.
+It starts its ranks itself and writes ``all_reduce.json`` after each size.
+Earlier results for other backends and numbers of ranks stay in the file, each with its machine,
+unless you give ``--fresh``.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import torch.distributed as dist
 
 from lib.bench.kit import record, seconds_of, spawn, spread
 from lib.given.data.record import MEASUREMENTS, load, where
-from lib.runs.flags import ProgramParser, positive, whole, wholes
+from lib.runs.flags import ProgramParser, positive, some_of, whole, wholes
 
 MB = 10**6
 SIZES_MB = (1, 3, 10, 30, 100, 300, 1000)
@@ -53,7 +55,8 @@ def time_sizes(rank: int, device: torch.device, key: str, sizes_mb: list[float],
 def main() -> None:
     parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=wholes, default="2,4")
-    parser.add_argument("--backend", default="gloo,nccl" if torch.cuda.is_available() else "gloo")
+    backends = "gloo,nccl" if torch.cuda.is_available() else "gloo"
+    parser.add_argument("--backend", type=some_of("gloo", "nccl"), default=backends)
     parser.add_argument(
         "--gloo-limit-mb", type=positive, default=1000, help="largest array with gloo, which is slow on CPUs"
     )

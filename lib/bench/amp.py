@@ -1,8 +1,10 @@
-"""Measure number formats: the time and memory of a training step by model size, and the accuracy that each format reaches.
+"""Measure number formats: the time and memory of a training step by model size,
+and the accuracy that each format reaches.
 
-``python -m lib.bench.amp`` takes about three minutes on one H200. It writes ``chapters/measurements/amp.json`` after every part,
-so that an interrupted run keeps what it has. ``--tiny --device cpu`` tries the program anywhere; ``--seconds`` limits its time;
-``--folder`` writes elsewhere. GPT-2 uses chapter 6's attention as written, without a fused kernel, and is not compiled.
+``python -m lib.bench.amp`` takes about three minutes on one H200.
+It writes ``chapters/measurements/amp.json`` after every part, so that an interrupted run keeps what it has.
+``--tiny --device cpu`` tries the program anywhere; ``--seconds`` limits its time; ``--folder`` writes elsewhere.
+GPT-2 uses chapter 6's attention as written, without a fused kernel, and is not compiled.
 """
 
 import gc
@@ -31,12 +33,15 @@ from lib.gpt2 import GPT2
 from lib.runs.flags import ProgramParser, positive
 from lib.vit import VisionTransformer
 
-WIDE = ("float32", "TF32", "float16, our scaler", "float16, PyTorch's scaler", "bfloat16")
+OUR_SCALER, THEIR_SCALER, NO_SCALER = "float16, our scaler", "float16, PyTorch's scaler", "float16, no scaler"
+DTYPES = {OUR_SCALER: torch.float16, THEIR_SCALER: torch.float16, NO_SCALER: torch.float16, "bfloat16": torch.bfloat16}
+"""Dtype of the autocast region of each way that has one."""
+WIDE = ("float32", "TF32", OUR_SCALER, THEIR_SCALER, "bfloat16")
 """Ways that keep float32 weights, so that one model and its optimizer serve all of them in turn."""
 SMALLEST = replace(GPT2_TINY, vocab_size=256, context_len=16, dim=32)
 """The GPT-2 of ``--tiny``, which is very small because float16 products are slow on a CPU."""
 NARROW = ("model.half()", "model.half(), eps 1e-4")
-UNSCALED = ("float16, no scaler",)
+UNSCALED = (NO_SCALER,)
 PHASES = ("forward", "backward", "optimizer")
 Loss = Callable[[nn.Module], Tensor]
 
@@ -44,14 +49,14 @@ Loss = Callable[[nn.Module], Tensor]
 def region(way: str, device: str) -> Any:
     """Set float32 products to TF32 or not, and return the autocast region of this way."""
     torch.set_float32_matmul_precision("high" if way == "TF32" else "highest")
-    dtype = torch.float16 if way.startswith("float16") else torch.bfloat16 if way == "bfloat16" else None
-    return torch.autocast(device, dtype=dtype) if dtype else nullcontext()
+    return torch.autocast(device, dtype=DTYPES[way]) if way in DTYPES else nullcontext()
 
 
 def make_scaler(way: str, device: str) -> Any:
-    if way == "float16, our scaler":
+    """The loss scaler of a way; one that changes nothing for the ways without."""
+    if way == OUR_SCALER:
         return GradScaler()
-    return torch.amp.GradScaler(device, enabled=way == "float16, PyTorch's scaler")
+    return torch.amp.GradScaler(device) if way == THEIR_SCALER else Plain()
 
 
 def make_optimizer(model: nn.Module, way: str, device: str, lr: float) -> torch.optim.Optimizer:
@@ -96,7 +101,7 @@ def measure_steps(
     model: nn.Module, loss_of: Loss, ways: tuple[str, ...], device: str, n_repeats: int
 ) -> dict[str, Any]:
     """Measure the times of each way in turns, and the peak memory of a step."""
-    scalers = {way: make_scaler(way, device) if way.startswith("float16") else Plain() for way in ways}
+    scalers = {way: make_scaler(way, device) for way in ways}
     optimizer = make_optimizer(model, ways[0], device, lr=1e-6)
     times: dict[str, list[list[float]]] = {way: [] for way in ways}
     peaks: dict[str, float] = {}
@@ -162,7 +167,7 @@ def step_cases(tiny: bool, device: str) -> dict[str, tuple[Callable[[], nn.Modul
 def train(model: nn.Module, batch_loss: Loss, way: str, device: str, n_steps: int, lr: float) -> nn.Module:
     """Train with linear warm-up and decay, the same for every way; the model comes back in float32."""
     model = model.half() if way in NARROW else model
-    scaler = make_scaler(way, device) if "scaler" in way and way not in UNSCALED else Plain()
+    scaler = make_scaler(way, device)
     optimizer = make_optimizer(model, way, device, lr)
     for step in range(n_steps):
         for group in optimizer.param_groups:

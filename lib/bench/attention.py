@@ -1,4 +1,5 @@
-"""Measure the time and memory of attention against sequence length: written out as products, and PyTorch's fused kernel.
+"""Measure the time and memory of attention against sequence length: written out as products,
+and PyTorch's fused kernel.
 
 Run ``python -m lib.bench.attention``; it writes ``chapters/measurements/attention.json``.
 """

@@ -1,10 +1,10 @@
 """Compare naive and compiled attention over widths and lengths, find where memory runs out, and time the softmax.
 
-Run ``python -m lib.bench.attention_sweep`` (two minutes on a GPU) on any device; ``--tiny`` uses short sequences. It writes
-``chapters/measurements/attention_sweep.json`` as it goes.
+Run ``python -m lib.bench.attention_sweep`` (two minutes on a GPU) on any device; ``--tiny`` uses short sequences.
+It writes ``chapters/measurements/attention_sweep.json`` as it goes.
 
-Attention is chapter 3's ``scaled_dot_product_attention`` with a causal mask, on batch 8 without heads, in float32, as in
-Stanford's CS336, assignment 2, spring 2025.
+Attention is chapter 3's ``scaled_dot_product_attention`` with a causal mask, on batch 8 without heads, in float32,
+as in Stanford's CS336, assignment 2, spring 2025.
 """
 
 import gc

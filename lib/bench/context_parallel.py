@@ -1,7 +1,8 @@
 """Measure attention over long sequences: ring and Ulysses by hand, PyTorch's context parallelism, and one device alone.
 
-Run ``python -m lib.bench.context_parallel`` on a machine with 2 or more GPUs (about two minutes). It starts a rank on each of them and writes
-``chapters/measurements/context_parallel.json`` after each part. ``--device cpu --tiny`` tries it with gloo.
+Run ``python -m lib.bench.context_parallel`` on a machine with 2 or more GPUs (about two minutes).
+It starts a rank on each of them and writes ``chapters/measurements/context_parallel.json`` after each part.
+``--device cpu --tiny`` tries it with gloo.
 
 The first part times one layer of causal attention of Llama 2 7B, forward and backward, over 131,072 tokens and over
 twice as many. The second finds the local length from which computation hides the ring's messages. The third runs two
@@ -255,7 +256,9 @@ def silence():
 
 
 def costs(run: Callable[[], Any], whole_s: float, pair: Tensor, n_rounds: int, device: str) -> dict[str, float]:
-    """Time of the ring's blocks without messages, of its messages alone, and the share of the messages' time that the blocks hide."""
+    """Time of the ring's blocks without messages, of its messages alone,
+    and the share of the messages' time that the blocks hide.
+    """
 
     def messages():
         into = torch.empty_like(pair)
@@ -401,7 +404,8 @@ def main() -> None:
     written = json.loads((options.folder / "context_parallel.json").read_text())["results"]["runs"][str(n_ranks)]
     for name, row in written["attention"]["ways"].items():
         print(
-            f"{name:34} {1e3 * row['step_s']['median']:9.1f} ms {row['peak_bytes'] / 2**30:7.2f} GiB  off by {row['off']:.1e}"
+            f"{name:34} {1e3 * row['step_s']['median']:9.1f} ms {row['peak_bytes'] / 2**30:7.2f} GiB  off "
+            f"by {row['off']:.1e}"
         )
 
 

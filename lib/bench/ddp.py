@@ -1,11 +1,13 @@
 """Time a training step of GPT-2's xl size with each of chapter 10's ways to average gradients, and trace what overlaps.
 
-First run ``python -m lib.bench.all_reduce``, from which the model computes its own bucket size. Then run ``python -m lib.bench.ddp
---ranks 2,4`` on a machine with four GPUs (a minute or two for each number of ranks), or with ``--tiny`` anywhere. It starts its ranks
-itself and writes ``ddp.json`` after each round, in which every strategy takes one step: one process without communication
-("none"), naive, flat, overlapped, buckets of several sizes, and PyTorch's DDP. Results for other numbers of ranks stay in the
-file if they come from the same machine and versions. All strategies share one set of weights. Products are TF32 and gradients
-float32, as large as in a plain run; the update is plain SGD.
+First run ``python -m lib.bench.all_reduce``, from which the model computes its own bucket size.
+Then run ``python -m lib.bench.ddp --ranks 2,4`` on a machine with four GPUs (a minute or two for each number of ranks),
+or with ``--tiny`` anywhere.
+It starts its ranks itself and writes ``ddp.json`` after each round, in which every strategy takes one step:
+one process without communication ("none"), naive, flat, overlapped, buckets of several sizes, and PyTorch's DDP.
+Results for other numbers of ranks stay in the file if they come from the same machine and versions.
+All strategies share one set of weights.
+Products are TF32 and gradients float32, as large as in a plain run; the update is plain SGD.
 """
 
 import argparse
@@ -29,7 +31,8 @@ XL = {"vocab_size": 10_000, "dim": 1600, "n_layers": 48, "n_heads": 25}
 TINY = {"vocab_size": 100, "dim": 64, "n_layers": 2, "n_heads": 2}
 BUCKETS_MB = (1, 10, 30, 100, 300, 1000)
 TINY_BUCKETS_MB = (0.01, 0.1, 1)
-TRACED = ("naive", "overlap", "bucket 100", "torch", "bucket 0.1")
+TRACED_AFTER = {3: ("naive", "overlap"), 4: ("bucket 100", "torch", "bucket 0.1")}
+"""After how many rounds which strategies are traced."""
 LR = 1e-6
 
 
@@ -153,8 +156,8 @@ def measure_steps(rank: int, device: torch.device, key: str, options: argparse.N
         n_rounds += 1
         counted = {name: found[2:] for name, found in times.items() if found[2:]}
         result["step_s"] = {name: {**spread(found), "values": found} for name, found in counted.items()}
-        if counted and n_rounds in (3, 4):  # early, so that a time-out keeps them
-            result["trace"] |= traces(made, tokens, device, TRACED[:2] if n_rounds == 3 else TRACED[2:])
+        if counted and n_rounds in TRACED_AFTER:  # early, so that a time-out keeps them
+            result["trace"] |= traces(made, tokens, device, TRACED_AFTER[n_rounds])
         _write(rank, key, result, options.folder)
         if n_rounds > 4 and slowest(time.perf_counter() - began, device) > options.seconds:
             break
@@ -188,7 +191,7 @@ def _write(rank: int, key: str, result: dict, folder: Path) -> None:
 def main() -> None:
     parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=wholes, default="2,4")
-    parser.add_argument("--backend", default="nccl" if torch.cuda.is_available() else "gloo")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="nccl" if torch.cuda.is_available() else "gloo")
     parser.add_argument("--batch", type=whole(1), default=4, help="sequences on each rank")
     parser.add_argument("--context", type=whole(1), default=512)
     parser.add_argument("--rounds", type=whole(1), default=10)

@@ -1,7 +1,9 @@
 """Measure ZeRO-3 by hand beside fully_shard and DDP: seconds a step, and a rank's peak memory against its prediction.
 
-``python -m lib.bench.fsdp --ranks 2 4`` starts its ranks itself, one for each GPU, and writes ``chapters/measurements/fsdp.json`` after
-each model. ``--tiny --device cpu`` tries the program without a GPU. The three competitors take turns in one process.
+``python -m lib.bench.fsdp --ranks 2 4`` starts its ranks itself, one for each GPU,
+and writes ``chapters/measurements/fsdp.json`` after each model.
+``--tiny --device cpu`` tries the program without a GPU.
+The three competitors take turns in one process.
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""Measure GPT-2's initialisation: how the residual stream grows at the width of GPT-2 XL, and what a wrong power costs in training.
+"""Measure GPT-2's initialisation: how the residual stream grows at the width of GPT-2 XL,
+and what a wrong power costs in training.
 
 Run ``python -m lib.bench.gpt2`` (some minutes on one core); it writes ``chapters/measurements/gpt2.json``.
 """
@@ -28,7 +29,9 @@ def rescale(module: torch.nn.Module, factor: float) -> None:
 
 
 def residual_spread(config: GPT2Config, power: float) -> list[float]:
-    """Standard deviation of the residual stream before the first block and after each; only one block exists at a time."""
+    """Standard deviation of the residual stream before the first block and after each;
+    only one block exists at a time.
+    """
     torch.manual_seed(0)
     stream = 0.02 * (torch.randn(1, LENGTH, config.dim) + torch.randn(1, LENGTH, config.dim))
     found = [stream.std().item()]

@@ -1,7 +1,10 @@
-"""Run the tests that need a GPU, and record how they ended: ``python -m lib.bench.gpu_tests``, a few minutes on one GPU.
+"""Run the tests that need a GPU, and record how they ended: ``python -m lib.bench.gpu_tests``,
+a few minutes on one GPU.
 
-The tests are those of ``pytest -m gpu``; this program runs them in eight processes, because most of their time is compiling, and writes
-``chapters/measurements/gpu_tests.json``. The page "Tests on a GPU" shows it. Tests that need two GPUs are skipped on one, and counted.
+The tests are those of ``pytest -m gpu``; this program runs them in eight processes,
+because most of their time is compiling, and writes ``chapters/measurements/gpu_tests.json``.
+The page "Tests on a GPU" shows it.
+Tests that need two GPUs are skipped on one, and counted.
 ``--tiny`` runs chapter 7's alone, to try the program.
 """
 
@@ -25,13 +28,16 @@ STATES = ("failed", "error", "skipped", "passed")
 
 
 def files_with_gpu_tests() -> list[str]:
-    """The test files that mark a test with ``gpu``; others may need packages that a machine with a GPU does not have."""
+    """The test files that mark a test with ``gpu``; others may need packages that a machine
+    with a GPU does not have.
+    """
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(path.relative_to(ROOT)) for path in paths if "mark.gpu" in path.read_text(encoding="utf-8")]
 
 
 def outcomes(report: Path) -> dict[str, Any]:
-    """What a JUnit report says: the states of each file's tests, each reason to skip, and the names of those that failed.
+    """What a JUnit report says: the states of each file's tests, each reason to skip,
+    and the names of those that failed.
 
     Args:
         report: The XML file that ``pytest --junitxml`` wrote.

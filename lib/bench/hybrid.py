@@ -1,7 +1,9 @@
-"""Measure hybrid sharding, copies of shards, by hand beside ``fully_shard`` on a two-dimensional mesh: seconds a step and a rank's peak memory.
+"""Measure hybrid sharding, copies of shards, by hand beside ``fully_shard`` on a two-dimensional mesh:
+seconds a step and a rank's peak memory.
 
-``python -m lib.bench.hybrid --ranks 2`` starts its ranks itself, one for each GPU, and measures every product of replicate and shard;
-it adds to ``chapters/measurements/hybrid.json`` after each. ``--tiny --device cpu`` tries the program without a GPU.
+``python -m lib.bench.hybrid --ranks 2`` starts its ranks itself, one for each GPU,
+and measures every product of replicate and shard; it adds to ``chapters/measurements/hybrid.json`` after each.
+``--tiny --device cpu`` tries the program without a GPU.
 """
 
 import argparse

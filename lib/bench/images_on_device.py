@@ -1,7 +1,8 @@
 """Measure the gain of resizing and normalising images on the accelerator: uint8 32 x 32 in, float 224 x 224 out.
 
-Run ``python -m lib.bench.images_on_device`` (half a minute) on any device; ``--tiny`` uses few images. It writes
-``chapters/measurements/images_on_device.json``. The two competitors: images stay on the device as uint8 and one call prepares a batch,
+Run ``python -m lib.bench.images_on_device`` (half a minute) on any device; ``--tiny`` uses few images.
+It writes ``chapters/measurements/images_on_device.json``.
+The two competitors: images stay on the device as uint8 and one call prepares a batch,
 or Python workers prepare them with Pillow and NumPy and send floats over the bus.
 """
 

@@ -1,4 +1,5 @@
-"""What every measuring program does alike: wait for the device, time calls, let competitors take turns, and record the spread.
+"""What every measuring program does alike: wait for the device, time calls, let competitors take turns,
+and record the spread.
 
 PyTorch is imported where it is needed, because a record names the accelerators of programs that use it only.
 """
@@ -224,7 +225,8 @@ def record(
         name: Name of the file, without its suffix.
         results: Values that JSON can hold; keys end in their unit, as in ``train_s``.
         folder: Folder of the file.
-        measured: A recorded measurement whose machine and date to keep, if the results come from there and not from this machine.
+        measured: A recorded measurement whose machine and date to keep,
+            if the results come from there and not from this machine.
     """
     path = folder / f"{name}.json"
     kept = measured or {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "machine": machine()}

@@ -1,11 +1,14 @@
-"""The ladder of speed: train GPT-2 or ViT-L/16, one optimization at a time, beside a library's model in the same process.
+"""The ladder of speed: train GPT-2 or ViT-L/16, one optimization at a time,
+beside a library's model in the same process.
 
-Run ``python -m lib.bench.ladder --model gpt2`` (or ``--model vit``; some minutes on a GPU) on any device; ``--tiny`` uses a small
-model, for a laptop. It writes ``chapters/measurements/ladder_gpt2.json`` (or ``ladder_vit.json``) after every rung.
+Run ``python -m lib.bench.ladder --model gpt2`` (or ``--model vit``; some minutes on a GPU) on any device;
+``--tiny`` uses a small model, for a laptop.
+It writes ``chapters/measurements/ladder_gpt2.json`` (or ``ladder_vit.json``) after every rung.
 ``--compile-only`` compiles for all rungs at once, in processes of their own, so that the measured run need not.
 
-Three models are timed: *ours* is the book's model on the paths of ``lib.fast.models``; *plain* is the same model as chapters 5 and
-6 leave it; *peer* is Transformers' GPT-2 or timm's ViT. They start from the same weights, which is checked before the timing.
+Three models are timed: *ours* is the book's model on the paths of ``lib.fast.models``;
+*plain* is the same model as chapters 5 and 6 leave it; *peer* is Transformers' GPT-2 or timm's ViT.
+They start from the same weights, which is checked before the timing.
 """
 
 import argparse
@@ -633,6 +636,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.compile_only:
         return compile_all(args)
+    known = dict.fromkeys(rung.name for rung in rungs_of(argparse.Namespace(**vars(args) | {"rung": None})))
+    if unknown := [name for name in args.rung or () if name not in known]:
+        parser.error(f"--rung {', '.join(unknown)}: expected some of {', '.join(known)}")
     task = make_task(args.model, args.device, args.tiny)
     return compile_one(args, task) if args.who else run(args, task)
 

@@ -1,8 +1,9 @@
 """Measure eight bits and fewer on one GPU: products, training steps, loss curves, and generation from four-bit weights.
 
-Run ``python -m lib.bench.low_precision products steps losses tokens`` (or only some of them) on a machine with one GPU; it writes them into
-``chapters/measurements/low_precision.json`` and keeps what it does not measure anew. ``--tiny --device cpu`` tries the program. Competitors
-take turns in random order. torchao's layers are measured beside the book's where torchao is installed.
+Run ``python -m lib.bench.low_precision products steps losses tokens`` (or only some of them) on a machine with one GPU;
+it writes them into ``chapters/measurements/low_precision.json`` and keeps what it does not measure anew.
+``--tiny --device cpu`` tries the program.
+Competitors take turns in random order. torchao's layers are measured beside the book's where torchao is installed.
 """
 
 import dataclasses
@@ -85,7 +86,11 @@ class Bench:
         for name, (m, k, n) in shapes.items():
             x, w = (torch.randn(size, k, device=self.device).bfloat16() for size in (m, n))
             found[name] = {"shape": [m, k, n], "flops": 2 * m * k * n, "seconds": self.compare(self._products(x, w))}
-            print(name, {who: f"{1e6 * t['median']:.0f} us" for who, t in found[name]["seconds"].items() if who != "failed"}, flush=True)  # fmt: skip
+            print(
+                name,
+                {who: f"{1e6 * t['median']:.0f} us" for who, t in found[name]["seconds"].items() if who != "failed"},
+                flush=True,
+            )
         return found
 
     def _products(self, x: Tensor, w: Tensor) -> dict[str, Call]:
@@ -97,7 +102,12 @@ class Bench:
     def _by_scales(self, recipe: str, x: Tensor, w: Tensor, dims: tuple[Any, Any]) -> dict[str, Call]:
         def cast() -> tuple[Tensor, Tensor, Tensor, Tensor]:
             scale_x, scale_w = absmax_scale(x, E4M3, dims[0]), absmax_scale(w.T, E4M3, dims[1])
-            return quantize(x, scale_x, E4M3), quantize(w, scale_w.T if scale_w.ndim else scale_w, E4M3).T, scale_x, scale_w  # fmt: skip
+            return (
+                quantize(x, scale_x, E4M3),
+                quantize(w, scale_w.T if scale_w.ndim else scale_w, E4M3).T,
+                scale_x,
+                scale_w,
+            )
 
         given = cast()
         calls: dict[str, Call] = {
@@ -115,12 +125,14 @@ class Bench:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def steps(self) -> dict[str, Any]:
-        """Forward, backward and AdamW of GPT-2 XL and ViT-H/14 with compiled blocks: bfloat16, the recipes, torchao's float8.
+        """Forward, backward and AdamW of GPT-2 XL and ViT-H/14 with compiled blocks: bfloat16, the recipes,
+        torchao's float8.
 
         "delayed" changes its history in the backward pass, which the compiler refuses, so it is measured uncompiled,
-        and "bfloat16" and "dynamic" uncompiled beside it. "delayed, outside" is the same recipe with the history
-        outside of the layers (`lib.fast.parts.float8`). It and "bfloat16" are also measured as `lib.runs` trains: with all
-        kernels of `lib.fast`, and with the step in a CUDA graph.
+        and "bfloat16" and "dynamic" uncompiled beside it.
+        "delayed, outside" is the same recipe with the history outside of the layers (`lib.fast.parts.float8`).
+        It and "bfloat16" are also measured as `lib.runs` trains: with all kernels of `lib.fast`,
+        and with the step in a CUDA graph.
         """
         found: dict[str, dict[str, Any]] = {}
         variants = {"bfloat16": lambda m: m, "torchao": _torchao_training}
@@ -156,7 +168,10 @@ class Bench:
             vit, batch = ViTConfig(image_size=28, patch_size=14, dim=32, n_layers=1, n_heads=2, hidden_dim=64), (2, 2)
         else:
             gpt2 = GPT2Config(vocab_size=50_304, context_len=1024, dim=1600, n_layers=48, n_heads=25)
-            vit, batch = ViTConfig(image_size=224, patch_size=14, dim=1280, n_layers=32, n_heads=16, hidden_dim=5120), (16, 128)  # fmt: skip
+            vit, batch = (
+                ViTConfig(image_size=224, patch_size=14, dim=1280, n_layers=32, n_heads=16, hidden_dim=5120),
+                (16, 128),
+            )
         tokens = torch.randint(gpt2.vocab_size, (batch[0], gpt2.context_len), device=self.device)
         images = torch.randn(batch[1], vit.channels, vit.image_size, vit.image_size, device=self.device)
         labels = torch.randint(vit.n_classes, (batch[1],), device=self.device)
@@ -203,7 +218,9 @@ class Bench:
     # ---- tokens ------------------------------------------------------------------------------------------------------
 
     def tokens(self) -> dict[str, Any]:
-        """Tokens a second that Llama 2 7B, with random weights, generates for one sequence: bfloat16, `Int4Linear`, torchao's int4."""
+        """Tokens a second that Llama 2 7B, with random weights, generates for one sequence: bfloat16, `Int4Linear`,
+        torchao's int4.
+        """
         config = LlamaConfig(vocab_size=64, dim=128, n_layers=1, n_heads=2, hidden_dim=128) if self.tiny else LLAMA_2_7B
         n = 3 if self.tiny else 64
         prompt = torch.zeros(1, 8, dtype=torch.long, device=self.device)

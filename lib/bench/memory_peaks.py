@@ -1,7 +1,8 @@
 """Measure the peak memory of a forward pass and of a training step, for context lengths from 128 to 1024.
 
-Run ``python -m lib.bench.memory_peaks`` (half a minute) on a GPU. ``--tiny`` uses a small model; on a CPU the bytes are counted from
-the tensors. It writes ``chapters/measurements/memory_peaks.json``.
+Run ``python -m lib.bench.memory_peaks`` (half a minute) on a GPU.
+``--tiny`` uses a small model; on a CPU the bytes are counted from the tensors.
+It writes ``chapters/measurements/memory_peaks.json``.
 """
 
 import gc

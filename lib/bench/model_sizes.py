@@ -1,8 +1,8 @@
 """Time a training step of the five model sizes by part (forward, backward, optimizer), with warm-up and without.
 
-Run ``python -m lib.bench.model_sizes`` (a minute on a GPU) on any device; ``--tiny`` uses two small models. It writes
-``chapters/measurements/model_sizes.json`` after every size. Each size runs in a process of its own, because a process has only one
-first step.
+Run ``python -m lib.bench.model_sizes`` (a minute on a GPU) on any device; ``--tiny`` uses two small models.
+It writes ``chapters/measurements/model_sizes.json`` after every size.
+Each size runs in a process of its own, because a process has only one first step.
 """
 
 import argparse
@@ -74,6 +74,8 @@ def main() -> None:
     parser.add_argument("--size", help="measure this size in this process, print its times, and stop")
     args = parser.parse_args()
     sizes, length = (TINY_SIZES, TINY.context_len) if args.tiny else (MODEL_SIZES, LENGTH)
+    if args.size and args.size not in sizes:
+        parser.error(f"--size {args.size}: expected one of {', '.join(sizes)}")
     if args.size:
         print(json.dumps(steps(sizes[args.size], args.device, length)))
         return

@@ -1,9 +1,12 @@
 """Measure mixtures of Mixtral 8x7B's and DeepSeek-V3's sizes: grouped products on one GPU, and experts on several.
 
-``python -m lib.bench.moe grouped`` needs one GPU and about a minute. It compares the book's kernels with a loop, with padding and with PyTorch's
-own grouped product, and writes ``chapters/measurements/moe.json``. ``python -m lib.bench.moe parallel`` starts a rank on each of 4 GPUs. It times
-forward and backward of a layer with its experts spread over the ranks, the layer's all-to-alls alone, and a dense layer of the same active
-size, and writes ``moe_parallel.json``. ``--device cpu --tiny`` tries either of them, the second one with gloo.
+``python -m lib.bench.moe grouped`` needs one GPU and about a minute.
+It compares the book's kernels with a loop, with padding and with PyTorch's own grouped product,
+and writes ``chapters/measurements/moe.json``.
+``python -m lib.bench.moe parallel`` starts a rank on each of 4 GPUs.
+It times forward and backward of a layer with its experts spread over the ranks, the layer's all-to-alls alone,
+and a dense layer of the same active size, and writes ``moe_parallel.json``.
+``--device cpu --tiny`` tries either of them, the second one with gloo.
 """
 
 import argparse
@@ -79,7 +82,9 @@ def shrunk(config: MoEConfig) -> MoEConfig:
 
 
 def inputs(config: MoEConfig, n_tokens: int, balanced: bool, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorted rows, the first matrices of all experts, and the counts of a router with random, or random and uneven, logits."""
+    """Sorted rows, the first matrices of all experts, and the counts of a router with random, or
+    random and uneven, logits.
+    """
     generator = torch.Generator(device).manual_seed(0)
     logits = torch.randn(n_tokens, config.n_experts, device=device, generator=generator)
     if not balanced:
@@ -147,7 +152,9 @@ def grouped(options: argparse.Namespace) -> None:
 
 
 def exchanges(layer: ExpertParallelMoE, x: Tensor) -> tuple[Callable[[], None], int]:
-    """The five all-to-alls of a step and nothing else, with the rows that the layer sends; and how many rows arrive at this rank."""
+    """The five all-to-alls of a step and nothing else, with the rows that the layer sends;
+    and how many rows arrive at this rank.
+    """
     local: Any = layer.local
     with torch.no_grad():
         _, experts = local.route(x)

@@ -1,6 +1,7 @@
 """Time messages and all-reduces between MPI processes of this machine, over sizes from 8 bytes to 16 MB.
 
-Run ``python -m lib.bench.mpi`` (about a minute); it starts the ranks with ``mpiexec`` and writes ``chapters/measurements/mpi.json``.
+Run ``python -m lib.bench.mpi`` (about a minute); it starts the ranks with ``mpiexec`` and writes
+``chapters/measurements/mpi.json``.
 """
 
 import argparse

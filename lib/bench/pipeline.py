@@ -1,9 +1,12 @@
-"""Measure pipelines: GPT-2 XL under each schedule, beside PyTorch's pipelining and chapter 12's sharding; then with checkpoints.
+"""Measure pipelines: GPT-2 XL under each schedule, beside PyTorch's pipelining and chapter 12's sharding;
+then with checkpoints.
 
-``python -m lib.bench.pipeline --ranks 2`` starts its ranks itself, one for each GPU (about two minutes), and writes
-``chapters/measurements/pipeline.json``. ``--ranks 2 4`` measures both. ``--tiny --device cpu`` tries the program with gloo. A step is the
-forward and the backward of all micro-batches, in bfloat16, without an optimizer. All competitors have the same weights, the same split
-and the same micro-batches, and take turns in random order.
+``python -m lib.bench.pipeline --ranks 2`` starts its ranks itself, one for each GPU (about two minutes),
+and writes ``chapters/measurements/pipeline.json``.
+``--ranks 2 4`` measures both.
+``--tiny --device cpu`` tries the program with gloo.
+A step is the forward and the backward of all micro-batches, in bfloat16, without an optimizer.
+All competitors have the same weights, the same split and the same micro-batches, and take turns in random order.
 """
 
 import argparse

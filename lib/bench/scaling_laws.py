@@ -36,7 +36,7 @@ from lib.given.data.record import MEASUREMENTS, load
 from lib.given.models.gpt2 import GPT2_SMALL
 from lib.given.models.gpus import GPUS
 from lib.runs.engine.state import gather_model
-from lib.runs.flags import ProgramParser, positive, whole
+from lib.runs.flags import ProgramParser, positive, whole, width_and_layers
 from lib.scaling_laws import bootstrap, fit_power_law, wsd_schedule
 
 SIZES = ((128, 4), (192, 6), (256, 8), (384, 8), (512, 9), (640, 10))
@@ -52,12 +52,17 @@ N_BOOTSTRAP = 100
 
 
 def learning_rate(dim: int) -> float:
-    """The highest rate of a model: it falls with the width, as that of hidden weights under muP, and is 0.001 at GPT-2's 768."""
+    """The highest rate of a model: it falls with the width, as that of hidden weights under muP,
+    and is 0.001 at GPT-2's 768.
+    """
     return min(4e-3, 0.768 / dim)
 
 
 def n_weights(dim: int, n_layers: int) -> int:
-    """Parameters of the blocks' matrices, 12 L C^2: the N of the law. Embeddings, a large part of small models, are left out."""
+    """Parameters of the blocks' matrices, 12 L C^2: the N of the law.
+
+    Embeddings, a large part of small models, are left out.
+    """
     return 12 * n_layers * dim**2
 
 
@@ -65,7 +70,8 @@ def flags(o: argparse.Namespace, dim: int, n_layers: int, steps: int) -> list[st
     """Flags of ``lib.runs.train_gpt2`` that all runs share."""
     same = {
         "model": "tiny" if o.tiny else "small", "data": o.data, "dim": dim, "n-layers": n_layers, "steps": steps,
-        "length": 64 if o.tiny else LENGTH, "batch": 4 if o.tiny else BATCH, "lr": f"{learning_rate(dim):.6g}", "schedule": "wsd",
+        "length": 64 if o.tiny else LENGTH, "batch": 4 if o.tiny else BATCH, "lr": f"{learning_rate(dim):.6g}",
+        "schedule": "wsd",
         "warmup": 2 if o.tiny else WARMUP, "weight-decay": 0.1, "eval-every": 10**9, "optimizer": "adamw",
     }  # fmt: skip
     fast = [] if o.tiny else ["--precision", "bf16", "--compile", "--graph"]
@@ -176,7 +182,9 @@ def _on(o: argparse.Namespace, gpu: int) -> dict[str, str]:
 
 @torch.no_grad()
 def loss_by_position(run: Any) -> dict[str, list[float]]:
-    """The held-out loss at each place in the window, in 16 equal parts: a model that uses its context is better at the end."""
+    """The held-out loss at each place in the window, in 16 equal parts:
+    a model that uses its context is better at the end.
+    """
     source, length, model = run.task.source, run.task.per_row, run.task.new_model()
     model.load_state_dict(gather_model(run.strategy, run.device))
     model.to(run.device)
@@ -199,7 +207,8 @@ def positions(o: argparse.Namespace) -> dict[str, Any]:
 
 
 def predict(o: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
-    """GPT-2 124M's held-out loss from the runs that are as long as its own, so that only the size is extrapolated; with its 90 % interval.
+    """GPT-2 124M's held-out loss from the runs that are as long as its own, so that only the size is extrapolated;
+    with its 90 % interval.
 
     A run that ends above a shorter one of the same size has diverged, and is left out.
     """
@@ -303,7 +312,8 @@ def summarize(lines: list[dict[str, Any]], o: argparse.Namespace) -> dict[str, A
     return {
         "steps": len(steps), "tokens_per_s": rates[len(rates) // 2], "mfu": steps[len(steps) // 2]["mfu"],
         "training_s": sum(line["seconds"] for line in steps), "losses_every_20": [round(x, 4) for x in mean],
-        "held_out": [{k: line[k] for k in ("step", "held_out_loss", "held_out_perplexity")} for line in lines if "held_out_loss" in line],
+        "held_out": [{k: line[k] for k in ("step", "held_out_loss",
+        "held_out_perplexity")} for line in lines if "held_out_loss" in line],
         "samples": [{"step": line["step"], "text": line["sample"]} for line in lines if "sample" in line],
     }  # fmt: skip
 
@@ -324,7 +334,8 @@ def look(o: argparse.Namespace) -> dict[str, Any]:
         longest = int(sizes.argmax())
         begin = int(ends[longest] - sizes[longest] + 1)
         found[name] = {
-            "documents": len(sizes), "longest_tokens": int(sizes[longest]), "share_of_longest": float(sizes[longest] / len(part)),
+            "documents": len(sizes), "longest_tokens": int(sizes[longest]),
+            "share_of_longest": float(sizes[longest] / len(part)),
             "share_of_those_over_50000": float(sizes[sizes > 50_000].sum() / len(part)),
             "from_the_longest": tokenizer.decode(part[begin + sizes[longest] // 2 :][:90].tolist()),
         }  # fmt: skip
@@ -341,7 +352,8 @@ def start_rival(o: argparse.Namespace, folder: Path) -> subprocess.Popen:
 
 
 def rival(o: argparse.Namespace) -> dict[str, Any]:
-    """Transformers' GPT-2 124M, compiled, with PyTorch's fused AdamW under autocast, on the same tokens, for ``--seconds`` of training.
+    """Transformers' GPT-2 124M, compiled, with PyTorch's fused AdamW under autocast, on the same tokens,
+    for ``--seconds`` of training.
 
     The learning rate follows the same schedule, over the seconds instead of the steps.
     """
@@ -364,7 +376,8 @@ def rival(o: argparse.Namespace) -> dict[str, Any]:
     torch.set_float32_matmul_precision("high")
     compiled = model if o.tiny else torch.compile(model, dynamic=False)
     groups = [
-        {"params": [p for p in model.parameters() if (p.ndim > 1) == decays], "weight_decay": 0.1 * decays} for decays in (True, False)
+        {"params": [p for p in model.parameters() if (p.ndim > 1) == decays],
+        "weight_decay": 0.1 * decays} for decays in (True, False)
     ]  # fmt: skip
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=not o.tiny)
     order, offsets = (
@@ -420,10 +433,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--leg", type=positive, default=150.0, help="seconds after which the run is asked to leave, and resumed"
     )
-    parser.add_argument("--size", help="of one model of the sweep, such as 128x4")
+    parser.add_argument("--size", type=width_and_layers, help="of one model of the sweep, such as 128x4")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     o = parser.parse_args(arguments)
+    if ("size" in o.parts) != (o.size is not None):
+        parser.error(f"--size {o.size} with {' '.join(o.parts)}: expected --size with the part size, and only there")
     if o.parts in (["rival"], ["size"]):  # started by the others, each on its own GPU
         ends = TINY_STEPS if o.tiny else STEPS
         dim, n_layers = map(int, (o.size or "0x0").split("x"))

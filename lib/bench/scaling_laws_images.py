@@ -1,12 +1,13 @@
-"""Four vision transformers on Fashion-MNIST: three are swept, and the fourth's loss and accuracy are predicted before it is trained.
+"""Four vision transformers on Fashion-MNIST: three are swept,
+and the fourth's loss and accuracy are predicted before it is trained.
 
 python -m lib.runs.pictures my_pictures
 python -m lib.bench.scaling_laws_images --data my_pictures
 
-Each of the three is trained to four lengths. Chapter 22's law is fitted to their losses on the test pictures, and a straight line gives the
-accuracy for a loss. Both predictions for the fourth are written to ``chapters/measurements/scaling_laws_images.json``
-before it is trained. The program takes a minute or two on one GPU; ``--tiny`` tries the program on a CPU, with the
-handwritten digits.
+Each of the three is trained to four lengths.
+Chapter 22's law is fitted to their losses on the test pictures, and a straight line gives the accuracy for a loss.
+Both predictions for the fourth are written to ``chapters/measurements/scaling_laws_images.json`` before it is trained.
+The program takes a minute or two on one GPU; ``--tiny`` tries the program on a CPU, with the handwritten digits.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import numpy as np
 from lib.bench.kit import record
 from lib.bench.scaling_laws import n_weights, train_branches
 from lib.given.data.record import MEASUREMENTS
-from lib.runs.flags import ProgramParser
+from lib.runs.flags import ProgramParser, width_and_layers
 from lib.scaling_laws import bootstrap, fit_parametric
 
 SIZES = ((64, 4), (128, 4), (128, 8), (256, 8))
@@ -38,8 +39,10 @@ N_BOOTSTRAP = 100
 def flags(o: argparse.Namespace, dim: int, n_layers: int, steps: int) -> list[str]:
     """Flags of ``lib.runs.train_vit``: patches of 4 x 4 pixels, and a rate that falls as one over the width."""
     same = {
-        "model": "tiny", "data": o.data, "image-size": 8 if o.tiny else 28, "patch-size": 4, "dim": dim, "n-layers": n_layers, "steps": steps,
-        "batch": 50 if o.tiny else BATCH, "lr": f"{min(2e-3, 0.256 / dim):.6g}", "schedule": "wsd", "warmup": 2 if o.tiny else WARMUP,
+        "model": "tiny", "data": o.data, "image-size": 8 if o.tiny else 28, "patch-size": 4, "dim": dim,
+        "n-layers": n_layers, "steps": steps,
+        "batch": 50 if o.tiny else BATCH, "lr": f"{min(2e-3, 0.256 / dim):.6g}", "schedule": "wsd",
+        "warmup": 2 if o.tiny else WARMUP,
         "weight-decay": 0.1, "eval-every": 10**9, "optimizer": "adamw",
     }  # fmt: skip
     fast = ["--device=cpu"] if o.tiny else ["--precision", "bf16", "--graph"]
@@ -92,7 +95,7 @@ def predict(swept: list[dict[str, Any]], dim: int, n_layers: int, n_fits: int = 
 def main(arguments: list[str] | None = None) -> None:
     parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="a folder that lib.runs.pictures wrote")
-    parser.add_argument("--size", help="train only this one, such as 128x4")
+    parser.add_argument("--size", type=width_and_layers, help="train only this one, such as 128x4")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     o = parser.parse_args(arguments)

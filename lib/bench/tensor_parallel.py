@@ -1,7 +1,9 @@
-"""Measure tensor parallelism: blocks of Llama 2 13B divided by hand, divided by DTensor's plan, and whole on one device.
+"""Measure tensor parallelism: blocks of Llama 2 13B divided by hand, divided by DTensor's plan,
+and whole on one device.
 
-Run ``python -m lib.bench.tensor_parallel`` on a machine with 1 to 4 GPUs (about two minutes). It starts its own ranks, 1, 2 and 4 of
-them if there are enough GPUs, and writes ``chapters/measurements/tensor_parallel.json`` after each.
+Run ``python -m lib.bench.tensor_parallel`` on a machine with 1 to 4 GPUs (about two minutes).
+It starts its own ranks, 1, 2 and 4 of them if there are enough GPUs,
+and writes ``chapters/measurements/tensor_parallel.json`` after each.
 ``--device cpu --tiny`` tries it with gloo.
 """
 
@@ -54,7 +56,9 @@ class ParallelSwiGLU(nn.Module):
 
 
 def use_fast_attention() -> None:
-    """Let every attention here use PyTorch's fused kernel, which a training run would; the mask is always the causal one."""
+    """Let every attention here use PyTorch's fused kernel, which a training run would;
+    the mask is always the causal one.
+    """
 
     def attend(q, k, v, mask=None):
         return functional.scaled_dot_product_attention(q, k, v, is_causal=mask is not None)

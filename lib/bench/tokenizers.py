@@ -1,6 +1,7 @@
 """Time our tokenizer beside Hugging Face tokenizers, tiktoken and SentencePiece, all on the same text.
 
-Run ``python -m lib.bench.tokenizers`` (it needs the extra ``test``); it writes ``chapters/measurements/tokenizers.json``.
+Run ``python -m lib.bench.tokenizers`` (it needs the extra ``test``);
+it writes ``chapters/measurements/tokenizers.json``.
 """
 
 import io

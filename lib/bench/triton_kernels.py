@@ -1,9 +1,12 @@
 """Time chapter 14's kernels beside PyTorch eager, torch.compile and cuBLAS, and against the GPU's measured ceiling.
 
-Run ``python -m lib.bench.triton_kernels`` on one GPU (one to two minutes, mostly compilation); ``--tiny --device cpu`` tries it in the
-interpreter. It writes ``chapters/measurements/triton_kernels.json`` (or into ``--folder``) after each case, and stops after
-``--seconds``. In each case the competitors take turns in one process; times are the device's, by events; the cache is flushed
-before each call. A wrong result is recorded as an error and not timed.
+Run ``python -m lib.bench.triton_kernels`` on one GPU (one to two minutes, mostly compilation);
+``--tiny --device cpu`` tries it in the interpreter.
+It writes ``chapters/measurements/triton_kernels.json`` (or into ``--folder``) after each case,
+and stops after ``--seconds``.
+In each case the competitors take turns in one process; times are the device's, by events;
+the cache is flushed before each call.
+A wrong result is recorded as an error and not timed.
 
 The ceiling of memory is a copy of 1 GiB, read and written. The ceiling of products is cuBLAS's highest speed in any
 case.

@@ -1,4 +1,6 @@
-"""What the ranks of chapter 18 run: a block with a cut sequence, attention three ways, and a Llama that learns to copy."""
+"""What the ranks of chapter 18 run: a block with a cut sequence, attention three ways,
+and a Llama that learns to copy.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -55,7 +57,9 @@ class TensorParallelBlock(SequenceParallelBlock):
 
 
 def run_blocks(rank: int, world_size: int, config: GPT2Config, batch: int, length: int) -> dict[str, dict[str, Any]]:
-    """One forward and backward of each kind of block; in the ledger each lies between milestones, "all-reduce" and "all-reduce: end", and so on."""
+    """One forward and backward of each kind of block; in the ledger each lies between milestones,
+    "all-reduce" and "all-reduce: end", and so on.
+    """
     torch.manual_seed(0)
     whole = torch.randn(batch, length, config.dim)
     cut = whole.chunk(world_size, 1)[rank].clone()
@@ -80,7 +84,9 @@ def run_blocks(rank: int, world_size: int, config: GPT2Config, batch: int, lengt
 
 
 def exchange(rank: int, world_size: int, length: int, n_heads: int) -> dict[str, Any]:
-    """Entries that say where they come from (100 t + h), before and after ``heads_to_sequence``, and whether they come back."""
+    """Entries that say where they come from (100 t + h), before and after ``heads_to_sequence``,
+    and whether they come back.
+    """
     position, head = torch.meshgrid(torch.arange(length), torch.arange(n_heads), indexing="ij")
     mine = (100 * position + head).float().chunk(world_size)[rank][None, :, :, None]
     after = heads_to_sequence(mine, None)
@@ -95,7 +101,9 @@ def whole_inputs(length: int, n_heads: int = 8, n_kv_heads: int = 4, dim: int = 
 
 
 def compare(rank: int, world_size: int, length: int) -> dict[str, dict[str, float]]:
-    """How far each way is from PyTorch's attention over the whole sequence, in the output and in the three gradients."""
+    """How far each way is from PyTorch's attention over the whole sequence,
+    in the output and in the three gradients.
+    """
     whole = [x.requires_grad_() for x in whole_inputs(length)]
     expected = alone(*whole)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).double()
@@ -139,7 +147,9 @@ def ways(length: int, rank: int, world_size: int) -> dict[str, tuple[Tensor, Cal
 
 
 def copies(n_steps: int, batch: int = 8, length: int = 128, vocab: int = 32) -> tuple[Tensor, Tensor]:
-    """Random tokens that repeat after half the length: inputs and targets ``[steps, B, T]``; -100 where nothing can be known."""
+    """Random tokens that repeat after half the length: inputs and targets ``[steps, B, T]``;
+    -100 where nothing can be known.
+    """
     generator = torch.Generator().manual_seed(1)
     half = torch.randint(vocab, (n_steps, batch, length // 2), generator=generator)
     tokens = torch.cat([half, half, half[..., :1]], -1)
@@ -152,12 +162,21 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def logits_of(model: Any, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-    """Chapter 4's forward pass for some positions of a long sequence; ``attend`` is causal attention on ``[B, H, T/R, D]``."""
+    """Chapter 4's forward pass for some positions of a long sequence; ``attend`` is causal
+    attention on ``[B, H, T/R, D]``.
+    """
     model.rope = model.rope.to(tokens.device)
     rope, x = model.rope[positions], model.tok_embeddings(tokens)
     for layer in model.layers:
         h, attention = layer.attention_norm(x), layer.attention
-        q, k, v = (split_heads(w(h), n) for w, n in ((attention.wq, attention.n_heads), (attention.wk, attention.n_kv_heads), (attention.wv, attention.n_kv_heads)))  # fmt: skip
+        q, k, v = (
+            split_heads(w(h), n)
+            for w, n in (
+                (attention.wq, attention.n_heads),
+                (attention.wk, attention.n_kv_heads),
+                (attention.wv, attention.n_kv_heads),
+            )
+        )
         q, k = (apply_rope(heads.transpose(1, 2), rope).transpose(1, 2) for heads in (q, k))
         x = x + attention.wo(merge_heads(attend(q, k, v)))
         x = x + layer.feed_forward(layer.ffn_norm(x))

@@ -40,7 +40,9 @@ def synchronised(strategy: Strategy, model: nn.Module, **options) -> tuple[nn.Mo
 
 
 def step_with_marks(rank: int, world_size: int, strategies: list[Strategy], width: int, depth: int, batch: int) -> None:
-    """One step of a stack of linear layers for each strategy; milestones and ledger tell when each part and each collective began."""
+    """One step of a stack of linear layers for each strategy;
+    milestones and ledger tell when each part and each collective began.
+    """
     torch.set_num_threads(1)
     for strategy in strategies:
         torch.manual_seed(0)

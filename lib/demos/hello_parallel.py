@@ -1,4 +1,6 @@
-"""Scatter, halve, reduce, broadcast: ``mpiexec -n 4 python -m mpi4py -m lib.demos.hello_parallel``. hello_parallel.c does the same in C."""
+"""Scatter, halve, reduce, broadcast: ``mpiexec -n 4 python -m mpi4py -m lib.demos.hello_parallel``. hello_parallel.c
+does the same in C.
+"""
 
 import sys
 

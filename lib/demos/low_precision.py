@@ -1,4 +1,6 @@
-"""Short runs of chapter 20: a small GPT-2 whose linear layers multiply in float8, and a small Llama with weights of eight and four bits."""
+"""Short runs of chapter 20: a small GPT-2 whose linear layers multiply in float8,
+and a small Llama with weights of eight and four bits.
+"""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -69,7 +71,9 @@ RECIPES: dict[str, Callable[[nn.Linear], nn.Module]] = {
 
 
 def replace_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module], skip: tuple[str, ...] = ()) -> nn.Module:
-    """Replace every ``nn.Linear`` of the model, except those whose own name is in ``skip``, by ``make(linear)``; returns the model."""
+    """Replace every ``nn.Linear`` of the model, except those whose own name is in ``skip``, by ``make(linear)``;
+    returns the model.
+    """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and name not in skip:
@@ -91,7 +95,9 @@ def windows(data: Tensor, generator: torch.Generator, batch: int = BATCH) -> tup
 
 
 def make_gpt2(recipe: str, seed: int, device: str = "cpu") -> GPT2:
-    """A small GPT-2 with the linear layers of a recipe; its embeddings are drawn wider than GPT-2's, so that it learns within a hundred steps."""
+    """A small GPT-2 with the linear layers of a recipe; its embeddings are drawn wider than GPT-2's,
+    so that it learns within a hundred steps.
+    """
     torch.manual_seed(seed)
     model = GPT2(GPT2_TINY)
     with torch.no_grad():
@@ -172,7 +178,9 @@ def with_int4(model: nn.Module, group_size: int) -> nn.Module:
 
 
 def with_gptq(model: nn.Module, group_size: int, n_batches: int = 8) -> nn.Module:
-    """As `with_int4`, with levels by GPTQ: each layer's Hessian is that of its inputs on some batches of the training text."""
+    """As `with_int4`, with levels by GPTQ: each layer's Hessian is that of its inputs on some batches of the
+    training text.
+    """
     model = copy.deepcopy(model)
     found = hessians(model, n_batches)
 
@@ -205,7 +213,9 @@ def hessians(model: nn.Module, n_batches: int = 8, held_out: bool = False) -> di
 
 @torch.no_grad()
 def output_errors(model: nn.Module, group_size: int) -> tuple[float, float]:
-    """Squared error of the linear layers' outputs over their inputs on held-out text, by rounding and by GPTQ, as shares of the outputs' squares."""
+    """Squared error of the linear layers' outputs over their inputs on held-out text, by rounding and by GPTQ,
+    as shares of the outputs' squares.
+    """
     train, test = hessians(model), hessians(model, held_out=True)
     found = []
     for layer, h in test.items():

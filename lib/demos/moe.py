@@ -1,4 +1,6 @@
-"""Short runs of chapter 19: a small Llama on text, dense or with a mixture in every block, and one layer on several ranks."""
+"""Short runs of chapter 19: a small Llama on text, dense or with a mixture in every block,
+and one layer on several ranks.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +22,9 @@ CONFIG = LlamaConfig(vocab_size=256, dim=64, n_layers=2, n_heads=4, hidden_dim=K
 
 @dataclass
 class Run:
-    """What a training left: the loss of each step, and for each step and block the share of assignments of each expert."""
+    """What a training left: the loss of each step, and for each step and block the share of
+    assignments of each expert.
+    """
 
     n_parameters: int
     losses: list[float] = field(default_factory=list)
@@ -118,7 +122,9 @@ def _held_out(model: nn.Module, data: Tensor) -> float:
 
 
 def spread_layer(rank: int, world_size: int, lengths: Sequence[int]) -> tuple[float, list[int]]:
-    """One layer on all ranks, each with its own number of tokens: the largest sum of a token's differences from the whole layer, and the rows for each expert here."""
+    """One layer on all ranks, each with its own number of tokens:
+    the largest sum of a token's differences from the whole layer, and the rows for each expert here.
+    """
     torch.manual_seed(0)
     whole = MoE(16, 32, 8, 2).double()
     x = torch.randn(lengths[rank], 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))

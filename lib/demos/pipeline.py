@@ -1,4 +1,6 @@
-"""What the ranks of chapter 17 run: a naive step that deadlocks, and a small GPT-2 that trains on stages or in one process."""
+"""What the ranks of chapter 17 run: a naive step that deadlocks,
+and a small GPT-2 that trains on stages or in one process.
+"""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -135,8 +137,8 @@ def train(rank: int, n_ranks: int, tokens: Tensor, name: str, costs: Sequence[fl
         n_steps: Steps, at least 3.
 
     Returns:
-        ``"losses"`` (on the last rank), ``"peak_bytes"`` (what the third step held at most, beyond what it began with) and
-        ``"parameters"``, their number on this rank.
+        ``"losses"`` (on the last rank), ``"peak_bytes"`` (what the third step held at most,
+        beyond what it began with) and ``"parameters"``, their number on this rank.
     """
     torch.set_num_threads(1)
     n_chunks = 2 if "chunks" in name else 1

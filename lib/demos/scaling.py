@@ -46,7 +46,8 @@ def learn(
         outer_lr, outer_momentum: Learning rate and momentum of the outer step.
 
     Returns:
-        On rank 0 ``"curve"``, a list of (steps, loss on the test digits), and the final ``"accuracy"``; on other ranks nothing.
+        On rank 0 ``"curve"``, a list of (steps, loss on the test digits), and the final ``"accuracy"``;
+        on other ranks nothing.
     """
     torch.set_num_threads(1)
     train, test = load_images("digits", "train"), load_images("digits", "test")
@@ -58,7 +59,8 @@ def learn(
     def batch() -> tuple[Tensor, Tensor]:
         return digits_batch(train, mine[torch.randint(len(mine), (BATCH,), generator=generator)].tolist())
 
-    curve = []
+    losses: list[tuple[int, float]] = []
+    accuracy = 0.0
     for step in range(0, n_steps, inner_steps or 1):
         if inner_steps:
             turns = min(inner_steps, n_steps - step)
@@ -70,12 +72,14 @@ def learn(
             optimizer.step()
         done = min(step + (inner_steps or 1), n_steps)
         if rank == 0 and (inner_steps or done % 10 == 0):
-            curve.append((done, *_judge(model, test)))
-    return {"curve": [it[:2] for it in curve], "accuracy": curve[-1][2]} if rank == 0 else {}
+            loss, accuracy = _judge(model, test)
+            losses.append((done, loss))
+    return {"curve": losses, "accuracy": accuracy} if rank == 0 else {}
 
 
 @torch.no_grad()
 def _judge(model: nn.Module, test: Any) -> tuple[float, float]:
+    """Mean loss and accuracy on every second item of the test digits."""
     images, labels = digits_batch(test, list(range(0, len(test), 2)))
     logits, loss = model(images, labels)
     return loss.item(), (logits.argmax(1) == labels).double().mean().item()

@@ -41,7 +41,9 @@ class Run:
 
 @cache
 def corpus() -> tuple[Tensor, Tensor]:
-    """The language reference and the docstrings as bytes: nine tenths for training, and one tenth, in pieces, held out."""
+    """The language reference and the docstrings as bytes: nine tenths for training, and one
+    tenth, in pieces, held out.
+    """
     data = torch.tensor(list((language_reference() + standard_library_docstrings()).encode()), dtype=torch.uint8)
     pieces = data[: len(data) // 4096 * 4096].view(-1, 4096)
     held_out = torch.arange(len(pieces)) % 10 == 9
@@ -66,7 +68,9 @@ def kind_of(name: str, weight: Tensor) -> str:
 
 
 def sinusoids(width: int) -> Tensor:
-    """Positions ``[LENGTH, width]`` as sines and cosines, of mean square 1: a shift is a rotation, so attention learns it early."""
+    """Positions ``[LENGTH, width]`` as sines and cosines, of mean square 1: a shift is a rotation,
+    so attention learns it early.
+    """
     angles = torch.arange(LENGTH)[:, None] * torch.logspace(0, -2, width // 2)
     return math.sqrt(2) * torch.cat([angles.sin(), angles.cos()], dim=1)
 
@@ -172,7 +176,9 @@ def gradient_norm(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
 def norms_along(
     width: int, moments: Sequence[int], small: int, large: int, n_large: int = 12
 ) -> dict[int, tuple[list[float], list[float]]]:
-    """Train at a constant rate and measure gradients at some steps: the norms of small and of large batches of windows."""
+    """Train at a constant rate and measure gradients at some steps:
+    the norms of small and of large batches of windows.
+    """
     model = make_model(width)
     optimizer, generator = make_optimizer(model), torch.Generator().manual_seed(0)
     found = {}
@@ -189,7 +195,9 @@ def norms_along(
 def coordinate_check(
     widths: Sequence[int], multipliers: Multipliers, n_steps: int = 4, lr: float = LEARNING_RATE
 ) -> list[list[float]]:
-    """For each width, how far the last block's output and the logits have moved after each of a few steps, on average."""
+    """For each width, how far the last block's output and the logits have moved after each of a few steps,
+    on average.
+    """
     moved = []
     for width in widths:
         model = make_model(width, multipliers)

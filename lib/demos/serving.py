@@ -1,4 +1,6 @@
-"""Short runs of chapter 21: static batches against continuous ones, shared prefixes, and a small model that drafts for a larger one."""
+"""Short runs of chapter 21: static batches against continuous ones, shared prefixes,
+and a small model that drafts for a larger one.
+"""
 
 import random
 from collections.abc import Sequence
@@ -118,7 +120,9 @@ def serve(model: Llama, requests: Sequence[Request], scheduler: Scheduler) -> Se
 
 @dataclass
 class Chats:
-    """What conversations computed: for each turn, the tokens of its prompt and how many of them were found in the tree."""
+    """What conversations computed: for each turn, the tokens of its prompt and how many of
+    them were found in the tree.
+    """
 
     prompts: list[int] = field(default_factory=list)
     found: list[int] = field(default_factory=list)
@@ -131,7 +135,8 @@ def chat(model: Llama, n_people: int, n_turns: int, n_blocks: int, block_size: i
     """People who share a long instruction and take turns; each prompt is the whole conversation so far.
 
     Args:
-        remember: Whether blocks are kept in a ``PrefixTree`` after a turn; otherwise each turn is computed from its beginning.
+        remember: Whether blocks are kept in a ``PrefixTree`` after a turn;
+            otherwise each turn is computed from its beginning.
     """
     instruction, lines = prompts(1, 7, 80, 80)[0], iter(prompts(n_people * n_turns, 8, 6, 16))
     talks = [list(instruction) for _ in range(n_people)]
@@ -190,7 +195,10 @@ class Drafted:
 def speculate(
     target: Llama, draft: Llama, prompt: list[int], n_new: int, k: int, temperature: float, seed: int
 ) -> Drafted:
-    """Continue a prompt with drafts of k tokens. For shortness neither model keeps a cache: each pass computes everything again."""
+    """Continue a prompt with drafts of k tokens.
+
+    For shortness neither model keeps a cache: each pass computes everything again.
+    """
     generator, done = torch.Generator().manual_seed(seed), Drafted()
 
     def probabilities(model: Llama, tokens: list[int], n: int) -> Tensor:

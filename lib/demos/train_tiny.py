@@ -1,7 +1,7 @@
 """Train a very small GPT-2 on the bytes of the language reference, in a process that you may kill and start again.
 
-``python -m lib.demos.train_tiny --checkpoint run.pt --log run.txt`` continues from the checkpoint if there is one. Each line of
-the log holds a step and its loss, exactly to the last bit.
+``python -m lib.demos.train_tiny --checkpoint run.pt --log run.txt`` continues from the checkpoint if there is one.
+Each line of the log holds a step and its loss, exactly to the last bit.
 """
 
 import pickle

@@ -1,4 +1,6 @@
-"""Gluon, the language below Triton, as the kernels with roles for a Hopper GPU's warps share it: names, layouts, and the ring's barriers."""
+"""Gluon, the language below Triton, as the kernels with roles for a Hopper GPU's warps share it: names, layouts,
+and the ring's barriers.
+"""
 
 import torch
 from torch import Tensor
@@ -18,7 +20,9 @@ GLUON = not INTERPRETED and VERSION in KNOWN
 
 
 def has_roles(x: Tensor) -> bool:
-    """Whether kernels with roles run on x's device: compute capability 9.0 exactly, and a version of Triton in PROVEN."""
+    """Whether kernels with roles run on x's device: compute capability 9.0 exactly,
+    and a version of Triton in PROVEN.
+    """
     return GLUON and VERSION in PROVEN and x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 

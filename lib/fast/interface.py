@@ -3,8 +3,9 @@
 >>> register()
 >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="workbook", dtype=torch.bfloat16)
 
-Where the kernels do not apply (a padding mask, dropout, another scale, one new token at a time, no Hopper GPU), PyTorch's
-attention runs instead, as with ``attn_implementation="sdpa"``. Models that PyTorch's attention cannot compute are refused.
+Where the kernels do not apply (a padding mask, dropout, another scale, one new token at a time, no Hopper GPU),
+PyTorch's attention runs instead, as with ``attn_implementation="sdpa"``.
+Models that PyTorch's attention cannot compute are refused.
 """
 
 import math
@@ -36,7 +37,8 @@ def workbook_attention(
         ``[B, T, H, D]``, and None in place of the weights.
 
     Raises:
-        ValueError: the model adds something to attention that PyTorch's attention would ignore, such as attention sinks.
+        ValueError: the model adds something to attention that PyTorch's attention would ignore,
+            such as attention sinks.
     """
     ignored = [name for name in IGNORED if kwargs.get(name) is not None]
     if ignored:
@@ -56,8 +58,10 @@ def workbook_attention(
 def workbook_mask(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
     """A mask for PyTorch's attention: boolean, or None if ``is_causal`` describes it completely.
 
-    Some of Transformers' models compute attention by themselves, whatever ``attn_implementation`` is, and add the mask to
-    their scores. For them a boolean mask, or None, would give wrong logits. Transformers marks them as not supporting "sdpa".
+    Some of Transformers' models compute attention by themselves, whatever ``attn_implementation`` is,
+    and add the mask to their scores.
+    For them a boolean mask, or None, would give wrong logits.
+    Transformers marks them as not supporting "sdpa".
 
     Raises:
         ValueError: the model of this ``config`` does not support PyTorch's attention.

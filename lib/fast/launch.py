@@ -1,9 +1,11 @@
 """Launch a kernel with as little work on the host as Python allows.
 
-A short kernel runs for some tens of microseconds. Triton's own launch of a kernel with seven tensor descriptors takes longer:
-it builds each descriptor in Python, checks it, and compares every argument with its compiled variants. Here a `Launch` belongs
-to fixed shapes and strides. Everything but the addresses is prepared once, and the arguments for given addresses are kept. A
-training loop sees the same addresses again and again, because PyTorch's allocator hands out the same blocks.
+A short kernel runs for some tens of microseconds.
+Triton's own launch of a kernel with seven tensor descriptors takes longer: it builds each descriptor in Python,
+checks it, and compares every argument with its compiled variants.
+Here a `Launch` belongs to fixed shapes and strides.
+Everything but the addresses is prepared once, and the arguments for given addresses are kept.
+A training loop sees the same addresses again and again, because PyTorch's allocator hands out the same blocks.
 """
 
 import inspect
@@ -22,7 +24,8 @@ if HAS_TRITON:
 VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if HAS_TRITON else ()
 DIRECT = ((3, 6),)  # versions of Triton whose launcher `_direct` knows; other versions launch through Triton's Python
 LENGTHS = ("T", "S", "H", "G")  # arguments on which Triton does not specialize (for 1, or a multiple of 16)
-# Heads whose rows are computed side by side. With more, too few programs at a time read the same keys; with fewer, long and
+# Heads whose rows are computed side by side. With more, too few programs at a time read the same
+# keys; with fewer, long and
 # short rows follow each other. If no number in between divides theirs, it is all of them.
 FEWEST_TOGETHER, MOST_TOGETHER = 8, 32
 MOST_KEPT = 256  # lists of arguments that a launch keeps, one for each set of addresses
@@ -187,12 +190,17 @@ def _argument(arg: Any, tensors: tuple[Tensor, ...]) -> Any:
 
 
 def _take_context() -> None:
-    """Give this thread the GPU's context, without which no descriptor can be made. A new thread has none before its first kernel."""
+    """Give this thread the GPU's context, without which no descriptor can be made.
+
+    A new thread has none before its first kernel.
+    """
     torch.cuda.set_device(torch.cuda.current_device())
 
 
 def _direct(launch: Launch, compiled: Any, tensors: tuple[Tensor, ...]) -> Callable[[tuple[int, ...]], None] | None:
-    """A function of addresses that calls Triton's compiled C launcher for this kernel; None if it is of an unknown kind."""
+    """A function of addresses that calls Triton's compiled C launcher for this kernel;
+    None if it is of an unknown kind.
+    """
     if VERSION not in DIRECT:
         return None
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST

@@ -1,7 +1,10 @@
-"""The book's GPT-2 and vision transformer on the fast path: the same parameters and the same function, with fewer kernels and bytes.
+"""The book's GPT-2 and vision transformer on the fast path: the same parameters and the same function,
+with fewer kernels and bytes.
 
-The models of chapters 5 and 6 are written to be read. This module computes their loss from their own parameters with PyTorch's
-fused operators, so that a compiler has less to repair. Every choice is a field of `Path`, so that each can be measured alone.
+The models of chapters 5 and 6 are written to be read.
+This module computes their loss from their own parameters with PyTorch's fused operators,
+so that a compiler has less to repair.
+Every choice is a field of `Path`, so that each can be measured alone.
 """
 
 import os
@@ -35,15 +38,19 @@ class Path:
     Attributes:
         dtype: Dtype of the factors of every product; parameters, losses and sums of gradients stay float32.
         stream: Dtype of the residual stream; None means ``dtype``.
-        attention: "written out" computes the scores; "fused" is PyTorch's choice of kernel; "flash" and "cudnn" name one;
-            "workbook" takes chapter 15's kernels where they fit, and "quickest" where they were measured to be the fastest.
+        attention: "written out" computes the scores; "fused" is PyTorch's choice of kernel;
+            "flash" and "cudnn" name one; "workbook" takes chapter 15's kernels where they fit,
+            and "quickest" where they were measured to be the fastest.
         loss_kernel: Compute GPT-2's last product, the loss and its gradient with ``lib.fast.parts.loss``.
         class_token_alone: In the last block of a ViT, compute only the class token, which is all that the head reads.
         short_gelu: Compute the exact GELU with `short_gelu`, which needs one exponential and no error function.
-        kernels: Use the kernels of this folder inside of a block. The GELU and the bias before it are computed inside the products of
-            `lib.fast.parts.mlp` where they fit, and with `lib.fast.parts.gelu` elsewhere, also if ``short_gelu`` is set. `lib.fast.parts.norms` computes
-            the backward pass of the norms and of the biases of a branch's last product, if the model is compiled. `lib.fast.attention.heads`
-            joins the gradients of queries, keys and values and sums them for their bias, unless chapter 15's kernels do both.
+        kernels: Use the kernels of this folder inside of a block.
+            The GELU and the bias before it are computed inside the products of `lib.fast.parts.mlp` where they fit,
+            and with `lib.fast.parts.gelu` elsewhere, also if ``short_gelu`` is set.
+            `lib.fast.parts.norms` computes the backward pass of the norms and of the biases of a branch's last product,
+            if the model is compiled.
+            `lib.fast.attention.heads` joins the gradients of queries, keys and values and sums them for their bias,
+            unless chapter 15's kernels do both.
     """
 
     dtype: torch.dtype = torch.float32
@@ -149,7 +156,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, path: Path, causal: bool) -> Tensor:
 
 
 def self_attention(x: Tensor, n_heads: int, path: Path, causal: bool, *layers: nn.Linear) -> Tensor:
-    """Attention of a sequence ``[B, T, C]`` to itself; ``layers`` project to queries, keys and values, in one map or in three.
+    """Attention of a sequence ``[B, T, C]`` to itself; ``layers`` project to queries, keys and values,
+    in one map or in three.
 
     Where a kernel computes the gradient of the projection's bias, the product gets a detached bias.
     """
@@ -181,7 +189,10 @@ def _kernel(name: str) -> AbstractContextManager:
 
 
 def _written_out(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Scores, softmax, weighted means. Scale and mask are part of the first product; scores and weights are written to memory."""
+    """Scores, softmax, weighted means.
+
+    Scale and mask are part of the first product; scores and weights are written to memory.
+    """
     b, h, t, _ = q.shape
     s, scale = k.shape[2], q.shape[-1] ** -0.5
     if causal:
@@ -228,7 +239,8 @@ def gpt2_loss(model: Any, tokens: Tensor, targets: Tensor, path: Path, call_bloc
 def vit_logits(model: Any, images: Tensor, path: Path, call_blocks: bool = False) -> Tensor:
     """The float32 logits of a ``lib.vit.VisionTransformer``; patches go through a product instead of a convolution.
 
-    With ``call_blocks`` each block is called as a module: for callers that have replaced its forward by ``vit_block_of``.
+    With ``call_blocks`` each block is called as a module:
+    for callers that have replaced its forward by ``vit_block_of``.
     """
     x = vit_stem(model.embeddings, images, path)
     for i, block in enumerate(model.blocks):
@@ -251,7 +263,9 @@ def vit_block_of(model: Any, i: int, path: Path) -> Callable[..., Tensor]:
 
 
 def vit_stem(inputs: Any, images: Tensor, path: Path) -> Tensor:
-    """The residual stream ``[B, 1 + N, C]`` that the first block reads; ``inputs`` are the model's ``ImageEmbeddings``."""
+    """The residual stream ``[B, 1 + N, C]`` that the first block reads;
+    ``inputs`` are the model's ``ImageEmbeddings``.
+    """
     side = inputs.config.patch_size
     patches = rearrange(images.to(path.dtype), "b ch (r p) (c q) -> b (r c) (ch p q)", p=side, q=side)
     x = linear(patches, path, inputs.proj)
@@ -290,7 +304,9 @@ def _add_vit_mlp(block: Any, x: Tensor, path: Path) -> Tensor:
 
 
 def _class_token_block(block: Any, x: Tensor, path: Path) -> Tensor:
-    """The last block for the class token alone, ``[B, 1, C]``: its query sees all tokens, and no other query is needed."""
+    """The last block for the class token alone, ``[B, 1, C]``: its query sees all tokens,
+    and no other query is needed.
+    """
     attn, seen = block.attn, norm(x, block.norm1, path)
     keys, values = linear(seen, path, attn.wk, attn.wv).unflatten(-1, (2, attn.n_heads, -1)).unbind(2)
     queries = linear(seen[:, :1], path, attn.wq).unflatten(-1, (attn.n_heads, -1))
@@ -298,15 +314,15 @@ def _class_token_block(block: Any, x: Tensor, path: Path) -> Tensor:
     return _add_vit_mlp(block, x, path)
 
 
-# ---- the exact GELU without an error function -------------------------------------------------------------------------
+# ---- the exact GELU without an error function ------------------------------------------------------------------------
 
 
 class ShortGELU(torch.autograd.Function):
     """``x`` times the share of the normal distribution below ``x``; forward and backward need the same exponential.
 
-    PyTorch's error function takes about fifty instructions for each element, so a GELU that is fused with its casts waits for
-    arithmetic and not for memory. A polynomial in 1 / (1 + 0.33 z) and one exponential, which the backward pass needs anyway,
-    are enough.
+    PyTorch's error function takes about fifty instructions for each element,
+    so a GELU that is fused with its casts waits for arithmetic and not for memory.
+    A polynomial in 1 / (1 + 0.33 z) and one exponential, which the backward pass needs anyway, are enough.
     """
 
     @staticmethod
@@ -370,10 +386,14 @@ def prepare_images(
 
 
 def forbid_workspace(device: torch.device) -> None:
-    """On a Hopper GPU let cuBLAS choose only algorithms that need no memory of their own. Call it before the process's first product.
+    """On a Hopper GPU let cuBLAS choose only algorithms that need no memory of their own.
 
-    Before many products of a training step the usual workspace is cleared, probably for a counter from which the product's programs draw
-    tiles. In a graph that is a node of its own, for which the product waits. A user's ``CUBLAS_WORKSPACE_CONFIG`` stays.
+    Call it before the process's first product.
+
+    Before many products of a training step the usual workspace is cleared,
+    probably for a counter from which the product's programs draw tiles.
+    In a graph that is a node of its own, for which the product waits.
+    A user's ``CUBLAS_WORKSPACE_CONFIG`` stays.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":0:0")
@@ -385,12 +405,14 @@ def capture(
     """Record a step once as a CUDA graph and replay it: one launch for all its kernels.
 
     Args:
-        step: Reads and writes the same tensors each time, and never waits for the device; its optimizer is ``capturable``.
+        step: Reads and writes the same tensors each time, and never waits for the device;
+            its optimizer is ``capturable``.
         n_warmup: Number of steps before the recording, in which kernels are compiled and chosen.
-        on_ranks: The step contains NCCL's collectives. NCCL's watchdog thread queries events while we record, so only calls
-            of this thread may then invalidate the recording.
-        pool: Memory from ``torch.cuda.graph_pool_handle`` that several graphs share. Read the result of one before you replay
-            another, and never replay two at once.
+        on_ranks: The step contains NCCL's collectives.
+            NCCL's watchdog thread queries events while we record,
+            so only calls of this thread may then invalidate the recording.
+        pool: Memory from ``torch.cuda.graph_pool_handle`` that several graphs share.
+            Read the result of one before you replay another, and never replay two at once.
 
     Returns:
         A function that replays the step and returns its result, which the next replay overwrites.

@@ -20,7 +20,8 @@ class Runner:
         make_cache, attend: Chapter 21's ``PagedCache`` and ``paged_attention``.
 
     Attributes:
-        cache: Keys and values, in the dtype and on the device of the model's parameters, with as many blocks as the scheduler has.
+        cache: Keys and values, in the dtype and on the device of the model's parameters,
+            with as many blocks as the scheduler has.
         sequences: For each request that has keys and values in the cache, its id there.
     """
 
@@ -40,12 +41,17 @@ class Runner:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def submit(self, request: Request) -> None:
-        """Queue a request, between any two steps; a ``ValueError`` says why the model or the scheduler cannot take it."""
+        """Queue a request, between any two steps; a ``ValueError`` says why the model or the
+        scheduler cannot take it.
+        """
         check_request(request, self.model.config)
         self.scheduler.submit(request)
 
     def cancel(self, request: Request) -> bool:
-        """Drop a request, between any two steps; its blocks are free when the call returns. Returns whether it was there."""
+        """Drop a request, between any two steps; its blocks are free when the call returns.
+
+        Returns whether it was there.
+        """
         found = self.scheduler.cancel(request)
         self.release()
         return found

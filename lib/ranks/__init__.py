@@ -1,7 +1,7 @@
 """Warm processes on which a function runs as the ranks of a small world, with gloo or with MPI.
 
-``pool("gloo").run(fn, *args, n_ranks=4)`` returns the value of ``fn`` on each rank and a ledger of what each rank sent. If a
-rank raises, dies, loops or waits for ever, the run ends with a `RankFailure` that says where each rank was.
+``pool("gloo").run(fn, *args, n_ranks=4)`` returns the value of ``fn`` on each rank and a ledger of what each rank sent.
+If a rank raises, dies, loops or waits for ever, the run ends with a `RankFailure` that says where each rank was.
 """
 
 from lib.ranks.failure import RankFailure, RankState

@@ -86,7 +86,9 @@ class RankView:
         return Ledger(self.rank, [r for r in self.calls if r.op not in _UNLISTED], list(self.milestones))
 
     def stream(self, name: str) -> list[Record]:
-        """The collectives on one communicator, in order: the n-th call of each rank belongs to the n-th of every other."""
+        """The collectives on one communicator, in order: the n-th call of each rank belongs to
+        the n-th of every other.
+        """
         return [r for r in self.calls if r.stream == name and r.is_collective]
 
     def counterpart(self, view: "RankView", record: Record) -> Record | None:

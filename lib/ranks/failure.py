@@ -22,9 +22,10 @@ ECHO = re.compile(
 class RankState:
     """Where one rank was when the run ended.
 
-    ``status`` is returned, raised, died, waits, computes or starts. ``detail`` depends on it: the call that the rank waits
-    in, the last call that it finished before it computes, the exception's text, or how the rank died. ``where`` is its line
-    of the user's code, and ``code`` the text of that line.
+    ``status`` is returned, raised, died, waits, computes or starts.
+    ``detail`` depends on it: the call that the rank waits in, the last call that it finished before it computes,
+    the exception's text, or how the rank died.
+    ``where`` is its line of the user's code, and ``code`` the text of that line.
     """
 
     rank: int
@@ -51,10 +52,10 @@ def _first_line(text: str) -> str:
 class RankFailure(Exception):
     """A run of ranks that failed.
 
-    ``kind`` is "raised", "died", "deadlock" (ranks wait for each other, or call different collectives), "time" (a rank still
-    computes at the limit) or "missing" (no fork, no MPI). ``rank`` is the rank that caused the failure, and ``error`` its
-    exception, if it could be sent. ``per_rank`` says where each rank was; ``ledgers`` and ``outputs`` hold what each rank
-    did and printed until then.
+    ``kind`` is "raised", "died", "deadlock" (ranks wait for each other, or call different collectives),
+    "time" (a rank still computes at the limit) or "missing" (no fork, no MPI).
+    ``rank`` is the rank that caused the failure, and ``error`` its exception, if it could be sent.
+    ``per_rank`` says where each rank was; ``ledgers`` and ``outputs`` hold what each rank did and printed until then.
     """
 
     def __init__(self, message: str, *, kind: str = "missing", rank: int | None = None, per_rank=(), **facts):

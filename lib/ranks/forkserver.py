@@ -1,9 +1,12 @@
 """A process that has imported the slow libraries, and runs each requested program in a fork of itself.
 
-``python -P forkserver.py SOCKET MODULE...`` imports the modules and listens. A request is a program (a module, or a file), its
-arguments, its folder, its environment, a descriptor for what it prints, and further descriptors that it keeps. The server replies
-with the program's process number, and later with its exit status. It ends the program when the requester's connection closes,
-for whatever reason. It imports nothing of the project, so that each program sees the files as they are now. Linux only.
+``python -P forkserver.py SOCKET MODULE...`` imports the modules and listens.
+A request is a program (a module, or a file), its arguments, its folder, its environment,
+a descriptor for what it prints, and further descriptors that it keeps.
+The server replies with the program's process number, and later with its exit status.
+It ends the program when the requester's connection closes, for whatever reason.
+It imports nothing of the project, so that each program sees the files as they are now.
+Linux only.
 """
 
 import contextlib

@@ -36,7 +36,10 @@ class Worker:
 
 @dataclass
 class Handle:
-    """A keeper and what belongs to it. A forked child may use its parent's keeper while the parent waits for the child."""
+    """A keeper and what belongs to it.
+
+    A forked child may use its parent's keeper while the parent waits for the child.
+    """
 
     backend: str
     max_ranks: int
@@ -61,7 +64,9 @@ class Handle:
         self.control = Connection(ours.detach())
 
     def _start_keeper(self, mpiexec: str, control: int, log: int) -> "subprocess.Popen | forkserver.Forked":
-        """Start the keeper; if this process came from a fork server, as a fork of it, which saves seconds of imports."""
+        """Start the keeper; if this process came from a fork server, as a fork of it,
+        which saves seconds of imports.
+        """
         arguments = [self.backend, mpiexec, str(self.folder / "mpiexec")]
         server = os.environ.get(forkserver.VARIABLE)
         if server and self.backend == "gloo":
@@ -155,7 +160,10 @@ class Handle:
         return self.workers[:n_ranks]
 
     def _start(self, n_ranks: int) -> None:
-        """New processes. MPI's once failed to come, for no known reason, so they get a second start, which ends those of the first."""
+        """New processes.
+
+        MPI's once failed to come, for no known reason, so they get a second start, which ends those of the first.
+        """
         limits_s = [START_LIMIT_S / 2, START_LIMIT_S] if self.backend == "mpi" else [START_LIMIT_S]
         for limit_s in limits_s:
             self.tag = uuid.uuid4().hex
@@ -184,7 +192,8 @@ class Handle:
                     return Worker(rank, pid, connection)
                 if tag == self.tag:
                     raise RankFailure(
-                        f"mpiexec started worlds of {world_size} rank instead of one of {n_ranks}: it belongs to another "
+                        f"mpiexec started worlds of {world_size} rank instead of one of {n_ranks}: "
+                        "it belongs to another "
                         "MPI than the one that mpi4py has loaded"
                     )
         return None

@@ -1,4 +1,6 @@
-"""A file in which a rank records what it does, one JSON line an event, so that others can read it even if the rank dies."""
+"""A file in which a rank records what it does, one JSON line an event,
+so that others can read it even if the rank dies.
+"""
 
 import contextlib
 import json

@@ -3,7 +3,8 @@
 ``python -P keeper.py BACKEND MPIEXEC LOG FD``. For gloo it has imported torch and forks a rank in milliseconds; for MPI
 it starts mpiexec. It imports nothing of the project, so that a fork sees the project as it is on disk.
 
-Commands: ("start", tag, n_ranks, runner, address), ("reuse", tag, runner), ("finish", tag), ("end", tag), ("answer", tag).
+Commands: ("start", tag, n_ranks, runner, address), ("reuse", tag, runner), ("finish", tag),
+("end", tag), ("answer", tag).
 Events: ("answer", tag), ("exit", tag, rank, status), ("world", tag, is_alive), ("ended", tag).
 """
 

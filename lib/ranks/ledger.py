@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 class Record:
     """One call of a collective or of a message by one rank.
 
-    ``seq`` counts the calls of the same name on this rank from 1, ``at_s`` is in seconds since the run began (one clock
-    for all ranks), ``n_bytes`` is what the rank passes in, and ``n_elements`` and ``dtype`` are those of the part that must be
-    equal on all ranks (None and "" if no part must be). ``group``, ``to``, ``source`` and ``root`` are ranks of the world;
-    a ``source`` of -1 is any rank. ``room`` is the elements and the dtype that a message is received into.
+    ``seq`` counts the calls of the same name on this rank from 1,
+    ``at_s`` is in seconds since the run began (one clock for all ranks), ``n_bytes`` is what the rank passes in,
+    and ``n_elements`` and ``dtype`` are those of the part that must be equal on all ranks (None
+    and "" if no part must be).
+    ``group``, ``to``, ``source`` and ``root`` are ranks of the world; a ``source`` of -1 is any rank.
+    ``room`` is the elements and the dtype that a message is received into.
     """
 
     op: str
@@ -71,7 +73,9 @@ class Ledger:
     milestones: list[Milestone] = field(default_factory=list)
 
     def count(self, *ops: str) -> int:
-        """Number of calls with these names, in upper or lower case (Send and send); of all calls, if no name is given."""
+        """Number of calls with these names, in upper or lower case (Send and send); of all calls,
+        if no name is given.
+        """
         wanted = {op.lower() for op in ops}
         return sum(not wanted or record.op.lower() in wanted for record in self.records)
 

@@ -32,14 +32,18 @@ _PAYLOADS = ("buf", "obj", "sendbuf", "sendobj")
 
 
 class _Context:
-    """What the communicators of one task share: the journal, the task's own ranks, and the communicators made so far."""
+    """What the communicators of one task share: the journal, the task's own ranks,
+    and the communicators made so far.
+    """
 
     def __init__(self, journal: Journal, comm: MPI.Intracomm):
         self.journal, self.world = journal, comm.Get_group()
         self.made: dict[tuple[int, ...], int] = {}
 
     def name(self, ranks: tuple[int, ...]) -> str:
-        """A name that is the same on all ranks of a communicator: its ranks, and how many communicators these ranks made before."""
+        """A name that is the same on all ranks of a communicator: its ranks,
+        and how many communicators these ranks made before.
+        """
         self.made[ranks] = self.made.get(ranks, 0) + 1
         return f"{','.join(map(str, ranks))}:{self.made[ranks]}"
 

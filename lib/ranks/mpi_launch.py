@@ -10,8 +10,8 @@ from pathlib import Path
 def mpiexec() -> str:
     """The launcher of the MPI that was installed beside this Python, else the system's.
 
-    MPICH's ``mpiexec.gforker`` comes first: it forks its processes and uses pipes to them, while ``mpiexec`` listens on every
-    address of the machine.
+    MPICH's ``mpiexec.gforker`` comes first: it forks its processes and uses pipes to them,
+    while ``mpiexec`` listens on every address of the machine.
 
     Raises:
         FileNotFoundError: there is none.

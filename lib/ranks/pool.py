@@ -84,9 +84,12 @@ class Pool:
         """Call ``function`` on each of ``n_ranks`` ranks and gather what it returns.
 
         Args:
-            function: A function at a module's top level. It is called as ``function(rank, world_size, *args)`` on gloo ranks,
-                whose default process group exists, and as ``function(comm, *args)`` on MPI ranks. Arguments are pickled.
-            time_limit_s: Seconds that a rank may compute once all have begun; a rank that waits may take six times as long.
+            function: A function at a module's top level.
+                It is called as ``function(rank, world_size, *args)`` on gloo ranks, whose default process group exists,
+                and as ``function(comm, *args)`` on MPI ranks.
+                Arguments are pickled.
+            time_limit_s: Seconds that a rank may compute once all have begun;
+                a rank that waits may take six times as long.
                 Imports before that have a limit of 30 s of their own.
             env: Set in each rank's environment before anything of the project is imported.
             show_output: Print what the ranks printed, each line with its rank.

@@ -1,7 +1,7 @@
 """One warm process that runs tasks. It imports nothing of the project before a task says where the project is.
 
-``python -P rank.py ADDRESS TAG`` under mpiexec serves until its connection closes; the keeper of the gloo ranks calls `serve`
-in each process that it forks.
+``python -P rank.py ADDRESS TAG`` under mpiexec serves until its connection closes;
+the keeper of the gloo ranks calls `serve` in each process that it forks.
 """
 
 import contextlib

@@ -25,7 +25,8 @@ def run_task(header: dict, rank: int) -> bytes:
     journal = open_journal(f"{folder}/journal-{rank}")
     with open(f"{folder}/stack-{rank}", "w") as stack, _output_to(f"{folder}/output-{rank}"):
         faulthandler.enable(stack)
-        # SIGUSR1 writes the stack between two Python instructions; SIGUSR2 also inside a C call, but may crash Python while it makes a frame
+        # SIGUSR1 writes the stack between two Python instructions; SIGUSR2 also inside a C call,
+        # but may crash Python while it makes a frame
         signal.signal(signal.SIGUSR1, lambda _, frame: _write_frames(stack.fileno(), frame))
         signal.siginterrupt(signal.SIGUSR1, False)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # for a signal that arrives after the end
@@ -167,7 +168,9 @@ def _gloo(header: dict, rank: int, journal: Journal):
 
 @contextlib.contextmanager
 def _mpi(header: dict, rank: int, journal: Journal):
-    """A communicator of this task's own, of the first ranks of the warm world; it replaces COMM_WORLD during the task."""
+    """A communicator of this task's own, of the first ranks of the warm world;
+    it replaces COMM_WORLD during the task.
+    """
     from mpi4py import MPI
 
     from lib.ranks.mpi_comm import RecordedRequest, recorded_world

@@ -158,7 +158,9 @@ class Watch:
             self._read()
 
     def _ask_where(self) -> None:
-        """Make every rank that still runs write its stack: a computing rank in Python, one inside a C call by faulthandler."""
+        """Make every rank that still runs write its stack: a computing rank in Python,
+        one inside a C call by faulthandler.
+        """
         asked = {}
         for worker, view in zip(self.workers, self.views, strict=True):
             if worker.rank not in self.outcomes and view.phase != "starting":

@@ -1,4 +1,5 @@
-"""Make a corpus for `lib.runs.train_gpt2`: gather text, clean it, divide it, learn a tokenizer, and write one row of tokens.
+"""Make a corpus for `lib.runs.train_gpt2`: gather text, clean it, divide it, learn a tokenizer,
+and write one row of tokens.
 
 python -m lib.runs.corpus my_corpus                                   # English and code from free Debian packages
 python -m lib.runs.corpus my_corpus --packages git-doc manpages       # from these
@@ -25,6 +26,11 @@ from lib.runs.data.corpus import (
     write,
 )
 from lib.runs.flags import Parser, fraction, positive, whole
+from lib.runs.lock import closing_lock
+from lib.runs.memory import shortage
+
+LESS = ("--limit", "--longest", "--most", "--sample", "--vocab")
+"""Flags that change how much memory is needed."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -34,7 +40,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("folder", type=Path, help="where the corpus is written")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--packages", nargs="+", default=PACKAGES, help="Debian packages; default: about thirty with free licences")  # fmt: skip
+    where.add_argument(
+        "--packages", nargs="+", default=PACKAGES, help="Debian packages; default: about thirty with free licences"
+    )
     where.add_argument("--dataset", help="a file, a folder or a data set of the hub, in place of packages")
     parser.add_argument("--column", default="text", help="the data set's column with the text")
     parser.add_argument("--limit", type=whole(1), help="read no more documents of the data set than this")
@@ -60,13 +68,14 @@ def main(argv: list[str] | None = None) -> int:
         if o.vocab > 2**16:
             raise ValueError(f"--vocab {o.vocab}: expected at most {2**16}, what two bytes can name")
         make_place(o.folder)
-        if o.dataset:
-            each = documents_of_dataset(o.dataset, o.column, o.limit, o.longest, found)
-        else:
-            each = documents_of_packages(o.packages, round(o.most * 1e6), o.longest, found)
-        write(o.folder, list(each), found, o.held_out, max(1, round(o.sample * 1e6)), o.vocab)
-    except (RuntimeError, ValueError, OSError) as error:
-        print(f"python -m lib.runs.corpus: {error}", file=sys.stderr)
+        with closing_lock(o.folder):
+            if o.dataset:
+                each = documents_of_dataset(o.dataset, o.column, o.limit, o.longest, found)
+            else:
+                each = documents_of_packages(o.packages, round(o.most * 1e6), o.longest, found)
+            write(o.folder, list(each), found, o.held_out, max(1, round(o.sample * 1e6)), o.vocab)
+    except (RuntimeError, ValueError, OSError, MemoryError) as error:
+        print(f"python -m lib.runs.corpus: {shortage(error, LESS) or error}", file=sys.stderr)
         return 2
     return 0
 

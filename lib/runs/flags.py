@@ -1,7 +1,10 @@
-"""What every command line of the book shares: whole names of flags, one line for a mistake, and numbers with a range."""
+"""What every command line of the book shares: whole names of flags, one line for a mistake,
+and numbers with a range.
+"""
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -14,7 +17,9 @@ LARGEST = 1e15
 
 
 class UsageError(ValueError):
-    """A mistake that the person who started the run can correct: one line that names the value and what was expected."""
+    """A mistake that the person who started the run can correct:
+    one line that names the value and what was expected.
+    """
 
 
 class Parser(argparse.ArgumentParser):
@@ -57,6 +62,27 @@ def wholes(text: str) -> str:
     """For ``type=``: accepts whole numbers of at least 1, with commas between, and returns them as they are."""
     for part in text.split(","):
         whole(1)(part)
+    return text
+
+
+def some_of(*names: str) -> Callable[[str], str]:
+    """For ``type=``: accepts one or more of these names, with commas between, and returns them as they are."""
+
+    def listed(text: str) -> str:
+        for part in text.split(","):
+            if part not in names:
+                raise argparse.ArgumentTypeError(
+                    f"{_cut(part)}: expected some of {', '.join(names)}, with commas between"
+                )
+        return text
+
+    return listed
+
+
+def width_and_layers(text: str) -> str:
+    """For ``type=``: accepts a width and a number of layers such as 128x4, and returns them as they are."""
+    if not re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,3}", text):
+        raise argparse.ArgumentTypeError(f"{_cut(text)}: expected a width and a number of layers, such as 128x4")
     return text
 
 

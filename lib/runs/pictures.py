@@ -1,7 +1,8 @@
 """Make a data set of pictures for `lib.runs.train_vit` from a Debian package: Fashion-MNIST.
 
 python -m lib.runs.pictures my_pictures
-python -m lib.runs.train_vit --data my_pictures --image-size 28 --patch-size 4 --dim 128 --n-layers 6 --steps 960 --eval-every 240
+python -m lib.runs.train_vit --data my_pictures --image-size 28 --patch-size 4 --dim 128 --n-layers 6 --steps 960 \\
+    --eval-every 240
 
 The package is downloaded with apt, which needs no special rights for this, and is unpacked, not installed. Its idx
 files become ``train.parquet`` and ``test.parquet``, and ``pictures.json`` names the package's version and licence.
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from lib.runs.data.pictures import write_pictures
 from lib.runs.flags import Parser
+from lib.runs.memory import shortage
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -31,8 +33,9 @@ def main(argv: list[str] | None = None) -> int:
         folder = make_parser().parse_args(argv).folder
         counts = write_pictures(folder)
         print(f"{folder}: {counts['train']:,} pictures to train on and {counts['test']:,} to test")
-    except (RuntimeError, ValueError, OSError) as error:
-        print(f"python -m lib.runs.pictures: {error}", file=sys.stderr)
+    except (RuntimeError, ValueError, OSError, MemoryError) as error:
+        why = shortage(error, ["more memory"]) or error
+        print(f"python -m lib.runs.pictures: {why}", file=sys.stderr)
         return 2
     return 0
 

@@ -20,12 +20,15 @@ from typing import Any
 import torch
 
 from lib.runs.flags import Parser, UsageError, positive, whole
+from lib.runs.memory import check_need, shortage
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "tokenizers")
 KEY_VARIABLE = "SERVE_API_KEY"
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
 MOST_THREADS = 1024
 CONTEXTS = 64  # full contexts in a cache that is not on a GPU, unless a flag gives its size
+
+CACHE_FLAGS = ("--blocks", "--block-size")
 
 
 def filled(text: str) -> str:
@@ -48,8 +51,13 @@ def make_parser() -> Parser:
     """The flags."""
     parser = Parser(prog="python -m lib.runs.serve", description="Serve a model over HTTP.", allow_abbrev=False)
     model = parser.add_argument_group("model")
-    model.add_argument("--model", required=True, type=filled, metavar="tiny|FOLDER",
-                       help="tiny; a --checkpoint of lib.runs; or a folder of a Llama or a GPT-2 in Transformers' format")  # fmt: skip
+    model.add_argument(
+        "--model",
+        required=True,
+        type=filled,
+        metavar="tiny|FOLDER",
+        help="tiny; a --checkpoint of lib.runs; or a folder of a Llama or a GPT-2 in Transformers' format",
+    )
     model.add_argument("--name", type=filled, help="what clients call the model; default: the folder's name")
     model.add_argument(
         "--tokenizer",
@@ -68,8 +76,12 @@ def make_parser() -> Parser:
     )
     http.add_argument("--host", type=filled, default="127.0.0.1",
                       help="default: 127.0.0.1, which only this machine can reach")  # fmt: skip
-    http.add_argument("--api-key", type=key, default=os.environ.get(KEY_VARIABLE) or None,
-                      help=f"what clients must present; default: {KEY_VARIABLE}, which other users of the machine do not see")  # fmt: skip
+    http.add_argument(
+        "--api-key",
+        type=key,
+        default=os.environ.get(KEY_VARIABLE) or None,
+        help=f"what clients must present; default: {KEY_VARIABLE}, which other users of the machine do not see",
+    )
     http.add_argument("--grace", type=positive, default=120.0, help="seconds after SIGTERM for what has begun")
     load = parser.add_argument_group("load")
     load.add_argument("--queue", type=whole(1), default=256, help="requests that may wait for room in the cache")
@@ -108,21 +120,25 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
+def block_bytes(config: Any, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of a block of the cache: keys and values of all layers."""
+    from lib.given.models.serving import cache_sizes
+
+    n_layers, n_kv_heads, head_dim = cache_sizes(config)
+    return 2 * n_layers * n_kv_heads * head_dim * block_size * dtype.itemsize
+
+
 def count_blocks(config: Any, block_size: int, dtype: torch.dtype, device: torch.device) -> int:
     """Number of blocks of the cache.
 
     On a GPU they fill 0.9 of the free memory, less 0.1 of the total, which activations need. Elsewhere they hold 64
     full contexts.
     """
-    from lib.given.models.serving import cache_sizes
-
-    n_layers, n_kv_heads, head_dim = cache_sizes(config)
     whole_contexts = CONTEXTS * -(-config.context_len // block_size)
     if device.type != "cuda":
         return whole_contexts
     free, total = torch.cuda.mem_get_info(device)
-    block_bytes = 2 * n_layers * n_kv_heads * head_dim * block_size * dtype.itemsize
-    n_blocks = int((0.9 * free - 0.1 * total) // block_bytes)
+    n_blocks = int((0.9 * free - 0.1 * total) // block_bytes(config, block_size, dtype))
     if n_blocks < 1:
         raise UsageError(
             f"no memory is left for the cache: {free / 1e9:.1f} GB are free; expected a larger GPU, or a smaller model"
@@ -149,16 +165,26 @@ def make_service(options: Any) -> Any:
         if (options.threads or 1) > MOST_THREADS:
             raise UsageError(f"--threads {options.threads}: expected {MOST_THREADS} at most")
         torch.set_num_threads(options.threads or 1)
+    check_need(
+        models.weight_bytes(options.model), torch.device("cpu"), f"--model {options.model}: weights", ["--model"]
+    )
     served = models.load(options.model, options.name, options.tokenizer, dtype, device)
     config: Any = served.model.config
     n_blocks = options.blocks or count_blocks(config, options.block_size, dtype, device)
+    check_need(
+        n_blocks * block_bytes(config, options.block_size, dtype),
+        device,
+        f"a cache of {n_blocks} blocks of {options.block_size} positions",
+        CACHE_FLAGS,
+    )
     metrics = Metrics(n_blocks)
     scheduler = Scheduler(options.max_tokens, n_blocks, options.block_size)
     try:
         engine = PrefixEngine(served.model, scheduler, metrics.found_tokens.inc)
     except (MemoryError, RuntimeError) as error:
-        text = f"a cache of {n_blocks} blocks of {options.block_size} positions cannot be allocated ({one_line([str(error)])})"
-        raise UsageError(f"{text}; expected a smaller --blocks or --block-size") from None
+        why = shortage(error, CACHE_FLAGS, device) or one_line([str(error)])
+        text = f"a cache of {n_blocks} blocks of {options.block_size} positions cannot be allocated"
+        raise UsageError(f"{text}: {why}") from None
     return Service(
         name=served.name, tokenizer=served.tokenizer, worker=Worker(engine, options.queue, metrics), metrics=metrics,
         vocab_size=config.vocab_size, context_len=config.context_len, key=options.api_key, aliases=(options.model,),
@@ -199,7 +225,9 @@ def make_server(service: Any, grace_s: float, url: str) -> Any:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0 after a signal, 1 if the engine failed, or 2 after one line about what is wrong with the request."""
+    """Returns the exit status: 0 after a signal, 1 if the engine failed,
+    or 2 after one line about what is wrong with the request.
+    """
     try:
         options = make_parser().parse_args(argv)
         missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -214,6 +242,11 @@ def main(argv: list[str] | None = None) -> int:
         service = make_service(options)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if (why := shortage(error, ("--model", *CACHE_FLAGS))) is None:
+            raise
+        print(f"error: {why}", file=sys.stderr)
         return 2
     return run(service, bound, f"http://{f'[{address}]' if ':' in address else address}:{port}/v1", options.grace)
 

@@ -18,7 +18,9 @@ from lib.runs.flags import Parser, share, whole
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0, or 75 if asked to leave before the last step, or 2 after one line about what is wrong with the request."""
+    """Returns the exit status: 0, or 75 if asked to leave before the last step,
+    or 2 after one line about what is wrong with the request.
+    """
     return run(make_gpt2_parser(), GPT2Task, argv)
 
 

@@ -2,7 +2,8 @@
 
 python -m lib.runs.train_llama
 torchrun --nproc-per-node 4 -m lib.runs.train_llama --strategy ddp --batch 64 --eval-every 50
-torchrun --nproc-per-node 8 -m lib.runs.train_llama --model 7B --strategy fsdp --engine torch --precision bf16 --length 2048 --data openwebtext --limit 10000
+torchrun --nproc-per-node 8 -m lib.runs.train_llama --model 7B --strategy fsdp --engine torch --precision bf16 \\
+    --length 2048 --data openwebtext --limit 10000
 """
 
 import sys
@@ -14,7 +15,9 @@ from lib.runs.engine.tasks import LlamaTask
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0, or 75 if asked to leave before the last step, or 2 after one line about what is wrong with the request."""
+    """Returns the exit status: 0, or 75 if asked to leave before the last step,
+    or 2 after one line about what is wrong with the request.
+    """
     models = ["tiny", *(name for name in PRESETS if name != "tiny")]
     parser = make_parser("lib.runs.train_llama", models, "sequences", "Train a Llama.")
     parser.set_defaults(path="plain")

@@ -16,7 +16,9 @@ from lib.runs.flags import Parser, whole
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0, or 75 if asked to leave before the last step, or 2 after one line about what is wrong with the request."""
+    """Returns the exit status: 0, or 75 if asked to leave before the last step,
+    or 2 after one line about what is wrong with the request.
+    """
     return run(make_vit_parser(), ViTTask, argv)
 
 

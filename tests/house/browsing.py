@@ -1,4 +1,6 @@
-"""Chromium, driven by Playwright, for the tests of the site and of JupyterLab; nothing it loads may come from elsewhere."""
+"""Chromium, driven by Playwright, for the tests of the site and of JupyterLab;
+nothing it loads may come from elsewhere.
+"""
 
 import os
 from contextlib import contextmanager

@@ -1,6 +1,7 @@
 """Time FlashAttention on one GPU beside every attention that PyTorch offers, in one process.
 
-``python -m lib.bench.kernels.flash --seconds 260`` writes ``flash.json`` after each step, so that a run that times out keeps its results.
+``python -m lib.bench.kernels.flash --seconds 260`` writes ``flash.json`` after each step,
+so that a run that times out keeps its results.
 ``--tiny`` runs all steps at a toy size on any device, in the interpreter if necessary.
 """
 

@@ -1,9 +1,11 @@
 """Time attention at the shapes that models have, beside every kernel that PyTorch offers, in one process on one GPU.
 
-``python -m lib.bench.kernels.flash_shapes`` on a Hopper GPU (three minutes) adds its rows to ``flash_shapes.json`` under the
-GPU's name, and keeps the rows of other GPUs. Forward and backward run together in bf16, in random order, in two ways:
-called in a row from Python, and in a CUDA graph, where the host plays no part. Four shapes are also timed with one
-decision undone, and four with other ways to launch the kernels. ``--only`` measures some shapes anew and keeps the others.
+``python -m lib.bench.kernels.flash_shapes`` on a Hopper GPU (three minutes) adds its rows to ``flash_shapes.json``
+under the GPU's name, and keeps the rows of other GPUs.
+Forward and backward run together in bf16, in random order, in two ways: called in a row from Python,
+and in a CUDA graph, where the host plays no part.
+Four shapes are also timed with one decision undone, and four with other ways to launch the kernels.
+``--only`` measures some shapes anew and keeps the others.
 ``--tiny`` runs a toy size and times nothing.
 """
 
@@ -176,7 +178,7 @@ def in_turns(ready: dict[str, tuple[Callable[[], Tensor], int]]) -> dict[str, di
     return {name: spread(ms) for name, ms in times.items()}
 
 
-# ---- one decision undone -----------------------------------------------------------------------------------------------
+# ---- one decision undone ---------------------------------------------------------------------------------------------
 
 
 def _never_apart(sizes: Sizes, n_programs: int, n_tiles: int, device: torch.device) -> Dealt:
@@ -210,7 +212,7 @@ def without_one(shape: Shape) -> dict[str, dict[str, float]]:
     return in_turns(ready)
 
 
-# ---- what the host does ------------------------------------------------------------------------------------------------
+# ---- what the host does ----------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -229,7 +231,8 @@ def without(what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        launch.Launch.__call__, launch._direct, launch.MOST_KEPT, flash.Joined.__call__ = kept  # type: ignore[method-assign]
+        launch.Launch.__call__, flash.Joined.__call__ = kept[0], kept[3]  # type: ignore[method-assign]
+        launch._direct, launch.MOST_KEPT = kept[1:3]
         flash._plans.clear()
 
 

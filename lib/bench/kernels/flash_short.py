@@ -1,9 +1,11 @@
 """Find which tiles suit short lengths, by each kernel's time without its launch.
 
-``python -m lib.bench.kernels.flash_short lengths models`` on a Hopper GPU (half a minute each) writes ``flash_short.json``, and keeps what it
-does not measure anew. "lengths" compares kernels with roles for their warps and Triton's own for 16 heads; "models" compares both with
-the tiles for short sequences, at the shapes of models. A CUDA graph replays ``N_CALLS`` calls of one kernel, so that the host plays no
-part in the time. ``--tiny`` prints what would run, and times nothing.
+``python -m lib.bench.kernels.flash_short lengths models`` on a Hopper GPU (half a minute each) writes
+``flash_short.json``, and keeps what it does not measure anew.
+"lengths" compares kernels with roles for their warps and Triton's own for 16 heads;
+"models" compares both with the tiles for short sequences, at the shapes of models.
+A CUDA graph replays ``N_CALLS`` calls of one kernel, so that the host plays no part in the time.
+``--tiny`` prints what would run, and times nothing.
 """
 
 import argparse

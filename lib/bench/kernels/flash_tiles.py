@@ -1,7 +1,9 @@
 """Find the best tiles for chapter 15's fast kernels: compile, check and time every candidate of every kernel, in turns.
 
-``python -m lib.bench.kernels.flash_tiles`` on a Hopper GPU (two minutes) writes ``flash_tiles.json``, fastest first, and prints the
-fastest. They are copied by hand into ``ROLES_TABLE`` of ``lib.fast.attention.flash``, those of Triton's own kernels into ``TABLE``.
+``python -m lib.bench.kernels.flash_tiles`` on a Hopper GPU (two minutes) writes ``flash_tiles.json``, fastest first,
+and prints the fastest.
+They are copied by hand into ``ROLES_TABLE`` of ``lib.fast.attention.flash``,
+those of Triton's own kernels into ``TABLE``.
 ``--tiny`` tries two candidates of each kernel on any device.
 """
 
@@ -48,10 +50,12 @@ CUTS: dict[tuple[str, int], list[tuple[Any, ...]]] = {  # rows, columns, warps, 
         (64, 128, 8, 2), (64, 128, 8, 3), (128, 64, 4, 2), (128, 64, 8, 2),
     ],
     ("dK/dV", 128): [
-        (64, 64, 4, 2), (64, 64, 4, 3), (32, 64, 4, 2), (32, 64, 4, 3), (64, 64, 8, 2), (32, 128, 8, 2), (64, 128, 8, 2),
+        (64, 64, 4, 2), (64, 64, 4, 3), (32, 64, 4, 2), (32, 64, 4, 3), (64, 64, 8, 2), (32, 128, 8, 2),
+        (64, 128, 8, 2),
     ],
     ("one pass", 64): [
-        (64, 64, 4, 2), (64, 64, 4, 3), (32, 64, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 3), (128, 64, 8, 2),
+        (64, 64, 4, 2), (64, 64, 4, 3), (32, 64, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 3),
+        (128, 64, 8, 2),
         (64, 64, 8, 2), (32, 128, 4, 2),
     ],
     ("one pass", 128): [(64, 64, 4, 2), (64, 64, 8, 2), (32, 64, 4, 2), (32, 128, 8, 2), (64, 128, 8, 2)],
@@ -71,7 +75,8 @@ WITH_ROLES: dict[tuple[str, int], list[tuple[Any, ...]]] = {
         (3, 64, 2, False, True), (3, 64, 3, False, True), (3, 64, 4, False, True), (2, 64, 4, True, True),
     ],
     ("dQ", 128): [
-        (3, 64, 2), (2, 64, 2), (2, 64, 3), (2, 64, 3, True), (2, 128, 2), (2, 64, 3, False, True), (2, 64, 3, True, True),
+        (3, 64, 2), (2, 64, 2), (2, 64, 3), (2, 64, 3, True), (2, 128, 2), (2, 64, 3, False, True),
+        (2, 64, 3, True, True),
     ],
     ("dK/dV", 64): [
         (2, 64, 2), (2, 64, 3), (2, 64, 4), (2, 64, 6), (2, 32, 4), (2, 64, 2, False, True), (2, 64, 3, False, True),

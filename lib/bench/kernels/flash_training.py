@@ -1,8 +1,10 @@
 """Train GPT-2 124M and ViT-L/16 with each kernel for attention, beside Transformers' and timm's models, in one process.
 
-``python -m lib.bench.kernels.flash_training`` on a GPU (five minutes) adds its rows to ``flash_training.json`` under the GPU's
-name. Ours are the fast paths that ``lib.runs`` uses, in a CUDA graph, with cuBLAS's usual workspace; the peers are compiled.
-Ours, one for each kernel, take steps in turns. ``--tiny`` takes one step of each on any device.
+``python -m lib.bench.kernels.flash_training`` on a GPU (five minutes) adds its rows to ``flash_training.json`` under
+the GPU's name.
+Ours are the fast paths that ``lib.runs`` uses, in a CUDA graph, with cuBLAS's usual workspace; the peers are compiled.
+Ours, one for each kernel, take steps in turns.
+``--tiny`` takes one step of each on any device.
 """
 
 import argparse

@@ -1,8 +1,11 @@
 """Run every Triton kernel of the book once, at awkward sizes, forward and backward, under a sanitizer.
 
-``PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python -m lib.bench.kernels.kernels_once``
-on a GPU (a minute or two) ends with status 1 if a kernel touches memory that is not its own. The variable is needed because
-PyTorch's allocator otherwise hands out parts of large blocks, where a neighbour's bytes look legal. Nothing is measured.
+``PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python -m
+lib.bench.kernels.kernels_once`` on a GPU (a minute or two) ends with status 1 if a kernel touches
+memory that is not its own.
+The variable is needed because PyTorch's allocator otherwise hands out parts of large blocks,
+where a neighbour's bytes look legal.
+Nothing is measured.
 """
 
 import argparse
@@ -47,7 +50,9 @@ def run(name: str, call: Callable[[], torch.Tensor], device: str) -> None:
 
 
 def run_paged(device: str) -> None:
-    """Attention to sequences in blocks, in one part and in several, one sequence empty and one ending in the middle of a block."""
+    """Attention to sequences in blocks, in one part and in several,
+    one sequence empty and one ending in the middle of a block.
+    """
     for width, groups, size in ((16, 2, 3), (64, 1, 16), (120, 4, 16)):
         config = LlamaConfig(vocab_size=8, dim=4 * width, n_layers=1, n_heads=4, n_kv_heads=groups)
         cache = PagedCache(config, 60, size, torch.bfloat16 if device == "cuda" else torch.float32, device)
@@ -90,7 +95,9 @@ def run_mlp(device: str) -> None:
 
 
 def run_quantized(device: str) -> None:
-    """Four-bit weights times one row and times more than a tile; eight bits with a scale for each block; a matrix cast in both orders."""
+    """Four-bit weights times one row and times more than a tile; eight bits with a scale for each block;
+    a matrix cast in both orders.
+    """
     q, scale, zero = quantize_int4(torch.randn(40, 384, device=device), 128)
     for n_rows in (1, 33):
         x = torch.randn(n_rows, 384, device=device).bfloat16()

@@ -1,19 +1,27 @@
-"""The yardstick: train vision transformers of four sizes on 1, 2, 4 or more GPUs, ours beside timm under PyTorch's own DDP.
+"""The yardstick: train vision transformers of four sizes on 1, 2, 4 or more GPUs,
+ours beside timm under PyTorch's own DDP.
 
-``python -m lib.bench.yardstick --ranks 1,2,4`` on a machine with that many GPUs writes ``chapters/measurements/yardstick.json`` after
-every cell: a model, a batch for each GPU and a number of GPUs. Each cell runs in processes of its own, so that a failure costs no
-other cell; both competitors train in the same processes, in turns. Images are random numbers on the device. ``--compile-only``
-first fills the compiler's cache, for all cells at once; ``--tiny`` tries the program on a CPU. Recorded results of other cells
-stay, unless you give ``--fresh``. To use several GPUs at once, run one program on each of them, each with a folder of
-its own. ``--join`` then merges their files, on any machine: name the folders of single GPUs first, because scaling is
-computed from them, and last the folder whose machine the merged file is to name.
+``python -m lib.bench.yardstick --ranks 1,2,4`` on a machine with that many GPUs writes
+``chapters/measurements/yardstick.json`` after every cell: a model, a batch for each GPU and a number of GPUs.
+Each cell runs in processes of its own, so that a failure costs no other cell;
+both competitors train in the same processes, in turns.
+Images are random numbers on the device.
+``--compile-only`` first fills the compiler's cache, for all cells at once; ``--tiny`` tries the program on a CPU.
+Recorded results of other cells stay, unless you give ``--fresh``.
+To use several GPUs at once, run one program on each of them, each with a folder of its own.
+``--join`` then merges their files, on any machine: name the folders of single GPUs first,
+because scaling is computed from them, and last the folder whose machine the merged file is to name.
 
-*ours* is chapter 5's model on the path of ``lib.fast.models``, in parts with flat parameters (``lib.bench.yardstick.replicas``), whose gradients
-copy engines average while backward runs (``lib.bench.yardstick.copies``), or with ``--averaging collectives`` chapter 10's ``OverlapDDP``;
-forward, backward, averaging and update are one CUDA graph. *peer* is timm with autocast to bf16 and ``torch.compile``, under
-``DistributedDataParallel``. G/14 is sharded: ours by chapter 12's ``FullySharded``, timm by ``fully_shard``, both compiled,
-neither in a graph. All update by SGD with momentum. Before the timing, the float32 gradient of ours, averaged over the ranks, is
-compared with timm's on the whole batch, and so are the losses of the first steps.
+*ours* is chapter 5's model on the path of ``lib.fast.models``,
+in parts with flat parameters (``lib.bench.yardstick.replicas``),
+whose gradients copy engines average while backward runs (``lib.bench.yardstick.copies``),
+or with ``--averaging collectives`` chapter 10's ``OverlapDDP``; forward, backward,
+averaging and update are one CUDA graph. *peer* is timm with autocast to bf16 and ``torch.compile``,
+under ``DistributedDataParallel``.
+G/14 is sharded: ours by chapter 12's ``FullySharded``, timm by ``fully_shard``, both compiled, neither in a graph.
+All update by SGD with momentum.
+Before the timing, the float32 gradient of ours, averaged over the ranks, is compared with timm's on the whole batch,
+and so are the losses of the first steps.
 """
 
 import argparse
@@ -47,7 +55,7 @@ from lib.fast.models import Path as FastPath
 from lib.fsdp import FullySharded
 from lib.given.data.record import MEASUREMENTS, load
 from lib.given.models.vit import ViTConfig, preset
-from lib.runs.flags import ProgramParser, positive, whole, wholes
+from lib.runs.flags import ProgramParser, positive, some_of, whole, wholes
 from lib.vit import VisionTransformer
 
 DTYPE, LR, MOMENTUM = torch.bfloat16, 1e-3, 0.9
@@ -69,7 +77,8 @@ class Cell:
         sharded: Whether parameters, gradients and momenta are sharded.
         n_blocks: Number of blocks in a part of our model.
         attention: Our model's attention, one of ``lib.fast.models.ATTENTIONS``.
-        averaging: How several ranks average the gradients of ours, one of ``AVERAGING``; without effect where they are sharded.
+        averaging: How several ranks average the gradients of ours, one of ``AVERAGING``;
+            without effect where they are sharded.
     """
 
     model: str
@@ -249,7 +258,8 @@ def gradients_of(peer: nn.Module, task: ViTTask) -> dict[str, Tensor]:
 
 
 def check_first_gradients(cell: Cell, racers: list[Racer], device: torch.device) -> list[Any] | None:
-    """The parameter whose compiled gradients in the first step are furthest apart, and how far; None where none are kept.
+    """The parameter whose compiled gradients in the first step are furthest apart, and how far;
+    None where none are kept.
 
     Raises:
         ValueError: they are further apart than bf16 explains.
@@ -454,7 +464,8 @@ def write(found: dict[str, Any], options: argparse.Namespace) -> None:
     for who, facts in found.get("competitors", {}).items():
         share = f"{facts['scaling']:.1%}" if facts["scaling"] else "-"
         print(
-            f"{found['model']} {found['batch']:4d} x {found['n_gpus']} {who:5s} {facts['images_per_s']:8.0f}/s  MFU {facts['mfu']:6.1%}"
+            f"{found['model']} {found['batch']:4d} x {found['n_gpus']} {who:5s} "
+            f"{facts['images_per_s']:8.0f}/s  MFU {facts['mfu']:6.1%}"
             f"  {facts['hours_per_epoch']:.5f} h  scaling {share}  {facts['peak_bytes'] / 1e9:5.1f} GB  {facts['how']}"
             f"  (first steps {facts['first_steps_s']:.0f} s)",
             flush=True,
@@ -529,9 +540,6 @@ def compile_ahead(cells: list[Cell], options: argparse.Namespace) -> None:
 def cells_of(options: argparse.Namespace) -> list[Cell]:
     """The cells that the command line asks for; a sharded model needs at least two ranks."""
     models = options.models.split(",") if options.models else [c.model for c in CELLS]
-    unknown = set(models) - {c.model for c in CELLS}
-    if unknown:
-        raise SystemExit(f"--models {options.models}: {sorted(unknown)} not among {sorted({c.model for c in CELLS})}")
     chosen = [c for c in CELLS if c.model in models and options.batch in (None, c.batch)]
     cells = [replace(c, n_gpus=n) for n in map(int, options.ranks.split(",")) for c in chosen if n > 1 or not c.sharded]
     if options.tiny:
@@ -550,7 +558,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=wholes, default="1,2,4")
-    parser.add_argument("--models", help="some of L/16,H/14,g/14,G/14; default: all")
+    parser.add_argument("--models", type=some_of(*{c.model: 0 for c in CELLS}), help="default: all")
     parser.add_argument("--batch", type=whole(1), help="only cells with this many images on each GPU (before --tiny)")
     parser.add_argument(
         "--blocks", type=whole(0), default=0, help="blocks in each part of ours, instead of the cell's number"

@@ -1,17 +1,18 @@
 """Means of gradients over the GPUs of one host, whose bytes are moved by copy engines and not by multiprocessors.
 
-NCCL's all-reduce is a kernel: while it runs, it holds multiprocessors that backward wants too. A GPU also has a few copy
-engines, which do nothing but move bytes, also from the memory of another GPU. So here the mean of a gradient of n numbers on R
-ranks is made of copies and a few short kernels:
+NCCL's all-reduce is a kernel: while it runs, it holds multiprocessors that backward wants too.
+A GPU also has a few copy engines, which do nothing but move bytes, also from the memory of another GPU.
+So here the mean of a gradient of n numbers on R ranks is made of copies and a few short kernels:
 
 1. each rank puts its gradient where the others can read it;
 2. it copies the r-th part of every rank's gradient, n / R numbers each, where r is its own rank;
 3. it computes the mean of these R parts;
 4. it copies the other parts of the mean from the ranks that computed them.
 
-These are a reduce-scatter and an all-gather, as in a ring, and a rank receives as many numbers: 2 (R - 1) / R times its gradient's.
-Before steps 2 and 4 the ranks meet: each waits for the others in a kernel of a single thread block. A wait that holds no
-multiprocessor was tried too, and made no step shorter (``lib.bench.yardstick.parts``).
+These are a reduce-scatter and an all-gather, as in a ring, and a rank receives as many numbers:
+2 (R - 1) / R times its gradient's.
+Before steps 2 and 4 the ranks meet: each waits for the others in a kernel of a single thread block.
+A wait that holds no multiprocessor was tried too, and made no step shorter (``lib.bench.yardstick.parts``).
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +33,8 @@ def allocate_shared(n: int, dtype: torch.dtype, device: torch.device) -> tuple[l
     """Memory for ``n`` numbers on each rank's GPU, which the GPUs of all other ranks can read and write.
 
     Returns:
-        The memory of rank 0, 1, ..., as tensors, and PyTorch's handle to it. Both live as long as this rank's own tensor.
+        The memory of rank 0, 1, ..., as tensors, and PyTorch's handle to it.
+        Both live as long as this rank's own tensor.
 
     Raises:
         RuntimeError: the GPUs cannot read each other's memory.
@@ -53,7 +55,9 @@ def allocate_shared(n: int, dtype: torch.dtype, device: torch.device) -> tuple[l
 
 
 def in_peers_memory(n: int, dtype: torch.dtype, device: torch.device) -> Places:
-    """`allocate_shared`, and a function that lets the current stream wait until those of all ranks have reached the same call."""
+    """`allocate_shared`, and a function that lets the current stream wait until those of all ranks
+    have reached the same call.
+    """
     places, handle = allocate_shared(n, dtype, device)
     return places, handle.barrier
 
@@ -64,10 +68,11 @@ class MeanByCopies:
     Args:
         n: Number of elements of the gradient.
         device: The GPU that holds it.
-        sent: The dtype in which gradients travel to the rank that computes their mean. The mean is computed in float32 and
-            travels so.
-        places: Returns memory that all ranks can read, and a function that waits for all ranks. Neither of the two functions of a
-            mean is called twice in a row, so each may reset itself while the ranks meet in the other.
+        sent: The dtype in which gradients travel to the rank that computes their mean.
+            The mean is computed in float32 and travels so.
+        places: Returns memory that all ranks can read, and a function that waits for all ranks.
+            Neither of the two functions of a mean is called twice in a row,
+            so each may reset itself while the ranks meet in the other.
     """
 
     def __init__(
@@ -104,8 +109,8 @@ class CopyDDP(nn.Module):
     """A module whose gradients are averaged by copies while backward still runs, used like ``lib.ddp.OverlapDDP``.
 
     Args:
-        module: A model of a few large parameters, such as ``lib.bench.yardstick.replicas.RowViT``. It is called in the same way on all
-            ranks, so that gradients become ready in the same order.
+        module: A model of a few large parameters, such as ``lib.bench.yardstick.replicas.RowViT``.
+            It is called in the same way on all ranks, so that gradients become ready in the same order.
         sent: See ``MeanByCopies``. A weight's gradient loses nothing in bf16 if it comes from one product in bf16.
         places: Returns memory that all ranks can read.
 
@@ -176,7 +181,8 @@ class CopyDDP(nn.Module):
 
 
 class InTurn:
-    """An optimizer for each parameter, which updates it as soon as its gradient is the mean, while others are on their way.
+    """An optimizer for each parameter, which updates it as soon as its gradient is the mean,
+    while others are on their way.
 
     Args:
         model: The model after whose backward ``step`` is called, without ``finish_gradient_synchronization``.

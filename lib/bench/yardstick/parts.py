@@ -1,29 +1,36 @@
 """What a step loses on several GPUs, cause by cause: the yardstick's model in ways that each differ in one thing.
 
 ``python -m lib.bench.yardstick.parts --ranks 2`` on a machine with that many GPUs writes
-``chapters/measurements/yardstick_parts.json`` after each way; ``--tiny`` tries the program on a CPU. Only our model runs,
-from random weights, so timm is not needed. Every step is one CUDA graph: forward, backward and SGD's update, and
+``chapters/measurements/yardstick_parts.json`` after each way; ``--tiny`` tries the program on a CPU.
+Only our model runs, from random weights, so timm is not needed.
+Every step is one CUDA graph: forward, backward and SGD's update, and
 
 - ``alone``: no averaging, and one GPU runs at a time while the others are idle;
 - ``beside``: the same graph on all GPUs at once;
-- ``in step``: ``beside`` with an all-reduce of one number before the update, so that each step waits for the slowest GPU;
+- ``in step``: ``beside`` with an all-reduce of one number before the update,
+  so that each step waits for the slowest GPU;
 - ``averaged``: chapter 10's ``OverlapDDP``;
 - ``after``: the same averaging, begun when backward has ended;
 - ``averaged bf16``: gradients travel as bf16, half of the bytes, and become float32 again on a stream of their own;
 - ``averaged 8 CTAs`` and ``4 CTAs``: NCCL may start only that many thread blocks, so it takes fewer multiprocessors;
-- ``averaged copies``: copy engines move the gradients, by ``lib.bench.yardstick.copies``; ``copies bf16``: half as many bytes on the
-  way to the rank that computes the mean; ``copies in turn``: the same, and each part is updated when its mean is there. In
-  these, ranks wait for each other by a command to the GPU; ``copies kernels``: like ``copies in turn``, but a kernel waits, as in
-  ``lib.bench.yardstick.copies``;
+- ``averaged copies``: copy engines move the gradients, by ``lib.bench.yardstick.copies``; ``copies bf16``:
+  half as many bytes on the way to the rank that computes the mean; ``copies in turn``: the same,
+  and each part is updated when its mean is there.
+  In these, ranks wait for each other by a command to the GPU; ``copies kernels``: like ``copies in turn``,
+  but a kernel waits, as in ``lib.bench.yardstick.copies``;
 - ``wires``, with the same endings: the averaging of all gradients, and nothing else.
 
-Of some ways it also traces the kernels, and compares each with the same kernel of ``in step``, in which no averaging disturbs it:
-apart from the averaging's own, a step runs the same kernels in the same order in all ways.
+Of some ways it also traces the kernels, and compares each with the same kernel of ``in step``,
+in which no averaging disturbs it: apart from the averaging's own,
+a step runs the same kernels in the same order in all ways.
 
-A way is recorded, timed and deleted before the next one is recorded, because two graphs of L/16 at 256 images do not fit
-on a GPU of 80 GB. The rounds go through the ways in alternating order. Before its timed rows each way runs one that is not
-timed, in which ``nvidia-smi`` reads the GPU's clock and power. A way that fails is recorded with its error and not tried
-again; ``--skip CTAs`` leaves out the ways with that word in their names. Recorded cells of other batches stay.
+A way is recorded, timed and deleted before the next one is recorded,
+because two graphs of L/16 at 256 images do not fit on a GPU of 80 GB.
+The rounds go through the ways in alternating order.
+Before its timed rows each way runs one that is not timed, in which ``nvidia-smi`` reads the GPU's clock and power.
+A way that fails is recorded with its error and not tried again;
+``--skip CTAs`` leaves out the ways with that word in their names.
+Recorded cells of other batches stay.
 """
 
 import argparse
@@ -134,9 +141,11 @@ def only_averaging(model: OverlapDDP) -> Tensor:
 
 
 def meeting(signals: list[Tensor], rank: int) -> Callable[[], None]:
-    """A function that lets the current stream wait until the streams of all ranks have reached their call of it, without a kernel.
+    """A function that lets the current stream wait until the streams of all ranks have reached their call of it,
+    without a kernel.
 
-    Between two calls the ranks must meet elsewhere: otherwise one could send its next signal before another has cleared the last.
+    Between two calls the ranks must meet elsewhere: otherwise one could send its next signal before
+    another has cleared the last.
 
     Args:
         signals: For each rank ``n_ranks`` zeros, int32, on its GPU, to which this rank can write. Keep them.
@@ -183,7 +192,9 @@ def by_copies(
     sent: torch.dtype,
     places: Callable[..., Places] = waiting_by_command,
 ) -> tuple[Step, Step, Step]:
-    """Steps whose gradients copy engines average during backward, updated at its end or in turn; and the averaging alone."""
+    """Steps whose gradients copy engines average during backward, updated at its end or in turn;
+    and the averaging alone.
+    """
     copies = CopyDDP(model.get_submodule("module"), sent, places)
     copies.is_paused = True  # in all other ways
 
@@ -255,7 +266,9 @@ def row(step: Step, n: int, device: torch.device) -> float:
 
 
 def watch(step: Step, n: int, device: torch.device) -> list[list[float]]:
-    """Run ``n`` steps; return the GPU's clock in MHz and its power in watts, read again and again until the steps end."""
+    """Run ``n`` steps; return the GPU's clock in MHz and its power in watts,
+    read again and again until the steps end.
+    """
     for _ in range(n):
         step()
     if device.type != "cuda":
@@ -275,7 +288,8 @@ def watch(step: Step, n: int, device: torch.device) -> list[list[float]]:
 
 
 def trace(step: Step, n_before: int) -> Kernels:
-    """The kernels and copies of the last of some steps on this rank's GPU, which has taken others before, as in a timed row.
+    """The kernels and copies of the last of some steps on this rank's GPU, which has taken others before,
+    as in a timed row.
 
     None are returned if the profiler has lost some: then nobody knows which belong together.
     """
@@ -320,11 +334,13 @@ def compare(kernels: Kernels, undisturbed: Kernels) -> dict[str, Any]:
         undisturbed: Those of ``in step``, of as many steps.
 
     Returns:
-        ``averaging_s``: how long a kernel or a copy of the averaging is on the GPU, kernels that wait included, but not commands
-        that wait; ``exposed_s``: the part of it in which nothing is computed. ``beside``: of the kernels that compute while the
-        averaging runs, their number, their seconds, and the seconds of the same kernels in ``undisturbed``; of those that take at
-        least half as long again, the number and what they lose. ``apart``: the same of all other kernels. ``longest``: which
-        kernels lose most.
+        ``averaging_s``: how long a kernel or a copy of the averaging is on the GPU, kernels that wait included,
+        but not commands that wait; ``exposed_s``: the part of it in which nothing is computed.
+        ``beside``: of the kernels that compute while the averaging runs, their number, their seconds,
+        and the seconds of the same kernels in ``undisturbed``; of those that take at least half as long again,
+        the number and what they lose.
+        ``apart``: the same of all other kernels.
+        ``longest``: which kernels lose most.
     """
     computing = {name for name, _, _ in undisturbed}
     averaging = merged([(start, end) for name, start, end in kernels if is_averaging(name, computing)])
@@ -362,7 +378,8 @@ def compare(kernels: Kernels, undisturbed: Kernels) -> dict[str, Any]:
 def time_way(
     name: str, step: Step, device: torch.device, meet: Any, undisturbed: Kernels, traced: bool
 ) -> dict[str, Any]:
-    """Record a way as a graph; return this rank's seconds in each row, what was read of its GPU, and its kernels' times.
+    """Record a way as a graph; return this rank's seconds in each row, what was read of its GPU,
+    and its kernels' times.
 
     If ``traced``, the kernels of ``in step`` are put into ``undisturbed``, for the ways that come later.
 
@@ -490,7 +507,7 @@ def measure_cell(rank: int, device: torch.device, cell: Cell, options: argparse.
 def main() -> None:
     parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=whole(1), default=2)
-    parser.add_argument("--model", dest="models", default="L/16", help="L/16, H/14 or g/14")
+    parser.add_argument("--model", dest="models", default="L/16", choices=("L/16", "H/14", "g/14"))
     parser.add_argument(
         "--batch", type=whole(1), help="only the cell with this many images on each GPU (before --tiny)"
     )

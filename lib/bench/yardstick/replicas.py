@@ -1,15 +1,19 @@
-"""The vision transformer in a few parts, each with its parameters in one row of numbers, for fast training on several ranks.
+"""The vision transformer in a few parts, each with its parameters in one row of numbers,
+for fast training on several ranks.
 
-A model that is compiled as a whole has a single backward pass. All gradients are ready at its end, when no computation remains
-that could hide their all-reduce. A model that is compiled block by block pays at every seam. Here the model is compiled in parts
-of a few blocks. A part's parameters are views of one row, so its gradient is one row too, joined at the end of the part's
-backward pass. Chapter 10's ``OverlapDDP`` averages that row while the next part's backward pass runs, chapter 12's
-``FullySharded`` gathers it in one piece, and equal parts share one compilation.
+A model that is compiled as a whole has a single backward pass.
+All gradients are ready at its end, when no computation remains that could hide their all-reduce.
+A model that is compiled block by block pays at every seam.
+Here the model is compiled in parts of a few blocks.
+A part's parameters are views of one row, so its gradient is one row too, joined at the end of the part's backward pass.
+Chapter 10's ``OverlapDDP`` averages that row while the next part's backward pass runs,
+chapter 12's ``FullySharded`` gathers it in one piece, and equal parts share one compilation.
 
-The row is cut outside of the compiled function, at the price of one copy of the gradient, and the matrices are cast there too, because
-then one kernel casts all of them. If the row is cut inside, PyTorch 2.10 to 2.13 lose a part of the gradient
-on a GPU, from some thousand tokens on: where a gradient is joined from pieces, the compiler's fusion of sums over rows and over
-columns leaves LayerNorm's pieces in tensors that nothing reads (github.com/pytorch/pytorch/issues/193061).
+The row is cut outside of the compiled function, at the price of one copy of the gradient,
+and the matrices are cast there too, because then one kernel casts all of them.
+If the row is cut inside, PyTorch 2.10 to 2.13 lose a part of the gradient on a GPU, from some thousand tokens on:
+where a gradient is joined from pieces, the compiler's fusion of sums over rows and over columns leaves LayerNorm's
+pieces in tensors that nothing reads (github.com/pytorch/pytorch/issues/193061).
 """
 
 from collections.abc import Callable, Mapping
@@ -66,7 +70,9 @@ class Tail(nn.Module):
 
 
 class CutRow(torch.autograd.Function):
-    """Cut a row into pieces, some of them of another dtype. The row is cast as a whole, and a few kernels join the gradients.
+    """Cut a row into pieces, some of them of another dtype.
+
+    The row is cast as a whole, and a few kernels join the gradients.
 
     Args:
         row: ``[n]``.
@@ -191,8 +197,8 @@ def train_step(
 
     Args:
         loss_of: The forward pass.
-        optimizer: Anything with ``zero_grad`` and ``step``, ``lib.bench.yardstick.copies.InTurn`` too. Gradients are allocated anew in each
-            step; in a recorded step they keep their addresses.
+        optimizer: Anything with ``zero_grad`` and ``step``, ``lib.bench.yardstick.copies.InTurn`` too.
+            Gradients are allocated anew in each step; in a recorded step they keep their addresses.
         finish: Completes the gradients, for example ``OverlapDDP.finish_gradient_synchronization``.
 
     Returns:

@@ -1,10 +1,13 @@
 """FlashAttention for Hopper: chapter 15's kernels again, with tensor descriptors and tiles chosen by measurement.
 
-Read chapter 15 first: the arithmetic is the same, and the page "Measurements: FlashAttention" says what each difference pays.
-Where ``lib.fast.attention.flash_hopper`` has an even faster kernel that the device can run, ``tiles_for`` chooses that one.
+Read chapter 15 first: the arithmetic is the same, and the page "Measurements:
+FlashAttention" says what each difference pays.
+Where ``lib.fast.attention.flash_hopper`` has an even faster kernel that the device can run,
+``tiles_for`` chooses that one.
 
-Tensors are read and written where they lie, whatever their strides, and of any length. ``lib.fast.attention.blocks`` has
-forward and backward as two functions, for callers that need them apart, such as ring attention.
+Tensors are read and written where they lie, whatever their strides, and of any length.
+``lib.fast.attention.blocks`` has forward and backward as two functions, for callers that need them apart,
+such as ring attention.
 """
 
 import math
@@ -37,7 +40,8 @@ class Tiles(NamedTuple):
     heads_first: bool = False  # forward and dQ: neighbouring programs compute different heads instead of different rows
 
 
-# Width, causal: tiles of forward, dQ, dK/dV, found on an H200 by ``lib.bench.kernels.flash_tiles``, for kernels without roles.
+# Width, causal: tiles of forward, dQ, dK/dV, found on an H200 by ``lib.bench.kernels.flash_tiles``,
+# for kernels without roles.
 TABLE: dict[tuple[int, bool], tuple[Tiles, Tiles, Tiles]] = {
     (64, True): (
         Tiles(64, 128, 4, 2, 168, heads_first=True),
@@ -73,10 +77,13 @@ RAGGED = {
 # multiprocessors idle (lib.bench.kernels.flash_short).
 ENOUGH_ROWS = (2**16, 2**15, 2**15)
 # Fewest queries and keys of a head, and queries of all heads, for which dS goes through memory in the backward pass at
-# width 128, measured on an H100. At 1,024 tokens and 128 heads both ways take the same time (lib.bench.kernels.flash_shapes).
+# width 128, measured on an H100. At 1,024 tokens and 128 heads both ways take the same time
+# (lib.bench.kernels.flash_shapes).
 STORED_LENGTH, STORED_ROWS = 512, 2**16
-# Cases in which none of PyTorch's kernels was measured to be faster (lib.bench.kernels.flash_shapes). At width 64: MANY queries and
-# keys of all heads. Otherwise, if no head shares keys: QUICKEST has pairs of width and mask; QUICKEST_SHORT, for at most
+# Cases in which none of PyTorch's kernels was measured to be faster (lib.bench.kernels.flash_shapes). At width 64:
+# MANY queries and
+# keys of all heads. Otherwise, if no head shares keys: QUICKEST has pairs of width and mask; QUICKEST_SHORT,
+# for at most
 # RAGGED_LENGTH tokens without a mask, has pairs of width and whether 128 fails to divide a length.
 MANY = 2**15
 QUICKEST, QUICKEST_SHORT = {(64, True), (96, True)}, {(64, True), (64, False), (80, True)}
@@ -100,7 +107,9 @@ def _tile(x, b, h, at, ROWS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _place(ROWS: tl.constexpr):
-    """Head, counted through all batches, and first row of this program (`grid_by_rows`); the longest rows come first."""
+    """Head, counted through all batches, and first row of this program (`grid_by_rows`);
+    the longest rows come first.
+    """
     head = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     return head, (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
 
@@ -196,9 +205,12 @@ def fast_dq_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
     RAGGED: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Like ``flash_backward_dq_kernel``. Stores stats [2, heads * padded] for dK/dV: lse in base 2, and row sums of o * do.
+    """Like ``flash_backward_dq_kernel``.
 
-    A row that has no key, or that lies beyond the last token, gets an lse of infinity, so that dK/dV finds weights of 0.
+    Stores stats [2, heads * padded] for dK/dV: lse in base 2, and row sums of o * do.
+
+    A row that has no key, or that lies beyond the last token, gets an lse of infinity,
+    so that dK/dV finds weights of 0.
     With SUMS also stores sums [batches, tiles, 2, H, D]: dQ and dO, each summed over the rows of a tile.
     """
     head, start = _place(ROWS)
@@ -307,7 +319,9 @@ def tiles_for(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tiles | Roles, Til
 
 @torch.compiler.assume_constant_result
 def _most_bytes_stored(device: torch.device) -> int:
-    """The most bytes that `StoredBackward` may take for dS: an eighth of a device that it runs on and has for itself, else 0."""
+    """The most bytes that `StoredBackward` may take for dS:
+    an eighth of a device that it runs on and has for itself, else 0.
+    """
     on_gpu = device.type == "cuda" and not INTERPRETED
     if not on_gpu or not has_roles(torch.empty(0, device=device)) or has_collectives():
         return 0
@@ -354,7 +368,8 @@ def launch_forward(sizes: Sizes, tiles: Tiles | Roles) -> Launch:
     rows, cols = (1, 1, tiles.rows, sizes.width), (1, 1, tiles.cols, sizes.width)
     args = (
         Box(0, rows), Box(1, cols), Box(2, cols), Box(3, rows), Address(4),
-        sizes.t, sizes.s, sizes.n_heads, sizes.scale * math.log2(math.e), sizes.group, sizes.width, tiles.rows, tiles.cols,
+        sizes.t, sizes.s, sizes.n_heads, sizes.scale * math.log2(math.e), sizes.group, sizes.width, tiles.rows,
+        tiles.cols,
         sizes.causal, sizes.ragged,
     )  # fmt: skip
     return Launch(
@@ -366,13 +381,17 @@ def launch_forward(sizes: Sizes, tiles: Tiles | Roles) -> Launch:
 
 
 def launch_dq(sizes: Sizes, tiles: Tiles | Roles, has_sums: bool = False) -> Launch:
-    """The launch for (q, k, v, o, do, dq, lse, stats), followed by sums if ``has_sums``. Kernels with roles compute no sums."""
+    """The launch for (q, k, v, o, do, dq, lse, stats), followed by sums if ``has_sums``.
+
+    Kernels with roles compute no sums.
+    """
     if isinstance(tiles, Roles):
         return hopper_dq(sizes, tiles)
     rows, cols = (1, 1, tiles.rows, sizes.width), (1, 1, tiles.cols, sizes.width)
     args = (
         Box(0, rows), Box(1, cols), Box(2, cols), Box(3, rows), Box(4, rows), Box(5, rows), Address(6), Address(7),
-        Address(8 if has_sums else 7), sizes.n_rows, sizes.t, sizes.s, sizes.n_heads, sizes.padded, sizes.scale * math.log2(math.e), sizes.scale,
+        Address(8 if has_sums else 7), sizes.n_rows, sizes.t, sizes.s, sizes.n_heads, sizes.padded,
+        sizes.scale * math.log2(math.e), sizes.scale,
         sizes.group, sizes.width, tiles.rows, tiles.cols, sizes.causal, sizes.ragged, has_sums,
     )  # fmt: skip
     return Launch(
@@ -398,7 +417,7 @@ def launch_dkdv(sizes: Sizes, tiles: Tiles | Roles) -> Launch:
     return Launch(fast_dkdv_kernel, grid, args, **_options(tiles))
 
 
-# ---- plans: what follows from shapes and strides is worked out once -----------------------------------------------------
+# ---- plans: what follows from shapes and strides is worked out once --------------------------------------------------
 
 _plans: dict[tuple, "Plan"] = {}
 MOST_PLANS = 1024
@@ -464,8 +483,8 @@ def _planned(make: Callable[..., Plan], xs: tuple[Tensor, ...], *rest: Any) -> P
 def _planned_again(known: dict[tuple, Plan], make: Callable[..., Plan], xs: tuple[Tensor, ...], *rest: Any) -> Plan:
     """`_planned` for the backward pass of a call whose plan has ``known``, with less work.
 
-    The forward pass decides shapes, dtypes and the device. Strides may differ: those of the gradient, and those of saved tensors
-    if a hook has put them elsewhere.
+    The forward pass decides shapes, dtypes and the device.
+    Strides may differ: those of the gradient, and those of saved tensors if a hook has put them elsewhere.
     """
     key = (_misaligned(xs), *rest, *[x.stride() for x in xs])
     plan = known.get(key)
@@ -570,7 +589,7 @@ def _plan_backward(xs: tuple[Tensor, ...], is_causal: bool, has_sums: bool = Fal
     return Plan(_copied(xs), (_like(q), _like(k), _like(v), *sums), stored or two_passes, {})
 
 
-# ---- the kernels as functions of tensors --------------------------------------------------------------------------------
+# ---- the kernels as functions of tensors -----------------------------------------------------------------------------
 
 
 def fast_forward(
@@ -626,8 +645,8 @@ def split_joined(x: Tensor, n_heads: int) -> tuple[Tensor, Tensor, Tensor]:
 class Joined(NamedTuple):
     """A launch for parts of joined tensors; it is called with the joined ones.
 
-    Making views takes the host as long as launching the kernel. So only the first call makes them, and later ones add up where
-    each part begins.
+    Making views takes the host as long as launching the kernel.
+    So only the first call makes them, and later ones add up where each part begins.
     """
 
     launch: Any
@@ -681,7 +700,9 @@ def _plan_joined_backward(xs: tuple[Tensor, ...], n_heads: int, is_causal: bool,
 def _joined_backward(
     plan: Plan, x: Tensor, o: Tensor, do: Tensor, lse: Tensor, n_heads: int, has_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The joined gradient; and with ``has_bias`` the sums [2, H, D] of dQ and dO over all tokens, for `_bias_gradient`."""
+    """The joined gradient; and with ``has_bias`` the sums [2, H, D] of dQ and dO over all tokens,
+    for `_bias_gradient`.
+    """
     dx, *sums = plan.run((x, o, do), lse.contiguous())
     if not has_bias:
         return dx, None
@@ -693,16 +714,18 @@ def _joined_backward(
 def _bias_gradient(sums: Tensor, n_groups: int) -> Tensor:
     """The gradient of a joined projection's bias ``[(H + 2 * G) * D]``, in float32.
 
-    The bias of the keys adds the same number to all scores of a row, which the softmax does not see: its gradient is zero.
-    The bias of the values adds itself to every output, because a row's weights add up to one: its gradient is the sum of the
-    outputs' gradients. So only the queries' gradient is summed.
+    The bias of the keys adds the same number to all scores of a row, which the softmax does not see:
+    its gradient is zero.
+    The bias of the values adds itself to every output, because a row's weights add up to one:
+    its gradient is the sum of the outputs' gradients.
+    So only the queries' gradient is summed.
     """
     of_queries, of_outputs = sums
     of_values = of_outputs.unflatten(0, (n_groups, -1)).sum(1)
     return torch.cat([of_queries, torch.zeros_like(of_values), of_values]).flatten()
 
 
-# ---- as PyTorch and its compiler see it ----------------------------------------------------------------------------------
+# ---- as PyTorch and its compiler see it ------------------------------------------------------------------------------
 
 # Registered as operators, so that torch.compile treats each as one step and does not look inside.
 
@@ -723,7 +746,10 @@ def backward_operator(
 
 @torch.library.custom_op("workbook::flash_joined_forward", mutates_args=())
 def joined_forward_operator(x: Tensor, bias: Tensor | None, n_heads: int, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention on a joined projection; returns ``[B, T, H, D]`` and the logsumexp ``[B, H, T]``. The bias gets a gradient."""
+    """Attention on a joined projection; returns ``[B, T, H, D]`` and the logsumexp ``[B, H, T]``.
+
+    The bias gets a gradient.
+    """
     o, lse = _planned(_plan_joined_forward, (x,), n_heads, is_causal).run((x,))
     return o, lse
 
@@ -732,7 +758,9 @@ def joined_forward_operator(x: Tensor, bias: Tensor | None, n_heads: int, is_cau
 def joined_backward_operator(
     x: Tensor, o: Tensor, do: Tensor, lse: Tensor, n_heads: int, is_causal: bool, has_bias: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of a joined projection, joined too, and the sums for the gradient of its bias, or an empty tensor."""
+    """The gradient of a joined projection, joined too, and the sums for the gradient of its bias,
+    or an empty tensor.
+    """
     plan = _planned(_plan_joined_backward, (x, o, do), n_heads, is_causal, has_bias)
     dx, sums = _joined_backward(plan, x, o, do, lse, n_heads, has_bias)
     return dx, x.new_empty(0, dtype=torch.float32) if sums is None else sums
@@ -921,8 +949,8 @@ def flash_attention_joined(
         x: The projection.
         n_heads: H, heads of queries.
         is_causal: Whether a token sees only tokens up to itself.
-        bias: A bias ``[(H + 2 * G) * D]`` that was added to ``x`` detached, because attention computes its gradient with less
-            work than a sum over that of ``x`` (`_bias_gradient`).
+        bias: A bias ``[(H + 2 * G) * D]`` that was added to ``x`` detached,
+            because attention computes its gradient with less work than a sum over that of ``x`` (`_bias_gradient`).
 
     Raises:
         ValueError: x has no such shape for this number of heads, or the bias does not fit it.

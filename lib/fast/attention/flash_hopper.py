@@ -1,13 +1,18 @@
-"""FlashAttention with roles for a Hopper GPU's warps (warp specialization): one only copies, groups of four only compute.
+"""FlashAttention with roles for a Hopper GPU's warps (warp specialization): one only copies,
+groups of four only compute.
 
-Read ``lib.fast.attention.flash`` first: the arithmetic is the same. There, Triton decides which warps copy and when they wait for a
-product. In Gluon, the language below Triton, the author decides: layouts, shared memory, barriers and waits are all explicit.
+Read ``lib.fast.attention.flash`` first: the arithmetic is the same.
+There, Triton decides which warps copy and when they wait for a product.
+In Gluon, the language below Triton, the author decides: layouts, shared memory, barriers and waits are all explicit.
 
-A program has two or three groups of warps that compute, its *users*. Each user owns 64 rows (forward, dQ) or 64 keys (dK/dV).
-All of them read the same ring of tiles, so each tile comes from memory once for all users. Each place in the ring has two
-barriers: ``full`` opens when the TMA has written all bytes of the tile, ``empty`` when every user has finished with
-it. Tile n of a program is at place n % stages, and a barrier's phase, which alternates between 0 and 1, tells the rounds
-apart. One more barrier, ``once``, opens when the users' own rows have arrived.
+A program has two or three groups of warps that compute, its *users*. Each user owns 64 rows (forward,
+dQ) or 64 keys (dK/dV).
+All of them read the same ring of tiles, so each tile comes from memory once for all users.
+Each place in the ring has two barriers: ``full`` opens when the TMA has written all bytes of the tile,
+``empty`` when every user has finished with it.
+Tile n of a program is at place n % stages, and a barrier's phase, which alternates between 0 and 1,
+tells the rounds apart.
+One more barrier, ``once``, opens when the users' own rows have arrived.
 
 The TMA sees each matrix as [batch, heads, tokens, width] with any strides, so nothing is copied beforehand. It fills
 what lies beyond the last token with zeros, and does not store there. `Roles.ragged` compiles the masks for the cases in
@@ -98,7 +103,9 @@ if GLUON:
 
     @gluon.jit
     def _part(used, loaded, CUT: gl.constexpr):
-        """Assign roles to the program's warps: users with many registers, and one warp with few registers that loads."""
+        """Assign roles to the program's warps: users with many registers,
+        and one warp with few registers that loads.
+        """
         first: gl.constexpr = 0
         second: gl.constexpr = 1
         third: gl.constexpr = 2
@@ -108,9 +115,15 @@ if GLUON:
             )
         else:
             gl.warp_specialize(
-                [(_use, (first, used, CUT)), (_use, (second, used, CUT)), (_use, (third, used, CUT)), (_load, (loaded, CUT))],
-                [4, 4, 1], [160, 160, 24],
-            )  # fmt: skip
+                [
+                    (_use, (first, used, CUT)),
+                    (_use, (second, used, CUT)),
+                    (_use, (third, used, CUT)),
+                    (_load, (loaded, CUT)),
+                ],
+                [4, 4, 1],
+                [160, 160, 24],
+            )
 
     @gluon.jit
     def _use(user: gl.constexpr, given, CUT: gl.constexpr):
@@ -137,7 +150,10 @@ if GLUON:
 
     @gluon.jit
     def _begin_scores(factor, places, full, n, CUT: gl.constexpr):
-        """Start the scores of tile n. The loader brings one tile more than needed, so that even the last one can look ahead."""
+        """Start the scores of tile n.
+
+        The loader brings one tile more than needed, so that even the last one can look ahead.
+        """
         wait_full(full, n, CUT)
         return _begin(factor, places.index(n % CUT.stages))
 
@@ -145,7 +161,9 @@ if GLUON:
 
     @gluon.jit
     def _place(CUT: gl.constexpr):
-        """Head, counted through all batches, and first row of this program (`grid_by_rows`); the longest rows come first."""
+        """Head, counted through all batches, and first row of this program (`grid_by_rows`);
+        the longest rows come first.
+        """
         head = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
         return head, (gl.num_programs(1) - 1 - gl.program_id(1)) * (64 * CUT.users)
 
@@ -159,7 +177,9 @@ if GLUON:
 
     @gluon.jit
     def _n_whole(row, n_tiles, T, S, CUT: gl.constexpr):
-        """Number of tiles without a hidden key for ``row`` and the rows after it; dQ also asks for rows beyond the last one."""
+        """Number of tiles without a hidden key for ``row`` and the rows after it;
+        dQ also asks for rows beyond the last one.
+        """
         if CUT.causal:
             return gl.minimum(gl.maximum(row + 1 + S - T, 0) // CUT.tile, n_tiles)
         elif CUT.ragged:  # noqa: RET505
@@ -394,8 +414,9 @@ if GLUON:
     def _queries(dk, dv, s, key, value, ring, n, rows, cols, scale2, put, MASK: gl.constexpr, CUT: gl.constexpr):
         """One tile of dK and dV. ``s`` holds its scores; the scores of the next tile are returned too.
 
-        In ``lib.fast.attention.flash_stored`` it also copies dS out. ``put`` then holds the descriptor of dS, the shared memory on the way, the
-        tile's number, and the number of keys.
+        In ``lib.fast.attention.flash_stored`` it also copies dS out.
+        ``put`` then holds the descriptor of dS, the shared memory on the way, the tile's number,
+        and the number of keys.
         """
         q_s, do_s, lse_s, sums_s, full, empty = ring
         place = n % CUT.stages
@@ -516,7 +537,8 @@ def hopper_forward(sizes: Sizes, cut: Roles) -> Launch:
     """The launch for (q, k, v, o, lse)."""
     cut = complete(cut, "forward", sizes)
     args = (
-        box(0, 64, cut.width), box(1, cut.tile, cut.width), box(2, cut.tile, cut.width), box(3, 64, cut.width), Address(4),
+        box(0, 64, cut.width), box(1, cut.tile, cut.width), box(2, cut.tile, cut.width), box(3, 64, cut.width),
+        Address(4),
         sizes.t, sizes.s, sizes.n_heads, sizes.scale * math.log2(math.e), cut,
     )  # fmt: skip
     return Launch(

@@ -1,4 +1,5 @@
-"""Lists of items for the backward pass of ``lib.fast.attention.flash_stored``: what each of its programs computes, in which order.
+"""Lists of items for the backward pass of ``lib.fast.attention.flash_stored``: what each of its programs computes,
+in which order.
 
 Rows of queries and keys are counted in tiles of 64 here.
 """
@@ -44,7 +45,8 @@ class Work(NamedTuple):
 def n_tiles_before(j: int, sizes: Sizes) -> int:
     """Number of tiles [64 keys, 64 rows] of dS before those of the rows from 64 j on, in a head of queries.
 
-    Under a causal mask only tiles that some row sees have a place. Without one, there is a place for every tile of 128 keys.
+    Under a causal mask only tiles that some row sees have a place.
+    Without one, there is a place for every tile of 128 keys.
     """
     if sizes.causal:
         return j * (j - 1) // 2 + j * (-(-(sizes.s - sizes.t) // 64) + 1)
@@ -105,10 +107,11 @@ def cost(item: Item, sizes: Sizes) -> float:
 
 
 def deal(sizes: Sizes, n_programs: int, n_tiles: int) -> Work:
-    """Give each item to the program that will be free first; at most ``n_tiles`` tiles of dS are kept at a time, or one part's.
+    """Give each item to the program that will be free first; at most ``n_tiles`` tiles of dS are kept at a time,
+    or one part's.
 
-    This plays through what the GPU will do, with the times of `cost`. Whatever the true times are, nothing can wait for ever:
-    an item waits only for items that were dealt before it.
+    This plays through what the GPU will do, with the times of `cost`.
+    Whatever the true times are, nothing can wait for ever: an item waits only for items that were dealt before it.
     """
     n_parts = sizes.n_batches * sizes.n_heads // sizes.group
     n_slots = max(1, min(n_parts, n_tiles // n_part_tiles(sizes)))
@@ -150,8 +153,9 @@ def deal(sizes: Sizes, n_programs: int, n_tiles: int) -> Work:
 def deal_apart(sizes: Sizes, n_programs: int, n_tiles: int) -> tuple[Work, int]:
     """The shorter work: that of `deal`, or that in which each head of queries is a part with dK and dV of its own.
 
-    Where few heads of keys serve many of queries, there are few items for dK/dV, of very different lengths under a causal
-    mask, and most programs wait for the last ones. Heads apart have more and shorter items, but their dK and dV must be added.
+    Where few heads of keys serve many of queries, there are few items for dK/dV,
+    of very different lengths under a causal mask, and most programs wait for the last ones.
+    Heads apart have more and shorter items, but their dK and dV must be added.
 
     Returns:
         The work, and how many parts share a head of keys: 1, or ``sizes.group``.

@@ -1,18 +1,26 @@
 """The backward pass of attention with five products instead of seven: dS goes through memory.
 
-Read ``lib.fast.attention.flash_hopper`` first. Its two passes, dQ and dK/dV, both compute the scores and dO V^T. Here dK/dV, which
-needs dS anyway, also writes it to memory in 16 bits, and dQ = dS K is a plain product of what was written. For each pair of
-a query and a key this saves 4 D operations and moves 4 bytes.
+Read ``lib.fast.attention.flash_hopper`` first.
+Its two passes, dQ and dK/dV, both compute the scores and dO V^T.
+Here dK/dV, which needs dS anyway, also writes it to memory in 16 bits,
+and dQ = dS K is a plain product of what was written.
+For each pair of a query and a key this saves 4 D operations and moves 4 bytes.
 
-The plain product alone would wait for memory, and dK/dV alone leaves memory idle. So one kernel does both at once: each of
-its programs, one a multiprocessor, works through a list of *items* that the host has made. An item is dK/dV of 128 keys or dQ
-of 256 rows. While some programs compute dK/dV of one head, others compute dQ of the head before. Counters in memory say what
-is done, and an item waits for those that it needs. Every sum has a fixed order, so the same inputs give the same bits.
+The plain product alone would wait for memory, and dK/dV alone leaves memory idle.
+So one kernel does both at once: each of its programs, one a multiprocessor,
+works through a list of *items* that the host has made.
+An item is dK/dV of 128 keys or dQ of 256 rows.
+While some programs compute dK/dV of one head, others compute dQ of the head before.
+Counters in memory say what is done, and an item waits for those that it needs.
+Every sum has a fixed order, so the same inputs give the same bits.
 
-A *part* of the work is a head of keys with the heads of queries that share it, or one of these heads apart from the others: then
-each has a dK and a dV of its own, and they are added up at the end (`deal_apart`). The memory for dS holds two parts or more, if
-there are two. A part waits until dQ of the part that had its place before is done. Where dS of two heads of queries takes more than
-an eighth of the GPU's memory, ``lib.fast.attention.flash`` makes two passes.
+A *part* of the work is a head of keys with the heads of queries that share it,
+or one of these heads apart from the others: then each has a dK and a dV of its own,
+and they are added up at the end (`deal_apart`).
+The memory for dS holds two parts or more, if there are two.
+A part waits until dQ of the part that had its place before is done.
+Where dS of two heads of queries takes more than an eighth of the GPU's memory,
+``lib.fast.attention.flash`` makes two passes.
 """
 
 import math
@@ -39,7 +47,8 @@ def statistics_kernel(
 ):
     """What dK/dV needs of each row, stats [2, heads * padded]: its lse in base 2, and the sum of its o * do.
 
-    A row that lies beyond the last one gets an lse of infinity, so that dK/dV finds weights of 0. The counters become 0.
+    A row that lies beyond the last one gets an lse of infinity, so that dK/dV finds weights of 0.
+    The counters become 0.
     """
     head, start = tl.program_id(1), tl.program_id(0) * ROWS
     b, h = head // H, head % H
@@ -118,7 +127,8 @@ if GLUON:
     def unknown(n):
         """The same number, hidden from the compiler.
 
-        The compiler would otherwise keep in registers what does not change from turn to turn of the loop, and there are none left.
+        The compiler would otherwise keep in registers what does not change from turn to turn of the loop,
+        and there are none left.
         """
         return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [n], gl.int32, is_pure=False, pack=1)
 
@@ -126,7 +136,9 @@ if GLUON:
 
     @gluon.jit
     def tile_number(j, T, S, CUT: gl.constexpr):
-        """Number of tiles [64 keys, 64 rows] of dS before those of the rows from 64 j on, in a head: see `n_tiles_before`."""
+        """Number of tiles [64 keys, 64 rows] of dS before those of the rows from 64 j on, in a head:
+        see `n_tiles_before`.
+        """
         if CUT.causal:
             return j * (j - 1) // 2 + j * ((S - T + 63) // 64 + 1)
         else:  # noqa: RET505
@@ -225,7 +237,7 @@ if GLUON:
         copy_out(dv_out, [head // G, head % G, mine, 0], as_box(value, dv_out))
         return n + 1
 
-    # ---- dQ of 256 rows: a stage of the ring has four tiles of dS, two for each user, and one of keys ------------------
+    # ---- dQ of 256 rows: a stage of the ring has four tiles of dS, two for each user, and one of keys ----------------
 
     @gluon.jit
     def _n_keys(j, T, S, CUT: gl.constexpr):
@@ -338,7 +350,10 @@ if GLUON:
         q, k, v, do, dq, dk, dv, stats, ds, items, counters, each, n_rows, T, S, H, padded, scale2, scale,
         CUT: gl.constexpr,
     ):  # fmt: skip
-        """All gradients. ``items`` has ``each`` numbers for each program, its items one after the other, and then -1."""
+        """All gradients.
+
+        ``items`` has ``each`` numbers for each program, its items one after the other, and then -1.
+        """
         # a program's own keys and values; for dQ, the ring's tiles of keys, one for each of CUT.stages
         own_s = gl.allocate_shared_memory(q.dtype, [4, 64, CUT.width], tile_layout(64, CUT))
         q_s = gl.allocate_shared_memory(q.dtype, [CUT.stages, 64, CUT.width], tile_layout(64, CUT))
@@ -352,7 +367,8 @@ if GLUON:
         ring = (q_s, do_s, lse_s, sums_s, full, empty)
         item = items + gl.program_id(0) * each
         loaded = (
-            item, idle, (q, k, v, do, stats, n_rows, own_s, ring, once, T, S, H, padded), (k, ds, counters, own_s, ring, T, S, H),
+            item, idle, (q, k, v, do, stats, n_rows, own_s, ring, once, T, S, H, padded),
+            (k, ds, counters, own_s, ring, T, S, H),
         )  # fmt: skip
         used = (
             item, idle, counters, (dk, dv, ds, counters, own_s, spare_s, ring, once, T, S, H, scale2, scale),
@@ -372,7 +388,8 @@ def statistics_launch(sizes: Sizes, n_counters: int) -> Launch:
     """The launch for (o, do, lse, stats, counters)."""
     rows = (1, 1, ROWS, sizes.width)
     args = (
-        Box(0, rows), Box(1, rows), Address(2), Address(3), Address(4), sizes.n_rows, sizes.t, sizes.n_heads, sizes.padded,
+        Box(0, rows), Box(1, rows), Address(2), Address(3), Address(4), sizes.n_rows, sizes.t, sizes.n_heads,
+        sizes.padded,
         n_counters, sizes.width, ROWS,
     )  # fmt: skip
     return Launch(statistics_kernel, (sizes.padded // ROWS, sizes.n_batches * sizes.n_heads), args, num_warps=4)
@@ -426,7 +443,10 @@ def _dealt(sizes: Sizes, n_programs: int, n_tiles: int, device: torch.device) ->
 
 
 def has_collectives() -> bool:
-    """Whether this process communicates with others. A collective that occupies some multiprocessors would hold up a cooperative launch."""
+    """Whether this process communicates with others.
+
+    A collective that occupies some multiprocessors would hold up a cooperative launch.
+    """
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -438,7 +458,8 @@ class StoredBackward:
         device: Where they are.
         n_programs: Number of multiprocessors of the device.
         n_tiles: The most tiles of dS that are in memory at a time.
-        otherwise: Called with the same tensors if the device has too little memory for dS, or if the process has collectives.
+        otherwise: Called with the same tensors if the device has too little memory for dS,
+            or if the process has collectives.
 
     Raises:
         ValueError: some row has no key, or tiles are not 128 wide.
@@ -449,7 +470,8 @@ class StoredBackward:
     def __init__(self, sizes: Sizes, device: torch.device, n_programs: int, n_tiles: int, otherwise: Any = None):
         if sizes.width != 128 or (sizes.causal and sizes.t > sizes.s):
             raise ValueError(
-                f"{sizes.t} rows, {sizes.s} keys, tiles of width {sizes.width}: expected a key for each row, and width 128"
+                f"{sizes.t} rows, {sizes.s} keys, tiles of width {sizes.width}: "
+                "expected a key for each row, and width 128"
             )
         self.dealt = _dealt(sizes, n_programs, n_tiles, device)
         self.otherwise, self.is_short = otherwise, False

@@ -24,7 +24,9 @@ def join_heads_kernel(
     q, k, v, out, sums, n_rows, width,
     ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Write q, k and v [n_rows, width] side by side into out, and the sums of every ROWS * STEPS rows into sums [*, 3 * width]."""
+    """Write q, k and v [n_rows, width] side by side into out, and the sums of every ROWS * STEPS rows into sums [*,
+    3 * width].
+    """
     part, first = tl.program_id(1), tl.program_id(0) * ROWS * STEPS
     source = q
     if part == 1:

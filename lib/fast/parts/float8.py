@@ -1,10 +1,12 @@
 """Chapter 20's delayed scales for a whole model: every matrix is cast to float8 in one pass.
 
-A product sums along the rows of its left factor and the columns of its right one, and the tensor cores want float8 factors to lie in memory along
-that sum. Each matrix of a linear layer is a factor twice, along different dimensions. With a scale from the tensor
-itself, a matrix is read for its largest magnitude, read again to be rounded, and its rounded copy is read to be
-transposed. With a scale that is known before the step, one pass is enough: a tile is read, rounded and stored in both
-orders, and its largest magnitude is recorded for later steps.
+A product sums along the rows of its left factor and the columns of its right one,
+and the tensor cores want float8 factors to lie in memory along that sum.
+Each matrix of a linear layer is a factor twice, along different dimensions.
+With a scale from the tensor itself, a matrix is read for its largest magnitude, read again to be rounded,
+and its rounded copy is read to be transposed.
+With a scale that is known before the step, one pass is enough: a tile is read, rounded and stored in both orders,
+and its largest magnitude is recorded for later steps.
 """
 
 from typing import Any
@@ -97,7 +99,9 @@ def finite_amax(x: Tensor) -> Tensor:
 def product_of_rows(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool, bias: Tensor | None = None
 ) -> Tensor:
-    """``(a scale_a) @ (b scale_b).T + bias`` of contiguous float8 ``[M, K]`` and ``[N, K]``, as an operator that the compiler leaves alone."""
+    """``(a scale_a) @ (b scale_b).T + bias`` of contiguous float8 ``[M, K]`` and ``[N, K]``,
+    as an operator that the compiler leaves alone.
+    """
     return scaled_mm(a, b.T, scale_a, scale_b, dtype, fast, bias).contiguous()
 
 
@@ -196,7 +200,8 @@ class Scales:
         used = [layer for layer in self.layers if layer.scales.grad is not None]
         if self.amax is not None and len(used) != self.amax.shape[1]:
             raise RuntimeError(
-                f"{len(used)} layers have gradients, {self.amax.shape[1]} had them before: expected a backward pass of all"
+                f"{len(used)} layers have gradients, {self.amax.shape[1]} had them before: "
+                "expected a backward pass of all"
             )
         if not used:
             return

@@ -1,9 +1,10 @@
 """The GELU of ``x + bias`` in one kernel, and the gradients of both in another.
 
-In the middle of an MLP of ViT-L/16 there are, for 256 images, 50,432 rows of 4096 numbers: 413 MB in bf16. Written as operators,
-the bias is added at the end of the product before it. The backward pass then goes over the rows for their gradient, and the
-compiler computes that gradient a second time, only to sum it for the bias. Here the product comes without its bias, and each
-number crosses the memory bus only as often as it must.
+In the middle of an MLP of ViT-L/16 there are, for 256 images, 50,432 rows of 4096 numbers: 413 MB in bf16.
+Written as operators, the bias is added at the end of the product before it.
+The backward pass then goes over the rows for their gradient, and the compiler computes that gradient a second time,
+only to sum it for the bias.
+Here the product comes without its bias, and each number crosses the memory bus only as often as it must.
 """
 
 import math
@@ -19,7 +20,9 @@ from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, tl, triton
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 P, TAIL = 0.3275911, (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
-"""p and the coefficients of Abramowitz and Stegun's formula 7.1.26, whose error of at most 1.5e-7 is close to float32's rounding."""
+"""p and the coefficients of Abramowitz and Stegun's formula 7.1.26,
+whose error of at most 1.5e-7 is close to float32's rounding.
+"""
 
 A, B, C, D, E = (tl.constexpr(coefficient / 2) for coefficient in TAIL)
 SLOPE = tl.constexpr(P * 0.5**0.5)
@@ -76,7 +79,9 @@ def _bell_and_tail(size, ONE_INSTRUCTION: tl.constexpr):
 
 @triton.jit
 def _gelu_and_slope(y, TANH: tl.constexpr, ONE_INSTRUCTION: tl.constexpr):
-    """The GELU y s and its derivative s + y s', where s is the share of the normal distribution below y, or (1 + tanh) / 2."""
+    """The GELU y s and its derivative s + y s', where s is the share of the normal distribution below y,
+    or (1 + tanh) / 2.
+    """
     if TANH:
         square = y * y
         power = _exp2(y * (LINEAR + CUBIC * LINEAR * square), ONE_INSTRUCTION)
@@ -98,9 +103,13 @@ def _gelu_and_slope(y, TANH: tl.constexpr, ONE_INSTRUCTION: tl.constexpr):
 @triton.jit
 def bias_gelu_forward_kernel(
     x, bias, out, n_rows, n_columns,
-    ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, TANH: tl.constexpr, ONE_INSTRUCTION: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, TANH: tl.constexpr,
+    ONE_INSTRUCTION: tl.constexpr,
 ):  # fmt: skip
-    """Bytes moved: 1 read and 1 write of the rows. About 20 instructions for each number; its bytes take the time of 30."""
+    """Bytes moved: 1 read and 1 write of the rows.
+
+    About 20 instructions for each number; its bytes take the time of 30.
+    """
     n_across = tl.cdiv(n_columns, COLS)
     first = tl.program_id(0) // n_across * ROWS * STEPS
     x += first.to(tl.int64) * n_columns
@@ -119,7 +128,8 @@ def bias_gelu_forward_kernel(
 @triton.jit
 def bias_gelu_backward_kernel(
     x, bias, d_out, dx, sums, n_rows, n_columns,
-    ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, TANH: tl.constexpr, ONE_INSTRUCTION: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, TANH: tl.constexpr,
+    ONE_INSTRUCTION: tl.constexpr,
 ):  # fmt: skip
     """Bytes moved: 2 reads and 1 write of the rows, and a row of float32 sums for each ROWS * STEPS of them."""
     n_across = tl.cdiv(n_columns, COLS)
@@ -232,8 +242,8 @@ def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
         approximate: "none" or "tanh", as PyTorch's ``gelu`` has it.
 
     Returns:
-        ``[..., C]`` in the dtype of ``x``, contiguous; nan on a GPU where ``x + bias`` is infinite. The backward pass keeps ``x`` and
-        ``bias``, and returns gradients in their dtypes.
+        ``[..., C]`` in the dtype of ``x``, contiguous; nan on a GPU where ``x + bias`` is infinite.
+        The backward pass keeps ``x`` and ``bias``, and returns gradients in their dtypes.
 
     Raises:
         ValueError: a shape, a dtype or ``approximate`` is not one of these.

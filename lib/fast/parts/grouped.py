@@ -1,8 +1,11 @@
-"""Grouped products with roles for a Hopper GPU's warps: chapter 19's product, its gradient for the rows, and that for the matrices.
+"""Grouped products with roles for a Hopper GPU's warps: chapter 19's product, its gradient for the rows,
+and that for the matrices.
 
-Read ``lib.fast.attention.flash_hopper`` first: one warp copies and two groups of four compute, with a ring of tiles between them.
-A program computes tiles of 128 rows, 64 for each group, until none is left (a persistent kernel): while the groups write one
-tile, the ring already fills with the numbers of the next. There is a program for each multiprocessor.
+Read ``lib.fast.attention.flash_hopper`` first: one warp copies and two groups of four compute,
+with a ring of tiles between them.
+A program computes tiles of 128 rows, 64 for each group, until none is left (a persistent kernel):
+while the groups write one tile, the ring already fills with the numbers of the next.
+There is a program for each multiprocessor.
 """
 
 from dataclasses import dataclass
@@ -37,9 +40,11 @@ class Cut:
 
 @triton.jit
 def plan_kernel(counts, table, first_rows, E, n_slots, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, M: tl.constexpr):
-    """Find for each tile of rows its expert, its first row and the end of the expert's rows; count the tiles; find each expert's first row.
+    """Find for each tile of rows its expert, its first row and the end of the expert's rows; count the tiles;
+    find each expert's first row.
 
-    ``table`` is int32 [1 + 3 n_slots]: the number of tiles, then experts, first rows and ends. ``first_rows`` is int32 [E + 1].
+    ``table`` is int32 [1 + 3 n_slots]: the number of tiles, then experts, first rows and ends.
+    ``first_rows`` is int32 [E + 1].
     """
     index = tl.arange(0, EXPERTS)
     n = tl.load(counts + index, mask=index < E, other=0).to(tl.int32)
@@ -277,7 +282,8 @@ if GLUON:
 
 
 def fits(x: Tensor, weights: Tensor) -> bool:
-    """Whether the kernels with roles take these: 16 bits, a Hopper GPU, a layout that the TMA can read in place, and not small.
+    """Whether the kernels with roles take these: 16 bits, a Hopper GPU, a layout that the TMA can read in place,
+    and not small.
 
     Where a compiler or a mode watches, the product's own kernel is what it can see.
     """
@@ -342,7 +348,9 @@ def grouped_matmul_fast(
     planned: Plan | None = None,
     cut: Cut | None = None,
 ) -> Float[Tensor, "n f"]:
-    """Chapter 19's `grouped_matmul` by `rows_kernel`, for what `fits`; ``planned`` is the `plan` of these counts, if there is one."""
+    """Chapter 19's `grouped_matmul` by `rows_kernel`, for what `fits`; ``planned`` is the `plan` of these counts,
+    if there is one.
+    """
     (n_rows, width), columns = x.shape, weights.shape[2]
     transposed = weights.stride(2) != 1
     cut = cut or Cut(transposed=transposed)
@@ -384,7 +392,9 @@ def weight_gradients_fast(
 def with_gradients(
     product: grouped.Product, x: Float[Tensor, "n c"], weights: Float[Tensor, "e c f"], counts: Int[Tensor, " e"]
 ) -> Float[Tensor, "n f"]:
-    """``lib.given.kernels.grouped.with_gradients``, by the kernels with roles where they fit, in place of ``product``."""
+    """``lib.given.kernels.grouped.with_gradients``, by the kernels with roles where they fit,
+    in place of ``product``.
+    """
     x, weights = x.to(factor_dtype(x)), weights.to(factor_dtype(weights))
     if not fits(x, weights):
         return grouped.with_gradients(product, x, weights, counts)

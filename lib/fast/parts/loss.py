@@ -1,8 +1,9 @@
 """The cross-entropy of a large vocabulary in one kernel: loss and gradient from a single reading of the logits.
 
-Logits of 16 x 1024 tokens and 50,304 columns fill 1.6 GB in bf16. Written as softmax, logarithm and indexing, the loss
-moves them over the memory bus again and again. Here each row is read once from memory and once from the cache, and its
-gradient is written once. On a Hopper GPU, ``lib.fast.parts.loss_hopper`` keeps the row in shared memory and saves the second reading.
+Logits of 16 x 1024 tokens and 50,304 columns fill 1.6 GB in bf16.
+Written as softmax, logarithm and indexing, the loss moves them over the memory bus again and again.
+Here each row is read once from memory and once from the cache, and its gradient is written once.
+On a Hopper GPU, ``lib.fast.parts.loss_hopper`` keeps the row in shared memory and saves the second reading.
 """
 
 import torch

@@ -1,9 +1,11 @@
 """The cross-entropy of ``lib.fast.parts.loss`` on a Hopper GPU, with whole rows of logits in shared memory.
 
-A row of 50,304 logits takes 101 KB in bf16, so the shared memory of a multiprocessor holds the rows of two programs: while one
-of them computes, the other one copies. A row arrives in chunks of 4096 numbers, each with a barrier of its own. The row's maximum
-is taken as the chunks arrive, and the sum of its exponentials from shared memory. The gradient then overwrites the row there,
-chunk by chunk, and is copied out, and the next row's chunks follow as their places become free.
+A row of 50,304 logits takes 101 KB in bf16, so the shared memory of a multiprocessor holds the rows of two programs:
+while one of them computes, the other one copies.
+A row arrives in chunks of 4096 numbers, each with a barrier of its own.
+The row's maximum is taken as the chunks arrive, and the sum of its exponentials from shared memory.
+The gradient then overwrites the row there, chunk by chunk, and is copied out,
+and the next row's chunks follow as their places become free.
 """
 
 import math
@@ -56,7 +58,10 @@ if GLUON:
 
     @gluon.jit
     def row_loss_kernel(logits, gradient, targets, losses, n_rows, n_vocab, scale, CHUNKS: gl.constexpr):
-        """Losses ``[N]``, and the gradient ``[N, V / 128, 128]`` of logits of that shape, times ``scale``. Bytes moved: 1 read and 1 write of the rows."""
+        """Losses ``[N]``, and the gradient ``[N, V / 128, 128]`` of logits of that shape, times ``scale``.
+
+        Bytes moved: 1 read and 1 write of the rows.
+        """
         row_s = gl.allocate_shared_memory(logits.dtype, [CHUNKS, 4096], FLAT)
         full = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], mbarrier.MBarrierLayout())
         for j in gl.static_range(CHUNKS):
@@ -81,7 +86,9 @@ if GLUON:
 
 
 def fits(logits: Tensor) -> bool:
-    """Whether the kernel takes these logits ``[N, V]``: 16 bits, a Hopper GPU, whole lines, and rows of which two fit into shared memory."""
+    """Whether the kernel takes these logits ``[N, V]``: 16 bits, a Hopper GPU, whole lines,
+    and rows of which two fit into shared memory.
+    """
     n_rows, n_columns = logits.shape
     readable = logits.dtype.itemsize == 2 and n_columns % LINE == 0 and logits.data_ptr() % 16 == 0
     return readable and n_rows > 0 and 0 < n_columns <= MOST_CHUNKS * CHUNK and has_roles(logits)

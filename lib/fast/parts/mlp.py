@@ -1,17 +1,22 @@
 """The MLP of a transformer on a Hopper GPU: its GELU is computed inside the products before and after it.
 
-A separate GELU kernel reads and writes all numbers of the widest layer, once in the forward pass and once in the backward pass,
-and the tensor cores wait meanwhile. Here the first product applies the GELU to sums that are still in registers. It writes the
-GELU and, in place of its argument, the GELU's slope there. The backward pass needs nothing else: the gradient of the argument
-is a product too, and each of its numbers is multiplied by a slope before it is written.
+A separate GELU kernel reads and writes all numbers of the widest layer,
+once in the forward pass and once in the backward pass, and the tensor cores wait meanwhile.
+Here the first product applies the GELU to sums that are still in registers.
+It writes the GELU and, in place of its argument, the GELU's slope there.
+The backward pass needs nothing else: the gradient of the argument is a product too,
+and each of its numbers is multiplied by a slope before it is written.
 
-Read ``lib.fast.parts.grouped`` first: these products are tiled in the same way. But the two groups of warps that compute, the users,
-take turns. A program's tiles alternate between them, and a user's product starts when the other user has started the last terms
-of its own. While a user writes its tile, the tensor cores work for the other one.
+Read ``lib.fast.parts.grouped`` first: these products are tiled in the same way.
+But the two groups of warps that compute, the users, take turns.
+A program's tiles alternate between them, and a user's product starts when the other user has started
+the last terms of its own.
+While a user writes its tile, the tensor cores work for the other one.
 
-The taller a tile, the fewer bytes are copied for a product. Backward, a tile has 192 rows, whose sums fill the registers; with 128 the
-tensor cores waited for copies. Forward, it has 128: with 192 the exact GELU was slower, probably because the code no longer fits into
-the instruction cache.
+The taller a tile, the fewer bytes are copied for a product.
+Backward, a tile has 192 rows, whose sums fill the registers; with 128 the tensor cores waited for copies.
+Forward, it has 128: with 192 the exact GELU was slower,
+probably because the code no longer fits into the instruction cache.
 """
 
 from functools import lru_cache
@@ -74,7 +79,9 @@ if GLUON:
 
     @gluon.jit
     def _product(m, n_terms, turns, ring, CUT: gl.constexpr):
-        """Compute the product of tile m, 64 rows at a time, after the other user has started the last terms of the tile before."""
+        """Compute the product of tile m, 64 rows at a time,
+        after the other user has started the last terms of the tile before.
+        """
         x_s, w_s, full, empty = ring
         if m > 0:  # by then all terms of earlier tiles have arrived, so the parity of `full` cannot be one round behind
             wait_full(turns, m - 1, PAIR)
@@ -143,7 +150,9 @@ if GLUON:
 
     @gluon.jit
     def _load_slopes(user: gl.constexpr, slope, n, row, column, full, own_s):
-        """Start to copy the slopes of the user's piece number n to place n % 4, which the piece before must have left."""
+        """Start to copy the slopes of the user's piece number n to place n % 4,
+        which the piece before must have left.
+        """
         place = 4 * user + n % 4
         mbarrier.expect(full.index(place), 64 * 64 * 2)
         copy_in(slope, [0, 0, row, column], full.index(place), as_box(own_s.index(place), slope))
@@ -186,7 +195,9 @@ if GLUON:
 
     @gluon.jit(do_not_specialize=("n_rows", "n_columns", "n_terms"))
     def gelu_kernel(x, w, bias, gelu, slope, n_rows, n_columns, n_terms, F, TANH: gl.constexpr, CUT: gl.constexpr):
-        """Write the GELU of ``x @ w.T + bias`` and its slope there, both ``[N, F]``, for x ``[N, C]``, w ``[F, C]`` and bias ``[F]``."""
+        """Write the GELU of ``x @ w.T + bias`` and its slope there, both ``[N, F]``, for x ``[N, C]``, w ``[F,
+        C]`` and bias ``[F]``.
+        """
         x_s = gl.allocate_shared_memory(x.dtype, [CUT.parts * CUT.stages, 64, 64], shared_layout(64, 64))
         w_s = gl.allocate_shared_memory(x.dtype, [CUT.stages, 128, 64], shared_layout(128, 64))
         own_s = gl.allocate_shared_memory(x.dtype, [8, 64, 64], shared_layout(64, 64))
@@ -198,13 +209,20 @@ if GLUON:
         first: gl.constexpr = 0
         second: gl.constexpr = 1
         gl.warp_specialize(
-            [(_use_forward, (first, used, TANH, CUT)), (_use_forward, (second, used, TANH, CUT)), (_load, (loaded, CUT))],
-            [4, 1], [240, 24],
-        )  # fmt: skip
+            [
+                (_use_forward, (first, used, TANH, CUT)),
+                (_use_forward, (second, used, TANH, CUT)),
+                (_load, (loaded, CUT)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
 
     @gluon.jit(do_not_specialize=("n_rows", "n_columns", "n_terms"))
     def slope_kernel(x, w, slope, out, sums, n_rows, n_columns, n_terms, F, CUT: gl.constexpr):
-        """Write ``(x @ w) * slope`` for x ``[N, C]``, w ``[C, F]`` and slope ``[N, F]``, and its sums over each 192 rows, float32 ``[ceil(N / 192), F]``."""
+        """Write ``(x @ w) * slope`` for x ``[N, C]``, w ``[C, F]`` and slope ``[N, F]``,
+        and its sums over each 192 rows, float32 ``[ceil(N / 192), F]``.
+        """
         x_s = gl.allocate_shared_memory(x.dtype, [CUT.parts * CUT.stages, 64, 64], shared_layout(64, 64))
         w_s = gl.allocate_shared_memory(x.dtype, [CUT.stages, 64, 128], shared_layout(64, 128))
         own_s = gl.allocate_shared_memory(x.dtype, [8, 64, 64], shared_layout(64, 64))
@@ -235,7 +253,9 @@ def _n_multiprocessors(device: torch.device) -> int:
 
 
 def fits(x: Tensor, n_columns: int) -> bool:
-    """Whether the kernels take rows ``[..., C]`` and an inner width of ``n_columns``: 16 bits, a Hopper GPU, and at least a tile for each multiprocessor."""
+    """Whether the kernels take rows ``[..., C]`` and an inner width of ``n_columns``: 16 bits, a Hopper GPU,
+    and at least a tile for each multiprocessor.
+    """
     n_rows, width = x.shape[:-1].numel(), x.shape[-1]
     readable = x.dtype in (torch.bfloat16, torch.float16) and width % 8 == n_columns % 8 == 0
     n_tiles = _cdiv(n_rows, 64 * BACKWARD.parts) * _cdiv(n_columns, 128)
@@ -279,7 +299,9 @@ def _backward_launch(key: tuple) -> Launch:
 
 
 def launch_backward(x: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
-    """Run `slope_kernel`; returns the product times the slopes, and its column sums, which are always added in the same order."""
+    """Run `slope_kernel`; returns the product times the slopes, and its column sums,
+    which are always added in the same order.
+    """
     x, weight, slope = _readable(x), _readable(weight), _readable(slope)
     (n_rows, width), columns = x.shape, weight.shape[1]
     out = x.new_empty(n_rows, columns)
@@ -328,7 +350,9 @@ def _(x: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class MLP(torch.autograd.Function):
-    """Both products with the GELU between them, as one function: the second layer's backward product also applies the GELU's slope."""
+    """Both products with the GELU between them, as one function:
+    the second layer's backward product also applies the GELU's slope.
+    """
 
     @staticmethod
     def forward(

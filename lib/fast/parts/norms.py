@@ -1,12 +1,15 @@
 """A layer norm at the start of a branch, whose backward pass reads the residual stream's gradient once.
 
-A branch of a block computes ``x + out(inner(norm(x)))``. The gradient of the bias of ``out`` is the sum over all rows of the stream's
-gradient, which the norm's backward pass reads as well. PyTorch's compiler computes the two in different kernels, and so reads the
-gradient twice. Here the product ``out`` gets a detached bias, and one kernel sums the bias's gradient while the rows pass by, along
-with the sums for the norm's weight and bias.
+A branch of a block computes ``x + out(inner(norm(x)))``.
+The gradient of the bias of ``out`` is the sum over all rows of the stream's gradient,
+which the norm's backward pass reads as well.
+PyTorch's compiler computes the two in different kernels, and so reads the gradient twice.
+Here the product ``out`` gets a detached bias, and one kernel sums the bias's gradient while the rows pass by,
+along with the sums for the norm's weight and bias.
 
-The bias must be added inside of the product, whose sums are in float32. Added to a 16-bit stream it does not act by its size: below
-half of the distance between two numbers it is either lost or, where the sum before it lies half way between them, decides the rounding.
+The bias must be added inside of the product, whose sums are in float32.
+Added to a 16-bit stream it does not act by its size: below half of the distance between two numbers it is either lost
+or, where the sum before it lies half way between them, decides the rounding.
 """
 
 from typing import Any
@@ -31,8 +34,9 @@ def norm_and_bias_backward_kernel(
 ):  # fmt: skip
     """Write the stream's gradient, and the sums of each program's rows into sums [programs, 3, n_columns].
 
-    Programs take rows in turns, so that at any time all of them together read one stretch of memory. Bytes moved: 3 reads and
-    1 write of the rows. About 20 FLOPs for each number.
+    Programs take rows in turns, so that at any time all of them together read one stretch of memory.
+    Bytes moved: 3 reads and 1 write of the rows.
+    About 20 FLOPs for each number.
     """
     columns = tl.arange(0, COLS)
     is_column = columns < n_columns
@@ -65,7 +69,9 @@ def norm_and_bias_backward_kernel(
 def launch_backward(
     x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, d_out: Tensor, d_normed: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of the stream ``[..., C]``, and the sums ``[3, C]`` for the norm's weight, the norm's bias and the product's."""
+    """The gradient of the stream ``[..., C]``, and the sums ``[3, C]`` for the norm's weight,
+    the norm's bias and the product's.
+    """
     given = [t.contiguous() for t in (x, mean, scale, weight, d_out, d_normed)]
     n_columns, n_rows = x.shape[-1], x.shape[:-1].numel()
     cols = triton.next_power_of_2(n_columns)

@@ -1,8 +1,10 @@
 """The end of a sum over rows that many programs have begun.
 
-A kernel that sums over the rows of a large matrix leaves one row of sums for each program. Few are left, and so adding them up
-takes as long as its starts and waits take. PyTorch's ``sum`` clears a counter in memory for it, and lets blocks wait for
-each other; here each program adds a few columns alone. The order of the additions never changes.
+A kernel that sums over the rows of a large matrix leaves one row of sums for each program.
+Few are left, and so adding them up takes as long as its starts and waits take.
+PyTorch's ``sum`` clears a counter in memory for it, and lets blocks wait for each other;
+here each program adds a few columns alone.
+The order of the additions never changes.
 """
 
 from torch import Tensor

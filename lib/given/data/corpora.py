@@ -33,7 +33,10 @@ def language_reference() -> str:
 
 @functools.cache
 def standard_library_docstrings() -> str:
-    """The docstrings of the standard library's modules, classes and functions: about 1 MB. No module is imported for it."""
+    """The docstrings of the standard library's modules, classes and functions: about 1 MB.
+
+    No module is imported for it.
+    """
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     found = []
     for path in sorted(Path(os.__file__).parent.glob("*.py")):

@@ -9,7 +9,9 @@ LEFT_BY_TOOLS = {"__MACOSX", "__pycache__", "@eaDir", "$RECYCLE.BIN", "lost+foun
 
 
 def is_left_by_tools(place: Path) -> bool:
-    """Whether a place below a folder is hidden or a tool's own copy, such as ``.ipynb_checkpoints/a-checkpoint.txt``."""
+    """Whether a place below a folder is hidden or a tool's own copy,
+    such as ``.ipynb_checkpoints/a-checkpoint.txt``.
+    """
     return any(part.startswith((".", "~$")) or part in LEFT_BY_TOOLS for part in place.parts)
 
 

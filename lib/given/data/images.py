@@ -1,4 +1,6 @@
-"""Images: digits and a photograph that are on every machine already, and one function for CIFAR-10 and your own files."""
+"""Images: digits and a photograph that are on every machine already,
+and one function for CIFAR-10 and your own files.
+"""
 
 import functools
 import io
@@ -52,20 +54,23 @@ def load_images(
     Args:
         source: "digits" (8 x 8, grayscale, on every machine), "cifar10", any data set on the Hugging Face hub as
             "owner/name", a .parquet, .json or .jsonl file, or a folder of such files.
-        split: "train" or "test". In a folder, the files whose names begin with it are read, apart from hidden ones; a single
-            file is read whole.
+        split: "train" or "test".
+            In a folder, the files whose names begin with it are read, apart from hidden ones;
+            a single file is read whole.
         image: Column of the pictures, as ``datasets`` writes them, with their bytes or their path. The default is the
             data set's own column, or "img".
-        label: Column of the classes, which are whole numbers from 0. The default is the data set's own, or "label". Where
-            files name their classes, the names count: numbers are those of the first file.
+        label: Column of the classes, which are whole numbers from 0.
+            The default is the data set's own, or "label".
+            Where files name their classes, the names count: numbers are those of the first file.
         limit: Read at most this many pictures.
         progress: Show a bar that counts pictures.
 
     Raises:
         FileNotFoundError: there is no such file, folder or data set; the message says what there is.
-        ValueError: a row lacks a column, or its class is beyond the names; its picture is cut short, or one that a tensor
-            from 0 to 1 cannot hold (`_pixels`), or of another size than the first; or a file has other classes than the
-            first. The message names the file and the row, counted from 1.
+        ValueError: a row lacks a column, or its class is beyond the names; its picture is cut short,
+            or one that a tensor from 0 to 1 cannot hold (`_pixels`), or of another size than the first;
+            or a file has other classes than the first.
+            The message names the file and the row, counted from 1.
     """
     if str(source) == "digits":
         digits = _digits(split)
@@ -113,7 +118,10 @@ def order_of(theirs: Sequence[str] | None, ours: Sequence[str] | None, where: st
         return None
     theirs, ours = theirs and list(theirs), ours and list(ours)
     if theirs is None or ours is None or not set(theirs) <= set(ours):
-        raise ValueError(f"{where}: its classes are {_listed(theirs)}, those of the first file {_listed(ours)}; expected the same names")  # fmt: skip
+        raise ValueError(
+            f"{where}: its classes are {_listed(theirs)}, those of the first file {_listed(ours)}; "
+            "expected the same names"
+        )
     return None if theirs == ours[: len(theirs)] else [ours.index(name) for name in theirs]
 
 
@@ -178,7 +186,9 @@ def _pixels(picture) -> Tensor:
     if mode == "F" or (mode.startswith("I") and not is_16_bit and picture.format not in ("PNG", "PPM")):
         raise ValueError(f"mode {mode}, whose values have no largest one to divide by; expected 8 or 16 bits")
     if picture.has_transparency_data and (is_16_bit or picture.convert("RGBA").getextrema()[3][0] < 255):
-        raise ValueError(f"mode {mode} with transparent pixels, whose colour depends on what is behind; expected opaque ones")  # fmt: skip
+        raise ValueError(
+            f"mode {mode} with transparent pixels, whose colour depends on what is behind; expected opaque ones"
+        )
     picture = ImageOps.exif_transpose(picture)
     if mode in ("1", "L", "LA", "La"):
         array = np.array(picture.convert("L"), dtype=np.float32) / 255
@@ -205,7 +215,8 @@ def _files_of(source: str | os.PathLike, split: str) -> list[Path]:
     if str(source) not in DATA_SETS and not on_hub:
         there = ", ".join(["digits", *DATA_SETS])
         raise FileNotFoundError(
-            f"no file or folder {path} (searched from {Path.cwd()}), and no data set: those are {there} or owner/name on the hub"
+            f"no file or folder {path} (searched from {Path.cwd()}), and no data set: "
+            f"those are {there} or owner/name on the hub"
         )
     return []
 
@@ -258,8 +269,12 @@ def _class(where: str, row: dict, column: str, names: Sequence[str] | None) -> i
     value = row.get(column)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(
-            f"{where}: no class (a whole number from 0) in column {column!r}, but {value!r}; its columns are {sorted(row)}"
+            f"{where}: no class (a whole number from 0) in column {column!r}, but {value!r}; "
+            f"its columns are {sorted(row)}"
         )
     if names is not None and value >= len(names):
-        raise ValueError(f"{where}: class {value} in column {column!r}, but the file names {len(names)}: {_listed(names)}; expected 0 to {len(names) - 1}")  # fmt: skip
+        raise ValueError(
+            f"{where}: class {value} in column {column!r}, but the file names {len(names)}: "
+            f"{_listed(names)}; expected 0 to {len(names) - 1}"
+        )
     return value

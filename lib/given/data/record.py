@@ -1,4 +1,6 @@
-"""The measurements that the book shows: each a JSON file with its results, the machine and the date (``lib.bench`` writes them)."""
+"""The measurements that the book shows: each a JSON file with its results,
+the machine and the date (``lib.bench`` writes them).
+"""
 
 import json
 import sys

@@ -1,6 +1,7 @@
 """Read published weights: safetensors in shards with an index, and Meta's ``.pth`` files.
 
-If anything is wrong with a checkpoint, one error lists all of it, so that a download of hours has to be repaired only once.
+If anything is wrong with a checkpoint, one error lists all of it,
+so that a download of hours has to be repaired only once.
 """
 
 import json
@@ -47,15 +48,17 @@ def load_weights(
     """All tensors of a checkpoint, by name, on the CPU, in the dtypes that they were saved in.
 
     Args:
-        path: A ``.safetensors`` or ``.pth`` file, or a folder: with ``model.safetensors.index.json`` and its shards, with
-            ``model.safetensors``, or with Meta's ``consolidated.NN.pth``.
+        path: A ``.safetensors`` or ``.pth`` file, or a folder: with ``model.safetensors.index.json`` and its shards,
+            with ``model.safetensors``, or with Meta's ``consolidated.NN.pth``.
         expected: The shape that each name should have; None accepts any names and shapes.
-        ignore: Endings of names to leave out, such as ``"rotary_emb.inv_freq"`` in older checkpoints and Meta's ``"rope.freqs"``.
+        ignore: Endings of names to leave out, such as ``"rotary_emb.inv_freq"`` in older checkpoints and Meta's
+            ``"rope.freqs"``.
 
     Raises:
         FileNotFoundError: there is no checkpoint at ``path``; the message says what was looked for.
-        CheckpointError: a shard is missing, is cut short, or holds something other than tensors, or a tensor is missing,
-            unknown or of a wrong shape. One message lists all of these.
+        CheckpointError: a shard is missing, is cut short, or holds something other than tensors,
+            or a tensor is missing, unknown or of a wrong shape.
+            One message lists all of these.
     """
     path, problems = Path(path), []
     files, index = find_files(path)
@@ -148,7 +151,9 @@ def _read_pickle(file: Path) -> dict[str, Tensor]:
 
 
 def why(error: pickle.UnpicklingError) -> str:
-    """The object that ``torch.load`` refused, such as `` (posix.system)``, without its advice to load the file all the same."""
+    """The object that ``torch.load`` refused, such as `` (posix.system)``,
+    without its advice to load the file all the same.
+    """
     found = re.search(r"(?:GLOBAL|global:?) (?:GLOBAL )?([\w.]+\.\w+)", str(error))
     return f" ({found[1]})" if found else ""
 
@@ -191,8 +196,11 @@ def _problems_of_index(index: Mapping[str, str], found: Mapping[str, Tensor], un
 def _problems_of_shapes(
     found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], unread: bool, index: Mapping[str, str]
 ) -> list[str]:
-    # Nobody can know what was in a broken file, so without an index no tensor is reported as missing.
-    missing = [f"missing: {n}" for n in expected if n not in found and n not in index and not (unread and not index)]
+    if unread and not index:  # nobody can know what was in the broken file
+        absent: list[str] = []
+    else:  # what the index lists is missed by ``_problems_of_index``
+        absent = [name for name in expected if name not in found and name not in index]
+    missing = [f"missing: {name}" for name in absent]
     extra = [f"extra: {name}" for name in found if name not in expected]
     wrong = [
         f"wrong shape: {name} is {list(found[name].shape)}, expected {list(shape)}"

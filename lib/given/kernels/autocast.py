@@ -1,7 +1,9 @@
-"""What ``torch.autocast`` does to each operation, by the name that a ``TorchFunctionMode`` sees, formats by name, and the dtype of a factor.
+"""What ``torch.autocast`` does to each operation, by the name that a ``TorchFunctionMode`` sees, formats by name,
+and the dtype of a factor.
 
-Transcribed from PyTorch's ``aten/src/ATen/autocast_mode.h``, for common operations only. An operation in neither set runs in
-the dtypes of its inputs. The lists of CUDA and of the CPU differ: on the CPU, softmax, norms and sums stay narrow.
+Transcribed from PyTorch's ``aten/src/ATen/autocast_mode.h``, for common operations only.
+An operation in neither set runs in the dtypes of its inputs.
+The lists of CUDA and of the CPU differ: on the CPU, softmax, norms and sums stay narrow.
 """
 
 import torch
@@ -80,7 +82,9 @@ REDUCTIONS: dict[str, frozenset[str]] = {
 
 
 def factor_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype in which ``x`` enters a product: autocast's dtype under ``torch.autocast``, except for float64; else its own."""
+    """The dtype in which ``x`` enters a product: autocast's dtype under ``torch.autocast``, except for float64;
+    else its own.
+    """
     kind = x.device.type
     if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return x.dtype

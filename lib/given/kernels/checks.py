@@ -1,4 +1,5 @@
-"""What chapter 20 refuses before it computes: sizes that don't fit, levels beyond four bits, and numbers that are not finite.
+"""What chapter 20 refuses before it computes: sizes that don't fit, levels beyond four bits,
+and numbers that are not finite.
 
 Weights and levels are read, so the host waits for a GPU. They are converted once, not in every step of training.
 """
@@ -45,8 +46,9 @@ def check_weights(weight: Float[Tensor, "n k"], group_size: int, hessian: Float[
     """Reject weights that can't be laid onto levels in groups, and a Hessian that can't belong to them.
 
     Raises:
-        ValueError: ``weight`` is no matrix, has groups that `check_blocks` refuses, or holds NaN or a number that is infinite in float32; or the
-            Hessian is not ``[K, K]``, not finite, not symmetric, or has an eigenvalue so negative that gptq's damping does not make up for it.
+        ValueError: ``weight`` is no matrix, has groups that `check_blocks` refuses,
+            or holds NaN or a number that is infinite in float32; or the Hessian is not ``[K, K]``, not finite,
+            not symmetric, or has an eigenvalue so negative that gptq's damping does not make up for it.
     """
     if weight.ndim != 2:
         raise ValueError(f"weights {tuple(weight.shape)}: expected a matrix [N, K]")

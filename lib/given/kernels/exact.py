@@ -1,4 +1,6 @@
-"""What chapter 15 is checked with: PyTorch's attention in float64, and counters of the tensors and masks that a call makes."""
+"""What chapter 15 is checked with: PyTorch's attention in float64,
+and counters of the tensors and masks that a call makes.
+"""
 
 import torch
 from torch import Tensor
@@ -15,7 +17,9 @@ def make_inputs(q_shape, kv_shape, dtype=torch.float32, device="cpu", seed=0) ->
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor, is_causal: bool) -> dict[str, Tensor]:
-    """Output, logsumexp and gradients in float64, by PyTorch's scaled_dot_product_attention; 0 for rows without keys."""
+    """Output, logsumexp and gradients in float64, by PyTorch's scaled_dot_product_attention;
+    0 for rows without keys.
+    """
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     shared = q.shape[-3] // k.shape[-3] if q.ndim > 2 else 1
     keys, values = (x.repeat_interleave(shared, -3) if shared > 1 else x for x in (k, v))

@@ -42,7 +42,9 @@ def check_groups(x: Tensor, weights: Tensor, counts: Tensor) -> None:
 
 
 def grouped_tiles(dtype: torch.dtype) -> list[MatmulTiles]:
-    """Small tiles for the interpreter; on a GPU, tiles for rows that come in groups of some hundred, of which the autotuner takes the quickest."""
+    """Small tiles for the interpreter; on a GPU, tiles for rows that come in groups of some hundred,
+    of which the autotuner takes the quickest.
+    """
     if INTERPRETED:
         return [MatmulTiles(16, 32, 16, 3)]
     if dtype == torch.float32:
@@ -57,7 +59,9 @@ def grouped_tiles(dtype: torch.dtype) -> list[MatmulTiles]:
 
 @functools.cache
 def _tuned(kernel, dtype: torch.dtype):
-    """The kernel with Triton's autotuner around it, which times the tiles at the first call for each shape of the weights."""
+    """The kernel with Triton's autotuner around it, which times the tiles at the first call for
+    each shape of the weights.
+    """
     configs = [
         triton.Config({"TILE_N": t.n, "TILE_K": t.k, "GROUP": t.group}, num_warps=t.num_warps, num_stages=t.num_stages)
         for t in grouped_tiles(dtype)
@@ -67,7 +71,9 @@ def _tuned(kernel, dtype: torch.dtype):
 
 @triton.jit
 def tile_of_program(GROUP: tl.constexpr):
-    """Row and column of this program's tile, in chapter 14's order: programs that run together share GROUP tiles of rows, and columns."""
+    """Row and column of this program's tile, in chapter 14's order:
+    programs that run together share GROUP tiles of rows, and columns.
+    """
     n_rows, n_columns = tl.num_programs(0), tl.num_programs(1)
     program = tl.program_id(0) + tl.program_id(1) * n_rows
     first = program // (GROUP * n_columns) * GROUP
@@ -81,13 +87,15 @@ def launch_grouped(
 ) -> Float[Tensor, "n f"]:
     """Launch a kernel that multiplies the rows of each expert with the expert's matrix.
 
-    The grid has one program for each tile of the result, and some that find nothing to do: how many tiles of rows there are depends
-    on ``counts``, which the host does not read, so the grid has the largest number that N rows of E experts can have.
+    The grid has one program for each tile of the result, and some that find nothing to do:
+    how many tiles of rows there are depends on ``counts``, which the host does not read,
+    so the grid has the largest number that N rows of E experts can have.
 
     Args:
-        kernel: Takes x, weights, out, first_rows, first_tiles, C, F, E, the strides of x and of weights, and the constants TILE_M, TILE_N,
-            TILE_K, GROUP and EXPERTS, the power of two that holds E. Entry e of ``first_rows`` is the first row of expert e, entry e of
-            ``first_tiles`` its first tile of rows; both have an entry more, for the end.
+        kernel: Takes x, weights, out, first_rows, first_tiles, C, F, E, the strides of x and of weights,
+            and the constants TILE_M, TILE_N, TILE_K, GROUP and EXPERTS, the power of two that holds E.
+            Entry e of ``first_rows`` is the first row of expert e, entry e of ``first_tiles`` its first tile of rows;
+            both have an entry more, for the end.
 
     Raises:
         RuntimeError: Triton is not installed.
@@ -118,7 +126,9 @@ def weight_gradient_kernel(
     x, grad, out, first_rows, C, F, xn, xc, gn, gf,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j, e) computes a tile of the gradient of expert e's matrix; its sum runs over the expert's rows, TILE_K at a time."""
+    """Program (i, j, e) computes a tile of the gradient of expert e's matrix; its sum runs over the expert's rows,
+    TILE_K at a time.
+    """
     i, j = tile_of_program(GROUP)
     expert = tl.program_id(2).to(tl.int64)
     c = (i * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
@@ -141,7 +151,9 @@ def weight_gradient_kernel(
 def launch_weight_gradients(
     x: Float[Tensor, "n c"], grad: Float[Tensor, "n f"], counts: Int[Tensor, " e"]
 ) -> Float[Tensor, "e c f"]:
-    """For each expert the product of its transposed rows of x with its rows of grad; zeros for an expert without rows."""
+    """For each expert the product of its transposed rows of x with its rows of grad;
+    zeros for an expert without rows.
+    """
     (tiles, *others), (_, width), columns = grouped_tiles(x.dtype), x.shape, grad.shape[1]
     counts = counts.to(torch.int64)
     first_rows = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
@@ -166,7 +178,9 @@ def _weight_gradients(x: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
 
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, product: Product, of_weights: Product, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx, product: Product, of_weights: Product, x: Tensor, weights: Tensor, counts: Tensor
+    ) -> Tensor:
         ctx.product, ctx.of_weights = product, of_weights
         ctx.save_for_backward(x, weights, counts)
         return product(x, weights, counts)
@@ -188,9 +202,12 @@ def with_gradients(
 ) -> Float[Tensor, "n f"]:
     """``product(x, weights, counts)`` as a step of autograd, by equation (19.6).
 
-    The gradient of x is a grouped product again, with every matrix transposed: ``product(grad, weights.transpose(1, 2), counts)``.
-    The gradient of a matrix is the product of its expert's transposed rows with their gradients: ``of_weights(x, grad, counts)``.
-    Under autocast both factors are cast to its dtype first, except float64; their gradients come back in their own dtypes.
+    The gradient of x is a grouped product again, with every matrix transposed: ``product(grad,
+    weights.transpose(1, 2), counts)``.
+    The gradient of a matrix is the product of its expert's transposed rows with their gradients:
+    ``of_weights(x, grad, counts)``.
+    Under autocast both factors are cast to its dtype first, except float64;
+    their gradients come back in their own dtypes.
     """
     x, weights = x.to(factor_dtype(x)), weights.to(factor_dtype(weights))
     return _GroupedProduct.apply(product, of_weights, x, weights, counts)

@@ -17,7 +17,9 @@ def dequantize_int4(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 @functools.cache
 def _tuned(kernel, largest: int):
-    """The kernel with Triton's autotuner around it, which times these tiles at the first call for each shape of the weights."""
+    """The kernel with Triton's autotuner around it, which times these tiles at the first call for
+    each shape of the weights.
+    """
     configs = [
         triton.Config({"TILE_N": tile_n, "TILE_K": tile_k}, num_warps=warps, num_stages=stages)
         for tile_n in (16, 32, 64)
@@ -31,9 +33,11 @@ def _tuned(kernel, largest: int):
 def one_row_kernel(
     x, packed, scale, zero, out, N, K, TILE_N: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
-    """A row times packed weights, without tensor cores, whose tiles it would leave almost empty; one program for TILE_N columns.
+    """A row times packed weights, without tensor cores, whose tiles it would leave almost empty;
+    one program for TILE_N columns.
 
-    Every weight is used once, so what counts is how many bytes are on their way: a step asks for GROUPS groups of TILE_N columns.
+    Every weight is used once, so what counts is how many bytes are on their way:
+    a step asks for GROUPS groups of TILE_N columns.
     A group's levels are summed first, and its scale and zero point applied to the sum: s (sum of q x - z sum of x).
     """
     columns = (tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
@@ -71,7 +75,9 @@ def _one_row_tuned():
 
 
 def launch_one_row(x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """Launch `one_row_kernel` for a row of 16 bits and groups whose size is a power of two: ``[1, K] x [N, K / 2] -> [1, N]``."""
+    """Launch `one_row_kernel` for a row of 16 bits and groups whose size is a power of two: ``[1, K] x [N,
+    K / 2] -> [1, N]``.
+    """
     k, n = x.shape[1], len(packed)
     out, x = x.new_empty(1, n), x.contiguous()
     x = x if x.data_ptr() % 4 == 0 else x.clone()  # it is read four bytes at a time

@@ -1,7 +1,7 @@
 """What the book changes in Triton's interpreter, so that a kernel fails there as ordinary Python does.
 
-- An exception inside a kernel reaches the caller as it was raised, with the kernel's own line in its traceback. Triton alone
-  wraps it into an `InterpreterError`, whose traceback ends at the launch.
+- An exception inside a kernel reaches the caller as it was raised, with the kernel's own line in its traceback.
+  Triton alone wraps it into an `InterpreterError`, whose traceback ends at the launch.
 - Infinities and NaN appear without a warning, as on a GPU: `tl.log2` of 0 is -inf.
 - Triton 3.6 also works with NumPy 2.4.
 """
@@ -46,7 +46,9 @@ def _original(error: BaseException, wrapper: type[BaseException]) -> BaseExcepti
 
 
 def _chained_assignment(fn: Any, error: ValueError) -> Exception:
-    """An error with the line of an ``a = b = ...``; Triton rejects it before the kernel runs, without saying where it is."""
+    """An error with the line of an ``a = b = ...``; Triton rejects it before the kernel runs,
+    without saying where it is.
+    """
     if "Multiple assignments" not in str(error):
         return error
     lines, first = inspect.getsourcelines(fn)

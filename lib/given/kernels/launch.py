@@ -42,7 +42,10 @@ def _readable(*tensors: Tensor) -> list[Tensor]:
 
 
 def _empty(shape, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor for a result. In the interpreter there is spare room after it, so that a store without a mask crashes nothing."""
+    """A tensor for a result.
+
+    In the interpreter there is spare room after it, so that a store without a mask crashes nothing.
+    """
     n = math.prod(shape)
     return like.new_empty(n + (1 << 16) * INTERPRETED, dtype=dtype or like.dtype)[:n].view(shape)
 
@@ -70,7 +73,8 @@ def launch_forward(
 def launch_backward_dq(
     kernel, q, k, v, o, do, lse, is_causal=False, *, rows=None, cols=None, dq=None, delta=None
 ) -> tuple[Float[Tensor, "*lead t d"], Float[Tensor, "*lead t"]]:
-    """Launch a dQ kernel, with one program for each head and tile of queries; returns dq and delta, the row sums of o * do.
+    """Launch a dQ kernel, with one program for each head and tile of queries; returns dq and delta,
+    the row sums of o * do.
 
     Args:
         kernel: Takes q, k, v, o, do, lse, delta, dq, then the same as the forward kernel.

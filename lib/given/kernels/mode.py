@@ -1,8 +1,8 @@
 """Triton, compiled where there is a GPU and interpreted where there is none, with sizes of tiles that suit each.
 
-``import lib`` decides which of the two and sets ``TRITON_INTERPRET`` before this module is imported. Import ``triton`` and
-``tl`` from here: then files with kernels can be imported even where Triton is not installed (macOS, Windows), and a launch
-says what is missing.
+``import lib`` decides which of the two and sets ``TRITON_INTERPRET`` before this module is imported.
+Import ``triton`` and ``tl`` from here: then files with kernels can be imported even where Triton is not installed
+(macOS, Windows), and a launch says what is missing.
 """
 
 import os
@@ -61,8 +61,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if HAS_TRITON and INTERPRETED and isinstance(tl.cdiv, triton.JITFunction):
     warnings.warn(
-        "Triton was imported before `lib` could ask for its interpreter (torch.utils.flop_counter and torch.compile import "
-        "it), so no kernel will run here: restart, and put `import lib` first or set TRITON_INTERPRET=1 in the environment",
+        "Triton was imported before `lib` could ask for its interpreter (torch.utils.flop_counter and "
+        "torch.compile import "
+        "it), so no kernel will run here: restart, and put `import lib` first or set TRITON_INTERPRET=1 in "
+        "the environment",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -89,7 +91,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class MatmulTiles:
-    """How a matrix product is cut: a program computes ``m`` x ``n`` numbers in steps of ``k`` terms; ``group`` rows of tiles."""
+    """How a matrix product is cut: a program computes ``m`` x ``n`` numbers in steps of ``k`` terms;
+    ``group`` rows of tiles.
+    """
 
     m: int
     n: int
@@ -127,7 +131,8 @@ def check_tensors(*tensors: Tensor) -> None:
     """Reject tensors that the kernels of chapter 14 can't compute with.
 
     Raises:
-        ValueError: a dtype other than float32, float16 and (on a GPU) bfloat16, or tensors of several dtypes or devices.
+        ValueError: a dtype other than float32, float16 and (on a GPU) bfloat16,
+            or tensors of several dtypes or devices.
     """
     known = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
     for x in tensors:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 NO_SECOND_DERIVATIVE = (
-    "there is no second derivative here: the backward pass is a kernel, or a loop over tiles, that autograd cannot look into, "
+    "there is no second derivative here: the backward pass is a kernel, or a loop over tiles, "
+    "that autograd cannot look into, "
     "so a gradient of its gradients would silently lack terms; write the formula with PyTorch's own operators instead"
 )
 
@@ -28,7 +29,8 @@ def first_derivative_only(backward: Callable) -> Callable:
     """Make the ``backward`` of an autograd Function raise an error when its gradients are differentiated again.
 
     Under ``create_graph=True`` the gradients depend on the gradient from above and on all tensors that ``ctx`` saved.
-    PyTorch's ``once_differentiable`` looks at the first only: if that needs no gradient, as in ``out.sum()``, it stays silent.
+    PyTorch's ``once_differentiable`` looks at the first only: if that needs no gradient, as in ``out.sum()``,
+    it stays silent.
     """
 
     @functools.wraps(backward)

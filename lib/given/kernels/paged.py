@@ -21,14 +21,18 @@ def paged_attention_kernel(
     """Attention of one sequence's query to one part of its positions; the grid is (sequences, key heads, parts).
 
     Args:
-        q, keys, values: Pointers to contiguous ``[B, H, D]`` and ``[n_blocks, SIZE, G, D]``. Query head h reads key head ``h // GROUP``.
+        q, keys, values: Pointers to contiguous ``[B, H, D]`` and ``[n_blocks, SIZE, G, D]``.
+            Query head h reads key head ``h // GROUP``.
         tables, lengths: Pointers to int64 ``[B, M]``, each sequence's blocks, and ``[B]``, its number of positions.
-        o, lse: Pointers to contiguous float32 ``[parts, B, H, D]`` and ``[parts, B, H]``: output and natural logsumexp of each part.
+        o, lse: Pointers to contiguous float32 ``[parts, B, H, D]`` and ``[parts, B, H]``:
+            output and natural logsumexp of each part.
         scale, H, M: Factor of the scores; number of query heads; width of a table.
         WIDTH, ROWS, COLS: Powers of two: at least D, at least GROUP, and the positions in a tile.
 
-    Of P parts, part i has tiles ``i * n // P`` to ``(i + 1) * n // P - 1`` of a sequence's n tiles. A part without positions writes 0 and
-    -inf. Sums are in float32, without TF32. No key or value beyond the sequence's positions is read.
+    Of P parts, part i has tiles ``i * n // P`` to ``(i + 1) * n // P - 1`` of a sequence's n tiles.
+    A part without positions writes 0 and -inf.
+    Sums are in float32, without TF32.
+    No key or value beyond the sequence's positions is read.
     """
     b, g, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     rows, dims = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -63,8 +67,8 @@ def table_of(cache: Any, sequences: Sequence[int], layer: int = 0) -> tuple[Int[
     """The blocks of some sequences of a paged cache, and their lengths in a layer, on the cache's device.
 
     Returns:
-        ``[B, M]``, int64: each sequence's blocks in order, then block 0 up to the width M of the longest table, which is at least 1;
-        ``[B]``, int64: each sequence's number of positions.
+        ``[B, M]``, int64: each sequence's blocks in order, then block 0 up to the width M of the longest table,
+        which is at least 1; ``[B]``, int64: each sequence's number of positions.
 
     Raises:
         ValueError: there is no sequence with one of these ids; the message names it.
@@ -91,7 +95,9 @@ def table_of(cache: Any, sequences: Sequence[int], layer: int = 0) -> tuple[Int[
 
 
 def parts_of(batch: int, n_kv_heads: int, longest: int) -> int:
-    """Parts that give a GPU about two programs for each of its processors, a power of two; 1 for sequences too short to cut."""
+    """Parts that give a GPU about two programs for each of its processors, a power of two;
+    1 for sequences too short to cut.
+    """
     n_processors = torch.cuda.get_device_properties(0).multi_processor_count
     most = min(2 * n_processors // max(1, batch * n_kv_heads), longest // _SHORTEST_PART)
     return 1 << max(0, most.bit_length() - 1)
@@ -100,15 +106,18 @@ def parts_of(batch: int, n_kv_heads: int, longest: int) -> int:
 def launch_paged(
     q: Float[Tensor, "b h d"], cache: Any, sequences: Sequence[int], layer: int = 0, n_parts: int | None = None
 ) -> tuple[Float[Tensor, "p b h d"], Float[Tensor, "p b h"]]:
-    """Launch ``paged_attention_kernel`` with one program for each sequence, head of keys, and part of the sequence's positions.
+    """Launch ``paged_attention_kernel`` with one program for each sequence, head of keys,
+    and part of the sequence's positions.
 
     Args:
         q: ``[B, H, D]``, a query for each sequence, float32, float16 or bfloat16 (bfloat16 only on a GPU).
-        cache, sequences, layer: A paged cache with ``keys``, ``values``, ``tables`` and ``lengths``; ids of its sequences; the layer.
+        cache, sequences, layer: A paged cache with ``keys``, ``values``, ``tables`` and ``lengths``;
+            ids of its sequences; the layer.
         n_parts: Parts P of each sequence, a power of two; by default a number that keeps the GPU busy.
 
     Returns:
-        The output ``[P, B, H, D]`` and natural logsumexp ``[P, B, H]`` of each part, float32; 0 and -inf for a part without positions.
+        The output ``[P, B, H, D]`` and natural logsumexp ``[P, B, H]`` of each part, float32;
+        0 and -inf for a part without positions.
 
     Raises:
         RuntimeError: Triton is not installed.

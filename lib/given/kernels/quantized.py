@@ -1,4 +1,6 @@
-"""What chapter 20 gives: the ranges of its formats, products of float8 on a GPU, and a linear layer's step of autograd."""
+"""What chapter 20 gives: the ranges of its formats, products of float8 on a GPU,
+and a linear layer's step of autograd.
+"""
 
 from collections.abc import Callable
 
@@ -35,7 +37,8 @@ def largest(dtype: torch.dtype) -> float:
 
 
 def expand_blocks(scale: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """A scale for each number of a tensor of ``shape``: as it is if it broadcasts, else each entry for its block of 128 x 128.
+    """A scale for each number of a tensor of ``shape``: as it is if it broadcasts,
+    else each entry for its block of 128 x 128.
 
     Raises:
         ValueError: it neither broadcasts nor has an entry for each block; the message shows both shapes.
@@ -44,7 +47,8 @@ def expand_blocks(scale: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
         return scale
     if scale.ndim != 2 or tuple(scale.shape) != tuple(-(-n // BLOCK) for n in shape):
         raise ValueError(
-            f"scale {tuple(scale.shape)} for {tuple(shape)}: expected one number, a row, a column, or one for each block"
+            f"scale {tuple(scale.shape)} for {tuple(shape)}: expected one number, a row, a column, "
+            "or one for each block"
         )
     return scale.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(BLOCK, 1)[:, : shape[1]]
 
@@ -55,10 +59,11 @@ def has_float8(a: Tensor) -> bool:
 
 
 def tensor_core_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """The product of float8 matrices on a GPU: by ``torch._scaled_mm``, or by `block_matmul_kernel` where blocks have scales.
+    """The product of float8 matrices on a GPU: by ``torch._scaled_mm``,
+    or by `block_matmul_kernel` where blocks have scales.
 
-    On Hopper the tensor cores keep fewer bits of a sum of float8 products than float32 has: where results are in the hundreds, they were off by
-    about 0.1.
+    On Hopper the tensor cores keep fewer bits of a sum of float8 products than float32 has:
+    where results are in the hundreds, they were off by about 0.1.
     """
     if not a.numel() or not b.numel():
         return torch.zeros(len(a), b.shape[1], dtype=out_dtype, device=a.device)
@@ -75,10 +80,13 @@ def scaled_mm(
     fast: bool = False,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """``torch._scaled_mm`` for any shapes and strides, with one scale for each matrix or one for each row of a and column of b.
+    """``torch._scaled_mm`` for any shapes and strides, with one scale for each matrix or one for each row of a and
+    column of b.
 
-    It wants a row after row, b column after column, and K and N that are multiples of 16, so the operands are padded and copied where they
-    are not. With scales of rows it returns bfloat16 only: for another dtype the product is computed without them, in float32, and then scaled.
+    It wants a row after row, b column after column, and K and N that are multiples of 16,
+    so the operands are padded and copied where they are not.
+    With scales of rows it returns bfloat16 only: for another dtype the product is computed without them, in float32,
+    and then scaled.
 
     Args:
         fast: Whether the tensor cores may keep their sums in fewer bits than float32 has.
@@ -104,7 +112,9 @@ def scaled_mm(
 
 
 def _padded(x: Tensor, columns: int, rows: int) -> Tensor:
-    """The matrix with more columns and rows of zeros; zeros of 8 bits are zeros in every format, and not all of PyTorch pads float8."""
+    """The matrix with more columns and rows of zeros; zeros of 8 bits are zeros in every format,
+    and not all of PyTorch pads float8.
+    """
     if columns == rows == 0:  # even padding by nothing would copy
         return x
     return torch.nn.functional.pad(x.view(torch.int8), (0, columns, 0, rows)).view(x.dtype)
@@ -130,8 +140,9 @@ class _LinearProducts(torch.autograd.Function):
 def with_products(x: Tensor, weight: Tensor, product: Callable) -> Tensor:
     """``x @ weight.T`` as a step of autograd whose three products are ``product(a, b, names, first)``.
 
-    Forward asks for ``x @ weight.T``, with the names ("x", "weight"). Backward asks for ``grad @ weight``, the gradient of x, with ("grad",
-    "weight"), and for ``grad.T @ x``, the gradient of the weight, with ("grad", "x").
+    Forward asks for ``x @ weight.T``, with the names ("x", "weight").
+    Backward asks for ``grad @ weight``, the gradient of x, with ("grad", "weight"), and for ``grad.T @ x``,
+    the gradient of the weight, with ("grad", "x").
 
     Args:
         x: ``[M, K]``.
@@ -146,12 +157,14 @@ def block_matmul_kernel(
     a, b, scale_a, scale_b, out, M, N, K, am, ak, bk, bn,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the product of two matrices whose blocks of 128 x 128 have scales; the grid is (tiles of rows, tiles of columns).
+    """A tile of the product of two matrices whose blocks of 128 x 128 have scales; the grid is (tiles of rows,
+    tiles of columns).
 
     Args:
-        a, b, out: Pointers to ``[M, K]`` and ``[K, N]`` of 8 bits, and a contiguous ``[M, N]``. Element (i, j) of a is ``am * i + ak * j`` elements
-            after its pointer; of b, ``bk * i + bn * j``.
-        scale_a, scale_b: Pointers to contiguous float32 ``[ceil(M / 128), ceil(K / 128)]`` and ``[ceil(K / 128), ceil(N / 128)]``.
+        a, b, out: Pointers to ``[M, K]`` and ``[K, N]`` of 8 bits, and a contiguous ``[M, N]``.
+            Element (i, j) of a is ``am * i + ak * j`` elements after its pointer; of b, ``bk * i + bn * j``.
+        scale_a, scale_b: Pointers to contiguous float32 ``[ceil(M / 128), ceil(K / 128)]`` and ``[ceil(K / 128),
+            ceil(N / 128)]``.
         TILE_M, TILE_N, TILE_K: Sizes of a tile; TILE_K is 128, the others divide 128.
 
     Returns:
@@ -174,7 +187,9 @@ def block_matmul_kernel(
 
 
 def launch_block_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """The product of matrices whose blocks of 128 x 128 have scales, by `block_matmul_kernel`; either may have one scale for all blocks."""
+    """The product of matrices whose blocks of 128 x 128 have scales, by `block_matmul_kernel`;
+    either may have one scale for all blocks.
+    """
     if not HAS_TRITON:
         raise RuntimeError(NO_TRITON)
     (m, k), n = a.shape, b.shape[1]

@@ -64,18 +64,25 @@ def fold_groups(
 
 
 def tile_slices(length: int) -> list[slice]:
-    """Slices that cut a sequence into tiles of a power of two from 16 to 128; at least four tiles if it is long enough."""
+    """Slices that cut a sequence into tiles of a power of two from 16 to 128;
+    at least four tiles if it is long enough.
+    """
     size = min(128, max(16, 1 << (max(length, 1) - 1).bit_length() >> 2))
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def take_tile(x: Float[Tensor, "*lead n d"], tile: slice) -> Float[Tensor, "*lead r d"]:
-    """The rows of a tile, as a view. Unlike ``x[..., tile, :]`` it also works if PyTorch runs a backward pass for a batch of gradients."""
+    """The rows of a tile, as a view.
+
+    Unlike ``x[..., tile, :]`` it also works if PyTorch runs a backward pass for a batch of gradients.
+    """
     return x.narrow(-2, tile.start, tile.stop - tile.start)
 
 
 def hide_later(scores: Float[Tensor, "*lead r c"], position: int) -> Float[Tensor, "*lead r c"]:
-    """Put -inf wherever row i of a tile looks beyond the tile's key ``position + i``; the tile itself if no row does."""
+    """Put -inf wherever row i of a tile looks beyond the tile's key ``position + i``;
+    the tile itself if no row does.
+    """
     rows, keys = (torch.arange(n, device=scores.device) for n in scores.shape[-2:])
     if position >= len(keys) - 1:
         return scores

@@ -101,7 +101,8 @@ class Trace:
 
 
 def _refuse_outside(seen: Trace, operation: str) -> None:
-    """Check that the last access is inside the tensors of the last launch; gaps between strided elements are allowed here.
+    """Check that the last access is inside the tensors of the last launch;
+    gaps between strided elements are allowed here.
 
     Raises:
         OutOfBounds: some of it is outside; the error names the tensor that most of the access hit, or else the nearest.

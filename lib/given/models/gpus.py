@@ -32,7 +32,8 @@ class Sheet(NamedTuple):
     Attributes:
         peak_flops: Operations a second of dense bfloat16 products (float16 for the T4, which has no bfloat16 units).
         bandwidth: Bytes a second of its memory.
-        tf32_flops, float32_flops: Operations a second in TF32 and float32, given only where a program of this book needs them.
+        tf32_flops, float32_flops: Operations a second in TF32 and float32,
+            given only where a program of this book needs them.
         device: A part of the name that PyTorch reports for it; for H100, the version with NVLink.
     """
 
@@ -54,8 +55,10 @@ SHEETS = {
     "H200": Sheet(989.4e12, 4800e9, 494.7e12, 66.9e12, "H200"),
     "B200": Sheet(2250e12, 8000e9),
 }
-"""From NVIDIA's data sheets (AWS's figures for its A10G). Where a sheet prints only the peak with sparsity, as for L4, H100,
-H200 and B200, the number here is half of that."""
+"""From NVIDIA's data sheets (AWS's figures for its A10G).
+
+Where a sheet prints only the peak with sparsity, as for L4, H100, H200 and B200, the number here is half of that.
+"""
 
 
 def sheet_of(device: str) -> Sheet | None:

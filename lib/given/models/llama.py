@@ -75,7 +75,9 @@ PRESETS = {"7B": LLAMA_2_7B, "13B": LLAMA_2_13B, "70B": LLAMA_2_70B, "tiny": TIN
 
 
 def hf_tensors(config: LlamaConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """For the name of every tensor in Transformers' checkpoint: its name in Meta's, and its shape, which is the same in both."""
+    """For the name of every tensor in Transformers' checkpoint: its name in Meta's, and its shape,
+    which is the same in both.
+    """
     C, F, V = config.dim, config.hidden_dim, config.vocab_size
     kv_width = config.n_kv_heads * config.head_dim
     block = {

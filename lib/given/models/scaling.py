@@ -1,4 +1,6 @@
-"""Inputs of chapter 16: a model of feed-forward blocks, GPUs and their prices, Google's benchmark, layouts and links."""
+"""Inputs of chapter 16: a model of feed-forward blocks, GPUs and their prices, Google's benchmark,
+layouts and links.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from lib.given.models.gpus import GPUS, SHEETS
 
 @dataclass(frozen=True)
 class FFNConfig:
-    """A stack of feed-forward blocks and nothing else: how CS336's assignment 2 (spring 2025) models a large transformer.
+    """A stack of feed-forward blocks and nothing else: how CS336's assignment 2 (spring 2025) models a large
+    transformer.
 
     Attributes:
         dim: Model width C.
@@ -46,7 +49,8 @@ class Card:
         name: Its name at the provider.
         memory_gb: Its nominal memory, in 1e9 bytes.
         dollars_per_hour: A list price, for comparison only.
-        peak_flops: Dense bfloat16 operations a second by its data sheet (float16 for the T4, which has no bfloat16 units).
+        peak_flops: Dense bfloat16 operations a second by its data sheet (float16 for the T4,
+            which has no bfloat16 units).
         bandwidth: Bytes a second of its memory, by the same data sheet.
     """
 
@@ -67,7 +71,9 @@ CARDS = tuple(
     )
     for gpu in GPUS
 )
-"""The GPUs that ``choose_gpu`` chooses from: those of Modal, with its list prices of 2025 (``lib.given.models.gpus``)."""
+"""The GPUs that ``choose_gpu`` chooses from: those of Modal,
+with its list prices of 2025 (``lib.given.models.gpus``).
+"""
 
 COMMUNITY_A40 = Card(name="A40", memory_gb=48, dollars_per_hour=0.40, peak_flops=150e12, bandwidth=696e9)
 """A GPU that a private person rents out through RunPod or Vast, $0.40 to $0.47 an hour in 2025 (M. Mboya, Scaling ViTs
@@ -173,7 +179,9 @@ class Layout:
 
     @property
     def flags(self) -> str:
-        """The same degrees for ``lib.runs``, where copies are called replicas and micro-batches are counted by ``--accumulate``."""
+        """The same degrees for ``lib.runs``, where copies are called replicas and micro-batches are counted by
+        ``--accumulate``.
+        """
         degrees = {"replicate": self.data, "shard": self.sharded, "tensor": self.tensor, "pipeline": self.pipeline}
         degrees["accumulate"] = 4 * self.pipeline if self.pipeline > 1 else 1
         return " ".join(f"--{name} {n}" for name, n in degrees.items() if n > 1)

@@ -11,7 +11,9 @@ from jaxtyping import Complex, Float, Int
 from torch import Tensor, nn
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""``attend(layer, q, k, v)``: keeps the keys and values ``[N, G, D]`` and returns the attention of the queries, ``[N, H, D]`` like them."""
+"""``attend(layer, q, k, v)``: keeps the keys and values ``[N, G, D]`` and returns the attention of the queries,
+``[N, H, D]`` like them.
+"""
 
 
 class OutOfBlocks(RuntimeError):
@@ -20,7 +22,9 @@ class OutOfBlocks(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A prompt to be continued. Two requests are never equal, even with the same fields: a request is known by its identity.
+    """A prompt to be continued.
+
+    Two requests are never equal, even with the same fields: a request is known by its identity.
 
     Attributes:
         tokens: The prompt, at least one token.
@@ -54,7 +58,8 @@ class Progress:
     Attributes:
         request: The request.
         tokens: Its prompt and the new tokens so far.
-        n_cached: How many of these tokens have keys and values in the cache: none before it is admitted, and none after it was preempted.
+        n_cached: How many of these tokens have keys and values in the cache: none before it is admitted,
+            and none after it was preempted.
         generator: Its random numbers, which go on from where they were after a preemption.
     """
 
@@ -89,7 +94,9 @@ class Progress:
         return self.generator
 
     def sampling(self, device: torch.device) -> dict[str, Any]:
-        """What chapter 4's ``sample_next`` needs besides the logits: ``temperature``, ``top_k``, ``top_p`` and ``generator``."""
+        """What chapter 4's ``sample_next`` needs besides the logits: ``temperature``, ``top_k``,
+        ``top_p`` and ``generator``.
+        """
         request = self.request
         chosen = {"temperature": request.temperature, "top_k": request.top_k, "top_p": request.top_p}
         return chosen | {"generator": self.random(device)}
@@ -116,7 +123,8 @@ class Layout(NamedTuple):
     """The tokens of a step in one row.
 
     Attributes:
-        tokens, positions: ``[N]``: the tokens of all chunks, one chunk's after another's, and the position of each in its request.
+        tokens, positions: ``[N]``: the tokens of all chunks, one chunk's after another's,
+            and the position of each in its request.
         sizes: Tokens of each chunk.
         single: Indices, in the row, of the chunks that have one token.
         last: Index of the last token of each chunk.
@@ -147,7 +155,8 @@ def check_request(request: Request, config: Any) -> None:
     """Make sure that a model can continue a request.
 
     Raises:
-        ValueError: a token is not in the vocabulary, or the tokens don't fit into the context; the message has the numbers.
+        ValueError: a token is not in the vocabulary, or the tokens don't fit into the context;
+            the message has the numbers.
     """
     strange = next((token for token in request.tokens if not 0 <= token < config.vocab_size), None)
     if strange is not None:
@@ -156,7 +165,8 @@ def check_request(request: Request, config: Any) -> None:
     if n_prompt + n_new > config.context_len:
         total = f"{n_prompt} + {n_new} = {n_prompt + n_new}"
         raise ValueError(
-            f"a prompt of {n_prompt} tokens and {n_new} new ones do not fit: {total}, context_len is {config.context_len}"
+            f"a prompt of {n_prompt} tokens and {n_new} new ones do not fit: {total}, "
+            f"context_len is {config.context_len}"
         )
 
 
@@ -211,7 +221,9 @@ class BlockStore:
         return self.lengths[sequence][layer]
 
     def check_shapes(self, k: Tensor, v: Tensor) -> None:
-        """Raise a ``ValueError`` with the shape found and the shape expected if keys or values are not ``[G, T, D]`` for this cache."""
+        """Raise a ``ValueError`` with the shape found and the shape expected if keys or values are not ``[G, T,
+        D]`` for this cache.
+        """
         n_kv_heads, head_dim = self.keys.shape[3:]
         for name, new in (("keys", k), ("values", v)):
             expected = [n_kv_heads, k.shape[1] if k.dim() == 3 else "T", head_dim]
@@ -221,7 +233,9 @@ class BlockStore:
     def write(
         self, layer: int, slots: list[int] | Int[Tensor, " n"], k: Float[Tensor, "n g d"], v: Float[Tensor, "n g d"]
     ) -> None:
-        """Store keys and values ``[N, G, D]`` of a layer in N slots; slot ``block * block_size + i`` is place i of a block."""
+        """Store keys and values ``[N, G, D]`` of a layer in N slots;
+        slot ``block * block_size + i`` is place i of a block.
+        """
         slots = torch.as_tensor(slots, dtype=torch.int64, device=self.keys.device)
         for pool, new in ((self.keys, k), (self.values, v)):
             pool[layer].flatten(0, 1)[slots] = new.to(pool.dtype)
@@ -259,7 +273,8 @@ class Node:
 
     Attributes:
         block: Its number in the pool.
-        parent, piece: The node before it, and the tokens of this block, under which the parent has it among its children.
+        parent, piece: The node before it, and the tokens of this block,
+            under which the parent has it among its children.
         children: The nodes behind it, by their tokens.
         n_users, last_used: For the tree to count with: 0 at first.
     """
@@ -320,7 +335,8 @@ class Queue:
             raise ValueError("this request was submitted already, and has not ended")
 
     def advance(self, chunk: Chunk, token: int | None = None) -> None:
-        """Note that a chunk of this step is in the cache, and the token that it led to, if any; a request that is done leaves.
+        """Note that a chunk of this step is in the cache, and the token that it led to, if any;
+        a request that is done leaves.
 
         A request that was cancelled meanwhile is ignored.
         """
@@ -350,10 +366,12 @@ def next_logits(
 
     Args:
         model: Chapter 4's ``Llama`` or chapter 6's ``GPT2``.
-        tokens, positions: ``[N]``: the tokens, one request's after another's, and the position of each in its own request.
+        tokens, positions: ``[N]``: the tokens, one request's after another's,
+            and the position of each in its own request.
         rows: Indices of the tokens whose next token is asked for.
-        attend: Called once a layer as ``attend(layer, q, k, v)`` with ``[N, H, D]`` and ``[N, G, D]``, in the order of the tokens;
-            rotary positions are applied already. It returns ``[N, H, D]``.
+        attend: Called once a layer as ``attend(layer, q, k, v)`` with ``[N, H, D]`` and ``[N, G, D]``,
+            in the order of the tokens; rotary positions are applied already.
+            It returns ``[N, H, D]``.
 
     Returns:
         Logits ``[R, V]`` in float32.

@@ -1,6 +1,8 @@
-"""The five model sizes that chapters 8, 10 and 12 measure: GPT-2's architecture, from 100 million weights to 2.7 billion.
+"""The five model sizes that chapters 8, 10 and 12 measure: GPT-2's architecture,
+from 100 million weights to 2.7 billion.
 
-The feed-forward width is four times the model width in all of them. Source: Stanford's CS336, spring 2025, assignment 2.
+The feed-forward width is four times the model width in all of them.
+Source: Stanford's CS336, spring 2025, assignment 2.
 """
 
 from lib.given.models.gpt2 import GPT2Config

@@ -1,4 +1,6 @@
-"""Parts of chapter 19 that are given: a check of the experts chosen, rows that change ranks, and the gradients that follow them back."""
+"""Parts of chapter 19 that are given: a check of the experts chosen, rows that change ranks,
+and the gradients that follow them back.
+"""
 
 import torch
 import torch.distributed as dist
@@ -33,8 +35,8 @@ def experts_per_rank(n_experts: int, group: dist.ProcessGroup | None = None) -> 
 class AllToAll(torch.autograd.Function):
     """Rows to other ranks, and their gradients back the same way.
 
-    Call it as ``AllToAll.apply(rows, send, receive, group)``: the first ``send[0]`` rows go to rank 0 of the group, the next ``send[1]`` to
-    rank 1, and so on; ``receive`` says how many rows come from each.
+    Call it as ``AllToAll.apply(rows, send, receive, group)``: the first ``send[0]`` rows go to rank 0 of the group,
+    the next ``send[1]`` to rank 1, and so on; ``receive`` says how many rows come from each.
     """
 
     @staticmethod

@@ -1,4 +1,6 @@
-"""Point-to-point messages between the stages of a pipeline: tensors of any shape, and no rank waits for one that failed."""
+"""Point-to-point messages between the stages of a pipeline: tensors of any shape,
+and no rank waits for one that failed.
+"""
 
 import pickle
 from collections import deque
@@ -24,11 +26,15 @@ Header = tuple[tuple[int, ...], torch.dtype]
 
 
 class Mail:
-    """One exchange of messages among the ranks of a group. Every rank makes a `Mail` for it, in the same order as the others.
+    """One exchange of messages among the ranks of a group.
 
-    The tensors travel by ``isend`` and ``irecv``. Their shapes travel through the group's key-value store, from host to host, so
-    the receiver can make room for any tensor and the accelerator never has to wait for its host. But a host that reads a shape
-    waits until the sender's host has got that far; of messages that are alike, it reads only the first one's.
+    Every rank makes a `Mail` for it, in the same order as the others.
+
+    The tensors travel by ``isend`` and ``irecv``.
+    Their shapes travel through the group's key-value store, from host to host,
+    so the receiver can make room for any tensor and the accelerator never has to wait for its host.
+    But a host that reads a shape waits until the sender's host has got that far; of messages that are alike,
+    it reads only the first one's.
 
     Args:
         group: The ranks; None means all ranks. Ranks below are ranks in this group.
@@ -70,15 +76,18 @@ class Mail:
     ) -> Iterator[None]:
         """Inside, the ranks send and receive all of ``messages``, each rank in the same order.
 
-        An exception on one rank ends the block on all ranks: its own on the rank that raised it, and a RuntimeError with its text
-        on the others. These get zeros for messages whose shape they know already, and read of the exception in the next message of
-        another shape, or at the end.
+        An exception on one rank ends the block on all ranks: its own on the rank that raised it,
+        and a RuntimeError with its text on the others.
+        These get zeros for messages whose shape they know already,
+        and read of the exception in the next message of another shape, or at the end.
 
         Args:
-            messages: All messages of the block, the same on all ranks. What is no `Message` is skipped, so that a whole timetable may be given.
+            messages: All messages of the block, the same on all ranks.
+                What is no `Message` is skipped, so that a whole timetable may be given.
             device: Where received tensors live.
-            alike: The same function on all ranks. Messages for which it returns the same key have the same shape and dtype, or
-                `send` raises a ValueError. None if nothing is known of the shapes.
+            alike: The same function on all ranks.
+                Messages for which it returns the same key have the same shape and dtype, or `send` raises a ValueError.
+                None if nothing is known of the shapes.
         """
         self._open, self._device, self._alike = [item for item in messages if isinstance(item, Message)], device, alike
         failure = None
@@ -164,7 +173,8 @@ class Mail:
         return found
 
     def _give_up(self, error: Exception) -> None:
-        """Tell the ranks that wait for this one why nothing will come, or send zeros where they wait for a tensor; take what is still sent to this one.
+        """Tell the ranks that wait for this one why nothing will come, or send zeros where they wait for a tensor;
+        take what is still sent to this one.
 
         Again in the order of the messages, so that it cannot deadlock either.
         """

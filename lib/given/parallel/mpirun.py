@@ -46,7 +46,8 @@ def compile_c(source: str | os.PathLike, program: str | os.PathLike) -> str:
         program: Path of the executable.
 
     Returns:
-        An empty string, or the reason for the failure: no ``mpicc``, no C compiler behind it, or an error in the source.
+        An empty string, or the reason for the failure: no ``mpicc``, no C compiler behind it,
+        or an error in the source.
     """
     beside = Path(sys.executable).with_name("mpicc")
     mpicc = str(beside) if beside.exists() else shutil.which("mpicc")

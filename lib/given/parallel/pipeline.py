@@ -12,8 +12,9 @@ from torch import Tensor
 class Action:
     """One entry of a stage's schedule.
 
-    ``kind`` is "F" (forward), "B" (backward; only the gradient of the input if a "W" of the same micro-batch and chunk follows) or
-    "W" (the gradients of the weights). ``chunk`` counts the groups of layers that the stage holds.
+    ``kind`` is "F" (forward), "B" (backward; only the gradient of the input if a "W" of the same micro-batch and chunk
+    follows) or "W" (the gradients of the weights).
+    ``chunk`` counts the groups of layers that the stage holds.
     """
 
     kind: str
@@ -30,7 +31,9 @@ class Action:
 
 @dataclass(frozen=True)
 class Work:
-    """An action of a stage with its time: ``kind``, ``micro_batch`` and ``chunk`` as in `Action`, ``start`` and ``end`` in seconds."""
+    """An action of a stage with its time: ``kind``, ``micro_batch`` and ``chunk`` as in `Action`,
+    ``start`` and ``end`` in seconds.
+    """
 
     stage: int
     micro_batch: int
@@ -83,7 +86,8 @@ def check_plans(plans: Sequence[Plan]) -> None:
 class MeanLoss:
     """The mean loss over all targets of several micro-batches, computed one micro-batch at a time.
 
-    A micro-batch counts by its targets, as in chapter 7. Integer targets of -100, which PyTorch's losses ignore, do not count.
+    A micro-batch counts by its targets, as in chapter 7.
+    Integer targets of -100, which PyTorch's losses ignore, do not count.
 
     Args:
         loss_function: ``loss_function(output, targets)`` returns the mean loss of a micro-batch.
@@ -125,8 +129,8 @@ def idle_share(work: Sequence[Work]) -> float:
 def kept_over_time(work: Sequence[Work], stage: int = 0) -> list[tuple[float, float]]:
     """When the activations that a stage keeps change, and how many micro-batches it keeps from then on.
 
-    A micro-batch counts from its forward's end to the end of the last part of its backward; on a stage of several chunks, each chunk
-    counts as its share.
+    A micro-batch counts from its forward's end to the end of the last part of its backward;
+    on a stage of several chunks, each chunk counts as its share.
     """
     mine = [w for w in work if w.stage == stage]
     last = "W" if any(w.kind == "W" for w in mine) else "B"

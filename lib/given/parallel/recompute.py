@@ -1,4 +1,6 @@
-"""Two given parts of activation checkpointing: inputs that the autograd graph keeps, and the conditions of a computation."""
+"""Two given parts of activation checkpointing: inputs that the autograd graph keeps,
+and the conditions of a computation.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -26,8 +28,9 @@ def keep_in_graph(args: Sequence[Any]) -> Callable[[], list] | None:
         args: Tensors, which may require gradients or not, and anything else.
 
     Returns:
-        A function that returns all arguments again; or None if gradients are off, so that there is no graph. Saved tensors pass
-        through the hooks that are active (`torch.autograd.graph.saved_tensors_hooks`), so an enclosing checkpoint can drop these, too.
+        A function that returns all arguments again; or None if gradients are off, so that there is no graph.
+        Saved tensors pass through the hooks that are active (`torch.autograd.graph.saved_tensors_hooks`),
+        so an enclosing checkpoint can drop these, too.
     """
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     kept = _Keep.apply(torch.empty(0, requires_grad=True), *tensors)
@@ -43,10 +46,12 @@ def keep_in_graph(args: Sequence[Any]) -> Callable[[], list] | None:
 
 
 def conditions_of(args: Sequence[Any]) -> Callable[[], AbstractContextManager]:
-    """Remember the states of the random number generators and the settings of autocast, of the CPU and of the arguments' GPUs.
+    """Remember the states of the random number generators and the settings of autocast,
+    of the CPU and of the arguments' GPUs.
 
     Returns:
-        A function that opens a context in which they are as they were; when the context ends, the random states are put back.
+        A function that opens a context in which they are as they were; when the context ends,
+        the random states are put back.
     """
     devices = {arg.device for arg in args if isinstance(arg, Tensor) and arg.is_cuda}
     states = {device: torch.cuda.get_rng_state(device) for device in devices}

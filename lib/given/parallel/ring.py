@@ -1,4 +1,6 @@
-"""Parts of chapter 18 that are given: equal parts and equal shares, an exchange of rows, and a message to the next rank."""
+"""Parts of chapter 18 that are given: equal parts and equal shares, an exchange of rows,
+and a message to the next rank.
+"""
 
 from collections.abc import Callable
 
@@ -16,7 +18,8 @@ def equal_part(size: int, parts: int, what: str) -> int:
     """``size // parts``.
 
     Raises:
-        ValueError: ``parts`` is below 1 or does not divide ``size``; the message names ``what`` and shows the arithmetic.
+        ValueError: ``parts`` is below 1 or does not divide ``size``;
+            the message names ``what`` and shows the arithmetic.
     """
     if parts < 1:
         raise ValueError(f"{what} = {size} cannot be cut into {parts} parts: expected at least 1")
@@ -29,8 +32,9 @@ def equal_part(size: int, parts: int, what: str) -> int:
 def check_shares(length: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
     """Make sure that all ranks hold equally many positions. Every rank calls it, and an error is raised on every rank.
 
-    The ranks exchange 8 bytes, which the ledger does not list: they check the call and belong to no algorithm. On a GPU they are
-    exchanged only once for each length, because reading the result makes the host wait for the device.
+    The ranks exchange 8 bytes, which the ledger does not list: they check the call and belong to no algorithm.
+    On a GPU they are exchanged only once for each length,
+    because reading the result makes the host wait for the device.
 
     Raises:
         ValueError: the shares differ; the message shows all of them and the arithmetic.
@@ -58,7 +62,8 @@ def check_ring(q: Tensor, k: Tensor, v: Tensor, layout: str, group: dist.Process
     """Make sure that every rank may begin a ring. Every rank calls it.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, the ranks' shares have different lengths, the layout is unknown, or a share cannot be halved for "zigzag".
+        ValueError: shapes or dtypes do not fit, the ranks' shares have different lengths, the layout is unknown,
+            or a share cannot be halved for "zigzag".
     """
     for tensor in (q, k, v):  # before what only one rank may find wrong: the others would wait for it
         check_shares(tensor.shape[-2], tensor.device, group)
@@ -85,7 +90,8 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchange(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Row i of ``x`` goes to rank i, and row i of the result comes from rank i: ``dist.all_to_all_single`` with a gradient.
+    """Row i of ``x`` goes to rank i, and row i of the result comes from rank i:
+    ``dist.all_to_all_single`` with a gradient.
 
     ``x`` has as many rows as there are ranks. Backward is one more all-to-all, which takes the gradients back.
     """
@@ -93,7 +99,8 @@ def exchange(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def pass_on(tensor: Tensor, into: Tensor, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
-    """Start to send ``tensor`` to the next rank, and to receive the previous rank's into ``into``; the last rank's next is the first.
+    """Start to send ``tensor`` to the next rank, and to receive the previous rank's into ``into``;
+    the last rank's next is the first.
 
     Both messages are started together, which NCCL needs.
 

@@ -1,4 +1,6 @@
-"""Parts of chapter 12 that are given: which unit owns a parameter, where it hangs in the model, and how much memory a call takes."""
+"""Parts of chapter 12 that are given: which unit owns a parameter, where it hangs in the model,
+and how much memory a call takes.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -12,13 +14,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 def all_gather_row(whole: Tensor, mine: Tensor, group=None, async_op: bool = False) -> Any:
-    """Fill ``whole`` with every rank's row ``mine``, in rank order: ``dist.all_gather_into_tensor``, which torch 2.13 renamed ``all_gather_single``."""
+    """Fill ``whole`` with every rank's row ``mine``, in rank order: ``dist.all_gather_into_tensor``,
+    which torch 2.13 renamed ``all_gather_single``.
+    """
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(whole, mine, group=group, async_op=async_op)
 
 
 def reduce_scatter_row(mine: Tensor, whole: Tensor, group=None, async_op: bool = False) -> Any:
-    """Fill ``mine`` with this rank's part of the sum of all ``whole``: ``dist.reduce_scatter_tensor``, which torch 2.13 renamed ``reduce_scatter_single``."""
+    """Fill ``mine`` with this rank's part of the sum of all ``whole``: ``dist.reduce_scatter_tensor``,
+    which torch 2.13 renamed ``reduce_scatter_single``.
+    """
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return reduce(mine, whole, group=group, async_op=async_op)
 
@@ -35,7 +41,9 @@ def owned_parameters(module: nn.Module, units: Iterable[nn.Module]) -> list[dict
     """Which parameters each unit gathers, by their names in ``module``.
 
     Returns:
-        First a dict for the root, with the parameters that are in no unit or in more than one; then a dict for each unit. A tied parameter appears once.
+        First a dict for the root, with the parameters that are in no unit or in more than one;
+        then a dict for each unit.
+        A tied parameter appears once.
     """
     units = list(units)
     members = [{id(p) for p in unit.parameters()} for unit in units]
@@ -57,9 +65,11 @@ def alike(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter
 class Places:
     """The places in a module where its parameters hang, so that other tensors can hang there instead.
 
-    A tied parameter hangs in several places. ``hang`` puts a tensor into all of them. ``take_down`` replaces it by a tensor of the
-    right shape on the device "meta", which has no values. Don't compute with it: many operators raise an error that names the
-    device, but some return a tensor on "meta", and some (a matrix product on a CPU, in torch 2.13) whatever was in memory.
+    A tied parameter hangs in several places.
+    ``hang`` puts a tensor into all of them.
+    ``take_down`` replaces it by a tensor of the right shape on the device "meta", which has no values.
+    Don't compute with it: many operators raise an error that names the device, but some return a tensor on "meta",
+    and some (a matrix product on a CPU, in torch 2.13) whatever was in memory.
     """
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]):
@@ -83,7 +93,9 @@ class Places:
 
 
 def tensors_with_grad(tree: Any) -> list[Tensor]:
-    """The tensors that need a gradient among the inputs or outputs of a forward, inside tuples, dicts and other containers."""
+    """The tensors that need a gradient among the inputs or outputs of a forward, inside tuples,
+    dicts and other containers.
+    """
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
@@ -113,12 +125,14 @@ class HookedUnits(nn.Module):
     """A module cut into units, which calls its subclass at the moments at which sharding must do something.
 
     A subclass defines ``make_flat`` (makes a unit's ``FlatShard``), ``before_forward(i)``, ``after_forward(i)``,
-    ``before_backward(i)`` and ``free(i)`` for unit i (0 is the root), and ``after_gradient(flat)``. A unit's backward may need its
-    frozen values until it ends, so ``free(i)`` is called when the gradients of the unit's inputs and trained values are complete.
+    ``before_backward(i)`` and ``free(i)`` for unit i (0 is the root), and ``after_gradient(flat)``.
+    A unit's backward may need its frozen values until it ends,
+    so ``free(i)`` is called when the gradients of the unit's inputs and trained values are complete.
 
-    Two cases are handled here, so that no subclass has to. Activation checkpointing runs a unit's forward again in the middle of
-    backward: a unit that is whole at that moment stays whole, and any other is gathered for the duration of that forward. And if a
-    backward raised, the next forward first frees every unit and drops the gradient in ``reducing``.
+    Two cases are handled here, so that no subclass has to.
+    Activation checkpointing runs a unit's forward again in the middle of backward:
+    a unit that is whole at that moment stays whole, and any other is gathered for the duration of that forward.
+    And if a backward raised, the next forward first frees every unit and drops the gradient in ``reducing``.
     """
 
     make_flat: Any
@@ -166,7 +180,10 @@ class HookedUnits(nn.Module):
 
     @torch.no_grad()
     def gather_full_params(self) -> dict[str, Tensor]:
-        """Every parameter, whole and in its own dtype, under its name in the original module. All ranks must call this together."""
+        """Every parameter, whole and in its own dtype, under its name in the original module.
+
+        All ranks must call this together.
+        """
         found = {}
         for flat in (flat for flats in self.flats for flat in flats):
             row = flat.shard.new_empty(dist.get_world_size(self.group) * len(flat.shard))
@@ -204,7 +221,9 @@ class HookedUnits(nn.Module):
             self.places[i].hang(flat.views())
 
     def _drop_what_a_backward_left(self) -> None:
-        """Clean up if the last backward raised: free what it had gathered, and drop the gradient that it was reducing."""
+        """Clean up if the last backward raised: free what it had gathered,
+        and drop the gradient that it was reducing.
+        """
         if not self._unfinished:
             return
         for of_the_last in (self._unfinished, self._awaited, self._was_whole):
@@ -246,8 +265,9 @@ class HookedUnits(nn.Module):
 def peak_bytes(run: Callable[[], Any], times: int = 5) -> tuple[int, int]:
     """Bytes that a call allocates on the CPU, in addition to what was allocated before, as the allocator counts them.
 
-    The last reference to a reduced gradient may be dropped by a thread of gloo, which the profiler does not watch; then the memory
-    seems to be held. So the call is repeated and the smallest count taken: memory that is really held is held every time.
+    The last reference to a reduced gradient may be dropped by a thread of gloo, which the profiler does not watch;
+    then the memory seems to be held.
+    So the call is repeated and the smallest count taken: memory that is really held is held every time.
 
     Returns:
         The most bytes at any moment, and the bytes that are still allocated at the end.

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class SharedInput(ParallelStyle):
     """Turns a module's first argument into one DTensor, whole on every rank.
 
-    Without it, each layer inside would make its own DTensor from the plain tensor, and all-reduce its own gradient. With one DTensor
-    for all of them, autograd adds their gradients first and all-reduces the sum once, like Megatron's f.
+    Without it, each layer inside would make its own DTensor from the plain tensor, and all-reduce its own gradient.
+    With one DTensor for all of them, autograd adds their gradients first and all-reduces the sum once,
+    like Megatron's f.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -49,8 +50,8 @@ class LocalHeads(SharedInput):
 class KeyValueHeads(ParallelStyle):
     """The projection to keys or to values: cut by heads, or whole on every rank if there are fewer heads than ranks.
 
-    If it is whole, the weight stays a plain parameter, each rank uses the output of the one head that its queries share, and the
-    gradients of all ranks are summed.
+    If it is whole, the weight stays a plain parameter, each rank uses the output of the one head that its queries
+    share, and the gradients of all ranks are summed.
 
     Args:
         n_kv_heads: Key/value heads G of the whole model.

@@ -73,7 +73,9 @@ def heads_and_cache(n_past: int = 3, max_len: int = 7) -> Figure:
 
 
 def _matrix(ax, left, top, shades, name, rows, columns, row=None, hidden=None) -> None:
-    """A matrix as a grid, its name above it and its sizes at its edges; one row may be orange, hidden cells stay empty."""
+    """A matrix as a grid, its name above it and its sizes at its edges; one row may be orange,
+    hidden cells stay empty.
+    """
     n, m = shades.shape
     for i in range(n):
         for j in range(m):

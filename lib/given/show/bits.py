@@ -23,7 +23,8 @@ def bits_of(value: float, exponent_bits: int, mantissa_bits: int) -> str:
 
 
 def draw_bits(ax: Axes, value: float, formats: Mapping[str, tuple[int, int, bool]]) -> None:
-    """Draw a row of squares for each format, filled where the bit is 1; sign, exponent and mantissa have their own colours.
+    """Draw a row of squares for each format, filled where the bit is 1; sign,
+    exponent and mantissa have their own colours.
 
     Args:
         ax: The axes to draw on; their frame is removed.

@@ -46,7 +46,9 @@ def draw_whole(ax: Axes) -> None:
 
 
 def draw_tiles(ax: Axes, n_tiles: int = 4) -> None:
-    """FlashAttention: a tile of queries stays on the chip, tiles of keys and values pass by, the output is written once."""
+    """FlashAttention: a tile of queries stays on the chip, tiles of keys and values pass by,
+    the output is written once.
+    """
     _boxes(ax, "in tiles: the scores never leave the chip")
     blue, orange, green = COLOURS[:3]
     height = 1.3 / n_tiles

@@ -27,7 +27,9 @@ def arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], colour
 
 
 def draw_flat_row() -> Figure:
-    """A unit's life: a weight and a bias, their row with padding, a shard on each of four ranks, and the views again."""
+    """A unit's life: a weight and a bias, their row with padding, a shard on each of four ranks,
+    and the views again.
+    """
     fig, ax = plt.subplots(figsize=(6.4, 4.6))
     blue, orange, none = COLOURS[0], COLOURS[1], "none"
     of_row = [blue] * 8 + [orange] * 3 + [none]
@@ -60,7 +62,8 @@ def draw_flat_row() -> Figure:
 def plan_step(n_units: int = 3, forward: float = 1.6, message: float = 1.0) -> list[tuple[str, str, int, float, float]]:
     """One step of ZeRO-3 over units after a root: ``(lane, what, unit, start, end)``, lane "compute" or "network".
 
-    A message starts when its call was made and the network is free; computing waits for its own gather. Backward takes twice a forward.
+    A message starts when its call was made and the network is free; computing waits for its own gather.
+    Backward takes twice a forward.
     """
     work: list[tuple[str, str, int, float, float]] = []
     free = {"compute": 0.0, "network": 0.0}
@@ -106,7 +109,9 @@ def draw_step(n_units: int = 3) -> Figure:
 
 
 def draw_lanes(ax: Axes, work: Sequence[tuple[str, str, int, float, float]]) -> None:
-    """What the GPU computes and what the network carries, a box for each piece of work, with the unit's number in it."""
+    """What the GPU computes and what the network carries, a box for each piece of work,
+    with the unit's number in it.
+    """
     colours = {"forward": COLOURS[0], "backward": COLOURS[0], "gather": COLOURS[1], "reduce": COLOURS[2]}
     for lane, what, unit, start, end in work:
         y, corner = float(lane == "compute"), (start, float(lane == "compute") + 0.1)
@@ -199,7 +204,9 @@ def draw_block() -> Figure:
 
 
 def draw_layouts(specs: dict[str, dict[str, tuple[str | None, ...]]]) -> Figure:
-    """For each layout a row: which device of a 2 x 2 mesh holds which block of each tensor, with a legend of the devices."""
+    """For each layout a row: which device of a 2 x 2 mesh holds which block of each tensor,
+    with a legend of the devices.
+    """
     names = list(next(iter(specs.values())))
     fig, axes = plt.subplots(1 + len(specs), len(names), figsize=(5.2, 7.4), height_ratios=(0.45, *[1] * len(specs)))
     for ax, (x, y) in zip(axes[0], ((0, 0), (0, 1), (1, 0), (1, 1)), strict=True):
@@ -220,7 +227,9 @@ def draw_layouts(specs: dict[str, dict[str, tuple[str | None, ...]]]) -> Figure:
 
 
 def blocks(ax: Axes, spec: Sequence[str | None]) -> None:
-    """One matrix in a square: a frame for each block, in it the colours of the devices that hold it, and how many they are."""
+    """One matrix in a square: a frame for each block, in it the colours of the devices that hold it,
+    and how many they are.
+    """
     rows, columns = (2 if axis else 1 for axis in spec)
     for i, j in [(i, j) for i in range(rows) for j in range(columns)]:
         at = {axis: place for axis, place in zip(spec, (i, j), strict=True) if axis}

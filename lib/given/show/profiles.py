@@ -48,7 +48,8 @@ def nsys_command(program: Sequence[str], output: str, python_backtrace: bool = F
 
 
 def trace_events(path: str | os.PathLike, cat: str, prefix: str = "") -> list[dict[str, Any]]:
-    """The events of one category of a Chrome trace: ``name``, ``start_ms``, ``ms``, and ``depth``, how many it is inside of.
+    """The events of one category of a Chrome trace: ``name``, ``start_ms``, ``ms``, and ``depth``,
+    how many it is inside of.
 
     Args:
         path: The trace.
@@ -145,7 +146,8 @@ def memory_curve(path: str | os.PathLike) -> tuple[list[float], list[int]]:
     """Time and bytes alive after each change, from what ``memory_timeline`` wrote.
 
     Args:
-        path: JSON (from a CPU), or the pickle of a CUDA snapshot; one that you made yourself, because a pickle can run code.
+        path: JSON (from a CPU), or the pickle of a CUDA snapshot; one that you made yourself,
+            because a pickle can run code.
 
     Returns:
         Seconds since the first event, and bytes. In a snapshot only what its history saw is counted.

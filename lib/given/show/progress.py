@@ -1,4 +1,6 @@
-"""A progress bar that reads well where it is: one line in a terminal, one line that is replaced on a notebook's page."""
+"""A progress bar that reads well where it is: one line in a terminal,
+one line that is replaced on a notebook's page.
+"""
 
 import io
 from collections.abc import Iterable, Iterator
@@ -7,7 +9,9 @@ from tqdm.std import tqdm
 
 
 class NotebookBar(tqdm):
-    """tqdm's bar as plain text in one display: no widget, no red box, and of a finished bar only its last state is kept."""
+    """tqdm's bar as plain text in one display: no widget, no red box,
+    and of a finished bar only its last state is kept.
+    """
 
     @staticmethod
     def status_printer(file):

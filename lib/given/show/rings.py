@@ -11,7 +11,10 @@ State = list[list[frozenset[int]]]
 
 
 def ring_states(n_ranks: int) -> list[State]:
-    """For each moment, rank and chunk, the ranks whose numbers are in that chunk. The first moment is before the first step."""
+    """For each moment, rank and chunk, the ranks whose numbers are in that chunk.
+
+    The first moment is before the first step.
+    """
     now: State = [[frozenset({rank})] * n_ranks for rank in range(n_ranks)]
     states = [now]
     for step in range(2 * (n_ranks - 1)):
@@ -25,7 +28,8 @@ def ring_states(n_ranks: int) -> list[State]:
 
 
 def draw_ring(n_ranks: int = 4) -> Figure:
-    """Ranks by chunks at the start and after each step: how many ranks are summed in each chunk; framed is what arrived.
+    """Ranks by chunks at the start and after each step: how many ranks are summed in each chunk;
+    framed is what arrived.
 
     One row of grids for the reduce-scatter, from the start on, and one for the all-gather.
     """

@@ -1,4 +1,6 @@
-"""Pictures of chapter 18: a block whose sequence is cut, heads exchanged for positions, and three ways to deal out a sequence."""
+"""Pictures of chapter 18: a block whose sequence is cut, heads exchanged for positions,
+and three ways to deal out a sequence.
+"""
 
 from collections.abc import Sequence
 
@@ -12,7 +14,9 @@ from lib.given.show.plots import COLOURS, GREY
 
 
 def draw_sequence_block() -> Figure:
-    """A transformer block on two ranks with sequence parallelism: only between gather and scatter is the sequence whole."""
+    """A transformer block on two ranks with sequence parallelism:
+    only between gather and scatter is the sequence whole.
+    """
     fig, ax = plt.subplots(figsize=(6.4, 3.9))
     for y, colour in ((2.75, COLOURS[0]), (2.45, COLOURS[1])):
         ax.plot([0.2, 13.2], [y, y], color=colour, linewidth=2.2)
@@ -78,7 +82,8 @@ def draw_exchange(n_ranks: int = 4) -> Figure:
 
 
 def draw_shares(dealt: dict[str, Sequence[Sequence[int]]]) -> Figure:
-    """For each way to deal out a sequence, the causal scores of each rank, and below them how many each computes in each step.
+    """For each way to deal out a sequence, the causal scores of each rank,
+    and below them how many each computes in each step.
 
     Args:
         dealt: For each way, the positions of each rank.

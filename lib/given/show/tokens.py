@@ -46,7 +46,10 @@ def show_pieces(pieces: Iterable[bytes | str], caption: str = "", titles: Iterab
     boxes = []
     for n, (piece, title) in enumerate(zip(shown, titles, strict=True)):
         colour = COLOURS[n % len(COLOURS)]
-        look = f"background:{colour}33;border-bottom:2px solid {colour};padding:0 .15em;margin-right:1px;white-space:pre-wrap"
+        look = (
+            f"background:{colour}33;border-bottom:2px solid {colour};padding:0 "
+            ".15em;margin-right:1px;white-space:pre-wrap"
+        )
         hint = f' title="{html.escape(title)}"' if title else ""
         boxes.append(f'<span style="{look}"{hint}>{html.escape(piece)}</span>')
     start = f'<span style="opacity:.75">{html.escape(caption)} · {len(shown)} tokens</span><br>' if caption else ""
@@ -87,7 +90,10 @@ def show_numbers(numbers: Mapping[str, str], heading: str = "your run") -> Html:
         f"<tr><td {cell}>{html.escape(name)}</td><td {cell}>{html.escape(v)}</td></tr>" for name, v in numbers.items()
     ]
     head = f"<tr><th {cell}></th><th {cell}>{html.escape(heading)}</th></tr>"
-    table = f'<table style="border-collapse:collapse;margin:1em 0"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table>'
+    table = (
+        '<table style="border-collapse:collapse;margin:1em '
+        f'0"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table>'
+    )
     return Html(table, "\n".join(f"{name}: {value}" for name, value in numbers.items()))
 
 

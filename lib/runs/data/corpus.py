@@ -1,4 +1,6 @@
-"""A corpus: text gathered, cleaned and divided, a tokenizer learned from it, and one row of tokens (``lib.runs.corpus``)."""
+"""A corpus: text gathered, cleaned and divided, a tokenizer learned from it,
+and one row of tokens (``lib.runs.corpus``).
+"""
 
 import gzip
 import hashlib
@@ -23,15 +25,23 @@ from typing import Any
 import numpy as np
 
 PACKAGES = (
-    "debian-handbook", "debian-policy", "debian-reference-en", "developers-reference", "emacs-el", "fortunes", "git-doc", "gnome-user-docs", "golang-1.19-src", "installation-guide-amd64",
-    "libreoffice-help-en-us", "linux-source-6.1", "manpages", "manpages-dev", "nodejs-doc", "openjdk-17-source", "perl-doc",
+    "debian-handbook", "debian-policy", "debian-reference-en", "developers-reference", "emacs-el", "fortunes",
+    "git-doc", "gnome-user-docs", "golang-1.19-src", "installation-guide-amd64",
+    "libreoffice-help-en-us", "linux-source-6.1", "manpages", "manpages-dev", "nodejs-doc", "openjdk-17-source",
+    "perl-doc",
     "postgresql-doc-15", "python-django-doc", "python-pandas-doc", "python-scipy-doc", "python-sklearn-doc",
     "python-sympy-doc", "python3.11-doc", "rust-doc", "sqlite3-doc", "vim-doc",
 )  # fmt: skip
-PLAIN = {"", ".txt", ".md", ".rst", ".dat", ".pod", ".texi", ".tex", ".dict", ".1", ".2", ".3", ".4", ".5", ".6", ".7", ".8", ".9"}  # fmt: skip
+PLAIN = {
+    "", ".txt", ".md", ".rst", ".dat", ".pod", ".texi", ".tex", ".dict", ".1", ".2", ".3", ".4", ".5", ".6", ".7", ".8",
+    ".9",
+}  # fmt: skip
 CODE = {".c", ".h", ".py", ".go", ".java", ".el", ".pl", ".pm", ".rs", ".js", ".sh", ".s", ".S", ".hs", ".erl"}
 MARKED_UP = {".html", ".htm", ".page", ".xhp"}
-BROKEN = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, OSError, EOFError, ValueError, RuntimeError)  # fmt: skip
+BROKEN = (
+    tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, OSError, EOFError, ValueError,
+    RuntimeError,
+)  # fmt: skip
 """What reading a damaged archive raises (RuntimeError: a zip with a password). Some are broken on purpose, as tests."""
 ARCHIVES = (".tar", ".tar.gz", ".tar.xz", ".tar.bz2", ".tgz")
 END = "<|endoftext|>"
@@ -39,9 +49,16 @@ VOCAB_SIZE = 50_257  # GPT-2's: 256 bytes, 50,000 merges and the end of a docume
 LARGEST = 4 * 2**20  # bytes of a file that are read
 SHORTEST, BLOCK = 400, 200  # characters: of a document, and of a block that is dropped where it comes again
 LICENCE = re.compile(
-    r"common-licenses/([A-Z][\w.-]*\w)|((?:PostgreSQL|PSF|BSD|MIT|Apache|Vim|Artistic) [Ll]icen[cs]e|[Pp]ublic [Dd]omain)"
+    r"common-licenses/([A-Z][\w.-]*\w)"
+    r"|((?:PostgreSQL|PSF|BSD|MIT|Apache|Vim|Artistic) [Ll]icen[cs]e|[Pp]ublic [Dd]omain)"
 )
-FOREIGN = re.compile(r"/(locale|i18n|translations|po)/|[._-](ar|cs|da|de|es|fa|fr|he|id|it|ja|ko|nb|nl|pt|ro|ru|sv|tr|uk|vi|zh)(-[a-z]+|_[A-Z]+)?(\.|/)|/(ar|cs|da|de-DE|el|es-ES|fa|fr-FR|id-ID|it-IT|ja-JP|ko-KR|nb-NO|nl-NL|pl-PL|pt-BR|ro-RO|ru-RU|sv|tr-TR|uk|vi-VN|zh-CN|zh-TW)/", re.IGNORECASE)  # fmt: skip
+FOREIGN = re.compile(
+    r"/(locale|i18n|translations|po)/"
+    r"|[._-](ar|cs|da|de|es|fa|fr|he|id|it|ja|ko|nb|nl|pt|ro|ru|sv|tr|uk|vi|zh)(-[a-z]+|_[A-Z]+)?(\.|/)"
+    r"|/(ar|cs|da|de-DE|el|es-ES|fa|fr-FR|id-ID|it-IT|ja-JP|ko-KR|nb-NO|nl-NL|pl-PL|pt-BR|ro-RO|ru-RU|sv|tr-TR|uk"
+    r"|vi-VN|zh-CN|zh-TW)/",
+    re.IGNORECASE,
+)
 
 
 @dataclass
@@ -151,7 +168,10 @@ class _Words(HTMLParser):
     """Collects the text of a page, without its navigation and its scripts."""
 
     IGNORED = ("script", "style", "nav", "head", "footer", "svg", "button", "form")
-    BREAKS = ("p", "div", "li", "tr", "pre", "h1", "h2", "h3", "h4", "dt", "dd", "br", "section", "table", "item", "paragraph")  # fmt: skip
+    BREAKS = (
+        "p", "div", "li", "tr", "pre", "h1", "h2", "h3", "h4", "dt", "dd", "br", "section", "table", "item",
+        "paragraph",
+    )  # fmt: skip
 
     def __init__(self):
         super().__init__()
@@ -273,7 +293,9 @@ def documents_of_dataset(
 
 
 def is_held_out(place: str, share: float) -> bool:
-    """Whether a document is held out: a hash of its place decides, so that more sources change nothing for the others."""
+    """Whether a document is held out: a hash of its place decides,
+    so that more sources change nothing for the others.
+    """
     return (
         int.from_bytes(hashlib.blake2b(place.encode(errors="replace"), digest_size=4).digest(), "big") < share * 2**32
     )
@@ -299,7 +321,8 @@ def make_tokenizer(merges: list[tuple[bytes, bytes]], special_tokens: Sequence[s
 
     Args:
         merges: The merges of a corpus.
-        special_tokens: Empty for the text of a document, in which "<|endoftext|>" is thirteen characters like any others.
+        special_tokens: Empty for the text of a document, in which "<|endoftext|>" is thirteen
+            characters like any others.
     """
     from lib.tokenization import BPETokenizer
 
@@ -338,7 +361,8 @@ def read_tokens(folder: Path) -> np.ndarray:
         raise FileNotFoundError(f"{folder} has a corpus.json but no tokens.bin: make the corpus again")
     if path.stat().st_size != 2 * expected:
         raise ValueError(
-            f"{path} has {path.stat().st_size:,} bytes, expected 2 for each of the {expected:,} tokens that corpus.json counts: "
+            f"{path} has {path.stat().st_size:,} bytes, expected 2 for each of the {expected:,} tokens "
+            "that corpus.json counts: "
             "make the corpus again"
         )
     return np.fromfile(path, dtype=np.uint16)
@@ -399,7 +423,8 @@ def write(folder: Path, documents: list[Document], found: list[Source], share: f
     unfinished.write_text(json.dumps(facts, indent=1))
     unfinished.replace(folder / "corpus.json")
     print(
-        f"{folder}: {counts[0]:,} tokens to train on and {counts[1]:,} held out, of {facts['characters'] / 1e6:.0f} million characters"
+        f"{folder}: {counts[0]:,} tokens to train on and {counts[1]:,} held out, "
+        f"of {facts['characters'] / 1e6:.0f} million characters"
     )
 
 
@@ -412,6 +437,8 @@ def make_place(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"{folder}: cannot create the folder ({error.strerror}); expected one that can be written to") from None  # fmt: skip
+        raise ValueError(
+            f"{folder}: cannot create the folder ({error.strerror}); expected one that can be written to"
+        ) from None
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"{folder}: no permission to write there; expected a folder that can be written to")

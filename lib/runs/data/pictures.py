@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from lib.runs.data.corpus import make_place, unpacked
+from lib.runs.lock import closing_lock
 
 PACKAGE = "dataset-fashion-mnist"
 CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
@@ -48,7 +49,10 @@ def read_split(folder: Path, beginning: str) -> tuple[np.ndarray, np.ndarray]:
         raise ValueError(f"there is no {beginning}-images-idx3-ubyte.gz with its labels-idx1-ubyte.gz: expected both")
     pictures, labels = (read_idx(found[axes][0]) for axes in (3, 1))
     if len(pictures) != len(labels) or labels.max(initial=0) >= len(CLASSES):
-        raise ValueError(f"{beginning}: {len(pictures):,} pictures, {len(labels):,} classes up to {labels.max(initial=0)}: expected as many, below {len(CLASSES)}")  # fmt: skip
+        raise ValueError(
+            f"{beginning}: {len(pictures):,} pictures, {len(labels):,} classes up to "
+            f"{labels.max(initial=0)}: expected as many, below {len(CLASSES)}"
+        )
     return pictures, labels
 
 
@@ -75,12 +79,12 @@ def write_pictures(folder: Path) -> dict[str, int]:
         RuntimeError: The package cannot be downloaded.
     """
     make_place(folder)
-    with tempfile.TemporaryDirectory() as place:
+    with closing_lock(folder), tempfile.TemporaryDirectory() as place:
         source = unpacked(PACKAGE, Path(place))
         splits = {split: read_split(Path(place), beginning) for split, beginning in SPLITS.items()}
-    for split, (pictures, labels) in splits.items():
-        write_split(folder / f"{split}.parquet", pictures, labels)
-    counts = {split: len(labels) for split, (_, labels) in splits.items()}
-    facts = {"package": source.name, "version": source.version, "licences": source.licences, **counts}
-    (folder / "pictures.json").write_text(json.dumps(facts, indent=1))
+        for split, (pictures, labels) in splits.items():
+            write_split(folder / f"{split}.parquet", pictures, labels)
+        counts = {split: len(labels) for split, (_, labels) in splits.items()}
+        facts = {"package": source.name, "version": source.version, "licences": source.licences, **counts}
+        (folder / "pictures.json").write_text(json.dumps(facts, indent=1))
     return counts

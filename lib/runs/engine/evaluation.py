@@ -36,7 +36,8 @@ def hold_out(task: Task) -> None:
     source.hold_out(max(1, (source.n_test or int(o.held_out * n)) // o.batch) * o.batch)
     if source.n < o.batch:
         raise UsageError(
-            f"--held-out {o.held_out:g} of --data {o.data}, which has {n} {task.rows}: of --batch {o.batch} at least one batch is held out, "
+            f"--held-out {o.held_out:g} of --data {o.data}, which has {n} {task.rows}: "
+            f"of --batch {o.batch} at least one batch is held out, "
             f"and that leaves {max(source.n, 0)} to train on; expected a smaller batch or more data"
         )
 

@@ -1,4 +1,6 @@
-"""Mixtures of experts for chapter 6's model: chapter 19's layer in place of each MLP, its experts spread over ranks, its router balanced by a bias."""
+"""Mixtures of experts for chapter 6's model: chapter 19's layer in place of each MLP, its experts spread over ranks,
+its router balanced by a bias.
+"""
 
 import math
 from collections import deque
@@ -23,7 +25,9 @@ EXPERTS = ("w1", "w2", "w3")
 
 
 def expert_width(dim: int, k: int) -> int:
-    """Width of an expert: a token's k experts, with three matrices each, have about as many weights as an MLP with two; a multiple of 16."""
+    """Width of an expert: a token's k experts, with three matrices each,
+    have about as many weights as an MLP with two; a multiple of 16.
+    """
     return 16 * math.ceil(8 * dim / (3 * k) / 16)
 
 
@@ -35,7 +39,10 @@ def extra_weights(options: Options, dim: int) -> int:
 
 
 def put_mixtures(model: nn.Module, options: Options, dim: int, n_layers: int) -> None:
-    """Replace the MLP of every block, in place. Weights begin as ``init_weights`` says; ``w2`` writes to the residual stream."""
+    """Replace the MLP of every block, in place.
+
+    Weights begin as ``init_weights`` says; ``w2`` writes to the residual stream.
+    """
     assert options.n_experts
     assert options.top_k
     for block in blocks_of(model):

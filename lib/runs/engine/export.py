@@ -1,6 +1,7 @@
 """The trained model as other libraries load it: ``model.safetensors`` and ``config.json``, for Transformers or timm.
 
-Each function here is the inverse of its chapter's converter: the names, layouts and settings of the other library, from our own.
+Each function here is the inverse of its chapter's converter: the names, layouts and settings of the other library,
+from our own.
 """
 
 import json
@@ -23,7 +24,10 @@ from lib.runs.engine.sources import GRAY_MEAN, GRAY_STD, Codec
 Exported = tuple[dict[str, Tensor], dict[str, Any]]
 """Tensors by the other library's names, and the contents of ``config.json``."""
 TOKENIZER = "tokenizer.json"
-TIMM = {"B/16": "base_patch16", "L/16": "large_patch16", "H/14": "huge_patch14", "g/14": "giant_patch14", "G/14": "gigantic_patch14"}  # fmt: skip
+TIMM = {
+    "B/16": "base_patch16", "L/16": "large_patch16", "H/14": "huge_patch14", "g/14": "giant_patch14",
+    "G/14": "gigantic_patch14",
+}  # fmt: skip
 """timm's name of each preset, between ``vit_`` and ``_224``."""
 
 
@@ -144,7 +148,9 @@ def gpt2_for_transformers(weights: dict[str, Tensor], config: GPT2Config) -> Exp
 
 
 def llama_for_transformers(weights: dict[str, Tensor], config: LlamaConfig) -> Exported:
-    """For ``LlamaForCausalLM``: its rotary pairs are half a head apart, so the rows of queries and keys are reordered."""
+    """For ``LlamaForCausalLM``: its rotary pairs are half a head apart,
+    so the rows of queries and keys are reordered.
+    """
     from lib.rope import interleaved_to_half
 
     n_heads = {"q_proj": config.n_heads, "k_proj": config.n_kv_heads}
@@ -175,7 +181,9 @@ def llama_for_transformers(weights: dict[str, Tensor], config: LlamaConfig) -> E
 
 
 def vit_for_timm(weights: dict[str, Tensor], config: ViTConfig) -> Exported:
-    """For timm's ``VisionTransformer``: queries, keys and values are one layer. ``timm.create_model("local-dir:FOLDER", pretrained=True)`` loads it.
+    """For timm's ``VisionTransformer``: queries, keys and values are one layer.
+
+    ``timm.create_model("local-dir:FOLDER", pretrained=True)`` loads it.
 
     Raises:
         ValueError: the model pools by the mean after its last norm; timm's takes the mean before.

@@ -1,4 +1,5 @@
-"""Output of a run: a line of JSON for each step, a progress bar, and TensorBoard or Weights & Biases where they are asked for.
+"""Output of a run: a line of JSON for each step, a progress bar,
+and TensorBoard or Weights & Biases where they are asked for.
 
 An evaluation and a sample of text have a line of their own, after that of their step and with its number.
 
@@ -46,14 +47,17 @@ def memory_peak_bytes(device: torch.device) -> int:
 
 
 def as_json(line: dict[str, Any]) -> str:
-    """A line of a log in strict JSON: a value that is not finite becomes null, and its name goes under ``not_finite``."""
+    """A line of a log in strict JSON: a value that is not finite becomes null,
+    and its name goes under ``not_finite``.
+    """
     odd = {name: str(value) for name, value in line.items() if isinstance(value, float) and not math.isfinite(value)}
     plain = {name: None if name in odd else value for name, value in line.items()}
     return json.dumps({**plain, "not_finite": odd} if odd else plain, allow_nan=False) + "\n"
 
 
 def read_log(path: Path, what: str = "loss") -> list[dict[str, Any]]:
-    """The complete lines of a log that have this entry: "loss" for those of steps, "held_out_loss" of evaluations, "sample" of samples.
+    """The complete lines of a log that have this entry: "loss" for those of steps, "held_out_loss" of evaluations,
+    "sample" of samples.
 
     A line that was cut off is skipped. A loss that was not finite is None.
     """
@@ -73,7 +77,10 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def send(row: Tensor) -> Callable[[], list[float]]:
-    """Start copying a row of numbers to the host. The returned function waits for the copy only, not for work that the device got later."""
+    """Start copying a row of numbers to the host.
+
+    The returned function waits for the copy only, not for work that the device got later.
+    """
     row = row.detach()
     here = row.to("cpu", non_blocking=True)  # from a GPU into pinned memory
     if not row.is_cuda:
@@ -89,7 +96,9 @@ def send(row: Tensor) -> Callable[[], list[float]]:
 
 
 class Moment:
-    """The moment at which the device reaches this point, by the device's own clock, since the host may run ahead; without CUDA, by the host's."""
+    """The moment at which the device reaches this point, by the device's own clock, since the host may run ahead;
+    without CUDA, by the host's.
+    """
 
     def __init__(self, device: torch.device):
         self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
@@ -109,8 +118,8 @@ class Moment:
 class Log:
     """The log of rank 0; on other ranks it writes nothing.
 
-    On an accelerator a step's line is written after the next step has been started, so that the host never waits for the step that
-    it has just launched.
+    On an accelerator a step's line is written after the next step has been started,
+    so that the host never waits for the step that it has just launched.
 
     Args:
         options: Options of the run.
@@ -153,7 +162,8 @@ class Log:
     def _continue_file(self, path: Path, begin: int) -> None:
         """Keep the lines of the steps before ``begin``; later ones, from after the checkpoint, will be written again.
 
-        If no line is kept, the file belongs to another run: it is renamed, with ``.old`` after its name, or ``.old2`` and so on.
+        If no line is kept, the file belongs to another run: it is renamed, with ``.old`` after its name,
+        or ``.old2`` and so on.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in _lines(path) if line["step"] < begin]
@@ -166,7 +176,9 @@ class Log:
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
 
     def add(self, step: int, lr: float, numbers: Tensor) -> None:
-        """Record that a step was started. Writes the step before it; on a CPU, where the step is done, also the step itself.
+        """Record that a step was started.
+
+        Writes the step before it; on a CPU, where the step is done, also the step itself.
 
         Args:
             numbers: The result of ``Run.plain_step``.

@@ -1,10 +1,13 @@
-"""The run itself: check the request, start the group, build or resume the model, train, save, and leave when a signal asks for it."""
+"""The run itself: check the request, start the group, build or resume the model, train, save,
+and leave when a signal asks for it.
+"""
 
 import math
 import os
 import statistics
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,34 +25,56 @@ from lib.runs.engine import state as checkpoints
 from lib.runs.engine.context import share_of
 from lib.runs.engine.evaluation import evaluate, hold_out, is_due, sample
 from lib.runs.engine.log import Log
-from lib.runs.engine.mesh import Mesh, arrange, check_degrees
-from lib.runs.engine.options import DECAYED, Options, check_batch, check_places, make_places, parse
+from lib.runs.engine.mesh import DATA, Mesh, arrange, check_degrees
+from lib.runs.engine.need import check_memory, memory_flags
+from lib.runs.engine.options import (
+    DECAYED,
+    Options,
+    check_batch,
+    check_places,
+    check_unlocked,
+    lock_places,
+    make_places,
+    parse,
+)
 from lib.runs.engine.signals import STATUS, Signals, follow_launcher
 from lib.runs.engine.sources import N_PICTURES
 from lib.runs.engine.strategies import Strategy, make_optimizer, make_strategy
 from lib.runs.engine.tasks import Loss, Task
 from lib.runs.engine.world import World, agree, choose_device, find_world, start_group
 from lib.runs.flags import Parser, UsageError
+from lib.runs.memory import shortage
 from lib.training import TokenBatches, cosine_schedule, hours_per_epoch
 
-DATA = ("replicate", "shard", "expert")
-"""Kinds of parallelism whose ranks divide a batch."""
 BEST = "best"
 """The folder of the best model, inside of the last model's folder."""
 
 
 def main(parser: Parser, kind: type[Task], argv: list[str] | None = None) -> int:
-    """Run, and return the exit status: 0, or 75 if asked to leave early, or 2 with one line on stderr if the request is wrong."""
+    """Run, and return the exit status.
+
+    Returns:
+        0, or 75 if the run was asked to leave early.
+        2, after one line on stderr, if the request is wrong or memory ran out.
+    """
     group_was_there, status = dist.is_initialized(), 0
     try:
         options = parse(parser, argv)
         status = 0 if train(options, kind) else STATUS
     except UsageError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr, flush=True)
-        status = 2
+        status = _refuse(parser, str(error))
+    except (MemoryError, RuntimeError) as error:
+        if (text := shortage(error, memory_flags(parser))) is None:
+            raise
+        return _refuse(parser, text)  # the other ranks go on: destroying the group would wait for them
     if dist.is_initialized() and not group_was_there:  # after any other error NCCL would wait for the other ranks here
         dist.destroy_process_group()
     return status
+
+
+def _refuse(parser: Parser, text: str) -> int:
+    print(f"{parser.prog}: error: {text}", file=sys.stderr, flush=True)
+    return 2
 
 
 def train(options: Options, kind: type[Task]) -> bool:
@@ -61,12 +86,17 @@ def train(options: Options, kind: type[Task]) -> bool:
     Raises:
         UsageError: the request is wrong; in this case nothing was allocated on a device.
     """
-    run = prepare(options, kind)
-    return run.go()
+    with ExitStack() as held:
+        return prepare(options, kind, held).go()
 
 
-def prepare(options: Options, kind: type[Task]) -> "Run":
+def prepare(options: Options, kind: type[Task], held: ExitStack | None = None) -> "Run":
     """Check the request, start the group and build or resume the model.
+
+    Args:
+        options: Options of the run.
+        kind: Its task.
+        held: Gets the locks of the folders that the run writes to; None locks nothing.
 
     Raises:
         UsageError: the request is wrong; in this case nothing was allocated on a device.
@@ -81,15 +111,21 @@ def prepare(options: Options, kind: type[Task]) -> "Run":
     if options.graph and device.type != "cuda":
         raise UsageError("--graph records a CUDA graph, but the device is a CPU: expected a GPU, or no --graph")
     check_places(options)
+    check_unlocked(options)
+    stamp = checkpoints.stamp(options)
     found = checkpoints.peek(options, world.rank, world.size)
     task = make_task(options, kind)
     run = task.describe()
     checkpoints.check_same_run(options, found, run)
+    check_memory(task, world, device)
     make_places(options)
     set_up(options, device)
     if options.is_parallel:
         start_group(world, device)
         agree(found and found["step"], "the step of the checkpoint")
+    if held is not None:
+        lock_places(options, world.rank, held)
+        checkpoints.check_unchanged(options, stamp)
     return Run(options, task, world, device, run, found is not None)
 
 
@@ -220,8 +256,8 @@ class Run:
         """Forward, backward, clipping, one update.
 
         Returns:
-            For ``Log``, on the device: the mean loss over all ranks, the share of ranks that were asked to leave, and with
-            ``--clip`` the gradient's norm before clipping.
+            For ``Log``, on the device: the mean loss over all ranks, the share of ranks that were asked to leave,
+            and with ``--clip`` the gradient's norm before clipping.
         """
         numbers = self.backward(inputs, targets)
         if self.scaler is not None:
@@ -237,7 +273,9 @@ class Run:
         return numbers if norm is None else torch.cat([numbers, norm.float().reshape(1)])
 
     def scaler_step(self, lr: float) -> None:
-        """The update, which is skipped if a gradient has inf or NaN, together with the weight decay outside of the optimizer."""
+        """The update, which is skipped if a gradient has inf or NaN,
+        together with the weight decay outside of the optimizer.
+        """
 
         def decay(*_) -> None:
             self.strategy.decay(lr)
@@ -301,7 +339,10 @@ class Run:
         return torch.zeros(self.options.batch // self.n_data, dtype=torch.int64, device=self.device)
 
     def go(self) -> bool:
-        """Train the remaining steps, or up to the step after which all ranks leave. Returns whether all steps are done."""
+        """Train the remaining steps, or up to the step after which all ranks leave.
+
+        Returns whether all steps are done.
+        """
         o = self.options
         if o.graph:
             self.record_graph()
@@ -356,7 +397,9 @@ class Run:
             log.restart_clock()
 
     def export(self, folder: Path) -> None:
-        """Write the model for other libraries, and into ``folder/best`` the best one, if there is a checkpoint of it."""
+        """Write the model for other libraries, and into ``folder/best`` the best one,
+        if there is a checkpoint of it.
+        """
         weights = checkpoints.gather_model(self.strategy, self.device)
         if self.world.rank == 0:
             export.write(folder, self.task.exported(weights), self.task.source.codec)

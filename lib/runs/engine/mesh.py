@@ -15,6 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lib.runs.engine.options import KINDS, STRATEGIES, Options
 from lib.runs.flags import UsageError
 
+DATA = ("replicate", "shard", "expert")
+"""Kinds of parallelism whose ranks divide a batch."""
+
 
 def arrange(options: Options, n_ranks: int) -> Options:
     """The options with a number for every degree; their product is the number of ranks.
@@ -28,7 +31,8 @@ def arrange(options: Options, n_ranks: int) -> Options:
         if kind is None and n_ranks > 1:
             names = ", ".join(name for name, kind in STRATEGIES.items() if kind)
             raise UsageError(
-                f"--strategy single runs on 1 rank, but {n_ranks} were started: expected one of {names}, or degrees such as --shard {n_ranks}"
+                f"--strategy single runs on 1 rank, but {n_ranks} were started: expected one of {names}, "
+                f"or degrees such as --shard {n_ranks}"
             )
         degrees = {name: n_ranks if name == kind else 1 for name in KINDS}
         return replace(options, **degrees)
@@ -69,38 +73,45 @@ def check_degrees(options: Options, sizes: dict[str, dict[str, int]]) -> None:
         for name, size in sizes[kind].items():
             if kind == "pipeline" and size < n:
                 raise UsageError(
-                    f"--model {options.model} has {name} = {size}, too few for {options.named(kind)} with {n} stages: expected at most {size} stages"
+                    f"--model {options.model} has {name} = {size}, "
+                    f"too few for {options.named(kind)} with {n} stages: expected at most {size} stages"
                 )
             parts = 2 * n if kind == "context" else n  # zigzag gives every rank two chunks
             if kind != "pipeline" and size % parts:
                 what = f"{n} ranks with two chunks each" if kind == "context" else f"{n} ranks"
                 raise UsageError(
-                    f"--model {options.model} has {name} = {size}, which {options.named(kind)} cannot divide among {what}: "
+                    f"--model {options.model} has {name} = {size}, "
+                    f"which {options.named(kind)} cannot divide among {what}: "
                     f"{_division(size, parts)}; expected a degree that divides it"
                 )
     if options.pipeline and options.pipeline > options.accumulate and not options.ours:
         raise UsageError(
-            f"{options.named('pipeline')} --engine torch with --accumulate {options.accumulate}: PyTorch's 1F1B needs as many micro-batches "
+            f"{options.named('pipeline')} --engine torch with --accumulate {options.accumulate}: "
+            "PyTorch's 1F1B needs as many micro-batches "
             f"as stages; expected --accumulate {options.pipeline} or more"
         )
     if options.uses("expert") and not options.ours:
         raise UsageError(
-            f"{options.named('expert')} --engine torch: PyTorch has no module that spreads experts over ranks; expected --engine ours"
+            f"{options.named('expert')} --engine torch: PyTorch has no module that spreads experts over "
+            "ranks; expected --engine ours"
         )
 
 
 class Mesh:
     """The ranks as one ``DeviceMesh`` whose axes are the kinds of parallelism, and this rank's place in it.
 
-    Ranks that hold the same parameters and train on different tokens differ along ``replicate``, ``context`` or ``expert``: together
-    they are the copies, over which gradients are averaged. Along ``expert`` the experts themselves differ; their copies are fewer.
+    Ranks that hold the same parameters and train on different tokens differ along ``replicate``,
+    ``context`` or ``expert``: together they are the copies, over which gradients are averaged.
+    Along ``expert`` the experts themselves differ; their copies are fewer.
 
     Args:
-        options: With a number for every degree. One process alone needs no process group; it is a mesh of one rank without axes.
+        options: With a number for every degree.
+            One process alone needs no process group; it is a mesh of one rank without axes.
         device: Device of this rank.
 
     Attributes:
-        size, rank: Number of ranks along each axis, and this rank's place there. "copies" and "expert_copies" have a size too.
+        size, rank: Number of ranks along each axis, and this rank's place there.
+            "copies" and "expert_copies" have a size too.
         devices: PyTorch's mesh.
         stage_size, stage_rank: Number of ranks of a stage, and this rank's place among them.
     """

@@ -3,16 +3,23 @@
 import argparse
 import importlib.util
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from lib.given.data.images import has_test_split
 from lib.runs.data.corpus import held_out_share, is_corpus
 from lib.runs.flags import MOST_SEED, Parser, UsageError, degree, fraction, positive, share, whole
+from lib.runs.lock import FolderLock, refuse_if_held
 
 KINDS = ("pipeline", "replicate", "context", "shard", "expert", "tensor")
-"""Kinds of parallelism, each an axis of the mesh of ranks. The last axis joins neighbours: ranks that divide a layer communicate most."""
+"""Kinds of parallelism, each an axis of the mesh of ranks.
+
+The last axis joins neighbours: ranks that divide a layer communicate most.
+"""
 STRATEGIES = {"single": None, "ddp": "replicate", "fsdp": "shard", "tp": "tensor", "cp": "context", "pp": "pipeline"}
 """Names of the simple cases: one kind over all ranks."""
 PRECISIONS = ("float32", "tf32", "bf16", "float16")
@@ -27,7 +34,10 @@ DECAYED = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The flags of a run; ``--help`` explains each. None means that the value follows from the others, and ``_resolved`` fills it in."""
+    """The flags of a run; ``--help`` explains each.
+
+    None means that the value follows from the others, and ``_resolved`` fills it in.
+    """
 
     model: str
     strategy: str | None
@@ -97,7 +107,8 @@ class Options:
 
     @property
     def shards(self) -> bool:
-        """Whether parameters are divided by ``FullySharded`` or ``fully_shard``, which then choose the dtype of the products too.
+        """Whether parameters are divided by ``FullySharded`` or ``fully_shard``,
+        which then choose the dtype of the products too.
 
         PyTorch's DDP supports neither divided layers nor stages. There ``fully_shard``, with a single shard, averages
         over the copies.
@@ -152,17 +163,27 @@ def _add_model_flags(parser: Parser, models: list[str]) -> None:
         default="float32",
         help="number format of the matrix products; float16 adds a loss scaler",
     )
-    what.add_argument("--path", choices=("auto", "fast", "plain"), default="auto",
-                      help="fast: lib.fast.models; plain: the model as in its chapter; auto: fast where the strategy allows it")  # fmt: skip
+    what.add_argument(
+        "--path",
+        choices=("auto", "fast", "plain"),
+        default="auto",
+        help="fast: lib.fast.models; plain: the model as in its chapter; auto: fast where the strategy allows it",
+    )
     what.add_argument(
         "--attention",
         choices=("quickest", "workbook", "fused", "flash", "cudnn"),
         default="quickest",
-        help="attention kernel of the fast path: chapter 15's where it was measured to be the fastest, or wherever it fits; "
+        help="attention kernel of the fast path: chapter 15's where it was measured to be the fastest, "
+        "or wherever it fits; "
         "PyTorch's choice; or one of PyTorch's",
     )
-    what.add_argument("--compile", nargs="?", const="auto", choices=("auto", "whole", "blocks"),
-                      help="torch.compile the whole model (single) or each block, so that gradients are ready early")  # fmt: skip
+    what.add_argument(
+        "--compile",
+        nargs="?",
+        const="auto",
+        choices=("auto", "whole", "blocks"),
+        help="torch.compile the whole model (single) or each block, so that gradients are ready early",
+    )
     what.add_argument(
         "--graph", action="store_true", help="record the whole step as a CUDA graph (single, or ddp with --engine ours)"
     )
@@ -172,7 +193,8 @@ def _add_rank_flags(parser: Parser) -> None:
     """How the ranks divide the work."""
     ranks = parser.add_argument_group(
         "ranks",
-        "How the ranks divide the work. The product of the degrees is the number of ranks; a degree left out is 1, and -1 is "
+        "How the ranks divide the work. The product of the degrees is the number of ranks; "
+        "a degree left out is 1, and -1 is "
         "what the others leave.",
     )
     ranks.add_argument("--replicate", type=degree, help="copies of the model, whose gradients are averaged")
@@ -187,8 +209,11 @@ def _add_rank_flags(parser: Parser) -> None:
         type=degree,
         help="ranks that divide the experts of each mixture; each has a share of the batch, too",
     )
-    ranks.add_argument("--strategy", choices=STRATEGIES, help="one kind over all ranks: ddp is --replicate, fsdp --shard, tp --tensor, "
-                       "cp --context, pp --pipeline")  # fmt: skip
+    ranks.add_argument(
+        "--strategy",
+        choices=STRATEGIES,
+        help="one kind over all ranks: ddp is --replicate, fsdp --shard, tp --tensor, cp --context, pp --pipeline",
+    )
 
 
 def _add_training_flags(parser: Parser, items: str) -> None:
@@ -207,12 +232,17 @@ def _add_training_flags(parser: Parser, items: str) -> None:
         "--schedule",
         choices=("cosine", "wsd"),
         default="cosine",
-        help="after the warm-up: half a cosine, or chapter 22's constant rate that falls in a line over the last fifth of the steps",
+        help="after the warm-up: half a cosine, or chapter 22's constant rate that falls in a line over the "
+        "last fifth of the steps",
     )
     train.add_argument("--warmup", type=whole(0), default=0, help="warm-up steps")
     train.add_argument("--weight-decay", type=share, default=0.05, help="applied to tensors of two or more dimensions")
     train.add_argument("--clip", type=share, default=1.0, help="largest gradient norm; 0 neither clips nor measures it")
-    train.add_argument("--optimizer", choices=OPTIMIZERS, help="ours: chapter 7's AdamW (the default with --engine ours); sgd: momentum 0.9")  # fmt: skip
+    train.add_argument(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        help="ours: chapter 7's AdamW (the default with --engine ours); sgd: momentum 0.9",
+    )
     train.add_argument("--bucket-mb", type=positive, default=25.0, help="size of a DDP bucket, in 2**20 bytes")
     train.add_argument(
         "--seed", type=whole(0, MOST_SEED), default=0, help="for the initial weights and the order of the data"
@@ -222,8 +252,12 @@ def _add_training_flags(parser: Parser, items: str) -> None:
 def _add_data_flags(parser: Parser, items: str) -> None:
     """What the run reads."""
     data = parser.add_argument_group("data")
-    data.add_argument("--data", help="embedded, synthetic (made on the device), a file, a folder, a corpus of lib.runs.corpus, or a name on the hub; "
-                      "default: embedded for tiny, synthetic for the others")  # fmt: skip
+    data.add_argument(
+        "--data",
+        help="embedded, synthetic (made on the device), a file, a folder, a corpus of lib.runs.corpus, "
+        "or a name on the hub; "
+        "default: embedded for tiny, synthetic for the others",
+    )
     data.add_argument("--column", help="name of the column that holds the picture or the text")
     data.add_argument("--limit", type=whole(1), help="read no more rows than this")
     data.add_argument("--items", type=whole(1), help=f"number of synthetic {items}")
@@ -263,8 +297,14 @@ def _add_place_flags(parser: Parser) -> None:
     where.add_argument(
         "--save-every", type=whole(1), default=100, help="steps between checkpoints; the last step always writes one"
     )
-    where.add_argument("--log-file", "--log", dest="log", type=Path,
-                       help="write a line of JSON for each step (torchrun on Python 3.11 takes --log for a flag of its own: use --log-file)")  # fmt: skip
+    where.add_argument(
+        "--log-file",
+        "--log",
+        dest="log",
+        type=Path,
+        help="write a line of JSON for each step (torchrun on Python 3.11 takes --log for a flag of its own: "
+        "use --log-file)",
+    )
     where.add_argument("--tensorboard", type=Path, help="folder for TensorBoard, if it is installed")
     where.add_argument("--wandb", metavar="PROJECT", help="project of Weights & Biases to log to, if it is installed")
     where.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -277,8 +317,12 @@ def add_text_flags(parser: Parser) -> None:
     """The flags of the programs that train on text."""
     text = parser.add_argument_group("text")
     text.add_argument("--length", type=whole(1), help="tokens in a sequence; default: the preset's")
-    text.add_argument("--tokenizer", choices=("bytes", "bpe", "gpt2"),
-                      help="bytes (the default); bpe: chapter 1's tokenizer, trained on the text; gpt2: tiktoken's; a corpus has its own")  # fmt: skip
+    text.add_argument(
+        "--tokenizer",
+        choices=("bytes", "bpe", "gpt2"),
+        help="bytes (the default); bpe: chapter 1's tokenizer, trained on the text; gpt2: tiktoken's; "
+        "a corpus has its own",
+    )
     text.add_argument(
         "--sample-every", type=whole(1), help="steps between samples of text; the last step always makes one"
     )
@@ -304,7 +348,10 @@ def parse(parser: Parser, argv: list[str] | None) -> Options:
     """
     given = vars(parser.parse_args(argv))
     if given["held_out"] and "image_size" in given and given["data"] and has_test_split(given["data"]):
-        raise UsageError(f"--held-out {given['held_out']:g}: --data {given['data']} has a test split of its own, which is held out; expected no --held-out")  # fmt: skip
+        raise UsageError(
+            f"--held-out {given['held_out']:g}: --data {given['data']} has a test split of its own, "
+            "which is held out; expected no --held-out"
+        )
     known = {field.name for field in fields(Options)}
     options = Options(**{name: value for name, value in given.items() if name in known})
     return check_flags(Options(**{**vars(options), **_resolved(options)}))
@@ -314,7 +361,8 @@ def _resolved(o: Options) -> dict[str, Any]:
     degrees = [kind for kind in KINDS if getattr(o, kind) is not None]
     if o.strategy and degrees:
         raise UsageError(
-            f"--strategy {o.strategy} with --{degrees[0]} {getattr(o, degrees[0])}: expected either a strategy or degrees"
+            f"--strategy {o.strategy} with --{degrees[0]} {getattr(o, degrees[0])}: "
+            "expected either a strategy or degrees"
         )
     if [getattr(o, kind) for kind in KINDS].count(-1) > 1:
         raise UsageError("more than one degree is -1: only one can be what the others leave")
@@ -350,7 +398,8 @@ def check_flags(o: Options) -> Options:
         raise UsageError(f"--compile whole cannot see into the hooks of {o.how}: expected --compile blocks")
     if o.compile == "whole" and o.uses("replicate") and not o.ours and o.bucket_mb < 1:
         raise UsageError(
-            f"--bucket-mb {o.bucket_mb:g} with --compile whole: PyTorch cuts the graph at buckets of 1 MB and more; expected --compile blocks"
+            f"--bucket-mb {o.bucket_mb:g} with --compile whole: "
+            "PyTorch cuts the graph at buckets of 1 MB and more; expected --compile blocks"
         )
     if o.precision == "float16" and o.uses("tensor") and not o.ours:
         raise UsageError(f"--precision float16 with {o.how} --engine torch: expected bf16, or --engine ours")
@@ -359,7 +408,8 @@ def check_flags(o: Options) -> Options:
     _check_mixtures(o)
     if o.attention not in ("quickest", "fused") and (o.path == "plain" or o.precision not in ("bf16", "float16")):
         raise UsageError(
-            f"--attention {o.attention} with --path {o.path} --precision {o.precision}: a 16-bit kernel of the fast path; "
+            f"--attention {o.attention} with --path {o.path} --precision {o.precision}: "
+            "a 16-bit kernel of the fast path; "
             "expected --attention fused, or --path fast with --precision bf16 or float16"
         )
     if o.warmup > o.steps:
@@ -368,7 +418,8 @@ def check_flags(o: Options) -> Options:
         raise UsageError(f"--dim {o.dim}: expected a multiple of {HEAD}, the width of a head")
     if o.schedule == "wsd" and (o.min_lr or o.warmup > o.steps - o.steps // DECAYED):
         raise UsageError(
-            f"--schedule wsd with --min-lr {o.min_lr:g} --warmup {o.warmup}: it falls to 0 over the last fifth of {o.steps} steps; "
+            f"--schedule wsd with --min-lr {o.min_lr:g} --warmup {o.warmup}: "
+            f"it falls to 0 over the last fifth of {o.steps} steps; "
             "expected no --min-lr, and a warm-up that ends before"
         )
     if o.min_lr > o.lr:
@@ -406,7 +457,8 @@ def _check_mixtures(o: Options) -> None:
     for flag, asked in (("--path fast", o.path == "fast"), (f"--compile {o.compile}", o.compile), ("--graph", o.graph)):
         if asked:
             raise UsageError(
-                f"{flag} with --n-experts {o.n_experts}: how many rows an expert gets is known only when the step runs; "
+                f"{flag} with --n-experts {o.n_experts}: how many rows an expert gets is known only when "
+                "the step runs; "
                 f"expected {'--path plain' if o.path == 'fast' else f'no {flag.split()[0]}'}"
             )
 
@@ -448,7 +500,8 @@ def check_places(o: Options) -> None:
         nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
         if not nearest.is_dir():
             raise UsageError(
-                f"{asked}: cannot create the folder {folder} ({nearest} is not a folder); expected a folder that can be written to"
+                f"{asked}: cannot create the folder {folder} ({nearest} is not a folder); "
+                "expected a folder that can be written to"
             )
         if not os.access(nearest, os.W_OK | os.X_OK):
             raise UsageError(
@@ -469,8 +522,48 @@ def make_places(o: Options) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(
-                f"{asked}: cannot create the folder {folder} ({error.strerror}); expected a folder that can be written to"
+                f"{asked}: cannot create the folder {folder} ({error.strerror}); "
+                "expected a folder that can be written to"
             ) from None
+
+
+def _locked_places(o: Options) -> list[tuple[str, Path]]:
+    """Each folder that belongs to one run alone, after its flag."""
+    places = {
+        path.resolve(): (f"{flag} {path}", path)
+        for flag, path in (("--export", o.export), ("--checkpoint", o.checkpoint))
+        if path is not None
+    }
+    return list(places.values())
+
+
+def check_unlocked(o: Options) -> None:
+    """Check that no other run writes to this one's folders. Writes nothing.
+
+    Raises:
+        UsageError: one does.
+    """
+    for asked, folder in _locked_places(o):
+        refuse_if_held(folder, asked)
+
+
+def lock_places(o: Options, rank: int, held: ExitStack) -> None:
+    """Lock this run's folders. Rank 0 holds the locks; all ranks call this together, and all raise, or none does.
+
+    Raises:
+        UsageError: another run was quicker.
+    """
+    refused: list[str | None] = [None]
+    if rank == 0:
+        try:
+            for asked, folder in _locked_places(o):
+                held.callback(FolderLock(folder, asked).release)
+        except UsageError as error:
+            refused = [str(error)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(refused, 0)
+    if refused[0]:
+        raise UsageError(refused[0])
 
 
 def _check_graph(o: Options) -> None:
@@ -478,7 +571,8 @@ def _check_graph(o: Options) -> None:
         raise UsageError(f"--graph with {o.how} --engine {o.engine}: expected single, or ddp with --engine ours")
     if o.precision == "float16":
         raise UsageError(
-            "--graph with --precision float16: the loss scaler needs the host in each step; expected bf16, tf32 or float32"
+            "--graph with --precision float16: the loss scaler needs the host in each step; expected bf16, "
+            "tf32 or float32"
         )
     if o.optimizer == "ours":
         raise UsageError(

@@ -1,6 +1,7 @@
 """Data on the device: images and rows of tokens, loaded or generated there, and batches of them by index."""
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -28,6 +29,7 @@ class Source(Protocol):
     n_held_out: int
     n_test: int  # items of the data's own test split, which are the last ones; if there are any, they are held out
     codec: "Codec | None"  # what made the tokens from text
+    made_bytes: int  # of synthetic data, which ``to`` makes
 
     def hold_out(self, n: int) -> None:
         """Take n items out of training: afterwards they have the indices ``self.n`` to ``self.n + n - 1``."""
@@ -39,7 +41,9 @@ class Source(Protocol):
         """Inputs and targets of the items with these indices, ``[B]`` int64 on the device."""
 
     def fingerprint(self) -> str | None:
-        """A digest of all that a model learns from these data and their tokenizer, read on the host; None for random data."""
+        """A digest of all that a model learns from these data and their tokenizer, read on the host;
+        None for random data.
+        """
 
 
 @dataclass
@@ -47,7 +51,8 @@ class Pictures:
     """Images and their classes as they were loaded; the model's inputs are computed from them on the device.
 
     Attributes:
-        pictures: ``[n, ch, height, width]``, uint8, or float32 from 0 to 1; None for random ones, generated on the device.
+        pictures: ``[n, ch, height, width]``, uint8, or float32 from 0 to 1; None for random ones,
+            generated on the device.
         labels: ``[n]``.
         shape: ``(ch, height, width)`` of an image.
         n_classes: Number of classes.
@@ -72,6 +77,10 @@ class Pictures:
     n_test: int = 0
     classes: tuple[str, ...] = ()
     codec: "Codec | None" = None
+
+    @property
+    def made_bytes(self) -> int:
+        return 0 if self.pictures is not None else (self.n + self.n_held_out) * (math.prod(self.shape) + 8)
 
     def hold_out(self, n: int) -> None:
         """Hold out the test split, or, without one, images at random, because data are often sorted by class."""
@@ -169,11 +178,13 @@ def _join(train: Images, test: Images, options: Options) -> Images:
     sizes = [tuple(split.images.shape[1:]) for split in (train, test)]
     if sizes[0] != sizes[1]:
         raise UsageError(
-            f"--data {options.data}: the pictures of the test are {sizes[1]} and those to train on {sizes[0]} (channels, height, width); expected one size"
+            f"--data {options.data}: the pictures of the test are {sizes[1]} and those to train on "
+            f"{sizes[0]} (channels, height, width); expected one size"
         )
     if len(test) < options.batch:
         raise UsageError(
-            f"--batch {options.batch}: the test split of --data {options.data} has {len(test)} images; expected a batch of at most as many"
+            f"--batch {options.batch}: the test split of --data {options.data} has {len(test)} images; "
+            "expected a batch of at most as many"
         )
     classes, labels = train.classes, test.labels
     if classes + test.classes[len(classes) :] == tuple(map(str, range(len(test.classes)))):  # numbers without names
@@ -226,6 +237,10 @@ class Tokens:
     n_held_out: int = 0
     n_test: int = 0
 
+    @property
+    def made_bytes(self) -> int:
+        return 0 if self.tokens is not None else 4 * (self.n + self.n_held_out) * self.length
+
     def hold_out(self, n: int) -> None:
         """Hold out the end of the text, in one piece: windows from its middle would continue what was trained on."""
         self.n, self.n_held_out = self.n - n, n
@@ -276,7 +291,8 @@ def _corpus(folder: Path, vocab_size: int, length: int) -> Tokens:
     tokenizer = make_tokenizer(merges)
     if facts["vocab_size"] > vocab_size:
         raise UsageError(
-            f"--data {folder} has {facts['vocab_size']:,} different tokens, but the model's vocabulary has {vocab_size:,}: "
+            f"--data {folder} has {facts['vocab_size']:,} different tokens, "
+            f"but the model's vocabulary has {vocab_size:,}: "
             "expected a larger model, or a corpus with a smaller --vocab"
         )
     ids = torch.from_numpy(read_tokens(folder)).int()
@@ -306,7 +322,8 @@ def make_codec(name: str, text: str, vocab_size: int) -> Codec:
     needed = {"bytes": 256, "bpe": 257, "gpt2": 50_257}[name]
     if vocab_size < needed:
         raise UsageError(
-            f"--tokenizer {name} needs {needed} tokens, but the model's vocabulary has {vocab_size}: expected bytes or bpe"
+            f"--tokenizer {name} needs {needed} tokens, but the model's vocabulary has {vocab_size}: "
+            "expected bytes or bpe"
         )
     if name == "bytes":
         return Codec(

@@ -1,4 +1,6 @@
-"""Pipeline parallelism for the models of chapters 5 and 6: a stage keeps some blocks, and runs its schedule by chapter 17 or by PyTorch."""
+"""Pipeline parallelism for the models of chapters 5 and 6: a stage keeps some blocks,
+and runs its schedule by chapter 17 or by PyTorch.
+"""
 
 from typing import Any
 
@@ -98,7 +100,10 @@ class Pipeline:
         return torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self.loss.device)
 
     def score(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Pass a micro-batch through all stages, forward only. Returns its scores on the last stage, and zeros on the others."""
+        """Pass a micro-batch through all stages, forward only.
+
+        Returns its scores on the last stage, and zeros on the others.
+        """
         mail, rank = Mail(self.group), dist.get_rank(self.group)
         hops = [Message(("score", to), to - 1, to) for to in range(1, self.n_stages)]
         with mail.delivering(hops, self.loss.device):

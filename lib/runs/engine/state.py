@@ -47,10 +47,30 @@ def newest(folder: Path) -> Path | None:
     return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
+def stamp(options: Options) -> tuple[Path, int] | None:
+    """The newest checkpoint of a run's folder and when it was written; None if there is none."""
+    path = newest(options.checkpoint) if options.checkpoint else None
+    return path and (path, path.stat().st_mtime_ns)
+
+
+def check_unchanged(options: Options, before: tuple[Path, int] | None) -> None:
+    """Check that the newest checkpoint is the one that was looked at before the folder was locked.
+
+    Raises:
+        UsageError: another run has written one meanwhile.
+    """
+    if stamp(options) != before:
+        raise UsageError(
+            f"--checkpoint {options.checkpoint}: another run wrote a checkpoint there while this one started, and has "
+            "ended; start this one again"
+        )
+
+
 def peek(options: Options, rank: int = 0, world_size: int = 1) -> dict[str, Any] | None:
     """The description of its run that the newest checkpoint holds, without its tensors; None if there is no checkpoint.
 
-    Checksums are verified too, because a byte that flipped on a disk would otherwise come back as a wrong weight or as NaN.
+    Checksums are verified too, because a byte that flipped on a disk would otherwise come back as
+    a wrong weight or as NaN.
     Each rank reads its share of a folder's files.
 
     Raises:
@@ -71,7 +91,8 @@ def peek(options: Options, rank: int = 0, world_size: int = 1) -> dict[str, Any]
             raise TypeError("it does not say which run it is of")
     except pickle.UnpicklingError as error:
         raise UsageError(
-            f"--checkpoint {path} cannot be read: it holds more than tensors and plain values{why(error)}; nothing was run"
+            f"--checkpoint {path} cannot be read: it holds more than tensors and plain values{why(error)}; "
+            "nothing was run"
         ) from None
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, zipfile.BadZipFile) as error:
         reason = str(error).strip().splitlines()[:1]
@@ -102,7 +123,8 @@ def check_same_run(options: Options, state: dict[str, Any] | None, run: dict[str
                 was, value = was.get(name), value.get(name)
             if name == CONTENTS:
                 raise UsageError(
-                    f"--checkpoint {options.checkpoint} is of a run that read other contents, or another tokenizer, from --data {options.data} "
+                    f"--checkpoint {options.checkpoint} is of a run that read other contents, "
+                    f"or another tokenizer, from --data {options.data} "
                     f"(digest {was}, now {value}); expected the data that the run began with, or another folder"
                 )
             raise UsageError(
@@ -115,7 +137,9 @@ def check_same_run(options: Options, state: dict[str, Any] | None, run: dict[str
 
 
 class NotSaved(OSError):
-    """A checkpoint could not be written; the message names the place, the space that it needs, and the newest one that is still there."""
+    """A checkpoint could not be written; the message names the place, the space that it needs,
+    and the newest one that is still there.
+    """
 
 
 def save(
@@ -216,7 +240,8 @@ def _why_not(folder: Path, strategy: Any, optimizer: Optimizer, step: int, reaso
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     old = newest(folder)
     return (
-        f"the checkpoint of step {step} could not be written to {folder}: {reason}. It needs about {needed / 1e6:,.1f} MB, and "
+        f"the checkpoint of step {step} could not be written to {folder}: {reason}. "
+        f"It needs about {needed / 1e6:,.1f} MB, and "
         f"{shutil.disk_usage(folder if folder.exists() else folder.parent).free / 1e6:,.1f} MB are free there; "
         + (f"the previous one, {old}, is complete" if old else "there is no earlier one")
     )
@@ -268,7 +293,10 @@ def read_model(folder: Path) -> dict[str, Tensor]:
 
 
 def gather_model(strategy: Any, device: torch.device) -> dict[str, Tensor]:
-    """The whole parameters, by the model's names, on rank 0's host; on the other ranks nothing. All ranks call it together."""
+    """The whole parameters, by the model's names, on rank 0's host; on the other ranks nothing.
+
+    All ranks call it together.
+    """
     mesh, mine = strategy.mesh, dict[str, Tensor]()
     for name, p in strategy.named().items():
         for member, whole in strategy.whole(name, p).items():
@@ -314,7 +342,9 @@ def _contents(strategy: Any, optimizer: Optimizer) -> dict[str, dict[str, Tensor
 
 
 def _counts(state: dict[str, Any], p: Tensor) -> dict[str, float]:
-    """What an optimizer keeps for a parameter as a whole, such as the number of its steps, which is the same for all parameters."""
+    """What an optimizer keeps for a parameter as a whole, such as the number of its steps,
+    which is the same for all parameters.
+    """
     return {key: float(value) for key, value in state.items() if not _is_like(value, p) and value is not None}
 
 
@@ -356,7 +386,9 @@ def _read_folder(path: Path, keys: list[str], members: list[str]) -> dict[str, d
 
 @torch.no_grad()
 def prime(optimizer: Optimizer) -> None:
-    """Let an optimizer create its state without changing a parameter: one step with zero gradients, zero lr and no decay."""
+    """Let an optimizer create its state without changing a parameter: one step with zero gradients,
+    zero lr and no decay.
+    """
     settings = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if torch.is_tensor(group["lr"]) else 0.0

@@ -79,7 +79,10 @@ class Strategy:
         return dict(self.model.named_parameters())
 
     def groups(self) -> list[dict[str, Any]]:
-        """Parameter groups for an optimizer. Parameters on different meshes are in separate groups, because fused optimizers cannot mix them."""
+        """Parameter groups for an optimizer.
+
+        Parameters on different meshes are in separate groups, because fused optimizers cannot mix them.
+        """
         groups: dict[tuple[bool, int], list[nn.Parameter]] = {}
         for name, p in self.named().items():
             n_axes = p.device_mesh.ndim if isinstance(p, DTensor) else 0
@@ -157,12 +160,13 @@ class Strategy:
 
     def n_holders(self, name: str) -> int:
         """The number of ranks that hold the same values of a parameter of the model."""
-        axes = ["expert_copies" if self.is_spread(name) else "copies"] + ["shard"] * (not self.options.uses("shard"))
-        axes += ["tensor"] * (name not in self.cuts or self.is_spread(name))
-        n = 2 if name in self.tied else 1
-        for axis in axes:
-            n *= self.mesh.size[axis]
-        return n
+        size = self.mesh.size
+        n = size["expert_copies"] if self.is_spread(name) else size["copies"]
+        if not self.options.uses("shard"):
+            n *= size["shard"]
+        if name not in self.cuts or self.is_spread(name):  # whole on each of the ranks that divide a layer
+            n *= size["tensor"]
+        return 2 * n if name in self.tied else n
 
     def decay(self, lr: float) -> None:
         """Apply weight decay that the optimizer cannot apply, before its step."""
@@ -183,7 +187,10 @@ class Strategy:
         return {name: slice(None)}
 
     def whole(self, name: str, mine: Tensor) -> dict[str, Tensor]:
-        """The whole of a tensor with the shape of ``named()[name]``, by the model's names. The ranks of a stage must call it together."""
+        """The whole of a tensor with the shape of ``named()[name]``, by the model's names.
+
+        The ranks of a stage must call it together.
+        """
         found = self.unsharded(name, mine.detach())
         for whole in [name for name in found if name in self.cuts]:
             axis, dim, n_fused = self.cuts[whole]
@@ -245,14 +252,16 @@ class Replicated(Strategy):
 
 
 class HybridSharded(FullySharded):
-    """Chapter 12's ``FullySharded`` with copies: each gradient that has been scattered is then averaged over them, while backward goes on.
+    """Chapter 12's ``FullySharded`` with copies: each gradient that has been scattered is then averaged over them,
+    while backward goes on.
 
     Args:
         copies: The ranks that hold the same shard.
         others: Arguments of ``FullySharded``.
 
     Attributes:
-        pieces: For a flat shard that holds experts, which have fewer copies: its parts, and the ranks over which each is averaged.
+        pieces: For a flat shard that holds experts, which have fewer copies: its parts,
+            and the ranks over which each is averaged.
     """
 
     def __init__(self, *others: Any, copies: dist.ProcessGroup, **settings: Any):
@@ -442,7 +451,9 @@ def make_optimizer(options: Options, groups: list[dict[str, Any]], device: torch
 
 
 def keep_settings(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A loaded state with this run's learning rate, decay and kernels. (A CUDA graph reads its rate from a tensor on the device.)"""
+    """A loaded state with this run's learning rate, decay and kernels. (A CUDA graph reads its rate from a tensor on
+    the device.)
+    """
     pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
     return {**state, "param_groups": [{**now, "params": was["params"]} for now, was in pairs]}
 

@@ -1,4 +1,6 @@
-"""The tasks, image classification and the next token by GPT-2 or Llama: the model, its loss on either path, and the FLOPs of an item."""
+"""The tasks, image classification and the next token by GPT-2 or Llama: the model, its loss on either path,
+and the FLOPs of an item.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -39,6 +41,9 @@ class Task:
         n_classes: Number of logits.
         first_parts, last_parts: The model's parts before its blocks and after them.
         scores: Names of what an evaluation computes for each batch.
+        n_weights: Number of weights of all its matrices: what a model needs at least.
+        size_flags: Flags that change the size of the model.
+        tokens_per_row: Positions that a row of a batch has in the residual stream.
     """
 
     unit: str
@@ -50,6 +55,9 @@ class Task:
     first_parts: tuple[str, ...]
     last_parts: tuple[str, ...]
     scores: tuple[str, ...] = ("held_out_loss",)
+    size_flags: tuple[str, ...] = ("--dim", "--n-layers", "--model")
+    n_weights: int
+    tokens_per_row: int
 
     def __init__(self, options: Options):
         self.options, self.dtype = options, DTYPES[options.precision]
@@ -103,7 +111,9 @@ class Task:
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
-        """What a run and its checkpoint must share: settings, and the contents of the data, which are on the host yet."""
+        """What a run and its checkpoint must share: settings, and the contents of the data,
+        which are on the host yet.
+        """
         o = self.options
         named = {"model": o.model, "config": asdict(self.config), "batch": o.batch, "seed": o.seed, "data": o.data}
         named |= {"tokenizer": o.tokenizer or "bytes"} if self.unit == "token" and not is_corpus(o.data or "") else {}
@@ -133,6 +143,8 @@ class ViTTask(Task):
         source.size, source.dtype = size, self.dtype if options.path == "fast" else torch.float32
         self.source = source
         self.flops_per_item = vit_training_flops_per_image(self.config)
+        self.n_weights = config.n_layers * (4 * config.dim**2 + 2 * config.dim * config.hidden_dim)
+        self.tokens_per_row = config.n_patches
 
     @classmethod
     def sizes(cls, options):
@@ -205,6 +217,7 @@ class GPT2Task(Task):
 
     unit = "token"
     first_parts, last_parts = ("wte", "wpe"), ("ln_f", "wte")
+    size_flags = ("--dim", "--n-layers", "--n-experts", "--length", "--model")
 
     def __init__(self, options: Options):
         from lib.gpt2 import pad_vocab
@@ -214,7 +227,13 @@ class GPT2Task(Task):
         length = config.context_len
         self.config: GPT2Config = replace(config, padded_vocab_size=pad_vocab(config.vocab_size))
         self.source, self.n_classes = open_tokens(options, config.vocab_size, length), config.vocab_size
-        self.per_row, self.flops_per_item = length, training_flops_per_token(self.config)
+        self.per_row = self.tokens_per_row = length
+        self.flops_per_item = training_flops_per_token(self.config)
+        of_mlp = 8 * config.dim**2
+        if options.n_experts:
+            of_mlp = of_mlp * options.n_experts // (options.top_k or 1)
+        self.n_weights = (config.vocab_size + length + config.n_layers * 4 * config.dim) * config.dim
+        self.n_weights += config.n_layers * of_mlp
         if options.n_experts:
             self.flops_per_item += 6 * config.n_layers * extra_weights(options, config.dim)
 
@@ -269,6 +288,7 @@ class LlamaTask(Task):
     """Next-token prediction by chapter 4's model, on the plain path, in copies or shards."""
 
     unit = "token"
+    size_flags = ("--model",)
 
     def __init__(self, options: Options):
         super().__init__(options)
@@ -276,13 +296,16 @@ class LlamaTask(Task):
         length = options.length or config.context_len
         self.config: llama.LlamaConfig = replace(config, context_len=length)
         self.source, self.n_classes = open_tokens(options, config.vocab_size, length), config.vocab_size
-        self.per_row, self.flops_per_item = length, llama_flops_per_token(self.config)
+        self.per_row = self.tokens_per_row = length
+        self.flops_per_item = llama_flops_per_token(self.config)
+        self.n_weights = llama_weights_per_token(self.config) + config.vocab_size * config.dim  # and the embedding
 
     @classmethod
     def sizes(cls, options):
         if options.uses(*(kind for kind in KINDS if kind not in ("replicate", "shard"))):
             raise UsageError(
-                f"{options.how}: chapter 4's Llama runs in copies and shards only, because no strategy here divides its layers; "
+                f"{options.how}: chapter 4's Llama runs in copies and shards only, "
+                "because no strategy here divides its layers; "
                 "expected single, ddp or fsdp, or --replicate and --shard"
             )
         if options.path == "fast":
@@ -303,10 +326,15 @@ class LlamaTask(Task):
 
 def llama_flops_per_token(config: llama.LlamaConfig) -> int:
     """FLOPs of a training step for each token, counted as chapter 8 counts GPT-2's."""
+    attention = 2 * config.context_len * config.dim
+    return 3 * 2 * (llama_weights_per_token(config) + config.n_layers * attention)
+
+
+def llama_weights_per_token(config: llama.LlamaConfig) -> int:
+    """Weights that a token is multiplied by: those of the blocks and of the output layer."""
     kv_width = config.n_kv_heads * config.head_dim
     block = 2 * config.dim * (config.dim + kv_width) + 3 * config.dim * config.hidden_dim
-    attention = 2 * config.context_len * config.dim
-    return 3 * 2 * (config.n_layers * (block + attention) + config.vocab_size * config.dim)
+    return config.n_layers * block + config.vocab_size * config.dim
 
 
 class Loss(nn.Module):
@@ -343,7 +371,9 @@ class Loss(nn.Module):
             self.compile(dynamic=False)
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The mean loss of a micro-batch, in float32; in evaluation mode its scores; without targets a stage's output."""
+        """The mean loss of a micro-batch, in float32; in evaluation mode its scores;
+        without targets a stage's output.
+        """
         if targets is None:
             with self.precision():
                 return self.stage(inputs)

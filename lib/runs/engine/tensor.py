@@ -90,7 +90,9 @@ def _by_hand(block: Any, mesh: Mesh) -> None:
 
 
 def _eager(layer: Any) -> Any:
-    """Exclude a layer from compilation: the compiler cannot handle chapter 13's collectives inside of an autograd function."""
+    """Exclude a layer from compilation: the compiler cannot handle chapter 13's collectives inside
+    of an autograd function.
+    """
     layer.forward = torch.compiler.disable(layer.forward)
     return layer
 

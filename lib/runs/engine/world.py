@@ -75,7 +75,9 @@ def find_world(env: Mapping[str, str] = os.environ) -> World:
 
 
 def _slurm_tasks_here(env: Mapping[str, str]) -> int | None:
-    """Tasks on this host, from a list such as ``2(x3),1`` (two on each of three hosts, one on the last); None if it is not set."""
+    """Tasks on this host, from a list such as ``2(x3),1`` (two on each of three hosts, one on the last);
+    None if it is not set.
+    """
     counts: list[int] = []
     for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         if found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
@@ -94,8 +96,8 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 def choose_device(name: str, world: World) -> torch.device:
     """The device of this rank; nothing is allocated on it.
 
-    A rank that sees one GPU takes it, because ``srun --gpus-per-task=1`` shows each task its own GPU as number 0. ``share_no_gpu``
-    checks later that no two ranks took the same one.
+    A rank that sees one GPU takes it, because ``srun --gpus-per-task=1`` shows each task its own GPU as number 0.
+    ``share_no_gpu`` checks later that no two ranks took the same one.
 
     Raises:
         UsageError: there is no GPU, or this host has several GPUs, but fewer than it has ranks.
@@ -157,7 +159,8 @@ def share_no_gpu(store: dist.Store, world: World, gpu: str) -> None:
         store.wait([f"read_by_{rank}" for rank in range(world.size)])
     gpu, ranks = next((gpu, ranks) for gpu, ranks in shared.items() if len(ranks) > 1)
     raise UsageError(
-        f"ranks {', '.join(map(str, ranks))} share one GPU (UUID {gpu}): expected as many GPUs on each host as ranks there, "
+        f"ranks {', '.join(map(str, ranks))} share one GPU (UUID {gpu}): "
+        "expected as many GPUs on each host as ranks there, "
         "and under srun either --gpus-per-task=1 or all GPUs visible to each task"
     )
 

@@ -1,11 +1,12 @@
 """Llama 2 on a rented GPU: the model that you wrote, called from your own machine through Modal.
 
-    python -m lib.runs.rent.modal_llama --dry-run                   # show what it would do; needs no account and no `modal`
+    python -m lib.runs.rent.modal_llama --dry-run              # show what it would do; needs no account and no `modal`
     pip install modal && modal setup                           # once: the package, and an account
-    modal secret create huggingface HF_TOKEN=hf_…              # once: your token, after accepting Meta's licence on the hub
+    modal secret create huggingface HF_TOKEN=hf_…         # once: your token, after accepting Meta's licence on the hub
     python -m lib.runs.rent.modal_llama --prompt "The for statement" --model 7B
 
-The weights are downloaded once, into a volume that outlives the container. The container stops by itself when it is idle.
+The weights are downloaded once, into a volume that outlives the container.
+The container stops by itself when it is idle.
 """
 
 import sys
@@ -20,7 +21,8 @@ from lib.runs.flags import ProgramParser, positive, share, whole
 
 APP, VOLUME, SECRET, WEIGHTS = "workbook-llama", "workbook-llama-weights", "huggingface", "/weights"
 IDLE_S = 120
-PACKAGES = ("torch>=2.11,<2.14", "numpy", "einops", "jaxtyping", "safetensors", "regex", "transformers", "sentencepiece",
+PACKAGES = ("torch>=2.11,<2.14", "numpy", "einops", "jaxtyping", "safetensors", "regex", "transformers",
+    "sentencepiece",
             "huggingface_hub", "pyyaml")  # fmt: skip
 
 
@@ -57,12 +59,16 @@ class Plan:
 
     def describe(self) -> str:
         rows = {
-            "app": f"{APP}: one class; its @enter method loads the weights, its other method generates text and streams it back",
-            "image": f"debian_slim, Python {sys.version_info.major}.{sys.version_info.minor}, pip install {' '.join(PACKAGES)}; "
+            "app": f"{APP}: one class; its @enter method loads the weights, "
+            "its other method generates text and streams it back",
+            "image": f"debian_slim, Python {sys.version_info.major}.{sys.version_info.minor}, "
+            f"pip install {' '.join(PACKAGES)}; "
             "and this book",
-            "volume": f"{VOLUME} at {WEIGHTS}, created if it does not exist; holds {self.repository} after the first run",
+            "volume": f"{VOLUME} at {WEIGHTS}, created if it does not exist; "
+            f"holds {self.repository} after the first run",
             "secret": f"{SECRET} (HF_TOKEN)",
-            "memory": f"{count_parameters(PRESETS[self.model]):,} weights of {self.bits} bits x 1.2 = {self.memory_gb:.1f} GB",
+            "memory": f"{count_parameters(PRESETS[self.model]):,} weights of {self.bits} bits x 1.2 = "
+            f"{self.memory_gb:.1f} GB",
             "gpu": f"{self.gpu.name} ({self.gpu.memory_gb} GB), the cheapest that fits",
             "cost": f"${self.gpu.dollars_per_hour:.2f} an hour: ${self.dollars:.2f} for {self.minutes:.0f} minutes "
             f"and {IDLE_S} s of idling at most ${self.gpu.dollars_per_hour * IDLE_S / 3600:.2f} more",

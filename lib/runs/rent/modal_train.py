@@ -1,11 +1,13 @@
 """The training programs on Modal: one host with up to eight GPUs, and checkpoints in a volume that outlives the host.
 
-    python -m lib.runs.rent.modal_train --dry-run -- lib.runs.train_vit --model L/16     # show what it would do; needs no account and no `modal`
+    # show what it would do; needs no account and no `modal`
+    python -m lib.runs.rent.modal_train --dry-run -- lib.runs.train_vit --model L/16
     pip install modal && modal setup                                                # once: the package, and an account
     python -m lib.runs.rent.modal_train --gpu H100 --count 4 --hours 2 -- lib.runs.train_vit --model L/16 --strategy ddp
     modal volume get workbook-runs / runs                                           # fetch checkpoints and logs
 
-If the host is taken away, the program crashes or its time limit ends, Modal starts it again, and it continues from its checkpoint.
+If the host is taken away, the program crashes or its time limit ends, Modal starts it again,
+and it continues from its checkpoint.
 """
 
 import shlex
@@ -52,7 +54,8 @@ class Plan:
             "gpu": f"{self.count} x {self.gpu.name} ({self.gpu.memory_gb} GB each)",
             "volume": f"{VOLUME} at {BOOK}/{RUNS}, created if it does not exist",
             "command": shlex.join(self.command),
-            "time": f"at most {self.hours:g} h for an attempt; up to {self.retries} more attempts, each from the last checkpoint",
+            "time": f"at most {self.hours:g} h for an attempt; up to {self.retries} more attempts, "
+            "each from the last checkpoint",
             "cost": f"${self.dollars_per_hour:.2f} an hour for the GPUs: at most ${most:.2f} for an attempt, "
             f"${most * (1 + self.retries):.2f} if every attempt is used up",
             "results": f"modal volume get {VOLUME} / {RUNS}",
@@ -77,7 +80,8 @@ def make_plan(program: tuple[str, ...], gpu: str = "H100", count: int = 1, hours
         raise ValueError(f"--count {count}: expected 1 to {MOST_GPUS}, the GPUs of one host")
     if not 0 < hours <= MOST_HOURS:
         raise ValueError(
-            f"--hours {hours:g}: expected more than 0 and at most {MOST_HOURS}; a longer run continues in the next attempt"
+            f"--hours {hours:g}: expected more than 0 and at most {MOST_HOURS}; "
+            "a longer run continues in the next attempt"
         )
     if not 0 <= retries <= MOST_RETRIES:
         raise ValueError(f"--retries {retries}: expected 0 to {MOST_RETRIES}")

@@ -4,8 +4,9 @@
     python -m lib.runs.rent.remote me@203.0.113.7:2222 -- lib.runs.train_vit --model L/16 --strategy ddp
     python -m lib.runs.rent.remote me@203.0.113.7:2222 --only pull
 
-Each step is a plain rsync or ssh command, which is printed before it runs. On the machine the run lives in tmux, so it survives a lost
-connection. Give the same command again to continue; with another machine's address the run continues from the last checkpoint that
+Each step is a plain rsync or ssh command, which is printed before it runs.
+On the machine the run lives in tmux, so it survives a lost connection.
+Give the same command again to continue; with another machine's address the run continues from the last checkpoint that
 was fetched.
 """
 
@@ -71,7 +72,9 @@ class Machine:
         return [*self.shell, f"{self.user}@{self.host.strip('[]')}", "sh -s"], script
 
     def rsync(self, *arguments: str) -> Command:
-        """An interrupted transfer stays in a folder of its own, so that half a checkpoint never takes the place of a complete one."""
+        """An interrupted transfer stays in a folder of its own,
+        so that half a checkpoint never takes the place of a complete one.
+        """
         return ["rsync", "-az", "--partial-dir=.rsync-partial", "-e", shlex.join(self.shell), *arguments], ""
 
     def place(self, folder: str) -> str:
@@ -122,10 +125,12 @@ def _is_module(name: str) -> bool:
 
 
 def with_results(program: tuple[str, ...], name: str) -> tuple[str, ...]:
-    """Add output files under ``runs`` to a training program that names none (a checkpoint and a log, or a table); leave others alone.
+    """Add output files under ``runs`` to a training program that names none (a checkpoint and a log, or a table);
+    leave others alone.
 
     Raises:
-        ValueError: an output file is outside of ``runs``, from where it would not be fetched, or there is no such module.
+        ValueError: an output file is outside of ``runs``, from where it would not be fetched,
+            or there is no such module.
     """
     if program and not _is_module(program[0]):
         raise ValueError(f"there is no module {program[0]!r} in this book; expected one such as lib.runs.train_vit")
@@ -144,7 +149,9 @@ def with_results(program: tuple[str, ...], name: str) -> tuple[str, ...]:
 
 
 def start_command(folder: str, processes: str | int, program: tuple[str, ...]) -> list[str]:
-    """The command that starts a program on one host with the Python in ``folder``: mpiexec for MPI programs, torchrun for all others."""
+    """The command that starts a program on one host with the Python in ``folder``: mpiexec for MPI programs,
+    torchrun for all others.
+    """
     if program and program[0] in BY_MPI:
         n = str(processes) if str(processes).isdecimal() else str(MPI_PROCESSES)
         return [f"{folder}mpiexec", "-n", n, f"{folder}python", "-m", "mpi4py", "-m", *program]
@@ -161,10 +168,14 @@ def torchrun(python: str, processes: str | int, program: tuple[str, ...]) -> lis
 
 
 def push(machine: Machine, job: Job) -> list[Command]:
-    """Look at the machine, copy the book (without what can be built again), and copy earlier results unless newer ones are there."""
+    """Look at the machine, copy the book (without what can be built again),
+    and copy earlier results unless newer ones are there.
+    """
     look = f"""set -eu; missing=
 for program in rsync tmux python3; do command -v $program >/dev/null || missing="$missing $program"; done
-test -z "$missing" || {{ echo "not on this machine:$missing. There: apt-get update && apt-get install -y$missing"; exit 3; }}
+test -z "$missing" || {{
+  echo "not on this machine:$missing. There: apt-get update && apt-get install -y$missing"; exit 3
+}}
 mkdir -p {FOLDER}/{RUNS}; df -h {FOLDER}
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv || echo "no GPU here"
 """
@@ -199,7 +210,9 @@ if tmux has-session -t ={job.name} 2>/dev/null; then
   touch {name}.out
   timeout {job.every_s} tail -n 10 -F --pid="$(tmux list-panes -t ={job.name}: -F '#{{pane_pid}}')" {name}.out
 fi
-test -e {name}.exit || {{ echo "{job.name} is not running and left no exit status: was the machine restarted? start it again"; exit 3; }}
+test -e {name}.exit || {{
+  echo "{job.name} is not running and left no exit status: was the machine restarted? start it again"; exit 3
+}}
 echo "{job.name} ended with exit status $(cat {name}.exit); its whole output is in {name}.out"
 test "$(cat {name}.exit)" = 0
 """
@@ -232,8 +245,12 @@ def run_step(name: str, machine: Machine, job: Job, dry_run: bool) -> int:
         ):  # an old checkpoint was deleted while it was copied: no failure
             status = 0
         if status in CONNECTION_LOST[command[0]]:
-            print(f"{name}: no connection to {machine.host}, port {machine.port}. A run there continues without it; give the same "
-                  "command again to find it. If the machine is gone, give the address of another.", file=sys.stderr)  # fmt: skip
+            print(
+                f"{name}: no connection to {machine.host}, port {machine.port}. "
+                "A run there continues without it; give the same "
+                "command again to find it. If the machine is gone, give the address of another.",
+                file=sys.stderr,
+            )
         if status:
             return status
     return 0
@@ -268,8 +285,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--key", help="file of the private key; without it ssh uses its default keys")
     parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS), help="run only these steps")
     parser.add_argument("--name", default="workbook", help="name of the tmux session and of the files in runs/")
-    parser.add_argument("--processes", type=processes, default="gpu",
-                        help=f"processes on the machine; by default one for each GPU, and {MPI_PROCESSES} under MPI")  # fmt: skip
+    parser.add_argument(
+        "--processes",
+        type=processes,
+        default="gpu",
+        help=f"processes on the machine; by default one for each GPU, and {MPI_PROCESSES} under MPI",
+    )
     parser.add_argument("--every", type=whole(1), default=600, help="seconds between two fetches of results")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and run none")
     try:

@@ -20,7 +20,7 @@ from lib.given.models.serving import Request as Prompt
 from lib.runs.serving.metrics import Metrics
 from lib.runs.serving.schema import ApiError, Asked, parse, shorter, shown
 from lib.runs.serving.text import Answer, Characters, Tokenizer
-from lib.runs.serving.worker import AnswerFailed, EngineFailed, Job, Piece, QueueFull, Worker
+from lib.runs.serving.worker import AnswerFailed, EngineFailed, EngineUnhealthy, Job, Piece, QueueFull, Worker
 
 MAX_BODY_BYTES, DEFAULT_MAX_TOKENS, RETRY_AFTER_S, CLIENT_LEFT = 16 * 2**20, 16, 1, 499
 BODY_S = 30.0  # from a request's head to the end of its body
@@ -78,7 +78,10 @@ class Service:
             n_new = asked.max_tokens or max(1, min(DEFAULT_MAX_TOKENS, room))
             if n_new > room:
                 name = "max_tokens" if room > 0 else "prompt"
-                text = f"{name}: a prompt of {len(tokens)} tokens and {shown(n_new)} new ones do not fit into the context of {self.context_len}"
+                text = (
+                    f"{name}: a prompt of {len(tokens)} tokens and {shown(n_new)} new ones do not fit into the "
+                    f"context of {self.context_len}"
+                )
                 raise ApiError(400, text, param=name, code="context_length_exceeded")
             for i in range(asked.n or 1):
                 temperature = 1.0 if asked.temperature is None else asked.temperature
@@ -159,8 +162,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        if service.worker.error:
-            raise _failed(service.worker.error)
+        if failed := service.worker.error or service.worker.unhealthy:
+            raise _failed(failed)
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
@@ -246,6 +249,8 @@ async def _gone(http: Request) -> None:
 
 
 def _failed(error: EngineFailed | AnswerFailed) -> ApiError:
+    if isinstance(error, EngineUnhealthy):
+        return ApiError(503, str(error), code="engine_unhealthy", kind="server_error")
     code = "engine_failed" if isinstance(error, EngineFailed) else "failed"
     return ApiError(500, str(error), code=code, kind="server_error")
 

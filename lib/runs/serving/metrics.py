@@ -26,6 +26,7 @@ class Metrics:
             "prefix_tokens_found", "Tokens whose keys and values the prefix tree had, instead of computed"
         )
         self.generated_tokens = self._counter("generated_tokens", "Tokens generated")
+        self.failed_steps = self._counter("failed_steps", "Steps of the engine that failed as a whole")
         self.responses = self._counter(
             "responses", "Answered requests for completions, by status; 499: the client left", "status"
         )

@@ -1,4 +1,6 @@
-"""The models that the server can load: a tiny one, a checkpoint of ``lib.runs``, and a folder in Transformers' format."""
+"""The models that the server can load: a tiny one, a checkpoint of ``lib.runs``,
+and a folder in Transformers' format.
+"""
 
 import json
 import warnings
@@ -17,6 +19,7 @@ from lib.gpt2 import GPT2
 from lib.gpt2 import load_pretrained as load_gpt2
 from lib.llama import Llama, convert_hf_state_dict
 from lib.runs.flags import UsageError
+from lib.runs.memory import shortage
 from lib.runs.serving.settings import LLAMA_SIZES, one_line, read_end_ids, read_settings, rope_theta
 from lib.runs.serving.text import ByteTokenizer, FileTokenizer, Tokenizer
 
@@ -59,18 +62,24 @@ def load(model: str, name: str | None, tokenizer: str | None, dtype: torch.dtype
     try:
         net = made[0].to(device, dtype).eval().requires_grad_(False)
     except (MemoryError, RuntimeError) as error:
-        text = f"its weights do not fit into the memory of {device}"
-        raise UsageError(f"--model {model}: {text} ({one_line([str(error)])})") from None
+        why = shortage(error, ["--model"], device) or one_line([str(error)])
+        raise UsageError(f"--model {model}: its weights do not fit into the memory of {device}: {why}") from None
     name = name or ("tiny" if model == "tiny" else folder.resolve().name)
     return Served(name.encode(errors="surrogateescape").decode(errors="replace"), net, made[1])
+
+
+def weight_bytes(model: str) -> int:
+    """Bytes of the files with a folder's weights, which are read into the host's memory; 0 for what has none."""
+    return sum(path.stat().st_size for path in Path(model).glob("*.safetensors") if path.is_file())
 
 
 @torch.no_grad()
 def make_tiny() -> Llama:
     """A Llama of bytes whose weights are set, not trained, so that it is ready at once.
 
-    Each byte is a direction of its own in the residual stream, and the output layer holds the logarithms of how often each byte follows it in the language
-    reference. The blocks, random and weak, disturb these a little.
+    Each byte is a direction of its own in the residual stream,
+    and the output layer holds the logarithms of how often each byte follows it in the language reference.
+    The blocks, random and weak, disturb these a little.
     """
     generator = torch.Generator().manual_seed(0)
     model: Any = Llama(TINY)
@@ -111,7 +120,8 @@ def _from_runs(folder: Path, tokenizer: str | None) -> tuple[nn.Module, Tokenize
     found = next((str(path) for path in files if path.is_file()), None)
     if not (tokenizer or found) and model.config.vocab_size > 256 and run["data"] != "synthetic":
         raise UsageError(
-            f"--model {folder} has no tokenizer.json and a vocabulary of {model.config.vocab_size}: expected --tokenizer"
+            f"--model {folder} has no tokenizer.json and a vocabulary of {model.config.vocab_size}: "
+            "expected --tokenizer"
         )
     return model, _tokenizer(tokenizer or found or "bytes", model.config.vocab_size, [] if tokenizer else None)
 

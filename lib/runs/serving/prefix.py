@@ -1,4 +1,6 @@
-"""Chapter 21's engine with its prefix tree: prompts that begin alike share blocks, and their beginnings are computed once."""
+"""Chapter 21's engine with its prefix tree: prompts that begin alike share blocks,
+and their beginnings are computed once.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -28,19 +30,44 @@ class PrefixEngine(Engine):
         self.tree, self.on_found = PrefixTree(scheduler.block_size), on_found
         self.acquired: dict[Progress, list[int]] = {}
         self.without_scores: set[Request] = set()
+        self.in_step: list[Progress] | None = None  # those that take part in this step, once it is known
 
     def step(self) -> list[tuple[Request, Any]]:
-        """As ``Engine.step``, but a request for whose next token the model has no scores gets an ``ArithmeticError`` in place of a token.
+        """As ``Engine.step``, but a request for whose next token the model has no scores gets an ``ArithmeticError`` in
+        place of a token.
 
-        Its logits are NaN or infinite, for example after an overflow of float16. To draw from them would raise an exception, and on a
+        Its logits are NaN or infinite, for example after an overflow of float16.
+        To draw from them would raise an exception, and on a
         GPU end all work of the process.
         """
         self.without_scores.clear()
+        self.in_step = None
         fault = ArithmeticError("the model's scores of the next token are not finite")
         return [(request, fault if request in self.without_scores else token) for request, token in super().step()]
 
+    def abandon(self) -> list[Request]:
+        """After a step that raised an exception: drop the requests that took part in it, and free all of their blocks.
+
+        The tree remembers none of what the step may have left half written.
+        If the step failed before its requests were chosen, all running ones are dropped.
+
+        Returns:
+            The requests that were dropped.
+        """
+        dropped = list(self.scheduler.running) if self.in_step is None else self.in_step
+        for progress in dropped:
+            self.scheduler.cancel(progress.request)
+            if progress in self.sequences:
+                self.cache.free(self.sequences.pop(progress))
+            if progress in self.acquired:
+                self.tree.release(self.acquired.pop(progress))
+        self.in_step = None
+        self.release()
+        return [progress.request for progress in dropped]
+
     def run(self, chunks: list[Chunk]) -> Iterator[Tensor]:
         """Pass chunks through the model, without the tokens of a new request's first chunk that the tree knows."""
+        self.in_step = [chunk.progress for chunk in chunks]
         found = {progress: self._begin(progress, n) for progress, n in chunks if progress not in self.sequences}
         for progress, n_found in found.items():
             progress.n_cached = n_found
@@ -74,8 +101,9 @@ class PrefixEngine(Engine):
 
         The last token of the chunk is computed in any case, for its logits.
         """
-        self.acquired[progress] = progress.tokens[: n_tokens - 1]
-        blocks = self.tree.acquire(self.acquired[progress])
+        beginning = progress.tokens[: n_tokens - 1]
+        blocks = self.tree.acquire(beginning)
+        self.acquired[progress] = beginning
         self.sequences[progress] = self.cache.new(blocks)
         n_found = len(blocks) * self.cache.block_size
         self.on_found(n_found)

@@ -1,13 +1,23 @@
 """A request for completions: its fields, and one sentence about what is wrong with it."""
 
+import json
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 MAX_STOPS = 4
-NEUTRAL: dict[str, tuple[Any, ...]] = {"logprobs": (None,), "suffix": (None, ""), "logit_bias": (None, {}),
-                                       "presence_penalty": (None, 0), "frequency_penalty": (None, 0), "repetition_penalty": (None, 1),
-                                       "min_p": (None, 0), "min_tokens": (None, 0)}  # fmt: skip
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "logprobs": (None,),
+    "suffix": (None, ""),
+    "logit_bias": (None, {}),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "min_p": (None, 0),
+    "min_tokens": (None, 0),
+}
 """Fields that this server does not support, with the values that are accepted because they ask for nothing.
 
 Some belong to the interface, and vLLM's load generator adds the others.
@@ -113,12 +123,46 @@ def shorter(text: str, longest: int = 80) -> str:
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
+SURROGATE = re.compile("[\ud800-\udfff]")
+ESCAPED = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # what could be one: an escape of JSON, or three bytes
+
+
+def _check_characters(body: bytes) -> None:
+    """Raise an ``ApiError`` if a text holds half of a surrogate pair, which is no character; it names the field."""
+    if not ESCAPED.search(body):
+        return
+    try:
+        texts = list(_texts(json.loads(body.decode(errors="surrogatepass")), ""))
+    except (ValueError, RecursionError):  # wrong in another way, which the validation says
+        return
+    for name, text in texts:
+        if half := SURROGATE.search(text):
+            what = f"\\u{ord(half[0]):04x} at character {half.start()} is half of a surrogate pair"
+            message = f"{what} without its other half; expected whole characters"
+            place = f"{shorter(name)}: " if name else "the name of a field: "
+            raise ApiError(400, place + message, param=shorter(name) if name else None, code="invalid_text")
+
+
+def _texts(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Every text in a value of JSON, after the name of its field; a field's own name comes after that of its object."""
+    if isinstance(value, str):
+        yield name, value
+    elif isinstance(value, list):
+        for i, part in enumerate(value):
+            yield from _texts(part, f"{name}.{i}" if name else str(i))
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield name, key
+            yield from _texts(part, f"{name}.{key}" if name else key)
+
+
 def parse(body: bytes) -> Asked:
     """Read the body of a request.
 
     Raises:
         ApiError: with status 400, about the first thing that is wrong.
     """
+    _check_characters(body)
     try:
         asked = Asked.model_validate_json(body)
     except ValidationError as error:

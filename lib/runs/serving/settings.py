@@ -1,4 +1,5 @@
-"""The settings of a folder in Transformers' format: each one that changes numbers is either honoured or refused by its name.
+"""The settings of a folder in Transformers' format: each one that changes numbers is either
+honoured or refused by its name.
 
 A name that is not in these tables is refused too, unless its value asks for nothing: an older or newer library, or
 another model's code, may give it a meaning.
@@ -36,8 +37,10 @@ INERT = frozenset(
 ``pretraining_tp`` and ``reorder_and_upcast_attn`` change the order of a computation, not what is computed.
 """
 ROPE = ("rope_parameters", "rope_scaling")  # the newer name, and the older
-LLAMA_SIZES = {"vocab_size": "vocab_size", "hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
-               "num_key_value_heads": "n_kv_heads", "intermediate_size": "hidden_dim", "max_position_embeddings": "context_len"}  # fmt: skip
+LLAMA_SIZES = {"vocab_size": "vocab_size", "hidden_size": "dim", "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+               "num_key_value_heads": "n_kv_heads", "intermediate_size": "hidden_dim",
+               "max_position_embeddings": "context_len"}  # fmt: skip
 """Names in the ``config.json`` of a Llama, and the fields of ``LlamaConfig`` that they set."""
 Problems = Iterator[str]
 
@@ -93,7 +96,10 @@ class Kind:
         yield from self.more(settings)
         for name, value in settings.items():
             if not self.knows(name) and value not in (None, False, 0, "", [], {}):
-                yield f"config.json: {name} = {shown(value)} is unknown to this server, and may change what the model computes"
+                yield (
+                    f"config.json: {name} = {shown(value)} is unknown to this server, "
+                    "and may change what the model computes"
+                )
 
 
 def is_number(value: Any) -> bool:
@@ -102,7 +108,10 @@ def is_number(value: Any) -> bool:
 
 
 def rope_theta(settings: dict[str, Any]) -> float:
-    """Base of a Llama's rotary frequencies. It stands beside the other settings, or, since Transformers 5, among those of the rotation."""
+    """Base of a Llama's rotary frequencies.
+
+    It stands beside the other settings, or, since Transformers 5, among those of the rotation.
+    """
     found = (settings.get(name) for name in ROPE)
     bases = [rope["rope_theta"] for rope in found if rope and rope.get("rope_theta") is not None]
     return next(iter(bases), None) or settings.get("rope_theta") or 10_000.0
@@ -148,18 +157,22 @@ def _problems_of_rope(settings: dict[str, Any]) -> Problems:
         yield f"config.json: {' and '.join(f'{key} = {value!r}' for key, value in given.items())} contradict each other"
 
 
-ALIKE: dict[str, tuple[Any, ...]] = {"quantization_config": (None,), "is_encoder_decoder": (False,), "pruned_heads": ({},),
+ALIKE: dict[str, tuple[Any, ...]] = {"quantization_config": (None,), "is_encoder_decoder": (False,),
+    "pruned_heads": ({},),
                                      "add_cross_attention": (False,), "auto_map": (None,)}  # fmt: skip
 KINDS = {
     "llama": Kind(
-        architectures=("LlamaForCausalLM", "LLaMAForCausalLM"), sizes=tuple(LLAMA_SIZES), optional=("num_key_value_heads",),
+        architectures=("LlamaForCausalLM", "LLaMAForCausalLM"), sizes=tuple(LLAMA_SIZES),
+        optional=("num_key_value_heads",),
         eps="rms_norm_eps", end_id=2, more=_problems_of_llama,
         read=("tie_word_embeddings", "head_dim", "layer_types", "rope_theta", *ROPE),
         fixed=ALIKE | {"hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,),
-                       "partial_rotary_factor": (1.0, 1, None), "sliding_window": (None,), "rope_interleaved": (False,)},
+                       "partial_rotary_factor": (1.0, 1, None), "sliding_window": (None,),
+                       "rope_interleaved": (False,)},
     ),
     "gpt2": Kind(
-        architectures=("GPT2LMHeadModel", "GPT2Model"), sizes=tuple(gpt2.FIELDS), eps="layer_norm_epsilon", end_id=50_256,
+        architectures=("GPT2LMHeadModel", "GPT2Model"), sizes=tuple(gpt2.FIELDS), eps="layer_norm_epsilon",
+        end_id=50_256,
         read=("n_inner",), fixed=ALIKE | gpt2.FIXED,
     ),
 }  # fmt: skip
@@ -190,7 +203,8 @@ def read_settings(folder: Path) -> tuple[str, dict[str, Any]]:
     """The kind of a folder's model and its settings.
 
     Raises:
-        UsageError: something in ``config.json`` does not fit; one line names each setting, its value and what was expected.
+        UsageError: something in ``config.json`` does not fit; one line names each setting,
+            its value and what was expected.
     """
     settings = read_json(folder / "config.json")
     named = settings.get("architectures") or []

@@ -11,19 +11,21 @@ LONGEST = 3  # bytes of UTF-8, and so tokens, after which a character may still 
 
 
 class Characters:
-    """The text of an answer, as its tokens come: the text of prompt and answer together, cut where the prompt's text ends.
+    """The text of an answer, as its tokens come: the text of prompt and answer together,
+    cut where the prompt's text ends.
 
-    What a token stands for depends on those before it: a tokenizer drops the space before the first word of a text, and a
-    character may begin in one token and end in another. So a window of tokens is decoded with and without the newest
-    ones, and the difference is their text. The window, at first the end of the prompt, moves on at each whole character.
+    What a token stands for depends on those before it: a tokenizer drops the space before the first word of a text,
+    and a character may begin in one token and end in another.
+    So a window of tokens is decoded with and without the newest ones, and the difference is their text.
+    The window, at first the end of the prompt, moves on at each whole character.
 
     Args:
         decode: The text of tokens. Bytes that are not UTF-8 become U+FFFD.
         prompt: The tokens before the answer.
 
     Attributes:
-        n_replaced: Characters at the end of the prompt's own text that the answer replaces: the U+FFFD of a character that
-            the prompt begins and the answer completes.
+        n_replaced: Characters at the end of the prompt's own text that the answer replaces:
+            the U+FFFD of a character that the prompt begins and the answer completes.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int] = ()) -> None:
@@ -96,9 +98,11 @@ class ByteTokenizer:
 class FileTokenizer:
     """The ``tokenizer.json`` of a Hugging Face folder.
 
-    The file may hold settings of the program that saved it, which would change a prompt: a length at which texts are cut
-    or padded, merges that are dropped at random, and a token that is put behind each text, which would end it before
-    the model has begun. None of them is heeded. What is put before a text, such as Llama's ``<s>``, belongs to a prompt.
+    The file may hold settings of the program that saved it, which would change a prompt:
+    a length at which texts are cut or padded, merges that are dropped at random,
+    and a token that is put behind each text, which would end it before the model has begun.
+    None of them is heeded.
+    What is put before a text, such as Llama's ``<s>``, belongs to a prompt.
 
     Args:
         path: The file.

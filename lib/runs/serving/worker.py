@@ -1,4 +1,7 @@
-"""The thread that takes the engine's steps. Requests and cancellations reach it between two steps; text goes back to the event loop."""
+"""The thread that takes the engine's steps.
+
+Requests and cancellations reach it between two steps; text goes back to the event loop.
+"""
 
 import asyncio
 import queue
@@ -33,9 +36,20 @@ class Engine(Protocol):
     def step(self) -> list[tuple[Request, Any]]:
         """The new tokens, each with its request; an exception in place of a token ends only this request."""
 
+    def abandon(self) -> list[Request]:
+        """After a step that raised: drop the requests that took part in it, free their blocks, and return them."""
+
+
+MOST_FAILURES = 3
+"""After so many failed steps in a row the engine is unhealthy: it is not the requests that are at fault."""
+
 
 class EngineFailed(RuntimeError):
     """The engine raised an exception, and takes no more steps."""
+
+
+class EngineUnhealthy(EngineFailed):
+    """Too many steps failed in a row; the server stays up to say so, and takes no more requests."""
 
 
 class AnswerFailed(RuntimeError):
@@ -121,12 +135,15 @@ class Worker:
         metrics: Counts what happens.
 
     Attributes:
-        error: Why the engine takes no more steps; None while it works.
+        error: Why the engine takes no more steps and the server ends; None while it works.
+        unhealthy: Why the server takes no more requests, although it stays up; None while it does.
     """
 
     def __init__(self, engine: Engine, max_waiting: int, metrics: Metrics) -> None:
         self.engine, self.max_waiting, self.metrics = engine, max_waiting, metrics
         self.error: EngineFailed | None = None
+        self.unhealthy: EngineUnhealthy | None = None
+        self._n_failures = 0  # steps in a row, up to the last one
         self._jobs: dict[Request, tuple[Job, int]] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # between a failure and what is put into the inbox
@@ -155,8 +172,8 @@ class Worker:
         """
         accepted = self._loop.create_future()
         with self._lock:
-            if self.error:
-                raise self.error
+            if failed := self.error or self.unhealthy:
+                raise failed
             self._accepting[job] = accepted
             self._inbox.put(lambda: self._accept(job))
         await accepted
@@ -180,18 +197,48 @@ class Worker:
                     return
                 command()
                 self._count()
-            self._deliver(self.engine.step())
+            self._step()
             self._count()
+
+    def _step(self) -> None:
+        try:
+            new = self.engine.step()
+        except Exception as error:
+            self._end_requests(error)
+        else:
+            self._n_failures = 0
+            self._deliver(new)
+
+    def _end_requests(self, error: Exception) -> None:
+        """End the requests of a step that failed as a whole; after too many such steps in a row, end all."""
+        traceback.print_exc()
+        try:
+            dropped = self.engine.abandon()
+        except Exception as second:  # nobody knows what state the engine is in
+            raise error from second
+        self._n_failures += 1
+        self.metrics.failed_steps.inc()
+        cause = f"{type(error).__name__}: {error}"
+        ended: Exception = AnswerFailed(f"the engine's step failed: {cause}")
+        jobs = {self._jobs[request][0] for request in dropped if request in self._jobs}
+        if self._n_failures >= MOST_FAILURES:
+            self.unhealthy = EngineUnhealthy(f"the last {self._n_failures} steps of the engine failed: {cause}")
+            ended, jobs = self.unhealthy, {job for job, _ in self._jobs.values()}
+        for job in jobs:
+            self._drop(job)
+        self._call(_send, [(job, ended) for job in jobs])
 
     def _accept(self, job: Job) -> None:
         try:
+            if self.unhealthy:
+                raise self.unhealthy
             n_waiting = len(self.engine.scheduler.waiting)
             if n_waiting + len(job.requests) > self.max_waiting:
                 raise QueueFull(f"{n_waiting} requests wait already, and the queue holds {self.max_waiting}")
             for index, request in enumerate(job.requests):
                 self.engine.submit(request)
                 self._jobs[request] = job, index
-        except (ValueError, QueueFull) as error:
+        except (ValueError, QueueFull, EngineUnhealthy) as error:
             self._drop(job)
             self._resolve(job, error)
         except Exception as error:

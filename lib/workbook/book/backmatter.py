@@ -43,7 +43,9 @@ def table(head: list[str], rows: list[list[str]]) -> Listing:
 
 
 def plain(text: str) -> str:
-    """A docstring's text for Markdown: code in single backticks, and no emphasis from other underscores or asterisks."""
+    """A docstring's text for Markdown: code in single backticks,
+    and no emphasis from other underscores or asterisks.
+    """
     parts = text.replace("``", "`").split("`")
     return "`".join(part if n % 2 else re.sub(r"([_*])", r"\\\1", part) for n, part in enumerate(parts))
 
@@ -56,7 +58,9 @@ def chapter_link(chapter: Chapter, text: str = "") -> str:
 
 
 def exercise_link(exercise: Exercise, text: str) -> str:
-    """A link to the exercise on the site; in JupyterLab, which cannot follow labels into another page, to its chapter."""
+    """A link to the exercise on the site; in JupyterLab, which cannot follow labels into another page,
+    to its chapter.
+    """
     if os.environ.get("WORKBOOK_LINKS") == "site":
         return f"[{text}](#{exercise.label})"
     return f"[{text}]({chapters()[exercise.module].path.name})"
@@ -89,7 +93,9 @@ def compared_with(chapter: Chapter) -> str:
 
 
 def measurements() -> Listing:
-    """Every recorded measurement: the pages that show it, the machine and day, and the command that measures it again."""
+    """Every recorded measurement: the pages that show it, the machine and day,
+    and the command that measures it again.
+    """
     rows = []
     for path in sorted(MEASUREMENTS.glob("*.json")):
         measured = json.loads(path.read_text(encoding="utf-8"))
@@ -118,9 +124,11 @@ def shows(page: Path, name: str) -> bool:
 
 
 def program(measurement: str) -> str:
-    """The module in lib/bench that wrote a measurement: the one with the longest name that the measurement's begins with.
+    """The module in lib/bench that wrote a measurement: the one with the longest name that the
+    measurement's begins with.
 
-    A program in a folder is called by its own name or by the folder's and its own: ``yardstick/parts.py`` wrote ``yardstick_parts``.
+    A program in a folder is called by its own name or by the folder's and its own:
+    ``yardstick/parts.py`` wrote ``yardstick_parts``.
 
     Raises:
         LookupError: there is no such program.

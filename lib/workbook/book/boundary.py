@@ -1,14 +1,17 @@
 """The boundary: where the learner's code may run, and which files it may not open. The rule lives in this module alone.
 
-A process has one of three roles. A ``free`` process (a notebook, a script, a training run) runs whatever its world says. The
-``judge`` is pytest's own process: the learner's code never runs in it, not even by an import, so nothing that a learner writes
-can hang it, end it or change it. A ``child`` runs the checks of one exercise and therefore the learner's code; the ranks of a
-distributed exercise are children too.
+A process has one of three roles.
+A ``free`` process (a notebook, a script, a training run) runs whatever its world says.
+The ``judge`` is pytest's own process: the learner's code never runs in it, not even by an import,
+so nothing that a learner writes can hang it, end it or change it.
+A ``child`` runs the checks of one exercise and therefore the learner's code;
+the ranks of a distributed exercise are children too.
 
-In a child the world is pinned: changing the environment variable no longer has any effect. The reference of the graded chapter
-is closed: an audit hook refuses to open it while the learner's file is on the stack, whether by ``import``, by
-``exec(open(...))``, by a name put together from strings or by a symbolic link. This protects against accidents and temptation,
-not against malice: grade strangers' files in a container (see "For teachers").
+In a child the world is pinned: changing the environment variable no longer has any effect.
+The reference of the graded chapter is closed: an audit hook refuses to open it while the learner's file is on the
+stack, whether by ``import``, by ``exec(open(...))``, by a name put together from strings or by a symbolic link.
+This protects against accidents and temptation, not against malice:
+grade strangers' files in a container (see "For teachers").
 """
 
 import os

@@ -77,7 +77,9 @@ class Exercise:
 
     @property
     def command(self) -> str:
-        """The terminal command that checks this exercise and no other: with ``-k``, which ignores case, if a word is enough."""
+        """The terminal command that checks this exercise and no other: with ``-k``, which ignores case,
+        if a word is enough.
+        """
         word = f"{self.name}_" if self.name.lower() in self.module else self.name  # -k also looks at the file's name
         others = [e for e in chapters()[self.module].exercises if e != self]
         alone = not any(word.lower() in e.name.lower() for e in others)
@@ -142,7 +144,9 @@ class Chapter:
 
     @cached_property
     def exercises(self) -> tuple[Exercise, ...]:
-        """The exercises in the order of their numbers, read from the reference's docstrings without importing anything."""
+        """The exercises in the order of their numbers, read from the reference's docstrings
+        without importing anything.
+        """
         tree = ast.parse(self.numbered(), str(self.reference))
         found = []
         for node in tree.body:
@@ -279,7 +283,8 @@ def all_exercises() -> list[Exercise]:
 
 
 def find(what: str) -> tuple[Chapter, Exercise | None]:
-    """The chapter, and the exercise if one is named, for ``2``, ``rope``, ``2.4``, ``apply_rope`` or ``rope.apply_rope``.
+    """The chapter, and the exercise if one is named, for ``2``, ``rope``, ``2.4``,
+    ``apply_rope`` or ``rope.apply_rope``.
 
     Raises:
         BookError: the name fits nothing, or more than one thing; the message lists the nearest names.
@@ -305,7 +310,19 @@ def find(what: str) -> tuple[Chapter, Exercise | None]:
     if matches:
         written = " or ".join(f"{e.module}.{e.name}" for e in matches)
         raise BookError(f"{what!r} is in several chapters: write {written}")
+    if re.fullmatch(r"\d+(\.\d+)?", what):
+        raise BookError(
+            f"there is no {'exercise' if '.' in what else 'chapter'} {what}; expected {_numbers_like(what)}"
+        )
     names = [*chapters(), *(e.name for e in all_exercises())]
     close = difflib.get_close_matches(what, names, n=3, cutoff=0.5)
     hint = f"; did you mean {', '.join(close)}?" if close else f"; the chapters are {', '.join(chapters())}"
     raise BookError(f"no chapter or exercise is called {what!r}{hint}")
+
+
+def _numbers_like(what: str) -> str:
+    """The numbers of the chapters, or, if the chapter before the point is there, those of its exercises."""
+    all_chapters = list(chapters().values())
+    inside = next((c.exercises for c in all_chapters if what.startswith(f"{c.number}.") and c.exercises), None)
+    numbers = [str(c.number) for c in all_chapters] if inside is None else [e.number for e in inside]
+    return f"a number from {numbers[0]} to {numbers[-1]}, or a name"

@@ -22,11 +22,13 @@ _BORDER = re.compile(rf"\n(?={_TITLE.replace('?P<title>', '?:')})|\n\s*\n(?=\S)"
 def parts(doc: str) -> list[Part]:
     """The paragraphs and sections of a docstring in order, without the exercise's number and size.
 
-    The text of a section may begin on the line of its title (``Source: …``); docstring_parser alone would not accept that.
+    The text of a section may begin on the line of its title (``Source: …``);
+    docstring_parser alone would not accept that.
 
     Returns:
-        A (title, text) pair for each. A paragraph's title is empty; for ``Args``, ``Attributes`` and ``Raises`` the text is a list
-        of (name, text) pairs.
+        A (title, text) pair for each.
+        A paragraph's title is empty; for ``Args``, ``Attributes`` and ``Raises`` the text is a list of (name,
+        text) pairs.
 
     Raises:
         BookError: an entry of a list has no name.

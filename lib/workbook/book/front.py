@@ -9,7 +9,8 @@ from lib.workbook.book.backmatter import Listing, hardware
 from lib.workbook.book.catalog import ROOT, all_exercises, chapters
 
 STYLE = """<style>
-.workbook-numbers {display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: 1rem; margin: 1rem 0}
+.workbook-numbers {display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: 1rem;
+  margin: 1rem 0}
 .workbook-numbers div {border-top: 3px solid #1f7fc4; padding-top: .4rem}
 .workbook-numbers strong {display: block; font-size: 1.7em; line-height: 1.2}
 .workbook-numbers p {margin: .3rem 0 0}
@@ -31,7 +32,9 @@ class Numbers:
 
 
 def numbers() -> Numbers:
-    """How many exercises there are, how much faster training gets, how much memory sharding saves, and a race with timm."""
+    """How many exercises there are, how much faster training gets, how much memory sharding saves,
+    and a race with timm.
+    """
     return Numbers([_exercises(), _speed(), _memory(), _race()])
 
 
@@ -89,7 +92,8 @@ def _memory(n_ranks: str = "4", model: str = "ViT-G/14") -> tuple[str, str]:
     }
     return (
         f"{peak['ours']:.0f} GB instead of {peak['ddp']:.0f} GB",
-        f"peak memory of each of four GPUs that train {model}: with the sharding that you write in chapter 12, and with "
+        f"peak memory of each of four GPUs that train {model}: "
+        "with the sharding that you write in chapter 12, and with "
         f"PyTorch's DDP ({_short(measured)})",
     )
 

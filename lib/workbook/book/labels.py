@@ -1,4 +1,6 @@
-"""The book's labels and their numbers: ``eq-rope-7`` is equation (2.7), ``ex-rope-apply-rope`` exercise 2.4, ``fig-rope-clocks`` a figure."""
+"""The book's labels and their numbers: ``eq-rope-7`` is equation (2.7), ``ex-rope-apply-rope`` exercise 2.4,
+``fig-rope-clocks`` a figure.
+"""
 
 import contextlib
 import re
@@ -63,7 +65,8 @@ def resolved(text: str) -> str:
 
 
 def where_to_read(exercise: Exercise, read: str | None) -> str:
-    """The place where a report sends its reader, such as "chapter 2, equation (2.7)"; without ``read``, the exercise itself.
+    """The place where a report sends its reader, such as "chapter 2, equation (2.7)"; without ``read``,
+    the exercise itself.
 
     Args:
         exercise: The graded exercise; "the contract" without an "of" behind it means this exercise's.

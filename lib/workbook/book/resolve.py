@@ -14,8 +14,8 @@ world          a graded name is           where
 ``reference``  the reference's            ``pytest --reference``, site
 =============  =========================  ==========================
 
-``import lib`` installs a finder on ``sys.meta_path`` that loads ``lib.<module>`` accordingly. A process that grades several
-chapters switches between worlds; each world has its own copies of the modules.
+``import lib`` installs a finder on ``sys.meta_path`` that loads ``lib.<module>`` accordingly.
+A process that grades several chapters switches between worlds; each world has its own copies of the modules.
 """
 
 import ast
@@ -46,7 +46,8 @@ _loaded: dict[str, dict[str, types.ModuleType]] = defaultdict(dict)
 _stamps: dict[str, tuple] = {}
 
 
-# called with True before a learner's module runs and with False after it, so that a report can say "when it was imported"
+# called with True before a learner's module runs and with False after it,
+# so that a report can say "when it was imported"
 on_import: Callable[[bool], object] = lambda begins: None
 
 
@@ -214,8 +215,8 @@ def _run_learners(chapter: Chapter, module: types.ModuleType) -> None:
 def _run_with_fallback(chapter: Chapter, module: types.ModuleType) -> None:
     """Load the learner's file, and fill each remaining stub with the reference's definition.
 
-    The reference runs in a module of its own, so that its helpers and the learner's never mix. The two modules share the graded
-    names, so that the reference calls what the learner wrote.
+    The reference runs in a module of its own, so that its helpers and the learner's never mix.
+    The two modules share the graded names, so that the reference calls what the learner wrote.
     """
     standin = types.ModuleType(module.__name__)
     standin.__file__ = str(chapter.reference)
@@ -346,7 +347,9 @@ def _contract(chapter: Chapter) -> dict:
 
 
 def place(exercise: Exercise, of_world: str) -> tuple[Path, int]:
-    """File and line of the definition that a world grades, read from the source without importing it; line 0 if there is none."""
+    """File and line of the definition that a world grades, read from the source without importing it;
+    line 0 if there is none.
+    """
     chapter = chapters()[exercise.module]
     if of_world == "reference":
         return chapter.reference, exercise.line
@@ -394,7 +397,7 @@ def _class_line(path: Path, found: type) -> int | None:
     return starts[-1] if starts else None
 
 
-# ---- a kernel that keeps running while files are edited ---------------------------------------------------------------
+# ---- a kernel that keeps running while files are edited --------------------------------------------------------------
 
 
 def refresh(namespace: dict | None = None) -> list[str]:

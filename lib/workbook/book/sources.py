@@ -1,4 +1,6 @@
-"""Reads and writes the learner's files, with care for encodings, line ends, and folders or pipes where a module should be."""
+"""Reads and writes the learner's files, with care for encodings, line ends,
+and folders or pipes where a module should be.
+"""
 
 import os
 import re
@@ -20,8 +22,8 @@ def read_mine(chapter: Chapter) -> str:
     """The learner's module as text, with newlines as line ends and without a byte order mark.
 
     Raises:
-        SourceError: the file is missing; is a folder, a pipe or a device; cannot be opened; or is not UTF-8 (the message then
-            names the line).
+        SourceError: the file is missing; is a folder, a pipe or a device; cannot be opened;
+            or is not UTF-8 (the message then names the line).
     """
     return re.sub(r"\r\n?", "\n", read_exactly(chapter))
 
@@ -92,7 +94,9 @@ def shown(path: Path) -> str:
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a source with their line ends, split as Python's parser does (``splitlines`` also splits at form feeds)."""
+    """The lines of a source with their line ends, split as Python's parser does (``splitlines``
+    also splits at form feeds).
+    """
     return _LINE.findall(text)
 
 

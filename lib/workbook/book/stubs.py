@@ -43,11 +43,12 @@ def _owners(tree: ast.Module, graded: dict[str, str]) -> list[tuple[int, int, st
 
 
 def make_stub(chapter: Chapter, source: str | None = None) -> str:
-    """The learner's file: the reference, with a NotImplementedError that names the exercise in place of every marked part.
+    """The learner's file: the reference, with a NotImplementedError that names the exercise in
+    place of every marked part.
 
     Raises:
-        BookError: a mark has no partner, the stub is not valid Python, or an exercise has nothing to write; the message names
-            the file and the line or exercise.
+        BookError: a mark has no partner, the stub is not valid Python, or an exercise has nothing to write;
+            the message names the file and the line or exercise.
     """
     path = chapter.reference
     source = chapter.numbered(source)
@@ -81,7 +82,8 @@ def make_stub(chapter: Chapter, source: str | None = None) -> str:
         raise BookError(f"{path}: its stub is not valid Python, {error.msg}: {(error.text or '').strip()!r}") from error
     if missing := [name for name in graded if name not in asked]:
         raise BookError(
-            f"{path}: the stub leaves nothing to write in {', '.join(missing)}: put {BEGIN} inside its function or a method"
+            f"{path}: the stub leaves nothing to write in {', '.join(missing)}: "
+            f"put {BEGIN} inside its function or a method"
         )
     return text
 
@@ -102,7 +104,9 @@ def dated(path: Path) -> Path:
 
 
 def keep_copy(path: Path, module: str | None = None) -> Path:
-    """Copy a learner's file (a module or any other) to a dated file under .workbook/backups; returns the copy's path."""
+    """Copy a learner's file (a module or any other) to a dated file under .workbook/backups;
+    returns the copy's path.
+    """
     copy = dated(path)
     sources.write_bytes(copy, read_bytes(path, module))
     return copy
@@ -150,7 +154,8 @@ def write_stubs(check: bool = False) -> list[str]:
         elif now is not None and _digest(now) != recorded.get(chapter.module):
             fresh[chapter.module] = recorded.get(chapter.module, "")
             lines.append(
-                f"{where} is begun, so it stays as it is (workbook reset {chapter.module} makes it a stub again and keeps a copy)"
+                f"{where} is begun, so it stays as it is (workbook reset {chapter.module} makes it a stub "
+                "again and keeps a copy)"
             )
         else:
             sources.write_stub(chapter.mine, stub)
@@ -206,7 +211,8 @@ def _methods_with_markers(source: str) -> dict[str, list[str]]:
 
 
 def contract_arguments(stub: str) -> dict[str, dict[str, tuple[tuple[str, ...], frozenset[str]]]]:
-    """The arguments of each top-level name of a stub, by method ("" for a function): the positional ones in order, and all.
+    """The arguments of each top-level name of a stub, by method ("" for a function):
+    the positional ones in order, and all.
 
     Properties are left out, and so are the methods of an ``autograd.Function``, which are called by position.
     """

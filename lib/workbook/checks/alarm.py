@@ -12,7 +12,10 @@ class TimeLimit(BaseException):
 
 @contextlib.contextmanager
 def alarm(seconds: float):
-    """Raise TimeLimit in the main thread after ``seconds``. Does nothing without signals, or outside of the main thread."""
+    """Raise TimeLimit in the main thread after ``seconds``.
+
+    Does nothing without signals, or outside of the main thread.
+    """
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,9 +1,10 @@
 """Runs a check in a child process, so that an answer can harm no process but its own.
 
-``pytest`` (the judge, see `lib.workbook.book.boundary`) forks a guard, and the guard forks the runner, which runs the tests of
-one exercise and sends a report after each test. The guard only waits. When the runner ends, or when the judge does (Ctrl-C, a
-signal, even ``kill -9``: its end of a socket then closes), the guard kills the runner and every process that the runner
-started, and then ends itself.
+``pytest`` (the judge, see `lib.workbook.book.boundary`) forks a guard, and the guard forks the runner,
+which runs the tests of one exercise and sends a report after each test.
+The guard only waits.
+When the runner ends, or when the judge does (Ctrl-C, a signal, even ``kill -9``: its end of a socket then closes),
+the guard kills the runner and every process that the runner started, and then ends itself.
 """
 
 import contextlib
@@ -36,8 +37,9 @@ DIAGNOSIS_S = 30.0  # to find the mistake behind a failure; after that the repor
 class Ended:
     """A runner that was ended, or ended on its own, before it could report.
 
-    ``stack`` is what `faulthandler` wrote. ``is_time`` says that the time limit passed: the exercise's other checks are then
-    skipped. ``in_import`` says that the learner's module was being imported: then the whole chapter is skipped.
+    ``stack`` is what `faulthandler` wrote.
+    ``is_time`` says that the time limit passed: the exercise's other checks are then skipped.
+    ``in_import`` says that the learner's module was being imported: then the whole chapter is skipped.
     """
 
     why: str
@@ -51,7 +53,10 @@ class Child:
     """The judge's handle on the guard and the runner of one exercise."""
 
     def __init__(self, world: str, work):
-        """Fork both. Each call of ``run`` runs ``work(index)`` in the runner; what that yields is sent back piece by piece."""
+        """Fork both.
+
+        Each call of ``run`` runs ``work(index)`` in the runner; what that yields is sent back piece by piece.
+        """
         self.world = world
         self.stacks = tempfile.TemporaryFile()  # noqa: SIM115 (open for as long as the child lives)
         BOARD.at_a_prompt(False)
@@ -71,7 +76,10 @@ class Child:
             self.runner = 0
 
     def _leave_after(self, function, *arguments) -> None:
-        """Call a function in a forked process and never return. An exception here is the book's fault, and is recorded as such."""
+        """Call a function in a forked process and never return.
+
+        An exception here is the book's fault, and is recorded as such.
+        """
         try:
             function(*arguments)
         except BaseException:
@@ -104,7 +112,10 @@ class Child:
             yield data
 
     def _wait(self, clock: "_Clock") -> str:
-        """Wait for a message from the runner. Returns why the runner must be ended, or "" when a message has arrived."""
+        """Wait for a message from the runner.
+
+        Returns why the runner must be ended, or "" when a message has arrived.
+        """
         while not self.pipe.poll(0.02 if clock.is_fresh else 0.1):
             if why := clock.verdict():
                 return why
@@ -221,7 +232,9 @@ def _guard(child: Child, pipe: Connection, line: socket.socket, work) -> None:
 
 
 def _runner(child: Child, pipe: Connection, work) -> None:
-    """The runner's program: run each check that the judge asks for, send its reports, and end when the judge hangs up."""
+    """The runner's program: run each check that the judge asks for, send its reports,
+    and end when the judge hangs up.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

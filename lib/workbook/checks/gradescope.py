@@ -11,8 +11,9 @@ def results(rows: list[dict], described: str) -> dict:
         described: Whose code was graded; stands at the top of the page.
 
     Returns:
-        Plain values for JSON. If nothing was graded there is a total score of 0, because Gradescope requires a score. An
-        exercise whose checks were all skipped is worth 0 points, so that a missing device costs nobody a point.
+        Plain values for JSON.
+        If nothing was graded there is a total score of 0, because Gradescope requires a score.
+        An exercise whose checks were all skipped is worth 0 points, so that a missing device costs nobody a point.
     """
     made = {"output": described, "output_format": "text", "tests": [_test(row) for row in rows]}
     return made if rows else {"score": 0.0} | made

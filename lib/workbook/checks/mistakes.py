@@ -1,4 +1,7 @@
-"""``pytest --mistakes``: grades each known mistake as if it were the answer. A test must catch it, and the diagnosis must name it."""
+"""``pytest --mistakes``: grades each known mistake as if it were the answer.
+
+A test must catch it, and the diagnosis must name it.
+"""
 
 import pytest
 from _pytest.runner import CallInfo
@@ -88,7 +91,9 @@ def items(tests_by_exercise: dict, config, run) -> list[MistakeItem]:
 
 
 def _likely_first(tests: list, catcher: str | None) -> list:
-    """The same tests in another order: first the one that caught the mistake last time, at the end those with ranks or long limits."""
+    """The same tests in another order: first the one that caught the mistake last time,
+    at the end those with ranks or long limits.
+    """
 
     def place(test):
         takes_long = test.get_closest_marker("memory_limit") or test.get_closest_marker("time_limit")
@@ -98,7 +103,9 @@ def _likely_first(tests: list, catcher: str | None) -> list:
 
 
 def scheduler(config, log):
-    """pytest-xdist's scheduler that gives all mistakes of an exercise to one process: its `Trials` then run each check once."""
+    """pytest-xdist's scheduler that gives all mistakes of an exercise to one process:
+    its `Trials` then run each check once.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByExercise(LoadScopeScheduling):

@@ -1,7 +1,9 @@
-"""The pytest plugin: assigns tests to exercises, runs each exercise in a child process of its own, and writes the reports.
+"""The pytest plugin: assigns tests to exercises, runs each exercise in a child process of its own,
+and writes the reports.
 
-pytest's own process is the judge (`lib.workbook.book.boundary`): it collects the tests in the reference's world and never runs
-an answer. ``--reference`` and ``--mistakes`` grade only the book's own code, and therefore run their tests in this process.
+pytest's own process is the judge (`lib.workbook.book.boundary`):
+it collects the tests in the reference's world and never runs an answer.
+``--reference`` and ``--mistakes`` grade only the book's own code, and therefore run their tests in this process.
 """
 
 import functools
@@ -28,7 +30,8 @@ from lib.workbook.grading.cases import case
 from lib.workbook.grading.oracles import RECORDING
 
 SHOWN_FAILURES = 3  # of one exercise; the others are only counted
-# PyTorch imports these modules, hundreds at a time, when a check first uses them; the check's source text shows that it will.
+# PyTorch imports these modules, hundreds at a time, when a check first uses them;
+# the check's source text shows that it will.
 IMPORTED_LATE = {
     ".step()": "torch._dynamo",
     '.to("meta")': "torch._dynamo",
@@ -73,7 +76,9 @@ def pytest_configure(config):
 
 
 def _on_one_thread() -> None:
-    """Compute on one thread: checks are small, and on a busy machine threads that wait for each other take 100 times as long."""
+    """Compute on one thread: checks are small, and on a busy machine threads that wait for each
+    other take 100 times as long.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -185,7 +190,7 @@ class Checks:
         if self.option.mistakes:
             by_exercise: dict[Exercise, list] = {}
             for item in kept:
-                by_exercise.setdefault(item.stash[EXERCISE], []).append(item)  # type: ignore[arg-type]  # none is beside
+                by_exercise.setdefault(item.stash[EXERCISE], []).append(item)  # type: ignore[arg-type]
             items[:] = mistakes.items(by_exercise, config, self.runner.outcome_of)
 
     @pytest.hookimpl(optionalhook=True)
@@ -274,7 +279,9 @@ class Checks:
                 importlib.import_module(module)
 
     def _ended(self, item, exercise: Exercise, ended: Ended) -> TestReport:
-        """The report of a check whose child ended before it could report; also decides which checks are not run any more."""
+        """The report of a check whose child ended before it could report;
+        also decides which checks are not run any more.
+        """
         if ended.is_time or ended.in_import:
             self.given_up[exercise.module, "" if ended.in_import else exercise.name] = (
                 f"lib/{exercise.module}.py {ended.why} when it was imported"
@@ -348,7 +355,9 @@ class Checks:
             write_atomically(Path(file), text + "\n")
 
     def keeps(self, file: str, is_earlier: bool) -> bool:
-        """Whether a run leaves a file of marks alone: no check was run, and it only listed them, or the marks are an earlier run's."""
+        """Whether a run leaves a file of marks alone: no check was run, and it only listed them,
+        or the marks are an earlier run's.
+        """
         if self.marks.rows or not (self.option.collectonly or is_earlier):
             return False
         self.kept.append(file)

@@ -63,7 +63,10 @@ def _print_some(outputs: list[str]) -> None:
 
 
 def warm_up(module_texts: list[str]) -> None:
-    """Begin to start the ranks that the tests will need. That takes seconds, and so does collecting the other tests meanwhile."""
+    """Begin to start the ranks that the tests will need.
+
+    That takes seconds, and so does collecting the other tests meanwhile.
+    """
     from lib.ranks import RankFailure, pool
 
     if any("ranks(" in text and 'backend="mpi"' not in text for text in module_texts):

@@ -27,15 +27,18 @@ STATES = ("passed", "wrong", "not started", "not run", "not checked", "skipped")
 
 
 class RaisedInAnswer(Exception):
-    """An answer called ``pytest.skip()``, ``sys.exit()`` or the like, which would end or skip the test: in an answer, an error."""
+    """An answer called ``pytest.skip()``, ``sys.exit()`` or the like, which would end or skip the test:
+    in an answer, an error.
+    """
 
 
 @dataclass(kw_only=True)
 class Told:
     """What the report says about one check.
 
-    ``state`` is one of `STATES`: "wrong" is the learner's fault, "not checked" is the book's or the machine's, and "not run"
-    means that the check was not tried because an earlier one did not end. ``rows`` are the (label, text) pairs of the report.
+    ``state`` is one of `STATES`: "wrong" is the learner's fault, "not checked" is the book's or the machine's,
+    and "not run" means that the check was not tried because an earlier one did not end.
+    ``rows`` are the (label, text) pairs of the report.
     ``repeated`` counts the failed checks of the same exercise before this one.
     """
 

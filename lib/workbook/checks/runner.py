@@ -1,4 +1,6 @@
-"""Runs one check: in a child, where it makes the reports and diagnoses the first failure, or in pytest's own process."""
+"""Runs one check: in a child, where it makes the reports and diagnoses the first failure,
+or in pytest's own process.
+"""
 
 import contextlib
 import os
@@ -35,7 +37,10 @@ def limit_of(item, marker: str, default):
 
 
 class Runner:
-    """Runs checks and makes their reports. ``is_quiet`` is true while a check runs for a diagnosis only and is not reported."""
+    """Runs checks and makes their reports.
+
+    ``is_quiet`` is true while a check runs for a diagnosis only and is not reported.
+    """
 
     def __init__(self, config, marks: Marks):
         self.config, self.option, self.marks = config, config.option, marks

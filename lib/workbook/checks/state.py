@@ -1,4 +1,7 @@
-"""Settings that all code of a process shares. They are read before a check; what the check left changed is restored and reported."""
+"""Settings that all code of a process shares.
+
+They are read before a check; what the check left changed is restored and reported.
+"""
 
 import contextlib
 import functools
@@ -69,7 +72,9 @@ class Shared:
 
     @contextlib.contextmanager
     def streams_stay_open(self) -> Iterator[None]:
-        """In this block, closing ``sys.stdout`` or ``sys.stderr`` is only noted: pytest needs both to report anything."""
+        """In this block, closing ``sys.stdout`` or ``sys.stderr`` is only noted:
+        pytest needs both to report anything.
+        """
         streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
         for name, stream in streams.items():
             with contextlib.suppress(AttributeError):

@@ -55,7 +55,9 @@ class Marks:
 
     @staticmethod
     def state(row: dict) -> str:
-        """``wrong`` if any check failed; otherwise ``not checked`` or ``not run`` if one could not be made, and so on."""
+        """``wrong`` if any check failed; otherwise ``not checked`` or ``not run`` if one
+        could not be made, and so on.
+        """
         for number, state in (
             ("failed", "wrong"),
             ("unchecked", "not checked"),

@@ -1,7 +1,8 @@
 """A warm process: `workbook check` and `%check` fork a process that has already imported PyTorch, which saves seconds.
 
-The warm process is a fork server (`lib.ranks.forkserver`) for this checkout and this Python. It ends after a quarter of an hour
-without a request. Where it cannot run (macOS, Windows, a folder that others may write to), each check starts a new process.
+The warm process is a fork server (`lib.ranks.forkserver`) for this checkout and this Python.
+It ends after a quarter of an hour without a request.
+Where it cannot run (macOS, Windows, a folder that others may write to), each check starts a new process.
 """
 
 import contextlib
@@ -115,7 +116,9 @@ def _answers(where: str) -> bool:
 
 
 def address(root: Path) -> str | None:
-    """The path of a socket that only this user, checkout, Python and version of the server use; None if no folder is safe."""
+    """The path of a socket that only this user, checkout, Python and version of the server use;
+    None if no folder is safe.
+    """
     version = str(Path(forkserver.__file__).stat().st_mtime_ns)
     key = "|".join([str(root), sys.executable, version, *(os.environ.get(n, "") for n in INHERITED)])
     name = f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:16]}.sock"  # a folder's name may hold any bytes

@@ -63,7 +63,8 @@ def _show(value) -> str:
 
 
 def expect_close(actual, expected, *, atol=None, rtol=None, name="out", answer=None, read=None) -> None:
-    """Expect numbers that are equal within a tolerance: tensors, arrays and floats, alone or in tuples, lists and dicts.
+    """Expect numbers that are equal within a tolerance: tensors, arrays and floats, alone or in tuples,
+    lists and dicts.
 
     Args:
         atol: Absolute tolerance; by default the dtype's.
@@ -157,7 +158,9 @@ def _apart(a, b) -> tuple[str, str]:
 
 
 def expect_equal(actual, expected, *, name="out", answer=None, read=None) -> None:
-    """Expect exactly equal Python values; the report shows the first difference. For the arguments see ``expect_close``.
+    """Expect exactly equal Python values; the report shows the first difference.
+
+    For the arguments see ``expect_close``.
 
     Raises:
         Wrong: the type or a value differs.

@@ -26,7 +26,9 @@ class Result:
 
     @property
     def first_report(self) -> str:
-        """The full report of the first exercise that is wrong or could not be checked, followed by what its check printed."""
+        """The full report of the first exercise that is wrong or could not be checked,
+        followed by what its check printed.
+        """
         for row in self.rows:
             if row["state"] in ("wrong", "not checked"):
                 printed = f"\n\n  printed by this check:\n{row['printed']}" if row["printed"] else ""

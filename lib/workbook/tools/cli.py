@@ -20,11 +20,20 @@ console = Console(highlight=False, soft_wrap=False)
 What = Annotated[str, typer.Argument(help="A chapter or an exercise: 2, rope, 2.4 or apply_rope.")]
 
 
+def port_number(text: str | int) -> int:
+    """Read a port; the message names a wrong one."""
+    if not str(text).isdecimal() or not 1 <= int(text) <= 65_535:
+        raise typer.BadParameter(f"{text!r}: expected a port from 1 to 65535")
+    return int(text)
+
+
 @app.command()
 def lab(
     chapter: Annotated[str | None, typer.Argument(help="The chapter to open: 2 or rope.")] = None,
     browser: Annotated[bool, typer.Option(help="Open it in the browser.")] = True,
-    port: Annotated[int | None, typer.Option(help="Use this port instead of the first free one.")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Use this port instead of the first free one.", parser=port_number)
+    ] = None,
 ):
     """Open a chapter in JupyterLab, with the file that you write beside it."""
     from lib.workbook.tools import lab as jupyterlab

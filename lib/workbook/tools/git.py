@@ -92,7 +92,8 @@ def at_work(paths: Iterable[str]) -> dict[str, str]:
     """The blob id of each file in the checkout, as git would store it now.
 
     Returns:
-        By path: a blob id; ``""`` if nothing is there; ``"other"`` if a folder or a pipe is there, or a file where a folder should be.
+        By path: a blob id; ``""`` if nothing is there; ``"other"`` if a folder or a pipe is there,
+        or a file where a folder should be.
     """
     paths, found, plain = list(paths), {}, []
     for path in paths:

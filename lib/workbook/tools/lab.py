@@ -60,7 +60,9 @@ def command(port: int) -> list[str]:
 
 
 def environment(token: str) -> dict[str, str]:
-    """The server's environment: the book's settings, this Python first on the path, and the token (which a command line would show to everybody)."""
+    """The server's environment: the book's settings, this Python first on the path,
+    and the token (which a command line would show to everybody).
+    """
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
@@ -76,7 +78,9 @@ def environment(token: str) -> dict[str, str]:
 
 
 def jupyter_path() -> str:
-    """Jupyter's search path with the book's kernel first: it knows ``%check`` from the start, and prints no warnings about its sockets."""
+    """Jupyter's search path with the book's kernel first: it knows ``%check`` from the start,
+    and prints no warnings about its sockets.
+    """
     return os.pathsep.join(filter(None, [str(CONFIG), os.environ.get("JUPYTER_PATH", "")]))
 
 
@@ -130,14 +134,15 @@ def open_in_workspace(chapter: str | None) -> None:
 
     Whatever is open in the workspace stays open.
     """
+    asked = documents(chapter) if chapter is not None else None  # a wrong name is told before the slow import
     from jupyterlab_server.workspaces_handler import WorkspacesManager
 
     _workspaces().mkdir(parents=True, exist_ok=True)
     manager = WorkspacesManager(str(_workspaces()))
     saved = next((w for w in manager.list_workspaces() if w["metadata"]["id"] == WORKSPACE), None)
-    if saved is not None and chapter is None:
+    if saved is not None and asked is None:
         return
-    workspace = with_documents(saved, documents(chapter or _first()))
+    workspace = with_documents(saved, asked or documents(_first()))
     manager.save(WORKSPACE, json.dumps(workspace))
 
 

@@ -11,7 +11,8 @@ from lib.workbook.checks.summary import describe
 from lib.workbook.tools import check as checks
 
 STYLE = """<style>
-.workbook-exercise, .workbook-check {border-left: 4px solid #3b82c4; background: rgba(59,130,196,.08); padding: .6em 1em;
+.workbook-exercise, .workbook-check {border-left: 4px solid #3b82c4; background: rgba(59,130,196,.08);
+  padding: .6em 1em;
   margin: .8em 0; border-radius: 4px; font-size: .95em; overflow-x: auto}
 .workbook-exercise h4 {margin: 0 0 .4em; font-size: 1.05em}
 .workbook-exercise pre, .workbook-check pre {background: rgba(127,127,127,.12); padding: .5em .7em; border-radius: 4px;
@@ -143,7 +144,9 @@ def _told(text: str) -> Shown:
 
 
 def load(shell=None) -> None:
-    """Register ``%check``, and a hook that reloads edited modules before each cell; ``import lib`` calls it in a kernel."""
+    """Register ``%check``, and a hook that reloads edited modules before each cell;
+    ``import lib`` calls it in a kernel.
+    """
     from IPython.core.getipython import get_ipython
 
     shell = shell or get_ipython()
@@ -160,7 +163,9 @@ def load(shell=None) -> None:
 
 
 load_ipython_extension = load
-"""Lets `workbook lab` load this module when a kernel starts (``.jupyter/kernels``), so that ``%check`` works before any other cell has run."""
+"""Lets `workbook lab` load this module when a kernel starts (``.jupyter/kernels``),
+so that ``%check`` works before any other cell has run.
+"""
 
 
 def _leave_to_us(shell) -> None:

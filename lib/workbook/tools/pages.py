@@ -121,7 +121,9 @@ class Translator(HTML5Translator):
 
 
 def draw_inline(app, doctree: nodes.document, docname: str) -> None:
-    """Put a page's drawings (.svg) into the page itself, where they take its colours, light or dark, and can be read aloud."""
+    """Put a page's drawings (.svg) into the page itself, where they take its colours, light or dark,
+    and can be read aloud.
+    """
     if app.builder.format != "html":
         return
     for image in list(doctree.findall(nodes.image)):

@@ -16,7 +16,9 @@ Soup = Any
 """A document or an element of Beautiful Soup, whose own types make every attribute a string or a list."""
 
 SOURCE = ".book.html"
-"""The document that is printed; it lies beside the site's pages while Chromium reads it, so that their pictures are found."""
+"""The document that is printed; it lies beside the site's pages while Chromium reads it,
+so that their pictures are found.
+"""
 STYLE = """
 @page { size: A4; margin: 20mm 19mm 20mm 19mm; }
 body { font-size: 10pt; background: #fff; color: #000; }
@@ -198,7 +200,8 @@ def _frame(files: list[Path]) -> Soup:
     title = front.h1.get_text().rstrip("#") if front.h1 else front.title.string
     head = "".join(str(tag) for tag in (*sheets, *scripts))
     return _parsed(
-        f'<!DOCTYPE html><html lang="en" data-theme="light" data-mode="light"><head><meta charset="utf-8"><title>{title}'
+        '<!DOCTYPE html><html lang="en" data-theme="light" data-mode="light"><head><meta '
+        f'charset="utf-8"><title>{title}'
         f"</title>{head}<style>{STYLE}</style></head><body></body></html>"
     )
 

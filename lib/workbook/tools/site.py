@@ -70,8 +70,10 @@ def environment() -> dict[str, str]:
 def write_toc(book: dict) -> str:
     """Write book.yml's table of contents as sphinx-external-toc reads it, and return the file's path.
 
-    The first page is the front page. Chapters are numbered; pages before the first part, and those of a last part that holds
-    no chapter (the back matter), are not. The solutions follow as pages below one page of their own, so that they fold.
+    The first page is the front page.
+    Chapters are numbered; pages before the first part, and those of a last part that holds no chapter (the back
+    matter), are not.
+    The solutions follow as pages below one page of their own, so that they fold.
 
     Raises:
         BookError: the number in a chapter's file name is not its place in the list.
@@ -112,7 +114,9 @@ def _page(entry: dict) -> str:
 
 
 def code_digest() -> str:
-    """A name for the code that cells run: it changes whenever lib/ (your answers apart), a reference or a measurement does."""
+    """A name for the code that cells run: it changes whenever lib/ (your answers apart),
+    a reference or a measurement does.
+    """
     apart = {chapter.mine for chapter in chapters().values()}
     apart |= {Path(__file__).with_name(f"{name}.py") for name in ("site", "pages", "paper")}  # which no cell runs
     parts = ("lib/**/*.py", "lib/**/*.js", "lib/**/*.css", "solutions/*.py", "chapters/measurements/*.json")
@@ -141,7 +145,9 @@ def solution_page(chapter: Chapter) -> Path:
 
 
 def write_solution_pages() -> None:
-    """Write each chapter's page of answers, in which an exercise's heading is its name (rope.html#apply-rope), and their list."""
+    """Write each chapter's page of answers, in which an exercise's heading is its name (rope.html#apply-rope),
+    and their list.
+    """
     written = [chapter for chapter in chapters().values() if chapter.path.exists()]
     for chapter in written:
         write_if_new(solution_page(chapter), _solutions(chapter))
@@ -149,7 +155,8 @@ def write_solution_pages() -> None:
         f"{JUPYTEXT_HEADER}\n# Solutions\n",
         "**Have you tried it?**\n",
         "Here is one good answer to every exercise of the book, a page a chapter.",
-        "Each chapter's three hints give away less, in small steps; `workbook solution NAME --diff` compares an answer with yours.\n",
+        "Each chapter's three hints give away less, in small steps; "
+        "`workbook solution NAME --diff` compares an answer with yours.\n",
         *(f"- [{chapter.number}. {chapter.title}]({chapter.module}.md)" for chapter in written),
         "",
     ]

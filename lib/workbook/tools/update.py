@@ -1,9 +1,10 @@
 """``workbook update``: bring the book up to date without losing a byte of the learner's work.
 
-The learner owns every ``lib/<module>.py`` that they have begun, and every file that the new version does not change. All other files
-move to the new version one by one, each in a single step. Before the first file moves, the update looks for conflicts and refuses to
-start if there are any, copies the modules that were begun, and writes a journal. If the update is killed, the next run reads the
-journal and continues.
+The learner owns every ``lib/<module>.py`` that they have begun, and every file that the new version does not change.
+All other files move to the new version one by one, each in a single step.
+Before the first file moves, the update looks for conflicts and refuses to start if there are any,
+copies the modules that were begun, and writes a journal.
+If the update is killed, the next run reads the journal and continues.
 """
 
 import ast
@@ -73,7 +74,8 @@ def update(source: str | None = None, say: Say = print) -> None:
             _carry_out(plan, say)
         except OSError as error:
             raise BookError(
-                f"the update stopped: {error}. None of your work is lost; fix this, then run `workbook update` again to finish"
+                f"the update stopped: {error}. None of your work is lost; fix this, "
+                "then run `workbook update` again to finish"
             ) from None
 
 
@@ -184,9 +186,8 @@ def _refuse_what_is_in_the_way(head: str, base: str, target: str, name: str) -> 
             f"your commits and the new version both change {_listed(committed)}. No file has changed. Merge by hand: "
             f"git stash, git merge {name}, git stash pop"
         )
-    left = (
-        _journal()
-    )  # of an update that was killed before the learner committed something: its files may still be there
+    # An update that was killed before the learner committed something may have left its files there.
+    left = _journal()
     after = tree(left.new) if left else {}
     expected = {
         path: ("", blob[head].get(path, ""), blob[target].get(path, ""), after.get(path, ("", ""))[1])
@@ -211,7 +212,9 @@ def _listed(paths: list[str]) -> str:
 
 
 def _joined(head: str, base: str, target: str) -> str:
-    """Make a merge commit: files that the learner committed stay as they are, and all others come from the new version."""
+    """Make a merge commit: files that the learner committed stay as they are,
+    and all others come from the new version.
+    """
     before, ours, theirs = tree(base), tree(head), tree(target)
     mine = [
         path
@@ -233,7 +236,7 @@ def _joined(head: str, base: str, target: str) -> str:
     return git("commit-tree", made, "-p", head, "-p", target, stdin=message, env=person).decode().strip()
 
 
-# ---- carrying it out: every step can be repeated ----------------------------------------------------------------------
+# ---- carrying it out: every step can be repeated ---------------------------------------------------------------------
 
 
 def _carry_out(plan: Plan, say: Say) -> None:

@@ -175,8 +175,10 @@ def test_a_run_on_a_gpu_is_recorded_with_what_failed_and_why_tests_were_skipped(
     report.write_text(
         """<testsuites><testsuite>
         <testcase classname="tests.chapter_07.test_training" name="test_fused" />
-        <testcase classname="tests.chapter_07.test_training" name="test_foreach"><failure message="wrong">…</failure></testcase>
-        <testcase classname="tests.house.bench.test_copies" name="test_two"><skipped message="needs two GPUs" /></testcase>
+        <testcase classname="tests.chapter_07.test_training" name="test_foreach">
+<failure message="wrong">…</failure></testcase>
+        <testcase classname="tests.house.bench.test_copies" name="test_two">
+<skipped message="needs two GPUs" /></testcase>
         <testcase classname="tests.house.bench.test_copies" name="test_start"><error message="no device" /></testcase>
         </testsuite></testsuites>""",
         encoding="utf-8",

@@ -87,7 +87,8 @@ UNDISTURBED = kernels(("product", 0, 100), ("product", 100, 200), ("norm", 200, 
 
 def test_kernels_beside_the_averaging_are_told_from_the_others():
     with_nccl = kernels(
-        ("product", 0, 100), ("ncclAllReduce", 90, 310), ("product", 100, 300), ("norm", 300, 312), ("SGD_multi_tensor", 320, 350)
+        ("product", 0, 100), ("ncclAllReduce", 90, 310), ("product", 100, 300), ("norm", 300, 312),
+        ("SGD_multi_tensor", 320, 350)
     )  # fmt: skip
     found = yardstick_parts.compare(with_nccl, UNDISTURBED)
     assert found["averaging_s"] == pytest.approx(220e-6)
@@ -102,7 +103,8 @@ def test_kernels_beside_the_averaging_are_told_from_the_others():
 
 def test_copies_and_new_kernels_count_as_averaging_and_what_nothing_hides_is_exposed():
     with_copies = kernels(
-        ("product", 0, 100), ("Memcpy DtoD", 50, 150), ("product", 100, 200), ("norm", 200, 210), ("mean", 190, 260), ("SGD_multi_tensor", 250, 280)
+        ("product", 0, 100), ("Memcpy DtoD", 50, 150), ("product", 100, 200), ("norm", 200, 210), ("mean", 190, 260),
+        ("SGD_multi_tensor", 250, 280)
     )  # fmt: skip
     found = yardstick_parts.compare(with_copies, UNDISTURBED)
     assert found["averaging_s"] == pytest.approx(170e-6)
@@ -132,7 +134,9 @@ def test_kinds_of_kernels():
 
 
 class Driver:
-    """The two functions of CUDA's driver that a meeting calls, on memory of the host: who would make a stream wait waits itself."""
+    """The two functions of CUDA's driver that a meeting calls, on memory of the host:
+    who would make a stream wait waits itself.
+    """
 
     def __init__(self, error=0):
         self.error = error

@@ -1,4 +1,6 @@
-"""What the tests of `lib.bench.yardstick.replicas` and `lib.bench.yardstick.copies` run on ranks, of gloo or of NCCL."""
+"""What the tests of `lib.bench.yardstick.replicas` and `lib.bench.yardstick.copies` run on ranks,
+of gloo or of NCCL.
+"""
 
 import itertools
 import os
@@ -67,7 +69,9 @@ def train_on_ranks(rank, world_size, strategy, n_steps=3):
 
 
 def step_each_way(rank, world_size):
-    """For each way of ``lib.bench.yardstick.parts``: the all-reduces of a step, and whether all ranks have its gradients."""
+    """For each way of ``lib.bench.yardstick.parts``: the all-reduces of a step,
+    and whether all ranks have its gradients.
+    """
     model, found = OverlapDDP(parts()), {}
     for name, step in make_ways(model, tuple(x.chunk(world_size)[rank] for x in batch())).items():
         with patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as sent:
@@ -94,7 +98,9 @@ def in_files(folder, world_size):
 
 
 def mean_by_copies(rank, world_size, folder, n, sent):
-    """Three means in a row of gradients that differ on each rank, through memory that lies in files; and what was expected."""
+    """Three means in a row of gradients that differ on each rank, through memory that lies in files;
+    and what was expected.
+    """
     mean = MeanByCopies(n, torch.device("cpu"), sent, in_files(folder, world_size))
     got, want = [], []
     for seed in range(3):
@@ -107,7 +113,9 @@ def mean_by_copies(rank, world_size, folder, n, sent):
 
 
 def train_through_files(rank, world_size, folder, n_steps=3):
-    """The weights after steps with ``OverlapDDP``, with ``CopyDDP``, and in turn; and what a second backward is told."""
+    """The weights after steps with ``OverlapDDP``, with ``CopyDDP``, and in turn;
+    and what a second backward is told.
+    """
     images, labels = (x.chunk(world_size)[rank] for x in batch())
     streams = {"Stream": MagicMock(), "current_stream": MagicMock(), "stream": lambda stream: nullcontext()}
     found = {}
@@ -138,7 +146,9 @@ def train_through_files(rank, world_size, folder, n_steps=3):
 
 
 def train_by_copies(rank, device, n_steps, folder):
-    """On GPUs: the same steps with chapter 10's ``OverlapDDP`` and, in several ways, with ``CopyDDP``; saves the weights."""
+    """On GPUs: the same steps with chapter 10's ``OverlapDDP`` and, in several ways, with ``CopyDDP``;
+    saves the weights.
+    """
     found = {}
     for name in ("collectives", "copies", "in turn", "graph in turn"):
         images, labels = (x.chunk(dist.get_world_size())[rank].to(device) for x in batch(8))
@@ -162,7 +172,9 @@ def train_by_copies(rank, device, n_steps, folder):
 
 
 def meet_on_streams(rank, device, n_rounds=4):
-    """Two streams of one GPU in the place of two ranks: the first one adds to a number late, and the second one reads it."""
+    """Two streams of one GPU in the place of two ranks: the first one adds to a number late,
+    and the second one reads it.
+    """
     signals = torch.zeros(4, 2, dtype=torch.int32, device=device)
     number, seen = torch.zeros(2, device=device)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
@@ -179,7 +191,9 @@ def meet_on_streams(rank, device, n_rounds=4):
         meet_again()
 
     def run_alone(runs):
-        """Load all kernels, which the driver does not do while a stream waits: with every signal sent, nothing waits."""
+        """Load all kernels, which the driver does not do while a stream waits: with every signal sent,
+        nothing waits.
+        """
         signals.fill_(1)
         torch.cuda.synchronize()
         for stream, run in zip(streams, runs, strict=True):

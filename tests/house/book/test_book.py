@@ -486,14 +486,19 @@ def words_of_prose(page: str) -> int:
 
 def test_words_of_prose_counts_what_a_reader_reads():
     page = "---\nkernelspec: python\n---\n# One\n\nTwo [three](four.md) $x + y$ five, \\$6 to \\$7.\n\n(ex-a)=\n"
-    page += ":::{dropdown} Hint 1: a nudge\nEight.\n:::\n\n| nine | 10 |\n|---|---|\n\n```{math}\n:label: eq-a-1\na b c\n```\n"
+    page += (
+        ":::{dropdown} Hint 1: a nudge\nEight.\n:::\n\n| nine | 10 |\n|---|---|\n\n```{math}\n:label: "
+        "eq-a-1\na b c\n```\n"
+    )
     page += "\n```{code-cell} ipython3\n:tags: [x]\n\nprint(1)\n```\n\n$$\na\n$$\n\n```console\n$ ls\n```\n"
     assert words_of_prose(page) == 11
 
 
 @by_chapter
 def test_a_chapter_is_no_longer_than_a_reader_bears(chapter):
-    """``TOO_LONG`` holds the pages that are still to be cut, with their words of today: its numbers only get smaller."""
+    """``TOO_LONG`` holds the pages that are still to be cut, with their words of today:
+    its numbers only get smaller.
+    """
     page = chapter.path.name
     assert words_of_prose(chapter.path.read_text(encoding="utf-8")) <= TOO_LONG.get(page, MOST_WORDS), (
         "cut what is said twice and what a picture says; move the rest of a measurement to its page in the back matter"

@@ -136,8 +136,9 @@ def global_names(node: ast.AST) -> set[str]:
 def taken_over(cells: list[Cell]) -> list[str]:
     """A line for each name that may mean something else than its reader expects.
 
-    1. A cell reads a name whose last binding is in another section, and an earlier binding, to something else, in a third:
-       "What you have now" is far from both, and nothing tells which of the two was meant.
+    1.
+       A cell reads a name whose last binding is in another section, and an earlier binding, to something else,
+       in a third: "What you have now" is far from both, and nothing tells which of the two was meant.
     2. A cell uses a function of an earlier cell after a name in the function's body was bound anew, to something else.
     """
     found = []

@@ -1,4 +1,6 @@
-"""JupyterLab: the workspace that it opens, and a learner's round in Chromium: run, see, write wrong, check, write right."""
+"""JupyterLab: the workspace that it opens, and a learner's round in Chromium: run, see, write wrong, check,
+write right.
+"""
 
 import json
 import os

@@ -139,7 +139,9 @@ on_every_chapter = pytest.mark.parametrize("file", NUMBERED)
 
 
 def shows_a_figure(code: str) -> bool:
-    """Whether a cell calls ``show(fig, ...)`` when it runs; a call inside a function that it only defines does not count."""
+    """Whether a cell calls ``show(fig, ...)`` when it runs;
+    a call inside a function that it only defines does not count.
+    """
     lines = re.sub(r"\A(:[^\n]*\n|---\n.*?\n---\n)+", "", code, flags=re.DOTALL).splitlines()
     tree = ast.parse("\n".join(re.sub(r"^(\s*)[!%].*$", r"\1pass", line) for line in lines))
     waiting: list[ast.AST] = list(tree.body)

@@ -153,7 +153,8 @@ def test_a_contract_is_laid_out_by_its_sections():
         "<dt><code>y</code></dt><dd>The second.</dd></dl>"
         "<p><strong>Returns.</strong> Its sum.</p>"
         "<p><strong>Raises</strong></p><dl><dt><code>ValueError</code></dt><dd><code>x</code> is odd.</dd></dl>"
-        '<p><strong>Source.</strong> RoFormer (<a href="https://arxiv.org/abs/2104.09864">arXiv:2104.09864</a>), section 3.</p>'
+        "<p><strong>Source.</strong> RoFormer (<a "
+        'href="https://arxiv.org/abs/2104.09864">arXiv:2104.09864</a>), section 3.</p>'
     )
 
 

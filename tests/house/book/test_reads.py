@@ -1,4 +1,6 @@
-"""Where a failed check sends its reader: to the section of the page with the exercise, or to what that section cites."""
+"""Where a failed check sends its reader: to the section of the page with the exercise,
+or to what that section cites.
+"""
 
 import ast
 import importlib

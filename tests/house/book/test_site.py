@@ -1,4 +1,6 @@
-"""The site: built from every page without a warning, whole without a network, readable on a telephone and in the dark."""
+"""The site: built from every page without a warning, whole without a network,
+readable on a telephone and in the dark.
+"""
 
 import json
 import os
@@ -42,7 +44,8 @@ MATH_ERRORS = (
     "() => [...document.querySelectorAll('[data-mml-node=merror], mjx-merror')].map(e => e.outerHTML.slice(0, 200))"
 )
 NO_ALT = """() => [...document.images]
-  .filter(i => i.closest('.bd-article') ? !i.alt.trim() || /\\.(png|svg|jpe?g)$/.test(i.alt) : !i.hasAttribute('alt')).map(i => i.outerHTML.slice(0, 120))"""
+  .filter(i => i.closest('.bd-article') ? !i.alt.trim() || /\\.(png|svg|jpe?g)$/.test(i.alt)
+    : !i.hasAttribute('alt')).map(i => i.outerHTML.slice(0, 120))"""
 PALE = """() => {
   const rgba = text => { const n = (text.match(/[\\d.]+/g) || []).map(Number); return n.length > 3 ? n : [...n, 1]; };
   const light = ([r, g, b]) => [r, g, b].map(v => v / 255)
@@ -50,7 +53,9 @@ PALE = """() => {
     .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
   const ground = e => { while (e && rgba(getComputedStyle(e).backgroundColor)[3] < .5) e = e.parentElement;
     return e ? light(rgba(getComputedStyle(e).backgroundColor)) : 1; };
-  return [...document.querySelectorAll('.bd-article :is(p, dd, td, th, li, figcaption, summary, a[href]:not(.headerlink)), .bd-article pre span, .bd-article .output pre, .bd-sidebar-primary a, .bd-sidebar-secondary a')]
+  return [...document.querySelectorAll(`.bd-article :is(p, dd, td, th, li, figcaption, summary,
+    a[href]:not(.headerlink)), .bd-article pre span, .bd-article .output pre,
+    .bd-sidebar-primary a, .bd-sidebar-secondary a`)]
     .filter(e => e.textContent.trim() && !e.closest('details:not([open])'))
     .map(e => { const [a, b] = [light(rgba(getComputedStyle(e).color)), ground(e)];
       return [(Math.max(a, b) + .05) / (Math.min(a, b) + .05), e.outerHTML.slice(0, 100)]; })
@@ -68,16 +73,23 @@ FOCUS_SHOWN = """() => { const e = document.activeElement, look = getComputedSty
 FOLDS = """() => [...document.querySelectorAll('.bd-article details')]
   .filter(d => d.firstElementChild?.tagName !== 'SUMMARY' || d.firstElementChild.tabIndex < 0)
   .map(d => d.outerHTML.slice(0, 120))"""
-HEADINGS = """() => { const found = [...document.querySelectorAll('.bd-article :is(h1, h2, h3, h4, h5, h6)')].map(e => [+e.tagName[1], e.textContent]);
-  const wrong = found.filter(([level], i) => i && level > found[i - 1][0] + 1).map(([level, text]) => `h${level} ${text}`);
+HEADINGS = """() => {
+  const found = [...document.querySelectorAll('.bd-article :is(h1, h2, h3, h4, h5, h6)')]
+    .map(e => [+e.tagName[1], e.textContent]);
+  const wrong = found.filter(([level], i) => i && level > found[i - 1][0] + 1)
+    .map(([level, text]) => `h${level} ${text}`);
   return found.filter(([level]) => level === 1).length === 1 ? wrong : [...wrong, 'not one h1']; }"""
-UNNAMED = """() => [...document.querySelectorAll('.bd-article :is(a[href], button, summary, input, select, [role=img], [role=slider])')]
-  .filter(e => !e.closest('.headerlink, mjx-container') && !(e.textContent.trim() || e.getAttribute('aria-label') || e.title || e.getAttribute('aria-labelledby')
-    || (e.labels && e.labels.length) || e.querySelector('img[alt]:not([alt=""])'))).map(e => e.outerHTML.slice(0, 120))"""
+UNNAMED = """() => [...document.querySelectorAll(
+    '.bd-article :is(a[href], button, summary, input, select, [role=img], [role=slider])')]
+  .filter(e => !e.closest('.headerlink, mjx-container') && !(e.textContent.trim() || e.getAttribute('aria-label')
+    || e.title || e.getAttribute('aria-labelledby')
+    || (e.labels && e.labels.length) || e.querySelector('img[alt]:not([alt=""])')))
+      .map(e => e.outerHTML.slice(0, 120))"""
 TWICE = """() => { const seen = new Set(); return [...document.querySelectorAll('.bd-article [id]')]
   .filter(e => !e.closest('mjx-container') && (seen.has(e.id) || !seen.add(e.id))).map(e => e.id).slice(0, 5); }"""
 OUTSIDE = """() => [...document.querySelectorAll('dialog[open] a')].filter(a => a.offsetParent !== null)
-  .filter(a => { const box = a.getBoundingClientRect(); return box.left < 0 || box.right > innerWidth + 1 || a.scrollWidth > a.clientWidth + 2 && getComputedStyle(a).display !== 'inline'; })
+  .filter(a => { const box = a.getBoundingClientRect(); return box.left < 0 || box.right > innerWidth + 1
+    || a.scrollWidth > a.clientWidth + 2 && getComputedStyle(a).display !== 'inline'; })
   .map(a => a.textContent.trim())"""
 CLIPPED = """() => { const right = document.querySelector('.bd-article').getBoundingClientRect().right + 2;
   return [...document.querySelectorAll('.bd-article :is(pre, table, img, svg, mjx-container, p, li)')]
@@ -436,7 +448,10 @@ def test_nothing_is_clipped_or_folded_on_paper(page, address, name):
     page.emulate_media(media="print", color_scheme="dark")
     page.evaluate("() => dispatchEvent(new Event('beforeprint'))")
     assert page.evaluate("() => document.querySelectorAll('.bd-article details:not([open])').length") == 0
-    hidden = "() => [...document.querySelectorAll('.bd-article details pre')].filter(e => !e.checkVisibility({checkOpacity: true}))"
+    hidden = (
+        "() => [...document.querySelectorAll('.bd-article details pre')].filter(e => "
+        "!e.checkVisibility({checkOpacity: true}))"
+    )
     assert page.evaluate(f"{hidden}.length") == 0, "code that is still fading in prints as an empty box"
     assert page.evaluate(CLIPPED) == []
     page.evaluate("() => dispatchEvent(new Event('afterprint'))")
@@ -453,7 +468,10 @@ def test_the_book_prints_as_one_pdf(built, tmp_path):
     for name in few:
         (tmp_path / "site" / name).parent.mkdir(exist_ok=True)
         shutil.copy(built / f"{name}.html", tmp_path / "site" / f"{name}.html")
-    code = "import sys, pathlib; from lib.workbook.tools import paper; print(paper.write(*map(pathlib.Path, sys.argv[1:])))"
+    code = (
+        "import sys, pathlib; from lib.workbook.tools import paper; print(paper.write(*map(pathlib.Path, "
+        "sys.argv[1:])))"
+    )
     command = [sys.executable, "-c", code, str(tmp_path / "site"), str(tmp_path / "book.pdf")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)  # one Playwright a process
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""``workbook update`` on a toy book of two versions: what is the learner's stays, what is the book's moves, whatever happens between."""
+"""``workbook update`` on a toy book of two versions: what is the learner's stays, what is the book's moves,
+whatever happens between.
+"""
 
 import os
 import re
@@ -344,8 +346,8 @@ def test_an_update_that_is_killed_anywhere_can_be_run_again(versions, tmp_path, 
     versions.publish_second()
     spare = tmp_path / "spare"
     shutil.copytree(versions.book.root, spare)
-    done = versions.book.python(f"import sys; sys.argv[1:] = {[str(versions.book.root), str(spare), str(1 + commits)]!r}\n{KILLED}",
-                                GIT_CONFIG_GLOBAL="/dev/null")  # fmt: skip
+    argv = [str(versions.book.root), str(spare), str(1 + commits)]
+    done = versions.book.python(f"import sys; sys.argv[1:] = {argv!r}\n{KILLED}", GIT_CONFIG_GLOBAL="/dev/null")
     assert done.returncode == 0, done.out
     assert int(re.search(r"points (\d+)", done.out)[1]) > 20
     whole = snapshot(versions.book)

@@ -1,4 +1,6 @@
-"""The boundary under attack: whatever an answer does, to itself or to the machine, one exercise is wrong and nothing else happens."""
+"""The boundary under attack: whatever an answer does, to itself or to the machine,
+one exercise is wrong and nothing else happens.
+"""
 
 import json
 import os
@@ -235,7 +237,10 @@ def test_what_an_answer_prints_is_shown_with_its_report(book):
 def test_failures_that_are_not_shown_say_how_to_see_them(book):
     book.answer("double", "return 17")
     path = book.root / "tests/chapter_01/test_toy.py"
-    more = "\n\n@pytest.mark.parametrize('x', range(30, 36))\ndef test_double_more(x):\n    expect_equal(toy.double(x), 2 * x)\n"
+    more = (
+        "\n\n@pytest.mark.parametrize('x', range(30, 36))\ndef test_double_more(x):\n    "
+        "expect_equal(toy.double(x), 2 * x)\n"
+    )
     path.write_text("import pytest\n" + path.read_text() + more)
     assert "not shown (pytest -v shows all)" in book.pytest("tests/chapter_01", "-k", "double").out
     assert "not shown" not in book.pytest("tests/chapter_01", "-k", "double", "-v").out

@@ -213,7 +213,7 @@ def test_contradicting_options_are_refused(book):
     assert "choose one" in book.pytest("--mine", "--reference").out
 
 
-# ---- the command line -------------------------------------------------------------------------------------------------
+# ---- the command line ------------------------------------------------------------------------------------------------
 
 
 def test_check_shows_the_table_and_the_first_report(book):
@@ -313,7 +313,7 @@ def test_reset_of_a_name_in_a_file_that_does_not_parse(book):
     assert book.workbook("stubs", "--check").returncode == 0
 
 
-# ---- stubs ------------------------------------------------------------------------------------------------------------
+# ---- stubs -----------------------------------------------------------------------------------------------------------
 
 
 def test_stubs_hide_every_answer_and_keep_what_is_given(book):
@@ -378,7 +378,10 @@ def test_a_stub_that_asks_nothing_or_is_no_python_is_refused(book):
     done = book.workbook("stubs", "--check")
     assert done.returncode == 2
     assert "leaves nothing to write in Tally" in done.stderr
-    decorated = "    @property\n    ### BEGIN SOLUTION\n    def more(self):\n        return 1\n\n    ### END SOLUTION\n\n\ndef halves"
+    decorated = (
+        "    @property\n    ### BEGIN SOLUTION\n    def more(self):\n        return 1\n\n    ### END "
+        "SOLUTION\n\n\ndef halves"
+    )
     reference.write_text(source.replace("\n\ndef halves", decorated))
     done = book.workbook("stubs", "--check")
     assert done.returncode == 2

@@ -15,7 +15,10 @@ MIXED = SUM.replace(
     "dist.all_reduce(buffer)",
     "(dist.all_reduce if dist.get_rank() else dist.broadcast)(buffer, *[0][dist.get_rank():])",
 )
-TWICE = "buffer = torch.tensor(value) / 2; dist.all_reduce(buffer); buffer /= 2; dist.all_reduce(buffer); return 2 * buffer.item()"
+TWICE = (
+    "buffer = torch.tensor(value) / 2; dist.all_reduce(buffer); buffer /= 2; dist.all_reduce(buffer); "
+    "return 2 * buffer.item()"
+)
 
 
 @pytest.fixture
@@ -45,7 +48,10 @@ def test_checks_in_other_files_after_one_on_ranks_are_set_up(ranked):
     first = ranked.root / "tests/chapter_03/test_ranked.py"
     first.write_text(first.read_text() + more.format(""))
     head = 'import pytest\nfrom lib.workbook.grading import expect_equal, graded\n\nranked = graded("ranked")\n'
-    again = "\n\n@pytest.mark.memory_limit(500)\ndef test_total_in_little_memory():\n    expect_equal(ranked.total(1.0), 1.0)\n"
+    again = (
+        "\n\n@pytest.mark.memory_limit(500)\ndef test_total_in_little_memory():\n    "
+        "expect_equal(ranked.total(1.0), 1.0)\n"
+    )
     (first.parent / "test_ranked_more.py").write_text(head + more.format("_again") + again)
     row = grade(ranked)
     assert row["state"] == "not started", row["report"]

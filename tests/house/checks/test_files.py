@@ -1,4 +1,6 @@
-"""A learner's files as they come: other encodings and line ends, a folder or a pipe in a module's place, a terminal without signs."""
+"""A learner's files as they come: other encodings and line ends, a folder or a pipe in a module's place,
+a terminal without signs.
+"""
 
 import json
 import os
@@ -15,7 +17,10 @@ from tests.house.checks.test_checks import DOUBLE, solve
 
 def read(book, code: str):
     """What the one reader of learners' files says; a hang is an error."""
-    head = "from lib.workbook.book import sources, stubs\nfrom lib.workbook.book.catalog import chapters\ntoy = chapters()['toy']\n"
+    head = (
+        "from lib.workbook.book import sources, stubs\nfrom lib.workbook.book.catalog import chapters\ntoy = "
+        "chapters()['toy']\n"
+    )
     return book.python(
         f"{head}\ntry:\n    {code}\nexcept sources.SourceError as error:\n    print('refused:', error)"
     ).out.strip()
@@ -87,7 +92,10 @@ def test_a_folder_or_a_pipe_in_a_modules_place_is_an_error_and_hangs_nothing(boo
         done = book.workbook(*command)
         assert said in done.out, command
         assert "Traceback" not in done.out
-    code = "from lib.workbook.tools.lab import documents\nfrom lib.workbook.book.catalog import BookError\ntry:\n    documents('toy')\nexcept BookError as error:\n    print(error)"
+    code = (
+        "from lib.workbook.tools.lab import documents\nfrom lib.workbook.book.catalog import BookError\ntry:\n "
+        "   documents('toy')\nexcept BookError as error:\n    print(error)"
+    )
     assert said in book.python(code).stdout
     assert not book.mine("toy").is_file()
 
@@ -126,8 +134,11 @@ def test_resets_keep_line_ends_and_every_other_byte(book, ending):
 def test_a_lost_exercise_comes_back_with_what_it_needs(book):
     toy = book.mine("toy")
     reference = book.root / "solutions/toy.py"
-    reference.write_text(reference.read_text().replace("def halves(x: int)", "Number = int | Fraction\n\n\ndef halves(x: Number)")
-                         .replace('"""Toys."""', '"""Toys."""\n\nfrom fractions import Fraction'))  # fmt: skip
+    reference.write_text(
+        reference.read_text()
+        .replace("def halves(x: int)", "Number = int | Fraction\n\n\ndef halves(x: Number)")
+        .replace('"""Toys."""', '"""Toys."""\n\nfrom fractions import Fraction')
+    )
     assert book.workbook("stubs").returncode == 0
     text = toy.read_text()
     kept = text[: text.index("Number =")].replace("from fractions import Fraction\n", "") + "mine = 1"
@@ -253,7 +264,8 @@ def test_gradescope_gets_what_its_specification_names(book):
     whole = {"score": float, "execution_time": float, "output": str, "output_format": str, "test_output_format": str,
              "test_name_format": str, "visibility": str, "stdout_visibility": str, "extra_data": dict, "tests": list,
              "leaderboard": list}  # fmt: skip
-    one = {"score": float, "max_score": float, "status": str, "name": str, "name_format": str, "number": str, "output": str,
+    one = {"score": float, "max_score": float, "status": str, "name": str, "name_format": str, "number": str,
+        "output": str,
            "output_format": str, "tags": list, "visibility": str, "extra_data": dict}  # fmt: skip
     formats = {"text", "html", "simple_format", "md", "ansi"}
     assert all(isinstance(value, whole[key]) for key, value in made.items())
@@ -297,7 +309,8 @@ def test_the_command_of_the_page_for_teachers_takes_everything_away():
     words = shlex.split(next(line for line in page.splitlines() if line.startswith("$ docker run")).removeprefix("$ "))
     image, inside = words.index("workbook"), words[words.index("workbook") + 1 :]
     outside = " ".join(words[:image])
-    for part in ("--network none", "--read-only", "--cap-drop ALL", "--security-opt no-new-privileges", "--pids-limit", "--memory ",
+    for part in ("--network none", "--read-only", "--cap-drop ALL", "--security-opt no-new-privileges", "--pids-limit",
+        "--memory ",
                  "--memory-swap", "--user", ":/opt/workbook/lib/rope.py:ro"):  # fmt: skip
         assert part in outside, part
     assert "WORKDIR /opt/workbook" in (ROOT / ".devcontainer/Dockerfile").read_text()

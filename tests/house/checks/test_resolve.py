@@ -116,7 +116,10 @@ def test_worlds_hold_under_mpiexec(book):
 
     mpiexec = Path(sys.executable).with_name("mpiexec")
     book.answer("double", "return 10 * x")
-    code = "import sys; from mpi4py import MPI; from lib.later import quadruple\nsys.stdout.write(f'{MPI.COMM_WORLD.rank} {quadruple(1)}\\n')"
+    code = (
+        "import sys; from mpi4py import MPI; from lib.later import "
+        "quadruple\nsys.stdout.write(f'{MPI.COMM_WORLD.rank} {quadruple(1)}\\n')"
+    )
     done = book.run(str(mpiexec), "-n", "2", sys.executable, "-c", code)
     assert sorted(done.stdout.splitlines()) == ["0 100", "1 100"]
     done = book.run(str(mpiexec), "-n", "2", sys.executable, "-c", code, WORKBOOK_WORLD="reference")
@@ -131,7 +134,7 @@ def test_classes_of_a_world_can_be_pickled(book):
         assert book.python(code, WORKBOOK_WORLD=world).stdout.strip() == "True"
 
 
-# ---- what can be wrong with a learner's file --------------------------------------------------------------------------
+# ---- what can be wrong with a learner's file -------------------------------------------------------------------------
 
 
 def test_a_syntax_error_fails_its_own_chapter_with_the_line(book):
@@ -198,10 +201,12 @@ def test_a_check_never_grades_the_answer_key(book, answer):
         "import pathlib; exec(pathlib.Path('solutions', 'toy.py').read_text(), globals()); return double(x)",
         "import os; os.environ['WORKBOOK_WORLD'] = 'reference'; import solutions.toy; return solutions.toy.double(x)",
         "import subprocess; exec(subprocess.check_output(['cat', 'solutions/toy.py']), globals()); return double(x)",
-        "import subprocess; exec(subprocess.check_output('git show HEAD:solutions/toy.py', shell=True)); return double(x)",
+        "import subprocess; exec(subprocess.check_output('git show HEAD:solutions/toy.py', shell=True)); "
+        "return double(x)",
         "import os; os.link('solutions/toy.py', 'mine.py'); exec(open('mine.py').read()); return double(x)",
         "import os; os.chdir('solutions'); exec(open('toy.py').read()); return double(x)",
-        "from importlib.machinery import SourceFileLoader as S; return S('t', 'solutions/toy.py').load_module().double(x)",
+        "from importlib.machinery import SourceFileLoader as S; return S('t', "
+        "'solutions/toy.py').load_module().double(x)",
     ],
 )
 def test_the_answer_key_is_out_of_reach_by_any_road(book, way):
@@ -240,7 +245,8 @@ def test_a_switched_world_changes_nothing(book):
 def test_a_string_that_names_the_answer_key_is_no_crime(book):
     book.answer(
         "double",
-        "name = 'solutions.toy'\n    if x > LIMIT:\n        raise ValueError(f'at most {LIMIT}, got {x}')\n    return 2 * x",
+        "name = 'solutions.toy'\n    if x > LIMIT:\n        raise ValueError(f'at most {LIMIT}, "
+        "got {x}')\n    return 2 * x",
     )
     assert book.marks("tests/chapter_01")["double"]["state"] == "passed"
 
@@ -264,7 +270,7 @@ def test_other_chapters_are_the_references_unless_mine(book):
     assert "147" in row["report"]
 
 
-# ---- a running kernel -------------------------------------------------------------------------------------------------
+# ---- a running kernel ------------------------------------------------------------------------------------------------
 
 KERNEL = """
 import os, time
@@ -313,7 +319,8 @@ shell.run_cell("%load_ext autoreload\\n%autoreload 2")
 shell.run_cell("from lib.toy import double\\nfrom lib.later import quadruple")
 shell.run_cell("print(double(1), quadruple(1))")
 text = open("lib/toy.py").read()
-open("lib/toy.py", "w").write(text.replace('raise NotImplementedError("Exercise 1.1: write double")', "import math; return math.floor(10 * x)"))
+stub = 'raise NotImplementedError("Exercise 1.1: write double")'
+open("lib/toy.py", "w").write(text.replace(stub, "import math; return math.floor(10 * x)"))
 os.utime("lib/toy.py", ns=(time.time_ns(), time.time_ns()))
 shell.run_cell("print(double(1), quadruple(1))")
 import solutions.toy

@@ -1,4 +1,6 @@
-"""Compile kernels with roles for a Hopper GPU, on whatever machine this is, and print what their machine code has as JSON."""
+"""Compile kernels with roles for a Hopper GPU, on whatever machine this is,
+and print what their machine code has as JSON.
+"""
 
 import json
 from collections.abc import Iterator

@@ -1,12 +1,16 @@
 """A small simulator of what the kernels with roles ask of a Hopper GPU: Gluon's operations on tensors.
 
-The kernels' own Python runs here, with other meanings for Gluon's names. It shows what a GPU shows only now and then: every
-role runs in a thread of its own, an asynchronous copy or product may happen at any time between its start and the wait for
-it, and which of all that comes next is drawn at random. A copy puts NaN into its target when it starts, so a tile that is
-read too early, or overwritten too early, spoils the result. A program in which nothing can go on is a `Fault`, as are reads
-past the end of a tensor, copies of what no fence has made visible, and work that is still under way when a program ends.
+The kernels' own Python runs here, with other meanings for Gluon's names.
+It shows what a GPU shows only now and then: every role runs in a thread of its own,
+an asynchronous copy or product may happen at any time between its start and the wait for it,
+and which of all that comes next is drawn at random.
+A copy puts NaN into its target when it starts, so a tile that is read too early, or overwritten too early,
+spoils the result.
+A program in which nothing can go on is a `Fault`, as are reads past the end of a tensor,
+copies of what no fence has made visible, and work that is still under way when a program ends.
 
-Programs run one after the other, or, where a launch is cooperative, at once: then one of them reads what another one writes.
+Programs run one after the other, or, where a launch is cooperative, at once:
+then one of them reads what another one writes.
 
 Not simulated: layouts, registers, integers of 32 bits, and the order in which a tensor core adds.
 """
@@ -106,7 +110,10 @@ class Descriptor:
 
 
 class Shared:
-    """A piece of shared memory. ``hidden`` has the number of the role that stored a number and has not fenced it since; 0 for others."""
+    """A piece of shared memory.
+
+    ``hidden`` has the number of the role that stored a number and has not fenced it since; 0 for others.
+    """
 
     def __init__(self, machine: "Machine", data: Tensor, hidden: Tensor):
         self.machine, self.data, self.hidden = machine, data, hidden
@@ -268,7 +275,7 @@ class Machine:
         if self.current.error is not None:
             raise self.current.error
 
-    # ---- what kernels call ---------------------------------------------------------------------------------------------
+    # ---- what kernels call -------------------------------------------------------------------------------------------
 
     def init(self, shared: Shared, count: int) -> None:
         self.barriers[shared.data.data_ptr()] = Barrier(int(count))
@@ -386,13 +393,18 @@ def _names(machine: Machine) -> dict[str, Any]:
 
     language = SimpleNamespace(
         float32=torch.float32, int64=torch.int64, int32=torch.int32,
-        constexpr=lambda x: x, static_range=range, program_id=lambda i: block(machine.at[i]), num_programs=lambda i: block(machine.grid[i]),
+        constexpr=lambda x: x, static_range=range, program_id=lambda i: block(machine.at[i]),
+        num_programs=lambda i: block(machine.grid[i]),
         SliceLayout=lambda *_: None, arange=lambda a, b, layout=None: block(torch.arange(a, b)),
-        full=lambda shape, x, dtype, layout=None: block(torch.full(tuple(shape), x, dtype=dtype)), zeros_like=torch.zeros_like,
-        maximum=of_two(torch.maximum), minimum=of_two(torch.minimum), where=lambda c, a, b: torch.where(c, number(a), number(b)),
+        full=lambda shape, x, dtype, layout=None: block(torch.full(tuple(shape), x, dtype=dtype)),
+        zeros_like=torch.zeros_like,
+        maximum=of_two(torch.maximum), minimum=of_two(torch.minimum), where=lambda c, a,
+        b: torch.where(c, number(a), number(b)),
         max=lambda x, dim: x.amax(dim), sum=lambda x, dim: x.sum(dim), abs=torch.abs, exp2=torch.exp2, log2=torch.log2,
-        load=_load, store=_store, atomic_add=machine.atomic_add, convert_layout=lambda x, layout, assert_trivial=False: x,
-        allocate_shared_memory=machine.allocate, warp_specialize=lambda parts, warps, registers: machine.specialize(parts),
+        load=_load, store=_store, atomic_add=machine.atomic_add, convert_layout=lambda x, layout,
+        assert_trivial=False: x,
+        allocate_shared_memory=machine.allocate, warp_specialize=lambda parts, warps,
+        registers: machine.specialize(parts),
     )  # fmt: skip
     barriers = SimpleNamespace(
         init=machine.init, expect=machine.expect, arrive=machine.arrive, wait=machine.wait, MBarrierLayout=lambda: None
@@ -401,7 +413,8 @@ def _names(machine: Machine) -> dict[str, Any]:
         "gl": language, "tl": language, "mbarrier": barriers, "tma": SimpleNamespace(store_wait=machine.store_wait),
         "copy_in": machine.copy_in, "copy_out": machine.copy_out, "fence_async_shared": machine.fence, "RENAMED": True,
         "warpgroup_mma": machine.product, "warpgroup_mma_wait": machine.product_wait,
-        "fence_memory": lambda: None, "unknown": lambda n: n, "barrier": lambda: None, "wait_for_writes": machine.wait_for_writes,
+        "fence_memory": lambda: None, "unknown": lambda n: n, "barrier": lambda: None,
+        "wait_for_writes": machine.wait_for_writes,
         "_exp2": lambda x, _: torch.exp2(x), "_inverse": lambda x, _: 1 / x,
     }  # fmt: skip
 
@@ -440,7 +453,8 @@ def simulate(launch: Launch, *tensors: Tensor, seed: int = 0, change: Any = None
         launch: What ``lib.fast`` would launch on a GPU.
         tensors: What it would be launched with.
         seed: Of the order in which things happen.
-        change: A function that may put others into the dictionary of functions that the kernels call; with it, a test can break a kernel.
+        change: A function that may put others into the dictionary of functions that the kernels call; with it,
+            a test can break a kernel.
 
     Raises:
         Fault: the program does what the hardware does not allow, or can't go on.

@@ -1,4 +1,6 @@
-"""Simulate the kernels with roles on a CPU, and print as JSON how far each result is from float64's, or what fault was found."""
+"""Simulate the kernels with roles on a CPU, and print as JSON how far each result is from float64's,
+or what fault was found.
+"""
 
 import json
 import math
@@ -103,7 +105,8 @@ def stored(
     return {f"d{name}": distance(*pair) for name, *pair in zip("qkv", found, wanted, strict=True)}
 
 
-STORED = {  # batch, heads, heads of keys, rows, keys, width; mask; parts in memory; whether heads that share keys are parts
+# batch, heads, heads of keys, rows, keys, width; mask; parts in memory; whether heads that share keys are parts
+STORED = {
     "full": ((2, 2, 2, 256, 256, 128), False, 4, False),
     "causal": ((1, 3, 1, 256, 384, 128), True, 1, False),
     "causal, each head apart": ((2, 6, 2, 192, 256, 128), True, 2, True),

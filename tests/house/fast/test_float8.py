@@ -92,7 +92,8 @@ def test_steps_of_a_layer_are_those_of_the_delayed_recipe(bias, columns):
         scales.step()
         for mine, chapters in zip(*found[::-1], strict=True):
             assert mine.dtype == chapters.dtype
-            # PyTorch divides by a number on a GPU as it multiplies, so scales differ in their last bit and some numbers are rounded the other way
+            # PyTorch divides by a number on a GPU as it multiplies,
+            # so scales differ in their last bit and some numbers are rounded the other way
             assert (mine - chapters).norm() <= 1e-2 * chapters.norm()
 
 

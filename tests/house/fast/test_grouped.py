@@ -69,7 +69,10 @@ def test_what_is_no_number_stays_with_its_expert():
 @pytest.mark.gpu
 def test_large_products_take_the_kernels_with_roles_and_small_ones_do_not(monkeypatch):
     taken, by_kernel = [], fast.grouped_matmul_fast
-    monkeypatch.setattr("lib.fast.parts.grouped.grouped_matmul_fast", lambda x, w, n, planned: taken.append(w.shape) or by_kernel(x, w, n, planned))  # fmt: skip
+    monkeypatch.setattr(
+        "lib.fast.parts.grouped.grouped_matmul_fast",
+        lambda x, w, n, planned: taken.append(w.shape) or by_kernel(x, w, n, planned),
+    )
     for n_rows in (64, 4096):
         x, weights, grad, n = parts((n_rows, n_rows), 512, 1024, torch.bfloat16)
         x.requires_grad_()

@@ -90,7 +90,9 @@ def test_a_model_that_computes_its_own_attention_is_refused(name):
 
 @pytest.mark.time_limit(60)
 def test_a_gemma_that_keeps_only_the_last_queries_has_the_same_logits():
-    """Gemma 4 computes its last layers for the kept tokens alone, and cuts a mask to fit; None would mean another diagonal."""
+    """Gemma 4 computes its last layers for the kept tokens alone, and cuts a mask to fit;
+    None would mean another diagonal.
+    """
     transformers = pytest.importorskip("transformers")
     if not hasattr(transformers, "Gemma4TextConfig"):
         pytest.skip("a release of Transformers with Gemma 4")
@@ -99,7 +101,8 @@ def test_a_gemma_that_keeps_only_the_last_queries_has_the_same_logits():
     for name in ("workbook", "eager"):
         torch.manual_seed(0)
         config = transformers.Gemma4TextConfig(
-            vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, head_dim=16,
+            vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+            head_dim=16,
             num_key_value_heads=2, global_head_dim=16, num_global_key_value_heads=2, hidden_size_per_layer_input=8,
             vocab_size_per_layer_input=64, num_kv_shared_layers=2, sliding_window=64, pad_token_id=0, bos_token_id=1,
             layer_types=["sliding_attention", "full_attention"] * 2, attn_implementation=name,
@@ -133,7 +136,7 @@ def test_a_llama_on_a_gpu_has_nearly_the_same_logits():
     assert errors["workbook"] <= 1.2 * errors["sdpa"], errors
 
 
-# ---- operators -----------------------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------------
 
 
 @interpreted
@@ -174,7 +177,9 @@ def test_a_joined_projection_gets_a_joined_gradient_compiled_or_not():
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("has_sums", [True, False], ids=["the kernel sums", "PyTorch sums"])
 def test_the_bias_of_a_joined_projection_gets_its_gradient_compiled_or_not(causal, has_sums, monkeypatch):
-    """Three heads of width 12 on one head of keys: the sums have gaps beyond the width, and heads share a bias of values."""
+    """Three heads of width 12 on one head of keys: the sums have gaps beyond the width,
+    and heads share a bias of values.
+    """
     if not has_sums:
         plan = flash._plan_backward
         monkeypatch.setattr(flash, "_plan_backward", lambda xs, is_causal, has_sums=False: plan(xs, is_causal))
@@ -199,7 +204,8 @@ def test_the_bias_of_a_joined_projection_gets_its_gradient_compiled_or_not(causa
 @pytest.mark.time_limit(120)
 @pytest.mark.parametrize(
     ("shape", "n_heads", "causal"),
-    [((6, 197, 48, 64), 16, False), ((3, 1024, 36, 64), 12, True), ((70, 1024, 24, 64), 8, True), ((4, 257, 12, 80), 4, False),
+    [((6, 197, 48, 64), 16, False), ((3, 1024, 36, 64), 12, True), ((70, 1024, 24, 64), 8, True),
+    ((4, 257, 12, 80), 4, False),
      ((2, 300, 10, 128), 6, True), ((2, 4096, 24, 128), 8, False), ((2, 130, 6, 256), 2, True)],
 )  # fmt: skip
 def test_on_a_gpu_the_bias_of_a_joined_projection_gets_the_sum_of_its_gradient(shape, n_heads, causal):

@@ -1,4 +1,6 @@
-"""The MLP with its GELU inside the products: what stands for the kernels without a Hopper GPU, and on one the kernels."""
+"""The MLP with its GELU inside the products: what stands for the kernels without a Hopper GPU,
+and on one the kernels.
+"""
 
 import pytest
 import torch

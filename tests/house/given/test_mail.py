@@ -1,4 +1,6 @@
-"""Chapter 17's given messages: shapes that are read once, and ranks that fail while others wait for tensors whose shape they know."""
+"""Chapter 17's given messages: shapes that are read once,
+and ranks that fail while others wait for tensors whose shape they know.
+"""
 
 from collections.abc import Iterator
 
@@ -42,7 +44,10 @@ def kind_and_size(message: Message) -> tuple:
 
 
 def exchange(rank: int, mail: Mail, fail_at: int | None = None, lie: bool = False) -> list[int]:
-    """Every tensor goes to rank 1 and comes back doubled; rank 0 may fail before it sends one. Returns what came back."""
+    """Every tensor goes to rank 1 and comes back doubled; rank 0 may fail before it sends one.
+
+    Returns what came back.
+    """
     alike = (lambda message: message.name[0]) if lie else kind_and_size
     with mail.delivering([*there_and_back(), "no message"], alike=alike):
         back = []
@@ -78,7 +83,9 @@ def failing_exchange(rank: int, world_size: int, fail_at: int | None, lie: bool)
 
 
 def pipeline_step(rank: int, world_size: int) -> tuple[int, int]:
-    """A step of 1F1B with a last micro-batch that is shorter: the shapes that this rank read, and the messages that it got."""
+    """A step of 1F1B with a last micro-batch that is shorter: the shapes that this rank read,
+    and the messages that it got.
+    """
     reads, gets = [], []
     read, receive = Mail._read_header, dist.irecv
     Mail._read_header = lambda self, message: reads.append(message) or read(self, message)

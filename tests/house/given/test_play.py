@@ -1,4 +1,6 @@
-"""The figures that one can play with: whole in themselves, in agreement with the book's functions, and alive in a browser."""
+"""The figures that one can play with: whole in themselves, in agreement with the book's functions,
+and alive in a browser.
+"""
 
 import json
 import re
@@ -194,7 +196,9 @@ def test_a_figure_without_a_description_is_refused():
 
 @pytest.mark.parametrize("n_ranks", range(2, 7))
 def test_the_ring_sends_what_the_books_ring_sends(n_ranks):
-    """Replay the messages that the figure draws: they give the states that chapter 9 shows, and at the end the sum everywhere."""
+    """Replay the messages that the figure draws: they give the states that chapter 9 shows,
+    and at the end the sum everywhere.
+    """
     held = [[frozenset({rank})] * n_ranks for rank in range(n_ranks)]
     for step in range(1, 2 * (n_ranks - 1) + 1):
         before = [list(chunks) for chunks in held]
@@ -296,7 +300,9 @@ def test_the_tiles_end_at_the_softmax_of_the_whole_row(mask):
 
 @pytest.mark.parametrize("n_ranks", range(2, 7))
 def test_the_pairs_meet_every_query_once_and_take_the_time_that_chapter_18_says(n_ranks):
-    """In blocks: R without a mask, R - 1/2 with contiguous shares under a causal mask, R/2 in zigzag, where nobody waits."""
+    """In blocks: R without a mask, R - 1/2 with contiguous shares under a causal mask, R/2 in zigzag,
+    where nobody waits.
+    """
     for layout, blocks, waited in (
         ("no mask", n_ranks, 0.0),
         ("causal, contiguous", n_ranks - 0.5, 1 - n_ranks / 2 / (n_ranks - 0.5)),
@@ -325,7 +331,9 @@ def test_the_planner_says_when_nothing_fits():
 
 
 def test_the_clocks_show_the_scores_of_rotated_vectors():
-    """Two vectors that are alike, of length 1 and with equal parts in each pair, turned by chapter 2's ``apply_rope``."""
+    """Two vectors that are alike, of length 1 and with equal parts in each pair,
+    turned by chapter 2's ``apply_rope``.
+    """
     x = torch.full((1, 64, 1, 8), 8**-0.5)
     turned = apply_rope(x, precompute_rope(8, 64, theta=300.0))[0, :, 0]
     for n in (0, 5, 32):
@@ -343,7 +351,7 @@ def test_sliding_both_leaves_the_angles_between_the_hands():
     assert between.at(here) == between.at(there)
 
 
-# ---- what the chapters say of them ------------------------------------------------------------------------------------
+# ---- what the chapters say of them -----------------------------------------------------------------------------------
 
 
 def test_what_chapter_9_asks_has_an_answer():
@@ -500,7 +508,8 @@ def test_no_figure_is_wider_than_its_page_and_text_can_be_read(open_page, width)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert (
         page.evaluate("""() => [...document.querySelectorAll('.play-live svg')].filter(svg =>
-      [...svg.querySelectorAll('text')].some(t => { const a = t.getBoundingClientRect(), b = svg.getBoundingClientRect();
+      [...svg.querySelectorAll('text')].some(t => {
+        const a = t.getBoundingClientRect(), b = svg.getBoundingClientRect();
         return a.left < b.left - 1 || a.right > b.right + 1 || a.bottom > b.bottom + 1; })).length""")
         == 0
     )

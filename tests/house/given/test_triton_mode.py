@@ -1,4 +1,6 @@
-"""Triton where there is a GPU, its interpreter where there is none, and neither where Triton is not installed (macOS)."""
+"""Triton where there is a GPU, its interpreter where there is none,
+and neither where Triton is not installed (macOS).
+"""
 
 import os
 import re
@@ -86,7 +88,8 @@ def test_triton_that_was_imported_too_early_is_told():
         "-W",
         "always",
         "-c",
-        f"import warnings, io, contextlib\nwith warnings.catch_warnings(record=True) as said:\n    warnings.simplefilter('always')\n    {code}\nprint(said[-1].message)",
+        "import warnings, io, contextlib\nwith warnings.catch_warnings(record=True) as said:\n    "
+        f"warnings.simplefilter('always')\n    {code}\nprint(said[-1].message)",
         CUDA_VISIBLE_DEVICES="",
     )
     assert "put `import lib` first" in done

@@ -149,12 +149,18 @@ def logarithm_kernel(out):
 @pytest.mark.parametrize(
     ("by", "n", "masked", "sizes", "problem", "place"),
     [
-        (0, 0, False, (6, 8), "tl.load reads beyond the end of x", "in program 1, at offset 6, and at 1 more; the last element of x is at 5"),
-        (0, 7, True, (6, 8), "tl.load reads one element beyond the end of x", "in program 1, at offset 6; the last element of x is at 5"),
-        (-1, 9, True, (8, 8), "tl.load reads one element before the beginning of x", "in program 0, at offset -1; the last element of x is at 7"),
-        (0, 6, True, (6, 7), "tl.store writes one element beyond the end of out", "in program 1, at offset 7; the last element of out is at 6"),
-        (10**9, 2 * 10**9, True, (6, 8), "tl.load reads outside of every tensor that the kernel was given", "in program 0"),
-        (0, 9, True, (0, 8), "tl.load reads beyond the end of x", "in program 0, at offset 0, and at 3 more; the last element of x is at -1"),
+        (0, 0, False, (6, 8), "tl.load reads beyond the end of x",
+        "in program 1, at offset 6, and at 1 more; the last element of x is at 5"),
+        (0, 7, True, (6, 8), "tl.load reads one element beyond the end of x",
+        "in program 1, at offset 6; the last element of x is at 5"),
+        (-1, 9, True, (8, 8), "tl.load reads one element before the beginning of x",
+        "in program 0, at offset -1; the last element of x is at 7"),
+        (0, 6, True, (6, 7), "tl.store writes one element beyond the end of out",
+        "in program 1, at offset 7; the last element of out is at 6"),
+        (10**9, 2 * 10**9, True, (6, 8), "tl.load reads outside of every tensor that the kernel was given",
+        "in program 0"),
+        (0, 9, True, (0, 8), "tl.load reads beyond the end of x",
+        "in program 0, at offset 0, and at 3 more; the last element of x is at -1"),
     ],
 )  # fmt: skip
 def test_an_access_outside_is_stopped_and_named(by, n, masked, sizes, problem, place):

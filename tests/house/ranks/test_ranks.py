@@ -382,7 +382,10 @@ def test_what_libraries_print_is_left_out():
         "Abort(609824142) on node 3 (rank 3 in comm 496): Fatal error in internal_Allreduce_c: Oh, error stack:\n"
         "internal_Allreduce_c(342).....: MPI_Allreduce_c(sendbuf=0x5610f48e90e0) failed\nMPIR_Wait(745).: \n"
     )
-    enforced = "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce fail at pair.cc:455] a <= b. 48 vs 24\n"
+    enforced = (
+        "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what(): "
+        " [enforce fail at pair.cc:455] a <= b. 48 vs 24\n"
+    )
     profiled = "USDT:2026-11-22 17:34:31 10770:10770 SyncActivityProfilerHandler.cpp:52] profiler_start\n"
     assert noise.meaningful(assertion + stack + logged + aborted + enforced + profiled + "mine: 3\n") == ["mine: 3"]
     assert noise.cause(assertion + stack).startswith("the message is not a whole number")

@@ -1,4 +1,6 @@
-"""What the ranks of test_mesh.py do: take some steps on a mesh, and put the gradient of the first one together again."""
+"""What the ranks of test_mesh.py do: take some steps on a mesh,
+and put the gradient of the first one together again.
+"""
 
 import contextlib
 import io
@@ -65,7 +67,10 @@ def observe(command: str) -> dict[str, Any]:
 
 
 def observe_all(rank: int, world_size: int, commands: list[str], folder: str) -> list[tuple[int, str]]:
-    """Each command's status and what it said; every rank writes its gradients into the folder. Runs with the same degrees share a mesh."""
+    """Each command's status and what it said; every rank writes its gradients into the folder.
+
+    Runs with the same degrees share a mesh.
+    """
     results, make, meshes = [], loop.Mesh, {}
 
     def one_mesh(options: Any, device: torch.device) -> Any:

@@ -32,7 +32,8 @@ def run_all(rank: int, world_size: int, commands: list[str]) -> list[tuple[int, 
 def asked_and_resumed(
     rank: int, world_size: int, whole: list[str], here: list[str], step: int, reads_late: bool
 ) -> list[tuple[int, str]]:
-    """Runs from end to end; others of which the last rank alone is asked to leave, in the midst of a step, and which then go on.
+    """Runs from end to end; others of which the last rank alone is asked to leave, in the midst of a step,
+    and which then go on.
 
     With ``reads_late`` numbers are read when the next step has been begun, as they are on a GPU.
     """
@@ -59,7 +60,9 @@ def asked_and_resumed(
 
 
 def run_compiled(rank: int, world_size: int, command: str) -> list[tuple[int, str]]:
-    """One command whose ``--compile`` traces graphs and makes no kernels of them: the optimizer of DDP's graphs would be asked too."""
+    """One command whose ``--compile`` traces graphs and makes no kernels of them:
+    the optimizer of DDP's graphs would be asked too.
+    """
     whole = torch.compile
     torch.compile = lambda function, **settings: whole(function, **{**settings, "backend": "eager"})
     try:

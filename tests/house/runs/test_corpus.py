@@ -1,4 +1,6 @@
-"""A corpus from packages and data sets: what is kept, what is held out, what the folder says, and a run that reads it."""
+"""A corpus from packages and data sets: what is kept, what is held out, what the folder says,
+and a run that reads it.
+"""
 
 import gzip
 import io
@@ -27,8 +29,14 @@ from lib.runs.train_gpt2 import make_gpt2_parser
 from tests.house.runs.test_runs import refused, train
 
 N = 60
-DEP5 = "Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/\n\nFiles: *\nLicense: GPL-2+\n\nFiles: doc/*\nLicense: CC-BY-SA-4.0\n some text\n"  # fmt: skip
-PROSE = "On Debian systems, see /usr/share/common-licenses/GPL-2. Parts are in the public domain, others under the BSD license."
+DEP5 = (
+    "Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/\n\nFiles: *\nLicense: "
+    "GPL-2+\n\nFiles: doc/*\nLicense: CC-BY-SA-4.0\n some text\n"
+)
+PROSE = (
+    "On Debian systems, see /usr/share/common-licenses/GPL-2. Parts are in the public domain, "
+    "others under the BSD license."
+)
 
 
 def words(number: int, n: int = 90) -> str:
@@ -59,7 +67,8 @@ def packages(monkeypatch):
     """Two packages that share a page, in place of apt's."""
     trees = {
         "guide": {f"usr/share/doc/guide/{i}.txt": words(i) for i in range(N)},
-        "code": {"usr/src/a.py": words(900), "usr/src/copy.txt": words(3), "usr/src/more.tar.gz": tar_of({"x/b.c": words(901)})},
+        "code": {"usr/src/a.py": words(900), "usr/src/copy.txt": words(3),
+        "usr/src/more.tar.gz": tar_of({"x/b.c": words(901)})},
     }  # fmt: skip
 
     def unpacked(package: str, folder: Path) -> Source:
@@ -80,7 +89,10 @@ def made(tmp_path, packages) -> Path:
 
 
 def test_a_page_loses_its_navigation_and_programs_and_keeps_its_code():
-    page = f"<html><head><title>T</title></head><nav>menu</nav><h1>Title</h1><p>a   &lt;b&gt;\n c</p><script>var x;</script><pre>if x:\n    y</pre><p>{words(1)}</p>"
+    page = (
+        "<html><head><title>T</title></head><nav>menu</nav><h1>Title</h1><p>a   &lt;b&gt;\n c</p><script>var "
+        f"x;</script><pre>if x:\n    y</pre><p>{words(1)}</p>"
+    )
     found = clean("usr/a.html", page.encode())
     assert found is not None
     assert found.text.startswith("Title\n\na <b> c\n\nif x:\n    y\n\nword1of0")
@@ -107,7 +119,8 @@ def test_code_is_told_from_prose_and_is_kept_as_it_is():
 
 @pytest.mark.parametrize(
     "data",
-    [b"too short", b"\xff" * 900, b"0 1 2 3 4 5\n" * 200, ("ж " * 900).encode(), b"word " * 900, b"<![bogus[" + b"word word\n" * 90],
+    [b"too short", b"\xff" * 900, b"0 1 2 3 4 5\n" * 200, ("ж " * 900).encode(), b"word " * 900,
+    b"<![bogus[" + b"word word\n" * 90],
     ids=["short", "not UTF-8", "numbers", "another alphabet", "one line", "a broken declaration"],
 )  # fmt: skip
 def test_what_is_no_english_is_left_out(data):
@@ -127,7 +140,10 @@ def test_broken_archives_are_left_out_and_the_others_are_read(tmp_path):
     with zipfile.ZipFile(zipped, "w") as archive:
         archive.writestr("b.py", words(2))
     texts = {"good.tar.gz": whole, "c.txt.gz": gzip.compress(b"hello"), "z.zip": zipped.getvalue(), "plain.txt": "text"}
-    broken = {"cut.tar.gz": whole[:60], "no.zip": b"PK", "no.tar.xz": b"\xfd7zXZ", "bad.txt.gz": b"\x1f\x8bno", "cut.txt.gz": gzip.compress(b"x" * 99)[:-9]}  # fmt: skip
+    broken = {
+        "cut.tar.gz": whole[:60], "no.zip": b"PK", "no.tar.xz": b"\xfd7zXZ", "bad.txt.gz": b"\x1f\x8bno",
+        "cut.txt.gz": gzip.compress(b"x" * 99)[:-9],
+    }  # fmt: skip
     put(tmp_path, texts | broken)
     found = dict(files(tmp_path))
     assert set(found) == {"good.tar.gz/in/a.txt", "c.txt.gz", "z.zip/b.py", "plain.txt"}
@@ -207,7 +223,8 @@ def test_corpus_json_counts_what_was_written(made):
 
 @pytest.mark.parametrize(
     ("text", "licences"),
-    [(DEP5, ["CC-BY-SA-4.0", "GPL-2+"]), (PROSE, ["BSD license", "GPL-2", "public domain"]), ("", ["see the package's copyright file"])],
+    [(DEP5, ["CC-BY-SA-4.0", "GPL-2+"]), (PROSE, ["BSD license", "GPL-2", "public domain"]),
+    ("", ["see the package's copyright file"])],
     ids=["DEP-5", "prose", "nothing"],
 )  # fmt: skip
 def test_licences_are_read_from_the_copyright_file(monkeypatch, tmp_path, text, licences):

@@ -1,4 +1,6 @@
-"""What a person's files and words hold: identity of a run, tables, pictures, class names, copies, control tokens, flags."""
+"""What a person's files and words hold: identity of a run, tables, pictures, class names,
+copies, control tokens, flags.
+"""
 
 import ast
 import io
@@ -104,13 +106,19 @@ def test_no_earlier_log_is_lost(tmp_path):
     command = f"{SMALL} --data {tmp_path}/data.txt --log-file {tmp_path}/log --lr"
     (tmp_path / "data.txt").write_text(TEXT)
     train(*(f"{command} {lr}" for lr in (1, 2, 3)))
-    assert [json.loads((tmp_path / n).read_text().split("\n")[0])["lr"] for n in ("log.old", "log.old2", "log")] == [1, 2, 3]  # fmt: skip
+    assert [json.loads((tmp_path / n).read_text().split("\n")[0])["lr"] for n in ("log.old", "log.old2", "log")] == [
+        1,
+        2,
+        3,
+    ]
 
 
 # ---- tables ----
 
 
-@pytest.mark.parametrize("cell", ["null", "NA", "nan", "", "2024-01-01", "007", "1e5", "True", "a,b", 'say "x"', "l1\nl2", "é"])  # fmt: skip
+@pytest.mark.parametrize(
+    "cell", ["null", "NA", "nan", "", "2024-01-01", "007", "1e5", "True", "a,b", 'say "x"', "l1\nl2", "é"]
+)
 @pytest.mark.parametrize("start", ["", "\ufeff"], ids=["plain", "BOM"])
 def test_a_cell_of_a_csv_is_the_string_that_the_file_has(tmp_path, cell, start):
     quoted = '"' + cell.replace('"', '""') + '"'
@@ -156,7 +164,10 @@ def test_a_shard_whose_column_has_another_name_or_type_is_named(tmp_path):
     from pyarrow import parquet
 
     parquet.write_table(pyarrow.table({"text": ["x", "y"]}), tmp_path / "0.parquet")
-    for odd, said in (({"body": ["z"]}, r"1\.parquet, row 1: no text in column 'text'"), ({"text": [1]}, r"1\.parquet, row 1: .*1 \(int\)")):  # fmt: skip
+    for odd, said in (
+        ({"body": ["z"]}, r"1\.parquet, row 1: no text in column 'text'"),
+        ({"text": [1]}, r"1\.parquet, row 1: .*1 \(int\)"),
+    ):
         parquet.write_table(pyarrow.table(odd), tmp_path / "1.parquet")
         with pytest.raises(ValueError, match=said):
             list(stream_text(tmp_path, progress=False))
@@ -240,7 +251,9 @@ def test_modes_of_eight_bits_and_of_one(tmp_path):
     opaque = np.full_like(gray, 255)
     one = Image.fromarray(gray).convert("1", dither=Image.Dither.NONE)
     np.testing.assert_array_equal(read(tmp_path, saved(one))[0], np.array(one))
-    np.testing.assert_allclose(read(tmp_path, saved(Image.fromarray(np.dstack([gray, opaque])))), gray[None] / 255, atol=1e-7)  # fmt: skip
+    np.testing.assert_allclose(
+        read(tmp_path, saved(Image.fromarray(np.dstack([gray, opaque])))), gray[None] / 255, atol=1e-7
+    )
     for picture in (Image.fromarray(np.dstack([colour, opaque])), Image.fromarray(colour).quantize(64)):
         expected = np.array(picture.convert("RGB")).transpose(2, 0, 1) / 255
         np.testing.assert_allclose(read(tmp_path, saved(picture)), expected, atol=1e-7)
@@ -299,7 +312,9 @@ def test_classes_are_matched_by_their_names(tmp_path):
     assert found.classes == ("cat", "cow", "dog")
 
 
-@pytest.mark.parametrize(("names", "said"), [(["cat", "pig"], r"\[cat, pig\].*\[cat, dog\]"), (None, r"without names.*\[cat, dog\]")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("names", "said"), [(["cat", "pig"], r"\[cat, pig\].*\[cat, dog\]"), (None, r"without names.*\[cat, dog\]")]
+)
 def test_other_classes_in_a_later_file_are_refused_with_both_lists(tmp_path, names, said):
     table(tmp_path / "train-0.parquet", BLACK, [0, 1], ["cat", "dog"])
     table(tmp_path / "train-1.parquet", BLACK, [0, 1], names)
@@ -359,7 +374,9 @@ def test_every_program_takes_whole_names_of_flags_only():
     for path in (ROOT / "lib").rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        names = [call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "") for call in calls]  # fmt: skip
+        names = [
+            call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "") for call in calls
+        ]
         assert "ArgumentParser" not in names, f"{path}: expected lib.runs.flags"
         made += [path for name in names if name in ("Parser", "ProgramParser")]
     assert len(made) > 30

@@ -1,4 +1,6 @@
-"""Every way to multiply the kinds of parallelism on 4 and 8 ranks: it is refused with a reason, or it trains as one process does."""
+"""Every way to multiply the kinds of parallelism on 4 and 8 ranks: it is refused with a reason,
+or it trains as one process does.
+"""
 
 import itertools
 import math
@@ -20,7 +22,8 @@ from tests.house.runs import mesh_programs as programs
 RUN = {
     "vit": "vit --batch 16 --data synthetic --items 40 --clip 0.5 --optimizer sgd --lr 0.1",
     "gpt2": "gpt2 --batch 16 --data synthetic --items 20 --clip 0.5 --optimizer sgd --lr 0.1",
-    "mixture": "gpt2 --n-experts 4 --top-k 2 --bias-rate 0.1 --batch 16 --data synthetic --items 20 --clip 0.5 --optimizer sgd --lr 0.1",
+    "mixture": "gpt2 --n-experts 4 --top-k 2 --bias-rate 0.1 --batch 16 --data synthetic --items 20 --clip 0.5 "
+    "--optimizer sgd --lr 0.1",
 }
 """With SGD: AdamW would divide rounding errors by tiny roots."""
 LONG_S = 900.0
@@ -35,7 +38,9 @@ def products(n_ranks: int) -> list[dict[str, int]]:
 
 
 def reason(program: str, engine: str, degrees: dict[str, int]) -> str:
-    """Why a model with four heads, four layers, sixteen positions and perhaps four experts cannot be divided like this; empty if it can."""
+    """Why a model with four heads, four layers, sixteen positions and perhaps four experts cannot be divided like
+    this; empty if it can.
+    """
     if degrees["expert"] > 1 and program != "mixture":
         return "has no experts"
     if degrees["expert"] > 4:
@@ -163,7 +168,9 @@ MIXED = [
 @pytest.mark.time_limit(400)
 @pytest.mark.parametrize(("program", "meshes"), [("gpt2", MESHES), ("mixture", MIXED)])
 def test_a_checkpoint_goes_on_on_any_other_mesh(ranks, tmp_path, program, meshes):
-    """One step in one process, one on each mesh in turn, and one in one process again: the checkpoints of all are read by another."""
+    """One step in one process, one on each mesh in turn, and one in one process again:
+    the checkpoints of all are read by another.
+    """
     n_steps = len(meshes) + 2
     flags = (
         "--optimizer adamw --lr 1e-2 --min-lr 1e-2"  # so that the rate of a step does not depend on the number of steps
@@ -254,7 +261,8 @@ def test_the_planners_choice_is_a_command_that_runs(ranks, tmp_path):
 def test_on_several_hosts_the_planners_command_says_so():
     layout = Layout(data=2, sharded=4, tensor=2, pipeline=2)
     assert layout.command("--model xl") == (
-        "torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint $FIRST_HOST:29500 --nproc-per-node 8 -m lib.runs.train_gpt2 "
+        "torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint $FIRST_HOST:29500 --nproc-per-node 8 -m "
+        "lib.runs.train_gpt2 "
         "--model xl --replicate 2 --shard 4 --tensor 2 --pipeline 2 --accumulate 8"
     )
     assert Layout().command() == "torchrun --nproc-per-node 1 -m lib.runs.train_gpt2"

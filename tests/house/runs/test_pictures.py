@@ -37,7 +37,10 @@ def put(folder, beginning: str, n: int, seed: int = 0, n_labels: int | None = No
 def made(tmp_path, monkeypatch):
     """A data set of 60 pictures to train on and 20 to test, made from a package that is not downloaded."""
     (tmp_path / "package").mkdir()
-    found = {split: put(tmp_path / "package", name, n) for (split, name), n in zip(pictures.SPLITS.items(), (60, 20), strict=True)}  # fmt: skip
+    found = {
+        split: put(tmp_path / "package", name, n)
+        for (split, name), n in zip(pictures.SPLITS.items(), (60, 20), strict=True)
+    }
 
     def unpacked(name, folder):
         for path in (tmp_path / "package").iterdir():
@@ -123,10 +126,13 @@ def test_patches_that_do_not_tile_the_picture_are_refused(made):
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda f: (f / "train-labels-idx1-ubyte.gz").unlink(), "there is no train-images-idx3-ubyte.gz with its labels"),
-        (lambda f: (f / "train-images-idx3-ubyte.gz").write_bytes(b"no gzip"), "train-images-idx3-ubyte.gz is no idx file"),
+        (lambda f: (f / "train-labels-idx1-ubyte.gz").unlink(),
+        "there is no train-images-idx3-ubyte.gz with its labels"),
+        (lambda f: (f / "train-images-idx3-ubyte.gz").write_bytes(b"no gzip"),
+        "train-images-idx3-ubyte.gz is no idx file"),
         (lambda f: (f / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(b"\0\0")), "is no idx file"),
-        (lambda f: (f / "t10k-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx_cut())), "holds 7 bytes for the shape"),
+        (lambda f: (f / "t10k-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx_cut())),
+        "holds 7 bytes for the shape"),
         (lambda f: put(f, "t10k", 20, n_labels=19), "t10k: 20 pictures, 19 classes"),
     ],
 )  # fmt: skip
@@ -154,8 +160,10 @@ def idx_cut() -> bytes:
 def test_the_largest_is_predicted_before_it_is_trained(tmp_path, monkeypatch):
     written = []
     monkeypatch.setattr(
-        scaling_laws_images, "record", lambda name, found, folder: written.append(sorted(found)) or record(name, found, folder)
-    )  # fmt: skip
+        scaling_laws_images,
+        "record",
+        lambda name, found, folder: written.append(sorted(found)) or record(name, found, folder),
+    )
     from lib.bench.kit import record
 
     scaling_laws_images.main(["--tiny", f"--folder={tmp_path}"])

@@ -52,7 +52,8 @@ def cluster(tmp_path, tools, monkeypatch):
         tools, "scontrol", f'if [ "$1" = show ]; then echo node7; echo node9; else echo "$@" >>{tmp_path}/scontrol; fi'
     )
     program(tools, "srun", f"printf '%s\\0' \"$@\" >{tmp_path}/srun")
-    settings = {"SLURM_JOB_ID": 4242, "SLURM_JOB_NODELIST": "node[7,9]", "SLURM_JOB_NUM_NODES": 2, "SLURM_GPUS_ON_NODE": 4,
+    settings = {"SLURM_JOB_ID": 4242, "SLURM_JOB_NODELIST": "node[7,9]", "SLURM_JOB_NUM_NODES": 2,
+        "SLURM_GPUS_ON_NODE": 4,
                 "SLURM_CPUS_PER_TASK": 32, "SLURM_SUBMIT_DIR": tmp_path, "PYTHON": sys.executable}  # fmt: skip
     for name, value in settings.items():
         monkeypatch.setenv(name, str(value))
@@ -105,7 +106,10 @@ def test_a_failed_run_fails_the_job(cluster, tools):
     ("sent", "ends_with", "queued"), [("USR1", 1, True), ("USR1", 75, True), ("USR1", 0, False), ("TERM", 143, False)]
 )
 def test_only_an_unfinished_run_that_was_warned_is_queued_again(cluster, tools, sent, ends_with, queued):
-    waits = f"trap 'echo told >{cluster}/told; exit {ends_with}' TERM; echo $TORCH_ELASTIC_SHUTDOWN_TIMEOUT >{cluster}/started"
+    waits = (
+        f"trap 'echo told >{cluster}/told; exit {ends_with}' TERM; "
+        f"echo $TORCH_ELASTIC_SHUTDOWN_TIMEOUT >{cluster}/started"
+    )
     program(tools, "srun", f"{waits}; for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do sleep 0.2; done")
     job = subprocess.Popen(["bash", SBATCH, *TRAIN], start_new_session=True, stdout=subprocess.PIPE, text=True)
     try:
@@ -130,14 +134,17 @@ def test_only_an_unfinished_run_that_was_warned_is_queued_again(cluster, tools, 
 
 @pytest.fixture
 def machine(tmp_path, tools, monkeypatch):
-    """A machine behind a stand-in for ssh that runs what it is given in ``machine/``; its tmux runs to the end at once."""
+    """A machine behind a stand-in for ssh that runs what it is given in ``machine/``;
+    its tmux runs to the end at once.
+    """
     home, here = tmp_path / "machine", tmp_path / "here"
     here.mkdir()
     monkeypatch.setattr(remote, "ROOT", here)
     program(
         tools,
         "ssh",
-        f'for last; do :; done; echo call >>{tmp_path}/ssh\n[ -e {tmp_path}/lost ] && exit 255\ncd {home} && eval "$last"',
+        f"for last; do :; done; echo call >>{tmp_path}/ssh\n[ -e {tmp_path}/lost ] && exit 255\ncd {home} "
+        '&& eval "$last"',
     )
     program(tools, "rsync", f'printf \'%s\\0\' "$@" >{tmp_path}/rsync; echo "$@" >>{tmp_path}/rsyncs')
     program(tools, "tmux", f"""case $1 in
@@ -266,7 +273,8 @@ def test_a_machine_without_rsync_says_so(machine, tools, capfd):
 
 
 @pytest.mark.parametrize(
-    "address", ["host", "me@", "@host", "me@host:", "me@host:0", "me@host:70000", "me@ho st", "-oX@host", "me@-oProxyCommand=x", "a@b@c", ""]
+    "address", ["host", "me@", "@host", "me@host:", "me@host:0", "me@host:70000", "me@ho st", "-oX@host",
+    "me@-oProxyCommand=x", "a@b@c", ""]
 )  # fmt: skip
 def test_what_is_no_address_is_refused(address, capsys):
     with pytest.raises(ValueError, match="is no address: expected user@host or user@host:port"):
@@ -307,7 +315,8 @@ def test_what_makes_no_run(capsys):
                                  ((), ("lib.runs.train_vit", "--log=/tmp/a"), "only files in runs/ come back"),
                                  ((), ("lib.runs.train_vit", "--log-file", "a"), "--log a: only files in runs/"),
                                  ((), ("lib.runs.train_llama", "--export", "a"), "runs/workbook.export"),
-                                 ((), ("lib.runs.train_vit", "--tensorboard", "a"), "runs/workbook.tensorboard")]:  # fmt: skip
+                                 ((), ("lib.runs.train_vit", "--tensorboard", "a"),
+                                 "runs/workbook.tensorboard")]:  # fmt: skip
         assert go("--dry-run", *arguments, run=run) == 2
         said = capsys.readouterr().err
         assert says in said
@@ -409,12 +418,21 @@ def test_the_containers_part_keeps_what_was_written_also_when_it_fails(tmp_path)
 
 def test_the_container_that_is_taken_away_asks_its_program_to_leave_first(tmp_path):
     """The program takes its time, and is not killed."""
-    slow = "import pathlib, signal, time\nsignal.signal(signal.SIGTERM, lambda *_: time.sleep(0.5) or pathlib.Path('saved').touch() or exit())"
+    slow = (
+        "import pathlib, signal, time\nsignal.signal(signal.SIGTERM, lambda *_: "
+        "time.sleep(0.5) or pathlib.Path('saved').touch() or exit())"
+    )
     slow += "\npathlib.Path('ready').touch(); time.sleep(30)"
     # a shell's background job ignores SIGINT, and passes that on to what it starts; a container does not
     here = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    here += f"from lib.runs.rent.modal_train import run_here\nimport pathlib, sys\nrun_here([sys.executable, '-c', {slow!r}], {str(tmp_path)!r},"
-    here += f" lambda: pathlib.Path({str(tmp_path)!r}, 'kept').write_text(str(pathlib.Path({str(tmp_path)!r}, 'saved').exists())))"
+    here += (
+        "from lib.runs.rent.modal_train import run_here\nimport pathlib, sys\nrun_here([sys.executable, '-c', "
+        f"{slow!r}], {str(tmp_path)!r},"
+    )
+    here += (
+        f" lambda: pathlib.Path({str(tmp_path)!r}, 'kept').write_text(str(pathlib.Path({str(tmp_path)!r}, "
+        "'saved').exists())))"
+    )
     run = {"cwd": remote.ROOT, "stderr": subprocess.DEVNULL, "start_new_session": True}
     with subprocess.Popen([sys.executable, "-c", here], **run) as container:
         try:

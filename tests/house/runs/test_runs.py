@@ -1,4 +1,6 @@
-"""The programs for real runs: every strategy is one process's training, a killed run goes on, and each wrong request is one line."""
+"""The programs for real runs: every strategy is one process's training, a killed run goes on,
+and each wrong request is one line.
+"""
 
 import contextlib
 import json

@@ -1,4 +1,6 @@
-"""What a run says about its model and leaves behind: evaluations, samples, the best checkpoint, exports, and chapter 4's Llama in training."""
+"""What a run says about its model and leaves behind: evaluations, samples, the best checkpoint, exports,
+and chapter 4's Llama in training.
+"""
 
 import importlib.machinery
 import importlib.util

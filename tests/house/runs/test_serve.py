@@ -651,7 +651,10 @@ def test_a_folder_that_does_not_fit_is_one_line(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
 def test_a_checkpoint_of_a_run_is_served(strategy, tmp_path):
-    run = f"gpt2 --batch 4 --steps 2 --data synthetic --items 8 --length 16 --strategy {strategy} --checkpoint {tmp_path}/run"
+    run = (
+        f"gpt2 --batch 4 --steps 2 --data synthetic --items 8 --length 16 --strategy {strategy} --checkpoint "
+        f"{tmp_path}/run"
+    )
     assert runs_programs.run_all(0, 1, [run]) == [(0, "")]
     served = models.load(f"{tmp_path}/run", "mine", None, torch.float32, CPU)
     assert served.name == "mine"

@@ -4,6 +4,8 @@ import copy
 import gzip
 import json
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -18,9 +20,10 @@ from lib.runs import serve
 from lib.runs.engine.options import UsageError
 from lib.runs.serving import models
 from lib.runs.serving.prefix import PrefixEngine
+from lib.runs.serving.schema import ApiError, parse
 from lib.runs.serving.text import ByteTokenizer, Characters, FileTokenizer
 from lib.serving import Scheduler, generate_many
-from tests.house.runs.test_serve import CPU, Fake, Threaded, post, running, write_theirs
+from tests.house.runs.test_serve import CPU, LONG_S, Fake, Threaded, metric, post, running, write_theirs
 
 pytestmark = [pytest.mark.slow, pytest.mark.time_limit(200)]
 PARROT = "🦜"
@@ -161,7 +164,8 @@ def test_an_older_llama_is_the_same_llama(folders):
     folder, theirs, settings = folders["llama"]
     old = {"rope_theta": 5000.0, "rope_scaling": None, "torch_dtype": "float16", "num_key_value_heads": 2}
     for more in (old, old | {"architectures": ["LLaMAForCausalLM"], "pad_token_id": -1, "max_sequence_length": 64},
-                 old | {"rope_scaling": {"type": "default"}}, old | {"head_dim": 8, "hidden_act": "swish"}):  # fmt: skip
+                 old | {"rope_scaling": {"type": "default"}},
+                 old | {"head_dim": 8, "hidden_act": "swish"}):  # fmt: skip
         write(folder, settings | more, without=("rope_parameters", "dtype"))
         assert is_served(folder, theirs)
     write(folder, settings)
@@ -263,7 +267,9 @@ def test_an_adapter_beside_the_weights_is_refused(saved):
 
 
 def sentencepiece_like(path, after="<s> $A", **more):
-    """A tokenizer with Llama 2's rules: a space is part of the word after it, and the first space of a text is dropped."""
+    """A tokenizer with Llama 2's rules: a space is part of the word after it,
+    and the first space of a text is dropped.
+    """
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{i:02X}>": 3 + i for i in range(256)}}
     for piece in ("▁", *"helowrd!", "▁world", "▁hello", "▁h", "▁w"):
         vocab[piece] = len(vocab)
@@ -423,6 +429,149 @@ def test_a_fault_of_one_request_is_its_error_and_the_engine_goes_on(capfd):
     assert server.status == 0
 
 
+class Breaking(PrefixEngine):
+    """The real engine, whose model raises an exception in each step that has ``b"!"`` among its tokens,
+    after a layer.
+    """
+
+    def __init__(self, **sizes):
+        super().__init__(models.make_tiny(), Scheduler(**sizes))
+        layer = self.model.layers[1]
+        layer.attention_norm.register_forward_pre_hook(self.look)
+        self.is_broken, self.tokens = False, []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def run(self, chunks):
+        self.gate.wait()
+        self.tokens = [token for chunk in chunks for token in chunk.tokens]
+        return super().run(chunks)
+
+    def look(self, *_):
+        if self.is_broken or ord("!") in self.tokens:
+            raise RuntimeError("a fault of the device")
+
+    def check_blocks(self):
+        """Only the tree still has blocks, and no one has acquired these."""
+        assert self.scheduler.n_free == self.scheduler.n_blocks
+        assert not self.sequences
+        assert not self.acquired
+        assert not self.cache.tables
+        pool = self.cache.allocator
+        remembered = self.tree.evict(self.scheduler.n_blocks)
+        assert sorted(block for block, n in enumerate(pool.n_users) if n) == sorted(remembered)
+        for block in remembered:
+            pool.free(block)
+        assert pool.n_free == self.scheduler.n_blocks
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_step_that_fails_ends_only_its_requests(streams, capfd):
+    engine = Breaking(max_tokens=24, n_blocks=64, block_size=4)
+    with running(Threaded(engine)) as server:
+        good = {"model": "fake", "prompt": "The for statement is a", "max_tokens": 9, "temperature": 0}
+        bad = good | {"prompt": "The for statement is!", "n": 2}
+        expected = post(server, good).json()["choices"][0]["text"]
+        for _ in range(4):  # more than three failures in all, but no three in a row
+            engine.gate.clear()
+            with ThreadPoolExecutor(2) as pool:
+                failed = pool.submit(post, server, bad | {"stream": streams})
+                while not engine.scheduler.running:  # the bad step waits at the gate
+                    pass
+                found = pool.submit(post, server, good)
+                while server.service.worker._inbox.empty():
+                    pass
+                engine.gate.set()
+                assert found.result().json()["choices"][0]["text"] == expected
+                assert failed.result().status_code == 500
+                error = failed.result().json()["error"]
+            assert (error["type"], error["code"]) == ("server_error", "failed")
+            assert error["message"] == "the engine's step failed: RuntimeError: a fault of the device"
+            assert httpx.get(f"{server.root}/health").status_code == 200
+        assert metric(server, "failed_steps_total") == 4
+        assert metric(server, "requests_running") == 0
+    assert server.status == 0
+    engine.check_blocks()
+    assert "a fault of the device" in capfd.readouterr().err
+
+
+def test_a_step_that_fails_after_text_was_sent_ends_the_stream():
+    engine = Breaking(max_tokens=24, n_blocks=64, block_size=4)
+    with running(Threaded(engine)) as server:
+        asked = {"model": "fake", "prompt": "The for", "max_tokens": 30, "stream": True}
+        content = json.dumps(asked).encode()
+        with httpx.stream("POST", f"{server.root}/v1/completions", content=content, timeout=LONG_S) as answer:
+            lines = answer.iter_lines()
+            assert answer.status_code == 200
+            assert next(lines).startswith("data: ")
+            engine.is_broken = True
+            rest = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert rest[-1]["error"]["code"] == "failed"
+        engine.is_broken = False
+        assert post(server, asked | {"stream": False}).status_code == 200
+    engine.check_blocks()
+
+
+def test_an_engine_whose_steps_all_fail_says_that_it_is_unhealthy():
+    engine = Breaking(max_tokens=24, n_blocks=64, block_size=4)
+    with running(Threaded(engine)) as server:
+        asked = {"model": "fake", "prompt": "The for", "max_tokens": 3}
+        assert post(server, asked).status_code == 200
+        engine.is_broken = True
+        assert [post(server, asked).status_code for _ in range(4)] == [500, 500, 503, 503]
+        health = httpx.get(f"{server.root}/health")
+        assert health.status_code == 503
+        error = health.json()["error"]
+        assert error["code"] == "engine_unhealthy"
+        assert error["message"] == "the last 3 steps of the engine failed: RuntimeError: a fault of the device"
+        assert metric(server, "failed_steps_total") == 3
+    engine.check_blocks()
+
+
+def test_a_step_that_fails_before_its_requests_are_chosen_drops_all_that_run(monkeypatch):
+    engine = Breaking(max_tokens=24, n_blocks=64, block_size=4)
+    engine.submit(first := Request([1, 2, 3], 9))
+    engine.step()
+    engine.submit(second := Request([4, 5], 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "schedule", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert engine.abandon() == [first]
+    new = []
+    while engine.is_busy:
+        new += engine.step()
+    assert [request for request, _ in new] == [second, second]
+    engine.check_blocks()
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        (rb'{"model": "fake", "prompt": "ab\\ud83e"}', None, None),
+        (rb'{"model": "fake", "prompt": "ab\ud83e\udd9c"}', None, None),
+        (rb'{"model": "fake", "prompt": "ab\ud83e"}', "prompt", r"prompt: \ud83e at character 2 is half of"),
+        (rb'{"model": "fake", "prompt": "\uDD9C\ud83e"}', "prompt", r"prompt: \udd9c at character 0 is half of"),
+        (b'{"model": "fake", "prompt": "ab\xed\xa0\xbe"}', "prompt", r"prompt: \ud83e at character 2 is half of"),
+        (rb'{"model": "fake", "prompt": ["a", "\ud83e"]}', "prompt.1", r"prompt.1: \ud83e at character 0"),
+        (rb'{"model": "fake", "prompt": "a", "stop": ["\ud83e"]}', "stop.0", r"stop.0: \ud83e at character 0"),
+        (rb'{"model": "\ud83e", "prompt": "a"}', "model", r"model: \ud83e at character 0"),
+        (rb'{"a\ud83e": 1}', None, r"the name of a field: \ud83e at character 1"),
+        (rb'{"model": "fake", "prompt": "\ud83e"', None, "the body is no valid request"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_named_with_its_field(body, param, said):
+    if said is None:
+        assert parse(body).prompt.startswith("ab")
+        return
+    with pytest.raises(ApiError) as caught:
+        parse(body)
+    error = caught.value.body["error"]
+    assert (caught.value.status, error["param"]) == (400, param)
+    assert said in error["message"]
+    json.dumps(error, ensure_ascii=False).encode()  # as the answer is written
+
+
 def test_scores_that_are_no_numbers_end_only_their_request():
     torch.manual_seed(0)
     model = models.make_tiny()
@@ -448,12 +597,17 @@ def test_scores_that_are_no_numbers_end_only_their_request():
 
 
 STRANGE = [
-    b"", b"null", b"\xef\xbb\xbf{}", b'{"model": "fake", "prompt": "\\ud800"}', b'{"model": "fake", "prompt": "a", "stop": "\\udfff"}',
-    b"[" * 100_000, b'{"model": "fake", "prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", b'{"model": "fake", "prompt": [%s]}' % (b"9" * 4000),
+    b"", b"null", b"\xef\xbb\xbf{}", b'{"model": "fake", "prompt": "\\ud800"}',
+    b'{"model": "fake", "prompt": "a", "stop": "\\udfff"}',
+    b"[" * 100_000, b'{"model": "fake", "prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+    b'{"model": "fake", "prompt": [%s]}' % (b"9" * 4000),
     b'{"model": "fake", "prompt": "a", "best_of": %s}' % (b"9" * 4000), b'{"model": "fake", "prompt": [-1]}',
-    b'{"model": "fake", "prompt": [true]}', b'{"model": "fake", "prompt": [[]]}', b'{"model": "fake", "prompt": {"a": NaN}}',
-    b'{"model": "fake", "prompt": null}', b'{"model": null, "prompt": "a"}', b'{"model": "fake", "prompt": "a", "logprobs": true}',
-    b'{"model": "fake", "prompt": "a", "seed": 9223372036854775808}', b'{"model": "fake", "prompt": "a", "temperature": "1"}',
+    b'{"model": "fake", "prompt": [true]}', b'{"model": "fake", "prompt": [[]]}',
+    b'{"model": "fake", "prompt": {"a": NaN}}',
+    b'{"model": "fake", "prompt": null}', b'{"model": null, "prompt": "a"}',
+    b'{"model": "fake", "prompt": "a", "logprobs": true}',
+    b'{"model": "fake", "prompt": "a", "seed": 9223372036854775808}',
+    b'{"model": "fake", "prompt": "a", "temperature": "1"}',
     b'{"model": "fake", "prompt": "a", "temperature": 1e999}', b'{"model": "fake", "prompt": "a", "stop": [""]}',
     b'{"model": "fake", "prompt": "a", "stop": [1]}', b'{"model": "fake", "prompt": "a", "stream": "true"}',
     b'{"model": "fake", "prompt": "a", "stream_options": []}', b'{"model": "fake", "prompt": "a", "\xe2\x80\xae": 1}',
@@ -474,8 +628,10 @@ def test_strange_bodies_are_one_error_each_and_the_server_lives():
         asked = json.dumps({"model": "fake", "prompt": "a", "max_tokens": 3}).encode()
         found = post(server, gzip.compress(asked), headers={"Content-Encoding": "gzip"})
         assert (found.status_code, "'gzip'" in found.json()["error"]["message"]) == (415, True)
-        for more in ({"max_tokens": None}, {"stop": []}, {"stop": None}, {"seed": -1}, {"seed": -(2**63)}, {"seed": 2**63 - 1},
-                     {"top_k": 10**30}, {"temperature": 2}, {"prompt": [[97], [98]]}, {"user": ""}, {"suffix": ""}):  # fmt: skip
+        for more in ({"max_tokens": None}, {"stop": []}, {"stop": None}, {"seed": -1}, {"seed": -(2**63)},
+            {"seed": 2**63 - 1},
+                     {"top_k": 10**30}, {"temperature": 2}, {"prompt": [[97], [98]]}, {"user": ""},
+                     {"suffix": ""}):  # fmt: skip
             assert post(server, json.loads(asked) | more).status_code == 200, more
         for kind in ("text/plain", "application/x-www-form-urlencoded", "application/json; charset=latin-1"):
             assert post(server, asked, headers={"Content-Type": kind}).json()["choices"][0]["text"] == "abc"
@@ -520,7 +676,8 @@ def refusal(flags, capfd):
 
 def test_an_empty_text_is_no_value(capfd, monkeypatch):
     given = {"--model": "tiny", "--port": "0"}
-    for flag in ("--model", "--name", "--tokenizer", "--device", "--dtype", "--threads", "--port", "--host", "--api-key", "--grace",
+    for flag in ("--model", "--name", "--tokenizer", "--device", "--dtype", "--threads", "--port", "--host",
+        "--api-key", "--grace",
                  "--queue", "--max-tokens", "--blocks", "--block-size"):  # fmt: skip
         for value in ("", " "):
             said = refusal([word for pair in (given | {flag: value}).items() for word in pair], capfd)
@@ -539,8 +696,10 @@ def test_an_empty_text_is_no_value(capfd, monkeypatch):
 
 def test_what_cannot_be_started_is_one_line(capfd, monkeypatch):
     tiny = ["--model", "tiny", "--port", "0"]
-    for flags, word in ((["--blocks", "9" * 12], "9" * 12), (["--block-size", "9" * 15], "9" * 15), (["--threads", "9" * 12], "9" * 12),
-                        (["--host", "a" * 99], "--host"), (["--mod", "tiny"], "--mod"), (["--queue", "9" * 5000], "--queue")):  # fmt: skip
+    for flags, word in ((["--blocks", "9" * 12], "9" * 12), (["--block-size", "9" * 15], "9" * 15),
+        (["--threads", "9" * 12], "9" * 12),
+                        (["--host", "a" * 99], "--host"), (["--mod", "tiny"], "--mod"),
+                        (["--queue", "9" * 5000], "--queue")):  # fmt: skip
         assert word[:80] in refusal([*tiny, *flags], capfd)
 
     def fails(name):

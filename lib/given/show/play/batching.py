@@ -16,13 +16,16 @@ LEFT, TOP, ROW = 22, 24, 15
 STRIP, TALL = TOP + ROW * N_REQUESTS + 32, 40
 WAYS = ("static", "continuous")
 ALT = (
-    "A row for each of ten requests, a column for each step: prompts, single tokens, and steps in which a request waits. "
+    "A row for each of ten requests, a column for each step: prompts, single tokens, "
+    "and steps in which a request waits. "
     "Below, on the same steps, the blocks of the pool that are in use."
 )
 
 
 class Step(NamedTuple):
-    """A step: the tokens of each request that takes part, which of them are computed again, and the blocks in use after it."""
+    """A step: the tokens of each request that takes part, which of them are computed again,
+    and the blocks in use after it.
+    """
 
     tokens: dict[int, int]
     again: set[int]
@@ -51,7 +54,10 @@ def requests() -> list[Request]:
 
 
 def steps_of(make_scheduler: Callable[[int, int, int], Any], way: str, max_tokens: int, n_blocks: int) -> list[Step]:
-    """What happens. A static batch takes as many requests as fit with all their tokens, and no other until all have ended."""
+    """What happens.
+
+    A static batch takes as many requests as fit with all their tokens, and no other until all have ended.
+    """
     scheduler, asked, found = make_scheduler(max_tokens, n_blocks, BLOCK_SIZE), requests(), []
     queue, computed = list(asked), dict[Any, int]()
     while queue or scheduler.waiting or scheduler.running:

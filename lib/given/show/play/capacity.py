@@ -11,7 +11,10 @@ from lib.given.show.tokens import Html
 
 N_TOKENS, N_EXPERTS, K = 24, 6, 2
 LEFT, STEP, CELL, TOP, BASE = 14, 57, 6.6, 26, 198
-ALT = "A column for each of six experts: the assignments that it accepts, up to a line for its capacity, and those that are dropped above it."
+ALT = (
+    "A column for each of six experts: the assignments that it accepts, up to a line for its capacity, "
+    "and those that are dropped above it."
+)
 
 Mask = Callable[[Tensor, int, float], Tensor]
 
@@ -32,7 +35,9 @@ def capacity(
 
 
 def routed(preference: float) -> Tensor:
-    """The experts ``[24, 2]`` of each token: random logits, and a preference that falls from the first expert to the last."""
+    """The experts ``[24, 2]`` of each token: random logits,
+    and a preference that falls from the first expert to the last.
+    """
     logits = torch.randn(N_TOKENS, N_EXPERTS, generator=torch.Generator().manual_seed(3))
     return (logits - preference * torch.arange(N_EXPERTS) / 2).argsort(dim=-1, descending=True, stable=True)[:, :K]
 

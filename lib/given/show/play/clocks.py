@@ -1,4 +1,6 @@
-"""The clocks of RoPE: each pair of features is a hand, and the angle between query and key depends on their distance only."""
+"""The clocks of RoPE: each pair of features is a hand,
+and the angle between query and key depends on their distance only.
+"""
 
 import math
 from collections.abc import Callable
@@ -14,7 +16,8 @@ POSITIONS, DISTANCES = range(33), range(25)
 RADIUS, TOP, MIDDLE = 38, 60, 170
 SCORES = (290, 44)  # base line of a score of 0, and the height of 1
 ALT = (
-    "Four clock faces, one for each pair of features, with a hand for the key and one for the query; below each the angle "
+    "Four clock faces, one for each pair of features, with a hand for the key and one for the query; "
+    "below each the angle "
     "between the two; at the bottom the score against the distance."
 )
 
@@ -63,7 +66,10 @@ def figure(rope_frequencies: Callable[..., Tensor]) -> Figure:
 
     def say(distance: int) -> str:
         angles = ", ".join(f"{distance * speed:.2f}" for speed in speeds)
-        return f"Distance {distance}: the hands are {angles} radians apart, and the score is {score(distance):.2f}, wherever the key is."
+        return (
+            f"Distance {distance}: the hands are {angles} radians apart, "
+            f"and the score is {score(distance):.2f}, wherever the key is."
+        )
 
     key = Control(name="key", label="key's position n", values=POSITIONS, start=2, still=2)
     distance = Control(name="distance", label="distance m - n", values=DISTANCES, start=3, still=3)

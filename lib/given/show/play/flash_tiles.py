@@ -1,4 +1,6 @@
-"""FlashAttention's walk: one tile of scores exists at a time, and each row keeps a maximum m, a sum l and an output a."""
+"""FlashAttention's walk: one tile of scores exists at a time, and each row keeps a maximum m,
+a sum l and an output a.
+"""
 
 import math
 from collections.abc import Callable
@@ -16,7 +18,8 @@ LEFT, TOP = 22, 34
 COLUMNS = {"m": 244, "l": 280, "a": 318, "o": 356}  # right ends
 MASKS = ("none", "causal")
 ALT = (
-    "A grid of 8 queries by 8 keys in tiles of 2 by 2: the scores of one tile are there, those of earlier ones are gone. Beside each "
+    "A grid of 8 queries by 8 keys in tiles of 2 by 2: the scores of one tile are there, "
+    "those of earlier ones are gone. Beside each "
     "row its running maximum m, sum l, weighted sum a of the values, and at the end the output o."
 )
 Update = Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -140,7 +143,10 @@ def _picture(walk: list[Moment], step: int, mask: str) -> str:
 def _scores(row: int, col: int, mask: str) -> str:
     """The tile that is on the chip, with its scores; hidden ones stay empty."""
     scores = hidden(scores_and_values()[0], mask)
-    drawn = [rect(LEFT + col * CELL, TOP + row * CELL, TILE * CELL, TILE * CELL, fill=ORANGE, fill_opacity="0.3", stroke=ORANGE, stroke_width=2)]  # fmt: skip
+    drawn = [
+        rect(LEFT + col * CELL, TOP + row * CELL, TILE * CELL, TILE * CELL, fill=ORANGE, fill_opacity="0.3",
+        stroke=ORANGE, stroke_width=2),
+    ]  # fmt: skip
     for i in range(row, row + TILE):
         for j in range(col, col + TILE):
             text = "" if scores[i, j] == -torch.inf else f"{scores[i, j].item() + 0.0:.1f}"
@@ -164,7 +170,10 @@ def _sentence(walk: list[Moment], step: int) -> str:
     if old == -math.inf:
         text += f"m begins at {_signed(m)}"
     elif m > old:
-        text += f"m rises from {_signed(old)} to {_signed(m)}, so the old l and a are multiplied by e^({_signed(old - m)}) = {math.exp(old - m):.2f}"
+        text += (
+            f"m rises from {_signed(old)} to {_signed(m)}, so the old l and a are multiplied by "
+            f"e^({_signed(old - m)}) = {math.exp(old - m):.2f}"
+        )
     else:
         text += f"m stays at {_signed(m)}, so the old l and a stay too"
     text += f", and l is {now.l[row].item():.2f}."

@@ -1,4 +1,6 @@
-"""Losses of all models that cost equally much: drag the compute, and see the best size and the best number of tokens move."""
+"""Losses of all models that cost equally much: drag the compute,
+and see the best size and the best number of tokens move.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +13,10 @@ from lib.given.show.tokens import Html
 LEFT, RIGHT, TOP, BASE = 40, WIDTH - 12, 22, 196
 LOWEST, HIGHEST = 6.0, 13.0  # log10 of the sizes that are drawn
 SMALLEST_LOSS, LARGEST_LOSS = 1.7, 5.0
-ALT = "Curves of loss against model size, one for each amount of compute, each with a lowest point; the chosen one is marked with its optimum."
+ALT = (
+    "Curves of loss against model size, one for each amount of compute, each with a lowest point; "
+    "the chosen one is marked with its optimum."
+)
 
 Optimum = Callable[[float, Chinchilla], tuple[float, float]]
 
@@ -54,8 +59,10 @@ def figure(compute_optimal: Optimum, laws: Mapping[str, Chinchilla], powers: Seq
         n, d = compute_optimal(10.0**power, law)
         smaller = float(law(n / 4, 10.0**power / 6 / (n / 4)))
         return (
-            f"With 1e{power} FLOPs the best model has {_short(n)} parameters and reads {_short(d)} tokens, {d / n:,.1f} for each "
-            f"parameter; its loss is {float(law(n, d)):.3f} nats. A model of a quarter of the size, on four times the tokens, "
+            f"With 1e{power} FLOPs the best model has {_short(n)} parameters and reads {_short(d)} tokens, "
+            f"{d / n:,.1f} for each "
+            f"parameter; its loss is {float(law(n, d)):.3f} nats. A model of a quarter of the size, "
+            "on four times the tokens, "
             f"costs as much and ends at {smaller:.3f}."
         )
 

@@ -1,4 +1,6 @@
-"""Ring attention step by step: which pair of K and V each rank uses, which scores it computes, and how long the others wait."""
+"""Ring attention step by step: which pair of K and V each rank uses, which scores it computes,
+and how long the others wait.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -18,14 +20,17 @@ NAME, NOW, NEXT, WORK = (
 BOX, BAR, MOST = 20, 52, 6
 LAYOUTS = ("no mask", "causal, contiguous", "causal, zigzag")
 ALT = (
-    "A grid of queries by keys, coloured by the rank that computes each part. Beside it, a row for each rank: the pair of K and V "
+    "A grid of queries by keys, coloured by the rank that computes each part. Beside it, "
+    "a row for each rank: the pair of K and V "
     "that it uses, the pair that is on its way to it, and how much it has to compute in this step."
 )
 Indices = Callable[[int, int, int], Sequence[int]]
 
 
 class Tile(NamedTuple):
-    """A chunk of queries and a chunk of keys that a rank multiplies; on the diagonal a causal mask leaves half of it."""
+    """A chunk of queries and a chunk of keys that a rank multiplies;
+    on the diagonal a causal mask leaves half of it.
+    """
 
     query: int
     key: int
@@ -136,10 +141,24 @@ def _row(n_ranks: int, rank: int, step: int, share: float) -> str:
     row = SIDE / n_ranks
     y = TOP + rank * row + (row - BOX) / 2
     now = (rank - max(step, 1) + 1) % n_ranks
-    drawn = [rect(NOW, y, BOX, BOX, fill=COLOURS[now], fill_opacity="0.75"), label(NOW + BOX / 2, y + 14, str(now), kind="middle strong")]  # fmt: skip
+    drawn = [
+        rect(NOW, y, BOX, BOX, fill=COLOURS[now], fill_opacity="0.75"),
+        label(NOW + BOX / 2, y + 14, str(now), kind="middle strong"),
+    ]  # fmt: skip
     if 0 < step < n_ranks:
         following = (now - 1) % n_ranks
-        drawn.append(rect(NEXT, y, BOX, BOX, fill=COLOURS[following], fill_opacity="0.2", stroke=COLOURS[following], stroke_dasharray="3 2"))  # fmt: skip
+        drawn.append(
+            rect(
+                NEXT,
+                y,
+                BOX,
+                BOX,
+                fill=COLOURS[following],
+                fill_opacity="0.2",
+                stroke=COLOURS[following],
+                stroke_dasharray="3 2",
+            )
+        )
         drawn.append(label(NEXT + BOX / 2, y + 14, str(following), kind="middle"))
     if step:
         drawn.append(rect(WORK, y, BAR, BOX, kind="grid"))
@@ -165,7 +184,10 @@ def _sentence(n_ranks: int, done: Sequence[Sequence[float]]) -> str:
     if min(each) == max(each):
         text += f"All ranks compute {_blocks(each[0])}. "
     else:
-        text += f"The ranks compute {', '.join(f'{share:g}' for share in each[:-1])} and {_blocks(each[-1])}, and all wait for the slowest. "
+        text += (
+            f"The ranks compute {', '.join(f'{share:g}' for share in each[:-1])} and {_blocks(each[-1])}, "
+            "and all wait for the slowest. "
+        )
     text += f"So far {_blocks(passed)} of time, {1 - used / passed:.0%} of it spent waiting"
     return text + (f"; the same work in equal parts takes {used:g}." if step == n_ranks else ".")
 

@@ -14,7 +14,8 @@ PARTS = {"compute": BLUE, "sharded": ORANGE, "data": ORANGE, "tensor": ORANGE, "
 LEFT, LONGEST, TOP = 76, 206, 86
 MEMORY_TOP = TOP + 5 * 24 + 14
 ALT = (
-    "Four boxes with the degrees of data, sharded, tensor and pipeline parallelism; below them bars of the seconds that each part of "
+    "Four boxes with the degrees of data, sharded, tensor and pipeline parallelism; "
+    "below them bars of the seconds that each part of "
     "a step takes, and of the memory of a device."
 )
 
@@ -64,7 +65,8 @@ def figure(
             return f"{size}: {found}."
         return (
             f"{size}: {found.layout}. A step is predicted to take {_s(found.step_s)}, and a device to hold "
-            f"{found.memory_bytes / 1e9:.3g} GB. {found.reasons[0]}. For lib.runs it is {found.layout.flags or 'one process'}."
+            f"{found.memory_bytes / 1e9:.3g} GB. {found.reasons[0]}. "
+            f"For lib.runs it is {found.layout.flags or 'one process'}."
         )
 
     gpus_ = Control(name="gpus", label="GPUs", values=gpus, start=7, still=7)

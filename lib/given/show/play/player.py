@@ -1,7 +1,8 @@
 """Figures that one can play with: Python draws every state once, and a short script shows the one that is asked for.
 
-So the numbers of a figure are those of the book's own functions, and the script computes none. A figure is one fragment of
-HTML that needs no other file and no network. Without scripts, and on paper, it is a still.
+So the numbers of a figure are those of the book's own functions, and the script computes none.
+A figure is one fragment of HTML that needs no other file and no network.
+Without scripts, and on paper, it is a still.
 """
 
 import html
@@ -17,7 +18,9 @@ from lib.given.show.tokens import Html
 
 HERE = Path(__file__).parent
 WIDTH = 360
-"""Units of a drawing from left to right: at least as many as a telephone has pixels, so text of 12 units can be read there."""
+"""Units of a drawing from left to right: at least as many as a telephone has pixels,
+so text of 12 units can be read there.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +125,9 @@ class Figure:
 
 
 def as_html(figure: Figure) -> str:
-    """One fragment: the still, the controls (hidden until the script runs), the states, the script and the style sheet."""
+    """One fragment: the still, the controls (hidden until the script runs), the states,
+    the script and the style sheet.
+    """
     controls = "".join(_control(control) for control in figure.controls)
     data = json.dumps(
         {

@@ -1,4 +1,6 @@
-"""The ring of chapter 9, step by step: which ranks' numbers are in which chunk, and which chunk each rank has just sent."""
+"""The ring of chapter 9, step by step: which ranks' numbers are in which chunk,
+and which chunk each rank has just sent.
+"""
 
 import math
 
@@ -10,7 +12,8 @@ from lib.given.show.tokens import Html
 
 HEIGHT, BOX = 346, 20
 ALT = (
-    "Ranks in a circle, each with a row of chunks; in a chunk there is a stripe for each rank whose numbers are summed in it. "
+    "Ranks in a circle, each with a row of chunks; in a chunk there is a stripe for each rank whose "
+    "numbers are summed in it. "
     "Arrows show what each rank sends to its right neighbour in a step."
 )
 
@@ -37,7 +40,9 @@ def figure(most_ranks: int = 6) -> Figure:
 
 
 def sent(n_ranks: int, rank: int, step: int) -> int:
-    """The chunk that a rank sends in step 1, 2, …, by equation (9.3): the second phase begins with a chunk that is complete."""
+    """The chunk that a rank sends in step 1, 2, …, by equation (9.3):
+    the second phase begins with a chunk that is complete.
+    """
     return (rank - step + 1) % n_ranks
 
 

@@ -16,7 +16,10 @@ LOWEST, HIGHEST = -28, 20
 LEFT, BASE, TOP = 8, 176, 44
 STEP = (WIDTH - 2 * LEFT) / (HIGHEST - LOWEST)
 FORMATS = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-ALT = "A histogram of a tensor's magnitudes over powers of two, coloured by what becomes of them: rounded, rounded coarsely, zero, or saturated."
+ALT = (
+    "A histogram of a tensor's magnitudes over powers of two, coloured by what becomes of them: rounded, "
+    "rounded coarsely, zero, or saturated."
+)
 
 Quantize = Callable[[Tensor, Tensor, torch.dtype], Tensor]
 
@@ -86,8 +89,10 @@ def figure(quantize: Quantize, exponents: Sequence[int]) -> Figure:
         scale, dtype = 2.0**exponent, FORMATS[name]
         shares = {fate: float(mask.float().mean()) for fate, mask in fates(x, scale, dtype, quantize).items()}
         return (
-            f"Divided by 2^{exponent} and rounded to {name}, {shares['zero']:.1%} of the numbers become 0, {shares['coarse']:.1%} are "
-            f"subnormal, with fewer digits, and {shares['beyond']:.1%} saturate. Signal over noise: {decibels(x, scale, dtype, quantize):.1f} dB."
+            f"Divided by 2^{exponent} and rounded to {name}, {shares['zero']:.1%} of the numbers become 0, "
+            f"{shares['coarse']:.1%} are "
+            f"subnormal, with fewer digits, and {shares['beyond']:.1%} saturate. Signal over noise: "
+            f"{decibels(x, scale, dtype, quantize):.1f} dB."
         )
 
     format_ = Control(

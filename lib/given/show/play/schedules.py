@@ -19,7 +19,8 @@ LEFT, TOP, ROWS = 22, 26, 176
 STRIP, TALL = TOP + ROWS + 38, 44
 KINDS = {"F": ("forward", BLUE), "B": ("backward", ORANGE), "W": ("weights' gradients", GREEN)}
 ALT = (
-    "A row for each stage of a pipeline with a box for each forward and backward of a micro-batch; empty is where a stage waits. "
+    "A row for each stage of a pipeline with a box for each forward and backward of a micro-batch; "
+    "empty is where a stage waits. "
     "Below, on the same scale of time, the activations that stage 0 keeps."
 )
 
@@ -28,15 +29,18 @@ def schedules(schedule_of: Mapping[str, Schedule], simulate: Simulate) -> Html:
     """Schedules for 2, 4 and 8 stages and 1 to 16 micro-batches.
 
     Args:
-        schedule_of: For each schedule's name a function that gives a stage's list of actions, or raises a ``ValueError`` where the
-            schedule does not exist.
+        schedule_of: For each schedule's name a function that gives a stage's list of actions,
+            or raises a ``ValueError`` where the schedule does not exist.
         simulate: Chapter 17's function, which tells when each action is done.
     """
     return figure(schedule_of, simulate)()
 
 
 def timeline(schedule: Schedule, simulate: Simulate, n_stages: int, n_micro: int) -> Sequence[Work]:
-    """What every stage does when. The unit of time is a stage's forward over all its layers; its whole backward takes two."""
+    """What every stage does when.
+
+    The unit of time is a stage's forward over all its layers; its whole backward takes two.
+    """
     lists = [schedule(stage, n_stages, n_micro) for stage in range(n_stages)]
     actions = [action for one in lists for action in one]
     n_chunks = 1 + max(action.chunk for action in actions)
@@ -74,8 +78,10 @@ def figure(schedule_of: Mapping[str, Schedule], simulate: Simulate) -> Figure:
             return f"{size}: {str(drawn).rstrip('.')}."
         kept = most_kept(drawn)
         return (
-            f"{size}: a step takes {max(w.end for w in drawn):g} forwards of a stage, and stages wait {idle_share(drawn):.1%} "
-            f"of it. Stage 0 keeps the activations of {kept:g} micro-batch{'es' if kept != 1 else ''} at most, and the stages "
+            f"{size}: a step takes {max(w.end for w in drawn):g} forwards of a stage, "
+            f"and stages wait {idle_share(drawn):.1%} "
+            f"of it. Stage 0 keeps the activations of {kept:g} micro-batch{'es' if kept != 1 else ''} at "
+            "most, and the stages "
             f"send {n_messages(drawn)} messages."
         )
 

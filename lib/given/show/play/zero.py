@@ -13,7 +13,10 @@ STAGES = ("plain", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 CARD_GB = 80
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 LEFT, LONGEST, ROW = 58, 222, 38
-ALT = "Bars of memory a device for plain data parallel and ZeRO's stages 1 to 3, in parameters, gradients and optimizer state."
+ALT = (
+    "Bars of memory a device for plain data parallel and ZeRO's stages 1 to 3, in parameters, "
+    "gradients and optimizer state."
+)
 
 Memory = Callable[[int, int, int, float, float, float], float]
 
@@ -64,7 +67,10 @@ def figure(memory_per_device: Memory, sizes: Sequence[float], ranks: Sequence[in
             if total <= CARD_GB
             else f"does not fit on {card}, even without activations"
         )
-        return f"{STAGES[stage]}, {size / 1e9:g} billion parameters, {n_ranks} ranks: {account} = {_gb(total)} GB on each device. That {fits}."
+        return (
+            f"{STAGES[stage]}, {size / 1e9:g} billion parameters, {n_ranks} ranks: "
+            f"{account} = {_gb(total)} GB on each device. That {fits}."
+        )
 
     stage_ = Control(name="stage", label="stage", values=range(4), shown=STAGES, kind="choice", still=2)
     size_ = Control(
