@@ -467,8 +467,6 @@ TOO_LONG = {
     "08_speed.md": 4861,
     "15_flash_attention.md": 6017,
     "16_scaling.md": 5175,
-    "17_pipeline.md": 5745,
-    "18_context_parallel.md": 5667,
     "22_scaling_laws.md": 4956,
 }
 
