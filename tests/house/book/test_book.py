@@ -465,7 +465,6 @@ def test_cells_are_short(path):
 MOST_WORDS = 4_500
 TOO_LONG = {
     "08_speed.md": 4861,
-    "22_scaling_laws.md": 4956,
 }
 
 
