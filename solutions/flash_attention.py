@@ -288,7 +288,7 @@ def flash_backward_dq_kernel(q, k, v, o, do, lse, delta, dq, T, S, scale, GROUP:
 @triton.jit
 def flash_backward_dkdv_kernel(q, k, v, do, lse, delta, dk, dv, T, S, scale, GROUP: tl.constexpr, D: tl.constexpr,
                                WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
-    """Gradients of one tile of keys and values; the grid is (heads of keys, tiles of keys). (Exercise)
+    """Gradients of one tile of keys and values; the grid is (key/value heads, tiles of keys). (Exercise)
 
     Size: 45 minutes, difficulty 5, core.
 

@@ -420,7 +420,7 @@ class Int4Linear(nn.Module):
 def gptq(
     weight: Float[Tensor, "n k"], hessian: Float[Tensor, "k k"], group_size: int = 128
 ) -> tuple[UInt8[Tensor, "n k"], Float[Tensor, "n g"], UInt8[Tensor, "n g"]]:
-    """Round weights to four bits column by column, and let later columns make good the error of each. (Exercise)
+    """Round weights to four bits column by column, and let later columns compensate for the error of each. (Exercise)
 
     Size: 45 minutes, difficulty 5, core.
 

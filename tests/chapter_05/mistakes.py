@@ -247,7 +247,8 @@ edits(
     the logits went through a softmax; cross-entropy applies it itself
     - .mean(dim=1))
     + .mean(dim=1)).softmax(-1)
-    no block is registered, so neither the optimizer nor state_dict knows about them: `self.blocks` is a plain list, or missing
+    no block is registered, so neither the optimizer nor state_dict knows about them:
+    `self.blocks` is a plain list, or missing
     - nn.ModuleList(ViTBlock(config) for _ in range(config.n_layers))
     + [ViTBlock(config) for _ in range(config.n_layers)]
     there is one block too few: the config asks for n_layers of them

@@ -725,7 +725,7 @@ class ForwardHeadInGroup(_Faulty, kernel=_forward_kernel, fault=IN_GROUP):
 
 @mistake(
     "flash_forward_kernel",
-    "heads of keys are assigned in turn, head modulo their number, instead of head // GROUP",
+    "key/value heads are assigned in turn, head modulo their number, instead of head // GROUP",
 )
 class ForwardHeadsInTurn(_Faulty, kernel=_forward_kernel, fault=TURNS):
     pass
@@ -800,7 +800,7 @@ class DqNothingSkipped(_Faulty, kernel=_dq_kernel, fault=NO_SKIP):
 
 @mistake(
     "flash_backward_dq_kernel",
-    "heads of keys are assigned in turn, head modulo their number, instead of head // GROUP",
+    "key/value heads are assigned in turn, head modulo their number, instead of head // GROUP",
 )
 class DqHeadsInTurn(_Faulty, kernel=_dq_kernel, fault=TURNS):
     pass

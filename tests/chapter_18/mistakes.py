@@ -546,7 +546,7 @@ def ulysses_repeats_all(q, k, v, is_causal=False, group=None):
 
 @mistake(
     "ulysses_attention",
-    "the heads of keys are repeated as 0 1 0 1 instead of 0 0 1 1: queries meet another group's keys",
+    "the key/value heads are repeated as 0 1 0 1 instead of 0 0 1 1: queries meet another group's keys",
 )
 def ulysses_tiles_heads(q, k, v, is_causal=False, group=None):
     n_repeats = dist.get_world_size(group) // math.gcd(dist.get_world_size(group), k.shape[2])
@@ -574,7 +574,7 @@ def ulysses_untransposed(q, k, v, is_causal=False, group=None):
     return reference.sequence_to_heads(flash_attention(q, k, v, is_causal), group)
 
 
-@mistake("ulysses_attention", "fewer heads of keys than ranks are refused instead of repeated")
+@mistake("ulysses_attention", "fewer key/value heads than ranks are refused instead of repeated")
 def ulysses_refuses_few(q, k, v, is_causal=False, group=None):
     equal_part(q.shape[2], dist.get_world_size(group), "the number of query heads")
     equal_part(k.shape[2], dist.get_world_size(group), "the number of key heads")
@@ -1213,14 +1213,14 @@ right_bytes = reference.context_parallel_bytes
 
 
 def all_to_all_bytes(config, batch, length, n_ranks, key_heads):
-    """Bytes of four all-to-alls a layer, with so many heads of keys on all ranks together."""
+    """Bytes of four all-to-alls a layer, with so many key/value heads on all ranks together."""
     head_bytes = 2 * batch * (length // n_ranks) * (config.dim // config.n_heads)
     return config.n_layers * 4 * (config.n_heads + key_heads) // n_ranks * (n_ranks - 1) * head_bytes
 
 
 @mistake(
     "context_parallel_bytes",
-    'for "ulysses", max(G, R) heads of keys are counted; ranks that don\'t divide G get the least common multiple',
+    'for "ulysses", max(G, R) key/value heads are counted; ranks that don\'t divide G get the least common multiple',
 )
 def bytes_of_the_larger(config, batch, length, n_ranks, kind):
     right = right_bytes(config, batch, length, n_ranks, kind)
@@ -1338,7 +1338,7 @@ def hidden_one_tensor(config, n_ranks, peak_flops, bandwidth):
     return reference.hidden_length(config, n_ranks, peak_flops / 2, bandwidth)
 
 
-@mistake("hidden_length", "G/H is turned over: fewer heads of keys make the length longer")
+@mistake("hidden_length", "G/H is turned over: fewer key/value heads make the length longer")
 def hidden_turned_over(config, n_ranks, peak_flops, bandwidth):
     found = config.n_heads * peak_flops / (config.n_kv_heads * bandwidth)
     return max(1, math.ceil(found)) if n_ranks > 1 else 1

@@ -899,7 +899,7 @@ def test_context_parallel_bytes_by_hand():
         (LLAMA_2_70B, 1, 16_384, 16, 15_099_494_400, 6_291_456_000),
         (GPT2Config(vocab_size=16, context_len=16, dim=12, n_layers=2, n_heads=3), 2, 6, 3, 2304, 1024),
         (LLAMA_2_7B, 4, 4096, 1, 0, 0),
-        # 4 heads of keys on 6 ranks are sent as 12, the least common multiple: 2 x 12 + 2 x 12 heads of 2 x 2 bytes, 5 of 6 leave, twice
+        # 4 key/value heads on 6 ranks are sent as 12, the least common multiple: 2 x 12 + 2 x 12 heads of 2 x 2 bytes, 5 of 6 leave, twice
         (LlamaConfig(vocab_size=16, dim=24, n_layers=1, n_heads=12, n_kv_heads=4, hidden_dim=8), 1, 6, 6, 480, 320),
     ],
 )

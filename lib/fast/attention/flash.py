@@ -273,7 +273,7 @@ def fast_dkdv_kernel(
     q, k, v, do, dk, dv, stats, T, S, G, padded, scale2, scale,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Like ``flash_backward_dkdv_kernel``. G is the number of heads of keys in a batch."""
+    """Like ``flash_backward_dkdv_kernel``. G is the number of key/value heads in a batch."""
     head, start = tl.program_id(1), tl.program_id(0) * COLS
     b, g = head // G, head % G
     cols = start + tl.arange(0, COLS)

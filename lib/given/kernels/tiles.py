@@ -52,7 +52,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> int:
 def fold_groups(
     q: Float[Tensor, "*lead t d"], k: Float[Tensor, "*lead_kv s d"], v: Float[Tensor, "*lead_kv s d"]
 ) -> tuple[Float[Tensor, "n g r t d"], Float[Tensor, "n g 1 s d"], Float[Tensor, "n g 1 s d"]]:
-    """Bring any layout to five axes: batch, heads of keys, query heads that share one, tokens, width.
+    """Bring any layout to five axes: batch, key/value heads, query heads that share one, tokens, width.
 
     Raises:
         ValueError: as `check_shapes`.

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 
+import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from lib.given.parallel.pipeline import Work, kept_over_time
+from lib.given.show.parallel import cells
 from lib.given.show.plots import COLOURS, GREY
 
 KINDS = dict(zip("FBW", COLOURS, strict=False))
@@ -48,3 +51,18 @@ def draw_kept(ax: Axes, work: Sequence[Work], stages: Sequence[int] = (0,), most
         most = max([most, *held])
     ax.set(ylim=(0, 1.08 * most), ylabel="kept")
     ax.yaxis.set_major_locator(MaxNLocator(3, integer=True))
+
+
+def draw_chunks(n_layers: int = 16, n_ranks: int = 4, n_chunks: int = 2) -> Figure:
+    """The layers of a model in a row, in the colour of their rank: one stretch a rank, and below it several chunks a rank."""
+    fig, axes = plt.subplots(2, 1, figsize=(6.6, 2.3))
+    for ax, v, title in zip(axes, (1, n_chunks), ("one stage a rank", f"{n_chunks} chunks a rank"), strict=True):
+        width = n_layers // (n_ranks * v)
+        ranks = [layer // width % n_ranks for layer in range(n_layers)]
+        cells(ax, 0.0, 0.0, [COLOURS[rank] for rank in ranks], [str(layer) for layer in range(n_layers)])
+        for group in range(n_ranks * v):
+            middle = (group + 0.5) * width
+            ax.text(middle, -0.4, f"rank {group % n_ranks}", ha="center", va="center", color=COLOURS[group % n_ranks])
+        ax.set(xlim=(-0.1, n_layers + 0.1), ylim=(-0.8, 1.1), title=title)
+        ax.axis("off")
+    return fig

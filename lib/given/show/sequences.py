@@ -113,3 +113,44 @@ def _steps(ax: Axes, shares: Sequence[Sequence[int]]) -> None:
             ax.bar(step * (n_ranks + 1.5) + rank, n, width=0.9, color=COLOURS[rank], alpha=0.8)
     middles = [step * (n_ranks + 1.5) + (n_ranks - 1) / 2 for step in range(n_ranks)]
     ax.set(xticks=middles, xticklabels=range(1, n_ranks + 1), xlabel="step", ylim=(0, len(shares[0]) ** 2))
+
+
+def draw_ring_backward(n_ranks: int = 4) -> Figure:
+    """Steps by ranks in the backward of ring attention: where pair 0 is, and where the sum of its gradients is.
+
+    Pair 0 is on rank s in step s. The sum leaves a rank one step after the pair, and comes home after the last step.
+    """
+    fig, ax = plt.subplots(figsize=(6.4, 3.9))
+    for step in range(n_ranks + 1):
+        y = float(n_ranks - step)
+        ax.text(-0.75, y, f"step {step + 1}" if step < n_ranks else "at the end", ha="right", va="center")
+        if step < n_ranks:
+            box(ax, step, y + 0.17, "pair 0", COLOURS[step], (0.86, 0.3))
+        if step < n_ranks - 1:
+            arrow(ax, (step + 0.43, y + 0.1), (step + 1.0, y - 0.67), COLOURS[0])
+        if step == 0:
+            _sum_box(ax, 0, y, "own part waits")
+            ax.plot(
+                [-0.43, -0.55, -0.55, -0.43],
+                [y - 0.24, y - 0.24, -0.24, -0.24],
+                color=GREY,
+                linewidth=1.2,
+                linestyle=":",
+            )
+        elif step < n_ranks:
+            _sum_box(ax, step, y, "sum of " + ", ".join(str(rank) for rank in range(1, step + 1)))
+            ends = ((0.43, 0.57), (-0.24, -1.24)) if step < n_ranks - 1 else ((-0.1, 0.43 - step), (-0.41, -1.24))
+            (from_x, to_x), (from_y, to_y) = ends
+            arrow(ax, (step + from_x, y + from_y), (step + to_x, y + to_y), COLOURS[2])
+    _sum_box(ax, 0, 0.0, "all parts")
+    for rank in range(n_ranks):
+        ax.text(rank, n_ranks + 0.62, f"rank {rank}", ha="center", va="center", color=COLOURS[rank])
+    ax.set(xlim=(-1.6, n_ranks - 0.4), ylim=(-0.7, n_ranks + 0.9))
+    ax.axis("off")
+    return fig
+
+
+def _sum_box(ax: Axes, x: float, y: float, text: str) -> None:
+    """An outlined box, a little below the pair's."""
+    ax.add_patch(Rectangle((x - 0.43, y - 0.41), 0.86, 0.34, facecolor="none", edgecolor=COLOURS[2], linewidth=1.6))
+    ax.text(x, y - 0.245, text, ha="center", va="center", fontsize=9)

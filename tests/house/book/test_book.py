@@ -463,14 +463,6 @@ def test_cells_are_short(path):
 
 
 MOST_WORDS = 4_500
-TOO_LONG = {
-    "08_speed.md": 4861,
-    "15_flash_attention.md": 6017,
-    "16_scaling.md": 5175,
-    "17_pipeline.md": 5745,
-    "18_context_parallel.md": 5667,
-    "22_scaling_laws.md": 4956,
-}
 
 
 def words_of_prose(page: str) -> int:
@@ -496,18 +488,9 @@ def test_words_of_prose_counts_what_a_reader_reads():
 
 @by_chapter
 def test_a_chapter_is_no_longer_than_a_reader_bears(chapter):
-    """``TOO_LONG`` holds the pages that are still to be cut, with their words of today:
-    its numbers only get smaller.
-    """
-    page = chapter.path.name
-    assert words_of_prose(chapter.path.read_text(encoding="utf-8")) <= TOO_LONG.get(page, MOST_WORDS), (
+    assert words_of_prose(chapter.path.read_text(encoding="utf-8")) <= MOST_WORDS, (
         "cut what is said twice and what a picture says; move the rest of a measurement to its page in the back matter"
     )
-
-
-def test_a_page_that_has_been_cut_is_no_exception_any_more():
-    texts = {chapter.path.name: chapter.path.read_text(encoding="utf-8") for chapter in CHAPTERS}
-    assert [page for page, n in TOO_LONG.items() if words_of_prose(texts[page]) <= max(MOST_WORDS, n - 50)] == []
 
 
 def test_measurements_say_where_they_come_from():
