@@ -1,6 +1,7 @@
 """The front page's numbers, each counted or measured, and the entry by which the book is cited."""
 
 import html
+import tomllib
 
 import yaml
 
@@ -111,6 +112,53 @@ def _short(measured: dict) -> str:
     """The hardware and the day, without the version of Python."""
     on, *_, date = hardware(measured).split(", ")
     return f"{on}, {date}"
+
+
+COLAB_BRANCH = "notebooks"
+"""Where the workflow that publishes the site puts every page as a notebook: Colab opens files of a repository only."""
+COLAB_CHAPTERS = range(1, 9)
+"""Chapters whose cells need one process and no Triton, or say what they skip."""
+
+
+class Doors:
+    """The ways into the book, as buttons."""
+
+    def __init__(self, found: list[tuple[str, str]]):
+        self.found = found
+
+    def _repr_html_(self) -> str:
+        links = (
+            f'<a class="workbook-door" href="{html.escape(url)}">{html.escape(text)}</a>' for text, url in self.found
+        )
+        return f'<p class="workbook-doors">{" ".join(links)}</p>'
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{text}: {url}" for text, url in self.found)
+
+
+def repository() -> str:
+    """The address of the book's repository, from pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return project["urls"]["Source"]
+
+
+def doors() -> Doors:
+    """Where a reader can open the book without installing it, and where to get it."""
+    source = repository()
+    name = source.removeprefix("https://github.com/")
+    notebooks = f"https://colab.research.google.com/github/{name}/blob/{COLAB_BRANCH}"
+    colab = [
+        (f"Open chapter {chapter.number} in Colab", f"{notebooks}/chapters/{chapter.path.stem}.ipynb")
+        for chapter in chapters().values()
+        if chapter.number in COLAB_CHAPTERS
+    ]
+    return Doors(
+        [
+            ("Open in Codespaces", f"https://codespaces.new/{name}"),
+            ("Download", f"{source}/archive/refs/heads/main.zip"),
+            *colab,
+        ]
+    )
 
 
 def citation() -> Listing:
