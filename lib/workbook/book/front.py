@@ -121,19 +121,24 @@ COLAB_CHAPTERS = range(1, 9)
 
 
 class Doors:
-    """The ways into the book, as buttons."""
+    """The ways into the book, as buttons, each with its address; those of a row share the words before them."""
 
-    def __init__(self, found: list[tuple[str, str]]):
-        self.found = found
+    def __init__(self, rows: dict[str, list[tuple[str, str]]]):
+        self.rows = rows
 
     def _repr_html_(self) -> str:
-        links = (
-            f'<a class="workbook-door" href="{html.escape(url)}">{html.escape(text)}</a>' for text, url in self.found
+        return "".join(
+            f'<p class="workbook-doors">{html.escape(head)} {" ".join(_door(head, *found) for found in row)}</p>'
+            for head, row in self.rows.items()
         )
-        return f'<p class="workbook-doors">{" ".join(links)}</p>'
 
     def __repr__(self) -> str:
-        return "\n".join(f"{text}: {url}" for text, url in self.found)
+        return "\n".join(f"{head} {text}: {url}".strip() for head, row in self.rows.items() for text, url in row)
+
+
+def _door(head: str, text: str, url: str) -> str:
+    label = html.escape(f"{head} {text}".strip())
+    return f'<a class="workbook-door" href="{html.escape(url)}" aria-label="{label}">{html.escape(text)}</a>'
 
 
 def repository() -> str:
@@ -146,18 +151,16 @@ def doors() -> Doors:
     """Where a reader can open the book without installing it, and where to get it."""
     source = repository()
     name = source.removeprefix("https://github.com/")
-    notebooks = f"https://colab.research.google.com/github/{name}/blob/{COLAB_BRANCH}"
-    colab = [
-        (f"Open chapter {chapter.number} in Colab", f"{notebooks}/chapters/{chapter.path.stem}.ipynb")
-        for chapter in chapters().values()
-        if chapter.number in COLAB_CHAPTERS
-    ]
+    notebooks = f"https://colab.research.google.com/github/{name}/blob/{COLAB_BRANCH}/chapters"
+    first = [chapter for chapter in chapters().values() if chapter.number in COLAB_CHAPTERS]
     return Doors(
-        [
-            ("Open in Codespaces", f"https://codespaces.new/{name}"),
-            ("Download", f"{source}/archive/refs/heads/main.zip"),
-            *colab,
-        ]
+        {
+            "": [
+                ("Open in Codespaces", f"https://codespaces.new/{name}"),
+                ("Download", f"{source}/archive/refs/heads/main.zip"),
+            ],
+            "Open in Colab, chapter": [(str(c.number), f"{notebooks}/{c.path.stem}.ipynb") for c in first],
+        }
     )
 
 

@@ -15,9 +15,10 @@ import jupytext
 import pytest
 import yaml
 
-from lib.workbook.book.catalog import ROOT, BookError, all_exercises, chapters, pages
+from lib.workbook.book.catalog import ROOT, BookError, all_exercises, chapters, pages, routes
 from lib.workbook.book.front import citation
 from lib.workbook.tools import site as sites
+from lib.workbook.tools.tryit import assets
 from tests.house.browsing import chromium, missing, record_faults
 
 SCREENSHOTS = ROOT / "_build" / "screenshots"
@@ -358,7 +359,14 @@ def test_the_first_page_is_the_front_page(page, built, address):
     assert "http-equiv" not in (built / "index.html").read_text(encoding="utf-8"), "it is the page itself, no redirect"
     page.goto(f"{address}/index.html")
     assert page.title().startswith("The Scaling Workbook")
-    assert page.locator(".bd-article svg[role=img]").get_attribute("aria-label")
+    assert page.locator(".bd-article svg.workbook-drawing").get_attribute("aria-label")
+    assert page.locator("figure.workbook-play-schedules[data-live]").count() == 1
+    for route in routes().values():
+        assert page.locator(".bd-article table").get_by_text(route.title, exact=True).count() == 1
+    if assets.folders():
+        assert "MB" in page.locator(".workbook-try .try-check").inner_text()
+    else:
+        assert page.locator(".workbook-try .try-recorded").is_visible()
     numbers = page.locator(".workbook-numbers strong").all_inner_texts()
     assert len(numbers) == 4
     assert str(len(all_exercises())) in numbers[0]

@@ -14,9 +14,9 @@ SCRIPTS = ("page.js", "worker.mjs")
 EXERCISES = ("merge_pair",)
 
 
-def write() -> None:
+def write(into: Path = STATIC) -> None:
     """Write the files anew; without a Python for the browser, say so and leave none, and the page shows its recorded run."""
-    shutil.rmtree(STATIC, ignore_errors=True)
+    shutil.rmtree(into, ignore_errors=True)
     try:
         source = python.folder()
     except python.NotFetched as error:
@@ -24,12 +24,12 @@ def write() -> None:
             f"No Python for the browser ({error}): the front page shows a recorded run, and its exercise cannot be tried."
         )
         return
-    shutil.copytree(source, STATIC / "tryit" / "python")
+    shutil.copytree(source, into / "tryit" / "python")
     for name in SCRIPTS:
-        shutil.copy(HERE / name, STATIC / "tryit" / name)
+        shutil.copy(HERE / name, into / "tryit" / name)
     for name in EXERCISES:
-        (STATIC / "tryit" / f"{name}.json").write_text(json.dumps(kit.make(name)), encoding="utf-8")
-    print(f"The front page's exercise runs in the browser; the first check of it loads {n_bytes() / 1e6:.1f} MB.")
+        (into / "tryit" / f"{name}.json").write_text(json.dumps(kit.make(name)), encoding="utf-8")
+    print(f"The front page's exercise runs in the browser; the first check of it loads {n_bytes(into) / 1e6:.1f} MB.")
 
 
 def folders() -> list[str]:
@@ -37,6 +37,6 @@ def folders() -> list[str]:
     return [str(STATIC)] if STATIC.exists() else []
 
 
-def n_bytes() -> int:
+def n_bytes(folder: Path = STATIC) -> int:
     """What a page loads at the first check."""
-    return sum(path.stat().st_size for path in (STATIC / "tryit").rglob("*") if path.suffix not in (".txt", ".js"))
+    return sum(path.stat().st_size for path in (folder / "tryit").rglob("*") if path.suffix not in (".txt", ".js"))

@@ -44,7 +44,7 @@ class Judge:
     """
 
     def __init__(self, kit: dict[str, Any], tell: Callable[[str], None] = lambda case: None):
-        self.kit, self.tell = kit, tell
+        self.kit, self.tell, self.printed = kit, tell, io.StringIO()
         self.graded = SimpleNamespace()
         self.checks = [Check(*check) for check in kit["checks"]]
         self.tests: dict[str, Any] = {each.__name__: each for each in EXPECTATIONS}
