@@ -8,6 +8,7 @@ from urllib.parse import urljoin
 from docutils import nodes
 from sphinx.writers.html5 import HTML5Translator
 
+from lib.workbook.tools.opening import add_opening
 from lib.workbook.tools.site import write_if_new
 from lib.workbook.tools.tryit import assets
 
@@ -28,6 +29,7 @@ def connect(app) -> None:
     for builder in ("html", "dirhtml"):
         app.set_translator(builder, Translator)
     app.connect("doctree-read", mark_captions)
+    app.connect("doctree-read", add_opening)
     app.connect("doctree-read", keep_punctuation)
     app.connect("doctree-resolved", draw_inline)
     app.connect("html-page-context", describe_page)

@@ -116,7 +116,9 @@ def _page(entry: dict) -> str:
 def code_digest() -> str:
     """A name for the code that cells run: it changes whenever lib/ (your answers apart), a reference or a measurement does."""
     apart = {chapter.mine for chapter in chapters().values()}
-    apart |= {Path(__file__).with_name(f"{name}.py") for name in ("site", "pages", "paper")}  # which no cell runs
+    apart |= {
+        Path(__file__).with_name(f"{name}.py") for name in ("site", "pages", "opening", "paper")
+    }  # which no cell runs
     parts = ["lib/**/*.py", "lib/**/*.js", "lib/**/*.css", "solutions/*.py", "chapters/measurements/*.json"]
     parts.append("tests/chapter_01/*.py")  # the front page shows a run of them
     files = [path for part in parts for path in ROOT.glob(part)]
