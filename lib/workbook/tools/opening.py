@@ -30,35 +30,33 @@ def add_opening(app, doctree: nodes.document) -> None:
 
 def box(page: nodes.section, chapter: Chapter) -> list[nodes.Node]:
     """The box as nodes, which take the numbers, formulas and links that the page's own have."""
+    asked = [[nodes.strong("", "Stop and predict, in: "), *_joined(predictions(page))]] if predictions(page) else []
     items = [
-        *_item("Look at", figures(page)),
-        *_item("Stop and predict, in", predictions(page)),
-        *_item("Keep", takeaways(page)),
-        _core(chapter),
+        *([nodes.strong("", "Look at "), *part] for part in figures(page)),
+        *asked,
+        *([nodes.strong("", "Keep: "), *part] for part in takeaways(page)),
+        [nodes.Text(_core(chapter))],
     ]
-    head = nodes.paragraph("", "", nodes.Text("With the question above in mind, and without writing any code:"))
+    head = nodes.paragraph("", "With the question above in mind, and without writing any code:")
+    lines = [nodes.list_item("", nodes.paragraph("", "", *parts)) for parts in items]
     return [
         nodes.raw("", OPEN, format="html"),
         head,
-        nodes.bullet_list("", *items),
+        nodes.bullet_list("", *lines),
         nodes.raw("", "</details>", format="html"),
     ]
 
 
-def _item(words: str, found: list[list[nodes.Node]]) -> list[nodes.list_item]:
-    """A line of the box: what to do, and what with; none if the page has nothing of the kind."""
-    if not found:
-        return []
-    line = nodes.paragraph("", "", nodes.strong("", f"{words}: "))
-    for n, part in enumerate(found):
-        line += [*([nodes.Text(" · ")] if n else []), *part]
-    return [nodes.list_item("", line)]
+def _joined(found: list[list[nodes.Node]]) -> list[nodes.Node]:
+    return [node for n, part in enumerate(found) for node in ([nodes.Text(" · ")] if n else []) + part]
 
 
-def _core(chapter: Chapter) -> nodes.list_item:
+def _core(chapter: Chapter) -> str:
     core = [e for e in chapter.exercises if e.size.weight == "core"]
-    said = f"To write it yourself: the {len(core)} core exercises take about {hours(core)}, all {len(chapter.exercises)} about {hours(chapter.exercises)}."
-    return nodes.list_item("", nodes.paragraph("", said))
+    return (
+        f"To write it yourself: the {len(core)} core exercises take about {hours(core)}, "
+        f"all {len(chapter.exercises)} about {hours(chapter.exercises)}."
+    )
 
 
 # ---- what a page has -------------------------------------------------------------------------------------------------
@@ -72,8 +70,8 @@ def figures(page: nodes.section) -> list[list[nodes.Node]]:
     found = []
     for caption in captions:
         if id(caption) in chosen:
-            name, *rest = caption.children
-            found.append([_link(name.astext().rstrip("."), _id_of(caption)), nodes.Text(":"), *first_sentence(rest)])
+            name, rest = _parted(caption)
+            found.append([_link(name.rstrip("."), _id_of(caption)), nodes.Text(":"), *first_sentence(rest)])
     return found
 
 
@@ -94,32 +92,49 @@ def first_sentence(parts: list[nodes.Node]) -> Iterator[nodes.Node]:
 
 
 def predictions(page: nodes.section) -> list[list[nodes.Node]]:
-    """The sections that ask their reader to predict something, each a link, with the number of questions if there are several."""
-    homes = [_section_of(p) for p in _beginning_with(page, "Predict.")]
-    once = list(dict.fromkeys(homes))
-    return [[_link(_title(s), s["ids"][0]), *_times(homes.count(s))] for s in once]
+    """The page's sections with a link to each question that asks their reader to predict something."""
+    asked: dict[nodes.section, list[str]] = {}
+    for n, paragraph in enumerate(_beginning_with(page, "Predict."), start=1):
+        label = f"predict-{n}"
+        if label not in paragraph["ids"]:
+            paragraph["ids"].append(label)
+        asked.setdefault(_section_of(paragraph, page), []).append(label)
+    return [_asked(_title(section), labels) for section, labels in asked.items()]
 
 
-def _times(n: int) -> list[nodes.Node]:
-    return [nodes.Text(f" ({n} times)")] if n > 1 else []
+def _asked(title: str, labels: list[str]) -> list[nodes.Node]:
+    if len(labels) == 1:
+        return [_link(title, labels[0])]
+    numbers = _joined([[_link(str(n), label)] for n, label in enumerate(labels, start=1)])
+    return [
+        nodes.Text(f"{title} ("),
+        *(nodes.Text(", ") if isinstance(n, nodes.Text) else n for n in numbers),
+        nodes.Text(")"),
+    ]
 
 
 def takeaways(page: nodes.section) -> list[list[nodes.Node]]:
     """The page's takeaways, and a link to its last section, which says what the reader has now."""
-    found = [[node.deepcopy() for node in p.children[1:]] for p in _beginning_with(page, "Takeaway.")]
+    found = [[node.deepcopy() for node in _parted(p)[1]] for p in _beginning_with(page, "Takeaway.")]
     ends = [s for s in page.findall(nodes.section) if s is not page and _title(s).startswith("What you have")]
     return found + [[_link(_title(s), s["ids"][0])] for s in ends[:1]]
 
 
 def _beginning_with(page: nodes.section, words: str) -> list[nodes.paragraph]:
-    starts = ((p, next((child for child in p if child.astext()), None)) for p in page.findall(nodes.paragraph))
-    return [p for p, first in starts if isinstance(first, nodes.strong) and first.astext() == words]
+    return [p for p in page.findall(nodes.paragraph) if _parted(p)[0] == words]
 
 
-def _section_of(node: nodes.Node) -> nodes.section:
-    while not isinstance(node, nodes.section):
+def _parted(paragraph: nodes.paragraph) -> tuple[str, list[nodes.Node]]:
+    """The bold words that a paragraph begins with, and what follows them."""
+    said = [child for child in paragraph if child.astext()]
+    return (said[0].astext(), said[1:]) if said and isinstance(said[0], nodes.strong) else ("", said)
+
+
+def _section_of(node: nodes.Node, page: nodes.section) -> nodes.section:
+    """The section right below the page's title that a node is in, or the page itself."""
+    while node.parent is not page:
         node = node.parent
-    return node
+    return node if isinstance(node, nodes.section) else page
 
 
 def _title(section: nodes.section) -> str:

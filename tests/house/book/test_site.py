@@ -192,7 +192,7 @@ def test_an_opening_is_made_of_what_the_page_has():
     from docutils import nodes
 
     def paragraph(start: str, rest: str, **attributes) -> nodes.paragraph:
-        return nodes.paragraph("", "", nodes.strong("", start), nodes.Text(rest), **attributes)
+        return nodes.paragraph("", "", nodes.Text(""), nodes.strong("", start), nodes.Text(rest), **attributes)
 
     def section(title: str, *children: nodes.Node) -> nodes.section:
         return nodes.section("", nodes.title("", title), *children, ids=[nodes.make_id(title)])
@@ -211,7 +211,8 @@ def test_an_opening_is_made_of_what_the_page_has():
     page = section("A page", section("One", *drawn, asked[0]), section("Two", asked[1]), end)
     said = ["".join(node.astext() for node in part) for part in opening.figures(page)]
     assert said == ["Figure 1.1: Caption 1", "Figure 1.3: Caption 3", "Figure 1.5: Caption 5"]
-    assert [part[0]["refid"] for part in opening.predictions(page)] == ["one", "two"]
+    assert [part[0]["refid"] for part in opening.predictions(page)] == ["predict-1", "predict-2"]
+    assert asked[1]["ids"] == ["predict-2"]
     assert [part[0].astext() for part in opening.takeaways(page)] == [" Less is more.", "What you have now"]
     text = opening.box(page, chapters()["rope"])[2].astext()
     assert "core exercises take about" in text
@@ -418,7 +419,7 @@ def test_a_chapter_opens_with_what_to_read_in_twenty_minutes(page, address, chap
     opening.locator("summary").click()
     asked = [link for link in opening.locator("a").all() if link.is_visible()]
     assert sum(link.inner_text().startswith("Figure ") for link in asked) in (2, 3)
-    assert {"Look at:", "Keep:"} <= {strong.inner_text().strip() for strong in opening.locator("strong").all()}
+    assert {"Look at", "Keep:"} <= {strong.inner_text().strip() for strong in opening.locator("strong").all()}
     n_core = sum(e.size.weight == "core" for e in chapter.exercises)
     assert f"the {n_core} core exercises take about" in opening.inner_text()
 
