@@ -1,4 +1,4 @@
-"""Read it in twenty minutes: a box at the head of each chapter's page, made from the page's own figures, questions and takeaways."""
+"""Read it in twenty minutes: a box at the head of a chapter, made of the page's figures, questions and takeaways."""
 
 import re
 from collections.abc import Iterator
@@ -63,7 +63,7 @@ def _core(chapter: Chapter) -> str:
 
 
 def figures(page: nodes.section) -> list[list[nodes.Node]]:
-    """Two or three figures, each a link with the first sentence of its caption: those to play with, the first and the last."""
+    """Up to three figures, each a link and its caption's first sentence: those to play with, the first and the last."""
     captions = [p for p in page.findall(nodes.paragraph) if "workbook-caption" in p["classes"] and _id_of(p)]
     by_rank = sorted(captions, key=lambda p: ("-play-" not in _id_of(p), p is not captions[0], p is not captions[-1]))
     chosen = {id(p) for p in by_rank[:MOST_FIGURES]}

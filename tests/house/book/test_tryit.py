@@ -188,7 +188,7 @@ def browser():
 
 @pytest.fixture
 def open_page(browser, address):
-    """Opens the page with the context's options; at the end nothing may have been complained of, or asked of another host."""
+    """Opens the page with the context's options; at the end nothing may have failed or been asked of another host."""
     contexts, faults = [], []
 
     def open_with(**options):

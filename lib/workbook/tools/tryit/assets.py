@@ -15,14 +15,12 @@ EXERCISES = ("merge_pair",)
 
 
 def write(into: Path = STATIC) -> None:
-    """Write the files anew; without a Python for the browser, say so and leave none, and the page shows its recorded run."""
+    """Write the files anew; without a Python for the browser, say so and leave none: the page shows a recorded run."""
     shutil.rmtree(into, ignore_errors=True)
     try:
         source = python.folder()
     except python.NotFetched as error:
-        print(
-            f"No Python for the browser ({error}): the front page shows a recorded run, and its exercise cannot be tried."
-        )
+        print(f"No Python for the browser ({error}): the front page shows a recorded run instead of its exercise.")
         return
     shutil.copytree(source, into / "tryit" / "python")
     for name in SCRIPTS:

@@ -1,7 +1,9 @@
-"""Judges an answer by the checks of a kit, which `kit` makes. It needs only Python's standard library, so it runs in a browser.
+"""Judges an answer by the checks of a kit, with Python's standard library alone, so that it runs in a browser.
 
-Nothing is graded in another way than by ``pytest``: the checks are the chapter's tests, and what they expect, the text of a
-failure and the search for the mistake behind it are the book's own.
+`kit` makes the kit from the repository's files.
+
+Nothing is graded in another way than by ``pytest``: the checks are the chapter's tests, and the expectations, the text
+of a failure and the search for the mistake behind it are the book's own.
 """
 
 import base64
@@ -28,7 +30,7 @@ PRINTED = 2000
 
 
 class Check(NamedTuple):
-    """One check: its name, which is unique among those of the exercise, the test that it runs, and the test's arguments."""
+    """One check: its name, which no other check of the exercise has, its test, and the test's arguments."""
 
     nodeid: str
     test: str
@@ -63,7 +65,7 @@ class Judge:
         return Outcome(None, current_case())
 
     def __call__(self, text: str) -> dict[str, Any]:
-        """What the page shows of an answer: ``state``, ``problem``, ``rows``, the label ``read``, ``passed`` and ``printed``."""
+        """What the page shows of an answer, as `report` makes it."""
         self.printed = io.StringIO()
         with contextlib.redirect_stdout(self.printed), contextlib.redirect_stderr(self.printed):
             try:
@@ -104,7 +106,7 @@ class Judge:
         return self.report(problem, rows, passed, read=read)
 
     def diagnosis(self, failed: Check, outcomes: dict[str, Outcome]) -> str:
-        """The sentence of the mistake that an answer makes; the mistakes' outcomes were recorded when the kit was made."""
+        """The sentence of the mistake that an answer makes; the kit has the outcomes of all mistakes."""
         mistakes = [SimpleNamespace(**mistake) for mistake in self.kit["mistakes"]]
         known = pickle.loads(base64.b64decode(self.kit["outcomes"]))
         others = [check for check in self.checks if check != failed and check.nodeid in outcomes]

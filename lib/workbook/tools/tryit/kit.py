@@ -1,7 +1,7 @@
 """Makes the kit of an exercise, from the repository's own files: all that `judge` needs of them, as data for a page.
 
-The stub is made from the reference, the checks are the chapter's tests, and what each known mistake does on each of them is
-recorded here, so that the page needs neither the reference nor the mistakes' code.
+The stub is made from the reference, and the checks are the chapter's tests. What each known mistake does on each of
+them is recorded here, so that the page needs neither the reference nor the mistakes' code.
 """
 
 import ast

@@ -1,11 +1,11 @@
-// The exercise on a page: an editor, a check in the reader's own browser, and what it says. Loaded only where Python is there to load.
+// The exercise on a page: an editor, a check in the reader's own browser, and what it says.
 (() => {
   const root = new URL("./", document.currentScript.src);
   const MB = (bytes) => (bytes / 1e6).toFixed(1);
   const TOTAL = Number(document.currentScript.dataset.bytes);
   const FILES = ["pyodide.asm.wasm.gz", "pyodide.asm.mjs.gz", "python_stdlib.zip", "pyodide-lock.json"];
   const START_MS = 120000; // a slow telephone takes half a minute from the files to a running Python
-  const MARGIN_MS = 4000; // beyond a check's limit, which Python keeps itself unless it never gets to a line of the answer
+  const MARGIN_MS = 4000; // beyond a check's limit, which Python keeps itself at the answer's next line
 
   function element(tag, text = "", className = "") {
     const made = document.createElement(tag);
@@ -54,7 +54,7 @@
       } else if (event.key === "Enter" && !event.isComposing && !event.shiftKey && !event.altKey) {
         event.preventDefault();
         this.insert(`\n${line.match(/^ */)[0]}${/:\s*(#.*)?$/.test(line) ? "    " : ""}`);
-      } else if (event.key === "Backspace" && from === to && /^ +$/.test(line) && !event.ctrlKey && !event.altKey && !event.metaKey) {
+      } else if (event.key === "Backspace" && from === to && /^ +$/.test(line) && !event.ctrlKey && !event.altKey) {
         event.preventDefault();
         this.textarea.setSelectionRange(from - ((line.length - 1) % 4 + 1), from);
         this.insert("");
@@ -102,7 +102,7 @@
         let timer;
         const end = (error) => { this.worker?.terminate(); this.worker = null; reject(error); };
         const wait = () => { clearTimeout(timer); timer = setTimeout(() => end(new Error("silent")), silentFor); };
-        this.worker.onerror = (event) => { clearTimeout(timer); end(new Error(event.message || "the worker did not start")); };
+        this.worker.onerror = ({ message }) => { clearTimeout(timer); end(new Error(message || "no worker started")); };
         this.worker.onmessage = ({ data }) => {
           if ("check" in data) return wait();
           clearTimeout(timer);
@@ -156,7 +156,7 @@
         return;
       }
       if (state === "not started") {
-        this.tell("Not started: replace the line that raises NotImplementedError with your own, then check again", "open");
+        this.tell("Not started: write your own lines in place of the one that raises NotImplementedError", "open");
         return;
       }
       const report = this.tell(`${this.name}: ${problem}`, "wrong"), list = element("dl");

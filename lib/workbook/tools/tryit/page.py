@@ -1,4 +1,4 @@
-"""The HTML of an exercise on a page: an editor that a script brings to life, and a recorded run for a page without one."""
+"""The HTML of an exercise on a page: an editor that a script brings to life, and a recorded run without one."""
 
 import html
 import inspect
@@ -26,7 +26,8 @@ def tryit(name: str, recorded: str) -> Html:
     assert exercise is not None
     page = (
         f'<section class="workbook-try" data-exercise="{name}" aria-label="Exercise {exercise.number}: {name}">'
-        f"<style>{STYLE.read_text(encoding='utf-8')}</style>{_live(kit, exercise)}{_recorded(kit, exercise, recorded)}</section>"
+        f"<style>{STYLE.read_text(encoding='utf-8')}</style>"
+        f"{_live(kit, exercise)}{_recorded(kit, exercise, recorded)}</section>"
     )
     return Html(page, f"Exercise {exercise.number}: {name}\n\n{kit['stub']}")
 
@@ -59,8 +60,8 @@ def _recorded(kit: dict, exercise: Exercise, words: str) -> str:
     if ("looks like", wrong.sentence) not in result["rows"]:
         raise BookError(f"the recorded run of {exercise.name} should look like {wrong.sentence!r}, but is {result}")
     rows = "".join(f"<dt>{html.escape(label)}</dt><dd>{html.escape(said)}</dd>" for label, said in result["rows"])
-    return f"""<div class="try-recorded"><p>A recorded run: somebody's first answer to exercise {exercise.number}, and what
-the check says of it.</p>
+    return f"""<div class="try-recorded"><p>A recorded run: a first answer to exercise {exercise.number},
+and what the check says of it.</p>
 <pre>{html.escape(text.strip(), quote=False)}</pre>
 <div class="try-report try-wrong"><p><strong>{exercise.name}: {html.escape(result["problem"])}</strong>
 ({result["passed"]} of {result["total"]} checks pass)</p><dl>{rows}</dl></div></div>"""

@@ -1,4 +1,4 @@
-"""The browser's Python: Pyodide, fetched by npm when the site is built, kept in _build, and served by the site itself."""
+"""The browser's Python: Pyodide, which npm fetches when the site is built, and which the site itself serves."""
 
 import base64
 import gzip
@@ -17,7 +17,8 @@ INTEGRITY = "sha512-0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD8
 LOADER, LOCK = "pyodide.mjs", "pyodide-lock.json"
 COMPRESSED = ("pyodide.asm.mjs", "pyodide.asm.wasm")
 LIBRARY = "python_stdlib.zip"
-NOTICE = f"""Python for the browser: {PACKAGE} from npm, https://github.com/pyodide/pyodide, under the Mozilla Public License 2.0.
+NOTICE = f"""Python for the browser: {PACKAGE} from npm.
+https://github.com/pyodide/pyodide, under the Mozilla Public License 2.0.
 It contains CPython, https://github.com/python/cpython, under the Python Software Foundation's license.
 The files are as they were published, two of them compressed; of the list of packages only its head is kept.
 """

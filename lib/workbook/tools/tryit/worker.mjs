@@ -11,7 +11,8 @@ judge = Judge(json.loads(kit), lambda check: tell(check))
 // The files come compressed, unless the server has already unpacked them on their way.
 async function plain(buffer) {
   const isPacked = new DataView(buffer).getUint16(0) === 0x1f8b;
-  return isPacked ? new Response(new Blob([buffer]).stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer() : buffer;
+  const unpacked = () => new Blob([buffer]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return isPacked ? new Response(unpacked()).arrayBuffer() : buffer;
 }
 
 const asAddress = (buffer, type) => URL.createObjectURL(new Blob([buffer], { type }));
