@@ -2,7 +2,8 @@
 # The first four make .venv first, when it is missing or older than pyproject.toml or requirements.lock, and then call `workbook`.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock
+PIP := $(BIN)/python -m pip install --progress-bar off --disable-pip-version-check --constraint requirements.lock
+STEP := $(PYTHON) -I lib/workbook/tools/step.py
 
 .PHONY: lab test site pdf clean lock
 lab: .venv/.plain
@@ -18,16 +19,16 @@ pdf: .venv/.site
 	$(BIN)/workbook pdf
 
 .venv/.plain: pyproject.toml requirements.lock
-	$(PYTHON) -m venv .venv
-	$(PIP) --editable .
+	@$(STEP) "Making .venv, a folder for the book's packages" $(PYTHON) -m venv .venv
+	@$(STEP) "Installing what the chapters use: PyTorch, JupyterLab, MPI and their packages" $(PIP) --editable .
 	@touch $@
 
 .venv/.test: .venv/.plain
-	$(PIP) --editable ".[test]"
+	@$(STEP) "Installing what the tests compare with: transformers, JAX and others" $(PIP) --editable ".[test]"
 	@touch $@
 
 .venv/.site: .venv/.plain
-	$(PIP) --editable ".[site]"
+	@$(STEP) "Installing what builds the site: Sphinx and others" $(PIP) --editable ".[site]"
 	@touch $@
 
 clean:

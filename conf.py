@@ -11,6 +11,7 @@ sys.path.insert(0, str(HERE))
 import yaml  # noqa: E402
 
 from lib.workbook.tools import pages, site  # noqa: E402
+from lib.workbook.tools.tryit import assets  # noqa: E402
 
 book = yaml.safe_load((HERE / "book.yml").read_text(encoding="utf-8"))["project"]
 mathjax = Path(find_spec("sphinx-mathjax-offline").submodule_search_locations[0], "static/mathjax/tex-svg.js")
@@ -62,7 +63,7 @@ html_theme = "sphinx_book_theme"
 html_title = project
 html_logo = "_static/logo.svg"
 html_favicon = "_static/favicon.svg"
-html_static_path = ["_static", str(mathjax)]
+html_static_path = ["_static", str(mathjax), *assets.folders()]
 html_css_files = ["workbook.css"]
 html_js_files = [("workbook.js", {"defer": "defer"})]
 html_baseurl = os.environ.get(

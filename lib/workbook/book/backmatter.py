@@ -53,8 +53,9 @@ def plain(text: str) -> str:
 # ---- links -----------------------------------------------------------------------------------------------------------
 
 
-def chapter_link(chapter: Chapter, text: str = "") -> str:
-    return f"[{text or f'{chapter.number}. {chapter.title}'}]({chapter.path.name})"
+def chapter_link(chapter: Chapter, text: str = "", folder: str = "") -> str:
+    """A link to a chapter, from a page beside it or from one that has the chapters in a ``folder``."""
+    return f"[{text or f'{chapter.number}. {chapter.title}'}]({folder}{chapter.path.name})"
 
 
 def exercise_link(exercise: Exercise, text: str) -> str:
@@ -173,11 +174,15 @@ def names() -> Listing:
 # ---- routes ----------------------------------------------------------------------------------------------------------
 
 
-def route_table() -> Listing:
-    """The routes through the book: their chapters, exercises and hours, and the command that marks one."""
+def route_table(folder: str = "") -> Listing:
+    """The routes through the book: their chapters, exercises and hours, and the command that marks one.
+
+    Args:
+        folder: Where the chapters are, seen from the page: "chapters/" for the front page.
+    """
     rows = []
     for route in routes().values():
-        numbers = ", ".join(chapter_link(chapter, str(chapter.number)) for chapter in route.chapters)
+        numbers = ", ".join(chapter_link(chapter, str(chapter.number), folder) for chapter in route.chapters)
         size = f"{len(route.exercises)} exercises, {hours(route.exercises)}"
         rows.append([route.title, numbers, size, f"`workbook check --route {route.key}`"])
     return table(["route", "chapters", "size", "marked by"], rows)

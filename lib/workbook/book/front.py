@@ -1,6 +1,7 @@
 """The front page's numbers, each counted or measured, and the entry by which the book is cited."""
 
 import html
+import tomllib
 
 import yaml
 
@@ -115,6 +116,56 @@ def _short(measured: dict) -> str:
     """The hardware and the day, without the version of Python."""
     on, *_, date = hardware(measured).split(", ")
     return f"{on}, {date}"
+
+
+COLAB_BRANCH = "notebooks"
+"""Where the workflow that publishes the site puts every page as a notebook: Colab opens files of a repository only."""
+COLAB_CHAPTERS = range(1, 9)
+"""Chapters whose cells need one process and no Triton, or say what they skip."""
+
+
+class Doors:
+    """The ways into the book, as buttons, each with its address; those of a row share the words before them."""
+
+    def __init__(self, rows: dict[str, list[tuple[str, str]]]):
+        self.rows = rows
+
+    def _repr_html_(self) -> str:
+        return "".join(
+            f'<p class="workbook-doors">{html.escape(head)} {" ".join(_door(head, *found) for found in row)}</p>'
+            for head, row in self.rows.items()
+        )
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{head} {text}: {url}".strip() for head, row in self.rows.items() for text, url in row)
+
+
+def _door(head: str, text: str, url: str) -> str:
+    label = html.escape(f"{head} {text}".strip())
+    return f'<a class="workbook-door" href="{html.escape(url)}" aria-label="{label}">{html.escape(text)}</a>'
+
+
+def repository() -> str:
+    """The address of the book's repository, from pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return project["urls"]["Source"]
+
+
+def doors() -> Doors:
+    """Where a reader can open the book without installing it, and where to get it."""
+    source = repository()
+    name = source.removeprefix("https://github.com/")
+    notebooks = f"https://colab.research.google.com/github/{name}/blob/{COLAB_BRANCH}/chapters"
+    first = [chapter for chapter in chapters().values() if chapter.number in COLAB_CHAPTERS]
+    return Doors(
+        {
+            "": [
+                ("Open in Codespaces", f"https://codespaces.new/{name}"),
+                ("Download", f"{source}/archive/refs/heads/main.zip"),
+            ],
+            "Open in Colab, chapter": [(str(c.number), f"{notebooks}/{c.path.stem}.ipynb") for c in first],
+        }
+    )
 
 
 def citation() -> Listing:

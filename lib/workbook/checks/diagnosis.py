@@ -1,136 +1,24 @@
-"""Finds the known mistake that an answer makes: the one that fails the same checks in the same way.
-
-A mistake is a candidate if it fails the failing check just as the answer does: on the same case,
-with the same problem and the same numbers.
-It is dropped if it fails another check that the answer passes.
-If several candidates with different sentences remain, only those that agree with the answer on every check stay.
-If that does not decide either, the report names no mistake: no sentence is better than a wrong one.
-
-A single candidate that shows the answer's own wrong numbers is named even if the two differ on another check.
-An answer often holds two mistakes at once, and no known mistake agrees with both of them everywhere; two answers
-hardly have the same wrong numbers by chance, so the sentence is right about the check that the learner looks at.
-A failure without numbers (an exception, a wrong type) is weaker evidence:
-there the candidate must agree on every check.
-"""
+"""Runs checks again, on the answer and on the known mistakes, so that `looks_like` can compare how they end."""
 
 import contextlib
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from lib.workbook.checks.alarm import TimeLimit, alarm
-from lib.workbook.grading.answers import further_apart, same_answer
 from lib.workbook.grading.cases import BOARD
-from lib.workbook.grading.expect import Wrong
+from lib.workbook.grading.likeness import Outcome
 from lib.workbook.grading.mistakes import Mistake, standing_in
 
 DIAGNOSIS_S = 4.0  # for all known mistakes together
 LONG_DIAGNOSIS_S = 20.0  # the same for a check that runs ranks or has a time limit of its own
 RUN_S = 90.0  # for one run of one check, whatever it is
-CONFIRMED_BY = 12  # once a single sentence remains, this many other checks are enough to confirm it
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a check ended: ``error`` is None if it passed, and ``case`` is the last case that it named."""
-
-    error: BaseException | None
-    case: str = ""
-
-    @property
-    def passed(self) -> bool:
-        return self.error is None
-
-    @property
-    def is_telling(self) -> bool:
-        """Whether the failure shows the answer's own numbers;
-        two answers hardly have the same wrong numbers by chance.
-        """
-        return isinstance(self.error, Wrong) and self.error.answer is not None
-
-    def is_like(self, other: "Outcome") -> bool:
-        """Whether two answers failed in the same way, or both passed."""
-        a, b = self.error, other.error
-        if a is None or b is None:
-            return a is b
-        if isinstance(a, Wrong) and isinstance(b, Wrong):
-            if (a.case, a.problem) != (b.case, b.problem):
-                return False
-            if a.answer is None and b.answer is None:
-                return a.rows == b.rows
-            return same_answer(a.answer, b.answer) and not further_apart(a.answer, b.answer, b.gap)
-        if isinstance(a, Wrong) or isinstance(b, Wrong) or self.case != other.case:
-            return False
-        if hasattr(a, "per_rank") or hasattr(b, "per_rank"):
-            kinds = getattr(a, "kind", None), getattr(b, "kind", "")
-            if kinds == ("raised", "raised"):
-                return _raised_on_a_rank(a) == _raised_on_a_rank(b) != ""
-            parted = ("deadlock", "died")  # when the ranks' calls do not match, chance decides between these two
-            return kinds[0] in parted and kinds[1] in parted and _without_places(a) == _without_places(b)
-        return type(a) is type(b) and _head(a) == _head(b)
 
 
 def of_one_rank(error: BaseException) -> BaseException:
     """If a run of ranks failed because one rank raised: that rank's exception. Otherwise the error itself."""
     inner = getattr(error, "error", None)
     return inner if hasattr(error, "per_rank") and isinstance(inner, Exception) else error
-
-
-def _head(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:200]
-
-
-def _raised_on_a_rank(error: BaseException) -> str:
-    """Type and first line of the exception that ended a run of ranks, without addresses;
-    empty if it could not be sent.
-    """
-    inner = getattr(error, "error", None)
-    return "" if inner is None else re.sub(r"0x[0-9a-f]+", "", f"{type(inner).__name__}: {_head(inner)}")
-
-
-def _without_places(error: BaseException) -> str:
-    """The first line of a deadlock's report, without places in the code and without seconds."""
-    return re.sub(r" \([^()]*:\d+\)|, for \d+ s| \(the limit is [^)]*\)", "", str(error).partition("\n")[0])
-
-
-def looks_like(
-    failing,
-    first: Outcome,
-    others: list,
-    mistakes: list[Mistake],
-    try_answer: Callable[[object], Outcome],
-    try_mistake: Callable[[Mistake, object], Outcome],
-    confirmed_by: int = CONFIRMED_BY,
-) -> str:
-    """The sentence of the mistake that the answer makes; empty if no mistake is certain.
-
-    Args:
-        failing: The check that the answer failed first.
-        first: How it failed.
-        others: Other checks of the exercise, which tell the candidates apart.
-        mistakes: The known mistakes of the exercise.
-        try_answer: Runs a check on the answer.
-        try_mistake: Runs a check on a mistake.
-        confirmed_by: How many checks to try although a single sentence remains.
-            None are needed if the answer is itself one of ``mistakes``: it agrees with itself on every check.
-    """
-    candidates = [m for m in mistakes if try_mistake(m, failing).is_like(first)]
-    unlike: set[str] = set()
-    for n_tried, check in enumerate(others if candidates else []):
-        if n_tried >= confirmed_by and len({m.sentence for m in candidates}) == 1:
-            break
-        answer = try_answer(check)
-        outcomes = {m.key: try_mistake(m, check) for m in candidates}
-        candidates = [m for m in candidates if outcomes[m.key].passed or not answer.passed]
-        unlike |= {m.key for m in candidates if not outcomes[m.key].is_like(answer)}
-        if not candidates:
-            return ""
-    if len({m.sentence for m in candidates}) > 1 or not first.is_telling:
-        candidates = [m for m in candidates if m.key not in unlike]
-    sentences = {m.sentence for m in candidates}
-    return sentences.pop() if len(sentences) == 1 else ""
 
 
 class Trials:

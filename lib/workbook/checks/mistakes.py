@@ -7,7 +7,7 @@ import pytest
 from _pytest.runner import CallInfo
 
 from lib.workbook.checks import diagnosis
-from lib.workbook.checks.diagnosis import Outcome
+from lib.workbook.grading.likeness import Outcome, looks_like
 from lib.workbook.grading.mistakes import Mistake, mistakes_of
 
 # In pytest's own cache: the test that caught each mistake last time, and is therefore tried first now.
@@ -40,7 +40,7 @@ class MistakeItem(pytest.Item):
         others = comparable(self.tests, test)
         known = [m for m in mistakes_of(self.mistake.module, self.mistake.name) if self._gets_as_far(m, test, others)]
         try_answer = lambda check: self.trials.of_mistake(self.mistake, check)
-        said = diagnosis.looks_like(test, outcome, others, known, try_answer, self.trials.of_mistake, confirmed_by=0)
+        said = looks_like(test, outcome, others, known, try_answer, self.trials.of_mistake, confirmed_by=0)
         if said != self.mistake.sentence:
             alike = [m.sentence for m in known if self.trials.of_mistake(m, test).is_like(outcome)]
             raise AssertionError(

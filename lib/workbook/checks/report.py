@@ -16,8 +16,7 @@ from lib.workbook.book.sources import SourceError, read_mine
 from lib.workbook.book.stubs import marker_lines
 from lib.workbook.checks.alarm import TimeLimit
 from lib.workbook.grading.cases import current_case
-from lib.workbook.grading.expect import Wrong
-from lib.workbook.grading.graded import is_stub_error
+from lib.workbook.grading.expect import Wrong, is_stub_error
 from lib.workbook.grading.mistakes import active_mistake
 
 LABEL_WIDTH, MESSAGE_WIDTH, MESSAGE_LINES = 12, 300, 40

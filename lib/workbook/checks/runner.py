@@ -17,11 +17,12 @@ from lib.workbook.book.catalog import Exercise
 from lib.workbook.checks import diagnosis, mistakes, report
 from lib.workbook.checks.alarm import TimeLimit, alarm
 from lib.workbook.checks.child import peak_mb
-from lib.workbook.checks.diagnosis import Outcome, Trials
+from lib.workbook.checks.diagnosis import Trials
 from lib.workbook.checks.report import RaisedInAnswer, Told
 from lib.workbook.checks.state import Shared
 from lib.workbook.checks.summary import Marks
 from lib.workbook.grading.cases import BOARD, case
+from lib.workbook.grading.likeness import Outcome, looks_like
 from lib.workbook.grading.mistakes import mistakes_of
 
 TIME_LIMIT_S = 10.0
@@ -109,7 +110,7 @@ class Runner:
         trials.know(item, outcome)
         others = [] if with_ranks else mistakes.comparable([i for i in others if "ranks" not in i.fixturenames], item)
         try:
-            return diagnosis.looks_like(item, outcome, others, known, trials.of_answer, trials.of_mistake)
+            return looks_like(item, outcome, others, known, trials.of_answer, trials.of_mistake)
         except TimeLimit:
             return ""
         finally:

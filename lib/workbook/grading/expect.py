@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lib.workbook.book.resolve import AnswerError
+from lib.workbook.book.boundary import AnswerError
 from lib.workbook.grading.answers import is_array
 from lib.workbook.grading.cases import current_case
-from lib.workbook.grading.graded import is_stub_error
 
 
 class Wrong(AssertionError):
@@ -27,6 +26,17 @@ class Wrong(AssertionError):
         super().__init__(problem)
         self.problem, self.rows, self.answer, self.read, self.case = problem, list(rows), answer, read, current_case()
         self.gap: float | None = None
+
+
+def is_stub_error(error: BaseException | None) -> str | None:
+    """The text of a stub's NotImplementedError, if there is one anywhere in the chain of causes."""
+    seen = 0
+    while error is not None and seen < 10:
+        text = str(error.args[0]) if isinstance(error, NotImplementedError) and error.args else ""
+        if re.match(r"Exercise \d+\.\d+", text):
+            return text
+        error, seen = error.__cause__ or getattr(error, "error", None) or error.__context__, seen + 1
+    return None
 
 
 # ---- expectations ----------------------------------------------------------------------------------------------------

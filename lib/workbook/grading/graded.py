@@ -1,6 +1,5 @@
 """The graded names of a chapter, each looked up at the moment when a test uses it."""
 
-import re
 from typing import Any
 
 from lib.workbook.book import resolve
@@ -31,14 +30,3 @@ class Graded:
 def graded(module: str) -> Any:
     """The graded names of ``lib.<module>``, as attributes: the learner's, the reference's or a mistake's."""
     return Graded(module)
-
-
-def is_stub_error(error: BaseException | None) -> str | None:
-    """The text of a stub's NotImplementedError, if there is one anywhere in the chain of causes."""
-    seen = 0
-    while error is not None and seen < 10:
-        text = str(error.args[0]) if isinstance(error, NotImplementedError) and error.args else ""
-        if re.match(r"Exercise \d+\.\d+", text):
-            return text
-        error, seen = error.__cause__ or getattr(error, "error", None) or error.__context__, seen + 1
-    return None

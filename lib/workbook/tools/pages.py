@@ -8,7 +8,9 @@ from urllib.parse import urljoin
 from docutils import nodes
 from sphinx.writers.html5 import HTML5Translator
 
+from lib.workbook.tools.opening import add_opening
 from lib.workbook.tools.site import write_if_new
+from lib.workbook.tools.tryit import assets
 
 CAPTION = re.compile(r"Figure [0-9A-Z]+\.\d+\.")
 DESCRIPTION_LENGTH = 170
@@ -27,10 +29,12 @@ def connect(app) -> None:
     for builder in ("html", "dirhtml"):
         app.set_translator(builder, Translator)
     app.connect("doctree-read", mark_captions)
+    app.connect("doctree-read", add_opening)
     app.connect("doctree-read", keep_punctuation)
     app.connect("doctree-resolved", draw_inline)
     app.connect("html-page-context", describe_page)
     app.connect("html-page-context", offer_notebook)
+    app.connect("html-page-context", bring_python)
 
 
 # ---- descriptions ----------------------------------------------------------------------------------------------------
@@ -138,6 +142,12 @@ def inline(drawing: str, alt: str) -> str:
     drawing = re.sub(r"\A\s*(<\?xml.*?\?>\s*)?(<!--.*?-->\s*)*", "", drawing, flags=re.DOTALL)
     described = f'<svg role="img" aria-label="{html.escape(alt)}" class="workbook-drawing"'
     return re.sub(r"\A<svg", described, drawing)
+
+
+def bring_python(app, pagename: str, templatename: str, context: dict, doctree) -> None:
+    """Add the script that lets a reader try an exercise, to pages that have one, if the site has a Python for the browser."""
+    if 'class="workbook-try"' in context.get("body", "") and assets.folders():
+        app.add_js_file("tryit/page.js", defer="defer", **{"data-bytes": str(assets.n_bytes())})
 
 
 # ---- the notebook of a page ------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import yaml
 from lib.workbook.book.catalog import CHAPTER_FILE, ROOT, BookError, Chapter, chapters, is_back_matter
 from lib.workbook.book.stubs import BEGIN, END, source_of, write_atomically
 from lib.workbook.tools.lab import jupyter_path
+from lib.workbook.tools.tryit import assets
 
 JUPYTEXT_HEADER = """---
 jupytext:
@@ -39,6 +40,7 @@ def build(destination: str | Path = "_build/html", execute: bool = True) -> None
         BookError: Sphinx could not build a page; it has printed which one and why.
     """
     write_solution_pages()
+    assets.write()
     command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-j", "2"]
     if not execute:
         command += ["-D", "nb_execution_mode=off", "-D", "suppress_warnings=misc.highlighting_failure"]
@@ -118,8 +120,11 @@ def code_digest() -> str:
     a reference or a measurement does.
     """
     apart = {chapter.mine for chapter in chapters().values()}
-    apart |= {Path(__file__).with_name(f"{name}.py") for name in ("site", "pages", "paper")}  # which no cell runs
-    parts = ("lib/**/*.py", "lib/**/*.js", "lib/**/*.css", "solutions/*.py", "chapters/measurements/*.json")
+    apart |= {
+        Path(__file__).with_name(f"{name}.py") for name in ("site", "pages", "opening", "paper")
+    }  # which no cell runs
+    parts = ["lib/**/*.py", "lib/**/*.js", "lib/**/*.css", "solutions/*.py", "chapters/measurements/*.json"]
+    parts.append("tests/chapter_01/*.py")  # the front page shows a run of them
     files = [path for part in parts for path in ROOT.glob(part)]
     digest = hashlib.sha256()
     for path in sorted(set(files) - apart):

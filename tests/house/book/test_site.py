@@ -17,9 +17,10 @@ import jupytext
 import pytest
 import yaml
 
-from lib.workbook.book.catalog import ROOT, BookError, all_exercises, chapters, pages
+from lib.workbook.book.catalog import ROOT, BookError, all_exercises, chapters, pages, routes
 from lib.workbook.book.front import citation
 from lib.workbook.tools import site as sites
+from lib.workbook.tools.tryit import assets
 from tests.house.browsing import chromium, missing, record_faults
 
 SCREENSHOTS = ROOT / "_build" / "screenshots"
@@ -96,6 +97,8 @@ CLIPPED = """() => { const right = document.querySelector('.bd-article').getBoun
     .filter(e => !e.closest('mjx-assistive-mml') && e.offsetParent !== null)
     .filter(e => e.getBoundingClientRect().right > right || e.tagName === 'PRE' && e.scrollWidth > e.clientWidth + 1)
     .map(e => e.outerHTML.slice(0, 120)).slice(0, 5); }"""
+DEAD_LINKS = """() => [...document.querySelectorAll('.bd-article a[href^="#"]:not([href="#"])')].map(a => a.getAttribute('href'))
+  .filter(href => !document.getElementById(decodeURIComponent(href.slice(1)))).slice(0, 5)"""
 BROKEN_IMAGES = "() => [...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src.slice(0, 120))"
 
 
@@ -194,6 +197,37 @@ def test_a_description_is_the_question_and_what_fits_after_it():
     about = page_tools.description(document)
     assert about.startswith("Why? Because of it. A second sentence.")
     assert len(about) <= page_tools.DESCRIPTION_LENGTH
+
+
+def test_an_opening_is_made_of_what_the_page_has():
+    opening = pytest.importorskip("lib.workbook.tools.opening")
+    from docutils import nodes
+
+    def paragraph(start: str, rest: str, **attributes) -> nodes.paragraph:
+        return nodes.paragraph("", "", nodes.Text(""), nodes.strong("", start), nodes.Text(rest), **attributes)
+
+    def section(title: str, *children: nodes.Node) -> nodes.section:
+        return nodes.section("", nodes.title("", title), *children, ids=[nodes.make_id(title)])
+
+    drawn = [
+        paragraph(
+            f"Figure 1.{n}.",
+            f" Caption {n}. More.",
+            ids=[f"fig-a{'-play' * (n == 3)}-{n}"],
+            classes=["workbook-caption"],
+        )
+        for n in (1, 2, 3, 4, 5)
+    ]
+    asked = [paragraph("Predict.", " Which?"), paragraph("Predict.", " How many?")]
+    end = section("What you have now", paragraph("Takeaway.", " Less is more."))
+    page = section("A page", section("One", *drawn, asked[0]), section("Two", asked[1]), end)
+    said = ["".join(node.astext() for node in part) for part in opening.figures(page)]
+    assert said == ["Figure 1.1: Caption 1", "Figure 1.3: Caption 3", "Figure 1.5: Caption 5"]
+    assert [part[0]["refid"] for part in opening.predictions(page)] == ["predict-1", "predict-2"]
+    assert asked[1]["ids"] == ["predict-2"]
+    assert [part[0].astext() for part in opening.takeaways(page)] == [" Less is more.", "What you have now"]
+    text = opening.box(page, chapters()["rope"])[2].astext()
+    assert "core exercises take about" in text
 
 
 def test_long_names_break_after_underscores_and_dots():
@@ -315,6 +349,7 @@ def test_every_page_is_whole(browser, built, address, size):
         found += [f"mathematics in error: {e}" for e in page.evaluate(MATH_ERRORS)]
         found += [f"a picture without a description: {e}" for e in page.evaluate(NO_ALT)]
         found += [f"a picture that does not load: {e}" for e in page.evaluate(BROKEN_IMAGES)]
+        found += [f"a link to no place of its page: {e}" for e in page.evaluate(DEAD_LINKS)]
         if Path(name).name not in ("search.html", "genindex.html"):
             found += [f"headings out of order: {e}" for e in page.evaluate(HEADINGS)]
         found += [f"a control without a name: {e}" for e in page.evaluate(UNNAMED)]
@@ -370,7 +405,14 @@ def test_the_first_page_is_the_front_page(page, built, address):
     assert "http-equiv" not in (built / "index.html").read_text(encoding="utf-8"), "it is the page itself, no redirect"
     page.goto(f"{address}/index.html")
     assert page.title().startswith("The Scaling Workbook")
-    assert page.locator(".bd-article svg[role=img]").get_attribute("aria-label")
+    assert page.locator(".bd-article svg.workbook-drawing").get_attribute("aria-label")
+    assert page.locator("figure.workbook-play-schedules[data-live]").count() == 1
+    for route in routes().values():
+        assert page.locator(".bd-article table").get_by_text(route.title, exact=True).count() == 1
+    if assets.folders():
+        assert "MB" in page.locator(".workbook-try .try-check").inner_text()
+    else:
+        assert page.locator(".workbook-try .try-recorded").is_visible()
     numbers = page.locator(".workbook-numbers strong").all_inner_texts()
     assert len(numbers) == 4
     assert str(len(all_exercises())) in numbers[0]
@@ -379,6 +421,19 @@ def test_the_first_page_is_the_front_page(page, built, address):
     for chapter in WRITTEN[1:]:
         assert chapter["title"] in linked, f"{chapter['title']} is not in the map of the parts"
         assert any(chapter["title"] in entry for entry in entries), f"{chapter['title']} is not in {entries}"
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("chapter", chapters().values(), ids=lambda chapter: chapter.module)
+def test_a_chapter_opens_with_what_to_read_in_twenty_minutes(page, address, chapter):
+    page.goto(f"{address}/chapters/{chapter.path.stem}.html")
+    opening = page.locator(".bd-article details.workbook-opening")
+    opening.locator("summary").click()
+    asked = [link for link in opening.locator("a").all() if link.is_visible()]
+    assert sum(link.inner_text().startswith("Figure ") for link in asked) in (2, 3)
+    assert {"Look at", "Keep:"} <= {strong.inner_text().strip() for strong in opening.locator("strong").all()}
+    n_core = sum(e.size.weight == "core" for e in chapter.exercises)
+    assert f"the {n_core} core exercises take about" in opening.inner_text()
 
 
 @pytest.mark.browser
