@@ -1,6 +1,8 @@
-"""Eight bits and fewer, graded: casts bit for bit, products, a layer that trains, shared exponents, and weights of four bits.
+"""Eight bits and fewer, graded: casts bit for bit, products, a layer that trains, shared exponents, and weights of four
+bits.
 
-Casts are compared with PyTorch's and torchao's, products with those of the dequantized matrices and with ``torch._scaled_mm``, layers, formats and
+Casts are compared with PyTorch's and torchao's, products with those of the dequantized matrices and with
+``torch._scaled_mm``, layers, formats and
 groups with torchao.
 """
 
@@ -851,7 +853,9 @@ def test_Float8Linear_is_torchaos(recipe):
 
 
 def at_most_175(rows: int, columns: int, seed: int) -> Tensor:
-    """Numbers of which 1.75 is the largest in each row and column: their scales are powers of two, with which torchao's product by the inverse is a division."""
+    """Numbers of which 1.75 is the largest in each row and column: their scales are powers of two, with which torchao's
+    product by the inverse is a division.
+    """
     x = randn(rows, columns, seed=seed).clamp(-1.7, 1.7)
     x[:, 0] = x[0] = 1.75
     return x
@@ -1264,7 +1268,9 @@ def test_int4_matmul_kernel_of_ragged_sizes(m, n, k, group, dtype):
 
 
 def sum_of_2048_and_ones() -> Tensor:
-    """``[1, 256]`` in float16: 2048, and a one in each later group of 32; a float16 sum would stay at 2048, whose neighbour is 2050."""
+    """``[1, 256]`` in float16: 2048, and a one in each later group of 32; a float16 sum would stay at 2048, whose
+    neighbour is 2050.
+    """
     x = torch.zeros(1, 256, dtype=torch.float16)
     x[0, ::32] = 1
     x[0, 0], x[0, -32] = 2048, 0
@@ -1433,7 +1439,9 @@ def weights_of(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 def one_by_one(weight: Tensor, hessian: Tensor, group: int) -> Tensor:
-    """Levels by optimal brain quantization in the order of the columns: each time the inverse of what is left of the Hessian is computed anew."""
+    """Levels by optimal brain quantization in the order of the columns: each time the inverse of what is left of the
+    Hessian is computed anew.
+    """
     w, h = weight.double().clone(), hessian.double()
     h = h + 0.01 * h.diagonal().mean() * torch.eye(len(h), dtype=torch.float64)
     levels = torch.empty_like(w)

@@ -504,7 +504,9 @@ def test_PagedCache_never_leaks():
 
 
 def stored(lengths, groups=2, width=8, block_size=4, n_layers=2, rubbish=0.0, dtype=torch.float32, device="cpu"):
-    """A cache without the learner's, its blocks in random order, and each sequence's plain keys and values ``[G, S, D]``."""
+    """A cache without the learner's, its blocks in random order, and each sequence's plain keys and values ``[G, S,
+    D]``.
+    """
     counts = [-(-n // block_size) for n in lengths]
     n_blocks = sum(counts) + 3
     order = torch.randperm(n_blocks, generator=torch.Generator().manual_seed(3)).tolist()
