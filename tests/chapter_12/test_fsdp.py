@@ -289,7 +289,9 @@ def sharded_steps(rank, world_size):
 
 
 class Slowing(torch.optim.SGD):
-    """An optimizer whose ``step`` takes no closure, and which keeps a counter and its last learning rate in its groups."""
+    """An optimizer whose ``step`` takes no closure, and which keeps a counter and its last learning rate in its
+    groups.
+    """
 
     def step(self, divisor=2):
         for group in self.param_groups:

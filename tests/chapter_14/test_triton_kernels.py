@@ -42,7 +42,9 @@ def close(actual, expected, dtype, read, n_terms=1, **more) -> None:
 
 
 def elsewhere(call) -> torch.Tensor:
-    """What a call returns while PyTorch makes its tensors on "meta", where no kernel finds them, unless told otherwise."""
+    """What a call returns while PyTorch makes its tensors on "meta", where no kernel finds them, unless told
+    otherwise.
+    """
     try:
         with torch.device("meta"):
             out = call()

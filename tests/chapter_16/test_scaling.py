@@ -1,4 +1,6 @@
-"""Memory, time and money of a training run, graded against closed forms, a real model's saved tensors, and brute force."""
+"""Memory, time and money of a training run, graded against closed forms, a real model's saved tensors, and brute
+force.
+"""
 
 import math
 import re

@@ -480,7 +480,8 @@ def test_grouped_matmul_is_pytorchs():
     ends = torch.tensor(counts).cumsum(0).to(torch.int32)
     (ours, grads), (theirs, their_grads) = (
         torch.autograd.functional.vjp(product, inputs, randn(56, 16, seed=2, dtype=torch.bfloat16))
-        for product in (lambda x, w: moe.grouped_matmul(x, w, torch.tensor(counts)), lambda x, w: functional.grouped_mm(x, w, offs=ends))
+        for product in (lambda x, w: moe.grouped_matmul(x, w, torch.tensor(counts)),
+                        lambda x, w: functional.grouped_mm(x, w, offs=ends))
     )  # fmt: skip
     expect_close(ours, theirs, atol=1e-2, rtol=1e-2, read=GROUPED)
     for name, mine, wanted in zip(("x", "weights"), grads, their_grads, strict=True):
