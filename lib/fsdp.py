@@ -26,9 +26,12 @@ def memory_per_device(
     Size: 15 minutes, difficulty 2, warm-up.
 
     Args:
-        n_parameters, world_size: Parameters of the whole model; devices R.
+        n_parameters: Parameters of the whole model.
+        world_size: Number R of devices.
         stage: 0 shards nothing, 1 the optimizer's state, 2 also the gradients, 3 also the parameters.
-        param_bytes, grad_bytes, optimizer_bytes: Bytes of a parameter, of its gradient, and of its optimizer state (8 for two float32 moments).
+        param_bytes: Bytes of a parameter.
+        grad_bytes: Bytes of its gradient.
+        optimizer_bytes: Bytes of its optimizer state (8 for two float32 moments).
 
     Returns:
         Bytes, not counting activations, padding, and parameters that are gathered for a moment.
@@ -48,10 +51,12 @@ def shard(tensor: Shaped[Tensor, "..."], rank: int, world_size: int) -> Shaped[T
 
     Args:
         tensor: Any shape (also a scalar), dtype and strides; left unchanged.
-        rank, world_size: Index of the share, from 0; number R of shares.
+        rank: Index of the share, from 0.
+        world_size: Number R of shares.
 
     Returns:
-        ``[ceil(n / R)]`` of the n elements in row-major order, the last shares filled up with zeros. A copy, so that the tensor can be freed.
+        ``[ceil(n / R)]`` of the n elements in row-major order, the last shares filled up with zeros.
+        A copy, so that the tensor can be freed.
 
     Raises:
         ValueError: ``rank`` is not in 0..R-1; the message names ``rank``.
@@ -65,7 +70,8 @@ def unshard(shards: Iterable[Shaped[Tensor, " s"]], shape: Sequence[int]) -> Sha
     Size: 15 minutes, difficulty 2, core.
 
     Args:
-        shards, shape: What ``shard`` returned for ranks 0 to R-1, in this order; the tensor's shape.
+        shards: What ``shard`` returned for ranks 0 to R-1, in this order.
+        shape: The tensor's shape.
 
     Returns:
         The tensor, in the shards' dtype.
@@ -83,10 +89,18 @@ class ShardedOptimizer(Optimizer):
 
     Args:
         params: Parameters, or dicts with ``params`` and options, as any optimizer takes them; the same on all ranks.
-        optimizer_cls, kwargs: The optimizer that updates this rank's share, such as ``torch.optim.AdamW``; its options.
+        optimizer_cls: The optimizer that updates this rank's share, such as ``torch.optim.AdamW``.
+        kwargs: Its options.
 
-    One rank owns a whole parameter. Go through a group from the largest to the smallest; each goes to the rank that owns the fewest elements so far, over all groups
-    (of equals, the lowest rank). Frozen ones count as 0. Gradients are already averaged. ``state`` and ``state_dict`` have this rank's parameters only; a rank loads what its own ``state_dict`` gave.
+    Each parameter belongs to one rank:
+
+    - Go through a group from the largest parameter to the smallest.
+    - Each goes to the rank that owns the fewest elements so far, over all groups; of equals, to the lowest rank.
+    - Frozen parameters count as 0.
+
+    Gradients are already averaged.
+    ``state`` and ``state_dict`` have this rank's parameters only; a rank loads what its own ``state_dict`` gave.
+
     Source: Rajbhandari and others (arXiv:1910.02054), section 5.1.
     """
 
@@ -96,13 +110,19 @@ class ShardedOptimizer(Optimizer):
         raise NotImplementedError("Exercise 12.4: write ShardedOptimizer.__init__")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Assign owners in one more group (``params`` and options). ``Optimizer.__init__`` calls this for each of its groups."""
+        """Assign owners in one more group (``params`` and options).
+
+        ``Optimizer.__init__`` calls this for each of its groups.
+        """
         raise NotImplementedError("Exercise 12.4: write ShardedOptimizer.add_param_group")
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Update this rank's parameters with the current options in ``param_groups``, broadcast every trained one, return what ``closure`` returned.
+        """Update this rank's parameters, broadcast every trained one, and return what ``closure`` returned.
 
-        Pass a ``closure`` to the inner ``step`` only if there is one. Whatever that step changes in its groups, such as a counter, must be in ``param_groups`` afterwards."""
+        - The options are the current ones in ``param_groups``.
+        - Pass a ``closure`` to the inner ``step`` only if there is one.
+        - Whatever that step changes in its groups, such as a counter, must be in ``param_groups`` afterwards.
+        """
         raise NotImplementedError("Exercise 12.4: write ShardedOptimizer.step")
 
 
@@ -114,13 +134,21 @@ def reduce_scatter_gradients(
     Size: 20 minutes, difficulty 3, core.
 
     Args:
-        module, group: The model after backward; the ranks, all by default. Frozen parameters are left out, a tied one appears
-            once, under its first name, and a parameter without a gradient on this rank counts as zeros. A gradient is set to None before the next one is reduced.
+        module: The model after backward.
+        group: The ranks, all by default.
 
     Returns:
-        By name, this rank's padded share of each gradient's mean over the ranks, laid out as by ``shard``, in the parameters' order. Divide
-        before you sum: a float16 sum can overflow where the mean does not. Afterwards the ``grad`` of every trained parameter is None.
-    Cost: one reduce-scatter for each padded gradient. The given ``reduce_scatter_row`` is PyTorch's, under its old and its new name.
+        By name, this rank's padded share of each gradient's mean over the ranks, laid out as by ``shard``, in the
+        parameters' order.
+
+        - Frozen parameters are left out, and a tied one appears once, under its first name.
+        - A parameter without a gradient on this rank counts as zeros.
+        - Divide before you sum: a float16 sum can overflow where the mean does not.
+        - A gradient is set to None before the next one is reduced, so the ``grad`` of every trained parameter is None
+          afterwards.
+
+    Cost: one reduce-scatter for each padded gradient.
+        The given ``reduce_scatter_row`` is PyTorch's, under its old and its new name.
     """
     raise NotImplementedError("Exercise 12.5: write reduce_scatter_gradients")
 
@@ -131,18 +159,29 @@ class FlatShard:
     Size: 60 minutes, difficulty 5, core.
 
     Args:
-        parameters: Names and parameters of one dtype, all trained or all frozen; all ranks start from the values of the group's rank 0.
-        param_dtype, group: Dtype of the gathered row, with which the unit computes (None is the parameters' own); the R ranks that share the parameters, None for all.
+        parameters: Names and parameters of one dtype, all trained or all frozen.
+            All ranks start from the values of the group's rank 0.
+        param_dtype: Dtype of the gathered row, with which the unit computes; None is the parameters' own.
+        group: The R ranks that share the parameters, None for all.
 
     Attributes:
-        shard: ``nn.Parameter`` ``[S]``, S = ceil(n / R): this rank's ``shard`` of the n values; trained if the parameters were.
-        full: ``[R * S]`` in ``param_dtype``, on the parameters' device: a leaf that needs a gradient if the shard does, and has memory only while it is gathered.
-        is_whole: True from the start of a gather until ``free``. The given ``shapes`` and ``sizes`` have each parameter's shape, by name, and number of elements.
+        shard: ``nn.Parameter`` ``[S]``, S = ceil(n / R): this rank's ``shard`` of the n values.
+            It is trained if the parameters were.
+        full: ``[R * S]`` in ``param_dtype``, on the parameters' device: a leaf that needs a gradient if the shard does.
+            It has memory only while it is gathered.
+        is_whole: True from the start of a gather until ``free``.
+        shapes: Given: each parameter's shape, by name.
+        sizes: Given: each parameter's number of elements.
 
     Source: Zhao and others (arXiv:2304.11277), section 3.2.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], param_dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None):  # fmt: skip
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        param_dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | None = None,
+    ):
         self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self.sizes = [parameter.numel() for parameter in parameters.values()]
         raise NotImplementedError("Exercise 12.6: write FlatShard.__init__")
@@ -156,19 +195,32 @@ class FlatShard:
         raise NotImplementedError("Exercise 12.6: write FlatShard.finish_gather")
 
     def views(self) -> dict[str, Tensor]:
-        """The parameters by name, in their shapes: views of ``full``, so that autograd passes their gradients on to it: one ``split`` with the padding as its last part, whose backward makes one row (a slice for each would make as many)."""
+        """The parameters by name, in their shapes: views of ``full``, so that autograd passes their gradients on to it.
+
+        Use one ``split`` with the padding as its last part: its backward makes one row.
+        A slice for each parameter would make as many rows as there are parameters.
+        """
         raise NotImplementedError("Exercise 12.6: write FlatShard.views")
 
     def free(self) -> None:
-        """Release the memory behind ``full`` at once, even if other tensors refer to it. First wait for a gather that is on its way."""
+        """Release the memory behind ``full`` at once, even if other tensors refer to it.
+
+        First wait for a gather that is on its way.
+        """
         raise NotImplementedError("Exercise 12.6: write FlatShard.free")
 
     def start_reduce(self) -> None:
-        """Take ``full.grad`` (and set it to None), divide it by R, because a float16 sum can overflow, and start one reduce-scatter in ``full``'s dtype."""
+        """Take ``full.grad`` and set it to None; divide it by R, and start one reduce-scatter in ``full``'s dtype.
+
+        Divide first, because a float16 sum can overflow.
+        """
         raise NotImplementedError("Exercise 12.6: write FlatShard.start_reduce")
 
     def finish_reduce(self) -> None:
-        """Wait, then add the mean over the ranks to ``shard.grad``, in place and in the shard's dtype. If nothing is on its way, do nothing."""
+        """Wait, then add the mean over the ranks to ``shard.grad``, in place and in the shard's dtype.
+
+        If nothing is on its way, do nothing.
+        """
         raise NotImplementedError("Exercise 12.6: write FlatShard.finish_reduce")
 
 
@@ -178,19 +230,29 @@ class FullySharded(HookedUnits):
     Size: 60 minutes, difficulty 5, core.
 
     Args:
-        module: The model, the same on all ranks except for its values: all start from those of the group's rank 0. It is changed in place.
-        units: Submodules in the order in which they run; by default the children of the module's ``ModuleList``. Parameters that no
-            unit owns, or that two units share, belong to the root, unit 0, which is gathered when the module is called.
-        param_dtype, group: Dtype in which units are gathered, computed with and reduced (shards and their gradients keep the parameters'); the R ranks, None for all, which ``HookedUnits`` passes to each ``FlatShard``.
+        module: The model, the same on all ranks except for its values: all start from those of the group's rank 0.
+            It is changed in place.
+        units: Submodules in the order in which they run; by default the children of the module's ``ModuleList``.
+            Parameters that no unit owns, or that two units share, belong to the root, unit 0, which is gathered when
+            the module is called.
+        param_dtype: Dtype in which units are gathered, computed with and reduced.
+            Shards and their gradients keep the parameters' dtype.
+        group: The R ranks, None for all; ``HookedUnits`` passes both to each ``FlatShard``.
 
     Attributes:
         module: The model, whose only parameters are now the shards.
-        flats, places: For each unit its list of ``FlatShard`` (one, two if some parameters are frozen, or none), and its
-            ``Places``, with ``hang(views)`` and ``take_down()``. The given ``HookedUnits`` makes both, and calls your methods.
+        flats: For each unit its list of ``FlatShard``: one, two if some parameters are frozen, or none.
+        places: For each unit its ``Places``, with ``hang(views)`` and ``take_down()``.
 
-    Beside the root, at most two units are whole at any moment. A step gathers each ``FlatShard`` twice and reduces it once.
-    If there are several backwards before ``finish_gradient_synchronization``, each is reduced, and they add up in the shards' ``grad``. If a
-    backward raised, the given ``HookedUnits`` calls ``after_forward(0)`` and drops the gradient in ``reducing`` before the next forward.
+    The given ``HookedUnits`` makes ``flats`` and ``places``, and calls your methods.
+
+    - Beside the root, at most two units are whole at any moment.
+    - A step gathers each ``FlatShard`` twice and reduces it once.
+    - If there are several backwards before ``finish_gradient_synchronization``, each is reduced, and they add up in the
+      shards' ``grad``.
+    - If a backward raised, ``HookedUnits`` calls ``after_forward(0)`` and drops the gradient in ``reducing`` before the
+      next forward.
+
     """
 
     make_flat = FlatShard
@@ -198,7 +260,11 @@ class FullySharded(HookedUnits):
     reducing: FlatShard | None = None  # the one whose gradient is being reduced
 
     def gather(self, i: int, following: int) -> None:
-        """Free the unit that is ahead, unless it is i or ``following``; make i whole; start gathering ``following`` if it is a unit other than the root, and else none is ahead."""
+        """Make unit i whole, and start gathering unit ``following``.
+
+        - First free the unit that is ahead, unless it is i or ``following``.
+        - Afterwards ``following`` is ahead if it is a unit other than the root, and else none is.
+        """
         raise NotImplementedError("Exercise 12.7: write FullySharded.gather")
 
     def free(self, i: int) -> None:
@@ -214,15 +280,25 @@ class FullySharded(HookedUnits):
         raise NotImplementedError("Exercise 12.7: write FullySharded.after_forward")
 
     def before_backward(self, i: int) -> None:
-        """Gather unit i again, and start gathering the unit that ran before it. For the root that is the last unit, unless one is ahead already (the root returned a unit's output, whose backward began first)."""
+        """Gather unit i again, and start gathering the unit that ran before it.
+
+        For the root that is the last unit, unless one is ahead already: the root may have returned a unit's output,
+        whose backward began first.
+        """
         raise NotImplementedError("Exercise 12.7: write FullySharded.before_backward")
 
     def after_gradient(self, flat: FlatShard) -> None:
-        """``flat.full.grad`` is complete: free the values, wait for the previous reduction, then start to reduce this gradient."""
+        """Take up a gradient, ``flat.full.grad``, that is complete.
+
+        Free the values, wait for the previous reduction, then start to reduce this gradient.
+        """
         raise NotImplementedError("Exercise 12.7: write FullySharded.after_gradient")
 
     def finish_gradient_synchronization(self) -> None:
-        """To be called after backward and before the optimizer. Afterwards every shard's ``grad`` is complete, and no unit is whole."""
+        """Complete every shard's ``grad``, and leave no unit whole.
+
+        The caller calls it after backward and before the optimizer.
+        """
         raise NotImplementedError("Exercise 12.7: write FullySharded.finish_gradient_synchronization")
 
 
@@ -232,10 +308,13 @@ def clip_sharded_gradient_norm_(parameters: Iterable[Tensor], max_norm: float, g
     Size: 20 minutes, difficulty 3, core.
 
     Args:
-        parameters, max_norm, group: This rank's shards, whose ``grad`` (if there is one) is scaled in place; the largest norm; the ranks, None for all.
+        parameters: This rank's shards, whose ``grad`` (if there is one) is scaled in place.
+        max_norm: The largest norm.
+        group: The ranks, None for all.
 
     Returns:
-        The norm of the whole gradient before clipping, float32, the same on all ranks, from one all-reduce of one number, on the parameters' device, also where no gradient is.
+        The norm of the whole gradient before clipping, float32, the same on all ranks.
+        It takes one all-reduce of one number, on the parameters' device, also where no gradient is.
     """
     raise NotImplementedError("Exercise 12.8: write clip_sharded_gradient_norm_")
 
@@ -246,7 +325,8 @@ def apply_fully_shard(model: nn.Module, mesh: DeviceMesh | None, param_dtype: to
     Size: 10 minutes, difficulty 2, core.
 
     Args:
-        model, mesh: Changed in place, its parameters become DTensors cut along dimension 0; the devices, None for all.
+        model: Changed in place: its parameters become DTensors cut along dimension 0.
+        mesh: The devices, None for all.
         param_dtype: Dtype of the gathered parameters (``MixedPrecisionPolicy``); None is the parameters' own dtype.
 
     Returns:
@@ -261,12 +341,18 @@ def save_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
     Size: 15 minutes, difficulty 2, stretch.
 
     Args:
-        path, model, optimizer: A folder, the same on all ranks; a plain model, or one after ``apply_fully_shard``; its optimizer. The saved dict has the keys "model" and "optimizer". No rank gathers a sharded tensor in order to write it.
+        path: A folder, the same on all ranks.
+        model: A plain model, or one after ``apply_fully_shard``.
+        optimizer: Its optimizer.
+
+    Returns:
+        Nothing.
+        The saved dict has the keys "model" and "optimizer".
+        No rank gathers a sharded tensor in order to write it.
 
     Raises:
-        ValueError: ``model`` is a ``HookedUnits``, such as ``FullySharded``, whose shards have no names; the message names ``gather_full_params``.
-
-    Returns: nothing.
+        ValueError: ``model`` is a ``HookedUnits``, such as ``FullySharded``, whose shards have no names.
+            The message names ``gather_full_params``.
     """
     raise NotImplementedError("Exercise 12.10: write save_sharded")
 
@@ -277,7 +363,10 @@ def load_sharded(path: str | os.PathLike, model: nn.Module, optimizer: Optimizer
     Size: 15 minutes, difficulty 2, stretch.
 
     Args:
-        path, model, optimizer: As for ``save_sharded``; both are changed in place. The optimizer need not have taken a step; its state and options (the learning rate) become the saved ones.
+        path: As for ``save_sharded``.
+        model: As for ``save_sharded``; changed in place.
+        optimizer: As for ``save_sharded``; changed in place.
+            It need not have taken a step; its state and options (the learning rate) become the saved ones.
 
     Returns: nothing.
     """

@@ -28,12 +28,15 @@ def training_memory_bytes(config: FFNConfig, tokens: float) -> dict[str, float]:
         tokens: Tokens in the batch.
 
     Returns:
-        Bytes under four keys. ``"weights"``, ``"gradients"`` and ``"optimizer"`` (AdamW's two moments) are float32.
-        ``"activations"`` are bfloat16: the input of each matrix, which backward needs, so C + F numbers a token and block.
+        Bytes under four keys.
+        ``"weights"``, ``"gradients"`` and ``"optimizer"`` (AdamW's two moments) are float32.
+        ``"activations"`` are bfloat16: the input of each matrix, which backward needs, so C + F numbers a token and
+        block.
 
     Source: Stanford CS336, assignment 2 (spring 2025), problem "communication_accounting", part a.
-    Convention: nothing is recomputed, and the activation function saves nothing of its own. That holds without one (the
-        assignment) and for ReLU, whose output tells backward all it needs; GELU would save its input too, F numbers more.
+    Convention: nothing is recomputed, and the activation function saves nothing of its own.
+        That holds without one (the assignment) and for ReLU, whose output tells backward all it needs; GELU would save
+        its input too, F numbers more.
     """
     raise NotImplementedError("Exercise 16.1: write training_memory_bytes")
 
@@ -48,7 +51,8 @@ def fsdp_memory_bytes(config: FFNConfig, tokens: float, n_devices: int) -> float
         n_devices: Devices R.
 
     Returns:
-        Bytes: 1/R of the weights, the gradients, the optimizer state and one half of the activations, plus the whole other
+        Bytes: 1/R of the weights, the gradients, the optimizer state and one half of the activations, plus the whole
+            other
         half. The weights that are gathered for a moment are not counted.
 
     Raises:
@@ -65,17 +69,20 @@ def min_fsdp_devices(config: FFNConfig, tokens: float, device_bytes: float) -> i
     Size: 20 minutes, difficulty 3, core.
 
     Args:
-        config, tokens, device_bytes: As for ``training_memory_bytes``; memory of one device, where an exact fit still fits.
+        config: As for ``training_memory_bytes``.
+        tokens: As for ``training_memory_bytes``.
+        device_bytes: Memory of one device, where an exact fit still fits.
 
     Returns:
         R, at least 1, with ``fsdp_memory_bytes(config, tokens, R) <= device_bytes``, while R - 1 devices need more.
 
     Raises:
-        ValueError: no number is enough, because the activations that stay whole fill a device by themselves; the message
-            names ``device_bytes`` and the bytes of these activations.
+        ValueError: no number is enough, because the activations that stay whole fill a device by themselves; the
+            message names ``device_bytes`` and the bytes of these activations.
 
-    Convention: the two comparisons decide, as Python computes them. A quotient is rounded, so it can land just above or below
-        the whole number that it should be, and ``math.ceil`` of it is then one too many or one too few.
+    Convention: the two comparisons decide, as Python computes them.
+        A quotient is rounded, so it can land just above or below the whole number that it should be, and ``math.ceil``
+        of it is then one too many or one too few.
     """
     raise NotImplementedError("Exercise 16.3: write min_fsdp_devices")
 
@@ -89,22 +96,27 @@ def compute_bound_batch(
 
     Args:
         config: Only its F matters.
-        x, y: Devices along the sharded axis, where weights are gathered, and the tensor axis, where activations are.
-        peak_flops, bandwidth: Operations a second of one device; bytes a second that it sends along one physical axis.
-        m_x, m_y: How many physical axes ``x`` and ``y`` each have.
+        x: Devices along the sharded axis, where weights are gathered.
+        y: Devices along the tensor axis, where activations are gathered.
+        peak_flops: Operations a second of one device.
+        bandwidth: Bytes a second that it sends along one physical axis.
+        m_x: How many physical axes ``x`` has.
+        m_y: How many physical axes ``y`` has.
 
     Returns:
         Tokens per device, rounded up to a whole number. The whole batch B is X * Y times as large.
 
     Raises:
-        ValueError: ``x`` or ``y`` is below 1, and the message names it. Or ``y`` is so large for F that the activations take
-            longer than the products at any batch (an equal time still hides); the message names ``y`` and the largest one
-            that works.
+        ValueError: ``x`` or ``y`` is below 1, and the message names it.
+            Or ``y`` is so large for F that the activations take longer than the products at any batch (an equal time
+            still hides); the message names ``y`` and the largest one that works.
 
     Source: Austin and others, How to Scale Your Model (2025), "Mixed FSDP and tensor parallelism"; Stanford CS336,
         assignment 2 (spring 2025), problem "communication_accounting", part c.
-    Convention: the best case. The two axes send at the same time, each by itself behind the products, so the slowest of the
-        three sets the time. (X - 1)/X counts as 1, but an axis of one device sends nothing.
+    Convention: the best case.
+        The two axes send at the same time, each by itself behind the products, so the slowest of the three sets the
+        time.
+        (X - 1)/X counts as 1, but an axis of one device sends nothing.
     """
     raise NotImplementedError("Exercise 16.4: write compute_bound_batch")
 
@@ -115,16 +127,19 @@ def choose_gpu(n_parameters: float, mode: str, bits: int) -> Choice:
     Size: 20 minutes, difficulty 2, core.
 
     Args:
-        n_parameters, bits: Number of weights; bits of each value (PyTorch's AdamW creates moments in the weights' dtype).
-        mode: "inference", which holds the weights only, or "training", which also holds a gradient and two moments for each.
+        n_parameters: Number of weights.
+        bits: Bits of each value (PyTorch's AdamW creates moments in the weights' dtype).
+        mode: "inference", which holds the weights only, or "training", which also holds a gradient and two moments for
+            each.
 
     Returns:
-        ``Choice(name, dollars_per_hour)`` of the cheapest of ``CARDS`` with enough ``memory_gb``. Inference needs chapter 4's
-        ``inference_memory_gb(n_parameters, bits)``, which adds a fifth; training needs four times as much.
+        ``Choice(name, dollars_per_hour)`` of the cheapest of ``CARDS`` with enough ``memory_gb``.
+        Inference needs chapter 4's ``inference_memory_gb(n_parameters, bits)``, which adds a fifth; training needs four
+        times as much.
 
     Raises:
-        ValueError: ``mode`` is neither of the two, and the message names it. Or no GPU is large enough, and the message names
-            the GB that are needed (one decimal) and the largest GPU.
+        ValueError: ``mode`` is neither of the two, and the message names it.
+            Or no GPU is large enough, and the message names the GB that are needed (one decimal) and the largest GPU.
 
     Source: the rule of thumb is M. Mboya's, Scaling ViTs across Training Compute (2025).
     """
@@ -137,7 +152,8 @@ def epoch_cost(items_per_second: float, dataset_size: int, dollars_per_hour: flo
     Size: 5 minutes, difficulty 1, warm-up.
 
     Args:
-        items_per_second, dataset_size: Images or tokens, of all devices together in a second, and in the data set.
+        items_per_second: Images or tokens of all devices together in a second.
+        dataset_size: Images or tokens in the data set.
         dollars_per_hour: Price of all devices together.
 
     Returns:
@@ -163,12 +179,16 @@ def local_sgd_step(
     Size: 30 minutes, difficulty 3, core.
 
     Args:
-        model: The same on all ranks at first. ``model(*batch)`` returns ``(logits, loss)`` as in chapter 7, or just the loss.
-        outer_state: Empty at first; later rounds change it in place. Holds ``"parameters"`` and ``"momentum"``, each one flat
-            float32 vector over the trainable parameters in the model's order (float64 if one of them is float64).
+        model: The same on all ranks at first.
+            ``model(*batch)`` returns ``(logits, loss)`` as in chapter 7, or just the loss.
+        outer_state: Empty at first; later rounds change it in place.
+            Holds ``"parameters"`` and ``"momentum"``, each one flat float32 vector over the trainable parameters in the
+            model's order (float64 if one of them is float64).
         inner_optimizer: This rank's optimizer. Its state stays on the rank and lives on from round to round.
-        batches: This rank's batches, one inner step for each. There may be none, and ranks may have different numbers of them.
-        outer_lr, outer_momentum: Learning rate and momentum of the outer step, which is SGD with Nesterov momentum.
+        batches: This rank's batches, one inner step for each.
+            There may be none, and ranks may have different numbers of them.
+        outer_lr: Learning rate of the outer step, which is SGD with Nesterov momentum.
+        outer_momentum: Its momentum.
         group: Ranks that take part; all by default. Without a process group this process works alone.
 
     Returns:
@@ -198,15 +218,21 @@ def layout_costs(
 
     Returns:
         Seconds under ``"compute"`` (forward and backward, bubble included), ``"sharded"``, ``"data"``, ``"tensor"`` and
-        ``"pipeline"``; an axis of one device takes 0. Seconds under ``"step"``: tensor, for which the products wait, plus the
-        longest of the other four, which overlap. Bytes under ``"memory"``.
+        ``"pipeline"``; an axis of one device takes 0.
+        Seconds under ``"step"``: tensor, for which the products wait, plus the longest of the other four, which
+        overlap.
+        Bytes under ``"memory"``.
 
-    Everything that travels is bfloat16 and goes around rings. Once a step, sharded weights are gathered twice and their
-    gradients scattered once. Copies all-reduce the gradients of their shards. Each block all-reduces its output in forward
-    and its input's gradient in backward; each stage sends these two to its neighbours.
-    Memory is the states' shard, the activations, and the weights that are gathered: two blocks at a time (one if the stage
-    has one block, none if S = 1). S shards no activations. With P > 1 the tokens come in 4 P micro-batches and the schedule is
-    one-forward-one-backward, so the first stage keeps the activations of P micro-batches, a quarter; with P = 1, of all B'.
+    Everything that travels is bfloat16 and goes around rings.
+    Once a step, sharded weights are gathered twice and their gradients scattered once.
+    Copies all-reduce the gradients of their shards.
+    Each block all-reduces its output in forward and its input's gradient in backward; each stage sends these two to its
+    neighbours.
+    Memory is the states' shard, the activations, and the weights that are gathered: two blocks at a time (one if the
+    stage has one block, none if S = 1).
+    S shards no activations.
+    With P > 1 the tokens come in 4 P micro-batches and the schedule is one-forward-one-backward, so the first stage
+    keeps the activations of P micro-batches, a quarter; with P = 1, of all B'.
     Convention: chapter 13's bubble is a share of the whole time, so compute is the useful time over 1 - bubble.
     """
     raise NotImplementedError("Exercise 16.8: write layout_costs")
@@ -226,17 +252,20 @@ def plan(
     Size: 35 minutes, difficulty 4, core.
 
     Args:
-        config, n_devices: The model, and the number of devices; the layout uses all of them.
+        config: The model.
+        n_devices: The number of devices; the layout uses all of them.
         memory_bytes: Memory of one device, in bytes; a need of exactly this much still fits.
-        bandwidths: ``Bandwidths(within_host, across_hosts, devices_per_host=8)`` in bytes a second, its fields as a mapping or
-            in their order, or one number for every link; ``Bandwidths.of`` (given) accepts all of these.
+        bandwidths: ``Bandwidths(within_host, across_hosts, devices_per_host=8)`` in bytes a second, its fields as a
+            mapping or in their order, or one number for every link; ``Bandwidths.of`` (given) accepts all of
+            these.
         tokens_per_device: Tokens for each device. The batch is this times ``n_devices``, the same for every layout.
         peak_flops: Operations a second of one device.
 
     Returns:
-        ``Plan``: the four degrees, whose product is ``n_devices``, ``step_s``, ``memory_bytes``, ``costs`` (everything that
-        ``layout_costs`` returned) and ``reasons``, at least one sentence. Of the layouts that fit, with T dividing F and P
-        dividing L, it has the shortest step; of equal ones the least memory, then the smallest pipeline, tensor and sharded.
+        ``Plan``: the four degrees, whose product is ``n_devices``, ``step_s``, ``memory_bytes``, ``costs`` (everything
+        that ``layout_costs`` returned) and ``reasons``, at least one sentence.
+        Of the layouts that fit, with T dividing F and P dividing L, it has the shortest step; of equal ones the least
+        memory, then the smallest pipeline, tensor and sharded.
         If the fastest layout of all does not fit, one of the reasons says how many bytes or GB it needs.
 
     Raises:

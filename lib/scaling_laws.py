@@ -1,4 +1,4 @@
-"""Scaling laws: fit the loss of small models, predict that of large ones, and choose size, data, batch and learning rate."""
+"""Scaling laws: fit the loss of small models, predict that of large ones, and choose size, data, batch and rate."""
 
 import itertools
 import math
@@ -28,15 +28,19 @@ def fit_power_law(x: Float[np.ndarray, " n"], y: Float[np.ndarray, " n"]) -> Pow
         y: Losses ``[n]``: positive.
 
     Returns:
-        The law that minimises the sum of Huber's losses (``DELTA``) of ``log y - log prediction``. ``a`` is positive and
-        ``floor`` is not negative; ``alpha`` is negative where y rises with x.
+        The law that minimises the sum of Huber's losses (``DELTA``) of ``log y - log prediction``.
+        ``a`` is positive and ``floor`` is not negative; ``alpha`` is negative where y rises with x.
 
     Raises:
-        ValueError: x and y differ in length, a number is not positive and finite, or there are fewer than 3 different x; the
-            message shows the two lengths, the number, or how many x are different. Or the fitted exponent is outside of
-            -10 to 10: then the points determine no law.
+        ValueError: One of these.
 
-    Source: Hoffmann and others (arXiv:2203.15556), section D.2, for the loss; Kaplan and others (arXiv:2001.08361) for the law.
+            - x and y differ in length; the message shows the two lengths.
+            - A number is not positive and finite; the message shows it.
+            - There are fewer than 3 different x; the message shows how many are different.
+            - The fitted exponent is outside of -10 to 10: then the points determine no law.
+
+    Source: Hoffmann and others (arXiv:2203.15556), section D.2, for the loss;
+        Kaplan and others (arXiv:2001.08361) for the law.
     """
     raise NotImplementedError("Exercise 22.1: write fit_power_law")
 
@@ -49,20 +53,24 @@ def bootstrap(
     Size: 30 minutes, difficulty 3, core.
 
     Args:
-        fit: Takes the k columns of the points, as in ``fit(x, y)``; if it has only one parameter, it takes the rows ``[n, k]``. It
-            returns a dataclass of numbers, a mapping of numbers or one number.
-        points: One point a row, ``[n, k]``. A row stays together.
+        fit: Takes the k columns of the points, as in ``fit(x, y)``.
+            If it has only one parameter, it takes the rows ``[n, k]``.
+            It returns a dataclass of numbers, a mapping of numbers or one number.
+        points: One point a row, ``[n, k]``; a row stays together.
         n: Number of fits, each to as many drawn rows as there are points.
         seed: Seed of the draws, as in ``numpy.random.default_rng(seed)``.
         level: Share of the fits that the interval contains; the rest is left out in equal parts below and above.
 
     Returns:
-        ``(low, high)`` by the name of each field of the fit's result; if that is one number, the name is ``"value"``. Rows on
-        which ``fit`` raises a ``ValueError`` are drawn again.
+        ``(low, high)`` by the name of each field of the fit's result; if that is one number, the name is ``"value"``.
+        Rows on which ``fit`` raises a ``ValueError`` are drawn again.
 
     Raises:
-        ValueError: ``n`` is below 1 or ``level`` is not between 0 and 1 (the message shows it), the fit fails on the points
-            themselves, or it works on fewer than n of the first 10 n draws.
+        ValueError: One of these.
+
+            - ``n`` is below 1 or ``level`` is not between 0 and 1; the message shows it.
+            - The fit fails on the points themselves.
+            - The fit works on fewer than n of the first 10 n draws.
 
     Source: Efron (1979), "Bootstrap methods: another look at the jackknife"; the percentile interval.
     """
@@ -86,7 +94,8 @@ def learning_curve_prediction(
         prediction from 50 draws with seed 0.
 
     Raises:
-        ValueError: ``final_step`` is before the largest step, or NaN; the message names both. Or as for ``fit_power_law``.
+        ValueError: ``final_step`` is before the largest step, or NaN; the message names both.
+            Or as for ``fit_power_law``.
 
     Convention: the interval is for the curve. A single measured loss also scatters around the curve.
     """
@@ -111,8 +120,10 @@ def wsd_schedule(step: int, max_lr: float, warmup_steps: int, decay_start: int, 
     Raises:
         ValueError: not ``0 <= warmup_steps <= decay_start <= max_steps``; the message names the three.
 
-    Source: Hu and others, MiniCPM (arXiv:2404.06395), section 4.2; the linear decay is that of Hägele and others (arXiv:2405.18392).
-    Convention: the decay is a line to 0; MiniCPM decays exponentially, Hägele and others prefer one minus a square root.
+    Source: Hu and others, MiniCPM (arXiv:2404.06395), section 4.2;
+        the linear decay is that of Hägele and others (arXiv:2405.18392).
+    Convention: the decay is a line to 0; MiniCPM decays exponentially.
+        Hägele and others prefer one minus a square root.
     """
     raise NotImplementedError("Exercise 22.4: write wsd_schedule")
 
@@ -137,8 +148,8 @@ def fit_parametric(
         The law that minimises the sum of Huber's losses (``DELTA``) of ``log loss - log prediction``.
 
     Raises:
-        ValueError: as for ``fit_power_law``, with 3 different values of N and of D needed; or there are fewer than 5 runs, and
-            the message says how many there are.
+        ValueError: as for ``fit_power_law``, with 3 different values of N and of D needed.
+            Or there are fewer than 5 runs, and the message says how many there are.
 
     Source: Hoffmann and others (arXiv:2203.15556), equation 3 and section D.2; why the scale of the objective matters:
         Besiroglu and others (arXiv:2404.10102).
@@ -159,9 +170,11 @@ def isoflop_minimum(n_parameters: Float[np.ndarray, " n"], losses: Float[np.ndar
         N at the vertex of the least-squares parabola through ``(log N, loss)``.
 
     Raises:
-        ValueError: there are fewer than 3 different sizes (the message says how many); the parabola opens downwards, or is a
-            line but for rounding; or the vertex is outside of the sizes, where nothing was measured (the message shows the vertex
-            and the range).
+        ValueError: One of these.
+
+            - There are fewer than 3 different sizes; the message says how many.
+            - The parabola opens downwards, or is a line but for rounding.
+            - The vertex is outside of the sizes, where nothing was measured; the message shows it and the range.
 
     Source: Hoffmann and others (arXiv:2203.15556), section 3.2.
     """
@@ -198,15 +211,19 @@ def critical_batch_size(
     Args:
         small_norms: Norms, not squared, of gradients that are means over batches of ``small`` examples.
         large_norms: The same for batches of ``large`` examples; there may be more or fewer of them.
-        small, large: Sizes of the batches; ``small`` is below ``large``.
+        small: Size of the small batches.
+        large: Size of the large batches.
 
     Returns:
-        The noise scale tr(Sigma) / |G|^2 in examples, from unbiased estimates of both parts. It is negative where the larger
-        batches happen to have the larger norms.
+        The noise scale tr(Sigma) / |G|^2 in examples, from unbiased estimates of both parts.
+        It is negative where the larger batches happen to have the larger norms.
 
     Raises:
-        ValueError: not ``0 < small < large`` (the message names both), a list is empty, or the estimate of |G|^2 is NaN or not positive,
-            because the norms are too few or too noisy.
+        ValueError: One of these.
+
+            - Not ``0 < small < large``; the message names both.
+            - A list is empty.
+            - The estimate of |G|^2 is NaN or not positive, because the norms are too few or too noisy.
 
     Source: McCandlish and others (arXiv:1812.06162), section 2.2 and appendix A.1.
     """
@@ -221,18 +238,22 @@ def mup_multipliers(width: int, base_width: int, kind: str) -> dict[str, float]:
     Args:
         width: Width C of the model.
         base_width: Width at which the initial standard deviations and the learning rate were tuned.
-        kind: ``"input"`` (embeddings, positions, biases and gains: at most the output's dimension grows),
-            ``"hidden"`` (both dimensions grow) or ``"output"`` (only the input's dimension grows).
+        kind: Which of the weight's dimensions grow.
+
+            - ``"input"``: embeddings, positions, biases and gains, of which at most the output's dimension grows.
+            - ``"hidden"``: both dimensions grow.
+            - ``"output"``: only the input's dimension grows.
 
     Returns:
-        Factors relative to the base width: ``"init"`` for the initial standard deviation, ``"lr"`` for AdamW's learning rate, and
-        ``"output"`` for the product with this weight.
+        Factors relative to the base width: ``"init"`` for the initial standard deviation, ``"lr"`` for AdamW's
+        learning rate, and ``"output"`` for the product with this weight.
 
     Raises:
         ValueError: a width is below 1, or ``kind`` is none of the three; the message names it.
 
     Source: Yang and others (arXiv:2203.03466), table 8.
-    Convention: table 3 of the paper moves the output's multiplier into its initialisation and its learning rate; the functions
-        that the model computes are the same. Table 8 also allows an output weight that is tied to the input's.
+    Convention: table 3 of the paper moves the output's multiplier into its initialisation and its learning rate.
+        The functions that the model computes are the same.
+        Table 8 also allows an output weight that is tied to the input's.
     """
     raise NotImplementedError("Exercise 22.9: write mup_multipliers")

@@ -12,7 +12,10 @@ from lib.given.kernels.once import first_derivative_only
 
 @triton.jit
 def vector_add_kernel(x, y, out, n, BLOCK: tl.constexpr):
-    """Program i adds elements i * BLOCK up to (i + 1) * BLOCK of two vectors of n elements; x, y and out are pointers."""
+    """Program i adds elements i * BLOCK up to (i + 1) * BLOCK of two vectors of n elements.
+
+    X, y and out are pointers.
+    """
 
 
 def vector_add(x: Float[Tensor, "..."], y: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -25,14 +28,15 @@ def vector_add(x: Float[Tensor, "..."], y: Float[Tensor, "..."]) -> Float[Tensor
         y: The same shape, dtype and device as x.
 
     Returns:
-        x + y in a new contiguous tensor of that shape and dtype; x and y stay unchanged. Forward only: the result has no
-        gradient.
+        x + y in a new contiguous tensor of that shape and dtype; x and y stay unchanged.
+        Forward only: the result has no gradient.
 
     Raises:
         ValueError: the shapes differ (the message shows both), or `check_tensors` raises it.
 
-    Cost: one launch. Each element of x and y is read once, each element of the result is written once, and no other memory
-    is touched.
+    Cost: one launch.
+        Each element of x and y is read once, each element of the result is written once, and no other memory is
+        touched.
     """
     check_tensors(x, y)
     if x.shape != y.shape:
@@ -53,7 +57,7 @@ def weighted_sum_kernel(x, weight, out, n_rows, width, ROWS: tl.constexpr, BLOCK
 def weighted_sum_backward_kernel(
     x, weight, grad, dx, partial, n_rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Program i writes ROWS rows of dx, and the share of these rows in the weight's gradient into row i of ``partial``."""
+    """Program i writes ROWS rows of dx, and their share in the weight's gradient into row i of ``partial``."""
 
 
 class WeightedSum(torch.autograd.Function):
@@ -66,7 +70,7 @@ class WeightedSum(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, grad: Float[Tensor, " n"]) -> tuple[Float[Tensor, "n d"], Float[Tensor, " d"]]:
-        """Launch `weighted_sum_backward_kernel`, then add the rows of ``partial``, which is float32 ``[programs, D]``."""
+        """Launch `weighted_sum_backward_kernel`, then add the rows of ``partial``, float32 ``[programs, D]``."""
 
 
 def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"]) -> Float[Tensor, "..."]:
@@ -99,7 +103,10 @@ def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"]) -> Floa
 
 @triton.jit
 def softmax_kernel(x, out, width, row_stride, BLOCK: tl.constexpr):
-    """Program i computes row i, which fits into BLOCK. Rows of x begin row_stride elements apart, rows of out width apart."""
+    """Program i computes row i, which fits into BLOCK.
+
+    Rows of x begin row_stride elements apart, rows of out width apart.
+    """
 
 
 def softmax_rows(x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
@@ -136,7 +143,8 @@ def matmul_kernel(
 ):  # fmt: skip
     """Each program computes one tile of a @ b, in the order of equation (14.5).
 
-    Element (i, j) is am * i + ak * j elements after the pointer a; in b it is bk * i + bn * j after b. out is contiguous.
+    Element (i, j) is am * i + ak * j elements after the pointer a; in b it is bk * i + bn * j after b. out is
+    contiguous.
     """
 
 
@@ -156,8 +164,9 @@ def matmul(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> Float[Tensor, "m
     Raises:
         ValueError: the shapes do not fit (the message shows both), or `check_tensors` raises it.
 
-    Cost: one launch, and no copy of a or b. Program p writes the tile of equation (14.5), whose size `matmul_tiles` chooses,
-    and reads each element of its rows of a and of its columns of b once.
+    Cost: one launch, and no copy of a or b.
+        Program p writes the tile of equation (14.5), whose size `matmul_tiles` chooses, and reads each element of its
+        rows of a and of its columns of b once.
     """
     check_tensors(a, b)
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
@@ -170,7 +179,10 @@ def matmul(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> Float[Tensor, "m
 
 @triton.jit
 def rms_norm_kernel(x, weight, out, width, row_stride, eps, BLOCK: tl.constexpr):
-    """Program i computes row i, which fits into BLOCK. Rows of x begin row_stride elements apart, rows of out width apart."""
+    """Program i computes row i, which fits into BLOCK.
+
+    Rows of x begin row_stride elements apart, rows of out width apart.
+    """
 
 
 def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"], eps: float = 1e-5) -> Float[Tensor, "... d"]:
@@ -184,7 +196,8 @@ def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"], eps: float 
         eps: Added to the mean square, under the root.
 
     Returns:
-        Equation (14.6), contiguous, with the shape and dtype of x; computed in float32, with one cast at the end. Forward
+        Equation (14.6), contiguous, with the shape and dtype of x; computed in float32, with one cast at the end.
+        Forward
         only: the result has no gradient.
 
     Raises:

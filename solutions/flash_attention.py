@@ -25,7 +25,8 @@ def attention_io_bytes(length: int, head_dim: int, sram_bytes: int, algorithm: s
         Two bytes for each number of equation (15.1) or (15.2).
 
     Raises:
-        ValueError: another algorithm (the message shows it), ``length`` or ``head_dim`` below 1, ``sram_bytes`` below 2.
+        ValueError: another algorithm (the message shows it), ``length`` or ``head_dim`` below 1, ``sram_bytes`` below
+            2.
 
     Source: FlashAttention (arXiv:2205.14135), Algorithms 0 and 1, Theorem 2.
     """
@@ -58,7 +59,8 @@ def online_softmax_update(
         l: Sum of exp(score - m) so far; 0 before the first tile.
         acc: Sum of exp(score - m) * value so far, not yet divided by l.
         scores: Scaled scores of the new tile; -inf where a key is hidden.
-        values: Values of the tile's keys, in any floating-point dtype; cast to that of acc for their product with the weights.
+        values: Values of the tile's keys, in any floating-point dtype; cast to that of acc for their product with the
+            weights.
 
     Returns:
         New tensors m, l and acc; the old ones stay unchanged. A row that has seen no key keeps -inf, 0 and 0.
@@ -102,9 +104,11 @@ class FlashAttentionTorch(torch.autograd.Function):
         k, v: Keys and values [..., S, D]. q may have a multiple of their number of heads.
         is_causal: If true, query t sees the keys up to t + S - T. A row without keys gives zeros.
 
-    ``forward`` saves q, k, v, the output and exactly one more tensor [..., T]: the natural logsumexp of each row's scaled
-    scores, in float32 (float64 for float64), -inf for a row without keys. It never makes a tensor of a quarter of T x S numbers, keeps
-    sums in float32 at least, even under autocast, and skips tiles above the diagonal. ``backward`` is given.
+    ``forward`` saves q, k, v, the output and exactly one more tensor [..., T]: the natural logsumexp of each row's
+    scaled scores, in float32 (float64 for float64), -inf for a row without keys.
+    It never makes a tensor of a quarter of T x S numbers, keeps sums in float32 at least, even under autocast, and
+    skips tiles above the diagonal.
+    ``backward`` is given.
 
     Raises:
         ValueError: the shapes, dtypes or devices do not fit (`fold_groups` raises it).
@@ -150,12 +154,14 @@ def flash_backward(
     Size: 35 minutes, difficulty 4, core.
 
     Args:
-        q, k, v, is_causal: The inputs of the forward pass; several query heads may share a head of keys.
-        o, do: The output, and the gradient of the loss with respect to it; any strides.
+        q, k, v, is_causal: The inputs of the forward pass; several query heads may share a key/value head.
+        o: The output, with any strides.
+        do: The gradient of the loss with respect to it, with any strides.
         lse: Natural logsumexp of each row's scaled scores; -inf for a row without keys, whose gradient is 0.
 
     Returns:
-        dq, dk, dv, shaped and typed as q, k, v; no tensor of a quarter of T x S numbers is made; sums in float32 at least, even under autocast.
+        dq, dk, dv, shaped and typed as q, k, v; no tensor of a quarter of T x S numbers is made; sums in float32 at
+        least, even under autocast.
 
     Source: equations (15.6) and (15.7); FlashAttention-2 (arXiv:2307.08691), Algorithm 2.
     """
@@ -183,7 +189,8 @@ def flash_backward(
 
 @triton.jit
 def flash_forward_kernel(q, k, v, o, lse, T, S, scale, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-                         ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
+                         ROWS: tl.constexpr, COLS: tl.constexpr,
+                             CAUSAL: tl.constexpr):  # fmt: skip
     """Output and logsumexp of one tile of queries; the grid is (query heads, tiles of queries). (Exercise)
 
     Size: 60 minutes, difficulty 5, core.
@@ -192,13 +199,16 @@ def flash_forward_kernel(q, k, v, o, lse, T, S, scale, GROUP: tl.constexpr, D: t
         q, k, v, o: Pointers to contiguous tensors: q and o [heads, T, D], k and v [heads / GROUP, S, D].
         lse: Pointer to float32 [heads, T]: the natural logsumexp, -inf for a row without keys (whose output is 0).
         T, S, scale: Numbers of queries and of keys, both arbitrary; and the factor of the scores.
-        GROUP: Query heads that share a head of keys: head h, counted through all batches, reads the keys of h // GROUP.
+        GROUP: Query heads that share a key/value head: head h, counted through all batches, reads the keys of h //
+            GROUP.
         D, WIDTH: Width of a head, and the power of two that holds it.
         ROWS, COLS, CAUSAL: Queries and keys in a tile. If CAUSAL, query t sees the keys up to t + S - T.
 
     Returns:
-        Nothing. Writes o and lse; touches nothing outside the tensors; skips tiles of keys that none of its queries sees;
-        masks no score in tiles that all see. Sums in float32; no TF32; weights are cast to v's dtype before their product.
+        Nothing.
+        Writes o and lse; touches nothing outside the tensors; skips tiles of keys that none of its queries sees; masks
+        no score in tiles that all see.
+        Sums in float32; no TF32; weights are cast to v's dtype before their product.
 
     Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 1; equations (15.3) to (15.5).
     """
@@ -240,7 +250,8 @@ def flash_forward_kernel(q, k, v, o, lse, T, S, scale, GROUP: tl.constexpr, D: t
 
 @triton.jit
 def flash_backward_dq_kernel(q, k, v, o, do, lse, delta, dq, T, S, scale, GROUP: tl.constexpr, D: tl.constexpr,
-                             WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
+                             WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+                             CAUSAL: tl.constexpr):  # fmt: skip
     """Gradient of one tile of queries; the grid is (query heads, tiles of queries). (Exercise)
 
     Size: 45 minutes, difficulty 5, core.
@@ -248,10 +259,13 @@ def flash_backward_dq_kernel(q, k, v, o, do, lse, delta, dq, T, S, scale, GROUP:
     Args:
         o, do: Pointers to the output and its gradient, [heads, T, D].
         lse: Pointer to the natural logsumexp [heads, T]; -inf for a row without keys, whose gradient is 0.
-        delta, dq: Pointers to the results: each row's sum of o * do, float32 [heads, T], and the gradient [heads, T, D].
+        delta, dq: Pointers to the results: each row's sum of o * do, float32 [heads, T], and the gradient [heads, T,
+            D].
 
     Returns:
-        Nothing. Writes delta and dq, each number from one program, without atomics. All else is `flash_forward_kernel`'s.
+        Nothing.
+        Writes delta and dq, each number from one program, without atomics.
+        All else is `flash_forward_kernel`'s.
     """
     ### BEGIN SOLUTION
     head, i = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
@@ -287,7 +301,8 @@ def flash_backward_dq_kernel(q, k, v, o, do, lse, delta, dq, T, S, scale, GROUP:
 
 @triton.jit
 def flash_backward_dkdv_kernel(q, k, v, do, lse, delta, dk, dv, T, S, scale, GROUP: tl.constexpr, D: tl.constexpr,
-                               WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
+                               WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+                             CAUSAL: tl.constexpr):  # fmt: skip
     """Gradients of one tile of keys and values; the grid is (key/value heads, tiles of keys). (Exercise)
 
     Size: 45 minutes, difficulty 5, core.
@@ -297,8 +312,10 @@ def flash_backward_dkdv_kernel(q, k, v, do, lse, delta, dk, dv, T, S, scale, GRO
         dk, dv: Pointers to the results [heads / GROUP, S, D], summed over the query heads that share the keys.
 
     Returns:
-        Nothing. Writes dk and dv, each number from a single program, without atomics. Skips tiles of queries that see none
-        of its keys. The other arguments, and what holds for sums and products, are those of `flash_forward_kernel`.
+        Nothing.
+        Writes dk and dv, each number from a single program, without atomics.
+        Skips tiles of queries that see none of its keys.
+        The other arguments, and what holds for sums and products, are those of `flash_forward_kernel`.
     """
     ### BEGIN SOLUTION
     head, j = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -374,11 +391,12 @@ def flash_attention(
     Size: 15 minutes, difficulty 2, warm-up.
 
     Args:
-        q, k, v, is_causal: As for `FlashAttentionTorch`. Under autocast they are cast to its dtype first, except float64.
+        q, k, v, is_causal: As for `FlashAttentionTorch`.
+            Under autocast they are cast to its dtype first, except float64.
 
     Returns:
-        The output of `flash_attention_fast` where `fits_fast` says so; of `FlashAttentionTriton` for other GPU tensors of
-        16 or 32 bits and at most 256 features; else of `FlashAttentionTorch`, whose errors are raised.
+        The output of `flash_attention_fast` where `fits_fast` says so; of `FlashAttentionTriton` for other GPU tensors
+        of 16 or 32 bits and at most 256 features; else of `FlashAttentionTorch`, whose errors are raised.
     """
     ### BEGIN SOLUTION
     kind = q.device.type

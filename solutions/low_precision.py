@@ -34,14 +34,18 @@ def absmax_scale(
     Args:
         x: Any shape and floating dtype; for blocks a matrix.
         dtype: ``torch.float8_e4m3fn``, ``torch.float8_e5m2`` or ``torch.int8``.
-        dim: None for one scale; a dimension, all numbers along which share a scale; or ``(128, 128)`` for a scale for each block of a matrix.
+        dim: None for one scale; a dimension, all numbers along which share a scale; or ``(128, 128)`` for a scale for
+            each block of a matrix.
 
     Returns:
-        The largest finite magnitude over the format's largest number, float32, without a gradient: a scalar; the shape of x with 1 at ``dim``; or one for
-        each block, incomplete blocks at the edges included. NaN and what is infinite in float32 are left out. Where the scale would be 0, as for zeros or an empty tensor, it is 1.
+        The largest finite magnitude over the format's largest number, float32, without a gradient: a scalar; the shape
+        of x with 1 at ``dim``; or one for each block, incomplete blocks at the edges included.
+        NaN and what is infinite in float32 are left out.
+        Where the scale would be 0, as for zeros or an empty tensor, it is 1.
 
     Raises:
-        ValueError: another dtype (`largest` raises it), another pair of block sizes, or blocks of a tensor that is not a matrix; the message shows it.
+        ValueError: another dtype (`largest` raises it), another pair of block sizes, or blocks of a tensor that is not
+            a matrix; the message shows it.
     """
     ### BEGIN SOLUTION
     magnitudes = _magnitudes(x)
@@ -66,8 +70,10 @@ def quantize(x: Float[Tensor, "..."], scale: Float[Tensor, "..."], dtype: torch.
         dtype: As in `absmax_scale`.
 
     Returns:
-        A new tensor of that dtype and of the shape of x. The quotients are computed in float32 and rounded to the format's nearest number, ties to even. Quotients beyond
-        the format's largest number, infinities too, become that number with their sign. NaN stays NaN in float8 and becomes 0 in int8.
+        A new tensor of that dtype and of the shape of x.
+        The quotients are computed in float32 and rounded to the format's nearest number, ties to even.
+        Quotients beyond the format's largest number, infinities too, become that number with their sign.
+        NaN stays NaN in float8 and becomes 0 in int8.
     """
     ### BEGIN SOLUTION
     bound = largest(dtype)
@@ -104,7 +110,8 @@ def quantization_error(x: Float[Tensor, "m n"], dtype: torch.dtype, granularity:
         granularity: What shares a scale: "tensor", "row" or "block" (of 128 x 128).
 
     Returns:
-        ``10 log10(sum of squares of x / sum of squared errors)``; infinity if nothing is lost. Six decibels are worth about one bit.
+        ``10 log10(sum of squares of x / sum of squared errors)``; infinity if nothing is lost.
+        Six decibels are worth about one bit.
 
     Raises:
         ValueError: any other granularity; the message shows it.
@@ -129,12 +136,13 @@ def scaled_matmul(
     Args:
         a: ``[M, K]`` of 8 bits.
         b: ``[K, N]`` of 8 bits.
-        scale_a, scale_b: One number for each matrix; or ``[M, 1]`` and ``[1, N]``; or one for each block of 128 x 128.
+        scale_a: One number; or ``[M, 1]``; or one for each block of 128 x 128.
+        scale_b: One number; or ``[1, N]``; or one for each block of 128 x 128.
         out_dtype: Dtype of the result.
 
     Returns:
-        ``[M, N]``: the product of the dequantized matrices, accumulated in float32 and rounded once. Where `has_float8` says that a GPU
-        multiplies such numbers, `tensor_core_product` computes it.
+        ``[M, N]``: the product of the dequantized matrices, accumulated in float32 and rounded once.
+        Where `has_float8` says that a GPU multiplies such numbers, `tensor_core_product` computes it.
 
     Raises:
         ValueError: the shapes don't fit together; the message shows them.
@@ -167,13 +175,18 @@ class DelayedScale:
         ### END SOLUTION
 
     def update(self, x: Float[Tensor, "..."]) -> None:
-        """Record the largest finite magnitude of a step's tensor, not x itself, and drop the oldest beyond ``history``. The host does not wait for the device."""
+        """Record the largest finite magnitude of a step's tensor, not x itself, and drop the oldest beyond ``history``.
+
+        The host does not wait for the device.
+        """
         ### BEGIN SOLUTION
         self.amax = [*self.amax, _amax(_magnitudes(x))][-self.history :]
         ### END SOLUTION
 
     def scale(self, dtype: torch.dtype, x: Float[Tensor, "..."] | None = None) -> Float[Tensor, ""]:
-        """The largest recorded magnitude over the format's largest number, or 1 if that is 0; without any record, the scale of the tensor x.
+        """The largest recorded magnitude over the format's largest number, or 1 if that is 0.
+
+        Without any record, it is the scale of the tensor x.
 
         Raises:
             ValueError: nothing is recorded, and no x is given.
@@ -194,10 +207,14 @@ class Float8Linear(nn.Module):
 
     Args:
         linear: The layer; its parameters are used, not copied, and stay in their dtype.
-        recipe: "dynamic": one scale for each tensor, from the tensor itself. "delayed": one for each tensor, from past steps (`DelayedScale`). "rowwise": one for
-            each row of the left factor and each column of the right. "blockwise": one for each block of 128 x 128.
+        recipe: "dynamic": one scale for each tensor, from the tensor itself.
+            "delayed": one for each tensor, from past steps (`DelayedScale`).
+            "rowwise": one for each row of the left factor and each column of the right.
+            "blockwise": one for each block of 128 x 128.
 
-    Activations and weights are e4m3fn, gradients e5m2 in every recipe (torchao's rowwise recipe takes e4m3fn for gradients too). Products, and their sum with the bias, are in the dtype of the input.
+    Activations and weights are e4m3fn, gradients e5m2 in every recipe (torchao's rowwise recipe takes e4m3fn for
+    gradients too).
+    Products, and their sum with the bias, are in the dtype of the input.
 
     Raises:
         ValueError: any other recipe; the message shows it.
@@ -216,9 +233,12 @@ class Float8Linear(nn.Module):
         ### END SOLUTION
 
     def cast(self, tensor: Float[Tensor, "m n"], name: str, dim: int, first: bool) -> tuple[Tensor, Tensor]:
-        """Quantize the left (dim 1) or right (dim 0) factor of a product that sums along ``dim``; returns it and its scale.
+        """Quantize the left (dim 1) or right (dim 0) factor of a product that sums along ``dim``.
 
-        ``name`` is "x", "weight" or "grad"; ``first`` says whether this is its first product in this step: at the first, "delayed" chooses the scale for the step, and then records the tensor.
+        Returns it and its scale.
+
+        ``name`` is "x", "weight" or "grad"; ``first`` says whether this is its first product in this step: at the
+        first, "delayed" chooses the scale for the step, and then records the tensor.
         """
         ### BEGIN SOLUTION
         dtype = torch.float8_e5m2 if name == "grad" else torch.float8_e4m3fn
@@ -231,7 +251,10 @@ class Float8Linear(nn.Module):
         ### END SOLUTION
 
     def forward(self, x: Float[Tensor, "... k"]) -> Float[Tensor, "... n"]:
-        """``x @ weight.T + bias``, in the dtype of x; x may be one vector or have no rows. `with_products` calls for each of the three products."""
+        """``x @ weight.T + bias``, in the dtype of x; x may be one vector or have no rows.
+
+        `with_products` calls for each of the three products.
+        """
         ### BEGIN SOLUTION
 
         def product(a: Tensor, b: Tensor, names: tuple[str, str], first: tuple[bool, bool]) -> Tensor:
@@ -254,8 +277,10 @@ def mx_quantize(x: Float[Tensor, "... n"], block: int = 32) -> tuple[Tensor, Ten
         block: Numbers that share a scale, along the last dimension; it divides n.
 
     Returns:
-        elements: float8_e4m3fn, in the shape of x, saturating: infinities become 448 with their sign, and NaN stays NaN.
-        scales: float8_e8m0fnu ``[..., n / block]``: ``2**(floor(log2(amax)) - 8)``, amax the largest finite magnitude; ``2**-127``, the smallest, for zeros.
+        elements: float8_e4m3fn, in the shape of x, saturating: infinities become 448 with their sign, and NaN stays
+            NaN.
+        scales: float8_e8m0fnu ``[..., n / block]``: ``2**(floor(log2(amax)) - 8)``, amax the largest finite magnitude;
+            ``2**-127``, the smallest, for zeros.
 
     Raises:
         ValueError: the block is below 1 or does not divide n (`check_blocks` raises it); the message shows both.
@@ -294,11 +319,14 @@ def quantize_int4(
 
     Returns:
         q: ``[N, K]``, uint8, 0 to 15: ``round(weight / scale) + zero``, clamped.
-        scale: ``[N, K / group_size]``, float32: a fifteenth of the group's range, which always contains 0; 1 for a group of zeros.
-        zero: ``[N, K / group_size]``, uint8, 0 to 15: the level of the number 0. A weight is about ``(q - zero) * scale``.
+        scale: ``[N, K / group_size]``, float32: a fifteenth of the group's range, which always contains 0; 1 for a
+            group of zeros.
+        zero: ``[N, K / group_size]``, uint8, 0 to 15: the level of the number 0.
+            A weight is about ``(q - zero) * scale``.
 
     Raises:
-        ValueError: the group size is below 1 or does not divide K, or a weight is not finite (`check_weights` raises it); the message shows it.
+        ValueError: the group size is below 1 or does not divide K, or a weight is not finite (`check_weights` raises
+            it); the message shows it.
     """
     check_weights(weight, group_size)
     ### BEGIN SOLUTION
@@ -310,7 +338,7 @@ def quantize_int4(
 
 
 def pack_int4(q: UInt8[Tensor, "... k"]) -> UInt8[Tensor, "... half_k"]:
-    """Two levels in a byte: the one at an even place in the low four bits, the one at an odd place in the high four. (Exercise)
+    """Two levels in a byte: that at an even place in the low four bits, that at an odd place in the high. (Exercise)
 
     Size: 15 minutes, difficulty 2, core.
 
@@ -318,7 +346,8 @@ def pack_int4(q: UInt8[Tensor, "... k"]) -> UInt8[Tensor, "... half_k"]:
         uint8, with half as many numbers along the last dimension; q is left unchanged.
 
     Raises:
-        ValueError: the last dimension is odd, or a level is not from 0 to 15 (`check_levels` raises the second); the message shows it.
+        ValueError: the last dimension is odd, or a level is not from 0 to 15 (`check_levels` raises the second); the
+            message shows it.
     """
     check_levels(q)
     ### BEGIN SOLUTION
@@ -345,7 +374,7 @@ def unpack_int4(packed: UInt8[Tensor, "... half_k"]) -> UInt8[Tensor, "... k"]:
 def int4_matmul_kernel(
     x, packed, scale, zero, out, M, N, K, group, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr
 ):
-    """A tile of rows times a tile of packed weights, which are unpacked on the chip; the grid is (tiles of rows, tiles of columns). (Exercise)
+    """A tile of rows times a tile of packed weights, which are unpacked on the chip. (Exercise)
 
     Size: 45 minutes, difficulty 4, core.
 
@@ -355,7 +384,10 @@ def int4_matmul_kernel(
         TILE_M, TILE_N, TILE_K: Sizes of a tile; TILE_K is even and divides the group.
 
     Returns:
-        Nothing. Each packed byte of the tile's columns is read once; weights are multiplied in the dtype of x; sums are in float32.
+        Nothing.
+        The grid is (tiles of rows, tiles of columns).
+        Each packed byte of the tile's columns is read once; weights are multiplied in the dtype of x; sums are in
+        float32.
     """
     ### BEGIN SOLUTION
     rows = (tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
@@ -388,7 +420,9 @@ class Int4Linear(nn.Module):
         group_size: As in `quantize_int4`.
 
     Attributes:
-        packed: Buffer, uint8 ``[N, K / 2]``. ``scale`` and ``zero`` are buffers ``[N, K / group_size]``; ``bias`` is a buffer with a copy of the layer's bias, or None.
+        packed: Buffer, uint8 ``[N, K / 2]``.
+            ``scale`` and ``zero`` are buffers ``[N, K / group_size]``; ``bias`` is a buffer with a copy of the layer's
+            bias, or None.
     """
 
     packed: Tensor
@@ -426,16 +460,23 @@ def gptq(
 
     Args:
         weight: ``[N, K]``; left unchanged.
-        hessian: ``[K, K]``: the sum over inputs x of ``x x^T``; symmetric, without negative eigenvalues, perhaps singular. If it is 0, the result is that of `quantize_int4`.
-        group_size: As in `quantize_int4`. A group's scale and zero point are set when its first column's turn comes, from the corrected weights as they are then.
+        hessian: ``[K, K]``: the sum over inputs x of ``x x^T``; symmetric, without negative eigenvalues, perhaps
+            singular.
+            If it is 0, the result is that of `quantize_int4`.
+        group_size: As in `quantize_int4`.
+            A group's scale and zero point are set when its first column's turn comes, from the corrected weights as
+            they are then.
 
     Returns:
-        (q, scale, zero), as `quantize_int4`. Corrections are computed in float64; weights are divided by their scale in float32.
+        (q, scale, zero), as `quantize_int4`.
+        Corrections are computed in float64; weights are divided by their scale in float32.
 
     Raises:
-        ValueError: as for `quantize_int4`, or a Hessian that is not as above (`check_weights` raises it); the message shows it.
+        ValueError: as for `quantize_int4`, or a Hessian that is not as above (`check_weights` raises it); the message
+            shows it.
 
-    Source: GPTQ (arXiv:2210.17323), Algorithm 1, with a damping of 1 % of the mean diagonal. (The authors' code sets weights whose input is always 0 to 0.)
+    Source: GPTQ (arXiv:2210.17323), Algorithm 1, with a damping of 1 % of the mean diagonal.
+        (The authors' code sets weights whose input is always 0 to 0.)
     """
     check_weights(weight, group_size, hessian)
     ### BEGIN SOLUTION

@@ -26,17 +26,22 @@ def top_k_router(
 
     Args:
         logits: ``[N, E]``: each token's score for each expert, in any floating dtype.
-        k, normalize: Experts for each token, from 1 to E; whether a token's k weights are divided by their sum.
+        k: Experts for each token, from 1 to E.
+        normalize: Whether a token's k weights are divided by their sum.
 
     Returns:
-        Weights ``[N, k]``, float32, the largest first, and their experts ``[N, k]``, int64. The softmax is over all E experts, in float32; of
-        equal probabilities the expert with the lower index comes first. The weights are differentiable.
+        Weights ``[N, k]``, float32, the largest first, and their experts ``[N, k]``, int64.
+        The softmax is over all E experts, in float32; of equal probabilities the expert with the lower index comes
+        first.
+        The weights are differentiable.
 
     Raises:
         ValueError: k is below 1 or above E; the message shows both.
 
-    Source: Mixtral (arXiv:2401.04088), section 2.1, with the softmax before the choice. Dividing by the sum makes the two orders equal.
-    Convention: Mixtral divides by the sum; Switch and DeepSeek's first mixtures keep the probabilities. If divided, the single weight of k = 1 is always 1 and has no gradient.
+    Source: Mixtral (arXiv:2401.04088), section 2.1, with the softmax before the choice.
+        Dividing by the sum makes the two orders equal.
+    Convention: Mixtral divides by the sum; Switch and DeepSeek's first mixtures keep the probabilities.
+        If divided, the single weight of k = 1 is always 1 and has no gradient.
     """
     ### BEGIN SOLUTION
     if not 1 <= k <= logits.shape[-1]:
@@ -58,9 +63,11 @@ def load_balancing_loss(probabilities: Float[Tensor, "n e"], experts: Int[Tensor
         experts: ``[N, k]``: the experts that were chosen.
 
     Returns:
-        Equation (19.2), a scalar; an expert's share is of the ``N * k`` assignments. The gradient flows through the probabilities only.
+        Equation (19.2), a scalar; an expert's share is of the ``N * k`` assignments.
+        The gradient flows through the probabilities only.
 
-    Source: Switch Transformer (arXiv:2101.03961), equations (4) to (6), for k = 1; shares of N k assignments extend it to any k.
+    Source: Switch Transformer (arXiv:2101.03961), equations (4) to (6), for k = 1; shares of N k assignments extend
+        it to any k.
     Convention: Transformers' Mixtral counts shares of the N tokens, so its loss is k times as large.
     """
     ### BEGIN SOLUTION
@@ -91,11 +98,13 @@ def sort_by_expert(experts: Int[Tensor, "n k"], n_experts: int) -> tuple[Int[Ten
     Size: 15 minutes, difficulty 2, core.
 
     Args:
-        experts: ``[N, k]``, all below E; on a CPU `check_experts` raises an error if not. Assignment ``i`` of ``experts.flatten()`` belongs to token ``i // k``.
+        experts: ``[N, k]``, all below E; on a CPU `check_experts` raises an error if not.
+            Assignment ``i`` of ``experts.flatten()`` belongs to token ``i // k``.
         n_experts: Number of experts E.
 
     Returns:
-        order: ``[N k]``, int64: the assignments of expert 0, then those of expert 1, and so on; those of one expert in their old order.
+        order: ``[N k]``, int64: the assignments of expert 0, then those of expert 1, and so on; those of one expert in
+            their old order.
         counts: ``[E]``, int64: how many assignments each expert has; 0 for an expert without any.
     """
     check_experts(experts, n_experts)
@@ -111,19 +120,26 @@ def grouped_matmul_kernel(
     x, weights, out, first_rows, first_tiles, C, F, E, xn, xc, we, wc, wf,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the product of sorted rows with their experts' matrices; the grid is (tiles of rows, tiles of columns). (Exercise)
+    """A tile of the product of sorted rows with their experts' matrices. (Exercise)
 
     Size: 50 minutes, difficulty 5, core.
 
     Args:
-        x, weights, out: Pointers to ``[N, C]``, ``[E, C, F]`` and a contiguous ``[N, F]``. Element (n, c) is ``xn * n + xc * c`` elements after x,
-            element (e, c, f) is ``we * e + wc * c + wf * f`` after weights.
-        first_rows, first_tiles: Pointers to int64 ``[E + 1]``: the first row and the first tile of rows of each expert; the last entry is the number of rows, or of tiles.
+        x, weights, out: Pointers to ``[N, C]``, ``[E, C, F]`` and a contiguous ``[N, F]``.
+            Element (n, c) is ``xn * n + xc * c`` elements after x, element (e, c, f) is ``we * e + wc * c + wf * f``
+            after weights.
+        first_rows: Pointer to int64 ``[E + 1]``: the first row of each expert; the last entry is the number of rows.
+        first_tiles: Pointer to int64 ``[E + 1]``: the first tile of rows of each expert; the last entry is the number
+            of tiles.
         TILE_M, TILE_N, TILE_K: Rows and columns of a tile, and terms added at a time. No tile has rows of two experts.
-        GROUP, EXPERTS: ``tile_of_program(GROUP)``, given, returns the program's tile, (tile of rows, tile of columns); the smallest power of two that is not below E.
+        GROUP: ``tile_of_program(GROUP)``, given, returns the program's tile, (tile of rows, tile of columns).
+        EXPERTS: The smallest power of two that is not below E.
 
     Returns:
-        Nothing. The program of tile (i, j) writes it; if there are fewer than i + 1 tiles of rows, it does nothing. Sums in float32, no TF32.
+        Nothing.
+        The grid is (tiles of rows, tiles of columns).
+        The program of tile (i, j) writes it; if there are fewer than i + 1 tiles of rows, it does nothing.
+        Sums in float32, no TF32.
     """
     ### BEGIN SOLUTION
     tile, column = tile_of_program(GROUP)
@@ -172,8 +188,10 @@ def grouped_matmul(
         counts: ``[E]``: rows of each expert, also 0; they add up to N.
 
     Returns:
-        ``[N, F]``, with the dtype of x, or autocast's. On a GPU `launch_grouped` runs `grouped_matmul_kernel`, and the host does not wait for
-        counts; on a CPU, or in float64, PyTorch multiplies expert by expert. Differentiable: `with_gradients` uses your product again.
+        ``[N, F]``, with the dtype of x, or autocast's.
+        On a GPU `launch_grouped` runs `grouped_matmul_kernel`, and the host does not wait for counts; on a CPU, or in
+        float64, PyTorch multiplies expert by expert.
+        Differentiable: `with_gradients` uses your product again.
         `check_groups` raises a ``ValueError`` if the shapes, dtypes or counts don't fit.
     """
     check_groups(x, weights, counts)
@@ -193,9 +211,11 @@ def capacity_mask(experts: Int[Tensor, "n k"], n_experts: int, capacity_factor: 
         capacity_factor: Each expert has room for ``ceil(capacity_factor * N * k / E)`` assignments.
 
     Returns:
-        ``[N, k]``: True where there is room. All tokens' first choices, in order, are served before all second choices, and so on.
+        ``[N, k]``: True where there is room.
+        All tokens' first choices, in order, are served before all second choices, and so on.
 
-    Source: GShard (arXiv:2006.16668), Algorithm 1, which serves first choices first; Switch (arXiv:2101.03961), equation (3).
+    Source: GShard (arXiv:2006.16668), Algorithm 1, which serves first choices first; Switch (arXiv:2101.03961),
+        equation (3).
     """
     ### BEGIN SOLUTION
     room = math.ceil(capacity_factor * len(experts) * experts.shape[1] / n_experts)
@@ -206,7 +226,7 @@ def capacity_mask(experts: Int[Tensor, "n k"], n_experts: int, capacity_factor: 
 
 
 def update_router_bias(bias: Float[Tensor, " e"], counts: Int[Tensor, " e"], rate: float) -> Float[Tensor, " e"]:
-    """Balance without a loss: raise the bias of an expert that got too little, lower that of one that got too much. (Exercise)
+    """Balance without a loss: raise the bias of an idle expert, lower that of a busy one. (Exercise)
 
     Size: 10 minutes, difficulty 2, core.
 
@@ -231,16 +251,22 @@ class MoE(nn.Module):
     Size: 40 minutes, difficulty 4, core.
 
     Args:
-        dim, hidden_dim: Model width C; width F of an expert, which is chapter 4's SwiGLU.
-        n_experts, k: Number of experts E; how many of them each token goes through. With k = 1 the weight is always 1, and only the balancing losses train the router.
+        dim: Model width C.
+        hidden_dim: Width F of an expert, which is chapter 4's SwiGLU.
+        n_experts: Number of experts E.
+        k: How many of them each token goes through.
+            With k = 1 the weight is always 1, and only the balancing losses train the router.
         n_shared: Experts that every token goes through, as one SwiGLU of width ``n_shared * hidden_dim``; none if 0.
 
     Attributes:
         router: ``nn.Linear`` from C to E, without bias.
-        w1: Parameter ``[E, C, F]``, the gates; ``w3``, ``[E, C, F]``, the values; ``w2``, ``[E, F, C]``, back to the model's width; drawn as ``nn.Linear`` draws.
-        router_bias: Buffer ``[E]``, initially zeros, added to the logits when experts are chosen and not when they are weighted.
+        w1: Parameter ``[E, C, F]``, the gates; ``w3``, ``[E, C, F]``, the values; ``w2``, ``[E, F, C]``, back to the
+            model's width; drawn as ``nn.Linear`` draws.
+        router_bias: Buffer ``[E]``, initially zeros, added to the logits when experts are chosen and not when they are
+            weighted.
         shared: The shared SwiGLU, or None.
-        routing: For the balancing losses: float32 softmax ``[N, E]`` without the bias, with its gradient, and experts ``[N, k]`` of the last pass; None at first and in copies.
+        routing: For the balancing losses: float32 softmax ``[N, E]`` without the bias, with its gradient, and experts
+            ``[N, k]`` of the last pass; None at first and in copies.
 
     Source: Mixtral (arXiv:2401.04088), section 2.1; shared experts: DeepSeekMoE (arXiv:2401.06066), section 3.2.
     """
@@ -266,7 +292,11 @@ class MoE(nn.Module):
         return self.__dict__ | {"routing": None}
 
     def route(self, x: Float[Tensor, "n c"]) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
-        """Weights and experts of each token, ``[N, k]`` each, in the order of the choice. Only the choice uses the bias; a token's weights add up to 1. Sets ``routing``."""
+        """Weights and experts of each token, ``[N, k]`` each, in the order of the choice.
+
+        Only the choice uses the bias; a token's weights add up to 1.
+        Sets ``routing``.
+        """
         ### BEGIN SOLUTION
         logits = self.router(x)
         probabilities = logits.float().softmax(-1)
@@ -284,7 +314,11 @@ class MoE(nn.Module):
         ### END SOLUTION
 
     def forward(self, x: Float[Tensor, "... c"]) -> Float[Tensor, "... c"]:
-        """The sum of each token's experts, weighted by the router, and of the shared experts, in the dtype of x, also under autocast. No token is dropped."""
+        """The sum of each token's experts, weighted by the router, and of the shared experts.
+
+        It is in the dtype of x, also under autocast.
+        No token is dropped.
+        """
         ### BEGIN SOLUTION
         tokens = x.reshape(-1, x.shape[-1])
         weights, experts = self.route(tokens)
@@ -302,17 +336,21 @@ def convert_hf_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]
     Size: 25 minutes, difficulty 3, stretch.
 
     Args:
-        state_dict: State dict of a ``MixtralSparseMoeBlock``, left unchanged: ``gate.weight`` ``[E, C]``, and in the installed library
-            ``experts.gate_up_proj`` ``[E, 2F, C]``, gates before values, and ``experts.down_proj`` ``[E, C, F]``; in checkpoints on the hub, for each
-            expert, ``experts.0.w1.weight`` ``[F, C]``, ``experts.0.w2.weight`` ``[C, F]`` and ``experts.0.w3.weight`` ``[F, C]``.
+        state_dict: State dict of a ``MixtralSparseMoeBlock``, left unchanged: ``gate.weight`` ``[E, C]``, and in the
+            installed library ``experts.gate_up_proj`` ``[E, 2F, C]``, gates before values, and
+            ``experts.down_proj`` ``[E, C, F]``; in checkpoints on the hub, for each expert,
+            ``experts.0.w1.weight`` ``[F, C]``, ``experts.0.w2.weight`` ``[C, F]`` and ``experts.0.w3.weight``
+            ``[F, C]``.
 
     Returns:
-        ``router.weight``, ``w1``, ``w2``, ``w3`` and a ``router_bias`` of zeros, contiguous, for ``MoE(...).load_state_dict``.
+        ``router.weight``, ``w1``, ``w2``, ``w3`` and a ``router_bias`` of zeros, contiguous, for
+        ``MoE(...).load_state_dict``.
 
     Raises:
         ValueError: a name is missing or unknown; one message lists all of them.
 
-    Convention: ``nn.Linear`` keeps ``[out, in]``; the experts of this chapter keep ``[in, out]``, so that rows multiply them from the left.
+    Convention: ``nn.Linear`` keeps ``[out, in]``; the experts of this chapter keep ``[in, out]``, so that rows
+        multiply them from the left.
     """
     ### BEGIN SOLUTION
     n_experts = len(state_dict.get("gate.weight", ()))
@@ -339,11 +377,17 @@ def dispatch(
     Size: 35 minutes, difficulty 4, core.
 
     Args:
-        x, experts: ``[N, C]``, this rank's tokens; ``[N, k]``, their experts out of all E. Ranks may have different numbers of tokens, also none.
-        n_experts, group: Number of experts E; the R ranks that share them, None for all. Rank r holds experts ``r * E/R`` up to ``(r + 1) * E/R``.
+        x: ``[N, C]``, this rank's tokens.
+        experts: ``[N, k]``, their experts out of all E.
+            Ranks may have different numbers of tokens, also none.
+        n_experts: Number of experts E.
+        group: The R ranks that share them, None for all.
+            Rank r holds experts ``r * E/R`` up to ``(r + 1) * E/R``.
 
     Returns:
-        rows: ``[A, C]``: the rows for this rank's experts, sorted by expert, then by rank of origin, then by their order there. Differentiable.
+        rows: ``[A, C]``: the rows for this rank's experts, sorted by expert, then by rank of origin, then by their
+            order there.
+            Differentiable.
         counts: ``[E/R]``, int64: how many rows each of this rank's experts has.
         state: What `combine` needs to send the results back.
 
@@ -373,11 +417,14 @@ def combine(
     Size: 20 minutes, difficulty 3, core.
 
     Args:
-        y: ``[A, C]``: the experts' results, in the order of the rows of `dispatch`; ``state`` and ``group`` are those of `dispatch`, too.
+        y: ``[A, C]``: the experts' results, in the order of the rows of `dispatch`; ``state`` and ``group`` are those
+            of `dispatch`, too.
         weights: ``[N, k]``: how much each expert counts for each of this rank's tokens.
 
     Returns:
-        ``[N, C]``, with the dtype of y, not of weights: each token's weighted sum over its experts. Costs one all-to-all. Differentiable in y and weights.
+        ``[N, C]``, with the dtype of y, not of weights: each token's weighted sum over its experts.
+        Costs one all-to-all.
+        Differentiable in y and weights.
     """
     ### BEGIN SOLUTION
     order, by_expert, send, receive = state
@@ -398,9 +445,11 @@ class ExpertParallelMoE(nn.Module):
         group: The ranks that share the experts; None means all ranks.
 
     Attributes:
-        local: A ``MoE`` with the whole router and the shared experts, and in ``w1``, ``w2`` and ``w3`` this rank's E/R experts only.
+        local: A ``MoE`` with the whole router and the shared experts, and in ``w1``, ``w2`` and ``w3`` this rank's E/R
+            experts only.
 
-    Nothing is averaged: an expert's gradient is the sum over all ranks' tokens; those of the router and the shared experts are this rank's part.
+    Nothing is averaged: an expert's gradient is the sum over all ranks' tokens; those of the router and the shared
+    experts are this rank's part.
     Source: GShard (arXiv:2006.16668), section 3.2.
     """
 
@@ -416,7 +465,10 @@ class ExpertParallelMoE(nn.Module):
         ### END SOLUTION
 
     def forward(self, x: Float[Tensor, "... c"]) -> Float[Tensor, "... c"]:
-        """What the whole layer would return for this rank's tokens: route, dispatch, compute, combine; and the shared experts."""
+        """What the whole layer would return for this rank's tokens.
+
+        Route, dispatch, compute, combine; and the shared experts.
+        """
         ### BEGIN SOLUTION
         tokens = x.reshape(-1, x.shape[-1])
         weights, experts = self.local.route(tokens)
@@ -435,10 +487,13 @@ def moe_parameters(config: MoEConfig) -> tuple[int, int]:
         config: The sizes. Its ``attention_parameters`` are the attention weights of one block, inner norms included.
 
     Returns:
-        (total, active). Both contain the embedding, the untied output layer, attention, two norms of C weights a block and one at the end, dense
-        SwiGLUs, shared experts, and each router with its E biases if it has any. All E experts are in the total; k of them are active.
+        (total, active).
+        Both contain the embedding, the untied output layer, attention, two norms of C weights a block and one at the
+        end, dense SwiGLUs, shared experts, and each router with its E biases if it has any.
+        All E experts are in the total; k of them are active.
 
-    Source: 46.7 and 12.9 billion in Mixtral (arXiv:2401.04088), section 2; 671 and 37 billion in DeepSeek-V3 (arXiv:2412.19437), section 4.2.
+    Source: 46.7 and 12.9 billion in Mixtral (arXiv:2401.04088), section 2; 671 and 37 billion in DeepSeek-V3
+        (arXiv:2412.19437), section 4.2.
     """
     ### BEGIN SOLUTION
     C, expert = config.dim, 3 * config.dim * config.hidden_dim

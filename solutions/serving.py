@@ -24,12 +24,18 @@ def decode_seconds(config: LlamaConfig, card: Sheet, batch: int, length: int) ->
     Size: 20 minutes, difficulty 2, core.
 
     Args:
-        config, card: The model's sizes, and the GPU, of which ``peak_flops`` and memory ``bandwidth`` count.
-        batch, length: Number of sequences B, and of positions that each new token attends to, itself included.
+        config: The model's sizes.
+        card: The GPU, of which ``peak_flops`` and memory ``bandwidth`` count.
+        batch: Number of sequences B.
+        length: Number of positions that each new token attends to, itself included.
 
     Returns:
-        Seconds, by ``roofline_seconds`` of chapter 8. Bytes, two for each value: every weight once, but only B rows of the embedding table, and the keys and values of all positions once.
-        FLOPs: those of all matrix products, attention's two included; looking up, norms and rotations are not counted.
+        Seconds, by ``roofline_seconds`` of chapter 8.
+
+        - Bytes, two for each value: every weight once, but only B rows of the embedding table, and the keys and values
+          of all positions once.
+        - FLOPs: those of all matrix products, attention's two included.
+          Looking up, norms and rotations are not counted.
     """
     ### BEGIN SOLUTION
     weights, own, flops = _decode_costs(config, length)
@@ -43,7 +49,8 @@ def compute_bound_decode_batch(config: LlamaConfig, card: Sheet, length: int) ->
     Size: 15 minutes, difficulty 2, core.
 
     Returns:
-        The smallest batch, an ``int``, for which the FLOPs of ``decode_seconds`` take at least as long as the bytes; ``math.inf`` if no batch is large enough.
+        The smallest batch, an ``int``, for which the FLOPs of ``decode_seconds`` take at least as long as the bytes;
+        ``math.inf`` if no batch is large enough.
     """
     ### BEGIN SOLUTION
     weights, own, flops = _decode_costs(config, length)
@@ -63,9 +70,15 @@ def _decode_costs(config: LlamaConfig, length: int) -> tuple[int, int, int]:
 
 
 class BlockAllocator:
-    """Hands out the blocks of a pool, numbered from 0 to ``n_blocks`` - 1, and lists in ``n_users`` how many users each has. (Exercise)
+    """Hands out the blocks of a pool and counts the users of each. (Exercise)
 
     Size: 25 minutes, difficulty 3, core.
+
+    Args:
+        n_blocks: Number of blocks, which are numbered from 0.
+
+    Attributes:
+        n_users: List with the number of users of each block.
     """
 
     def __init__(self, n_blocks: int):
@@ -81,7 +94,10 @@ class BlockAllocator:
         ### END SOLUTION
 
     def allocate(self) -> int:
-        """Return a free block, which now has one user; if there is none, raise ``OutOfBlocks`` with the number of blocks in the pool."""
+        """Return a free block, which now has one user.
+
+        If there is none, raise ``OutOfBlocks`` with the number of blocks in the pool.
+        """
         ### BEGIN SOLUTION
         if not self.unused:
             raise OutOfBlocks(f"all {len(self.n_users)} blocks of the pool are in use")
@@ -91,7 +107,10 @@ class BlockAllocator:
         ### END SOLUTION
 
     def share(self, block: int) -> int:
-        """Give a block one more user, and return the block; the given ``check_used`` raises a ``ValueError`` if the block has no user or does not exist."""
+        """Give a block one more user, and return the block.
+
+        The given ``check_used`` raises a ``ValueError`` if the block has no user or does not exist.
+        """
         ### BEGIN SOLUTION
         check_used(self.n_users, block)
         self.n_users[block] += 1
@@ -114,14 +133,22 @@ class PagedCache(BlockStore):
     Size: 45 minutes, difficulty 4, core.
 
     Args:
-        config, dtype, device: A ``LlamaConfig`` or a ``GPT2Config``; dtype and device of keys and values, by default PyTorch's.
-        n_blocks, block_size: Number of blocks in the pool; number of positions in a block, which holds them for all layers.
+        config: A ``LlamaConfig`` or a ``GPT2Config``.
+        n_blocks: Number of blocks in the pool.
+        block_size: Number of positions in a block, which holds them for all layers.
+        dtype: Of keys and values, by default PyTorch's.
+        device: Of keys and values, by default PyTorch's.
 
     Attributes:
-        keys, values, allocator: Two tensors ``[L, n_blocks, block_size, G, D]``, which the given ``BlockStore`` makes; the blocks' ``BlockAllocator``.
-        tables, lengths: By a sequence's id, the list of its blocks, and the list of its lengths, one for each layer. Position p is in block ``table[p // block_size]``, at place ``p % block_size``.
+        keys: Tensor ``[L, n_blocks, block_size, G, D]``, which the given ``BlockStore`` makes.
+        values: Another one.
+        allocator: The blocks' ``BlockAllocator``.
+        tables: By a sequence's id, the list of its blocks.
+            Position p is in block ``table[p // block_size]``, at place ``p % block_size``.
+        lengths: By a sequence's id, the list of its lengths, one for each layer.
 
     An id that is unknown or was freed is a ``ValueError`` that names it (the given ``length_of`` raises it).
+
     Source: PagedAttention (arXiv:2309.06180), sections 4.3 and 4.4.
     """
 
@@ -132,7 +159,11 @@ class PagedCache(BlockStore):
         ### END SOLUTION
 
     def new(self, blocks: Sequence[int] = ()) -> int:
-        """Start a sequence and return its id, which no sequence had before. It begins with the positions of ``blocks``, full blocks in use, and becomes one more user of each; by default it is empty."""
+        """Start a sequence and return its id, which no sequence had before.
+
+        It begins with the positions of ``blocks``, full blocks in use, and becomes one more user of each.
+        By default it is empty.
+        """
         ### BEGIN SOLUTION
         self.n_made += 1
         self.tables[self.n_made] = [self.allocator.share(block) for block in blocks]
@@ -141,10 +172,13 @@ class PagedCache(BlockStore):
         ### END SOLUTION
 
     def find_slots(self, sequence: int, start: int, end: int) -> list[int]:
-        """Prepare positions ``start`` to ``end`` - 1 for writing, and return their slots, ``block * block_size`` plus the place in the block.
+        """Prepare positions ``start`` to ``end`` - 1 for writing, and return their slots.
 
-        Missing blocks are allocated, and a block that other sequences use, too, is first replaced by a copy (``copy_block``, given).
-        If too few blocks are free for all of this, ``OutOfBlocks`` says how many are needed and how many are free, and nothing changes.
+        - A slot is ``block * block_size`` plus the place in the block.
+        - Missing blocks are allocated.
+        - A block that other sequences use, too, is first replaced by a copy (``copy_block``, given).
+        - If too few blocks are free for all of this, ``OutOfBlocks`` says how many are needed and how many are free,
+          and nothing changes.
         """
         ### BEGIN SOLUTION
         table, size, n_blocks = self.tables[sequence], self.block_size, -(-end // self.block_size)
@@ -161,7 +195,11 @@ class PagedCache(BlockStore):
         ### END SOLUTION
 
     def append(self, sequence: int, layer: int, k: Float[Tensor, "g t d"], v: Float[Tensor, "g t d"]) -> None:
-        """Append T positions to one layer of a sequence, by ``check_shapes`` (given: a ``ValueError`` if they are not ``[G, T, D]``), ``find_slots`` and ``write`` (given). A refused call changes nothing."""
+        """Append T positions to one layer of a sequence, by ``check_shapes``, ``find_slots`` and ``write``.
+
+        The first and the last are given; ``check_shapes`` raises a ``ValueError`` if k or v is not ``[G, T, D]``.
+        A refused call changes nothing.
+        """
         ### BEGIN SOLUTION
         self.check_shapes(k, v)
         start = self.length_of(sequence, layer)
@@ -171,7 +209,10 @@ class PagedCache(BlockStore):
         ### END SOLUTION
 
     def fork(self, sequence: int) -> int:
-        """Start a sequence with the same positions and return its id. It shares all blocks; no keys or values are copied."""
+        """Start a sequence with the same positions and return its id.
+
+        It shares all blocks; no keys or values are copied.
+        """
         ### BEGIN SOLUTION
         self.length_of(sequence)
         copy = self.new(self.tables[sequence])
@@ -197,11 +238,19 @@ def paged_attention(q: Float[Tensor, "b h d"], cache: PagedCache, sequences: Seq
 
     Args:
         q: ``[B, H, D]``, a query for each sequence; H is a multiple of the cache's G.
-        cache, sequences, layer: A ``PagedCache``; ids of B sequences of any lengths, in which an id may occur twice; the layer.
-        n_parts: If given, a power of two: on any device, but not with float64, ``launch_paged`` (given) attends in float32 to that many parts of the positions, and ``merge_attention`` of chapter 18 joins them in pairs. If None: on a GPU ``launch_paged`` chooses the number; on a CPU, and for float64 on any device, PyTorch gathers the blocks of ``table_of`` (given), without the kernel.
+        cache: A ``PagedCache``.
+        sequences: Ids of B sequences of any lengths; an id may occur twice.
+        layer: The layer.
+        n_parts: None, or a power of two.
+
+            - If given: on any device, but not with float64, ``launch_paged`` (given) attends in float32 to that many
+              parts of the positions, and ``merge_attention`` of chapter 18 joins them in pairs.
+            - If None: on a GPU ``launch_paged`` chooses the number; on a CPU, and for float64 on any device, PyTorch
+              gathers the blocks of ``table_of`` (given), without the kernel.
 
     Returns:
-        ``[B, H, D]`` in the dtype of ``q``; 0 for a sequence without positions. Whatever a block holds beyond its sequence's positions, even NaN, has no effect.
+        ``[B, H, D]`` in the dtype of ``q``; 0 for a sequence without positions.
+        Whatever a block holds beyond its sequence's positions, even NaN, has no effect.
     """
     ### BEGIN SOLUTION
     if n_parts or (q.is_cuda and q.dtype != torch.float64):
@@ -219,14 +268,17 @@ def paged_attention(q: Float[Tensor, "b h d"], cache: PagedCache, sequences: Seq
 
 
 class PrefixTree:
-    """Remembers which blocks hold the keys and values of which tokens, so that a common prefix is computed only once. (Exercise)
+    """Remembers which blocks hold which tokens, so that a common prefix is computed only once. (Exercise)
 
     Size: 60 minutes, difficulty 5, core.
 
     Args:
-        block_size: Tokens of a block. Only whole blocks count: the given ``whole_blocks(tokens, block_size)`` cuts them.
+        block_size: Tokens of a block.
+            Only whole blocks count: the given ``whole_blocks(tokens, block_size)`` cuts them.
 
-    Each ``Node`` (given) is a block, and the path to it from ``root`` spells the tokens up to the block's end. ``match``, ``insert`` and ``acquire`` count as use of the nodes on their path.
+    Each ``Node`` (given) is a block, and the path to it from ``root`` spells the tokens up to the block's end.
+    ``match``, ``insert`` and ``acquire`` count as use of the nodes on their path.
+
     Source: SGLang (arXiv:2312.07104), section 3.
     """
 
@@ -243,7 +295,11 @@ class PrefixTree:
         ### END SOLUTION
 
     def insert(self, tokens: Sequence[int], blocks: Sequence[int]) -> list[int]:
-        """Remember a block for each whole block of tokens, except where one is remembered already; returns the blocks that are new. If the numbers of the two differ, raises a ``ValueError`` with both."""
+        """Remember a block for each whole block of tokens, except where one is remembered already.
+
+        Returns the blocks that are new.
+        If the numbers of blocks and of whole blocks of tokens differ, raises a ``ValueError`` with both.
+        """
         ### BEGIN SOLUTION
         pieces, node, new = whole_blocks(tokens, self.block_size), self.root, []
         if len(pieces) != len(blocks):
@@ -268,7 +324,10 @@ class PrefixTree:
         ### END SOLUTION
 
     def release(self, tokens: Sequence[int]) -> None:
-        """Release the blocks that the oldest unreleased ``acquire`` of these tokens returned, and no others; a ``ValueError`` if there is no such ``acquire``."""
+        """Release the blocks that the oldest unreleased ``acquire`` of these tokens returned, and no others.
+
+        Raises a ``ValueError`` if there is no such ``acquire``.
+        """
         ### BEGIN SOLUTION
         if not self.acquired.get(tuple(tokens)):
             raise ValueError(f"these {len(tokens)} tokens are not acquired: released already, or never acquired")
@@ -277,7 +336,10 @@ class PrefixTree:
         ### END SOLUTION
 
     def evict(self, n: int) -> list[int]:
-        """Forget up to n blocks and return them, none if n is 0 or less. Each is the least recently used of the leaves (``root.leaves()``) that no one has acquired."""
+        """Forget up to n blocks and return them, none if n is 0 or less.
+
+        Each is the least recently used of the leaves (``root.leaves()``) that no one has acquired.
+        """
         ### BEGIN SOLUTION
         evicted: list[int] = []
         while len(evicted) < n and (leaves := [leaf for leaf in self.root.leaves() if leaf.n_users == 0]):
@@ -306,16 +368,27 @@ class Scheduler(Queue):
     Size: 50 minutes, difficulty 5, core.
 
     Args:
-        max_tokens, n_blocks, block_size: Most tokens in a step, over all requests; blocks in the cache's pool; positions in a block.
+        max_tokens: Most tokens in a step, over all requests.
+        n_blocks: Blocks in the cache's pool.
+        block_size: Positions in a block.
 
-    The given ``Queue`` keeps ``waiting``, a deque of ``Progress`` without blocks, and ``running``, which maps each admitted ``Progress`` to its number of blocks, both with the oldest first; ``n_free`` and ``blocks_for(n_positions)`` count blocks. After each step ``advance`` (given) notes what was computed.
-    Source: continuous batching, Orca (OSDI 2022), section 3; chunks of prompts, Sarathi-Serve (arXiv:2403.02310), section 4.
+    The base class ``Queue`` is given:
+
+    - ``waiting`` is a deque of ``Progress`` without blocks, the oldest first.
+    - ``running`` maps each admitted ``Progress`` to its number of blocks, the oldest first.
+    - ``n_free`` and ``blocks_for(n_positions)`` count blocks.
+    - ``advance`` notes after each step what was computed.
+
+    Source: continuous batching, Orca (OSDI 2022), section 3;
+        chunks of prompts, Sarathi-Serve (arXiv:2403.02310), section 4.
     """
 
     def submit(self, request: Request) -> None:
-        """Queue a request as the youngest; allowed between any two steps. ``check_new`` (given) raises a ``ValueError`` if it waits or runs already.
+        """Queue a request as the youngest; allowed between any two steps.
 
-        A request that would not fit even alone is a ``ValueError`` with both numbers of blocks. It needs blocks for all its tokens, prompt and new ones, except the last, which is never cached.
+        - ``check_new`` (given) raises a ``ValueError`` if the request waits or runs already.
+        - A request that would not fit even alone is a ``ValueError`` with both numbers of blocks.
+          It needs blocks for all its tokens, prompt and new ones, except the last, which is never cached.
         """
         ### BEGIN SOLUTION
         self.check_new(request)
@@ -326,10 +399,15 @@ class Scheduler(Queue):
         ### END SOLUTION
 
     def schedule(self) -> list[Chunk]:
-        """The next step: a list with a ``Chunk(progress, n_tokens)`` (given) for each request that takes part. The oldest requests are served first, and the list has the same order.
+        """The next step: a list with a ``Chunk(progress, n_tokens)`` (given) for each request that takes part.
 
-        Running requests, in order of age, get as many of their pending tokens as the step has room for. If one lacks blocks, ``preempt`` takes those of the youngest running request until there are enough; the youngest may be the request itself.
-        A preempted request has no chunk yet, so preemption frees blocks but no room in the step. Then, if none was preempted, waiting requests are admitted in order, as long as the step has room and the blocks of the next one's first chunk are free.
+        1. The oldest requests are served first, and the list has the same order.
+        2. Running requests, in order of age, get as many of their pending tokens as the step has room for.
+        3. If one lacks blocks, ``preempt`` takes those of the youngest running request until there are enough.
+           The youngest may be the request itself.
+        4. A preempted request has no chunk yet, so preemption frees blocks but no room in the step.
+        5. Then, if none was preempted, waiting requests are admitted in order, as long as the step has room and the
+           blocks of the next one's first chunk are free.
         """
         ### BEGIN SOLUTION
         chunks, room, n_running = list[Chunk](), self.max_tokens, len(self.running)
@@ -340,18 +418,24 @@ class Scheduler(Queue):
                 self.preempt()
             if progress in self.running and n:
                 chunks.append(Chunk(progress, n))
-                self.running[progress], room = n_needed, room - n
+                self.running[progress] = n_needed
+                room -= n
         while self.waiting and room and len(self.running) >= n_running:
             n = min(self.waiting[0].n_pending, room)
             if self.blocks_for(n) > self.n_free:
                 break
-            chunks.append(Chunk(self.waiting.popleft(), n))
-            self.running[chunks[-1].progress], room = self.blocks_for(n), room - n
+            progress = self.waiting.popleft()
+            chunks.append(Chunk(progress, n))
+            self.running[progress] = self.blocks_for(n)
+            room -= n
         return chunks
         ### END SOLUTION
 
     def preempt(self) -> Progress:
-        """Take the blocks of the youngest running request and return the request: its cache is forgotten, and it waits at the head of the queue."""
+        """Take the blocks of the youngest running request and return the request.
+
+        Its cache is forgotten, and it waits at the head of the queue.
+        """
         ### BEGIN SOLUTION
         youngest, _ = self.running.popitem()
         youngest.n_cached = 0
@@ -365,7 +449,16 @@ class Engine(Runner):
 
     Size: 30 minutes, difficulty 3, core.
 
-    The given ``Runner`` has ``submit(request)``, ``cancel(request)``, ``is_busy``, and the two parts of a step: ``release()`` frees the cache of requests that no longer run, ``run(chunks)`` passes chunks through the model.
+    Args:
+        model: A ``Llama`` or a ``GPT2``.
+        scheduler: A ``Scheduler``, which decides what each step computes.
+
+    The base class ``Runner`` is given:
+
+    - ``submit(request)`` queues a request, and ``cancel(request)`` drops one.
+    - ``is_busy`` says whether a request waits or runs.
+    - ``release()`` frees the cache of requests that no longer run.
+    - ``run(chunks)`` passes chunks through the model.
     """
 
     def __init__(self, model: nn.Module, scheduler: Scheduler):
@@ -374,8 +467,10 @@ class Engine(Runner):
     def step(self) -> list[tuple[Request, int]]:
         """Run the scheduler's next chunks; returns the new tokens, each with its request.
 
-        ``run`` returns logits ``[V]`` for each chunk; only for a chunk that ``completes`` is a token drawn from them, by chapter 4's ``sample_next`` with the arguments ``progress.sampling(device)`` (given).
-        Caches are released before the chunks run, which need the blocks, and again after requests have ended.
+        - ``run`` returns logits ``[V]`` for each chunk.
+        - Only for a chunk that ``completes`` is a token drawn from them, by chapter 4's ``sample_next`` with the
+          arguments ``progress.sampling(device)`` (given).
+        - Caches are released before the chunks run, which need the blocks, and again after requests have ended.
         """
         ### BEGIN SOLUTION
         chunks, new = self.scheduler.schedule(), []
@@ -397,10 +492,14 @@ def generate_many(model: nn.Module, requests: Iterable[Request], scheduler: Sche
     Size: 20 minutes, difficulty 2, warm-up.
 
     Args:
-        model, requests, scheduler: As for ``Engine``; ``requests`` may be a generator, which can be read only once.
+        model: As for ``Engine``.
+        requests: The prompts; they may come from a generator, which can be read only once.
+        scheduler: As for ``Engine``.
 
     Yields:
-        ``(request, token)`` as soon as the token is known, until all requests have ended. If one is refused, or the caller stops early, the requests that this call submitted are cancelled, and no others.
+        ``(request, token)`` as soon as the token is known, until all requests have ended.
+        If one is refused, or the caller stops early, the requests that this call submitted are cancelled, and no
+        others.
     """
     ### BEGIN SOLUTION
     engine, submitted = Engine(model, scheduler), list[Request]()
@@ -423,13 +522,20 @@ def speculative_step(target: Float[Tensor, "k_plus_1 v"], draft: Float[Tensor, "
     Size: 30 minutes, difficulty 4, core.
 
     Args:
-        target, draft: Probabilities ``[k + 1, V]`` and ``[k, V]``: the distributions of the large and the small model at each of the k drafted tokens; the large one's last row is for the token after them.
-        drafted, generator: k tokens, token i drawn from row i of ``draft``; source of the random numbers, None for PyTorch's global one.
+        target: Probabilities ``[k + 1, V]``: the large model's distribution at each of the k drafted tokens, and in the
+            last row that of the token after them.
+        draft: Probabilities ``[k, V]``: the small model's distribution at each drafted token.
+        drafted: k tokens; token i was drawn from row i of ``draft``.
+        generator: Source of the random numbers, None for PyTorch's global one.
 
     Returns:
-        1 to k + 1 tokens, int64, distributed exactly as draws from ``target``. Token i is kept with probability min(1, p/q), p its probability in ``target`` and q in ``draft``; the first
-        that is not kept ends the step, and a draw from max(0, p - q), normalised, takes its place. If all are kept, the last token is a draw from the last row of ``target``. One-hot rows give greedy decoding.
-        Where max(0, p - q) is 0 for all tokens, because p and q differ by rounding only, the draw is from p.
+        1 to k + 1 tokens, int64, distributed exactly as draws from ``target``.
+
+        - Token i is kept with probability min(1, p/q), p its probability in ``target`` and q in ``draft``.
+        - The first that is not kept ends the step, and a draw from max(0, p - q), normalised, takes its place.
+        - If all are kept, the last token is a draw from the last row of ``target``.
+        - One-hot rows give greedy decoding.
+        - Where max(0, p - q) is 0 for all tokens, because p and q differ by rounding only, the draw is from p.
 
     Source: Leviathan, Kalman and Matias (arXiv:2211.17192), algorithm 1.
     """

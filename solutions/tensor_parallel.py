@@ -20,7 +20,9 @@ def partitioned_dot(a: Float[Tensor, " n"], b: Float[Tensor, " n"], parts: int) 
 
     Args:
         a: ``[n]``; so is b.
-        parts: Number of parts. If it does not divide n, the first n % parts have one element more; if n is smaller, the last parts are empty.
+        parts: Number of parts.
+            If it does not divide n, the first n % parts have one element more; if n is smaller, the last parts are
+            empty.
 
     Returns:
         The sum of the parts' dot products: a scalar tensor with the dtype of ``a``.
@@ -104,11 +106,13 @@ def _all_reduced(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class CopyToRegion(torch.autograd.Function):
-    """f, the entrance of a parallel region: forward it copies, backward it sums the gradients over the ranks. (Exercise)
+    """f, the entrance of a parallel region: it copies forward, and sums gradients over the ranks backward. (Exercise)
 
     Size: 15 minutes, difficulty 2, core.
 
-    Call it as ``CopyToRegion.apply(x, group)``; None means all ranks. ``x`` is the same on every rank, and each rank uses it for a different part of the layer. It changes nothing in place.
+    Call it as ``CopyToRegion.apply(x, group)``; None means all ranks.
+    ``x`` is the same on every rank, and each rank uses it for a different part of the layer.
+    It changes nothing in place.
     Source: Megatron-LM (arXiv:1909.08053), section 3, f in figure 3.
     """
 
@@ -133,7 +137,9 @@ class ReduceFromRegion(torch.autograd.Function):
 
     Size: 10 minutes, difficulty 2, core.
 
-    Call it as ``ReduceFromRegion.apply(x, group)``; None means all ranks. ``x`` is this rank's part of a sum, and every rank continues with the whole sum. It changes nothing in place.
+    Call it as ``ReduceFromRegion.apply(x, group)``; None means all ranks.
+    ``x`` is this rank's part of a sum, and every rank continues with the whole sum.
+    It changes nothing in place.
     Source: Megatron-LM (arXiv:1909.08053), section 3, g in figure 3.
     """
 
@@ -160,13 +166,15 @@ class ColumnParallelLinear(nn.Module):
     Args:
         in_features: Width C of the input, which every rank has whole.
         out_features: Width F of all ranks' outputs together.
-        group, bias: The R ranks, None for all; whether there is a bias.
+        group: The R ranks, None for all.
+        bias: Whether there is a bias.
 
     Attributes:
         weight: ``[F/R, C]``: this rank's rows of ``nn.Linear``'s ``[F, C]``, in rank order.
         bias: ``[F/R]``, or None.
 
-    It starts with the values of ``nn.Linear(C, F)`` under the same seed: every rank draws the whole layer and keeps its part.
+    It starts with the values of ``nn.Linear(C, F)`` under the same seed: every rank draws the whole layer and keeps its
+    part.
 
     Raises:
         ValueError: F is no multiple of R; the message names both.
@@ -186,7 +194,10 @@ class ColumnParallelLinear(nn.Module):
         ### END SOLUTION
 
     def forward(self, x: Float[Tensor, "... c"]) -> Float[Tensor, "... f_local"]:
-        """From ``[..., C]``, the same on every rank, to this rank's ``[..., F/R]``; sends nothing forward, all-reduces once backward."""
+        """From ``[..., C]``, the same on every rank, to this rank's ``[..., F/R]``.
+
+        Sends nothing forward, all-reduces once backward.
+        """
         ### BEGIN SOLUTION
         return nn.functional.linear(CopyToRegion.apply(x, self.group), self.weight, self.bias)
         ### END SOLUTION
@@ -200,13 +211,15 @@ class RowParallelLinear(nn.Module):
     Args:
         in_features: Width F of all ranks' inputs together.
         out_features: Width C of the output, which every rank gets whole.
-        group, bias: The R ranks, None for all; whether there is a bias.
+        group: The R ranks, None for all.
+        bias: Whether there is a bias.
 
     Attributes:
         weight: ``[C, F/R]``: this rank's columns of ``nn.Linear``'s ``[C, F]``, in rank order.
         bias: ``[C]``, whole on every rank and added once; or None.
 
-    Initial values come from ``nn.Linear(F, C)`` under the same seed, as in ``ColumnParallelLinear``; the source is the same, too.
+    Initial values come from ``nn.Linear(F, C)`` under the same seed, as in ``ColumnParallelLinear``; the source is the
+    same, too.
 
     Raises:
         ValueError: F is no multiple of R; the message names both.
@@ -223,7 +236,10 @@ class RowParallelLinear(nn.Module):
         ### END SOLUTION
 
     def forward(self, x: Float[Tensor, "... f_local"]) -> Float[Tensor, "... c"]:
-        """From this rank's ``[..., F/R]`` to the whole ``[..., C]``; all-reduces once forward, sends nothing backward."""
+        """From this rank's ``[..., F/R]`` to the whole ``[..., C]``.
+
+        All-reduces once forward, sends nothing backward.
+        """
         ### BEGIN SOLUTION
         total = ReduceFromRegion.apply(nn.functional.linear(x, self.weight), self.group)
         return total if self.bias is None else total + self.bias
@@ -236,10 +252,13 @@ class ParallelMLP(nn.Module):
     Size: 10 minutes, difficulty 2, core.
 
     Args:
-        dim, hidden_dim, group: Model width C; width F between the layers; the R ranks, None for all.
+        dim: Model width C.
+        hidden_dim: Width F between the layers.
+        group: The R ranks, None for all.
 
     Attributes:
-        fc1: ``ColumnParallelLinear`` C to F with a bias; ``fc2``: ``RowParallelLinear`` F to C with a bias. Between them an exact GELU.
+        fc1: ``ColumnParallelLinear`` C to F with a bias; ``fc2``: ``RowParallelLinear`` F to C with a bias.
+            Between them an exact GELU.
 
     Raises:
         ValueError: ``hidden_dim`` is no multiple of R; the message names both.
@@ -272,11 +291,18 @@ class ParallelAttention(nn.Module):
         group: The R ranks; None means all.
 
     Attributes:
-        wq, wk, wv: ``ColumnParallelLinear`` C to C without bias; wo: ``RowParallelLinear`` C to C without bias; made in the order wq, wk, wv, wo.
-            Rank r has heads r H/R to (r + 1) H/R - 1. With the same weights it equals ``MultiHeadAttention(dim, n_heads)``.
+        wq: ``ColumnParallelLinear`` C to C without bias.
+        wk: Another one.
+        wv: Another one.
+        wo: ``RowParallelLinear`` C to C without bias.
+
+    The four are made in the order wq, wk, wv, wo.
+    Rank r has heads r H/R to (r + 1) H/R - 1.
+    With the same weights it equals ``MultiHeadAttention(dim, n_heads)``.
 
     Raises:
-        ValueError: ``dim`` is not a multiple of ``n_heads``, or ``n_heads`` not one of R; the message names both numbers.
+        ValueError: ``dim`` is not a multiple of ``n_heads``, or ``n_heads`` not one of R; the message names both
+            numbers.
 
     Source: Megatron-LM (arXiv:1909.08053), section 3, figure 3b.
     """
@@ -294,10 +320,12 @@ class ParallelAttention(nn.Module):
         ### END SOLUTION
 
     def forward(self, x: Float[Tensor, "b t c"], rope=None, mask=None, cache=None) -> Float[Tensor, "b t c"]:
-        """``[B, T, C]`` in and out, the same on every rank; one all-reduce forward, and one backward for wq, wk and wv together.
+        """``[B, T, C]`` in and out, the same on every rank.
 
-        ``rope`` ``[T, D/2]``, ``mask`` (the same for all heads; None lets every position attend to every other) and ``cache`` (for this
-        rank's H/R heads only) mean what they mean in chapter 3's ``MultiHeadAttention.forward``.
+        One all-reduce forward, and one backward for wq, wk and wv together.
+
+        ``rope`` ``[T, D/2]``, ``mask`` (the same for all heads; None lets every position attend to every other) and
+        ``cache`` (for this rank's H/R heads only) mean what they mean in chapter 3's ``MultiHeadAttention.forward``.
         """
         ### BEGIN SOLUTION
         x = CopyToRegion.apply(x, self.group)
@@ -319,17 +347,22 @@ def vocab_parallel_cross_entropy(
     Size: 45 minutes, difficulty 5, core.
 
     Args:
-        logits_shard: This rank's columns ``[..., V_r]``, in rank order, any floating dtype; widths V_r may differ from rank to rank, and be 0. Left unchanged.
+        logits_shard: This rank's columns ``[..., V_r]``, in rank order, any floating dtype; widths V_r may differ from
+            rank to rank, and be 0.
+            Left unchanged.
         targets: Ids ``[...]`` in the whole vocabulary, the same on every rank.
         group: The ranks; None means all ranks.
 
     Returns:
-        The mean loss in nats, float32 (float64 for float64 logits), the same on every rank, stable for logits of 1e4. Its backward sends nothing.
+        The mean loss in nats, float32 (float64 for float64 logits), the same on every rank, stable for logits of 1e4.
+        Its backward sends nothing.
 
     Raises:
-        ValueError: a target is not an id of the vocabulary (raised on every rank); the message names it. So -100, which PyTorch ignores, is refused.
+        ValueError: a target is not an id of the vocabulary (raised on every rank); the message names it.
+            So -100, which PyTorch ignores, is refused.
 
-    Cost: for N targets, all-reduces of N numbers (the largest logit, the sum of exponentials, the target's logit) and a few integers.
+    Cost: for N targets, all-reduces of N numbers (the largest logit, the sum of exponentials, the target's logit)
+        and a few integers.
     Source: Megatron-LM (arXiv:1909.08053), section 3.
     """
     ### BEGIN SOLUTION
@@ -360,18 +393,23 @@ def llama_plan(config: LlamaConfig) -> dict[str, ParallelStyle]:
 
     Size: 25 minutes, difficulty 3, stretch.
 
-    Given: ``LocalHeads(n_heads, n_kv_heads)`` for ``layers.*.attention`` and ``SharedInput()`` for ``layers.*.feed_forward`` (both make one
-    DTensor of their input for the layers inside), and ``KeyValueHeads(n_kv_heads)`` for ``wk`` and ``wv``: cut by columns, or whole on every
-    rank if R is larger than G. For the rest use ``ColwiseParallel`` and ``RowwiseParallel``, with their ``input_layouts`` and ``output_layouts``.
+    Given: ``LocalHeads(n_heads, n_kv_heads)`` for ``layers.*.attention`` and ``SharedInput()`` for
+        ``layers.*.feed_forward`` (both make one DTensor of their input for the layers inside), and
+        ``KeyValueHeads(n_kv_heads)`` for ``wk`` and ``wv``: cut by columns, or whole on every rank if R is larger than
+        G.
+        For the rest use ``ColwiseParallel`` and ``RowwiseParallel``, with their ``input_layouts`` and
+        ``output_layouts``.
 
     Args:
         config: The sizes of the model.
 
     Returns:
-        The plan for ``parallelize_module(model, mesh, plan)``: module names (``*`` for the layer's number) to styles. It cuts every
-        matrix; the embedding and the head are cut by tokens. Token ids go in and whole logits come out as plain tensors, the same on every rank.
+        The plan for ``parallelize_module(model, mesh, plan)``: module names (``*`` for the layer's number) to styles.
+        It cuts every matrix; the embedding and the head are cut by tokens.
+        Token ids go in and whole logits come out as plain tensors, the same on every rank.
 
-    Convention: the plan serves training and scoring. A ``make_cache`` of the cut model would still make room for all heads.
+    Convention: the plan serves training and scoring.
+        A ``make_cache`` of the cut model would still make room for all heads.
     """
     ### BEGIN SOLUTION
     return {
@@ -396,18 +434,22 @@ def ffn_partition_specs(layout: str) -> dict[str, tuple[str | None, ...]]:
     Size: 20 minutes, difficulty 3, stretch.
 
     Args:
-        layout: "data" (batch cut along X), "megatron" (hidden features cut along Y), "2d features", "2d batch" (two steps on the way, names
-            of our own) or "2d finalized" (GSPMD's). Letters may be upper case, and "_" or "-" may replace the space.
+        layout: "data" (batch cut along X), "megatron" (hidden features cut along Y), "2d features", "2d batch" (two
+            steps on the way, names of our own) or "2d finalized" (GSPMD's).
+            Letters may be upper case, and "_" or "-" may replace the space.
 
     Returns:
-        Four tuples with one entry for each dimension: "X", "Y", or None where it is not cut. ``embedding`` ``[B, T, C]`` (input and output),
-        ``w_in`` ``[C, F]``, ``hidden`` ``[B, T, F]``, ``w_out`` ``[F, C]``. ``jax.sharding.PartitionSpec(*entries)`` takes each.
+        Four tuples with one entry for each dimension: "X", "Y", or None where it is not cut.
+        ``embedding`` ``[B, T, C]`` (input and output), ``w_in`` ``[C, F]``, ``hidden`` ``[B, T, F]``, ``w_out`` ``[F,
+        C]``.
+        ``jax.sharding.PartitionSpec(*entries)`` takes each.
 
     Raises:
         ValueError: the layout is unknown; the message names it and lists the known ones.
 
-    Source: GSPMD (arXiv:2105.04663), its table of layouts, for "2d finalized": embedding and hidden [X, _, Y]. "2d features" has [_, _, X] and [_, _, Y],
-        "2d batch" [X, _, _] and [X, _, Y]; in all three the weights are cut both ways, [X, Y] and [Y, X].
+    Source: GSPMD (arXiv:2105.04663), its table of layouts, for "2d finalized": embedding and hidden [X, _, Y].
+        "2d features" has [_, _, X] and [_, _, Y], "2d batch" [X, _, _] and [X, _, Y]; in all three the weights are cut
+        both ways, [X, Y] and [Y, X].
     """
     ### BEGIN SOLUTION
     table = {
@@ -431,12 +473,16 @@ def tensor_parallel_bytes(config, batch: int, length: int, world_size: int, byte
 
     Args:
         config: Anything with ``dim`` C and ``n_layers`` L, such as a ``LlamaConfig`` or a ``GPT2Config``.
-        batch, length, world_size: Sequences B; positions T in each; ranks R.
+        batch: Sequences B.
+        length: Positions T in each.
+        world_size: Ranks R.
         bytes_per_value: 2 for bfloat16 activations.
 
     Returns:
-        Bytes, an ``int``, rounded down. Each block all-reduces ``[B, T, C]`` twice forward and twice backward, and in a ring all-reduce (chapter 9) a
-        rank sends 2 (R - 1)/R times the bytes of the tensor. Embedding, head and loss are not counted.
+        Bytes, an ``int``, rounded down.
+        Each block all-reduces ``[B, T, C]`` twice forward and twice backward, and in a ring all-reduce (chapter 9) a
+        rank sends 2 (R - 1)/R times the bytes of the tensor.
+        Embedding, head and loss are not counted.
     """
     ### BEGIN SOLUTION
     all_reduced_bytes = 4 * config.n_layers * batch * length * config.dim * bytes_per_value
@@ -450,7 +496,8 @@ def pipeline_bubble(stages: int, micro_batches: int) -> float:
     Size: 10 minutes, difficulty 2, warm-up.
 
     Args:
-        stages, micro_batches: Number p of stages, each a stretch of consecutive layers; number m of pieces that the batch is cut into.
+        stages: Number p of stages, each a stretch of consecutive layers.
+        micro_batches: Number m of pieces that the batch is cut into.
 
     Returns:
         Idle time as a share of the whole time, if all stages cost the same and messages cost nothing.

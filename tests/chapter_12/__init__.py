@@ -1,1 +1,3 @@
-"""Compared with PyTorch's `ZeroRedundancyOptimizer`, `fully_shard` and `clip_grad_norm_`, and training on one process."""
+"""Compared with PyTorch's `ZeroRedundancyOptimizer`, `fully_shard` and `clip_grad_norm_`, and training on one
+process.
+"""

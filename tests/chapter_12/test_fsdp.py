@@ -1,6 +1,7 @@
 """FSDP, graded: equal to training on one process, by what a rank holds, and by what it sends.
 
-The model that everything is tried on is made of PyTorch's own layers. What is compared with is that model on one process,
+The model that everything is tried on is made of PyTorch's own layers. What is compared with is that model on one
+process,
 ZeroRedundancyOptimizer, and fully_shard. Memory is counted by the allocator, bytes sent by the ledger.
 """
 
@@ -89,7 +90,10 @@ NO_GROUP = "the sizes fit the group's 2 ranks, but the collective is of all 4: e
 TWO_DTYPES = (
     "the tensor that takes the reduced gradient has another dtype than the gradient: make it by `grad.new_empty`"
 )
-NO_DEVICE = "a tensor was made without `device=`: it is on 'meta' in this check, and would be on the CPU if the others were on a GPU"
+NO_DEVICE = (
+    "a tensor was made without `device=`: it is on 'meta' in this check, and would be on the CPU if the others were "
+    "on a GPU"
+)
 ELSEWHERE = "tensors made without `device=` are on 'meta' here, as they would be on the CPU if these were on a GPU"
 
 
@@ -285,7 +289,9 @@ def sharded_steps(rank, world_size):
 
 
 class Slowing(torch.optim.SGD):
-    """An optimizer whose ``step`` takes no closure, and which keeps a counter and its last learning rate in its groups."""
+    """An optimizer whose ``step`` takes no closure, and which keeps a counter and its last learning rate in its
+    groups.
+    """
 
     def step(self, divisor=2):
         for group in self.param_groups:
@@ -312,7 +318,8 @@ def test_ShardedOptimizer_equals_the_whole_one_and_holds_a_share(ranks, n_ranks)
     expect_equal(result.values, balanced(n_ranks), name="sizes with state, rank by rank", read=ZERO1)
     if n_ranks > 1:
         case(
-            f"what {n_ranks} ranks send: one step of {2 * n_ranks} values, three of 125 trained ones, nothing that is frozen"
+            f"what {n_ranks} ranks send: one step of {2 * n_ranks} values, three of 125 trained ones, nothing that "
+            "is frozen"
         )
         sent = sum(ledger.bytes_sent for ledger in result.ledgers)
         expect_equal(sent, 4 * (2 * n_ranks + 3 * 125), name="bytes", read=ZERO1)
@@ -328,7 +335,8 @@ def balanced(n_ranks: int) -> list[list[int]]:
 
 def sharded_groups(rank, world_size):
     case(
-        f"two groups with options of their own, {world_size} ranks, fewer parameters than ranks in each; a third is added"
+        f"two groups with options of their own, {world_size} ranks, fewer parameters than ranks in each; a third is "
+        "added"
     )
 
     def build(make):
@@ -386,7 +394,8 @@ def sharded_groups(rank, world_size):
     slowing.step(divisor=8)
     expect_close(value.detach(), torch.full((3,), 0.25 - 1 / 32), name="parameter", read=read)
     case(
-        "an optimizer that calls its closure twice in a step, as LBFGS may: calls of the closure, and what step returned"
+        "an optimizer that calls its closure twice in a step, as LBFGS may: calls of the closure, and what step "
+        "returned"
     )
     asking, calls = fsdp.ShardedOptimizer([value], Asking, lr=1.0), []
     loss = asking.step(lambda: calls.append(1) or 5.0)
@@ -510,7 +519,8 @@ def test_reduce_scatter_gradients_gives_shares_of_the_mean(ranks, n_ranks):
 # ---- FlatShard -------------------------------------------------------------------------------------------------------
 
 CHANGED = (
-    "autograd raised an error because it saw `full` change: a gather into `full` or `full.detach()` counts as a change, "
+    "autograd raised an error because it saw `full` change: a gather into `full` or `full.detach()` counts as a "
+    "change, "
     "and a gather into `full.data` does not"
 )
 
@@ -745,7 +755,8 @@ def test_FlatShard_gathers_frees_and_reduces(ranks, n_ranks):
 
 def flat_of_a_pair(rank, world_size):
     case(
-        f"{world_size} ranks in pairs: the second pair has other values and gradients than the first, and rank r has group rank r % 2"
+        f"{world_size} ranks in pairs: the second pair has other values and gradients than the first, and rank r has "
+        "group rank r % 2"
     )
     pairs = [dist.new_group([first, first + 1]) for first in range(0, world_size, 2)]
     group, start = pairs[rank // 2], torch.tensor([1.0, 2.0, 3.0]) + 10 * rank
@@ -803,7 +814,8 @@ def fully_equal(rank, world_size):
     expect_equal(list(found), list(expected), name="names", read=ZERO3)
     expect_close(found, expected, atol=1e-5, name="parameters", read=f"{ZERO3}; {PARTS}")
     case(
-        f"{world_size} ranks, two backwards before finish against the whole batch in one, a block frozen, another in part"
+        f"{world_size} ranks, two backwards before finish against the whole batch in one, a block frozen, another in "
+        "part"
     )
 
     def frozen():
@@ -943,7 +955,8 @@ class RootedChain(Chain):
 
 def fully_out_of_order(rank, world_size):
     case(
-        f"{world_size} ranks, a chain of four units and a root's parameter, run as 2, 3, 4, 1: unit 1 is the first in backward"
+        f"{world_size} ranks, a chain of four units and a root's parameter, run as 2, 3, 4, 1: unit 1 is the first "
+        "in backward"
     )
     order, log, alone = (1, 2, 3, 0), {}, RootedChain()
     wrapped = fsdp.FullySharded(RootedChain())
@@ -1074,7 +1087,9 @@ def test_FullySharded_gathers_ahead_and_survives_what_happens_in_training(ranks)
 
 
 def fully_kept_promises(rank, world_size):
-    """What the contract of each method says, one by one: a test of its own, so that a mistake fails no more than it must."""
+    """What the contract of each method says, one by one: a test of its own, so that a mistake fails no more than it
+    must.
+    """
     case("a chain of four units on 2 ranks, run as 1, 3, 2 without gradients: unit 3 was ahead in the end")
     wrapped = fsdp.FullySharded(Chain())
     for block in wrapped.module.blocks:
@@ -1128,7 +1143,8 @@ def test_FullySharded_holds_two_units_at_most(ranks):
         expect_true(overlapped < 10.5, problem.format("forward and backward", overlapped), read=ZERO3)
         expect_true(after_step < 2.5, f"{after_step:.1f} whole units are still held after a step", read=ZERO3)
     case(
-        "what rank 0 of 2 starts: for each of 9 units and the root, in a step two gathers and one reduction; 11 steps, 5 forwards"
+        "what rank 0 of 2 starts: for each of 9 units and the root, in a step two gathers and one reduction; 11 "
+        "steps, 5 forwards"
     )
     ledger = many.ledgers[0]
     steps, evaluations, n_flats = 1 + 5 + 5, 5, 10
@@ -1232,7 +1248,8 @@ def test_clip_sharded_gradient_norm__is_of_the_whole(ranks):
 
 
 ROOT_FIRST = (
-    "call `fully_shard` on the root last, after every block: the root takes all parameters that no block has taken before, "
+    "call `fully_shard` on the root last, after every block: the root takes all parameters that no block has taken "
+    "before, "
     "and PyTorch raises this error when a block comes after it"
 )
 
@@ -1406,7 +1423,10 @@ def test_save_sharded_writes_what_another_number_of_ranks_reads(ranks):
         expected = {f"model.{name}": shape for name, shape in shapes.items()}
         expected |= {f"optimizer.state.{name}.exp_avg": shape for name, shape in shapes.items()}
         found = written(folder)
-        read = "the contract of ex-fsdp-save-sharded: the state of the model and that of the optimizer, under these two keys"
+        read = (
+            "the contract of ex-fsdp-save-sharded: the state of the model and that of the optimizer, under these "
+            "two keys"
+        )
         keys = sorted({name.partition(".")[0] for name in found})
         expect_equal(keys, ["model", "optimizer"], name="keys of the saved dict that hold tensors", read=read)
         parts = {name: found.get(name) for name in expected}

@@ -1,6 +1,7 @@
 """Tensor parallelism, graded: without ranks where none are needed, else on 2 to 4 of them.
 
-What the answers are compared with is PyTorch's own: whole layers on whole tensors, with the gradients that autograd gives them.
+What the answers are compared with is PyTorch's own: whole layers on whole tensors, with the gradients that autograd
+gives them.
 """
 
 import copy
@@ -88,7 +89,8 @@ def test_partitioned_dot_equals_torch(n, parts):
 
 def test_partitioned_dot_cuts_as_agreed():
     case(
-        "n=10 parts=4, float32: 3, 3, 2 and 2 elements; 2**30 and -2**30 of one part cancel before 8 and 16 can drown in them"
+        "n=10 parts=4, float32: 3, 3, 2 and 2 elements; 2**30 and -2**30 of one part cancel before 8 and 16 can "
+        "drown in them"
     )
     big = 2.0**30
     a = torch.tensor([1.0, 2.0, -3.0, big, 0.0, -big, 8.0, 16.0, big, -big])
@@ -540,7 +542,8 @@ def attention_on_ranks(rank, world_size, plain):
         else {"rope": torch.polar(torch.ones(t, 2), randn(t, 2, seed=3)), "mask": torch.ones(t, t).tril().bool()}
     )
     case(
-        f"x [2, {t}, {c}], {heads} heads of 4, {' and '.join(given) or 'no rope and no mask'}; rank {rank} of {world_size}"
+        f"x [2, {t}, {c}], {heads} heads of 4, {' and '.join(given) or 'no rope and no mask'}; rank {rank} of "
+        f"{world_size}"
     )
     whole = {name: randn(c, c, seed=i) / c**0.5 for i, name in enumerate(ATTENTION_CUTS)}
     module = fill(tp.ParallelAttention(c, heads), whole, ATTENTION_CUTS, "ex-tensor-parallel-parallelattention")
@@ -718,7 +721,10 @@ def plan_on_ranks(rank, world_size, n_kv_heads):
     from lib.llama import Llama
 
     config = replace(TINY, vocab_size=30, dim=32, n_layers=2, n_kv_heads=n_kv_heads, hidden_dim=24, context_len=16)
-    read = "the contract of ex-tensor-parallel-llama-plan, and what the two styles expect and return in `The same, by a plan`"
+    read = (
+        "the contract of ex-tensor-parallel-llama-plan, and what the two styles expect and return in `The same, by "
+        "a plan`"
+    )
     torch.manual_seed(0)
     whole = Llama(config)
     model = parallelize_module(copy.deepcopy(whole), init_device_mesh("cpu", (world_size,)), tp.llama_plan(config))
@@ -857,7 +863,8 @@ def test_tensor_parallel_bytes_by_hand():
 )
 def test_tensor_parallel_bytes_of_models(config, batch, length, n):
     case(
-        f"C={config.dim} L={config.n_layers}, batch={batch} length={length} world_size={n}; then 4 bytes a value; then 1 rank"
+        f"C={config.dim} L={config.n_layers}, batch={batch} length={length} world_size={n}; then 4 bytes a value; "
+        "then 1 rank"
     )
     one = batch * length * config.dim
     expect_equal(

@@ -1,4 +1,6 @@
-"""Runs these checks on one thread: their tensors are small, and on a busy machine threads would only wait for each other."""
+"""Runs these checks on one thread: their tensors are small, and on a busy machine threads would only wait for
+each other.
+"""
 
 import pytest
 import torch

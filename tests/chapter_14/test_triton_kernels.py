@@ -42,7 +42,9 @@ def close(actual, expected, dtype, read, n_terms=1, **more) -> None:
 
 
 def elsewhere(call) -> torch.Tensor:
-    """What a call returns while PyTorch makes its tensors on "meta", where no kernel finds them, unless told otherwise."""
+    """What a call returns while PyTorch makes its tensors on "meta", where no kernel finds them, unless told
+    otherwise.
+    """
     try:
         with torch.device("meta"):
             out = call()
@@ -253,7 +255,8 @@ def test_weighted_sum_reads_x_once_in_each_direction():
 
 def test_weighted_sum_refuses_a_second_derivative():
     case(
-        "the gradient of out.sum() with respect to x is the weight: a second derivative would silently leave the weight out"
+        "the gradient of out.sum() with respect to x is the weight: a second derivative would silently leave the "
+        "weight out"
     )
     x, w = randn(3, 5).requires_grad_(), randn(5, seed=1).requires_grad_()
     out, seen = run(kernels.weighted_sum, x, w)
@@ -450,7 +453,8 @@ def test_matmul_reads_what_a_tile_needs_and_copies_nothing():
     tiles = matmul_tiles(torch.float32)
     m, n, k = 2 * tiles.m + 1, tiles.n + 9, 2 * tiles.k + 3
     case(
-        f"a [{m}, {k}], a transposed view, and b [{k}, {n}]: together the programs should read a twice and b three times"
+        f"a [{m}, {k}], a transposed view, and b [{k}, {n}]: together the programs should read a twice and b three "
+        "times"
     )
     a, b = randn(k, m).T, randn(k, n)
     out, seen = run(kernels.matmul, a, b)

@@ -27,7 +27,10 @@ DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 FORWARD, LSE, BACKWARD = "eq-flash_attention-3 to eq-flash_attention-5", "eq-flash_attention-4", "eq-flash_attention-7"
 NO_KEYS = "eq-flash_attention-6, and the lines after it about rows without keys"
 WHOLE = "the contract of ex-flash-attention-flash-forward-kernel, under Returns, and the picture in 'Tiles in PyTorch'"
-WEIGHTS = "the contract of ex-flash-attention-flash-forward-kernel, under Returns: weights are cast to v's dtype before their product"
+WEIGHTS = (
+    "the contract of ex-flash-attention-flash-forward-kernel, under Returns: weights are cast to v's dtype before "
+    "their product"
+)
 EXACT = "the contract of ex-flash-attention-flash-forward-kernel, under Returns: products of float32 don't use TF32"
 OUTSIDE = "the contract: nothing outside the tensors is read or written"
 CASES = [  # q, k and v, causal: whole tiles, the diagonal, ragged and S > T, T > S with rows without keys
@@ -217,7 +220,9 @@ def test_flash_backward_dq_kernel_stays_inside():
 
 
 def narrow_products(seen, answer) -> None:
-    """Tensor cores multiply 16 bits: in the interpreter, no product of a kernel with float16 inputs has a float32 factor."""
+    """Tensor cores multiply 16 bits: in the interpreter, no product of a kernel with float16 inputs has a float32
+    factor.
+    """
     wide = [left for left, _ in seen.dots if left == "fp32"] if seen else []
     problem = (
         f"{len(wide)} of {len(seen.dots) if seen else 0} products have factors in float32, where the inputs are float16"

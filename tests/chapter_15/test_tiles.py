@@ -1,4 +1,6 @@
-"""FlashAttention's tiles in PyTorch, graded against PyTorch's attention in float64, and by counting the numbers that are kept."""
+"""FlashAttention's tiles in PyTorch, graded against PyTorch's attention in float64, and by counting the numbers that
+are kept.
+"""
 
 import math
 
@@ -341,7 +343,10 @@ def test_flash_backward_rounds_once(dtype):
     got = flash.flash_backward(q, k, v, o, do, lse, False)
     for found, (name, expected) in zip(got, gradients_from(q, k, v, o, do, lse).items(), strict=True):
         times = rounding_times(found, expected)
-        problem = f"the error of {name} is {times:.2f} times that of one rounding to {dtype}: something was rounded on the way"
+        problem = (
+            f"the error of {name} is {times:.2f} times that of one rounding to {dtype}: something was rounded on the "
+            "way"
+        )
         expect_true(times < 1.05, problem, answer=got, read=WIDE_SUMS)
 
 
@@ -411,7 +416,10 @@ def test_flash_attention_takes_pytorch_on_a_cpu():
     problem = (
         f"PyTorch computed {flops} FLOPs: CPU tensors went to a Triton kernel, which only an interpreter can run there"
     )
-    read = "the contract of ex-flash-attention-flash-attention, under Returns: `FlashAttentionTriton` for other GPU tensors"
+    read = (
+        "the contract of ex-flash-attention-flash-attention, under Returns: `FlashAttentionTriton` for other GPU "
+        "tensors"
+    )
     expect_true(flops >= 2 * 2 * 40 * 40 * 16, problem, answer=flops, read=read)
 
 

@@ -1,1 +1,3 @@
-"""Compared with `torch.optim.SGD` and its Nesterov momentum, the tensors that `saved_tensors_hooks` sees, and every layout there is."""
+"""Compared with `torch.optim.SGD` and its Nesterov momentum, the tensors that `saved_tensors_hooks` sees, and every
+layout there is.
+"""

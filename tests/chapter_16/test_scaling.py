@@ -1,4 +1,6 @@
-"""Memory, time and money of a training run, graded against closed forms, a real model's saved tensors, and brute force."""
+"""Memory, time and money of a training run, graded against closed forms, a real model's saved tensors, and brute
+force.
+"""
 
 import math
 import re
@@ -24,7 +26,9 @@ NUMBER = re.compile(r"(\d+(?:[,_]\d{3})+|\d+)(\.\d+)?(e[+-]?\d+)?\s*(?:([kmgt]i?
 
 
 def bytes_in(text: str) -> list[float]:
-    """All numbers of a text, in bytes: 95e9, 9.5e+10, 95000000000.0, 95,000,000,000, 95_000_000_000, 95.0 GB or 88.5 GiB."""
+    """All numbers of a text, in bytes: 95e9, 9.5e+10, 95000000000.0, 95,000,000,000, 95_000_000_000, 95.0 GB or 88.5
+    GiB.
+    """
     found = []
     for whole, fraction, power, prefix in NUMBER.findall(text):
         number = float(re.sub("[,_]", "", whole) + fraction + power)
@@ -90,7 +94,8 @@ def test_training_memory_bytes_of_xxl():
 @pytest.mark.parametrize(("dim", "hidden_dim", "n_layers", "tokens"), [(5, 7, 3, 11), (8, 4, 1, 2)])
 def test_training_memory_bytes_is_what_autograd_saves(activation, dim, hidden_dim, n_layers, tokens):
     case(
-        f"a real model: C={dim}, F={hidden_dim}, L={n_layers}, {tokens} tokens, {activation.__name__} between the matrices"
+        f"a real model: C={dim}, F={hidden_dim}, L={n_layers}, {tokens} tokens, {activation.__name__} between the "
+        "matrices"
     )
     blocks = [
         part
@@ -177,7 +182,8 @@ def test_min_fsdp_devices_where_a_quotient_is_rounded(dim, hidden_dim):
     for n in (3, 55, 33, 49, 70, 1000):
         size = states / n
         case(
-            f"C={dim}, F={hidden_dim}, L=1, no token: {n} devices need {size!r} bytes each, and a device has exactly that"
+            f"C={dim}, F={hidden_dim}, L=1, no token: {n} devices need {size!r} bytes each, and a device has exactly "
+            "that"
         )
         expect_equal(scaling.min_fsdp_devices(FFNConfig(dim, hidden_dim, 1), 0, size), n, read=LEAST)
         less = math.nextafter(size, 0.0)
@@ -231,7 +237,8 @@ def test_compute_bound_batch_is_the_smallest(x, y, m_x, m_y):
 @pytest.mark.parametrize(("y", "m_y"), [(3, 1), (6, 2)])
 def test_compute_bound_batch_where_the_activations_take_exactly_as_long(y, m_y):
     case(
-        f"F=30, 1,000 operations and 100 bytes a second, X=5, Y={y}, M_X=2, M_Y={m_y}: as long as the products, so they hide"
+        f"F=30, 1,000 operations and 100 bytes a second, X=5, Y={y}, M_X=2, M_Y={m_y}: as long as the products, so "
+        "they hide"
     )
     found = scaling.compute_bound_batch(FFNConfig(2, 30, 1), 5, y, 1000, 100, m_y=m_y)
     expect_equal(found, math.ceil(5 / y), read=HIDDEN)
@@ -249,7 +256,8 @@ def test_compute_bound_batch_where_no_batch_is_enough():
 
 def test_compute_bound_batch_of_a_tensor_axis_of_one_or_two():
     case(
-        "F=30, 1,000 operations and 10 bytes a second, X=3, Y=1: along an axis of one device nothing is sent, so any F will do"
+        "F=30, 1,000 operations and 10 bytes a second, X=3, Y=1: along an axis of one device nothing is sent, so "
+        "any F will do"
     )
     found = scaling.compute_bound_batch(FFNConfig(2, 30, 1), 3, 1, 1000, 10)
     expect_equal(found, 50, read=HIDDEN)
@@ -505,7 +513,8 @@ def test_plan_uses_exactly_the_memory_there_is():
 
 def test_plan_of_equally_good_layouts():
     case(
-        "C=6, F=24, L=12 on 2 devices, 8 tokens each, links of no cost: 2 sharded and 2 tensor are equal in step and memory"
+        "C=6, F=24, L=12 on 2 devices, 8 tokens each, links of no cost: 2 sharded and 2 tensor are equal in step "
+        "and memory"
     )
     links, options = Bandwidths(math.inf, math.inf, 8), {"tokens_per_device": 8, "peak_flops": 1e4}
     expect_best(scaling.plan(MODEL, 2, 40_000, links, **options), MODEL, 2, 40_000, links, 8, 1e4)

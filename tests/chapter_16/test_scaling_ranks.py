@@ -1,4 +1,6 @@
-"""DiLoCo, graded: equal to torch.optim.SGD(nesterov=True) on the average of what the ranks did, for one all-reduce a round."""
+"""DiLoCo, graded: equal to torch.optim.SGD(nesterov=True) on the average of what the ranks did, for one all-reduce a
+round.
+"""
 
 import copy
 
@@ -204,7 +206,8 @@ def between(ledger, first: str, last: str) -> list:
 @pytest.mark.time_limit(60)
 def test_local_sgd_step_on_four_ranks_is_nesterov_on_the_average(ranks):
     case(
-        "4 ranks, 3 rounds of 0 to 3 AdamW steps each, outer lr 0.7, momentum 0.9, against torch.optim.SGD(nesterov=True)"
+        "4 ranks, 3 rounds of 0 to 3 AdamW steps each, outer lr 0.7, momentum 0.9, against "
+        "torch.optim.SGD(nesterov=True)"
     )
     result = ranks(rounds, n_ranks=4)
     expected = values_of(alone(4, STEPS, 0.7, 0.9, adamw))

@@ -1,6 +1,7 @@
 """Long sequences, graded: on 1 to 4 ranks against PyTorch's layers and attention over the whole sequence, in float64.
 
-Messages and bytes are read off the ledger, work is counted in products, memory by the allocator and by what autograd saves.
+Messages and bytes are read off the ledger, work is counted in products, memory by the allocator and by what autograd
+saves.
 """
 
 import copy
@@ -233,7 +234,8 @@ def kept_by_block(rank, world_size):
 def test_SequenceParallelBlock_keeps_a_share(ranks):
     for kept, whole, stream in ranks(kept_by_block, n_ranks=2).values:
         case("B=2 T=64 C=32 on two ranks: bytes that autograd keeps")
-        # Half of everything, the other half of the two gathered inputs, and some slack for copies of the mask and of weights.
+        # Half of everything, the other half of the two gathered inputs, and some slack for copies of the mask and of
+        # weights.
         most = whole / 2 + 2 * 0.5 * stream + 0.5 * stream
         problem = f"a rank keeps {kept:,} bytes of the {whole:,}: half of them and two gathered inputs make {most:,.0f}"
         expect_true(kept <= most, problem, answer=kept, read=BLOCK)
@@ -413,7 +415,8 @@ def test_merge_attention_is_associative():
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 def test_merge_attention_of_rows_without_keys(side):
     case(
-        f"a row without keys on {'both sides' if side == 'both' else 'the ' + side}, another with; float64, gradients too"
+        f"a row without keys on {'both sides' if side == 'both' else 'the ' + side}, another with; float64, "
+        "gradients too"
     )
     o, other_o = (randn(2, 3, seed=i, dtype=torch.float64) for i in (1, 2))
     lse, other_lse = torch.tensor([0.5, 0.7]).double(), torch.tensor([-0.3, 0.2]).double()
@@ -792,7 +795,8 @@ def test_ring_attention_sends_while_it_computes(ranks):
     for ledger in ranks(watch_order, n_ranks=3).ledgers:
         for phase, events in order_of(ledger).items():
             case(
-                f"8 positions on each of three ranks, no mask, {phase}: the order of sends, products and waits; rank {ledger.rank}"
+                f"8 positions on each of three ranks, no mask, {phase}: the order of sends, products and waits; rank "
+                f"{ledger.rank}"
             )
             n_products, n_sends = events.count("product"), events.count("send")
             messages = max(1, n_sends // (2 if phase == "forward" else 4))  # for one pair
@@ -804,17 +808,24 @@ def test_ring_attention_sends_while_it_computes(ranks):
                 before = events[: places[block * n_products // 3]]
                 sent, waited = before.count("send"), before.count("wait")
                 due = messages * min(block + 1, 2)
-                problem = f"block {block + 1} of 3 is computed when {sent} messages of {due} have been started: the next pair should be on its way"
+                problem = (
+                    f"block {block + 1} of 3 is computed when {sent} messages of {due} have been started: the next "
+                    "pair should be on its way"
+                )
                 expect_true(sent >= due, problem, answer=events, read=RING)
                 most = 2 * messages * (block + (max(0, block - 2) if phase == "backward" else 0))
-                problem = f"before block {block + 1} of 3 the rank has waited {waited} times: it waits for the pair that it should receive while it computes"
+                problem = (
+                    f"before block {block + 1} of 3 the rank has waited {waited} times: it waits for the pair that "
+                    "it should receive while it computes"
+                )
                 expect_true(waited <= most, problem, answer=events, read=RING)
 
 
 def most_pairs(run, pair_bytes: int, times: int = 4) -> float:
     """The most pairs of K and V, in one tensor or in two, that a call holds at once in memory that it allocated itself.
 
-    A thread of gloo may let go of a buffer late, so the call is repeated and the smallest count taken, as in `peak_bytes`.
+    A thread of gloo may let go of a buffer late, so the call is repeated and the smallest count taken, as in
+    `peak_bytes`.
     """
     found = []
     for _ in range(times):
@@ -844,7 +855,10 @@ def test_ring_attention_holds_two_pairs(ranks):
             problem = f"autograd keeps {n_bytes:,} bytes: q, k, v, the output and the logsumexp are {most:,}"
             expect_true(n_bytes <= most, problem, answer=n_bytes, read="the contract, under Returns")
         case("64 positions, 3 query heads and one key head of 32 on each of four ranks: travelling pairs of K and V")
-        problem = f"a rank holds {held:g} travelling pairs of K and V at once, and should hold two: the one in use, and the next"
+        problem = (
+            f"a rank holds {held:g} travelling pairs of K and V at once, and should hold two: the one in use, and "
+            "the next"
+        )
         expect_true(held <= 2, problem, answer=held, read=RING)
 
 
@@ -860,7 +874,8 @@ def run_llama(rank, world_size):
         return cp.ring_attention(q, k, v, is_causal=True, layout="zigzag")
 
     case(
-        f"a Llama with chapter 2's RoPE at zigzag positions, B=2 T=32 on {world_size} ranks, float64: logits; rank {rank}"
+        f"a Llama with chapter 2's RoPE at zigzag positions, B=2 T=32 on {world_size} ranks, float64: logits; rank "
+        f"{rank}"
     )
     logits, whole = logits_of(model, tokens[:, positions], positions, around), alone(tokens).float()
     expect_close(logits, whole[:, positions], read=ZIGZAG)
@@ -899,7 +914,9 @@ def test_context_parallel_bytes_by_hand():
         (LLAMA_2_70B, 1, 16_384, 16, 15_099_494_400, 6_291_456_000),
         (GPT2Config(vocab_size=16, context_len=16, dim=12, n_layers=2, n_heads=3), 2, 6, 3, 2304, 1024),
         (LLAMA_2_7B, 4, 4096, 1, 0, 0),
-        # 4 key/value heads on 6 ranks are sent as 12, the least common multiple: 2 x 12 + 2 x 12 heads of 2 x 2 bytes, 5 of 6 leave, twice
+        # 4 key/value heads on 6 ranks are sent as 12, the least common multiple: 2 x 12 + 2 x 12 heads of 2 x 2
+        # bytes, 5
+        # of 6 leave, twice
         (LlamaConfig(vocab_size=16, dim=24, n_layers=1, n_heads=12, n_kv_heads=4, hidden_dim=8), 1, 6, 6, 480, 320),
     ],
 )
@@ -938,7 +955,8 @@ def backward_in_bfloat16(rank, world_size):
 def test_ring_attention_sends_in_the_inputs_dtype(ranks):
     for ledger in ranks(backward_in_bfloat16, n_ranks=2).ledgers:
         case(
-            f"two ranks, two heads of 4 positions, 4 wide, bfloat16, forward and backward: bytes that rank {ledger.rank} sends"
+            "two ranks, two heads of 4 positions, 4 wide, bfloat16, forward and backward: bytes that rank "
+            f"{ledger.rank} sends"
         )
         sent = sum(r.n_bytes for r in ledger.records if r.sends and r.to is not None)
         read = "the contract, under Cost: pairs of dK and dV in the inputs' dtype"
@@ -946,7 +964,8 @@ def test_ring_attention_sends_in_the_inputs_dtype(ranks):
 
 
 def sums_in_bfloat16(rank, world_size):
-    # Queries are 0, so each of the four keys has weight 1/4, and every block's part of the sums is exact in bfloat16, where 256 is followed by 258.
+    # Queries are 0, so each of the four keys has weight 1/4, and every block's part of the sums is exact in bfloat16,
+    # where 256 is followed by 258.
     q, k, v, do = torch.zeros(4, 1, 1, 1, 4)
     k[..., 0] = (2048.0, -7.5, 7.5, -7.5)[rank]
     v[..., 0] = (1.0, -1.0, 1.0, -1.0)[rank]

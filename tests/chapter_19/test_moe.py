@@ -1,6 +1,7 @@
 """Mixture of experts, graded: on one process first, then on 1 to 4 ranks.
 
-The layer is compared with a loop over tokens and with Transformers' Mixtral and DeepSeek-V2; routing and losses with those of Transformers;
+The layer is compared with a loop over tokens and with Transformers' Mixtral and DeepSeek-V2; routing and losses with
+those of Transformers;
 products with PyTorch's; the layer on ranks with the layer on one process. The ledger counts what is sent.
 """
 
@@ -179,7 +180,8 @@ def test_load_balancing_loss_is_transformers(k):
     from transformers.models.switch_transformers.modeling_switch_transformers import load_balancing_loss_func as switch
 
     case(
-        f"n=33 e=7 k={k}: Transformers' loss of Mixtral divided by k, and for k = 1 that of Switch; values and gradients"
+        f"n=33 e=7 k={k}: Transformers' loss of Mixtral divided by k, and for k = 1 that of Switch; values and "
+        "gradients"
     )
     logits = 2 * randn(33, 7)
     experts = logits.topk(k).indices
@@ -438,7 +440,9 @@ AUTOCAST = {  # dtypes of x and of the matrices, and of their product under auto
 def test_grouped_matmul_under_autocast(name):
     dtypes, wanted = AUTOCAST[name][:2], AUTOCAST[name][2]
     case(f"{name}: x in {dtypes[0]}, matrices in {dtypes[1]}, counts [2, 0, 3], under autocast to bfloat16")
-    inputs = [randn(*s, seed=i, dtype=d).to(DEVICE) for i, (s, d) in enumerate(zip(((5, 8), (3, 8, 6)), dtypes, strict=True))]  # fmt: skip
+    inputs = [
+        randn(*s, seed=i, dtype=d).to(DEVICE) for i, (s, d) in enumerate(zip(((5, 8), (3, 8, 6)), dtypes, strict=True))
+    ]
     ours, theirs = ([t.clone().requires_grad_() for t in inputs] for _ in range(2))
     counts = torch.tensor([2, 0, 3], device=DEVICE)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
@@ -461,7 +465,10 @@ def test_grouped_matmul_refuses_two_dtypes():
     x, weights, counts = randn(5, 8, dtype=torch.float64), randn(2, 8, 6), torch.tensor([2, 3])
     moe.grouped_matmul(x, weights.double(), counts)
     for enabled in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), expect_raises(ValueError, "float64", "float32", read="the contract, under Returns"):  # fmt: skip
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=enabled),
+            expect_raises(ValueError, "float64", "float32", read="the contract, under Returns"),
+        ):
             moe.grouped_matmul(x, weights, counts)
 
 
@@ -473,7 +480,8 @@ def test_grouped_matmul_is_pytorchs():
     ends = torch.tensor(counts).cumsum(0).to(torch.int32)
     (ours, grads), (theirs, their_grads) = (
         torch.autograd.functional.vjp(product, inputs, randn(56, 16, seed=2, dtype=torch.bfloat16))
-        for product in (lambda x, w: moe.grouped_matmul(x, w, torch.tensor(counts)), lambda x, w: functional.grouped_mm(x, w, offs=ends))
+        for product in (lambda x, w: moe.grouped_matmul(x, w, torch.tensor(counts)),
+                        lambda x, w: functional.grouped_mm(x, w, offs=ends))
     )  # fmt: skip
     expect_close(ours, theirs, atol=1e-2, rtol=1e-2, read=GROUPED)
     for name, mine, wanted in zip(("x", "weights"), grads, their_grads, strict=True):
@@ -561,7 +569,8 @@ def test_capacity_mask_is_transformers(room):
     from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeTop2Router
 
     case(
-        f"40 tokens, k=2, 5 experts with room for {room} each: the router of Transformers' NLLB-MoE, which serves first choices first"
+        f"40 tokens, k=2, 5 experts with room for {room} each: the router of Transformers' NLLB-MoE, which serves "
+        "first choices first"
     )
     config = NllbMoeConfig(
         hidden_size=5, num_experts=5, expert_capacity=room, second_expert_policy="all", batch_prioritized_routing=False,
@@ -718,7 +727,8 @@ def test_MoE_of_no_tokens():
 
 def test_MoE_bias_chooses_and_does_not_weight():
     case(
-        "x [9, 6], 4 experts, k=2, router_bias [0, 9, 0, 0]: expert 1 is always chosen, with its own probability as weight"
+        "x [9, 6], 4 experts, k=2, router_bias [0, 9, 0, 0]: expert 1 is always chosen, with its own probability as "
+        "weight"
     )
     layer, weights = make_moe()
     bias = torch.tensor([0.0, 9.0, 0.0, 0.0])
@@ -739,7 +749,10 @@ def test_MoE_starts_as_linear_layers_do():
         w = getattr(layer, name).detach()
         for e in range(3):
             largest, spread = w[e].abs().max().item(), w[e].std().item() / bound
-            problem = f"{name}[{e}] has numbers up to {largest:.3f}; expected uniform ones between -{bound:.3f} and {bound:.3f}"
+            problem = (
+                f"{name}[{e}] has numbers up to {largest:.3f}; expected uniform ones between -{bound:.3f} and "
+                f"{bound:.3f}"
+            )
             even = 0.9 * bound < largest <= bound and 0.54 < spread < 0.62
             expect_true(even, problem, answer=(name, e), read=read)
     expect_true(not torch.equal(layer.w1, layer.w3), "w1 and w3 are the same numbers", answer=0, read=read)
@@ -783,8 +796,15 @@ def test_MoE_is_copied_without_its_routing():
     x = randn(8, 6, seed=7, dtype=torch.float64)
     out = layer(x)
     other = copy.deepcopy(layer)
-    expect_true(other.routing is None, "the copy has the routing", answer=out, read="the contract, under Attributes: routing")  # fmt: skip
-    expect_true(layer.routing is not None, "the layer has lost its routing", answer=out, read="the contract, under Attributes: routing")  # fmt: skip
+    expect_true(
+        other.routing is None, "the copy has the routing", answer=out, read="the contract, under Attributes: routing"
+    )
+    expect_true(
+        layer.routing is not None,
+        "the layer has lost its routing",
+        answer=out,
+        read="the contract, under Attributes: routing",
+    )
     expect_close(other(x), out, name="the copy's output", read=LAYER)
 
 
@@ -875,7 +895,9 @@ def test_MoE_equals_mixtral_under_autocast():
     expect_close(ours.grad, theirs.grad, **loosely(theirs.grad), name="x's gradient", read=AUTOCAST_RULE)
     grads = moe.convert_hf_state_dict({name: p.grad for name, p in block.named_parameters()})
     for name, parameter in layer.named_parameters():
-        expect_close(parameter.grad, grads[name], **loosely(grads[name]), name=f"gradient of {name}", read=AUTOCAST_RULE)  # fmt: skip
+        expect_close(
+            parameter.grad, grads[name], **loosely(grads[name]), name=f"gradient of {name}", read=AUTOCAST_RULE
+        )
 
 
 @oracle
@@ -886,7 +908,8 @@ def test_MoE_equals_deepseek(k):
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 
     case(
-        f"x [2, 5, 6], 4 experts of width 5, k={k}, 2 shared: Transformers' DeepSeek-V2, whose weights are not divided by their sum"
+        f"x [2, 5, 6], 4 experts of width 5, k={k}, 2 shared: Transformers' DeepSeek-V2, whose weights are not "
+        "divided by their sum"
     )
     config = DeepseekV2Config(
         hidden_size=6, moe_intermediate_size=5, n_routed_experts=4, num_experts_per_tok=k, n_shared_experts=2, num_attention_heads=1,
@@ -1082,7 +1105,8 @@ def combine_on_ranks(rank, world_size):
     routes = ROUTES[world_size]
     x, experts = tokens_of(rank, routes), experts_of(rank, routes)
     case(
-        f"4 experts on {world_size} ranks, tokens 10 r + i with experts {routes}; expert e multiplies by e + 1; rank {rank}"
+        f"4 experts on {world_size} ranks, tokens 10 r + i with experts {routes}; expert e multiplies by e + 1; rank "
+        f"{rank}"
     )
     rows, counts, state = moe.dispatch(x, experts, 4)
     first = rank * 4 // world_size
@@ -1302,7 +1326,8 @@ def test_moe_parameters_count_transformers_deepseek():
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     case(
-        "Transformers' DeepSeek-V3 in its released size, without memory for its weights; the routers' biases are buffers there"
+        "Transformers' DeepSeek-V3 in its released size, without memory for its weights; the routers' biases are "
+        "buffers there"
     )
     with torch.device("meta"):
         model = DeepseekV3ForCausalLM(DeepseekV3Config())

@@ -1,6 +1,8 @@
-"""Eight bits and fewer, graded: casts bit for bit, products, a layer that trains, shared exponents, and weights of four bits.
+"""Eight bits and fewer, graded: casts bit for bit, products, a layer that trains, shared exponents, and weights of four
+bits.
 
-Casts are compared with PyTorch's and torchao's, products with those of the dequantized matrices and with ``torch._scaled_mm``, layers, formats and
+Casts are compared with PyTorch's and torchao's, products with those of the dequantized matrices and with
+``torch._scaled_mm``, layers, formats and
 groups with torchao.
 """
 
@@ -141,7 +143,18 @@ def test_absmax_scale_is_float32(dtype):
     expect_true(not answer.requires_grad, "a scale has no gradient", answer=answer, read=RETURNS)
 
 
-@pytest.mark.parametrize(("shape", "dim", "wanted"), [((0, 4), None, ()), ((0, 4), 1, (0, 1)), ((0, 4), 0, (1, 4)), ((3, 0), 1, (3, 1)), ((0, 4), (128, 128), (0, 1)), ((300, 0), (128, 128), (3, 0))], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "dim", "wanted"),
+    [
+        ((0, 4), None, ()),
+        ((0, 4), 1, (0, 1)),
+        ((0, 4), 0, (1, 4)),
+        ((3, 0), 1, (3, 1)),
+        ((0, 4), (128, 128), (0, 1)),
+        ((300, 0), (128, 128), (3, 0)),
+    ],
+    ids=str,
+)
 def test_absmax_scale_of_no_numbers(shape, dim, wanted):
     case(f"x {shape}, dim={dim}: nothing to scale, so every scale is 1")
     answer = low.absmax_scale(torch.zeros(shape), E4M3, dim)
@@ -187,7 +200,8 @@ def test_absmax_scale_is_torchaos(given, dtype):
 
 def test_quantize_by_hand():
     case(
-        "scale 2: numbers 2 * (1, 17, 19, -500, 0.0009) in e4m3fn, whose numbers above 16 are 2 apart and whose smallest is about 0.002"
+        "scale 2: numbers 2 * (1, 17, 19, -500, 0.0009) in e4m3fn, whose numbers above 16 are 2 apart and whose "
+        "smallest is about 0.002"
     )
     q = low.quantize(2 * torch.tensor([1.0, 17.0, 19.0, -500.0, 0.0009]), torch.tensor(2.0), E4M3)
     expect_equal(q.dtype, E4M3, name="dtype", answer=q, read=RETURNS)
@@ -391,7 +405,10 @@ def test_scaled_matmul_by_hand():
 
 def factors(m: int, k: int, n: int, dtypes=(E4M3, E4M3)) -> tuple[Tensor, Tensor]:
     limits = [100 if d == INT8 else 3 for d in dtypes]
-    return tuple((s * randn(*shape, seed=i)).to(d) for i, (shape, d, s) in enumerate(zip(((m, k), (k, n)), dtypes, limits, strict=True)))  # fmt: skip
+    return tuple(
+        (s * randn(*shape, seed=i)).to(d)
+        for i, (shape, d, s) in enumerate(zip(((m, k), (k, n)), dtypes, limits, strict=True))
+    )
 
 
 def scales_of(kind: str, m: int, k: int, n: int) -> tuple[Tensor, Tensor]:
@@ -443,7 +460,8 @@ def test_scaled_matmul_of_transposed_factors():
 
 def test_scaled_matmul_uses_the_tensor_cores(monkeypatch):
     case(
-        "has_float8 says yes: the answer is that of tensor_core_product, called with all five arguments; it says no: it is not called"
+        "has_float8 says yes: the answer is that of tensor_core_product, called with all five arguments; it says "
+        "no: it is not called"
     )
     asked, calls = [], []
 
@@ -460,7 +478,12 @@ def test_scaled_matmul_uses_the_tensor_cores(monkeypatch):
     answer = low.scaled_matmul(*given)
     expect_close(answer, torch.full((2, 3), 7.0), name="where has_float8 is True", read=RETURNS)
     same = len(calls) == 1 and all(x is y for x, y in zip(calls[0], given, strict=True))
-    expect_true(same, f"tensor_core_product was called {len(calls)} times, or not with the five arguments in their order", answer=answer, read=RETURNS)  # fmt: skip
+    expect_true(
+        same,
+        f"tensor_core_product was called {len(calls)} times, or not with the five arguments in their order",
+        answer=answer,
+        read=RETURNS,
+    )
     answer = low.scaled_matmul(*given)
     expect_close(answer, in_full(*given[:4]).bfloat16(), rtol=1e-2, atol=1e-2, name="where it is False", read=RETURNS)
 
@@ -495,7 +518,8 @@ def test_scaled_matmul_on_a_gpu(out_dtype, kind, dtypes):
     given = [*factors(*sizes, dtypes), *scales_of(kind, *sizes)]
     expected = in_full(*given)
     answer = low.scaled_matmul(*(x.cuda() for x in given), out_dtype)
-    # Hopper's tensor cores add the terms of a float8 product in fewer bits than float32 has: results in the hundreds were off by about 0.1
+    # Hopper's tensor cores add the terms of a float8 product in fewer bits than float32 has: results in the hundreds
+    # were off by about 0.1
     atol = max(torch.finfo(out_dtype).eps, 1e-3) * expected.abs().max().item()
     expect_close(answer.cpu(), expected.to(out_dtype), rtol=torch.finfo(out_dtype).eps, atol=atol, read=PRODUCT)
 
@@ -572,7 +596,8 @@ def test_DelayedScale_of_zeros_and_infinities():
 
 def test_DelayedScale_keeps_no_tensor():
     case(
-        "a tensor is recorded and then changed in place: its record stays, since a number was recorded and not the tensor"
+        "a tensor is recorded and then changed in place: its record stays, since a number was recorded and not the "
+        "tensor"
     )
     past, x = low.DelayedScale(), torch.tensor([448.0, -896.0])
     past.update(x)
@@ -591,7 +616,12 @@ def test_DelayedScale_holds_a_number_for_each_step():
         n <= 16, f"{n:,} numbers are held after 20 steps", answer=past.scale(E4M3), read="the contract of update"
     )
     graph = any(t.requires_grad for t in held)
-    expect_true(not graph, "what is held has a gradient, and keeps the step's graph", answer=past.scale(E4M3), read="the contract of update")  # fmt: skip
+    expect_true(
+        not graph,
+        "what is held has a gradient, and keeps the step's graph",
+        answer=past.scale(E4M3),
+        read="the contract of update",
+    )
 
 
 def test_DelayedScale_does_not_wait_for_the_number():
@@ -657,7 +687,12 @@ def layer_and_inputs(recipe: str, lead=(6,), k=20, n=12, bias=True, dtype=torch.
         linear.weight.copy_(0.3 * randn(n, k, seed=1))
         if bias:
             linear.bias.copy_(randn(n, seed=2))
-    return low.Float8Linear(linear, recipe), linear, randn(*lead, k, seed=3, dtype=dtype), randn(*lead, n, seed=4, dtype=dtype)  # fmt: skip
+    return (
+        low.Float8Linear(linear, recipe),
+        linear,
+        randn(*lead, k, seed=3, dtype=dtype),
+        randn(*lead, n, seed=4, dtype=dtype),
+    )
 
 
 @pytest.mark.parametrize("sizes", [((6,), 20, 12), ((2, 3, 75), 130, 140), ((), 20, 12)], ids=str)
@@ -776,14 +811,21 @@ def test_Float8Linear_of_no_rows(recipe):
     expect_equal(tuple(y.shape), (0, 12), name="shape of the output", answer=y, read="the contract of forward")
     y.backward(grad)
     shapes = [tuple(x.grad.shape), tuple(linear.weight.grad.shape), linear.weight.grad.any().item()]
-    expect_equal(shapes, [(0, 20), (12, 20), False], name="shapes of the gradients, and whether the weight's has entries other than 0", answer=y, read=LAYER)  # fmt: skip
+    expect_equal(
+        shapes,
+        [(0, 20), (12, 20), False],
+        name="shapes of the gradients, and whether the weight's has entries other than 0",
+        answer=y,
+        read=LAYER,
+    )
 
 
 @oracle
 @pytest.mark.parametrize("recipe", ["dynamic", "rowwise"])
 def test_Float8Linear_is_torchaos(recipe):
     case(
-        f"{recipe}, x [2, 4, 32], weight [16, 32], largest numbers 1.75: torchao's layer, emulated in float32, with gradients in e5m2"
+        f"{recipe}, x [2, 4, 32], weight [16, 32], largest numbers 1.75: torchao's layer, emulated in float32, with "
+        "gradients in e5m2"
     )
     with quiet_torchao():
         from torchao.float8.config import CastConfig, Float8LinearConfig, ScalingGranularity
@@ -804,12 +846,16 @@ def test_Float8Linear_is_torchaos(recipe):
         x = at_most_175(8, 32, seed=3).view(2, 4, 32).requires_grad_()
         y = layer(x)
         y.backward(at_most_175(8, 16, seed=4).view(2, 4, 16))
-        found.append({"y": y.detach(), "x.grad": x.grad, "weight.grad": linear.weight.grad, "bias.grad": linear.bias.grad})  # fmt: skip
+        found.append(
+            {"y": y.detach(), "x.grad": x.grad, "weight.grad": linear.weight.grad, "bias.grad": linear.bias.grad}
+        )
     expect_close(found[0], found[1], rtol=1e-5, atol=1e-5, name="outputs and gradients", read=LAYER)
 
 
 def at_most_175(rows: int, columns: int, seed: int) -> Tensor:
-    """Numbers of which 1.75 is the largest in each row and column: their scales are powers of two, with which torchao's product by the inverse is a division."""
+    """Numbers of which 1.75 is the largest in each row and column: their scales are powers of two, with which torchao's
+    product by the inverse is a division.
+    """
     x = randn(rows, columns, seed=seed).clamp(-1.7, 1.7)
     x[:, 0] = x[0] = 1.75
     return x
@@ -948,7 +994,8 @@ def test_mx_quantize_refuses_a_block_below_1(block):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_mx_quantize_is_torchaos(dtype):
     case(
-        f"x [16, 128] in {dtype}: numbers of many sizes, zeros, 256 and 500, which saturates; torchao rounds scales to the floor"
+        f"x [16, 128] in {dtype}: numbers of many sizes, zeros, 256 and 500, which saturates; torchao rounds scales "
+        "to the floor"
     )
     with quiet_torchao():
         from torchao.prototype.mx_formats.config import ScaleCalculationMode
@@ -984,12 +1031,23 @@ def test_quantize_int4_of_many(shape):
     groups = weight.unflatten(1, (-1, 128))
     span = groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)
     expect_close(scale, span / 15, rtol=1e-6, atol=0, name="scale", answer=scale, read=GROUPS)
-    expect_equal(zero.tolist(), torch.round(-groups.amin(-1).clamp(max=0) / scale).to(torch.uint8).tolist(), name="zero", answer=zero, read=GROUPS)  # fmt: skip
+    expect_equal(
+        zero.tolist(),
+        torch.round(-groups.amin(-1).clamp(max=0) / scale).to(torch.uint8).tolist(),
+        name="zero",
+        answer=zero,
+        read=GROUPS,
+    )
     back = (q.float().unflatten(1, (-1, 128)) - zero[..., None]) * scale[..., None]
     worst = ((back - groups).abs() / scale[..., None]).max().item()
     expect_true(worst <= 1.0001, f"a weight is off by {worst:.2f} steps: expected at most 1", answer=q, read=GROUPS)
     inner = ((back - groups).abs() / scale[..., None]).flatten().quantile(0.9).item()
-    expect_true(inner <= 0.5, f"a tenth of the weights are off by {inner:.2f} steps or more: expected at most 0.5", answer=q, read=GROUPS)  # fmt: skip
+    expect_true(
+        inner <= 0.5,
+        f"a tenth of the weights are off by {inner:.2f} steps or more: expected at most 0.5",
+        answer=q,
+        read=GROUPS,
+    )
 
 
 def test_quantize_int4_of_zeros_and_of_one_sign():
@@ -1064,7 +1122,8 @@ def test_quantize_int4_refuses_what_is_not_finite(value):
 @oracle
 def test_quantize_int4_is_torchaos():
     case(
-        "weight [24, 256], groups of 64, also of one sign, of one number and with an outlier, against torchao's asymmetric groups of four bits"
+        "weight [24, 256], groups of 64, also of one sign, of one number and with an outlier, against torchao's "
+        "asymmetric groups of four bits"
     )
     weight = randn(24, 256)
     weight[0], weight[1], weight[2], weight[3] = weight[0].abs(), -weight[1].abs(), 7.5, -0.3
@@ -1139,7 +1198,9 @@ def test_unpack_int4_of_every_byte(shape):
     packed = torch.arange(math.prod(shape), dtype=torch.int32).to(torch.uint8).view(shape)
     q = low.unpack_int4(packed)
     wanted = [level for byte in packed.flatten().tolist() for level in (byte % 16, byte // 16)]
-    expect_equal((tuple(q.shape), q.flatten().tolist()), ((*shape[:-1], 2 * shape[-1]), wanted), answer=q, read="the contract")  # fmt: skip
+    expect_equal(
+        (tuple(q.shape), q.flatten().tolist()), ((*shape[:-1], 2 * shape[-1]), wanted), answer=q, read="the contract"
+    )
 
 
 def test_unpack_int4_changes_nothing_in_place():
@@ -1164,7 +1225,10 @@ def packed_weights(n: int, k: int, group: int, seed: int = 0) -> tuple[Tensor, T
     """Random levels in bytes, scales and zero points, and the weights that they stand for, in float64."""
     generator = torch.Generator().manual_seed(seed)
     q = torch.randint(16, (n, k), generator=generator)
-    scale, zero = torch.rand(n, k // group, generator=generator) + 0.1, torch.randint(16, (n, k // group), generator=generator)  # fmt: skip
+    scale, zero = (
+        torch.rand(n, k // group, generator=generator) + 0.1,
+        torch.randint(16, (n, k // group), generator=generator),
+    )
     weight = (q - zero.repeat_interleave(group, 1)).double() * scale.repeat_interleave(group, 1).double()
     packed = (q[:, ::2] + 16 * q[:, 1::2]).to(torch.uint8)
     return packed, scale, zero.to(torch.uint8), weight
@@ -1187,7 +1251,9 @@ def test_int4_matmul_kernel_by_hand():
 
 
 @kernel_marks
-@pytest.mark.parametrize(("m", "n", "k", "group"), [(1, 1, 32, 32), (3, 37, 128, 64), (20, 70, 384, 128), (17, 33, 192, 96)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("m", "n", "k", "group"), [(1, 1, 32, 32), (3, 37, 128, 64), (20, 70, 384, 128), (17, 33, 192, 96)]
+)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str
 )
@@ -1202,7 +1268,9 @@ def test_int4_matmul_kernel_of_ragged_sizes(m, n, k, group, dtype):
 
 
 def sum_of_2048_and_ones() -> Tensor:
-    """``[1, 256]`` in float16: 2048, and a one in each later group of 32; a float16 sum would stay at 2048, whose neighbour is 2050."""
+    """``[1, 256]`` in float16: 2048, and a one in each later group of 32; a float16 sum would stay at 2048, whose
+    neighbour is 2050.
+    """
     x = torch.zeros(1, 256, dtype=torch.float16)
     x[0, ::32] = 1
     x[0, 0], x[0, -32] = 2048, 0
@@ -1268,7 +1336,12 @@ def test_Int4Linear_holds_half_a_byte_for_each_weight():
     layer, linear, _, _ = layer_of_int4(k=256, group=128)
     found = {name: (tuple(b.shape), b.dtype) for name, b in layer.named_buffers()}
     wanted = {"packed": ((10, 128), torch.uint8), "scale": ((10, 2), torch.float32), "zero": ((10, 2), torch.uint8)}
-    expect_equal(dict(sorted(found.items())), dict(sorted((wanted | {"bias": ((10,), torch.float32)}).items())), name="buffers", read="the contract, under Attributes")  # fmt: skip
+    expect_equal(
+        dict(sorted(found.items())),
+        dict(sorted((wanted | {"bias": ((10,), torch.float32)}).items())),
+        name="buffers",
+        read="the contract, under Attributes",
+    )
     expect_equal(len(list(layer.parameters())), 0, name="number of parameters", read="the contract, under Attributes")
     graph = [name for name, b in layer.named_buffers() if b.requires_grad]
     expect_equal(graph, [], name="buffers with a gradient", read="the contract, under Attributes")
@@ -1354,7 +1427,9 @@ def test_Int4Linear_on_a_gpu(dtype):
 
 def correlated(n: int, k: int, n_inputs: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Weights, inputs that are mixtures of a few directions and a little noise, and the inputs' Hessian."""
-    inputs = randn(n_inputs, k // 4, seed=seed) @ randn(k // 4, k, seed=seed + 1) + 0.3 * randn(n_inputs, k, seed=seed + 2)  # fmt: skip
+    inputs = randn(n_inputs, k // 4, seed=seed) @ randn(k // 4, k, seed=seed + 1) + 0.3 * randn(
+        n_inputs, k, seed=seed + 2
+    )
     return randn(n, k, seed=seed + 3), inputs, (inputs.double().T @ inputs.double()).float()
 
 
@@ -1364,7 +1439,9 @@ def weights_of(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 def one_by_one(weight: Tensor, hessian: Tensor, group: int) -> Tensor:
-    """Levels by optimal brain quantization in the order of the columns: each time the inverse of what is left of the Hessian is computed anew."""
+    """Levels by optimal brain quantization in the order of the columns: each time the inverse of what is left of the
+    Hessian is computed anew.
+    """
     w, h = weight.double().clone(), hessian.double()
     h = h + 0.01 * h.diagonal().mean() * torch.eye(len(h), dtype=torch.float64)
     levels = torch.empty_like(w)
@@ -1405,7 +1482,13 @@ def test_gptq_by_hand():
     weight = torch.tensor([[7.4, 3.3, 15.0], [2.4, 8.2, 15.0]])
     hessian = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0001, 0.0], [0.0, 0.0, 1.0]])
     q, scale, zero = low.gptq(weight, hessian, 3)
-    expect_equal([t.dtype for t in (q, scale, zero)], [torch.uint8, torch.float32, torch.uint8], name="dtypes", answer=q, read=RETURNS)  # fmt: skip
+    expect_equal(
+        [t.dtype for t in (q, scale, zero)],
+        [torch.uint8, torch.float32, torch.uint8],
+        name="dtypes",
+        answer=q,
+        read=RETURNS,
+    )
     expect_equal(q.tolist(), [[7, 4, 15], [2, 9, 15]], name="q", answer=q, read=ERROR)
 
 
@@ -1414,7 +1497,12 @@ def test_gptq_is_optimal_brain_quantization(n, k, group):
     case(f"weight [{n}, {k}], groups of {group}: column by column, with the rest's inverse computed anew")
     weight, _, hessian = correlated(n, k, 4 * k)
     q, scale, zero = low.gptq(weight, hessian, group)
-    expect_equal((tuple(q.shape), tuple(scale.shape), tuple(zero.shape)), ((n, k), (n, k // group), (n, k // group)), name="shapes", read=RETURNS)  # fmt: skip
+    expect_equal(
+        (tuple(q.shape), tuple(scale.shape), tuple(zero.shape)),
+        ((n, k), (n, k // group), (n, k // group)),
+        name="shapes",
+        read=RETURNS,
+    )
     expected = one_by_one(weight, hessian, group)
     share = (q == expected).double().mean().item()
     expect_true(share > 0.99, f"{share:.1%} of the levels are those of exact arithmetic", answer=q, read=ERROR)
@@ -1424,7 +1512,10 @@ def test_gptq_beats_rounding():
     case("weight [32, 128], correlated inputs, groups of 64: the outputs' squared error beside that of rounding")
     weight, inputs, hessian = correlated(32, 128, 512)
     q, scale, zero = low.gptq(weight, hessian, 64)
-    errors = [((inputs.double() @ (weights_of(*w) - weight).T).square().sum()).item() for w in ((q, scale, zero), nearest(weight, 64))]  # fmt: skip
+    errors = [
+        ((inputs.double() @ (weights_of(*w) - weight).T).square().sum()).item()
+        for w in ((q, scale, zero), nearest(weight, 64))
+    ]
     share = errors[0] / errors[1]
     expect_true(share < 0.5, f"{share:.2f} of rounding's error: expected less than half", answer=q, read=ERROR)
 
@@ -1434,7 +1525,13 @@ def test_gptq_of_independent_inputs_is_rounding():
     weight = randn(5, 64)
     q, scale, zero = low.gptq(weight, torch.eye(64), 32)
     expected = nearest(weight, 32)
-    expect_equal((q.tolist(), zero.tolist()), (expected[0].tolist(), expected[2].tolist()), name="q and zero", answer=q, read=ERROR)  # fmt: skip
+    expect_equal(
+        (q.tolist(), zero.tolist()),
+        (expected[0].tolist(), expected[2].tolist()),
+        name="q and zero",
+        answer=q,
+        read=ERROR,
+    )
     expect_close(scale, expected[1], name="scale", answer=scale, read=ERROR)
 
 
@@ -1443,7 +1540,13 @@ def test_gptq_of_no_inputs_is_plain_rounding():
     weight = torch.cat([torch.arange(-10, 21) * 0.05, torch.zeros(1)])[None]
     q, scale, zero = low.gptq(weight, torch.zeros(32, 32), 32)
     expected = nearest(weight, 32)
-    expect_equal((q.tolist(), zero.tolist()), (expected[0].tolist(), expected[2].tolist()), name="q and zero", answer=q, read="the contract, under Args")  # fmt: skip
+    expect_equal(
+        (q.tolist(), zero.tolist()),
+        (expected[0].tolist(), expected[2].tolist()),
+        name="q and zero",
+        answer=q,
+        read="the contract, under Args",
+    )
     expect_close(scale, expected[1], atol=0, rtol=0, name="scale", answer=scale, read="the contract, under Args")
 
 
@@ -1461,9 +1564,16 @@ def test_gptq_of_a_singular_hessian():
     weight, inputs, _ = correlated(4, 32, 8)
     inputs[:, 5] = 0
     q, scale, _ = low.gptq(weight, inputs.T @ inputs, 16)
-    expect_true(bool(scale.isfinite().all()) and int(q.max()) <= 15, "the result is not finite", answer=q, read="the contract, under Args")  # fmt: skip
+    expect_true(
+        bool(scale.isfinite().all()) and int(q.max()) <= 15,
+        "the result is not finite",
+        answer=q,
+        read="the contract, under Args",
+    )
     q, _, _ = low.gptq(weight, torch.zeros(32, 32), 16)
-    expect_equal(q.tolist(), nearest(weight, 16)[0].tolist(), name="q without inputs", answer=q, read="the contract, under Args")  # fmt: skip
+    expect_equal(
+        q.tolist(), nearest(weight, 16)[0].tolist(), name="q without inputs", answer=q, read="the contract, under Args"
+    )
 
 
 def test_gptq_refuses():

@@ -1,7 +1,8 @@
-"""Serving, graded: what a step costs, who owns a block, what is in it, what the next step computes, and what comes of a draft.
+"""Serving, graded: what a step costs, who owns a block, what it holds, what the next step computes, what a draft gives.
 
-Attention is compared with PyTorch's, counts with PyTorch's counter and the model itself, outputs with chapter 4's ``generate`` and with
-Transformers'. Long random scripts are compared with a cache of plain lists, and look for leaks after every operation.
+Attention is compared with PyTorch's, counts with PyTorch's counter and the model itself, outputs with chapter 4's
+``generate`` and with Transformers'.
+Long random scripts are compared with a cache of plain lists, and look for leaks after every operation.
 """
 
 import itertools
@@ -359,7 +360,8 @@ def test_PagedCache_new_on_shared_blocks():
 
 def test_PagedCache_copies_only_what_is_written_to():
     case(
-        "blocks of 4; 9 positions in layer 0, fork, then 2 positions in layer 1 of the fork: only its first block changes"
+        "blocks of 4; 9 positions in layer 0, fork, then 2 positions in layer 1 of the fork: only its first block "
+        "changes"
     )
     cache, (k, v), (new_k, new_v) = make_cache(n_blocks=4), new_kv(9, 1), new_kv(2, 2)
     a = cache.new()
@@ -445,7 +447,11 @@ def test_PagedCache_refuses():
     cache.free(freed)
     k, v = new_kv(3)
     for wrong in ((k[:, :, :2], v), (k[:1], v), (k, v[:, :2]), (k[0], v[0])):
-        with expect_raises(ValueError, str(list(wrong[0].shape if wrong[1] is v or wrong[0].dim() == 2 else wrong[1].shape)), read=RAISES):  # fmt: skip
+        with expect_raises(
+            ValueError,
+            str(list(wrong[0].shape if wrong[1] is v or wrong[0].dim() == 2 else wrong[1].shape)),
+            read=RAISES,
+        ):
             cache.append(a, 0, *wrong)
     for name, call in (
         ("free", lambda i: cache.free(i)),
@@ -498,7 +504,9 @@ def test_PagedCache_never_leaks():
 
 
 def stored(lengths, groups=2, width=8, block_size=4, n_layers=2, rubbish=0.0, dtype=torch.float32, device="cpu"):
-    """A cache without the learner's, its blocks in random order, and the plain keys and values ``[G, S, D]`` of each sequence."""
+    """A cache without the learner's, its blocks in random order, and each sequence's plain keys and values ``[G, S,
+    D]``.
+    """
     counts = [-(-n // block_size) for n in lengths]
     n_blocks = sum(counts) + 3
     order = torch.randperm(n_blocks, generator=torch.Generator().manual_seed(3)).tolist()
@@ -844,7 +852,8 @@ def test_Scheduler_decodes_before_prompts():
 
 def test_Scheduler_lists_the_oldest_first():
     case(
-        "max_tokens=4; prompts of 1, 6 and 1 tokens for 9, 2 and 2 new ones: whose chunks stand where in each step's list"
+        "max_tokens=4; prompts of 1, 6 and 1 tokens for 9, 2 and 2 new ones: whose chunks stand where in each "
+        "step's list"
     )
     scheduler, requests = submitted(4, 20, 4, (1, 9), (6, 2), (1, 2))
     order = [[request for request, _ in step] for step in run_steps(scheduler, requests, 4)]
@@ -1032,7 +1041,10 @@ def collect(requests, events) -> list[list[int]]:
 
 
 def stepped(engine, n_steps: int) -> list[tuple[Request, int]]:
-    """The new tokens of some steps. A cache that is full although the scheduler counts free blocks is a wrong answer."""
+    """The new tokens of some steps.
+
+    A cache that is full although the scheduler counts free blocks is a wrong answer.
+    """
     events = []
     for _ in range(n_steps):
         try:
@@ -1097,7 +1109,8 @@ def test_Engine_gives_twins_the_same_tokens():
 @pytest.mark.parametrize("n_blocks", [40, 8])
 def test_Engine_samples_with_each_requests_own_numbers(n_blocks):
     case(
-        f"8 requests, half of them sampled, with seeds; {n_blocks} blocks of 4, so that {'none is' if n_blocks == 40 else 'some are'} preempted"
+        f"8 requests, half of them sampled, with seeds; {n_blocks} blocks of 4, so that "
+        f"{'none is' if n_blocks == 40 else 'some are'} preempted"
     )
     model, requests = small_model(), random_requests(8, 2, sampled=True)
     engine = serving.Engine(model, serving.Scheduler(10, n_blocks, 4))
@@ -1174,7 +1187,8 @@ def events_of(requests, events) -> list[tuple[int, int]]:
 
 def test_generate_many_yields_as_tokens_come():
     case(
-        "3 requests from a generator; the caller stops after 4 tokens: forward passes so far, and free blocks afterwards"
+        "3 requests from a generator; the caller stops after 4 tokens: forward passes so far, and free blocks "
+        "afterwards"
     )
     model, requests = small_model(), [Request([i, 7], 6) for i in range(3)]
     calls, scheduler = [], serving.Scheduler(8, 16, 4)
@@ -1206,7 +1220,8 @@ def test_generate_many_refuses_and_cleans_up():
 
 def test_generate_many_leaves_the_requests_of_others_alone():
     case(
-        "two requests wait in the scheduler already, and one of these is among three: who is still there after the error"
+        "two requests wait in the scheduler already, and one of these is among three: who is still there after the "
+        "error"
     )
     model, scheduler = small_model(), serving.Scheduler(8, 16, 4)
     theirs, ours = [Request([5], 3), Request([6], 3)], [Request([1, 2], 3), Request([3], 2)]

@@ -1,4 +1,4 @@
-"""Scaling laws, graded against known laws, scipy's optimizers, closed forms, and models of several widths that are trained."""
+"""Scaling laws, graded against known laws, scipy's optimizers, closed forms, and trained models of several widths."""
 
 import math
 import re
@@ -31,7 +31,10 @@ def noisy(values, share: float, seed: int = 0) -> np.ndarray:
 
 
 def at_points(law) -> np.ndarray:
-    """The law's losses at the sizes of the checks. Two optimizers agree on them far better than on the law's numbers."""
+    """The law's losses at the sizes of the checks.
+
+    Two optimizers agree on them far better than on the law's numbers.
+    """
     with np.errstate(all="ignore"):
         return law(SIZES) if isinstance(law, PowerLaw) else law(N, D)
 
@@ -96,7 +99,8 @@ def test_fit_power_law_recovers(law):
 def test_fit_power_law_recovers_from_noise(seed):
     law = PowerLaw(40.0, 0.25, 0.8)
     case(
-        f"ten points of {law} with noise of 0.3 %, seed {seed}: alpha to 0.06, a prediction a hundred times further to 6 %"
+        f"ten points of {law} with noise of 0.3 %, seed {seed}: alpha to 0.06, a prediction a hundred times further "
+        "to 6 %"
     )
     found = laws.fit_power_law(SIZES, noisy(law(SIZES), 0.003, seed))
     expect_close(found.alpha, law.alpha, atol=0.06, name="out.alpha", answer=at_points(found), read=POWER)
@@ -643,7 +647,8 @@ def test_fit_parametric_recovers(law):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_fit_parametric_recovers_from_noise(seed):
     case(
-        f"30 runs of the replicated law with noise of 0.2 %, seed {seed}: exponents to 0.04, 70e9 weights on 1.4e12 tokens to 2 %"
+        f"30 runs of the replicated law with noise of 0.2 %, seed {seed}: exponents to 0.04, 70e9 weights on 1.4e12 "
+        "tokens to 2 %"
     )
     found = laws.fit_parametric(N, D, noisy(BESIROGLU(N, D), 0.002, seed))
     numbers = at_points(found)
@@ -864,7 +869,11 @@ def test_isoflop_minimum_refuses_a_vertex_outside(losses, vertex):
     case(f"losses {losses} at N = 10, 100, 1000: the vertex, {vertex:.1f}, is outside of what was measured")
     with expect_raises(ValueError, "10", "1000", f"{vertex:.1f}", read=RAISES):
         try:
-            laws.isoflop_minimum([10.0, 100, 1000], losses)
+            found = laws.isoflop_minimum([10.0, 100, 1000], losses)
+            case(
+                f"losses {losses} at N = 10, 100, 1000: {found:.5g} was returned, and the vertex is outside of the "
+                "sizes"
+            )
         except ValueError as error:
             text = str(error).replace("1e+03", "1000").replace("1,000", "1000")
             numbers = map(float, re.findall(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?", text.replace(",", "")))
@@ -975,7 +984,8 @@ def test_critical_batch_size_of_a_regression():
     each = -2 * y[:, None] * x  # gradients of (x w - y)^2 at w = 0
     exact = float(each.var(0, correction=0).sum() / each.mean(0).square().sum())
     case(
-        f"a regression on 512 examples, batches of 4 and 64 drawn with replacement: tr(Sigma)/|G|^2 = {exact:.2f}, to a tenth"
+        f"a regression on 512 examples, batches of 4 and 64 drawn with replacement: tr(Sigma)/|G|^2 = {exact:.2f}, "
+        "to a tenth"
     )
 
     def norms(batch):
@@ -1096,7 +1106,8 @@ def test_mup_multipliers_pass_the_coordinate_check():
 
 def test_mup_multipliers_check_has_power():
     case(
-        "the same check of standard parametrisation, whose learning rate does not change with the width: features and outputs grow"
+        "the same check of standard parametrisation, whose learning rate does not change with the width: features "
+        "and outputs grow"
     )
 
     def standard(width, base_width, kind):

@@ -35,7 +35,8 @@ def block_forward(
 ) -> tuple[Float[Tensor, "*lead t d"], Float[Tensor, "*lead t"]]:
     """Attention of some queries to some keys: the output, and the natural logsumexp of each row's scaled scores.
 
-    Arguments as in ``flash_attention``: query heads may share key/value heads, and a causal mask is aligned to the last key.
+    Arguments as in ``flash_attention``: query heads may share key/value heads, and a causal mask is aligned to the
+    last key.
     Autograd does not see this function; ``block_backward`` computes its gradients.
     """
     with torch.no_grad():

@@ -1,14 +1,18 @@
 """Finds the known mistake that an answer makes: the one that fails the same checks in the same way.
 
-A mistake is a candidate if it fails the failing check just as the answer does: on the same case, with the same problem and the
-same numbers. It is dropped if it fails another check that the answer passes. If several candidates with different sentences
-remain, only those that agree with the answer on every check stay. If that does not decide either, the report names no mistake:
+A mistake is a candidate if it fails the failing check just as the answer does: on the same case, with the same
+problem and the
+same numbers. It is dropped if it fails another check that the answer passes. If several candidates with different
+sentences
+remain, only those that agree with the answer on every check stay. If that does not decide either, the report names no
+mistake:
 no sentence is better than a wrong one.
 
 A single candidate that shows the answer's own wrong numbers is named even if the two differ on another check.
 An answer often holds two mistakes at once, and no known mistake agrees with both of them everywhere; two answers
 hardly have the same wrong numbers by chance, so the sentence is right about the check that the learner looks at.
-A failure without numbers (an exception, a wrong type) is weaker evidence: there the candidate must agree on every check.
+A failure without numbers (an exception, a wrong type) is weaker evidence: there the candidate must agree on every
+check.
 """
 
 import re
@@ -35,7 +39,8 @@ class Outcome:
 
     @property
     def is_telling(self) -> bool:
-        """Whether the failure shows the answer's own numbers; two answers hardly have the same wrong numbers by chance."""
+        """Whether the failure shows the answer's own numbers; two answers hardly have the same wrong numbers by
+        chance."""
         return isinstance(self.error, Wrong) and self.error.answer is not None
 
     def is_like(self, other: "Outcome") -> bool:
@@ -65,7 +70,8 @@ def _head(error: BaseException) -> str:
 
 
 def _raised_on_a_rank(error: BaseException) -> str:
-    """Type and first line of the exception that ended a run of ranks, without addresses; empty if it could not be sent."""
+    """Type and first line of the exception that ended a run of ranks, without addresses; empty if it could not be
+    sent."""
     inner = getattr(error, "error", None)
     return "" if inner is None else re.sub(r"0x[0-9a-f]+", "", f"{type(inner).__name__}: {_head(inner)}")
 
@@ -93,7 +99,8 @@ def looks_like(
         mistakes: The known mistakes of the exercise, each with a ``key`` and a ``sentence``.
         try_answer: Runs a check on the answer.
         try_mistake: Runs a check on a mistake.
-        confirmed_by: How many checks to try although a single sentence remains. None are needed if the answer is itself one of
+        confirmed_by: How many checks to try although a single sentence remains. None are needed if the answer is
+            itself one of
             ``mistakes``: it agrees with itself on every check.
     """
     candidates = [m for m in mistakes if try_mistake(m, failing).is_like(first)]

@@ -97,7 +97,8 @@ CLIPPED = """() => { const right = document.querySelector('.bd-article').getBoun
     .filter(e => !e.closest('mjx-assistive-mml') && e.offsetParent !== null)
     .filter(e => e.getBoundingClientRect().right > right || e.tagName === 'PRE' && e.scrollWidth > e.clientWidth + 1)
     .map(e => e.outerHTML.slice(0, 120)).slice(0, 5); }"""
-DEAD_LINKS = """() => [...document.querySelectorAll('.bd-article a[href^="#"]:not([href="#"])')].map(a => a.getAttribute('href'))
+DEAD_LINKS = """() => [...document.querySelectorAll('.bd-article a[href^="#"]:not([href="#"])')]
+  .map(a => a.getAttribute('href'))
   .filter(href => !document.getElementById(decodeURIComponent(href.slice(1)))).slice(0, 5)"""
 BROKEN_IMAGES = "() => [...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src.slice(0, 120))"
 
