@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from lib.fast.attention.paged import Tiles, prompt_attention
 from lib.fast.models import capture
 from lib.fast.parts.rows import add_norm, embed, gate, merge, one_row, rotate_and_store
 from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, triton
@@ -139,12 +140,12 @@ class Steps:
         def attend(i: int, qkv: Tensor) -> Tensor:
             return self._attend_to_blocks(i, qkv, tables, fields[3], parts)
 
-        return self._logits(self._blocks(x, fields[1], fields[2], attend))
+        return self._logits(*self._blocks(x, fields[1], fields[2], attend))
 
     @torch.no_grad()
     def prompts(
         self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"], slots: Int[Tensor, " n"],
-        last: Int[Tensor, " c"], attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
+        last: Int[Tensor, " c"], tiles: Tiles,
     ) -> Float[Tensor, "c v"]:  # fmt: skip
         """The logits, float32, of some rows of tokens of any number of sequences.
 
@@ -153,26 +154,25 @@ class Steps:
             positions: Of each in its own sequence.
             slots: The place of each in the cache.
             last: The rows whose next token is asked for.
-            attend: ``attend(layer, q, k, v)`` with ``[N, H, D]`` and ``[N, G, D]`` returns ``[N, H, D]``; keys and values are in the cache then.
+            tiles: The sequences' blocks, and how their queries are cut into tiles.
         """
-        n_kv_heads, head_dim = self.cache.keys.shape[3:]
-        sizes = [self.config.n_heads, n_kv_heads, n_kv_heads]
 
-        def attend_in(i: int, qkv: Tensor) -> Tensor:
-            q, k, v = qkv.view(len(qkv), -1, head_dim).split(sizes, 1)
-            return attend(i, q, k, v)
+        def attend(i: int, qkv: Tensor) -> Tensor:
+            return prompt_attention(qkv, self.cache.keys[i], self.cache.values[i], tiles)
 
-        return self._logits(self._blocks(self.model.tok_embeddings(tokens), positions, slots, attend_in), last)
+        return self._logits(*self._blocks(self.model.tok_embeddings(tokens), positions, slots, attend), last)
 
-    def _blocks(self, x: Tensor, positions: Tensor, slots: Tensor, attend: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """The residual stream x behind the last block; x is overwritten."""
-        cache, eps = self.cache, self.config.norm_eps
+    def _blocks(
+        self, x: Tensor, positions: Tensor, slots: Tensor, attend: Callable[[int, Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream x behind the last block, in place, and what is still to be added to it."""
+        cache, eps, added = self.cache, self.config.norm_eps, None
         alone = len(x) == 1 and x.dtype != torch.float16  # in which a row times its gain can overflow
         for i, layer in enumerate(self.layers):
             if alone:
                 qkv = one_row(x, layer.wqkv, layer.attention_norm, eps)
             else:
-                qkv = nn.functional.linear(add_norm(x, None, layer.attention_norm, eps), layer.wqkv)
+                qkv = nn.functional.linear(add_norm(x, added, layer.attention_norm, eps), layer.wqkv)
             rotate_and_store(qkv, self.model.rope, positions, slots, cache.keys[i], cache.values[i])
             mean = attend(i, qkv).reshape(len(x), -1)
             if alone:
@@ -180,18 +180,19 @@ class Steps:
                 one_row(one_row(x, layer.w13, layer.ffn_norm, eps, gated=True), layer.w2, into=x)
             else:
                 normed = add_norm(x, nn.functional.linear(mean, layer.wo), layer.ffn_norm, eps)
-                x += nn.functional.linear(gate(nn.functional.linear(normed, layer.w13)), layer.w2)
-        return x
+                added = nn.functional.linear(gate(nn.functional.linear(normed, layer.w13)), layer.w2)
+        return x, added
 
-    def _logits(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        x = x if rows is None else x[rows]
-        normed = add_norm(x, None, self.model.norm.weight, self.config.norm_eps)
+    def _logits(self, x: Tensor, added: Tensor | None, rows: Tensor | None = None) -> Tensor:
+        if rows is not None:
+            x, added = x[rows], None if added is None else added[rows]
+        normed = add_norm(x, added, self.model.norm.weight, self.config.norm_eps)
         return nn.functional.linear(normed, self.model.output.weight).float()
 
     def _n_parts(self, batch: int) -> int:
-        """Parts of a sequence's positions, a power of two: about two programs for each processor, and no part without a tile."""
+        """Parts of a sequence's positions, a power of two: about four programs for each processor, and no more parts than tiles."""
         n_tiles = -(-self.config.context_len // TILE)
-        most = min(n_tiles, 2 * self.processors // max(1, batch * self.cache.keys.shape[3]))
+        most = min(n_tiles, 4 * self.processors // max(1, batch * self.cache.keys.shape[3]))
         return 1 << max(0, most.bit_length() - 1)
 
     def _attend_to_blocks(self, i: int, qkv: Tensor, tables: Tensor, lengths: Tensor, n_parts: int) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lib.fast.attention.paged import Tiles, cut
 from lib.fast.decode import MOST_SEQUENCES, Steps, can_step
 from lib.fast.parts.sample import NOT_FINITE, sample_rows
 from lib.flash_attention import flash_attention
@@ -211,7 +212,7 @@ class Runner:
         slots = _sent(torch.cat([self._extend(i, n) for i, n in zip(ids, row.sizes, strict=True)]), device)
         if self.steps is None:
             return next_logits(self.model, row.tokens, row.positions, row.last, self._plain_attention(ids, row, slots))
-        return self.steps.prompts(row.tokens, row.positions, slots, row.last, self._prompt_attention(ids, row))
+        return self.steps.prompts(row.tokens, row.positions, slots, row.last, self._tiles(ids, row.sizes))
 
     def _plain_attention(self, ids: list[int], row: Layout, slots: Tensor) -> Callable[..., Tensor]:
         ones = [i for i, n in zip(ids, row.sizes, strict=True) if n == 1]
@@ -231,22 +232,15 @@ class Runner:
 
         return attend
 
-    def _prompt_attention(self, ids: list[int], row: Layout) -> Callable[..., Tensor]:
-        """Attention of chunks of several tokens, whose keys and values are in the cache already."""
-        lengths, keys, values = [self.cache.lengths[i][0] for i in ids], self.cache.keys, self.cache.values
-        tables = [_sent(torch.tensor(self.cache.tables[i]), keys.device) for i in ids]
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            parts = [x.split(row.sizes) for x in (q, k, v, out)]
-            for length, table, own, new_k, new_v, part in zip(lengths, tables, *parts, strict=True):
-                if length > len(own):  # earlier chunks, or blocks that the prefix tree remembers
-                    new_k, new_v = (pool[layer][table].flatten(0, 1)[:length] for pool in (keys, values))
-                o = flash_attention(own.transpose(0, 1), new_k.transpose(0, 1), new_v.transpose(0, 1), True)
-                part.copy_(o.transpose(0, 1))
-            return out
-
-        return attend
+    def _tiles(self, ids: list[int], sizes: list[int]) -> Tiles:
+        """What `prompt_attention` needs to know of chunks whose keys and values are in the cache already."""
+        tables, device = [self.cache.tables[i] for i in ids], self.cache.keys.device
+        starts = [self.cache.lengths[i][0] - n for i, n in zip(ids, sizes, strict=True)]
+        group = self.model.config.n_heads // self.cache.keys.shape[3]
+        blocks, *fields = (torch.tensor(x) for x in cut(starts, sizes, tables, group))
+        sent = _sent(torch.cat([blocks, *fields]), device)
+        blocks, *fields = sent.split([len(blocks), *map(len, fields)])
+        return Tiles(blocks.view(len(tables), -1), *fields)
 
     def _sequence(self, progress: Progress) -> int:
         if progress not in self.sequences:
