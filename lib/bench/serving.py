@@ -1,8 +1,8 @@
 """Send requests at random times and growing rates to a Llama of a billion parameters; record when each token arrives.
 
-Three competitors serve the same requests: chapter 21's ``Engine``, Transformers' ``generate`` on static batches (a
-batch holds all requests that wait when the batch before it ends), and Transformers' continuous batching. The model has
-about one billion parameters. Its weights are random, which does not affect the speed.
+Five competitors serve the same requests: chapter 21's ``Engine``, without CUDA graphs and with them; the server's
+engine, which works one step ahead; Transformers' ``generate`` on static batches (a batch holds all requests that wait
+when the batch before it ends); and Transformers' continuous batching. The model has about one billion parameters. Its weights are random, which does not affect the speed.
 
 Run ``python -m lib.bench.serving`` on a GPU; it adds to ``chapters/measurements/serving.json`` after each load.
 ``--tiny --device cpu`` tries the program.
@@ -24,6 +24,7 @@ from lib.given.models.llama import LlamaConfig
 from lib.given.models.serving import Request
 from lib.llama import Llama
 from lib.runs.flags import ProgramParser, positive
+from lib.runs.serving.prefix import PrefixEngine
 from lib.serving import Engine, Scheduler
 
 ONE_B = LlamaConfig(dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, hidden_dim=5632, context_len=2048)
@@ -72,16 +73,20 @@ def make_load(sizes: Sizes, rate: float, seed: int = 0) -> list[Ask]:
 
 
 class Ours:
-    """Chapter 21's engine, on chapter 4's Llama."""
+    """Chapter 21's engine, on chapter 4's Llama; on a GPU its steps are CUDA graphs."""
+
+    make: Callable[..., Engine] = Engine
 
     def __init__(self, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
         with torch.device(device):
             self.model = Llama(sizes.config).to(device, dtype).eval()
         n_blocks = sizes.n_asks[1] * -(-(sizes.prompts[1] + sizes.answers[1]) // BLOCK_SIZE)
-        self.make_engine = lambda: Engine(self.model, Scheduler(MAX_TOKENS, n_blocks, BLOCK_SIZE))
+        self.engine = type(self).make(self.model, Scheduler(MAX_TOKENS, n_blocks, BLOCK_SIZE))
+        if self.engine.steps is not None:
+            self.engine.steps.warm_up()
 
     def serve(self, asks: list[Ask]) -> Times:
-        engine, times = self.make_engine(), [list[float]() for _ in asks]
+        engine, times = self.engine, [list[float]() for _ in asks]
         begun, waiting, numbers = time.perf_counter(), list(enumerate(asks)), dict[Request, int]()
         while waiting or engine.is_busy:
             while waiting and waiting[0][1].arrives_s <= time.perf_counter() - begun:
@@ -97,6 +102,20 @@ class Ours:
             for request, _ in new:
                 times[numbers[request]].append(now)
         return times
+
+
+class Plain(Ours):
+    """The same engine, which launches each kernel of a step from Python."""
+
+    def __init__(self, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(sizes, device, dtype)
+        self.engine.steps = None
+
+
+class Ahead(Ours):
+    """The server's engine, which prepares a step while the GPU computes the one before."""
+
+    make = PrefixEngine
 
 
 class Theirs:
@@ -186,7 +205,9 @@ class Continuous(Theirs):
 
 
 COMPETITORS: dict[str, Callable[..., Any]] = {
+    "Engine, kernel by kernel": Plain,
     "Engine": Ours,
+    "Engine of the server": Ahead,
     "Transformers, static": Static,
     "Transformers, continuous": Continuous,
 }

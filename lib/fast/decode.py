@@ -1,7 +1,9 @@
 """Chapter 4's Llama on tokens of many requests, with few launches; a decoding step is one launch of a CUDA graph.
 
-Chapter 21's step takes its time on the host, which launches some fifteen small kernels for each layer. `Steps` computes the same with seven, and
-records them once for each of some batch sizes. What changes from step to step (tokens, positions, slots, tables, lengths) lies
+Chapter 21's step takes its time on the host, which launches some fifteen small kernels for each layer. `Steps`
+computes the same with seven, and
+records them once for each of some batch sizes. What changes from step to step (tokens, positions, slots, tables,
+lengths) lies
 in buffers whose addresses never change; a single copy fills them before a replay.
 """
 
@@ -38,14 +40,17 @@ class Layer(NamedTuple):
 
 
 def can_step(model: nn.Module, cache: Any) -> bool:
-    """Whether `Steps` can run a model: a plain ``Llama`` of one floating dtype, on a GPU (or in the interpreter, for tests)."""
+    """Whether `Steps` can run a model: a plain ``Llama`` of one floating dtype, on a GPU (or in the interpreter, for
+    tests)."""
     if not HAS_TRITON or not hasattr(model, "tok_embeddings") or not hasattr(model, "rope"):
         return False
     weights = list(model.parameters())
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     names = {"wq", "wk", "wv", "wo", "w1", "w2", "w3"}
     plain = all(type(layer) is nn.Linear and layer.bias is None for layer in layers)
-    found = {name.rpartition(".")[2] for name, module in model.layers[0].named_modules() if isinstance(module, nn.Linear)}
+    found = {
+        name.rpartition(".")[2] for name, module in model.layers[0].named_modules() if isinstance(module, nn.Linear)
+    }
     one_kind = {(w.dtype, w.device) for w in weights} == {(cache.keys.dtype, cache.keys.device)}
     places = cache.keys.is_cuda or INTERPRETED
     head_dim = cache.keys.shape[-1]
@@ -64,15 +69,18 @@ class Steps:
     """A model and its cache, ready to pass tokens through.
 
     Args:
-        model: Chapter 4's ``Llama``, for which `can_step` holds. Its weights stay the same, but some become parts of larger tensors.
+        model: Chapter 4's ``Llama``, for which `can_step` holds. Its weights stay the same, but some become parts of
+            larger tensors.
         cache: Chapter 21's ``PagedCache``.
         n_rows: Rows of ``sampled``: chunks of a step at most.
 
     Attributes:
-        fields: ``[FIELDS, MOST_SEQUENCES]``, a numpy array: token, position, slot and length of each sequence of the next decoding step.
+        fields: ``[FIELDS, MOST_SEQUENCES]``, a numpy array: token, position, slot and length of each sequence of the
+            next decoding step.
             Its length counts the new position. A token of ``-1 - row`` stands for ``sampled[row]``.
         tables: ``[MOST_SEQUENCES, M]``, a numpy array: the blocks of each.
-        sampled: ``[n_rows]``, int64, on the device: the token that each row of the last step led to. Who samples writes it.
+        sampled: ``[n_rows]``, int64, on the device: the token that each row of the last step led to. Who samples
+            writes it.
     """
 
     def __init__(self, model: Any, cache: Any, n_rows: int = MOST_SEQUENCES) -> None:
@@ -108,7 +116,8 @@ class Steps:
 
     @torch.no_grad()
     def decode(self, n: int) -> Float[Tensor, "n v"]:
-        """The logits, float32, after one more token of each of n sequences: those of the first n of ``fields`` and ``tables``.
+        """The logits, float32, after one more token of each of n sequences: those of the first n of ``fields`` and
+        ``tables``.
 
         The next call overwrites them. Call ``wait`` before you change ``fields`` and ``tables`` for the next step.
         """
@@ -190,7 +199,8 @@ class Steps:
         return nn.functional.linear(normed, self.model.output.weight).float()
 
     def _n_parts(self, batch: int) -> int:
-        """Parts of a sequence's positions, a power of two: about four programs for each processor, and no more parts than tiles."""
+        """Parts of a sequence's positions, a power of two: about four programs for each processor, and no more parts
+        than tiles."""
         n_tiles = -(-self.config.context_len // TILE)
         most = min(n_tiles, 4 * self.processors // max(1, batch * self.cache.keys.shape[3]))
         return 1 << max(0, most.bit_length() - 1)
@@ -212,4 +222,3 @@ class Steps:
 def batch_size(n: int) -> int:
     """The size of the graph that runs n sequences: 1, 2, 4, or a multiple of 8."""
     return next((size for size in (1, 2, 4) if n <= size), -(-n // 8) * 8)
-

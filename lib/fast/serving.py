@@ -1,7 +1,9 @@
 """Runs a model on the tokens of many requests at once: the basis of chapter 21's engine and of the server.
 
-On a GPU a Llama takes the fast way: sequences that get one token pass through a CUDA graph, prompts through fused kernels (`lib.fast.decode`).
-The learner's engine reads each step's logits before it schedules the next; `Runner.step_ahead` schedules the next step while the device still
+On a GPU a Llama takes the fast way: sequences that get one token pass through a CUDA graph, prompts through fused
+kernels (`lib.fast.decode`).
+The learner's engine reads each step's logits before it schedules the next; `Runner.step_ahead` schedules the next
+step while the device still
 computes this one, so the host's work costs no time. Both give the same tokens.
 """
 
@@ -56,7 +58,8 @@ class Runner:
         attend: Chapter 21's ``paged_attention``.
 
     Attributes:
-        cache: Keys and values, in the dtype and on the device of the model's parameters, with as many blocks as the scheduler has.
+        cache: Keys and values, in the dtype and on the device of the model's parameters, with as many blocks as the
+            scheduler has.
         sequences: For each request that has keys and values in the cache, its id there.
         steps: The fast way through the model; None where it does not fit.
     """
@@ -84,12 +87,14 @@ class Runner:
         return bool(self.scheduler.waiting or self.scheduler.running or self._flight.rows)
 
     def submit(self, request: Request) -> None:
-        """Queue a request, between any two steps; a ``ValueError`` says why the model or the scheduler cannot take it."""
+        """Queue a request, between any two steps; a ``ValueError`` says why the model or the scheduler cannot take
+        it."""
         check_request(request, self.model.config)
         self.scheduler.submit(request)
 
     def cancel(self, request: Request) -> bool:
-        """Drop a request, between any two steps; its blocks are free when the call returns. Returns whether it was there."""
+        """Drop a request, between any two steps; its blocks are free when the call returns. Returns whether it was
+        there."""
         found = self.scheduler.cancel(request)
         flying = [progress for progress in self._flight.rows if progress.request is request]
         for progress in flying:
@@ -118,7 +123,8 @@ class Runner:
     def step_ahead(self) -> list[tuple[Request, Any]]:
         """Begin the scheduler's next step, then return the new tokens of the step before, each with its request.
 
-        An ``ArithmeticError`` in place of a token ends its request: the model's scores are NaN or infinite. Needs ``steps``.
+        An ``ArithmeticError`` in place of a token ends its request: the model's scores are NaN or infinite. Needs
+        ``steps``.
         """
         chunks, new = self.scheduler.schedule(), list[tuple[Request, Any]]()
         self.release()
@@ -190,7 +196,8 @@ class Runner:
         return steps.decode(len(chunks)).clone()
 
     def _slot(self, sequence: int, row: int) -> int:
-        """Make a sequence longer by one position; returns its slot. The sequence's table is put into a row of the next step."""
+        """Make a sequence longer by one position; returns its slot. The sequence's table is put into a row of the
+        next step."""
         assert self.steps is not None
         table, lengths, size = self.cache.tables[sequence], self.cache.lengths[sequence], self.cache.block_size
         place, at = divmod(lengths[0], size)

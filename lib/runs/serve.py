@@ -130,6 +130,15 @@ def count_blocks(config: Any, block_size: int, dtype: torch.dtype, device: torch
     return n_blocks
 
 
+def warm_up(engine: Any) -> None:
+    """Record an engine's CUDA graphs, with a progress bar. An engine without them needs nothing."""
+    from tqdm import tqdm
+
+    if engine.steps is not None:
+        with tqdm(desc="recording CUDA graphs", unit="size", leave=False) as bar:
+            engine.steps.warm_up(lambda done, of: bar.reset(of) if done == 1 else bar.update())
+
+
 def make_service(options: Any) -> Any:
     """Load the model, and build everything that serves it."""
     from lib.runs.serving import models
@@ -159,6 +168,7 @@ def make_service(options: Any) -> Any:
     except (MemoryError, RuntimeError) as error:
         text = f"a cache of {n_blocks} blocks of {options.block_size} positions cannot be allocated ({one_line([str(error)])})"
         raise UsageError(f"{text}; expected a smaller --blocks or --block-size") from None
+    warm_up(engine)
     return Service(
         name=served.name, tokenizer=served.tokenizer, worker=Worker(engine, options.queue, metrics), metrics=metrics,
         vocab_size=config.vocab_size, context_len=config.context_len, key=options.api_key, aliases=(options.model,),

@@ -1,12 +1,14 @@
-"""Attention of prompts to keys and values in blocks: the tokens of many sequences in one launch, without padding and without a copy.
+"""Attention of prompts to keys and values in blocks: the tokens of many sequences in one launch, without padding and
+without a copy.
 
-A tile holds some queries of one sequence, with all query heads that share a head of keys, so these are read once for all of them.
-The queries' own keys are in the cache already. A prompt whose beginning another request computed, or that comes in several parts, needs nothing else.
+A tile holds some queries of one sequence, with all query heads that share a head of keys, so these are read once for
+all of them.
+The queries' own keys are in the cache already. A prompt whose beginning another request computed, or that comes in
+several parts, needs nothing else.
 """
 
 from typing import NamedTuple
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -48,19 +50,25 @@ def prompt_attention_kernel(
         tables, sequences, rows, positions, counts: Pointers to the fields of `Tiles`.
         scale: Factor of the scores.
         H, M, Q: Query heads; numbers from one table to the next; numbers from one token's queries to the next.
-        WIDTH, HEADS, QUERIES, COLS: Powers of two: at least D, at least GROUP, the queries of a tile, the positions in a tile of keys.
+        WIDTH, HEADS, QUERIES, COLS: Powers of two: at least D, at least GROUP, the queries of a tile, the positions
+            in a tile of keys.
 
     Sums are in float32, without TF32. No key beyond a query's own position has an effect.
     """
     tile, g = tl.program_id(0), tl.program_id(1)
-    b, row, first, n = tl.load(sequences + tile), tl.load(rows + tile), tl.load(positions + tile), tl.load(counts + tile)
+    b, row, first, n = (
+        tl.load(sequences + tile),
+        tl.load(rows + tile),
+        tl.load(positions + tile),
+        tl.load(counts + tile),
+    )
     each, dims = tl.arange(0, HEADS * QUERIES), tl.arange(0, WIDTH)
     query, head = each // HEADS, each % HEADS
     inside = ((query < n) & (head < GROUP))[:, None] & (dims < D)[None, :]
     places = (g * GROUP + head)[:, None] * D + dims[None, :]
     token = (row + query).to(tl.int64)[:, None]
     q = tl.load(qkv + token * Q + places, mask=inside, other=0.0)
-    m, l = tl.full([HEADS * QUERIES], -float("inf"), tl.float32), tl.zeros([HEADS * QUERIES], tl.float32)
+    m, total = tl.full([HEADS * QUERIES], -float("inf"), tl.float32), tl.zeros([HEADS * QUERIES], tl.float32)
     acc, length = tl.zeros([HEADS * QUERIES, WIDTH], tl.float32), first + n
     for start in range(0, length, COLS):
         cols = start + tl.arange(0, COLS)
@@ -73,10 +81,10 @@ def prompt_attention_kernel(
         m_new = tl.maximum(m, tl.max(scores, 1))
         weights, decay = tl.exp(scores - m_new[:, None]), tl.exp(m - m_new)
         value = tl.load(values + where, mask=there, other=0.0)
-        l = l * decay + tl.sum(weights, 1)
+        total = total * decay + tl.sum(weights, 1)
         acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
         m = m_new
-    tl.store(out + token * H * D + places, (acc / l[:, None]).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + token * H * D + places, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
 def heads_of(group: int) -> int:
@@ -85,7 +93,8 @@ def heads_of(group: int) -> int:
 
 
 def cut(starts: list[int], sizes: list[int], tables: list[list[int]], group: int) -> list[list[int]]:
-    """The fields of `Tiles` as lists: ``starts`` are the cached positions before each sequence's new tokens, ``sizes`` the new tokens."""
+    """The fields of `Tiles` as lists: ``starts`` are the cached positions before each sequence's new tokens,
+    ``sizes`` the new tokens."""
     step, row = max(1, ROWS // heads_of(group)), 0
     fields: list[list[int]] = [[], [], [], []]
     for i, (start, size) in enumerate(zip(starts, sizes, strict=True)):
@@ -100,7 +109,8 @@ def cut(starts: list[int], sizes: list[int], tables: list[list[int]], group: int
 def prompt_attention(
     qkv: Float[Tensor, "n hggd"], keys: Float[Tensor, "b s g d"], values: Float[Tensor, "b s g d"], tiles: Tiles
 ) -> Float[Tensor, "n h d"]:
-    """Causal attention of the queries in ``qkv`` to all positions of their sequences up to their own, which the blocks hold."""
+    """Causal attention of the queries in ``qkv`` to all positions of their sequences up to their own, which the
+    blocks hold."""
     _, size, n_kv_heads, width = keys.shape
     n_heads = qkv.shape[1] // width - 2 * n_kv_heads
     group, out = n_heads // n_kv_heads, qkv.new_empty(len(qkv), n_heads, width)

@@ -1,8 +1,11 @@
 """Kernels for a few rows at a time: what a model computes when each of some sequences gets one more token.
 
-With so few rows every product reads its whole weight for little arithmetic, so the step is a walk through memory, and what stops the walk
-costs time: each launch, each small tensor that is written only to be read again. For a single row, the norm before a product, the gate
-behind it and the residual stream's sum happen inside of the product's kernel. For more rows PyTorch's products are faster.
+With so few rows every product reads its whole weight for little arithmetic, so the step is a walk through memory, and
+what stops the walk
+costs time: each launch, each small tensor that is written only to be read again. For a single row, the norm before a
+product, the gate
+behind it and the residual stream's sum happen inside of the product's kernel. For more rows PyTorch's products are
+faster.
 """
 
 import torch
@@ -17,12 +20,16 @@ LONG_ROW = 4096  # terms from which a program reads longer pieces of fewer rows
 @triton.jit
 def one_row_kernel(
     x, weight, gain, out, n_columns, n_terms, eps,
-    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr, COLS: tl.constexpr, TERMS: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr,
+    COLS: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
-    """out [n_columns] is the product of weight [n_columns, n_terms] and x [n_terms]; a program computes COLS numbers of it.
+    """out [n_columns] is the product of weight [n_columns, n_terms] and x [n_terms]; a program computes COLS numbers
+    of it.
 
-    With NORM, x is first divided by its root mean square and multiplied by gain. With GATED the weight has twice as many rows, and out is
-    silu of the first half's product times the second half's. With ADD the product is added to out. EVEN: TERMS divides n_terms.
+    With NORM, x is first divided by its root mean square and multiplied by gain. With GATED the weight has twice as
+    many rows, and out is
+    silu of the first half's product times the second half's. With ADD the product is added to out. EVEN: TERMS
+    divides n_terms.
     Bytes moved: the weight once. FLOPs: two for each number of the weight.
     """
     columns, terms = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, TERMS)
@@ -127,7 +134,8 @@ def gate(x: Float[Tensor, "n 2f"]) -> Float[Tensor, "n f"]:
 def rotate_and_store_kernel(
     qkv, rope, positions, slots, keys, values, H, G, D: tl.constexpr, PAIRS: tl.constexpr
 ):  # fmt: skip
-    """Rotate one head of one token in place, and copy it into its slot if it is a key or a value; the grid is (tokens, H + 2 G)."""
+    """Rotate one head of one token in place, and copy it into its slot if it is a key or a value; the grid is
+    (tokens, H + 2 G)."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pairs = tl.arange(0, PAIRS)
     inside = pairs < D // 2
@@ -188,7 +196,8 @@ def merge_kernel(o, lse, out, H, D, PARTS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 def merge(o: Float[Tensor, "p b h d"], lse: Float[Tensor, "p b h"], dtype: torch.dtype) -> Float[Tensor, "b h d"]:
-    """Attention to all positions from attention to P parts of them, P a power of two; 0 where no part has a position."""
+    """Attention to all positions from attention to P parts of them, P a power of two; 0 where no part has a
+    position."""
     n_parts, batch, n_heads, width = o.shape
     out = torch.empty(batch, n_heads, width, dtype=dtype, device=o.device)
     merge_kernel[(batch, n_heads)](o, lse, out, n_heads, width, PARTS=n_parts, WIDTH=triton.next_power_of_2(width))

@@ -19,7 +19,8 @@ def sample_rows(logits: Float[Tensor, "n v"], requests: Sequence[Progress | None
         requests: Whose row it is; None for a row of which no token is wanted.
 
     Returns:
-        ``[N]``, int64: the token that ``sample_next`` draws with the request's settings, and ``NOT_FINITE`` where the largest score is NaN or infinite.
+        ``[N]``, int64: the token that ``sample_next`` draws with the request's settings, and ``NOT_FINITE`` where the
+        largest score is NaN or infinite.
     """
     largest, tokens = logits.max(-1)
     random = [i for i, progress in enumerate(requests) if progress and progress.request.temperature > 0]
@@ -31,10 +32,12 @@ def sample_rows(logits: Float[Tensor, "n v"], requests: Sequence[Progress | None
 
 
 def _draw(logits: Float[Tensor, "n v"], chosen: Sequence[Progress]) -> Int[Tensor, " n"]:
-    """A token of each row, by PyTorch's own way to draw one: the largest quotient of probability and exponential noise."""
+    """A token of each row, by PyTorch's own way to draw one: the largest quotient of probability and exponential
+    noise."""
     width, device = logits.shape[-1], logits.device
     settings = [
-        (p.request.temperature, p.request.top_k or width, 2.0 if p.request.top_p is None else p.request.top_p) for p in chosen
+        (p.request.temperature, p.request.top_k or width, 2.0 if p.request.top_p is None else p.request.top_p)
+        for p in chosen
     ]
     table = torch.tensor(settings, dtype=torch.float64, pin_memory=logits.is_cuda).to(device, non_blocking=True)
     temperature, top_k, top_p = table[:, :, None].unbind(1)
