@@ -31,6 +31,7 @@ ONE_B = LlamaConfig(dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, hidden_dim=
 SMALL = LlamaConfig(vocab_size=128, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=64, context_len=128)
 MAX_TOKENS, BLOCK_SIZE, MAX_BATCH = 2048, 16, 256  # tokens of a step; positions of a block; sequences of a static batch
 IDLE_S = 0.0005
+N_STEPS = 30  # that are timed
 
 Times = list[list[float]]
 """For each request the moments of its tokens, in seconds since the load began."""
@@ -54,10 +55,12 @@ class Sizes:
     n_asks: tuple[int, int]  # fewest and most
     prompts: tuple[int, int]  # shortest and longest, in tokens
     answers: tuple[int, int]
+    length: int  # positions of each sequence whose step is timed alone
+    batches: tuple[int, ...]  # sequences in such a step
 
 
-LARGE = Sizes(ONE_B, (1.0, 4.0, 16.0, 64.0), (16, 192), (32, 512), (16, 256))
-TINY = Sizes(SMALL, (50.0, 1000.0), (5, 5), (3, 20), (2, 6))
+LARGE = Sizes(ONE_B, (1.0, 4.0, 16.0, 64.0), (16, 192), (32, 512), (16, 256), 400, (1, 8, 64, 192))
+TINY = Sizes(SMALL, (50.0, 1000.0), (5, 5), (3, 20), (2, 6), 10, (1, 3))
 LOAD_S = 8.0  # requests arrive for about this long, if their number allows it
 
 
@@ -102,6 +105,22 @@ class Ours:
             for request, _ in new:
                 times[numbers[request]].append(now)
         return times
+
+    def step_seconds(self, n: int, length: int) -> dict[str, float]:
+        """Time of a step in which each of n sequences of some length gets one token."""
+        requests = [Request([7] * length, N_STEPS + 20) for _ in range(n)]
+        for request in requests:
+            self.engine.submit(request)
+        seen = set[Request]()
+        while len(seen) < n:
+            seen |= {request for request, _ in self.engine.step()}
+        times = [time.perf_counter()]
+        while len(times) <= N_STEPS:
+            self.engine.step()
+            times.append(time.perf_counter())
+        for request in requests:
+            self.engine.cancel(request)
+        return spread([after - before for before, after in pairwise(times)])
 
 
 class Plain(Ours):
@@ -249,16 +268,19 @@ def main() -> None:
     sizes, device = TINY if options.tiny else LARGE, torch.device(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     settings = {"dtype": str(dtype).removeprefix("torch."), "n_requests": sizes.n_asks, "prompt_tokens": sizes.prompts,
-                "new_tokens": sizes.answers, "step_tokens": MAX_TOKENS, "config": vars(sizes.config)}  # fmt: skip
-    results: dict[str, Any] = {"tiny": options.tiny, "settings": settings, "requests_per_s": {}}
+                "new_tokens": sizes.answers, "step_tokens": MAX_TOKENS, "step_length": sizes.length, "config": vars(sizes.config)}  # fmt: skip
+    results: dict[str, Any] = {"tiny": options.tiny, "settings": settings, "step_s": {}, "requests_per_s": {}}
     if options.only != list(COMPETITORS) or options.rates:
-        results["requests_per_s"] = load("serving", options.folder)["results"]["requests_per_s"]
+        known = load("serving", options.folder)["results"]
+        results |= {"step_s": known["step_s"], "requests_per_s": known["requests_per_s"]}
     for name in options.only:  # one model at a time is in memory
         torch.manual_seed(0)
         competitor = COMPETITORS[name](sizes, device, dtype)
         competitor.serve(
             make_load(sizes, max(sizes.rates), seed=1)
         )  # warm-up: kernels are compiled, memory is allocated
+        if isinstance(competitor, Ours):
+            results["step_s"][name] = {n: competitor.step_seconds(n, sizes.length) for n in sizes.batches}
         for rate in options.rates or sizes.rates:
             asks = make_load(sizes, rate)
             found = summarize(asks, competitor.serve(asks))
