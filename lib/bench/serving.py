@@ -1,8 +1,9 @@
 """Send requests at random times and growing rates to a Llama of a billion parameters; record when each token arrives.
 
-Three competitors serve the same requests: chapter 21's ``Engine``, Transformers' ``generate`` on static batches (a
-batch holds all requests that wait when the batch before it ends), and Transformers' continuous batching. The model has
-about one billion parameters. Its weights are random, which does not affect the speed.
+Five competitors serve the same requests: chapter 21's ``Engine``, without CUDA graphs and with them; the server's
+engine, which works one step ahead; Transformers' ``generate`` on static batches (a batch holds all requests that wait
+when the batch before it ends); and Transformers' continuous batching. The model has about one billion parameters.
+Its weights are random, which does not affect the speed.
 
 Run ``python -m lib.bench.serving`` on a GPU; it adds to ``chapters/measurements/serving.json`` after each load.
 ``--tiny --device cpu`` tries the program.
@@ -24,12 +25,14 @@ from lib.given.models.llama import LlamaConfig
 from lib.given.models.serving import Request
 from lib.llama import Llama
 from lib.runs.flags import ProgramParser, positive
+from lib.runs.serving.prefix import PrefixEngine
 from lib.serving import Engine, Scheduler
 
 ONE_B = LlamaConfig(dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, hidden_dim=5632, context_len=2048)
 SMALL = LlamaConfig(vocab_size=128, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=64, context_len=128)
 MAX_TOKENS, BLOCK_SIZE, MAX_BATCH = 2048, 16, 256  # tokens of a step; positions of a block; sequences of a static batch
 IDLE_S = 0.0005
+N_STEPS = 30  # that are timed
 
 Times = list[list[float]]
 """For each request the moments of its tokens, in seconds since the load began."""
@@ -53,10 +56,12 @@ class Sizes:
     n_asks: tuple[int, int]  # fewest and most
     prompts: tuple[int, int]  # shortest and longest, in tokens
     answers: tuple[int, int]
+    length: int  # positions of each sequence whose step is timed alone
+    batches: tuple[int, ...]  # sequences in such a step
 
 
-LARGE = Sizes(ONE_B, (1.0, 4.0, 16.0, 64.0), (16, 192), (32, 512), (16, 256))
-TINY = Sizes(SMALL, (50.0, 1000.0), (5, 5), (3, 20), (2, 6))
+LARGE = Sizes(ONE_B, (1.0, 4.0, 16.0, 64.0), (16, 192), (32, 512), (16, 256), 400, (1, 8, 64, 192))
+TINY = Sizes(SMALL, (50.0, 1000.0), (5, 5), (3, 20), (2, 6), 10, (1, 3))
 LOAD_S = 8.0  # requests arrive for about this long, if their number allows it
 
 
@@ -72,16 +77,20 @@ def make_load(sizes: Sizes, rate: float, seed: int = 0) -> list[Ask]:
 
 
 class Ours:
-    """Chapter 21's engine, on chapter 4's Llama."""
+    """Chapter 21's engine, on chapter 4's Llama; on a GPU its steps are CUDA graphs."""
+
+    make: Callable[..., Engine] = Engine
 
     def __init__(self, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
         with torch.device(device):
             self.model = Llama(sizes.config).to(device, dtype).eval()
         n_blocks = sizes.n_asks[1] * -(-(sizes.prompts[1] + sizes.answers[1]) // BLOCK_SIZE)
-        self.make_engine = lambda: Engine(self.model, Scheduler(MAX_TOKENS, n_blocks, BLOCK_SIZE))
+        self.engine = type(self).make(self.model, Scheduler(MAX_TOKENS, n_blocks, BLOCK_SIZE))
+        if self.engine.steps is not None:
+            self.engine.steps.warm_up()
 
     def serve(self, asks: list[Ask]) -> Times:
-        engine, times = self.make_engine(), [list[float]() for _ in asks]
+        engine, times = self.engine, [list[float]() for _ in asks]
         begun, waiting, numbers = time.perf_counter(), list(enumerate(asks)), dict[Request, int]()
         while waiting or engine.is_busy:
             while waiting and waiting[0][1].arrives_s <= time.perf_counter() - begun:
@@ -97,6 +106,36 @@ class Ours:
             for request, _ in new:
                 times[numbers[request]].append(now)
         return times
+
+    def step_seconds(self, n: int, length: int) -> dict[str, float]:
+        """Time of a step in which each of n sequences of some length gets one token."""
+        requests = [Request([7] * length, N_STEPS + 20) for _ in range(n)]
+        for request in requests:
+            self.engine.submit(request)
+        seen = set[Request]()
+        while len(seen) < n:
+            seen |= {request for request, _ in self.engine.step()}
+        times = [time.perf_counter()]
+        while len(times) <= N_STEPS:
+            self.engine.step()
+            times.append(time.perf_counter())
+        for request in requests:
+            self.engine.cancel(request)
+        return spread([after - before for before, after in pairwise(times)])
+
+
+class Plain(Ours):
+    """The same engine, which launches each kernel of a step from Python."""
+
+    def __init__(self, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(sizes, device, dtype)
+        self.engine.steps = None
+
+
+class Ahead(Ours):
+    """The server's engine, which prepares a step while the GPU computes the one before."""
+
+    make = PrefixEngine
 
 
 class Theirs:
@@ -186,7 +225,9 @@ class Continuous(Theirs):
 
 
 COMPETITORS: dict[str, Callable[..., Any]] = {
+    "Engine, kernel by kernel": Plain,
     "Engine": Ours,
+    "Engine of the server": Ahead,
     "Transformers, static": Static,
     "Transformers, continuous": Continuous,
 }
@@ -228,16 +269,20 @@ def main() -> None:
     sizes, device = TINY if options.tiny else LARGE, torch.device(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     settings = {"dtype": str(dtype).removeprefix("torch."), "n_requests": sizes.n_asks, "prompt_tokens": sizes.prompts,
-                "new_tokens": sizes.answers, "step_tokens": MAX_TOKENS, "config": vars(sizes.config)}  # fmt: skip
-    results: dict[str, Any] = {"tiny": options.tiny, "settings": settings, "requests_per_s": {}}
+                "new_tokens": sizes.answers, "step_tokens": MAX_TOKENS, "step_length": sizes.length,
+                "config": vars(sizes.config)}  # fmt: skip
+    results: dict[str, Any] = {"tiny": options.tiny, "settings": settings, "step_s": {}, "requests_per_s": {}}
     if options.only != list(COMPETITORS) or options.rates:
-        results["requests_per_s"] = load("serving", options.folder)["results"]["requests_per_s"]
+        known = load("serving", options.folder)["results"]
+        results |= {"step_s": known["step_s"], "requests_per_s": known["requests_per_s"]}
     for name in options.only:  # one model at a time is in memory
         torch.manual_seed(0)
         competitor = COMPETITORS[name](sizes, device, dtype)
         competitor.serve(
             make_load(sizes, max(sizes.rates), seed=1)
         )  # warm-up: kernels are compiled, memory is allocated
+        if isinstance(competitor, Ours):
+            results["step_s"][name] = {n: competitor.step_seconds(n, sizes.length) for n in sizes.batches}
         for rate in options.rates or sizes.rates:
             asks = make_load(sizes, rate)
             found = summarize(asks, competitor.serve(asks))

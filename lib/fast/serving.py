@@ -1,14 +1,51 @@
-"""Runs a model on the tokens of many requests at once: the basis of chapter 21's engine and of the server."""
+"""Runs a model on the tokens of many requests at once: the basis of chapter 21's engine and of the server.
+
+On a GPU a Llama takes the fast way: sequences that get one token pass through a CUDA graph, prompts through fused
+kernels (`lib.fast.decode`).
+The learner's engine reads each step's logits before it schedules the next; `Runner.step_ahead` schedules the next
+step while the device still
+computes this one, so the host's work costs no time. Both give the same tokens.
+"""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lib.fast.attention.paged import Tiles, cut
+from lib.fast.decode import MOST_SEQUENCES, Steps, can_step
+from lib.fast.parts.sample import NOT_FINITE, sample_rows
 from lib.flash_attention import flash_attention
-from lib.given.models.serving import Chunk, Progress, Request, check_request, lay_out, next_logits
+from lib.given.models.serving import Chunk, Layout, Progress, Request, check_request, lay_out, next_logits
+
+UNKNOWN = -1
+"""In place of a token that the device has not computed yet."""
+
+
+@dataclass(eq=False)
+class Flight:
+    """A step that the device computes.
+
+    Attributes:
+        rows: The row of each request that gets a token.
+        places: Where each of these tokens belongs among the request's tokens.
+        tokens: One a row, on the host once ``done`` has been reached.
+    """
+
+    rows: dict[Progress, int] = field(default_factory=dict)
+    places: dict[Progress, int] = field(default_factory=dict)
+    tokens: Tensor | None = None
+    done: Any = None
+
+    def read(self) -> list[int]:
+        """The tokens of all rows; waits for the device."""
+        if self.done is not None:
+            self.done.synchronize()
+        return [] if self.tokens is None else self.tokens.tolist()
 
 
 class Runner:
@@ -17,12 +54,14 @@ class Runner:
     Args:
         model: Chapter 4's ``Llama`` or chapter 6's ``GPT2``.
         scheduler: Chapter 21's ``Scheduler``, which decides what the next step computes.
-        make_cache, attend: Chapter 21's ``PagedCache`` and ``paged_attention``.
+        make_cache: Chapter 21's ``PagedCache``.
+        attend: Chapter 21's ``paged_attention``.
 
     Attributes:
-        cache: Keys and values, in the dtype and on the device of the model's parameters,
-            with as many blocks as the scheduler has.
+        cache: Keys and values, in the dtype and on the device of the model's parameters, with as many blocks as the
+            scheduler has.
         sequences: For each request that has keys and values in the cache, its id there.
+        steps: The fast way through the model; None where it does not fit.
     """
 
     def __init__(
@@ -34,27 +73,34 @@ class Runner:
             model.config, scheduler.n_blocks, scheduler.block_size, dtype=weight.dtype, device=weight.device
         )
         self.sequences: dict[Progress, int] = {}
+        self.steps = Steps(model, self.cache, scheduler.max_tokens) if self.is_fast() else None
+        self._known = [(-1, 0)] * MOST_SEQUENCES  # whose table each row of the next step holds, and of how many blocks
+        self._flight = Flight()
+
+    def is_fast(self) -> bool:
+        """Whether the model takes the fast way."""
+        return self.cache.keys.is_cuda and can_step(self.model, self.cache)
 
     @property
     def is_busy(self) -> bool:
         """Whether a request waits or runs."""
-        return bool(self.scheduler.waiting or self.scheduler.running)
+        return bool(self.scheduler.waiting or self.scheduler.running or self._flight.rows)
 
     def submit(self, request: Request) -> None:
-        """Queue a request, between any two steps; a ``ValueError`` says why the model or the
-        scheduler cannot take it.
-        """
+        """Queue a request, between any two steps; a ``ValueError`` says why the model or the scheduler cannot take
+        it."""
         check_request(request, self.model.config)
         self.scheduler.submit(request)
 
     def cancel(self, request: Request) -> bool:
-        """Drop a request, between any two steps; its blocks are free when the call returns.
-
-        Returns whether it was there.
-        """
+        """Drop a request, between any two steps; its blocks are free when the call returns. Returns whether it was
+        there."""
         found = self.scheduler.cancel(request)
+        flying = [progress for progress in self._flight.rows if progress.request is request]
+        for progress in flying:
+            del self._flight.rows[progress]
         self.release()
-        return found
+        return found or bool(flying)
 
     def release(self) -> None:
         """Free the blocks of requests that no longer run: they ended, were cancelled or were preempted."""
@@ -63,16 +109,119 @@ class Runner:
 
     @torch.no_grad()
     def run(self, chunks: list[Chunk]) -> Iterator[Float[Tensor, " v"]]:
-        """Pass the tokens of some chunks through the model in one row, and keep their keys and values.
+        """Pass the tokens of some chunks through the model, and keep their keys and values.
 
         Returns:
             For each chunk the logits ``[V]`` after its last token, float32.
         """
         if not chunks:
             return iter(())
-        ids = [self._sequence(chunk.progress) for chunk in chunks]
-        row = lay_out(chunks, self.cache.keys.device)
-        slots = torch.cat([self._extend(i, n) for i, n in zip(ids, row.sizes, strict=True)]).to(row.tokens.device)
+        logits, order = self._logits(chunks)
+        rows = {id(chunk.progress): row for chunk, row in zip(order, logits, strict=True)}
+        return (rows[id(chunk.progress)] for chunk in chunks)
+
+    def step_ahead(self) -> list[tuple[Request, Any]]:
+        """Begin the scheduler's next step, then return the new tokens of the step before, each with its request.
+
+        An ``ArithmeticError`` in place of a token ends its request: the model's scores are NaN or infinite. Needs
+        ``steps``.
+        """
+        chunks, new = self.scheduler.schedule(), list[tuple[Request, Any]]()
+        self.release()
+        if any(chunk.n_tokens > 1 for chunk in chunks):  # whoever was preempted needs all its tokens
+            new = self._land(self._flight)
+            chunks = [chunk for chunk in chunks if chunk.progress in self.scheduler.running]
+        last, self._flight = self._flight, self._take_off(chunks)
+        return new + self._land(last)
+
+    @torch.no_grad()
+    def _take_off(self, chunks: list[Chunk]) -> Flight:
+        """Launch a step. The scheduler may go on as if its tokens were known."""
+        flight = Flight()
+        if not chunks:
+            return flight
+        assert self.steps is not None
+        logits, order = self._logits(chunks)
+        wanted = [chunk.progress if chunk.completes else None for chunk in order]
+        tokens = sample_rows(logits, wanted)
+        self.steps.sampled[: len(tokens)] = tokens
+        flight.tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=tokens.is_cuda)
+        flight.tokens.copy_(tokens, non_blocking=True)
+        if tokens.is_cuda:
+            flight.done = torch.cuda.Event()
+            flight.done.record()
+        for row, (chunk, progress) in enumerate(zip(order, wanted, strict=True)):
+            if progress is not None:
+                flight.rows[progress], flight.places[progress] = row, len(progress.tokens)
+            self.scheduler.advance(chunk, None if progress is None else UNKNOWN)
+        return flight
+
+    def _land(self, flight: Flight) -> list[tuple[Request, Any]]:
+        """Wait for a step, and give its requests their tokens."""
+        new: list[tuple[Request, Any]] = []
+        tokens = flight.read() if flight.rows else []
+        for progress, row in list(flight.rows.items()):
+            request, token = progress.request, tokens[row]
+            progress.tokens[flight.places[progress]] = token
+            fault = ArithmeticError("the model's scores of the next token are not finite")
+            new.append((request, fault if token == NOT_FINITE else token))
+            if token in (NOT_FINITE, request.eos_id):  # the step that is in flight does not know this yet
+                self.scheduler.cancel(request)
+                self._flight.rows.pop(progress, None)
+        flight.rows = {}
+        return new
+
+    def _logits(self, chunks: list[Chunk]) -> tuple[Float[Tensor, "n v"], list[Chunk]]:
+        """The logits after each chunk's last token, and the chunks in the order of these rows."""
+        if self.steps is None:
+            return self._in_a_row(chunks), chunks
+        single, longer = [c for c in chunks if c.n_tokens == 1], [c for c in chunks if c.n_tokens > 1]
+        found = [self._decode(single[i : i + MOST_SEQUENCES]) for i in range(0, len(single), MOST_SEQUENCES)]
+        if longer:
+            found.append(self._in_a_row(longer))
+        return found[0] if len(found) == 1 else torch.cat(found), single + longer
+
+    def _decode(self, chunks: list[Chunk]) -> Float[Tensor, "n v"]:
+        """One token of each of some sequences, by a graph."""
+        steps, fields = self.steps, list[tuple[int, int, int, int]]()
+        assert steps is not None
+        steps.wait()
+        for row, (progress, _) in enumerate(chunks):
+            sequence, token = self._sequence(progress), progress.tokens[progress.n_cached]
+            position = self.cache.lengths[sequence][0]
+            if token == UNKNOWN:
+                token = -1 - self._flight.rows[progress]
+            fields.append((token, position, self._slot(sequence, row), position + 1))
+        steps.fields[:, : len(chunks)] = np.array(fields, dtype=np.int64).T
+        return steps.decode(len(chunks)).clone()
+
+    def _slot(self, sequence: int, row: int) -> int:
+        """Make a sequence longer by one position; returns its slot. The sequence's table is put into a row of the
+        next step."""
+        assert self.steps is not None
+        table, lengths, size = self.cache.tables[sequence], self.cache.lengths[sequence], self.cache.block_size
+        place, at = divmod(lengths[0], size)
+        if place < len(table) and self.cache.allocator.n_users[table[place]] == 1:
+            lengths[:] = [lengths[0] + 1] * len(lengths)
+            slot = table[place] * size + at
+        else:  # a new block, or a copy of a shared one
+            slot, self._known[row] = int(self._extend(sequence, 1)[0]), (-1, 0)
+        if self._known[row] != (sequence, len(table)):
+            self.steps.tables[row, : len(table)] = table
+            self._known[row] = sequence, len(table)
+        return slot
+
+    def _in_a_row(self, chunks: list[Chunk]) -> Float[Tensor, "n v"]:
+        """The tokens of all chunks, one chunk's after another's."""
+        ids, device = [self._sequence(chunk.progress) for chunk in chunks], self.cache.keys.device
+        row = lay_out(chunks)
+        row = Layout(*(_sent(x, device) if isinstance(x, Tensor) else x for x in row))
+        slots = _sent(torch.cat([self._extend(i, n) for i, n in zip(ids, row.sizes, strict=True)]), device)
+        if self.steps is None:
+            return next_logits(self.model, row.tokens, row.positions, row.last, self._plain_attention(ids, row, slots))
+        return self.steps.prompts(row.tokens, row.positions, slots, row.last, self._tiles(ids, row.sizes))
+
+    def _plain_attention(self, ids: list[int], row: Layout, slots: Tensor) -> Callable[..., Tensor]:
         ones = [i for i, n in zip(ids, row.sizes, strict=True) if n == 1]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -88,7 +237,17 @@ class Runner:
                     part.copy_(flash_attention(queries.transpose(0, 1), k, v, True).transpose(0, 1))
             return out
 
-        return iter(next_logits(self.model, row.tokens, row.positions, row.last, attend))
+        return attend
+
+    def _tiles(self, ids: list[int], sizes: list[int]) -> Tiles:
+        """What `prompt_attention` needs to know of chunks whose keys and values are in the cache already."""
+        tables, device = [self.cache.tables[i] for i in ids], self.cache.keys.device
+        starts = [self.cache.lengths[i][0] - n for i, n in zip(ids, sizes, strict=True)]
+        group = self.model.config.n_heads // self.cache.keys.shape[3]
+        blocks, *fields = (torch.tensor(x) for x in cut(starts, sizes, tables, group))
+        sent = _sent(torch.cat([blocks, *fields]), device)
+        blocks, *fields = sent.split([len(blocks), *map(len, fields)])
+        return Tiles(blocks.view(len(tables), -1), *fields)
 
     def _sequence(self, progress: Progress) -> int:
         if progress not in self.sequences:
@@ -101,3 +260,8 @@ class Runner:
         slots = self.cache.find_slots(sequence, start, start + n_tokens)
         self.cache.lengths[sequence] = [start + n_tokens] * len(self.cache.keys)
         return torch.tensor(slots, dtype=torch.int64)
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor on its way to a device, for which the host does not wait."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

@@ -146,6 +146,15 @@ def count_blocks(config: Any, block_size: int, dtype: torch.dtype, device: torch
     return n_blocks
 
 
+def warm_up(engine: Any) -> None:
+    """Record an engine's CUDA graphs, with a progress bar. An engine without them needs nothing."""
+    from tqdm import tqdm
+
+    if engine.steps is not None:
+        with tqdm(desc="recording CUDA graphs", unit="size", leave=False) as bar:
+            engine.steps.warm_up(lambda done, of: bar.reset(of) if done == 1 else bar.update())
+
+
 def make_service(options: Any) -> Any:
     """Load the model, and build everything that serves it."""
     from lib.runs.serving import models
@@ -185,6 +194,7 @@ def make_service(options: Any) -> Any:
         why = shortage(error, CACHE_FLAGS, device) or one_line([str(error)])
         text = f"a cache of {n_blocks} blocks of {options.block_size} positions cannot be allocated"
         raise UsageError(f"{text}: {why}") from None
+    warm_up(engine)
     return Service(
         name=served.name, tokenizer=served.tokenizer, worker=Worker(engine, options.queue, metrics), metrics=metrics,
         vocab_size=config.vocab_size, context_len=config.context_len, key=options.api_key, aliases=(options.model,),

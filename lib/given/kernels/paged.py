@@ -15,18 +15,21 @@ _SHORTEST_PART = 256
 
 @triton.jit
 def paged_attention_kernel(
-    q, keys, values, tables, lengths, o, lse, scale, H, M, SIZE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    q, keys, values, tables, lengths, o, lse, scale, H, M, Q, SIZE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Attention of one sequence's query to one part of its positions; the grid is (sequences, key heads, parts).
 
     Args:
-        q, keys, values: Pointers to contiguous ``[B, H, D]`` and ``[n_blocks, SIZE, G, D]``.
-            Query head h reads key head ``h // GROUP``.
-        tables, lengths: Pointers to int64 ``[B, M]``, each sequence's blocks, and ``[B]``, its number of positions.
-        o, lse: Pointers to contiguous float32 ``[parts, B, H, D]`` and ``[parts, B, H]``:
-            output and natural logsumexp of each part.
-        scale, H, M: Factor of the scores; number of query heads; width of a table.
+        q: Pointer to ``[B, H, D]``, whose sequences are Q numbers apart. Query head h reads key head ``h // GROUP``.
+        keys, values: Pointers to contiguous ``[n_blocks, SIZE, G, D]``.
+        tables: Pointer to int64 ``[B, M]``, each sequence's blocks.
+        lengths: Pointer to int64 ``[B]``, each sequence's number of positions.
+        o, lse: Pointers to contiguous float32 ``[parts, B, H, D]`` and ``[parts, B, H]``: output and natural
+            logsumexp of each part.
+        scale: Factor of the scores.
+        H, M, Q: Number of query heads; numbers from one table to the next; numbers from one sequence's queries to the
+            next.
         WIDTH, ROWS, COLS: Powers of two: at least D, at least GROUP, and the positions in a tile.
 
     Of P parts, part i has tiles ``i * n // P`` to ``(i + 1) * n // P - 1`` of a sequence's n tiles.
@@ -38,7 +41,7 @@ def paged_attention_kernel(
     rows, dims = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     at = (b * H + g * GROUP + rows[:, None]) * D + dims[None, :]
     inside = (rows[:, None] < GROUP) & (dims[None, :] < D)
-    query = tl.load(q + at, mask=inside, other=0.0)
+    query = tl.load(q + at + b * (Q - H * D), mask=inside, other=0.0)
     m, l = tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     acc, length = tl.zeros([ROWS, WIDTH], tl.float32), tl.load(lengths + b)
     n_tiles, n_parts = tl.cdiv(length, COLS), tl.num_programs(2)
@@ -135,7 +138,8 @@ def launch_paged(
     if q.numel():
         paged_attention_kernel[(batch, n_kv_heads, n_parts)](
             q.contiguous(), keys, values, tables, lengths, o, lse, width**-0.5, n_heads, tables.shape[1],
-            SIZE=size, GROUP=n_heads // n_kv_heads, D=width, WIDTH=max(16, triton.next_power_of_2(width)),
+            n_heads * width, SIZE=size, GROUP=n_heads // n_kv_heads, D=width,
+            WIDTH=max(16, triton.next_power_of_2(width)),
             ROWS=max(16, triton.next_power_of_2(n_heads // n_kv_heads)), COLS=16 if INTERPRETED else 64,
         )  # fmt: skip
     return o, lse

@@ -40,8 +40,10 @@ class PrefixEngine(Engine):
         To draw from them would raise an exception, and on a
         GPU end all work of the process.
         """
-        self.without_scores.clear()
         self.in_step = None
+        if self.steps is not None:
+            return self.step_ahead()
+        self.without_scores.clear()
         fault = ArithmeticError("the model's scores of the next token are not finite")
         return [(request, fault if request in self.without_scores else token) for request, token in super().step()]
 
@@ -57,6 +59,7 @@ class PrefixEngine(Engine):
         dropped = list(self.scheduler.running) if self.in_step is None else self.in_step
         for progress in dropped:
             self.scheduler.cancel(progress.request)
+            self._flight.rows.pop(progress, None)
             if progress in self.sequences:
                 self.cache.free(self.sequences.pop(progress))
             if progress in self.acquired:
@@ -66,28 +69,29 @@ class PrefixEngine(Engine):
         return [progress.request for progress in dropped]
 
     def run(self, chunks: list[Chunk]) -> Iterator[Tensor]:
-        """Pass chunks through the model, without the tokens of a new request's first chunk that the tree knows."""
-        self.in_step = [chunk.progress for chunk in chunks]
-        found = {progress: self._begin(progress, n) for progress, n in chunks if progress not in self.sequences}
-        for progress, n_found in found.items():
-            progress.n_cached = n_found
-        logits = super().run([Chunk(progress, n - found.get(progress, 0)) for progress, n in chunks])
-        for progress in found:
-            progress.n_cached = 0  # the scheduler adds the whole chunk
-        for progress, n in chunks:
-            if n > 1:
-                self._remember(progress)
-        return self._finite(chunks, logits)
-
-    def _finite(self, chunks: list[Chunk], logits: Iterator[Tensor]) -> Iterator[Tensor]:
         """The logits, but zeros where the largest is NaN or infinite; the requests of these are noted."""
-        rows = list(logits)
+        rows = list(super().run(chunks))
         largest = torch.stack([row.amax() for row in rows]).tolist() if rows else []
         for i, (chunk, value) in enumerate(zip(chunks, largest, strict=True)):
             if not math.isfinite(value):
                 self.without_scores.add(chunk.progress.request)
                 rows[i] = torch.zeros_like(rows[i])
         return iter(rows)
+
+    def _logits(self, chunks: list[Chunk]) -> tuple[Tensor, list[Chunk]]:
+        """Pass chunks through the model, without the tokens of a new request's first chunk that the tree knows."""
+        whole = {chunk.progress: chunk for chunk in chunks}
+        self.in_step = list(whole)
+        found = {progress: self._begin(progress, n) for progress, n in chunks if progress not in self.sequences}
+        for progress, n_found in found.items():
+            progress.n_cached = n_found
+        logits, order = super()._logits([Chunk(progress, n - found.get(progress, 0)) for progress, n in chunks])
+        for progress in found:
+            progress.n_cached = 0  # the scheduler adds the whole chunk
+        for progress, n in chunks:
+            if n > 1:
+                self._remember(progress)
+        return logits, [whole[chunk.progress] for chunk in order]
 
     def release(self) -> None:
         """Free the blocks of requests that no longer run, after the tree has become a user of the full ones."""

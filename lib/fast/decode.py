@@ -1,0 +1,224 @@
+"""Chapter 4's Llama on tokens of many requests, with few launches; a decoding step is one launch of a CUDA graph.
+
+Chapter 21's step takes its time on the host, which launches some fifteen small kernels for each layer. `Steps`
+computes the same with seven, and
+records them once for each of some batch sizes. What changes from step to step (tokens, positions, slots, tables,
+lengths) lies
+in buffers whose addresses never change; a single copy fills them before a replay.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from lib.fast.attention.paged import Tiles, prompt_attention
+from lib.fast.models import capture
+from lib.fast.parts.rows import add_norm, embed, gate, merge, one_row, rotate_and_store
+from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, triton
+from lib.given.kernels.paged import paged_attention_kernel
+
+MOST_SEQUENCES = 256  # in a graph
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+TILE = 16 if INTERPRETED else 64  # positions that the paged kernel reads at a time
+FIELDS = 4  # of a sequence, before its table: token, position, slot, length
+PADDING = np.array([[0], [0], [-1], [0]])  # where a batch has no sequence: nothing is written, nothing is attended to
+
+
+class Layer(NamedTuple):
+    """The weights of a block, those of one product side by side."""
+
+    attention_norm: Tensor
+    wqkv: Tensor
+    wo: Tensor
+    ffn_norm: Tensor
+    w13: Tensor
+    w2: Tensor
+
+
+def can_step(model: nn.Module, cache: Any) -> bool:
+    """Whether `Steps` can run a model: a plain ``Llama`` of one floating dtype, on a GPU (or in the interpreter, for
+    tests)."""
+    if not HAS_TRITON or not hasattr(model, "tok_embeddings") or not hasattr(model, "rope"):
+        return False
+    weights = list(model.parameters())
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    names = {"wq", "wk", "wv", "wo", "w1", "w2", "w3"}
+    plain = all(type(layer) is nn.Linear and layer.bias is None for layer in layers)
+    found = {
+        name.rpartition(".")[2] for name, module in model.layers[0].named_modules() if isinstance(module, nn.Linear)
+    }
+    one_kind = {(w.dtype, w.device) for w in weights} == {(cache.keys.dtype, cache.keys.device)}
+    places = cache.keys.is_cuda or INTERPRETED
+    head_dim = cache.keys.shape[-1]
+    return places and plain and found == names and one_kind and cache.keys.dtype in DTYPES and 16 <= head_dim <= 256
+
+
+def side_by_side(*layers: nn.Linear) -> Tensor:
+    """One weight of several layers, whose parameters become parts of it: no weight is in memory twice."""
+    whole = torch.cat([layer.weight.detach() for layer in layers])
+    for layer, part in zip(layers, whole.split([len(layer.weight) for layer in layers]), strict=True):
+        layer.weight.data = part
+    return whole
+
+
+class Steps:
+    """A model and its cache, ready to pass tokens through.
+
+    Args:
+        model: Chapter 4's ``Llama``, for which `can_step` holds. Its weights stay the same, but some become parts of
+            larger tensors.
+        cache: Chapter 21's ``PagedCache``.
+        n_rows: Rows of ``sampled``: chunks of a step at most.
+
+    Attributes:
+        fields: ``[FIELDS, MOST_SEQUENCES]``, a numpy array: token, position, slot and length of each sequence of the
+            next decoding step.
+            Its length counts the new position. A token of ``-1 - row`` stands for ``sampled[row]``.
+        tables: ``[MOST_SEQUENCES, M]``, a numpy array: the blocks of each.
+        sampled: ``[n_rows]``, int64, on the device: the token that each row of the last step led to. Who samples
+            writes it.
+    """
+
+    def __init__(self, model: Any, cache: Any, n_rows: int = MOST_SEQUENCES) -> None:
+        self.model, self.cache, self.config = model, cache, model.config
+        self.device = cache.keys.device
+        model.rope = model.rope.to(self.device)
+        self.layers = [self._layer(block) for block in model.layers]
+        n_fields, width = FIELDS * MOST_SEQUENCES, -(-model.config.context_len // cache.block_size)
+        host = torch.zeros(n_fields + MOST_SEQUENCES * width, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self._host, self._rows = host, torch.zeros_like(host, device=self.device, pin_memory=False)
+        self.fields = host[:n_fields].view(FIELDS, -1).numpy()
+        self.tables = host[n_fields:].view(-1, width).numpy()
+        self.sampled = torch.zeros(max(n_rows, MOST_SEQUENCES), dtype=torch.int64, device=self.device)
+        self._read = torch.cuda.Event() if self.device.type == "cuda" else None
+        self.graphs: dict[int, Callable[[], Tensor]] = {}
+        self.pool: Any = None
+        self.processors = 1
+        if self.device.type == "cuda":
+            self.pool = torch.cuda.graph_pool_handle()
+            self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    @staticmethod
+    def _layer(block: Any) -> Layer:
+        a, f = block.attention, block.feed_forward
+        wqkv, w13 = side_by_side(a.wq, a.wk, a.wv), side_by_side(f.w1, f.w3)
+        norms = block.attention_norm.weight.detach(), block.ffn_norm.weight.detach()
+        return Layer(norms[0], wqkv, a.wo.weight.detach(), norms[1], w13, f.w2.weight.detach())
+
+    def wait(self) -> None:
+        """Wait until the device has read the last step's ``fields`` and ``tables``."""
+        if self._read is not None:
+            self._read.synchronize()
+
+    @torch.no_grad()
+    def decode(self, n: int) -> Float[Tensor, "n v"]:
+        """The logits, float32, after one more token of each of n sequences: those of the first n of ``fields`` and
+        ``tables``.
+
+        The next call overwrites them. Call ``wait`` before you change ``fields`` and ``tables`` for the next step.
+        """
+        size = batch_size(n)
+        self.fields[:, n:size] = PADDING
+        end = self.fields.size + size * self.tables.shape[1]
+        self._rows[:end].copy_(self._host[:end], non_blocking=True)
+        if self._read is not None:
+            self._read.record()
+        if self.device.type != "cuda":
+            return self._decode(size)[:n]
+        if size not in self.graphs:
+            self.graphs[size] = capture(lambda: self._decode(size), n_warmup=1, pool=self.pool)
+        return self.graphs[size]()[:n]
+
+    def warm_up(self, told: Callable[[int, int], None] = lambda done, of: None) -> None:
+        """Record the graphs of all batch sizes; ``told(done, of)`` is called after each."""
+        sizes = sorted({batch_size(n) for n in range(1, MOST_SEQUENCES + 1)}, reverse=True)
+        for done, size in enumerate(sizes, 1):
+            self.fields[:, :size] = PADDING
+            self.decode(size)
+            told(done, len(sizes))
+
+    def _decode(self, size: int) -> Float[Tensor, "b v"]:
+        fields = self._rows[: self.fields.size].view(FIELDS, -1)[:, :size]
+        tables = self._rows[self.fields.size :].view(-1, self.tables.shape[1])
+        x, parts = embed(fields[0], self.sampled, self.model.tok_embeddings.weight), self._n_parts(size)
+
+        def attend(i: int, qkv: Tensor) -> Tensor:
+            return self._attend_to_blocks(i, qkv, tables, fields[3], parts)
+
+        return self._logits(*self._blocks(x, fields[1], fields[2], attend))
+
+    @torch.no_grad()
+    def prompts(
+        self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"], slots: Int[Tensor, " n"],
+        last: Int[Tensor, " c"], tiles: Tiles,
+    ) -> Float[Tensor, "c v"]:  # fmt: skip
+        """The logits, float32, of some rows of tokens of any number of sequences.
+
+        Args:
+            tokens: One sequence's tokens after another's.
+            positions: Of each in its own sequence.
+            slots: The place of each in the cache.
+            last: The rows whose next token is asked for.
+            tiles: The sequences' blocks, and how their queries are cut into tiles.
+        """
+
+        def attend(i: int, qkv: Tensor) -> Tensor:
+            return prompt_attention(qkv, self.cache.keys[i], self.cache.values[i], tiles)
+
+        return self._logits(*self._blocks(self.model.tok_embeddings(tokens), positions, slots, attend), last)
+
+    def _blocks(
+        self, x: Tensor, positions: Tensor, slots: Tensor, attend: Callable[[int, Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream x behind the last block, in place, and what is still to be added to it."""
+        cache, eps, added = self.cache, self.config.norm_eps, None
+        alone = len(x) == 1 and x.dtype != torch.float16  # in which a row times its gain can overflow
+        for i, layer in enumerate(self.layers):
+            if alone:
+                qkv = one_row(x, layer.wqkv, layer.attention_norm, eps)
+            else:
+                qkv = nn.functional.linear(add_norm(x, added, layer.attention_norm, eps), layer.wqkv)
+            rotate_and_store(qkv, self.model.rope, positions, slots, cache.keys[i], cache.values[i])
+            mean = attend(i, qkv).reshape(len(x), -1)
+            if alone:
+                one_row(mean, layer.wo, into=x)
+                one_row(one_row(x, layer.w13, layer.ffn_norm, eps, gated=True), layer.w2, into=x)
+            else:
+                normed = add_norm(x, nn.functional.linear(mean, layer.wo), layer.ffn_norm, eps)
+                added = nn.functional.linear(gate(nn.functional.linear(normed, layer.w13)), layer.w2)
+        return x, added
+
+    def _logits(self, x: Tensor, added: Tensor | None, rows: Tensor | None = None) -> Tensor:
+        if rows is not None:
+            x, added = x[rows], None if added is None else added[rows]
+        normed = add_norm(x, added, self.model.norm.weight, self.config.norm_eps)
+        return nn.functional.linear(normed, self.model.output.weight).float()
+
+    def _n_parts(self, batch: int) -> int:
+        """Parts of a sequence's positions, a power of two: about four programs for each processor, and no more parts
+        than tiles."""
+        n_tiles = -(-self.config.context_len // TILE)
+        most = min(n_tiles, 4 * self.processors // max(1, batch * self.cache.keys.shape[3]))
+        return 1 << max(0, most.bit_length() - 1)
+
+    def _attend_to_blocks(self, i: int, qkv: Tensor, tables: Tensor, lengths: Tensor, n_parts: int) -> Tensor:
+        keys, values, batch = self.cache.keys[i], self.cache.values[i], len(qkv)
+        (_, size, n_kv_heads, width), n_heads = keys.shape, self.config.n_heads
+        o = torch.empty(n_parts, batch, n_heads, width, dtype=torch.float32, device=qkv.device)
+        lse = torch.empty(n_parts, batch, n_heads, dtype=torch.float32, device=qkv.device)
+        group = n_heads // n_kv_heads
+        paged_attention_kernel[(batch, n_kv_heads, n_parts)](
+            qkv, keys, values, tables, lengths, o, lse, width**-0.5, n_heads, tables.shape[1], qkv.shape[1],
+            SIZE=size, GROUP=group, D=width, WIDTH=triton.next_power_of_2(width),
+            ROWS=max(16, triton.next_power_of_2(group)), COLS=TILE,
+        )  # fmt: skip
+        return merge(o, lse, qkv.dtype)
+
+
+def batch_size(n: int) -> int:
+    """The size of the graph that runs n sequences: 1, 2, 4, or a multiple of 8."""
+    return next((size for size in (1, 2, 4) if n <= size), -(-n // 8) * 8)

@@ -1,0 +1,226 @@
+"""Kernels for a few rows at a time: what a model computes when each of some sequences gets one more token.
+
+With so few rows every product reads its whole weight for little arithmetic, so the step is a walk through memory, and
+what stops the walk
+costs time: each launch, each small tensor that is written only to be read again. For a single row, the norm before a
+product, the gate
+behind it and the residual stream's sum happen inside of the product's kernel. For more rows PyTorch's products are
+faster.
+"""
+
+import torch
+from jaxtyping import Complex, Float, Int
+from torch import Tensor
+
+from lib.given.kernels.mode import tl, triton
+
+LONG_ROW = 4096  # terms from which a program reads longer pieces of fewer rows
+
+
+@triton.jit
+def one_row_kernel(
+    x, weight, gain, out, n_columns, n_terms, eps,
+    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr,
+    COLS: tl.constexpr, TERMS: tl.constexpr,
+):  # fmt: skip
+    """out [n_columns] is the product of weight [n_columns, n_terms] and x [n_terms]; a program computes COLS numbers
+    of it.
+
+    With NORM, x is first divided by its root mean square and multiplied by gain. With GATED the weight has twice as
+    many rows, and out is
+    silu of the first half's product times the second half's. With ADD the product is added to out. EVEN: TERMS
+    divides n_terms.
+    Bytes moved: the weight once. FLOPs: two for each number of the weight.
+    """
+    columns, terms = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, TERMS)
+    is_column = columns < n_columns
+    at = weight + columns.to(tl.int64)[:, None] * n_terms + terms[None, :]
+    behind = n_columns.to(tl.int64) * n_terms
+    first, second = tl.zeros([COLS, TERMS], tl.float32), tl.zeros([COLS, TERMS], tl.float32)
+    squares = tl.zeros([TERMS], tl.float32)
+    dtype = out.dtype.element_ty
+    for start in range(0, n_terms, TERMS):
+        is_term = EVEN | (start + terms < n_terms)
+        inside = is_column[:, None] & is_term[None, :]
+        row = tl.load(x + start + terms, mask=is_term, other=0.0).to(tl.float32)
+        if NORM:
+            squares += row * row
+            row = (row * tl.load(gain + start + terms, mask=is_term, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+        first += tl.load(at + start, mask=inside, other=0.0).to(tl.float32) * row[None, :]
+        if GATED:
+            second += tl.load(at + behind + start, mask=inside, other=0.0).to(tl.float32) * row[None, :]
+    scale = tl.rsqrt(tl.sum(squares, 0) / n_terms + eps) if NORM else 1.0
+    total = tl.sum(first, 1) * scale
+    if GATED:
+        gate = total.to(dtype).to(tl.float32)
+        gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        total = gate * (tl.sum(second, 1) * scale).to(dtype).to(tl.float32)
+    if ADD:
+        total = total.to(dtype).to(tl.float32) + tl.load(out + columns, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(out + columns, total.to(dtype), mask=is_column)
+
+
+def one_row(
+    x: Float[Tensor, "1 c"], weight: Float[Tensor, "f c"], gain: Tensor | None = None, eps: float = 0.0,
+    gated: bool = False, into: Tensor | None = None,
+) -> Float[Tensor, "1 f"]:  # fmt: skip
+    """The product of one row with a weight ``[F, C]``; all tensors are contiguous and of one dtype.
+
+    Args:
+        x: ``[1, C]``.
+        weight: ``[F, C]``, or ``[2 F, C]`` if the product is gated.
+        gain: ``[C]``; if given, the row is normalised (RMSNorm with ``eps``) and multiplied by it.
+        eps: Of the norm.
+        gated: Return ``silu(first half) * second half`` of the product.
+        into: ``[1, F]``; if given, the product is added to it, in place.
+    """
+    n_columns, n_terms = len(weight) // 2 if gated else len(weight), x.shape[1]
+    out = x.new_empty(1, n_columns) if into is None else into
+    columns, terms, warps = (4, 2048, 4) if n_terms >= LONG_ROW else (8, 256, 4) if gated else (4, 1024, 4)
+    one_row_kernel[(triton.cdiv(n_columns, columns),)](
+        x, weight, gain, out, n_columns, n_terms, eps, NORM=gain is not None, GATED=gated, ADD=into is not None,
+        EVEN=n_terms % terms == 0, COLS=columns, TERMS=terms, num_warps=warps, num_stages=1,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def add_norm_kernel(x, added, gain, out, n_columns, eps, ADD: tl.constexpr, COLS: tl.constexpr):
+    """x += added, in place, and out is x over its root mean square times gain; a program has one row."""
+    columns = tl.arange(0, COLS)
+    inside, at = columns < n_columns, tl.program_id(0).to(tl.int64) * n_columns + columns
+    row = tl.load(x + at, mask=inside, other=0.0)
+    if ADD:
+        row = (row.to(tl.float32) + tl.load(added + at, mask=inside, other=0.0).to(tl.float32)).to(row.dtype)
+        tl.store(x + at, row, mask=inside)
+    wide = row.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / n_columns + eps)
+    weight = tl.load(gain + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, (weight * (wide * scale)).to(row.dtype), mask=inside)
+
+
+def add_norm(
+    x: Float[Tensor, "n c"], added: Float[Tensor, "n c"] | None, gain: Float[Tensor, " c"], eps: float
+) -> Float[Tensor, "n c"]:
+    """Add ``added`` to the residual stream x, in place, and return RMSNorm of the sum."""
+    out = torch.empty_like(x)
+    add_norm_kernel[(len(x),)](
+        x, added, gain, out, x.shape[1], eps, ADD=added is not None, COLS=triton.next_power_of_2(x.shape[1])
+    )
+    return out
+
+
+@triton.jit
+def gate_kernel(x, out, n_columns, COLS: tl.constexpr):
+    """out [n, n_columns] is silu of the first half of each row of x [n, 2 n_columns] times the second half."""
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLS + tl.arange(0, COLS)
+    inside = columns < n_columns
+    first = tl.load(x + 2 * row * n_columns + columns, mask=inside, other=0.0)
+    second = tl.load(x + (2 * row + 1) * n_columns + columns, mask=inside, other=0.0).to(tl.float32)
+    gate = first.to(tl.float32)
+    gate = (gate / (1.0 + tl.exp(-gate))).to(first.dtype).to(tl.float32)
+    tl.store(out + row * n_columns + columns, (gate * second).to(first.dtype), mask=inside)
+
+
+def gate(x: Float[Tensor, "n 2f"]) -> Float[Tensor, "n f"]:
+    """``silu(first half) * second half`` of each row."""
+    n_columns = x.shape[1] // 2
+    out = x.new_empty(len(x), n_columns)
+    gate_kernel[(len(x), triton.cdiv(n_columns, 1024))](x, out, n_columns, COLS=1024)
+    return out
+
+
+@triton.jit
+def rotate_and_store_kernel(
+    qkv, rope, positions, slots, keys, values, H, G, D: tl.constexpr, PAIRS: tl.constexpr
+):  # fmt: skip
+    """Rotate one head of one token in place, and copy it into its slot if it is a key or a value; the grid is
+    (tokens, H + 2 G)."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    pairs = tl.arange(0, PAIRS)
+    inside = pairs < D // 2
+    at = qkv + (token * (H + 2 * G) + head) * D + 2 * pairs
+    even, odd = tl.load(at, mask=inside, other=0.0), tl.load(at + 1, mask=inside, other=0.0)
+    if head < H + G:
+        angle = rope + (tl.load(positions + token) * (D // 2) + pairs) * 2
+        cos, sin = tl.load(angle, mask=inside, other=0.0), tl.load(angle + 1, mask=inside, other=0.0)
+        x, y = even.to(tl.float32), odd.to(tl.float32)
+        even, odd = (x * cos - y * sin).to(even.dtype), (x * sin + y * cos).to(odd.dtype)
+        tl.store(at, even, mask=inside)
+        tl.store(at + 1, odd, mask=inside)
+    slot = tl.load(slots + token)
+    if (head >= H) & (slot >= 0):
+        pool, first = keys, head - H
+        if head >= H + G:
+            pool, first = values, head - H - G
+        to = pool + (slot * G + first) * D + 2 * pairs
+        tl.store(to, even, mask=inside)
+        tl.store(to + 1, odd, mask=inside)
+
+
+def rotate_and_store(
+    qkv: Float[Tensor, "n hggd"], rope: Complex[Tensor, "t half_d"], positions: Int[Tensor, " n"],
+    slots: Int[Tensor, " n"], keys: Float[Tensor, "b s g d"], values: Float[Tensor, "b s g d"],
+) -> None:  # fmt: skip
+    """Rotate queries and keys in place, and write keys and values into a layer's blocks.
+
+    Args:
+        qkv: ``[N, (H + 2 G) D]``: each token's queries, keys and values.
+        rope: Chapter 2's table, complex64.
+        positions: Each token's position.
+        slots: Each token's slot, ``block * block_size`` plus the place in the block; a negative one is not written.
+        keys: ``[n_blocks, block_size, G, D]``.
+        values: The same.
+    """
+    n_kv_heads, width = keys.shape[2:]
+    n_heads = qkv.shape[1] // width - 2 * n_kv_heads
+    rotate_and_store_kernel[(len(qkv), n_heads + 2 * n_kv_heads)](
+        qkv, torch.view_as_real(rope), positions, slots, keys, values, n_heads, n_kv_heads,
+        D=width, PAIRS=triton.next_power_of_2(max(1, width // 2)), num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def merge_kernel(o, lse, out, H, D, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """out [B, H, D] joins the attention o [PARTS, B, H, D] to each part by the parts' logsumexp; the grid is (B, H)."""
+    row, parts, dims = tl.program_id(0).to(tl.int64) * H + tl.program_id(1), tl.arange(0, PARTS), tl.arange(0, WIDTH)
+    n_rows = tl.num_programs(0).to(tl.int64) * H
+    own = tl.load(lse + parts * n_rows + row)
+    largest = tl.max(own, 0)
+    weights = tl.where(own == -float("inf"), 0.0, tl.exp(own - largest))
+    total = tl.sum(weights, 0)
+    there = (dims < D)[None, :] & (weights > 0.0)[:, None]
+    each = tl.load(o + (parts[:, None] * n_rows + row) * D + dims[None, :], mask=there, other=0.0)
+    mean = tl.sum(each * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + row * D + dims, mean.to(out.dtype.element_ty), mask=dims < D)
+
+
+def merge(o: Float[Tensor, "p b h d"], lse: Float[Tensor, "p b h"], dtype: torch.dtype) -> Float[Tensor, "b h d"]:
+    """Attention to all positions from attention to P parts of them, P a power of two; 0 where no part has a
+    position."""
+    n_parts, batch, n_heads, width = o.shape
+    out = torch.empty(batch, n_heads, width, dtype=dtype, device=o.device)
+    merge_kernel[(batch, n_heads)](o, lse, out, n_heads, width, PARTS=n_parts, WIDTH=triton.next_power_of_2(width))
+    return out
+
+
+@triton.jit
+def embed_kernel(tokens, sampled, weight, out, n_columns, COLS: tl.constexpr):
+    """out [n, n_columns] has the row of weight for each token; a token of -1 - i stands for sampled[i]."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens + row)
+    if token < 0:
+        token = tl.load(sampled - 1 - token)
+    columns = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    inside = columns < n_columns
+    values = tl.load(weight + token * n_columns + columns, mask=inside, other=0.0)
+    tl.store(out + row * n_columns + columns, values, mask=inside)
+
+
+def embed(tokens: Int[Tensor, " n"], sampled: Int[Tensor, " m"], weight: Float[Tensor, "v c"]) -> Float[Tensor, "n c"]:
+    """Rows of an embedding table; a token of ``-1 - i`` stands for ``sampled[i]``, which only the device knows yet."""
+    out = weight.new_empty(len(tokens), weight.shape[1])
+    embed_kernel[(len(tokens), triton.cdiv(weight.shape[1], 1024))](
+        tokens, sampled, weight, out, weight.shape[1], COLS=1024
+    )
+    return out

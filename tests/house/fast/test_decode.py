@@ -1,0 +1,245 @@
+"""The fast way of a Llama through the serving engine: its kernels, its step, and the same tokens as the plain way."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
+
+import lib.fast.serving as serving
+from lib.fast.attention.paged import Tiles, cut, prompt_attention
+from lib.fast.decode import MOST_SEQUENCES, batch_size, can_step
+from lib.fast.parts.rows import add_norm, embed, gate, merge, one_row, rotate_and_store
+from lib.fast.parts.sample import NOT_FINITE, sample_rows
+from lib.given.kernels.mode import HAS_TRITON, INTERPRETED, NO_TRITON
+from lib.given.models.llama import LlamaConfig
+from lib.given.models.serving import Progress, Request
+from lib.llama import Llama, RMSNorm, sample_next
+from lib.rope import apply_rope, precompute_rope
+from lib.runs.serving.prefix import PrefixEngine
+from lib.serving import Engine, Scheduler
+
+WHY = "kernels are compiled here; the interpreter runs them where there is no GPU" if HAS_TRITON else NO_TRITON
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON)
+SMALL = LlamaConfig(vocab_size=23, dim=32, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=40, context_len=32)
+
+
+def on_both(function):
+    """The same test in the interpreter and, where there is one, on a GPU."""
+    places = [
+        pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason=WHY)),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+    return pytest.mark.parametrize("device", places)(function)
+
+
+def normal(*shape, device, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def close(found, expected, atol=2e-5):
+    torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4)
+
+
+@on_both
+@pytest.mark.parametrize("width", [48, 300])
+def test_a_product_of_one_row(device, width):
+    x, weight, norm = (
+        normal(1, width, device=device),
+        normal(10, width, device=device, seed=1),
+        RMSNorm(width, 1e-3).to(device),
+    )
+    gain = norm.weight.data.copy_(1 + normal(width, device=device, seed=2))
+    close(one_row(x, weight), linear(x, weight))
+    close(one_row(x, weight, gain, 1e-3), linear(norm(x), weight), atol=1e-4)
+    gated = silu(linear(norm(x), weight[:5])) * linear(norm(x), weight[5:])
+    close(one_row(x, weight, gain, 1e-3, gated=True), gated, atol=1e-3)
+    stream = normal(1, 10, device=device, seed=3)
+    expected = stream + linear(x, weight)
+    assert one_row(x, weight, into=stream) is stream
+    close(stream, expected)
+
+
+@on_both
+def test_sums_norms_gates_and_rows_of_a_table(device):
+    x, added, norm = normal(3, 20, device=device), normal(3, 20, device=device, seed=1), RMSNorm(20).to(device)
+    gain = norm.weight.data.copy_(1 + normal(20, device=device, seed=2))
+    close(add_norm(x.clone(), None, gain, norm.eps), norm(x))
+    stream = x.clone()
+    close(add_norm(stream, added, gain, norm.eps), norm(x + added))
+    close(stream, x + added)
+    close(gate(x), silu(x[:, :10]) * x[:, 10:])
+    known = torch.tensor([7, 2], device=device)
+    table, tokens = normal(9, 12, device=device), torch.tensor([4, -1, -2, 0], device=device)
+    assert torch.equal(embed(tokens, known, table), table[[4, 7, 2, 0]])
+
+
+@on_both
+def test_heads_are_rotated_and_stored(device):
+    n_heads, n_kv_heads, width = 4, 2, 8
+    qkv, rope = normal(3, (n_heads + 2 * n_kv_heads) * width, device=device), precompute_rope(width, 11, device=device)
+    keys, values = torch.zeros(2, 3, 4, n_kv_heads, width, device=device)
+    positions, slots = torch.tensor([5, 0, 10], device=device), torch.tensor([7, -1, 2], device=device)
+    heads = qkv.clone().view(3, -1, width)
+    turned = torch.cat(
+        [apply_rope(row[None, None, :6], rope[p : p + 1])[0] for row, p in zip(heads, positions, strict=True)]
+    )
+    rotate_and_store(qkv, rope, positions, slots, keys, values)
+    close(qkv.view(3, -1, width)[:, :6], turned)
+    for pool, expected in ((keys, turned[:, 4:]), (values, heads[:, 6:])):
+        close(pool.flatten(0, 1)[[7, 2]], expected[[0, 2]])
+        assert pool.count_nonzero() == 2 * n_kv_heads * width  # a slot below 0 is not written
+
+
+@on_both
+def test_parts_of_an_attention_are_merged(device):
+    o, lse = normal(4, 2, 3, 8, device=device), normal(4, 2, 3, device=device, seed=1)
+    lse[2:, 0] = -math.inf
+    lse[:, 1, 1] = -math.inf
+    o[2:, 0] = math.nan  # a part without positions is not read
+    expected = (lse.softmax(0)[..., None] * o).nan_to_num(0).sum(0)
+    expected[1, 1] = 0
+    close(merge(o, lse, torch.float32), expected)
+
+
+@on_both
+def test_prompts_attend_to_their_blocks(device):
+    """Two sequences in blocks of any order; the second has three positions in the cache before its new tokens."""
+    n_heads, n_kv_heads, width, size, starts, sizes = 4, 2, 16, 4, [0, 3], [9, 2]
+    tables = [[5, 0, 3], [1, 4]]
+    keys, values = normal(2, 6, size, n_kv_heads, width, device=device)
+    qkv = normal(sum(sizes), (n_heads + 2 * n_kv_heads) * width, device=device, seed=1)
+    blocks, *fields = (torch.tensor(x, device=device) for x in cut(starts, sizes, tables, n_heads // n_kv_heads))
+    found, row = prompt_attention(qkv, keys, values, Tiles(blocks.view(2, -1), *fields)), 0
+    for start, n, table in zip(starts, sizes, tables, strict=True):
+        q = qkv[row : row + n].view(n, -1, width)[:, :n_heads].transpose(0, 1)
+        k, v = (pool[table].flatten(0, 1)[: start + n].transpose(0, 1) for pool in (keys, values))
+        mask = torch.ones(n, start + n, dtype=torch.bool, device=device).tril(start)
+        expected = scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(0, 1)
+        close(found[row : row + n], expected, atol=1e-4)
+        row += n
+
+
+@on_both
+def test_rows_are_sampled_as_one_at_a_time(device):
+    logits = 3 * normal(8, 50, device=device)
+    settings = [(0.0, None, None), (1.0, None, None), (0.7, 5, None), (1.3, None, 0.6), (0.9, 7, 0.8), (1.0, 99, 1.0)]
+    made = [Request([1], 1, t, i, top_k=k, top_p=p) for i, (t, k, p) in enumerate(settings)]
+    alone = [sample_next(row[None], **Progress(r).sampling(row.device)) for row, r in zip(logits, made, strict=False)]
+    logits[6, 3], logits[7, 0] = math.inf, math.nan
+    found = sample_rows(logits, [*map(Progress, made), None, None])
+    assert found.tolist() == [*map(int, alone), NOT_FINITE, NOT_FINITE]
+
+
+def test_sizes_of_graphs():
+    assert [batch_size(n) for n in (1, 2, 3, 4, 5, 8, 9, 250)] == [1, 2, 4, 4, 8, 8, 16, 256]
+    assert batch_size(MOST_SEQUENCES) == MOST_SEQUENCES
+
+
+def test_what_takes_the_plain_way():
+    model = Llama(SMALL)
+    cache = Engine(model, Scheduler(8, 8, 4)).cache
+    assert can_step(model, cache) == INTERPRETED
+    assert not can_step(nn.Linear(2, 2), cache)
+    assert not can_step(model.double(), cache)  # the cache is float32
+    model.float().layers[0].feed_forward.w2 = nn.Linear(40, 32)
+    assert not can_step(model, cache)  # a bias
+
+
+def served(engine, requests, cancelled=None):
+    """The tokens of each request, all submitted before the first step; ``cancelled`` after its second token."""
+    for request in requests:
+        engine.submit(request)
+    found = {request: [] for request in requests}
+    while engine.is_busy:
+        for request, token in engine.step():
+            found[request].append(token)
+            if request is cancelled and len(found[request]) == 2:
+                assert engine.cancel(request)
+    engine.release()
+    assert not engine.sequences
+    return list(found.values())
+
+
+def mixed_requests():
+    """Prompts with a common beginning; greedy and random; one ends at a token that it draws."""
+    common = [3, 1, 4, 1]
+    settings = [(0.0, None), (1.0, None), (0.0, 7), (0.8, None)]
+    return [Request([*common, 5 + i, 9][: 6 - i], 4, t, i, eos_id=end) for i, (t, end) in enumerate(settings)]
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    monkeypatch.setattr(serving.Runner, "is_fast", lambda engine: can_step(engine.model, engine.cache))
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason=WHY)),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
+def model(request):
+    torch.manual_seed(0)
+    return Llama(SMALL).eval().to(request.param)
+
+
+def plainly(model, requests, scheduler):
+    engine = Engine(model, scheduler)
+    engine.steps = None
+    return served(engine, requests)
+
+
+@pytest.mark.time_limit(120)
+@pytest.mark.parametrize("make", [Engine, PrefixEngine])
+def test_the_fast_way_gives_the_same_tokens(fast, model, make):
+    """In a pool of five blocks, so that requests wait and are preempted."""
+    expected = plainly(model, mixed_requests(), Scheduler(7, 5, 4))
+    engine = make(model, Scheduler(7, 5, 4))
+    assert engine.steps is not None
+    assert served(engine, mixed_requests()) == expected
+
+
+@pytest.mark.time_limit(120)
+def test_a_token_that_ends_a_request_and_one_that_is_cancelled(fast, model):
+    """The step in flight computes one more token for both; nobody sees it, and all blocks return."""
+    prompt, other = [3, 1, 4], [2, 7]
+    (tokens,) = plainly(model, [Request(prompt, 6)], Scheduler(16, 8, 4))
+    end = tokens[2]
+    expected = tokens[: tokens.index(end) + 1]
+    engine = PrefixEngine(model, Scheduler(16, 8, 4))
+    leaves = Request(other, 9)
+    found = served(engine, [Request(prompt, 6, eos_id=end), leaves], cancelled=leaves)
+    assert found[0] == expected
+    assert len(found[1]) == 2
+    assert engine.scheduler.n_free == 8
+
+
+@pytest.mark.time_limit(120)
+def test_scores_that_are_not_finite_end_only_their_request(fast, model):
+    with torch.no_grad():
+        model.tok_embeddings.weight[5] = math.nan
+    engine = PrefixEngine(model, Scheduler(16, 16, 4))
+    (bad,), good = served(engine, [Request([1, 5], 4), Request([1, 2], 3)])
+    assert isinstance(bad, ArithmeticError)
+    assert good == plainly(model, [Request([1, 2], 3)], Scheduler(16, 16, 4))[0]
+
+
+def test_weights_side_by_side_are_the_model_s_own(fast, model):
+    before = {name: w.clone() for name, w in model.state_dict().items()}
+    engine = PrefixEngine(model, Scheduler(16, 8, 4))
+    block, layer = model.layers[0], engine.steps.layers[0]
+    assert all(torch.equal(w, before[name]) for name, w in model.state_dict().items())
+    assert block.attention.wq.weight.data_ptr() == layer.wqkv.data_ptr()
+    assert block.feed_forward.w3.weight.data_ptr() == layer.w13[40:].data_ptr()
+
+
+@pytest.mark.gpu
+def test_a_graph_for_every_size(fast):
+    model = Llama(SMALL).eval().cuda()
+    engine, told = PrefixEngine(model, Scheduler(512, 400, 4)), []
+    engine.steps.warm_up(lambda done, of: told.append((done, of)))
+    assert told[-1] == (len(engine.steps.graphs), len(engine.steps.graphs)) == (35, 35)
+    requests = [Request([1 + i % 20, 2], 3) for i in range(300)]  # more than a graph takes
+    assert served(engine, requests) == plainly(model, [Request(r.tokens, 3) for r in requests], Scheduler(512, 400, 4))
