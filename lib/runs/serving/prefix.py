@@ -2,6 +2,7 @@
 and their beginnings are computed once.
 """
 
+import heapq
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -122,7 +123,23 @@ class PrefixEngine(Engine):
     def _extend(self, sequence: int, n_tokens: int) -> Tensor:
         pool, end = self.cache.allocator, self.cache.length_of(sequence) + n_tokens
         n_needed = self.scheduler.blocks_for(end) - len(self.cache.tables[sequence])
-        while n_needed > pool.n_free and (evicted := self.tree.evict(n_needed - pool.n_free)):
+        lot = self.cache.n_blocks // 32  # to find the oldest leaf means to look at all, so several go at a time
+        while n_needed > pool.n_free and (evicted := evict(self.tree, max(n_needed - pool.n_free, lot))):
             for block in evicted:
                 pool.free(block)
         return super()._extend(sequence, n_tokens)
+
+
+def evict(tree: PrefixTree, n: int) -> list[int]:
+    """As ``tree.evict(n)``, but the leaves are looked up once for all n blocks: a pool can have a hundred thousand."""
+    heap = [(leaf.last_used, i, leaf) for i, leaf in enumerate(tree.root.leaves()) if leaf.n_users == 0]
+    heapq.heapify(heap)
+    evicted: list[int] = []
+    while heap and len(evicted) < n:
+        _, i, leaf = heapq.heappop(heap)
+        parent = leaf.parent
+        del parent.children[leaf.piece]
+        evicted.append(leaf.block)
+        if parent is not tree.root and not parent.children and parent.n_users == 0:
+            heapq.heappush(heap, (parent.last_used, i, parent))
+    return evicted

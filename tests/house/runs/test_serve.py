@@ -31,11 +31,11 @@ from lib.runs.flags import UsageError
 from lib.runs.serving import api, models
 from lib.runs.serving.api import Service
 from lib.runs.serving.metrics import Metrics
-from lib.runs.serving.prefix import PrefixEngine
+from lib.runs.serving.prefix import PrefixEngine, evict
 from lib.runs.serving.schema import parse
 from lib.runs.serving.text import Answer, ByteTokenizer, Characters, FileTokenizer
 from lib.runs.serving.worker import Worker
-from lib.serving import Scheduler, generate_many
+from lib.serving import PrefixTree, Scheduler, generate_many
 from tests.house.runs import runs_programs
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -696,3 +696,22 @@ def test_the_load_test_measures_all_three(tmp_path, monkeypatch):
             assert numbers["tokens_per_s"] > 0
             assert 0 < numbers["first_token_s"]["median"] <= numbers["whole_s"]["p90"]
             assert numbers["between_tokens_s"]["median"] >= 0
+
+
+def test_many_blocks_are_evicted_in_the_tree_s_own_order():
+    chance = random.Random(0)
+
+    def grown() -> PrefixTree:
+        chance.seed(1)
+        tree = PrefixTree(2)
+        for first in range(0, 300, 10):
+            tokens = [chance.randrange(3) for _ in range(2 * chance.randint(1, 5))]
+            tree.insert(tokens, range(first, first + len(tokens) // 2))
+        tree.acquire([0, 1, 2, 2])
+        tree.acquire(tokens)
+        return tree
+
+    one_by_one, at_once = grown(), grown()
+    for n in (0, 1, 7, 4, 500):
+        assert evict(at_once, n) == one_by_one.evict(n)
+    assert at_once.root.leaves()
