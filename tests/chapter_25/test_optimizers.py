@@ -75,7 +75,8 @@ def check_conduct(make, bad: list[dict]) -> None:
     expect_close(unused.detach(), before, atol=0, rtol=0, name="the weight without a gradient", read=RETURNS)
     expect_true(unused not in optimizer.state, "a weight without a gradient got a state", read=STATE)
     expect_equal([group["lr"] for group in optimizer.param_groups], [0.5, 0.25], name="rates of the groups", read=ARGS)
-    gradient = used.grad.clone()
+    gradient = randn(4, 3, seed=7)
+    used.grad = gradient.clone()
     optimizer.step()
     expect_close(used.grad, gradient, atol=0, rtol=0, name="the gradient after a step", read=RETURNS)
     for settings in bad:
@@ -606,9 +607,9 @@ def test_singular_values_after_equals_the_matrix(shape):
 
 
 def test_singular_values_after_of_several_matrices():
-    case("s [2, 3] in float32, of two matrices, one of them zero: each row by its own norm; float64")
-    s = torch.tensor([[1.0, 2.0, 2.0], [0.0, 0.0, 0.0]])
-    expected = torch.tensor([[1 / 3, 2 / 3, 2 / 3], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    case("s [3, 3] in float32, of three matrices, one of them zero: each row by its own norm; float64")
+    s = torch.tensor([[1.0, 2.0, 2.0], [0.0, 0.0, 0.0], [0.0, 6.0, 8.0]])
+    expected = torch.tensor([[1 / 3, 2 / 3, 2 / 3], [0.0, 0.0, 0.0], [0.0, 0.6, 0.8]], dtype=torch.float64)
     expect_close(opt.singular_values_after(s, 0), expected, read=RETURNS)
     case("the first two of three triples, and four steps of three")
     three = [(4.0, -6.0, 3.0), (2.0, -1.5, 0.5), (9.0, 9.0, 9.0)]
