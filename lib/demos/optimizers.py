@@ -18,7 +18,7 @@ from lib.training import AdamW, cosine_schedule, parameter_groups
 
 LENGTH, BATCH, HELD_OUT = 64, 8, 20_000
 CONFIG = GPT2Config(vocab_size=256, context_len=LENGTH, dim=64, n_layers=2, n_heads=2)
-RATES = {"AdamW": (1e-3, 3e-3, 1e-2), "Lion": (1e-4, 3e-4, 1e-3), "Muon": (3e-3, 1e-2, 3e-2)}
+RATES = {"AdamW": (3e-4, 1e-3, 3e-3), "Lion": (3e-4, 1e-3, 3e-3), "Muon": (1e-2, 3e-2, 1e-1)}
 """Largest learning rates. Those of Muon are of its matrices; AdamW trains the other parameters at 3e-3."""
 Optimizers = list[torch.optim.Optimizer]
 
