@@ -301,8 +301,8 @@ class Muon(ByParameter):
         cautious: bool = False,
         ns_dtype: torch.dtype | None = torch.bfloat16,
     ):
-        settings = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "eps": eps}
-        settings |= {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "ns_dtype": ns_dtype}
+        settings: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+        settings |= {"eps": eps, "ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "ns_dtype": ns_dtype}
         super().__init__(params, **settings, adjust_lr_fn=adjust_lr_fn, cautious=cautious)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -419,8 +419,8 @@ class ShardedMuon(ByParameter):
         ns_dtype: torch.dtype | None = torch.bfloat16,
         group=None,
     ):
-        settings = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "eps": eps}
-        settings |= {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "ns_dtype": ns_dtype}
+        settings: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+        settings |= {"eps": eps, "ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "ns_dtype": ns_dtype}
         self.group, self.shapes = group, [tuple(shape) for shape in shapes]
         super().__init__(params, **settings, adjust_lr_fn=adjust_lr_fn, cautious=cautious)
 

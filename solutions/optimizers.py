@@ -421,8 +421,8 @@ class Muon(ByParameter):
         cautious: bool = False,
         ns_dtype: torch.dtype | None = torch.bfloat16,
     ):
-        settings = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "eps": eps}
-        settings |= {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "ns_dtype": ns_dtype}
+        settings: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+        settings |= {"eps": eps, "ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "ns_dtype": ns_dtype}
         super().__init__(params, **settings, adjust_lr_fn=adjust_lr_fn, cautious=cautious)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -446,7 +446,7 @@ class Muon(ByParameter):
 
 
 ### BEGIN SOLUTION
-def _momentum(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+def _momentum(parameter: Tensor, gradient: Any, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
     """Take the gradient into the momentum, and return the direction that is orthogonalized."""
     mean = state.setdefault("momentum_buffer", torch.zeros_like(parameter)).lerp_(gradient, 1 - group["momentum"])
     return gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
@@ -614,8 +614,8 @@ class ShardedMuon(ByParameter):
         ns_dtype: torch.dtype | None = torch.bfloat16,
         group=None,
     ):
-        settings = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "eps": eps}
-        settings |= {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "ns_dtype": ns_dtype}
+        settings: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+        settings |= {"eps": eps, "ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "ns_dtype": ns_dtype}
         self.group, self.shapes = group, [tuple(shape) for shape in shapes]
         super().__init__(params, **settings, adjust_lr_fn=adjust_lr_fn, cautious=cautious)
 

@@ -43,7 +43,7 @@ def read_text(n_bytes: int) -> tuple[Tensor, Tensor]:
     """Bytes of installed files, to train on and held out, in an order that is the same on every such machine."""
     root = Path(sysconfig.get_paths()["purelib"])
     parts: tuple[list[bytes], list[bytes]] = ([], [])
-    seen, total = set(), 0
+    seen, total = set[int](), 0
     for path in sorted(p for folder in (Path(sysconfig.get_paths()["stdlib"]), root) for p in folder.rglob("*")):
         if path.suffix not in ENDINGS or total >= n_bytes or not path.is_file():
             continue
@@ -190,7 +190,11 @@ def speeds(model: Model, texts: tuple[Tensor, Tensor], o: argparse.Namespace) ->
     training.loss(*training.batch()).backward()
 
     def alone(training: Training) -> Callable[[], None]:
-        return lambda: [optimizer.step() for optimizer in training.optimizers] and None
+        def update() -> None:
+            for optimizer in training.optimizers:
+                optimizer.step()
+
+        return update
 
     updates = in_turns({k: alone(t) for k, t in trainings.items()}, lambda run: seconds_of(run, o.device, 3), n)
     wait_for(o.device)

@@ -205,7 +205,7 @@ def sharded_step(rank: int, world_size: int, way: str, dim: int, n_matrices: int
     else:
         for m in mine:
             parts = [torch.empty(rows, dim) for _ in range(world_size)]
-            dist.all_gather(parts, m.grad.contiguous())
+            dist.all_gather(parts, m.detach())  # as many bytes as the gradient
     Muon(whole, **settings).step()
     return max(float((w.detach()[cut] - m.detach()).abs().max()) for w, m in zip(whole, mine, strict=True))
 

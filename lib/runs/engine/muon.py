@@ -42,8 +42,8 @@ class MuonAndAdamW(Optimizer):
         for p, name in self.names.items():
             matrices = [member for member in strategy.members(name) if member in strategy.matrices]
             (self._home(p) if matrices else self.others).append(p)
-        settings = {"momentum": MOMENTUM, "adjust_lr_fn": "match_rms_adamw", "ns_dtype": self.dtype}
-        self.muon = Muon(self.whole, **settings) if self.whole else None  # type: ignore[arg-type]
+        settings: dict[str, Any] = {"momentum": MOMENTUM, "adjust_lr_fn": "match_rms_adamw", "ns_dtype": self.dtype}
+        self.muon = Muon(self.whole, **settings) if self.whole else None
         self.pieces = self._pieces()
         decaying, plain = self._adamw_parameters()
         groups = [{"params": decaying, "weight_decay": self.decay}, {"params": plain, "weight_decay": 0.0}]
