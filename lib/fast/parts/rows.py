@@ -210,7 +210,7 @@ def embed_kernel(tokens, sampled, weight, out, n_columns, COLS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row)
     if token < 0:
-        token = tl.load(sampled - 1 - token)
+        token = tl.maximum(tl.load(sampled - 1 - token), 0)  # below 0 for a request that has ended
     columns = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = columns < n_columns
     values = tl.load(weight + token * n_columns + columns, mask=inside, other=0.0)

@@ -190,7 +190,7 @@ class Run:
         self.mesh = Mesh(options, device)
         torch.manual_seed(options.seed)
         self.strategy: Strategy = make_strategy(options, Loss(task, device), self.mesh)
-        self.optimizer: Optimizer = make_optimizer(options, self.strategy.groups(), device)
+        self.optimizer: Optimizer = make_optimizer(options, self.strategy.groups(), device, self.strategy)
         self.scaler: Any = self._scaler()
         self.parameters = list(self.strategy.named().values())
         self.numbers = self._order()

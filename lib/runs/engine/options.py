@@ -23,7 +23,7 @@ The last axis joins neighbours: ranks that divide a layer communicate most.
 STRATEGIES = {"single": None, "ddp": "replicate", "fsdp": "shard", "tp": "tensor", "cp": "context", "pp": "pipeline"}
 """Names of the simple cases: one kind over all ranks."""
 PRECISIONS = ("float32", "tf32", "bf16", "float16")
-OPTIMIZERS = ("ours", "adamw", "sgd")
+OPTIMIZERS = ("ours", "adamw", "sgd", "muon")
 CONTENTS = "contents of the data"
 """Entry of a run's description that holds the digest of its data and tokenizer."""
 HEAD = 64
@@ -63,6 +63,7 @@ class Options:
     weight_decay: float
     clip: float
     optimizer: str | None
+    muon_lr: float | None
     bucket_mb: float
     data: str | None
     column: str | None
@@ -241,7 +242,14 @@ def _add_training_flags(parser: Parser, items: str) -> None:
     train.add_argument(
         "--optimizer",
         choices=OPTIMIZERS,
-        help="ours: chapter 7's AdamW (the default with --engine ours); sgd: momentum 0.9",
+        help="ours: chapter 7's AdamW (the default with --engine ours); sgd: momentum 0.9; "
+        "muon: chapter 25's, for the matrices of the blocks, and the engine's AdamW for all else",
+    )
+    train.add_argument(
+        "--muon-lr",
+        type=positive,
+        help="largest learning rate of the matrices with --optimizer muon; default: --lr, "
+        "since their steps are as long as AdamW's",
     )
     train.add_argument("--bucket-mb", type=positive, default=25.0, help="size of a DDP bucket, in 2**20 bytes")
     train.add_argument(
@@ -422,6 +430,11 @@ def check_flags(o: Options) -> Options:
             f"it falls to 0 over the last fifth of {o.steps} steps; "
             "expected no --min-lr, and a warm-up that ends before"
         )
+    if o.muon_lr is not None and (o.optimizer != "muon" or not o.lr):
+        raise UsageError(
+            f"--muon-lr {o.muon_lr:g} with --optimizer {o.optimizer} --lr {o.lr:g}: "
+            "expected --optimizer muon, whose other parameters have a rate above 0 too"
+        )
     if o.min_lr > o.lr:
         raise UsageError(f"--min-lr {o.min_lr} is above --lr {o.lr}: expected at most {o.lr}")
     if o.tensorboard and importlib.util.find_spec("tensorboard") is None:
@@ -574,9 +587,9 @@ def _check_graph(o: Options) -> None:
             "--graph with --precision float16: the loss scaler needs the host in each step; expected bf16, "
             "tf32 or float32"
         )
-    if o.optimizer == "ours":
+    if o.optimizer in ("ours", "muon"):
         raise UsageError(
-            "--graph with --optimizer ours: that optimizer counts its steps on the host; expected adamw or sgd"
+            f"--graph with --optimizer {o.optimizer}: that optimizer counts its steps on the host; expected adamw or sgd"
         )
 
 

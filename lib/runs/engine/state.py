@@ -190,8 +190,7 @@ def _save(
     dcp.save(_contents(strategy, optimizer), checkpoint_id=being_written)
     sums = _gathered({path.name: checksum(path) for path in being_written.glob(f"__{rank}_*")})
     if rank == 0:
-        first = next(iter(strategy.named().values()))
-        counts = _counts(optimizer.state[first], first)
+        counts = {key: n for p in strategy.named().values() for key, n in _counts(optimizer.state[p], p).items()}
         _put_in_place(being_written, final, {"step": step, **state, COUNTS: counts, SUMS: sums})
         (folder / FILE).unlink(missing_ok=True)
     _barrier()
@@ -277,6 +276,8 @@ def load(options: Options, strategy: Any, optimizer: Optimizer) -> dict[str, Any
                 local(tensor).copy_(strategy.take(name, found[key]))
             for key, count in counts.items():
                 kept = optimizer.state[p]
+                if key not in kept:  # Muon counts no steps
+                    continue
                 kept[key] = torch.full_like(kept[key], count) if torch.is_tensor(kept[key]) else type(kept[key])(count)
     return state
 
@@ -355,14 +356,17 @@ Read = Callable[[list[str], list[str]], dict[str, dict[str, Tensor]]]
 def _open_file(path: Path, strategy: Any) -> tuple[Read, dict[str, float], dict[str, Any]]:
     """The tensors of a file, in which the optimizer numbers its parameters: those that decay come first."""
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    names = sorted(saved[MODEL], key=lambda name: name not in strategy.decays)
+    names = sorted(saved[MODEL], key=lambda name: (name not in strategy.matrices, name not in strategy.decays))
     kept = {names[i]: state for i, state in saved["optimizer"]["state"].items()}
 
     def read(keys: list[str], members: list[str]) -> dict[str, dict[str, Tensor]]:
-        return {key: {n: saved[MODEL][n] if key == MODEL else kept[n][key] for n in members} for key in keys}
+        model = saved[MODEL]
+        zeros = {
+            n: torch.zeros_like(model[n]) for n in members if any(key not in kept[n] for key in keys if key != MODEL)
+        }
+        return {key: {n: model[n] if key == MODEL else kept[n].get(key, zeros.get(n)) for n in members} for key in keys}
 
-    first = next(iter(kept), None)
-    counts = _counts(kept[first], saved[MODEL][first]) if first else {}
+    counts = {key: n for name, state in kept.items() for key, n in _counts(state, saved[MODEL][name]).items()}
     return read, counts, saved["state"]
 
 
@@ -377,10 +381,13 @@ def _open_folder(path: Path, strategy: Any) -> tuple[Read, dict[str, float], dic
 def _read_folder(path: Path, keys: list[str], members: list[str]) -> dict[str, dict[str, Tensor]]:
     """Whole tensors of a folder, as ``Read`` returns them, read by this rank alone."""
     described: dict[str, Any] = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    found = {key: {n: torch.empty(described[f"{key}.{n}"].size) for n in members} for key in keys}
+    there = {key: [n for n in members if f"{key}.{n}" in described] for key in keys}
+    found = {key: {n: torch.empty(described[f"{key}.{n}"].size) for n in names} for key, names in there.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it points out that this rank reads alone
-        dcp.load(found, checkpoint_id=path, no_dist=True)
+        dcp.load({key: tensors for key, tensors in found.items() if tensors}, checkpoint_id=path, no_dist=True)
+    for key in keys:  # Muon keeps no squares
+        found[key] |= {n: torch.zeros(described[f"{MODEL}.{n}"].size) for n in members if n not in found[key]}
     return found
 
 

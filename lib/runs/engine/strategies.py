@@ -5,6 +5,7 @@ Each kind is done by our engine or by PyTorch's.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Strategy:
         model: The model without wrappers.
         call: ``call(inputs, targets)`` returns the mean loss.
         decays: Names of the parameters with weight decay, before anything was divided.
+        matrices: Names of the parameters that Muon trains; empty without ``--optimizer muon``.
         cuts: How parameters are divided along the tensor axis, and experts along theirs.
         balance: Keeps the experts of mixtures equally busy; None for a dense model.
         tied: Names of the parameters on this stage that both the first stage and the last one have.
@@ -49,6 +51,12 @@ class Strategy:
         self.options, self.model, self.loss, self.mesh = options, loss.model, loss, mesh
         decaying = {id(p) for p in parameter_groups(loss.model, options.weight_decay)[0]["params"]}
         self.decays = {name for name, p in loss.model.named_parameters() if id(p) in decaying}
+        self.matrices: set[str] = set()
+        if options.optimizer == "muon":
+            from lib.optimizers import split_parameters
+
+            chosen = {id(p) for p in split_parameters(loss.model)[0]}
+            self.matrices = {name for name, p in loss.model.named_parameters() if id(p) in chosen}
         self.cuts: Cuts = {}
         self.tied: list[str] = []
         self.pipeline: Pipeline | None = None
@@ -83,12 +91,12 @@ class Strategy:
 
         Parameters on different meshes are in separate groups, because fused optimizers cannot mix them.
         """
-        groups: dict[tuple[bool, int], list[nn.Parameter]] = {}
+        groups: dict[tuple[bool, bool, int], list[nn.Parameter]] = {}
         for name, p in self.named().items():
             n_axes = p.device_mesh.ndim if isinstance(p, DTensor) else 0
-            groups.setdefault((name in self.decays, n_axes), []).append(p)
+            groups.setdefault((name in self.matrices, name in self.decays, n_axes), []).append(p)
         decay = {True: self.options.weight_decay, False: 0.0}
-        return [{"params": groups[key], "weight_decay": decay[key[0]]} for key in sorted(groups, reverse=True)]
+        return [{"params": groups[key], "weight_decay": decay[key[1]]} for key in sorted(groups, reverse=True)]
 
     def backward(self, inputs: Tensor, targets: Tensor, scale: Callable[[Tensor], Tensor]) -> Tensor:
         """The gradient of the whole batch, micro-batch by micro-batch. Returns this rank's mean loss, detached."""
@@ -369,7 +377,7 @@ class Sharded(Strategy):
             if whole in self.decays
         ]
         values = [p[part] for p, part in found]
-        if not values or not self.options.weight_decay:
+        if not values or not self.options.weight_decay or self.options.optimizer == "muon":
             return
         if self.options.optimizer == "sgd":  # like PyTorch's SGD, add the decay to the gradient
             torch._foreach_add_([p.grad[part] for p, part in found], values, alpha=self.options.weight_decay)
@@ -443,9 +451,26 @@ def make_strategy(options: Options, loss: Loss, mesh: Mesh) -> Strategy:
     return (Copied if options.uses("tensor", "pipeline", "expert") else Replicated)(options, loss, mesh)
 
 
-def make_optimizer(options: Options, groups: list[dict[str, Any]], device: torch.device) -> Optimizer:
-    """The optimizer that the options name; its settings come from the options even after it loads a checkpoint."""
-    optimizer = _new_optimizer(options, groups, device)
+def make_optimizer(
+    options: Options, groups: list[dict[str, Any]], device: torch.device, strategy: Strategy | None = None
+) -> Optimizer:
+    """The optimizer that the options name; its settings come from the options even after it loads a checkpoint.
+
+    Args:
+        options: Of the run.
+        groups: Parameter groups, as ``strategy`` makes them.
+        device: Where the parameters are.
+        strategy: The divided model, which Muon needs in order to assemble whole matrices.
+    """
+    if options.optimizer == "muon":
+        from lib.runs.engine.muon import MuonAndAdamW
+
+        name = "ours" if options.ours else "adamw"
+        optimizer: Optimizer = MuonAndAdamW(
+            options, strategy, device, lambda some: _new_optimizer(replace(options, optimizer=name), some, device)
+        )
+    else:
+        optimizer = _new_optimizer(options, groups, device)
     optimizer.register_load_state_dict_pre_hook(keep_settings)
     return optimizer
 

@@ -276,6 +276,22 @@ CONTRACT = {
         "critical_batch_size",
         "mup_multipliers",
     ],
+    "optimizers": [
+        "steepest_direction",
+        "Lion",
+        "Adafactor",
+        "quantize_blockwise",
+        "dequantize_blockwise",
+        "AdamW8bit",
+        "newton_schulz",
+        "singular_values_after",
+        "newton_schulz_flops",
+        "Muon",
+        "split_parameters",
+        "optimizer_state_bytes",
+        "assign_owners",
+        "ShardedMuon",
+    ],
 }
 
 

@@ -30,6 +30,7 @@ from lib.given.show.play.scales import fates, numbers
 from lib.given.show.play.scales import figure as scales_figure
 from lib.given.show.play.schedules import figure as schedules_figure
 from lib.given.show.play.schedules import timeline
+from lib.given.show.play.spectrum import figure as spectrum_figure
 from lib.given.show.play.zero import figure as zero_figure
 from lib.given.show.rings import ring_states
 from lib.workbook.book.catalog import ROOT
@@ -38,6 +39,7 @@ from solutions.flash_attention import online_softmax_update
 from solutions.fsdp import memory_per_device
 from solutions.low_precision import quantize
 from solutions.moe import capacity_mask
+from solutions.optimizers import newton_schulz, singular_values_after
 from solutions.pipeline import (
     gpipe_schedule,
     interleaved_schedule,
@@ -61,6 +63,7 @@ SCHEDULES = {
     "interleaved, 4 chunks": partial(interleaved_schedule, n_chunks=4),
     "zero bubble (ZB-H1)": zero_bubble_schedule,
 }
+SPECTRUM = torch.logspace(-3, 0, 12)
 FIGURES = {
     "ring": ring_figure(),
     "zero": zero_figure(memory_per_device, (1.5e9, 7e9, 405e9), (1, 8, 64)),
@@ -71,6 +74,9 @@ FIGURES = {
     "planner": planner_figure(plan, MODELS, LINKS, (1, 8, 64), (24, 80)),
     "capacity": capacity_figure(capacity_mask, (0.0, 1.0), (0.5, 1.0, 2.0)),
     "scales": scales_figure(quantize, (-20, -12, 0)),
+    "spectrum": spectrum_figure(
+        singular_values_after, SPECTRUM, {"Muon": (3.4445, -4.7750, 2.0315), "cubic": (1.5, -0.5, 0.0)}
+    ),
     "batching": batching_figure(Scheduler, (8, 16), (12, 40)),
     "isoflop": isoflop_figure(compute_optimal, {"replication": BESIROGLU, "paper": HOFFMANN}, range(17, 27)),
 }
@@ -84,6 +90,7 @@ CHAPTERS = {
     "planner": "16_scaling",
     "capacity": "19_moe",
     "scales": "20_low_precision",
+    "spectrum": "25_optimizers",
     "batching": "21_serving",
     "isoflop": "22_scaling_laws",
 }
@@ -239,6 +246,16 @@ def test_the_scales_sentence_counts_what_pytorchs_cast_does(name, exponent):
     masks = fates(x, 2.0**exponent, dtype, quantize)
     assert int(sum(mask.int() for mask in masks.values()).min()) == 1
     assert int(sum(mask.int() for mask in masks.values()).max()) == 1
+
+
+@pytest.mark.parametrize("steps", [0, 5, 10])
+def test_the_spectrums_sentence_counts_what_a_matrix_shows(steps):
+    generator = torch.Generator().manual_seed(0)
+    turns = [torch.linalg.qr(torch.randn(12, 12, generator=generator, dtype=torch.float64))[0] for _ in range(2)]
+    after = torch.linalg.svdvals(newton_schulz(turns[0] * SPECTRUM.double() @ turns[1], steps, dtype=None))
+    text = said("spectrum", coefficients="Muon", steps=steps)
+    assert f"After {steps} steps {int(((after >= 0.68) & (after <= 1.14)).sum())} of the gradient's 12" in text
+    assert f"smallest is {float(after.min()):.3g}, the largest {float(after.max()):.3g}" in text
 
 
 def test_the_batches_sentence_says_what_the_scheduler_did():

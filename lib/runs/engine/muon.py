@@ -1,0 +1,183 @@
+"""``--optimizer muon``: chapter 25's Muon for the matrices of the blocks and AdamW for all other parameters, on any
+mesh of ranks.
+
+Where each rank has whole matrices, ``Muon`` steps on them. Where ``fully_shard`` has cut them by rows,
+``ShardedMuon`` does.
+Flat shards, and layers that ranks divide, have no whole rows: there the ranks of a stage assemble each direction,
+each of them
+orthogonalizes it, and each keeps its own part.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from lib.optimizers import Muon, ShardedMuon, newton_schulz
+from lib.runs.engine.options import Options
+
+MOMENTUM, STEPS, COEFFICIENTS, EPS = 0.95, 5, (3.4445, -4.7750, 2.0315), 1e-7
+MEAN = "exp_avg"
+"""Checkpoints hold Muon's momentum under the name of AdamW's mean, because a flat shard mixes the parameters of
+both."""
+
+
+class MuonAndAdamW(Optimizer):
+    """Both optimizers as one, whose state and groups a checkpoint can hold.
+
+    Args:
+        options: Of the run; ``muon_lr`` is the largest rate of the matrices, and ``lr`` that of the other parameters.
+        strategy: The divided model.
+        device: Where it computes. Newton-Schulz runs in bfloat16 on a GPU, and in float32 on a CPU.
+        make_adamw: Makes an AdamW of parameter groups.
+    """
+
+    def __init__(self, options: Options, strategy: Any, device: torch.device, make_adamw: Callable[..., Optimizer]):
+        super().__init__(strategy.groups(), {"lr": options.lr, "weight_decay": 0.0})
+        self.strategy, self.decay = strategy, options.weight_decay
+        self.ratio = options.muon_lr / options.lr if options.lr and options.muon_lr is not None else 1.0
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.names = {p: name for name, p in strategy.named().items()}
+        self.whole, self.rows, self.gathered, self.others = [], [], [], []  # type: ignore[var-annotated]
+        for p, name in self.names.items():
+            matrices = [member for member in strategy.members(name) if member in strategy.matrices]
+            (self._home(p) if matrices else self.others).append(p)
+        settings: dict[str, Any] = {"momentum": MOMENTUM, "adjust_lr_fn": "match_rms_adamw", "ns_dtype": self.dtype}
+        self.muon = Muon(self.whole, **settings) if self.whole else None
+        self.pieces = self._pieces()
+        decaying, plain = self._adamw_parameters()
+        groups = [{"params": decaying, "weight_decay": self.decay}, {"params": plain, "weight_decay": 0.0}]
+        self.adamw = make_adamw([group for group in groups if group["params"]])
+        self.local_rows = [nn.Parameter(p.to_local()) for p in self.rows]
+        self.sharded = (
+            ShardedMuon(self.local_rows, [p.shape for p in self.rows], group=_row_group(self.rows[0]), **settings)
+            if self.rows
+            else None
+        )  # type: ignore[arg-type]
+
+    def _home(self, p: Tensor) -> list:
+        """The list of the way in which a parameter with matrices is trained."""
+        if not self.strategy.is_divided:
+            return self.whole
+        cut = [place for place in p.placements if isinstance(place, Shard)] if isinstance(p, DTensor) else []
+        by_rows = (
+            p.ndim == 2 and len(cut) == 1 and cut[0].dim == 0 and not self.strategy.options.uses("tensor", "expert")
+        )
+        return self.rows if by_rows else self.gathered
+
+    def _pieces(self) -> dict[Tensor, list[tuple[Tensor, slice, bool]]]:
+        """For each flat shard, the parts of it that AdamW trains: a parameter on the same memory, its place, and
+        whether it decays."""
+        found: dict[Tensor, list[tuple[Tensor, slice, bool]]] = {}
+        for p in [p for p in (*self.gathered, *self.others) if self._is_flat(p)]:
+            for member, part in self.strategy.parts(self.names[p]).items():
+                if member not in self.strategy.matrices:
+                    piece = nn.Parameter(p.detach()[part])
+                    found.setdefault(p, []).append((piece, part, member in self.strategy.decays))
+        return found
+
+    def _adamw_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What AdamW trains with decay, and without."""
+        pairs = [(p, self.names[p] in self.strategy.decays) for p in self.others if not self._is_flat(p)]
+        pairs += [(piece, decays) for parts in self.pieces.values() for piece, _, decays in parts]
+        return [p for p, decays in pairs if decays], [p for p, decays in pairs if not decays]
+
+    def _is_flat(self, p: Tensor) -> bool:
+        """Whether it is a row of several parameters, or of parts of them."""
+        return self.strategy.members(self.names[p]) != [self.names[p]]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of both; each group's rate is AdamW's, and Muon's is ``ratio`` times as large."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        lr = float(self.param_groups[0]["lr"])
+        self._muon_step(self.muon, dict(zip(self.whole, self.whole, strict=True)), lr)
+        for local, p in zip(self.local_rows, self.rows, strict=True):
+            local.grad = None if p.grad is None else p.grad.to_local()
+        self._muon_step(self.sharded, dict(zip(self.local_rows, self.rows, strict=True)), lr)
+        for p in self.gathered:
+            if p.grad is not None:
+                self._gathered_step(p, lr * self.ratio)
+        self._adamw_step(lr)
+        return loss
+
+    def _muon_step(self, muon: Optimizer | None, owner: dict[Tensor, Tensor], lr: float) -> None:
+        """A step of ``Muon`` or ``ShardedMuon``, whose momentum this optimizer's state holds."""
+        if muon is None:
+            return
+        muon.param_groups[0].update(lr=lr * self.ratio, weight_decay=self.decay)
+        muon.state.clear()
+        for local, p in owner.items():
+            if MEAN in self.state[p]:
+                muon.state[local]["momentum_buffer"] = _local(self.state[p][MEAN])
+        muon.step()
+        for local, p in owner.items():
+            if local in muon.state and MEAN not in self.state[p]:
+                self.state[p][MEAN] = _like(p, muon.state[local]["momentum_buffer"])
+
+    def _gathered_step(self, p: Tensor, lr: float) -> None:
+        """Muon on the matrices of a parameter that the ranks of a stage assemble."""
+        name, mine, gradient = self.names[p], _local(p), _local(p.grad)  # type: ignore[arg-type]
+        mean = _local(self.state[p].setdefault(MEAN, _like(p, torch.zeros_like(mine))))
+        direction, matrices = torch.zeros_like(mine), self.strategy.matrices
+        parts = {member: part for member, part in self.strategy.parts(name).items() if member in matrices}
+        for part in parts.values():
+            mean[part].lerp_(gradient[part], 1 - MOMENTUM)
+            direction[part] = gradient[part].lerp(mean[part], MOMENTUM)
+        whole = self.strategy.whole(name, _like(p, direction))
+        steps = {member: self._orthogonal(u) if member in matrices else u for member, u in whole.items()}
+        own = self.strategy.take(name, steps)
+        for part in parts.values():
+            mine[part].mul_(1 - lr * self.decay).add_(own[part], alpha=-lr)
+
+    def _orthogonal(self, u: Tensor) -> Tensor:
+        """The direction of a whole matrix, or of a batch of them, times the scale that makes it about as long as
+        AdamW's step."""
+        matrix = u.flatten(1) if u.ndim > 3 else u
+        o = newton_schulz(matrix, STEPS, COEFFICIENTS, EPS, self.dtype).to(u.dtype).reshape(u.shape)
+        return o * (0.2 * math.sqrt(max(matrix.shape[-2:])))
+
+    def _adamw_step(self, lr: float) -> None:
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.state = self.state
+        for p, pieces in self.pieces.items():
+            kept = self.state[p]
+            for name in (MEAN, "exp_avg_sq"):
+                kept.setdefault(name, torch.zeros_like(p))
+            kept.setdefault("step", 0)
+            for piece, part, _ in pieces:
+                piece.grad = None if p.grad is None else p.grad[part]
+                self.state[piece] = {
+                    "step": kept["step"],
+                    MEAN: kept[MEAN][part],
+                    "exp_avg_sq": kept["exp_avg_sq"][part],
+                }
+        self.adamw.step()
+        for p, pieces in self.pieces.items():
+            self.state[p]["step"] += p.grad is not None
+            for piece, _, _ in pieces:
+                del self.state[piece]
+
+
+def _row_group(p: Tensor) -> Any:
+    """The ranks among which a DTensor's rows are divided."""
+    axis = next(i for i, place in enumerate(p.placements) if isinstance(place, Shard))  # type: ignore[attr-defined]
+    return p.device_mesh.get_group(axis)  # type: ignore[attr-defined]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; a plain tensor unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(p: Tensor, mine: Tensor) -> Tensor:
+    """This rank's part as a tensor of the same kind as the parameter, on the same memory."""
+    if not isinstance(p, DTensor):
+        return mine
+    return DTensor.from_local(mine, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())

@@ -1,0 +1,44 @@
+"""The race of AdamW and Muon, at a size for a CPU."""
+
+import argparse
+
+import pytest
+import torch
+
+from lib.bench import optimizers
+from lib.given.data.record import load
+
+
+@pytest.mark.time_limit(120)
+def test_both_optimizers_race_to_adamws_loss(tmp_path, monkeypatch):
+    text = torch.arange(4000).to(torch.uint8)
+    monkeypatch.setattr(optimizers, "read_text", lambda n_bytes: (text, text[:500]))
+    monkeypatch.setattr(optimizers, "RATES", {"adamw": (1e-3, 1e-2), "muon": (1e-3, 1e-2)})
+    words = "--device cpu --tiny --steps 2 --batch 1 --length 16 --seeds 2 --eval-every 1 --eval-batches 1 --rounds 1"
+    optimizers.main(["speeds", *words.split(), "--folder", str(tmp_path)])
+    optimizers.main(["race", *words.split(), "--folder", str(tmp_path)])
+    found = load("optimizers", tmp_path)["results"]
+    assert set(found["speeds"]["step_s"]) == {"adamw", "muon", "torch_muon"}, (
+        "the part that was measured before is kept"
+    )
+    race = found["race"]
+    assert all(
+        len(curves) == 2 and [point["step"] for point in curves[0]] == [1, 2] for curves in race["curves"].values()
+    )
+    assert race["goal"] == pytest.approx(sum(curve[-1]["loss"] for curve in race["curves"]["adamw"]) / 2)
+    assert race["best_rate"]["muon"] == min((1e-3, 1e-2), key=lambda lr: race["tuning"]["muon"][str(lr)])
+
+
+def test_the_prediction_is_of_the_products_over_those_of_a_step():
+    o = argparse.Namespace(tiny=False, length=1024, batch=16)
+    found = optimizers.prediction(o)
+    layer = sum(5 * (4 * 768**2 * long + 2 * 768**3) for long in (2304, 768, 3072, 3072))
+    assert found["newton_schulz_flops"] == 12 * layer
+    assert found["share_of_flops"] == pytest.approx(12 * layer / (6 * found["n_parameters"] * 16_384))
+
+
+def test_a_goal_is_reached_between_two_evaluations():
+    curve = [{"step": n, "seconds": 2.0 * n, "loss": loss} for n, loss in ((10, 3.0), (20, 2.0), (30, 1.8))]
+    assert optimizers.reached(curve, 2.5) == {"step": 15.0, "seconds": 30.0}
+    assert optimizers.reached(curve, 3.5) == {"step": 10, "seconds": 20.0}
+    assert optimizers.reached(curve, 1.0) is None

@@ -1,0 +1,81 @@
+"""``--optimizer muon``: every mesh trains as one process does, and a checkpoint of one can be read by another."""
+
+import pytest
+
+from tests.house.runs import runs_programs as programs
+from tests.house.runs.test_runs import GPT2, VIT, curve, on_ranks, same, train
+
+LLAMA = "llama --batch 4 --steps 4 --data synthetic --items 20 --length 16 --warmup 1"
+MODELS = {"vit": VIT, "gpt2": GPT2, "llama": LLAMA}
+MUON = "--optimizer muon --lr 0.01 --muon-lr 0.02 --weight-decay 0.3"
+WAYS = [
+    f"{way} --engine {engine}"
+    for way in ("--strategy ddp", "--strategy fsdp", "--strategy tp")
+    for engine in ("ours", "torch")
+]
+
+
+@pytest.mark.time_limit(300)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_strategy_trains_as_one_process_does(tmp_path, name):
+    train(f"{MODELS[name]} {MUON} --log {tmp_path}/alone", f"{MODELS[name]} --lr 0.01 --log {tmp_path}/adamw")
+    alone = curve(tmp_path / "alone")
+    assert alone[3][0] != pytest.approx(curve(tmp_path / "adamw")[3][0], rel=1e-4)
+    ways = [way for way in WAYS if name != "llama" or "tp" not in way]
+    on_ranks(programs.run_all, [f"{MODELS[name]} {MUON} {way} --log {tmp_path}/{i}" for i, way in enumerate(ways)])
+    for i in range(len(ways)):
+        same(tmp_path / str(i), alone, 1e-3)
+
+
+MESHES = [
+    "--replicate 2 --shard 2",
+    "--replicate 2 --shard 2 --engine torch",
+    "--shard 2 --tensor 2",
+    "--shard 2 --tensor 2 --engine torch",
+    "--pipeline 2 --replicate 2 --accumulate 2",
+    "--context 2 --shard 2",
+]
+
+
+@pytest.mark.time_limit(300)
+def test_meshes_of_four_ranks_train_as_one_process_does(tmp_path):
+    train(f"{GPT2} {MUON} --path plain --log {tmp_path}/alone")
+    on_ranks(programs.run_all, [f"{GPT2} {MUON} {way} --log {tmp_path}/{i}" for i, way in enumerate(MESHES)], n_ranks=4)
+    for i in range(len(MESHES)):
+        same(tmp_path / str(i), curve(tmp_path / "alone"), 1e-3)
+
+
+@pytest.mark.time_limit(300)
+def test_a_killed_run_goes_on_bit_for_bit_and_on_another_mesh(tmp_path):
+    begun = f"{GPT2} {MUON} --steps 6 --save-every 2"
+    whole = [f"{begun} {way} --log {tmp_path}/whole{i}" for i, way in enumerate(WAYS)]
+    here = [f"{begun} {way} --log {tmp_path}/here{i} --checkpoint {tmp_path}/ck{i}" for i, way in enumerate(WAYS)]
+    there = [f"{begun} {way} --log {tmp_path}/there{i} --checkpoint {tmp_path}/other{i}" for i, way in enumerate(WAYS)]
+    on_ranks(programs.whole_and_killed, whole, here, there, 5)
+    for i in range(len(WAYS)):
+        assert curve(tmp_path / f"here{i}") == curve(tmp_path / f"whole{i}"), WAYS[i]
+    # each checkpoint goes on in one process, and on the next way; the first are of one file, the others of a folder
+    alone = [command.replace(way, "--strategy single") for command, way in zip(there, WAYS, strict=True)][::2]
+    train(*alone)
+    moved = [there[i].replace(WAYS[i], WAYS[(i + 2) % len(WAYS)]) for i in range(1, len(WAYS), 2)]
+    on_ranks(programs.run_all, moved)
+    for i in range(len(WAYS)):
+        same(tmp_path / f"there{i}", curve(tmp_path / "whole0"), 1e-3)
+
+
+@pytest.mark.time_limit(100)
+def test_what_does_not_fit_is_one_line(capsys, tmp_path):
+    for command, words in (
+        (f"{GPT2} --muon-lr 0.02", ("--muon-lr 0.02", "--optimizer ours", "--optimizer muon")),
+        (f"{GPT2} --optimizer muon --muon-lr 0.02 --lr 0", ("--muon-lr 0.02", "--lr 0")),
+        (f"{GPT2} --optimizer muon --graph", ("--graph", "--optimizer muon", "adamw")),
+        (f"{GPT2} --optimizer lion", ("'lion'", "muon")),
+    ):
+        ((status, said),) = programs.run_all(0, 1, [command])
+        assert status == 2, command
+        assert all(word in said for word in words), said
+        assert said.count("\n") == 1
+    train(f"{GPT2} --optimizer muon --checkpoint {tmp_path}")
+    ((status, said),) = programs.run_all(0, 1, [f"{GPT2} --checkpoint {tmp_path} --steps 6"])
+    assert status == 2
+    assert "optimizer = 'muon'" in said
