@@ -35,7 +35,7 @@ from lib.training import cosine_schedule
 
 VOCAB = 512
 """Bytes need 256 ids; the table's size is a multiple of 128."""
-RATES = {"adamw": (6e-4, 1.2e-3, 2.4e-3), "muon": (6e-4, 1.2e-3, 2.4e-3)}
+RATES = {"adamw": (1.5e-4, 3e-4, 6e-4), "muon": (1.2e-3, 2.4e-3, 4.8e-3)}
 """The largest rates that are tried. With "match_rms_adamw" both optimizers' steps are about as long."""
 ENDINGS = {".py", ".pyi", ".txt", ".rst", ".md", ".h", ".hpp", ".cuh"}
 HELD_OUT = 20
@@ -246,11 +246,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("parts", nargs="*", choices=("speeds", "race", []), default=[], help="by default both")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the program")
-    parser.add_argument("--steps", type=whole(1), default=500, help="steps of each training")
+    parser.add_argument("--steps", type=whole(1), default=800, help="steps of each training")
     parser.add_argument("--batch", type=whole(1), default=16, help="sequences in a step")
     parser.add_argument("--length", type=whole(16), default=1024, help="bytes in a sequence")
     parser.add_argument("--seeds", type=whole(1), default=3, help="trainings with the best rate")
-    parser.add_argument("--eval-every", type=whole(1), default=50, help="steps between evaluations")
+    parser.add_argument("--eval-every", type=whole(1), default=80, help="steps between evaluations")
     parser.add_argument("--eval-batches", type=whole(1), default=16, help="batches of an evaluation")
     parser.add_argument("--rounds", type=whole(1), default=12, help="how often each is timed")
     parser.add_argument("--megabytes", type=positive, default=120, help="text that is read at most")

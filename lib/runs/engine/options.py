@@ -589,7 +589,8 @@ def _check_graph(o: Options) -> None:
         )
     if o.optimizer in ("ours", "muon"):
         raise UsageError(
-            f"--graph with --optimizer {o.optimizer}: that optimizer counts its steps on the host; expected adamw or sgd"
+            f"--graph with --optimizer {o.optimizer}: that optimizer counts its steps on the host; "
+            "expected adamw or sgd"
         )
 
 

@@ -14,7 +14,8 @@ LEFT, RIGHT, BASE, TOP = 34, WIDTH - 8, 190, 30
 DECADES, HIGHEST = 4, 1.4
 STEPS = tuple(range(11))
 ALT = (
-    "A curve from singular values before, on a logarithmic axis from 0.0001 to 1, to singular values after some steps, from 0 to 1.4, "
+    "A curve from singular values before, on a logarithmic axis from 0.0001 to 1, "
+    "to singular values after some steps, from 0 to 1.4, "
     "with a band from 0.68 to 1.14 and a dot for each value of a gradient."
 )
 
@@ -59,7 +60,8 @@ def figure(singular_values_after: After, values: Tensor, coefficients: Mapping[s
         after = through(values, name, steps)
         inside = int(((after >= 0.68) & (after <= 1.14)).sum())
         return (
-            f"After {steps} steps {inside} of the gradient's {len(values)} singular values lie in the band from 0.68 to 1.14; "
+            f"After {steps} steps {inside} of the gradient's {len(values)} singular values "
+            "lie in the band from 0.68 to 1.14; "
             f"the smallest is {float(after.min()):.3g}, the largest {float(after.max()):.3g}."
         )
 
