@@ -276,6 +276,26 @@ CONTRACT = {
         "critical_batch_size",
         "mup_multipliers",
     ],
+    "attention_variants": [
+        "qk_norm",
+        "grouped_attention",
+        "llama3_frequencies",
+        "yarn_frequencies",
+        "apply_partial_rope",
+        "sliding_window_mask",
+        "RollingKVCache",
+        "CausalAttention",
+        "LatentCache",
+        "MultiHeadLatentAttention",
+        "hybrid_layer_types",
+        "cache_bytes",
+        "variant_flops",
+        "packed_positions",
+        "document_mask",
+        "varlen_attention",
+        "flash_window_forward",
+        "flash_window_kernel",
+    ],
 }
 
 
