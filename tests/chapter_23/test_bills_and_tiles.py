@@ -25,7 +25,7 @@ BYTES, FLOPS, LATENT_FLOPS, PACKED, TILE = (f"eq-attention_variants-{n}" for n i
 RAISES, CONTRACT, COST = "the contract, under Raises", "the contract", "the contract, under Cost"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 FULL, SLIDING, LATENT = "full_attention", "sliding_attention", "latent_attention"
-CONFIG = {"n_heads": 6, "n_kv_heads": 3, "head_dim": 5, "sliding_window": 4}
+CONFIG = {"n_heads": 6, "n_kv_heads": 2, "head_dim": 5, "sliding_window": 4}
 LATENT_CONFIG = {"n_heads": 6, "kv_lora_rank": 7, "qk_nope_head_dim": 5, "qk_rope_head_dim": 2, "v_head_dim": 3}
 
 
@@ -76,19 +76,19 @@ def test_hybrid_layer_types_of_transformers(name, interval):
 
 def test_cache_bytes_by_hand():
     for kinds, length, values in (
-        ((FULL,), 10, 2 * 3 * 5 * 10),
-        ((SLIDING,), 10, 2 * 3 * 5 * 4),
-        ((SLIDING,), 3, 2 * 3 * 5 * 3),
+        ((FULL,), 10, 2 * 2 * 5 * 10),
+        ((SLIDING,), 10, 2 * 2 * 5 * 4),
+        ((SLIDING,), 3, 2 * 2 * 5 * 3),
         ((LATENT,), 10, (7 + 2) * 10),
-        ((SLIDING, SLIDING, FULL, LATENT), 10, 2 * 3 * 5 * (4 + 4 + 10) + 9 * 10),
+        ((SLIDING, SLIDING, FULL, LATENT), 10, 2 * 2 * 5 * (4 + 4 + 10) + 9 * 10),
         ((), 10, 0),
     ):
-        case(f"layers {list(kinds)}, G=3 D=5 window=4 r=7 rope=2, batch 1, length {length}")
+        case(f"layers {list(kinds)}, G=2 D=5 window=4 r=7 rope=2, batch 1, length {length}")
         found = variants.cache_bytes(config(*kinds), 1, length)
         expect_equal(found, 2 * values, read=BYTES)
         expect_equal(type(found).__name__, "int", name="type of out", answer=found, read=BYTES)
     case("layers [full], batch 6, length 10, 1 byte a value")
-    expect_equal(variants.cache_bytes(config(FULL), 6, 10, 1), 6 * 300, read=BYTES)
+    expect_equal(variants.cache_bytes(config(FULL), 6, 10, 1), 6 * 200, read=BYTES)
 
 
 def test_cache_bytes_of_real_models():
@@ -112,7 +112,7 @@ def test_cache_bytes_refuses():
 
 @pytest.mark.parametrize(("t", "s"), [(1, 9), (9, 9), (3, 9), (9, 3), (6, 2), (0, 5), (5, 0)])
 def test_variant_flops_counts_pairs(t, s):
-    for kind, window in ((FULL, None), (SLIDING, 4), (LATENT, None)):
+    for kind, window in ((LATENT, None), (FULL, None), (SLIDING, 4)):
         pairs = int(visible(t, s, window).sum())
         case(f"one layer of {kind}, H=6 D=5 window=4 r=7 nope=5 rope=2 v=3, T={t} S={s}: {pairs} pairs")
         for absorb in (False, True):
@@ -400,15 +400,15 @@ def test_flash_window_kernel_stays_inside():
 
 @needs_triton
 def test_flash_window_kernel_reads_no_other_tile():
-    case("t=s=96, window 20, tiles of 16 x 16: how often each tile of keys is read")
-    q, k, v = (randn(1, 1, 96, 16, seed=i).to(DEVICE) for i in range(3))
+    case("t=48 s=96, window 20, tiles of 16 x 16: how often each tile of keys is read")
+    q, k, v = (randn(1, 1, n, 16, seed=i).to(DEVICE) for i, n in enumerate((48, 96, 96)))
     (o, lse), seen = launched(q, k, v, 20, None, rows=16, cols=16)
     expect_close(o.cpu(), exact_window(q.cpu(), k.cpu(), v.cpu(), 20, None)[0].float(), atol=1e-5, read=TILE)
-    mask = visible(96, 96, 20)
-    expected = [sum(bool(mask[i : i + 16, j : j + 16].any()) for i in range(0, 96, 16)) for j in range(0, 96, 16)]
+    mask = visible(48, 96, 20)
+    expected = [sum(bool(mask[i : i + 16, j : j + 16].any()) for i in range(0, 48, 16)) for j in range(0, 96, 16)]
     for name, x in (("keys", k), ("values", v)) if seen else ():
         reads = seen.count(x, stores=False)[0, 0, ::16, 0].tolist()
-        expect_equal(reads, expected, name=f"how often each tile of {name} is read", answer=(o, lse), read=TILE)
+        expect_equal(reads, expected, name=f"how often each tile of {name} is read", read=TILE)
 
 
 @pytest.mark.gpu

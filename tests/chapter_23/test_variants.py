@@ -250,6 +250,7 @@ YARNS = {
     "betas": {"beta_fast": 16.0, "beta_slow": 2.0},
     "shorter": {"factor": 0.5},
     "beginning": {"original_max_position_embeddings": 40},
+    "slow": {"theta": 100.0, "original_max_position_embeddings": 4096},
     "tiny": {"original_max_position_embeddings": 5},
 }
 
@@ -651,13 +652,19 @@ def test_CausalAttention_refuses(changes, says):
 
 def test_LatentCache_by_hand():
     cache, latents, keys = variants.LatentCache(2, 5, 3, 2), randn(2, 5, 3), randn(2, 5, 2, seed=1)
-    where = (cache.latents.data_ptr(), cache.rope_keys.data_ptr())
-    expect_equal([list(cache.latents.shape), list(cache.rope_keys.shape)], [[2, 5, 3], [2, 5, 2]], name="shapes")
     for start, end in ((0, 3), (3, 4), (4, 5)):
         case(f"b=2 max_len=5 r=3 rope=2, positions {start} to {end - 1}")
         found = cache.update(latents[:, start:end], keys[:, start:end])
         expect_close(found, (latents[:, :end], keys[:, :end]), name="latents and keys", read=CONTRACT)
         expect_equal(cache.length, end, name="length", answer=found, read=CONTRACT)
+
+
+def test_LatentCache_copies_nothing():
+    case("b=2 max_len=5 r=3 rope=2, two updates: where the returned tensors are")
+    cache = variants.LatentCache(2, 5, 3, 2)
+    where = (cache.latents.data_ptr(), cache.rope_keys.data_ptr())
+    for n in (2, 1):
+        found = cache.update(randn(2, n, 3), randn(2, n, 2))
         views = tuple(x.data_ptr() for x in found) == where
         expect_true(views, "the returned tensors are no views of the cache's memory", answer=found, read=CONTRACT)
 
