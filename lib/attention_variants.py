@@ -36,7 +36,7 @@ def qk_norm(x: Float[Tensor, "b t h d"], weight: Float[Tensor, " n"], eps: float
     Raises:
         ValueError: ``weight`` has another length; the message names it, D and H*D.
 
-    Source: Dehghani and others (arXiv:2302.05442), section 2; OLMo 2 (arXiv:2501.00656), section 3.2.
+    Source: Dehghani and others (arXiv:2302.05442); OLMo 2 (arXiv:2501.00656).
     Convention: ``[D]`` in Qwen3 and Gemma 3, ``[H*D]`` in OLMo 2 and 3. Offset 1 in Gemma 3 and Qwen3-Next, whose weights
         are kept as differences from 1. Transformers' Qwen3 rounds before the gain, too, which is the same in float32.
     """
@@ -71,7 +71,7 @@ def grouped_attention(
         ValueError: H is no multiple of G; the message names both.
 
     Cost: keys and values are never repeated in memory: at T = 1, no tensor of ``H * S * D / 2`` numbers is made.
-    Source: Gemma 2 (arXiv:2408.00118), section 2; gpt-oss (arXiv:2508.10925), section 2.2.
+    Source: Gemma 2 (arXiv:2408.00118); gpt-oss (arXiv:2508.10925).
     """
     raise NotImplementedError("Exercise 23.2: write grouped_attention")
 
@@ -122,7 +122,7 @@ def yarn_frequencies(
         ``(frequencies, attention_factor)``: float32 ``[D/2]``, computed in float32 or better; and a float: ``m(1)``, or
         ``m(mscale) / m(mscale_all_dim)``, where ``m(c)`` is ``0.1 * c * ln(factor) + 1``, and 1 for ``factor <= 1``.
 
-    Source: YaRN (arXiv:2309.00071), section 3; equations (23.6) and (23.7).
+    Source: YaRN (arXiv:2309.00071); equations (23.6) and (23.7).
     Convention: the ends are clipped to 0 and D - 1 although there are D/2 pairs, as in the authors' code and Transformers.
     """
 
@@ -146,7 +146,7 @@ def apply_partial_rope(x: Float[Tensor, "b t h d"], rope: Complex[Tensor, "t hal
     Raises:
         ValueError: R > D, and the message names R; the rows of ``rope`` are not T; or another layout, and the message shows it.
 
-    Source: RoFormer (arXiv:2104.09864), section 3.4.2; GPT-NeoX rotated a part of each head first.
+    Source: RoFormer (arXiv:2104.09864), section 3.4.2.
     Convention: checkpoints in Transformers' format use "half", except for DeepSeek's and a few others.
     """
     raise NotImplementedError("Exercise 23.5: write apply_partial_rope")
@@ -169,7 +169,7 @@ def sliding_window_mask(n_queries: int, n_keys: int, window: int | None = None, 
     Raises:
         ValueError: ``window`` is below 1; the message names it.
 
-    Source: Beltagy and others (arXiv:2004.05150), section 3.1; Mistral 7B (arXiv:2310.06825), section 2.
+    Source: Beltagy and others (arXiv:2004.05150); Mistral 7B (arXiv:2310.06825).
     Convention: the query itself is counted, as in Transformers and the papers. FlashAttention's ``window_size=(left, right)``
         leaves it out, so ``left = window - 1``.
     """
@@ -410,7 +410,7 @@ def cache_bytes(config, batch: int, length: int, bytes_per_value: int = 2) -> in
         bytes_per_value: 2 for bfloat16.
 
     Returns:
-        Values of equation (23.13), summed over the layers, times ``batch * bytes_per_value``.
+        Values of equation (23.11), summed over the layers, times ``batch * bytes_per_value``.
 
     Raises:
         ValueError: a kind that is not "full_attention", "sliding_attention" or "latent_attention"; the message shows it.
@@ -430,7 +430,7 @@ def variant_flops(config, n_queries: int, n_keys: int, absorb: bool = False) -> 
         absorb: How latent layers are computed; changes nothing in others.
 
     Returns:
-        2 FLOPs a multiply-add, by equations (23.14) and (23.15). Other projections are not counted; no mask is built.
+        2 FLOPs a multiply-add, by equations (23.12) and (23.13). Other projections are not counted; no mask is built.
 
     Raises:
         ValueError: another kind of layer, as in `cache_bytes`.

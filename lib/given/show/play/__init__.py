@@ -1,4 +1,4 @@
-"""Eleven figures that one can play with, on the book's pages and in a notebook; ``player`` says how they are made."""
+"""Twelve figures that one can play with, on the book's pages and in a notebook; ``player`` says how they are made."""
 
 from lib.given.show.play.batching import batching
 from lib.given.show.play.capacity import capacity
@@ -10,6 +10,7 @@ from lib.given.show.play.planner import planner
 from lib.given.show.play.ring import ring
 from lib.given.show.play.scales import scales
 from lib.given.show.play.schedules import schedules
+from lib.given.show.play.windows import windows
 from lib.given.show.play.zero import zero
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "scales",
     "schedules",
     "tiles",
+    "windows",
     "zero",
 ]
