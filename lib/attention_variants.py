@@ -1,4 +1,4 @@
-"""The attention of today: what models of 2025 and 2026 changed in chapter 3's layer, and the bill that each change pays."""
+"""The attention of today: what recent models changed in chapter 3's layer, and the bill that each change pays."""
 
 import math
 from collections import Counter
@@ -30,15 +30,16 @@ def qk_norm(x: Float[Tensor, "b t h d"], weight: Float[Tensor, " n"], eps: float
         offset: The gain is ``offset + weight``.
 
     Returns:
-        The shape and dtype of ``x``. All arithmetic, gain included, is in float32 (float64 for float64), and the result is
-        rounded once.
+        The shape and dtype of ``x``. All arithmetic, gain included, is in float32 (float64 for float64), and the
+        result is rounded once.
 
     Raises:
         ValueError: ``weight`` has another length; the message names it, D and H*D.
 
     Source: Dehghani and others (arXiv:2302.05442); OLMo 2 (arXiv:2501.00656).
-    Convention: ``[D]`` in Qwen3 and Gemma 3, ``[H*D]`` in OLMo 2 and 3. Offset 1 in Gemma 3 and Qwen3-Next, whose weights
-        are kept as differences from 1. Transformers' Qwen3 rounds before the gain, too, which is the same in float32.
+    Convention: ``[D]`` in Qwen3 and Gemma 3, ``[H*D]`` in OLMo 2 and 3. Offset 1 in Gemma 3 and Qwen3-Next, whose
+        weights are kept as differences from 1. Transformers' Qwen3 rounds before the gain, too, which is the same in
+        float32.
     """
     raise NotImplementedError("Exercise 23.1: write qk_norm")
 
@@ -60,12 +61,13 @@ def grouped_attention(
         mask: Boolean, broadcast to ``[B, H, T, S]``, True where a query may attend.
         scale: Factor of the scores; None means ``D ** -0.5``.
         softcap: Scores become ``softcap * tanh(scores / softcap)``; None means no cap.
-        sinks: One number ``[H]`` a head, whose exponential joins the softmax's denominator and has no value. It is neither
-            scaled nor capped nor masked.
+        sinks: One number ``[H]`` a head, whose exponential joins the softmax's denominator and has no value. It is
+            neither scaled nor capped nor masked.
 
     Returns:
-        ``[B, H, T, Dv]`` in the dtype of ``q``, differentiable. Softmax in float32 (float64 for float64). A query that may
-        attend to nothing gets zeros, with or without sinks. Scores and sinks of 1e6 give no NaN, nor do their gradients.
+        ``[B, H, T, Dv]`` in the dtype of ``q``, differentiable. Softmax in float32 (float64 for float64). A query that
+        may attend to nothing gets zeros, with or without sinks. Scores and sinks of 1e6 give no NaN, nor do their
+        gradients.
 
     Raises:
         ValueError: H is no multiple of G; the message names both.
@@ -123,7 +125,8 @@ def yarn_frequencies(
         ``m(mscale) / m(mscale_all_dim)``, where ``m(c)`` is ``0.1 * c * ln(factor) + 1``, and 1 for ``factor <= 1``.
 
     Source: YaRN (arXiv:2309.00071); equations (23.6) and (23.7).
-    Convention: the ends are clipped to 0 and D - 1 although there are D/2 pairs, as in the authors' code and Transformers.
+    Convention: the ends are clipped to 0 and D - 1 although there are D/2 pairs, as in the authors' code and
+        Transformers.
     """
 
     raise NotImplementedError("Exercise 23.4: write yarn_frequencies")
@@ -137,14 +140,17 @@ def apply_partial_rope(x: Float[Tensor, "b t h d"], rope: Complex[Tensor, "t hal
 
     Args:
         x: Queries or keys ``[B, T, H, D]``; not changed.
-        rope: ``[T, R/2]`` complex with R <= D; R = 0 rotates nothing (NoPE). The modulus counts: YaRN's factor travels in it.
+        rope: ``[T, R/2]`` complex with R <= D; R = 0 rotates nothing (NoPE). The modulus counts: YaRN's factor travels
+            in it.
         layout: "interleaved" pairs feature 2i with 2i + 1, as in chapter 2; "half" pairs i with i + R/2.
 
     Returns:
-        The shape and dtype of ``x``, computed in float32 (float64 for float64). The other D - R features come back bit for bit.
+        The shape and dtype of ``x``, computed in float32 (float64 for float64). The other D - R features come back bit
+        for bit.
 
     Raises:
-        ValueError: R > D, and the message names R; the rows of ``rope`` are not T; or another layout, and the message shows it.
+        ValueError: R > D, and the message names R; the rows of ``rope`` are not T; or another layout, and the message
+            shows it.
 
     Source: RoFormer (arXiv:2104.09864), section 3.4.2.
     Convention: checkpoints in Transformers' format use "half", except for DeepSeek's and a few others.
@@ -164,14 +170,15 @@ def sliding_window_mask(n_queries: int, n_keys: int, window: int | None = None, 
         device: Where the result lives.
 
     Returns:
-        Boolean ``[T, S]``, True = may attend: the query at position ``p = t + S - T`` sees keys ``p - window + 1 .. p``.
+        Boolean ``[T, S]``, True = may attend: the query at position ``p = t + S - T`` sees keys ``p - window + 1 ..
+        p``.
 
     Raises:
         ValueError: ``window`` is below 1; the message names it.
 
     Source: Beltagy and others (arXiv:2004.05150); Mistral 7B (arXiv:2310.06825).
-    Convention: the query itself is counted, as in Transformers and the papers. FlashAttention's ``window_size=(left, right)``
-        leaves it out, so ``left = window - 1``.
+    Convention: the query itself is counted, as in Transformers and the papers. FlashAttention's ``window_size=(left,
+        right)`` leaves it out, so ``left = window - 1``.
     """
     raise NotImplementedError("Exercise 23.6: write sliding_window_mask")
 
@@ -211,13 +218,14 @@ class RollingKVCache:
             k: New keys ``[B, G, T, D]``; ``v`` likewise, the new values.
 
         Returns:
-            Keys and values that the new positions may need. T = 1: the filled slots, in slot order, as views of the cache's
-            memory; nothing is copied, and no mask is needed. T != 1: the last ``min(length before, window - 1)`` positions
-            and the T new ones in order of position, for ``sliding_window_mask(T, S, window)``; T may exceed the window.
+            Keys and values that the new positions may need. T = 1: the filled slots, in slot order, as views of the
+            cache's memory; nothing is copied, and no mask is needed. T != 1: the last ``min(length before, window -
+            1)`` positions and the T new ones in order of position, for ``sliding_window_mask(T, S, window)``; T may
+            exceed the window.
 
         Raises:
-            ValueError: ``k`` and ``v`` are not both ``[B, G, T, D]`` for this cache; the message shows the shape given and
-                the one expected, and the cache is not changed.
+            ValueError: ``k`` and ``v`` are not both ``[B, G, T, D]`` for this cache; the message shows the shape given
+                and the one expected, and the cache is not changed.
         """
         raise NotImplementedError("Exercise 23.7: write RollingKVCache.update")
 
@@ -237,16 +245,16 @@ class CausalAttention(nn.Module):
         norm_offset: The offset of the norms' gains.
         softcap: Cap of the scores.
         sinks: Whether each head has a sink.
-        gate: Whether the heads' output is multiplied by ``sigmoid(gate)`` before ``o_proj``. ``q_proj`` then has for each head
-            the D rows of its query, followed by the D rows of its gate.
+        gate: Whether the heads' output is multiplied by ``sigmoid(gate)`` before ``o_proj``. ``q_proj`` then has for
+            each head the D rows of its query, followed by the D rows of its gate.
         scale: Factor of the scores; None means ``D ** -0.5``.
         bias: Whether all four projections have biases.
         eps: Of the norms.
         layout: Of the rotated pairs.
 
     Attributes:
-        q_proj: ``nn.Linear``, as are ``k_proj``, ``v_proj`` and ``o_proj``: Transformers' names, so that the ``state_dict()``
-            of its layers loads as it is.
+        q_proj: ``nn.Linear``, as are ``k_proj``, ``v_proj`` and ``o_proj``: Transformers' names, so that the
+            ``state_dict()`` of its layers loads as it is.
         q_norm: ``nn.ParameterDict`` with a ``weight``, as is ``k_norm``; only with ``qk_norm``. A new gain is 1.
         sinks: Parameter ``[H]``, new ones 0; only with ``sinks``.
 
@@ -274,7 +282,8 @@ class CausalAttention(nn.Module):
         Args:
             x: ``[B, T, C]``.
             rope: Rotations ``[T, R/2]`` of these T positions; None is a layer without positions.
-            cache: Chapter 3's ``KVCache``, or a `RollingKVCache` of the layer's window; keys enter it normed and rotated.
+            cache: Chapter 3's ``KVCache``, or a `RollingKVCache` of the layer's window; keys enter it normed and
+                rotated.
 
         Returns:
             ``[B, T, C]``.
@@ -307,8 +316,8 @@ class LatentCache:
         self.rope_keys = torch.zeros(batch, max_len, qk_rope_head_dim, dtype=dtype, device=device)
         self.length = 0
 
-    def update(self, latents: Float[Tensor, "b t r"],
-               rope_keys: Float[Tensor, "b t rope"]) -> tuple[Float[Tensor, "b s r"], Float[Tensor, "b s rope"]]:  # fmt: skip
+    def update(self, latents: Float[Tensor, "b t r"], rope_keys: Float[Tensor, "b t rope"]
+               ) -> tuple[Float[Tensor, "b s r"], Float[Tensor, "b s rope"]]:  # fmt: skip
         """Append T new positions.
 
         Args:
@@ -319,8 +328,8 @@ class LatentCache:
             All latents and rotated keys so far, ``[B, length, ...]``, as views of the cache's memory.
 
         Raises:
-            ValueError: the T positions do not fit, and the message shows the arithmetic; or the shapes do not, and it shows
-                both. The cache is not changed.
+            ValueError: the T positions do not fit, and the message shows the arithmetic; or the shapes do not, and it
+                shows both. The cache is not changed.
         """
         raise NotImplementedError("Exercise 23.9: write LatentCache.update")
 
@@ -342,7 +351,8 @@ class MultiHeadLatentAttention(nn.Module):
         eps: Of the norms.
 
     Attributes:
-        q_proj: ``nn.Linear`` of the queries; with a ``q_lora_rank`` instead ``q_a_proj``, ``q_a_layernorm``, ``q_b_proj``.
+        q_proj: ``nn.Linear`` of the queries; with a ``q_lora_rank`` instead ``q_a_proj``, ``q_a_layernorm``,
+            ``q_b_proj``.
         kv_a_proj_with_mqa: ``nn.Linear`` from C to the latent, followed by the one rotated key.
         kv_a_layernorm: chapter 4's ``RMSNorm`` of the latent.
         kv_b_proj: ``nn.Linear`` from the latent to, for each head, the rows of its key, followed by those of its value.
@@ -353,7 +363,7 @@ class MultiHeadLatentAttention(nn.Module):
     """
 
     def __init__(self, dim: int, n_heads: int, kv_lora_rank: int, qk_nope_head_dim: int, qk_rope_head_dim: int,
-                 v_head_dim: int, q_lora_rank: int | None = None, scale: float | None = None, eps: float = 1e-6):  # fmt: skip
+        v_head_dim: int, q_lora_rank: int | None = None, scale: float | None = None, eps: float = 1e-6):  # fmt: skip
         super().__init__()
         self.n_heads, self.rank, self.q_lora_rank = n_heads, kv_lora_rank, q_lora_rank
         self.nope, self.rope, self.v = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
@@ -367,8 +377,8 @@ class MultiHeadLatentAttention(nn.Module):
             x: ``[B, T, C]``.
             rope: Rotations ``[T, rope/2]`` of these T positions.
             cache: Holds the S - T positions before these: normed latents and rotated keys.
-            absorb: Move ``kv_b_proj``'s key rows into the query, and its value rows behind the weighted mean of latents. Same
-                output and gradients, but no tensor of ``S * H * min(nope, v)`` numbers is made.
+            absorb: Move ``kv_b_proj``'s key rows into the query, and its value rows behind the weighted mean of
+                latents. Same output and gradients, but no tensor of ``S * H * min(nope, v)`` numbers is made.
 
         Returns:
             ``[B, T, C]``.
@@ -383,7 +393,8 @@ def hybrid_layer_types(n_layers: int, interval: int, other: str = "sliding_atten
 
     Args:
         n_layers: Number L of layers.
-        interval: Layer i is full where ``interval`` divides ``i + 1``: 2 in Gemma 2 and gpt-oss, 4 in OLMo 3, 6 in Gemma 3.
+        interval: Layer i is full where ``interval`` divides ``i + 1``: 2 in Gemma 2 and gpt-oss, 4 in OLMo 3, 6 in
+            Gemma 3.
         other: Kind of all other layers.
 
     Returns:
@@ -413,7 +424,8 @@ def cache_bytes(config, batch: int, length: int, bytes_per_value: int = 2) -> in
         Values of equation (23.11), summed over the layers, times ``batch * bytes_per_value``.
 
     Raises:
-        ValueError: a kind that is not "full_attention", "sliding_attention" or "latent_attention"; the message shows it.
+        ValueError: a kind that is not "full_attention", "sliding_attention" or "latent_attention"; the message shows
+            it.
     """
     raise NotImplementedError("Exercise 23.12: write cache_bytes")
 
@@ -444,8 +456,8 @@ def packed_positions(cu_seqlens: Int[Tensor, " ends"]) -> Int[Tensor, " t"]:
     Size: 10 minutes, difficulty 2, core.
 
     Args:
-        cu_seqlens: int32 ``[N + 1]``: 0 first, then the end of each document; the last is the number T of tokens. A document
-            may be empty.
+        cu_seqlens: int32 ``[N + 1]``: 0 first, then the end of each document; the last is the number T of tokens. A
+            document may be empty.
 
     Returns:
         int64 ``[T]``, from 0 in each document, on the device of ``cu_seqlens``.
@@ -497,7 +509,8 @@ def varlen_attention(
     Raises:
         ValueError: as `packed_positions`, or the last end is not T; the message shows the ends. ``window`` is below 1.
 
-    Cost: no product between two documents, and no tensor of ``T * T / 4`` numbers, also where one document is the whole row.
+    Cost: no product between two documents, and no tensor of ``T * T / 4`` numbers, also where one document is the
+        whole row.
     """
     raise NotImplementedError("Exercise 23.16: write varlen_attention")
 
@@ -520,8 +533,9 @@ def flash_window_forward(
         cols: Keys in a tile, from key 0, likewise.
 
     Returns:
-        ``(o, lse)``: ``[B, H, T, Dv]`` in the dtype of ``q``; and ``[B, H, T]`` in float32 (float64 for float64), the natural
-        logsumexp of the scaled visible scores, the sink counted. A row that sees nothing gives 0 and -inf (or its sink).
+        ``(o, lse)``: ``[B, H, T, Dv]`` in the dtype of ``q``; and ``[B, H, T]`` in float32 (float64 for float64), the
+        natural logsumexp of the scaled visible scores, the sink counted. A row that sees nothing gives 0 and -inf (or
+        its sink).
 
     Cost: of a tile without a visible pair nothing is computed; no tensor of ``T * S / 4`` numbers.
     Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 1; equation (15.3).
@@ -533,25 +547,26 @@ def flash_window_forward(
 
 
 @triton.jit
-def flash_window_kernel(q, k, v, sinks, o, lse, T, S, window, scale, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-                        WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
-    """Output and logsumexp of one tile of queries; the grid is (query heads of all batches, tiles of queries). (Exercise 23.18)
+def flash_window_kernel(q, k, v, sinks, o, lse, T, S, window, scale, GROUP: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    """Output and logsumexp of one tile of queries; the grid is (query heads, tiles of queries). (Exercise 23.18)
 
     Size: 45 minutes, difficulty 5, stretch.
 
     Args:
-        q, k, v, o: Pointers to contiguous tensors: ``[heads, T, D]``, ``[heads / GROUP, S, D]``, ``[heads / GROUP, S, DV]`` and
-            ``[heads, T, DV]``; heads are counted through all batches.
+        q, k, v, o: Pointers to contiguous tensors: ``[heads, T, D]``, ``[heads / GROUP, S, D]``, ``[heads / GROUP, S,
+            DV]`` and ``[heads, T, DV]``; heads are counted through all batches.
         sinks: Pointer to float32 ``[heads]``; -inf is no sink.
         lse: Pointer to float32 ``[heads, T]``: the natural logsumexp, sink counted.
-        T, S, window, scale: Numbers of queries, of keys and of visible keys, all arbitrary; and the factor of the scores.
+        T, S, window, scale: Numbers of queries, of keys and of visible keys, all arbitrary; and the factor of the
+            scores.
         GROUP: Query heads that share a head of keys.
         D, DV, WIDTH, WIDTH_V: Widths of keys and values, and the powers of two that hold them.
         ROWS, COLS: Queries and keys in a tile.
 
     Returns:
-        Nothing. Writes o and lse; touches nothing outside the tensors; reads no tile of keys that none of its queries sees.
-        Sums in float32, no TF32; weights are cast to v's dtype before their product.
+        Nothing. Writes o and lse; touches nothing outside the tensors; reads no tile of keys that none of its queries
+        sees. Sums in float32, no TF32; weights are cast to v's dtype before their product.
 
     Source: as for `flash_window_forward`.
     """

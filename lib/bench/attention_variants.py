@@ -1,4 +1,4 @@
-"""Measure the attention of chapter 23: prefill in tiles, and decoding with each kind of cache, beside what was predicted.
+"""Measure chapter 23: prefill in tiles, and decoding with each kind of cache, beside what was predicted.
 
 Run ``python -m lib.bench.attention_variants`` on a machine with one GPU (about five minutes); it writes
 ``chapters/measurements/attention_variants.json`` after each part. ``--device cpu --tiny`` tries it out.
@@ -130,7 +130,7 @@ def _flash_attn(q: Tensor, k: Tensor, v: Tensor, window: int, full, windowed) ->
 
 
 def decode(sizes: Sizes, device: str, dtype: torch.dtype, batch: int, length: int) -> dict[str, Any]:
-    """Milliseconds of one token after ``length - 1`` others and bytes of cache, one layer (a hybrid: six), by each way."""
+    """Time of one token after ``length - 1`` others, and bytes of cache: one layer, or six of a hybrid, by each way."""
     s, found = sizes, {}
     makers = {
         "full": ways_of(s, ["full_attention"]),

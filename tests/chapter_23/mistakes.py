@@ -432,7 +432,7 @@ edits(
     layout is ignored: pairs are always neighbours
     - (heads, rope, self.layout)
     + (heads, rope)
-    the rows of queries and gates are cut in two halves, where each head has its D rows of query, then its D rows of gate
+    the rows of queries and gates are cut in two halves, where each head has its D rows of query, then those of its gate
     - q, gate = q.chunk(2, dim=-1) if self.gate else (q, None)
     + q, gate = (h.unflatten(-1, (self.n_heads, -1)) for h in q.flatten(2).chunk(2, -1)) if self.gate else (q, None)
     the gate comes before the query among a head's rows
@@ -446,7 +446,9 @@ edits(
     + out * torch.nn.functional.silu(gate)
     the gate is applied to the values before attention
     - if cache is not None:
-    + v, gate = (v, None) if gate is None else (v * torch.sigmoid(gate[:, :, :: self.n_heads // self.n_kv_heads].transpose(1, 2)), None)
+    + if gate is not None:
+    +     v = v * torch.sigmoid(gate[:, :, :: self.n_heads // self.n_kv_heads].transpose(1, 2))
+    + gate = None
     + if cache is not None:
     the window is ignored
     - k.shape[2], self.window, x.device
