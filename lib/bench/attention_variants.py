@@ -131,7 +131,7 @@ def _flash_attn(q: Tensor, k: Tensor, v: Tensor, window: int, full, windowed) ->
 
 def decode(sizes: Sizes, device: str, dtype: torch.dtype, batch: int, length: int) -> dict[str, Any]:
     """Time of one token after ``length - 1`` others, and bytes of cache: one layer, or six of a hybrid, by each way."""
-    s, found = sizes, {}
+    s, found = sizes, dict[str, Any]()
     makers = {
         "full": ways_of(s, ["full_attention"]),
         "window": ways_of(s, ["sliding_attention"]),
@@ -148,7 +148,6 @@ def decode(sizes: Sizes, device: str, dtype: torch.dtype, batch: int, length: in
         except torch.OutOfMemoryError:
             found[name] = {"out_of_memory": True}
         if device == "cuda":
-            way = None
             torch.cuda.empty_cache()
     return found
 

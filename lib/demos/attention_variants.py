@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from jaxtyping import Complex, Float, Int
@@ -154,7 +155,7 @@ def loss_by_position(
 def largest_score(model: TinyLlama, tokens: Int[Tensor, "b t"]) -> float:
     """The largest magnitude of a scaled score, before any cap, in all layers."""
     largest, rope, x = 0.0, rope_of(rope_frequencies(DIM // N_HEADS), tokens.shape[1]), model.embedding(tokens)
-    for block in model.blocks:
+    for block in cast(list[Any], model.blocks):
         layer, normed = block.attention, block.norms[0](x)
         q, k = layer.q_proj(normed).unflatten(-1, (N_HEADS, -1)), layer.k_proj(normed).unflatten(-1, (N_KV_HEADS, -1))
         if hasattr(layer, "q_norm"):
@@ -174,7 +175,7 @@ def topic_lengths() -> list[int]:
 
 def pack(lengths: Sequence[int], row: int) -> list[list[int]]:
     """Rows of documents side by side, in their order; one that does not fit into the rest of a row is cut."""
-    rows, room = [[]], row
+    rows, room = [list[int]()], row
     for length in lengths:
         while length:
             if room == 0:
