@@ -478,7 +478,8 @@ def test_RollingKVCache_refuses_another_shape(k_shape, v_shape, wrong):
 
 
 def test_RollingKVCache_refuses_a_window():
-    case("window 0")
+    case("window 1, then window 0")
+    expect_close(variants.RollingKVCache(1, 1, 1, 2).update(*numbered(0, 1)), numbered(0, 1), read=CONTRACT)
     with expect_raises(ValueError, "0", read=RAISES):
         variants.RollingKVCache(1, 1, 0, 4)
 

@@ -46,7 +46,7 @@ def figure(sliding_window_mask: Mask, cache_bytes: Bytes) -> Figure:
 
     def now(kind: str, n: int) -> str:
         if not n:
-            return ""
+            return label(CACHE, TOP + 15, "empty", kind="small")
         keys = [k for k, sees in enumerate(seen(kind)[n - 1]) if sees]
         return _cells([(n - 1, k) for k in keys], KINDS[kind][1], "0.95") + _cache(kind, n)
 
