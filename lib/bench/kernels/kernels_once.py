@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 
+from lib.attention_variants import flash_window_kernel
 from lib.bench.kit import wait_for
 from lib.fast.attention import flash
 from lib.fast.attention.flash import fits_fast, flash_attention_fast, flash_attention_joined
@@ -28,6 +29,7 @@ from lib.fast.parts.loss import linear_cross_entropy
 from lib.fast.parts.norms import norm_and_bias
 from lib.flash_attention import FlashAttentionTriton, flash_attention
 from lib.given.kernels.int4 import launch_int4_matmul
+from lib.given.kernels.window import launch_window
 from lib.given.models.llama import LlamaConfig
 from lib.low_precision import absmax_scale, int4_matmul_kernel, pack_int4, quantize, quantize_int4, scaled_matmul
 from lib.moe import grouped_matmul
@@ -67,6 +69,13 @@ def run_paged(device: str) -> None:
                 lambda q=q, c=cache, s=sequences, n=parts: paged_attention(q, c, s, 0, n),
                 device,
             )
+
+
+def run_windows(device: str) -> None:
+    """Attention with a window, ragged ends, shared heads, values of another width, and with a sink."""
+    for window, sinks in ((9, None), (None, torch.zeros(4, device=device))):
+        q, k, v = (torch.randn(2, h, n, d, device=device) for h, n, d in ((4, 45, 24), (2, 70, 24), (2, 70, 40)))
+        run(f"window {window}", lambda: launch_window(flash_window_kernel, q, k, v, window, sinks)[0], device)  # noqa: B023
 
 
 def run_grouped(device: str) -> None:
@@ -170,6 +179,7 @@ def main() -> None:
             fast = f"attention 128 with dS through memory, {heads} heads, {t} x {s}"
             run(fast, lambda q=q, k=k, v=v, c=causal: flash_attention_fast(q, k, v, c), device)
     run_paged(device)
+    run_windows(device)
     run_grouped(device)
     run_mlp(device)
     run_quantized(device)

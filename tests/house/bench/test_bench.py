@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from lib.bench import all_reduce, gpu_tests, low_precision, moe, scaling_laws
+from lib.bench import all_reduce, attention_variants, gpu_tests, low_precision, moe, scaling_laws
 from lib.bench.kit import record
 from lib.given.data.record import MEASUREMENTS, load
 from lib.runs.data import corpus
@@ -53,6 +53,19 @@ def test_an_all_reduce_of_other_sizes_loses_nothing(tmp_path, monkeypatch, capsy
         measure(tmp_path, monkeypatch, "--tiny")
     assert "--fresh" in capsys.readouterr().err
     assert load("all_reduce", tmp_path)["results"]["all_reduce_s"] == {"nccl 4": {}}
+
+
+@pytest.mark.time_limit(60)
+def test_caches_of_variants_are_as_large_as_predicted(tmp_path, monkeypatch):
+    asked = ["attention_variants", "--device", "cpu", "--tiny", "--folder", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", asked)
+    attention_variants.main()
+    found = load("attention_variants", tmp_path)["results"]
+    assert {"full", "window", "latent, expanded"} <= set(found["prefill"])
+    assert len(found["decode"]) == 4
+    for ways in found["decode"].values():
+        assert all(way["cache_bytes"] == way["predicted_cache_bytes"] for way in ways.values())
+        assert all(way["seconds"]["median"] > 0 for way in ways.values())
 
 
 @pytest.mark.time_limit(60)

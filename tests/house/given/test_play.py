@@ -30,10 +30,12 @@ from lib.given.show.play.scales import fates, numbers
 from lib.given.show.play.scales import figure as scales_figure
 from lib.given.show.play.schedules import figure as schedules_figure
 from lib.given.show.play.schedules import timeline
+from lib.given.show.play.windows import figure as windows_figure
 from lib.given.show.play.spectrum import figure as spectrum_figure
 from lib.given.show.play.zero import figure as zero_figure
 from lib.given.show.rings import ring_states
 from lib.workbook.book.catalog import ROOT
+from solutions.attention_variants import cache_bytes, sliding_window_mask
 from solutions.context_parallel import zigzag_indices
 from solutions.flash_attention import online_softmax_update
 from solutions.fsdp import memory_per_device
@@ -79,6 +81,7 @@ FIGURES = {
     ),
     "batching": batching_figure(Scheduler, (8, 16), (12, 40)),
     "isoflop": isoflop_figure(compute_optimal, {"replication": BESIROGLU, "paper": HOFFMANN}, range(17, 27)),
+    "windows": windows_figure(sliding_window_mask, cache_bytes),
 }
 CHAPTERS = {
     "ring": "09_mpi",
@@ -93,6 +96,7 @@ CHAPTERS = {
     "spectrum": "25_optimizers",
     "batching": "21_serving",
     "isoflop": "22_scaling_laws",
+    "windows": "23_attention_variants",
 }
 every_figure = pytest.mark.parametrize("name", FIGURES)
 
@@ -341,6 +345,20 @@ def test_the_planner_shows_what_plan_returns(n, model, gb):
     picture = FIGURES["planner"].picture(places(FIGURES["planner"], gpus=n, model=model, memory=gb))
     degrees = re.findall(r"large'>(\d+)<", picture)
     assert degrees == [str(getattr(found, axis)) for axis in ("data", "sharded", "tensor", "pipeline")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "held"),
+    [
+        ("full attention", 7, 7 * 2 * 8 * 128 * 2),
+        ("window of 4", 4, 4 * 2 * 8 * 128 * 2),
+        ("latent attention", 7, 7 * 576 * 2),
+    ],
+)
+def test_the_windows_sentence_counts_keys_and_bytes(kind, keys, held):
+    text = said("windows", kind=kind, step=7)
+    assert f"sees {keys} keys" in text
+    assert f"{held:,} bytes" in text
 
 
 def test_the_planner_says_when_nothing_fits():

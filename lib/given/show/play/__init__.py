@@ -10,6 +10,7 @@ from lib.given.show.play.planner import planner
 from lib.given.show.play.ring import ring
 from lib.given.show.play.scales import scales
 from lib.given.show.play.schedules import schedules
+from lib.given.show.play.windows import windows
 from lib.given.show.play.spectrum import spectrum
 from lib.given.show.play.zero import zero
 
@@ -25,5 +26,6 @@ __all__ = [
     "schedules",
     "spectrum",
     "tiles",
+    "windows",
     "zero",
 ]
