@@ -296,6 +296,20 @@ CONTRACT = {
         "flash_window_forward",
         "flash_window_kernel",
     ],
+    "linear_attention": [
+        "linear_attention_recurrent",
+        "linear_attention_chunked",
+        "delta_rule_recurrent",
+        "wy_representation",
+        "delta_rule_chunked",
+        "short_convolution",
+        "GatedDeltaNet",
+        "hybrid_cache_bytes",
+        "crossing_length",
+        "scan_states",
+        "sequence_parallel_linear_attention",
+        "chunk_linear_attention",
+    ],
 }
 
 
