@@ -54,8 +54,8 @@ def linear_attention_recurrent(
         initial_state: The state before the first position. None means zeros.
 
     Returns:
-        The outputs in the dtype of ``q``, and the state after the last position in float32 (float64 for float64), in which
-        everything is summed. T may be 0. Differentiable in all tensors.
+        The outputs in the dtype of ``q``, and the state after the last position. Everything is summed in float32
+        (float64 for float64), which is the state's dtype. T may be 0. Differentiable in all tensors.
 
     Raises:
         ValueError: shapes do not fit (``check_sequence`` raises it).
@@ -117,18 +117,18 @@ def linear_attention_chunked(
     initial_state: Float[Tensor, "b h dk dv"] | None = None,
     chunk_size: int = 64,
 ) -> tuple[Float[Tensor, "b t h dv"], Float[Tensor, "b h dk dv"]]:
-    """The recurrence's numbers from products of matrices: inside a chunk its scores, between chunks the state. (Exercise)
+    """The recurrence's numbers from products of matrices, one chunk of positions at a time. (Exercise)
 
     Size: 45 minutes, difficulty 4, core.
 
     Args:
-        chunk_size: Positions C of a chunk; the last chunk may have fewer. All other arguments, and the results, are those of
-            ``linear_attention_recurrent``.
+        q, k, v, g, scale, initial_state: As for ``linear_attention_recurrent``, and so are the results.
+        chunk_size: Positions C of a chunk; the last chunk may have fewer.
 
     Raises:
         ValueError: shapes do not fit, or ``chunk_size`` is below 1 (``check_sequence`` raises it).
-    Cost: T/C steps that depend on each other, each of a few operators. No tensor of T x T numbers, nor of a state for every
-        position. With a decay for each feature, tensors of C x T x Dk numbers a head are allowed.
+    Cost: T/C steps that depend on each other, each of a few operators. No tensor of T x T numbers, nor of a state for
+        every position. With a decay for each feature, tensors of C x T x Dk numbers a head are allowed.
     Convention: only differences that are at most 0 are exponentiated, so nothing overflows, gradients included.
     Source: equations (24.4) to (24.6); GLA (arXiv:2312.06635), section 4; Mamba-2 (arXiv:2405.21060), section 6.
     """
@@ -167,9 +167,9 @@ def delta_rule_recurrent(
     Size: 20 minutes, difficulty 3, core.
 
     Args:
-        k: Keys, as they are: whoever wants unit keys norms them before.
-        beta: Share of the error that is corrected, one a head. All other arguments, and the results, are those of
-            ``linear_attention_recurrent``.
+        q, v, g, scale, initial_state: As for ``linear_attention_recurrent``, and so are the results.
+        k: Keys, as they are: if you want unit keys, norm them before.
+        beta: Share of the error that is corrected, one a head.
 
     Raises:
         ValueError: shapes do not fit (``check_sequence`` raises it).
@@ -204,7 +204,7 @@ def wy_representation(
 
     Args:
         k, v, beta: Keys, values and shares of the C positions of a chunk.
-        g: Natural logarithm of the decay of each position, one a head or one for each feature of the key; None is no decay.
+        g: Natural logarithm of each position's decay, one a head or one for each feature of the key; None is no decay.
 
     Returns:
         w and u, in float32 (float64 for float64): with the state S before the chunk, row t of ``u - w @ S`` is what
@@ -245,12 +245,13 @@ def delta_rule_chunked(
     Size: 30 minutes, difficulty 4, core.
 
     Args:
-        chunk_size: Positions C of a chunk. All other arguments, and the results, are those of ``delta_rule_recurrent``.
+        q, k, v, beta, g, scale, initial_state: As for ``delta_rule_recurrent``, and so are the results.
+        chunk_size: Positions C of a chunk.
 
     Raises:
         ValueError: shapes do not fit, or ``chunk_size`` is below 1 (``check_sequence`` raises it).
-    Cost: ``wy_representation`` of all chunks at once, then T/C steps that depend on each other. Sizes of tensors, and what is
-        exponentiated, are as in ``linear_attention_chunked``.
+    Cost: ``wy_representation`` of all chunks at once, then T/C steps that depend on each other. Sizes of tensors, and
+        what is exponentiated, are as in ``linear_attention_chunked``.
     Source: equation (24.11); DeltaNet (arXiv:2406.06484), section 3.3.
     """
     check_sequence(q, k, v, g, beta, initial_state, chunk_size)
@@ -323,11 +324,13 @@ class GatedDeltaNet(nn.Module):
 
     Args:
         dim: Width C of the model.
-        n_k_heads, n_v_heads: Heads Hk of queries and keys, and Hv of values; key head j serves the r = Hv/Hk value heads j r to
-            (j + 1) r - 1.
-        head_k_dim, head_v_dim: Widths Dk and Dv.
-        conv_kernel_size, eps, chunk_size: Inputs K of the convolution; epsilon of the output's norm; as for
-            ``delta_rule_chunked``.
+        n_k_heads: Heads Hk of queries and keys.
+        n_v_heads: Heads Hv of values; key head j serves the r = Hv/Hk value heads j r to (j + 1) r - 1.
+        head_k_dim: Width Dk of queries and keys.
+        head_v_dim: Width Dv of values.
+        conv_kernel_size: Inputs K that an output of the convolution sees.
+        eps: Epsilon of the output's norm.
+        chunk_size: As for ``delta_rule_chunked``.
 
     Attributes, none of them with a bias:
         in_proj_qkvz: For each key head the rows of its query, its key, its r values, and their r gates z.
@@ -337,13 +340,15 @@ class GatedDeltaNet(nn.Module):
         norm: Weight ``[Dv]``, 1 at first.
         out_proj: From the ``Hv Dv`` features of all heads to C.
 
-    Queries and keys are divided by ``sqrt(sum of squares + 1e-6)``. ``beta = sigmoid(b)``, ``g = -exp(A_log) * softplus(a + dt_bias)``.
-    Each head's output passes an RMSNorm, then ``norm.weight``, then ``silu(z)``. Projections and convolution are in the dtype of ``x``, all between
-    them and ``out_proj`` in float32 (float64 for float64).
+    - SiLU follows the convolution. Queries and keys are then divided by ``sqrt(sum of squares + 1e-6)``.
+    - ``beta = sigmoid(b)``, ``g = -exp(A_log) * softplus(a + dt_bias)``.
+    - Each head's output passes an RMSNorm over Dv, then is multiplied by ``norm.weight`` and by ``silu(z)``.
+    - Projections and convolution are in the dtype of ``x``; all between them and ``out_proj`` is in float32 (float64
+      for float64).
 
     Raises:
         ValueError: Hv is no multiple of Hk; the message names both.
-    Source: equation (24.13); Gated DeltaNet (arXiv:2412.06464), section 3.4; names as in Transformers' Qwen3NextGatedDeltaNet.
+    Source: equation (24.13); Gated DeltaNet (arXiv:2412.06464), section 3.4; Transformers' Qwen3NextGatedDeltaNet.
     """
 
     def __init__(
@@ -376,7 +381,11 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = nn.Linear(values, dim, bias=False)
 
     def make_cache(self, batch: int, dtype: torch.dtype = torch.float32, device=None) -> DeltaCache:
-        """A cache of zeros: ``conv_state`` ``[B, K - 1, 2 Hk Dk + Hv Dv]`` in ``dtype``, ``recurrent_state`` ``[B, Hv, Dk, Dv]`` in float32 (float64 for float64)."""
+        """A cache of zeros, for no positions yet.
+
+        ``conv_state`` is ``[B, K - 1, 2 Hk Dk + Hv Dv]`` in ``dtype``. ``recurrent_state`` is ``[B, Hv, Dk, Dv]`` in
+        float32 (float64 for float64).
+        """
         ### BEGIN SOLUTION
         wide = torch.promote_types(dtype, torch.float32)
         channels, _, kernel = self.conv1d.weight.shape
@@ -446,8 +455,8 @@ def hybrid_cache_bytes(config, batch: int, length: int, bytes_per_value=2, state
         config: Sizes by attribute: ``layer_types``, and what its kinds need.
 
             - "full_attention": ``n_kv_heads`` G and ``head_dim`` D.
-            - "linear_attention": ``linear_num_key_heads`` Hk, ``linear_num_value_heads`` Hv, ``linear_key_head_dim`` Dk,
-              ``linear_value_head_dim`` Dv and ``linear_conv_kernel_dim`` K.
+            - "linear_attention": ``linear_num_key_heads`` Hk, ``linear_num_value_heads`` Hv, ``linear_key_head_dim``
+              Dk, ``linear_value_head_dim`` Dv and ``linear_conv_kernel_dim`` K.
         batch: Number of sequences.
         length: Positions of each.
         bytes_per_value: Of keys, values and the convolution's inputs.
@@ -541,13 +550,13 @@ def scan_states(
         group: The R ranks, whose peers are counted within the group; None means all ranks.
 
     Returns:
-        Zeros on rank 0, and on rank r + 1 ``exp(log_decay)`` of rank r times the state before rank r, plus ``state`` of rank r.
-        Differentiable in ``state`` and ``log_decay``; every rank calls backward.
+        Zeros on rank 0. On rank r + 1, the state before rank r times ``exp(log_decay)`` of rank r, plus ``state`` of
+        rank r. Differentiable in ``state`` and ``log_decay``; every rank calls backward.
 
     Raises:
         RuntimeError: a second derivative is asked for (``first_derivative_only`` raises it).
-    Cost: forward, one message of one state to the next rank, and none from the last. Backward, one of the same size to the previous rank, and
-        none from the first. No collective.
+    Cost: forward, one message of one state to the next rank, and none from the last. Backward, one of the same size to
+        the previous rank, and none from the first. No collective.
     Source: equation (24.16); LASP (arXiv:2404.02882), algorithms 2 and 3.
     """
     ### BEGIN SOLUTION
@@ -602,11 +611,13 @@ def chunk_linear_attention_kernel(
     qb, qt, qh, qd, kb, kt, kh, kd, vb, vt, vh, vd, gb, gt, gh,
     DECAYS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j) walks the chunks of head ``i % H`` of sequence ``i // H`` for the values' features j SLICE to (j + 1) SLICE.
+    """Program (i, j) walks the chunks of head ``i % H`` of sequence ``i // H``, for SLICE features from j SLICE.
 
-    Number (b, t, h, d) of q is ``b * qb + t * qt + h * qh + d * qd`` elements after the pointer, likewise for k, v and, if DECAYS, g.
-    o ``[B, T, H, Dv]`` and the float32 state ``[B, H, Dk, Dv]`` are contiguous; a program reads its part of the state, and writes it at the end.
-    WIDTH, a power of two, holds Dk.
+    - Number (b, t, h, d) of q is ``b * qb + t * qt + h * qh + d * qd`` elements after the pointer; k, v and, if
+      DECAYS, g likewise.
+    - o ``[B, T, H, Dv]`` and the float32 state ``[B, H, Dk, Dv]`` are contiguous. A program reads its part of the state
+      first, and writes it at the end.
+    - CHUNK is the number of positions of a chunk. WIDTH, a power of two, holds Dk.
     """
     ### BEGIN SOLUTION
     head, rows, dims = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNK), tl.arange(0, WIDTH)
@@ -664,11 +675,12 @@ def chunk_linear_attention(
         chunk_size: A power of two of at least 16.
 
     Returns:
-        The outputs in the dtype of ``q``, contiguous, and the last state in float32: new tensors. Sums, decays and the state are float32, and
-        products of float32 are true float32 (no TF32). Forward only: the results have no gradient.
+        New tensors: the outputs in the dtype of ``q``, contiguous, and the last state in float32. Sums, decays and the
+        state are float32, and products of float32 are true float32 (no TF32). Forward only: there is no gradient.
 
     Raises:
-        ValueError: ``state_tiles`` raises it: shapes or dtypes that do not fit, a g for each feature, another chunk size.
+        ValueError: ``state_tiles`` raises it, for shapes or dtypes that do not fit, a g for each feature or another
+            chunk size.
     Cost: one launch, no product by PyTorch, no copy of q, k, v or g. Program (i, j) is described at the kernel.
     """
     tiles = state_tiles(q, k, v, g, initial_state, chunk_size)

@@ -1,1 +1,1 @@
-"""Compared with Transformers' `torch_recurrent_gated_delta_rule`, `torch_chunk_gated_delta_rule` and `Qwen3NextGatedDeltaNet`, and with `F.conv1d`."""
+"""Compared with Transformers' `Qwen3NextGatedDeltaNet`, its two functions of the gated delta rule, and `F.conv1d`."""

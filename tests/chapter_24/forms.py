@@ -1,4 +1,4 @@
-"""The recurrence in float64, inputs for all forms, and a counter of operators: what the checks of this chapter share."""
+"""What the checks of this chapter share: the recurrence in float64, inputs for all forms, a counter of operators."""
 
 from collections import Counter
 from typing import Any

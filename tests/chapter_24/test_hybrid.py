@@ -1,4 +1,4 @@
-"""The layer around the delta rule, and the bytes that it remembers: against Transformers' layer and against `F.conv1d`."""
+"""The layer around the delta rule, and the bytes that it remembers, against Transformers' layer and `F.conv1d`."""
 
 from types import SimpleNamespace
 
@@ -141,7 +141,7 @@ def a_layer(dtype=torch.float32, **more) -> nn.Module:
 
 
 def plain_layer(weights: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """The layer head by head: projections and convolution in the dtype of x, all else in float64; output and last state."""
+    """Output and last state, head by head: projections and convolution in the dtype of x, all else in float64."""
     groups = F.linear(x, weights["in_proj_qkvz.weight"]).unflatten(-1, (2, 38))
     gates = F.linear(x, weights["in_proj_ba.weight"]).unflatten(-1, (2, 6))
     mixed = torch.cat([groups[..., :4].flatten(2), groups[..., 4:8].flatten(2), groups[..., 8:23].flatten(2)], -1)

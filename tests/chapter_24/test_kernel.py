@@ -167,7 +167,8 @@ def test_chunk_linear_attention_is_one_kernel():
     )
     states = 2 * 8 * 32  # numbers of the state, which are read and written once
     allowed = 4 * (2 * 2 * (40 * 2 * 8) + 40 * 2 * 32 + 2 * 40 * 2 + states)
-    problem = f"{seen.bytes_loaded:,} bytes are loaded, where {allowed:,} are enough: q, k and g once for each slice, v and the state once"
+    enough = f"{allowed:,} are enough: q, k and g for each slice, v and the state once"
+    problem = f"{seen.bytes_loaded:,} bytes are loaded, where {enough}"
     expect_true(seen.bytes_loaded <= allowed, problem, answer=found, read=COST)
     problem = f"{seen.bytes_stored:,} bytes are stored, where outputs and state have {4 * (40 * 64 + states):,}"
     expect_true(seen.bytes_stored == 4 * (40 * 64 + states), problem, answer=found, read=COST)

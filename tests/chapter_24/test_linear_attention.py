@@ -1,4 +1,4 @@
-"""Attention with a state, graded in float64 against the recurrence, and the delta rule against Transformers' code, too."""
+"""Attention with a state, graded in float64 against the recurrence; the delta rule against Transformers' code, too."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A state that crosses ranks, graded on 1 to 4 ranks against one process; messages and bytes are read off the ledger."""
+"""A state that crosses ranks, graded on 1 to 4 ranks against one process; the ledger shows messages and bytes."""
 
 import pytest
 import torch
@@ -180,9 +180,7 @@ def watch_order(rank, world_size):
 def test_sequence_parallel_linear_attention_works_before_it_waits(ranks):
     result = ranks(watch_order, n_ranks=3)
     for ledger in result.ledgers[1:]:
-        case(
-            f"24 positions on each of three ranks, chunks of 4: the order of products and messages on rank {ledger.rank}"
-        )
+        case(f"24 positions on each of three ranks, chunks of 4: products and messages of rank {ledger.rank} in order")
         received = [r.at_s for r in ledger.records if r.source is not None]
         sent = [r.at_s for r in ledger.records if r.to is not None]
         products = [m.at_s for m in ledger.milestones]

@@ -75,8 +75,8 @@ def state_tiles(
     heads are cut into narrower slices, so that more processors have work.
 
     Raises:
-        ValueError: as `check_sequence` and `check_tensors`; g is of each feature or a head is wider than 256 (the message
-            shows the shapes); ``chunk_size`` is not a power of two of at least 16 (the message names it).
+        ValueError: as `check_sequence` and `check_tensors`; g is of each feature or a head is wider than 256 (the
+            message shows the shapes); ``chunk_size`` is no power of two of at least 16 (the message names it).
     """
     check_sequence(q, k, v, g, initial_state=initial_state)
     check_tensors(q, k, v)
