@@ -96,7 +96,12 @@ class Block(nn.Module):
 
     def __init__(self, dim: int, hidden_dim: int, mixer: nn.Module):
         super().__init__()
-        self.mixer_norm, self.mixer, self.ffn_norm, self.ffn = RMSNorm(dim), mixer, RMSNorm(dim), SwiGLU(dim, hidden_dim)
+        self.mixer_norm, self.mixer, self.ffn_norm, self.ffn = (
+            RMSNorm(dim),
+            mixer,
+            RMSNorm(dim),
+            SwiGLU(dim, hidden_dim),
+        )
 
     def forward(self, x: Tensor, rope: Tensor, cache: Any = None) -> Tensor:
         h = self.mixer_norm(x)
