@@ -294,7 +294,7 @@ def test_GatedDeltaNet_refuses():
 
 def config(*kinds: str, **more) -> SimpleNamespace:
     """Small sizes, each another number; Qwen3-Next's with ``**QWEN``."""
-    sizes = {"n_kv_heads": 3, "head_dim": 7, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    sizes = {"n_kv_heads": 3, "head_dim": 7, "linear_num_key_heads": 2, "linear_num_value_heads": 6}
     sizes |= {"linear_key_head_dim": 5, "linear_value_head_dim": 11, "linear_conv_kernel_dim": 3}
     return SimpleNamespace(layer_types=list(kinds), **sizes | more)
 
@@ -307,13 +307,13 @@ QWEN |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_
 def test_hybrid_cache_bytes_by_hand():
     case("one full layer, G=3 D=7, B=2, 10 positions: 2 x 3 x 7 x 10 values of two bytes, twice")
     expect_equal(la.hybrid_cache_bytes(config(FULL), 2, 10), 2 * 840, read=BYTES)
-    case("one linear layer, Hk=2 Hv=4 Dk=5 Dv=11 K=3, B=2: 2 x 64 inputs of two bytes, 4 x 5 x 11 numbers of four")
-    expect_equal(la.hybrid_cache_bytes(config(LINEAR), 2, 10), 2 * (256 + 880), read=BYTES)
+    case("one linear layer, Hk=2 Hv=6 Dk=5 Dv=11 K=3, B=2: 2 x 86 inputs of two bytes, 6 x 5 x 11 numbers of four")
+    expect_equal(la.hybrid_cache_bytes(config(LINEAR), 2, 10), 2 * (344 + 1320), read=BYTES)
     case("the same layer at another length: the same bytes")
-    expect_equal(la.hybrid_cache_bytes(config(LINEAR), 2, 10_000), 2 * (256 + 880), read=BYTES)
+    expect_equal(la.hybrid_cache_bytes(config(LINEAR), 2, 10_000), 2 * (344 + 1320), read=BYTES)
     case("three linear layers and a full one, one byte a value, a state of two bytes a number")
     found = la.hybrid_cache_bytes(config(LINEAR, LINEAR, LINEAR, FULL), 1, 10, 1, 2)
-    expect_equal(found, 3 * (128 + 440) + 420, read=BYTES)
+    expect_equal(found, 3 * (172 + 660) + 420, read=BYTES)
     expect_equal(type(found).__name__, "int", name="type", answer=found, read=RETURNS)
 
 
@@ -332,9 +332,9 @@ def test_hybrid_cache_bytes_refuse():
 
 
 def test_crossing_length_by_hand():
-    case("G=3 D=7: 84 bytes a position, against 1136 bytes of a linear layer: 13 positions are 1092, 14 are 1176")
+    case("G=3 D=7: 84 bytes a position, against 1664 bytes of a linear layer: 19 positions are 1596, 20 are 1680")
     found = la.crossing_length(config())
-    expect_equal(found, 14, read=CROSSING)
+    expect_equal(found, 20, read=CROSSING)
     expect_equal(type(found).__name__, "int", name="type", answer=found, read=RETURNS)
     case("Qwen3-Next: 1048 positions hold just as many bytes, and the crossing needs more")
     expect_equal(la.crossing_length(config(**QWEN)), 1049, read=CROSSING)

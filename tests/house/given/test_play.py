@@ -28,12 +28,14 @@ from lib.given.show.play.scales import fates, numbers
 from lib.given.show.play.scales import figure as scales_figure
 from lib.given.show.play.schedules import figure as schedules_figure
 from lib.given.show.play.schedules import timeline
+from lib.given.show.play.state import figure as state_figure
 from lib.given.show.play.zero import figure as zero_figure
 from lib.given.show.rings import ring_states
 from lib.workbook.book.catalog import ROOT
 from solutions.context_parallel import zigzag_indices
 from solutions.flash_attention import online_softmax_update
 from solutions.fsdp import memory_per_device
+from solutions.linear_attention import delta_rule_recurrent, linear_attention_recurrent
 from solutions.low_precision import quantize
 from solutions.moe import capacity_mask
 from solutions.pipeline import (
@@ -70,6 +72,7 @@ FIGURES = {
     "capacity": capacity_figure(capacity_mask, (0.0, 1.0), (0.5, 1.0, 2.0)),
     "scales": scales_figure(quantize, (-20, -12, 0)),
     "batching": batching_figure(Scheduler, (8, 16), (12, 40)),
+    "state": state_figure(linear_attention_recurrent, delta_rule_recurrent),
     "isoflop": isoflop_figure(compute_optimal, {"replication": BESIROGLU, "paper": HOFFMANN}, range(17, 27)),
 }
 CHAPTERS = {
@@ -84,6 +87,7 @@ CHAPTERS = {
     "scales": "20_low_precision",
     "batching": "21_serving",
     "isoflop": "22_scaling_laws",
+    "state": "24_linear_attention",
 }
 every_figure = pytest.mark.parametrize("name", FIGURES)
 

@@ -1,4 +1,4 @@
-"""Eleven figures that one can play with, on the book's pages and in a notebook; ``player`` says how they are made."""
+"""Figures that one can play with, on the book's pages and in a notebook; ``player`` says how they are made."""
 
 from lib.given.show.play.batching import batching
 from lib.given.show.play.capacity import capacity
@@ -10,6 +10,7 @@ from lib.given.show.play.planner import planner
 from lib.given.show.play.ring import ring
 from lib.given.show.play.scales import scales
 from lib.given.show.play.schedules import schedules
+from lib.given.show.play.state import state
 from lib.given.show.play.zero import zero
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "ring",
     "scales",
     "schedules",
+    "state",
     "tiles",
     "zero",
 ]
