@@ -67,8 +67,11 @@ def linear_attention_chunked(
     Size: 45 minutes, difficulty 4, core.
 
     Args:
-        q, k, v, g, scale, initial_state: As for ``linear_attention_recurrent``, and so are the results.
+        q, k, v, g, scale, initial_state: As for ``linear_attention_recurrent``.
         chunk_size: Positions C of a chunk; the last chunk may have fewer.
+
+    Returns:
+        Outputs and state, as ``linear_attention_recurrent`` returns them.
 
     Raises:
         ValueError: shapes do not fit, or ``chunk_size`` is below 1 (``check_sequence`` raises it).
@@ -98,9 +101,12 @@ def delta_rule_recurrent(
     Size: 20 minutes, difficulty 3, core.
 
     Args:
-        q, v, g, scale, initial_state: As for ``linear_attention_recurrent``, and so are the results.
+        q, v, g, scale, initial_state: As for ``linear_attention_recurrent``.
         k: Keys, as they are: if you want unit keys, norm them before.
         beta: Share of the error that is corrected, one a head.
+
+    Returns:
+        Outputs and state, in the dtypes of ``linear_attention_recurrent``.
 
     Raises:
         ValueError: shapes do not fit (``check_sequence`` raises it).
@@ -159,8 +165,11 @@ def delta_rule_chunked(
     Size: 30 minutes, difficulty 4, core.
 
     Args:
-        q, k, v, beta, g, scale, initial_state: As for ``delta_rule_recurrent``, and so are the results.
-        chunk_size: Positions C of a chunk.
+        q, k, v, beta, g, scale, initial_state: As for ``delta_rule_recurrent``.
+        chunk_size: Positions C of a chunk; the last chunk may have fewer.
+
+    Returns:
+        Outputs and state, as ``delta_rule_recurrent`` returns them.
 
     Raises:
         ValueError: shapes do not fit, or ``chunk_size`` is below 1 (``check_sequence`` raises it).
