@@ -19,13 +19,10 @@ from lib.given.kernels.states import check_chunk, check_sequence, state_tiles
 
 
 def linear_attention_recurrent(
-    q: Float[Tensor, "b t h dk"],
-    k: Float[Tensor, "b t h dk"],
-    v: Float[Tensor, "b t h dv"],
-    g: Float[Tensor, "b t h"] | Float[Tensor, "b t h dk"] | None = None,
-    scale: float | None = None,
-    initial_state: Float[Tensor, "b h dk dv"] | None = None,
-) -> tuple[Float[Tensor, "b t h dv"], Float[Tensor, "b h dk dv"]]:
+    q: Float[Tensor, "b t h dk"], k: Float[Tensor, "b t h dk"], v: Float[Tensor, "b t h dv"],
+    g: Float[Tensor, "b t h"] | Float[Tensor, "b t h dk"] | None = None, scale: float | None = None,
+    initial_state: Float[Tensor, "b h dk dv"] | None = None
+) -> tuple[Float[Tensor, "b t h dv"], Float[Tensor, "b h dk dv"]]:  # fmt: skip
     """Attention without a softmax, one position after the other. (Exercise 24.1)
 
     Size: 20 minutes, difficulty 2, core.
@@ -54,14 +51,10 @@ def linear_attention_recurrent(
 
 
 def linear_attention_chunked(
-    q: Float[Tensor, "b t h dk"],
-    k: Float[Tensor, "b t h dk"],
-    v: Float[Tensor, "b t h dv"],
-    g: Float[Tensor, "b t h"] | Float[Tensor, "b t h dk"] | None = None,
-    scale: float | None = None,
-    initial_state: Float[Tensor, "b h dk dv"] | None = None,
-    chunk_size: int = 64,
-) -> tuple[Float[Tensor, "b t h dv"], Float[Tensor, "b h dk dv"]]:
+    q: Float[Tensor, "b t h dk"], k: Float[Tensor, "b t h dk"], v: Float[Tensor, "b t h dv"],
+    g: Float[Tensor, "b t h"] | Float[Tensor, "b t h dk"] | None = None, scale: float | None = None,
+    initial_state: Float[Tensor, "b h dk dv"] | None = None, chunk_size: int = 64
+) -> tuple[Float[Tensor, "b t h dv"], Float[Tensor, "b h dk dv"]]:  # fmt: skip
     """The recurrence's numbers from products of matrices, one chunk of positions at a time. (Exercise 24.2)
 
     Size: 45 minutes, difficulty 4, core.
@@ -88,14 +81,10 @@ def linear_attention_chunked(
 
 
 def delta_rule_recurrent(
-    q: Float[Tensor, "b t h dk"],
-    k: Float[Tensor, "b t h dk"],
-    v: Float[Tensor, "b t h dv"],
-    beta: Float[Tensor, "b t h"],
-    g: Float[Tensor, "b t h"] | Float[Tensor, "b t h dk"] | None = None,
-    scale: float | None = None,
-    initial_state: Float[Tensor, "b h dk dv"] | None = None,
-) -> tuple[Float[Tensor, "b t h dv"], Float[Tensor, "b h dk dv"]]:
+    q: Float[Tensor, "b t h dk"], k: Float[Tensor, "b t h dk"], v: Float[Tensor, "b t h dv"],
+    beta: Float[Tensor, "b t h"], g: Float[Tensor, "b t h"] | Float[Tensor, "b t h dk"] | None = None,
+    scale: float | None = None, initial_state: Float[Tensor, "b h dk dv"] | None = None
+) -> tuple[Float[Tensor, "b t h dv"], Float[Tensor, "b h dk dv"]]:  # fmt: skip
     """A state that corrects itself: each position writes what the state would get wrong about its value. (Exercise 24.3)
 
     Size: 20 minutes, difficulty 3, core.
@@ -151,15 +140,10 @@ def wy_representation(
 
 
 def delta_rule_chunked(
-    q: Float[Tensor, "b t h dk"],
-    k: Float[Tensor, "b t h dk"],
-    v: Float[Tensor, "b t h dv"],
-    beta: Float[Tensor, "b t h"],
-    g: Float[Tensor, "b t h"] | Float[Tensor, "b t h dk"] | None = None,
-    scale: float | None = None,
-    initial_state: Float[Tensor, "b h dk dv"] | None = None,
-    chunk_size: int = 64,
-) -> tuple[Float[Tensor, "b t h dv"], Float[Tensor, "b h dk dv"]]:
+    q: Float[Tensor, "b t h dk"], k: Float[Tensor, "b t h dk"], v: Float[Tensor, "b t h dv"],
+    beta: Float[Tensor, "b t h"], g: Float[Tensor, "b t h"] | Float[Tensor, "b t h dk"] | None = None,
+    scale: float | None = None, initial_state: Float[Tensor, "b h dk dv"] | None = None, chunk_size: int = 64
+) -> tuple[Float[Tensor, "b t h dv"], Float[Tensor, "b h dk dv"]]:  # fmt: skip
     """The delta rule's numbers from products of matrices. (Exercise 24.5)
 
     Size: 30 minutes, difficulty 4, core.
@@ -185,12 +169,9 @@ def delta_rule_chunked(
 
 
 def short_convolution(
-    x: Float[Tensor, "b t c"],
-    weight: Float[Tensor, "c k"],
-    bias: Float[Tensor, " c"] | None = None,
-    initial_state: Float[Tensor, "b k_1 c"] | None = None,
-    activation: str | None = "silu",
-) -> tuple[Float[Tensor, "b t c"], Float[Tensor, "b k_1 c"]]:
+    x: Float[Tensor, "b t c"], weight: Float[Tensor, "c k"], bias: Float[Tensor, " c"] | None = None,
+    initial_state: Float[Tensor, "b k_1 c"] | None = None, activation: str | None = "silu"
+) -> tuple[Float[Tensor, "b t c"], Float[Tensor, "b k_1 c"]]:  # fmt: skip
     """Each channel's weighted sum over its last K inputs. (Exercise 24.6)
 
     Size: 20 minutes, difficulty 2, warm-up.
@@ -260,16 +241,9 @@ class GatedDeltaNet(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        n_k_heads: int,
-        n_v_heads: int,
-        head_k_dim: int,
-        head_v_dim: int,
-        conv_kernel_size: int = 4,
-        eps: float = 1e-6,
-        chunk_size: int = 64,
-    ):
+        self, dim: int, n_k_heads: int, n_v_heads: int, head_k_dim: int, head_v_dim: int,
+        conv_kernel_size: int = 4, eps: float = 1e-6, chunk_size: int = 64
+    ):  # fmt: skip
         super().__init__()
         if n_v_heads % n_k_heads:
             raise ValueError(f"n_v_heads = {n_v_heads} is no multiple of n_k_heads = {n_k_heads}")
@@ -385,14 +359,10 @@ def scan_states(
 
 
 def sequence_parallel_linear_attention(
-    q: Float[Tensor, "b t_r h dk"],
-    k: Float[Tensor, "b t_r h dk"],
-    v: Float[Tensor, "b t_r h dv"],
-    g: Float[Tensor, "b t_r h"] | Float[Tensor, "b t_r h dk"] | None = None,
-    scale: float | None = None,
-    group: dist.ProcessGroup | None = None,
-    chunk_size: int = 64,
-) -> Float[Tensor, "b t_r h dv"]:
+    q: Float[Tensor, "b t_r h dk"], k: Float[Tensor, "b t_r h dk"], v: Float[Tensor, "b t_r h dv"],
+    g: Float[Tensor, "b t_r h"] | Float[Tensor, "b t_r h dk"] | None = None, scale: float | None = None,
+    group: dist.ProcessGroup | None = None, chunk_size: int = 64
+) -> Float[Tensor, "b t_r h dv"]:  # fmt: skip
     """Linear attention over a sequence whose parts are on R ranks. (Exercise 24.11)
 
     Size: 25 minutes, difficulty 3, core.
@@ -431,14 +401,10 @@ def chunk_linear_attention_kernel(
 
 
 def chunk_linear_attention(
-    q: Float[Tensor, "b t h dk"],
-    k: Float[Tensor, "b t h dk"],
-    v: Float[Tensor, "b t h dv"],
-    g: Float[Tensor, "b t h"] | None = None,
-    scale: float | None = None,
-    initial_state: Float[Tensor, "b h dk dv"] | None = None,
-    chunk_size: int = 64,
-) -> tuple[Float[Tensor, "b t h dv"], Float[Tensor, "b h dk dv"]]:
+    q: Float[Tensor, "b t h dk"], k: Float[Tensor, "b t h dk"], v: Float[Tensor, "b t h dv"],
+    g: Float[Tensor, "b t h"] | None = None, scale: float | None = None,
+    initial_state: Float[Tensor, "b h dk dv"] | None = None, chunk_size: int = 64
+) -> tuple[Float[Tensor, "b t h dv"], Float[Tensor, "b h dk dv"]]:  # fmt: skip
     """The chunked form in one kernel, in which a program keeps its part of the state on the chip. (Exercise 24.12)
 
     Size: 60 minutes, difficulty 5, stretch.
