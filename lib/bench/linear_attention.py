@@ -11,9 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lib  # noqa: F401 - first: it selects Triton's interpreter where there is no GPU
-
-import torch  # isort: skip
+import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
