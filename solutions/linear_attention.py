@@ -57,7 +57,7 @@ def linear_attention_recurrent(
     Raises:
         ValueError: shapes do not fit (``check_sequence`` raises it).
     Convention: decay first, then write, then read; so position t reads its own value.
-    Source: equation (24.2); Katharopoulos and others (arXiv:2006.16236), section 3.4, without the normaliser.
+    Source: equation (24.2); Katharopoulos and others (arXiv:2006.16236), without the normaliser.
     """
     check_sequence(q, k, v, g, initial_state=initial_state)
     ### BEGIN SOLUTION
@@ -126,7 +126,7 @@ def linear_attention_chunked(
     Cost: T/C steps that depend on each other, each of a few operators. No tensor of T x T numbers, nor of a state for
         every position. With a decay for each feature, tensors of C x T x Dk numbers a head are allowed.
     Convention: only differences that are at most 0 are exponentiated, so nothing overflows, gradients included.
-    Source: equations (24.4) to (24.6); GLA (arXiv:2312.06635), section 4; Mamba-2 (arXiv:2405.21060), section 6.
+    Source: equations (24.4) to (24.6); GLA (arXiv:2312.06635); Mamba-2 (arXiv:2405.21060).
     """
     check_sequence(q, k, v, g, initial_state=initial_state, chunk_size=chunk_size)
     ### BEGIN SOLUTION
@@ -168,7 +168,7 @@ def delta_rule_recurrent(
 
     Raises:
         ValueError: shapes do not fit (``check_sequence`` raises it).
-    Source: equation (24.8); DeltaNet (arXiv:2406.06484), section 2.2; with g Gated DeltaNet (arXiv:2412.06464),
+    Source: equation (24.8); DeltaNet (arXiv:2406.06484); with g Gated DeltaNet (arXiv:2412.06464),
         with g of each feature Kimi Linear (arXiv:2510.26692).
     """
     check_sequence(q, k, v, g, beta, initial_state)
@@ -208,7 +208,7 @@ def wy_representation(
     Raises:
         ValueError: shapes do not fit (``check_chunk`` raises it).
     Cost: one triangular solve for both; no inverse of a full matrix.
-    Source: equation (24.10); DeltaNet (arXiv:2406.06484), section 3.2; Gated DeltaNet (arXiv:2412.06464), section 3.3.
+    Source: equation (24.10); DeltaNet (arXiv:2406.06484); with g Gated DeltaNet (arXiv:2412.06464).
     """
     check_chunk(k, v, beta, g)
     ### BEGIN SOLUTION
@@ -245,7 +245,7 @@ def delta_rule_chunked(
         ValueError: shapes do not fit, or ``chunk_size`` is below 1 (``check_sequence`` raises it).
     Cost: ``wy_representation`` of all chunks at once, then T/C steps that depend on each other. Sizes of tensors, and
         what is exponentiated, are as in ``linear_attention_chunked``.
-    Source: equation (24.11); DeltaNet (arXiv:2406.06484), section 3.3.
+    Source: equation (24.11); DeltaNet (arXiv:2406.06484).
     """
     check_sequence(q, k, v, g, beta, initial_state, chunk_size)
     ### BEGIN SOLUTION
@@ -338,7 +338,7 @@ class GatedDeltaNet(nn.Module):
 
     Raises:
         ValueError: Hv is no multiple of Hk; the message names both.
-    Source: equation (24.13); Gated DeltaNet (arXiv:2412.06464), section 3.4; Transformers' Qwen3NextGatedDeltaNet.
+    Source: equation (24.13); Gated DeltaNet (arXiv:2412.06464); Transformers' Qwen3NextGatedDeltaNet.
     """
 
     def __init__(
@@ -540,7 +540,7 @@ def scan_states(
         RuntimeError: a second derivative is asked for (``first_derivative_only`` raises it).
     Cost: forward, one message of one state to the next rank, and none from the last. Backward, one of the same size to
         the previous rank, and none from the first. No collective.
-    Source: equation (24.16); LASP (arXiv:2404.02882), algorithms 2 and 3.
+    Source: equation (24.16); LASP (arXiv:2404.02882).
     """
     ### BEGIN SOLUTION
     return _ScanStates.apply(state, log_decay, group)
@@ -568,7 +568,7 @@ def sequence_parallel_linear_attention(
         The output at this rank's positions, as if one process had the whole sequence; gradients of q, k, v and g, too.
 
     Cost: the messages of ``scan_states``, forward and backward. A rank does its own positions' work before it waits.
-    Source: equation (24.17); LASP (arXiv:2404.02882), section 2.3.
+    Source: equation (24.17); LASP (arXiv:2404.02882).
     """
     ### BEGIN SOLUTION
     wide = q.to(torch.promote_types(q.dtype, torch.float32))
