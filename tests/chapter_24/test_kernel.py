@@ -93,18 +93,13 @@ def test_chunk_linear_attention_does_not_overflow():
     check(args, "eq-linear_attention-4", 64)
 
 
-def test_chunk_linear_attention_sums_in_float32():
-    case("B=1 T=65 H=1 Dk=1 Dv=1, float16: 2048 and 64 ones, which float16 cannot add one by one; then a query of 1/64")
-    ones = torch.ones(1, 65, 1, 1, dtype=torch.float16, device=DEVICE)
-    v = ones.clone()
-    v[0, 0] = 2048
-    q = ones / 64
-    (out, state), _ = run(la.chunk_linear_attention, q, ones, v, None, 1.0, None, 16)
-    expect_close(
-        state, torch.full((1, 1, 1, 1), 2112.0, device=DEVICE), name="state", answer=(out, state), read=RETURNS
-    )
-    aim = ((2048 + torch.arange(65.0, device=DEVICE)) / 64).view(1, 65, 1, 1).half()
-    expect_close(out, aim, rtol=1e-3, atol=0, answer=(out, state), read=RETURNS)
+def test_chunk_linear_attention_keeps_the_state_in_float32():
+    case("T=20 Dk=2 Dv=1, float16, an initial state of (2049, 2048), which float16 cannot tell apart, and q (1, -1)")
+    q = torch.tensor([1.0, -1.0], dtype=torch.float16, device=DEVICE).expand(1, 20, 1, 2)
+    zeros = torch.zeros(1, 20, 1, 2, dtype=torch.float16, device=DEVICE)
+    start = torch.tensor([2049.0, 2048.0], device=DEVICE).view(1, 1, 2, 1)
+    found, _ = run(la.chunk_linear_attention, q, zeros, zeros[..., :1], None, 1.0, start, 16)
+    expect_close(found, (torch.ones_like(zeros[..., :1]), start), rtol=0, atol=0, read=RETURNS)
 
 
 def test_chunk_linear_attention_is_exact_to_float32():
@@ -144,6 +139,18 @@ def test_chunk_linear_attention_refuses():
         case(f"chunk_size={size}")
         with expect_raises(ValueError, "chunk_size", str(size), read=RAISES):
             la.chunk_linear_attention(*args[:3], chunk_size=size)
+
+
+@counted
+def test_chunk_linear_attention_copies_nothing():
+    case("B=1 T=20 H=2 Dk=4 Dv=5, q, k and v transposed views: the tensors that the kernel gets")
+    args = arguments(20, batch=1)
+    views = [layouts(x)["transposed"] for x in args[:3]]
+    found, seen = run(la.chunk_linear_attention, *views, *args[3:], chunk_size=16)
+    shapes = {tuple(x.shape) for x in views[:2]}
+    copies = [t for _, _, given in seen.launches for t in given if tuple(t.shape) in shapes and t.is_contiguous()]
+    problem = "q, k or v was copied to make it contiguous: the kernel can use its strides"
+    expect_true(not copies, problem, answer=found, read=COST)
 
 
 @counted

@@ -95,9 +95,8 @@ def draw(held: list[float], n: int) -> str:
     for key, value in wanted(n).items():
         left = 151 + 42 * list(KEYS).index(key)
         parts += [_bar(left, 17, value, GREEN), _bar(left + 20, 17, recalled(held, key), ORANGE)]
-    if n:
-        key, value = WRITES[n - 1]
-        parts.append(label(8, 206, f"just written: {key} = {value}", kind="strong"))
+    written = f"just written: {WRITES[n - 1][0]} = {WRITES[n - 1][1]}" if n else "nothing written yet"
+    parts.append(label(8, 206, written, kind="strong"))
     return "".join(parts)
 
 
