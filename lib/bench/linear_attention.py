@@ -183,14 +183,15 @@ def measure_parallel(rank: int, device: torch.device, options: argparse.Namespac
     sizes, n_ranks = Sizes(str(device), options.tiny), dist.get_world_size()
     sizes.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     given = sizes.inputs(sizes.parallel_length // n_ranks, grad=True)
-    leaves = [given[name] for name in ("q", "k", "v", "g")]
+    leaves: Any = [given[name] for name in ("q", "k", "v", "g")]
 
     def linear() -> None:
         out = sequence_parallel_linear_attention(*leaves)
         out.backward(torch.ones_like(out))
 
     def ring() -> None:
-        out = ring_attention(*(x.transpose(1, 2) for x in leaves[:3]), is_causal=True, layout="zigzag")
+        q, k, v = (x.transpose(1, 2) for x in leaves[:3])
+        out = ring_attention(q, k, v, is_causal=True, layout="zigzag")
         out.backward(torch.ones_like(out))
 
     clock = functools.partial(seconds_of, device=device, on_ranks=True)

@@ -70,7 +70,7 @@ def writes(n_keys: int, batch: int, generator: torch.Generator) -> tuple[Tensor,
     return torch.cat([keys, asked], 1), F.pad(values, (0, n_keys), value=N_VALUES), values.gather(1, last)
 
 
-def recall(rule: str, n_keys: int, width: int, n_steps: int = 50, seed: int = 0) -> float:
+def recall(rule: str, n_keys: int, width: int, n_steps: int = 40, seed: int = 0) -> float:
     """Train on fresh sequences, and return the share of right answers on others."""
     torch.manual_seed(seed)
     generator, model = torch.Generator().manual_seed(seed), Recall(rule, n_keys, width)
