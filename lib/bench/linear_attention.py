@@ -39,11 +39,12 @@ class Sizes:
         self.device, self.heads, self.width = device, 2 if tiny else 16, 16 if tiny else 128
         self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
         self.lengths = (32, 64) if tiny else (2048, 8192, 32_768, 131_072)
+        self.chunk_sizes: tuple[int, ...]
         self.chunk_sizes, self.chunk_length = ((16, 32), 64) if tiny else ((16, 32, 64, 128, 256), 16_384)
         self.decoded = (16, 64) if tiny else (1024, 16_384, 131_072, 1_048_576)
         self.parallel_length = 64 if tiny else 131_072
 
-    def inputs(self, length: int, grad: bool = False) -> dict[str, Tensor]:
+    def inputs(self, length: int, grad: bool = False) -> dict[str, Any]:
         """Queries, unit keys and values ``[1, T, H, D]``, shares and decays ``[1, T, H]``."""
         generator = torch.Generator(self.device).manual_seed(0)
         options: dict[str, Any] = {"generator": generator, "device": self.device}
@@ -72,7 +73,8 @@ def peers() -> dict[str, Callable]:
 
 def attended(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> Tensor:
     """Chapter 15's causal attention to the same queries, keys and values."""
-    return flash_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return flash_attention(q, k, v, is_causal=True)
 
 
 def forms() -> dict[str, Callable]:
@@ -113,7 +115,7 @@ def by_length(sizes: Sizes) -> dict[str, Any]:
     for i, length in enumerate(sizes.lengths):
         given = sizes.inputs(length)
         forward: dict[str, Callable] = {n: functools.partial(form, **given) for n, form in forms().items()}
-        qkv = [given[name] for name in "qkv"]
+        qkv: Any = [given[name] for name in "qkv"]
         forward["kernel"] = functools.partial(chunk_linear_attention, *qkv, given["g"])
         if i == 0:
             forward["recurrent"] = functools.partial(linear_attention_recurrent, *qkv, given["g"])
@@ -121,7 +123,7 @@ def by_length(sizes: Sizes) -> dict[str, Any]:
         with torch.no_grad():
             found[str(length)] = {"forward_s": timed(forward, sizes.device)}
         wanted = sizes.inputs(length, grad=True)
-        both = {n: functools.partial(back_and_forth, form, wanted) for n, form in forms().items()}
+        both: dict[str, Callable] = {n: functools.partial(back_and_forth, form, wanted) for n, form in forms().items()}
         found[str(length)]["both_s"] = timed(both, sizes.device)
         print(length, {n: s and round(1e3 * s["median"], 2) for n, s in found[str(length)]["forward_s"].items()})
     return found

@@ -115,6 +115,8 @@ class ByteModel(nn.Module):
     The full model's feed-forward layers are wider by what its attention layers have fewer parameters.
     """
 
+    rope: Tensor
+
     def __init__(self, interval: int, dim: int = 64, n_layers: int = 4):
         super().__init__()
         self.layer_types = hybrid_layer_types(n_layers, interval, "linear_attention")
