@@ -44,7 +44,8 @@ def check_fit(pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
     """Reject new positions that a cache's memories cannot take; positions are the last axis but one.
 
     Args:
-        pairs: For each name, the memory and what shall be written into it. The first one says how many positions are new.
+        pairs: For each name, the memory and what shall be written into it. The first one says how many positions are
+            new.
 
     Raises:
         ValueError: another batch, width or number of heads or positions; the message shows both shapes.

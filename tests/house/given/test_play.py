@@ -30,8 +30,9 @@ from lib.given.show.play.scales import fates, numbers
 from lib.given.show.play.scales import figure as scales_figure
 from lib.given.show.play.schedules import figure as schedules_figure
 from lib.given.show.play.schedules import timeline
-from lib.given.show.play.windows import figure as windows_figure
 from lib.given.show.play.spectrum import figure as spectrum_figure
+from lib.given.show.play.state import figure as state_figure
+from lib.given.show.play.windows import figure as windows_figure
 from lib.given.show.play.zero import figure as zero_figure
 from lib.given.show.rings import ring_states
 from lib.workbook.book.catalog import ROOT
@@ -39,6 +40,7 @@ from solutions.attention_variants import cache_bytes, sliding_window_mask
 from solutions.context_parallel import zigzag_indices
 from solutions.flash_attention import online_softmax_update
 from solutions.fsdp import memory_per_device
+from solutions.linear_attention import delta_rule_recurrent, linear_attention_recurrent
 from solutions.low_precision import quantize
 from solutions.moe import capacity_mask
 from solutions.optimizers import newton_schulz, singular_values_after
@@ -80,6 +82,7 @@ FIGURES = {
         singular_values_after, SPECTRUM, {"Muon": (3.4445, -4.7750, 2.0315), "cubic": (1.5, -0.5, 0.0)}
     ),
     "batching": batching_figure(Scheduler, (8, 16), (12, 40)),
+    "state": state_figure(linear_attention_recurrent, delta_rule_recurrent),
     "isoflop": isoflop_figure(compute_optimal, {"replication": BESIROGLU, "paper": HOFFMANN}, range(17, 27)),
     "windows": windows_figure(sliding_window_mask, cache_bytes),
 }
@@ -96,6 +99,7 @@ CHAPTERS = {
     "spectrum": "25_optimizers",
     "batching": "21_serving",
     "isoflop": "22_scaling_laws",
+    "state": "24_linear_attention",
     "windows": "23_attention_variants",
 }
 every_figure = pytest.mark.parametrize("name", FIGURES)

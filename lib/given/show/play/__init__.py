@@ -1,4 +1,4 @@
-"""Twelve figures that one can play with, on the book's pages and in a notebook; ``player`` says how they are made."""
+"""Figures that one can play with, on the book's pages and in a notebook; ``player`` says how they are made."""
 
 from lib.given.show.play.batching import batching
 from lib.given.show.play.capacity import capacity
@@ -10,8 +10,9 @@ from lib.given.show.play.planner import planner
 from lib.given.show.play.ring import ring
 from lib.given.show.play.scales import scales
 from lib.given.show.play.schedules import schedules
-from lib.given.show.play.windows import windows
 from lib.given.show.play.spectrum import spectrum
+from lib.given.show.play.state import state
+from lib.given.show.play.windows import windows
 from lib.given.show.play.zero import zero
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "scales",
     "schedules",
     "spectrum",
+    "state",
     "tiles",
     "windows",
     "zero",
