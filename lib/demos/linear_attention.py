@@ -130,7 +130,9 @@ class ByteModel(nn.Module):
         self.blocks = nn.ModuleList(
             Block(
                 dim, 160 + wider,
-                GatedDeltaNet(dim, 2, 4, 16, 16) if kind == "linear_attention" else CausalAttention(dim, 4, layout="interleaved"),
+                GatedDeltaNet(dim, 2, 4, 16, 16)
+                if kind == "linear_attention"
+                else CausalAttention(dim, 4, layout="interleaved"),
             )
             for kind in self.layer_types
         )  # fmt: skip

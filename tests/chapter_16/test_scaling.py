@@ -38,7 +38,8 @@ def bytes_in(text: str) -> list[float]:
 
 @contextmanager
 def expect_refusal(**sizes: float):
-    """A ValueError whose message holds each size, each as a number of its own, however it is spelled (to a hundredth)."""
+    """A ValueError whose message holds each size, each as a number of its own, however it is spelled (to a
+    hundredth)."""
     message = ""
     with expect_raises(ValueError, read=STEP):
         try:

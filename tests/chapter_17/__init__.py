@@ -1,1 +1,2 @@
-"""Compared with the unsplit model, `torch.utils.checkpoint`, `torch.distributed.pipelining` and PyTorch's own layers."""
+"""Compared with the unsplit model, `torch.utils.checkpoint`, `torch.distributed.pipelining` and PyTorch's own
+layers."""

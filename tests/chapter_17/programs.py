@@ -1,4 +1,5 @@
-"""What the tests of chapter 17 run on ranks: stages that write down what they do, models, and schedules written out by hand."""
+"""What the tests of chapter 17 run on ranks: stages that write down what they do, models, and schedules written out
+by hand."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -171,7 +172,8 @@ def compare(rank, n_ranks, kind, n_micro, n_chunks, ragged=True) -> list[tuple[s
 
 
 def expect_order(stages: list, schedule: list[Action]) -> None:
-    """The stages did what the schedule says, in its order; a "W" may follow its "B" at once where there is none in the list."""
+    """The stages did what the schedule says, in its order; a "W" may follow its "B" at once where there is none in
+    the list."""
     has_later = {(a.micro_batch, a.chunk) for a in schedule if a.kind == "W"}
     for chunk, stage in enumerate(stages):
         wanted = [(a.kind, a.micro_batch) for a in schedule if a.chunk == chunk]

@@ -1,4 +1,5 @@
-"""Pipelines, graded: schedules and the simulator by counting, everything else against PyTorch's own layers, checkpoints and pipelines.
+"""Pipelines, graded: schedules and the simulator by counting, everything else against PyTorch's own layers,
+checkpoints and pipelines.
 
 What runs on ranks is in `programs.py`.
 """

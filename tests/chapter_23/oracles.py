@@ -1,4 +1,5 @@
-"""What chapter 23's tests compare with: attention pair by pair in float64, and Transformers' layers with random weights."""
+"""What chapter 23's tests compare with: attention pair by pair in float64, and Transformers' layers with random
+weights."""
 
 import math
 from types import SimpleNamespace
@@ -85,7 +86,8 @@ LATENTS = {"no_q_lora": LATENT, "q_lora": LATENT | {"q_lora_rank": 7}}
 
 
 def random_state(shapes: dict[str, tuple]) -> dict[str, Tensor]:
-    """A tensor for each name, the same for every order of the names; gains near 1, or near 0 where they are differences."""
+    """A tensor for each name, the same for every order of the names; gains near 1, or near 0 where they are
+    differences."""
     out = {}
     for seed, name in enumerate(sorted(shapes)):
         x = randn(*shapes[name], seed=100 + seed)

@@ -1,6 +1,7 @@
 """Beyond AdamW, graded: directions, states and their bytes, products and their FLOPs, and matrices that ranks divide.
 
-PyTorch's Muon and Adafactor, the singular value decomposition and ``FlopCounterMode`` are the oracles; for ranks it is Muon on whole matrices.
+PyTorch's Muon and Adafactor, the singular value decomposition and ``FlopCounterMode`` are the oracles; for ranks it
+is Muon on whole matrices.
 """
 
 import copy

@@ -18,8 +18,8 @@ KINDS = {
 }
 SIZES = {"n_kv_heads": 8, "head_dim": 128, "sliding_window": WINDOW, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
 ALT = (
-    "A triangle of queries by keys, in which the keys that the newest query sees are bright. Beside it, the slots of the "
-    "cache with the position that each of them holds."
+    "A triangle of queries by keys, in which the keys that the newest query sees are bright. "
+    "Beside it, the slots of the cache with the position that each of them holds."
 )
 Mask = Callable[[int, int, int | None], Sequence[Any]]
 Bytes = Callable[..., int]
