@@ -215,7 +215,7 @@ class Runner:
         """The tokens of all chunks, one chunk's after another's."""
         ids, device = [self._sequence(chunk.progress) for chunk in chunks], self.cache.keys.device
         row = lay_out(chunks)
-        row = Layout(*(_sent(x, device) if isinstance(x, Tensor) else x for x in row))
+        row = row._replace(**{name: _sent(x, device) for name, x in row._asdict().items() if isinstance(x, Tensor)})
         slots = _sent(torch.cat([self._extend(i, n) for i, n in zip(ids, row.sizes, strict=True)]), device)
         if self.steps is None:
             return next_logits(self.model, row.tokens, row.positions, row.last, self._plain_attention(ids, row, slots))
@@ -243,7 +243,8 @@ class Runner:
         """What `prompt_attention` needs to know of chunks whose keys and values are in the cache already."""
         tables, device = [self.cache.tables[i] for i in ids], self.cache.keys.device
         starts = [self.cache.lengths[i][0] - n for i, n in zip(ids, sizes, strict=True)]
-        group = self.model.config.n_heads // self.cache.keys.shape[3]
+        config: Any = self.model.config
+        group = config.n_heads // self.cache.keys.shape[3]
         blocks, *fields = (torch.tensor(x) for x in cut(starts, sizes, tables, group))
         sent = _sent(torch.cat([blocks, *fields]), device)
         blocks, *fields = sent.split([len(blocks), *map(len, fields)])

@@ -134,7 +134,9 @@ def groups(model: list[nn.Module], n: int) -> list[nn.Module]:
 def compare(rank, n_ranks, kind, n_micro, n_chunks, ragged=True) -> list[tuple[str, int]]:
     """One step beside one process: loss and every gradient to the last bit."""
     n = n_ranks * n_chunks
-    what = f"{many(n_ranks, 'rank')}, {many(n_chunks, 'chunk')}, {many(n_micro, 'micro-batch')} of {'different' if ragged else 'equal'} sizes, {kind}"
+    sizes = "different" if ragged else "equal"
+    parts = f"{many(n_ranks, 'rank')}, {many(n_chunks, 'chunk')}, {many(n_micro, 'micro-batch')}"
+    what = f"{parts} of {sizes} sizes, {kind}"
     case(f"{what}, float64; rank {rank}")
     whole = nn.Sequential(*groups(layers(max(n + 1, 3)), n))
     mine = copy.deepcopy(whole)
@@ -234,7 +236,8 @@ def ignored_targets(rank, n_ranks) -> None:
 def float_targets(rank, n_ranks) -> None:
     """A regression on numbers, with stages that change width, dtype and shape between each other."""
     case(
-        f"3 ranks, float inputs and targets, activations [n, 5], [n, 2, 3] and [n, 1], float32, twice in a row; rank {rank}"
+        "3 ranks, float inputs and targets, activations [n, 5], [n, 2, 3] and [n, 1], float32, "
+        f"twice in a row; rank {rank}"
     )
     torch.manual_seed(1)
     parts = [
@@ -325,7 +328,8 @@ def beside_pytorch(rank, n_ranks) -> None:
 def counted(rank, n_ranks, kind, n_micro, n_chunks) -> list[int]:
     """One step of equal micro-batches, for the ledger."""
     case(
-        f"{many(n_ranks, 'rank')}, {many(n_chunks, 'chunk')}, {many(n_micro, 'micro-batch')}, {kind}: the messages; rank {rank}"
+        f"{many(n_ranks, 'rank')}, {many(n_chunks, 'chunk')}, {many(n_micro, 'micro-batch')}, {kind}: "
+        f"the messages; rank {rank}"
     )
     n = n_ranks * n_chunks
     stages = my_stages(groups(layers(max(n, 2)), n), rank, n_ranks, n_chunks)
@@ -432,7 +436,8 @@ class Fault(nn.Module):
 def failing(rank, n_ranks, where, in_backward) -> None:
     """One stage raises an exception in its second micro-batch: every rank ends with its text."""
     case(
-        f"{many(n_ranks, 'rank')}, 1F1B; rank {where} raises in {'backward' if in_backward else 'forward'} of micro-batch 1; rank {rank}"
+        f"{many(n_ranks, 'rank')}, 1F1B; rank {where} raises in "
+        f"{'backward' if in_backward else 'forward'} of micro-batch 1; rank {rank}"
     )
     model = groups(layers(n_ranks + 1), n_ranks)
     module = Fault(model[rank], 2, in_backward) if rank == where else model[rank]

@@ -150,7 +150,8 @@ def test_partition_layers_equals_trying_all_cuts():
 
 def test_partition_layers_of_tenths():
     case(
-        "ten layers of 0.1 in 4 stages: differences of running sums differ in their last digits, and no stage may be empty"
+        "ten layers of 0.1 in 4 stages: differences of running sums differ in their last digits, "
+        "and no stage may be empty"
     )
     found = pipeline.partition_layers([0.1] * 10, 4)
     sizes = [len(r) for r in found]
@@ -405,7 +406,8 @@ def test_simulate_chunks():
 
 def test_simulate_unequal_stages():
     case(
-        "3 stages whose forwards take 1, 4 and 2 s and whose backwards take 1, 8 and 2 s, 2 micro-batches, all forwards first"
+        "3 stages whose forwards take 1, 4 and 2 s and whose backwards take 1, 8 and 2 s, 2 micro-batches, "
+        "all forwards first"
     )
     seconds = [{"F": 1, "B": 1}, {"F": 4, "B": 8}, {"F": 2, "B": 2}]
     works = pipeline.simulate([long("F0 F1 B0 B1")] * 3, seconds)
@@ -574,7 +576,8 @@ def test_checkpoint_by_hand():
 @pytest.mark.parametrize("name", MAKES)
 def test_checkpoint_equals_pytorch(name, autocast):
     case(
-        f"{name}, with dropout 0.5{', under bf16 autocast' if autocast else ''}: values, gradients, bytes saved, next random number"
+        f"{name}, with dropout 0.5{', under bf16 autocast' if autocast else ''}: "
+        "values, gradients, bytes saved, next random number"
     )
     expected = outcome(their_checkpoint, MAKES[name], autocast)
     found = outcome(pipeline.checkpoint, MAKES[name], autocast)
@@ -1179,7 +1182,8 @@ def test_PipelineStage_releases_what_it_kept():
     problem = "the stage holds its output until backward; the gradient edge is enough"
     expect_true(all(ref.expired() for ref in refs), problem, read=STAGE)
     case(
-        "2 micro-batches, the backward of micro-batch 1: its activations are released, and those of micro-batch 0 are not"
+        "2 micro-batches, the backward of micro-batch 1: its activations are released, "
+        "and those of micro-batch 0 are not"
     )
     stage.backward_micro(1, torch.ones(4, 3, dtype=torch.float64))
     first, second = (ref.expired() for ref in seen.refs)

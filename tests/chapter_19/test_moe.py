@@ -912,8 +912,9 @@ def test_MoE_equals_deepseek(k):
         "divided by their sum"
     )
     config = DeepseekV2Config(
-        hidden_size=6, moe_intermediate_size=5, n_routed_experts=4, num_experts_per_tok=k, n_shared_experts=2, num_attention_heads=1,
-        num_key_value_heads=1, topk_method="greedy", routed_scaling_factor=1.0, n_group=1, topk_group=1,
+        hidden_size=6, moe_intermediate_size=5, n_routed_experts=4, num_experts_per_tok=k, n_shared_experts=2,
+        num_attention_heads=1, num_key_value_heads=1, topk_method="greedy", routed_scaling_factor=1.0,
+        n_group=1, topk_group=1,
     )  # fmt: skip
     config._experts_implementation = "eager"
     block, (layer, weights) = DeepseekV2Moe(config).double(), make_moe(k=k, n_shared=2)

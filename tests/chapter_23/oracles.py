@@ -57,7 +57,8 @@ def turn(x: Tensor, rope: Tensor, layout: str = "half") -> Tensor:
 
 LAYERS = {
     "qwen3": SimpleNamespace(
-        ours={"dim": 24, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "qk_norm": "head"}, window=None, rope=8, theirs="qwen3"
+        ours={"dim": 24, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "qk_norm": "head"},
+        window=None, rope=8, theirs="qwen3",
     ),
     "gemma2": SimpleNamespace(
         ours={"dim": 20, "n_heads": 4, "n_kv_heads": 2, "head_dim": 6, "window": 3, "softcap": 0.7, "scale": 10**-0.5},
@@ -65,19 +66,24 @@ LAYERS = {
     ),
     "gemma3": SimpleNamespace(
         ours={
-            "dim": 20, "n_heads": 4, "n_kv_heads": 1, "head_dim": 6, "window": 4, "qk_norm": "head", "norm_offset": 1.0, "scale": 12**-0.5
+            "dim": 20, "n_heads": 4, "n_kv_heads": 1, "head_dim": 6, "window": 4,
+            "qk_norm": "head", "norm_offset": 1.0, "scale": 12**-0.5,
         },
         window=4, rope=6, theirs="gemma3",
     ),
     "olmo3": SimpleNamespace(
-        ours={"dim": 24, "n_heads": 4, "n_kv_heads": 2, "head_dim": 6, "window": 3, "qk_norm": "width"}, window=3, rope=6, theirs="olmo3"
+        ours={"dim": 24, "n_heads": 4, "n_kv_heads": 2, "head_dim": 6, "window": 3, "qk_norm": "width"},
+        window=3, rope=6, theirs="olmo3",
     ),
     "gpt_oss": SimpleNamespace(
         ours={"dim": 20, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "window": 3, "sinks": True, "bias": True},
         window=3, rope=8, theirs="gpt_oss",
     ),
     "qwen3_next": SimpleNamespace(
-        ours={"dim": 24, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "qk_norm": "head", "norm_offset": 1.0, "gate": True},
+        ours={
+            "dim": 24, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8,
+            "qk_norm": "head", "norm_offset": 1.0, "gate": True,
+        },
         window=None, rope=4, theirs="qwen3_next",
     ),
 }  # fmt: skip

@@ -316,11 +316,13 @@ def test_flash_window_forward_of_large_scores():
 
 @pytest.mark.parametrize(
     ("t", "s", "window", "rows", "cols"),
-    [(50, 50, None, 16, 16), (50, 50, 9, 16, 8), (50, 50, 17, 16, 16), (33, 70, 12, 8, 16), (40, 25, 6, 16, 4), (16, 64, 1, 8, 8)],
+    [(50, 50, None, 16, 16), (50, 50, 9, 16, 8), (50, 50, 17, 16, 16),
+     (33, 70, 12, 8, 16), (40, 25, 6, 16, 4), (16, 64, 1, 8, 8)],
 )  # fmt: skip
 def test_flash_window_forward_visits_no_other_tile(t, s, window, rows, cols):
     case(
-        f"b=1 h=2 t={t} s={s} d=4 dv=6, window {window}, tiles of {rows} x {cols}: FLOPs of the tiles with a visible pair"
+        f"b=1 h=2 t={t} s={s} d=4 dv=6, window {window}, tiles of {rows} x {cols}: "
+        "FLOPs of the tiles with a visible pair"
     )
     q, k, v = randn(1, 2, t, 4), randn(1, 1, s, 4, seed=1), randn(1, 1, s, 6, seed=2)
     with FlopCounterMode(display=False) as counter:

@@ -682,7 +682,8 @@ def muon_by_svd(w, gradients, lr, decay, mu, nesterov, scale, cautious=False) ->
 )
 def test_Muon_follows_its_rule(shape, settings, scale):
     case(
-        f"w {shape} in float64, lr 0.2, decay 0.5, {settings or 'otherwise the defaults'}: the momentum and w after three steps"
+        f"w {shape} in float64, lr 0.2, decay 0.5, {settings or 'otherwise the defaults'}: "
+        "the momentum and w after three steps"
     )
     (w,) = parameters(shape, dtype=torch.float64)
     gradients = [randn(*shape, seed=i + 1, dtype=torch.float64) for i in range(3)]
@@ -794,7 +795,8 @@ def test_split_parameters_of_Transformers(name):
 
     case(f"Transformers' {name}, two layers: the matrices of the layers to Muon, all others to AdamW")
     small = {"vocab_size": 11, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 6} if name == "GPT2" else {
-        "vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}  # fmt: skip
+        "vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 12}  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = getattr(transformers, f"{name}LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(
@@ -889,7 +891,8 @@ def sharded_steps(rank, world_size, settings, dtype, members):
     if rank >= members:
         return None
     case(
-        f"{settings or 'the defaults'}, {dtype}: three steps on {members} ranks, of matrices {MATRICES}, beside Muon on whole ones"
+        f"{settings or 'the defaults'}, {dtype}: three steps on {members} ranks, of matrices {MATRICES}, "
+        "beside Muon on whole ones"
     )
     whole = parameters(*MATRICES, dtype=dtype)
     mine = [nn.Parameter(cut(p.detach(), rank, members)) for p in whole]

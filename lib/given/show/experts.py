@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -36,7 +37,7 @@ def draw_mixture(logits: Sequence[float] = (0.2, 1.6, -0.6, 0.8), k: int = 2) ->
             Rectangle((1.45, y - 0.2), 1.2 * probability, 0.4, facecolor=colour, alpha=0.8 if is_chosen else 0.35)
         )
         ax.text(1.55 + 1.2 * probability, y, f"{probability:.2f}", va="center", color=colour)
-        style = {
+        style: dict[str, Any] = {
             "linestyle": "-" if is_chosen else ":",
             "facecolor": colour if is_chosen else "none",
             "edgecolor": colour,

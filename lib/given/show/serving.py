@@ -15,7 +15,7 @@ def draw_block_tables() -> Figure:
     """Two sequences that share their blocks after a fork, and the copy that the first write into the last block
     makes."""
     fig, axes = plt.subplots(2, 1, figsize=(6.6, 4.4))
-    words = {0: ("the", "cat", "sat", "on"), 3: ("a", "mat", "", "")}
+    words: dict[int, tuple[str, ...]] = {0: ("the", "cat", "sat", "on"), 3: ("a", "mat", "", "")}
     shared = {"a, 6 tokens": (0, 3), "b, 6 tokens": (0, 3)}
     _tables(axes[0], "after fork(a): b has a table of its own, and no block", shared, words)
     words[1] = ("a", "mat", "up", "")

@@ -29,7 +29,10 @@ class Source(Protocol):
     n_held_out: int
     n_test: int  # items of the data's own test split, which are the last ones; if there are any, they are held out
     codec: "Codec | None"  # what made the tokens from text
-    made_bytes: int  # of synthetic data, which ``to`` makes
+
+    @property
+    def made_bytes(self) -> int:
+        """Bytes of synthetic data, which ``to`` makes."""
 
     def hold_out(self, n: int) -> None:
         """Take n items out of training: afterwards they have the indices ``self.n`` to ``self.n + n - 1``."""

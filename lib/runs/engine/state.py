@@ -50,7 +50,7 @@ def newest(folder: Path) -> Path | None:
 def stamp(options: Options) -> tuple[Path, int] | None:
     """The newest checkpoint of a run's folder and when it was written; None if there is none."""
     path = newest(options.checkpoint) if options.checkpoint else None
-    return path and (path, path.stat().st_mtime_ns)
+    return (path, path.stat().st_mtime_ns) if path else None
 
 
 def check_unchanged(options: Options, before: tuple[Path, int] | None) -> None:

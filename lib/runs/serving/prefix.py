@@ -130,8 +130,11 @@ class PrefixEngine(Engine):
         return super()._extend(sequence, n_tokens)
 
 
-def evict(tree: PrefixTree, n: int) -> list[int]:
-    """As ``tree.evict(n)``, but the leaves are looked up once for all n blocks: a pool can have a hundred thousand."""
+def evict(tree: Any, n: int) -> list[int]:
+    """As a ``PrefixTree``'s own ``evict(n)``, but the leaves are looked up once for all n blocks.
+
+    A pool can have a hundred thousand.
+    """
     heap = [(leaf.last_used, i, leaf) for i, leaf in enumerate(tree.root.leaves()) if leaf.n_users == 0]
     heapq.heapify(heap)
     evicted: list[int] = []
