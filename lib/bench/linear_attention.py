@@ -116,11 +116,11 @@ def by_length(sizes: Sizes) -> dict[str, Any]:
     for i, length in enumerate(sizes.lengths):
         given = sizes.inputs(length)
         forward: dict[str, Callable] = {n: functools.partial(form, **given) for n, form in forms().items()}
-        qkv: Any = [given[name] for name in "qkv"]
-        forward["kernel"] = functools.partial(chunk_linear_attention, *qkv, given["g"])
+        q, k, v, g = (given[name] for name in "qkvg")
+        forward["kernel"] = functools.partial(chunk_linear_attention, q, k, v, g)
         if i == 0:
-            forward["recurrent"] = functools.partial(linear_attention_recurrent, *qkv, given["g"])
-            forward["delta recurrent"] = functools.partial(delta_rule_recurrent, *qkv, given["beta"], given["g"])
+            forward["recurrent"] = functools.partial(linear_attention_recurrent, q, k, v, g)
+            forward["delta recurrent"] = functools.partial(delta_rule_recurrent, q, k, v, given["beta"], g)
         with torch.no_grad():
             found[str(length)] = {"forward_s": timed(forward, sizes.device)}
         wanted = sizes.inputs(length, grad=True)

@@ -215,7 +215,8 @@ class Runner:
         """The tokens of all chunks, one chunk's after another's."""
         ids, device = [self._sequence(chunk.progress) for chunk in chunks], self.cache.keys.device
         row = lay_out(chunks)
-        row = row._replace(**{name: _sent(x, device) for name, x in row._asdict().items() if isinstance(x, Tensor)})
+        tokens, positions, single, last = (_sent(x, device) for x in (row.tokens, row.positions, row.single, row.last))
+        row = Layout(tokens, positions, row.sizes, single, last)
         slots = _sent(torch.cat([self._extend(i, n) for i, n in zip(ids, row.sizes, strict=True)]), device)
         if self.steps is None:
             return next_logits(self.model, row.tokens, row.positions, row.last, self._plain_attention(ids, row, slots))
