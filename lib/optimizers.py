@@ -14,8 +14,7 @@ from lib.given.optim import KELLER_JORDAN, ByParameter, Coefficients, triples
 
 
 def steepest_direction(gradient: Float[Tensor, "r c"], norm: str) -> Float[Tensor, "r c"]:
-    """The matrix D of norm at most 1 along which a loss rises fastest: the one with the largest sum(gradient * D).
-    (Exercise)
+    """The matrix D of norm at most 1 along which a loss rises fastest: sum(gradient * D) is largest. (Exercise 25.1)
 
     Size: 25 minutes, difficulty 3, core.
 
@@ -27,9 +26,8 @@ def steepest_direction(gradient: Float[Tensor, "r c"], norm: str) -> Float[Tenso
     Returns:
         - "frobenius": G over its norm.
         - "max": the sign of each element, with sign(0) = 0.
-        - "spectral": ``U_r V_r^T``. Singular values up to ``max(R, C) * eps * s_max`` count as 0, where eps is that
-        of the
-          dtype in which they are computed.
+        - "spectral": ``U_r V_r^T``, in which singular values up to ``max(R, C) * eps * s_max`` count as 0;
+          eps is that of the dtype in which they are computed.
 
         Zeros give zeros. Computed in float32 at least, and returned in the gradient's dtype.
 
@@ -38,10 +36,11 @@ def steepest_direction(gradient: Float[Tensor, "r c"], norm: str) -> Float[Tenso
 
     Source: Bernstein and Newhouse (arXiv:2409.20325), section 1 and appendix.
     """
+    raise NotImplementedError("Exercise 25.1: write steepest_direction")
 
 
 class Lion(ByParameter):
-    """Steps of one length for every weight: the sign of a mean of gradients. (Exercise 25.1)
+    """Steps of one length for every weight: the sign of a mean of gradients. (Exercise 25.2)
 
     Size: 20 minutes, difficulty 2, core.
 
@@ -64,11 +63,11 @@ class Lion(ByParameter):
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
 
     def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        raise NotImplementedError("Exercise 25.1: write Lion.update")
+        raise NotImplementedError("Exercise 25.2: write Lion.update")
 
 
 class Adafactor(ByParameter):
-    """Adam's second moment from the means of its rows and columns, without momentum. (Exercise 25.2)
+    """Adam's second moment from the means of its rows and columns, without momentum. (Exercise 25.3)
 
     Size: 45 minutes, difficulty 4, core.
 
@@ -107,42 +106,42 @@ class Adafactor(ByParameter):
         super().__init__(params, lr=lr, beta2_decay=beta2_decay, eps=eps, d=d, weight_decay=weight_decay)
 
     def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        raise NotImplementedError("Exercise 25.2: write Adafactor.update")
+        raise NotImplementedError("Exercise 25.3: write Adafactor.update")
 
 
 def quantize_blockwise(
     x: Float[Tensor, "..."], signed: bool = True, block_size: int = 256
 ) -> tuple[UInt8[Tensor, "..."], Float32[Tensor, " n"]]:
-    """Round a tensor to one byte an element, with one scale for each block. (Exercise 25.3)
+    """Round a tensor to one byte an element, with one scale for each block. (Exercise 25.4)
 
     Size: 35 minutes, difficulty 3, core.
 
     Args:
-        x: Any shape and floating dtype. Its elements, in row-major order, are cut into blocks; the last one may be
-            shorter.
+        x: Any shape and floating dtype.
+            Its elements, in row-major order, are cut into blocks; the last one may be shorter.
         signed: Whether the code has negative values.
         block_size: Elements in a block.
 
-    The code has 256 ascending values: 0, 1 and, for i from 0 to 6, ``10**(i - 6)`` times the midpoints of ``2**i``
-    equal
+    The code has 256 ascending values: 0, 1 and, for i from 0 to
+    6, ``10**(i - 6)`` times the midpoints of ``2**i`` equal
     parts of [0.1, 1], each with both signs. Unsigned, ``2**(i + 1)`` parts, without signs.
 
     Returns:
-        - q ``[...]``: for each element, the index of the nearest value (of two, the lower) to x over its block's
-        ``absmax``.
+        - q ``[...]``: for each element, the index of the nearest
+        value (of two, the lower) to x over its block's ``absmax``.
         - absmax ``[n]``: the largest magnitude of each block.
 
         Zeros stay zeros, in a block of nothing else too.
 
     Source: Dettmers and others (arXiv:2110.02861), sections 2.1 and 2.2; the code is that of bitsandbytes.
     """
-    raise NotImplementedError("Exercise 25.3: write quantize_blockwise")
+    raise NotImplementedError("Exercise 25.4: write quantize_blockwise")
 
 
 def dequantize_blockwise(
     q: UInt8[Tensor, "..."], absmax: Float32[Tensor, " n"], signed: bool = True, block_size: int = 256
 ) -> Float32[Tensor, "..."]:
-    """The numbers that bytes and scales stand for. (Exercise 25.4)
+    """The numbers that bytes and scales stand for. (Exercise 25.5)
 
     Size: 10 minutes, difficulty 2, core.
 
@@ -154,11 +153,11 @@ def dequantize_blockwise(
     Returns:
         The code's value times the block's ``absmax``, in the shape of q.
     """
-    raise NotImplementedError("Exercise 25.4: write dequantize_blockwise")
+    raise NotImplementedError("Exercise 25.5: write dequantize_blockwise")
 
 
 class AdamW8bit(ByParameter):
-    """AdamW whose two moments are kept in one byte an element. (Exercise 25.5)
+    """AdamW whose two moments are kept in one byte an element. (Exercise 25.6)
 
     Size: 40 minutes, difficulty 4, core.
 
@@ -173,13 +172,13 @@ class AdamW8bit(ByParameter):
             Where these
             are bytes, "absmax" and "absmax_sq" are their scales.
 
-    A step is chapter 7's, in float32: dequantize, take in the gradient, update the weight from the moments as they
-    are now,
+    A step is chapter 7's, in float32: dequantize, take in the
+    gradient, update the weight from the moments as they are now,
     and only then round them. A second moment above 0 never becomes code 0, but the next one.
 
     Raises:
-        ValueError: a negative ``lr``, ``eps`` or ``weight_decay``, or a beta outside [0, 1). ``ByParameter`` checks
-            them.
+        ValueError: a negative ``lr``, ``eps`` or ``weight_decay``, or a beta outside [0, 1).
+            ``ByParameter`` checks them.
 
     Source: Dettmers and others (arXiv:2110.02861), section 2.
     """
@@ -191,12 +190,12 @@ class AdamW8bit(ByParameter):
         super().__init__(params, **settings, block_size=block_size, min_size=min_size)
 
     def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        raise NotImplementedError("Exercise 25.5: write AdamW8bit.update")
+        raise NotImplementedError("Exercise 25.6: write AdamW8bit.update")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the settings and the states, which keep their dtypes: PyTorch's own turns bytes into the parameter's
-        dtype."""
-        raise NotImplementedError("Exercise 25.5: write AdamW8bit.load_state_dict")
+        """Load the settings and the states, which keep their dtypes:
+        PyTorch's own turns bytes into the parameter's dtype."""
+        raise NotImplementedError("Exercise 25.6: write AdamW8bit.load_state_dict")
 
 
 def newton_schulz(
@@ -206,7 +205,7 @@ def newton_schulz(
     eps: float = 1e-7,
     dtype: torch.dtype | None = torch.bfloat16,
 ) -> Float[Tensor, "... r c"]:
-    """A matrix with nearly the same singular vectors, and singular values near 1, by matrix products alone. (Exercise 25.6)
+    """A matrix with nearly the same singular vectors, and singular values near 1, by matrix products alone. (Exercise 25.7)
 
     Size: 30 minutes, difficulty 3, core.
 
@@ -222,20 +221,20 @@ def newton_schulz(
         ``X = a X + (b A + c A A) X``. A tall matrix (R > C) is transposed first, and back at the end.
 
     Raises:
-        ValueError: fewer than two dimensions; the message shows the shape. A list with fewer triples than ``steps``;
-            the
+        ValueError: fewer than two dimensions; the message shows the shape.
+            A list with fewer triples than ``steps``; the
             message names ``steps`` (``triples`` raises it).
 
     Source: Jordan and others (https://kellerjordan.github.io/posts/muon/); Kovarik (1970), Bjorck and Bowie (1971).
     Cost: ``steps * (4 s^2 l + 2 s^3)`` FLOPs, where s is the short side and l the long one.
     """
-    raise NotImplementedError("Exercise 25.6: write newton_schulz")
+    raise NotImplementedError("Exercise 25.7: write newton_schulz")
 
 
 def singular_values_after(
     s: Float[Tensor, "... k"], steps: int = 5, coefficients: Coefficients = KELLER_JORDAN
 ) -> Float64[Tensor, "... k"]:
-    """What ``newton_schulz`` makes of singular values, without a matrix. (Exercise 25.7)
+    """What ``newton_schulz`` makes of singular values, without a matrix. (Exercise 25.8)
 
     Size: 10 minutes, difficulty 2, core.
 
@@ -248,12 +247,11 @@ def singular_values_after(
         In float64 and in the order of s: s over the root of the sum of its squares, then ``steps`` times
         ``a s + b s^3 + c s^5``. Zeros give zeros.
     """
-    raise NotImplementedError("Exercise 25.7: write singular_values_after")
+    raise NotImplementedError("Exercise 25.8: write singular_values_after")
 
 
 def newton_schulz_flops(shape: Sequence[int], steps: int = 5) -> int:
-    """FLOPs of the products in ``newton_schulz`` of a tensor of this shape, as ``FlopCounterMode`` counts them.
-    (Exercise)
+    """FLOPs of the products in ``newton_schulz``, as ``FlopCounterMode`` counts them. (Exercise 25.9)
 
     Size: 10 minutes, difficulty 2, warm-up.
 
@@ -267,16 +265,17 @@ def newton_schulz_flops(shape: Sequence[int], steps: int = 5) -> int:
     Raises:
         ValueError: fewer than two dimensions; the message shows the shape.
     """
+    raise NotImplementedError("Exercise 25.9: write newton_schulz_flops")
 
 
 class Muon(ByParameter):
-    """Momentum, orthogonalized: every direction of a matrix gets a step of the same length. (Exercise 25.8)
+    """Momentum, orthogonalized: every direction of a matrix gets a step of the same length. (Exercise 25.10)
 
     Size: 45 minutes, difficulty 4, core.
 
     Args:
-        params: Parameters of two or more dimensions, or groups of them. Two are a matrix and three are a batch of
-            matrices
+        params: Parameters of two or more dimensions, or groups of them.
+            Two are a matrix and three are a batch of matrices
             (experts); more are one matrix ``[first, rest]`` (convolutions).
         lr: Learning rate.
         weight_decay: Times ``lr``, the fraction of a weight that each step removes.
@@ -291,14 +290,14 @@ class Muon(ByParameter):
         state: For each parameter that has had a gradient: "momentum_buffer", in its dtype.
 
     Raises:
-        ValueError: fewer than two dimensions, in ``add_param_group`` too; the message shows the shape. A negative
-            ``lr``,
-            ``eps`` or ``weight_decay``, a momentum outside [0, 1), or another ``adjust_lr_fn`` (``ByParameter``
-            checks these).
+        ValueError: fewer than two dimensions, in ``add_param_group`` too; the message shows the shape.
+            A negative ``lr``,
+            ``eps`` or ``weight_decay``, a momentum outside [0, 1), or
+            another ``adjust_lr_fn`` (``ByParameter`` checks these).
 
     Source: Jordan and others, 2024; Liu and others (arXiv:2502.16982), section 2.2; cautious: arXiv:2510.12402.
-    Convention: the mean has weights that sum to 1, as in ``torch.optim.Muon``; some programs sum. The decay isn't
-    scaled.
+    Convention: the mean has weights that sum to 1, as in ``torch.optim.Muon``; some programs sum.
+    The decay isn't scaled.
     """
 
     def __init__(
@@ -321,14 +320,14 @@ class Muon(ByParameter):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, if all of its parameters have two or more dimensions. ``Optimizer.__init__`` calls this too."""
-        raise NotImplementedError("Exercise 25.8: write Muon.add_param_group")
+        raise NotImplementedError("Exercise 25.10: write Muon.add_param_group")
 
     def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        raise NotImplementedError("Exercise 25.8: write Muon.update")
+        raise NotImplementedError("Exercise 25.10: write Muon.update")
 
 
 def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Which parameters Muon trains, and which are left to AdamW. (Exercise 25.9)
+    """Which parameters Muon trains, and which are left to AdamW. (Exercise 25.11)
 
     Size: 20 minutes, difficulty 3, core.
 
@@ -337,16 +336,16 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 
     Returns:
         Two lists in the model's order, without frozen parameters. To Muon: two or more dimensions, inside an
-        ``nn.ModuleList`` of the model, and in no ``nn.Embedding`` (a weight that is tied to one is in it). To AdamW:
-        all
+        ``nn.ModuleList`` of the model, and in no ``nn.Embedding`` (a weight that is tied to one is in it).
+        To AdamW: all
         others, so embeddings, head, positions, stem, norms and biases.
     """
 
-    raise NotImplementedError("Exercise 25.9: write split_parameters")
+    raise NotImplementedError("Exercise 25.11: write split_parameters")
 
 
 def optimizer_state_bytes(shapes: Sequence[Sequence[int]], optimizer: str) -> int:
-    """Bytes that an optimizer keeps between two steps. (Exercise 25.10)
+    """Bytes that an optimizer keeps between two steps. (Exercise 25.12)
 
     Size: 25 minutes, difficulty 3, core.
 
@@ -368,11 +367,11 @@ def optimizer_state_bytes(shapes: Sequence[Sequence[int]], optimizer: str) -> in
     Raises:
         ValueError: another ``optimizer``; the message shows it.
     """
-    raise NotImplementedError("Exercise 25.10: write optimizer_state_bytes")
+    raise NotImplementedError("Exercise 25.12: write optimizer_state_bytes")
 
 
 def assign_owners(shapes: Sequence[Sequence[int]], n_ranks: int, steps: int = 5) -> list[int]:
-    """Which rank orthogonalizes each matrix, so that all have about the same work. (Exercise 25.11)
+    """Which rank orthogonalizes each matrix, so that all have about the same work. (Exercise 25.13)
 
     Size: 15 minutes, difficulty 2, core.
 
@@ -385,11 +384,11 @@ def assign_owners(shapes: Sequence[Sequence[int]], n_ranks: int, steps: int = 5)
         The owner of each matrix, in the order of ``shapes``. Go from the most ``newton_schulz_flops`` to the fewest (of
         equals, the earlier first), and give each to the rank with the fewest so far (of equals, the lowest).
     """
-    raise NotImplementedError("Exercise 25.11: write assign_owners")
+    raise NotImplementedError("Exercise 25.13: write assign_owners")
 
 
 class ShardedMuon(ByParameter):
-    """Muon on matrices whose rows are divided among ranks. (Exercise 25.12)
+    """Muon on matrices whose rows are divided among ranks. (Exercise 25.14)
 
     Size: 60 minutes, difficulty 5, core.
 
@@ -398,8 +397,8 @@ class ShardedMuon(ByParameter):
             ``fully_shard`` cuts; the last ranks may have fewer or none. Their gradients are the parts of the averaged
             gradients: None on all ranks, or on none.
         shapes: Shapes of the whole matrices, two dimensions each.
-        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn, cautious, ns_dtype: As in
-        ``Muon``.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps,
+        ns_steps, adjust_lr_fn, cautious, ns_dtype: As in ``Muon``.
         group: The process group; None: all ranks.
 
     Attributes:
@@ -413,12 +412,12 @@ class ShardedMuon(ByParameter):
     3. Each rank updates its rows, with the scale of the whole matrix.
 
     Raises:
-        ValueError: a part has another shape than its rows should have (the message shows both), there is another
-            number of
+        ValueError: a part has another shape than its rows should
+            have (the message shows both), there is another number of
             shapes than of parameters, a second group is added, or a setting that ``Muon`` refuses.
 
-    Cost: two ``all_to_all_single`` a step for all matrices together, uneven and unpadded; each matrix is multiplied
-    on one rank.
+    Cost: two ``all_to_all_single`` a step for all matrices together,
+    uneven and unpadded; each matrix is multiplied on one rank.
     """
 
     def __init__(
@@ -444,8 +443,8 @@ class ShardedMuon(ByParameter):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add the only group, after its parts are compared with ``shapes``. ``Optimizer.__init__`` calls this."""
-        raise NotImplementedError("Exercise 25.12: write ShardedMuon.add_param_group")
+        raise NotImplementedError("Exercise 25.14: write ShardedMuon.add_param_group")
 
     def update_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """Update this rank's parts of all matrices that have a gradient."""
-        raise NotImplementedError("Exercise 25.12: write ShardedMuon.update_group")
+        raise NotImplementedError("Exercise 25.14: write ShardedMuon.update_group")

@@ -1,5 +1,5 @@
-"""Pipeline parallelism: a model cut between its layers, micro-batches in flight, and activations that are computed
-twice."""
+"""Pipeline parallelism: a model cut between its layers,
+micro-batches in flight, and activations that are computed twice."""
 
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -27,10 +27,11 @@ def partition_layers(costs: Sequence[float], n_stages: int) -> list[range]:
         costs, n_stages: Cost of each layer in any one unit (FLOPs, seconds, bytes), none negative; number of stages.
 
     Returns:
-        A range of layers for each stage: consecutive, none empty, together all layers. The cost of the most expensive
-            stage is as small as possible. If several cuts
-        achieve that, the one whose list of first layers is lexicographically smallest: the second stage begins as
-        early as possible, then the third, and so on.
+        A range of layers for each stage: consecutive, none empty, together all layers.
+            The cost of the most expensive stage is as small as possible.
+            If several cuts
+        achieve that, the one whose list of first layers is lexicographically smallest:
+        the second stage begins as early as possible, then the third, and so on.
 
     Raises:
         ValueError: There are fewer layers than stages, or ``n_stages`` is less than 1; the message names both numbers.
@@ -50,8 +51,8 @@ def gpipe_schedule(stage: int, n_stages: int, n_micro: int) -> list[Action]:
         ``2 * n_micro`` actions, micro-batches in ascending order in both halves.
 
     Source: GPipe (arXiv:1811.06965), section 2.3.
-    Convention: the paper runs the backwards in descending order. In ascending order, as in PyTorch, gradients add up
-    in the order of one process.
+    Convention: the paper runs the backwards in descending order.
+    In ascending order, as in PyTorch, gradients add up in the order of one process.
     """
     raise NotImplementedError("Exercise 17.2: write gpipe_schedule")
 
@@ -62,10 +63,11 @@ def one_f_one_b_schedule(stage: int, n_stages: int, n_micro: int) -> list[Action
     Size: 15 minutes, difficulty 2, core.
 
     Returns:
-        ``2 * n_micro`` actions: first ``n_stages - stage`` forwards (all, if there are fewer micro-batches); then a
-        backward and a forward in turn; at the
-        end the backwards that are left. Both kinds are in ascending order of micro-batches, and at most ``n_stages -
-        stage`` of them wait for their backward.
+        ``2 * n_micro`` actions: first ``n_stages - stage`` forwards (all, if there
+        are fewer micro-batches); then a backward and a forward in turn; at the
+        end the backwards that are left.
+        Both kinds are in ascending order of micro-batches, and at
+        most ``n_stages - stage`` of them wait for their backward.
 
     Source: PipeDream-Flush (arXiv:2006.09503), section 3.2; Megatron-LM (arXiv:2104.04473), section 2.2.
     """
@@ -78,16 +80,20 @@ def interleaved_schedule(stage: int, n_stages: int, n_micro: int, n_chunks: int)
     Size: 25 minutes, difficulty 4, core.
 
     Args:
-        stage, n_stages, n_micro, n_chunks: As in ``gpipe_schedule``; ``n_chunks`` is the number of chunks on each
-            stage. Chunk c of stage s is layer group ``c * n_stages + s``.
+        stage, n_stages, n_micro, n_chunks: As in ``gpipe_schedule``;
+            ``n_chunks`` is the number of chunks on each stage.
+            Chunk c of stage s is layer group ``c * n_stages + s``.
 
     Returns:
-        ``2 * n_micro * n_chunks`` actions. Forwards come in rounds of ``n_stages`` micro-batches: a round goes
-        through chunk 0, then through chunk 1, up to the
-        last, and then the next round begins. Backwards come in the same rounds, each from the last chunk to the
-        first. The stage begins with
-        ``2 (n_stages - stage - 1) + (n_chunks - 1) n_stages + 1`` forwards (all, if there are fewer), then runs a
-        backward and a forward in turn. One chunk is the exception: then it is 1F1B.
+        ``2 * n_micro * n_chunks`` actions.
+        Forwards come in rounds of ``n_stages`` micro-batches: a
+        round goes through chunk 0, then through chunk 1, up to the
+        last, and then the next round begins.
+        Backwards come in the same rounds, each from the last chunk to the first.
+        The stage begins with
+        ``2 (n_stages - stage - 1) + (n_chunks - 1) n_stages + 1`` forwards
+        (all, if there are fewer), then runs a backward and a forward in turn.
+        One chunk is the exception: then it is 1F1B.
 
     Raises:
         ValueError: ``n_micro`` is not a multiple of ``n_stages``; the message names both.
@@ -98,37 +104,38 @@ def interleaved_schedule(stage: int, n_stages: int, n_micro: int, n_chunks: int)
 
 
 def zero_bubble_schedule(stage: int, n_stages: int, n_micro: int) -> list[Action]:
-    """What a stage does under ZB-H1: the gradients of the weights, for which no other stage waits, fill the bubble.
-    (Exercise)
+    """What a stage does under ZB-H1: gradients of weights, for which no stage waits, fill the bubble. (Exercise 17.5)
 
     Size: 20 minutes, difficulty 3, core.
 
     Returns:
-        ``3 * n_micro`` actions: those of ``one_f_one_b_schedule`` in their order, and a "W" for each micro-batch. The
-        "W" of micro-batch ``m - stage`` comes right after
-        the "B" of micro-batch m; the last ``stage`` of them come at the end. So at most ``n_stages - stage`` forwards
-        wait for their "B", and at most
+        ``3 * n_micro`` actions: those of ``one_f_one_b_schedule`` in their order, and a "W" for each micro-batch.
+        The "W" of micro-batch ``m - stage`` comes right after
+        the "B" of micro-batch m; the last ``stage`` of them come at the end.
+        So at most ``n_stages - stage`` forwards wait for their "B", and at most
         ``n_stages`` micro-batches for their "W": no stage holds more than the first stage of 1F1B.
 
     Source: Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.1, ZB-H1.
     """
+    raise NotImplementedError("Exercise 17.5: write zero_bubble_schedule")
 
 
 def simulate(
     schedules: Sequence[Sequence[Action]], durations: Mapping[str, float] | Sequence[Mapping[str, float]]
 ) -> list[Work]:
-    """When each stage runs each of its actions, if messages take no time. (Exercise 17.5)
+    """When each stage runs each of its actions, if messages take no time. (Exercise 17.6)
 
     Size: 45 minutes, difficulty 4, core.
 
-    A stage runs its list in order, each action as soon as the stage is free and what the action needs has ended. With
-    R stages, chunk c of stage s is layer group
-    ``g = c * R + s``. For each micro-batch, "F" of group g needs "F" of group g - 1; "B" needs "F" of the same group
-    and "B" of group g + 1; "W" needs "B" of the same group.
+    A stage runs its list in order, each action as soon as the stage is free and what the action needs has ended.
+    With R stages, chunk c of stage s is layer group
+    ``g = c * R + s``.
+    For each micro-batch, "F" of group g needs "F" of group g - 1; "B" needs "F"
+    of the same group and "B" of group g + 1; "W" needs "B" of the same group.
 
     Args:
-        schedules, durations: The actions of each stage; seconds of each kind of action, above 0: one mapping for all
-            stages, or a sequence with one for each stage.
+        schedules, durations: The actions of each stage; seconds of each kind of action,
+            above 0: one mapping for all stages, or a sequence with one for each stage.
 
     Returns:
         A ``Work`` for each action, in ascending order of start, then of stage.
@@ -137,67 +144,70 @@ def simulate(
         ValueError: The stages can never complete their lists. Of the stages that are stuck, the message names the one
             that has waited longest and its action, and the action that it waits for, with the stage of that action.
     """
-    raise NotImplementedError("Exercise 17.5: write simulate")
+    raise NotImplementedError("Exercise 17.6: write simulate")
 
 
 def checkpoint(function: Callable, *args):
-    """Call a function, keep only its inputs, and compute the rest again when backward needs it. (Exercise 17.6)
+    """Call a function, keep only its inputs, and compute the rest again when backward needs it. (Exercise 17.7)
 
     Size: 50 minutes, difficulty 5, core.
 
     Args:
-        function, *args: Called as ``function(*args)``; may use parameters, draw random numbers, call ``checkpoint``.
+        function, *args: Called as ``function(*args)``; may use
+            parameters, draw random numbers, call ``checkpoint``.
             Arguments may be anything; tensors may require gradients or not.
 
     Returns:
-        What ``function`` returns, with the values and gradients of a plain call. The graph saves the tensors among
-        ``args`` and nothing else; ``keep_in_graph`` saves
+        What ``function`` returns, with the values and gradients of a plain call.
+        The graph saves the tensors among ``args`` and nothing else; ``keep_in_graph`` saves
         them so that an enclosing ``checkpoint`` can drop even these. Without gradients it is a plain call.
 
-    When backward asks for the first saved tensor, the function runs again, with gradients enabled and under the
-    random states and the autocast of the first run
-    (``conditions_of``). The second run ends as soon as all tensors that the first one saved are there again; backward
-    uses each and drops it.
+    When backward asks for the first saved tensor, the function runs again, with
+    gradients enabled and under the random states and the autocast of the first run
+    (``conditions_of``).
+    The second run ends as soon as all tensors that the first
+    one saved are there again; backward uses each and drops it.
 
     Raises:
         RuntimeError: In backward, if the second run saves fewer tensors than the first; the message names both numbers.
 
     Source: Chen and others (arXiv:1604.06174), section 4; ``torch.utils.checkpoint`` with ``use_reentrant=False``.
     """
-    raise NotImplementedError("Exercise 17.6: write checkpoint")
+    raise NotImplementedError("Exercise 17.7: write checkpoint")
 
 
 class DeferredLinear(nn.Module):
-    """A linear layer with a backward in two parts. (Exercise 17.7)
+    """A linear layer with a backward in two parts. (Exercise 17.8)
 
     Size: 35 minutes, difficulty 4, core.
 
     Attributes:
-        weight, bias: Those of the ``nn.Linear`` that it replaces: the same ``nn.Parameter`` objects, no copies;
-            ``bias`` may be None.
-        pending: A deque with an entry for each backward whose weight gradients have not been computed yet, oldest
-            first.
+        weight, bias: Those of the ``nn.Linear`` that it replaces: the
+            same ``nn.Parameter`` objects, no copies; ``bias`` may be None.
+        pending: A deque with an entry for each backward whose
+            weight gradients have not been computed yet, oldest first.
 
-    Autograd's backward computes the gradient of the input, and leaves ``weight.grad`` and ``bias.grad`` alone, even
-    if the input needs no gradient. It also works under autocast.
+    Autograd's backward computes the gradient of the input, and leaves
+    ``weight.grad`` and ``bias.grad`` alone, even if the input needs no gradient.
+    It also works under autocast.
     """
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
-        raise NotImplementedError("Exercise 17.7: write DeferredLinear.__init__")
+        raise NotImplementedError("Exercise 17.8: write DeferredLinear.__init__")
 
     def forward(self, x: Float[Tensor, "... c"]) -> Float[Tensor, "... f"]:
         """From ``[..., C]`` to ``[..., F]``, as ``nn.Linear`` computes it."""
-        raise NotImplementedError("Exercise 17.7: write DeferredLinear.forward")
+        raise NotImplementedError("Exercise 17.8: write DeferredLinear.forward")
 
     def backward_weights(self) -> None:
-        """Add to ``.grad`` what ``nn.Linear`` would have added in the oldest pending backward, and release what was
-        kept for it; a RuntimeError if none is pending."""
-        raise NotImplementedError("Exercise 17.7: write DeferredLinear.backward_weights")
+        """Add to ``.grad`` what ``nn.Linear`` would have added in the oldest pending
+        backward, and release what was kept for it; a RuntimeError if none is pending."""
+        raise NotImplementedError("Exercise 17.8: write DeferredLinear.backward_weights")
 
 
 class PipelineStage(nn.Module):
-    """A group of layers on one rank: forward and backward of one micro-batch at a time, in any order. (Exercise 17.8)
+    """A group of layers on one rank: forward and backward of one micro-batch at a time, in any order. (Exercise 17.9)
 
     Size: 45 minutes, difficulty 4, core.
 
@@ -205,71 +215,77 @@ class PipelineStage(nn.Module):
 
     Args:
         module: The layers. They take one tensor and return one.
-        stage, n_stages, group: Index of this layer group, ``c * R + s`` for chunk c of stage s; number of layer
-            groups, R times the chunks of a stage; the R ranks, None for all.
+        stage, n_stages, group: Index of this layer group, ``c * R + s`` for chunk c of stage
+            s; number of layer groups, R times the chunks of a stage; the R ranks, None for all.
 
     Raises:
-        ValueError: ``stage`` is not in ``range(n_stages)``; the message names both. Also a backward without a
-            forward, or ``backward_weights`` without a backward; the message names i.
+        ValueError: ``stage`` is not in ``range(n_stages)``; the message names both.
+            Also a backward without a forward, or ``backward_weights`` without a backward; the message names i.
     """
 
     def __init__(self, module: nn.Module, stage: int, n_stages: int, group: dist.ProcessGroup | None = None):
         super().__init__()
-        raise NotImplementedError("Exercise 17.8: write PipelineStage.__init__")
+        raise NotImplementedError("Exercise 17.9: write PipelineStage.__init__")
 
     def forward_micro(self, i: int, x: Tensor) -> Tensor:
-        """The output for micro-batch i, whose graph ends at ``x``. Keeps ``x`` and what autograd saved, but not the
-        output."""
-        raise NotImplementedError("Exercise 17.8: write PipelineStage.forward_micro")
+        """The output for micro-batch i, whose graph ends at ``x``.
+
+        Keeps ``x`` and what autograd saved, but not the output.
+        """
+        raise NotImplementedError("Exercise 17.9: write PipelineStage.forward_micro")
 
     def backward_micro(self, i: int, grad: Tensor | None = None) -> Tensor | None:
-        """Run the backward of micro-batch i, release all that its forward kept, and return the gradient of ``x``;
-        None if ``x`` holds integers.
+        """Run the backward of micro-batch i, release all that its forward
+        kept, and return the gradient of ``x``; None if ``x`` holds integers.
 
         If the output does not depend on ``x``, the gradient of ``x`` is zero. An output that requires no
         gradient is allowed, too: then there is nothing for autograd to do.
-        ``grad`` is the gradient of the output; None if the output is one number, the loss itself. The parameters'
-        gradients are added to ``.grad``, but
+        ``grad`` is the gradient of the output; None if the output is one number, the loss itself.
+        The parameters' gradients are added to ``.grad``, but
         ``DeferredLinear`` layers wait for ``backward_weights(i)``.
         """
-        raise NotImplementedError("Exercise 17.8: write PipelineStage.backward_micro")
+        raise NotImplementedError("Exercise 17.9: write PipelineStage.backward_micro")
 
     def backward_weights(self, i: int) -> None:
-        """Add the gradients that ``backward_micro(i)`` left to the ``DeferredLinear`` layers, if there are any. Call
-        it in the order of the backwards."""
-        raise NotImplementedError("Exercise 17.8: write PipelineStage.backward_weights")
+        """Add the gradients that ``backward_micro(i)`` left to the ``DeferredLinear`` layers, if there are any.
+
+        Call it in the order of the backwards.
+        """
+        raise NotImplementedError("Exercise 17.9: write PipelineStage.backward_weights")
 
 
 def run_schedule(
     stages: Sequence[PipelineStage], schedule: Sequence[Action], micro_inputs: Sequence[Tensor],
     micro_targets: Sequence[Tensor], loss_function: Callable, group: dist.ProcessGroup | None = None
 ) -> Float[Tensor, ""]:  # fmt: skip
-    """Run this rank's schedule for one batch, and exchange activations and gradients with the other ranks. (Exercise 17.9)
+    """Run this rank's schedule for one batch, and exchange activations and gradients with the other ranks. (Exercise 17.10)
 
     Size: 45 minutes, difficulty 5, core.
 
     Args:
-        stages, group: This rank's chunks in order; chunk c of rank s of R is layer group ``c * R + s``. The R ranks;
-            None means the stages' ``group``.
-        schedule: This rank's actions. Any list is valid that has one "F" and one "B" for each chunk and micro-batch,
-            optionally a "W" somewhere after a "B", and
-            an order in which the ranks can complete their lists. Where no "W" follows a "B", ``DeferredLinear``
-            layers compute their weights' gradients with the "B".
-        micro_inputs, micro_targets: The micro-batches, the same on every rank, of any sizes; a stage's outputs for
-            two micro-batches of one shape have one shape too.
-        loss_function: ``loss_function(output, targets)`` returns the mean loss of a micro-batch; ``MeanLoss`` weights
-            it by its targets.
+        stages, group: This rank's chunks in order; chunk c of rank s of R is layer group ``c * R + s``.
+            The R ranks; None means the stages' ``group``.
+        schedule: This rank's actions.
+            Any list is valid that has one "F" and one "B" for each chunk
+            and micro-batch, optionally a "W" somewhere after a "B", and
+            an order in which the ranks can complete their lists.
+            Where no "W" follows a "B", ``DeferredLinear`` layers compute their weights' gradients with the "B".
+        micro_inputs, micro_targets: The micro-batches, the same on every rank, of any
+            sizes; a stage's outputs for two micro-batches of one shape have one shape too.
+        loss_function: ``loss_function(output, targets)`` returns the mean
+            loss of a micro-batch; ``MeanLoss`` weights it by its targets.
 
     Returns:
-        On the last rank the mean loss over all targets, detached; on the others a zero. Gradients are added to
-        ``.grad``: those of the whole model on the whole batch.
+        On the last rank the mean loss over all targets, detached; on the others a zero.
+        Gradients are added to ``.grad``: those of the whole model on the whole batch.
 
     Raises:
-        ValueError: ``check_plans`` or ``simulate`` refuses the ranks' plans. It is raised on every rank, before any
-            activation is computed or sent.
+        ValueError: ``check_plans`` or ``simulate`` refuses the ranks' plans.
+            It is raised on every rank, before any activation is computed or sent.
         RuntimeError: Another rank raised an exception; the message has its text. That rank raises the exception itself.
 
-    Cost: one message with each activation and one with each gradient between neighbouring layer groups, none between
-    chunks of one rank. It never deadlocks, whatever the backend buffers.
+    Cost: one message with each activation and one with each gradient
+    between neighbouring layer groups, none between chunks of one rank.
+    It never deadlocks, whatever the backend buffers.
     """
-    raise NotImplementedError("Exercise 17.9: write run_schedule")
+    raise NotImplementedError("Exercise 17.10: write run_schedule")

@@ -115,8 +115,8 @@ def interleaved_to_half(weight: Float[Tensor, "h_d c"], n_heads: int) -> Float[T
         n_heads: Number of heads H in ``weight`` (for keys under grouped queries: the number of key heads).
 
     Returns:
-        The same rows in another order, in which the pairs of each head are its rows (i, i + D/2). ``weight`` is not
-        changed.
+        The same rows in another order, in which the pairs of each head are its rows (i, i + D/2).
+        ``weight`` is not changed.
 
     Source: Transformers' ``convert_llama_weights_to_hf.py``, which calls it ``permute``.
     """

@@ -25,8 +25,8 @@ def softmax(x: Float[Tensor, "..."], dim: int) -> Float[Tensor, "..."]:
         all ``-inf`` gives zeros, never NaN, and its gradient is zero too. A dimension of size 0 gives an empty result.
 
     Source: Vaswani and others (arXiv:1706.03762), section 3.2.1.
-    Convention: PyTorch's softmax returns NaN for a row that is all ``-inf``; its ``scaled_dot_product_attention``
-    returns
+    Convention: PyTorch's softmax returns NaN for a row that is
+    all ``-inf``; its ``scaled_dot_product_attention`` returns
         zeros for it, as here.
     """
     ### BEGIN SOLUTION
@@ -54,8 +54,8 @@ def causal_mask(n_queries: int, n_keys: int, device=None) -> Bool[Tensor, "t s"]
         Boolean ``[T, S]``: True where query t may attend to key s. The last query is at the position of the last key,
         so with S > T every query sees at least the S - T keys of the cache.
 
-    Convention: True means "may attend", as in ``scaled_dot_product_attention``; in ``nn.MultiheadAttention`` it means
-    the
+    Convention: True means "may attend", as in ``scaled_dot_product_attention``;
+    in ``nn.MultiheadAttention`` it means the
         opposite. The mask is aligned to the last key; PyTorch's ``is_causal=True`` aligns it to the first.
     """
     ### BEGIN SOLUTION
@@ -77,16 +77,16 @@ def scaled_dot_product_attention(
         q: Queries ``[..., T, D]``; any leading dimensions.
         k: Keys ``[..., S, D]``.
         v: Values ``[..., S, Dv]``; Dv may differ from D.
-        mask: Boolean, broadcast to ``[..., T, S]``, True where a query may attend. None means that every query sees
-            every key.
+        mask: Boolean, broadcast to ``[..., T, S]``, True where a query may attend.
+            None means that every query sees every key.
 
     Returns:
         ``[..., T, Dv]`` in the dtype of ``q``. A query that may attend to nothing gets zeros: if its row of the mask is
         all False, or if there are no keys (S = 0). In float16, scores that are below 65,504 after the
         division by ``sqrt(D)`` must not overflow before it, so divide the queries first.
 
-    Cost: a few operations on whole tensors and no loop; no tensor is larger than the ``[..., T, S]`` scores or the
-    inputs.
+    Cost: a few operations on whole tensors and no loop; no tensor
+    is larger than the ``[..., T, S]`` scores or the inputs.
     Source: Vaswani and others (arXiv:1706.03762), equation (1).
     """
     ### BEGIN SOLUTION
@@ -196,10 +196,10 @@ class KVCache:
             copied.
 
         Raises:
-            ValueError: the T positions do not fit, and the message shows the arithmetic; or ``k`` and ``v`` are not
-                both
-                ``[B, G, T, D]`` for this cache's B, G and D, and the message shows the shape given and the one
-                expected.
+            ValueError: the T positions do not fit, and the message
+                shows the arithmetic; or ``k`` and ``v`` are not both
+                ``[B, G, T, D]`` for this cache's B, G and D, and the
+                message shows the shape given and the one expected.
                 (A batch of one would broadcast over the whole cache.) In both cases the cache is not changed.
         """
         ### BEGIN SOLUTION
@@ -266,8 +266,8 @@ class MultiHeadAttention(nn.Module):
                 ``apply_rope``
                 takes ``[B, T, H, D]``, heads after positions, but ``split_heads`` returns ``[B, H, T, D]``.
             mask: Boolean, True where a query may attend, broadcast to ``[B, H, T, S]``. None means that every position
-                may attend to every other. A mask ``[B, T, S]`` does not broadcast: give it a head axis, ``[B, 1, T,
-                S]``.
+                may attend to every other.
+                A mask ``[B, T, S]`` does not broadcast: give it a head axis, ``[B, 1, T, S]``.
             cache: Holds the S - T positions before these; the new keys (rotated) and values are appended to it.
 
         Returns:

@@ -14,8 +14,7 @@ from lib.given.optim import KELLER_JORDAN, ByParameter, Coefficients, triples
 
 
 def steepest_direction(gradient: Float[Tensor, "r c"], norm: str) -> Float[Tensor, "r c"]:
-    """The matrix D of norm at most 1 along which a loss rises fastest: the one with the largest sum(gradient * D).
-    (Exercise)
+    """The matrix D of norm at most 1 along which a loss rises fastest: sum(gradient * D) is largest. (Exercise)
 
     Size: 25 minutes, difficulty 3, core.
 
@@ -27,9 +26,8 @@ def steepest_direction(gradient: Float[Tensor, "r c"], norm: str) -> Float[Tenso
     Returns:
         - "frobenius": G over its norm.
         - "max": the sign of each element, with sign(0) = 0.
-        - "spectral": ``U_r V_r^T``. Singular values up to ``max(R, C) * eps * s_max`` count as 0, where eps is that
-        of the
-          dtype in which they are computed.
+        - "spectral": ``U_r V_r^T``, in which singular values up to ``max(R, C) * eps * s_max`` count as 0;
+          eps is that of the dtype in which they are computed.
 
         Zeros give zeros. Computed in float32 at least, and returned in the gradient's dtype.
 
@@ -174,18 +172,18 @@ def quantize_blockwise(
     Size: 35 minutes, difficulty 3, core.
 
     Args:
-        x: Any shape and floating dtype. Its elements, in row-major order, are cut into blocks; the last one may be
-            shorter.
+        x: Any shape and floating dtype.
+            Its elements, in row-major order, are cut into blocks; the last one may be shorter.
         signed: Whether the code has negative values.
         block_size: Elements in a block.
 
-    The code has 256 ascending values: 0, 1 and, for i from 0 to 6, ``10**(i - 6)`` times the midpoints of ``2**i``
-    equal
+    The code has 256 ascending values: 0, 1 and, for i from 0 to
+    6, ``10**(i - 6)`` times the midpoints of ``2**i`` equal
     parts of [0.1, 1], each with both signs. Unsigned, ``2**(i + 1)`` parts, without signs.
 
     Returns:
-        - q ``[...]``: for each element, the index of the nearest value (of two, the lower) to x over its block's
-        ``absmax``.
+        - q ``[...]``: for each element, the index of the nearest
+        value (of two, the lower) to x over its block's ``absmax``.
         - absmax ``[n]``: the largest magnitude of each block.
 
         Zeros stay zeros, in a block of nothing else too.
@@ -241,13 +239,13 @@ class AdamW8bit(ByParameter):
             Where these
             are bytes, "absmax" and "absmax_sq" are their scales.
 
-    A step is chapter 7's, in float32: dequantize, take in the gradient, update the weight from the moments as they
-    are now,
+    A step is chapter 7's, in float32: dequantize, take in the
+    gradient, update the weight from the moments as they are now,
     and only then round them. A second moment above 0 never becomes code 0, but the next one.
 
     Raises:
-        ValueError: a negative ``lr``, ``eps`` or ``weight_decay``, or a beta outside [0, 1). ``ByParameter`` checks
-            them.
+        ValueError: a negative ``lr``, ``eps`` or ``weight_decay``, or a beta outside [0, 1).
+            ``ByParameter`` checks them.
 
     Source: Dettmers and others (arXiv:2110.02861), section 2.
     """
@@ -284,8 +282,8 @@ class AdamW8bit(ByParameter):
         ### END SOLUTION
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the settings and the states, which keep their dtypes: PyTorch's own turns bytes into the parameter's
-        dtype."""
+        """Load the settings and the states, which keep their dtypes:
+        PyTorch's own turns bytes into the parameter's dtype."""
         ### BEGIN SOLUTION
         super().load_state_dict(state_dict)
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -320,8 +318,8 @@ def newton_schulz(
         ``X = a X + (b A + c A A) X``. A tall matrix (R > C) is transposed first, and back at the end.
 
     Raises:
-        ValueError: fewer than two dimensions; the message shows the shape. A list with fewer triples than ``steps``;
-            the
+        ValueError: fewer than two dimensions; the message shows the shape.
+            A list with fewer triples than ``steps``; the
             message names ``steps`` (``triples`` raises it).
 
     Source: Jordan and others (https://kellerjordan.github.io/posts/muon/); Kovarik (1970), Bjorck and Bowie (1971).
@@ -368,8 +366,7 @@ def singular_values_after(
 
 
 def newton_schulz_flops(shape: Sequence[int], steps: int = 5) -> int:
-    """FLOPs of the products in ``newton_schulz`` of a tensor of this shape, as ``FlopCounterMode`` counts them.
-    (Exercise)
+    """FLOPs of the products in ``newton_schulz``, as ``FlopCounterMode`` counts them. (Exercise)
 
     Size: 10 minutes, difficulty 2, warm-up.
 
@@ -397,8 +394,8 @@ class Muon(ByParameter):
     Size: 45 minutes, difficulty 4, core.
 
     Args:
-        params: Parameters of two or more dimensions, or groups of them. Two are a matrix and three are a batch of
-            matrices
+        params: Parameters of two or more dimensions, or groups of them.
+            Two are a matrix and three are a batch of matrices
             (experts); more are one matrix ``[first, rest]`` (convolutions).
         lr: Learning rate.
         weight_decay: Times ``lr``, the fraction of a weight that each step removes.
@@ -413,14 +410,14 @@ class Muon(ByParameter):
         state: For each parameter that has had a gradient: "momentum_buffer", in its dtype.
 
     Raises:
-        ValueError: fewer than two dimensions, in ``add_param_group`` too; the message shows the shape. A negative
-            ``lr``,
-            ``eps`` or ``weight_decay``, a momentum outside [0, 1), or another ``adjust_lr_fn`` (``ByParameter``
-            checks these).
+        ValueError: fewer than two dimensions, in ``add_param_group`` too; the message shows the shape.
+            A negative ``lr``,
+            ``eps`` or ``weight_decay``, a momentum outside [0, 1), or
+            another ``adjust_lr_fn`` (``ByParameter`` checks these).
 
     Source: Jordan and others, 2024; Liu and others (arXiv:2502.16982), section 2.2; cautious: arXiv:2510.12402.
-    Convention: the mean has weights that sum to 1, as in ``torch.optim.Muon``; some programs sum. The decay isn't
-    scaled.
+    Convention: the mean has weights that sum to 1, as in ``torch.optim.Muon``; some programs sum.
+    The decay isn't scaled.
     """
 
     def __init__(
@@ -495,8 +492,8 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 
     Returns:
         Two lists in the model's order, without frozen parameters. To Muon: two or more dimensions, inside an
-        ``nn.ModuleList`` of the model, and in no ``nn.Embedding`` (a weight that is tied to one is in it). To AdamW:
-        all
+        ``nn.ModuleList`` of the model, and in no ``nn.Embedding`` (a weight that is tied to one is in it).
+        To AdamW: all
         others, so embeddings, head, positions, stem, norms and biases.
     """
 
@@ -595,8 +592,8 @@ class ShardedMuon(ByParameter):
             ``fully_shard`` cuts; the last ranks may have fewer or none. Their gradients are the parts of the averaged
             gradients: None on all ranks, or on none.
         shapes: Shapes of the whole matrices, two dimensions each.
-        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn, cautious, ns_dtype: As in
-        ``Muon``.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps,
+        ns_steps, adjust_lr_fn, cautious, ns_dtype: As in ``Muon``.
         group: The process group; None: all ranks.
 
     Attributes:
@@ -610,12 +607,12 @@ class ShardedMuon(ByParameter):
     3. Each rank updates its rows, with the scale of the whole matrix.
 
     Raises:
-        ValueError: a part has another shape than its rows should have (the message shows both), there is another
-            number of
+        ValueError: a part has another shape than its rows should
+            have (the message shows both), there is another number of
             shapes than of parameters, a second group is added, or a setting that ``Muon`` refuses.
 
-    Cost: two ``all_to_all_single`` a step for all matrices together, uneven and unpadded; each matrix is multiplied
-    on one rank.
+    Cost: two ``all_to_all_single`` a step for all matrices together,
+    uneven and unpadded; each matrix is multiplied on one rank.
     """
 
     def __init__(

@@ -537,6 +537,13 @@ def test_words_of_prose_counts_what_a_reader_reads():
 
 
 @by_chapter
+def test_every_mark_of_an_exercise_ends_a_first_line(chapter):
+    """A mark that was wrapped onto the next line would make no exercise, and no check of it would be collected."""
+    source = (ROOT / "solutions" / f"{chapter.module}.py").read_text(encoding="utf-8")
+    assert source.count("(Exercise)") == len(chapter.exercises)
+
+
+@by_chapter
 def test_a_chapter_is_no_longer_than_a_reader_bears(chapter):
     assert words_of_prose(chapter.path.read_text(encoding="utf-8")) <= MOST_WORDS, (
         "cut what is said twice and what a picture says; move the rest of a measurement to its page in the back matter"
