@@ -125,8 +125,8 @@ def yarn_frequencies(
         ``m(mscale) / m(mscale_all_dim)``, where ``m(c)`` is ``0.1 * c * ln(factor) + 1``, and 1 for ``factor <= 1``.
 
     Source: YaRN (arXiv:2309.00071); equations (23.6) and (23.7).
-    Convention: the ends are clipped to 0 and D - 1 although there are D/2 pairs, as in the authors' code and
-        Transformers.
+    Convention: the ends are clipped to 0 and D - 1 although there are D/2 pairs, and of two equal ends the upper is
+        raised by 0.001, as in the authors' code and Transformers.
     """
 
     raise NotImplementedError("Exercise 23.4: write yarn_frequencies")
@@ -215,13 +215,14 @@ class RollingKVCache:
         """Append T new positions.
 
         Args:
-            k: New keys ``[B, G, T, D]``; ``v`` likewise, the new values.
+            k: New keys ``[B, G, T, D]`` of any floating dtype, which are cast to the cache's; ``v`` likewise.
 
         Returns:
-            Keys and values that the new positions may need. T = 1: the filled slots, in slot order, as views of the
-            cache's memory; nothing is copied, and no mask is needed. T != 1: the last ``min(length before, window -
-            1)`` positions and the T new ones in order of position, for ``sliding_window_mask(T, S, window)``; T may
-            exceed the window.
+            Keys and values that the new positions may need, in the cache's dtype.
+            - T = 1: the filled slots, in slot order, as views of the cache's memory; nothing is copied, and no mask is
+              needed.
+            - T != 1: the last ``min(length before, window - 1)`` positions and the T new ones in order of position, for
+              ``sliding_window_mask(T, S, window)``; T may exceed the window.
 
         Raises:
             ValueError: ``k`` and ``v`` are not both ``[B, G, T, D]`` for this cache; the message shows the shape given

@@ -274,6 +274,8 @@ class GatedDeltaNet(nn.Module):
         """The layer's output. With a cache, go on from its states and write them in place; its memory never moves.
 
         T = 1 is one step of ``delta_rule_recurrent``; more positions are chunked.
+        T is added to the cache's ``length``.
+        A cache is for decoding, without gradients: what is overwritten cannot be differentiated.
         """
         raise NotImplementedError("Exercise 24.7: write GatedDeltaNet.forward")
 

@@ -122,13 +122,14 @@ def quantize_blockwise(
         signed: Whether the code has negative values.
         block_size: Elements in a block.
 
-    The code has 256 ascending values: 0, 1 and, for i from 0 to
-    6, ``10**(i - 6)`` times the midpoints of ``2**i`` equal
-    parts of [0.1, 1], each with both signs. Unsigned, ``2**(i + 1)`` parts, without signs.
+    The code has 256 ascending float32 values: 0, 1 and, for i from 0 to 6, ``10**(i - 6)`` times the midpoints of
+    ``2**i`` equal parts of [0.1, 1], each with both signs.
+    Unsigned, it has ``2**(i + 1)`` parts, without signs.
+    Whether an element is above the middle between two values is decided in float64.
 
     Returns:
-        - q ``[...]``: for each element, the index of the nearest
-        value (of two, the lower) to x over its block's ``absmax``.
+        - q ``[...]``: for each element, the index of the nearest value (of two, the lower) to x over its block's
+          ``absmax``.
         - absmax ``[n]``: the largest magnitude of each block.
 
         Zeros stay zeros, in a block of nothing else too.

@@ -46,6 +46,9 @@ edits(
     float64 is cast down to float32
     - x.to(torch.promote_types(x.dtype, torch.float32))
     + x.float()
+    offset + weight is rounded to the weight's dtype; the gain, too, is computed in float32
+    - (offset + weight.to(wide.dtype))
+    + (offset + weight).to(wide.dtype)
     a weight of another length is not refused
     - if len(weight) not in (width, heads * width):
     + if False:
@@ -555,6 +558,11 @@ edits(
     a head's query is read as [rope, nope]
     - q, turned = q.unflatten(-1, (self.n_heads, -1)).split([self.nope, self.rope], dim=-1)
     + turned, q = q.unflatten(-1, (self.n_heads, -1)).split([self.rope, self.nope], dim=-1)
+    kv_b_proj's output is split into all keys, then all values, where each head has its key's, then its value's
+    @@ _expanded
+    - keys, values = self.kv_b_proj(latents).unflatten(-1, (self.n_heads, -1)).split([self.nope, self.v], dim=-1)
+    + keys, values = self.kv_b_proj(latents).split([self.nope * self.n_heads, self.v * self.n_heads], dim=-1)
+    + keys, values = (h.unflatten(-1, (self.n_heads, -1)) for h in (keys, values))
     kv_b_proj's rows are read as all keys, then all values, where each head has its key's, then its value's
     @@ _expanded
     - keys, values = self.kv_b_proj(latents).unflatten(-1, (self.n_heads, -1)).split([self.nope, self.v], dim=-1)

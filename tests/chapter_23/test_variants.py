@@ -58,8 +58,9 @@ def test_qk_norm_equals_torch(n, offset, eps):
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_qk_norm_rounds_once(offset):
-    case(f"b=4 t=16 h=2 d=64, bfloat16, weight float32, offset {offset}")
-    x, weight = randn(4, 16, 2, 64, dtype=torch.bfloat16), randn(64, seed=1) * 0.1 + 1.0 - offset
+    dtype = torch.bfloat16 if offset else torch.float32  # a checkpoint's weights are often of x's dtype
+    case(f"b=4 t=16 h=2 d=64, bfloat16, weight {dtype}, offset {offset}")
+    x, weight = randn(4, 16, 2, 64, dtype=torch.bfloat16), (randn(64, seed=1) * 0.1 + 1.0 - offset).to(dtype)
     expected = F.rms_norm(x.double(), (64,), weight.double() + offset, 1e-6).to(torch.bfloat16)
     out = variants.qk_norm(x, weight, offset=offset)
     expect_close(out, expected, atol=0.05, rtol=0.05, read=CONTRACT)

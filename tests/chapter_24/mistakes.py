@@ -475,7 +475,7 @@ edits(
     - cache.conv_state.copy_(conv.detach())
     - cache.recurrent_state.copy_(state.detach())
     + cache.conv_state, cache.recurrent_state = conv.detach(), state.detach()
-    the cache's length counts calls instead of positions
+    the cache's length does not grow by T: it counts positions, not calls
     @@ forward
     - cache.length += x.shape[1]
     + cache.length += 1

@@ -717,7 +717,8 @@ def test_Muon_sees_experts_and_convolutions(shape):
 @pytest.mark.parametrize("adjust", [None, "match_rms_adamw"], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_Muon_goes_PyTorchs_way(adjust, dtype):
-    case(f"six steps in {dtype}, products in bfloat16, adjust_lr_fn = {adjust!r}: within 3 % of torch.optim.Muon's way")
+    most = 0.03 if dtype == torch.float32 else 0.08  # where weights, too, are rounded, the order of products counts
+    case(f"six steps in {dtype}, products in bfloat16, adjust_lr_fn = {adjust!r}: within {most:.0%} of torch's way")
     shapes = [(8, 5), (5, 8), (6, 6)]
     ours, theirs, start = (parameters(*shapes, dtype=dtype) for _ in range(3))
     take_steps(opt.Muon(ours, lr=0.1, adjust_lr_fn=adjust), ours, 6)
@@ -725,7 +726,7 @@ def test_Muon_goes_PyTorchs_way(adjust, dtype):
     for p, q, s in zip(values(ours), values(theirs), values(start), strict=True):
         share = float((p - q).float().norm() / (q - s).float().norm())
         expect_true(
-            share < 0.03, f"the weights end {share:.1%} of the way away from PyTorch's", answer=values(ours), read=MUON
+            share < most, f"the weights end {share:.1%} of the way away from PyTorch's", answer=values(ours), read=MUON
         )
 
 
