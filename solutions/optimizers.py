@@ -593,8 +593,9 @@ class ShardedMuon(ByParameter):
             ``fully_shard`` cuts; the last ranks may have fewer or none. Their gradients are the parts of the averaged
             gradients: None on all ranks, or on none.
         shapes: Shapes of the whole matrices, two dimensions each.
-        lr, weight_decay, momentum, nesterov, ns_coefficients, eps,
-        ns_steps, adjust_lr_fn, cautious, ns_dtype: As in ``Muon``.
+        lr, weight_decay, momentum, nesterov: As in ``Muon``.
+        ns_coefficients, eps, ns_steps, ns_dtype: As in ``Muon``.
+        adjust_lr_fn, cautious: As in ``Muon``.
         group: The process group; None: all ranks.
 
     Attributes:

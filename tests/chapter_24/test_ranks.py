@@ -207,7 +207,7 @@ def sequence_in_group(rank, world_size):
     expect_true(wrong < 0.05, problem, answer=found, read="the contract, under Returns")
     case(f"q of another length than k; rank {rank}")
     with expect_raises(
-        ValueError, "(1, 39, 3, 4)", read="the contract of ex-linear_attention-linear-attention-chunked"
+        ValueError, "(1, 39, 3, 4)", read="the contract of ex-linear-attention-linear-attention-chunked"
     ):
         short = {name: x[:, here] for name, x in given.items()}
         la.sequence_parallel_linear_attention(**short | {"q": short["q"][:, 1:]}, group=pairs[rank % 2])

@@ -198,8 +198,8 @@ edits(
     + order = sorted(range(x.ndim), key=lambda d: -x.stride(d))
     + row = x.detach().float().permute(order).reshape(-1)
     - .view(-1)[: len(row)].reshape(x.shape), absmax
-    + .view(-1)[: len(row)].reshape([x.shape[d] for d in order]).permute([order.index(d) for d in range(x.ndim)]),
-    absmax
+    + .view(-1)[: len(row)].reshape([x.shape[d] for d in order]).permute(
+    +     [order.index(d) for d in range(x.ndim)]), absmax
     """,
 )
 
@@ -621,8 +621,8 @@ edits(
     @@ _exchange
     - incoming, outgoing, group=group)
     + incoming, outgoing)
-    rows are spread as evenly as possible, as tensor_split does: fully_shard gives all ranks but the last ceil(R /
-    ranks)
+    rows are spread as evenly as possible, as tensor_split does: fully_shard gives all ranks but the last
+    ceil(R / ranks)
     @@ _rows_of
     + return [len(part) for part in torch.arange(shape[0]).tensor_split(n_ranks)]
     the owners are taken in turn: one rank may get all of the large matrices

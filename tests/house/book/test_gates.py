@@ -110,11 +110,12 @@ def test_a_part_that_does_not_exist_is_refused_before_anything_runs():
 
 def test_pages_publishes_what_ci_built_and_nothing_else():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "pages.yml").read_text(encoding="utf-8"))
-    (job,) = workflow["jobs"].values()
     # YAML reads the key "on" as True
     assert workflow[True]["workflow_run"] == {"workflows": ["CI"], "types": ["completed"], "branches": ["main"]}
-    assert "conclusion == 'success'" in job["if"]
-    assert not any("run" in step for step in job["steps"])
+    assert all("conclusion == 'success'" in job["if"] for job in workflow["jobs"].values())
+    assert not any("run" in step for step in workflow["jobs"]["publish"]["steps"])
+    uses = [step.get("uses", "") for job in workflow["jobs"].values() for step in job["steps"]]
+    assert not any(use.startswith("actions/checkout") for use in uses)
 
 
 def test_hooks_find_their_tools_in_any_environment():

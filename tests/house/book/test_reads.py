@@ -33,6 +33,9 @@ BUILDS_ON: dict[str, list[str]] = {
     "ring_block": ["eq-context_parallel-7"],
     "ulysses_attention": ["eq-context_parallel-11"],
     "MoE": ["eq-moe-8"],
+    "fit_power_law": ["eq-scaling_laws-1"],
+    "learning_curve_prediction": ["eq-scaling_laws-1"],
+    "linear_attention_recurrent": ["eq-linear_attention-3"],
 }
 HEADING = re.compile(r"^#{2,3} (?P<title>.+)$", re.MULTILINE)
 
