@@ -36,6 +36,8 @@ def make(name: str) -> dict[str, Any]:
     chapter, exercise = find(name)
     if exercise is None:
         raise BookError(f"{name!r} is a chapter; name one of its exercises")
+    if str(ROOT) not in sys.path:  # `workbook` is started from anywhere, and the tests are no installed package
+        sys.path.insert(0, str(ROOT))
     module = importlib.import_module(f"tests.{chapter.tests.name}.test_{chapter.module}")
     tests = tests_of(chapter, exercise, module)
     source = read((chapter.tests / f"test_{chapter.module}.py").read_text(encoding="utf-8"))
