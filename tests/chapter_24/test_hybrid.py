@@ -165,6 +165,7 @@ def plain_layer(weights: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
 def test_GatedDeltaNet_names_and_shapes():
     case(", ".join(f"{name}={size}" for name, size in SIZES.items()))
     layer = la.GatedDeltaNet(**SIZES)
+    layer.make_cache(1)
     shapes = {name: tuple(x.shape) for name, x in layer.state_dict().items()}
     expect_equal(shapes, SHAPES, name="state_dict", answer=shapes, read=ATTRIBUTES)
     expect_close(layer.norm.weight.detach(), torch.ones(5), name="norm.weight", read=ATTRIBUTES)
@@ -284,7 +285,7 @@ def test_GatedDeltaNet_of_other_sizes():
 
 def test_GatedDeltaNet_refuses():
     case("n_k_heads=4, n_v_heads=6")
-    la.GatedDeltaNet(8, 2, 6, 3, 3)
+    la.GatedDeltaNet(8, 2, 6, 3, 3).make_cache(1)
     with expect_raises(ValueError, "4", "6", read=RAISES):
         la.GatedDeltaNet(8, 4, 6, 3, 3)
 
