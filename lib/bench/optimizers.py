@@ -1,13 +1,12 @@
 """Measure AdamW beside Muon on GPT-2 124M: steps and seconds to one held-out loss, and what Newton-Schulz costs a step.
 
 ``python -m lib.bench.optimizers`` needs one GPU, some 8 minutes and no network: its text is the sources and documents
-of the
-Python packages that are installed. It writes ``chapters/measurements/optimizers.json``. ``--device cpu --tiny`` tries
-it.
+of the Python packages that are installed.
+It writes ``chapters/measurements/optimizers.json``. ``--device cpu --tiny`` tries it.
 
 1. Predict Newton-Schulz's share of a step: ``newton_schulz_flops`` over ``6 n tokens``.
 2. Time steps in turns: PyTorch's fused AdamW, chapter 25's Muon, ``torch.optim.Muon``, each Muon with fused AdamW for
-the rest.
+   the rest.
 3. Train with each optimizer at the same number of rates, then with the best rate of each and other seeds.
    The loss to reach is what the tuned AdamW has at the end, the mean over its seeds.
 """
@@ -208,8 +207,7 @@ def speeds(model: Model, texts: tuple[Tensor, Tensor], o: argparse.Namespace) ->
 
 
 def reached(curve: list[dict[str, float]], goal: float) -> dict[str, float] | None:
-    """Step and seconds at which a curve reaches a loss, between two evaluations by a straight line; None if it does
-    not."""
+    """Step and seconds at which a curve reaches a loss, by a straight line between evaluations, or None."""
     before = None
     for point in curve:
         if point["loss"] <= goal:
@@ -222,8 +220,7 @@ def reached(curve: list[dict[str, float]], goal: float) -> dict[str, float] | No
 
 
 def race(model: Model, texts: tuple[Tensor, Tensor], o: argparse.Namespace) -> dict[str, Any]:
-    """Both optimizers at every rate, then at the best one with the other seeds, and when Muon reaches AdamW's last
-    loss."""
+    """Both optimizers at every rate, the best with other seeds, and when Muon reaches AdamW's last loss."""
     found: dict[str, Any] = {"tuning": {}, "best_rate": {}, "curves": {}, "reached": {}}
     for kind, rates in RATES.items():
         curves = {lr: Training(kind, lr, 0, model, texts, o).run(o.steps) for lr in rates}

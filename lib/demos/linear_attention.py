@@ -1,5 +1,4 @@
-"""What chapter 24's cells run: associative recall by five kinds of layer, and a byte-level hybrid beside full
-attention."""
+"""What chapter 24's cells run: associative recall by five kinds of layer, and a hybrid beside full attention."""
 
 import math
 import time

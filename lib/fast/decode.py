@@ -7,7 +7,7 @@ lengths) lies
 in buffers whose addresses never change; a single copy fills them before a replay.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,8 +40,7 @@ class Layer(NamedTuple):
 
 
 def can_step(model: Any, cache: Any) -> bool:
-    """Whether `Steps` can run a model: a plain ``Llama`` of one floating dtype, on a GPU (or in the interpreter, for
-    tests)."""
+    """Whether `Steps` can run a model: a plain ``Llama`` of one floating dtype on a GPU, or in the interpreter."""
     if not HAS_TRITON or not hasattr(model, "tok_embeddings") or not hasattr(model, "rope"):
         return False
     weights = list(model.parameters())
@@ -133,13 +132,11 @@ class Steps:
             self.graphs[size] = capture(lambda: self._decode(size), n_warmup=1, pool=self.pool)
         return self.graphs[size]()[:n]
 
-    def warm_up(self, told: Callable[[int, int], None] = lambda done, of: None) -> None:
-        """Record the graphs of all batch sizes; ``told(done, of)`` is called after each."""
-        sizes = sorted({batch_size(n) for n in range(1, MOST_SEQUENCES + 1)}, reverse=True)
-        for done, size in enumerate(sizes, 1):
+    def warm_up(self, show: Callable[[list[int]], Iterable[int]] = iter) -> None:
+        """Record the graphs of all batch sizes, which ``show`` passes on one by one, with a progress bar if it likes."""
+        for size in show(sorted({batch_size(n) for n in range(1, MOST_SEQUENCES + 1)}, reverse=True)):
             self.fields[:, :size] = PADDING
             self.decode(size)
-            told(done, len(sizes))
 
     def _decode(self, size: int) -> Float[Tensor, "b v"]:
         fields = self._rows[: self.fields.size].view(FIELDS, -1)[:, :size]
@@ -199,8 +196,7 @@ class Steps:
         return nn.functional.linear(normed, self.model.output.weight).float()
 
     def _n_parts(self, batch: int) -> int:
-        """Parts of a sequence's positions, a power of two: about four programs for each processor, and no more parts
-        than tiles."""
+        """Parts of a sequence's positions, a power of two: about four programs a processor, at most one part a tile."""
         n_tiles = -(-self.config.context_len // TILE)
         most = min(n_tiles, 4 * self.processors // max(1, batch * self.cache.keys.shape[3]))
         return 1 << max(0, most.bit_length() - 1)

@@ -2,9 +2,8 @@
 
 On a GPU a Llama takes the fast way: sequences that get one token pass through a CUDA graph, prompts through fused
 kernels (`lib.fast.decode`).
-The learner's engine reads each step's logits before it schedules the next; `Runner.step_ahead` schedules the next
-step while the device still
-computes this one, so the host's work costs no time. Both give the same tokens.
+The learner's engine reads each step's logits before it schedules the next.
+`Runner.step_ahead` schedules the next step while the device computes this one, so that the work of both overlaps.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,8 +26,8 @@ UNKNOWN = -1
 
 
 @dataclass(eq=False)
-class Flight:
-    """A step that the device computes.
+class InFlight:
+    """A step that the device has been given, and whose tokens the host does not know yet.
 
     Attributes:
         rows: The row of each request that gets a token.
@@ -75,7 +74,7 @@ class Runner:
         self.sequences: dict[Progress, int] = {}
         self.steps = Steps(model, self.cache, scheduler.max_tokens) if self.is_fast() else None
         self._known = [(-1, 0)] * MOST_SEQUENCES  # whose table each row of the next step holds, and of how many blocks
-        self._flight = Flight()
+        self._flight = InFlight()
 
     def is_fast(self) -> bool:
         """Whether the model takes the fast way."""
@@ -87,14 +86,15 @@ class Runner:
         return bool(self.scheduler.waiting or self.scheduler.running or self._flight.rows)
 
     def submit(self, request: Request) -> None:
-        """Queue a request, between any two steps; a ``ValueError`` says why the model or the scheduler cannot take
-        it."""
+        """Queue a request, between any two steps; a ``ValueError`` says why it cannot be taken."""
         check_request(request, self.model.config)
         self.scheduler.submit(request)
 
     def cancel(self, request: Request) -> bool:
-        """Drop a request, between any two steps; its blocks are free when the call returns. Returns whether it was
-        there."""
+        """Drop a request, between any two steps; its blocks are free when the call returns.
+
+        Returns whether it was there.
+        """
         found = self.scheduler.cancel(request)
         flying = [progress for progress in self._flight.rows if progress.request is request]
         for progress in flying:
@@ -129,15 +129,15 @@ class Runner:
         chunks, new = self.scheduler.schedule(), list[tuple[Request, Any]]()
         self.release()
         if any(chunk.n_tokens > 1 for chunk in chunks):  # whoever was preempted needs all its tokens
-            new = self._land(self._flight)
+            new = self._collect(self._flight)
             chunks = [chunk for chunk in chunks if chunk.progress in self.scheduler.running]
-        last, self._flight = self._flight, self._take_off(chunks)
-        return new + self._land(last)
+        last, self._flight = self._flight, self._launch(chunks)
+        return new + self._collect(last)
 
     @torch.no_grad()
-    def _take_off(self, chunks: list[Chunk]) -> Flight:
+    def _launch(self, chunks: list[Chunk]) -> InFlight:
         """Launch a step. The scheduler may go on as if its tokens were known."""
-        flight = Flight()
+        flight = InFlight()
         if not chunks:
             return flight
         assert self.steps is not None
@@ -156,7 +156,7 @@ class Runner:
             self.scheduler.advance(chunk, None if progress is None else UNKNOWN)
         return flight
 
-    def _land(self, flight: Flight) -> list[tuple[Request, Any]]:
+    def _collect(self, flight: InFlight) -> list[tuple[Request, Any]]:
         """Wait for a step, and give its requests their tokens."""
         new: list[tuple[Request, Any]] = []
         tokens = flight.read() if flight.rows else []
@@ -196,8 +196,10 @@ class Runner:
         return steps.decode(len(chunks)).clone()
 
     def _slot(self, sequence: int, row: int) -> int:
-        """Make a sequence longer by one position; returns its slot. The sequence's table is put into a row of the
-        next step."""
+        """Make a sequence longer by one position, and put its table into a row of the next step.
+
+        Returns the position's slot.
+        """
         assert self.steps is not None
         table, lengths, size = self.cache.tables[sequence], self.cache.lengths[sequence], self.cache.block_size
         place, at = divmod(lengths[0], size)

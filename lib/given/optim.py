@@ -1,5 +1,4 @@
-"""The part of an optimizer that all of chapter 25's share: settings that are checked, closures, and one update for
-each parameter."""
+"""What chapter 25's optimizers share: settings that are checked, closures, and one update a parameter."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -151,8 +151,7 @@ def warm_up(engine: Any) -> None:
     from tqdm import tqdm
 
     if engine.steps is not None:
-        with tqdm(desc="recording CUDA graphs", unit="size", leave=False) as bar:
-            engine.steps.warm_up(lambda done, of: bar.reset(of) if done == 1 else bar.update())
+        engine.steps.warm_up(lambda sizes: tqdm(sizes, desc="recording CUDA graphs", unit="size", leave=False))
 
 
 def make_service(options: Any) -> Any:

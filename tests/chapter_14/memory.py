@@ -115,7 +115,8 @@ def watch(call: Any) -> tuple[Any, Trace | None]:
 
 def layouts(x: Tensor) -> dict[str, Tensor]:
     """Tensors of one shape in other strides: the same numbers three times, then one column and one row of them with
-    stride 0."""
+    stride 0.
+    """
     wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), 7.0, dtype=x.dtype, device=x.device)
     wide[..., ::2] = x
     longer = torch.cat([x, torch.full_like(x, 7.0)], dim=-1)

@@ -1,2 +1,1 @@
-"""Compared with the unsplit model, `torch.utils.checkpoint`, `torch.distributed.pipelining` and PyTorch's own
-layers."""
+"""Compared with the unsplit model, `torch.utils.checkpoint`, `torch.distributed.pipelining` and PyTorch's layers."""

@@ -93,8 +93,10 @@ def heads_of(group: int) -> int:
 
 
 def cut(starts: list[int], sizes: list[int], tables: list[list[int]], group: int) -> list[list[int]]:
-    """The fields of `Tiles` as lists: ``starts`` are the cached positions before each sequence's new tokens,
-    ``sizes`` the new tokens."""
+    """The fields of `Tiles` as lists.
+
+    ``starts`` are the cached positions before each sequence's new tokens, ``sizes`` the new tokens.
+    """
     step, row = max(1, ROWS // heads_of(group)), 0
     fields: list[list[int]] = [[], [], [], []]
     for i, (start, size) in enumerate(zip(starts, sizes, strict=True)):
@@ -109,8 +111,7 @@ def cut(starts: list[int], sizes: list[int], tables: list[list[int]], group: int
 def prompt_attention(
     qkv: Float[Tensor, "n hggd"], keys: Float[Tensor, "b s g d"], values: Float[Tensor, "b s g d"], tiles: Tiles
 ) -> Float[Tensor, "n h d"]:
-    """Causal attention of the queries in ``qkv`` to all positions of their sequences up to their own, which the
-    blocks hold."""
+    """Causal attention of the queries in ``qkv`` to their sequences, up to their own positions, in the blocks."""
     _, size, n_kv_heads, width = keys.shape
     n_heads = qkv.shape[1] // width - 2 * n_kv_heads
     group, out = n_heads // n_kv_heads, qkv.new_empty(len(qkv), n_heads, width)

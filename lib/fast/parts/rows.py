@@ -134,8 +134,10 @@ def gate(x: Float[Tensor, "n 2f"]) -> Float[Tensor, "n f"]:
 def rotate_and_store_kernel(
     qkv, rope, positions, slots, keys, values, H, G, D: tl.constexpr, PAIRS: tl.constexpr
 ):  # fmt: skip
-    """Rotate one head of one token in place, and copy it into its slot if it is a key or a value; the grid is
-    (tokens, H + 2 G)."""
+    """Rotate one head of one token in place, and copy it into its slot if it is a key or a value.
+
+    The grid is (tokens, H + 2 G).
+    """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pairs = tl.arange(0, PAIRS)
     inside = pairs < D // 2
@@ -196,8 +198,7 @@ def merge_kernel(o, lse, out, H, D, PARTS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 def merge(o: Float[Tensor, "p b h d"], lse: Float[Tensor, "p b h"], dtype: torch.dtype) -> Float[Tensor, "b h d"]:
-    """Attention to all positions from attention to P parts of them, P a power of two; 0 where no part has a
-    position."""
+    """Attention to all positions from that to each of P parts, P a power of two; 0 where no part has a position."""
     n_parts, batch, n_heads, width = o.shape
     out = torch.empty(batch, n_heads, width, dtype=dtype, device=o.device)
     merge_kernel[(batch, n_heads)](o, lse, out, n_heads, width, PARTS=n_parts, WIDTH=triton.next_power_of_2(width))

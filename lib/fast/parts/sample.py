@@ -32,8 +32,7 @@ def sample_rows(logits: Float[Tensor, "n v"], requests: Sequence[Progress | None
 
 
 def _draw(logits: Float[Tensor, "n v"], chosen: Sequence[Progress]) -> Int[Tensor, " n"]:
-    """A token of each row, by PyTorch's own way to draw one: the largest quotient of probability and exponential
-    noise."""
+    """A token of each row, drawn as PyTorch does: the largest quotient of probability and exponential noise."""
     width, device = logits.shape[-1], logits.device
     settings = [
         (p.request.temperature, p.request.top_k or width, 2.0 if p.request.top_p is None else p.request.top_p)

@@ -21,8 +21,7 @@ def mixture_weights(logits: Sequence[float], k: int) -> tuple[list[float], dict[
 
 
 def draw_mixture(logits: Sequence[float] = (0.2, 1.6, -0.6, 0.8), k: int = 2) -> Figure:
-    """One token from left to right: the router's probabilities, the k chosen experts, and the weighted sum of their
-    results."""
+    """One token from left to right: the router's probabilities, the k chosen experts, and their weighted sum."""
     probabilities, weights = mixture_weights(logits, k)
     fig, ax = plt.subplots(figsize=(6.6, 3.4))
     middle = (len(logits) - 1) / 2

@@ -54,8 +54,7 @@ def draw_kept(ax: Axes, work: Sequence[Work], stages: Sequence[int] = (0,), most
 
 
 def draw_chunks(n_layers: int = 16, n_ranks: int = 4, n_chunks: int = 2) -> Figure:
-    """The layers of a model in a row, in the colour of their rank: one stretch a rank, and below it several chunks a
-    rank."""
+    """The layers of a model in the colour of their rank: one stretch a rank, and below it several chunks a rank."""
     fig, axes = plt.subplots(2, 1, figsize=(6.6, 2.3))
     for ax, v, title in zip(axes, (1, n_chunks), ("one stage a rank", f"{n_chunks} chunks a rank"), strict=True):
         width = n_layers // (n_ranks * v)

@@ -1,5 +1,4 @@
-"""Pictures of chapter 21: block tables with copy on write, a tree of prefixes, and drafted tokens that are kept or
-not."""
+"""Pictures of chapter 21: block tables with copy on write, a tree of prefixes, and drafted tokens."""
 
 from collections.abc import Sequence
 
@@ -12,8 +11,7 @@ from lib.given.show.plots import COLOURS, GREY
 
 
 def draw_block_tables() -> Figure:
-    """Two sequences that share their blocks after a fork, and the copy that the first write into the last block
-    makes."""
+    """Two sequences that share their blocks after a fork, and the copy made by the first write into the last block."""
     fig, axes = plt.subplots(2, 1, figsize=(6.6, 4.4))
     words: dict[int, tuple[str, ...]] = {0: ("the", "cat", "sat", "on"), 3: ("a", "mat", "", "")}
     shared = {"a, 6 tokens": (0, 3), "b, 6 tokens": (0, 3)}
@@ -25,8 +23,7 @@ def draw_block_tables() -> Figure:
 
 
 def _tables(ax: Axes, title: str, tables: dict[str, tuple[int, int]], words: dict[int, tuple[str, ...]]) -> None:
-    """Two tables above the pool of four blocks; each entry of a table has an arrow to its block. What b wrote is
-    orange."""
+    """Two tables above the pool of four blocks, with an arrow from each entry to its block. What b wrote is orange."""
     for block in range(4):
         inside, users = words.get(block, ("",) * 4), sum(block in table for table in tables.values())
         colours = ["none" if not word else COLOURS[1] if word == "up" else COLOURS[0] for word in inside]
@@ -44,8 +41,7 @@ def _tables(ax: Axes, title: str, tables: dict[str, tuple[int, int]], words: dic
 
 
 def draw_prefix_tree() -> Figure:
-    """A tree whose nodes are blocks, with the path of a new prompt: two blocks are found, and the rest must be
-    computed."""
+    """A tree whose nodes are blocks, with the path of a new prompt: two blocks are found, the rest is computed."""
     fig, ax = plt.subplots(figsize=(6.6, 3.2))
     nodes = {
         "root": (0.0, 1.5, "root"),

@@ -1,11 +1,10 @@
 """``--optimizer muon``: chapter 25's Muon for the matrices of the blocks and AdamW for all other parameters, on any
 mesh of ranks.
 
-Where each rank has whole matrices, ``Muon`` steps on them. Where ``fully_shard`` has cut them by rows,
-``ShardedMuon`` does.
+Where each rank has whole matrices, ``Muon`` steps on them.
+Where ``fully_shard`` has cut them by rows, ``ShardedMuon`` does.
 Flat shards, and layers that ranks divide, have no whole rows: there the ranks of a stage assemble each direction,
-each of them
-orthogonalizes it, and each keeps its own part.
+each of them orthogonalizes it, and each keeps its own part.
 """
 
 import math
@@ -22,8 +21,7 @@ from lib.runs.engine.options import Options
 
 MOMENTUM, STEPS, COEFFICIENTS, EPS = 0.95, 5, (3.4445, -4.7750, 2.0315), 1e-7
 MEAN = "exp_avg"
-"""Checkpoints hold Muon's momentum under the name of AdamW's mean, because a flat shard mixes the parameters of
-both."""
+"""Checkpoints hold Muon's momentum under the name of AdamW's mean: a flat shard mixes the parameters of both."""
 
 
 class MuonAndAdamW(Optimizer):
@@ -70,8 +68,10 @@ class MuonAndAdamW(Optimizer):
         return self.rows if by_rows else self.gathered
 
     def _pieces(self) -> dict[Tensor, list[tuple[Tensor, slice, bool]]]:
-        """For each flat shard, the parts of it that AdamW trains: a parameter on the same memory, its place, and
-        whether it decays."""
+        """For each flat shard, the parts of it that AdamW trains.
+
+        Each is a parameter on the same memory, its place, and whether it decays.
+        """
         found: dict[Tensor, list[tuple[Tensor, slice, bool]]] = {}
         for p in [p for p in (*self.gathered, *self.others) if self._is_flat(p)]:
             for member, part in self.strategy.parts(self.names[p]).items():
@@ -136,8 +136,7 @@ class MuonAndAdamW(Optimizer):
             mine[part].mul_(1 - lr * self.decay).add_(own[part], alpha=-lr)
 
     def _orthogonal(self, u: Tensor) -> Tensor:
-        """The direction of a whole matrix, or of a batch of them, times the scale that makes it about as long as
-        AdamW's step."""
+        """The direction of a matrix or a batch of them, times the scale that makes it about as long as AdamW's."""
         matrix = u.flatten(1) if u.ndim > 3 else u
         o = newton_schulz(matrix, STEPS, COEFFICIENTS, EPS, self.dtype).to(u.dtype).reshape(u.shape)
         return o * (0.2 * math.sqrt(max(matrix.shape[-2:])))

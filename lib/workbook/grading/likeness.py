@@ -39,8 +39,10 @@ class Outcome:
 
     @property
     def is_telling(self) -> bool:
-        """Whether the failure shows the answer's own numbers; two answers hardly have the same wrong numbers by
-        chance."""
+        """Whether the failure shows the answer's own numbers.
+
+        Two answers hardly have the same wrong numbers by chance.
+        """
         return isinstance(self.error, Wrong) and self.error.answer is not None
 
     def is_like(self, other: "Outcome") -> bool:
@@ -70,8 +72,10 @@ def _head(error: BaseException) -> str:
 
 
 def _raised_on_a_rank(error: BaseException) -> str:
-    """Type and first line of the exception that ended a run of ranks, without addresses; empty if it could not be
-    sent."""
+    """Type and first line of the exception that ended a run of ranks, without addresses.
+
+    Empty if it could not be sent.
+    """
     inner = getattr(error, "error", None)
     return "" if inner is None else re.sub(r"0x[0-9a-f]+", "", f"{type(inner).__name__}: {_head(inner)}")
 

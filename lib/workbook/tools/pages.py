@@ -145,8 +145,7 @@ def inline(drawing: str, alt: str) -> str:
 
 
 def bring_python(app, pagename: str, templatename: str, context: dict, doctree) -> None:
-    """Add the script that lets a reader try an exercise, to pages that have one, if the site has a Python for the
-    browser."""
+    """Add the script that lets a reader try an exercise, if the site has a Python for the browser."""
     if 'class="workbook-try"' in context.get("body", "") and assets.folders():
         app.add_js_file("tryit/page.js", defer="defer", **{"data-bytes": str(assets.n_bytes())})
 

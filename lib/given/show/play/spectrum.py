@@ -38,8 +38,10 @@ def figure(singular_values_after: After, values: Tensor, coefficients: Mapping[s
     grid = torch.logspace(-DECADES, 0, 161, dtype=torch.float64)
 
     def through(x: Tensor, name: str, steps: int) -> Tensor:
-        """The polynomials on numbers that are divided already: one more value brings their norm to 1, and is
-        dropped."""
+        """The polynomials on numbers that are divided already.
+
+        One more value brings their norm to 1, and is dropped.
+        """
         ones = torch.stack([x, (1 - x.square()).clamp(min=0).sqrt()], -1)
         return singular_values_after(ones, steps, coefficients[name])[..., 0]
 
