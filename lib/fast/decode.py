@@ -1,10 +1,9 @@
 """Chapter 4's Llama on tokens of many requests, with few launches; a decoding step is one launch of a CUDA graph.
 
-Chapter 21's step takes its time on the host, which launches some fifteen small kernels for each layer. `Steps`
-computes the same with seven, and
-records them once for each of some batch sizes. What changes from step to step (tokens, positions, slots, tables,
-lengths) lies
-in buffers whose addresses never change; a single copy fills them before a replay.
+Chapter 21's step takes its time on the host, which launches many small kernels for each layer.
+`Steps` computes the same with fewer, and records them once for each of some batch sizes.
+What changes from step to step (tokens, positions, slots, tables, lengths) lies in buffers whose addresses never change.
+A single copy fills them before a replay.
 """
 
 from collections.abc import Callable, Iterable
@@ -75,11 +74,10 @@ class Steps:
 
     Attributes:
         fields: ``[FIELDS, MOST_SEQUENCES]``, a numpy array: token, position, slot and length of each sequence of the
-            next decoding step.
-            Its length counts the new position. A token of ``-1 - row`` stands for ``sampled[row]``.
+            next decoding step. The length counts the new position. A token of ``-1 - row`` stands for ``sampled[row]``.
         tables: ``[MOST_SEQUENCES, M]``, a numpy array: the blocks of each.
-        sampled: ``[n_rows]``, int64, on the device: the token that each row of the last step led to. Who samples
-            writes it.
+        sampled: ``[n_rows]``, int64, on the device: the token that each row of the last step led to.
+            The caller who samples writes it.
     """
 
     def __init__(self, model: Any, cache: Any, n_rows: int = MOST_SEQUENCES) -> None:
@@ -133,7 +131,7 @@ class Steps:
         return self.graphs[size]()[:n]
 
     def warm_up(self, show: Callable[[list[int]], Iterable[int]] = iter) -> None:
-        """Record the graphs of all batch sizes, which ``show`` passes on one by one, with a progress bar if it likes."""
+        """Record the graphs of all batch sizes, which ``show`` passes on one by one, perhaps with a progress bar."""
         for size in show(sorted({batch_size(n) for n in range(1, MOST_SEQUENCES + 1)}, reverse=True)):
             self.fields[:, :size] = PADDING
             self.decode(size)

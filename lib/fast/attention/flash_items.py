@@ -154,9 +154,8 @@ def deal_apart(sizes: Sizes, n_programs: int, n_tiles: int) -> tuple[Work, int]:
     """The shorter work: that of `deal`, or that in which each head of queries is a part with dK and dV of its own.
 
     Where few key/value heads serve many query heads, there are few items for dK/dV, of very different lengths under a
-    causal
-    mask, and most programs wait for the last ones. Heads apart have more and shorter items, but their dK and dV must
-    be added.
+    causal mask, and most programs wait for the last ones.
+    Heads apart have more and shorter items, but their dK and dV must be added.
 
     Returns:
         The work, and how many parts share a head of keys: 1, or ``sizes.group``.

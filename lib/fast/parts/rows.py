@@ -1,11 +1,9 @@
 """Kernels for a few rows at a time: what a model computes when each of some sequences gets one more token.
 
-With so few rows every product reads its whole weight for little arithmetic, so the step is a walk through memory, and
-what stops the walk
-costs time: each launch, each small tensor that is written only to be read again. For a single row, the norm before a
-product, the gate
-behind it and the residual stream's sum happen inside of the product's kernel. For more rows PyTorch's products are
-faster.
+With so few rows every product reads its whole weight for little arithmetic, so memory traffic sets the time of a step.
+Each launch, and each small tensor that is written only to be read again, adds to it.
+For a single row, the norm before a product, the gate behind it and the residual stream's sum are part of the product's
+kernel. For more rows PyTorch's products are faster.
 """
 
 import torch
@@ -26,10 +24,9 @@ def one_row_kernel(
     """out [n_columns] is the product of weight [n_columns, n_terms] and x [n_terms]; a program computes COLS numbers
     of it.
 
-    With NORM, x is first divided by its root mean square and multiplied by gain. With GATED the weight has twice as
-    many rows, and out is
-    silu of the first half's product times the second half's. With ADD the product is added to out. EVEN: TERMS
-    divides n_terms.
+    With NORM, x is first divided by its root mean square and multiplied by gain.
+    With GATED the weight has twice as many rows, and out is silu of the first half's product times the second half's.
+    With ADD the product is added to out. EVEN: TERMS divides n_terms.
     Bytes moved: the weight once. FLOPs: two for each number of the weight.
     """
     columns, terms = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, TERMS)

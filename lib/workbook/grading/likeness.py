@@ -1,12 +1,9 @@
 """Finds the known mistake that an answer makes: the one that fails the same checks in the same way.
 
-A mistake is a candidate if it fails the failing check just as the answer does: on the same case, with the same
-problem and the
-same numbers. It is dropped if it fails another check that the answer passes. If several candidates with different
-sentences
-remain, only those that agree with the answer on every check stay. If that does not decide either, the report names no
-mistake:
-no sentence is better than a wrong one.
+A mistake is a candidate if it fails the failing check just as the answer does: on the same case, with the same problem
+and the same numbers. It is dropped if it fails another check that the answer passes.
+If several candidates with different sentences remain, only those that agree with the answer on every check stay.
+If that does not decide either, the report names no mistake: no sentence is better than a wrong one.
 
 A single candidate that shows the answer's own wrong numbers is named even if the two differ on another check.
 An answer often holds two mistakes at once, and no known mistake agrees with both of them everywhere; two answers
@@ -103,9 +100,8 @@ def looks_like(
         mistakes: The known mistakes of the exercise, each with a ``key`` and a ``sentence``.
         try_answer: Runs a check on the answer.
         try_mistake: Runs a check on a mistake.
-        confirmed_by: How many checks to try although a single sentence remains. None are needed if the answer is
-            itself one of
-            ``mistakes``: it agrees with itself on every check.
+        confirmed_by: How many checks to try although a single sentence remains.
+            None are needed if the answer is itself one of ``mistakes``: it agrees with itself on every check.
     """
     candidates = [m for m in mistakes if try_mistake(m, failing).is_like(first)]
     unlike: set[str] = set()
