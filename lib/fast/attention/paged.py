@@ -1,10 +1,8 @@
-"""Attention of prompts to keys and values in blocks: the tokens of many sequences in one launch, without padding and
-without a copy.
+"""Attention of prompts to keys and values in blocks: many sequences in one launch, without padding or a copy.
 
-A tile holds some queries of one sequence, with all query heads that share a head of keys, so these are read once for
-all of them.
-The queries' own keys are in the cache already. A prompt whose beginning another request computed, or that comes in
-several parts, needs nothing else.
+A tile holds some queries of one sequence, with all query heads that share a key/value head, so the keys are read once
+for all of them. The queries' own keys are in the cache already.
+A prompt whose beginning another request computed, or that comes in several parts, needs nothing else.
 """
 
 from typing import NamedTuple
