@@ -2,8 +2,12 @@
 nothing it loads may come from elsewhere.
 """
 
+import functools
 import os
+import threading
 from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -55,3 +59,39 @@ def record_faults(page, faults: list[str]) -> None:
     page.on("response", lambda r: faults.append(f"{r.status}: {r.url}") if r.status >= 400 else None)
     page.on("pageerror", lambda e: faults.append(f"script error: {e}"))
     page.on("console", lambda m: faults.append(f"console error: {m.text}") if m.type == "error" else None)
+
+
+@contextmanager
+def served(folder: Path):
+    """The address of a folder, on a port that is free."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@contextmanager
+def opener(browser, address: str):
+    """A function that opens a page on a telephone, or with other options of a context.
+
+    At the end nothing may have failed, complained, or been asked of another host.
+    """
+    contexts, faults = [], []
+
+    def open_with(**options):
+        contexts.append(browser.new_context(**{"viewport": {"width": 360, "height": 740}, **options}))
+        page = contexts[-1].new_page()
+        record_faults(page, faults)
+        page.goto(address)
+        return page
+
+    yield open_with
+    for context in contexts:
+        context.close()
+    assert faults == []

@@ -8,9 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import jupytext
@@ -21,7 +18,7 @@ from lib.workbook.book.catalog import ROOT, BookError, all_exercises, chapters, 
 from lib.workbook.book.front import citation
 from lib.workbook.tools import site as sites
 from lib.workbook.tools.tryit import assets
-from tests.house.browsing import chromium, missing, record_faults
+from tests.house.browsing import chromium, missing, record_faults, served
 
 SCREENSHOTS = ROOT / "_build" / "screenshots"
 WRITTEN = [page for page in pages() if (ROOT / page["file"]).exists()]
@@ -290,16 +287,8 @@ def built() -> Path:
 @pytest.fixture(scope="module")
 def address(built):
     """Where a server on this machine shows the pages."""
-
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(built)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with served(built) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")

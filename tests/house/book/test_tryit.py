@@ -1,13 +1,10 @@
 """The exercise on the front page: graded as in a terminal, fetched with care, and alive in a browser."""
 
-import functools
 import inspect
 import io
 import json
 import re
 import tarfile
-import threading
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -18,7 +15,7 @@ from lib.workbook.tools.tryit import assets, kit, python
 from lib.workbook.tools.tryit.judge import Judge
 from lib.workbook.tools.tryit.page import tryit
 from solutions import tokenization
-from tests.house.browsing import chromium, missing, record_faults
+from tests.house.browsing import chromium, missing, opener, served
 
 MISTAKES = mistakes_of("tokenization", "merge_pair")
 ANSWER = inspect.getsource(tokenization.merge_pair)
@@ -169,15 +166,8 @@ def address(tmp_path_factory):
     page = f"<!doctype html><html lang='en'><head><title>Try</title>{head}{script}</head><body>{body}</body></html>"
     (folder / "index.html").write_text(page, encoding="utf-8")
 
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/index.html"
-    server.shutdown()
-    server.server_close()
+    with served(folder) as address:
+        yield f"{address}/index.html"
 
 
 @pytest.fixture(scope="module")
@@ -188,20 +178,8 @@ def browser():
 
 @pytest.fixture
 def open_page(browser, address):
-    """Opens the page with the context's options; at the end nothing may have failed or been asked of another host."""
-    contexts, faults = [], []
-
-    def open_with(**options):
-        contexts.append(browser.new_context(**{"viewport": {"width": 360, "height": 740}, **options}))
-        page = contexts[-1].new_page()
-        record_faults(page, faults)
-        page.goto(address)
-        return page
-
-    yield open_with
-    for context in contexts:
-        context.close()
-    assert faults == []
+    with opener(browser, address) as open_with:
+        yield open_with
 
 
 def check(page, text: str) -> str:

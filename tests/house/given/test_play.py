@@ -56,7 +56,7 @@ from solutions.scaling import plan
 from solutions.scaling_laws import compute_optimal
 from solutions.serving import Scheduler
 from solutions.tensor_parallel import pipeline_bubble
-from tests.house.browsing import chromium, record_faults
+from tests.house.browsing import chromium, opener
 
 LINKS = {"within_host": 450e9, "across_hosts": 50e9, "devices_per_host": 8}
 MODELS = {"1.5B": FFNConfig(1600, 9600, 48), "7B": FFNConfig(4096, 24_704, 32)}
@@ -457,20 +457,8 @@ def address(tmp_path_factory):
 
 @pytest.fixture
 def open_page(browser, address):
-    """Opens the page with the context's options; at the end nothing may have been complained of."""
-    contexts, faults = [], []
-
-    def open_with(**options):
-        contexts.append(browser.new_context(**{"viewport": {"width": 360, "height": 740}, **options}))
-        page = contexts[-1].new_page()
-        record_faults(page, faults)
-        page.goto(address)
-        return page
-
-    yield open_with
-    for context in contexts:
-        context.close()
-    assert faults == []
+    with opener(browser, address) as open_with:
+        yield open_with
 
 
 def state_of(figure) -> dict[str, int]:
