@@ -226,7 +226,7 @@ def transfer(
 
 
 def draw_run(recorded: dict[str, Any], law: Callable[[Any, Any], Any] | None = None) -> Figure:
-    """The run that ends the book: its loss over the tokens, what was predicted, and where Transformers ended.
+    """The predicted run: its loss over the tokens, what was predicted, and where Transformers ended.
 
     Args:
         recorded: ``load("scaling_laws")``.

@@ -40,7 +40,7 @@ def numbers() -> Numbers:
 
 
 def ending() -> Numbers:
-    """The run that ends the book, in three numbers."""
+    """Chapter 22's predicted run, in three numbers."""
     measured = load("scaling_laws")
     run, plan = measured["results"]["run"]["ours"], measured["results"]["predict"]
     loss = run["held_out"][-1]["held_out_loss"]
