@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lib.given.models import vit
 from lib.given.models.gpt2 import GPT2Config
@@ -84,6 +85,7 @@ def observe_all(rank: int, world_size: int, commands: list[str], folder: str) ->
                 found = observe(command)
                 torch.save(found["gradient"], Path(folder, f"{i}.{rank}"))
                 results.append((found["status"], found["said"]))
+                dist.barrier()  # the next run looks at the folder's lock, which rank 0 may still hold
     finally:
         loop.Mesh = make
     return results

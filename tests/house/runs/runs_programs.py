@@ -6,6 +6,7 @@ import os
 import signal
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from lib.runs import train_gpt2, train_llama, train_vit
@@ -26,7 +27,14 @@ def run_all(rank: int, world_size: int, commands: list[str]) -> list[tuple[int, 
         with contextlib.redirect_stderr(said):
             status = PROGRAMS[program]([*argv, "--quiet", "--device", "cpu"])
         results.append((status, said.getvalue()))
+        wait_for_all()
     return results
+
+
+def wait_for_all() -> None:
+    """Until no rank is inside of the last run: the next one looks at its folder's lock."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def asked_and_resumed(
@@ -106,7 +114,7 @@ def run_until(rank: int, world_size: int, command: str, step: int) -> None:
     try:
         run_all(rank, world_size, [command])
     except Killed:
-        return
+        return wait_for_all()
     finally:
         Run.set_lr = set_lr
     raise AssertionError(f"the run ended before step {step}")
