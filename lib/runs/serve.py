@@ -22,7 +22,7 @@ import torch
 from lib.runs.flags import Parser, UsageError, positive, whole
 from lib.runs.memory import check_need, shortage
 
-NEEDED = ("fastapi", "uvicorn", "prometheus_client", "tokenizers")
+NEEDED = ("fastapi", "uvicorn", "prometheus_client", "tokenizers", "jinja2")
 KEY_VARIABLE = "SERVE_API_KEY"
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
 MOST_THREADS = 1024
@@ -196,7 +196,8 @@ def make_service(options: Any) -> Any:
     warm_up(engine)
     return Service(
         name=served.name, tokenizer=served.tokenizer, worker=Worker(engine, options.queue, metrics), metrics=metrics,
-        vocab_size=config.vocab_size, context_len=config.context_len, key=options.api_key, aliases=(options.model,),
+        vocab_size=config.vocab_size, context_len=config.context_len, template=served.template,
+        key=options.api_key, aliases=(options.model,),
     )  # fmt: skip
 
 

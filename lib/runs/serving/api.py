@@ -1,11 +1,11 @@
-"""The HTTP interface: completions as the field's clients ask for them, models, health and metrics."""
+"""The HTTP interface: completions and chats as the field's clients ask for them, models, health and metrics."""
 
 import asyncio
 import hmac
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -17,12 +17,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from lib.given.models.serving import Request as Prompt
+from lib.runs.serving.chat import ChatTemplate
 from lib.runs.serving.metrics import Metrics
-from lib.runs.serving.schema import ApiError, Asked, parse, shorter, shown
+from lib.runs.serving.schema import ApiError, Asked, AskedChat, AskedCompletion, parse, shorter, shown
 from lib.runs.serving.text import Answer, Characters, Tokenizer
 from lib.runs.serving.worker import AnswerFailed, EngineFailed, EngineUnhealthy, Job, Piece, QueueFull, Worker
 
-MAX_BODY_BYTES, DEFAULT_MAX_TOKENS, RETRY_AFTER_S, CLIENT_LEFT = 16 * 2**20, 16, 1, 499
+MAX_BODY_BYTES, RETRY_AFTER_S, CLIENT_LEFT = 16 * 2**20, 1, 499
 BODY_S = 30.0  # from a request's head to the end of its body
 COLDEST = 1e-5  # below this temperature the likeliest token is chosen: logits divided by less might overflow
 T = TypeVar("T")
@@ -35,6 +36,7 @@ class Service:
     Attributes:
         name, aliases: What clients may call the model: the name that it lists, and others.
         vocab_size, context_len: Of the model.
+        template: Writes the prompt of a chat; None if the model has none.
         key: The key that clients must present; None if anybody may ask.
         is_leaving: Whether the server was asked to end, and refuses new requests.
         n_open: Number of requests for completions in progress.
@@ -47,6 +49,7 @@ class Service:
     metrics: Metrics
     vocab_size: int
     context_len: int
+    template: ChatTemplate | None = None
     key: str | None = None
     aliases: tuple[str, ...] = ()
     is_leaving: bool = False
@@ -56,7 +59,7 @@ class Service:
     def describe(self) -> dict[str, Any]:
         """The model, as ``/v1/models`` lists it."""
         listed = {"id": self.name, "object": "model", "created": self.created, "owned_by": "workbook"}
-        return listed | {"max_model_len": self.context_len}
+        return listed | {"max_model_len": self.context_len, "has_chat_template": self.template is not None}
 
     def check_model(self, name: str) -> None:
         """Raise an ``ApiError`` if the model is not this one."""
@@ -64,20 +67,41 @@ class Service:
             text = f"there is no model {name[:200]!r}; this server has {self.name!r}"
             raise ApiError(404, text, param="model", code="model_not_found")
 
-    def prepare(self, asked: Asked) -> tuple[Job, list[str]]:
-        """The job of a request, and the text that each answer begins with, which is empty without ``echo``.
+    def prompts(self, asked: Asked) -> list[tuple[list[int], str]]:
+        """The tokens of each prompt, and the text that its answers begin with, which is empty without ``echo``.
 
         Raises:
-            ApiError: a prompt has no tokens, unknown ones, or does not fit.
+            ApiError: a prompt cannot be encoded, has no tokens or unknown ones, or the model has no template.
+        """
+        if isinstance(asked, AskedChat):
+            if self.template is None:
+                text = f"messages: {self.name!r} has no chat template; ask /v1/completions with a prompt"
+                raise ApiError(400, text, param="messages", code="chat_template")
+            text = self.template.render([message.model_dump(exclude_none=True) for message in asked.messages])
+            tokens = _encode(self.tokenizer.encode_rendered, text, "messages")
+            self._check_tokens(tokens, "messages")
+            return [(tokens, "")]
+        assert isinstance(asked, AskedCompletion)
+        found = []
+        for prompt in asked.prompts:
+            tokens = _encode(self.tokenizer.encode, prompt, "prompt") if isinstance(prompt, str) else prompt
+            self._check_tokens(tokens, "prompt")
+            text = prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)
+            found.append((tokens, text if asked.echo else ""))
+        return found
+
+    def prepare(self, asked: Asked) -> tuple[Job, list[str]]:
+        """The job of a request, and the text that each answer begins with.
+
+        Raises:
+            ApiError: a prompt is wrong, or does not fit into the context.
         """
         requests, echoes = [], []
-        for prompt in asked.prompts:
-            tokens = _encode(self.tokenizer, prompt) if isinstance(prompt, str) else prompt
-            self._check_tokens(tokens)
+        for tokens, echo in self.prompts(asked):
             room = self.context_len - len(tokens)
-            n_new = asked.max_tokens or max(1, min(DEFAULT_MAX_TOKENS, room))
+            n_new = asked.n_new(room)
             if n_new > room:
-                name = "max_tokens" if room > 0 else "prompt"
+                name = "max_tokens" if room > 0 else asked.source
                 text = (
                     f"{name}: a prompt of {len(tokens)} tokens and {shown(n_new)} new ones do not fit into the "
                     f"context of {self.context_len}"
@@ -88,26 +112,25 @@ class Service:
                 temperature = temperature if temperature >= COLDEST else 0.0
                 seed = None if asked.seed is None else (asked.seed + i) % 2**63
                 requests.append(Prompt(tokens, n_new, temperature, seed, top_k=asked.top_k, top_p=asked.top_p))
-                text = prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)
-                echoes.append(text if asked.echo else "")
+                echoes.append(echo)
         answers = [Answer(Characters(self.tokenizer.decode, r.tokens), asked.stop) for r in requests]
         return Job(requests, answers, frozenset() if asked.ignore_eos else self.tokenizer.end_ids), echoes
 
-    def _check_tokens(self, tokens: list[int]) -> None:
+    def _check_tokens(self, tokens: list[int], source: str) -> None:
         if not tokens:
-            raise ApiError(400, "prompt: expected at least one token, got none", param="prompt")
+            raise ApiError(400, f"{source}: expected at least one token, got none", param=source)
         strange = next((token for token in tokens if not 0 <= token < self.vocab_size), None)
         if strange is not None:
-            text = f"prompt: token {shown(strange)} is not in the vocabulary of {self.vocab_size}"
-            raise ApiError(400, text, param="prompt")
+            text = f"{source}: token {shown(strange)} is not in the vocabulary of {self.vocab_size}"
+            raise ApiError(400, text, param=source)
 
 
-def _encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
+def _encode(encode: Callable[[str], list[int]], prompt: str, param: str) -> list[int]:
     try:
-        return tokenizer.encode(prompt)
+        return encode(prompt)
     except Exception as error:  # for example a character for which a vocabulary of words has no token
-        text = f"prompt: the tokenizer cannot encode {shown(prompt)}: {shorter(str(error))}"
-        raise ApiError(400, text, param="prompt") from None
+        text = f"{param}: the tokenizer cannot encode {shown(prompt)}: {shorter(str(error))}"
+        raise ApiError(400, text, param=param) from None
 
 
 def make_app(service: Service) -> FastAPI:
@@ -156,9 +179,11 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions", dependencies=closed)
     async def completions(http: Request) -> Response:
-        asked = parse(await _read_body(http))
-        service.check_model(asked.model)
-        return await _complete(http, service, asked)
+        return await _complete(http, service, parse(await _read_body(http), AskedCompletion))
+
+    @app.post("/v1/chat/completions", dependencies=closed)
+    async def chat(http: Request) -> Response:
+        return await _complete(http, service, parse(await _read_body(http), AskedChat))
 
     @app.get("/health")
     async def health() -> Response:
@@ -192,17 +217,18 @@ async def _read_body(http: Request) -> bytes:
 
 
 async def _complete(http: Request, service: Service, asked: Asked) -> Response:
+    service.check_model(asked.model)
+    writer = (ChatWriter if isinstance(asked, AskedChat) else Writer)(service.name, asked)
     job, echoes = await run_in_threadpool(service.prepare, asked)
     try:
         await _submit(service.worker, job, asked.n or 1)
         first = await _unless_gone(http, job.next())
         if asked.stream:
-            writer = Writer(service.name, asked)
             return EventStream(writer.events(job, echoes, first), service.worker, job)
         pieces = [first]
         while sum(piece.finish_reason is not None for piece in pieces) < len(job.requests):
             pieces.append(await _unless_gone(http, job.next()))
-        return JSONResponse(Writer(service.name, asked).whole(job, echoes, pieces))
+        return JSONResponse(writer.whole(job, echoes, pieces))
     except (EngineFailed, AnswerFailed) as error:
         raise _failed(error) from None
     except BaseException:
@@ -268,16 +294,19 @@ async def _as_json(http: Request, error: Exception) -> Response:
 
 
 class Writer:
-    """Writes answers in the interface's form.
+    """Writes completions in the interface's form.
 
     Args:
         model: Its name.
         asked: The request.
     """
 
+    prefix, whole_name, part_name = "cmpl", "text_completion", "text_completion"
+
     def __init__(self, model: str, asked: Asked) -> None:
         self.asked = asked
-        self.head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
+        name = self.part_name if asked.stream else self.whole_name
+        self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "object": name, "created": int(time.time())}
         self.head |= {"model": model}
 
     def whole(self, job: Job, echoes: list[str], pieces: list[Piece]) -> dict[str, Any]:
@@ -295,9 +324,10 @@ class Writer:
         n_open, told = len(echoes), set[int]()
         while True:
             if piece.text or piece.finish_reason:
-                echo = "" if piece.index in told else _completed(echoes[piece.index], job, piece.index)
+                is_first = piece.index not in told
+                echo = _completed(echoes[piece.index], job, piece.index) if is_first else ""
                 told.add(piece.index)
-                yield self._event([self._choice(piece.index, echo + piece.text, piece.finish_reason)])
+                yield self._event([self._part(piece.index, echo + piece.text, piece.finish_reason, is_first)])
             n_open -= piece.finish_reason is not None
             if n_open == 0:
                 break
@@ -321,10 +351,27 @@ class Writer:
     def _choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
 
+    def _part(self, index: int, text: str, reason: str | None, is_first: bool) -> dict[str, Any]:
+        return self._choice(index, text, reason)
+
     def _usage(self, job: Job) -> dict[str, int]:
         n_choices = self.asked.n or 1
         n_prompt, n_new = sum(len(request.tokens) for request in job.requests[::n_choices]), sum(job.n_tokens)
         return {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
+
+
+class ChatWriter(Writer):
+    """Writes answers as an assistant's messages."""
+
+    prefix, whole_name, part_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def _choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
+
+    def _part(self, index: int, text: str, reason: str | None, is_first: bool) -> dict[str, Any]:
+        delta = ({"role": "assistant"} if is_first else {}) | {"content": text}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
 
 
 def _completed(echo: str, job: Job, index: int) -> str:
@@ -364,7 +411,7 @@ class Door:
             text = "this server was asked to end, and completes only what it has begun"
             error = ApiError(503, text, code="leaving", kind="server_error", headers={"Connection": "close"})
             return await JSONResponse(error.body, 503, headers=error.headers)(scope, receive, send)
-        if scope["path"] != "/v1/completions":
+        if scope["path"] not in ("/v1/completions", "/v1/chat/completions"):
             return await self.app(scope, receive, send)
         return await self._counted(scope, receive, send)
 

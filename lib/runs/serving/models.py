@@ -20,6 +20,7 @@ from lib.gpt2 import load_pretrained as load_gpt2
 from lib.llama import Llama, convert_hf_state_dict
 from lib.runs.flags import UsageError
 from lib.runs.memory import shortage
+from lib.runs.serving.chat import ChatTemplate, read_template
 from lib.runs.serving.settings import LLAMA_SIZES, one_line, read_end_ids, read_settings, rope_theta
 from lib.runs.serving.text import ByteTokenizer, FileTokenizer, Tokenizer
 
@@ -31,11 +32,12 @@ TINY = LlamaConfig(vocab_size=256, dim=256, n_layers=2, n_heads=4, n_kv_heads=2,
 
 @dataclass(frozen=True)
 class Served:
-    """A model, in evaluation mode, and its tokenizer."""
+    """A model, in evaluation mode, its tokenizer, and the template of its chats, if it has one."""
 
     name: str
     model: nn.Module
     tokenizer: Tokenizer
+    template: ChatTemplate | None = None
 
 
 def load(model: str, name: str | None, tokenizer: str | None, dtype: torch.dtype, device: torch.device) -> Served:
@@ -65,7 +67,8 @@ def load(model: str, name: str | None, tokenizer: str | None, dtype: torch.dtype
         why = shortage(error, ["--model"], device) or one_line([str(error)])
         raise UsageError(f"--model {model}: its weights do not fit into the memory of {device}: {why}") from None
     name = name or ("tiny" if model == "tiny" else folder.resolve().name)
-    return Served(name.encode(errors="surrogateescape").decode(errors="replace"), net, made[1])
+    name = name.encode(errors="surrogateescape").decode(errors="replace")
+    return Served(name, net, made[1], None if model == "tiny" else read_template(folder))
 
 
 def weight_bytes(model: str) -> int:

@@ -1,16 +1,14 @@
-"""A request for completions: its fields, and one sentence about what is wrong with it."""
+"""A request for a completion or a chat: its fields, and one sentence about what is wrong with it."""
 
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-MAX_STOPS = 4
+MAX_STOPS, DEFAULT_MAX_TOKENS = 4, 16
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "logprobs": (None,),
-    "suffix": (None, ""),
     "logit_bias": (None, {}),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
@@ -22,6 +20,20 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 Some belong to the interface, and vLLM's load generator adds the others.
 """
+NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {"logprobs": (None,), "suffix": (None, "")}
+"""The same, of ``/v1/completions`` alone."""
+NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "tools": (None, []),
+    "tool_choice": (None, "none"),
+    "parallel_tool_calls": (None, True, False),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "store": (None, False),
+    "metadata": (None, {}),
+}
+"""The same, of ``/v1/chat/completions`` alone."""
 
 
 class ApiError(Exception):
@@ -51,42 +63,29 @@ class StreamOptions(BaseModel):
 
 
 class Asked(BaseModel):
-    """The body of a request to ``/v1/completions``. null means the default, as does a field that is absent."""
+    """What the bodies of both kinds of requests share. null means the default, as does a field that is absent."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
+    source: ClassVar[str]  # the field that the prompt comes from
 
     model: str
-    prompt: Any
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=1)
     n: int | None = Field(None, ge=1, le=128)
-    best_of: int | None = Field(None, ge=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Any = Field(default_factory=list)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    echo: bool | None = None
     user: str | None = None
-    logprobs: Any = None
-    suffix: Any = None
+    ignore_eos: bool | None = None
     logit_bias: Any = None
     presence_penalty: Any = None
     frequency_penalty: Any = None
     repetition_penalty: Any = None
     min_p: Any = None
     min_tokens: Any = None
-    ignore_eos: bool | None = None
-
-    @field_validator("prompt")
-    @classmethod
-    def _check_prompt(cls, prompt: Any) -> Any:
-        several = isinstance(prompt, list) and bool(prompt) and not _is_tokens(prompt)
-        for one in prompt if several else [prompt]:
-            if not isinstance(one, str) and not _is_tokens(one):
-                raise ValueError("expected a string, a list of tokens, or a list of these")
-        return prompt
 
     @field_validator("stop")
     @classmethod
@@ -99,15 +98,101 @@ class Asked(BaseModel):
     @field_validator(*NEUTRAL)
     @classmethod
     def _check_neutral(cls, value: Any, info: Any) -> Any:
-        if value not in NEUTRAL[info.field_name]:
-            raise ValueError("not supported by this server")
-        return value
+        return _neutral(value, NEUTRAL[info.field_name])
+
+    def n_new(self, room: int) -> int:
+        """Tokens of an answer at most, where the context has room for so many."""
+        raise NotImplementedError
+
+
+class AskedCompletion(Asked):
+    """The body of a request to ``/v1/completions``."""
+
+    source = "prompt"
+    prompt: Any
+    best_of: int | None = Field(None, ge=1)
+    echo: bool | None = None
+    logprobs: Any = None
+    suffix: Any = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _check_prompt(cls, prompt: Any) -> Any:
+        several = isinstance(prompt, list) and bool(prompt) and not _is_tokens(prompt)
+        for one in prompt if several else [prompt]:
+            if not isinstance(one, str) and not _is_tokens(one):
+                raise ValueError("expected a string, a list of tokens, or a list of these")
+        return prompt
+
+    @field_validator(*NEUTRAL_COMPLETION)
+    @classmethod
+    def _check_neutral_here(cls, value: Any, info: Any) -> Any:
+        return _neutral(value, NEUTRAL_COMPLETION[info.field_name])
 
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one or more."""
         several = isinstance(self.prompt, list) and not _is_tokens(self.prompt)
         return self.prompt if several else [self.prompt]
+
+    def n_new(self, room: int) -> int:
+        return self.max_tokens or max(1, min(DEFAULT_MAX_TOKENS, room))
+
+
+class Message(BaseModel):
+    """One message of a chat; ``content`` may come in parts, which are joined."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Any
+    name: str | None = None
+
+    @field_validator("content")
+    @classmethod
+    def _join(cls, content: Any) -> str:
+        parts = [content] if isinstance(content, str) else content
+        texts = [_text_of(part) for part in parts] if isinstance(parts, list) else [None]
+        if None in texts or not texts:
+            raise ValueError('expected a string, or a list of parts {"type": "text", "text": ...}')
+        return "".join(texts)
+
+
+def _text_of(part: Any) -> str | None:
+    if isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text":
+        part = part["text"]
+    return part if isinstance(part, str) else None
+
+
+class AskedChat(Asked):
+    """The body of a request to ``/v1/chat/completions``."""
+
+    source = "messages"
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: Any = None
+    top_logprobs: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    response_format: Any = None
+    modalities: Any = None
+    store: Any = None
+    metadata: Any = None
+
+    @field_validator(*NEUTRAL_CHAT)
+    @classmethod
+    def _check_neutral_here(cls, value: Any, info: Any) -> Any:
+        return _neutral(value, NEUTRAL_CHAT[info.field_name])
+
+    def n_new(self, room: int) -> int:
+        return self.max_completion_tokens or self.max_tokens or max(1, room)
+
+
+def _neutral(value: Any, accepted: tuple[Any, ...]) -> Any:
+    if value not in accepted:
+        raise ValueError("not supported by this server")
+    return value
 
 
 def _is_tokens(prompt: Any) -> bool:
@@ -156,7 +241,10 @@ def _texts(value: Any, name: str) -> Iterator[tuple[str, str]]:
             yield from _texts(part, f"{name}.{key}" if name else key)
 
 
-def parse(body: bytes) -> Asked:
+Kind = TypeVar("Kind", bound=Asked)
+
+
+def parse(body: bytes, kind: type[Kind]) -> Kind:
     """Read the body of a request.
 
     Raises:
@@ -164,24 +252,23 @@ def parse(body: bytes) -> Asked:
     """
     _check_characters(body)
     try:
-        asked = Asked.model_validate_json(body)
+        asked = kind.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = ".".join(str(part) for part in first["loc"]) or None
-        message = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
-            message = "there is no such field"
-        given = "" if first["type"] == "missing" else f", got {shown(first['input'])}"
-        text = f"{shorter(name)}: {message}{given}" if name else f"the body is no valid request: {message}"
-        raise ApiError(
-            400, text, param=shorter(name) if name else None, code=None if name else "invalid_json"
-        ) from None
-    if asked.best_of not in (None, asked.n or 1):
-        raise ApiError(
-            400,
-            f"best_of: {shown(asked.best_of)} is not n = {asked.n or 1}; not supported by this server",
-            param="best_of",
-        )
+        raise _first_fault(error) from None
+    if isinstance(asked, AskedCompletion) and asked.best_of not in (None, asked.n or 1):
+        text = f"best_of: {shown(asked.best_of)} is not n = {asked.n or 1}; not supported by this server"
+        raise ApiError(400, text, param="best_of")
     if asked.stream_options and not asked.stream:
         raise ApiError(400, "stream_options: only with stream = true", param="stream_options")
     return asked
+
+
+def _first_fault(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False)[0]
+    name = ".".join(str(part) for part in first["loc"]) or None
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = "there is no such field"
+    given = "" if first["type"] == "missing" else f", got {shown(first['input'])}"
+    text = f"{shorter(name)}: {message}{given}" if name else f"the body is no valid request: {message}"
+    return ApiError(400, text, param=shorter(name) if name else None, code=None if name else "invalid_json")

@@ -68,6 +68,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt."""
 
+    def encode_rendered(self, text: str) -> list[int]:
+        """The tokens of a text that a chat template wrote, its special tokens included: nothing is put before it."""
+
     def decode(self, tokens: list[int]) -> str:
         """The text of tokens; a token that the tokenizer lacks has none."""
 
@@ -87,7 +90,7 @@ class ByteTokenizer:
         bytes_of: Callable[[int], bytes] | None = None,
         end_ids: Sequence[int] = (),
     ) -> None:
-        self.encode = encode or (lambda text: list(text.encode()))
+        self.encode = self.encode_rendered = encode or (lambda text: list(text.encode()))
         self.bytes_of = bytes_of or (lambda token: bytes([token]) if token < 256 else b"")
         self.end_ids = frozenset(end_ids)
 
@@ -130,6 +133,9 @@ class FileTokenizer:
         while n and found.special_tokens_mask[n - 1]:  # 1: not in the text, but put behind it
             n -= 1
         return found.ids[:n] or found.ids[:1]
+
+    def encode_rendered(self, text: str) -> list[int]:
+        return self.theirs.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: list[int]) -> str:
         return self.theirs.decode(tokens)

@@ -32,7 +32,7 @@ from lib.runs.serving import api, models
 from lib.runs.serving.api import Service
 from lib.runs.serving.metrics import Metrics
 from lib.runs.serving.prefix import PrefixEngine, evict
-from lib.runs.serving.schema import parse
+from lib.runs.serving.schema import AskedCompletion, parse
 from lib.runs.serving.text import Answer, ByteTokenizer, Characters, FileTokenizer
 from lib.runs.serving.worker import Worker
 from lib.serving import PrefixTree, Scheduler, generate_many
@@ -286,11 +286,10 @@ def test_what_a_load_generator_adds_is_taken(server):
 
 
 def test_ignore_eos_goes_on_after_a_tokenizers_end():
-    service = SimpleNamespace(tokenizer=ByteTokenizer(end_ids=[7]), context_len=32, vocab_size=256)
-    service._check_tokens = lambda tokens: None
+    service = Service("fake", ByteTokenizer(end_ids=[7]), None, None, vocab_size=256, context_len=32)
     for more, expected in (("", {7}), (', "ignore_eos": false', {7}), (', "ignore_eos": true', set())):
-        asked = parse(b'{"model": "tiny", "prompt": "a"%s}' % more.encode())
-        assert Service.prepare(service, asked)[0].end_ids == expected
+        asked = parse(b'{"model": "tiny", "prompt": "a"%s}' % more.encode(), AskedCompletion)
+        assert service.prepare(asked)[0].end_ids == expected
 
 
 def test_a_temperature_next_to_0_is_0(server):

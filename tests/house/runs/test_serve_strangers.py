@@ -20,7 +20,7 @@ from lib.runs import serve
 from lib.runs.engine.options import UsageError
 from lib.runs.serving import models
 from lib.runs.serving.prefix import PrefixEngine
-from lib.runs.serving.schema import ApiError, parse
+from lib.runs.serving.schema import ApiError, AskedCompletion, parse
 from lib.runs.serving.text import ByteTokenizer, Characters, FileTokenizer
 from lib.serving import Scheduler, generate_many
 from tests.house.runs.test_serve import CPU, LONG_S, Fake, Threaded, metric, post, running, write_theirs
@@ -562,10 +562,10 @@ def test_a_step_that_fails_before_its_requests_are_chosen_drops_all_that_run(mon
 )
 def test_half_of_a_surrogate_pair_is_named_with_its_field(body, param, said):
     if said is None:
-        assert parse(body).prompt.startswith("ab")
+        assert parse(body, AskedCompletion).prompt.startswith("ab")
         return
     with pytest.raises(ApiError) as caught:
-        parse(body)
+        parse(body, AskedCompletion)
     error = caught.value.body["error"]
     assert (caught.value.status, error["param"]) == (400, param)
     assert said in error["message"]
