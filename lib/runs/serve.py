@@ -1,4 +1,4 @@
-"""Serve a model over HTTP, with the completions interface that the field's clients speak.
+"""Serve a model over HTTP, with the interface for completions and chats that the field's clients speak.
 
 python -m lib.runs.serve --model tiny --port 8000
 python -m lib.runs.serve --model runs/gpt2 --port 8000
@@ -218,6 +218,7 @@ def make_server(service: Any, grace_s: float, url: str) -> Any:
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             print(f"serving {service.name} at {url}", flush=True)
+            print(f"a page to try it: {url.removesuffix('v1')}", flush=True)
 
         def handle_exit(self, sig: int, frame: Any) -> None:
             if service.is_leaving:

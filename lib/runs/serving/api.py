@@ -1,4 +1,6 @@
-"""The HTTP interface: completions and chats as the field's clients ask for them, models, health and metrics."""
+"""The HTTP interface: completions and chats as the field's clients ask for them, models, health, metrics,
+and a page to try them.
+"""
 
 import asyncio
 import hmac
@@ -8,6 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
@@ -25,6 +28,12 @@ from lib.runs.serving.worker import AnswerFailed, EngineFailed, EngineUnhealthy,
 
 MAX_BODY_BYTES, RETRY_AFTER_S, CLIENT_LEFT = 16 * 2**20, 1, 499
 BODY_S = 30.0  # from a request's head to the end of its body
+PAGE = Path(__file__).parent / "page.html"
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+}
 COLDEST = 1e-5  # below this temperature the likeliest token is chosen: logits divided by less might overflow
 T = TypeVar("T")
 
@@ -184,6 +193,10 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", dependencies=closed)
     async def chat(http: Request) -> Response:
         return await _complete(http, service, parse(await _read_body(http), AskedChat))
+
+    @app.get("/")
+    async def page() -> Response:
+        return Response(PAGE.read_bytes(), media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
 
     @app.get("/health")
     async def health() -> Response:

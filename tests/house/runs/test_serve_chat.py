@@ -1,6 +1,7 @@
 """Chats over HTTP, by the official client; the templates beside Transformers' own rendering; and the page at /."""
 
 import json
+import time
 
 import httpx
 import pytest
@@ -16,7 +17,8 @@ from lib.runs.serving.chat import ChatTemplate, read_template
 from lib.runs.serving.prefix import PrefixEngine
 from lib.runs.serving.schema import ApiError
 from lib.serving import Scheduler, generate_many
-from tests.house.runs.test_serve import CPU, LONG_S, Threaded, client, metric, running
+from tests.house.browsing import chromium, is_foreign
+from tests.house.runs.test_serve import CPU, LONG_S, Threaded, client, metric, running, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.time_limit(200)]
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -242,3 +244,89 @@ def test_a_folder_of_transformers_chats_as_its_own_library_does(tmp_path):
         answer = client(server).chat.completions.create(**asked, extra_body={"ignore_eos": True})
     assert answer.usage.prompt_tokens == ids.shape[1]
     assert answer.choices[0].message.content == tokenizer.decode(new, skip_special_tokens=True)
+
+
+class Slow:
+    """An engine in front of another, whose steps take a while."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def step(self):
+        time.sleep(0.02)
+        return self.engine.step()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as made:
+        yield made
+
+
+@pytest.fixture
+def paced(tiny):
+    """A server that writes slowly enough to be stopped, and asks for a key."""
+    engine = Slow(PrefixEngine(tiny, Scheduler(64, 200, 8), lambda n: None))
+    made = Threaded(engine, context_len=512, key="secret")
+    with running(made):
+        yield made
+
+
+@pytest.mark.browser
+def test_the_page_asks_streams_stops_and_goes_on(browser, paced, tiny):
+    """A key is asked for; a text is continued, with the keyboard alone; Escape ends the request on the server too."""
+    page = browser.new_page(color_scheme="dark", viewport={"width": 360, "height": 700})
+    faults = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("request", lambda asked: faults.append(asked.url) if is_foreign(asked.url) else None)
+    page.goto(f"{paced.root}/")
+    page.get_by_text("the key is wrong or missing").wait_for()
+    page.get_by_label("Key of this server").fill("secret")
+    page.keyboard.press("Tab")
+    page.get_by_text("fake, which continues your text").wait_for()
+    page.locator("summary").click()
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Tokens at most").fill("20")
+    page.get_by_label("Your text").fill("The for")
+    page.keyboard.press("Enter")
+    page.get_by_text("length; first token after").wait_for()
+    assert page.locator("p.mine").inner_text() == "The for" + alone(tiny, "The for", 20)
+    page.get_by_label("Tokens at most").fill("400")
+    page.get_by_label("Your text").press("Enter")
+    page.locator("p.mine:nth-of-type(2) .answer:not(:empty)").wait_for()
+    page.keyboard.press("Escape")
+    page.get_by_text("stopped by you").wait_for()
+    wait_for(paced, requests_running=0, blocks_free=200)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert faults == []
+    page.close()
+
+
+@pytest.mark.browser
+def test_the_page_keeps_a_conversation(browser, server, tiny):
+    page = browser.new_page()
+    page.goto(f"{server.root}/")
+    page.locator("summary").click()
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Tokens at most").fill("8")
+    said = []
+    for text in ("What?", "<b>And</b> why?"):
+        said.append({"role": "user", "content": text})
+        page.get_by_label("Your text").fill(text)
+        page.get_by_label("Your text").press("Enter")
+        page.locator(f".answer:nth-of-type({len(said) + 1}):not(:empty)").wait_for()
+        page.locator("#send:enabled").wait_for()
+        said.append({"role": "assistant", "content": alone(tiny, rendered(said), 8)})
+    assert page.locator("#log p").all_text_contents() == [message["content"] for message in said]
+    page.get_by_text("Clear").click()
+    assert page.locator("#log p").count() == 0
+    page.close()
+
+
+def test_the_page_may_load_and_run_nothing_but_itself(server):
+    found = httpx.get(f"{server.root}/", timeout=LONG_S)
+    assert found.headers["content-security-policy"].startswith("default-src 'none';")
+    assert "://" not in found.text
