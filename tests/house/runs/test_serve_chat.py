@@ -292,7 +292,7 @@ def test_the_page_asks_streams_stops_and_goes_on(browser, paced, tiny):
     page.get_by_label("Tokens at most").fill("20")
     page.get_by_label("Your text").fill("The for")
     page.keyboard.press("Enter")
-    page.get_by_text("length; first token after").wait_for()
+    page.get_by_text("as many tokens as allowed; first token after").wait_for()
     assert page.locator("p.mine").inner_text() == "The for" + alone(tiny, "The for", 20)
     page.get_by_label("Tokens at most").fill("400")
     page.get_by_label("Your text").press("Enter")
