@@ -34,7 +34,7 @@ class ChatTemplate:
 
         sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         sandbox.filters["tojson"] = _as_json
-        sandbox.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+        sandbox.globals |= {"raise_exception": _refuse, "strftime_now": _now}
         try:
             self.template = sandbox.from_string(source)
         except TemplateError as error:
@@ -60,6 +60,10 @@ class ChatTemplate:
 
 def _refuse(message: object) -> NoReturn:
     raise TemplateRefuses(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
 
 
 def _as_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,

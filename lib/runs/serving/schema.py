@@ -152,10 +152,11 @@ class Message(BaseModel):
     @classmethod
     def _join(cls, content: Any) -> str:
         parts = [content] if isinstance(content, str) else content
-        texts = [_text_of(part) for part in parts] if isinstance(parts, list) else [None]
-        if None in texts or not texts:
+        texts = [_text_of(part) for part in parts] if isinstance(parts, list) else []
+        whole = [text for text in texts if text is not None]
+        if not texts or len(whole) < len(texts):
             raise ValueError('expected a string, or a list of parts {"type": "text", "text": ...}')
-        return "".join(texts)
+        return "".join(whole)
 
 
 def _text_of(part: Any) -> str | None:
