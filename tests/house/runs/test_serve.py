@@ -339,7 +339,7 @@ def test_what_is_not_there_is_404(server):
     with pytest.raises(openai.NotFoundError):
         client(server).models.retrieve("gpt-9")
     with pytest.raises(openai.NotFoundError):
-        client(server).chat.completions.create(model="tiny", messages=[])
+        client(server).embeddings.create(model="tiny", input="a")
     assert httpx.get(f"{server.root}/v1/completions").status_code == 405
     slash = httpx.post(f"{server.root}/v1/completions/", json={"model": "tiny", "prompt": "a"})
     assert (slash.status_code, slash.json()["error"]["type"]) == (404, "invalid_request_error")
