@@ -1,0 +1,993 @@
+"""From pages to tokens: which text is worth its FLOPs, and how does it reach the model?"""
+
+import functools
+import hashlib
+import json
+import os
+import re
+import unicodedata
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, Int64, UInt64
+from torch import Tensor, nn
+from torch.nn.functional import embedding_bag
+
+from lib.given.data.pages import BANNED, BLOCKS, LEFT_OUT, LINES, LISTS, PRIME, STOP_WORDS, PageParser, text_hash
+from solutions.training import AdamW, cross_entropy
+
+
+def extract_text(html: str | bytes, max_link_density: float = 0.5) -> str:
+    """The text of an HTML page, without its navigation and programs. (Exercise)
+
+    Size: 75 minutes, difficulty 4, core.
+
+    Args:
+        html: The page.
+            Bytes are UTF-8 or, if they are not, Windows-1252, with U+FFFD for bytes that it does not have.
+        max_link_density: Largest share of a line's characters, white space not counted, that may be inside ``a``.
+
+    Returns:
+        Lines, joined by a newline, or by an empty line if a block boundary lies anywhere between the two.
+        No newline stands at the ends.
+
+        - **Left out**, with all that is inside: ``LEFT_OUT``. An end tag ends the innermost open one of its name, and
+          what was opened in it. One without an end tag lasts to the end of the page, but ``<body>`` ends a ``head``.
+        - **Blocks**: ``BLOCKS``, and each of ``LISTS`` that is in no other list, begin and end with a block boundary.
+        - **Lines**: ``LINES``, and inner lists, begin and end a line.
+        - All other tags vanish without a space; ``td`` and ``th`` put one space between two cells.
+        - **Spaces**: a run of space, tab, newline, return, form feed and no-break space becomes one space, and the
+          line is stripped. In ``pre`` spaces stay, a newline ends the line, an empty line is a block boundary, and
+          only the end of a line is stripped.
+        - **Lists**: the first line of a ``li`` that has text begins with two spaces for each list that the ``li`` is
+          in (at least one), and "• ".
+        - **Links**: a line with a larger share of linked characters than ``max_link_density`` is dropped.
+          The "• " does not count.
+        - Lines without text vanish.
+
+    Source: the first step of CS336's assignment 4; ``PageParser`` is ``html.parser``.
+    Convention: Resiliparse and Trafilatura, which the field uses, guess the main content; these rules only read tags.
+    """
+    ### BEGIN SOLUTION
+    if isinstance(html, bytes):
+        try:
+            html = html.decode()
+        except UnicodeDecodeError:
+            html = html.decode("cp1252", errors="replace")
+    page = _Page(max_link_density)
+    page.feed(html)
+    page.close()
+    page.end_line()
+    return "".join(page.text)
+    ### END SOLUTION
+
+
+### BEGIN SOLUTION
+_SPACES = re.compile("[ \t\n\r\f\xa0]+")
+
+
+def _end(opened: list[str], tag: str) -> None:
+    """End the innermost open element of this name, and all that was opened in it."""
+    if tag in opened:
+        del opened[len(opened) - 1 - opened[::-1].index(tag) :]
+
+
+class _Page(PageParser):
+    """Collects lines; ``items`` says of each open ``li``, by the number of lists around it, if it waits for text."""
+
+    def __init__(self, max_link_density: float):
+        super().__init__()
+        self.max_link_density = max_link_density
+        self.text: list[str] = []
+        self.left_out: list[str] = []
+        self.lists: list[str] = []
+        self.items: dict[int, bool] = {}
+        self.n_pre, self.in_link, self.boundary = 0, False, False
+        self.pieces: list[str] = []
+        self.n_characters = self.n_linked = 0
+
+    def handle_starttag(self, tag: str, attrs) -> None:
+        if tag == "body":
+            _end(self.left_out, "head")
+        if tag in LEFT_OUT:
+            self.left_out.append(tag)
+        if self.left_out:
+            return
+        self.break_at(tag)
+        if tag in LISTS:
+            self.lists.append(tag)
+        elif tag == "li":
+            self.items[len(self.lists)] = True
+        elif tag in ("td", "th") and self.pieces:
+            self.pieces.append(" ")
+        self.n_pre += tag == "pre"
+        self.in_link |= tag == "a"
+
+    def handle_endtag(self, tag: str) -> None:
+        if self.left_out:
+            _end(self.left_out, tag)
+            return
+        if tag in LISTS:
+            self.end_line()
+            _end(self.lists, tag)
+            self.items = {depth: waits for depth, waits in self.items.items() if depth <= len(self.lists)}
+        self.break_at(tag)
+        if tag == "li":
+            self.items.pop(len(self.lists), None)
+        self.n_pre -= tag == "pre" and self.n_pre > 0
+        self.in_link &= tag != "a"
+
+    def handle_data(self, data: str) -> None:
+        if self.left_out:
+            return
+        first, *others = data.split("\n") if self.n_pre else [data]
+        self.add(first)
+        for line in others:
+            self.boundary |= not self.end_line()
+            self.add(line)
+
+    def add(self, piece: str) -> None:
+        self.pieces.append(piece)
+        n = sum(map(len, piece.split()))
+        self.n_characters += n
+        self.n_linked += n * self.in_link
+
+    def break_at(self, tag: str) -> None:
+        """A tag of a block or of a line ends the line before it."""
+        if tag in BLOCKS | LINES | LISTS:
+            self.end_line()
+            self.boundary |= tag in BLOCKS or (tag in LISTS and not self.lists)
+
+    def end_line(self) -> bool:
+        """Finish the line; whether it has text."""
+        line = "".join(self.pieces)
+        line = line.rstrip() if self.n_pre else _SPACES.sub(" ", line).strip()
+        keep = line and self.n_linked / self.n_characters <= self.max_link_density
+        self.pieces, self.n_characters, self.n_linked = [], 0, 0
+        if line and any(self.items.values()):
+            line = "  " * max([1, *self.items]) + "• " + line
+            self.items = dict.fromkeys(self.items, False)
+        if keep:
+            self.text += ["\n\n" if self.boundary else "\n"] * bool(self.text) + [line]
+            self.boundary = False
+        return bool(line)
+
+
+### END SOLUTION
+
+
+def gopher_quality(
+    text: str,
+    min_doc_words: int = 50,
+    max_doc_words: int = 100_000,
+    min_avg_word_length: float = 3,
+    max_avg_word_length: float = 10,
+    max_symbol_word_ratio: float = 0.1,
+    max_bullet_lines_ratio: float = 0.9,
+    max_ellipsis_lines_ratio: float = 0.3,
+    min_alpha_words_ratio: float = 0.8,
+    min_stop_words: int = 2,
+) -> str | None:
+    """The first of Gopher's quality rules that a text breaks, or None. (Exercise)
+
+    Size: 40 minutes, difficulty 2, core.
+
+    Args:
+        text: The document. Its tokens are ``text.split()``; its words are the tokens with a letter or digit.
+        min_doc_words: Fewest words.
+        max_doc_words: Most words.
+        min_avg_word_length: Least mean of the words' characters.
+        max_avg_word_length: Largest mean of the words' characters.
+        max_symbol_word_ratio: Most "#" a token and, separately, most ellipses ("..." and "…") a token.
+        max_bullet_lines_ratio: Largest share of lines that begin with "•", "-" or "*".
+        max_ellipsis_lines_ratio: Largest share of lines that end with "..." or "…".
+        min_alpha_words_ratio: Least share of tokens with a letter.
+        min_stop_words: Fewest different words of ``STOP_WORDS`` in ``normalize(text)``.
+
+    Returns:
+        None if the text passes, else the name of the first broken rule, in this order.
+        A value that equals its limit passes. Lines are stripped, and blank ones do not count.
+
+        1. "gopher_short_doc": too few words, or none; "gopher_long_doc": too many.
+        2. "gopher_below_avg_threshold", "gopher_above_avg_threshold": the mean length of words.
+        3. "gopher_too_many_hashes", "gopher_too_many_ellipsis": symbols a token.
+        4. "gopher_too_many_bullets", "gopher_too_many_end_ellipsis": shares of lines.
+        5. "gopher_below_alpha_threshold": too few tokens with a letter.
+        6. "gopher_enough_stop_words": too few stop words.
+
+    Source: Rae and others (arXiv:2112.11446), appendix A.1.1; the names are datatrove's.
+    """
+    ### BEGIN SOLUTION
+    tokens = text.split()
+    words = [token for token in tokens if any(map(str.isalnum, token))]
+    lines = [line for line in map(str.strip, text.splitlines()) if line]
+    if not words or len(words) < min_doc_words:
+        return "gopher_short_doc"
+    mean_length = sum(map(len, words)) / len(words)
+    ellipses = ("...", "…")
+    rules = {
+        "gopher_long_doc": len(words) > max_doc_words,
+        "gopher_below_avg_threshold": mean_length < min_avg_word_length,
+        "gopher_above_avg_threshold": mean_length > max_avg_word_length,
+        "gopher_too_many_hashes": text.count("#") / len(tokens) > max_symbol_word_ratio,
+        "gopher_too_many_ellipsis": sum(map(text.count, ellipses)) / len(tokens) > max_symbol_word_ratio,
+        "gopher_too_many_bullets": _share(line[0] in "•-*" for line in lines) > max_bullet_lines_ratio,
+        "gopher_too_many_end_ellipsis": _share(line.endswith(ellipses) for line in lines) > max_ellipsis_lines_ratio,
+        "gopher_below_alpha_threshold": _share(any(map(str.isalpha, t)) for t in tokens) < min_alpha_words_ratio,
+        "gopher_enough_stop_words": len(STOP_WORDS & set(normalize(text))) < min_stop_words,
+    }
+    return next((name for name, broken in rules.items() if broken), None)
+    ### END SOLUTION
+
+
+### BEGIN SOLUTION
+def _share(marks: Iterable[bool]) -> float:
+    marked = list(marks)
+    return sum(marked) / len(marked)
+
+
+### END SOLUTION
+
+
+def c4_clean(
+    text: str, min_num_sentences: int = 5, min_words_per_line: int = 3, max_word_length: int = 1000
+) -> tuple[str, str | None]:
+    """The lines of a page that C4 keeps, or why it drops the whole page. (Exercise)
+
+    Size: 30 minutes, difficulty 2, core.
+
+    Args:
+        text: The page.
+        min_num_sentences: Fewest sentences in all lines that are kept.
+        min_words_per_line: Fewest tokens (``split()``) of a line.
+        max_word_length: Most characters of a token; a line with a longer one is dropped.
+
+    Returns:
+        The text, and the reason why the page was dropped; one of the two is always empty or None.
+
+        1. "lorem ipsum" anywhere, in any case: ``("", "lorem_ipsum")``; "{" anywhere: ``("", "curly_bracket")``.
+        2. A stripped line is kept if no token is too long, it has enough tokens, it ends with one of ``. ? ! "`` and
+           not with "...", and it holds none of ``BANNED``, in any case.
+        3. Sentences of a line: runs of ``.?!``, then any number of ``"')]``, before white space or the end of the
+           line; at least 1. Too few in all: ``("", "too_few_sentences")``.
+        4. Else the lines, joined by newlines, and None.
+
+    Source: Raffel and others (arXiv:1910.10683), section 2.2.
+    """
+    ### BEGIN SOLUTION
+    if "lorem ipsum" in text.lower():
+        return "", "lorem_ipsum"
+    if "{" in text:
+        return "", "curly_bracket"
+    lines = [
+        line
+        for line in map(str.strip, text.splitlines())
+        if line.endswith((".", "?", "!", '"')) and not line.endswith("...")
+        if len(line.split()) >= min_words_per_line and max(map(len, line.split())) <= max_word_length
+        if not any(phrase in line.lower() for phrase in BANNED)
+    ]
+    if sum(max(1, len(_SENTENCE_END.findall(line))) for line in lines) < min_num_sentences:
+        return "", "too_few_sentences"
+    return "\n".join(lines), None
+    ### END SOLUTION
+
+
+### BEGIN SOLUTION
+_SENTENCE_END = re.compile(r"""[.?!]+["')\]]*(?=\s|$)""")
+### END SOLUTION
+
+
+def mask_pii(text: str) -> tuple[str, dict[str, int]]:
+    """A text with masks in place of e-mail addresses, IPv4 addresses and phone numbers. (Exercise)
+
+    Size: 45 minutes, difficulty 3, core.
+
+    Args:
+        text: The document. "Letter" and "digit" below are ASCII ones.
+
+    Returns:
+        The masked text, and how many of each were masked: "email", "ip", "phone". Masking twice changes nothing more.
+
+        1. ``|||EMAIL_ADDRESS|||``: a local part of letters, digits and ``_%+-`` in pieces joined by single dots, after
+           none of these characters and no dot; ``@``; two or more labels, joined by dots, of letters, digits and inner
+           hyphens, the last of two or more letters; not before a letter, a digit, a hyphen, or a dot and a letter or
+           digit.
+        2. ``|||IP_ADDRESS|||``: four numbers from 0 to 255 without leading zeros, joined by dots; no letter, digit or
+           dot before; no letter, no digit, and no dot with a digit after.
+        3. ``|||PHONE_NUMBER|||``: perhaps 1 or +1; 3 digits, perhaps in parentheses; 3 digits; 4 digits; between two
+           parts nothing or one space, dot or hyphen; no letter, digit, dot or hyphen before; no letter, no digit, and
+           no dot or hyphen with a digit after.
+
+    Convention: patterns find what looks like personal data; names need a model, and a version number may look like an
+    address.
+    """
+    ### BEGIN SOLUTION
+    counts = dict.fromkeys(_PERSONAL, 0)
+    before = None
+    while text != before:  # a mask may free its neighbour: "2125550101(212)555-0102"
+        before = text
+        for kind, (pattern, mask) in _PERSONAL.items():
+            text, n = pattern.subn(mask, text)
+            counts[kind] += n
+    return text, counts
+    ### END SOLUTION
+
+
+### BEGIN SOLUTION
+_LOCAL, _LABEL = "[A-Za-z0-9_%+-]+", "[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
+_BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_EMAIL = rf"(?<![A-Za-z0-9_%+.-]){_LOCAL}(?:\.{_LOCAL})*@(?:{_LABEL}\.)+[A-Za-z]{{2,}}(?![A-Za-z0-9-]|\.[A-Za-z0-9])"
+_IP = rf"(?<![A-Za-z0-9.]){_BYTE}(?:\.{_BYTE}){{3}}(?![A-Za-z0-9]|\.[0-9])"
+_DIGITS = r"(?:\([0-9]{3}\)|[0-9]{3})[ .-]?[0-9]{3}[ .-]?[0-9]{4}"
+_PERSONAL = {
+    "email": (re.compile(_EMAIL), "|||EMAIL_ADDRESS|||"),
+    "ip": (re.compile(_IP), "|||IP_ADDRESS|||"),
+    "phone": (
+        re.compile(rf"(?<![A-Za-z0-9.-])(?:\+?1[ .-]?)?{_DIGITS}(?![A-Za-z0-9]|[.-][0-9])"),
+        "|||PHONE_NUMBER|||",
+    ),
+}
+### END SOLUTION
+
+
+def normalize(text: str) -> list[str]:
+    """The words of a text, without what two copies of it often differ in: case, accents, punctuation. (Exercise)
+
+    Size: 15 minutes, difficulty 2, core.
+
+    Args:
+        text: Any text.
+
+    Returns:
+        In this order: lower case; Unicode's form NFKD, which takes accents off their letters; combining marks (general
+        categories Mn, Mc and Me) removed; every character that is not alphanumeric a space; split.
+    """
+    ### BEGIN SOLUTION
+    text = text.lower()
+    if not text.isascii():
+        decomposed = unicodedata.normalize("NFKD", text)
+        text = "".join(c for c in decomposed if not unicodedata.category(c).startswith("M"))
+    return re.findall(r"[^\W_]+", text)
+    ### END SOLUTION
+
+
+def deduplicate_lines(documents: Sequence[str], keep: str = "none") -> list[str]:
+    """The documents without lines that occur more than once. (Exercise)
+
+    Size: 25 minutes, difficulty 2, core.
+
+    Args:
+        documents: Texts. Two lines (``splitlines``) are the same if they are equal once both are stripped.
+        keep: "none" drops every occurrence of a line that occurs more than once in all documents together; "first"
+            keeps its first one.
+
+    Returns:
+        One text a document. Blank lines stay, and a line keeps its own end. A document may become empty.
+
+    Raises:
+        ValueError: another ``keep``; the message shows it.
+
+    Cost: a hash a line is kept, and no line.
+    """
+    ### BEGIN SOLUTION
+    if keep not in ("none", "first"):
+        raise ValueError(f"keep = {keep!r}: expected 'none' or 'first'")
+    counts = Counter(text_hash(line.strip()) for text in documents for line in text.splitlines())
+    seen: set[int] = set()
+
+    def stays(line: str) -> bool:
+        mark = text_hash(line.strip())
+        first = mark not in seen
+        seen.add(mark)
+        return not line.strip() or counts[mark] == 1 or (keep == "first" and first)
+
+    return ["".join(filter(stays, text.splitlines(keepends=True))) for text in documents]
+    ### END SOLUTION
+
+
+### BEGIN SOLUTION
+def _grams(words: Sequence[str], n: int) -> list[str]:
+    return [" ".join(words[i : i + n]) for i in range(len(words) - n + 1)]
+
+
+def _shingles(text: str, n: int) -> set[str]:
+    words = normalize(text)
+    return set(_grams(words, min(n, len(words)))) if words else set()
+
+
+@functools.lru_cache(8)
+def _permutations(n_hashes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    a = rng.integers(1, 2**32, n_hashes, dtype=np.uint64)
+    return a, rng.integers(0, 2**32, n_hashes, dtype=np.uint64)
+
+
+### END SOLUTION
+
+
+def minhash_signature(
+    text: str, n_hashes: int = 128, ngrams: int = 5, seed: int = 0
+) -> UInt64[np.ndarray, " n_hashes"]:
+    """A few numbers whose agreement estimates how many shingles two texts share. (Exercise)
+
+    Size: 30 minutes, difficulty 3, core.
+
+    Args:
+        text: The document.
+        n_hashes: Values in the signature.
+        ngrams: Neighbouring words of ``normalize(text)`` in a shingle, joined by a space.
+        seed: Seed of the random functions.
+
+    Returns:
+        Value i is the least ``(a_i h + b_i) mod PRIME`` over the set of shingles, where h is ``text_hash(shingle, 4)``.
+        With ``rng = numpy.random.default_rng(seed)``, ``a = rng.integers(1, 2**32, n_hashes, dtype=uint64)`` and then
+        ``b = rng.integers(0, 2**32, n_hashes, dtype=uint64)``; no product overflows.
+        A text of fewer words than ``ngrams`` has one shingle, all its words; one without words has PRIME everywhere.
+
+    Cost: memory for some thousand shingles times ``n_hashes``, however long the text.
+
+    Source: Broder (1997), "On the resemblance and containment of documents".
+    """
+    ### BEGIN SOLUTION
+    a, b = _permutations(n_hashes, seed)
+    shingles = [hashlib.blake2b(s.encode(), digest_size=4).digest() for s in _shingles(text, ngrams)]
+    h = np.frombuffer(b"".join(shingles), "<u4").astype(np.uint64)[:, None]
+    least = np.full(n_hashes, PRIME, np.uint64)
+    for start in range(0, len(h), 256):  # parts that stay in the cache
+        values = h[start : start + 256] * a + b
+        values -= values // np.uint64(PRIME) * np.uint64(PRIME)  # NumPy divides by a constant faster than it takes %
+        np.minimum(least, values.min(0), out=least)
+    return least
+    ### END SOLUTION
+
+
+def near_duplicates(
+    documents: Sequence[str],
+    threshold: float = 0.8,
+    n_hashes: int = 128,
+    n_bands: int = 16,
+    ngrams: int = 5,
+    seed: int = 0,
+) -> list[list[int]]:
+    """Clusters of documents that share most of their shingles, without comparing all pairs. (Exercise)
+
+    Size: 50 minutes, difficulty 4, core.
+
+    Args:
+        documents: Texts.
+        threshold: Least Jaccard similarity of two linked documents: shingles in both over shingles in either.
+        n_hashes: Values in a signature.
+        n_bands: Equal parts into which a signature is cut, each of ``n_hashes / n_bands`` consecutive values.
+        ngrams: Words in a shingle.
+        seed: Seed of the signatures.
+
+    Returns:
+        Clusters of two or more indices, ascending, sorted by their first.
+        Two documents whose signatures agree in a whole band are compared, and linked if the similarity of their sets
+        of shingles (not its estimate) is at least the threshold. A cluster is all that links connect.
+        A document without words is in none.
+
+    Raises:
+        ValueError: ``n_hashes`` is no multiple of ``n_bands``; the message names both.
+
+    Cost: documents that are in one cluster already are not compared, so 900 copies cost 899 comparisons; no pair is
+    compared twice.
+
+    Source: Indyk and Motwani (1998); Leskovec, Rajaraman and Ullman, "Mining of Massive Datasets", chapter 3.
+    """
+    ### BEGIN SOLUTION
+    if n_hashes % n_bands:
+        raise ValueError(f"n_hashes = {n_hashes} is no multiple of n_bands = {n_bands}")
+    shingles = functools.lru_cache(4096)(lambda i: _shingles(documents[i], ngrams))
+
+    @functools.cache
+    def similar(i: int, j: int) -> bool:
+        both = len(shingles(i) & shingles(j))
+        return both / (len(shingles(i)) + len(shingles(j)) - both) >= threshold
+
+    parent = list(range(len(documents)))
+    for bucket in _buckets(documents, n_hashes, n_bands, ngrams, seed):
+        _link(bucket, parent, similar)
+    clusters = defaultdict(list)
+    for i in range(len(documents)):
+        clusters[_find(parent, i)].append(i)
+    return [cluster for cluster in clusters.values() if len(cluster) > 1]
+    ### END SOLUTION
+
+
+### BEGIN SOLUTION
+def _buckets(documents: Sequence[str], n_hashes: int, n_bands: int, ngrams: int, seed: int) -> Iterator[list[int]]:
+    """Documents whose signatures agree in a whole band."""
+    buckets = defaultdict(list)
+    for i, text in enumerate(documents):
+        signature = minhash_signature(text, n_hashes, ngrams, seed)
+        if signature[0] < PRIME:
+            for band, values in enumerate(signature.reshape(n_bands, -1)):
+                buckets[band, values.tobytes()].append(i)
+    return (bucket for bucket in buckets.values() if len(bucket) > 1)
+
+
+def _find(parent: list[int], i: int) -> int:
+    """The first document of i's cluster."""
+    while parent[i] != i:
+        parent[i] = i = parent[parent[i]]
+    return i
+
+
+def _link(bucket: list[int], parent: list[int], similar: Callable[[int, int], bool]) -> None:
+    """Link each document with every other cluster of the bucket in which it has a similar one."""
+    groups: list[list[int]] = []  # members of one cluster; two groups may have been linked later
+    for i in bucket:
+        for group in groups:
+            roots = sorted((_find(parent, i), _find(parent, group[0])))
+            if roots[0] != roots[1] and any(similar(j, i) for j in group):
+                parent[roots[1]] = roots[0]
+        home = next((group for group in groups if _find(parent, group[0]) == _find(parent, i)), None)
+        if home is None:
+            groups.append([i])
+        else:
+            home.append(i)
+
+
+### END SOLUTION
+
+
+def contaminated_spans(documents: Iterable[str], evaluation: Iterable[str], n: int = 13) -> list[list[tuple[int, int]]]:
+    """The parts of each document that an evaluation text holds, too. (Exercise)
+
+    Size: 25 minutes, difficulty 2, core.
+
+    Args:
+        documents: Texts to train on.
+        evaluation: Texts of an evaluation, read once. A text of fewer than n words has no n-gram, and none runs across
+            two texts.
+        n: Words in an n-gram.
+
+    Returns:
+        For each document the spans ``(start, end)``, end excluded, in words of ``normalize``, that are covered by
+        n-grams of an evaluation text; overlapping and touching ones are merged.
+
+    Cost: a hash for each n-gram of the evaluation is kept, and no text.
+
+    Source: Brown and others (arXiv:2005.14165), appendix C, with n from 8 to 13.
+    """
+    ### BEGIN SOLUTION
+    known = {text_hash(gram) for text in evaluation for gram in _grams(normalize(text), n)}
+    return [
+        _merged((i, i + n) for i, gram in enumerate(_grams(normalize(text), n)) if text_hash(gram) in known)
+        for text in documents
+    ]
+    ### END SOLUTION
+
+
+### BEGIN SOLUTION
+def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, end in spans:
+        if merged and start <= merged[-1][1]:
+            start, _ = merged.pop()
+        merged.append((start, end))
+    return merged
+
+
+### END SOLUTION
+
+
+class QualityClassifier(nn.Module):
+    """fastText's idea: the mean of the rows that a text's words and pairs of words choose from a table. (Exercise)
+
+    Size: 45 minutes, difficulty 3, core.
+
+    Args:
+        labels: Names of the classes.
+        n_features: Rows of the table; several n-grams may share one.
+        ngrams: Most words in a feature.
+
+    Attributes:
+        weight: Parameter ``[n_features, len(labels)]``, zeros at first.
+        bias: Parameter ``[len(labels)]``, zeros at first.
+
+    Source: Joulin and others (arXiv:1607.01759), without the hidden layer, and with a hash of this chapter.
+    """
+
+    def __init__(self, labels: Sequence[str], n_features: int = 2**16, ngrams: int = 2):
+        super().__init__()
+        self.labels, self.n_features, self.ngrams = list(labels), n_features, ngrams
+        self.weight = nn.Parameter(torch.zeros(n_features, len(self.labels)))
+        self.bias = nn.Parameter(torch.zeros(len(self.labels)))
+
+    def features(self, text: str) -> Int64[Tensor, " n"]:
+        """The row of each feature: all words of ``normalize(text)``, then all pairs of neighbours, up to ``ngrams``.
+
+        In order, with repetitions; ``text_hash`` of the words joined by a space, modulo ``n_features``.
+        """
+        ### BEGIN SOLUTION
+        words = normalize(text)
+        grams = [gram for n in range(1, self.ngrams + 1) for gram in _grams(words, n)]
+        return torch.tensor([text_hash(gram) % self.n_features for gram in grams], dtype=torch.int64)
+        ### END SOLUTION
+
+    def forward(self, texts: Sequence[str]) -> Float[Tensor, "n labels"]:
+        """The logits: the mean of the features' rows, or 0 without features, plus the bias."""
+        ### BEGIN SOLUTION
+        return self._logits([self.features(text) for text in texts])
+
+    def _logits(self, features: list[Tensor]) -> Tensor:
+        starts = torch.tensor([0, *accumulate(map(len, features))][:-1], dtype=torch.int64)
+        rows = torch.cat([torch.zeros(0, dtype=torch.int64), *features])
+        device = self.weight.device
+        return embedding_bag(rows.to(device), self.weight, starts.to(device), mode="mean") + self.bias
+        ### END SOLUTION
+
+    def fit(self, texts: Sequence[str], labels: Sequence[str], steps: int = 100, lr: float = 0.1) -> float:
+        """Train on all texts in every step, with chapter 7's ``cross_entropy`` and ``AdamW`` without decay.
+
+        Returns:
+            The loss of the last step, computed before its update.
+
+        Raises:
+            ValueError: a label that is not one of ``self.labels``; the message shows it.
+        """
+        ### BEGIN SOLUTION
+        for label in labels:
+            if label not in self.labels:
+                raise ValueError(f"label {label!r}: expected one of {self.labels}")
+        targets = torch.tensor([self.labels.index(label) for label in labels], device=self.weight.device)
+        features = [self.features(text) for text in texts]
+        optimizer = AdamW(self.parameters(), lr=lr, weight_decay=0.0)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = cross_entropy(self._logits(features), targets)
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+        ### END SOLUTION
+
+    def predict(self, text: str) -> tuple[str, float]:
+        """The most probable label and its probability."""
+        ### BEGIN SOLUTION
+        with torch.no_grad():
+            probability, index = self([text])[0].softmax(-1).max(-1)
+        return self.labels[index], probability.item()
+        ### END SOLUTION
+
+
+def plan_mixture(
+    sizes: Mapping[str, float],
+    budget: float,
+    weights: Mapping[str, float] | None = None,
+    temperature: float = 1.0,
+    max_epochs: float = 4.0,
+) -> dict[str, float]:
+    """How many tokens to take from each source, none of them too often. (Exercise)
+
+    Size: 35 minutes, difficulty 3, core.
+
+    Args:
+        sizes: Tokens of each source.
+        budget: Tokens to train on.
+        weights: Weight of each source; None takes the sizes.
+        temperature: 1 is in proportion to the weights, infinity uniform.
+        max_epochs: Most times that a source is read.
+
+    Returns:
+        Tokens from each source, in the order of ``sizes``; floats that sum to the budget.
+        They are in proportion to ``weights ** (1 / temperature)``, but none is above ``max_epochs`` times its size.
+        What a cap cuts off goes to the sources below theirs, in the same proportions, again until none is above.
+        A source of weight 0 gets nothing, at any temperature.
+
+    Raises:
+        ValueError: a budget above ``max_epochs`` times the sizes of all sources with weight; the message names it.
+        ValueError: the names in ``weights`` are not those in ``sizes``; the message shows the ones that differ.
+        ValueError: a negative weight, which the message shows, or a ``temperature`` that is not above 0.
+
+    Source: Muennighoff and others (arXiv:2305.16264), four epochs; Chung and others (arXiv:2304.09151), the caps.
+    """
+    ### BEGIN SOLUTION
+    weights = sizes if weights is None else weights
+    _check_mixture(sizes, budget, weights, temperature, max_epochs)
+    taken = dict.fromkeys(sizes, 0.0)
+    open_, left = [name for name in sizes if weights[name] > 0], float(budget)
+    while open_:
+        largest = max(weights[name] for name in open_)
+        parts = {name: (weights[name] / largest) ** (1 / temperature) for name in open_}
+        shares = {name: left * part / sum(parts.values()) for name, part in parts.items()}
+        capped = {name for name in open_ if shares[name] > max_epochs * sizes[name]}
+        if not capped:
+            return taken | shares
+        taken |= {name: float(max_epochs * sizes[name]) for name in capped}
+        left -= sum(taken[name] for name in capped)
+        open_ = [name for name in open_ if name not in capped]
+    return taken
+    ### END SOLUTION
+
+
+### BEGIN SOLUTION
+def _check_mixture(sizes, budget: float, weights, temperature: float, max_epochs: float) -> None:
+    if different := sorted(set(weights) ^ set(sizes)):
+        raise ValueError(f"weights and sizes must name the same sources; only one of them has {', '.join(different)}")
+    for name, weight in weights.items():
+        if weight < 0:
+            raise ValueError(f"the weight of {name}, {weight}, is negative")
+    if not temperature > 0:
+        raise ValueError(f"temperature = {temperature} is not above 0")
+    most = max_epochs * sum(size for name, size in sizes.items() if weights[name] > 0)
+    if budget > most:
+        raise ValueError(f"budget = {budget}: {max_epochs} epochs of all sources with weight are {most} tokens")
+
+
+### END SOLUTION
+
+
+def pack_documents(lengths: Sequence[int], row_length: int) -> list[list[tuple[int, int, int]]]:
+    """Rows filled by best-fit decreasing: no document is cut without need, and little room is left. (Exercise)
+
+    Size: 35 minutes, difficulty 3, core.
+
+    Args:
+        lengths: Tokens of each document.
+        row_length: Tokens in a row.
+
+    Returns:
+        The pieces ``(document, start, end)`` of each row, in the order in which they were placed.
+        Each document is cut into pieces of ``row_length``, the last one shorter; an empty one has none.
+        From the longest piece to the shortest (of equals the earlier document, then the earlier start), each goes to
+        the row with the least room that is enough (of equals the lowest), else to a new row.
+
+    Cost: 60,000 documents within 8 s, so no search through all rows.
+
+    Source: Ding and others (arXiv:2404.10830), algorithm 1.
+    """
+    ### BEGIN SOLUTION
+    pieces = [
+        (document, start, min(start + row_length, length))
+        for document, length in enumerate(lengths)
+        for start in range(0, length, row_length)
+    ]
+    rows: list[list[tuple[int, int, int]]] = []
+    rooms: list[tuple[int, int]] = []  # (room, row) of all rows that are not full, ascending
+    for piece in sorted(pieces, key=lambda piece: piece[1] - piece[2]):
+        length = piece[2] - piece[1]
+        place = bisect_left(rooms, (length, -1))
+        room, row = rooms.pop(place) if place < len(rooms) else (row_length, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(piece)
+        if room > length:
+            insort(rooms, (room - length, row))
+    return rows
+    ### END SOLUTION
+
+
+def write_shards(
+    folder: str | os.PathLike, documents: Iterable[Sequence[int]], shard_tokens: int, vocab_size: int, end_id: int
+) -> dict[str, Any]:
+    """Write documents as one row of tokens that is cut into files, and a manifest that describes them. (Exercise)
+
+    Size: 40 minutes, difficulty 3, core.
+
+    Args:
+        folder: Where to write; created if it is missing.
+        documents: Ids of each document, in any iterable; read once.
+        shard_tokens: Tokens in a file; the last one may have fewer.
+        vocab_size: Number of ids.
+        end_id: Id that is written after each document.
+
+    Returns:
+        The manifest, which is also in ``manifest.json``: "dtype", "vocab_size", "end_id", "documents", "tokens", and
+        "shards", a list of "name", "tokens" and "sha256" (of the file, in hexadecimal digits).
+        The files are ``shard_00000.bin`` and so on: little-endian, of dtype "uint16" up to a vocabulary of 65,536, else
+        "uint32". The row does not end where a file ends.
+        An old manifest is removed first; the new one is written last, and atomically: whoever sees it sees all shards.
+
+    Raises:
+        ValueError: an id that is not from 0 to ``vocab_size - 1``; the message shows it.
+
+    Cost: one shard in memory, however long the row or a document.
+    """
+    ### BEGIN SOLUTION
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "manifest.json").unlink(missing_ok=True)
+    dtype = "uint16" if vocab_size <= 2**16 else "uint32"
+    manifest: dict[str, Any] = {"dtype": dtype, "vocab_size": vocab_size, "end_id": end_id, "documents": 0, "tokens": 0}
+    manifest["shards"] = []
+    buffer, width = bytearray(), np.dtype(dtype).itemsize
+    for ids in _pieces(documents, shard_tokens, vocab_size, end_id, manifest):
+        while len(ids):
+            room = shard_tokens - len(buffer) // width
+            buffer += ids[:room].astype(f"<u{width}").tobytes()
+            ids = ids[room:]
+            if len(buffer) == shard_tokens * width:
+                _write_shard(folder, buffer, width, manifest)
+    if buffer:
+        _write_shard(folder, buffer, width, manifest)
+    unfinished = folder / "manifest.json.part"
+    unfinished.write_text(json.dumps(manifest, indent=1))
+    unfinished.replace(folder / "manifest.json")
+    return manifest
+    ### END SOLUTION
+
+
+### BEGIN SOLUTION
+def _pieces(documents, longest: int, vocab_size: int, end_id: int, manifest: dict[str, Any]) -> Iterator[np.ndarray]:
+    """Documents in pieces of at most ``longest`` ids, each document followed by its end."""
+    for document in documents:
+        manifest["documents"] += 1
+        for piece in (*(slice(i, i + longest) for i in range(0, len(document), longest)), None):
+            ids = np.asarray([end_id] if piece is None else document[piece], dtype=np.int64)
+            wrong = ids[(ids < 0) | (ids >= vocab_size)]
+            if len(wrong):
+                raise ValueError(f"id {wrong[0]} is not from 0 to vocab_size - 1 = {vocab_size - 1}")
+            yield ids
+
+
+def _write_shard(folder: Path, buffer: bytearray, width: int, manifest: dict[str, Any]) -> None:
+    """Write the next file, describe it, and empty the buffer."""
+    name, n = f"shard_{len(manifest['shards']):05d}.bin", len(buffer) // width
+    (folder / name).write_bytes(buffer)
+    manifest["shards"].append({"name": name, "tokens": n, "sha256": hashlib.sha256(buffer).hexdigest()})
+    manifest["tokens"] += n
+    buffer.clear()
+
+
+### END SOLUTION
+
+
+def shuffled_index(i: int, n: int, seed: int, epoch: int = 0) -> int:
+    """Place i of a shuffled order of n things, without a table of the order. (Exercise)
+
+    Size: 25 minutes, difficulty 3, core.
+
+    Args:
+        i: Place, from 0 to n - 1.
+        n: Number of things.
+        seed: Seed of the order.
+        epoch: Each epoch has an order of its own.
+
+    Returns:
+        A number from 0 to n - 1, a different one for each i.
+        k is the least whole number, at least 1, with ``4**k >= n``. A number of 2k bits is ``left * 2**k + right``.
+        Four rounds r = 0, 1, 2, 3 replace ``left, right`` by ``right, left ^ f``, where f is
+        ``text_hash(f"{seed},{epoch},{r},{right}") % 2**k``.
+        While the result is not below n, the rounds run on it again.
+
+    Raises:
+        ValueError: ``i`` is not from 0 to n - 1.
+
+    Source: Luby and Rackoff (1988): four rounds of Feistel's network; Black and Rogaway (2002): walking the cycle.
+    """
+    ### BEGIN SOLUTION
+    if not 0 <= i < n:
+        raise ValueError(f"i = {i} is not from 0 to n - 1 = {n - 1}")
+    k = max(1, ((n - 1).bit_length() + 1) // 2)
+    while True:
+        left, right = i >> k, i & (2**k - 1)
+        for r in range(4):
+            left, right = right, left ^ text_hash(f"{seed},{epoch},{r},{right}") % 2**k
+        i = left << k | right
+        if i < n:
+            return i
+    ### END SOLUTION
+
+
+class ShardReader:
+    """An endless iterator of inputs and targets over the row of tokens in a folder of shards. (Exercise)
+
+    Size: 50 minutes, difficulty 4, core.
+
+    It is chapter 7's ``TokenBatches`` for a row that is in files: the same windows, shift, ranks and epochs.
+    With a seed, place p of epoch e is window ``shuffled_index(p, n_windows, seed, e)``.
+
+    Args:
+        folder: What ``write_shards`` wrote.
+        batch: Windows B in a batch of one rank.
+        length: Tokens T in a window. Window i has the inputs ``row[i * length : (i + 1) * length]`` of the whole row.
+        rank: Index of this rank.
+        world_size: Number of ranks that share the row.
+        seed: Seed of the shuffles, the same on all ranks; None keeps the order.
+
+    Attributes:
+        n_windows: Windows in an epoch, ``(tokens - 1) // length``.
+        epoch: Epochs finished by all ranks together: 0 until ``n_windows`` windows have been returned.
+
+    Raises:
+        FileNotFoundError: there is no ``manifest.json``.
+        ValueError: a shard is missing or has another size than the manifest says; the message names it.
+        ValueError: there are fewer than ``world_size * batch * length + 1`` tokens; the message has their number.
+        ValueError: ``rank`` is not from 0 to ``world_size - 1``.
+
+    Cost: files are mapped into memory, and only the tokens of a batch are read.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        batch: int,
+        length: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int | None = None,
+    ):
+        ### BEGIN SOLUTION
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank = {rank} is not from 0 to world_size - 1 = {world_size - 1}")
+        self.batch, self.length, self.rank, self.world_size, self.seed = batch, length, rank, world_size, seed
+        text = (Path(folder) / "manifest.json").read_bytes()
+        self.manifest, self.digest, self.position = json.loads(text), hashlib.sha256(text).hexdigest(), 0
+        self.shards = [_open_shard(Path(folder), shard, self.manifest["dtype"]) for shard in self.manifest["shards"]]
+        self.ends = list(accumulate(map(len, self.shards)))
+        self.n_windows = (self.manifest["tokens"] - 1) // length
+        needed = world_size * batch * length + 1
+        if self.manifest["tokens"] < needed:
+            parts = f"{world_size} ranks x {batch} windows x {length} tokens + 1"
+            raise ValueError(f"{self.manifest['tokens']} tokens are too few: one step takes {parts} = {needed}")
+        ### END SOLUTION
+
+    @property
+    def epoch(self) -> int:
+        ### BEGIN SOLUTION
+        return self.position // self.n_windows
+        ### END SOLUTION
+
+    def __iter__(self) -> "ShardReader":
+        return self
+
+    def __next__(self) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
+        """This rank's next inputs and targets: int64 ``[B, T]`` each, contiguous."""
+        ### BEGIN SOLUTION
+        first = self.position + self.rank * self.batch
+        rows = torch.from_numpy(np.stack([self._window(first + i) for i in range(self.batch)]))
+        self.position += self.world_size * self.batch
+        return rows[:, :-1].clone(), rows[:, 1:].clone()
+
+    def _window(self, position: int) -> np.ndarray:
+        epoch, i = divmod(position, self.n_windows)
+        start = self.length * (i if self.seed is None else shuffled_index(i, self.n_windows, self.seed, epoch))
+        stop, parts = start + self.length + 1, []
+        while start < stop:
+            shard = bisect_right(self.ends, start)
+            offset = start - (self.ends[shard] - len(self.shards[shard]))
+            parts.append(self.shards[shard][offset : offset + stop - start])
+            start += len(parts[-1])
+        return np.concatenate(parts).astype(np.int64)
+        ### END SOLUTION
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch starts: what JSON can write, the same on every rank and for every ``batch``."""
+        ### BEGIN SOLUTION
+        return {"position": self.position, "length": self.length, "seed": self.seed, "manifest": self.digest}
+        ### END SOLUTION
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state; ``batch`` and the number of ranks may have changed.
+
+        Raises:
+            ValueError: another ``length``, ``seed`` or manifest; the message names which, and both values.
+        """
+        ### BEGIN SOLUTION
+        for name, ours in self.state_dict().items():
+            if name != "position" and state[name] != ours:
+                raise ValueError(f"{name} was {state[name]} when the state was saved and is {ours} now")
+        self.position = int(state["position"])
+        ### END SOLUTION
+
+
+### BEGIN SOLUTION
+def _open_shard(folder: Path, shard: dict[str, Any], dtype: str) -> np.ndarray:
+    """A file's tokens, mapped into memory."""
+    path, expected = folder / shard["name"], shard["tokens"] * np.dtype(dtype).itemsize
+    found = path.stat().st_size if path.exists() else None
+    if found != expected:
+        state = "is missing" if found is None else f"has {found:,} bytes"
+        raise ValueError(f"{path} {state}; the manifest says {expected:,} bytes")
+    return np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r")
+
+
+### END SOLUTION
