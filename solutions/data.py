@@ -1,25 +1,24 @@
 """From pages to tokens: which text is worth its FLOPs, and how does it reach the model?"""
 
 import functools
-import hashlib
-import json
-import os
 import re
 import unicodedata
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int, Int64, UInt64
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from lib.given.data.pages import BANNED, BLOCKS, LEFT_OUT, LINES, LISTS, PRIME, STOP_WORDS, PageParser, text_hash
+from lib.given.data import pages, parts, shards
+from lib.given.data.pages import PRIME, share, text_hash, word_grams
+from lib.given.data.parts import Sizes, Texts
+from lib.given.data.shards import Folder
 from solutions.training import AdamW, cross_entropy
 
 
@@ -55,108 +54,55 @@ def extract_text(html: str | bytes, max_link_density: float = 0.5) -> str:
     Convention: Resiliparse and Trafilatura, which the field uses, guess the main content; these rules only read tags.
     """
     ### BEGIN SOLUTION
-    if isinstance(html, bytes):
-        try:
-            html = html.decode()
-        except UnicodeDecodeError:
-            html = html.decode("cp1252", errors="replace")
     page = _Page(max_link_density)
-    page.feed(html)
+    page.feed(pages.decode(html))
     page.close()
-    page.end_line()
-    return "".join(page.text)
+    page.lines.end_line()
+    return str(page.lines)
     ### END SOLUTION
 
 
 ### BEGIN SOLUTION
-_SPACES = re.compile("[ \t\n\r\f\xa0]+")
-
-
-def _end(opened: list[str], tag: str) -> None:
-    """End the innermost open element of this name, and all that was opened in it."""
-    if tag in opened:
-        del opened[len(opened) - 1 - opened[::-1].index(tag) :]
-
-
-class _Page(PageParser):
-    """Collects lines; ``items`` says of each open ``li``, by the number of lists around it, if it waits for text."""
-
+class _Page(pages.PageParser):
     def __init__(self, max_link_density: float):
         super().__init__()
-        self.max_link_density = max_link_density
-        self.text: list[str] = []
+        self.lines = pages.Lines(max_link_density)
         self.left_out: list[str] = []
         self.lists: list[str] = []
-        self.items: dict[int, bool] = {}
-        self.n_pre, self.in_link, self.boundary = 0, False, False
-        self.pieces: list[str] = []
-        self.n_characters = self.n_linked = 0
 
     def handle_starttag(self, tag: str, attrs) -> None:
         if tag == "body":
-            _end(self.left_out, "head")
-        if tag in LEFT_OUT:
-            self.left_out.append(tag)
-        if self.left_out:
+            pages.end_element(self.left_out, "head")
+        if tag in pages.LEFT_OUT or self.left_out:
+            self.left_out += [tag] * (tag in pages.LEFT_OUT)
             return
-        self.break_at(tag)
-        if tag in LISTS:
+        self.lines.break_at(tag, bool(self.lists))
+        if tag in pages.LISTS:
             self.lists.append(tag)
         elif tag == "li":
-            self.items[len(self.lists)] = True
-        elif tag in ("td", "th") and self.pieces:
-            self.pieces.append(" ")
-        self.n_pre += tag == "pre"
-        self.in_link |= tag == "a"
+            self.lines.items[len(self.lists)] = True
+        elif tag in ("td", "th") and self.lines.begun:
+            self.lines.add(" ")
+        self.lines.n_pre += tag == "pre"
+        self.lines.in_link |= tag == "a"
 
     def handle_endtag(self, tag: str) -> None:
         if self.left_out:
-            _end(self.left_out, tag)
+            pages.end_element(self.left_out, tag)
             return
-        if tag in LISTS:
-            self.end_line()
-            _end(self.lists, tag)
-            self.items = {depth: waits for depth, waits in self.items.items() if depth <= len(self.lists)}
-        self.break_at(tag)
+        if tag in pages.LISTS:
+            self.lines.end_line()
+            pages.end_element(self.lists, tag)
+            self.lines.items = {n: waits for n, waits in self.lines.items.items() if n <= len(self.lists)}
+        self.lines.break_at(tag, bool(self.lists))
         if tag == "li":
-            self.items.pop(len(self.lists), None)
-        self.n_pre -= tag == "pre" and self.n_pre > 0
-        self.in_link &= tag != "a"
+            self.lines.items.pop(len(self.lists), None)
+        self.lines.n_pre -= tag == "pre" and self.lines.n_pre > 0
+        self.lines.in_link &= tag != "a"
 
     def handle_data(self, data: str) -> None:
-        if self.left_out:
-            return
-        first, *others = data.split("\n") if self.n_pre else [data]
-        self.add(first)
-        for line in others:
-            self.boundary |= not self.end_line()
-            self.add(line)
-
-    def add(self, piece: str) -> None:
-        self.pieces.append(piece)
-        n = sum(map(len, piece.split()))
-        self.n_characters += n
-        self.n_linked += n * self.in_link
-
-    def break_at(self, tag: str) -> None:
-        """A tag of a block or of a line ends the line before it."""
-        if tag in BLOCKS | LINES | LISTS:
-            self.end_line()
-            self.boundary |= tag in BLOCKS or (tag in LISTS and not self.lists)
-
-    def end_line(self) -> bool:
-        """Finish the line; whether it has text."""
-        line = "".join(self.pieces)
-        line = line.rstrip() if self.n_pre else _SPACES.sub(" ", line).strip()
-        keep = line and self.n_linked / self.n_characters <= self.max_link_density
-        self.pieces, self.n_characters, self.n_linked = [], 0, 0
-        if line and any(self.items.values()):
-            line = "  " * max([1, *self.items]) + "• " + line
-            self.items = dict.fromkeys(self.items, False)
-        if keep:
-            self.text += ["\n\n" if self.boundary else "\n"] * bool(self.text) + [line]
-            self.boundary = False
-        return bool(line)
+        if not self.left_out:
+            self.lines.add(data)
 
 
 ### END SOLUTION
@@ -217,22 +163,13 @@ def gopher_quality(
         "gopher_above_avg_threshold": mean_length > max_avg_word_length,
         "gopher_too_many_hashes": text.count("#") / len(tokens) > max_symbol_word_ratio,
         "gopher_too_many_ellipsis": sum(map(text.count, ellipses)) / len(tokens) > max_symbol_word_ratio,
-        "gopher_too_many_bullets": _share(line[0] in "•-*" for line in lines) > max_bullet_lines_ratio,
-        "gopher_too_many_end_ellipsis": _share(line.endswith(ellipses) for line in lines) > max_ellipsis_lines_ratio,
-        "gopher_below_alpha_threshold": _share(any(map(str.isalpha, t)) for t in tokens) < min_alpha_words_ratio,
-        "gopher_enough_stop_words": len(STOP_WORDS & set(normalize(text))) < min_stop_words,
+        "gopher_too_many_bullets": share(line[0] in "•-*" for line in lines) > max_bullet_lines_ratio,
+        "gopher_too_many_end_ellipsis": share(line.endswith(ellipses) for line in lines) > max_ellipsis_lines_ratio,
+        "gopher_below_alpha_threshold": share(any(map(str.isalpha, t)) for t in tokens) < min_alpha_words_ratio,
+        "gopher_enough_stop_words": len(pages.STOP_WORDS & set(normalize(text))) < min_stop_words,
     }
     return next((name for name, broken in rules.items() if broken), None)
     ### END SOLUTION
-
-
-### BEGIN SOLUTION
-def _share(marks: Iterable[bool]) -> float:
-    marked = list(marks)
-    return sum(marked) / len(marked)
-
-
-### END SOLUTION
 
 
 def c4_clean(
@@ -270,7 +207,7 @@ def c4_clean(
         for line in map(str.strip, text.splitlines())
         if line.endswith((".", "?", "!", '"')) and not line.endswith("...")
         if len(line.split()) >= min_words_per_line and max(map(len, line.split())) <= max_word_length
-        if not any(phrase in line.lower() for phrase in BANNED)
+        if not any(phrase in line.lower() for phrase in pages.BANNED)
     ]
     if sum(max(1, len(_SENTENCE_END.findall(line))) for line in lines) < min_num_sentences:
         return "", "too_few_sentences"
@@ -308,12 +245,11 @@ def mask_pii(text: str) -> tuple[str, dict[str, int]]:
     address.
     """
     ### BEGIN SOLUTION
-    counts = dict.fromkeys(_PERSONAL, 0)
-    before = None
+    counts, before = dict.fromkeys(pages.MASKS, 0), None
     while text != before:  # a mask may free its neighbour: "2125550101(212)555-0102"
         before = text
-        for kind, (pattern, mask) in _PERSONAL.items():
-            text, n = pattern.subn(mask, text)
+        for kind, mask in pages.MASKS.items():
+            text, n = re.subn(_PERSONAL[kind], mask, text)
             counts[kind] += n
     return text, counts
     ### END SOLUTION
@@ -325,14 +261,8 @@ _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _EMAIL = rf"(?<![A-Za-z0-9_%+.-]){_LOCAL}(?:\.{_LOCAL})*@(?:{_LABEL}\.)+[A-Za-z]{{2,}}(?![A-Za-z0-9-]|\.[A-Za-z0-9])"
 _IP = rf"(?<![A-Za-z0-9.]){_BYTE}(?:\.{_BYTE}){{3}}(?![A-Za-z0-9]|\.[0-9])"
 _DIGITS = r"(?:\([0-9]{3}\)|[0-9]{3})[ .-]?[0-9]{3}[ .-]?[0-9]{4}"
-_PERSONAL = {
-    "email": (re.compile(_EMAIL), "|||EMAIL_ADDRESS|||"),
-    "ip": (re.compile(_IP), "|||IP_ADDRESS|||"),
-    "phone": (
-        re.compile(rf"(?<![A-Za-z0-9.-])(?:\+?1[ .-]?)?{_DIGITS}(?![A-Za-z0-9]|[.-][0-9])"),
-        "|||PHONE_NUMBER|||",
-    ),
-}
+_PHONE = rf"(?<![A-Za-z0-9.-])(?:\+?1[ .-]?)?{_DIGITS}(?![A-Za-z0-9]|[.-][0-9])"
+_PERSONAL = {"email": _EMAIL, "ip": _IP, "phone": _PHONE}
 ### END SOLUTION
 
 
@@ -357,7 +287,7 @@ def normalize(text: str) -> list[str]:
     ### END SOLUTION
 
 
-def deduplicate_lines(documents: Sequence[str], keep: str = "none") -> list[str]:
+def deduplicate_lines(documents: Texts, keep: str = "none") -> list[str]:
     """The documents without lines that occur more than once. (Exercise)
 
     Size: 25 minutes, difficulty 2, core.
@@ -392,20 +322,9 @@ def deduplicate_lines(documents: Sequence[str], keep: str = "none") -> list[str]
 
 
 ### BEGIN SOLUTION
-def _grams(words: Sequence[str], n: int) -> list[str]:
-    return [" ".join(words[i : i + n]) for i in range(len(words) - n + 1)]
-
-
 def _shingles(text: str, n: int) -> set[str]:
     words = normalize(text)
-    return set(_grams(words, min(n, len(words)))) if words else set()
-
-
-@functools.lru_cache(8)
-def _permutations(n_hashes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    a = rng.integers(1, 2**32, n_hashes, dtype=np.uint64)
-    return a, rng.integers(0, 2**32, n_hashes, dtype=np.uint64)
+    return set(word_grams(words, min(n, len(words)))) if words else set()
 
 
 ### END SOLUTION
@@ -435,25 +354,21 @@ def minhash_signature(
     Source: Broder (1997), "On the resemblance and containment of documents".
     """
     ### BEGIN SOLUTION
-    a, b = _permutations(n_hashes, seed)
-    shingles = [hashlib.blake2b(s.encode(), digest_size=4).digest() for s in _shingles(text, ngrams)]
-    h = np.frombuffer(b"".join(shingles), "<u4").astype(np.uint64)[:, None]
-    least = np.full(n_hashes, PRIME, np.uint64)
+    rng = np.random.default_rng(seed)
+    a = rng.integers(1, 2**32, n_hashes, dtype=np.uint64)
+    b = rng.integers(0, 2**32, n_hashes, dtype=np.uint64)
+    h = np.array([text_hash(shingle, 4) for shingle in _shingles(text, ngrams)], np.uint64)[:, None]
+    prime, least = np.uint64(PRIME), np.full(n_hashes, PRIME, np.uint64)
     for start in range(0, len(h), 256):  # parts that stay in the cache
         values = h[start : start + 256] * a + b
-        values -= values // np.uint64(PRIME) * np.uint64(PRIME)  # NumPy divides by a constant faster than it takes %
+        values -= values // prime * prime  # NumPy divides by a constant faster than it takes %
         np.minimum(least, values.min(0), out=least)
     return least
     ### END SOLUTION
 
 
 def near_duplicates(
-    documents: Sequence[str],
-    threshold: float = 0.8,
-    n_hashes: int = 128,
-    n_bands: int = 16,
-    ngrams: int = 5,
-    seed: int = 0,
+    documents: Texts, threshold: float = 0.8, n_hashes: int = 128, n_bands: int = 16, ngrams: int = 5, seed: int = 0
 ) -> list[list[int]]:
     """Clusters of documents that share most of their shingles, without comparing all pairs. (Exercise)
 
@@ -491,18 +406,19 @@ def near_duplicates(
         both = len(shingles(i) & shingles(j))
         return both / (len(shingles(i)) + len(shingles(j)) - both) >= threshold
 
-    parent = list(range(len(documents)))
+    clusters = parts.Clusters(len(documents))
     for bucket in _buckets(documents, n_hashes, n_bands, ngrams, seed):
-        _link(bucket, parent, similar)
-    clusters = defaultdict(list)
-    for i in range(len(documents)):
-        clusters[_find(parent, i)].append(i)
-    return [cluster for cluster in clusters.values() if len(cluster) > 1]
+        while len(set(map(clusters.find, bucket))) > 1:
+            i, *bucket = bucket
+            for j in bucket:
+                if clusters.find(i) != clusters.find(j) and similar(i, j):
+                    clusters.link(i, j)
+    return clusters.lists()
     ### END SOLUTION
 
 
 ### BEGIN SOLUTION
-def _buckets(documents: Sequence[str], n_hashes: int, n_bands: int, ngrams: int, seed: int) -> Iterator[list[int]]:
+def _buckets(documents: Texts, n_hashes: int, n_bands: int, ngrams: int, seed: int) -> Iterable[list[int]]:
     """Documents whose signatures agree in a whole band."""
     buckets = defaultdict(list)
     for i, text in enumerate(documents):
@@ -510,29 +426,7 @@ def _buckets(documents: Sequence[str], n_hashes: int, n_bands: int, ngrams: int,
         if signature[0] < PRIME:
             for band, values in enumerate(signature.reshape(n_bands, -1)):
                 buckets[band, values.tobytes()].append(i)
-    return (bucket for bucket in buckets.values() if len(bucket) > 1)
-
-
-def _find(parent: list[int], i: int) -> int:
-    """The first document of i's cluster."""
-    while parent[i] != i:
-        parent[i] = i = parent[parent[i]]
-    return i
-
-
-def _link(bucket: list[int], parent: list[int], similar: Callable[[int, int], bool]) -> None:
-    """Link each document with every other cluster of the bucket in which it has a similar one."""
-    groups: list[list[int]] = []  # members of one cluster; two groups may have been linked later
-    for i in bucket:
-        for group in groups:
-            roots = sorted((_find(parent, i), _find(parent, group[0])))
-            if roots[0] != roots[1] and any(similar(j, i) for j in group):
-                parent[roots[1]] = roots[0]
-        home = next((group for group in groups if _find(parent, group[0]) == _find(parent, i)), None)
-        if home is None:
-            groups.append([i])
-        else:
-            home.append(i)
+    return buckets.values()
 
 
 ### END SOLUTION
@@ -558,28 +452,21 @@ def contaminated_spans(documents: Iterable[str], evaluation: Iterable[str], n: i
     Source: Brown and others (arXiv:2005.14165), appendix C, with n from 8 to 13.
     """
     ### BEGIN SOLUTION
-    known = {text_hash(gram) for text in evaluation for gram in _grams(normalize(text), n)}
-    return [
-        _merged((i, i + n) for i, gram in enumerate(_grams(normalize(text), n)) if text_hash(gram) in known)
-        for text in documents
-    ]
+    known = {text_hash(gram) for text in evaluation for gram in word_grams(normalize(text), n)}
+    found = []
+    for text in documents:
+        words = normalize(text)
+        covered = np.zeros(len(words) + 2, np.int8)
+        for i, gram in enumerate(word_grams(words, n)):
+            if text_hash(gram) in known:
+                covered[i + 1 : i + n + 1] = 1
+        edges = np.flatnonzero(np.diff(covered)).tolist()
+        found.append(list(zip(edges[::2], edges[1::2], strict=True)))
+    return found
     ### END SOLUTION
 
 
-### BEGIN SOLUTION
-def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for start, end in spans:
-        if merged and start <= merged[-1][1]:
-            start, _ = merged.pop()
-        merged.append((start, end))
-    return merged
-
-
-### END SOLUTION
-
-
-class QualityClassifier(nn.Module):
+class QualityClassifier(parts.TextClassifier):
     """fastText's idea: the mean of the rows that a text's words and pairs of words choose from a table. (Exercise)
 
     Size: 45 minutes, difficulty 3, core.
@@ -596,12 +483,6 @@ class QualityClassifier(nn.Module):
     Source: Joulin and others (arXiv:1607.01759), without the hidden layer, and with a hash of this chapter.
     """
 
-    def __init__(self, labels: Sequence[str], n_features: int = 2**16, ngrams: int = 2):
-        super().__init__()
-        self.labels, self.n_features, self.ngrams = list(labels), n_features, ngrams
-        self.weight = nn.Parameter(torch.zeros(n_features, len(self.labels)))
-        self.bias = nn.Parameter(torch.zeros(len(self.labels)))
-
     def features(self, text: str) -> Int64[Tensor, " n"]:
         """The row of each feature: all words of ``normalize(text)``, then all pairs of neighbours, up to ``ngrams``.
 
@@ -609,11 +490,11 @@ class QualityClassifier(nn.Module):
         """
         ### BEGIN SOLUTION
         words = normalize(text)
-        grams = [gram for n in range(1, self.ngrams + 1) for gram in _grams(words, n)]
+        grams = [gram for n in range(1, self.ngrams + 1) for gram in word_grams(words, n)]
         return torch.tensor([text_hash(gram) % self.n_features for gram in grams], dtype=torch.int64)
         ### END SOLUTION
 
-    def forward(self, texts: Sequence[str]) -> Float[Tensor, "n labels"]:
+    def forward(self, texts: Texts) -> Float[Tensor, "n labels"]:
         """The logits: the mean of the features' rows, or 0 without features, plus the bias."""
         ### BEGIN SOLUTION
         return self._logits([self.features(text) for text in texts])
@@ -625,7 +506,7 @@ class QualityClassifier(nn.Module):
         return embedding_bag(rows.to(device), self.weight, starts.to(device), mode="mean") + self.bias
         ### END SOLUTION
 
-    def fit(self, texts: Sequence[str], labels: Sequence[str], steps: int = 100, lr: float = 0.1) -> float:
+    def fit(self, texts: Texts, labels: Texts, steps: int = 100, lr: float = 0.1) -> float:
         """Train on all texts in every step, with chapter 7's ``cross_entropy`` and ``AdamW`` without decay.
 
         Returns:
@@ -635,10 +516,7 @@ class QualityClassifier(nn.Module):
             ValueError: a label that is not one of ``self.labels``; the message shows it.
         """
         ### BEGIN SOLUTION
-        for label in labels:
-            if label not in self.labels:
-                raise ValueError(f"label {label!r}: expected one of {self.labels}")
-        targets = torch.tensor([self.labels.index(label) for label in labels], device=self.weight.device)
+        targets = self.targets(labels)
         features = [self.features(text) for text in texts]
         optimizer = AdamW(self.parameters(), lr=lr, weight_decay=0.0)
         for _ in range(steps):
@@ -649,21 +527,9 @@ class QualityClassifier(nn.Module):
         return loss.item()
         ### END SOLUTION
 
-    def predict(self, text: str) -> tuple[str, float]:
-        """The most probable label and its probability."""
-        ### BEGIN SOLUTION
-        with torch.no_grad():
-            probability, index = self([text])[0].softmax(-1).max(-1)
-        return self.labels[index], probability.item()
-        ### END SOLUTION
-
 
 def plan_mixture(
-    sizes: Mapping[str, float],
-    budget: float,
-    weights: Mapping[str, float] | None = None,
-    temperature: float = 1.0,
-    max_epochs: float = 4.0,
+    sizes: Sizes, budget: float, weights: Sizes | None = None, temperature: float = 1.0, max_epochs: float = 4.0
 ) -> dict[str, float]:
     """How many tokens to take from each source, none of them too often. (Exercise)
 
@@ -691,13 +557,13 @@ def plan_mixture(
     """
     ### BEGIN SOLUTION
     weights = sizes if weights is None else weights
-    _check_mixture(sizes, budget, weights, temperature, max_epochs)
+    parts.check_mixture(sizes, budget, weights, temperature, max_epochs)
     taken = dict.fromkeys(sizes, 0.0)
     open_, left = [name for name in sizes if weights[name] > 0], float(budget)
     while open_:
         largest = max(weights[name] for name in open_)
-        parts = {name: (weights[name] / largest) ** (1 / temperature) for name in open_}
-        shares = {name: left * part / sum(parts.values()) for name, part in parts.items()}
+        powers = {name: (weights[name] / largest) ** (1 / temperature) for name in open_}
+        shares = {name: left * power / sum(powers.values()) for name, power in powers.items()}
         capped = {name for name in open_ if shares[name] > max_epochs * sizes[name]}
         if not capped:
             return taken | shares
@@ -706,23 +572,6 @@ def plan_mixture(
         open_ = [name for name in open_ if name not in capped]
     return taken
     ### END SOLUTION
-
-
-### BEGIN SOLUTION
-def _check_mixture(sizes, budget: float, weights, temperature: float, max_epochs: float) -> None:
-    if different := sorted(set(weights) ^ set(sizes)):
-        raise ValueError(f"weights and sizes must name the same sources; only one of them has {', '.join(different)}")
-    for name, weight in weights.items():
-        if weight < 0:
-            raise ValueError(f"the weight of {name}, {weight}, is negative")
-    if not temperature > 0:
-        raise ValueError(f"temperature = {temperature} is not above 0")
-    most = max_epochs * sum(size for name, size in sizes.items() if weights[name] > 0)
-    if budget > most:
-        raise ValueError(f"budget = {budget}: {max_epochs} epochs of all sources with weight are {most} tokens")
-
-
-### END SOLUTION
 
 
 def pack_documents(lengths: Sequence[int], row_length: int) -> list[list[tuple[int, int, int]]]:
@@ -745,20 +594,16 @@ def pack_documents(lengths: Sequence[int], row_length: int) -> list[list[tuple[i
     Source: Ding and others (arXiv:2404.10830), algorithm 1.
     """
     ### BEGIN SOLUTION
-    pieces = [
-        (document, start, min(start + row_length, length))
-        for document, length in enumerate(lengths)
-        for start in range(0, length, row_length)
-    ]
+    pieces = [(i, j, min(n - j, row_length)) for i, n in enumerate(lengths) for j in range(0, n, row_length)]
     rows: list[list[tuple[int, int, int]]] = []
     rooms: list[tuple[int, int]] = []  # (room, row) of all rows that are not full, ascending
-    for piece in sorted(pieces, key=lambda piece: piece[1] - piece[2]):
-        length = piece[2] - piece[1]
+    for document, start, length in sorted(pieces, key=lambda piece: -piece[2]):
         place = bisect_left(rooms, (length, -1))
-        room, row = rooms.pop(place) if place < len(rooms) else (row_length, len(rows))
-        if row == len(rows):
+        if place == len(rooms):
+            rooms.append((row_length, len(rows)))
             rows.append([])
-        rows[row].append(piece)
+        room, row = rooms.pop(place)
+        rows[row].append((document, start, start + length))
         if room > length:
             insort(rooms, (room - length, row))
     return rows
@@ -766,8 +611,8 @@ def pack_documents(lengths: Sequence[int], row_length: int) -> list[list[tuple[i
 
 
 def write_shards(
-    folder: str | os.PathLike, documents: Iterable[Sequence[int]], shard_tokens: int, vocab_size: int, end_id: int
-) -> dict[str, Any]:
+    folder: Folder, documents: Iterable[Sequence[int]], shard_tokens: int, vocab_size: int, end_id: int
+) -> dict:
     """Write documents as one row of tokens that is cut into files, and a manifest that describes them. (Exercise)
 
     Size: 40 minutes, difficulty 3, core.
@@ -795,49 +640,21 @@ def write_shards(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "manifest.json").unlink(missing_ok=True)
-    dtype = "uint16" if vocab_size <= 2**16 else "uint32"
-    manifest: dict[str, Any] = {"dtype": dtype, "vocab_size": vocab_size, "end_id": end_id, "documents": 0, "tokens": 0}
-    manifest["shards"] = []
-    buffer, width = bytearray(), np.dtype(dtype).itemsize
-    for ids in _pieces(documents, shard_tokens, vocab_size, end_id, manifest):
-        while len(ids):
-            room = shard_tokens - len(buffer) // width
-            buffer += ids[:room].astype(f"<u{width}").tobytes()
-            ids = ids[room:]
-            if len(buffer) == shard_tokens * width:
-                _write_shard(folder, buffer, width, manifest)
-    if buffer:
-        _write_shard(folder, buffer, width, manifest)
-    unfinished = folder / "manifest.json.part"
-    unfinished.write_text(json.dumps(manifest, indent=1))
-    unfinished.replace(folder / "manifest.json")
-    return manifest
-    ### END SOLUTION
-
-
-### BEGIN SOLUTION
-def _pieces(documents, longest: int, vocab_size: int, end_id: int, manifest: dict[str, Any]) -> Iterator[np.ndarray]:
-    """Documents in pieces of at most ``longest`` ids, each document followed by its end."""
+    width, waiting, files, n_documents = 2 if vocab_size <= 2**16 else 4, bytearray(), [], 0
     for document in documents:
-        manifest["documents"] += 1
-        for piece in (*(slice(i, i + longest) for i in range(0, len(document), longest)), None):
-            ids = np.asarray([end_id] if piece is None else document[piece], dtype=np.int64)
-            wrong = ids[(ids < 0) | (ids >= vocab_size)]
-            if len(wrong):
-                raise ValueError(f"id {wrong[0]} is not from 0 to vocab_size - 1 = {vocab_size - 1}")
-            yield ids
-
-
-def _write_shard(folder: Path, buffer: bytearray, width: int, manifest: dict[str, Any]) -> None:
-    """Write the next file, describe it, and empty the buffer."""
-    name, n = f"shard_{len(manifest['shards']):05d}.bin", len(buffer) // width
-    (folder / name).write_bytes(buffer)
-    manifest["shards"].append({"name": name, "tokens": n, "sha256": hashlib.sha256(buffer).hexdigest()})
-    manifest["tokens"] += n
-    buffer.clear()
-
-
-### END SOLUTION
+        n_documents += 1
+        pieces = (document[i : i + shard_tokens] for i in range(0, len(document), shard_tokens))
+        for piece in chain(pieces, [[end_id]]):
+            waiting += shards.checked_ids(piece, vocab_size).astype(f"<u{width}").tobytes()
+            if len(waiting) >= shard_tokens * width:
+                files.append(shards.save_shard(folder, len(files), waiting[: shard_tokens * width], width))
+                del waiting[: shard_tokens * width]
+    if waiting:
+        files.append(shards.save_shard(folder, len(files), waiting, width))
+    manifest = {"dtype": f"uint{8 * width}", "vocab_size": vocab_size, "end_id": end_id, "documents": n_documents}
+    manifest |= {"tokens": sum(file["tokens"] for file in files), "shards": files}
+    return shards.save_manifest(folder, manifest)
+    ### END SOLUTION
 
 
 def shuffled_index(i: int, n: int, seed: int, epoch: int = 0) -> int:
@@ -877,7 +694,7 @@ def shuffled_index(i: int, n: int, seed: int, epoch: int = 0) -> int:
     ### END SOLUTION
 
 
-class ShardReader:
+class ShardReader(shards.TokenWindows):
     """An endless iterator of inputs and targets over the row of tokens in a folder of shards. (Exercise)
 
     Size: 50 minutes, difficulty 4, core.
@@ -907,87 +724,27 @@ class ShardReader:
     """
 
     def __init__(
-        self,
-        folder: str | os.PathLike,
-        batch: int,
-        length: int,
-        rank: int = 0,
-        world_size: int = 1,
-        seed: int | None = None,
+        self, folder: Folder, batch: int, length: int, rank: int = 0, world_size: int = 1, seed: int | None = None
     ):
         ### BEGIN SOLUTION
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank = {rank} is not from 0 to world_size - 1 = {world_size - 1}")
-        self.batch, self.length, self.rank, self.world_size, self.seed = batch, length, rank, world_size, seed
-        text = (Path(folder) / "manifest.json").read_bytes()
-        self.manifest, self.digest, self.position = json.loads(text), hashlib.sha256(text).hexdigest(), 0
-        self.shards = [_open_shard(Path(folder), shard, self.manifest["dtype"]) for shard in self.manifest["shards"]]
+        manifest, self.shards = shards.open_shards(folder)
+        super().__init__(manifest["tokens"], batch, length, rank, world_size, seed, shards.manifest_mark(manifest))
         self.ends = list(accumulate(map(len, self.shards)))
-        self.n_windows = (self.manifest["tokens"] - 1) // length
-        needed = world_size * batch * length + 1
-        if self.manifest["tokens"] < needed:
-            parts = f"{world_size} ranks x {batch} windows x {length} tokens + 1"
-            raise ValueError(f"{self.manifest['tokens']} tokens are too few: one step takes {parts} = {needed}")
         ### END SOLUTION
-
-    @property
-    def epoch(self) -> int:
-        ### BEGIN SOLUTION
-        return self.position // self.n_windows
-        ### END SOLUTION
-
-    def __iter__(self) -> "ShardReader":
-        return self
 
     def __next__(self) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
         """This rank's next inputs and targets: int64 ``[B, T]`` each, contiguous."""
         ### BEGIN SOLUTION
-        first = self.position + self.rank * self.batch
-        rows = torch.from_numpy(np.stack([self._window(first + i) for i in range(self.batch)]))
-        self.position += self.world_size * self.batch
+        rows = torch.from_numpy(np.stack([self._window(*place) for place in self.next_places()]))
         return rows[:, :-1].clone(), rows[:, 1:].clone()
 
-    def _window(self, position: int) -> np.ndarray:
-        epoch, i = divmod(position, self.n_windows)
-        start = self.length * (i if self.seed is None else shuffled_index(i, self.n_windows, self.seed, epoch))
-        stop, parts = start + self.length + 1, []
+    def _window(self, epoch: int, place: int) -> np.ndarray:
+        i = place if self.seed is None else shuffled_index(place, self.n_windows, self.seed, epoch)
+        start, stop, found = i * self.length, (i + 1) * self.length + 1, []
         while start < stop:
             shard = bisect_right(self.ends, start)
-            offset = start - (self.ends[shard] - len(self.shards[shard]))
-            parts.append(self.shards[shard][offset : offset + stop - start])
-            start += len(parts[-1])
-        return np.concatenate(parts).astype(np.int64)
+            offset = start - self.ends[shard] + len(self.shards[shard])
+            found.append(self.shards[shard][offset : offset + stop - start])
+            start += len(found[-1])
+        return np.concatenate(found).astype(np.int64)
         ### END SOLUTION
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the next batch starts: what JSON can write, the same on every rank and for every ``batch``."""
-        ### BEGIN SOLUTION
-        return {"position": self.position, "length": self.length, "seed": self.seed, "manifest": self.digest}
-        ### END SOLUTION
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state; ``batch`` and the number of ranks may have changed.
-
-        Raises:
-            ValueError: another ``length``, ``seed`` or manifest; the message names which, and both values.
-        """
-        ### BEGIN SOLUTION
-        for name, ours in self.state_dict().items():
-            if name != "position" and state[name] != ours:
-                raise ValueError(f"{name} was {state[name]} when the state was saved and is {ours} now")
-        self.position = int(state["position"])
-        ### END SOLUTION
-
-
-### BEGIN SOLUTION
-def _open_shard(folder: Path, shard: dict[str, Any], dtype: str) -> np.ndarray:
-    """A file's tokens, mapped into memory."""
-    path, expected = folder / shard["name"], shard["tokens"] * np.dtype(dtype).itemsize
-    found = path.stat().st_size if path.exists() else None
-    if found != expected:
-        state = "is missing" if found is None else f"has {found:,} bytes"
-        raise ValueError(f"{path} {state}; the manifest says {expected:,} bytes")
-    return np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r")
-
-
-### END SOLUTION
