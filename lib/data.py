@@ -242,7 +242,7 @@ def near_duplicates(
         ValueError: ``n_hashes`` is no multiple of ``n_bands``; the message names both.
 
     Cost: documents that are in one cluster already are not compared, so 900 copies cost 899 comparisons; no pair is
-    compared twice.
+    compared twice. Compare with ``parts.jaccard``, so that comparisons can be counted.
 
     Source: Indyk and Motwani (1998); Leskovec, Rajaraman and Ullman, "Mining of Massive Datasets", chapter 3.
     """

@@ -392,7 +392,7 @@ def near_duplicates(
         ValueError: ``n_hashes`` is no multiple of ``n_bands``; the message names both.
 
     Cost: documents that are in one cluster already are not compared, so 900 copies cost 899 comparisons; no pair is
-    compared twice.
+    compared twice. Compare with ``parts.jaccard``, so that comparisons can be counted.
 
     Source: Indyk and Motwani (1998); Leskovec, Rajaraman and Ullman, "Mining of Massive Datasets", chapter 3.
     """
@@ -401,17 +401,13 @@ def near_duplicates(
         raise ValueError(f"n_hashes = {n_hashes} is no multiple of n_bands = {n_bands}")
     shingles = functools.lru_cache(4096)(lambda i: _shingles(documents[i], ngrams))
 
-    @functools.cache
-    def similar(i: int, j: int) -> bool:
-        both = len(shingles(i) & shingles(j))
-        return both / (len(shingles(i)) + len(shingles(j)) - both) >= threshold
-
+    similarity = functools.cache(lambda i, j: parts.jaccard(shingles(i), shingles(j)))
     clusters = parts.Clusters(len(documents))
     for bucket in _buckets(documents, n_hashes, n_bands, ngrams, seed):
         while len(set(map(clusters.find, bucket))) > 1:
             i, *bucket = bucket
             for j in bucket:
-                if clusters.find(i) != clusters.find(j) and similar(i, j):
+                if clusters.find(i) != clusters.find(j) and similarity(i, j) >= threshold:
                     clusters.link(i, j)
     return clusters.lists()
     ### END SOLUTION

@@ -1,13 +1,19 @@
 """Given parts of chapter 26: clusters, the checks of a mixture, and the frame of a classifier."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
 
 Sizes = Mapping[str, float]
 Texts = Sequence[str]
+
+
+def jaccard(a: Set[str], b: Set[str]) -> float:
+    """What is in both over what is in either; one of the two is not empty."""
+    both = len(a & b)
+    return both / (len(a) + len(b) - both)
 
 
 class Clusters:
