@@ -615,8 +615,8 @@ def test_QualityClassifier_is_as_accurate_as_scikit_learn():
     rng = random.Random(0)
     texts = [" ".join(f"w{rng.randrange(40) + 12 * (i % 2)}" for _ in range(12)) for i in range(200)]
     labels = ["even" if i % 2 == 0 else "odd" for i in range(200)]
-    model = data.QualityClassifier(["even", "odd"], 1024)
-    model.fit(texts[:100], labels[:100], 150, lr=0.5)
+    model = data.QualityClassifier(["even", "odd"], 4096)
+    model.fit(texts[:100], labels[:100], 300, lr=0.5)
     ours = sum(model.predict(t)[0] == label for t, label in zip(texts[100:], labels[100:], strict=True))
     x = dense(model, texts).numpy()
     theirs = LogisticRegression(C=1e4, max_iter=1000).fit(x[:100], labels[:100]).score(x[100:], labels[100:]) * 100
