@@ -9,19 +9,19 @@ edits(
     - pages.decode(html)
     + pages.decode(html) if isinstance(html, str) or not pages.decode(html).count("€") else html.decode("latin-1")
     every end tag ends the innermost element that is left out, whatever its name
-    @@ handle_endtag
+    @@ _Page.handle_endtag
     - pages.end_element(self.left_out, tag)
     + self.left_out.pop()
     an end tag ends all that is left out, so the rest of an outer element comes back
-    @@ handle_endtag
+    @@ _Page.handle_endtag
     - pages.end_element(self.left_out, tag)
     + self.left_out = [] if tag in self.left_out else self.left_out
     an end tag ends only its own element, and what was opened in it stays open
-    @@ handle_endtag
+    @@ _Page.handle_endtag
     - pages.end_element(self.left_out, tag)
     + self.left_out = [name for name in self.left_out if name != tag]
     a head without an end tag lasts to the end of the page: a body should end it
-    @@ handle_starttag
+    @@ _Page.handle_starttag
     - if tag == "body":
     + if tag == "no tag":
     the last line is lost: no tag ends it
@@ -31,31 +31,31 @@ edits(
     - page.close()
     +
     an inner list gets the boundary of a block: only a list that is in no other list has one
-    @@ handle_starttag
+    @@ _Page.handle_starttag
     - bool(self.lists)
     + False
     every item has the indent of the first list
-    @@ handle_starttag
+    @@ _Page.handle_starttag
     - self.lines.items[len(self.lists)] = True
     + self.lines.items[min(1, len(self.lists))] = True
     an item that has ended without text still waits, and gives its bullet to text outside of it
-    @@ handle_endtag
+    @@ _Page.handle_endtag
     - self.lines.items.pop(len(self.lists), None)
     + self.lines.items.get(len(self.lists), None)
     two cells of a row run into one word
-    @@ handle_starttag
+    @@ _Page.handle_starttag
     - self.lines.add(" ")
     + self.lines.add("")
     spaces inside of "pre" are taken for those of other text
-    @@ handle_starttag
+    @@ _Page.handle_starttag
     - self.lines.n_pre += tag == "pre"
     + self.lines.n_pre += 0
     a link never ends, so all later lines count as links
-    @@ handle_endtag
+    @@ _Page.handle_endtag
     - self.lines.in_link &= tag != "a"
     + self.lines.in_link &= True
     a line is never dropped for its links
-    @@ handle_starttag
+    @@ _Page.handle_starttag
     - self.lines.in_link |= tag == "a"
     + self.lines.in_link |= False
     """,
