@@ -127,7 +127,8 @@ def dirty(seed: int = 0, n: int = 160) -> Dirty:
 def _page(text: str, i: int, links: Sequence[str]) -> str:
     body = "\n".join(f"<p>{html.escape(line)}" for line in text.split("\n"))
     menu = " | ".join(f'<a href="{n}.html">{link}</a>' for n, link in enumerate(links))
-    head = f"<html><head><title>Page {i}</title><script>if (a < b) track({i});</script>\n<body><nav>Site map, page {i}</nav>"
+    head = f"<html><head><title>Page {i}</title><script>if (a < b) track({i});</script>\n<body>"
+    head += f"<nav>Site map, page {i}</nav>"
     return f"{head}\n<div>{menu}</div>\n{body}\n<footer>Copyright, page {i}</footer>"
 
 

@@ -76,9 +76,6 @@ edits(
     the mean length is over all tokens, symbols too
     - sum(map(len, words)) / len(words)
     + sum(map(len, tokens)) / len(tokens)
-    symbols are counted a character of the text, not a token
-    - text.count("#") / len(tokens)
-    + text.count("#") / len(text)
     tokens with a symbol are counted, not symbols: one token may have two
     - text.count("#") / len(tokens)
     + share("#" in token for token in tokens)
@@ -311,10 +308,6 @@ edits(
     @@ near_duplicates
     - functools.cache(lambda i, j: parts.jaccard(shingles(i), shingles(j)))
     + lambda i, j: parts.jaccard(shingles(i), shingles(j))
-    bands are compared with bands of another place
-    @@ _buckets
-    - buckets[band, values.tobytes()]
-    + buckets[values.sum()]
     only the first band is looked at
     @@ _buckets
     - signature.reshape(n_bands, -1)
@@ -326,10 +319,6 @@ edits(
     + empty = [i for i, text in enumerate(documents) if not normalize(text)]
     + for i in empty[1:]:
     +     clusters.link(empty[0], i)
-    a number of bands that does not divide the hashes is not refused
-    @@ near_duplicates
-    - if n_hashes % n_bands:
-    + if n_bands < 1:
     only neighbours in a bucket are compared
     @@ near_duplicates
     - for j in bucket:

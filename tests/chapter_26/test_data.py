@@ -61,6 +61,7 @@ PAGES = {
     ),
     "a line before the inner item": ("<ul><li><ul><li></li></ul>a</li></ul><li>b", "  • a\n\n  • b"),
     "an item without text": ("<ul><li></li></ul>text<ul><li></ul>more", "text\n\nmore"),
+    "text after an item without text": ("<ul><li></li>text<li>a</ul>", "text\n  • a"),
     "an item that begins with two lists": ("<ul><li><ol><li>a</ol>b</ul>", "    • a\nb"),
     "characters": ("<p>&lt;p&gt; &amp; caf&eacute; &#8364;&copy", "<p> & café €©"),
     "comments and declarations": ("<!doctype html><!-- no --><![bogus[x]>a<?pi?>b", "ab"),
@@ -133,6 +134,7 @@ GOPHER = {
         {"min_alpha_words_ratio": 0},
         "gopher_too_many_bullets",
     ),
+    "10 of 10 bullets and blank lines": ("* the\n\n" * 5 + "- and\n" * 5, NO_ALPHA, "gopher_too_many_bullets"),
     "9 of 10 bullets": ("* the\n" * 5 + "- and\n\n" * 4 + "cat", NO_ALPHA, None),
     "4 of 10 lines": (
         "the...\n" * 2 + "and… \n\n" * 2 + "cat\n" * 6,
@@ -455,6 +457,13 @@ def test_near_duplicates_connects_through_others():
     letters = [f"w{i}" for i in range(40)]
     chain = [" ".join(letters[2 * i : 2 * i + 16]) for i in range(9)]
     expect_equal(data.near_duplicates(chain[::-1], 0.7, 64, 64, 1), [list(range(9))], read=RETURNS)
+
+
+def test_near_duplicates_compares_all_that_meet():
+    case("one band of one value, which three texts share through one word; the first and the last are similar")
+    least = min((f"w{i}" for i in range(500)), key=lambda word: int(expected_signature([word], 1, 1, 0)[0]))
+    documents = [f"{least} w1 w2 w3 w4", f"{least} w5 w6 w7 w8", f"{least} w1 w2 w3 w9"]
+    expect_equal(data.near_duplicates(documents, 0.6, 1, 1, 1), [[0, 2]], read=RETURNS)
 
 
 def test_near_duplicates_checks_its_bands():
