@@ -2,11 +2,12 @@
 
 import html
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
 import matplotlib.pyplot as plt
+import numpy as np
 
 from lib.data import (
     QualityClassifier,
@@ -21,7 +22,10 @@ from lib.data import (
     pack_documents,
 )
 from lib.given.data.corpora import language_reference, standard_library_docstrings
+from lib.given.data.record import load
+from lib.given.models.laws import Chinchilla
 from lib.given.show.plots import COLOURS, GREY
+from lib.scaling_laws import fit_parametric
 
 MENU = "Previous topic Next topic This page Show source"
 SENTENCES = [
@@ -266,16 +270,20 @@ def fills(lengths: Sequence[int], row_length: int) -> dict[str, tuple[int, float
     return {name: (n, total / (n * row_length), c) for name, (n, c) in rows.items()}
 
 
-def predicted_gain(law: Mapping[str, float], tokens: float, removed: float, repeated: float = 0.0) -> float:
-    """What chapter 22's law says that a filter saves, in nats a token, for a fixed budget.
+@cache
+def sweep_law() -> Chinchilla:
+    """Chapter 22's law in parameters and tokens, fitted to the runs of its recorded sweep."""
+    points = load("scaling_laws")["results"]["sweep"]["points"]
+    columns = (np.array([point[key] for point in points]) for key in ("n_weights", "tokens", "held_out_loss"))
+    return fit_parametric(*columns, n_starts=2)
 
-    Removed tokens are replaced by new ones; tokens that only repeated others taught nothing in the first place.
+
+def predicted_gain(law: Chinchilla, tokens: float, removed: float) -> float:
+    """What a law says that a filter saves, in nats a token, for a fixed budget.
 
     Args:
-        law: Its constants; only "b" and "beta" count, because the model's size stays.
+        law: Only its b and beta count, because the model's size stays.
         tokens: The budget D.
-        removed: Share of the tokens that the filter removes because nobody wants them learned.
-        repeated: Share that the filter removes because it is a repetition.
+        removed: Share of the tokens that taught nothing, and that the filter replaces by new text.
     """
-    useful = tokens * (1 - removed - repeated)
-    return law["b"] * (useful ** -law["beta"] - tokens ** -law["beta"])
+    return float(law.b * ((tokens * (1 - removed)) ** -law.beta - tokens**-law.beta))

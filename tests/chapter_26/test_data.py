@@ -907,7 +907,7 @@ def test_ShardReader_is_chapter_7_across_shards(batch, length, rank, world_size,
             expect_close(ours, theirs, atol=0, rtol=0, name=f"{name} of step {step}", read=ARGS)
 
 
-def test_ShardReader_shuffles_by_shuffled_index(folder):
+def test_ShardReader_walks_in_a_shuffled_order(folder):
     case("seed 5, 33 windows of 3, batches of 4 on 2 ranks, three epochs")
     readers = [data.ShardReader(folder, 4, 3, rank, 2, seed=5) for rank in (0, 1)]
     for step in range(12):
