@@ -18,8 +18,9 @@ LINES = frozenset(["br", "li", "tr", "dt", "dd"])
 """Elements that begin and end a line; so does a list that is in another list."""
 STOP_WORDS = frozenset(["the", "be", "to", "of", "and", "that", "have", "with"])
 """The words of which Gopher wants at least two."""
-BANNED = ("javascript", "terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies")
-BANNED += ("use cookies",)
+BANNED = (
+    "javascript", "terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies",
+)  # fmt: skip
 """C4 drops a line that holds one of these, in any case."""
 MASKS = {"email": "|||EMAIL_ADDRESS|||", "ip": "|||IP_ADDRESS|||", "phone": "|||PHONE_NUMBER|||"}
 PRIME = 4_294_967_311
