@@ -37,7 +37,8 @@ def extract_text(html: str | bytes, max_link_density: float = 0.5) -> str:
         No newline stands at the ends.
 
         - **Left out**, with all that is inside: ``LEFT_OUT``. An end tag ends the innermost open element of its name,
-          and what was opened in it. An element without an end tag lasts to the end of the page, but ``<body>`` ends a ``head``.
+          and what was opened in it. An element without an end tag lasts to the end of the page, but ``<body>`` ends a
+          ``head``.
         - **Blocks**: ``BLOCKS``, and each of ``LISTS`` that is in no other list, begin and end with a block boundary.
         - **Lines**: ``LINES``, and inner lists, begin and end a line.
         - All other tags vanish without a space; ``td`` and ``th`` put one space between two cells.
@@ -50,8 +51,8 @@ def extract_text(html: str | bytes, max_link_density: float = 0.5) -> str:
           The "• " does not count.
         - Lines without text vanish.
 
-    Source: the first step of CS336's assignment 4. Given in ``pages``: ``PageParser`` (``html.parser``), ``Lines``, ``decode``
-    and ``end_element``.
+    Source: the first step of CS336's assignment 4.
+    Given in ``pages``: ``PageParser`` (``html.parser``), ``Lines``, ``decode`` and ``end_element``.
     Convention: Resiliparse and Trafilatura, which the field uses, guess the main content; these rules only read tags.
     """
     raise NotImplementedError("Exercise 26.1: write extract_text")
