@@ -326,6 +326,23 @@ CONTRACT = {
         "assign_owners",
         "ShardedMuon",
     ],
+    "data": [
+        "extract_text",
+        "gopher_quality",
+        "c4_clean",
+        "mask_pii",
+        "normalize",
+        "deduplicate_lines",
+        "minhash_signature",
+        "near_duplicates",
+        "contaminated_spans",
+        "QualityClassifier",
+        "plan_mixture",
+        "pack_documents",
+        "write_shards",
+        "shuffled_index",
+        "ShardReader",
+    ],
 }
 
 

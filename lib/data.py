@@ -1,0 +1,459 @@
+"""From pages to tokens: which text is worth its FLOPs, and how does it reach the model?"""
+
+import functools
+import re
+import unicodedata
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, Int64, UInt64
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from lib.given.data import pages, parts, shards
+from lib.given.data.pages import PRIME, share, text_hash, word_grams
+from lib.given.data.parts import Sizes, Texts
+from lib.given.data.shards import Folder
+from lib.training import AdamW, cross_entropy
+
+
+def extract_text(html: str | bytes, max_link_density: float = 0.5) -> str:
+    """The text of an HTML page, without its navigation and programs. (Exercise 26.1)
+
+    Size: 75 minutes, difficulty 4, core.
+
+    Args:
+        html: The page.
+            Bytes are UTF-8 or, if they are not, Windows-1252, with U+FFFD for bytes that it does not have.
+        max_link_density: Largest share of a line's characters, white space not counted, that may be inside ``a``.
+
+    Returns:
+        Lines, joined by a newline, or by an empty line if a block boundary lies anywhere between the two.
+        No newline stands at the ends.
+
+        - **Left out**, with all that is inside: ``LEFT_OUT``. An end tag ends the innermost open element of its name,
+          and what was opened in it. An element without an end tag lasts to the end of the page, but ``<body>`` ends a
+          ``head``.
+        - **Blocks**: ``BLOCKS``, and each of ``LISTS`` that is in no other list, begin and end with a block boundary.
+        - **Lines**: ``LINES``, and inner lists, begin and end a line.
+        - All other tags vanish without a space; ``td`` and ``th`` put one space between two cells.
+        - **Spaces**: a run of space, tab, newline, return, form feed and no-break space becomes one space, and the
+          line is stripped. In ``pre`` spaces stay, a newline ends the line, an empty line is a block boundary, and
+          only the end of a line is stripped.
+        - **Lists**: the first line of a ``li`` that has text begins with two spaces for each list that the ``li`` is
+          in (at least one), and "• ".
+        - **Links**: a line with a larger share of linked characters than ``max_link_density`` is dropped.
+          The "• " does not count.
+        - Lines without text vanish.
+
+    Source: the first step of CS336's assignment 4.
+    Given in ``pages``: ``PageParser`` (``html.parser``), ``Lines``, ``decode`` and ``end_element``.
+    Convention: Resiliparse and Trafilatura, which the field uses, guess the main content; these rules only read tags.
+    """
+    raise NotImplementedError("Exercise 26.1: write extract_text")
+
+
+def gopher_quality(
+    text: str,
+    min_doc_words: int = 50,
+    max_doc_words: int = 100_000,
+    min_avg_word_length: float = 3,
+    max_avg_word_length: float = 10,
+    max_symbol_word_ratio: float = 0.1,
+    max_bullet_lines_ratio: float = 0.9,
+    max_ellipsis_lines_ratio: float = 0.3,
+    min_alpha_words_ratio: float = 0.8,
+    min_stop_words: int = 2,
+) -> str | None:
+    """The first of Gopher's quality rules that a text breaks, or None. (Exercise 26.2)
+
+    Size: 40 minutes, difficulty 2, core.
+
+    Args:
+        text: The document. Its tokens are ``text.split()``; its words are the tokens with a letter or digit.
+        min_doc_words: Fewest words.
+        max_doc_words: Most words.
+        min_avg_word_length: Least mean of the words' characters.
+        max_avg_word_length: Largest mean of the words' characters.
+        max_symbol_word_ratio: Most "#" a token and, separately, most ellipses ("..." and "…") a token.
+        max_bullet_lines_ratio: Largest share of lines that begin with "•", "-" or "*".
+        max_ellipsis_lines_ratio: Largest share of lines that end with "..." or "…".
+        min_alpha_words_ratio: Least share of tokens with a letter.
+        min_stop_words: Fewest different words of ``STOP_WORDS`` in ``normalize(text)``.
+
+    Returns:
+        None if the text passes, else the name of the first broken rule, in this order.
+        A value that equals its limit passes. Lines are stripped, and blank ones do not count.
+
+        1. "gopher_short_doc": too few words, or none; "gopher_long_doc": too many.
+        2. "gopher_below_avg_threshold", "gopher_above_avg_threshold": the mean length of words.
+        3. "gopher_too_many_hashes", "gopher_too_many_ellipsis": symbols a token.
+        4. "gopher_too_many_bullets", "gopher_too_many_end_ellipsis": shares of lines.
+        5. "gopher_below_alpha_threshold": too few tokens with a letter.
+        6. "gopher_enough_stop_words": too few stop words.
+
+    Source: Rae and others (arXiv:2112.11446), appendix A.1.1; the names are datatrove's.
+    """
+    raise NotImplementedError("Exercise 26.2: write gopher_quality")
+
+
+def c4_clean(
+    text: str, min_num_sentences: int = 5, min_words_per_line: int = 3, max_word_length: int = 1000
+) -> tuple[str, str | None]:
+    """The lines of a page that C4 keeps, or why it drops the whole page. (Exercise 26.3)
+
+    Size: 30 minutes, difficulty 2, core.
+
+    Args:
+        text: The page.
+        min_num_sentences: Fewest sentences in all lines that are kept.
+        min_words_per_line: Fewest tokens (``split()``) of a line.
+        max_word_length: Most characters of a token; a line with a longer one is dropped.
+
+    Returns:
+        The text, and the reason why the page was dropped; one of the two is always empty or None.
+
+        1. "lorem ipsum" anywhere, in any case: ``("", "lorem_ipsum")``; "{" anywhere: ``("", "curly_bracket")``.
+        2. A stripped line is kept if no token is too long, it has enough tokens, it ends with one of ``. ? ! "`` and
+           not with "...", and it holds none of ``BANNED``, in any case.
+        3. Sentences of a line: runs of ``.?!``, then any number of ``"')]``, before white space or the end of the
+           line; at least 1. Too few in all: ``("", "too_few_sentences")``.
+        4. Else the lines, joined by newlines, and None.
+
+    Source: Raffel and others (arXiv:1910.10683), section 2.2.
+    """
+    raise NotImplementedError("Exercise 26.3: write c4_clean")
+
+
+def mask_pii(text: str) -> tuple[str, dict[str, int]]:
+    """A text with masks in place of e-mail addresses, IPv4 addresses and phone numbers. (Exercise 26.4)
+
+    Size: 45 minutes, difficulty 3, core.
+
+    Args:
+        text: The document. "Letter" and "digit" below are ASCII ones.
+
+    Returns:
+        The masked text, and how many of each were masked: "email", "ip", "phone". Masking twice changes nothing more.
+
+        1. ``|||EMAIL_ADDRESS|||``: a local part of letters, digits and ``_%+-`` in pieces joined by single dots, after
+           none of these characters and no dot; ``@``; two or more labels, joined by dots, of letters, digits and inner
+           hyphens, the last of two or more letters; not before a letter, a digit, a hyphen, or a dot and a letter or
+           digit.
+        2. ``|||IP_ADDRESS|||``: four numbers from 0 to 255 without leading zeros, joined by dots; no letter, digit or
+           dot before; no letter, no digit, and no dot with a digit after.
+        3. ``|||PHONE_NUMBER|||``: perhaps 1 or +1; 3 digits, perhaps in parentheses; 3 digits; 4 digits; between two
+           parts nothing or one space, dot or hyphen; no letter, digit, dot or hyphen before; no letter, no digit, and
+           no dot or hyphen with a digit after.
+
+    Convention: patterns find what looks like personal data; names need a model, and a version number may look like an
+    address.
+    """
+    raise NotImplementedError("Exercise 26.4: write mask_pii")
+
+
+def normalize(text: str) -> list[str]:
+    """The words of a text, without what two copies of it often differ in: case, accents, punctuation. (Exercise 26.5)
+
+    Size: 15 minutes, difficulty 2, core.
+
+    Args:
+        text: Any text.
+
+    Returns:
+        In this order: lower case; Unicode's form NFKD, which takes accents off their letters; combining marks (general
+        categories Mn, Mc and Me) removed; every character that is not alphanumeric a space; split.
+    """
+    raise NotImplementedError("Exercise 26.5: write normalize")
+
+
+def deduplicate_lines(documents: Texts, keep: str = "none") -> list[str]:
+    """The documents without lines that occur more than once. (Exercise 26.6)
+
+    Size: 25 minutes, difficulty 2, core.
+
+    Args:
+        documents: Texts. Two lines (``splitlines``) are the same if they are equal once both are stripped.
+        keep: "none" drops every occurrence of a line that occurs more than once in all documents together; "first"
+            keeps its first one.
+
+    Returns:
+        One text a document. Blank lines stay, and a line keeps its own end. A document may become empty.
+
+    Raises:
+        ValueError: another ``keep``; the message shows it.
+
+    Cost: a hash a line is kept, and no line.
+    """
+    raise NotImplementedError("Exercise 26.6: write deduplicate_lines")
+
+
+def minhash_signature(
+    text: str, n_hashes: int = 128, ngrams: int = 5, seed: int = 0
+) -> UInt64[np.ndarray, " n_hashes"]:
+    """A few numbers whose agreement estimates how many shingles two texts share. (Exercise 26.7)
+
+    Size: 30 minutes, difficulty 3, core.
+
+    Args:
+        text: The document.
+        n_hashes: Values in the signature.
+        ngrams: Neighbouring words of ``normalize(text)`` in a shingle, joined by a space.
+        seed: Seed of the random functions.
+
+    Returns:
+        Value i is the least ``(a_i h + b_i) mod PRIME`` over the set of shingles, where h is ``text_hash(shingle, 4)``.
+        With ``rng = numpy.random.default_rng(seed)``, ``a = rng.integers(1, 2**32, n_hashes, dtype=uint64)`` and then
+        ``b = rng.integers(0, 2**32, n_hashes, dtype=uint64)``; no product overflows.
+        A text of fewer words than ``ngrams`` has one shingle, all its words; one without words has PRIME everywhere.
+
+    Cost: memory for some thousand shingles times ``n_hashes``, however long the text.
+
+    Source: Broder (1997), "On the resemblance and containment of documents".
+    """
+    raise NotImplementedError("Exercise 26.7: write minhash_signature")
+
+
+def near_duplicates(
+    documents: Texts, threshold: float = 0.8, n_hashes: int = 128, n_bands: int = 16, ngrams: int = 5, seed: int = 0
+) -> list[list[int]]:
+    """Clusters of documents that share most of their shingles, without comparing all pairs. (Exercise 26.8)
+
+    Size: 50 minutes, difficulty 4, core.
+
+    Args:
+        documents: Texts.
+        threshold: Least Jaccard similarity of two linked documents: shingles in both over shingles in either.
+        n_hashes: Values in a signature.
+        n_bands: Equal parts into which a signature is cut, each of ``n_hashes / n_bands`` consecutive values.
+        ngrams: Words in a shingle.
+        seed: Seed of the signatures.
+
+    Returns:
+        Clusters of two or more indices, ascending, sorted by their first.
+        Two documents whose signatures agree in a whole band are compared, and linked if the similarity of their sets
+        of shingles (not its estimate) is at least the threshold. A cluster is all that links connect.
+        A document without words is in none.
+
+    Raises:
+        ValueError: ``n_hashes`` is no multiple of ``n_bands``; the message names both.
+
+    Cost: documents that are in one cluster already are not compared, so 900 copies cost 899 comparisons; no pair is
+    compared twice. Compare with ``parts.jaccard``, so that comparisons can be counted.
+
+    Source: Indyk and Motwani (1998); Leskovec, Rajaraman and Ullman, "Mining of Massive Datasets", chapter 3.
+    """
+    raise NotImplementedError("Exercise 26.8: write near_duplicates")
+
+
+def contaminated_spans(documents: Iterable[str], evaluation: Iterable[str], n: int = 13) -> list[list[tuple[int, int]]]:
+    """The parts of each document that an evaluation text holds, too. (Exercise 26.9)
+
+    Size: 25 minutes, difficulty 2, core.
+
+    Args:
+        documents: Texts to train on.
+        evaluation: Texts of an evaluation, read once. A text of fewer than n words has no n-gram, and none runs across
+            two texts.
+        n: Words in an n-gram.
+
+    Returns:
+        For each document the spans ``(start, end)``, end excluded, in words of ``normalize``, that are covered by
+        n-grams of an evaluation text; overlapping and touching ones are merged.
+
+    Cost: a hash for each n-gram of the evaluation is kept, and no text.
+
+    Source: Brown and others (arXiv:2005.14165), appendix C, with n from 8 to 13.
+    """
+    raise NotImplementedError("Exercise 26.9: write contaminated_spans")
+
+
+class QualityClassifier(parts.TextClassifier):
+    """fastText's idea: the mean of the rows that a text's words and pairs of words choose from a table. (Exercise 26.10)
+
+    Size: 45 minutes, difficulty 3, core.
+
+    Args:
+        labels: Names of the classes.
+        n_features: Rows of the table; several n-grams may share one.
+        ngrams: Most words in a feature.
+
+    Attributes:
+        weight: Parameter ``[n_features, len(labels)]``, zeros at first.
+        bias: Parameter ``[len(labels)]``, zeros at first.
+
+    Source: Joulin and others (arXiv:1607.01759), without the hidden layer, and with a hash of this chapter.
+    """
+
+    def features(self, text: str) -> Int64[Tensor, " n"]:
+        """The row of each feature: all words of ``normalize(text)``, then all pairs of neighbours, up to ``ngrams``.
+
+        In order, with repetitions; ``text_hash`` of the words joined by a space, modulo ``n_features``.
+        """
+        raise NotImplementedError("Exercise 26.10: write QualityClassifier.features")
+
+    def forward(self, texts: Texts) -> Float[Tensor, "n labels"]:
+        """The logits: the mean of the features' rows, or 0 without features, plus the bias."""
+        raise NotImplementedError("Exercise 26.10: write QualityClassifier.forward")
+
+    def fit(self, texts: Texts, labels: Texts, steps: int = 100, lr: float = 0.1) -> float:
+        """Train on all texts in every step, with chapter 7's ``cross_entropy`` and ``AdamW`` without decay.
+
+        Returns:
+            The loss of the last step, computed before its update.
+
+        Raises:
+            ValueError: a label that is not one of ``self.labels``; the message shows it.
+        """
+        raise NotImplementedError("Exercise 26.10: write QualityClassifier.fit")
+
+
+def plan_mixture(
+    sizes: Sizes, budget: float, weights: Sizes | None = None, temperature: float = 1.0, max_epochs: float = 4.0
+) -> dict[str, float]:
+    """How many tokens to take from each source, none of them too often. (Exercise 26.11)
+
+    Size: 35 minutes, difficulty 3, core.
+
+    Args:
+        sizes: Tokens of each source.
+        budget: Tokens to train on.
+        weights: Weight of each source; None takes the sizes.
+        temperature: 1 is in proportion to the weights, infinity uniform.
+        max_epochs: Most times that a source is read.
+
+    Returns:
+        Tokens from each source, in the order of ``sizes``; floats that sum to the budget.
+        They are in proportion to ``weights ** (1 / temperature)``, but none is above ``max_epochs`` times its size.
+        What a cap cuts off goes to the sources below theirs, in the same proportions, again until none is above.
+        A source of weight 0 gets nothing, at any temperature.
+
+    Raises:
+        ValueError: a budget above ``max_epochs`` times the sizes of all sources with weight; the message names it.
+        ValueError: the names in ``weights`` are not those in ``sizes``; the message shows the ones that differ.
+        ValueError: a negative weight, which the message shows, or a ``temperature`` that is not above 0.
+
+    Source: Muennighoff and others (arXiv:2305.16264), four epochs; Chung and others (arXiv:2304.09151), the caps.
+    """
+    raise NotImplementedError("Exercise 26.11: write plan_mixture")
+
+
+def pack_documents(lengths: Sequence[int], row_length: int) -> list[list[tuple[int, int, int]]]:
+    """Rows filled by best-fit decreasing: no document is cut without need, and little room is left. (Exercise 26.12)
+
+    Size: 35 minutes, difficulty 3, core.
+
+    Args:
+        lengths: Tokens of each document.
+        row_length: Tokens in a row.
+
+    Returns:
+        The pieces ``(document, start, end)`` of each row, in the order in which they were placed.
+        Each document is cut into pieces of ``row_length``, the last one shorter; an empty one has none.
+        From the longest piece to the shortest (of equals the earlier document, then the earlier start), each goes to
+        the row with the least room that is enough (of equals the lowest), else to a new row.
+
+    Cost: 60,000 documents within 8 s, so no search through all rows.
+
+    Source: Ding and others (arXiv:2404.10830), algorithm 1.
+    """
+    raise NotImplementedError("Exercise 26.12: write pack_documents")
+
+
+def write_shards(
+    folder: Folder, documents: Iterable[Sequence[int]], shard_tokens: int, vocab_size: int, end_id: int
+) -> dict:
+    """Write documents as one row of tokens that is cut into files, and a manifest that describes them. (Exercise 26.13)
+
+    Size: 40 minutes, difficulty 3, core.
+
+    Args:
+        folder: Where to write; created if it is missing.
+        documents: Ids of each document, in any iterable; read once.
+        shard_tokens: Tokens in a file; the last one may have fewer.
+        vocab_size: Number of ids.
+        end_id: Id that is written after each document.
+
+    Returns:
+        The manifest, which is also in ``manifest.json``: "dtype", "vocab_size", "end_id", "documents", "tokens", and
+        "shards", a list of "name", "tokens" and "sha256" (of the file, in hexadecimal digits).
+        The files are ``shard_00000.bin`` and so on: little-endian, of dtype "uint16" up to a vocabulary of 65,536, else
+        "uint32". The row does not end where a file ends.
+        An old manifest is removed first; the new one is written last, and atomically: whoever sees it sees all shards.
+
+    Raises:
+        ValueError: an id that is not from 0 to ``vocab_size - 1``; the message shows it.
+
+    Cost: one shard in memory, however long the row or a document.
+    """
+    raise NotImplementedError("Exercise 26.13: write write_shards")
+
+
+def shuffled_index(i: int, n: int, seed: int, epoch: int = 0) -> int:
+    """Place i of a shuffled order of n things, without a table of the order. (Exercise 26.14)
+
+    Size: 25 minutes, difficulty 3, core.
+
+    Args:
+        i: Place, from 0 to n - 1.
+        n: Number of things.
+        seed: Seed of the order.
+        epoch: Each epoch has an order of its own.
+
+    Returns:
+        A number from 0 to n - 1, a different one for each i.
+        k is the least whole number, at least 1, with ``4**k >= n``. A number of 2k bits is ``left * 2**k + right``.
+        Four rounds r = 0, 1, 2, 3 replace ``left, right`` by ``right, left ^ f``, where f is
+        ``text_hash(f"{seed},{epoch},{r},{right}") % 2**k``.
+        While the result is not below n, the rounds run on it again.
+
+    Raises:
+        ValueError: ``i`` is not from 0 to n - 1.
+
+    Source: Luby and Rackoff (1988): four rounds of Feistel's network; Black and Rogaway (2002): walking the cycle.
+    """
+    raise NotImplementedError("Exercise 26.14: write shuffled_index")
+
+
+class ShardReader(shards.TokenWindows):
+    """An endless iterator of inputs and targets over the row of tokens in a folder of shards. (Exercise 26.15)
+
+    Size: 50 minutes, difficulty 4, core.
+
+    It is chapter 7's ``TokenBatches`` for a row that is in files: the same windows, shift, ranks and epochs.
+    With a seed, place p of epoch e is window ``shuffled_index(p, n_windows, seed, e)``.
+
+    Args:
+        folder: What ``write_shards`` wrote.
+        batch: Windows B in a batch of one rank.
+        length: Tokens T in a window. Window i has the inputs ``row[i * length : (i + 1) * length]`` of the whole row.
+        rank: Index of this rank.
+        world_size: Number of ranks that share the row.
+        seed: Seed of the shuffles, the same on all ranks; None keeps the order.
+
+    Attributes:
+        n_windows: Windows in an epoch, ``(tokens - 1) // length``.
+        epoch: Epochs finished by all ranks together: 0 until ``n_windows`` windows have been returned.
+
+    Raises:
+        FileNotFoundError: there is no ``manifest.json``.
+        ValueError: a shard is missing or has another size than the manifest says; the message names it.
+        ValueError: there are fewer than ``world_size * batch * length + 1`` tokens; the message has their number.
+        ValueError: ``rank`` is not from 0 to ``world_size - 1``.
+
+    Cost: files are mapped into memory, and only the tokens of a batch are read.
+    """
+
+    def __init__(
+        self, folder: Folder, batch: int, length: int, rank: int = 0, world_size: int = 1, seed: int | None = None
+    ):
+        raise NotImplementedError("Exercise 26.15: write ShardReader.__init__")
+
+    def __next__(self) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
+        """This rank's next inputs and targets: int64 ``[B, T]`` each, contiguous."""
+        raise NotImplementedError("Exercise 26.15: write ShardReader.__next__")
