@@ -214,8 +214,9 @@ def requests() -> list[tuple[list[int], list[int]]]:
 
 def test_loglikelihood_by_hand():
     case("after id i, id i + 1 has p = 2/12, all others 1/12; no parameters")
-    asked = [([1], [2, 3]), ([4, 5], [7]), ([9], [10, 0, 1])]
+    asked = [([1], [2, 3]), ([4, 5], [7]), ([9], [10, 0, 1]), ([1], [2, 5])]
     expected = [(2 * math.log(1 / 6), True), (math.log(1 / 12), False), (3 * math.log(1 / 6), True)]
+    expected.append((math.log(1 / 72), False))
     found = ev.loglikelihood(table_model, asked, 8)
     expect_true(isinstance(found, list), f"expected a list, got {type(found).__name__}", answer=found, read=RETURNS)
     for i, ((score, greedy), (right, is_greedy)) in enumerate(zip(found, expected, strict=True)):
