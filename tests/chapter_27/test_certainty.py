@@ -12,7 +12,7 @@ from lib.workbook.grading import case, expect_close, expect_equal, expect_raises
 
 ev = graded("evaluation")
 
-WILSON, PAIRED, CLUSTERED, _, CENTERED, CALIBRATION = (f"eq-evaluation-{n}" for n in range(4, 10))
+WILSON, PAIRED, CLUSTERED, CENTERED, _, CALIBRATION = (f"eq-evaluation-{n}" for n in range(4, 10))
 ARGS, RETURNS, RAISES = (f"the contract, under {head}" for head in ("Args", "Returns", "Raises"))
 Z95 = NormalDist().inv_cdf(0.975)
 

@@ -449,9 +449,9 @@ def test_contaminated_share_memory_grows_with_the_texts_only():
 
 def test_pass_at_k_by_hand():
     case("n = 4, c = 1, k = 2: 3 of the 6 pairs hold the right sample")
-    expect_close(ev.pass_at_k(4, 1, 2), 0.5, rtol=1e-12, read="eq-evaluation-7")
+    expect_close(ev.pass_at_k(4, 1, 2), 0.5, rtol=1e-12, read="eq-evaluation-8")
     case("n = 10, c = 3, k = 2: 1 - 21/45")
-    expect_close(ev.pass_at_k(10, 3, 2), 24 / 45, rtol=1e-12, read="eq-evaluation-7")
+    expect_close(ev.pass_at_k(10, 3, 2), 24 / 45, rtol=1e-12, read="eq-evaluation-8")
     for n, c, k, expected in ((5, 0, 3, 0.0), (5, 3, 3, 1.0), (5, 5, 1, 1.0), (1, 1, 1, 1.0), (3, 0, 3, 0.0)):
         case(f"n = {n}, c = {c}, k = {k}: exactly {expected}")
         found = ev.pass_at_k(n, c, k)
@@ -465,7 +465,7 @@ def test_pass_at_k_equals_the_fraction():
             for k in {1, min(2, n), (n + 1) // 2, n}:
                 case(f"n = {n}, c = {c}, k = {k}, against the exact fraction")
                 exact = 1 - Fraction(math.comb(n - c, k), math.comb(n, k))
-                expect_close(ev.pass_at_k(n, c, k), float(exact), rtol=1e-9, atol=0, read="eq-evaluation-7")
+                expect_close(ev.pass_at_k(n, c, k), float(exact), rtol=1e-9, atol=0, read="eq-evaluation-8")
 
 
 def test_pass_at_k_of_many_samples():
@@ -490,4 +490,4 @@ def test_pass_at_k_is_the_share_of_subsets():
 
     case("n = 8, c = 3, k = 4: all 70 subsets are drawn")
     drawn = [min(subset) < 3 for subset in itertools.combinations(range(8), 4)]
-    expect_close(ev.pass_at_k(8, 3, 4), sum(drawn) / len(drawn), rtol=1e-12, read="eq-evaluation-7")
+    expect_close(ev.pass_at_k(8, 3, 4), sum(drawn) / len(drawn), rtol=1e-12, read="eq-evaluation-8")

@@ -48,7 +48,7 @@ REFUSED = {
     "a folder outside": "import os; os.mkdir('/tmp/escaped-27')",
     "a pipe outside": "import os; os.mkfifo('/tmp/escaped-27')",
     "a database outside": "import sqlite3; sqlite3.connect('OUTSIDE')",
-    "shared memory": "from multiprocessing.shared_memory import SharedMemory as S; S('escaped-27', create=True, size=1)",
+    "shared memory": "import multiprocessing.shared_memory as s; s.SharedMemory('escaped-27', create=True, size=1)",
     "more memory": "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
     "the parent's environment": "import os; open(f'/proc/{os.getppid()}/environ')",
     "the same from its folder": "import os; os.chdir('/proc'); open(f'{os.getppid()}/environ')",
