@@ -185,7 +185,7 @@ WRONG = (
     "print(a)",
     "print(a[0])",
     "print(sum(a) / len(a))",
-    "while True: pass",
+    "import time; time.sleep(60)",
     "a = 'x' * 10**10",
     "import os; os.remove('/tmp/answers')",
     "import socket; socket.create_connection(('example.org', 80))",
