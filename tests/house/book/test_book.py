@@ -343,6 +343,21 @@ CONTRACT = {
         "shuffled_index",
         "ShardReader",
     ],
+    "evaluation": [
+        "rolling_windows",
+        "bits_per_byte",
+        "encode_pair",
+        "loglikelihood",
+        "choose_answer",
+        "few_shot_prompt",
+        "wilson_interval",
+        "paired_difference",
+        "core_score",
+        "extract_answer",
+        "pass_at_k",
+        "expected_calibration_error",
+        "contaminated_share",
+    ],
 }
 
 
