@@ -326,6 +326,23 @@ CONTRACT = {
         "assign_owners",
         "ShardedMuon",
     ],
+    "finetuning": [
+        "render_chat",
+        "pack_conversations",
+        "packed_mask",
+        "masked_cross_entropy",
+        "accumulate_masked",
+        "LoRALinear",
+        "add_lora",
+        "lora_parameters",
+        "nf4_quantize",
+        "nf4_dequantize",
+        "NF4Linear",
+        "finetuning_memory_bytes",
+        "sequence_log_probs",
+        "dpo_loss",
+        "kl_penalty",
+    ],
 }
 
 
