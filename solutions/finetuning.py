@@ -354,7 +354,8 @@ class LoRALinear(nn.Module):
             TypeError: the base has no floating-point ``weight``; names the base's class.
         """
         ### BEGIN SOLUTION
-        self._add(1, already=self.merged)
+        if not self.merged:
+            self._add(1)
         self.merged = True
         ### END SOLUTION
 
@@ -362,20 +363,19 @@ class LoRALinear(nn.Module):
         """Take the update away again, in float32, rounded once; nothing if it is not merged."""
         ### BEGIN SOLUTION
         if self.merged:
-            self._add(-1, already=False)
+            self._add(-1)
         self.merged = False
         ### END SOLUTION
 
     ### BEGIN SOLUTION
     @torch.no_grad()
-    def _add(self, sign: int, already: bool) -> None:
+    def _add(self, sign: int) -> None:
         weight = getattr(self.base, "weight", None)
         if weight is None or not weight.is_floating_point():
             raise TypeError(f"{type(self.base).__name__} has no floating-point weight to merge into")
-        if not already:
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            update = self.scaling * (self.lora_B.to(wide) @ self.lora_A.to(wide))
-            weight.copy_(weight.to(wide) + sign * update)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        update = self.scaling * (self.lora_B.to(wide) @ self.lora_A.to(wide))
+        weight.copy_(weight.to(wide) + sign * update)
 
     ### END SOLUTION
 
