@@ -866,10 +866,7 @@ def test_NF4Linear_saves_packed_weights_only():
         y = layer(x)
     found = sum(t.numel() * t.element_size() for t in saved)
     expect_true(found <= 64 * 32 // 2 + 4 * 32, f"{found} bytes are saved", answer=found, read=COST)
-    held = (
-        [v for v in vars(y.grad_fn).values() if isinstance(v, torch.Tensor)] if hasattr(y.grad_fn, "__dict__") else []
-    )
-    node = y.grad_fn
+    held, node = [], y.grad_fn
     while node is not None:
         held += [v for v in getattr(node, "__dict__", {}).values() if isinstance(v, torch.Tensor)]
         node = next((n for n, _ in node.next_functions if n is not None), None)
