@@ -131,7 +131,7 @@ def pack_conversations(
         ValueError: ids and mask differ in length; shows the conversation's index and both lengths.
     """
     ### BEGIN SOLUTION
-    rows: list[dict[str, list[int]]] = []
+    rows, room = list[dict[str, list[int]]](), list[int]()
     for index, (ids, mask) in enumerate(conversations):
         if len(ids) != len(mask):
             raise ValueError(f"conversation {index} has {len(ids)} ids and a mask of {len(mask)}")
@@ -139,10 +139,12 @@ def pack_conversations(
         n = len(learned)
         if not any(learned):
             continue
-        row = next((row for row in rows if len(row["inputs"]) + n <= length), None)
-        if row is None:
-            row = {name: [] for name in _PADDING}
-            rows.append(row)
+        first = next((i for i, left in enumerate(room) if n <= left), len(rows))
+        if first == len(rows):
+            rows.append({name: [] for name in _PADDING})
+            room.append(length)
+        room[first] -= n
+        row = rows[first]
         row["inputs"] += ids[:-1]
         row["targets"] += [token if own else ignore_index for token, own in zip(ids[1:], learned, strict=True)]
         row["documents"] += [row["documents"][-1] + 1 if row["documents"] else 0] * n

@@ -29,9 +29,10 @@ from lib.training import AdamW, clip_gradient_norm_, cosine_schedule, parameter_
 
 NAMES = ("bos", *(f"{who}_{end}" for who in ("user", "assistant", "python", "output") for end in ("start", "end")))
 SPECIAL = {name: 256 + i for i, name in enumerate(NAMES)}
-LENGTH = 112
+LENGTH = 192
 CONFIG = GPT2Config(vocab_size=256 + len(NAMES), context_len=LENGTH, dim=64, n_layers=2, n_heads=2)
 TARGETS = ("c_attn", "c_fc", "c_proj")
+KINDS = ("title", "next")
 Conversation = list[dict[str, str]]
 Rendered = tuple[list[int], list[int]]
 
@@ -71,7 +72,7 @@ def conversations() -> tuple[list[tuple[str, Conversation]], list[tuple[str, Con
     """
     parts: tuple[list, list] = ([], [])
     for title, text in sections().items():
-        for place, start in enumerate(range(0, min(len(text), 3000) - 96, 96)):
+        for place, start in enumerate(range(0, min(len(text), 1500) - 96, 96)):
             line, more = text[start : start + 32], text[start + 32 : start + 96]
             pairs = (("title", f"Which section says: {line}", title), ("next", f"Go on: {line}", more))
             for kind, question, answer in pairs:
@@ -121,14 +122,14 @@ def _pretrained(n_steps: int) -> dict[str, Tensor]:
 
     def batches() -> Iterator[list[tuple[Tensor, Tensor]]]:
         while True:
-            window = text[torch.randint(len(text) - LENGTH, (8, 1), generator=generator) + torch.arange(LENGTH + 1)]
+            window = text[torch.randint(len(text) - 121, (8, 1), generator=generator) + torch.arange(121)]
             yield [(window[:, :-1], window[:, 1:])]
 
     train(model, batches(), n_steps, lr=3e-3)
     return model.state_dict()
 
 
-def pretrained(n_steps: int = 300) -> GPT2:
+def pretrained(n_steps: int = 200) -> GPT2:
     """A model that has read the reference's bytes, and no marker."""
     model = GPT2(CONFIG)
     model.load_state_dict(_pretrained(n_steps))
@@ -164,38 +165,37 @@ def train(
     return losses
 
 
-def micro_batches(given: list[Rendered], rows: int = 2, n: int = 2, seed: int = 0) -> Iterator[list]:
-    """For each step ``n`` micro-batches of packed rows, drawn at random; a row goes in as ``[3, rows, T]``."""
-    packed = pack_conversations(given, LENGTH)
+@cache
+def packed(kind: str, everything: bool = False, held_out: bool = False) -> dict[str, Tensor]:
+    """The conversations of one kind in rows of ``LENGTH``."""
+    return pack_conversations(rendered(kind, held_out, everything), LENGTH)
+
+
+def micro_batches(rows: dict[str, Tensor], seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """One packed row after the other, drawn at random: ``[3, 1, T]`` and its targets."""
     generator = torch.Generator().manual_seed(seed)
     while True:
-        chosen = torch.randint(len(packed["inputs"]), (n, rows), generator=generator)
-        yield [
-            (torch.stack([packed[k][i] for k in ("inputs", "documents", "positions")]), packed["targets"][i])
-            for i in chosen
-        ]
+        i = torch.randint(len(rows["inputs"]), (1,), generator=generator)
+        yield as_input(rows)[:, i], rows["targets"][i]
 
 
-def by_kind(everything: bool = False, n: int = 2) -> Iterator[list]:
-    """Micro-batches of one kind each, half of them with short answers and half with long ones."""
-    parts = [micro_batches(rendered(kind, everything=everything), n=n // 2, seed=i) for i, kind in enumerate(KINDS)]
+def as_input(rows: dict[str, Tensor]) -> Tensor:
+    """What `Packed` takes, ``[3, B, T]``."""
+    return torch.stack([rows[k] for k in ("inputs", "documents", "positions")])
+
+
+def by_kind(everything: bool = False) -> Iterator[list]:
+    """Two micro-batches a step: one with short answers, and one with long ones."""
+    parts = [micro_batches(packed(kind, everything), seed) for seed, kind in enumerate(KINDS)]
     while True:
-        yield [batch for part in parts for batch in next(part)]
-
-
-KINDS = ("title", "next")
+        yield [next(part) for part in parts]
 
 
 @torch.no_grad()
-def answer_loss(model: nn.Module, kind: str) -> float:
+def answer_loss(model: GPT2, kind: str) -> float:
     """Mean loss over the answers of the held-out conversations of one kind, in nats a byte."""
-    packed = pack_conversations(rendered(kind, held_out=True)[:160], LENGTH)
-    rows = torch.stack([packed[k] for k in ("inputs", "documents", "positions")])
-    return masked_cross_entropy(Packed(_plain(model))(rows), packed["targets"]).item()
-
-
-def _plain(model: nn.Module) -> GPT2:
-    return model.model if isinstance(model, Packed) else model  # type: ignore[return-value]
+    rows = packed(kind, held_out=True)
+    return masked_cross_entropy(Packed(model)(as_input(rows)), rows["targets"]).item()
 
 
 def compare_losses(n_steps: int = 200, lr: float = 2e-3) -> dict[str, dict[str, Any]]:
@@ -287,8 +287,8 @@ def prompts(n: int, held_out: bool = True) -> list[tuple[list[int], str]]:
 def padded(rows: list[Rendered]) -> tuple[Tensor, Tensor]:
     """Inputs and targets of conversations, one a row, padded on the right."""
     length = max(len(ids) for ids, _ in rows) - 1
-    packed = [pack_conversations([row], length) for row in rows]
-    return torch.cat([p["inputs"] for p in packed]), torch.cat([p["targets"] for p in packed])
+    alone = [pack_conversations([row], length) for row in rows]
+    return torch.cat([row["inputs"] for row in alone]), torch.cat([row["targets"] for row in alone])
 
 
 def _pairs(n: int, generator: torch.Generator) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

@@ -89,14 +89,14 @@ edits(
     - ids, learned = ids[: length + 1], mask[1 : length + 1]
     + ids, learned = ids[:length], mask[1:length]
     only the last row is tried: first fit begins at the first
-    - for row in rows if
-    + for row in rows[-1:] if
+    - for i, left in enumerate(room) if
+    + for i, left in list(enumerate(room))[-1:] if
     the fullest row with room is taken: first fit takes the first
-    - for row in rows if
-    + for row in sorted(rows, key=lambda row: -len(row["inputs"])) if
+    - for i, left in enumerate(room) if
+    + for i, left in sorted(enumerate(room), key=lambda pair: pair[1]) if
     a row is full one position too early
-    - + n <= length
-    + + n < length
+    - if n <= left
+    + if n < left
     conversations are sorted by length, longest first: the order given counts
     - enumerate(conversations)
     + enumerate(sorted(conversations, key=lambda c: -len(c[0])))
@@ -131,9 +131,8 @@ edits(
     + a conversation has
     a conversation that does not fit in the rest of a row is split
     - n = len(learned)
-    + room = [length - len(row["inputs"]) for row in rows[-1:]]
-    + if room and 0 < room[0] < len(learned):
-    +     ids, learned = ids[: room[0] + 1], learned[: room[0]]
+    + if room and 0 < room[-1] < len(learned):
+    +     ids, learned = ids[: room[-1] + 1], learned[: room[-1]]
     + n = len(learned)
     """,
 )
