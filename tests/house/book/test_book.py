@@ -358,6 +358,23 @@ CONTRACT = {
         "expected_calibration_error",
         "contaminated_share",
     ],
+    "finetuning": [
+        "render_chat",
+        "pack_conversations",
+        "packed_mask",
+        "masked_cross_entropy",
+        "accumulate_masked",
+        "LoRALinear",
+        "add_lora",
+        "lora_parameters",
+        "nf4_quantize",
+        "nf4_dequantize",
+        "NF4Linear",
+        "finetuning_memory_bytes",
+        "sequence_log_probs",
+        "dpo_loss",
+        "kl_penalty",
+    ],
 }
 
 
