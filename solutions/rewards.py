@@ -171,35 +171,34 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, chunk_size):
-        log_probs, entropy = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))
-        lse = torch.empty(len(hidden), dtype=_wide(hidden, weight), device=hidden.device)
-        for rows in _slices(len(hidden), chunk_size):
-            logits = _logits(hidden[rows], weight, temperature)
-            norm = logits.logsumexp(-1)
-            lse[rows] = norm
-            log_probs[rows] = logits.gather(-1, targets[rows, None]).squeeze(-1) - norm
-            shares = (logits - norm[:, None]).exp_()
-            entropy[rows] = norm - torch.where(shares > 0, shares.mul_(logits), 0).sum(-1)
-        ctx.save_for_backward(hidden, weight, targets, lse)
+        rows, ids = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1, 1)
+        log_probs, entropy = (torch.empty(len(rows), device=hidden.device) for _ in range(2))
+        for part in _slices(len(rows), chunk_size):
+            logs = _logits(rows[part], weight, temperature).log_softmax(-1)
+            log_probs[part] = logs.gather(-1, ids[part]).squeeze(-1)
+            shares = logs.exp()
+            entropy[part] = -torch.where(shares > 0, shares.mul_(logs), 0).sum(-1)
+        ctx.save_for_backward(hidden, weight, targets)
         ctx.temperature, ctx.chunk_size = temperature, chunk_size
+        entropy = entropy.view(targets.shape)
         ctx.mark_non_differentiable(entropy)
-        return log_probs, entropy
+        return log_probs.view(targets.shape), entropy
 
     @staticmethod
     def backward(ctx, grad, _):
-        hidden, weight, targets, lse = ctx.saved_tensors
+        hidden, weight, targets = ctx.saved_tensors
+        rows, ids, grad = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1, 1), grad.reshape(-1, 1)
         wants_hidden, wants_weight, *_ = ctx.needs_input_grad
-        d_hidden = torch.empty_like(hidden) if wants_hidden else None
+        d_rows = torch.empty(rows.shape, dtype=hidden.dtype, device=hidden.device) if wants_hidden else None
         d_weight = torch.zeros_like(weight, dtype=_wide(weight)) if wants_weight else None
-        for rows in _slices(len(hidden), ctx.chunk_size):
-            shares = _logits(hidden[rows], weight, ctx.temperature).sub_(lse[rows, None]).exp_()
-            d_logits = shares.mul_(-grad[rows, None])
-            d_logits.scatter_add_(-1, targets[rows, None], grad[rows, None].to(d_logits.dtype))
-            d_logits.div_(ctx.temperature)
-            if d_hidden is not None:
-                d_hidden[rows] = _product(d_logits.to(hidden.dtype), weight)
+        for part in _slices(len(rows), ctx.chunk_size):
+            d_logits = _logits(rows[part], weight, ctx.temperature).softmax(-1).mul_(-grad[part])
+            d_logits.scatter_add_(-1, ids[part], grad[part].to(d_logits.dtype)).div_(ctx.temperature)
+            if d_rows is not None:
+                d_rows[part] = _product(d_logits.to(hidden.dtype), weight)
             if d_weight is not None:
-                d_weight.addmm_(d_logits.T.to(d_weight.dtype), hidden[rows].to(d_weight.dtype))
+                d_weight.addmm_(d_logits.T.to(d_weight.dtype), rows[part].to(d_weight.dtype))
+        d_hidden = None if d_rows is None else d_rows.view(hidden.shape)
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
 
 
@@ -256,9 +255,7 @@ def token_log_probs(
     ### BEGIN SOLUTION
     if not temperature > 0:
         raise ValueError(f"temperature = {temperature}: expected a number above 0")
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    log_probs, entropy = _LogProbs.apply(rows, weight, targets.reshape(-1), temperature, chunk_size)
-    return log_probs.view(targets.shape), entropy.view(targets.shape)
+    return _LogProbs.apply(hidden, weight, targets, temperature, chunk_size)
     ### END SOLUTION
 
 
