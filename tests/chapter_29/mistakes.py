@@ -144,25 +144,25 @@ edits(
     - .div_(temperature)
     + .mul_(temperature)
     the gradient forgets that the logits were divided by the temperature
-    @@ backward
+    @@ _LogProbs
     - .div_(ctx.temperature)
     +
     the gradient is that of minus the log-probability
-    @@ backward
+    @@ _LogProbs
     - mul_(-grad[part])
     + mul_(grad[part])
     - grad[part].to(d_logits.dtype)
     + -grad[part].to(d_logits.dtype)
     the target's own term of the gradient is missing: 1 minus its probability, not minus its probability
-    @@ backward
+    @@ _LogProbs
     - .scatter_add_(-1, ids[part], grad[part].to(d_logits.dtype))
     +
     the entropy is in bits, not in nats
-    @@ forward
+    @@ _LogProbs
     - -torch.where(shares > 0, shares.mul_(logs), 0).sum(-1)
     + -torch.where(shares > 0, shares.mul_(logs), 0).sum(-1) / 0.6931471805599453
     a probability of 0 times a logarithm of -inf makes the entropy NaN
-    @@ forward
+    @@ _LogProbs
     - torch.where(shares > 0, shares.mul_(logs), 0)
     + shares.mul_(logs)
     all rows are one chunk, so the whole matrix of logits is made
@@ -174,15 +174,15 @@ edits(
     + entropy = -torch.where(logs.exp() > 0, logs.exp() * logs, 0).sum(-1).detach()
     + return logs.gather(-1, targets[..., None]).squeeze(-1).float(), entropy.float()
     the weight's gradient is summed in its own dtype: bfloat16 soon ignores what is added
-    @@ backward
+    @@ _LogProbs
     - dtype=_wide(weight)
     + dtype=weight.dtype
     the gradients are float32 whatever the inputs are
-    @@ backward
+    @@ _LogProbs
     - d_weight.to(weight.dtype)
     + d_weight
     the logits are exponentiated as they are, which overflows
-    @@ forward
+    @@ _LogProbs
     - _logits(rows[part], weight, temperature).log_softmax(-1)
     + _logits(rows[part], weight, temperature)
     + logs = logs - logs.exp().sum(-1, keepdim=True).log()
@@ -397,7 +397,7 @@ edits(
     - finally:
     + except ZeroDivisionError:
     the recorded logits are those of every chunk of a step: only a chunk that completes draws a token
-    @@ run
+    @@ _Recorder
     - if chunk.completes
     + if chunk.n_tokens
     @@ _sample
