@@ -25,7 +25,8 @@ edits(
     + check(pieces[4])
     a right answer is paid without the right form, so the markers are soon gone
     - right = form and bool(check(pieces[4].strip()))
-    + right = bool(check(pieces[4].strip() if form else response.strip()))
+    + found = re.findall("(?s)<answer>(.*?)</answer>", response)
+    + right = bool(found) and bool(check(found[-1].strip()))
     a right answer gets the reward of the form on top: it should be 1.0
     - 1.0 if right else format_weight * float(form)
     + float(right) + format_weight * float(form)
@@ -177,10 +178,6 @@ edits(
     @@ _LogProbs
     - dtype=_wide(weight)
     + dtype=weight.dtype
-    the gradients are float32 whatever the inputs are
-    @@ _LogProbs
-    - d_weight.to(weight.dtype)
-    + d_weight
     the logits are exponentiated as they are, which overflows
     @@ _LogProbs
     - _logits(rows[part], weight, temperature).log_softmax(-1)
