@@ -47,7 +47,7 @@ def _tuned(n_steps: int, seed: int) -> dict[str, Tensor]:
     for step in range(n_steps):
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * min(1.0, (step + 1) / 20, (n_steps - step) / (0.3 * n_steps))
-        inputs, targets = supervised_batch(list(islice(task, 64)))
+        inputs, targets = supervised_batch(list(islice(task, 32)))
         loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -55,7 +55,7 @@ def _tuned(n_steps: int, seed: int) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def tuned(n_steps: int = 300, seed: int = 0) -> Llama:
+def tuned(n_steps: int = 500, seed: int = 0) -> Llama:
     """A tiny Llama after supervised steps on sums in the form; it is trained once, and each call returns a copy."""
     model = Llama(CONFIG)
     model.load_state_dict(_tuned(n_steps, seed))

@@ -393,13 +393,6 @@ edits(
     @@ _sample
     - finally:
     + except ZeroDivisionError:
-    the recorded logits are those of every chunk of a step: only a chunk that completes draws a token
-    @@ _Recorder
-    - if chunk.completes
-    + if chunk.n_tokens
-    @@ _sample
-    - zip(new, engine.drawn_from, strict=True)
-    + zip(new, engine.drawn_from)
     a temperature of 0 is not refused, where every log-probability is NaN or 0
     - if not temperature > 0:
     + if temperature is None:

@@ -21,8 +21,8 @@ from tests.inputs import randn
 
 rewards = graded("rewards")
 
-STEP = "eq-rewards-7"
-GATE = "eq-rewards-8"
+GATE = "eq-rewards-7"
+STEP = "eq-rewards-8"
 RAISES = "the contract, under Raises"
 RETURNS = "the contract, under Returns"
 ARGS = "the contract, under Args"
@@ -202,16 +202,16 @@ def test_StalenessGate_drops_what_is_too_old():
 
 def test_StalenessGate_knows_what_runs():
     gate = rewards.StalenessGate(2, 3)
-    case("a rollout is finished that was never started, or of another version, or twice")
-    with expect_raises(ValueError, "0", read=RAISES):
-        gate.finish("a", 0)
     gate.start(2)
+    case("a rollout of version 5 is finished, and two of version 0 are running")
     with expect_raises(ValueError, "5", read=RAISES):
         gate.finish("a", 5)
     gate.finish("a", 0)
     gate.finish("b", 0)
+    case("two of version 0 were started, and a third one is finished")
     with expect_raises(ValueError, "0", read=RAISES):
         gate.finish("c", 0)
+    case("nothing of what was refused is in the batch")
     expect_equal(gate.take(), [("a", 0), ("b", 0)], name="take(): nothing of the refused ones", read=RAISES)
 
 
@@ -452,8 +452,8 @@ def stepped(rank: int, world_size: int, names: list[str], micro_batch_size: int 
             model, torch.optim.SGD(model.parameters(), lr=0.5), batch, micro_batch_size, max_norm=0.01, **settings
         )
         numbers, expected = expected_step(a_batch(), 0.5, 0.01, **settings)
-        expect_close(found, numbers, atol=1e-6, name="", read=STEP)
         expect_same_weights(model, expected)
+        expect_close(found, numbers, atol=1e-6, name="", read=STEP)
         seen += [found[key] for key in sorted(found)]
     return seen
 
