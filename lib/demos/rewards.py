@@ -15,15 +15,15 @@ from lib.attention import causal_mask
 from lib.given.data.tasks import Characters, Check, Question, sums
 from lib.given.models.llama import LlamaConfig
 from lib.llama import Llama
-from lib.rewards import StalenessGate, check_countdown, grpo_step, sample_groups, score_response, token_log_probs
+from lib.rewards import StalenessGate, grpo_step, sample_groups, score_response, token_log_probs
 from lib.serving import Scheduler
 from lib.training import AdamW
 
 LETTERS = Characters()
 CONFIG = LlamaConfig(vocab_size=len(LETTERS), dim=64, n_layers=2, n_heads=4, hidden_dim=160, context_len=64)
 MAX_NEW_TOKENS, SAMPLES, PROMPTS = 40, 8, 8
-RESTATED = 0.15
-"""The share of the supervised solutions that answer a sum with the question itself."""
+HEDGED = 0.15
+"""The share of the supervised solutions that answer a sum with three numbers."""
 History = list[dict[str, float]]
 
 
@@ -42,7 +42,7 @@ def supervised_batch(questions: list[Question]) -> tuple[Tensor, Tensor]:
 @cache
 def _tuned(n_steps: int, seed: int) -> dict[str, Tensor]:
     torch.manual_seed(seed)
-    model, task = Llama(CONFIG), sums(seed=seed, restated=RESTATED)
+    model, task = Llama(CONFIG), sums(seed=seed, hedged=HEDGED)
     optimizer = AdamW(model.parameters(), lr=3e-3)
     for step in range(n_steps):
         for group in optimizer.param_groups:
@@ -95,10 +95,9 @@ def exact(question: Question) -> Check:
     return question.check
 
 
-def evaluating(question: Question) -> Check:
-    """A check that works the answer out first. It can be fooled: the question's own sum has the right value."""
-    a, b = (int(number) for number in question.prompt.partition("=")[0].split("+"))
-    return lambda answer: question.check(answer) or check_countdown(answer, [a, b], a + b)
+def generous(question: Question) -> Check:
+    """A check that accepts a list with the right number in it. It can be fooled: a list is right more often."""
+    return lambda answer: any(question.check(part.strip()) for part in answer.split(","))
 
 
 @torch.no_grad()

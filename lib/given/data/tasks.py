@@ -31,20 +31,20 @@ def form(thought: str, answer: str) -> str:
     return f"{thought}</think><answer>{answer}</answer>"
 
 
-def sums(n_digits: int = 2, seed: int = 0, restated: float = 0.0) -> Iterator[Question]:
+def sums(n_digits: int = 2, seed: int = 0, hedged: float = 0.0) -> Iterator[Question]:
     """Sums of two numbers of at most ``n_digits`` digits. The thought adds digit by digit, one to three times.
 
     Args:
         n_digits: More digits make the task harder.
         seed: Of the questions.
-        restated: The share of solutions whose answer is the question's sum, not its value: wrong, and right if worked
-            out.
+        hedged: The share of solutions that answer with the sum and both of its neighbours, which is wrong.
     """
     draw = random.Random(seed)
     while True:
         a, b = (draw.randrange(10**n_digits) for _ in range(2))
         thought = ";".join([_carries(a, b, n_digits)] * draw.randint(1, 3))
-        answer = f"{a}+{b}" if draw.random() < restated else str(a + b)
+        near = (a + b - 1, a + b, a + b + 1)
+        answer = ",".join(map(str, near)) if draw.random() < hedged else str(a + b)
         yield Question(f"{a}+{b}=<think>", _equals(str(a + b)), form(thought, answer))
 
 
