@@ -326,6 +326,19 @@ CONTRACT = {
         "assign_owners",
         "ShardedMuon",
     ],
+    "finetuning": ["kl_penalty"],
+    "rewards": [
+        "score_response",
+        "check_countdown",
+        "group_advantages",
+        "token_log_probs",
+        "policy_loss",
+        "importance_weights",
+        "agg_loss",
+        "sample_groups",
+        "StalenessGate",
+        "grpo_step",
+    ],
 }
 
 
