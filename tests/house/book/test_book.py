@@ -375,6 +375,18 @@ CONTRACT = {
         "dpo_loss",
         "kl_penalty",
     ],
+    "rewards": [
+        "score_response",
+        "check_countdown",
+        "group_advantages",
+        "token_log_probs",
+        "policy_loss",
+        "importance_weights",
+        "agg_loss",
+        "sample_groups",
+        "StalenessGate",
+        "grpo_step",
+    ],
 }
 
 
@@ -658,7 +670,7 @@ def test_an_exercise_without_a_size_or_with_another_weight_is_named():
 
 
 def test_routes_name_chapters_in_order_and_everything_has_every_exercise():
-    assert list(routes()) == ["everything", "models", "training", "kernels"]
+    assert list(routes()) == ["everything", "models", "training", "kernels", "assistant"]
     assert routes()["everything"].exercises == tuple(all_exercises())
     for route in routes().values():
         assert [c.number for c in route.chapters] == sorted({c.number for c in route.chapters})

@@ -1,0 +1,2 @@
+"""Compared with whole matrices and autograd in float64, Python's `fractions`, PyTorch's clipping, `generate_many`,
+the model's own second pass, and for ranks one process."""
