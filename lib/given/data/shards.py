@@ -46,7 +46,8 @@ def open_shards(folder: Folder) -> tuple[dict[str, Any], list[np.ndarray]]:
         FileNotFoundError: there is no ``manifest.json``.
         ValueError: a shard is missing or has another size than the manifest says; the message names it.
     """
-    manifest, shards = json.loads((Path(folder) / "manifest.json").read_text()), []
+    manifest = json.loads((Path(folder) / "manifest.json").read_text())
+    shards: list[np.ndarray] = []
     dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
     for shard in manifest["shards"]:
         path, expected = Path(folder) / shard["name"], shard["tokens"] * dtype.itemsize
