@@ -12,12 +12,31 @@ import resource
 import sys
 import types
 
-PREFIXES = ("socket.", "ctypes.", "subprocess.", "signal.", "syslog.", "pty.", "gc.get_", "shutil.rmtree", "sqlite3.")
+PREFIXES: tuple[str, ...] = (
+    "socket.",
+    "ctypes.",
+    "subprocess.",
+    "signal.",
+    "syslog.",
+    "pty.",
+    "gc.get_",
+    "shutil.rmtree",
+    "sqlite3.",
+)
 PREFIXES += ("os.exec", "os.spawn", "os.posix_spawn", "os.fork", "os.system", "os.kill", "os.remove", "os.rmdir")
 PREFIXES += ("os.link", "os.symlink", "os.chown", "os.chflags", "os.setxattr", "os.removexattr", "resource.")
 PREFIXES += ("cpython.PyInterpreterState_New",)
 """Events that are refused begin with one of these."""
-MODULES = ("ctypes", "_ctypes", "_posixsubprocess", "_signal", "_posixshmem", "_multiprocessing", "_sqlite3", "_dbm")
+MODULES: tuple[str, ...] = (
+    "ctypes",
+    "_ctypes",
+    "_posixsubprocess",
+    "_signal",
+    "_posixshmem",
+    "_multiprocessing",
+    "_sqlite3",
+    "_dbm",
+)
 MODULES += ("_gdbm", "readline", "_xxsubinterpreters", "_testcapi", "_testinternalcapi", "_testmultiphase")
 """Modules that could do natively what the events would show."""
 PATHS = {"os.rename": 2, "os.mkdir": 1, "os.truncate": 1, "os.chmod": 1, "os.utime": 1}

@@ -66,7 +66,17 @@ def run_behind(
         (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace", newline="")
         out, err, mark = (files.enter_context((folder / n).open("w+b")) for n in ("stdout", "stderr", "mark"))
         limits = [memory_bytes, math.ceil(timeout_s) + 1, FILE_BYTES, mark.fileno()]
-        command = [*prefix, sys.executable, "-I", "-B", "-X", "utf8", GUARD, folder / "program.py", *map(str, limits)]
+        command = [
+            *prefix,
+            sys.executable,
+            "-I",
+            "-B",
+            "-X",
+            "utf8",
+            str(GUARD),
+            str(folder / "program.py"),
+            *map(str, limits),
+        ]
         process = subprocess.Popen(
             command,
             stdin=files.enter_context((folder / "stdin").open("rb")),
