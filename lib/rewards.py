@@ -70,9 +70,8 @@ def check_countdown(expression: str, numbers: Iterable[int], target: int) -> boo
     raise NotImplementedError("Exercise 29.2: write check_countdown")
 
 
-def group_advantages(
-    rewards: Float[Tensor, " n"], groups: Int[Tensor, " n"], normalize_by_std: bool = True, eps: float = 1e-6
-) -> Float32[Tensor, " n"]:
+def group_advantages(rewards: Float[Tensor, " n"], groups: Int[Tensor, " n"], normalize_by_std: bool = True,
+                     eps: float = 1e-6) -> Float32[Tensor, " n"]:  # fmt: skip
     """How much better each answer is than the other answers to its prompt. (Exercise 29.3)
 
     Size: 25 minutes, difficulty 2, core.
@@ -98,13 +97,9 @@ def group_advantages(
     raise NotImplementedError("Exercise 29.3: write group_advantages")
 
 
-def token_log_probs(
-    hidden: Float[Tensor, "*n c"],
-    weight: Float[Tensor, "v c"],
-    targets: Int[Tensor, "*n"],
-    temperature: float = 1.0,
-    chunk_size: int = 256,
-) -> tuple[Float32[Tensor, "*n"], Float32[Tensor, "*n"]]:
+def token_log_probs(hidden: Float[Tensor, "*n c"], weight: Float[Tensor, "v c"], targets: Int[Tensor, "*n"],
+                    temperature: float = 1.0, chunk_size: int = 256
+) -> tuple[Float32[Tensor, "*n"], Float32[Tensor, "*n"]]:  # fmt: skip
     """Log-probabilities of tokens, without ever holding the logits of all positions. (Exercise 29.4)
 
     Size: 50 minutes, difficulty 4, core.
@@ -131,15 +126,10 @@ def token_log_probs(
     raise NotImplementedError("Exercise 29.4: write token_log_probs")
 
 
-def policy_loss(
-    log_probs: Float[Tensor, "n t"],
-    old_log_probs: Float[Tensor, "n t"] | None,
-    advantages: Float[Tensor, "n ..."],
-    mask: Tensor,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
-    level: str = "token",
-) -> tuple[Float[Tensor, "n t"], Float[Tensor, ""]]:
+def policy_loss(log_probs: Float[Tensor, "n t"], old_log_probs: Float[Tensor, "n t"] | None,
+                advantages: Float[Tensor, "n ..."], mask: Tensor, clip_ratio_low: float = 0.2,
+                clip_ratio_high: float = 0.2, level: str = "token"
+) -> tuple[Float[Tensor, "n t"], Float[Tensor, ""]]:  # fmt: skip
     """The clipped policy gradient's loss of each token. (Exercise 29.5)
 
     Size: 40 minutes, difficulty 4, core.
@@ -172,15 +162,9 @@ def policy_loss(
 
 
 @torch.no_grad()
-def importance_weights(
-    old_log_probs: Float[Tensor, "n t"],
-    rollout_log_probs: Float[Tensor, "n t"],
-    mask: Tensor,
-    level: str = "token",
-    mode: str = "truncate",
-    cap: float = 2.0,
-    floor: float = 0.0,
-) -> Float32[Tensor, "n t"]:
+def importance_weights(old_log_probs: Float[Tensor, "n t"], rollout_log_probs: Float[Tensor, "n t"],
+                       mask: Tensor, level: str = "token", mode: str = "truncate", cap: float = 2.0,
+                       floor: float = 0.0) -> Float32[Tensor, "n t"]:  # fmt: skip
     """How much likelier the trainer finds what the sampler drew. (Exercise 29.6)
 
     Size: 25 minutes, difficulty 3, core.
@@ -205,15 +189,9 @@ def importance_weights(
     raise NotImplementedError("Exercise 29.6: write importance_weights")
 
 
-def agg_loss(
-    loss_mat: Float[Tensor, "n t"],
-    loss_mask: Tensor,
-    loss_agg_mode: str,
-    dp_size: int = 1,
-    batch_num_tokens: int | Tensor | None = None,
-    global_batch_size: int | Tensor | None = None,
-    loss_scale_factor: float | None = None,
-) -> Float[Tensor, ""]:
+def agg_loss(loss_mat: Float[Tensor, "n t"], loss_mask: Tensor, loss_agg_mode: str, dp_size: int = 1,
+             batch_num_tokens: int | Tensor | None = None, global_batch_size: int | Tensor | None = None,
+             loss_scale_factor: float | None = None) -> Float[Tensor, ""]:  # fmt: skip
     """One loss from those of all tokens; what divides it decides who counts how much. (Exercise 29.7)
 
     Size: 30 minutes, difficulty 3, core.
@@ -243,18 +221,9 @@ def agg_loss(
     raise NotImplementedError("Exercise 29.7: write agg_loss")
 
 
-def sample_groups(
-    model: nn.Module,
-    prompts: Sequence[Sequence[int]],
-    group_size: int,
-    scheduler: Scheduler,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    seed: int = 0,
-    eos_id: int | None = None,
-    pad_id: int = 0,
-    version: int = 0,
-) -> dict[str, Any]:
+def sample_groups(model: nn.Module, prompts: Sequence[Sequence[int]], group_size: int, scheduler: Scheduler,
+                  max_new_tokens: int, temperature: float = 1.0, seed: int = 0, eos_id: int | None = None,
+                  pad_id: int = 0, version: int = 0) -> dict[str, Any]:  # fmt: skip
     """Sample a group of responses to each prompt on chapter 21's engine, with their log-probabilities. (Exercise 29.8)
 
     Size: 45 minutes, difficulty 4, core.
@@ -352,26 +321,13 @@ class StalenessGate:
         raise NotImplementedError("Exercise 29.9: write StalenessGate.take")
 
 
-def grpo_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Mapping[str, Any],
-    micro_batch_size: int | None = None,
-    *,
-    normalize_by_std: bool = True,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
-    level: str = "token",
-    loss_agg_mode: str = "token-mean",
-    loss_scale_factor: float | None = None,
-    kl_coef: float = 0.0,
-    correction: str | None = None,
-    cap: float = 2.0,
-    floor: float = 0.0,
-    temperature: float = 1.0,
-    max_norm: float = 1.0,
-    group: dist.ProcessGroup | None = None,
-) -> dict[str, float]:
+def grpo_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Any],
+              micro_batch_size: int | None = None, *, normalize_by_std: bool = True,
+              clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, level: str = "token",
+              loss_agg_mode: str = "token-mean", loss_scale_factor: float | None = None,
+              kl_coef: float = 0.0, correction: str | None = None, cap: float = 2.0, floor: float = 0.0,
+              temperature: float = 1.0, max_norm: float = 1.0, group: dist.ProcessGroup | None = None
+) -> dict[str, float]:  # fmt: skip
     """One update of the policy from a batch of rewarded responses, on one process or on ranks. (Exercise 29.10)
 
     Size: 60 minutes, difficulty 5, core.

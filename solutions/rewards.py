@@ -124,9 +124,8 @@ def check_countdown(expression: str, numbers: Iterable[int], target: int) -> boo
     ### END SOLUTION
 
 
-def group_advantages(
-    rewards: Float[Tensor, " n"], groups: Int[Tensor, " n"], normalize_by_std: bool = True, eps: float = 1e-6
-) -> Float32[Tensor, " n"]:
+def group_advantages(rewards: Float[Tensor, " n"], groups: Int[Tensor, " n"], normalize_by_std: bool = True,
+                     eps: float = 1e-6) -> Float32[Tensor, " n"]:  # fmt: skip
     """How much better each answer is than the other answers to its prompt. (Exercise)
 
     Size: 25 minutes, difficulty 2, core.
@@ -222,13 +221,9 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 
 
 ### END SOLUTION
-def token_log_probs(
-    hidden: Float[Tensor, "*n c"],
-    weight: Float[Tensor, "v c"],
-    targets: Int[Tensor, "*n"],
-    temperature: float = 1.0,
-    chunk_size: int = 256,
-) -> tuple[Float32[Tensor, "*n"], Float32[Tensor, "*n"]]:
+def token_log_probs(hidden: Float[Tensor, "*n c"], weight: Float[Tensor, "v c"], targets: Int[Tensor, "*n"],
+                    temperature: float = 1.0, chunk_size: int = 256
+) -> tuple[Float32[Tensor, "*n"], Float32[Tensor, "*n"]]:  # fmt: skip
     """Log-probabilities of tokens, without ever holding the logits of all positions. (Exercise)
 
     Size: 50 minutes, difficulty 4, core.
@@ -276,15 +271,10 @@ def _shown(x: Tensor, mask: Tensor) -> Tensor:
 
 
 ### END SOLUTION
-def policy_loss(
-    log_probs: Float[Tensor, "n t"],
-    old_log_probs: Float[Tensor, "n t"] | None,
-    advantages: Float[Tensor, "n ..."],
-    mask: Tensor,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
-    level: str = "token",
-) -> tuple[Float[Tensor, "n t"], Float[Tensor, ""]]:
+def policy_loss(log_probs: Float[Tensor, "n t"], old_log_probs: Float[Tensor, "n t"] | None,
+                advantages: Float[Tensor, "n ..."], mask: Tensor, clip_ratio_low: float = 0.2,
+                clip_ratio_high: float = 0.2, level: str = "token"
+) -> tuple[Float[Tensor, "n t"], Float[Tensor, ""]]:  # fmt: skip
     """The clipped policy gradient's loss of each token. (Exercise)
 
     Size: 40 minutes, difficulty 4, core.
@@ -332,15 +322,9 @@ def policy_loss(
 
 
 @torch.no_grad()
-def importance_weights(
-    old_log_probs: Float[Tensor, "n t"],
-    rollout_log_probs: Float[Tensor, "n t"],
-    mask: Tensor,
-    level: str = "token",
-    mode: str = "truncate",
-    cap: float = 2.0,
-    floor: float = 0.0,
-) -> Float32[Tensor, "n t"]:
+def importance_weights(old_log_probs: Float[Tensor, "n t"], rollout_log_probs: Float[Tensor, "n t"],
+                       mask: Tensor, level: str = "token", mode: str = "truncate", cap: float = 2.0,
+                       floor: float = 0.0) -> Float32[Tensor, "n t"]:  # fmt: skip
     """How much likelier the trainer finds what the sampler drew. (Exercise)
 
     Size: 25 minutes, difficulty 3, core.
@@ -378,15 +362,9 @@ def importance_weights(
     ### END SOLUTION
 
 
-def agg_loss(
-    loss_mat: Float[Tensor, "n t"],
-    loss_mask: Tensor,
-    loss_agg_mode: str,
-    dp_size: int = 1,
-    batch_num_tokens: int | Tensor | None = None,
-    global_batch_size: int | Tensor | None = None,
-    loss_scale_factor: float | None = None,
-) -> Float[Tensor, ""]:
+def agg_loss(loss_mat: Float[Tensor, "n t"], loss_mask: Tensor, loss_agg_mode: str, dp_size: int = 1,
+             batch_num_tokens: int | Tensor | None = None, global_batch_size: int | Tensor | None = None,
+             loss_scale_factor: float | None = None) -> Float[Tensor, ""]:  # fmt: skip
     """One loss from those of all tokens; what divides it decides who counts how much. (Exercise)
 
     Size: 30 minutes, difficulty 3, core.
@@ -468,18 +446,9 @@ def _sample(model: nn.Module, requests: list[Request], scheduler: Scheduler) -> 
 
 
 ### END SOLUTION
-def sample_groups(
-    model: nn.Module,
-    prompts: Sequence[Sequence[int]],
-    group_size: int,
-    scheduler: Scheduler,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    seed: int = 0,
-    eos_id: int | None = None,
-    pad_id: int = 0,
-    version: int = 0,
-) -> dict[str, Any]:
+def sample_groups(model: nn.Module, prompts: Sequence[Sequence[int]], group_size: int, scheduler: Scheduler,
+                  max_new_tokens: int, temperature: float = 1.0, seed: int = 0, eos_id: int | None = None,
+                  pad_id: int = 0, version: int = 0) -> dict[str, Any]:  # fmt: skip
     """Sample a group of responses to each prompt on chapter 21's engine, with their log-probabilities. (Exercise)
 
     Size: 45 minutes, difficulty 4, core.
@@ -686,26 +655,13 @@ def _sum_over_ranks(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 ### END SOLUTION
-def grpo_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Mapping[str, Any],
-    micro_batch_size: int | None = None,
-    *,
-    normalize_by_std: bool = True,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
-    level: str = "token",
-    loss_agg_mode: str = "token-mean",
-    loss_scale_factor: float | None = None,
-    kl_coef: float = 0.0,
-    correction: str | None = None,
-    cap: float = 2.0,
-    floor: float = 0.0,
-    temperature: float = 1.0,
-    max_norm: float = 1.0,
-    group: dist.ProcessGroup | None = None,
-) -> dict[str, float]:
+def grpo_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Any],
+              micro_batch_size: int | None = None, *, normalize_by_std: bool = True,
+              clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, level: str = "token",
+              loss_agg_mode: str = "token-mean", loss_scale_factor: float | None = None,
+              kl_coef: float = 0.0, correction: str | None = None, cap: float = 2.0, floor: float = 0.0,
+              temperature: float = 1.0, max_norm: float = 1.0, group: dist.ProcessGroup | None = None
+) -> dict[str, float]:  # fmt: skip
     """One update of the policy from a batch of rewarded responses, on one process or on ranks. (Exercise)
 
     Size: 60 minutes, difficulty 5, core.

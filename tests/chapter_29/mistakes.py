@@ -422,10 +422,6 @@ edits(
     - if n > self.n_allowed:
     + n = min(n, self.n_allowed)
     + if n < 0:
-    a rollout that was never started can be finished
-    @@ finish
-    - if self._running[version] < 1:
-    + if False:
     it is only asked whether any rollout runs, not one of this version
     @@ finish
     - self._running[version] < 1
