@@ -683,6 +683,9 @@ def flat_waits(rank, world_size):
         flat.start_gather(), flat.free()
         problem = "free did not wait for the gather on its way, which would then write into released memory"
         expect_true(late.n_waited == late.n_begun, problem, answer=(late.n_waited, late.n_begun), read=FLAT)
+        n_gathers = late.n_begun
+        flat.free()
+        expect_equal(late.n_begun - n_gathers, 0, name="gathers begun by `free` with nothing gathered", read=FLAT)
         held = flat.full.untyped_storage().nbytes()
         expect_equal([held, flat.is_whole], [0, False], name="bytes behind full, and is_whole, after free", read=FLAT)
         flat.full.grad = torch.full_like(flat.full, rank + 1.0)
