@@ -126,7 +126,7 @@ class SequenceParallelBlock(nn.Module):
 
         def part(x: Tensor, dim: int = 0, sections: int = 1) -> nn.Parameter:
             cut = x.detach().unflatten(dim, (sections, n_ranks, -1)).select(dim + 1, rank)
-            return nn.Parameter(cut.flatten(dim, dim + 1).clone(memory_format=torch.contiguous_format))
+            return nn.Parameter(cut.flatten(dim, dim + 1).clone())
 
         for linear, sections in ((self.attn.c_attn, 3), (self.mlp.c_fc, 1)):
             linear.weight, linear.bias = part(linear.weight, 0, sections), part(linear.bias, 0, sections)
