@@ -936,6 +936,7 @@ def test_context_parallel_bytes_refuse():
         "4 x 2 + 2": (10, 4, "ring"),
         "8 x 1 + 4": (16, 8, "ulysses"),
         "striped": (8, 2, "striped"),
+        "zigzag": (8, 2, "zigzag"),  # behind "ulysses" in the alphabet
     }.items():
         case(f"T={length}, 12 query heads, {n_ranks} ranks, kind {kind!r}")
         with expect_raises(ValueError, says, read=RAISES):
