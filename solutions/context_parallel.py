@@ -519,5 +519,5 @@ def hidden_length(config, n_ranks: int, peak_flops: float, bandwidth: float) -> 
     """
     ### BEGIN SOLUTION
     groups = getattr(config, "n_kv_heads", config.n_heads)
-    return max(1, math.ceil(groups * peak_flops / (config.n_heads * bandwidth))) if n_ranks > 1 else 1
+    return math.ceil(groups * peak_flops / (config.n_heads * bandwidth)) if n_ranks > 1 else 1
     ### END SOLUTION

@@ -1012,6 +1012,7 @@ class Headless(nn.Module):
 def fully_without_a_head(rank, world_size):
     case(f"a root that returns its last unit's output, its parameter frozen; four units on {world_size} ranks")
     wrapped, at_first = fsdp.FullySharded(Headless()), []
+    wrapped.finish_gradient_synchronization()  # before the first backward nothing is being reduced
     with Calls(GATHER, lambda: None) as calls:
         out = wrapped(torch.ones(2, 3))
         out.register_hook(lambda _: at_first.extend(whole_units(wrapped)))
@@ -1237,6 +1238,10 @@ def clipped(rank, world_size):
     norm = fsdp.clip_sharded_gradient_norm_([mine], 100.0, groups[rank % 2])
     square = [torch.tensor([3.5, 0.5, 0.5, 0.5]), torch.tensor([4.5, 0.5])][rank % 2]
     expect_close(norm, square.norm(), name="norm", read=CLIP)
+    case(f"two of the three ranks have gradients [3, 3], and the third has no parameter at all; rank {rank}")
+    mine.grad = torch.full((2,), 3.0)
+    norm = fsdp.clip_sharded_gradient_norm_([] if rank == 2 else [mine], 100.0)
+    expect_close(norm, torch.tensor(6.0), name="norm", read=CLIP)
 
 
 @pytest.mark.time_limit(30)
