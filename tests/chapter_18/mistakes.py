@@ -244,6 +244,7 @@ edits(
     + x.repeat(1, 1, n_repeats, 1)
     each rank attends to its own positions only: nothing is exchanged
     - n_repeats = n_ranks // math.gcd(n_ranks, k.shape[2])
+    + equal_part(q.shape[2], n_ranks, "the number of heads")
     + check_shares(q.shape[1], q.device, group)
     + return flash_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=is_causal).transpose(1, 2)
     positions and heads are not exchanged before the attention, which takes the heads for positions
