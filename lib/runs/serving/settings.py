@@ -149,7 +149,9 @@ def _problems_of_llama(settings: dict[str, Any]) -> Problems:
 
 def _problems_of_scaling(rope: dict[str, Any]) -> Problems:
     """What is wrong with the frequencies' settings, their base aside; each text follows the object's name."""
-    scaled, low, high = _is_llama3(rope), rope.get("low_freq_factor"), rope.get("high_freq_factor")
+    scaled = _is_llama3(rope)
+    low: Any = rope.get("low_freq_factor")
+    high: Any = rope.get("high_freq_factor")
     for key in LLAMA3 if scaled else ():
         if rope.get(key) is None:
             yield f" of type llama3 has no {key}"
