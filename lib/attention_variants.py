@@ -555,19 +555,29 @@ def flash_window_kernel(q, k, v, sinks, o, lse, T, S, window, scale, GROUP: tl.c
     Size: 45 minutes, difficulty 5, stretch.
 
     Args:
-        q, k, v, o: Pointers to contiguous tensors: ``[heads, T, D]``, ``[heads / GROUP, S, D]``, ``[heads / GROUP, S,
-            DV]`` and ``[heads, T, DV]``; heads are counted through all batches.
+        q: Pointer to the queries ``[heads, T, D]``, contiguous like all tensors here; heads are those of all batches.
+        k: Pointer to the keys ``[heads / GROUP, S, D]``.
+        v: Pointer to the values ``[heads / GROUP, S, DV]``.
         sinks: Pointer to float32 ``[heads]``; -inf is no sink.
-        lse: Pointer to float32 ``[heads, T]``: the natural logsumexp, sink counted.
-        T, S, window, scale: Numbers of queries, of keys and of visible keys, all arbitrary; and the factor of the
-            scores.
+        o: Pointer to the output ``[heads, T, DV]``.
+        lse: Pointer to float32 ``[heads, T]``: the natural logsumexp, the sink counted.
+        T: Number of queries; the last one is at the position of the last key.
+        S: Number of keys.
+        window: Number of keys that a query sees, itself counted; S or more for all of them.
+        scale: Factor of the scores.
         GROUP: Query heads that share a head of keys.
-        D, DV, WIDTH, WIDTH_V: Widths of keys and values, and the powers of two that hold them.
-        ROWS, COLS: Queries and keys in a tile.
+        D: Width of queries and keys.
+        DV: Width of values.
+        WIDTH: Power of two that holds D.
+        WIDTH_V: Power of two that holds DV.
+        ROWS: Queries in a tile.
+        COLS: Keys in a tile.
 
     Returns:
-        Nothing. Writes o and lse; touches nothing outside the tensors; reads no tile of keys that none of its queries
-        sees. Sums in float32, no TF32; weights are cast to v's dtype before their product.
+        Nothing. The kernel writes ``o`` and ``lse``.
+
+        - It reads and writes nothing outside the tensors, and reads no tile of keys that none of its queries sees.
+        - Sums are in float32, without TF32. Weights are cast to the dtype of ``v`` before their product.
 
     Source: as for `flash_window_forward`.
     """

@@ -205,7 +205,7 @@ class FlatShard:
     def free(self) -> None:
         """Release the memory behind ``full`` at once, even if other tensors refer to it.
 
-        First wait for a gather that is on its way.
+        First wait for a gather that is on its way. If nothing is gathered, do nothing.
         """
         raise NotImplementedError("Exercise 12.6: write FlatShard.free")
 

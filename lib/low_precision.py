@@ -329,7 +329,7 @@ def gptq(
     Size: 45 minutes, difficulty 5, core.
 
     Args:
-        weight: ``[N, K]``; left unchanged.
+        weight: ``[N, K]``, perhaps a parameter; left unchanged.
         hessian: ``[K, K]``: the sum over inputs x of ``x x^T``; symmetric, without negative eigenvalues, perhaps
             singular.
             If it is 0, the result is that of `quantize_int4`.
@@ -339,7 +339,7 @@ def gptq(
 
     Returns:
         (q, scale, zero), as `quantize_int4`.
-        Corrections are computed in float64; weights are divided by their scale in float32.
+        Corrections are computed in float64; weights are divided by their scale in float32. No result has a gradient.
 
     Raises:
         ValueError: as for `quantize_int4`, or a Hessian that is not as above (`check_weights` raises it); the message

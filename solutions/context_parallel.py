@@ -126,7 +126,7 @@ class SequenceParallelBlock(nn.Module):
 
         def part(x: Tensor, dim: int = 0, sections: int = 1) -> nn.Parameter:
             cut = x.detach().unflatten(dim, (sections, n_ranks, -1)).select(dim + 1, rank)
-            return nn.Parameter(cut.flatten(dim, dim + 1).clone(memory_format=torch.contiguous_format))
+            return nn.Parameter(cut.flatten(dim, dim + 1).clone())
 
         for linear, sections in ((self.attn.c_attn, 3), (self.mlp.c_fc, 1)):
             linear.weight, linear.bias = part(linear.weight, 0, sections), part(linear.bias, 0, sections)
@@ -228,7 +228,6 @@ def ulysses_attention(q: Float[Tensor, "b t h d"], k: Float[Tensor, "b t g d"], 
     """
     ### BEGIN SOLUTION
     n_ranks = dist.get_world_size(group)
-    equal_part(q.shape[2], n_ranks, "the number of query heads")
     n_repeats = n_ranks // math.gcd(n_ranks, k.shape[2])
     k, v = (x.repeat_interleave(n_repeats, dim=2) if n_repeats > 1 else x for x in (k, v))
     q, k, v = (heads_to_sequence(x, group).transpose(1, 2) for x in (q, k, v))
@@ -519,5 +518,5 @@ def hidden_length(config, n_ranks: int, peak_flops: float, bandwidth: float) -> 
     """
     ### BEGIN SOLUTION
     groups = getattr(config, "n_kv_heads", config.n_heads)
-    return max(1, math.ceil(groups * peak_flops / (config.n_heads * bandwidth))) if n_ranks > 1 else 1
+    return math.ceil(groups * peak_flops / (config.n_heads * bandwidth)) if n_ranks > 1 else 1
     ### END SOLUTION

@@ -294,7 +294,7 @@ class FlatShard:
     def free(self) -> None:
         """Release the memory behind ``full`` at once, even if other tensors refer to it.
 
-        First wait for a gather that is on its way.
+        First wait for a gather that is on its way. If nothing is gathered, do nothing.
         """
         ### BEGIN SOLUTION
         if self.is_whole:

@@ -354,7 +354,7 @@ def critical_batch_size(
         large: Size of the large batches.
 
     Returns:
-        The noise scale tr(Sigma) / |G|^2 in examples, from unbiased estimates of both parts.
+        The noise scale tr(Sigma) / |G|^2 in examples, from unbiased estimates of both parts, in float64 for any norms.
         It is negative where the larger batches happen to have the larger norms.
 
     Raises:

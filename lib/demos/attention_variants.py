@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from lib.attention_variants import CausalAttention, apply_partial_rope, hybrid_layer_types, qk_norm
 from lib.given.data.corpora import language_reference
+from lib.given.models.llama import rope_of
 from lib.llama import RMSNorm, SwiGLU
 from lib.rope import rope_frequencies
 
@@ -89,12 +90,6 @@ class TinyLlama(nn.Module):
         for block in self.blocks:
             x = block(x, rope)
         return self.output(self.norm(x))
-
-
-def rope_of(frequencies: Float[Tensor, " half_d"], length: int, factor: float = 1.0) -> Complex[Tensor, "t half_d"]:
-    """The rotations of positions 0 to ``length - 1``, whose modulus is ``factor``."""
-    angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies.double())
-    return torch.polar(torch.full_like(angles, factor), angles).to(torch.complex64)
 
 
 @cache

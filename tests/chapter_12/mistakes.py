@@ -198,6 +198,9 @@ edits(
     free does not wait for a gather on its way, which then writes into memory that has been released
     - self.finish_gather()
     +
+    free gathers the values again where nothing is gathered, only to release them
+    - if self.is_whole:
+    + if True:
     start_gather waits for its gather, so nothing can be computed in the meantime
     - self._gathering = (work, mine)
     + self._gathering = (work, mine)

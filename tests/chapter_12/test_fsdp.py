@@ -683,6 +683,9 @@ def flat_waits(rank, world_size):
         flat.start_gather(), flat.free()
         problem = "free did not wait for the gather on its way, which would then write into released memory"
         expect_true(late.n_waited == late.n_begun, problem, answer=(late.n_waited, late.n_begun), read=FLAT)
+        n_gathers = late.n_begun
+        flat.free()
+        expect_equal(late.n_begun - n_gathers, 0, name="gathers begun by `free` with nothing gathered", read=FLAT)
         held = flat.full.untyped_storage().nbytes()
         expect_equal([held, flat.is_whole], [0, False], name="bytes behind full, and is_whole, after free", read=FLAT)
         flat.full.grad = torch.full_like(flat.full, rank + 1.0)
@@ -1009,6 +1012,7 @@ class Headless(nn.Module):
 def fully_without_a_head(rank, world_size):
     case(f"a root that returns its last unit's output, its parameter frozen; four units on {world_size} ranks")
     wrapped, at_first = fsdp.FullySharded(Headless()), []
+    wrapped.finish_gradient_synchronization()  # before the first backward nothing is being reduced
     with Calls(GATHER, lambda: None) as calls:
         out = wrapped(torch.ones(2, 3))
         out.register_hook(lambda _: at_first.extend(whole_units(wrapped)))
@@ -1234,6 +1238,10 @@ def clipped(rank, world_size):
     norm = fsdp.clip_sharded_gradient_norm_([mine], 100.0, groups[rank % 2])
     square = [torch.tensor([3.5, 0.5, 0.5, 0.5]), torch.tensor([4.5, 0.5])][rank % 2]
     expect_close(norm, square.norm(), name="norm", read=CLIP)
+    case(f"two of the three ranks have gradients [3, 3], and the third has no parameter at all; rank {rank}")
+    mine.grad = torch.full((2,), 3.0)
+    norm = fsdp.clip_sharded_gradient_norm_([] if rank == 2 else [mine], 100.0)
+    expect_close(norm, torch.tensor(6.0), name="norm", read=CLIP)
 
 
 @pytest.mark.time_limit(30)

@@ -185,6 +185,12 @@ edits(
     + if outer_state:
     +     outer_state["momentum"].zero_()
     + return reference.local_sgd_step(model, outer_state, inner_optimizer, batches, outer_lr, outer_momentum, group)
+    the parameters are not detached, so outer_state keeps the graph of every round
+    - p.detach().reshape(-1)
+    + p.reshape(-1)
+    `view` cannot flatten a parameter whose memory is transposed: `reshape` copies it if it must
+    - p.detach().reshape(-1)
+    + p.detach().view(-1)
     """,
 )
 

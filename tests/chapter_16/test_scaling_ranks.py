@@ -110,6 +110,9 @@ def test_local_sgd_step_by_hand():
     expect_close(model.weight.detach(), torch.tensor([0.544]), name="the weight after two rounds", read=ROUND)
     expected = {"parameters": torch.tensor([0.544]), "momentum": torch.tensor([0.34])}
     expect_close(state, expected, name="outer_state", read=ROUND)
+    graph = [name for name, value in state.items() if value.requires_grad]
+    problem = f"outer_state has the graph of every round: {' and '.join(graph)}"
+    expect_true(not graph, problem, answer=state, read=ROUND)
 
 
 def test_local_sgd_step_gives_the_mean_loss():
@@ -158,6 +161,18 @@ def test_local_sgd_step_keeps_dtypes_and_storages(dtype):
     expect_equal(
         [s["step"].item() for s in optimizer.state.values()], [4.0] * 4, name="inner steps counted", read=ROUND
     )
+
+
+def test_local_sgd_step_of_a_transposed_parameter():
+    case("a parameter [2, 3] whose memory is transposed, gradient 1 at inner lr 0.1, outer lr 1, no momentum")
+    model, state = nn.Module(), {}
+    model.weight = nn.Parameter(torch.arange(6.0).view(3, 2).t())  # rows 0 2 4 and 1 3 5
+    model.forward = lambda x: (model.weight * x).sum()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaling.local_sgd_step(model, state, optimizer, [(torch.ones(()),)], 1.0, 0.0)
+    expected = torch.tensor([[-0.1, 1.9, 3.9], [0.9, 2.9, 4.9]])
+    expect_close(model.weight.detach(), expected, name="the weight", read=ROUND)
+    expect_close(state["parameters"], expected.flatten(), name='outer_state["parameters"]', read=ROUND)
 
 
 def test_local_sgd_step_begins_at_the_global_parameters():

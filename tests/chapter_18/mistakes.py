@@ -140,6 +140,14 @@ edits(
     the given block's parameters are cut in place: it should be copied
     - block = copy.deepcopy(block)
     +
+    a part is a view of the whole weight, which therefore stays in memory: copy it
+    - cut.flatten(dim, dim + 1).clone()
+    + cut.flatten(dim, dim + 1)
+    the norms add the usual 1e-5 to the variance, not the block's own eps
+    - self.ln_1.eps
+    + 1e-5
+    - self.ln_2.eps
+    + 1e-5
     the second half uses the first norm's gain and bias
     - layer_norm(x, gain_2, bias_2
     + layer_norm(x, gain_1 + 0 * gain_2, bias_1 + 0 * bias_2
@@ -154,8 +162,8 @@ edits(
     - self.mlp.c_fc(h)
     + self.mlp.c_fc(CopyToRegion.apply(h, self.group))
     gradients of the parts that only this rank has are summed over the ranks, too
-    - return nn.Parameter(cut.flatten(dim, dim + 1).clone(memory_format=torch.contiguous_format))
-    + mine = nn.Parameter(cut.flatten(dim, dim + 1).clone(memory_format=torch.contiguous_format))
+    - return nn.Parameter(cut.flatten(dim, dim + 1).clone())
+    + mine = nn.Parameter(cut.flatten(dim, dim + 1).clone())
     + mine.register_hook(lambda grad: summed(grad, group))
     + return mine
     """,
@@ -236,6 +244,7 @@ edits(
     + x.repeat(1, 1, n_repeats, 1)
     each rank attends to its own positions only: nothing is exchanged
     - n_repeats = n_ranks // math.gcd(n_ranks, k.shape[2])
+    + equal_part(q.shape[2], n_ranks, "the number of heads")
     + check_shares(q.shape[1], q.device, group)
     + return flash_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=is_causal).transpose(1, 2)
     positions and heads are not exchanged before the attention, which takes the heads for positions

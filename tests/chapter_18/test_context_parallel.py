@@ -140,8 +140,9 @@ NARROW = GPT2Config(vocab_size=16, context_len=16, dim=8, n_layers=1, n_heads=4)
 
 
 def a_block(config: GPT2Config = NARROW) -> Block:
-    """A block in float64 whose every parameter matters."""
+    """A block in float64 whose every parameter matters, and the eps of each norm, too."""
     block = Block(config).double()
+    block.ln_1.eps, block.ln_2.eps = 0.1, 0.2
     with torch.no_grad():
         for i, parameter in enumerate(block.parameters()):
             parameter.copy_(randn(*parameter.shape, seed=i, dtype=torch.float64) / 2)
@@ -163,6 +164,8 @@ def run_block(rank, world_size):
     case(f"B=2 T=12 C=8 H=4 on {world_size} ranks, float64: output; rank {rank}")
     given = copy.deepcopy(block)
     module = cp.SequenceParallelBlock(block)
+    more = [name for name, p in module.named_parameters() if p.untyped_storage().nbytes() > p.nbytes]
+    expect_true(not more, f"views of larger tensors, which stay in memory: {', '.join(more)}", answer=more, read=BLOCK)
     mine = whole.chunk(world_size, 1)[rank].clone().requires_grad_()
     milestone("forward")
     out = module(mine)
@@ -933,6 +936,7 @@ def test_context_parallel_bytes_refuse():
         "4 x 2 + 2": (10, 4, "ring"),
         "8 x 1 + 4": (16, 8, "ulysses"),
         "striped": (8, 2, "striped"),
+        "zigzag": (8, 2, "zigzag"),  # behind "ulysses" in the alphabet
     }.items():
         case(f"T={length}, 12 query heads, {n_ranks} ranks, kind {kind!r}")
         with expect_raises(ValueError, says, read=RAISES):

@@ -574,6 +574,9 @@ edits(
     the rank among all ranks is taken for the rank in the group
     - dist.get_rank(group)
     + dist.get_rank()
+    `view` cannot flatten an x whose memory is transposed: `reshape` copies it if it must
+    - x.reshape(
+    + x.view(
     """,
 )
 

@@ -1250,9 +1250,9 @@ def test_ExpertParallelMoE_under_autocast(ranks):
 
 
 def in_pairs(rank, world_size):
-    case(f"x [1, {rank + 2}, 6], 4 experts, k=2, a router_bias, in the groups (0, 2) and (1, 3); rank {rank}")
+    case(f"x [2, {rank + 2}, 6], transposed, 4 experts, k=2, a router_bias, in the groups (0, 2), (1, 3); rank {rank}")
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    whole, x = whole_layer(0), randn(1, rank + 2, 6, seed=30 + rank, dtype=torch.float64)
+    whole, x = whole_layer(0), randn(rank + 2, 2, 6, seed=30 + rank, dtype=torch.float64).transpose(0, 1)
     whole.router_bias.copy_(torch.tensor([0.0, 9.0, 0.0, 0.0]))
     layer = moe.ExpertParallelMoE(whole, groups[rank % 2])
     held = len(layer.local.w1)

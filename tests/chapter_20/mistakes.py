@@ -646,6 +646,9 @@ edits(
     the damping has a smallest value, which is more than 1 % where inputs are small
     - h.diagonal().mean()
     + h.diagonal().mean().clamp(min=1e-6)
+    the weight is not detached: the scales of a parameter carry the graph of all corrections
+    - weight.detach().double()
+    + weight.double()
     weights in float64 are not copied, so the corrections change the caller's tensor
     - .double().clone()
     + .double()

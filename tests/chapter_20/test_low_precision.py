@@ -1477,6 +1477,16 @@ def test_gptq_changes_nothing_in_place(dtype):
         expect_true(torch.equal(now, before), f"{name} was changed in place", answer=q, read="the contract, under Args")
 
 
+def test_gptq_of_a_parameter():
+    case("an nn.Parameter [3, 16] in groups of 8: the values of a plain tensor, and no result has a gradient")
+    weight, _, hessian = correlated(3, 16, 64)
+    wanted = low.gptq(weight.clone(), hessian, 8)
+    answer = low.gptq(nn.Parameter(weight.clone()), hessian, 8)
+    names = [name for name, t in zip(("q", "scale", "zero"), answer, strict=True) if t.requires_grad]
+    expect_true(not names, f"{' and '.join(names)} requires a gradient", answer=answer, read=RETURNS)
+    expect_close(answer, wanted, rtol=0, atol=0, read=RETURNS)
+
+
 def test_gptq_by_hand():
     case("three columns, of which the second follows the first; 7.4 loses 0.4, so 3.3 becomes 3.7; group of 3")
     weight = torch.tensor([[7.4, 3.3, 15.0], [2.4, 8.2, 15.0]])

@@ -703,6 +703,9 @@ edits(
     the norms were not squared
     - ** 2
     +
+    squared in the dtype of the norms, which overflows in float16: convert to float64 first
+    - np.asarray(norms, dtype=np.float64)
+    + np.asarray(norms)
     norms were averaged and then squared: the mean of squares is larger, by their variance
     - float(np.mean(np.asarray(norms, dtype=np.float64) ** 2))
     + float(np.mean(np.asarray(norms, dtype=np.float64))) ** 2

@@ -1016,6 +1016,12 @@ def test_critical_batch_size_refuses_a_gradient_of_nothing():
         laws.critical_batch_size([2.0, math.nan], [1.5], 1, 4)
 
 
+def test_critical_batch_size_of_norms_in_float16():
+    small, large = np.array([300, 400], dtype=np.float16), np.array([250], dtype=np.float16)
+    case("norms 300 and 400 at batches of 2, 250 at 6, all in float16: squares up to 160,000, above float16's 65,504")
+    expect_close(float(laws.critical_batch_size(small, large, 2, 6)), 6.0, rtol=1e-6, read=NOISE)
+
+
 def test_critical_batch_size_leaves_its_norms_alone():
     small, large = np.sqrt([7.0, 10, 13]), np.sqrt([5.0, 7])
     before = small.tolist(), large.tolist()

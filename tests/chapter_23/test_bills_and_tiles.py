@@ -22,7 +22,8 @@ variants = graded("attention_variants")
 pytestmark = pytest.mark.time_limit(60)  # where Transformers is imported; else milliseconds
 
 BYTES, FLOPS, LATENT_FLOPS, PACKED, TILE = (f"eq-attention_variants-{n}" for n in (11, 12, 13, 14, 15))
-RAISES, CONTRACT, COST = "the contract, under Raises", "the contract", "the contract, under Cost"
+RAISES, RETURNS, COST = (f"the contract, under {part}" for part in ("Raises", "Returns", "Cost"))
+CONTRACT = "the contract"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 FULL, SLIDING, LATENT = "full_attention", "sliding_attention", "latent_attention"
 CONFIG = {"n_heads": 6, "n_kv_heads": 2, "head_dim": 5, "sliding_window": 4}
@@ -114,8 +115,9 @@ def test_cache_bytes_refuses():
 def test_variant_flops_counts_pairs(t, s):
     for kind, window in ((LATENT, None), (FULL, None), (SLIDING, 4)):
         pairs = int(visible(t, s, window).sum())
-        case(f"one layer of {kind}, H=6 D=5 window=4 r=7 nope=5 rope=2 v=3, T={t} S={s}: {pairs} pairs")
+        sizes = {LATENT: "r=7 nope=5 rope=2 v=3", FULL: "D=5", SLIDING: "D=5 window=4"}[kind]
         for absorb in (False, True):
+            case(f"one layer of {kind}, H=6 {sizes}, T={t} S={s}, absorb={absorb}: {pairs} pairs")
             up = (t if absorb else s) * 7 * (5 + 3)
             each = 2 * 7 + 2 if absorb else 5 + 2 + 3
             expected = 2 * 6 * (pairs * each + up) if kind == LATENT else 4 * 6 * 5 * pairs
@@ -291,8 +293,8 @@ def test_flash_window_forward_is_attention(sizes, with_sinks):
     o, lse = variants.flash_window_forward(q, k, v, window, sinks, rows, cols)
     expected = exact_window(q, k, v, window, sinks)
     answer = (o, lse)
-    expect_close(o, expected[0].float(), atol=1e-5, name="o", answer=answer, read=TILE)
-    expect_close(lse, expected[1].float(), atol=1e-5, name="lse", answer=answer, read=TILE)
+    expect_close(o, expected[0].float(), atol=1e-5, name="o", answer=answer, read=RETURNS)
+    expect_close(lse, expected[1].float(), atol=1e-5, name="lse", answer=answer, read=RETURNS)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -302,8 +304,8 @@ def test_flash_window_forward_dtypes(dtype):
     o, lse = exact_window(q, k, v, 12, sinks.to(dtype))
     wide = torch.promote_types(dtype, torch.float32)
     atol = 1e-12 if dtype == torch.float64 else 0.01
-    expect_close(found[0], o.to(dtype), atol=atol, rtol=atol, name="o", answer=found, read=CONTRACT)
-    expect_close(found[1], lse.to(wide), atol=min(atol, 1e-4), rtol=1e-4, name="lse", answer=found, read=CONTRACT)
+    expect_close(found[0], o.to(dtype), atol=atol, rtol=atol, name="o", answer=found, read=RETURNS)
+    expect_close(found[1], lse.to(wide), atol=min(atol, 1e-4), rtol=1e-4, name="lse", answer=found, read=RETURNS)
 
 
 def test_flash_window_forward_of_large_scores():
@@ -311,7 +313,7 @@ def test_flash_window_forward_of_large_scores():
     q, k, v = 1000 * randn(1, 1, 9, 4), randn(1, 1, 9, 4, seed=1), randn(1, 1, 9, 4, seed=2)
     found = variants.flash_window_forward(q, k, v, 4, torch.tensor([5.0]), 4, 4)
     expected = [x.float() for x in exact_window(q, k, v, 4, torch.tensor([5.0]))]
-    expect_close(list(found), expected, atol=1e-4, rtol=1e-5, name="o and lse", read=TILE)
+    expect_close(list(found), expected, atol=1e-4, rtol=1e-5, name="o and lse", read=RETURNS)
 
 
 @pytest.mark.parametrize(
@@ -371,11 +373,11 @@ def test_flash_window_kernel_is_attention(sizes, with_sinks):
     expected = exact_window(
         *(None if x is None else x.cpu() for x in (q, k, v)), window, None if sinks is None else sinks.cpu()
     )
-    expect_close(o.cpu(), expected[0].float(), atol=1e-5, name="o", answer=(o, lse), read=TILE)
-    expect_close(lse.cpu(), expected[1].float(), atol=1e-5, name="lse", answer=(o, lse), read=TILE)
+    expect_close(o.cpu(), expected[0].float(), atol=1e-5, name="o", answer=(o, lse), read=RETURNS)
+    expect_close(lse.cpu(), expected[1].float(), atol=1e-5, name="lse", answer=(o, lse), read=RETURNS)
     asked = sorted({p.lower() for kind, p in seen.dots if kind == "fp32"} - {"ieee"}) if seen else []
     problem = f"tl.dot of float32 tiles runs with input_precision {', '.join(asked)} on a GPU: expected 'ieee'"
-    expect_true(not asked, problem, answer=(o, lse), read="the contract, under Returns")
+    expect_true(not asked, problem, answer=(o, lse), read=RETURNS)
 
 
 @needs_triton
@@ -383,11 +385,11 @@ def test_flash_window_kernel_of_float16():
     q, k, v, sinks = (x.to(DEVICE) for x in tile_case(1, 2, 1, 30, 45, 16, 16, 12, 16, 16, True, torch.float16))
     (o, lse), seen = launched(q, k, v, 12, sinks, rows=16, cols=16)
     expected = exact_window(q.cpu(), k.cpu(), v.cpu(), 12, sinks.cpu())
-    expect_close(o.cpu(), expected[0].half(), atol=4e-3, rtol=4e-3, name="o", answer=(o, lse), read=TILE)
-    expect_close(lse.cpu(), expected[1].float(), atol=1e-3, name="lse", answer=(o, lse), read=TILE)
+    expect_close(o.cpu(), expected[0].half(), atol=4e-3, rtol=4e-3, name="o", answer=(o, lse), read=RETURNS)
+    expect_close(lse.cpu(), expected[1].float(), atol=1e-3, name="lse", answer=(o, lse), read=RETURNS)
     wide = [left for left, _ in seen.dots if left == "fp32"] if seen else []
     problem = f"{len(wide)} of {len(seen.dots) if seen else 0} products have factors in float32, where v is float16"
-    expect_true(not wide, problem, answer=(o, lse), read="the contract, under Returns")
+    expect_true(not wide, problem, answer=(o, lse), read=RETURNS)
 
 
 @needs_triton
@@ -405,7 +407,7 @@ def test_flash_window_kernel_reads_no_other_tile():
     case("t=48 s=96, window 20, tiles of 16 x 16: how often each tile of keys is read")
     q, k, v = (randn(1, 1, n, 16, seed=i).to(DEVICE) for i, n in enumerate((48, 96, 96)))
     (o, _), seen = launched(q, k, v, 20, None, rows=16, cols=16)
-    expect_close(o.cpu(), exact_window(q.cpu(), k.cpu(), v.cpu(), 20, None)[0].float(), atol=1e-5, read=TILE)
+    expect_close(o.cpu(), exact_window(q.cpu(), k.cpu(), v.cpu(), 20, None)[0].float(), atol=1e-5, read=RETURNS)
     mask = visible(48, 96, 20)
     expected = [sum(bool(mask[i : i + 16, j : j + 16].any()) for i in range(0, 48, 16)) for j in range(0, 96, 16)]
     for name, x in (("keys", k), ("values", v)) if seen else ():
@@ -420,5 +422,5 @@ def test_flash_window_kernel_is_what_a_gpu_runs(dtype):
     found = variants.flash_window_forward(q, k, v, 129, sinks)
     expected = exact_window(q.cpu(), k.cpu(), v.cpu(), 129, sinks.cpu())
     atol = 1e-4 if dtype == torch.float32 else 0.02
-    expect_close(found[0].cpu(), expected[0].to(dtype), atol=atol, rtol=atol, name="o", answer=found, read=TILE)
-    expect_close(found[1].cpu(), expected[1].float(), atol=atol, name="lse", answer=found, read=TILE)
+    expect_close(found[0].cpu(), expected[0].to(dtype), atol=atol, rtol=atol, name="o", answer=found, read=RETURNS)
+    expect_close(found[1].cpu(), expected[1].float(), atol=atol, name="lse", answer=found, read=RETURNS)

@@ -156,6 +156,17 @@ edits(
     @@ _wide
     - q.shape[-1] ** -0.5 if scale is None else scale
     + scale or q.shape[-1] ** -0.5
+    the scale is missing: it goes to the query
+    @@ _wide
+    - q.to(dtype) * scale
+    + q.to(dtype)
+    the keys are scaled instead of the queries, so that the state is scaled, too
+    @@ _wide
+    - q.to(dtype) * scale, k.to(dtype)
+    + q.to(dtype), k.to(dtype) * scale
+    c_i lacks g_i, the decay of its own position: the sum runs up to i, with i
+    - g.cumsum(-2)
+    + g.cumsum(-2) - g
     """,
 )
 
@@ -334,6 +345,28 @@ edits(
     @@ _wide
     - torch.promote_types(q.dtype, torch.float32)
     + q.dtype
+    beta is left out: every position writes its whole value
+    - wy_representation(k, v, beta[..., 0],
+    + wy_representation(k, v, torch.ones_like(beta[..., 0]),
+    the values are multiplied by beta before `wy_representation`, which does it once more
+    - wy_representation(k, v, beta[..., 0],
+    + wy_representation(k, beta * v, beta[..., 0],
+    a position does not see its own value: the diagonal belongs to the scores
+    @@ _walk
+    - _weights(q, k, c, 1)
+    + _weights(q, k, c, 0)
+    a position sees the later ones of its chunk, too: j runs up to i
+    @@ _walk
+    - _weights(q, k, c, 1)
+    + _weights(q, k, c, k.shape[-2])
+    what a chunk adds to the state does not fade until its end
+    @@ _walk
+    - (k * torch.exp(end - c)).mT
+    + k.mT
+    the scale is missing: it goes to the query
+    @@ _wide
+    - q.to(dtype) * scale
+    + q.to(dtype)
     """,
 )
 
@@ -656,6 +689,14 @@ edits(
     @@ _ScanStates.backward
     - @first_derivative_only
     +
+    the state is faded by this rank's own decay, which acts only on what goes on to the next rank
+    @@ _ScanStates.forward
+    - return before
+    + return fade * before
+    the decay's gradient comes from this rank's result: the decay acts only on what the next ranks get
+    @@ _ScanStates.backward
+    - (after * fade * before).sum(-1)
+    + (grad * fade * before).sum(-1)
     """,
 )
 
@@ -710,6 +751,15 @@ edits(
     + rounded = q.dtype
     - return (out + scale * torch.einsum("bthk,bhkv->bthv", faded, before)).to(q.dtype)
     + return out.to(rounded) + (scale * torch.einsum("bthk,bhkv->bthv", faded, before)).to(rounded)
+    the part from the ranks before is scaled twice
+    - scale * torch.einsum
+    + scale**2 * torch.einsum
+    g may be None, which is no decay
+    - wide.new_zeros(q.shape[:3]) if g is None else g.to(wide.dtype)
+    + g.to(wide.dtype)
+    the output stays in the dtype of the sums
+    - (out + scale * torch.einsum("bthk,bhkv->bthv", faded, before)).to(q.dtype)
+    + out + scale * torch.einsum("bthk,bhkv->bthv", faded, before)
     """,
 )
 

@@ -16,6 +16,7 @@ la = graded("linear_attention")
 CONV, LAYER, BYTES, CROSSING = (f"eq-linear_attention-{n}" for n in (12, 13, 14, 15))
 ARGS, RETURNS, RAISES = (f"the contract, under {part}" for part in ("Args", "Returns", "Raises"))
 ATTRIBUTES, CACHE = "the contract, under Attributes", "the contract of `make_cache`"
+FORWARD = "the contract of `forward`"
 
 # ---- short_convolution -----------------------------------------------------------------------------------------------
 
@@ -221,11 +222,11 @@ def test_GatedDeltaNet_decodes_in_pieces():
             pieces.append(layer(piece, cache))
             lengths.append(cache.length)
     found = torch.cat(pieces, 1)
-    expect_close(found, aim, atol=1e-5, rtol=1e-4, read=CACHE)
-    expect_close(cache.recurrent_state, state.float(), atol=1e-5, rtol=1e-4, name="recurrent_state", read=CACHE)
-    expect_equal(lengths, [5, 6, 7, 9, 12], name="length", answer=found, read=CACHE)
+    expect_close(found, aim, atol=1e-5, rtol=1e-4, read=FORWARD)
+    expect_close(cache.recurrent_state, state.float(), atol=1e-5, rtol=1e-4, name="recurrent_state", read=FORWARD)
+    expect_equal(lengths, [5, 6, 7, 9, 12], name="length", answer=found, read=FORWARD)
     kept = places == (cache.conv_state.data_ptr(), cache.recurrent_state.data_ptr())
-    expect_true(kept, "the cache's memory moved: its tensors must be written in place", answer=found, read=CACHE)
+    expect_true(kept, "the cache's memory moved: its tensors must be written in place", answer=found, read=FORWARD)
 
 
 def test_GatedDeltaNet_cache_begins_with_zeros():
@@ -248,12 +249,12 @@ def test_GatedDeltaNet_one_position_is_one_step():
     with torch.no_grad(), Operators() as seen:
         out = layer(randn(1, 1, 12), cache)
     problem = "a triangular system is solved for one position: one recurrent step is enough"
-    expect_true(not any("triangular" in name for name in seen.names), problem, answer=out, read=CACHE)
+    expect_true(not any("triangular" in name for name in seen.names), problem, answer=out, read=FORWARD)
     case("T=70 without a cache: chunks")
     with torch.no_grad(), Operators() as seen:
         out = layer(randn(1, 70, 12))
     problem = f"{seen.n} operators for 70 positions: more than one position is chunked"
-    expect_true(seen.n < 350, problem, answer=out, read=CACHE)
+    expect_true(seen.n < 350, problem, answer=out, read=FORWARD)
 
 
 def test_GatedDeltaNet_computes_in_float32():

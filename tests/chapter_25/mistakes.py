@@ -90,6 +90,22 @@ edits(
     + torch.zeros_like(parameter, dtype=torch.float32)
     - beta1 * mean + (1 - beta1) * gradient
     + beta1 * mean.to(gradient.dtype) + (1 - beta1) * gradient
+    the two shares are exchanged: b1 is that of the old mean, 1 - b1 that of the gradient
+    @@ update
+    - beta1 * mean + (1 - beta1) * gradient
+    + (1 - beta1) * mean + beta1 * gradient
+    the state is updated with b1: its own share is b2
+    @@ update
+    - mean.mul_(beta2).add_(gradient, alpha=1 - beta2)
+    + mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
+    the direction is mixed with b2: its own share is b1
+    @@ update
+    - beta1 * mean + (1 - beta1) * gradient
+    + beta2 * mean + (1 - beta2) * gradient
+    the step goes up the slope: it is subtracted
+    @@ update
+    - alpha=-group["lr"]
+    + alpha=group["lr"]
     """,
 )
 
@@ -286,6 +302,24 @@ edits(
     @@ update
     - group["betas"], group["block_size"], gradient.float()
     + group["betas"], 256, gradient.float()
+    eps is added under the root: it belongs beside it
+    @@ update
+    - (square.sqrt() / math.sqrt(1 - beta2**step)).add_(group["eps"])
+    + (square / (1 - beta2**step) + group["eps"]).sqrt()
+    the decay is not multiplied by the learning rate
+    @@ update
+    - 1 - group["lr"] * group["weight_decay"]
+    + 1 - group["weight_decay"]
+    the first moment is stored in the unsigned code, which has no negative numbers
+    @@ update
+    - quantize_blockwise(mean, True, block)
+    + quantize_blockwise(mean, False, block)
+    - dequantize_blockwise(state["exp_avg"], state["absmax"], True, block)
+    + dequantize_blockwise(state["exp_avg"], state["absmax"], False, block)
+    the weight's update is computed in its own dtype: a bfloat16 weight loses small steps, so do it in float32
+    @@ update
+    - parameter.to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+    + parameter.clone()
     """,
 )
 

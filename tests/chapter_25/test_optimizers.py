@@ -184,18 +184,22 @@ def test_steepest_direction_refuses_other_norms():
 
 
 def test_Lion_by_hand():
-    case("w = [8, -8, 8], lr 0.5, betas 0.75 and 0.5, decay 0.25; gradients [4, -4, 0], then [-3, -8, 1]")
-    w = nn.Parameter(torch.tensor([8.0, -8.0, 8.0]))
+    case("w = [8, -8, 8, 8, 8, 8], lr 0.5, betas 0.75 and 0.5, decay 0.25; gradients [4, -4, 0, 4, 4, 4]")
+    w = nn.Parameter(torch.tensor([8.0, -8.0, 8.0, 8.0, 8.0, 8.0]))
     lion = opt.Lion([w], lr=0.5, betas=(0.75, 0.5), weight_decay=0.25)
-    w.grad = torch.tensor([4.0, -4.0, 0.0])
+    w.grad = torch.tensor([4.0, -4.0, 0.0, 4.0, 4.0, 4.0])
     lion.step()
-    expect_close(w.detach(), torch.tensor([6.5, -6.5, 7.0]), name="w after step 1", read=LION)
-    expect_close(lion.state[w]["exp_avg"], torch.tensor([2.0, -2.0, 0.0]), name="m after step 1", read=LION)
-    w.grad = torch.tensor([-3.0, -8.0, 1.0])
+    expect_close(w.detach(), torch.tensor([6.5, -6.5, 7.0, 6.5, 6.5, 6.5]), name="w after step 1", read=LION)
+    mean = torch.tensor([2.0, -2.0, 0.0, 2.0, 2.0, 2.0])
+    expect_close(lion.state[w]["exp_avg"], mean, name="m after step 1", read=LION)
+    case("the same, then gradients [-3, -8, 1, -1.5, -1, -0.4]")
+    w.grad = torch.tensor([-3.0, -8.0, 1.0, -1.5, -1.0, -0.4])
     lion.step()
-    # 0.75 m + 0.25 g = [0.75, -3.5, 0.25]; with the new m, [-0.5, -5, 0.5], the first sign would be another
-    expect_close(w.detach(), torch.tensor([5.1875, -5.1875, 5.625]), name="w after step 2", read=LION)
-    expect_close(lion.state[w]["exp_avg"], torch.tensor([-0.5, -5.0, 0.5]), name="m after step 2", read=LION)
+    # where m = 2, 0.75 m + 0.25 g is above 0 for g > -6; exchanged shares, the new m or g alone need a g nearer to 0
+    expected = torch.tensor([5.1875, -5.1875, 5.625, 5.1875, 5.1875, 5.1875])
+    expect_close(w.detach(), expected, name="w after step 2", read=LION)
+    mean = torch.tensor([-0.5, -5.0, 0.5, 0.25, 0.5, 0.8])
+    expect_close(lion.state[w]["exp_avg"], mean, name="m after step 2", read=LION)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -827,7 +831,7 @@ STATE_BYTES = {
 }
 
 
-@pytest.mark.parametrize("optimizer", list(STATE_BYTES))
+@pytest.mark.parametrize("optimizer", list(STATE_BYTES), ids=map(str, range(7)))  # `-k Lion` should mean Lion
 def test_optimizer_state_bytes_by_hand(optimizer):
     case(f"{optimizer}: a matrix, a vector, three experts, a convolution and a scalar")
     expect_equal(opt.optimizer_state_bytes(SHAPES, optimizer), STATE_BYTES[optimizer], read=ARGS)

@@ -37,7 +37,7 @@ def sums(n_digits: int = 2, seed: int = 0, hedged: float = 0.0) -> Iterator[Ques
     Args:
         n_digits: More digits make the task harder.
         seed: Of the questions.
-        hedged: The share of solutions that answer with the sum and both of its neighbours, which is wrong.
+        hedged: The share of answers that come with the sum and both of its neighbours, which is wrong.
     """
     draw = random.Random(seed)
     while True:

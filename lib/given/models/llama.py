@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+import torch
+from jaxtyping import Complex, Float
+from torch import Tensor
+
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
@@ -103,3 +107,9 @@ def hf_tensors(config: LlamaConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
 def meta_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of Meta's checkpoint, by its name there."""
     return dict(hf_tensors(config).values())
+
+
+def rope_of(frequencies: Float[Tensor, " half_d"], length: int, factor: float = 1.0) -> Complex[Tensor, "t half_d"]:
+    """The rotations of positions 0 to ``length - 1``, whose modulus is ``factor``."""
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies.double())
+    return torch.polar(torch.full_like(angles, factor), angles).to(torch.complex64)

@@ -111,8 +111,10 @@ class Task:
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
-        """What a run and its checkpoint must share: settings, and the contents of the data,
-        which are on the host yet.
+        """What a run and its checkpoint must share: settings, and the contents of the data, which are on the host yet.
+
+        Rates (``lr``, ``muon_lr``), schedule, decay, clipping and the number of steps are not among them: a run that
+        goes on may change each.
         """
         o = self.options
         named = {"model": o.model, "config": asdict(self.config), "batch": o.batch, "seed": o.seed, "data": o.data}

@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lib.attention_variants import llama3_frequencies
 from lib.given.data.corpora import language_reference
 from lib.given.data.weights import CheckpointError, load_weights
 from lib.given.models.gpt2 import GPT2Config
-from lib.given.models.llama import LlamaConfig
+from lib.given.models.llama import LlamaConfig, rope_of
 from lib.gpt2 import GPT2
 from lib.gpt2 import load_pretrained as load_gpt2
 from lib.llama import Llama, convert_hf_state_dict
 from lib.runs.flags import UsageError
 from lib.runs.memory import shortage
 from lib.runs.serving.chat import ChatTemplate, read_template
-from lib.runs.serving.settings import LLAMA_SIZES, one_line, read_end_ids, read_settings, rope_theta
+from lib.runs.serving.settings import LLAMA_SIZES, llama3_scaling, one_line, read_end_ids, read_settings, rope_theta
 from lib.runs.serving.text import ByteTokenizer, FileTokenizer, Tokenizer
 
 KINDS: dict[str, Any] = {"GPT2Task": (GPT2Config, GPT2), "LlamaTask": (LlamaConfig, Llama)}
@@ -192,6 +193,10 @@ def _load_llama(folder: Path, settings: dict[str, Any]) -> Llama:
     with torch.device("meta"):
         model = Llama(config)
     model.load_state_dict(convert_hf_state_dict(tensors, config), assign=True)
+    scaling = llama3_scaling(settings)
+    if scaling:
+        frequencies = llama3_frequencies(config.head_dim, theta=config.rope_theta, **scaling)
+        model.rope = rope_of(frequencies, config.context_len)
     return model
 
 

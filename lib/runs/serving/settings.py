@@ -37,6 +37,8 @@ INERT = frozenset(
 ``pretraining_tp`` and ``reorder_and_upcast_attn`` change the order of a computation, not what is computed.
 """
 ROPE = ("rope_parameters", "rope_scaling")  # the newer name, and the older
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+"""Settings of Llama 3.1's frequencies, all of which must be there; ``lib.attention_variants`` has the same names."""
 LLAMA_SIZES = {"vocab_size": "vocab_size", "hidden_size": "dim", "num_hidden_layers": "n_layers",
     "num_attention_heads": "n_heads",
                "num_key_value_heads": "n_kv_heads", "intermediate_size": "hidden_dim",
@@ -117,6 +119,17 @@ def rope_theta(settings: dict[str, Any]) -> float:
     return next(iter(bases), None) or settings.get("rope_theta") or 10_000.0
 
 
+def llama3_scaling(settings: dict[str, Any]) -> dict[str, Any] | None:
+    """How a Llama 3.1 slows its rotary frequencies down, by the names in ``LLAMA3``; None for other Llamas."""
+    ropes = [settings.get(name) or {} for name in ROPE]
+    return next(({key: rope[key] for key in LLAMA3} for rope in ropes if _is_llama3(rope)), None)
+
+
+def _is_llama3(rope: dict[str, Any]) -> bool:
+    types = [rope[key] for key in ("rope_type", "type") if rope.get(key) is not None]  # the newer name, and the older
+    return bool(types) and all(kind == "llama3" for kind in types)
+
+
 def _problems_of_llama(settings: dict[str, Any]) -> Problems:
     yield from _problems_of_rope(settings)
     if not isinstance(settings.get("tie_word_embeddings") or False, bool):
@@ -134,6 +147,29 @@ def _problems_of_llama(settings: dict[str, Any]) -> Problems:
         yield f"config.json: layer_types = {shown(types)}, this model has 'full_attention' in every layer"
 
 
+def _problems_of_scaling(rope: dict[str, Any]) -> Problems:
+    """What is wrong with the frequencies' settings, their base aside; each text follows the object's name."""
+    scaled = _is_llama3(rope)
+    low: Any = rope.get("low_freq_factor")
+    high: Any = rope.get("high_freq_factor")
+    for key in LLAMA3 if scaled else ():
+        if rope.get(key) is None:
+            yield f" of type llama3 has no {key}"
+        elif not is_number(rope[key]) or rope[key] <= 0:
+            yield f".{key} = {shown(rope[key])}, expected a number above 0"
+    if scaled and is_number(low) and is_number(high) and low >= high:
+        yield f": low_freq_factor = {low}, high_freq_factor = {high}, expected the first to be smaller"
+    for key, value in rope.items():
+        if key in ("rope_type", "type"):
+            if not scaled and value not in (None, "default"):
+                yield f".{key} = {shown(value)}, expected 'default' or 'llama3', and the same in rope_type and type"
+        elif key == "partial_rotary_factor":
+            if value not in (None, 1.0):
+                yield f".{key} = {shown(value)}, this model has 1.0"
+        elif value is not None and key not in ("rope_theta", *(LLAMA3 if scaled else ())):
+            yield f".{key} = {shown(value)}, this model has no such setting"
+
+
 def _problems_of_rope(settings: dict[str, Any]) -> Problems:
     bases = {"rope_theta": settings.get("rope_theta")}
     if all(settings.get(name) for name in ROPE):
@@ -143,12 +179,8 @@ def _problems_of_rope(settings: dict[str, Any]) -> Problems:
         if not isinstance(rope, dict):
             yield f"config.json: {name} = {shown(rope)}, expected an object"
             continue
-        expected = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}
-        for key, value in rope.items():
-            if key == "rope_theta":
-                bases[f"{name}.{key}"] = value
-            elif value is not None and value != expected.get(key):
-                yield f"config.json: {name}.{key} = {shown(value)}, this model has {shown(expected.get(key))}"
+        bases[f"{name}.rope_theta"] = rope.get("rope_theta")
+        yield from (f"config.json: {name}{problem}" for problem in _problems_of_scaling(rope))
     given = {key: value for key, value in bases.items() if value is not None}
     for key, value in given.items():
         if not is_number(value) or value <= 0:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -113,7 +113,7 @@ def expect_close(actual, expected, *, atol=None, rtol=None, name="out", answer=N
 def _same_type(actual, wanted, described, name, answer, read) -> None:
     if not isinstance(actual, wanted):
         none = "None (is a `return` missing, or was it never computed?)"
-        given = none if actual is None else f"{_a(type(actual).__name__)}: {_show(actual)}"
+        given = none if actual is None else _typed(actual)
         raise Wrong("wrong type", [("type", f"{name} is {given}, expected {described}")], answer, read)
 
 
@@ -170,18 +170,49 @@ def _apart(a, b) -> tuple[str, str]:
 def expect_equal(actual, expected, *, name="out", answer=None, read=None) -> None:
     """Expect exactly equal Python values; the report shows the first difference.
 
-    For the arguments see ``expect_close``.
+    A float is no int, and a bool is no number, however deep in lists and dicts; an int may stand for a float.
+    For the other arguments see ``expect_close``.
 
     Raises:
         Wrong: the type or a value differs.
     """
     answer = actual if answer is None else answer
-    if actual == expected and (type(actual) is type(expected) or not isinstance(expected, bool | str | bytes)):
+    is_same_type = type(actual) is type(expected) or not isinstance(expected, bool | str | bytes)
+    if actual == expected and is_same_type:
+        for place, a, e in _other_kinds(actual, expected, name):
+            raise Wrong("wrong type", [("type", f"{place} is {_typed(a)}, expected {_typed(e)}")], answer, read)
         return
-    if actual is None or not isinstance(actual, type(expected)):
-        _same_type(actual, type(expected), f"{_a(type(expected).__name__)}: {_show(expected)}", name, answer, read)
+    if not _stands_for(actual, expected):
+        _same_type(actual, type(expected), _typed(expected), name, answer, read)
     place, a, e = _first_difference(actual, expected, name)
     raise Wrong("wrong result", [("first wrong", f"{place} = {a}, expected {e}")], answer, read)
+
+
+def _typed(value) -> str:
+    """A value with its type, which the text shows too: 3.0, not 3, for a float."""
+    whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e6
+    return f"{_a(type(value).__name__)}: {value if whole else _show(value)}"
+
+
+def _stands_for(actual, expected) -> bool:
+    """Whether a value counts as a number of the kind expected: NumPy's and PyTorch's do, and an int as a float."""
+    kinds = []
+    for value in (actual, expected):
+        value = value.item() if is_array(value) and getattr(value, "ndim", 1) == 0 else value
+        kinds.append(next((kind for kind in (bool, int, float) if isinstance(value, kind)), None))
+    return kinds[1] is not None and (kinds[0] is kinds[1] or kinds == [int, float])
+
+
+def _other_kinds(actual, expected, name) -> Iterator[tuple[str, Any, Any]]:
+    """The places of equal values at which a number is of another kind than expected, with both numbers."""
+    if isinstance(expected, Mapping):
+        for key in expected:
+            yield from _other_kinds(actual[key], expected[key], _item(name, key))
+    elif isinstance(expected, tuple | list):
+        for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
+            yield from _other_kinds(a, e, f"{name}[{i}]")
+    elif isinstance(expected, int | float) and not _stands_for(actual, expected):
+        yield name, actual, expected
 
 
 def _first_difference(actual, expected, name) -> tuple[str, str, str]:

@@ -80,6 +80,21 @@ def test_equal_shows_the_first_difference():
     assert said(expect_equal, {"a": 1}, {"a": 1, "b": 2})[1]["first wrong"] == "out['b'] = missing, expected 2"
     assert said(expect_equal, "x" * 60 + "y", "x" * 60 + "z")[1]["first wrong"].startswith("out[60:]")
     assert said(expect_equal, 1, True)[0] == "wrong type"
+    for answer, wanted, text in (
+        (3.0, 3, "out is a float: 3.0, expected an int: 3"),
+        (3.0, 4, "out is a float: 3.0, expected an int: 4"),
+        (True, 1, "out is a bool: True, expected an int: 1"),
+        (True, 1.0, "out is a bool: True, expected a float: 1.0"),
+        ([1, (2.0,)], [1, (2,)], "out[1][0] is a float: 2.0, expected an int: 2"),
+        ({"a": [0]}, {"a": [False]}, "out['a'][0] is an int: 0, expected a bool: False"),
+        (torch.tensor(3.0), 3, "out is a Tensor: tensor(3.), expected an int: 3"),
+        ([np.float64(2)], [2], "out[0] is a float64: 2.0, expected an int: 2"),
+    ):
+        assert said(expect_equal, answer, wanted) == ("wrong type", {"type": text})
+    for answer, wanted in ((3, 3.0), (np.int64(3), 3), (torch.tensor(3), 3), ([1, {"a": 2}], [1.0, {"a": 2.0}])):
+        expect_equal(answer, wanted)
+    assert said(expect_equal, 4, 3.0)[1]["first wrong"] == "out = 4, expected 3"  # no fault of its type
+    assert said(expect_equal, np.int64(4), 3)[1]["first wrong"] == "out = np.int64(4), expected 3"
 
 
 def test_raises_wants_the_type_and_the_mentions():

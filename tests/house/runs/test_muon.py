@@ -64,6 +64,18 @@ def test_a_killed_run_goes_on_bit_for_bit_and_on_another_mesh(tmp_path):
 
 
 @pytest.mark.time_limit(100)
+def test_both_learning_rates_may_change_when_a_run_goes_on(tmp_path):
+    """They belong to a start, not to the run: the same rates go on as before, and new ones count from the next step."""
+    for name, rates in (("same", MUON), ("matrices", f"{MUON} --muon-lr 0.05"), ("others", f"{MUON} --lr 0.03")):
+        begun = f"{GPT2} {MUON} --warmup 0 --schedule wsd --checkpoint {tmp_path}/{name}"
+        train(f"{begun} --steps 2", f"{begun} --steps 6 {rates} --log {tmp_path}/{name}.log")
+    curves = {name: curve(tmp_path / f"{name}.log") for name in ("same", "matrices", "others")}
+    for name in ("matrices", "others"):
+        assert curves[name][2] == curves["same"][2]  # the loss of the weights that were read
+        assert curves[name][4][0] != curves["same"][4][0]
+
+
+@pytest.mark.time_limit(100)
 def test_what_does_not_fit_is_one_line(capsys, tmp_path):
     for command, words in (
         (f"{GPT2} --muon-lr 0.02", ("--muon-lr 0.02", "--optimizer ours", "--optimizer muon")),

@@ -598,7 +598,7 @@ def write_theirs(kind: str, folder: Path, **more):
     else:
         config = transformers.LlamaConfig(
             vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=64, rope_theta=5000.0, **more,
+            num_key_value_heads=2, max_position_embeddings=64, **{"rope_theta": 5000.0} | more,
         )  # fmt: skip
         theirs = transformers.LlamaForCausalLM(config)
     theirs = theirs.eval()

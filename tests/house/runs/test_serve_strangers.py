@@ -76,14 +76,23 @@ def write(folder, settings, without=()):
 
 # ---- config.json -----------------------------------------------------------------------------------------------------
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
 CHANGES = {
     "llama": [
         ("rope_scaling", {"type": "linear", "factor": 4.0}),
         ("rope_scaling", {"rope_type": "dynamic", "factor": 2.0}),
         ("rope_scaling", {"type": "default", "rope_type": "yarn", "factor": 2.0}),
         ("rope_scaling", {"factor": 8.0}),
-        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                          "original_max_position_embeddings": 32}),
+        ("rope_scaling", LLAMA3 | {"type": "default"}),
+        ("rope_scaling", LLAMA3 | {"rope_type": "default"}),
+        ("rope_scaling", LLAMA3 | {"rope_type": ["llama3"]}),
+        ("rope_scaling", LLAMA3 | {"attention_factor": 1.2}),
+        ("rope_scaling", LLAMA3 | {"factor": "8"}),
+        ("rope_scaling", LLAMA3 | {"low_freq_factor": 0}),
+        ("rope_scaling", LLAMA3 | {"high_freq_factor": 1.0}),
+        ("rope_scaling", LLAMA3 | {"original_max_position_embeddings": True}),
+        *[("rope_scaling", {key: value for key, value in LLAMA3.items() if key != name}) for name in LLAMA3],
         ("rope_scaling", "linear"),
         ("rope_parameters", {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}),
         ("rope_parameters", {"rope_type": "default", "rope_theta": "5000"}),
@@ -145,6 +154,36 @@ def test_a_setting_that_changes_numbers_is_refused_by_name(saved):
         assert name in said, (name, value, said)
         shown = repr(value)[:20] if not isinstance(value, dict | list) else ""
         assert shown in said, (name, value, said)
+
+
+def test_a_key_that_llama3_lacks_is_named(folders):
+    folder, _, settings = folders["llama"]
+    for name in LLAMA3.keys() - {"rope_type"}:
+        write(folder, settings | {"rope_parameters": {key: LLAMA3[key] for key in LLAMA3 if key != name}})
+        assert f"rope_parameters of type llama3 has no {name}" in why(folder)
+    write(folder, settings | {"rope_parameters": LLAMA3 | {"low_freq_factor": 4}})
+    assert "low_freq_factor = 4, high_freq_factor = 4.0, expected the first to be smaller" in why(folder)
+    write(folder, settings)
+
+
+@pytest.mark.parametrize("spelling", ["Transformers 5", "Transformers 4", "of 2024"])
+def test_a_llama_31_has_its_scaled_frequencies(spelling, tmp_path):
+    torch.manual_seed(0)
+    rope = LLAMA3 | {"rope_theta": 5000.0}
+    theirs = write_theirs("llama", tmp_path, rope_parameters=rope)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert settings["rope_parameters"] == rope
+    if spelling != "Transformers 5":
+        older = {"rope_theta": 5000.0, "rope_scaling": LLAMA3 | ({"type": "llama3"} if spelling == "of 2024" else {})}
+        write(tmp_path, settings | older, without=("rope_parameters",))
+    served = models.load(str(tmp_path), None, None, torch.float32, CPU)
+    expected = theirs.model.rotary_emb.inv_freq
+    plain = 5000.0 ** -(torch.arange(4) / 4)
+    assert (expected < 0.99 * plain).any()
+    torch.testing.assert_close(served.model.rope[1].angle(), expected, rtol=1e-6, atol=0)
+    tokens = torch.randint(300, (2, 60))
+    torch.testing.assert_close(served.model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+    assert is_served(tmp_path, theirs)
 
 
 def test_what_leaves_the_numbers_alone_is_taken(saved):
