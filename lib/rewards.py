@@ -1,18 +1,18 @@
 """Rewards: how does a model learn from answers that a program can check, and what does each shortcut change?"""
 
-import functools
 import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Float32, Int
 from torch import Tensor, nn
 
+from lib.given.models.rewards import AGGREGATIONS, LEVELS, MODES, Settings, check_batch, expect, product, slices, wide
 from lib.ddp import average_gradients_flat
 from lib.finetuning import kl_penalty
 from lib.serving import Engine, Request, Scheduler

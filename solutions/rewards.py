@@ -1,18 +1,18 @@
 """Rewards: how does a model learn from answers that a program can check, and what does each shortcut change?"""
 
-import functools
 import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Float32, Int
 from torch import Tensor, nn
 
+from lib.given.models.rewards import AGGREGATIONS, LEVELS, MODES, Settings, check_batch, expect, product, slices, wide
 from solutions.ddp import average_gradients_flat
 from solutions.finetuning import kl_penalty
 from solutions.serving import Engine, Request, Scheduler
@@ -172,7 +172,7 @@ class _LogProbs(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperature, chunk_size):
         rows, ids = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1, 1)
         log_probs, entropy = (torch.empty(len(rows), device=hidden.device) for _ in range(2))
-        for part in _slices(len(rows), chunk_size):
+        for part in slices(len(rows), chunk_size):
             logs = _logits(rows[part], weight, temperature).log_softmax(-1)
             log_probs[part] = logs.gather(-1, ids[part]).squeeze(-1)
             shares = logs.exp()
@@ -189,35 +189,20 @@ class _LogProbs(torch.autograd.Function):
         rows, ids, grad = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1, 1), grad.reshape(-1, 1)
         wants_hidden, wants_weight, *_ = ctx.needs_input_grad
         d_rows = torch.empty(rows.shape, dtype=hidden.dtype, device=hidden.device) if wants_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=_wide(weight)) if wants_weight else None
-        for part in _slices(len(rows), ctx.chunk_size):
+        d_weight = torch.zeros_like(weight, dtype=wide(weight)) if wants_weight else None
+        for part in slices(len(rows), ctx.chunk_size):
             d_logits = _logits(rows[part], weight, ctx.temperature).softmax(-1).mul_(-grad[part])
             d_logits.scatter_add_(-1, ids[part], grad[part].to(d_logits.dtype)).div_(ctx.temperature)
             if d_rows is not None:
-                d_rows[part] = _product(d_logits.to(hidden.dtype), weight)
+                d_rows[part] = product(d_logits.to(hidden.dtype), weight)
             if d_weight is not None:
                 d_weight.addmm_(d_logits.T.to(d_weight.dtype), rows[part].to(d_weight.dtype))
         d_hidden = None if d_rows is None else d_rows.view(hidden.shape)
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
 
 
-def _slices(n: int, size: int) -> Iterable[slice]:
-    return (slice(first, first + size) for first in range(0, n, size))
-
-
-def _wide(*tensors: Tensor) -> torch.dtype:
-    """Float32, or float64 if one of the tensors is."""
-    return functools.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """A matrix product that also takes two dtypes."""
-    dtype = torch.promote_types(a.dtype, b.dtype)
-    return a.to(dtype) @ b.to(dtype)
-
-
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    return _product(hidden, weight.T).to(_wide(hidden, weight)).div_(temperature)
+    return product(hidden, weight.T).to(wide(hidden, weight)).div_(temperature)
 
 
 ### END SOLUTION
@@ -255,16 +240,6 @@ def token_log_probs(hidden: Float[Tensor, "*n c"], weight: Float[Tensor, "v c"],
 
 
 ### BEGIN SOLUTION
-LEVELS = ("token", "sequence")
-MODES = ("truncate", "mask")
-AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-
-
-def _expect(name: str, value: Any, choices: Iterable[Any]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} = {value!r}: expected one of {', '.join(map(repr, choices))}")
-
-
 def _shown(x: Tensor, mask: Tensor) -> Tensor:
     """Zeros where masked; what was there is not read, not even by the gradient."""
     return torch.where(mask, x, 0)
@@ -304,7 +279,7 @@ def policy_loss(log_probs: Float[Tensor, "n t"], old_log_probs: Float[Tensor, "n
         for two limits.
     """
     ### BEGIN SOLUTION
-    _expect("level", level, LEVELS)
+    expect("level", level, LEVELS)
     mask, log_probs = mask.bool(), _shown(log_probs, mask.bool())
     advantages = advantages[:, None] if advantages.ndim == 1 else advantages
     advantages = _shown(advantages.detach(), mask)
@@ -347,10 +322,10 @@ def importance_weights(old_log_probs: Float[Tensor, "n t"], rollout_log_probs: F
     Convention: this is the trainer over the *sampler*; ``policy_loss`` has the new policy over the old.
     """
     ### BEGIN SOLUTION
-    _expect("level", level, LEVELS)
-    _expect("mode", mode, MODES)
+    expect("level", level, LEVELS)
+    expect("mode", mode, MODES)
     mask = mask.bool()
-    log_ratio = _shown(old_log_probs.to(_wide(old_log_probs)) - rollout_log_probs, mask)
+    log_ratio = _shown(old_log_probs.to(wide(old_log_probs)) - rollout_log_probs, mask)
     if level == "sequence":
         log_ratio = log_ratio.sum(-1, keepdim=True)
     weights = log_ratio.clamp(-20, 20).exp()
@@ -392,7 +367,7 @@ def agg_loss(loss_mat: Float[Tensor, "n t"], loss_mask: Tensor, loss_agg_mode: s
             that the mode needs is None; the message names it.
     """
     ### BEGIN SOLUTION
-    _expect("loss_agg_mode", loss_agg_mode, AGGREGATIONS)
+    expect("loss_agg_mode", loss_agg_mode, AGGREGATIONS)
     mask = loss_mask.bool()
     sums, n_tokens = _shown(loss_mat, mask).sum(-1), mask.sum(-1)
     if loss_agg_mode == "token-mean":
@@ -595,46 +570,16 @@ class StalenessGate:
 
 
 ### BEGIN SOLUTION
-class _Settings(NamedTuple):
-    """What decides a step's loss, and the counts of the whole batch that divide it."""
-
-    clip_ratio_low: float
-    clip_ratio_high: float
-    level: str
-    loss_agg_mode: str
-    loss_scale_factor: float | None
-    kl_coef: float
-    correction: str | None
-    cap: float
-    floor: float
-    temperature: float
-    n_ranks: int
-    n_tokens: Tensor
-    n_rows: Tensor
-
-
-def _check_batch(batch: Mapping[str, Any], level: str, loss_agg_mode: str, correction: str | None, kl_coef: float):
-    """Raise the errors that every rank raises, before any of them waits for another."""
-    _expect("level", level, LEVELS)
-    _expect("loss_agg_mode", loss_agg_mode, AGGREGATIONS)
-    _expect("correction", correction, (None, *MODES))
-    needed = ["tokens", "response_mask", "groups", "rewards"]
-    needed += ["log_probs"] * (correction is not None) + ["ref_log_probs"] * (kl_coef != 0)
-    for key in needed:
-        if batch.get(key) is None:
-            raise ValueError(f"the batch has no {key!r}")
-
-
 def _log_probs(model: nn.Module, tokens: Tensor, mask: Tensor, temperature: float) -> Tensor:
     """The model's log-probabilities ``[N, T-1]`` of the responses' tokens, 0 elsewhere."""
     logits = model(tokens[:, :-1])
     logits = (logits[0] if isinstance(logits, tuple) else logits)[mask]
-    logits = logits.to(_wide(logits)) / temperature
+    logits = logits.to(wide(logits)) / temperature
     chosen = logits.log_softmax(-1).gather(-1, tokens[:, 1:][mask][:, None]).squeeze(-1)
     return chosen.new_zeros(mask.shape).masked_scatter(mask, chosen)
 
 
-def _part_loss(model: nn.Module, part: Mapping[str, Tensor], s: _Settings) -> tuple[Tensor, Tensor]:
+def _part_loss(model: nn.Module, part: Mapping[str, Tensor], s: Settings) -> tuple[Tensor, Tensor]:
     """A micro-batch's share of the loss, and how many of its tokens are clipped."""
     mask = part["response_mask"]
     log_probs = _log_probs(model, part["tokens"], mask, s.temperature)
@@ -693,10 +638,10 @@ def grpo_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping
     Cost: three all-reduces: of two counts, of all gradients as one, and of at most fourteen numbers.
     """
     ### BEGIN SOLUTION
-    _check_batch(batch, level, loss_agg_mode, correction, kl_coef)
+    check_batch(batch, level, loss_agg_mode, correction, kl_coef)
     rewards, mask = batch["rewards"].double(), batch["response_mask"].bool()
     n_tokens, n_rows = _sum_over_ranks(torch.stack([mask.sum(), mask.any(-1).sum()]), group)
-    settings = _Settings(clip_ratio_low, clip_ratio_high, level, loss_agg_mode, loss_scale_factor, kl_coef, correction,
+    settings = Settings(clip_ratio_low, clip_ratio_high, level, loss_agg_mode, loss_scale_factor, kl_coef, correction,
                          cap, floor, temperature, dist.get_world_size(group) if dist.is_initialized() else 1,
                          n_tokens, n_rows)  # fmt: skip
     whole = {key: value for key in ("tokens", "log_probs", "old_log_probs", "ref_log_probs")
@@ -705,7 +650,7 @@ def grpo_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping
     optimizer.zero_grad()
     model.zero_grad()
     sums = torch.stack([rewards.new_zeros(()), rewards.sum(), rewards.new_tensor(len(rewards)), rewards.new_zeros(())])
-    for rows in _slices(len(mask), micro_batch_size or max(len(mask), 1)):
+    for rows in slices(len(mask), micro_batch_size or max(len(mask), 1)):
         loss, n_clipped = _part_loss(model, {key: value[rows] for key, value in whole.items()}, settings)
         loss.backward()
         sums[0] += loss.detach() / settings.n_ranks

@@ -23,7 +23,9 @@ LETTERS = Characters()
 CONFIG = LlamaConfig(vocab_size=len(LETTERS), dim=64, n_layers=2, n_heads=4, hidden_dim=160, context_len=64)
 MAX_NEW_TOKENS, SAMPLES, PROMPTS = 40, 8, 8
 HEDGED = 0.15
-"""The share of the supervised solutions that answer a sum with three numbers."""
+"""The share of the supervised responses that answer a sum with three numbers."""
+N_DIGITS = 1
+"""Digits of each number: with more, a model of this size needs more steps than a page has time for."""
 History = list[dict[str, float]]
 
 
@@ -39,15 +41,20 @@ def supervised_batch(questions: list[Question]) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], targets[:, 1:]
 
 
+def task(seed: int) -> Iterator[Question]:
+    """Sums of numbers of one digit."""
+    return sums(N_DIGITS, seed)
+
+
 @cache
 def _tuned(n_steps: int, seed: int) -> dict[str, Tensor]:
     torch.manual_seed(seed)
-    model, task = Llama(CONFIG), sums(seed=seed, hedged=HEDGED)
+    model, shown = Llama(CONFIG), sums(N_DIGITS, seed, HEDGED)
     optimizer = AdamW(model.parameters(), lr=3e-3)
     for step in range(n_steps):
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * min(1.0, (step + 1) / 20, (n_steps - step) / (0.3 * n_steps))
-        inputs, targets = supervised_batch(list(islice(task, 32)))
+        inputs, targets = supervised_batch(list(islice(shown, 32)))
         loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -55,7 +62,7 @@ def _tuned(n_steps: int, seed: int) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def tuned(n_steps: int = 500, seed: int = 0) -> Llama:
+def tuned(n_steps: int = 150, seed: int = 0) -> Llama:
     """A tiny Llama after supervised steps on sums in the form; it is trained once, and each call returns a copy."""
     model = Llama(CONFIG)
     model.load_state_dict(_tuned(n_steps, seed))
@@ -133,7 +140,7 @@ def train_grpo(
     task: Iterator[Question],
     steps: int,
     *,
-    lr: float = 3e-4,
+    lr: float = 1e-3,
     check: Callable[[Question], Check] = exact,
     lag: int = 0,
     seed: int = 0,
@@ -178,7 +185,7 @@ class TwoThreads:
         settings: Of ``grpo_step``.
     """
 
-    def __init__(self, model: Llama, task: Iterator[Question], max_staleness: int, lr: float = 3e-4, **settings: Any):
+    def __init__(self, model: Llama, task: Iterator[Question], max_staleness: int, lr: float = 1e-3, **settings: Any):
         self.model, self.task, self.settings = model, task, settings
         self.optimizer = AdamW(model.parameters(), lr=lr, weight_decay=0.0)
         self.gate = StalenessGate(PROMPTS, max_staleness)

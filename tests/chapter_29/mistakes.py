@@ -171,12 +171,12 @@ edits(
     + return _LogProbs.apply(hidden, weight, targets, temperature, max(targets.numel(), 1))
     autograd keeps the logits of every chunk for backward
     - return _LogProbs.apply(hidden, weight, targets, temperature, chunk_size)
-    + logs = (_product(hidden, weight.T).to(_wide(hidden, weight)) / temperature).log_softmax(-1)
+    + logs = (product(hidden, weight.T).to(wide(hidden, weight)) / temperature).log_softmax(-1)
     + entropy = -torch.where(logs.exp() > 0, logs.exp() * logs, 0).sum(-1).detach()
     + return logs.gather(-1, targets[..., None]).squeeze(-1).float(), entropy.float()
     the weight's gradient is summed in its own dtype: bfloat16 soon ignores what is added
     @@ _LogProbs
-    - dtype=_wide(weight)
+    - dtype=wide(weight)
     + dtype=weight.dtype
     the logits are exponentiated as they are, which overflows
     @@ _LogProbs
@@ -250,7 +250,7 @@ edits(
     + torch.where(advantages < 0, torch.minimum(torch.maximum(plain, clipped), -3 * advantages),
     + torch.maximum(plain, clipped))
     another level is taken for "token"
-    - _expect("level", level, LEVELS)
+    - expect("level", level, LEVELS)
     +
     """,
 )
@@ -259,8 +259,8 @@ edits(
     "importance_weights",
     """
     the sampler over the trainer: the weights correct towards the trainer's policy
-    - old_log_probs.to(_wide(old_log_probs)) - rollout_log_probs
-    + rollout_log_probs - old_log_probs.to(_wide(old_log_probs))
+    - old_log_probs.to(wide(old_log_probs)) - rollout_log_probs
+    + rollout_log_probs - old_log_probs.to(wide(old_log_probs))
     a sequence's weight is the geometric mean of its tokens': it is their product
     - log_ratio.sum(-1, keepdim=True)
     + log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
@@ -283,21 +283,21 @@ edits(
     - log_ratio = log_ratio.sum(-1, keepdim=True)
     + log_ratio = log_ratio.clamp(-20, 20).sum(-1, keepdim=True)
     what is masked enters the product
-    - _shown(old_log_probs.to(_wide(old_log_probs)) - rollout_log_probs, mask)
-    + old_log_probs.to(_wide(old_log_probs)) - rollout_log_probs
+    - _shown(old_log_probs.to(wide(old_log_probs)) - rollout_log_probs, mask)
+    + old_log_probs.to(wide(old_log_probs)) - rollout_log_probs
     masked tokens get weights: they should be 0
     - _shown(weights, mask).float()
     + weights.float().expand(mask.shape)
     the weights stay in the dtype of the log-probabilities
-    - old_log_probs.to(_wide(old_log_probs)) - rollout_log_probs
+    - old_log_probs.to(wide(old_log_probs)) - rollout_log_probs
     + old_log_probs - rollout_log_probs
     - _shown(weights, mask).float()
     + _shown(weights, mask)
     another level is taken for "token"
-    - _expect("level", level, LEVELS)
+    - expect("level", level, LEVELS)
     +
     another mode is taken for "mask"
-    - _expect("mode", mode, MODES)
+    - expect("mode", mode, MODES)
     +
     """,
 )
@@ -347,7 +347,7 @@ edits(
     - divisor = torch.ones((), device=loss_mat.device)
     + divisor = _whole_or("batch_num_tokens", batch_num_tokens, dp_size, n_tokens.sum()) * 0 + 1
     another mode is taken for "seq-mean-token-sum"
-    - _expect("loss_agg_mode", loss_agg_mode, AGGREGATIONS)
+    - expect("loss_agg_mode", loss_agg_mode, AGGREGATIONS)
     +
     """,
 )
@@ -555,8 +555,8 @@ edits(
     - group=group
     + group=None
     a missing key is a `KeyError` from somewhere inside
-    @@ _check_batch
-    - if batch.get(key) is None:
-    + if batch[key] is None:
+    @@ grpo_step
+    - check_batch(batch, level, loss_agg_mode, correction, kl_coef)
+    + _ = batch["tokens"], batch["groups"]
     """,
 )
