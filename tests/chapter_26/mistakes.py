@@ -304,6 +304,10 @@ edits(
     + while len(bucket) > 1:
     - clusters.find(i) != clusters.find(j) and similarity
     + similarity
+    pairs that are in one cluster already are compared again, as long as their bucket holds a stranger, too
+    @@ near_duplicates
+    - clusters.find(i) != clusters.find(j) and similarity
+    + similarity
     a pair that meets in several bands is compared in each
     @@ near_duplicates
     - functools.cache(lambda i, j: parts.jaccard(shingles(i), shingles(j)))

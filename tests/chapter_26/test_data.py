@@ -494,6 +494,14 @@ def test_near_duplicates_compares_no_pair_of_a_cluster(monkeypatch):
     expect_true(0 < len(counted) <= 900, f"{len(counted):,} comparisons", read=COST)
 
 
+def test_near_duplicates_compares_no_pair_of_a_cluster_beside_a_stranger(monkeypatch):
+    case("50 copies of 'a b c d e f', then a text with half of their words, 128 bands of 1: 49 + 50 comparisons")
+    counted = count_comparisons(monkeypatch)
+    found = data.near_duplicates(["a b c d e f"] * 50 + ["a b c x y z"], 0.9, n_bands=128, ngrams=1)
+    expect_equal(found, [list(range(50))], read=RETURNS)
+    expect_true(0 < len(counted) <= 99, f"{len(counted):,} comparisons instead of 99", read=COST)
+
+
 def test_near_duplicates_compares_no_pair_twice(monkeypatch):
     case("two texts that share half of their words, 64 bands of 1: they meet in many bands; and two that share none")
     counted = count_comparisons(monkeypatch)
