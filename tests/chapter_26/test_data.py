@@ -63,6 +63,7 @@ PAGES = {
     "an item without text": ("<ul><li></li></ul>text<ul><li></ul>more", "text\n\nmore"),
     "text after an item without text": ("<ul><li></li>text<li>a</ul>", "text\n  • a"),
     "an item that begins with two lists": ("<ul><li><ol><li>a</ol>b</ul>", "    • a\nb"),
+    "end tags that nothing opened": ("a</ul>b</li>c</p>d</b>e", "a\n\nb\nc\n\nde"),
     "characters": ("<p>&lt;p&gt; &amp; caf&eacute; &#8364;&copy", "<p> & café €©"),
     "comments and declarations": ("<!doctype html><!-- no --><![bogus[x]>a<?pi?>b", "ab"),
     "the last line has no end": ("<p>a<p>b", "a\n\nb"),
@@ -88,6 +89,7 @@ def test_extract_text_by_hand(name):
         ("a<ul><li><a>b</a><li>c <a>d</a></ul>", 0.5, "a\n\n  • c d"),
         ("<ul><li><a>abcd</a><br>text</ul>", 0.5, "text"),
         ("a<p><a>b</a></p><br>c", 0.5, "a\n\nc"),
+        ("<p><a>ab <a>c</a> def</a>", 0.5, "ab c def"),
     ],
     ids=str,
 )
@@ -128,6 +130,8 @@ GOPHER = {
     "3 # on 20 tokens": ("the and # " + "cat " * 15 + "## dog", {}, "gopher_too_many_hashes"),
     "2 # on 20 tokens": ("the and # " + "cat " * 16 + "#dog", {}, None),
     "3 ellipses on 20 tokens": ("the... and… " + "cat " * 17 + "dog...", {}, "gopher_too_many_ellipsis"),
+    "20 tokens, one with 9 dots": ("the and......... " + "cat " * 18, {}, "gopher_too_many_ellipsis"),
+    "20 tokens, one with 8 dots": ("the and........ " + "cat " * 18, {}, None),
     "2 ellipses on 20 tokens": ("the... and… " + "cat " * 17 + "dog", {}, None),
     "19 of 20 bullets": (
         "  • the\n" + "- and\n" * 18 + "cat\n\n",
@@ -142,6 +146,11 @@ GOPHER = {
         "gopher_too_many_end_ellipsis",
     ),
     "3 of 10 lines": ("the...\n" * 2 + "and…\n\n" + "cat\n" * 7, {"max_symbol_word_ratio": 1}, None),
+    "2 of 4 lines, ended by line separators": (
+        "the and cat...\u2028cat...\u2028cat cat cat\u2028cat cat cat cat",
+        {"max_symbol_word_ratio": 1},
+        "gopher_too_many_end_ellipsis",
+    ),
     "7 of 10 tokens with a letter": ("the and cat dog cow hen pig 123 456 789", {}, "gopher_below_alpha_threshold"),
     "8 of 10 tokens with a letter": ("the and cat dog cow hen pig a1b 456 789", {}, None),
     "a symbol counts as a token": ("the and cat dog cow hen pig ant 456 789 -", {}, "gopher_below_alpha_threshold"),
@@ -182,6 +191,7 @@ C4 = {
         "And so on.",
         ('He said "one."\nIs it three two?\nIt is three!\nIt is three.\nAnd so on.', None),
     ),
+    "a line separator ends a line": (f"{LINE}\u2028{LINE}\x0cand one more.", (f"{LINE}\n{LINE}\nand one more.", None)),
     "two and three tokens": (
         f"{LINE}\n{LINE}\nTwo tokens.\nNow three tokens.",
         (f"{LINE}\n{LINE}\nNow three tokens.", None),
