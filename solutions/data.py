@@ -41,6 +41,7 @@ def extract_text(html: str | bytes, max_link_density: float = 0.5) -> str:
           ``head``.
         - **Blocks**: ``BLOCKS``, and each of ``LISTS`` that is in no other list, begin and end with a block boundary.
         - **Lines**: ``LINES``, and inner lists, begin and end a line.
+        - A tag counts where it stands: the end tag of a block, a line or a list that nothing opened is a boundary, too.
         - All other tags vanish without a space; ``td`` and ``th`` put one space between two cells.
         - **Spaces**: a run of space, tab, newline, return, form feed and no-break space becomes one space, and the
           line is stripped. In ``pre`` spaces stay, a newline ends the line, an empty line is a block boundary, and
@@ -49,6 +50,7 @@ def extract_text(html: str | bytes, max_link_density: float = 0.5) -> str:
           in (at least one), and "• ".
         - **Links**: a line with a larger share of linked characters than ``max_link_density`` is dropped.
           The "• " does not count.
+          Links do not nest: the first ``</a>`` ends all that are open.
         - Lines without text vanish.
 
     Source: the first step of CS336's assignment 4.
@@ -127,20 +129,21 @@ def gopher_quality(
     Size: 40 minutes, difficulty 2, core.
 
     Args:
-        text: The document. Its tokens are ``text.split()``; its words are the tokens with a letter or digit.
+        text: The document. Its tokens are ``text.split()``; its words, those with a letter or digit (``isalnum``).
         min_doc_words: Fewest words.
         max_doc_words: Most words.
         min_avg_word_length: Least mean of the words' characters.
         max_avg_word_length: Largest mean of the words' characters.
-        max_symbol_word_ratio: Most "#" a token and, separately, most ellipses ("..." and "…") a token.
+        max_symbol_word_ratio: Most "#" a token and, separately, most "..." and "…" a token, by ``str.count``.
         max_bullet_lines_ratio: Largest share of lines that begin with "•", "-" or "*".
         max_ellipsis_lines_ratio: Largest share of lines that end with "..." or "…".
-        min_alpha_words_ratio: Least share of tokens with a letter.
+        min_alpha_words_ratio: Least share of tokens with a letter (``isalpha``).
         min_stop_words: Fewest different words of ``STOP_WORDS`` in ``normalize(text)``.
 
     Returns:
         None if the text passes, else the name of the first broken rule, in this order.
-        A value that equals its limit passes. Lines are stripped, and blank ones do not count.
+        A value that equals its limit passes.
+        Lines are those of ``splitlines()``, stripped, and blank ones do not count; "......" counts as two ellipses.
 
         1. "gopher_short_doc": too few words, or none; "gopher_long_doc": too many.
         2. "gopher_below_avg_threshold", "gopher_above_avg_threshold": the mean length of words.
@@ -149,7 +152,7 @@ def gopher_quality(
         5. "gopher_below_alpha_threshold": too few tokens with a letter.
         6. "gopher_enough_stop_words": too few stop words.
 
-    Source: Rae and others (arXiv:2112.11446), appendix A.1.1; the names are datatrove's.
+    Source: Rae and others (arXiv:2112.11446), appendix A; the names are datatrove's.
     """
     ### BEGIN SOLUTION
     tokens = text.split()
@@ -191,8 +194,8 @@ def c4_clean(
         The text, and the reason why the page was dropped; one of the two is always empty or None.
 
         1. "lorem ipsum" anywhere, in any case: ``("", "lorem_ipsum")``; "{" anywhere: ``("", "curly_bracket")``.
-        2. A stripped line is kept if no token is too long, it has enough tokens, it ends with one of ``. ? ! "`` and
-           not with "...", and it holds none of ``BANNED``, in any case.
+        2. A line (``splitlines()``, stripped) is kept if no token is too long, it has enough tokens, it ends with one
+           of ``. ? ! "`` and not with "...", and it holds none of ``BANNED``, in any case.
         3. Sentences of a line: runs of ``.?!``, then any number of ``"')]``, before white space or the end of the
            line; at least 1. Too few in all: ``("", "too_few_sentences")``.
         4. Else the lines, joined by newlines, and None.
@@ -231,7 +234,8 @@ def mask_pii(text: str) -> tuple[str, dict[str, int]]:
         text: The document. "Letter" and "digit" below are ASCII ones.
 
     Returns:
-        The masked text, and how many of each were masked: "email", "ip", "phone". Masking twice changes nothing more.
+        The masked text, and how many of each were masked: "email", "ip", "phone".
+        Rounds of 1, 2 and 3 in this order, until one changes nothing: masking twice changes nothing more.
 
         1. ``|||EMAIL_ADDRESS|||``: a local part of letters, digits and ``_%+-`` in pieces joined by single dots, after
            none of these characters and no dot; ``@``; two or more labels, joined by dots, of letters, digits and inner
@@ -589,7 +593,7 @@ def pack_documents(lengths: Sequence[int], row_length: int) -> list[list[tuple[i
 
     Cost: 60,000 documents within 8 s, so no search through all rows.
 
-    Source: Ding and others (arXiv:2404.10830), algorithm 1.
+    Source: Ding and others (arXiv:2404.10830).
     """
     ### BEGIN SOLUTION
     pieces = [(i, j, min(n - j, row_length)) for i, n in enumerate(lengths) for j in range(0, n, row_length)]
@@ -627,6 +631,7 @@ def write_shards(
         "shards", a list of "name", "tokens" and "sha256" (of the file, in hexadecimal digits).
         The files are ``shard_00000.bin`` and so on: little-endian, of dtype "uint16" up to a vocabulary of 65,536, else
         "uint32". The row does not end where a file ends.
+        Old shards that are not written anew may stay: only those that the manifest names count.
         An old manifest is removed first; the new one is written last, and atomically: whoever sees it sees all shards.
 
     Raises:
@@ -699,6 +704,7 @@ class ShardReader(shards.TokenWindows):
 
     It is chapter 7's ``TokenBatches`` for a row that is in files: the same windows, shift, ranks and epochs.
     With a seed, place p of epoch e is window ``shuffled_index(p, n_windows, seed, e)``.
+    ``state_dict`` and ``load_state_dict`` are inherited: ``TokenWindows`` of ``shards``, which is given, has them.
 
     Args:
         folder: What ``write_shards`` wrote.
@@ -717,6 +723,7 @@ class ShardReader(shards.TokenWindows):
         ValueError: a shard is missing or has another size than the manifest says; the message names it.
         ValueError: there are fewer than ``world_size * batch * length + 1`` tokens; the message has their number.
         ValueError: ``rank`` is not from 0 to ``world_size - 1``.
+        ValueError: a loaded state of another ``length``, ``seed`` or manifest; the message names which.
 
     Cost: files are mapped into memory, and only the tokens of a batch are read.
     """

@@ -16,6 +16,10 @@ edits(
     @@ _Page.handle_endtag
     - pages.end_element(self.left_out, tag)
     + self.left_out = [] if tag in self.left_out else self.left_out
+    an end tag only ends the element that was opened last, so one without an end tag swallows the rest
+    @@ _Page.handle_endtag
+    - pages.end_element(self.left_out, tag)
+    + self.left_out = self.left_out[: -1 if tag == self.left_out[-1] else None]
     an end tag ends only its own element, and what was opened in it stays open
     @@ _Page.handle_endtag
     - pages.end_element(self.left_out, tag)
@@ -79,6 +83,9 @@ edits(
     tokens with a symbol are counted, not symbols: one token may have two
     - text.count("#") / len(tokens)
     + share("#" in token for token in tokens)
+    "#" are counted per word: the share is per token, so a lone "#" is in the divisor
+    - text.count("#") / len(tokens)
+    + text.count("#") / len(words)
     only three dots count as an ellipsis, not the character
     - ellipses = ("...", "…")
     + ellipses = ("...",)
@@ -137,6 +144,9 @@ edits(
     a line without the end of a sentence counts none: at least 1
     - max(1, len(_SENTENCE_END.findall(line)))
     + len(_SENTENCE_END.findall(line))
+    the sentences of all lines are counted, not only of those that stay
+    - for line in lines) < min_num_sentences
+    + for line in filter(str.strip, text.splitlines())) < min_num_sentences
     lines keep the spaces around them
     - for line in map(str.strip, text.splitlines())
     + for line in text.splitlines()
@@ -164,6 +174,9 @@ edits(
     letters of all alphabets count as letters
     - re.subn(_PERSONAL[kind], mask, text)
     + re.subn(_PERSONAL[kind].replace("A-Za-z0-9", r"\w").replace("[0-9]", r"\d"), mask, text)
+    an address at the end of a sentence is none: only a dot with a digit after it forbids it
+    - re.subn(_PERSONAL[kind], mask, text)
+    + re.subn(_PERSONAL[kind].replace(r"(?![A-Za-z0-9]|\.[0-9])", "(?![A-Za-z0-9.])"), mask, text)
     the country's code stays in the text
     - re.subn(_PERSONAL[kind], mask, text)
     + re.subn(_PERSONAL[kind].replace(r"(?:\+?1[ .-]?)?", ""), mask, text)
@@ -185,6 +198,9 @@ edits(
     combining marks become spaces and cut words in two
     - if not unicodedata.category(c).startswith("M")
     +
+    NFKD comes before lower case, so letters that it takes out of symbols become small
+    - text = text.lower()
+    + text = unicodedata.normalize("NFKD", text).lower()
     capitals stay
     - text = text.lower()
     +
@@ -211,6 +227,9 @@ edits(
     blank lines are duplicates of each other, too
     - not line.strip() or counts[mark] == 1
     + counts[mark] == 1
+    a line is counted once a document, so one that occurs twice in a single document stays
+    - for line in text.splitlines())
+    + for line in dict.fromkeys(map(str.strip, text.splitlines())))
     each document is looked at alone
     - return not line.strip() or counts[mark] == 1
     + here = [text for text in documents if line in text]
@@ -304,6 +323,10 @@ edits(
     + while len(bucket) > 1:
     - clusters.find(i) != clusters.find(j) and similarity
     + similarity
+    pairs that are in one cluster already are compared again, as long as their bucket holds a stranger, too
+    @@ near_duplicates
+    - clusters.find(i) != clusters.find(j) and similarity
+    + similarity
     a pair that meets in several bands is compared in each
     @@ near_duplicates
     - functools.cache(lambda i, j: parts.jaccard(shingles(i), shingles(j)))
@@ -343,6 +366,9 @@ edits(
     the end of a span is its last word: it is the word after that
     - list(zip(edges[::2], edges[1::2], strict=True))
     + [(start, end - 1) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+    an n-gram covers one word less than it has
+    - covered[i + 1 : i + n + 1] = 1
+    + covered[i + 1 : i + n] = 1
     the evaluation is read again for each document
     - known = {text_hash(gram) for text in evaluation for gram in word_grams(normalize(text), n)}
     + found = []
