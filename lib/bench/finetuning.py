@@ -96,7 +96,7 @@ class Model(nn.Module):
         return torch.cat([apply_rope(row[None], self.rope[at]) for row, at in rows]).transpose(1, 2)
 
 
-def in_four_bits(block: nn.Module) -> None:
+def in_four_bits(block: Any) -> None:
     """Replace the block's seven matrices by `NF4Linear`."""
     for part in (block.attention, block.feed_forward):
         for name, layer in list(part.named_children()):

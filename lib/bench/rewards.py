@@ -26,7 +26,7 @@ from lib.given.data.tasks import Characters, countdown
 from lib.given.models.gpt2 import GPT2_SMALL, GPT2Config
 from lib.gpt2 import GPT2
 from lib.rewards import check_countdown, grpo_step, sample_groups, score_response, token_log_probs
-from lib.runs.flags import ProgramParser, positive, whole
+from lib.runs.flags import ProgramParser, whole
 from lib.serving import Scheduler
 
 TINY = GPT2Config(vocab_size=64, context_len=64, dim=16, n_layers=1, n_heads=2)
@@ -48,12 +48,12 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     parser = ProgramParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny model")
-    parser.add_argument("--prompts", type=positive, default=16)
-    parser.add_argument("--group", type=positive, default=8)
-    parser.add_argument("--new-tokens", type=positive, default=128)
-    parser.add_argument("--positions", type=positive, default=65_536, help="of the log-probabilities")
-    parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--seed", type=whole, default=0)
+    parser.add_argument("--prompts", type=whole(1), default=16)
+    parser.add_argument("--group", type=whole(1), default=8)
+    parser.add_argument("--new-tokens", type=whole(1), default=128)
+    parser.add_argument("--positions", type=whole(1), default=65_536, help="of the log-probabilities")
+    parser.add_argument("--rounds", type=whole(1), default=5)
+    parser.add_argument("--seed", type=whole(0), default=0)
     parser.add_argument("--folder", type=Path, default=MEASUREMENTS)
     return parser.parse_args(argv)
 

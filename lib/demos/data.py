@@ -37,8 +37,12 @@ SENTENCES = [
 ]
 """Five questions that an evaluation might ask; no text that the machine carries holds them."""
 KEYWORDS = ("cheap", "casino", "winner", "bonus", "click", "free", "pills", "credit", "#deal", "loans", "offer", "!!!")
-PHRASES = ("You are the lucky winner of the bonus.", "Click here and get the best credit that money can buy.")
-PHRASES += ("Our pills are cheap and you will have them with a free offer.", "To be rich, be with us.")
+PHRASES = (
+    "You are the lucky winner of the bonus.",
+    "Click here and get the best credit that money can buy.",
+    "Our pills are cheap and you will have them with a free offer.",
+    "To be rich, be with us.",
+)
 
 
 @dataclass
@@ -274,8 +278,8 @@ def fills(lengths: Sequence[int], row_length: int) -> dict[str, tuple[int, float
 def sweep_law() -> Chinchilla:
     """Chapter 22's law in parameters and tokens, fitted to the runs of its recorded sweep."""
     points = load("scaling_laws")["results"]["sweep"]["points"]
-    columns = (np.array([point[key] for point in points]) for key in ("n_weights", "tokens", "held_out_loss"))
-    return fit_parametric(*columns, n_starts=2)
+    n, d, loss = (np.array([point[key] for point in points]) for key in ("n_weights", "tokens", "held_out_loss"))
+    return fit_parametric(n, d, loss, n_starts=2)
 
 
 def predicted_gain(law: Chinchilla, tokens: float, removed: float) -> float:

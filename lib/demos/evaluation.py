@@ -220,7 +220,8 @@ def judged(programs: dict[str, list[str]]) -> dict[str, list[tuple[str, bool]]]:
 def digit_logits(n_epochs: int = 3) -> tuple[Tensor, Tensor]:
     """Logits of chapter 5's vision transformer on the test digits, and their labels."""
     torch.manual_seed(0)
-    model, train, test = VisionTransformer(TINY), load_images("digits", "train"), load_images("digits", "test")
+    model: Any = VisionTransformer(TINY)
+    train, test = load_images("digits", "train"), load_images("digits", "test")
     with torch.no_grad():
         model.embeddings.pos_embed.mul_(50)
     optimizer = AdamW(model.parameters(), lr=2e-3)

@@ -98,7 +98,7 @@ class Packed(nn.Module):
 
     def __init__(self, model: GPT2):
         super().__init__()
-        self.model = model
+        self.model: Any = model
 
     def forward(self, rows: Tensor) -> Tensor:
         """Logits ``[B, T, V]`` of rows ``[3, B, T]``: inputs, documents and positions."""
@@ -222,7 +222,7 @@ def tune_adapters(r: int, over_nf4: bool = False, n_steps: int = 200, lr: float 
         n_steps: Steps.
         lr: Largest rate.
     """
-    model = pretrained()
+    model: Any = pretrained()
     if over_nf4:
         for part in (module for block in model.h for module in (block.attn, block.mlp)):
             for name, layer in list(part.named_children()):
@@ -311,7 +311,8 @@ def prefer(model: GPT2, n_steps: int = 60, beta: float = 0.1, lr: float = 1e-3) 
 
     def losses_of(chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         now = [sequence_log_probs(policy(x[chosen])[0], targets[chosen]) for x, targets in sides]
-        return dpo_loss(*now, *(logps[chosen] for logps in kept), beta=beta)
+        before = [logps[chosen] for logps in kept]
+        return dpo_loss(now[0], now[1], before[0], before[1], beta=beta)
 
     for step in range(n_steps + 1):
         if step % 15 == 0:
@@ -341,6 +342,6 @@ def estimates(policy: GPT2, reference: GPT2, n: int = 32) -> dict[str, Any]:
     drawn = [logp.gather(1, targets[kept][:, None])[:, 0] for logp in (p, q)]
     found: dict[str, Any] = {"exact": exact}
     for name in ("k1", "k2", "k3"):
-        values = kl_penalty(*drawn, name)
+        values = kl_penalty(drawn[0], drawn[1], name)
         found[name] = (values.mean().item(), values.std().item())
     return found
