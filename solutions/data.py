@@ -644,7 +644,7 @@ def write_shards(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "manifest.json").unlink(missing_ok=True)
     width, waiting, n_documents = 2 if vocab_size <= 2**16 else 4, bytearray(), 0
-    files: list[dict[str, Any]] = []
+    files: list[dict] = []
     for document in documents:
         n_documents += 1
         pieces = (document[i : i + shard_tokens] for i in range(0, len(document), shard_tokens))

@@ -544,7 +544,7 @@ def contaminated_share(texts: Sequence[str], corpus: Iterable[str], n: int = 13)
     for text in texts:
         words = _words(text)
         grams.append(list(_grams(words, min(n, len(words)))))
-    wanted, seen = {gram for row in grams for gram in row}, set[str]()
+    wanted, seen = {gram for row in grams for gram in row}, set[tuple[str, ...]]()
     lengths = {len(gram) for gram in wanted}
     for words in map(_words, corpus):  # map lets go of a document once its words are known
         seen.update(gram for length in lengths for gram in _grams(words, length) if gram in wanted)
