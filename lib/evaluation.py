@@ -128,6 +128,7 @@ def loglikelihood(
         max_length: Largest number of ids that the model takes.
             Of context and continuation the last ``max_length + 1`` ids are kept, and all but the last are passed.
         pad_id: Id that fills the shorter rows of a batch, on the right.
+            So the last logits of a row may belong to padding.
         batch_size: Largest number of rows in one call.
 
     Returns:

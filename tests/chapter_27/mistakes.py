@@ -111,6 +111,10 @@ edits(
     @@ _target_logits
     - inputs + [pad_id] * (longest - len(inputs))
     + [pad_id] * (longest - len(inputs)) + inputs
+    the last logits of a padded row are taken: those belong to padding
+    @@ _target_logits
+    - row[len(x) - len(y) : len(x)]
+    + row[len(row) - len(y) :]
     the scores come back in the order in which they were computed
     - return answers
     + return [answers[i] for i in order] + [(0.0, True)] * (len(windows) - len(order))

@@ -212,12 +212,20 @@ def requests() -> list[tuple[list[int], list[int]]]:
     return found
 
 
+def test_loglikelihood_pads_on_the_right():
+    case("([1, 2, 3], [4, 5]) and ([6], [7, 8]), pad_id 9: the model gets [1, 2, 3, 4] and [6, 7, 9, 9]")
+    model = Recorder()
+    ev.loglikelihood(model, [([1, 2, 3], [4, 5]), ([6], [7, 8])], 8, pad_id=9)
+    rows = sorted(row for call in model.rows for row in call.tolist())
+    expect_equal(rows, [[1, 2, 3, 4], [6, 7, 9, 9]], name="the rows that the model received", read=ARGS)
+
+
 def test_loglikelihood_by_hand():
-    case("after id i, id i + 1 has p = 2/12, all others 1/12; no parameters")
+    case("after id i, id i + 1 has p = 2/12, all others 1/12; no parameters; pad_id 2")
     asked = [([1], [2, 3]), ([4, 5], [7]), ([9], [10, 0, 1]), ([1], [2, 5])]
     expected = [(2 * math.log(1 / 6), True), (math.log(1 / 12), False), (3 * math.log(1 / 6), True)]
     expected.append((math.log(1 / 72), False))
-    found = ev.loglikelihood(table_model, asked, 8)
+    found = ev.loglikelihood(table_model, asked, 8, pad_id=2)
     expect_true(isinstance(found, list), f"expected a list, got {type(found).__name__}", answer=found, read=RETURNS)
     for i, ((score, greedy), (right, is_greedy)) in enumerate(zip(found, expected, strict=True)):
         expect_close(score, right, rtol=1e-6, name=f"out[{i}][0]", answer=found, read=LIKELIHOOD)
