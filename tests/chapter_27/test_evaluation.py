@@ -74,6 +74,10 @@ def test_bits_per_byte_by_hand():
     bits = (math.log2(6) + math.log2(12)) / 4
     expect_close(ev.bits_per_byte(table_model, [1, 2, 5], sizes, 0, 8), bits, rtol=1e-6, read=RETURNS)
 
+    case("0 then 1, 2, 3, max_seq_len 2: the second window has the inputs 1, 2 and the target 3, whose p is 2/12")
+    bits = 3 * math.log2(6) / 3
+    expect_close(ev.bits_per_byte(table_model, [1, 2, 3], torch.ones_like(sizes), 0, 2), bits, rtol=1e-6, read=BITS)
+
 
 @pytest.mark.parametrize("context", [1, 3, 5])
 @pytest.mark.parametrize("as_tuple", [False, True], ids=["logits", "tuple"])
@@ -296,6 +300,10 @@ def test_choose_answer_by_hand():
     for name, expected in (("sum", 0), ("token", 1), ("byte", 2), ("unconditional", 3)):
         case(f"log_probs {scores}, {name}")
         expect_equal(ev.choose_answer(scores, name, n_tokens, n_bytes, alone), expected, read=SCORES)
+    for name in ("token", "byte"):
+        for second, length, score in ((-1.9, 3, -0.63), (-1.8, 2, -0.9)):
+            case(f"log_probs [-1.0, {second}], lengths [1, {length}], {name}: -1 and {score}")
+            expect_equal(ev.choose_answer([-1.0, second], name, [1, length], [1, length]), 1, read=SCORES)
     case("the default")
     expect_equal(ev.choose_answer([-3.0, -2.0, -5.0]), 1, read=ARGS)
 
