@@ -206,6 +206,7 @@ LETTERS = {
     "answer: B, as any answer must be": "B",
     "the answer is Dublin": None,
     "answerA": None,
+    "the answer is: C": None,
     "the answer is c": None,
     "I choose C": None,
     "": None,

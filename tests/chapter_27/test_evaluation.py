@@ -391,11 +391,18 @@ def test_few_shot_prompt_refuses_too_many_shots():
 
 
 def test_contaminated_share_by_hand():
-    case("'a b c d e' has the 3-grams abc, bcd, cde; the corpus has abc, and cde in another document")
-    texts = ["A b, c d e!", "x y z a b c", "a b", "e f", "...", "b c"]
-    corpus = ["z a-b c", "C. D. E.", "a", "b e f"]
+    texts, corpus = ["a b c d e", "x y z a b c", "a b", "e f", "", "b c"], ["z a b c", "c d e", "a", "b e f"]
+    case(f"3-grams of {texts} in {corpus}")
     expected = [2 / 3, 2 / 4, 1.0, 1.0, 0.0, 1.0]
     expect_close(ev.contaminated_share(texts, corpus, 3), expected, read=RETURNS)
+    for what, text, document in (
+        ("upper case", "A b C d", "x a B c D"),
+        ("punctuation", "a b, c - (d)!", "x a-b c. d"),
+        ("no words", "... !", "... !"),
+    ):
+        case(f"{what}: 3-grams of {text!r} in {document!r}")
+        expected = float(what != "no words")
+        expect_close(ev.contaminated_share([text], [document], 3), [expected], read=RETURNS)
 
 
 def test_contaminated_share_counts_places_and_keeps_documents_apart():
@@ -441,7 +448,8 @@ def test_contaminated_share_reads_the_corpus_once_and_keeps_nothing():
     found = ev.contaminated_share(["document 7 says", "document 7 said"], corpus(), 3)
     expect_close(found, [1.0, 0.0], read=RETURNS)
     expect_equal(len(most), 20, name="documents read", read=COST)
-    expect_equal(max(most), 0, name="documents kept while the next is read", read=COST)
+    name = "documents kept while the next is read (the variable of a `for` loop keeps one)"
+    expect_equal(max(most), 0, name=name, read=COST)
 
 
 @pytest.mark.memory_limit(300)
