@@ -177,6 +177,7 @@ def loglikelihood(
         max_length: Largest number of ids that the model takes.
             Of context and continuation the last ``max_length + 1`` ids are kept, and all but the last are passed.
         pad_id: Id that fills the shorter rows of a batch, on the right.
+            So the last logits of a row may belong to padding.
         batch_size: Largest number of rows in one call.
 
     Returns:
@@ -244,7 +245,7 @@ def choose_answer(
             - A length is 0 or less, or a score is NaN; the message shows the choice's index.
             - The normalization is unknown; the message shows it.
 
-    Source: Brown and others (arXiv:2005.14165), section 2.4: all but "byte", which is the harness's ``acc_norm``.
+    Source: Brown and others (arXiv:2005.14165); "byte" is like the harness's ``acc_norm``, which counts characters.
     """
     ### BEGIN SOLUTION
     needs = {"sum": None, "token": "n_tokens", "byte": "n_bytes", "unconditional": "unconditional"}
@@ -359,7 +360,7 @@ def paired_difference(
     Raises:
         ValueError: the lengths differ, or there are fewer than 2 questions; the message shows the numbers.
 
-    Source: Miller (arXiv:2411.00640), sections 2.2 and 4.2.
+    Source: Miller (arXiv:2411.00640).
     Convention: the term of independent questions is divided by n (n - 1), that of the clusters by n squared.
     """
     ### BEGIN SOLUTION
@@ -397,7 +398,7 @@ def core_score(accuracies: Mapping[str, float], baselines: Mapping[str, float]) 
         ValueError: a task is in only one of the two (the message names all such tasks),
             or a baseline is outside of [0, 1) (the message names the task).
 
-    Source: DCLM (arXiv:2406.11794), section 3.5.
+    Source: DCLM (arXiv:2406.11794).
     """
     ### BEGIN SOLUTION
     if alone := sorted(accuracies.keys() ^ baselines.keys()):
@@ -427,9 +428,11 @@ def extract_answer(text: str, kind: str = "number", n_choices: int = 4) -> str |
         a decimal part. A "-" before it counts unless a letter, a digit, an underscore, ".", ")" or "]" is before that.
         The form has no commas, no zeros in front, none at the end of the decimal part, and no "-0".
 
-        "letter" is X if the whole text, without white space at its ends, is X or (X, alone or followed by one of
-        ) . : and perhaps by white space and anything. Otherwise it is the letter of the last "answer", "answer is" or
-        "answer:", in upper or lower case, that a letter follows directly, perhaps in brackets, as a word of its own.
+        "letter" is X if the whole text, without white space at its ends, is ``X`` or ``(X``, alone or followed by one
+        of ``)``, ``.`` and ``:``, and perhaps by white space and anything.
+        Otherwise it is the letter of the last ``answer``, ``answer is`` or ``answer:``, in upper or lower case, which
+        a letter follows directly, as a word of its own: plain, as ``(X)`` or as ``[X]``.
+        So ``answer is: X`` does not count.
 
     Raises:
         ValueError: another ``kind``; the message shows it.
@@ -474,7 +477,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     Raises:
         ValueError: not ``0 <= c <= n`` and ``1 <= k <= n``; the message shows the three.
 
-    Source: Chen and others (arXiv:2107.03374), equation 1.
+    Source: Chen and others (arXiv:2107.03374).
     """
     ### BEGIN SOLUTION
     if not 0 <= c <= n or not 1 <= k <= n:
@@ -504,7 +507,7 @@ def expected_calibration_error(confidences: Sequence[float], correct: Sequence[b
         ValueError: a confidence outside of [0, 1] or NaN (the message shows it), different lengths (the message shows
             both), or nothing at all.
 
-    Source: Guo and others (arXiv:1706.04599), section 2.
+    Source: Guo and others (arXiv:1706.04599).
     """
     ### BEGIN SOLUTION
     sure, right = (torch.as_tensor(x, dtype=torch.float64).detach().cpu().flatten() for x in (confidences, correct))
@@ -535,9 +538,10 @@ def contaminated_share(texts: Sequence[str], corpus: Iterable[str], n: int = 13)
         A text without words has the share 0.0.
 
     Cost: the corpus is read once, and a document is dropped before the next is taken.
+        The variable of a ``for`` loop still holds a document while the next is being made.
         Memory grows with the texts only.
 
-    Source: Brown and others (arXiv:2005.14165), appendix C, for grams of 13 words.
+    Source: Brown and others (arXiv:2005.14165), for grams of 13 words.
     """
     ### BEGIN SOLUTION
     grams = []

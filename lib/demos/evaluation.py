@@ -117,9 +117,9 @@ def _train(model: nn.Module, vocab_size: int, n_steps: int) -> Trained:
     return Trained(model.eval(), encode, sizes, loss.item())
 
 
-def compressed() -> dict[str, float]:
-    """Bits per byte of the held-out text in gzip and xz, alone and after the training text."""
-    text, before = held_out().encode(), training_text().encode()
+def compressed(chosen: str | None = None) -> dict[str, float]:
+    """Bits per byte of a text, by default the held-out one, in gzip and xz, alone and after the training text."""
+    text, before = (held_out() if chosen is None else chosen).encode(), training_text().encode()
     found = {}
     for name, pack in (("gzip", gzip.compress), ("xz", lzma.compress)):
         found[name] = 8 * len(pack(text)) / len(text)
@@ -165,6 +165,22 @@ def answers(run: Trained, n_shots: int = 0) -> dict[str, list[int]]:
 def right(chosen: list[int]) -> list[int]:
     """1 for each question that is answered correctly."""
     return [int(c == q["gold"]) for c, q in zip(chosen, questions(), strict=True)]
+
+
+def three_tasks(run: Trained) -> tuple[float, float, float]:
+    """Accuracy on the questions, on those with two choices only (both by bytes), and on each paragraph's 20th word."""
+    asked, two = questions(), []
+    pairs = [encode_pair(run.encode, q["query"], " " + c) for q in asked for c in q["choices"]]
+    scores = [s for s, _ in loglikelihood(run.model, pairs, LENGTH)]
+    for i, q in enumerate(asked):
+        kept = sorted((q["gold"], (q["gold"] + 1) % 4))
+        n_bytes = [len(q["choices"][c].encode()) for c in kept]
+        two.append(kept[choose_answer([scores[4 * i + c] for c in kept], "byte", n_bytes=n_bytes)] == q["gold"])
+    words = [text.split()[:20] for _, text in paragraphs()[1]]
+    ends = [encode_pair(run.encode, " ".join(w[:-1]), " " + w[-1]) for w in words]
+    written = [greedy for _, greedy in loglikelihood(run.model, ends, LENGTH)]
+    four = right(answers(run)["byte"])
+    return sum(four) / len(four), sum(two) / len(two), sum(written) / len(written)
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------

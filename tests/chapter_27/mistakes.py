@@ -35,6 +35,10 @@ edits(
 edits(
     "bits_per_byte",
     """
+    the first logits of a window are taken: where it has fewer targets than inputs, the last ones score them
+    @@ _target_logits
+    - row[len(x) - len(y) : len(x)]
+    + row[: len(y)]
     the nats are divided by the number of tokens: that depends on the tokenizer, which bytes do not
     - n_bytes += int(sizes.sum())
     + n_bytes += len(targets)
@@ -111,6 +115,10 @@ edits(
     @@ _target_logits
     - inputs + [pad_id] * (longest - len(inputs))
     + [pad_id] * (longest - len(inputs)) + inputs
+    the last logits of a padded row are taken: those belong to padding
+    @@ _target_logits
+    - row[len(x) - len(y) : len(x)]
+    + row[len(row) - len(y) :]
     the scores come back in the order in which they were computed
     - return answers
     + return [answers[i] for i in order] + [(0.0, True)] * (len(windows) - len(order))
@@ -171,6 +179,12 @@ edits(
     the log-probability is multiplied by the length
     - s / float(v)
     + s * float(v)
+    the log-probability is divided by the root of the length
+    - s / float(v) for
+    + s / math.sqrt(v) for
+    1 is added to the length: long choices gain less than they should
+    - s / float(v) for
+    + s / (float(v) + 1) for
     the log-probabilities are divided, but the ratio of probabilities is their difference
     - s - float(v) if name == "unconditional" else s / float(v)
     + s / float(v)
@@ -261,7 +275,10 @@ edits(
 edits(
     "paired_difference",
     """
-    the errors of the two models are added as if they had answered different questions
+    the variances of a and b, over n, are added as if the two had answered different questions
+    - variance = float((d * d).sum()) / (n * (n - 1)) + float(together.sum()) / n**2
+    + variance = float(np.var(a) + np.var(b)) / n
+    the variances of a and b, over n - 1, are added as if the two had answered different questions
     - variance = float((d * d).sum()) / (n * (n - 1)) + float(together.sum()) / n**2
     + variance = float(np.var(a, ddof=1) + np.var(b, ddof=1)) / n
     the spread of one question is returned: the error of the mean is smaller by the root of n
@@ -428,9 +445,15 @@ edits(
 edits(
     "expected_calibration_error",
     """
-    every bin counts the same: a bin should count as often as it has answers
-    - torch.bincount(place, right - sure, n_bins).abs().sum().item() / len(sure)
-    + (torch.bincount(place, right - sure, n_bins) / torch.bincount(place).clamp(min=1).sum()).abs().mean().item()
+    every bin that holds answers counts the same: a bin should count as often as it has answers
+    - return torch.bincount(place, right - sure, n_bins).abs().sum().item() / len(sure)
+    + sizes = torch.bincount(place, minlength=n_bins)
+    + gaps = torch.bincount(place, right - sure, n_bins) / sizes
+    + return gaps[sizes > 0].abs().mean().item()
+    every bin counts the same, also the empty ones: a bin should count as often as it has answers
+    - return torch.bincount(place, right - sure, n_bins).abs().sum().item() / len(sure)
+    + sizes = torch.bincount(place, minlength=n_bins).clamp(min=1)
+    + return (torch.bincount(place, right - sure, n_bins) / sizes).abs().mean().item()
     the differences are summed before the magnitude is taken, so too sure and not sure enough cancel
     - torch.bincount(place, right - sure, n_bins).abs().sum().item()
     + torch.bincount(place, right - sure, n_bins).sum().abs().item()

@@ -206,6 +206,7 @@ LETTERS = {
     "answer: B, as any answer must be": "B",
     "the answer is Dublin": None,
     "answerA": None,
+    "the answer is: C": None,
     "the answer is c": None,
     "I choose C": None,
     "": None,
@@ -250,6 +251,9 @@ def test_extract_answer_of_a_long_text():
 
 
 def test_expected_calibration_error_by_hand():
+    case("3 bins: 0.2 in the first, 0.9, 0.8 and 0.7 in the third")
+    found = ev.expected_calibration_error([0.2, 0.9, 0.8, 0.7], [0, 1, 1, 0], 3)
+    expect_close(found, (abs(0 - 0.2) + abs(2 - 2.4)) / 4, rtol=1e-12, read=CALIBRATION)
     case("2 bins: 0.2 and 0.5 in the first, 0.9, 0.6 and 0.7 in the second")
     found = ev.expected_calibration_error([0.2, 0.9, 0.5, 0.6, 0.7], [0, 1, 1, 1, 0], 2)
     expect_close(found, (abs(1 - 0.7) + abs(2 - 2.2)) / 5, rtol=1e-12, read=CALIBRATION)

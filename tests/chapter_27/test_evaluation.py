@@ -74,6 +74,10 @@ def test_bits_per_byte_by_hand():
     bits = (math.log2(6) + math.log2(12)) / 4
     expect_close(ev.bits_per_byte(table_model, [1, 2, 5], sizes, 0, 8), bits, rtol=1e-6, read=RETURNS)
 
+    case("0 then 1, 2, 3, max_seq_len 2: the second window has the inputs 1, 2 and the target 3, whose p is 2/12")
+    bits = 3 * math.log2(6) / 3
+    expect_close(ev.bits_per_byte(table_model, [1, 2, 3], torch.ones_like(sizes), 0, 2), bits, rtol=1e-6, read=BITS)
+
 
 @pytest.mark.parametrize("context", [1, 3, 5])
 @pytest.mark.parametrize("as_tuple", [False, True], ids=["logits", "tuple"])
@@ -212,12 +216,20 @@ def requests() -> list[tuple[list[int], list[int]]]:
     return found
 
 
+def test_loglikelihood_pads_on_the_right():
+    case("([1, 2, 3], [4, 5]) and ([6], [7, 8]), pad_id 9: the model gets [1, 2, 3, 4] and [6, 7, 9, 9]")
+    model = Recorder()
+    ev.loglikelihood(model, [([1, 2, 3], [4, 5]), ([6], [7, 8])], 8, pad_id=9)
+    rows = sorted(row for call in model.rows for row in call.tolist())
+    expect_equal(rows, [[1, 2, 3, 4], [6, 7, 9, 9]], name="the rows that the model received", read=ARGS)
+
+
 def test_loglikelihood_by_hand():
-    case("after id i, id i + 1 has p = 2/12, all others 1/12; no parameters")
+    case("after id i, id i + 1 has p = 2/12, all others 1/12; no parameters; pad_id 2")
     asked = [([1], [2, 3]), ([4, 5], [7]), ([9], [10, 0, 1]), ([1], [2, 5])]
     expected = [(2 * math.log(1 / 6), True), (math.log(1 / 12), False), (3 * math.log(1 / 6), True)]
     expected.append((math.log(1 / 72), False))
-    found = ev.loglikelihood(table_model, asked, 8)
+    found = ev.loglikelihood(table_model, asked, 8, pad_id=2)
     expect_true(isinstance(found, list), f"expected a list, got {type(found).__name__}", answer=found, read=RETURNS)
     for i, ((score, greedy), (right, is_greedy)) in enumerate(zip(found, expected, strict=True)):
         expect_close(score, right, rtol=1e-6, name=f"out[{i}][0]", answer=found, read=LIKELIHOOD)
@@ -288,6 +300,10 @@ def test_choose_answer_by_hand():
     for name, expected in (("sum", 0), ("token", 1), ("byte", 2), ("unconditional", 3)):
         case(f"log_probs {scores}, {name}")
         expect_equal(ev.choose_answer(scores, name, n_tokens, n_bytes, alone), expected, read=SCORES)
+    for name in ("token", "byte"):
+        for second, length, score in ((-1.9, 3, -0.63), (-1.8, 2, -0.9)):
+            case(f"log_probs [-1.0, {second}], lengths [1, {length}], {name}: -1 and {score}")
+            expect_equal(ev.choose_answer([-1.0, second], name, [1, length], [1, length]), 1, read=SCORES)
     case("the default")
     expect_equal(ev.choose_answer([-3.0, -2.0, -5.0]), 1, read=ARGS)
 
@@ -375,11 +391,18 @@ def test_few_shot_prompt_refuses_too_many_shots():
 
 
 def test_contaminated_share_by_hand():
-    case("'a b c d e' has the 3-grams abc, bcd, cde; the corpus has abc, and cde in another document")
-    texts = ["A b, c d e!", "x y z a b c", "a b", "e f", "...", "b c"]
-    corpus = ["z a-b c", "C. D. E.", "a", "b e f"]
+    texts, corpus = ["a b c d e", "x y z a b c", "a b", "e f", "", "b c"], ["z a b c", "c d e", "a", "b e f"]
+    case(f"3-grams of {texts} in {corpus}")
     expected = [2 / 3, 2 / 4, 1.0, 1.0, 0.0, 1.0]
     expect_close(ev.contaminated_share(texts, corpus, 3), expected, read=RETURNS)
+    for what, text, document in (
+        ("upper case", "A b C d", "x a B c D"),
+        ("punctuation", "a b, c - (d)!", "x a-b c. d"),
+        ("no words", "... !", "... !"),
+    ):
+        case(f"{what}: 3-grams of {text!r} in {document!r}")
+        expected = float(what != "no words")
+        expect_close(ev.contaminated_share([text], [document], 3), [expected], read=RETURNS)
 
 
 def test_contaminated_share_counts_places_and_keeps_documents_apart():
@@ -425,7 +448,8 @@ def test_contaminated_share_reads_the_corpus_once_and_keeps_nothing():
     found = ev.contaminated_share(["document 7 says", "document 7 said"], corpus(), 3)
     expect_close(found, [1.0, 0.0], read=RETURNS)
     expect_equal(len(most), 20, name="documents read", read=COST)
-    expect_equal(max(most), 0, name="documents kept while the next is read", read=COST)
+    name = "documents kept while the next is read (the variable of a `for` loop keeps one)"
+    expect_equal(max(most), 0, name=name, read=COST)
 
 
 @pytest.mark.memory_limit(300)
