@@ -563,10 +563,13 @@ def test_LoRALinear_over_four_bits(kind):
 
 
 def _NF4Linear(linear):
-    """The reference's, so that only one exercise is graded."""
+    """The reference's layer, so that only one exercise is graded, and an instance of the answer's class as well."""
     from solutions.finetuning import NF4Linear
 
-    return NF4Linear(linear)
+    layer = NF4Linear(linear)
+    if ft.NF4Linear is not NF4Linear:  # the answer asks for instances of its own, written or not
+        layer.__class__ = type("NF4Linear", (NF4Linear, ft.NF4Linear), {})
+    return layer
 
 
 def test_LoRALinear_multiplies_thin_matrices():
