@@ -125,6 +125,7 @@ def masked_cross_entropy(
 
     Returns:
         Float32: the sum over ``n_targets``, in nats; 0, with a gradient of zeros, if every position is ignored.
+        Float64 logits are summed and divided in float64, all others in float32; only the result is rounded to float32.
         Logits at an ignored position are not read: NaN there changes neither the value nor the gradient.
     """
     raise NotImplementedError("Exercise 28.4: write masked_cross_entropy")
@@ -147,7 +148,7 @@ def accumulate_masked(
         ignore_index: Marks a target that does not count.
 
     Adds to ``.grad`` so that the *average over ranks* of the gradients (chapter 10's, or DDP's) is the gradient of the
-    mean over all targets of all micro-batches of all ranks.
+    mean over all targets of all micro-batches of all ranks, with the digits that `masked_cross_entropy` keeps.
 
     Returns:
         That mean, detached, the same on every rank.

@@ -199,6 +199,9 @@ edits(
     float64 logits are rounded to float32, and their gradient with them
     - torch.promote_types(rows.dtype, torch.float32)
     + torch.float32
+    the sum is rounded to float32 before it is divided, so a gradient in float64 keeps seven digits
+    - losses.sum() / (losses.numel() if n_targets is None else n_targets)
+    + losses.sum().float() / (losses.numel() if n_targets is None else n_targets)
     ignore_index is always -100
     - _counted_losses(logits, targets, ignore_index)
     + _counted_losses(logits, targets, -100)
