@@ -178,6 +178,7 @@ class LoRALinear(nn.Module):
         lora_A: Parameter ``[r, in]``, uniform in +-1/sqrt(in).
         lora_B: Parameter ``[out, r]``, zeros.
             Both are float32, on the device of the base, whatever its dtype is.
+        dropout: An ``nn.Dropout``.
         scaling: The factor of the update.
         merged: Whether the update is in the base's weight.
 
@@ -202,6 +203,8 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: Float[Tensor, "... n_in"]) -> Float[Tensor, "... n_out"]:
         """``base(x) + scaling * dropout(x) A^T B^T``, in the dtype of ``base(x)``; only ``base(x)`` once merged.
+
+        The update is computed and added in float32 or wider, and only the sum is rounded to the dtype of ``base(x)``.
 
         Cost: for n vectors ``2 n (in out + r (in + out))`` FLOPs: B A is not formed.
         """

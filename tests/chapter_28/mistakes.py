@@ -337,6 +337,17 @@ edits(
     @@ forward
     - self.dropout(x).to(wide)
     + x.to(wide)
+    the attribute dropout is a number: it should be an nn.Dropout
+    @@ __init__
+    - nn.Dropout(dropout)
+    + dropout
+    @@ forward
+    - self.dropout(x).to(wide)
+    + nn.functional.dropout(x, self.dropout, self.training).to(wide)
+    A and B are rounded to the dtype of x, and the update is computed in it: float32 is wanted until the sum
+    @@ forward
+    - torch.promote_types(x.dtype, self.lora_A.dtype)
+    + x.dtype
     a merged layer adds the update a second time
     @@ forward
     - if self.merged:

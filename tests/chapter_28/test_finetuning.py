@@ -530,6 +530,9 @@ def test_LoRALinear_merges_once_and_back(dtype):
 
 def test_LoRALinear_drops_inputs_of_the_update_only():
     layer, base = adapted(n_in=50, dropout=0.5)
+    case("dropout = 0.5: the attribute is an nn.Dropout with this probability")
+    found = (type(layer.dropout).__name__, getattr(layer.dropout, "p", None))
+    expect_equal(found, ("Dropout", 0.5), name="class and p of dropout", read=STATE)
     x = randn(2, 50, seed=9)
     case("dropout = 0.5 in training: the update's input is dropped, the base's is not")
     torch.manual_seed(0)
