@@ -254,7 +254,7 @@ def lora_parameters(config: LlamaConfig, r: int, targets: Iterable[str] = ("wq",
     Args:
         config: Sizes of the model.
         r: Rank of each update.
-        targets: Matrices of a block that get an update, out of ``ALL``; one given twice counts once.
+        targets: Matrices of a block that get an update, out of ``ALL``, read once; one given twice counts once.
 
     Returns:
         The number of entries of all A and B: 4,194,304 for Llama 2 7B, r = 8 and the default targets.

@@ -453,6 +453,13 @@ edits(
     + names = list(targets)
     - names - set(sizes)
     + set(names) - set(sizes)
+    targets are read twice: an iterator is empty the second time
+    - names = set(targets)
+    + names = targets
+    - sorted(names - set(sizes))
+    + sorted(set(names) - set(sizes))
+    - for name in names)
+    + for name in set(names))
     unknown names are passed over
     - if unknown := sorted(names - set(sizes)):
     + names &= set(sizes)

@@ -650,7 +650,9 @@ class Odd(nn.Module):
 
 def test_add_lora_knows_its_layers_by_their_last_name():
     model = Odd()
-    case('layers "zebra.0", "ant" (NF4Linear), "inner.ant" and "inner.my_ant"; targets ant, 0, ant; dropout 0.25')
+    case(
+        'layers "zebra.0", "ant" (NF4Linear), "inner.ant" and "inner.my_ant"; targets ant, 0, ant from an iterator; dropout 0.25'
+    )
     names = ft.add_lora(model, 1, 1, iter(("ant", "0", "ant")), dropout=0.25)
     expect_equal(list(names), ["zebra.0", "ant", "inner.ant"], name="names", read=RETURNS)
     expect_equal(type(model.inner["my_ant"]).__name__, "Linear", name="class of inner.my_ant", read=ARGS)
@@ -679,7 +681,7 @@ def test_lora_parameters_by_hand():
     expect_equal(ft.lora_parameters(LLAMA_2_7B, 64, ALL), 159_907_840, read=COUNT)
     case("Llama 2 70B, r = 1, wv: keys and values are 1024 wide")
     expect_equal(ft.lora_parameters(LLAMA_2_70B, 1, ["wv"]), 80 * (8192 + 1024), read=COUNT)
-    case("a target twice counts once")
+    case("a target twice counts once: wq, wv, wq from an iterator")
     expect_equal(ft.lora_parameters(LLAMA_2_7B, 8, iter(("wq", "wv", "wq"))), 4_194_304, read=ARGS)
     case("targets wq, lm_head and gate")
     with expect_raises(ValueError, "lm_head", "gate", read=RAISES):
