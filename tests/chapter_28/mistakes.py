@@ -536,7 +536,7 @@ edits(
 edits(
     "NF4Linear",
     """
-    the unpacked weight is saved for the backward pass, which takes four times the bytes of the 16-bit layer
+    the unpacked weight is saved for the backward pass, which can unpack it again
     @@ forward
     - y = _NF4Product.apply(x, self.packed, self.absmax, self.out_features)
     + y = x @ nf4_dequantize(self.packed, self.absmax, (self.out_features, self.in_features), x.dtype).T
