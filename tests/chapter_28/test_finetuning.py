@@ -650,7 +650,7 @@ class Odd(nn.Module):
 
 def test_add_lora_knows_its_layers_by_their_last_name():
     model = Odd()
-    case('"zebra.0", "ant" (NF4Linear), "inner.ant", "inner.my_ant"; targets ant, 0, ant from an iterator; dropout 0.25')
+    case("zebra.0, ant (NF4Linear), inner.ant, inner.my_ant; targets ant, 0, ant from an iterator; dropout 0.25")
     names = ft.add_lora(model, 1, 1, iter(("ant", "0", "ant")), dropout=0.25)
     expect_equal(list(names), ["zebra.0", "ant", "inner.ant"], name="names", read=RETURNS)
     expect_equal(type(model.inner["my_ant"]).__name__, "Linear", name="class of inner.my_ant", read=ARGS)
