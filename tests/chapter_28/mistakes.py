@@ -20,6 +20,11 @@ edits(
     the two markers around Python's code are missing
     - if markers:
     + if markers == "output":
+    the two markers around Python's code are not learned: the assistant has to call the interpreter itself
+    - add(tokens, int(role == "assistant" and markers != "output"))
+    + add(tokens, int(role == "assistant" and markers != "output"))
+    + if markers == "python":
+    +     mask[-len(tokens)] = mask[-1] = 0
     the two markers around Python's output are missing
     - if markers:
     + if markers == "python":
@@ -82,6 +87,9 @@ edits(
     the mask of the input decides: the pair predicts the target, whose own mask counts
     - mask[1 : length + 1]
     + mask[: len(ids[: length + 1]) - 1]
+    targets are masked by their input's mask, although a conversation is left out by the right one
+    - zip(ids[1:], learned, strict=True)
+    + zip(ids[1:], mask, strict=False)
     masked targets keep their ids, so the user's words are learned
     - token if own else ignore_index
     + token
@@ -224,6 +232,11 @@ edits(
     - masked_cross_entropy(logits, targets, n_targets, ignore_index)
     + masked_cross_entropy(logits, targets, own, ignore_index) / n_ranks
     the loss is not multiplied by the number of ranks, although the gradients are averaged over them
+    - (n_ranks * loss).backward()
+    + loss.backward()
+    the factor for the number of ranks is in the mean that is returned, too: it belongs to the gradients only
+    - loss = masked_cross_entropy(logits, targets, n_targets, ignore_index)
+    + loss = n_ranks * masked_cross_entropy(logits, targets, n_targets, ignore_index)
     - (n_ranks * loss).backward()
     + loss.backward()
     the micro-batches are read twice: a generator is empty the second time
@@ -479,6 +492,9 @@ edits(
     the level below is taken, not the nearest
     - (levels[1:] + levels[:-1]) / 2
     + levels[1:]
+    weights are looked up between the levels, which takes the level above: the bounds are their midpoints
+    - (levels[1:] + levels[:-1]) / 2
+    + levels
     a block of zeros is divided by its largest magnitude, 0
     - torch.where(absmax > 0, absmax, 1.0)
     + absmax
@@ -607,6 +623,9 @@ edits(
     the table, the head and the norms are counted with four bits, too
     - 2 * (n - matrices) + matrices // 2 + matrices // 64 * 4
     + n // 2 + n // 64 * 4
+    the trained weights are counted with 2 bytes, as the frozen ones: they are float32
+    - frozen[method] + 4 * trained
+    + frozen[method] + 2 * trained
     full training is counted in 16 bits
     - trained = n if method == "full" else trained
     + if method == "full":
