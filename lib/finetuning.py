@@ -46,10 +46,12 @@ def render_chat(
         - A part "text" is learned, and a part "python" between its two markers, with both of them.
         - A part "python_output" stands between the "output" markers; it is not learned, and neither are they.
         - A system message is put in front of the first user's, with two newlines between.
+        - A conversation without messages is "bos" alone.
 
     Raises:
-        ValueError: user and assistant do not alternate from a user on (shows the message's index and role), a prompt
-            does not end with a user's message (shows the last index), or a part has another type (shows it).
+        ValueError: user and assistant do not alternate from a user on, or no user follows a system message (shows the
+            message's index and role), a prompt has no messages or does not end with a user's (shows the last index), or
+            a part has another type (shows it).
 
     Convention: nanochat's template; an index counts a system message.
     """

@@ -67,6 +67,9 @@ edits(
     a prompt may end with any message
     - if prompt and (not messages or messages[-1]["role"] != "user"):
     + if False:
+    a prompt without messages has a last one, too
+    - (not messages or messages[-1]["role"] != "user")
+    + messages[-1]["role"] != "user"
     the index in the message does not count the system message, so it points to the wrong one
     - {i + first}
     + {i}

@@ -105,6 +105,15 @@ def test_render_chat_prompt_and_cut():
     expect_equal((list(ids), list(mask)), ([300, 301, 97, 302], [0] * 4), name="(ids, mask)", read=ARGS)
 
 
+def test_render_chat_without_messages():
+    case("no messages: bos alone")
+    ids, mask = ft.render_chat([], encode, SPECIAL)
+    expect_equal((list(ids), list(mask)), ([300], [0]), name="(ids, mask)", read=RETURNS)
+    case("no messages, as a prompt")
+    with expect_raises(ValueError, read=RAISES):
+        ft.render_chat([], encode, SPECIAL, add_generation_prompt=True)
+
+
 WRONG_ORDER = [
     ([assistant("a")], "0", "assistant"),
     ([user("a"), user("b")], "1", "user"),
