@@ -46,10 +46,12 @@ def render_chat(
         - A part "text" is learned, and a part "python" between its two markers, with both of them.
         - A part "python_output" stands between the "output" markers; it is not learned, and neither are they.
         - A system message is put in front of the first user's, with two newlines between.
+        - A conversation without messages is "bos" alone.
 
     Raises:
-        ValueError: user and assistant do not alternate from a user on (shows the message's index and role), a prompt
-            does not end with a user's message (shows the last index), or a part has another type (shows it).
+        ValueError: user and assistant do not alternate from a user on, or no user follows a system message (shows the
+            message's index and role), a prompt has no messages or does not end with a user's (shows the last index), or
+            a part has another type (shows it).
 
     Convention: nanochat's template; an index counts a system message.
     """
@@ -125,6 +127,7 @@ def masked_cross_entropy(
 
     Returns:
         Float32: the sum over ``n_targets``, in nats; 0, with a gradient of zeros, if every position is ignored.
+        Float64 logits are summed and divided in float64, all others in float32; only the result is rounded to float32.
         Logits at an ignored position are not read: NaN there changes neither the value nor the gradient.
     """
     raise NotImplementedError("Exercise 28.4: write masked_cross_entropy")
@@ -147,7 +150,7 @@ def accumulate_masked(
         ignore_index: Marks a target that does not count.
 
     Adds to ``.grad`` so that the *average over ranks* of the gradients (chapter 10's, or DDP's) is the gradient of the
-    mean over all targets of all micro-batches of all ranks.
+    mean over all targets of all micro-batches of all ranks, with the digits that `masked_cross_entropy` keeps.
 
     Returns:
         That mean, detached, the same on every rank.
@@ -177,6 +180,7 @@ class LoRALinear(nn.Module):
         lora_A: Parameter ``[r, in]``, uniform in +-1/sqrt(in).
         lora_B: Parameter ``[out, r]``, zeros.
             Both are float32, on the device of the base, whatever its dtype is.
+        dropout: An ``nn.Dropout``.
         scaling: The factor of the update.
         merged: Whether the update is in the base's weight.
 
@@ -201,6 +205,8 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: Float[Tensor, "... n_in"]) -> Float[Tensor, "... n_out"]:
         """``base(x) + scaling * dropout(x) A^T B^T``, in the dtype of ``base(x)``; only ``base(x)`` once merged.
+
+        The update is computed and added in float32 or wider, and only the sum is rounded to the dtype of ``base(x)``.
 
         Cost: for n vectors ``2 n (in out + r (in + out))`` FLOPs: B A is not formed.
         """
@@ -250,7 +256,7 @@ def lora_parameters(config: LlamaConfig, r: int, targets: Iterable[str] = ("wq",
     Args:
         config: Sizes of the model.
         r: Rank of each update.
-        targets: Matrices of a block that get an update, out of ``ALL``; one given twice counts once.
+        targets: Matrices of a block that get an update, out of ``ALL``, read once; one given twice counts once.
 
     Returns:
         The number of entries of all A and B: 4,194,304 for Llama 2 7B, r = 8 and the default targets.

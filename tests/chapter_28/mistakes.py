@@ -20,6 +20,11 @@ edits(
     the two markers around Python's code are missing
     - if markers:
     + if markers == "output":
+    the two markers around Python's code are not learned: the assistant has to call the interpreter itself
+    - add(tokens, int(role == "assistant" and markers != "output"))
+    + add(tokens, int(role == "assistant" and markers != "output"))
+    + if markers == "python":
+    +     mask[-len(tokens)] = mask[-1] = 0
     the two markers around Python's output are missing
     - if markers:
     + if markers == "python":
@@ -62,6 +67,9 @@ edits(
     a prompt may end with any message
     - if prompt and (not messages or messages[-1]["role"] != "user"):
     + if False:
+    a prompt without messages has a last one, too
+    - (not messages or messages[-1]["role"] != "user")
+    + messages[-1]["role"] != "user"
     the index in the message does not count the system message, so it points to the wrong one
     - {i + first}
     + {i}
@@ -82,6 +90,9 @@ edits(
     the mask of the input decides: the pair predicts the target, whose own mask counts
     - mask[1 : length + 1]
     + mask[: len(ids[: length + 1]) - 1]
+    targets are masked by their input's mask, although a conversation is left out by the right one
+    - zip(ids[1:], learned, strict=True)
+    + zip(ids[1:], mask, strict=False)
     masked targets keep their ids, so the user's words are learned
     - token if own else ignore_index
     + token
@@ -199,6 +210,9 @@ edits(
     float64 logits are rounded to float32, and their gradient with them
     - torch.promote_types(rows.dtype, torch.float32)
     + torch.float32
+    the sum is rounded to float32 before it is divided, so a gradient in float64 keeps seven digits
+    - losses.sum() / (losses.numel() if n_targets is None else n_targets)
+    + losses.sum().float() / (losses.numel() if n_targets is None else n_targets)
     ignore_index is always -100
     - _counted_losses(logits, targets, ignore_index)
     + _counted_losses(logits, targets, -100)
@@ -221,6 +235,11 @@ edits(
     - masked_cross_entropy(logits, targets, n_targets, ignore_index)
     + masked_cross_entropy(logits, targets, own, ignore_index) / n_ranks
     the loss is not multiplied by the number of ranks, although the gradients are averaged over them
+    - (n_ranks * loss).backward()
+    + loss.backward()
+    the factor for the number of ranks is in the mean that is returned, too: it belongs to the gradients only
+    - loss = masked_cross_entropy(logits, targets, n_targets, ignore_index)
+    + loss = n_ranks * masked_cross_entropy(logits, targets, n_targets, ignore_index)
     - (n_ranks * loss).backward()
     + loss.backward()
     the micro-batches are read twice: a generator is empty the second time
@@ -334,6 +353,17 @@ edits(
     @@ forward
     - self.dropout(x).to(wide)
     + x.to(wide)
+    the attribute dropout is a number: it should be an nn.Dropout
+    @@ __init__
+    - nn.Dropout(dropout)
+    + dropout
+    @@ forward
+    - self.dropout(x).to(wide)
+    + nn.functional.dropout(x, self.dropout, self.training).to(wide)
+    A and B are rounded to the dtype of x, and the update is computed in it: float32 is wanted until the sum
+    @@ forward
+    - torch.promote_types(x.dtype, self.lora_A.dtype)
+    + x.dtype
     a merged layer adds the update a second time
     @@ forward
     - if self.merged:
@@ -439,6 +469,13 @@ edits(
     + names = list(targets)
     - names - set(sizes)
     + set(names) - set(sizes)
+    targets are read twice: an iterator is empty the second time
+    - names = set(targets)
+    + names = targets
+    - sorted(names - set(sizes))
+    + sorted(set(names) - set(sizes))
+    - for name in names)
+    + for name in set(names))
     unknown names are passed over
     - if unknown := sorted(names - set(sizes)):
     + names &= set(sizes)
@@ -458,6 +495,9 @@ edits(
     the level below is taken, not the nearest
     - (levels[1:] + levels[:-1]) / 2
     + levels[1:]
+    weights are looked up between the levels, which takes the level above: the bounds are their midpoints
+    - (levels[1:] + levels[:-1]) / 2
+    + levels
     a block of zeros is divided by its largest magnitude, 0
     - torch.where(absmax > 0, absmax, 1.0)
     + absmax
@@ -515,7 +555,7 @@ edits(
 edits(
     "NF4Linear",
     """
-    the unpacked weight is saved for the backward pass, which takes four times the bytes of the 16-bit layer
+    the unpacked weight is saved for the backward pass, which can unpack it again
     @@ forward
     - y = _NF4Product.apply(x, self.packed, self.absmax, self.out_features)
     + y = x @ nf4_dequantize(self.packed, self.absmax, (self.out_features, self.in_features), x.dtype).T
@@ -586,6 +626,9 @@ edits(
     the table, the head and the norms are counted with four bits, too
     - 2 * (n - matrices) + matrices // 2 + matrices // 64 * 4
     + n // 2 + n // 64 * 4
+    the trained weights are counted with 2 bytes, as the frozen ones: they are float32
+    - frozen[method] + 4 * trained
+    + frozen[method] + 2 * trained
     full training is counted in 16 bits
     - trained = n if method == "full" else trained
     + if method == "full":

@@ -105,6 +105,15 @@ def test_render_chat_prompt_and_cut():
     expect_equal((list(ids), list(mask)), ([300, 301, 97, 302], [0] * 4), name="(ids, mask)", read=ARGS)
 
 
+def test_render_chat_without_messages():
+    case("no messages: bos alone")
+    ids, mask = ft.render_chat([], encode, SPECIAL)
+    expect_equal((list(ids), list(mask)), ([300], [0]), name="(ids, mask)", read=RETURNS)
+    case("no messages, as a prompt")
+    with expect_raises(ValueError, read=RAISES):
+        ft.render_chat([], encode, SPECIAL, add_generation_prompt=True)
+
+
 WRONG_ORDER = [
     ([assistant("a")], "0", "assistant"),
     ([user("a"), user("b")], "1", "user"),
@@ -530,6 +539,9 @@ def test_LoRALinear_merges_once_and_back(dtype):
 
 def test_LoRALinear_drops_inputs_of_the_update_only():
     layer, base = adapted(n_in=50, dropout=0.5)
+    case("dropout = 0.5: the attribute is an nn.Dropout with this probability")
+    found = (type(layer.dropout).__name__, getattr(layer.dropout, "p", None))
+    expect_equal(found, ("Dropout", 0.5), name="class and p of dropout", read=STATE)
     x = randn(2, 50, seed=9)
     case("dropout = 0.5 in training: the update's input is dropped, the base's is not")
     torch.manual_seed(0)
@@ -563,10 +575,13 @@ def test_LoRALinear_over_four_bits(kind):
 
 
 def _NF4Linear(linear):
-    """The reference's, so that only one exercise is graded."""
+    """The reference's layer, so that only one exercise is graded, and an instance of the answer's class as well."""
     from solutions.finetuning import NF4Linear
 
-    return NF4Linear(linear)
+    layer = NF4Linear(linear)
+    if ft.NF4Linear is not NF4Linear:  # the answer asks for instances of its own, written or not
+        layer.__class__ = type("NF4Linear", (NF4Linear, ft.NF4Linear), {})
+    return layer
 
 
 def test_LoRALinear_multiplies_thin_matrices():
@@ -644,7 +659,7 @@ class Odd(nn.Module):
 
 def test_add_lora_knows_its_layers_by_their_last_name():
     model = Odd()
-    case('layers "zebra.0", "ant" (NF4Linear), "inner.ant" and "inner.my_ant"; targets ant, 0, ant; dropout 0.25')
+    case("zebra.0, ant (NF4Linear), inner.ant, inner.my_ant; targets ant, 0, ant from an iterator; dropout 0.25")
     names = ft.add_lora(model, 1, 1, iter(("ant", "0", "ant")), dropout=0.25)
     expect_equal(list(names), ["zebra.0", "ant", "inner.ant"], name="names", read=RETURNS)
     expect_equal(type(model.inner["my_ant"]).__name__, "Linear", name="class of inner.my_ant", read=ARGS)
@@ -673,7 +688,7 @@ def test_lora_parameters_by_hand():
     expect_equal(ft.lora_parameters(LLAMA_2_7B, 64, ALL), 159_907_840, read=COUNT)
     case("Llama 2 70B, r = 1, wv: keys and values are 1024 wide")
     expect_equal(ft.lora_parameters(LLAMA_2_70B, 1, ["wv"]), 80 * (8192 + 1024), read=COUNT)
-    case("a target twice counts once")
+    case("a target twice counts once: wq, wv, wq from an iterator")
     expect_equal(ft.lora_parameters(LLAMA_2_7B, 8, iter(("wq", "wv", "wq"))), 4_194_304, read=ARGS)
     case("targets wq, lm_head and gate")
     with expect_raises(ValueError, "lm_head", "gate", read=RAISES):
@@ -829,7 +844,7 @@ def test_NF4Linear_equals_a_dense_layer():
             expected = nn.functional.linear(
                 x, weight.to(dtype), None if linear.bias is None else linear.bias.detach().to(dtype)
             )
-            tolerance = {"atol": 1e-4} if dtype == torch.float32 else {}
+            tolerance = {torch.float32: {"atol": 1e-4}, torch.bfloat16: {"atol": 5e-3}}.get(dtype, {})
             expect_close(layer(x).detach(), expected, read=NF4, **tolerance)
     case("the layer's bias is a copy")
     linear = nn.Linear(64, 2)
@@ -861,17 +876,18 @@ def test_NF4Linear_saves_packed_weights_only():
     layer = ft.NF4Linear(nn.Linear(64, 32))
     x = randn(1000, 64).requires_grad_() * 1
     saved = []
-    case("in = 64, out = 32, 1000 vectors: bytes saved for the backward pass")
+    allowed = 64 * 32 // 2 + 4 * 32
+    case("in = 64, out = 32, 1000 vectors: saved for backward are 1024 bytes of packed and 128 of absmax")
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = layer(x)
     found = sum(t.numel() * t.element_size() for t in saved)
-    expect_true(found <= 64 * 32 // 2 + 4 * 32, f"{found} bytes are saved", answer=found, read=COST)
+    expect_true(found <= allowed, f"{found} bytes are saved: at most {allowed}", answer=found, read=COST)
     held, node = [], y.grad_fn
     while node is not None:
         held += [v for v in getattr(node, "__dict__", {}).values() if isinstance(v, torch.Tensor)]
         node = next((n for n, _ in node.next_functions if n is not None), None)
     n = sum(t.numel() * t.element_size() for t in held)
-    expect_true(n <= 64 * 32 // 2 + 4 * 32, f"{n} bytes are held by the graph", answer=n, read=COST)
+    expect_true(n <= allowed, f"{n} bytes are held by the graph: at most {allowed}", answer=n, read=COST)
 
 
 # ---- sequence_log_probs ----------------------------------------------------------------------------------------------
