@@ -565,7 +565,7 @@ def test_learning_curve_prediction_of_a_noisy_curve(seed):
 @pytest.mark.parametrize("kind", ["lists", "arrays"])
 def test_learning_curve_prediction_leaves_its_points_alone(kind):
     case(f"four points in no order, as {kind}, and final_step equal to the largest step: the points stay as they are")
-    steps, y = [130.0, 20, 390, 60], [2.9, 3.8, 2.5, 3.2]
+    steps, y = [130.0, 20.0, 390.0, 60.0], [2.9, 3.8, 2.5, 3.2]
     given = (steps[:], y[:]) if kind == "lists" else (np.array(steps), np.array(y))
     value, low, high = laws.learning_curve_prediction(*given, 390)
     expect_true(
