@@ -26,6 +26,7 @@ def measure(folder, monkeypatch, *words):
     return load("yardstick_parts", folder)["results"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.time_limit(120)
 def test_every_way_is_timed_on_every_rank(tmp_path, monkeypatch):
     (cell,) = measure(tmp_path, monkeypatch, "--batch", "64")["cells"]
@@ -46,6 +47,7 @@ def model_of(cell):
     return VisionTransformer(Cell(model=cell["model"], batch=cell["batch"], tiny=True).config)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.time_limit(120)
 def test_other_cells_stay_and_words_leave_ways_out(tmp_path, monkeypatch):
     skipped = ("--skip", "alone,beside,step,after,wires,bf16", "--rounds", "2")

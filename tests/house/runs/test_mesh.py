@@ -116,14 +116,17 @@ def check_every_product(ranks: Pool, folder: Path, program: str, engine: str, n_
 
 
 @pytest.mark.time_limit(400)
-@pytest.mark.parametrize("engine", ["ours", "torch"])
+@pytest.mark.parametrize("engine", ["ours", pytest.param("torch", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("program", "n_trained"), [("vit", 10), ("gpt2", 15)])
 def test_every_product_of_four_trains_as_one_process_does_or_is_refused(ranks, tmp_path, program, engine, n_trained):
     assert check_every_product(ranks, tmp_path, program, engine, 4, n_steps=2) == n_trained
 
 
 @pytest.mark.time_limit(400)
-@pytest.mark.parametrize(("engine", "n_ranks", "n_trained"), [("ours", 2, 5), ("ours", 4, 15), ("torch", 4, 10)])
+@pytest.mark.parametrize(
+    ("engine", "n_ranks", "n_trained"),
+    [("ours", 2, 5), ("ours", 4, 15), pytest.param("torch", 4, 10, marks=pytest.mark.exhaustive)],
+)
 def test_every_product_trains_a_mixture_as_one_process_does_or_is_refused(ranks, tmp_path, engine, n_ranks, n_trained):
     assert check_every_product(ranks, tmp_path, "mixture", engine, n_ranks, n_steps=3) == n_trained
 
