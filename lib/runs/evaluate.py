@@ -27,8 +27,8 @@ import torch
 
 from lib.runs.data.questions import TASKS, Question, kind_of, load
 from lib.runs.evaluating.answers import score_answers, score_programs
+from lib.runs.evaluating.choices import DEFAULTS, center, score_choices, score_texts
 from lib.runs.evaluating.choices import answer as answer
-from lib.runs.evaluating.choices import center, score_choices, score_texts
 from lib.runs.evaluating.choices import judge as judge
 from lib.runs.evaluating.programs import choose_prefix
 from lib.runs.flags import Parser, UsageError, positive, share, whole
@@ -51,10 +51,10 @@ def make_parser() -> Parser:
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bf16 on a GPU, float32 on a CPU")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), help=f"default: {' '.join(TASKS)}")
     parser.add_argument("--limit", type=whole(1), help="questions of each task; default: 200 made ones, all of a file")
-    parser.add_argument("--shots", type=whole(0), default=5, help="solved questions before each one")
-    parser.add_argument("--normalization", choices=("sum", "token", "byte"), default="byte")
-    parser.add_argument("--batch-size", type=whole(1), default=16, help="questions at once")
-    parser.add_argument("--seed", type=whole(0), default=0, help="of questions that are made, and of the shots")
+    parser.add_argument("--shots", type=whole(0), help="solved questions before each one")
+    parser.add_argument("--normalization", choices=("sum", "token", "byte"))
+    parser.add_argument("--batch-size", type=whole(1), help="questions at once")
+    parser.add_argument("--seed", type=whole(0), help="of questions that are made, and of the shots")
     parser.add_argument("--out", type=Path, help="write the results here, as JSON")
     parser.add_argument(
         "--examples", type=Path, help=f"and {N_EXAMPLES} questions of each task with their answers here"
@@ -68,6 +68,7 @@ def make_parser() -> Parser:
     writing.add_argument(
         "--trust-programs", action="store_true", help="run programs with your own rights if there are no namespaces"
     )
+    parser.set_defaults(**DEFAULTS)
     return parser
 
 

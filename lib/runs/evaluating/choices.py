@@ -17,6 +17,8 @@ from lib.evaluation import (
 from lib.runs.data.questions import Question
 from lib.runs.flags import UsageError
 
+DEFAULTS: dict[str, Any] = {"shots": 5, "normalization": "byte", "batch_size": 16, "seed": 0}
+"""How questions are asked unless flags say otherwise."""
 PART = 32  # questions between two signs of progress
 
 
