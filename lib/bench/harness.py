@@ -79,8 +79,8 @@ def ours(served: Served, tasks: dict[str, list[Question]]) -> dict[str, dict[str
             found[name] = {metric: score_choices(served, rows, options(normalization=way), NOTHING)[0]["accuracy"]
                            for metric, way in ways.items()}  # fmt: skip
         elif kind == "answers":
-            result, _ = score_answers(rows, options(), NOTHING,
-                                      lambda *asked: batch.write(served, *asked, options(), NOTHING))  # fmt: skip
+            result, _ = score_answers(rows, options(), NOTHING, lambda prompts, n, stops: batch.write(
+                served, prompts, n, stops, options(), NOTHING))  # fmt: skip
             found[name] = {"exact_match": result["accuracy"]}
         else:
             found[name] = {"bits_per_byte": score_texts(served, rows, options(), NOTHING)[0]["bits_per_byte"]}

@@ -51,10 +51,10 @@ def make_parser() -> Parser:
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bf16 on a GPU, float32 on a CPU")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), help=f"default: {' '.join(TASKS)}")
     parser.add_argument("--limit", type=whole(1), help="questions of each task; default: 200 made ones, all of a file")
-    parser.add_argument("--shots", type=whole(0), help="solved questions before each one")
-    parser.add_argument("--normalization", choices=("sum", "token", "byte"))
-    parser.add_argument("--batch-size", type=whole(1), help="questions at once")
-    parser.add_argument("--seed", type=whole(0), help="of questions that are made, and of the shots")
+    parser.add_argument("--shots", type=whole(0), help="solved questions before each one; default: 5")
+    parser.add_argument("--normalization", choices=("sum", "token", "byte"), help="default: byte")
+    parser.add_argument("--batch-size", type=whole(1), help="questions at once; default: 16")
+    parser.add_argument("--seed", type=whole(0), help="of made questions, shots and samples; default: 0")
     parser.add_argument("--out", type=Path, help="write the results here, as JSON")
     parser.add_argument(
         "--examples", type=Path, help=f"and {N_EXAMPLES} questions of each task with their answers here"
@@ -70,6 +70,13 @@ def make_parser() -> Parser:
     )
     parser.set_defaults(**DEFAULTS)
     return parser
+
+
+def check_places(options: Any) -> None:
+    """Find before the model is loaded that its results could not be written."""
+    for flag, path in (("--out", options.out), ("--examples", options.examples)):
+        if path and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise UsageError(f"{flag} {path}: expected a file in a folder that exists")
 
 
 def load_tasks(options: Any) -> dict[str, list[Question]]:
@@ -147,6 +154,7 @@ def page(tasks: dict[str, list[str]], results: dict[str, Any]) -> str:
 
 def run(options: Any) -> dict[str, Any]:
     """Load the model, ask all questions, print a table, and write what was asked for."""
+    check_places(options)
     tasks = load_tasks(options)
     if any(kind_of(questions[0]) == "programs" for questions in tasks.values()):
         choose_prefix(options.trust_programs)  # before the model is loaded
