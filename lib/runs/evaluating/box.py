@@ -176,6 +176,19 @@ def gate(ready: int, told: int, command: list[str], *root) -> int:
     return follow(child_of(first_process, command, *root))
 
 
+def start(command: list[str], *root) -> int:
+    """Start the command in a box, and say from outside who its users are."""
+    if extra_users():
+        os.setgroups([])
+    (heard, ready), (told, tell) = os.pipe(), os.pipe()
+    child = child_of(gate, ready, told, command, *root)
+    os.close(ready)
+    if os.read(heard, 1):
+        map_users(child)
+        os.write(tell, b"!")
+    return child
+
+
 def main() -> int:
     """Returns the command's exit status, or ``FAILED`` after a line that says why there is no box."""
     split = sys.argv.index("--")
@@ -185,15 +198,11 @@ def main() -> int:
     for path in filter(os.path.isfile, command[1:]):
         with open(path, "rb") as file:
             files[path] = file.read()
-    if extra_users():
-        os.setgroups([])
-    (heard, ready), (told, tell) = os.pipe(), os.pipe()
-    child = child_of(gate, ready, told, command, os.getcwd(), shown, files)
-    os.close(ready)
-    if os.read(heard, 1):
-        map_users(child)
-        os.write(tell, b"!")
-    status = follow(child)
+    try:
+        status = follow(start(command, os.getcwd(), shown, files))
+    except OSError as error:  # these are no namespaces in which users could be told apart
+        print(f"box: {error}", file=sys.stderr)
+        return FAILED
     if status > 128:
         with contextlib.suppress(OSError, ValueError):  # an exit status may look like a signal
             os.kill(os.getpid(), status - 128)
